@@ -1,0 +1,1 @@
+//! A small KVM virtual machine monitor on rust-vmm crates, and the worked example of embedding vmferry.

@@ -1,0 +1,182 @@
+//! What the user may choose, valid by construction.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use vmferry_memory::PAGE_SIZE;
+use vmferry_wire::SessionId;
+
+use crate::convergence::{Limits, WhenStuck};
+
+/// Pages in one frame: 256 KiB keeps a frame within a core's second-level cache on both sides,
+/// and a header of 48 bytes costs nothing beside it.
+pub const FRAME_PAGES: usize = 64;
+
+/// Consecutive pages of one slot that share a lane: 2 MiB, so that a huge page is read, written
+/// and populated by one thread.
+pub const LANE_STRIPE_PAGES: u64 = 512;
+
+/// Frames that may be sent and not yet placed, over all lanes: 64 MiB, which fills 10 Gbit/s at
+/// a round trip of 50 ms.
+const WINDOW_BYTES: usize = 64 << 20;
+
+/// Frames per lane at most, and at least.
+const WINDOW_FRAMES: (usize, usize) = (8, 64);
+
+/// How long the engine waits. Every wait in it has one of these bounds.
+#[derive(Clone, Copy, Debug)]
+pub struct Timeouts {
+    /// To the destination's answer to the announcement of the guest; it makes memory meanwhile.
+    pub accept: Duration,
+    /// Without any sign of life on the control channel. Default 10 s.
+    pub silence: Duration,
+    /// Without one placed frame while frames are out. Default 30 s.
+    pub stall: Duration,
+    /// To READY, after everything was sent. Default 30 s.
+    pub ready: Duration,
+    /// Source: to RUNNING, after COMMIT, before the link is taken for lost. Default 10 s.
+    pub running: Duration,
+    /// Destination: from READY to COMMIT, before it journals ABORTED. Default 60 s.
+    pub commit: Duration,
+    /// Between two questions of a source in doubt. Default 1 s.
+    pub ask: Duration,
+    /// To the end of a whole-memory hash. Default 10 min.
+    pub verify: Duration,
+}
+
+impl Default for Timeouts {
+    fn default() -> Self {
+        let seconds = Duration::from_secs;
+        Self {
+            accept: seconds(30),
+            silence: seconds(10),
+            stall: seconds(30),
+            ready: seconds(30),
+            running: seconds(10),
+            commit: seconds(60),
+            ask: seconds(1),
+            verify: seconds(600),
+        }
+    }
+}
+
+/// A setting that makes no sense.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ConfigError {
+    /// Data channels out of range.
+    #[error("{0} channels: choose 1 to 16")]
+    Channels(u8),
+    /// A cap that no migration ends under.
+    #[error("a bandwidth cap of {0} bytes/s is below 64 KiB/s")]
+    Bandwidth(u64),
+    /// No rounds.
+    #[error("at least one round is needed")]
+    Rounds,
+}
+
+/// How the source migrates.
+#[derive(Clone, Debug)]
+pub struct SourceConfig {
+    /// The migration's number; random by default and used once.
+    pub session: SessionId,
+    /// Data channels, 1 to 16. Default 2.
+    pub channels: u8,
+    /// Longest accepted downtime. Default 300 ms.
+    pub downtime_limit: Duration,
+    /// Cap over all data channels in bytes per second, in the paused round too. Default none.
+    pub max_bandwidth: Option<u64>,
+    /// Rounds with the guest running. Default 30.
+    pub max_rounds: u32,
+    /// Time with the guest running. Default none.
+    pub timeout: Option<Duration>,
+    /// What to do when neither suffices. Default refuse.
+    pub when_stuck: WhenStuck,
+    /// Hash both paused memories whole and compare them before COMMIT. Default off.
+    pub verify: bool,
+    /// Directory of the journals.
+    pub journal_directory: PathBuf,
+    /// Bounds of all waits.
+    pub timeouts: Timeouts,
+}
+
+impl SourceConfig {
+    /// The defaults, with a new session.
+    #[must_use]
+    pub fn new(journal_directory: PathBuf) -> Self {
+        Self {
+            session: new_session(),
+            channels: 2,
+            downtime_limit: Duration::from_millis(300),
+            max_bandwidth: None,
+            max_rounds: 30,
+            timeout: None,
+            when_stuck: WhenStuck::Refuse,
+            verify: false,
+            journal_directory,
+            timeouts: Timeouts::default(),
+        }
+    }
+
+    /// Checks the ranges.
+    ///
+    /// # Errors
+    /// The first setting that is out of its range.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        if !(1..=16).contains(&self.channels) {
+            return Err(ConfigError::Channels(self.channels));
+        }
+        match self.max_bandwidth {
+            Some(cap) if cap < 64 << 10 => return Err(ConfigError::Bandwidth(cap)),
+            _ => {}
+        }
+        if self.max_rounds == 0 {
+            return Err(ConfigError::Rounds);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn limits(&self) -> Limits {
+        Limits {
+            downtime: self.downtime_limit,
+            rounds: self.max_rounds,
+            time: self.timeout,
+            when_stuck: self.when_stuck,
+        }
+    }
+}
+
+/// How the destination receives.
+#[derive(Clone, Debug)]
+pub struct DestinationConfig {
+    /// Directory of the journals.
+    pub journal_directory: PathBuf,
+    /// Bounds of all waits.
+    pub timeouts: Timeouts,
+}
+
+impl DestinationConfig {
+    /// The defaults.
+    #[must_use]
+    pub fn new(journal_directory: PathBuf) -> Self {
+        Self { journal_directory, timeouts: Timeouts::default() }
+    }
+}
+
+/// Frames of one lane that may be out, for so many lanes.
+pub(crate) fn window_frames(lanes: u8) -> usize {
+    let frames = WINDOW_BYTES / (FRAME_PAGES * PAGE_SIZE) / usize::from(lanes.max(1));
+    frames.clamp(WINDOW_FRAMES.0, WINDOW_FRAMES.1)
+}
+
+/// The lane of a page: a function of its number alone, so that no two versions of one page ever
+/// travel on different lanes.
+#[must_use]
+pub fn lane_of(page: u64, lanes: u8) -> u8 {
+    ((page / LANE_STRIPE_PAGES) % u64::from(lanes.max(1))) as u8
+}
+
+/// A session number that was never used.
+#[must_use]
+pub fn new_session() -> SessionId {
+    SessionId(*uuid::Uuid::new_v4().as_bytes())
+}

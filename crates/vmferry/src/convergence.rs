@@ -1,0 +1,277 @@
+//! When to hand over: the downtime that would follow, predicted after every harvest.
+
+use std::time::Duration;
+
+use serde::Serialize;
+use vmferry_memory::PAGE_SIZE;
+
+/// What the pause costs besides the pages: leaving `KVM_RUN`, saving and loading some hundred
+/// kilobytes of state and syncing two journal records took 1 to 5 ms on the machines where this
+/// was measured (see `vmferry demo`), plus round trips, which are measured.
+pub const FIXED_COST: Duration = Duration::from_millis(4);
+
+/// Round trips between the pause and the first instruction at the destination: the end of the
+/// last round with the state and READY, then COMMIT and RUNNING.
+const ROUND_TRIPS: u32 = 2;
+
+/// Throughput assumed until a round has measured it: gigabit Ethernet.
+const ASSUMED_BYTES_PER_S: f64 = 117e6;
+
+/// A shorter round says more about latency than about the link.
+const MEASURABLE_BYTES: u64 = 1 << 20;
+
+/// What to do when the guest writes faster than the link carries.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum WhenStuck {
+    /// End the migration; the guest runs on at the source.
+    #[default]
+    Refuse,
+    /// Hand over anyway, with the downtime that it takes.
+    SwitchOver,
+}
+
+/// The user's limits on a migration.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// The longest downtime that the user accepts.
+    pub downtime: Duration,
+    /// Rounds with the guest running, at most.
+    pub rounds: u32,
+    /// Time with the guest running, at most.
+    pub time: Option<Duration>,
+    /// What to do at the end of rounds or time.
+    pub when_stuck: WhenStuck,
+}
+
+/// What is known right after a harvest, with the guest running.
+#[derive(Clone, Copy, Debug)]
+pub struct Harvest {
+    /// Rounds sent so far.
+    pub rounds: u32,
+    /// Since the first round began.
+    pub elapsed: Duration,
+    /// Pages to be sent.
+    pub pending_pages: u64,
+    /// Time in which the guest dirtied them.
+    pub dirtied_in: Duration,
+}
+
+/// What to do after a harvest.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Decision {
+    /// Send the pages with the guest running.
+    AnotherRound,
+    /// Pause the guest and send the rest.
+    SwitchOver,
+    /// It can't be done within the limits.
+    GiveUp(Box<NotConverging>),
+}
+
+/// Why a migration can't converge, with the numbers that an operator needs.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct NotConverging {
+    /// Rounds sent.
+    pub rounds: u32,
+    /// Time since the first round began, in milliseconds.
+    pub elapsed_ms: f64,
+    /// What the guest writes, in bytes per second (whole pages).
+    pub dirty_bytes_per_s: f64,
+    /// What the link carries, in bytes of pages per second.
+    pub link_bytes_per_s: f64,
+    /// The downtime that a hand-over now would cost, in milliseconds.
+    pub predicted_downtime_ms: f64,
+    /// The limit, in milliseconds.
+    pub downtime_limit_ms: f64,
+    /// The part of the prediction that no round can lower, in milliseconds.
+    pub fixed_cost_ms: f64,
+}
+
+impl std::fmt::Display for NotConverging {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mb = |bytes: f64| bytes / 1e6;
+        write!(
+            f,
+            "after {} rounds ({:.1} s) a hand-over would stop the guest for {:.1} ms, and the \
+             limit is {:.1} ms: ",
+            self.rounds,
+            self.elapsed_ms / 1e3,
+            self.predicted_downtime_ms,
+            self.downtime_limit_ms,
+        )?;
+        if self.fixed_cost_ms >= self.downtime_limit_ms {
+            write!(
+                f,
+                "the hand-over itself takes about {:.1} ms, however little memory is left; use \
+                 --downtime-limit {}ms or more",
+                self.fixed_cost_ms,
+                (self.fixed_cost_ms * 1.5).ceil()
+            )
+        } else {
+            write!(
+                f,
+                "the guest writes {:.0} MB/s and the link carries {:.0} MB/s; use \
+                 --downtime-limit {}ms or more, raise --max-bandwidth, or accept the downtime \
+                 with --when-stuck switch-over",
+                mb(self.dirty_bytes_per_s),
+                mb(self.link_bytes_per_s),
+                (self.predicted_downtime_ms * 1.2).ceil()
+            )
+        }
+    }
+}
+
+/// Measures the link and the guest, and predicts.
+#[derive(Clone, Debug)]
+pub struct Predictor {
+    limits: Limits,
+    round_trip: Duration,
+    bytes_per_s: f64,
+    max_bandwidth: Option<u64>,
+}
+
+impl Predictor {
+    /// A predictor that has measured nothing yet.
+    #[must_use]
+    pub fn new(limits: Limits, max_bandwidth: Option<u64>) -> Self {
+        Self { limits, round_trip: Duration::ZERO, bytes_per_s: ASSUMED_BYTES_PER_S, max_bandwidth }
+    }
+
+    /// Takes a measured round trip on the control channel.
+    pub fn measured_round_trip(&mut self, round_trip: Duration) {
+        self.round_trip = round_trip;
+    }
+
+    /// Takes a round: bytes of pages with content, and the time until all of them were placed.
+    pub fn measured_round(&mut self, content_bytes: u64, took: Duration) {
+        let took = took.saturating_sub(self.round_trip).as_secs_f64();
+        if content_bytes >= MEASURABLE_BYTES && took > 0.0 {
+            self.bytes_per_s = content_bytes as f64 / took;
+        }
+    }
+
+    /// The link's throughput as it is known now, in bytes per second.
+    #[must_use]
+    pub fn link_bytes_per_s(&self) -> f64 {
+        self.max_bandwidth.map_or(self.bytes_per_s, |cap| self.bytes_per_s.min(cap as f64))
+    }
+
+    /// The downtime if the guest were paused now with so many pages to send.
+    #[must_use]
+    pub fn predict(&self, pending_pages: u64) -> Duration {
+        let bytes = pending_pages as f64 * PAGE_SIZE as f64;
+        self.fixed_cost() + Duration::from_secs_f64(bytes / self.link_bytes_per_s().max(1.0))
+    }
+
+    /// What to do now.
+    #[must_use]
+    pub fn decide(&self, harvest: Harvest) -> Decision {
+        let predicted = self.predict(harvest.pending_pages);
+        if predicted <= self.limits.downtime {
+            return Decision::SwitchOver;
+        }
+        let out_of_time = self.limits.time.is_some_and(|limit| harvest.elapsed >= limit);
+        let hopeless = self.fixed_cost() > self.limits.downtime && harvest.rounds >= 2;
+        if harvest.rounds < self.limits.rounds && !out_of_time && !hopeless {
+            return Decision::AnotherRound;
+        }
+        match self.limits.when_stuck {
+            WhenStuck::SwitchOver => Decision::SwitchOver,
+            WhenStuck::Refuse => Decision::GiveUp(Box::new(self.verdict(harvest, predicted))),
+        }
+    }
+
+    fn fixed_cost(&self) -> Duration {
+        FIXED_COST + self.round_trip * ROUND_TRIPS
+    }
+
+    fn verdict(&self, harvest: Harvest, predicted: Duration) -> NotConverging {
+        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+        let dirtied_bytes = harvest.pending_pages as f64 * PAGE_SIZE as f64;
+        NotConverging {
+            rounds: harvest.rounds,
+            elapsed_ms: ms(harvest.elapsed),
+            dirty_bytes_per_s: dirtied_bytes / harvest.dirtied_in.as_secs_f64().max(1e-6),
+            link_bytes_per_s: self.link_bytes_per_s(),
+            predicted_downtime_ms: ms(predicted),
+            downtime_limit_ms: ms(self.limits.downtime),
+            fixed_cost_ms: ms(self.fixed_cost()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn limits() -> Limits {
+        Limits {
+            downtime: Duration::from_millis(300),
+            rounds: 5,
+            time: None,
+            when_stuck: WhenStuck::Refuse,
+        }
+    }
+
+    fn harvest(rounds: u32, pending_pages: u64) -> Harvest {
+        Harvest {
+            rounds,
+            elapsed: Duration::from_secs(1),
+            pending_pages,
+            dirtied_in: Duration::from_secs(1),
+        }
+    }
+
+    #[test]
+    fn hands_over_when_the_rest_fits_the_limit() {
+        let mut predictor = Predictor::new(limits(), None);
+        predictor.measured_round(100 << 20, Duration::from_millis(1000));
+        // 100 MiB/s carries 29.6 MiB in 296 ms.
+        assert_eq!(predictor.decide(harvest(1, 7500)), Decision::SwitchOver);
+        assert_eq!(predictor.decide(harvest(1, 7700)), Decision::AnotherRound);
+    }
+
+    #[test]
+    fn a_cap_bounds_the_throughput_that_is_believed() {
+        let mut predictor = Predictor::new(limits(), Some(1 << 20));
+        predictor.measured_round(100 << 20, Duration::from_millis(10));
+        assert_eq!(predictor.link_bytes_per_s(), f64::from(1 << 20));
+    }
+
+    #[test]
+    fn small_rounds_do_not_teach_throughput() {
+        let mut predictor = Predictor::new(limits(), None);
+        let before = predictor.link_bytes_per_s();
+        predictor.measured_round(8192, Duration::from_millis(5));
+        assert_eq!(predictor.link_bytes_per_s(), before);
+    }
+
+    #[test]
+    fn gives_up_in_words_after_the_last_round() {
+        let predictor = Predictor::new(limits(), None);
+        let Decision::GiveUp(why) = predictor.decide(harvest(5, 1 << 20)) else {
+            panic!("must give up")
+        };
+        let text = why.to_string();
+        assert!(text.contains("after 5 rounds"), "{text}");
+        assert!(text.contains("--downtime-limit"), "{text}");
+    }
+
+    #[test]
+    fn a_limit_below_the_fixed_cost_is_refused_early_and_said() {
+        let mut limits = limits();
+        limits.downtime = Duration::from_micros(1);
+        let predictor = Predictor::new(limits, None);
+        assert_eq!(predictor.decide(harvest(1, 0)), Decision::AnotherRound);
+        let Decision::GiveUp(why) = predictor.decide(harvest(2, 0)) else { panic!() };
+        assert!(why.to_string().contains("the hand-over itself takes"));
+    }
+
+    #[test]
+    fn switches_over_anyway_when_told_to() {
+        let mut limits = limits();
+        limits.when_stuck = WhenStuck::SwitchOver;
+        let predictor = Predictor::new(limits, None);
+        assert_eq!(predictor.decide(harvest(5, 1 << 20)), Decision::SwitchOver);
+    }
+}

@@ -1,0 +1,138 @@
+//! What goes into the destination's machine, and what comes out.
+
+use std::time::Duration;
+
+use vmferry_memory::WholeHash;
+use vmferry_wire::{ControlMessage, SessionId};
+
+use crate::error::MigrateError;
+use crate::vm::GuestDescription;
+
+/// A connection that carries control messages: the session's control channel, or a channel on
+/// which a source in doubt asks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct LinkId(pub u64);
+
+impl LinkId {
+    /// The session's control channel.
+    pub const CONTROL: Self = Self(0);
+}
+
+/// What happened.
+#[derive(Debug)]
+pub enum Input {
+    /// A message on a control channel.
+    Control {
+        /// Where it came from.
+        link: LinkId,
+        /// The message.
+        message: ControlMessage,
+    },
+    /// The control channel or a data channel is gone.
+    LinkLost(MigrateError),
+    /// The VMM has made the machine's memory, or refuses.
+    Prepared(Result<(), MigrateError>),
+    /// OPEN is on disk, or is not.
+    Opened(Result<(), MigrateError>),
+    /// A lane has placed everything up to the end of a round.
+    LaneEnded {
+        /// The lane.
+        lane: u8,
+        /// The sequence number of the round's last frame.
+        sequence: u64,
+    },
+    /// The digest of everything that was placed.
+    Digest(u64),
+    /// The state is loaded, or can't be.
+    Loaded(Result<Duration, MigrateError>),
+    /// This side's whole-memory hash, and how long it took.
+    Hashed(WholeHash, Duration),
+    /// RUN-INTENT is on disk, or nobody knows.
+    IntentWritten(Result<(), MigrateError>),
+    /// ABORTED is on disk, or nobody knows.
+    AbortWritten(Result<(), MigrateError>),
+    /// The guest's vCPUs were started, or could not be.
+    Started(Result<(), MigrateError>),
+    /// An action failed.
+    Failed(MigrateError),
+    /// The user wants to end it.
+    Cancel,
+    /// Time has passed.
+    Tick,
+}
+
+/// What to do. Each action that yields a result is answered by the input named.
+#[derive(Debug)]
+pub enum Action {
+    /// Send a message on one control channel.
+    Send {
+        /// Where to.
+        link: LinkId,
+        /// The message.
+        message: ControlMessage,
+    },
+    /// Send a message on every control channel that is open.
+    Broadcast(ControlMessage),
+    /// Let the VMM check the guest and make its memory: `Prepared`.
+    Prepare(GuestDescription),
+    /// Make the session's journal and append OPEN: `Opened`.
+    Open(SessionId),
+    /// Accept so many data channels and place what they bring: `LaneEnded` each round.
+    ExpectLanes {
+        /// How many.
+        lanes: u8,
+    },
+    /// Sum up the hashes of all pages as last placed: `Digest`.
+    SumDigest,
+    /// Load the state: `Loaded`.
+    Load(Vec<u8>),
+    /// Hash the memory whole, beside everything else: `Hashed`.
+    Hash,
+    /// Append RUN-INTENT: `IntentWritten`.
+    WriteIntent,
+    /// Append ABORTED: `AbortWritten`.
+    WriteAborted {
+        /// Why, for people.
+        reason: String,
+    },
+    /// Run the guest: `Started`.
+    Run,
+    /// Throw the guest's memory and state away.
+    Discard,
+    /// Tell whoever watches.
+    Report(Report),
+}
+
+/// What whoever watches is told.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+#[serde(tag = "event", rename_all = "kebab-case")]
+pub enum Report {
+    /// A guest was announced and accepted.
+    Accepted {
+        /// Its name.
+        name: String,
+        /// Its memory in bytes.
+        memory_bytes: u64,
+        /// Data channels.
+        lanes: u8,
+    },
+    /// Everything is here; waiting for COMMIT.
+    Ready,
+    /// The link was lost while READY: waiting for the source's word until the commit time-out.
+    WaitingForWord,
+    /// The guest runs here.
+    Running,
+}
+
+/// How it ended.
+#[derive(Debug)]
+pub enum Ending {
+    /// The guest runs here. An error is a crash of the guest, which is this host's all the same.
+    Owns(Option<MigrateError>),
+    /// The guest never ran here, and the journal says so.
+    Aborted(MigrateError),
+    /// Nothing was promised: the announced guest was refused before the journal was made.
+    Refused(MigrateError),
+    /// The journal failed: this process does not run the guest, and a restart tells who has it.
+    Stuck(MigrateError),
+}

@@ -1,0 +1,526 @@
+//! The destination's side of a migration, sans-IO.
+//!
+//! ```text
+//!  AwaitBegin -> Preparing -> Opening -> Receiving -> Placing -> Loading -> Deciding
+//!                                                                              |
+//!                                              hand-over (see crate::handover) +
+//! ```
+//! A guest that is refused while preparing leaves nothing behind. From `Opening` on the journal
+//! knows the session, so that this host can give its word about it for ever.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use vmferry_memory::SlotLayout;
+use vmferry_wire::{ControlMessage, Reason, ReasonCode, SessionId, Token};
+
+use super::io::{Action, Ending, Input, LinkId, Report};
+use crate::config::Timeouts;
+use crate::error::MigrateError;
+use crate::handover::{DestinationEffect, DestinationEvent, DestinationState};
+use crate::stats::DestinationStats;
+use crate::vm::GuestDescription;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    AwaitBegin,
+    Preparing,
+    Opening,
+    Receiving,
+    Placing,
+    Loading,
+    Deciding,
+    Refused,
+}
+
+impl Phase {
+    fn name(self) -> &'static str {
+        match self {
+            Self::AwaitBegin => "the wait for the guest's announcement",
+            Self::Preparing | Self::Opening => "the preparation of the machine",
+            Self::Receiving => "pre-copy",
+            Self::Placing => "the placing of the last pages",
+            Self::Loading => "the loading of the state",
+            Self::Deciding => "the hand-over",
+            Self::Refused => "the end",
+        }
+    }
+}
+
+/// What the announcement said, kept for the session.
+#[derive(Debug)]
+struct Announced {
+    session: SessionId,
+    name: String,
+    lanes: u8,
+    memory_bytes: u64,
+}
+
+/// What the last message before READY said.
+#[derive(Debug)]
+struct Final {
+    lane_sequences: Vec<u64>,
+    digest: u64,
+    state: Vec<u8>,
+}
+
+/// The machine.
+#[derive(Debug)]
+pub struct Destination {
+    timeouts: Timeouts,
+    token: Token,
+    phase: Phase,
+    handover: DestinationState,
+    actions: VecDeque<Action>,
+    announced: Option<Announced>,
+    last: Option<Final>,
+    lane_ends: Vec<u64>,
+    digest: u64,
+    load: Duration,
+    failure: Option<MigrateError>,
+    waiting_since: Duration,
+    last_heard: Duration,
+    link_up: bool,
+    committed_at: Duration,
+    stats: DestinationStats,
+}
+
+impl Destination {
+    /// A destination on whose greeted control channel nothing was said yet. `token` is what the
+    /// data channels must show.
+    #[must_use]
+    pub fn new(timeouts: Timeouts, token: Token, now: Duration) -> Self {
+        Self {
+            timeouts,
+            token,
+            phase: Phase::AwaitBegin,
+            handover: DestinationState::Receiving,
+            actions: VecDeque::new(),
+            announced: None,
+            last: None,
+            lane_ends: Vec::new(),
+            digest: 0,
+            load: Duration::ZERO,
+            failure: None,
+            waiting_since: now,
+            last_heard: now,
+            link_up: true,
+            committed_at: now,
+            stats: DestinationStats::default(),
+        }
+    }
+
+    /// Takes what happened at `now`.
+    pub fn handle(&mut self, now: Duration, input: Input) {
+        if self.phase == Phase::Refused {
+            return;
+        }
+        match input {
+            Input::Control { link, message } => {
+                if link == LinkId::CONTROL {
+                    self.last_heard = now;
+                }
+                self.on_message(now, link, message);
+            }
+            Input::LinkLost(error) => self.on_link_lost(now, error),
+            Input::Failed(error) => self.fail(now, error),
+            Input::Cancel => {
+                self.fail(now, MigrateError::Cancelled { during: self.phase.name() });
+            }
+            Input::Prepared(result) => self.on_prepared(now, result),
+            Input::Opened(result) => self.on_opened(now, result),
+            Input::LaneEnded { lane, sequence } => {
+                if let Some(end) = self.lane_ends.get_mut(usize::from(lane)) {
+                    *end = sequence;
+                }
+                self.check_placed(now);
+            }
+            Input::Digest(digest) => self.on_digest(now, digest),
+            Input::Loaded(result) => self.on_loaded(now, result),
+            Input::Hashed(hash, took) => self.actions.push_back(Action::Send {
+                link: LinkId::CONTROL,
+                message: ControlMessage::Verified {
+                    hash: hash.hash,
+                    pages: hash.pages,
+                    elapsed_us: micros(took),
+                },
+            }),
+            Input::IntentWritten(result) => self.on_journal(now, result, DestinationEvent::IntentWritten),
+            Input::AbortWritten(result) => self.on_journal(now, result, DestinationEvent::AbortWritten),
+            Input::Started(result) => {
+                self.stats.start_ms = now.saturating_sub(self.committed_at).as_secs_f64() * 1e3;
+                if let Err(error) = result {
+                    self.failure = Some(error);
+                }
+            }
+            Input::Tick => {}
+        }
+        self.watch_the_clock(now);
+    }
+
+    /// The next thing to do.
+    pub fn next_action(&mut self) -> Option<Action> {
+        self.actions.pop_front()
+    }
+
+    /// When [`Input::Tick`] is due, if nothing happens before.
+    #[must_use]
+    pub fn next_tick(&self) -> Option<Duration> {
+        let silence = self.expects_life().then(|| self.last_heard + self.timeouts.silence);
+        let deadline = self.deadline().map(|(at, ..)| at);
+        [silence, deadline].into_iter().flatten().min()
+    }
+
+    /// How it ended, once it has and all its actions are taken.
+    pub fn ending(&mut self) -> Option<Ending> {
+        if !self.actions.is_empty() {
+            return None;
+        }
+        let phase = self.phase.name();
+        let failure = |error: Option<MigrateError>| {
+            error.unwrap_or(MigrateError::Cancelled { during: phase })
+        };
+        if self.phase == Phase::Refused {
+            return Some(Ending::Refused(failure(self.failure.take())));
+        }
+        match self.handover {
+            DestinationState::Owns => Some(Ending::Owns(self.failure.take())),
+            DestinationState::Aborted => Some(Ending::Aborted(failure(self.failure.take()))),
+            DestinationState::Stuck => Some(Ending::Stuck(failure(self.failure.take()))),
+            _ => None,
+        }
+    }
+
+    /// Where the hand-over stands.
+    #[must_use]
+    pub fn handover(&self) -> DestinationState {
+        self.handover
+    }
+
+    /// The session, once it is announced.
+    #[must_use]
+    pub fn session(&self) -> Option<SessionId> {
+        self.announced.as_ref().map(|announced| announced.session)
+    }
+
+    /// The statistics that this machine knows; the lanes know the others.
+    #[must_use]
+    pub fn stats(&self) -> &DestinationStats {
+        &self.stats
+    }
+
+    /// What the migration is doing, in words.
+    #[must_use]
+    pub fn phase_name(&self) -> &'static str {
+        self.phase.name()
+    }
+
+    fn on_message(&mut self, now: Duration, link: LinkId, message: ControlMessage) {
+        let ours = self.session();
+        match (message, self.phase) {
+            (
+                ControlMessage::Begin { session, guest, vmm, config, layout, lanes, verify: _ },
+                Phase::AwaitBegin,
+            ) => {
+                if let Err(reason) = check_layout(&layout) {
+                    return self.refuse(Reason::new(ReasonCode::LayoutMismatch, &reason));
+                }
+                self.announced = Some(Announced {
+                    session,
+                    name: guest.name.clone(),
+                    lanes,
+                    memory_bytes: layout.iter().map(|slot| slot.pages).sum::<u64>()
+                        * vmferry_memory::PAGE_SIZE as u64,
+                });
+                self.phase = Phase::Preparing;
+                self.actions.push_back(Action::Prepare(GuestDescription {
+                    identity: guest,
+                    vmm,
+                    config,
+                    layout,
+                }));
+            }
+            (ControlMessage::Final { lane_sequences, digest, state }, Phase::Receiving) => {
+                if lane_sequences.len() != self.lane_ends.len() {
+                    let reason = format!(
+                        "the last message names {} lanes of {}",
+                        lane_sequences.len(),
+                        self.lane_ends.len()
+                    );
+                    return self.fail(now, protocol(reason));
+                }
+                self.last = Some(Final { lane_sequences, digest, state });
+                self.phase = Phase::Placing;
+                self.waiting_since = now;
+                self.check_placed(now);
+            }
+            (ControlMessage::Verify {}, Phase::Deciding)
+                if self.handover == DestinationState::Ready =>
+            {
+                // The source hashes as well; no COMMIT can come before both are done.
+                self.waiting_since = now + self.timeouts.verify;
+                self.actions.push_back(Action::Hash);
+            }
+            (ControlMessage::Commit { session }, _) if Some(session) == ours => {
+                self.committed_at = now;
+                self.hand_over(now, link, DestinationEvent::Commit);
+            }
+            (ControlMessage::Query { session }, _) if Some(session) == ours => {
+                self.hand_over(now, link, DestinationEvent::Query);
+            }
+            (ControlMessage::Abort { reason }, _) => {
+                self.fail(now, MigrateError::EndedByPeer { peer: "source", reason });
+            }
+            (ControlMessage::Ping { nonce }, _) => {
+                self.actions
+                    .push_back(Action::Send { link, message: ControlMessage::Pong { nonce } });
+            }
+            (ControlMessage::Pong { .. }, _) => {}
+            (message, phase) => {
+                let reason = format!("{} does not belong into {}", message.name(), phase.name());
+                self.fail(now, protocol(reason));
+            }
+        }
+    }
+
+    fn refuse(&mut self, reason: Reason) {
+        self.failure = Some(MigrateError::Refused { peer: "destination", reason: reason.clone() });
+        self.actions.push_back(Action::Send {
+            link: LinkId::CONTROL,
+            message: ControlMessage::Refuse { reason },
+        });
+        self.phase = Phase::Refused;
+    }
+
+    fn on_prepared(&mut self, _now: Duration, result: Result<(), MigrateError>) {
+        match (result, self.session()) {
+            (Ok(()), Some(session)) if self.phase == Phase::Preparing => {
+                self.phase = Phase::Opening;
+                self.actions.push_back(Action::Open(session));
+            }
+            (Err(error), _) if self.phase == Phase::Preparing => {
+                let reason = match &error {
+                    MigrateError::Refused { reason, .. } => reason.clone(),
+                    other => other.reason_for_peer(),
+                };
+                self.refuse(reason);
+                self.failure = Some(error);
+            }
+            _ => {}
+        }
+    }
+
+    fn on_opened(&mut self, now: Duration, result: Result<(), MigrateError>) {
+        if let Err(error) = result {
+            // Without OPEN a restart could not tell this session from an unknown one.
+            self.refuse(error.reason_for_peer());
+            self.failure = Some(error);
+            return;
+        }
+        let Some(announced) = &self.announced else { return };
+        let lanes = announced.lanes;
+        self.lane_ends = vec![0; usize::from(lanes)];
+        let report = Report::Accepted {
+            name: announced.name.clone(),
+            memory_bytes: announced.memory_bytes,
+            lanes,
+        };
+        self.phase = Phase::Receiving;
+        self.last_heard = now;
+        self.actions.push_back(Action::ExpectLanes { lanes });
+        self.actions.push_back(Action::Send {
+            link: LinkId::CONTROL,
+            message: ControlMessage::Accept { token: self.token.clone() },
+        });
+        self.actions.push_back(Action::Report(report));
+    }
+
+    fn check_placed(&mut self, now: Duration) {
+        let Some(last) = &self.last else { return };
+        if self.phase == Phase::Placing && self.lane_ends == last.lane_sequences {
+            self.phase = Phase::Loading;
+            self.waiting_since = now;
+            self.actions.push_back(Action::SumDigest);
+        }
+    }
+
+    fn on_digest(&mut self, now: Duration, placed: u64) {
+        if self.phase != Phase::Loading {
+            return;
+        }
+        let Some(last) = self.last.take() else { return };
+        self.digest = placed;
+        if placed != last.digest {
+            return self.fail(now, MigrateError::DigestMismatch { sent: last.digest, placed });
+        }
+        self.actions.push_back(Action::Load(last.state));
+    }
+
+    fn on_loaded(&mut self, now: Duration, result: Result<Duration, MigrateError>) {
+        match result {
+            Ok(took) if self.phase == Phase::Loading => {
+                self.load = took;
+                self.stats.load_ms = took.as_secs_f64() * 1e3;
+                self.phase = Phase::Deciding;
+                self.waiting_since = now;
+                self.hand_over(now, LinkId::CONTROL, DestinationEvent::Loaded);
+            }
+            Ok(_) => {}
+            Err(error) => self.fail(now, error),
+        }
+    }
+
+    fn on_journal(&mut self, now: Duration, result: Result<(), MigrateError>, done: DestinationEvent) {
+        let event = match result {
+            Ok(()) => done,
+            Err(error) => {
+                self.failure = Some(error);
+                DestinationEvent::JournalFailed
+            }
+        };
+        self.hand_over(now, LinkId::CONTROL, event);
+    }
+
+    fn on_link_lost(&mut self, now: Duration, error: MigrateError) {
+        self.link_up = false;
+        match self.phase {
+            Phase::AwaitBegin | Phase::Preparing | Phase::Opening => {
+                self.failure = Some(error);
+                self.phase = Phase::Refused;
+            }
+            _ => {
+                if self.handover == DestinationState::Ready {
+                    self.actions.push_back(Action::Report(Report::WaitingForWord));
+                } else if self.failure.is_none() && !self.handover.is_final() {
+                    self.failure = Some(error);
+                }
+                self.hand_over(now, LinkId::CONTROL, DestinationEvent::LinkLost);
+            }
+        }
+    }
+
+    fn fail(&mut self, now: Duration, error: MigrateError) {
+        if self.handover.is_final() {
+            return;
+        }
+        match self.phase {
+            Phase::AwaitBegin | Phase::Preparing | Phase::Opening => {
+                self.refuse(error.reason_for_peer());
+                self.failure = Some(error);
+            }
+            _ => {
+                if self.failure.is_none() {
+                    self.failure = Some(error);
+                }
+                self.hand_over(now, LinkId::CONTROL, DestinationEvent::Failed);
+            }
+        }
+    }
+
+    fn hand_over(&mut self, now: Duration, link: LinkId, event: DestinationEvent) {
+        let (next, effects) = self.handover.step(event);
+        self.handover = next;
+        let Some(session) = self.session() else { return };
+        for effect in effects {
+            let action = match effect {
+                DestinationEffect::SendReady => {
+                    self.waiting_since = now;
+                    self.actions.push_back(Action::Report(Report::Ready));
+                    Action::Send {
+                        link: LinkId::CONTROL,
+                        message: ControlMessage::Ready {
+                            digest: self.digest,
+                            load_us: micros(self.load),
+                        },
+                    }
+                }
+                DestinationEffect::WriteIntent => Action::WriteIntent,
+                DestinationEffect::WriteAborted => Action::WriteAborted { reason: self.why() },
+                DestinationEffect::Run => {
+                    self.actions.push_back(Action::Report(Report::Running));
+                    Action::Run
+                }
+                DestinationEffect::SendRunning => {
+                    let start_us = micros(now.saturating_sub(self.committed_at));
+                    Action::Broadcast(ControlMessage::Running { session, start_us })
+                }
+                DestinationEffect::SendAborted => {
+                    let code = self
+                        .failure
+                        .as_ref()
+                        .map_or(ReasonCode::Internal, |error| error.reason_for_peer().code);
+                    let reason = Reason::new(code, &self.why());
+                    Action::Broadcast(ControlMessage::Aborted { session, reason })
+                }
+                DestinationEffect::Discard => Action::Discard,
+                DestinationEffect::Answer(word) => {
+                    Action::Send { link, message: ControlMessage::Answer { session, word: *word } }
+                }
+            };
+            self.actions.push_back(action);
+        }
+    }
+
+    fn why(&self) -> String {
+        self.failure
+            .as_ref()
+            .map_or_else(|| "no COMMIT came in time".to_owned(), ToString::to_string)
+    }
+
+    fn expects_life(&self) -> bool {
+        self.link_up && !self.handover.is_final() && self.phase != Phase::Refused
+    }
+
+    fn deadline(&self) -> Option<(Duration, &'static str, Duration)> {
+        let (what, after) = match (self.phase, self.handover) {
+            (Phase::AwaitBegin, _) => ("the announcement of a guest", self.timeouts.accept),
+            (Phase::Placing, DestinationState::Receiving) => ("the last frames", self.timeouts.stall),
+            (Phase::Deciding, DestinationState::Ready) => ("COMMIT", self.timeouts.commit),
+            _ => return None,
+        };
+        Some((self.waiting_since + after, what, after))
+    }
+
+    fn watch_the_clock(&mut self, now: Duration) {
+        if let Some((at, what, after)) = self.deadline()
+            && now >= at
+        {
+            self.waiting_since = now;
+            let error = MigrateError::TimedOut { what, after };
+            if self.handover == DestinationState::Ready {
+                self.failure = Some(error);
+                self.hand_over(now, LinkId::CONTROL, DestinationEvent::CommitTimeout);
+            } else {
+                self.fail(now, error);
+            }
+        } else if self.expects_life() && now >= self.last_heard + self.timeouts.silence {
+            let what = "any sign of life from the source";
+            self.on_link_lost(now, MigrateError::TimedOut { what, after: self.timeouts.silence });
+        }
+    }
+}
+
+/// The slots must be numbered from 0 and must not overlap or wrap in guest-physical space.
+fn check_layout(layout: &[SlotLayout]) -> Result<(), String> {
+    let mut end = 0_u64;
+    for (index, slot) in layout.iter().enumerate() {
+        if usize::from(slot.slot.0) != index {
+            return Err(format!("slot {} stands at position {index}", slot.slot.0));
+        }
+        let bytes = slot.pages.checked_mul(vmferry_memory::PAGE_SIZE as u64);
+        let next = bytes.and_then(|bytes| slot.gpa.checked_add(bytes));
+        match next {
+            Some(next) if slot.pages > 0 && slot.gpa >= end => end = next,
+            _ => return Err(format!("slot {index} is empty, overlaps or wraps around")),
+        }
+    }
+    if layout.is_empty() { Err("the guest has no memory".into()) } else { Ok(()) }
+}
+
+fn protocol(reason: String) -> MigrateError {
+    MigrateError::Protocol { channel: "control".into(), offset: 0, reason }
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}

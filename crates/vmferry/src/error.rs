@@ -1,0 +1,224 @@
+//! Errors of the engine, sorted by whose fault they are.
+
+use std::time::Duration;
+
+use vmferry_dirty::DirtyLogError;
+use vmferry_memory::MemoryError;
+use vmferry_transport::TransportError;
+use vmferry_wire::{Reason, ReasonCode};
+
+use crate::convergence::NotConverging;
+use crate::journal::JournalError;
+use crate::vm::VmError;
+
+/// Why a migration did not happen. The guest is where the outcome says, never in two places.
+#[derive(Debug, thiserror::Error)]
+pub enum MigrateError {
+    /// The link could not be made, or the peer was not authenticated.
+    #[error(transparent)]
+    Transport(#[from] TransportError),
+    /// The peer does not want this migration.
+    #[error("the {peer} refused: {reason}")]
+    Refused {
+        /// Which side said so.
+        peer: &'static str,
+        /// Its code and text.
+        reason: Reason,
+    },
+    /// The peer ended the migration.
+    #[error("the {peer} ended the migration: {reason}")]
+    EndedByPeer {
+        /// Which side said so.
+        peer: &'static str,
+        /// Its code and text.
+        reason: Reason,
+    },
+    /// The peer sent what no correct peer sends.
+    #[error("protocol error on {channel} at byte {offset}: {reason}")]
+    Protocol {
+        /// `control` or `lane N`.
+        channel: String,
+        /// Bytes read from that channel before the bad message.
+        offset: u64,
+        /// What is wrong.
+        reason: String,
+    },
+    /// A channel broke.
+    #[error("the link was lost ({channel}, {during}): {detail}")]
+    LinkLost {
+        /// `control` or `lane N`.
+        channel: String,
+        /// What the migration was doing.
+        during: &'static str,
+        /// What the system said.
+        detail: String,
+    },
+    /// The peer was silent for too long.
+    #[error("waited {} for {what} and gave up: the other host hangs or the network drops packets", humantime_seconds(*.after))]
+    TimedOut {
+        /// What was awaited.
+        what: &'static str,
+        /// For how long.
+        after: Duration,
+    },
+    /// The guest writes faster than the limits allow.
+    #[error("the migration does not converge: {0}")]
+    NotConverging(Box<NotConverging>),
+    /// The user ended it.
+    #[error("cancelled during {during}")]
+    Cancelled {
+        /// What the migration was doing.
+        during: &'static str,
+    },
+    /// What was placed is not what was sent.
+    #[error("the digests differ: sent {sent:#018x}, placed {placed:#018x}; the source keeps the guest")]
+    DigestMismatch {
+        /// Sum of the hashes of all pages as last sent.
+        sent: u64,
+        /// Sum of the hashes of all pages as last placed.
+        placed: u64,
+    },
+    /// The paused memories differ: a write escaped the dirty log.
+    #[error(
+        "--verify found different memory: {source_pages} pages hash to {source_hash:#018x} at the \
+         source, {destination_pages} to {destination_hash:#018x} at the destination; a write \
+         escaped the dirty log {log}; the source keeps the guest"
+    )]
+    VerifyMismatch {
+        /// Non-zero pages at the source.
+        source_pages: u64,
+        /// Their hash.
+        source_hash: u64,
+        /// Non-zero pages at the destination.
+        destination_pages: u64,
+        /// Their hash.
+        destination_hash: u64,
+        /// The dirty log in use.
+        log: &'static str,
+    },
+    /// The dirty log failed.
+    #[error("the dirty log failed")]
+    DirtyLog(#[from] DirtyLogError),
+    /// Guest memory could not be read or written.
+    #[error("guest memory failed")]
+    Memory(#[from] MemoryError),
+    /// The VMM failed.
+    #[error("the VMM could not {action}")]
+    Vm {
+        /// What was asked of it.
+        action: &'static str,
+        /// What it said.
+        #[source]
+        source: VmError,
+    },
+    /// The journal failed, so nothing was promised.
+    #[error("no promise could be made")]
+    Journal(#[from] JournalError),
+    /// The system has no threads or other resources left.
+    #[error("this host could not {action}")]
+    Local {
+        /// What was tried.
+        action: &'static str,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+/// Errors by what a caller does about them; the command's exit codes follow these.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ErrorClass {
+    /// No link could be made.
+    Connect,
+    /// The link is not trusted, or not understood: TLS.
+    Authentication,
+    /// The peer does not keep the protocol, or another version of it.
+    Protocol,
+    /// Another machine, memory layout or guest identity.
+    Incompatible,
+    /// Someone else is at it.
+    Busy,
+    /// The link was lost, or the peer went silent.
+    LinkLost,
+    /// The guest writes too fast.
+    NotConverging,
+    /// The user's wish.
+    Cancelled,
+    /// Memory differs.
+    Corrupt,
+    /// This host or the other one failed.
+    Internal,
+}
+
+impl MigrateError {
+    /// What kind of failure it is.
+    #[must_use]
+    pub fn class(&self) -> ErrorClass {
+        match self {
+            Self::Transport(error) if error.is_authentication() => ErrorClass::Authentication,
+            Self::Transport(TransportError::AddressInUse { .. }) => ErrorClass::Busy,
+            Self::Transport(_) => ErrorClass::Connect,
+            Self::Refused { reason, .. } | Self::EndedByPeer { reason, .. } => match reason.code {
+                ReasonCode::Cancelled => ErrorClass::Cancelled,
+                ReasonCode::Incompatible
+                | ReasonCode::IdentityMismatch
+                | ReasonCode::LayoutMismatch => ErrorClass::Incompatible,
+                ReasonCode::Busy => ErrorClass::Busy,
+                ReasonCode::Protocol => ErrorClass::Protocol,
+                ReasonCode::DigestMismatch => ErrorClass::Corrupt,
+                ReasonCode::TimedOut => ErrorClass::LinkLost,
+                ReasonCode::Unauthorised => ErrorClass::Authentication,
+                _ => ErrorClass::Internal,
+            },
+            Self::Protocol { .. } => ErrorClass::Protocol,
+            Self::LinkLost { .. } | Self::TimedOut { .. } => ErrorClass::LinkLost,
+            Self::NotConverging(_) => ErrorClass::NotConverging,
+            Self::Cancelled { .. } => ErrorClass::Cancelled,
+            Self::DigestMismatch { .. } | Self::VerifyMismatch { .. } => ErrorClass::Corrupt,
+            Self::DirtyLog(_)
+            | Self::Memory(_)
+            | Self::Vm { .. }
+            | Self::Journal(_)
+            | Self::Local { .. } => ErrorClass::Internal,
+        }
+    }
+
+    /// What the peer is told: a code and one line of text, without this host's paths or causes.
+    #[must_use]
+    pub fn reason_for_peer(&self) -> Reason {
+        let code = match self {
+            Self::Cancelled { .. } => ReasonCode::Cancelled,
+            Self::NotConverging(_) => ReasonCode::Cancelled,
+            Self::Protocol { .. } => ReasonCode::Protocol,
+            Self::TimedOut { .. } | Self::LinkLost { .. } => ReasonCode::TimedOut,
+            Self::DigestMismatch { .. } | Self::VerifyMismatch { .. } => ReasonCode::DigestMismatch,
+            Self::DirtyLog(_) | Self::Memory(_) => ReasonCode::Memory,
+            Self::Vm { .. } => ReasonCode::State,
+            Self::Journal(_) => ReasonCode::Journal,
+            Self::Refused { reason, .. } | Self::EndedByPeer { reason, .. } => reason.code,
+            Self::Transport(_) | Self::Local { .. } => ReasonCode::Internal,
+        };
+        Reason::new(code, &self.to_string())
+    }
+}
+
+/// An error and its causes in one line, as an operator wants to read it.
+#[must_use]
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let next = error.to_string();
+        // Transparent wrappers repeat the text of what they wrap.
+        if !text.ends_with(&next) {
+            text.push_str(": ");
+            text.push_str(&next);
+        }
+        cause = error.source();
+    }
+    text
+}
+
+fn humantime_seconds(time: Duration) -> String {
+    format!("{:.1} s", time.as_secs_f64())
+}

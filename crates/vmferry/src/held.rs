@@ -1,0 +1,137 @@
+//! The source's guest, in types: what may be done with it depends on what was promised.
+//!
+//! ```text
+//! Running --pause--> Paused --commit(CommitWritten)--> Committed --release--> (gone)
+//!    ^                 |  ^                                |
+//!    +-----resume------+  +------take_back(Returned)-------+
+//! ```
+//! A [`Committed`] guest has no method that resumes it. [`Returned`], the proof that the
+//! destination gave it back, can be had only from the hand-over's transition.
+
+use crate::handover::SourceState;
+use crate::journal::{Journal, JournalError, Record};
+use crate::vm::{SourceVm, VmError};
+
+/// A guest that runs on this host.
+#[derive(Debug)]
+pub struct Running<V>(V);
+
+/// A guest that is paused on this host, and is this host's.
+///
+/// Dropped without a decision, as in a panic, it is resumed: the guest must not stay paused
+/// because a migration broke.
+#[derive(Debug)]
+pub struct Paused<V: SourceVm>(Option<V>);
+
+/// A guest that this host has promised never to run again.
+#[derive(Debug)]
+pub struct Committed<V>(V);
+
+/// Proof that COMMIT is on disk.
+#[derive(Debug)]
+pub struct CommitWritten(());
+
+/// Proof that a committed guest is this host's again.
+#[derive(Debug)]
+pub struct Returned(());
+
+impl<V: SourceVm> Running<V> {
+    /// Takes charge of a guest.
+    pub fn new(vm: V) -> Self {
+        Self(vm)
+    }
+
+    /// The VMM, for its descriptions.
+    pub fn vm(&self) -> &V {
+        &self.0
+    }
+
+    /// Pauses the guest.
+    ///
+    /// # Errors
+    /// The guest, which the VMM could not pause, is resumed and returned with the error.
+    pub fn pause(mut self) -> Result<Paused<V>, (Self, VmError)> {
+        match self.0.pause() {
+            Ok(()) => Ok(Paused(Some(self.0))),
+            Err(error) => match self.0.resume() {
+                Ok(()) => Err((self, error)),
+                Err(second) => {
+                    let both = format!("{error}; and it could not be resumed: {second}");
+                    Err((self, both.into()))
+                }
+            },
+        }
+    }
+
+    /// Gives the VMM back.
+    pub fn into_vm(self) -> V {
+        self.0
+    }
+}
+
+impl<V: SourceVm> Paused<V> {
+    /// Saves the state of vCPUs and devices.
+    ///
+    /// # Errors
+    /// What the VMM says; the guest stays paused.
+    pub fn save(&mut self) -> Result<Vec<u8>, VmError> {
+        self.0.as_mut().map_or_else(|| Err("the guest is gone".into()), SourceVm::save)
+    }
+
+    /// Lets the guest run on.
+    ///
+    /// # Errors
+    /// The paused guest and what the VMM says.
+    pub fn resume(mut self) -> Result<Running<V>, (Option<Self>, VmError)> {
+        let Some(mut vm) = self.0.take() else {
+            return Err((None, "the guest is gone".into()));
+        };
+        match vm.resume() {
+            Ok(()) => Ok(Running(vm)),
+            Err(error) => Err((Some(Self(Some(vm))), error)),
+        }
+    }
+
+    /// Promises the guest away.
+    #[must_use]
+    pub fn commit(mut self, _proof: CommitWritten) -> Option<Committed<V>> {
+        self.0.take().map(Committed)
+    }
+}
+
+impl<V: SourceVm> Drop for Paused<V> {
+    fn drop(&mut self) {
+        if let Some(mut vm) = self.0.take() {
+            // Nobody is left to tell: the guest runs, or its VMM has died with this process.
+            let _ = vm.resume();
+        }
+    }
+}
+
+impl<V: SourceVm> Committed<V> {
+    /// Takes the guest back.
+    #[must_use]
+    pub fn take_back(self, _proof: Returned) -> Paused<V> {
+        Paused(Some(self.0))
+    }
+
+    /// Gives up the guest; the VMM remains to be torn down.
+    pub fn release(self) -> V {
+        self.0
+    }
+}
+
+/// Appends COMMIT.
+///
+/// # Errors
+/// The journal's; the guest is still this host's then.
+pub fn write_commit(journal: &mut dyn Journal) -> Result<CommitWritten, JournalError> {
+    journal.append(&Record::Commit)?;
+    Ok(CommitWritten(()))
+}
+
+/// The proof that the guest is this host's, if the hand-over says so.
+#[must_use]
+pub fn returned(state: SourceState) -> Option<Returned> {
+    (state == SourceState::Kept).then_some(Returned(()))
+}

@@ -1,0 +1,1 @@
+//! The live-migration engine: source and destination state machines, rounds, convergence and handover.

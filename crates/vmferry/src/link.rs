@@ -1,0 +1,95 @@
+//! A control channel: typed messages over a channel's two halves.
+
+use std::io::{self, Read, Write};
+use std::sync::{Mutex, PoisonError};
+
+use vmferry_wire::{CONTROL_HEADER_BYTES, ControlHeader, ControlMessage};
+
+use crate::error::MigrateError;
+
+/// The sending half, shared by the threads that have something to say.
+#[derive(Debug)]
+pub struct ControlWriter<W>(Mutex<Outgoing<W>>);
+
+#[derive(Debug)]
+struct Outgoing<W> {
+    writer: W,
+    /// Kept, so that acknowledgements allocate nothing.
+    bytes: Vec<u8>,
+}
+
+impl<W: Write> ControlWriter<W> {
+    /// Wraps a channel's sending half.
+    pub fn new(writer: W) -> Self {
+        Self(Mutex::new(Outgoing { writer, bytes: Vec::new() }))
+    }
+
+    /// Sends one message whole, flushed.
+    ///
+    /// # Errors
+    /// The channel's; some of the message may be on its way then.
+    pub fn send(&self, message: &ControlMessage) -> io::Result<()> {
+        let mut outgoing = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let Outgoing { writer, bytes } = &mut *outgoing;
+        bytes.clear();
+        message.encode(bytes);
+        writer.write_all(bytes)?;
+        writer.flush()
+    }
+}
+
+/// The receiving half.
+#[derive(Debug)]
+pub struct ControlReader<R> {
+    reader: R,
+    offset: u64,
+    body: Vec<u8>,
+}
+
+impl<R: Read> ControlReader<R> {
+    /// Wraps a channel's receiving half.
+    pub fn new(reader: R) -> Self {
+        Self { reader, offset: 0, body: Vec::new() }
+    }
+
+    /// The next message. The end of the channel is an error: no message says "the end".
+    ///
+    /// # Errors
+    /// [`MigrateError::LinkLost`] or [`MigrateError::Protocol`].
+    pub fn receive(&mut self, during: &'static str) -> Result<ControlMessage, MigrateError> {
+        let mut header = [0; CONTROL_HEADER_BYTES];
+        self.fill(&mut header, during)?;
+        let protocol = |offset, error: vmferry_wire::WireError| MigrateError::Protocol {
+            channel: "control".into(),
+            offset,
+            reason: error.to_string(),
+        };
+        let header = ControlHeader::parse(&header).map_err(|error| protocol(self.offset, error))?;
+        self.offset += CONTROL_HEADER_BYTES as u64;
+        // `parse` has checked the length against the limit of the message's type.
+        let mut body = std::mem::take(&mut self.body);
+        body.resize(header.body_bytes(), 0);
+        let filled = self.fill(&mut body, during);
+        self.body = body;
+        filled?;
+        let message = header.decode(&self.body).map_err(|error| protocol(self.offset, error))?;
+        self.offset += self.body.len() as u64;
+        Ok(message)
+    }
+
+    fn fill(&mut self, into: &mut [u8], during: &'static str) -> Result<(), MigrateError> {
+        self.reader.read_exact(into).map_err(|error| lost("control", during, &error))
+    }
+}
+
+/// A broken channel as an error, with the end of the stream in plain words.
+pub fn lost(channel: &str, during: &'static str, error: &io::Error) -> MigrateError {
+    let detail = match error.kind() {
+        io::ErrorKind::UnexpectedEof => "the other side closed the connection".to_owned(),
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+            "the other side takes no data".to_owned()
+        }
+        _ => crate::error::chain(error),
+    };
+    MigrateError::LinkLost { channel: channel.to_owned(), during, detail }
+}

@@ -1,0 +1,154 @@
+//! The source's channels: making them, and the thread that reads the control channel.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, Sender};
+use vmferry_transport::{Channel, ChannelCloser, ChannelReader, ChannelWriter, Dialer};
+use vmferry_wire::{ControlMessage, Role, SessionId, Token};
+
+use super::lane::FrameBuffer;
+use super::machine::Input;
+use super::window::Window;
+use crate::error::MigrateError;
+use crate::greeting::greet;
+use crate::link::{ControlReader, ControlWriter};
+
+/// A greeted control channel.
+pub struct ControlChannel {
+    /// What is sent on it.
+    pub writer: ControlWriter<ChannelWriter>,
+    /// Closes it from any thread.
+    pub closer: ChannelCloser,
+    /// What is read from it.
+    pub reader: ControlReader<ChannelReader>,
+    /// The names in the peer's certificate.
+    pub peer_names: Vec<String>,
+    /// Such as `tls 127.0.0.1:7001`.
+    pub transport: String,
+}
+
+/// Dials and greets a control or query channel.
+///
+/// # Errors
+/// The transport's, or the destination's refusal.
+pub fn control(
+    dialer: &Dialer,
+    role: Role,
+    silence: Duration,
+) -> Result<ControlChannel, MigrateError> {
+    let (channel, peer_names, transport) = dial(dialer)?;
+    let closer = channel.closer();
+    let (mut reader, mut writer) = channel.split();
+    bound(&mut reader, &mut writer, silence)?;
+    greet(&mut reader, &mut writer, role, 0, Token([0; 16]), &transport)?;
+    // From here on the machine watches the silence; a reader may wait for ever.
+    reader.set_timeout(None)?;
+    Ok(ControlChannel {
+        writer: ControlWriter::new(writer),
+        closer,
+        reader: ControlReader::new(reader),
+        peer_names,
+        transport,
+    })
+}
+
+/// Dials and greets one data channel.
+///
+/// # Errors
+/// As [`control`].
+pub fn data(
+    dialer: &Dialer,
+    lane: u8,
+    token: Token,
+    silence: Duration,
+    stall: Duration,
+) -> Result<(ChannelWriter, ChannelReader, ChannelCloser), MigrateError> {
+    let (channel, _, transport) = dial(dialer)?;
+    let closer = channel.closer();
+    let (mut reader, mut writer) = channel.split();
+    bound(&mut reader, &mut writer, silence)?;
+    greet(&mut reader, &mut writer, Role::Data, lane, token, &transport)?;
+    writer.set_timeout(Some(stall))?;
+    Ok((writer, reader, closer))
+}
+
+fn dial(dialer: &Dialer) -> Result<(Channel, Vec<String>, String), MigrateError> {
+    let channel = dialer.connect()?;
+    let peer = channel.peer();
+    let names = peer.names.clone();
+    let transport = dialer.address.to_string();
+    Ok((channel, names, transport))
+}
+
+fn bound(
+    reader: &mut ChannelReader,
+    writer: &mut ChannelWriter,
+    silence: Duration,
+) -> Result<(), MigrateError> {
+    reader.set_timeout(Some(silence))?;
+    writer.set_timeout(Some(silence))?;
+    Ok(())
+}
+
+/// An input and the number of the control channel that it came from: what an old channel still
+/// says is not heard.
+pub struct FromLink {
+    /// The channel's number.
+    pub link: u64,
+    /// What it brought.
+    pub input: Input,
+}
+
+/// Reads the control channel until it ends. Acknowledgements free the lanes' windows at once,
+/// before the conductor hears of them.
+pub fn read_control(
+    mut reader: ControlReader<ChannelReader>,
+    link: u64,
+    windows: &[Arc<Window<FrameBuffer>>],
+    inputs: &Sender<FromLink>,
+) {
+    loop {
+        let (input, last) = match reader.receive("waiting for the destination") {
+            Ok(message) => {
+                if let ControlMessage::Placed { lane, sequence } = message
+                    && let Some(window) = windows.get(usize::from(lane))
+                {
+                    window.placed(sequence);
+                }
+                (Input::Control(message), false)
+            }
+            Err(error @ MigrateError::Protocol { .. }) => (Input::Failed(error), true),
+            Err(error) => (Input::LinkLost(error), true),
+        };
+        if inputs.send(FromLink { link, input }).is_err() || last {
+            return;
+        }
+    }
+}
+
+/// Asks on a new channel: waits first, unless `stop` ends.
+///
+/// # Errors
+/// The transport's; `None` when stopped.
+pub fn ask(
+    dialer: &Dialer,
+    session: SessionId,
+    delay: Duration,
+    silence: Duration,
+    stop: &Receiver<()>,
+) -> Option<Result<ControlChannel, MigrateError>> {
+    if let Ok(()) | Err(crossbeam_channel::RecvTimeoutError::Disconnected) =
+        stop.recv_timeout(delay)
+    {
+        return None;
+    }
+    let asked = control(dialer, Role::Query, silence).and_then(|channel| {
+        channel
+            .writer
+            .send(&ControlMessage::Query { session })
+            .map_err(|error| crate::link::lost("query", "asking for the session's word", &error))?;
+        Ok(channel)
+    });
+    Some(asked)
+}

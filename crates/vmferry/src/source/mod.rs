@@ -1,0 +1,14 @@
+//! The host that the guest leaves.
+
+pub mod machine;
+pub mod rounds;
+
+mod connect;
+mod driver;
+mod lane;
+mod orders;
+mod window;
+
+pub use driver::{SourceOutcome, migrate};
+pub use machine::Report;
+pub use orders::{Orders, Progress};

@@ -1,0 +1,106 @@
+//! What the user can do to a migration under way, and see of it, from any thread.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crossbeam_channel::Sender;
+use serde::Serialize;
+
+use super::machine::Input;
+use crate::handover::{OperatorWord, SourceState};
+
+/// A handle on one migration. Orders given before it starts are kept.
+#[derive(Clone, Debug, Default)]
+pub struct Orders(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    inbox: Mutex<Inbox>,
+    sent_bytes: Arc<AtomicU64>,
+    progress: Mutex<Progress>,
+}
+
+#[derive(Debug, Default)]
+struct Inbox {
+    sender: Option<Sender<Input>>,
+    cancelled: bool,
+}
+
+/// A glance at a migration.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Progress {
+    /// What it is doing, in words.
+    pub phase: &'static str,
+    /// The round under way, from 1; 0 before the first.
+    pub round: u32,
+    /// Pages of that round.
+    pub round_pages: u64,
+    /// Bytes handed to the data channels since the start.
+    pub sent_bytes: u64,
+    /// COMMIT is journalled and nothing is known of the destination: the guest is paused.
+    pub in_doubt: bool,
+}
+
+impl Orders {
+    /// A handle on a migration to come.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Ends the migration; the guest stays at the source. After COMMIT it has no effect.
+    pub fn cancel(&self) {
+        let mut inbox = self.inbox();
+        inbox.cancelled = true;
+        if let Some(sender) = &inbox.sender {
+            let _ = sender.send(Input::Cancel);
+        }
+    }
+
+    /// Decides a hand-over that is in doubt; whether there is one.
+    pub fn decide(&self, word: OperatorWord) -> bool {
+        if !self.progress().in_doubt {
+            return false;
+        }
+        self.inbox().sender.as_ref().is_some_and(|sender| sender.send(Input::Operator(word)).is_ok())
+    }
+
+    /// How far it is.
+    #[must_use]
+    pub fn progress(&self) -> Progress {
+        let mut progress = self.0.progress.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        progress.sent_bytes = self.0.sent_bytes.load(Ordering::Relaxed);
+        progress
+    }
+
+    /// Connects the handle to the migration that starts now; whether it is cancelled already.
+    pub(super) fn attach(&self, sender: Sender<Input>) -> bool {
+        let mut inbox = self.inbox();
+        inbox.sender = Some(sender);
+        inbox.cancelled
+    }
+
+    pub(super) fn detach(&self) {
+        self.inbox().sender = None;
+    }
+
+    pub(super) fn sent_bytes(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.0.sent_bytes)
+    }
+
+    pub(super) fn publish(&self, phase: &'static str, state: SourceState) {
+        let mut progress = self.0.progress.lock().unwrap_or_else(PoisonError::into_inner);
+        progress.phase = phase;
+        progress.in_doubt = state == SourceState::InDoubt;
+    }
+
+    pub(super) fn publish_round(&self, round: u32, pages: u64) {
+        let mut progress = self.0.progress.lock().unwrap_or_else(PoisonError::into_inner);
+        progress.round = round;
+        progress.round_pages = pages;
+    }
+
+    fn inbox(&self) -> std::sync::MutexGuard<'_, Inbox> {
+        self.0.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

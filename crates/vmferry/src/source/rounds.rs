@@ -1,0 +1,189 @@
+//! The book-keeping of a round: what each lane has sent, and what of it is placed.
+
+use std::time::Duration;
+
+use crate::stats::RoundStats;
+
+/// What one lane sent in one round.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LaneTotals {
+    /// Pages with content.
+    pub content_pages: u64,
+    /// Pages sent as a mark.
+    pub zero_pages: u64,
+    /// Bytes on the channel.
+    pub bytes: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Lane {
+    /// Last sequence of the round, once the lane has sent it all.
+    end: Option<u64>,
+    /// Highest sequence ever, so that the final message can name it.
+    last_end: u64,
+    placed: u64,
+}
+
+/// Follows one round after the other over all lanes.
+#[derive(Debug)]
+pub struct RoundTracker {
+    lanes: Vec<Lane>,
+    round: u32,
+    open: bool,
+    started: Duration,
+    stats: RoundStats,
+}
+
+impl RoundTracker {
+    /// No round yet.
+    #[must_use]
+    pub fn new(lanes: u8) -> Self {
+        Self {
+            lanes: vec![Lane::default(); usize::from(lanes)],
+            round: 0,
+            open: false,
+            started: Duration::ZERO,
+            stats: RoundStats::default(),
+        }
+    }
+
+    /// Begins the next round and returns its number.
+    pub fn start(
+        &mut self,
+        now: Duration,
+        pages: u64,
+        harvest: Duration,
+        dirty_pages_per_s: f64,
+        paused: bool,
+    ) -> u32 {
+        self.round += 1;
+        self.open = true;
+        self.started = now;
+        for lane in &mut self.lanes {
+            lane.end = None;
+        }
+        self.stats = RoundStats {
+            round: self.round,
+            pages,
+            harvest_ms: harvest.as_secs_f64() * 1e3,
+            dirty_pages_per_s,
+            paused,
+            ..RoundStats::default()
+        };
+        self.round
+    }
+
+    /// The number of the last round begun, 0 before the first.
+    #[must_use]
+    pub fn round(&self) -> u32 {
+        self.round
+    }
+
+    /// When the last round began.
+    #[must_use]
+    pub fn started(&self) -> Duration {
+        self.started
+    }
+
+    /// A lane has sent everything.
+    pub fn sent(&mut self, lane: u8, end_sequence: u64, totals: LaneTotals) {
+        if let Some(lane) = self.lanes.get_mut(usize::from(lane)) {
+            lane.end = Some(end_sequence);
+            lane.last_end = end_sequence;
+            self.stats.zero_pages += totals.zero_pages;
+            self.stats.bytes += totals.bytes;
+        }
+    }
+
+    /// The destination has placed a lane's frames up to a sequence number; whether that is news.
+    pub fn placed(&mut self, lane: u8, sequence: u64) -> bool {
+        match self.lanes.get_mut(usize::from(lane)) {
+            Some(lane) if sequence > lane.placed => {
+                lane.placed = sequence;
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// The destination has said in another way that everything is placed.
+    pub fn placed_everything(&mut self) {
+        for lane in &mut self.lanes {
+            lane.placed = lane.placed.max(lane.last_end);
+        }
+    }
+
+    /// Whether every lane has sent its end of the round.
+    #[must_use]
+    pub fn all_sent(&self) -> bool {
+        self.lanes.iter().all(|lane| lane.end.is_some())
+    }
+
+    /// The last sequence number of each lane.
+    #[must_use]
+    pub fn end_sequences(&self) -> Vec<u64> {
+        self.lanes.iter().map(|lane| lane.last_end).collect()
+    }
+
+    /// The round's figures, once, when all of it is placed.
+    pub fn finish(&mut self, now: Duration) -> Option<RoundStats> {
+        let placed = self
+            .lanes
+            .iter()
+            .all(|lane| lane.end.is_some_and(|end| lane.placed >= end));
+        if !self.open || !placed {
+            return None;
+        }
+        self.open = false;
+        let mut stats = std::mem::take(&mut self.stats);
+        let took = now.saturating_sub(self.started).as_secs_f64();
+        stats.ms = took * 1e3;
+        let content = stats.pages.saturating_sub(stats.zero_pages) as f64;
+        stats.bytes_per_s = content * vmferry_memory::PAGE_SIZE as f64 / took.max(1e-9);
+        Some(stats)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NOW: Duration = Duration::from_millis(10);
+
+    #[test]
+    fn a_round_ends_when_every_lane_is_placed() {
+        let mut rounds = RoundTracker::new(2);
+        assert_eq!(rounds.start(NOW, 3, NOW, 0.0, false), 1);
+        let totals = LaneTotals { content_pages: 2, zero_pages: 1, bytes: 100 };
+        rounds.sent(0, 4, totals);
+        assert!(rounds.placed(0, 4));
+        assert!(rounds.finish(NOW * 2).is_none());
+        assert!(!rounds.all_sent());
+        rounds.sent(1, 2, LaneTotals::default());
+        assert!(rounds.all_sent());
+        assert!(rounds.placed(1, 1));
+        assert!(rounds.finish(NOW * 2).is_none());
+        assert!(rounds.placed(1, 2));
+        assert!(!rounds.placed(1, 2));
+        let stats = rounds.finish(NOW * 2).unwrap();
+        assert_eq!((stats.round, stats.zero_pages, stats.bytes), (1, 1, 100));
+        assert!(rounds.finish(NOW * 3).is_none(), "reported once");
+        assert_eq!(rounds.end_sequences(), [4, 2]);
+    }
+
+    #[test]
+    fn an_acknowledgement_before_the_lane_reports_counts() {
+        let mut rounds = RoundTracker::new(1);
+        rounds.start(NOW, 0, NOW, 0.0, false);
+        assert!(rounds.placed(0, 1));
+        rounds.sent(0, 1, LaneTotals::default());
+        assert!(rounds.finish(NOW).is_some());
+    }
+
+    #[test]
+    fn a_lane_that_does_not_exist_is_ignored() {
+        let mut rounds = RoundTracker::new(1);
+        assert!(!rounds.placed(9, 1));
+        rounds.sent(9, 1, LaneTotals::default());
+    }
+}

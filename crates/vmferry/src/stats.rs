@@ -1,0 +1,100 @@
+//! What a migration did, for people and machines.
+
+use serde::Serialize;
+
+/// One pre-copy round, or the last one with the guest paused.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct RoundStats {
+    /// Number, from 1.
+    pub round: u32,
+    /// Pages that the round had to send: populated ones in the first, dirty ones later.
+    pub pages: u64,
+    /// Pages of these that were all zero and travelled as a mark.
+    pub zero_pages: u64,
+    /// Bytes on the data channels, frames and marks included, before TLS.
+    pub bytes: u64,
+    /// From the start of the round until the destination had placed everything, in milliseconds.
+    pub ms: f64,
+    /// The harvest that gave these pages (of which dirty-log calls are all), in milliseconds.
+    pub harvest_ms: f64,
+    /// What the guest wrote before this round, in pages per second; 0 for the first.
+    pub dirty_pages_per_s: f64,
+    /// Bytes of pages with content over the round's time, in bytes per second.
+    pub bytes_per_s: f64,
+    /// Whether the guest was paused.
+    pub paused: bool,
+}
+
+/// Where the downtime went, in milliseconds of the source's clock.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct DowntimeStats {
+    /// Until every vCPU and device was quiet.
+    pub pause_ms: f64,
+    /// The last harvest.
+    pub harvest_ms: f64,
+    /// Saving the state of vCPUs and devices, while the last round was being sent.
+    pub save_ms: f64,
+    /// From the last harvest until everything had left this host: pages, state, digest.
+    pub send_ms: f64,
+    /// From there until READY: the destination places, loads and compares.
+    pub ready_ms: f64,
+    /// Writing COMMIT, and from there until RUNNING has come back.
+    pub commit_ms: f64,
+}
+
+/// Statistics of one migration, as seen by the source.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct SourceStats {
+    /// Every round in order, the paused one last.
+    pub rounds: Vec<RoundStats>,
+    /// From the start of the dirty log to RUNNING (or to the failure), without `verify_ms`.
+    pub total_ms: f64,
+    /// From the order to pause until RUNNING came back, without `verify_ms`: an upper bound of
+    /// what the guest missed, by half a round trip. 0 if the guest was never paused.
+    pub downtime_ms: f64,
+    /// What was predicted when the guest was paused.
+    pub predicted_downtime_ms: f64,
+    /// The parts of the downtime.
+    pub downtime: DowntimeStats,
+    /// Bytes on the data channels and the size of the state.
+    pub sent_bytes: u64,
+    /// The guest's memory, populated or not.
+    pub memory_bytes: u64,
+    /// Size of the state of vCPUs and devices.
+    pub state_bytes: u64,
+    /// The digests of what was sent and of what was placed agree; absent before READY.
+    pub digest_match: Option<bool>,
+    /// Both paused memories, hashed whole, agree; absent unless asked for.
+    pub verify_match: Option<bool>,
+    /// Time that `--verify` kept the guest paused on top, in milliseconds.
+    pub verify_ms: f64,
+    /// CPU seconds of the engine's threads, not of the guest's vCPUs.
+    pub engine_cpu_s: f64,
+    /// Which dirty log was used.
+    pub dirty_log: String,
+    /// Number of data channels.
+    pub channels: u8,
+    /// How the link is made, such as `tls 127.0.0.1:7001`.
+    pub transport: String,
+    /// Round trip on the control channel, in milliseconds.
+    pub round_trip_ms: f64,
+}
+
+/// Statistics of one migration, as seen by the destination.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct DestinationStats {
+    /// Frames placed.
+    pub frames: u64,
+    /// Pages placed with content.
+    pub content_pages: u64,
+    /// Pages announced as zero.
+    pub zero_pages: u64,
+    /// Bytes read from the data channels.
+    pub received_bytes: u64,
+    /// Loading the state of vCPUs and devices, in milliseconds.
+    pub load_ms: f64,
+    /// From COMMIT to the guest's first instruction, the journal included, in milliseconds.
+    pub start_ms: f64,
+    /// CPU seconds of the engine's threads, not of the guest's vCPUs.
+    pub engine_cpu_s: f64,
+}

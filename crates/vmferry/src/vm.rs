@@ -1,0 +1,114 @@
+//! The traits that a VMM implements to be migrated by this engine.
+//!
+//! A source VMM lends its guest memory and dirty log and can be paused, saved and resumed; a
+//! destination VMM makes memory of the announced layout, loads the state and runs. The engine
+//! never looks into the device state and never knows what hypervisor is below.
+
+use std::sync::Arc;
+
+use vmferry_dirty::DirtyLog;
+use vmferry_memory::{GuestMemory, SlotLayout};
+use vmferry_wire::GuestIdentity;
+
+/// An error that a VMM reports to the engine: the chain is kept for the local user, the peer
+/// gets its text only.
+pub type VmError = Box<dyn std::error::Error + Send + Sync>;
+
+/// What the destination must know to make a machine of the same kind.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GuestDescription {
+    /// Who the guest is, on every host that it visits.
+    pub identity: GuestIdentity,
+    /// The VMM and machine type, such as `microvm/kvm`. A destination of another kind refuses.
+    pub vmm: String,
+    /// The machine's configuration in the VMM's own format, at most 16 KiB.
+    pub config: Vec<u8>,
+    /// The memory slots, in the order of their numbers.
+    pub layout: Vec<SlotLayout>,
+}
+
+/// A running guest, as the engine needs it at the source.
+///
+/// The engine owns the value while it migrates. Whoever drops it without resuming it leaves
+/// the guest in the state that it was in.
+pub trait SourceVm: Send + 'static {
+    /// Describes the guest. Called once, before anything is sent.
+    fn describe(&self) -> GuestDescription;
+
+    /// The guest's memory, mapped in this process.
+    fn memory(&self) -> GuestMemory;
+
+    /// The log of every write to that memory: the guest's and the VMM's own.
+    fn dirty_log(&self) -> Arc<dyn DirtyLog>;
+
+    /// Stops the guest. On return every vCPU has left `KVM_RUN` with its pending exit completed
+    /// (`immediate_exit`), the devices are quiet, and nothing writes guest memory any more.
+    ///
+    /// # Errors
+    /// The guest must then still run, or be resumable by [`resume`](Self::resume).
+    fn pause(&mut self) -> Result<(), VmError>;
+
+    /// Saves the state of vCPUs, interrupt controllers, clocks and devices of the paused guest,
+    /// without memory.
+    ///
+    /// # Errors
+    /// The guest stays paused and unchanged.
+    fn save(&mut self) -> Result<Vec<u8>, VmError>;
+
+    /// Lets the paused guest run on. Idempotent on a guest that runs.
+    ///
+    /// # Errors
+    /// Whatever keeps a vCPU or a device from starting.
+    fn resume(&mut self) -> Result<(), VmError>;
+}
+
+/// A machine to be, as the engine needs it at the destination.
+pub trait DestinationVm: Send + 'static {
+    /// Checks that this host can run the described guest and makes its memory, zeroed and
+    /// unpopulated.
+    ///
+    /// # Errors
+    /// A description that does not fit: the text goes to the source and to the operator.
+    fn prepare(&mut self, guest: &GuestDescription) -> Result<GuestMemory, PrepareError>;
+
+    /// Loads the state that [`SourceVm::save`] wrote. All memory is placed by then. The guest
+    /// must not run yet.
+    ///
+    /// # Errors
+    /// State that cannot be loaded: the migration ends and the source runs on.
+    fn load(&mut self, state: &[u8]) -> Result<(), VmError>;
+
+    /// Runs the guest. Called at most once, and only after the hand-over is journalled.
+    ///
+    /// # Errors
+    /// The guest is this host's from now on, so an error here is a crash of the guest and not a
+    /// failed migration.
+    fn run(&mut self) -> Result<(), VmError>;
+}
+
+/// Why a destination can't take a guest.
+#[derive(Debug, thiserror::Error)]
+pub enum PrepareError {
+    /// The guest is not the one that this destination was told to expect.
+    #[error("this destination expects guest {expected}, not {offered}")]
+    Identity {
+        /// Name or UUID that the destination was started for.
+        expected: String,
+        /// Name or UUID that the source offered.
+        offered: String,
+    },
+    /// The guest's memory slots are not those that this destination was told to expect.
+    #[error("memory layout differs: this destination expects {expected}, the source has {offered}")]
+    Layout {
+        /// The layout that the destination was started for, in words.
+        expected: String,
+        /// The layout that the source offered, in words.
+        offered: String,
+    },
+    /// Another VMM, another machine type, or a configuration that this build does not know.
+    #[error("incompatible machine: {0}")]
+    Incompatible(String),
+    /// This host failed.
+    #[error("the destination machine could not be made")]
+    Vm(#[source] VmError),
+}
