@@ -1,1 +1,33 @@
-//! Guest memory for live migration: slots, page bitmaps, copying pages out and in, finding populated pages.
+//! Guest memory, as live migration needs it.
+//!
+//! In go the memory slots of a VMM (rust-vmm's `vm-memory`, or any mapping); out come pages:
+//! copied out of live memory once, copied in, tested for zero, hashed, and *found*, because most
+//! pages of a guest were never populated and must not be read, sent or faulted in. Which pages
+//! are meant is always said by a [`PageSet`], one [`PageBitmap`] per slot, traversed by machine
+//! word.
+//!
+//! Addresses: a page is named by its slot and its index within the slot, in units of
+//! [`PAGE_SIZE`] bytes. Guest-physical addresses ([`Gpa`]) are bytes. Nothing here knows a log, a
+//! socket or a hypervisor.
+//!
+//! `unsafe` is confined to `copy` (raw copies between slots and buffers), `slots` (the promise
+//! that a mapping is valid) and `pagemap` (one ioctl).
+
+mod bitmap;
+mod copy;
+mod error;
+mod hash;
+mod map;
+pub mod pagemap;
+mod populated;
+mod set;
+mod slots;
+mod units;
+
+pub use bitmap::{PageBitmap, Runs};
+pub use error::MemoryError;
+pub use hash::{WholeHash, is_zero, page_hash, whole_hash, zero_page_hash};
+pub use map::{MemoryKind, map_slots};
+pub use set::PageSet;
+pub use slots::{Backing, GuestMemory, Slot};
+pub use units::{Gpa, PAGE_SHIFT, PAGE_SIZE, PageRun, SlotId, SlotLayout};

@@ -1,0 +1,70 @@
+//! What can go wrong with guest memory.
+
+use std::io;
+
+use crate::units::{PageRun, SlotId};
+
+/// An error about guest memory, with the slot or run that it is about.
+#[derive(Debug, thiserror::Error)]
+pub enum MemoryError {
+    /// A slot number that the memory does not have.
+    #[error("there is no {slot}: this memory has {slots} slots")]
+    NoSuchSlot {
+        /// The number asked for.
+        slot: SlotId,
+        /// How many slots there are.
+        slots: usize,
+    },
+    /// A run that reaches beyond its slot.
+    #[error("{run} reach beyond the slot's end at page {pages}")]
+    OutOfSlot {
+        /// The run.
+        run: PageRun,
+        /// Pages in the slot.
+        pages: u64,
+    },
+    /// A buffer that is not as long as the run.
+    #[error("a buffer of {bytes} bytes does not hold {run}")]
+    BufferLength {
+        /// The run.
+        run: PageRun,
+        /// Bytes in the buffer.
+        bytes: usize,
+    },
+    /// A guest-physical range that no slot holds whole.
+    #[error("no slot holds the {bytes} bytes at guest-physical {gpa:#x}")]
+    NoMemoryAt {
+        /// Guest-physical address of the first byte.
+        gpa: u64,
+        /// Length of the range.
+        bytes: usize,
+    },
+    /// A layout that cannot be mapped.
+    #[error("bad memory layout: {0}")]
+    Layout(String),
+    /// The system refused to map guest memory.
+    #[error("mapping {bytes} bytes for {slot} failed")]
+    Map {
+        /// The slot.
+        slot: SlotId,
+        /// Its length.
+        bytes: u64,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The system refused an operation on a slot.
+    #[error("{what} of {slot} failed")]
+    Slot {
+        /// The operation, such as `populating pages`.
+        what: &'static str,
+        /// The slot.
+        slot: SlotId,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// `/proc/self/pagemap` could not be opened or scanned.
+    #[error("scanning the page tables failed")]
+    Pagemap(#[source] io::Error),
+}

@@ -1,0 +1,208 @@
+//! Mapping fresh guest memory, through `vm-memory`.
+
+use std::fs::File;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::{fmt, io};
+
+use serde::{Deserialize, Serialize};
+use vm_memory::bitmap::{Bitmap, NewBitmap};
+use vm_memory::mmap::MmapRegionBuilder;
+use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
+
+use crate::error::MemoryError;
+use crate::slots::GuestMemory;
+use crate::units::{PAGE_SIZE, SlotId, SlotLayout};
+
+/// What guest memory is made of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MemoryKind {
+    /// Private anonymous memory in 4 KiB pages.
+    #[default]
+    Private,
+    /// A memfd, mapped shared: another process can map it too.
+    Memfd,
+    /// Private anonymous memory in which transparent huge pages are asked for.
+    Thp,
+}
+
+impl fmt::Display for MemoryKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Private => "private",
+            Self::Memfd => "memfd",
+            Self::Thp => "thp",
+        })
+    }
+}
+
+impl FromStr for MemoryKind {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "private" => Ok(Self::Private),
+            "memfd" => Ok(Self::Memfd),
+            "thp" => Ok(Self::Thp),
+            _ => Err(format!(
+                "`{text}` is no kind of memory: choose private, memfd or thp"
+            )),
+        }
+    }
+}
+
+/// Maps zeroed, unpopulated memory of a layout. `B` is `vm-memory`'s dirty bitmap, `()` for none.
+///
+/// Nothing is reserved (`MAP_NORESERVE`): a guest may be larger than the host's free memory as
+/// long as it does not touch it.
+///
+/// # Errors
+/// A bad layout, or the system's refusal.
+pub fn map_slots<B>(
+    layout: &[SlotLayout],
+    kind: MemoryKind,
+) -> Result<Arc<GuestMemoryMmap<B>>, MemoryError>
+where
+    B: Bitmap + NewBitmap + Send + Sync + 'static,
+{
+    check_layout(layout)?;
+    let mut regions = Vec::with_capacity(layout.len());
+    for slot in layout {
+        let bytes = slot.pages * PAGE_SIZE as u64;
+        let refused = |source: io::Error| MemoryError::Map {
+            slot: slot.slot,
+            bytes,
+            source,
+        };
+        let mut builder =
+            MmapRegionBuilder::new_with_bitmap(bytes as usize, B::with_len(bytes as usize))
+                .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE);
+        builder = if kind == MemoryKind::Memfd {
+            let file = memfd(slot.slot, bytes).map_err(refused)?;
+            builder
+                .with_file_offset(FileOffset::new(file, 0))
+                .with_mmap_flags(libc::MAP_SHARED | libc::MAP_NORESERVE)
+        } else {
+            builder.with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE)
+        };
+        let mapping = builder
+            .build()
+            .map_err(|error| refused(io::Error::other(error)))?;
+        if kind == MemoryKind::Thp {
+            // SAFETY: the range is the fresh mapping, whole; the advice changes no content.
+            unsafe {
+                rustix::mm::madvise(
+                    mapping.as_ptr().cast(),
+                    mapping.size(),
+                    rustix::mm::Advice::LinuxHugepage,
+                )
+            }
+            .map_err(|errno| refused(errno.into()))?;
+        }
+        let region = GuestRegionMmap::new(mapping, GuestAddress(slot.gpa)).ok_or_else(|| {
+            MemoryError::Layout(format!("{} reaches beyond the address space", slot.slot))
+        })?;
+        regions.push(region);
+    }
+    let memory = GuestMemoryMmap::from_regions(regions)
+        .map_err(|error| MemoryError::Layout(error.to_string()))?;
+    Ok(Arc::new(memory))
+}
+
+impl GuestMemory {
+    /// Maps zeroed, unpopulated memory of a layout; see [`map_slots`].
+    ///
+    /// # Errors
+    /// A bad layout, or the system's refusal.
+    pub fn allocate(layout: &[SlotLayout], kind: MemoryKind) -> Result<Self, MemoryError> {
+        Self::from_vm_memory(&map_slots::<()>(layout, kind)?)
+    }
+}
+
+fn memfd(slot: SlotId, bytes: u64) -> io::Result<File> {
+    let name = format!("vmferry-slot-{}", slot.0);
+    let file = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC)?;
+    rustix::fs::ftruncate(&file, bytes)?;
+    Ok(file.into())
+}
+
+/// Slots numbered from 0 in ascending, disjoint guest-physical ranges, each with a page at least.
+pub(crate) fn check_layout(layout: &[SlotLayout]) -> Result<(), MemoryError> {
+    let bad = |text: String| Err(MemoryError::Layout(text));
+    if layout.is_empty() {
+        return bad("no slots".into());
+    }
+    let mut free_from = 0_u64;
+    for (index, slot) in layout.iter().enumerate() {
+        let name = slot.slot;
+        if usize::from(name.0) != index {
+            return bad(format!("{name} stands where slot {index} should"));
+        }
+        let end = slot
+            .pages
+            .checked_mul(PAGE_SIZE as u64)
+            .and_then(|bytes| bytes.checked_add(slot.gpa))
+            .filter(|end| isize::try_from(*end).is_ok());
+        let Some(end) = end else {
+            return bad(format!("{name} reaches beyond the address space"));
+        };
+        if slot.pages == 0 {
+            return bad(format!("{name} is empty"));
+        }
+        if slot.gpa % PAGE_SIZE as u64 != 0 {
+            return bad(format!("{name} begins at {:#x}, not at a page", slot.gpa));
+        }
+        if slot.gpa < free_from {
+            return bad(format!("{name} overlaps or precedes the slot before it"));
+        }
+        free_from = end;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn slot(slot: u16, gpa: u64, pages: u64) -> SlotLayout {
+        SlotLayout {
+            slot: SlotId(slot),
+            gpa,
+            pages,
+        }
+    }
+
+    #[test]
+    fn bad_layouts_are_refused_by_name() {
+        let cases = [
+            (vec![], "no slots"),
+            (vec![slot(1, 0, 1)], "slot 1 stands where slot 0 should"),
+            (vec![slot(0, 0, 0)], "slot 0 is empty"),
+            (vec![slot(0, 12, 1)], "not at a page"),
+            (vec![slot(0, 0, 2), slot(1, 4096, 1)], "slot 1 overlaps"),
+            (vec![slot(0, 0, u64::MAX)], "beyond the address space"),
+            (
+                vec![slot(0, 0, u64::MAX / 4096)],
+                "beyond the address space",
+            ),
+        ];
+        for (layout, expected) in cases {
+            let error = GuestMemory::allocate(&layout, MemoryKind::Private).unwrap_err();
+            assert!(error.to_string().contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn kinds_are_read_as_they_are_printed() {
+        for kind in [MemoryKind::Private, MemoryKind::Memfd, MemoryKind::Thp] {
+            assert_eq!(kind.to_string().parse(), Ok(kind));
+        }
+        assert!(
+            "huge"
+                .parse::<MemoryKind>()
+                .unwrap_err()
+                .contains("choose private")
+        );
+    }
+}

@@ -1,0 +1,186 @@
+//! Finding the populated pages of a guest without reading or populating any.
+//!
+//! For a shared file they are what `SEEK_DATA` finds in the *file*: a page that another process
+//! has written is in no page table of ours. For private memory they are what this process's page
+//! table holds, in memory or in swap. `mincore` would miss swap.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use rustix::fs::SeekFrom;
+
+use crate::bitmap::PageBitmap;
+use crate::error::MemoryError;
+use crate::pagemap::{PAGE_IS_PFNZERO, PAGE_IS_PRESENT, PAGE_IS_SWAPPED, PageRegion, Query, scan};
+use crate::set::PageSet;
+use crate::slots::{Backing, GuestMemory, Slot};
+use crate::units::PAGE_SIZE;
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+impl GuestMemory {
+    /// The pages that hold anything: all others read as zeros and need not be sent.
+    ///
+    /// Start the dirty log first, then call this: a page that is populated later is then in the
+    /// log.
+    ///
+    /// # Errors
+    /// What the file or the page table says.
+    pub fn populated(&self) -> Result<PageSet, MemoryError> {
+        let mut set = PageSet::for_memory(self);
+        for slot in self.slots() {
+            let bitmap = set.bitmap_mut(slot.id());
+            match slot.backing() {
+                Backing::Private => in_page_table(slot, bitmap).map_err(MemoryError::Pagemap)?,
+                Backing::File { file, offset } => {
+                    in_file(slot, file, *offset, bitmap).map_err(|source| MemoryError::Slot {
+                        what: "finding the data in the file",
+                        slot: slot.id(),
+                        source,
+                    })?;
+                }
+            }
+        }
+        Ok(set)
+    }
+}
+
+fn in_file(slot: &Slot, file: &File, offset: u64, bitmap: &mut PageBitmap) -> io::Result<()> {
+    let end = offset + slot.len_bytes() as u64;
+    let mut at = offset;
+    while at < end {
+        let data = match rustix::fs::seek(file, SeekFrom::Data(at)) {
+            Ok(data) if data < end => data,
+            // ENXIO: only a hole follows.
+            Ok(_) | Err(rustix::io::Errno::NXIO) => break,
+            Err(errno) => return Err(errno.into()),
+        };
+        let hole = rustix::fs::seek(file, SeekFrom::Hole(data))?.min(end);
+        // Extents are whole pages on tmpfs; rounding outwards is right on any file system.
+        let first = (data - offset) / PAGE;
+        let last = (hole - offset).div_ceil(PAGE);
+        bitmap.set_run(first, last - first);
+        at = hole.max(data + 1);
+    }
+    Ok(())
+}
+
+fn in_page_table(slot: &Slot, bitmap: &mut PageBitmap) -> io::Result<()> {
+    let pagemap = File::open("/proc/self/pagemap")?;
+    let start = slot.host_address() as u64;
+    let query = Query {
+        inverted: PAGE_IS_PFNZERO,
+        all: PAGE_IS_PFNZERO,
+        any: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+        ..Query::default()
+    };
+    let mut regions = [PageRegion::default(); 256];
+    let range = start..start + slot.len_bytes() as u64;
+    let scanned = scan(&pagemap, range, query, &mut regions, |region| {
+        bitmap.set_run(
+            (region.start - start) / PAGE,
+            (region.end - region.start) / PAGE,
+        );
+    });
+    match scanned {
+        // Before Linux 6.7.
+        Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => {
+            by_entries(&pagemap, slot, bitmap)
+        }
+        other => other,
+    }
+}
+
+/// Reads the page table entry by entry (`pagemap.rst`: bit 63 present, bit 62 swapped). The shared
+/// page of zeros looks populated here, which costs a mark on the wire and nothing else.
+fn by_entries(pagemap: &File, slot: &Slot, bitmap: &mut PageBitmap) -> io::Result<()> {
+    let first_entry = slot.host_address() as u64 / PAGE;
+    let mut entries = [0_u8; 8 * 1024];
+    let mut page = 0;
+    while page < slot.pages() {
+        let count = (slot.pages() - page).min(entries.len() as u64 / 8);
+        let bytes = &mut entries[..count as usize * 8];
+        pagemap.read_exact_at(bytes, (first_entry + page) * 8)?;
+        for (index, entry) in bytes.chunks_exact(8).enumerate() {
+            // The two bits stand in the last byte, whatever the other bits say.
+            if entry[7] & 0xc0 != 0 {
+                bitmap.set(page + index as u64);
+            }
+        }
+        page += count;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{MemoryKind, PageRun, SlotId, SlotLayout};
+
+    fn memory(kind: MemoryKind, pages: u64) -> GuestMemory {
+        let layout = [SlotLayout {
+            slot: SlotId(0),
+            gpa: 0,
+            pages,
+        }];
+        GuestMemory::allocate(&layout, kind).unwrap()
+    }
+
+    #[test]
+    fn only_what_was_written_is_populated() {
+        for kind in [MemoryKind::Private, MemoryKind::Memfd] {
+            let memory = memory(kind, 1 << 21);
+            for page in [0, 5, 6, 7, 70_000, (1 << 21) - 1] {
+                let run = PageRun {
+                    slot: SlotId(0),
+                    first: page,
+                    pages: 1,
+                };
+                memory.copy_in(run, &[1; PAGE_SIZE]).unwrap();
+            }
+            let populated = memory.populated().unwrap();
+            let runs: Vec<_> = populated.bitmap(SlotId(0)).runs().collect();
+            assert_eq!(
+                runs,
+                [(0, 1), (5, 3), (70_000, 1), ((1 << 21) - 1, 1)],
+                "{kind}"
+            );
+            // The search has populated nothing itself.
+            assert_eq!(memory.populated().unwrap(), populated);
+        }
+    }
+
+    #[test]
+    fn a_page_that_was_only_read_is_not_populated() {
+        let memory = memory(MemoryKind::Private, 16);
+        memory.read_at(3 * PAGE, &mut [0; 8]).unwrap();
+        assert!(memory.populated().unwrap().is_empty());
+    }
+
+    #[test]
+    fn both_ways_through_the_page_table_agree() {
+        let memory = memory(MemoryKind::Private, 5000);
+        for page in (0..5000).step_by(7) {
+            memory.write_at(page * PAGE, &[1]).unwrap();
+        }
+        let mut by_hand = PageBitmap::new(5000);
+        let pagemap = File::open("/proc/self/pagemap").unwrap();
+        by_entries(&pagemap, &memory.slots()[0], &mut by_hand).unwrap();
+        assert_eq!(*memory.populated().unwrap().bitmap(SlotId(0)), by_hand);
+    }
+
+    #[test]
+    fn a_file_written_by_another_mapping_is_populated() {
+        let memory = memory(MemoryKind::Memfd, 64);
+        let Backing::File { file, .. } = memory.slots()[0].backing() else {
+            unreachable!()
+        };
+        file.write_all_at(&[9], 33 * PAGE).unwrap();
+        let populated = memory.populated().unwrap();
+        assert_eq!(
+            populated.bitmap(SlotId(0)).runs().collect::<Vec<_>>(),
+            [(33, 1)]
+        );
+    }
+}
