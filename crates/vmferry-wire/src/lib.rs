@@ -1,1 +1,48 @@
-//! The wire format, sans-IO: greetings, control messages and page frames as bytes and as typed values.
+//! The wire format, sans-IO: bytes in, typed values out, and back.
+//!
+//! A channel begins with a [`Hello`] and its [`HelloReply`], whose layouts are frozen for ever so
+//! that any two releases can tell each other their versions. A control channel then carries
+//! [`ControlMessage`]s in both directions, each behind a [`ControlHeader`]; a data channel carries
+//! frames of pages from source to destination, each a [`FrameHeader`], a [`RunTable`] and a
+//! payload. `docs/protocol.md` is the specification.
+//!
+//! Nothing from the wire is trusted: a length is checked against the limit of its kind before
+//! anything is allocated, every number before it is used, and whatever is left over is an error.
+//! All integers are little-endian.
+
+#![forbid(unsafe_code)]
+
+mod control;
+mod error;
+mod frame;
+mod hello;
+mod message;
+mod reason;
+mod session;
+
+pub use control::{CONTROL_HEADER_BYTES, ControlHeader, MAX_BODY_BYTES, MAX_FINAL_BYTES};
+pub use error::WireError;
+pub use frame::{
+    Encoding, FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_PAYLOAD_BYTES, MAX_FRAME_RUNS,
+    RUN_HEADER_BYTES, Run, RunTable, table_checksum,
+};
+pub use hello::{
+    HELLO_BYTES, HELLO_REPLY_BYTES, Hello, HelloReply, HelloStatus, PROTOCOL_VERSION_MAX,
+    PROTOCOL_VERSION_MIN, Role,
+};
+pub use message::{ControlMessage, MAX_CONFIG_BYTES, MAX_LANES, MAX_SLOTS};
+pub use reason::{MAX_REASON_BYTES, Reason, ReasonCode};
+pub use session::{GuestIdentity, MAX_NAME_BYTES, SessionId, SessionWord, Token};
+
+/// CRC-32C (Castagnoli), the checksum of headers and control messages.
+pub(crate) fn crc32c(bytes: &[u8]) -> u32 {
+    // The algorithm's 32 bits stand in the low half.
+    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
+}
+
+/// `N` bytes at an offset of a fixed-size header. The offsets are constants of this crate.
+pub(crate) fn field<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+    let mut field = [0; N];
+    field.copy_from_slice(&bytes[at..at + N]);
+    field
+}

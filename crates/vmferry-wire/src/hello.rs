@@ -1,0 +1,283 @@
+//! The greeting on every channel. These layouts are frozen: whatever a later version changes, it
+//! is told by the version numbers here.
+
+use crate::error::WireError;
+use crate::field;
+use crate::session::Token;
+
+/// Oldest protocol version that this release speaks.
+pub const PROTOCOL_VERSION_MIN: u16 = 1;
+/// Newest protocol version that this release speaks.
+pub const PROTOCOL_VERSION_MAX: u16 = 1;
+
+/// Length of a [`Hello`].
+pub const HELLO_BYTES: usize = 40;
+/// Length of a [`HelloReply`].
+pub const HELLO_REPLY_BYTES: usize = 24;
+
+/// Ends in a line feed and a byte that is no text, so that a transfer as text is noticed.
+const HELLO_MAGIC: [u8; 8] = *b"VMFERRY\n";
+const REPLY_MAGIC: [u8; 8] = *b"VMFERRY\r";
+
+/// What a channel is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// 1: the session's control channel.
+    Control,
+    /// 2: one lane's data channel.
+    Data,
+    /// 3: a control channel on which a source in doubt asks for a session's word.
+    Query,
+    /// A role of a newer release.
+    Other(u8),
+}
+
+impl From<u8> for Role {
+    fn from(number: u8) -> Self {
+        match number {
+            1 => Self::Control,
+            2 => Self::Data,
+            3 => Self::Query,
+            other => Self::Other(other),
+        }
+    }
+}
+
+impl From<Role> for u8 {
+    fn from(role: Role) -> Self {
+        match role {
+            Role::Control => 1,
+            Role::Data => 2,
+            Role::Query => 3,
+            Role::Other(other) => other,
+        }
+    }
+}
+
+/// The source's first bytes on a channel.
+///
+/// ```text
+///  0      8             10            12    13    14       16         32
+///  +------+-------------+-------------+-----+-----+--------+----------+--------+
+///  | magic| version_min | version_max | role| lane|    0   |  token   |   0    |
+///  +------+-------------+-------------+-----+-----+--------+----------+--------+ 40
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hello {
+    /// Oldest protocol version that the source speaks.
+    pub version_min: u16,
+    /// Newest.
+    pub version_max: u16,
+    /// What the channel is for.
+    pub role: Role,
+    /// The lane of a data channel, 0 otherwise.
+    pub lane: u8,
+    /// The session's token on a data channel, zeros otherwise.
+    pub token: Token,
+}
+
+impl Hello {
+    /// As bytes.
+    #[must_use]
+    pub fn encode(&self) -> [u8; HELLO_BYTES] {
+        let mut bytes = [0; HELLO_BYTES];
+        bytes[..8].copy_from_slice(&HELLO_MAGIC);
+        bytes[8..10].copy_from_slice(&self.version_min.to_le_bytes());
+        bytes[10..12].copy_from_slice(&self.version_max.to_le_bytes());
+        bytes[12] = self.role.into();
+        bytes[13] = self.lane;
+        bytes[16..32].copy_from_slice(&self.token.0);
+        bytes
+    }
+
+    /// From bytes. Reserved bytes are for later versions and ignored here.
+    ///
+    /// # Errors
+    /// [`WireError::NotVmferry`], which says what the peer seems to speak.
+    pub fn parse(bytes: &[u8; HELLO_BYTES]) -> Result<Self, WireError> {
+        check_magic(bytes, HELLO_MAGIC)?;
+        Ok(Self {
+            version_min: u16::from_le_bytes(field(bytes, 8)),
+            version_max: u16::from_le_bytes(field(bytes, 10)),
+            role: bytes[12].into(),
+            lane: bytes[13],
+            token: Token(field(bytes, 16)),
+        })
+    }
+}
+
+/// What the destination answers to a greeting.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HelloStatus {
+    /// 0: go on.
+    Ok,
+    /// 1: no common version.
+    Version,
+    /// 2: another migration is going on, or a guest runs here.
+    Busy,
+    /// 3: the token is not this session's.
+    BadToken,
+    /// 4: the lane is taken or was not announced.
+    BadLane,
+    /// 5: this kind of channel is not served.
+    Refused,
+    /// A status of a newer release.
+    Other(u8),
+}
+
+impl From<u8> for HelloStatus {
+    fn from(number: u8) -> Self {
+        match number {
+            0 => Self::Ok,
+            1 => Self::Version,
+            2 => Self::Busy,
+            3 => Self::BadToken,
+            4 => Self::BadLane,
+            5 => Self::Refused,
+            other => Self::Other(other),
+        }
+    }
+}
+
+impl From<HelloStatus> for u8 {
+    fn from(status: HelloStatus) -> Self {
+        match status {
+            HelloStatus::Ok => 0,
+            HelloStatus::Version => 1,
+            HelloStatus::Busy => 2,
+            HelloStatus::BadToken => 3,
+            HelloStatus::BadLane => 4,
+            HelloStatus::Refused => 5,
+            HelloStatus::Other(other) => other,
+        }
+    }
+}
+
+/// The destination's answer.
+///
+/// ```text
+///  0      8        9   10            12            14        16
+///  +------+--------+---+-------------+-------------+---------+--------+
+///  | magic| status | 0 | version_min | version_max | version |   0    |
+///  +------+--------+---+-------------+-------------+---------+--------+ 24
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HelloReply {
+    /// Whether to go on.
+    pub status: HelloStatus,
+    /// Oldest protocol version that the destination speaks.
+    pub version_min: u16,
+    /// Newest.
+    pub version_max: u16,
+    /// The version that both now speak.
+    pub version: u16,
+}
+
+impl HelloReply {
+    /// As bytes.
+    #[must_use]
+    pub fn encode(&self) -> [u8; HELLO_REPLY_BYTES] {
+        let mut bytes = [0; HELLO_REPLY_BYTES];
+        bytes[..8].copy_from_slice(&REPLY_MAGIC);
+        bytes[8] = self.status.into();
+        bytes[10..12].copy_from_slice(&self.version_min.to_le_bytes());
+        bytes[12..14].copy_from_slice(&self.version_max.to_le_bytes());
+        bytes[14..16].copy_from_slice(&self.version.to_le_bytes());
+        bytes
+    }
+
+    /// From bytes.
+    ///
+    /// # Errors
+    /// [`WireError::NotVmferry`].
+    pub fn parse(bytes: &[u8; HELLO_REPLY_BYTES]) -> Result<Self, WireError> {
+        check_magic(bytes, REPLY_MAGIC)?;
+        Ok(Self {
+            status: bytes[8].into(),
+            version_min: u16::from_le_bytes(field(bytes, 10)),
+            version_max: u16::from_le_bytes(field(bytes, 12)),
+            version: u16::from_le_bytes(field(bytes, 14)),
+        })
+    }
+}
+
+fn check_magic(bytes: &[u8], magic: [u8; 8]) -> Result<(), WireError> {
+    if bytes.starts_with(&magic) {
+        return Ok(());
+    }
+    let what = match bytes {
+        [0x15 | 0x16, 0x03, ..] => "TLS".to_owned(),
+        _ if [HELLO_MAGIC, REPLY_MAGIC]
+            .iter()
+            .any(|other| bytes.starts_with(other)) =>
+        {
+            "vmferry in the other direction".to_owned()
+        }
+        _ if ["GET ", "POST", "HEAD", "PUT ", "HTTP", "PRI "]
+            .iter()
+            .any(|verb| bytes.starts_with(verb.as_bytes())) =>
+        {
+            "HTTP".to_owned()
+        }
+        _ if bytes.starts_with(b"SSH-") => "SSH".to_owned(),
+        _ => format!("something that begins with {}", bytes[..8].escape_ascii()),
+    };
+    Err(WireError::NotVmferry { what })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Frozen: if this test fails, the code is wrong.
+    #[test]
+    fn golden_bytes() {
+        let hello = Hello {
+            version_min: 1,
+            version_max: 0x0203,
+            role: Role::Data,
+            lane: 7,
+            token: Token([0xaa; 16]),
+        };
+        let mut expected =
+            *b"VMFERRY\n\x01\x00\x03\x02\x02\x07\x00\x00________________\0\0\0\0\0\0\0\0";
+        expected[16..32].fill(0xaa);
+        assert_eq!(hello.encode(), expected);
+        assert_eq!(Hello::parse(&expected), Ok(hello));
+
+        let reply = HelloReply {
+            status: HelloStatus::Version,
+            version_min: 1,
+            version_max: 2,
+            version: 2,
+        };
+        let expected = *b"VMFERRY\r\x01\x00\x01\x00\x02\x00\x02\x00\0\0\0\0\0\0\0\0";
+        assert_eq!(reply.encode(), expected);
+        assert_eq!(HelloReply::parse(&expected), Ok(reply));
+    }
+
+    #[test]
+    fn strangers_are_recognised() {
+        let cases: [(&[u8], &str); 5] = [
+            (b"\x16\x03\x01\x02\x00", "TLS"),
+            (b"GET / HTTP/1.1\r\n", "HTTP"),
+            (b"SSH-2.0-OpenSSH", "SSH"),
+            (b"VMFERRY\r", "other direction"),
+            (b"\x00\x01garbage", "\\x00\\x01garbag"),
+        ];
+        for (start, expected) in cases {
+            let mut bytes = [0; HELLO_BYTES];
+            bytes[..start.len()].copy_from_slice(start);
+            let error = Hello::parse(&bytes).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn numbers_of_newer_releases_are_kept() {
+        for number in 0..=255_u8 {
+            assert_eq!(u8::from(Role::from(number)), number);
+            assert_eq!(u8::from(HelloStatus::from(number)), number);
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! Why a peer refuses or ends a migration: a code and one bounded line of text.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// Longest text of a reason, in bytes.
+pub const MAX_REASON_BYTES: usize = 1024;
+
+/// What kind of reason it is; numbers that this release does not know are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(from = "u16", into = "u16")]
+pub enum ReasonCode {
+    /// 1: the user's wish, or a limit that the user set.
+    Cancelled,
+    /// 2: another VMM, machine type or protocol.
+    Incompatible,
+    /// 3: another guest than the one expected.
+    IdentityMismatch,
+    /// 4: other memory slots than those expected.
+    LayoutMismatch,
+    /// 5: another migration is going on.
+    Busy,
+    /// 6: the peer broke the protocol.
+    Protocol,
+    /// 7: guest memory failed.
+    Memory,
+    /// 8: the guest's state could not be saved or loaded.
+    State,
+    /// 9: what was placed is not what was sent.
+    DigestMismatch,
+    /// 10: the link was lost or silent.
+    TimedOut,
+    /// 11: the journal could not be written.
+    Journal,
+    /// 12: anything else that failed.
+    Internal,
+    /// 13: the VMM does not want the guest.
+    VmRefused,
+    /// 14: the peer is not allowed to do that.
+    Unauthorised,
+    /// A number from a newer release.
+    Other(u16),
+}
+
+impl From<u16> for ReasonCode {
+    fn from(number: u16) -> Self {
+        match number {
+            1 => Self::Cancelled,
+            2 => Self::Incompatible,
+            3 => Self::IdentityMismatch,
+            4 => Self::LayoutMismatch,
+            5 => Self::Busy,
+            6 => Self::Protocol,
+            7 => Self::Memory,
+            8 => Self::State,
+            9 => Self::DigestMismatch,
+            10 => Self::TimedOut,
+            11 => Self::Journal,
+            12 => Self::Internal,
+            13 => Self::VmRefused,
+            14 => Self::Unauthorised,
+            other => Self::Other(other),
+        }
+    }
+}
+
+impl From<ReasonCode> for u16 {
+    fn from(code: ReasonCode) -> Self {
+        match code {
+            ReasonCode::Cancelled => 1,
+            ReasonCode::Incompatible => 2,
+            ReasonCode::IdentityMismatch => 3,
+            ReasonCode::LayoutMismatch => 4,
+            ReasonCode::Busy => 5,
+            ReasonCode::Protocol => 6,
+            ReasonCode::Memory => 7,
+            ReasonCode::State => 8,
+            ReasonCode::DigestMismatch => 9,
+            ReasonCode::TimedOut => 10,
+            ReasonCode::Journal => 11,
+            ReasonCode::Internal => 12,
+            ReasonCode::VmRefused => 13,
+            ReasonCode::Unauthorised => 14,
+            ReasonCode::Other(other) => other,
+        }
+    }
+}
+
+/// A code and a line of text for the peer's operator.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reason {
+    /// What kind.
+    pub code: ReasonCode,
+    /// One line without control characters, at most [`MAX_REASON_BYTES`].
+    pub text: String,
+}
+
+impl Reason {
+    /// A reason with its text made fit for the wire and for a terminal.
+    #[must_use]
+    pub fn new(code: ReasonCode, text: &str) -> Self {
+        let clean: String = text
+            .chars()
+            .map(|c| if c.is_control() { ' ' } else { c })
+            .collect();
+        let end = clean.floor_char_boundary(MAX_REASON_BYTES);
+        Self {
+            code,
+            text: clean[..end].to_owned(),
+        }
+    }
+
+    /// The same reason as if made by [`Reason::new`]: what a peer sent may end up on a terminal.
+    #[must_use]
+    pub(crate) fn cleaned(&self) -> Self {
+        Self::new(self.code, &self.text)
+    }
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_frozen_and_unknown_ones_kept() {
+        for number in 0..100 {
+            assert_eq!(u16::from(ReasonCode::from(number)), number);
+        }
+        assert_eq!(u16::from(ReasonCode::Unauthorised), 14);
+    }
+
+    #[test]
+    fn text_is_bounded_on_a_character_and_clean() {
+        let reason = Reason::new(ReasonCode::Internal, &"é\n".repeat(1000));
+        assert!(reason.text.len() <= MAX_REASON_BYTES);
+        assert!(!reason.text.contains('\n'));
+    }
+}
