@@ -57,7 +57,8 @@ _Noreturn void enter_user(void (*entry)(uint32_t), const void *stack_top, uint32
 
 uint32_t vcpus_started; /* secondary vCPUs, counted by start.S */
 
-static struct gate idt[IDT_ENTRIES] __attribute__((aligned(16)));
+/* One per vCPU: all of them start at once, and none may see a gate that another is still writing. */
+static struct gate idts[MAX_VCPUS][IDT_ENTRIES] __attribute__((aligned(16)));
 static struct task_state task_states[MAX_VCPUS] __attribute__((aligned(16)));
 static uint8_t user_stacks[MAX_VCPUS][USER_STACK_BYTES] __attribute__((aligned(16)));
 static volatile uint32_t workload_ready;
@@ -146,16 +147,26 @@ static void serial_hex(uint64_t value)
     serial_text(text);
 }
 
-static _Noreturn void panic(void)
+static _Noreturn void halt(void)
 {
-    serial_text("\r\n");
-    out8(PVPANIC_PORT, PVPANIC_PANICKED);
     for (;;)
         __asm__ volatile("cli; hlt");
 }
 
+static _Noreturn void panic(void)
+{
+    serial_text("\r\n");
+    out8(PVPANIC_PORT, PVPANIC_PANICKED);
+    halt();
+}
+
 _Noreturn void exception_panic(const struct exception_frame *frame, uint64_t cr2)
 {
+    static uint8_t panicking;
+
+    /* What broke one vCPU often breaks all: the first one tells the story. */
+    if (__atomic_exchange_n(&panicking, 1, __ATOMIC_SEQ_CST))
+        halt();
     serial_text("vmferry guest: exception ");
     serial_hex(frame->vector);
     serial_text(" error ");
@@ -169,10 +180,10 @@ _Noreturn void exception_panic(const struct exception_frame *frame, uint64_t cr2
     panic();
 }
 
-static void set_gate(unsigned vector, void (*entry)(void))
+static void set_gate(struct gate *gate, void (*entry)(void))
 {
     uint64_t offset = (uint64_t)entry;
-    idt[vector] = (struct gate){
+    *gate = (struct gate){
         .offset_low = (uint16_t)offset,
         .selector = KERNEL_CS,
         .type = 0x8e, /* present, DPL 0, interrupt gate */
@@ -181,20 +192,20 @@ static void set_gate(unsigned vector, void (*entry)(void))
     };
 }
 
-/* Every vCPU writes the same gates, so it does not matter who is first. */
 static void load_tables(uint32_t vcpu)
 {
+    struct gate *idt = idts[vcpu];
     struct task_state *task = &task_states[vcpu];
     uint64_t base = (uint64_t)task;
     uint64_t limit = sizeof *task - 1;
     uint16_t selector = (uint16_t)(FIRST_TSS + 16 * vcpu);
     struct table_pointer gdt_pointer = {sizeof gdt - 1, (uint64_t)gdt};
-    struct table_pointer idt_pointer = {sizeof idt - 1, (uint64_t)idt};
+    struct table_pointer idt_pointer = {sizeof idts[vcpu] - 1, (uint64_t)idt};
 
     for (unsigned vector = 0; vector < 20; vector++)
-        set_gate(vector, exception_entries[vector]);
-    set_gate(VECTOR_TIMER, timer_entry);
-    set_gate(VECTOR_SPURIOUS, spurious_entry);
+        set_gate(&idt[vector], exception_entries[vector]);
+    set_gate(&idt[VECTOR_TIMER], timer_entry);
+    set_gate(&idt[VECTOR_SPURIOUS], spurious_entry);
 
     task->rsp[0] = (uint64_t)cpu_pages[vcpu] + CPU_PAGE_BYTES;
     task->io_bitmap = sizeof *task; /* beyond the limit: ring 3 has no ports */
@@ -220,8 +231,7 @@ _Noreturn void kernel_main(uint32_t vcpu)
     volatile struct boot_parameters *boot = boot_parameters();
 
     if (vcpu >= MAX_VCPUS)
-        for (;;)
-            __asm__ volatile("cli; hlt");
+        halt();
     if (vcpu == 0) {
         out8(0x21, 0xff); /* both PICs masked: interrupts come from the LAPIC alone */
         out8(0xa1, 0xff);

@@ -250,6 +250,7 @@ secondary32:
     mov %eax, %ss
     mov $1, %edi
     lock xadd %edi, vcpus_started
+    inc %edi                    /* the boot processor is 0 */
     cmp $MAX_VCPUS, %edi
     jae 1f
     mov %edi, %esp              /* each on its own page */

@@ -10,6 +10,7 @@ use vmferry_wire::{
     Encoding, FRAME_HEADER_BYTES, FrameHeader, FrameKind, Run, RunTable, WireError,
 };
 
+use crate::encode::FrameCounts;
 use crate::hashes::PageHashes;
 
 /// Why a frame can't be placed.
@@ -29,6 +30,14 @@ pub enum CodecError {
         expected: u64,
         /// What came.
         found: u64,
+    },
+    /// Pages that the sender of this frame must not send.
+    #[error("frame {sequence} holds page {page}, which does not belong on this lane")]
+    Stray {
+        /// The frame's number on its lane.
+        sequence: u64,
+        /// First page of the stray run.
+        page: u64,
     },
     /// The guest's memory does not take them.
     #[error(transparent)]
@@ -116,7 +125,8 @@ impl Decoder {
     }
 
     /// Checks every page of a frame, then places them all and records their hashes. A frame that
-    /// ends a round has nothing to place. Returns the number of pages placed.
+    /// ends a round has nothing to place. `belongs` says whether a run may come in this frame.
+    /// Returns what was placed.
     ///
     /// # Errors
     /// A frame that breaks a rule or is damaged: no page of it was placed then. A page outside
@@ -126,22 +136,28 @@ impl Decoder {
         frame: &Frame,
         memory: &GuestMemory,
         hashes: &PageHashes,
-    ) -> Result<u64, CodecError> {
-        let Some(header) = frame
-            .header()
-            .filter(|header| header.kind == FrameKind::Pages)
-        else {
-            return Ok(0);
+        belongs: impl Fn(&Run) -> bool,
+    ) -> Result<FrameCounts, CodecError> {
+        let mut counts = FrameCounts::default();
+        let Some(header) = frame.header().filter(|header| header.kind == FrameKind::Pages) else {
+            return Ok(counts);
         };
         let (table, payload) = frame.parts(header);
         let slot_pages = memory.slot(header.slot)?.pages();
         let table = RunTable::parse(header, table, slot_pages)?;
+        if let Some(stray) = table.runs().find(|run| !belongs(run)) {
+            return Err(CodecError::Stray { sequence: header.sequence, page: stray.first });
+        }
         self.check(header, &table, payload)?;
         let (mut change, mut placed, mut at) = (0_u64, 0, 0);
         for run in table.runs() {
             let end = at + run.payload_bytes();
             place_run(header, run, &payload[at..end], memory, hashes)?;
             at = end;
+            match run.encoding {
+                Encoding::Zero => counts.zero_pages += u64::from(run.pages),
+                Encoding::Raw => counts.content_pages += u64::from(run.pages),
+            }
             for page in run.first..run.first + u64::from(run.pages) {
                 let hash = self.page_hashes[placed];
                 change = change.wrapping_add(hashes.replace(header.slot, page, hash));
@@ -149,7 +165,7 @@ impl Decoder {
             }
         }
         hashes.add(change);
-        Ok(placed as u64)
+        Ok(counts)
     }
 
     fn check(
@@ -165,29 +181,20 @@ impl Decoder {
             let pages = run.first..run.first + u64::from(run.pages);
             match run.encoding {
                 Encoding::Zero => {
-                    self.page_hashes
-                        .extend(pages.map(|page| zero_page_hash(slot, page)));
+                    self.page_hashes.extend(pages.map(|page| zero_page_hash(slot, page)));
                 }
                 Encoding::Raw => {
                     let raw = pages.zip(contents.by_ref());
-                    self.page_hashes
-                        .extend(raw.map(|(page, raw)| page_hash(raw, slot, page)));
+                    self.page_hashes.extend(raw.map(|(page, raw)| page_hash(raw, slot, page)));
                 }
             }
         }
-        let found = self
-            .page_hashes
-            .iter()
-            .fold(0_u64, |sum, hash| sum.wrapping_add(*hash));
+        let found = self.page_hashes.iter().fold(0_u64, |sum, hash| sum.wrapping_add(*hash));
         if found == header.content_sum {
             Ok(())
         } else {
             let (sequence, expected) = (header.sequence, header.content_sum);
-            Err(CodecError::ContentSum {
-                sequence,
-                expected,
-                found,
-            })
+            Err(CodecError::ContentSum { sequence, expected, found })
         }
     }
 }
@@ -207,11 +214,7 @@ fn place_run(
     // populate it.
     for page in run.first..run.first + u64::from(run.pages) {
         if hashes.knows(header.slot, page) {
-            let one = Run {
-                first: page,
-                pages: 1,
-                ..run
-            };
+            let one = Run { first: page, pages: 1, ..run };
             memory.zero(one.in_slot(header.slot))?;
         }
     }
@@ -227,13 +230,10 @@ mod tests {
     use crate::{EncodedFrame, Encoder};
 
     const PAGES: u64 = 64;
+    const STRAY: u64 = 63;
 
     fn memory() -> GuestMemory {
-        let layout = [SlotLayout {
-            slot: SlotId(0),
-            gpa: 0,
-            pages: PAGES,
-        }];
+        let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages: PAGES }];
         GuestMemory::allocate(&layout, MemoryKind::Private).unwrap()
     }
 
@@ -245,10 +245,7 @@ mod tests {
     impl Side {
         fn new() -> Self {
             let memory = memory();
-            Self {
-                hashes: PageHashes::for_memory(&memory),
-                memory,
-            }
+            Self { hashes: PageHashes::for_memory(&memory), memory }
         }
 
         fn encode(&self, sequence: u64, pages: &[u64]) -> Vec<u8> {
@@ -269,7 +266,9 @@ mod tests {
         fn place(&self, bytes: &[u8]) -> Result<u64, CodecError> {
             let mut frame = Frame::new();
             match frame.read_from(&mut &bytes[..]) {
-                Ok(Some(_)) => Decoder::new().place(&frame, &self.memory, &self.hashes),
+                Ok(Some(_)) => Decoder::new()
+                    .place(&frame, &self.memory, &self.hashes, |run| run.first != STRAY)
+                    .map(|counts| counts.content_pages + counts.zero_pages),
                 Ok(None) => Ok(0),
                 Err(ReadError::Wire(error)) => Err(error.into()),
                 Err(ReadError::Io(error)) => panic!("{error}"),
@@ -278,11 +277,7 @@ mod tests {
     }
 
     fn run(page: u64) -> PageRun {
-        PageRun {
-            slot: SlotId(0),
-            first: page,
-            pages: 1,
-        }
+        PageRun { slot: SlotId(0), first: page, pages: 1 }
     }
 
     /// Two out of three pages have content; 0 makes a page of zeros.
@@ -293,7 +288,7 @@ mod tests {
     proptest! {
         #[test]
         fn what_is_placed_is_what_was_sent(
-            writes in prop::collection::vec((0..PAGES, 0_u8..3), 1..200)
+            writes in prop::collection::vec((0..STRAY - 1, 0_u8..3), 1..200)
         ) {
             let (source, destination) = (Side::new(), Side::new());
             for (sequence, batch) in writes.chunks(20).enumerate() {
@@ -334,18 +329,12 @@ mod tests {
             fill(&source.memory, page, 7);
         }
         let good = source.encode(1, &[0, 1, 2, 9]);
-        for at in (0..good.len())
-            .step_by(13)
-            .chain(good.len() - 8..good.len())
-        {
+        for at in (0..good.len()).step_by(13).chain(good.len() - 8..good.len()) {
             let destination = Side::new();
             let mut bad = good.clone();
             bad[at] ^= 1;
             assert!(destination.place(&bad).is_err(), "byte {at}");
-            assert!(
-                destination.memory.populated().unwrap().is_empty(),
-                "byte {at}"
-            );
+            assert!(destination.memory.populated().unwrap().is_empty(), "byte {at}");
             assert_eq!(destination.hashes.sum(), 0);
         }
     }
@@ -377,6 +366,15 @@ mod tests {
     }
 
     #[test]
+    fn a_page_of_another_lane_is_an_error_and_places_nothing() {
+        let (source, destination) = (Side::new(), Side::new());
+        fill(&source.memory, 1, 7);
+        let error = destination.place(&source.encode(1, &[1, STRAY])).unwrap_err();
+        assert!(matches!(error, CodecError::Stray { page: STRAY, .. }), "{error}");
+        assert!(destination.memory.populated().unwrap().is_empty());
+    }
+
+    #[test]
     fn the_end_of_a_round_places_nothing() {
         let side = Side::new();
         let mut frame = EncodedFrame::new();
@@ -385,10 +383,7 @@ mod tests {
         frame.write_to(&mut bytes).unwrap();
         let mut received = Frame::new();
         let header = received.read_from(&mut &bytes[..]).unwrap().unwrap();
-        assert_eq!(
-            (header.kind, header.round, header.sequence),
-            (FrameKind::EndOfRound, 4, 8)
-        );
+        assert_eq!((header.kind, header.round, header.sequence), (FrameKind::EndOfRound, 4, 8));
         assert_eq!(side.place(&bytes).unwrap(), 0);
     }
 }

@@ -112,12 +112,7 @@ impl Encoder {
         pages: &[u64],
         hashes: &PageHashes,
     ) -> FrameCounts {
-        let EncodedFrame {
-            head,
-            copy,
-            sent,
-            payload_bytes,
-        } = frame;
+        let EncodedFrame { head, copy, sent, payload_bytes } = frame;
         let (mut counts, mut content_sum, mut change) = (FrameCounts::default(), 0_u64, 0_u64);
         self.runs.clear();
         sent.clear();
@@ -142,11 +137,7 @@ impl Encoder {
                 {
                     run.pages += 1;
                 }
-                _ => self.runs.push(Run {
-                    first: page,
-                    pages: 1,
-                    encoding,
-                }),
+                _ => self.runs.push(Run { first: page, pages: 1, encoding }),
             }
         }
         hashes.add(change);

@@ -25,11 +25,7 @@ impl PageHashes {
             AtomicU64::new_vec_zeroed(pages as usize).unwrap_or_default()
         };
         Self {
-            slots: memory
-                .slots()
-                .iter()
-                .map(|memory| slot(memory.pages()))
-                .collect(),
+            slots: memory.slots().iter().map(|memory| slot(memory.pages())).collect(),
             sum: AtomicU64::new(0),
         }
     }
@@ -37,8 +33,7 @@ impl PageHashes {
     /// Whether a page was ever recorded.
     #[must_use]
     pub fn knows(&self, slot: SlotId, page: u64) -> bool {
-        self.at(slot, page)
-            .is_some_and(|hash| hash.load(Ordering::Relaxed) != 0)
+        self.at(slot, page).is_some_and(|hash| hash.load(Ordering::Relaxed) != 0)
     }
 
     /// Replaces a page's hash and returns by how much the sum must change. The caller collects
@@ -46,9 +41,7 @@ impl PageHashes {
     /// sum's cache line.
     #[must_use]
     pub fn replace(&self, slot: SlotId, page: u64, hash: u64) -> u64 {
-        let old = self
-            .at(slot, page)
-            .map_or(0, |at| at.swap(hash, Ordering::Relaxed));
+        let old = self.at(slot, page).map_or(0, |at| at.swap(hash, Ordering::Relaxed));
         hash.wrapping_sub(old)
     }
 
@@ -78,11 +71,7 @@ mod tests {
 
     #[test]
     fn the_sum_is_that_of_the_last_hashes() {
-        let layout = [SlotLayout {
-            slot: SlotId(0),
-            gpa: 0,
-            pages: 4,
-        }];
+        let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages: 4 }];
         let memory = GuestMemory::allocate(&layout, MemoryKind::Private).unwrap();
         let hashes = PageHashes::for_memory(&memory);
         assert!(!hashes.knows(SlotId(0), 1));

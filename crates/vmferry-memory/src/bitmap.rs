@@ -21,10 +21,7 @@ impl PageBitmap {
     /// A clear bitmap of `pages` pages.
     #[must_use]
     pub fn new(pages: u64) -> Self {
-        Self {
-            words: vec![0; pages.div_ceil(WORD_BITS) as usize],
-            pages,
-        }
+        Self { words: vec![0; pages.div_ceil(WORD_BITS) as usize], pages }
     }
 
     /// Pages that the bitmap covers.
@@ -82,10 +79,7 @@ impl PageBitmap {
     fn each_word_of(&mut self, first: u64, count: u64, change: impl Fn(&mut u64, u64)) {
         let end = first.checked_add(count).filter(|end| *end <= self.pages);
         let end = end.unwrap_or_else(|| {
-            panic!(
-                "pages {first}+{count} are beyond a bitmap of {} pages",
-                self.pages
-            )
+            panic!("pages {first}+{count} are beyond a bitmap of {} pages", self.pages)
         });
         let mut page = first;
         while page < end {
@@ -120,10 +114,7 @@ impl PageBitmap {
     /// Number of set pages.
     #[must_use]
     pub fn count(&self) -> u64 {
-        self.words
-            .iter()
-            .map(|word| u64::from(word.count_ones()))
-            .sum()
+        self.words.iter().map(|word| u64::from(word.count_ones())).sum()
     }
 
     /// Whether no page is set.
@@ -167,10 +158,7 @@ impl PageBitmap {
     /// Runs of consecutive set pages as (first, count), in order, joined across words.
     #[must_use]
     pub fn runs(&self) -> Runs<'_> {
-        Runs {
-            words: &self.words,
-            page: 0,
-        }
+        Runs { words: &self.words, page: 0 }
     }
 }
 
@@ -211,9 +199,7 @@ impl Iterator for Runs<'_> {
     fn next(&mut self) -> Option<(u64, u64)> {
         let first = self.next_bit(0)?;
         self.page = first;
-        let end = self
-            .next_bit(u64::MAX)
-            .unwrap_or(self.words.len() as u64 * WORD_BITS);
+        let end = self.next_bit(u64::MAX).unwrap_or(self.words.len() as u64 * WORD_BITS);
         self.page = end;
         Some((first, end - first))
     }

@@ -14,8 +14,7 @@ use crate::units::{PAGE_SIZE, PageRun};
 
 /// Host address of a run's first byte. The run has been checked against the slot.
 fn address(slot: &Slot, run: PageRun) -> *mut u8 {
-    slot.host_address()
-        .wrapping_add(run.first as usize * PAGE_SIZE)
+    slot.host_address().wrapping_add(run.first as usize * PAGE_SIZE)
 }
 
 impl GuestMemory {
@@ -136,26 +135,14 @@ mod tests {
 
     fn memory(kind: MemoryKind) -> GuestMemory {
         let layout = [
-            SlotLayout {
-                slot: SlotId(0),
-                gpa: 0,
-                pages: 8,
-            },
-            SlotLayout {
-                slot: SlotId(1),
-                gpa: 1 << 32,
-                pages: 4,
-            },
+            SlotLayout { slot: SlotId(0), gpa: 0, pages: 8 },
+            SlotLayout { slot: SlotId(1), gpa: 1 << 32, pages: 4 },
         ];
         GuestMemory::allocate(&layout, kind).unwrap()
     }
 
     fn run(slot: u16, first: u64, pages: u64) -> PageRun {
-        PageRun {
-            slot: SlotId(slot),
-            first,
-            pages,
-        }
+        PageRun { slot: SlotId(slot), first, pages }
     }
 
     #[test]
@@ -170,13 +157,9 @@ mod tests {
             memory.zero(run(1, 3, 1)).unwrap();
             memory.populate(run(0, 0, 8)).unwrap();
             let mut byte = [1];
-            memory
-                .read_at((1 << 32) + 3 * PAGE_SIZE as u64, &mut byte)
-                .unwrap();
+            memory.read_at((1 << 32) + 3 * PAGE_SIZE as u64, &mut byte).unwrap();
             assert_eq!(byte, [0]);
-            memory
-                .read_at((1 << 32) + 2 * PAGE_SIZE as u64, &mut byte)
-                .unwrap();
+            memory.read_at((1 << 32) + 2 * PAGE_SIZE as u64, &mut byte).unwrap();
             assert_eq!(byte, [0x5a]);
         }
     }
@@ -185,21 +168,13 @@ mod tests {
     fn nothing_outside_a_slot_is_touched() {
         let memory = memory(MemoryKind::Private);
         let mut page = [0; PAGE_SIZE];
-        let outside = [
-            run(0, 8, 1),
-            run(0, u64::MAX, 1),
-            run(0, 1, u64::MAX),
-            run(1, 4, 1),
-        ];
+        let outside = [run(0, 8, 1), run(0, u64::MAX, 1), run(0, 1, u64::MAX), run(1, 4, 1)];
         for run in outside {
             let error = memory.copy_out(run, &mut page).unwrap_err();
             assert!(matches!(error, MemoryError::OutOfSlot { .. }), "{error}");
         }
         let error = memory.copy_in(run(2, 0, 1), &page).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "there is no slot 2: this memory has 2 slots"
-        );
+        assert_eq!(error.to_string(), "there is no slot 2: this memory has 2 slots");
         let error = memory.copy_in(run(0, 0, 2), &page).unwrap_err();
         assert!(matches!(error, MemoryError::BufferLength { .. }), "{error}");
         for gpa in [8 * PAGE_SIZE as u64, (8 * PAGE_SIZE as u64) - 1, u64::MAX] {

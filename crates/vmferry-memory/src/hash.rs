@@ -21,10 +21,7 @@ pub fn is_zero(bytes: &[u8]) -> bool {
 
 fn block_is_zero(block: &[u8; 512]) -> bool {
     let (words, _) = block.as_chunks::<8>();
-    words
-        .iter()
-        .fold(0, |all, word| all | u64::from_ne_bytes(*word))
-        == 0
+    words.iter().fold(0, |all, word| all | u64::from_ne_bytes(*word)) == 0
 }
 
 /// A 64-bit hash of a page's content and place.
@@ -67,17 +64,11 @@ pub struct WholeHash {
 /// If the populated pages can't be found.
 pub fn whole_hash(memory: &GuestMemory) -> Result<WholeHash, MemoryError> {
     let populated = memory.populated()?;
-    let threads = std::thread::available_parallelism()
-        .map_or(1, NonZero::get)
-        .min(4);
+    let threads = std::thread::available_parallelism().map_or(1, NonZero::get).min(4);
     let parts = std::thread::scope(|scope| {
         let workers: Vec<_> = (0..threads)
             .map(|worker| {
-                let runs = populated
-                    .runs()
-                    .flat_map(pieces)
-                    .skip(worker)
-                    .step_by(threads);
+                let runs = populated.runs().flat_map(pieces).skip(worker).step_by(threads);
                 scope.spawn(move || hash_runs(memory, runs))
             })
             .collect();
@@ -85,30 +76,23 @@ pub fn whole_hash(memory: &GuestMemory) -> Result<WholeHash, MemoryError> {
             Ok(part) => part,
             Err(panic) => std::panic::resume_unwind(panic),
         };
-        workers
-            .into_iter()
-            .map(join)
-            .collect::<Result<Vec<WholeHash>, MemoryError>>()
+        workers.into_iter().map(join).collect::<Result<Vec<WholeHash>, MemoryError>>()
     })?;
-    Ok(parts
-        .into_iter()
-        .fold(WholeHash { hash: 0, pages: 0 }, |sum, part| WholeHash {
-            hash: sum.hash.wrapping_add(part.hash),
-            pages: sum.pages + part.pages,
-        }))
+    Ok(parts.into_iter().fold(WholeHash { hash: 0, pages: 0 }, |sum, part| WholeHash {
+        hash: sum.hash.wrapping_add(part.hash),
+        pages: sum.pages + part.pages,
+    }))
 }
 
 /// Pages that are copied out at a time: 256 KiB stays in the second-level cache.
 const PIECE_PAGES: u64 = 64;
 
 fn pieces(run: PageRun) -> impl Iterator<Item = PageRun> {
-    (0..run.pages)
-        .step_by(PIECE_PAGES as usize)
-        .map(move |offset| PageRun {
-            first: run.first + offset,
-            pages: (run.pages - offset).min(PIECE_PAGES),
-            ..run
-        })
+    (0..run.pages).step_by(PIECE_PAGES as usize).map(move |offset| PageRun {
+        first: run.first + offset,
+        pages: (run.pages - offset).min(PIECE_PAGES),
+        ..run
+    })
 }
 
 fn hash_runs(
@@ -155,33 +139,20 @@ mod tests {
         let here = page_hash(&content, SlotId(0), 1);
         assert_ne!(here, page_hash(&content, SlotId(0), 2));
         assert_ne!(here, page_hash(&content, SlotId(1), 1));
-        assert_eq!(
-            page_hash(&[0; PAGE_SIZE], SlotId(3), 9),
-            zero_page_hash(SlotId(3), 9)
-        );
+        assert_eq!(page_hash(&[0; PAGE_SIZE], SlotId(3), 9), zero_page_hash(SlotId(3), 9));
     }
 
     #[test]
     fn whole_memories_agree_whatever_they_are_made_of_and_one_bit_tells() {
         let layout = [
-            SlotLayout {
-                slot: SlotId(0),
-                gpa: 0,
-                pages: 1000,
-            },
-            SlotLayout {
-                slot: SlotId(1),
-                gpa: 1 << 32,
-                pages: 300,
-            },
+            SlotLayout { slot: SlotId(0), gpa: 0, pages: 1000 },
+            SlotLayout { slot: SlotId(1), gpa: 1 << 32, pages: 300 },
         ];
         let private = GuestMemory::allocate(&layout, MemoryKind::Private).unwrap();
         let memfd = GuestMemory::allocate(&layout, MemoryKind::Memfd).unwrap();
         for memory in [&private, &memfd] {
             for page in (0..900).step_by(3) {
-                memory
-                    .write_at(page * PAGE_SIZE as u64 + page, &[page as u8 | 1])
-                    .unwrap();
+                memory.write_at(page * PAGE_SIZE as u64 + page, &[page as u8 | 1]).unwrap();
             }
             memory.write_at((1 << 32) + 5000, b"x").unwrap();
         }

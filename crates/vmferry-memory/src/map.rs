@@ -45,9 +45,7 @@ impl FromStr for MemoryKind {
             "private" => Ok(Self::Private),
             "memfd" => Ok(Self::Memfd),
             "thp" => Ok(Self::Thp),
-            _ => Err(format!(
-                "`{text}` is no kind of memory: choose private, memfd or thp"
-            )),
+            _ => Err(format!("`{text}` is no kind of memory: choose private, memfd or thp")),
         }
     }
 }
@@ -70,11 +68,7 @@ where
     let mut regions = Vec::with_capacity(layout.len());
     for slot in layout {
         let bytes = slot.pages * PAGE_SIZE as u64;
-        let refused = |source: io::Error| MemoryError::Map {
-            slot: slot.slot,
-            bytes,
-            source,
-        };
+        let refused = |source: io::Error| MemoryError::Map { slot: slot.slot, bytes, source };
         let mut builder =
             MmapRegionBuilder::new_with_bitmap(bytes as usize, B::with_len(bytes as usize))
                 .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE);
@@ -86,9 +80,7 @@ where
         } else {
             builder.with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE)
         };
-        let mapping = builder
-            .build()
-            .map_err(|error| refused(io::Error::other(error)))?;
+        let mapping = builder.build().map_err(|error| refused(io::Error::other(error)))?;
         if kind == MemoryKind::Thp {
             // SAFETY: the range is the fresh mapping, whole; the advice changes no content.
             unsafe {
@@ -166,11 +158,7 @@ mod tests {
     use super::*;
 
     fn slot(slot: u16, gpa: u64, pages: u64) -> SlotLayout {
-        SlotLayout {
-            slot: SlotId(slot),
-            gpa,
-            pages,
-        }
+        SlotLayout { slot: SlotId(slot), gpa, pages }
     }
 
     #[test]
@@ -182,10 +170,7 @@ mod tests {
             (vec![slot(0, 12, 1)], "not at a page"),
             (vec![slot(0, 0, 2), slot(1, 4096, 1)], "slot 1 overlaps"),
             (vec![slot(0, 0, u64::MAX)], "beyond the address space"),
-            (
-                vec![slot(0, 0, u64::MAX / 4096)],
-                "beyond the address space",
-            ),
+            (vec![slot(0, 0, u64::MAX / 4096)], "beyond the address space"),
         ];
         for (layout, expected) in cases {
             let error = GuestMemory::allocate(&layout, MemoryKind::Private).unwrap_err();
@@ -198,11 +183,6 @@ mod tests {
         for kind in [MemoryKind::Private, MemoryKind::Memfd, MemoryKind::Thp] {
             assert_eq!(kind.to_string().parse(), Ok(kind));
         }
-        assert!(
-            "huge"
-                .parse::<MemoryKind>()
-                .unwrap_err()
-                .contains("choose private")
-        );
+        assert!("huge".parse::<MemoryKind>().unwrap_err().contains("choose private"));
     }
 }

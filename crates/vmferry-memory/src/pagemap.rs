@@ -91,10 +91,7 @@ pub fn scan(
     mut found: impl FnMut(PageRegion),
 ) -> io::Result<()> {
     if regions.is_empty() {
-        return Err(io::Error::new(
-            io::ErrorKind::InvalidInput,
-            "no room for regions",
-        ));
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "no room for regions"));
     }
     let mut start = range.start;
     while start < range.end {

@@ -78,10 +78,7 @@ fn in_page_table(slot: &Slot, bitmap: &mut PageBitmap) -> io::Result<()> {
     let mut regions = [PageRegion::default(); 256];
     let range = start..start + slot.len_bytes() as u64;
     let scanned = scan(&pagemap, range, query, &mut regions, |region| {
-        bitmap.set_run(
-            (region.start - start) / PAGE,
-            (region.end - region.start) / PAGE,
-        );
+        bitmap.set_run((region.start - start) / PAGE, (region.end - region.start) / PAGE);
     });
     match scanned {
         // Before Linux 6.7.
@@ -119,11 +116,7 @@ mod tests {
     use crate::{MemoryKind, PageRun, SlotId, SlotLayout};
 
     fn memory(kind: MemoryKind, pages: u64) -> GuestMemory {
-        let layout = [SlotLayout {
-            slot: SlotId(0),
-            gpa: 0,
-            pages,
-        }];
+        let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages }];
         GuestMemory::allocate(&layout, kind).unwrap()
     }
 
@@ -132,20 +125,12 @@ mod tests {
         for kind in [MemoryKind::Private, MemoryKind::Memfd] {
             let memory = memory(kind, 1 << 21);
             for page in [0, 5, 6, 7, 70_000, (1 << 21) - 1] {
-                let run = PageRun {
-                    slot: SlotId(0),
-                    first: page,
-                    pages: 1,
-                };
+                let run = PageRun { slot: SlotId(0), first: page, pages: 1 };
                 memory.copy_in(run, &[1; PAGE_SIZE]).unwrap();
             }
             let populated = memory.populated().unwrap();
             let runs: Vec<_> = populated.bitmap(SlotId(0)).runs().collect();
-            assert_eq!(
-                runs,
-                [(0, 1), (5, 3), (70_000, 1), ((1 << 21) - 1, 1)],
-                "{kind}"
-            );
+            assert_eq!(runs, [(0, 1), (5, 3), (70_000, 1), ((1 << 21) - 1, 1)], "{kind}");
             // The search has populated nothing itself.
             assert_eq!(memory.populated().unwrap(), populated);
         }
@@ -173,14 +158,9 @@ mod tests {
     #[test]
     fn a_file_written_by_another_mapping_is_populated() {
         let memory = memory(MemoryKind::Memfd, 64);
-        let Backing::File { file, .. } = memory.slots()[0].backing() else {
-            unreachable!()
-        };
+        let Backing::File { file, .. } = memory.slots()[0].backing() else { unreachable!() };
         file.write_all_at(&[9], 33 * PAGE).unwrap();
         let populated = memory.populated().unwrap();
-        assert_eq!(
-            populated.bitmap(SlotId(0)).runs().collect::<Vec<_>>(),
-            [(33, 1)]
-        );
+        assert_eq!(populated.bitmap(SlotId(0)).runs().collect::<Vec<_>>(), [(33, 1)]);
     }
 }

@@ -14,24 +14,13 @@ impl PageSet {
     /// An empty set for slots of this layout.
     #[must_use]
     pub fn for_layout(layout: &[SlotLayout]) -> Self {
-        Self {
-            slots: layout
-                .iter()
-                .map(|slot| PageBitmap::new(slot.pages))
-                .collect(),
-        }
+        Self { slots: layout.iter().map(|slot| PageBitmap::new(slot.pages)).collect() }
     }
 
     /// An empty set for this memory.
     #[must_use]
     pub fn for_memory(memory: &GuestMemory) -> Self {
-        Self {
-            slots: memory
-                .slots()
-                .iter()
-                .map(|slot| PageBitmap::new(slot.pages()))
-                .collect(),
-        }
+        Self { slots: memory.slots().iter().map(|slot| PageBitmap::new(slot.pages())).collect() }
     }
 
     /// The bitmap of a slot.
@@ -53,18 +42,13 @@ impl PageSet {
 
     /// The slots with their bitmaps, in order.
     pub fn iter(&self) -> impl Iterator<Item = (SlotId, &PageBitmap)> {
-        self.slots
-            .iter()
-            .enumerate()
-            .map(|(slot, bitmap)| (SlotId(slot as u16), bitmap))
+        self.slots.iter().enumerate().map(|(slot, bitmap)| (SlotId(slot as u16), bitmap))
     }
 
     /// All runs of consecutive set pages, slot after slot.
     pub fn runs(&self) -> impl Iterator<Item = PageRun> + '_ {
         self.iter().flat_map(|(slot, bitmap)| {
-            bitmap
-                .runs()
-                .map(move |(first, pages)| PageRun { slot, first, pages })
+            bitmap.runs().map(move |(first, pages)| PageRun { slot, first, pages })
         })
     }
 

@@ -42,11 +42,7 @@ impl Slot {
     /// reference to that memory: the guest writes it at any time.
     #[must_use]
     pub unsafe fn new(layout: SlotLayout, host: *mut u8, backing: Backing) -> Self {
-        Self {
-            layout,
-            host: host as usize,
-            backing,
-        }
+        Self { layout, host: host as usize, backing }
     }
 
     /// The slot's number.
@@ -132,10 +128,9 @@ impl GuestMemory {
             let shared = region.flags() & libc::MAP_SHARED != 0;
             let backing = match region.file_offset() {
                 None => Backing::Private,
-                Some(at) if shared => Backing::File {
-                    file: Arc::clone(at.arc()),
-                    offset: at.start(),
-                },
+                Some(at) if shared => {
+                    Backing::File { file: Arc::clone(at.arc()), offset: at.start() }
+                }
                 Some(_) => {
                     return Err(MemoryError::Layout(format!(
                         "{} is a private mapping of a file: map it shared",
@@ -167,12 +162,7 @@ impl GuestMemory {
     ) -> Result<Self, MemoryError> {
         let layout: Vec<SlotLayout> = slots.iter().map(Slot::layout).collect();
         crate::map::check_layout(&layout)?;
-        Ok(Self {
-            inner: Arc::new(Inner {
-                slots,
-                _keep_alive: keep_alive,
-            }),
-        })
+        Ok(Self { inner: Arc::new(Inner { slots, _keep_alive: keep_alive }) })
     }
 
     /// The slots, in the order of their numbers.
@@ -187,10 +177,7 @@ impl GuestMemory {
     /// [`MemoryError::NoSuchSlot`].
     pub fn slot(&self, id: SlotId) -> Result<&Slot, MemoryError> {
         let slots = self.slots();
-        slots.get(usize::from(id.0)).ok_or(MemoryError::NoSuchSlot {
-            slot: id,
-            slots: slots.len(),
-        })
+        slots.get(usize::from(id.0)).ok_or(MemoryError::NoSuchSlot { slot: id, slots: slots.len() })
     }
 
     /// Where all slots lie in the guest.
@@ -213,18 +200,13 @@ impl GuestMemory {
         let slot = self.slot(run.slot)?;
         match run.first.checked_add(run.pages) {
             Some(end) if end <= slot.pages() => Ok(slot),
-            _ => Err(MemoryError::OutOfSlot {
-                run,
-                pages: slot.pages(),
-            }),
+            _ => Err(MemoryError::OutOfSlot { run, pages: slot.pages() }),
         }
     }
 }
 
 impl fmt::Debug for GuestMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("GuestMemory")
-            .field("slots", &self.slots())
-            .finish()
+        f.debug_struct("GuestMemory").field("slots", &self.slots()).finish()
     }
 }

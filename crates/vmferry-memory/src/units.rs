@@ -56,10 +56,6 @@ pub struct PageRun {
 
 impl fmt::Display for PageRun {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "{} pages from page {} of {}",
-            self.pages, self.first, self.slot
-        )
+        write!(f, "{} pages from page {} of {}", self.pages, self.first, self.slot)
     }
 }

@@ -45,11 +45,7 @@ impl ControlHeader {
         if bytes[6..8] != [0, 0] {
             return Err(WireError::Reserved("a control header"));
         }
-        let limit = if header.number == FINAL {
-            MAX_FINAL_BYTES
-        } else {
-            MAX_BODY_BYTES
-        };
+        let limit = if header.number == FINAL { MAX_FINAL_BYTES } else { MAX_BODY_BYTES };
         if header.body_bytes > limit {
             return Err(WireError::TooLong {
                 message,
@@ -121,15 +117,8 @@ mod tests {
     fn examples() -> Vec<(ControlMessage, &'static str)> {
         let session = SessionId([1; 16]);
         let reason = Reason::new(ReasonCode::Busy, "no");
-        let guest = GuestIdentity {
-            uuid: Uuid::from_bytes([2; 16]),
-            name: "web".into(),
-        };
-        let layout = vec![SlotLayout {
-            slot: SlotId(0),
-            gpa: 0,
-            pages: 300,
-        }];
+        let guest = GuestIdentity { uuid: Uuid::from_bytes([2; 16]), name: "web".into() };
+        let layout = vec![SlotLayout { slot: SlotId(0), gpa: 0, pages: 300 }];
         vec![
             (
                 ControlMessage::Begin {
@@ -145,79 +134,31 @@ mod tests {
                  090901\
                  0000ac020201",
             ),
+            (ControlMessage::Accept { token: Token([3; 16]) }, "03030303030303030303030303030303"),
+            (ControlMessage::Refuse { reason: reason.clone() }, "05026e6f"),
+            (ControlMessage::Placed { lane: 1, sequence: 300 }, "01ac02"),
             (
-                ControlMessage::Accept {
-                    token: Token([3; 16]),
-                },
-                "03030303030303030303030303030303",
-            ),
-            (
-                ControlMessage::Refuse {
-                    reason: reason.clone(),
-                },
-                "05026e6f",
-            ),
-            (
-                ControlMessage::Placed {
-                    lane: 1,
-                    sequence: 300,
-                },
-                "01ac02",
-            ),
-            (
-                ControlMessage::Final {
-                    lane_sequences: vec![7],
-                    digest: 1,
-                    state: vec![0xee],
-                },
+                ControlMessage::Final { lane_sequences: vec![7], digest: 1, state: vec![0xee] },
                 "01070101ee",
             ),
-            (
-                ControlMessage::Ready {
-                    digest: 5,
-                    load_us: 6,
-                },
-                "0506",
-            ),
+            (ControlMessage::Ready { digest: 5, load_us: 6 }, "0506"),
             (ControlMessage::Verify {}, ""),
+            (ControlMessage::Verified { hash: 1, pages: 2, elapsed_us: 3 }, "010203"),
+            (ControlMessage::Commit { session }, "01010101010101010101010101010101"),
             (
-                ControlMessage::Verified {
-                    hash: 1,
-                    pages: 2,
-                    elapsed_us: 3,
-                },
-                "010203",
-            ),
-            (
-                ControlMessage::Commit { session },
-                "01010101010101010101010101010101",
-            ),
-            (
-                ControlMessage::Running {
-                    session,
-                    start_us: 4,
-                },
+                ControlMessage::Running { session, start_us: 4 },
                 "0101010101010101010101010101010104",
             ),
             (
-                ControlMessage::Aborted {
-                    session,
-                    reason: reason.clone(),
-                },
+                ControlMessage::Aborted { session, reason: reason.clone() },
                 "0101010101010101010101010101010105026e6f",
             ),
             (ControlMessage::Abort { reason }, "05026e6f"),
             (ControlMessage::Ping { nonce: 1 }, "01"),
             (ControlMessage::Pong { nonce: 1 }, "01"),
+            (ControlMessage::Query { session }, "01010101010101010101010101010101"),
             (
-                ControlMessage::Query { session },
-                "01010101010101010101010101010101",
-            ),
-            (
-                ControlMessage::Answer {
-                    session,
-                    word: SessionWord::Owns,
-                },
+                ControlMessage::Answer { session, word: SessionWord::Owns },
                 "0101010101010101010101010101010103",
             ),
         ]
@@ -229,10 +170,8 @@ mod tests {
         for (index, (message, body)) in examples().into_iter().enumerate() {
             assert_eq!(usize::from(message.number()), index + 1);
             let bytes = encoded(&message);
-            let hex: String = bytes[CONTROL_HEADER_BYTES..]
-                .iter()
-                .map(|byte| format!("{byte:02x}"))
-                .collect();
+            let hex: String =
+                bytes[CONTROL_HEADER_BYTES..].iter().map(|byte| format!("{byte:02x}")).collect();
             assert_eq!(hex, body, "{}", message.name());
             assert_eq!(bytes[4..8], [index as u8 + 1, 0, 0, 0]);
             assert_eq!(decoded(&bytes), Ok(message));
@@ -246,12 +185,7 @@ mod tests {
             for at in 0..good.len() {
                 let mut bad = good.clone();
                 bad[at] ^= 0x40;
-                assert_ne!(
-                    decoded(&bad),
-                    Ok(message.clone()),
-                    "{} byte {at}",
-                    message.name()
-                );
+                assert_ne!(decoded(&bad), Ok(message.clone()), "{} byte {at}", message.name());
             }
         }
     }
@@ -265,15 +199,9 @@ mod tests {
             ControlHeader::parse(&header)
         };
         assert!(header(MAX_BODY_BYTES, 1).is_ok());
-        assert!(matches!(
-            header(MAX_BODY_BYTES + 1, 1),
-            Err(WireError::TooLong { .. })
-        ));
+        assert!(matches!(header(MAX_BODY_BYTES + 1, 1), Err(WireError::TooLong { .. })));
         assert!(header(MAX_FINAL_BYTES, FINAL).is_ok());
-        assert!(matches!(
-            header(u32::MAX, FINAL),
-            Err(WireError::TooLong { .. })
-        ));
+        assert!(matches!(header(u32::MAX, FINAL), Err(WireError::TooLong { .. })));
         assert_eq!(header(0, 99), Err(WireError::UnknownMessage(99)));
     }
 
@@ -291,15 +219,7 @@ mod tests {
     #[test]
     fn a_begin_outside_its_limits_is_refused() {
         let (begin, _) = examples().swap_remove(0);
-        let ControlMessage::Begin {
-            session,
-            guest,
-            vmm,
-            config,
-            layout,
-            ..
-        } = begin
-        else {
+        let ControlMessage::Begin { session, guest, vmm, config, layout, .. } = begin else {
             unreachable!()
         };
         let zero_lanes = ControlMessage::Begin {
@@ -311,10 +231,7 @@ mod tests {
             lanes: 0,
             verify: false,
         };
-        assert!(matches!(
-            decoded(&encoded(&zero_lanes)),
-            Err(WireError::BadBody { .. })
-        ));
+        assert!(matches!(decoded(&encoded(&zero_lanes)), Err(WireError::BadBody { .. })));
         let no_slots = ControlMessage::Begin {
             session,
             guest,
@@ -324,10 +241,7 @@ mod tests {
             lanes: 1,
             verify: false,
         };
-        assert!(matches!(
-            decoded(&encoded(&no_slots)),
-            Err(WireError::BadBody { .. })
-        ));
+        assert!(matches!(decoded(&encoded(&no_slots)), Err(WireError::BadBody { .. })));
     }
 
     proptest! {

@@ -113,11 +113,7 @@ impl FrameHeader {
         }
         let (expected, found) = (crc32c(&bytes[..44]), u32::from_le_bytes(field(bytes, 44)));
         if expected != found {
-            return Err(WireError::Checksum {
-                what: "a frame header",
-                expected,
-                found,
-            });
+            return Err(WireError::Checksum { what: "a frame header", expected, found });
         }
         let bad = |text: String| Err(WireError::BadFrame(text));
         let kind = match bytes[4] {
@@ -139,10 +135,7 @@ impl FrameHeader {
             table_checksum: u32::from_le_bytes(field(bytes, 40)),
         };
         if header.runs > MAX_FRAME_RUNS {
-            return bad(format!(
-                "{} runs, at most {MAX_FRAME_RUNS} are allowed",
-                header.runs
-            ));
+            return bad(format!("{} runs, at most {MAX_FRAME_RUNS} are allowed", header.runs));
         }
         if header.payload_bytes > MAX_FRAME_PAYLOAD_BYTES {
             return bad(format!(
@@ -201,11 +194,7 @@ impl Run {
     /// Its pages.
     #[must_use]
     pub fn in_slot(&self, slot: SlotId) -> PageRun {
-        PageRun {
-            slot,
-            first: self.first,
-            pages: self.pages.into(),
-        }
+        PageRun { slot, first: self.first, pages: self.pages.into() }
     }
 }
 
@@ -267,18 +256,14 @@ impl<'a> RunTable<'a> {
             ));
         }
         if pages > MAX_FRAME_PAGES {
-            return bad(format!(
-                "{pages} pages, at most {MAX_FRAME_PAGES} are allowed"
-            ));
+            return bad(format!("{pages} pages, at most {MAX_FRAME_PAGES} are allowed"));
         }
         Ok(Self { bytes })
     }
 
     /// The runs, ascending.
     pub fn runs(&self) -> impl Iterator<Item = Run> + 'a {
-        self.bytes
-            .chunks_exact(RUN_HEADER_BYTES)
-            .filter_map(read_run)
+        self.bytes.chunks_exact(RUN_HEADER_BYTES).filter_map(read_run)
     }
 }
 
@@ -320,25 +305,14 @@ mod tests {
         }
     }
 
-    const RAW: Run = Run {
-        first: 5,
-        pages: 2,
-        encoding: Encoding::Raw,
-    };
-    const ZERO: Run = Run {
-        first: 9,
-        pages: 1,
-        encoding: Encoding::Zero,
-    };
+    const RAW: Run = Run { first: 5, pages: 2, encoding: Encoding::Raw };
+    const ZERO: Run = Run { first: 9, pages: 1, encoding: Encoding::Zero };
 
     #[test]
     fn golden_bytes() {
         let table = table(&[RAW, ZERO]);
         let hex = |bytes: &[u8]| bytes.iter().map(|b| format!("{b:02x}")).collect::<String>();
-        assert_eq!(
-            hex(&table),
-            "0500000000000000020000000100000009000000000000000100000000000000"
-        );
+        assert_eq!(hex(&table), "0500000000000000020000000100000009000000000000000100000000000000");
         let bytes = header(&table, 8192).encode();
         assert_eq!(
             hex(&bytes[..40]),
@@ -360,29 +334,13 @@ mod tests {
 
     #[test]
     fn tables_that_break_a_rule_are_refused() {
-        let raw = |first, pages| Run {
-            first,
-            pages,
-            encoding: Encoding::Raw,
-        };
+        let raw = |first, pages| Run { first, pages, encoding: Encoding::Raw };
         let cases = [
-            (
-                vec![raw(99, 2)],
-                8192,
-                "2 pages from page 99 of slot 3, which has 100",
-            ),
+            (vec![raw(99, 2)], 8192, "2 pages from page 99 of slot 3, which has 100"),
             (vec![raw(u64::MAX, 2)], 8192, "which has 100"),
             (vec![raw(1, 0)], 0, "0 pages from page 1"),
-            (
-                vec![raw(5, 2), raw(6, 1)],
-                12288,
-                "page 6 stands out of order",
-            ),
-            (
-                vec![raw(5, 2)],
-                4096,
-                "4096 bytes of payload for runs that need 8192",
-            ),
+            (vec![raw(5, 2), raw(6, 1)], 12288, "page 6 stands out of order"),
+            (vec![raw(5, 2)], 4096, "4096 bytes of payload for runs that need 8192"),
         ];
         for (runs, payload, expected) in cases {
             let table = table(&runs);
@@ -395,13 +353,7 @@ mod tests {
         assert!(error.to_string().contains("unknown encoding 7"), "{error}");
         let good = table(&[RAW]);
         let error = RunTable::parse(&header(&good, 8192), &unknown, 100).unwrap_err();
-        assert!(matches!(
-            error,
-            WireError::Checksum {
-                what: "a run table",
-                ..
-            }
-        ));
+        assert!(matches!(error, WireError::Checksum { what: "a run table", .. }));
     }
 
     #[test]
@@ -409,25 +361,13 @@ mod tests {
         let table = table(&[RAW]);
         let good = header(&table, 8192);
         let cases = [
-            FrameHeader {
-                runs: MAX_FRAME_RUNS + 1,
-                ..good
-            },
-            FrameHeader {
-                payload_bytes: MAX_FRAME_PAYLOAD_BYTES + 1,
-                ..good
-            },
+            FrameHeader { runs: MAX_FRAME_RUNS + 1, ..good },
+            FrameHeader { payload_bytes: MAX_FRAME_PAYLOAD_BYTES + 1, ..good },
             FrameHeader { runs: 0, ..good },
-            FrameHeader {
-                kind: FrameKind::EndOfRound,
-                ..good
-            },
+            FrameHeader { kind: FrameKind::EndOfRound, ..good },
         ];
         for bad in cases {
-            assert!(matches!(
-                FrameHeader::parse(&bad.encode()),
-                Err(WireError::BadFrame(_))
-            ));
+            assert!(matches!(FrameHeader::parse(&bad.encode()), Err(WireError::BadFrame(_))));
         }
         let end = FrameHeader {
             kind: FrameKind::EndOfRound,

@@ -207,10 +207,7 @@ fn check_magic(bytes: &[u8], magic: [u8; 8]) -> Result<(), WireError> {
     }
     let what = match bytes {
         [0x15 | 0x16, 0x03, ..] => "TLS".to_owned(),
-        _ if [HELLO_MAGIC, REPLY_MAGIC]
-            .iter()
-            .any(|other| bytes.starts_with(other)) =>
-        {
+        _ if [HELLO_MAGIC, REPLY_MAGIC].iter().any(|other| bytes.starts_with(other)) => {
             "vmferry in the other direction".to_owned()
         }
         _ if ["GET ", "POST", "HEAD", "PUT ", "HTTP", "PRI "]
@@ -245,12 +242,8 @@ mod tests {
         assert_eq!(hello.encode(), expected);
         assert_eq!(Hello::parse(&expected), Ok(hello));
 
-        let reply = HelloReply {
-            status: HelloStatus::Version,
-            version_min: 1,
-            version_max: 2,
-            version: 2,
-        };
+        let reply =
+            HelloReply { status: HelloStatus::Version, version_min: 1, version_max: 2, version: 2 };
         let expected = *b"VMFERRY\r\x01\x00\x01\x00\x02\x00\x02\x00\0\0\0\0\0\0\0\0";
         assert_eq!(reply.encode(), expected);
         assert_eq!(HelloReply::parse(&expected), Ok(reply));

@@ -180,15 +180,7 @@ impl ControlMessage {
     /// Appends the message's body, without header.
     pub(crate) fn encode_body(&self, into: &mut Vec<u8>) {
         match self {
-            Self::Begin {
-                session,
-                guest,
-                vmm,
-                config,
-                layout,
-                lanes,
-                verify,
-            } => {
+            Self::Begin { session, guest, vmm, config, layout, lanes, verify } => {
                 let begin = Begin {
                     session: *session,
                     guest: (*guest.uuid.as_bytes(), guest.name.clone()),
@@ -203,23 +195,12 @@ impl ControlMessage {
             Self::Accept { token } => put(into, token),
             Self::Refuse { reason } | Self::Abort { reason } => put(into, reason),
             Self::Placed { lane, sequence } => put(into, &(lane, sequence)),
-            Self::Final {
-                lane_sequences,
-                digest,
-                state,
-            } => {
-                put(
-                    into,
-                    &(lane_sequences, digest, serde_bytes::Bytes::new(state)),
-                );
+            Self::Final { lane_sequences, digest, state } => {
+                put(into, &(lane_sequences, digest, serde_bytes::Bytes::new(state)));
             }
             Self::Ready { digest, load_us } => put(into, &(digest, load_us)),
             Self::Verify {} => {}
-            Self::Verified {
-                hash,
-                pages,
-                elapsed_us,
-            } => put(into, &(hash, pages, elapsed_us)),
+            Self::Verified { hash, pages, elapsed_us } => put(into, &(hash, pages, elapsed_us)),
             Self::Commit { session } | Self::Query { session } => put(into, session),
             Self::Running { session, start_us } => put(into, &(session, start_us)),
             Self::Aborted { session, reason } => put(into, &(session, reason)),
@@ -246,27 +227,15 @@ impl ControlMessage {
                     verify: begin.verify,
                 }
             }
-            2 => Self::Accept {
-                token: get(number, body)?,
-            },
-            3 => Self::Refuse {
-                reason: get::<Reason>(number, body)?.cleaned(),
-            },
+            2 => Self::Accept { token: get(number, body)? },
+            3 => Self::Refuse { reason: get::<Reason>(number, body)?.cleaned() },
             4 => {
                 let (lane, sequence) = get(number, body)?;
                 Self::Placed { lane, sequence }
             }
             5 => {
-                let Final {
-                    lane_sequences,
-                    digest,
-                    state,
-                } = get(number, body)?;
-                Self::Final {
-                    lane_sequences,
-                    digest,
-                    state,
-                }
+                let Final { lane_sequences, digest, state } = get(number, body)?;
+                Self::Final { lane_sequences, digest, state }
             }
             6 => {
                 let (digest, load_us) = get(number, body)?;
@@ -278,38 +247,21 @@ impl ControlMessage {
             }
             8 => {
                 let (hash, pages, elapsed_us) = get(number, body)?;
-                Self::Verified {
-                    hash,
-                    pages,
-                    elapsed_us,
-                }
+                Self::Verified { hash, pages, elapsed_us }
             }
-            9 => Self::Commit {
-                session: get(number, body)?,
-            },
+            9 => Self::Commit { session: get(number, body)? },
             10 => {
                 let (session, start_us) = get(number, body)?;
                 Self::Running { session, start_us }
             }
             11 => {
                 let (session, reason): (_, Reason) = get(number, body)?;
-                Self::Aborted {
-                    session,
-                    reason: reason.cleaned(),
-                }
+                Self::Aborted { session, reason: reason.cleaned() }
             }
-            12 => Self::Abort {
-                reason: get::<Reason>(number, body)?.cleaned(),
-            },
-            13 => Self::Ping {
-                nonce: get(number, body)?,
-            },
-            14 => Self::Pong {
-                nonce: get(number, body)?,
-            },
-            15 => Self::Query {
-                session: get(number, body)?,
-            },
+            12 => Self::Abort { reason: get::<Reason>(number, body)?.cleaned() },
+            13 => Self::Ping { nonce: get(number, body)? },
+            14 => Self::Pong { nonce: get(number, body)? },
+            15 => Self::Query { session: get(number, body)? },
             16 => {
                 let (session, word) = get(number, body)?;
                 Self::Answer { session, word }
@@ -322,14 +274,7 @@ impl ControlMessage {
 
     fn check(&self) -> Result<(), WireError> {
         let detail = match self {
-            Self::Begin {
-                guest,
-                vmm,
-                config,
-                layout,
-                lanes,
-                ..
-            } => {
+            Self::Begin { guest, vmm, config, layout, lanes, .. } => {
                 if guest.name.len() > MAX_NAME_BYTES || guest.name.chars().any(char::is_control) {
                     "the guest's name is too long or not printable"
                 } else if vmm.len() > MAX_VMM_BYTES || vmm.chars().any(char::is_control) {
@@ -351,10 +296,7 @@ impl ControlMessage {
             }
             _ => return Ok(()),
         };
-        Err(WireError::BadBody {
-            message: self.name(),
-            detail: detail.into(),
-        })
+        Err(WireError::BadBody { message: self.name(), detail: detail.into() })
     }
 }
 

@@ -100,15 +100,9 @@ impl Reason {
     /// A reason with its text made fit for the wire and for a terminal.
     #[must_use]
     pub fn new(code: ReasonCode, text: &str) -> Self {
-        let clean: String = text
-            .chars()
-            .map(|c| if c.is_control() { ' ' } else { c })
-            .collect();
+        let clean: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
         let end = clean.floor_char_boundary(MAX_REASON_BYTES);
-        Self {
-            code,
-            text: clean[..end].to_owned(),
-        }
+        Self { code, text: clean[..end].to_owned() }
     }
 
     /// The same reason as if made by [`Reason::new`]: what a peer sent may end up on a terminal.

@@ -43,9 +43,7 @@ impl Serialize for SessionId {
 impl<'de> Deserialize<'de> for SessionId {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         if deserializer.is_human_readable() {
-            String::deserialize(deserializer)?
-                .parse()
-                .map_err(serde::de::Error::custom)
+            String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
         } else {
             <[u8; 16]>::deserialize(deserializer).map(Self)
         }
@@ -60,11 +58,7 @@ pub struct Token(pub [u8; 16]);
 impl PartialEq for Token {
     /// Takes the same time wherever the first difference is.
     fn eq(&self, other: &Self) -> bool {
-        let differences = self
-            .0
-            .iter()
-            .zip(&other.0)
-            .fold(0, |all, (a, b)| all | (a ^ b));
+        let differences = self.0.iter().zip(&other.0).fold(0, |all, (a, b)| all | (a ^ b));
         std::hint::black_box(differences) == 0
     }
 }

@@ -150,6 +150,8 @@ impl SourceConfig {
 pub struct DestinationConfig {
     /// Directory of the journals.
     pub journal_directory: PathBuf,
+    /// End with the first attempt that fails, instead of listening on. Default off.
+    pub once: bool,
     /// Bounds of all waits.
     pub timeouts: Timeouts,
 }
@@ -158,7 +160,7 @@ impl DestinationConfig {
     /// The defaults.
     #[must_use]
     pub fn new(journal_directory: PathBuf) -> Self {
-        Self { journal_directory, timeouts: Timeouts::default() }
+        Self { journal_directory, once: false, timeouts: Timeouts::default() }
     }
 }
 

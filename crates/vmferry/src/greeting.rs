@@ -70,6 +70,9 @@ pub fn greet(
         HelloStatus::Refused => {
             (ReasonCode::Unauthorised, "it does not serve this kind of channel".to_owned())
         }
+        HelloStatus::Other(status) => {
+            (ReasonCode::Other(status.into()), format!("status {status} of a newer release"))
+        }
     };
     Err(MigrateError::Refused { peer: "destination", reason: Reason::new(code, &text) })
 }
@@ -127,5 +130,6 @@ fn channel_name(role: Role, lane: u8) -> String {
         Role::Control => "control".into(),
         Role::Data => format!("lane {lane}"),
         Role::Query => "query".into(),
+        Role::Other(role) => format!("role {role}"),
     }
 }

@@ -41,11 +41,6 @@ impl<V: SourceVm> Running<V> {
         Self(vm)
     }
 
-    /// The VMM, for its descriptions.
-    pub fn vm(&self) -> &V {
-        &self.0
-    }
-
     /// Pauses the guest.
     ///
     /// # Errors
@@ -90,6 +85,12 @@ impl<V: SourceVm> Paused<V> {
             Ok(()) => Ok(Running(vm)),
             Err(error) => Err((Some(Self(Some(vm))), error)),
         }
+    }
+
+    /// Gives the VMM back with its guest paused, for when it can't be resumed.
+    #[must_use]
+    pub fn into_vm(mut self) -> Option<V> {
+        self.0.take()
     }
 
     /// Promises the guest away.

@@ -1,1 +1,37 @@
-//! The live-migration engine: source and destination state machines, rounds, convergence and handover.
+//! The live-migration engine.
+//!
+//! A VMM that implements [`SourceVm`] hands its guest to [`source::migrate`]; a VMM that
+//! implements [`DestinationVm`] gets it from [`destination::receive`]. In between: pre-copy rounds
+//! over the lanes of a session, a prediction of the downtime after each, and a hand-over
+//! ([`handover`]) that never lets two hosts run the guest.
+//!
+//! ```text
+//!  source::migrate                                            destination::receive
+//!    driver -- source::machine (sans-IO)      control       destination::machine (sans-IO) -- session
+//!      |            <------------------------------------------------>                          |
+//!    lane: read, re-arm, encode -> send  ===== data channel per lane =====>  receive -> check, place
+//! ```
+//!
+//! The machines know neither threads nor sockets: what happened goes in, what to do comes out, and
+//! time is passed in. What each side promises is in its [`journal`] before it acts.
+
+#![forbid(unsafe_code)]
+
+pub mod config;
+pub mod convergence;
+pub mod destination;
+pub mod error;
+pub mod handover;
+pub mod journal;
+pub mod source;
+pub mod stats;
+
+mod cpu;
+mod greeting;
+mod held;
+mod link;
+mod vm;
+
+pub use config::{DestinationConfig, SourceConfig, Timeouts};
+pub use error::{ErrorClass, MigrateError, chain};
+pub use vm::{DestinationVm, GuestDescription, PrepareError, SourceVm, VmError};

@@ -3,6 +3,7 @@
 use std::io::{self, Read, Write};
 use std::sync::{Mutex, PoisonError};
 
+use vmferry_transport::ChannelWriter;
 use vmferry_wire::{CONTROL_HEADER_BYTES, ControlHeader, ControlMessage};
 
 use crate::error::MigrateError;
@@ -35,6 +36,16 @@ impl<W: Write> ControlWriter<W> {
         message.encode(bytes);
         writer.write_all(bytes)?;
         writer.flush()
+    }
+}
+
+impl ControlWriter<ChannelWriter> {
+    /// Says that nothing follows; what was sent before still arrives.
+    ///
+    /// # Errors
+    /// The channel's.
+    pub fn finish(&self) -> io::Result<()> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).writer.finish()
     }
 }
 

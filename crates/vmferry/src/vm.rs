@@ -78,6 +78,10 @@ pub trait DestinationVm: Send + 'static {
     /// State that cannot be loaded: the migration ends and the source runs on.
     fn load(&mut self, state: &[u8]) -> Result<(), VmError>;
 
+    /// Throws everything away that was made since [`prepare`](Self::prepare), which may then be
+    /// called again for another attempt. The guest never ran.
+    fn discard(&mut self);
+
     /// Runs the guest. Called at most once, and only after the hand-over is journalled.
     ///
     /// # Errors

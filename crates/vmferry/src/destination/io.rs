@@ -28,8 +28,11 @@ pub enum Input {
         /// The message.
         message: ControlMessage,
     },
-    /// The control channel or a data channel is gone.
+    /// The control channel is gone, or a data channel whose loss nothing has explained.
     LinkLost(MigrateError),
+    /// A data channel is gone. The driver waits a moment for the control channel to say why, then
+    /// makes it [`LinkLost`](Self::LinkLost).
+    LaneLost(MigrateError),
     /// The VMM has made the machine's memory, or refuses.
     Prepared(Result<(), MigrateError>),
     /// OPEN is on disk, or is not.

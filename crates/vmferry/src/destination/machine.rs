@@ -153,7 +153,7 @@ impl Destination {
                     self.failure = Some(error);
                 }
             }
-            Input::Tick => {}
+            Input::Tick | Input::LaneLost(_) => {}
         }
         self.watch_the_clock(now);
     }

@@ -8,7 +8,7 @@ use vmferry_transport::{Channel, ChannelCloser, ChannelReader, ChannelWriter, Di
 use vmferry_wire::{ControlMessage, Role, SessionId, Token};
 
 use super::lane::FrameBuffer;
-use super::machine::Input;
+use super::io::Input;
 use super::window::Window;
 use crate::error::MigrateError;
 use crate::greeting::greet;

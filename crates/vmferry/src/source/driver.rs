@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
+use crossbeam_channel::{Receiver, Sender};
 use vmferry_codec::PageHashes;
 use vmferry_dirty::DirtyLog;
 use vmferry_memory::{GuestMemory, PageSet, whole_hash};
@@ -12,7 +12,8 @@ use vmferry_wire::{ControlMessage, Role, Token};
 
 use super::connect::{self, ControlChannel, FromLink};
 use super::lane::{FrameBuffer, Lane, LaneContext};
-use super::machine::{Action, Ending, Input, Report, Source};
+use super::io::{Action, Ending, Input, Report};
+use super::machine::Source;
 use super::orders::Orders;
 use super::window::Window;
 use crate::config::{SourceConfig, window_frames};
@@ -23,7 +24,7 @@ use crate::held::{Committed, Paused, Running, returned, write_commit};
 use crate::journal::{FileJournal, Journal, Record, Side, now_seconds};
 use crate::link::{ControlWriter, lost};
 use crate::stats::SourceStats;
-use crate::vm::SourceVm;
+use crate::vm::{SourceVm, VmError};
 
 /// How a migration ended, seen from the source. In doubt is no ending: the migration then goes
 /// on asking.
@@ -69,24 +70,30 @@ pub fn migrate<V: SourceVm>(
     };
     let ending = driver.run(watch);
     orders.detach();
-    let (held, mut stats) = driver.finish();
+    let (held, resume_failure, mut stats) = driver.finish();
     drop(guard);
     stats.engine_cpu_s = cpu.seconds();
     let stats = Box::new(stats);
     let vm = match held {
         Held::Running(running) => running.into_vm(),
         Held::Released(vm) => vm,
-        // `finish` leaves no other.
-        Held::Paused(_) | Held::Committed(_) | Held::Moving => unreachable_held(),
+        Held::Paused(paused) => paused.into_vm().unwrap_or_else(gone),
+        Held::Committed(_) | Held::Moving => gone(),
     };
-    match ending {
-        Ending::Kept(error) => SourceOutcome::Kept { vm, error, stats },
-        Ending::Given => SourceOutcome::Given { vm, stats },
+    match (ending, resume_failure) {
+        (Ending::Given, _) => SourceOutcome::Given { vm, stats },
+        // That the guest stands still matters more than why it was not migrated.
+        (Ending::Kept(_), Some(source)) => {
+            let error = MigrateError::Vm { action: "resume the guest", source };
+            SourceOutcome::Kept { vm, error, stats }
+        }
+        (Ending::Kept(error), None) => SourceOutcome::Kept { vm, error, stats },
     }
 }
 
-fn unreachable_held<V>() -> V {
-    unreachable!("a hand-over ends with the guest running or released")
+/// The hand-over's types leave no such end: it is either running, paused or released.
+fn gone<V>() -> V {
+    unreachable!("a migration ends with the guest in somebody's hands")
 }
 
 enum Held<V: SourceVm> {
@@ -108,6 +115,9 @@ struct Driver<'a, V: SourceVm> {
     memory: GuestMemory,
     log: Arc<dyn DirtyLog>,
     logging: bool,
+    resume_failure: Option<VmError>,
+    /// A data channel that is gone, and since when.
+    lane_loss: Option<(Instant, MigrateError)>,
     journal: FileJournal,
     /// The control channel in use and its number.
     control: Option<(ControlWriter<ChannelWriter>, ChannelCloser)>,
@@ -180,6 +190,8 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             started: Instant::now(),
             log,
             logging: false,
+            resume_failure: None,
+            lane_loss: None,
             journal,
             control: None,
             link: 0,
@@ -229,16 +241,30 @@ impl<'a, V: SourceVm> Driver<'a, V> {
     }
 
     fn await_input(&mut self) -> Input {
-        let wait = self
-            .machine
-            .next_tick()
-            .map_or(Duration::from_secs(1), |at| at.saturating_sub(self.now()));
+        let now = Instant::now();
+        if let Some((lost_at, _)) = &self.lane_loss
+            && now >= *lost_at + EXPLANATION
+            && let Some((_, error)) = self.lane_loss.take()
+        {
+            return Input::LinkLost(error);
+        }
+        let tick = self.machine.next_tick().map(|at| self.started + at);
+        let explained = self.lane_loss.as_ref().map(|(lost_at, _)| *lost_at + EXPLANATION);
+        let wake = [tick, explained].into_iter().flatten().min();
+        let wait = wake.map_or(Duration::from_secs(1), |at| at.saturating_duration_since(now));
         crossbeam_channel::select! {
             recv(self.link_inputs.1) -> from => match from {
                 Ok(from) if from.link == self.link => from.input,
                 _ => Input::Tick,
             },
-            recv(self.inputs.1) -> input => input.unwrap_or(Input::Tick),
+            recv(self.inputs.1) -> input => match input {
+                Ok(Input::LaneLost(error)) => {
+                    self.lane_loss.get_or_insert((now, error));
+                    Input::Tick
+                }
+                Ok(input) => input,
+                Err(_) => Input::Tick,
+            },
             recv(self.asked.1) -> asked => match asked {
                 Ok(Asked { link, channel }) if link == self.link => match channel {
                     Ok(channel) => {
@@ -461,9 +487,13 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             match paused.resume() {
                 Ok(running) => {
                     self.held = Held::Running(running);
+                    self.resume_failure = None;
                     return None;
                 }
-                Err((again, _)) => attempt = again,
+                Err((again, error)) => {
+                    attempt = again;
+                    self.resume_failure = Some(error);
+                }
             }
         }
         if let Some(paused) = attempt {
@@ -492,8 +522,24 @@ impl<'a, V: SourceVm> Driver<'a, V> {
         }
     }
 
+    /// Lets the last message reach the destination: a channel closed while it still speaks would
+    /// be reset, and what was sent before lost with it. The guest runs meanwhile.
+    fn say_goodbye(&mut self) {
+        let Some((writer, _)) = &self.control else { return };
+        if writer.finish().is_err() {
+            return;
+        }
+        let deadline = Instant::now() + LAST_WORDS;
+        while let Ok(from) = self.link_inputs.1.recv_deadline(deadline) {
+            if from.link == self.link && matches!(from.input, Input::LinkLost(_) | Input::Failed(_))
+            {
+                return;
+            }
+        }
+    }
+
     /// Stops everything and returns the guest with the figures.
-    fn finish(mut self) -> (Held<V>, SourceStats) {
+    fn finish(mut self) -> (Held<V>, Option<VmError>, SourceStats) {
         drop(self.asking.take());
         for window in &self.windows {
             window.close();
@@ -505,6 +551,7 @@ impl<'a, V: SourceVm> Driver<'a, V> {
         if self.logging {
             let _ = self.log.stop();
         }
+        self.say_goodbye();
         for (_, closer) in &self.lane_ends {
             closer.close();
         }
@@ -517,9 +564,15 @@ impl<'a, V: SourceVm> Driver<'a, V> {
         let mut stats = self.machine.stats().clone();
         stats.transport = std::mem::take(&mut self.transport);
         let held = std::mem::replace(&mut self.held, Held::Moving);
-        (held, stats)
+        (held, self.resume_failure.take(), stats)
     }
 }
+
+/// How long a lost data channel may wait for the control channel to say why.
+const EXPLANATION: Duration = Duration::from_millis(500);
+
+/// How long a finished migration waits for the destination to hear its last message and hang up.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// Attempts to resume a guest before its VMM is believed to be broken.
 const RESUME_ATTEMPTS: u32 = 3;

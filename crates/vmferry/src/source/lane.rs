@@ -14,7 +14,7 @@ use vmferry_dirty::DirtyLog;
 use vmferry_memory::{GuestMemory, PAGE_SIZE, PageBitmap, PageRun, PageSet, SlotId};
 use vmferry_transport::{ChannelWriter, RateLimiter};
 
-use super::machine::Input;
+use super::io::Input;
 use super::rounds::LaneTotals;
 use super::window::Window;
 use crate::config::{FRAME_PAGES, LANE_STRIPE_PAGES};
@@ -318,7 +318,7 @@ impl SenderThread {
             });
             if let Err(error) = written {
                 let error = lost(&format!("lane {}", self.lane), "sending pages", &error);
-                let _ = self.context.results.send(Input::LinkLost(error));
+                let _ = self.context.results.send(Input::LaneLost(error));
                 self.window.close();
                 return;
             }

@@ -13,184 +13,23 @@
 //! ```
 //! Before COMMIT is journalled every failure leads to `Kept`: the guest resumes at the source.
 
+mod clock;
+mod handing_over;
+
 use std::collections::VecDeque;
 use std::time::Duration;
 
 use vmferry_memory::WholeHash;
-use vmferry_wire::{ControlMessage, Reason, SessionWord, Token};
+use vmferry_wire::{ControlMessage, SessionWord};
 
-use super::rounds::{LaneTotals, RoundTracker};
+use super::io::{Action, Ending, Input, Report};
+use super::rounds::RoundTracker;
 use crate::config::{SourceConfig, Timeouts};
 use crate::convergence::{Decision, Harvest, Predictor};
 use crate::error::MigrateError;
-use crate::handover::{OperatorWord, SourceEffect, SourceEvent, SourceState};
+use crate::handover::{SourceEvent, SourceState};
 use crate::stats::SourceStats;
 use crate::vm::GuestDescription;
-
-/// What happened.
-#[derive(Debug)]
-pub enum Input {
-    /// A message on the control channel, or on the channel that asks for the session's word.
-    Control(ControlMessage),
-    /// A channel is gone.
-    LinkLost(MigrateError),
-    /// All data channels are open and greeted.
-    LanesJoined,
-    /// The dirty log runs, and so many pages are populated.
-    LogStarted {
-        /// Pages of the first round.
-        populated_pages: u64,
-    },
-    /// A lane has handed every frame of the round to its channel.
-    LaneSent {
-        /// The lane.
-        lane: u8,
-        /// Sequence number of its end-of-round frame.
-        end_sequence: u64,
-        /// What it sent.
-        totals: LaneTotals,
-    },
-    /// The guest runs and the log was harvested.
-    Harvested {
-        /// Pages written since the last harvest.
-        pages: u64,
-        /// How long it took.
-        took: Duration,
-    },
-    /// The guest is paused.
-    Paused {
-        /// How long that took.
-        took: Duration,
-    },
-    /// The guest is paused and the log was harvested for the last time.
-    LastHarvest {
-        /// All pages of the last round.
-        pages: u64,
-        /// How long it took.
-        took: Duration,
-    },
-    /// The state is saved.
-    Saved {
-        /// The VMM's state.
-        state: Vec<u8>,
-        /// How long it took.
-        took: Duration,
-    },
-    /// The digest of everything that was sent; asked for when all lanes have sent.
-    Digest(u64),
-    /// This side's whole-memory hash.
-    Hashed(WholeHash),
-    /// The COMMIT record is on disk, or is not.
-    CommitWritten(Result<(), MigrateError>),
-    /// An action failed.
-    Failed(MigrateError),
-    /// The user wants to end the migration.
-    Cancel,
-    /// The operator decides a hand-over in doubt.
-    Operator(OperatorWord),
-    /// Time has passed.
-    Tick,
-}
-
-/// What to do. Each action that yields a result is answered by the input named.
-#[derive(Debug)]
-pub enum Action {
-    /// Send a message on the control channel.
-    Send(ControlMessage),
-    /// Open the data channels with this token: `LanesJoined`.
-    OpenLanes(Token),
-    /// Start the dirty log and find the populated pages: `LogStarted`.
-    StartLog,
-    /// Send the harvested pages: one `LaneSent` for each lane. `rearm`: the guest runs, so
-    /// the log must be re-armed before each run of pages is read.
-    SendRound {
-        /// Number of the round, from 1.
-        round: u32,
-        /// Whether the guest runs.
-        rearm: bool,
-    },
-    /// Harvest with the guest running: `Harvested`.
-    Harvest,
-    /// Pause the guest: `Paused`.
-    Pause,
-    /// Harvest what was written before the pause and add it to what is pending: `LastHarvest`.
-    HarvestLast,
-    /// Save the state: `Saved`.
-    Save,
-    /// Sum up the hashes of all pages as last sent: `Digest`.
-    SumDigest,
-    /// Hash the paused memory whole, beside everything else: `Hashed`.
-    Hash,
-    /// Append COMMIT to the journal: `CommitWritten`.
-    WriteCommit,
-    /// Append KEPT or GIVEN to the journal, as far as it can be done.
-    WriteOutcome {
-        /// Whether the guest stays here.
-        kept: bool,
-        /// Whether an operator said so.
-        by_operator: bool,
-    },
-    /// Let the guest run here.
-    Resume,
-    /// Give the guest up.
-    Release,
-    /// Ask the destination on a new channel for the session's word, not before `delay`.
-    Ask {
-        /// How long to wait first.
-        delay: Duration,
-    },
-    /// Tell whoever watches.
-    Report(Report),
-}
-
-/// What whoever watches is told.
-#[derive(Clone, Debug, PartialEq, serde::Serialize)]
-#[serde(tag = "event", rename_all = "kebab-case")]
-pub enum Report {
-    /// The destination has accepted the guest and all channels are open.
-    Connected {
-        /// Round trip in milliseconds.
-        round_trip_ms: f64,
-    },
-    /// A round begins.
-    RoundStarted {
-        /// Its number, from 1.
-        round: u32,
-        /// Pages to be sent.
-        pages: u64,
-        /// Whether the guest is paused.
-        paused: bool,
-    },
-    /// A round is placed at the destination.
-    RoundDone(crate::stats::RoundStats),
-    /// The guest is paused.
-    Paused {
-        /// The downtime that is expected, in milliseconds.
-        predicted_downtime_ms: f64,
-    },
-    /// The destination is ready.
-    Ready,
-    /// COMMIT is journalled: there is no way back on this side's own account.
-    Committed,
-    /// The destination can't be reached after COMMIT. The guest stays paused.
-    InDoubt {
-        /// Why, in words.
-        reason: String,
-    },
-    /// The user's wish came too late.
-    TooLateToCancel,
-    /// The guest runs here again.
-    Resumed,
-}
-
-/// How it ended.
-#[derive(Debug)]
-pub enum Ending {
-    /// The source has the guest, and it runs; why it was not migrated.
-    Kept(MigrateError),
-    /// The destination has it.
-    Given,
-}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
@@ -281,7 +120,7 @@ impl Source {
             waiting_since: now,
             last_heard: now,
             ping: None,
-            next_ping: now + PING_INTERVAL,
+            next_ping: now + clock::PING_INTERVAL,
             log_started: now,
             last_harvest: now,
             pause_ordered: None,
@@ -600,195 +439,7 @@ impl Source {
         }
         self.commit(now);
     }
-
-    fn commit(&mut self, now: Duration) {
-        self.last_sent = now;
-        self.enter(now, Phase::HandingOver);
-        self.hand_over(now, SourceEvent::Ready);
-    }
-
-    fn on_commit_written(&mut self, now: Duration, result: Result<(), MigrateError>) {
-        match result {
-            Ok(()) => {
-                self.act(Action::Report(Report::Committed));
-                self.waiting_since = now;
-                self.hand_over(now, SourceEvent::CommitWritten);
-            }
-            Err(error) => {
-                self.failure = Some(error);
-                self.hand_over(now, SourceEvent::CommitFailed);
-            }
-        }
-    }
-
-    fn on_word(&mut self, now: Duration, word: SessionWord, reason: Option<Reason>) {
-        if word == SessionWord::Aborted && self.handover.is_committed() {
-            let reason = reason.unwrap_or_else(|| {
-                Reason::new(vmferry_wire::ReasonCode::Internal, "its journal says ABORTED")
-            });
-            self.failure = Some(MigrateError::EndedByPeer { peer: "destination", reason });
-        }
-        self.waiting_since = now;
-        self.hand_over(now, SourceEvent::Word(word));
-    }
-
-    fn on_cancel(&mut self, now: Duration) {
-        if self.handover == SourceState::Holding {
-            self.fail(now, MigrateError::Cancelled { during: self.phase.name() });
-        } else {
-            self.act(Action::Report(Report::TooLateToCancel));
-        }
-    }
-
-    fn fail(&mut self, now: Duration, error: MigrateError) {
-        self.fail_by(now, SourceEvent::Failed, error);
-    }
-
-    fn fail_by(&mut self, now: Duration, event: SourceEvent, error: MigrateError) {
-        if self.handover.is_final() {
-            return;
-        }
-        let entering_doubt = self.handover == SourceState::Committed
-            || matches!(self.handover, SourceState::Committing { .. });
-        if entering_doubt {
-            let reason = crate::error::chain(&error);
-            self.act(Action::Report(Report::InDoubt { reason }));
-        }
-        if self.failure.is_none() {
-            self.failure = Some(error);
-        }
-        self.hand_over(now, event);
-    }
-
-    fn hand_over(&mut self, now: Duration, event: SourceEvent) {
-        let before = self.handover;
-        let (next, effects) = before.step(event);
-        self.handover = next;
-        if next == SourceState::InDoubt {
-            self.phase = Phase::Asking;
-        }
-        for effect in effects {
-            match effect {
-                SourceEffect::WriteCommit => self.act(Action::WriteCommit),
-                SourceEffect::SendCommit => {
-                    let session = self.config.session;
-                    self.act(Action::Send(ControlMessage::Commit { session }));
-                }
-                SourceEffect::SendAbort => {
-                    let reason = self.failure.as_ref().map_or_else(
-                        || Reason::new(vmferry_wire::ReasonCode::Internal, "the source failed"),
-                        MigrateError::reason_for_peer,
-                    );
-                    self.act(Action::Send(ControlMessage::Abort { reason }));
-                }
-                SourceEffect::Ask => {
-                    let first = before != SourceState::InDoubt;
-                    let delay = if first { Duration::ZERO } else { self.timeouts().ask };
-                    self.waiting_since = now + delay;
-                    self.act(Action::Ask { delay });
-                }
-                SourceEffect::WriteKept => {
-                    let by_operator = self.by_operator;
-                    self.act(Action::WriteOutcome { kept: true, by_operator });
-                }
-                SourceEffect::WriteGiven => {
-                    let by_operator = self.by_operator;
-                    self.act(Action::WriteOutcome { kept: false, by_operator });
-                }
-                SourceEffect::Resume => {
-                    self.act(Action::Resume);
-                    self.act(Action::Report(Report::Resumed));
-                }
-                SourceEffect::Release => self.act(Action::Release),
-            }
-        }
-        if next.is_final() && !before.is_final() {
-            self.close_stats(now);
-            self.phase = Phase::Done;
-        }
-    }
-
-    fn close_stats(&mut self, now: Duration) {
-        let verify = self.stats.verify_ms;
-        self.stats.total_ms = ms(now.saturating_sub(self.log_started)) - verify;
-        if let Some(ordered) = self.pause_ordered {
-            self.stats.downtime_ms = ms(now.saturating_sub(ordered)) - verify;
-        }
-        if self.handover == SourceState::Given {
-            self.stats.downtime.commit_ms = ms(now.saturating_sub(self.last_sent));
-        }
-    }
-
-    /// Whether a peer is expected to be heard on the control channel.
-    fn listens(&self) -> bool {
-        !matches!(self.handover, SourceState::InDoubt) && self.phase != Phase::Done
-    }
-
-    /// The bound of the present wait, what is awaited, and its length.
-    fn deadline(&self) -> Option<(Duration, &'static str, Duration)> {
-        let timeouts = self.timeouts();
-        let (what, after) = match self.phase {
-            Phase::Announced => ("the destination's answer to the announced guest", timeouts.accept),
-            Phase::Joining => ("the data channels", timeouts.accept),
-            Phase::Sending | Phase::LastRound => ("the destination to place frames", timeouts.stall),
-            Phase::AwaitReady => ("READY", timeouts.ready),
-            Phase::Verifying => ("the hash of the destination's memory", timeouts.verify),
-            Phase::HandingOver => ("RUNNING", timeouts.running),
-            Phase::Asking => ("the destination's word", timeouts.running),
-            // Bounded by the VMM and the kernel, which the engine calls and awaits.
-            Phase::Starting | Phase::Harvesting | Phase::Pausing | Phase::LastHarvest => return None,
-            Phase::Done => return None,
-        };
-        Some((self.waiting_since + after, what, after))
-    }
-
-    fn watch_the_clock(&mut self, now: Duration) {
-        if self.phase == Phase::Done {
-            return;
-        }
-        if let Some((at, what, after)) = self.deadline()
-            && now >= at
-        {
-            self.waiting_since = now;
-            self.fail_by(now, SourceEvent::LinkLost, MigrateError::TimedOut { what, after });
-            return;
-        }
-        if !self.listens() {
-            return;
-        }
-        let silence = self.timeouts().silence;
-        if now >= self.last_heard + silence {
-            self.last_heard = now;
-            let what = "any sign of life on the control channel";
-            self.fail_by(now, SourceEvent::LinkLost, MigrateError::TimedOut { what, after: silence });
-        } else if now >= self.next_ping {
-            self.send_ping(now);
-        }
-    }
-
-    fn send_ping(&mut self, now: Duration) {
-        let nonce = self.ping.map_or(1, |(nonce, _)| nonce + 1);
-        self.ping = Some((nonce, now));
-        self.next_ping = now + PING_INTERVAL;
-        self.act(Action::Send(ControlMessage::Ping { nonce }));
-    }
-
-    fn on_pong(&mut self, now: Duration, nonce: u64) {
-        if let Some((sent, at)) = self.ping
-            && sent == nonce
-        {
-            let round_trip = now.saturating_sub(at);
-            if nonce == 1 {
-                self.stats.round_trip_ms = ms(round_trip);
-                self.predictor.measured_round_trip(round_trip);
-                self.act(Action::Report(Report::Connected { round_trip_ms: ms(round_trip) }));
-            }
-        }
-    }
 }
-
-/// How often a silent peer is asked for a sign of life.
-const PING_INTERVAL: Duration = Duration::from_secs(1);
 
 fn ms(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3

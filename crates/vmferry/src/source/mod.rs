@@ -1,5 +1,6 @@
 //! The host that the guest leaves.
 
+pub mod io;
 pub mod machine;
 pub mod rounds;
 
@@ -10,5 +11,5 @@ mod orders;
 mod window;
 
 pub use driver::{SourceOutcome, migrate};
-pub use machine::Report;
+pub use io::Report;
 pub use orders::{Orders, Progress};

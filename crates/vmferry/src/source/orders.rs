@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crossbeam_channel::Sender;
 use serde::Serialize;
 
-use super::machine::Input;
+use super::io::Input;
 use crate::handover::{OperatorWord, SourceState};
 
 /// A handle on one migration. Orders given before it starts are kept.

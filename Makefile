@@ -1,0 +1,36 @@
+# `make demo` and `make test` need nothing but this file: what is missing is installed first.
+CARGO ?= cargo
+PROFILE ?= release
+VMFERRY := target/$(if $(filter release,$(PROFILE)),release,debug)/vmferry
+PROFILE_FLAG := $(if $(filter release,$(PROFILE)),--release,)
+
+.PHONY: help setup build demo test test-all lint bench clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+
+setup: ## Install what the build needs (compiler, Rust)
+	@scripts/setup
+
+build: setup ## Build the vmferry command
+	@. scripts/environment && $(CARGO) build --locked $(PROFILE_FLAG) --package vmferry-cli
+
+demo: build ## Migrate a guest between two processes on this machine and show what happened
+	@$(VMFERRY) demo $(DEMO_FLAGS)
+
+test: setup ## Run all tests, with a sample of the long matrices
+	@. scripts/environment && $(CARGO) test --locked --workspace
+
+test-all: setup ## Run all tests and the whole of the long matrices
+	@. scripts/environment && VMFERRY_TEST_ALL=1 $(CARGO) test --locked --workspace
+
+lint: setup ## Formatting, clippy and documentation, without a warning
+	@. scripts/environment && $(CARGO) fmt --all --check
+	@. scripts/environment && $(CARGO) clippy --locked --workspace --all-targets -- -D warnings
+	@. scripts/environment && RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace --no-deps
+
+bench: setup ## Run the benchmarks (NAME=engine)
+	@. scripts/environment && $(CARGO) run --locked --release --package vmferry-bench -- $(or $(NAME),engine) $(BENCH_FLAGS)
+
+clean: ## Remove what was built
+	$(CARGO) clean

@@ -1,0 +1,365 @@
+//! The command line.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use vmferry_dirty::LogChoice;
+use vmferry_memory::MemoryKind;
+
+/// Live migration for KVM virtual machines.
+#[derive(Debug, Parser)]
+#[command(name = "vmferry", version, max_term_width = 100, propagate_version = true)]
+#[command(after_help = "\
+Exit status: 0 done, 1 internal failure, 2 usage, 3 no connection, 4 authentication or TLS,
+5 protocol or version, 6 incompatible machine, memory layout or guest identity, 7 in use or busy,
+8 unknown guest, 9 wrong state, 10 does not converge, 11 cancelled, 12 link lost, 13 memory or
+guest corrupted, 14 in doubt.
+
+Try `vmferry demo` first: it migrates a guest between two processes on this machine.")]
+pub struct Arguments {
+    /// Print JSON: one object, or one object per line for commands that go on.
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// Subcommands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Migrate a guest between two processes on this machine and show what happened.
+    Demo(DemoOptions),
+    /// Run a guest until it ends, is quit, or has moved to another host.
+    Run(RunOptions),
+    /// Wait for a guest from another host and run it.
+    Receive(ReceiveOptions),
+    /// Move a running guest to a waiting host.
+    Send(SendOptions),
+    /// Show the guests of this host, one guest, and migrations that are in doubt.
+    Status(StatusOptions),
+    /// End the migration of a guest, which stays here.
+    Cancel(GuestOption),
+    /// Pause a guest.
+    Pause(GuestOption),
+    /// Let a paused guest run on.
+    Resume(GuestOption),
+    /// End a guest and its VMM.
+    Quit(GuestOption),
+    /// Decide, as the operator, who has a guest whose hand-over is in doubt.
+    Resolve(ResolveOptions),
+    /// Make the certificates of mutual TLS.
+    Pki(PkiOptions),
+}
+
+/// One guest of this host.
+#[derive(Debug, Args)]
+pub struct GuestOption {
+    /// Name of the guest, or path of its control socket.
+    pub guest: String,
+}
+
+/// A guest to be made.
+#[derive(Clone, Debug, Args)]
+pub struct MachineOptions {
+    /// kvm, process (threads that write memory, where /dev/kvm is missing), or auto.
+    #[arg(long, default_value = "auto", value_name = "KIND")]
+    pub guest: vmferry_microvm::GuestKind,
+    /// Guest memory, such as 256M or 8G.
+    #[arg(long, default_value = "256M", value_parser = parse_bytes, value_name = "BYTES")]
+    pub memory: u64,
+    /// What the memory is made of: private, memfd, or thp.
+    #[arg(long, default_value = "private", value_name = "KIND")]
+    pub memory_kind: MemoryKind,
+    /// Number of vCPUs, 1 to 8.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]
+    pub vcpus: u8,
+    /// The dirty log: auto, bitmap, clear (bitmap with manual clear), or uffd.
+    #[arg(long, default_value = "auto", value_name = "LOG")]
+    pub dirty_log: LogChoice,
+}
+
+/// `vmferry run`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Workloads, combined with spaces: idle | fill=MIB,incompressible|text|zero |
+hot=MIB[,rate=PAGES_PER_S][,random|sequential] | ticks
+
+Examples:
+  vmferry run web --memory 1G --vcpus 2 --workload \"fill=256,text hot=64,random\"
+  vmferry run web --guest process --workload hot=16,rate=20000")]
+pub struct RunOptions {
+    /// Name of the guest.
+    pub name: String,
+    /// The guest.
+    #[command(flatten)]
+    pub machine: MachineOptions,
+    /// What the guest does.
+    #[arg(long, default_value = "idle", value_name = "WORDS")]
+    pub workload: String,
+    /// The guest's UUID; random by default.
+    #[arg(long)]
+    pub uuid: Option<uuid::Uuid>,
+}
+
+/// Files for `tls:` addresses.
+#[derive(Clone, Debug, Args)]
+pub struct TlsOptions {
+    /// Directory with ca.pem, host.pem and host.key, as `vmferry pki` makes it.
+    #[arg(long, value_name = "DIR", env = "VMFERRY_TLS", conflicts_with_all = ["ca", "cert", "key"])]
+    pub tls: Option<PathBuf>,
+    /// Certificates that peers are trusted by (PEM).
+    #[arg(long, value_name = "FILE", requires_all = ["cert", "key"])]
+    pub ca: Option<PathBuf>,
+    /// This host's certificate (PEM).
+    #[arg(long, value_name = "FILE", requires = "ca")]
+    pub cert: Option<PathBuf>,
+    /// This host's private key (PEM, mode 0600).
+    #[arg(long, value_name = "FILE", requires = "ca")]
+    pub key: Option<PathBuf>,
+    /// Allow tcp:, which anyone on the way can read and change.
+    #[arg(long)]
+    pub plain: bool,
+}
+
+/// `vmferry receive`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmferry receive --listen 0.0.0.0:7001 --tls /etc/vmferry/tls
+  vmferry receive --listen unix:/run/vmferry/in.sock --expect-name web --once")]
+pub struct ReceiveOptions {
+    /// Where to listen: HOST:PORT (TLS), unix:PATH, or with --plain tcp:HOST:PORT. Port 0 picks one.
+    #[arg(long, value_name = "ADDRESS")]
+    pub listen: String,
+    /// TLS.
+    #[command(flatten)]
+    pub tls: TlsOptions,
+    /// Take this guest only, by name.
+    #[arg(long, value_name = "NAME")]
+    pub expect_name: Option<String>,
+    /// Take this guest only, by UUID.
+    #[arg(long, value_name = "UUID")]
+    pub expect_uuid: Option<uuid::Uuid>,
+    /// Take a guest with so much memory only.
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    pub expect_memory: Option<u64>,
+    /// What the guest's memory is made of here: private, memfd, or thp.
+    #[arg(long, default_value = "private", value_name = "KIND")]
+    pub memory_kind: MemoryKind,
+    /// The dirty log for the guest's next migration: auto, bitmap, clear, or uffd.
+    #[arg(long, default_value = "auto", value_name = "LOG")]
+    pub dirty_log: LogChoice,
+    /// End after the first attempt that fails.
+    #[arg(long)]
+    pub once: bool,
+}
+
+/// Limits and ways of a migration.
+#[derive(Clone, Debug, Args)]
+pub struct MigrationOptions {
+    /// Data channels, 1 to 16.
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub channels: u8,
+    /// Longest accepted downtime.
+    #[arg(long, default_value = "300ms", value_parser = parse_duration, value_name = "TIME")]
+    pub downtime_limit: Duration,
+    /// Cap in bytes per second, such as 100M.
+    #[arg(long, value_parser = parse_bytes, value_name = "BYTES_PER_S")]
+    pub max_bandwidth: Option<u64>,
+    /// Most rounds with the guest running.
+    #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_rounds: u32,
+    /// Most time with the guest running.
+    #[arg(long, value_parser = parse_duration, value_name = "TIME")]
+    pub timeout: Option<Duration>,
+    /// When rounds or time are used up.
+    #[arg(long, value_enum, default_value_t = WhenStuck::Refuse)]
+    pub when_stuck: WhenStuck,
+}
+
+/// What to do when a migration does not converge.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum WhenStuck {
+    /// The guest stays.
+    Refuse,
+    /// Hand over with the downtime that it takes.
+    SwitchOver,
+}
+
+/// `vmferry send`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmferry send web --to host-b:7001 --tls /etc/vmferry/tls
+  vmferry send web --to host-b:7001 --tls /etc/vmferry/tls --downtime-limit 50ms --max-bandwidth 500M
+  vmferry send web --to unix:/run/vmferry/in.sock --verify")]
+pub struct SendOptions {
+    /// Name of the guest, or path of its control socket.
+    pub guest: String,
+    /// Where to: HOST:PORT (TLS), unix:PATH, or with --plain tcp:HOST:PORT.
+    #[arg(long, value_name = "ADDRESS")]
+    pub to: String,
+    /// TLS.
+    #[command(flatten)]
+    pub tls: TlsOptions,
+    /// The name that the destination's certificate must have, if not the address's.
+    #[arg(long, value_name = "NAME")]
+    pub server_name: Option<String>,
+    /// Limits and ways.
+    #[command(flatten)]
+    pub migration: MigrationOptions,
+    /// Hash both paused memories whole and compare them; adds to the pause.
+    #[arg(long)]
+    pub verify: bool,
+}
+
+/// `vmferry status`.
+#[derive(Debug, Args)]
+pub struct StatusOptions {
+    /// Name of a guest, or path of its control socket; all guests by default.
+    pub guest: Option<String>,
+}
+
+/// `vmferry resolve`.
+#[derive(Debug, Args)]
+#[command(group = clap::ArgGroup::new("word").required(true))]
+#[command(after_help = "\
+Look at the other host first. If you say that the source resumes while the destination runs the
+guest, two hosts run it and its data is lost.
+
+Examples:
+  vmferry resolve web --destination-owns
+  vmferry resolve web --source-resumes")]
+pub struct ResolveOptions {
+    /// Name of the guest, path of its control socket, or number of the session.
+    pub guest: String,
+    /// The other host runs the guest: give it up here.
+    #[arg(long, group = "word")]
+    pub destination_owns: bool,
+    /// The other host does not run the guest and never will: let it run here.
+    #[arg(long, group = "word")]
+    pub source_resumes: bool,
+}
+
+/// `vmferry pki`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmferry pki init --dir pki
+  vmferry pki issue host-a --dir pki --out tls-a --address host-a.example --address 192.0.2.1")]
+pub struct PkiOptions {
+    /// What to make.
+    #[command(subcommand)]
+    pub command: PkiCommand,
+}
+
+/// Subcommands of `vmferry pki`.
+#[derive(Debug, Subcommand)]
+pub enum PkiCommand {
+    /// Make a certificate authority.
+    Init {
+        /// Directory for ca.pem and ca.key.
+        #[arg(long, value_name = "DIR")]
+        dir: PathBuf,
+        /// Days that it is valid.
+        #[arg(long, default_value_t = 3650)]
+        days: u32,
+    },
+    /// Issue a host's certificate.
+    Issue {
+        /// Name of the host.
+        name: String,
+        /// The authority's directory.
+        #[arg(long, value_name = "DIR")]
+        dir: PathBuf,
+        /// Directory for ca.pem, host.pem and host.key.
+        #[arg(long, value_name = "DIR")]
+        out: PathBuf,
+        /// Names and IP addresses that the host is reached by; its name by default.
+        #[arg(long = "address", value_name = "NAME_OR_IP")]
+        addresses: Vec<String>,
+        /// Days that it is valid.
+        #[arg(long, default_value_t = 365)]
+        days: u32,
+    },
+}
+
+/// How the demo's two processes are joined.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Transport {
+    /// Mutual TLS 1.3 over TCP, with certificates made for the occasion.
+    Tls,
+    /// Plain TCP.
+    Tcp,
+    /// A Unix socket.
+    Unix,
+}
+
+/// `vmferry demo`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmferry demo
+  vmferry demo --memory 1G --vcpus 4 --hot 128M --channels 4
+  vmferry demo --guest process --transport unix --json
+  vmferry demo --max-bandwidth 20M --downtime-limit 20ms    # does not converge, and says why")]
+pub struct DemoOptions {
+    /// The guest.
+    #[command(flatten)]
+    pub machine: MachineOptions,
+    /// What the guest does; by default it fills a quarter of its memory and rewrites --hot.
+    #[arg(long, value_name = "WORDS")]
+    pub workload: Option<String>,
+    /// Memory that the guest rewrites for ever.
+    #[arg(long, default_value = "32M", value_parser = parse_bytes, value_name = "BYTES", conflicts_with = "workload")]
+    pub hot: u64,
+    /// How the two processes are joined.
+    #[arg(long, value_enum, default_value_t = Transport::Tls)]
+    pub transport: Transport,
+    /// Limits and ways.
+    #[command(flatten)]
+    pub migration: MigrationOptions,
+    /// Don't hash both paused memories whole.
+    #[arg(long)]
+    pub no_verify: bool,
+}
+
+fn parse_bytes(text: &str) -> Result<u64, String> {
+    // People who write 256M of memory mean MiB, so a unit without `B` is binary.
+    let binary = match text.strip_suffix(['K', 'M', 'G', 'T', 'k', 'm', 'g', 't']) {
+        Some(number) => format!("{number}{}iB", text[number.len()..].to_uppercase()),
+        None => text.to_owned(),
+    };
+    binary
+        .parse::<bytesize::ByteSize>()
+        .map(|size| size.as_u64())
+        .map_err(|_| format!("`{text}` is no size: use bytes, or a unit such as 64M or 8G"))
+}
+
+fn parse_duration(text: &str) -> Result<Duration, String> {
+    humantime::parse_duration(text)
+        .map_err(|_| format!("`{text}` is no time: use a unit such as 50ms or 10s"))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Arguments::command().debug_assert();
+    }
+
+    #[test]
+    fn sizes_are_binary() {
+        assert_eq!(parse_bytes("256M"), Ok(256 << 20));
+        assert_eq!(parse_bytes("8g"), Ok(8 << 30));
+        assert_eq!(parse_bytes("4096"), Ok(4096));
+        assert_eq!(parse_bytes("1MiB"), Ok(1 << 20));
+        assert!(parse_bytes("lots").unwrap_err().contains("64M"));
+    }
+}

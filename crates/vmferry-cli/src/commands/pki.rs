@@ -1,0 +1,38 @@
+//! `vmferry pki`: certificates for mutual TLS.
+
+use serde_json::json;
+use vmferry_transport::pki;
+
+use crate::args::{PkiCommand, PkiOptions};
+use crate::exit::Failure;
+use crate::output::Output;
+
+/// Makes an authority or a host's certificate.
+pub fn run(options: &PkiOptions, output: &Output) -> Result<(), Failure> {
+    match &options.command {
+        PkiCommand::Init { dir, days } => {
+            pki::init(dir, "vmferry", pki::Validity::days(*days))?;
+            output.result(&json!({ "ok": true, "directory": dir }), || {
+                format!(
+                    "made {}/ca.pem and ca.key. Keep ca.key where certificates are issued, and \
+                     nowhere else.\nNext: vmferry pki issue HOST --dir {} --out DIRECTORY",
+                    dir.display(),
+                    dir.display()
+                )
+            });
+        }
+        PkiCommand::Issue { name, dir, out, addresses, days } => {
+            let mut request = pki::IssueRequest::new(name, pki::Validity::days(*days));
+            request.addresses.extend(addresses.iter().cloned());
+            pki::issue(dir, out, &request)?;
+            output.result(&json!({ "ok": true, "directory": out, "name": name }), || {
+                format!(
+                    "made {0}/ca.pem, host.pem and host.key. Copy the directory to {name}, and use \
+                     it there with --tls {0}",
+                    out.display()
+                )
+            });
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,131 @@
+//! `vmferry send`: moves a running guest.
+
+use std::time::Duration;
+
+use serde_json::Value;
+use vmferry_microvm::control::{MigrateRequest, Request, TlsFiles, call};
+
+use super::socket;
+use crate::args::{MigrationOptions, SendOptions, TlsOptions, WhenStuck};
+use crate::exit::{Code, Failure};
+use crate::output::Output;
+use crate::tables::{Progress, outcome};
+
+/// Asks the guest's VMM to migrate, shows how it goes, and what came of it. While this runs it
+/// holds the migration's lease: ended before COMMIT, the guest stays.
+pub fn run(options: &SendOptions, output: &Output) -> Result<(), Failure> {
+    let tls = tls_files(&options.tls, options.server_name.clone())?;
+    let to = address(&options.to, &options.tls)?;
+    let request = migrate_request(to, tls, &options.migration, options.verify);
+    let stats = migrate(&socket(&options.guest)?, request, output)?;
+    output.result(&stats, || outcome(&stats));
+    Ok(())
+}
+
+/// Migrates by a guest's control socket with a progress line, and returns the statistics.
+pub fn migrate(
+    socket: &std::path::Path,
+    request: MigrateRequest,
+    output: &Output,
+) -> Result<Value, Failure> {
+    let progress = Progress::new(output);
+    let result = call(socket, &Request::Migrate(Box::new(request)), &mut |event| {
+        progress.event(&event);
+    });
+    progress.finish();
+    Ok(result?)
+}
+
+/// The request for the options of a migration.
+pub fn migrate_request(
+    to: String,
+    tls: Option<TlsFiles>,
+    options: &MigrationOptions,
+    verify: bool,
+) -> MigrateRequest {
+    MigrateRequest {
+        to,
+        tls,
+        channels: options.channels,
+        downtime_limit: options.downtime_limit.max(Duration::from_micros(1)),
+        max_bandwidth: options.max_bandwidth,
+        max_rounds: options.max_rounds,
+        timeout: options.timeout,
+        when_stuck: match options.when_stuck {
+            WhenStuck::Refuse => vmferry::convergence::WhenStuck::Refuse,
+            WhenStuck::SwitchOver => vmferry::convergence::WhenStuck::SwitchOver,
+        },
+        verify,
+    }
+}
+
+/// The files that the options name; none if they name none.
+pub fn tls_files(
+    options: &TlsOptions,
+    server_name: Option<String>,
+) -> Result<Option<TlsFiles>, Failure> {
+    // The VMM opens them, in a directory of its own.
+    let absolute = |path: &std::path::Path| {
+        std::path::absolute(path).map_err(|error| Failure::of(Code::Usage, error))
+    };
+    let files = match (&options.tls, &options.ca, &options.cert, &options.key) {
+        (Some(directory), ..) => {
+            let directory = absolute(directory)?;
+            TlsFiles {
+                ca: directory.join("ca.pem"),
+                certificate: directory.join("host.pem"),
+                key: directory.join("host.key"),
+                server_name,
+            }
+        }
+        (None, Some(ca), Some(cert), Some(key)) => TlsFiles {
+            ca: absolute(ca)?,
+            certificate: absolute(cert)?,
+            key: absolute(key)?,
+            server_name,
+        },
+        _ => return Ok(None),
+    };
+    Ok(Some(files))
+}
+
+/// An address with its scheme: TLS is what TCP means unless `--plain` says otherwise.
+pub fn address(text: &str, options: &TlsOptions) -> Result<String, Failure> {
+    let scheme = ["tls:", "tcp:", "unix:"].into_iter().find(|scheme| text.starts_with(scheme));
+    let full = match scheme {
+        None if options.plain => format!("tcp:{text}"),
+        None => format!("tls:{text}"),
+        Some(_) => text.to_owned(),
+    };
+    if full.starts_with("tcp:") && !options.plain {
+        let text = "tcp: is neither encrypted nor authenticated: use tls:, or add --plain if \
+                    nobody else is on that network";
+        return Err(Failure::new(Code::Usage, text));
+    }
+    let named = options.tls.is_some() || options.ca.is_some();
+    if full.starts_with("tls:") && !named {
+        let text = "tls: needs this host's certificate: add --tls DIR, made by `vmferry pki`, or \
+                    --plain for an unprotected link";
+        return Err(Failure::new(Code::Usage, text));
+    }
+    Ok(full)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options(plain: bool, tls: bool) -> TlsOptions {
+        TlsOptions { tls: tls.then(|| "t".into()), ca: None, cert: None, key: None, plain }
+    }
+
+    #[test]
+    fn tcp_means_tls_unless_plain_is_said() {
+        assert_eq!(address("b:1", &options(false, true)).unwrap(), "tls:b:1");
+        assert_eq!(address("b:1", &options(true, false)).unwrap(), "tcp:b:1");
+        assert_eq!(address("unix:/x", &options(false, false)).unwrap(), "unix:/x");
+        assert!(address("tcp:b:1", &options(false, true)).is_err());
+        let error = address("b:1", &options(false, false)).unwrap_err();
+        assert_eq!(error.code, Code::Usage);
+    }
+}

@@ -1,0 +1,171 @@
+//! Exit codes. They are part of the interface: numbers are never reused.
+
+use std::fmt;
+
+use vmferry_microvm::control::{ClientError, ControlError, ErrorCode};
+use vmferry_transport::TransportError;
+
+/// What the exit status says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Code {
+    /// 1: this host, the other host or vmferry itself failed.
+    Internal,
+    /// 2: the command line makes no sense (clap uses the same number).
+    Usage,
+    /// 3: no link could be made.
+    Connect,
+    /// 4: a certificate is wrong, expired or missing, or one side speaks TLS and the other not.
+    Authentication,
+    /// 5: the peer speaks something else, another version, or broke the protocol.
+    Protocol,
+    /// 6: another machine type, memory layout or guest identity.
+    Incompatible,
+    /// 7: a port, socket or host that is in use, or a migration that is going on.
+    Busy,
+    /// 8: no such guest.
+    UnknownGuest,
+    /// 9: the guest is not in a state for that.
+    WrongState,
+    /// 10: the migration does not converge within its limits.
+    NotConverging,
+    /// 11: cancelled.
+    Cancelled,
+    /// 12: the link was lost or silent.
+    LinkLost,
+    /// 13: memory differs, or the guest found itself damaged.
+    Corrupt,
+    /// 14: in doubt: `vmferry resolve` is the way out.
+    InDoubt,
+}
+
+impl Code {
+    /// The exit status.
+    pub fn number(self) -> u8 {
+        match self {
+            Self::Internal => 1,
+            Self::Usage => 2,
+            Self::Connect => 3,
+            Self::Authentication => 4,
+            Self::Protocol => 5,
+            Self::Incompatible => 6,
+            Self::Busy => 7,
+            Self::UnknownGuest => 8,
+            Self::WrongState => 9,
+            Self::NotConverging => 10,
+            Self::Cancelled => 11,
+            Self::LinkLost => 12,
+            Self::Corrupt => 13,
+            Self::InDoubt => 14,
+        }
+    }
+
+    /// The word in `--json`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Internal => "internal",
+            Self::Usage => "usage",
+            Self::Connect => "connect",
+            Self::Authentication => "authentication",
+            Self::Protocol => "protocol",
+            Self::Incompatible => "incompatible",
+            Self::Busy => "busy",
+            Self::UnknownGuest => "unknown-guest",
+            Self::WrongState => "wrong-state",
+            Self::NotConverging => "not-converging",
+            Self::Cancelled => "cancelled",
+            Self::LinkLost => "link-lost",
+            Self::Corrupt => "corrupt",
+            Self::InDoubt => "in-doubt",
+        }
+    }
+}
+
+impl From<ErrorCode> for Code {
+    fn from(code: ErrorCode) -> Self {
+        match code {
+            ErrorCode::BadRequest => Self::Usage,
+            ErrorCode::WrongState => Self::WrongState,
+            ErrorCode::Connect => Self::Connect,
+            ErrorCode::Authentication => Self::Authentication,
+            ErrorCode::Protocol => Self::Protocol,
+            ErrorCode::Incompatible => Self::Incompatible,
+            ErrorCode::Busy => Self::Busy,
+            ErrorCode::LinkLost => Self::LinkLost,
+            ErrorCode::NotConverging => Self::NotConverging,
+            ErrorCode::Cancelled => Self::Cancelled,
+            ErrorCode::Corrupt => Self::Corrupt,
+            ErrorCode::InDoubt => Self::InDoubt,
+            ErrorCode::Internal => Self::Internal,
+        }
+    }
+}
+
+/// Why the command failed.
+#[derive(Debug)]
+pub struct Failure {
+    /// For the exit status.
+    pub code: Code,
+    /// For people.
+    pub error: anyhow::Error,
+}
+
+impl Failure {
+    /// A failure in one line.
+    pub fn new(code: Code, text: impl fmt::Display) -> Self {
+        Self { code, error: anyhow::anyhow!("{text}") }
+    }
+
+    /// Wraps an error and its causes.
+    pub fn of(code: Code, error: impl Into<anyhow::Error>) -> Self {
+        Self { code, error: error.into() }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let causes: &(dyn std::error::Error + 'static) = self.error.as_ref();
+        f.write_str(&vmferry::chain(causes))
+    }
+}
+
+impl From<anyhow::Error> for Failure {
+    fn from(error: anyhow::Error) -> Self {
+        Self::of(Code::Internal, error)
+    }
+}
+
+impl From<std::io::Error> for Failure {
+    fn from(error: std::io::Error) -> Self {
+        Self::of(Code::Internal, error)
+    }
+}
+
+impl From<vmferry::MigrateError> for Failure {
+    fn from(error: vmferry::MigrateError) -> Self {
+        Self::of(ErrorCode::from(error.class()).into(), error)
+    }
+}
+
+impl From<TransportError> for Failure {
+    fn from(error: TransportError) -> Self {
+        vmferry::MigrateError::from(error).into()
+    }
+}
+
+impl From<ControlError> for Failure {
+    fn from(error: ControlError) -> Self {
+        Self::of(error.code.into(), error)
+    }
+}
+
+impl From<ClientError> for Failure {
+    fn from(error: ClientError) -> Self {
+        match error {
+            ClientError::Refused(error) => error.into(),
+            ClientError::NoGuest { .. } => Self::of(Code::UnknownGuest, error),
+            ClientError::Vanished { .. }
+            | ClientError::Io { .. }
+            | ClientError::BadAnswer { .. } => Self::of(Code::Internal, error),
+        }
+    }
+}

@@ -1,0 +1,18 @@
+//! Ending a long-running command in order, on SIGINT, SIGTERM or SIGHUP.
+
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+/// Calls `ended` at the first of these signals, from a thread of its own.
+///
+/// # Errors
+/// If the handlers can't be installed.
+pub fn on_end(ended: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
+    std::thread::Builder::new().name("signals".into()).spawn(move || {
+        if signals.forever().next().is_some() {
+            ended();
+        }
+    })?;
+    Ok(())
+}

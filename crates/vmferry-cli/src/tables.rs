@@ -1,0 +1,148 @@
+//! Progress lines and tables for people.
+
+use std::fmt::Write;
+
+use bytesize::ByteSize;
+use comfy_table::{CellAlignment, Table, presets};
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::Value;
+
+use crate::output::Output;
+
+/// A line that is redrawn while a migration goes on. Machines get every event as a line.
+pub struct Progress<'a> {
+    bar: Option<ProgressBar>,
+    output: &'a Output,
+}
+
+impl<'a> Progress<'a> {
+    /// A line on standard error, if that is a terminal.
+    pub fn new(output: &'a Output) -> Self {
+        let bar = output.is_terminal().then(|| {
+            let bar = ProgressBar::new_spinner();
+            let style = ProgressStyle::with_template("{spinner} {elapsed} {msg}");
+            bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_spinner()));
+            bar.enable_steady_tick(std::time::Duration::from_millis(100));
+            bar
+        });
+        Self { bar, output }
+    }
+
+    /// Takes an event of the migration.
+    pub fn event(&self, event: &Value) {
+        let text = describe(event);
+        match (&self.bar, text) {
+            (Some(bar), Some(text)) => bar.set_message(text),
+            (None, Some(text)) if event["event"] != "progress" => self.output.note(text),
+            _ => {}
+        }
+    }
+
+    /// Removes the line.
+    pub fn finish(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+fn describe(event: &Value) -> Option<String> {
+    let number = |name: &str| event[name].as_f64().unwrap_or_default();
+    let bytes = |name: &str| ByteSize(event[name].as_u64().unwrap_or_default());
+    Some(match event["event"].as_str()? {
+        "connected" => format!("connected, round trip {:.2} ms", number("round_trip_ms")),
+        "round-started" => format!(
+            "round {}: {} pages{}",
+            number("round"),
+            number("pages"),
+            if event["paused"] == true { ", guest paused" } else { "" }
+        ),
+        "round-done" => format!(
+            "round {} done in {:.0} ms, {}/s",
+            number("round"),
+            number("ms"),
+            ByteSize(number("bytes_per_s") as u64)
+        ),
+        "progress" => format!(
+            "{}, round {}, {} sent",
+            event["phase"].as_str().unwrap_or_default(),
+            number("round"),
+            bytes("sent_bytes")
+        ),
+        "paused" => {
+            format!("guest paused, {:.1} ms expected", number("predicted_downtime_ms"))
+        }
+        "ready" => "the destination is ready".to_owned(),
+        "committed" => "committed".to_owned(),
+        "in-doubt" => format!(
+            "IN DOUBT: {}. The guest stays paused and the destination is asked again and again; \
+             `vmferry resolve` decides",
+            event["reason"].as_str().unwrap_or_default()
+        ),
+        "too-late-to-cancel" => "too late to cancel: the hand-over is under way".to_owned(),
+        "resumed" => "the guest runs on here".to_owned(),
+        _ => return None,
+    })
+}
+
+/// The rounds and the verdict of a migration, from its statistics.
+pub fn outcome(stats: &Value) -> String {
+    let number = |value: &Value| value.as_f64().unwrap_or_default();
+    let mut text = rounds(stats);
+    let downtime = &stats["downtime"];
+    let _ = writeln!(
+        text,
+        "downtime {:.1} ms (pause {:.1}, harvest {:.1}, last round {:.1}, ready {:.1}, commit {:.1}); \
+         predicted {:.1}",
+        number(&stats["downtime_ms"]),
+        number(&downtime["pause_ms"]),
+        number(&downtime["harvest_ms"]),
+        number(&downtime["send_ms"]),
+        number(&downtime["ready_ms"]),
+        number(&downtime["commit_ms"]),
+        number(&stats["predicted_downtime_ms"]),
+    );
+    let _ = writeln!(
+        text,
+        "total {:.0} ms, {} sent for {} of guest memory, dirty log {}, {} channels, {}",
+        number(&stats["total_ms"]),
+        ByteSize(stats["sent_bytes"].as_u64().unwrap_or_default()),
+        ByteSize(stats["memory_bytes"].as_u64().unwrap_or_default()),
+        stats["dirty_log"].as_str().unwrap_or_default(),
+        number(&stats["channels"]),
+        stats["transport"].as_str().unwrap_or_default(),
+    );
+    if stats["verify_match"] == true {
+        let _ = writeln!(
+            text,
+            "both paused memories hashed whole and equal ({:.0} ms, not counted above)",
+            number(&stats["verify_ms"])
+        );
+    }
+    text.push_str("the guest runs at the destination");
+    text
+}
+
+/// The table of rounds.
+pub fn rounds(stats: &Value) -> String {
+    let mut table = Table::new();
+    table.load_preset(presets::ASCII_BORDERS_ONLY_CONDENSED);
+    table.set_header(["round", "pages", "zero", "bytes", "ms", "MB/s", "dirty pages/s", "guest"]);
+    for round in stats["rounds"].as_array().into_iter().flatten() {
+        let number = |name: &str| round[name].as_f64().unwrap_or_default();
+        table.add_row([
+            format!("{}", number("round")),
+            format!("{}", number("pages")),
+            format!("{}", number("zero_pages")),
+            format!("{}", number("bytes")),
+            format!("{:.1}", number("ms")),
+            format!("{:.0}", number("bytes_per_s") / 1e6),
+            format!("{:.0}", number("dirty_pages_per_s")),
+            if round["paused"] == true { "paused" } else { "running" }.to_owned(),
+        ]);
+    }
+    for column in table.column_iter_mut().take(7) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    format!("{table}\n")
+}

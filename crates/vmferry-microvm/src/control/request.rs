@@ -1,0 +1,182 @@
+//! What can be asked of a running guest.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use vmferry::convergence::WhenStuck;
+use vmferry::handover::OperatorWord;
+
+/// A request.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "request", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum Request {
+    /// The machine, the guest's report and the migration under way, if there is one.
+    Status {},
+    /// Pauses the guest.
+    Pause {},
+    /// Lets a paused guest run on.
+    Resume {},
+    /// Ends the guest and its VMM.
+    Quit {},
+    /// Forgets the guest's longest gaps, so that the next ones can be measured.
+    ResetGaps {},
+    /// Migrates the guest.
+    Migrate(Box<MigrateRequest>),
+    /// Ends the migration under way; the guest stays.
+    Cancel {},
+    /// Decides a hand-over that is in doubt.
+    Resolve {
+        /// Who has the guest.
+        word: OperatorWord,
+    },
+}
+
+/// How to migrate.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MigrateRequest {
+    /// Where to: `tls:HOST:PORT`, `tcp:HOST:PORT` or `unix:PATH`.
+    pub to: String,
+    /// The files of this host's identity, for `tls:`. Relative paths are the VMM's.
+    pub tls: Option<TlsFiles>,
+    /// Data channels.
+    pub channels: u8,
+    /// Longest accepted downtime.
+    pub downtime_limit: Duration,
+    /// Cap in bytes per second.
+    pub max_bandwidth: Option<u64>,
+    /// Most rounds with the guest running.
+    pub max_rounds: u32,
+    /// Most time with the guest running.
+    pub timeout: Option<Duration>,
+    /// What to do when neither suffices.
+    pub when_stuck: WhenStuck,
+    /// Hash both memories whole before COMMIT.
+    pub verify: bool,
+}
+
+/// The files of a host's identity.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TlsFiles {
+    /// Certificates of the authorities that peers are trusted by, PEM.
+    pub ca: PathBuf,
+    /// This host's certificate chain, PEM.
+    pub certificate: PathBuf,
+    /// This host's private key, PEM, readable by its owner only.
+    pub key: PathBuf,
+    /// The name that the destination's certificate must have, if not the address's.
+    pub server_name: Option<String>,
+}
+
+/// A request that failed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{message}")]
+pub struct ControlError {
+    /// What kind of failure it is.
+    pub code: ErrorCode,
+    /// What happened and what to do, for people.
+    pub message: String,
+}
+
+impl ControlError {
+    /// An error.
+    #[must_use]
+    pub fn new(code: ErrorCode, message: impl Into<String>) -> Self {
+        Self { code, message: message.into() }
+    }
+}
+
+/// Kinds of failures; the command's exit codes follow these.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ErrorCode {
+    /// The request can't be read or makes no sense.
+    BadRequest,
+    /// The guest is not in a state for that.
+    WrongState,
+    /// No link could be made.
+    Connect,
+    /// The link is not trusted: TLS.
+    Authentication,
+    /// The peer breaks the protocol or speaks another version.
+    Protocol,
+    /// Another machine, memory layout or guest.
+    Incompatible,
+    /// Someone else is at it.
+    Busy,
+    /// The link was lost or silent.
+    LinkLost,
+    /// The guest writes faster than the limits allow.
+    NotConverging,
+    /// Cancelled.
+    Cancelled,
+    /// Memory differs.
+    Corrupt,
+    /// COMMIT is written and the destination's word is not known.
+    InDoubt,
+    /// This host or the other one failed.
+    Internal,
+}
+
+impl From<vmferry::ErrorClass> for ErrorCode {
+    fn from(class: vmferry::ErrorClass) -> Self {
+        use vmferry::ErrorClass as Class;
+        match class {
+            Class::Connect => Self::Connect,
+            Class::Authentication => Self::Authentication,
+            Class::Protocol => Self::Protocol,
+            Class::Incompatible => Self::Incompatible,
+            Class::Busy => Self::Busy,
+            Class::LinkLost => Self::LinkLost,
+            Class::NotConverging => Self::NotConverging,
+            Class::Cancelled => Self::Cancelled,
+            Class::Corrupt => Self::Corrupt,
+            Class::Internal => Self::Internal,
+        }
+    }
+}
+
+impl From<&vmferry::MigrateError> for ControlError {
+    fn from(error: &vmferry::MigrateError) -> Self {
+        Self::new(error.class().into(), vmferry::chain(error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_read_as_they_are_written() {
+        let migrate = MigrateRequest {
+            to: "tls:b:7001".into(),
+            tls: None,
+            channels: 2,
+            downtime_limit: Duration::from_millis(300),
+            max_bandwidth: Some(1 << 20),
+            max_rounds: 30,
+            timeout: None,
+            when_stuck: WhenStuck::Refuse,
+            verify: true,
+        };
+        let requests = [
+            Request::Status {},
+            Request::Migrate(Box::new(migrate)),
+            Request::Resolve { word: OperatorWord::DestinationOwns },
+        ];
+        for request in requests {
+            let text = serde_json::to_string(&request).unwrap();
+            assert_eq!(serde_json::from_str::<Request>(&text).unwrap(), request);
+        }
+        assert_eq!(serde_json::to_string(&Request::Status {}).unwrap(), r#"{"request":"status"}"#);
+    }
+
+    #[test]
+    fn unknown_requests_and_fields_are_refused() {
+        for text in [r#"{"request":"dance"}"#, r#"{"request":"status","x":1}"#, "{}", "[]"] {
+            assert!(serde_json::from_str::<Request>(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,233 @@
+//! The server's side of the control socket, in the VMM's process.
+
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use super::MAX_LINE_BYTES;
+use super::request::{ControlError, ErrorCode, Request};
+
+/// How long a client may take for its request, and to take an answer.
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Answers requests. Each connection has a thread of its own.
+pub trait Handler: Send + Sync + 'static {
+    /// Carries out a request; events go through `replies` meanwhile.
+    ///
+    /// # Errors
+    /// What the client is told.
+    fn handle(&self, request: Request, replies: &Replies) -> Result<Value, ControlError>;
+}
+
+/// The socket could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum ServerError {
+    /// Someone listens there.
+    #[error("a guest listens on {path} already: choose another --name, or end that guest with `vmferry quit`")]
+    InUse {
+        /// The socket.
+        path: PathBuf,
+    },
+    /// A file that is no socket stands there.
+    #[error("{path} exists and is no socket: remove it or choose another --name")]
+    NotASocket {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The system refused.
+    #[error("can't listen on {path}")]
+    Io {
+        /// The socket.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// A listening control socket; removed when dropped.
+#[derive(Debug)]
+pub struct Server {
+    path: PathBuf,
+    closing: Arc<AtomicBool>,
+    acceptor: Option<JoinHandle<()>>,
+}
+
+impl Server {
+    /// Listens on `path`. The socket of a VMM that died is replaced, that of a living one is not.
+    ///
+    /// # Errors
+    /// See [`ServerError`].
+    pub fn bind(path: &Path, handler: Arc<dyn Handler>) -> Result<Self, ServerError> {
+        let failed = |source| ServerError::Io { path: path.to_owned(), source };
+        remove_stale(path)?;
+        let listener = UnixListener::bind(path).map_err(|error| match error.kind() {
+            io::ErrorKind::AddrInUse => ServerError::InUse { path: path.to_owned() },
+            _ => failed(error),
+        })?;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(failed)?;
+        let closing = Arc::new(AtomicBool::new(false));
+        let closed = Arc::clone(&closing);
+        let acceptor = std::thread::Builder::new()
+            .name("control".into())
+            .spawn(move || accept(&listener, &handler, &closed))
+            .map_err(failed)?;
+        Ok(Self { path: path.to_owned(), closing, acceptor: Some(acceptor) })
+    }
+
+    /// The socket's path.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.closing.store(true, Ordering::Release);
+        // Wakes the acceptor, which then sees that it shall end.
+        let woken = UnixStream::connect(&self.path).is_ok();
+        let _ = std::fs::remove_file(&self.path);
+        if let Some(acceptor) = self.acceptor.take()
+            && woken
+        {
+            let _ = acceptor.join();
+        }
+    }
+}
+
+fn remove_stale(path: &Path) -> Result<(), ServerError> {
+    let failed = |source| ServerError::Io { path: path.to_owned(), source };
+    match std::fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(failed(error)),
+        Ok(file) if !file.file_type().is_socket() => {
+            return Err(ServerError::NotASocket { path: path.to_owned() });
+        }
+        Ok(_) => {}
+    }
+    match UnixStream::connect(path) {
+        Ok(_) => Err(ServerError::InUse { path: path.to_owned() }),
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            std::fs::remove_file(path).map_err(failed)
+        }
+        Err(error) => Err(failed(error)),
+    }
+}
+
+fn accept(listener: &UnixListener, handler: &Arc<dyn Handler>, closing: &AtomicBool) {
+    for stream in listener.incoming() {
+        if closing.load(Ordering::Acquire) {
+            return;
+        }
+        let Ok(stream) = stream else { continue };
+        let handler = Arc::clone(handler);
+        // Without a thread the client sees its connection closed.
+        let _ = std::thread::Builder::new()
+            .name("control-client".into())
+            .spawn(move || serve(stream, handler.as_ref()));
+    }
+}
+
+fn serve(stream: UnixStream, handler: &dyn Handler) {
+    let bounded = stream
+        .set_read_timeout(Some(CLIENT_TIMEOUT))
+        .and_then(|()| stream.set_write_timeout(Some(CLIENT_TIMEOUT)));
+    if bounded.is_err() {
+        return;
+    }
+    let replies = Replies { stream };
+    let answer = match replies.request() {
+        Ok(request) => handler.handle(request, &replies),
+        Err(error) => Err(error),
+    };
+    let line = match answer {
+        Ok(value) => json!({ "ok": value }),
+        Err(error) => json!({ "error": error }),
+    };
+    // A client that has gone does not want the answer.
+    let _ = replies.line(&line);
+}
+
+/// The way back to the client of one request.
+#[derive(Debug)]
+pub struct Replies {
+    stream: UnixStream,
+}
+
+impl Replies {
+    fn request(&self) -> Result<Request, ControlError> {
+        let bad = |text: String| ControlError::new(ErrorCode::BadRequest, text);
+        let mut line = String::new();
+        let mut reader = BufReader::new((&self.stream).take(MAX_LINE_BYTES as u64));
+        reader
+            .read_line(&mut line)
+            .map_err(|error| bad(format!("the request could not be read: {error}")))?;
+        if !line.ends_with('\n') {
+            return Err(bad(format!("a request is one line of at most {MAX_LINE_BYTES} bytes")));
+        }
+        serde_json::from_str(&line).map_err(|error| bad(format!("no such request: {error}")))
+    }
+
+    /// Sends an event.
+    ///
+    /// # Errors
+    /// If the client has gone.
+    pub fn event(&self, event: &impl Serialize) -> io::Result<()> {
+        self.line(&json!({ "event": event }))
+    }
+
+    fn line(&self, value: &Value) -> io::Result<()> {
+        let mut line = value.to_string();
+        line.push('\n');
+        (&self.stream).write_all(line.as_bytes())
+    }
+
+    /// Calls `gone` once, from another thread, when the client closes its connection or dies.
+    /// Until the returned guard is dropped.
+    ///
+    /// # Errors
+    /// If the system has no thread or descriptor left.
+    pub fn when_gone(&self, gone: impl FnOnce() + Send + 'static) -> io::Result<Lease> {
+        let stream = self.stream.try_clone()?;
+        stream.set_read_timeout(None)?;
+        let over = Arc::new(AtomicBool::new(false));
+        let ended = Arc::clone(&over);
+        let watching = stream.try_clone()?;
+        let watcher = std::thread::Builder::new().name("lease".into()).spawn(move || {
+            // A client says nothing after its request: whatever ends this read ends the lease.
+            let _ = (&watching).read(&mut [0]);
+            if !ended.load(Ordering::Acquire) {
+                gone();
+            }
+        })?;
+        Ok(Lease { stream, over, watcher: Some(watcher) })
+    }
+}
+
+/// Watches a client until it is dropped; see [`Replies::when_gone`].
+#[derive(Debug)]
+pub struct Lease {
+    stream: UnixStream,
+    over: Arc<AtomicBool>,
+    watcher: Option<JoinHandle<()>>,
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::Release);
+        // Only the direction that is watched: the answer is still to be sent.
+        let _ = self.stream.shutdown(std::net::Shutdown::Read);
+        if let Some(watcher) = self.watcher.take() {
+            let _ = watcher.join();
+        }
+    }
+}

@@ -1,0 +1,142 @@
+//! Round trips, refusals by name, and "any bytes": never a panic, never a flipped byte unseen.
+
+use proptest::prelude::*;
+
+use super::*;
+
+const A: SectionKind = SectionKind::mandatory("a", 2);
+const B: SectionKind = SectionKind::optional("b", 1);
+
+fn sample() -> Vec<u8> {
+    let mut writer = StateWriter::new();
+    writer.abi(&A, 0, &[1u64, 2, 3]).unwrap();
+    writer.section(&A, 1, &[]).unwrap();
+    writer.section(&B, 0, b"something else").unwrap();
+    writer.finish()
+}
+
+#[test]
+fn what_is_written_is_read() {
+    let bytes = sample();
+    let reader = StateReader::parse(&bytes).unwrap();
+    reader.refuse_unknown(&[&[A, B]]).unwrap();
+    assert_eq!(reader.section(&A, 0).unwrap().abi::<[u64; 3]>().unwrap(), [1, 2, 3]);
+    assert_eq!(reader.section(&A, 0).unwrap().abi_list::<u64>(3).unwrap(), [1, 2, 3]);
+    assert_eq!(reader.section(&B, 0).unwrap().payload(), b"something else");
+    assert_eq!(reader.section(&A, 7).unwrap_err(), StateError::Missing { name: "a", instance: 7 });
+    assert!(reader.optional(&B, 1).unwrap().is_none());
+}
+
+#[test]
+fn a_structure_of_another_size_is_refused_by_section_and_offset() {
+    let bytes = sample();
+    let section = StateReader::parse(&bytes).unwrap().section(&A, 0).unwrap();
+    let error = section.abi::<[u64; 4]>().unwrap_err();
+    assert!(matches!(error, StateError::Invalid { ref what, offset: 64, .. } if what.contains("\"a\"")), "{error}");
+    assert!(section.abi_list::<[u64; 2]>(8).is_err());
+    assert!(section.abi_list::<u64>(2).is_err());
+}
+
+#[test]
+fn unknown_mandatory_and_newer_sections_are_refused_by_name() {
+    let bytes = sample();
+    let reader = StateReader::parse(&bytes).unwrap();
+    assert_eq!(reader.refuse_unknown(&[&[B]]).unwrap_err(), StateError::Unknown { name: "a".into() });
+    reader.refuse_unknown(&[&[A]]).unwrap();
+    let old = SectionKind::mandatory("a", 1);
+    let newer = StateError::Version { name: "a".into(), found: 2, supported: 1 };
+    assert_eq!(reader.refuse_unknown(&[&[old, B]]).unwrap_err(), newer);
+    assert_eq!(reader.section(&old, 0).unwrap_err(), newer);
+}
+
+#[test]
+fn a_duplicate_section_and_trailing_bytes_are_refused() {
+    let mut writer = StateWriter::new();
+    writer.section(&A, 0, &[]).unwrap();
+    writer.section(&A, 0, &[]).unwrap();
+    assert!(matches!(StateReader::parse(&writer.finish()), Err(StateError::Invalid { .. })));
+    let mut bytes = sample();
+    bytes.push(0);
+    assert!(matches!(StateReader::parse(&bytes), Err(StateError::Invalid { .. })));
+}
+
+#[test]
+fn every_prefix_is_refused() {
+    let bytes = sample();
+    for length in 0..bytes.len() {
+        assert!(StateReader::parse(&bytes[..length]).is_err(), "{length} bytes were accepted");
+    }
+    let error = StateReader::parse(&bytes[..bytes.len() - 1]).unwrap_err();
+    assert!(matches!(error, StateError::Truncated { ref what, .. } if what.contains("\"b\"")), "{error}");
+}
+
+#[test]
+fn every_flipped_bit_is_seen() {
+    let bytes = sample();
+    for bit in 0..bytes.len() * 8 {
+        let mut flipped = bytes.clone();
+        flipped[bit / 8] ^= 1 << (bit % 8);
+        assert!(StateReader::parse(&flipped).is_err(), "bit {bit} was not missed");
+    }
+}
+
+#[test]
+fn a_corrupt_payload_names_its_section() {
+    let mut bytes = sample();
+    bytes[70] ^= 0x40;
+    let error = StateReader::parse(&bytes).unwrap_err();
+    assert!(matches!(error, StateError::Corrupt { ref what, offset: 64, .. } if what.contains("\"a\"")), "{error}");
+}
+
+/// The bytes on the wire are a promise to other versions.
+#[test]
+fn golden_bytes() {
+    let mut writer = StateWriter::new();
+    writer.section(&A, 5, &[0xaa, 0xbb]).unwrap();
+    let bytes = writer.finish();
+    assert_eq!(&bytes[..16], b"VMFSTATE\x01\0\0\0\x01\0\0\0");
+    assert_eq!(&bytes[20..22], b"a\0");
+    assert_eq!(&bytes[44..56], b"\x02\0\x01\0\x05\0\0\0\x02\0\0\0");
+    assert_eq!(&bytes[64..], [0xaa, 0xbb]);
+    assert_eq!(crc32c(b"123456789"), 0xe306_9283, "CRC32C's check value");
+}
+
+proptest! {
+    #[test]
+    fn any_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+        let _ = StateReader::parse(&bytes);
+    }
+
+    #[test]
+    fn any_sections_come_back_and_any_flipped_byte_is_seen(
+        payloads in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..100), 0..6),
+        position in any::<prop::sample::Index>(),
+        flip in 1u8..,
+    ) {
+        let mut writer = StateWriter::new();
+        for (instance, payload) in (0..).zip(&payloads) {
+            writer.section(&A, instance, payload).unwrap();
+        }
+        let mut bytes = writer.finish();
+        let reader = StateReader::parse(&bytes).unwrap();
+        for (instance, payload) in (0..).zip(&payloads) {
+            prop_assert_eq!(reader.section(&A, instance).unwrap().payload(), &payload[..]);
+        }
+        let at = position.index(bytes.len());
+        bytes[at] ^= flip;
+        prop_assert!(StateReader::parse(&bytes).is_err());
+    }
+
+    /// Bytes changed together with their checksums still never panic.
+    #[test]
+    fn any_section_header_never_panics(header in any::<[u8; 40]>(), payload in proptest::collection::vec(any::<u8>(), 0..50)) {
+        let mut bytes = StateWriter::new().finish();
+        bytes[12] = 1;
+        let sum = crc32c(&bytes[..16]);
+        bytes[16..20].copy_from_slice(&sum.to_le_bytes());
+        bytes.extend_from_slice(&header);
+        bytes.extend_from_slice(&crc32c(&header).to_le_bytes());
+        bytes.extend_from_slice(&payload);
+        let _ = StateReader::parse(&bytes);
+    }
+}

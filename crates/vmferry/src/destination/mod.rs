@@ -1,0 +1,16 @@
+//! The host that the guest goes to.
+//!
+//! [`receive`] listens ([`arrivals`]), takes one session at a time ([`session`]) whose protocol is
+//! a sans-IO machine ([`machine`]), places what the lanes bring ([`lanes`]), and leaves a
+//! [`Witness`] behind that gives this host's word while the guest runs.
+
+pub mod io;
+pub mod machine;
+
+mod arrivals;
+mod lanes;
+mod receive;
+mod session;
+
+pub use io::Report;
+pub use receive::{Notice, Received, Stop, Witness, receive};

@@ -1,0 +1,197 @@
+//! Listening for guests, one session after the other, until one runs here.
+
+use std::path::PathBuf;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, Sender};
+use serde::Serialize;
+use vmferry_transport::Listener;
+use vmferry_wire::{GuestIdentity, HelloStatus, SessionId};
+
+use super::arrivals::{Arrival, Reception};
+use super::io::{Ending, Report};
+use super::session::{Ended, Session, answer_idle};
+use crate::config::DestinationConfig;
+use crate::error::{MigrateError, chain};
+use crate::stats::DestinationStats;
+use crate::vm::DestinationVm;
+
+/// What whoever watches a destination is told.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(untagged)]
+pub enum Notice {
+    /// Progress of the session.
+    Session(Report),
+    /// Someone was turned away, and listening goes on.
+    TurnedAway {
+        /// Where it came from.
+        peer: String,
+        /// Why.
+        reason: String,
+    },
+    /// An attempt failed, nothing of it is left, and listening goes on.
+    AttemptFailed {
+        /// Why.
+        reason: String,
+    },
+}
+
+/// How receiving ended.
+pub enum Received<V> {
+    /// The guest is this host's.
+    Owns(Box<Owned<V>>),
+    /// No guest runs here.
+    Nothing {
+        /// The VMM, empty.
+        vm: V,
+        /// Why.
+        error: MigrateError,
+    },
+}
+
+/// A guest that was received.
+pub struct Owned<V> {
+    /// The VMM that runs it.
+    pub vm: V,
+    /// The migration.
+    pub session: Option<SessionId>,
+    /// The guest.
+    pub guest: Option<GuestIdentity>,
+    /// The guest was handed over but could not be started: a crash of the guest.
+    pub crash: Option<MigrateError>,
+    /// The figures.
+    pub stats: DestinationStats,
+    /// Keeps giving this host's word about its sessions.
+    pub witness: Witness,
+}
+
+/// Ends [`receive`] from another thread. Once a guest is handed over it has no effect.
+#[derive(Clone, Debug)]
+pub struct Stop(Sender<()>, Receiver<()>);
+
+impl Default for Stop {
+    fn default() -> Self {
+        let (sender, receiver) = crossbeam_channel::bounded(1);
+        Self(sender, receiver)
+    }
+}
+
+impl Stop {
+    /// Ends the wait, or cancels the migration under way.
+    pub fn stop(&self) {
+        // A second order adds nothing to the first.
+        let _ = self.0.try_send(());
+    }
+}
+
+/// Receives a guest on the calling thread.
+///
+/// Connections that are not authenticated, speak something else or come at a bad time are turned
+/// away with a [`Notice`]. After an attempt that failed, listening goes on unless
+/// [`DestinationConfig::once`] is set.
+pub fn receive<V: DestinationVm>(
+    listener: Listener,
+    mut vm: V,
+    config: &DestinationConfig,
+    stop: &Stop,
+    watch: &mut dyn FnMut(&Notice),
+) -> Received<V> {
+    let reception = match Reception::open(listener) {
+        Ok(reception) => reception,
+        Err(source) => {
+            let error = MigrateError::Local { action: "start a thread", source };
+            return Received::Nothing { vm, error };
+        }
+    };
+    loop {
+        let connection = crossbeam_channel::select! {
+            recv(reception.arrivals) -> arrival => match arrival {
+                Ok(Arrival::Control(connection)) => connection,
+                Ok(other) => {
+                    let busy = HelloStatus::Busy;
+                    if let Some(notice) = answer_idle(other, &config.journal_directory, busy) {
+                        watch(&notice);
+                    }
+                    continue;
+                }
+                Err(_) => {
+                    let source = std::io::Error::other("the listening socket fails");
+                    let error = MigrateError::Local { action: "listen", source };
+                    return Received::Nothing { vm, error };
+                }
+            },
+            recv(stop.1) -> _ => {
+                let error = MigrateError::Cancelled { during: "the wait for a source" };
+                return Received::Nothing { vm, error };
+            }
+        };
+        let session = Session::begin(&mut vm, config, &reception.arrivals, &stop.1, connection);
+        let failure = match session.map(|session| session.run(watch)) {
+            Err(error) => (error, false),
+            Ok(Ended { ending: Ending::Owns(crash), session, guest, stats }) => {
+                let witness = Witness::start(reception, config.journal_directory.clone());
+                let owned = Owned { vm, session, guest, crash, stats, witness };
+                return Received::Owns(Box::new(owned));
+            }
+            Ok(Ended { ending: Ending::Stuck(error), .. }) => (error, true),
+            Ok(Ended { ending: Ending::Aborted(error) | Ending::Refused(error), .. }) => {
+                let cancelled_here = matches!(error, MigrateError::Cancelled { .. });
+                (error, cancelled_here)
+            }
+        };
+        let (error, last) = failure;
+        if last || config.once {
+            return Received::Nothing { vm, error };
+        }
+        watch(&Notice::AttemptFailed { reason: chain(&error) });
+    }
+}
+
+/// Keeps listening beside the guest that runs: a source in doubt hears this host's word, and a
+/// second guest is turned away. Ends when dropped.
+pub struct Witness {
+    stop: Sender<()>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Witness {
+    fn start(reception: Reception, journal_directory: PathBuf) -> Self {
+        let (stop, stopped) = crossbeam_channel::bounded::<()>(0);
+        let spawned = std::thread::Builder::new().name("witness".into()).spawn(move || {
+            loop {
+                crossbeam_channel::select! {
+                    recv(reception.arrivals) -> arrival => match arrival {
+                        Ok(arrival) => {
+                            let busy = HelloStatus::Busy;
+                            // Nobody watches any more; the asker hears for itself.
+                            let _ = answer_idle(arrival, &journal_directory, busy);
+                        }
+                        Err(_) => return,
+                    },
+                    recv(stopped) -> _ => return,
+                }
+            }
+        });
+        // Without a thread nobody answers: the source stays in doubt until a restart here or
+        // `vmferry resolve` there, and the guest is safe.
+        Self { stop, thread: spawned.ok() }
+    }
+
+    /// Listens at least so long, then ends.
+    pub fn linger(self, time: Duration) {
+        let (_keep, never) = crossbeam_channel::bounded::<()>(0);
+        let _ = never.recv_timeout(time);
+    }
+}
+
+impl Drop for Witness {
+    fn drop(&mut self) {
+        let (closed, _) = crossbeam_channel::bounded(0);
+        drop(std::mem::replace(&mut self.stop, closed));
+        if let Some(thread) = self.thread.take() {
+            // A panic there has ended it already.
+            let _ = thread.join();
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! The source's machine against the clock: every wait is bounded, and a silent peer is pinged.
+
+use std::time::Duration;
+
+use vmferry_wire::ControlMessage;
+
+use super::{Phase, Source, ms};
+use crate::error::MigrateError;
+use crate::handover::{SourceEvent, SourceState};
+use crate::source::io::{Action, Report};
+
+/// How often a silent peer is asked for a sign of life.
+pub(super) const PING_INTERVAL: Duration = Duration::from_secs(1);
+
+impl Source {
+    /// Whether a peer is expected to be heard on the control channel.
+    pub(super) fn listens(&self) -> bool {
+        !matches!(self.handover, SourceState::InDoubt) && self.phase != Phase::Done
+    }
+
+    /// The bound of the present wait, what is awaited, and its length.
+    pub(super) fn deadline(&self) -> Option<(Duration, &'static str, Duration)> {
+        let timeouts = self.timeouts();
+        let (what, after) = match self.phase {
+            Phase::Announced => ("the destination's answer to the announced guest", timeouts.accept),
+            Phase::Joining => ("the data channels", timeouts.accept),
+            Phase::Sending | Phase::LastRound => ("the destination to place frames", timeouts.stall),
+            Phase::AwaitReady => ("READY", timeouts.ready),
+            Phase::Verifying => ("the hash of the destination's memory", timeouts.verify),
+            Phase::HandingOver => ("RUNNING", timeouts.running),
+            Phase::Asking => ("the destination's word", timeouts.running),
+            // Bounded by the VMM and the kernel, which the engine calls and awaits.
+            Phase::Starting | Phase::Harvesting | Phase::Pausing | Phase::LastHarvest => return None,
+            Phase::Done => return None,
+        };
+        Some((self.waiting_since + after, what, after))
+    }
+
+    pub(super) fn watch_the_clock(&mut self, now: Duration) {
+        if self.phase == Phase::Done {
+            return;
+        }
+        if let Some((at, what, after)) = self.deadline()
+            && now >= at
+        {
+            self.waiting_since = now;
+            self.fail_by(now, SourceEvent::LinkLost, MigrateError::TimedOut { what, after });
+            return;
+        }
+        if !self.listens() {
+            return;
+        }
+        let silence = self.timeouts().silence;
+        if now >= self.last_heard + silence {
+            self.last_heard = now;
+            let what = "any sign of life on the control channel";
+            self.fail_by(now, SourceEvent::LinkLost, MigrateError::TimedOut { what, after: silence });
+        } else if now >= self.next_ping {
+            self.send_ping(now);
+        }
+    }
+
+    pub(super) fn send_ping(&mut self, now: Duration) {
+        let nonce = self.ping.map_or(1, |(nonce, _)| nonce + 1);
+        self.ping = Some((nonce, now));
+        self.next_ping = now + PING_INTERVAL;
+        self.act(Action::Send(ControlMessage::Ping { nonce }));
+    }
+
+    pub(super) fn on_pong(&mut self, now: Duration, nonce: u64) {
+        if let Some((sent, at)) = self.ping
+            && sent == nonce
+        {
+            let round_trip = now.saturating_sub(at);
+            if nonce == 1 {
+                self.stats.round_trip_ms = ms(round_trip);
+                self.predictor.measured_round_trip(round_trip);
+                self.act(Action::Report(Report::Connected { round_trip_ms: ms(round_trip) }));
+            }
+        }
+    }
+}
