@@ -1,1 +1,33 @@
-//! Channels between two hosts: TCP, Unix sockets and mutually authenticated TLS 1.3, with a rate limit.
+//! Channels between two hosts.
+//!
+//! A [`Dialer`] reaches a [`Listener`] over TCP, a Unix socket, or TLS 1.3 with both sides
+//! authenticated, and both get a [`Channel`]: a byte stream whose two halves work in two threads
+//! at the same time. A [`RateLimiter`] caps what several channels send together, and [`pki`] makes
+//! the certificates.
+//!
+//! I/O blocks, in threads, with a bound on every wait. The end of a TLS channel that its peer did
+//! not announce is an error: a cut link must not look like the end of the data.
+
+#![forbid(unsafe_code)]
+
+mod address;
+mod channel;
+mod dial;
+mod error;
+mod identity;
+mod listen;
+pub mod pki;
+mod rate;
+mod stream;
+mod tls;
+
+#[cfg(test)]
+mod tests;
+
+pub use address::{Address, AddressError};
+pub use channel::{Channel, ChannelCloser, ChannelReader, ChannelWriter, PeerIdentity};
+pub use dial::Dialer;
+pub use error::TransportError;
+pub use identity::TlsIdentity;
+pub use listen::{Listener, ListenerCloser, Pending};
+pub use rate::RateLimiter;

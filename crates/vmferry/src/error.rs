@@ -71,7 +71,9 @@ pub enum MigrateError {
         during: &'static str,
     },
     /// What was placed is not what was sent.
-    #[error("the digests differ: sent {sent:#018x}, placed {placed:#018x}; the source keeps the guest")]
+    #[error(
+        "the digests differ: sent {sent:#018x}, placed {placed:#018x}; the source keeps the guest"
+    )]
     DigestMismatch {
         /// Sum of the hashes of all pages as last sent.
         sent: u64,

@@ -361,7 +361,11 @@ fn read_counted(path: &Path) -> Result<(Vec<Record>, u64), JournalError> {
             Ok(record) => records.push(record),
             Err(_) if last => break,
             Err(reason) => {
-                return Err(JournalError::Damaged { path: path.to_owned(), line: index + 1, reason });
+                return Err(JournalError::Damaged {
+                    path: path.to_owned(),
+                    line: index + 1,
+                    reason,
+                });
             }
         }
         whole += line.len();
@@ -438,10 +442,7 @@ mod tests {
     #[test]
     fn an_unknown_session_is_unknown_and_not_aborted() {
         let directory = tempfile::tempdir().unwrap();
-        assert_eq!(
-            recovered_word(directory.path(), session()).unwrap(),
-            SessionWord::Unknown
-        );
+        assert_eq!(recovered_word(directory.path(), session()).unwrap(), SessionWord::Unknown);
         assert!(sessions(&directory.path().join("missing")).unwrap().is_empty());
     }
 
@@ -456,9 +457,6 @@ mod tests {
             journal.append(&Record::Commit),
             Err(JournalError::Io { action: "write", .. })
         ));
-        assert!(matches!(
-            journal.append(&Record::Commit),
-            Err(JournalError::Poisoned { .. })
-        ));
+        assert!(matches!(journal.append(&Record::Commit), Err(JournalError::Poisoned { .. })));
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender};
 use vmferry_transport::{
-    ChannelCloser, ChannelReader, ChannelWriter, Listener, ListenerCloser, Pending, PeerIdentity,
+    ChannelCloser, ChannelReader, ChannelWriter, Listener, ListenerCloser, PeerIdentity, Pending,
 };
 use vmferry_wire::{ControlMessage, HelloStatus, Role, SessionId, Token};
 

@@ -16,9 +16,9 @@ use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter};
 use vmferry_wire::{ControlMessage, FrameHeader, FrameKind, Run};
 
 use super::io::Input;
+use crate::config::{LANE_STRIPE_PAGES, lane_of};
 use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
-use crate::config::{LANE_STRIPE_PAGES, lane_of};
 use crate::link::{ControlWriter, lost};
 
 /// Frames on their way from the receiving to the placing thread. Four of 256 KiB keep both busy
@@ -232,9 +232,10 @@ impl PlacingThread {
         if end || self.unacknowledged == ACKNOWLEDGE_FRAMES {
             self.unacknowledged = 0;
             let message = ControlMessage::Placed { lane: self.lane, sequence: header.sequence };
-            context.control.send(&message).map_err(|error| {
-                Input::LaneLost(lost("control", "acknowledging pages", &error))
-            })?;
+            context
+                .control
+                .send(&message)
+                .map_err(|error| Input::LaneLost(lost("control", "acknowledging pages", &error)))?;
         }
         if end {
             let sequence = header.sequence;

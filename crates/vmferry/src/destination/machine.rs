@@ -145,8 +145,12 @@ impl Destination {
                     elapsed_us: micros(took),
                 },
             }),
-            Input::IntentWritten(result) => self.on_journal(now, result, DestinationEvent::IntentWritten),
-            Input::AbortWritten(result) => self.on_journal(now, result, DestinationEvent::AbortWritten),
+            Input::IntentWritten(result) => {
+                self.on_journal(now, result, DestinationEvent::IntentWritten)
+            }
+            Input::AbortWritten(result) => {
+                self.on_journal(now, result, DestinationEvent::AbortWritten)
+            }
             Input::Started(result) => {
                 self.stats.start_ms = now.saturating_sub(self.committed_at).as_secs_f64() * 1e3;
                 if let Err(error) = result {
@@ -370,7 +374,12 @@ impl Destination {
         }
     }
 
-    fn on_journal(&mut self, now: Duration, result: Result<(), MigrateError>, done: DestinationEvent) {
+    fn on_journal(
+        &mut self,
+        now: Duration,
+        result: Result<(), MigrateError>,
+        done: DestinationEvent,
+    ) {
         let event = match result {
             Ok(()) => done,
             Err(error) => {
@@ -474,7 +483,9 @@ impl Destination {
     fn deadline(&self) -> Option<(Duration, &'static str, Duration)> {
         let (what, after) = match (self.phase, self.handover) {
             (Phase::AwaitBegin, _) => ("the announcement of a guest", self.timeouts.accept),
-            (Phase::Placing, DestinationState::Receiving) => ("the last frames", self.timeouts.stall),
+            (Phase::Placing, DestinationState::Receiving) => {
+                ("the last frames", self.timeouts.stall)
+            }
             (Phase::Deciding, DestinationState::Ready) => ("COMMIT", self.timeouts.commit),
             _ => return None,
         };

@@ -294,10 +294,10 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             }
             Action::Run => {
                 let started = self.vm.run();
-                Some(Input::Started(started.map_err(|source| MigrateError::Vm {
-                    action: "start the guest",
-                    source,
-                })))
+                Some(Input::Started(
+                    started
+                        .map_err(|source| MigrateError::Vm { action: "start the guest", source }),
+                ))
             }
             Action::Discard => {
                 self.end_lanes();
@@ -412,7 +412,8 @@ impl<'a, V: DestinationVm> Session<'a, V> {
 /// How long a finished session waits for the source to hear its last message and hang up.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-static NEVER: std::sync::LazyLock<Receiver<()>> = std::sync::LazyLock::new(crossbeam_channel::never);
+static NEVER: std::sync::LazyLock<Receiver<()>> =
+    std::sync::LazyLock::new(crossbeam_channel::never);
 
 fn read_link(reader: ChannelReader, link: LinkId, inputs: &Sender<Input>) {
     let mut reader = ControlReader::new(reader);

@@ -99,12 +99,15 @@ impl DestinationState {
         use DestinationEvent as On;
         use DestinationState as S;
         match (self, event) {
-            (state, On::Query) => (state, match state.word() {
-                SessionWord::Unknown => &[Do::Answer(SessionWord::Unknown)],
-                SessionWord::Pending => &[Do::Answer(SessionWord::Pending)],
-                SessionWord::Aborted => &[Do::Answer(SessionWord::Aborted)],
-                SessionWord::Owns => &[Do::Answer(SessionWord::Owns)],
-            }),
+            (state, On::Query) => (
+                state,
+                match state.word() {
+                    SessionWord::Unknown => &[Do::Answer(SessionWord::Unknown)],
+                    SessionWord::Pending => &[Do::Answer(SessionWord::Pending)],
+                    SessionWord::Aborted => &[Do::Answer(SessionWord::Aborted)],
+                    SessionWord::Owns => &[Do::Answer(SessionWord::Owns)],
+                },
+            ),
 
             (S::Receiving, On::Loaded) => (S::Ready, &[Do::SendReady]),
             // A COMMIT without READY is a broken peer: the guest is not whole here.
@@ -172,8 +175,8 @@ mod tests {
         for state in STATES {
             for event in EVENTS {
                 let (next, effects) = state.step(event);
-                let first_run =
-                    state == DestinationState::IntentWriting && event == DestinationEvent::IntentWritten;
+                let first_run = state == DestinationState::IntentWriting
+                    && event == DestinationEvent::IntentWritten;
                 assert_eq!(effects.contains(&DestinationEffect::Run), first_run);
                 assert!(!next.may_run() || state.may_run() || first_run);
             }

@@ -107,9 +107,7 @@ impl SourceState {
                 (S::Kept, &[Do::Resume, Do::SendAbort, Do::WriteKept])
             }
 
-            (S::Committing { .. }, On::LinkLost | On::Failed) => {
-                (S::Committing { cut: true }, &[])
-            }
+            (S::Committing { .. }, On::LinkLost | On::Failed) => (S::Committing { cut: true }, &[]),
             (S::Committing { cut: false }, On::CommitWritten) => (S::Committed, &[Do::SendCommit]),
             // COMMIT is on disk though never sent. Rule 5 knows no exception: ask first.
             (S::Committing { cut: true }, On::CommitWritten) => (S::InDoubt, &[Do::Ask]),
@@ -209,8 +207,7 @@ mod tests {
 
     #[test]
     fn unknown_is_not_aborted() {
-        let (next, effects) =
-            SourceState::InDoubt.step(SourceEvent::Word(SessionWord::Unknown));
+        let (next, effects) = SourceState::InDoubt.step(SourceEvent::Word(SessionWord::Unknown));
         assert_eq!((next, effects), (SourceState::InDoubt, &[SourceEffect::Ask][..]));
     }
 }

@@ -7,8 +7,8 @@ use crossbeam_channel::{Receiver, Sender};
 use vmferry_transport::{Channel, ChannelCloser, ChannelReader, ChannelWriter, Dialer};
 use vmferry_wire::{ControlMessage, Role, SessionId, Token};
 
-use super::lane::FrameBuffer;
 use super::io::Input;
+use super::lane::FrameBuffer;
 use super::window::Window;
 use crate::error::MigrateError;
 use crate::greeting::greet;

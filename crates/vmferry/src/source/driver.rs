@@ -11,8 +11,8 @@ use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter, Dialer, Rat
 use vmferry_wire::{ControlMessage, Role, Token};
 
 use super::connect::{self, ControlChannel, FromLink};
-use super::lane::{FrameBuffer, Lane, LaneContext};
 use super::io::{Action, Ending, Input, Report};
+use super::lane::{FrameBuffer, Lane, LaneContext};
 use super::machine::Source;
 use super::orders::Orders;
 use super::window::Window;
@@ -159,8 +159,8 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             return Err((vm, Box::new(MigrateError::Cancelled { during })));
         }
         orders.publish("connecting", SourceState::Holding);
-        let made = connect::control(dialer, Role::Control, config.timeouts.silence).and_then(
-            |channel| {
+        let made =
+            connect::control(dialer, Role::Control, config.timeouts.silence).and_then(|channel| {
                 let mut journal =
                     FileJournal::create(&config.journal_directory, config.session, Side::Source)?;
                 journal.append(&Record::Open {
@@ -170,8 +170,7 @@ impl<'a, V: SourceVm> Driver<'a, V> {
                     at: now_seconds(),
                 })?;
                 Ok((channel, journal))
-            },
-        );
+            });
         let (channel, journal) = match made {
             Ok(made) => made,
             Err(error) => return Err((vm, Box::new(error))),
@@ -309,9 +308,10 @@ impl<'a, V: SourceVm> Driver<'a, V> {
                 }
                 None
             }
-            Action::Harvest => Some(self.harvest().map_or_else(Input::Failed, |(pages, took)| {
-                Input::Harvested { pages, took }
-            })),
+            Action::Harvest => Some(
+                self.harvest()
+                    .map_or_else(Input::Failed, |(pages, took)| Input::Harvested { pages, took }),
+            ),
             Action::Pause => Some(self.pause()),
             Action::HarvestLast => Some(self.harvest_last().unwrap_or_else(Input::Failed)),
             Action::Save => Some(self.save()),
@@ -440,10 +440,9 @@ impl<'a, V: SourceVm> Driver<'a, V> {
     fn hash(&mut self) -> Option<Input> {
         let (memory, results) = (self.memory.clone(), self.inputs.0.clone());
         let spawned = std::thread::Builder::new().name("verify".into()).spawn(move || {
-            let _ = results.send(whole_hash(&memory).map_or_else(
-                |error| Input::Failed(error.into()),
-                Input::Hashed,
-            ));
+            let _ = results.send(
+                whole_hash(&memory).map_or_else(|error| Input::Failed(error.into()), Input::Hashed),
+            );
         });
         spawned
             .err()

@@ -96,12 +96,8 @@ impl Lane {
                 .name(format!("lane{lane}-encode"))
                 .spawn(move || encoder.run(&jobs_in))?,
         );
-        let sender = SenderThread {
-            lane,
-            context: context.clone(),
-            window: Arc::clone(&window),
-            writer,
-        };
+        let sender =
+            SenderThread { lane, context: context.clone(), window: Arc::clone(&window), writer };
         threads.push(
             std::thread::Builder::new()
                 .name(format!("lane{lane}-send"))
@@ -186,8 +182,7 @@ impl EncoderThread {
         self.sequence += 1;
         self.encoder.end_of_round(&mut frame, round, self.sequence);
         self.totals.bytes += frame.wire_bytes() as u64;
-        let end =
-            Outgoing::EndOfRound { sequence: self.sequence, frame, totals: self.totals };
+        let end = Outgoing::EndOfRound { sequence: self.sequence, frame, totals: self.totals };
         self.frames.send(end).map_err(|_| Stopped)?;
         Ok(())
     }
@@ -212,8 +207,7 @@ impl EncoderThread {
                 while word != 0 {
                     let page = first + u64::from(word.trailing_zeros());
                     word &= word - 1;
-                    if filled == FRAME_PAGES
-                        || (filled > 0 && page - batch[0] >= REARM_SPAN_PAGES)
+                    if filled == FRAME_PAGES || (filled > 0 && page - batch[0] >= REARM_SPAN_PAGES)
                     {
                         self.send_batch(round, rearm, slot, &batch[..filled])?;
                         filled = 0;
@@ -288,9 +282,11 @@ const REARM_SPAN_PAGES: u64 = 32_768;
 
 /// Neighbouring page numbers as runs.
 fn runs(slot: SlotId, pages: &[u64]) -> impl Iterator<Item = PageRun> + '_ {
-    pages
-        .chunk_by(|a, b| a + 1 == *b)
-        .map(move |run| PageRun { slot, first: run[0], pages: run.len() as u64 })
+    pages.chunk_by(|a, b| a + 1 == *b).map(move |run| PageRun {
+        slot,
+        first: run[0],
+        pages: run.len() as u64,
+    })
 }
 
 struct SenderThread {
@@ -341,9 +337,8 @@ mod tests {
     #[test]
     fn neighbours_make_runs() {
         let slot = SlotId(1);
-        let found: Vec<_> = runs(slot, &[3, 4, 5, 9, 11, 12])
-            .map(|run| (run.first, run.pages))
-            .collect();
+        let found: Vec<_> =
+            runs(slot, &[3, 4, 5, 9, 11, 12]).map(|run| (run.first, run.pages)).collect();
         assert_eq!(found, [(3, 3), (9, 1), (11, 2)]);
     }
 }

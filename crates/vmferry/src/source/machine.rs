@@ -343,7 +343,8 @@ impl Source {
     fn start_round(&mut self, now: Duration, pages: u64, harvest: Duration, paused: bool) {
         let dirtied_in = now.saturating_sub(self.last_harvest).as_secs_f64();
         let first = self.rounds.round() == 0;
-        let rate = if first || paused || dirtied_in <= 0.0 { 0.0 } else { pages as f64 / dirtied_in };
+        let rate =
+            if first || paused || dirtied_in <= 0.0 { 0.0 } else { pages as f64 / dirtied_in };
         let round = self.rounds.start(now, pages, harvest, rate, paused);
         self.enter(now, if paused { Phase::LastRound } else { Phase::Sending });
         self.act(Action::Report(Report::RoundStarted { round, pages, paused }));
@@ -352,10 +353,9 @@ impl Source {
 
     fn finish_round(&mut self, now: Duration) {
         let Some(round) = self.rounds.finish(now) else { return };
-        let content = (round.pages.saturating_sub(round.zero_pages))
-            * vmferry_memory::PAGE_SIZE as u64;
-        self.predictor
-            .measured_round(content, Duration::from_secs_f64(round.ms / 1e3));
+        let content =
+            (round.pages.saturating_sub(round.zero_pages)) * vmferry_memory::PAGE_SIZE as u64;
+        self.predictor.measured_round(content, Duration::from_secs_f64(round.ms / 1e3));
         self.stats.sent_bytes += round.bytes;
         self.stats.rounds.push(round.clone());
         self.act(Action::Report(Report::RoundDone(round)));

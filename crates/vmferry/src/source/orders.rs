@@ -62,7 +62,10 @@ impl Orders {
         if !self.progress().in_doubt {
             return false;
         }
-        self.inbox().sender.as_ref().is_some_and(|sender| sender.send(Input::Operator(word)).is_ok())
+        self.inbox()
+            .sender
+            .as_ref()
+            .is_some_and(|sender| sender.send(Input::Operator(word)).is_ok())
     }
 
     /// How far it is.

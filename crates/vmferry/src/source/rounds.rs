@@ -127,10 +127,7 @@ impl RoundTracker {
 
     /// The round's figures, once, when all of it is placed.
     pub fn finish(&mut self, now: Duration) -> Option<RoundStats> {
-        let placed = self
-            .lanes
-            .iter()
-            .all(|lane| lane.end.is_some_and(|end| lane.placed >= end));
+        let placed = self.lanes.iter().all(|lane| lane.end.is_some_and(|end| lane.placed >= end));
         if !self.open || !placed {
             return None;
         }

@@ -22,15 +22,21 @@ impl Source {
     pub(super) fn deadline(&self) -> Option<(Duration, &'static str, Duration)> {
         let timeouts = self.timeouts();
         let (what, after) = match self.phase {
-            Phase::Announced => ("the destination's answer to the announced guest", timeouts.accept),
+            Phase::Announced => {
+                ("the destination's answer to the announced guest", timeouts.accept)
+            }
             Phase::Joining => ("the data channels", timeouts.accept),
-            Phase::Sending | Phase::LastRound => ("the destination to place frames", timeouts.stall),
+            Phase::Sending | Phase::LastRound => {
+                ("the destination to place frames", timeouts.stall)
+            }
             Phase::AwaitReady => ("READY", timeouts.ready),
             Phase::Verifying => ("the hash of the destination's memory", timeouts.verify),
             Phase::HandingOver => ("RUNNING", timeouts.running),
             Phase::Asking => ("the destination's word", timeouts.running),
             // Bounded by the VMM and the kernel, which the engine calls and awaits.
-            Phase::Starting | Phase::Harvesting | Phase::Pausing | Phase::LastHarvest => return None,
+            Phase::Starting | Phase::Harvesting | Phase::Pausing | Phase::LastHarvest => {
+                return None;
+            }
             Phase::Done => return None,
         };
         Some((self.waiting_since + after, what, after))
@@ -54,7 +60,11 @@ impl Source {
         if now >= self.last_heard + silence {
             self.last_heard = now;
             let what = "any sign of life on the control channel";
-            self.fail_by(now, SourceEvent::LinkLost, MigrateError::TimedOut { what, after: silence });
+            self.fail_by(
+                now,
+                SourceEvent::LinkLost,
+                MigrateError::TimedOut { what, after: silence },
+            );
         } else if now >= self.next_ping {
             self.send_ping(now);
         }

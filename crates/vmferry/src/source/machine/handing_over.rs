@@ -32,9 +32,8 @@ impl Source {
 
     pub(super) fn on_word(&mut self, now: Duration, word: SessionWord, reason: Option<Reason>) {
         if word == SessionWord::Aborted && self.handover.is_committed() {
-            let reason = reason.unwrap_or_else(|| {
-                Reason::new(ReasonCode::Internal, "its journal says ABORTED")
-            });
+            let reason = reason
+                .unwrap_or_else(|| Reason::new(ReasonCode::Internal, "its journal says ABORTED"));
             self.failure = Some(MigrateError::EndedByPeer { peer: "destination", reason });
         }
         self.waiting_since = now;

@@ -1,0 +1,115 @@
+//! Where a destination listens.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+/// An address with its transport.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Address {
+    /// `tcp:HOST:PORT`: neither encrypted nor authenticated.
+    Tcp {
+        /// Name or IP address.
+        host: String,
+        /// Port.
+        port: u16,
+    },
+    /// `tls:HOST:PORT`: TLS 1.3 with both sides authenticated.
+    Tls {
+        /// Name or IP address.
+        host: String,
+        /// Port.
+        port: u16,
+    },
+    /// `unix:PATH`: a Unix socket, as safe as its directory.
+    Unix(PathBuf),
+}
+
+/// Text that is no address.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("`{text}` is no address ({reason}): use tls:HOST:PORT, tcp:HOST:PORT or unix:PATH")]
+pub struct AddressError {
+    text: String,
+    reason: &'static str,
+}
+
+impl FromStr for Address {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Self, AddressError> {
+        let bad = |reason| AddressError { text: text.to_owned(), reason };
+        let (scheme, rest) = text.split_once(':').ok_or(bad("no scheme"))?;
+        let rest = rest.strip_prefix("//").unwrap_or(rest);
+        if scheme == "unix" {
+            // The path of a socket has 108 bytes in the kernel's structure, with a final zero.
+            return match rest.len() {
+                0 => Err(bad("no path")),
+                1..108 => Ok(Self::Unix(rest.into())),
+                _ => Err(bad("the path is longer than 107 bytes")),
+            };
+        }
+        let (host, port) = rest.rsplit_once(':').ok_or(bad("no port"))?;
+        let port = port.parse().map_err(|_| bad("the port is no number up to 65535"))?;
+        let bracketed = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+        let host = match bracketed {
+            Some(host) => host,
+            None if host.contains(':') => return Err(bad("IPv6 addresses need brackets")),
+            None => host,
+        };
+        if host.is_empty() {
+            return Err(bad("no host"));
+        }
+        let host = host.to_owned();
+        match scheme {
+            "tcp" => Ok(Self::Tcp { host, port }),
+            "tls" => Ok(Self::Tls { host, port }),
+            _ => Err(bad("unknown scheme")),
+        }
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (scheme, host, port) = match self {
+            Self::Tcp { host, port } => ("tcp", host, port),
+            Self::Tls { host, port } => ("tls", host, port),
+            Self::Unix(path) => return write!(f, "unix:{}", path.display()),
+        };
+        if host.contains(':') {
+            write!(f, "{scheme}:[{host}]:{port}")
+        } else {
+            write!(f, "{scheme}:{host}:{port}")
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_read_as_they_are_printed() {
+        for text in ["tls:host-b:7001", "tcp:192.0.2.1:1", "tls:[::1]:65535", "unix:/run/x.sock"] {
+            assert_eq!(text.parse::<Address>().unwrap().to_string(), text);
+        }
+        assert_eq!("tls://h:1".parse::<Address>().unwrap().to_string(), "tls:h:1");
+    }
+
+    #[test]
+    fn bad_addresses_say_what_is_wrong() {
+        for (text, reason) in [
+            ("host", "no scheme"),
+            ("tls:host", "no port"),
+            ("tls:host:99999", "no number"),
+            ("tls:::1:5", "brackets"),
+            ("ftp:host:1", "unknown scheme"),
+            ("tls::1", "no host"),
+            ("unix:", "no path"),
+        ] {
+            let error = text.parse::<Address>().unwrap_err().to_string();
+            assert!(error.contains(reason), "{error}");
+        }
+        let long = format!("unix:/{}", "x".repeat(120));
+        assert!(long.parse::<Address>().is_err());
+    }
+}

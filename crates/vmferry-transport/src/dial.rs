@@ -1,0 +1,109 @@
+//! Reaching a destination.
+
+use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustls::pki_types::ServerName;
+use rustls::{ClientConnection, Connection};
+
+use crate::address::Address;
+use crate::channel::{Channel, PeerIdentity};
+use crate::error::TransportError;
+use crate::identity::TlsIdentity;
+use crate::stream::Stream;
+use crate::tls::TlsSession;
+
+/// Makes channels to one destination.
+#[derive(Clone, Debug)]
+pub struct Dialer {
+    /// Where to.
+    pub address: Address,
+    /// This host's identity, for `tls:`.
+    pub tls: Option<Arc<TlsIdentity>>,
+    /// The name that the destination's certificate must have; the address's host by default.
+    pub server_name: Option<String>,
+    /// Bound of the connection and of the TLS handshake, each.
+    pub connect_timeout: Duration,
+}
+
+impl Dialer {
+    /// A dialer that waits 10 s.
+    #[must_use]
+    pub fn new(address: Address, tls: Option<Arc<TlsIdentity>>) -> Self {
+        Self { address, tls, server_name: None, connect_timeout: Duration::from_secs(10) }
+    }
+
+    /// Connects, and authenticates both sides over `tls:`.
+    ///
+    /// # Errors
+    /// See [`TransportError`].
+    pub fn connect(&self) -> Result<Channel, TransportError> {
+        let name = self.address.to_string();
+        match &self.address {
+            Address::Unix(path) => {
+                let stream = UnixStream::connect(path)
+                    .map_err(|source| TransportError::Connect { address: name.clone(), source })?;
+                let peer = PeerIdentity { address: name, names: Vec::new(), tls: false };
+                Ok(Channel::new(Arc::new(Stream::Unix(stream)), None, peer))
+            }
+            Address::Tcp { host, port } => {
+                let stream = self.tcp(host, *port, &name)?;
+                let peer = PeerIdentity { address: name, names: Vec::new(), tls: false };
+                Ok(Channel::new(stream, None, peer))
+            }
+            Address::Tls { host, port } => {
+                let identity = self.tls.as_ref().ok_or(TransportError::NoIdentity)?;
+                let stream = self.tcp(host, *port, &name)?;
+                let wanted = self.server_name.as_ref().unwrap_or(host);
+                let server = ServerName::try_from(wanted.clone())
+                    .map_err(|_| TransportError::NameMismatch { peer: wanted.clone() })?;
+                let connection = ClientConnection::new(Arc::clone(&identity.client), server)
+                    .map_err(|error| TransportError::from_tls(error, name.clone()))?;
+                let session = TlsSession::handshake(
+                    Arc::clone(&stream),
+                    Connection::Client(connection),
+                    &name,
+                    self.connect_timeout,
+                )?;
+                let peer = PeerIdentity { address: name, names: session.peer_names(), tls: true };
+                Ok(Channel::new(stream, Some(Arc::new(session)), peer))
+            }
+        }
+    }
+
+    fn tcp(&self, host: &str, port: u16, name: &str) -> Result<Arc<Stream>, TransportError> {
+        let deadline = Instant::now() + self.connect_timeout;
+        let mut failure = std::io::ErrorKind::AddrNotAvailable.into();
+        for address in resolve(host, port, name)? {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            match TcpStream::connect_timeout(&address, left).and_then(|stream| {
+                stream.set_nodelay(true)?;
+                Ok(stream)
+            }) {
+                Ok(stream) => return Ok(Arc::new(Stream::Tcp(stream))),
+                Err(error) => failure = error,
+            }
+        }
+        Err(TransportError::Connect { address: name.to_owned(), source: failure })
+    }
+}
+
+/// All addresses of a host.
+pub(crate) fn resolve(
+    host: &str,
+    port: u16,
+    name: &str,
+) -> Result<Vec<SocketAddr>, TransportError> {
+    if let Ok(ip) = host.parse::<IpAddr>() {
+        return Ok(vec![SocketAddr::new(ip, port)]);
+    }
+    (host, port)
+        .to_socket_addrs()
+        .map(Iterator::collect)
+        .map_err(|source| TransportError::Resolve { address: name.to_owned(), source })
+}

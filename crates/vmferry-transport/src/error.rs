@@ -1,0 +1,223 @@
+//! What goes wrong on the way, and what to do about it.
+
+use std::io;
+use std::path::PathBuf;
+
+use rustls::{AlertDescription, CertificateError};
+
+/// An error of the transport, with its next step.
+#[derive(Debug, thiserror::Error)]
+pub enum TransportError {
+    /// A name that no address is known for.
+    #[error("no address is known for {address}: check the name")]
+    Resolve {
+        /// The address asked for.
+        address: String,
+        /// What the resolver said.
+        #[source]
+        source: io::Error,
+    },
+    /// Nobody answers there.
+    #[error(
+        "can't connect to {address}: check that `vmferry receive` listens there and that no firewall is between"
+    )]
+    Connect {
+        /// The address.
+        address: String,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+    /// Someone listens there already.
+    #[error("{address} is in use: end whoever listens there, or choose another port or path")]
+    AddressInUse {
+        /// The address.
+        address: String,
+    },
+    /// The system does not let us listen there.
+    #[error("can't listen on {address}")]
+    Listen {
+        /// The address.
+        address: String,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+    /// The peer took too long.
+    #[error("{peer} did not finish {what} in time")]
+    TimedOut {
+        /// The peer.
+        peer: String,
+        /// What was awaited.
+        what: &'static str,
+    },
+    /// TLS is asked for, and no certificate was given.
+    #[error("tls: needs this host's certificate, key and authority: make them with `vmferry pki`")]
+    NoIdentity,
+    /// The peer's certificate is from an authority that we don't trust.
+    #[error(
+        "{peer} has a certificate of an authority that this host does not trust: use certificates issued by the same `vmferry pki init`, or check --ca"
+    )]
+    UnknownIssuer {
+        /// The peer.
+        peer: String,
+    },
+    /// The peer's certificate is out of date.
+    #[error(
+        "the certificate of {peer} {when}: issue a new one with `vmferry pki issue`, and check both clocks"
+    )]
+    Expired {
+        /// The peer.
+        peer: String,
+        /// `has expired` or `is not valid yet`.
+        when: &'static str,
+    },
+    /// The peer's certificate is for another name.
+    #[error(
+        "the certificate of {peer} is not for that name: issue it with --address, or say the name with --server-name"
+    )]
+    NameMismatch {
+        /// The peer.
+        peer: String,
+    },
+    /// The peer has sent no certificate.
+    #[error("{peer} has sent no certificate: every vmferry host needs one")]
+    NoCertificate {
+        /// The peer.
+        peer: String,
+    },
+    /// The peer does not accept our certificate.
+    #[error(
+        "{peer} does not accept this host's certificate ({why}): check its authority and dates there"
+    )]
+    RejectedByPeer {
+        /// The peer.
+        peer: String,
+        /// The alert, in words.
+        why: String,
+    },
+    /// The peer does not speak TLS, or not our kind.
+    #[error("{peer} does not speak vmferry over TLS: {what}; check that both sides use tls:")]
+    NotTls {
+        /// The peer.
+        peer: String,
+        /// What it speaks, as far as can be seen.
+        what: String,
+    },
+    /// TLS failed in another way.
+    #[error("TLS with {peer} failed")]
+    Tls {
+        /// The peer.
+        peer: String,
+        /// What rustls said.
+        #[source]
+        source: rustls::Error,
+    },
+    /// A certificate or key file is unusable.
+    #[error("{path}: {problem}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong and what to do.
+        problem: String,
+    },
+    /// A channel failed.
+    #[error("the connection with {peer} failed{}", ended(source))]
+    Io {
+        /// The peer.
+        peer: String,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+}
+
+fn ended(error: &io::Error) -> &'static str {
+    if error.kind() == io::ErrorKind::UnexpectedEof {
+        " (it closed the connection before it had answered; does one side use tls: and the other tcp:?)"
+    } else {
+        ""
+    }
+}
+
+impl TransportError {
+    /// Whether trust is what is missing.
+    #[must_use]
+    pub fn is_authentication(&self) -> bool {
+        matches!(
+            self,
+            Self::NoIdentity
+                | Self::UnknownIssuer { .. }
+                | Self::Expired { .. }
+                | Self::NameMismatch { .. }
+                | Self::NoCertificate { .. }
+                | Self::RejectedByPeer { .. }
+                | Self::NotTls { .. }
+                | Self::Tls { .. }
+                | Self::File { .. }
+        )
+    }
+
+    /// An I/O error on a channel: those that come from TLS are told by their cause.
+    #[must_use]
+    pub fn from_io(error: io::Error, peer: &str) -> Self {
+        let peer = peer.to_owned();
+        match error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>()) {
+            Some(tls) => Self::from_tls(tls.clone(), peer),
+            None => match error.kind() {
+                io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+                    Self::TimedOut { peer, what: "what was expected of it" }
+                }
+                _ => Self::Io { peer, source: error },
+            },
+        }
+    }
+
+    pub(crate) fn from_tls(error: rustls::Error, peer: String) -> Self {
+        use rustls::Error as Tls;
+        match error {
+            Tls::InvalidCertificate(reason) => match reason {
+                CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
+                    Self::Expired { peer, when: "has expired" }
+                }
+                CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
+                    Self::Expired { peer, when: "is not valid yet" }
+                }
+                CertificateError::UnknownIssuer | CertificateError::BadSignature => {
+                    Self::UnknownIssuer { peer }
+                }
+                CertificateError::NotValidForName
+                | CertificateError::NotValidForNameContext { .. } => Self::NameMismatch { peer },
+                other => Self::Tls { peer, source: Tls::InvalidCertificate(other) },
+            },
+            Tls::NoCertificatesPresented => Self::NoCertificate { peer },
+            Tls::AlertReceived(alert) => match alert {
+                AlertDescription::CertificateExpired => {
+                    Self::RejectedByPeer { peer, why: "it has expired".into() }
+                }
+                AlertDescription::UnknownCA | AlertDescription::DecryptError => {
+                    Self::RejectedByPeer { peer, why: "unknown authority".into() }
+                }
+                AlertDescription::CertificateRequired => {
+                    Self::RejectedByPeer { peer, why: "none was sent".into() }
+                }
+                AlertDescription::BadCertificate
+                | AlertDescription::UnsupportedCertificate
+                | AlertDescription::CertificateRevoked
+                | AlertDescription::CertificateUnknown
+                | AlertDescription::AccessDenied => {
+                    Self::RejectedByPeer { peer, why: format!("{alert:?}") }
+                }
+                AlertDescription::NoApplicationProtocol => Self::NotTls {
+                    peer,
+                    what: "it speaks TLS, but not vmferry's protocol within".into(),
+                },
+                _ => Self::Tls { peer, source: Tls::AlertReceived(alert) },
+            },
+            Tls::InvalidMessage(_) => {
+                Self::NotTls { peer, what: "what it sent is no TLS record".into() }
+            }
+            other => Self::Tls { peer, source: other },
+        }
+    }
+}

@@ -1,0 +1,267 @@
+//! Waiting for sources.
+
+use std::io;
+use std::net::TcpListener;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustls::{Connection, ServerConnection};
+
+use crate::address::Address;
+use crate::channel::{Channel, PeerIdentity};
+use crate::dial::resolve;
+use crate::error::TransportError;
+use crate::identity::TlsIdentity;
+use crate::stream::Stream;
+use crate::tls::TlsSession;
+
+/// A listening socket. A Unix socket's file is removed when it is dropped.
+#[derive(Debug)]
+pub struct Listener {
+    socket: Socket,
+    address: Address,
+    tls: Option<Arc<TlsIdentity>>,
+    closed: Arc<OwnedFd>,
+}
+
+#[derive(Debug)]
+enum Socket {
+    Tcp(TcpListener),
+    Unix(UnixListener, PathBuf),
+}
+
+impl Listener {
+    /// Listens. The socket file of a listener that died is replaced, that of a living one is not.
+    ///
+    /// # Errors
+    /// [`TransportError::AddressInUse`], [`TransportError::NoIdentity`] for `tls:` without one, or
+    /// what the system says.
+    pub fn bind(address: &Address, tls: Option<Arc<TlsIdentity>>) -> Result<Self, TransportError> {
+        let name = address.to_string();
+        let failed = |source: io::Error| match source.kind() {
+            io::ErrorKind::AddrInUse => TransportError::AddressInUse { address: name.clone() },
+            _ => TransportError::Listen { address: name.clone(), source },
+        };
+        if matches!(address, Address::Tls { .. }) && tls.is_none() {
+            return Err(TransportError::NoIdentity);
+        }
+        let (socket, bound) = match address {
+            Address::Unix(path) => {
+                let listener = bind_unix(path).map_err(failed)?;
+                (Socket::Unix(listener, path.clone()), address.clone())
+            }
+            Address::Tcp { host, port } | Address::Tls { host, port } => {
+                let addresses = resolve(host, *port, &name)?;
+                let listener = TcpListener::bind(&addresses[..]).map_err(failed)?;
+                let port = listener.local_addr().map_err(failed)?.port();
+                let host = host.clone();
+                let bound = match address {
+                    Address::Tcp { .. } => Address::Tcp { host, port },
+                    _ => Address::Tls { host, port },
+                };
+                (Socket::Tcp(listener), bound)
+            }
+        };
+        socket.set_nonblocking().map_err(failed)?;
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let closed = eventfd(0, flags).map_err(|errno| failed(errno.into()))?;
+        let tls = tls.filter(|_| matches!(address, Address::Tls { .. }));
+        Ok(Self { socket, address: bound, tls, closed: Arc::new(closed) })
+    }
+
+    /// Where it listens; port 0 has become a real one.
+    #[must_use]
+    pub fn local_address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Ends [`accept`](Self::accept) from any thread.
+    #[must_use]
+    pub fn closer(&self) -> ListenerCloser {
+        ListenerCloser(Arc::clone(&self.closed))
+    }
+
+    /// Waits for a connection. `Ok(None)` once it is closed.
+    ///
+    /// # Errors
+    /// The system's, such as too many open files; the listener is still good.
+    pub fn accept(&self) -> Result<Option<Pending>, TransportError> {
+        let failed = |source| TransportError::Listen { address: self.address.to_string(), source };
+        loop {
+            let mut ready = [
+                PollFd::new(&self.closed, PollFlags::IN),
+                PollFd::from_borrowed_fd(self.socket.as_fd(), PollFlags::IN),
+            ];
+            match poll(&mut ready, None) {
+                Ok(_) => {}
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(errno) => return Err(failed(errno.into())),
+            }
+            if !ready[0].revents().is_empty() {
+                return Ok(None);
+            }
+            match self.socket.accept() {
+                Ok(stream) => {
+                    let peer = stream.peer_name();
+                    let stream = Arc::new(stream);
+                    return Ok(Some(Pending { stream, peer, tls: self.tls.clone() }));
+                }
+                Err(error) if is_transient(&error) => {}
+                Err(error) => return Err(failed(error)),
+            }
+        }
+    }
+}
+
+/// The connection went away before it was accepted, or somebody else took it.
+fn is_transient(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::WouldBlock
+            | io::ErrorKind::Interrupted
+            | io::ErrorKind::ConnectionAborted
+            | io::ErrorKind::ConnectionReset
+    )
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Socket::Unix(_, path) = &self.socket {
+            // It may have been removed by hand.
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+impl Socket {
+    fn set_nonblocking(&self) -> io::Result<()> {
+        match self {
+            Self::Tcp(listener) => listener.set_nonblocking(true),
+            Self::Unix(listener, _) => listener.set_nonblocking(true),
+        }
+    }
+
+    fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        match self {
+            Self::Tcp(listener) => listener.as_fd(),
+            Self::Unix(listener, _) => listener.as_fd(),
+        }
+    }
+
+    fn accept(&self) -> io::Result<Stream> {
+        match self {
+            Self::Tcp(listener) => {
+                let (stream, _) = listener.accept()?;
+                stream.set_nonblocking(false)?;
+                stream.set_nodelay(true)?;
+                Ok(Stream::Tcp(stream))
+            }
+            Self::Unix(listener, _) => {
+                let (stream, _) = listener.accept()?;
+                stream.set_nonblocking(false)?;
+                Ok(Stream::Unix(stream))
+            }
+        }
+    }
+}
+
+fn bind_unix(path: &Path) -> io::Result<UnixListener> {
+    let bound = match UnixListener::bind(path) {
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => match UnixStream::connect(path) {
+            Err(refused) if refused.kind() == io::ErrorKind::ConnectionRefused => {
+                std::fs::remove_file(path)?;
+                UnixListener::bind(path)
+            }
+            _ => Err(error),
+        },
+        other => other,
+    }?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+    Ok(bound)
+}
+
+/// Ends a listener's wait from any thread.
+#[derive(Clone, Debug)]
+pub struct ListenerCloser(Arc<OwnedFd>);
+
+impl ListenerCloser {
+    /// Ends it, now and for good.
+    pub fn close(&self) {
+        // Adding to a counter that is not read fails only when it is full, and so ready.
+        let _ = rustix::io::write(&*self.0, &1_u64.to_ne_bytes());
+    }
+}
+
+/// An accepted connection that has not said anything.
+#[derive(Debug)]
+pub struct Pending {
+    stream: Arc<Stream>,
+    peer: String,
+    tls: Option<Arc<TlsIdentity>>,
+}
+
+impl Pending {
+    /// Where it comes from, for people.
+    #[must_use]
+    pub fn peer_address(&self) -> String {
+        self.peer.clone()
+    }
+
+    /// Authenticates both sides on a `tls:` listener, within `timeout`; nothing to do on others.
+    ///
+    /// # Errors
+    /// See [`TransportError`].
+    pub fn handshake(self, timeout: Duration) -> Result<Channel, TransportError> {
+        let Some(identity) = self.tls else {
+            let peer = PeerIdentity { address: self.peer, names: Vec::new(), tls: false };
+            return Ok(Channel::new(self.stream, None, peer));
+        };
+        let connection = ServerConnection::new(Arc::clone(&identity.server))
+            .map_err(|error| TransportError::from_tls(error, self.peer.clone()))?;
+        let first = first_bytes(&self.stream, timeout, &self.peer)?;
+        if let Some(what) = not_tls(&first) {
+            return Err(TransportError::NotTls { peer: self.peer, what });
+        }
+        let session = TlsSession::handshake(
+            Arc::clone(&self.stream),
+            Connection::Server(connection),
+            &self.peer,
+            timeout,
+        )?;
+        let peer = PeerIdentity { address: self.peer, names: session.peer_names(), tls: true };
+        Ok(Channel::new(self.stream, Some(Arc::new(session)), peer))
+    }
+}
+
+/// Looks at the first bytes without taking them.
+fn first_bytes(stream: &Stream, timeout: Duration, peer: &str) -> Result<Vec<u8>, TransportError> {
+    let Stream::Tcp(socket) = stream else { return Ok(Vec::new()) };
+    let mut bytes = [0; 8];
+    let peeked = stream.set_read_timeout(Some(timeout)).and_then(|()| socket.peek(&mut bytes));
+    match peeked {
+        Ok(0) => Err(TransportError::Io {
+            peer: peer.to_owned(),
+            source: io::ErrorKind::UnexpectedEof.into(),
+        }),
+        Ok(length) => Ok(bytes[..length].to_vec()),
+        Err(error) => Err(TransportError::from_io(error, peer)),
+    }
+}
+
+/// What a peer speaks whose first bytes are no TLS handshake record.
+fn not_tls(bytes: &[u8]) -> Option<String> {
+    match bytes {
+        [] | [0x16, ..] => None,
+        _ if b"VMFERRY\n".starts_with(bytes) => Some("it speaks vmferry in plain".into()),
+        _ if bytes.starts_with(b"GET ") || bytes.starts_with(b"POST") => {
+            Some("it speaks HTTP".into())
+        }
+        _ if bytes.starts_with(b"SSH-") => Some("it speaks SSH".into()),
+        _ => Some(format!("it begins with {}", bytes.escape_ascii())),
+    }
+}

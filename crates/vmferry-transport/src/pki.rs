@@ -1,0 +1,152 @@
+//! A small certificate authority for mutual TLS between hosts.
+//!
+//! Keys are ECDSA P-256. A host's certificate carries a SPIFFE URI, DNS names and IP addresses,
+//! and serves as client and as server. Nothing that exists is overwritten.
+
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose, SanType,
+};
+use time::OffsetDateTime;
+
+use crate::error::TransportError;
+
+/// From when until when a certificate is valid, in days from now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Validity {
+    /// Days from now until it begins; negative for the past.
+    pub from_days: i64,
+    /// Days from now until it ends; negative for the past.
+    pub until_days: i64,
+}
+
+impl Validity {
+    /// From yesterday, so that clocks may differ, for so many days.
+    #[must_use]
+    pub fn days(days: u32) -> Self {
+        Self { from_days: -1, until_days: days.into() }
+    }
+}
+
+/// What a host's certificate says.
+#[derive(Clone, Debug)]
+pub struct IssueRequest {
+    /// Name of the host: the last part of `spiffe://vmferry/host/NAME`.
+    pub name: String,
+    /// DNS names and IP addresses that it is reached by; its name if there are none.
+    pub addresses: Vec<String>,
+    /// When it is valid.
+    pub validity: Validity,
+}
+
+impl IssueRequest {
+    /// A certificate for a host that is reached by its name.
+    #[must_use]
+    pub fn new(name: &str, validity: Validity) -> Self {
+        Self { name: name.to_owned(), addresses: Vec::new(), validity }
+    }
+}
+
+/// Makes an authority: `ca.pem` and `ca.key` in `directory`, which is made if it is missing.
+///
+/// # Errors
+/// [`TransportError::File`] if a file exists or can't be written.
+pub fn init(directory: &Path, name: &str, validity: Validity) -> Result<(), TransportError> {
+    let paths = [directory.join("ca.key"), directory.join("ca.pem")];
+    refuse_existing(&paths)?;
+    let failed = |error: rcgen::Error| problem(&paths[1], format!("can't be made: {error}"));
+    let mut params = CertificateParams::default();
+    params.distinguished_name.push(DnType::CommonName, format!("{name} authority"));
+    params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    set_validity(&mut params, validity);
+    let key = KeyPair::generate().map_err(failed)?;
+    let certificate = params.self_signed(&key).map_err(failed)?;
+    make_directory(directory)?;
+    write(&paths[0], &key.serialize_pem(), 0o600)?;
+    write(&paths[1], &certificate.pem(), 0o644)
+}
+
+/// Issues a host's certificate with the authority in `directory`: `host.pem`, `host.key` and a
+/// copy of `ca.pem` in `out`, which is made if it is missing.
+///
+/// # Errors
+/// [`TransportError::File`] if the authority can't be read, or a file exists or can't be written.
+pub fn issue(directory: &Path, out: &Path, request: &IssueRequest) -> Result<(), TransportError> {
+    let paths = [out.join("host.key"), out.join("host.pem"), out.join("ca.pem")];
+    refuse_existing(&paths)?;
+    let (ca_pem, ca_key) = (directory.join("ca.pem"), directory.join("ca.key"));
+    let authority = read(&ca_pem)?;
+    let signing = KeyPair::from_pem(&read(&ca_key)?)
+        .map_err(|error| problem(&ca_key, format!("holds no private key: {error}")))?;
+    let issuer = Issuer::from_ca_cert_pem(&authority, signing)
+        .map_err(|error| problem(&ca_pem, format!("holds no authority: {error}")))?;
+    let failed = |error: rcgen::Error| problem(&paths[1], format!("can't be made: {error}"));
+    let default = [request.name.clone()];
+    let addresses =
+        if request.addresses.is_empty() { &default[..] } else { &request.addresses[..] };
+    let mut params = CertificateParams::new(addresses.to_vec())
+        .map_err(|error| problem(&paths[1], format!("an address is no name: {error}")))?;
+    let uri = format!("spiffe://vmferry/host/{}", request.name);
+    let uri = uri.as_str().try_into().map_err(|_| {
+        problem(&paths[1], format!("`{}` is no name: use ASCII letters", request.name))
+    })?;
+    params.subject_alt_names.push(SanType::URI(uri));
+    params.distinguished_name.push(DnType::CommonName, request.name.clone());
+    params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+    params.extended_key_usages =
+        vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+    params.use_authority_key_identifier_extension = true;
+    set_validity(&mut params, request.validity);
+    let key = KeyPair::generate().map_err(failed)?;
+    let certificate = params.signed_by(&key, &issuer).map_err(failed)?;
+    make_directory(out)?;
+    write(&paths[0], &key.serialize_pem(), 0o600)?;
+    write(&paths[1], &certificate.pem(), 0o644)?;
+    write(&paths[2], &authority, 0o644)
+}
+
+fn set_validity(params: &mut CertificateParams, validity: Validity) {
+    let now = OffsetDateTime::now_utc();
+    params.not_before = now + time::Duration::days(validity.from_days);
+    params.not_after = now + time::Duration::days(validity.until_days);
+}
+
+fn problem(path: &Path, problem: String) -> TransportError {
+    TransportError::File { path: path.to_owned(), problem }
+}
+
+fn refuse_existing(paths: &[PathBuf]) -> Result<(), TransportError> {
+    match paths.iter().find(|path| path.exists()) {
+        Some(path) => Err(problem(
+            path,
+            "exists already and is not overwritten: choose another directory".into(),
+        )),
+        None => Ok(()),
+    }
+}
+
+fn make_directory(path: &Path) -> Result<(), TransportError> {
+    std::fs::create_dir_all(path).map_err(|error| problem(path, format!("can't be made: {error}")))
+}
+
+fn read(path: &Path) -> Result<String, TransportError> {
+    std::fs::read_to_string(path).map_err(|error| {
+        problem(path, format!("can't be read ({error}): make an authority with `vmferry pki init`"))
+    })
+}
+
+fn write(path: &Path, text: &str, mode: u32) -> Result<(), TransportError> {
+    OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(mode)
+        .open(path)
+        .and_then(|mut file| file.write_all(text.as_bytes()))
+        .map_err(|error| problem(path, format!("can't be written: {error}")))
+}
