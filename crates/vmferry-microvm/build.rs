@@ -71,7 +71,7 @@ fn build() -> Result<(), String> {
         compile(&compiler, GUEST_FLAGS, &root, source, &object)?;
         objects.push(object);
     }
-    let mut link = Command::new(&compiler);
+    let mut link = program(&compiler);
     link.args(LINK_FLAGS).arg("-T").arg(root.join("link.ld")).arg("-o").arg(out.join("guest.elf"));
     run(link.args(&objects))?;
 
@@ -86,29 +86,46 @@ fn build() -> Result<(), String> {
         _ => {}
     }
     let archiver = env::var("AR").unwrap_or_else(|_| "ar".into());
-    run(Command::new(archiver).arg("crs").arg(&archive).arg(&object))?;
+    run(program(&archiver).arg("crs").arg(&archive).arg(&object))?;
     println!("cargo:rustc-link-search=native={}", out.display());
     println!("cargo:rustc-link-lib=static=vmferry_workload");
     Ok(())
 }
 
-fn compile(compiler: &str, flags: &[&str], root: &Path, source: &str, object: &Path) -> Result<(), String> {
-    let mut command = Command::new(compiler);
+fn compile(
+    compiler: &str,
+    flags: &[&str],
+    root: &Path,
+    source: &str,
+    object: &Path,
+) -> Result<(), String> {
+    let mut command = program(compiler);
     command.args(flags).arg("-I").arg(root).arg("-c").arg(root.join(source)).arg("-o").arg(object);
     run(&mut command)
+}
+
+/// `CC` and `AR` may have arguments, as in `ccache gcc`.
+fn program(words: &str) -> Command {
+    let mut words = words.split_whitespace();
+    let mut command = Command::new(words.next().unwrap_or_default());
+    command.args(words);
+    command
 }
 
 fn run(command: &mut Command) -> Result<(), String> {
     let program = command.get_program().to_string_lossy().into_owned();
     let output = command.output().map_err(|error| {
         format!(
-            "cannot run `{program}`: {error}. The test guest is C and assembly: install gcc and binutils \
-             (Debian, Ubuntu: `apt-get install gcc`; Fedora: `dnf install gcc`), or set CC (and AR)"
+            "cannot run `{program}`: {error}. The test guest is C and assembly: \
+             install gcc and binutils (Debian, Ubuntu: `apt-get install gcc`; Fedora: `dnf install gcc`), or set CC (and AR)"
         )
     })?;
     let messages = String::from_utf8_lossy(&output.stderr);
     if !output.status.success() {
-        return Err(format!("`{program}` failed ({}) building the test guest:\n{messages}", output.status));
+        return Err(format!(
+            "`{program}` failed ({}) building the test guest:\n{messages}",
+            output.status
+        ));
     }
     for line in messages.lines().filter(|line| line.contains("warning:")) {
         println!("cargo:warning={line}");

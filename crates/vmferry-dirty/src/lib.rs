@@ -1,1 +1,96 @@
-//! Dirty logs: which guest pages were written since the last look, by KVM, userfaultfd or software.
+//! Dirty logs: which guest pages were written since the last look.
+//!
+//! One trait, [`DirtyLog`], and a backend for each way of knowing: KVM's bitmap ([`KvmBitmapLog`]),
+//! the same with manual clear ([`KvmClearLog`]), userfaultfd's asynchronous write protection
+//! ([`UffdLog`]), and software ([`SoftwareLog`]) for what the VMM writes itself. [`UnionLog`] joins
+//! several. Pages come out as a [`PageSet`]; nothing here knows sockets or codecs.
+//!
+//! # The rule that every log keeps
+//!
+//! A write that happens after [`start`](DirtyLog::start) has returned is either in the next
+//! [`collect`](DirtyLog::collect), or was made before the page is copied. So the engine collects,
+//! re-arms, and only then copies: a copy that a write has torn is dirty again.
+//!
+//! `unsafe` is confined to `kvm::ioctl` and `userfaultfd::ioctl`.
+
+mod choice;
+mod error;
+mod kvm;
+mod software;
+mod union;
+mod userfaultfd;
+
+#[cfg(test)]
+mod tests;
+
+pub use choice::LogChoice;
+pub use error::DirtyLogError;
+pub use kvm::{KvmBitmapLog, KvmClearLog, KvmSlot};
+pub use software::{DirtyBitmap, SoftwareLog};
+pub use union::UnionLog;
+pub use userfaultfd::UffdLog;
+
+use vmferry_memory::{PageSet, SlotId};
+
+/// A log of writes to guest memory.
+pub trait DirtyLog: Send + Sync {
+    /// The log's name in statistics, such as `kvm-clear`.
+    fn name(&self) -> &'static str;
+
+    /// Begins to log. Every write after the return is logged.
+    ///
+    /// # Errors
+    /// What the kernel refuses; nothing is logged then.
+    fn start(&self) -> Result<(), DirtyLogError>;
+
+    /// Adds the pages written since the start or the last collect to `into`, and protects them
+    /// again, except for what [`rearm`](Self::rearm) does.
+    ///
+    /// # Errors
+    /// What the kernel refuses. Pages may have been taken from the log and be lost, so the
+    /// migration must end.
+    fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError>;
+
+    /// Called just before the pages whose bits are set are copied out: bit `b` of `words[i]` is
+    /// page `64 * (first_word + i) + b` of the slot. A log that collects without protecting
+    /// protects them here.
+    ///
+    /// # Errors
+    /// What the kernel refuses.
+    fn rearm(&self, slot: SlotId, first_word: usize, words: &[u64]) -> Result<(), DirtyLogError> {
+        let _ = (slot, first_word, words);
+        Ok(())
+    }
+
+    /// Takes back pages that were collected and not sent: they come out of the next collect
+    /// again. A log that nobody continues after a stop needs nothing, since whoever starts it
+    /// again sends everything that is populated.
+    fn give_back(&self, pages: &PageSet) {
+        let _ = pages;
+    }
+
+    /// Ends logging, so that writes cost nothing any more. Idempotent.
+    ///
+    /// # Errors
+    /// What the kernel refuses.
+    fn stop(&self) -> Result<(), DirtyLogError>;
+}
+
+/// Logs nothing: for memory that nobody writes.
+impl DirtyLog for () {
+    fn name(&self) -> &'static str {
+        "none"
+    }
+
+    fn start(&self) -> Result<(), DirtyLogError> {
+        Ok(())
+    }
+
+    fn collect(&self, _into: &mut PageSet) -> Result<(), DirtyLogError> {
+        Ok(())
+    }
+
+    fn stop(&self) -> Result<(), DirtyLogError> {
+        Ok(())
+    }
+}

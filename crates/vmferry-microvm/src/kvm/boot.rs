@@ -1,26 +1,27 @@
 //! Puts the guest into memory and every vCPU at its 64-bit entry.
 //!
-//! The guest-physical map is in `guest/kernel.h`. A vCPU starts in long mode at CPL 0 with interrupts
-//! off, RDI = its index, and CR3 = identity tables of 2 MiB pages over all RAM and the first 4 GiB
-//! (where the LAPIC is). Selectors are Linux's, which is what a KVM without nested hardware
-//! virtualisation (PVM) wants, and what no other KVM minds.
+//! The guest-physical map is in `guest/kernel.h`. A vCPU starts in long mode at CPL 0 with
+//! interrupts off, RDI = its index, and CR3 = identity tables of 2 MiB pages over all RAM and the
+//! first 4 GiB (where the LAPIC is). Selectors are Linux's, which is what a KVM without nested
+//! hardware virtualisation (PVM) wants, and what no other KVM minds.
 
 use std::io::Cursor;
 
 use kvm_bindings::{KVM_MP_STATE_RUNNABLE, kvm_dtable, kvm_mp_state, kvm_regs, kvm_segment};
 use kvm_ioctls::VcpuFd;
 use linux_loader::loader::{Elf, KernelLoader};
-use vm_memory::{ByteValued, Bytes, GuestAddress};
+use vm_memory::bitmap::Bitmap;
+use vm_memory::{ByteValued, Bytes, GuestAddress, GuestMemoryMmap};
 
-use super::{KvmError, Memory, MemorySlot};
+use super::{KvmError, MemorySlot};
 
 /// The bare-metal guest, built from `guest/` by this crate's build script.
 pub(super) static GUEST_ELF: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/guest.elf"));
 
 /// RAM above this address starts again at [`HIGH_RAM`]: the hole is for the LAPIC and the IOAPIC.
-pub(crate) const LOW_RAM_END: u64 = 3 << 30;
+pub const LOW_RAM_END: u64 = 3 << 30;
 /// Where RAM continues.
-pub(crate) const HIGH_RAM: u64 = 4 << 30;
+pub const HIGH_RAM: u64 = 4 << 30;
 /// Below it is the machine's and the guest kernel's memory; the workload's begins here.
 const RESERVED_BYTES: u64 = 16 << 20;
 
@@ -73,23 +74,48 @@ const _: () = assert!(size_of::<BootParameters>() == 32);
 // SAFETY: `ByteValued` needs plain data without padding: two u64, two u32 and two u64 have none.
 unsafe impl ByteValued for BootParameters {}
 
+/// Guest memory, whatever its dirty bitmap is: the machine boots the guest into it, and keeps it
+/// alive.
+pub(super) trait GuestRam: Send + Sync {
+    /// See [`load_guest`].
+    fn load_guest(
+        &self,
+        slots: &[MemorySlot],
+        vcpus: u32,
+        command_line: &str,
+    ) -> Result<u64, KvmError>;
+}
+
+impl<B: Bitmap + Send + Sync> GuestRam for GuestMemoryMmap<B> {
+    fn load_guest(
+        &self,
+        slots: &[MemorySlot],
+        vcpus: u32,
+        command_line: &str,
+    ) -> Result<u64, KvmError> {
+        load_guest(self, slots, vcpus, command_line)
+    }
+}
+
 /// Writes the guest, its boot parameters, command line, page tables and GDT into `memory`, and says
 /// at which address vCPUs start.
-pub(super) fn load_guest(
-    memory: &Memory,
+fn load_guest<B: Bitmap>(
+    memory: &GuestMemoryMmap<B>,
     slots: &[MemorySlot],
     vcpus: u32,
     command_line: &str,
 ) -> Result<u64, KvmError> {
     let (low_bytes, high_bytes) = check_layout(slots)?;
-    let parameters = BootParameters { magic: BOOT_MAGIC, version: BOOT_VERSION, vcpus, low_bytes, high_bytes };
+    let parameters =
+        BootParameters { magic: BOOT_MAGIC, version: BOOT_VERSION, vcpus, low_bytes, high_bytes };
     write(memory, BOOT_PARAMETERS, parameters.as_slice())?;
     write(memory, COMMAND_LINE, &command_line_bytes(command_line)?)?;
     let gdt: Vec<u8> = GDT.iter().flat_map(|entry| entry.to_le_bytes()).collect();
     write(memory, BOOT_GDT, &gdt)?;
     write_page_tables(memory, high_bytes)?;
     let loaded = Elf::load(memory, None, &mut Cursor::new(GUEST_ELF), None);
-    let loaded = loaded.map_err(|error| KvmError::Boot { reason: format!("the guest's ELF file: {error}") })?;
+    let loaded = loaded
+        .map_err(|error| KvmError::Boot { reason: format!("the guest's ELF file: {error}") })?;
     Ok(loaded.kernel_load.0)
 }
 
@@ -99,17 +125,26 @@ fn check_layout(slots: &[MemorySlot]) -> Result<(u64, u64), KvmError> {
     let (low, high) = match slots {
         [low] if low.gpa == 0 => (low.bytes, 0),
         [low, high] if low.gpa == 0 && high.gpa == HIGH_RAM => (low.bytes, high.bytes),
-        _ => return config(format!("memory must be one slot at 0 and perhaps one at {HIGH_RAM:#x}, not {slots:x?}")),
+        _ => {
+            return config(format!(
+                "memory must be one slot at 0 and perhaps one at {HIGH_RAM:#x}, not {slots:x?}"
+            ));
+        }
     };
     if low <= RESERVED_BYTES || low > LOW_RAM_END || high.div_ceil(1 << 30) > MAPPED_GIB_MAX - 4 {
-        return config(format!("memory of {low:#x} + {high:#x} bytes: more than 16 MiB and at most 508 GiB are needed"));
+        return config(format!(
+            "memory of {low:#x} + {high:#x} bytes: more than 16 MiB and at most 508 GiB are needed"
+        ));
     }
     Ok((low, high))
 }
 
 fn command_line_bytes(text: &str) -> Result<Vec<u8>, KvmError> {
     if text.len() >= COMMAND_LINE_BYTES || text.as_bytes().contains(&0) {
-        let reason = format!("a command line has at most 4,095 bytes and no NUL, and this one has {}", text.len());
+        let reason = format!(
+            "a command line has at most 4,095 bytes and no NUL, and this one has {}",
+            text.len()
+        );
         return Err(KvmError::Config { reason });
     }
     let mut bytes = text.as_bytes().to_vec();
@@ -117,20 +152,25 @@ fn command_line_bytes(text: &str) -> Result<Vec<u8>, KvmError> {
     Ok(bytes)
 }
 
-fn write_page_tables(memory: &Memory, high_bytes: u64) -> Result<(), KvmError> {
+fn write_page_tables<B: Bitmap>(
+    memory: &GuestMemoryMmap<B>,
+    high_bytes: u64,
+) -> Result<(), KvmError> {
     let gib = 4 + high_bytes.div_ceil(1 << 30);
     write(memory, PML4, &(PDPT | TABLE).to_le_bytes())?;
     for index in 0..gib {
         let directory = PAGE_DIRECTORIES + index * 4096;
         write(memory, PDPT + index * 8, &(directory | TABLE).to_le_bytes())?;
-        let entries = (0..512u64).flat_map(|entry| (index << 30 | entry << 21 | LARGE_PAGE).to_le_bytes());
+        let entries =
+            (0..512u64).flat_map(|entry| (index << 30 | entry << 21 | LARGE_PAGE).to_le_bytes());
         write(memory, directory, &entries.collect::<Vec<u8>>())?;
     }
     Ok(())
 }
 
-fn write(memory: &Memory, gpa: u64, bytes: &[u8]) -> Result<(), KvmError> {
-    let failed = |error| KvmError::Boot { reason: format!("{} bytes at {gpa:#x}: {error}", bytes.len()) };
+fn write<B: Bitmap>(memory: &GuestMemoryMmap<B>, gpa: u64, bytes: &[u8]) -> Result<(), KvmError> {
+    let failed =
+        |error| KvmError::Boot { reason: format!("{} bytes at {gpa:#x}: {error}", bytes.len()) };
     memory.write_slice(bytes, GuestAddress(gpa)).map_err(failed)
 }
 
@@ -141,7 +181,8 @@ pub(super) fn set_entry(fd: &VcpuFd, vcpu: u32, entry: u64) -> Result<(), KvmErr
     let data = segment(KERNEL_DS, 0x3, 0, 1);
     (sregs.cs, sregs.ss) = (code, data);
     (sregs.ds, sregs.es, sregs.fs, sregs.gs) = (data, data, data, data);
-    sregs.gdt = kvm_dtable { base: BOOT_GDT, limit: size_of_val(&GDT) as u16 - 1, ..Default::default() };
+    sregs.gdt =
+        kvm_dtable { base: BOOT_GDT, limit: size_of_val(&GDT) as u16 - 1, ..Default::default() };
     // Empty: until the guest has loaded its own, an exception is a triple fault, which is reported.
     sregs.idt = kvm_dtable::default();
     (sregs.cr0, sregs.cr3, sregs.cr4, sregs.efer) = (CR0, PML4, CR4, EFER);
@@ -155,5 +196,16 @@ pub(super) fn set_entry(fd: &VcpuFd, vcpu: u32, entry: u64) -> Result<(), KvmErr
 
 /// A flat ring 0 segment.
 fn segment(selector: u16, type_: u8, l: u8, db: u8) -> kvm_segment {
-    kvm_segment { base: 0, limit: u32::MAX, selector, type_, present: 1, s: 1, g: 1, l, db, ..Default::default() }
+    kvm_segment {
+        base: 0,
+        limit: u32::MAX,
+        selector,
+        type_,
+        present: 1,
+        s: 1,
+        g: 1,
+        l,
+        db,
+        ..Default::default()
+    }
 }

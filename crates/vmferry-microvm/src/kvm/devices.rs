@@ -22,7 +22,8 @@ pub(super) const SERIAL_GSI: u32 = 4;
 const PVPANIC_PORT: u16 = 0x505;
 /// pvpanic: what the guest may say. Only "panicked".
 const PVPANIC_PANICKED: u8 = 1;
-/// What of the serial output is kept: the last 64 KiB, thousands of lines of a guest that writes few.
+/// What of the serial output is kept: the last 64 KiB, thousands of lines of a guest that writes
+/// few.
 const SERIAL_KEPT_BYTES: usize = 64 << 10;
 
 pub(super) const SERIAL: SectionKind = SectionKind::mandatory("serial", 1);
@@ -35,7 +36,11 @@ pub(super) struct Devices {
 }
 
 impl Devices {
-    pub(super) fn new(interrupt: EventFd, sink: Option<Box<dyn Write + Send>>, stop: Arc<StopRecord>) -> Self {
+    pub(super) fn new(
+        interrupt: EventFd,
+        sink: Option<Box<dyn Write + Send>>,
+        stop: Arc<StopRecord>,
+    ) -> Self {
         let output = SerialOutput(Arc::new(Mutex::new(Output { kept: VecDeque::new(), sink })));
         let interrupt = Interrupt(Arc::new(interrupt));
         Self { serial: Mutex::new(Serial::new(interrupt, output.clone())), output, stop }
@@ -46,10 +51,13 @@ impl Devices {
         if let Some(register) = serial_register(port) {
             let mut serial = self.serial();
             for &byte in data {
-                // Fails if the sink does or the interrupt's counter is full: the guest cannot help either.
+                // Fails if the sink does or the interrupt's counter is full: the guest cannot help
+                // either.
                 let _ = serial.write(register, byte);
             }
-        } else if port == PVPANIC_PORT && data.first().is_some_and(|&byte| byte & PVPANIC_PANICKED != 0) {
+        } else if port == PVPANIC_PORT
+            && data.first().is_some_and(|&byte| byte & PVPANIC_PANICKED != 0)
+        {
             self.stop.record(GuestStop { vcpu, rip: None, cause: StopCause::Panicked });
         }
     }
@@ -83,7 +91,8 @@ impl Devices {
         let mut serial = self.serial();
         let interrupt = serial.interrupt_evt().clone();
         let loaded = Serial::from_state(state, interrupt, NoEvents, self.output.clone());
-        *serial = loaded.map_err(|error| KvmError::Config { reason: format!("serial port: {error}") })?;
+        *serial =
+            loaded.map_err(|error| KvmError::Config { reason: format!("serial port: {error}") })?;
         Ok(())
     }
 
@@ -97,7 +106,11 @@ pub(super) fn read_serial(from: &StateReader<'_>) -> Result<SerialState, KvmErro
     let section: Section<'_> = from.section(&SERIAL, 0)?;
     let (registers, in_buffer) = match section.payload().split_first_chunk::<9>() {
         Some((registers, rest)) if rest.len() <= 64 => (registers, rest.to_vec()),
-        _ => return Err(section.invalid(format!("{} bytes, expected 9 to 73", section.payload().len())).into()),
+        _ => {
+            return Err(section
+                .invalid(format!("{} bytes, expected 9 to 73", section.payload().len()))
+                .into());
+        }
     };
     let &[
         baud_divisor_low,

@@ -36,7 +36,10 @@ pub enum KvmError {
         source: std::io::Error,
     },
     /// KVM did not take a register that the saved guest has.
-    #[error("KVM refused the value {value:#x} of MSR {index:#x} for vCPU {vcpu}: this host cannot continue this guest")]
+    #[error(
+        "KVM refused the value {value:#x} of MSR {index:#x} for vCPU {vcpu}: \
+         this host cannot continue this guest"
+    )]
     Msr {
         /// The vCPU.
         vcpu: u32,
@@ -46,7 +49,10 @@ pub enum KvmError {
         value: u64,
     },
     /// The source's clock ticks at a rate that this host cannot give.
-    #[error("the guest's TSC runs at {saved} kHz, this host's at {here} kHz and cannot be scaled: {source}")]
+    #[error(
+        "the guest's TSC runs at {saved} kHz, this host's at {here} kHz and cannot be scaled: \
+         {source}"
+    )]
     TscFrequency {
         /// In the state.
         saved: u32,

@@ -63,14 +63,14 @@ pub(super) fn set_sregs2(fd: &VcpuFd, sregs: &Sregs2) -> io::Result<()> {
 pub(super) fn xsave(fd: &VcpuFd, bytes: usize) -> io::Result<Vec<u8>> {
     let mut area = vec![0u8; bytes.max(XSAVE_BYTES)];
     let request = if bytes > XSAVE_BYTES { KVM_GET_XSAVE2() } else { KVM_GET_XSAVE() };
-    // SAFETY: GET_XSAVE writes 4,096 bytes, and GET_XSAVE2 as many as `KVM_CAP_XSAVE2` says, which the
-    // caller passes on; the area is that large.
+    // SAFETY: GET_XSAVE writes 4,096 bytes, and GET_XSAVE2 as many as `KVM_CAP_XSAVE2` says, which
+    // the caller passes on; the area is that large.
     done(unsafe { ioctl_with_mut_ptr(fd, request, area.as_mut_ptr()) })?;
     Ok(area)
 }
 
-/// Sets the vCPU's XSAVE area. `area` may be shorter than this host's (`bytes`): the rest is then zero,
-/// which is the initial state of the components that it holds.
+/// Sets the vCPU's XSAVE area. `area` may be shorter than this host's (`bytes`): the rest is then
+/// zero, which is the initial state of the components that it holds.
 pub(super) fn set_xsave(fd: &VcpuFd, area: &[u8], bytes: usize) -> io::Result<()> {
     let mut padded = area.to_vec();
     padded.resize(padded.len().max(bytes).max(XSAVE_BYTES), 0);

@@ -1,29 +1,27 @@
-//! A KVM virtual machine: memory slots, in-kernel interrupt controllers and timer, vCPU threads, a serial
-//! port and pvpanic, and the state of all of them.
+//! A KVM virtual machine: memory slots, in-kernel interrupt controllers and timer, vCPU threads, a
+//! serial port and pvpanic, and the state of all of them.
 //!
 //! The order of things: [`KvmBackend::new`] makes a machine whose vCPUs are parked. Then either
-//! [`KvmBackend::start`] boots the embedded guest, or [`KvmBackend::load`] puts in the state of another
-//! machine (whose memory the caller has copied) and [`KvmBackend::resume`] continues it.
-//! [`KvmBackend::pause`] and [`KvmBackend::resume`] may alternate for ever;
-//! [`KvmBackend::save`] needs a paused machine.
+//! [`KvmBackend::start`] boots the embedded guest, or [`KvmBackend::load`] puts in the state of
+//! another machine (whose memory the caller has copied) and [`KvmBackend::resume`] continues it.
+//! [`KvmBackend::pause`] and [`KvmBackend::resume`] may alternate for ever; [`KvmBackend::save`]
+//! needs a paused machine.
 
 mod boot;
 mod devices;
 mod error;
 mod ioctl;
+mod setup;
 mod stop;
 mod vcpu;
 mod vcpu_state;
 mod vm;
 mod vm_state;
 
+pub use boot::{HIGH_RAM, LOW_RAM_END};
 pub use error::KvmError;
 pub use stop::{GuestStop, StopCause};
 pub use vm::{KvmBackend, KvmConfig};
-pub(crate) use boot::{HIGH_RAM, LOW_RAM_END};
-
-/// Guest memory as the back end maps it.
-pub type Memory = vm_memory::GuestMemoryMmap<()>;
 
 /// One memory slot: where the guest and where this process see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -49,9 +49,13 @@ impl fmt::Display for GuestStop {
         match &self.cause {
             StopCause::Panicked => write!(f, "the guest panicked")?,
             StopCause::Shutdown => write!(f, "the guest shut down or met a triple fault")?,
-            StopCause::InternalError { suberror: 1 } => write!(f, "KVM cannot emulate an instruction of the guest")?,
+            StopCause::InternalError { suberror: 1 } => {
+                write!(f, "KVM cannot emulate an instruction of the guest")?
+            }
             StopCause::InternalError { suberror } => write!(f, "KVM internal error {suberror}")?,
-            StopCause::EntryFailed { reason } => write!(f, "the processor refused the guest's state ({reason:#x})")?,
+            StopCause::EntryFailed { reason } => {
+                write!(f, "the processor refused the guest's state ({reason:#x})")?
+            }
             StopCause::RunFailed { errno } => {
                 write!(f, "KVM_RUN failed: {}", std::io::Error::from_raw_os_error(*errno))?;
             }

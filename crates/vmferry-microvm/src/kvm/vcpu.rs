@@ -13,8 +13,8 @@
 //!
 //! Pausing sets `immediate_exit` in the shared `kvm_run` page and then signals the thread. Whether
 //! the signal finds it in the guest, in a device or just before `KVM_RUN`, the next `KVM_RUN` first
-//! completes the port or memory access that is pending and then returns EINTR. So a parked vCPU never
-//! has a half-done instruction, and its registers are what its state needs.
+//! completes the port or memory access that is pending and then returns EINTR. So a parked vCPU
+//! never has a half-done instruction, and its registers are what its state needs.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -22,11 +22,12 @@ use std::sync::{Arc, Mutex, Once, PoisonError};
 use std::thread::JoinHandle;
 
 use kvm_ioctls::{VcpuExit, VcpuFd};
-use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
+use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler, unblock_signal};
 
+use super::KvmError;
+use super::boot::GuestRam;
 use super::devices::Devices;
 use super::stop::{GuestStop, StopCause, StopRecord};
-use super::{KvmError, Memory};
 
 type Call = Box<dyn FnOnce(&VcpuFd) + Send>;
 
@@ -56,7 +57,7 @@ impl Vcpu {
         mut fd: VcpuFd,
         devices: Arc<Devices>,
         stop: Arc<StopRecord>,
-        memory: Arc<Memory>,
+        memory: Arc<dyn GuestRam>,
     ) -> Result<Self, KvmError> {
         install_signal_handler(index)?;
         let kick = Arc::new(Kick::default());
@@ -64,18 +65,25 @@ impl Vcpu {
         let thread_kick = Arc::clone(&kick);
         let body = move || {
             let _memory = memory;
-            // Declared before the guard: the page is unmapped only after the guard has taken the pointer back.
+            // A mask inherited from the embedding program could hold the kick back for ever. Without
+            // it there is no pausing: the thread then ends, which every request reports.
+            if unblock_signal(kick_signal()).is_err() {
+                return;
+            }
+            // `fd` outlives the guard, so its page is unmapped only after the pointer to it has
+            // been taken back.
             let target = KickTarget::of(&mut fd);
             let _guard = thread_kick.aim(target);
             serve(index, &mut fd, &orders, &devices, &stop, &thread_kick);
         };
         let builder = std::thread::Builder::new().name(format!("vcpu{index}"));
-        let thread = builder.spawn(body).map_err(|error| dead(index, format!("cannot be made: {error}")))?;
+        let thread =
+            builder.spawn(body).map_err(|error| dead(index, format!("cannot be made: {error}")))?;
         Ok(Self { index, commands: Some(commands), thread: Some(thread), kick })
     }
 
-    /// Lets `work` run on the vCPU's thread, after everything ordered before. A vCPU that is running is
-    /// not interrupted by it: see [`Vcpu::kick`].
+    /// Lets `work` run on the vCPU's thread, after everything ordered before. A vCPU that is
+    /// running is not interrupted by it: see [`Vcpu::kick`].
     pub(super) fn call<T: Send + 'static>(
         &self,
         work: impl FnOnce(&VcpuFd) -> Result<T, KvmError> + Send + 'static,
@@ -183,7 +191,8 @@ fn run_guest(vcpu: u32, fd: &mut VcpuFd, devices: &Devices, kick: &Kick) -> Opti
             },
         };
         if internal_error {
-            // SAFETY: The exit reason is KVM_EXIT_INTERNAL_ERROR, so this is the field that the kernel filled.
+            // SAFETY: The exit reason is KVM_EXIT_INTERNAL_ERROR, so this is the field that the
+            // kernel filled.
             let suberror = unsafe { fd.get_kvm_run().__bindgen_anon_1.internal.suberror };
             return Some(StopCause::InternalError { suberror });
         }
@@ -201,8 +210,8 @@ struct KickTarget {
     thread: libc::pthread_t,
 }
 
-// SAFETY: The pointer is to an atomic in memory that is shared with the kernel anyway; `Kick` makes sure
-// that it is used only while it is valid, from whichever thread.
+// SAFETY: The pointer is to an atomic in memory that is shared with the kernel anyway; `Kick` makes
+// sure that it is used only while it is valid, from whichever thread.
 unsafe impl Send for KickTarget {}
 
 impl KickTarget {
@@ -214,7 +223,8 @@ impl KickTarget {
     }
 
     fn flag(&self) -> &AtomicU8 {
-        // SAFETY: It points into the vCPU's mapped `kvm_run` page. A target is reachable only through
+        // SAFETY: It points into the vCPU's mapped `kvm_run` page. A target is reachable only
+        // through
         // `Kick`, under its lock, and `Aimed` removes it from there before the page is unmapped.
         unsafe { &*self.immediate_exit }
     }
@@ -230,8 +240,8 @@ impl Kick {
     fn kick(&self) {
         if let Some(target) = *self.target() {
             target.flag().store(1, Ordering::SeqCst);
-            // SAFETY: The thread has not ended: it takes the target away, under this lock, before it does.
-            // The signal has a handler that does nothing, so it only interrupts KVM_RUN.
+            // SAFETY: The thread has not ended: it takes the target away, under this lock, before
+            // it does. The signal has a handler that does nothing, so it only interrupts KVM_RUN.
             unsafe { libc::pthread_kill(target.thread, kick_signal()) };
         }
     }
@@ -259,7 +269,8 @@ impl Drop for Aimed<'_> {
     }
 }
 
-/// Reserved for this by convention of Linux VMMs; it must not be blocked in the vCPU threads.
+/// The first real-time signal: Linux VMMs use it for this by convention, so a program that embeds
+/// this one must not use it for something else.
 fn kick_signal() -> libc::c_int {
     SIGRTMIN()
 }
@@ -270,13 +281,17 @@ fn install_signal_handler(vcpu: u32) -> Result<(), KvmError> {
     static ONCE: Once = Once::new();
     static FAILED: AtomicU8 = AtomicU8::new(0);
     ONCE.call_once(|| {
-        // Without SA_RESTART, so that KVM_RUN returns; a handler is needed for it to be interrupted at all.
+        // Without SA_RESTART, so that KVM_RUN returns; a handler is needed for it to be interrupted
+        // at all.
         if register_signal_handler(kick_signal(), nothing).is_err() {
             FAILED.store(1, Ordering::Relaxed);
         }
     });
     if FAILED.load(Ordering::Relaxed) != 0 {
-        return Err(dead(vcpu, format!("cannot be interrupted: no handler for signal {}", kick_signal())));
+        return Err(dead(
+            vcpu,
+            format!("cannot be interrupted: no handler for signal {}", kick_signal()),
+        ));
     }
     Ok(())
 }

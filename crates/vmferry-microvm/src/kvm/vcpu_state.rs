@@ -1,8 +1,8 @@
 //! The whole state of one vCPU: read, written as sections, and put back in the order that works.
 
 use kvm_bindings::{
-    CpuId, KVM_MAX_CPUID_ENTRIES, Msrs, kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry,
-    kvm_regs, kvm_sregs, kvm_vcpu_events, kvm_xcrs,
+    CpuId, KVM_MAX_CPUID_ENTRIES, Msrs, kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state,
+    kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_vcpu_events, kvm_xcrs,
 };
 use kvm_ioctls::VcpuFd;
 use zerocopy::IntoBytes;
@@ -84,7 +84,11 @@ impl VcpuState {
             mp_state,
             regs: fd.get_regs().map_err(refused("KVM_GET_REGS"))?,
             sregs,
-            xsave: xsave.map_err(|source| KvmError::Vcpu { vcpu, what: "KVM_GET_XSAVE2", source })?,
+            xsave: xsave.map_err(|source| KvmError::Vcpu {
+                vcpu,
+                what: "KVM_GET_XSAVE2",
+                source,
+            })?,
             xcrs: fd.get_xcrs().map_err(refused("KVM_GET_XCRS"))?,
             lapic: fd.get_lapic().map_err(refused("KVM_GET_LAPIC"))?,
             msrs: read_msrs(fd, vcpu, &has.msrs)?,
@@ -99,7 +103,8 @@ impl VcpuState {
     /// Puts a vCPU that never ran into this state. On its own thread.
     pub(super) fn load(&self, fd: &VcpuFd, vcpu: u32, has: &Abilities) -> Result<(), KvmError> {
         let refused = |what| KvmError::vcpu(vcpu, what);
-        let invalid = |what| KvmError::Vcpu { vcpu, what, source: std::io::ErrorKind::InvalidInput.into() };
+        let invalid =
+            |what| KvmError::Vcpu { vcpu, what, source: std::io::ErrorKind::InvalidInput.into() };
         // CPUID decides which registers exist; the TSC's rate must be set before its value.
         let cpuid = CpuId::from_entries(&self.cpuid).map_err(|_| invalid("KVM_SET_CPUID2"))?;
         fd.set_cpuid2(&cpuid).map_err(refused("KVM_SET_CPUID2"))?;
@@ -111,11 +116,14 @@ impl VcpuState {
             SystemRegisters::New(sregs) => ioctl::set_sregs2(fd, sregs)
                 .map_err(|source| KvmError::Vcpu { vcpu, what: "KVM_SET_SREGS2", source })?,
         }
-        ioctl::set_xsave(fd, &self.xsave, has.xsave_bytes)
-            .map_err(|source| KvmError::Vcpu { vcpu, what: "KVM_SET_XSAVE", source })?;
+        ioctl::set_xsave(fd, &self.xsave, has.xsave_bytes).map_err(|source| KvmError::Vcpu {
+            vcpu,
+            what: "KVM_SET_XSAVE",
+            source,
+        })?;
         fd.set_xcrs(&self.xcrs).map_err(refused("KVM_SET_XCRS"))?;
-        // After SREGS, which hold the LAPIC's address and mode; before the MSRs, of which TSC_DEADLINE
-        // arms the LAPIC's timer and is ignored in any other timer mode.
+        // After SREGS, which hold the LAPIC's address and mode; before the MSRs, of which
+        // TSC_DEADLINE arms the LAPIC's timer and is ignored in any other timer mode.
         fd.set_lapic(&self.lapic).map_err(refused("KVM_SET_LAPIC"))?;
         write_msrs(fd, vcpu, &self.msrs)?;
         fd.set_debug_regs(&self.debug_regs).map_err(refused("KVM_SET_DEBUGREGS"))?;
@@ -143,20 +151,29 @@ impl VcpuState {
     }
 
     /// Parses the sections of vCPU `vcpu`, and refuses what this host cannot hold.
-    pub(super) fn read(vcpu: u32, from: &StateReader<'_>, has: &Abilities) -> Result<Self, KvmError> {
+    pub(super) fn read(
+        vcpu: u32,
+        from: &StateReader<'_>,
+        has: &Abilities,
+    ) -> Result<Self, KvmError> {
         let sregs = match from.optional(&SREGS2, vcpu)? {
             Some(section) if has.sregs2 => SystemRegisters::New(section.abi()?),
-            Some(section) => return Err(section.invalid("this host's KVM has no KVM_SET_SREGS2".into()).into()),
+            Some(section) => {
+                return Err(section.invalid("this host's KVM has no KVM_SET_SREGS2".into()).into());
+            }
             None => SystemRegisters::Old(from.section(&SREGS, vcpu)?.abi()?),
         };
         let xsave = from.section(&XSAVE, vcpu)?;
         let bytes = xsave.payload().len();
         if !(XSAVE_BYTES..=XSAVE_MAX_BYTES).contains(&bytes) {
-            return Err(xsave.invalid(format!("{bytes} bytes, expected {XSAVE_BYTES} to {XSAVE_MAX_BYTES}")).into());
+            return Err(xsave
+                .invalid(format!("{bytes} bytes, expected {XSAVE_BYTES} to {XSAVE_MAX_BYTES}"))
+                .into());
         }
         // A larger area from the source is fine as long as what this host lacks is unused.
         if xsave.payload().iter().skip(has.xsave_bytes).any(|&byte| byte != 0) {
-            let reason = format!("{bytes} bytes of XSAVE in use, this host has {}", has.xsave_bytes);
+            let reason =
+                format!("{bytes} bytes of XSAVE in use, this host has {}", has.xsave_bytes);
             return Err(xsave.invalid(reason).into());
         }
         Ok(Self {
@@ -175,15 +192,17 @@ impl VcpuState {
     }
 }
 
-/// Reads those of `indices` that can be read: KVM lists some that this processor or this guest's CPUID
-/// has not. Such a register does not exist for the guest, so there is nothing to save.
+/// Reads those of `indices` that can be read: KVM lists some that this processor or this guest's
+/// CPUID has not. Such a register does not exist for the guest, so there is nothing to save.
 fn read_msrs(fd: &VcpuFd, vcpu: u32, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, KvmError> {
     let mut read = Vec::with_capacity(indices.len());
     let mut rest = indices;
     while !rest.is_empty() {
-        let entries: Vec<_> = rest.iter().map(|&index| kvm_msr_entry { index, ..Default::default() }).collect();
+        let entries: Vec<_> =
+            rest.iter().map(|&index| kvm_msr_entry { index, ..Default::default() }).collect();
         let mut msrs = wrap(vcpu, &entries)?;
-        let count = fd.get_msrs(&mut msrs).map_err(KvmError::vcpu(vcpu, "KVM_GET_MSRS"))?.min(rest.len());
+        let count =
+            fd.get_msrs(&mut msrs).map_err(KvmError::vcpu(vcpu, "KVM_GET_MSRS"))?.min(rest.len());
         read.extend_from_slice(&msrs.as_slice()[..count]);
         rest = rest.get(count + 1..).unwrap_or_default();
     }
@@ -204,12 +223,13 @@ fn write_msrs(fd: &VcpuFd, vcpu: u32, entries: &[kvm_msr_entry]) -> Result<(), K
     Ok(())
 }
 
-/// A register that KVM refuses to set is no loss if it holds that value already: several are read-only or
-/// derived from CPUID, which has been set.
+/// A register that KVM refuses to set is no loss if it holds that value already: several are
+/// read-only or derived from CPUID, which has been set.
 fn is_harmless(fd: &VcpuFd, refused: &kvm_msr_entry) -> bool {
     let here = Msrs::from_entries(&[kvm_msr_entry { index: refused.index, ..Default::default() }]);
     here.is_ok_and(|mut here| {
-        fd.get_msrs(&mut here).is_ok_and(|count| count == 1) && here.as_slice()[0].data == refused.data
+        fd.get_msrs(&mut here).is_ok_and(|count| count == 1)
+            && here.as_slice()[0].data == refused.data
     })
 }
 
@@ -224,5 +244,9 @@ fn set_tsc_khz(fd: &VcpuFd, saved: u32) -> Result<(), KvmError> {
     if saved == 0 || close {
         return Ok(());
     }
-    fd.set_tsc_khz(saved).map_err(|error| KvmError::TscFrequency { saved, here, source: error.into() })
+    fd.set_tsc_khz(saved).map_err(|error| KvmError::TscFrequency {
+        saved,
+        here,
+        source: error.into(),
+    })
 }

@@ -1,52 +1,28 @@
 //! The machine: made, started, paused, saved, loaded.
 
-use std::fs::OpenOptions;
 use std::io::Write;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvm_bindings::{
-    CpuId, KVM_CAP_EXCEPTION_PAYLOAD, KVM_MAX_CPUID_ENTRIES, KVM_PIT_SPEAKER_DUMMY, kvm_enable_cap, kvm_pit_config,
-    kvm_userspace_memory_region,
-};
-use kvm_ioctls::{Cap, Kvm, VmFd};
-use vm_memory::{Address, GuestMemoryBackend, GuestMemoryRegion};
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use kvm_bindings::KVM_MAX_CPUID_ENTRIES;
+use kvm_ioctls::VmFd;
+use vm_memory::GuestMemoryMmap;
+use vm_memory::bitmap::Bitmap;
 
-use super::boot::{load_guest, set_entry};
-use super::devices::{self, Devices, SERIAL_GSI};
+use super::boot::{GuestRam, set_entry};
+use super::devices::{self, Devices};
+use super::setup::{
+    add_interrupt_controllers, add_memory, keep_exceptions_apart, open, vcpu_cpuid,
+};
 use super::stop::StopRecord;
-use super::vcpu::Vcpu;
+use super::vcpu::{Reply, Vcpu};
 use super::vcpu_state::{self, Abilities, VcpuState};
 use super::vm_state::{self, VmState};
-use super::{GuestStop, KvmError, Memory, MemorySlot, ioctl};
+use super::{GuestStop, KvmError, MemorySlot, StopCause, ioctl};
 use crate::state::{SectionKind, StateReader, StateWriter};
 
-/// Task state segments for Intel's real-mode emulation: three pages below the BIOS, out of RAM's way.
-const TSS_ADDRESS: usize = 0xfffb_d000;
-/// One more page for the same purpose.
-const IDENTITY_MAP_ADDRESS: u64 = 0xfffb_c000;
 /// The guest has room for so many.
 const VCPUS_MAX: u8 = 8;
-/// The version of the KVM interface since 2007.
-const KVM_API_VERSION: i32 = 12;
-
-/// Without these there is no machine. All are in every KVM for x86 since Linux 4.13.
-const NEEDED: &[(Cap, &str)] = &[
-    (Cap::UserMemory, "KVM_CAP_USER_MEMORY"),
-    (Cap::Irqchip, "KVM_CAP_IRQCHIP"),
-    (Cap::Pit2, "KVM_CAP_PIT2"),
-    (Cap::PitState2, "KVM_CAP_PIT_STATE2"),
-    (Cap::Irqfd, "KVM_CAP_IRQFD"),
-    (Cap::ImmediateExit, "KVM_CAP_IMMEDIATE_EXIT"),
-    (Cap::MpState, "KVM_CAP_MP_STATE"),
-    (Cap::VcpuEvents, "KVM_CAP_VCPU_EVENTS"),
-    (Cap::Debugregs, "KVM_CAP_DEBUGREGS"),
-    (Cap::Xsave, "KVM_CAP_XSAVE"),
-    (Cap::Xcrs, "KVM_CAP_XCRS"),
-    (Cap::AdjustClock, "KVM_CAP_ADJUST_CLOCK"),
-    (Cap::ExtCpuid, "KVM_CAP_EXT_CPUID"),
-];
 
 /// What is to be made.
 #[derive(Default)]
@@ -64,7 +40,7 @@ pub struct KvmBackend {
     // First, so that on drop every vCPU thread has ended before anything that it uses goes away.
     vcpus: Vec<Vcpu>,
     vm: Arc<VmFd>,
-    memory: Arc<Memory>,
+    memory: Arc<dyn GuestRam>,
     slots: Vec<MemorySlot>,
     pub(super) devices: Arc<Devices>,
     stop: Arc<StopRecord>,
@@ -114,20 +90,29 @@ impl KvmBackend {
     ///
     /// # Errors
     /// [`KvmError`]: no KVM, a capability or a setting that it does not have.
-    pub fn new(config: KvmConfig, memory: Arc<Memory>) -> Result<Self, KvmError> {
+    pub fn new<B: Bitmap + Send + Sync + 'static>(
+        config: KvmConfig,
+        memory: Arc<GuestMemoryMmap<B>>,
+    ) -> Result<Self, KvmError> {
         if !(1..=VCPUS_MAX).contains(&config.vcpus) {
-            let reason = format!("{} vCPUs asked for, and it can have 1 to {VCPUS_MAX}", config.vcpus);
+            let reason =
+                format!("{} vCPUs asked for, and it can have 1 to {VCPUS_MAX}", config.vcpus);
             return Err(KvmError::Config { reason });
         }
         let kvm = open()?;
         let vm = kvm.create_vm().map_err(KvmError::vm("KVM_CREATE_VM"))?;
         keep_exceptions_apart(&vm)?;
         let slots = add_memory(&vm, &memory)?;
+        let memory: Arc<dyn GuestRam> = memory;
         let interrupt = add_interrupt_controllers(&vm)?;
         let abilities = Abilities {
             sregs2: ioctl::has_sregs2(&vm),
             xsave_bytes: ioctl::xsave_bytes(&vm),
-            msrs: kvm.get_msr_index_list().map_err(KvmError::vm("KVM_GET_MSR_INDEX_LIST"))?.as_slice().to_vec(),
+            msrs: kvm
+                .get_msr_index_list()
+                .map_err(KvmError::vm("KVM_GET_MSR_INDEX_LIST"))?
+                .as_slice()
+                .to_vec(),
         };
         let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES);
         let supported = supported.map_err(KvmError::vm("KVM_GET_SUPPORTED_CPUID"))?;
@@ -135,13 +120,31 @@ impl KvmBackend {
         let devices = Arc::new(Devices::new(interrupt, config.serial, Arc::clone(&stop)));
         let mut vcpus = Vec::new();
         for index in 0..u32::from(config.vcpus) {
-            let fd = vm.create_vcpu(u64::from(index)).map_err(KvmError::vcpu(index, "KVM_CREATE_VCPU"))?;
+            let fd = vm
+                .create_vcpu(u64::from(index))
+                .map_err(KvmError::vcpu(index, "KVM_CREATE_VCPU"))?;
             let cpuid = vcpu_cpuid(supported.clone(), index);
             fd.set_cpuid2(&cpuid).map_err(KvmError::vcpu(index, "KVM_SET_CPUID2"))?;
-            vcpus.push(Vcpu::spawn(index, fd, Arc::clone(&devices), Arc::clone(&stop), Arc::clone(&memory))?);
+            vcpus.push(Vcpu::spawn(
+                index,
+                fd,
+                Arc::clone(&devices),
+                Arc::clone(&stop),
+                Arc::clone(&memory),
+            )?);
         }
         let (vm, command_line) = (Arc::new(vm), config.command_line);
-        Ok(Self { vcpus, vm, memory, slots, devices, stop, abilities, command_line, phase: Phase::Made })
+        Ok(Self {
+            vcpus,
+            vm,
+            memory,
+            slots,
+            devices,
+            stop,
+            abilities,
+            command_line,
+            phase: Phase::Made,
+        })
     }
 
     /// "kvm".
@@ -157,15 +160,16 @@ impl KvmBackend {
     pub fn start(&mut self) -> Result<(), KvmError> {
         self.need(&[Phase::Made], "started")?;
         let vcpus = self.vcpus.len() as u32;
-        let entry = load_guest(&self.memory, &self.slots, vcpus, &self.command_line)?;
+        let entry = self.memory.load_guest(&self.slots, vcpus, &self.command_line)?;
         self.broken_until(Phase::Paused, |this| {
             this.on_each(move |fd, vcpu| set_entry(fd, vcpu, entry)).map(drop)
         })?;
         self.resume()
     }
 
-    /// Stops every vCPU. On return none is in the guest and no access to a device is half done, so that
-    /// nothing but this process writes to guest memory. Does nothing if the machine is paused already.
+    /// Stops every vCPU. On return none is in the guest and no access to a device is half done, so
+    /// that nothing but this process writes to guest memory. Does nothing if the machine is paused
+    /// already.
     ///
     /// # Errors
     /// [`KvmError`]; [`KvmError::Phase`] if it was never started.
@@ -196,11 +200,11 @@ impl KvmBackend {
     /// Appends the state of a paused machine, without its memory.
     ///
     /// # Errors
-    /// [`KvmError`]; [`KvmError::Phase`] unless the machine is paused, or if its guest stopped in a way
-    /// that cannot be continued anywhere.
+    /// [`KvmError`]; [`KvmError::Phase`] unless the machine is paused, or if its guest stopped in a
+    /// way that cannot be continued anywhere.
     pub fn save(&mut self, out: &mut StateWriter) -> Result<(), KvmError> {
         self.need(&[Phase::Paused], "saved")?;
-        if let Some(stop) = self.stopped().filter(|stop| stop.cause != super::StopCause::Panicked) {
+        if let Some(stop) = self.stopped().filter(|stop| stop.cause != StopCause::Panicked) {
             return Err(KvmError::Phase { wanted: "saved", phase: format!("has stopped: {stop}") });
         }
         let abilities = self.abilities.clone();
@@ -212,8 +216,8 @@ impl KvmBackend {
         self.devices.save(out)
     }
 
-    /// Puts a new machine into the state of a saved one; afterwards it is paused. Everything is parsed
-    /// before anything is changed. The caller has called [`StateReader::refuse_unknown`].
+    /// Puts a new machine into the state of a saved one; afterwards it is paused. Everything is
+    /// parsed before anything is changed. The caller has called [`StateReader::refuse_unknown`].
     ///
     /// # Errors
     /// [`KvmError`]; [`KvmError::Phase`] unless the machine is new.
@@ -226,7 +230,9 @@ impl KvmBackend {
         for vcpu in 0..count {
             states.push(VcpuState::read(vcpu, from, &self.abilities)?);
         }
-        if let Some(section) = from.sections().iter().find(|s| is_vcpu_section(s.name()) && s.instance() >= count) {
+        if let Some(section) =
+            from.sections().iter().find(|s| is_vcpu_section(s.name()) && s.instance() >= count)
+        {
             return Err(section.invalid(format!("this machine has {count} vCPUs")).into());
         }
         self.broken_until(Phase::Paused, |this| {
@@ -235,7 +241,7 @@ impl KvmBackend {
                 let abilities = this.abilities.clone();
                 replies.push(vcpu.call(move |fd| state.load(fd, index, &abilities))?);
             }
-            replies.into_iter().try_for_each(super::vcpu::Reply::wait)?;
+            replies.into_iter().try_for_each(Reply::wait)?;
             machine.load(&this.vm)?;
             this.devices.load(&serial)
         })
@@ -281,7 +287,7 @@ impl KvmBackend {
             vcpu.call(move |fd| work(fd, index))
         };
         let replies: Result<Vec<_>, _> = (0..).zip(&self.vcpus).map(begin).collect();
-        replies?.into_iter().map(super::vcpu::Reply::wait).collect()
+        replies?.into_iter().map(Reply::wait).collect()
     }
 
     fn need(&self, phases: &[Phase], wanted: &'static str) -> Result<(), KvmError> {
@@ -306,86 +312,4 @@ impl KvmBackend {
 
 fn is_vcpu_section(name: &str) -> bool {
     vcpu_state::SECTIONS.iter().any(|kind| kind.name == name)
-}
-
-fn open() -> Result<Kvm, KvmError> {
-    let unavailable = |reason: String| KvmError::Unavailable { reason };
-    // First by hand: this error says more than kvm-ioctls' own.
-    OpenOptions::new().read(true).write(true).open("/dev/kvm").map_err(|error| {
-        unavailable(match error.kind() {
-            std::io::ErrorKind::NotFound => {
-                "/dev/kvm does not exist: load the kvm_intel or kvm_amd module, or enable nested virtualisation".into()
-            }
-            std::io::ErrorKind::PermissionDenied => {
-                "/dev/kvm may not be opened: add this user to the group `kvm`".into()
-            }
-            _ => format!("/dev/kvm cannot be opened: {error}"),
-        })
-    })?;
-    let kvm = Kvm::new().map_err(|error| unavailable(format!("/dev/kvm cannot be opened: {error}")))?;
-    let version = kvm.get_api_version();
-    if version != KVM_API_VERSION {
-        return Err(unavailable(format!("KVM interface version {version}, needed {KVM_API_VERSION}")));
-    }
-    match NEEDED.iter().find(|(capability, _)| !kvm.check_extension(*capability)) {
-        Some((_, name)) => Err(unavailable(format!("this KVM has no {name}"))),
-        None => Ok(kvm),
-    }
-}
-
-/// Lets the saved state tell an exception that is pending from one that is being delivered, and carry the
-/// fault's address: without this KVM reports both as being delivered.
-fn keep_exceptions_apart(vm: &VmFd) -> Result<(), KvmError> {
-    if !(vm.check_extension_raw(KVM_CAP_EXCEPTION_PAYLOAD.into()) > 0) {
-        return Ok(());
-    }
-    let mut capability = kvm_enable_cap { cap: KVM_CAP_EXCEPTION_PAYLOAD, ..Default::default() };
-    capability.args[0] = 1;
-    vm.enable_cap(&capability).map_err(KvmError::vm("KVM_CAP_EXCEPTION_PAYLOAD"))
-}
-
-fn add_memory(vm: &VmFd, memory: &Memory) -> Result<Vec<MemorySlot>, KvmError> {
-    let mut slots = Vec::new();
-    for (slot, region) in (0..).zip(memory.iter()) {
-        let base = region.start_addr().raw_value();
-        let host_address = memory.get_host_address(region.start_addr());
-        let host_address = host_address.map_err(|error| KvmError::Config { reason: format!("memory: {error}") })?;
-        let slot = MemorySlot { slot, gpa: base, bytes: region.len(), host_address: host_address as u64 };
-        let region = kvm_userspace_memory_region {
-            slot: slot.slot,
-            flags: 0,
-            guest_phys_addr: slot.gpa,
-            memory_size: slot.bytes,
-            userspace_addr: slot.host_address,
-        };
-        // SAFETY: The range is one mapping of `memory`, which outlives every vCPU: each vCPU thread holds it.
-        unsafe { vm.set_user_memory_region(region) }.map_err(KvmError::vm("KVM_SET_USER_MEMORY_REGION"))?;
-        slots.push(slot);
-    }
-    Ok(slots)
-}
-
-/// PIC, IOAPIC, LAPICs and PIT in the kernel; returns the serial port's interrupt line.
-fn add_interrupt_controllers(vm: &VmFd) -> Result<EventFd, KvmError> {
-    vm.set_tss_address(TSS_ADDRESS).map_err(KvmError::vm("KVM_SET_TSS_ADDR"))?;
-    vm.set_identity_map_address(IDENTITY_MAP_ADDRESS).map_err(KvmError::vm("KVM_SET_IDENTITY_MAP_ADDR"))?;
-    vm.create_irq_chip().map_err(KvmError::vm("KVM_CREATE_IRQCHIP"))?;
-    // The speaker port is emulated with it, as guests expect of a PC.
-    let pit = kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() };
-    vm.create_pit2(pit).map_err(KvmError::vm("KVM_CREATE_PIT2"))?;
-    let interrupt = EventFd::new(EFD_NONBLOCK).map_err(|source| KvmError::Vm { what: "an eventfd", source })?;
-    vm.register_irqfd(&interrupt, SERIAL_GSI).map_err(KvmError::vm("KVM_IRQFD"))?;
-    Ok(interrupt)
-}
-
-/// What KVM supports, with this vCPU's own APIC identifier where CPUID shows it.
-fn vcpu_cpuid(mut cpuid: CpuId, vcpu: u32) -> CpuId {
-    for entry in cpuid.as_mut_slice() {
-        match entry.function {
-            0x1 => entry.ebx = (entry.ebx & 0x00ff_ffff) | vcpu << 24,
-            0xb | 0x1f => entry.edx = vcpu,
-            _ => {}
-        }
-    }
-    cpuid
 }

@@ -1,7 +1,8 @@
 //! The state of a machine that belongs to no vCPU: interrupt controllers, timer, clock.
 
 use kvm_bindings::{
-    KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_clock_data, kvm_irqchip, kvm_pit_state2,
+    KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_clock_data, kvm_irqchip,
+    kvm_pit_state2,
 };
 use kvm_ioctls::VmFd;
 
@@ -41,8 +42,8 @@ impl VmState {
             vm.set_irqchip(chip).map_err(KvmError::vm("KVM_SET_IRQCHIP"))?;
         }
         vm.set_pit2(&self.pit).map_err(KvmError::vm("KVM_SET_PIT2"))?;
-        // Only the value, no flags: the guest's clock stands still while it is paused, as its ticks do, and
-        // does not depend on whether the wall clocks of two hosts agree.
+        // Only the value, no flags: the guest's clock stands still while it is paused, as its ticks
+        // do, and does not depend on whether the wall clocks of two hosts agree.
         let clock = kvm_clock_data { clock: self.clock.clock, ..Default::default() };
         vm.set_clock(&clock).map_err(KvmError::vm("KVM_SET_CLOCK"))
     }
@@ -62,10 +63,16 @@ impl VmState {
             let section = from.section(&IRQCHIP, chip.chip_id)?;
             let saved: kvm_irqchip = section.abi()?;
             if saved.chip_id != chip.chip_id {
-                return Err(section.invalid(format!("it holds the state of chip {}", saved.chip_id)).into());
+                return Err(section
+                    .invalid(format!("it holds the state of chip {}", saved.chip_id))
+                    .into());
             }
             *chip = saved;
         }
-        Ok(Self { chips, pit: from.section(&PIT, 0)?.abi()?, clock: from.section(&CLOCK, 0)?.abi()? })
+        Ok(Self {
+            chips,
+            pit: from.section(&PIT, 0)?.abi()?,
+            clock: from.section(&CLOCK, 0)?.abi()?,
+        })
     }
 }

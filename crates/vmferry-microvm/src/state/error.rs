@@ -10,7 +10,10 @@ pub enum StateError {
         found: Vec<u8>,
     },
     /// Written by a newer vmferry, in another container format.
-    #[error("the machine state has format {found}, and this build reads format {supported}: upgrade this host")]
+    #[error(
+        "the machine state has format {found}, and this build reads format {supported}: \
+         upgrade this host"
+    )]
     Format {
         /// In the header.
         found: u16,
@@ -18,7 +21,9 @@ pub enum StateError {
         supported: u16,
     },
     /// The bytes end before what they announce.
-    #[error("the machine state ends in {what} at offset {offset}: {needed} bytes needed, {left} left")]
+    #[error(
+        "the machine state ends in {what} at offset {offset}: {needed} bytes needed, {left} left"
+    )]
     Truncated {
         /// The header, a section header, or a section by name.
         what: String,
@@ -30,7 +35,9 @@ pub enum StateError {
         left: usize,
     },
     /// A checksum does not match.
-    #[error("{what} at offset {offset} is corrupt: checksum {found:#010x}, expected {expected:#010x}")]
+    #[error(
+        "{what} at offset {offset} is corrupt: checksum {found:#010x}, expected {expected:#010x}"
+    )]
     Corrupt {
         /// The header, a section header, or a section by name.
         what: String,
@@ -52,13 +59,19 @@ pub enum StateError {
         reason: String,
     },
     /// A mandatory section that this build does not know.
-    #[error("the machine state has a mandatory section {name:?} that this build does not know: upgrade this host")]
+    #[error(
+        "the machine state has a mandatory section {name:?} that this build does not know: \
+         upgrade this host"
+    )]
     Unknown {
         /// Of the section.
         name: String,
     },
     /// A section written by a newer build.
-    #[error("section {name:?} has version {found}, and this build reads up to {supported}: upgrade this host")]
+    #[error(
+        "section {name:?} has version {found}, and this build reads up to {supported}: \
+         upgrade this host"
+    )]
     Version {
         /// Of the section.
         name: String,

@@ -38,7 +38,8 @@ const FLAG_MANDATORY: u16 = 1;
 /// More sections than this are refused: a machine of 8 vCPUs has about 100.
 const SECTIONS_MAX: u32 = 4096;
 
-/// What a section is: a name, and the newest version of its content that this build writes and reads.
+/// What a section is: a name, and the newest version of its content that this build writes and
+/// reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SectionKind {
     /// At most 24 bytes of printable ASCII, unique among the kinds.
@@ -50,7 +51,8 @@ pub struct SectionKind {
 }
 
 impl SectionKind {
-    /// A section that every reader must understand. Panics at compile time on a name that does not fit.
+    /// A section that every reader must understand. Panics at compile time on a name that does not
+    /// fit.
     #[must_use]
     pub const fn mandatory(name: &'static str, version: u16) -> Self {
         assert!(!name.is_empty() && name.len() <= NAME_BYTES && name.is_ascii() && version > 0);

@@ -3,8 +3,8 @@
 use zerocopy::FromBytes;
 
 use super::{
-    FLAG_MANDATORY, FORMAT_VERSION, HEADER_BYTES, MAGIC, NAME_BYTES, SECTION_HEADER_BYTES, SECTIONS_MAX, SectionKind,
-    StateError, crc32c,
+    FLAG_MANDATORY, FORMAT_VERSION, HEADER_BYTES, MAGIC, NAME_BYTES, SECTION_HEADER_BYTES,
+    SECTIONS_MAX, SectionKind, StateError, crc32c,
 };
 
 /// A container whose form and checksums are right.
@@ -41,15 +41,26 @@ impl<'a> StateReader<'a> {
             return Err(StateError::Format { found: format, supported: FORMAT_VERSION });
         }
         let count = le32(header, 12);
-        let invalid = |what: &str, offset, reason: String| StateError::Invalid { what: what.into(), offset, reason };
+        let invalid = |what: &str, offset, reason: String| StateError::Invalid {
+            what: what.into(),
+            offset,
+            reason,
+        };
         if count > SECTIONS_MAX || le16(header, 10) != 0 {
-            return Err(invalid("the header", 0, format!("{count} sections, reserved field {}", le16(header, 10))));
+            return Err(invalid(
+                "the header",
+                0,
+                format!("{count} sections, reserved field {}", le16(header, 10)),
+            ));
         }
         let mut sections: Vec<Section<'a>> = Vec::new();
         let mut offset = HEADER_BYTES;
         for index in 0..count {
             let section = Section::parse(bytes, offset, index)?;
-            if sections.iter().any(|other| other.name == section.name && other.instance == section.instance) {
+            if sections
+                .iter()
+                .any(|other| other.name == section.name && other.instance == section.instance)
+            {
                 let reason = format!("instance {} occurs twice", section.instance);
                 return Err(invalid(&section.describe(), offset, reason));
             }
@@ -63,8 +74,8 @@ impl<'a> StateReader<'a> {
         Ok(Self { sections })
     }
 
-    /// Refuses what this build cannot load: mandatory sections that are in none of `known`, and newer
-    /// versions of those that are. To be called before anything is loaded.
+    /// Refuses what this build cannot load: mandatory sections that are in none of `known`, and
+    /// newer versions of those that are. To be called before anything is loaded.
     ///
     /// # Errors
     /// [`StateError::Unknown`] or [`StateError::Version`], naming the section.
@@ -72,7 +83,9 @@ impl<'a> StateReader<'a> {
         for section in &self.sections {
             match known.iter().copied().flatten().find(|kind| kind.name == section.name) {
                 Some(kind) => section.check_version(kind)?,
-                None if section.mandatory => return Err(StateError::Unknown { name: section.name.into() }),
+                None if section.mandatory => {
+                    return Err(StateError::Unknown { name: section.name.into() });
+                }
                 None => {}
             }
         }
@@ -91,8 +104,15 @@ impl<'a> StateReader<'a> {
     ///
     /// # Errors
     /// [`StateError::Version`] if a newer build wrote it.
-    pub fn optional(&self, kind: &SectionKind, instance: u32) -> Result<Option<Section<'a>>, StateError> {
-        let found = self.sections.iter().find(|section| section.name == kind.name && section.instance == instance);
+    pub fn optional(
+        &self,
+        kind: &SectionKind,
+        instance: u32,
+    ) -> Result<Option<Section<'a>>, StateError> {
+        let found = self
+            .sections
+            .iter()
+            .find(|section| section.name == kind.name && section.instance == instance);
         found.map(|section| section.check_version(kind).map(|()| *section)).transpose()
     }
 
@@ -127,7 +147,8 @@ impl<'a> Section<'a> {
             offset: at + SECTION_HEADER_BYTES,
             payload: &[],
         };
-        section.payload = take(bytes, section.offset, le32(header, 32) as usize, || section.describe())?;
+        section.payload =
+            take(bytes, section.offset, le32(header, 32) as usize, || section.describe())?;
         check(section.payload, le32(header, 36), section.offset, || section.describe())?;
         Ok(section)
     }
@@ -173,7 +194,8 @@ impl<'a> Section<'a> {
     /// # Errors
     /// [`StateError::Invalid`] if the size is another.
     pub fn abi<T: FromBytes>(&self) -> Result<T, StateError> {
-        let size = || self.invalid(format!("{} bytes, expected {}", self.payload.len(), size_of::<T>()));
+        let size =
+            || self.invalid(format!("{} bytes, expected {}", self.payload.len(), size_of::<T>()));
         T::read_from_bytes(self.payload).map_err(|_| size())
     }
 
@@ -183,11 +205,13 @@ impl<'a> Section<'a> {
     /// [`StateError::Invalid`] if the size is not a multiple of theirs, or too large.
     pub fn abi_list<T: FromBytes>(&self, max: usize) -> Result<Vec<T>, StateError> {
         let size = size_of::<T>().max(1);
-        if self.payload.len() % size != 0 || self.payload.len() / size > max {
-            let reason = format!("{} bytes, expected at most {max} entries of {size}", self.payload.len());
+        if !self.payload.len().is_multiple_of(size) || self.payload.len() / size > max {
+            let reason =
+                format!("{} bytes, expected at most {max} entries of {size}", self.payload.len());
             return Err(self.invalid(reason));
         }
-        let size_is_right = |chunk| T::read_from_bytes(chunk).map_err(|_| self.invalid("an entry's size".into()));
+        let size_is_right =
+            |chunk| T::read_from_bytes(chunk).map_err(|_| self.invalid("an entry's size".into()));
         self.payload.chunks_exact(size).map(size_is_right).collect()
     }
 
@@ -198,13 +222,24 @@ impl<'a> Section<'a> {
     }
 }
 
-fn take(bytes: &[u8], offset: usize, length: usize, what: impl Fn() -> String) -> Result<&[u8], StateError> {
+fn take(
+    bytes: &[u8],
+    offset: usize,
+    length: usize,
+    what: impl Fn() -> String,
+) -> Result<&[u8], StateError> {
     let rest = bytes.get(offset..).unwrap_or_default();
-    let truncated = || StateError::Truncated { what: what(), offset, needed: length, left: rest.len() };
+    let truncated =
+        || StateError::Truncated { what: what(), offset, needed: length, left: rest.len() };
     rest.get(..length).ok_or_else(truncated)
 }
 
-fn check(bytes: &[u8], expected: u32, offset: usize, what: impl Fn() -> String) -> Result<(), StateError> {
+fn check(
+    bytes: &[u8],
+    expected: u32,
+    offset: usize,
+    what: impl Fn() -> String,
+) -> Result<(), StateError> {
     let found = crc32c(bytes);
     if found != expected {
         return Err(StateError::Corrupt { what: what(), offset, found, expected });

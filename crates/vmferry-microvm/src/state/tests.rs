@@ -32,7 +32,10 @@ fn a_structure_of_another_size_is_refused_by_section_and_offset() {
     let bytes = sample();
     let section = StateReader::parse(&bytes).unwrap().section(&A, 0).unwrap();
     let error = section.abi::<[u64; 4]>().unwrap_err();
-    assert!(matches!(error, StateError::Invalid { ref what, offset: 64, .. } if what.contains("\"a\"")), "{error}");
+    assert!(
+        matches!(error, StateError::Invalid { ref what, offset: 64, .. } if what.contains("\"a\"")),
+        "{error}"
+    );
     assert!(section.abi_list::<[u64; 2]>(8).is_err());
     assert!(section.abi_list::<u64>(2).is_err());
 }
@@ -41,7 +44,10 @@ fn a_structure_of_another_size_is_refused_by_section_and_offset() {
 fn unknown_mandatory_and_newer_sections_are_refused_by_name() {
     let bytes = sample();
     let reader = StateReader::parse(&bytes).unwrap();
-    assert_eq!(reader.refuse_unknown(&[&[B]]).unwrap_err(), StateError::Unknown { name: "a".into() });
+    assert_eq!(
+        reader.refuse_unknown(&[&[B]]).unwrap_err(),
+        StateError::Unknown { name: "a".into() }
+    );
     reader.refuse_unknown(&[&[A]]).unwrap();
     let old = SectionKind::mandatory("a", 1);
     let newer = StateError::Version { name: "a".into(), found: 2, supported: 1 };
@@ -67,7 +73,10 @@ fn every_prefix_is_refused() {
         assert!(StateReader::parse(&bytes[..length]).is_err(), "{length} bytes were accepted");
     }
     let error = StateReader::parse(&bytes[..bytes.len() - 1]).unwrap_err();
-    assert!(matches!(error, StateError::Truncated { ref what, .. } if what.contains("\"b\"")), "{error}");
+    assert!(
+        matches!(error, StateError::Truncated { ref what, .. } if what.contains("\"b\"")),
+        "{error}"
+    );
 }
 
 #[test]
@@ -85,7 +94,10 @@ fn a_corrupt_payload_names_its_section() {
     let mut bytes = sample();
     bytes[70] ^= 0x40;
     let error = StateReader::parse(&bytes).unwrap_err();
-    assert!(matches!(error, StateError::Corrupt { ref what, offset: 64, .. } if what.contains("\"a\"")), "{error}");
+    assert!(
+        matches!(error, StateError::Corrupt { ref what, offset: 64, .. } if what.contains("\"a\"")),
+        "{error}"
+    );
 }
 
 /// The bytes on the wire are a promise to other versions.
@@ -129,7 +141,10 @@ proptest! {
 
     /// Bytes changed together with their checksums still never panic.
     #[test]
-    fn any_section_header_never_panics(header in any::<[u8; 40]>(), payload in proptest::collection::vec(any::<u8>(), 0..50)) {
+    fn any_section_header_never_panics(
+        header in any::<[u8; 40]>(),
+        payload in proptest::collection::vec(any::<u8>(), 0..50),
+    ) {
         let mut bytes = StateWriter::new().finish();
         bytes[12] = 1;
         let sum = crc32c(&bytes[..16]);

@@ -3,11 +3,12 @@
 use zerocopy::{Immutable, IntoBytes};
 
 use super::{
-    FLAG_MANDATORY, FORMAT_VERSION, HEADER_BYTES, MAGIC, NAME_BYTES, SECTION_HEADER_BYTES, SectionKind, StateError,
-    crc32c,
+    FLAG_MANDATORY, FORMAT_VERSION, HEADER_BYTES, MAGIC, NAME_BYTES, SECTION_HEADER_BYTES,
+    SectionKind, StateError, crc32c,
 };
 
-/// Collects sections in the order in which they are written; [`StateWriter::finish`] yields the bytes.
+/// Collects sections in the order in which they are written; [`StateWriter::finish`] yields the
+/// bytes.
 #[derive(Debug)]
 pub struct StateWriter {
     bytes: Vec<u8>,
@@ -31,15 +32,22 @@ impl StateWriter {
     ///
     /// # Errors
     /// [`StateError::TooLarge`] for more than 4 GiB.
-    pub fn section(&mut self, kind: &SectionKind, instance: u32, payload: &[u8]) -> Result<(), StateError> {
+    pub fn section(
+        &mut self,
+        kind: &SectionKind,
+        instance: u32,
+        payload: &[u8],
+    ) -> Result<(), StateError> {
         let too_large = |_| StateError::TooLarge { name: kind.name, bytes: payload.len() };
         let length = u32::try_from(payload.len()).map_err(too_large)?;
         let mut header = [0; SECTION_HEADER_BYTES];
-        // A kind's name fits: `SectionKind::mandatory` checks it; the fields are public, so cut anyway.
+        // A kind's name fits: `SectionKind::mandatory` checks it; the fields are public, so cut
+        // anyway.
         let name = &kind.name.as_bytes()[..kind.name.len().min(NAME_BYTES)];
         header[..name.len()].copy_from_slice(name);
         header[24..26].copy_from_slice(&kind.version.to_le_bytes());
-        header[26..28].copy_from_slice(&(if kind.mandatory { FLAG_MANDATORY } else { 0 }).to_le_bytes());
+        header[26..28]
+            .copy_from_slice(&(if kind.mandatory { FLAG_MANDATORY } else { 0 }).to_le_bytes());
         header[28..32].copy_from_slice(&instance.to_le_bytes());
         header[32..36].copy_from_slice(&length.to_le_bytes());
         header[36..40].copy_from_slice(&crc32c(payload).to_le_bytes());

@@ -1,0 +1,60 @@
+//! Which log to use.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// The user's choice of a dirty log.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum LogChoice {
+    /// The best that there is for the guest: KVM's bitmap with manual clear where KVM has it,
+    /// else its bitmap; userfaultfd for guests without KVM.
+    #[default]
+    #[serde(rename = "auto")]
+    Auto,
+    /// KVM's bitmap, which protects everything at each collect.
+    #[serde(rename = "bitmap")]
+    KvmBitmap,
+    /// KVM's bitmap with manual clear, which protects pages just before they are read.
+    #[serde(rename = "clear")]
+    KvmClear,
+    /// userfaultfd's asynchronous write protection.
+    #[serde(rename = "uffd")]
+    Userfaultfd,
+}
+
+impl fmt::Display for LogChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::KvmBitmap => "bitmap",
+            Self::KvmClear => "clear",
+            Self::Userfaultfd => "uffd",
+        })
+    }
+}
+
+impl FromStr for LogChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        [Self::Auto, Self::KvmBitmap, Self::KvmClear, Self::Userfaultfd]
+            .into_iter()
+            .find(|choice| choice.to_string() == text)
+            .ok_or_else(|| format!("`{text}` is no dirty log: choose auto, bitmap, clear or uffd"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn choices_read_as_they_are_printed() {
+        for text in ["auto", "bitmap", "clear", "uffd"] {
+            assert_eq!(text.parse::<LogChoice>().unwrap().to_string(), text);
+        }
+        assert!("ring".parse::<LogChoice>().is_err());
+    }
+}

@@ -1,0 +1,50 @@
+//! KVM's bitmap, cleared and protected by the call that reads it.
+
+use std::sync::Arc;
+
+use kvm_ioctls::VmFd;
+use vmferry_memory::PageSet;
+
+use super::ioctl;
+use super::slots::{KvmSlot, Slots};
+use crate::{DirtyLog, DirtyLogError};
+
+/// `KVM_GET_DIRTY_LOG`, as every KVM has it.
+pub struct KvmBitmapLog {
+    slots: Slots,
+}
+
+const NAME: &str = "kvm-bitmap";
+
+impl KvmBitmapLog {
+    /// A log of these slots, which must be all that the guest writes.
+    #[must_use]
+    pub fn new(vm: Arc<VmFd>, slots: Vec<KvmSlot>) -> Self {
+        Self { slots: Slots::new(NAME, vm, slots) }
+    }
+}
+
+impl DirtyLog for KvmBitmapLog {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn start(&self) -> Result<(), DirtyLogError> {
+        // An earlier log of this machine may have left manual clear on, and then a read would
+        // protect nothing.
+        if ioctl::has_manual_clear(self.slots.vm()) {
+            ioctl::set_manual_clear(self.slots.vm(), false).map_err(|error| {
+                DirtyLogError::Unavailable { log: NAME, reason: error.to_string() }
+            })?;
+        }
+        self.slots.set_logging(true)
+    }
+
+    fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
+        self.slots.collect(into)
+    }
+
+    fn stop(&self) -> Result<(), DirtyLogError> {
+        self.slots.set_logging(false)
+    }
+}

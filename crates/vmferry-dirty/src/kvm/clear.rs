@@ -1,0 +1,67 @@
+//! KVM's bitmap with manual clear.
+
+use std::sync::Arc;
+
+use kvm_ioctls::VmFd;
+use vmferry_memory::{PageSet, SlotId};
+
+use super::ioctl;
+use super::slots::{KvmSlot, Slots};
+use crate::{DirtyLog, DirtyLogError};
+
+/// `KVM_GET_DIRTY_LOG` without side effects, and `KVM_CLEAR_DIRTY_LOG` just before pages are read
+/// (`KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`, Linux 5.1).
+///
+/// A page that is collected and never re-armed stays dirty in KVM and is collected again: late,
+/// and never lost. Re-arming clears the bit first, so a write that comes after is logged again,
+/// and one that came before is in the copy.
+pub struct KvmClearLog {
+    slots: Slots,
+}
+
+const NAME: &str = "kvm-clear";
+
+impl KvmClearLog {
+    /// A log of these slots, which must be all that the guest writes.
+    ///
+    /// # Errors
+    /// [`DirtyLogError::Unavailable`] where KVM lacks manual clear.
+    pub fn new(vm: Arc<VmFd>, slots: Vec<KvmSlot>) -> Result<Self, DirtyLogError> {
+        if !ioctl::has_manual_clear(&vm) {
+            let reason = "this KVM has no manual clear; use the dirty log `bitmap`".into();
+            return Err(DirtyLogError::Unavailable { log: NAME, reason });
+        }
+        Ok(Self { slots: Slots::new(NAME, vm, slots) })
+    }
+}
+
+impl DirtyLog for KvmClearLog {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn start(&self) -> Result<(), DirtyLogError> {
+        ioctl::set_manual_clear(self.slots.vm(), true)
+            .map_err(|error| DirtyLogError::Unavailable { log: NAME, reason: error.to_string() })?;
+        self.slots.set_logging(true)
+    }
+
+    fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
+        self.slots.collect(into)
+    }
+
+    fn rearm(&self, slot: SlotId, first_word: usize, words: &[u64]) -> Result<(), DirtyLogError> {
+        let kvm_slot = self.slots.find(slot)?;
+        let all = kvm_slot.pages().div_ceil(64) as usize;
+        match first_word.checked_add(words.len()) {
+            Some(end) if end <= all => {}
+            _ => return Err(DirtyLogError::OutOfSlot { slot, first_word }),
+        }
+        ioctl::clear_dirty_log(self.slots.vm(), kvm_slot, first_word, words)
+            .map_err(self.slots.failed("re-arm pages of", slot))
+    }
+
+    fn stop(&self) -> Result<(), DirtyLogError> {
+        self.slots.set_logging(false)
+    }
+}

@@ -1,0 +1,95 @@
+//! The memory slots of a KVM machine and their bitmaps, common to both logs.
+
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use kvm_ioctls::VmFd;
+use vmferry_memory::{PAGE_SIZE, PageSet, SlotId};
+
+use super::ioctl;
+use crate::DirtyLogError;
+
+/// A memory slot as KVM knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvmSlot {
+    /// Its number here.
+    pub slot: SlotId,
+    /// Its number in KVM.
+    pub kvm_slot: u32,
+    /// Guest-physical address in bytes.
+    pub gpa: u64,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// Host-virtual address.
+    pub host_address: u64,
+}
+
+impl KvmSlot {
+    pub(super) fn pages(&self) -> u64 {
+        self.bytes / PAGE_SIZE as u64
+    }
+}
+
+/// The slots of a machine, and room for the bitmap of each.
+pub(super) struct Slots {
+    log: &'static str,
+    vm: Arc<VmFd>,
+    slots: Vec<KvmSlot>,
+    /// Room for the longest bitmap, made once.
+    words: Mutex<Vec<u64>>,
+}
+
+impl Slots {
+    pub(super) fn new(log: &'static str, vm: Arc<VmFd>, slots: Vec<KvmSlot>) -> Self {
+        let words = slots.iter().map(|slot| slot.pages().div_ceil(64)).max().unwrap_or(0);
+        Self { log, vm, slots, words: Mutex::new(vec![0; words as usize]) }
+    }
+
+    pub(super) fn vm(&self) -> &VmFd {
+        &self.vm
+    }
+
+    pub(super) fn find(&self, slot: SlotId) -> Result<&KvmSlot, DirtyLogError> {
+        self.slots
+            .iter()
+            .find(|candidate| candidate.slot == slot)
+            .ok_or(DirtyLogError::NoSuchSlot { log: self.log, slot })
+    }
+
+    pub(super) fn failed(
+        &self,
+        action: &'static str,
+        slot: SlotId,
+    ) -> impl FnOnce(io::Error) -> DirtyLogError {
+        let log = self.log;
+        move |source| DirtyLogError::Slot { log, action, slot, source }
+    }
+
+    /// Turns KVM's logging of all slots on or off. What was turned on before an error is turned
+    /// off again.
+    pub(super) fn set_logging(&self, on: bool) -> Result<(), DirtyLogError> {
+        for (done, slot) in self.slots.iter().enumerate() {
+            if let Err(source) = ioctl::set_logging(&self.vm, slot, on) {
+                for slot in &self.slots[..done] {
+                    // The first error is what the caller must hear of.
+                    let _ = ioctl::set_logging(&self.vm, slot, false);
+                }
+                let action = if on { "start logging" } else { "stop logging" };
+                return Err(self.failed(action, slot.slot)(source));
+            }
+        }
+        Ok(())
+    }
+
+    /// Ors what KVM has logged into `into`.
+    pub(super) fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
+        let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
+        for slot in &self.slots {
+            let words = &mut words[..slot.pages().div_ceil(64) as usize];
+            ioctl::dirty_log(&self.vm, slot, words)
+                .map_err(self.failed("read the bitmap of", slot.slot))?;
+            into.bitmap_mut(slot.slot).or_words(0, words);
+        }
+        Ok(())
+    }
+}

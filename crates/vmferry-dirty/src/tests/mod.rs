@@ -1,0 +1,126 @@
+//! Every log against writers that never pause: a shadow copy made as the engine makes its copy
+//! must equal memory in the end, and must not if one dirty page is left out.
+
+mod kvm_guest;
+mod threads;
+
+use std::sync::Arc;
+
+use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, PageSet, SlotId, SlotLayout};
+
+use crate::{DirtyLog, UnionLog};
+
+/// What one run of a log gave.
+struct Followed {
+    shadow: Vec<Vec<u8>>,
+    /// A page of the last harvest that changed something, with what the shadow had before.
+    last_change: Option<(SlotId, u64, Vec<u8>)>,
+}
+
+/// Follows memory with a log: `rounds` harvests while the writers write, then one after `stop`.
+/// `wait` returns when the writers have written something.
+fn follow(
+    memory: &GuestMemory,
+    log: &dyn DirtyLog,
+    rounds: u32,
+    mut wait: impl FnMut(),
+    stop: impl FnOnce(),
+) -> Followed {
+    let mut shadow: Vec<Vec<u8>> =
+        memory.slots().iter().map(|slot| vec![0; slot.len_bytes()]).collect();
+    log.start().unwrap();
+    copy(memory, log, &memory.populated().unwrap(), &mut shadow);
+    let mut pages = PageSet::for_memory(memory);
+    let mut seen = 0;
+    for _ in 0..rounds {
+        wait();
+        pages.clear_all();
+        log.collect(&mut pages).unwrap();
+        seen += pages.count();
+        copy(memory, log, &pages, &mut shadow);
+    }
+    assert!(seen > 0, "the writers wrote and the log saw nothing");
+    wait();
+    stop();
+    pages.clear_all();
+    log.collect(&mut pages).unwrap();
+    let mut last_change = None;
+    let mut content = [0; PAGE_SIZE];
+    for run in pages.runs() {
+        for page in run.first..run.first + run.pages {
+            memory.copy_out(PageRun { first: page, pages: 1, ..run }, &mut content).unwrap();
+            let old = &shadow[usize::from(run.slot.0)][page as usize * PAGE_SIZE..][..PAGE_SIZE];
+            if old != content {
+                last_change = Some((run.slot, page, old.to_vec()));
+            }
+        }
+    }
+    copy(memory, log, &pages, &mut shadow);
+    log.stop().unwrap();
+    Followed { shadow, last_change }
+}
+
+/// Re-arms, then copies, in batches of 64 pages as the engine does.
+fn copy(memory: &GuestMemory, log: &dyn DirtyLog, pages: &PageSet, shadow: &mut [Vec<u8>]) {
+    for (slot, bitmap) in pages.iter() {
+        for (index, word) in bitmap.words().iter().enumerate().filter(|(_, word)| **word != 0) {
+            log.rearm(slot, index, &[*word]).unwrap();
+            for bit in (0..64).filter(|bit| word >> bit & 1 == 1) {
+                let first = index as u64 * 64 + bit;
+                let into = &mut shadow[usize::from(slot.0)][first as usize * PAGE_SIZE..];
+                let run = PageRun { slot, first, pages: 1 };
+                memory.copy_out(run, &mut into[..PAGE_SIZE]).unwrap();
+            }
+        }
+    }
+}
+
+/// Compares, then leaves one changed page of the last harvest out and compares again.
+fn check(memory: &GuestMemory, mut followed: Followed) {
+    assert_eq!(differences(memory, &followed.shadow), 0, "the log has missed writes");
+    let (slot, page, old) = followed
+        .last_change
+        .expect("the last harvest changes something: the writers wrote until it came");
+    // As if the log had not reported this page: the shadow keeps what it had before.
+    let kept = &mut followed.shadow[usize::from(slot.0)][page as usize * PAGE_SIZE..][..PAGE_SIZE];
+    kept.copy_from_slice(&old);
+    assert_eq!(differences(memory, &followed.shadow), 1, "the comparison sees a stale page");
+}
+
+fn differences(memory: &GuestMemory, shadow: &[Vec<u8>]) -> usize {
+    let mut content = [0; PAGE_SIZE];
+    let mut different = 0;
+    for slot in memory.slots() {
+        for (page, old) in shadow[usize::from(slot.id().0)].chunks_exact(PAGE_SIZE).enumerate() {
+            let run = PageRun { slot: slot.id(), first: page as u64, pages: 1 };
+            memory.copy_out(run, &mut content).unwrap();
+            different += usize::from(old != content);
+        }
+    }
+    different
+}
+
+fn memory(pages: u64, kind: MemoryKind) -> GuestMemory {
+    let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages }];
+    GuestMemory::allocate(&layout, kind).unwrap()
+}
+
+#[test]
+fn what_is_given_back_comes_again_with_the_next_harvest() {
+    let log = UnionLog::new(vec![Arc::new(())]);
+    let memory = memory(100, MemoryKind::Private);
+    let mut pages = PageSet::for_memory(&memory);
+    pages.bitmap_mut(SlotId(0)).set(7);
+    log.give_back(&pages);
+    pages.clear_all();
+    pages.bitmap_mut(SlotId(0)).set(70);
+    log.give_back(&pages);
+    pages.clear_all();
+    log.start().unwrap();
+    log.collect(&mut pages).unwrap();
+    assert_eq!(pages.bitmap(SlotId(0)).runs().collect::<Vec<_>>(), [(7, 1), (70, 1)]);
+    pages.clear_all();
+    log.collect(&mut pages).unwrap();
+    assert!(pages.is_empty(), "once");
+    assert_eq!(log.name(), "none");
+}

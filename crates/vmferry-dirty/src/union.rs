@@ -1,0 +1,68 @@
+//! Several logs of the same memory as one.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use vmferry_memory::{PageSet, SlotId};
+
+use crate::{DirtyLog, DirtyLogError};
+
+/// Logs what any of its logs logs, such as the guest's writes by KVM and the devices' by
+/// software. It takes the name of the first.
+pub struct UnionLog {
+    logs: Vec<Arc<dyn DirtyLog>>,
+    given_back: Mutex<Option<PageSet>>,
+}
+
+impl UnionLog {
+    /// A union. Without logs it logs nothing.
+    #[must_use]
+    pub fn new(logs: Vec<Arc<dyn DirtyLog>>) -> Self {
+        Self { logs, given_back: Mutex::new(None) }
+    }
+
+    fn given_back(&self) -> std::sync::MutexGuard<'_, Option<PageSet>> {
+        self.given_back.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl DirtyLog for UnionLog {
+    fn name(&self) -> &'static str {
+        self.logs.first().map_or("none", |log| log.name())
+    }
+
+    fn start(&self) -> Result<(), DirtyLogError> {
+        for (started, log) in self.logs.iter().enumerate() {
+            if let Err(error) = log.start() {
+                for log in &self.logs[..started] {
+                    // The failed start is what the caller must hear of.
+                    let _ = log.stop();
+                }
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
+        if let Some(pages) = self.given_back().take() {
+            into.union_with(&pages);
+        }
+        self.logs.iter().try_for_each(|log| log.collect(into))
+    }
+
+    fn rearm(&self, slot: SlotId, first_word: usize, words: &[u64]) -> Result<(), DirtyLogError> {
+        self.logs.iter().try_for_each(|log| log.rearm(slot, first_word, words))
+    }
+
+    fn give_back(&self, pages: &PageSet) {
+        match &mut *self.given_back() {
+            Some(kept) => kept.union_with(pages),
+            none => *none = Some(pages.clone()),
+        }
+    }
+
+    fn stop(&self) -> Result<(), DirtyLogError> {
+        // All are stopped, whatever one of them says.
+        self.logs.iter().map(|log| log.stop()).fold(Ok(()), Result::and)
+    }
+}

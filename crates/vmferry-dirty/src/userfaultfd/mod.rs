@@ -1,0 +1,148 @@
+//! userfaultfd's asynchronous write protection, on memory of this process.
+//!
+//! The kernel lets a write to a protected page through and drops the protection; `PAGEMAP_SCAN`
+//! finds the pages that lost it and protects them again in the same walk of the page table. It
+//! sees whoever writes through this process's mapping: vCPUs of KVM, the VMM's devices, system
+//! calls. It does *not* see pages punched out of a file, nor I/O that pinned a page earlier
+//! (O_DIRECT in flight).
+//!
+//! Pages that were never populated are left alone: without `WP_UNPOPULATED` they cost no page
+//! table, and a page that is populated later appears as written.
+
+mod ioctl;
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::sync::{Mutex, PoisonError};
+
+use vmferry_memory::pagemap::{
+    PAGE_IS_PFNZERO, PAGE_IS_PRESENT, PAGE_IS_SWAPPED, PAGE_IS_WRITTEN, PM_SCAN_CHECK_WPASYNC,
+    PM_SCAN_WP_MATCHING, PageRegion, Query, scan,
+};
+use vmferry_memory::{GuestMemory, PAGE_SIZE, PageSet, Slot, SlotId};
+
+use crate::{DirtyLog, DirtyLogError};
+
+const NAME: &str = "userfaultfd";
+
+/// Regions per system call: 24 KiB, so that a round with scattered writes needs few calls.
+const REGIONS: usize = 1024;
+
+/// The log of a guest's whole memory.
+pub struct UffdLog {
+    memory: GuestMemory,
+    pagemap: File,
+    state: Mutex<State>,
+}
+
+struct State {
+    userfaultfd: Option<OwnedFd>,
+    regions: Vec<PageRegion>,
+}
+
+impl UffdLog {
+    /// A log of this memory, which must be mapped in this process.
+    ///
+    /// # Errors
+    /// [`DirtyLogError::Unavailable`] on kernels before 6.7, or where userfaultfd is forbidden.
+    pub fn new(memory: &GuestMemory) -> Result<Self, DirtyLogError> {
+        // Found out now, so that a user hears of it before a guest is started.
+        ioctl::open().map_err(unavailable)?;
+        let pagemap = File::open("/proc/self/pagemap").map_err(unavailable)?;
+        let regions = vec![PageRegion::default(); REGIONS];
+        let state = Mutex::new(State { userfaultfd: None, regions });
+        Ok(Self { memory: memory.clone(), pagemap, state })
+    }
+
+    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Finds written pages of a slot and protects them again.
+    fn harvest(
+        &self,
+        slot: &Slot,
+        regions: &mut [PageRegion],
+        found: impl FnMut(PageRegion),
+    ) -> io::Result<()> {
+        let query = Query {
+            flags: PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC,
+            // The page of zeros was only read; a write replaces it by one of its own.
+            inverted: PAGE_IS_PFNZERO,
+            all: PAGE_IS_WRITTEN | PAGE_IS_PFNZERO,
+            any: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+            report: 0,
+        };
+        scan(&self.pagemap, range_of(slot), query, regions, found)
+    }
+}
+
+impl DirtyLog for UffdLog {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn start(&self) -> Result<(), DirtyLogError> {
+        let mut state = self.state();
+        let State { userfaultfd, regions } = &mut *state;
+        let fresh = ioctl::open().map_err(unavailable)?;
+        // Closing the descriptor takes everything back if this fails half-way.
+        for slot in self.memory.slots() {
+            ioctl::register(&fresh, range_of(slot)).map_err(failed("register", slot.id()))?;
+            self.harvest(slot, regions, |_| {}).map_err(failed("protect", slot.id()))?;
+        }
+        *userfaultfd = Some(fresh);
+        Ok(())
+    }
+
+    fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
+        let mut state = self.state();
+        let State { userfaultfd, regions } = &mut *state;
+        if userfaultfd.is_none() {
+            return Err(DirtyLogError::NotStarted { log: NAME });
+        }
+        for slot in self.memory.slots() {
+            let start = range_of(slot).start;
+            let pages = into.bitmap_mut(slot.id());
+            self.harvest(slot, regions, |region| {
+                let page = |address: u64| (address - start) / PAGE_SIZE as u64;
+                pages.set_run(page(region.start), page(region.end) - page(region.start));
+            })
+            .map_err(failed("harvest", slot.id()))?;
+        }
+        Ok(())
+    }
+
+    fn stop(&self) -> Result<(), DirtyLogError> {
+        let Some(userfaultfd) = self.state().userfaultfd.take() else { return Ok(()) };
+        for slot in self.memory.slots() {
+            ioctl::unregister(&userfaultfd, range_of(slot))
+                .map_err(failed("unregister", slot.id()))?;
+        }
+        Ok(())
+    }
+}
+
+fn range_of(slot: &Slot) -> Range<u64> {
+    let start = slot.host_address() as u64;
+    start..start + slot.len_bytes() as u64
+}
+
+fn failed(action: &'static str, slot: SlotId) -> impl FnOnce(io::Error) -> DirtyLogError {
+    move |source| DirtyLogError::Slot { log: NAME, action, slot, source }
+}
+
+fn unavailable(error: io::Error) -> DirtyLogError {
+    let reason = match error.raw_os_error() {
+        Some(libc::EINVAL) => {
+            "it needs Linux 6.7 with asynchronous write protection; use a KVM log".to_owned()
+        }
+        Some(libc::EPERM | libc::ENOSYS) => {
+            format!("userfaultfd is forbidden here ({error}); use a KVM log")
+        }
+        _ => error.to_string(),
+    };
+    DirtyLogError::Unavailable { log: NAME, reason }
+}
