@@ -199,7 +199,7 @@ impl PlacingThread {
         let _cpu = cpu.count_this_thread();
         for (frame, offset) in full {
             if let Err(input) = self.place(&frame, offset) {
-                let _ = self.context.results.send(input);
+                let _ = self.context.results.send(*input);
                 return;
             }
             // The receiving thread may have ended; then no frame is needed any more.
@@ -207,11 +207,11 @@ impl PlacingThread {
         }
     }
 
-    fn place(&mut self, frame: &Frame, offset: u64) -> Result<(), Input> {
+    fn place(&mut self, frame: &Frame, offset: u64) -> Result<(), Box<Input>> {
         let Some(header) = frame.header() else { return Ok(()) };
         let failed = |reason: String| {
             let channel = format!("lane {}", self.lane);
-            Input::Failed(MigrateError::Protocol { channel, offset, reason })
+            Box::new(Input::Failed(MigrateError::Protocol { channel, offset, reason }))
         };
         let context = &self.context;
         let counts = self
@@ -220,7 +220,7 @@ impl PlacingThread {
                 run_belongs(run, self.lane, context.lanes)
             })
             .map_err(|error| match error {
-                CodecError::Memory(error) => Input::Failed(error.into()),
+                CodecError::Memory(error) => Box::new(Input::Failed(error.into())),
                 error => failed(error.to_string()),
             })?;
         let placed = &context.placed;
@@ -235,7 +235,7 @@ impl PlacingThread {
             context
                 .control
                 .send(&message)
-                .map_err(|error| Input::LaneLost(lost("control", "acknowledging pages", &error)))?;
+                .map_err(|error| Box::new(Input::LaneLost(lost("control", "acknowledging pages", &error))))?;
         }
         if end {
             let sequence = header.sequence;

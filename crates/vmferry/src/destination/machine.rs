@@ -334,7 +334,7 @@ impl Destination {
         self.actions.push_back(Action::ExpectLanes { lanes });
         self.actions.push_back(Action::Send {
             link: LinkId::CONTROL,
-            message: ControlMessage::Accept { token: self.token.clone() },
+            message: ControlMessage::Accept { token: self.token },
         });
         self.actions.push_back(Action::Report(report));
     }

@@ -13,4 +13,4 @@ mod receive;
 mod session;
 
 pub use io::Report;
-pub use receive::{Notice, Received, Stop, Witness, receive};
+pub use receive::{Notice, Owned, Received, Stop, Witness, receive};

@@ -369,7 +369,7 @@ impl<'a, V: SourceVm> Driver<'a, V> {
         for (lane, window) in (0..self.config.channels).zip(&self.windows) {
             let timeouts = &self.config.timeouts;
             let (writer, reader, closer) =
-                connect::data(&self.dialer, lane, token.clone(), timeouts.silence, timeouts.stall)?;
+                connect::data(&self.dialer, lane, *token, timeouts.silence, timeouts.stall)?;
             let lane = Lane::start(lane, &context, Arc::clone(window), writer)
                 .map_err(|source| MigrateError::Local { action: "start a thread", source })?;
             self.lanes.push(lane);

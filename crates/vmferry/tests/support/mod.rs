@@ -1,0 +1,316 @@
+//! A guest without a VMM for tests of the engine: threads that write memory, tracked by
+//! userfaultfd, over real channels.
+
+#![allow(dead_code, reason = "each test uses a part of it")]
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use vmferry::destination::{Notice, Owned, Received, Stop, receive};
+use vmferry::source::{Orders, Report, SourceOutcome, migrate};
+use vmferry::{
+    DestinationConfig, DestinationVm, GuestDescription, PrepareError, SourceConfig, SourceVm,
+    VmError,
+};
+use vmferry_dirty::{DirtyLog, DirtyLogError, UffdLog};
+use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageSet, SlotId, SlotLayout};
+use vmferry_transport::{Address, Dialer, Listener};
+use vmferry_wire::GuestIdentity;
+
+pub const PAGES: u64 = 4096;
+
+/// Threads that rewrite memory: page `n` holds a count that only grows, written by one thread.
+#[derive(Clone)]
+pub struct Guest {
+    pub memory: GuestMemory,
+    run: Arc<Mutex<Option<Run>>>,
+    /// Rounds over all pages.
+    pub rounds: Arc<AtomicU64>,
+    pub hot_pages: u64,
+}
+
+struct Run {
+    stop: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Guest {
+    pub fn new(memory: GuestMemory, hot_pages: u64) -> Self {
+        Self { memory, run: Arc::default(), rounds: Arc::default(), hot_pages }
+    }
+
+    pub fn layout() -> Vec<SlotLayout> {
+        vec![
+            SlotLayout { slot: SlotId(0), gpa: 0, pages: PAGES / 2 },
+            SlotLayout { slot: SlotId(1), gpa: 1 << 32, pages: PAGES / 2 },
+        ]
+    }
+
+    pub fn is_running(&self) -> bool {
+        self.run.lock().unwrap().is_some()
+    }
+
+    pub fn start(&self) {
+        let mut run = self.run.lock().unwrap();
+        if run.is_some() {
+            return;
+        }
+        let stop = Arc::new(AtomicBool::new(false));
+        let threads = (0..2)
+            .map(|thread| {
+                let (guest, stop) = (self.clone(), Arc::clone(&stop));
+                std::thread::spawn(move || guest.work(thread, &stop))
+            })
+            .collect();
+        *run = Some(Run { stop, threads });
+    }
+
+    pub fn pause(&self) {
+        if let Some(run) = self.run.lock().unwrap().take() {
+            run.stop.store(true, Ordering::Release);
+            run.threads.into_iter().for_each(|thread| thread.join().unwrap());
+        }
+    }
+
+    fn work(&self, thread: u64, stop: &AtomicBool) {
+        loop {
+            for page in (thread..self.hot_pages).step_by(2) {
+                if stop.load(Ordering::Acquire) {
+                    return;
+                }
+                let at = address(page);
+                let mut count = [0; 8];
+                self.memory.read_at(at, &mut count).unwrap();
+                let next = u64::from_le_bytes(count) + 1;
+                self.memory.write_at(at, &next.to_le_bytes()).unwrap();
+                self.memory.write_at(at + 4088, &next.to_le_bytes()).unwrap();
+            }
+            self.rounds.fetch_add(1, Ordering::Release);
+        }
+    }
+
+    /// Waits until the guest has gone over its pages again.
+    pub fn wait_for_work(&self) {
+        let until = self.rounds.load(Ordering::Acquire) + 3;
+        while self.rounds.load(Ordering::Acquire) < until {
+            assert!(self.is_running(), "the guest does not run");
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// Half of the pages are in each slot.
+pub fn address(page: u64) -> u64 {
+    let half = PAGES / 2;
+    if page < half {
+        page * PAGE_SIZE as u64
+    } else {
+        (1 << 32) + (page - half) * PAGE_SIZE as u64
+    }
+}
+
+pub struct SourceGuest {
+    pub guest: Guest,
+    pub log: Arc<dyn DirtyLog>,
+    pub name: String,
+}
+
+impl SourceVm for SourceGuest {
+    fn describe(&self) -> GuestDescription {
+        GuestDescription {
+            identity: GuestIdentity { uuid: uuid::Uuid::from_u128(7), name: self.name.clone() },
+            vmm: "threads".into(),
+            config: vec![1, 2, 3],
+            layout: self.guest.memory.layout(),
+        }
+    }
+
+    fn memory(&self) -> GuestMemory {
+        self.guest.memory.clone()
+    }
+
+    fn dirty_log(&self) -> Arc<dyn DirtyLog> {
+        Arc::clone(&self.log)
+    }
+
+    fn pause(&mut self) -> Result<(), VmError> {
+        self.guest.pause();
+        Ok(())
+    }
+
+    fn save(&mut self) -> Result<Vec<u8>, VmError> {
+        Ok(self.guest.hot_pages.to_le_bytes().to_vec())
+    }
+
+    fn resume(&mut self) -> Result<(), VmError> {
+        self.guest.start();
+        Ok(())
+    }
+}
+
+#[derive(Default)]
+pub struct DestinationGuest {
+    pub guest: Option<Guest>,
+    pub refuse: Option<&'static str>,
+    pub fail_load: bool,
+}
+
+impl DestinationVm for DestinationGuest {
+    fn prepare(&mut self, guest: &GuestDescription) -> Result<GuestMemory, PrepareError> {
+        if let Some(expected) = self.refuse {
+            return Err(PrepareError::Identity {
+                expected: expected.into(),
+                offered: guest.identity.to_string(),
+            });
+        }
+        let memory = GuestMemory::allocate(&guest.layout, MemoryKind::Private)
+            .map_err(|error| PrepareError::Vm(error.into()))?;
+        self.guest = Some(Guest::new(memory.clone(), 0));
+        Ok(memory)
+    }
+
+    fn load(&mut self, state: &[u8]) -> Result<(), VmError> {
+        if self.fail_load {
+            return Err("section `cpu` is damaged".into());
+        }
+        let hot_pages = u64::from_le_bytes(state.try_into()?);
+        let guest = self.guest.as_mut().ok_or("not prepared")?;
+        guest.hot_pages = hot_pages;
+        Ok(())
+    }
+
+    fn discard(&mut self) {
+        self.guest = None;
+    }
+
+    fn run(&mut self) -> Result<(), VmError> {
+        self.guest.as_ref().ok_or("not prepared")?.start();
+        Ok(())
+    }
+}
+
+/// A log that forgets one page of the last harvest: what a broken dirty log does.
+pub struct ForgetfulLog {
+    pub log: UffdLog,
+    /// Forgets from then on.
+    pub armed: Arc<AtomicBool>,
+}
+
+impl DirtyLog for ForgetfulLog {
+    fn name(&self) -> &'static str {
+        "forgetful"
+    }
+
+    fn start(&self) -> Result<(), DirtyLogError> {
+        self.log.start()
+    }
+
+    fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
+        self.log.collect(into)?;
+        if self.armed.load(Ordering::Acquire) {
+            let first = into.bitmap(SlotId(0)).runs().next();
+            if let Some((page, _)) = first {
+                into.bitmap_mut(SlotId(0)).clear(page);
+            }
+        }
+        Ok(())
+    }
+
+    fn stop(&self) -> Result<(), DirtyLogError> {
+        self.log.stop()
+    }
+}
+
+/// A guest with `filled` pages of content, of which `hot` are rewritten, running.
+pub fn running_guest(hot: u64) -> SourceGuest {
+    let memory = GuestMemory::allocate(&Guest::layout(), MemoryKind::Private).unwrap();
+    for page in 0..PAGES / 4 {
+        memory.write_at(address(page * 3) + 100, &(page * 77 + 1).to_le_bytes()).unwrap();
+    }
+    let guest = Guest::new(memory.clone(), hot);
+    guest.start();
+    let log = Arc::new(UffdLog::new(&memory).unwrap());
+    SourceGuest { guest, log, name: "web".into() }
+}
+
+/// One migration between two threads of this process.
+pub struct Scenario {
+    pub directory: tempfile::TempDir,
+    pub orders: Orders,
+    pub stop: Stop,
+    pub source: SourceConfig,
+    pub destination: DestinationConfig,
+}
+
+impl Scenario {
+    pub fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let mut source = SourceConfig::new(directory.path().join("a"));
+        source.verify = true;
+        source.when_stuck = vmferry::convergence::WhenStuck::SwitchOver;
+        source.max_rounds = 6;
+        let mut destination = DestinationConfig::new(directory.path().join("b"));
+        destination.once = true;
+        Self { directory, orders: Orders::new(), stop: Stop::default(), source, destination }
+    }
+
+    pub fn listen(&self) -> Listener {
+        Listener::bind(&self.address(), None).unwrap()
+    }
+
+    pub fn address(&self) -> Address {
+        Address::Unix(self.directory.path().join("in.sock"))
+    }
+
+    /// Runs both sides; `watch` sees the source's reports.
+    pub fn run(
+        &self,
+        vm: SourceGuest,
+        destination: DestinationGuest,
+        mut watch: impl FnMut(&Report),
+    ) -> (SourceOutcome<SourceGuest>, Received<DestinationGuest>) {
+        let listener = self.listen();
+        std::thread::scope(|scope| {
+            let receiving = scope.spawn(|| {
+                receive(listener, destination, &self.destination, &self.stop, &mut |_: &Notice| {})
+            });
+            let dialer = Dialer::new(self.address(), None);
+            let outcome =
+                migrate(vm, &dialer, self.source.clone(), &self.orders, &mut |report| watch(report));
+            (outcome, receiving.join().unwrap())
+        })
+    }
+}
+
+pub fn kept(outcome: SourceOutcome<SourceGuest>) -> (SourceGuest, vmferry::MigrateError) {
+    match outcome {
+        SourceOutcome::Kept { vm, error, .. } => (vm, error),
+        SourceOutcome::Given { stats, .. } => panic!("the guest was given away: {stats:?}"),
+    }
+}
+
+pub fn owned(received: Received<DestinationGuest>) -> Owned<DestinationGuest> {
+    match received {
+        Received::Owns(owned) => *owned,
+        Received::Nothing { error, .. } => panic!("no guest came: {}", vmferry::chain(&error)),
+    }
+}
+
+pub fn nothing(received: Received<DestinationGuest>) -> vmferry::MigrateError {
+    match received {
+        Received::Nothing { error, .. } => error,
+        Received::Owns(_) => panic!("the guest runs at the destination"),
+    }
+}
+
+/// Both guests' words in their journals.
+pub fn journals(directory: &Path) -> Vec<vmferry::journal::SessionSummary> {
+    let mut all = vmferry::journal::sessions(&directory.join("a")).unwrap();
+    all.extend(vmferry::journal::sessions(&directory.join("b")).unwrap());
+    all
+}
+
+pub const SHORT: Duration = Duration::from_millis(300);
