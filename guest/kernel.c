@@ -97,7 +97,7 @@ void *memset(void *to, int value, size_t bytes)
 
 /* ---- ring 3 ---- */
 
-uint64_t kernel_ticks(uint32_t vcpu)
+static uint64_t kernel_ticks(uint32_t vcpu)
 {
     return *(volatile uint64_t *)(cpu_pages[vcpu] + CPU_TICKS);
 }
@@ -125,7 +125,7 @@ static _Noreturn void user_main(uint32_t vcpu)
     while (!__atomic_load_n(&workload_ready, __ATOMIC_ACQUIRE))
         idle();
     for (;;) {
-        if (workload_step(&view, vcpu))
+        if (workload_step(&view, vcpu, kernel_ticks(vcpu)))
             idle();
     }
 }

@@ -61,6 +61,7 @@ impl Channel {
             stream: self.stream,
             tls: self.tls.map(TlsWriter::new),
             peer: self.peer.address,
+            finished: false,
         };
         (reader, writer)
     }
@@ -96,12 +97,15 @@ impl Read for ChannelReader {
     }
 }
 
-/// The sending half. What is written is on its way when the call returns.
+/// The sending half. What is written is on its way when the call returns. Dropping it announces
+/// the end as far as that is possible without waiting; [`finish`](Self::finish) says whether it
+/// was. After an error, a time-out too, a TLS channel takes no more.
 #[derive(Debug)]
 pub struct ChannelWriter {
     stream: Arc<Stream>,
     tls: Option<TlsWriter>,
     peer: String,
+    finished: bool,
 }
 
 impl ChannelWriter {
@@ -120,6 +124,7 @@ impl ChannelWriter {
     /// # Errors
     /// The system's; a peer that is gone already is none.
     pub fn finish(&mut self) -> io::Result<()> {
+        self.finished = true;
         let announced = match &mut self.tls {
             Some(tls) => tls.finish(),
             None => Ok(()),
@@ -127,6 +132,17 @@ impl ChannelWriter {
         match announced.and_then(|()| self.stream.shutdown(Shutdown::Write)) {
             Err(error) if error.kind() == io::ErrorKind::NotConnected => Ok(()),
             other => other,
+        }
+    }
+}
+
+impl Drop for ChannelWriter {
+    fn drop(&mut self) {
+        if !self.finished {
+            // The closing message goes before the end of the stream.
+            drop(self.tls.take());
+            // A channel that is closed already needs nothing.
+            let _ = self.stream.shutdown(Shutdown::Write);
         }
     }
 }

@@ -1,7 +1,6 @@
 //! Reaching a destination.
 
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
-use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -11,9 +10,10 @@ use rustls::{ClientConnection, Connection};
 use crate::address::Address;
 use crate::channel::{Channel, PeerIdentity};
 use crate::error::TransportError;
+use crate::handshake::shake_hands;
 use crate::identity::TlsIdentity;
 use crate::stream::Stream;
-use crate::tls::TlsSession;
+use crate::unix;
 
 /// Makes channels to one destination.
 #[derive(Clone, Debug)]
@@ -24,7 +24,8 @@ pub struct Dialer {
     pub tls: Option<Arc<TlsIdentity>>,
     /// The name that the destination's certificate must have; the address's host by default.
     pub server_name: Option<String>,
-    /// Bound of the connection and of the TLS handshake, each.
+    /// Bound of the connection and of the TLS handshake, each as a whole. Looking a name up is
+    /// bounded by the system's resolver.
     pub connect_timeout: Duration,
 }
 
@@ -43,7 +44,7 @@ impl Dialer {
         let name = self.address.to_string();
         match &self.address {
             Address::Unix(path) => {
-                let stream = UnixStream::connect(path)
+                let stream = unix::connect(path, self.connect_timeout)
                     .map_err(|source| TransportError::Connect { address: name.clone(), source })?;
                 let peer = PeerIdentity { address: name, names: Vec::new(), tls: false };
                 Ok(Channel::new(Arc::new(Stream::Unix(stream)), None, peer))
@@ -58,10 +59,10 @@ impl Dialer {
                 let stream = self.tcp(host, *port, &name)?;
                 let wanted = self.server_name.as_ref().unwrap_or(host);
                 let server = ServerName::try_from(wanted.clone())
-                    .map_err(|_| TransportError::NameMismatch { peer: wanted.clone() })?;
+                    .map_err(|_| TransportError::ServerName { name: wanted.clone() })?;
                 let connection = ClientConnection::new(Arc::clone(&identity.client), server)
                     .map_err(|error| TransportError::from_tls(error, name.clone()))?;
-                let session = TlsSession::handshake(
+                let session = shake_hands(
                     Arc::clone(&stream),
                     Connection::Client(connection),
                     &name,

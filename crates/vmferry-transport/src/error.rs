@@ -3,7 +3,9 @@
 use std::io;
 use std::path::PathBuf;
 
+use rustls::pki_types::UnixTime;
 use rustls::{AlertDescription, CertificateError};
+use time::OffsetDateTime;
 
 /// An error of the transport, with its next step.
 #[derive(Debug, thiserror::Error)]
@@ -35,7 +37,7 @@ pub enum TransportError {
         address: String,
     },
     /// The system does not let us listen there.
-    #[error("can't listen on {address}")]
+    #[error("can't listen on {address}: choose an address of this host that you may use")]
     Listen {
         /// The address.
         address: String,
@@ -44,7 +46,9 @@ pub enum TransportError {
         source: io::Error,
     },
     /// The peer took too long.
-    #[error("{peer} did not finish {what} in time")]
+    #[error(
+        "{peer} did not finish {what} in time: check that it runs, and the network between the hosts"
+    )]
     TimedOut {
         /// The peer.
         peer: String,
@@ -69,16 +73,26 @@ pub enum TransportError {
     Expired {
         /// The peer.
         peer: String,
-        /// `has expired` or `is not valid yet`.
-        when: &'static str,
+        /// Such as `expired on 2026-05-01` or `is not valid before 2026-05-01`.
+        when: String,
     },
     /// The peer's certificate is for another name.
     #[error(
-        "the certificate of {peer} is not for that name: issue it with --address, or say the name with --server-name"
+        "the certificate of {peer} is for {presented}, not for {expected}: issue it with --address, or say the name with --server-name"
     )]
     NameMismatch {
         /// The peer.
         peer: String,
+        /// The name that was asked for.
+        expected: String,
+        /// The names in the certificate.
+        presented: String,
+    },
+    /// The name that the certificate is to have is none.
+    #[error("`{name}` is no DNS name or IP address: say another with --server-name")]
+    ServerName {
+        /// What was given.
+        name: String,
     },
     /// The peer has sent no certificate.
     #[error("{peer} has sent no certificate: every vmferry host needs one")]
@@ -97,15 +111,26 @@ pub enum TransportError {
         why: String,
     },
     /// The peer does not speak TLS, or not our kind.
-    #[error("{peer} does not speak vmferry over TLS: {what}; check that both sides use tls:")]
+    #[error("{peer} speaks {what}, and this side expects vmferry over TLS: use tls: on both sides")]
     NotTls {
         /// The peer.
         peer: String,
         /// What it speaks, as far as can be seen.
         what: String,
     },
+    /// The connection ended in the midst of the TLS handshake: a `tcp:` listener does that.
+    #[error(
+        "{peer} closed the connection during the TLS handshake: check that it uses tls: too, and what it says"
+    )]
+    HandshakeCut {
+        /// The peer.
+        peer: String,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
     /// TLS failed in another way.
-    #[error("TLS with {peer} failed")]
+    #[error("TLS with {peer} failed: make new certificates on one authority if this persists")]
     Tls {
         /// The peer.
         peer: String,
@@ -133,10 +158,12 @@ pub enum TransportError {
 }
 
 fn ended(error: &io::Error) -> &'static str {
-    if error.kind() == io::ErrorKind::UnexpectedEof {
-        " (it closed the connection before it had answered; does one side use tls: and the other tcp:?)"
-    } else {
-        ""
+    use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    match error.kind() {
+        UnexpectedEof | ConnectionReset | BrokenPipe => {
+            " (it closed the connection before it had answered; does one side use tls: and the other tcp:?)"
+        }
+        _ => ": check the network between the hosts",
     }
 }
 
@@ -177,17 +204,32 @@ impl TransportError {
         use rustls::Error as Tls;
         match error {
             Tls::InvalidCertificate(reason) => match reason {
-                CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
-                    Self::Expired { peer, when: "has expired" }
+                CertificateError::Expired => Self::Expired { peer, when: "has expired".into() },
+                CertificateError::ExpiredContext { not_after, .. } => {
+                    Self::Expired { peer, when: format!("expired on {}", date(not_after)) }
                 }
-                CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
-                    Self::Expired { peer, when: "is not valid yet" }
+                CertificateError::NotValidYet => {
+                    Self::Expired { peer, when: "is not valid yet".into() }
                 }
+                CertificateError::NotValidYetContext { not_before, .. } => Self::Expired {
+                    peer,
+                    when: format!("is not valid before {}", date(not_before)),
+                },
                 CertificateError::UnknownIssuer | CertificateError::BadSignature => {
                     Self::UnknownIssuer { peer }
                 }
-                CertificateError::NotValidForName
-                | CertificateError::NotValidForNameContext { .. } => Self::NameMismatch { peer },
+                CertificateError::NotValidForName => Self::NameMismatch {
+                    peer,
+                    expected: "the name asked for".into(),
+                    presented: "another name".into(),
+                },
+                CertificateError::NotValidForNameContext { expected, presented } => {
+                    Self::NameMismatch {
+                        peer,
+                        expected: expected.to_str().into_owned(),
+                        presented: presented.join(", "),
+                    }
+                }
                 other => Self::Tls { peer, source: Tls::InvalidCertificate(other) },
             },
             Tls::NoCertificatesPresented => Self::NoCertificate { peer },
@@ -210,14 +252,22 @@ impl TransportError {
                 }
                 AlertDescription::NoApplicationProtocol => Self::NotTls {
                     peer,
-                    what: "it speaks TLS, but not vmferry's protocol within".into(),
+                    what: "TLS, but not vmferry's protocol within".into(),
                 },
                 _ => Self::Tls { peer, source: Tls::AlertReceived(alert) },
             },
             Tls::InvalidMessage(_) => {
-                Self::NotTls { peer, what: "what it sent is no TLS record".into() }
+                Self::NotTls { peer, what: "something whose records are not TLS".into() }
             }
             other => Self::Tls { peer, source: other },
         }
     }
+}
+
+/// The day of a certificate's date.
+fn date(time: UnixTime) -> String {
+    i64::try_from(time.as_secs())
+        .ok()
+        .and_then(|seconds| OffsetDateTime::from_unix_timestamp(seconds).ok())
+        .map_or_else(|| "a day beyond the calendar".into(), |time| time.date().to_string())
 }

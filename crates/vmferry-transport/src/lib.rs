@@ -14,12 +14,14 @@ mod address;
 mod channel;
 mod dial;
 mod error;
+mod handshake;
 mod identity;
 mod listen;
 pub mod pki;
 mod rate;
 mod stream;
 mod tls;
+mod unix;
 
 #[cfg(test)]
 mod tests;

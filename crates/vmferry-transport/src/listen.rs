@@ -3,9 +3,7 @@
 use std::io;
 use std::net::TcpListener;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,9 +14,10 @@ use crate::address::Address;
 use crate::channel::{Channel, PeerIdentity};
 use crate::dial::resolve;
 use crate::error::TransportError;
+use crate::handshake::shake_hands;
 use crate::identity::TlsIdentity;
 use crate::stream::Stream;
-use crate::tls::TlsSession;
+use crate::unix::{self, SocketFile};
 
 /// A listening socket. A Unix socket's file is removed when it is dropped.
 #[derive(Debug)]
@@ -32,7 +31,8 @@ pub struct Listener {
 #[derive(Debug)]
 enum Socket {
     Tcp(TcpListener),
-    Unix(UnixListener, PathBuf),
+    /// The socket and the guard of its file.
+    Unix(UnixListener, SocketFile),
 }
 
 impl Listener {
@@ -52,8 +52,8 @@ impl Listener {
         }
         let (socket, bound) = match address {
             Address::Unix(path) => {
-                let listener = bind_unix(path).map_err(failed)?;
-                (Socket::Unix(listener, path.clone()), address.clone())
+                let (listener, file) = unix::listen(path).map_err(failed)?;
+                (Socket::Unix(listener, file), address.clone())
             }
             Address::Tcp { host, port } | Address::Tls { host, port } => {
                 let addresses = resolve(host, *port, &name)?;
@@ -129,15 +129,6 @@ fn is_transient(error: &io::Error) -> bool {
     )
 }
 
-impl Drop for Listener {
-    fn drop(&mut self) {
-        if let Socket::Unix(_, path) = &self.socket {
-            // It may have been removed by hand.
-            let _ = std::fs::remove_file(path);
-        }
-    }
-}
-
 impl Socket {
     fn set_nonblocking(&self) -> io::Result<()> {
         match self {
@@ -168,21 +159,6 @@ impl Socket {
             }
         }
     }
-}
-
-fn bind_unix(path: &Path) -> io::Result<UnixListener> {
-    let bound = match UnixListener::bind(path) {
-        Err(error) if error.kind() == io::ErrorKind::AddrInUse => match UnixStream::connect(path) {
-            Err(refused) if refused.kind() == io::ErrorKind::ConnectionRefused => {
-                std::fs::remove_file(path)?;
-                UnixListener::bind(path)
-            }
-            _ => Err(error),
-        },
-        other => other,
-    }?;
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
-    Ok(bound)
 }
 
 /// Ends a listener's wait from any thread.
@@ -223,11 +199,7 @@ impl Pending {
         };
         let connection = ServerConnection::new(Arc::clone(&identity.server))
             .map_err(|error| TransportError::from_tls(error, self.peer.clone()))?;
-        let first = first_bytes(&self.stream, timeout, &self.peer)?;
-        if let Some(what) = not_tls(&first) {
-            return Err(TransportError::NotTls { peer: self.peer, what });
-        }
-        let session = TlsSession::handshake(
+        let session = shake_hands(
             Arc::clone(&self.stream),
             Connection::Server(connection),
             &self.peer,
@@ -235,33 +207,5 @@ impl Pending {
         )?;
         let peer = PeerIdentity { address: self.peer, names: session.peer_names(), tls: true };
         Ok(Channel::new(self.stream, Some(Arc::new(session)), peer))
-    }
-}
-
-/// Looks at the first bytes without taking them.
-fn first_bytes(stream: &Stream, timeout: Duration, peer: &str) -> Result<Vec<u8>, TransportError> {
-    let Stream::Tcp(socket) = stream else { return Ok(Vec::new()) };
-    let mut bytes = [0; 8];
-    let peeked = stream.set_read_timeout(Some(timeout)).and_then(|()| socket.peek(&mut bytes));
-    match peeked {
-        Ok(0) => Err(TransportError::Io {
-            peer: peer.to_owned(),
-            source: io::ErrorKind::UnexpectedEof.into(),
-        }),
-        Ok(length) => Ok(bytes[..length].to_vec()),
-        Err(error) => Err(TransportError::from_io(error, peer)),
-    }
-}
-
-/// What a peer speaks whose first bytes are no TLS handshake record.
-fn not_tls(bytes: &[u8]) -> Option<String> {
-    match bytes {
-        [] | [0x16, ..] => None,
-        _ if b"VMFERRY\n".starts_with(bytes) => Some("it speaks vmferry in plain".into()),
-        _ if bytes.starts_with(b"GET ") || bytes.starts_with(b"POST") => {
-            Some("it speaks HTTP".into())
-        }
-        _ if bytes.starts_with(b"SSH-") => Some("it speaks SSH".into()),
-        _ => Some(format!("it begins with {}", bytes.escape_ascii())),
     }
 }

@@ -2,8 +2,11 @@
 
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{Shutdown, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
+
+use rustix::net::SendFlags;
 
 /// A TCP or Unix stream. Reading and writing need a shared reference only.
 #[derive(Debug)]
@@ -36,6 +39,12 @@ impl Stream {
         }
     }
 
+    /// Sends as much as the system takes at once.
+    pub fn send_now(&self, bytes: &[u8]) -> io::Result<usize> {
+        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+        Ok(rustix::net::send(self, bytes, flags)?)
+    }
+
     /// Where the other end is, for people.
     pub fn peer_name(&self) -> String {
         match self {
@@ -43,6 +52,15 @@ impl Stream {
                 stream.peer_addr().map_or_else(|_| "the peer".into(), |address| address.to_string())
             }
             Self::Unix(_) => "the peer on the Unix socket".into(),
+        }
+    }
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Tcp(stream) => stream.as_fd(),
+            Self::Unix(stream) => stream.as_fd(),
         }
     }
 }

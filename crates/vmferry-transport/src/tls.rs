@@ -4,15 +4,14 @@
 //! while it waits for the network: the reading half receives ciphertext into a buffer of its own
 //! first, the writing half encrypts into one and then sends. Records must be sent in the order
 //! in which they were encrypted, so whoever encrypts holds the sending buffer's lock until they
-//! are out. Lock order: sending buffer, then connection.
+//! are out. Lock order: sending buffer, then connection. The reading half never waits for the
+//! sending buffer: two peers that wait for their own writers would wait for each other.
 
 use std::io::{self, IoSlice, Read, Write};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use rustls::Connection;
 
-use crate::error::TransportError;
 use crate::stream::Stream;
 
 /// Ciphertext that is received in one call. A frame of 256 KiB comes in one or two.
@@ -27,54 +26,23 @@ const SEND_BYTES: usize = 256 << 10;
 pub struct TlsSession {
     stream: Arc<Stream>,
     connection: Mutex<Connection>,
-    /// Ciphertext about to be sent.
-    sending: Mutex<Vec<u8>>,
+    sending: Mutex<Sending>,
+}
+
+#[derive(Debug)]
+struct Sending {
+    /// Records about to be sent; between calls, what the network did not take of the last words.
+    ciphertext: Vec<u8>,
+    /// Records were lost, or sent in part: nothing that follows would make sense to the peer.
+    torn: bool,
 }
 
 impl TlsSession {
-    /// Shakes hands within `timeout`, all steps together.
-    ///
-    /// # Errors
-    /// What failed, in the words of [`TransportError`].
-    pub fn handshake(
-        stream: Arc<Stream>,
-        mut connection: Connection,
-        peer: &str,
-        timeout: Duration,
-    ) -> Result<Self, TransportError> {
-        let deadline = Instant::now() + timeout;
-        connection.set_buffer_limit(None);
-        while connection.is_handshaking() {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(TransportError::TimedOut { peer: peer.into(), what: HANDSHAKE });
-            }
-            let step = stream
-                .set_read_timeout(Some(left))
-                .and_then(|()| stream.set_write_timeout(Some(left)))
-                .and_then(|()| handshake_step(&stream, &mut connection));
-            match step {
-                Ok(()) => {}
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => {
-                    return Err(match error.kind() {
-                        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
-                            TransportError::TimedOut { peer: peer.into(), what: HANDSHAKE }
-                        }
-                        _ => TransportError::from_io(error, peer),
-                    });
-                }
-            }
-        }
-        let finished = send_handshake(&stream, &mut connection)
-            .and_then(|()| stream.set_read_timeout(None))
-            .and_then(|()| stream.set_write_timeout(None));
-        finished.map_err(|error| TransportError::from_io(error, peer))?;
-        Ok(Self {
-            stream,
-            connection: Mutex::new(connection),
-            sending: Mutex::new(Vec::with_capacity(SEND_BYTES + (8 << 10))),
-        })
+    /// A session whose handshake is done.
+    pub fn new(stream: Arc<Stream>, connection: Connection) -> Self {
+        let ciphertext = Vec::with_capacity(SEND_BYTES + (8 << 10));
+        let sending = Mutex::new(Sending { ciphertext, torn: false });
+        Self { stream, connection: Mutex::new(connection), sending }
     }
 
     /// The names in the peer's certificate.
@@ -92,43 +60,68 @@ impl TlsSession {
     /// comes of it.
     fn send<T>(&self, encrypt: impl FnOnce(&mut Connection) -> io::Result<T>) -> io::Result<T> {
         let mut sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
-        sending.clear();
-        let result = {
-            let mut connection = self.connection();
-            let result = encrypt(&mut connection);
-            while connection.wants_write() {
-                connection.write_tls(&mut *sending)?;
-            }
-            result
-        }?;
-        (&*self.stream).write_all(&sending)?;
+        let result = self.encrypt(&mut sending, encrypt)?;
+        let sent = (&*self.stream).write_all(&sending.ciphertext);
+        sending.torn = sent.is_err();
+        sending.ciphertext.clear();
+        sent.map(|()| result)
+    }
+
+    /// Sends the last words if the network takes them at once.
+    fn send_last(&self, sending: &mut Sending, say: impl FnOnce(&mut Connection)) {
+        let said = self.encrypt(sending, |connection| {
+            say(connection);
+            Ok(())
+        });
+        if said.is_err() || sending.ciphertext.is_empty() {
+            return;
+        }
+        match self.stream.send_now(&sending.ciphertext) {
+            Ok(sent) => drop(sending.ciphertext.drain(..sent)),
+            Err(error) => sending.torn = error.kind() != io::ErrorKind::WouldBlock,
+        }
+    }
+
+    /// Says that nothing follows, unless that was said before. Does not wait: whoever drops a
+    /// channel must not be held up by its peer.
+    fn announce_end(&self) {
+        let mut sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
+        self.send_last(&mut sending, Connection::send_close_notify);
+    }
+
+    /// Sends what rustls wants to say to the peer, such as an alert. If the writing half is at
+    /// work its next records take it along.
+    fn answer(&self) {
+        let mut sending = match self.sending.try_lock() {
+            Ok(sending) => sending,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return,
+        };
+        self.send_last(&mut sending, |_| ());
+    }
+
+    fn encrypt<T>(
+        &self,
+        sending: &mut Sending,
+        encrypt: impl FnOnce(&mut Connection) -> io::Result<T>,
+    ) -> io::Result<T> {
+        if sending.torn {
+            let text = "an earlier write failed in the middle of a TLS record";
+            return Err(io::Error::new(io::ErrorKind::BrokenPipe, text));
+        }
+        let mut connection = self.connection();
+        let result = encrypt(&mut connection)?;
+        while connection.wants_write() {
+            connection.write_tls(&mut sending.ciphertext)?;
+        }
         Ok(result)
     }
 }
 
-const HANDSHAKE: &str = "the TLS handshake";
-
-fn send_handshake(stream: &Stream, connection: &mut Connection) -> io::Result<()> {
-    while connection.wants_write() {
-        connection.write_tls(&mut &*stream)?;
+impl Drop for TlsSession {
+    fn drop(&mut self) {
+        self.announce_end();
     }
-    Ok(())
-}
-
-fn handshake_step(stream: &Stream, connection: &mut Connection) -> io::Result<()> {
-    send_handshake(stream, connection)?;
-    if !connection.is_handshaking() {
-        return Ok(());
-    }
-    if connection.read_tls(&mut &*stream)? == 0 {
-        return Err(io::ErrorKind::UnexpectedEof.into());
-    }
-    if let Err(error) = connection.process_new_packets() {
-        // The alert tells the peer what we think of its certificate.
-        let _ = send_handshake(stream, connection);
-        return Err(io::Error::other(error));
-    }
-    Ok(())
 }
 
 /// The reading half.
@@ -139,12 +132,14 @@ pub struct TlsReader {
     /// The part of `received` that rustls has not taken.
     pending: std::ops::Range<usize>,
     ended: bool,
+    /// Why nothing more can be read, once what was decrypted before is handed out.
+    failure: Option<rustls::Error>,
 }
 
 impl TlsReader {
     pub fn new(session: Arc<TlsSession>) -> Self {
         let received = vec![0; RECEIVE_BYTES].into_boxed_slice();
-        Self { session, received, pending: 0..0, ended: false }
+        Self { session, received, pending: 0..0, ended: false, failure: None }
     }
 
     /// Decrypts what is here, until `into` is full or more ciphertext is needed.
@@ -169,14 +164,16 @@ impl TlsReader {
             let taken = connection.read_tls(&mut ciphertext)?;
             self.pending.start += taken;
             let processed = connection.process_new_packets();
-            let answer = connection.wants_write();
-            if processed.is_err() || answer {
+            if processed.is_err() || connection.wants_write() {
                 drop(connection);
                 // An alert, or the answer to a key update.
-                let sent = self.session.send(|_| Ok(()));
-                processed.map_err(io::Error::other)?;
-                sent?;
+                self.session.answer();
                 connection = self.session.connection();
+            }
+            if let Err(error) = processed {
+                self.failure = Some(error);
+                // The records before the bad one may have brought more.
+                self.pending = 0..0;
             }
         }
         Ok(filled)
@@ -192,6 +189,9 @@ impl Read for TlsReader {
             let filled = self.decrypt(into)?;
             if filled > 0 || self.ended {
                 return Ok(filled);
+            }
+            if let Some(failure) = &self.failure {
+                return Err(io::Error::other(failure.clone()));
             }
             let received = (&*self.session.stream).read(&mut self.received)?;
             if received == 0 {
@@ -236,5 +236,11 @@ impl TlsWriter {
             connection.send_close_notify();
             Ok(())
         })
+    }
+}
+
+impl Drop for TlsWriter {
+    fn drop(&mut self) {
+        self.session.announce_end();
     }
 }

@@ -1,0 +1,132 @@
+//! The TLS handshake, and what a peer speaks that does not shake hands.
+
+use std::io::{self, Read};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustls::Connection;
+
+use crate::error::TransportError;
+use crate::stream::Stream;
+use crate::tls::TlsSession;
+
+/// Shakes hands within `timeout`, all steps together.
+///
+/// # Errors
+/// What failed, in the words of [`TransportError`].
+pub fn shake_hands(
+    stream: Arc<Stream>,
+    mut connection: Connection,
+    peer: &str,
+    timeout: Duration,
+) -> Result<TlsSession, TransportError> {
+    let deadline = Instant::now() + timeout;
+    let timed_out = || TransportError::TimedOut { peer: peer.into(), what: "the TLS handshake" };
+    connection.set_buffer_limit(None);
+    let mut first = true;
+    while connection.is_handshaking() || connection.wants_write() {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(timed_out());
+        }
+        let stepped = stream
+            .set_read_timeout(Some(left))
+            .and_then(|()| stream.set_write_timeout(Some(left)))
+            .map_err(Failure::Io)
+            .and_then(|()| step(&stream, &mut connection, &mut first));
+        match stepped {
+            Ok(()) => {}
+            Err(Failure::Foreign(what)) => {
+                return Err(TransportError::NotTls { peer: peer.into(), what });
+            }
+            Err(Failure::Tls(error)) => return Err(TransportError::from_tls(error, peer.into())),
+            Err(Failure::Io(error)) => match error.kind() {
+                io::ErrorKind::Interrupted => {}
+                io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => return Err(timed_out()),
+                _ => {
+                    let peer = peer.into();
+                    return Err(TransportError::HandshakeCut { peer, source: error });
+                }
+            },
+        }
+    }
+    stream
+        .set_read_timeout(None)
+        .and_then(|()| stream.set_write_timeout(None))
+        .map_err(|error| TransportError::from_io(error, peer))?;
+    Ok(TlsSession::new(stream, connection))
+}
+
+enum Failure {
+    Io(io::Error),
+    Tls(rustls::Error),
+    /// The peer speaks something else.
+    Foreign(String),
+}
+
+/// Sends what is due, or receives once.
+fn step(stream: &Stream, connection: &mut Connection, first: &mut bool) -> Result<(), Failure> {
+    if connection.wants_write() {
+        return connection.write_tls(&mut &*stream).map(|_| ()).map_err(Failure::Io);
+    }
+    let mut received = [0; 4096];
+    let length = (&mut &*stream).read(&mut received).map_err(Failure::Io)?;
+    if length == 0 {
+        return Err(Failure::Io(io::ErrorKind::UnexpectedEof.into()));
+    }
+    let mut fresh = &received[..length];
+    if std::mem::take(first)
+        && let Some(what) = foreign(fresh)
+    {
+        return Err(Failure::Foreign(what));
+    }
+    // Nothing is taken after the peer's closing message.
+    while !fresh.is_empty() && connection.read_tls(&mut fresh).map_err(Failure::Io)? > 0 {
+        if let Err(error) = connection.process_new_packets() {
+            // The alert tells the peer what we think of its certificate.
+            while connection.wants_write() && connection.write_tls(&mut &*stream).is_ok() {}
+            return Err(Failure::Tls(error));
+        }
+    }
+    Ok(())
+}
+
+/// What a peer speaks whose first bytes begin no TLS record.
+fn foreign(bytes: &[u8]) -> Option<String> {
+    const HTTP: [&[u8]; 8] =
+        [b"GET ", b"POST ", b"PUT ", b"HEAD ", b"OPTIONS ", b"CONNECT ", b"PRI * ", b"HTTP/"];
+    let opening = &bytes[..bytes.len().min(8)];
+    match opening {
+        // Change of cipher, alert, handshake, data; then the major version.
+        [0x14..=0x17] | [0x14..=0x17, 3, ..] => None,
+        _ if b"VMFERRY\n".starts_with(opening) || b"VMFERRY\r".starts_with(opening) => {
+            Some("plain vmferry".into())
+        }
+        _ if HTTP.iter().any(|verb| bytes.starts_with(verb)) => Some("plain HTTP".into()),
+        _ if bytes.starts_with(b"SSH-") => Some("SSH".into()),
+        _ => Some(format!("something that begins with `{}`", opening.escape_ascii())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_tls_is_recognised_by_its_first_bytes() {
+        for tls in [&b"\x16\x03\x01\x02\x00"[..], b"\x15\x03\x03", b"\x16"] {
+            assert_eq!(foreign(tls), None);
+        }
+        for (bytes, expected) in [
+            (&b"VMFERRY\n\x01\x00"[..], "plain vmferry"),
+            (b"VMFERRY\r\x00", "plain vmferry"),
+            (b"VMF", "plain vmferry"),
+            (b"OPTIONS * HTTP/1.1", "plain HTTP"),
+            (b"HTTP/1.1 400 Bad Request", "plain HTTP"),
+            (b"SSH-2.0-OpenSSH", "SSH"),
+            (b"\x16\x99garbage", "something that begins with `\\x16\\x99garbag`"),
+        ] {
+            assert_eq!(foreign(bytes).as_deref(), Some(expected));
+        }
+    }
+}

@@ -1,0 +1,70 @@
+/*
+ * Guest memory from 0x8000: what the workload reports, and all the state that it has.
+ *
+ * The VMM reads these pages (crates/vmferry-microvm/src/report.rs has the same layout); only the
+ * guest writes them. One page for the whole guest, then one for each vCPU.
+ */
+#ifndef VMFERRY_REPORT_H
+#define VMFERRY_REPORT_H
+
+#include <stdint.h>
+
+#define REPORT_ADDRESS 0x8000
+#define REPORT_MAGIC 0x5259525245464d56 /* "VMFERRYR" in memory order */
+#define REPORT_VERSION 1
+#define REPORT_MAX_VCPUS 8
+
+/* The heartbeat device writes one of these pages after the other. */
+#define HEARTBEAT_ADDRESS 0x20000
+#define HEARTBEAT_PAGES 16
+
+enum phase { PHASE_POPULATING = 0, PHASE_RUNNING = 1 };
+enum fill_kind { FILL_INCOMPRESSIBLE = 0, FILL_TEXT = 1, FILL_ZERO = 2 };
+
+/* 0x8000: written once, by vCPU 0. */
+struct guest_report {
+    uint64_t magic;
+    uint32_t version;
+    uint32_t vcpus;
+    uint64_t fill_pages;
+    uint64_t hot_pages;
+    uint64_t rate;       /* pages per second over all vCPUs, 0 for as fast as can be */
+    uint32_t fill_kind;
+    uint32_t random;     /* order of the hot pages: 0 sequential, 1 random */
+    uint32_t reserved0;
+    uint32_t reserved1;
+};
+
+struct corruption {
+    uint64_t gpa;      /* of the page, 0 for none */
+    uint64_t expected; /* generation, or sequence of the heartbeat */
+    uint64_t found;
+    uint64_t round;
+};
+
+/* 0x9000 + vcpu * 4096 */
+struct vcpu_report {
+    uint64_t rounds;        /* over all hot pages of this vCPU */
+    uint64_t pages_written;
+    uint64_t pages_checked;
+    uint64_t corruptions;
+    struct corruption first;
+    uint64_t ticks;         /* of the timer, since the guest began */
+    uint64_t last_tsc;
+    uint64_t longest_gap_tsc; /* between two steps: the guest's own view of a pause */
+    uint64_t phase;
+    uint64_t heartbeats;    /* heartbeat pages found newer than at the last look */
+    /* The rest is the workload's own. */
+    uint64_t fill_next;     /* populated so far, then the page to be verified next */
+    uint64_t hot_next;      /* pages visited in this round */
+    uint64_t stride;        /* of the round's order; 0 at the start of a round */
+    uint64_t offset;
+    uint64_t credit;        /* thousandths of a page that the rate allows */
+    uint64_t credited_ticks;
+    uint64_t seen[HEARTBEAT_PAGES];
+};
+
+_Static_assert(sizeof(struct guest_report) == 56, "report.rs reads it");
+_Static_assert(sizeof(struct vcpu_report) == 280, "report.rs reads it");
+
+#endif

@@ -1,0 +1,364 @@
+/*
+ * The workloads and their checks. See workload.h.
+ *
+ * A hot page of generation g holds {g, hash(g ^ address)} in its first and last two words, and a
+ * word whose place depends on g in between. Each round visits each page once: it must hold exactly
+ * the generation of the round before. A hash alone would accept a stale page; the generation does
+ * not, and two pages that changed places do not either.
+ */
+#include "workload.h"
+
+#include "report.h"
+
+#define PAGE_BYTES 4096ull
+#define PAGE_WORDS 512ull
+#define COMMAND_LINE_ADDRESS 0x7000
+#define FIRST_WORK_ADDRESS (16ull << 20) /* what lies below is the machine's */
+#define HIGH_ADDRESS (4ull << 30)
+
+#define FILL_PAGES_PER_STEP 8
+#define HOT_PAGES_PER_STEP 64
+#define MAX_CREDITED_TICKS 20 /* a guest that was paused does not catch up */
+
+static uint64_t mix(uint64_t x)
+{
+    x ^= x >> 30;
+    x *= 0xbf58476d1ce4e5b9ull;
+    x ^= x >> 27;
+    x *= 0x94d049bb133111ebull;
+    return x ^ x >> 31;
+}
+
+static volatile uint64_t *words_at(const struct guest_view *view, uint64_t gpa)
+{
+    uint64_t address = gpa < HIGH_ADDRESS ? view->low_base + gpa : view->high_base + (gpa - HIGH_ADDRESS);
+    __asm__("" : "+r"(address)); /* not a constant: GCC takes low constants for null pointers */
+    return (volatile uint64_t *)address;
+}
+
+static volatile struct guest_report *guest_report(const struct guest_view *view)
+{
+    return (volatile struct guest_report *)words_at(view, REPORT_ADDRESS);
+}
+
+static volatile struct vcpu_report *vcpu_report(const struct guest_view *view, uint32_t vcpu)
+{
+    return (volatile struct vcpu_report *)words_at(view, REPORT_ADDRESS + (1 + vcpu) * PAGE_BYTES);
+}
+
+static uint64_t low_work_pages(const struct guest_view *view)
+{
+    return view->low_bytes > FIRST_WORK_ADDRESS ? (view->low_bytes - FIRST_WORK_ADDRESS) / PAGE_BYTES : 0;
+}
+
+static uint64_t work_pages(const struct guest_view *view)
+{
+    return low_work_pages(view) + view->high_bytes / PAGE_BYTES;
+}
+
+/* Guest-physical address of the workload's page `index`. */
+static uint64_t work_address(const struct guest_view *view, uint64_t index)
+{
+    uint64_t low = low_work_pages(view);
+    return index < low ? FIRST_WORK_ADDRESS + index * PAGE_BYTES : HIGH_ADDRESS + (index - low) * PAGE_BYTES;
+}
+
+static void report_corruption(volatile struct vcpu_report *report, uint64_t gpa, uint64_t expected, uint64_t found)
+{
+    if (report->corruptions == 0) {
+        report->first.gpa = gpa;
+        report->first.expected = expected;
+        report->first.found = found;
+        report->first.round = report->rounds;
+    }
+    report->corruptions++;
+}
+
+/* ---- fill: content that never changes ---- */
+
+static const char text[] = "the guest goes on where it was, and nobody has noticed that it moved; ";
+
+static uint64_t fill_word(uint32_t kind, uint64_t gpa, uint64_t index)
+{
+    if (kind == FILL_ZERO)
+        return 0;
+    if (kind == FILL_INCOMPRESSIBLE)
+        return mix(gpa + index * 0x9e3779b97f4a7c15ull);
+    /* Eight letters from a place that changes every 64 bytes, as words in a text do. */
+    uint64_t start = mix(gpa / PAGE_BYTES * 64 + index / 8) + index % 8 * 8;
+    uint64_t word = 0;
+    for (unsigned letter = 0; letter < 8; letter++)
+        word |= (uint64_t)(uint8_t)text[(start + letter) % (sizeof text - 1)] << 8 * letter;
+    return word;
+}
+
+static void fill_page(const struct guest_view *view, uint32_t kind, uint64_t gpa)
+{
+    volatile uint64_t *page = words_at(view, gpa);
+    for (uint64_t index = 0; index < PAGE_WORDS; index++)
+        page[index] = fill_word(kind, gpa, index);
+}
+
+static void check_fill_page(const struct guest_view *view, volatile struct vcpu_report *report, uint32_t kind,
+                            uint64_t gpa)
+{
+    volatile uint64_t *page = words_at(view, gpa);
+    for (uint64_t index = 0; index < PAGE_WORDS; index++) {
+        uint64_t expected = fill_word(kind, gpa, index), found = page[index];
+        if (found != expected) {
+            report_corruption(report, gpa, expected, found);
+            break;
+        }
+    }
+    report->pages_checked++;
+}
+
+/* ---- hot: pages rewritten for ever ---- */
+
+static uint64_t page_hash(uint64_t generation, uint64_t gpa)
+{
+    return mix(generation ^ gpa);
+}
+
+static uint64_t middle_word(uint64_t generation)
+{
+    return 2 + mix(generation) % (PAGE_WORDS - 4);
+}
+
+static void visit_hot_page(const struct guest_view *view, volatile struct vcpu_report *report, uint64_t gpa)
+{
+    volatile uint64_t *page = words_at(view, gpa);
+    uint64_t expected = report->rounds;
+    uint64_t hash = expected ? page_hash(expected, gpa) : 0;
+    uint64_t middle = expected ? page[middle_word(expected)] : 0;
+
+    if (page[0] != expected || page[1] != hash || page[510] != expected || page[511] != hash || middle != hash) {
+        report_corruption(report, gpa, expected, page[0] != expected ? page[0] : page[510]);
+    }
+    uint64_t next = expected + 1;
+    hash = page_hash(next, gpa);
+    page[0] = next;
+    page[1] = hash;
+    page[middle_word(next)] = hash;
+    page[510] = next;
+    page[511] = hash;
+    report->pages_checked++;
+    report->pages_written++;
+}
+
+static uint64_t common_divisor(uint64_t a, uint64_t b)
+{
+    while (b) {
+        uint64_t rest = a % b;
+        a = b;
+        b = rest;
+    }
+    return a;
+}
+
+/* The order of a round: `offset + position * stride`, which visits each page once. */
+static void choose_order(volatile struct vcpu_report *report, uint32_t random, uint32_t vcpu, uint64_t pages)
+{
+    uint64_t seed = mix(report->rounds * 8 + vcpu + 1);
+    uint64_t stride = random ? 1 + seed % pages : 1;
+    while (common_divisor(stride, pages) != 1)
+        stride++;
+    report->stride = stride;
+    report->offset = random ? mix(seed) % pages : 0;
+}
+
+static void hot_step(const struct guest_view *view, volatile struct vcpu_report *report, uint32_t vcpu,
+                     uint64_t first, uint64_t pages, uint64_t count)
+{
+    for (; count; count--) {
+        if (!report->stride)
+            choose_order(report, guest_report(view)->random, vcpu, pages);
+        /* Both factors are below the number of pages, so the product fits 64 bits. */
+        uint64_t index = (report->offset + report->hot_next * report->stride) % pages;
+        visit_hot_page(view, report, work_address(view, first + index));
+        if (++report->hot_next == pages) {
+            report->hot_next = 0;
+            report->stride = 0;
+            report->rounds++;
+        }
+    }
+}
+
+/* How many pages the rate allows now. */
+static uint64_t allowed_pages(volatile struct vcpu_report *report, uint64_t rate, uint32_t vcpus, uint64_t ticks)
+{
+    if (!rate)
+        return HOT_PAGES_PER_STEP;
+    uint64_t passed = ticks - report->credited_ticks, cost = 1000ull * vcpus;
+    report->credited_ticks = ticks;
+    report->credit += (passed < MAX_CREDITED_TICKS ? passed : MAX_CREDITED_TICKS) * rate;
+    uint64_t pages = report->credit / cost;
+    pages = pages < HOT_PAGES_PER_STEP ? pages : HOT_PAGES_PER_STEP;
+    report->credit -= pages * cost;
+    return pages;
+}
+
+/* ---- heartbeat: what the VMM's device writes ---- */
+
+/*
+ * The device writes sequence, hash, sequence; read backwards, equal ends mean that the hash belongs
+ * to them. A page may be newer than at the last look, never older.
+ */
+static void check_heartbeat(const struct guest_view *view, volatile struct vcpu_report *report, uint64_t slot)
+{
+    uint64_t gpa = HEARTBEAT_ADDRESS + slot * PAGE_BYTES;
+    volatile uint64_t *page = words_at(view, gpa);
+    uint64_t end = page[2], hash = page[1], begin = page[0];
+
+    if (begin != end)
+        return; /* being written */
+    if ((begin && hash != page_hash(begin, gpa)) || begin < report->seen[slot]) {
+        report_corruption(report, gpa, report->seen[slot], begin);
+    } else if (begin > report->seen[slot]) {
+        report->seen[slot] = begin;
+        report->heartbeats++;
+    }
+}
+
+/* ---- a step ---- */
+
+static uint64_t read_tsc(void)
+{
+    uint32_t low, high;
+    __asm__ volatile("rdtsc" : "=a"(low), "=d"(high));
+    return (uint64_t)high << 32 | low;
+}
+
+static void note_time(volatile struct vcpu_report *report, uint64_t ticks)
+{
+    uint64_t now = read_tsc(), last = report->last_tsc;
+    if (last && now > last && now - last > report->longest_gap_tsc)
+        report->longest_gap_tsc = now - last;
+    report->last_tsc = now;
+    report->ticks = ticks;
+}
+
+static uint64_t share(uint64_t pages, uint32_t vcpu, uint32_t vcpus)
+{
+    return pages / vcpus * vcpu + pages % vcpus * vcpu / vcpus;
+}
+
+int workload_step(const struct guest_view *view, uint32_t vcpu, uint64_t ticks)
+{
+    volatile struct guest_report *guest = guest_report(view);
+    volatile struct vcpu_report *report = vcpu_report(view, vcpu);
+    uint32_t vcpus = guest->vcpus;
+
+    if (vcpu >= vcpus)
+        return 1;
+    note_time(report, ticks);
+    if (vcpu == 0)
+        check_heartbeat(view, report, ticks % HEARTBEAT_PAGES);
+
+    uint64_t fill_first = share(guest->fill_pages, vcpu, vcpus);
+    uint64_t fill_pages = share(guest->fill_pages, vcpu + 1, vcpus) - fill_first;
+    if (report->phase == PHASE_POPULATING) {
+        for (unsigned count = 0; count < FILL_PAGES_PER_STEP; count++) {
+            if (report->fill_next == fill_pages) {
+                report->fill_next = 0;
+                report->phase = PHASE_RUNNING;
+                break;
+            }
+            fill_page(view, guest->fill_kind, work_address(view, fill_first + report->fill_next++));
+            report->pages_written++;
+        }
+        return 0;
+    }
+    uint64_t hot_first = share(guest->hot_pages, vcpu, vcpus);
+    uint64_t hot_pages = share(guest->hot_pages, vcpu + 1, vcpus) - hot_first;
+    uint64_t allowed = hot_pages ? allowed_pages(report, guest->rate, vcpus, ticks) : 0;
+    hot_step(view, report, vcpu, guest->fill_pages + hot_first, hot_pages, allowed);
+    if (fill_pages) {
+        check_fill_page(view, report, guest->fill_kind, work_address(view, fill_first + report->fill_next));
+        report->fill_next = report->fill_next + 1 == fill_pages ? 0 : report->fill_next + 1;
+    }
+    return allowed < HOT_PAGES_PER_STEP;
+}
+
+/* ---- the command line ---- */
+
+static volatile const char *read_number(volatile const char *at, uint64_t *number)
+{
+    for (*number = 0; *at >= '0' && *at <= '9'; at++)
+        *number = *number * 10 + (uint64_t)(*at - '0');
+    return at;
+}
+
+/* The text after `word`, or null if something else stands there. */
+static volatile const char *skip(volatile const char *at, const char *word)
+{
+    for (; *word; word++, at++) {
+        if (*at != *word)
+            return 0;
+    }
+    return at;
+}
+
+static volatile const char *read_fill(volatile const char *at, volatile struct guest_report *report)
+{
+    static const char *const kinds[] = {",incompressible", ",text", ",zero"};
+    uint64_t mib;
+
+    at = read_number(at, &mib);
+    report->fill_pages = mib << 8;
+    for (uint32_t kind = 0; kind < 3; kind++) {
+        volatile const char *after = skip(at, kinds[kind]);
+        if (after) {
+            report->fill_kind = kind;
+            return after;
+        }
+    }
+    return at;
+}
+
+static volatile const char *read_hot(volatile const char *at, volatile struct guest_report *report)
+{
+    volatile const char *after;
+    uint64_t number;
+
+    at = read_number(at, &number);
+    report->hot_pages = number << 8;
+    for (;;) {
+        if ((after = skip(at, ",rate="))) {
+            at = read_number(after, &number);
+            report->rate = number;
+        } else if ((after = skip(at, ",random"))) {
+            report->random = 1;
+            at = after;
+        } else if ((after = skip(at, ",sequential"))) {
+            report->random = 0;
+            at = after;
+        } else {
+            return at;
+        }
+    }
+}
+
+void workload_init(const struct guest_view *view, uint32_t vcpus)
+{
+    volatile struct guest_report *report = guest_report(view);
+    volatile const char *at = (volatile const char *)words_at(view, COMMAND_LINE_ADDRESS);
+    volatile const char *after;
+
+    report->vcpus = vcpus < REPORT_MAX_VCPUS ? vcpus : REPORT_MAX_VCPUS;
+    while (*at) {
+        if ((after = skip(at, "fill=")))
+            at = read_fill(after, report);
+        else if ((after = skip(at, "hot=")))
+            at = read_hot(after, report);
+        else
+            at++;
+    }
+    uint64_t pages = work_pages(view);
+    if (report->fill_pages > pages)
+        report->fill_pages = pages;
+    if (report->hot_pages > pages - report->fill_pages)
+        report->hot_pages = pages - report->fill_pages;
+    report->version = REPORT_VERSION;
+    report->magic = REPORT_MAGIC;
+}

@@ -1,0 +1,32 @@
+/*
+ * What the guest does with its memory: the same code at CPL 3 of the KVM guest and in the threads
+ * of the process guest. It has no state outside guest memory.
+ *
+ * Command line: words separated by spaces, of `idle`, `ticks`,
+ * `fill=MIB,incompressible|text|zero` and `hot=MIB[,rate=PAGES_PER_S][,random|sequential]`. The VMM
+ * has checked it (config.rs); what makes no sense here is ignored.
+ */
+#ifndef VMFERRY_WORKLOAD_H
+#define VMFERRY_WORKLOAD_H
+
+#include <stdint.h>
+
+/* Where guest memory is mapped: in the KVM guest, the addresses are the guest-physical ones. */
+struct guest_view {
+    uint64_t low_base;  /* of guest-physical 0 */
+    uint64_t high_base; /* of guest-physical 4 GiB */
+    uint64_t low_bytes;
+    uint64_t high_bytes;
+};
+
+/* Once, by vCPU 0, before any step. */
+void workload_init(const struct guest_view *view, uint32_t vcpus);
+
+/*
+ * Some work of one vCPU, bounded to about 100 pages. `ticks` counts its timer's ticks, one per
+ * millisecond. Returns 0 to be called again at once, 1 when there is nothing to do until the next
+ * tick.
+ */
+int workload_step(const struct guest_view *view, uint32_t vcpu, uint64_t ticks);
+
+#endif
