@@ -33,7 +33,8 @@ impl Output {
     /// The result: one JSON object, or the text.
     pub fn result(&self, value: &impl Serialize, text: impl FnOnce() -> String) {
         let line = if self.json {
-            serde_json::to_string(value).unwrap_or_else(|error| json!({ "error": error.to_string() }).to_string())
+            serde_json::to_string(value)
+                .unwrap_or_else(|error| json!({ "error": error.to_string() }).to_string())
         } else {
             text()
         };

@@ -126,7 +126,7 @@ pub fn outcome(stats: &Value) -> String {
 /// The table of rounds.
 pub fn rounds(stats: &Value) -> String {
     let mut table = Table::new();
-    table.load_preset(presets::ASCII_BORDERS_ONLY_CONDENSED);
+    table.load_style(presets::ASCII_BORDERS_ONLY_CONDENSED);
     table.set_header(["round", "pages", "zero", "bytes", "ms", "MB/s", "dirty pages/s", "guest"]);
     for round in stats["rounds"].as_array().into_iter().flatten() {
         let number = |name: &str| round[name].as_f64().unwrap_or_default();

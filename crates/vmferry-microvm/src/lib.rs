@@ -1,4 +1,27 @@
-//! A small KVM virtual machine monitor on rust-vmm crates, and the worked example of embedding vmferry.
+//! A small KVM virtual machine monitor on rust-vmm crates, and the worked example of embedding
+//! vmferry.
+//!
+//! [`Machine`] is a guest: memory, a back end that runs its vCPUs ([`kvm`], or threads of this
+//! process where there is no KVM), and a device of its own ([`heartbeat`](self::heartbeat)) that
+//! writes guest memory. [`embed`] is all that it takes to make it migratable. [`service`] is what
+//! a VMM's process does around it: a control socket ([`control`]) by which the `vmferry` command
+//! finds the guest, asks about it and has it migrated.
+//!
+//! `unsafe` is confined to `kvm` (ioctls and memory slots) and `process` (the guest's C code).
 
+mod backend;
+pub mod config;
+pub mod control;
+pub mod embed;
+mod error;
+mod heartbeat;
 pub mod kvm;
+mod machine;
+mod process;
+pub mod report;
+pub mod service;
 pub mod state;
+
+pub use config::{GuestKind, MachineConfig};
+pub use error::MachineError;
+pub use machine::{Machine, SharedMachine};

@@ -37,6 +37,11 @@ impl Channel {
         Self { stream, tls, peer }
     }
 
+    #[cfg(test)]
+    pub(crate) fn stream(&self) -> Arc<Stream> {
+        Arc::clone(&self.stream)
+    }
+
     /// Who is at the other end.
     #[must_use]
     pub fn peer(&self) -> &PeerIdentity {

@@ -200,6 +200,11 @@ impl TransportError {
         }
     }
 
+    /// The peer speaks TLS for another application.
+    pub(crate) fn other_protocol(peer: String) -> Self {
+        Self::NotTls { peer, what: "TLS, but not vmferry's protocol within".into() }
+    }
+
     pub(crate) fn from_tls(error: rustls::Error, peer: String) -> Self {
         use rustls::Error as Tls;
         match error {
@@ -232,6 +237,7 @@ impl TransportError {
                 }
                 other => Self::Tls { peer, source: Tls::InvalidCertificate(other) },
             },
+            Tls::NoApplicationProtocol => Self::other_protocol(peer),
             Tls::NoCertificatesPresented => Self::NoCertificate { peer },
             Tls::AlertReceived(alert) => match alert {
                 AlertDescription::CertificateExpired => {
@@ -250,10 +256,7 @@ impl TransportError {
                 | AlertDescription::AccessDenied => {
                     Self::RejectedByPeer { peer, why: format!("{alert:?}") }
                 }
-                AlertDescription::NoApplicationProtocol => Self::NotTls {
-                    peer,
-                    what: "TLS, but not vmferry's protocol within".into(),
-                },
+                AlertDescription::NoApplicationProtocol => Self::other_protocol(peer),
                 _ => Self::Tls { peer, source: Tls::AlertReceived(alert) },
             },
             Tls::InvalidMessage(_) => {

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use rustls::Connection;
 
 use crate::error::TransportError;
+use crate::identity::ALPN;
 use crate::stream::Stream;
 use crate::tls::TlsSession;
 
@@ -49,6 +50,10 @@ pub fn shake_hands(
                 }
             },
         }
+    }
+    // Naming no protocol is allowed in TLS, and another service's habit.
+    if connection.alpn_protocol() != Some(ALPN) {
+        return Err(TransportError::other_protocol(peer.into()));
     }
     stream
         .set_read_timeout(None)

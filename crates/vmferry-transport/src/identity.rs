@@ -1,6 +1,7 @@
 //! Who this host is, and whom it trusts.
 
 use std::fmt;
+use std::fs::File;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -40,12 +41,14 @@ impl TlsIdentity {
             |path: &Path, problem: String| TransportError::File { path: path.to_owned(), problem };
         let authorities = certificates(ca)?;
         let chain = certificates(certificate)?;
-        let mode = std::fs::metadata(key).map_err(|error| unreadable(key, &error))?.mode();
+        // What is checked is what is read.
+        let mut file = File::open(key).map_err(|error| unreadable(key, &error))?;
+        let mode = file.metadata().map_err(|error| unreadable(key, &error))?.mode();
         if mode & 0o077 != 0 {
             let text = format!("others can read this private key: chmod 600 {}", key.display());
             return Err(problem(key, text));
         }
-        let private = PrivateKeyDer::from_pem_file(key)
+        let private = PrivateKeyDer::from_pem_reader(&mut file)
             .map_err(|error| problem(key, format!("holds no private key in PEM form: {error}")))?;
         let mut roots = RootCertStore::empty();
         for authority in authorities {
@@ -85,7 +88,11 @@ impl TlsIdentity {
 
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TransportError> {
     let bytes = std::fs::read(path).map_err(|error| unreadable(path, &error))?;
-    let found: Vec<_> = CertificateDer::pem_slice_iter(&bytes).filter_map(Result::ok).collect();
+    let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&bytes).collect();
+    let found = found.map_err(|error| TransportError::File {
+        path: path.to_owned(),
+        problem: format!("is damaged: {error}"),
+    })?;
     if found.is_empty() {
         let problem = "holds no certificate in PEM form: make one with `vmferry pki`".into();
         return Err(TransportError::File { path: path.to_owned(), problem });

@@ -31,8 +31,11 @@ pub struct Listener {
 #[derive(Debug)]
 enum Socket {
     Tcp(TcpListener),
-    /// The socket and the guard of its file.
-    Unix(UnixListener, SocketFile),
+    /// The file goes when the socket goes.
+    Unix {
+        listener: UnixListener,
+        _file: SocketFile,
+    },
 }
 
 impl Listener {
@@ -53,7 +56,7 @@ impl Listener {
         let (socket, bound) = match address {
             Address::Unix(path) => {
                 let (listener, file) = unix::listen(path).map_err(failed)?;
-                (Socket::Unix(listener, file), address.clone())
+                (Socket::Unix { listener, _file: file }, address.clone())
             }
             Address::Tcp { host, port } | Address::Tls { host, port } => {
                 let addresses = resolve(host, *port, &name)?;
@@ -133,14 +136,14 @@ impl Socket {
     fn set_nonblocking(&self) -> io::Result<()> {
         match self {
             Self::Tcp(listener) => listener.set_nonblocking(true),
-            Self::Unix(listener, _) => listener.set_nonblocking(true),
+            Self::Unix { listener, .. } => listener.set_nonblocking(true),
         }
     }
 
     fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
         match self {
             Self::Tcp(listener) => listener.as_fd(),
-            Self::Unix(listener, _) => listener.as_fd(),
+            Self::Unix { listener, .. } => listener.as_fd(),
         }
     }
 
@@ -152,7 +155,7 @@ impl Socket {
                 stream.set_nodelay(true)?;
                 Ok(Stream::Tcp(stream))
             }
-            Self::Unix(listener, _) => {
+            Self::Unix { listener, .. } => {
                 let (stream, _) = listener.accept()?;
                 stream.set_nonblocking(false)?;
                 Ok(Stream::Unix(stream))

@@ -36,7 +36,8 @@ impl Validity {
 /// What a host's certificate says.
 #[derive(Clone, Debug)]
 pub struct IssueRequest {
-    /// Name of the host: the last part of `spiffe://vmferry/host/NAME`.
+    /// Name of the host, of ASCII letters, digits, `-`, `_` and `.`: the last part of
+    /// `spiffe://vmferry/host/NAME`.
     pub name: String,
     /// DNS names and IP addresses that it is reached by; its name if there are none.
     pub addresses: Vec<String>,
@@ -61,10 +62,10 @@ pub fn init(directory: &Path, name: &str, validity: Validity) -> Result<(), Tran
     refuse_existing(&paths)?;
     let failed = |error: rcgen::Error| problem(&paths[1], format!("can't be made: {error}"));
     let mut params = CertificateParams::default();
+    set_validity(&mut params, validity).map_err(|error| problem(&paths[1], error))?;
     params.distinguished_name.push(DnType::CommonName, format!("{name} authority"));
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-    set_validity(&mut params, validity);
     let key = KeyPair::generate().map_err(failed)?;
     let certificate = params.self_signed(&key).map_err(failed)?;
     make_directory(directory)?;
@@ -80,6 +81,10 @@ pub fn init(directory: &Path, name: &str, validity: Validity) -> Result<(), Tran
 pub fn issue(directory: &Path, out: &Path, request: &IssueRequest) -> Result<(), TransportError> {
     let paths = [out.join("host.key"), out.join("host.pem"), out.join("ca.pem")];
     refuse_existing(&paths)?;
+    if !is_name(&request.name) {
+        let text = format!("`{}` is no name: use ASCII letters, digits, -, _ and .", request.name);
+        return Err(problem(&paths[1], text));
+    }
     let (ca_pem, ca_key) = (directory.join("ca.pem"), directory.join("ca.key"));
     let authority = read(&ca_pem)?;
     let signing = KeyPair::from_pem(&read(&ca_key)?)
@@ -93,16 +98,14 @@ pub fn issue(directory: &Path, out: &Path, request: &IssueRequest) -> Result<(),
     let mut params = CertificateParams::new(addresses.to_vec())
         .map_err(|error| problem(&paths[1], format!("an address is no name: {error}")))?;
     let uri = format!("spiffe://vmferry/host/{}", request.name);
-    let uri = uri.as_str().try_into().map_err(|_| {
-        problem(&paths[1], format!("`{}` is no name: use ASCII letters", request.name))
-    })?;
+    let uri = uri.as_str().try_into().map_err(failed)?;
     params.subject_alt_names.push(SanType::URI(uri));
     params.distinguished_name.push(DnType::CommonName, request.name.clone());
     params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
     params.extended_key_usages =
         vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
     params.use_authority_key_identifier_extension = true;
-    set_validity(&mut params, request.validity);
+    set_validity(&mut params, request.validity).map_err(|error| problem(&paths[1], error))?;
     let key = KeyPair::generate().map_err(failed)?;
     let certificate = params.signed_by(&key, &issuer).map_err(failed)?;
     make_directory(out)?;
@@ -111,10 +114,27 @@ pub fn issue(directory: &Path, out: &Path, request: &IssueRequest) -> Result<(),
     write(&paths[2], &authority, 0o644)
 }
 
-fn set_validity(params: &mut CertificateParams, validity: Validity) {
+/// A host's name is a part of a URI's path, and nobody may mistake it for another.
+fn is_name(name: &str) -> bool {
+    (1..=253).contains(&name.len())
+        && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))
+        && name.bytes().any(|byte| byte.is_ascii_alphanumeric())
+}
+
+fn set_validity(params: &mut CertificateParams, validity: Validity) -> Result<(), String> {
     let now = OffsetDateTime::now_utc();
-    params.not_before = now + time::Duration::days(validity.from_days);
-    params.not_after = now + time::Duration::days(validity.until_days);
+    let day = |days: i64| {
+        let seconds = days.checked_mul(86_400)?;
+        now.checked_add(time::Duration::seconds(seconds))
+    };
+    let (Some(from), Some(until)) = (day(validity.from_days), day(validity.until_days)) else {
+        return Err("can't be valid beyond the year 9999: ask for fewer days".into());
+    };
+    if until <= from {
+        return Err("would end before it begins: ask for more days".into());
+    }
+    (params.not_before, params.not_after) = (from, until);
+    Ok(())
 }
 
 fn problem(path: &Path, problem: String) -> TransportError {

@@ -86,7 +86,7 @@ impl TlsSession {
     /// channel must not be held up by its peer.
     fn announce_end(&self) {
         let mut sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
-        self.send_last(&mut sending, Connection::send_close_notify);
+        self.send_last(&mut sending, |connection| connection.send_close_notify());
     }
 
     /// Sends what rustls wants to say to the peer, such as an alert. If the writing half is at

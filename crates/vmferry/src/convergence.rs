@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use vmferry_memory::PAGE_SIZE;
 
 /// What the pause costs besides the pages: leaving `KVM_RUN`, saving and loading some hundred
@@ -21,7 +21,7 @@ const ASSUMED_BYTES_PER_S: f64 = 117e6;
 const MEASURABLE_BYTES: u64 = 1 << 20;
 
 /// What to do when the guest writes faster than the link carries.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum WhenStuck {
     /// End the migration; the guest runs on at the source.

@@ -1,6 +1,7 @@
 //! One file per subcommand.
 
 pub mod demo;
+mod host;
 pub mod pki;
 pub mod receive;
 pub mod resolve;
@@ -11,7 +12,9 @@ pub mod status;
 
 use std::path::PathBuf;
 
+use uuid::Uuid;
 use vmferry_microvm::control::{RuntimeDirectory, runtime_directory};
+use vmferry_wire::GuestIdentity;
 
 use crate::exit::{Code, Failure};
 
@@ -29,4 +32,9 @@ pub fn directory() -> Result<RuntimeDirectory, Failure> {
 /// The control socket of a guest.
 pub fn socket(guest: &str) -> Result<PathBuf, Failure> {
     Ok(directory()?.socket(guest))
+}
+
+/// Who a new guest is.
+pub fn guest_identity(name: &str, uuid: Option<Uuid>) -> GuestIdentity {
+    GuestIdentity { uuid: uuid.unwrap_or_else(Uuid::new_v4), name: name.to_owned() }
 }

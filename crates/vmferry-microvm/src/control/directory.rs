@@ -60,7 +60,11 @@ impl RuntimeDirectory {
     /// The control socket of a guest by name; a name with a `/` is the path of one.
     #[must_use]
     pub fn socket(&self, guest: &str) -> PathBuf {
-        if guest.contains('/') { PathBuf::from(guest) } else { self.0.join(format!("{guest}.sock")) }
+        if guest.contains('/') {
+            PathBuf::from(guest)
+        } else {
+            self.0.join(format!("{guest}.sock"))
+        }
     }
 
     /// The names of the guests whose sockets are here, whether or not they live.

@@ -19,8 +19,6 @@ pub enum Request {
     Resume {},
     /// Ends the guest and its VMM.
     Quit {},
-    /// Forgets the guest's longest gaps, so that the next ones can be measured.
-    ResetGaps {},
     /// Migrates the guest.
     Migrate(Box<MigrateRequest>),
     /// Ends the migration under way; the guest stays.

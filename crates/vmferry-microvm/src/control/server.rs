@@ -31,7 +31,9 @@ pub trait Handler: Send + Sync + 'static {
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {
     /// Someone listens there.
-    #[error("a guest listens on {path} already: choose another --name, or end that guest with `vmferry quit`")]
+    #[error(
+        "a guest listens on {path} already: choose another --name, or end that guest with `vmferry quit`"
+    )]
     InUse {
         /// The socket.
         path: PathBuf,
@@ -102,6 +104,12 @@ impl Drop for Server {
             let _ = acceptor.join();
         }
     }
+}
+
+/// Whether someone listens on a control socket.
+#[must_use]
+pub fn is_live(path: &Path) -> bool {
+    UnixStream::connect(path).is_ok()
 }
 
 fn remove_stale(path: &Path) -> Result<(), ServerError> {

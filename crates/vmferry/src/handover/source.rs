@@ -1,5 +1,6 @@
 //! The source's half of the hand-over.
 
+use serde::{Deserialize, Serialize};
 use vmferry_wire::SessionWord;
 
 /// Where the source stands. See the diagram in the [module](super).
@@ -44,7 +45,8 @@ pub enum SourceEvent {
 }
 
 /// What an operator can decide, after making sure by other means.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum OperatorWord {
     /// The destination runs the guest, or ran it: this side gives it up.
     DestinationOwns,

@@ -1,0 +1,76 @@
+//! The demo's two processes: this same program, spoken to by its `--json` events.
+
+use std::ffi::OsStr;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{ChildStdout, Command, Stdio};
+
+use serde_json::Value;
+
+use crate::exit::{Code, Failure};
+
+/// A running `vmferry`, ended when dropped.
+pub struct Child {
+    process: std::process::Child,
+    events: BufReader<ChildStdout>,
+    what: String,
+}
+
+impl Child {
+    /// Starts `vmferry --json ARGUMENTS` as on a host of its own, whose guests are in `directory`.
+    pub fn start(arguments: &[impl AsRef<OsStr>], directory: &Path) -> Result<Self, Failure> {
+        let what = arguments.first().map(|word| word.as_ref().to_string_lossy().into_owned());
+        let mut process = Command::new(std::env::current_exe()?)
+            .arg("--json")
+            .args(arguments)
+            .env("VMFERRY_RUNTIME_DIR", directory)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let Some(stdout) = process.stdout.take() else {
+            return Err(Failure::new(Code::Internal, "a child has no output"));
+        };
+        Ok(Self { process, events: BufReader::new(stdout), what: what.unwrap_or_default() })
+    }
+
+    /// Waits for an event of this name; others pass. A failure of the child is ours.
+    pub fn event(&mut self, name: &str) -> Result<Value, Failure> {
+        let mut line = String::new();
+        loop {
+            line.clear();
+            if self.events.read_line(&mut line)? == 0 {
+                let text = format!("`vmferry {}` ended before its event `{name}`", self.what);
+                return Err(Failure::new(Code::Internal, text));
+            }
+            let event: Value =
+                serde_json::from_str(&line).map_err(|error| Failure::of(Code::Internal, error))?;
+            if event["event"] == name {
+                return Ok(event);
+            }
+            if event["ok"] == false {
+                let message = event["error"]["message"].as_str().unwrap_or("it failed");
+                let text = format!("`vmferry {}`: {message}", self.what);
+                return Err(Failure::new(Code::Internal, text));
+            }
+        }
+    }
+
+    /// Waits for its end, which must be a good one.
+    pub fn wait(&mut self) -> Result<(), Failure> {
+        let status = self.process.wait()?;
+        if status.success() {
+            Ok(())
+        } else {
+            let text = format!("`vmferry {}` ended with {status}", self.what);
+            Err(Failure::new(Code::Internal, text))
+        }
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        // One that has ended needs neither.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}

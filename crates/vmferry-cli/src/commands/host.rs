@@ -1,0 +1,133 @@
+//! Hosting a guest until it ends: what `run` and `receive` have in common.
+
+use std::io;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use vmferry_microvm::SharedMachine;
+use vmferry_microvm::control::{RuntimeDirectory, Server, ServerError};
+use vmferry_microvm::service::{End, GuestService, peak_rss_bytes};
+
+use crate::exit::{Code, Failure};
+use crate::output::Output;
+
+/// How long a guest that came from this very host may wait for its old VMM to leave the name.
+const NAME_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How often a crash of the guest is looked for.
+const CRASH_PERIOD: Duration = Duration::from_millis(500);
+
+/// How long a migration may take to be cancelled when the VMM is told to end.
+const CANCEL_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The way to tell a host that it shall end.
+pub type Ending = (Sender<End>, Receiver<End>);
+
+/// A new one.
+pub fn ending() -> Ending {
+    channel()
+}
+
+/// Serves the guest's control socket until the guest ends.
+pub fn host(
+    machine: &SharedMachine,
+    directory: &RuntimeDirectory,
+    (ended, is_over): Ending,
+    output: &Output,
+) -> Result<(), Failure> {
+    let name = {
+        let machine = machine.lock().unwrap_or_else(PoisonError::into_inner);
+        machine.config().identity.name.clone()
+    };
+    let service = Arc::new(GuestService::new(Arc::clone(machine), directory.journals(), ended));
+    let server = bind(directory, &name, &service)?;
+    let status = service.status().map_err(|error| Failure::of(Code::Internal, error))?;
+    let running = json!({
+        "event": "running", "name": name, "socket": server.path(), "pid": status.pid,
+        "guest": status.guest, "choice": status.choice, "memory_bytes": status.memory_bytes,
+        "vcpus": status.vcpus,
+    });
+    output.event(&running, || {
+        format!(
+            "{name} runs on {} ({}): {} vCPUs, {} MiB, control socket {}",
+            status.guest,
+            status.choice,
+            status.vcpus,
+            status.memory_bytes >> 20,
+            server.path().display()
+        )
+    });
+    let end = loop {
+        match is_over.recv_timeout(CRASH_PERIOD) {
+            Ok(end) => break end,
+            Err(RecvTimeoutError::Timeout) => {
+                let crash = machine.lock().unwrap_or_else(PoisonError::into_inner).crash();
+                if let Some(crash) = crash {
+                    let text = format!("the guest {name} has crashed: {crash}");
+                    return Err(Failure::new(Code::Corrupt, text));
+                }
+            }
+            Err(RecvTimeoutError::Disconnected) => break End::Quit,
+        }
+    };
+    if end == End::Quit {
+        leave_migration(&service)?;
+    }
+    // The client that asked for the end reads its answer before the socket goes.
+    drop(server);
+    let over = json!({
+        "event": "ended", "name": name, "why": end, "peak_rss_bytes": peak_rss_bytes(),
+    });
+    output.event(&over, || match end {
+        End::Quit => format!("{name} has ended"),
+        End::Migrated => format!("{name} has moved away"),
+    });
+    Ok(())
+}
+
+fn bind(
+    directory: &RuntimeDirectory,
+    name: &str,
+    service: &Arc<GuestService>,
+) -> Result<Server, Failure> {
+    let deadline = Instant::now() + NAME_TIMEOUT;
+    loop {
+        let handler: Arc<GuestService> = Arc::clone(service);
+        match Server::bind(&directory.socket(name), handler) {
+            Ok(server) => return Ok(server),
+            Err(ServerError::InUse { .. }) if Instant::now() < deadline => {
+                // On one host the old VMM is about to leave: there is nothing to wait on but time.
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            Err(error @ (ServerError::InUse { .. } | ServerError::NotASocket { .. })) => {
+                return Err(Failure::of(Code::Busy, error));
+            }
+            Err(error) => return Err(Failure::of(Code::Internal, error)),
+        }
+    }
+}
+
+/// A guest must not vanish half-way: its migration is cancelled first, and one in doubt is said.
+fn leave_migration(service: &GuestService) -> Result<(), Failure> {
+    let deadline = Instant::now() + CANCEL_TIMEOUT;
+    service.cancel();
+    loop {
+        match service.progress() {
+            None => return Ok(()),
+            Some(progress) if progress.in_doubt => {
+                let text = "ended while in doubt: the destination may run the guest; look there, \
+                            and then use `vmferry resolve`";
+                return Err(Failure::new(Code::InDoubt, text));
+            }
+            Some(_) if Instant::now() >= deadline => {
+                let error = io::Error::from(io::ErrorKind::TimedOut);
+                return Err(Failure::of(Code::Internal, error));
+            }
+            // The engine ends on its own; a lock-step wait would need a second channel for a
+            // moment that comes once.
+            Some(_) => std::thread::sleep(Duration::from_millis(20)),
+        }
+    }
+}

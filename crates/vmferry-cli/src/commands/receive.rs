@@ -1,0 +1,104 @@
+//! `vmferry receive`: waits for a guest and runs it.
+
+use std::sync::Arc;
+
+use serde_json::json;
+use vmferry::DestinationConfig;
+use vmferry::destination::{Notice, Owned, Received, Report, Stop, receive};
+use vmferry_microvm::embed::IncomingMachine;
+use vmferry_microvm::service::{End, peak_rss_bytes};
+use vmferry_transport::{Address, Listener, TlsIdentity};
+
+use super::directory;
+use super::host::{ending, host};
+use super::send::{address, tls_files};
+use crate::args::ReceiveOptions;
+use crate::exit::{Code, Failure};
+use crate::output::Output;
+
+/// Listens until a guest runs here, then hosts it.
+pub fn run(options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
+    let directory = directory()?;
+    let listener = listen(options)?;
+    let mut config = DestinationConfig::new(directory.journals());
+    config.once = options.once;
+    let incoming = IncomingMachine {
+        expect_name: options.expect_name.clone(),
+        expect_uuid: options.expect_uuid,
+        expect_memory: options.expect_memory,
+        memory_kind: options.memory_kind,
+        dirty_log: options.dirty_log,
+        machine: None,
+    };
+    let ending = ending();
+    let (stop, ended) = (Stop::default(), ending.0.clone());
+    let stopping = stop.clone();
+    crate::signals::on_end(move || {
+        stopping.stop();
+        let _ = ended.send(End::Quit);
+    })?;
+    let at = listener.local_address().to_string();
+    output
+        .event(&json!({ "event": "listening", "address": at, "pid": std::process::id() }), || {
+            format!("waiting for a guest on {at}")
+        });
+    match receive(listener, incoming, &config, &stop, &mut |notice| tell(notice, output)) {
+        Received::Nothing { error, .. } => Err(error.into()),
+        Received::Owns(owned) => run_received(*owned, &directory, ending, output),
+    }
+}
+
+fn run_received(
+    owned: Owned<IncomingMachine>,
+    directory: &vmferry_microvm::control::RuntimeDirectory,
+    ending: super::host::Ending,
+    output: &Output,
+) -> Result<(), Failure> {
+    let Owned { vm, session, guest, crash, stats, witness } = owned;
+    let received = json!({
+        "event": "received", "guest": guest, "session": session, "stats": stats,
+        "peak_rss_bytes": peak_rss_bytes(),
+    });
+    output.event(&received, || {
+        let name = guest.as_ref().map_or_else(|| "the guest".to_owned(), ToString::to_string);
+        format!("{name} runs here: {} pages came with content", stats.content_pages)
+    });
+    if let Some(error) = crash {
+        let text = format!(
+            "the guest was handed over and could not be started, which is a crash of the guest: {}",
+            vmferry::chain(&error)
+        );
+        return Err(Failure::new(Code::Corrupt, text));
+    }
+    let machine = vm.machine.ok_or_else(|| Failure::new(Code::Internal, "there is no machine"))?;
+    let hosted = host(&machine, directory, ending, output);
+    drop(witness);
+    hosted
+}
+
+fn listen(options: &ReceiveOptions) -> Result<Listener, Failure> {
+    let text = address(&options.listen, &options.tls)?;
+    let address: Address = text.parse().map_err(|error| Failure::of(Code::Usage, error))?;
+    let tls = match tls_files(&options.tls, None)? {
+        Some(files) => {
+            Some(Arc::new(TlsIdentity::load(&files.ca, &files.certificate, &files.key)?))
+        }
+        None => None,
+    };
+    Ok(Listener::bind(&address, tls)?)
+}
+
+fn tell(notice: &Notice, output: &Output) {
+    output.event(notice, || match notice {
+        Notice::Session(Report::Accepted { name, memory_bytes, lanes }) => {
+            format!("{name} is coming: {} MiB over {lanes} channels", memory_bytes >> 20)
+        }
+        Notice::Session(Report::Ready) => "everything is here, waiting for COMMIT".to_owned(),
+        Notice::Session(Report::WaitingForWord) => {
+            "the link is lost; waiting for the source's word".to_owned()
+        }
+        Notice::Session(Report::Running) => "the guest runs here".to_owned(),
+        Notice::TurnedAway { peer, reason } => format!("turned {peer} away: {reason}"),
+        Notice::AttemptFailed { reason } => format!("still waiting: {reason}"),
+    });
+}

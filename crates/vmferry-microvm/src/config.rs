@@ -1,0 +1,235 @@
+//! What a machine is made of.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use vmferry_dirty::LogChoice;
+use vmferry_memory::{MemoryKind, PAGE_SIZE, SlotId, SlotLayout};
+use vmferry_wire::GuestIdentity;
+
+use crate::error::MachineError;
+use crate::kvm::{HIGH_RAM, LOW_RAM_END};
+
+/// Smallest memory: what lies below 16 MiB is the machine's own.
+pub const MIN_MEMORY_BYTES: u64 = 32 << 20;
+/// Largest memory, by the guest's page tables.
+pub const MAX_MEMORY_BYTES: u64 = 256 << 30;
+/// Most vCPUs.
+pub const MAX_VCPUS: u8 = 8;
+/// Longest command line in bytes.
+const MAX_COMMAND_LINE: usize = 1024;
+
+/// What runs the vCPUs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum GuestKind {
+    /// KVM where it serves, else threads of this process.
+    #[default]
+    Auto,
+    /// KVM.
+    Kvm,
+    /// Threads of this process.
+    Process,
+}
+
+impl fmt::Display for GuestKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Kvm => "kvm",
+            Self::Process => "process",
+        })
+    }
+}
+
+impl FromStr for GuestKind {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "kvm" => Ok(Self::Kvm),
+            "process" => Ok(Self::Process),
+            _ => Err(format!("`{text}` is no kind of guest: choose auto, kvm or process")),
+        }
+    }
+}
+
+/// A machine to be made.
+#[derive(Clone, Debug)]
+pub struct MachineConfig {
+    /// Who the guest is.
+    pub identity: GuestIdentity,
+    /// What the guest sees, the same on every host.
+    pub guest: GuestConfig,
+    /// What runs the vCPUs.
+    pub kind: GuestKind,
+    /// What the memory is made of on this host.
+    pub memory_kind: MemoryKind,
+    /// The dirty log of the next migration.
+    pub dirty_log: LogChoice,
+}
+
+/// What the guest sees of its machine. It travels with the guest, as JSON.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GuestConfig {
+    /// Memory in bytes.
+    pub memory_bytes: u64,
+    /// Number of vCPUs.
+    pub vcpus: u8,
+    /// What the guest does; see the guest's `workload.h`.
+    pub command_line: String,
+}
+
+impl GuestConfig {
+    /// Checks all bounds.
+    ///
+    /// # Errors
+    /// [`MachineError::Config`] with the first setting that is out of them.
+    pub fn check(&self) -> Result<(), MachineError> {
+        let bad = |setting, reason: String| Err(MachineError::Config { setting, reason });
+        let bytes = self.memory_bytes;
+        if !(MIN_MEMORY_BYTES..=MAX_MEMORY_BYTES).contains(&bytes) {
+            return bad("memory", format!("{bytes} bytes; choose 32M to 256G"));
+        }
+        if !bytes.is_multiple_of(2 << 20) {
+            return bad("memory", format!("{bytes} bytes; choose a multiple of 2M"));
+        }
+        if !(1..=MAX_VCPUS).contains(&self.vcpus) {
+            return bad("vcpus", format!("{}; choose 1 to {MAX_VCPUS}", self.vcpus));
+        }
+        let work_bytes = bytes - (16 << 20);
+        let wanted = check_command_line(&self.command_line)?.saturating_mul(1 << 20);
+        if wanted > work_bytes {
+            let reason = format!(
+                "asks for {} MiB, and {} MiB of the memory can be used",
+                wanted >> 20,
+                work_bytes >> 20
+            );
+            return bad("workload", reason);
+        }
+        Ok(())
+    }
+
+    /// The memory slots: RAM up to 3 GiB, and what is more from 4 GiB on.
+    #[must_use]
+    pub fn layout(&self) -> Vec<SlotLayout> {
+        let pages = |bytes: u64| bytes / PAGE_SIZE as u64;
+        let low = self.memory_bytes.min(LOW_RAM_END);
+        let mut layout = vec![SlotLayout { slot: SlotId(0), gpa: 0, pages: pages(low) }];
+        if self.memory_bytes > low {
+            let high = pages(self.memory_bytes - low);
+            layout.push(SlotLayout { slot: SlotId(1), gpa: HIGH_RAM, pages: high });
+        }
+        layout
+    }
+}
+
+/// Checks a workload and returns the MiB that it uses.
+fn check_command_line(text: &str) -> Result<u64, MachineError> {
+    let bad = |reason: String| MachineError::Config { setting: "workload", reason };
+    if text.len() > MAX_COMMAND_LINE {
+        return Err(bad(format!("is longer than {MAX_COMMAND_LINE} bytes")));
+    }
+    let mut used = 0_u64;
+    let mut seen = Vec::new();
+    for word in text.split_ascii_whitespace() {
+        let (name, parameters) = word.split_once('=').unwrap_or((word, ""));
+        if seen.contains(&name) {
+            return Err(bad(format!("`{name}` stands twice")));
+        }
+        seen.push(name);
+        let mut parameters = parameters.split(',');
+        let mib = parameters.next().unwrap_or_default();
+        let known = |parameter: &str| match name {
+            "fill" => matches!(parameter, "incompressible" | "text" | "zero"),
+            "hot" => {
+                matches!(parameter, "random" | "sequential")
+                    || parameter
+                        .strip_prefix("rate=")
+                        .and_then(|rate| rate.parse::<u32>().ok())
+                        .is_some_and(|rate| rate > 0)
+            }
+            _ => false,
+        };
+        if let Some(unknown) = parameters.find(|parameter| !known(parameter)) {
+            return Err(bad(format!("`{name}` has no `{unknown}`; {GRAMMAR}")));
+        }
+        match name {
+            "idle" | "ticks" if mib.is_empty() => {}
+            "fill" | "hot" => {
+                let mib = mib.parse::<u32>().ok().filter(|mib| *mib > 0);
+                let mib = mib.ok_or_else(|| bad(format!("`{word}` needs MiB; {GRAMMAR}")))?;
+                used += u64::from(mib);
+            }
+            _ => return Err(bad(format!("`{word}` is unknown; {GRAMMAR}"))),
+        }
+    }
+    Ok(used)
+}
+
+const GRAMMAR: &str = "use words of: idle, ticks, fill=MIB,incompressible|text|zero, \
+                       hot=MIB[,rate=PAGES_PER_S][,random|sequential]";
+
+/// Checks a guest's name: it becomes a file name.
+///
+/// # Errors
+/// [`MachineError::Config`].
+pub fn check_name(name: &str) -> Result<(), MachineError> {
+    let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    if name.is_empty() || name.len() > 64 || name.starts_with('.') || !name.chars().all(fits) {
+        let reason = format!("`{name}`; use up to 64 letters, digits, `-`, `_` and `.`");
+        return Err(MachineError::Config { setting: "name", reason });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(memory_bytes: u64, vcpus: u8, command_line: &str) -> GuestConfig {
+        GuestConfig { memory_bytes, vcpus, command_line: command_line.into() }
+    }
+
+    #[test]
+    fn bounds_are_checked_and_named() {
+        for (config, setting) in [
+            (config(1 << 20, 1, ""), "memory"),
+            (config((64 << 20) + 4096, 1, ""), "memory"),
+            (config(1 << 40, 1, ""), "memory"),
+            (config(64 << 20, 0, ""), "vcpus"),
+            (config(64 << 20, 9, ""), "vcpus"),
+            (config(64 << 20, 1, "hot=49"), "asks for 49 MiB, and 48"),
+            (config(64 << 20, 1, "hot=40 fill=9,text"), "asks for 49 MiB"),
+            (config(64 << 20, 1, "dance"), "`dance` is unknown"),
+            (config(64 << 20, 1, "hot"), "needs MiB"),
+            (config(64 << 20, 1, "hot=1,rate=0"), "no `rate=0`"),
+            (config(64 << 20, 1, "hot=1 hot=2"), "stands twice"),
+            (config(64 << 20, 1, "fill=1,jpeg"), "no `jpeg`"),
+            (config(64 << 20, 1, "idle=3"), "`idle=3` is unknown"),
+        ] {
+            let error = config.check().unwrap_err().to_string();
+            assert!(error.contains(setting), "{error}");
+        }
+        config(64 << 20, 8, "idle ticks fill=8,zero hot=40,rate=100,random").check().unwrap();
+    }
+
+    #[test]
+    fn memory_beyond_3_gib_continues_at_4_gib() {
+        assert_eq!(config(64 << 20, 1, "").layout().len(), 1);
+        let layout = config(8 << 30, 1, "").layout();
+        assert_eq!((layout[0].pages, layout[1].pages), (3 << 18, 5 << 18));
+        assert_eq!(layout[1].gpa, 4 << 30);
+    }
+
+    #[test]
+    fn names_are_file_names() {
+        check_name("web-1.example_x").unwrap();
+        for name in ["", "a/b", "..", ".hidden", "a b", "é"] {
+            assert!(check_name(name).is_err(), "{name}");
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! All that it takes to make a VMM migratable: the worked example.
+//!
+//! [`MigratingMachine`] lends a machine to [`vmferry::source::migrate`], and [`IncomingMachine`]
+//! makes one for [`vmferry::destination::receive`].
+
+use std::sync::Arc;
+
+use vmferry::{DestinationVm, GuestDescription, PrepareError, SourceVm, VmError};
+use vmferry_dirty::{DirtyLog, LogChoice};
+use vmferry_memory::{GuestMemory, MemoryKind};
+
+use crate::config::{GuestConfig, GuestKind, MachineConfig};
+use crate::error::MachineError;
+use crate::machine::{Machine, SharedMachine, lock};
+
+/// A machine on its way to another host.
+pub struct MigratingMachine {
+    machine: SharedMachine,
+    log: Arc<dyn DirtyLog>,
+}
+
+impl MigratingMachine {
+    /// Makes the machine's dirty log.
+    ///
+    /// # Errors
+    /// If this host lacks the log that the machine's configuration names.
+    pub fn new(machine: SharedMachine) -> Result<Self, MachineError> {
+        let log = lock(&machine).dirty_log()?;
+        Ok(Self { machine, log })
+    }
+}
+
+impl SourceVm for MigratingMachine {
+    fn describe(&self) -> GuestDescription {
+        let machine = lock(&self.machine);
+        GuestDescription {
+            identity: machine.config().identity.clone(),
+            vmm: format!("microvm/{}", machine.kind()),
+            config: serde_json::to_vec(&machine.config().guest).unwrap_or_default(),
+            layout: machine.memory().layout(),
+        }
+    }
+
+    fn memory(&self) -> GuestMemory {
+        lock(&self.machine).memory().clone()
+    }
+
+    fn dirty_log(&self) -> Arc<dyn DirtyLog> {
+        Arc::clone(&self.log)
+    }
+
+    fn pause(&mut self) -> Result<(), VmError> {
+        Ok(lock(&self.machine).pause()?)
+    }
+
+    fn save(&mut self) -> Result<Vec<u8>, VmError> {
+        Ok(lock(&self.machine).save()?)
+    }
+
+    fn resume(&mut self) -> Result<(), VmError> {
+        Ok(lock(&self.machine).resume()?)
+    }
+}
+
+/// A machine that a guest may come to, and what is expected of that guest.
+#[derive(Default)]
+pub struct IncomingMachine {
+    /// The guest's name, if only one is welcome.
+    pub expect_name: Option<String>,
+    /// The guest's UUID, if only one is welcome.
+    pub expect_uuid: Option<uuid::Uuid>,
+    /// The guest's memory in bytes, if only one size is welcome.
+    pub expect_memory: Option<u64>,
+    /// What its memory is made of here.
+    pub memory_kind: MemoryKind,
+    /// The dirty log of its next migration.
+    pub dirty_log: LogChoice,
+    /// The machine, once a guest was announced.
+    pub machine: Option<SharedMachine>,
+}
+
+impl DestinationVm for IncomingMachine {
+    fn prepare(&mut self, guest: &GuestDescription) -> Result<GuestMemory, PrepareError> {
+        self.check_identity(guest)?;
+        let kind = match guest.vmm.as_str() {
+            "microvm/kvm" => GuestKind::Kvm,
+            "microvm/process" => GuestKind::Process,
+            other => {
+                return Err(PrepareError::Incompatible(format!("this is a microvm, not {other}")));
+            }
+        };
+        let config: GuestConfig = serde_json::from_slice(&guest.config)
+            .map_err(|error| PrepareError::Incompatible(format!("its configuration: {error}")))?;
+        self.check_layout(guest, &config)?;
+        let machine = Machine::shared(MachineConfig {
+            identity: guest.identity.clone(),
+            guest: config,
+            kind,
+            memory_kind: self.memory_kind,
+            dirty_log: self.dirty_log,
+        })
+        .map_err(|error| PrepareError::Vm(error.into()))?;
+        let memory = lock(&machine).memory().clone();
+        self.machine = Some(machine);
+        Ok(memory)
+    }
+
+    fn load(&mut self, state: &[u8]) -> Result<(), VmError> {
+        let machine = self.machine.as_ref().ok_or("no guest was announced")?;
+        Ok(lock(machine).load(state)?)
+    }
+
+    fn discard(&mut self) {
+        self.machine = None;
+    }
+
+    fn run(&mut self) -> Result<(), VmError> {
+        let machine = self.machine.as_ref().ok_or("no guest was announced")?;
+        Ok(lock(machine).resume()?)
+    }
+}
+
+impl IncomingMachine {
+    fn check_identity(&self, guest: &GuestDescription) -> Result<(), PrepareError> {
+        let identity = &guest.identity;
+        let wrong =
+            |expected: String| PrepareError::Identity { expected, offered: identity.to_string() };
+        match (&self.expect_name, &self.expect_uuid) {
+            (Some(name), _) if *name != identity.name => Err(wrong(name.clone())),
+            (_, Some(uuid)) if *uuid != identity.uuid => Err(wrong(uuid.to_string())),
+            _ => Ok(()),
+        }
+    }
+
+    fn check_layout(
+        &self,
+        guest: &GuestDescription,
+        config: &GuestConfig,
+    ) -> Result<(), PrepareError> {
+        let bytes = |bytes: u64| format!("{} MiB", bytes >> 20);
+        if let Some(expected) = self.expect_memory.filter(|size| *size != config.memory_bytes) {
+            let (expected, offered) = (bytes(expected), bytes(config.memory_bytes));
+            return Err(PrepareError::Layout { expected, offered });
+        }
+        config.check().map_err(|error| PrepareError::Incompatible(error.to_string()))?;
+        if config.layout() != guest.layout {
+            let expected = format!("the slots of {}", bytes(config.memory_bytes));
+            let offered = format!("{:?}", guest.layout);
+            return Err(PrepareError::Layout { expected, offered });
+        }
+        Ok(())
+    }
+}

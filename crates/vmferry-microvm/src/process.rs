@@ -1,0 +1,246 @@
+//! A guest without KVM: threads of this process run the guest's workload (the same C code) on its
+//! memory.
+//!
+//! Why `unsafe`: the workload is C and writes guest memory by address. Why sound: it gets the
+//! mappings of a `GuestMemoryMmap` that the threads keep alive, touches nothing outside their
+//! lengths, and has no state of its own; guest memory is never referenced from Rust.
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use vm_memory::{
+    Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
+};
+use vmferry_dirty::{DirtyBitmap, DirtyLog, LogChoice, UffdLog};
+use vmferry_memory::GuestMemory;
+
+use crate::backend::Backend;
+use crate::error::MachineError;
+use crate::kvm::HIGH_RAM;
+use crate::state::{SectionKind, StateReader, StateWriter};
+
+const PROCESS: SectionKind = SectionKind::mandatory("process", 1);
+const SECTIONS: &[SectionKind] = &[PROCESS];
+
+/// Where the guest's command line is, as in the KVM guest.
+const COMMAND_LINE_ADDRESS: u64 = 0x7000;
+
+/// `struct guest_view` of `workload.h`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct GuestView {
+    low_base: u64,
+    high_base: u64,
+    low_bytes: u64,
+    high_bytes: u64,
+}
+
+unsafe extern "C" {
+    fn workload_init(view: *const GuestView, vcpus: u32);
+    fn workload_step(view: *const GuestView, vcpu: u32, ticks: u64) -> i32;
+}
+
+/// Threads in the place of vCPUs.
+pub(crate) struct ProcessBackend {
+    shared: Arc<Shared>,
+    vcpus: u32,
+    command_line: String,
+    threads: Vec<JoinHandle<()>>,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+    view: GuestView,
+    memory: Arc<GuestMemoryMmap<DirtyBitmap>>,
+}
+
+#[derive(Default)]
+struct State {
+    running: bool,
+    ended: bool,
+    /// Threads that may touch guest memory.
+    active: u32,
+    /// Ticks until the last pause, and since when it runs.
+    ticks: u64,
+    resumed: Option<Instant>,
+}
+
+impl State {
+    fn ticks_now(&self) -> u64 {
+        let since = self.resumed.map_or(Duration::ZERO, |resumed| resumed.elapsed());
+        self.ticks + since.as_millis() as u64
+    }
+}
+
+impl ProcessBackend {
+    /// Threads that stand still.
+    pub(crate) fn new(
+        vcpus: u8,
+        command_line: &str,
+        memory: Arc<GuestMemoryMmap<DirtyBitmap>>,
+    ) -> Result<Self, MachineError> {
+        let mut view = GuestView { low_base: 0, high_base: 0, low_bytes: 0, high_bytes: 0 };
+        for region in memory.iter() {
+            if region.start_addr().raw_value() < HIGH_RAM {
+                (view.low_base, view.low_bytes) = (region.as_ptr() as u64, region.len());
+            } else {
+                (view.high_base, view.high_bytes) = (region.as_ptr() as u64, region.len());
+            }
+        }
+        let shared =
+            Arc::new(Shared { state: Mutex::default(), changed: Condvar::new(), view, memory });
+        let mut backend = Self {
+            shared,
+            vcpus: vcpus.into(),
+            command_line: command_line.to_owned(),
+            threads: Vec::new(),
+        };
+        for vcpu in 0..backend.vcpus {
+            let shared = Arc::clone(&backend.shared);
+            let thread = std::thread::Builder::new()
+                .name(format!("vcpu{vcpu}"))
+                .spawn(move || shared.run(vcpu))
+                .map_err(MachineError::Thread)?;
+            backend.threads.push(thread);
+        }
+        Ok(backend)
+    }
+}
+
+impl Drop for ProcessBackend {
+    fn drop(&mut self) {
+        self.shared.state().ended = true;
+        self.shared.changed.notify_all();
+        for thread in self.threads.drain(..) {
+            // A panic there has ended that vCPU already.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn run(&self, vcpu: u32) {
+        let mut state = self.state();
+        while !state.ended {
+            if !state.running {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            }
+            state.active += 1;
+            let ticks = state.ticks_now();
+            drop(state);
+            let idle = self.step(vcpu, ticks);
+            state = self.state();
+            state.active -= 1;
+            if !state.running {
+                self.changed.notify_all();
+            } else if idle {
+                // Until the next tick.
+                state = self
+                    .changed
+                    .wait_timeout_while(state, Duration::from_millis(1), |state| {
+                        state.running && !state.ended
+                    })
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .0;
+            }
+        }
+    }
+
+    fn step(&self, vcpu: u32, ticks: u64) -> bool {
+        // SAFETY: the view names the mappings of `self.memory`, which lives as long as this; the
+        // workload stays within them, and this vCPU's pages are written by this thread alone.
+        unsafe { workload_step(&raw const self.view, vcpu, ticks) != 0 }
+    }
+}
+
+impl Backend for ProcessBackend {
+    fn kind(&self) -> &'static str {
+        "process"
+    }
+
+    fn start(&mut self) -> Result<(), MachineError> {
+        let mut line = self.command_line.clone().into_bytes();
+        line.push(0);
+        self.shared.memory.write_slice(&line, GuestAddress(COMMAND_LINE_ADDRESS)).map_err(
+            |error| MachineError::Config { setting: "memory", reason: error.to_string() },
+        )?;
+        // SAFETY: as in `step`; no thread runs yet.
+        unsafe { workload_init(&raw const self.shared.view, self.vcpus) };
+        self.resume()
+    }
+
+    fn pause(&mut self) -> Result<(), MachineError> {
+        let mut state = self.shared.state();
+        state.ticks = state.ticks_now();
+        state.resumed = None;
+        state.running = false;
+        self.shared.changed.notify_all();
+        while state.active > 0 {
+            state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        Ok(())
+    }
+
+    fn resume(&mut self) -> Result<(), MachineError> {
+        let mut state = self.shared.state();
+        state.resumed.get_or_insert_with(Instant::now);
+        state.running = true;
+        self.shared.changed.notify_all();
+        Ok(())
+    }
+
+    fn save(&mut self, out: &mut StateWriter) -> Result<(), MachineError> {
+        let mut bytes = self.vcpus.to_le_bytes().to_vec();
+        bytes.extend_from_slice(&self.shared.state().ticks.to_le_bytes());
+        Ok(out.section(&PROCESS, 0, &bytes)?)
+    }
+
+    fn load(&mut self, from: &StateReader<'_>) -> Result<(), MachineError> {
+        let section = from.section(&PROCESS, 0)?;
+        let Some((vcpus, ticks)) = section.payload().split_first_chunk::<4>() else {
+            return Err(section.invalid("it is too short".into()).into());
+        };
+        let Ok(ticks) = <[u8; 8]>::try_from(ticks) else {
+            return Err(section.invalid("ticks have 8 bytes".into()).into());
+        };
+        if u32::from_le_bytes(*vcpus) != self.vcpus {
+            return Err(section.invalid("it is of another number of vCPUs".into()).into());
+        }
+        self.shared.state().ticks = u64::from_le_bytes(ticks);
+        Ok(())
+    }
+
+    fn sections(&self) -> Vec<&'static [SectionKind]> {
+        vec![SECTIONS]
+    }
+
+    fn crash(&self) -> Option<String> {
+        let died = self.threads.iter().position(JoinHandle::is_finished)?;
+        Some(format!("the thread of vCPU {died} has ended"))
+    }
+
+    fn serial_text(&self) -> String {
+        String::new()
+    }
+
+    fn dirty_log(
+        &self,
+        choice: LogChoice,
+        memory: &GuestMemory,
+    ) -> Result<(Arc<dyn DirtyLog>, bool), MachineError> {
+        match choice {
+            LogChoice::Auto | LogChoice::Userfaultfd => Ok((Arc::new(UffdLog::new(memory)?), true)),
+            LogChoice::KvmBitmap | LogChoice::KvmClear => Err(MachineError::Config {
+                setting: "dirty-log",
+                reason: format!("`{choice}` needs a guest on KVM; use uffd"),
+            }),
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! What the guest reports of itself, in its own memory (`guest/report.h`).
+
+use serde::{Deserialize, Serialize};
+use vmferry_memory::{GuestMemory, MemoryError, PAGE_SIZE};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+const REPORT_ADDRESS: u64 = 0x8000;
+const REPORT_MAGIC: u64 = u64::from_le_bytes(*b"VMFERRYR");
+const MAX_VCPUS: u32 = 8;
+
+/// `struct guest_report`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
+struct RawGuest {
+    magic: u64,
+    version: u32,
+    vcpus: u32,
+    fill_pages: u64,
+    hot_pages: u64,
+    rate: u64,
+    fill_kind: u32,
+    random: u32,
+    reserved: [u32; 2],
+}
+const _: () = assert!(size_of::<RawGuest>() == 56);
+
+/// `struct corruption`.
+#[repr(C)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    FromBytes,
+    IntoBytes,
+    Immutable,
+    KnownLayout,
+    Serialize,
+    Deserialize,
+)]
+pub struct Corruption {
+    /// Guest-physical address of the page.
+    pub gpa: u64,
+    /// The generation (or word, or heartbeat) that was expected.
+    pub expected: u64,
+    /// What was there.
+    pub found: u64,
+    /// In which round of its vCPU.
+    pub round: u64,
+}
+
+/// The public part of `struct vcpu_report`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
+struct RawVcpu {
+    rounds: u64,
+    pages_written: u64,
+    pages_checked: u64,
+    corruptions: u64,
+    first: Corruption,
+    ticks: u64,
+    last_tsc: u64,
+    longest_gap_tsc: u64,
+    phase: u64,
+    heartbeats: u64,
+}
+const _: () = assert!(size_of::<RawVcpu>() == 104);
+
+/// What the guest says of itself, all vCPUs together.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Report {
+    /// Whether the guest has begun at all.
+    pub started: bool,
+    /// Whether all memory that is to be populated is.
+    pub populated: bool,
+    /// Fewest rounds over its hot pages that any vCPU has made.
+    pub rounds: u64,
+    /// Pages written.
+    pub pages_written: u64,
+    /// Pages checked.
+    pub pages_checked: u64,
+    /// Pages found damaged.
+    pub corruptions: u64,
+    /// The first of them.
+    pub first_corruption: Option<Corruption>,
+    /// Fewest timer ticks that any vCPU has had.
+    pub ticks: u64,
+    /// Heartbeats of the VMM's device that were seen.
+    pub heartbeats: u64,
+    /// Longest time between two steps of a vCPU, in cycles of the time stamp counter.
+    pub longest_gap_tsc: u64,
+    /// Pages that the workload fills and rewrites.
+    pub work_pages: u64,
+}
+
+impl Report {
+    /// Reads the report, of a running guest too: each number is whole, and all are of about the
+    /// same time.
+    ///
+    /// # Errors
+    /// If the memory has no such addresses.
+    pub fn read(memory: &GuestMemory) -> Result<Self, MemoryError> {
+        let mut bytes = [0; size_of::<RawGuest>()];
+        memory.read_at(REPORT_ADDRESS, &mut bytes)?;
+        let guest: RawGuest = zerocopy::transmute!(bytes);
+        if guest.magic != REPORT_MAGIC {
+            return Ok(Self::default());
+        }
+        let vcpus = guest.vcpus.clamp(1, MAX_VCPUS);
+        let mut report = Self {
+            started: true,
+            populated: true,
+            rounds: u64::MAX,
+            ticks: u64::MAX,
+            work_pages: guest.fill_pages + guest.hot_pages,
+            ..Self::default()
+        };
+        for vcpu in 0..u64::from(vcpus) {
+            let mut bytes = [0; size_of::<RawVcpu>()];
+            memory.read_at(REPORT_ADDRESS + (1 + vcpu) * PAGE_SIZE as u64, &mut bytes)?;
+            let vcpu: RawVcpu = zerocopy::transmute!(bytes);
+            report.populated &= vcpu.phase == 1;
+            report.rounds = report.rounds.min(vcpu.rounds);
+            report.pages_written += vcpu.pages_written;
+            report.pages_checked += vcpu.pages_checked;
+            report.corruptions += vcpu.corruptions;
+            if vcpu.corruptions > 0 && report.first_corruption.is_none() {
+                report.first_corruption = Some(vcpu.first);
+            }
+            report.ticks = report.ticks.min(vcpu.ticks);
+            report.heartbeats += vcpu.heartbeats;
+            report.longest_gap_tsc = report.longest_gap_tsc.max(vcpu.longest_gap_tsc);
+        }
+        Ok(report)
+    }
+}

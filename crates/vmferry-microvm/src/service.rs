@@ -1,0 +1,313 @@
+//! What the process of a VMM does around its guest: it answers on the control socket, and migrates
+//! the guest when asked.
+//!
+//! The VMM's process is the guardian of its guest. The engine runs here, and the client that asked
+//! for the migration only holds its lease: whatever becomes of that client before COMMIT, the
+//! guest runs on here.
+
+use std::path::PathBuf;
+use std::sync::mpsc::{RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use serde::Serialize;
+use serde_json::{Value, json};
+use vmferry::SourceConfig;
+use vmferry::handover::OperatorWord;
+use vmferry::source::{Orders, Progress, SourceOutcome, migrate};
+use vmferry_transport::{Address, Dialer, TlsIdentity};
+
+use crate::control::{ControlError, ErrorCode, Handler, MigrateRequest, Replies, Request};
+use crate::embed::MigratingMachine;
+use crate::error::MachineError;
+use crate::machine::{SharedMachine, lock};
+use crate::report::Report;
+
+/// How often a client is told how far its migration is.
+const PROGRESS_PERIOD: Duration = Duration::from_millis(200);
+
+/// Why the service has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum End {
+    /// Somebody asked for it.
+    Quit,
+    /// The guest has moved to another host.
+    Migrated,
+}
+
+/// A glance at a guest.
+#[derive(Clone, Debug, Serialize)]
+pub struct Status {
+    /// Name.
+    pub name: String,
+    /// UUID.
+    pub uuid: uuid::Uuid,
+    /// `running`, `paused` or `not started`.
+    pub phase: &'static str,
+    /// `kvm` or `process`.
+    pub guest: &'static str,
+    /// Why it is that kind.
+    pub choice: String,
+    /// Memory in bytes.
+    pub memory_bytes: u64,
+    /// What the memory is made of.
+    pub memory_kind: String,
+    /// Number of vCPUs.
+    pub vcpus: u8,
+    /// What it does.
+    pub workload: String,
+    /// Process that runs it.
+    pub pid: u32,
+    /// Peak resident memory of that process in bytes.
+    pub peak_rss_bytes: u64,
+    /// Why it has stopped by itself, if it has.
+    pub crash: Option<String>,
+    /// What it says of itself.
+    pub report: Report,
+    /// The migration under way.
+    pub migration: Option<Progress>,
+}
+
+/// Answers for one guest.
+pub struct GuestService {
+    machine: SharedMachine,
+    journal_directory: PathBuf,
+    migration: Mutex<Option<Orders>>,
+    ended: Sender<End>,
+}
+
+impl GuestService {
+    /// A service for a machine. `ended` hears when the process shall end.
+    #[must_use]
+    pub fn new(machine: SharedMachine, journal_directory: PathBuf, ended: Sender<End>) -> Self {
+        Self { machine, journal_directory, migration: Mutex::new(None), ended }
+    }
+
+    /// Ends the migration under way, if it can still be ended.
+    pub fn cancel(&self) {
+        if let Some(orders) = &*self.migration() {
+            orders.cancel();
+        }
+    }
+
+    /// How far the migration under way is.
+    #[must_use]
+    pub fn progress(&self) -> Option<Progress> {
+        self.migration().as_ref().map(Orders::progress)
+    }
+
+    /// A glance at the guest.
+    ///
+    /// # Errors
+    /// If its memory can't be read.
+    pub fn status(&self) -> Result<Status, MachineError> {
+        let migration = self.progress();
+        let machine = lock(&self.machine);
+        let config = machine.config();
+        Ok(Status {
+            name: config.identity.name.clone(),
+            uuid: config.identity.uuid,
+            phase: machine.phase(),
+            guest: machine.kind(),
+            choice: machine.choice().to_owned(),
+            memory_bytes: config.guest.memory_bytes,
+            memory_kind: config.memory_kind.to_string(),
+            vcpus: config.guest.vcpus,
+            workload: config.guest.command_line.clone(),
+            pid: std::process::id(),
+            peak_rss_bytes: peak_rss_bytes(),
+            crash: machine.crash(),
+            report: machine.report()?,
+            migration,
+        })
+    }
+
+    fn migration(&self) -> MutexGuard<'_, Option<Orders>> {
+        self.migration.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn migrate(&self, request: &MigrateRequest, replies: &Replies) -> Result<Value, ControlError> {
+        let dialer = dialer(request)?;
+        let config = self.source_config(request);
+        config.check().map_err(|error| bad_request(&error))?;
+        let orders = self.begin()?;
+        let result = self.migrate_with(&dialer, config, &orders, replies);
+        if !matches!(result, Ok(SourceOutcome::Given { .. })) {
+            // Given away, the migration stays on record, so that no second one begins.
+            *self.migration() = None;
+        }
+        match result? {
+            SourceOutcome::Given { stats, .. } => {
+                let _ = self.ended.send(End::Migrated);
+                Ok(json!(stats))
+            }
+            SourceOutcome::Kept { error, .. } => Err(ControlError::from(&error)),
+        }
+    }
+
+    /// Takes the place of the one migration that there may be.
+    fn begin(&self) -> Result<Orders, ControlError> {
+        let mut migration = self.migration();
+        if migration.is_some() {
+            let text = "a migration of this guest is under way: `vmferry status` shows it, \
+                        `vmferry cancel` ends it";
+            return Err(ControlError::new(ErrorCode::Busy, text));
+        }
+        let machine = lock(&self.machine);
+        if !machine.is_running() {
+            let text = format!("the guest is {}: `vmferry resume` it first", machine.phase());
+            return Err(ControlError::new(ErrorCode::WrongState, text));
+        }
+        let orders = Orders::new();
+        *migration = Some(orders.clone());
+        Ok(orders)
+    }
+
+    fn migrate_with(
+        &self,
+        dialer: &Dialer,
+        config: SourceConfig,
+        orders: &Orders,
+        replies: &Replies,
+    ) -> Result<SourceOutcome<MigratingMachine>, ControlError> {
+        let vm = MigratingMachine::new(Arc::clone(&self.machine)).map_err(machine_error)?;
+        let lease = orders.clone();
+        let _lease = replies
+            .when_gone(move || lease.cancel())
+            .map_err(|error| ControlError::new(ErrorCode::Internal, error.to_string()))?;
+        let (over, is_over) = std::sync::mpsc::channel::<()>();
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                while is_over.recv_timeout(PROGRESS_PERIOD) == Err(RecvTimeoutError::Timeout) {
+                    let progress = Event { event: "progress", progress: orders.progress() };
+                    // A client that has gone is the lease's affair.
+                    let _ = replies.event(&progress);
+                }
+            });
+            let outcome = migrate(vm, dialer, config, orders, &mut |report| {
+                let _ = replies.event(report);
+            });
+            drop(over);
+            Ok(outcome)
+        })
+    }
+
+    fn source_config(&self, request: &MigrateRequest) -> SourceConfig {
+        let mut config = SourceConfig::new(self.journal_directory.clone());
+        config.channels = request.channels;
+        config.downtime_limit = request.downtime_limit;
+        config.max_bandwidth = request.max_bandwidth;
+        config.max_rounds = request.max_rounds;
+        config.timeout = request.timeout;
+        config.when_stuck = request.when_stuck;
+        config.verify = request.verify;
+        config
+    }
+
+    fn cancel_request(&self) -> Result<Value, ControlError> {
+        match &*self.migration() {
+            Some(orders) => {
+                orders.cancel();
+                Ok(json!({ "cancelling": true }))
+            }
+            None => Err(ControlError::new(
+                ErrorCode::WrongState,
+                "no migration of this guest is under way",
+            )),
+        }
+    }
+
+    fn resolve(&self, word: OperatorWord) -> Result<Value, ControlError> {
+        let decided = self.migration().as_ref().is_some_and(|orders| orders.decide(word));
+        if decided {
+            Ok(json!({ "decided": word }))
+        } else {
+            let text = "this guest is not in doubt, so there is nothing to decide";
+            Err(ControlError::new(ErrorCode::WrongState, text))
+        }
+    }
+
+    /// Pausing and resuming are the engine's while it migrates.
+    fn unless_migrating(
+        &self,
+        act: impl FnOnce(&mut crate::Machine) -> Result<(), MachineError>,
+    ) -> Result<Value, ControlError> {
+        let migration = self.migration();
+        if migration.is_some() {
+            return Err(ControlError::new(ErrorCode::Busy, "the guest is being migrated"));
+        }
+        act(&mut lock(&self.machine)).map_err(machine_error)?;
+        Ok(json!({}))
+    }
+
+    fn quit(&self) -> Result<Value, ControlError> {
+        if let Some(orders) = &*self.migration() {
+            if orders.progress().in_doubt {
+                let text = "this guest is in doubt: `vmferry resolve` decides first";
+                return Err(ControlError::new(ErrorCode::InDoubt, text));
+            }
+            orders.cancel();
+        }
+        let _ = self.ended.send(End::Quit);
+        Ok(json!({}))
+    }
+}
+
+impl Handler for GuestService {
+    fn handle(&self, request: Request, replies: &Replies) -> Result<Value, ControlError> {
+        match request {
+            Request::Status {} => Ok(json!(self.status().map_err(machine_error)?)),
+            Request::Pause {} => self.unless_migrating(crate::Machine::pause),
+            Request::Resume {} => self.unless_migrating(crate::Machine::resume),
+            Request::Quit {} => self.quit(),
+            Request::Migrate(request) => self.migrate(&request, replies),
+            Request::Cancel {} => self.cancel_request(),
+            Request::Resolve { word } => self.resolve(word),
+        }
+    }
+}
+
+#[derive(Serialize)]
+struct Event {
+    event: &'static str,
+    #[serde(flatten)]
+    progress: Progress,
+}
+
+fn dialer(request: &MigrateRequest) -> Result<Dialer, ControlError> {
+    let address: Address = request.to.parse().map_err(|error| bad_request(&error))?;
+    let mut dialer = Dialer::new(address, None);
+    if let Some(files) = &request.tls {
+        let identity = TlsIdentity::load(&files.ca, &files.certificate, &files.key)
+            .map_err(|error| ControlError::from(&error.into()))?;
+        dialer.tls = Some(Arc::new(identity));
+        dialer.server_name.clone_from(&files.server_name);
+    }
+    Ok(dialer)
+}
+
+fn bad_request(error: &dyn std::error::Error) -> ControlError {
+    ControlError::new(ErrorCode::BadRequest, vmferry::chain(error))
+}
+
+fn machine_error(error: MachineError) -> ControlError {
+    let code = match &error {
+        MachineError::Config { .. } => ErrorCode::BadRequest,
+        MachineError::WrongState { .. } => ErrorCode::WrongState,
+        _ => ErrorCode::Internal,
+    };
+    ControlError::new(code, vmferry::chain(&error))
+}
+
+/// `VmHWM` of this process, from `/proc/self/status`; 0 if it can't be read.
+#[must_use]
+pub fn peak_rss_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let kib = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmHWM:"))
+        .and_then(|rest| rest.trim().strip_suffix("kB"))
+        .and_then(|number| number.trim().parse::<u64>().ok());
+    kib.unwrap_or(0) * 1024
+}
