@@ -17,7 +17,7 @@ use vmferry::handover::OperatorWord;
 use vmferry::source::{Orders, Progress, SourceOutcome, migrate};
 use vmferry_transport::{Address, Dialer, TlsIdentity};
 
-use crate::control::{ControlError, ErrorCode, Handler, MigrateRequest, Replies, Request};
+use crate::control::{Answer, ControlError, ErrorCode, Handler, MigrateRequest, Replies, Request};
 use crate::embed::MigratingMachine;
 use crate::error::MachineError;
 use crate::machine::{SharedMachine, lock};
@@ -127,7 +127,7 @@ impl GuestService {
         self.migration.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn migrate(&self, request: &MigrateRequest, replies: &Replies) -> Result<Value, ControlError> {
+    fn migrate(&self, request: &MigrateRequest, replies: &Replies) -> Result<Answer, ControlError> {
         let dialer = dialer(request)?;
         let config = self.source_config(request);
         config.check().map_err(|error| bad_request(&error))?;
@@ -138,10 +138,7 @@ impl GuestService {
             *self.migration() = None;
         }
         match result? {
-            SourceOutcome::Given { stats, .. } => {
-                let _ = self.ended.send(End::Migrated);
-                Ok(json!(stats))
-            }
+            SourceOutcome::Given { stats, .. } => Ok(self.end_after(json!(stats), End::Migrated)),
             SourceOutcome::Kept { error, .. } => Err(ControlError::from(&error)),
         }
     }
@@ -205,11 +202,11 @@ impl GuestService {
         config
     }
 
-    fn cancel_request(&self) -> Result<Value, ControlError> {
+    fn cancel_request(&self) -> Result<Answer, ControlError> {
         match &*self.migration() {
             Some(orders) => {
                 orders.cancel();
-                Ok(json!({ "cancelling": true }))
+                Ok(json!({ "cancelling": true }).into())
             }
             None => Err(ControlError::new(
                 ErrorCode::WrongState,
@@ -218,10 +215,10 @@ impl GuestService {
         }
     }
 
-    fn resolve(&self, word: OperatorWord) -> Result<Value, ControlError> {
+    fn resolve(&self, word: OperatorWord) -> Result<Answer, ControlError> {
         let decided = self.migration().as_ref().is_some_and(|orders| orders.decide(word));
         if decided {
-            Ok(json!({ "decided": word }))
+            Ok(json!({ "decided": word }).into())
         } else {
             let text = "this guest is not in doubt, so there is nothing to decide";
             Err(ControlError::new(ErrorCode::WrongState, text))
@@ -232,16 +229,16 @@ impl GuestService {
     fn unless_migrating(
         &self,
         act: impl FnOnce(&mut crate::Machine) -> Result<(), MachineError>,
-    ) -> Result<Value, ControlError> {
+    ) -> Result<Answer, ControlError> {
         let migration = self.migration();
         if migration.is_some() {
             return Err(ControlError::new(ErrorCode::Busy, "the guest is being migrated"));
         }
         act(&mut lock(&self.machine)).map_err(machine_error)?;
-        Ok(json!({}))
+        Ok(json!({}).into())
     }
 
-    fn quit(&self) -> Result<Value, ControlError> {
+    fn quit(&self) -> Result<Answer, ControlError> {
         if let Some(orders) = &*self.migration() {
             if orders.progress().in_doubt {
                 let text = "this guest is in doubt: `vmferry resolve` decides first";
@@ -249,15 +246,23 @@ impl GuestService {
             }
             orders.cancel();
         }
-        let _ = self.ended.send(End::Quit);
-        Ok(json!({}))
+        Ok(self.end_after(json!({}), End::Quit))
+    }
+
+    /// The process ends once the client has its answer.
+    fn end_after(&self, value: Value, end: End) -> Answer {
+        let ended = self.ended.clone();
+        Answer::and_then(value, move || {
+            // A process that is ending already needs no second word.
+            let _ = ended.send(end);
+        })
     }
 }
 
 impl Handler for GuestService {
-    fn handle(&self, request: Request, replies: &Replies) -> Result<Value, ControlError> {
+    fn handle(&self, request: Request, replies: &Replies) -> Result<Answer, ControlError> {
         match request {
-            Request::Status {} => Ok(json!(self.status().map_err(machine_error)?)),
+            Request::Status {} => Ok(json!(self.status().map_err(machine_error)?).into()),
             Request::Pause {} => self.unless_migrating(crate::Machine::pause),
             Request::Resume {} => self.unless_migrating(crate::Machine::resume),
             Request::Quit {} => self.quit(),

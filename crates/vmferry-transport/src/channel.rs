@@ -38,6 +38,11 @@ impl Channel {
     }
 
     #[cfg(test)]
+    pub(crate) fn session(&self) -> Option<Arc<TlsSession>> {
+        self.tls.clone()
+    }
+
+    #[cfg(test)]
     pub(crate) fn stream(&self) -> Arc<Stream> {
         Arc::clone(&self.stream)
     }

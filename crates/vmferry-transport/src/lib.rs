@@ -5,7 +5,7 @@
 //! at the same time. A [`RateLimiter`] caps what several channels send together, and [`pki`] makes
 //! the certificates.
 //!
-//! I/O blocks, in threads, with a bound on every wait. The end of a TLS channel that its peer did
+//! I/O blocks, in threads; every wait can be bounded. The end of a TLS channel that its peer did
 //! not announce is an error: a cut link must not look like the end of the data.
 
 #![forbid(unsafe_code)]

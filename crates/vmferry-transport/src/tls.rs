@@ -52,6 +52,12 @@ impl TlsSession {
         certificates.first().map(crate::identity::names_of).unwrap_or_default()
     }
 
+    /// What rustls does by itself after 2^24 records, some 256 GiB.
+    #[cfg(test)]
+    pub fn change_keys(&self) {
+        self.connection().refresh_traffic_keys().unwrap();
+    }
+
     fn connection(&self) -> MutexGuard<'_, Connection> {
         self.connection.lock().unwrap_or_else(PoisonError::into_inner)
     }

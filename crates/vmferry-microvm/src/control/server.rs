@@ -24,7 +24,26 @@ pub trait Handler: Send + Sync + 'static {
     ///
     /// # Errors
     /// What the client is told.
-    fn handle(&self, request: Request, replies: &Replies) -> Result<Value, ControlError>;
+    fn handle(&self, request: Request, replies: &Replies) -> Result<Answer, ControlError>;
+}
+
+/// The answer to a request that was carried out.
+pub struct Answer {
+    value: Value,
+    afterwards: Option<Box<dyn FnOnce() + Send>>,
+}
+
+impl Answer {
+    /// An answer, and something to do once the client has it, such as ending the process.
+    pub fn and_then(value: Value, afterwards: impl FnOnce() + Send + 'static) -> Self {
+        Self { value, afterwards: Some(Box::new(afterwards)) }
+    }
+}
+
+impl From<Value> for Answer {
+    fn from(value: Value) -> Self {
+        Self { value, afterwards: None }
+    }
 }
 
 /// The socket could not be made.
@@ -157,12 +176,15 @@ fn serve(stream: UnixStream, handler: &dyn Handler) {
         Ok(request) => handler.handle(request, &replies),
         Err(error) => Err(error),
     };
-    let line = match answer {
-        Ok(value) => json!({ "ok": value }),
-        Err(error) => json!({ "error": error }),
+    let (line, afterwards) = match answer {
+        Ok(answer) => (json!({ "ok": answer.value }), answer.afterwards),
+        Err(error) => (json!({ "error": error }), None),
     };
     // A client that has gone does not want the answer.
     let _ = replies.line(&line);
+    if let Some(afterwards) = afterwards {
+        afterwards();
+    }
 }
 
 /// The way back to the client of one request.

@@ -232,10 +232,9 @@ impl PlacingThread {
         if end || self.unacknowledged == ACKNOWLEDGE_FRAMES {
             self.unacknowledged = 0;
             let message = ControlMessage::Placed { lane: self.lane, sequence: header.sequence };
-            context
-                .control
-                .send(&message)
-                .map_err(|error| Box::new(Input::LaneLost(lost("control", "acknowledging pages", &error))))?;
+            context.control.send(&message).map_err(|error| {
+                Box::new(Input::LaneLost(lost("control", "acknowledging pages", &error)))
+            })?;
         }
         if end {
             let sequence = header.sequence;

@@ -105,11 +105,7 @@ impl Guest {
 /// Half of the pages are in each slot.
 pub fn address(page: u64) -> u64 {
     let half = PAGES / 2;
-    if page < half {
-        page * PAGE_SIZE as u64
-    } else {
-        (1 << 32) + (page - half) * PAGE_SIZE as u64
-    }
+    if page < half { page * PAGE_SIZE as u64 } else { (1 << 32) + (page - half) * PAGE_SIZE as u64 }
 }
 
 pub struct SourceGuest {
@@ -278,8 +274,9 @@ impl Scenario {
                 receive(listener, destination, &self.destination, &self.stop, &mut |_: &Notice| {})
             });
             let dialer = Dialer::new(self.address(), None);
-            let outcome =
-                migrate(vm, &dialer, self.source.clone(), &self.orders, &mut |report| watch(report));
+            let outcome = migrate(vm, &dialer, self.source.clone(), &self.orders, &mut |report| {
+                watch(report)
+            });
             (outcome, receiving.join().unwrap())
         })
     }

@@ -1,0 +1,101 @@
+//! Real sockets and real TLS.
+
+mod flow;
+mod reach;
+mod trust;
+
+use std::io::{Read, Write};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tempfile::TempDir;
+
+use crate::pki::{self, IssueRequest, Validity};
+use crate::{Channel, Dialer, Listener, TlsIdentity, TransportError};
+
+const TIMEOUT: Duration = Duration::from_secs(10);
+
+struct Pki {
+    directory: TempDir,
+}
+
+impl Pki {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        pki::init(&directory.path().join("ca"), "test", Validity::days(10)).unwrap();
+        Self { directory }
+    }
+
+    fn host(&self, name: &str, addresses: &[&str], validity: Validity) -> Arc<TlsIdentity> {
+        let out = self.directory.path().join(name);
+        let request = IssueRequest {
+            name: name.into(),
+            addresses: addresses.iter().map(|address| (*address).to_owned()).collect(),
+            validity,
+        };
+        pki::issue(&self.directory.path().join("ca"), &out, &request).unwrap();
+        Arc::new(load(&out).unwrap())
+    }
+
+    fn local(&self, name: &str) -> Arc<TlsIdentity> {
+        self.host(name, &["127.0.0.1", "localhost"], Validity::days(1))
+    }
+}
+
+fn load(directory: &Path) -> Result<TlsIdentity, TransportError> {
+    TlsIdentity::load(
+        &directory.join("ca.pem"),
+        &directory.join("host.pem"),
+        &directory.join("host.key"),
+    )
+}
+
+fn listen(address: &str, tls: Option<Arc<TlsIdentity>>) -> Listener {
+    Listener::bind(&address.parse().unwrap(), tls).unwrap()
+}
+
+/// Connects both ends; each side's result.
+fn join(
+    listener: &Listener,
+    dialer: &Dialer,
+) -> (Result<Channel, TransportError>, Result<Channel, TransportError>) {
+    std::thread::scope(|scope| {
+        let accepted = scope.spawn(|| listener.accept().unwrap().unwrap().handshake(TIMEOUT));
+        let dialled = dialer.connect();
+        // TLS 1.3 tells a client that its certificate is refused when it first reads.
+        let dialled = dialled.and_then(|channel| {
+            let peer = channel.peer().address.clone();
+            let (mut reader, mut writer) = channel.split();
+            let greeted = writer.write_all(b"hello").and_then(|()| reader.read_exact(&mut [0; 5]));
+            drop((reader, writer));
+            greeted.map_err(|error| TransportError::from_io(error, &peer))?;
+            dialer.connect()
+        });
+        let accepted = accepted.join().unwrap().and_then(|channel| {
+            let (mut reader, mut writer) = channel.split();
+            let _ = reader.read_exact(&mut [0; 5]).and_then(|()| writer.write_all(b"hello"));
+            listener.accept().unwrap().unwrap().handshake(TIMEOUT)
+        });
+        (accepted, dialled)
+    })
+}
+
+/// A connected pair, whose dialled end was made beside the accepted one.
+fn pair(listener: &Listener, dialer: &Dialer) -> (Channel, Channel) {
+    std::thread::scope(|scope| {
+        let accepted =
+            scope.spawn(|| listener.accept().unwrap().unwrap().handshake(TIMEOUT).unwrap());
+        let dialled = dialer.connect().unwrap();
+        (accepted.join().unwrap(), dialled)
+    })
+}
+
+fn bytes(length: usize, mut seed: u64) -> Vec<u8> {
+    let mut bytes = vec![0; length];
+    for chunk in bytes.chunks_mut(8) {
+        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        chunk.copy_from_slice(&seed.to_le_bytes()[..chunk.len()]);
+    }
+    bytes
+}

@@ -1,0 +1,154 @@
+//! Who is trusted, and what is said to those who are not.
+
+use std::sync::Arc;
+
+use super::{Pki, join, listen, load, pair};
+use crate::pki::{self, IssueRequest, Validity};
+use crate::{Dialer, TlsIdentity, TransportError};
+
+#[test]
+fn strangers_and_stale_certificates_are_refused_on_both_sides_with_words() {
+    let (pki, other) = (Pki::new(), Pki::new());
+    let expired = Validity { from_days: -10, until_days: -2 };
+    let early = Validity { from_days: 2, until_days: 10 };
+    let names: &[&str] = &["127.0.0.1"];
+    let good = pki.local("good");
+
+    // (server, client, what the server says, what the client says)
+    let cases = [
+        (good.clone(), other.local("x"), "does not accept", "does not trust"),
+        (good.clone(), pki.host("old", names, expired), "expired on 20", "it has expired"),
+        (pki.host("old-server", names, expired), good.clone(), "it has expired", "expired on 20"),
+        (good.clone(), pki.host("early", names, early), "is not valid before 20", "it has expired"),
+        (
+            pki.host("elsewhere", &["192.0.2.9"], Validity::days(1)),
+            good.clone(),
+            "does not accept",
+            "not for 127.0.0.1",
+        ),
+    ];
+    for (server, client, server_says, client_says) in cases {
+        let listener = listen("tls:127.0.0.1:0", Some(server));
+        let dialer = Dialer::new(listener.local_address().clone(), Some(client));
+        let (accepted, dialled) = join(&listener, &dialer);
+        let (accepted, dialled) = (accepted.unwrap_err(), dialled.unwrap_err());
+        assert!(accepted.to_string().contains(server_says), "server: {accepted:?}");
+        assert!(dialled.to_string().contains(client_says), "client: {dialled:?}");
+        assert!(dialled.is_authentication(), "{dialled:?}");
+    }
+}
+
+#[test]
+fn the_name_that_counts_can_be_said_and_addresses_are_names_too() {
+    let pki = Pki::new();
+    let (server, client) = (pki.host("far", &["far", "::1"], Validity::days(1)), pki.local("b"));
+    let listener = listen("tls:127.0.0.1:0", Some(server.clone()));
+    let mut dialer = Dialer::new(listener.local_address().clone(), Some(client.clone()));
+    dialer.server_name = Some("far".into());
+    pair(&listener, &dialer);
+    dialer.server_name = Some("::1".into());
+    let (accepted, dialled) = pair(&listener, &dialer);
+    assert_eq!(dialled.peer().names, ["spiffe://vmferry/host/far", "far", "::1"]);
+    assert!(accepted.peer().tls);
+    dialer.server_name = Some("no name".into());
+    let error = dialer.connect().unwrap_err();
+    assert!(matches!(error, TransportError::ServerName { .. }), "{error:?}");
+}
+
+#[test]
+fn another_protocol_within_tls_is_refused() {
+    let pki = Pki::new();
+    let listener = listen("tls:127.0.0.1:0", Some(pki.local("a")));
+    let good = pki.local("b");
+    for (protocols, client_says) in
+        [(vec![b"h2".to_vec()], "not vmferry's protocol within"), (vec![], "")]
+    {
+        let mut config = (*good.client).clone();
+        config.alpn_protocols = protocols;
+        let client = TlsIdentity { client: Arc::new(config), server: good.server.clone() };
+        let dialer = Dialer::new(listener.local_address().clone(), Some(Arc::new(client)));
+        let (accepted, dialled) = join(&listener, &dialer);
+        let (accepted, dialled) = (accepted.unwrap_err(), dialled.unwrap_err());
+        assert!(accepted.to_string().contains("not vmferry's protocol within"), "{accepted:?}");
+        assert!(dialled.to_string().contains(client_says), "{dialled:?}");
+    }
+}
+
+#[test]
+fn a_client_without_a_certificate_is_refused() {
+    let pki = Pki::new();
+    let server = pki.local("a");
+    let listener = listen("tls:127.0.0.1:0", Some(server.clone()));
+    let mut bare = rustls::ClientConfig::builder_with_provider(Arc::new(
+        rustls::crypto::aws_lc_rs::default_provider(),
+    ))
+    .with_protocol_versions(&[&rustls::version::TLS13])
+    .unwrap()
+    .with_root_certificates({
+        use rustls::pki_types::pem::PemObject;
+        let mut roots = rustls::RootCertStore::empty();
+        let path = pki.directory.path().join("ca/ca.pem");
+        roots.add(rustls::pki_types::CertificateDer::from_pem_file(path).unwrap()).unwrap();
+        roots
+    })
+    .with_no_client_auth();
+    bare.alpn_protocols = vec![crate::identity::ALPN.to_vec()];
+    let bare = Arc::new(TlsIdentity { client: Arc::new(bare), server: server.server.clone() });
+    let dialer = Dialer::new(listener.local_address().clone(), Some(bare));
+    let (accepted, dialled) = join(&listener, &dialer);
+    let (accepted, dialled) = (accepted.unwrap_err(), dialled.unwrap_err());
+    assert!(matches!(accepted, TransportError::NoCertificate { .. }), "{accepted:?}");
+    assert!(dialled.to_string().contains("none was sent"), "{dialled:?}");
+}
+
+#[test]
+fn files_are_checked_and_never_overwritten() {
+    use std::os::unix::fs::PermissionsExt;
+    let pki = Pki::new();
+    pki.local("a");
+    let host = pki.directory.path().join("a");
+    let ca = pki.directory.path().join("ca");
+    let request = IssueRequest::new("a", Validity::days(1));
+    let error = pki::issue(&ca, &host, &request).unwrap_err().to_string();
+    assert!(error.contains("host.key: exists already"), "{error}");
+    let error = pki::init(&ca, "x", Validity::days(1)).unwrap_err().to_string();
+    assert!(error.contains("ca.key: exists already"), "{error}");
+
+    let key = host.join("host.key");
+    std::fs::set_permissions(&key, std::fs::Permissions::from_mode(0o640)).unwrap();
+    let error = load(&host).unwrap_err().to_string();
+    assert!(error.contains("chmod 600"), "{error}");
+    std::fs::set_permissions(&key, std::fs::Permissions::from_mode(0o600)).unwrap();
+    load(&host).unwrap();
+    let other = Pki::new();
+    other.local("a");
+    let strange = other.directory.path().join("a/host.pem");
+    let error = TlsIdentity::load(&host.join("ca.pem"), &strange, &key).unwrap_err().to_string();
+    assert!(error.contains("does not fit the key"), "{error}");
+    std::fs::write(host.join("host.pem"), "garbage").unwrap();
+    let error = load(&host).unwrap_err().to_string();
+    assert!(error.contains("host.pem: holds no certificate"), "{error}");
+    std::fs::remove_file(host.join("ca.pem")).unwrap();
+    let error = load(&host).unwrap_err().to_string();
+    assert!(error.contains("ca.pem: can't be read"), "{error}");
+}
+
+#[test]
+fn certificates_that_make_no_sense_are_not_made() {
+    let pki = Pki::new();
+    let ca = pki.directory.path().join("ca");
+    let out = pki.directory.path().join("out");
+    for (name, validity, expected) in [
+        ("", Validity::days(1), "is no name"),
+        ("..", Validity::days(1), "is no name"),
+        ("a/b", Validity::days(1), "is no name"),
+        ("a", Validity::days(u32::MAX), "fewer days"),
+        ("a", Validity { from_days: i64::MIN, until_days: 1 }, "fewer days"),
+        ("a", Validity { from_days: 2, until_days: 1 }, "before it begins"),
+    ] {
+        let request = IssueRequest::new(name, validity);
+        let error = pki::issue(&ca, &out, &request).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+        assert!(!out.exists(), "nothing is left behind");
+    }
+}
