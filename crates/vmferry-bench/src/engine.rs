@@ -1,0 +1,187 @@
+//! `engine`: guest pages per second through the whole path, at 1, 2 and 4 channels, plain and TLS.
+//!
+//! The guest is memory full of incompressible pages. The yardstick moves the same memory over the
+//! same kind of socket with one thread per channel and side, and does nothing else: no copy of a
+//! page, no zero test, no hash, no frame; with rustls, it encrypts and decrypts in addition. All
+//! receivers write into memory of the same kind that is populated already, and is overwritten
+//! with zeros before each run.
+
+mod guest;
+mod raw;
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use anyhow::{Context, ensure};
+use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, SlotId, SlotLayout, whole_hash};
+
+use crate::machine::Machine;
+use crate::results::{Results, Row, median};
+use guest::Links;
+
+const CHANNELS: [u8; 3] = [1, 2, 4];
+
+/// The command's default, which the ratios without a number are for.
+const DEFAULT_CHANNELS: u8 = 2;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Way {
+    RawSocket,
+    EnginePlain,
+    RawRustls,
+    EngineTls,
+}
+
+impl Way {
+    const ALL: [Self; 4] = [Self::RawSocket, Self::EnginePlain, Self::RawRustls, Self::EngineTls];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::RawSocket => "raw socket",
+            Self::EnginePlain => "engine, plain",
+            Self::RawRustls => "raw rustls",
+            Self::EngineTls => "engine, TLS",
+        }
+    }
+}
+
+/// What one run took.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Sample {
+    /// Wall time in seconds.
+    pub total_s: f64,
+    /// CPU time of this process in seconds.
+    pub cpu_s: f64,
+    /// CPU time of the engine's sides in seconds.
+    pub sides_cpu_s: Option<(f64, f64)>,
+}
+
+/// Runs it. `quick` moves 32 MiB once; otherwise 1 GiB, five times each.
+pub fn run(quick: bool) -> anyhow::Result<Results> {
+    let (mib, repetitions) = if quick { (32, 1) } else { (1024, 5) };
+    let pages = mib << 8;
+    let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages }];
+    let source = GuestMemory::allocate(&layout, MemoryKind::Private)?;
+    let destination = GuestMemory::allocate(&layout, MemoryKind::Private)?;
+    fill(&source)?;
+    let whole = PageRun { slot: SlotId(0), first: 0, pages };
+    destination.populate(whole)?;
+    let expected = whole_hash(&source)?;
+    let links = Links::new()?;
+
+    let mut samples: BTreeMap<(u8, Way), Vec<Sample>> = BTreeMap::new();
+    // The first pass warms everything up and is not counted.
+    for repetition in 0..=repetitions {
+        for channels in CHANNELS {
+            for way in Way::ALL {
+                destination.zero(whole)?;
+                let sample = match way {
+                    Way::RawSocket => raw::socket(&source, &destination, channels),
+                    Way::RawRustls => raw::rustls(&source, &destination, channels, &links),
+                    Way::EnginePlain => {
+                        guest::migrate(&source, &destination, channels, &links, false)
+                    }
+                    Way::EngineTls => guest::migrate(&source, &destination, channels, &links, true),
+                }
+                .with_context(|| format!("{} over {channels} channels", way.name()))?;
+                ensure!(
+                    whole_hash(&destination)? == expected,
+                    "{} over {channels} channels has not moved the memory",
+                    way.name()
+                );
+                if repetition > 0 || quick {
+                    samples.entry((channels, way)).or_default().push(sample);
+                }
+            }
+        }
+        eprintln!("engine: pass {repetition} of {repetitions}");
+    }
+    Ok(results(&samples, pages, copy_bandwidth(&source, &destination, whole)?))
+}
+
+fn results(samples: &BTreeMap<(u8, Way), Vec<Sample>>, pages: u64, copy_mb_per_s: f64) -> Results {
+    let mut rows = Vec::new();
+    let mut speed = BTreeMap::new();
+    for ((channels, way), samples) in samples {
+        let of = |part: fn(&Sample) -> f64| median(samples.iter().map(part).collect());
+        let total_s = of(|sample| sample.total_s);
+        let side = |part: fn((f64, f64)) -> f64| {
+            let times: Vec<f64> =
+                samples.iter().filter_map(|sample| sample.sides_cpu_s.map(part)).collect();
+            (!times.is_empty()).then(|| median(times))
+        };
+        let ms = |time: f64| time * 1e3;
+        let times = || samples.iter().map(|sample| sample.total_s);
+        let mb_per_s = pages as f64 * PAGE_SIZE as f64 / total_s / 1e6;
+        speed.insert((*channels, *way), mb_per_s);
+        rows.push(Row {
+            way: way.name(),
+            channels: *channels,
+            pages_per_s: pages as f64 / total_s,
+            mb_per_s,
+            total_ms: ms(total_s),
+            total_ms_min: ms(times().fold(f64::INFINITY, f64::min)),
+            total_ms_max: ms(times().fold(0.0, f64::max)),
+            cpu_s: of(|sample| sample.cpu_s),
+            source_cpu_s: side(|sides| sides.0),
+            destination_cpu_s: side(|sides| sides.1),
+            runs: samples.len(),
+        });
+    }
+    let mut ratios = BTreeMap::new();
+    let mut yardsticks = BTreeMap::from([("memory_copy_mb_per_s".to_owned(), copy_mb_per_s)]);
+    for channels in CHANNELS {
+        let of = |way| speed.get(&(channels, way)).copied().unwrap_or(f64::NAN);
+        let plain = of(Way::EnginePlain) / of(Way::RawSocket);
+        let tls = of(Way::EngineTls) / of(Way::RawRustls);
+        ratios.insert(format!("plain_of_raw_socket_{channels}_channels"), plain);
+        ratios.insert(format!("tls_of_raw_rustls_{channels}_channels"), tls);
+        yardsticks.insert(format!("raw_socket_{channels}_channels_mb_per_s"), of(Way::RawSocket));
+        yardsticks.insert(format!("raw_rustls_{channels}_channels_mb_per_s"), of(Way::RawRustls));
+        if channels == DEFAULT_CHANNELS {
+            ratios.insert("plain_of_raw_socket".into(), plain);
+            ratios.insert("tls_of_raw_rustls".into(), tls);
+        }
+    }
+    Results { name: "engine", machine: Machine::here(), rows, yardsticks, ratios }
+}
+
+/// Pages that no codec shortens.
+fn fill(memory: &GuestMemory) -> anyhow::Result<()> {
+    let mut page = vec![0_u8; PAGE_SIZE];
+    let mut random = 0x9e37_79b9_7f4a_7c15_u64;
+    for first in 0..memory.total_pages() {
+        for word in page.chunks_exact_mut(8) {
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            word.copy_from_slice(&random.to_le_bytes());
+        }
+        memory.copy_in(PageRun { slot: SlotId(0), first, pages: 1 }, &page)?;
+    }
+    Ok(())
+}
+
+/// One thread that copies the memory once, through a buffer that stays in the cache: the least
+/// that an engine does which looks at a page before it sends it.
+fn copy_bandwidth(
+    source: &GuestMemory,
+    destination: &GuestMemory,
+    whole: PageRun,
+) -> anyhow::Result<f64> {
+    let mut buffer = vec![0; 64 * PAGE_SIZE];
+    let begun = Instant::now();
+    for first in (0..whole.pages).step_by(64) {
+        let run = PageRun { first, pages: (whole.pages - first).min(64), ..whole };
+        let part = &mut buffer[..run.pages as usize * PAGE_SIZE];
+        source.copy_out(run, part)?;
+        destination.copy_in(run, part)?;
+    }
+    Ok(whole.pages as f64 * PAGE_SIZE as f64 / begun.elapsed().as_secs_f64() / 1e6)
+}
+
+/// CPU time of this process so far, in seconds.
+fn process_cpu_s() -> f64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}

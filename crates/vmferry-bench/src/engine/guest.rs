@@ -1,0 +1,141 @@
+//! The engine's way: a real migration between two threads of this process, over real sockets, of
+//! a guest that stands still.
+
+use std::sync::Arc;
+
+use anyhow::{Context, bail};
+use tempfile::TempDir;
+use vmferry::destination::{Received, Stop, receive};
+use vmferry::source::{Orders, SourceOutcome, migrate as migrate_source};
+use vmferry::{
+    DestinationConfig, DestinationVm, GuestDescription, PrepareError, SourceConfig, SourceVm,
+    VmError,
+};
+use vmferry_dirty::{DirtyLog, UffdLog};
+use vmferry_memory::GuestMemory;
+use vmferry_transport::{Address, Dialer, Listener, TlsIdentity, pki};
+use vmferry_wire::GuestIdentity;
+
+use super::{Sample, process_cpu_s};
+
+/// Certificates and journals for the runs.
+pub struct Links {
+    pub directory: TempDir,
+    pub identity: Arc<TlsIdentity>,
+}
+
+impl Links {
+    pub fn new() -> anyhow::Result<Self> {
+        let directory = tempfile::tempdir()?;
+        let (authority, host) = (directory.path().join("ca"), directory.path().join("host"));
+        pki::init(&authority, "bench", pki::Validity::days(1))?;
+        let mut request = pki::IssueRequest::new("bench", pki::Validity::days(1));
+        request.addresses.push("127.0.0.1".into());
+        pki::issue(&authority, &host, &request)?;
+        let identity = TlsIdentity::load(
+            &host.join("ca.pem"),
+            &host.join("host.pem"),
+            &host.join("host.key"),
+        )?;
+        Ok(Self { directory, identity: Arc::new(identity) })
+    }
+}
+
+/// Migrates the memory once.
+pub fn migrate(
+    source: &GuestMemory,
+    destination: &GuestMemory,
+    channels: u8,
+    links: &Links,
+    tls: bool,
+) -> anyhow::Result<Sample> {
+    let (host, port) = ("127.0.0.1".to_owned(), 0);
+    let address = if tls { Address::Tls { host, port } } else { Address::Tcp { host, port } };
+    let identity = tls.then(|| Arc::clone(&links.identity));
+    let listener = Listener::bind(&address, identity.clone())?;
+    let dialer = Dialer::new(listener.local_address().clone(), identity);
+    // Where userfaultfd is missing, nothing writes the memory all the same.
+    let log: Arc<dyn DirtyLog> = match UffdLog::new(source) {
+        Ok(log) => Arc::new(log),
+        Err(_) => Arc::new(()),
+    };
+    let mut config = SourceConfig::new(links.directory.path().join("source"));
+    config.channels = channels;
+    let there = DestinationConfig::new(links.directory.path().join("destination"));
+    let vm = StillGuest { memory: source.clone(), log };
+    let incoming = Incoming(destination.clone());
+    let cpu_before = process_cpu_s();
+    let (outcome, received) = std::thread::scope(|scope| {
+        let stop = Stop::default();
+        let receiving =
+            scope.spawn(move || receive(listener, incoming, &there, &stop, &mut |_| {}));
+        let outcome = migrate_source(vm, &dialer, config, &Orders::new(), &mut |_| {});
+        (outcome, receiving.join())
+    });
+    let cpu_s = process_cpu_s() - cpu_before;
+    let stats = match outcome {
+        SourceOutcome::Given { stats, .. } => stats,
+        SourceOutcome::Kept { error, .. } => return Err(error).context("the migration failed"),
+    };
+    let Ok(Received::Owns(owned)) = received else { bail!("the destination has no guest") };
+    Ok(Sample {
+        total_s: stats.total_ms / 1e3,
+        cpu_s,
+        sides_cpu_s: Some((stats.engine_cpu_s, owned.stats.engine_cpu_s)),
+    })
+}
+
+struct StillGuest {
+    memory: GuestMemory,
+    log: Arc<dyn DirtyLog>,
+}
+
+impl SourceVm for StillGuest {
+    fn describe(&self) -> GuestDescription {
+        GuestDescription {
+            identity: GuestIdentity { uuid: uuid::Uuid::nil(), name: "bench".into() },
+            vmm: "bench".into(),
+            config: Vec::new(),
+            layout: self.memory.layout(),
+        }
+    }
+
+    fn memory(&self) -> GuestMemory {
+        self.memory.clone()
+    }
+
+    fn dirty_log(&self) -> Arc<dyn DirtyLog> {
+        Arc::clone(&self.log)
+    }
+
+    fn pause(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    fn save(&mut self) -> Result<Vec<u8>, VmError> {
+        Ok(Vec::new())
+    }
+
+    fn resume(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+}
+
+/// Memory that is populated already.
+struct Incoming(GuestMemory);
+
+impl DestinationVm for Incoming {
+    fn prepare(&mut self, _guest: &GuestDescription) -> Result<GuestMemory, PrepareError> {
+        Ok(self.0.clone())
+    }
+
+    fn load(&mut self, _state: &[u8]) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    fn discard(&mut self) {}
+
+    fn run(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+}

@@ -1,0 +1,41 @@
+//! What the benchmark ran on.
+
+use serde::Serialize;
+
+/// The machine.
+#[derive(Debug, Serialize)]
+pub struct Machine {
+    /// The CPU's model name.
+    pub cpu: String,
+    /// Cores that this process may use.
+    pub cores: usize,
+    /// Linux's release.
+    pub kernel: String,
+    /// `kvm_intel`, `kvm_amd`, `kvm_pvm` or `none`.
+    pub kvm: String,
+}
+
+impl Machine {
+    /// This one.
+    pub fn here() -> Self {
+        let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+        let cpu = read("/proc/cpuinfo")
+            .lines()
+            .find_map(|line| line.strip_prefix("model name")?.split_once(':'))
+            .map_or_else(|| "unknown".to_owned(), |(_, name)| name.trim().to_owned());
+        let kvm = ["kvm_intel", "kvm_amd", "kvm_pvm"]
+            .into_iter()
+            .find(|module| std::path::Path::new("/sys/module").join(module).exists());
+        let kvm = match kvm {
+            Some(module) => module,
+            None if std::path::Path::new("/dev/kvm").exists() => "unknown",
+            None => "none",
+        };
+        Self {
+            cpu,
+            cores: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+            kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
+            kvm: kvm.to_owned(),
+        }
+    }
+}

@@ -1,0 +1,41 @@
+//! `vmferry-bench NAME`: one file per benchmark, each with its physical limit measured in the same
+//! run.
+
+mod engine;
+mod machine;
+mod results;
+
+use clap::{Parser, ValueEnum};
+
+/// Benchmarks of vmferry.
+#[derive(Parser)]
+#[command(version)]
+struct Arguments {
+    /// Which benchmark.
+    name: Name,
+    /// Print one JSON object and nothing else.
+    #[arg(long)]
+    json: bool,
+    /// Small and once: shows that it works, and measures nothing.
+    #[arg(long)]
+    quick: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Name {
+    /// Guest pages per second through the whole path, beside a raw socket and raw rustls.
+    Engine,
+}
+
+fn main() -> anyhow::Result<()> {
+    let arguments = Arguments::parse();
+    let results = match arguments.name {
+        Name::Engine => engine::run(arguments.quick)?,
+    };
+    if arguments.json {
+        println!("{}", serde_json::to_string(&results)?);
+    } else {
+        println!("{}", results.as_text());
+    }
+    Ok(())
+}
