@@ -11,7 +11,7 @@
 
 #define REPORT_ADDRESS 0x8000
 #define REPORT_MAGIC 0x5259525245464d56 /* "VMFERRYR" in memory order */
-#define REPORT_VERSION 1
+#define REPORT_VERSION 2
 #define REPORT_MAX_VCPUS 8
 
 /* The heartbeat device writes one of these pages after the other. */
@@ -37,7 +37,7 @@ struct guest_report {
 
 struct corruption {
     uint64_t gpa;      /* of the page, 0 for none */
-    uint64_t expected; /* generation, or sequence of the heartbeat */
+    uint64_t expected; /* generation, or the word or heartbeat that should stand there */
     uint64_t found;
     uint64_t round;
 };
@@ -52,8 +52,9 @@ struct vcpu_report {
     uint64_t ticks;         /* of the timer, since the guest began */
     uint64_t last_tsc;
     uint64_t longest_gap_tsc; /* between two steps: the guest's own view of a pause */
-    uint64_t phase;
+    uint64_t phase;         /* running: filled, and each hot page written once */
     uint64_t heartbeats;    /* heartbeat pages found newer than at the last look */
+    uint64_t fill_rounds;   /* over all filled pages of this vCPU, each checked */
     /* The rest is the workload's own. */
     uint64_t fill_next;     /* populated so far, then the page to be verified next */
     uint64_t hot_next;      /* pages visited in this round */
@@ -65,6 +66,6 @@ struct vcpu_report {
 };
 
 _Static_assert(sizeof(struct guest_report) == 56, "report.rs reads it");
-_Static_assert(sizeof(struct vcpu_report) == 280, "report.rs reads it");
+_Static_assert(sizeof(struct vcpu_report) == 288, "report.rs reads it");
 
 #endif

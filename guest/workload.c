@@ -17,6 +17,8 @@
 #define HIGH_ADDRESS (4ull << 30)
 
 #define FILL_PAGES_PER_STEP 8
+#define CHECKED_PAGES_PER_STEP 8      /* of the fill, by a guest with time to spare: 31 MiB a second */
+#define CHECKED_PAGES_PER_BUSY_STEP 2 /* more would slow down the writing */
 #define HOT_PAGES_PER_STEP 64
 #define MAX_CREDITED_TICKS 20 /* a guest that was paused does not catch up */
 
@@ -76,7 +78,8 @@ static void report_corruption(volatile struct vcpu_report *report, uint64_t gpa,
 
 /* ---- fill: content that never changes ---- */
 
-static const char text[] = "the guest goes on where it was, and nobody has noticed that it moved; ";
+#define TEXT "the guest goes on where it was, and nobody has noticed that it moved; "
+static const char text[] = TEXT TEXT; /* twice: eight letters can be taken from any place of the first */
 
 static uint64_t fill_word(uint32_t kind, uint64_t gpa, uint64_t index)
 {
@@ -86,9 +89,8 @@ static uint64_t fill_word(uint32_t kind, uint64_t gpa, uint64_t index)
         return mix(gpa + index * 0x9e3779b97f4a7c15ull);
     /* Eight letters from a place that changes every 64 bytes, as words in a text do. */
     uint64_t start = mix(gpa / PAGE_BYTES * 64 + index / 8) + index % 8 * 8;
-    uint64_t word = 0;
-    for (unsigned letter = 0; letter < 8; letter++)
-        word |= (uint64_t)(uint8_t)text[(start + letter) % (sizeof text - 1)] << 8 * letter;
+    uint64_t word;
+    __builtin_memcpy(&word, text + start % (sizeof TEXT - 1), sizeof word);
     return word;
 }
 
@@ -125,16 +127,25 @@ static uint64_t middle_word(uint64_t generation)
     return 2 + mix(generation) % (PAGE_WORDS - 4);
 }
 
+/* Whether the word is as expected; if not, the page is reported with what stands there instead. */
+static int is_word(volatile struct vcpu_report *report, uint64_t gpa, volatile uint64_t *page, uint64_t index,
+                   uint64_t expected)
+{
+    uint64_t found = page[index];
+    if (found != expected)
+        report_corruption(report, gpa, expected, found);
+    return found == expected;
+}
+
 static void visit_hot_page(const struct guest_view *view, volatile struct vcpu_report *report, uint64_t gpa)
 {
     volatile uint64_t *page = words_at(view, gpa);
     uint64_t expected = report->rounds;
-    uint64_t hash = expected ? page_hash(expected, gpa) : 0;
-    uint64_t middle = expected ? page[middle_word(expected)] : 0;
+    uint64_t hash = expected ? page_hash(expected, gpa) : 0; /* generation 0 was never written */
 
-    if (page[0] != expected || page[1] != hash || page[510] != expected || page[511] != hash || middle != hash) {
-        report_corruption(report, gpa, expected, page[0] != expected ? page[0] : page[510]);
-    }
+    (void)(is_word(report, gpa, page, 0, expected) && is_word(report, gpa, page, 510, expected) &&
+           is_word(report, gpa, page, 1, hash) && is_word(report, gpa, page, 511, hash) &&
+           is_word(report, gpa, page, middle_word(expected), hash));
     uint64_t next = expected + 1;
     hash = page_hash(next, gpa);
     page[0] = next;
@@ -176,7 +187,7 @@ static void hot_step(const struct guest_view *view, volatile struct vcpu_report 
         /* Both factors are below the number of pages, so the product fits 64 bits. */
         uint64_t index = (report->offset + report->hot_next * report->stride) % pages;
         visit_hot_page(view, report, work_address(view, first + index));
-        if (++report->hot_next == pages) {
+        if (++report->hot_next >= pages) {
             report->hot_next = 0;
             report->stride = 0;
             report->rounds++;
@@ -191,10 +202,13 @@ static uint64_t allowed_pages(volatile struct vcpu_report *report, uint64_t rate
         return HOT_PAGES_PER_STEP;
     uint64_t passed = ticks - report->credited_ticks, cost = 1000ull * vcpus;
     report->credited_ticks = ticks;
-    report->credit += (passed < MAX_CREDITED_TICKS ? passed : MAX_CREDITED_TICKS) * rate;
-    uint64_t pages = report->credit / cost;
+    uint64_t credit = report->credit + (passed < MAX_CREDITED_TICKS ? passed : MAX_CREDITED_TICKS) * rate;
+    /* Nor does one that was too slow; and a page at least can be saved up for. */
+    uint64_t limit = MAX_CREDITED_TICKS * rate + cost;
+    credit = credit < limit ? credit : limit;
+    uint64_t pages = credit / cost;
     pages = pages < HOT_PAGES_PER_STEP ? pages : HOT_PAGES_PER_STEP;
-    report->credit -= pages * cost;
+    report->credit = credit - pages * cost;
     return pages;
 }
 
@@ -243,41 +257,99 @@ static uint64_t share(uint64_t pages, uint32_t vcpu, uint32_t vcpus)
     return pages / vcpus * vcpu + pages % vcpus * vcpu / vcpus;
 }
 
+/* The pages of one vCPU, by their index. */
+struct work {
+    uint64_t fill_first, fill_pages;
+    uint64_t hot_first, hot_pages;
+};
+
+/*
+ * The vCPU's work, or 0 if what says so is damaged. This memory may have come from another host,
+ * and in the process guest an address outside it is one in the VMM.
+ */
+static int find_work(const struct guest_view *view, volatile struct vcpu_report *report, uint32_t vcpu,
+                     struct work *work)
+{
+    volatile struct guest_report *guest = guest_report(view);
+    uint64_t fill = guest->fill_pages, hot = guest->hot_pages, pages = work_pages(view);
+    uint32_t vcpus = guest->vcpus;
+
+    if (vcpus > REPORT_MAX_VCPUS) {
+        report_corruption(report, REPORT_ADDRESS, REPORT_MAX_VCPUS, vcpus);
+        return 0;
+    }
+    if (fill > pages || hot > pages - fill) {
+        report_corruption(report, REPORT_ADDRESS, pages, fill > pages ? fill : hot);
+        return 0;
+    }
+    work->fill_first = share(fill, vcpu, vcpus);
+    work->fill_pages = share(fill, vcpu + 1, vcpus) - work->fill_first;
+    work->hot_first = fill + share(hot, vcpu, vcpus);
+    work->hot_pages = fill + share(hot, vcpu + 1, vcpus) - work->hot_first;
+    uint64_t fill_end = work->fill_pages + (report->phase == PHASE_POPULATING || !work->fill_pages);
+    if (report->fill_next >= fill_end || report->hot_next > work->hot_pages) {
+        report_corruption(report, REPORT_ADDRESS + (1 + vcpu) * PAGE_BYTES, work->fill_pages, report->fill_next);
+        return 0;
+    }
+    return 1;
+}
+
+/* Fills, then goes once over the hot pages, whatever their rate: a guest of its full size. */
+static void populate_step(const struct guest_view *view, volatile struct vcpu_report *report, uint32_t vcpu,
+                          const struct work *work)
+{
+    uint32_t kind = guest_report(view)->fill_kind;
+
+    if (report->fill_next < work->fill_pages) {
+        for (unsigned count = 0; count < FILL_PAGES_PER_STEP && report->fill_next < work->fill_pages; count++) {
+            fill_page(view, kind, work_address(view, work->fill_first + report->fill_next++));
+            report->pages_written++;
+        }
+    } else if (work->hot_pages && report->rounds == 0) {
+        hot_step(view, report, vcpu, work->hot_first, work->hot_pages, HOT_PAGES_PER_STEP);
+    } else {
+        report->fill_next = 0;
+        report->phase = PHASE_RUNNING;
+    }
+}
+
+static void check_fill_step(const struct guest_view *view, volatile struct vcpu_report *report,
+                            const struct work *work, uint64_t count)
+{
+    uint32_t kind = guest_report(view)->fill_kind;
+
+    for (; count && work->fill_pages; count--) {
+        check_fill_page(view, report, kind, work_address(view, work->fill_first + report->fill_next));
+        if (++report->fill_next == work->fill_pages) {
+            report->fill_next = 0;
+            report->fill_rounds++;
+            break;
+        }
+    }
+}
+
 int workload_step(const struct guest_view *view, uint32_t vcpu, uint64_t ticks)
 {
     volatile struct guest_report *guest = guest_report(view);
     volatile struct vcpu_report *report = vcpu_report(view, vcpu);
-    uint32_t vcpus = guest->vcpus;
+    struct work work;
 
-    if (vcpu >= vcpus)
+    if (vcpu >= guest->vcpus)
         return 1;
     note_time(report, ticks);
     if (vcpu == 0)
         check_heartbeat(view, report, ticks % HEARTBEAT_PAGES);
-
-    uint64_t fill_first = share(guest->fill_pages, vcpu, vcpus);
-    uint64_t fill_pages = share(guest->fill_pages, vcpu + 1, vcpus) - fill_first;
+    if (!find_work(view, report, vcpu, &work))
+        return 1;
     if (report->phase == PHASE_POPULATING) {
-        for (unsigned count = 0; count < FILL_PAGES_PER_STEP; count++) {
-            if (report->fill_next == fill_pages) {
-                report->fill_next = 0;
-                report->phase = PHASE_RUNNING;
-                break;
-            }
-            fill_page(view, guest->fill_kind, work_address(view, fill_first + report->fill_next++));
-            report->pages_written++;
-        }
+        populate_step(view, report, vcpu, &work);
         return 0;
     }
-    uint64_t hot_first = share(guest->hot_pages, vcpu, vcpus);
-    uint64_t hot_pages = share(guest->hot_pages, vcpu + 1, vcpus) - hot_first;
-    uint64_t allowed = hot_pages ? allowed_pages(report, guest->rate, vcpus, ticks) : 0;
-    hot_step(view, report, vcpu, guest->fill_pages + hot_first, hot_pages, allowed);
-    if (fill_pages) {
-        check_fill_page(view, report, guest->fill_kind, work_address(view, fill_first + report->fill_next));
-        report->fill_next = report->fill_next + 1 == fill_pages ? 0 : report->fill_next + 1;
-    }
-    return allowed < HOT_PAGES_PER_STEP;
+    uint64_t allowed = work.hot_pages ? allowed_pages(report, guest->rate, guest->vcpus, ticks) : 0;
+    hot_step(view, report, vcpu, work.hot_first, work.hot_pages, allowed);
+    int busy = allowed == HOT_PAGES_PER_STEP;
+    check_fill_step(view, report, &work, busy ? CHECKED_PAGES_PER_BUSY_STEP : CHECKED_PAGES_PER_STEP);
+    return !busy;
 }
 
 /* ---- the command line ---- */

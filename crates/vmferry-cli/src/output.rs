@@ -20,6 +20,11 @@ impl Output {
         Self { json, terminal: std::io::stderr().is_terminal() }
     }
 
+    /// Whether machines read it.
+    pub fn is_json(&self) -> bool {
+        self.json
+    }
+
     /// Whether a progress line can be redrawn.
     pub fn is_terminal(&self) -> bool {
         self.terminal && !self.json

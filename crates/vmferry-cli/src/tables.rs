@@ -9,15 +9,17 @@ use serde_json::Value;
 
 use crate::output::Output;
 
-/// A line that is redrawn while a migration goes on. Machines get every event as a line.
+/// A line that is redrawn while a migration goes on. Machines get every event as a line, unless
+/// they asked for one object only.
 pub struct Progress<'a> {
     bar: Option<ProgressBar>,
     output: &'a Output,
+    events: bool,
 }
 
 impl<'a> Progress<'a> {
     /// A line on standard error, if that is a terminal.
-    pub fn new(output: &'a Output) -> Self {
+    pub fn new(output: &'a Output, events: bool) -> Self {
         let bar = output.is_terminal().then(|| {
             let bar = ProgressBar::new_spinner();
             let style = ProgressStyle::with_template("{spinner} {elapsed} {msg}");
@@ -25,11 +27,15 @@ impl<'a> Progress<'a> {
             bar.enable_steady_tick(std::time::Duration::from_millis(100));
             bar
         });
-        Self { bar, output }
+        Self { bar, output, events }
     }
 
     /// Takes an event of the migration.
     pub fn event(&self, event: &Value) {
+        if self.events && self.output.is_json() {
+            self.output.event(event, String::new);
+            return;
+        }
         let text = describe(event);
         match (&self.bar, text) {
             (Some(bar), Some(text)) => bar.set_message(text),

@@ -9,8 +9,9 @@ use vmferry::{DestinationVm, GuestDescription, PrepareError, SourceVm, VmError};
 use vmferry_dirty::{DirtyLog, LogChoice};
 use vmferry_memory::{GuestMemory, MemoryKind};
 
-use crate::config::{GuestConfig, GuestKind, MachineConfig};
+use crate::config::{GuestConfig, GuestKind, MachineConfig, check_name};
 use crate::error::MachineError;
+use crate::kvm::KvmBackend;
 use crate::machine::{Machine, SharedMachine, lock};
 
 /// A machine on its way to another host.
@@ -92,6 +93,12 @@ impl DestinationVm for IncomingMachine {
         let config: GuestConfig = serde_json::from_slice(&guest.config)
             .map_err(|error| PrepareError::Incompatible(format!("its configuration: {error}")))?;
         self.check_layout(guest, &config)?;
+        check_name(&guest.identity.name).map_err(incompatible)?;
+        if kind == GuestKind::Kvm {
+            KvmBackend::available().map_err(|error| {
+                PrepareError::Incompatible(format!("this host can't run a guest on KVM: {error}"))
+            })?;
+        }
         let machine = Machine::shared(MachineConfig {
             identity: guest.identity.clone(),
             guest: config,
@@ -142,7 +149,7 @@ impl IncomingMachine {
             let (expected, offered) = (bytes(expected), bytes(config.memory_bytes));
             return Err(PrepareError::Layout { expected, offered });
         }
-        config.check().map_err(|error| PrepareError::Incompatible(error.to_string()))?;
+        config.check().map_err(incompatible)?;
         if config.layout() != guest.layout {
             let expected = format!("the slots of {}", bytes(config.memory_bytes));
             let offered = format!("{:?}", guest.layout);
@@ -150,4 +157,8 @@ impl IncomingMachine {
         }
         Ok(())
     }
+}
+
+fn incompatible(error: MachineError) -> PrepareError {
+    PrepareError::Incompatible(error.to_string())
 }

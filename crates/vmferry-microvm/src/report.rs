@@ -64,8 +64,9 @@ struct RawVcpu {
     longest_gap_tsc: u64,
     phase: u64,
     heartbeats: u64,
+    fill_rounds: u64,
 }
-const _: () = assert!(size_of::<RawVcpu>() == 104);
+const _: () = assert!(size_of::<RawVcpu>() == 112);
 
 /// What the guest says of itself, all vCPUs together.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -76,6 +77,8 @@ pub struct Report {
     pub populated: bool,
     /// Fewest rounds over its hot pages that any vCPU has made.
     pub rounds: u64,
+    /// Fewest times that any vCPU has checked all of the memory that it filled.
+    pub fill_rounds: u64,
     /// Pages written.
     pub pages_written: u64,
     /// Pages checked.
@@ -108,12 +111,15 @@ impl Report {
             return Ok(Self::default());
         }
         let vcpus = guest.vcpus.clamp(1, MAX_VCPUS);
+        // The guest may say anything, and the VMM survives it.
+        let add = |sum: &mut u64, part: u64| *sum = sum.saturating_add(part);
         let mut report = Self {
             started: true,
             populated: true,
             rounds: u64::MAX,
+            fill_rounds: u64::MAX,
             ticks: u64::MAX,
-            work_pages: guest.fill_pages + guest.hot_pages,
+            work_pages: guest.fill_pages.saturating_add(guest.hot_pages),
             ..Self::default()
         };
         for vcpu in 0..u64::from(vcpus) {
@@ -122,14 +128,15 @@ impl Report {
             let vcpu: RawVcpu = zerocopy::transmute!(bytes);
             report.populated &= vcpu.phase == 1;
             report.rounds = report.rounds.min(vcpu.rounds);
-            report.pages_written += vcpu.pages_written;
-            report.pages_checked += vcpu.pages_checked;
-            report.corruptions += vcpu.corruptions;
+            report.fill_rounds = report.fill_rounds.min(vcpu.fill_rounds);
+            add(&mut report.pages_written, vcpu.pages_written);
+            add(&mut report.pages_checked, vcpu.pages_checked);
+            add(&mut report.corruptions, vcpu.corruptions);
             if vcpu.corruptions > 0 && report.first_corruption.is_none() {
                 report.first_corruption = Some(vcpu.first);
             }
             report.ticks = report.ticks.min(vcpu.ticks);
-            report.heartbeats += vcpu.heartbeats;
+            add(&mut report.heartbeats, vcpu.heartbeats);
             report.longest_gap_tsc = report.longest_gap_tsc.max(vcpu.longest_gap_tsc);
         }
         Ok(report)

@@ -50,7 +50,7 @@ pub fn run(options: &DemoOptions, output: &Output) -> Result<(), Failure> {
 
     output.note(format!("migrating over {to}"));
     let request = migrate_request(to, link.tls.clone(), &options.migration, !options.no_verify);
-    let stats = match migrate(&source_socket, request, output) {
+    let stats = match migrate(&source_socket, request, output, false) {
         Ok(stats) => stats,
         Err(failure) => {
             let before = report(&source_socket)?;

@@ -17,18 +17,20 @@ pub fn run(options: &SendOptions, output: &Output) -> Result<(), Failure> {
     let tls = tls_files(&options.tls, options.server_name.clone())?;
     let to = address(&options.to, &options.tls)?;
     let request = migrate_request(to, tls, &options.migration, options.verify);
-    let stats = migrate(&socket(&options.guest)?, request, output)?;
+    let stats = migrate(&socket(&options.guest)?, request, output, true)?;
     output.result(&stats, || outcome(&stats));
     Ok(())
 }
 
-/// Migrates by a guest's control socket with a progress line, and returns the statistics.
+/// Migrates by a guest's control socket with a progress line, for machines as `events` if they
+/// want them, and returns the statistics.
 pub fn migrate(
     socket: &std::path::Path,
     request: MigrateRequest,
     output: &Output,
+    events: bool,
 ) -> Result<Value, Failure> {
-    let progress = Progress::new(output);
+    let progress = Progress::new(output, events);
     let result = call(socket, &Request::Migrate(Box::new(request)), &mut |event| {
         progress.event(&event);
     });

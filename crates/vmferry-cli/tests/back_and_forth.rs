@@ -1,0 +1,107 @@
+//! One guest, moved to and fro between two hosts, with every dirty log.
+
+mod support;
+
+use serde_json::Value;
+use support::{World, all, has_kvm};
+
+/// Moves a hot guest `times` times, each time verified whole, and looks at it in the end.
+fn move_around(flags: &[&str], log: &str, times: usize) {
+    let world = World::new();
+    let tls = world.tls();
+    let (a, b) = (world.host("a"), world.host("b"));
+    let mut arguments = flags.to_vec();
+    arguments.extend(["--memory", "64M", "--workload", "fill=8,text hot=24,random ticks"]);
+    arguments.extend(["--dirty-log", log]);
+    let mut vmm = a.guest("web", &arguments);
+    let (mut here, mut there) = (&a, &b);
+    let mut rounds = 0;
+    for turn in 0..times {
+        let (mut next, address) = there.receive(&[
+            "--listen",
+            "tls:127.0.0.1:0",
+            "--tls",
+            &tls,
+            "--once",
+            "--dirty-log",
+            log,
+        ]);
+        let sent = here.run(&[
+            "send",
+            "web",
+            "--to",
+            &address,
+            "--tls",
+            &tls,
+            "--verify",
+            "--downtime-limit",
+            "2s",
+            "--when-stuck",
+            "switch-over",
+            "--max-rounds",
+            "4",
+            "--channels",
+            ["1", "2", "4"][turn % 3],
+        ]);
+        assert_eq!(sent.code, Some(0), "turn {turn}: {sent:?}");
+        let stats = sent.last();
+        assert_eq!(stats["digest_match"], true, "turn {turn}: {stats}");
+        assert_eq!(stats["verify_match"], true, "turn {turn}: {stats}");
+        assert_eq!(vmm.finish().code, Some(0), "the old VMM ends in order");
+        next.event("running");
+        let report: Value = there.status("web")["report"].clone();
+        assert_eq!(report["corruptions"], 0, "turn {turn}: {report}");
+        let now = report["rounds"].as_u64().unwrap();
+        assert!(now >= rounds, "turn {turn}: the guest goes on where it was: {report}");
+        rounds = now;
+        vmm = next;
+        std::mem::swap(&mut here, &mut there);
+    }
+    here.check_guest("web");
+}
+
+fn times() -> usize {
+    if all() { 20 } else { 4 }
+}
+
+#[test]
+fn with_the_kvm_bitmap() {
+    if has_kvm() {
+        for vcpus in ["1", "4"] {
+            move_around(&["--guest", "kvm", "--vcpus", vcpus], "bitmap", times());
+        }
+    }
+}
+
+#[test]
+fn with_the_kvm_bitmap_and_manual_clear() {
+    if has_kvm() {
+        for vcpus in ["1", "4"] {
+            move_around(&["--guest", "kvm", "--vcpus", vcpus], "clear", times());
+        }
+    }
+}
+
+#[test]
+fn with_userfaultfd_under_kvm() {
+    if has_kvm() {
+        for vcpus in ["1", "4"] {
+            move_around(&["--guest", "kvm", "--vcpus", vcpus], "uffd", times());
+        }
+    }
+}
+
+#[test]
+fn with_userfaultfd_under_threads() {
+    for vcpus in ["1", "4"] {
+        move_around(&["--guest", "process", "--vcpus", vcpus], "uffd", times());
+    }
+}
+
+#[test]
+fn with_memory_of_every_kind() {
+    for kind in ["memfd", "thp"] {
+        let flags = ["--vcpus", "2", "--memory-kind", kind];
+        move_around(&flags, "auto", 2);
+    }
+}

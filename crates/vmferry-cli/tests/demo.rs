@@ -1,0 +1,85 @@
+//! What a new user sees first.
+
+mod support;
+
+use support::World;
+
+#[test]
+fn the_demo_moves_a_guest_and_says_all_that_is_promised() {
+    let world = World::new();
+    for flags in [
+        &["--memory", "128M", "--hot", "16M"][..],
+        &["--guest", "process", "--memory", "64M", "--hot", "8M", "--transport", "unix"],
+        &["--memory", "64M", "--workload", "idle", "--transport", "tcp", "--channels", "1"],
+    ] {
+        let mut arguments = vec!["demo"];
+        arguments.extend(flags);
+        let ended = world.host("x").run(&arguments);
+        assert_eq!(ended.code, Some(0), "{ended:?}");
+        assert_eq!(ended.lines.len(), 1, "one object and nothing else");
+        let result = ended.last();
+        assert_eq!(result["ok"], true, "{result}");
+        assert_eq!(
+            (&result["digest_match"], &result["verify_match"]),
+            (&true.into(), &true.into())
+        );
+        assert_eq!(result["guest_corruptions"], 0);
+        for number in [
+            "total_ms",
+            "downtime_ms",
+            "sent_bytes",
+            "memory_bytes",
+            "source_cpu_s",
+            "destination_cpu_s",
+        ] {
+            assert!(
+                result[number].as_f64().is_some_and(|number| number > 0.0),
+                "{number}: {result}"
+            );
+        }
+        let rounds = result["rounds"].as_array().unwrap();
+        assert!(rounds.len() >= 2, "{result}");
+        for round in rounds {
+            assert!(round["pages"].is_u64() && round["bytes"].is_u64() && round["ms"].is_f64());
+        }
+        assert!(["kvm", "process"].contains(&result["guest"].as_str().unwrap()));
+        assert!(["tls", "tcp", "unix"].contains(&result["transport"].as_str().unwrap()));
+    }
+}
+
+#[test]
+fn a_demo_that_cannot_converge_says_why_and_its_guest_runs_on() {
+    let world = World::new();
+    let ended = world.host("x").run(&[
+        "demo",
+        "--memory",
+        "64M",
+        "--hot",
+        "32M",
+        "--max-bandwidth",
+        "8M",
+        "--downtime-limit",
+        "10ms",
+        "--max-rounds",
+        "2",
+    ]);
+    ended.failed(10, "does not converge");
+}
+
+#[test]
+fn a_huge_idle_guest_costs_what_is_populated_and_no_more() {
+    let world = World::new();
+    for flags in [&["--memory-kind", "private"][..], &["--memory-kind", "memfd"]] {
+        let mut arguments = vec!["demo", "--memory", "8G", "--workload", "fill=64,incompressible"];
+        arguments.extend(flags);
+        let ended = world.host("x").run(&arguments);
+        assert_eq!(ended.code, Some(0), "{ended:?}");
+        let result = ended.last();
+        for side in ["source_peak_rss_bytes", "destination_peak_rss_bytes"] {
+            assert!(result[side].as_u64().unwrap() < 300 << 20, "{side}: {result}");
+        }
+        assert!(result["sent_bytes"].as_u64().unwrap() < 80 << 20, "{result}");
+        let first = &result["rounds"][0];
+        assert!(first["pages"].as_u64().unwrap() < 17_000, "{first}");
+    }
+}

@@ -1,0 +1,243 @@
+//! Hosts, as directories of their own, and the `vmferry` processes on them.
+
+#![allow(dead_code, reason = "each test uses a part of it")]
+
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// Bounds every wait: a failure, not a measurement.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Whether the long matrices are wanted (`make test-all`).
+pub fn all() -> bool {
+    std::env::var_os("VMFERRY_TEST_ALL").is_some()
+}
+
+/// Whether KVM is here. Where it is, it must serve.
+pub fn has_kvm() -> bool {
+    let there = Path::new("/dev/kvm").exists();
+    if !there {
+        eprintln!("SKIPPED: /dev/kvm is missing: the guests of this test are processes");
+    }
+    there
+}
+
+/// Several hosts on one machine, and certificates for them.
+pub struct World {
+    pub directory: TempDir,
+}
+
+impl World {
+    pub fn new() -> Self {
+        let world = Self { directory: tempfile::tempdir().unwrap() };
+        world.authority("ca");
+        world.certificate("ca", "good");
+        world
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    pub fn host(&self, name: &str) -> Host {
+        Host { runtime: self.path(&format!("host-{name}")) }
+    }
+
+    pub fn authority(&self, name: &str) {
+        let directory = self.path(name);
+        run_ok(&self.host("pki"), &["pki", "init", "--dir", text(&directory)]);
+    }
+
+    /// A certificate for 127.0.0.1, in a directory that is returned.
+    pub fn certificate(&self, authority: &str, name: &str) -> PathBuf {
+        let (from, out) = (self.path(authority), self.path(name));
+        let arguments = [
+            "pki",
+            "issue",
+            "test-host",
+            "--dir",
+            text(&from),
+            "--out",
+            text(&out),
+            "--address",
+            "127.0.0.1",
+        ];
+        run_ok(&self.host("pki"), &arguments);
+        out
+    }
+
+    pub fn tls(&self) -> String {
+        self.path("good").display().to_string()
+    }
+}
+
+pub fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+/// A host: the directory of its guests.
+#[derive(Clone)]
+pub struct Host {
+    pub runtime: PathBuf,
+}
+
+/// How a command ended.
+#[derive(Debug)]
+pub struct Ended {
+    pub code: Option<i32>,
+    pub lines: Vec<Value>,
+}
+
+impl Ended {
+    /// The last object that it printed.
+    pub fn last(&self) -> &Value {
+        self.lines.last().expect("the command printed something")
+    }
+
+    /// Checks a failure: its exit status and a part of its message.
+    pub fn failed(&self, code: i32, message: &str) {
+        assert_eq!(self.code, Some(code), "{self:?}");
+        let said = self.last()["error"]["message"].as_str().unwrap_or_default();
+        assert!(said.contains(message), "`{said}` does not say `{message}`");
+    }
+}
+
+impl Host {
+    pub fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_vmferry"));
+        command.arg("--json").args(arguments).env("VMFERRY_RUNTIME_DIR", &self.runtime);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::inherit());
+        command
+    }
+
+    /// Runs a command to its end.
+    pub fn run(&self, arguments: &[&str]) -> Ended {
+        self.start(arguments).finish()
+    }
+
+    /// Starts a command that goes on.
+    pub fn start(&self, arguments: &[&str]) -> Running {
+        let mut child = self.command(arguments).spawn().unwrap();
+        let stdout = child.stdout.take().unwrap();
+        Running { child, lines: BufReader::new(stdout), seen: Vec::new() }
+    }
+
+    /// Starts a guest and waits until its memory is populated.
+    pub fn guest(&self, name: &str, flags: &[&str]) -> Running {
+        let mut arguments = vec!["run", name];
+        arguments.extend(flags);
+        let mut guest = self.start(&arguments);
+        guest.event("running");
+        self.wait_for(name, |status| status["report"]["populated"] == true);
+        guest
+    }
+
+    /// Starts a destination and returns it with its address.
+    pub fn receive(&self, flags: &[&str]) -> (Running, String) {
+        let mut arguments = vec!["receive"];
+        arguments.extend(flags);
+        let mut destination = self.start(&arguments);
+        let listening = destination.event("listening");
+        let address = listening["address"].as_str().unwrap().to_owned();
+        (destination, address)
+    }
+
+    pub fn status(&self, name: &str) -> Value {
+        run_ok(self, &["status", name])
+    }
+
+    /// Looks at a guest until it is as wanted.
+    pub fn wait_for(&self, name: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let status = self.status(name);
+            if wanted(&status) {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "never came: {status}");
+            // The guest reports by its memory, which wakes nobody.
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// The guest runs, checks its memory once more, and has found nothing wrong.
+    pub fn check_guest(&self, name: &str) {
+        let checked = |status: &Value| status["report"]["pages_checked"].as_u64().unwrap();
+        let before = self.wait_for(name, |status| status["migration"].is_null());
+        assert_eq!(before["phase"], "running", "{before}");
+        let wanted = checked(&before) + before["report"]["work_pages"].as_u64().unwrap();
+        let after = self.wait_for(name, |status| checked(status) >= wanted);
+        assert_eq!(after["report"]["corruptions"], 0, "{after}");
+        assert_eq!(after["crash"], Value::Null);
+    }
+}
+
+pub fn run_ok(host: &Host, arguments: &[&str]) -> Value {
+    let ended = host.run(arguments);
+    assert_eq!(ended.code, Some(0), "{arguments:?}: {ended:?}");
+    ended.last().clone()
+}
+
+/// A process that goes on; ended when dropped.
+pub struct Running {
+    pub child: Child,
+    lines: BufReader<ChildStdout>,
+    seen: Vec<Value>,
+}
+
+impl Running {
+    /// The next line that it prints, or `None` at its end.
+    pub fn line(&mut self) -> Option<Value> {
+        let mut line = String::new();
+        if self.lines.read_line(&mut line).unwrap() == 0 {
+            return None;
+        }
+        let value: Value =
+            serde_json::from_str(&line).unwrap_or_else(|_| panic!("no JSON: {line}"));
+        self.seen.push(value.clone());
+        Some(value)
+    }
+
+    /// Waits for an event by name.
+    pub fn event(&mut self, name: &str) -> Value {
+        self.event_where(|event| event["event"] == name)
+    }
+
+    /// Waits for an event.
+    pub fn event_where(&mut self, wanted: impl Fn(&Value) -> bool) -> Value {
+        loop {
+            match self.line() {
+                Some(event) if wanted(&event) => return event,
+                Some(_) => {}
+                None => panic!("it ended before its event: {:?}", self.seen),
+            }
+        }
+    }
+
+    /// Ends it as a crash would.
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// Reads everything it has to say and waits for its end.
+    pub fn finish(mut self) -> Ended {
+        while self.line().is_some() {}
+        let code = self.child.wait().unwrap().code();
+        Ended { code, lines: std::mem::take(&mut self.seen) }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // One that has ended needs neither.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = self.lines.read_to_end(&mut Vec::new());
+    }
+}
