@@ -11,7 +11,7 @@
 
 #define REPORT_ADDRESS 0x8000
 #define REPORT_MAGIC 0x5259525245464d56 /* "VMFERRYR" in memory order */
-#define REPORT_VERSION 2
+#define REPORT_VERSION 1
 #define REPORT_MAX_VCPUS 8
 
 /* The heartbeat device writes one of these pages after the other. */

@@ -48,7 +48,7 @@ fn move_around(flags: &[&str], log: &str, times: usize) {
         assert_eq!(stats["digest_match"], true, "turn {turn}: {stats}");
         assert_eq!(stats["verify_match"], true, "turn {turn}: {stats}");
         assert_eq!(vmm.finish().code, Some(0), "the old VMM ends in order");
-        next.event("running");
+        next.event("serving");
         let report: Value = there.status("web")["report"].clone();
         assert_eq!(report["corruptions"], 0, "turn {turn}: {report}");
         let now = report["rounds"].as_u64().unwrap();

@@ -52,7 +52,7 @@ fn certificates_that_are_not_trusted() {
     // Nothing of that kept the destination from its work.
     let sent = a.run(&["send", "web", "--to", &address, "--tls", &good]);
     assert_eq!(sent.code, Some(0), "{sent:?}");
-    destination.event("running");
+    destination.event("serving");
     world.host("b").check_guest("web");
 }
 
@@ -105,8 +105,7 @@ fn plain_and_tls_against_each_other() {
     sent.failed(3, "does one side use tls:");
     a.check_guest("web");
 
-    let (mut plain, address) =
-        world.host("c").receive(&["--listen", "tcp:127.0.0.1:0", "--plain"]);
+    let (mut plain, address) = world.host("c").receive(&["--listen", "tcp:127.0.0.1:0", "--plain"]);
     let as_tls = address.replace("tcp:", "tls:");
     let sent = a.run(&["send", "web", "--to", &as_tls, "--tls", &good]);
     assert!([Some(3), Some(4)].contains(&sent.code), "{sent:?}");
@@ -145,7 +144,7 @@ fn garbage_and_other_versions_at_the_destination() {
 
     let sent = a.run(&["send", "web", "--to", &address, "--plain"]);
     assert_eq!(sent.code, Some(0), "{sent:?}");
-    destination.event("running");
+    destination.event("serving");
     b.check_guest("web");
 }
 
@@ -175,14 +174,16 @@ fn garbage_and_other_versions_at_the_source() {
     let sent = a.run(&["send", "web", "--to", &impostor(version), "--plain"]);
     sent.failed(5, "versions 7 to 9");
     a.check_guest("web");
-    let sent = a.run(&["send", "web", "--to", &impostor(b"HTTP/1.1 400 Bad Request\r\n\r\n"), "--plain"]);
+    let sent =
+        a.run(&["send", "web", "--to", &impostor(b"HTTP/1.1 400 Bad Request\r\n\r\n"), "--plain"]);
     sent.failed(5, "HTTP");
     a.check_guest("web");
     let sent = a.run(&["send", "web", "--to", &impostor(&[0x41; 24]), "--plain"]);
     sent.failed(5, "AAAA");
     a.check_guest("web");
     // A greeting that is right, and a control message that is not: type 0x4242.
-    let liar = b"VMFERRY\r\x00\x00\x01\x00\x01\x00\x01\x00\0\0\0\0\0\0\0\0\x04\0\0\0\x42\x42\0\0\0\0\0\0";
+    let liar =
+        b"VMFERRY\r\x00\x00\x01\x00\x01\x00\x01\x00\0\0\0\0\0\0\0\0\x04\0\0\0\x42\x42\0\0\0\0\0\0";
     let sent = a.run(&["send", "web", "--to", &impostor(liar), "--plain"]);
     sent.failed(5, "unknown control message type");
     a.check_guest("web");
@@ -198,8 +199,8 @@ fn a_destination_for_another_guest_or_layout() {
         (["--expect-uuid", "00000000-0000-0000-0000-000000000001"], "expects guest 00000000"),
         (["--expect-memory", "128M"], "memory layout differs"),
     ] {
-        let (_destination, address) =
-            b.receive(&[&["--listen", "tcp:127.0.0.1:0", "--plain", "--once"][..], &flags].concat());
+        let (_destination, address) = b
+            .receive(&[&["--listen", "tcp:127.0.0.1:0", "--plain", "--once"][..], &flags].concat());
         a.run(&["send", "web", "--to", &address, "--plain"]).failed(6, message);
         a.check_guest("web");
     }
@@ -221,11 +222,11 @@ fn addresses_guests_and_ports_that_are_wrong() {
     a.run(&["run", "web"]).failed(7, "runs already");
     a.run(&["run", "../x"]).failed(2, "letters, digits");
     a.run(&["run", "x", "--workload", "dance"]).failed(2, "`dance` is unknown");
-    a.run(&["run", "x", "--guest", "process", "--dirty-log", "clear"]).failed(2, "needs a guest on KVM");
+    a.run(&["run", "x", "--guest", "process", "--dirty-log", "clear"])
+        .failed(2, "needs a guest on KVM");
     a.run(&["send", "web", "--to", "tcp:127.0.0.1:99999", "--plain"]).failed(2, "is no address");
     let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    a.run(&["send", "web", "--to", &format!("tcp:{closed}"), "--plain"])
-        .failed(3, "can't connect");
+    a.run(&["send", "web", "--to", &format!("tcp:{closed}"), "--plain"]).failed(3, "can't connect");
     a.check_guest("web");
 
     run_ok(&a, &["pause", "web"]);
@@ -248,7 +249,9 @@ fn two_sends_at_once_and_a_second_guest_at_a_busy_destination() {
 
     let other = world.host("c");
     let _other_guest = other.guest("db", &HOT);
-    other.run(&["send", "db", "--to", &address, "--plain"]).failed(7, "receiving or running another");
+    other
+        .run(&["send", "db", "--to", &address, "--plain"])
+        .failed(7, "receiving or running another");
     other.check_guest("db");
 
     run_ok(&a, &["cancel", "web"]);
@@ -270,8 +273,7 @@ fn a_downtime_limit_that_cannot_be_met() {
         a.run(&[&send[..], &["10ms", "--max-rounds", "3", "--max-bandwidth", "16M"]].concat());
     sent.failed(10, "the guest writes");
     a.check_guest("web");
-    let sent =
-        a.run(&[&send[..], &["10ms", "--timeout", "1s", "--max-bandwidth", "16M"]].concat());
+    let sent = a.run(&[&send[..], &["10ms", "--timeout", "1s", "--max-bandwidth", "16M"]].concat());
     sent.failed(10, "does not converge");
     a.check_guest("web");
 }

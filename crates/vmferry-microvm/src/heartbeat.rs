@@ -121,7 +121,7 @@ impl Shared {
 }
 
 /// The guest's hash (`mix` in `workload.c`).
-fn mix(mut x: u64) -> u64 {
+pub(crate) fn mix(mut x: u64) -> u64 {
     x ^= x >> 30;
     x = x.wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x ^= x >> 27;

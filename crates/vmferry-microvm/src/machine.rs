@@ -262,3 +262,6 @@ fn choose_backend(
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -3,7 +3,8 @@
 //!
 //! Why `unsafe`: the workload is C and writes guest memory by address. Why sound: it gets the
 //! mappings of a `GuestMemoryMmap` that the threads keep alive, touches nothing outside their
-//! lengths, and has no state of its own; guest memory is never referenced from Rust.
+//! lengths whatever its memory says (a migrated one comes from another host), and has no state of
+//! its own; guest memory is never referenced from Rust.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -34,6 +35,21 @@ struct GuestView {
     high_base: u64,
     low_bytes: u64,
     high_bytes: u64,
+}
+
+impl GuestView {
+    /// The mappings of a memory, valid as long as it lives.
+    fn of(memory: &GuestMemoryMmap<DirtyBitmap>) -> Self {
+        let mut view = Self { low_base: 0, high_base: 0, low_bytes: 0, high_bytes: 0 };
+        for region in memory.iter() {
+            if region.start_addr().raw_value() < HIGH_RAM {
+                (view.low_base, view.low_bytes) = (region.as_ptr() as u64, region.len());
+            } else {
+                (view.high_base, view.high_bytes) = (region.as_ptr() as u64, region.len());
+            }
+        }
+        view
+    }
 }
 
 unsafe extern "C" {
@@ -81,14 +97,7 @@ impl ProcessBackend {
         command_line: &str,
         memory: Arc<GuestMemoryMmap<DirtyBitmap>>,
     ) -> Result<Self, MachineError> {
-        let mut view = GuestView { low_base: 0, high_base: 0, low_bytes: 0, high_bytes: 0 };
-        for region in memory.iter() {
-            if region.start_addr().raw_value() < HIGH_RAM {
-                (view.low_base, view.low_bytes) = (region.as_ptr() as u64, region.len());
-            } else {
-                (view.high_base, view.high_bytes) = (region.as_ptr() as u64, region.len());
-            }
-        }
+        let view = GuestView::of(&memory);
         let shared =
             Arc::new(Shared { state: Mutex::default(), changed: Condvar::new(), view, memory });
         let mut backend = Self {
@@ -244,3 +253,6 @@ impl Backend for ProcessBackend {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

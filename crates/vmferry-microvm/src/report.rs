@@ -6,6 +6,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 const REPORT_ADDRESS: u64 = 0x8000;
 const REPORT_MAGIC: u64 = u64::from_le_bytes(*b"VMFERRYR");
+const REPORT_VERSION: u32 = 1;
 const MAX_VCPUS: u32 = 8;
 
 /// `struct guest_report`.
@@ -107,7 +108,7 @@ impl Report {
         let mut bytes = [0; size_of::<RawGuest>()];
         memory.read_at(REPORT_ADDRESS, &mut bytes)?;
         let guest: RawGuest = zerocopy::transmute!(bytes);
-        if guest.magic != REPORT_MAGIC {
+        if guest.magic != REPORT_MAGIC || guest.version != REPORT_VERSION {
             return Ok(Self::default());
         }
         let vcpus = guest.vcpus.clamp(1, MAX_VCPUS);

@@ -50,7 +50,7 @@ pub fn greet(
     let (code, text) = match reply.status {
         HelloStatus::Ok => return Ok(()),
         HelloStatus::Version => (
-            ReasonCode::Incompatible,
+            ReasonCode::Protocol,
             format!(
                 "it speaks protocol versions {} to {}, this side {PROTOCOL_VERSION_MIN} to \
                  {PROTOCOL_VERSION_MAX}: use the same vmferry release on both hosts",

@@ -37,7 +37,7 @@ pub fn run(options: &DemoOptions, output: &Output) -> Result<(), Failure> {
 
     let workload = workload(options);
     let mut source = Child::start(&run_arguments(options, &workload), &source_dir)?;
-    let running = source.event("running")?;
+    let running = source.event("serving")?;
     let guest = running["guest"].as_str().unwrap_or_default().to_owned();
     output.note(format!(
         "guest: {guest} ({}), {} vCPUs, {} MiB, workload `{workload}`",
@@ -64,7 +64,7 @@ pub fn run(options: &DemoOptions, output: &Output) -> Result<(), Failure> {
     source.wait()?;
 
     let destination_socket = destination_dir.join(format!("{NAME}.sock"));
-    destination.event("running")?;
+    destination.event("serving")?;
     let arrived = report(&destination_socket)?;
     wait_for(&destination_socket, "go on at the destination", |now| goes_on(&arrived, now))?;
     let after = report(&destination_socket)?;

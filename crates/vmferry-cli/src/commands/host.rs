@@ -44,12 +44,12 @@ pub fn host(
     let service = Arc::new(GuestService::new(Arc::clone(machine), directory.journals(), ended));
     let server = bind(directory, &name, &service)?;
     let status = service.status().map_err(|error| Failure::of(Code::Internal, error))?;
-    let running = json!({
-        "event": "running", "name": name, "socket": server.path(), "pid": status.pid,
+    let serving = json!({
+        "event": "serving", "name": name, "socket": server.path(), "pid": status.pid,
         "guest": status.guest, "choice": status.choice, "memory_bytes": status.memory_bytes,
         "vcpus": status.vcpus,
     });
-    output.event(&running, || {
+    output.event(&serving, || {
         format!(
             "{name} runs on {} ({}): {} vCPUs, {} MiB, control socket {}",
             status.guest,

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 
+pub mod proxy;
+
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
@@ -132,7 +134,7 @@ impl Host {
         let mut arguments = vec!["run", name];
         arguments.extend(flags);
         let mut guest = self.start(&arguments);
-        guest.event("running");
+        guest.event("serving");
         self.wait_for(name, |status| status["report"]["populated"] == true);
         guest
     }
@@ -228,6 +230,11 @@ impl Running {
     /// Reads everything it has to say and waits for its end.
     pub fn finish(mut self) -> Ended {
         while self.line().is_some() {}
+        self.ended()
+    }
+
+    /// Waits for its end; what it said was read before.
+    pub fn ended(&mut self) -> Ended {
         let code = self.child.wait().unwrap().code();
         Ended { code, lines: std::mem::take(&mut self.seen) }
     }
