@@ -251,7 +251,7 @@ fn a_state_that_does_not_fit_is_refused_and_the_machine_stays_new() {
         let mut machine = Machine::new(config(kind, 2, "ticks")).unwrap();
         match machine.load(&state) {
             Ok(()) => assert_eq!(kind, GuestKind::Process),
-            Err(MachineError::State(StateError::UnknownSection { name, .. })) => {
+            Err(MachineError::State(StateError::Unknown { name, .. })) => {
                 assert!(kind == GuestKind::Kvm && name == "process", "{kind} {name}");
             }
             Err(error) => panic!("{error}"),
@@ -262,7 +262,10 @@ fn a_state_that_does_not_fit_is_refused_and_the_machine_stays_new() {
 #[test]
 fn the_choice_of_what_runs_the_guest_is_told() {
     let machine = Machine::new(config(GuestKind::Process, 1, "idle")).unwrap();
-    assert_eq!((machine.kind(), machine.choice()), ("process", "threads of a process, as asked for"));
+    assert_eq!(
+        (machine.kind(), machine.choice()),
+        ("process", "threads of a process, as asked for")
+    );
     let machine = Machine::new(config(GuestKind::Auto, 1, "idle")).unwrap();
     match KvmBackend::available() {
         Ok(()) => assert_eq!((machine.kind(), machine.choice()), ("kvm", "/dev/kvm serves")),
@@ -275,10 +278,8 @@ fn the_choice_of_what_runs_the_guest_is_told() {
 
 #[test]
 fn a_kvm_log_for_a_guest_without_kvm_is_refused() {
-    let config = MachineConfig {
-        dirty_log: LogChoice::KvmClear,
-        ..config(GuestKind::Process, 1, "idle")
-    };
+    let config =
+        MachineConfig { dirty_log: LogChoice::KvmClear, ..config(GuestKind::Process, 1, "idle") };
     let error = Machine::new(config).unwrap().dirty_log().err().unwrap().to_string();
     assert!(error.contains("dirty-log") && error.contains("use uffd"), "{error}");
 }
@@ -335,7 +336,7 @@ fn an_unexpected_guest_is_refused() {
     let refused = |incoming: IncomingMachine, change: &dyn Fn(&mut vmferry::GuestDescription)| {
         let (mut incoming, mut description) = (incoming, description.clone());
         change(&mut description);
-        let error = incoming.prepare(&description).err().expect("refused");
+        let error = incoming.prepare(&description).expect_err("refused");
         assert!(incoming.machine.is_none());
         error
     };

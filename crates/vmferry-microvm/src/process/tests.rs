@@ -275,7 +275,8 @@ fn a_report_of_an_earlier_time_is_found() {
 
 #[test]
 fn a_guest_goes_no_faster_than_its_rate() {
-    for (rate, vcpus, ticks, pages) in [(1000, 1, 1000, 1000), (20_000, 2, 500, 10_000), (3, 8, 8000, 24)]
+    for (rate, vcpus, ticks, pages) in
+        [(1000, 1, 1000, 1000), (20_000, 2, 500, 10_000), (3, 8, 8000, 24)]
     {
         let mut workload = Workload::populated(&format!("hot=2,rate={rate}"), vcpus);
         workload.tick(); // what populating has saved up
@@ -335,7 +336,8 @@ fn a_damaged_report_is_corruption_and_no_crash() {
     let mut cases = Vec::new();
     for huge in huge {
         // fill_pages, hot_pages, fill_next, hot_next
-        let offsets = [GUEST_REPORT + 16, GUEST_REPORT + 24, VCPU_REPORT + FILL_NEXT, VCPU_REPORT + HOT_NEXT];
+        let offsets =
+            [GUEST_REPORT + 16, GUEST_REPORT + 24, VCPU_REPORT + FILL_NEXT, VCPU_REPORT + HOT_NEXT];
         cases.extend(offsets.map(|gpa| (gpa, huge)));
     }
     cases.push((GUEST_REPORT + 8, 9 << 32 | 1)); // vcpus, version
