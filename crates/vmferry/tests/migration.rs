@@ -38,7 +38,7 @@ fn a_writing_guest_arrives_whole_and_goes_on() {
         let sessions = journals(scenario.directory.path());
         let verdicts: Vec<Verdict> = sessions.iter().map(|session| session.verdict).collect();
         assert_eq!(verdicts, [Verdict::There, Verdict::Here], "the destination has it");
-        assert_eq!(received.stats.content_pages + received.stats.zero_pages > 0, true);
+        assert!(received.stats.content_pages + received.stats.zero_pages > 0);
     }
 }
 
