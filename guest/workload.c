@@ -20,7 +20,7 @@
 #define CHECKED_PAGES_PER_STEP 8      /* of the fill, by a guest with time to spare: 31 MiB a second */
 #define CHECKED_PAGES_PER_BUSY_STEP 2 /* more would slow down the writing */
 #define HOT_PAGES_PER_STEP 64
-#define MAX_CREDITED_TICKS 20 /* a guest that was paused does not catch up */
+#define MAX_CREDITED_TICKS 20 /* a guest that was paused, or too slow, does not catch up */
 
 static uint64_t mix(uint64_t x)
 {
@@ -202,9 +202,8 @@ static uint64_t allowed_pages(volatile struct vcpu_report *report, uint64_t rate
         return HOT_PAGES_PER_STEP;
     uint64_t passed = ticks - report->credited_ticks, cost = 1000ull * vcpus;
     report->credited_ticks = ticks;
-    uint64_t credit = report->credit + (passed < MAX_CREDITED_TICKS ? passed : MAX_CREDITED_TICKS) * rate;
-    /* Nor does one that was too slow; and a page at least can be saved up for. */
-    uint64_t limit = MAX_CREDITED_TICKS * rate + cost;
+    uint64_t credit = report->credit + passed * rate;
+    uint64_t limit = MAX_CREDITED_TICKS * rate + cost; /* so that one page can be saved up for */
     credit = credit < limit ? credit : limit;
     uint64_t pages = credit / cost;
     pages = pages < HOT_PAGES_PER_STEP ? pages : HOT_PAGES_PER_STEP;

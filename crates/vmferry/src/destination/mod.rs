@@ -1,7 +1,7 @@
 //! The host that the guest goes to.
 //!
-//! [`receive`] listens ([`arrivals`]), takes one session at a time ([`session`]) whose protocol is
-//! a sans-IO machine ([`machine`]), places what the lanes bring ([`lanes`]), and leaves a
+//! [`receive`] listens (`arrivals`), takes one session at a time (`session`) whose protocol is
+//! a sans-IO machine ([`machine`]), places what the lanes bring (`lanes`), and leaves a
 //! [`Witness`] behind that gives this host's word while the guest runs.
 
 pub mod io;

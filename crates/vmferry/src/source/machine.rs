@@ -1,7 +1,7 @@
 //! The source's side of a migration, sans-IO.
 //!
 //! Inputs are what happened (a message came, a round was sent, the VMM is paused), outputs are
-//! what to do next, and time is passed in. The driver in [`super::driver`] carries the actions
+//! what to do next, and time is passed in. The driver in `source::driver` carries the actions
 //! out with threads, sockets and a VMM; a simulation can do it with none of them.
 //!
 //! ```text
