@@ -270,10 +270,10 @@ fn a_downtime_limit_that_cannot_be_met() {
     sent.failed(10, "the hand-over itself takes about");
     a.check_guest("web");
     let sent =
-        a.run(&[&send[..], &["10ms", "--max-rounds", "3", "--max-bandwidth", "16M"]].concat());
+        a.run(&[&send[..], &["50ms", "--max-rounds", "3", "--max-bandwidth", "16M"]].concat());
     sent.failed(10, "the guest writes");
     a.check_guest("web");
-    let sent = a.run(&[&send[..], &["10ms", "--timeout", "1s", "--max-bandwidth", "16M"]].concat());
+    let sent = a.run(&[&send[..], &["50ms", "--timeout", "1s", "--max-bandwidth", "16M"]].concat());
     sent.failed(10, "does not converge");
     a.check_guest("web");
 }

@@ -96,6 +96,21 @@ pub struct Report {
     pub longest_gap_tsc: u64,
     /// Pages that the workload fills and rewrites.
     pub work_pages: u64,
+    /// Those that it fills.
+    pub fill_pages: u64,
+    /// How far each vCPU is.
+    pub vcpus: Vec<VcpuProgress>,
+}
+
+/// How far a vCPU is with its part of the pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VcpuProgress {
+    /// Rounds over its hot pages.
+    pub rounds: u64,
+    /// Rounds over the pages that it filled.
+    pub fill_rounds: u64,
+    /// Timer ticks that it has had.
+    pub ticks: u64,
 }
 
 impl Report {
@@ -120,6 +135,7 @@ impl Report {
             rounds: u64::MAX,
             fill_rounds: u64::MAX,
             ticks: u64::MAX,
+            fill_pages: guest.fill_pages,
             work_pages: guest.fill_pages.saturating_add(guest.hot_pages),
             ..Self::default()
         };
@@ -138,8 +154,72 @@ impl Report {
             }
             report.ticks = report.ticks.min(vcpu.ticks);
             add(&mut report.heartbeats, vcpu.heartbeats);
+            report.vcpus.push(VcpuProgress {
+                rounds: vcpu.rounds,
+                fill_rounds: vcpu.fill_rounds,
+                ticks: vcpu.ticks,
+            });
             report.longest_gap_tsc = report.longest_gap_tsc.max(vcpu.longest_gap_tsc);
         }
         Ok(report)
+    }
+
+    /// Whether each vCPU has checked each of its pages since `before`, an earlier report of the
+    /// same guest. A sum over all would not tell: hot pages are checked far more often than filled
+    /// ones, and one vCPU may get on faster than another.
+    #[must_use]
+    pub fn has_checked_all_since(&self, before: &Self) -> bool {
+        // The round that was under way may have passed a page already; the one after it has not.
+        let whole_round =
+            |pages: u64, now: u64, then: u64| pages == 0 || now >= then.saturating_add(2);
+        let hot_pages = self.work_pages.saturating_sub(self.fill_pages);
+        self.vcpus.len() == before.vcpus.len()
+            && self.vcpus.iter().zip(&before.vcpus).all(|(now, then)| {
+                whole_round(hot_pages, now.rounds, then.rounds)
+                    && whole_round(self.fill_pages, now.fill_rounds, then.fill_rounds)
+            })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(fill_pages: u64, work_pages: u64, rounds: &[(u64, u64)]) -> Report {
+        let vcpus = rounds
+            .iter()
+            .map(|&(rounds, fill_rounds)| VcpuProgress { rounds, fill_rounds, ticks: 0 })
+            .collect();
+        Report { fill_pages, work_pages, vcpus, ..Report::default() }
+    }
+
+    #[test]
+    fn all_is_checked_when_every_vcpu_has_been_over_all_its_pages() {
+        let before = report(1, 2, &[(5, 5), (9, 9)]);
+        for (now, whole) in [
+            ([(5, 5), (9, 9)], false),
+            ([(7, 7), (11, 10)], false),
+            ([(7, 7), (9, 11)], false),
+            ([(70, 6), (110, 11)], false),
+            ([(7, 7), (11, 11)], true),
+        ] {
+            assert_eq!(report(1, 2, &now).has_checked_all_since(&before), whole, "{now:?}");
+        }
+        let hot_only = report(0, 2, &[(5, 0)]);
+        assert!(report(0, 2, &[(7, 0)]).has_checked_all_since(&hot_only));
+        assert!(!report(0, 2, &[(6, 0)]).has_checked_all_since(&hot_only));
+        let fill_only = report(2, 2, &[(0, 3)]);
+        assert!(report(2, 2, &[(0, 5)]).has_checked_all_since(&fill_only));
+        assert!(!report(2, 2, &[(0, 4)]).has_checked_all_since(&fill_only));
+        let idle = report(0, 0, &[(0, 0)]);
+        assert!(idle.has_checked_all_since(&idle));
+        assert!(!idle.has_checked_all_since(&Report::default()), "not the same guest");
+    }
+
+    #[test]
+    fn a_report_travels_as_json() {
+        let sent = report(1, 2, &[(5, 6)]);
+        let text = serde_json::to_string(&sent).unwrap();
+        assert_eq!(serde_json::from_str::<Report>(&text).unwrap(), sent);
     }
 }

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use tempfile::TempDir;
+use vmferry_microvm::report::Report;
 
 /// Bounds every wait: a failure, not a measurement.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -167,13 +168,15 @@ impl Host {
         }
     }
 
-    /// The guest runs, checks its memory once more, and has found nothing wrong.
+    /// The guest runs, checks all its memory once more, and has found nothing wrong.
     pub fn check_guest(&self, name: &str) {
-        let checked = |status: &Value| status["report"]["pages_checked"].as_u64().unwrap();
+        let report = |status: &Value| -> Report {
+            serde_json::from_value(status["report"].clone()).unwrap()
+        };
         let before = self.wait_for(name, |status| status["migration"].is_null());
         assert_eq!(before["phase"], "running", "{before}");
-        let wanted = checked(&before) + before["report"]["work_pages"].as_u64().unwrap();
-        let after = self.wait_for(name, |status| checked(status) >= wanted);
+        let before = report(&before);
+        let after = self.wait_for(name, |status| report(status).has_checked_all_since(&before));
         assert_eq!(after["report"]["corruptions"], 0, "{after}");
         assert_eq!(after["crash"], Value::Null);
     }

@@ -59,10 +59,8 @@ fn started(config: MachineConfig) -> Machine {
 /// Waits until the guest has checked all its memory from now on, and has seen its device go on.
 fn check_all(machine: &Machine) -> Report {
     let before = machine.report().unwrap();
-    let more = |now: u64, before: u64, by| before == 0 || now >= before + by;
     wait_for(machine, "checked all", |now| {
-        more(now.rounds, before.rounds, 2)
-            && more(now.fill_rounds + 1, before.fill_rounds + 1, 2)
+        now.has_checked_all_since(&before)
             && now.ticks >= before.ticks + 20
             && now.heartbeats >= before.heartbeats + 20
     });

@@ -90,13 +90,7 @@ impl Workload {
     /// Checks everything at least once from now on.
     fn check_all(&mut self) -> Report {
         let before = self.report();
-        let hot = before.rounds > 0;
-        let fill = self.word(GUEST_REPORT + 16) > 0;
-        self.step_until("checked all", |workload| {
-            let now = workload.report();
-            (!hot || now.rounds >= before.rounds + 2)
-                && (!fill || now.fill_rounds >= before.fill_rounds + 2)
-        });
+        self.step_until("checked all", |workload| workload.report().has_checked_all_since(&before));
         self.report()
     }
 

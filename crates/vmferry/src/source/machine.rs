@@ -81,6 +81,8 @@ pub struct Source {
     last_heard: Duration,
     ping: Option<(u64, Duration)>,
     next_ping: Duration,
+    /// The shortest so far.
+    round_trip: Option<Duration>,
     log_started: Duration,
     last_harvest: Duration,
     pause_ordered: Option<Duration>,
@@ -121,6 +123,7 @@ impl Source {
             last_heard: now,
             ping: None,
             next_ping: now + clock::PING_INTERVAL,
+            round_trip: None,
             log_started: now,
             last_harvest: now,
             pause_ordered: None,
