@@ -8,16 +8,20 @@
 //! A guest that is refused while preparing leaves nothing behind. From `Opening` on the journal
 //! knows the session, so that this host can give its word about it for ever.
 
+mod announcement;
+mod clock;
+mod handing_over;
+
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use vmferry_memory::SlotLayout;
 use vmferry_wire::{ControlMessage, Reason, ReasonCode, SessionId, Token};
 
-use super::io::{Action, Ending, Input, LinkId, Report};
+use self::announcement::check_layout;
+use super::io::{Action, Ending, Input, LinkId};
 use crate::config::Timeouts;
 use crate::error::MigrateError;
-use crate::handover::{DestinationEffect, DestinationEvent, DestinationState};
+use crate::handover::{DestinationEvent, DestinationState};
 use crate::stats::DestinationStats;
 use crate::vm::GuestDescription;
 
@@ -287,58 +291,6 @@ impl Destination {
         }
     }
 
-    fn refuse(&mut self, reason: Reason) {
-        self.failure = Some(MigrateError::Refused { peer: "destination", reason: reason.clone() });
-        self.actions.push_back(Action::Send {
-            link: LinkId::CONTROL,
-            message: ControlMessage::Refuse { reason },
-        });
-        self.phase = Phase::Refused;
-    }
-
-    fn on_prepared(&mut self, _now: Duration, result: Result<(), MigrateError>) {
-        match (result, self.session()) {
-            (Ok(()), Some(session)) if self.phase == Phase::Preparing => {
-                self.phase = Phase::Opening;
-                self.actions.push_back(Action::Open(session));
-            }
-            (Err(error), _) if self.phase == Phase::Preparing => {
-                let reason = match &error {
-                    MigrateError::Refused { reason, .. } => reason.clone(),
-                    other => other.reason_for_peer(),
-                };
-                self.refuse(reason);
-                self.failure = Some(error);
-            }
-            _ => {}
-        }
-    }
-
-    fn on_opened(&mut self, now: Duration, result: Result<(), MigrateError>) {
-        if let Err(error) = result {
-            // Without OPEN a restart could not tell this session from an unknown one.
-            self.refuse(error.reason_for_peer());
-            self.failure = Some(error);
-            return;
-        }
-        let Some(announced) = &self.announced else { return };
-        let lanes = announced.lanes;
-        self.lane_ends = vec![0; usize::from(lanes)];
-        let report = Report::Accepted {
-            name: announced.name.clone(),
-            memory_bytes: announced.memory_bytes,
-            lanes,
-        };
-        self.phase = Phase::Receiving;
-        self.last_heard = now;
-        self.actions.push_back(Action::ExpectLanes { lanes });
-        self.actions.push_back(Action::Send {
-            link: LinkId::CONTROL,
-            message: ControlMessage::Accept { token: self.token },
-        });
-        self.actions.push_back(Action::Report(report));
-    }
-
     fn check_placed(&mut self, now: Duration) {
         let Some(last) = &self.last else { return };
         if self.phase == Phase::Placing && self.lane_ends == last.lane_sequences {
@@ -373,159 +325,6 @@ impl Destination {
             Err(error) => self.fail(now, error),
         }
     }
-
-    fn on_journal(
-        &mut self,
-        now: Duration,
-        result: Result<(), MigrateError>,
-        done: DestinationEvent,
-    ) {
-        let event = match result {
-            Ok(()) => done,
-            Err(error) => {
-                self.failure = Some(error);
-                DestinationEvent::JournalFailed
-            }
-        };
-        self.hand_over(now, LinkId::CONTROL, event);
-    }
-
-    fn on_link_lost(&mut self, now: Duration, error: MigrateError) {
-        self.link_up = false;
-        match self.phase {
-            Phase::AwaitBegin | Phase::Preparing | Phase::Opening => {
-                self.failure = Some(error);
-                self.phase = Phase::Refused;
-            }
-            _ => {
-                if self.handover == DestinationState::Ready {
-                    self.actions.push_back(Action::Report(Report::WaitingForWord));
-                } else if self.failure.is_none() && !self.handover.is_final() {
-                    self.failure = Some(error);
-                }
-                self.hand_over(now, LinkId::CONTROL, DestinationEvent::LinkLost);
-            }
-        }
-    }
-
-    fn fail(&mut self, now: Duration, error: MigrateError) {
-        if self.handover.is_final() {
-            return;
-        }
-        match self.phase {
-            Phase::AwaitBegin | Phase::Preparing | Phase::Opening => {
-                self.refuse(error.reason_for_peer());
-                self.failure = Some(error);
-            }
-            _ => {
-                if self.failure.is_none() {
-                    self.failure = Some(error);
-                }
-                self.hand_over(now, LinkId::CONTROL, DestinationEvent::Failed);
-            }
-        }
-    }
-
-    fn hand_over(&mut self, now: Duration, link: LinkId, event: DestinationEvent) {
-        let (next, effects) = self.handover.step(event);
-        self.handover = next;
-        let Some(session) = self.session() else { return };
-        for effect in effects {
-            let action = match effect {
-                DestinationEffect::SendReady => {
-                    self.waiting_since = now;
-                    self.actions.push_back(Action::Report(Report::Ready));
-                    Action::Send {
-                        link: LinkId::CONTROL,
-                        message: ControlMessage::Ready {
-                            digest: self.digest,
-                            load_us: micros(self.load),
-                        },
-                    }
-                }
-                DestinationEffect::WriteIntent => Action::WriteIntent,
-                DestinationEffect::WriteAborted => Action::WriteAborted { reason: self.why() },
-                DestinationEffect::Run => {
-                    self.actions.push_back(Action::Report(Report::Running));
-                    Action::Run
-                }
-                DestinationEffect::SendRunning => {
-                    let start_us = micros(now.saturating_sub(self.committed_at));
-                    Action::Broadcast(ControlMessage::Running { session, start_us })
-                }
-                DestinationEffect::SendAborted => {
-                    let code = self
-                        .failure
-                        .as_ref()
-                        .map_or(ReasonCode::Internal, |error| error.reason_for_peer().code);
-                    let reason = Reason::new(code, &self.why());
-                    Action::Broadcast(ControlMessage::Aborted { session, reason })
-                }
-                DestinationEffect::Discard => Action::Discard,
-                DestinationEffect::Answer(word) => {
-                    Action::Send { link, message: ControlMessage::Answer { session, word: *word } }
-                }
-            };
-            self.actions.push_back(action);
-        }
-    }
-
-    fn why(&self) -> String {
-        self.failure
-            .as_ref()
-            .map_or_else(|| "no COMMIT came in time".to_owned(), ToString::to_string)
-    }
-
-    fn expects_life(&self) -> bool {
-        self.link_up && !self.handover.is_final() && self.phase != Phase::Refused
-    }
-
-    fn deadline(&self) -> Option<(Duration, &'static str, Duration)> {
-        let (what, after) = match (self.phase, self.handover) {
-            (Phase::AwaitBegin, _) => ("the announcement of a guest", self.timeouts.accept),
-            (Phase::Placing, DestinationState::Receiving) => {
-                ("the last frames", self.timeouts.stall)
-            }
-            (Phase::Deciding, DestinationState::Ready) => ("COMMIT", self.timeouts.commit),
-            _ => return None,
-        };
-        Some((self.waiting_since + after, what, after))
-    }
-
-    fn watch_the_clock(&mut self, now: Duration) {
-        if let Some((at, what, after)) = self.deadline()
-            && now >= at
-        {
-            self.waiting_since = now;
-            let error = MigrateError::TimedOut { what, after };
-            if self.handover == DestinationState::Ready {
-                self.failure = Some(error);
-                self.hand_over(now, LinkId::CONTROL, DestinationEvent::CommitTimeout);
-            } else {
-                self.fail(now, error);
-            }
-        } else if self.expects_life() && now >= self.last_heard + self.timeouts.silence {
-            let what = "any sign of life from the source";
-            self.on_link_lost(now, MigrateError::TimedOut { what, after: self.timeouts.silence });
-        }
-    }
-}
-
-/// The slots must be numbered from 0 and must not overlap or wrap in guest-physical space.
-fn check_layout(layout: &[SlotLayout]) -> Result<(), String> {
-    let mut end = 0_u64;
-    for (index, slot) in layout.iter().enumerate() {
-        if usize::from(slot.slot.0) != index {
-            return Err(format!("slot {} stands at position {index}", slot.slot.0));
-        }
-        let bytes = slot.pages.checked_mul(vmferry_memory::PAGE_SIZE as u64);
-        let next = bytes.and_then(|bytes| slot.gpa.checked_add(bytes));
-        match next {
-            Some(next) if slot.pages > 0 && slot.gpa >= end => end = next,
-            _ => return Err(format!("slot {index} is empty, overlaps or wraps around")),
-        }
-    }
-    if layout.is_empty() { Err("the guest has no memory".into()) } else { Ok(()) }
 }
 
 fn protocol(reason: String) -> MigrateError {

@@ -9,9 +9,9 @@ use serde::Serialize;
 use vmferry_transport::Listener;
 use vmferry_wire::{GuestIdentity, HelloStatus, SessionId};
 
-use super::arrivals::{Arrival, Reception};
+use super::arrivals::{Arrival, Reception, give_word, turn_away};
 use super::io::{Ending, Report};
-use super::session::{Ended, Session, answer_idle};
+use super::session::{Ended, Session};
 use crate::config::DestinationConfig;
 use crate::error::{MigrateError, chain};
 use crate::stats::DestinationStats;
@@ -193,5 +193,37 @@ impl Drop for Witness {
             // A panic there has ended it already.
             let _ = thread.join();
         }
+    }
+}
+
+impl Notice {
+    pub(super) fn turned_away(peer: &str, error: &MigrateError) -> Self {
+        Self::TurnedAway { peer: peer.to_owned(), reason: crate::error::chain(error) }
+    }
+}
+
+/// Answers whoever comes while no session is live.
+fn answer_idle(
+    arrival: Arrival,
+    directory: &std::path::Path,
+    on_control: HelloStatus,
+) -> Option<Notice> {
+    match arrival {
+        Arrival::Control(connection) => {
+            let peer = connection.peer.address.clone();
+            turn_away(connection, on_control);
+            Some(Notice::TurnedAway { peer, reason: "a guest runs here already".into() })
+        }
+        Arrival::Data { connection, .. } => {
+            let peer = connection.peer.address.clone();
+            turn_away(connection, HelloStatus::BadToken);
+            Some(Notice::TurnedAway { peer, reason: "a data channel of no session".into() })
+        }
+        Arrival::Query { session, connection } => {
+            let peer = connection.peer.address.clone();
+            let answered = give_word(directory, session, connection);
+            answered.err().map(|error| Notice::turned_away(&peer, &error))
+        }
+        Arrival::TurnedAway { peer, error } => Some(Notice::turned_away(&peer, &error)),
     }
 }

@@ -1,18 +1,21 @@
 //! The driver of the source: carries the machine's actions out with a VMM, threads and channels.
 
+mod guest;
+mod links;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
 use vmferry_codec::PageHashes;
 use vmferry_dirty::DirtyLog;
-use vmferry_memory::{GuestMemory, PageSet, whole_hash};
+use vmferry_memory::{GuestMemory, PageSet};
 use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter, Dialer, RateLimiter};
-use vmferry_wire::{ControlMessage, Role, Token};
+use vmferry_wire::Role;
 
 use super::connect::{self, ControlChannel, FromLink};
 use super::io::{Action, Ending, Input, Report};
-use super::lane::{FrameBuffer, Lane, LaneContext};
+use super::lane::{FrameBuffer, Lane};
 use super::machine::Source;
 use super::orders::Orders;
 use super::window::Window;
@@ -20,9 +23,9 @@ use crate::config::{SourceConfig, window_frames};
 use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
 use crate::handover::SourceState;
-use crate::held::{Committed, Paused, Running, returned, write_commit};
+use crate::held::{Committed, Paused, Running};
 use crate::journal::{FileJournal, Journal, Record, Side, now_seconds};
-use crate::link::{ControlWriter, lost};
+use crate::link::ControlWriter;
 use crate::stats::SourceStats;
 use crate::vm::{SourceVm, VmError};
 
@@ -130,6 +133,7 @@ struct Driver<'a, V: SourceVm> {
     lanes: Vec<Lane>,
     /// Kept open until the end: a data channel closed early would look like a lost link.
     lane_ends: Vec<(ChannelReader, ChannelCloser)>,
+    limiter: RateLimiter,
     hashes: Arc<PageHashes>,
     /// What the present or next round sends.
     pending: Arc<PageSet>,
@@ -201,6 +205,7 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             windows,
             lanes: Vec::new(),
             lane_ends: Vec::new(),
+            limiter: RateLimiter::new(config.max_bandwidth),
             hashes: Arc::new(PageHashes::for_memory(&memory)),
             pending: Arc::new(PageSet::for_memory(&memory)),
             spare: PageSet::for_memory(&memory),
@@ -278,23 +283,6 @@ impl<'a, V: SourceVm> Driver<'a, V> {
         }
     }
 
-    fn use_control(&mut self, channel: ControlChannel) {
-        self.link += 1;
-        let (link, inputs) = (self.link, self.link_inputs.0.clone());
-        let windows = self.windows.clone();
-        let cpu = self.cpu.clone();
-        let reader = channel.reader;
-        let spawned = std::thread::Builder::new().name("control-read".into()).spawn(move || {
-            let _cpu = cpu.count_this_thread();
-            connect::read_control(reader, link, &windows, &inputs);
-        });
-        if let Err(source) = spawned {
-            let error = MigrateError::Local { action: "start a thread", source };
-            let _ = self.inputs.0.send(Input::LinkLost(error));
-        }
-        self.control = Some((channel.writer, channel.closer));
-    }
-
     fn execute(&mut self, action: Action) -> Option<Input> {
         match action {
             Action::Send(message) => self.send(&message),
@@ -341,208 +329,14 @@ impl<'a, V: SourceVm> Driver<'a, V> {
         }
     }
 
-    fn send(&mut self, message: &ControlMessage) -> Option<Input> {
-        let (writer, _) = self.control.as_ref()?;
-        match writer.send(message) {
-            Ok(()) => None,
-            // A source that keeps its guest owes the peer no more than the attempt.
-            Err(_) if self.machine.handover().is_final() => None,
-            Err(error) => {
-                let error = lost("control", self.machine.phase_name(), &error);
-                Some(Input::LinkLost(error))
-            }
-        }
-    }
-
-    fn open_lanes(&mut self, token: &Token) -> Result<(), MigrateError> {
-        let limiter = RateLimiter::new(self.config.max_bandwidth);
-        let context = LaneContext {
-            memory: self.memory.clone(),
-            log: Arc::clone(&self.log),
-            hashes: Arc::clone(&self.hashes),
-            limiter,
-            results: self.inputs.0.clone(),
-            cpu: self.cpu.clone(),
-            lanes: self.config.channels,
-            sent_bytes: self.orders.sent_bytes(),
-        };
-        for (lane, window) in (0..self.config.channels).zip(&self.windows) {
-            let timeouts = &self.config.timeouts;
-            let (writer, reader, closer) =
-                connect::data(&self.dialer, lane, *token, timeouts.silence, timeouts.stall)?;
-            let lane = Lane::start(lane, &context, Arc::clone(window), writer)
-                .map_err(|source| MigrateError::Local { action: "start a thread", source })?;
-            self.lanes.push(lane);
-            self.lane_ends.push((reader, closer));
-        }
-        Ok(())
-    }
-
-    /// Logging first, then the populated pages: a page populated in between is in the log.
-    fn start_log(&mut self) -> Result<Input, MigrateError> {
-        self.log.start()?;
-        self.logging = true;
-        self.pending = Arc::new(self.memory.populated()?);
-        Ok(Input::LogStarted { populated_pages: self.pending.count() })
-    }
-
-    /// Harvests into the spare set and makes it the pending one.
-    fn harvest(&mut self) -> Result<(u64, Duration), MigrateError> {
-        let begun = Instant::now();
-        self.spare.clear_all();
-        self.log.collect(&mut self.spare)?;
-        let took = begun.elapsed();
-        if let Some(pending) = Arc::get_mut(&mut self.pending) {
-            std::mem::swap(pending, &mut self.spare);
-        } else {
-            let fresh = PageSet::for_memory(&self.memory);
-            self.pending = Arc::new(std::mem::replace(&mut self.spare, fresh));
-        }
-        Ok((self.pending.count(), took))
-    }
-
-    /// Adds what was written before the pause to what the last harvest found.
-    fn harvest_last(&mut self) -> Result<Input, MigrateError> {
-        let begun = Instant::now();
-        let mut pages = std::mem::replace(&mut self.spare, PageSet::for_memory(&self.memory));
-        pages.clear_all();
-        pages.union_with(&self.pending);
-        self.log.collect(&mut pages)?;
-        self.pending = Arc::new(pages);
-        Ok(Input::LastHarvest { pages: self.pending.count(), took: begun.elapsed() })
-    }
-
-    fn pause(&mut self) -> Input {
-        let begun = Instant::now();
-        let (held, input) = match std::mem::replace(&mut self.held, Held::Moving) {
-            Held::Running(running) => match running.pause() {
-                Ok(paused) => (Held::Paused(paused), Input::Paused { took: begun.elapsed() }),
-                Err((running, source)) => {
-                    let error = MigrateError::Vm { action: "pause the guest", source };
-                    (Held::Running(running), Input::Failed(error))
-                }
-            },
-            other => (other, Input::Tick),
-        };
-        self.held = held;
-        input
-    }
-
-    fn save(&mut self) -> Input {
-        let begun = Instant::now();
-        let Held::Paused(paused) = &mut self.held else { return Input::Tick };
-        match paused.save() {
-            Ok(state) => Input::Saved { state, took: begun.elapsed() },
-            Err(source) => Input::Failed(MigrateError::Vm { action: "save its state", source }),
-        }
-    }
-
-    fn hash(&mut self) -> Option<Input> {
-        let (memory, results) = (self.memory.clone(), self.inputs.0.clone());
-        let spawned = std::thread::Builder::new().name("verify".into()).spawn(move || {
-            let _ = results.send(
-                whole_hash(&memory).map_or_else(|error| Input::Failed(error.into()), Input::Hashed),
-            );
-        });
-        spawned
-            .err()
-            .map(|source| Input::Failed(MigrateError::Local { action: "start a thread", source }))
-    }
-
-    fn commit(&mut self) -> Input {
-        match write_commit(&mut self.journal) {
-            Ok(proof) => {
-                self.held = match std::mem::replace(&mut self.held, Held::Moving) {
-                    Held::Paused(paused) => {
-                        paused.commit(proof).map_or(Held::Moving, Held::Committed)
-                    }
-                    other => other,
-                };
-                Input::CommitWritten(Ok(()))
-            }
-            Err(error) => Input::CommitWritten(Err(error.into())),
-        }
-    }
-
-    fn resume(&mut self) -> Option<Input> {
-        let paused = match std::mem::replace(&mut self.held, Held::Moving) {
-            Held::Paused(paused) => paused,
-            Held::Committed(committed) => match returned(self.machine.handover()) {
-                Some(proof) => committed.take_back(proof),
-                None => {
-                    self.held = Held::Committed(committed);
-                    return None;
-                }
-            },
-            other => {
-                self.held = other;
-                return None;
-            }
-        };
-        // A VMM that can't resume once may do so when asked again: the guest's life hangs on it.
-        let mut attempt = Some(paused);
-        for _ in 0..RESUME_ATTEMPTS {
-            let Some(paused) = attempt.take() else { break };
-            match paused.resume() {
-                Ok(running) => {
-                    self.held = Held::Running(running);
-                    self.resume_failure = None;
-                    return None;
-                }
-                Err((again, error)) => {
-                    attempt = again;
-                    self.resume_failure = Some(error);
-                }
-            }
-        }
-        if let Some(paused) = attempt {
-            self.held = Held::Paused(paused);
-        }
-        None
-    }
-
-    fn ask(&mut self, delay: Duration) {
-        if let Some((_, closer)) = self.control.take() {
-            closer.close();
-        }
-        self.link += 1;
-        let (stop, stopped) = crossbeam_channel::bounded(1);
-        self.asking = Some(stop);
-        let (dialer, answers, link) = (self.dialer.clone(), self.asked.0.clone(), self.link);
-        let (session, silence) = (self.config.session, self.config.timeouts.silence);
-        let spawned = std::thread::Builder::new().name("ask".into()).spawn(move || {
-            if let Some(channel) = connect::ask(&dialer, session, delay, silence, &stopped) {
-                let _ = answers.send(Asked { link, channel });
-            }
-        });
-        if let Err(source) = spawned {
-            let channel = Err(MigrateError::Local { action: "start a thread", source });
-            let _ = self.asked.0.send(Asked { link, channel });
-        }
-    }
-
-    /// Lets the last message reach the destination: a channel closed while it still speaks would
-    /// be reset, and what was sent before lost with it. The guest runs meanwhile.
-    fn say_goodbye(&mut self) {
-        let Some((writer, _)) = &self.control else { return };
-        if writer.finish().is_err() {
-            return;
-        }
-        let deadline = Instant::now() + LAST_WORDS;
-        while let Ok(from) = self.link_inputs.1.recv_deadline(deadline) {
-            if from.link == self.link && matches!(from.input, Input::LinkLost(_) | Input::Failed(_))
-            {
-                return;
-            }
-        }
-    }
-
     /// Stops everything and returns the guest with the figures.
     fn finish(mut self) -> (Held<V>, Option<VmError>, SourceStats) {
         drop(self.asking.take());
         for window in &self.windows {
             window.close();
         }
+        // A lane may be waiting for its share of a small bandwidth.
+        self.limiter.close();
         if matches!(self.held, Held::Running(_)) && self.logging {
             // Taken from the log and perhaps not sent: whoever uses the log next must see them.
             self.log.give_back(&self.pending);
@@ -569,9 +363,3 @@ impl<'a, V: SourceVm> Driver<'a, V> {
 
 /// How long a lost data channel may wait for the control channel to say why.
 const EXPLANATION: Duration = Duration::from_millis(500);
-
-/// How long a finished migration waits for the destination to hear its last message and hang up.
-const LAST_WORDS: Duration = Duration::from_secs(1);
-
-/// Attempts to resume a guest before its VMM is believed to be broken.
-const RESUME_ATTEMPTS: u32 = 3;

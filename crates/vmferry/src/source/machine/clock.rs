@@ -75,27 +75,25 @@ impl Source {
     }
 
     pub(super) fn send_ping(&mut self, now: Duration) {
-        let nonce = self.ping.map_or(1, |(nonce, _)| nonce + 1);
+        self.pings += 1;
+        let nonce = self.pings;
         self.ping = Some((nonce, now));
         self.next_ping = now + PING_INTERVAL;
         self.act(Action::Send(ControlMessage::Ping { nonce }));
     }
 
     pub(super) fn on_pong(&mut self, now: Duration, nonce: u64) {
-        if let Some((sent, at)) = self.ping
-            && sent == nonce
-        {
-            let round_trip = now.saturating_sub(at);
-            let known = self.round_trip;
-            self.round_trip = Some(known.map_or(round_trip, |known| known.min(round_trip)));
-            let best = self.round_trip.unwrap_or(round_trip);
-            self.stats.round_trip_ms = ms(best);
-            self.predictor.measured_round_trip(best);
-            if nonce < PINGS_AT_START {
-                self.send_ping(now);
-            } else if nonce == PINGS_AT_START {
-                self.act(Action::Report(Report::Connected { round_trip_ms: ms(best) }));
-            }
+        // An answer is worth one measurement, however often it is repeated.
+        let Some((_, at)) = self.ping.take_if(|(sent, _)| *sent == nonce) else { return };
+        let round_trip = now.saturating_sub(at);
+        let best = self.round_trip.map_or(round_trip, |known| known.min(round_trip));
+        self.round_trip = Some(best);
+        self.stats.round_trip_ms = ms(best);
+        self.predictor.measured_round_trip(best);
+        if nonce < PINGS_AT_START {
+            self.send_ping(now);
+        } else if nonce == PINGS_AT_START {
+            self.act(Action::Report(Report::Connected { round_trip_ms: ms(best) }));
         }
     }
 }

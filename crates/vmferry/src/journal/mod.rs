@@ -2,72 +2,22 @@
 //!
 //! One file per session and side, `SESSION.source.journal` or `SESSION.destination.journal`. A
 //! record is one line, `crc32c(hex) SP json LF`, appended and synced before [`Journal::append`]
-//! returns. A torn last line is a record that was never written; a damaged line before the last
+//! returns. A torn last line is a record that was never written; a damaged whole line
 //! is an error, since no word may be given on such a file. People can read the files.
 
-use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
+mod file;
+mod record;
+
+use std::io;
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize};
-use vmferry_wire::{GuestIdentity, SessionId, SessionWord};
+use serde::Serialize;
+use vmferry_wire::{SessionId, SessionWord};
 
+pub use self::file::FileJournal;
+use self::file::{parse_name, path_of};
+pub use self::record::{BadLine, Record, Side, decode};
 use crate::handover::{self, DestinationState};
-
-/// One promise or outcome.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "record", rename_all = "kebab-case")]
-pub enum Record {
-    /// The session began: written before anything else, on both sides.
-    Open {
-        /// The guest.
-        guest: GuestIdentity,
-        /// The other host, as it was reached or as its certificate names it.
-        peer: String,
-        /// The names in the peer's certificate; empty without TLS.
-        peer_names: Vec<String>,
-        /// Seconds since 1970.
-        at: u64,
-    },
-    /// Source: the guest never runs here again, unless the destination says ABORTED.
-    Commit,
-    /// Source: the destination has the guest.
-    Given {
-        /// Whether an operator said so instead of the destination.
-        by_operator: bool,
-    },
-    /// Source: the guest runs here.
-    Kept {
-        /// Whether an operator said so.
-        by_operator: bool,
-    },
-    /// Destination: the guest is this host's from now on.
-    RunIntent,
-    /// Destination: the guest never ran here and never will.
-    Aborted {
-        /// Why, for people.
-        reason: String,
-    },
-}
-
-/// Which half of a migration a journal belongs to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Side {
-    /// The host that the guest leaves.
-    Source,
-    /// The host that it goes to.
-    Destination,
-}
-
-impl Side {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Source => "source",
-            Self::Destination => "destination",
-        }
-    }
-}
 
 /// Where records go. The engine uses [`FileJournal`]; simulations bring a disk of their own.
 pub trait Journal: Send {
@@ -108,88 +58,18 @@ pub enum JournalError {
         /// What is wrong with it.
         reason: String,
     },
+    /// Another process leads the session.
+    #[error("the journal {path} is in use: the process that leads the session still lives")]
+    InUse {
+        /// The file.
+        path: PathBuf,
+    },
     /// A session of this number is in the directory already.
     #[error("the journal {path} exists already: a session number is used once")]
     Exists {
         /// The file.
         path: PathBuf,
     },
-}
-
-/// A journal in a file.
-#[derive(Debug)]
-pub struct FileJournal {
-    path: PathBuf,
-    file: File,
-    poisoned: bool,
-}
-
-impl FileJournal {
-    /// Makes the journal of a new session, and the directory if it is missing.
-    ///
-    /// # Errors
-    /// [`JournalError::Exists`] if the session has one already, and I/O errors.
-    pub fn create(directory: &Path, session: SessionId, side: Side) -> Result<Self, JournalError> {
-        let at = |action, path: &Path| {
-            let path = path.to_owned();
-            move |source| JournalError::Io { action, path, source }
-        };
-        std::fs::create_dir_all(directory).map_err(at("make the directory of", directory))?;
-        let path = path_of(directory, session, side);
-        let file = match OpenOptions::new().append(true).create_new(true).open(&path) {
-            Ok(file) => file,
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                return Err(JournalError::Exists { path });
-            }
-            Err(error) => return Err(at("make", &path)(error)),
-        };
-        // The name must survive a crash as well as the content.
-        File::open(directory)
-            .and_then(|directory| directory.sync_all())
-            .map_err(at("sync the directory of", directory))?;
-        Ok(Self { path, file, poisoned: false })
-    }
-
-    /// Opens the journal of a session for more records, dropping a torn last line.
-    ///
-    /// # Errors
-    /// As [`read`], and I/O errors.
-    pub fn reopen(
-        directory: &Path,
-        session: SessionId,
-        side: Side,
-    ) -> Result<(Self, Vec<Record>), JournalError> {
-        let path = path_of(directory, session, side);
-        let (records, whole_bytes) = read_counted(&path)?;
-        let at = |action| {
-            let path = path.clone();
-            move |source| JournalError::Io { action, path, source }
-        };
-        let file = OpenOptions::new().append(true).open(&path).map_err(at("open"))?;
-        file.set_len(whole_bytes).and_then(|()| file.sync_all()).map_err(at("mend the end of"))?;
-        Ok((Self { path, file, poisoned: false }, records))
-    }
-
-    /// The file's path.
-    #[must_use]
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-}
-
-impl Journal for FileJournal {
-    fn append(&mut self, record: &Record) -> Result<(), JournalError> {
-        if self.poisoned {
-            return Err(JournalError::Poisoned { path: self.path.clone() });
-        }
-        let line = encode(record);
-        // One write, then one sync: after an error neither tells how much has reached the disk.
-        if let Err(source) = self.file.write_all(&line).and_then(|()| self.file.sync_data()) {
-            self.poisoned = true;
-            return Err(JournalError::Io { action: "write", path: self.path.clone(), source });
-        }
-        Ok(())
-    }
 }
 
 /// What a directory of journals says of one session.
@@ -260,7 +140,7 @@ pub fn sessions(directory: &Path) -> Result<Vec<SessionSummary>, JournalError> {
 /// # Errors
 /// [`JournalError::Damaged`] or I/O errors.
 pub fn read(directory: &Path, session: SessionId, side: Side) -> Result<Vec<Record>, JournalError> {
-    match read_counted(&path_of(directory, session, side)) {
+    match file::read(&path_of(directory, session, side)) {
         Ok((records, _)) => Ok(records),
         Err(JournalError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
             Ok(Vec::new())
@@ -269,28 +149,45 @@ pub fn read(directory: &Path, session: SessionId, side: Side) -> Result<Vec<Reco
     }
 }
 
+/// Where a session stands at a destination that has only its journal, after a restart: `None` if
+/// the journal does not know it.
+#[must_use]
+pub fn recover(records: &[Record]) -> Option<DestinationState> {
+    let has = |wanted: fn(&Record) -> bool| records.iter().any(wanted);
+    handover::recover(
+        has(|r| matches!(r, Record::Open { .. })),
+        has(|r| matches!(r, Record::RunIntent)),
+        has(|r| matches!(r, Record::Aborted { .. })),
+    )
+}
+
 /// The word that this host, as a destination, may give about a session after a restart.
 ///
-/// A session that was left open is closed first: ABORTED is written, then said.
+/// A session that was left open is closed first: ABORTED is written, then said. While another
+/// process leads the session it is pending.
 ///
 /// # Errors
 /// If the journal can't be read, or ABORTED can't be written. No word may be given then.
 pub fn recovered_word(directory: &Path, session: SessionId) -> Result<SessionWord, JournalError> {
-    let records = read(directory, session, Side::Destination)?;
-    let has = |wanted: fn(&Record) -> bool| records.iter().any(wanted);
-    let state = handover::recover(
-        has(|r| matches!(r, Record::Open { .. })),
-        has(|r| matches!(r, Record::RunIntent)),
-        has(|r| matches!(r, Record::Aborted { .. })),
-    );
-    match state {
+    match recover(&read(directory, session, Side::Destination)?) {
         None => Ok(SessionWord::Unknown),
+        Some(DestinationState::AbortWriting) => close_session(directory, session),
+        Some(state) => Ok(state.word()),
+    }
+}
+
+fn close_session(directory: &Path, session: SessionId) -> Result<SessionWord, JournalError> {
+    let (mut journal, records) = match FileJournal::reopen(directory, session, Side::Destination) {
+        Err(JournalError::InUse { .. }) => return Ok(SessionWord::Pending),
+        other => other?,
+    };
+    // Whoever held the lock may have written its word since the first look.
+    match recover(&records) {
         Some(DestinationState::AbortWriting) => {
-            let (mut journal, _) = FileJournal::reopen(directory, session, Side::Destination)?;
             journal.append(&Record::Aborted { reason: "the destination was restarted".into() })?;
             Ok(SessionWord::Aborted)
         }
-        Some(state) => Ok(state.word()),
+        state => Ok(state.map_or(SessionWord::Unknown, DestinationState::word)),
     }
 }
 
@@ -312,69 +209,10 @@ fn opened_at(records: &[Record]) -> u64 {
         .unwrap_or(0)
 }
 
-fn path_of(directory: &Path, session: SessionId, side: Side) -> PathBuf {
-    directory.join(format!("{session}.{}.journal", side.name()))
-}
-
-fn parse_name(name: &str) -> Option<(SessionId, Side)> {
-    let stem = name.strip_suffix(".journal")?;
-    let (session, side) = stem.split_once('.')?;
-    let side = match side {
-        "source" => Side::Source,
-        "destination" => Side::Destination,
-        _ => return None,
-    };
-    Some((session.parse().ok()?, side))
-}
-
-fn encode(record: &Record) -> Vec<u8> {
-    let json = serde_json::to_string(record).expect("a record has only strings and numbers");
-    format!("{:08x} {json}\n", checksum(json.as_bytes())).into_bytes()
-}
-
-fn checksum(bytes: &[u8]) -> u32 {
-    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
-}
-
-fn decode(line: &[u8]) -> Result<Record, String> {
-    let line = std::str::from_utf8(line).map_err(|_| "not text".to_owned())?;
-    let (sum, json) = line.split_once(' ').ok_or("no checksum")?;
-    let sum = u32::from_str_radix(sum, 16).map_err(|_| "no checksum".to_owned())?;
-    if sum != checksum(json.as_bytes()) {
-        return Err("the checksum differs".into());
-    }
-    serde_json::from_str(json).map_err(|error| error.to_string())
-}
-
-/// The records, and the length in bytes of the lines that hold them.
-fn read_counted(path: &Path) -> Result<(Vec<Record>, u64), JournalError> {
-    let bytes = std::fs::read(path).map_err(|source| JournalError::Io {
-        action: "read",
-        path: path.to_owned(),
-        source,
-    })?;
-    let mut records = Vec::new();
-    let mut whole = 0;
-    for (index, line) in bytes.split_inclusive(|&byte| byte == b'\n').enumerate() {
-        let last = whole + line.len() == bytes.len();
-        match line.strip_suffix(b"\n").ok_or_else(|| "it is torn".to_owned()).and_then(decode) {
-            Ok(record) => records.push(record),
-            Err(_) if last => break,
-            Err(reason) => {
-                return Err(JournalError::Damaged {
-                    path: path.to_owned(),
-                    line: index + 1,
-                    reason,
-                });
-            }
-        }
-        whole += line.len();
-    }
-    Ok((records, whole as u64))
-}
-
 #[cfg(test)]
 mod tests {
+    use vmferry_wire::GuestIdentity;
+
     use super::*;
 
     fn session() -> SessionId {
@@ -411,15 +249,17 @@ mod tests {
         let keep = std::fs::metadata(journal.path()).unwrap().len();
         journal.append(&Record::RunIntent).unwrap();
         let whole = std::fs::read(journal.path()).unwrap();
+        let path = journal.path().to_owned();
+        drop(journal);
         for cut in keep as usize..whole.len() {
-            std::fs::write(journal.path(), &whole[..cut]).unwrap();
+            std::fs::write(&path, &whole[..cut]).unwrap();
             assert_eq!(
                 recovered_word(directory.path(), session()).unwrap(),
                 SessionWord::Aborted,
                 "cut at {cut}"
             );
         }
-        std::fs::write(journal.path(), &whole).unwrap();
+        std::fs::write(&path, &whole).unwrap();
         assert_eq!(recovered_word(directory.path(), session()).unwrap(), SessionWord::Owns);
     }
 
@@ -447,16 +287,38 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_write_poisons_the_journal() {
-        let mut journal = FileJournal {
-            path: "/dev/full".into(),
-            file: OpenOptions::new().append(true).open("/dev/full").unwrap(),
-            poisoned: false,
-        };
+    fn a_damaged_last_line_gives_no_word_either() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut journal =
+            FileJournal::create(directory.path(), session(), Side::Destination).unwrap();
+        journal.append(&open()).unwrap();
+        journal.append(&Record::RunIntent).unwrap();
+        let mut bytes = std::fs::read(journal.path()).unwrap();
+        let end = bytes.len();
+        bytes[end - 3] ^= 1;
+        std::fs::write(journal.path(), &bytes).unwrap();
+        // The guest may run by this promise: ABORTED would make it two.
         assert!(matches!(
-            journal.append(&Record::Commit),
-            Err(JournalError::Io { action: "write", .. })
+            recovered_word(directory.path(), session()),
+            Err(JournalError::Damaged { line: 2, .. })
         ));
-        assert!(matches!(journal.append(&Record::Commit), Err(JournalError::Poisoned { .. })));
+    }
+
+    #[test]
+    fn a_session_that_a_process_leads_is_not_aborted_by_another() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut journal =
+            FileJournal::create(directory.path(), session(), Side::Destination).unwrap();
+        journal.append(&open()).unwrap();
+        let word = || recovered_word(directory.path(), session()).unwrap();
+        assert_eq!(word(), SessionWord::Pending);
+        journal.append(&Record::RunIntent).unwrap();
+        assert_eq!(word(), SessionWord::Owns);
+        assert!(matches!(
+            FileJournal::reopen(directory.path(), session(), Side::Destination),
+            Err(JournalError::InUse { .. })
+        ));
+        drop(journal);
+        assert_eq!(word(), SessionWord::Owns);
     }
 }

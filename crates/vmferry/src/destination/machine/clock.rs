@@ -1,0 +1,44 @@
+//! The destination's machine against the clock: every wait is bounded.
+
+use std::time::Duration;
+
+use super::{Destination, Phase};
+use crate::destination::io::LinkId;
+use crate::error::MigrateError;
+use crate::handover::{DestinationEvent, DestinationState};
+
+impl Destination {
+    pub(super) fn expects_life(&self) -> bool {
+        self.link_up && !self.handover.is_final() && self.phase != Phase::Refused
+    }
+
+    pub(super) fn deadline(&self) -> Option<(Duration, &'static str, Duration)> {
+        let (what, after) = match (self.phase, self.handover) {
+            (Phase::AwaitBegin, _) => ("the announcement of a guest", self.timeouts.accept),
+            (Phase::Placing, DestinationState::Receiving) => {
+                ("the last frames", self.timeouts.stall)
+            }
+            (Phase::Deciding, DestinationState::Ready) => ("COMMIT", self.timeouts.commit),
+            _ => return None,
+        };
+        Some((self.waiting_since + after, what, after))
+    }
+
+    pub(super) fn watch_the_clock(&mut self, now: Duration) {
+        if let Some((at, what, after)) = self.deadline()
+            && now >= at
+        {
+            self.waiting_since = now;
+            let error = MigrateError::TimedOut { what, after };
+            if self.handover == DestinationState::Ready {
+                self.failure = Some(error);
+                self.hand_over(now, LinkId::CONTROL, DestinationEvent::CommitTimeout);
+            } else {
+                self.fail(now, error);
+            }
+        } else if self.expects_life() && now >= self.last_heard + self.timeouts.silence {
+            let what = "any sign of life from the source";
+            self.on_link_lost(now, MigrateError::TimedOut { what, after: self.timeouts.silence });
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! The destination's machine around the hand-over: promises, the last word, and every failure.
+
+use std::time::Duration;
+
+use vmferry_wire::{ControlMessage, Reason, ReasonCode};
+
+use super::{Destination, Phase, micros};
+use crate::destination::io::{Action, LinkId, Report};
+use crate::error::MigrateError;
+use crate::handover::{DestinationEffect, DestinationEvent, DestinationState};
+
+impl Destination {
+    pub(super) fn on_journal(
+        &mut self,
+        now: Duration,
+        result: Result<(), MigrateError>,
+        done: DestinationEvent,
+    ) {
+        let event = match result {
+            Ok(()) => done,
+            Err(error) => {
+                self.failure = Some(error);
+                DestinationEvent::JournalFailed
+            }
+        };
+        self.hand_over(now, LinkId::CONTROL, event);
+    }
+
+    pub(super) fn on_link_lost(&mut self, now: Duration, error: MigrateError) {
+        self.link_up = false;
+        match self.phase {
+            Phase::AwaitBegin | Phase::Preparing | Phase::Opening => {
+                self.failure = Some(error);
+                self.phase = Phase::Refused;
+            }
+            _ => {
+                if self.handover == DestinationState::Ready {
+                    self.actions.push_back(Action::Report(Report::WaitingForWord));
+                } else if self.failure.is_none() && !self.handover.is_final() {
+                    self.failure = Some(error);
+                }
+                self.hand_over(now, LinkId::CONTROL, DestinationEvent::LinkLost);
+            }
+        }
+    }
+
+    pub(super) fn fail(&mut self, now: Duration, error: MigrateError) {
+        if self.handover.is_final() {
+            return;
+        }
+        match self.phase {
+            Phase::AwaitBegin | Phase::Preparing | Phase::Opening => {
+                self.refuse(error.reason_for_peer());
+                self.failure = Some(error);
+            }
+            _ => {
+                if self.failure.is_none() {
+                    self.failure = Some(error);
+                }
+                self.hand_over(now, LinkId::CONTROL, DestinationEvent::Failed);
+            }
+        }
+    }
+
+    pub(super) fn hand_over(&mut self, now: Duration, link: LinkId, event: DestinationEvent) {
+        let (next, effects) = self.handover.step(event);
+        self.handover = next;
+        let Some(session) = self.session() else { return };
+        for effect in effects {
+            let action = match effect {
+                DestinationEffect::SendReady => {
+                    self.waiting_since = now;
+                    self.actions.push_back(Action::Report(Report::Ready));
+                    Action::Send {
+                        link: LinkId::CONTROL,
+                        message: ControlMessage::Ready {
+                            digest: self.digest,
+                            load_us: micros(self.load),
+                        },
+                    }
+                }
+                DestinationEffect::WriteIntent => Action::WriteIntent,
+                DestinationEffect::WriteAborted => Action::WriteAborted { reason: self.why() },
+                DestinationEffect::Run => {
+                    self.actions.push_back(Action::Report(Report::Running));
+                    Action::Run
+                }
+                DestinationEffect::SendRunning => {
+                    let start_us = micros(now.saturating_sub(self.committed_at));
+                    Action::Broadcast(ControlMessage::Running { session, start_us })
+                }
+                DestinationEffect::SendAborted => {
+                    let code = self
+                        .failure
+                        .as_ref()
+                        .map_or(ReasonCode::Internal, |error| error.reason_for_peer().code);
+                    let reason = Reason::new(code, &self.why());
+                    Action::Broadcast(ControlMessage::Aborted { session, reason })
+                }
+                DestinationEffect::Discard => Action::Discard,
+                DestinationEffect::Answer(word) => {
+                    Action::Send { link, message: ControlMessage::Answer { session, word: *word } }
+                }
+            };
+            self.actions.push_back(action);
+        }
+    }
+
+    pub(super) fn why(&self) -> String {
+        self.failure
+            .as_ref()
+            .map_or_else(|| "no COMMIT came in time".to_owned(), ToString::to_string)
+    }
+}

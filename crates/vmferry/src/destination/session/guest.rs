@@ -1,0 +1,93 @@
+//! What a session does to the guest and to its journal.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use vmferry_codec::PageHashes;
+use vmferry_memory::whole_hash;
+use vmferry_wire::{Reason, ReasonCode, SessionId};
+
+use super::Session;
+use crate::destination::io::Input;
+use crate::error::MigrateError;
+use crate::journal::{FileJournal, Journal, Record, Side, now_seconds};
+use crate::vm::{DestinationVm, GuestDescription, PrepareError};
+
+impl<V: DestinationVm> Session<'_, V> {
+    pub(super) fn prepare(&mut self, guest: &GuestDescription) -> Result<(), MigrateError> {
+        self.guest = Some(guest.identity.clone());
+        let memory = self.vm.prepare(guest).map_err(refusal)?;
+        if memory.layout() != guest.layout {
+            self.vm.discard();
+            let text = "the destination VMM made other memory slots than those announced";
+            return Err(refused(ReasonCode::LayoutMismatch, text));
+        }
+        let hashes = Arc::new(PageHashes::for_memory(&memory));
+        self.memory = Some((memory, hashes));
+        Ok(())
+    }
+
+    pub(super) fn open(&mut self, session: SessionId) -> Result<(), MigrateError> {
+        let opened = self.open_journal(session);
+        if opened.is_err() {
+            self.memory = None;
+            self.vm.discard();
+        }
+        opened
+    }
+
+    pub(super) fn open_journal(&mut self, session: SessionId) -> Result<(), MigrateError> {
+        let directory = &self.config.journal_directory;
+        let mut journal = FileJournal::create(directory, session, Side::Destination)?;
+        if let Some(guest) = &self.guest {
+            journal.append(&Record::Open {
+                guest: guest.clone(),
+                peer: self.peer.address.clone(),
+                peer_names: self.peer.names.clone(),
+                at: now_seconds(),
+            })?;
+        }
+        self.journal = Some(journal);
+        Ok(())
+    }
+
+    pub(super) fn write(&mut self, record: &Record) -> Result<(), MigrateError> {
+        match &mut self.journal {
+            Some(journal) => Ok(journal.append(record)?),
+            None => Err(MigrateError::Local {
+                action: "write a journal that was never opened",
+                source: std::io::ErrorKind::NotFound.into(),
+            }),
+        }
+    }
+
+    pub(super) fn hash(&mut self) -> Option<Input> {
+        let (memory, _) = self.memory.as_ref()?;
+        let (memory, results) = (memory.clone(), self.inputs.0.clone());
+        let spawned = std::thread::Builder::new().name("verify".into()).spawn(move || {
+            let begun = Instant::now();
+            let _ = results.send(whole_hash(&memory).map_or_else(
+                |error| Input::Failed(error.into()),
+                |hash| Input::Hashed(hash, begun.elapsed()),
+            ));
+        });
+        spawned
+            .err()
+            .map(|source| Input::Failed(MigrateError::Local { action: "start a thread", source }))
+    }
+}
+
+fn refused(code: ReasonCode, text: &str) -> MigrateError {
+    MigrateError::Refused { peer: "destination", reason: Reason::new(code, text) }
+}
+
+/// What the VMM said, as the source's operator reads it.
+fn refusal(error: PrepareError) -> MigrateError {
+    let code = match &error {
+        PrepareError::Identity { .. } => ReasonCode::IdentityMismatch,
+        PrepareError::Layout { .. } => ReasonCode::LayoutMismatch,
+        PrepareError::Incompatible(_) => ReasonCode::Incompatible,
+        PrepareError::Vm(_) => ReasonCode::VmRefused,
+    };
+    refused(code, &crate::error::chain(&error))
+}

@@ -1,0 +1,109 @@
+//! The records of a journal and their form on disk.
+
+use serde::{Deserialize, Serialize};
+use vmferry_wire::GuestIdentity;
+
+/// One promise or outcome.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "record", rename_all = "kebab-case")]
+pub enum Record {
+    /// The session began: written before anything else, on both sides.
+    Open {
+        /// The guest.
+        guest: GuestIdentity,
+        /// The other host, as it was reached or as its certificate names it.
+        peer: String,
+        /// The names in the peer's certificate; empty without TLS.
+        peer_names: Vec<String>,
+        /// Seconds since 1970.
+        at: u64,
+    },
+    /// Source: the guest never runs here again, unless the destination says ABORTED.
+    Commit,
+    /// Source: the destination has the guest.
+    Given {
+        /// Whether an operator said so instead of the destination.
+        by_operator: bool,
+    },
+    /// Source: the guest runs here.
+    Kept {
+        /// Whether an operator said so.
+        by_operator: bool,
+    },
+    /// Destination: the guest is this host's from now on.
+    RunIntent,
+    /// Destination: the guest never ran here and never will.
+    Aborted {
+        /// Why, for people.
+        reason: String,
+    },
+}
+
+/// Which half of a migration a journal belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Side {
+    /// The host that the guest leaves.
+    Source,
+    /// The host that it goes to.
+    Destination,
+}
+
+impl Side {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Source => "source",
+            Self::Destination => "destination",
+        }
+    }
+}
+
+/// Why the bytes of a journal are not records.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BadLine {
+    /// Line number, from 1.
+    pub line: usize,
+    /// What is wrong with it.
+    pub reason: String,
+}
+
+impl Record {
+    /// The record as it stands on disk: one line.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let json = serde_json::to_string(self).expect("a record has only strings and numbers");
+        format!("{:08x} {json}\n", checksum(json.as_bytes())).into_bytes()
+    }
+}
+
+/// The records of a journal's bytes, and the length in bytes of the lines that hold them.
+///
+/// What follows the last line's end is a record that was torn while it was written, and so was
+/// never promised. A whole line that is damaged is another matter: it *was* promised.
+///
+/// # Errors
+/// The first line that is damaged.
+pub fn decode(bytes: &[u8]) -> Result<(Vec<Record>, usize), BadLine> {
+    let mut records = Vec::new();
+    let mut whole = 0;
+    for (index, line) in bytes.split_inclusive(|&byte| byte == b'\n').enumerate() {
+        let Some(text) = line.strip_suffix(b"\n") else { break };
+        records.push(decode_line(text).map_err(|reason| BadLine { line: index + 1, reason })?);
+        whole += line.len();
+    }
+    Ok((records, whole))
+}
+
+fn decode_line(line: &[u8]) -> Result<Record, String> {
+    let line = std::str::from_utf8(line).map_err(|_| "not text".to_owned())?;
+    let (sum, json) = line.split_once(' ').ok_or("no checksum")?;
+    let sum = u32::from_str_radix(sum, 16).map_err(|_| "no checksum".to_owned())?;
+    if sum != checksum(json.as_bytes()) {
+        return Err("the checksum differs".into());
+    }
+    serde_json::from_str(json).map_err(|error| error.to_string())
+}
+
+fn checksum(bytes: &[u8]) -> u32 {
+    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
+}

@@ -1,0 +1,171 @@
+//! The source's machine from the data channels to READY: rounds, the pause, what was promised to
+//! be equal.
+
+use std::time::Duration;
+
+use vmferry_wire::ControlMessage;
+
+use super::{Phase, Source, ms};
+use crate::convergence::{Decision, Harvest};
+use crate::error::MigrateError;
+use crate::source::io::{Action, Input, Report};
+
+impl Source {
+    pub(super) fn on_progress(&mut self, now: Duration, input: Input) {
+        match (input, self.phase) {
+            (Input::LanesJoined, Phase::Joining) => {
+                self.send_ping(now);
+                self.enter(now, Phase::Starting);
+                self.log_started = now;
+                self.last_harvest = now;
+                self.act(Action::StartLog);
+            }
+            (Input::LogStarted { populated_pages }, Phase::Starting) => {
+                self.last_harvest = now;
+                self.start_round(now, populated_pages, now.saturating_sub(self.log_started), false);
+            }
+            (Input::LaneSent { lane, end_sequence, totals }, _) => {
+                self.rounds.sent(lane, end_sequence, totals);
+                if self.phase == Phase::LastRound && self.rounds.all_sent() {
+                    self.act(Action::SumDigest);
+                }
+                self.finish_round(now);
+            }
+            (Input::Harvested { pages, took }, Phase::Harvesting) => {
+                self.on_harvested(now, pages, took);
+            }
+            (Input::Paused { took }, Phase::Pausing) => {
+                self.stats.downtime.pause_ms = ms(took);
+                self.enter(now, Phase::LastHarvest);
+                self.act(Action::HarvestLast);
+            }
+            (Input::LastHarvest { pages, took }, Phase::LastHarvest) => {
+                self.stats.downtime.harvest_ms = ms(took);
+                self.start_round(now, pages, took, true);
+                self.act(Action::Save);
+            }
+            (Input::Saved { state, took }, Phase::LastRound) => {
+                self.stats.downtime.save_ms = ms(took);
+                self.stats.state_bytes = state.len() as u64;
+                self.stats.sent_bytes += state.len() as u64;
+                self.state = Some(state);
+                self.send_final(now);
+            }
+            (Input::Digest(digest), Phase::LastRound) => {
+                self.digest = Some(digest);
+                self.send_final(now);
+            }
+            (Input::Hashed(hash), Phase::Verifying) => {
+                self.our_hash = Some(hash);
+                self.compare_hashes(now);
+            }
+            _ => {}
+        }
+    }
+
+    pub(super) fn start_round(
+        &mut self,
+        now: Duration,
+        pages: u64,
+        harvest: Duration,
+        paused: bool,
+    ) {
+        let dirtied_in = now.saturating_sub(self.last_harvest).as_secs_f64();
+        let first = self.rounds.round() == 0;
+        let rate =
+            if first || paused || dirtied_in <= 0.0 { 0.0 } else { pages as f64 / dirtied_in };
+        let round = self.rounds.start(now, pages, harvest, rate, paused);
+        self.enter(now, if paused { Phase::LastRound } else { Phase::Sending });
+        self.act(Action::Report(Report::RoundStarted { round, pages, paused }));
+        self.act(Action::SendRound { round, rearm: !paused });
+    }
+
+    pub(super) fn finish_round(&mut self, now: Duration) {
+        let Some(round) = self.rounds.finish(now) else { return };
+        let content =
+            (round.pages.saturating_sub(round.zero_pages)) * vmferry_memory::PAGE_SIZE as u64;
+        self.predictor.measured_round(content, Duration::from_secs_f64(round.ms / 1e3));
+        self.stats.sent_bytes += round.bytes;
+        self.stats.rounds.push(round.clone());
+        self.act(Action::Report(Report::RoundDone(round)));
+        if self.phase == Phase::Sending {
+            self.enter(now, Phase::Harvesting);
+            self.act(Action::Harvest);
+        }
+    }
+
+    pub(super) fn on_harvested(&mut self, now: Duration, pages: u64, took: Duration) {
+        let harvest = Harvest {
+            rounds: self.rounds.round(),
+            elapsed: now.saturating_sub(self.log_started),
+            pending_pages: pages,
+            dirtied_in: now.saturating_sub(self.last_harvest),
+        };
+        match self.predictor.decide(harvest) {
+            Decision::AnotherRound => {
+                self.start_round(now, pages, took, false);
+            }
+            Decision::SwitchOver => {
+                let predicted = ms(self.predictor.predict(pages));
+                self.stats.predicted_downtime_ms = predicted;
+                self.pause_ordered = Some(now);
+                self.enter(now, Phase::Pausing);
+                self.act(Action::Report(Report::Paused { predicted_downtime_ms: predicted }));
+                self.act(Action::Pause);
+            }
+            Decision::GiveUp(why) => self.fail(now, MigrateError::NotConverging(why)),
+        }
+        self.last_harvest = now;
+    }
+
+    pub(super) fn send_final(&mut self, now: Duration) {
+        let (Some(digest), true) = (self.digest, self.state.is_some()) else { return };
+        let Some(state) = self.state.take() else { return };
+        self.act(Action::Send(ControlMessage::Final {
+            lane_sequences: self.rounds.end_sequences(),
+            digest,
+            state,
+        }));
+        self.last_sent = now;
+        self.stats.downtime.send_ms = ms(now.saturating_sub(self.rounds.started()));
+        self.enter(now, Phase::AwaitReady);
+    }
+
+    pub(super) fn on_ready(&mut self, now: Duration, placed: u64) {
+        // READY is said after everything was placed; a lost Placed must not leave a round open.
+        self.rounds.placed_everything();
+        self.finish_round(now);
+        self.stats.downtime.ready_ms = ms(now.saturating_sub(self.last_sent));
+        let sent = self.digest.unwrap_or_default();
+        self.stats.digest_match = Some(sent == placed);
+        if sent != placed {
+            return self.fail(now, MigrateError::DigestMismatch { sent, placed });
+        }
+        self.act(Action::Report(Report::Ready));
+        if self.config.verify {
+            self.verify_since = now;
+            self.enter(now, Phase::Verifying);
+            self.act(Action::Send(ControlMessage::Verify {}));
+            self.act(Action::Hash);
+        } else {
+            self.commit(now);
+        }
+    }
+
+    pub(super) fn compare_hashes(&mut self, now: Duration) {
+        let (Some(ours), Some(theirs)) = (self.our_hash, self.their_hash) else { return };
+        self.stats.verify_ms = ms(now.saturating_sub(self.verify_since));
+        self.stats.verify_match = Some(ours == theirs);
+        if ours != theirs {
+            let error = MigrateError::VerifyMismatch {
+                source_pages: ours.pages,
+                source_hash: ours.hash,
+                destination_pages: theirs.pages,
+                destination_hash: theirs.hash,
+                log: self.log_name,
+            };
+            return self.fail(now, error);
+        }
+        self.commit(now);
+    }
+}
