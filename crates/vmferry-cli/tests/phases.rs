@@ -3,6 +3,7 @@
 mod support;
 
 use serde_json::Value;
+use support::proxy::Proxy;
 use support::{Host, Running, World, run_ok};
 
 /// A moment in a migration, by the source's events. The rounds are slow enough to be met.
@@ -34,16 +35,17 @@ impl Scene {
         self.b.receive(&["--listen", "127.0.0.1:0", "--tls", &self.world.tls(), "--once"])
     }
 
-    /// A migration whose rounds take half a second each, the paused one too.
+    /// A migration over TLS.
     fn send(&self, address: &str) -> Running {
         let tls = self.world.tls();
-        self.a.start(&[
-            "send",
-            "web",
-            "--to",
-            address,
-            "--tls",
-            &tls,
+        self.send_over(address, &["--tls", &tls])
+    }
+
+    /// A migration whose rounds take half a second each, the paused one too.
+    fn send_over(&self, address: &str, link: &[&str]) -> Running {
+        let mut arguments = vec!["send", "web", "--to", address];
+        arguments.extend(link);
+        arguments.extend([
             "--max-bandwidth",
             "4M",
             "--max-rounds",
@@ -53,7 +55,8 @@ impl Scene {
             "--downtime-limit",
             "50ms",
             "--verify",
-        ])
+        ]);
+        self.a.start(&arguments)
     }
 }
 
@@ -67,6 +70,25 @@ fn the_destination_dies_in_each_phase() {
         destination.kill();
         let sent = send.finish();
         assert_eq!(sent.code, Some(12), "{name}: {sent:?}");
+        scene.a.check_guest("web");
+    }
+    arrives(&scene);
+}
+
+#[test]
+fn the_link_is_cut_in_each_phase() {
+    let scene = Scene::new();
+    for (name, moment) in BEFORE_COMMIT {
+        let (destination, address) =
+            scene.b.receive(&["--listen", "tcp:127.0.0.1:0", "--plain", "--once"]);
+        let proxy = Proxy::before(&address);
+        let mut send = scene.send_over(&proxy.address, &["--plain"]);
+        send.event_where(moment);
+        proxy.cut();
+        let sent = send.finish();
+        assert_eq!(sent.code, Some(12), "{name}: {sent:?}");
+        let received = destination.finish();
+        assert_eq!(received.code, Some(12), "{name}: {received:?}");
         scene.a.check_guest("web");
     }
     arrives(&scene);

@@ -1,5 +1,5 @@
-//! A network between source and destination that fails at the worst moment: when COMMIT is on its
-//! way.
+//! A network between source and destination that fails when it is told to, or at the worst moment:
+//! when COMMIT is on its way.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -44,9 +44,14 @@ impl Proxy {
         format!("tcp:{}", self.shared.target)
     }
 
-    /// Whether COMMIT came by and was swallowed with the link.
+    /// Whether the link was cut, as it is when COMMIT comes by.
     pub fn is_cut(&self) -> bool {
         self.shared.cut.load(Ordering::Acquire)
+    }
+
+    /// Cuts every connection, and lets no new one through.
+    pub fn cut(&self) {
+        self.shared.cut_all();
     }
 
     /// Lets new connections through again.
