@@ -131,10 +131,10 @@ impl DestinationState {
     }
 }
 
-/// The state of a session after a restart, from what its journal holds: `None` when the journal
+/// The state of a session after a restart of the destination, from what its journal holds: `None` when the journal
 /// does not know it. `AbortWriting` means that ABORTED must be written before it is said.
 #[must_use]
-pub fn recover(opened: bool, intent: bool, aborted: bool) -> Option<DestinationState> {
+pub fn recover_destination(opened: bool, intent: bool, aborted: bool) -> Option<DestinationState> {
     match (opened, intent, aborted) {
         (_, true, false) => Some(DestinationState::Owns),
         (_, false, true) => Some(DestinationState::Aborted),
@@ -222,10 +222,10 @@ mod tests {
 
     #[test]
     fn a_restart_reads_the_journal() {
-        assert_eq!(recover(true, true, false), Some(DestinationState::Owns));
-        assert_eq!(recover(true, false, true), Some(DestinationState::Aborted));
-        assert_eq!(recover(true, false, false), Some(DestinationState::AbortWriting));
-        assert_eq!(recover(false, false, false), None);
-        assert_eq!(recover(true, true, true), Some(DestinationState::Stuck));
+        assert_eq!(recover_destination(true, true, false), Some(DestinationState::Owns));
+        assert_eq!(recover_destination(true, false, true), Some(DestinationState::Aborted));
+        assert_eq!(recover_destination(true, false, false), Some(DestinationState::AbortWriting));
+        assert_eq!(recover_destination(false, false, false), None);
+        assert_eq!(recover_destination(true, true, true), Some(DestinationState::Stuck));
     }
 }

@@ -30,10 +30,11 @@
 //! 3. The destination runs the guest only in `Owns`, which it enters only when RUN-INTENT is on
 //!    disk.
 //! 4. A destination's journal never holds both RUN-INTENT and ABORTED.
-//! 5. A session that a destination does not know is not aborted: the word is `Unknown`.
+//! 5. A source that was restarted asks, and never sends COMMIT.
+//! 6. A session that a destination does not know is not aborted: the word is `Unknown`.
 
 mod destination;
 mod source;
 
-pub use destination::{DestinationEffect, DestinationEvent, DestinationState, recover};
-pub use source::{OperatorWord, SourceEffect, SourceEvent, SourceState};
+pub use destination::{DestinationEffect, DestinationEvent, DestinationState, recover_destination};
+pub use source::{OperatorWord, SourceEffect, SourceEvent, SourceState, recover_source};

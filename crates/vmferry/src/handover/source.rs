@@ -16,7 +16,12 @@ pub enum SourceState {
     /// COMMIT is journalled and sent. The guest may not run here any more.
     Committed,
     /// COMMIT is journalled and the destination can't be reached: the guest stays paused.
-    InDoubt,
+    InDoubt {
+        /// Whether this process has read of COMMIT in the journal, and did not write it. The one
+        /// that did may have failed to and let the guest run on, so that what the destination has
+        /// would be a guest of the past: a recovered source asks, and never sends COMMIT.
+        recovered: bool,
+    },
     /// The destination owns the guest.
     Given,
     /// The source owns the guest, and it runs here.
@@ -85,7 +90,7 @@ impl SourceState {
     /// Whether COMMIT may be in the journal, so that nothing on this host may resume the guest.
     #[must_use]
     pub fn is_committed(self) -> bool {
-        matches!(self, Self::Committed | Self::InDoubt)
+        matches!(self, Self::Committed | Self::InDoubt { .. })
     }
 
     /// Whether the hand-over is over on this side.
@@ -112,24 +117,35 @@ impl SourceState {
             (S::Committing { .. }, On::LinkLost | On::Failed) => (S::Committing { cut: true }, &[]),
             (S::Committing { cut: false }, On::CommitWritten) => (S::Committed, &[Do::SendCommit]),
             // COMMIT is on disk though never sent. Rule 5 knows no exception: ask first.
-            (S::Committing { cut: true }, On::CommitWritten) => (S::InDoubt, &[Do::Ask]),
-            // Never sent, so the destination can't run: this process may go on. Whoever reads the
-            // journal later and does find the record is the more careful one, which is safe.
+            (S::Committing { cut: true }, On::CommitWritten) => {
+                (S::InDoubt { recovered: false }, &[Do::Ask])
+            }
+            // Never sent, so the destination can't run: this process may go on. The record may be
+            // on disk all the same, and whoever reads it later asks, and sends no COMMIT either.
             (S::Committing { .. }, On::CommitFailed) => (S::Kept, &[Do::Resume, Do::SendAbort]),
 
-            (S::Committed | S::InDoubt, On::Running | On::Word(SessionWord::Owns)) => {
+            (S::Committed | S::InDoubt { .. }, On::Running | On::Word(SessionWord::Owns)) => {
                 (S::Given, &[Do::WriteGiven, Do::Release])
             }
-            (S::Committed | S::InDoubt, On::Word(SessionWord::Aborted)) => {
+            (S::Committed | S::InDoubt { .. }, On::Word(SessionWord::Aborted)) => {
                 (S::Kept, &[Do::WriteKept, Do::Resume])
             }
-            (S::Committed, On::LinkLost | On::Failed) => (S::InDoubt, &[Do::Ask]),
-            (S::InDoubt, On::Word(SessionWord::Pending)) => (S::InDoubt, &[Do::SendCommit]),
-            (S::InDoubt, On::Word(SessionWord::Unknown) | On::LinkLost) => (S::InDoubt, &[Do::Ask]),
-            (S::InDoubt, On::Operator(OperatorWord::DestinationOwns)) => {
+            (S::Committed, On::LinkLost | On::Failed) => {
+                (S::InDoubt { recovered: false }, &[Do::Ask])
+            }
+            (S::InDoubt { recovered: false }, On::Word(SessionWord::Pending)) => {
+                (self, &[Do::SendCommit])
+            }
+            (S::InDoubt { recovered: true }, On::Word(SessionWord::Pending)) => {
+                (self, &[Do::SendAbort])
+            }
+            (S::InDoubt { .. }, On::Word(SessionWord::Unknown) | On::LinkLost) => {
+                (self, &[Do::Ask])
+            }
+            (S::InDoubt { .. }, On::Operator(OperatorWord::DestinationOwns)) => {
                 (S::Given, &[Do::WriteGiven, Do::Release])
             }
-            (S::InDoubt, On::Operator(OperatorWord::SourceResumes)) => {
+            (S::InDoubt { .. }, On::Operator(OperatorWord::SourceResumes)) => {
                 (S::Kept, &[Do::WriteKept, Do::Resume])
             }
 
@@ -138,16 +154,35 @@ impl SourceState {
     }
 }
 
+/// Where a session stands after the source's process has died, from what its journal holds, and
+/// what whoever has the guest now must do.
+#[must_use]
+pub fn recover_source(
+    committed: bool,
+    kept: bool,
+    given: bool,
+) -> (SourceState, &'static [SourceEffect]) {
+    match (committed, kept, given) {
+        (_, false, true) => (SourceState::Given, &[SourceEffect::Release]),
+        (_, true, false) | (false, false, false) => (SourceState::Kept, &[SourceEffect::Resume]),
+        // Both outcomes were written by no version of this code: the destination knows.
+        (true, false, false) | (_, true, true) => {
+            (SourceState::InDoubt { recovered: true }, &[SourceEffect::Ask])
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const STATES: [SourceState; 7] = [
+    const STATES: [SourceState; 8] = [
         SourceState::Holding,
         SourceState::Committing { cut: false },
         SourceState::Committing { cut: true },
         SourceState::Committed,
-        SourceState::InDoubt,
+        SourceState::InDoubt { recovered: false },
+        SourceState::InDoubt { recovered: true },
         SourceState::Given,
         SourceState::Kept,
     ];
@@ -209,7 +244,28 @@ mod tests {
 
     #[test]
     fn unknown_is_not_aborted() {
-        let (next, effects) = SourceState::InDoubt.step(SourceEvent::Word(SessionWord::Unknown));
-        assert_eq!((next, effects), (SourceState::InDoubt, &[SourceEffect::Ask][..]));
+        for recovered in [false, true] {
+            let doubt = SourceState::InDoubt { recovered };
+            let found = doubt.step(SourceEvent::Word(SessionWord::Unknown));
+            assert_eq!(found, (doubt, &[SourceEffect::Ask][..]));
+        }
+    }
+
+    #[test]
+    fn a_recovered_source_never_sends_commit() {
+        for event in EVENTS {
+            let (next, effects) = SourceState::InDoubt { recovered: true }.step(event);
+            assert!(!effects.contains(&SourceEffect::SendCommit), "{event:?}");
+            assert_ne!(next, SourceState::InDoubt { recovered: false }, "{event:?}");
+        }
+    }
+
+    #[test]
+    fn a_restart_reads_the_journal() {
+        let state = |committed, kept, given| recover_source(committed, kept, given).0;
+        assert_eq!(state(false, false, false), SourceState::Kept);
+        assert_eq!(state(true, false, false), SourceState::InDoubt { recovered: true });
+        assert_eq!(state(true, true, false), SourceState::Kept);
+        assert_eq!(state(true, false, true), SourceState::Given);
     }
 }

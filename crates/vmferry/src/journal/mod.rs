@@ -17,7 +17,7 @@ use vmferry_wire::{SessionId, SessionWord};
 pub use self::file::FileJournal;
 use self::file::{parse_name, path_of};
 pub use self::record::{BadLine, Record, Side, decode};
-use crate::handover::{self, DestinationState};
+use crate::handover::{self, DestinationState, SourceEffect, SourceState};
 
 /// Where records go. The engine uses [`FileJournal`]; simulations bring a disk of their own.
 pub trait Journal: Send {
@@ -99,14 +99,16 @@ pub enum Verdict {
 
 impl SessionSummary {
     fn new(session: SessionId, side: Side, records: Vec<Record>) -> Self {
-        let has = |wanted: fn(&Record) -> bool| records.iter().any(wanted);
         let verdict = match side {
-            Side::Source if has(|r| matches!(r, Record::Given { .. })) => Verdict::There,
-            Side::Source if has(|r| matches!(r, Record::Kept { .. })) => Verdict::Here,
-            Side::Source if has(|r| matches!(r, Record::Commit)) => Verdict::InDoubt,
-            Side::Source => Verdict::Here,
-            Side::Destination if has(|r| matches!(r, Record::RunIntent)) => Verdict::Here,
-            Side::Destination => Verdict::There,
+            Side::Source => match recover_source(&records).0 {
+                SourceState::Given => Verdict::There,
+                SourceState::InDoubt { .. } => Verdict::InDoubt,
+                _ => Verdict::Here,
+            },
+            Side::Destination => match recover_destination(&records) {
+                Some(DestinationState::Owns) => Verdict::Here,
+                _ => Verdict::There,
+            },
         };
         Self { session, side, records, verdict }
     }
@@ -152,12 +154,24 @@ pub fn read(directory: &Path, session: SessionId, side: Side) -> Result<Vec<Reco
 /// Where a session stands at a destination that has only its journal, after a restart: `None` if
 /// the journal does not know it.
 #[must_use]
-pub fn recover(records: &[Record]) -> Option<DestinationState> {
+pub fn recover_destination(records: &[Record]) -> Option<DestinationState> {
     let has = |wanted: fn(&Record) -> bool| records.iter().any(wanted);
-    handover::recover(
+    handover::recover_destination(
         has(|r| matches!(r, Record::Open { .. })),
         has(|r| matches!(r, Record::RunIntent)),
         has(|r| matches!(r, Record::Aborted { .. })),
+    )
+}
+
+/// Where a session stands at a source that has only its journal, after the process that led it has
+/// died, and what whoever has the guest now must do.
+#[must_use]
+pub fn recover_source(records: &[Record]) -> (SourceState, &'static [SourceEffect]) {
+    let has = |wanted: fn(&Record) -> bool| records.iter().any(wanted);
+    handover::recover_source(
+        has(|r| matches!(r, Record::Commit)),
+        has(|r| matches!(r, Record::Kept { .. })),
+        has(|r| matches!(r, Record::Given { .. })),
     )
 }
 
@@ -169,7 +183,7 @@ pub fn recover(records: &[Record]) -> Option<DestinationState> {
 /// # Errors
 /// If the journal can't be read, or ABORTED can't be written. No word may be given then.
 pub fn recovered_word(directory: &Path, session: SessionId) -> Result<SessionWord, JournalError> {
-    match recover(&read(directory, session, Side::Destination)?) {
+    match recover_destination(&read(directory, session, Side::Destination)?) {
         None => Ok(SessionWord::Unknown),
         Some(DestinationState::AbortWriting) => close_session(directory, session),
         Some(state) => Ok(state.word()),
@@ -182,7 +196,7 @@ fn close_session(directory: &Path, session: SessionId) -> Result<SessionWord, Jo
         other => other?,
     };
     // Whoever held the lock may have written its word since the first look.
-    match recover(&records) {
+    match recover_destination(&records) {
         Some(DestinationState::AbortWriting) => {
             journal.append(&Record::Aborted { reason: "the destination was restarted".into() })?;
             Ok(SessionWord::Aborted)

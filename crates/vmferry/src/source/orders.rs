@@ -94,7 +94,7 @@ impl Orders {
     pub(super) fn publish(&self, phase: &'static str, state: SourceState) {
         let mut progress = self.0.progress.lock().unwrap_or_else(PoisonError::into_inner);
         progress.phase = phase;
-        progress.in_doubt = state == SourceState::InDoubt;
+        progress.in_doubt = matches!(state, SourceState::InDoubt { .. });
     }
 
     pub(super) fn publish_round(&self, round: u32, pages: u64) {

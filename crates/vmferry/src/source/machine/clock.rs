@@ -19,7 +19,7 @@ const PINGS_AT_START: u64 = 4;
 impl Source {
     /// Whether a peer is expected to be heard on the control channel.
     pub(super) fn listens(&self) -> bool {
-        !matches!(self.handover, SourceState::InDoubt) && self.phase != Phase::Done
+        !matches!(self.handover, SourceState::InDoubt { .. }) && self.phase != Phase::Done
     }
 
     /// The bound of the present wait, what is awaited, and its length.

@@ -72,7 +72,7 @@ impl Source {
         let before = self.handover;
         let (next, effects) = before.step(event);
         self.handover = next;
-        if next == SourceState::InDoubt {
+        if matches!(next, SourceState::InDoubt { .. }) {
             self.phase = Phase::Asking;
         }
         for effect in effects {
@@ -90,7 +90,7 @@ impl Source {
                     self.act(Action::Send(ControlMessage::Abort { reason }));
                 }
                 SourceEffect::Ask => {
-                    let first = before != SourceState::InDoubt;
+                    let first = !matches!(before, SourceState::InDoubt { .. });
                     let delay = if first { Duration::ZERO } else { self.timeouts().ask };
                     self.waiting_since = now + delay;
                     self.act(Action::Ask { delay });
