@@ -4,7 +4,7 @@ PROFILE ?= release
 VMFERRY := target/$(if $(filter release,$(PROFILE)),release,debug)/vmferry
 PROFILE_FLAG := $(if $(filter release,$(PROFILE)),--release,)
 
-.PHONY: help setup build demo test test-all lint bench clean
+.PHONY: help setup build demo test test-all lint model bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -28,6 +28,9 @@ lint: setup ## Formatting, clippy and documentation, without a warning
 	@. scripts/environment && $(CARGO) fmt --all --check
 	@. scripts/environment && $(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 	@. scripts/environment && RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace --no-deps
+
+model: setup ## Check the hand-over in every state that it can be in, and with each rule broken
+	@. scripts/environment && $(CARGO) run --locked --release --quiet --package vmferry-model -- $(MODEL_FLAGS)
 
 bench: setup ## Run the benchmarks (NAME=engine)
 	@. scripts/environment && $(CARGO) run --locked --release --package vmferry-bench -- $(or $(NAME),engine) $(BENCH_FLAGS)
