@@ -1,22 +1,19 @@
 //! The lanes of the destination: a thread that receives and one that places, for each.
 //!
-//! Two threads, so that the next frame is read (and decrypted) while one is being placed. Frames
-//! are placed in the order of their numbers, which must be without gaps: a page always has the
-//! lane that its number gives it, so no version of it can overtake another.
+//! Two threads, so that the next frame is read (and decrypted) while one is being placed.
 
-use std::io::Read;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 
 use crossbeam_channel::{Receiver, Sender};
-use vmferry_codec::{CodecError, Decoder, Frame, PageHashes, ReadError};
+use vmferry_codec::{Frame, PageHashes};
 use vmferry_memory::GuestMemory;
 use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter};
-use vmferry_wire::{ControlMessage, FrameHeader, FrameKind, Run};
+use vmferry_wire::ControlMessage;
 
 use super::io::Input;
-use crate::config::{LANE_STRIPE_PAGES, lane_of};
+use super::place::{FrameReader, Placed, PlacedCounters, Placer};
 use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
 use crate::link::{ControlWriter, lost};
@@ -24,10 +21,6 @@ use crate::link::{ControlWriter, lost};
 /// Frames on their way from the receiving to the placing thread. Four of 256 KiB keep both busy
 /// and stay in the cache.
 const QUEUE_FRAMES: usize = 4;
-
-/// Frames between two acknowledgements: 1 MiB, so that the source's window of 64 MiB turns over
-/// smoothly and the control channel carries few of them.
-const ACKNOWLEDGE_FRAMES: u64 = 4;
 
 /// What all lanes of a session share.
 #[derive(Clone)]
@@ -46,19 +39,6 @@ pub struct LaneContext {
     pub placed: Arc<PlacedCounters>,
     /// Number of lanes.
     pub lanes: u8,
-}
-
-/// What all lanes have placed so far.
-#[derive(Debug, Default)]
-pub struct PlacedCounters {
-    /// Frames.
-    pub frames: AtomicU64,
-    /// Pages with content.
-    pub content_pages: AtomicU64,
-    /// Pages of zeros.
-    pub zero_pages: AtomicU64,
-    /// Bytes read.
-    pub bytes: AtomicU64,
 }
 
 /// A lane at work.
@@ -87,12 +67,24 @@ impl Lane {
             // The queue is as long as the number of frames.
             let _ = empty.send(Frame::new());
         }
-        let receiving = ReceivingThread { lane, context: context.clone(), reader, offset: 0 };
+        let receiving = ReceivingThread {
+            frames: FrameReader::new(lane, reader),
+            results: context.results.clone(),
+            cpu: context.cpu.clone(),
+            placed: Arc::clone(&context.placed),
+        };
         let placing = PlacingThread {
             lane,
-            context: context.clone(),
-            decoder: Decoder::new(),
-            unacknowledged: 0,
+            placer: Placer::new(
+                lane,
+                context.lanes,
+                context.memory.clone(),
+                Arc::clone(&context.hashes),
+                Arc::clone(&context.placed),
+            ),
+            control: Arc::clone(&context.control),
+            results: context.results.clone(),
+            cpu: context.cpu.clone(),
         };
         let mut threads = Vec::with_capacity(2);
         let named = |role: &str| std::thread::Builder::new().name(format!("lane{lane}-{role}"));
@@ -111,159 +103,75 @@ impl Lane {
     }
 }
 
-/// A frame and where on the channel it ended.
+/// A frame and where on the channel it began.
 type Received = (Frame, u64);
 
 struct ReceivingThread {
-    lane: u8,
-    context: LaneContext,
-    reader: ChannelReader,
-    offset: u64,
+    frames: FrameReader<ChannelReader>,
+    results: Sender<Input>,
+    cpu: CpuMeter,
+    placed: Arc<PlacedCounters>,
 }
 
 impl ReceivingThread {
     fn run(mut self, empty: &Receiver<Frame>, full: &Sender<Received>) {
-        let cpu = self.context.cpu.clone();
+        let cpu = self.cpu.clone();
         let _cpu = cpu.count_this_thread();
-        let mut sequence = 0;
         for mut frame in empty {
-            match self.receive(&mut frame, sequence + 1) {
-                Ok(header) => sequence = header.sequence,
-                Err(error) => {
-                    let input = match error {
-                        error @ MigrateError::LinkLost { .. } => Input::LaneLost(error),
-                        error => Input::Failed(error),
-                    };
-                    let _ = self.context.results.send(input);
-                    return;
-                }
+            let before = self.frames.offset();
+            let received = self.frames.receive(&mut frame);
+            self.placed.bytes.fetch_add(self.frames.offset() - before, Ordering::Relaxed);
+            if let Err(error) = received {
+                let input = match error {
+                    error @ MigrateError::LinkLost { .. } => Input::LaneLost(error),
+                    error => Input::Failed(error),
+                };
+                let _ = self.results.send(input);
+                return;
             }
-            if full.send((frame, self.offset)).is_err() {
+            if full.send((frame, before)).is_err() {
                 return;
             }
         }
-    }
-
-    fn receive(&mut self, frame: &mut Frame, expected: u64) -> Result<FrameHeader, MigrateError> {
-        let channel = || format!("lane {}", self.lane);
-        let offset = self.offset;
-        let protocol =
-            |reason: String| MigrateError::Protocol { channel: channel(), offset, reason };
-        let mut counted = Counted { reader: &mut self.reader, bytes: 0 };
-        let read = frame.read_from(&mut counted);
-        let bytes = counted.bytes;
-        self.offset += bytes;
-        self.context.placed.bytes.fetch_add(bytes, Ordering::Relaxed);
-        let header = match read {
-            Ok(Some(header)) => header,
-            Ok(None) => {
-                let end = std::io::ErrorKind::UnexpectedEof.into();
-                return Err(lost(&channel(), "receiving pages", &end));
-            }
-            Err(ReadError::Io(error)) => return Err(lost(&channel(), "receiving pages", &error)),
-            Err(ReadError::Wire(error)) => return Err(protocol(error.to_string())),
-        };
-        if header.sequence != expected {
-            return Err(protocol(format!(
-                "frame {} came where {expected} was due",
-                header.sequence
-            )));
-        }
-        Ok(header)
-    }
-}
-
-struct Counted<'a> {
-    reader: &'a mut ChannelReader,
-    bytes: u64,
-}
-
-impl Read for Counted<'_> {
-    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
-        let read = self.reader.read(into)?;
-        self.bytes += read as u64;
-        Ok(read)
     }
 }
 
 struct PlacingThread {
     lane: u8,
-    context: LaneContext,
-    decoder: Decoder,
-    unacknowledged: u64,
+    placer: Placer,
+    control: Arc<ControlWriter<ChannelWriter>>,
+    results: Sender<Input>,
+    cpu: CpuMeter,
 }
 
 impl PlacingThread {
     fn run(mut self, full: &Receiver<Received>, empty: &Sender<Frame>) {
-        let cpu = self.context.cpu.clone();
+        let cpu = self.cpu.clone();
         let _cpu = cpu.count_this_thread();
         for (frame, offset) in full {
-            if let Err(input) = self.place(&frame, offset) {
-                let _ = self.context.results.send(*input);
-                return;
+            let input = match self.placer.place(&frame, offset) {
+                Ok(placed) => self.tell(placed),
+                Err(error) => Some(Input::Failed(error)),
+            };
+            if let Some(input) = input {
+                let last = !matches!(input, Input::LaneEnded { .. });
+                let _ = self.results.send(input);
+                if last {
+                    return;
+                }
             }
             // The receiving thread may have ended; then no frame is needed any more.
             let _ = empty.send(frame);
         }
     }
 
-    fn place(&mut self, frame: &Frame, offset: u64) -> Result<(), Box<Input>> {
-        let Some(header) = frame.header() else { return Ok(()) };
-        let failed = |reason: String| {
-            let channel = format!("lane {}", self.lane);
-            Box::new(Input::Failed(MigrateError::Protocol { channel, offset, reason }))
-        };
-        let context = &self.context;
-        let counts = self
-            .decoder
-            .place(frame, &context.memory, &context.hashes, |run| {
-                run_belongs(run, self.lane, context.lanes)
-            })
-            .map_err(|error| match error {
-                CodecError::Memory(error) => Box::new(Input::Failed(error.into())),
-                error => failed(error.to_string()),
-            })?;
-        let placed = &context.placed;
-        placed.frames.fetch_add(1, Ordering::Relaxed);
-        placed.content_pages.fetch_add(counts.content_pages, Ordering::Relaxed);
-        placed.zero_pages.fetch_add(counts.zero_pages, Ordering::Relaxed);
-        let end = header.kind == FrameKind::EndOfRound;
-        self.unacknowledged += 1;
-        if end || self.unacknowledged == ACKNOWLEDGE_FRAMES {
-            self.unacknowledged = 0;
-            let message = ControlMessage::Placed { lane: self.lane, sequence: header.sequence };
-            context.control.send(&message).map_err(|error| {
-                Box::new(Input::LaneLost(lost("control", "acknowledging pages", &error)))
-            })?;
+    fn tell(&mut self, placed: Placed) -> Option<Input> {
+        let lane = self.lane;
+        if let Some(sequence) = placed.acknowledge
+            && let Err(error) = self.control.send(&ControlMessage::Placed { lane, sequence })
+        {
+            return Some(Input::LaneLost(lost("control", "acknowledging pages", &error)));
         }
-        if end {
-            let sequence = header.sequence;
-            let _ = context.results.send(Input::LaneEnded { lane: self.lane, sequence });
-        }
-        Ok(())
-    }
-}
-
-/// Whether all pages of a run travel on this lane.
-fn run_belongs(run: &Run, lane: u8, lanes: u8) -> bool {
-    let last = run.first + u64::from(run.pages.max(1)) - 1;
-    let one_stripe = run.first / LANE_STRIPE_PAGES == last / LANE_STRIPE_PAGES;
-    lanes == 1 || (one_stripe && lane_of(run.first, lanes) == lane)
-}
-
-#[cfg(test)]
-mod tests {
-    use vmferry_wire::Encoding;
-
-    use super::*;
-
-    #[test]
-    fn a_run_belongs_to_one_lane_whole() {
-        let run = |first, pages| Run { first, pages, encoding: Encoding::Raw };
-        assert!(run_belongs(&run(0, 512), 0, 2));
-        assert!(!run_belongs(&run(0, 513), 0, 2));
-        assert!(run_belongs(&run(0, 5000), 0, 1));
-        assert!(!run_belongs(&run(512, 1), 0, 2));
-        assert!(run_belongs(&run(512, 1), 1, 2));
+        placed.ended.map(|sequence| Input::LaneEnded { lane, sequence })
     }
 }

@@ -6,6 +6,7 @@
 
 pub mod io;
 pub mod machine;
+pub mod place;
 
 mod arrivals;
 mod lanes;

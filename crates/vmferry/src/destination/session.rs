@@ -17,8 +17,9 @@ use vmferry_wire::{GuestIdentity, HelloStatus, SessionId, Token};
 
 use super::arrivals::{Arrival, Connection, reply};
 use super::io::{Action, Ending, Input, LinkId};
-use super::lanes::{Lane, PlacedCounters};
+use super::lanes::Lane;
 use super::machine::Destination;
+use super::place::PlacedCounters;
 use super::receive::Notice;
 use crate::config::DestinationConfig;
 use crate::cpu::CpuMeter;

@@ -1,5 +1,6 @@
 //! The host that the guest leaves.
 
+pub mod encode;
 pub mod io;
 pub mod machine;
 pub mod rounds;

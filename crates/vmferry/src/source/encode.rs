@@ -1,0 +1,212 @@
+//! What one lane of the source does with a round: finds its pages, reads each once, and makes frames.
+//!
+//! A lane owns the pages whose number maps to it ([`crate::config::lane_of`]) for the whole
+//! migration, so no two versions of a page can overtake each other. Within the lane the frames are
+//! numbered without gaps.
+
+use std::sync::Arc;
+
+use vmferry_codec::{EncodedFrame, Encoder, PageHashes};
+use vmferry_dirty::DirtyLog;
+use vmferry_memory::{GuestMemory, PAGE_SIZE, PageBitmap, PageRun, PageSet, SlotId};
+
+use super::rounds::LaneTotals;
+use crate::config::{FRAME_PAGES, LANE_STRIPE_PAGES};
+use crate::error::MigrateError;
+
+/// Where a lane's frames come from and go to.
+pub trait FrameSink {
+    /// An empty frame; `None` when the lane is to end.
+    fn acquire(&mut self) -> Option<EncodedFrame>;
+
+    /// Takes a frame to the channel. `end` is what the round was, with its last frame. `false` when
+    /// the lane is to end.
+    fn send(&mut self, sequence: u64, frame: EncodedFrame, end: Option<LaneTotals>) -> bool;
+}
+
+/// A round's work.
+pub struct Job {
+    /// The round's number, from 1.
+    pub round: u32,
+    /// Whether the guest runs, so that each page is protected again before it is read.
+    pub rearm: bool,
+    /// All pages of the round; the lane takes its own.
+    pub pages: Arc<PageSet>,
+}
+
+/// Why a lane has not sent its round.
+#[derive(Debug)]
+pub enum LaneFailure {
+    /// The sink wanted no more: whoever ended it has reported why.
+    Stopped,
+    /// The memory or the log failed.
+    Error(MigrateError),
+}
+
+impl<E: Into<MigrateError>> From<E> for LaneFailure {
+    fn from(error: E) -> Self {
+        Self::Error(error.into())
+    }
+}
+
+/// One lane's share of the guest's memory, as frames.
+pub struct LaneEncoder {
+    lane: u8,
+    lanes: u8,
+    memory: GuestMemory,
+    log: Arc<dyn DirtyLog>,
+    hashes: Arc<PageHashes>,
+    encoder: Encoder,
+    rearm_words: Vec<u64>,
+    sequence: u64,
+    totals: LaneTotals,
+}
+
+impl LaneEncoder {
+    /// Lane `lane` of `lanes`. `hashes` are those of the pages as last sent, over all lanes.
+    #[must_use]
+    pub fn new(
+        lane: u8,
+        lanes: u8,
+        memory: GuestMemory,
+        log: Arc<dyn DirtyLog>,
+        hashes: Arc<PageHashes>,
+    ) -> Self {
+        Self {
+            lane,
+            lanes,
+            memory,
+            log,
+            hashes,
+            encoder: Encoder::new(),
+            rearm_words: Vec::new(),
+            sequence: 0,
+            totals: LaneTotals::default(),
+        }
+    }
+
+    /// Sends the lane's share of a round, and the frame that ends it.
+    ///
+    /// # Errors
+    /// [`LaneFailure::Stopped`] if the sink ends, and what the memory or the log says.
+    pub fn send_round(&mut self, job: Job, sink: &mut impl FrameSink) -> Result<(), LaneFailure> {
+        let Job { round, rearm, pages } = job;
+        self.totals = LaneTotals::default();
+        for (slot, bitmap) in pages.iter() {
+            self.send_slot(round, rearm, slot, bitmap, sink)?;
+        }
+        // The conductor reuses the set once every lane has reported.
+        drop(pages);
+        let mut frame = sink.acquire().ok_or(LaneFailure::Stopped)?;
+        self.sequence += 1;
+        self.encoder.end_of_round(&mut frame, round, self.sequence);
+        self.totals.bytes += frame.wire_bytes() as u64;
+        let sent = sink.send(self.sequence, frame, Some(self.totals));
+        sent.then_some(()).ok_or(LaneFailure::Stopped)
+    }
+
+    /// Visits this lane's stripes only: stripe `s` holds pages `s * 512 ..`, eight words.
+    fn send_slot(
+        &mut self,
+        round: u32,
+        rearm: bool,
+        slot: SlotId,
+        bitmap: &PageBitmap,
+        sink: &mut impl FrameSink,
+    ) -> Result<(), LaneFailure> {
+        const STRIPE_WORDS: usize = (LANE_STRIPE_PAGES / 64) as usize;
+        let mut batch = [0_u64; FRAME_PAGES];
+        let mut filled = 0;
+        let stripes = bitmap.words().chunks(STRIPE_WORDS).enumerate();
+        let ours = stripes.skip(usize::from(self.lane)).step_by(usize::from(self.lanes));
+        for (stripe, words) in ours {
+            for (index, &word) in words.iter().enumerate() {
+                let mut word = word;
+                let first = ((stripe * STRIPE_WORDS + index) * 64) as u64;
+                while word != 0 {
+                    let page = first + u64::from(word.trailing_zeros());
+                    word &= word - 1;
+                    if filled == FRAME_PAGES || (filled > 0 && page - batch[0] >= REARM_SPAN_PAGES)
+                    {
+                        self.send_batch(round, rearm, slot, &batch[..filled], sink)?;
+                        filled = 0;
+                    }
+                    batch[filled] = page;
+                    filled += 1;
+                }
+            }
+        }
+        if filled > 0 {
+            self.send_batch(round, rearm, slot, &batch[..filled], sink)?;
+        }
+        Ok(())
+    }
+
+    fn send_batch(
+        &mut self,
+        round: u32,
+        rearm: bool,
+        slot: SlotId,
+        pages: &[u64],
+        sink: &mut impl FrameSink,
+    ) -> Result<(), LaneFailure> {
+        let mut frame = sink.acquire().ok_or(LaneFailure::Stopped)?;
+        if rearm {
+            self.rearm(slot, pages)?;
+        }
+        // The one look at live memory: everything after works on the copy.
+        let copy = frame.pages_mut(pages.len());
+        let mut at = 0;
+        for run in runs(slot, pages) {
+            let bytes = run.pages as usize * PAGE_SIZE;
+            self.memory.copy_out(run, &mut copy[at..at + bytes])?;
+            at += bytes;
+        }
+        self.sequence += 1;
+        let counts =
+            self.encoder.encode(&mut frame, round, self.sequence, slot, pages, &self.hashes);
+        self.totals.content_pages += counts.content_pages;
+        self.totals.zero_pages += counts.zero_pages;
+        self.totals.bytes += frame.wire_bytes() as u64;
+        let sent = sink.send(self.sequence, frame, None);
+        sent.then_some(()).ok_or(LaneFailure::Stopped)
+    }
+
+    fn rearm(&mut self, slot: SlotId, pages: &[u64]) -> Result<(), LaneFailure> {
+        let first_word = pages[0] / 64;
+        let words = (pages[pages.len() - 1] / 64 - first_word + 1) as usize;
+        self.rearm_words.clear();
+        self.rearm_words.resize(words, 0);
+        for page in pages {
+            self.rearm_words[(page / 64 - first_word) as usize] |= 1 << (page % 64);
+        }
+        self.log.rearm(slot, first_word as usize, &self.rearm_words)?;
+        Ok(())
+    }
+}
+
+/// Pages in one frame lie at most so far apart, so that one call re-arms them all with a bitmap
+/// of 4 KiB.
+const REARM_SPAN_PAGES: u64 = 32_768;
+
+/// Neighbouring page numbers as runs.
+fn runs(slot: SlotId, pages: &[u64]) -> impl Iterator<Item = PageRun> + '_ {
+    pages.chunk_by(|a, b| a + 1 == *b).map(move |run| PageRun {
+        slot,
+        first: run[0],
+        pages: run.len() as u64,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_make_runs() {
+        let slot = SlotId(1);
+        let found: Vec<_> =
+            runs(slot, &[3, 4, 5, 9, 11, 12]).map(|run| (run.first, run.pages)).collect();
+        assert_eq!(found, [(3, 3), (9, 1), (11, 2)]);
+    }
+}
