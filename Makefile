@@ -4,7 +4,7 @@ PROFILE ?= release
 VMFERRY := target/$(if $(filter release,$(PROFILE)),release,debug)/vmferry
 PROFILE_FLAG := $(if $(filter release,$(PROFILE)),--release,)
 
-.PHONY: help setup build demo test test-all lint model bench clean
+.PHONY: help setup build demo test test-all lint model soak bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -31,6 +31,9 @@ lint: setup ## Formatting, clippy and documentation, without a warning
 
 model: setup ## Check the hand-over in every state that it can be in, and with each rule broken
 	@. scripts/environment && $(CARGO) run --locked --release --quiet --package vmferry-model -- $(MODEL_FLAGS)
+
+soak: setup ## Run simulated schedules of faults for MINUTES=10
+	@. scripts/environment && $(CARGO) run --locked --release --quiet --package vmferry-sim -- --minutes $(or $(MINUTES),10) $(SOAK_FLAGS)
 
 bench: setup ## Run the benchmarks (NAME=engine)
 	@. scripts/environment && $(CARGO) run --locked --release --package vmferry-bench -- $(or $(NAME),engine) $(BENCH_FLAGS)

@@ -122,6 +122,15 @@ impl<V: SourceVm> Committed<V> {
     }
 }
 
+/// The guest as a process finds it that was started again after another one has died: it may resume
+/// the guest only where the hand-over says so.
+///
+/// # Errors
+/// The guest as one that is promised away, which is no failure but the other case.
+pub fn found<V: SourceVm>(vm: V, state: SourceState) -> Result<Paused<V>, Committed<V>> {
+    if state.may_run() { Ok(Paused(Some(vm))) } else { Err(Committed(vm)) }
+}
+
 /// Appends COMMIT.
 ///
 /// # Errors

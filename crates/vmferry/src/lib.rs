@@ -22,14 +22,14 @@ pub mod convergence;
 pub mod destination;
 pub mod error;
 pub mod handover;
+pub mod held;
 pub mod journal;
+pub mod link;
 pub mod source;
 pub mod stats;
 
 mod cpu;
 mod greeting;
-mod held;
-mod link;
 mod vm;
 
 pub use config::{DestinationConfig, SourceConfig, Timeouts};

@@ -29,6 +29,7 @@ use crate::config::{SourceConfig, Timeouts};
 use crate::convergence::Predictor;
 use crate::error::MigrateError;
 use crate::handover::{SourceEvent, SourceState};
+use crate::journal::{Record, recover_source};
 use crate::stats::SourceStats;
 use crate::vm::GuestDescription;
 
@@ -108,8 +109,44 @@ impl Source {
         log_name: &'static str,
         now: Duration,
     ) -> Self {
+        let mut machine = Self::at_rest(config, &guest, log_name, now);
+        machine.act(Action::Send(ControlMessage::Begin {
+            session: machine.config.session,
+            guest: guest.identity,
+            vmm: guest.vmm,
+            config: guest.config,
+            layout: guest.layout,
+            lanes: machine.config.channels,
+            verify: machine.config.verify,
+        }));
+        machine
+    }
+
+    /// A source whose process has died and was started again beside a guest that lives on, where the
+    /// journal says that it stands: it resumes the guest, gives it up, or asks the destination, and
+    /// never sends COMMIT.
+    #[must_use]
+    pub fn recovered(
+        config: SourceConfig,
+        guest: &GuestDescription,
+        log_name: &'static str,
+        records: &[Record],
+        now: Duration,
+    ) -> Self {
+        let mut machine = Self::at_rest(config, guest, log_name, now);
+        let (state, effects) = recover_source(records);
+        machine.follow(now, state, effects);
+        machine
+    }
+
+    fn at_rest(
+        config: SourceConfig,
+        guest: &GuestDescription,
+        log_name: &'static str,
+        now: Duration,
+    ) -> Self {
         let memory_pages: u64 = guest.layout.iter().map(|slot| slot.pages).sum();
-        let mut machine = Self {
+        Self {
             phase: Phase::Announced,
             handover: SourceState::Holding,
             predictor: Predictor::new(config.limits(), config.max_bandwidth),
@@ -140,17 +177,7 @@ impl Source {
             their_hash: None,
             log_name,
             config,
-        };
-        machine.act(Action::Send(ControlMessage::Begin {
-            session: machine.config.session,
-            guest: guest.identity,
-            vmm: guest.vmm,
-            config: guest.config,
-            layout: guest.layout,
-            lanes: machine.config.channels,
-            verify: machine.config.verify,
-        }));
-        machine
+        }
     }
 
     /// Takes what happened at `now`.

@@ -69,9 +69,18 @@ impl Source {
     }
 
     pub(super) fn hand_over(&mut self, now: Duration, event: SourceEvent) {
-        let before = self.handover;
-        let (next, effects) = before.step(event);
-        self.handover = next;
+        let (next, effects) = self.handover.step(event);
+        self.follow(now, next, effects);
+    }
+
+    /// Takes the hand-over's next state and what it asks for.
+    pub(super) fn follow(
+        &mut self,
+        now: Duration,
+        next: SourceState,
+        effects: &'static [SourceEffect],
+    ) {
+        let before = std::mem::replace(&mut self.handover, next);
         if matches!(next, SourceState::InDoubt { .. }) {
             self.phase = Phase::Asking;
         }

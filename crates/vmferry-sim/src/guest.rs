@@ -1,0 +1,393 @@
+//! A guest that writes its memory and knows what must stand there, and the VMMs around it.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use fastrand::Rng;
+use vmferry::{DestinationVm, GuestDescription, PrepareError, SourceVm, VmError};
+use vmferry_dirty::{DirtyLog, DirtyLogError};
+use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageSet, SlotId, SlotLayout};
+use vmferry_wire::GuestIdentity;
+
+use crate::plan::{Host, VmCall};
+
+/// The guest's memory: several stripes of lanes, of which few pages are ever used.
+pub fn layout() -> Vec<SlotLayout> {
+    vec![
+        SlotLayout { slot: SlotId(0), gpa: 0, pages: 2600 },
+        SlotLayout { slot: SlotId(1), gpa: 1 << 32, pages: 600 },
+    ]
+}
+
+/// Who runs the guest, and who ever did; shared by both hosts, as nothing in reality is.
+#[derive(Debug, Default)]
+pub struct Ledger {
+    runs: [bool; 2],
+    saved: bool,
+    went_on_here: bool,
+    ran_there: bool,
+    /// What must never happen.
+    pub violations: Vec<String>,
+}
+
+impl Ledger {
+    fn set(&mut self, host: Host, runs: bool) {
+        self.runs[host as usize] = runs;
+        if self.runs == [true, true] {
+            self.violations.push("two hosts run the guest".into());
+        }
+        match host {
+            Host::Source if runs && self.saved => {
+                self.went_on_here = true;
+                if self.ran_there {
+                    self.violations.push("the source runs a guest that ran on elsewhere".into());
+                }
+            }
+            Host::Destination if runs => {
+                self.ran_there = true;
+                if self.went_on_here {
+                    self.violations
+                        .push("the destination runs a guest of which the source ran on".into());
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+/// A page: which slot, and which page of it.
+type Page = (u16, u64);
+
+/// The guest on one host. Clones are the same guest.
+#[derive(Clone)]
+pub struct Guest(Arc<Mutex<State>>);
+
+struct State {
+    host: Host,
+    memory: Option<GuestMemory>,
+    log: Arc<WriteLog>,
+    running: bool,
+    /// The version of each page that was ever written; 0 for one that was zeroed.
+    written: BTreeMap<Page, u64>,
+    next_version: u64,
+    faults: Vec<VmCall>,
+    /// Which process the VMM listens to; the calls of one that has died do nothing.
+    process: u64,
+    ledger: Arc<Mutex<Ledger>>,
+}
+
+impl Guest {
+    /// No guest yet.
+    pub fn absent(host: Host, ledger: &Arc<Mutex<Ledger>>) -> Self {
+        Self(Arc::new(Mutex::new(State {
+            host,
+            memory: None,
+            log: Arc::default(),
+            running: false,
+            written: BTreeMap::new(),
+            next_version: 1,
+            faults: Vec::new(),
+            process: 0,
+            ledger: Arc::clone(ledger),
+        })))
+    }
+
+    /// A running guest that has populated some of its memory.
+    pub fn running(ledger: &Arc<Mutex<Ledger>>, rng: &mut Rng) -> Self {
+        let guest = Self::absent(Host::Source, ledger);
+        let memory = GuestMemory::allocate(&layout(), MemoryKind::Private);
+        guest.lock().memory = Some(memory.expect("a few MiB can be mapped"));
+        guest.lock().set_running(true);
+        guest.work(rng, 30);
+        guest
+    }
+
+    /// Makes a call of the VMM fail.
+    pub fn fail(&self, call: VmCall) {
+        self.lock().faults.push(call);
+    }
+
+    /// The VMM for a new process of the host.
+    pub fn attach(&self) -> Vm {
+        let mut state = self.lock();
+        state.process += 1;
+        Vm { guest: self.clone(), process: state.process }
+    }
+
+    /// The process that had the VMM is dead. `with_guest`: and so is the guest.
+    pub fn detach(&self, with_guest: bool) {
+        let mut state = self.lock();
+        state.process += 1;
+        if with_guest {
+            state.set_running(false);
+            state.memory = None;
+            state.written.clear();
+        }
+    }
+
+    /// Whether it runs.
+    pub fn is_running(&self) -> bool {
+        self.lock().running
+    }
+
+    /// Writes some pages, if it runs.
+    pub fn work(&self, rng: &mut Rng, writes: usize) {
+        let mut state = self.lock();
+        if !state.running {
+            return;
+        }
+        for _ in 0..writes {
+            state.write(rng);
+        }
+    }
+
+    /// Compares the memory with what the guest has written.
+    pub fn check(&self) {
+        let state = self.lock();
+        if let Err(text) = state.check() {
+            let mut ledger = state.ledger.lock().unwrap_or_else(PoisonError::into_inner);
+            ledger.violations.push(format!("{:?}: {text}", state.host));
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn set_running(&mut self, runs: bool) {
+        self.running = runs;
+        self.ledger.lock().unwrap_or_else(PoisonError::into_inner).set(self.host, runs);
+    }
+
+    /// A page is written whole: most of the time one of a few hot ones.
+    fn write(&mut self, rng: &mut Rng) {
+        let page: Page = match rng.u32(..10) {
+            0..6 => (0, 500 + rng.u64(..24)),
+            6..8 => (1, rng.u64(..40)),
+            _ => (0, rng.u64(..2600)),
+        };
+        let version = if rng.u32(..8) == 0 { 0 } else { self.next_version };
+        self.next_version += 1;
+        let Some(memory) = &self.memory else { return };
+        let gpa = (u64::from(page.0) << 32) + page.1 * PAGE_SIZE as u64;
+        if memory.write_at(gpa, &content(page, version)).is_ok() {
+            self.log.mark(page);
+            self.written.insert(page, version);
+        }
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let Some(memory) = &self.memory else { return Ok(()) };
+        let mut found = vec![0; PAGE_SIZE];
+        for (&page, &version) in &self.written {
+            let gpa = (u64::from(page.0) << 32) + page.1 * PAGE_SIZE as u64;
+            memory.read_at(gpa, &mut found).map_err(|error| error.to_string())?;
+            if found != content(page, version) {
+                return Err(format!("page {page:?} is not version {version}"));
+            }
+        }
+        let populated = memory.populated().map_err(|error| error.to_string())?;
+        for run in populated.runs() {
+            for page in run.first..run.first + run.pages {
+                let page = (run.slot.0, page);
+                let gpa = (u64::from(page.0) << 32) + page.1 * PAGE_SIZE as u64;
+                memory.read_at(gpa, &mut found).map_err(|error| error.to_string())?;
+                if !self.written.contains_key(&page) && found.iter().any(|&byte| byte != 0) {
+                    return Err(format!("page {page:?} was never written and is not zero"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether this call fails; once for each time that it was told to.
+    fn fails(&mut self, call: VmCall) -> Result<(), VmError> {
+        match self.faults.iter().position(|&fault| fault == call) {
+            Some(at) => {
+                self.faults.swap_remove(at);
+                Err(format!("the simulated VMM can't {call:?}").into())
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// What a page of this version holds, each word of it.
+fn content(page: Page, version: u64) -> Vec<u8> {
+    if version == 0 {
+        return vec![0; PAGE_SIZE];
+    }
+    let word = version.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (u64::from(page.0) << 48) ^ page.1;
+    word.to_le_bytes().repeat(PAGE_SIZE / 8)
+}
+
+/// The VMM, as one process of its host has it.
+pub struct Vm {
+    guest: Guest,
+    process: u64,
+}
+
+impl Vm {
+    /// The guest's state, unless the process is dead.
+    fn state(&self) -> Result<MutexGuard<'_, State>, VmError> {
+        let state = self.guest.lock();
+        if state.process == self.process { Ok(state) } else { Err("the process is dead".into()) }
+    }
+}
+
+impl SourceVm for Vm {
+    fn describe(&self) -> GuestDescription {
+        GuestDescription {
+            identity: GuestIdentity { uuid: uuid::Uuid::from_u128(9), name: "simulated".into() },
+            vmm: "simulated".into(),
+            config: Vec::new(),
+            layout: layout(),
+        }
+    }
+
+    fn memory(&self) -> GuestMemory {
+        self.guest.lock().memory.clone().expect("the source's guest has memory")
+    }
+
+    fn dirty_log(&self) -> Arc<dyn DirtyLog> {
+        self.guest.lock().log.clone()
+    }
+
+    fn pause(&mut self) -> Result<(), VmError> {
+        let mut state = self.state()?;
+        state.fails(VmCall::Pause)?;
+        state.set_running(false);
+        Ok(())
+    }
+
+    fn save(&mut self) -> Result<Vec<u8>, VmError> {
+        let mut state = self.state()?;
+        state.fails(VmCall::Save)?;
+        state.ledger.lock().unwrap_or_else(PoisonError::into_inner).saved = true;
+        let mut bytes = state.next_version.to_le_bytes().to_vec();
+        for ((slot, page), version) in &state.written {
+            for word in [u64::from(*slot), *page, *version] {
+                bytes.extend_from_slice(&word.to_le_bytes());
+            }
+        }
+        Ok(bytes)
+    }
+
+    fn resume(&mut self) -> Result<(), VmError> {
+        let mut state = self.state()?;
+        state.fails(VmCall::Resume)?;
+        if !state.running {
+            state.set_running(true);
+        }
+        Ok(())
+    }
+}
+
+impl DestinationVm for Vm {
+    fn prepare(&mut self, guest: &GuestDescription) -> Result<GuestMemory, PrepareError> {
+        let mut state = self.state().map_err(PrepareError::Vm)?;
+        state.fails(VmCall::Prepare).map_err(PrepareError::Vm)?;
+        let memory = GuestMemory::allocate(&guest.layout, MemoryKind::Private)
+            .map_err(|error| PrepareError::Vm(error.into()))?;
+        state.memory = Some(memory.clone());
+        Ok(memory)
+    }
+
+    fn load(&mut self, bytes: &[u8]) -> Result<(), VmError> {
+        let mut state = self.state()?;
+        state.fails(VmCall::Load)?;
+        let words: Vec<u64> = bytes
+            .chunks_exact(8)
+            .map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()))
+            .collect();
+        let (first, rest) = words.split_first().ok_or("no state")?;
+        state.next_version = *first;
+        state.written =
+            rest.chunks_exact(3).map(|page| ((page[0] as u16, page[1]), page[2])).collect();
+        Ok(())
+    }
+
+    fn discard(&mut self) {
+        if let Ok(mut state) = self.state() {
+            state.memory = None;
+            state.written.clear();
+        }
+    }
+
+    fn run(&mut self) -> Result<(), VmError> {
+        let mut state = self.state()?;
+        // Once it was told to, the guest is this host's, and a failure is a crash of the guest.
+        state.ledger.lock().unwrap_or_else(PoisonError::into_inner).ran_there = true;
+        state.fails(VmCall::Run)?;
+        state.set_running(true);
+        if let Err(text) = state.check() {
+            let mut ledger = state.ledger.lock().unwrap_or_else(PoisonError::into_inner);
+            ledger.violations.push(format!("what arrived is not what was there: {text}"));
+        }
+        Ok(())
+    }
+}
+
+/// A log of every page that the guest writes.
+#[derive(Default)]
+struct WriteLog(Mutex<LogState>);
+
+#[derive(Default)]
+struct LogState {
+    logging: bool,
+    pages: Vec<Page>,
+    forgets: bool,
+}
+
+impl WriteLog {
+    fn mark(&self, page: Page) {
+        let mut state = self.lock();
+        if state.logging {
+            state.pages.push(page);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, LogState> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Guest {
+    /// Makes the log lose a page at each harvest.
+    pub fn forget_pages(&self) {
+        self.lock().log.lock().forgets = true;
+    }
+}
+
+impl DirtyLog for WriteLog {
+    fn name(&self) -> &'static str {
+        "simulated"
+    }
+
+    fn start(&self) -> Result<(), DirtyLogError> {
+        let mut state = self.lock();
+        state.pages.clear();
+        state.logging = true;
+        Ok(())
+    }
+
+    fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
+        let mut state = self.lock();
+        if state.forgets
+            && let Some(forgotten) = state.pages.pop()
+        {
+            state.pages.retain(|page| *page != forgotten);
+        }
+        for (slot, page) in std::mem::take(&mut state.pages) {
+            into.bitmap_mut(SlotId(slot)).or_words((page / 64) as usize, &[1 << (page % 64)]);
+        }
+        Ok(())
+    }
+
+    fn stop(&self) -> Result<(), DirtyLogError> {
+        self.lock().logging = false;
+        Ok(())
+    }
+}

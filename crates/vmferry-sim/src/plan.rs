@@ -1,0 +1,378 @@
+//! What goes wrong in a schedule, and when: everything follows from its number.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use fastrand::Rng;
+
+/// One of the two hosts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Host {
+    /// The host that the guest leaves.
+    Source,
+    /// The host that it goes to.
+    Destination,
+}
+
+impl Host {
+    /// The other one.
+    #[must_use]
+    pub fn peer(self) -> Self {
+        match self {
+            Self::Source => Self::Destination,
+            Self::Destination => Self::Source,
+        }
+    }
+}
+
+/// The number of a schedule. The same number is the same schedule, whatever the machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Seed {
+    /// Any faults at any time.
+    Random(u64),
+    /// One fault, at one message boundary or journal write, of one kind: counted through.
+    Boundary(u64),
+}
+
+impl fmt::Display for Seed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Random(number) => write!(f, "random:{number}"),
+            Self::Boundary(number) => write!(f, "boundary:{number}"),
+        }
+    }
+}
+
+impl FromStr for Seed {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wanted = || format!("`{text}` is no seed: random:NUMBER or boundary:NUMBER");
+        let (kind, number) = text.split_once(':').ok_or_else(wanted)?;
+        let number = number.parse().map_err(|_| wanted())?;
+        match kind {
+            "random" => Ok(Self::Random(number)),
+            "boundary" => Ok(Self::Boundary(number)),
+            _ => Err(wanted()),
+        }
+    }
+}
+
+/// Where a channel is cut, beside a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Where {
+    /// Before the message: it is lost.
+    Before,
+    /// Within it: a part of it arrives.
+    Within,
+    /// After it has arrived.
+    After,
+}
+
+/// Which messages a silent network swallows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ways {
+    /// Those to both hosts.
+    Both,
+    /// Those to one host.
+    To(Host),
+}
+
+impl Ways {
+    /// Whether messages to `host` are swallowed.
+    #[must_use]
+    pub fn cover(self, host: Host) -> bool {
+        self == Self::Both || self == Self::To(host)
+    }
+}
+
+/// What becomes of a journal's write that fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WriteFault {
+    /// Nothing of it is on disk.
+    Lost,
+    /// A part of the line is.
+    Torn,
+    /// All of it is, though the write said that it failed.
+    OnDisk,
+}
+
+/// A call into a VMM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VmCall {
+    /// The source pauses the guest.
+    Pause,
+    /// The source saves its state.
+    Save,
+    /// The source resumes it, and is asked to again.
+    Resume,
+    /// The destination makes its memory.
+    Prepare,
+    /// The destination loads its state.
+    Load,
+    /// The destination starts it: the guest crashes.
+    Run,
+}
+
+/// One thing that goes wrong. Messages are counted from 0 over all channels, as they are sent.
+#[allow(missing_docs, reason = "each variant says what its fields are")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// All channels are cut, or only the message's.
+    Cut { message: u64, place: Where, all: bool },
+    /// From this message on the network is silent. What was sent then arrives when it speaks again,
+    /// unless it is lost.
+    Silence { message: u64, ways: Ways, lasts: Duration, lost: bool },
+    /// The message arrives twice.
+    Repeat { message: u64 },
+    /// The message, and what follows on its channel, is late.
+    Delay { message: u64, by: Duration },
+    /// A bit of the message is flipped.
+    Damage { message: u64, bit: u32 },
+    /// A host's process dies when the message is sent, and comes back.
+    Crash { host: Host, message: u64, back_after: Duration },
+    /// The user cancels.
+    Cancel { host: Host, message: u64 },
+    /// For some time somebody else answers at the destination's address, and knows nothing.
+    Stranger { message: u64, lasts: Duration },
+    /// A write to a journal fails, counted from 0 for each host. `crash`: the process dies with it.
+    Write { host: Host, number: u64, how: WriteFault, crash: bool },
+    /// A VMM's call fails.
+    Vm { call: VmCall },
+}
+
+/// The proof that the checks can fail: something is broken that no correct engine breaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sabotage {
+    /// The log forgets pages.
+    ForgetPages,
+    /// The source hears ABORTED where the destination said that it knows no such session.
+    UnknownIsAborted,
+    /// The destination's disk forgets what it said was written.
+    LyingDisk,
+    /// The source never learns that the link is lost, and no time passes for it.
+    NoClock,
+}
+
+/// A schedule.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Its number.
+    pub seed: Seed,
+    /// Seeds everything that the faults leave open.
+    pub rng: u64,
+    /// Data channels.
+    pub lanes: u8,
+    /// Whether both memories are hashed whole.
+    pub verify: bool,
+    /// Rounds with the guest running.
+    pub rounds: u32,
+    /// What goes wrong.
+    pub faults: Vec<Fault>,
+    /// What is broken on purpose.
+    pub sabotage: Option<Sabotage>,
+}
+
+/// Messages of a migration that nothing disturbs are fewer than this.
+pub const MESSAGES: u64 = 96;
+
+/// Journal writes of a host are fewer than this.
+const WRITES: u64 = 4;
+
+const SECOND: Duration = Duration::from_secs(1);
+
+impl Plan {
+    /// The schedule of a number.
+    #[must_use]
+    pub fn new(seed: Seed) -> Self {
+        match seed {
+            Seed::Random(number) => Self::random(seed, number),
+            Seed::Boundary(number) => Self::boundary(seed, number),
+        }
+    }
+
+    fn random(seed: Seed, number: u64) -> Self {
+        let mut rng = Rng::with_seed(number);
+        let count = [0, 1, 1, 2, 2, 2, 3, 3, 4, 5][rng.usize(..10)];
+        let faults = (0..count).map(|_| random_fault(&mut rng)).collect();
+        Self {
+            seed,
+            rng: rng.u64(..),
+            lanes: [1, 2, 2, 4][rng.usize(..4)],
+            verify: rng.bool(),
+            rounds: rng.u32(1..4),
+            faults,
+            sabotage: None,
+        }
+    }
+
+    /// How many boundary schedules there are.
+    #[must_use]
+    pub fn boundaries() -> u64 {
+        let kinds = boundary_kinds(0).len() as u64;
+        SHAPES.len() as u64
+            * (kinds * MESSAGES + write_faults().len() as u64 + VM_CALLS.len() as u64)
+    }
+
+    fn boundary(seed: Seed, number: u64) -> Self {
+        let (lanes, verify) = SHAPES[(number % SHAPES.len() as u64) as usize];
+        let number = number / SHAPES.len() as u64;
+        let kinds = boundary_kinds(0).len() as u64;
+        let by_message = kinds * MESSAGES;
+        let writes = write_faults();
+        let faults = if number < by_message {
+            boundary_kinds(number / kinds).swap_remove((number % kinds) as usize)
+        } else {
+            let rest = (number - by_message) as usize;
+            match writes.get(rest) {
+                Some(faults) => faults.clone(),
+                None => {
+                    let call = VM_CALLS[(rest - writes.len()) % VM_CALLS.len()];
+                    vec![Fault::Vm { call }]
+                }
+            }
+        };
+        Self { seed, rng: number % 7, lanes, verify, rounds: 2, faults, sabotage: None }
+    }
+}
+
+/// Data channels, and whether both memories are hashed whole.
+const SHAPES: [(u8, bool); 4] = [(2, true), (2, false), (1, false), (4, true)];
+
+const VM_CALLS: [VmCall; 6] =
+    [VmCall::Pause, VmCall::Save, VmCall::Resume, VmCall::Prepare, VmCall::Load, VmCall::Run];
+
+/// Everything that can happen once, at one message.
+fn boundary_kinds(message: u64) -> Vec<Vec<Fault>> {
+    let long = 100 * SECOND;
+    let silence = |ways, lasts, lost| vec![Fault::Silence { message, ways, lasts, lost }];
+    let cut = |place, all| vec![Fault::Cut { message, place, all }];
+    let crash = |host, back_after| vec![Fault::Crash { host, message, back_after }];
+    vec![
+        cut(Where::Before, true),
+        cut(Where::Within, true),
+        cut(Where::After, true),
+        cut(Where::Before, false),
+        cut(Where::After, false),
+        silence(Ways::Both, long, true),
+        silence(Ways::Both, 5 * SECOND, false),
+        silence(Ways::To(Host::Source), long, true),
+        silence(Ways::To(Host::Destination), long, true),
+        silence(Ways::To(Host::Source), 40 * SECOND, false),
+        silence(Ways::To(Host::Destination), 40 * SECOND, false),
+        vec![Fault::Repeat { message }],
+        vec![Fault::Delay { message, by: 7 * SECOND }],
+        vec![Fault::Delay { message, by: 70 * SECOND }],
+        vec![Fault::Damage { message, bit: 3 + 17 * message as u32 }],
+        crash(Host::Source, 2 * SECOND),
+        crash(Host::Source, long),
+        crash(Host::Destination, 2 * SECOND),
+        crash(Host::Destination, long),
+        vec![Fault::Cancel { host: Host::Source, message }],
+        vec![Fault::Cancel { host: Host::Destination, message }],
+        vec![
+            Fault::Cut { message, place: Where::After, all: true },
+            Fault::Stranger { message, lasts: 20 * SECOND },
+        ],
+        vec![
+            Fault::Crash { host: Host::Source, message, back_after: 5 * SECOND },
+            Fault::Crash { host: Host::Destination, message: message + 1, back_after: SECOND },
+        ],
+    ]
+}
+
+/// Every write, failing in every way, alone, with a crash, and with the link cut beside it.
+fn write_faults() -> Vec<Vec<Fault>> {
+    let mut all = Vec::new();
+    for host in [Host::Source, Host::Destination] {
+        for number in 0..WRITES {
+            for how in [WriteFault::Lost, WriteFault::Torn, WriteFault::OnDisk] {
+                for crash in [false, true] {
+                    all.push(vec![Fault::Write { host, number, how, crash }]);
+                }
+            }
+        }
+    }
+    all
+}
+
+fn random_fault(rng: &mut Rng) -> Fault {
+    let message = rng.u64(..MESSAGES);
+    let host = if rng.bool() { Host::Source } else { Host::Destination };
+    let lasts = SECOND * rng.u32(..130);
+    match rng.u32(..16) {
+        0..3 => {
+            let place = [Where::Before, Where::Within, Where::After][rng.usize(..3)];
+            Fault::Cut { message, place, all: rng.u32(..3) > 0 }
+        }
+        3..5 => {
+            let ways = if rng.bool() { Ways::Both } else { Ways::To(host) };
+            Fault::Silence { message, ways, lasts, lost: rng.bool() }
+        }
+        5 => Fault::Repeat { message },
+        6 => Fault::Delay { message, by: lasts / [1, 1000][rng.usize(..2)] },
+        7 => Fault::Damage { message, bit: rng.u32(..40_000) },
+        8..11 => Fault::Crash { host, message, back_after: lasts },
+        11 => Fault::Cancel { host, message },
+        12 => Fault::Stranger { message, lasts },
+        13..15 => {
+            let how = [WriteFault::Lost, WriteFault::Torn, WriteFault::OnDisk][rng.usize(..3)];
+            Fault::Write { host, number: rng.u64(..WRITES), how, crash: rng.bool() }
+        }
+        _ => Fault::Vm { call: VM_CALLS[rng.usize(..VM_CALLS.len())] },
+    }
+}
+
+impl Fault {
+    /// The message at which it strikes, if it strikes at one.
+    #[must_use]
+    pub fn message(&self) -> Option<u64> {
+        match *self {
+            Self::Cut { message, .. }
+            | Self::Silence { message, .. }
+            | Self::Repeat { message }
+            | Self::Delay { message, .. }
+            | Self::Damage { message, .. }
+            | Self::Crash { message, .. }
+            | Self::Cancel { message, .. }
+            | Self::Stranger { message, .. } => Some(message),
+            Self::Write { .. } | Self::Vm { .. } => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_seed_reads_as_it_is_written() {
+        for seed in [Seed::Random(17), Seed::Boundary(0)] {
+            assert_eq!(seed.to_string().parse(), Ok(seed));
+        }
+        assert!("17".parse::<Seed>().is_err());
+    }
+
+    #[test]
+    fn every_boundary_has_a_number() {
+        let plans: Vec<Plan> =
+            (0..Plan::boundaries()).map(|number| Plan::new(Seed::Boundary(number))).collect();
+        let at = |message| {
+            plans.iter().any(|plan| {
+                plan.faults.contains(&Fault::Cut { message, place: Where::Within, all: true })
+            })
+        };
+        assert!((0..MESSAGES).all(at));
+        for call in VM_CALLS {
+            assert!(plans.iter().any(|plan| plan.faults == [Fault::Vm { call }]), "{call:?}");
+        }
+        let last = Fault::Write {
+            host: Host::Destination,
+            number: WRITES - 1,
+            how: WriteFault::OnDisk,
+            crash: true,
+        };
+        assert!(plans.iter().any(|plan| plan.faults == [last]));
+    }
+}

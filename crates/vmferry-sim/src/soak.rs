@@ -1,0 +1,94 @@
+//! Many schedules, and what they came to.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use serde::Serialize;
+
+use crate::plan::{Plan, Seed};
+use crate::source_host::SourceEnd;
+use crate::world::{Outcome, run};
+
+/// A schedule that went wrong.
+#[derive(Clone, Debug, Serialize)]
+pub struct Failure {
+    /// Its seed, which replays it.
+    pub seed: String,
+    /// What must never happen.
+    pub violations: Vec<String>,
+}
+
+/// What many schedules came to.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Summary {
+    /// Schedules that were run.
+    pub schedules: u64,
+    /// Those in which a fault struck.
+    pub struck: u64,
+    /// How often each end was reached.
+    pub ends: BTreeMap<&'static str, u64>,
+    /// Messages that were sent, over all.
+    pub messages: u64,
+    /// The longest simulated time to a decision, in seconds.
+    pub longest_s: f64,
+    /// Those that went wrong.
+    pub failures: Vec<Failure>,
+}
+
+impl Summary {
+    fn add(&mut self, seed: Seed, outcome: Outcome) {
+        self.schedules += 1;
+        self.struck += u64::from(outcome.struck > 0);
+        self.messages += outcome.messages;
+        self.longest_s = self.longest_s.max(outcome.took.as_secs_f64());
+        let end = match (outcome.end, outcome.was_in_doubt, outcome.crashed_there) {
+            (SourceEnd::Given, _, true) => "handed over, then crashed",
+            (SourceEnd::Given, false, false) => "handed over",
+            (SourceEnd::Given, true, false) => "handed over, after doubt",
+            (SourceEnd::Kept, false, _) => "kept",
+            (SourceEnd::Kept, true, _) => "kept, after doubt",
+        };
+        *self.ends.entry(end).or_default() += 1;
+        if !outcome.violations.is_empty() {
+            let violations = outcome.violations;
+            self.failures.push(Failure { seed: seed.to_string(), violations });
+        }
+    }
+
+    /// Adds what others came to.
+    pub fn merge(&mut self, other: Self) {
+        self.schedules += other.schedules;
+        self.struck += other.struck;
+        self.messages += other.messages;
+        self.longest_s = self.longest_s.max(other.longest_s);
+        for (end, count) in other.ends {
+            *self.ends.entry(end).or_default() += count;
+        }
+        self.failures.extend(other.failures);
+    }
+}
+
+/// Runs the schedules on every core, until `stop`.
+#[must_use]
+pub fn run_all(seeds: &[Seed], stop: &AtomicBool) -> Summary {
+    let next = AtomicUsize::new(0);
+    let whole = Mutex::new(Summary::default());
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                let mut part = Summary::default();
+                while !stop.load(Ordering::Relaxed)
+                    && let Some(&seed) = seeds.get(next.fetch_add(1, Ordering::Relaxed))
+                {
+                    part.add(seed, run(&Plan::new(seed), false));
+                }
+                whole.lock().unwrap_or_else(PoisonError::into_inner).merge(part);
+            });
+        }
+    });
+    let mut whole = whole.into_inner().unwrap_or_else(PoisonError::into_inner);
+    whole.failures.sort_by(|a, b| a.seed.cmp(&b.seed));
+    whole
+}

@@ -1,0 +1,210 @@
+//! The engine in thousands of schedules of faults, and the proof that the checks can fail.
+
+use std::sync::atomic::AtomicBool;
+
+use vmferry_sim::{Fault, Plan, Sabotage, Seed, SourceEnd, Where, run, run_all};
+
+/// Random schedules beside those of every boundary.
+const RANDOM: u64 = 12_000;
+
+#[test]
+fn no_schedule_breaks_a_promise() {
+    let boundaries = (0..Plan::boundaries()).map(Seed::Boundary);
+    let seeds: Vec<Seed> = boundaries.chain((0..RANDOM).map(Seed::Random)).collect();
+    let summary = run_all(&seeds, &AtomicBool::new(false));
+    assert!(
+        summary.failures.is_empty(),
+        "`cargo run -p vmferry-sim -- --replay SEED` shows {:#?}",
+        summary.failures
+    );
+    println!("{summary:#?}");
+    assert!(summary.struck >= 10_000, "too few schedules had a fault: {summary:?}");
+    for end in [
+        "handed over",
+        "handed over, after doubt",
+        "handed over, then crashed",
+        "kept",
+        "kept, after doubt",
+    ] {
+        assert!(summary.ends.get(end) > Some(&50), "{end} is hardly ever reached: {summary:?}");
+    }
+}
+
+#[test]
+fn a_seed_is_a_schedule() {
+    for seed in [Seed::Boundary(77), Seed::Random(2), Seed::Random(33), Seed::Random(4711)] {
+        let [first, second] = [(); 2].map(|()| run(&Plan::new(seed), true));
+        assert_eq!(first.trace, second.trace, "{seed}");
+        assert!(!first.trace.is_empty());
+    }
+}
+
+#[test]
+fn without_faults_the_guest_moves_and_every_message_is_a_boundary() {
+    for number in 0..40 {
+        let mut plan = Plan::new(Seed::Boundary(number));
+        plan.faults.clear();
+        let outcome = run(&plan, false);
+        assert_eq!((outcome.end, &outcome.violations[..]), (SourceEnd::Given, &[][..]));
+        let counted = vmferry_sim::MESSAGES;
+        assert!(outcome.messages < counted, "{} messages, {counted} counted", outcome.messages);
+    }
+}
+
+/// What is broken here no correct engine breaks, and the checks see it.
+#[test]
+fn sabotage_is_found_out() {
+    for (sabotage, violation) in [
+        (Sabotage::UnknownIsAborted, "two hosts run the guest"),
+        (Sabotage::LyingDisk, "in the end"),
+        (Sabotage::NoClock, "nothing is left to happen"),
+    ] {
+        let found = (0..Plan::boundaries()).step_by(3).any(|number| {
+            let mut plan = Plan::new(Seed::Boundary(number));
+            plan.sabotage = Some(sabotage);
+            run(&plan, false).violations.iter().any(|text| text.contains(violation))
+        });
+        assert!(found, "{sabotage:?} was not found out");
+    }
+}
+
+/// A page that the log forgets arrives stale: the guest finds it, unless both memories are compared.
+#[test]
+fn a_forgotten_page_is_found_by_the_guest_or_by_verify() {
+    let outcome = |verify| {
+        let mut plan = Plan::new(Seed::Random(5));
+        plan.faults.clear();
+        plan.verify = verify;
+        plan.sabotage = Some(Sabotage::ForgetPages);
+        run(&plan, false)
+    };
+    let seen = outcome(true);
+    assert_eq!((seen.end, seen.violations.len()), (SourceEnd::Kept, 0), "{seen:?}");
+    let unseen = outcome(false);
+    assert_eq!(unseen.end, SourceEnd::Given);
+    assert!(unseen.violations[0].contains("what arrived is not what was there"), "{unseen:?}");
+}
+
+/// The number of the first message of a kind in a schedule without faults.
+fn number_of(plan: &Plan, what: &str) -> u64 {
+    let mut undisturbed = plan.clone();
+    undisturbed.faults.clear();
+    let trace = run(&undisturbed, true).trace;
+    let line = trace.iter().find(|line| line.ends_with(what)).expect("it is sent");
+    let words: Vec<&str> = line.split_whitespace().collect();
+    words[2].parse().expect("messages are numbered")
+}
+
+/// What others got wrong, one by one.
+mod known_weaknesses {
+    use std::time::Duration;
+
+    use vmferry_sim::{Host, Ways, WriteFault};
+
+    use super::*;
+
+    fn plan(faults: impl FnOnce(&Plan) -> Vec<Fault>) -> Plan {
+        let mut plan = Plan::new(Seed::Boundary(0));
+        plan.faults = faults(&plan);
+        plan
+    }
+
+    #[test]
+    fn the_reply_to_the_last_message_is_lost_after_the_destination_resumed() {
+        for lost in [true, false] {
+            let outcome = run(
+                &plan(|plan| {
+                    let message = number_of(plan, "RUNNING");
+                    let ways = Ways::To(Host::Source);
+                    vec![Fault::Silence { message, ways, lasts: Duration::from_secs(90), lost }]
+                }),
+                false,
+            );
+            assert_eq!(outcome.violations, [""; 0]);
+            assert_eq!((outcome.end, outcome.was_in_doubt), (SourceEnd::Given, true));
+        }
+    }
+
+    #[test]
+    fn an_error_after_completion_resumes_no_stale_source() {
+        let outcome = run(
+            &plan(|plan| {
+                let message = number_of(plan, "RUNNING");
+                vec![
+                    Fault::Cut { message, place: Where::Before, all: true },
+                    Fault::Crash {
+                        host: Host::Source,
+                        message,
+                        back_after: Duration::from_secs(1),
+                    },
+                ]
+            }),
+            false,
+        );
+        assert_eq!(outcome.violations, [""; 0]);
+        assert_eq!(outcome.end, SourceEnd::Given);
+    }
+
+    #[test]
+    fn a_session_that_the_destination_does_not_know_is_not_aborted() {
+        let outcome = run(
+            &plan(|plan| {
+                let message = number_of(plan, "RUNNING");
+                vec![
+                    Fault::Cut { message, place: Where::Before, all: true },
+                    Fault::Stranger { message, lasts: Duration::from_secs(30) },
+                ]
+            }),
+            true,
+        );
+        assert_eq!(outcome.violations, [""; 0]);
+        assert_eq!((outcome.end, outcome.was_in_doubt), (SourceEnd::Given, true));
+        assert!(outcome.took > Duration::from_secs(30), "it asked until the right one answered");
+    }
+
+    #[test]
+    fn the_end_of_a_link_is_never_success() {
+        // The destination dies with COMMIT on its way: the source must ask, and get the guest back.
+        let outcome = run(
+            &plan(|plan| {
+                let message = number_of(plan, "COMMIT");
+                let back_after = Duration::from_secs(5);
+                vec![Fault::Crash { host: Host::Destination, message, back_after }]
+            }),
+            false,
+        );
+        assert_eq!(outcome.violations, [""; 0]);
+        assert_eq!((outcome.end, outcome.was_in_doubt), (SourceEnd::Kept, true));
+    }
+
+    #[test]
+    fn a_run_intent_that_may_be_on_disk_runs_nothing_until_the_disk_is_read() {
+        for (how, end) in
+            [(WriteFault::Torn, SourceEnd::Kept), (WriteFault::OnDisk, SourceEnd::Given)]
+        {
+            let outcome = run(
+                &plan(|_| {
+                    // After OPEN.
+                    vec![Fault::Write { host: Host::Destination, number: 1, how, crash: false }]
+                }),
+                false,
+            );
+            assert_eq!(outcome.violations, [""; 0]);
+            assert_eq!((outcome.end, outcome.was_in_doubt), (end, true), "{how:?}");
+        }
+    }
+
+    #[test]
+    fn a_commit_that_may_be_on_disk_hands_nothing_over() {
+        for how in [WriteFault::Lost, WriteFault::Torn, WriteFault::OnDisk] {
+            for crash in [false, true] {
+                let outcome = run(
+                    &plan(|_| vec![Fault::Write { host: Host::Source, number: 1, how, crash }]),
+                    false,
+                );
+                assert_eq!(outcome.violations, [""; 0]);
+                assert_eq!(outcome.end, SourceEnd::Kept, "{how:?} {crash}");
+            }
+        }
+    }
+}
