@@ -282,9 +282,19 @@ fn boundary_kinds(message: u64) -> Vec<Vec<Fault>> {
     ]
 }
 
-/// Every write, failing in every way, alone, with a crash, and with the link cut beside it.
+/// Every write, failing in every way, alone and with a crash.
 fn write_faults() -> Vec<Vec<Fault>> {
     let mut all = Vec::new();
+    // COMMIT fails and may be on disk, the guest runs on, ABORT is lost, and a restarted source reads
+    // the journal while the destination still waits.
+    for message in 0..MESSAGES {
+        let lasts = SECOND * 4;
+        all.push(vec![
+            Fault::Write { host: Host::Source, number: 1, how: WriteFault::OnDisk, crash: false },
+            Fault::Silence { message, ways: Ways::Both, lasts, lost: true },
+            Fault::Crash { host: Host::Source, message, back_after: 5 * SECOND },
+        ]);
+    }
     for host in [Host::Source, Host::Destination] {
         for number in 0..WRITES {
             for how in [WriteFault::Lost, WriteFault::Torn, WriteFault::OnDisk] {

@@ -145,9 +145,11 @@ impl SourceHost {
         self.process.as_ref().map_or("nothing", |process| process.machine.phase_name())
     }
 
-    /// The process dies. The guest does not.
+    /// The process dies. The guest does not. One that had kept its guest and was done is read from
+    /// its journal again as well: whoever starts next does not know that it was done.
     pub fn crash(&mut self, network: &mut Network) {
         self.guest.detach(false);
+        self.ended = self.ended.filter(|ended| *ended == SourceEnd::Given);
         if let Some(process) = self.process.take() {
             process.close(network);
         }
