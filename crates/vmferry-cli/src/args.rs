@@ -217,9 +217,17 @@ pub struct SendOptions {
 
 /// `vmferry status`.
 #[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmferry status
+  vmferry status web
+  vmferry status --sessions    # on the other host, before `vmferry resolve`")]
 pub struct StatusOptions {
     /// Name of a guest, or path of its control socket; all guests by default.
     pub guest: Option<String>,
+    /// Show every migration that this host's journals know, and what this host promised in it.
+    #[arg(long, conflicts_with = "guest")]
+    pub sessions: bool,
 }
 
 /// `vmferry resolve`.

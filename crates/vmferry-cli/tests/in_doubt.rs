@@ -93,7 +93,16 @@ fn the_operator_says_that_the_source_resumes() {
     doubt.a.run(&["quit", "web"]).failed(14, "resolve");
     doubt.a.run(&["cancel", "web"]);
     assert_eq!(doubt.a.status("web")["phase"], "paused", "too late to cancel");
+    // What the operator reads on the other host, before and after it is switched off.
+    let there = |led: bool| {
+        let sessions = run_ok(&doubt.b, &["status", "--sessions"]);
+        let session = &sessions["sessions"][0];
+        assert_eq!(session["side"], "destination", "{sessions}");
+        assert_eq!((&session["verdict"], &session["led"]), (&"there".into(), &led.into()));
+    };
+    there(true);
     doubt.destination.kill();
+    there(false);
     run_ok(&doubt.a, &["resolve", "web", "--source-resumes"]);
     assert_ne!(doubt.send.finish().code, Some(0));
     doubt.a.check_guest("web");

@@ -3,7 +3,7 @@
 use bytesize::ByteSize;
 use comfy_table::{Table, presets};
 use serde_json::{Value, json};
-use vmferry::journal::{self, Record, SessionSummary, Verdict};
+use vmferry::journal::{self, Record, SessionSummary, Side, Verdict};
 use vmferry_microvm::control::{Request, call};
 
 use super::{directory, socket};
@@ -15,6 +15,7 @@ use crate::output::Output;
 pub fn run(options: &StatusOptions, output: &Output) -> Result<(), Failure> {
     match &options.guest {
         Some(guest) => one(guest, output),
+        None if options.sessions => sessions(output),
         None => all(output),
     }
 }
@@ -26,19 +27,10 @@ fn one(guest: &str, output: &Output) -> Result<(), Failure> {
 }
 
 fn describe(status: &Value) -> String {
-    let text = |value: &Value| match value {
-        Value::String(text) => text.clone(),
-        other => other.to_string(),
-    };
     let report = &status["report"];
     let mut lines = vec![
         format!("{} ({})", text(&status["name"]), text(&status["uuid"])),
-        format!(
-            "  {} on {}: {}",
-            text(&status["phase"]),
-            text(&status["guest"]),
-            text(&status["choice"])
-        ),
+        format!("  {} on {}: {}", phase(status), text(&status["guest"]), text(&status["choice"])),
         format!(
             "  {} of {} memory, {} vCPUs, process {}",
             ByteSize(status["memory_bytes"].as_u64().unwrap_or_default()),
@@ -100,30 +92,97 @@ fn all(output: &Output) -> Result<(), Failure> {
         table.load_style(presets::ASCII_BORDERS_ONLY_CONDENSED);
         table.set_header(["guest", "phase", "on", "memory", "vCPUs", "corruptions"]);
         for guest in &guests {
-            let cell = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
             table.add_row([
-                cell(&guest["name"]),
-                cell(&guest["phase"]),
-                cell(&guest["guest"]),
-                guest["memory_bytes"].as_u64().map_or_else(String::new, |bytes| ByteSize(bytes).to_string()),
-                cell(&guest["vcpus"]),
-                cell(&guest["report"]["corruptions"]),
+                text(&guest["name"]),
+                phase(guest),
+                text(&guest["guest"]),
+                guest["memory_bytes"]
+                    .as_u64()
+                    .map_or_else(String::new, |bytes| ByteSize(bytes).to_string()),
+                text(&guest["vcpus"]),
+                text(&guest["report"]["corruptions"]),
             ]);
         }
-        let mut text = if guests.is_empty() {
+        let mut shown = if guests.is_empty() {
             "no guests on this host: `vmferry run NAME` starts one".to_owned()
         } else {
             table.to_string()
         };
         for session in &doubtful {
-            text.push_str(&format!(
-                "\nIN DOUBT: guest {} in session {}: look at the other host, then `vmferry resolve`",
-                session["guest"], session["session"]
+            shown.push_str(&format!(
+                "\nIN DOUBT: guest {} in session {}: look at the other host with `vmferry status \
+                 --sessions`, then `vmferry resolve`",
+                text(&session["guest"]),
+                text(&session["session"])
             ));
         }
-        text
+        shown
     });
     Ok(())
+}
+
+/// What a guest is doing. One in doubt stands still and must not be resumed, which is more than paused.
+fn phase(status: &Value) -> String {
+    if status["migration"]["in_doubt"] == true {
+        return "IN DOUBT, paused".into();
+    }
+    text(&status["phase"])
+}
+
+/// A value without the quotes of JSON.
+fn text(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+}
+
+/// What the journals know, for whoever must decide who has a guest.
+fn sessions(output: &Output) -> Result<(), Failure> {
+    let directory = directory()?.journals();
+    let found =
+        journal::sessions(&directory).map_err(|error| Failure::of(Code::Internal, error))?;
+    output.result(&json!({ "sessions": found }), || {
+        if found.is_empty() {
+            return format!("no migration is known in {}", directory.display());
+        }
+        let mut table = Table::new();
+        table.load_style(presets::ASCII_BORDERS_ONLY_CONDENSED);
+        table.set_header(["guest", "session", "this host was", "the other", "and"]);
+        for session in &found {
+            table.add_row([
+                guest_name(session).unwrap_or("?").to_owned(),
+                session.session.to_string(),
+                match session.side {
+                    Side::Source => "source".into(),
+                    Side::Destination => "destination".into(),
+                },
+                peer(session).unwrap_or("?").to_owned(),
+                promise(session).to_owned(),
+            ]);
+        }
+        table.to_string()
+    });
+    Ok(())
+}
+
+/// What this host promised in a session, in words.
+fn promise(session: &SessionSummary) -> &'static str {
+    match (session.side, session.verdict, session.led) {
+        (Side::Source, Verdict::InDoubt, _) => "IN DOUBT: promised the guest away, knows no more",
+        (Side::Source, Verdict::There, _) => "gave the guest away",
+        (Side::Source, Verdict::Here, true) => "is sending the guest",
+        (Side::Source, _, _) => "kept the guest",
+        (Side::Destination, Verdict::Here, _) => {
+            "has the guest: it runs here, or ran until it crashed"
+        }
+        (Side::Destination, _, true) => "is receiving the guest, which has not run here yet",
+        (Side::Destination, _, false) => "never ran the guest and never will",
+    }
+}
+
+fn peer(session: &SessionSummary) -> Option<&str> {
+    session.records.iter().find_map(|record| match record {
+        Record::Open { peer, .. } => Some(peer.as_str()),
+        _ => None,
+    })
 }
 
 fn guest_name(session: &SessionSummary) -> Option<&str> {

@@ -98,6 +98,12 @@ pub(super) fn read(path: &Path) -> Result<(Vec<Record>, usize), JournalError> {
     })
 }
 
+/// Whether a process leads the session. One that can't be asked about is taken for led: whoever wants
+/// to write to it finds out.
+pub(super) fn is_locked(path: &Path) -> bool {
+    File::open(path).map_or(true, |file| file.try_lock_shared().is_err())
+}
+
 /// `SESSION.SIDE.journal`.
 pub(super) fn path_of(directory: &Path, session: SessionId, side: Side) -> PathBuf {
     directory.join(format!("{session}.{}.journal", side.name()))

@@ -83,6 +83,8 @@ pub struct SessionSummary {
     pub records: Vec<Record>,
     /// The verdict in one word.
     pub verdict: Verdict,
+    /// Whether a process leads the session now, so that the verdict may still change.
+    pub led: bool,
 }
 
 /// Who has the guest, by one side's journal alone.
@@ -98,7 +100,7 @@ pub enum Verdict {
 }
 
 impl SessionSummary {
-    fn new(session: SessionId, side: Side, records: Vec<Record>) -> Self {
+    fn new(session: SessionId, side: Side, records: Vec<Record>, led: bool) -> Self {
         let verdict = match side {
             Side::Source => match recover_source(&records).0 {
                 SourceState::Given => Verdict::There,
@@ -110,7 +112,7 @@ impl SessionSummary {
                 _ => Verdict::There,
             },
         };
-        Self { session, side, records, verdict }
+        Self { session, side, records, verdict, led }
     }
 }
 
@@ -130,8 +132,10 @@ pub fn sessions(directory: &Path) -> Result<Vec<SessionSummary>, JournalError> {
     for entry in entries.flatten() {
         let name = entry.file_name();
         let Some((session, side)) = name.to_str().and_then(parse_name) else { continue };
+        // Before the records: a process that ends in between has written its last one.
+        let led = file::is_locked(&path_of(directory, session, side));
         let records = read(directory, session, side)?;
-        summaries.push(SessionSummary::new(session, side, records));
+        summaries.push(SessionSummary::new(session, side, records, led));
     }
     summaries.sort_by_key(|summary| (opened_at(&summary.records), summary.session.to_string()));
     Ok(summaries)
