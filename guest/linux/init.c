@@ -1,0 +1,148 @@
+/*
+ * The first and only process of a Linux guest in the tests of QEMU: writes memory and checks it, all
+ * the time, and says once in 100 ms on the serial console how far it is.
+ *
+ * The kernel's command line says what it does: `static=MIB` fills memory once and checks it for ever,
+ * `dirty=MIB` rewrites memory without pause, checking each page before it writes it again.
+ */
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/mount.h>
+#include <sys/reboot.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#define PAGE_BYTES 4096ull
+#define PAGE_WORDS (PAGE_BYTES / 8)
+/* Words of a page that are checked and written on each visit; the rest is filled once. */
+static const unsigned visited[] = {0, 1, 255, 256, 510, 511};
+
+static uint64_t mix(uint64_t x)
+{
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    return x ^ (x >> 31);
+}
+
+/* What stands in a word of a page of this generation. */
+static uint64_t expected(uint64_t generation, uint64_t page, unsigned word)
+{
+    return mix(generation * 0x9e3779b97f4a7c15ull + page * PAGE_WORDS + word + 1);
+}
+
+static uint64_t now_us(void)
+{
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (uint64_t)time.tv_sec * 1000000 + (uint64_t)time.tv_nsec / 1000;
+}
+
+struct area {
+    uint64_t *words, pages, generation, next;
+};
+
+static struct area make_area(uint64_t mib)
+{
+    struct area area = {0, mib << 8, 1, 0};
+    if (!area.pages)
+        return area;
+    area.words = mmap(0, area.pages * PAGE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (area.words == MAP_FAILED) {
+        printf("vmferry-guest failed=no-memory\n");
+        exit(1);
+    }
+    for (uint64_t page = 0; page < area.pages; page++)
+        for (unsigned word = 0; word < PAGE_WORDS; word++)
+            area.words[page * PAGE_WORDS + word] = expected(area.generation, page, word);
+    return area;
+}
+
+static uint64_t corruptions, checked, rounds;
+
+static int page_is_right(const struct area *area, uint64_t page, uint64_t generation)
+{
+    for (unsigned i = 0; i < sizeof visited / sizeof *visited; i++)
+        if (area->words[page * PAGE_WORDS + visited[i]] != expected(generation, page, visited[i]))
+            return 0;
+    return 1;
+}
+
+/* Pages before `next` are of the next generation already. */
+static void dirty_pages(struct area *area, unsigned count)
+{
+    for (; count && area->pages; count--) {
+        uint64_t page = area->next++;
+        corruptions += !page_is_right(area, page, area->generation);
+        for (unsigned i = 0; i < sizeof visited / sizeof *visited; i++)
+            area->words[page * PAGE_WORDS + visited[i]] = expected(area->generation + 1, page, visited[i]);
+        checked++;
+        if (area->next == area->pages) {
+            area->next = 0;
+            area->generation++;
+            rounds++;
+        }
+    }
+}
+
+/* A word anywhere in each page of the static area. */
+static void check_pages(struct area *area, unsigned count, uint64_t *static_rounds)
+{
+    for (; count && area->pages; count--) {
+        uint64_t page = area->next++;
+        unsigned word = (unsigned)(mix(page + *static_rounds * 977) % PAGE_WORDS);
+        corruptions += area->words[page * PAGE_WORDS + word] != expected(area->generation, page, word);
+        checked++;
+        if (area->next == area->pages) {
+            area->next = 0;
+            ++*static_rounds;
+        }
+    }
+}
+
+static uint64_t option(const char *line, const char *name)
+{
+    const char *at = strstr(line, name);
+    return at ? strtoull(at + strlen(name), 0, 10) : 0;
+}
+
+int main(void)
+{
+    static char line[4096];
+    mkdir("/proc", 0555);
+    mount("proc", "/proc", "proc", 0, 0);
+    int file = open("/proc/cmdline", O_RDONLY);
+    if (file >= 0 && read(file, line, sizeof line - 1) < 0)
+        line[0] = 0;
+
+    struct area fixed = make_area(option(line, " static=")), hot = make_area(option(line, " dirty="));
+    uint64_t static_rounds = 0, last = now_us(), said = 0, longest_gap = 0, gap_since_said = 0;
+    setvbuf(stdout, 0, _IOLBF, 0);
+    printf("vmferry-guest ready=1\n");
+    for (;;) {
+        dirty_pages(&hot, 64);
+        check_pages(&fixed, 16, &static_rounds);
+        if (!hot.pages) {
+            struct timespec pause = {0, 1000000};
+            nanosleep(&pause, 0);
+        }
+        uint64_t now = now_us(), gap = now - last;
+        last = now;
+        if (gap > longest_gap)
+            longest_gap = gap;
+        if (gap > gap_since_said)
+            gap_since_said = gap;
+        if (now - said >= 100000) {
+            said = now;
+            printf("vmferry-guest rounds=%llu static_rounds=%llu checked=%llu corruptions=%llu gap_us=%llu longest_gap_us=%llu uptime_us=%llu\n",
+                   (unsigned long long)rounds, (unsigned long long)static_rounds, (unsigned long long)checked,
+                   (unsigned long long)corruptions, (unsigned long long)gap_since_said,
+                   (unsigned long long)longest_gap, (unsigned long long)now);
+            gap_since_said = 0;
+        }
+    }
+}
