@@ -112,6 +112,40 @@ impl GuestMemory {
     }
 }
 
+impl GuestMemory {
+    /// Maps a slot's file that another process has mapped too: `files` are a slot's place in the
+    /// layout, the file, open for reading and writing, and the offset in bytes at which it begins.
+    ///
+    /// # Errors
+    /// A bad layout, or the system's refusal.
+    pub fn map_files(files: Vec<(SlotLayout, File, u64)>) -> Result<Self, MemoryError> {
+        let layout: Vec<SlotLayout> = files.iter().map(|(slot, ..)| *slot).collect();
+        check_layout(&layout)?;
+        let mut regions = Vec::with_capacity(files.len());
+        for (slot, file, offset) in files {
+            let bytes = slot.pages * PAGE_SIZE as u64;
+            let mapping = MmapRegionBuilder::<()>::new(bytes as usize)
+                .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+                .with_file_offset(FileOffset::new(file, offset))
+                .with_mmap_flags(libc::MAP_SHARED | libc::MAP_NORESERVE)
+                .build()
+                .map_err(|error| MemoryError::Map {
+                    slot: slot.slot,
+                    bytes,
+                    source: io::Error::other(error),
+                })?;
+            let region =
+                GuestRegionMmap::new(mapping, GuestAddress(slot.gpa)).ok_or_else(|| {
+                    MemoryError::Layout(format!("{} reaches beyond the address space", slot.slot))
+                })?;
+            regions.push(region);
+        }
+        let memory = GuestMemoryMmap::from_regions(regions)
+            .map_err(|error| MemoryError::Layout(error.to_string()))?;
+        Self::from_vm_memory(&Arc::new(memory))
+    }
+}
+
 fn memfd(slot: SlotId, bytes: u64) -> io::Result<File> {
     let name = format!("vmferry-slot-{}", slot.0);
     let file = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC)?;

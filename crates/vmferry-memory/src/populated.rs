@@ -46,6 +46,32 @@ impl GuestMemory {
     }
 }
 
+impl GuestMemory {
+    /// Frees every page of memory that is made of files, which reads as zeros then.
+    ///
+    /// # Errors
+    /// Memory that is private to this process, or what the file says.
+    pub fn punch(&self) -> Result<(), MemoryError> {
+        for slot in self.slots() {
+            let punched = match slot.backing() {
+                Backing::Private => Err(io::Error::from(io::ErrorKind::Unsupported)),
+                Backing::File { file, offset } => {
+                    use rustix::fs::FallocateFlags as Flags;
+                    let flags = Flags::PUNCH_HOLE | Flags::KEEP_SIZE;
+                    rustix::fs::fallocate(file, flags, *offset, slot.len_bytes() as u64)
+                        .map_err(io::Error::from)
+                }
+            };
+            punched.map_err(|source| MemoryError::Slot {
+                what: "freeing the pages of the file",
+                slot: slot.id(),
+                source,
+            })?;
+        }
+        Ok(())
+    }
+}
+
 fn in_file(slot: &Slot, file: &File, offset: u64, bitmap: &mut PageBitmap) -> io::Result<()> {
     let end = offset + slot.len_bytes() as u64;
     let mut at = offset;
@@ -153,6 +179,18 @@ mod tests {
         let pagemap = File::open("/proc/self/pagemap").unwrap();
         by_entries(&pagemap, &memory.slots()[0], &mut by_hand).unwrap();
         assert_eq!(*memory.populated().unwrap().bitmap(SlotId(0)), by_hand);
+    }
+
+    #[test]
+    fn punched_memory_is_empty() {
+        let memory = memory(MemoryKind::Memfd, 64);
+        memory.write_at(5 * PAGE, &[7]).unwrap();
+        memory.punch().unwrap();
+        assert!(memory.populated().unwrap().is_empty());
+        let mut byte = [1];
+        memory.read_at(5 * PAGE, &mut byte).unwrap();
+        assert_eq!(byte, [0]);
+        assert!(super::tests::memory(MemoryKind::Private, 1).punch().is_err());
     }
 
     #[test]

@@ -61,11 +61,17 @@ pub(super) fn open() -> io::Result<OwnedFd> {
     }
     // SAFETY: the descriptor is new and nobody else has it.
     let userfaultfd = unsafe { OwnedFd::from_raw_fd(descriptor as i32) };
+    enable(&userfaultfd)?;
+    Ok(userfaultfd)
+}
+
+/// Agrees with the kernel on asynchronous write protection. Once for each descriptor.
+pub(super) fn enable(userfaultfd: &OwnedFd) -> io::Result<()> {
     let features = UFFD_FEATURE_WP_ASYNC | UFFD_FEATURE_WP_HUGETLBFS_SHMEM;
     let mut api = UffdioApi { api: UFFD_API, features, ioctls: 0 };
     // SAFETY: the argument has the layout of `struct uffdio_api`, asserted above.
     let result = unsafe { libc::ioctl(userfaultfd.as_raw_fd(), UFFDIO_API, &raw mut api) };
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(userfaultfd) }
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 /// Registers a range of host-virtual addresses for write protection.

@@ -1,8 +1,8 @@
-//! userfaultfd's asynchronous write protection, on memory of this process.
+//! userfaultfd's asynchronous write protection, on memory of this process or of another one.
 //!
 //! The kernel lets a write to a protected page through and drops the protection; `PAGEMAP_SCAN`
 //! finds the pages that lost it and protects them again in the same walk of the page table. It
-//! sees whoever writes through this process's mapping: vCPUs of KVM, the VMM's devices, system
+//! sees whoever writes through the process's mapping: vCPUs of KVM, the VMM's devices, system
 //! calls. It does *not* see pages punched out of a file, nor I/O that pinned a page earlier
 //! (O_DIRECT in flight).
 //!
@@ -32,14 +32,23 @@ const REGIONS: usize = 1024;
 
 /// The log of a guest's whole memory.
 pub struct UffdLog {
-    memory: GuestMemory,
+    /// Where each slot is mapped in the process that writes, as host-virtual addresses there.
+    ranges: Vec<(SlotId, Range<u64>)>,
     pagemap: File,
     state: Mutex<State>,
 }
 
 struct State {
-    userfaultfd: Option<OwnedFd>,
+    userfaultfd: Userfaultfd,
+    logging: bool,
     regions: Vec<PageRegion>,
+}
+
+enum Userfaultfd {
+    /// Of this process: made at each start, and closed at each stop.
+    Own(Option<OwnedFd>),
+    /// Of another process, which can't be asked for one as easily: kept.
+    Other(OwnedFd),
 }
 
 impl UffdLog {
@@ -51,19 +60,40 @@ impl UffdLog {
         // Found out now, so that a user hears of it before a guest is started.
         ioctl::open().map_err(unavailable)?;
         let pagemap = File::open("/proc/self/pagemap").map_err(unavailable)?;
+        let ranges = memory.slots().iter().map(|slot| (slot.id(), range_of(slot))).collect();
+        Ok(Self::over(ranges, pagemap, Userfaultfd::Own(None)))
+    }
+
+    /// A log of what process `pid` writes to its mappings `ranges`, one for each slot.
+    /// `userfaultfd` was made by that process, and nobody has set it up yet.
+    ///
+    /// # Errors
+    /// [`DirtyLogError::Unavailable`] on kernels before 6.7, or where `/proc/PID/pagemap` may not be
+    /// opened.
+    pub fn of_process(
+        pid: u32,
+        userfaultfd: OwnedFd,
+        ranges: Vec<(SlotId, Range<u64>)>,
+    ) -> Result<Self, DirtyLogError> {
+        ioctl::enable(&userfaultfd).map_err(unavailable)?;
+        let pagemap = File::open(format!("/proc/{pid}/pagemap")).map_err(unavailable)?;
+        Ok(Self::over(ranges, pagemap, Userfaultfd::Other(userfaultfd)))
+    }
+
+    fn over(ranges: Vec<(SlotId, Range<u64>)>, pagemap: File, userfaultfd: Userfaultfd) -> Self {
         let regions = vec![PageRegion::default(); REGIONS];
-        let state = Mutex::new(State { userfaultfd: None, regions });
-        Ok(Self { memory: memory.clone(), pagemap, state })
+        let state = Mutex::new(State { userfaultfd, logging: false, regions });
+        Self { ranges, pagemap, state }
     }
 
     fn state(&self) -> std::sync::MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Finds written pages of a slot and protects them again.
+    /// Finds written pages of a range and protects them again.
     fn harvest(
         &self,
-        slot: &Slot,
+        range: Range<u64>,
         regions: &mut [PageRegion],
         found: impl FnMut(PageRegion),
     ) -> io::Result<()> {
@@ -75,7 +105,7 @@ impl UffdLog {
             any: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
             report: 0,
         };
-        scan(&self.pagemap, range_of(slot), query, regions, found)
+        scan(&self.pagemap, range, query, regions, found)
     }
 }
 
@@ -86,40 +116,63 @@ impl DirtyLog for UffdLog {
 
     fn start(&self) -> Result<(), DirtyLogError> {
         let mut state = self.state();
-        let State { userfaultfd, regions } = &mut *state;
-        let fresh = ioctl::open().map_err(unavailable)?;
-        // Closing the descriptor takes everything back if this fails half-way.
-        for slot in self.memory.slots() {
-            ioctl::register(&fresh, range_of(slot)).map_err(failed("register", slot.id()))?;
-            self.harvest(slot, regions, |_| {}).map_err(failed("protect", slot.id()))?;
+        let State { userfaultfd, regions, logging } = &mut *state;
+        let fresh = match userfaultfd {
+            // Closing the descriptor takes everything back if this fails half-way.
+            Userfaultfd::Own(_) => Some(ioctl::open().map_err(unavailable)?),
+            Userfaultfd::Other(_) => None,
+        };
+        let descriptor = match (&fresh, &*userfaultfd) {
+            (Some(fresh), _)
+            | (None, Userfaultfd::Other(fresh) | Userfaultfd::Own(Some(fresh))) => fresh,
+            (None, Userfaultfd::Own(None)) => return Err(DirtyLogError::NotStarted { log: NAME }),
+        };
+        for (slot, range) in &self.ranges {
+            ioctl::register(descriptor, range.clone()).map_err(failed("register", *slot))?;
+            // The first harvest only protects: whatever is populated is sent anyway.
+            self.harvest(range.clone(), regions, |_| {}).map_err(failed("protect", *slot))?;
         }
-        *userfaultfd = Some(fresh);
+        if fresh.is_some() {
+            *userfaultfd = Userfaultfd::Own(fresh);
+        }
+        *logging = true;
         Ok(())
     }
 
     fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
         let mut state = self.state();
-        let State { userfaultfd, regions } = &mut *state;
-        if userfaultfd.is_none() {
+        let State { regions, logging, .. } = &mut *state;
+        if !*logging {
             return Err(DirtyLogError::NotStarted { log: NAME });
         }
-        for slot in self.memory.slots() {
-            let start = range_of(slot).start;
-            let pages = into.bitmap_mut(slot.id());
-            self.harvest(slot, regions, |region| {
+        for (slot, range) in &self.ranges {
+            let start = range.start;
+            let pages = into.bitmap_mut(*slot);
+            self.harvest(range.clone(), regions, |region| {
                 let page = |address: u64| (address - start) / PAGE_SIZE as u64;
                 pages.set_run(page(region.start), page(region.end) - page(region.start));
             })
-            .map_err(failed("harvest", slot.id()))?;
+            .map_err(failed("harvest", *slot))?;
         }
         Ok(())
     }
 
     fn stop(&self) -> Result<(), DirtyLogError> {
-        let Some(userfaultfd) = self.state().userfaultfd.take() else { return Ok(()) };
-        for slot in self.memory.slots() {
-            ioctl::unregister(&userfaultfd, range_of(slot))
-                .map_err(failed("unregister", slot.id()))?;
+        let mut state = self.state();
+        if !std::mem::take(&mut state.logging) {
+            return Ok(());
+        }
+        let taken;
+        let descriptor = match &mut state.userfaultfd {
+            Userfaultfd::Own(descriptor) => {
+                taken = descriptor.take();
+                taken.as_ref()
+            }
+            Userfaultfd::Other(descriptor) => Some(&*descriptor),
+        };
+        let Some(descriptor) = descriptor else { return Ok(()) };
+        for (slot, range) in &self.ranges {
+            ioctl::unregister(descriptor, range.clone()).map_err(failed("unregister", *slot))?;
         }
         Ok(())
     }

@@ -1,0 +1,143 @@
+//! A QEMU that waits for a guest, as the engine's destination.
+
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use serde_json::json;
+use vmferry::{DestinationVm, GuestDescription, PrepareError, VmError};
+use vmferry_memory::GuestMemory;
+
+use crate::error::QemuError;
+use crate::qmp::Qmp;
+use crate::ram::{Block, Carrier, Ram};
+use crate::source::{VMM, host};
+use crate::state;
+
+/// A QEMU that was started with `-incoming defer`.
+pub struct QemuDestination {
+    qmp: Qmp,
+    ram: Ram,
+    /// A state was loaded, or tried to be: this QEMU can take no other guest.
+    used: bool,
+}
+
+/// What the source says of its memory.
+#[derive(Deserialize)]
+struct Offered {
+    host: String,
+    blocks: Vec<Block>,
+}
+
+impl QemuDestination {
+    /// Attaches to the QEMU whose QMP socket this is.
+    ///
+    /// # Errors
+    /// If it does not wait for a migration, or its memory is not of the kind that can be filled from
+    /// outside.
+    pub fn attach(socket: &Path) -> Result<Self, QemuError> {
+        let mut qmp = Qmp::connect(socket)?;
+        let status = qmp.execute("query-status", json!({}))?;
+        if status["status"] != "inmigrate" {
+            return Err(QemuError::State {
+                found: status["status"].as_str().unwrap_or_default().to_owned(),
+                wanted: "waiting for a guest: start it with `-incoming defer`",
+            });
+        }
+        // While QEMU waits, `stop` is what `-S` is: the guest stands still once its state is loaded,
+        // until COMMIT.
+        qmp.execute("stop", json!({}))?;
+        let ram = Ram::find(&mut qmp)?;
+        Ok(Self { qmp, ram, used: false })
+    }
+
+    /// The QMP socket.
+    #[must_use]
+    pub fn socket(&self) -> &Path {
+        self.qmp.path()
+    }
+
+    /// Ends the QEMU.
+    ///
+    /// # Errors
+    /// QMP's.
+    pub fn quit(&mut self) -> Result<(), QemuError> {
+        self.qmp.execute("quit", json!({}))?;
+        Ok(())
+    }
+
+    /// Frees every page, so that nothing of an earlier guest or of the firmware is left.
+    fn punch(&self) -> Result<(), QemuError> {
+        self.ram.memory.punch().map_err(|error| QemuError::Local {
+            action: "empty the memory files",
+            source: std::io::Error::other(error),
+        })
+    }
+}
+
+impl DestinationVm for QemuDestination {
+    fn prepare(&mut self, guest: &GuestDescription) -> Result<GuestMemory, PrepareError> {
+        if guest.vmm != VMM {
+            let text = format!("the guest is one of `{}`, and this is a QEMU", guest.vmm);
+            return Err(PrepareError::Incompatible(text));
+        }
+        if self.used {
+            let text = "this QEMU has had a guest already: start a new one".to_owned();
+            return Err(PrepareError::Incompatible(text));
+        }
+        let offered: Offered = serde_json::from_slice(&guest.config)
+            .map_err(|error| PrepareError::Incompatible(format!("its description: {error}")))?;
+        compare(&offered.blocks, &self.ram.blocks)?;
+        if offered.host == host() {
+            let ours = || self.ram.carried().map(|block| block.file);
+            let theirs = offered.blocks.iter().filter(|block| block.carrier == Carrier::Vmferry);
+            for block in theirs {
+                if ours().any(|file| file == block.file) {
+                    let path = PathBuf::from(&block.name);
+                    return Err(PrepareError::Vm(QemuError::SameFile { path }.into()));
+                }
+            }
+        }
+        self.punch().map_err(|error| PrepareError::Vm(error.into()))?;
+        Ok(self.ram.memory.clone())
+    }
+
+    fn load(&mut self, bytes: &[u8]) -> Result<(), VmError> {
+        self.used = true;
+        state::load(&mut self.qmp, bytes)?;
+        let status = self.qmp.execute("query-status", json!({}))?;
+        if status["running"] == true {
+            return Err("QEMU runs the guest before it may".into());
+        }
+        Ok(())
+    }
+
+    fn discard(&mut self) {
+        // One that has loaded a state can't take another; one that has not can be filled anew.
+        let _ = if self.used { self.quit() } else { self.punch() };
+    }
+
+    fn run(&mut self) -> Result<(), VmError> {
+        self.qmp.execute("cont", json!({}))?;
+        Ok(())
+    }
+}
+
+/// Both QEMUs must have the same blocks, carried by the same side.
+fn compare(theirs: &[Block], ours: &[Block]) -> Result<(), PrepareError> {
+    let words = |blocks: &[Block]| {
+        let all: Vec<String> = blocks
+            .iter()
+            .filter(|block| block.carrier == Carrier::Vmferry)
+            .map(|block| format!("{} of {} MiB", block.name, block.bytes >> 20))
+            .collect();
+        all.join(", ")
+    };
+    let carried = |blocks: &[Block]| -> Vec<(String, u64)> {
+        let ours = blocks.iter().filter(|block| block.carrier == Carrier::Vmferry);
+        ours.map(|block| (block.name.clone(), block.bytes)).collect()
+    };
+    if carried(theirs) == carried(ours) {
+        return Ok(());
+    }
+    Err(PrepareError::Layout { expected: words(ours), offered: words(theirs) })
+}

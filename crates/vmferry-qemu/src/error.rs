@@ -1,0 +1,70 @@
+//! What goes wrong with a QEMU process.
+
+use std::path::PathBuf;
+
+use crate::qmp::QmpError;
+
+/// Why a QEMU can't be migrated, or could not be.
+#[derive(Debug, thiserror::Error)]
+pub enum QemuError {
+    /// QMP failed.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// The process can't be looked at.
+    #[error(
+        "can't {action} of QEMU's process {pid}: run vmferry as root, or as the user that runs QEMU where ptrace is allowed"
+    )]
+    Process {
+        /// What was tried.
+        action: &'static str,
+        /// The process.
+        pid: u32,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A part of the guest's memory can't be carried.
+    #[error("the guest's memory `{block}` {why}")]
+    Memory {
+        /// QEMU's name of the RAM block.
+        block: String,
+        /// Why, and what to change.
+        why: String,
+    },
+    /// A device or setting forbids it.
+    #[error("this guest can't be migrated: {0}")]
+    Unsupported(String),
+    /// QEMU is not in the state in which this can be done.
+    #[error("QEMU is `{found}`, and must be {wanted}")]
+    State {
+        /// `query-status`, or the migration's status.
+        found: String,
+        /// What it should be, and how to get there.
+        wanted: &'static str,
+    },
+    /// A thread of QEMU could not be made to make a system call.
+    #[error("no userfaultfd could be had from QEMU's process {pid}: {why}")]
+    Inject {
+        /// The process.
+        pid: u32,
+        /// Why.
+        why: String,
+    },
+    /// The two QEMUs have the same file.
+    #[error(
+        "source and destination have the same memory file {path}: give the destination a file of its own"
+    )]
+    SameFile {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Local files and sockets.
+    #[error("can't {action}")]
+    Local {
+        /// What was tried.
+        action: &'static str,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
+}

@@ -1,0 +1,259 @@
+//! One system call at a time in a thread of another process: `userfaultfd`, and in the end `close`.
+//!
+//! A userfaultfd belongs to the address space of the process that makes it, so QEMU must make it
+//! itself. A thread of it that waits in a system call is seized and interrupted (`PTRACE_SEIZE`,
+//! `PTRACE_INTERRUPT`), stands behind the `syscall` instruction, is stepped over that same instruction
+//! once more with other registers, gets its registers back, and goes on waiting: the kernel restarts
+//! the interrupted call as it does after any signal. No code is patched, so no other thread can run into
+//! anything. The descriptor is fetched with `pidfd_getfd`.
+//!
+//! If whoever does this dies between the step and the detach, QEMU would die of the step's SIGTRAP. So
+//! it is done by a child of ours that does nothing else, in a session of its own, with all signals
+//! blocked: killing vmferry does not touch it, and it lives for microseconds.
+//!
+//! Sources: ptrace(2), pidfd_getfd(2), userfaultfd(2), and the restart of system calls in Linux
+//! `arch/x86/kernel/signal.c`.
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use rustix::fd::AsFd;
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
+
+use crate::error::QemuError;
+use crate::process;
+
+/// Attempts over all threads: one that just runs in user space is passed over.
+const ATTEMPTS: usize = 50;
+
+const UFFD_USER_MODE_ONLY: i32 = 1;
+
+/// What the child has to say: what the call returned, or which step failed, with what.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Verdict {
+    step: i32,
+    value: i64,
+}
+
+/// The thread was not in a system call; another one may be.
+const BUSY: i32 = 1;
+/// `ptrace` was refused.
+const REFUSED: i32 = 2;
+/// The thread could not be read or set.
+const FAILED: i32 = 3;
+/// The call has returned.
+const DONE: i32 = 0;
+
+/// A userfaultfd that another process has made. Dropped, it is closed there too.
+#[derive(Debug)]
+pub struct Injected {
+    pid: u32,
+    number: i32,
+    /// Our own descriptor of it.
+    pub descriptor: OwnedFd,
+}
+
+impl Drop for Injected {
+    fn drop(&mut self) {
+        // A process that has died has closed it; in any other a descriptor is leaked, no more.
+        let _ = system_call(self.pid, libc::SYS_close, self.number as u64);
+    }
+}
+
+/// Makes a userfaultfd in process `pid` and fetches it.
+///
+/// # Errors
+/// If ptrace is not permitted, if no thread waits in a system call, or what `userfaultfd` says there.
+pub fn userfaultfd(pid: u32) -> Result<Injected, QemuError> {
+    let flags = libc::O_CLOEXEC | libc::O_NONBLOCK | UFFD_USER_MODE_ONLY;
+    let number = system_call(pid, libc::SYS_userfaultfd, flags as u64)? as i32;
+    let descriptor = fetch(pid, number).map_err(|error| QemuError::Inject {
+        pid,
+        why: format!("its descriptor {number} can't be had: {error}"),
+    })?;
+    Ok(Injected { pid, number, descriptor })
+}
+
+/// Lets a thread of process `pid` make a system call with one argument.
+fn system_call(pid: u32, number: i64, argument: u64) -> Result<i64, QemuError> {
+    let failed = |why: String| QemuError::Inject { pid, why };
+    let mut busy = 0;
+    for _ in 0..ATTEMPTS {
+        for thread in process::threads(pid)? {
+            let verdict =
+                in_a_child(thread, number, argument).map_err(|error| failed(error.to_string()))?;
+            match verdict.step {
+                DONE if verdict.value >= 0 => return Ok(verdict.value),
+                DONE => return Err(failed(why_not(-verdict.value as i32))),
+                REFUSED => {
+                    let error = io::Error::from_raw_os_error(verdict.value as i32);
+                    return Err(failed(format!(
+                        "ptrace is not permitted ({error}): run vmferry as root, or as QEMU's user with \
+                         kernel.yama.ptrace_scope=0, and not while a debugger is attached"
+                    )));
+                }
+                BUSY => busy += 1,
+                _ => {
+                    let error = io::Error::from_raw_os_error(verdict.value as i32);
+                    return Err(failed(format!("a thread could not be stepped: {error}")));
+                }
+            }
+        }
+    }
+    Err(failed(format!("none of its threads waits in a system call, in {busy} looks")))
+}
+
+fn why_not(errno: i32) -> String {
+    let error = io::Error::from_raw_os_error(errno);
+    match errno {
+        libc::ENOSYS | libc::EPERM => format!(
+            "userfaultfd is forbidden there ({error}): a `-sandbox on` of QEMU or a container forbids it; \
+             leave `-sandbox` out or allow the call"
+        ),
+        libc::EMFILE => "QEMU has no descriptor left".into(),
+        _ => error.to_string(),
+    }
+}
+
+fn fetch(pid: u32, descriptor: i32) -> io::Result<OwnedFd> {
+    let pid = Pid::from_raw(pid as i32).ok_or(io::ErrorKind::InvalidInput)?;
+    let process = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
+    Ok(rustix::process::pidfd_getfd(process.as_fd(), descriptor, PidfdGetfdFlags::empty())?)
+}
+
+/// Runs [`step_thread`] in a child and waits for its verdict.
+fn in_a_child(thread: u32, number: i64, argument: u64) -> io::Result<Verdict> {
+    let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+    // SAFETY: between fork and exit the child makes system calls only: it allocates nothing, takes no
+    // lock, and touches nothing of its parent's but its own stack and the pipe.
+    let child = unsafe { libc::fork() };
+    if child < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    if child == 0 {
+        // SAFETY: see above; the pointers are to locals of the types that the calls want.
+        unsafe {
+            let mut all = MaybeUninit::<libc::sigset_t>::uninit();
+            libc::sigfillset(all.as_mut_ptr());
+            libc::sigprocmask(libc::SIG_BLOCK, all.as_ptr(), std::ptr::null_mut());
+            libc::setsid();
+            let verdict = step_thread(thread as libc::pid_t, number, argument);
+            libc::write(
+                write.as_raw_fd(),
+                (&raw const verdict).cast(),
+                std::mem::size_of::<Verdict>(),
+            );
+            libc::_exit(0);
+        }
+    }
+    drop(write);
+    let mut verdict = Verdict { step: FAILED, value: libc::ECHILD.into() };
+    // SAFETY: the buffer is a plain structure of integers, for which all bytes are valid, of the length
+    // that is given; the child that is waited for is our own.
+    unsafe {
+        let bytes = (&raw mut verdict).cast();
+        libc::read(read.as_raw_fd(), bytes, std::mem::size_of::<Verdict>());
+        libc::waitpid(child, std::ptr::null_mut(), 0);
+    }
+    Ok(verdict)
+}
+
+/// Steps a thread over the system call. Only system calls are made here: it runs after a fork.
+///
+/// # Safety
+/// Must run in a process that may be the tracer of `thread`, and that nothing else is done in.
+unsafe fn step_thread(thread: libc::pid_t, number: i64, argument: u64) -> Verdict {
+    let errno = || i64::from(io::Error::last_os_error().raw_os_error().unwrap_or(0));
+    let none = std::ptr::null_mut::<libc::c_void>();
+    // SAFETY: ptrace gets pointers to locals of the types that its requests want, and acts on the
+    // thread, which stands still between the wait and the detach. Its registers are put back before
+    // it goes on, whatever happened in between.
+    unsafe {
+        if libc::ptrace(libc::PTRACE_SEIZE, thread, none, none) < 0 {
+            return Verdict { step: REFUSED, value: errno() };
+        }
+        let detach = |verdict| {
+            libc::ptrace(libc::PTRACE_DETACH, thread, none, none);
+            verdict
+        };
+        let mut status = 0;
+        if libc::ptrace(libc::PTRACE_INTERRUPT, thread, none, none) < 0
+            || libc::waitpid(thread, &raw mut status, libc::__WALL) != thread
+        {
+            return Verdict { step: FAILED, value: errno() };
+        }
+        let mut saved = MaybeUninit::<libc::user_regs_struct>::zeroed();
+        if libc::ptrace(libc::PTRACE_GETREGS, thread, none, saved.as_mut_ptr()) < 0 {
+            return detach(Verdict { step: FAILED, value: errno() });
+        }
+        let saved = saved.assume_init();
+        // `syscall` is 0f 05; the word is read at the instruction that the thread is behind.
+        *libc::__errno_location() = 0;
+        let word = libc::ptrace(libc::PTRACE_PEEKTEXT, thread, saved.rip.wrapping_sub(2), none);
+        let stopped_for_us = libc::WIFSTOPPED(status) && status >> 16 == libc::PTRACE_EVENT_STOP;
+        if !stopped_for_us || word & 0xffff != 0x050f || (saved.orig_rax as i64) < 0 {
+            return detach(Verdict { step: BUSY, value: 0 });
+        }
+        let mut registers = saved;
+        registers.rip = saved.rip - 2;
+        registers.rax = number as u64;
+        registers.rdi = argument;
+        // No call is to be restarted before ours.
+        registers.orig_rax = u64::MAX;
+        if libc::ptrace(libc::PTRACE_SETREGS, thread, none, &raw const registers) < 0 {
+            return detach(Verdict { step: FAILED, value: errno() });
+        }
+        let stepped = libc::ptrace(libc::PTRACE_SINGLESTEP, thread, none, none) >= 0
+            && libc::waitpid(thread, &raw mut status, libc::__WALL) == thread;
+        let mut after = MaybeUninit::<libc::user_regs_struct>::zeroed();
+        let read = libc::ptrace(libc::PTRACE_GETREGS, thread, none, after.as_mut_ptr()) >= 0;
+        let result = after.assume_init().rax as i64;
+        let restored = libc::ptrace(libc::PTRACE_SETREGS, thread, none, &raw const saved) >= 0;
+        if stepped && read && restored {
+            detach(Verdict { step: DONE, value: result })
+        } else {
+            detach(Verdict { step: FAILED, value: errno() })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    #[test]
+    fn a_process_that_waits_gives_a_userfaultfd_and_goes_on() {
+        // It waits in `read`, which must be restarted and not fail with EINTR.
+        let mut child =
+            Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        for _ in 0..20 {
+            let injected = userfaultfd(child.id()).unwrap();
+            let there = format!("/proc/{}/fd/{}", child.id(), injected.number);
+            let here = format!("/proc/self/fd/{}", injected.descriptor.as_raw_fd());
+            for name in [&there, &here] {
+                let name = std::fs::read_link(name).unwrap();
+                assert_eq!(name.to_str(), Some("anon_inode:[userfaultfd]"));
+            }
+            drop(injected);
+            assert!(!std::fs::exists(&there).unwrap(), "nothing is left open there");
+        }
+        let mut input = child.stdin.take().unwrap();
+        std::io::Write::write_all(&mut input, b"still here").unwrap();
+        drop(input);
+        let output = child.wait_with_output().unwrap();
+        assert!(output.status.success());
+        assert_eq!(output.stdout, b"still here");
+    }
+
+    #[test]
+    fn a_process_that_is_gone_is_an_error() {
+        let mut child = Command::new("true").spawn().unwrap();
+        let pid = child.id();
+        child.wait().unwrap();
+        assert!(userfaultfd(pid).is_err());
+    }
+}

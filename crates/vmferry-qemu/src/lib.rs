@@ -1,0 +1,26 @@
+//! Live migration of unmodified QEMU processes, from outside.
+//!
+//! Nothing of QEMU is patched and nothing is restarted. vmferry speaks QMP with it, maps the files that
+//! the guest's memory is made of, and gets a userfaultfd of the QEMU process by letting one of its
+//! threads make a single system call. The engine then moves memory as it does for any VMM; the
+//! device state is a migration of QEMU's own that leaves shared memory out (`x-ignore-shared`),
+//! through a socket pair that vmferry holds both ends of.
+//!
+//! * [`QemuSource`] is the engine's [`SourceVm`](vmferry::SourceVm) for a QEMU that runs,
+//! * [`QemuDestination`] its [`DestinationVm`](vmferry::DestinationVm) for one that was started with
+//!   `-incoming defer -S`.
+
+mod destination;
+mod error;
+mod inject;
+mod process;
+mod qmp;
+mod ram;
+mod source;
+mod state;
+
+pub use destination::QemuDestination;
+pub use error::QemuError;
+pub use qmp::{Qmp, QmpError, Version};
+pub use ram::{Block, Carrier, Ram};
+pub use source::QemuSource;

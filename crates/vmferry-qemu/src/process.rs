@@ -1,0 +1,113 @@
+//! What `/proc` says of a QEMU process.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+
+use crate::error::QemuError;
+
+/// A line of `/proc/PID/maps`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mapping {
+    /// Host-virtual addresses in that process.
+    pub range: Range<u64>,
+    /// Whether writes go to the file.
+    pub shared: bool,
+    /// Offset in the file.
+    pub offset: u64,
+    /// Device and inode of the file; 0 for anonymous memory.
+    pub file: (u64, u64),
+    /// The file's name, as the kernel prints it.
+    pub path: String,
+}
+
+/// All mappings of a process.
+///
+/// # Errors
+/// If they may not be read.
+pub fn mappings(pid: u32) -> Result<Vec<Mapping>, QemuError> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/maps"))
+        .map_err(|source| QemuError::Process { action: "read the mappings", pid, source })?;
+    Ok(text.lines().filter_map(parse).collect())
+}
+
+fn parse(line: &str) -> Option<Mapping> {
+    let mut words = line.splitn(6, ' ');
+    let (start, end) = words.next()?.split_once('-')?;
+    let hex = |text: &str| u64::from_str_radix(text, 16).ok();
+    let range = hex(start)?..hex(end)?;
+    let shared = words.next()?.ends_with('s');
+    let offset = hex(words.next()?)?;
+    let (major, minor) = words.next()?.split_once(':')?;
+    let device = rustix::fs::makedev(hex(major)? as u32, hex(minor)? as u32);
+    let inode = words.next()?.parse().ok()?;
+    let path = words.next().unwrap_or_default().trim_start().to_owned();
+    Some(Mapping { range, shared, offset, file: (device, inode), path })
+}
+
+/// Opens the file behind a mapping for reading and writing, by the descriptor that the process has.
+///
+/// # Errors
+/// If the process has none that may be opened so.
+pub fn open_file(pid: u32, mapping: &Mapping) -> Result<File, QemuError> {
+    let failed = |source| QemuError::Process { action: "open the memory file", pid, source };
+    let directory = PathBuf::from(format!("/proc/{pid}/fd"));
+    let mut last = io::Error::from(io::ErrorKind::NotFound);
+    for entry in std::fs::read_dir(&directory).map_err(failed)?.flatten() {
+        let Ok(metadata) = std::fs::metadata(entry.path()) else { continue };
+        if (metadata.dev(), metadata.ino()) != mapping.file {
+            continue;
+        }
+        match File::options().read(true).write(true).open(entry.path()) {
+            Ok(file) => return Ok(file),
+            Err(error) => last = error,
+        }
+    }
+    Err(failed(last))
+}
+
+/// The threads of a process, its first one first.
+///
+/// # Errors
+/// If there is no such process.
+pub fn threads(pid: u32) -> Result<Vec<u32>, QemuError> {
+    let failed = |source| QemuError::Process { action: "list the threads", pid, source };
+    let entries = std::fs::read_dir(format!("/proc/{pid}/task")).map_err(failed)?;
+    let mut threads: Vec<u32> = entries
+        .flatten()
+        .filter_map(|entry| entry.file_name().to_str().and_then(|name| name.parse().ok()))
+        .collect();
+    threads.sort_by_key(|thread| (*thread != pid, *thread));
+    Ok(threads)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_of_maps_is_read() {
+        let line = "7f54c7fff000-7f54e7fff000 rw-s 00001000 00:1a 3     /dev/shm/ram of a guest";
+        let found = parse(line).unwrap();
+        assert_eq!(found.range, 0x7f54_c7ff_f000..0x7f54_e7ff_f000);
+        assert!(found.shared);
+        assert_eq!((found.offset, found.file.1), (0x1000, 3));
+        assert_eq!(found.path, "/dev/shm/ram of a guest");
+        let anonymous = parse("7ff0-7ff8 rw-p 00000000 00:00 0 ").unwrap();
+        assert!(!anonymous.shared);
+        assert_eq!(anonymous.path, "");
+        assert!(parse("nonsense").is_none());
+    }
+
+    #[test]
+    fn this_process_has_mappings_and_threads() {
+        let pid = std::process::id();
+        let here = &raw const LINE as u64;
+        assert!(mappings(pid).unwrap().iter().any(|mapping| mapping.range.contains(&here)));
+        assert_eq!(threads(pid).unwrap()[0], pid);
+    }
+
+    static LINE: u8 = 1;
+}

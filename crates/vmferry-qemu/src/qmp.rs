@@ -1,0 +1,277 @@
+//! A small QMP client.
+//!
+//! Source: QEMU's `docs/interop/qmp-spec.rst` and the QMP reference manual. One command at a time; what
+//! comes in between are events, which are kept until somebody waits for them.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::io::{self, BufRead, BufReader, IoSlice, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use serde_json::{Value, json};
+
+/// How long QEMU may take to answer a command. Some stop the guest first.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A QMP connection that failed.
+#[derive(Debug, thiserror::Error)]
+pub enum QmpError {
+    /// The socket.
+    #[error(
+        "QMP at {path}: can't {action}: is QEMU running with `-qmp unix:{path},server=on,wait=off`, and does nobody else use the socket?"
+    )]
+    Io {
+        /// The socket.
+        path: PathBuf,
+        /// What was tried.
+        action: &'static str,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+    /// QEMU does not do what was asked.
+    #[error("QEMU refused `{command}`: {message}")]
+    Refused {
+        /// The command.
+        command: String,
+        /// QEMU's text.
+        message: String,
+    },
+    /// An answer that is not QMP.
+    #[error("QMP at {path}: unexpected answer: {text}")]
+    Answer {
+        /// The socket.
+        path: PathBuf,
+        /// What came.
+        text: String,
+    },
+    /// Something did not happen in time.
+    #[error("waited {} s for QEMU to {what}", after.as_secs())]
+    TimedOut {
+        /// What was awaited.
+        what: &'static str,
+        /// For how long.
+        after: Duration,
+    },
+}
+
+/// QEMU's version.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Version {
+    /// Major.
+    pub major: u64,
+    /// Minor.
+    pub minor: u64,
+    /// Micro.
+    pub micro: u64,
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}.{}", self.major, self.minor, self.micro)
+    }
+}
+
+/// A connection to one QEMU.
+pub struct Qmp {
+    path: PathBuf,
+    reader: BufReader<UnixStream>,
+    version: Version,
+    events: VecDeque<Value>,
+}
+
+impl Qmp {
+    /// Connects and negotiates.
+    ///
+    /// # Errors
+    /// If nobody listens, or what listens is no QEMU.
+    pub fn connect(path: &Path) -> Result<Self, QmpError> {
+        let io = |action| {
+            let path = path.to_owned();
+            move |source| QmpError::Io { path, action, source }
+        };
+        let stream = UnixStream::connect(path).map_err(io("connect"))?;
+        stream.set_read_timeout(Some(ANSWER_TIMEOUT)).map_err(io("set a time-out"))?;
+        let mut qmp = Self {
+            path: path.to_owned(),
+            reader: BufReader::new(stream),
+            version: Version { major: 0, minor: 0, micro: 0 },
+            events: VecDeque::new(),
+        };
+        let greeting = qmp.read(Instant::now() + ANSWER_TIMEOUT, "greet")?;
+        let number = |part: &str| greeting["QMP"]["version"]["qemu"][part].as_u64();
+        let (Some(major), Some(minor), Some(micro)) =
+            (number("major"), number("minor"), number("micro"))
+        else {
+            return Err(QmpError::Answer { path: qmp.path, text: greeting.to_string() });
+        };
+        qmp.version = Version { major, minor, micro };
+        qmp.execute("qmp_capabilities", json!({}))?;
+        Ok(qmp)
+    }
+
+    /// The socket.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// QEMU's version.
+    #[must_use]
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    /// The process that listens on the socket.
+    ///
+    /// # Errors
+    /// If the system does not say.
+    pub fn pid(&self) -> Result<u32, QmpError> {
+        let credentials = rustix::net::sockopt::socket_peercred(self.reader.get_ref())
+            .map_err(|errno| self.io("find the process", errno.into()))?;
+        Ok(credentials.pid.as_raw_nonzero().get().unsigned_abs())
+    }
+
+    /// Runs a command and returns what it returns.
+    ///
+    /// # Errors
+    /// QEMU's refusal, or the connection's.
+    pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
+        self.send(command, arguments, None)
+    }
+
+    /// Gives QEMU a descriptor under a name.
+    ///
+    /// # Errors
+    /// As [`execute`](Self::execute).
+    pub fn give_descriptor(&mut self, name: &str, file: impl AsFd) -> Result<(), QmpError> {
+        self.send("getfd", json!({ "fdname": name }), Some(file.as_fd())).map(|_| ())
+    }
+
+    /// Runs a command of the human monitor and returns its text.
+    ///
+    /// # Errors
+    /// As [`execute`](Self::execute).
+    pub fn human(&mut self, line: &str) -> Result<String, QmpError> {
+        let text = self.execute("human-monitor-command", json!({ "command-line": line }))?;
+        Ok(text.as_str().unwrap_or_default().to_owned())
+    }
+
+    /// Waits for an event.
+    ///
+    /// # Errors
+    /// [`QmpError::TimedOut`], or the connection's.
+    pub fn wait_for(
+        &mut self,
+        what: &'static str,
+        after: Duration,
+        wanted: impl Fn(&Value) -> bool,
+    ) -> Result<Value, QmpError> {
+        let deadline = Instant::now() + after;
+        loop {
+            if let Some(at) = self.events.iter().position(&wanted)
+                && let Some(event) = self.events.remove(at)
+            {
+                return Ok(event);
+            }
+            let message = match self.read(deadline, what) {
+                Err(QmpError::TimedOut { what, .. }) => {
+                    return Err(QmpError::TimedOut { what, after });
+                }
+                other => other?,
+            };
+            if message.get("event").is_some() {
+                self.events.push_back(message);
+            }
+        }
+    }
+
+    /// Forgets the events that came before.
+    pub fn forget_events(&mut self) {
+        self.events.clear();
+    }
+
+    fn send(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        descriptor: Option<BorrowedFd<'_>>,
+    ) -> Result<Value, QmpError> {
+        let mut line = json!({ "execute": command, "arguments": arguments }).to_string();
+        line.push('\n');
+        self.write(line.as_bytes(), descriptor)
+            .map_err(|source| self.io("send a command", source))?;
+        let deadline = Instant::now() + ANSWER_TIMEOUT;
+        loop {
+            let mut message = self.read(deadline, "answer")?;
+            if message.get("event").is_some() {
+                self.events.push_back(message);
+            } else if let Some(error) = message.get("error") {
+                return Err(QmpError::Refused {
+                    command: command.to_owned(),
+                    message: error["desc"].as_str().unwrap_or("without a reason").to_owned(),
+                });
+            } else if message.get("return").is_some() {
+                return Ok(message["return"].take());
+            } else {
+                return Err(QmpError::Answer {
+                    path: self.path.clone(),
+                    text: message.to_string(),
+                });
+            }
+        }
+    }
+
+    fn write(&mut self, bytes: &[u8], descriptor: Option<BorrowedFd<'_>>) -> io::Result<()> {
+        let stream = self.reader.get_mut();
+        let Some(descriptor) = descriptor else { return stream.write_all(bytes) };
+        let descriptors = [descriptor];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        control.push(SendAncillaryMessage::ScmRights(&descriptors));
+        // The descriptor goes with the first byte; a command is far shorter than a socket's buffer.
+        let sent = rustix::net::sendmsg(
+            &*stream,
+            &[IoSlice::new(bytes)],
+            &mut control,
+            SendFlags::NOSIGNAL,
+        )?;
+        stream.write_all(&bytes[sent..])
+    }
+
+    fn read(&mut self, deadline: Instant, what: &'static str) -> Result<Value, QmpError> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(QmpError::TimedOut { what, after: ANSWER_TIMEOUT });
+        }
+        let mut line = String::new();
+        let read = self
+            .reader
+            .get_ref()
+            .set_read_timeout(Some(left))
+            .and_then(|()| self.reader.read_line(&mut line));
+        match read {
+            Ok(0) => {
+                let end = io::Error::new(io::ErrorKind::UnexpectedEof, "QEMU closed it");
+                Err(self.io("read an answer", end))
+            }
+            Ok(_) => serde_json::from_str(&line)
+                .map_err(|_| QmpError::Answer { path: self.path.clone(), text: line }),
+            Err(error)
+                if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) =>
+            {
+                Err(QmpError::TimedOut { what, after: ANSWER_TIMEOUT })
+            }
+            Err(error) => Err(self.io("read an answer", error)),
+        }
+    }
+
+    fn io(&self, action: &'static str, source: io::Error) -> QmpError {
+        QmpError::Io { path: self.path.clone(), action, source }
+    }
+}

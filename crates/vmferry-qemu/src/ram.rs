@@ -1,0 +1,287 @@
+//! The guest's memory, as QEMU has it: which blocks there are, and which of them vmferry carries.
+//!
+//! QEMU leaves a RAM block out of its own migration with `x-ignore-shared` if it is shared, and from
+//! 8.1 on only if it is a *named file* (`migration/ram.c`, `ramblock_is_ignored`). Those are ours. All others
+//! (ROMs, video memory) are QEMU's, and travel with the device state.
+
+use std::fs::File;
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use vmferry_memory::{GuestMemory, PAGE_SIZE, SlotId, SlotLayout};
+
+use crate::error::QemuError;
+use crate::process::{self, Mapping};
+use crate::qmp::{Qmp, Version};
+
+/// Blocks that QEMU migrates with the device state may have so many bytes together: they travel
+/// while the guest stands still.
+const MAX_STATE_BYTES: u64 = 64 << 20;
+
+/// From this version on QEMU leaves out named files only.
+const NAMED_FILES_ONLY: Version = Version { major: 8, minor: 1, micro: 0 };
+
+/// Who carries a block to the other host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Carrier {
+    /// vmferry, while the guest runs.
+    Vmferry,
+    /// QEMU, with the device state.
+    Qemu,
+}
+
+/// A RAM block of QEMU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Block {
+    /// QEMU's name of it.
+    pub name: String,
+    /// Bytes in use.
+    pub bytes: u64,
+    /// Who carries it.
+    pub carrier: Carrier,
+    /// Device and inode of its file.
+    pub file: (u64, u64),
+}
+
+/// A guest's memory.
+pub struct Ram {
+    /// All blocks.
+    pub blocks: Vec<Block>,
+    /// Those that vmferry carries, mapped into this process.
+    pub memory: GuestMemory,
+    /// Where QEMU has mapped them, for each slot.
+    pub ranges: Ranges,
+}
+
+/// Host-virtual addresses in QEMU for each slot.
+pub type Ranges = Vec<(SlotId, Range<u64>)>;
+
+/// A line of `info ramblock`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Listed {
+    name: String,
+    page_bytes: u64,
+    used: u64,
+    /// Host-virtual address in QEMU; 7.2 does not list it.
+    address: Option<u64>,
+}
+
+impl Ram {
+    /// Finds the blocks of a QEMU, and maps those that are ours.
+    ///
+    /// # Errors
+    /// If memory can't be carried: what is wrong with it, and what to change on QEMU's command line.
+    pub fn find(qmp: &mut Qmp) -> Result<Self, QemuError> {
+        let pid = qmp.pid()?;
+        let mut listed = parse_blocks(&qmp.human("info ramblock")?);
+        if listed.iter().any(|block| block.address.is_none()) {
+            find_addresses(qmp, &mut listed)?;
+        }
+        // The same order on both sides, whatever QEMU's versions list first.
+        listed.sort_by(|a, b| a.name.cmp(&b.name));
+        let mappings = process::mappings(pid)?;
+        let named_only = qmp.version() >= NAMED_FILES_ONLY;
+        let mut blocks = Vec::new();
+        let mut ours: Vec<(Listed, Mapping)> = Vec::new();
+        let mut state_bytes = 0;
+        for block in listed {
+            let mapping = mappings
+                .iter()
+                .find(|mapping| block.address.is_some_and(|at| mapping.range.contains(&at)))
+                .filter(|mapping| mapping.shared && mapping.file.1 != 0);
+            let named = mapping.is_some_and(|mapping| !mapping.path.starts_with("/memfd:"));
+            let ignored = mapping.is_some() && (named || !named_only);
+            blocks.push(Block {
+                name: block.name.clone(),
+                bytes: block.used,
+                carrier: if ignored { Carrier::Vmferry } else { Carrier::Qemu },
+                file: mapping.map_or((0, 0), |mapping| mapping.file),
+            });
+            match mapping {
+                Some(mapping) if ignored => ours.push((block, mapping.clone())),
+                found => {
+                    state_bytes += block.used;
+                    if block.used > MAX_STATE_BYTES {
+                        return Err(not_carried(&block, found.is_some(), qmp.version()));
+                    }
+                }
+            }
+        }
+        if state_bytes > MAX_STATE_BYTES {
+            let text = format!(
+                "{} MiB of ROMs and video memory would travel while the guest stands still; \
+                 at most {} MiB may: choose a display with less video memory",
+                state_bytes >> 20,
+                MAX_STATE_BYTES >> 20
+            );
+            return Err(QemuError::Unsupported(text));
+        }
+        if ours.is_empty() {
+            return Err(QemuError::Unsupported(format!("none of its memory is shared: {ADVICE}")));
+        }
+        let (memory, ranges) = map(pid, ours)?;
+        Ok(Self { blocks, memory, ranges })
+    }
+
+    /// The blocks that vmferry carries, in the order of the slots.
+    pub fn carried(&self) -> impl Iterator<Item = &Block> {
+        self.blocks.iter().filter(|block| block.carrier == Carrier::Vmferry)
+    }
+
+    /// Bytes of blocks that QEMU carries.
+    #[must_use]
+    pub fn state_bytes(&self) -> u64 {
+        let qemus = self.blocks.iter().filter(|block| block.carrier == Carrier::Qemu);
+        qemus.map(|block| block.bytes).sum()
+    }
+}
+
+const ADVICE: &str = "start QEMU with `-object memory-backend-file,id=ram,size=SIZE,\
+                      mem-path=/dev/shm/NAME,share=on -machine memory-backend=ram`";
+
+fn not_carried(block: &Listed, shared: bool, version: Version) -> QemuError {
+    let why = if shared {
+        format!(
+            "is a memfd, which QEMU {version} would send itself while the guest stands still: {ADVICE}"
+        )
+    } else {
+        format!("is private to QEMU: {ADVICE}")
+    };
+    QemuError::Memory { block: block.name.clone(), why }
+}
+
+/// Maps each block's file; the slots' addresses are those of the blocks laid end to end.
+fn map(pid: u32, ours: Vec<(Listed, Mapping)>) -> Result<(GuestMemory, Ranges), QemuError> {
+    let mut files: Vec<(SlotLayout, File, u64)> = Vec::new();
+    let mut ranges = Ranges::new();
+    let mut gpa = 0;
+    for (block, mapping) in ours {
+        let bad = |why: String| QemuError::Memory { block: block.name.clone(), why };
+        let start = block.address.unwrap_or(mapping.range.start);
+        let end = start + block.used;
+        if end > mapping.range.end || block.used % PAGE_SIZE as u64 != 0 || block.page_bytes < 4096
+        {
+            return Err(bad("is mapped in pieces, which vmferry can't carry".into()));
+        }
+        let slot = SlotId(u16::try_from(files.len()).map_err(|_| bad("is one too many".into()))?);
+        let pages = block.used / PAGE_SIZE as u64;
+        let offset = mapping.offset + (start - mapping.range.start);
+        let file = process::open_file(pid, &mapping)?;
+        files.push((SlotLayout { slot, gpa, pages }, file, offset));
+        ranges.push((slot, start..end));
+        gpa += block.used;
+    }
+    let memory = GuestMemory::map_files(files).map_err(|error| QemuError::Local {
+        action: "map the guest's memory",
+        source: std::io::Error::other(error),
+    })?;
+    Ok((memory, ranges))
+}
+
+/// Asks for the addresses of the blocks that the guest sees, one by one.
+fn find_addresses(qmp: &mut Qmp, blocks: &mut [Listed]) -> Result<(), QemuError> {
+    let tree = qmp.human("info mtree -f")?;
+    for block in blocks {
+        let Some((gpa, offset)) = place_of(&tree, &block.name) else { continue };
+        let text = qmp.human(&format!("gpa2hva {gpa:#x}"))?;
+        // `Host virtual address for 0x0 (ram) is 0x7f…`
+        let found = text.rsplit_once(&format!("({}) is 0x", block.name));
+        let address = found.and_then(|(_, hex)| u64::from_str_radix(hex.trim(), 16).ok());
+        block.address = address.map(|address| address - offset);
+    }
+    Ok(())
+}
+
+/// The guest-physical address at which a block is first seen, and the offset in it, in bytes. A line is
+/// `0000000100000000-000000013fffffff (prio 0, ram): ram @0000000080000000 KVM`.
+fn place_of(tree: &str, name: &str) -> Option<(u64, u64)> {
+    tree.lines().find_map(|line| {
+        let (range, region) = line.split_once(" (prio ")?;
+        let region = region.split_once(", ram): ")?.1;
+        let rest = region
+            .strip_prefix(name)
+            .filter(|rest| rest.is_empty() || rest.starts_with(" @") || rest.starts_with(" KVM"))?;
+        let offset = rest.strip_prefix(" @").map_or(Some(0), |rest| {
+            u64::from_str_radix(rest.split_whitespace().next()?, 16).ok()
+        })?;
+        let start = u64::from_str_radix(range.trim().split_once('-')?.0, 16).ok()?;
+        Some((start, offset))
+    })
+}
+
+/// Reads `info ramblock`: name, page size, offset, used, total and, in newer QEMUs, host address of each
+/// block. Names may contain blanks.
+fn parse_blocks(text: &str) -> Vec<Listed> {
+    text.lines().skip(1).filter_map(parse_block).collect()
+}
+
+fn parse_block(line: &str) -> Option<Listed> {
+    let hex = |text: &str| u64::from_str_radix(text.strip_prefix("0x")?, 16).ok();
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let first = words.iter().position(|word| word.starts_with("0x"))?;
+    // Name, then the page size as a number and its unit.
+    let unit = match *words.get(first.checked_sub(1)?)? {
+        "KiB" => 1 << 10,
+        "MiB" => 1 << 20,
+        "GiB" => 1 << 30,
+        _ => 1,
+    };
+    let page_bytes = words.get(first.checked_sub(2)?)?.parse::<u64>().ok()? * unit;
+    Some(Listed {
+        name: words[..first - 2].join(" "),
+        page_bytes,
+        used: hex(words.get(first + 1)?)?,
+        address: words.get(first + 3).and_then(|text| hex(text)),
+    })
+}
+
+/// What the other side must know of the blocks, to see whether it has the same.
+pub fn describe(blocks: &[Block], host: &str) -> Vec<u8> {
+    json!({ "host": host, "blocks": blocks }).to_string().into_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_list_of_blocks_is_read() {
+        let text = "              Block Name    PSize              Offset               Used              Total                HVA  RO\n\
+                    \x20                    ram    4 KiB  0x0000000000000000 0x0000000020000000 0x0000000020000000 0x00007f54c7fff000  rw\n\
+                    \x20   /rom@etc/acpi/tables    2 MiB  0x0000000020080000 0x0000000000020000 0x0000000000200000 0x00007f54c6200000  ro\n\n";
+        let blocks = parse_blocks(text);
+        assert_eq!(
+            blocks,
+            [
+                Listed {
+                    name: "ram".into(),
+                    page_bytes: 4096,
+                    used: 512 << 20,
+                    address: Some(0x7f54_c7ff_f000)
+                },
+                Listed {
+                    name: "/rom@etc/acpi/tables".into(),
+                    page_bytes: 2 << 20,
+                    used: 0x20000,
+                    address: Some(0x7f54_c620_0000)
+                },
+            ]
+        );
+    }
+
+    #[test]
+    fn older_qemus_list_no_addresses() {
+        let line = "                     ram    4 KiB  0x0000000000000000 0x0000000010000000 0x0000000010000000";
+        let found = parse_block(line).unwrap();
+        assert_eq!((found.name.as_str(), found.used, found.address), ("ram", 256 << 20, None));
+        let tree = "FlatView #1\n\
+                    \x20 00000000000a0000-00000000000bffff (prio 1, i/o): ram-like\n\
+                    \x20 0000000000100000-000000007fffffff (prio 0, ram): ram @0000000000100000 KVM\n\
+                    \x20 0000000100000000-000000013fffffff (prio 0, ram): ram2\n";
+        assert_eq!(place_of(tree, "ram"), Some((0x10_0000, 0x10_0000)));
+        assert_eq!(place_of(tree, "ram2"), Some((1 << 32, 0)));
+        assert_eq!(place_of(tree, "pc.bios"), None);
+    }
+}

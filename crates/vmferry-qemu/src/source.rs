@@ -1,0 +1,166 @@
+//! A running QEMU as the engine's source.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use serde_json::json;
+use vmferry::{GuestDescription, SourceVm, VmError};
+use vmferry_dirty::{DirtyLog, UffdLog};
+use vmferry_memory::{GuestMemory, PAGE_SIZE, SlotLayout};
+use vmferry_wire::GuestIdentity;
+
+use crate::error::QemuError;
+use crate::inject::{self, Injected};
+use crate::qmp::Qmp;
+use crate::ram::{self, Ram};
+use crate::state::Saving;
+
+/// The name of this kind of machine, which source and destination must agree on.
+pub const VMM: &str = "qemu";
+
+/// A QEMU that vmferry is attached to. Dropped, it is detached: nothing is left in it.
+pub struct QemuSource {
+    qmp: Qmp,
+    ram: Ram,
+    log: Arc<UffdLog>,
+    /// Closed in QEMU when this is dropped.
+    _userfaultfd: Injected,
+    identity: GuestIdentity,
+    saving: Option<Saving>,
+}
+
+impl QemuSource {
+    /// Attaches to the QEMU whose QMP socket this is, after looking whether its guest can be moved.
+    /// The guest is not touched.
+    ///
+    /// # Errors
+    /// What can't be moved, and what to change.
+    pub fn attach(socket: &Path) -> Result<Self, QemuError> {
+        let mut qmp = Qmp::connect(socket)?;
+        must_be_migratable(&mut qmp)?;
+        let ram = Ram::find(&mut qmp)?;
+        let pid = qmp.pid()?;
+        let userfaultfd = inject::userfaultfd(pid)?;
+        let ours = userfaultfd
+            .descriptor
+            .try_clone()
+            .map_err(|source| QemuError::Local { action: "duplicate a descriptor", source })?;
+        let log = UffdLog::of_process(pid, ours, ram.ranges.clone())
+            .map_err(|error| QemuError::Unsupported(error.to_string()))?;
+        let identity = identity(&mut qmp)?;
+        let log = Arc::new(log);
+        Ok(Self { qmp, ram, log, _userfaultfd: userfaultfd, identity, saving: None })
+    }
+
+    /// The guest's memory, block by block.
+    #[must_use]
+    pub fn ram(&self) -> &Ram {
+        &self.ram
+    }
+
+    /// Ends the QEMU, whose guest runs elsewhere.
+    ///
+    /// # Errors
+    /// QMP's.
+    pub fn quit(mut self) -> Result<(), QemuError> {
+        self.qmp.execute("quit", json!({}))?;
+        Ok(())
+    }
+
+    fn status(&mut self) -> Result<String, QemuError> {
+        let status = self.qmp.execute("query-status", json!({}))?;
+        Ok(status["status"].as_str().unwrap_or_default().to_owned())
+    }
+}
+
+impl SourceVm for QemuSource {
+    fn describe(&self) -> GuestDescription {
+        GuestDescription {
+            identity: self.identity.clone(),
+            vmm: VMM.into(),
+            config: ram::describe(&self.ram.blocks, &host()),
+            layout: layout(&self.ram.memory),
+        }
+    }
+
+    fn memory(&self) -> GuestMemory {
+        self.ram.memory.clone()
+    }
+
+    fn dirty_log(&self) -> Arc<dyn DirtyLog> {
+        self.log.clone()
+    }
+
+    fn pause(&mut self) -> Result<(), VmError> {
+        self.saving = Some(Saving::begin(&mut self.qmp)?);
+        Ok(())
+    }
+
+    fn save(&mut self) -> Result<Vec<u8>, VmError> {
+        let saving = self.saving.take().ok_or("the guest is not paused")?;
+        Ok(saving.finish(&mut self.qmp)?)
+    }
+
+    fn resume(&mut self) -> Result<(), VmError> {
+        if let Some(saving) = self.saving.take() {
+            saving.cancel(&mut self.qmp)?;
+        }
+        if self.status()? != "running" {
+            self.qmp.execute("cont", json!({}))?;
+        }
+        Ok(())
+    }
+}
+
+/// The guest's name and UUID, as QEMU was told them.
+fn identity(qmp: &mut Qmp) -> Result<GuestIdentity, QemuError> {
+    let name = qmp.execute("query-name", json!({}))?;
+    let uuid = qmp.execute("query-uuid", json!({}))?;
+    let uuid = uuid["UUID"].as_str().and_then(|text| text.parse().ok()).unwrap_or_default();
+    Ok(GuestIdentity { uuid, name: name["name"].as_str().unwrap_or("qemu").to_owned() })
+}
+
+/// What QEMU itself says against a migration.
+fn must_be_migratable(qmp: &mut Qmp) -> Result<(), QemuError> {
+    let status = qmp.execute("query-status", json!({}))?;
+    if status["status"] != "running" {
+        return Err(QemuError::State {
+            found: status["status"].as_str().unwrap_or_default().to_owned(),
+            wanted: "running: `cont` starts a paused guest",
+        });
+    }
+    let migration = qmp.execute("query-migrate", json!({}))?;
+    if let Some(reasons) = migration["blocked-reasons"].as_array()
+        && !reasons.is_empty()
+    {
+        let reasons: Vec<&str> = reasons.iter().filter_map(serde_json::Value::as_str).collect();
+        return Err(QemuError::Unsupported(reasons.join("; ")));
+    }
+    match migration["status"].as_str() {
+        Some("setup" | "active" | "device" | "pre-switchover" | "cancelling") => {
+            Err(QemuError::State {
+                found: "migrating".into(),
+                wanted: "left alone: another migration of it goes on",
+            })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The slots of a memory.
+pub fn layout(memory: &GuestMemory) -> Vec<SlotLayout> {
+    let slots = memory.slots().iter();
+    slots
+        .map(|slot| SlotLayout {
+            slot: slot.id(),
+            gpa: slot.gpa().0,
+            pages: (slot.len_bytes() / PAGE_SIZE) as u64,
+        })
+        .collect()
+}
+
+/// This host, for as long as it runs.
+pub fn host() -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
+    boot.map_or_else(|_| String::new(), |text| text.trim().to_owned())
+}

@@ -1,0 +1,185 @@
+//! The device state: a migration of QEMU's own that leaves shared memory out, through a socket pair.
+//!
+//! At the source it is begun while the guest runs, and `pause-before-switchover` holds it once QEMU has
+//! stopped the guest; when the last harvest is done it goes on, and its bytes are the state. At the
+//! destination QEMU reads the same bytes. QEMU sees a local descriptor and nothing of the network.
+//!
+//! Source: QEMU `qapi/migration.json`, `migration/ram.c`.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::error::QemuError;
+use crate::qmp::{Qmp, QmpError};
+
+/// The name of the descriptor within QEMU.
+const DESCRIPTOR: &str = "vmferry-state";
+
+/// How long QEMU may take from one phase of its migration to the next.
+const PHASE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A state may have so many bytes: far more than any that was seen, and less than a message may have.
+const MAX_STATE_BYTES: u64 = 60 << 20;
+
+/// QEMU's migration at the source, begun and held.
+pub struct Saving {
+    reader: JoinHandle<std::io::Result<Vec<u8>>>,
+    /// Ends the reading, whatever QEMU does.
+    ours: UnixStream,
+    before: Before,
+}
+
+/// The settings that were there before.
+struct Before {
+    capabilities: Vec<Value>,
+    parameters: Value,
+}
+
+impl Saving {
+    /// Begins. On return QEMU has stopped the guest and waits.
+    ///
+    /// # Errors
+    /// What QEMU refuses; the guest then runs on.
+    pub fn begin(qmp: &mut Qmp) -> Result<Self, QemuError> {
+        let before = Before::read(qmp)?;
+        set_capability(qmp, "pause-before-switchover", true)?;
+        set_capability(qmp, "x-ignore-shared", true)?;
+        set_capability(qmp, "events", true)?;
+        // Only ROMs and devices travel here, and the guest stands still for the last of them.
+        let fast = json!({ "max-bandwidth": 0, "downtime-limit": 2_000_000 });
+        qmp.execute("migrate-set-parameters", fast)?;
+        let (ours, theirs) = pair()?;
+        let mut source = ours.try_clone().map_err(local("clone a socket"))?;
+        qmp.give_descriptor(DESCRIPTOR, &theirs)?;
+        drop(theirs);
+        let reader = std::thread::Builder::new()
+            .name("qemu-state".into())
+            .spawn(move || {
+                let mut bytes = Vec::new();
+                (&mut source).take(MAX_STATE_BYTES).read_to_end(&mut bytes)?;
+                Ok(bytes)
+            })
+            .map_err(local("start a thread"))?;
+        let saving = Self { reader, ours, before };
+        qmp.forget_events();
+        qmp.execute("migrate", json!({ "uri": format!("fd:{DESCRIPTOR}") }))?;
+        await_status(qmp, "stop the guest", &["pre-switchover"])?;
+        Ok(saving)
+    }
+
+    /// Lets the state out.
+    ///
+    /// # Errors
+    /// What QEMU or the socket says; the guest stays stopped.
+    pub fn finish(self, qmp: &mut Qmp) -> Result<Vec<u8>, QemuError> {
+        qmp.execute("migrate-continue", json!({ "state": "pre-switchover" }))?;
+        await_status(qmp, "save its state", &["completed"])?;
+        // QEMU closes its end with the state's last byte.
+        let joined = self.reader.join();
+        let bytes = match joined {
+            Ok(read) => read.map_err(local("read the state"))?,
+            Err(panic) => std::panic::resume_unwind(panic),
+        };
+        self.before.restore(qmp)?;
+        if bytes.len() as u64 == MAX_STATE_BYTES {
+            let text = "its device state has more than 60 MiB".to_owned();
+            return Err(QemuError::Unsupported(text));
+        }
+        Ok(bytes)
+    }
+
+    /// Ends QEMU's migration without a state.
+    ///
+    /// # Errors
+    /// What QEMU says.
+    pub fn cancel(self, qmp: &mut Qmp) -> Result<(), QemuError> {
+        qmp.execute("migrate_cancel", json!({}))?;
+        // QEMU waits for its writer, and the writer for us.
+        let _ = self.ours.shutdown(std::net::Shutdown::Both);
+        await_status(qmp, "cancel its migration", &["cancelled", "failed", "completed"])?;
+        let _ = self.reader.join();
+        self.before.restore(qmp)
+    }
+}
+
+impl Before {
+    fn read(qmp: &mut Qmp) -> Result<Self, QmpError> {
+        let all = qmp.execute("query-migrate-capabilities", json!({}))?;
+        let capabilities = all.as_array().cloned().unwrap_or_default();
+        let ours = ["pause-before-switchover", "x-ignore-shared", "events"];
+        let capabilities = capabilities
+            .into_iter()
+            .filter(|capability| ours.iter().any(|name| capability["capability"] == *name))
+            .collect();
+        let all = qmp.execute("query-migrate-parameters", json!({}))?;
+        let parameters = json!({
+            "max-bandwidth": all["max-bandwidth"],
+            "downtime-limit": all["downtime-limit"],
+        });
+        Ok(Self { capabilities, parameters })
+    }
+
+    fn restore(self, qmp: &mut Qmp) -> Result<(), QemuError> {
+        qmp.execute("migrate-set-parameters", self.parameters)?;
+        let capabilities = json!({ "capabilities": self.capabilities });
+        qmp.execute("migrate-set-capabilities", capabilities)?;
+        Ok(())
+    }
+}
+
+/// Lets a QEMU that waits for a migration load a state. The guest stands still afterwards.
+///
+/// # Errors
+/// A state that can't be loaded; this QEMU is of no use any more then.
+pub fn load(qmp: &mut Qmp, state: &[u8]) -> Result<(), QemuError> {
+    set_capability(qmp, "x-ignore-shared", true)?;
+    set_capability(qmp, "events", true)?;
+    let (mut ours, theirs) = pair()?;
+    qmp.give_descriptor(DESCRIPTOR, &theirs)?;
+    drop(theirs);
+    qmp.forget_events();
+    qmp.execute("migrate-incoming", json!({ "uri": format!("fd:{DESCRIPTOR}") }))?;
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(move || {
+            // A QEMU that does not want it says so by QMP, or is gone.
+            let _ = ours.write_all(state);
+        });
+        let loaded = await_status(qmp, "load the state", &["completed"]);
+        let _ = writer.join();
+        loaded
+    })
+}
+
+fn await_status(qmp: &mut Qmp, what: &'static str, wanted: &[&str]) -> Result<(), QemuError> {
+    let ends = |status: &str| wanted.contains(&status) || matches!(status, "failed" | "cancelled");
+    let event = qmp.wait_for(what, PHASE_TIMEOUT, |event| {
+        event["event"] == "MIGRATION" && event["data"]["status"].as_str().is_some_and(ends)
+    })?;
+    let status = event["data"]["status"].as_str().unwrap_or_default();
+    if wanted.contains(&status) {
+        return Ok(());
+    }
+    let reason = qmp.execute("query-migrate", json!({}))?;
+    let reason = reason["error-desc"].as_str().unwrap_or("it gives no reason");
+    Err(QemuError::State {
+        found: format!("{status}: {reason}"),
+        wanted: "able to migrate its own devices",
+    })
+}
+
+fn set_capability(qmp: &mut Qmp, name: &str, on: bool) -> Result<(), QmpError> {
+    let capability = json!({ "capability": name, "state": on });
+    qmp.execute("migrate-set-capabilities", json!({ "capabilities": [capability] })).map(|_| ())
+}
+
+fn pair() -> Result<(UnixStream, UnixStream), QemuError> {
+    UnixStream::pair().map_err(local("make a socket pair"))
+}
+
+fn local(action: &'static str) -> impl FnOnce(std::io::Error) -> QemuError {
+    move |source| QemuError::Local { action, source }
+}
