@@ -4,8 +4,9 @@
 //! makes one for [`vmferry::destination::receive`].
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use vmferry::{DestinationVm, GuestDescription, PrepareError, SourceVm, VmError};
+use vmferry::{DestinationVm, GuestDescription, PrepareError, Resume, SourceVm, VmError};
 use vmferry_dirty::{DirtyLog, LogChoice};
 use vmferry_memory::{GuestMemory, MemoryKind};
 
@@ -31,6 +32,12 @@ impl MigratingMachine {
     }
 }
 
+impl Resume for MigratingMachine {
+    fn resume(&mut self) -> Result<(), VmError> {
+        Ok(lock(&self.machine).resume()?)
+    }
+}
+
 impl SourceVm for MigratingMachine {
     fn describe(&self) -> GuestDescription {
         let machine = lock(&self.machine);
@@ -50,16 +57,14 @@ impl SourceVm for MigratingMachine {
         Arc::clone(&self.log)
     }
 
-    fn pause(&mut self) -> Result<(), VmError> {
-        Ok(lock(&self.machine).pause()?)
+    fn pause(&mut self) -> Result<Duration, VmError> {
+        let begun = Instant::now();
+        lock(&self.machine).pause()?;
+        Ok(begun.elapsed())
     }
 
     fn save(&mut self) -> Result<Vec<u8>, VmError> {
         Ok(lock(&self.machine).save()?)
-    }
-
-    fn resume(&mut self) -> Result<(), VmError> {
-        Ok(lock(&self.machine).resume()?)
     }
 }
 

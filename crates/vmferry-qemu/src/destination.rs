@@ -8,6 +8,7 @@ use vmferry::{DestinationVm, GuestDescription, PrepareError, VmError};
 use vmferry_memory::GuestMemory;
 
 use crate::error::QemuError;
+use crate::machine::{self, Machine};
 use crate::qmp::Qmp;
 use crate::ram::{Block, Carrier, Ram};
 use crate::source::{VMM, host};
@@ -17,14 +18,16 @@ use crate::state;
 pub struct QemuDestination {
     qmp: Qmp,
     ram: Ram,
+    machine: Machine,
     /// A state was loaded, or tried to be: this QEMU can take no other guest.
     used: bool,
 }
 
-/// What the source says of its memory.
+/// What the source says of itself.
 #[derive(Deserialize)]
 struct Offered {
     host: String,
+    machine: Machine,
     blocks: Vec<Block>,
 }
 
@@ -46,8 +49,9 @@ impl QemuDestination {
         // While QEMU waits, `stop` is what `-S` is: the guest stands still once its state is loaded,
         // until COMMIT.
         qmp.execute("stop", json!({}))?;
+        let (machine, _) = machine::look(&mut qmp)?;
         let ram = Ram::find(&mut qmp)?;
-        Ok(Self { qmp, ram, used: false })
+        Ok(Self { qmp, ram, machine, used: false })
     }
 
     /// The QMP socket.
@@ -86,6 +90,9 @@ impl DestinationVm for QemuDestination {
         }
         let offered: Offered = serde_json::from_slice(&guest.config)
             .map_err(|error| PrepareError::Incompatible(format!("its description: {error}")))?;
+        if let Some(difference) = machine::difference(&offered.machine, &self.machine) {
+            return Err(PrepareError::Incompatible(difference));
+        }
         compare(&offered.blocks, &self.ram.blocks)?;
         if offered.host == host() {
             let ours = || self.ram.carried().map(|block| block.file);

@@ -13,6 +13,7 @@
 mod destination;
 mod error;
 mod inject;
+mod machine;
 mod process;
 mod qmp;
 mod ram;

@@ -30,7 +30,35 @@ pub struct Mapping {
 pub fn mappings(pid: u32) -> Result<Vec<Mapping>, QemuError> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/maps"))
         .map_err(|source| QemuError::Process { action: "read the mappings", pid, source })?;
-    Ok(text.lines().filter_map(parse).collect())
+    let mut found: Vec<Mapping> = Vec::new();
+    for next in text.lines().filter_map(parse) {
+        match found.last_mut() {
+            Some(last) if continues(last, &next) => last.range.end = next.range.end,
+            _ => found.push(next),
+        }
+    }
+    Ok(found)
+}
+
+/// Whether one line goes on where the other ends: the kernel splits a mapping whose parts were advised
+/// differently.
+fn continues(last: &Mapping, next: &Mapping) -> bool {
+    let offset = last.offset + (last.range.end - last.range.start);
+    next.file.1 != 0
+        && (next.range.start, next.file, next.shared, next.offset)
+            == (last.range.end, last.file, last.shared, offset)
+}
+
+/// The page table of a process, for `PAGEMAP_SCAN`.
+///
+/// # Errors
+/// If it may not be looked at.
+pub fn pagemap(pid: u32) -> Result<File, QemuError> {
+    File::open(format!("/proc/{pid}/pagemap")).map_err(|source| QemuError::Process {
+        action: "look at the page table",
+        pid,
+        source,
+    })
 }
 
 fn parse(line: &str) -> Option<Mapping> {

@@ -191,6 +191,12 @@ impl Qmp {
         }
     }
 
+    /// An event that has come already, the last of its name.
+    pub fn take_event(&mut self, name: &str) -> Option<Value> {
+        let at = self.events.iter().rposition(|event| event["event"] == name)?;
+        self.events.remove(at)
+    }
+
     /// Forgets the events that came before.
     pub fn forget_events(&mut self) {
         self.events.clear();

@@ -9,9 +9,13 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 use serde_json::json;
+use vmferry_memory::pagemap::{
+    PAGE_IS_PFNZERO, PAGE_IS_PRESENT, PAGE_IS_SWAPPED, PageRegion, Query, scan,
+};
 use vmferry_memory::{GuestMemory, PAGE_SIZE, SlotId, SlotLayout};
 
 use crate::error::QemuError;
+use crate::machine::Machine;
 use crate::process::{self, Mapping};
 use crate::qmp::{Qmp, Version};
 
@@ -53,6 +57,7 @@ pub struct Ram {
     pub memory: GuestMemory,
     /// Where QEMU has mapped them, for each slot.
     pub ranges: Ranges,
+    state_bytes_in_use: u64,
 }
 
 /// Host-virtual addresses in QEMU for each slot.
@@ -85,7 +90,8 @@ impl Ram {
         let named_only = qmp.version() >= NAMED_FILES_ONLY;
         let mut blocks = Vec::new();
         let mut ours: Vec<(Listed, Mapping)> = Vec::new();
-        let mut state_bytes = 0;
+        let (mut state_bytes, mut state_bytes_in_use) = (0, 0);
+        let pagemap = process::pagemap(pid)?;
         for block in listed {
             let mapping = mappings
                 .iter()
@@ -103,6 +109,7 @@ impl Ram {
                 Some(mapping) if ignored => ours.push((block, mapping.clone())),
                 found => {
                     state_bytes += block.used;
+                    state_bytes_in_use += bytes_in_use(&pagemap, &block);
                     if block.used > MAX_STATE_BYTES {
                         return Err(not_carried(&block, found.is_some(), qmp.version()));
                     }
@@ -122,7 +129,7 @@ impl Ram {
             return Err(QemuError::Unsupported(format!("none of its memory is shared: {ADVICE}")));
         }
         let (memory, ranges) = map(pid, ours)?;
-        Ok(Self { blocks, memory, ranges })
+        Ok(Self { blocks, memory, ranges, state_bytes_in_use })
     }
 
     /// The blocks that vmferry carries, in the order of the slots.
@@ -130,12 +137,29 @@ impl Ram {
         self.blocks.iter().filter(|block| block.carrier == Carrier::Vmferry)
     }
 
-    /// Bytes of blocks that QEMU carries.
+    /// Bytes of blocks that QEMU carries with the device state, without pages that were never written.
     #[must_use]
-    pub fn state_bytes(&self) -> u64 {
-        let qemus = self.blocks.iter().filter(|block| block.carrier == Carrier::Qemu);
-        qemus.map(|block| block.bytes).sum()
+    pub fn state_bytes_in_use(&self) -> u64 {
+        self.state_bytes_in_use
     }
+}
+
+/// Bytes of a block that were ever written; all of it, if QEMU does not say where it is.
+fn bytes_in_use(pagemap: &File, block: &Listed) -> u64 {
+    let Some(start) = block.address else { return block.used };
+    let query = Query {
+        inverted: PAGE_IS_PFNZERO,
+        all: PAGE_IS_PFNZERO,
+        any: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+        ..Query::default()
+    };
+    let mut bytes = 0;
+    let mut regions = [PageRegion::default(); 64];
+    let range = start..start + block.used;
+    let scanned = scan(pagemap, range, query, &mut regions, |region| {
+        bytes += region.end - region.start;
+    });
+    if scanned.is_ok() { bytes } else { block.used }
 }
 
 const ADVICE: &str = "start QEMU with `-object memory-backend-file,id=ram,size=SIZE,\
@@ -237,9 +261,9 @@ fn parse_block(line: &str) -> Option<Listed> {
     })
 }
 
-/// What the other side must know of the blocks, to see whether it has the same.
-pub fn describe(blocks: &[Block], host: &str) -> Vec<u8> {
-    json!({ "host": host, "blocks": blocks }).to_string().into_bytes()
+/// What the other side must know of the machine and its blocks, to see whether it has the same.
+pub fn describe(machine: &Machine, blocks: &[Block], host: &str) -> Vec<u8> {
+    json!({ "host": host, "machine": machine, "blocks": blocks }).to_string().into_bytes()
 }
 
 #[cfg(test)]

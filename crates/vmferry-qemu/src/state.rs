@@ -9,7 +9,7 @@
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 
@@ -40,11 +40,13 @@ struct Before {
 }
 
 impl Saving {
-    /// Begins. On return QEMU has stopped the guest and waits.
+    /// Begins. On return QEMU has stopped the guest and waits; with it comes for how long the guest has
+    /// stood still: setting all this up takes longer, and the guest runs meanwhile.
     ///
     /// # Errors
-    /// What QEMU refuses; the guest then runs on.
-    pub fn begin(qmp: &mut Qmp) -> Result<Self, QemuError> {
+    /// What QEMU refuses; the guest then runs on, or can be resumed.
+    pub fn begin(qmp: &mut Qmp) -> Result<(Self, Duration), QemuError> {
+        let begun = Instant::now();
         let before = Before::read(qmp)?;
         set_capability(qmp, "pause-before-switchover", true)?;
         set_capability(qmp, "x-ignore-shared", true)?;
@@ -68,7 +70,10 @@ impl Saving {
         qmp.forget_events();
         qmp.execute("migrate", json!({ "uri": format!("fd:{DESCRIPTOR}") }))?;
         await_status(qmp, "stop the guest", &["pre-switchover"])?;
-        Ok(saving)
+        let stopped = qmp.take_event("STOP").and_then(|event| age(&event["timestamp"]));
+        let since_begun = begun.elapsed();
+        // The clock that QEMU stamps events with can be set meanwhile.
+        Ok((saving, stopped.map_or(since_begun, |age| age.min(since_begun))))
     }
 
     /// Lets the state out.
@@ -169,6 +174,13 @@ fn await_status(qmp: &mut Qmp, what: &'static str, wanted: &[&str]) -> Result<()
         found: format!("{status}: {reason}"),
         wanted: "able to migrate its own devices",
     })
+}
+
+/// How long ago an event was, by its time stamp.
+fn age(timestamp: &Value) -> Option<Duration> {
+    let at = Duration::from_secs(timestamp["seconds"].as_u64()?)
+        + Duration::from_micros(timestamp["microseconds"].as_u64()?);
+    SystemTime::now().duration_since(UNIX_EPOCH + at).ok()
 }
 
 fn set_capability(qmp: &mut Qmp, name: &str, on: bool) -> Result<(), QmpError> {

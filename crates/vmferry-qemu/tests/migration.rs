@@ -2,53 +2,115 @@
 
 mod support;
 
-use support::{Machine, Qemu, Version, World};
-use vmferry::destination::{Received, Stop, receive};
-use vmferry::source::{Orders, SourceOutcome, migrate};
-use vmferry::stats::SourceStats;
-use vmferry::{DestinationConfig, SourceConfig};
-use vmferry_qemu::{QemuDestination, QemuSource};
-use vmferry_transport::{Address, Dialer, Listener};
+use support::hop::{attach_fails, hop, migrate_between};
+use support::{Backend, Machine, Version, World};
+use vmferry::error::ErrorClass;
 
-/// Moves a guest from one QEMU to another, and ends the first.
-fn hop(world: &World, number: u32, from: &Qemu, to: &Qemu) -> SourceStats {
-    let address = Address::Unix(world.path(&format!("link-{number}")));
-    let listener = Listener::bind(&address, None).unwrap();
-    let destination = QemuDestination::attach(&to.qmp).unwrap();
-    let directory = world.path("there");
-    let receiving = std::thread::spawn(move || {
-        let mut config = DestinationConfig::new(directory);
-        config.once = true;
-        receive(listener, destination, &config, &Stop::default(), &mut |_| {})
-    });
-    let source = QemuSource::attach(&from.qmp).unwrap();
-    let mut config = SourceConfig::new(world.path("here"));
-    config.verify = true;
-    let dialer = Dialer::new(address, None);
-    let outcome = migrate(source, &dialer, config, &Orders::default(), &mut |_| {});
-    let received = receiving.join().unwrap();
-    let (vm, stats) = match outcome {
-        SourceOutcome::Given { vm, stats } => (vm, stats),
-        SourceOutcome::Kept { error, .. } => panic!("kept: {}", vmferry::chain(&error)),
-    };
-    let Received::Owns(owned) = received else { panic!("not received") };
-    assert!(owned.crash.is_none(), "{:?}", owned.crash);
-    vm.quit().unwrap();
-    *stats
+/// Moves a guest from QEMU to QEMU, and looks after it on each.
+fn travel(machine: &Machine, hops: u32) {
+    let world = World::new();
+    let mut here = machine.start(&world, "qemu-0", &[]);
+    here.check_guest();
+    for number in 1..=hops {
+        let there = machine.incoming(&world, &format!("qemu-{number}"));
+        let stats = hop(&world, number, &here, &there);
+        assert_eq!((stats.digest_match, stats.verify_match), (Some(true), Some(true)));
+        here.child.wait().unwrap();
+        here = there;
+        here.check_guest();
+    }
+}
+
+/// All of the matrix with `VMFERRY_TEST_ALL`, a sample of it otherwise.
+fn machines() -> Vec<Machine> {
+    let all = std::env::var_os("VMFERRY_TEST_ALL").is_some();
+    let mut machines = Vec::new();
+    for version in Version::ALL {
+        let machine = |workload: &str| Machine::new(version, workload);
+        machines.push(Machine { vcpus: 2, ..machine("static=40 dirty=20") });
+        machines.push(Machine {
+            backend: Backend::TwoNodes,
+            kind: "pc",
+            ..machine("static=60 dirty=10")
+        });
+        if version == Version::V7_2 {
+            machines.push(Machine { backend: Backend::Memfd, ..machine("dirty=20") });
+        }
+        if all {
+            machines.push(machine("static=10"));
+            machines.push(Machine { mib: 512, ..machine("dirty=100") });
+            machines.push(Machine { kind: "pc", vcpus: 2, ..machine("static=100 dirty=5") });
+        }
+    }
+    machines
+}
+
+/// Pages that vmferry has placed are in the file and not in QEMU's page table: the next hop must not
+/// lose them.
+#[test]
+fn linux_guests_travel_from_qemu_to_qemu() {
+    let hops = if std::env::var_os("VMFERRY_TEST_ALL").is_some() { 10 } else { 2 };
+    for machine in machines() {
+        println!("{machine:?}");
+        travel(&machine, hops);
+    }
 }
 
 #[test]
-fn a_linux_guest_that_writes_all_the_time_moves() {
+fn a_guest_that_can_t_be_attached_is_refused_before_it_is_touched() {
     for version in Version::ALL {
         let world = World::new();
-        let machine = Machine::new(version, "static=40 dirty=10");
-        let mut here = machine.start(&world, "here", &[]);
-        here.check_guest();
-        let mut there = machine.incoming(&world, "there");
-        let stats = hop(&world, 0, &here, &there);
-        println!("{version:?} {stats:#?}");
-        assert_eq!((stats.digest_match, stats.verify_match), (Some(true), Some(true)));
-        here.child.wait().unwrap();
-        there.check_guest();
+        let private = Machine { backend: Backend::Private, ..Machine::new(version, "dirty=5") };
+        let mut qemu = private.start(&world, "private", &[]);
+        let text = attach_fails(&qemu);
+        assert!(text.contains("memory-backend-file"), "{text}");
+        qemu.check_guest();
     }
+    let world = World::new();
+    let memfd = Machine { backend: Backend::Memfd, ..Machine::new(Version::V10_0, "dirty=5") };
+    let mut qemu = memfd.start(&world, "memfd", &[]);
+    let text = attach_fails(&qemu);
+    assert!(text.contains("is a memfd") && text.contains("mem-path"), "{text}");
+    qemu.check_guest();
+}
+
+#[test]
+fn a_destination_of_another_kind_is_refused_and_the_guest_goes_on() {
+    let world = World::new();
+    let machine = Machine::new(Version::V10_0, "dirty=10");
+    let mut here = machine.start(&world, "here", &[]);
+    here.check_guest();
+
+    let small = Machine { mib: 128, ..machine.clone() };
+    let there = small.incoming(&world, "small");
+    let error = migrate_between(&world, 1, &here, &there).unwrap_err();
+    assert_eq!(error.class(), ErrorClass::Incompatible, "{error}");
+    here.check_guest();
+
+    // The same memory, and one device more: QEMU itself would find out late or never.
+    let there = machine.start(&world, "more", &["-incoming", "defer", "-device", "virtio-rng-pci"]);
+    let error = migrate_between(&world, 2, &here, &there).unwrap_err();
+    assert_eq!(error.class(), ErrorClass::Incompatible, "{error}");
+    assert!(vmferry::chain(&error).contains("virtio-rng-pci"), "{error}");
+    here.check_guest();
+
+    let two = Machine { vcpus: 2, ..machine.clone() };
+    let there = two.incoming(&world, "two");
+    let error = migrate_between(&world, 3, &here, &there).unwrap_err();
+    assert!(vmferry::chain(&error).contains("-smp"), "{error}");
+    here.check_guest();
+
+    // A state that QEMU can't load, when the guest stands still already: another size of a queue is in no list.
+    let disk = |size: u32| format!("virtio-rng-pci,vectors={size}");
+    let mut odd = machine.start(&world, "odd", &["-device", &disk(2)]);
+    odd.check_guest();
+    let there = machine.start(&world, "even", &["-incoming", "defer", "-device", &disk(4)]);
+    let error = migrate_between(&world, 4, &odd, &there).unwrap_err();
+    assert!(vmferry::chain(&error).contains("state"), "{error}");
+    odd.check_guest();
+
+    // After all that it can still be moved.
+    let mut there = machine.incoming(&world, "there");
+    hop(&world, 5, &here, &there);
+    there.check_guest();
 }

@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use fastrand::Rng;
-use vmferry::{DestinationVm, GuestDescription, PrepareError, SourceVm, VmError};
+use vmferry::{DestinationVm, GuestDescription, PrepareError, Resume, SourceVm, VmError};
 use vmferry_dirty::{DirtyLog, DirtyLogError};
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageSet, SlotId, SlotLayout};
 use vmferry_wire::GuestIdentity;
@@ -237,6 +238,17 @@ impl Vm {
     }
 }
 
+impl Resume for Vm {
+    fn resume(&mut self) -> Result<(), VmError> {
+        let mut state = self.state()?;
+        state.fails(VmCall::Resume)?;
+        if !state.running {
+            state.set_running(true);
+        }
+        Ok(())
+    }
+}
+
 impl SourceVm for Vm {
     fn describe(&self) -> GuestDescription {
         GuestDescription {
@@ -255,11 +267,11 @@ impl SourceVm for Vm {
         self.guest.lock().log.clone()
     }
 
-    fn pause(&mut self) -> Result<(), VmError> {
+    fn pause(&mut self) -> Result<Duration, VmError> {
         let mut state = self.state()?;
         state.fails(VmCall::Pause)?;
         state.set_running(false);
-        Ok(())
+        Ok(Duration::from_micros(300))
     }
 
     fn save(&mut self) -> Result<Vec<u8>, VmError> {
@@ -273,15 +285,6 @@ impl SourceVm for Vm {
             }
         }
         Ok(bytes)
-    }
-
-    fn resume(&mut self) -> Result<(), VmError> {
-        let mut state = self.state()?;
-        state.fails(VmCall::Resume)?;
-        if !state.running {
-            state.set_running(true);
-        }
-        Ok(())
     }
 }
 

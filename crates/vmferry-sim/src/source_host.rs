@@ -386,10 +386,15 @@ impl Process {
                     |error| Input::Failed(error.into()),
                     |()| {
                         self.pending = Arc::new(pages);
-                        Input::Harvested { pages: self.pending.count(), took }
+                        Input::Harvested {
+                            pages: self.pending.count(),
+                            took,
+                            stood_still: Duration::ZERO,
+                        }
                     },
                 ))
             }
+            Action::Throttle { .. } => None,
             Action::Pause => Some(self.pause()),
             Action::HarvestLast => Some(self.harvest_last().unwrap_or_else(Input::Failed)),
             Action::Save => {
@@ -474,7 +479,7 @@ impl Process {
     fn start_log(&mut self) -> Result<Input, MigrateError> {
         self.log.start()?;
         self.pending = Arc::new(self.memory.populated()?);
-        Ok(Input::LogStarted { populated_pages: self.pending.count() })
+        Ok(Input::LogStarted { populated_pages: self.pending.count(), stood_still: Duration::ZERO })
     }
 
     fn send_round(
@@ -487,7 +492,7 @@ impl Process {
     ) -> Option<Input> {
         for (lane, channel) in self.lanes.clone().into_iter().enumerate() {
             let mut frames = Frames { sent: Vec::new(), guest, network, rearm };
-            let job = Job { round, rearm, pages: Arc::clone(&self.pending) };
+            let job = Job { round, rearm, pages: Arc::clone(&self.pending), given_back: None };
             match self.encoders[lane].send_round(job, &mut frames) {
                 Ok(()) | Err(LaneFailure::Stopped) => {}
                 Err(LaneFailure::Error(error)) => return Some(Input::Failed(error)),
@@ -513,10 +518,9 @@ impl Process {
     }
 
     fn pause(&mut self) -> Input {
-        let took = Duration::from_micros(300);
         let (held, input) = match std::mem::replace(&mut self.held, Held::Gone) {
             Held::Running(running) => match running.pause() {
-                Ok(paused) => (Held::Paused(paused), Input::Paused { took }),
+                Ok((paused, stood_still)) => (Held::Paused(paused), Input::Paused { stood_still }),
                 Err((running, source)) => {
                     let error = MigrateError::Vm { action: "pause the guest", source };
                     (Held::Running(running), Input::Failed(error))

@@ -69,6 +69,9 @@ pub enum ConfigError {
     /// A cap that no migration ends under.
     #[error("a bandwidth cap of {0} bytes/s is below 64 KiB/s")]
     Bandwidth(u64),
+    /// vCPUs that would stand still.
+    #[error("a throttle of {0} %: choose 0 to 99")]
+    Throttle(u8),
     /// No rounds.
     #[error("at least one round is needed")]
     Rounds,
@@ -91,6 +94,9 @@ pub struct SourceConfig {
     pub timeout: Option<Duration>,
     /// What to do when neither suffices. Default refuse.
     pub when_stuck: WhenStuck,
+    /// Per cent of their time that the vCPUs may lose when a round does not shorten the next one, at
+    /// most 99. Default 0: never.
+    pub throttle: u8,
     /// Hash both paused memories whole and compare them before COMMIT. Default off.
     pub verify: bool,
     /// Directory of the journals.
@@ -111,6 +117,7 @@ impl SourceConfig {
             max_rounds: 30,
             timeout: None,
             when_stuck: WhenStuck::Refuse,
+            throttle: 0,
             verify: false,
             journal_directory,
             timeouts: Timeouts::default(),
@@ -128,6 +135,9 @@ impl SourceConfig {
         match self.max_bandwidth {
             Some(cap) if cap < 64 << 10 => return Err(ConfigError::Bandwidth(cap)),
             _ => {}
+        }
+        if self.throttle > 99 {
+            return Err(ConfigError::Throttle(self.throttle));
         }
         if self.max_rounds == 0 {
             return Err(ConfigError::Rounds);

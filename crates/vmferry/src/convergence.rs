@@ -5,6 +5,8 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use vmferry_memory::PAGE_SIZE;
 
+use crate::vm::StateEstimate;
+
 /// What the pause costs besides the pages: leaving `KVM_RUN`, saving and loading some hundred
 /// kilobytes of state and syncing two journal records took 1 to 5 ms on the machines where this
 /// was measured (see `vmferry demo`), plus round trips, which are measured.
@@ -85,6 +87,8 @@ pub struct NotConverging {
     pub downtime_limit_ms: f64,
     /// The part of the prediction that no round can lower, in milliseconds.
     pub fixed_cost_ms: f64,
+    /// The size of the state of vCPUs and devices, in bytes, as far as the VMM knows it.
+    pub state_bytes: u64,
 }
 
 impl std::fmt::Display for NotConverging {
@@ -102,9 +106,10 @@ impl std::fmt::Display for NotConverging {
         if self.fixed_cost_ms >= self.downtime_limit_ms {
             write!(
                 f,
-                "the hand-over itself takes about {:.1} ms, however little memory is left; use \
+                "the hand-over itself takes about {:.1} ms, however little memory is left{}; use \
                  --downtime-limit {}ms or more",
                 self.fixed_cost_ms,
+                StateWords(self.state_bytes),
                 (self.fixed_cost_ms * 1.5).ceil()
             )
         } else {
@@ -121,6 +126,18 @@ impl std::fmt::Display for NotConverging {
     }
 }
 
+/// The state, if it is large enough to be a reason.
+struct StateWords(u64);
+
+impl std::fmt::Display for StateWords {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if self.0 < MEASURABLE_BYTES {
+            return Ok(());
+        }
+        write!(f, " ({:.1} MB of device state travel in it)", self.0 as f64 / 1e6)
+    }
+}
+
 /// Measures the link and the guest, and predicts.
 #[derive(Clone, Debug)]
 pub struct Predictor {
@@ -128,13 +145,25 @@ pub struct Predictor {
     round_trip: Duration,
     bytes_per_s: f64,
     max_bandwidth: Option<u64>,
+    state: StateEstimate,
 }
 
 impl Predictor {
     /// A predictor that has measured nothing yet.
     #[must_use]
     pub fn new(limits: Limits, max_bandwidth: Option<u64>) -> Self {
-        Self { limits, round_trip: Duration::ZERO, bytes_per_s: ASSUMED_BYTES_PER_S, max_bandwidth }
+        Self {
+            limits,
+            round_trip: Duration::ZERO,
+            bytes_per_s: ASSUMED_BYTES_PER_S,
+            max_bandwidth,
+            state: StateEstimate::default(),
+        }
+    }
+
+    /// Takes what the VMM knows of its state.
+    pub fn expect_state(&mut self, state: StateEstimate) {
+        self.state = state;
     }
 
     /// Takes a measured round trip on the control channel.
@@ -182,7 +211,8 @@ impl Predictor {
     }
 
     fn fixed_cost(&self) -> Duration {
-        FIXED_COST + self.round_trip * ROUND_TRIPS
+        let transfer = self.state.bytes as f64 / self.link_bytes_per_s().max(1.0);
+        self.state.handling + self.round_trip * ROUND_TRIPS + Duration::from_secs_f64(transfer)
     }
 
     fn verdict(&self, harvest: Harvest, predicted: Duration) -> NotConverging {
@@ -196,7 +226,50 @@ impl Predictor {
             predicted_downtime_ms: ms(predicted),
             downtime_limit_ms: ms(self.limits.downtime),
             fixed_cost_ms: ms(self.fixed_cost()),
+            state_bytes: self.state.bytes,
         }
+    }
+}
+
+/// How much of their time the vCPUs lose when the guest writes faster than the link carries.
+///
+/// QEMU's auto-converge begins with 20 % and adds 10 % at a time up to 99 % (`migration/ram.c`,
+/// `mig_throttle_guest_down`); here a step is 20 %, because a round is measured rather than a period.
+#[derive(Clone, Copy, Debug)]
+pub struct Throttle {
+    most: u8,
+    percent: u8,
+    pages_before: Option<u64>,
+}
+
+/// What a step adds.
+const THROTTLE_STEP: u8 = 20;
+
+impl Throttle {
+    /// Up to `most` per cent; 0 for never.
+    #[must_use]
+    pub fn new(most: u8) -> Self {
+        Self { most, percent: 0, pages_before: None }
+    }
+
+    /// The present setting in per cent.
+    #[must_use]
+    pub fn percent(&self) -> u8 {
+        self.percent
+    }
+
+    /// Takes what a harvest found before another round is sent, and returns the new setting if it must
+    /// change: when a round has left more than three quarters of what the one before it had to send.
+    pub fn next(&mut self, pending_pages: u64) -> Option<u8> {
+        let stuck = self
+            .pages_before
+            .replace(pending_pages)
+            .is_some_and(|before| pending_pages > before - before / 4);
+        if !stuck || self.percent >= self.most {
+            return None;
+        }
+        self.percent = self.percent.saturating_add(THROTTLE_STEP).min(self.most);
+        Some(self.percent)
     }
 }
 
@@ -265,6 +338,30 @@ mod tests {
         assert_eq!(predictor.decide(harvest(1, 0)), Decision::AnotherRound);
         let Decision::GiveUp(why) = predictor.decide(harvest(2, 0)) else { panic!() };
         assert!(why.to_string().contains("the hand-over itself takes"));
+    }
+
+    #[test]
+    fn a_large_state_counts_and_is_named() {
+        let mut predictor = Predictor::new(limits(), Some(10_000_000));
+        let state = StateEstimate { bytes: 16_000_000, handling: Duration::from_millis(15) };
+        predictor.expect_state(state);
+        assert_eq!(predictor.predict(0), Duration::from_millis(1615));
+        let Decision::GiveUp(why) = predictor.decide(harvest(2, 0)) else { panic!() };
+        assert!(why.to_string().contains("16.0 MB of device state"), "{why}");
+    }
+
+    #[test]
+    fn a_guest_that_outruns_the_link_is_throttled_step_by_step() {
+        let mut throttle = Throttle::new(50);
+        assert_eq!(throttle.next(1000), None, "nothing to compare with");
+        assert_eq!(throttle.next(500), None, "it converges");
+        assert_eq!(throttle.next(400), Some(20));
+        assert_eq!(throttle.next(400), Some(40));
+        assert_eq!(throttle.next(200), None);
+        assert_eq!(throttle.next(200), Some(50));
+        assert_eq!(throttle.next(200), None, "the most that is allowed");
+        let mut never = Throttle::new(0);
+        assert_eq!((never.next(9), never.next(9)), (None, None));
     }
 
     #[test]

@@ -8,9 +8,11 @@
 //! A [`Committed`] guest has no method that resumes it. [`Returned`], the proof that the
 //! destination gave it back, can be had only from the hand-over's transition.
 
+use std::time::Duration;
+
 use crate::handover::SourceState;
 use crate::journal::{Journal, JournalError, Record};
-use crate::vm::{SourceVm, VmError};
+use crate::vm::{Resume, SourceVm, VmError};
 
 /// A guest that runs on this host.
 #[derive(Debug)]
@@ -21,7 +23,7 @@ pub struct Running<V>(V);
 /// Dropped without a decision, as in a panic, it is resumed: the guest must not stay paused
 /// because a migration broke.
 #[derive(Debug)]
-pub struct Paused<V: SourceVm>(Option<V>);
+pub struct Paused<V: Resume>(Option<V>);
 
 /// A guest that this host has promised never to run again.
 #[derive(Debug)]
@@ -41,13 +43,13 @@ impl<V: SourceVm> Running<V> {
         Self(vm)
     }
 
-    /// Pauses the guest.
+    /// Pauses the guest; with it comes for how long it has stood still.
     ///
     /// # Errors
     /// The guest, which the VMM could not pause, is resumed and returned with the error.
-    pub fn pause(mut self) -> Result<Paused<V>, (Self, VmError)> {
+    pub fn pause(mut self) -> Result<(Paused<V>, Duration), (Self, VmError)> {
         match self.0.pause() {
-            Ok(()) => Ok(Paused(Some(self.0))),
+            Ok(stood_still) => Ok((Paused(Some(self.0)), stood_still)),
             Err(error) => match self.0.resume() {
                 Ok(()) => Err((self, error)),
                 Err(second) => {
@@ -56,6 +58,22 @@ impl<V: SourceVm> Running<V> {
                 }
             },
         }
+    }
+
+    /// Harvests; see [`SourceVm::quiesced`].
+    ///
+    /// # Errors
+    /// What the VMM says.
+    pub fn quiesced(&mut self, harvest: &mut dyn FnMut()) -> Result<Duration, VmError> {
+        self.0.quiesced(harvest)
+    }
+
+    /// Takes time from the vCPUs, or gives it back; see [`SourceVm::throttle`].
+    ///
+    /// # Errors
+    /// What the VMM says.
+    pub fn throttle(&mut self, percent: u8) -> Result<(), VmError> {
+        self.0.throttle(percent)
     }
 
     /// Gives the VMM back.
@@ -72,7 +90,9 @@ impl<V: SourceVm> Paused<V> {
     pub fn save(&mut self) -> Result<Vec<u8>, VmError> {
         self.0.as_mut().map_or_else(|| Err("the guest is gone".into()), SourceVm::save)
     }
+}
 
+impl<V: Resume> Paused<V> {
     /// Lets the guest run on.
     ///
     /// # Errors
@@ -100,7 +120,7 @@ impl<V: SourceVm> Paused<V> {
     }
 }
 
-impl<V: SourceVm> Drop for Paused<V> {
+impl<V: Resume> Drop for Paused<V> {
     fn drop(&mut self) {
         if let Some(mut vm) = self.0.take() {
             // Nobody is left to tell: the guest runs, or its VMM has died with this process.
@@ -109,7 +129,7 @@ impl<V: SourceVm> Drop for Paused<V> {
     }
 }
 
-impl<V: SourceVm> Committed<V> {
+impl<V: Resume> Committed<V> {
     /// Takes the guest back.
     #[must_use]
     pub fn take_back(self, _proof: Returned) -> Paused<V> {
@@ -127,7 +147,7 @@ impl<V: SourceVm> Committed<V> {
 ///
 /// # Errors
 /// The guest as one that is promised away, which is no failure but the other case.
-pub fn found<V: SourceVm>(vm: V, state: SourceState) -> Result<Paused<V>, Committed<V>> {
+pub fn found<V: Resume>(vm: V, state: SourceState) -> Result<Paused<V>, Committed<V>> {
     if state.may_run() { Ok(Paused(Some(vm))) } else { Err(Committed(vm)) }
 }
 

@@ -34,4 +34,6 @@ mod vm;
 
 pub use config::{DestinationConfig, SourceConfig, Timeouts};
 pub use error::{ErrorClass, MigrateError, chain};
-pub use vm::{DestinationVm, GuestDescription, PrepareError, SourceVm, VmError};
+pub use vm::{
+    DestinationVm, GuestDescription, PrepareError, Resume, SourceVm, StateEstimate, VmError,
+};

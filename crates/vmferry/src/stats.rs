@@ -17,10 +17,15 @@ pub struct RoundStats {
     pub ms: f64,
     /// The harvest that gave these pages (of which dirty-log calls are all), in milliseconds.
     pub harvest_ms: f64,
+    /// For how long the guest stood still for it, in milliseconds: 0 unless its devices write memory
+    /// that no log sees otherwise.
+    pub harvest_pause_ms: f64,
     /// What the guest wrote before this round, in pages per second; 0 for the first.
     pub dirty_pages_per_s: f64,
     /// Bytes of pages with content over the round's time, in bytes per second.
     pub bytes_per_s: f64,
+    /// What the vCPUs lost of their time in this round, in per cent.
+    pub throttle_percent: u8,
     /// Whether the guest was paused.
     pub paused: bool,
 }
@@ -28,7 +33,7 @@ pub struct RoundStats {
 /// Where the downtime went, in milliseconds of the source's clock.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct DowntimeStats {
-    /// Until every vCPU and device was quiet.
+    /// From the guest's last instruction until every vCPU and device was quiet.
     pub pause_ms: f64,
     /// The last harvest.
     pub harvest_ms: f64,
@@ -49,9 +54,11 @@ pub struct SourceStats {
     pub rounds: Vec<RoundStats>,
     /// From the start of the dirty log to RUNNING (or to the failure), without `verify_ms`.
     pub total_ms: f64,
-    /// From the order to pause until RUNNING came back, without `verify_ms`: an upper bound of
-    /// what the guest missed, by half a round trip. 0 if the guest was never paused.
+    /// From the moment that the guest stood still until RUNNING came back, without `verify_ms`: an
+    /// upper bound of what the guest missed, by half a round trip. 0 if the guest was never paused.
     pub downtime_ms: f64,
+    /// All pauses for harvests before that, together, in milliseconds.
+    pub harvest_pauses_ms: f64,
     /// What was predicted when the guest was paused.
     pub predicted_downtime_ms: f64,
     /// The parts of the downtime.

@@ -5,6 +5,7 @@
 //! never looks into the device state and never knows what hypervisor is below.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use vmferry_dirty::DirtyLog;
 use vmferry_memory::{GuestMemory, SlotLayout};
@@ -27,11 +28,37 @@ pub struct GuestDescription {
     pub layout: Vec<SlotLayout>,
 }
 
+/// A guest that can be let run on: all that is done with it where the process that migrated it has
+/// died and another one takes over.
+pub trait Resume: Send + 'static {
+    /// Lets the paused guest run on. Idempotent on a guest that runs.
+    ///
+    /// # Errors
+    /// Whatever keeps a vCPU or a device from starting.
+    fn resume(&mut self) -> Result<(), VmError>;
+}
+
+/// What the state of vCPUs and devices will cost, as far as the VMM knows before the guest stops.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StateEstimate {
+    /// Its size in bytes, which travel while the guest stands still.
+    pub bytes: u64,
+    /// Stopping, saving, loading and starting, on fast hardware and without the transfer.
+    pub handling: Duration,
+}
+
+impl Default for StateEstimate {
+    /// A small VMM's.
+    fn default() -> Self {
+        Self { bytes: 0, handling: crate::convergence::FIXED_COST }
+    }
+}
+
 /// A running guest, as the engine needs it at the source.
 ///
 /// The engine owns the value while it migrates. Whoever drops it without resuming it leaves
 /// the guest in the state that it was in.
-pub trait SourceVm: Send + 'static {
+pub trait SourceVm: Resume {
     /// Describes the guest. Called once, before anything is sent.
     fn describe(&self) -> GuestDescription;
 
@@ -44,9 +71,12 @@ pub trait SourceVm: Send + 'static {
     /// Stops the guest. On return every vCPU has left `KVM_RUN` with its pending exit completed
     /// (`immediate_exit`), the devices are quiet, and nothing writes guest memory any more.
     ///
+    /// Returns for how long the guest has stood still by then: a VMM may have things to do first,
+    /// while it still runs. The downtime is counted from there.
+    ///
     /// # Errors
-    /// The guest must then still run, or be resumable by [`resume`](Self::resume).
-    fn pause(&mut self) -> Result<(), VmError>;
+    /// The guest must then still run, or be resumable by [`resume`](Resume::resume).
+    fn pause(&mut self) -> Result<Duration, VmError>;
 
     /// Saves the state of vCPUs, interrupt controllers, clocks and devices of the paused guest,
     /// without memory.
@@ -55,11 +85,39 @@ pub trait SourceVm: Send + 'static {
     /// The guest stays paused and unchanged.
     fn save(&mut self) -> Result<Vec<u8>, VmError>;
 
-    /// Lets the paused guest run on. Idempotent on a guest that runs.
+    /// What [`save`](Self::save) will return and cost.
+    fn state_estimate(&self) -> StateEstimate {
+        StateEstimate::default()
+    }
+
+    /// Runs `harvest` while nothing writes memory behind the dirty log's back, and returns for how long
+    /// the guest stood still for it.
+    ///
+    /// A device that pins guest pages (`O_DIRECT`, registered buffers) writes them later without a
+    /// fault, so that no write protection sees it: with such devices the guest is stopped, which
+    /// drains them, for each harvest. Otherwise `harvest` is all that is to be done.
     ///
     /// # Errors
-    /// Whatever keeps a vCPU or a device from starting.
-    fn resume(&mut self) -> Result<(), VmError>;
+    /// A guest that could not be stopped, or not be let run again. `harvest` was run or not.
+    fn quiesced(&mut self, harvest: &mut dyn FnMut()) -> Result<Duration, VmError> {
+        harvest();
+        Ok(Duration::ZERO)
+    }
+
+    /// Leaves the guest's vCPUs `100 - percent` hundredths of their time, so that it writes less; 0 takes
+    /// every limit back.
+    ///
+    /// # Errors
+    /// If this VMM can't, or is not allowed to.
+    fn throttle(&mut self, percent: u8) -> Result<(), VmError> {
+        if percent == 0 { Ok(()) } else { Err("this VMM can't throttle its vCPUs".into()) }
+    }
+
+    /// Whether the guest may give pages back while it runs, as with a balloon or free-page reporting:
+    /// they are zero then, and no log says so. The engine looks for them.
+    fn gives_pages_back(&self) -> bool {
+        false
+    }
 }
 
 /// A machine to be, as the engine needs it at the destination.

@@ -2,14 +2,15 @@
 //! a guest that stands still.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use tempfile::TempDir;
 use vmferry::destination::{Received, Stop, receive};
 use vmferry::source::{Orders, SourceOutcome, migrate as migrate_source};
 use vmferry::{
-    DestinationConfig, DestinationVm, GuestDescription, PrepareError, SourceConfig, SourceVm,
-    VmError,
+    DestinationConfig, DestinationVm, GuestDescription, PrepareError, Resume, SourceConfig,
+    SourceVm, VmError,
 };
 use vmferry_dirty::{DirtyLog, UffdLog};
 use vmferry_memory::GuestMemory;
@@ -90,6 +91,12 @@ struct StillGuest {
     log: Arc<dyn DirtyLog>,
 }
 
+impl Resume for StillGuest {
+    fn resume(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+}
+
 impl SourceVm for StillGuest {
     fn describe(&self) -> GuestDescription {
         GuestDescription {
@@ -108,16 +115,12 @@ impl SourceVm for StillGuest {
         Arc::clone(&self.log)
     }
 
-    fn pause(&mut self) -> Result<(), VmError> {
-        Ok(())
+    fn pause(&mut self) -> Result<Duration, VmError> {
+        Ok(Duration::ZERO)
     }
 
     fn save(&mut self) -> Result<Vec<u8>, VmError> {
         Ok(Vec::new())
-    }
-
-    fn resume(&mut self) -> Result<(), VmError> {
-        Ok(())
     }
 }
 

@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use vmferry::{DestinationVm, PrepareError, SourceVm};
+use vmferry::{DestinationVm, PrepareError, Resume, SourceVm};
 use vmferry_dirty::LogChoice;
 use vmferry_memory::{MemoryKind, PageSet, SlotId, whole_hash};
 use vmferry_wire::GuestIdentity;

@@ -14,6 +14,8 @@ use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter, Dialer, Rat
 use vmferry_wire::Role;
 
 use super::connect::{self, ControlChannel, FromLink};
+use super::encode::Job;
+use super::given_back::GivenBack;
 use super::io::{Action, Ending, Input, Report};
 use super::lane::{FrameBuffer, Lane};
 use super::machine::Source;
@@ -137,6 +139,9 @@ struct Driver<'a, V: SourceVm> {
     hashes: Arc<PageHashes>,
     /// What the present or next round sends.
     pending: Arc<PageSet>,
+    /// What the guest gives back while it runs, if it may.
+    given_back: Option<GivenBack>,
+    throttled: bool,
     /// The other set, so that no harvest allocates.
     spare: PageSet,
     cpu: CpuMeter,
@@ -184,7 +189,9 @@ impl<'a, V: SourceVm> Driver<'a, V> {
         let windows: Vec<_> = (0..config.channels)
             .map(|_| Arc::new(Window::new(window_frames(config.channels))))
             .collect();
-        let machine = Source::new(config.clone(), vm.describe(), log.name(), Duration::ZERO);
+        let mut machine = Source::new(config.clone(), vm.describe(), log.name(), Duration::ZERO);
+        machine.expect_state(vm.state_estimate());
+        let given_back = vm.gives_pages_back().then(|| GivenBack::new(&memory));
         let mut driver = Self {
             machine,
             held: Held::Running(Running::new(vm)),
@@ -209,6 +216,8 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             hashes: Arc::new(PageHashes::for_memory(&memory)),
             pending: Arc::new(PageSet::for_memory(&memory)),
             spare: PageSet::for_memory(&memory),
+            given_back,
+            throttled: false,
             memory,
             cpu: cpu.clone(),
             transport: channel.transport.clone(),
@@ -292,14 +301,14 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             Action::StartLog => Some(self.start_log().unwrap_or_else(Input::Failed)),
             Action::SendRound { round, rearm } => {
                 for lane in &self.lanes {
-                    lane.send_round(round, rearm, Arc::clone(&self.pending));
+                    let pages = Arc::clone(&self.pending);
+                    let given_back = self.given_back.as_ref().map(GivenBack::now);
+                    lane.send_round(Job { round, rearm, pages, given_back });
                 }
                 None
             }
-            Action::Harvest => Some(
-                self.harvest()
-                    .map_or_else(Input::Failed, |(pages, took)| Input::Harvested { pages, took }),
-            ),
+            Action::Harvest => Some(self.harvest().unwrap_or_else(Input::Failed)),
+            Action::Throttle { percent } => self.throttle(percent),
             Action::Pause => Some(self.pause()),
             Action::HarvestLast => Some(self.harvest_last().unwrap_or_else(Input::Failed)),
             Action::Save => Some(self.save()),
@@ -337,6 +346,12 @@ impl<'a, V: SourceVm> Driver<'a, V> {
         }
         // A lane may be waiting for its share of a small bandwidth.
         self.limiter.close();
+        if self.throttled
+            && let Held::Running(running) = &mut self.held
+            && let Err(error) = running.throttle(0)
+        {
+            self.resume_failure.get_or_insert(error);
+        }
         if matches!(self.held, Held::Running(_)) && self.logging {
             // Taken from the log and perhaps not sent: whoever uses the log next must see them.
             self.log.give_back(&self.pending);

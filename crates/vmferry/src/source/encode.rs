@@ -32,6 +32,9 @@ pub struct Job {
     pub rearm: bool,
     /// All pages of the round; the lane takes its own.
     pub pages: Arc<PageSet>,
+    /// Pages of these that the guest has given back: they are zero, and reading them would populate
+    /// them again.
+    pub given_back: Option<Arc<PageSet>>,
 }
 
 /// Why a lane has not sent its round.
@@ -90,13 +93,13 @@ impl LaneEncoder {
     /// # Errors
     /// [`LaneFailure::Stopped`] if the sink ends, and what the memory or the log says.
     pub fn send_round(&mut self, job: Job, sink: &mut impl FrameSink) -> Result<(), LaneFailure> {
-        let Job { round, rearm, pages } = job;
+        let round = job.round;
         self.totals = LaneTotals::default();
-        for (slot, bitmap) in pages.iter() {
-            self.send_slot(round, rearm, slot, bitmap, sink)?;
+        for (slot, bitmap) in job.pages.iter() {
+            self.send_slot(&job, slot, bitmap, sink)?;
         }
         // The conductor reuses the set once every lane has reported.
-        drop(pages);
+        drop(job);
         let mut frame = sink.acquire().ok_or(LaneFailure::Stopped)?;
         self.sequence += 1;
         self.encoder.end_of_round(&mut frame, round, self.sequence);
@@ -108,8 +111,7 @@ impl LaneEncoder {
     /// Visits this lane's stripes only: stripe `s` holds pages `s * 512 ..`, eight words.
     fn send_slot(
         &mut self,
-        round: u32,
-        rearm: bool,
+        job: &Job,
         slot: SlotId,
         bitmap: &PageBitmap,
         sink: &mut impl FrameSink,
@@ -128,7 +130,7 @@ impl LaneEncoder {
                     word &= word - 1;
                     if filled == FRAME_PAGES || (filled > 0 && page - batch[0] >= REARM_SPAN_PAGES)
                     {
-                        self.send_batch(round, rearm, slot, &batch[..filled], sink)?;
+                        self.send_batch(job, slot, &batch[..filled], sink)?;
                         filled = 0;
                     }
                     batch[filled] = page;
@@ -137,21 +139,20 @@ impl LaneEncoder {
             }
         }
         if filled > 0 {
-            self.send_batch(round, rearm, slot, &batch[..filled], sink)?;
+            self.send_batch(job, slot, &batch[..filled], sink)?;
         }
         Ok(())
     }
 
     fn send_batch(
         &mut self,
-        round: u32,
-        rearm: bool,
+        job: &Job,
         slot: SlotId,
         pages: &[u64],
         sink: &mut impl FrameSink,
     ) -> Result<(), LaneFailure> {
         let mut frame = sink.acquire().ok_or(LaneFailure::Stopped)?;
-        if rearm {
+        if job.rearm {
             self.rearm(slot, pages)?;
         }
         // The one look at live memory: everything after works on the copy.
@@ -159,17 +160,36 @@ impl LaneEncoder {
         let mut at = 0;
         for run in runs(slot, pages) {
             let bytes = run.pages as usize * PAGE_SIZE;
-            self.memory.copy_out(run, &mut copy[at..at + bytes])?;
+            self.copy_run(run, job.given_back.as_deref(), &mut copy[at..at + bytes])?;
             at += bytes;
         }
         self.sequence += 1;
         let counts =
-            self.encoder.encode(&mut frame, round, self.sequence, slot, pages, &self.hashes);
+            self.encoder.encode(&mut frame, job.round, self.sequence, slot, pages, &self.hashes);
         self.totals.content_pages += counts.content_pages;
         self.totals.zero_pages += counts.zero_pages;
         self.totals.bytes += frame.wire_bytes() as u64;
         let sent = sink.send(self.sequence, frame, None);
         sent.then_some(()).ok_or(LaneFailure::Stopped)
+    }
+
+    fn copy_run(
+        &self,
+        run: PageRun,
+        given_back: Option<&PageSet>,
+        copy: &mut [u8],
+    ) -> Result<(), LaneFailure> {
+        let Some(given_back) = given_back.map(|set| set.bitmap(run.slot)) else {
+            return Ok(self.memory.copy_out(run, copy)?);
+        };
+        for (page, copy) in (run.first..).zip(copy.chunks_exact_mut(PAGE_SIZE)) {
+            if given_back.is_set(page) {
+                copy.fill(0);
+            } else {
+                self.memory.copy_out(PageRun { first: page, pages: 1, ..run }, copy)?;
+            }
+        }
+        Ok(())
     }
 
     fn rearm(&mut self, slot: SlotId, pages: &[u64]) -> Result<(), LaneFailure> {

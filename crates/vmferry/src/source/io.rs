@@ -25,6 +25,8 @@ pub enum Input {
     LogStarted {
         /// Pages of the first round.
         populated_pages: u64,
+        /// For how long the guest stood still for it.
+        stood_still: Duration,
     },
     /// A lane has handed every frame of the round to its channel.
     LaneSent {
@@ -41,11 +43,13 @@ pub enum Input {
         pages: u64,
         /// How long it took.
         took: Duration,
+        /// For how long the guest stood still for it.
+        stood_still: Duration,
     },
     /// The guest is paused.
     Paused {
-        /// How long that took.
-        took: Duration,
+        /// For how long it has stood still.
+        stood_still: Duration,
     },
     /// The guest is paused and the log was harvested for the last time.
     LastHarvest {
@@ -96,6 +100,11 @@ pub enum Action {
     },
     /// Harvest with the guest running: `Harvested`.
     Harvest,
+    /// Leave the vCPUs so much less of their time.
+    Throttle {
+        /// Per cent of it.
+        percent: u8,
+    },
     /// Pause the guest: `Paused`.
     Pause,
     /// Harvest what was written before the pause and add it to what is pending: `LastHarvest`.
@@ -148,6 +157,11 @@ pub enum Report {
     },
     /// A round is placed at the destination.
     RoundDone(crate::stats::RoundStats),
+    /// The guest's vCPUs lose a part of their time from now on.
+    Throttled {
+        /// Per cent of it.
+        percent: u8,
+    },
     /// The guest is paused.
     Paused {
         /// The downtime that is expected, in milliseconds.

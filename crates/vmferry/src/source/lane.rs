@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use crossbeam_channel::{Receiver, Sender};
 use vmferry_codec::PageHashes;
 use vmferry_dirty::DirtyLog;
-use vmferry_memory::{GuestMemory, PageSet};
+use vmferry_memory::GuestMemory;
 use vmferry_transport::{ChannelWriter, RateLimiter};
 
 use super::encode::{FrameSink, Job, LaneEncoder, LaneFailure};
@@ -99,9 +99,9 @@ impl Lane {
     }
 
     /// Gives the lane its share of a round. The lane must be idle.
-    pub fn send_round(&self, round: u32, rearm: bool, pages: Arc<PageSet>) {
+    pub fn send_round(&self, job: Job) {
         // A lane that has failed has said so already.
-        let _ = self.jobs.send(Job { round, rearm, pages });
+        let _ = self.jobs.send(job);
     }
 
     /// Ends the threads. The channel must be closed, or idle.

@@ -26,12 +26,12 @@ use vmferry_wire::{ControlMessage, SessionWord};
 use super::io::{Action, Ending, Input};
 use super::rounds::RoundTracker;
 use crate::config::{SourceConfig, Timeouts};
-use crate::convergence::Predictor;
+use crate::convergence::{Predictor, Throttle};
 use crate::error::MigrateError;
 use crate::handover::{SourceEvent, SourceState};
 use crate::journal::{Record, recover_source};
 use crate::stats::SourceStats;
-use crate::vm::GuestDescription;
+use crate::vm::{GuestDescription, StateEstimate};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
@@ -90,7 +90,11 @@ pub struct Source {
     round_trip: Option<Duration>,
     log_started: Duration,
     last_harvest: Duration,
-    pause_ordered: Option<Duration>,
+    /// For how long the guest stood still for the last harvest.
+    stood_still: Duration,
+    /// Since when it stands still for the hand-over.
+    stopped_at: Option<Duration>,
+    throttle: Throttle,
     last_sent: Duration,
     verify_since: Duration,
     state: Option<Vec<u8>>,
@@ -168,7 +172,9 @@ impl Source {
             round_trip: None,
             log_started: now,
             last_harvest: now,
-            pause_ordered: None,
+            stood_still: Duration::ZERO,
+            stopped_at: None,
+            throttle: Throttle::new(config.throttle),
             last_sent: now,
             verify_since: now,
             state: None,
@@ -178,6 +184,11 @@ impl Source {
             log_name,
             config,
         }
+    }
+
+    /// Takes what the VMM knows of its state, for the prediction of the downtime.
+    pub fn expect_state(&mut self, state: StateEstimate) {
+        self.predictor.expect_state(state);
     }
 
     /// Takes what happened at `now`.

@@ -7,6 +7,7 @@ pub mod rounds;
 
 mod connect;
 mod driver;
+mod given_back;
 mod lane;
 mod orders;
 mod window;

@@ -24,6 +24,25 @@ struct Lane {
     placed: u64,
 }
 
+/// What is known of a round when it begins.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RoundStart {
+    /// The present time.
+    pub now: Duration,
+    /// Pages to send.
+    pub pages: u64,
+    /// How long the harvest took that found them.
+    pub harvest: Duration,
+    /// For how long the guest stood still for it.
+    pub stood_still: Duration,
+    /// What the guest wrote before it, in pages per second.
+    pub dirty_pages_per_s: f64,
+    /// What the vCPUs lose of their time, in per cent.
+    pub throttle_percent: u8,
+    /// Whether the guest is paused.
+    pub paused: bool,
+}
+
 /// Follows one round after the other over all lanes.
 #[derive(Debug)]
 pub struct RoundTracker {
@@ -48,26 +67,21 @@ impl RoundTracker {
     }
 
     /// Begins the next round and returns its number.
-    pub fn start(
-        &mut self,
-        now: Duration,
-        pages: u64,
-        harvest: Duration,
-        dirty_pages_per_s: f64,
-        paused: bool,
-    ) -> u32 {
+    pub fn start(&mut self, start: RoundStart) -> u32 {
         self.round += 1;
         self.open = true;
-        self.started = now;
+        self.started = start.now;
         for lane in &mut self.lanes {
             lane.end = None;
         }
         self.stats = RoundStats {
             round: self.round,
-            pages,
-            harvest_ms: harvest.as_secs_f64() * 1e3,
-            dirty_pages_per_s,
-            paused,
+            pages: start.pages,
+            harvest_ms: start.harvest.as_secs_f64() * 1e3,
+            harvest_pause_ms: start.stood_still.as_secs_f64() * 1e3,
+            dirty_pages_per_s: start.dirty_pages_per_s,
+            throttle_percent: start.throttle_percent,
+            paused: start.paused,
             ..RoundStats::default()
         };
         self.round
@@ -150,7 +164,7 @@ mod tests {
     #[test]
     fn a_round_ends_when_every_lane_is_placed() {
         let mut rounds = RoundTracker::new(2);
-        assert_eq!(rounds.start(NOW, 3, NOW, 0.0, false), 1);
+        assert_eq!(rounds.start(RoundStart { now: NOW, pages: 3, ..RoundStart::default() }), 1);
         let totals = LaneTotals { content_pages: 2, zero_pages: 1, bytes: 100 };
         rounds.sent(0, 4, totals);
         assert!(rounds.placed(0, 4));
@@ -171,7 +185,7 @@ mod tests {
     #[test]
     fn an_acknowledgement_before_the_lane_reports_counts() {
         let mut rounds = RoundTracker::new(1);
-        rounds.start(NOW, 0, NOW, 0.0, false);
+        rounds.start(RoundStart { now: NOW, ..RoundStart::default() });
         assert!(rounds.placed(0, 1));
         rounds.sent(0, 1, LaneTotals::default());
         assert!(rounds.finish(NOW).is_some());

@@ -7,13 +7,13 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use vmferry::destination::{Notice, Owned, Received, Stop, receive};
 use vmferry::source::{Orders, Report, SourceOutcome, migrate};
 use vmferry::{
-    DestinationConfig, DestinationVm, GuestDescription, PrepareError, SourceConfig, SourceVm,
-    VmError,
+    DestinationConfig, DestinationVm, GuestDescription, PrepareError, Resume, SourceConfig,
+    SourceVm, VmError,
 };
 use vmferry_dirty::{DirtyLog, DirtyLogError, UffdLog};
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageSet, SlotId, SlotLayout};
@@ -114,6 +114,13 @@ pub struct SourceGuest {
     pub name: String,
 }
 
+impl Resume for SourceGuest {
+    fn resume(&mut self) -> Result<(), VmError> {
+        self.guest.start();
+        Ok(())
+    }
+}
+
 impl SourceVm for SourceGuest {
     fn describe(&self) -> GuestDescription {
         GuestDescription {
@@ -132,18 +139,14 @@ impl SourceVm for SourceGuest {
         Arc::clone(&self.log)
     }
 
-    fn pause(&mut self) -> Result<(), VmError> {
+    fn pause(&mut self) -> Result<Duration, VmError> {
+        let begun = Instant::now();
         self.guest.pause();
-        Ok(())
+        Ok(begun.elapsed())
     }
 
     fn save(&mut self) -> Result<Vec<u8>, VmError> {
         Ok(self.guest.hot_pages.to_le_bytes().to_vec())
-    }
-
-    fn resume(&mut self) -> Result<(), VmError> {
-        self.guest.start();
-        Ok(())
     }
 }
 

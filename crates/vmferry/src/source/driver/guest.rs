@@ -17,17 +17,29 @@ const RESUME_ATTEMPTS: u32 = 3;
 impl<V: SourceVm> Driver<'_, V> {
     /// Logging first, then the populated pages: a page populated in between is in the log.
     pub(super) fn start_log(&mut self) -> Result<Input, MigrateError> {
-        self.log.start()?;
+        let log = Arc::clone(&self.log);
+        let (result, stood_still) = self.quiesced(move || log.start())?;
+        result?;
         self.logging = true;
         self.pending = Arc::new(self.memory.populated()?);
-        Ok(Input::LogStarted { populated_pages: self.pending.count() })
+        if let Some(given_back) = &mut self.given_back {
+            given_back.sending(&self.pending);
+        }
+        Ok(Input::LogStarted { populated_pages: self.pending.count(), stood_still })
     }
 
     /// Harvests into the spare set and makes it the pending one.
-    pub(super) fn harvest(&mut self) -> Result<(u64, Duration), MigrateError> {
+    pub(super) fn harvest(&mut self) -> Result<Input, MigrateError> {
         let begun = Instant::now();
-        self.spare.clear_all();
-        self.log.collect(&mut self.spare)?;
+        let log = Arc::clone(&self.log);
+        let mut pages = std::mem::replace(&mut self.spare, PageSet::for_layout(&[]));
+        pages.clear_all();
+        let (result, stood_still) = self.quiesced(|| log.collect(&mut pages))?;
+        result?;
+        if let Some(given_back) = &mut self.given_back {
+            given_back.find(&self.memory, &mut pages)?;
+        }
+        self.spare = pages;
         let took = begun.elapsed();
         if let Some(pending) = Arc::get_mut(&mut self.pending) {
             std::mem::swap(pending, &mut self.spare);
@@ -35,7 +47,32 @@ impl<V: SourceVm> Driver<'_, V> {
             let fresh = PageSet::for_memory(&self.memory);
             self.pending = Arc::new(std::mem::replace(&mut self.spare, fresh));
         }
-        Ok((self.pending.count(), took))
+        Ok(Input::Harvested { pages: self.pending.count(), took, stood_still })
+    }
+
+    /// Does what must not miss what devices write, and says for how long the guest stood still for it.
+    fn quiesced<R>(&mut self, act: impl FnOnce() -> R) -> Result<(R, Duration), MigrateError> {
+        let failed = |source| MigrateError::Vm { action: "stop the guest for a harvest", source };
+        let Held::Running(running) = &mut self.held else { return Ok((act(), Duration::ZERO)) };
+        let (mut act, mut result) = (Some(act), None);
+        let stood_still = running
+            .quiesced(&mut || {
+                if let Some(act) = act.take() {
+                    result = Some(act());
+                }
+            })
+            .map_err(failed)?;
+        let result = result.ok_or_else(|| failed("the VMM did not harvest".into()))?;
+        Ok((result, stood_still))
+    }
+
+    pub(super) fn throttle(&mut self, percent: u8) -> Option<Input> {
+        let Held::Running(running) = &mut self.held else { return None };
+        self.throttled = true;
+        let throttled = running.throttle(percent);
+        throttled.err().map(|source| {
+            Input::Failed(MigrateError::Vm { action: "throttle the guest's vCPUs", source })
+        })
     }
 
     /// Adds what was written before the pause to what the last harvest found.
@@ -45,15 +82,17 @@ impl<V: SourceVm> Driver<'_, V> {
         pages.clear_all();
         pages.union_with(&self.pending);
         self.log.collect(&mut pages)?;
+        if let Some(given_back) = &mut self.given_back {
+            given_back.find(&self.memory, &mut pages)?;
+        }
         self.pending = Arc::new(pages);
         Ok(Input::LastHarvest { pages: self.pending.count(), took: begun.elapsed() })
     }
 
     pub(super) fn pause(&mut self) -> Input {
-        let begun = Instant::now();
         let (held, input) = match std::mem::replace(&mut self.held, Held::Moving) {
             Held::Running(running) => match running.pause() {
-                Ok(paused) => (Held::Paused(paused), Input::Paused { took: begun.elapsed() }),
+                Ok((paused, stood_still)) => (Held::Paused(paused), Input::Paused { stood_still }),
                 Err((running, source)) => {
                     let error = MigrateError::Vm { action: "pause the guest", source };
                     (Held::Running(running), Input::Failed(error))

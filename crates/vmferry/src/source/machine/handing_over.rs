@@ -128,8 +128,8 @@ impl Source {
     pub(super) fn close_stats(&mut self, now: Duration) {
         let verify = self.stats.verify_ms;
         self.stats.total_ms = ms(now.saturating_sub(self.log_started)) - verify;
-        if let Some(ordered) = self.pause_ordered {
-            self.stats.downtime_ms = ms(now.saturating_sub(ordered)) - verify;
+        if let Some(stopped_at) = self.stopped_at {
+            self.stats.downtime_ms = ms(now.saturating_sub(stopped_at)) - verify;
         }
         if self.handover == SourceState::Given {
             self.stats.downtime.commit_ms = ms(now.saturating_sub(self.last_sent));

@@ -9,6 +9,7 @@ use super::{Phase, Source, ms};
 use crate::convergence::{Decision, Harvest};
 use crate::error::MigrateError;
 use crate::source::io::{Action, Input, Report};
+use crate::source::rounds::RoundStart;
 
 impl Source {
     pub(super) fn on_progress(&mut self, now: Duration, input: Input) {
@@ -20,8 +21,9 @@ impl Source {
                 self.last_harvest = now;
                 self.act(Action::StartLog);
             }
-            (Input::LogStarted { populated_pages }, Phase::Starting) => {
+            (Input::LogStarted { populated_pages, stood_still }, Phase::Starting) => {
                 self.last_harvest = now;
+                self.stood_still = stood_still;
                 self.start_round(now, populated_pages, now.saturating_sub(self.log_started), false);
             }
             (Input::LaneSent { lane, end_sequence, totals }, _) => {
@@ -31,11 +33,14 @@ impl Source {
                 }
                 self.finish_round(now);
             }
-            (Input::Harvested { pages, took }, Phase::Harvesting) => {
+            (Input::Harvested { pages, took, stood_still }, Phase::Harvesting) => {
+                self.stood_still = stood_still;
                 self.on_harvested(now, pages, took);
             }
-            (Input::Paused { took }, Phase::Pausing) => {
-                self.stats.downtime.pause_ms = ms(took);
+            (Input::Paused { stood_still }, Phase::Pausing) => {
+                self.stopped_at = Some(now.saturating_sub(stood_still));
+                self.stood_still = Duration::ZERO;
+                self.stats.downtime.pause_ms = ms(stood_still);
                 self.enter(now, Phase::LastHarvest);
                 self.act(Action::HarvestLast);
             }
@@ -74,7 +79,17 @@ impl Source {
         let first = self.rounds.round() == 0;
         let rate =
             if first || paused || dirtied_in <= 0.0 { 0.0 } else { pages as f64 / dirtied_in };
-        let round = self.rounds.start(now, pages, harvest, rate, paused);
+        let stood_still = std::mem::take(&mut self.stood_still);
+        self.stats.harvest_pauses_ms += ms(stood_still);
+        let round = self.rounds.start(RoundStart {
+            now,
+            pages,
+            harvest,
+            stood_still,
+            dirty_pages_per_s: rate,
+            throttle_percent: self.throttle.percent(),
+            paused,
+        });
         self.enter(now, if paused { Phase::LastRound } else { Phase::Sending });
         self.act(Action::Report(Report::RoundStarted { round, pages, paused }));
         self.act(Action::SendRound { round, rearm: !paused });
@@ -103,12 +118,15 @@ impl Source {
         };
         match self.predictor.decide(harvest) {
             Decision::AnotherRound => {
+                if let Some(percent) = self.throttle.next(pages) {
+                    self.act(Action::Throttle { percent });
+                    self.act(Action::Report(Report::Throttled { percent }));
+                }
                 self.start_round(now, pages, took, false);
             }
             Decision::SwitchOver => {
                 let predicted = ms(self.predictor.predict(pages));
                 self.stats.predicted_downtime_ms = predicted;
-                self.pause_ordered = Some(now);
                 self.enter(now, Phase::Pausing);
                 self.act(Action::Report(Report::Paused { predicted_downtime_ms: predicted }));
                 self.act(Action::Pause);

@@ -1,0 +1,186 @@
+//! What kind of machine a QEMU is: what the other side must be too, and what of it forbids a migration
+//! or asks for care.
+//!
+//! QEMU compares little before it loads a state: a device more at the destination goes unnoticed or
+//! ends the process, when the guest stands still already. So both sides say what they are, and the
+//! destination compares before anything is sent.
+
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use crate::error::QemuError;
+use crate::qmp::Qmp;
+
+/// What must be equal on both sides.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Machine {
+    /// Such as `pc-q35-10.0`.
+    pub kind: String,
+    /// Number of vCPUs.
+    pub vcpus: usize,
+    /// PCI devices as `NAME at ADDRESS`, sorted.
+    pub devices: Vec<String>,
+}
+
+/// What the engine must know of the devices.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Habits {
+    /// Some device pins guest pages for its I/O and writes them past every page table.
+    pub pins_pages: bool,
+    /// The guest can give pages back to the host while it runs.
+    pub gives_pages_back: bool,
+}
+
+/// Devices whose backends are other processes, or hardware, that write guest memory unseen; and what
+/// to use instead.
+const UNSEEN_WRITERS: [(&str, &str); 5] = [
+    (
+        "vfio-",
+        "a device that is passed through writes memory by DMA: detach it first (`device_del`)",
+    ),
+    ("vhost-user-", "its backend is another process: use the device without `vhost-user`"),
+    ("vhost-vdpa-", "its backend is hardware: use a device of QEMU's own"),
+    ("ivshmem", "other processes write its memory: detach it first (`device_del`)"),
+    ("x-pci-proxy-dev", "its backend is another process: use a device of QEMU's own"),
+];
+
+/// Network backends of the same sort, in `info network`.
+const UNSEEN_NETWORKS: [&str; 2] = ["type=vhost-user", "type=vhost-vdpa"];
+
+/// SCSI pass-through: the kernel moves data between the disk and pinned guest pages (`SG_IO`).
+const PASS_THROUGH: [&str; 2] = ["scsi-block", "scsi-generic"];
+
+/// Devices through which a guest gives pages back.
+const BALLOONS: [&str; 2] = ["virtio-balloon-device", "virtio-mem"];
+
+/// Looks at a QEMU.
+///
+/// # Errors
+/// Devices with which no guest can be migrated from outside, by name, and QMP's errors.
+pub fn look(qmp: &mut Qmp) -> Result<(Machine, Habits), QemuError> {
+    let tree = qmp.human("info qtree")?;
+    let devices = devices(&tree);
+    for (name, _) in &devices {
+        if let Some((_, why)) = UNSEEN_WRITERS.iter().find(|(kind, _)| name.starts_with(kind)) {
+            return Err(QemuError::Unsupported(format!("it has a device `{name}`, and {why}")));
+        }
+    }
+    let networks = qmp.human("info network")?;
+    if let Some(kind) = UNSEEN_NETWORKS.iter().find(|kind| networks.contains(*kind)) {
+        return Err(QemuError::Unsupported(format!(
+            "it has a network backend with {kind}, which writes guest memory from outside: use `tap` \
+             (vhost=on is no hindrance) or `user`"
+        )));
+    }
+    let kind = qmp.execute("qom-get", json!({ "path": "/machine", "property": "type" }))?;
+    let kind = kind.as_str().unwrap_or_default();
+    let vcpus = qmp.execute("query-cpus-fast", json!({}))?;
+    let mut pci: Vec<String> = devices
+        .iter()
+        .filter_map(|(name, address)| Some(format!("{name} at {}", address.as_deref()?)))
+        .collect();
+    pci.sort();
+    let blocks = qmp.execute("query-block", json!({}))?;
+    let direct = |block: &serde_json::Value| block["inserted"]["cache"]["direct"] == true;
+    let has = |kinds: &[&str]| {
+        devices.iter().any(|(name, _)| kinds.iter().any(|kind| name.starts_with(kind)))
+    };
+    let habits = Habits {
+        pins_pages: has(&PASS_THROUGH)
+            || blocks.as_array().is_some_and(|all| all.iter().any(direct)),
+        gives_pages_back: has(&BALLOONS),
+    };
+    let machine = Machine {
+        kind: kind.strip_suffix("-machine").unwrap_or(kind).to_owned(),
+        vcpus: vcpus.as_array().map_or(0, Vec::len),
+        devices: pci,
+    };
+    Ok((machine, habits))
+}
+
+/// What differs, in words; `None` if nothing does.
+#[must_use]
+pub fn difference(theirs: &Machine, ours: &Machine) -> Option<String> {
+    if theirs.kind != ours.kind {
+        return Some(format!(
+            "the source is a `{}` and the destination a `{}`: start it with `-machine {}`",
+            theirs.kind, ours.kind, theirs.kind
+        ));
+    }
+    if theirs.vcpus != ours.vcpus {
+        return Some(format!(
+            "the source has {} vCPUs and the destination {}: use the same `-smp`",
+            theirs.vcpus, ours.vcpus
+        ));
+    }
+    let only = |here: &Machine, there: &Machine| {
+        let missing = here.devices.iter().find(|device| !there.devices.contains(device));
+        missing.cloned()
+    };
+    if let Some(device) = only(theirs, ours) {
+        return Some(format!(
+            "the destination lacks the source's `{device}`: use the same devices"
+        ));
+    }
+    only(ours, theirs).map(|device| {
+        format!("the source has no `{device}` as the destination: use the same devices")
+    })
+}
+
+/// The devices of `info qtree`, with their addresses if they are on a PCI bus. A device is
+/// `  dev: virtio-blk-pci, id "disk"`, and deeper lines are its own until the next device.
+fn devices(tree: &str) -> Vec<(String, Option<String>)> {
+    let mut found: Vec<(String, Option<String>)> = Vec::new();
+    for line in tree.lines().map(str::trim) {
+        if let Some(rest) = line.strip_prefix("dev: ") {
+            let name = rest.split_once(',').map_or(rest, |(name, _)| name);
+            found.push((name.to_owned(), None));
+        } else if let Some(rest) = line.strip_prefix("class ")
+            && let Some((_, rest)) = rest.split_once(", addr ")
+            && let Some((address, _)) = rest.split_once(',')
+            && let Some((_, place)) = found.last_mut()
+        {
+            *place = Some(address.to_owned());
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TREE: &str = "bus: main-system-bus\r\n  type System\r\n  dev: hpet, id \"\"\r\n    timers = 3\r\n\
+        \x20 dev: q35-pcihost, id \"\"\r\n    bus: pcie.0\r\n      type PCIE\r\n\
+        \x20     dev: virtio-blk-pci, id \"disk\"\r\n        class = 0 (0x0)\r\n        addr = 03.0\r\n\
+        \x20       class SCSI controller, addr 00:03.0, pci id 1af4:1001 (sub 1af4:0002)\r\n\
+        \x20       bus: virtio-bus\r\n          dev: virtio-blk-device, id \"\"\r\n";
+
+    #[test]
+    fn devices_and_their_places_are_read() {
+        let found = devices(TREE);
+        let names: Vec<_> = found.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(names, ["hpet", "q35-pcihost", "virtio-blk-pci", "virtio-blk-device"]);
+        assert_eq!(found[2].1.as_deref(), Some("00:03.0"));
+        assert_eq!(found[3].1, None);
+    }
+
+    #[test]
+    fn a_difference_says_what_to_change() {
+        let machine = |kind: &str, vcpus, devices: &[&str]| Machine {
+            kind: kind.into(),
+            vcpus,
+            devices: devices.iter().map(|&name| name.into()).collect(),
+        };
+        let ours = machine("q35", 2, &["a at 1", "b at 2"]);
+        assert_eq!(difference(&ours, &ours), None);
+        let says = |theirs: Machine| difference(&theirs, &ours).unwrap();
+        assert!(says(machine("pc", 2, &[])).contains("-machine pc"));
+        assert!(says(machine("q35", 1, &[])).contains("-smp"));
+        assert!(
+            says(machine("q35", 2, &["a at 1", "b at 2", "c at 3"]))
+                .contains("lacks the source's `c at 3`")
+        );
+        assert!(says(machine("q35", 2, &["a at 1"])).contains("has no `b at 2`"));
+    }
+}

@@ -1,0 +1,57 @@
+//! A migration from one QEMU to another, by the engine.
+
+use vmferry::destination::{Received, Stop, receive};
+use vmferry::source::{Orders, SourceOutcome, migrate};
+use vmferry::stats::SourceStats;
+use vmferry::{DestinationConfig, MigrateError, SourceConfig};
+use vmferry_qemu::{QemuDestination, QemuSource};
+use vmferry_transport::{Address, Dialer, Listener};
+
+use super::{Qemu, World};
+
+/// Moves a guest and ends the QEMU that it has left.
+pub fn hop(world: &World, number: u32, from: &Qemu, to: &Qemu) -> SourceStats {
+    migrate_between(world, number, from, to)
+        .unwrap_or_else(|error| panic!("kept: {}", vmferry::chain(&error)))
+}
+
+/// Moves a guest, or says why not; both QEMUs are left as the engine leaves them.
+pub fn migrate_between(
+    world: &World,
+    number: u32,
+    from: &Qemu,
+    to: &Qemu,
+) -> Result<SourceStats, MigrateError> {
+    let address = Address::Unix(world.path(&format!("link-{number}")));
+    let listener = Listener::bind(&address, None).unwrap();
+    let destination = QemuDestination::attach(&to.qmp).unwrap();
+    let directory = world.path("there");
+    let receiving = std::thread::spawn(move || {
+        let mut config = DestinationConfig::new(directory);
+        config.once = true;
+        receive(listener, destination, &config, &Stop::default(), &mut |_| {})
+    });
+    let source = QemuSource::attach(&from.qmp).unwrap();
+    let mut config = SourceConfig::new(world.path("here"));
+    config.verify = true;
+    let dialer = Dialer::new(address, None);
+    let outcome = migrate(source, &dialer, config, &Orders::default(), &mut |_| {});
+    let received = receiving.join().unwrap();
+    match (outcome, received) {
+        (SourceOutcome::Given { vm, stats }, Received::Owns(owned)) => {
+            assert!(owned.crash.is_none(), "{:?}", owned.crash);
+            vm.quit().unwrap();
+            Ok(*stats)
+        }
+        (SourceOutcome::Kept { error, .. }, Received::Nothing { .. }) => Err(error),
+        _ => panic!("both have it, or none"),
+    }
+}
+
+/// What attaching to a QEMU says that can't be moved.
+pub fn attach_fails(qemu: &Qemu) -> String {
+    match QemuSource::attach(&qemu.qmp) {
+        Ok(_) => panic!("it can be attached"),
+        Err(error) => vmferry::chain(&error),
+    }
+}
