@@ -75,7 +75,9 @@ impl<V: SourceVm> Running<V> {
     pub fn throttle(&mut self, percent: u8) -> Result<(), VmError> {
         self.0.throttle(percent)
     }
+}
 
+impl<V> Running<V> {
     /// Gives the VMM back.
     pub fn into_vm(self) -> V {
         self.0

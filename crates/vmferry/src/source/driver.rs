@@ -10,10 +10,11 @@ use crossbeam_channel::{Receiver, Sender};
 use vmferry_codec::PageHashes;
 use vmferry_dirty::DirtyLog;
 use vmferry_memory::{GuestMemory, PageSet};
-use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter, Dialer, RateLimiter};
+use vmferry_transport::{ChannelCloser, ChannelReader, Dialer, RateLimiter};
 use vmferry_wire::Role;
 
-use super::connect::{self, ControlChannel, FromLink};
+use super::connect;
+use super::control::ControlLink;
 use super::encode::Job;
 use super::given_back::GivenBack;
 use super::io::{Action, Ending, Input, Report};
@@ -27,7 +28,6 @@ use crate::error::MigrateError;
 use crate::handover::SourceState;
 use crate::held::{Committed, Paused, Running};
 use crate::journal::{FileJournal, Journal, Record, Side, now_seconds};
-use crate::link::ControlWriter;
 use crate::stats::SourceStats;
 use crate::vm::{SourceVm, VmError};
 
@@ -124,13 +124,8 @@ struct Driver<'a, V: SourceVm> {
     /// A data channel that is gone, and since when.
     lane_loss: Option<(Instant, MigrateError)>,
     journal: FileJournal,
-    /// The control channel in use and its number.
-    control: Option<(ControlWriter<ChannelWriter>, ChannelCloser)>,
-    link: u64,
-    link_inputs: (Sender<FromLink>, Receiver<FromLink>),
+    control: ControlLink,
     inputs: (Sender<Input>, Receiver<Input>),
-    asking: Option<Sender<()>>,
-    asked: (Sender<Asked>, Receiver<Asked>),
     windows: Vec<Arc<Window<FrameBuffer>>>,
     lanes: Vec<Lane>,
     /// Kept open until the end: a data channel closed early would look like a lost link.
@@ -146,11 +141,6 @@ struct Driver<'a, V: SourceVm> {
     spare: PageSet,
     cpu: CpuMeter,
     transport: String,
-}
-
-struct Asked {
-    link: u64,
-    channel: Result<ControlChannel, MigrateError>,
 }
 
 impl<'a, V: SourceVm> Driver<'a, V> {
@@ -203,12 +193,8 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             resume_failure: None,
             lane_loss: None,
             journal,
-            control: None,
-            link: 0,
-            link_inputs: crossbeam_channel::unbounded(),
+            control: ControlLink::new(dialer, &config, windows.clone(), cpu.clone()),
             inputs,
-            asking: None,
-            asked: crossbeam_channel::unbounded(),
             windows,
             lanes: Vec::new(),
             lane_ends: Vec::new(),
@@ -223,7 +209,9 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             transport: channel.transport.clone(),
             config,
         };
-        driver.use_control(channel);
+        if let Err(error) = driver.control.begin(channel) {
+            let _ = driver.inputs.0.send(Input::LinkLost(error));
+        }
         Ok(driver)
     }
 
@@ -266,10 +254,9 @@ impl<'a, V: SourceVm> Driver<'a, V> {
         let wake = [tick, explained].into_iter().flatten().min();
         let wait = wake.map_or(Duration::from_secs(1), |at| at.saturating_duration_since(now));
         crossbeam_channel::select! {
-            recv(self.link_inputs.1) -> from => match from {
-                Ok(from) if from.link == self.link => from.input,
-                _ => Input::Tick,
-            },
+            recv(self.control.heard()) -> from => {
+                from.map_or(Input::Tick, |from| self.control.take_heard(from))
+            }
             recv(self.inputs.1) -> input => match input {
                 Ok(Input::LaneLost(error)) => {
                     self.lane_loss.get_or_insert((now, error));
@@ -278,16 +265,9 @@ impl<'a, V: SourceVm> Driver<'a, V> {
                 Ok(input) => input,
                 Err(_) => Input::Tick,
             },
-            recv(self.asked.1) -> asked => match asked {
-                Ok(Asked { link, channel }) if link == self.link => match channel {
-                    Ok(channel) => {
-                        self.use_control(channel);
-                        Input::Tick
-                    }
-                    Err(error) => Input::LinkLost(error),
-                },
-                _ => Input::Tick,
-            },
+            recv(self.control.asked()) -> asked => {
+                asked.map_or(Input::Tick, |asked| self.control.take_asked(asked))
+            }
             default(wait) => Input::Tick,
         }
     }
@@ -331,7 +311,7 @@ impl<'a, V: SourceVm> Driver<'a, V> {
                 None
             }
             Action::Ask { delay } => {
-                self.ask(delay);
+                self.control.ask(delay);
                 None
             }
             Action::Report(_) => None,
@@ -340,7 +320,7 @@ impl<'a, V: SourceVm> Driver<'a, V> {
 
     /// Stops everything and returns the guest with the figures.
     fn finish(mut self) -> (Held<V>, Option<VmError>, SourceStats) {
-        drop(self.asking.take());
+        self.control.stop_asking();
         for window in &self.windows {
             window.close();
         }
@@ -359,13 +339,11 @@ impl<'a, V: SourceVm> Driver<'a, V> {
         if self.logging {
             let _ = self.log.stop();
         }
-        self.say_goodbye();
+        self.control.say_goodbye();
         for (_, closer) in &self.lane_ends {
             closer.close();
         }
-        if let Some((_, closer)) = &self.control {
-            closer.close();
-        }
+        self.control.close();
         for lane in self.lanes.drain(..) {
             lane.join();
         }

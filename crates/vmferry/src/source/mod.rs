@@ -6,12 +6,15 @@ pub mod machine;
 pub mod rounds;
 
 mod connect;
+mod control;
 mod driver;
 mod given_back;
 mod lane;
 mod orders;
+mod recovery;
 mod window;
 
 pub use driver::{SourceOutcome, migrate};
 pub use io::Report;
 pub use orders::{Orders, Progress};
+pub use recovery::{Recovered, recover};

@@ -9,10 +9,8 @@ use super::{Driver, Held};
 use crate::error::MigrateError;
 use crate::held::{returned, write_commit};
 use crate::source::io::Input;
+use crate::source::recovery::RESUME_ATTEMPTS;
 use crate::vm::SourceVm;
-
-/// Attempts to resume a guest before its VMM is believed to be broken.
-const RESUME_ATTEMPTS: u32 = 3;
 
 impl<V: SourceVm> Driver<'_, V> {
     /// Logging first, then the populated pages: a page populated in between is in the log.

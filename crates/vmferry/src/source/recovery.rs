@@ -1,0 +1,199 @@
+//! Taking over from a source process that has died, beside a guest that lives on.
+//!
+//! Where a VMM is the migrating process itself, its guest dies with it and there is nothing to take
+//! over. Where it is another process (QEMU), the guest stands still, and whoever finds it so reads the
+//! journal: without COMMIT the guest runs on, after it the destination is asked until its word is known.
+
+use std::time::{Duration, Instant};
+
+use vmferry_transport::Dialer;
+use vmferry_wire::GuestIdentity;
+
+use super::control::ControlLink;
+use super::io::{Action, Ending, Input, Report};
+use super::machine::Source;
+use super::orders::Orders;
+use crate::config::SourceConfig;
+use crate::cpu::CpuMeter;
+use crate::held::{Committed, Paused, found, returned};
+use crate::journal::{FileJournal, Journal, JournalError, Record, Side};
+use crate::link::lost;
+use crate::vm::{GuestDescription, Resume, VmError};
+
+/// Attempts to resume a guest before its VMM is believed to be broken.
+pub(super) const RESUME_ATTEMPTS: u32 = 3;
+
+/// Whose guest it turned out to be.
+#[derive(Debug)]
+pub enum Recovered<V> {
+    /// This host's, and it runs here.
+    Kept(V),
+    /// The destination's. The VMM remains to be torn down.
+    Given(V),
+    /// This host's, and it could not be resumed.
+    Stuck(V, VmError),
+}
+
+/// Finishes the session of a source process that has died. Blocks until it is known whose the guest is;
+/// in doubt, the destination that `dialer` reaches is asked, and `orders` can decide.
+///
+/// # Errors
+/// The VMM, and what the journal says: [`JournalError::InUse`] while the process still lives.
+pub fn recover<V: Resume>(
+    vm: V,
+    dialer: &Dialer,
+    config: SourceConfig,
+    orders: &Orders,
+    watch: &mut dyn FnMut(&Report),
+) -> Result<Recovered<V>, (V, JournalError)> {
+    let reopened = FileJournal::reopen(&config.journal_directory, config.session, Side::Source);
+    let (journal, records) = match reopened {
+        Ok(reopened) => reopened,
+        Err(error) => return Err((vm, error)),
+    };
+    // What a recovered source does depends on its journal alone.
+    let guest = GuestDescription {
+        identity: GuestIdentity { uuid: uuid::Uuid::nil(), name: String::new() },
+        vmm: String::new(),
+        config: Vec::new(),
+        layout: Vec::new(),
+    };
+    let inputs = crossbeam_channel::unbounded();
+    orders.attach(inputs.0);
+    let control = ControlLink::new(dialer, &config, Vec::new(), CpuMeter::default());
+    let machine = Source::recovered(config, &guest, "none", &records, Duration::ZERO);
+    let held = match found(vm, machine.handover()) {
+        Ok(paused) => Held::Paused(paused),
+        Err(committed) => Held::Committed(committed),
+    };
+    let started = Instant::now();
+    let mut recovery = Recovery { machine, control, journal, held, failure: None };
+    loop {
+        while let Some(action) = recovery.machine.next_action() {
+            orders.publish(recovery.machine.phase_name(), recovery.machine.handover());
+            if let Action::Report(report) = &action {
+                watch(report);
+            }
+            if let Some(input) = recovery.execute(action) {
+                recovery.machine.handle(started.elapsed(), input);
+            }
+        }
+        if let Some(ending) = recovery.machine.ending() {
+            orders.detach();
+            return Ok(recovery.finish(&ending));
+        }
+        let tick = recovery.machine.next_tick().unwrap_or(Duration::from_secs(1));
+        let wait = tick.saturating_sub(started.elapsed());
+        let control = &mut recovery.control;
+        let input = crossbeam_channel::select! {
+            recv(control.heard()) -> from => {
+                from.map_or(Input::Tick, |from| control.take_heard(from))
+            }
+            recv(control.asked()) -> asked => {
+                asked.map_or(Input::Tick, |asked| control.take_asked(asked))
+            }
+            recv(inputs.1) -> input => input.unwrap_or(Input::Tick),
+            default(wait) => Input::Tick,
+        };
+        recovery.machine.handle(started.elapsed(), input);
+    }
+}
+
+enum Held<V: Resume> {
+    Paused(Paused<V>),
+    Committed(Committed<V>),
+    Running(V),
+    Moving,
+}
+
+struct Recovery<V: Resume> {
+    machine: Source,
+    control: ControlLink,
+    journal: FileJournal,
+    held: Held<V>,
+    failure: Option<VmError>,
+}
+
+impl<V: Resume> Recovery<V> {
+    fn execute(&mut self, action: Action) -> Option<Input> {
+        match action {
+            Action::Ask { delay } => self.control.ask(delay),
+            Action::Send(message) => {
+                if let Err(error) = self.control.send(&message)
+                    && !self.machine.handover().is_final()
+                {
+                    let during = self.machine.phase_name();
+                    return Some(Input::LinkLost(lost("control", during, &error)));
+                }
+            }
+            Action::WriteOutcome { kept, by_operator } => {
+                let record =
+                    if kept { Record::Kept { by_operator } } else { Record::Given { by_operator } };
+                // The promise that counts is written already; this line is for `vmferry status`.
+                let _ = self.journal.append(&record);
+            }
+            Action::Resume => self.resume(),
+            // A guest that was given away stays as it is, and a recovered source does nothing else.
+            _ => {}
+        }
+        None
+    }
+
+    fn resume(&mut self) {
+        let mut attempt = match std::mem::replace(&mut self.held, Held::Moving) {
+            Held::Paused(paused) => Some(paused),
+            Held::Committed(committed) => match returned(self.machine.handover()) {
+                Some(proof) => Some(committed.take_back(proof)),
+                None => {
+                    self.held = Held::Committed(committed);
+                    None
+                }
+            },
+            other => {
+                self.held = other;
+                None
+            }
+        };
+        for _ in 0..RESUME_ATTEMPTS {
+            let Some(paused) = attempt.take() else { break };
+            match paused.resume() {
+                Ok(running) => {
+                    self.held = Held::Running(running.into_vm());
+                    self.failure = None;
+                }
+                Err((again, error)) => {
+                    attempt = again;
+                    self.failure = Some(error);
+                }
+            }
+        }
+        if let Some(paused) = attempt {
+            self.held = Held::Paused(paused);
+        }
+    }
+
+    fn finish(mut self, ending: &Ending) -> Recovered<V> {
+        self.control.stop_asking();
+        self.control.say_goodbye();
+        self.control.close();
+        match (self.held, ending, self.failure) {
+            (Held::Running(vm), ..) => {
+                // A session that had no word yet has one now: the guest is here.
+                let _ = self.journal.append(&Record::Kept { by_operator: false });
+                Recovered::Kept(vm)
+            }
+            (Held::Committed(committed), ..) => Recovered::Given(committed.release()),
+            (Held::Paused(paused), Ending::Kept(_), failure) => match paused.into_vm() {
+                Some(vm) => Recovered::Stuck(vm, failure.unwrap_or_else(no_reason)),
+                None => unreachable!("a paused guest is in somebody's hands"),
+            },
+            (Held::Paused(_) | Held::Moving, ..) => {
+                unreachable!("a recovery ends with the guest in somebody's hands")
+            }
+        }
+    }
+}
+
+fn no_reason() -> VmError {
+    "its VMM gives no reason".into()
+}
