@@ -51,6 +51,9 @@ pub enum Command {
     Resolve(ResolveOptions),
     /// Make the certificates of mutual TLS.
     Pki(PkiOptions),
+    /// Wait beside a `send --qemu`, and take over when it dies. Its order comes by standard input.
+    #[command(hide = true)]
+    Guard,
 }
 
 /// One guest of this host.
@@ -128,7 +131,9 @@ pub struct TlsOptions {
 #[command(after_help = "\
 Examples:
   vmferry receive --listen 0.0.0.0:7001 --tls /etc/vmferry/tls
-  vmferry receive --listen unix:/run/vmferry/in.sock --expect-name web --once")]
+  vmferry receive --listen unix:/run/vmferry/in.sock --expect-name web --once
+  vmferry receive --listen 0.0.0.0:7001 --tls /etc/vmferry/tls --qemu /run/qemu/web.qmp
+  vmferry receive --listen 0.0.0.0:7001 --tls /etc/vmferry/tls --exec 'qemu-system-x86_64 -m 2G …'")]
 pub struct ReceiveOptions {
     /// Where to listen: HOST:PORT (TLS), unix:PATH, or with --plain tcp:HOST:PORT. Port 0 picks one.
     #[arg(long, value_name = "ADDRESS")]
@@ -142,14 +147,21 @@ pub struct ReceiveOptions {
     /// Take this guest only, by UUID.
     #[arg(long, value_name = "UUID")]
     pub expect_uuid: Option<uuid::Uuid>,
+    /// Take the guest into the QEMU that has this QMP socket and was started with `-incoming defer`.
+    #[arg(long, value_name = "QMP_SOCKET", conflicts_with = "exec")]
+    pub qemu: Option<PathBuf>,
+    /// Start this QEMU and take the guest into it: the source's command line, without `-incoming`, `-S`
+    /// and the QMP socket.
+    #[arg(long, value_name = "COMMAND")]
+    pub exec: Option<String>,
     /// Take a guest with so much memory only.
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, conflicts_with_all = ["qemu", "exec"])]
     pub expect_memory: Option<u64>,
     /// What the guest's memory is made of here: private, memfd, or thp.
-    #[arg(long, default_value = "private", value_name = "KIND")]
+    #[arg(long, default_value = "private", value_name = "KIND", conflicts_with_all = ["qemu", "exec"])]
     pub memory_kind: MemoryKind,
     /// The dirty log for the guest's next migration: auto, bitmap, clear, or uffd.
-    #[arg(long, default_value = "auto", value_name = "LOG")]
+    #[arg(long, default_value = "auto", value_name = "LOG", conflicts_with_all = ["qemu", "exec"])]
     pub dirty_log: LogChoice,
     /// End after the first attempt that fails.
     #[arg(long)]
@@ -194,10 +206,23 @@ pub enum WhenStuck {
 Examples:
   vmferry send web --to host-b:7001 --tls /etc/vmferry/tls
   vmferry send web --to host-b:7001 --tls /etc/vmferry/tls --downtime-limit 50ms --max-bandwidth 500M
-  vmferry send web --to unix:/run/vmferry/in.sock --verify")]
+  vmferry send web --to unix:/run/vmferry/in.sock --verify
+  vmferry send --qemu /run/qemu/web.qmp --to host-b:7001 --tls /etc/vmferry/tls")]
 pub struct SendOptions {
     /// Name of the guest, or path of its control socket.
-    pub guest: String,
+    #[arg(required_unless_present = "qemu", conflicts_with = "qemu")]
+    pub guest: Option<String>,
+    /// Send the guest of the QEMU that has this QMP socket.
+    #[arg(long, value_name = "QMP_SOCKET")]
+    pub qemu: Option<PathBuf>,
+    /// Leave the QEMU that the guest has left as it is, stopped; by default it is ended.
+    #[arg(long, requires = "qemu")]
+    pub keep_source: bool,
+    /// Take up to so much of the vCPUs' time, in per cent, from a guest that writes faster than the link
+    /// carries; by a control group.
+    #[arg(long, default_value_t = 0, value_name = "PERCENT", requires = "qemu",
+          value_parser = clap::value_parser!(u8).range(0..=99))]
+    pub throttle: u8,
     /// Where to: HOST:PORT (TLS), unix:PATH, or with --plain tcp:HOST:PORT.
     #[arg(long, value_name = "ADDRESS")]
     pub to: String,

@@ -30,6 +30,7 @@ fn main() -> ExitCode {
         Command::Resume(options) => commands::simple::resume(&options, &output),
         Command::Quit(options) => commands::simple::quit(&options, &output),
         Command::Resolve(options) => commands::resolve::run(&options, &output),
+        Command::Guard => commands::qemu::guard::run(&output),
         Command::Pki(options) => commands::pki::run(&options, &output),
     };
     match result {

@@ -1,5 +1,8 @@
 //! Ending a long-running command in order, on SIGINT, SIGTERM or SIGHUP.
 
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
@@ -14,5 +17,17 @@ pub fn on_end(ended: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
             ended();
         }
     })?;
+    Ok(())
+}
+
+/// Ignores these signals from now on.
+///
+/// # Errors
+/// If the handlers can't be installed.
+pub fn ignore() -> std::io::Result<()> {
+    for signal in [SIGINT, SIGTERM, SIGHUP] {
+        // A flag that nobody looks at: the handler does nothing else.
+        signal_hook::flag::register(signal, Arc::new(AtomicBool::new(false)))?;
+    }
     Ok(())
 }

@@ -75,6 +75,9 @@ fn describe(event: &Value) -> Option<String> {
             number("round"),
             bytes("sent_bytes")
         ),
+        "throttled" => {
+            format!("the guest outruns the link: its vCPUs lose {} %", number("percent"))
+        }
         "paused" => {
             format!("guest paused, {:.1} ms expected", number("predicted_downtime_ms"))
         }

@@ -4,14 +4,17 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use serde_json::json;
+use uuid::Uuid;
 use vmferry::{DestinationVm, GuestDescription, PrepareError, VmError};
 use vmferry_memory::GuestMemory;
+use vmferry_wire::GuestIdentity;
 
 use crate::error::QemuError;
 use crate::machine::{self, Machine};
 use crate::qmp::Qmp;
 use crate::ram::{Block, Carrier, Ram};
-use crate::source::{VMM, host};
+use crate::settings::Settings;
+use crate::source::{self, VMM, host};
 use crate::state;
 
 /// A QEMU that was started with `-incoming defer`.
@@ -19,8 +22,33 @@ pub struct QemuDestination {
     qmp: Qmp,
     ram: Ram,
     machine: Machine,
+    settings: Settings,
+    expected: Expected,
     /// A state was loaded, or tried to be: this QEMU can take no other guest.
     used: bool,
+}
+
+/// The guest that is welcome; any, by default.
+#[derive(Clone, Debug, Default)]
+pub struct Expected {
+    /// Its name.
+    pub name: Option<String>,
+    /// Its UUID. A QEMU that was started with `-uuid` takes no other guest than that one either.
+    pub uuid: Option<Uuid>,
+}
+
+impl Expected {
+    fn check(&self, guest: &GuestIdentity) -> Result<(), PrepareError> {
+        let refused =
+            |expected: String, offered: String| Err(PrepareError::Identity { expected, offered });
+        match (&self.name, self.uuid) {
+            (Some(name), _) if *name != guest.name => refused(name.clone(), guest.name.clone()),
+            (_, Some(uuid)) if uuid != guest.uuid => {
+                refused(uuid.to_string(), guest.uuid.to_string())
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 /// What the source says of itself.
@@ -37,7 +65,7 @@ impl QemuDestination {
     /// # Errors
     /// If it does not wait for a migration, or its memory is not of the kind that can be filled from
     /// outside.
-    pub fn attach(socket: &Path) -> Result<Self, QemuError> {
+    pub fn attach(socket: &Path, mut expected: Expected) -> Result<Self, QemuError> {
         let mut qmp = Qmp::connect(socket)?;
         let status = qmp.execute("query-status", json!({}))?;
         if status["status"] != "inmigrate" {
@@ -49,15 +77,28 @@ impl QemuDestination {
         // While QEMU waits, `stop` is what `-S` is: the guest stands still once its state is loaded,
         // until COMMIT.
         qmp.execute("stop", json!({}))?;
+        let own = source::identity(&mut qmp)?.uuid;
+        if expected.uuid.is_none() && !own.is_nil() {
+            expected.uuid = Some(own);
+        }
         let (machine, _) = machine::look(&mut qmp)?;
         let ram = Ram::find(&mut qmp)?;
-        Ok(Self { qmp, ram, machine, used: false })
+        let settings = Settings::read(&mut qmp)?;
+        Ok(Self { qmp, ram, machine, settings, expected, used: false })
     }
 
     /// The QMP socket.
     #[must_use]
     pub fn socket(&self) -> &Path {
         self.qmp.path()
+    }
+
+    /// The QEMU process.
+    ///
+    /// # Errors
+    /// If the system does not say.
+    pub fn pid(&self) -> Result<u32, QemuError> {
+        Ok(self.qmp.pid()?)
     }
 
     /// Ends the QEMU.
@@ -84,6 +125,7 @@ impl DestinationVm for QemuDestination {
             let text = format!("the guest is one of `{}`, and this is a QEMU", guest.vmm);
             return Err(PrepareError::Incompatible(text));
         }
+        self.expected.check(&guest.identity)?;
         if self.used {
             let text = "this QEMU has had a guest already: start a new one".to_owned();
             return Err(PrepareError::Incompatible(text));
@@ -123,8 +165,14 @@ impl DestinationVm for QemuDestination {
         let _ = if self.used { self.quit() } else { self.punch() };
     }
 
+    fn is_spent(&self) -> bool {
+        self.used
+    }
+
     fn run(&mut self) -> Result<(), VmError> {
         self.qmp.execute("cont", json!({}))?;
+        // The guest runs. Settings are worth no failure.
+        let _ = self.settings.restore(&mut self.qmp);
         Ok(())
     }
 }

@@ -58,6 +58,12 @@ pub enum QemuError {
         /// The file.
         path: PathBuf,
     },
+    /// A QEMU that was started has ended at once.
+    #[error("QEMU has ended before it could take a guest ({status}): its own message says why")]
+    Ended {
+        /// How.
+        status: std::process::ExitStatus,
+    },
     /// Local files and sockets.
     #[error("can't {action}")]
     Local {

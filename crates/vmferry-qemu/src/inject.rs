@@ -76,6 +76,18 @@ pub fn userfaultfd(pid: u32) -> Result<Injected, QemuError> {
     Ok(Injected { pid, number, descriptor })
 }
 
+/// Closes every userfaultfd that process `pid` has: what a vmferry that was killed has left there, and
+/// with it the write protection of the guest's memory.
+///
+/// # Errors
+/// As [`userfaultfd`].
+pub fn close_leftovers(pid: u32) -> Result<(), QemuError> {
+    for number in process::descriptors(pid, "anon_inode:[userfaultfd]")? {
+        system_call(pid, libc::SYS_close, number as u64)?;
+    }
+    Ok(())
+}
+
 /// Lets a thread of process `pid` make a system call with one argument.
 fn system_call(pid: u32, number: i64, argument: u64) -> Result<i64, QemuError> {
     let failed = |why: String| QemuError::Inject { pid, why };

@@ -10,6 +10,7 @@
 //! * [`QemuDestination`] its [`DestinationVm`](vmferry::DestinationVm) for one that was started with
 //!   `-incoming defer -S`.
 
+mod abandoned;
 mod destination;
 mod error;
 mod inject;
@@ -17,11 +18,19 @@ mod machine;
 mod process;
 mod qmp;
 mod ram;
+mod settings;
 mod source;
+mod started;
 mod state;
+mod throttle;
 
-pub use destination::QemuDestination;
+pub use abandoned::AbandonedQemu;
+pub use destination::{Expected, QemuDestination};
 pub use error::QemuError;
+pub use machine::{Habits, Machine};
+pub use process::wait_for_end;
 pub use qmp::{Qmp, QmpError, Version};
 pub use ram::{Block, Carrier, Ram};
+pub use settings::Settings;
 pub use source::QemuSource;
+pub use started::StartedQemu;

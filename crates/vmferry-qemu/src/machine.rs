@@ -98,6 +98,16 @@ pub fn look(qmp: &mut Qmp) -> Result<(Machine, Habits), QemuError> {
     Ok((machine, habits))
 }
 
+/// The threads of the vCPUs.
+///
+/// # Errors
+/// QMP's.
+pub fn vcpu_threads(qmp: &mut Qmp) -> Result<Vec<u32>, QemuError> {
+    let vcpus = qmp.execute("query-cpus-fast", json!({}))?;
+    let threads = vcpus.as_array().into_iter().flatten();
+    Ok(threads.filter_map(|vcpu| u32::try_from(vcpu["thread-id"].as_u64()?).ok()).collect())
+}
+
 /// What differs, in words; `None` if nothing does.
 #[must_use]
 pub fn difference(theirs: &Machine, ours: &Machine) -> Option<String> {

@@ -96,6 +96,37 @@ pub fn open_file(pid: u32, mapping: &Mapping) -> Result<File, QemuError> {
     Err(failed(last))
 }
 
+/// The numbers of the descriptors of a process whose link in `/proc/PID/fd` reads so.
+///
+/// # Errors
+/// If they may not be looked at.
+pub fn descriptors(pid: u32, link: &str) -> Result<Vec<i32>, QemuError> {
+    let failed = |source| QemuError::Process { action: "list the descriptors", pid, source };
+    let entries = std::fs::read_dir(format!("/proc/{pid}/fd")).map_err(failed)?;
+    Ok(entries
+        .flatten()
+        .filter(|entry| std::fs::read_link(entry.path()).is_ok_and(|to| to.as_os_str() == link))
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .collect())
+}
+
+/// Waits until a process has ended.
+///
+/// # Errors
+/// If there is no such process.
+pub fn wait_for_end(pid: u32) -> io::Result<()> {
+    let pid = rustix::process::Pid::from_raw(pid as i32).ok_or(io::ErrorKind::InvalidInput)?;
+    let process = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty())?;
+    let mut polled = [rustix::event::PollFd::new(&process, rustix::event::PollFlags::IN)];
+    loop {
+        match rustix::event::poll(&mut polled, None) {
+            Ok(_) => return Ok(()),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+}
+
 /// The threads of a process, its first one first.
 ///
 /// # Errors

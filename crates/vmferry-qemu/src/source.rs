@@ -10,12 +10,15 @@ use vmferry_dirty::{DirtyLog, UffdLog};
 use vmferry_memory::{GuestMemory, PAGE_SIZE, SlotLayout};
 use vmferry_wire::GuestIdentity;
 
+use crate::abandoned::is_under_way;
 use crate::error::QemuError;
 use crate::inject::{self, Injected};
 use crate::machine::{self, Habits, Machine};
-use crate::qmp::Qmp;
+use crate::qmp::{Qmp, Version};
 use crate::ram::{self, Ram};
+use crate::settings::Settings;
 use crate::state::Saving;
+use crate::throttle::Throttle;
 
 /// The name of this kind of machine, which source and destination must agree on.
 pub const VMM: &str = "qemu";
@@ -36,6 +39,9 @@ pub struct QemuSource {
     identity: GuestIdentity,
     machine: Machine,
     habits: Habits,
+    settings: Settings,
+    vcpu_threads: Vec<u32>,
+    throttle: Option<Throttle>,
     saving: Option<Saving>,
 }
 
@@ -49,8 +55,12 @@ impl QemuSource {
         let mut qmp = Qmp::connect(socket)?;
         must_be_migratable(&mut qmp)?;
         let (machine, habits) = machine::look(&mut qmp)?;
+        let vcpu_threads = machine::vcpu_threads(&mut qmp)?;
         let ram = Ram::find(&mut qmp)?;
         let pid = qmp.pid()?;
+        let settings = Settings::read(&mut qmp)?;
+        // QEMU makes one itself only while it migrates, which it does not.
+        inject::close_leftovers(pid)?;
         let userfaultfd = inject::userfaultfd(pid)?;
         let ours = userfaultfd
             .descriptor
@@ -68,6 +78,9 @@ impl QemuSource {
             identity,
             machine,
             habits,
+            settings,
+            vcpu_threads,
+            throttle: None,
             saving: None,
         })
     }
@@ -87,10 +100,46 @@ impl QemuSource {
         Ok(())
     }
 
+    /// QEMU's version.
+    #[must_use]
+    pub fn version(&self) -> Version {
+        self.qmp.version()
+    }
+
+    /// What kind of machine it is.
+    #[must_use]
+    pub fn machine(&self) -> &Machine {
+        &self.machine
+    }
+
     /// The guest's name and UUID.
     #[must_use]
     pub fn identity(&self) -> &GuestIdentity {
         &self.identity
+    }
+
+    /// What QEMU's own migration was set to before vmferry came.
+    #[must_use]
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// Makes sure that the vCPUs can be throttled when the guest writes too fast.
+    ///
+    /// # Errors
+    /// If the control groups do not allow it.
+    pub fn allow_throttling(&mut self) -> Result<(), QemuError> {
+        let pid = self.qmp.pid()?;
+        self.throttle = Some(Throttle::prepare(pid, self.vcpu_threads.clone())?);
+        Ok(())
+    }
+
+    /// The QEMU process.
+    ///
+    /// # Errors
+    /// If the system does not say.
+    pub fn pid(&self) -> Result<u32, QemuError> {
+        Ok(self.qmp.pid()?)
     }
 
     /// What its devices ask of the engine.
@@ -105,7 +154,10 @@ impl Resume for QemuSource {
         if let Some(saving) = self.saving.take() {
             saving.cancel(&mut self.qmp)?;
         }
-        Ok(run_on(&mut self.qmp)?)
+        run_on(&mut self.qmp)?;
+        // The guest runs. Settings are worth no failure.
+        let _ = self.settings.restore(&mut self.qmp);
+        Ok(())
     }
 }
 
@@ -171,13 +223,21 @@ impl SourceVm for QemuSource {
         Ok(begun.elapsed())
     }
 
+    fn throttle(&mut self, percent: u8) -> Result<(), VmError> {
+        match &self.throttle {
+            Some(throttle) => Ok(throttle.set(percent)?),
+            None if percent == 0 => Ok(()),
+            None => Err("throttling of this QEMU was not prepared".into()),
+        }
+    }
+
     fn gives_pages_back(&self) -> bool {
         self.habits.gives_pages_back
     }
 }
 
 /// The guest's name and UUID, as QEMU was told them.
-fn identity(qmp: &mut Qmp) -> Result<GuestIdentity, QemuError> {
+pub fn identity(qmp: &mut Qmp) -> Result<GuestIdentity, QemuError> {
     let name = qmp.execute("query-name", json!({}))?;
     let uuid = qmp.execute("query-uuid", json!({}))?;
     let uuid = uuid["UUID"].as_str().and_then(|text| text.parse().ok()).unwrap_or_default();
@@ -200,15 +260,13 @@ fn must_be_migratable(qmp: &mut Qmp) -> Result<(), QemuError> {
         let reasons: Vec<&str> = reasons.iter().filter_map(serde_json::Value::as_str).collect();
         return Err(QemuError::Unsupported(reasons.join("; ")));
     }
-    match migration["status"].as_str() {
-        Some("setup" | "active" | "device" | "pre-switchover" | "cancelling") => {
-            Err(QemuError::State {
-                found: "migrating".into(),
-                wanted: "left alone: another migration of it goes on",
-            })
-        }
-        _ => Ok(()),
+    if migration["status"].as_str().is_some_and(is_under_way) {
+        return Err(QemuError::State {
+            found: "migrating".into(),
+            wanted: "left alone: another migration of it goes on",
+        });
     }
+    Ok(())
 }
 
 /// The slots of a memory.

@@ -14,7 +14,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use serde_json::{Value, json};
 
 use crate::error::QemuError;
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::Qmp;
+use crate::settings::Settings;
 
 /// The name of the descriptor within QEMU.
 const DESCRIPTOR: &str = "vmferry-state";
@@ -30,13 +31,6 @@ pub struct Saving {
     reader: JoinHandle<std::io::Result<Vec<u8>>>,
     /// Ends the reading, whatever QEMU does.
     ours: UnixStream,
-    before: Before,
-}
-
-/// The settings that were there before.
-struct Before {
-    capabilities: Vec<Value>,
-    parameters: Value,
 }
 
 impl Saving {
@@ -47,13 +41,7 @@ impl Saving {
     /// What QEMU refuses; the guest then runs on, or can be resumed.
     pub fn begin(qmp: &mut Qmp) -> Result<(Self, Duration), QemuError> {
         let begun = Instant::now();
-        let before = Before::read(qmp)?;
-        set_capability(qmp, "pause-before-switchover", true)?;
-        set_capability(qmp, "x-ignore-shared", true)?;
-        set_capability(qmp, "events", true)?;
-        // Only ROMs and devices travel here, and the guest stands still for the last of them.
-        let fast = json!({ "max-bandwidth": 0, "downtime-limit": 2_000_000 });
-        qmp.execute("migrate-set-parameters", fast)?;
+        Settings::for_saving(qmp)?;
         let (ours, theirs) = pair()?;
         let mut source = ours.try_clone().map_err(local("clone a socket"))?;
         qmp.give_descriptor(DESCRIPTOR, &theirs)?;
@@ -66,7 +54,7 @@ impl Saving {
                 Ok(bytes)
             })
             .map_err(local("start a thread"))?;
-        let saving = Self { reader, ours, before };
+        let saving = Self { reader, ours };
         qmp.forget_events();
         qmp.execute("migrate", json!({ "uri": format!("fd:{DESCRIPTOR}") }))?;
         await_status(qmp, "stop the guest", &["pre-switchover"])?;
@@ -89,7 +77,6 @@ impl Saving {
             Ok(read) => read.map_err(local("read the state"))?,
             Err(panic) => std::panic::resume_unwind(panic),
         };
-        self.before.restore(qmp)?;
         if bytes.len() as u64 == MAX_STATE_BYTES {
             let text = "its device state has more than 60 MiB".to_owned();
             return Err(QemuError::Unsupported(text));
@@ -107,31 +94,6 @@ impl Saving {
         let _ = self.ours.shutdown(std::net::Shutdown::Both);
         await_status(qmp, "cancel its migration", &["cancelled", "failed", "completed"])?;
         let _ = self.reader.join();
-        self.before.restore(qmp)
-    }
-}
-
-impl Before {
-    fn read(qmp: &mut Qmp) -> Result<Self, QmpError> {
-        let all = qmp.execute("query-migrate-capabilities", json!({}))?;
-        let capabilities = all.as_array().cloned().unwrap_or_default();
-        let ours = ["pause-before-switchover", "x-ignore-shared", "events"];
-        let capabilities = capabilities
-            .into_iter()
-            .filter(|capability| ours.iter().any(|name| capability["capability"] == *name))
-            .collect();
-        let all = qmp.execute("query-migrate-parameters", json!({}))?;
-        let parameters = json!({
-            "max-bandwidth": all["max-bandwidth"],
-            "downtime-limit": all["downtime-limit"],
-        });
-        Ok(Self { capabilities, parameters })
-    }
-
-    fn restore(self, qmp: &mut Qmp) -> Result<(), QemuError> {
-        qmp.execute("migrate-set-parameters", self.parameters)?;
-        let capabilities = json!({ "capabilities": self.capabilities });
-        qmp.execute("migrate-set-capabilities", capabilities)?;
         Ok(())
     }
 }
@@ -141,8 +103,7 @@ impl Before {
 /// # Errors
 /// A state that can't be loaded; this QEMU is of no use any more then.
 pub fn load(qmp: &mut Qmp, state: &[u8]) -> Result<(), QemuError> {
-    set_capability(qmp, "x-ignore-shared", true)?;
-    set_capability(qmp, "events", true)?;
+    Settings::for_loading(qmp)?;
     let (mut ours, theirs) = pair()?;
     qmp.give_descriptor(DESCRIPTOR, &theirs)?;
     drop(theirs);
@@ -181,11 +142,6 @@ fn age(timestamp: &Value) -> Option<Duration> {
     let at = Duration::from_secs(timestamp["seconds"].as_u64()?)
         + Duration::from_micros(timestamp["microseconds"].as_u64()?);
     SystemTime::now().duration_since(UNIX_EPOCH + at).ok()
-}
-
-fn set_capability(qmp: &mut Qmp, name: &str, on: bool) -> Result<(), QmpError> {
-    let capability = json!({ "capability": name, "state": on });
-    qmp.execute("migrate-set-capabilities", json!({ "capabilities": [capability] })).map(|_| ())
 }
 
 fn pair() -> Result<(UnixStream, UnixStream), QemuError> {

@@ -140,6 +140,12 @@ pub trait DestinationVm: Send + 'static {
     /// called again for another attempt. The guest never ran.
     fn discard(&mut self);
 
+    /// Whether no further guest can be taken, after one that was [discarded](Self::discard): listening
+    /// ends then.
+    fn is_spent(&self) -> bool {
+        false
+    }
+
     /// Runs the guest. Called at most once, and only after the hand-over is journalled.
     ///
     /// # Errors

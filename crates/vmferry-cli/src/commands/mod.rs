@@ -3,6 +3,7 @@
 pub mod demo;
 mod host;
 pub mod pki;
+pub mod qemu;
 pub mod receive;
 pub mod resolve;
 pub mod run;

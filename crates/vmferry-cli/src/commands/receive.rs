@@ -18,6 +18,11 @@ use crate::output::Output;
 
 /// Listens until a guest runs here, then hosts it.
 pub fn run(options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
+    match (&options.qemu, &options.exec) {
+        (Some(qmp), _) => return super::qemu::receive::attached(qmp, options, output),
+        (None, Some(command)) => return super::qemu::receive::started(command, options, output),
+        (None, None) => {}
+    }
     let directory = directory()?;
     let listener = listen(options)?;
     let mut config = DestinationConfig::new(directory.journals());
@@ -37,11 +42,7 @@ pub fn run(options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
         stopping.stop();
         let _ = ended.send(End::Quit);
     })?;
-    let at = listener.local_address().to_string();
-    output
-        .event(&json!({ "event": "listening", "address": at, "pid": std::process::id() }), || {
-            format!("waiting for a guest on {at}")
-        });
+    announce(&listener, output);
     match receive(listener, incoming, &config, &stop, &mut |notice| tell(notice, output)) {
         Received::Nothing { error, .. } => Err(error.into()),
         Received::Owns(owned) => run_received(*owned, &directory, ending, output),
@@ -76,7 +77,17 @@ fn run_received(
     hosted
 }
 
-fn listen(options: &ReceiveOptions) -> Result<Listener, Failure> {
+/// Says where it listens.
+pub fn announce(listener: &Listener, output: &Output) {
+    let at = listener.local_address().to_string();
+    output
+        .event(&json!({ "event": "listening", "address": at, "pid": std::process::id() }), || {
+            format!("waiting for a guest on {at}")
+        });
+}
+
+/// Listens where the options say.
+pub fn listen(options: &ReceiveOptions) -> Result<Listener, Failure> {
     let text = address(&options.listen, &options.tls)?;
     let address: Address = text.parse().map_err(|error| Failure::of(Code::Usage, error))?;
     let tls = match tls_files(&options.tls, None)? {
@@ -88,7 +99,8 @@ fn listen(options: &ReceiveOptions) -> Result<Listener, Failure> {
     Ok(Listener::bind(&address, tls)?)
 }
 
-fn tell(notice: &Notice, output: &Output) {
+/// Shows what happens.
+pub fn tell(notice: &Notice, output: &Output) {
     output.event(notice, || match notice {
         Notice::Session(Report::Accepted { name, memory_bytes, lanes }) => {
             format!("{name} is coming: {} MiB over {lanes} channels", memory_bytes >> 20)

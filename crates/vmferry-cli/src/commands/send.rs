@@ -1,9 +1,11 @@
 //! `vmferry send`: moves a running guest.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::Value;
 use vmferry_microvm::control::{MigrateRequest, Request, TlsFiles, call};
+use vmferry_transport::{Address, Dialer, TlsIdentity};
 
 use super::socket;
 use crate::args::{MigrationOptions, SendOptions, TlsOptions, WhenStuck};
@@ -14,10 +16,14 @@ use crate::tables::{Progress, outcome};
 /// Asks the guest's VMM to migrate, shows how it goes, and what came of it. While this runs it
 /// holds the migration's lease: ended before COMMIT, the guest stays.
 pub fn run(options: &SendOptions, output: &Output) -> Result<(), Failure> {
+    if let Some(qmp) = &options.qemu {
+        return super::qemu::send::run(qmp, options, output);
+    }
     let tls = tls_files(&options.tls, options.server_name.clone())?;
     let to = address(&options.to, &options.tls)?;
     let request = migrate_request(to, tls, &options.migration, options.verify);
-    let stats = migrate(&socket(&options.guest)?, request, output, true)?;
+    let guest = options.guest.as_deref().unwrap_or_default();
+    let stats = migrate(&socket(guest)?, request, output, true)?;
     output.result(&stats, || outcome(&stats));
     Ok(())
 }
@@ -53,12 +59,29 @@ pub fn migrate_request(
         max_bandwidth: options.max_bandwidth,
         max_rounds: options.max_rounds,
         timeout: options.timeout,
-        when_stuck: match options.when_stuck {
-            WhenStuck::Refuse => vmferry::convergence::WhenStuck::Refuse,
-            WhenStuck::SwitchOver => vmferry::convergence::WhenStuck::SwitchOver,
-        },
+        when_stuck: when_stuck(options.when_stuck),
         verify,
     }
+}
+
+/// The engine's word for it.
+pub fn when_stuck(option: WhenStuck) -> vmferry::convergence::WhenStuck {
+    match option {
+        WhenStuck::Refuse => vmferry::convergence::WhenStuck::Refuse,
+        WhenStuck::SwitchOver => vmferry::convergence::WhenStuck::SwitchOver,
+    }
+}
+
+/// The way to the destination.
+pub fn dialer(to: &str, tls: Option<&TlsFiles>) -> Result<Dialer, Failure> {
+    let address: Address = to.parse().map_err(|error| Failure::of(Code::Usage, error))?;
+    let mut dialer = Dialer::new(address, None);
+    if let Some(files) = tls {
+        let identity = TlsIdentity::load(&files.ca, &files.certificate, &files.key)?;
+        dialer.tls = Some(Arc::new(identity));
+        dialer.server_name.clone_from(&files.server_name);
+    }
+    Ok(dialer)
 }
 
 /// The files that the options name; none if they name none.

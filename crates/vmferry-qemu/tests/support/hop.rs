@@ -4,7 +4,7 @@ use vmferry::destination::{Received, Stop, receive};
 use vmferry::source::{Orders, SourceOutcome, migrate};
 use vmferry::stats::SourceStats;
 use vmferry::{DestinationConfig, MigrateError, SourceConfig};
-use vmferry_qemu::{QemuDestination, QemuSource};
+use vmferry_qemu::{Expected, QemuDestination, QemuSource};
 use vmferry_transport::{Address, Dialer, Listener};
 
 use super::{Qemu, World};
@@ -24,7 +24,7 @@ pub fn migrate_between(
 ) -> Result<SourceStats, MigrateError> {
     let address = Address::Unix(world.path(&format!("link-{number}")));
     let listener = Listener::bind(&address, None).unwrap();
-    let destination = QemuDestination::attach(&to.qmp).unwrap();
+    let destination = QemuDestination::attach(&to.qmp, Expected::default()).unwrap();
     let directory = world.path("there");
     let receiving = std::thread::spawn(move || {
         let mut config = DestinationConfig::new(directory);

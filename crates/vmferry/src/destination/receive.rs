@@ -89,7 +89,7 @@ impl Stop {
 ///
 /// Connections that are not authenticated, speak something else or come at a bad time are turned
 /// away with a [`Notice`]. After an attempt that failed, listening goes on unless
-/// [`DestinationConfig::once`] is set.
+/// [`DestinationConfig::once`] is set or the VMM is [spent](DestinationVm::is_spent).
 pub fn receive<V: DestinationVm>(
     listener: Listener,
     mut vm: V,
@@ -141,7 +141,7 @@ pub fn receive<V: DestinationVm>(
             }
         };
         let (error, last) = failure;
-        if last || config.once {
+        if last || config.once || vm.is_spent() {
             return Received::Nothing { vm, error };
         }
         watch(&Notice::AttemptFailed { reason: chain(&error) });

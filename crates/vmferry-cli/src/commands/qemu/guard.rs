@@ -1,0 +1,154 @@
+//! The guardian of a QEMU guest that is being sent.
+//!
+//! A QEMU lives on when the vmferry that migrates it is killed, and its guest may stand still then. So a
+//! second process waits beside the first for as long as that one lives, and takes over from
+//! the journal: before COMMIT the guest runs on here, after it the destination is asked.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use vmferry::SourceConfig;
+use vmferry::journal::JournalError;
+use vmferry::source::{Orders, Recovered, recover};
+use vmferry_microvm::control::{Server, TlsFiles};
+use vmferry_qemu::{AbandonedQemu, Settings};
+use vmferry_wire::SessionId;
+
+use super::service::QemuService;
+use crate::commands::send::dialer;
+use crate::exit::{Code, Failure};
+use crate::output::Output;
+
+/// How long the journal of a process that has just died may still be locked.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// All that a guardian must know; it comes by its standard input.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct GuardOrder {
+    /// The guest's QMP socket.
+    pub qmp: PathBuf,
+    /// The session.
+    pub session: SessionId,
+    /// Where the session's journal is.
+    pub journals: PathBuf,
+    /// The guest's control socket, when it is this process's to answer on.
+    pub socket: PathBuf,
+    /// What `status` says of the guest.
+    pub about: Value,
+    /// The destination's address.
+    pub to: String,
+    /// This host's identity.
+    pub tls: Option<TlsFiles>,
+    /// QEMU's settings before.
+    pub settings: Settings,
+    /// Leave QEMU alone once its guest is the destination's.
+    pub keep_source: bool,
+}
+
+/// A guardian at work, as the process sees it that it guards.
+pub struct Guardian {
+    child: Child,
+}
+
+impl Guardian {
+    /// Starts one.
+    pub fn start(order: &GuardOrder) -> Result<Self, Failure> {
+        let program = std::env::current_exe()?;
+        let mut child = Command::new(program)
+            .arg("guard")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            // What ends the sender from its terminal must not end the guardian with it.
+            .process_group(0)
+            .spawn()?;
+        let line =
+            serde_json::to_string(order).map_err(|error| Failure::of(Code::Internal, error))?;
+        if let Some(input) = &mut child.stdin {
+            writeln!(input, "{line}")?;
+        }
+        Ok(Self { child })
+    }
+
+    /// Tells it that the guest is in good hands.
+    pub fn dismiss(mut self) {
+        if let Some(mut input) = self.child.stdin.take() {
+            // One that has died needs no telling.
+            let _ = writeln!(input, "done");
+        }
+        let _ = self.child.wait();
+    }
+
+    /// Leaves it to take over, now.
+    pub fn hand_over(mut self) {
+        drop(self.child.stdin.take());
+    }
+}
+
+/// `vmferry guard`.
+pub fn run(output: &Output) -> Result<(), Failure> {
+    // The sender's fate is told by its end of this pipe alone.
+    crate::signals::ignore()?;
+    let mut input = BufReader::new(std::io::stdin());
+    let mut line = String::new();
+    input.read_line(&mut line)?;
+    let order: GuardOrder =
+        serde_json::from_str(&line).map_err(|error| Failure::of(Code::Usage, error))?;
+    let mut rest = String::new();
+    input.read_to_string(&mut rest)?;
+    if rest == "done\n" {
+        return Ok(());
+    }
+    take_over(&order, output)
+}
+
+fn take_over(order: &GuardOrder, output: &Output) -> Result<(), Failure> {
+    let orders = Orders::new();
+    let service = QemuService { about: order.about.clone(), orders: orders.clone() };
+    // Without it there is no `vmferry resolve`, and everything else goes on.
+    let server = Server::bind(&order.socket, Arc::new(service));
+    let mut config = SourceConfig::new(order.journals.clone());
+    config.session = order.session;
+    let dialer = dialer(&order.to, order.tls.as_ref())?;
+    let mut qemu = AbandonedQemu::new(&order.qmp, Some(order.settings.clone()));
+    let deadline = Instant::now() + LOCK_TIMEOUT;
+    let recovered = loop {
+        match recover(qemu, &dialer, config.clone(), &orders, &mut |_| {}) {
+            Ok(recovered) => break recovered,
+            Err((again, JournalError::InUse { .. })) if Instant::now() < deadline => {
+                qemu = again;
+                // The kernel is still taking the dead process apart, which wakes nobody.
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            Err((again, JournalError::Io { source, .. }))
+                if source.kind() == std::io::ErrorKind::NotFound =>
+            {
+                // It died before it promised anything.
+                break Recovered::Kept(again);
+            }
+            Err((_, error)) => return Err(Failure::of(Code::Internal, error)),
+        }
+    };
+    drop(server);
+    match recovered {
+        Recovered::Kept(_) => output.note("vmferry has died; the guest runs on here"),
+        Recovered::Given(qemu) => {
+            output.note(
+                "vmferry has died after the guest was handed over: it runs at the destination",
+            );
+            if !order.keep_source {
+                qemu.quit()?;
+            }
+        }
+        Recovered::Stuck(_, error) => {
+            let text = format!("vmferry has died, and the guest could not be resumed: {error}");
+            return Err(Failure::new(Code::Internal, text));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,35 @@
+//! Guests of QEMU processes: `send --qemu`, `receive --qemu`, `receive --exec`, and the guardian of a
+//! guest that is being sent.
+
+pub mod guard;
+pub mod receive;
+pub mod send;
+mod service;
+
+use vmferry_microvm::config::check_name;
+use vmferry_qemu::QemuError;
+use vmferry_wire::GuestIdentity;
+
+use crate::exit::{Code, Failure};
+
+/// The name that a QEMU guest goes by on this host while it is sent: its own, if it can name a socket.
+pub fn socket_name(guest: &GuestIdentity, pid: u32) -> String {
+    if check_name(&guest.name).is_ok() { guest.name.clone() } else { format!("qemu-{pid}") }
+}
+
+impl From<QemuError> for Failure {
+    fn from(error: QemuError) -> Self {
+        let code = match &error {
+            QemuError::Qmp(_) => Code::UnknownGuest,
+            QemuError::Memory { .. } | QemuError::Unsupported(_) | QemuError::SameFile { .. } => {
+                Code::Incompatible
+            }
+            QemuError::State { .. } => Code::WrongState,
+            QemuError::Process { .. }
+            | QemuError::Inject { .. }
+            | QemuError::Ended { .. }
+            | QemuError::Local { .. } => Code::Internal,
+        };
+        Self::of(code, error)
+    }
+}

@@ -1,0 +1,157 @@
+//! `vmferry receive --qemu` and `--exec`: a guest comes to a QEMU that waits for it.
+
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+use serde_json::json;
+use vmferry::destination::{Owned, Received, Stop, receive};
+use vmferry::{DestinationConfig, DestinationVm};
+use vmferry_qemu::{AbandonedQemu, Expected, QemuDestination, StartedQemu, wait_for_end};
+
+use crate::args::ReceiveOptions;
+use crate::commands::directory;
+use crate::commands::receive::{listen, tell};
+use crate::exit::{Code, Failure};
+use crate::output::Output;
+
+/// What ends the wait beside a guest.
+enum Over {
+    /// Its QEMU has ended.
+    QemuEnded,
+    /// A signal.
+    Told,
+}
+
+/// Receives into a QEMU that somebody has started.
+pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
+    let listener = listen(options)?;
+    let destination = QemuDestination::attach(qmp, expected(options))?;
+    let waiting = Waiting::begin(&listener, options, output)?;
+    let pid = destination.pid()?;
+    let owned = waiting.receive(listener, destination, output)?;
+    // QMP is somebody else's from now on.
+    let witness = received(owned, qmp, output)?.1;
+    waiting.watch(pid)?;
+    let ended = waiting.is_over.recv();
+    drop(witness);
+    match ended {
+        Ok(Over::QemuEnded) => say_end(output, "its QEMU has ended"),
+        _ => say_end(output, "left to its QEMU, which goes on"),
+    }
+    Ok(())
+}
+
+/// Starts a QEMU and receives into it.
+pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
+    let listener = listen(options)?;
+    let directory = directory()?;
+    let qmp: PathBuf = directory.path().join(format!("qemu-{}.qmp", std::process::id()));
+    let destination = StartedQemu::start(command, &qmp, expected(options))?;
+    let waiting = Waiting::begin(&listener, options, output)?;
+    let owned = waiting.receive(listener, destination, output)?;
+    let (qemu, witness) = received(owned, &qmp, output)?;
+    let mut child =
+        qemu.into_child().ok_or_else(|| Failure::new(Code::Internal, "there is no QEMU"))?;
+    waiting.watch(child.id())?;
+    let over = waiting.is_over.recv();
+    if let Ok(Over::Told) = over {
+        // As Ctrl-C ends a guest that `vmferry run` has started.
+        AbandonedQemu::new(&qmp, None).quit()?;
+    }
+    let status = child.wait()?;
+    drop(witness);
+    // QEMU removes it itself when it ends in order.
+    let _ = std::fs::remove_file(&qmp);
+    if status.success() {
+        say_end(output, "its QEMU has ended");
+        Ok(())
+    } else {
+        Err(Failure::new(Code::Internal, format!("the guest's QEMU has ended: {status}")))
+    }
+}
+
+fn expected(options: &ReceiveOptions) -> Expected {
+    Expected { name: options.expect_name.clone(), uuid: options.expect_uuid }
+}
+
+/// Signals, and the end of the QEMU.
+struct Waiting {
+    config: DestinationConfig,
+    stop: Stop,
+    over: Sender<Over>,
+    is_over: Receiver<Over>,
+}
+
+impl Waiting {
+    fn begin(
+        listener: &vmferry_transport::Listener,
+        options: &ReceiveOptions,
+        output: &Output,
+    ) -> Result<Self, Failure> {
+        let mut config = DestinationConfig::new(directory()?.journals());
+        config.once = options.once;
+        let (over, is_over) = channel();
+        let stop = Stop::default();
+        let (stopping, told) = (stop.clone(), over.clone());
+        crate::signals::on_end(move || {
+            stopping.stop();
+            let _ = told.send(Over::Told);
+        })?;
+        crate::commands::receive::announce(listener, output);
+        Ok(Self { config, stop, over, is_over })
+    }
+
+    fn receive<V: DestinationVm>(
+        &self,
+        listener: vmferry_transport::Listener,
+        vm: V,
+        output: &Output,
+    ) -> Result<Owned<V>, Failure> {
+        match receive(listener, vm, &self.config, &self.stop, &mut |notice| tell(notice, output)) {
+            Received::Nothing { error, .. } => Err(error.into()),
+            Received::Owns(owned) => Ok(*owned),
+        }
+    }
+
+    /// Hears of the end of QEMU from now on.
+    fn watch(&self, pid: u32) -> Result<(), Failure> {
+        let over = self.over.clone();
+        std::thread::Builder::new().name("qemu-end".into()).spawn(move || {
+            // A process that is gone already has ended too.
+            let _ = wait_for_end(pid);
+            let _ = over.send(Over::QemuEnded);
+        })?;
+        Ok(())
+    }
+}
+
+/// Tells of the guest that has come.
+fn received<V>(
+    owned: Owned<V>,
+    qmp: &Path,
+    output: &Output,
+) -> Result<(V, vmferry::destination::Witness), Failure> {
+    let Owned { vm, session, guest, crash, stats, witness } = owned;
+    let event = json!({
+        "event": "received", "guest": guest, "session": session, "stats": stats, "qmp": qmp,
+    });
+    output.event(&event, || {
+        let name = guest.as_ref().map_or_else(|| "the guest".to_owned(), ToString::to_string);
+        format!(
+            "{name} runs here, QMP at {}; this host's word about it is given until its QEMU ends",
+            qmp.display()
+        )
+    });
+    if let Some(error) = crash {
+        let text = format!(
+            "the guest was handed over and could not be started, which is a crash of the guest: {}",
+            vmferry::chain(&error)
+        );
+        return Err(Failure::new(Code::Corrupt, text));
+    }
+    Ok((vm, witness))
+}
+
+fn say_end(output: &Output, why: &str) {
+    output.event(&json!({ "event": "ended", "why": why }), || why.to_owned());
+}

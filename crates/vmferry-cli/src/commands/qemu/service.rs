@@ -1,0 +1,66 @@
+//! What a QEMU guest that is being sent answers on its control socket: `status`, `cancel`, `resolve`.
+
+use serde_json::{Value, json};
+use vmferry::handover::OperatorWord;
+use vmferry::source::Orders;
+use vmferry_microvm::control::{Answer, ControlError, ErrorCode, Handler, Replies, Request};
+use vmferry_qemu::QemuSource;
+
+/// Answers for one guest, in the process that sends it or that takes over from it.
+pub struct QemuService {
+    /// What is known of the guest, without the migration.
+    pub about: Value,
+    /// The migration.
+    pub orders: Orders,
+}
+
+/// What is known of a guest that is about to be sent.
+pub fn about(name: &str, source: &QemuSource, pid: u32) -> Value {
+    let ram = source.ram();
+    json!({
+        "name": name,
+        "uuid": source.identity().uuid,
+        "phase": "migrating",
+        "guest": "qemu",
+        "choice": format!("QEMU {}, {}", source.version(), source.machine().kind),
+        "memory_bytes": ram.carried().map(|block| block.bytes).sum::<u64>(),
+        "memory_kind": "shared",
+        "vcpus": source.machine().vcpus,
+        "pid": pid,
+    })
+}
+
+impl Handler for QemuService {
+    fn handle(&self, request: Request, _replies: &Replies) -> Result<Answer, ControlError> {
+        match request {
+            Request::Status {} => {
+                let mut status = self.about.clone();
+                status["migration"] = json!(self.orders.progress());
+                Ok(status.into())
+            }
+            Request::Cancel {} => {
+                self.orders.cancel();
+                Ok(json!({ "cancelling": true }).into())
+            }
+            Request::Resolve { word } => self.resolve(word),
+            Request::Migrate(_) => {
+                let text = "the guest is being migrated: `vmferry status` shows it";
+                Err(ControlError::new(ErrorCode::Busy, text))
+            }
+            Request::Pause {} | Request::Resume {} | Request::Quit {} => {
+                let text = "this guest is a QEMU's: use QEMU's own monitor";
+                Err(ControlError::new(ErrorCode::WrongState, text))
+            }
+        }
+    }
+}
+
+impl QemuService {
+    fn resolve(&self, word: OperatorWord) -> Result<Answer, ControlError> {
+        if self.orders.decide(word) {
+            return Ok(json!({ "decided": word }).into());
+        }
+        let text = "this guest is not in doubt, so there is nothing to decide";
+        Err(ControlError::new(ErrorCode::WrongState, text))
+    }
+}
