@@ -2,14 +2,14 @@
 
 mod support;
 
-use support::hop::{attach_fails, hop, migrate_between};
-use support::{Backend, Machine, Version, World};
+use support::{attach_fails, hop, migrate_between};
 use vmferry::error::ErrorClass;
+use vmferry_qemu_lab::{Backend, Machine, Version, World};
 
 /// Moves a guest from QEMU to QEMU, and looks after it on each.
 fn travel(machine: &Machine, hops: u32) {
     let world = World::new();
-    let mut here = machine.start(&world, "qemu-0", &[]);
+    let mut here = machine.start(&world, "qemu-0");
     here.check_guest();
     for number in 1..=hops {
         let there = machine.incoming(&world, &format!("qemu-{number}"));
@@ -61,14 +61,14 @@ fn a_guest_that_can_t_be_attached_is_refused_before_it_is_touched() {
     for version in Version::ALL {
         let world = World::new();
         let private = Machine { backend: Backend::Private, ..Machine::new(version, "dirty=5") };
-        let mut qemu = private.start(&world, "private", &[]);
+        let mut qemu = private.start(&world, "private");
         let text = attach_fails(&qemu);
         assert!(text.contains("memory-backend-file"), "{text}");
         qemu.check_guest();
     }
     let world = World::new();
     let memfd = Machine { backend: Backend::Memfd, ..Machine::new(Version::V10_0, "dirty=5") };
-    let mut qemu = memfd.start(&world, "memfd", &[]);
+    let mut qemu = memfd.start(&world, "memfd");
     let text = attach_fails(&qemu);
     assert!(text.contains("is a memfd") && text.contains("mem-path"), "{text}");
     qemu.check_guest();
@@ -78,7 +78,7 @@ fn a_guest_that_can_t_be_attached_is_refused_before_it_is_touched() {
 fn a_destination_of_another_kind_is_refused_and_the_guest_goes_on() {
     let world = World::new();
     let machine = Machine::new(Version::V10_0, "dirty=10");
-    let mut here = machine.start(&world, "here", &[]);
+    let mut here = machine.start(&world, "here");
     here.check_guest();
 
     let small = Machine { mib: 128, ..machine.clone() };
@@ -88,7 +88,7 @@ fn a_destination_of_another_kind_is_refused_and_the_guest_goes_on() {
     here.check_guest();
 
     // The same memory, and one device more: QEMU itself would find out late or never.
-    let there = machine.start(&world, "more", &["-incoming", "defer", "-device", "virtio-rng-pci"]);
+    let there = machine.clone().with(&["-device", "virtio-rng-pci"]).incoming(&world, "more");
     let error = migrate_between(&world, 2, &here, &there).unwrap_err();
     assert_eq!(error.class(), ErrorClass::Incompatible, "{error}");
     assert!(vmferry::chain(&error).contains("virtio-rng-pci"), "{error}");
@@ -101,10 +101,10 @@ fn a_destination_of_another_kind_is_refused_and_the_guest_goes_on() {
     here.check_guest();
 
     // A state that QEMU can't load, when the guest stands still already: another size of a queue is in no list.
-    let disk = |size: u32| format!("virtio-rng-pci,vectors={size}");
-    let mut odd = machine.start(&world, "odd", &["-device", &disk(2)]);
+    let with = |device: &str| machine.clone().with(&["-device", device]);
+    let mut odd = with("virtio-rng-pci,vectors=2").start(&world, "odd");
     odd.check_guest();
-    let there = machine.start(&world, "even", &["-incoming", "defer", "-device", &disk(4)]);
+    let there = with("virtio-rng-pci,vectors=4").incoming(&world, "even");
     let error = migrate_between(&world, 4, &odd, &there).unwrap_err();
     assert!(vmferry::chain(&error).contains("state"), "{error}");
     odd.check_guest();

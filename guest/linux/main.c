@@ -3,43 +3,43 @@
  * the time, and says once in 100 ms on the serial console how far it is.
  *
  * The kernel's command line says what it does: `static=MIB` fills memory once and checks it for ever,
- * `dirty=MIB` rewrites memory without pause, checking each page before it writes it again.
+ * `dirty=MIB` rewrites memory without pause, checking each page before it writes it again, `disk=MIB` reads
+ * and writes the first disk, `net=PORT` talks to a port of the host, `churn=MIB` takes memory and gives it
+ * back.
  */
 #include <fcntl.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
-#include <sys/reboot.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
-#define PAGE_BYTES 4096ull
-#define PAGE_WORDS (PAGE_BYTES / 8)
-/* Words of a page that are checked and written on each visit; the rest is filled once. */
-static const unsigned visited[] = {0, 1, 255, 256, 510, 511};
+#include "guest.h"
 
-static uint64_t mix(uint64_t x)
-{
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-    return x ^ (x >> 31);
-}
+_Atomic uint64_t corruptions;
 
-/* What stands in a word of a page of this generation. */
-static uint64_t expected(uint64_t generation, uint64_t page, unsigned word)
-{
-    return mix(generation * 0x9e3779b97f4a7c15ull + page * PAGE_WORDS + word + 1);
-}
-
-static uint64_t now_us(void)
+uint64_t now_us(void)
 {
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
     return (uint64_t)time.tv_sec * 1000000 + (uint64_t)time.tv_nsec / 1000;
+}
+
+void fill_page(uint64_t *words, uint64_t generation, uint64_t page)
+{
+    for (unsigned word = 0; word < PAGE_WORDS; word++)
+        words[word] = expected(generation, page, word);
+}
+
+int page_is_right(const uint64_t *words, uint64_t generation, uint64_t page)
+{
+    for (unsigned i = 0; i < VISITED; i++)
+        if (words[visited[i]] != expected(generation, page, visited[i]))
+            return 0;
+    return 1;
 }
 
 struct area {
@@ -57,28 +57,19 @@ static struct area make_area(uint64_t mib)
         exit(1);
     }
     for (uint64_t page = 0; page < area.pages; page++)
-        for (unsigned word = 0; word < PAGE_WORDS; word++)
-            area.words[page * PAGE_WORDS + word] = expected(area.generation, page, word);
+        fill_page(area.words + page * PAGE_WORDS, area.generation, page);
     return area;
 }
 
-static uint64_t corruptions, checked, rounds;
-
-static int page_is_right(const struct area *area, uint64_t page, uint64_t generation)
-{
-    for (unsigned i = 0; i < sizeof visited / sizeof *visited; i++)
-        if (area->words[page * PAGE_WORDS + visited[i]] != expected(generation, page, visited[i]))
-            return 0;
-    return 1;
-}
+static uint64_t checked, rounds;
 
 /* Pages before `next` are of the next generation already. */
 static void dirty_pages(struct area *area, unsigned count)
 {
     for (; count && area->pages; count--) {
         uint64_t page = area->next++;
-        corruptions += !page_is_right(area, page, area->generation);
-        for (unsigned i = 0; i < sizeof visited / sizeof *visited; i++)
+        corruptions += !page_is_right(area->words + page * PAGE_WORDS, area->generation, page);
+        for (unsigned i = 0; i < VISITED; i++)
             area->words[page * PAGE_WORDS + visited[i]] = expected(area->generation + 1, page, visited[i]);
         checked++;
         if (area->next == area->pages) {
@@ -119,6 +110,15 @@ int main(void)
     if (file >= 0 && read(file, line, sizeof line - 1) < 0)
         line[0] = 0;
 
+    load_modules();
+    uint64_t disk = option(line, " disk="), port = option(line, " net="), churn = option(line, " churn=");
+    if (disk)
+        start_disk(disk);
+    if (port)
+        start_network(port);
+    if (churn)
+        start_churn(churn);
+
     struct area fixed = make_area(option(line, " static=")), hot = make_area(option(line, " dirty="));
     uint64_t static_rounds = 0, last = now_us(), said = 0, longest_gap = 0, gap_since_said = 0;
     setvbuf(stdout, 0, _IOLBF, 0);
@@ -138,10 +138,13 @@ int main(void)
             gap_since_said = gap;
         if (now - said >= 100000) {
             said = now;
-            printf("vmferry-guest rounds=%llu static_rounds=%llu checked=%llu corruptions=%llu gap_us=%llu longest_gap_us=%llu uptime_us=%llu\n",
+            printf("vmferry-guest rounds=%llu static_rounds=%llu checked=%llu corruptions=%llu gap_us=%llu longest_gap_us=%llu "
+                   "disk_rounds=%llu disk_errors=%llu net_replies=%llu net_lost=%llu churn_rounds=%llu uptime_us=%llu\n",
                    (unsigned long long)rounds, (unsigned long long)static_rounds, (unsigned long long)checked,
                    (unsigned long long)corruptions, (unsigned long long)gap_since_said,
-                   (unsigned long long)longest_gap, (unsigned long long)now);
+                   (unsigned long long)longest_gap, (unsigned long long)disk_rounds,
+                   (unsigned long long)disk_errors, (unsigned long long)net_replies, (unsigned long long)net_lost,
+                   (unsigned long long)churn_rounds, (unsigned long long)now);
             gap_since_said = 0;
         }
     }

@@ -1,0 +1,170 @@
+//! Real QEMU processes with a real Linux in them, as `scripts/setup-qemu` has fetched them.
+
+mod initramfs;
+mod machine;
+mod slow_disk;
+
+pub use machine::{Backend, Machine};
+pub use slow_disk::SlowDisk;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+/// How long anything in a guest may take.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// A QEMU to be tested.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Version {
+    /// Of Debian bookworm.
+    V7_2,
+    /// Of bookworm-backports.
+    V10_0,
+}
+
+impl Version {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::V7_2, Self::V10_0];
+
+    fn directory(self) -> &'static str {
+        match self {
+            Self::V7_2 => "7.2",
+            Self::V10_0 => "10.0",
+        }
+    }
+}
+
+/// Where packages were unpacked; fetches them the first time.
+fn packages() -> &'static Path {
+    static FETCHED: OnceLock<PathBuf> = OnceLock::new();
+    FETCHED.get_or_init(|| {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap();
+        let fetched = Command::new(root.join("scripts/setup-qemu")).status().unwrap();
+        assert!(fetched.success(), "scripts/setup-qemu has not fetched what the tests need");
+        root.join("target/qemu")
+    })
+}
+
+/// A directory for one test's sockets and files; its memory files are on a tmpfs.
+pub struct World {
+    /// Sockets, logs and disks.
+    pub directory: TempDir,
+    memory: TempDir,
+}
+
+impl Default for World {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl World {
+    /// A new one.
+    pub fn new() -> Self {
+        Self {
+            directory: tempfile::tempdir().unwrap(),
+            memory: tempfile::Builder::new()
+                .prefix("vmferry-test-")
+                .tempdir_in("/dev/shm")
+                .unwrap(),
+        }
+    }
+
+    /// An empty disk on storage that both hosts see, where the kernel can go around its cache.
+    pub fn disk(&self, mib: u64) -> PathBuf {
+        let path = self.path("disk.raw");
+        let disk = std::fs::File::create(&path).expect("a disk can be made");
+        disk.set_len(mib << 20).expect("a disk can be made");
+        path
+    }
+
+    /// A file in it.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+}
+
+/// A QEMU process; ended when dropped.
+pub struct Qemu {
+    /// The process.
+    pub child: Child,
+    /// Its QMP socket.
+    pub qmp: PathBuf,
+    console: PathBuf,
+    log: PathBuf,
+}
+
+/// What the guest says of itself.
+#[derive(Clone, Debug, Default)]
+pub struct Said(BTreeMap<String, u64>);
+
+impl Said {
+    /// A figure; 0 if it was not said.
+    pub fn get(&self, name: &str) -> u64 {
+        self.0.get(name).copied().unwrap_or_default()
+    }
+}
+
+impl Qemu {
+    /// The last thing that the guest said.
+    pub fn said(&self) -> Option<Said> {
+        let text = String::from_utf8_lossy(&std::fs::read(&self.console).ok()?).into_owned();
+        let whole = &text[..=text.rfind('\n')?];
+        let line = whole.lines().rev().find(|line| line.contains("vmferry-guest rounds"))?;
+        let pairs = line.split_whitespace().filter_map(|word| word.split_once('='));
+        Some(Said(pairs.filter_map(|(k, v)| Some((k.to_owned(), v.parse().ok()?))).collect()))
+    }
+
+    /// Waits until the guest has said what is wanted.
+    pub fn wait_for(&mut self, what: &str, wanted: impl Fn(&Said) -> bool) -> Said {
+        let mut last = Said::default();
+        self.wait_until(what, |qemu| {
+            let Some(said) = qemu.said() else { return false };
+            let enough = wanted(&said);
+            last = said;
+            enough
+        });
+        last
+    }
+
+    fn wait_until(&mut self, what: &str, mut wanted: impl FnMut(&Self) -> bool) {
+        let deadline = Instant::now() + PATIENCE;
+        while !wanted(self) {
+            let ended = self.child.try_wait().unwrap();
+            let log = || std::fs::read_to_string(&self.log).unwrap_or_default();
+            assert!(ended.is_none(), "QEMU has ended before it {what}: {ended:?}: {}", log());
+            let console = || std::fs::read_to_string(&self.console).unwrap_or_default();
+            assert!(Instant::now() < deadline, "never {what}: {} {}", log(), console());
+            // Files and sockets wake nobody.
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// The guest has gone over all of its memory since now, and found nothing wrong.
+    pub fn check_guest(&mut self) -> Said {
+        let before = self.wait_for("works", |said| said.get("checked") > 0);
+        let more = |said: &Said, name: &str| {
+            before.get(name) == 0 || said.get(name) >= before.get(name) + 2
+        };
+        let after = self.wait_for("checks all its memory", |said| {
+            said.get("uptime_us") > before.get("uptime_us") + 300_000
+                && more(said, "rounds")
+                && more(said, "static_rounds")
+        });
+        assert_eq!(after.get("corruptions"), 0, "{after:?}");
+        after
+    }
+}
+
+impl Drop for Qemu {
+    fn drop(&mut self) {
+        // One that has ended needs neither.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

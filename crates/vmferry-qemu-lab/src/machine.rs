@@ -1,0 +1,157 @@
+//! Starting QEMUs.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use crate::{Qemu, Version, World, initramfs, packages};
+
+/// What a QEMU is started with.
+#[derive(Clone, Debug)]
+pub struct Machine {
+    /// QEMU's version.
+    pub version: Version,
+    /// `q35` or `pc`.
+    pub kind: &'static str,
+    /// Memory.
+    pub mib: u64,
+    /// Number of vCPUs.
+    pub vcpus: u32,
+    /// What its memory is made of.
+    pub backend: Backend,
+    /// The kernel's command line, beyond what every guest has.
+    pub workload: String,
+    /// Further arguments: devices, a sandbox.
+    pub devices: Vec<String>,
+}
+
+/// What a QEMU's memory is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backend {
+    /// A file on a tmpfs.
+    File,
+    /// A memfd.
+    Memfd,
+    /// Memory of QEMU's own.
+    Private,
+    /// Two NUMA nodes with a file each.
+    TwoNodes,
+}
+
+impl Machine {
+    /// One of 256 MiB with one vCPU.
+    pub fn new(version: Version, workload: &str) -> Self {
+        Self {
+            version,
+            kind: "q35",
+            mib: 256,
+            vcpus: 1,
+            backend: Backend::File,
+            workload: workload.to_owned(),
+            devices: Vec::new(),
+        }
+    }
+
+    /// The same with further devices.
+    #[must_use]
+    pub fn with(mut self, devices: &[&str]) -> Self {
+        self.devices.extend(devices.iter().map(|&device| device.to_owned()));
+        self
+    }
+
+    /// Starts it.
+    pub fn start(&self, world: &World, name: &str) -> Qemu {
+        let qmp = world.path(&format!("{name}.qmp"));
+        let socket = format!("unix:{},server=on,wait=off", qmp.display());
+        self.spawn(world, name, qmp, &["-qmp", &socket])
+    }
+
+    /// One that waits for a guest.
+    pub fn incoming(&self, world: &World, name: &str) -> Qemu {
+        let qmp = world.path(&format!("{name}.qmp"));
+        let socket = format!("unix:{},server=on,wait=off", qmp.display());
+        self.spawn(world, name, qmp, &["-qmp", &socket, "-incoming", "defer"])
+    }
+
+    fn spawn(&self, world: &World, name: &str, qmp: PathBuf, extra: &[&str]) -> Qemu {
+        let line = self.command_line(world, name);
+        let mut command = Command::new(&line[0]);
+        command.args(&line[1..]).args(extra);
+        if let Some(libraries) = self.libraries() {
+            command.env("LD_LIBRARY_PATH", libraries);
+        }
+        let log_path = world.path(&format!("{name}.log"));
+        let log = File::create(&log_path).expect("a log can be made");
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().expect("a descriptor can be duplicated"))
+            .stderr(log)
+            .spawn()
+            .expect("QEMU can be started");
+        let mut qemu = Qemu { child, qmp, console: console(world, name), log: log_path };
+        qemu.wait_until("listens", |qemu| {
+            std::os::unix::net::UnixStream::connect(&qemu.qmp).is_ok()
+        });
+        qemu
+    }
+
+    /// Where this QEMU's libraries are.
+    pub fn libraries(&self) -> Option<PathBuf> {
+        Some(packages().join(self.version.directory()).join("usr/lib/x86_64-linux-gnu"))
+    }
+
+    /// The command line, without QMP.
+    pub fn command_line(&self, world: &World, name: &str) -> Vec<OsString> {
+        let packages = packages().join(self.version.directory());
+        let mut line: Vec<OsString> = vec![packages.join("usr/bin/qemu-system-x86_64").into()];
+        let mut add = |words: &[&dyn AsRef<std::ffi::OsStr>]| {
+            line.extend(words.iter().map(|word| word.as_ref().to_owned()));
+        };
+        for part in ["usr/share/qemu", "usr/share/seabios", "usr/lib/ipxe/qemu"] {
+            add(&[&"-L", &packages.join(part)]);
+        }
+        let file = |part: &str| world.memory.path().join(format!("{name}-{part}"));
+        let backend = |id: &str, mib: u64| match self.backend {
+            Backend::File | Backend::TwoNodes => format!(
+                "memory-backend-file,id={id},size={mib}M,share=on,mem-path={}",
+                file(id).display()
+            ),
+            Backend::Memfd => format!("memory-backend-memfd,id={id},size={mib}M,share=on"),
+            Backend::Private => format!("memory-backend-ram,id={id},size={mib}M"),
+        };
+        if self.backend == Backend::TwoNodes {
+            let half = self.mib / 2;
+            add(&[&"-machine", &self.kind]);
+            for node in ["node0", "node1"] {
+                add(&[&"-object", &backend(node, half)]);
+            }
+            add(&[&"-numa", &"node,nodeid=0,memdev=node0,cpus=0"]);
+            add(&[&"-numa", &"node,nodeid=1,memdev=node1"]);
+        } else {
+            add(&[&"-machine", &format!("{},memory-backend=ram", self.kind)]);
+            add(&[&"-object", &backend("ram", self.mib)]);
+        }
+        add(&[&"-accel", &"tcg", &"-display", &"none", &"-nodefaults", &"-no-user-config"]);
+        add(&[&"-name", &"tested", &"-uuid", &"6b1f7a4c-0000-4000-8000-000000000007"]);
+        add(&[&"-m", &format!("{}M", self.mib), &"-smp", &self.vcpus.to_string()]);
+        add(&[&"-serial", &format!("file:{}", console(world, name).display())]);
+        add(&[&"-kernel", &kernel(), &"-initrd", &initramfs::path(crate::packages())]);
+        add(&[&"-append", &format!("console=ttyS0 quiet panic=-1 {}", self.workload)]);
+        for device in &self.devices {
+            add(&[device]);
+        }
+        line
+    }
+}
+
+/// The file that a guest's serial console writes.
+fn console(world: &World, name: &str) -> PathBuf {
+    world.path(&format!("{name}.out"))
+}
+
+fn kernel() -> PathBuf {
+    let boot: &Path = &packages().join("kernel/boot");
+    let mut found = std::fs::read_dir(boot).expect("a kernel").flatten().map(|entry| entry.path());
+    found.find(|path| path.to_string_lossy().contains("vmlinuz")).expect("a kernel's image")
+}
