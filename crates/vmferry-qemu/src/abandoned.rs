@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use serde_json::json;
 use vmferry::{Resume, VmError};
+use vmferry_wire::GuestIdentity;
 
 use crate::error::QemuError;
 use crate::inject;
@@ -31,6 +32,14 @@ impl AbandonedQemu {
     #[must_use]
     pub fn new(socket: &Path, settings: Option<Settings>) -> Self {
         Self { socket: socket.to_owned(), settings }
+    }
+
+    /// The guest's name and UUID.
+    ///
+    /// # Errors
+    /// QMP's.
+    pub fn identity(&self) -> Result<GuestIdentity, QemuError> {
+        crate::source::identity(&mut Qmp::connect(&self.socket)?)
     }
 
     /// Ends it.

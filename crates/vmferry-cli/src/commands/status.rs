@@ -38,16 +38,19 @@ fn describe(status: &Value) -> String {
             text(&status["vcpus"]),
             text(&status["pid"])
         ),
-        format!("  workload: {}", text(&status["workload"])),
-        format!(
+    ];
+    // Only our own guest tells what it does.
+    if !report.is_null() {
+        lines.push(format!("  workload: {}", text(&status["workload"])));
+        lines.push(format!(
             "  {} rounds, {} pages written, {} checked, {} corruptions, {} ticks",
             report["rounds"],
             report["pages_written"],
             report["pages_checked"],
             report["corruptions"],
             report["ticks"]
-        ),
-    ];
+        ));
+    }
     if !status["crash"].is_null() {
         lines.push(format!("  CRASHED: {}", text(&status["crash"])));
     }
@@ -100,7 +103,7 @@ fn all(output: &Output) -> Result<(), Failure> {
                     .as_u64()
                     .map_or_else(String::new, |bytes| ByteSize(bytes).to_string()),
                 text(&guest["vcpus"]),
-                text(&guest["report"]["corruptions"]),
+                guest["report"]["corruptions"].as_u64().map_or_else(String::new, |n| n.to_string()),
             ]);
         }
         let mut shown = if guests.is_empty() {
@@ -186,8 +189,5 @@ fn peer(session: &SessionSummary) -> Option<&str> {
 }
 
 fn guest_name(session: &SessionSummary) -> Option<&str> {
-    session.records.iter().find_map(|record| match record {
-        Record::Open { guest, .. } => Some(guest.name.as_str()),
-        _ => None,
-    })
+    session.guest().map(|guest| guest.name.as_str())
 }

@@ -12,7 +12,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
-use vmferry_wire::{SessionId, SessionWord};
+use vmferry_wire::{GuestIdentity, SessionId, SessionWord};
 
 pub use self::file::FileJournal;
 use self::file::{parse_name, path_of};
@@ -113,6 +113,23 @@ impl SessionSummary {
             },
         };
         Self { session, side, records, verdict, led }
+    }
+
+    /// The guest, if the first record is there.
+    #[must_use]
+    pub fn guest(&self) -> Option<&GuestIdentity> {
+        self.records.iter().find_map(|record| match record {
+            Record::Open { guest, .. } => Some(guest),
+            _ => None,
+        })
+    }
+
+    /// Whether this host was the source, and the process that led the session has died before its end: the
+    /// guest may stand still, and somebody should [recover](crate::source::recover) it.
+    #[must_use]
+    pub fn is_unfinished_source(&self) -> bool {
+        let ended = |record: &Record| matches!(record, Record::Kept { .. } | Record::Given { .. });
+        self.side == Side::Source && !self.led && !self.records.iter().any(ended)
     }
 }
 
@@ -229,8 +246,6 @@ fn opened_at(records: &[Record]) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use vmferry_wire::GuestIdentity;
-
     use super::*;
 
     fn session() -> SessionId {

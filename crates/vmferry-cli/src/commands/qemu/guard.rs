@@ -16,8 +16,8 @@ use serde_json::Value;
 use vmferry::SourceConfig;
 use vmferry::journal::JournalError;
 use vmferry::source::{Orders, Recovered, recover};
-use vmferry_microvm::control::{Server, TlsFiles};
-use vmferry_qemu::{AbandonedQemu, Settings};
+use vmferry_microvm::control::{Handler, Server, ServerError, TlsFiles};
+use vmferry_qemu::{AbandonedQemu, Settings, wait_for_end};
 use vmferry_wire::SessionId;
 
 use super::service::QemuService;
@@ -25,14 +25,19 @@ use crate::commands::send::dialer;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// How long the journal of a process that has just died may still be locked.
-const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long the kernel may take to let go of the journal and the socket of a process that has just died.
+const DEATH_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How often is looked whether it has. Nobody tells.
+const LOOK_PERIOD: Duration = Duration::from_millis(5);
 
 /// All that a guardian must know; it comes by its standard input.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct GuardOrder {
     /// The guest's QMP socket.
     pub qmp: PathBuf,
+    /// The QEMU process.
+    pub pid: u32,
     /// The session.
     pub session: SessionId,
     /// Where the session's journal is.
@@ -104,26 +109,50 @@ pub fn run(output: &Output) -> Result<(), Failure> {
     if rest == "done\n" {
         return Ok(());
     }
+    leave_with_qemu(&order, output)?;
     take_over(&order, output)
 }
 
+/// Ends this process when the QEMU does: there is no guest left to look after, in doubt or not.
+fn leave_with_qemu(order: &GuardOrder, output: &Output) -> Result<(), Failure> {
+    let (pid, output) = (order.pid, output.clone());
+    std::thread::Builder::new().name("qemu-end".into()).spawn(move || {
+        // A process that is gone already has ended too.
+        let _ = wait_for_end(pid);
+        output.note("vmferry has died, and so has the guest's QEMU: nothing runs on this host");
+        std::process::exit(Code::Internal.number().into());
+    })?;
+    Ok(())
+}
+
+/// Answers for the guest. Without that there is no `vmferry resolve`, and everything else goes on.
+fn bind(order: &GuardOrder, orders: &Orders, deadline: Instant) -> Option<Server> {
+    let service = Arc::new(QemuService { about: order.about.clone(), orders: orders.clone() });
+    loop {
+        match Server::bind(&order.socket, Arc::clone(&service) as Arc<dyn Handler>) {
+            Ok(server) => return Some(server),
+            Err(ServerError::InUse { .. }) if Instant::now() < deadline => {
+                std::thread::sleep(LOOK_PERIOD);
+            }
+            Err(_) => return None,
+        }
+    }
+}
+
 fn take_over(order: &GuardOrder, output: &Output) -> Result<(), Failure> {
+    let deadline = Instant::now() + DEATH_TIMEOUT;
     let orders = Orders::new();
-    let service = QemuService { about: order.about.clone(), orders: orders.clone() };
-    // Without it there is no `vmferry resolve`, and everything else goes on.
-    let server = Server::bind(&order.socket, Arc::new(service));
+    let server = bind(order, &orders, deadline);
     let mut config = SourceConfig::new(order.journals.clone());
     config.session = order.session;
     let dialer = dialer(&order.to, order.tls.as_ref())?;
     let mut qemu = AbandonedQemu::new(&order.qmp, Some(order.settings.clone()));
-    let deadline = Instant::now() + LOCK_TIMEOUT;
     let recovered = loop {
         match recover(qemu, &dialer, config.clone(), &orders, &mut |_| {}) {
             Ok(recovered) => break recovered,
             Err((again, JournalError::InUse { .. })) if Instant::now() < deadline => {
                 qemu = again;
-                // The kernel is still taking the dead process apart, which wakes nobody.
-                std::thread::sleep(Duration::from_millis(5));
+                std::thread::sleep(LOOK_PERIOD);
             }
             Err((again, JournalError::Io { source, .. }))
                 if source.kind() == std::io::ErrorKind::NotFound =>

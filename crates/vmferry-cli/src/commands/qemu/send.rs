@@ -7,9 +7,11 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use vmferry::SourceConfig;
-use vmferry::source::{Orders, SourceOutcome, migrate};
+use vmferry::journal::{self, SessionSummary};
+use vmferry::source::{Orders, Recovered, SourceOutcome, migrate, recover};
 use vmferry_microvm::control::{Server, ServerError};
-use vmferry_qemu::QemuSource;
+use vmferry_qemu::{AbandonedQemu, QemuSource};
+use vmferry_transport::Dialer;
 
 use super::guard::{GuardOrder, Guardian};
 use super::service::{QemuService, about};
@@ -30,6 +32,7 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
     let dialer = dialer(&to, tls.as_ref())?;
     let directory = directory()?;
     let config = source_config(options, directory.journals())?;
+    settle_unfinished(qmp, &config, &dialer, output)?;
     let mut source = QemuSource::attach(qmp)?;
     if options.throttle > 0 {
         source.allow_throttling()?;
@@ -48,6 +51,7 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
     crate::signals::on_end(move || on_signal.cancel())?;
     let guardian = Guardian::start(&GuardOrder {
         qmp: std::path::absolute(qmp)?,
+        pid,
         session: config.session,
         journals: config.journal_directory.clone(),
         socket,
@@ -89,6 +93,44 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
             Err(error.into())
         }
     }
+}
+
+/// Finishes what a vmferry has left that was killed together with its guardian.
+fn settle_unfinished(
+    qmp: &Path,
+    config: &SourceConfig,
+    dialer: &Dialer,
+    output: &Output,
+) -> Result<(), Failure> {
+    let sessions = journal::sessions(&config.journal_directory)
+        .map_err(|error| Failure::of(Code::Internal, error))?;
+    let unfinished: Vec<SessionSummary> =
+        sessions.into_iter().filter(SessionSummary::is_unfinished_source).collect();
+    if unfinished.is_empty() {
+        return Ok(());
+    }
+    let uuid = AbandonedQemu::new(qmp, None).identity()?.uuid;
+    for session in
+        unfinished.iter().filter(|session| session.guest().is_some_and(|guest| guest.uuid == uuid))
+    {
+        output.note(format!("finishing session {}, whose vmferry was killed", session.session));
+        let mut config = config.clone();
+        config.session = session.session;
+        let qemu = AbandonedQemu::new(qmp, None);
+        match recover(qemu, dialer, config, &Orders::new(), &mut |_| {}) {
+            Ok(Recovered::Kept(_)) => {}
+            Ok(Recovered::Given(_)) => {
+                let text = "this guest was handed over already, and runs at the destination: end this QEMU";
+                return Err(Failure::new(Code::WrongState, text));
+            }
+            Ok(Recovered::Stuck(_, error)) => {
+                let text = format!("the guest stands still and could not be resumed: {error}");
+                return Err(Failure::new(Code::Internal, text));
+            }
+            Err((_, error)) => return Err(Failure::of(Code::Busy, error)),
+        }
+    }
+    Ok(())
 }
 
 fn source_config(
