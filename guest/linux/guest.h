@@ -36,6 +36,7 @@ extern _Atomic uint64_t corruptions;
 void start_disk(uint64_t mib);
 void start_network(uint64_t port);
 void start_churn(uint64_t mib);
+void start_beat(uint64_t period_us);
 extern _Atomic uint64_t disk_rounds, disk_errors, net_replies, net_lost, churn_rounds;
 
 void load_modules(void);

@@ -5,7 +5,7 @@
  * The kernel's command line says what it does: `static=MIB` fills memory once and checks it for ever,
  * `dirty=MIB` rewrites memory without pause, checking each page before it writes it again, `disk=MIB` reads
  * and writes the first disk, `net=PORT` talks to a port of the host, `churn=MIB` takes memory and gives it
- * back.
+ * back, `beat=MICROSECONDS` writes to QEMU's debug port.
  */
 #include <fcntl.h>
 #include <stdio.h>
@@ -118,6 +118,8 @@ int main(void)
         start_network(port);
     if (churn)
         start_churn(churn);
+    if (option(line, " beat="))
+        start_beat(option(line, " beat="));
 
     struct area fixed = make_area(option(line, " static=")), hot = make_area(option(line, " dirty="));
     uint64_t static_rounds = 0, last = now_us(), said = 0, longest_gap = 0, gap_since_said = 0;

@@ -13,10 +13,11 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
+use serde::Serialize;
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, SlotId, SlotLayout, whole_hash};
 
 use crate::machine::Machine;
-use crate::results::{Results, Row, median};
+use crate::results::{Results, median, row};
 use guest::Links;
 
 const CHANNELS: [u8; 3] = [1, 2, 4];
@@ -43,6 +44,25 @@ impl Way {
             Self::EngineTls => "engine, TLS",
         }
     }
+}
+
+/// One way at one number of channels.
+#[derive(Serialize)]
+struct EngineRow {
+    way: &'static str,
+    channels: u8,
+    pages_per_s: f64,
+    mb_per_s: f64,
+    total_ms: f64,
+    total_ms_min: f64,
+    total_ms_max: f64,
+    /// Of the whole process, both sides.
+    cpu_s: f64,
+    /// Of the engine's source side; absent for yardsticks.
+    source_cpu_s: Option<f64>,
+    /// Of the engine's destination side; absent for yardsticks.
+    destination_cpu_s: Option<f64>,
+    runs: usize,
 }
 
 /// What one run took.
@@ -96,10 +116,14 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
         }
         eprintln!("engine: pass {repetition} of {repetitions}");
     }
-    Ok(results(&samples, pages, copy_bandwidth(&source, &destination, whole)?))
+    results(&samples, pages, copy_bandwidth(&source, &destination, whole)?)
 }
 
-fn results(samples: &BTreeMap<(u8, Way), Vec<Sample>>, pages: u64, copy_mb_per_s: f64) -> Results {
+fn results(
+    samples: &BTreeMap<(u8, Way), Vec<Sample>>,
+    pages: u64,
+    copy_mb_per_s: f64,
+) -> anyhow::Result<Results> {
     let mut rows = Vec::new();
     let mut speed = BTreeMap::new();
     for ((channels, way), samples) in samples {
@@ -114,7 +138,7 @@ fn results(samples: &BTreeMap<(u8, Way), Vec<Sample>>, pages: u64, copy_mb_per_s
         let times = || samples.iter().map(|sample| sample.total_s);
         let mb_per_s = pages as f64 * PAGE_SIZE as f64 / total_s / 1e6;
         speed.insert((*channels, *way), mb_per_s);
-        rows.push(Row {
+        rows.push(row(&EngineRow {
             way: way.name(),
             channels: *channels,
             pages_per_s: pages as f64 / total_s,
@@ -126,7 +150,7 @@ fn results(samples: &BTreeMap<(u8, Way), Vec<Sample>>, pages: u64, copy_mb_per_s
             source_cpu_s: side(|sides| sides.0),
             destination_cpu_s: side(|sides| sides.1),
             runs: samples.len(),
-        });
+        })?);
     }
     let mut ratios = BTreeMap::new();
     let mut yardsticks = BTreeMap::from([("memory_copy_mb_per_s".to_owned(), copy_mb_per_s)]);
@@ -143,7 +167,7 @@ fn results(samples: &BTreeMap<(u8, Way), Vec<Sample>>, pages: u64, copy_mb_per_s
             ratios.insert("tls_of_raw_rustls".into(), tls);
         }
     }
-    Results { name: "engine", machine: Machine::here(), rows, yardsticks, ratios }
+    Ok(Results { name: "engine", machine: Machine::here(), rows, yardsticks, ratios })
 }
 
 /// Pages that no codec shortens.

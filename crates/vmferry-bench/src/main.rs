@@ -3,6 +3,7 @@
 
 mod engine;
 mod machine;
+mod qemu;
 mod results;
 
 use clap::{Parser, ValueEnum};
@@ -25,12 +26,15 @@ struct Arguments {
 enum Name {
     /// Guest pages per second through the whole path, beside a raw socket and raw rustls.
     Engine,
+    /// QEMU's own migration and vmferry's, of the same guests.
+    Qemu,
 }
 
 fn main() -> anyhow::Result<()> {
     let arguments = Arguments::parse();
     let results = match arguments.name {
         Name::Engine => engine::run(arguments.quick)?,
+        Name::Qemu => qemu::run(arguments.quick)?,
     };
     if arguments.json {
         println!("{}", serde_json::to_string(&results)?);

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
+use serde_json::Value;
 
 use crate::machine::Machine;
 
@@ -22,70 +23,27 @@ pub struct Results {
     pub ratios: BTreeMap<String, f64>,
 }
 
-/// One way in one case, over all repetitions.
-#[derive(Debug, Serialize)]
-pub struct Row {
-    /// What was measured, and how.
-    pub way: &'static str,
-    /// Data channels.
-    pub channels: u8,
-    /// Guest pages per second, median.
-    pub pages_per_s: f64,
-    /// The same in 10^6 bytes per second.
-    pub mb_per_s: f64,
-    /// Time of the whole copy or migration, median.
-    pub total_ms: f64,
-    /// The fastest.
-    pub total_ms_min: f64,
-    /// The slowest.
-    pub total_ms_max: f64,
-    /// CPU time of the whole process, both sides, median.
-    pub cpu_s: f64,
-    /// CPU time of the engine's source side, median; absent for yardsticks.
-    pub source_cpu_s: Option<f64>,
-    /// CPU time of the engine's destination side, median; absent for yardsticks.
-    pub destination_cpu_s: Option<f64>,
-    /// Repetitions.
-    pub runs: usize,
-}
+/// One way in one case, over all repetitions: what it is, and numbers with their units in the key.
+pub type Row = serde_json::Map<String, Value>;
 
 impl Results {
     /// A table with median and spread, then the yardsticks and ratios.
     pub fn as_text(&self) -> String {
         let mut table = Table::new();
         table.load_style(presets::ASCII_BORDERS_ONLY_CONDENSED);
-        table.set_header([
-            "way",
-            "channels",
-            "pages/s",
-            "MB/s",
-            "total ms",
-            "min",
-            "max",
-            "CPU s",
-            "source",
-            "destination",
-            "runs",
-        ]);
-        let seconds =
-            |time: Option<f64>| time.map_or_else(String::new, |time| format!("{time:.3}"));
+        let columns: Vec<&str> =
+            self.rows.first().map_or_else(Vec::new, |row| row.keys().map(String::as_str).collect());
+        table.set_header(columns.iter().map(|name| name.replace('_', " ")));
         for row in &self.rows {
-            table.add_row([
-                row.way.to_owned(),
-                row.channels.to_string(),
-                format!("{:.0}", row.pages_per_s),
-                format!("{:.0}", row.mb_per_s),
-                format!("{:.1}", row.total_ms),
-                format!("{:.1}", row.total_ms_min),
-                format!("{:.1}", row.total_ms_max),
-                format!("{:.3}", row.cpu_s),
-                seconds(row.source_cpu_s),
-                seconds(row.destination_cpu_s),
-                row.runs.to_string(),
-            ]);
+            table.add_row(columns.iter().map(|name| cell(row.get(*name))));
         }
-        for column in table.column_iter_mut().skip(1) {
-            column.set_cell_alignment(CellAlignment::Right);
+        for (index, column) in table.column_iter_mut().enumerate() {
+            let number = self.rows.iter().any(|row| {
+                columns.get(index).and_then(|name| row.get(*name)).is_some_and(Value::is_number)
+            });
+            if number {
+                column.set_cell_alignment(CellAlignment::Right);
+            }
         }
         let machine = &self.machine;
         let mut text = format!(
@@ -99,6 +57,31 @@ impl Results {
             text.push_str(&format!("{name}: {number:.3}\n"));
         }
         text
+    }
+}
+
+/// A number with as many digits as mean something.
+fn cell(value: Option<&Value>) -> String {
+    match value {
+        Some(Value::String(text)) => text.clone(),
+        Some(Value::Number(number)) => match (number.as_u64(), number.as_f64()) {
+            (Some(whole), _) => whole.to_string(),
+            (None, Some(number)) if number.abs() >= 1000.0 => format!("{number:.0}"),
+            (None, Some(number)) if number.abs() >= 10.0 => format!("{number:.1}"),
+            (None, number) => format!("{:.3}", number.unwrap_or(f64::NAN)),
+        },
+        _ => String::new(),
+    }
+}
+
+/// A row from a structure whose fields are its columns.
+///
+/// # Errors
+/// A structure that is no JSON object.
+pub fn row(fields: &impl Serialize) -> anyhow::Result<Row> {
+    match serde_json::to_value(fields)? {
+        Value::Object(row) => Ok(row),
+        other => anyhow::bail!("no row: {other}"),
     }
 }
 

@@ -207,7 +207,13 @@ fn place_run(
     hashes: &PageHashes,
 ) -> Result<(), CodecError> {
     if run.encoding == Encoding::Raw {
-        memory.copy_in(run.in_slot(header.slot), payload)?;
+        let pages = run.in_slot(header.slot);
+        // All pages of a run have mostly one history, and both ways are right for any page.
+        if hashes.knows(header.slot, run.first) {
+            memory.copy_in(pages, payload)?;
+        } else {
+            memory.copy_in_new(pages, payload)?;
+        }
         return Ok(());
     }
     // Memory begins as zeros: a page that was never placed is one already, and writing it would

@@ -97,6 +97,8 @@ pub struct Qemu {
     pub qmp: PathBuf,
     console: PathBuf,
     log: PathBuf,
+    /// Its memory files, which would fill the tmpfs.
+    memory: Vec<PathBuf>,
 }
 
 /// What the guest says of itself.
@@ -118,6 +120,13 @@ impl Qemu {
         let line = whole.lines().rev().find(|line| line.contains("vmferry-guest rounds"))?;
         let pairs = line.split_whitespace().filter_map(|word| word.split_once('='));
         Some(Said(pairs.filter_map(|(k, v)| Some((k.to_owned(), v.parse().ok()?))).collect()))
+    }
+
+    /// What QEMU itself has said, and how it ended if it has.
+    pub fn last_words(&mut self) -> String {
+        let ended = self.child.try_wait().ok().flatten();
+        let said = std::fs::read_to_string(&self.log).unwrap_or_default();
+        ended.map_or_else(|| said.clone(), |status| format!("{status}: {said}"))
     }
 
     /// Waits until the guest has said what is wanted.
@@ -166,5 +175,8 @@ impl Drop for Qemu {
         // One that has ended needs neither.
         let _ = self.child.kill();
         let _ = self.child.wait();
+        for file in &self.memory {
+            let _ = std::fs::remove_file(file);
+        }
     }
 }

@@ -89,7 +89,9 @@ impl Machine {
             .stderr(log)
             .spawn()
             .expect("QEMU can be started");
-        let mut qemu = Qemu { child, qmp, console: console(world, name), log: log_path };
+        let memory = ["ram", "node0", "node1"].map(|part| memory_file(world, name, part)).into();
+        let console = console(world, name);
+        let mut qemu = Qemu { child, qmp, console, log: log_path, memory };
         qemu.wait_until("listens", |qemu| {
             std::os::unix::net::UnixStream::connect(&qemu.qmp).is_ok()
         });
@@ -111,7 +113,7 @@ impl Machine {
         for part in ["usr/share/qemu", "usr/share/seabios", "usr/lib/ipxe/qemu"] {
             add(&[&"-L", &packages.join(part)]);
         }
-        let file = |part: &str| world.memory.path().join(format!("{name}-{part}"));
+        let file = |part: &str| memory_file(world, name, part);
         let backend = |id: &str, mib: u64| match self.backend {
             Backend::File | Backend::TwoNodes => format!(
                 "memory-backend-file,id={id},size={mib}M,share=on,mem-path={}",
@@ -143,6 +145,10 @@ impl Machine {
         }
         line
     }
+}
+
+fn memory_file(world: &World, name: &str, part: &str) -> PathBuf {
+    world.memory.path().join(format!("{name}-{part}"))
 }
 
 /// The file that a guest's serial console writes.

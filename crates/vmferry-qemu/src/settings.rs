@@ -1,17 +1,24 @@
-//! The settings of QEMU's own migration that vmferry changes, as they were before.
+//! The settings of QEMU's own migration: what vmferry needs, and what they were before.
+//!
+//! Whoever used that migration before may have left anything on (multifd, TLS, post-copy), of which
+//! nothing works through a local descriptor: all of it is off meanwhile.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::qmp::{Qmp, QmpError};
 
-/// Capabilities that vmferry sets.
-const CAPABILITIES: [&str; 3] = ["pause-before-switchover", "x-ignore-shared", "events"];
+/// Capabilities that saving a state without shared memory needs.
+const FOR_SAVING: [&str; 3] = ["pause-before-switchover", "x-ignore-shared", "events"];
+
+/// Capabilities that loading it needs.
+const FOR_LOADING: [&str; 2] = ["x-ignore-shared", "events"];
 
 /// Capabilities and parameters as they were.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Settings {
-    capabilities: Vec<Value>,
+    /// Those that were on.
+    on: Vec<String>,
     parameters: Value,
 }
 
@@ -21,18 +28,16 @@ impl Settings {
     /// # Errors
     /// QMP's.
     pub fn read(qmp: &mut Qmp) -> Result<Self, QmpError> {
-        let all = qmp.execute("query-migrate-capabilities", json!({}))?;
-        let capabilities = all.as_array().cloned().unwrap_or_default();
-        let capabilities = capabilities
-            .into_iter()
-            .filter(|capability| CAPABILITIES.iter().any(|name| capability["capability"] == *name))
-            .collect();
+        let on = capabilities_on(qmp)?;
         let all = qmp.execute("query-migrate-parameters", json!({}))?;
+        let text = |name: &str| all[name].as_str().unwrap_or_default();
         let parameters = json!({
             "max-bandwidth": all["max-bandwidth"],
             "downtime-limit": all["downtime-limit"],
+            "tls-creds": text("tls-creds"),
+            "tls-hostname": text("tls-hostname"),
         });
-        Ok(Self { capabilities, parameters })
+        Ok(Self { on, parameters })
     }
 
     /// Sets them again.
@@ -41,23 +46,21 @@ impl Settings {
     /// QMP's.
     pub fn restore(&self, qmp: &mut Qmp) -> Result<(), QmpError> {
         qmp.execute("migrate-set-parameters", self.parameters.clone())?;
-        let capabilities = json!({ "capabilities": self.capabilities });
-        qmp.execute("migrate-set-capabilities", capabilities)?;
-        Ok(())
+        let wanted: Vec<&str> = self.on.iter().map(String::as_str).collect();
+        set_capabilities(qmp, &wanted)
     }
 
-    /// Sets what a device state needs that leaves shared memory out.
+    /// Sets what saving the state needs.
     ///
     /// # Errors
     /// QMP's: a QEMU that has no such capability says so.
     pub fn for_saving(qmp: &mut Qmp) -> Result<(), QmpError> {
-        let on = |name: &str| json!({ "capability": name, "state": true });
-        let all = CAPABILITIES.map(on);
-        let capabilities = json!({ "capabilities": all });
-        qmp.execute("migrate-set-capabilities", capabilities)?;
+        set_capabilities(qmp, &FOR_SAVING)?;
         // Only ROMs and devices travel here, and the guest stands still for the last of them.
-        let fast = json!({ "max-bandwidth": 0, "downtime-limit": 2_000_000 });
-        qmp.execute("migrate-set-parameters", fast)?;
+        let local = json!({
+            "max-bandwidth": 0, "downtime-limit": 2_000_000, "tls-creds": "", "tls-hostname": "",
+        });
+        qmp.execute("migrate-set-parameters", local)?;
         Ok(())
     }
 
@@ -66,10 +69,25 @@ impl Settings {
     /// # Errors
     /// QMP's.
     pub fn for_loading(qmp: &mut Qmp) -> Result<(), QmpError> {
-        let on = |name: &str| json!({ "capability": name, "state": true });
-        let both = ["x-ignore-shared", "events"].map(on);
-        let capabilities = json!({ "capabilities": both });
-        qmp.execute("migrate-set-capabilities", capabilities)?;
+        set_capabilities(qmp, &FOR_LOADING)?;
+        qmp.execute("migrate-set-parameters", json!({ "tls-creds": "", "tls-hostname": "" }))?;
         Ok(())
     }
+}
+
+fn capabilities_on(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
+    let all = qmp.execute("query-migrate-capabilities", json!({}))?;
+    let on = all.as_array().into_iter().flatten().filter(|one| one["state"] == true);
+    Ok(on.filter_map(|one| one["capability"].as_str().map(str::to_owned)).collect())
+}
+
+/// Turns these capabilities on and all others off.
+fn set_capabilities(qmp: &mut Qmp, wanted: &[&str]) -> Result<(), QmpError> {
+    let on = capabilities_on(qmp)?;
+    let off = on.iter().map(String::as_str).filter(|name| !wanted.contains(name));
+    let changes: Vec<Value> = off
+        .map(|name| json!({ "capability": name, "state": false }))
+        .chain(wanted.iter().map(|name| json!({ "capability": name, "state": true })))
+        .collect();
+    qmp.execute("migrate-set-capabilities", json!({ "capabilities": changes })).map(|_| ())
 }

@@ -66,7 +66,7 @@ impl QemuSource {
             .descriptor
             .try_clone()
             .map_err(|source| QemuError::Local { action: "duplicate a descriptor", source })?;
-        let log = UffdLog::of_process(pid, ours, ram.ranges.clone())
+        let log = UffdLog::of_process(pid, ours, ram.ranges.clone(), ram.memory.clone())
             .map_err(|error| QemuError::Unsupported(error.to_string()))?;
         let identity = identity(&mut qmp)?;
         let log = Arc::new(log);

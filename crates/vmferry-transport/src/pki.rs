@@ -101,7 +101,9 @@ pub fn issue(directory: &Path, out: &Path, request: &IssueRequest) -> Result<(),
     let uri = uri.as_str().try_into().map_err(failed)?;
     params.subject_alt_names.push(SanType::URI(uri));
     params.distinguished_name.push(DnType::CommonName, request.name.clone());
-    params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+    // Signing is all that TLS 1.3 does with it; QEMU's `tls-creds-x509` takes no certificate without the other
+    // (`crypto/tlscredsx509.c`), and one host certificate should serve both.
+    params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
     params.extended_key_usages =
         vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
     params.use_authority_key_identifier_extension = true;

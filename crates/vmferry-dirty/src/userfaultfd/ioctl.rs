@@ -14,11 +14,14 @@ const UFFD_FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
 /// A write to a protected page is let through and noted in the page table (Linux 6.7).
 const UFFD_FEATURE_WP_ASYNC: u64 = 1 << 15;
 const UFFDIO_REGISTER_MODE_WP: u64 = 1 << 1;
+const UFFDIO_WRITEPROTECT_MODE_WP: u64 = 1 << 0;
 
 /// `_IOWR(UFFDIO, 0x3f, struct uffdio_api)`.
 const UFFDIO_API: libc::c_ulong = 0xc018_aa3f;
 /// `_IOWR(UFFDIO, 0x00, struct uffdio_register)`.
 const UFFDIO_REGISTER: libc::c_ulong = 0xc020_aa00;
+/// `_IOWR(UFFDIO, 0x06, struct uffdio_writeprotect)`.
+const UFFDIO_WRITEPROTECT: libc::c_ulong = 0xc018_aa06;
 /// `_IOR(UFFDIO, 0x01, struct uffdio_range)`.
 const UFFDIO_UNREGISTER: libc::c_ulong = 0x8010_aa01;
 
@@ -47,6 +50,14 @@ struct UffdioRegister {
     ioctls: u64,
 }
 const _: () = assert!(size_of::<UffdioRegister>() == 32);
+
+/// `struct uffdio_writeprotect`.
+#[repr(C)]
+struct UffdioWriteprotect {
+    range: UffdioRange,
+    mode: u64,
+}
+const _: () = assert!(size_of::<UffdioWriteprotect>() == 24);
 
 /// A userfaultfd with asynchronous write protection.
 ///
@@ -94,6 +105,20 @@ pub(super) fn unregister(userfaultfd: impl AsFd, range: Range<u64>) -> io::Resul
     // SAFETY: the argument has the layout of `struct uffdio_range`, asserted above.
     let result = unsafe {
         libc::ioctl(userfaultfd.as_fd().as_raw_fd(), UFFDIO_UNREGISTER, &raw mut argument)
+    };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Protects a registered range of shared memory, pages that are in no page table yet included.
+pub(super) fn protect(userfaultfd: impl AsFd, range: Range<u64>) -> io::Result<()> {
+    let mut argument = UffdioWriteprotect {
+        range: UffdioRange { start: range.start, len: range.end - range.start },
+        mode: UFFDIO_WRITEPROTECT_MODE_WP,
+    };
+    // SAFETY: the argument has the layout of `struct uffdio_writeprotect`, asserted above. Writes are let
+    // through (WP_ASYNC).
+    let result = unsafe {
+        libc::ioctl(userfaultfd.as_fd().as_raw_fd(), UFFDIO_WRITEPROTECT, &raw mut argument)
     };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }

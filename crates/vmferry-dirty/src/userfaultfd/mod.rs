@@ -30,6 +30,9 @@ const NAME: &str = "userfaultfd";
 /// Regions per system call: 24 KiB, so that a round with scattered writes needs few calls.
 const REGIONS: usize = 1024;
 
+/// The smallest hole between two runs that is left unprotected: a page table's worth.
+const GAP_PAGES: u64 = 512;
+
 /// The log of a guest's whole memory.
 pub struct UffdLog {
     /// Where each slot is mapped in the process that writes, as host-virtual addresses there.
@@ -47,8 +50,9 @@ struct State {
 enum Userfaultfd {
     /// Of this process: made at each start, and closed at each stop.
     Own(Option<OwnedFd>),
-    /// Of another process, which can't be asked for one as easily: kept.
-    Other(OwnedFd),
+    /// Of another process, which can't be asked for one as easily: kept. The memory is the same files,
+    /// mapped here.
+    Other(OwnedFd, GuestMemory),
 }
 
 impl UffdLog {
@@ -65,7 +69,8 @@ impl UffdLog {
     }
 
     /// A log of what process `pid` writes to its mappings `ranges`, one for each slot.
-    /// `userfaultfd` was made by that process, and nobody has set it up yet.
+    /// `userfaultfd` was made by that process, and nobody has set it up yet. `memory` is what is mapped
+    /// there, mapped here too.
     ///
     /// # Errors
     /// [`DirtyLogError::Unavailable`] on kernels before 6.7, or where `/proc/PID/pagemap` may not be
@@ -74,10 +79,11 @@ impl UffdLog {
         pid: u32,
         userfaultfd: OwnedFd,
         ranges: Vec<(SlotId, Range<u64>)>,
+        memory: GuestMemory,
     ) -> Result<Self, DirtyLogError> {
         ioctl::enable(&userfaultfd).map_err(unavailable)?;
         let pagemap = File::open(format!("/proc/{pid}/pagemap")).map_err(unavailable)?;
-        Ok(Self::over(ranges, pagemap, Userfaultfd::Other(userfaultfd)))
+        Ok(Self::over(ranges, pagemap, Userfaultfd::Other(userfaultfd, memory)))
     }
 
     fn over(ranges: Vec<(SlotId, Range<u64>)>, pagemap: File, userfaultfd: Userfaultfd) -> Self {
@@ -120,17 +126,37 @@ impl DirtyLog for UffdLog {
         let fresh = match userfaultfd {
             // Closing the descriptor takes everything back if this fails half-way.
             Userfaultfd::Own(_) => Some(ioctl::open().map_err(unavailable)?),
-            Userfaultfd::Other(_) => None,
+            Userfaultfd::Other(..) => None,
         };
         let descriptor = match (&fresh, &*userfaultfd) {
             (Some(fresh), _)
-            | (None, Userfaultfd::Other(fresh) | Userfaultfd::Own(Some(fresh))) => fresh,
+            | (None, Userfaultfd::Other(fresh, _) | Userfaultfd::Own(Some(fresh))) => fresh,
             (None, Userfaultfd::Own(None)) => return Err(DirtyLogError::NotStarted { log: NAME }),
+        };
+        let others = match &*userfaultfd {
+            Userfaultfd::Other(_, memory) => {
+                Some(memory.populated().map_err(|error| unavailable(io::Error::other(error)))?)
+            }
+            Userfaultfd::Own(_) => None,
         };
         for (slot, range) in &self.ranges {
             ioctl::register(descriptor, range.clone()).map_err(failed("register", *slot))?;
-            // The first harvest only protects: whatever is populated is sent anyway.
-            self.harvest(range.clone(), regions, |_| {}).map_err(failed("protect", *slot))?;
+            // This only protects: whatever is populated is sent anyway.
+            match &others {
+                // A page that is in the file and in no page table of that process, as all are after a
+                // migration, would appear as written when it is read there for the first time.
+                Some(populated) => {
+                    for (first, pages) in joined(populated.bitmap(*slot).runs()) {
+                        let start = range.start + first * PAGE_SIZE as u64;
+                        let extent = start..start + pages * PAGE_SIZE as u64;
+                        ioctl::protect(descriptor, extent).map_err(failed("protect", *slot))?;
+                    }
+                }
+                None => {
+                    self.harvest(range.clone(), regions, |_| {})
+                        .map_err(failed("protect", *slot))?;
+                }
+            }
         }
         if fresh.is_some() {
             *userfaultfd = Userfaultfd::Own(fresh);
@@ -168,7 +194,7 @@ impl DirtyLog for UffdLog {
                 taken = descriptor.take();
                 taken.as_ref()
             }
-            Userfaultfd::Other(descriptor) => Some(&*descriptor),
+            Userfaultfd::Other(descriptor, _) => Some(&*descriptor),
         };
         let Some(descriptor) = descriptor else { return Ok(()) };
         for (slot, range) in &self.ranges {
@@ -176,6 +202,21 @@ impl DirtyLog for UffdLog {
         }
         Ok(())
     }
+}
+
+/// Runs of pages, of which neighbours with a small gap are made one: a protected hole costs eight bytes of
+/// page table, and each run a system call.
+fn joined(runs: impl Iterator<Item = (u64, u64)>) -> Vec<(u64, u64)> {
+    let mut joined: Vec<(u64, u64)> = Vec::new();
+    for (first, pages) in runs {
+        match joined.last_mut() {
+            Some((start, length)) if first - (*start + *length) <= GAP_PAGES => {
+                *length = first + pages - *start;
+            }
+            _ => joined.push((first, pages)),
+        }
+    }
+    joined
 }
 
 fn range_of(slot: &Slot) -> Range<u64> {
