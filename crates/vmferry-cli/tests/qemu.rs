@@ -3,6 +3,8 @@
 
 mod support;
 
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -351,6 +353,51 @@ fn commit_is_lost_and_the_operator_decides() {
     run_ok(&scene.a, &["resolve", "tested", "--source-resumes"]);
     scene.runs_on_here();
     scene.arrives();
+}
+
+/// The user that has nothing, on every Linux.
+const NOBODY: u32 = 65534;
+
+#[test]
+fn an_ordinary_user_moves_a_guest_of_their_own() {
+    if !rustix::process::geteuid().is_root() {
+        println!("SKIPPED: all other tests are those of an ordinary user already");
+        return;
+    }
+    let binary = std::process::Command::new(env!("CARGO_BIN_EXE_vmferry"))
+        .arg("--version")
+        .uid(NOBODY)
+        .output();
+    if !binary.is_ok_and(|output| output.status.success()) {
+        println!("SKIPPED: this directory is closed to other users");
+        return;
+    }
+    let (world, lab) = (World::new(), Lab::new());
+    lab.give_to(NOBODY).unwrap();
+    let machine =
+        Machine { mib: 128, user: Some(NOBODY), ..Machine::new(Version::V10_0, "dirty=8") };
+    let mut here = machine.start(&lab, "here");
+    here.check_guest();
+    let mut there = machine.incoming(&lab, "there");
+    // Runtime directories and link where that user may make them.
+    let host = |name: &str| Host { runtime: lab.path(&format!("host-{name}")) };
+    let link = format!("unix:{}", lab.path("link").display());
+    let mut receiving = host("b")
+        .start_as(NOBODY, &["receive", "--qemu", text(&there.qmp), "--listen", &link, "--once"]);
+    receiving.event("listening");
+    let send = ["send", "--qemu", text(&here.qmp), "--to", &link, "--verify"];
+    let sent = host("a").start_as(NOBODY, &send).finish();
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    assert_eq!(sent.last()["verify_match"], true);
+    receiving.event("received");
+    there.check_guest();
+    drop(world);
+
+    // Nor may they move somebody else's: the QEMU of root.
+    let theirs = Machine { user: None, ..machine }.start(&lab, "root");
+    std::fs::set_permissions(&theirs.qmp, std::fs::Permissions::from_mode(0o777)).unwrap();
+    let send = ["send", "--qemu", text(&theirs.qmp), "--to", &link];
+    host("a").start_as(NOBODY, &send).finish().failed(1, "ptrace");
 }
 
 #[test]

@@ -75,12 +75,28 @@ impl World {
         }
     }
 
+    /// Gives everything to a user, whose QEMUs and vmferrys then work here.
+    ///
+    /// # Errors
+    /// The file system's.
+    pub fn give_to(&self, user: u32) -> std::io::Result<()> {
+        for directory in [self.directory.path(), self.memory.path()] {
+            std::os::unix::fs::chown(directory, Some(user), Some(user))?;
+        }
+        Ok(())
+    }
+
     /// An empty disk on storage that both hosts see, where the kernel can go around its cache.
     pub fn disk(&self, mib: u64) -> PathBuf {
         let path = self.path("disk.raw");
         let disk = std::fs::File::create(&path).expect("a disk can be made");
         disk.set_len(mib << 20).expect("a disk can be made");
         path
+    }
+
+    /// A file on a tmpfs.
+    pub fn path_on_tmpfs(&self, name: &str) -> PathBuf {
+        self.memory.path().join(name)
     }
 
     /// A file in it.

@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::fs::File;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -24,6 +25,8 @@ pub struct Machine {
     pub workload: String,
     /// Further arguments: devices, a sandbox.
     pub devices: Vec<String>,
+    /// The user that it runs as, if it is another.
+    pub user: Option<u32>,
 }
 
 /// What a QEMU's memory is made of.
@@ -50,6 +53,7 @@ impl Machine {
             backend: Backend::File,
             workload: workload.to_owned(),
             devices: Vec::new(),
+            user: None,
         }
     }
 
@@ -80,6 +84,9 @@ impl Machine {
         command.args(&line[1..]).args(extra);
         if let Some(libraries) = self.libraries() {
             command.env("LD_LIBRARY_PATH", libraries);
+        }
+        if let Some(user) = self.user {
+            command.uid(user).gid(user);
         }
         let log_path = world.path(&format!("{name}.log"));
         let log = File::create(&log_path).expect("a log can be made");

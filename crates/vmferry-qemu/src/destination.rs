@@ -147,6 +147,9 @@ impl DestinationVm for QemuDestination {
             }
         }
         self.punch().map_err(|error| PrepareError::Vm(error.into()))?;
+        // Now, and not while the guest stands still.
+        Settings::for_loading(&mut self.qmp)
+            .map_err(|error| PrepareError::Vm(QemuError::from(error).into()))?;
         Ok(self.ram.memory.clone())
     }
 

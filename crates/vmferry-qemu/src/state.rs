@@ -103,7 +103,6 @@ impl Saving {
 /// # Errors
 /// A state that can't be loaded; this QEMU is of no use any more then.
 pub fn load(qmp: &mut Qmp, state: &[u8]) -> Result<(), QemuError> {
-    Settings::for_loading(qmp)?;
     let (mut ours, theirs) = pair()?;
     qmp.give_descriptor(DESCRIPTOR, &theirs)?;
     drop(theirs);

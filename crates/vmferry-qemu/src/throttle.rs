@@ -14,7 +14,8 @@ use std::path::{Path, PathBuf};
 
 use crate::error::QemuError;
 
-/// The limit's period: short, so that a throttled guest is slow and does not stand still.
+/// The limit's period, unless the quota would be too small: short, so that a throttled guest is slow and does
+/// not stand still.
 const PERIOD_US: u64 = 10_000;
 
 /// The kernel takes no smaller quota.
@@ -90,13 +91,13 @@ impl Throttle {
             return self.remove();
         }
         self.make()?;
-        let quota = quota_us(percent, self.threads.len());
+        let (quota, period) = quota_us(percent, self.threads.len());
         match self.hierarchy {
             Hierarchy::V2 => {
-                fs::write(self.group.join("cpu.max"), format!("{quota} {PERIOD_US}"))?;
+                fs::write(self.group.join("cpu.max"), format!("{quota} {period}"))?;
             }
             Hierarchy::V1 => {
-                fs::write(self.group.join("cpu.cfs_period_us"), PERIOD_US.to_string())?;
+                fs::write(self.group.join("cpu.cfs_period_us"), period.to_string())?;
                 fs::write(self.group.join("cpu.cfs_quota_us"), quota.to_string())?;
             }
         }
@@ -131,9 +132,11 @@ impl Drop for Throttle {
     }
 }
 
-fn quota_us(percent: u8, threads: usize) -> u64 {
-    let left = 100 - u64::from(percent.min(99));
-    (PERIOD_US * left * threads as u64 / 100).max(LEAST_QUOTA_US)
+/// The quota for all threads together, and its period.
+fn quota_us(percent: u8, threads: usize) -> (u64, u64) {
+    let left = (100 - u64::from(percent.min(99))) * threads.max(1) as u64;
+    let period = PERIOD_US.max(LEAST_QUOTA_US * 100 / left);
+    (period * left / 100, period)
 }
 
 fn name(pid: u32) -> String {
@@ -220,8 +223,8 @@ mod tests {
 
     #[test]
     fn a_quota_is_what_is_left_of_every_thread() {
-        assert_eq!(quota_us(20, 1), 8_000);
-        assert_eq!(quota_us(80, 4), 8_000);
-        assert_eq!(quota_us(99, 1), LEAST_QUOTA_US);
+        assert_eq!(quota_us(20, 1), (8_000, 10_000));
+        assert_eq!(quota_us(80, 4), (8_000, 10_000));
+        assert_eq!(quota_us(99, 1), (LEAST_QUOTA_US, 100_000));
     }
 }

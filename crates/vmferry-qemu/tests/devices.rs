@@ -3,12 +3,15 @@
 mod support;
 
 use std::net::UdpSocket;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use support::{hop, hop_with, migrate_between};
+use support::{hop, hop_with, migrate_between, migrate_with};
+use vmferry::SourceConfig;
 use vmferry::convergence::WhenStuck;
+use vmferry::error::ErrorClass;
 use vmferry_qemu::QemuSource;
 use vmferry_qemu_lab::{Machine, Qemu, Said, SlowDisk, Version, World};
 
@@ -158,6 +161,41 @@ fn pages_that_a_guest_gives_back_are_zero_elsewhere() {
             here = there;
         }
     }
+}
+
+/// A guest that outruns its link: kept without throttling, and moved with it.
+#[test]
+fn a_guest_that_writes_too_fast_is_throttled() {
+    let world = World::new();
+    let machine = Machine::new(Version::V10_0, "dirty=24");
+    let mut here = machine.start(&world, "here");
+    here.check_guest();
+    if let Err(error) = QemuSource::attach(&here.qmp).unwrap().allow_throttling() {
+        println!("SKIPPED: {}", vmferry::chain(&error));
+        return;
+    }
+    let slow = |config: &mut SourceConfig| {
+        config.max_bandwidth = Some(80 << 20);
+        config.downtime_limit = Duration::from_millis(100);
+        config.max_rounds = 12;
+    };
+    let there = machine.incoming(&world, "kept");
+    let error = migrate_with(&world, 1, &here, &there, slow).unwrap_err();
+    assert_eq!(error.class(), ErrorClass::NotConverging, "{error}");
+    here.check_guest();
+
+    let group = |qemu: &Qemu| {
+        let groups = [Path::new("/sys/fs/cgroup"), Path::new("/sys/fs/cgroup/cpu")];
+        groups.map(|at| at.join(format!("vmferry-{}", qemu.child.id())).exists())
+    };
+    let mut there = machine.incoming(&world, "there");
+    let stats = hop_with(&world, 2, &here, &there, |config| {
+        slow(config);
+        config.throttle = 99;
+    });
+    assert!(stats.rounds.iter().any(|round| round.throttle_percent > 0), "{:?}", stats.rounds);
+    assert_eq!(group(&here), [false, false], "no control group is left");
+    there.check_guest();
 }
 
 #[test]

@@ -69,7 +69,8 @@ impl Lab {
     /// The command, on a host of this benchmark's own.
     pub fn command(&self) -> Command {
         let mut command = Command::new(&self.vmferry);
-        command.env("VMFERRY_RUNTIME_DIR", self.world.path("host"));
+        // The default, /run/vmferry, is on a tmpfs too.
+        command.env("VMFERRY_RUNTIME_DIR", self.world.path_on_tmpfs("host"));
         command
     }
 }
@@ -153,9 +154,7 @@ impl<'a> Guest<'a> {
         let machine = with_devices(self.lab, &self.machine, &name);
         let qemu = machine.incoming(&self.lab.world, &name);
         let mut there = Host::new(self.lab, &name, qemu)?;
-        let t0 = Instant::now();
         warm_up(&self.host, self.machine.mib)?;
-        eprintln!("warm {:?}", t0.elapsed());
         // A guest that has just arrived touches its memory for the first time.
         std::thread::sleep(SETTLE);
         let before = self.host.cpu_s()? + there.cpu_s()?;

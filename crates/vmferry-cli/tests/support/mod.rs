@@ -5,6 +5,7 @@
 pub mod proxy;
 
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -125,7 +126,18 @@ impl Host {
 
     /// Starts a command that goes on.
     pub fn start(&self, arguments: &[&str]) -> Running {
-        let mut child = self.command(arguments).spawn().unwrap();
+        Self::spawn(self.command(arguments))
+    }
+
+    /// The same as another user.
+    pub fn start_as(&self, user: u32, arguments: &[&str]) -> Running {
+        let mut command = self.command(arguments);
+        command.uid(user).gid(user);
+        Self::spawn(command)
+    }
+
+    fn spawn(mut command: Command) -> Running {
+        let mut child = command.spawn().unwrap();
         let stdout = child.stdout.take().unwrap();
         Running { child, lines: BufReader::new(stdout), seen: Vec::new() }
     }

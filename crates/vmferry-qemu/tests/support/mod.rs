@@ -55,10 +55,13 @@ pub fn migrate_with(
         config.once = true;
         receive(listener, destination, &config, &Stop::default(), &mut |_| {})
     });
-    let source = QemuSource::attach(&from.qmp).unwrap();
+    let mut source = QemuSource::attach(&from.qmp).unwrap();
     let mut config = SourceConfig::new(world.path("here"));
     config.verify = true;
     change(&mut config);
+    if config.throttle > 0 {
+        source.allow_throttling().unwrap();
+    }
     let dialer = Dialer::new(address, None);
     let outcome = migrate(source, &dialer, config, &Orders::default(), &mut |_| {});
     let received = receiving.join().unwrap();
