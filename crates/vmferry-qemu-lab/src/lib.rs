@@ -1,9 +1,11 @@
 //! Real QEMU processes with a real Linux in them, as `scripts/setup-qemu` has fetched them.
 
+mod huge;
 mod initramfs;
 mod machine;
 mod slow_disk;
 
+pub use huge::{HugePages, Mounted};
 pub use machine::{Backend, Machine};
 pub use slow_disk::SlowDisk;
 

@@ -25,6 +25,8 @@ pub struct Machine {
     pub workload: String,
     /// Further arguments: devices, a sandbox.
     pub devices: Vec<String>,
+    /// Where its memory files are, if not on a tmpfs of small pages.
+    pub memory_directory: Option<PathBuf>,
     /// The user that it runs as, if it is another.
     pub user: Option<u32>,
 }
@@ -53,6 +55,7 @@ impl Machine {
             backend: Backend::File,
             workload: workload.to_owned(),
             devices: Vec::new(),
+            memory_directory: None,
             user: None,
         }
     }
@@ -96,7 +99,8 @@ impl Machine {
             .stderr(log)
             .spawn()
             .expect("QEMU can be started");
-        let memory = ["ram", "node0", "node1"].map(|part| memory_file(world, name, part)).into();
+        let memory =
+            ["ram", "node0", "node1"].map(|part| self.memory_file(world, name, part)).into();
         let console = console(world, name);
         let mut qemu = Qemu { child, qmp, console, log: log_path, memory };
         qemu.wait_until("listens", |qemu| {
@@ -110,6 +114,11 @@ impl Machine {
         Some(packages().join(self.version.directory()).join("usr/lib/x86_64-linux-gnu"))
     }
 
+    fn memory_file(&self, world: &World, name: &str, part: &str) -> PathBuf {
+        let directory = self.memory_directory.as_deref().unwrap_or(world.memory.path());
+        directory.join(format!("{name}-{part}"))
+    }
+
     /// The command line, without QMP.
     pub fn command_line(&self, world: &World, name: &str) -> Vec<OsString> {
         let packages = packages().join(self.version.directory());
@@ -120,7 +129,7 @@ impl Machine {
         for part in ["usr/share/qemu", "usr/share/seabios", "usr/lib/ipxe/qemu"] {
             add(&[&"-L", &packages.join(part)]);
         }
-        let file = |part: &str| memory_file(world, name, part);
+        let file = |part: &str| self.memory_file(world, name, part);
         let backend = |id: &str, mib: u64| match self.backend {
             Backend::File | Backend::TwoNodes => format!(
                 "memory-backend-file,id={id},size={mib}M,share=on,mem-path={}",
@@ -152,10 +161,6 @@ impl Machine {
         }
         line
     }
-}
-
-fn memory_file(world: &World, name: &str, part: &str) -> PathBuf {
-    world.memory.path().join(format!("{name}-{part}"))
 }
 
 /// The file that a guest's serial console writes.

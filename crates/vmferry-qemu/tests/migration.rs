@@ -4,16 +4,19 @@ mod support;
 
 use support::{attach_fails, hop, migrate_between};
 use vmferry::error::ErrorClass;
-use vmferry_qemu_lab::{Backend, Machine, Version, World};
+use vmferry_qemu_lab::{Backend, HugePages, Machine, Mounted, Version, World};
 
 /// Moves a guest from QEMU to QEMU, and looks after it on each.
 fn travel(machine: &Machine, hops: u32) {
-    let world = World::new();
-    let mut here = machine.start(&world, "qemu-0");
+    travel_in(&World::new(), machine, hops);
+}
+
+fn travel_in(world: &World, machine: &Machine, hops: u32) {
+    let mut here = machine.start(world, "qemu-0");
     here.check_guest();
     for number in 1..=hops {
-        let there = machine.incoming(&world, &format!("qemu-{number}"));
-        let stats = hop(&world, number, &here, &there);
+        let there = machine.incoming(world, &format!("qemu-{number}"));
+        let stats = hop(world, number, &here, &there);
         assert_eq!((stats.digest_match, stats.verify_match), (Some(true), Some(true)));
         here.child.wait().unwrap();
         here = there;
@@ -53,6 +56,27 @@ fn linux_guests_travel_from_qemu_to_qemu() {
     for machine in machines() {
         println!("{machine:?}");
         travel(&machine, hops);
+    }
+}
+
+#[test]
+fn guests_of_huge_pages_travel() {
+    for kind in [HugePages::Transparent, HugePages::Hugetlb] {
+        let world = World::new();
+        let directory = world.path("huge");
+        let mounted = match Mounted::new(&directory, kind, 640) {
+            Ok(mounted) => mounted,
+            Err(error) => {
+                println!("SKIPPED: {kind:?}: {error}");
+                continue;
+            }
+        };
+        let machine = Machine {
+            memory_directory: Some(directory),
+            ..Machine::new(Version::V10_0, "static=40 dirty=20")
+        };
+        travel_in(&world, &machine, 3);
+        drop(mounted);
     }
 }
 
