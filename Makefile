@@ -4,7 +4,7 @@ PROFILE ?= release
 VMFERRY := target/$(if $(filter release,$(PROFILE)),release,debug)/vmferry
 PROFILE_FLAG := $(if $(filter release,$(PROFILE)),--release,)
 
-.PHONY: help setup build demo test test-all lint model soak bench clean
+.PHONY: help setup build demo demo-qemu test test-all lint model soak bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -17,6 +17,10 @@ build: setup ## Build the vmferry command
 
 demo: build ## Migrate a guest between two processes on this machine and show what happened
 	@$(VMFERRY) demo $(DEMO_FLAGS)
+
+demo-qemu: build ## Move a Linux guest from QEMU to QEMU between two network namespaces (root)
+	@. scripts/environment && $(CARGO) build --locked $(PROFILE_FLAG) --package vmferry-qemu-lab
+	@scripts/demo-qemu
 
 test: setup ## Run all tests, with a sample of the long matrices
 	@. scripts/environment && $(CARGO) test --locked --workspace

@@ -4,6 +4,32 @@ use std::process::Command;
 
 use serde_json::Value;
 
+/// Needs the `vmferry` command beside it, which the workspace's tests build.
+#[test]
+fn qemu_prints_one_object_of_the_promised_shape() {
+    let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
+        .args(["qemu", "--json", "--quick"])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let result: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(result["name"], "qemu");
+    let rows = result["rows"].as_array().unwrap();
+    assert_eq!(
+        rows.len(),
+        7,
+        "three ways of QEMU's own and two of vmferry's, and one each with TLS"
+    );
+    for row in rows {
+        for key in ["total_ms", "downtime_ms", "sent_mb", "cpu_s"] {
+            assert!(row[key].as_f64() > Some(0.0), "{key}: {row}");
+        }
+    }
+    for ratio in ["total_idle", "downtime_idle", "cpu_idle", "total_idle_tls"] {
+        assert!(result["ratios"][ratio].as_f64() > Some(0.0), "{ratio}");
+    }
+}
+
 #[test]
 fn engine_prints_one_object_of_the_promised_shape() {
     let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))

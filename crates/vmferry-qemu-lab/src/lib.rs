@@ -6,7 +6,7 @@ mod machine;
 mod slow_disk;
 
 pub use huge::{HugePages, Mounted};
-pub use machine::{Backend, Machine};
+pub use machine::{Backend, Fixture, Machine};
 pub use slow_disk::SlowDisk;
 
 use std::collections::BTreeMap;

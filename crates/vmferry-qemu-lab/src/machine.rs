@@ -163,6 +163,40 @@ impl Machine {
     }
 }
 
+/// Where QEMU 10.0 and its guest are, for whoever starts them otherwise.
+#[derive(Clone, Debug)]
+pub struct Fixture {
+    /// The program.
+    pub qemu: PathBuf,
+    /// Its libraries.
+    pub libraries: PathBuf,
+    /// Its data.
+    pub firmware: PathBuf,
+    /// SeaBIOS.
+    pub roms: PathBuf,
+    /// The guest's kernel.
+    pub kernel: PathBuf,
+    /// The guest's only files.
+    pub initramfs: PathBuf,
+}
+
+impl Fixture {
+    /// Fetches and builds what is missing.
+    #[must_use]
+    #[allow(clippy::new_without_default, reason = "it downloads packages")]
+    pub fn new() -> Self {
+        let at = packages().join(Version::V10_0.directory());
+        Self {
+            qemu: at.join("usr/bin/qemu-system-x86_64"),
+            libraries: at.join("usr/lib/x86_64-linux-gnu"),
+            firmware: at.join("usr/share/qemu"),
+            roms: at.join("usr/share/seabios"),
+            kernel: kernel(),
+            initramfs: initramfs::path(packages()).to_owned(),
+        }
+    }
+}
+
 /// The file that a guest's serial console writes.
 fn console(world: &World, name: &str) -> PathBuf {
     world.path(&format!("{name}.out"))

@@ -240,8 +240,11 @@ impl SourceVm for QemuSource {
 pub fn identity(qmp: &mut Qmp) -> Result<GuestIdentity, QemuError> {
     let name = qmp.execute("query-name", json!({}))?;
     let uuid = qmp.execute("query-uuid", json!({}))?;
+    let pid = qmp.pid()?;
     let uuid = uuid["UUID"].as_str().and_then(|text| text.parse().ok()).unwrap_or_default();
-    Ok(GuestIdentity { uuid, name: name["name"].as_str().unwrap_or("qemu").to_owned() })
+    // One without a name must not be taken for another one.
+    let unnamed = || format!("qemu-{pid}");
+    Ok(GuestIdentity { uuid, name: name["name"].as_str().map_or_else(unnamed, str::to_owned) })
 }
 
 /// What QEMU itself says against a migration.

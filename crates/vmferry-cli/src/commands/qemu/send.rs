@@ -109,10 +109,8 @@ fn settle_unfinished(
     if unfinished.is_empty() {
         return Ok(());
     }
-    let uuid = AbandonedQemu::new(qmp, None).identity()?.uuid;
-    for session in
-        unfinished.iter().filter(|session| session.guest().is_some_and(|guest| guest.uuid == uuid))
-    {
+    let identity = AbandonedQemu::new(qmp, None).identity()?;
+    for session in unfinished.iter().filter(|session| session.guest() == Some(&identity)) {
         output.note(format!("finishing session {}, whose vmferry was killed", session.session));
         let mut config = config.clone();
         config.session = session.session;
