@@ -180,6 +180,24 @@ fn the_sender_is_killed_in_each_phase_and_the_guest_runs_on() {
     }
 }
 
+/// The attach stops a thread of QEMU for microseconds and lets it make a system call. Whatever moment the
+/// sender is killed at, QEMU and its guest go on, and the next attach works.
+#[test]
+fn killed_at_any_moment_of_the_attach_it_harms_nothing() {
+    let mut scene = Scene::new(Version::V10_0);
+    let tls = scene.world.tls();
+    for attempt in 0..if all() { 300 } else { 60 } {
+        let arguments =
+            ["send", "--qemu", text(&scene.here.qmp), "--to", "127.0.0.1:1", "--tls", &tls];
+        let mut send = scene.a.start(&arguments);
+        // From before its QMP connection until after its end.
+        std::thread::sleep(Duration::from_micros(attempt * 211 % 12_000));
+        send.kill();
+    }
+    scene.here.check_guest();
+    scene.arrives();
+}
+
 #[test]
 fn sender_and_guardian_are_killed_and_the_next_sender_tidies_up() {
     let mut scene = Scene::new(Version::V10_0);
