@@ -7,10 +7,9 @@
 //! engine re-protects pages before it copies them, so a torn page is dirty again.
 
 use std::io;
-use std::os::unix::fs::FileExt;
 
 use crate::error::MemoryError;
-use crate::slots::{Backing, GuestMemory, Slot};
+use crate::slots::{GuestMemory, Slot};
 use crate::units::{PAGE_SIZE, PageRun};
 
 /// Host address of a run's first byte. The run has been checked against the slot.
@@ -49,25 +48,22 @@ impl GuestMemory {
         Ok(())
     }
 
-    /// Copies pages into guest memory where nothing has been yet. Into a file this is a write and no
-    /// store: no page fault, and no page is zeroed before it is overwritten, which takes two thirds of
-    /// the time (0.31 s instead of 0.50 s for a GiB of tmpfs; once populated, a store is the faster).
+    /// Copies pages into guest memory where nothing has been yet: all of them are populated in one call first,
+    /// instead of by a fault at each, and what that zeroes is still in the cache when it is overwritten.
+    /// A GiB of tmpfs in pieces of 256 KiB by two threads took 0.27 to 0.31 s so, 0.37 by faults, and 0.41 to
+    /// 0.45 by `pwrite`, which locks the file.
     ///
     /// # Errors
-    /// A run outside its slot, a buffer that is not exactly `run.pages` pages long, or the file's: a
+    /// A run outside its slot, a buffer that is not exactly `run.pages` pages long, or no memory left: a
     /// tmpfs that is full says so here, where a store would end the process.
     pub fn copy_in_new(&self, run: PageRun, from: &[u8]) -> Result<(), MemoryError> {
-        let slot = self.check_buffer(run, from.len())?;
-        let Backing::File { file, offset } = slot.backing() else { return self.copy_in(run, from) };
-        match file.write_all_at(from, offset + run.first * PAGE_SIZE as u64) {
-            Ok(()) => Ok(()),
-            // hugetlbfs has no writes.
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => self.copy_in(run, from),
-            Err(source) => {
-                let what = "writing pages to the file";
-                Err(MemoryError::Slot { what, slot: run.slot, source })
-            }
+        match self.populate(run) {
+            // Before Linux 5.14 the store has to do it.
+            Err(MemoryError::Slot { source, .. })
+                if source.raw_os_error() == Some(libc::EINVAL) => {}
+            other => other?,
         }
+        self.copy_in(run, from)
     }
 
     /// Writes zeros over pages, which populates them.
