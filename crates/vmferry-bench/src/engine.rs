@@ -205,7 +205,7 @@ fn copy_bandwidth(
 }
 
 /// CPU time of this process so far, in seconds.
-fn process_cpu_s() -> f64 {
+pub fn process_cpu_s() -> f64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }

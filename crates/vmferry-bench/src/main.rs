@@ -3,6 +3,7 @@
 
 mod engine;
 mod machine;
+mod place;
 mod qemu;
 mod results;
 
@@ -28,6 +29,8 @@ enum Name {
     Engine,
     /// QEMU's own migration and vmferry's, of the same guests.
     Qemu,
+    /// Ways to bring pages into an empty memory file.
+    Place,
 }
 
 fn main() -> anyhow::Result<()> {
@@ -35,6 +38,7 @@ fn main() -> anyhow::Result<()> {
     let results = match arguments.name {
         Name::Engine => engine::run(arguments.quick)?,
         Name::Qemu => qemu::run(arguments.quick)?,
+        Name::Place => place::run(arguments.quick)?,
     };
     if arguments.json {
         println!("{}", serde_json::to_string(&results)?);

@@ -93,8 +93,11 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
         }
         let mut guest = Guest::start(&lab, mib, workload).with_context(|| (*name).to_owned())?;
         for pass in 1..=repetitions {
-            guest = guest.move_on(Way::RESET)?.0;
-            for way in Way::ALL {
+            if pass <= 2 {
+                guest = guest.move_on(Way::RESET)?.0;
+            }
+            // One stream is QEMU's slowest way by far: once is enough to see it.
+            for way in Way::ALL.into_iter().filter(|way| pass == 1 || *way != Way::Qemu) {
                 let label = || format!("{name}: {} over {} channels", way.name(), way.channels());
                 let (next, sample) = guest.move_on(way).with_context(label)?;
                 guest = next;

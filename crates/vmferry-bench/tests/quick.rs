@@ -31,6 +31,18 @@ fn qemu_prints_one_object_of_the_promised_shape() {
 }
 
 #[test]
+fn place_prints_one_object_of_the_promised_shape() {
+    let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
+        .args(["place", "--json", "--quick"])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let result: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(result["rows"].as_array().is_some_and(|rows| rows.len() >= 8), "{result}");
+    assert!(result["ratios"]["vmferry_of_store_2_threads"].as_f64() > Some(0.0), "{result}");
+}
+
+#[test]
 fn engine_prints_one_object_of_the_promised_shape() {
     let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
         .args(["engine", "--json", "--quick"])

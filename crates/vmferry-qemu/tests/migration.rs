@@ -39,6 +39,9 @@ fn machines() -> Vec<Machine> {
         if version == Version::V7_2 {
             machines.push(Machine { backend: Backend::Memfd, ..machine("dirty=20") });
         }
+        // Video memory is QEMU's to move; memory above 4 GiB is the same block at another address.
+        let large = Machine { mib: 4096, ..machine("dirty=10") };
+        machines.push(large.with(&["-device", "VGA"]));
         if all {
             machines.push(machine("static=10"));
             machines.push(Machine { mib: 512, ..machine("dirty=100") });
@@ -96,6 +99,30 @@ fn a_guest_that_can_t_be_attached_is_refused_before_it_is_touched() {
     let text = attach_fails(&qemu);
     assert!(text.contains("is a memfd") && text.contains("mem-path"), "{text}");
     qemu.check_guest();
+}
+
+#[test]
+fn what_others_write_or_both_have_is_refused() {
+    let world = World::new();
+    let shared = format!(
+        "memory-backend-file,id=shared,size=1M,share=on,mem-path={}",
+        world.path_on_tmpfs("shared").display()
+    );
+    let machine = Machine::new(Version::V10_0, "dirty=5");
+    let with_shared =
+        machine.clone().with(&["-object", &shared, "-device", "ivshmem-plain,memdev=shared"]);
+    let mut qemu = with_shared.start(&world, "shared");
+    let text = attach_fails(&qemu);
+    assert!(text.contains("ivshmem-plain") && text.contains("device_del"), "{text}");
+    qemu.check_guest();
+
+    // The destination's memory is the source's, by another name.
+    let here = machine.start(&world, "here");
+    std::os::unix::fs::symlink(world.path_on_tmpfs("here-ram"), world.path_on_tmpfs("there-ram"))
+        .unwrap();
+    let there = machine.incoming(&world, "there");
+    let error = migrate_between(&world, 1, &here, &there).unwrap_err();
+    assert!(vmferry::chain(&error).contains("a file of its own"), "{error}");
 }
 
 #[test]
