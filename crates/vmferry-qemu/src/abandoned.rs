@@ -42,6 +42,14 @@ impl AbandonedQemu {
         crate::source::identity(&mut Qmp::connect(&self.socket)?)
     }
 
+    /// The process.
+    ///
+    /// # Errors
+    /// QMP's.
+    pub fn pid(&self) -> Result<u32, QemuError> {
+        Ok(Qmp::connect(&self.socket)?.pid())
+    }
+
     /// Ends it.
     ///
     /// # Errors
@@ -53,7 +61,7 @@ impl AbandonedQemu {
 
     fn run_on(&self) -> Result<(), QemuError> {
         let mut qmp = Qmp::connect(&self.socket)?;
-        let pid = qmp.pid()?;
+        let pid = qmp.pid();
         cancel_migration(&mut qmp)?;
         run_on(&mut qmp)?;
         // The guest runs. What is left is tidying, and worth no failure.
@@ -73,7 +81,7 @@ impl Resume for AbandonedQemu {
 }
 
 /// Ends QEMU's own migration, if one is under way: the one that was to save the state.
-fn cancel_migration(qmp: &mut Qmp) -> Result<(), QemuError> {
+pub fn cancel_migration(qmp: &mut Qmp) -> Result<(), QemuError> {
     let deadline = std::time::Instant::now() + CANCEL_TIMEOUT;
     let mut asked = false;
     loop {

@@ -94,11 +94,9 @@ impl QemuDestination {
     }
 
     /// The QEMU process.
-    ///
-    /// # Errors
-    /// If the system does not say.
-    pub fn pid(&self) -> Result<u32, QemuError> {
-        Ok(self.qmp.pid()?)
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.qmp.pid()
     }
 
     /// Ends the QEMU.
@@ -165,7 +163,11 @@ impl DestinationVm for QemuDestination {
 
     fn discard(&mut self) {
         // One that has loaded a state can't take another; one that has not can be filled anew.
-        let _ = if self.used { self.quit() } else { self.punch() };
+        let _ = if self.used {
+            self.quit()
+        } else {
+            self.punch().and_then(|()| Ok(self.settings.restore(&mut self.qmp)?))
+        };
     }
 
     fn is_spent(&self) -> bool {

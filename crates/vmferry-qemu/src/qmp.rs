@@ -82,6 +82,7 @@ pub struct Qmp {
     path: PathBuf,
     reader: BufReader<UnixStream>,
     version: Version,
+    pid: u32,
     events: VecDeque<Value>,
 }
 
@@ -101,6 +102,7 @@ impl Qmp {
             path: path.to_owned(),
             reader: BufReader::new(stream),
             version: Version { major: 0, minor: 0, micro: 0 },
+            pid: 0,
             events: VecDeque::new(),
         };
         let greeting = qmp.read(Instant::now() + ANSWER_TIMEOUT, "greet")?;
@@ -112,6 +114,7 @@ impl Qmp {
         };
         qmp.version = Version { major, minor, micro };
         qmp.execute("qmp_capabilities", json!({}))?;
+        qmp.pid = qmp.find_pid()?;
         Ok(qmp)
     }
 
@@ -127,14 +130,27 @@ impl Qmp {
         self.version
     }
 
-    /// The process that listens on the socket.
-    ///
-    /// # Errors
-    /// If the system does not say.
-    pub fn pid(&self) -> Result<u32, QmpError> {
+    /// The QEMU process.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// The process that listens on the socket, as the system says; or, if a management tool has made the
+    /// socket and passed it on, the one that the first vCPU's thread belongs to.
+    fn find_pid(&mut self) -> Result<u32, QmpError> {
         let credentials = rustix::net::sockopt::socket_peercred(self.reader.get_ref())
             .map_err(|errno| self.io("find the process", errno.into()))?;
-        Ok(credentials.pid.as_raw_nonzero().get().unsigned_abs())
+        let listener = credentials.pid.as_raw_nonzero().get().unsigned_abs();
+        let vcpus = self.execute("query-cpus-fast", json!({}))?;
+        let Some(thread) = vcpus[0]["thread-id"].as_u64() else { return Ok(listener) };
+        if Path::new(&format!("/proc/{listener}/task/{thread}")).exists() {
+            return Ok(listener);
+        }
+        let status = std::fs::read_to_string(format!("/proc/{thread}/status")).unwrap_or_default();
+        let process =
+            status.lines().find_map(|line| line.strip_prefix("Tgid:")?.trim().parse().ok());
+        Ok(process.unwrap_or(listener))
     }
 
     /// Runs a command and returns what it returns.

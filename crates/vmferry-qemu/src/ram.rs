@@ -79,7 +79,7 @@ impl Ram {
     /// # Errors
     /// If memory can't be carried: what is wrong with it, and what to change on QEMU's command line.
     pub fn find(qmp: &mut Qmp) -> Result<Self, QemuError> {
-        let pid = qmp.pid()?;
+        let pid = qmp.pid();
         let mut listed = parse_blocks(&qmp.human("info ramblock")?);
         if listed.iter().any(|block| block.address.is_none()) {
             find_addresses(qmp, &mut listed)?;

@@ -10,7 +10,7 @@ use vmferry_dirty::{DirtyLog, UffdLog};
 use vmferry_memory::{GuestMemory, PAGE_SIZE, SlotLayout};
 use vmferry_wire::GuestIdentity;
 
-use crate::abandoned::is_under_way;
+use crate::abandoned::{cancel_migration, is_under_way};
 use crate::error::QemuError;
 use crate::inject::{self, Injected};
 use crate::machine::{self, Habits, Machine};
@@ -57,7 +57,7 @@ impl QemuSource {
         let (machine, habits) = machine::look(&mut qmp)?;
         let vcpu_threads = machine::vcpu_threads(&mut qmp)?;
         let ram = Ram::find(&mut qmp)?;
-        let pid = qmp.pid()?;
+        let pid = qmp.pid();
         let settings = Settings::read(&mut qmp)?;
         // QEMU makes one itself only while it migrates, which it does not.
         inject::close_leftovers(pid)?;
@@ -129,17 +129,20 @@ impl QemuSource {
     /// # Errors
     /// If the control groups do not allow it.
     pub fn allow_throttling(&mut self) -> Result<(), QemuError> {
-        let pid = self.qmp.pid()?;
+        let pid = self.qmp.pid();
         self.throttle = Some(Throttle::prepare(pid, self.vcpu_threads.clone())?);
         Ok(())
     }
 
     /// The QEMU process.
-    ///
-    /// # Errors
-    /// If the system does not say.
-    pub fn pid(&self) -> Result<u32, QemuError> {
-        Ok(self.qmp.pid()?)
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.qmp.pid()
+    }
+
+    /// Whether the guest runs; false also if QEMU does not answer.
+    pub fn is_running(&mut self) -> bool {
+        self.qmp.execute("query-status", json!({})).is_ok_and(|status| status["running"] == true)
     }
 
     /// What its devices ask of the engine.
@@ -151,8 +154,10 @@ impl QemuSource {
 
 impl Resume for QemuSource {
     fn resume(&mut self) -> Result<(), VmError> {
-        if let Some(saving) = self.saving.take() {
-            saving.cancel(&mut self.qmp)?;
+        match self.saving.take() {
+            Some(saving) => saving.cancel(&mut self.qmp)?,
+            // One that was begun and never reached its pause would pause the guest later.
+            None => cancel_migration(&mut self.qmp)?,
         }
         run_on(&mut self.qmp)?;
         // The guest runs. Settings are worth no failure.
@@ -240,7 +245,7 @@ impl SourceVm for QemuSource {
 pub fn identity(qmp: &mut Qmp) -> Result<GuestIdentity, QemuError> {
     let name = qmp.execute("query-name", json!({}))?;
     let uuid = qmp.execute("query-uuid", json!({}))?;
-    let pid = qmp.pid()?;
+    let pid = qmp.pid();
     let uuid = uuid["UUID"].as_str().and_then(|text| text.parse().ok()).unwrap_or_default();
     // One without a name must not be taken for another one.
     let unnamed = || format!("qemu-{pid}");

@@ -109,12 +109,15 @@ fn what_others_write_or_both_have_is_refused() {
         world.path_on_tmpfs("shared").display()
     );
     let machine = Machine::new(Version::V10_0, "dirty=5");
-    let with_shared =
-        machine.clone().with(&["-object", &shared, "-device", "ivshmem-plain,memdev=shared"]);
-    let mut qemu = with_shared.start(&world, "shared");
-    let text = attach_fails(&qemu);
-    assert!(text.contains("ivshmem-plain") && text.contains("device_del"), "{text}");
-    qemu.check_guest();
+    // QEMU itself forbids the first, and vmferry the second.
+    for (role, says) in [("off", "peer mode"), ("on", "device_del")] {
+        let device = format!("ivshmem-plain,memdev=shared,master={role}");
+        let with_shared = machine.clone().with(&["-object", &shared, "-device", &device]);
+        let mut qemu = with_shared.start(&world, &format!("master-{role}"));
+        let text = attach_fails(&qemu);
+        assert!(text.contains("ivshmem") && text.contains(says), "{text}");
+        qemu.check_guest();
+    }
 
     // The destination's memory is the source's, by another name.
     let here = machine.start(&world, "here");

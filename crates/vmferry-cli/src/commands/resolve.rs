@@ -57,9 +57,13 @@ pub fn run(options: &ResolveOptions, output: &Output) -> Result<(), Failure> {
     let numbers: Vec<String> = doubtful.iter().map(|one| one.session.to_string()).collect();
     output.result(&json!({ "ok": true, "sessions": numbers, "vmm": "gone" }), || {
         format!(
-            "noted in the journal of {}. The guest's VMM here is gone, and its memory with it: \
-             nothing runs on this host",
-            numbers.join(", ")
+            "noted in the journal of {}. Nothing of vmferry runs for this guest here. If it is a QEMU's and \
+             that QEMU still lives, it stands still: {}",
+            numbers.join(", "),
+            match word {
+                OperatorWord::DestinationOwns => "end it by its monitor (`quit`)",
+                OperatorWord::SourceResumes => "continue it by its monitor (`cont`)",
+            }
         )
     });
     Ok(())

@@ -27,7 +27,7 @@ pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result
     let listener = listen(options)?;
     let destination = QemuDestination::attach(qmp, expected(options))?;
     let waiting = Waiting::begin(&listener, options, output)?;
-    let pid = destination.pid()?;
+    let pid = destination.pid();
     let owned = waiting.receive(listener, destination, output)?;
     // QMP is somebody else's from now on.
     let witness = received(owned, qmp, output)?.1;

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use vmferry::SourceConfig;
 use vmferry::journal::{self, SessionSummary};
 use vmferry::source::{Orders, Recovered, SourceOutcome, migrate, recover};
-use vmferry_microvm::control::{Server, ServerError};
+use vmferry_microvm::control::{RuntimeDirectory, Server, ServerError};
 use vmferry_qemu::{AbandonedQemu, QemuSource};
 use vmferry_transport::Dialer;
 
@@ -32,12 +32,12 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
     let dialer = dialer(&to, tls.as_ref())?;
     let directory = directory()?;
     let config = source_config(options, directory.journals())?;
-    settle_unfinished(qmp, &config, &dialer, output)?;
+    settle_unfinished(qmp, &config, &dialer, &directory, output)?;
     let mut source = QemuSource::attach(qmp)?;
     if options.throttle > 0 {
         source.allow_throttling()?;
     }
-    let pid = source.pid()?;
+    let pid = source.pid();
     let name = super::socket_name(source.identity(), pid);
     let about = about(&name, &source, pid);
     let orders = Orders::new();
@@ -73,22 +73,29 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
     drop(server);
     match outcome_of_it {
         SourceOutcome::Given { vm, stats } => {
-            let quit = if options.keep_source { Ok(()) } else { vm.quit() };
+            // One that has died meanwhile has ended too; and the guest is elsewhere in any case.
+            if !options.keep_source
+                && let Err(error) = vm.quit()
+            {
+                output.note(format!(
+                    "the QEMU that the guest has left could not be ended, and must not be continued: {}",
+                    vmferry::chain(&error)
+                ));
+            }
             guardian.dismiss();
-            quit?;
             let mut stats = json!(stats);
             stats["qemu"] = facts;
             output.result(&stats, || outcome(&stats));
             Ok(())
         }
-        SourceOutcome::Kept { error, vm, .. } => {
+        SourceOutcome::Kept { error, mut vm, .. } => {
+            let runs = vm.is_running();
             // Detached first, so that a guardian that must take over finds QMP free.
             drop(vm);
-            match error {
-                vmferry::MigrateError::Vm { action: "resume the guest", .. } => {
-                    guardian.hand_over()
-                }
-                _ => guardian.dismiss(),
+            if runs {
+                guardian.dismiss();
+            } else {
+                guardian.hand_over();
             }
             Err(error.into())
         }
@@ -100,6 +107,7 @@ fn settle_unfinished(
     qmp: &Path,
     config: &SourceConfig,
     dialer: &Dialer,
+    directory: &RuntimeDirectory,
     output: &Output,
 ) -> Result<(), Failure> {
     let sessions = journal::sessions(&config.journal_directory)
@@ -109,13 +117,22 @@ fn settle_unfinished(
     if unfinished.is_empty() {
         return Ok(());
     }
-    let identity = AbandonedQemu::new(qmp, None).identity()?;
+    let abandoned = AbandonedQemu::new(qmp, None);
+    let identity = abandoned.identity()?;
+    let name = super::socket_name(&identity, abandoned.pid()?);
     for session in unfinished.iter().filter(|session| session.guest() == Some(&identity)) {
         output.note(format!("finishing session {}, whose vmferry was killed", session.session));
         let mut config = config.clone();
         config.session = session.session;
+        let orders = Orders::new();
+        let about =
+            json!({ "name": name, "uuid": identity.uuid, "guest": "qemu", "phase": "stopped" });
+        let service = Arc::new(QemuService { about, orders: orders.clone() });
+        // For `vmferry resolve`: in doubt, this waits.
+        let _server = Server::bind(&directory.socket(&name), service)
+            .map_err(|error| Failure::of(Code::Busy, error))?;
         let qemu = AbandonedQemu::new(qmp, None);
-        match recover(qemu, dialer, config, &Orders::new(), &mut |_| {}) {
+        match recover(qemu, dialer, config, &orders, &mut |_| {}) {
             Ok(Recovered::Kept(_)) => {}
             Ok(Recovered::Given(_)) => {
                 let text = "this guest was handed over already, and runs at the destination: end this QEMU";
