@@ -66,9 +66,13 @@ impl Scene {
 
     /// A migration with few, slow rounds.
     fn send(&self, address: &str, link: &[&str]) -> Running {
+        self.send_capped(address, link, "30M")
+    }
+
+    fn send_capped(&self, address: &str, link: &[&str], cap: &str) -> Running {
         let mut arguments = vec!["send", "--qemu", text(&self.here.qmp), "--to", address];
         arguments.extend(link);
-        arguments.extend(["--max-bandwidth", "30M", "--max-rounds", "2"]);
+        arguments.extend(["--max-bandwidth", cap, "--max-rounds", "2"]);
         arguments.extend(["--when-stuck", "switch-over", "--downtime-limit", "50ms", "--verify"]);
         self.a.start(&arguments)
     }
@@ -202,8 +206,13 @@ fn killed_at_any_moment_of_the_attach_it_harms_nothing() {
 fn sender_and_guardian_are_killed_and_the_next_sender_tidies_up() {
     let mut scene = Scene::new(Version::V10_0);
     let (_there, receiving, address) = scene.receive_tls();
-    let mut send = scene.send_tls(&address);
+    let tls = scene.world.tls();
+    let mut send = scene.send_capped(&address, &["--tls", &tls], "10M");
     send.event_where(BEFORE_COMMIT[3].1);
+    // Five times a second: by the second one the state is saved. Before that QEMU itself would continue a
+    // guest whose migration breaks, and the pages take longer.
+    send.event("progress");
+    send.event("progress");
     let sender = send.child.id();
     let children = std::fs::read_to_string(format!("/proc/{sender}/task/{sender}/children"));
     let guardian: i32 = children.unwrap().trim().parse().unwrap();
