@@ -2,19 +2,8 @@
 
 mod support;
 
-use serde_json::Value;
 use support::proxy::Proxy;
-use support::{Host, Running, World, run_ok};
-
-/// A moment in a migration, by the source's events. The rounds are slow enough to be met.
-type Moment = (&'static str, fn(&Value) -> bool);
-
-const BEFORE_COMMIT: [Moment; 4] = [
-    ("connected", |event| event["event"] == "connected"),
-    ("first round", |event| event["event"] == "round-started" && event["round"] == 1),
-    ("second round", |event| event["event"] == "round-started" && event["round"] == 2),
-    ("paused", |event| event["event"] == "round-started" && event["paused"] == true),
-];
+use support::{BEFORE_COMMIT, Host, Running, World, run_ok};
 
 struct Scene {
     world: World,

@@ -8,21 +8,11 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use serde_json::{Value, json};
+use serde_json::json;
 use support::proxy::Proxy;
-use support::{Host, Running, World, all, run_ok, text};
+use support::{BEFORE_COMMIT, Host, Running, World, all, run_ok, text};
 use vmferry_qemu::Qmp;
 use vmferry_qemu_lab::{Machine, Qemu, Version, World as Lab};
-
-/// A moment in a migration, by the source's events. The rounds are slow enough to be met.
-type Moment = (&'static str, fn(&Value) -> bool);
-
-const BEFORE_COMMIT: [Moment; 4] = [
-    ("connected", |event| event["event"] == "connected"),
-    ("first round", |event| event["event"] == "round-started" && event["round"] == 1),
-    ("second round", |event| event["event"] == "round-started" && event["round"] == 2),
-    ("paused", |event| event["event"] == "round-started" && event["paused"] == true),
-];
 
 /// Two hosts, and a QEMU guest on the first.
 struct Scene {

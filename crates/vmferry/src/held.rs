@@ -14,6 +14,9 @@ use crate::handover::SourceState;
 use crate::journal::{Journal, JournalError, Record};
 use crate::vm::{Resume, SourceVm, VmError};
 
+/// Attempts to resume a guest before its VMM is believed to be broken.
+const RESUME_ATTEMPTS: u32 = 3;
+
 /// A guest that runs on this host.
 #[derive(Debug)]
 pub struct Running<V>(V);
@@ -95,15 +98,22 @@ impl<V: SourceVm> Paused<V> {
 }
 
 impl<V: Resume> Paused<V> {
-    /// Lets the guest run on.
+    /// Lets the guest run on. A VMM that can't do it once may do it when asked again: the guest's life
+    /// hangs on it.
     ///
     /// # Errors
-    /// The paused guest and what the VMM says.
+    /// The paused guest and what the VMM said last.
     pub fn resume(mut self) -> Result<Running<V>, (Option<Self>, VmError)> {
         let Some(mut vm) = self.0.take() else {
             return Err((None, "the guest is gone".into()));
         };
-        match vm.resume() {
+        let mut resumed = vm.resume();
+        for _ in 1..RESUME_ATTEMPTS {
+            if resumed.is_err() {
+                resumed = vm.resume();
+            }
+        }
+        match resumed {
             Ok(()) => Ok(Running(vm)),
             Err(error) => Err((Some(Self(Some(vm))), error)),
         }

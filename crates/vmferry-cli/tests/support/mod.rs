@@ -14,6 +14,16 @@ use serde_json::Value;
 use tempfile::TempDir;
 use vmferry_microvm::report::Report;
 
+/// A moment in a migration, by the source's events. The rounds are slow enough to be met.
+pub type Moment = (&'static str, fn(&Value) -> bool);
+
+pub const BEFORE_COMMIT: [Moment; 4] = [
+    ("connected", |event| event["event"] == "connected"),
+    ("first round", |event| event["event"] == "round-started" && event["round"] == 1),
+    ("second round", |event| event["event"] == "round-started" && event["round"] == 2),
+    ("paused", |event| event["event"] == "round-started" && event["paused"] == true),
+];
+
 /// Bounds every wait: a failure, not a measurement.
 const PATIENCE: Duration = Duration::from_secs(60);
 

@@ -3,18 +3,18 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmferry::held::{Paused, Running, found, returned, write_commit};
+use vmferry::MigrateError;
+use vmferry::held::{found, returned, write_commit};
 use vmferry::link::lost;
 use vmferry::source::encode::{FrameSink, Job, LaneFailure};
 use vmferry::source::io::Input;
 use vmferry::source::machine::Source;
 use vmferry::source::rounds::LaneTotals;
-use vmferry::{MigrateError, VmError};
 use vmferry_codec::EncodedFrame;
 use vmferry_memory::PageSet;
 
 use super::{EXPLANATION, Held, Process};
-use crate::guest::{Guest, Vm};
+use crate::guest::Guest;
 use crate::network::{Event, Network};
 use crate::plan::Host;
 
@@ -115,14 +115,7 @@ impl Process {
                 return;
             }
         };
-        let mut attempt: Result<Running<Vm>, (Option<Paused<Vm>>, VmError)> = paused.resume();
-        for _ in 0..2 {
-            attempt = match attempt {
-                Err((Some(paused), _)) => paused.resume(),
-                other => other,
-            };
-        }
-        if let Ok(running) = attempt {
+        if let Ok(running) = paused.resume() {
             self.held = Held::Running(running);
         }
     }

@@ -20,9 +20,6 @@ use crate::journal::{FileJournal, Journal, JournalError, Record, Side};
 use crate::link::lost;
 use crate::vm::{GuestDescription, Resume, VmError};
 
-/// Attempts to resume a guest before its VMM is believed to be broken.
-pub(super) const RESUME_ATTEMPTS: u32 = 3;
-
 /// Whose guest it turned out to be.
 #[derive(Debug)]
 pub enum Recovered<V> {
@@ -140,35 +137,26 @@ impl<V: Resume> Recovery<V> {
     }
 
     fn resume(&mut self) {
-        let mut attempt = match std::mem::replace(&mut self.held, Held::Moving) {
-            Held::Paused(paused) => Some(paused),
+        let paused = match std::mem::replace(&mut self.held, Held::Moving) {
+            Held::Paused(paused) => paused,
             Held::Committed(committed) => match returned(self.machine.handover()) {
-                Some(proof) => Some(committed.take_back(proof)),
+                Some(proof) => committed.take_back(proof),
                 None => {
                     self.held = Held::Committed(committed);
-                    None
+                    return;
                 }
             },
             other => {
                 self.held = other;
-                None
+                return;
             }
         };
-        for _ in 0..RESUME_ATTEMPTS {
-            let Some(paused) = attempt.take() else { break };
-            match paused.resume() {
-                Ok(running) => {
-                    self.held = Held::Running(running.into_vm());
-                    self.failure = None;
-                }
-                Err((again, error)) => {
-                    attempt = again;
-                    self.failure = Some(error);
-                }
+        match paused.resume() {
+            Ok(running) => self.held = Held::Running(running.into_vm()),
+            Err((paused, error)) => {
+                self.held = paused.map_or(Held::Moving, Held::Paused);
+                self.failure = Some(error);
             }
-        }
-        if let Some(paused) = attempt {
-            self.held = Held::Paused(paused);
         }
     }
 

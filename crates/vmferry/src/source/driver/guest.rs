@@ -9,7 +9,6 @@ use super::{Driver, Held};
 use crate::error::MigrateError;
 use crate::held::{returned, write_commit};
 use crate::source::io::Input;
-use crate::source::recovery::RESUME_ATTEMPTS;
 use crate::vm::SourceVm;
 
 impl<V: SourceVm> Driver<'_, V> {
@@ -153,24 +152,12 @@ impl<V: SourceVm> Driver<'_, V> {
                 return None;
             }
         };
-        // A VMM that can't resume once may do so when asked again: the guest's life hangs on it.
-        let mut attempt = Some(paused);
-        for _ in 0..RESUME_ATTEMPTS {
-            let Some(paused) = attempt.take() else { break };
-            match paused.resume() {
-                Ok(running) => {
-                    self.held = Held::Running(running);
-                    self.resume_failure = None;
-                    return None;
-                }
-                Err((again, error)) => {
-                    attempt = again;
-                    self.resume_failure = Some(error);
-                }
+        match paused.resume() {
+            Ok(running) => self.held = Held::Running(running),
+            Err((paused, error)) => {
+                self.held = paused.map_or(Held::Moving, Held::Paused);
+                self.resume_failure = Some(error);
             }
-        }
-        if let Some(paused) = attempt {
-            self.held = Held::Paused(paused);
         }
         None
     }
