@@ -15,7 +15,7 @@ use crate::error::QemuError;
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A destination whose QEMU is started from a command line, and anew after each attempt that has used it
-/// up. Dropped, the QEMU is ended, unless it was [taken](Self::into_parts).
+/// up. Dropped, the QEMU is ended, unless it was [taken](Self::into_child).
 pub struct StartedQemu {
     command: String,
     socket: PathBuf,
