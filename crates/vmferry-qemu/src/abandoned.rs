@@ -24,14 +24,15 @@ const LOOK_PERIOD: Duration = Duration::from_millis(50);
 #[derive(Debug)]
 pub struct AbandonedQemu {
     socket: PathBuf,
-    settings: Option<Settings>,
+    settings: Settings,
 }
 
 impl AbandonedQemu {
-    /// The QEMU whose QMP socket this is; `settings` are what it had before it was attached to.
+    /// The QEMU whose QMP socket this is; `settings` are what it had before it was attached to, and QEMU's own
+    /// if nobody knows.
     #[must_use]
     pub fn new(socket: &Path, settings: Option<Settings>) -> Self {
-        Self { socket: socket.to_owned(), settings }
+        Self { socket: socket.to_owned(), settings: settings.unwrap_or_default() }
     }
 
     /// The guest's name and UUID.
@@ -67,9 +68,7 @@ impl AbandonedQemu {
         // The guest runs. What is left is tidying, and worth no failure.
         let _ = Throttle::lift(pid);
         let _ = inject::close_leftovers(pid);
-        if let Some(settings) = &self.settings {
-            let _ = settings.restore(&mut qmp);
-        }
+        let _ = self.settings.restore(&mut qmp);
         Ok(())
     }
 }

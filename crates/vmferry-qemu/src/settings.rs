@@ -22,6 +22,16 @@ pub struct Settings {
     parameters: Value,
 }
 
+impl Default for Settings {
+    /// QEMU's own (`migration/options.c`), for when nobody knows what they were.
+    fn default() -> Self {
+        let parameters = json!({
+            "max-bandwidth": 128 << 20, "downtime-limit": 300, "tls-creds": "", "tls-hostname": "",
+        });
+        Self { on: Vec::new(), parameters }
+    }
+}
+
 impl Settings {
     /// Reads them.
     ///

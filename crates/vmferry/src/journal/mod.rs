@@ -124,6 +124,12 @@ impl SessionSummary {
         })
     }
 
+    /// When it began, in seconds since 1970 by this host's clock; 0 if the first record is missing.
+    #[must_use]
+    pub fn opened_at(&self) -> u64 {
+        opened_at(&self.records)
+    }
+
     /// Whether this host was the source, and the process that led the session has died before its end: the
     /// guest may stand still, and somebody should [recover](crate::source::recover) it.
     #[must_use]
@@ -234,6 +240,24 @@ pub fn now_seconds() -> u64 {
         .map_or(0, |elapsed| elapsed.as_secs())
 }
 
+/// The sessions of a guest that this host has left open as a source, and that still matter: a guest that has come
+/// back since is here by a later promise.
+#[must_use]
+pub fn unfinished<'a>(
+    sessions: &'a [SessionSummary],
+    guest: &GuestIdentity,
+) -> Vec<&'a SessionSummary> {
+    let ours = || sessions.iter().filter(|session| session.guest() == Some(guest));
+    let arrived = ours()
+        .filter(|one| one.side == Side::Destination && one.verdict == Verdict::Here)
+        .map(SessionSummary::opened_at)
+        .max();
+    ours()
+        .filter(|one| one.is_unfinished_source())
+        .filter(|one| arrived.is_none_or(|at| one.opened_at() >= at))
+        .collect()
+}
+
 fn opened_at(records: &[Record]) -> u64 {
     records
         .iter()
@@ -335,6 +359,33 @@ mod tests {
             recovered_word(directory.path(), session()),
             Err(JournalError::Damaged { line: 2, .. })
         ));
+    }
+
+    #[test]
+    fn what_was_left_open_matters_until_the_guest_comes_back() {
+        let directory = tempfile::tempdir().unwrap();
+        let Record::Open { guest, .. } = open() else { unreachable!() };
+        let write = |number: u8, side: Side, at: u64, records: &[Record]| {
+            let session = SessionId([number; 16]);
+            let mut journal = FileJournal::create(directory.path(), session, side).unwrap();
+            let (peer, peer_names) = ("host-b".into(), vec![]);
+            journal.append(&Record::Open { guest: guest.clone(), peer, peer_names, at }).unwrap();
+            records.iter().for_each(|record| journal.append(record).unwrap());
+        };
+        let found = || {
+            let sessions = sessions(directory.path()).unwrap();
+            unfinished(&sessions, &guest).iter().map(|one| one.opened_at()).collect::<Vec<_>>()
+        };
+        write(1, Side::Source, 10, &[Record::Commit, Record::Kept { by_operator: false }]);
+        assert!(found().is_empty(), "it has an end");
+        write(2, Side::Source, 20, &[Record::Commit]);
+        assert_eq!(found(), [20], "in doubt");
+        write(3, Side::Destination, 30, &[Record::Aborted { reason: "no".into() }]);
+        assert_eq!(found(), [20], "nobody came");
+        write(4, Side::Destination, 40, &[Record::RunIntent]);
+        assert!(found().is_empty(), "the guest is here by a later promise");
+        write(5, Side::Source, 50, &[]);
+        assert_eq!(found(), [50], "its process has died before COMMIT");
     }
 
     #[test]

@@ -112,15 +112,13 @@ fn settle_unfinished(
 ) -> Result<(), Failure> {
     let sessions = journal::sessions(&config.journal_directory)
         .map_err(|error| Failure::of(Code::Internal, error))?;
-    let unfinished: Vec<SessionSummary> =
-        sessions.into_iter().filter(SessionSummary::is_unfinished_source).collect();
-    if unfinished.is_empty() {
+    if !sessions.iter().any(SessionSummary::is_unfinished_source) {
         return Ok(());
     }
     let abandoned = AbandonedQemu::new(qmp, None);
     let identity = abandoned.identity()?;
     let name = super::socket_name(&identity, abandoned.pid()?);
-    for session in unfinished.iter().filter(|session| session.guest() == Some(&identity)) {
+    for session in journal::unfinished(&sessions, &identity) {
         output.note(format!("finishing session {}, whose vmferry was killed", session.session));
         let mut config = config.clone();
         config.session = session.session;
