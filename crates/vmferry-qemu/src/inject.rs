@@ -233,6 +233,7 @@ unsafe fn step_thread(thread: libc::pid_t, number: i64, argument: u64) -> Verdic
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
     use std::process::{Command, Stdio};
 
     use super::*;
@@ -242,6 +243,11 @@ mod tests {
         // It waits in `read`, which must be restarted and not fail with EINTR.
         let mut child =
             Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let (mut input, mut output) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
+        // What it has answered, it has answered after its start-up: from here on it opens no files itself.
+        let mut answer = [0; 5];
+        input.write_all(b"ready").unwrap();
+        output.read_exact(&mut answer).unwrap();
         for _ in 0..20 {
             let injected = userfaultfd(child.id()).unwrap();
             let there = format!("/proc/{}/fd/{}", child.id(), injected.number);
@@ -253,12 +259,12 @@ mod tests {
             drop(injected);
             assert!(!std::fs::exists(&there).unwrap(), "nothing is left open there");
         }
-        let mut input = child.stdin.take().unwrap();
-        std::io::Write::write_all(&mut input, b"still here").unwrap();
+        input.write_all(b"still here").unwrap();
         drop(input);
-        let output = child.wait_with_output().unwrap();
-        assert!(output.status.success());
-        assert_eq!(output.stdout, b"still here");
+        let mut rest = Vec::new();
+        output.read_to_end(&mut rest).unwrap();
+        assert_eq!(rest, b"still here");
+        assert!(child.wait().unwrap().success());
     }
 
     #[test]
