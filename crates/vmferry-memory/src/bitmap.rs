@@ -1,19 +1,29 @@
-//! A bitmap of pages and its traversal by machine word.
+//! A bitmap of pages with a summary, so that what is clear costs nothing.
 //!
-//! Bit `b` of word `w` is page `64 * w + b`. Bits beyond the last page are always clear, so words
-//! can be counted and compared whole.
+//! Bit `b` of word `w` is page `64 * w + b`. Bits beyond the last page are always clear, so words can
+//! be counted and compared whole. One bit of the summary stands for a block of 512 pages: where it is
+//! clear, the block is; where it is set, the block may hold something. A clean bitmap of a terabyte is
+//! known to be clean after 64 KiB of summary.
 
 use std::fmt;
+use std::ops::Range;
 
-const WORD_BITS: u64 = 64;
+use crate::traverse::{
+    self, BLOCK_PAGES, BLOCK_WORDS, FlatRuns, Kernel, Runs, WORD_BITS, flat_runs, next_nonzero,
+};
+
+/// Words of a block.
+type Block = [u64; BLOCK_WORDS];
 
 /// One bit per page of a slot.
 ///
-/// A new bitmap is zeroed memory from the system: the words of a huge sparse guest cost nothing
-/// until a bit is set.
-#[derive(Clone, PartialEq, Eq)]
+/// A new bitmap is zeroed memory from the system: the words of a huge sparse guest cost nothing until a
+/// bit is set, and no operation reads or writes words that the summary says are clear.
+#[derive(Eq)]
 pub struct PageBitmap {
-    words: Vec<u64>,
+    blocks: Vec<Block>,
+    /// Bit `b` of word `s` is block `64 * s + b`.
+    summary: Vec<u64>,
     pages: u64,
 }
 
@@ -21,7 +31,12 @@ impl PageBitmap {
     /// A clear bitmap of `pages` pages.
     #[must_use]
     pub fn new(pages: u64) -> Self {
-        Self { words: vec![0; pages.div_ceil(WORD_BITS) as usize], pages }
+        let blocks = pages.div_ceil(BLOCK_PAGES);
+        Self {
+            blocks: vec![[0; BLOCK_WORDS]; blocks as usize],
+            summary: vec![0; blocks.div_ceil(WORD_BITS) as usize],
+            pages,
+        }
     }
 
     /// Pages that the bitmap covers.
@@ -30,10 +45,10 @@ impl PageBitmap {
         self.pages
     }
 
-    /// The words. Bit `b` of word `w` is page `64 * w + b`.
+    /// The words, as many as the pages need. Bit `b` of word `w` is page `64 * w + b`.
     #[must_use]
     pub fn words(&self) -> &[u64] {
-        &self.words
+        &self.blocks.as_flattened()[..self.pages.div_ceil(WORD_BITS) as usize]
     }
 
     /// Sets a page.
@@ -55,9 +70,8 @@ impl PageBitmap {
     /// Whether a page is set; pages beyond the end are not.
     #[must_use]
     pub fn is_set(&self, page: u64) -> bool {
-        self.words
-            .get((page / WORD_BITS) as usize)
-            .is_some_and(|word| word >> (page % WORD_BITS) & 1 == 1)
+        let word = self.blocks.as_flattened().get((page / WORD_BITS) as usize);
+        word.is_some_and(|word| word >> (page % WORD_BITS) & 1 == 1)
     }
 
     /// Sets `count` pages from `first`.
@@ -65,7 +79,12 @@ impl PageBitmap {
     /// # Panics
     /// If the run reaches beyond the end.
     pub fn set_run(&mut self, first: u64, count: u64) {
-        self.each_word_of(first, count, |word, mask| *word |= mask);
+        let end = self.end_of(first, count);
+        change_run(self.blocks.as_flattened_mut(), first, end, |word, mask| *word |= mask);
+        if count > 0 {
+            let blocks = first / BLOCK_PAGES..end.div_ceil(BLOCK_PAGES);
+            change_run(&mut self.summary, blocks.start, blocks.end, |word, mask| *word |= mask);
+        }
     }
 
     /// Clears `count` pages from `first`.
@@ -73,35 +92,59 @@ impl PageBitmap {
     /// # Panics
     /// If the run reaches beyond the end.
     pub fn clear_run(&mut self, first: u64, count: u64) {
-        self.each_word_of(first, count, |word, mask| *word &= !mask);
+        let end = self.end_of(first, count);
+        change_run(self.blocks.as_flattened_mut(), first, end, |word, mask| *word &= !mask);
     }
 
-    fn each_word_of(&mut self, first: u64, count: u64, change: impl Fn(&mut u64, u64)) {
-        let end = first.checked_add(count).filter(|end| *end <= self.pages);
-        let end = end.unwrap_or_else(|| {
+    fn end_of(&self, first: u64, count: u64) -> u64 {
+        first.checked_add(count).filter(|end| *end <= self.pages).unwrap_or_else(|| {
             panic!("pages {first}+{count} are beyond a bitmap of {} pages", self.pages)
-        });
-        let mut page = first;
-        while page < end {
-            let bit = page % WORD_BITS;
-            let bits = (WORD_BITS - bit).min(end - page);
-            let mask = (u64::MAX >> (WORD_BITS - bits)) << bit;
-            change(&mut self.words[(page / WORD_BITS) as usize], mask);
-            page += bits;
-        }
+        })
     }
 
     /// Ors words into the bitmap from word `first_word` on; bits beyond the last page are
     /// dropped, as are words beyond the end.
     pub fn or_words(&mut self, first_word: usize, words: &[u64]) {
-        let last = self.words.len().wrapping_sub(1);
-        let tail = self.tail_mask();
-        let ours = self.words.iter_mut().enumerate().skip(first_word);
-        for ((index, ours), word) in ours.zip(words) {
-            if *word != 0 {
-                *ours |= if index == last { word & tail } else { *word };
+        let all = self.pages.div_ceil(WORD_BITS) as usize;
+        let words = &words[..words.len().min(all.saturating_sub(first_word))];
+        let ours = self.blocks.as_flattened_mut();
+        let mut at = next_nonzero(words, 0);
+        while at < words.len() {
+            // From here to the end of this block of ours: what is together here mostly is there.
+            let index = first_word + at;
+            let end = words.len().min(at + BLOCK_WORDS - index % BLOCK_WORDS);
+            for (ours, word) in ours[index..].iter_mut().zip(&words[at..end]) {
+                *ours |= word;
             }
+            let block = index / BLOCK_WORDS;
+            self.summary[block / 64] |= 1 << (block % 64);
+            at = match words.get(end) {
+                Some(0) => next_nonzero(words, end),
+                _ => end,
+            };
         }
+        if first_word + words.len() == all && !words.is_empty() {
+            let tail = self.tail_mask();
+            self.blocks.as_flattened_mut()[all - 1] &= tail;
+        }
+    }
+
+    /// Ors 512 pages into the bitmap, from page `512 * block` on.
+    ///
+    /// # Panics
+    /// If the block is beyond the end.
+    pub fn or_block(&mut self, block: usize, words: &[u64; BLOCK_WORDS]) {
+        let tail = self.tail_mask();
+        let last = self.pages.div_ceil(WORD_BITS) as usize;
+        for (ours, word) in self.blocks[block].iter_mut().zip(words) {
+            *ours |= word;
+        }
+        if block + 1 == self.blocks.len() {
+            let used = last - block * BLOCK_WORDS;
+            self.blocks[block][used..].fill(0);
+            self.blocks[block][used - 1] &= tail;
+        }
+        self.summary[block / 64] |= 1 << (block % 64);
     }
 
     fn tail_mask(&self) -> u64 {
@@ -114,38 +157,52 @@ impl PageBitmap {
     /// Number of set pages.
     #[must_use]
     pub fn count(&self) -> u64 {
-        self.words.iter().map(|word| u64::from(word.count_ones())).sum()
+        let counts = self.held().map(|blocks| traverse::count(self.blocks[blocks].as_flattened()));
+        counts.sum()
     }
 
     /// Whether no page is set.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.words.iter().all(|word| *word == 0)
+        self.held().all(|blocks| {
+            let words = self.blocks[blocks].as_flattened();
+            next_nonzero(words, 0) == words.len()
+        })
     }
 
-    /// Sets every page that `other` has. Words that `other` has clear are not written.
+    /// Sets every page that `other`, of the same length, has. What `other` has clear is neither read
+    /// nor written.
     pub fn union_with(&mut self, other: &Self) {
-        for (ours, theirs) in self.words.iter_mut().zip(&other.words) {
-            if *theirs != 0 {
+        for blocks in other.held() {
+            let theirs = other.blocks[blocks.clone()].as_flattened();
+            for (ours, theirs) in self.blocks[blocks].as_flattened_mut().iter_mut().zip(theirs) {
                 *ours |= theirs;
             }
         }
+        for (ours, theirs) in self.summary.iter_mut().zip(&other.summary) {
+            *ours |= theirs;
+        }
     }
 
-    /// Clears every page that `other` has.
+    /// Clears every page that `other`, of the same length, has.
     pub fn subtract(&mut self, other: &Self) {
-        for (ours, theirs) in self.words.iter_mut().zip(&other.words) {
-            if *theirs != 0 {
+        for blocks in other.held() {
+            let theirs = other.blocks[blocks.clone()].as_flattened();
+            for (ours, theirs) in self.blocks[blocks].as_flattened_mut().iter_mut().zip(theirs) {
                 *ours &= !theirs;
             }
         }
     }
 
-    /// Clears all. Words that are clear are not written, so that they cost no memory.
+    /// Clears all. What is clear is not written, so that it costs no memory.
     pub fn clear_all(&mut self) {
-        for word in &mut self.words {
-            if *word != 0 {
-                *word = 0;
+        for (index, summary) in self.summary.iter_mut().enumerate() {
+            if *summary != 0 {
+                for (first, count) in flat_runs(&[*summary]) {
+                    let first = index * 64 + first as usize;
+                    self.blocks[first..first + count as usize].fill([0; BLOCK_WORDS]);
+                }
+                *summary = 0;
             }
         }
     }
@@ -157,51 +214,85 @@ impl PageBitmap {
 
     /// Runs of consecutive set pages as (first, count), in order, joined across words.
     #[must_use]
-    pub fn runs(&self) -> Runs<'_> {
-        Runs { words: &self.words, page: 0 }
+    pub fn runs(&self) -> Runs<'_, Held<'_>> {
+        Runs::new(Kernel::best(), self.blocks.as_flattened(), self.held_words())
+    }
+
+    /// Runs of set pages in the stripes of 512 pages whose number divided by `of` leaves `stripe`, as
+    /// (first, count), in order. No run crosses from one stripe to the next.
+    ///
+    /// # Panics
+    /// If `stripe` is not below `of`.
+    pub fn runs_of_stripes(
+        &self,
+        stripe: usize,
+        of: usize,
+    ) -> impl Iterator<Item = (u64, u64)> + '_ {
+        assert!(stripe < of, "stripe {stripe} of {of}");
+        let stripes = self.held().flat_map(move |held| {
+            (held.start + (stripe + of - held.start % of) % of..held.end).step_by(of)
+        });
+        let words = stripes.map(|stripe| stripe * BLOCK_WORDS..(stripe + 1) * BLOCK_WORDS);
+        Runs::new(Kernel::best(), self.blocks.as_flattened(), words)
+    }
+
+    /// Ranges of blocks that may hold something, apart from each other.
+    fn held(&self) -> impl Iterator<Item = Range<usize>> + '_ {
+        flat_runs(&self.summary).map(|(first, count)| first as usize..(first + count) as usize)
+    }
+
+    fn held_words(&self) -> Held<'_> {
+        Held(flat_runs(&self.summary))
+    }
+}
+
+/// Ranges of words that may hold something, apart from each other.
+#[derive(Debug)]
+pub struct Held<'a>(FlatRuns<'a>);
+
+impl Iterator for Held<'_> {
+    type Item = Range<usize>;
+
+    fn next(&mut self) -> Option<Range<usize>> {
+        let (first, count) = self.0.next()?;
+        Some(first as usize * BLOCK_WORDS..(first + count) as usize * BLOCK_WORDS)
+    }
+}
+
+/// Changes the words of bits `first..end`, each with the mask of those of its bits.
+fn change_run(words: &mut [u64], first: u64, end: u64, change: impl Fn(&mut u64, u64)) {
+    let mut at = first;
+    while at < end {
+        let bit = at % WORD_BITS;
+        let bits = (WORD_BITS - bit).min(end - at);
+        let mask = (u64::MAX >> (WORD_BITS - bits)) << bit;
+        change(&mut words[(at / WORD_BITS) as usize], mask);
+        at += bits;
+    }
+}
+
+impl Clone for PageBitmap {
+    /// Costs no memory for what is clear.
+    fn clone(&self) -> Self {
+        let mut clone = Self::new(self.pages);
+        clone.union_with(self);
+        clone
+    }
+}
+
+impl PartialEq for PageBitmap {
+    /// Whether the same pages are set, of as many.
+    fn eq(&self, other: &Self) -> bool {
+        let all_of = |one: &Self, other: &Self| {
+            one.held().all(|blocks| one.blocks[blocks.clone()] == other.blocks[blocks])
+        };
+        self.pages == other.pages && all_of(self, other) && all_of(other, self)
     }
 }
 
 impl fmt::Debug for PageBitmap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "PageBitmap({} of {} pages)", self.count(), self.pages)
-    }
-}
-
-/// Iterates the runs of a [`PageBitmap`]; see [`PageBitmap::runs`].
-#[derive(Debug)]
-pub struct Runs<'a> {
-    words: &'a [u64],
-    page: u64,
-}
-
-impl Runs<'_> {
-    /// The next page from `self.page` on whose bit, after `flip`, is set.
-    fn next_bit(&self, flip: u64) -> Option<u64> {
-        let mut index = (self.page / WORD_BITS) as usize;
-        let mut word = (*self.words.get(index)? ^ flip) >> (self.page % WORD_BITS);
-        if word != 0 {
-            return Some(self.page + u64::from(word.trailing_zeros()));
-        }
-        loop {
-            index += 1;
-            word = *self.words.get(index)? ^ flip;
-            if word != 0 {
-                return Some(index as u64 * WORD_BITS + u64::from(word.trailing_zeros()));
-            }
-        }
-    }
-}
-
-impl Iterator for Runs<'_> {
-    type Item = (u64, u64);
-
-    fn next(&mut self) -> Option<(u64, u64)> {
-        let first = self.next_bit(0)?;
-        self.page = first;
-        let end = self.next_bit(u64::MAX).unwrap_or(self.words.len() as u64 * WORD_BITS);
-        self.page = end;
-        Some((first, end - first))
     }
 }
 
@@ -269,6 +360,65 @@ mod tests {
             prop_assert_eq!(union, bitmap_of(&or));
             prop_assert_eq!(difference, bitmap_of(&minus));
         }
+    }
+
+    proptest! {
+        #[test]
+        fn words_are_ored_where_they_belong(
+            pages in 0_u64..2000, first in 0_usize..40,
+            words in prop::collection::vec(prop_oneof![3 => Just(0), 2 => any::<u64>()], 0..40)
+        ) {
+            let mut bitmap = PageBitmap::new(pages);
+            bitmap.or_words(first, &words);
+            let mut naive = PageBitmap::new(pages);
+            for page in (0..words.len() as u64 * 64).filter(|page| words[(page / 64) as usize] >> (page % 64) & 1 == 1) {
+                let page = first as u64 * 64 + page;
+                if page < pages {
+                    naive.set(page);
+                }
+            }
+            prop_assert_eq!(&bitmap, &naive);
+            prop_assert_eq!(bitmap.runs().collect::<Vec<_>>(), naive.runs().collect::<Vec<_>>());
+            for (block, words) in words.as_chunks::<8>().0.iter().enumerate() {
+                if ((block + 1) * 512) as u64 <= pages.next_multiple_of(512) {
+                    naive.or_block(block, words);
+                    bitmap.or_words(block * 8, words);
+                }
+            }
+            prop_assert_eq!(&bitmap, &naive);
+        }
+
+        #[test]
+        fn stripes_part_the_pages(
+            runs in prop::collection::vec((0_u64..20_000, 1_u64..900), 0..12), step in 1_usize..7
+        ) {
+            let mut bitmap = PageBitmap::new(21_000);
+            for (first, count) in runs {
+                bitmap.set_run(first, count);
+            }
+            let mut all = PageBitmap::new(21_000);
+            for first in 0..step {
+                for (page, count) in bitmap.runs_of_stripes(first, step) {
+                    prop_assert_eq!(page / 512 % step as u64, first as u64);
+                    prop_assert_eq!(page / 512, (page + count - 1) / 512, "within one stripe");
+                    prop_assert!((page..page + count).all(|page| !all.is_set(page)), "once");
+                    all.set_run(page, count);
+                }
+            }
+            prop_assert_eq!(all, bitmap);
+        }
+    }
+
+    #[test]
+    fn what_is_cleared_is_equal_to_what_was_never_set() {
+        let (mut cleared, fresh) = (PageBitmap::new(5000), PageBitmap::new(5000));
+        cleared.set_run(600, 3000);
+        assert_ne!(cleared, fresh);
+        cleared.clear_run(600, 3000);
+        assert_eq!(cleared, fresh);
+        assert!(cleared.is_empty());
+        assert_eq!(cleared.runs().count(), 0);
+        assert_ne!(PageBitmap::new(5001), fresh, "of another length");
     }
 
     #[test]

@@ -11,7 +11,7 @@
 //! socket or a hypervisor.
 //!
 //! `unsafe` is confined to `copy` (raw copies between slots and buffers), `slots` (the promise
-//! that a mapping is valid) and `pagemap` (one ioctl).
+//! that a mapping is valid), `pagemap` (one ioctl) and `traverse::kernel` (instructions found at run time).
 
 mod bitmap;
 mod copy;
@@ -22,9 +22,10 @@ pub mod pagemap;
 mod populated;
 mod set;
 mod slots;
+pub mod traverse;
 mod units;
 
-pub use bitmap::{PageBitmap, Runs};
+pub use bitmap::{Held, PageBitmap};
 pub use error::MemoryError;
 pub use hash::{WholeHash, is_zero, page_hash, whole_hash, zero_page_hash};
 pub use map::{MemoryKind, map_slots};

@@ -8,11 +8,15 @@ use std::sync::Arc;
 
 use vmferry_codec::{EncodedFrame, Encoder, PageHashes};
 use vmferry_dirty::DirtyLog;
+use vmferry_memory::traverse::BLOCK_PAGES;
 use vmferry_memory::{GuestMemory, PAGE_SIZE, PageBitmap, PageRun, PageSet, SlotId};
 
 use super::rounds::LaneTotals;
 use crate::config::{FRAME_PAGES, LANE_STRIPE_PAGES};
 use crate::error::MigrateError;
+
+// A lane's stripes are the bitmap's.
+const _: () = assert!(LANE_STRIPE_PAGES == BLOCK_PAGES);
 
 /// Where a lane's frames come from and go to.
 pub trait FrameSink {
@@ -108,7 +112,7 @@ impl LaneEncoder {
         sent.then_some(()).ok_or(LaneFailure::Stopped)
     }
 
-    /// Visits this lane's stripes only: stripe `s` holds pages `s * 512 ..`, eight words.
+    /// Visits this lane's stripes only, run by run.
     fn send_slot(
         &mut self,
         job: &Job,
@@ -116,25 +120,25 @@ impl LaneEncoder {
         bitmap: &PageBitmap,
         sink: &mut impl FrameSink,
     ) -> Result<(), LaneFailure> {
-        const STRIPE_WORDS: usize = (LANE_STRIPE_PAGES / 64) as usize;
         let mut batch = [0_u64; FRAME_PAGES];
         let mut filled = 0;
-        let stripes = bitmap.words().chunks(STRIPE_WORDS).enumerate();
-        let ours = stripes.skip(usize::from(self.lane)).step_by(usize::from(self.lanes));
-        for (stripe, words) in ours {
-            for (index, &word) in words.iter().enumerate() {
-                let mut word = word;
-                let first = ((stripe * STRIPE_WORDS + index) * 64) as u64;
-                while word != 0 {
-                    let page = first + u64::from(word.trailing_zeros());
-                    word &= word - 1;
-                    if filled == FRAME_PAGES || (filled > 0 && page - batch[0] >= REARM_SPAN_PAGES)
-                    {
-                        self.send_batch(job, slot, &batch[..filled], sink)?;
-                        filled = 0;
-                    }
-                    batch[filled] = page;
-                    filled += 1;
+        for (first, pages) in bitmap.runs_of_stripes(self.lane.into(), self.lanes.into()) {
+            let end = first + pages;
+            if filled > 0 && end - batch[0] > REARM_SPAN_PAGES {
+                self.send_batch(job, slot, &batch[..filled], sink)?;
+                filled = 0;
+            }
+            let mut page = first;
+            while page < end {
+                let fitting = (FRAME_PAGES - filled).min((end - page) as usize);
+                for (place, page) in batch[filled..][..fitting].iter_mut().zip(page..) {
+                    *place = page;
+                }
+                filled += fitting;
+                page += fitting as u64;
+                if filled == FRAME_PAGES {
+                    self.send_batch(job, slot, &batch[..filled], sink)?;
+                    filled = 0;
                 }
             }
         }

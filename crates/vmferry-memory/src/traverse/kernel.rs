@@ -1,0 +1,252 @@
+//! What is done to words, for each kind of machine: one text, compiled for what the machine has, and
+//! the one step for which AVX-512 has an instruction.
+//!
+//! `unsafe` here calls functions that are compiled for instructions which were found at run time.
+
+use super::decode::{Batch, Cursor, WINDOW};
+use super::{BLOCK_WORDS, WORD_BITS};
+
+/// A way to decode words, by the instructions that it needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kernel {
+    /// What every machine has.
+    Portable,
+    /// AVX2 and BMI.
+    Avx2,
+    /// AVX-512 F, BW and VBMI2.
+    Avx512,
+}
+
+impl Kernel {
+    /// Those that this machine has, the best last.
+    #[must_use]
+    pub fn available() -> Vec<Self> {
+        [Self::Portable, Self::Avx2, Self::Avx512]
+            .into_iter()
+            .filter(|kernel| kernel.is_available())
+            .collect()
+    }
+
+    /// The best that this machine has.
+    #[must_use]
+    #[inline]
+    pub fn best() -> Self {
+        if Self::Avx512.is_available() {
+            Self::Avx512
+        } else if Self::Avx2.is_available() {
+            Self::Avx2
+        } else {
+            Self::Portable
+        }
+    }
+
+    #[inline]
+    fn is_available(self) -> bool {
+        match self {
+            Self::Portable => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("bmi1")
+                    && is_x86_feature_detected!("popcnt")
+            }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => {
+                Self::Avx2.is_available()
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512vbmi2")
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            Self::Avx2 | Self::Avx512 => false,
+        }
+    }
+}
+
+/// Writes out transitions from the cursor on, until the batch is full or the words end.
+pub(super) fn fill(kernel: Kernel, cursor: &mut Cursor<'_>, batch: &mut Batch) {
+    match kernel {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a `Kernel` other than `Portable` is used only after `is_available` has found its
+        // instructions, which is asserted here again: a caller may have made it by name.
+        Kernel::Avx512 if kernel.is_available() => unsafe { x86::fill_avx512(cursor, batch) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Kernel::Avx2 if kernel.is_available() => unsafe { x86::fill_avx2(cursor, batch) },
+        _ => fill_with(cursor, batch, put_by_bit),
+    }
+}
+
+/// Index of the first word from `from` on that is not `same`; the length if all are.
+pub(super) fn skip(kernel: Kernel, words: &[u64], from: usize, same: u64) -> usize {
+    match kernel {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as in `fill`.
+        Kernel::Avx512 if kernel.is_available() => unsafe { x86::skip_avx512(words, from, same) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as in `fill`.
+        Kernel::Avx2 if kernel.is_available() => unsafe { x86::skip_avx2(words, from, same) },
+        _ => skip_with(words, from, same),
+    }
+}
+
+/// Bits in all words.
+pub(crate) fn count(words: &[u64]) -> u64 {
+    match Kernel::best() {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: `best` has found the instructions.
+        Kernel::Avx512 | Kernel::Avx2 => unsafe { x86::count_avx2(words) },
+        _ => count_with(words),
+    }
+}
+
+#[inline(always)]
+fn count_with(words: &[u64]) -> u64 {
+    words.iter().map(|word| u64::from(word.count_ones())).sum()
+}
+
+/// Words that are looked at together: eight cache lines, so that the test costs little beside the loads.
+const STRIDE: usize = 8 * BLOCK_WORDS;
+
+#[inline(always)]
+fn skip_with(words: &[u64], from: usize, same: u64) -> usize {
+    let mut at = from;
+    let differs = |words: &[u64]| words.iter().fold(0, |found, word| found | (word ^ same)) != 0;
+    while let Some(stride) = words.get(at..).and_then(|rest| rest.first_chunk::<STRIDE>()) {
+        if differs(stride) {
+            break;
+        }
+        at += STRIDE;
+    }
+    while let Some(block) = words.get(at..).and_then(|rest| rest.first_chunk::<BLOCK_WORDS>()) {
+        if differs(block) {
+            break;
+        }
+        at += BLOCK_WORDS;
+    }
+    words[at..].iter().position(|word| *word != same).map_or(words.len(), |offset| at + offset)
+}
+
+/// The core's loop. `put` writes the positions of a word's bits, plus `offset`, into the window; it is
+/// told how many there are.
+#[inline(always)]
+fn fill_with(
+    cursor: &mut Cursor<'_>,
+    batch: &mut Batch,
+    put: impl Fn(u64, u32, u16, &mut [u16; WINDOW]),
+) {
+    let words = cursor.words;
+    while cursor.next < words.len() {
+        let rest = &words[cursor.next..];
+        let block = rest.first_chunk::<BLOCK_WORDS>().map_or(rest, <[u64; BLOCK_WORDS]>::as_slice);
+        let same = cursor.carry.wrapping_neg();
+        if block.iter().fold(0, |found, word| found | (word ^ same)) == 0 {
+            cursor.next = skip_with(words, cursor.next + block.len(), same);
+            continue;
+        }
+        let bit = cursor.next as u64 * WORD_BITS;
+        if batch.filled == 0 {
+            batch.base = bit;
+        } else if !batch.has_room_at(bit) {
+            return;
+        }
+        let mut offset = (bit - batch.base) as u16;
+        let mut filled = batch.filled;
+        for &word in block {
+            let transitions = word ^ (word << 1 | cursor.carry);
+            cursor.carry = word >> 63;
+            let count = transitions.count_ones();
+            let Some(window) = batch.positions[filled..].first_chunk_mut::<WINDOW>() else {
+                unreachable!("a batch has room for a block and a window")
+            };
+            put(transitions, count, offset, window);
+            filled += count as usize;
+            offset += WORD_BITS as u16;
+        }
+        batch.filled = filled;
+        cursor.next += block.len();
+    }
+}
+
+/// Four positions in any case: most words of scattered pages have fewer, and no branch needs to know.
+#[inline(always)]
+fn put_by_bit(bits: u64, count: u32, offset: u16, window: &mut [u16; WINDOW]) {
+    let mut rest = bits;
+    for position in &mut window[..4] {
+        *position = offset.wrapping_add(rest.trailing_zeros() as u16);
+        rest &= rest.wrapping_sub(1);
+    }
+    for position in window.iter_mut().take(count as usize).skip(4) {
+        *position = offset.wrapping_add(rest.trailing_zeros() as u16);
+        rest &= rest.wrapping_sub(1);
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::{
+        __m512i, _mm512_add_epi16, _mm512_castsi512_si256, _mm512_cvtepu8_epi16,
+        _mm512_extracti64x4_epi64, _mm512_loadu_si512, _mm512_maskz_compress_epi8,
+        _mm512_set1_epi16, _mm512_storeu_si512,
+    };
+
+    use super::{Batch, Cursor, WINDOW, count_with, fill_with, put_by_bit, skip_with};
+
+    #[target_feature(enable = "avx2,bmi1,popcnt")]
+    pub(super) fn count_avx2(words: &[u64]) -> u64 {
+        count_with(words)
+    }
+
+    #[target_feature(enable = "avx2,bmi1,popcnt")]
+    pub(super) fn skip_avx2(words: &[u64], from: usize, same: u64) -> usize {
+        skip_with(words, from, same)
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,avx2,bmi1,popcnt")]
+    pub(super) fn skip_avx512(words: &[u64], from: usize, same: u64) -> usize {
+        skip_with(words, from, same)
+    }
+
+    #[target_feature(enable = "avx2,bmi1,popcnt")]
+    pub(super) fn fill_avx2(cursor: &mut Cursor<'_>, batch: &mut Batch) {
+        fill_with(cursor, batch, put_by_bit);
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,avx2,bmi1,popcnt")]
+    pub(super) fn fill_avx512(cursor: &mut Cursor<'_>, batch: &mut Batch) {
+        fill_with(cursor, batch, |bits, count, offset, window| {
+            put_avx512(bits, count, offset, window)
+        });
+    }
+
+    /// The numbers of a vector's bytes.
+    static BYTES: [u8; 64] = {
+        let mut bytes = [0; 64];
+        let mut index = 0;
+        while index < 64 {
+            bytes[index] = index as u8;
+            index += 1;
+        }
+        bytes
+    };
+
+    /// All positions of a word at once: the numbers 0 to 63, of which the word's bits choose
+    /// (`VPCOMPRESSB`, Intel SDM volume 2).
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2")]
+    fn put_avx512(bits: u64, count: u32, offset: u16, window: &mut [u16; WINDOW]) {
+        let into = window.as_mut_ptr();
+        // SAFETY: 64 bytes are read of 64, and 32 positions are written of 64, twice.
+        unsafe {
+            let numbers = _mm512_loadu_si512(BYTES.as_ptr().cast());
+            let chosen = _mm512_maskz_compress_epi8(bits, numbers);
+            let offset = _mm512_set1_epi16(offset.cast_signed());
+            let low = _mm512_cvtepu8_epi16(_mm512_castsi512_si256(chosen));
+            _mm512_storeu_si512(into.cast::<__m512i>(), _mm512_add_epi16(low, offset));
+            if count > 32 {
+                let high = _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64::<1>(chosen));
+                _mm512_storeu_si512(into.add(32).cast::<__m512i>(), _mm512_add_epi16(high, offset));
+            }
+        }
+    }
+}
