@@ -7,11 +7,15 @@
 //!
 //! # The rule that every log keeps
 //!
-//! A write that happens after [`start`](DirtyLog::start) has returned is either in the next
+//! A write that happens after [`start`](DirtyLog::start) has returned is in a later
 //! [`collect`](DirtyLog::collect), or was made before the page is copied. So the engine collects,
-//! re-arms, and only then copies: a copy that a write has torn is dirty again.
+//! re-arms, and only then copies: a copy that a write has torn is dirty again. Mostly it is the next
+//! collect; a writer that is interrupted between its write and its mark may be later. When every writer
+//! has stopped, [`collect_last`](DirtyLog::collect_last) finds all that is left.
 //!
-//! `unsafe` is confined to `kvm::ioctl` and `userfaultfd::ioctl`.
+//! No log allocates in a collect, but for the software log's `get.org`, whose nature it is.
+//!
+//! `unsafe` is confined to `kvm::ioctl`, `userfaultfd::ioctl` and `software::sync`.
 
 mod choice;
 mod error;
@@ -26,7 +30,7 @@ mod tests;
 pub use choice::LogChoice;
 pub use error::DirtyLogError;
 pub use kvm::{KvmBitmapLog, KvmClearLog, KvmSlot};
-pub use software::{DirtyBitmap, SoftwareLog};
+pub use software::{DirtyBitmap, Marks, SoftwareLog, SoftwareWay};
 pub use union::UnionLog;
 pub use userfaultfd::UffdLog;
 
@@ -50,6 +54,15 @@ pub trait DirtyLog: Send + Sync {
     /// What the kernel refuses. Pages may have been taken from the log and be lost, so the
     /// migration must end.
     fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError>;
+
+    /// The collect after which no other follows, when nobody writes any more: it also finds what writers
+    /// that were interrupted have marked late.
+    ///
+    /// # Errors
+    /// As [`collect`](Self::collect).
+    fn collect_last(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
+        self.collect(into)
+    }
 
     /// Called just before the pages whose bits are set are copied out: bit `b` of `words[i]` is
     /// page `64 * (first_word + i) + b` of the slot. A log that collects without protecting

@@ -50,6 +50,13 @@ impl DirtyLog for UnionLog {
         self.logs.iter().try_for_each(|log| log.collect(into))
     }
 
+    fn collect_last(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
+        if let Some(pages) = self.given_back().take() {
+            into.union_with(&pages);
+        }
+        self.logs.iter().try_for_each(|log| log.collect_last(into))
+    }
+
     fn rearm(&self, slot: SlotId, first_word: usize, words: &[u64]) -> Result<(), DirtyLogError> {
         self.logs.iter().try_for_each(|log| log.rearm(slot, first_word, words))
     }

@@ -2,9 +2,11 @@
 //! must equal memory in the end, and must not if one dirty page is left out.
 
 mod kvm_guest;
+mod software;
 mod threads;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, PageSet, SlotId, SlotLayout};
 
@@ -17,8 +19,11 @@ struct Followed {
     last_change: Option<(SlotId, u64, Vec<u8>)>,
 }
 
-/// Follows memory with a log: `rounds` harvests while the writers write, then one after `stop`.
-/// `wait` returns when the writers have written something.
+/// How long it is from one harvest to the next, by turns, in milliseconds: at once, and as rounds are.
+const INTERVALS_MS: [u64; 6] = [0, 1, 0, 5, 20, 50];
+
+/// Follows memory with a log: `rounds` harvests while the writers write, at [`INTERVALS_MS`], then one
+/// after `stop`. `wait` returns when the writers have written something.
 fn follow(
     memory: &GuestMemory,
     log: &dyn DirtyLog,
@@ -32,7 +37,8 @@ fn follow(
     copy(memory, log, &memory.populated().unwrap(), &mut shadow);
     let mut pages = PageSet::for_memory(memory);
     let mut seen = 0;
-    for _ in 0..rounds {
+    for (_, interval) in (0..rounds).zip(INTERVALS_MS.into_iter().cycle()) {
+        std::thread::sleep(Duration::from_millis(interval));
         wait();
         pages.clear_all();
         log.collect(&mut pages).unwrap();
@@ -43,7 +49,7 @@ fn follow(
     wait();
     stop();
     pages.clear_all();
-    log.collect(&mut pages).unwrap();
+    log.collect_last(&mut pages).unwrap();
     let mut last_change = None;
     let mut content = [0; PAGE_SIZE];
     for run in pages.runs() {

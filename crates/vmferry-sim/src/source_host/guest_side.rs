@@ -78,7 +78,7 @@ impl Process {
     pub(super) fn harvest_last(&mut self) -> Result<Input, MigrateError> {
         let mut pages = PageSet::for_memory(&self.memory);
         pages.union_with(&self.pending);
-        self.log.collect(&mut pages)?;
+        self.log.collect_last(&mut pages)?;
         self.pending = Arc::new(pages);
         let took = Duration::from_micros(200);
         Ok(Input::LastHarvest { pages: self.pending.count(), took })

@@ -78,7 +78,7 @@ impl<V: SourceVm> Driver<'_, V> {
         let mut pages = std::mem::replace(&mut self.spare, PageSet::for_memory(&self.memory));
         pages.clear_all();
         pages.union_with(&self.pending);
-        self.log.collect(&mut pages)?;
+        self.log.collect_last(&mut pages)?;
         if let Some(given_back) = &mut self.given_back {
             given_back.find(&self.memory, &mut pages)?;
         }

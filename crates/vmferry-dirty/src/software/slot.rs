@@ -1,0 +1,186 @@
+//! A slot of the table: what writers mark, and the three published ways to read it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use arc_swap::ArcSwapOption;
+use vm_memory::bitmap::{Bitmap, NewBitmap, RefSlice, WithBitmapSlice};
+use vmferry_memory::{PAGE_SHIFT, PAGE_SIZE, PageBitmap};
+
+use super::marks::Marks;
+use super::pair::Pair;
+use super::{SoftwareWay, sync};
+use crate::DirtyLogError;
+
+/// One slot's part of the software log, and `vm-memory`'s bitmap of that region; clones share it. A
+/// mark costs a load while nothing is logged.
+#[derive(Clone, Debug)]
+pub struct DirtyBitmap(Arc<Slot>);
+
+#[derive(Debug)]
+struct Slot {
+    /// Of [`SoftwareWay::Switch`] and [`SoftwareWay::GetOpt`].
+    pair: Pair,
+    /// Of [`SoftwareWay::GetOrg`]: the published bitmap.
+    published: ArcSwapOption<Marks>,
+    /// One of the ways, or [`OFF`].
+    way: AtomicU8,
+    pages: u64,
+}
+
+const OFF: u8 = 0;
+const PAIR: u8 = 1;
+const PUBLISHED: u8 = 2;
+
+impl DirtyBitmap {
+    /// A slot of so many pages whose writers mark these bitmaps by turns.
+    ///
+    /// # Panics
+    /// If the bitmaps are not of the same pages.
+    #[must_use]
+    pub fn over(marks: [Marks; 2]) -> Self {
+        sync::prepare();
+        let pages = marks[0].pages();
+        assert_eq!(pages, marks[1].pages(), "two bitmaps of one slot");
+        let published = ArcSwapOption::empty();
+        Self(Arc::new(Slot { pair: Pair::new(marks), published, way: AtomicU8::new(OFF), pages }))
+    }
+
+    /// Pages of the slot.
+    #[must_use]
+    pub fn pages(&self) -> u64 {
+        self.0.pages
+    }
+
+    /// Begins to mark, to be read in this way.
+    ///
+    /// # Errors
+    /// If the system refuses the fence by which writers get to know of it.
+    pub fn start(&self, way: SoftwareWay) -> Result<(), DirtyLogError> {
+        self.stop();
+        match way {
+            SoftwareWay::GetOrg => {
+                self.0.published.store(Some(Arc::new(Marks::new(self.0.pages))));
+                self.0.way.store(PUBLISHED, Ordering::SeqCst);
+            }
+            SoftwareWay::GetOpt | SoftwareWay::Switch => {
+                self.0.pair.start();
+                self.0.way.store(PAIR, Ordering::SeqCst);
+            }
+        }
+        // `vm-memory` marks after the write. With this fence here and the light one there, either
+        // the mark is made, or the first round copies what was written.
+        if sync::heavy_fence() {
+            return Ok(());
+        }
+        self.stop();
+        let reason = "the system refuses membarrier(2), which it had allowed".into();
+        Err(DirtyLogError::Unavailable { log: super::NAME, reason })
+    }
+
+    /// Ends marking.
+    pub fn stop(&self) {
+        self.0.way.store(OFF, Ordering::SeqCst);
+        self.0.pair.stop();
+        self.0.published.store(None);
+    }
+
+    /// `get.org`: allocates a bitmap and publishes it, waits until no writer can still hold the old one,
+    /// and copies that out. Only while it is marked in this way.
+    pub fn get_org(&self, into: &mut PageBitmap) {
+        if self.0.way.load(Ordering::Relaxed) != PUBLISHED {
+            return;
+        }
+        let fresh = Arc::new(Marks::new(self.0.pages));
+        let Some(mut old) = self.0.published.swap(Some(fresh)) else { return };
+        let marks = loop {
+            // A writer that has the old one holds a count of it: for the time of one mark.
+            match Arc::try_unwrap(old) {
+                Ok(marks) => break marks,
+                Err(held) => old = held,
+            }
+            std::thread::yield_now();
+        };
+        marks.take_into(into);
+    }
+
+    /// `get.opt`: returns at once if nothing is marked; else lets writers mark the other bitmap, and
+    /// copies this one out, clearing it.
+    pub fn get_opt(&self, into: &mut PageBitmap) {
+        if self.0.pair.active().is_none_or(Marks::is_clear) {
+            return;
+        }
+        if let Some(marks) = self.0.pair.switch() {
+            marks.take_into(into);
+        }
+    }
+
+    /// `switch`: lets writers mark the other bitmap, and hands this one over to be taken in place.
+    /// `None` unless it is marked in this way. One thread at a time.
+    #[inline]
+    #[must_use]
+    pub fn switch(&self) -> Option<&Marks> {
+        self.0.pair.switch()
+    }
+
+    /// What is left when no writer is: also the marks that came late to a bitmap just handed over.
+    pub fn get_rest(&self, into: &mut PageBitmap) {
+        self.get_org(into);
+        self.0.pair.both().for_each(|marks| marks.take_into(into));
+    }
+
+    #[inline]
+    fn mark_pages(&self, offset: usize, len: usize) {
+        let mark = |marks: &Marks| {
+            let last = offset.saturating_add(len - 1) >> PAGE_SHIFT;
+            for page in offset >> PAGE_SHIFT..=last {
+                marks.mark(page as u64);
+            }
+        };
+        match self.0.way.load(Ordering::Acquire) {
+            PAIR => self.0.pair.active().into_iter().for_each(mark),
+            PUBLISHED => self.0.published.load().iter().for_each(|marks| mark(marks)),
+            _ => {}
+        }
+    }
+}
+
+impl<'a> WithBitmapSlice<'a> for DirtyBitmap {
+    type S = RefSlice<'a, Self>;
+}
+
+impl Bitmap for DirtyBitmap {
+    /// `vm-memory` calls this after the write.
+    #[inline]
+    fn mark_dirty(&self, offset: usize, len: usize) {
+        sync::light_fence();
+        if len > 0 {
+            self.mark_pages(offset, len);
+        }
+    }
+
+    fn dirty_at(&self, offset: usize) -> bool {
+        let page = (offset >> PAGE_SHIFT) as u64;
+        let published = self.0.published.load();
+        self.0.pair.both().any(|marks| marks.is_marked(page))
+            || published.as_ref().is_some_and(|marks| marks.is_marked(page))
+    }
+
+    fn slice_at(&self, offset: usize) -> RefSlice<'_, Self> {
+        RefSlice::new(self, offset)
+    }
+}
+
+impl NewBitmap for DirtyBitmap {
+    fn with_len(len: usize) -> Self {
+        let pages = len.div_ceil(PAGE_SIZE) as u64;
+        Self::over([Marks::new(pages), Marks::new(pages)])
+    }
+}
+
+impl Default for DirtyBitmap {
+    /// Of no pages.
+    fn default() -> Self {
+        Self::with_len(0)
+    }
+}

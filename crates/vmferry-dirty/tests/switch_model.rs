@@ -1,0 +1,162 @@
+//! The switch of the software log in every order that its threads' steps can have, and with every value
+//! that the memory model lets them see: the very source of the log, compiled against loom's atomics.
+//!
+//! A writer writes data, then marks; the harvester switches, takes, then copies. In the end every write
+//! must be in the copy. Each model has its negative control: a rule is left out, and loom finds the loss.
+
+use loom::sync::Arc;
+use loom::sync::atomic::Ordering;
+use vmferry_memory::PageBitmap;
+
+use self::marks::Marks;
+use self::pair::Pair;
+use self::sync::{AtomicU64, light_fence};
+
+mod sync {
+    pub use loom::sync::atomic::{AtomicU64, AtomicUsize};
+    use loom::sync::atomic::{Ordering, fence};
+
+    std::thread_local! {
+        /// Taken away by a negative control. Loom runs a model's threads on one thread of the system.
+        pub static FENCES: std::cell::Cell<bool> = const { std::cell::Cell::new(true) };
+    }
+
+    /// As on machines where an atomic read-modify-write is no fence.
+    pub fn fence_after_rmw() {
+        if FENCES.get() {
+            fence(Ordering::SeqCst);
+        }
+    }
+
+    /// Without membarrier, which has no model: the stronger half is then on both sides.
+    pub fn light_fence() {
+        fence(Ordering::SeqCst);
+    }
+}
+
+#[allow(dead_code)]
+#[path = "../src/software/marks.rs"]
+mod marks;
+
+#[allow(dead_code)]
+#[path = "../src/software/pair.rs"]
+mod pair;
+
+/// Two words, of one block: each of the two pages that are written is in a word of its own.
+const PAGES: u64 = 128;
+
+struct Guest {
+    pair: Pair,
+    data: [AtomicU64; 2],
+}
+
+impl Guest {
+    fn new() -> Arc<Self> {
+        let pair = Pair::new([Marks::new(PAGES), Marks::new(PAGES)]);
+        Arc::new(Self { pair, data: [AtomicU64::new(0), AtomicU64::new(0)] })
+    }
+
+    /// As `vm-memory` does: the write, then the mark.
+    fn write(&self, page: usize, value: u64) {
+        self.data[page].store(value, Ordering::Relaxed);
+        light_fence();
+        if let Some(marks) = self.pair.active() {
+            marks.mark(page as u64 * 64);
+        }
+    }
+
+    fn harvest(&self, shadow: &mut [u64; 2]) {
+        if let Some(marks) = self.pair.switch() {
+            self.copy(marks, shadow);
+        }
+    }
+
+    /// The last one, with no writer left.
+    fn harvest_rest(&self, shadow: &mut [u64; 2]) {
+        self.pair.both().for_each(|marks| self.copy(marks, shadow));
+    }
+
+    fn copy(&self, marks: &Marks, shadow: &mut [u64; 2]) {
+        let mut pages = PageBitmap::new(PAGES);
+        marks.take_into(&mut pages);
+        for (first, count) in pages.runs() {
+            assert!(first % 64 == 0 && count == 1, "{first}+{count} was never written");
+            let page = first as usize / 64;
+            shadow[page] = self.data[page].load(Ordering::Relaxed);
+        }
+    }
+
+    fn start(&self) {
+        self.pair.start();
+        // As `heavy_fence`.
+        loom::sync::atomic::fence(Ordering::SeqCst);
+    }
+
+    fn content(&self) -> [u64; 2] {
+        [0, 1].map(|page| self.data[page].load(Ordering::Relaxed))
+    }
+}
+
+/// Two writers and two switches in between.
+fn writers_and_switches(last: impl Fn(&Guest, &mut [u64; 2]) + Copy + Sync + Send + 'static) {
+    loom::model(move || {
+        let guest = Guest::new();
+        guest.start();
+        let writers = [0, 1].map(|page| {
+            let guest = Arc::clone(&guest);
+            loom::thread::spawn(move || guest.write(page, 1))
+        });
+        let mut shadow = [0; 2];
+        guest.harvest(&mut shadow);
+        guest.harvest(&mut shadow);
+        writers.into_iter().for_each(|writer| writer.join().unwrap());
+        last(&guest, &mut shadow);
+        assert_eq!(shadow, guest.content(), "a write was lost");
+    });
+}
+
+#[test]
+fn no_write_is_lost_whatever_the_switch_does_at_that_moment() {
+    writers_and_switches(Guest::harvest_rest);
+}
+
+#[test]
+#[should_panic(expected = "a write was lost")]
+fn a_last_harvest_that_reads_one_bitmap_loses_a_late_mark() {
+    writers_and_switches(Guest::harvest);
+}
+
+/// Two pages of one block: while the mark of one is taken, the summary must lead to the other's.
+#[test]
+#[should_panic(expected = "a write was lost")]
+fn without_its_fence_a_mark_is_where_no_summary_leads() {
+    sync::FENCES.set(false);
+    writers_and_switches(Guest::harvest_rest);
+}
+
+/// A write beside the start is in the first copy or in the log.
+fn start_beside_a_writer(start: impl Fn(&Guest) + Copy + Sync + Send + 'static) {
+    loom::model(move || {
+        let guest = Guest::new();
+        let writer = {
+            let guest = Arc::clone(&guest);
+            loom::thread::spawn(move || guest.write(0, 1))
+        };
+        start(&guest);
+        let mut shadow = guest.content();
+        writer.join().unwrap();
+        guest.harvest_rest(&mut shadow);
+        assert_eq!(shadow, guest.content(), "a write was lost");
+    });
+}
+
+#[test]
+fn a_write_beside_the_start_is_copied_or_logged() {
+    start_beside_a_writer(Guest::start);
+}
+
+#[test]
+#[should_panic(expected = "a write was lost")]
+fn a_start_without_its_fence_loses_a_write() {
+    start_beside_a_writer(|guest| guest.pair.start());
+}
