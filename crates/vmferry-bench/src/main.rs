@@ -1,6 +1,7 @@
 //! `vmferry-bench NAME`: one file per benchmark, each with its physical limit measured in the same
 //! run.
 
+mod bitmap;
 mod engine;
 mod machine;
 mod place;
@@ -31,6 +32,8 @@ enum Name {
     Qemu,
     /// Ways to bring pages into an empty memory file.
     Place,
+    /// Traversal of dirty bitmaps by byte, by word, with SIMD and with a summary.
+    Bitmap,
 }
 
 fn main() -> anyhow::Result<()> {
@@ -39,6 +42,7 @@ fn main() -> anyhow::Result<()> {
         Name::Engine => engine::run(arguments.quick)?,
         Name::Qemu => qemu::run(arguments.quick)?,
         Name::Place => place::run(arguments.quick)?,
+        Name::Bitmap => bitmap::run(arguments.quick)?,
     };
     if arguments.json {
         println!("{}", serde_json::to_string(&results)?);

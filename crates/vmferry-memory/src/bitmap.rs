@@ -8,9 +8,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use crate::traverse::{
-    self, BLOCK_PAGES, BLOCK_WORDS, FlatRuns, Kernel, Runs, WORD_BITS, flat_runs, next_nonzero,
-};
+use crate::traverse::{self, BLOCK_PAGES, BLOCK_WORDS, Kernel, Runs, WORD_BITS, next_nonzero};
 
 /// Words of a block.
 type Block = [u64; BLOCK_WORDS];
@@ -196,15 +194,9 @@ impl PageBitmap {
 
     /// Clears all. What is clear is not written, so that it costs no memory.
     pub fn clear_all(&mut self) {
-        for (index, summary) in self.summary.iter_mut().enumerate() {
-            if *summary != 0 {
-                for (first, count) in flat_runs(&[*summary]) {
-                    let first = index * 64 + first as usize;
-                    self.blocks[first..first + count as usize].fill([0; BLOCK_WORDS]);
-                }
-                *summary = 0;
-            }
-        }
+        let held = HeldBlocks { summary: &self.summary, next: 0 };
+        held.for_each(|blocks| self.blocks[blocks].fill([0; BLOCK_WORDS]));
+        self.summary.fill(0);
     }
 
     /// Sets all.
@@ -215,7 +207,7 @@ impl PageBitmap {
     /// Runs of consecutive set pages as (first, count), in order, joined across words.
     #[must_use]
     pub fn runs(&self) -> Runs<'_, Held<'_>> {
-        Runs::new(Kernel::best(), self.blocks.as_flattened(), self.held_words())
+        Runs::new(Kernel::best(), self.blocks.as_flattened(), Held(self.held()))
     }
 
     /// Runs of set pages in the stripes of 512 pages whose number divided by `of` leaves `stripe`, as
@@ -237,25 +229,56 @@ impl PageBitmap {
     }
 
     /// Ranges of blocks that may hold something, apart from each other.
-    fn held(&self) -> impl Iterator<Item = Range<usize>> + '_ {
-        flat_runs(&self.summary).map(|(first, count)| first as usize..(first + count) as usize)
+    fn held(&self) -> HeldBlocks<'_> {
+        HeldBlocks { summary: &self.summary, next: 0 }
     }
+}
 
-    fn held_words(&self) -> Held<'_> {
-        Held(flat_runs(&self.summary))
+/// Ranges of blocks that may hold something. A summary is small, so it is looked at bit run by bit run
+/// without more ado.
+#[derive(Debug)]
+struct HeldBlocks<'a> {
+    summary: &'a [u64],
+    next: usize,
+}
+
+impl HeldBlocks<'_> {
+    /// The first block from `from` on whose bit, after `flip`, is set.
+    #[inline]
+    fn next_block(&self, from: usize, flip: u64) -> Option<usize> {
+        let index = from / 64;
+        let word = (*self.summary.get(index)? ^ flip) >> (from % 64);
+        if word != 0 {
+            return Some(from + word.trailing_zeros() as usize);
+        }
+        let index = traverse::next_other(self.summary, index + 1, flip);
+        let word = self.summary.get(index)? ^ flip;
+        Some(index * 64 + word.trailing_zeros() as usize)
+    }
+}
+
+impl Iterator for HeldBlocks<'_> {
+    type Item = Range<usize>;
+
+    #[inline]
+    fn next(&mut self) -> Option<Range<usize>> {
+        let start = self.next_block(self.next, 0)?;
+        self.next = self.next_block(start, u64::MAX).unwrap_or(self.summary.len() * 64);
+        Some(start..self.next)
     }
 }
 
 /// Ranges of words that may hold something, apart from each other.
 #[derive(Debug)]
-pub struct Held<'a>(FlatRuns<'a>);
+pub struct Held<'a>(HeldBlocks<'a>);
 
 impl Iterator for Held<'_> {
     type Item = Range<usize>;
 
+    #[inline]
     fn next(&mut self) -> Option<Range<usize>> {
-        let (first, count) = self.0.next()?;
-        Some(first as usize * BLOCK_WORDS..(first + count) as usize * BLOCK_WORDS)
+        let blocks = self.0.next()?;
+        Some(blocks.start * BLOCK_WORDS..blocks.end * BLOCK_WORDS)
     }
 }
 

@@ -1,17 +1,23 @@
 //! The core: an iterator over the runs of some ranges of words.
+//!
+//! `unsafe` here reads positions of a batch that have been written.
 
 use std::iter::Once;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use super::kernel::{self, Kernel};
 use super::{BLOCK_WORDS, WORD_BITS};
 
-/// Positions that a batch has room for: those of one block of 512 bits, and what a kernel may write
-/// beyond the last that counts.
-pub(super) const ROOM: usize = 512 + 64 + WINDOW;
+/// Positions that a batch has room for: a block's, and some before it. More does not decode faster, and an
+/// iterator is moved with its batch.
+pub(super) const ROOM: usize = BLOCK_ROOM + 64;
 
-/// A kernel writes so many positions at once, whatever counts of them.
+/// A kernel may write so many positions beyond the last that counts.
 pub(super) const WINDOW: usize = 64;
+
+/// Positions that a block adds at most, and what a kernel writes beyond.
+const BLOCK_ROOM: usize = BLOCK_WORDS * WORD_BITS as usize + WINDOW;
 
 /// Bits from the batch's base on that 16 bits can name, with room for the block that begins there.
 const REACH: u64 = (1 << 16) - 2 * BLOCK_WORDS as u64 * WORD_BITS;
@@ -46,59 +52,94 @@ pub(super) struct Cursor<'a> {
 #[derive(Debug)]
 pub(super) struct Batch {
     /// What the positions count from, in bits.
-    pub base: u64,
-    pub filled: usize,
-    pub positions: [u16; ROOM],
+    base: u64,
+    /// So many positions have been written.
+    filled: usize,
+    /// Not set to anything at first: traversing a small bitmap costs less than that would.
+    positions: [MaybeUninit<u16>; ROOM],
 }
 
 impl Batch {
-    /// Whether a block that begins at this bit still fits.
+    fn new() -> Self {
+        Self { base: 0, filled: 0, positions: [MaybeUninit::uninit(); ROOM] }
+    }
+
+    /// Where a block's positions go that begins at this bit, and what to add to them; `None` if the batch
+    /// has no room for all.
     #[inline(always)]
-    pub(super) fn has_room_at(&self, bit: u64) -> bool {
-        self.filled <= ROOM - WINDOW - 512 && bit - self.base <= REACH
+    pub(super) fn room_at(&mut self, bit: u64) -> Option<(&mut [MaybeUninit<u16>], u16)> {
+        if self.filled == 0 {
+            self.base = bit;
+        }
+        if self.filled > ROOM - BLOCK_ROOM || bit - self.base > REACH {
+            return None;
+        }
+        Some((&mut self.positions[self.filled..], (bit - self.base) as u16))
+    }
+
+    /// Counts positions as written.
+    ///
+    /// # Safety
+    /// So many have been written to where [`room_at`](Self::room_at) said, from its first on.
+    #[inline(always)]
+    pub(super) unsafe fn wrote(&mut self, count: usize) {
+        self.filled += count;
+    }
+
+    #[inline(always)]
+    fn from(&self, at: usize) -> &[u16] {
+        let written = &self.positions[at..self.filled];
+        // SAFETY: positions below `filled` have been written: nothing but `wrote`, whose caller says
+        // so, raises it. The types have one layout.
+        unsafe { &*(std::ptr::from_ref(written) as *const [u16]) }
     }
 }
 
 impl<'a, R: Iterator<Item = Range<usize>>> Runs<'a, R> {
+    #[inline]
     pub(crate) fn new(kernel: Kernel, words: &'a [u64], ranges: R) -> Self {
-        let batch = Batch { base: 0, filled: 0, positions: [0; ROOM] };
         let cursor = Cursor { words: &[], all: words, next: 0, carry: 0 };
-        Self { kernel, ranges, at: 0, batch, cursor }
+        Self { kernel, ranges, at: 0, batch: Batch::new(), cursor }
     }
 
-    /// Decodes until there is at least one position; `false` at the end.
+    /// Decodes until the batch is full or nothing is left; `false` if there is nothing.
     fn refill(&mut self) -> bool {
         self.at = 0;
         self.batch.filled = 0;
         loop {
-            if self.cursor.next == self.cursor.words.len() {
-                if self.cursor.carry == 1 {
-                    // A run that reaches the range's end ends there.
-                    self.cursor.carry = 0;
-                    self.batch.base = self.cursor.next as u64 * WORD_BITS;
-                    self.batch.positions[0] = 0;
-                    self.batch.filled = 1;
-                    return true;
+            if self.cursor.next < self.cursor.words.len() {
+                kernel::fill(self.kernel, &mut self.cursor, &mut self.batch);
+                if self.cursor.next < self.cursor.words.len() {
+                    break;
                 }
-                let Some(range) = self.ranges.next() else { return false };
-                self.cursor.next = range.start;
-                self.cursor.words = &self.cursor.all[..range.end];
-                continue;
             }
-            kernel::fill(self.kernel, &mut self.cursor, &mut self.batch);
-            if self.batch.filled > 0 {
-                return true;
+            if self.cursor.carry == 1 {
+                // A run that reaches the range's end ends there.
+                let Some((room, position)) =
+                    self.batch.room_at(self.cursor.next as u64 * WORD_BITS)
+                else {
+                    break;
+                };
+                room[0].write(position);
+                // SAFETY: one has been written.
+                unsafe { self.batch.wrote(1) };
+                self.cursor.carry = 0;
             }
+            let Some(range) = self.ranges.next() else { break };
+            self.cursor.next = range.start;
+            self.cursor.words = &self.cursor.all[..range.end];
         }
+        self.batch.filled > 0
     }
 
     /// The run whose begin is the last position of the batch.
     fn across_batches(&mut self) -> Option<(u64, u64)> {
-        let first = self.batch.base + u64::from(self.batch.positions[self.at]);
+        let first = self.batch.base + u64::from(*self.batch.from(self.at).first()?);
         // What is open is closed by a later position, at the latest at the range's end.
         self.refill().then(|| {
             self.at = 1;
-            (first, self.batch.base + u64::from(self.batch.positions[0]) - first)
+            let end = self.batch.base + u64::from(self.batch.from(0)[0]);
+            (first, end - first)
         })
     }
 }
@@ -109,18 +150,17 @@ impl<R: Iterator<Item = Range<usize>>> Iterator for Runs<'_, R> {
     #[inline]
     fn next(&mut self) -> Option<(u64, u64)> {
         loop {
-            if let Some(&[begin, end]) = self.batch.positions[..self.batch.filled]
-                .get(self.at..)
-                .and_then(|rest| rest.first_chunk::<2>())
-            {
-                self.at += 2;
-                return Some((self.batch.base + u64::from(begin), u64::from(end - begin)));
-            }
-            if self.at < self.batch.filled {
-                return self.across_batches();
-            }
-            if !self.refill() {
-                return None;
+            match *self.batch.from(self.at) {
+                [begin, end, ..] => {
+                    self.at += 2;
+                    return Some((self.batch.base + u64::from(begin), u64::from(end - begin)));
+                }
+                [_] => return self.across_batches(),
+                [] => {
+                    if !self.refill() {
+                        return None;
+                    }
+                }
             }
         }
     }
@@ -129,11 +169,11 @@ impl<R: Iterator<Item = Range<usize>>> Iterator for Runs<'_, R> {
         let mut folded = init;
         loop {
             let base = self.batch.base;
-            let (pairs, rest) = self.batch.positions[self.at..self.batch.filled].as_chunks::<2>();
+            let (pairs, open) = self.batch.from(self.at).as_chunks::<2>();
             for [begin, end] in pairs {
                 folded = f(folded, (base + u64::from(*begin), u64::from(end - begin)));
             }
-            if rest.is_empty() {
+            if open.is_empty() {
                 if !self.refill() {
                     return folded;
                 }

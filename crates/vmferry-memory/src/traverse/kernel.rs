@@ -3,8 +3,13 @@
 //!
 //! `unsafe` here calls functions that are compiled for instructions which were found at run time.
 
+use std::mem::MaybeUninit;
+
 use super::decode::{Batch, Cursor, WINDOW};
 use super::{BLOCK_WORDS, WORD_BITS};
+
+/// Where the positions of one word's bits go.
+type Window = [MaybeUninit<u16>; WINDOW];
 
 /// A way to decode words, by the instructions that it needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,7 +78,8 @@ pub(super) fn fill(kernel: Kernel, cursor: &mut Cursor<'_>, batch: &mut Batch) {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
         Kernel::Avx2 if kernel.is_available() => unsafe { x86::fill_avx2(cursor, batch) },
-        _ => fill_with(cursor, batch, put_by_bit),
+        // SAFETY: `put_by_bit` writes each position of the word's bits.
+        _ => unsafe { fill_with(cursor, batch, put_by_bit) },
     }
 }
 
@@ -127,13 +133,16 @@ fn skip_with(words: &[u64], from: usize, same: u64) -> usize {
     words[at..].iter().position(|word| *word != same).map_or(words.len(), |offset| at + offset)
 }
 
-/// The core's loop. `put` writes the positions of a word's bits, plus `offset`, into the window; it is
+/// The core's loop. `put` writes the positions of a word's bits, plus an offset, into the window; it is
 /// told how many there are.
+///
+/// # Safety
+/// `put` writes as many positions as it is told.
 #[inline(always)]
-fn fill_with(
+unsafe fn fill_with(
     cursor: &mut Cursor<'_>,
     batch: &mut Batch,
-    put: impl Fn(u64, u32, u16, &mut [u16; WINDOW]),
+    put: impl Fn(u64, u32, u16, &mut Window),
 ) {
     let words = cursor.words;
     while cursor.next < words.len() {
@@ -144,42 +153,37 @@ fn fill_with(
             cursor.next = skip_with(words, cursor.next + block.len(), same);
             continue;
         }
-        let bit = cursor.next as u64 * WORD_BITS;
-        if batch.filled == 0 {
-            batch.base = bit;
-        } else if !batch.has_room_at(bit) {
+        let Some((room, mut offset)) = batch.room_at(cursor.next as u64 * WORD_BITS) else {
             return;
-        }
-        let mut offset = (bit - batch.base) as u16;
-        let mut filled = batch.filled;
+        };
+        let mut filled = 0;
         for &word in block {
             let transitions = word ^ (word << 1 | cursor.carry);
             cursor.carry = word >> 63;
             let count = transitions.count_ones();
-            let Some(window) = batch.positions[filled..].first_chunk_mut::<WINDOW>() else {
+            let Some(window) = room[filled..].first_chunk_mut::<WINDOW>() else {
                 unreachable!("a batch has room for a block and a window")
             };
             put(transitions, count, offset, window);
             filled += count as usize;
             offset += WORD_BITS as u16;
         }
-        batch.filled = filled;
+        // SAFETY: `put` has written as many for each word, one word's behind the other's.
+        unsafe { batch.wrote(filled) };
         cursor.next += block.len();
     }
 }
 
 /// Four positions in any case: most words of scattered pages have fewer, and no branch needs to know.
 #[inline(always)]
-fn put_by_bit(bits: u64, count: u32, offset: u16, window: &mut [u16; WINDOW]) {
+fn put_by_bit(bits: u64, count: u32, offset: u16, window: &mut Window) {
     let mut rest = bits;
-    for position in &mut window[..4] {
-        *position = offset.wrapping_add(rest.trailing_zeros() as u16);
+    let mut put = |position: &mut MaybeUninit<u16>| {
+        position.write(offset.wrapping_add(rest.trailing_zeros() as u16));
         rest &= rest.wrapping_sub(1);
-    }
-    for position in window.iter_mut().take(count as usize).skip(4) {
-        *position = offset.wrapping_add(rest.trailing_zeros() as u16);
-        rest &= rest.wrapping_sub(1);
-    }
+    };
+    window[..4].iter_mut().for_each(&mut put);
+    window.iter_mut().take(count as usize).skip(4).for_each(put);
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -190,7 +194,7 @@ mod x86 {
         _mm512_set1_epi16, _mm512_storeu_si512,
     };
 
-    use super::{Batch, Cursor, WINDOW, count_with, fill_with, put_by_bit, skip_with};
+    use super::{Batch, Cursor, Window, count_with, fill_with, put_by_bit, skip_with};
 
     #[target_feature(enable = "avx2,bmi1,popcnt")]
     pub(super) fn count_avx2(words: &[u64]) -> u64 {
@@ -209,14 +213,16 @@ mod x86 {
 
     #[target_feature(enable = "avx2,bmi1,popcnt")]
     pub(super) fn fill_avx2(cursor: &mut Cursor<'_>, batch: &mut Batch) {
-        fill_with(cursor, batch, put_by_bit);
+        // SAFETY: `put_by_bit` writes each position of the word's bits.
+        unsafe { fill_with(cursor, batch, put_by_bit) };
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,avx2,bmi1,popcnt")]
     pub(super) fn fill_avx512(cursor: &mut Cursor<'_>, batch: &mut Batch) {
-        fill_with(cursor, batch, |bits, count, offset, window| {
-            put_avx512(bits, count, offset, window)
-        });
+        let put =
+            |bits, count, offset, window: &mut Window| put_avx512(bits, count, offset, window);
+        // SAFETY: `put_avx512` writes 32 positions, or all 64 if the word has more.
+        unsafe { fill_with(cursor, batch, put) };
     }
 
     /// The numbers of a vector's bytes.
@@ -234,7 +240,7 @@ mod x86 {
     /// (`VPCOMPRESSB`, Intel SDM volume 2).
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2")]
-    fn put_avx512(bits: u64, count: u32, offset: u16, window: &mut [u16; WINDOW]) {
+    fn put_avx512(bits: u64, count: u32, offset: u16, window: &mut Window) {
         let into = window.as_mut_ptr();
         // SAFETY: 64 bytes are read of 64, and 32 positions are written of 64, twice.
         unsafe {

@@ -46,5 +46,15 @@ pub fn flat_runs_with(kernel: Kernel, words: &[u64]) -> FlatRuns<'_> {
 /// Index of the first word from `from` on that is not zero; the length if all are.
 #[must_use]
 pub fn next_nonzero(words: &[u64], from: usize) -> usize {
-    kernel::skip(Kernel::best(), words, from, 0)
+    next_other(words, from, 0)
+}
+
+/// Index of the first word from `from` on that is not `same`; the length if all are.
+pub(crate) fn next_other(words: &[u64], from: usize, same: u64) -> usize {
+    // Neighbours mostly decide it.
+    match words.get(from) {
+        Some(word) if *word == same => kernel::skip(Kernel::best(), words, from, same),
+        Some(_) => from,
+        None => words.len(),
+    }
 }
