@@ -10,6 +10,7 @@
 #include <stdint.h>
 
 #include "kernel.h"
+#include "report.h"
 #include "workload.h"
 
 struct boot_parameters {
@@ -18,8 +19,9 @@ struct boot_parameters {
     uint32_t vcpus;
     uint64_t low_bytes;  /* RAM from 0, at most 3 GiB */
     uint64_t high_bytes; /* RAM from 4 GiB */
+    uint64_t has_display; /* 1 if the slots from DISPLAY_ADDRESS exist */
 };
-_Static_assert(sizeof(struct boot_parameters) == 32, "the VMM writes it");
+_Static_assert(sizeof(struct boot_parameters) == 40, "the VMM writes it");
 
 struct table_pointer {
     uint16_t limit;
@@ -116,6 +118,8 @@ static _Noreturn void user_main(uint32_t vcpu)
         .high_base = 1ull << 32,
         .low_bytes = boot->low_bytes,
         .high_bytes = boot->high_bytes,
+        .display_base = boot->has_display ? DISPLAY_ADDRESS : 0,
+        .still_base = boot->has_display ? STILL_ADDRESS : 0,
     };
 
     if (vcpu == 0) {
@@ -320,6 +324,7 @@ void pvh_main(const struct start_info *info)
 
     boot->low_bytes = low_bytes & ~4095ull;
     boot->high_bytes = high_bytes & ~4095ull;
+    boot->has_display = 0;
     boot->version = BOOT_VERSION;
     boot->vcpus = 1;
     boot->magic = BOOT_MAGIC;

@@ -10,6 +10,7 @@
  *   0x40000           PML4, 0x41000 PDPT, 0x42000 the VMM's boot GDT
  *   0x100000          this ELF
  *   0x200000..        page directories, one page per GiB mapped
+ * and, with the workload `display`, two slots at 0xfd000000 (report.h).
  */
 #ifndef VMFERRY_KERNEL_H
 #define VMFERRY_KERNEL_H
@@ -23,7 +24,7 @@
 #define PAGE_DIRECTORIES_ADDRESS 0x200000
 
 #define BOOT_MAGIC 0x4259525245464d56 /* "VMFERRYB" in memory order */
-#define BOOT_VERSION 1
+#define BOOT_VERSION 2
 #define MAX_VCPUS 8
 
 /* Selectors are Linux's own: PVM runs ring 3 natively only with these. */

@@ -11,12 +11,21 @@
 
 #define REPORT_ADDRESS 0x8000
 #define REPORT_MAGIC 0x5259525245464d56 /* "VMFERRYR" in memory order */
-#define REPORT_VERSION 1
+#define REPORT_VERSION 2
 #define REPORT_MAX_VCPUS 8
 
 /* The heartbeat device writes one of these pages after the other. */
 #define HEARTBEAT_ADDRESS 0x20000
 #define HEARTBEAT_PAGES 16
+
+/*
+ * A guest with `display` has two memory slots more, where QEMU's VGA has its frame buffer: the frame
+ * buffer, and one of the same size that is written once. The VMM makes them (config.rs).
+ */
+#define DISPLAY_ADDRESS 0xfd000000ull
+#define DISPLAY_PAGES 8
+#define STILL_ADDRESS (DISPLAY_ADDRESS + DISPLAY_PAGES * 4096)
+#define FRAMES_PER_SECOND 60
 
 enum phase { PHASE_POPULATING = 0, PHASE_RUNNING = 1 };
 enum fill_kind { FILL_INCOMPRESSIBLE = 0, FILL_TEXT = 1, FILL_ZERO = 2 };
@@ -27,12 +36,13 @@ struct guest_report {
     uint32_t version;
     uint32_t vcpus;
     uint64_t fill_pages;
+    uint64_t read_pages;
     uint64_t hot_pages;
     uint64_t rate;       /* pages per second over all vCPUs, 0 for as fast as can be */
     uint32_t fill_kind;
     uint32_t random;     /* order of the hot pages: 0 sequential, 1 random */
-    uint32_t reserved0;
-    uint32_t reserved1;
+    uint32_t display_pages; /* of the frame buffer, 0 for none */
+    uint32_t reserved;
 };
 
 struct corruption {
@@ -55,17 +65,21 @@ struct vcpu_report {
     uint64_t phase;         /* running: filled, and each hot page written once */
     uint64_t heartbeats;    /* heartbeat pages found newer than at the last look */
     uint64_t fill_rounds;   /* over all filled pages of this vCPU, each checked */
+    uint64_t read_rounds;   /* over all pages of `read` of this vCPU, each checked */
+    uint64_t frames;        /* drawn, by vCPU 0 alone; before each both slots were checked whole */
     /* The rest is the workload's own. */
     uint64_t fill_next;     /* populated so far, then the page to be verified next */
+    uint64_t read_next;     /* the same of `read` */
     uint64_t hot_next;      /* pages visited in this round */
     uint64_t stride;        /* of the round's order; 0 at the start of a round */
     uint64_t offset;
     uint64_t credit;        /* thousandths of a page that the rate allows */
     uint64_t credited_ticks;
+    uint64_t frames_due;    /* at the last frame, from the ticks; those missed are left out */
     uint64_t seen[HEARTBEAT_PAGES];
 };
 
-_Static_assert(sizeof(struct guest_report) == 56, "report.rs reads it");
-_Static_assert(sizeof(struct vcpu_report) == 288, "report.rs reads it");
+_Static_assert(sizeof(struct guest_report) == 64, "report.rs reads it");
+_Static_assert(sizeof(struct vcpu_report) == 320, "report.rs reads it");
 
 #endif

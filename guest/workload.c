@@ -19,6 +19,7 @@
 #define FILL_PAGES_PER_STEP 8
 #define CHECKED_PAGES_PER_STEP 8      /* of the fill, by a guest with time to spare: 31 MiB a second */
 #define CHECKED_PAGES_PER_BUSY_STEP 2 /* more would slow down the writing */
+#define READ_PAGES_PER_STEP 32
 #define HOT_PAGES_PER_STEP 64
 #define MAX_CREDITED_TICKS 20 /* a guest that was paused, or too slow, does not catch up */
 
@@ -33,7 +34,15 @@ static uint64_t mix(uint64_t x)
 
 static volatile uint64_t *words_at(const struct guest_view *view, uint64_t gpa)
 {
-    uint64_t address = gpa < HIGH_ADDRESS ? view->low_base + gpa : view->high_base + (gpa - HIGH_ADDRESS);
+    uint64_t address;
+    if (gpa >= HIGH_ADDRESS)
+        address = view->high_base + (gpa - HIGH_ADDRESS);
+    else if (gpa >= STILL_ADDRESS)
+        address = view->still_base + (gpa - STILL_ADDRESS);
+    else if (gpa >= DISPLAY_ADDRESS)
+        address = view->display_base + (gpa - DISPLAY_ADDRESS);
+    else
+        address = view->low_base + gpa;
     __asm__("" : "+r"(address)); /* not a constant: GCC takes low constants for null pointers */
     return (volatile uint64_t *)address;
 }
@@ -76,12 +85,40 @@ static void report_corruption(volatile struct vcpu_report *report, uint64_t gpa,
     report->corruptions++;
 }
 
-/* ---- fill: content that never changes ---- */
+/* ---- pages whose every word is known ---- */
+
+/* The word `index` of a page; `version` says which content the page has. */
+typedef uint64_t content(uint64_t version, uint64_t gpa, uint64_t index);
+
+static inline __attribute__((always_inline)) void write_page(const struct guest_view *view, content *word,
+                                                             uint64_t version, uint64_t gpa)
+{
+    volatile uint64_t *page = words_at(view, gpa);
+    for (uint64_t index = 0; index < PAGE_WORDS; index++)
+        page[index] = word(version, gpa, index);
+}
+
+static inline __attribute__((always_inline)) void check_page(const struct guest_view *view,
+                                                             volatile struct vcpu_report *report, content *word,
+                                                             uint64_t version, uint64_t gpa)
+{
+    volatile uint64_t *page = words_at(view, gpa);
+    for (uint64_t index = 0; index < PAGE_WORDS; index++) {
+        uint64_t expected = word(version, gpa, index), found = page[index];
+        if (found != expected) {
+            report_corruption(report, gpa, expected, found);
+            break;
+        }
+    }
+    report->pages_checked++;
+}
+
+/* ---- fill and read: content that never changes ---- */
 
 #define TEXT "the guest goes on where it was, and nobody has noticed that it moved; "
 static const char text[] = TEXT TEXT; /* twice: eight letters can be taken from any place of the first */
 
-static uint64_t fill_word(uint32_t kind, uint64_t gpa, uint64_t index)
+static uint64_t fill_word(uint64_t kind, uint64_t gpa, uint64_t index)
 {
     if (kind == FILL_ZERO)
         return 0;
@@ -96,23 +133,13 @@ static uint64_t fill_word(uint32_t kind, uint64_t gpa, uint64_t index)
 
 static void fill_page(const struct guest_view *view, uint32_t kind, uint64_t gpa)
 {
-    volatile uint64_t *page = words_at(view, gpa);
-    for (uint64_t index = 0; index < PAGE_WORDS; index++)
-        page[index] = fill_word(kind, gpa, index);
+    write_page(view, fill_word, kind, gpa);
 }
 
 static void check_fill_page(const struct guest_view *view, volatile struct vcpu_report *report, uint32_t kind,
                             uint64_t gpa)
 {
-    volatile uint64_t *page = words_at(view, gpa);
-    for (uint64_t index = 0; index < PAGE_WORDS; index++) {
-        uint64_t expected = fill_word(kind, gpa, index), found = page[index];
-        if (found != expected) {
-            report_corruption(report, gpa, expected, found);
-            break;
-        }
-    }
-    report->pages_checked++;
+    check_page(view, report, fill_word, kind, gpa);
 }
 
 /* ---- hot: pages rewritten for ever ---- */
@@ -211,6 +238,60 @@ static uint64_t allowed_pages(volatile struct vcpu_report *report, uint64_t rate
     return pages;
 }
 
+/* ---- display: a frame buffer, and a slot that stays as it is ---- */
+
+static uint64_t frame_word(uint64_t frame, uint64_t gpa, uint64_t index)
+{
+    if (frame == 0)
+        return 0; /* never drawn */
+    return index == 0 ? frame : mix(frame * 0x9e3779b97f4a7c15ull ^ (gpa + index * 8));
+}
+
+/* How many pages a frame buffer would have here: none without both slots. */
+static uint32_t display_pages(const struct guest_view *view)
+{
+    return view->display_base && view->still_base ? DISPLAY_PAGES : 0;
+}
+
+static uint64_t display_page(uint64_t index)
+{
+    return DISPLAY_ADDRESS + index * PAGE_BYTES;
+}
+
+static uint64_t still_page(uint64_t index)
+{
+    return STILL_ADDRESS + index * PAGE_BYTES;
+}
+
+/*
+ * The next frame, if it is due: 60 in any 1000 ticks in a row. First, both slots must hold what was
+ * left there.
+ */
+static void display_step(const struct guest_view *view, volatile struct vcpu_report *report, uint64_t ticks)
+{
+    uint64_t frame = report->frames, due = ticks * FRAMES_PER_SECOND / 1000;
+
+    if (report->frames_due > due) /* ticks never go back */
+        report_corruption(report, REPORT_ADDRESS + PAGE_BYTES, due, report->frames_due);
+    else if (frame && report->frames_due == due)
+        return;
+    report->frames_due = due;
+    for (uint64_t index = 0; index < DISPLAY_PAGES; index++) {
+        check_page(view, report, frame_word, frame, display_page(index));
+        if (frame) {
+            check_page(view, report, fill_word, FILL_INCOMPRESSIBLE, still_page(index));
+        } else {
+            write_page(view, fill_word, FILL_INCOMPRESSIBLE, still_page(index));
+            report->pages_written++;
+        }
+    }
+    for (uint64_t index = 0; index < DISPLAY_PAGES; index++) {
+        write_page(view, frame_word, frame + 1, display_page(index));
+        report->pages_written++;
+    }
+    report->frames = frame + 1;
+}
+
 /* ---- heartbeat: what the VMM's device writes ---- */
 
 /*
@@ -259,7 +340,9 @@ static uint64_t share(uint64_t pages, uint32_t vcpu, uint32_t vcpus)
 /* The pages of one vCPU, by their index. */
 struct work {
     uint64_t fill_first, fill_pages;
+    uint64_t read_first, read_pages;
     uint64_t hot_first, hot_pages;
+    int has_display; /* to draw, which vCPU 0 does */
 };
 
 /*
@@ -270,23 +353,33 @@ static int find_work(const struct guest_view *view, volatile struct vcpu_report 
                      struct work *work)
 {
     volatile struct guest_report *guest = guest_report(view);
-    uint64_t fill = guest->fill_pages, hot = guest->hot_pages, pages = work_pages(view);
-    uint32_t vcpus = guest->vcpus;
+    uint64_t fill = guest->fill_pages, read = guest->read_pages, hot = guest->hot_pages;
+    uint64_t pages = work_pages(view);
+    uint32_t vcpus = guest->vcpus, populating = report->phase == PHASE_POPULATING;
 
     if (vcpus > REPORT_MAX_VCPUS) {
         report_corruption(report, REPORT_ADDRESS, REPORT_MAX_VCPUS, vcpus);
         return 0;
     }
-    if (fill > pages || hot > pages - fill) {
-        report_corruption(report, REPORT_ADDRESS, pages, fill > pages ? fill : hot);
+    if (fill > pages || read > pages - fill || hot > pages - fill - read) {
+        report_corruption(report, REPORT_ADDRESS, pages, fill > pages ? fill : read > pages - fill ? read : hot);
         return 0;
     }
+    uint64_t display = guest->display_pages;
+    if (display && display != display_pages(view)) {
+        report_corruption(report, REPORT_ADDRESS, display_pages(view), display);
+        return 0;
+    }
+    work->has_display = display && vcpu == 0;
     work->fill_first = share(fill, vcpu, vcpus);
     work->fill_pages = share(fill, vcpu + 1, vcpus) - work->fill_first;
-    work->hot_first = fill + share(hot, vcpu, vcpus);
-    work->hot_pages = fill + share(hot, vcpu + 1, vcpus) - work->hot_first;
-    uint64_t fill_end = work->fill_pages + (report->phase == PHASE_POPULATING || !work->fill_pages);
-    if (report->fill_next >= fill_end || report->hot_next > work->hot_pages) {
+    work->read_first = fill + share(read, vcpu, vcpus);
+    work->read_pages = fill + share(read, vcpu + 1, vcpus) - work->read_first;
+    work->hot_first = fill + read + share(hot, vcpu, vcpus);
+    work->hot_pages = fill + read + share(hot, vcpu + 1, vcpus) - work->hot_first;
+    uint64_t fill_end = work->fill_pages + (populating || !work->fill_pages);
+    uint64_t read_end = work->read_pages + (populating || !work->read_pages);
+    if (report->fill_next >= fill_end || report->read_next >= read_end || report->hot_next > work->hot_pages) {
         report_corruption(report, REPORT_ADDRESS + (1 + vcpu) * PAGE_BYTES, work->fill_pages, report->fill_next);
         return 0;
     }
@@ -304,10 +397,16 @@ static void populate_step(const struct guest_view *view, volatile struct vcpu_re
             fill_page(view, kind, work_address(view, work->fill_first + report->fill_next++));
             report->pages_written++;
         }
+    } else if (report->read_next < work->read_pages) {
+        for (unsigned count = 0; count < FILL_PAGES_PER_STEP && report->read_next < work->read_pages; count++) {
+            fill_page(view, FILL_INCOMPRESSIBLE, work_address(view, work->read_first + report->read_next++));
+            report->pages_written++;
+        }
     } else if (work->hot_pages && report->rounds == 0) {
         hot_step(view, report, vcpu, work->hot_first, work->hot_pages, HOT_PAGES_PER_STEP);
     } else {
         report->fill_next = 0;
+        report->read_next = 0;
         report->phase = PHASE_RUNNING;
     }
 }
@@ -327,6 +426,18 @@ static void check_fill_step(const struct guest_view *view, volatile struct vcpu_
     }
 }
 
+static void read_step(const struct guest_view *view, volatile struct vcpu_report *report, const struct work *work)
+{
+    for (unsigned count = 0; count < READ_PAGES_PER_STEP && work->read_pages; count++) {
+        check_fill_page(view, report, FILL_INCOMPRESSIBLE, work_address(view, work->read_first + report->read_next));
+        if (++report->read_next == work->read_pages) {
+            report->read_next = 0;
+            report->read_rounds++;
+            break;
+        }
+    }
+}
+
 int workload_step(const struct guest_view *view, uint32_t vcpu, uint64_t ticks)
 {
     volatile struct guest_report *guest = guest_report(view);
@@ -340,6 +451,8 @@ int workload_step(const struct guest_view *view, uint32_t vcpu, uint64_t ticks)
         check_heartbeat(view, report, ticks % HEARTBEAT_PAGES);
     if (!find_work(view, report, vcpu, &work))
         return 1;
+    if (work.has_display)
+        display_step(view, report, ticks);
     if (report->phase == PHASE_POPULATING) {
         populate_step(view, report, vcpu, &work);
         return 0;
@@ -348,7 +461,8 @@ int workload_step(const struct guest_view *view, uint32_t vcpu, uint64_t ticks)
     hot_step(view, report, vcpu, work.hot_first, work.hot_pages, allowed);
     int busy = allowed == HOT_PAGES_PER_STEP;
     check_fill_step(view, report, &work, busy ? CHECKED_PAGES_PER_BUSY_STEP : CHECKED_PAGES_PER_STEP);
-    return !busy;
+    read_step(view, report, &work);
+    return !busy && !work.read_pages;
 }
 
 /* ---- the command line ---- */
@@ -410,6 +524,15 @@ static volatile const char *read_hot(volatile const char *at, volatile struct gu
     }
 }
 
+static volatile const char *read_read(volatile const char *at, volatile struct guest_report *report)
+{
+    uint64_t mib;
+
+    at = read_number(at, &mib);
+    report->read_pages = mib << 8;
+    return at;
+}
+
 void workload_init(const struct guest_view *view, uint32_t vcpus)
 {
     volatile struct guest_report *report = guest_report(view);
@@ -418,18 +541,28 @@ void workload_init(const struct guest_view *view, uint32_t vcpus)
 
     report->vcpus = vcpus < REPORT_MAX_VCPUS ? vcpus : REPORT_MAX_VCPUS;
     while (*at) {
-        if ((after = skip(at, "fill=")))
+        if ((after = skip(at, "fill="))) {
             at = read_fill(after, report);
-        else if ((after = skip(at, "hot=")))
+        } else if ((after = skip(at, "read="))) {
+            at = read_read(after, report);
+        } else if ((after = skip(at, "hot="))) {
             at = read_hot(after, report);
-        else
+        } else if ((after = skip(at, "display"))) {
+            report->display_pages = display_pages(view);
+            at = after;
+        } else {
             at++;
+        }
     }
     uint64_t pages = work_pages(view);
     if (report->fill_pages > pages)
         report->fill_pages = pages;
-    if (report->hot_pages > pages - report->fill_pages)
-        report->hot_pages = pages - report->fill_pages;
+    pages -= report->fill_pages;
+    if (report->read_pages > pages)
+        report->read_pages = pages;
+    pages -= report->read_pages;
+    if (report->hot_pages > pages)
+        report->hot_pages = pages;
     report->version = REPORT_VERSION;
     report->magic = REPORT_MAGIC;
 }

@@ -2,9 +2,13 @@
  * What the guest does with its memory: the same code at CPL 3 of the KVM guest and in the threads
  * of the process guest. It has no state outside guest memory.
  *
- * Command line: words separated by spaces, of `idle`, `ticks`,
+ * Command line: words separated by spaces, of `idle`, `ticks`, `display`, `read=MIB`,
  * `fill=MIB,incompressible|text|zero` and `hot=MIB[,rate=PAGES_PER_S][,random|sequential]`. The VMM
  * has checked it (config.rs); what makes no sense here is ignored.
+ *
+ * `fill` is written once and checked in passing; `read` is written once and then checked without
+ * pause; `hot` is rewritten; `display` is a frame buffer that is redrawn 60 times a second, and as
+ * much that never changes, each in a memory slot of its own.
  */
 #ifndef VMFERRY_WORKLOAD_H
 #define VMFERRY_WORKLOAD_H
@@ -17,6 +21,8 @@ struct guest_view {
     uint64_t high_base; /* of guest-physical 4 GiB */
     uint64_t low_bytes;
     uint64_t high_bytes;
+    uint64_t display_base; /* of the frame buffer (report.h), 0 if there is none */
+    uint64_t still_base;   /* of the slot beside it, which never changes */
 };
 
 /* Once, by vCPU 0, before any step. */

@@ -87,11 +87,12 @@ pub struct MachineOptions {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Workloads, combined with spaces: idle | fill=MIB,incompressible|text|zero |
-hot=MIB[,rate=PAGES_PER_S][,random|sequential] | ticks
+read=MIB | hot=MIB[,rate=PAGES_PER_S][,random|sequential] | display | ticks
 
 Examples:
   vmferry run web --memory 1G --vcpus 2 --workload \"fill=256,text hot=64,random\"
-  vmferry run web --guest process --workload hot=16,rate=20000")]
+  vmferry run web --guest process --workload hot=16,rate=20000
+  vmferry run kiosk --workload \"display read=64\"")]
 pub struct RunOptions {
     /// Name of the guest.
     pub name: String,
@@ -337,6 +338,7 @@ Examples:
   vmferry demo
   vmferry demo --memory 1G --vcpus 4 --hot 128M --channels 4
   vmferry demo --guest process --transport unix --json
+  vmferry demo --workload display
   vmferry demo --max-bandwidth 20M --downtime-limit 20ms    # does not converge, and says why")]
 pub struct DemoOptions {
     /// The guest.

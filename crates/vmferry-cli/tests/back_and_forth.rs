@@ -1,4 +1,4 @@
-//! One guest, moved to and fro between two hosts, with every dirty log.
+//! One guest, moved to and fro between two hosts, with every dirty log and workload.
 
 mod support;
 
@@ -7,15 +7,20 @@ use support::{World, all, has_kvm};
 
 /// Moves a hot guest `times` times, each time verified whole, and looks at it in the end.
 fn move_around(flags: &[&str], log: &str, times: usize) {
+    move_workload("fill=8,text hot=24,random ticks", flags, log, times);
+}
+
+/// The same with any workload.
+fn move_workload(workload: &str, flags: &[&str], log: &str, times: usize) {
     let world = World::new();
     let tls = world.tls();
     let (a, b) = (world.host("a"), world.host("b"));
     let mut arguments = flags.to_vec();
-    arguments.extend(["--memory", "64M", "--workload", "fill=8,text hot=24,random ticks"]);
+    arguments.extend(["--memory", "64M", "--workload", workload]);
     arguments.extend(["--dirty-log", log]);
     let mut vmm = a.guest("web", &arguments);
     let (mut here, mut there) = (&a, &b);
-    let mut rounds = 0;
+    let mut made = [0; 3];
     for turn in 0..times {
         let (mut next, address) = there.receive(&[
             "--listen",
@@ -51,9 +56,11 @@ fn move_around(flags: &[&str], log: &str, times: usize) {
         next.event("serving");
         let report: Value = there.status("web")["report"].clone();
         assert_eq!(report["corruptions"], 0, "turn {turn}: {report}");
-        let now = report["rounds"].as_u64().unwrap();
-        assert!(now >= rounds, "turn {turn}: the guest goes on where it was: {report}");
-        rounds = now;
+        for (before, name) in made.iter_mut().zip(["rounds", "read_rounds", "frames"]) {
+            let now = report[name].as_u64().unwrap();
+            assert!(now >= *before, "turn {turn}: the guest goes on where it was: {report}");
+            *before = now;
+        }
         vmm = next;
         std::mem::swap(&mut here, &mut there);
     }
@@ -95,6 +102,19 @@ fn with_userfaultfd_under_kvm() {
 fn with_userfaultfd_under_threads() {
     for vcpus in ["1", "4"] {
         move_around(&["--guest", "process", "--vcpus", vcpus], "uffd", times());
+    }
+}
+
+/// The display is in memory slots of its own, which every log must have.
+#[test]
+fn with_a_display_and_with_memory_that_is_read() {
+    for workload in ["display", "read=24 ticks", "display fill=8,text read=8 hot=8,random"] {
+        move_workload(workload, &["--guest", "process", "--vcpus", "2"], "uffd", 2);
+        if has_kvm() {
+            for log in ["bitmap", "clear", "uffd"] {
+                move_workload(workload, &["--guest", "kvm", "--vcpus", "2"], log, 2);
+            }
+        }
     }
 }
 

@@ -222,6 +222,8 @@ fn addresses_guests_and_ports_that_are_wrong() {
     a.run(&["run", "web"]).failed(7, "runs already");
     a.run(&["run", "../x"]).failed(2, "letters, digits");
     a.run(&["run", "x", "--workload", "dance"]).failed(2, "`dance` is unknown");
+    a.run(&["run", "x", "--workload", "display=30"]).failed(2, "`display=30` is unknown");
+    a.run(&["run", "x", "--workload", "read"]).failed(2, "`read` needs MiB");
     a.run(&["run", "x", "--guest", "process", "--dirty-log", "clear"])
         .failed(2, "needs a guest on KVM");
     a.run(&["send", "web", "--to", "tcp:127.0.0.1:99999", "--plain"]).failed(2, "is no address");

@@ -9,7 +9,7 @@ use vmferry_memory::{MemoryKind, PAGE_SIZE, SlotId, SlotLayout};
 use vmferry_wire::GuestIdentity;
 
 use crate::error::MachineError;
-use crate::kvm::{HIGH_RAM, LOW_RAM_END};
+use crate::kvm::{DISPLAY, DISPLAY_BYTES, HIGH_RAM, LOW_RAM_END, STILL};
 
 /// Smallest memory: what lies below 16 MiB is the machine's own.
 pub const MIN_MEMORY_BYTES: u64 = 32 << 20;
@@ -113,17 +113,22 @@ impl GuestConfig {
         Ok(())
     }
 
-    /// The memory slots: RAM up to 3 GiB, and what is more from 4 GiB on.
+    /// The memory slots: RAM up to 3 GiB, the two of a display if the workload has one, and RAM that
+    /// is more from 4 GiB on.
     #[must_use]
     pub fn layout(&self) -> Vec<SlotLayout> {
-        let pages = |bytes: u64| bytes / PAGE_SIZE as u64;
         let low = self.memory_bytes.min(LOW_RAM_END);
-        let mut layout = vec![SlotLayout { slot: SlotId(0), gpa: 0, pages: pages(low) }];
-        if self.memory_bytes > low {
-            let high = pages(self.memory_bytes - low);
-            layout.push(SlotLayout { slot: SlotId(1), gpa: HIGH_RAM, pages: high });
+        let mut ranges = vec![(0, low)];
+        if self.command_line.split_ascii_whitespace().any(|word| word == "display") {
+            ranges.extend([(DISPLAY, DISPLAY_BYTES), (STILL, DISPLAY_BYTES)]);
         }
-        layout
+        if self.memory_bytes > low {
+            ranges.push((HIGH_RAM, self.memory_bytes - low));
+        }
+        let slots = (0..).map(SlotId).zip(ranges);
+        slots
+            .map(|(slot, (gpa, bytes))| SlotLayout { slot, gpa, pages: bytes / PAGE_SIZE as u64 })
+            .collect()
     }
 }
 
@@ -158,8 +163,8 @@ fn check_command_line(text: &str) -> Result<u64, MachineError> {
             return Err(bad(format!("`{name}` has no `{unknown}`; {GRAMMAR}")));
         }
         match name {
-            "idle" | "ticks" if mib.is_empty() => {}
-            "fill" | "hot" => {
+            "idle" | "ticks" | "display" if mib.is_empty() => {}
+            "fill" | "read" | "hot" => {
                 let mib = mib.parse::<u32>().ok().filter(|mib| *mib > 0);
                 let mib = mib.ok_or_else(|| bad(format!("`{word}` needs MiB; {GRAMMAR}")))?;
                 used += u64::from(mib);
@@ -170,7 +175,8 @@ fn check_command_line(text: &str) -> Result<u64, MachineError> {
     Ok(used)
 }
 
-const GRAMMAR: &str = "use words of: idle, ticks, fill=MIB,incompressible|text|zero, \
+const GRAMMAR: &str = "use words of: idle, ticks, display, read=MIB, \
+                       fill=MIB,incompressible|text|zero, \
                        hot=MIB[,rate=PAGES_PER_S][,random|sequential]";
 
 /// Checks a guest's name: it becomes a file name.
@@ -210,11 +216,19 @@ mod tests {
             (config(64 << 20, 1, "hot=1 hot=2"), "stands twice"),
             (config(64 << 20, 1, "fill=1,jpeg"), "no `jpeg`"),
             (config(64 << 20, 1, "idle=3"), "`idle=3` is unknown"),
+            (config(64 << 20, 1, "display=60"), "`display=60` is unknown"),
+            (config(64 << 20, 1, "display,fast"), "`display,fast` is unknown"),
+            (config(64 << 20, 1, "display idle display"), "`display` stands twice"),
+            (config(64 << 20, 1, "read"), "`read` needs MiB"),
+            (config(64 << 20, 1, "read=0"), "`read=0` needs MiB"),
+            (config(64 << 20, 1, "read=1,text"), "`read` has no `text`"),
+            (config(64 << 20, 1, "fill=8,zero read=33 hot=8"), "asks for 49 MiB, and 48"),
         ] {
             let error = config.check().unwrap_err().to_string();
             assert!(error.contains(setting), "{error}");
         }
         config(64 << 20, 8, "idle ticks fill=8,zero hot=40,rate=100,random").check().unwrap();
+        config(64 << 20, 8, "read=48 display").check().unwrap();
     }
 
     #[test]
@@ -223,6 +237,20 @@ mod tests {
         let layout = config(8 << 30, 1, "").layout();
         assert_eq!((layout[0].pages, layout[1].pages), (3 << 18, 5 << 18));
         assert_eq!(layout[1].gpa, 4 << 30);
+    }
+
+    #[test]
+    fn a_display_has_two_slots_of_its_own_in_the_order_of_addresses() {
+        let slots = |bytes, line| -> Vec<_> {
+            let layout = config(bytes, 1, line).layout();
+            layout.iter().map(|slot| (slot.slot.0, slot.gpa, slot.pages)).collect()
+        };
+        let (display, still) = ((1, 0xfd00_0000, 8), (2, 0xfd00_8000, 8));
+        assert_eq!(slots(64 << 20, "idle read=4"), [(0, 0, 16384)]);
+        assert_eq!(slots(64 << 20, "ticks display"), [(0, 0, 16384), display, still]);
+        assert_eq!(slots(8 << 30, "hot=1"), [(0, 0, 3 << 18), (1, 4 << 30, 5 << 18)]);
+        let whole = [(0, 0, 3 << 18), display, still, (3, 4 << 30, 5 << 18)];
+        assert_eq!(slots(8 << 30, "display hot=1"), whole);
     }
 
     #[test]

@@ -18,7 +18,7 @@ use vmferry_memory::GuestMemory;
 
 use crate::backend::Backend;
 use crate::error::MachineError;
-use crate::kvm::HIGH_RAM;
+use crate::kvm::{DISPLAY, HIGH_RAM, STILL};
 use crate::state::{SectionKind, StateReader, StateWriter};
 
 const PROCESS: SectionKind = SectionKind::mandatory("process", 1);
@@ -29,23 +29,27 @@ const COMMAND_LINE_ADDRESS: u64 = 0x7000;
 
 /// `struct guest_view` of `workload.h`.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 struct GuestView {
     low_base: u64,
     high_base: u64,
     low_bytes: u64,
     high_bytes: u64,
+    display_base: u64,
+    still_base: u64,
 }
 
 impl GuestView {
     /// The mappings of a memory, valid as long as it lives.
     fn of(memory: &GuestMemoryMmap<DirtyBitmap>) -> Self {
-        let mut view = Self { low_base: 0, high_base: 0, low_bytes: 0, high_bytes: 0 };
+        let mut view = Self::default();
         for region in memory.iter() {
-            if region.start_addr().raw_value() < HIGH_RAM {
-                (view.low_base, view.low_bytes) = (region.as_ptr() as u64, region.len());
-            } else {
-                (view.high_base, view.high_bytes) = (region.as_ptr() as u64, region.len());
+            let (base, bytes) = (region.as_ptr() as u64, region.len());
+            match region.start_addr().raw_value() {
+                DISPLAY => view.display_base = base,
+                STILL => view.still_base = base,
+                gpa if gpa < HIGH_RAM => (view.low_base, view.low_bytes) = (base, bytes),
+                _ => (view.high_base, view.high_bytes) = (base, bytes),
             }
         }
         view

@@ -6,7 +6,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 const REPORT_ADDRESS: u64 = 0x8000;
 const REPORT_MAGIC: u64 = u64::from_le_bytes(*b"VMFERRYR");
-const REPORT_VERSION: u32 = 1;
+const REPORT_VERSION: u32 = 2;
 const MAX_VCPUS: u32 = 8;
 
 /// `struct guest_report`.
@@ -17,13 +17,15 @@ struct RawGuest {
     version: u32,
     vcpus: u32,
     fill_pages: u64,
+    read_pages: u64,
     hot_pages: u64,
     rate: u64,
     fill_kind: u32,
     random: u32,
-    reserved: [u32; 2],
+    display_pages: u32,
+    reserved: u32,
 }
-const _: () = assert!(size_of::<RawGuest>() == 56);
+const _: () = assert!(size_of::<RawGuest>() == 64);
 
 /// `struct corruption`.
 #[repr(C)]
@@ -66,8 +68,10 @@ struct RawVcpu {
     phase: u64,
     heartbeats: u64,
     fill_rounds: u64,
+    read_rounds: u64,
+    frames: u64,
 }
-const _: () = assert!(size_of::<RawVcpu>() == 112);
+const _: () = assert!(size_of::<RawVcpu>() == 128);
 
 /// What the guest says of itself, all vCPUs together.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -80,6 +84,10 @@ pub struct Report {
     pub rounds: u64,
     /// Fewest times that any vCPU has checked all of the memory that it filled.
     pub fill_rounds: u64,
+    /// Fewest times that any vCPU has checked all of the memory that it only reads.
+    pub read_rounds: u64,
+    /// Frames drawn on the display.
+    pub frames: u64,
     /// Pages written.
     pub pages_written: u64,
     /// Pages checked.
@@ -94,10 +102,14 @@ pub struct Report {
     pub heartbeats: u64,
     /// Longest time between two steps of a vCPU, in cycles of the time stamp counter.
     pub longest_gap_tsc: u64,
-    /// Pages that the workload fills and rewrites.
+    /// Pages that the workload fills, reads and rewrites, without the display's.
     pub work_pages: u64,
     /// Those that it fills.
     pub fill_pages: u64,
+    /// Those that it fills and then reads without pause.
+    pub read_pages: u64,
+    /// Pages of the frame buffer, and as many stand still beside it; 0 without a display.
+    pub display_pages: u64,
     /// How far each vCPU is.
     pub vcpus: Vec<VcpuProgress>,
 }
@@ -109,6 +121,8 @@ pub struct VcpuProgress {
     pub rounds: u64,
     /// Rounds over the pages that it filled.
     pub fill_rounds: u64,
+    /// Rounds over the pages that it only reads.
+    pub read_rounds: u64,
     /// Timer ticks that it has had.
     pub ticks: u64,
 }
@@ -134,9 +148,14 @@ impl Report {
             populated: true,
             rounds: u64::MAX,
             fill_rounds: u64::MAX,
+            read_rounds: u64::MAX,
             ticks: u64::MAX,
             fill_pages: guest.fill_pages,
-            work_pages: guest.fill_pages.saturating_add(guest.hot_pages),
+            read_pages: guest.read_pages,
+            work_pages: [guest.read_pages, guest.hot_pages]
+                .into_iter()
+                .fold(guest.fill_pages, u64::saturating_add),
+            display_pages: guest.display_pages.into(),
             ..Self::default()
         };
         for vcpu in 0..u64::from(vcpus) {
@@ -146,6 +165,8 @@ impl Report {
             report.populated &= vcpu.phase == 1;
             report.rounds = report.rounds.min(vcpu.rounds);
             report.fill_rounds = report.fill_rounds.min(vcpu.fill_rounds);
+            report.read_rounds = report.read_rounds.min(vcpu.read_rounds);
+            add(&mut report.frames, vcpu.frames);
             add(&mut report.pages_written, vcpu.pages_written);
             add(&mut report.pages_checked, vcpu.pages_checked);
             add(&mut report.corruptions, vcpu.corruptions);
@@ -157,6 +178,7 @@ impl Report {
             report.vcpus.push(VcpuProgress {
                 rounds: vcpu.rounds,
                 fill_rounds: vcpu.fill_rounds,
+                read_rounds: vcpu.read_rounds,
                 ticks: vcpu.ticks,
             });
             report.longest_gap_tsc = report.longest_gap_tsc.max(vcpu.longest_gap_tsc);
@@ -172,11 +194,15 @@ impl Report {
         // The round that was under way may have passed a page already; the one after it has not.
         let whole_round =
             |pages: u64, now: u64, then: u64| pages == 0 || now >= then.saturating_add(2);
-        let hot_pages = self.work_pages.saturating_sub(self.fill_pages);
-        self.vcpus.len() == before.vcpus.len()
+        let constant_pages = self.fill_pages.saturating_add(self.read_pages);
+        let hot_pages = self.work_pages.saturating_sub(constant_pages);
+        // Both slots of a display are checked whole before each frame.
+        whole_round(self.display_pages, self.frames, before.frames)
+            && self.vcpus.len() == before.vcpus.len()
             && self.vcpus.iter().zip(&before.vcpus).all(|(now, then)| {
                 whole_round(hot_pages, now.rounds, then.rounds)
                     && whole_round(self.fill_pages, now.fill_rounds, then.fill_rounds)
+                    && whole_round(self.read_pages, now.read_rounds, then.read_rounds)
             })
     }
 }
@@ -188,7 +214,12 @@ mod tests {
     fn report(fill_pages: u64, work_pages: u64, rounds: &[(u64, u64)]) -> Report {
         let vcpus = rounds
             .iter()
-            .map(|&(rounds, fill_rounds)| VcpuProgress { rounds, fill_rounds, ticks: 0 })
+            .map(|&(rounds, fill_rounds)| VcpuProgress {
+                rounds,
+                fill_rounds,
+                read_rounds: 0,
+                ticks: 0,
+            })
             .collect();
         Report { fill_pages, work_pages, vcpus, ..Report::default() }
     }
@@ -211,6 +242,20 @@ mod tests {
         let fill_only = report(2, 2, &[(0, 3)]);
         assert!(report(2, 2, &[(0, 5)]).has_checked_all_since(&fill_only));
         assert!(!report(2, 2, &[(0, 4)]).has_checked_all_since(&fill_only));
+        let reads = |rounds: &[u64]| {
+            let vcpus = rounds.iter().map(|&read_rounds| VcpuProgress {
+                rounds: 0,
+                fill_rounds: 0,
+                read_rounds,
+                ticks: 0,
+            });
+            Report { read_pages: 2, work_pages: 2, vcpus: vcpus.collect(), ..Report::default() }
+        };
+        assert!(reads(&[5, 7]).has_checked_all_since(&reads(&[3, 5])));
+        assert!(!reads(&[5, 6]).has_checked_all_since(&reads(&[3, 5])));
+        let display = |frames| Report { display_pages: 8, frames, ..report(0, 0, &[(0, 0)]) };
+        assert!(display(9).has_checked_all_since(&display(7)));
+        assert!(!display(8).has_checked_all_since(&display(7)));
         let idle = report(0, 0, &[(0, 0)]);
         assert!(idle.has_checked_all_since(&idle));
         assert!(!idle.has_checked_all_since(&Report::default()), "not the same guest");

@@ -50,6 +50,9 @@ fn describe(status: &Value) -> String {
             report["corruptions"],
             report["ticks"]
         ));
+        if report["display_pages"].as_u64() > Some(0) {
+            lines.push(format!("  display: {} frames", report["frames"]));
+        }
     }
     if !status["crash"].is_null() {
         lines.push(format!("  CRASHED: {}", text(&status["crash"])));

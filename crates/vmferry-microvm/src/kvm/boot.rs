@@ -22,6 +22,13 @@ pub(super) static GUEST_ELF: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/g
 pub const LOW_RAM_END: u64 = 3 << 30;
 /// Where RAM continues.
 pub const HIGH_RAM: u64 = 4 << 30;
+/// Where the two slots of the workload `display` are: the frame buffer, and the one beside it that
+/// is written once. In the hole, where QEMU's VGA has its frame buffer (`guest/report.h`).
+pub const DISPLAY: u64 = 0xfd00_0000;
+/// The slot beside the frame buffer.
+pub const STILL: u64 = DISPLAY + DISPLAY_BYTES;
+/// Size of each of the two.
+pub const DISPLAY_BYTES: u64 = 32 << 10;
 /// Below it is the machine's and the guest kernel's memory; the workload's begins here.
 const RESERVED_BYTES: u64 = 16 << 20;
 
@@ -37,7 +44,7 @@ const PAGE_DIRECTORIES: u64 = 0x20_0000;
 const MAPPED_GIB_MAX: u64 = 512;
 
 const BOOT_MAGIC: u64 = u64::from_le_bytes(*b"VMFERRYB");
-const BOOT_VERSION: u32 = 1;
+const BOOT_VERSION: u32 = 2;
 
 /// Present, writable, user: the workload runs in ring 3 on the same tables.
 const TABLE: u64 = 0x7;
@@ -67,11 +74,12 @@ struct BootParameters {
     vcpus: u32,
     low_bytes: u64,
     high_bytes: u64,
+    has_display: u64,
 }
 
-const _: () = assert!(size_of::<BootParameters>() == 32);
+const _: () = assert!(size_of::<BootParameters>() == 40);
 
-// SAFETY: `ByteValued` needs plain data without padding: two u64, two u32 and two u64 have none.
+// SAFETY: `ByteValued` needs plain data without padding: a u64, two u32 and three u64 have none.
 unsafe impl ByteValued for BootParameters {}
 
 /// Guest memory, whatever its dirty bitmap is: the machine boots the guest into it, and keeps it
@@ -106,8 +114,14 @@ fn load_guest<B: Bitmap>(
     command_line: &str,
 ) -> Result<u64, KvmError> {
     let (low_bytes, high_bytes) = check_layout(slots)?;
-    let parameters =
-        BootParameters { magic: BOOT_MAGIC, version: BOOT_VERSION, vcpus, low_bytes, high_bytes };
+    let parameters = BootParameters {
+        magic: BOOT_MAGIC,
+        version: BOOT_VERSION,
+        vcpus,
+        low_bytes,
+        high_bytes,
+        has_display: slots.iter().any(|slot| slot.gpa == DISPLAY).into(),
+    };
     write(memory, BOOT_PARAMETERS, parameters.as_slice())?;
     write(memory, COMMAND_LINE, &command_line_bytes(command_line)?)?;
     let gdt: Vec<u8> = GDT.iter().flat_map(|entry| entry.to_le_bytes()).collect();
@@ -119,15 +133,25 @@ fn load_guest<B: Bitmap>(
     Ok(loaded.kernel_load.0)
 }
 
-/// One slot from 0, at most 3 GiB, and perhaps a second one from 4 GiB.
+/// One slot from 0, at most 3 GiB, perhaps the two of the display, and perhaps one from 4 GiB.
 fn check_layout(slots: &[MemorySlot]) -> Result<(u64, u64), KvmError> {
     let config = |reason: String| Err(KvmError::Config { reason });
-    let (low, high) = match slots {
+    let is_display = |slot: &MemorySlot, gpa| slot.gpa == gpa && slot.bytes == DISPLAY_BYTES;
+    let ram = match slots {
+        [low, display, still, high @ ..]
+            if is_display(display, DISPLAY) && is_display(still, STILL) =>
+        {
+            [std::slice::from_ref(low), high].concat()
+        }
+        _ => slots.to_vec(),
+    };
+    let (low, high) = match &ram[..] {
         [low] if low.gpa == 0 => (low.bytes, 0),
         [low, high] if low.gpa == 0 && high.gpa == HIGH_RAM => (low.bytes, high.bytes),
         _ => {
             return config(format!(
-                "memory must be one slot at 0 and perhaps one at {HIGH_RAM:#x}, not {slots:x?}"
+                "memory must be one slot at 0, perhaps two of a display at {DISPLAY:#x}, and \
+                 perhaps one at {HIGH_RAM:#x}, not {slots:x?}"
             ));
         }
     };

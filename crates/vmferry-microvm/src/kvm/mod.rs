@@ -18,7 +18,7 @@ mod vcpu_state;
 mod vm;
 mod vm_state;
 
-pub use boot::{HIGH_RAM, LOW_RAM_END};
+pub use boot::{DISPLAY, DISPLAY_BYTES, HIGH_RAM, LOW_RAM_END, STILL};
 pub use error::KvmError;
 pub use stop::{GuestStop, StopCause};
 pub use vm::{KvmBackend, KvmConfig};

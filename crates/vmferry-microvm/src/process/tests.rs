@@ -6,7 +6,9 @@ use std::collections::BTreeSet;
 use vmferry_memory::{MemoryKind, PAGE_SIZE, SlotId, SlotLayout, map_slots};
 
 use super::*;
+use crate::config::GuestConfig;
 use crate::heartbeat::mix;
+use crate::kvm::DISPLAY_BYTES;
 use crate::report::{Corruption, Report};
 
 const MIB: u64 = 1 << 20;
@@ -16,8 +18,11 @@ const PAGE: u64 = PAGE_SIZE as u64;
 const GUEST_REPORT: u64 = 0x8000;
 const VCPU_REPORT: u64 = 0x9000;
 const PHASE: u64 = 88;
-const FILL_NEXT: u64 = 112;
-const HOT_NEXT: u64 = 120;
+const FRAMES: u64 = 120;
+const FILL_NEXT: u64 = 128;
+const READ_NEXT: u64 = 136;
+const HOT_NEXT: u64 = 144;
+const FRAMES_DUE: u64 = 184;
 
 struct Workload {
     memory: GuestMemory,
@@ -29,7 +34,11 @@ struct Workload {
 
 impl Workload {
     fn new(command_line: &str, vcpus: u32) -> Self {
-        Self::with_layout(command_line, vcpus, &[(0, 32 * MIB)])
+        let config =
+            GuestConfig { memory_bytes: 32 * MIB, vcpus: 1, command_line: command_line.into() };
+        let layout = config.layout();
+        let slots: Vec<_> = layout.iter().map(|slot| (slot.gpa, slot.pages * PAGE)).collect();
+        Self::with_layout(command_line, vcpus, &slots)
     }
 
     fn with_layout(command_line: &str, vcpus: u32, slots: &[(u64, u64)]) -> Self {
@@ -122,7 +131,7 @@ impl Workload {
 
     fn hot_pages(&self) -> impl Iterator<Item = u64> + use<> {
         let fill = self.word(GUEST_REPORT + 16);
-        let hot = self.word(GUEST_REPORT + 24);
+        let hot = self.word(GUEST_REPORT + 32);
         (fill..fill + hot).map(|page| WORK + page * PAGE)
     }
 }
@@ -141,6 +150,9 @@ fn an_undamaged_guest_reports_no_corruption() {
         "fill=3,zero",
         "hot=5,sequential",
         "ticks fill=7,text hot=9,random",
+        "read=3",
+        "display",
+        "display read=2 fill=3,text hot=4,random",
     ] {
         for vcpus in [1, 3, 8] {
             let mut workload = Workload::populated(line, vcpus);
@@ -305,9 +317,156 @@ fn a_guest_that_was_too_slow_does_not_catch_up() {
 }
 
 #[test]
+fn a_display_is_redrawn_60_times_in_any_1000_ticks() {
+    for line in ["display", "display hot=2,random read=2"] {
+        let mut workload = Workload::populated(line, 1);
+        let mut frames = vec![workload.report().frames];
+        for _ in 0..2500 {
+            workload.tick();
+            frames.push(workload.report().frames);
+        }
+        for second in frames.windows(1001) {
+            assert_eq!(second[1000] - second[0], 60, "{line}");
+        }
+        let drawn: Vec<_> = (1..frames.len()).filter(|&t| frames[t] > frames[t - 1]).collect();
+        assert!(drawn.windows(2).all(|two| (16..=17).contains(&(two[1] - two[0]))), "{line}");
+        assert_eq!(workload.report().corruptions, 0);
+    }
+}
+
+#[test]
+fn a_display_that_was_paused_does_not_catch_up() {
+    let mut workload = Workload::populated("display", 1);
+    let before = workload.report().frames;
+    workload.ticks += 60_000;
+    workload.tick();
+    assert_eq!(workload.report().frames, before + 1);
+    (0..1000).for_each(|_| workload.tick());
+    assert_eq!(workload.report().frames, before + 61);
+}
+
+#[test]
+fn each_frame_is_written_to_the_whole_frame_buffer_and_nowhere_else() {
+    let mut workload = Workload::populated("display", 2);
+    let slot = |workload: &Workload, gpa| -> Vec<_> {
+        (0..8).map(|page| workload.page(gpa + page * PAGE)).collect()
+    };
+    let still = slot(&workload, STILL);
+    for _ in 0..20 {
+        let (frame, before) = (workload.report().frames, slot(&workload, DISPLAY));
+        workload.step_until("redrawn", |workload| workload.report().frames > frame);
+        let after = slot(&workload, DISPLAY);
+        assert!((0..8).all(|page| workload.word(DISPLAY + page * PAGE) == frame + 1));
+        for (before, after) in before.iter().zip(&after) {
+            let same = before.chunks(8).zip(after.chunks(8)).filter(|(one, two)| one == two);
+            assert_eq!(same.count(), 0, "a word is of the frame before");
+        }
+    }
+    assert!(still == slot(&workload, STILL), "what is still has moved");
+    assert!(still.iter().all(|page| page.iter().any(|byte| *byte != 0)));
+}
+
+#[test]
+fn a_changed_byte_of_the_frame_buffer_is_found_once() {
+    for (page, byte) in [(0, 0), (0, 4095), (3, 8), (5, 1777), (7, 4080)] {
+        let mut workload = Workload::populated("display", 2);
+        workload.check_all();
+        let gpa = DISPLAY + page * PAGE;
+        workload.flip(gpa + byte);
+        let first = workload.check_all().first_corruption.expect("found");
+        assert!(first.gpa == gpa && first.expected ^ first.found == 0x10 << (byte % 8 * 8));
+        assert_eq!(workload.check_all().corruptions, 1, "the next frame is right again");
+    }
+}
+
+#[test]
+fn a_frame_of_an_earlier_time_is_found() {
+    let mut workload = Workload::populated("display", 1);
+    workload.check_all();
+    let gpa = DISPLAY + 2 * PAGE;
+    let (stale, old) = (workload.page(gpa), workload.report().frames);
+    let newer = workload.check_all().frames;
+    workload.memory.write_at(gpa, &stale).unwrap();
+    let report = workload.check_all();
+    let expected = Corruption { gpa, expected: newer, found: old, round: 0 };
+    assert_eq!((report.corruptions, report.first_corruption), (1, Some(expected)));
+}
+
+#[test]
+fn a_changed_byte_beside_the_frame_buffer_is_found_until_it_is_mended() {
+    for (page, byte) in [(0, 0), (4, 2048), (7, 4095)] {
+        let mut workload = Workload::populated("display", 1);
+        let gpa = STILL + page * PAGE;
+        workload.flip(gpa + byte);
+        let report = workload.check_all();
+        assert!(report.corruptions >= 2, "{report:?}");
+        assert_eq!(report.first_corruption.unwrap().gpa, gpa);
+        workload.flip(gpa + byte);
+        assert_eq!(workload.check_all().corruptions, report.corruptions);
+    }
+}
+
+#[test]
+fn a_display_that_never_arrived_is_found() {
+    for slot in [DISPLAY, STILL] {
+        let mut workload = Workload::populated("display", 1);
+        for page in 0..8 {
+            workload.memory.write_at(slot + page * PAGE, &[0; PAGE_SIZE]).unwrap();
+        }
+        let report = workload.check_all();
+        assert!(report.corruptions >= 8, "{report:?}");
+        assert_eq!(report.first_corruption.unwrap().gpa, slot);
+    }
+}
+
+#[test]
+fn a_report_of_an_earlier_frame_is_found() {
+    let mut workload = Workload::populated("display", 1);
+    workload.check_all();
+    let stale = workload.page(VCPU_REPORT);
+    workload.check_all();
+    workload.memory.write_at(VCPU_REPORT, &stale).unwrap();
+    assert_eq!(workload.check_all().corruptions, 8, "each page of the frame buffer is newer");
+}
+
+#[test]
+fn a_guest_that_reads_writes_nothing_and_never_waits() {
+    let workload = Workload::populated("fill=2,text read=4", 2);
+    let pages: Vec<_> = (512..1536).map(|page| workload.page(WORK + page * PAGE)).collect();
+    let before = workload.report();
+    for _ in 0..100 {
+        assert!(!workload.step(0) && !workload.step(1), "as fast as the vCPUs can");
+    }
+    let after = workload.report();
+    assert!(after.read_rounds > before.read_rounds + 4, "{after:?}");
+    assert!(after.pages_checked >= before.pages_checked + 5 * 1024, "{after:?}");
+    assert_eq!((after.pages_written, after.corruptions), (before.pages_written, 0));
+    assert_eq!((after.read_pages, after.fill_pages, after.work_pages), (1024, 512, 1536));
+    for (page, bytes) in (512..).zip(&pages) {
+        assert!(*bytes == workload.page(WORK + page * PAGE), "page {page} was written");
+    }
+}
+
+#[test]
+fn any_changed_byte_of_what_is_read_is_found() {
+    for byte in [0, 1, 1777, 4095] {
+        let mut workload = Workload::populated("fill=1,zero read=2 hot=1,rate=1000", 2);
+        let gpa = WORK + (256 + 300) * PAGE;
+        workload.flip(gpa + byte);
+        let report = workload.check_all();
+        assert!(report.corruptions > 0, "{report:?}");
+        assert_eq!(report.first_corruption.unwrap().gpa, gpa);
+        workload.flip(gpa + byte);
+        let repaired = workload.check_all().corruptions;
+        assert_eq!(workload.check_all().corruptions, repaired);
+    }
+}
+
+#[test]
 fn work_goes_on_above_the_gap_below_4_gib() {
-    let slots = [(0, 17 * MIB), (HIGH_RAM, 3 * MIB)];
-    let mut workload = Workload::with_layout("fill=2,text hot=2,random", 2, &slots);
+    let slots =
+        [(0, 17 * MIB), (DISPLAY, DISPLAY_BYTES), (STILL, DISPLAY_BYTES), (HIGH_RAM, 3 * MIB)];
+    let mut workload = Workload::with_layout("display fill=2,text hot=2,random", 2, &slots);
     workload.step_until("populated", |workload| workload.report().populated);
     let report = workload.check_all();
     assert!(report.corruptions == 0 && report.rounds > 1, "{report:?}");
@@ -329,15 +488,16 @@ fn a_damaged_report_is_corruption_and_no_crash() {
     let huge = [1 << 20, 1 << 40, u64::MAX / 4096, u64::MAX];
     let mut cases = Vec::new();
     for huge in huge {
-        // fill_pages, hot_pages, fill_next, hot_next
-        let offsets =
-            [GUEST_REPORT + 16, GUEST_REPORT + 24, VCPU_REPORT + FILL_NEXT, VCPU_REPORT + HOT_NEXT];
-        cases.extend(offsets.map(|gpa| (gpa, huge)));
+        // fill_pages, read_pages, hot_pages
+        cases.extend([16, 24, 32].map(|offset| (GUEST_REPORT + offset, huge)));
+        cases.extend([FILL_NEXT, READ_NEXT, HOT_NEXT].map(|offset| (VCPU_REPORT + offset, huge)));
     }
-    cases.push((GUEST_REPORT + 8, 9 << 32 | 1)); // vcpus, version
+    cases.push((GUEST_REPORT + 8, 9 << 32 | 2)); // vcpus, version
+    // display_pages: there is no display, and none has so many
+    cases.extend([1, 8, 9, u64::from(u32::MAX)].map(|pages| (GUEST_REPORT + 56, pages)));
     for populated in [true, false] {
         for &(gpa, word) in &cases {
-            let mut workload = Workload::populated("fill=2,text hot=2", 2);
+            let mut workload = Workload::populated("fill=2,text read=1 hot=2", 2);
             if !populated {
                 workload.set_word(VCPU_REPORT + PHASE, 0);
             }
@@ -349,12 +509,39 @@ fn a_damaged_report_is_corruption_and_no_crash() {
     }
 }
 
+#[test]
+fn a_display_that_is_not_what_the_report_says_is_corruption() {
+    for (gpa, word) in [
+        (GUEST_REPORT + 56, 9),
+        (VCPU_REPORT + FRAMES, 0),
+        (VCPU_REPORT + FRAMES, u64::MAX),
+        (VCPU_REPORT + FRAMES_DUE, u64::MAX),
+    ] {
+        let mut workload = Workload::populated("display", 1);
+        workload.set_word(gpa, word);
+        (0..20).for_each(|_| workload.tick());
+        assert!(workload.report().corruptions > 0, "{gpa:#x} {word:#x}");
+    }
+}
+
+#[test]
+fn a_display_without_its_slots_is_left_out() {
+    let slots = [(0, 32 * MIB), (DISPLAY, DISPLAY_BYTES)];
+    for slots in [&slots[..1], &slots] {
+        let mut workload = Workload::with_layout("display ticks", 1, slots);
+        (0..40).for_each(|_| workload.tick());
+        let report = workload.report();
+        assert!(report.populated && report.corruptions == 0, "{report:?}");
+        assert_eq!((report.display_pages, report.frames), (0, 0));
+    }
+}
+
 /// Every word of the pages that the workload keeps its state in, whatever it is.
 #[test]
 fn no_word_of_the_state_makes_it_leave_its_memory() {
-    let mut workload = Workload::populated("fill=2,text hot=2,random,rate=5000", 2);
+    let mut workload = Workload::populated("fill=2,text read=1 hot=2,random,rate=5000 display", 2);
     let saved = [GUEST_REPORT, VCPU_REPORT].map(|page| (page, workload.page(page)));
-    for (page, words) in [(GUEST_REPORT, 7), (VCPU_REPORT, 36)] {
+    for (page, words) in [(GUEST_REPORT, 8), (VCPU_REPORT, 40)] {
         for word in 0..words {
             for value in [0, 1, 1 << 32, u64::MAX >> 12, u64::MAX] {
                 workload.set_word(page + 8 * word, value);

@@ -299,6 +299,9 @@ fn a_configuration_out_of_bounds_is_refused() {
     let config = KvmConfig { vcpus: 1, ..Default::default() };
     let mut small = KvmBackend::new(config, memory(8 << 20)).unwrap();
     assert!(matches!(small.start(), Err(KvmError::Config { .. })));
+    let half_a_display = [(GuestAddress(0), MEMORY_BYTES), (GuestAddress(DISPLAY), 32 << 10)];
+    let mut half = Guest::with_memory(1, &Output::default(), &half_a_display);
+    assert!(matches!(half.backend.start(), Err(KvmError::Config { .. })));
     let config = KvmConfig { vcpus: 1, command_line: "x".repeat(4096), ..Default::default() };
     let mut long = KvmBackend::new(config, memory(MEMORY_BYTES)).unwrap();
     assert!(matches!(long.start(), Err(KvmError::Config { .. })));
