@@ -136,7 +136,17 @@ pub fn outcome(stats: &Value) -> String {
 pub fn rounds(stats: &Value) -> String {
     let mut table = Table::new();
     table.load_style(presets::ASCII_BORDERS_ONLY_CONDENSED);
-    table.set_header(["round", "pages", "zero", "bytes", "ms", "MB/s", "dirty pages/s", "guest"]);
+    table.set_header([
+        "round",
+        "pages",
+        "zero",
+        "bytes",
+        "ms",
+        "MB/s",
+        "dirty pages/s",
+        "harvest ms",
+        "guest",
+    ]);
     for round in stats["rounds"].as_array().into_iter().flatten() {
         let number = |name: &str| round[name].as_f64().unwrap_or_default();
         table.add_row([
@@ -147,10 +157,11 @@ pub fn rounds(stats: &Value) -> String {
             format!("{:.1}", number("ms")),
             format!("{:.0}", number("bytes_per_s") / 1e6),
             format!("{:.0}", number("dirty_pages_per_s")),
+            format!("{:.2} ({:.1} %)", number("harvest_ms"), number("harvest_percent")),
             if round["paused"] == true { "paused" } else { "running" }.to_owned(),
         ]);
     }
-    for column in table.column_iter_mut().take(7) {
+    for column in table.column_iter_mut().take(8) {
         column.set_cell_alignment(CellAlignment::Right);
     }
     format!("{table}\n")

@@ -29,7 +29,7 @@ mod tests;
 
 pub use choice::LogChoice;
 pub use error::DirtyLogError;
-pub use kvm::{KvmBitmapLog, KvmClearLog, KvmSlot};
+pub use kvm::{KvmAdaptiveLog, KvmBitmapLog, KvmClearLog, KvmSlot};
 pub use software::{DirtyBitmap, Marks, SoftwareLog, SoftwareWay};
 pub use union::UnionLog;
 pub use userfaultfd::UffdLog;

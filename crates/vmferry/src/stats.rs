@@ -17,6 +17,13 @@ pub struct RoundStats {
     pub ms: f64,
     /// The harvest that gave these pages (of which dirty-log calls are all), in milliseconds.
     pub harvest_ms: f64,
+    /// The harvest's share of its own time and the round's together, in per cent.
+    pub harvest_percent: f64,
+    /// Protecting pages again just before they were read, over all lanes together, in milliseconds: part
+    /// of `ms`. Only a log that does so has any.
+    pub rearm_ms: f64,
+    /// The dirty log that these pages are from.
+    pub dirty_log: &'static str,
     /// For how long the guest stood still for it, in milliseconds: 0 unless its devices write memory
     /// that no log sees otherwise.
     pub harvest_pause_ms: f64,

@@ -14,19 +14,19 @@ pub struct KvmBitmapLog {
     slots: Slots,
 }
 
-const NAME: &str = "kvm-bitmap";
-
 impl KvmBitmapLog {
+    pub(super) const NAME: &str = "kvm-bitmap";
+
     /// A log of these slots, which must be all that the guest writes.
     #[must_use]
     pub fn new(vm: Arc<VmFd>, slots: Vec<KvmSlot>) -> Self {
-        Self { slots: Slots::new(NAME, vm, slots) }
+        Self { slots: Slots::new(Self::NAME, vm, slots) }
     }
 }
 
 impl DirtyLog for KvmBitmapLog {
     fn name(&self) -> &'static str {
-        NAME
+        Self::NAME
     }
 
     fn start(&self) -> Result<(), DirtyLogError> {
@@ -34,14 +34,14 @@ impl DirtyLog for KvmBitmapLog {
         // protect nothing.
         if ioctl::has_manual_clear(self.slots.vm()) {
             ioctl::set_manual_clear(self.slots.vm(), false).map_err(|error| {
-                DirtyLogError::Unavailable { log: NAME, reason: error.to_string() }
+                DirtyLogError::Unavailable { log: Self::NAME, reason: error.to_string() }
             })?;
         }
         self.slots.set_logging(true)
     }
 
     fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
-        self.slots.collect(into)
+        self.slots.collect(into).map(drop)
     }
 
     fn stop(&self) -> Result<(), DirtyLogError> {

@@ -19,9 +19,9 @@ pub struct KvmClearLog {
     slots: Slots,
 }
 
-const NAME: &str = "kvm-clear";
-
 impl KvmClearLog {
+    pub(super) const NAME: &str = "kvm-clear";
+
     /// A log of these slots, which must be all that the guest writes.
     ///
     /// # Errors
@@ -29,25 +29,30 @@ impl KvmClearLog {
     pub fn new(vm: Arc<VmFd>, slots: Vec<KvmSlot>) -> Result<Self, DirtyLogError> {
         if !ioctl::has_manual_clear(&vm) {
             let reason = "this KVM has no manual clear; use the dirty log `bitmap`".into();
-            return Err(DirtyLogError::Unavailable { log: NAME, reason });
+            return Err(DirtyLogError::Unavailable { log: Self::NAME, reason });
         }
-        Ok(Self { slots: Slots::new(NAME, vm, slots) })
+        Ok(Self { slots: Slots::new(Self::NAME, vm, slots) })
+    }
+
+    pub(super) fn slots(&self) -> &Slots {
+        &self.slots
     }
 }
 
 impl DirtyLog for KvmClearLog {
     fn name(&self) -> &'static str {
-        NAME
+        Self::NAME
     }
 
     fn start(&self) -> Result<(), DirtyLogError> {
-        ioctl::set_manual_clear(self.slots.vm(), true)
-            .map_err(|error| DirtyLogError::Unavailable { log: NAME, reason: error.to_string() })?;
+        ioctl::set_manual_clear(self.slots.vm(), true).map_err(|error| {
+            DirtyLogError::Unavailable { log: Self::NAME, reason: error.to_string() }
+        })?;
         self.slots.set_logging(true)
     }
 
     fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
-        self.slots.collect(into)
+        self.slots.collect(into).map(drop)
     }
 
     fn rearm(&self, slot: SlotId, first_word: usize, words: &[u64]) -> Result<(), DirtyLogError> {

@@ -8,11 +8,13 @@
 //! Source: Linux `Documentation/virt/kvm/api.rst`, sections 4.8 and 4.117, and
 //! `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`.
 
+mod adaptive;
 mod bitmap;
 mod clear;
 mod ioctl;
 mod slots;
 
+pub use adaptive::KvmAdaptiveLog;
 pub use bitmap::KvmBitmapLog;
 pub use clear::KvmClearLog;
 pub use slots::KvmSlot;

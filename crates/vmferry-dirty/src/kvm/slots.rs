@@ -4,7 +4,7 @@ use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kvm_ioctls::VmFd;
-use vmferry_memory::{PAGE_SIZE, PageSet, SlotId};
+use vmferry_memory::{PAGE_SIZE, PageSet, SlotId, traverse};
 
 use super::ioctl;
 use crate::DirtyLogError;
@@ -81,15 +81,17 @@ impl Slots {
         Ok(())
     }
 
-    /// Ors what KVM has logged into `into`.
-    pub(super) fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
+    /// Ors what KVM has logged into `into`, and returns the number of pages.
+    pub(super) fn collect(&self, into: &mut PageSet) -> Result<u64, DirtyLogError> {
+        let mut dirty = 0;
         let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
         for slot in &self.slots {
             let words = &mut words[..slot.pages().div_ceil(64) as usize];
             ioctl::dirty_log(&self.vm, slot, words)
                 .map_err(self.failed("read the bitmap of", slot.slot))?;
             into.bitmap_mut(slot.slot).or_words(0, words);
+            dirty += traverse::count(words);
         }
-        Ok(())
+        Ok(dirty)
     }
 }

@@ -96,8 +96,9 @@ pub(super) fn skip(kernel: Kernel, words: &[u64], from: usize, same: u64) -> usi
     }
 }
 
-/// Bits in all words.
-pub(crate) fn count(words: &[u64]) -> u64 {
+/// Number of bits that are set in all words.
+#[must_use]
+pub fn count(words: &[u64]) -> u64 {
     match Kernel::best() {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: `best` has found the instructions.

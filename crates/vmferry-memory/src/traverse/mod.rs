@@ -16,7 +16,7 @@ mod kernel;
 
 pub use decode::{FlatRuns, Runs};
 pub use kernel::Kernel;
-pub(crate) use kernel::count;
+pub use kernel::count;
 
 #[cfg(test)]
 mod tests;

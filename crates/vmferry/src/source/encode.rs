@@ -5,6 +5,7 @@
 //! numbered without gaps.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use vmferry_codec::{EncodedFrame, Encoder, PageHashes};
 use vmferry_dirty::DirtyLog;
@@ -98,7 +99,7 @@ impl LaneEncoder {
     /// [`LaneFailure::Stopped`] if the sink ends, and what the memory or the log says.
     pub fn send_round(&mut self, job: Job, sink: &mut impl FrameSink) -> Result<(), LaneFailure> {
         let round = job.round;
-        self.totals = LaneTotals::default();
+        self.totals = LaneTotals { log: self.log.name(), ..LaneTotals::default() };
         for (slot, bitmap) in job.pages.iter() {
             self.send_slot(&job, slot, bitmap, sink)?;
         }
@@ -204,7 +205,9 @@ impl LaneEncoder {
         for page in pages {
             self.rearm_words[(page / 64 - first_word) as usize] |= 1 << (page % 64);
         }
+        let begun = Instant::now();
         self.log.rearm(slot, first_word as usize, &self.rearm_words)?;
+        self.totals.rearm += begun.elapsed();
         Ok(())
     }
 }

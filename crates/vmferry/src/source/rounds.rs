@@ -13,6 +13,10 @@ pub struct LaneTotals {
     pub zero_pages: u64,
     /// Bytes on the channel.
     pub bytes: u64,
+    /// What re-arming the dirty log took.
+    pub rearm: Duration,
+    /// The dirty log's name in this round: one that chooses may have several.
+    pub log: &'static str,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -106,6 +110,8 @@ impl RoundTracker {
             lane.last_end = end_sequence;
             self.stats.zero_pages += totals.zero_pages;
             self.stats.bytes += totals.bytes;
+            self.stats.rearm_ms += totals.rearm.as_secs_f64() * 1e3;
+            self.stats.dirty_log = totals.log;
         }
     }
 
@@ -149,6 +155,7 @@ impl RoundTracker {
         let mut stats = std::mem::take(&mut self.stats);
         let took = now.saturating_sub(self.started).as_secs_f64();
         stats.ms = took * 1e3;
+        stats.harvest_percent = 100.0 * stats.harvest_ms / (stats.harvest_ms + stats.ms).max(1e-6);
         let content = stats.pages.saturating_sub(stats.zero_pages) as f64;
         stats.bytes_per_s = content * vmferry_memory::PAGE_SIZE as f64 / took.max(1e-9);
         Some(stats)
@@ -164,8 +171,17 @@ mod tests {
     #[test]
     fn a_round_ends_when_every_lane_is_placed() {
         let mut rounds = RoundTracker::new(2);
-        assert_eq!(rounds.start(RoundStart { now: NOW, pages: 3, ..RoundStart::default() }), 1);
-        let totals = LaneTotals { content_pages: 2, zero_pages: 1, bytes: 100 };
+        assert_eq!(
+            rounds.start(RoundStart { now: NOW, pages: 3, harvest: NOW, ..RoundStart::default() }),
+            1
+        );
+        let totals = LaneTotals {
+            content_pages: 2,
+            zero_pages: 1,
+            bytes: 100,
+            rearm: Duration::from_millis(2),
+            log: "a log",
+        };
         rounds.sent(0, 4, totals);
         assert!(rounds.placed(0, 4));
         assert!(rounds.finish(NOW * 2).is_none());
@@ -178,6 +194,8 @@ mod tests {
         assert!(!rounds.placed(1, 2));
         let stats = rounds.finish(NOW * 2).unwrap();
         assert_eq!((stats.round, stats.zero_pages, stats.bytes), (1, 1, 100));
+        assert_eq!((stats.harvest_ms, stats.ms, stats.harvest_percent), (10.0, 10.0, 50.0));
+        assert_eq!(stats.rearm_ms, 2.0);
         assert!(rounds.finish(NOW * 3).is_none(), "reported once");
         assert_eq!(rounds.end_sequences(), [4, 2]);
     }

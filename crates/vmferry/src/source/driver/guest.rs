@@ -75,7 +75,7 @@ impl<V: SourceVm> Driver<'_, V> {
     /// Adds what was written before the pause to what the last harvest found.
     pub(super) fn harvest_last(&mut self) -> Result<Input, MigrateError> {
         let begun = Instant::now();
-        let mut pages = std::mem::replace(&mut self.spare, PageSet::for_memory(&self.memory));
+        let mut pages = std::mem::replace(&mut self.spare, PageSet::for_layout(&[]));
         pages.clear_all();
         pages.union_with(&self.pending);
         self.log.collect_last(&mut pages)?;
