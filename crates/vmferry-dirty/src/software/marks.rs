@@ -40,13 +40,29 @@ impl Marks {
     /// Marks a page; one beyond the end is nobody's.
     #[inline]
     pub fn mark(&self, page: u64) {
-        let block = (page / BLOCK_PAGES) as usize;
+        self.mark_in_word(page / 64, 1 << (page % 64));
+    }
+
+    /// Marks the pages from `first` to `last`; those beyond the end are nobody's.
+    pub fn mark_through(&self, first: u64, last: u64) {
+        let end = last.saturating_add(1).min(self.pages);
+        let mut page = first;
+        while page < end {
+            let bits = (64 - page % 64).min(end - page);
+            self.mark_in_word(page / 64, u64::MAX >> (64 - bits) << (page % 64));
+            page += bits;
+        }
+    }
+
+    #[inline]
+    fn mark_in_word(&self, word: u64, mask: u64) {
+        let block = (word / BLOCK_WORDS as u64) as usize;
         let (Some(bits), Some(summary)) = (self.blocks.get(block), self.summary.get(block / 64))
         else {
             return;
         };
         // Release: whoever takes the mark sees the write that was made before it.
-        bits.0[page as usize / 64 % BLOCK_WORDS].fetch_or(1 << (page % 64), Ordering::AcqRel);
+        bits.0[word as usize % BLOCK_WORDS].fetch_or(mask, Ordering::AcqRel);
         fence_after_rmw();
         let bit = 1 << (block % 64);
         // A look first: it is mostly set, and its line then stays shared among the markers.

@@ -131,11 +131,10 @@ impl DirtyBitmap {
 
     #[inline]
     fn mark_pages(&self, offset: usize, len: usize) {
+        let first = (offset >> PAGE_SHIFT) as u64;
+        let last = (offset.saturating_add(len - 1) >> PAGE_SHIFT) as u64;
         let mark = |marks: &Marks| {
-            let last = offset.saturating_add(len - 1) >> PAGE_SHIFT;
-            for page in offset >> PAGE_SHIFT..=last {
-                marks.mark(page as u64);
-            }
+            if first == last { marks.mark(first) } else { marks.mark_through(first, last) }
         };
         match self.0.way.load(Ordering::Acquire) {
             PAIR => self.0.pair.active().into_iter().for_each(mark),
