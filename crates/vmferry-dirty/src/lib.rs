@@ -1,7 +1,7 @@
 //! Dirty logs: which guest pages were written since the last look.
 //!
 //! One trait, [`DirtyLog`], and a backend for each way of knowing: KVM's bitmap ([`KvmBitmapLog`]),
-//! the same with manual clear ([`KvmClearLog`]), userfaultfd's asynchronous write protection
+//! the same with manual clear ([`KvmClearLog`]), KVM's dirty ring ([`KvmRingLog`]), userfaultfd's asynchronous write protection
 //! ([`UffdLog`]), and software ([`SoftwareLog`]) for what the VMM writes itself. [`UnionLog`] joins
 //! several. Pages come out as a [`PageSet`]; nothing here knows sockets or codecs.
 //!
@@ -11,7 +11,7 @@
 //! [`collect`](DirtyLog::collect), or was made before the page is copied. So the engine collects,
 //! re-arms, and only then copies: a copy that a write has torn is dirty again.
 //!
-//! `unsafe` is confined to `kvm::ioctl` and `userfaultfd::ioctl`.
+//! `unsafe` is confined to `kvm::ioctl`, `kvm::ring_memory` and `userfaultfd::ioctl`.
 
 mod choice;
 mod error;
@@ -25,7 +25,10 @@ mod tests;
 
 pub use choice::LogChoice;
 pub use error::DirtyLogError;
-pub use kvm::{KvmBitmapLog, KvmClearLog, KvmSlot};
+pub use kvm::{
+    DEFAULT_RING_ENTRIES, DirtyRings, KvmBitmapLog, KvmClearLog, KvmRingLog, KvmSlot,
+    MIN_RING_ENTRIES, enable_dirty_ring, max_ring_entries,
+};
 pub use software::{DirtyBitmap, SoftwareLog};
 pub use union::UnionLog;
 pub use userfaultfd::UffdLog;
