@@ -28,6 +28,29 @@ pub enum DirtyLogError {
         #[source]
         source: io::Error,
     },
+    /// The kernel refused something for the dirty rings.
+    #[error("the dirty log kvm-ring could not {action}")]
+    Ring {
+        /// What was tried.
+        action: &'static str,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// An entry of a dirty ring that is of no page that is logged.
+    #[error(
+        "the dirty ring of vCPU {vcpu} names page {page:#x} of KVM's slot {kvm_slot}, {problem}"
+    )]
+    RingEntry {
+        /// The vCPU.
+        vcpu: usize,
+        /// KVM's number of the slot.
+        kvm_slot: u32,
+        /// The page within the slot.
+        page: u64,
+        /// What is wrong with it.
+        problem: String,
+    },
     /// A slot that the log does not have.
     #[error("the dirty log {log} has no {slot}")]
     NoSuchSlot {

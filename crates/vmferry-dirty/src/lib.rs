@@ -1,7 +1,7 @@
 //! Dirty logs: which guest pages were written since the last look.
 //!
 //! One trait, [`DirtyLog`], and a backend for each way of knowing: KVM's bitmap ([`KvmBitmapLog`]),
-//! the same with manual clear ([`KvmClearLog`]), userfaultfd's asynchronous write protection
+//! the same with manual clear ([`KvmClearLog`]), KVM's dirty ring ([`KvmRingLog`]), userfaultfd's asynchronous write protection
 //! ([`UffdLog`]), and software ([`SoftwareLog`]) for what the VMM writes itself. [`UnionLog`] joins
 //! several. Pages come out as a [`PageSet`]; nothing here knows sockets or codecs.
 //!
@@ -15,7 +15,7 @@
 //!
 //! No log allocates in a collect, but for the software log's `get.org`, whose nature it is.
 //!
-//! `unsafe` is confined to `kvm::ioctl`, `userfaultfd::ioctl` and `software::sync`.
+//! `unsafe` is confined to `kvm::ioctl`, `kvm::ring_memory`, `userfaultfd::ioctl` and `software::sync`.
 
 mod choice;
 mod error;
@@ -29,7 +29,10 @@ mod tests;
 
 pub use choice::LogChoice;
 pub use error::DirtyLogError;
-pub use kvm::{KvmAdaptiveLog, KvmBitmapLog, KvmClearLog, KvmSlot};
+pub use kvm::{
+    DEFAULT_RING_ENTRIES, DirtyRings, KvmAdaptiveLog, KvmBitmapLog, KvmClearLog, KvmRingLog,
+    KvmSlot, MIN_RING_ENTRIES, enable_dirty_ring, max_ring_entries,
+};
 pub use software::{DirtyBitmap, Marks, SoftwareLog, SoftwareWay};
 pub use union::UnionLog;
 pub use userfaultfd::UffdLog;

@@ -30,6 +30,7 @@ impl DirtyLog for KvmBitmapLog {
     }
 
     fn start(&self) -> Result<(), DirtyLogError> {
+        self.slots.need_bitmap()?;
         // An earlier log of this machine may have left manual clear on, and then a read would
         // protect nothing.
         if ioctl::has_manual_clear(self.slots.vm()) {

@@ -25,13 +25,15 @@ impl KvmClearLog {
     /// A log of these slots, which must be all that the guest writes.
     ///
     /// # Errors
-    /// [`DirtyLogError::Unavailable`] where KVM lacks manual clear.
+    /// [`DirtyLogError::Unavailable`] where KVM lacks manual clear, or the machine has dirty rings.
     pub fn new(vm: Arc<VmFd>, slots: Vec<KvmSlot>) -> Result<Self, DirtyLogError> {
         if !ioctl::has_manual_clear(&vm) {
             let reason = "this KVM has no manual clear; use the dirty log `bitmap`".into();
             return Err(DirtyLogError::Unavailable { log: Self::NAME, reason });
         }
-        Ok(Self { slots: Slots::new(Self::NAME, vm, slots) })
+        let slots = Slots::new(Self::NAME, vm, slots);
+        slots.need_bitmap()?;
+        Ok(Self { slots })
     }
 
     pub(super) fn slots(&self) -> &Slots {

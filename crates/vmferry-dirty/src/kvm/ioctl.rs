@@ -1,23 +1,27 @@
 //! The calls into KVM.
 //!
-//! kvm-ioctls lacks `KVM_CLEAR_DIRTY_LOG`, and its `get_dirty_log` is safe only if the caller
+//! kvm-ioctls lacks `KVM_CLEAR_DIRTY_LOG` and the dirty ring, and its `get_dirty_log` is safe only if the caller
 //! passes the slot's true size; here the slot carries it.
 
 use std::io;
 use std::os::fd::AsRawFd;
 
 use kvm_bindings::{
-    KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE,
-    KVM_MEM_LOG_DIRTY_PAGES, kvm_enable_cap, kvm_userspace_memory_region,
+    KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2,
+    KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE, KVM_MEM_LOG_DIRTY_PAGES, kvm_enable_cap,
+    kvm_userspace_memory_region,
 };
 use kvm_ioctls::VmFd;
 
+use super::ring_memory::ENTRY_BYTES;
 use super::slots::KvmSlot;
 
 /// `_IOW(KVMIO, 0x42, struct kvm_dirty_log)`.
 const KVM_GET_DIRTY_LOG: libc::c_ulong = 0x4010_ae42;
 /// `_IOWR(KVMIO, 0xc0, struct kvm_clear_dirty_log)`.
 const KVM_CLEAR_DIRTY_LOG: libc::c_ulong = 0xc018_aec0;
+/// `_IO(KVMIO, 0xc7)`.
+const KVM_RESET_DIRTY_RINGS: libc::c_ulong = 0xaec7;
 
 /// `struct kvm_dirty_log`.
 #[repr(C)]
@@ -109,4 +113,74 @@ pub(super) fn set_manual_clear(vm: &VmFd, on: bool) -> io::Result<()> {
     };
     vm.enable_cap(&capability)?;
     Ok(())
+}
+
+/// The capability by which this KVM has dirty rings, and the most entries that a ring can have. The
+/// one with ordered accesses is from Linux 6.1; on x86-64 both mean the same.
+pub(super) fn ring_limit(vm: &VmFd) -> Option<(u32, u32)> {
+    [KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_CAP_DIRTY_LOG_RING].into_iter().find_map(|capability| {
+        // The answer is in bytes.
+        let bytes = usize::try_from(vm.check_extension_raw(capability.into())).ok()?;
+        let entries = u32::try_from(bytes / ENTRY_BYTES).ok()?;
+        (entries > 0).then_some((capability, entries))
+    })
+}
+
+/// Turns the rings on, before any vCPU is made.
+pub(super) fn enable_ring(vm: &VmFd, entries: u32) -> io::Result<()> {
+    let (cap, _) = ring_limit(vm).ok_or(io::ErrorKind::Unsupported)?;
+    let args = [u64::from(entries) * ENTRY_BYTES as u64, 0, 0, 0];
+    vm.enable_cap(&kvm_enable_cap { cap, args, ..kvm_enable_cap::default() })?;
+    Ok(())
+}
+
+/// Whether the machine's rings are on: only then can they be reset. That resets what has been
+/// harvested, which whoever harvested it does anyway.
+pub(super) fn has_ring(vm: &VmFd) -> bool {
+    reset_dirty_rings(vm).is_ok()
+}
+
+/// Has KVM protect the pages of all harvested entries, of every vCPU, and take the entries back.
+///
+/// Without signals: since Linux 6.17 a signal that is pending makes `kvm_dirty_ring_reset` come
+/// back at once, and the up to 64 pages that it had gathered for one call of
+/// `kvm_arch_mmu_enable_log_dirty_pt_masked` are then taken for protected and are not: their next
+/// writes would be lost. The pending signal is the rule rather than the exception here, since a
+/// vCPU's thread that makes room in its ring is kicked in order to pause it. (What can't be blocked,
+/// SIGSTOP or a debugger, remains.)
+pub(super) fn reset_dirty_rings(vm: &VmFd) -> io::Result<()> {
+    let blocked = SignalsBlocked::new();
+    // SAFETY: the request has no argument; it changes nothing in this process but flags of the
+    // rings, which are atomics wherever they are mapped.
+    let result = unsafe { libc::ioctl(vm.as_raw_fd(), KVM_RESET_DIRTY_RINGS, 0) };
+    let outcome = if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) };
+    drop(blocked);
+    outcome
+}
+
+/// No signal reaches this thread until it is dropped.
+struct SignalsBlocked(libc::sigset_t);
+
+impl SignalsBlocked {
+    fn new() -> Self {
+        // SAFETY: all zeroes are a valid `sigset_t`, which the call overwrites.
+        let mut before: libc::sigset_t = unsafe { std::mem::zeroed() };
+        // SAFETY: as above.
+        let mut all: libc::sigset_t = unsafe { std::mem::zeroed() };
+        // SAFETY: both point to sets of our own; neither call fails with these arguments.
+        unsafe {
+            libc::sigfillset(&raw mut all);
+            libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
+        }
+        Self(before)
+    }
+}
+
+impl Drop for SignalsBlocked {
+    fn drop(&mut self) {
+        // SAFETY: the set is the one that `new` was given; this can't fail.
+        unsafe {
+            libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.0, std::ptr::null_mut())
+        };
+    }
 }

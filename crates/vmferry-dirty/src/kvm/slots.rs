@@ -1,4 +1,4 @@
-//! The memory slots of a KVM machine and their bitmaps, common to both logs.
+//! The memory slots of a KVM machine and their bitmaps, common to KVM's logs.
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -47,6 +47,20 @@ impl Slots {
 
     pub(super) fn vm(&self) -> &VmFd {
         &self.vm
+    }
+
+    pub(super) fn all(&self) -> &[KvmSlot] {
+        &self.slots
+    }
+
+    /// Refuses a machine that has dirty rings: KVM then keeps no bitmap (ENXIO).
+    pub(super) fn need_bitmap(&self) -> Result<(), DirtyLogError> {
+        if !ioctl::has_ring(&self.vm) {
+            return Ok(());
+        }
+        let reason = "the machine was made with dirty rings, and then KVM keeps no bitmap; \
+                      use the dirty log `ring` or `uffd`";
+        Err(DirtyLogError::Unavailable { log: self.log, reason: reason.into() })
     }
 
     pub(super) fn find(&self, slot: SlotId) -> Result<&KvmSlot, DirtyLogError> {

@@ -1,119 +1,92 @@
-//! KVM's logs under a real guest: a few instructions that increment one word in each page of 896
-//! KiB, for ever.
+//! KVM's logs under a real guest, which writes every page of its memory over and over.
 
-use std::os::unix::thread::JoinHandleExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use kvm_bindings::{kvm_regs, kvm_userspace_memory_region};
-use kvm_ioctls::{Kvm, VcpuFd, VmFd};
-use vmferry_memory::{GuestMemory, MemoryKind, PageSet, SlotId};
+use vmferry_kvm_lab::{LabOptions, Machine, WriteLoop, has_kvm};
+use vmferry_memory::{MemoryKind, PageSet, SlotId, SlotLayout};
 
-use super::{check, follow, memory};
-use crate::{DirtyLog, DirtyLogError, KvmBitmapLog, KvmClearLog, KvmSlot, UffdLog};
+use super::{check, follow, kvm_slots};
+use crate::{
+    DirtyLog, DirtyLogError, DirtyRings, KvmBitmapLog, KvmClearLog, KvmRingLog, UffdLog,
+    enable_dirty_ring, max_ring_entries,
+};
 
-const PAGES: u64 = 250;
-/// The counter in the first page that the guest writes.
-const COUNTER: u64 = 0x1_0000;
+const RING: LabOptions = LabOptions { dirty_ring_entries: Some(1024) };
 
-/// Real mode, at address 0:
-/// `0: mov ax, 0x1000; 3: mov ds, ax; inc word [0]; add ax, 0x100; cmp ax, 0xf000; jb 3; jmp 0`
-const CODE: [u8; 19] = [
-    0xb8, 0x00, 0x10, 0x8e, 0xd8, 0xff, 0x06, 0x00, 0x00, 0x05, 0x00, 0x01, 0x3d, 0x00, 0xf0, 0x72,
-    0xf2, 0xeb, 0xed,
-];
-
-struct Machine {
-    vm: Arc<VmFd>,
-    vcpu: VcpuFd,
-    memory: GuestMemory,
-    slot: KvmSlot,
-}
-
-/// A machine, or `None`, loudly, where there is no KVM. Where there is one it must serve.
-fn machine(test: &str, kind: MemoryKind) -> Option<Machine> {
-    if !std::path::Path::new("/dev/kvm").exists() {
-        eprintln!("SKIPPED: {test}: /dev/kvm is missing");
+/// A machine with two slots of this many pages together, or `None`, loudly, where there is no KVM.
+/// Where there is one it must serve.
+fn machine(
+    test: &str,
+    kind: MemoryKind,
+    vcpus: usize,
+    pages: u64,
+    options: LabOptions,
+) -> Option<Machine> {
+    if !has_kvm(test) {
         return None;
     }
-    let vm = Arc::new(Kvm::new().unwrap().create_vm().unwrap());
-    let memory = memory(PAGES, kind);
-    memory.write_at(0, &CODE).unwrap();
-    let host_address = memory.slots()[0].host_address() as u64;
-    let bytes = PAGES * 4096;
-    let slot = KvmSlot { slot: SlotId(0), kvm_slot: 3, gpa: 0, bytes, host_address };
-    let region = kvm_userspace_memory_region {
-        slot: slot.kvm_slot,
-        flags: 0,
-        guest_phys_addr: 0,
-        memory_size: bytes,
-        userspace_addr: host_address,
-    };
-    // SAFETY: `memory` maps the range, and `Machine` drops it after the machine.
-    unsafe { vm.set_user_memory_region(region) }.unwrap();
-    let vcpu = vm.create_vcpu(0).unwrap();
-    let mut sregs = vcpu.get_sregs().unwrap();
-    sregs.cs.base = 0;
-    sregs.cs.selector = 0;
-    vcpu.set_sregs(&sregs).unwrap();
-    vcpu.set_regs(&kvm_regs { rip: 0, rflags: 2, ..kvm_regs::default() }).unwrap();
-    Some(Machine { vm, vcpu, memory, slot })
+    let first = pages / 3;
+    let layout = [(0, 0, first), (1, 3 << 30, pages - first)]
+        .map(|(slot, gpa, pages)| SlotLayout { slot: SlotId(slot), gpa, pages });
+    Some(Machine::new(&layout, kind, vcpus, options).unwrap())
 }
 
-extern "C" fn nothing(_signal: libc::c_int) {}
+/// The log of a machine's rings, and what sees to a ring that is full.
+fn ring_log(machine: &Machine) -> (KvmRingLog, Arc<DirtyRings>) {
+    let rings = DirtyRings::new(Arc::clone(machine.vm()), 1024, kvm_slots(machine)).unwrap();
+    let rings = Arc::new(rings);
+    for vcpu in 0..machine.vcpus() {
+        machine.with_vcpu(vcpu, |vcpu| rings.add_vcpu(vcpu)).unwrap().unwrap();
+    }
+    let hooked = Arc::clone(&rings);
+    machine.on_ring_full(move |_| assert!(hooked.reap_full()));
+    (KvmRingLog::new(Arc::clone(&rings)), rings)
+}
+
+/// Follows a machine all of whose vCPUs write all of the second slot, for `rounds` harvests, each
+/// after `writes` writes of each vCPU.
+fn follow_loops(machine: &Machine, log: &dyn DirtyLog, rounds: u32, writes: u64) {
+    // The first slot is written once, so that a log that reports what was not written is seen.
+    machine.write_run(0, SlotId(0), 0, machine.memory().slots()[0].pages()).unwrap();
+    let pages = machine.memory().slots()[1].pages();
+    let loops: Vec<WriteLoop> = (0..machine.vcpus())
+        .map(|vcpu| machine.start_loop(vcpu, SlotId(1), 0, pages).unwrap())
+        .collect();
+    let mut running = Some(loops);
+    let followed = {
+        let running = std::cell::RefCell::new(&mut running);
+        let wait = || {
+            let loops = running.borrow();
+            loops.iter().flatten().for_each(|each| each.wait_for(writes));
+        };
+        let stop = || {
+            let loops = running.borrow_mut().take();
+            loops.into_iter().flatten().for_each(|each| each.stop().unwrap());
+        };
+        follow(machine.memory(), log, rounds, wait, stop)
+    };
+    check(machine.memory(), followed);
+}
 
 fn run(test: &str, kind: MemoryKind, log: impl FnOnce(&Machine) -> Box<dyn DirtyLog>) {
-    let Some(machine) = machine(test, kind) else { return };
-    let log = log(&machine);
-    // SAFETY: the handler does nothing; without it the signal would end the process.
-    unsafe { libc::signal(libc::SIGUSR1, nothing as *const () as libc::sighandler_t) };
-    let Machine { vm: _vm, mut vcpu, memory, .. } = machine;
-    let stop = Arc::new(AtomicBool::new(false));
-    let stopped = Arc::clone(&stop);
-    let running = std::thread::spawn(move || {
-        while !stopped.load(Ordering::Acquire) {
-            match vcpu.run() {
-                Ok(exit) => panic!("unexpected exit {exit:?}"),
-                Err(error) => assert_eq!(error.errno(), libc::EINTR),
-            }
-        }
-    });
-    let counter = || {
-        let mut bytes = [0; 2];
-        memory.read_at(COUNTER, &mut bytes).unwrap();
-        u16::from_le_bytes(bytes)
-    };
-    let wait = || {
-        let before = counter();
-        while counter().wrapping_sub(before) < 2 {
-            assert!(!running.is_finished(), "the guest has stopped");
-            std::thread::yield_now();
-        }
-    };
-    let followed = follow(&memory, log.as_ref(), 30, wait, || {
-        stop.store(true, Ordering::Release);
-        // A signal that comes just before KVM_RUN is lost, so it is sent until it has worked.
-        while !running.is_finished() {
-            // SAFETY: the thread is not joined yet, so its handle is valid.
-            unsafe { libc::pthread_kill(running.as_pthread_t(), libc::SIGUSR1) };
-            std::thread::yield_now();
-        }
-    });
-    running.join().unwrap();
-    check(&memory, followed);
+    if let Some(machine) = machine(test, kind, 1, 300, LabOptions::default()) {
+        let log = log(&machine);
+        follow_loops(&machine, log.as_ref(), 30, 400);
+    }
 }
 
 #[test]
 fn the_bitmap_follows_a_guest() {
     run("the_bitmap_follows_a_guest", MemoryKind::Private, |machine| {
-        Box::new(KvmBitmapLog::new(Arc::clone(&machine.vm), vec![machine.slot]))
+        Box::new(KvmBitmapLog::new(Arc::clone(machine.vm()), kvm_slots(machine)))
     });
 }
 
 #[test]
 fn the_bitmap_with_manual_clear_follows_a_guest() {
     run("the_bitmap_with_manual_clear_follows_a_guest", MemoryKind::Memfd, |machine| {
-        Box::new(KvmClearLog::new(Arc::clone(&machine.vm), vec![machine.slot]).unwrap())
+        Box::new(KvmClearLog::new(Arc::clone(machine.vm()), kvm_slots(machine)).unwrap())
     });
 }
 
@@ -121,7 +94,7 @@ fn the_bitmap_with_manual_clear_follows_a_guest() {
 fn userfaultfd_follows_a_guest() {
     for kind in [MemoryKind::Private, MemoryKind::Memfd] {
         run("userfaultfd_follows_a_guest", kind, |machine| {
-            Box::new(UffdLog::new(&machine.memory).unwrap())
+            Box::new(UffdLog::new(machine.memory()).unwrap())
         });
     }
 }
@@ -129,14 +102,14 @@ fn userfaultfd_follows_a_guest() {
 #[test]
 fn one_log_after_the_other_on_one_machine() {
     run("one_log_after_the_other_on_one_machine", MemoryKind::Private, |machine| {
-        let slots = vec![machine.slot];
-        let clear = KvmClearLog::new(Arc::clone(&machine.vm), slots.clone()).unwrap();
+        let slots = kvm_slots(machine);
+        let clear = KvmClearLog::new(Arc::clone(machine.vm()), slots.clone()).unwrap();
         clear.start().unwrap();
         clear.stop().unwrap();
         // Manual clear left on would make the bitmap log see every page for ever.
-        let bitmap = KvmBitmapLog::new(Arc::clone(&machine.vm), slots);
+        let bitmap = KvmBitmapLog::new(Arc::clone(machine.vm()), slots);
         bitmap.start().unwrap();
-        let mut pages = PageSet::for_memory(&machine.memory);
+        let mut pages = PageSet::for_memory(machine.memory());
         bitmap.collect(&mut pages).unwrap();
         bitmap.stop().unwrap();
         Box::new(bitmap)
@@ -144,11 +117,162 @@ fn one_log_after_the_other_on_one_machine() {
 }
 
 #[test]
+fn the_ring_follows_two_vcpus_that_fill_it() {
+    for kind in [MemoryKind::Private, MemoryKind::Memfd] {
+        let test = "the_ring_follows_two_vcpus_that_fill_it";
+        let Some(machine) = machine(test, kind, 2, 4500, RING) else { return };
+        let (log, rings) = ring_log(&machine);
+        follow_loops(&machine, &log, 6, 5000);
+        assert!(rings.full_exits() > 0, "3,000 pages fill a ring of 1,024 entries");
+        eprintln!("{test}: {} full exits", rings.full_exits());
+    }
+}
+
+/// Few pages, written all the time: nearly every harvest has writes before, during and after it.
+#[test]
+fn no_write_between_harvest_and_reset_is_lost() {
+    let test = "no_write_between_harvest_and_reset_is_lost";
+    let Some(machine) = machine(test, MemoryKind::Private, 2, 24, RING) else { return };
+    let (log, _) = ring_log(&machine);
+    for _ in 0..2 {
+        follow_loops(&machine, &log, 200, 1);
+    }
+}
+
+/// Linux 6.17 and later let a signal cut a reset short, and up to 64 pages are then left unprotected.
+#[test]
+fn signals_during_the_harvest_lose_nothing() {
+    let test = "signals_during_the_harvest_lose_nothing";
+    let Some(machine) = machine(test, MemoryKind::Private, 1, 900, RING) else { return };
+    let (log, _) = ring_log(&machine);
+    // The lab's own signal, which has a handler once a loop has been started.
+    machine.start_loop(0, SlotId(0), 0, 1).unwrap().stop().unwrap();
+    // SAFETY: it has no preconditions.
+    let (target, done) = (unsafe { libc::pthread_self() }, AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Acquire) {
+                // SAFETY: the thread waits for this one at the end of the scope, so it exists. The
+                // signal's handler does nothing.
+                unsafe { libc::pthread_kill(target, libc::SIGRTMIN()) };
+                std::thread::yield_now();
+            }
+        });
+        let end = EndOf(&done);
+        follow_loops(&machine, &log, 60, 700);
+        drop(end);
+    });
+}
+
+/// Ends a thread even if the test fails.
+struct EndOf<'a>(&'a AtomicBool);
+
+impl Drop for EndOf<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
+#[test]
+fn userfaultfd_follows_a_machine_with_rings() {
+    let test = "userfaultfd_follows_a_machine_with_rings";
+    let Some(machine) = machine(test, MemoryKind::Private, 1, 300, RING) else { return };
+    follow_loops(&machine, &UffdLog::new(machine.memory()).unwrap(), 30, 400);
+}
+
+/// Exactly the pages that were written come out, each time once, by whomever they were harvested.
+#[test]
+fn what_a_vcpu_s_thread_harvests_comes_out_of_the_next_collect() {
+    let test = "what_a_vcpu_s_thread_harvests_comes_out_of_the_next_collect";
+    let Some(machine) = machine(test, MemoryKind::Private, 2, 4500, RING) else { return };
+    let (log, rings) = ring_log(&machine);
+    let mut pages = PageSet::for_memory(machine.memory());
+    assert!(matches!(log.collect(&mut pages), Err(DirtyLogError::NotStarted { .. })));
+    machine.write_run(0, SlotId(0), 0, 100).unwrap();
+    for round in 1..4 {
+        log.start().unwrap();
+        machine.write_run(1, SlotId(1), 0, 3000).unwrap();
+        assert!(rings.full_exits() >= 2 * round, "{} full exits", rings.full_exits());
+        machine.write_pages(0, SlotId(0), (0..1500).step_by(100)).unwrap();
+        // Again, by the other vCPU.
+        machine.write_pages(1, SlotId(0), [300, 500]).unwrap();
+        log.collect(&mut pages).unwrap();
+        assert_eq!(pages.bitmap(SlotId(1)).runs().collect::<Vec<_>>(), [(0, 3000)]);
+        let scattered: Vec<_> = (0..1500).step_by(100).map(|page| (page, 1)).collect();
+        assert_eq!(pages.bitmap(SlotId(0)).runs().collect::<Vec<_>>(), scattered);
+        pages.clear_all();
+        log.collect(&mut pages).unwrap();
+        assert!(pages.is_empty(), "nothing was written since");
+        machine.write_pages(0, SlotId(1), [2999]).unwrap();
+        log.collect(&mut pages).unwrap();
+        assert_eq!(pages.count(), 1);
+        pages.clear_all();
+        // What nobody collects is not there after the next start, and does not fill the ring.
+        machine.write_run(0, SlotId(1), 0, 400).unwrap();
+        log.stop().unwrap();
+        log.stop().unwrap();
+        let before = rings.full_exits();
+        machine.write_run(0, SlotId(1), 0, 3000).unwrap();
+        assert_eq!(rings.full_exits(), before, "a log that has stopped costs nothing");
+    }
+}
+
+#[test]
+fn a_machine_has_either_rings_or_bitmaps() {
+    let test = "a_machine_has_either_rings_or_bitmaps";
+    let Some(with) = machine(test, MemoryKind::Private, 1, 30, RING) else { return };
+    let unavailable = |error: DirtyLogError, advice: &str| {
+        let is = matches!(error, DirtyLogError::Unavailable { .. });
+        assert!(is && error.to_string().contains(advice), "{error}");
+    };
+    let (vm, slots) = (with.vm(), kvm_slots(&with));
+    let bitmap = KvmBitmapLog::new(Arc::clone(vm), slots.clone());
+    unavailable(bitmap.start().unwrap_err(), "use the dirty log `ring` or `uffd`");
+    let clear = KvmClearLog::new(Arc::clone(vm), slots.clone());
+    unavailable(clear.err().unwrap(), "use the dirty log `ring` or `uffd`");
+    unavailable(enable_dirty_ring(vm, 1024).unwrap_err(), "before any vCPU is made");
+
+    // A length that the rings do not have, of which the kernel would not tell.
+    for (entries, errno) in [(2048, libc::EFAULT), (4096, libc::EFAULT)] {
+        let rings = DirtyRings::new(Arc::clone(vm), entries, slots.clone()).unwrap();
+        let error = with.with_vcpu(0, |vcpu| rings.add_vcpu(vcpu)).unwrap().unwrap_err();
+        assert!(
+            matches!(&error, DirtyLogError::Ring { source, .. } if source.raw_os_error() == Some(errno)),
+            "{error:?}"
+        );
+    }
+    let log = KvmRingLog::new(Arc::new(DirtyRings::new(Arc::clone(vm), 1024, slots).unwrap()));
+    unavailable(log.start().unwrap_err(), "the ring of no vCPU has been mapped");
+
+    let options = LabOptions { dirty_ring_entries: Some(4096) };
+    let longer = machine(test, MemoryKind::Private, 1, 30, options).unwrap();
+    let rings = DirtyRings::new(Arc::clone(longer.vm()), 1024, kvm_slots(&longer)).unwrap();
+    let error = longer.with_vcpu(0, |vcpu| rings.add_vcpu(vcpu)).unwrap().unwrap_err();
+    assert!(
+        matches!(&error, DirtyLogError::Ring { source, .. } if source.raw_os_error() == Some(libc::EFBIG)),
+        "{error:?}"
+    );
+
+    let without = machine(test, MemoryKind::Private, 1, 30, LabOptions::default()).unwrap();
+    let rings = DirtyRings::new(Arc::clone(without.vm()), 1024, kvm_slots(&without));
+    unavailable(rings.unwrap_err(), "use the dirty log `clear`, `bitmap` or `uffd`");
+    let max = max_ring_entries(without.vm()).unwrap();
+    for entries in [0, 512, 1000, 1025, 2 * max, u32::MAX] {
+        unavailable(
+            enable_dirty_ring(without.vm(), entries).unwrap_err(),
+            "power of two from 1024",
+        );
+    }
+    unavailable(enable_dirty_ring(without.vm(), max).unwrap_err(), "before any vCPU is made");
+}
+
+#[test]
 fn bits_beyond_a_slot_are_refused() {
-    let Some(machine) = machine("bits_beyond_a_slot_are_refused", MemoryKind::Private) else {
+    let test = "bits_beyond_a_slot_are_refused";
+    let Some(machine) = machine(test, MemoryKind::Private, 1, 750, LabOptions::default()) else {
         return;
     };
-    let log = KvmClearLog::new(Arc::clone(&machine.vm), vec![machine.slot]).unwrap();
+    let log = KvmClearLog::new(Arc::clone(machine.vm()), kvm_slots(&machine)).unwrap();
     log.start().unwrap();
     log.rearm(SlotId(0), 3, &[u64::MAX]).unwrap();
     for (first_word, words) in [(4, 1), (3, 2), (usize::MAX, 1)] {

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, PageSet, SlotId, SlotLayout};
 
-use crate::{DirtyLog, UnionLog};
+use crate::{DirtyLog, KvmSlot, UnionLog};
 
 /// What one run of a log gave.
 struct Followed {
@@ -104,6 +104,20 @@ fn differences(memory: &GuestMemory, shadow: &[Vec<u8>]) -> usize {
         }
     }
     different
+}
+
+/// A lab's slots as the logs take them.
+pub(crate) fn kvm_slots(machine: &vmferry_kvm_lab::Machine) -> Vec<KvmSlot> {
+    let slots = machine.slots().iter();
+    slots
+        .map(|slot| KvmSlot {
+            slot: slot.slot,
+            kvm_slot: slot.kvm_slot,
+            gpa: slot.gpa,
+            bytes: slot.bytes,
+            host_address: slot.host_address,
+        })
+        .collect()
 }
 
 fn memory(pages: u64, kind: MemoryKind) -> GuestMemory {
