@@ -2,6 +2,7 @@
 //! run.
 
 mod bitmap;
+mod dirty_log;
 mod engine;
 mod machine;
 mod place;
@@ -34,6 +35,8 @@ enum Name {
     Place,
     /// Traversal of dirty bitmaps by byte, by word, with SIMD and with a summary.
     Bitmap,
+    /// What a harvest costs with each dirty log.
+    DirtyLog,
 }
 
 fn main() -> anyhow::Result<()> {
@@ -42,6 +45,7 @@ fn main() -> anyhow::Result<()> {
         Name::Engine => engine::run(arguments.quick)?,
         Name::Qemu => qemu::run(arguments.quick)?,
         Name::Place => place::run(arguments.quick)?,
+        Name::DirtyLog => dirty_log::run(arguments.quick)?,
         Name::Bitmap => bitmap::run(arguments.quick)?,
     };
     if arguments.json {

@@ -1,0 +1,290 @@
+//! `dirty-log`: what a harvest costs, in cycles of the time stamp counter, with each log that there is:
+//! the three published ways, `vm-memory`'s bitmap, KVM's three, and userfaultfd.
+//!
+//! Three tables. `gui` and `live` have the published slots: a display of 32 KiB that is redrawn beside one
+//! that is not, and a guest of 4 GB under a loop that writes 1 GB. `density` has slots of 32 KiB and 4 GiB,
+//! from clean to wholly dirty. KVM's logs and userfaultfd are written by a real guest; the software logs by
+//! threads that mark what they would have written.
+
+mod guest;
+mod mark;
+mod software;
+mod subject;
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use serde::Serialize;
+
+use self::guest::{GuestLog, GuestSubject};
+use self::software::{AtomicSubject, SoftwareSubject};
+use self::subject::{Sample, Subject, Unit};
+use crate::bitmap::pattern::{Pattern, bitmap};
+use crate::machine::Machine;
+use crate::results::{Results, Row, median, row};
+
+const KIB_32: u64 = 32 << 10;
+const GIB_4: u64 = 4 << 30;
+
+/// The published slots of a guest that migrates, in bytes.
+const LIVE: [u64; 9] =
+    [655_360, 3_757_047_808, 637_534_208, 131_072, 131_072, 131_072, 16_777_216, KIB_32, KIB_32];
+
+/// The slot of these that the loop writes, and how much of it.
+const LOOP_SLOT: usize = 1;
+const LOOP_BYTES: u64 = 1 << 30;
+
+#[derive(Serialize)]
+struct LogRow {
+    table: &'static str,
+    slot: String,
+    len: u64,
+    dirty: String,
+    log: &'static str,
+    /// The call by which a harvest gets what is dirty.
+    call_cycles: f64,
+    call_cycles_min: f64,
+    call_cycles_max: f64,
+    /// Protecting it again, where that is not part of the call.
+    protect_cycles: f64,
+    /// Going through the runs of dirty pages, and whatever is left to be taken.
+    traverse_cycles: f64,
+    pages: u64,
+    /// Each call in order, as published.
+    calls: String,
+}
+
+/// All samples of a row.
+#[derive(Default)]
+struct Samples(Vec<Sample>);
+
+impl Samples {
+    fn median_of(&self, part: impl Fn(&Sample) -> u64) -> f64 {
+        median(self.0.iter().map(|sample| part(sample) as f64).collect())
+    }
+
+    fn call(&self) -> f64 {
+        self.median_of(|sample| sample.call)
+    }
+
+    fn whole(&self) -> f64 {
+        self.median_of(|sample| sample.call + sample.protect + sample.traverse)
+    }
+
+    fn row(&self, table: &'static str, unit: &Unit, dirty: &str, log: &'static str) -> LogRow {
+        let calls: Vec<f64> = self.0.iter().map(|sample| sample.call as f64).collect();
+        LogRow {
+            table,
+            slot: unit.slot.clone(),
+            len: unit.bytes,
+            dirty: dirty.to_owned(),
+            log,
+            call_cycles: self.call(),
+            call_cycles_min: calls.iter().copied().fold(f64::INFINITY, f64::min),
+            call_cycles_max: calls.iter().copied().fold(0.0, f64::max),
+            protect_cycles: self.median_of(|sample| sample.protect),
+            traverse_cycles: self.median_of(|sample| sample.traverse),
+            pages: self.median_of(|sample| sample.pages) as u64,
+            calls: calls.iter().map(|call| format!("{call:.0}")).collect::<Vec<_>>().join(" "),
+        }
+    }
+}
+
+/// Makes each subject for slots of these lengths in bytes, where this machine has it.
+fn subjects(slots: &[u64]) -> anyhow::Result<Vec<Box<dyn Subject>>> {
+    let mut subjects: Vec<Box<dyn Subject>> = SoftwareSubject::all(slots);
+    subjects.push(Box::new(AtomicSubject::new(slots)));
+    let memory = guest::memory(slots)?;
+    for log in GuestLog::ALL {
+        match GuestSubject::new(log, &memory) {
+            Ok(subject) => subjects.push(Box::new(subject)),
+            Err(error) => eprintln!("dirty-log: without {}: {error:#}", log.name()),
+        }
+    }
+    Ok(subjects)
+}
+
+/// Runs it. `quick` has small slots, once.
+pub fn run(quick: bool) -> anyhow::Result<Results> {
+    let mut rows = gui(if quick { 2 } else { 5 })?;
+    rows.extend(live(quick)?);
+    let mut ratios = BTreeMap::new();
+    let large = if quick { 16 << 20 } else { GIB_4 };
+    rows.extend(density(&[("32k", KIB_32), ("4g", large)], quick, &mut ratios)?);
+    let mark = mark::measure(if quick { 1 << 16 } else { 1 << 22 }, if quick { 1 } else { 7 });
+    ratios.insert("mark_over_fetch_or".into(), mark.two_threads);
+    ratios.insert("mark_over_fetch_or_one_thread".into(), mark.one_thread);
+    let yardsticks = BTreeMap::from([("fetch_or_two_threads_ns".into(), mark.fetch_or_ns)]);
+    Ok(Results { name: "dirty-log", machine: Machine::here(), rows, yardsticks, ratios })
+}
+
+/// The published display: slot 7 is redrawn between two harvests, slot 8 is not.
+fn gui(rounds: usize) -> anyhow::Result<Vec<Row>> {
+    let pages: Vec<u64> = (0..KIB_32 / 4096).collect();
+    let mut rows = Vec::new();
+    for mut subject in subjects(&[KIB_32, KIB_32])? {
+        let mut samples: BTreeMap<usize, Samples> = BTreeMap::new();
+        subject.start()?;
+        for round in 0..=rounds {
+            subject.write(0, &pages)?;
+            for index in 0..subject.units().len() {
+                let sample = subject.harvest(index)?;
+                // The first one warms up.
+                if round > 0 {
+                    samples.entry(index).or_default().0.push(sample);
+                }
+            }
+        }
+        subject.stop()?;
+        for (index, samples) in samples {
+            let mut unit = subject.units()[index].clone();
+            if let Ok(number) = unit.slot.parse::<usize>() {
+                unit.slot = (number + 7).to_string();
+            }
+            let dirty = ["redrawn", "clean"][index];
+            rows.push(row(&samples.row("gui", &unit, dirty, subject.name()))?);
+        }
+    }
+    eprintln!("dirty-log: gui done");
+    Ok(rows)
+}
+
+/// The published migration: a loop writes 1 GB of slot 1 all the time.
+fn live(quick: bool) -> anyhow::Result<Vec<Row>> {
+    let slots = if quick { vec![655_360, 16 << 20, KIB_32] } else { LIVE.to_vec() };
+    let pages = (slots[LOOP_SLOT].min(LOOP_BYTES)) / 4096;
+    let (rounds, interval) = if quick { (1, 20) } else { (3, 700) };
+    let mut rows = Vec::new();
+    for mut subject in subjects(&slots)? {
+        let name = subject.name();
+        let units = subject.units().to_vec();
+        let mut samples: Vec<Samples> = units.iter().map(|_| Samples::default()).collect();
+        subject.start()?;
+        let mut round = |subject: &mut dyn Subject| {
+            for _ in 0..rounds {
+                std::thread::sleep(Duration::from_millis(interval));
+                for (index, samples) in samples.iter_mut().enumerate() {
+                    samples.0.push(subject.harvest(index)?);
+                }
+            }
+            Ok(())
+        };
+        subject.write_for_ever(LOOP_SLOT, pages, &mut round)?;
+        subject.stop()?;
+        for (index, (unit, samples)) in units.iter().zip(samples).enumerate() {
+            let dirty = if index == LOOP_SLOT || units.len() == 1 { "write loop" } else { "clean" };
+            rows.push(row(&samples.row("live", unit, dirty, name))?);
+        }
+    }
+    eprintln!("dirty-log: live done");
+    Ok(rows)
+}
+
+/// How often a density is harvested, by how long a guest takes to write it.
+fn repetitions(pattern: Pattern, subject: &dyn Subject, large: bool, quick: bool) -> usize {
+    match pattern {
+        _ if quick => 1,
+        _ if !large || !subject.is_slow() => 15,
+        Pattern::Clean => 7,
+        Pattern::Full => 1,
+        _ if pattern.percent() > 5.0 => 2,
+        _ => 5,
+    }
+}
+
+/// One slot alone, at each density.
+fn density(
+    slots: &[(&str, u64)],
+    quick: bool,
+    ratios: &mut BTreeMap<String, f64>,
+) -> anyhow::Result<Vec<Row>> {
+    const PATTERNS: [Pattern; 6] = [
+        Pattern::Clean,
+        Pattern::Clustered(0.01),
+        Pattern::Scattered(0.01),
+        Pattern::Clustered(0.1),
+        Pattern::Scattered(0.1),
+        Pattern::Full,
+    ];
+    let mut rows = Vec::new();
+    let mut kept: BTreeMap<(String, &'static str), Samples> = BTreeMap::new();
+    for &(name, bytes) in slots {
+        let mut all = subjects(&[bytes])?;
+        all.iter_mut().try_for_each(|subject| subject.start())?;
+        for pattern in PATTERNS {
+            let pages: Vec<u64> = pages_of(bytes / 4096, pattern);
+            let dirty = format!("{:.0} % {}", pattern.percent(), pattern.name());
+            let mut samples: Vec<Samples> = all.iter().map(|_| Samples::default()).collect();
+            // Interleaved: one harvest of each log, then the next of each.
+            for pass in 0..16 {
+                for (subject, samples) in all.iter_mut().zip(&mut samples) {
+                    // The first one warms up, where that costs little.
+                    let large = bytes > KIB_32;
+                    let warm_up = usize::from(!subject.is_slow() || !large);
+                    let wanted = repetitions(pattern, subject.as_ref(), large, quick) + warm_up;
+                    if pass >= wanted {
+                        continue;
+                    }
+                    subject.write(0, &pages)?;
+                    let sample = subject.harvest(0)?;
+                    ensure!(
+                        sample.pages >= pages.len() as u64,
+                        "{} has found {} of {} pages",
+                        subject.name(),
+                        sample.pages,
+                        pages.len()
+                    );
+                    if pass >= warm_up {
+                        samples.0.push(sample);
+                    }
+                }
+            }
+            for (subject, samples) in all.iter().zip(samples) {
+                let log = subject.name();
+                rows.push(row(&samples.row("density", &subject.units()[0], &dirty, log))?);
+                kept.insert((format!("{name} {dirty}"), log), samples);
+            }
+            eprintln!("dirty-log: density of {name}, {dirty}, done");
+        }
+        all.iter_mut().try_for_each(|subject| subject.stop())?;
+    }
+    add_ratios(ratios, &kept)?;
+    Ok(rows)
+}
+
+fn pages_of(pages: u64, pattern: Pattern) -> Vec<u64> {
+    bitmap(pages, pattern).runs().flat_map(|(first, count)| first..first + count).collect()
+}
+
+/// A harvest is compared whole where `vm-memory`'s is, and the published call alone where the published
+/// ones are.
+fn add_ratios(
+    ratios: &mut BTreeMap<String, f64>,
+    samples: &BTreeMap<(String, &'static str), Samples>,
+) -> anyhow::Result<()> {
+    let of = |case: &str, log: &'static str| {
+        samples.get(&(case.to_owned(), log)).with_context(|| format!("no `{case}` of {log}"))
+    };
+    let call = |case: &str, log| of(case, log).map(Samples::call);
+    let whole = |case: &str, log| of(case, log).map(Samples::whole);
+    let (clean, one) = ("4g 0 % ", "4g 1 % scattered");
+    let clustered = "4g 1 % clustered";
+    for (name, ratio) in [
+        ("get_org_over_switch_clean_4g", call(clean, "get.org")? / call(clean, "switch")?),
+        ("get_opt_over_switch_1pct_4g", call(one, "get.opt")? / call(one, "switch")?),
+        ("switch_clean_4g_over_32k", call(clean, "switch")? / call("32k 0 % ", "switch")?),
+        (
+            "atomic_bitmap_over_switch_clean_4g",
+            whole(clean, "AtomicBitmap")? / whole(clean, "switch")?,
+        ),
+        ("atomic_bitmap_over_switch_1pct_4g", whole(one, "AtomicBitmap")? / whole(one, "switch")?),
+        (
+            "atomic_bitmap_over_switch_1pct_clustered_4g",
+            whole(clustered, "AtomicBitmap")? / whole(clustered, "switch")?,
+        ),
+    ] {
+        ratios.insert(name.to_owned(), ratio);
+    }
+    Ok(())
+}

@@ -1,0 +1,245 @@
+//! The logs of what a real guest writes: KVM's bitmap, with manual clear, the dirty ring, and userfaultfd.
+
+use std::sync::Arc;
+
+use anyhow::anyhow;
+use vmferry_dirty::{
+    DirtyLog, DirtyRings, KvmBitmapLog, KvmClearLog, KvmRingLog, KvmSlot, UffdLog, max_ring_entries,
+};
+use vmferry_kvm_lab::{LabOptions, Machine, WriteLoop};
+use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, PageSet, SlotId, SlotLayout};
+
+use super::subject::{Sample, Subject, Unit, traverse};
+use crate::machine::cycles;
+
+/// vCPUs of the guest, as many as this machine has cores.
+const VCPUS: usize = 2;
+
+/// So many pages a lane of the engine protects in one call.
+const FRAME_PAGES: usize = 64;
+
+/// The farthest that they may lie apart.
+const SPAN_PAGES: u64 = 32_768;
+
+/// A log of a guest's writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GuestLog {
+    KvmGet,
+    KvmClear,
+    KvmRing,
+    Userfaultfd,
+}
+
+impl GuestLog {
+    pub const ALL: [Self; 4] = [Self::KvmGet, Self::KvmClear, Self::KvmRing, Self::Userfaultfd];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::KvmGet => "KVM get",
+            Self::KvmClear => "KVM clear",
+            Self::KvmRing => "KVM ring",
+            Self::Userfaultfd => "userfaultfd",
+        }
+    }
+}
+
+/// Memory of slots of these lengths in bytes, one behind the other, all of it populated.
+pub fn memory(slots: &[u64]) -> anyhow::Result<GuestMemory> {
+    let mut layout = Vec::new();
+    let mut gpa = 0;
+    for (slot, bytes) in (0..).zip(slots) {
+        let pages = bytes / PAGE_SIZE as u64;
+        layout.push(SlotLayout { slot: SlotId(slot), gpa, pages });
+        gpa += bytes;
+    }
+    let memory = GuestMemory::allocate(&layout, MemoryKind::Private)?;
+    for slot in &layout {
+        memory.populate(PageRun { slot: slot.slot, first: 0, pages: slot.pages })?;
+    }
+    Ok(memory)
+}
+
+/// A machine and its log.
+pub struct GuestSubject {
+    log: GuestLog,
+    machine: Machine,
+    units: Vec<Unit>,
+    logs: Vec<(Arc<dyn DirtyLog>, PageSet)>,
+}
+
+impl GuestSubject {
+    /// A machine over this memory. userfaultfd gets memory of its own: protecting it would take it out of
+    /// the other machines' page tables, and so out of what their logs have to protect.
+    pub fn new(log: GuestLog, shared: &GuestMemory) -> anyhow::Result<Self> {
+        let lengths: Vec<u64> = shared.slots().iter().map(|slot| slot.len_bytes() as u64).collect();
+        let memory = match log {
+            GuestLog::Userfaultfd => memory(&lengths)?,
+            _ => shared.clone(),
+        };
+        let mut options = LabOptions::default();
+        if log == GuestLog::KvmRing {
+            let probe = Machine::over(memory.clone(), 1, LabOptions::default())?;
+            options.dirty_ring_entries = Some(max_ring_entries(probe.vm())?);
+        }
+        let machine = Machine::over(memory, VCPUS, options)?;
+        let slots: Vec<KvmSlot> = machine
+            .slots()
+            .iter()
+            .map(|slot| KvmSlot {
+                slot: slot.slot,
+                kvm_slot: slot.kvm_slot,
+                gpa: slot.gpa,
+                bytes: slot.bytes,
+                host_address: slot.host_address,
+            })
+            .collect();
+        // KVM has a bitmap for each slot; the others are of the whole machine.
+        let alone = |slot: &KvmSlot| {
+            let layout =
+                [SlotLayout { slot: SlotId(0), gpa: 0, pages: slot.bytes / PAGE_SIZE as u64 }];
+            (vec![KvmSlot { slot: SlotId(0), ..*slot }], PageSet::for_layout(&layout))
+        };
+        let vm = || Arc::clone(machine.vm());
+        let whole = PageSet::for_memory(machine.memory());
+        let logs: Vec<(Arc<dyn DirtyLog>, PageSet)> = match log {
+            GuestLog::KvmGet => slots
+                .iter()
+                .map(|slot| {
+                    let (slot, pages) = alone(slot);
+                    (Arc::new(KvmBitmapLog::new(vm(), slot)) as Arc<dyn DirtyLog>, pages)
+                })
+                .collect(),
+            GuestLog::KvmClear => slots
+                .iter()
+                .map(|slot| {
+                    let (slot, pages) = alone(slot);
+                    Ok((Arc::new(KvmClearLog::new(vm(), slot)?) as Arc<dyn DirtyLog>, pages))
+                })
+                .collect::<anyhow::Result<_>>()?,
+            GuestLog::KvmRing => vec![(ring(&machine, options, slots)?, whole)],
+            GuestLog::Userfaultfd => vec![(Arc::new(UffdLog::new(machine.memory())?), whole)],
+        };
+        let units = match logs.len() {
+            1 => vec![Unit { slot: "all".into(), bytes: lengths.iter().sum() }],
+            _ => Unit::of_slots(&lengths),
+        };
+        Ok(Self { log, machine, units, logs })
+    }
+}
+
+fn ring(
+    machine: &Machine,
+    options: LabOptions,
+    slots: Vec<KvmSlot>,
+) -> anyhow::Result<Arc<dyn DirtyLog>> {
+    let entries = options.dirty_ring_entries.unwrap_or_default();
+    let rings = Arc::new(DirtyRings::new(Arc::clone(machine.vm()), entries, slots)?);
+    for vcpu in 0..machine.vcpus() {
+        machine.with_vcpu(vcpu, |fd| rings.add_vcpu(fd))??;
+    }
+    let reaped = Arc::clone(&rings);
+    machine.on_ring_full(move |_| {
+        // A failure comes out of the next collect.
+        let _ = reaped.reap_full();
+    });
+    Ok(Arc::new(KvmRingLog::new(rings)))
+}
+
+/// Protects what was collected as a lane of the engine does, just before it reads it.
+fn protect(log: &dyn DirtyLog, pages: &PageSet) -> anyhow::Result<()> {
+    let mut words = Vec::new();
+    for (slot, bitmap) in pages.iter() {
+        let mut frame: Vec<u64> = Vec::with_capacity(FRAME_PAGES);
+        let mut send = |frame: &mut Vec<u64>| -> anyhow::Result<()> {
+            let (Some(first), Some(last)) = (frame.first(), frame.last()) else { return Ok(()) };
+            let first_word = first / 64;
+            words.clear();
+            words.resize((last / 64 - first_word + 1) as usize, 0_u64);
+            for page in frame.drain(..) {
+                words[(page / 64 - first_word) as usize] |= 1 << (page % 64);
+            }
+            Ok(log.rearm(slot, first_word as usize, &words)?)
+        };
+        for (first, count) in bitmap.runs() {
+            for page in first..first + count {
+                let far = frame.first().is_some_and(|begin| page - begin >= SPAN_PAGES);
+                if frame.len() == FRAME_PAGES || far {
+                    send(&mut frame)?;
+                }
+                frame.push(page);
+            }
+        }
+        send(&mut frame)?;
+    }
+    Ok(())
+}
+
+impl Subject for GuestSubject {
+    fn name(&self) -> &'static str {
+        self.log.name()
+    }
+
+    fn is_slow(&self) -> bool {
+        true
+    }
+
+    fn units(&self) -> &[Unit] {
+        &self.units
+    }
+
+    fn start(&mut self) -> anyhow::Result<()> {
+        Ok(self.logs.iter().try_for_each(|(log, _)| log.start())?)
+    }
+
+    fn write(&mut self, slot: usize, pages: &[u64]) -> anyhow::Result<()> {
+        let slot = SlotId(slot as u16);
+        let (left, right) = pages.split_at(pages.len() / 2);
+        let machine = &self.machine;
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| machine.write_pages(1, slot, right.iter().copied()));
+            machine.write_pages(0, slot, left.iter().copied())?;
+            other.join().map_err(|_| anyhow!("a vCPU's thread has panicked"))??;
+            Ok(())
+        })
+    }
+
+    fn write_for_ever(
+        &mut self,
+        slot: usize,
+        pages: u64,
+        meanwhile: &mut dyn FnMut(&mut dyn Subject) -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
+        let (slot, half) = (SlotId(slot as u16), pages / 2);
+        let loops = [
+            self.machine.start_loop(0, slot, 0, half)?,
+            self.machine.start_loop(1, slot, half, pages - half)?,
+        ];
+        let result = meanwhile(self);
+        loops.into_iter().try_for_each(WriteLoop::stop)?;
+        result
+    }
+
+    fn harvest(&mut self, unit: usize) -> anyhow::Result<Sample> {
+        let (log, pages) = &mut self.logs[unit];
+        let begun = cycles();
+        log.collect(pages)?;
+        let collected = cycles();
+        if self.log == GuestLog::KvmClear {
+            protect(log.as_ref(), pages)?;
+        }
+        let protected = cycles();
+        let mut sample =
+            Sample { call: collected - begun, protect: protected - collected, ..Sample::default() };
+        for (_, bitmap) in pages.iter() {
+            let (found, took) = traverse(bitmap);
+            sample.pages += found;
+            sample.traverse += took;
+        }
+        pages.clear_all();
+        Ok(sample)
+    }
+
+    fn stop(&mut self) -> anyhow::Result<()> {
+        Ok(self.logs.iter().try_for_each(|(log, _)| log.stop())?)
+    }
+}
