@@ -50,9 +50,9 @@ impl FromStr for MemoryKind {
             "memfd" => Ok(Self::Memfd),
             "thp" => Ok(Self::Thp),
             "hugetlb" => Ok(Self::Hugetlb),
-            _ => Err(format!(
-                "`{text}` is no kind of memory: choose private, memfd, thp or hugetlb"
-            )),
+            _ => {
+                Err(format!("`{text}` is no kind of memory: choose private, memfd, thp or hugetlb"))
+            }
         }
     }
 }
@@ -88,9 +88,7 @@ where
                 .with_mmap_flags(libc::MAP_SHARED | libc::MAP_NORESERVE),
             MemoryKind::Hugetlb => {
                 let file = huge::memfd(slot.slot, bytes).map_err(refused)?;
-                builder
-                    .with_file_offset(FileOffset::new(file, 0))
-                    .with_mmap_flags(libc::MAP_SHARED)
+                builder.with_file_offset(FileOffset::new(file, 0)).with_mmap_flags(libc::MAP_SHARED)
             }
             MemoryKind::Private | MemoryKind::Thp => builder
                 .with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE),

@@ -121,12 +121,7 @@ pub fn data_extents(
 fn in_page_table(slot: &Slot, any: u64, bitmap: &mut PageBitmap) -> io::Result<()> {
     let pagemap = File::open("/proc/self/pagemap")?;
     let start = slot.host_address() as u64;
-    let query = Query {
-        inverted: PAGE_IS_PFNZERO,
-        all: PAGE_IS_PFNZERO,
-        any,
-        ..Query::default()
-    };
+    let query = Query { inverted: PAGE_IS_PFNZERO, all: PAGE_IS_PFNZERO, any, ..Query::default() };
     let mut regions = [PageRegion::default(); 256];
     let range = start..start + slot.len_bytes() as u64;
     let scanned = scan(&pagemap, range, query, &mut regions, |region| {

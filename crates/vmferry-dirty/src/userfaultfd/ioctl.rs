@@ -161,8 +161,7 @@ pub(super) fn mapping(maps: impl AsFd, address: u64) -> io::Result<Option<Range<
     };
     // SAFETY: the argument has the layout of `struct procmap_query` (asserted above) and its true
     // size; no name and no build id are asked for, so nothing else is written.
-    let result =
-        unsafe { libc::ioctl(maps.as_fd().as_raw_fd(), PROCMAP_QUERY, &raw mut argument) };
+    let result = unsafe { libc::ioctl(maps.as_fd().as_raw_fd(), PROCMAP_QUERY, &raw mut argument) };
     if result >= 0 {
         return Ok(Some(argument.vma_start..argument.vma_end));
     }

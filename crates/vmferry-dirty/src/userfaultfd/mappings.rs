@@ -70,11 +70,8 @@ impl Mappings {
         if let Some(hole) = self.unmapped(range, regions)? {
             return Ok(Some(Lost::Unmapped(hole)));
         }
-        let query = Query {
-            inverted: PAGE_IS_WPALLOWED,
-            all: PAGE_IS_WPALLOWED,
-            ..Query::default()
-        };
+        let query =
+            Query { inverted: PAGE_IS_WPALLOWED, all: PAGE_IS_WPALLOWED, ..Query::default() };
         let mut first = None;
         scan(&self.pagemap, range.clone(), query, regions, |region| {
             first.get_or_insert(region.start..region.end);

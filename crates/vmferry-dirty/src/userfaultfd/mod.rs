@@ -274,9 +274,7 @@ impl UffdLog {
         );
         let why = |what| format!("{what}; tell the log of such changes, and migrate again");
         match self.lost(region, buffer).filter(|_| refused) {
-            Some(Lost::Process) => {
-                DirtyLogError::ProcessGone { log: NAME, pid: self.mappings.pid }
-            }
+            Some(Lost::Process) => DirtyLogError::ProcessGone { log: NAME, pid: self.mappings.pid },
             Some(Lost::Unmapped(hole)) => {
                 mapping_error(region.slot, &hole, why("it is not mapped any more"))
             }

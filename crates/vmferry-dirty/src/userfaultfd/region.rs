@@ -187,12 +187,9 @@ impl Region {
             },
             // With this and nothing else, an entry that is none counts as written, if its page table
             // exists.
-            Kind::File { .. } | Kind::Huge => Query {
-                flags,
-                all: PAGE_IS_WRITTEN,
-                report: PAGE_IS_WRITTEN,
-                ..Query::default()
-            },
+            Kind::File { .. } | Kind::Huge => {
+                Query { flags, all: PAGE_IS_WRITTEN, report: PAGE_IS_WRITTEN, ..Query::default() }
+            }
         };
         scan(tools.pagemap, range, query, tools.regions, found)
     }
