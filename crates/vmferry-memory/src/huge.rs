@@ -2,7 +2,7 @@
 //!
 //! Such a file differs from one on a tmpfs in three ways, all found by experiment on Linux 6.18:
 //! `SEEK_DATA` and `SEEK_HOLE` know nothing (the file is one piece of data from its beginning to its
-//! end, populated or not), `pwrite` is refused with `EINVAL`, and a store for which no page is left
+//! end, populated or not; nor do `mincore` and `cachestat`), `pwrite` is refused with `EINVAL`, and a store for which no page is left
 //! ends the process with SIGBUS. The last is why a mapping reserves its pages (no `MAP_NORESERVE`): what
 //! does not fit is refused when it is mapped. Source: Linux
 //! `Documentation/admin-guide/mm/hugetlbpage.rst`.
@@ -128,9 +128,38 @@ mod tests {
         assert!(error.to_string().contains("needs 262144 huge pages"), "{error}");
     }
 
+    /// Enlarges the host's pool of huge pages until it is dropped.
+    struct Pool(u64);
+
+    impl Pool {
+        const PATH: &str = "/proc/sys/vm/nr_hugepages";
+
+        fn enlarge(pages: u64) -> Self {
+            let before = Self::size();
+            // Where that is forbidden, what there is has to do.
+            let _ = std::fs::write(Self::PATH, (before + pages).to_string());
+            Self(Self::size().saturating_sub(before))
+        }
+
+        fn size() -> u64 {
+            let text = std::fs::read_to_string(Self::PATH).unwrap_or_default();
+            text.trim().parse().unwrap_or_default()
+        }
+    }
+
+    impl Drop for Pool {
+        fn drop(&mut self) {
+            if self.0 > 0 {
+                // Somebody else may have changed it meanwhile.
+                let _ = std::fs::write(Self::PATH, Self::size().saturating_sub(self.0).to_string());
+            }
+        }
+    }
+
     /// One test for all, since the pool is the whole machine's.
     #[test]
     fn huge_pages_are_found_copied_and_punched() {
+        let _pool = Pool::enlarge(4);
         let memory = match GuestMemory::allocate(&layout(4 * HUGE), MemoryKind::Hugetlb) {
             Ok(memory) => memory,
             Err(error @ MemoryError::HugePages { .. }) => {

@@ -79,9 +79,12 @@ impl Mappings {
         Ok(first.map(Lost::Unregistered))
     }
 
-    /// A process without an address space has no mappings to read.
+    /// A process without an address space has no mappings to read: an empty file, or `ESRCH`.
     fn ended(&self) -> bool {
-        matches!(self.maps.read_at(&mut [0], 0), Ok(0) | Err(_))
+        match self.maps.read_at(&mut [0], 0) {
+            Ok(bytes) => bytes == 0,
+            Err(error) => error.raw_os_error() == Some(libc::ESRCH),
+        }
     }
 
     /// The first part of a range that is not mapped.

@@ -44,6 +44,7 @@ const REGIONS: usize = 1024;
 /// The log of a guest's whole memory. Dropped, it leaves nothing registered.
 pub struct UffdLog {
     mappings: Mappings,
+    /// What is mapped there, here; it stays mapped for as long as the log is there.
     memory: GuestMemory,
     state: Mutex<State>,
 }
@@ -157,7 +158,8 @@ impl UffdLog {
 
     /// Stops logging a range of addresses, which may be a part of a region, or several. Call it before the
     /// process unmaps or remaps the range, so that what was written there is in the next collect. If
-    /// it is called later, that collect reports all that is populated there in the slot's file.
+    /// it is called later, that collect reports all that is populated there in the slot's file. Where nothing
+    /// is logged nothing is done.
     ///
     /// # Errors
     /// [`DirtyLogError::Mapping`] if the range cuts a huge page; what the kernel refuses.

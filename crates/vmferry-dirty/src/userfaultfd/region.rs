@@ -14,6 +14,10 @@
 //! (`pte_install_uffd_wp_if_needed`). Reclaim (`MADV_PAGEOUT`), `MADV_DONTNEED` and even a failed
 //! `MADV_COLLAPSE` drop pages so. Private memory keeps the mark in its swap entry.
 //!
+//! What that costs, measured on a clean GiB of 4 KiB pages: 0.3 ms for the walk that finds what was written
+//! (0.65 for that of private memory), 0.6 ms for the one that finds missing page tables. Asking the
+//! file for its data (`SEEK_DATA`) would take 9 ms, so it is asked only where it had none.
+//!
 //! So that "none" says anything, files are *armed* in blocks: all pages of a block are protected, with
 //! markers where nothing is populated. A block in which the file holds nothing is left alone, or
 //! a huge sparse guest would cost its page tables; it is armed by the harvest that finds data in it, which
