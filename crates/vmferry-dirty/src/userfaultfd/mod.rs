@@ -20,6 +20,7 @@
 //! out: memory that is no longer mapped, or that was mapped anew, is an error of the next
 //! [`collect`](DirtyLog::collect). `mappings` says how.
 
+mod errors;
 mod ioctl;
 mod mappings;
 mod region;
@@ -33,6 +34,7 @@ use vmferry_memory::pagemap::PageRegion;
 use vmferry_memory::{GuestMemory, PageSet, SlotId};
 
 use crate::{DirtyLog, DirtyLogError};
+use errors::{failed, mapping_error, unavailable};
 use mappings::{Lost, Mappings};
 use region::{Region, Tools};
 
@@ -385,25 +387,4 @@ impl Drop for UffdLog {
 
 fn overlap(one: &Range<u64>, other: &Range<u64>) -> bool {
     one.start < other.end && other.start < one.end
-}
-
-fn mapping_error(slot: SlotId, range: &Range<u64>, why: String) -> DirtyLogError {
-    DirtyLogError::Mapping { log: NAME, slot, start: range.start, end: range.end, why }
-}
-
-fn failed(action: &'static str, slot: SlotId, source: io::Error) -> DirtyLogError {
-    DirtyLogError::Slot { log: NAME, action, slot, source }
-}
-
-fn unavailable(error: io::Error) -> DirtyLogError {
-    let reason = match error.raw_os_error() {
-        Some(libc::EINVAL) => {
-            "it needs Linux 6.7 with asynchronous write protection; use a KVM log".to_owned()
-        }
-        Some(libc::EPERM | libc::ENOSYS) => {
-            format!("userfaultfd is forbidden here ({error}); use a KVM log")
-        }
-        _ => error.to_string(),
-    };
-    DirtyLogError::Unavailable { log: NAME, reason }
 }
