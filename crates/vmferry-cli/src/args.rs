@@ -72,7 +72,7 @@ pub struct MachineOptions {
     /// Guest memory, such as 256M or 8G.
     #[arg(long, default_value = "256M", value_parser = parse_bytes, value_name = "BYTES")]
     pub memory: u64,
-    /// What the memory is made of: private, memfd, or thp.
+    /// What the memory is made of: private, memfd, thp, or hugetlb (reserved huge pages).
     #[arg(long, default_value = "private", value_name = "KIND")]
     pub memory_kind: MemoryKind,
     /// Number of vCPUs, 1 to 8.
@@ -158,7 +158,7 @@ pub struct ReceiveOptions {
     /// Take a guest with so much memory only.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, conflicts_with_all = ["qemu", "exec"])]
     pub expect_memory: Option<u64>,
-    /// What the guest's memory is made of here: private, memfd, or thp.
+    /// What the guest's memory is made of here: private, memfd, thp, or hugetlb (reserved huge pages).
     #[arg(long, default_value = "private", value_name = "KIND", conflicts_with_all = ["qemu", "exec"])]
     pub memory_kind: MemoryKind,
     /// The dirty log for the guest's next migration: auto, bitmap, clear, or uffd.

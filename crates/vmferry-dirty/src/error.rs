@@ -2,7 +2,7 @@
 
 use std::io;
 
-use vmferry_memory::SlotId;
+use vmferry_memory::{MemoryError, SlotId};
 
 /// An error of a dirty log.
 #[derive(Debug, thiserror::Error)]
@@ -66,6 +66,40 @@ pub enum DirtyLogError {
         slot: SlotId,
         /// First word of the bits.
         first_word: usize,
+    },
+    /// A mapping of guest memory that can't be logged, or not any more. After a collect that says so,
+    /// the migration must end.
+    #[error("the dirty log {log} can't follow {slot} at {start:#x}..{end:#x}: {why}")]
+    Mapping {
+        /// The log.
+        log: &'static str,
+        /// The slot that is mapped there.
+        slot: SlotId,
+        /// First address, in the process that writes.
+        start: u64,
+        /// Address after the last.
+        end: u64,
+        /// What happened, and what to do.
+        why: String,
+    },
+    /// The process that writes is there no more, so nobody knows what it wrote last.
+    #[error(
+        "the dirty log {log} can't follow process {pid}: it has ended, or runs another program now"
+    )]
+    ProcessGone {
+        /// The log.
+        log: &'static str,
+        /// The process.
+        pid: u32,
+    },
+    /// The memory itself could not be asked what is populated.
+    #[error("the dirty log {log} could not find the populated pages")]
+    Populated {
+        /// The log.
+        log: &'static str,
+        /// Why.
+        #[source]
+        source: MemoryError,
     },
     /// Used while it does not log.
     #[error("the dirty log {log} was not started")]

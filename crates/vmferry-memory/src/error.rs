@@ -53,6 +53,24 @@ pub enum MemoryError {
         #[source]
         source: io::Error,
     },
+    /// The host has too few huge pages.
+    #[error(
+        "memory from {slot} on needs {needed} huge pages of 2 MiB and the host has {unclaimed} to give: \
+         reserve more with `sysctl vm.nr_hugepages={reserve}`, or choose another kind of memory"
+    )]
+    HugePages {
+        /// The slot that could not be mapped.
+        slot: SlotId,
+        /// Huge pages that it and the slots after it are made of.
+        needed: u64,
+        /// Huge pages that are free and promised to nobody.
+        unclaimed: u64,
+        /// Huge pages that the host should have in all.
+        reserve: u64,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
     /// The system refused an operation on a slot.
     #[error("{what} of {slot} failed")]
     Slot {

@@ -11,6 +11,7 @@ use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 
 use crate::error::MemoryError;
+use crate::huge;
 use crate::slots::GuestMemory;
 use crate::units::{PAGE_SIZE, SlotId, SlotLayout};
 
@@ -25,6 +26,8 @@ pub enum MemoryKind {
     Memfd,
     /// Private anonymous memory in which transparent huge pages are asked for.
     Thp,
+    /// A memfd of the host's reserved huge pages of 2 MiB (hugetlbfs), mapped shared.
+    Hugetlb,
 }
 
 impl fmt::Display for MemoryKind {
@@ -33,6 +36,7 @@ impl fmt::Display for MemoryKind {
             Self::Private => "private",
             Self::Memfd => "memfd",
             Self::Thp => "thp",
+            Self::Hugetlb => "hugetlb",
         })
     }
 }
@@ -45,7 +49,10 @@ impl FromStr for MemoryKind {
             "private" => Ok(Self::Private),
             "memfd" => Ok(Self::Memfd),
             "thp" => Ok(Self::Thp),
-            _ => Err(format!("`{text}` is no kind of memory: choose private, memfd or thp")),
+            "hugetlb" => Ok(Self::Hugetlb),
+            _ => {
+                Err(format!("`{text}` is no kind of memory: choose private, memfd, thp or hugetlb"))
+            }
         }
     }
 }
@@ -53,10 +60,10 @@ impl FromStr for MemoryKind {
 /// Maps zeroed, unpopulated memory of a layout. `B` is `vm-memory`'s dirty bitmap, `()` for none.
 ///
 /// Nothing is reserved (`MAP_NORESERVE`): a guest may be larger than the host's free memory as
-/// long as it does not touch it.
+/// long as it does not touch it. Only huge pages of hugetlbfs are reserved.
 ///
 /// # Errors
-/// A bad layout, or the system's refusal.
+/// A bad layout, too few huge pages, or the system's refusal.
 pub fn map_slots<B>(
     layout: &[SlotLayout],
     kind: MemoryKind,
@@ -66,21 +73,30 @@ where
 {
     check_layout(layout)?;
     let mut regions = Vec::with_capacity(layout.len());
-    for slot in layout {
+    for (index, slot) in layout.iter().enumerate() {
         let bytes = slot.pages * PAGE_SIZE as u64;
+        if kind == MemoryKind::Hugetlb {
+            huge::check_slot(slot)?;
+        }
         let refused = |source: io::Error| MemoryError::Map { slot: slot.slot, bytes, source };
         let mut builder =
             MmapRegionBuilder::new_with_bitmap(bytes as usize, B::with_len(bytes as usize))
                 .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE);
-        builder = if kind == MemoryKind::Memfd {
-            let file = memfd(slot.slot, bytes).map_err(refused)?;
-            builder
-                .with_file_offset(FileOffset::new(file, 0))
-                .with_mmap_flags(libc::MAP_SHARED | libc::MAP_NORESERVE)
-        } else {
-            builder.with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE)
+        builder = match kind {
+            MemoryKind::Memfd => builder
+                .with_file_offset(FileOffset::new(memfd(slot.slot, bytes).map_err(refused)?, 0))
+                .with_mmap_flags(libc::MAP_SHARED | libc::MAP_NORESERVE),
+            MemoryKind::Hugetlb => {
+                let file = huge::memfd(slot.slot, bytes).map_err(refused)?;
+                builder.with_file_offset(FileOffset::new(file, 0)).with_mmap_flags(libc::MAP_SHARED)
+            }
+            MemoryKind::Private | MemoryKind::Thp => builder
+                .with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE),
         };
-        let mapping = builder.build().map_err(|error| refused(io::Error::other(error)))?;
+        let mapping = builder.build().map_err(|error| match kind {
+            MemoryKind::Hugetlb => huge::too_few(&layout[index..], io::Error::other(error)),
+            _ => refused(io::Error::other(error)),
+        })?;
         if kind == MemoryKind::Thp {
             // SAFETY: the range is the fresh mapping, whole; the advice changes no content.
             unsafe {
@@ -214,7 +230,7 @@ mod tests {
 
     #[test]
     fn kinds_are_read_as_they_are_printed() {
-        for kind in [MemoryKind::Private, MemoryKind::Memfd, MemoryKind::Thp] {
+        for kind in [MemoryKind::Private, MemoryKind::Memfd, MemoryKind::Thp, MemoryKind::Hugetlb] {
             assert_eq!(kind.to_string().parse(), Ok(kind));
         }
         assert!("huge".parse::<MemoryKind>().unwrap_err().contains("choose private"));

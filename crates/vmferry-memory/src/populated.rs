@@ -2,16 +2,19 @@
 //!
 //! For a shared file they are what `SEEK_DATA` finds in the *file*: a page that another process
 //! has written is in no page table of ours. For private memory they are what this process's page
-//! table holds, in memory or in swap. `mincore` would miss swap.
+//! table holds, in memory or in swap. `mincore` would miss swap. On hugetlbfs, where `SEEK_DATA`
+//! finds nothing out, see [`huge::populated`].
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use rustix::fs::SeekFrom;
 
 use crate::bitmap::PageBitmap;
 use crate::error::MemoryError;
+use crate::huge::{self, huge_page_bytes};
 use crate::pagemap::{PAGE_IS_PFNZERO, PAGE_IS_PRESENT, PAGE_IS_SWAPPED, PageRegion, Query, scan};
 use crate::set::PageSet;
 use crate::slots::{Backing, GuestMemory, Slot};
@@ -32,9 +35,17 @@ impl GuestMemory {
         for slot in self.slots() {
             let bitmap = set.bitmap_mut(slot.id());
             match slot.backing() {
-                Backing::Private => in_page_table(slot, bitmap).map_err(MemoryError::Pagemap)?,
+                Backing::Private => in_page_table(slot, PAGE_IS_PRESENT | PAGE_IS_SWAPPED, bitmap)
+                    .map_err(MemoryError::Pagemap)?,
                 Backing::File { file, offset } => {
-                    in_file(slot, file, *offset, bitmap).map_err(|source| MemoryError::Slot {
+                    let found = match huge_page_bytes(file) {
+                        Ok(None) => in_file(slot, file, *offset, bitmap),
+                        Ok(Some(_)) => huge::populated(slot, file, bitmap, |bitmap| {
+                            in_page_table(slot, PAGE_IS_PRESENT, bitmap)
+                        }),
+                        Err(error) => Err(error),
+                    };
+                    found.map_err(|source| MemoryError::Slot {
                         what: "finding the data in the file",
                         slot: slot.id(),
                         source,
@@ -74,33 +85,43 @@ impl GuestMemory {
 
 fn in_file(slot: &Slot, file: &File, offset: u64, bitmap: &mut PageBitmap) -> io::Result<()> {
     let end = offset + slot.len_bytes() as u64;
-    let mut at = offset;
-    while at < end {
+    data_extents(file, offset..end, |extent| {
+        // Extents are whole pages on tmpfs; rounding outwards is right on any file system.
+        let first = (extent.start - offset) / PAGE;
+        bitmap.set_run(first, (extent.end - offset).div_ceil(PAGE) - first);
+    })
+}
+
+/// Calls `found` with each extent of a file that holds data, as offsets within `range`, in ascending
+/// order. Where the file system does not know (hugetlbfs), all of it is data.
+///
+/// # Errors
+/// What the file says.
+pub fn data_extents(
+    file: &File,
+    range: Range<u64>,
+    mut found: impl FnMut(Range<u64>),
+) -> io::Result<()> {
+    let mut at = range.start;
+    while at < range.end {
         let data = match rustix::fs::seek(file, SeekFrom::Data(at)) {
-            Ok(data) if data < end => data,
+            Ok(data) if data < range.end => data,
             // ENXIO: only a hole follows.
             Ok(_) | Err(rustix::io::Errno::NXIO) => break,
             Err(errno) => return Err(errno.into()),
         };
-        let hole = rustix::fs::seek(file, SeekFrom::Hole(data))?.min(end);
-        // Extents are whole pages on tmpfs; rounding outwards is right on any file system.
-        let first = (data - offset) / PAGE;
-        let last = (hole - offset).div_ceil(PAGE);
-        bitmap.set_run(first, last - first);
+        let hole = rustix::fs::seek(file, SeekFrom::Hole(data))?.min(range.end);
+        found(data..hole);
         at = hole.max(data + 1);
     }
     Ok(())
 }
 
-fn in_page_table(slot: &Slot, bitmap: &mut PageBitmap) -> io::Result<()> {
+/// Finds pages that this process's page table has in one of the states `any`.
+fn in_page_table(slot: &Slot, any: u64, bitmap: &mut PageBitmap) -> io::Result<()> {
     let pagemap = File::open("/proc/self/pagemap")?;
     let start = slot.host_address() as u64;
-    let query = Query {
-        inverted: PAGE_IS_PFNZERO,
-        all: PAGE_IS_PFNZERO,
-        any: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
-        ..Query::default()
-    };
+    let query = Query { inverted: PAGE_IS_PFNZERO, all: PAGE_IS_PFNZERO, any, ..Query::default() };
     let mut regions = [PageRegion::default(); 256];
     let range = start..start + slot.len_bytes() as u64;
     let scanned = scan(&pagemap, range, query, &mut regions, |region| {

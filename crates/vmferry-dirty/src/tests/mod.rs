@@ -1,7 +1,12 @@
 //! Every log against writers that never pause: a shadow copy made as the engine makes its copy
 //! must equal memory in the end, and must not if one dirty page is left out.
 
+mod child;
+mod huge_pages;
 mod kvm_guest;
+mod pool;
+mod process;
+mod regions;
 mod software;
 mod threads;
 
@@ -123,6 +128,18 @@ pub(crate) fn kvm_slots(machine: &vmferry_kvm_lab::Machine) -> Vec<KvmSlot> {
 fn memory(pages: u64, kind: MemoryKind) -> GuestMemory {
     let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages }];
     GuestMemory::allocate(&layout, kind).unwrap()
+}
+
+/// The runs of slot 0.
+fn runs(pages: &PageSet) -> Vec<(u64, u64)> {
+    pages.bitmap(SlotId(0)).runs().collect()
+}
+
+/// Gives advice about pages of slot 0; what the kernel refuses is not done.
+fn zap(memory: &GuestMemory, first: u64, pages: u64, advice: libc::c_int) {
+    let at = memory.slots()[0].host_address().wrapping_add(first as usize * PAGE_SIZE);
+    // SAFETY: the pages are those of the tests' own memory, to which no reference exists.
+    let _ = unsafe { libc::madvise(at.cast(), pages as usize * PAGE_SIZE, advice) };
 }
 
 #[test]

@@ -10,11 +10,17 @@ use crate::{DirtyLog, DirtyLogError, UffdLog};
 const PAGES: u64 = 3000;
 
 /// Writes a counter into random pages until told to stop.
-fn write(memory: &GuestMemory, writer: u64, stop: &AtomicBool, written: &AtomicU64) {
+pub fn write(
+    memory: &GuestMemory,
+    pages: u64,
+    writer: u64,
+    stop: &AtomicBool,
+    written: &AtomicU64,
+) {
     let mut random = writer + 1;
     while !stop.load(Ordering::Acquire) {
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        let page = (random >> 33) % PAGES;
+        let page = (random >> 33) % pages;
         let at = page * PAGE_SIZE as u64 + 8 * writer;
         memory.write_at(at, &random.to_le_bytes()).unwrap();
         written.fetch_add(1, Ordering::Release);
@@ -41,7 +47,7 @@ fn run(kind: MemoryKind, populate: bool) {
         let writers: Vec<_> = (0..2)
             .map(|writer| {
                 let (memory, stop, written) = (&memory, &stop, &written);
-                scope.spawn(move || write(memory, writer, stop, written))
+                scope.spawn(move || write(memory, PAGES, writer, stop, written))
             })
             .collect();
         let wait = || {

@@ -1,7 +1,7 @@
-//! The calls into userfaultfd.
+//! The calls into userfaultfd, and the one that asks for a mapping of a process.
 //!
-//! Source: Linux `Documentation/admin-guide/mm/userfaultfd.rst` and
-//! `include/uapi/linux/userfaultfd.h`.
+//! Source: Linux `Documentation/admin-guide/mm/userfaultfd.rst`,
+//! `include/uapi/linux/userfaultfd.h`, and for `PROCMAP_QUERY` `include/uapi/linux/fs.h`.
 
 use std::io;
 use std::ops::Range;
@@ -58,6 +58,33 @@ struct UffdioWriteprotect {
     mode: u64,
 }
 const _: () = assert!(size_of::<UffdioWriteprotect>() == 24);
+
+/// `_IOWR('f', 17, struct procmap_query)`.
+const PROCMAP_QUERY: libc::c_ulong = 0xc068_6611;
+/// The mapping that holds the address, or else the next one.
+const PROCMAP_QUERY_COVERING_OR_NEXT_VMA: u64 = 0x10;
+
+/// `struct procmap_query`.
+#[repr(C)]
+#[derive(Default)]
+struct ProcmapQuery {
+    size: u64,
+    query_flags: u64,
+    query_addr: u64,
+    vma_start: u64,
+    vma_end: u64,
+    vma_flags: u64,
+    vma_page_size: u64,
+    vma_offset: u64,
+    inode: u64,
+    dev_major: u32,
+    dev_minor: u32,
+    vma_name_size: u32,
+    build_id_size: u32,
+    vma_name_addr: u64,
+    build_id_addr: u64,
+}
+const _: () = assert!(size_of::<ProcmapQuery>() == 104);
 
 /// A userfaultfd with asynchronous write protection.
 ///
@@ -121,4 +148,23 @@ pub(super) fn protect(userfaultfd: impl AsFd, range: Range<u64>) -> io::Result<(
         libc::ioctl(userfaultfd.as_fd().as_raw_fd(), UFFDIO_WRITEPROTECT, &raw mut argument)
     };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// The mapping that holds an address of the process whose `/proc/PID/maps` this is, or else the next one;
+/// `None` where no mapping follows. `ENOTTY` before Linux 6.11; `ESRCH` where the process has ended.
+pub(super) fn mapping(maps: impl AsFd, address: u64) -> io::Result<Option<Range<u64>>> {
+    let mut argument = ProcmapQuery {
+        size: size_of::<ProcmapQuery>() as u64,
+        query_flags: PROCMAP_QUERY_COVERING_OR_NEXT_VMA,
+        query_addr: address,
+        ..ProcmapQuery::default()
+    };
+    // SAFETY: the argument has the layout of `struct procmap_query` (asserted above) and its true
+    // size; no name and no build id are asked for, so nothing else is written.
+    let result = unsafe { libc::ioctl(maps.as_fd().as_raw_fd(), PROCMAP_QUERY, &raw mut argument) };
+    if result >= 0 {
+        return Ok(Some(argument.vma_start..argument.vma_end));
+    }
+    let error = io::Error::last_os_error();
+    if error.raw_os_error() == Some(libc::ENOENT) { Ok(None) } else { Err(error) }
 }

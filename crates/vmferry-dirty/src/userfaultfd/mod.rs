@@ -3,56 +3,70 @@
 //! The kernel lets a write to a protected page through and drops the protection; `PAGEMAP_SCAN`
 //! finds the pages that lost it and protects them again in the same walk of the page table. It
 //! sees whoever writes through the process's mapping: vCPUs of KVM, the VMM's devices, system
-//! calls. It does *not* see pages punched out of a file, nor I/O that pinned a page earlier
-//! (O_DIRECT in flight).
+//! calls. It does *not* see I/O that pinned a page earlier (O_DIRECT in flight), nor writes through another
+//! mapping or by `pwrite`.
 //!
-//! Pages that were never populated are left alone: without `WP_UNPOPULATED` they cost no page
-//! table, and a page that is populated later appears as written.
+//! # Given back
+//!
+//! A page that is given back (punched out of its file, `MADV_DONTNEED` on private memory, a mapping shrunk by
+//! `mremap` and grown again) reads as zeros without having been written. The log does not promise to
+//! report it: the protection goes with the page. Whoever gives pages back must tell the engine,
+//! which then looks for them itself.
+//!
+//! # Regions
+//!
+//! Which addresses belong to which pages of a slot can change while it logs: see
+//! [`UffdLog::add_region`] and [`UffdLog::remove_region`]. What the process does without telling is found
+//! out: memory that is no longer mapped, or that was mapped anew, is an error of the next
+//! [`collect`](DirtyLog::collect). `mappings` says how.
 
+mod errors;
 mod ioctl;
+mod mappings;
+mod region;
 
-use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::{Mutex, PoisonError};
 
-use vmferry_memory::pagemap::{
-    PAGE_IS_PFNZERO, PAGE_IS_PRESENT, PAGE_IS_SWAPPED, PAGE_IS_WRITTEN, PM_SCAN_CHECK_WPASYNC,
-    PM_SCAN_WP_MATCHING, PageRegion, Query, scan,
-};
-use vmferry_memory::{GuestMemory, PAGE_SIZE, PageSet, Slot, SlotId};
+use vmferry_memory::pagemap::PageRegion;
+use vmferry_memory::{GuestMemory, PageSet, SlotId};
 
 use crate::{DirtyLog, DirtyLogError};
+use errors::{failed, mapping_error, unavailable};
+use mappings::{Lost, Mappings};
+use region::{Region, Tools};
 
 const NAME: &str = "userfaultfd";
 
 /// Regions per system call: 24 KiB, so that a round with scattered writes needs few calls.
 const REGIONS: usize = 1024;
 
-/// The smallest hole between two runs that is left unprotected: a page table's worth.
-const GAP_PAGES: u64 = 512;
-
-/// The log of a guest's whole memory.
+/// The log of a guest's whole memory. Dropped, it leaves nothing registered.
 pub struct UffdLog {
-    /// Where each slot is mapped in the process that writes, as host-virtual addresses there.
-    ranges: Vec<(SlotId, Range<u64>)>,
-    pagemap: File,
+    mappings: Mappings,
+    /// What is mapped there, here; it stays mapped for as long as the log is there.
+    memory: GuestMemory,
     state: Mutex<State>,
 }
 
 struct State {
     userfaultfd: Userfaultfd,
     logging: bool,
-    regions: Vec<PageRegion>,
+    /// Where the slots are mapped in the process that writes; they do not overlap.
+    regions: Vec<Region>,
+    /// Reported by the next collect, whatever it finds.
+    pending: Option<PageSet>,
+    /// Between the kernel and a scan.
+    buffer: Vec<PageRegion>,
 }
 
 enum Userfaultfd {
     /// Of this process: made at each start, and closed at each stop.
     Own(Option<OwnedFd>),
-    /// Of another process, which can't be asked for one as easily: kept. The memory is the same files,
-    /// mapped here.
-    Other(OwnedFd, GuestMemory),
+    /// Of another process, which can't be asked for one as easily: kept.
+    Other(OwnedFd),
 }
 
 impl UffdLog {
@@ -63,18 +77,21 @@ impl UffdLog {
     pub fn new(memory: &GuestMemory) -> Result<Self, DirtyLogError> {
         // Found out now, so that a user hears of it before a guest is started.
         ioctl::open().map_err(unavailable)?;
-        let pagemap = File::open("/proc/self/pagemap").map_err(unavailable)?;
-        let ranges = memory.slots().iter().map(|slot| (slot.id(), range_of(slot))).collect();
-        Ok(Self::over(ranges, pagemap, Userfaultfd::Own(None)))
+        let mappings = Mappings::of(std::process::id()).map_err(unavailable)?;
+        let ranges = memory.slots().iter().map(|slot| {
+            let start = slot.host_address() as u64;
+            (slot.id(), start..start + slot.len_bytes() as u64)
+        });
+        Self::over(ranges.collect(), mappings, memory.clone(), Userfaultfd::Own(None))
     }
 
-    /// A log of what process `pid` writes to its mappings `ranges`, one for each slot.
-    /// `userfaultfd` was made by that process, and nobody has set it up yet. `memory` is what is mapped
-    /// there, mapped here too.
+    /// A log of what process `pid` writes to its mappings `ranges`, one for each slot, from the slot's first
+    /// page on. `userfaultfd` was made by that process, and nobody has set it up yet. `memory` is what is
+    /// mapped there, mapped here too.
     ///
     /// # Errors
     /// [`DirtyLogError::Unavailable`] on kernels before 6.7, or where `/proc/PID/pagemap` may not be
-    /// opened.
+    /// opened; [`DirtyLogError::Mapping`] for a range that does not fit its slot.
     pub fn of_process(
         pid: u32,
         userfaultfd: OwnedFd,
@@ -82,36 +99,211 @@ impl UffdLog {
         memory: GuestMemory,
     ) -> Result<Self, DirtyLogError> {
         ioctl::enable(&userfaultfd).map_err(unavailable)?;
-        let pagemap = File::open(format!("/proc/{pid}/pagemap")).map_err(unavailable)?;
-        Ok(Self::over(ranges, pagemap, Userfaultfd::Other(userfaultfd, memory)))
+        let mappings = Mappings::of(pid).map_err(unavailable)?;
+        Self::over(ranges, mappings, memory, Userfaultfd::Other(userfaultfd))
     }
 
-    fn over(ranges: Vec<(SlotId, Range<u64>)>, pagemap: File, userfaultfd: Userfaultfd) -> Self {
-        let regions = vec![PageRegion::default(); REGIONS];
-        let state = Mutex::new(State { userfaultfd, logging: false, regions });
-        Self { ranges, pagemap, state }
+    fn over(
+        ranges: Vec<(SlotId, Range<u64>)>,
+        mappings: Mappings,
+        memory: GuestMemory,
+        userfaultfd: Userfaultfd,
+    ) -> Result<Self, DirtyLogError> {
+        let buffer = vec![PageRegion::default(); REGIONS];
+        let state =
+            State { userfaultfd, logging: false, regions: Vec::new(), pending: None, buffer };
+        let log = Self { mappings, memory, state: Mutex::new(state) };
+        for (slot, range) in ranges {
+            log.add_region(slot, 0, range)?;
+        }
+        Ok(log)
+    }
+
+    /// Has a part of a slot logged that the process has mapped just now: at addresses `range`, from page
+    /// `first_page` of the slot on. Since nobody knows what was written there before, the next collect
+    /// reports all of it that is populated. The slot is as long as it was when the log was made: memory
+    /// that may be plugged in later is a part of it that is not mapped yet.
+    ///
+    /// # Errors
+    /// [`DirtyLogError::Mapping`] if the range does not fit the slot, overlaps another region, or is not
+    /// mapped; what the kernel refuses. It is not logged then.
+    pub fn add_region(
+        &self,
+        slot: SlotId,
+        first_page: u64,
+        range: Range<u64>,
+    ) -> Result<(), DirtyLogError> {
+        let bad = |why| mapping_error(slot, &range, why);
+        let of = self.memory.slot(slot);
+        let of = of.map_err(|_| DirtyLogError::NoSuchSlot { log: NAME, slot })?;
+        let mut region = Region::new(of, first_page, range.clone()).map_err(bad)?;
+        let mut state = self.state();
+        for other in &state.regions {
+            if overlap(&other.range, &region.range)
+                || other.slot == slot && overlap(&other.pages(), &region.pages())
+            {
+                return Err(bad("another region of the log has a part of it: remove that".into()));
+            }
+        }
+        if state.logging {
+            self.arm(&mut state, &mut region)?;
+            // After arming: what is written from now on is in the log.
+            if let Err(error) = self.pend_populated(&mut state, &region) {
+                // That it can't be followed is what the caller must hear of.
+                let _ = state.with(&self.mappings, |tools| region.disarm(tools.userfaultfd));
+                return Err(error);
+            }
+        }
+        state.regions.push(region);
+        Ok(())
+    }
+
+    /// Stops logging a range of addresses, which may be a part of a region, or several. Call it before the
+    /// process unmaps or remaps the range, so that what was written there is in the next collect. If
+    /// it is called later, that collect reports all that is populated there in the slot's file. Where nothing
+    /// is logged nothing is done.
+    ///
+    /// # Errors
+    /// [`DirtyLogError::Mapping`] if the range cuts a huge page; what the kernel refuses.
+    pub fn remove_region(&self, range: Range<u64>) -> Result<(), DirtyLogError> {
+        let mut state = self.state();
+        let (cut, kept) = std::mem::take(&mut state.regions)
+            .into_iter()
+            .partition::<Vec<_>, _>(|region| overlap(&region.range, &range));
+        state.regions = kept;
+        let mut result = Ok(());
+        for region in cut {
+            let aligned = |at: u64| {
+                at.clamp(region.range.start, region.range.end).is_multiple_of(region.page_bytes)
+            };
+            if !aligned(range.start) || !aligned(range.end) {
+                let why = format!("that is no range of whole pages of {} bytes", region.page_bytes);
+                result = Err(mapping_error(region.slot, &range, why));
+                state.regions.push(region);
+                continue;
+            }
+            for rest in [region.range.start..range.start, range.end..region.range.end] {
+                if rest.start < rest.end {
+                    state.regions.push(region.part(rest));
+                }
+            }
+            if state.logging {
+                result = result.and(self.part_with(&mut state, region.part(range.clone())));
+            }
+        }
+        result
     }
 
     fn state(&self) -> std::sync::MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Finds written pages of a range and protects them again.
-    fn harvest(
+    fn arm(&self, state: &mut State, region: &mut Region) -> Result<(), DirtyLogError> {
+        let armed = state.with(&self.mappings, |tools| region.arm(tools));
+        let checked = armed.and_then(|()| self.check_mapped(&mut state.buffer, region));
+        checked.map_err(|error| {
+            // A part of it may be registered by now.
+            let _ = state.with(&self.mappings, |tools| region.disarm(tools.userfaultfd));
+            self.explain("protect", region, &mut state.buffer, error)
+        })
+    }
+
+    /// Keeps what was written to a region for the next collect, and takes its registration back.
+    fn part_with(&self, state: &mut State, mut region: Region) -> Result<(), DirtyLogError> {
+        let mut pending = state.pending.take().unwrap_or_else(|| self.empty());
+        let pages = pending.bitmap_mut(region.slot);
+        let harvested = state
+            .with(&self.mappings, |tools| region.harvest(tools, pages))
+            .and_then(|()| self.check_mapped(&mut state.buffer, &region));
+        state.pending = Some(pending);
+        if harvested.is_err() && region.is_file() {
+            self.pend_populated(state, &region)?;
+        }
+        self.disarm(state, &region)
+    }
+
+    /// Has the next collect report what is populated in a region.
+    fn pend_populated(&self, state: &mut State, region: &Region) -> Result<(), DirtyLogError> {
+        let populated = self.memory.populated();
+        let populated =
+            populated.map_err(|source| DirtyLogError::Populated { log: NAME, source })?;
+        let pending = state.pending.get_or_insert_with(|| self.empty()).bitmap_mut(region.slot);
+        let pages = region.pages();
+        for (first, count) in populated.bitmap(region.slot).runs() {
+            let (start, end) = (first.max(pages.start), (first + count).min(pages.end));
+            if start < end {
+                pending.set_run(start, end - start);
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the registration of a region back, if there is still something to take back.
+    fn disarm(&self, state: &mut State, region: &Region) -> Result<(), DirtyLogError> {
+        match state.with(&self.mappings, |tools| region.disarm(tools.userfaultfd)) {
+            Err(error) if self.lost(region, &mut state.buffer).is_none() => {
+                Err(failed("unregister", region.slot, error))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn empty(&self) -> PageSet {
+        PageSet::for_memory(&self.memory)
+    }
+
+    /// An error where a part of a region is not mapped, which a scan does not say.
+    fn check_mapped(&self, buffer: &mut [PageRegion], region: &Region) -> io::Result<()> {
+        if self.mappings.all_mapped(&region.range, buffer)? {
+            return Ok(());
+        }
+        Err(io::Error::from_raw_os_error(libc::ENOMEM))
+    }
+
+    fn lost(&self, region: &Region, buffer: &mut [PageRegion]) -> Option<Lost> {
+        self.mappings.lost(&region.range, buffer).ok().flatten()
+    }
+
+    /// The error with which something failed, or what is behind it.
+    fn explain(
         &self,
-        range: Range<u64>,
-        regions: &mut [PageRegion],
-        found: impl FnMut(PageRegion),
-    ) -> io::Result<()> {
-        let query = Query {
-            flags: PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC,
-            // The page of zeros was only read; a write replaces it by one of its own.
-            inverted: PAGE_IS_PFNZERO,
-            all: PAGE_IS_WRITTEN | PAGE_IS_PFNZERO,
-            any: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
-            report: 0,
+        action: &'static str,
+        region: &Region,
+        buffer: &mut [PageRegion],
+        error: io::Error,
+    ) -> DirtyLogError {
+        let refused = matches!(
+            error.raw_os_error(),
+            Some(libc::EPERM | libc::ENOMEM | libc::ENOENT | libc::ESRCH | libc::EINVAL)
+        );
+        let why = |what| format!("{what}; tell the log of such changes, and migrate again");
+        match self.lost(region, buffer).filter(|_| refused) {
+            Some(Lost::Process) => DirtyLogError::ProcessGone { log: NAME, pid: self.mappings.pid },
+            Some(Lost::Unmapped(hole)) => {
+                mapping_error(region.slot, &hole, why("it is not mapped any more"))
+            }
+            // One that could not be armed is not registered, whatever the reason was.
+            Some(Lost::Unregistered(range)) if action == "harvest" => {
+                mapping_error(region.slot, &range, why("it was mapped anew and is not logged"))
+            }
+            _ => failed(action, region.slot, error),
+        }
+    }
+}
+
+impl State {
+    /// Calls `act` with what it takes to look at the process, if there is a userfaultfd.
+    fn with<T>(
+        &mut self,
+        mappings: &Mappings,
+        act: impl FnOnce(&mut Tools) -> io::Result<T>,
+    ) -> io::Result<T> {
+        let userfaultfd = match &self.userfaultfd {
+            Userfaultfd::Own(Some(descriptor)) | Userfaultfd::Other(descriptor) => descriptor,
+            Userfaultfd::Own(None) => return Err(io::ErrorKind::NotConnected.into()),
         };
-        scan(&self.pagemap, range, query, regions, found)
+        let regions = &mut self.buffer;
+        act(&mut Tools { pagemap: &mappings.pagemap, userfaultfd, regions })
     }
 }
 
@@ -122,65 +314,50 @@ impl DirtyLog for UffdLog {
 
     fn start(&self) -> Result<(), DirtyLogError> {
         let mut state = self.state();
-        let State { userfaultfd, regions, logging } = &mut *state;
-        let fresh = match userfaultfd {
-            // Closing the descriptor takes everything back if this fails half-way.
-            Userfaultfd::Own(_) => Some(ioctl::open().map_err(unavailable)?),
-            Userfaultfd::Other(..) => None,
-        };
-        let descriptor = match (&fresh, &*userfaultfd) {
-            (Some(fresh), _)
-            | (None, Userfaultfd::Other(fresh, _) | Userfaultfd::Own(Some(fresh))) => fresh,
-            (None, Userfaultfd::Own(None)) => return Err(DirtyLogError::NotStarted { log: NAME }),
-        };
-        let others = match &*userfaultfd {
-            Userfaultfd::Other(_, memory) => {
-                Some(memory.populated().map_err(|error| unavailable(io::Error::other(error)))?)
-            }
-            Userfaultfd::Own(_) => None,
-        };
-        for (slot, range) in &self.ranges {
-            ioctl::register(descriptor, range.clone()).map_err(failed("register", *slot))?;
+        if let Userfaultfd::Own(descriptor) = &mut state.userfaultfd {
+            *descriptor = Some(ioctl::open().map_err(unavailable)?);
+        }
+        state.pending = None;
+        let mut regions = std::mem::take(&mut state.regions);
+        let mut armed = Ok(());
+        for started in 0..regions.len() {
             // This only protects: whatever is populated is sent anyway.
-            match &others {
-                // A page that is in the file and in no page table of that process, as all are after a
-                // migration, would appear as written when it is read there for the first time.
-                Some(populated) => {
-                    for (first, pages) in joined(populated.bitmap(*slot).runs()) {
-                        let start = range.start + first * PAGE_SIZE as u64;
-                        let extent = start..start + pages * PAGE_SIZE as u64;
-                        ioctl::protect(descriptor, extent).map_err(failed("protect", *slot))?;
-                    }
+            armed = self.arm(&mut state, &mut regions[started]);
+            if armed.is_err() {
+                for region in &regions[..started] {
+                    // The failed start is what the caller must hear of.
+                    let _ = self.disarm(&mut state, region);
                 }
-                None => {
-                    self.harvest(range.clone(), regions, |_| {})
-                        .map_err(failed("protect", *slot))?;
-                }
+                break;
             }
         }
-        if fresh.is_some() {
-            *userfaultfd = Userfaultfd::Own(fresh);
+        state.regions = regions;
+        state.logging = armed.is_ok();
+        if let (Err(_), Userfaultfd::Own(descriptor)) = (&armed, &mut state.userfaultfd) {
+            *descriptor = None;
         }
-        *logging = true;
-        Ok(())
+        armed
     }
 
     fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
         let mut state = self.state();
-        let State { regions, logging, .. } = &mut *state;
-        if !*logging {
+        if !state.logging {
             return Err(DirtyLogError::NotStarted { log: NAME });
         }
-        for (slot, range) in &self.ranges {
-            let start = range.start;
-            let pages = into.bitmap_mut(*slot);
-            self.harvest(range.clone(), regions, |region| {
-                let page = |address: u64| (address - start) / PAGE_SIZE as u64;
-                pages.set_run(page(region.start), page(region.end) - page(region.start));
-            })
-            .map_err(failed("harvest", *slot))?;
+        if let Some(pending) = state.pending.take() {
+            into.union_with(&pending);
         }
-        Ok(())
+        let mut regions = std::mem::take(&mut state.regions);
+        let harvested = regions.iter_mut().try_for_each(|region| {
+            let pages = into.bitmap_mut(region.slot);
+            // Whether it is all mapped is asked last, so that the answer holds for the scan too.
+            state
+                .with(&self.mappings, |tools| region.harvest(tools, pages))
+                .and_then(|()| self.check_mapped(&mut state.buffer, region))
+                .map_err(|error| self.explain("harvest", region, &mut state.buffer, error))
+        });
+        state.regions = regions;
+        harvested
     }
 
     fn stop(&self) -> Result<(), DirtyLogError> {
@@ -188,55 +365,26 @@ impl DirtyLog for UffdLog {
         if !std::mem::take(&mut state.logging) {
             return Ok(());
         }
-        let taken;
-        let descriptor = match &mut state.userfaultfd {
-            Userfaultfd::Own(descriptor) => {
-                taken = descriptor.take();
-                taken.as_ref()
-            }
-            Userfaultfd::Other(descriptor, _) => Some(&*descriptor),
-        };
-        let Some(descriptor) = descriptor else { return Ok(()) };
-        for (slot, range) in &self.ranges {
-            ioctl::unregister(descriptor, range.clone()).map_err(failed("unregister", *slot))?;
+        let regions = std::mem::take(&mut state.regions);
+        // All are taken back, whatever one of them says.
+        let stopped = regions.iter().map(|region| self.disarm(&mut state, region));
+        let stopped = stopped.fold(Ok(()), Result::and);
+        state.regions = regions;
+        state.pending = None;
+        if let Userfaultfd::Own(descriptor) = &mut state.userfaultfd {
+            *descriptor = None;
         }
-        Ok(())
+        stopped
     }
 }
 
-/// Runs of pages, of which neighbours with a small gap are made one: a protected hole costs eight bytes of
-/// page table, and each run a system call.
-fn joined(runs: impl Iterator<Item = (u64, u64)>) -> Vec<(u64, u64)> {
-    let mut joined: Vec<(u64, u64)> = Vec::new();
-    for (first, pages) in runs {
-        match joined.last_mut() {
-            Some((start, length)) if first - (*start + *length) <= GAP_PAGES => {
-                *length = first + pages - *start;
-            }
-            _ => joined.push((first, pages)),
-        }
+impl Drop for UffdLog {
+    fn drop(&mut self) {
+        // There is nobody left to hear of a failure.
+        let _ = self.stop();
     }
-    joined
 }
 
-fn range_of(slot: &Slot) -> Range<u64> {
-    let start = slot.host_address() as u64;
-    start..start + slot.len_bytes() as u64
-}
-
-fn failed(action: &'static str, slot: SlotId) -> impl FnOnce(io::Error) -> DirtyLogError {
-    move |source| DirtyLogError::Slot { log: NAME, action, slot, source }
-}
-
-fn unavailable(error: io::Error) -> DirtyLogError {
-    let reason = match error.raw_os_error() {
-        Some(libc::EINVAL) => {
-            "it needs Linux 6.7 with asynchronous write protection; use a KVM log".to_owned()
-        }
-        Some(libc::EPERM | libc::ENOSYS) => {
-            format!("userfaultfd is forbidden here ({error}); use a KVM log")
-        }
-        _ => error.to_string(),
-    };
-    DirtyLogError::Unavailable { log: NAME, reason }
+fn overlap(one: &Range<u64>, other: &Range<u64>) -> bool {
+    one.start < other.end && other.start < one.end
 }

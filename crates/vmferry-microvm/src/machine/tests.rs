@@ -40,6 +40,19 @@ fn kinds(test: &str) -> Vec<GuestKind> {
     kinds
 }
 
+/// Reserved huge pages, where this host has enough of them for two guests.
+fn huge_pages(test: &str) -> Option<MemoryKind> {
+    let mut layout = config(GuestKind::Process, 1, WORKLOAD).guest.layout();
+    layout.iter_mut().for_each(|slot| slot.pages *= 2);
+    match GuestMemory::allocate(&layout, MemoryKind::Hugetlb) {
+        Ok(_) => Some(MemoryKind::Hugetlb),
+        Err(error) => {
+            eprintln!("SKIPPED {test} on huge pages: {error}");
+            None
+        }
+    }
+}
+
 fn wait_for(machine: &Machine, what: &str, done: impl Fn(&Report) -> bool) {
     let deadline = Instant::now() + PATIENCE;
     while !done(&machine.report().unwrap()) {
@@ -252,13 +265,16 @@ fn the_dirty_log_sees_every_write_of_guest_and_device() {
             if kind == GuestKind::Process && dirty_log != LogChoice::Userfaultfd {
                 continue;
             }
-            for (memory_kind, workload) in [
+            let mut cases = vec![
                 (MemoryKind::Private, WORKLOAD),
                 (MemoryKind::Memfd, WORKLOAD),
                 (MemoryKind::Thp, WORKLOAD),
                 (MemoryKind::Private, "display read=8 hot=4,rate=100000"),
                 (MemoryKind::Memfd, "display"),
-            ] {
+            ];
+            let huge = huge_pages("the_dirty_log_sees_every_write_of_guest_and_device");
+            cases.extend(huge.map(|kind| (kind, WORKLOAD)));
+            for (memory_kind, workload) in cases {
                 let config = MachineConfig { dirty_log, memory_kind, ..config(kind, 2, workload) };
                 let (name, report) = migrate(&config, |machine| machine.dirty_log().unwrap());
                 assert_eq!(report.corruptions, 0, "{kind} {name} {memory_kind}: {report:?}");
