@@ -171,3 +171,57 @@ fn a_reset_that_came_back_early_is_an_error() {
     assert!(matches!(&error, DirtyLogError::Ring { source, .. }
         if source.kind() == io::ErrorKind::Interrupted));
 }
+
+#[test]
+fn zz_probe() {
+    let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages: 6000 }];
+    let options = LabOptions { dirty_ring_entries: Some(65536) };
+    let machine = Machine::new(&layout, MemoryKind::Private, 1, options).unwrap();
+    let slots = crate::tests::kvm_slots(&machine);
+    let rings = Arc::new(DirtyRings::new(Arc::clone(machine.vm()), 65536, slots).unwrap());
+    machine.with_vcpu(0, |vcpu| rings.add_vcpu(vcpu)).unwrap().unwrap();
+    machine.start_loop(0, SlotId(0), 0, 1).unwrap().stop().unwrap();
+    let log = KvmRingLog::new(Arc::clone(&rings));
+    log.start().unwrap();
+    let target = unsafe { libc::pthread_self() };
+    let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let armed = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let (s2, a2) = (stop.clone(), armed.clone());
+    let pest = std::thread::spawn(move || {
+        while !s2.load(Ordering::Acquire) {
+            if a2.load(Ordering::Acquire) {
+                for _ in 0..2000 { std::hint::spin_loop(); }
+                unsafe { libc::pthread_kill(target, libc::SIGRTMIN()) };
+                a2.store(false, Ordering::Release);
+            }
+        }
+    });
+    use std::os::fd::AsRawFd;
+    let mut hist = std::collections::BTreeMap::new();
+    let mut lost = 0;
+    for _ in 0..60 {
+        machine.write_run(0, SlotId(0), 0, 6000).unwrap();
+        let mut n = 0;
+        { let mut st = rings.state();
+          let r = &mut st.rings[0];
+          harvest(r.memory.entries(), &mut r.next, |_, _| n += 1); }
+        armed.store(true, Ordering::Release);
+        let t = std::time::Instant::now();
+        let got = unsafe { libc::ioctl(machine.vm().as_raw_fd(), 0xaec7, 0) };
+        let dt = t.elapsed();
+        *hist.entry((n, got, dt.as_micros()/200)).or_insert(0) += 1;
+        while unsafe { libc::ioctl(machine.vm().as_raw_fd(), 0xaec7, 0) } != 0 {}
+        // every page must be protected: write again, count
+        machine.write_run(0, SlotId(0), 0, 6000).unwrap();
+        let mut m = 0;
+        { let mut st = rings.state();
+          let r = &mut st.rings[0];
+          harvest(r.memory.entries(), &mut r.next, |_, _| m += 1); }
+        while armed.load(Ordering::Acquire) {}
+        unsafe { libc::ioctl(machine.vm().as_raw_fd(), 0xaec7, 0) };
+        if m < 6000 { lost += 6000 - m; eprintln!("lost {} after reset of {got}", 6000-m); }
+    }
+    stop.store(true, Ordering::Release);
+    pest.join().unwrap();
+    eprintln!("hist {hist:?} lost {lost}");
+}
