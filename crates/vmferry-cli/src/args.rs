@@ -78,7 +78,8 @@ pub struct MachineOptions {
     /// Number of vCPUs, 1 to 8.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]
     pub vcpus: u8,
-    /// The dirty log: auto, bitmap, clear (bitmap with manual clear), or uffd.
+    /// The dirty log: auto, bitmap, clear (bitmap with manual clear), ring (KVM's dirty
+    /// ring), or uffd.
     #[arg(long, default_value = "auto", value_name = "LOG")]
     pub dirty_log: LogChoice,
 }
@@ -161,7 +162,7 @@ pub struct ReceiveOptions {
     /// What the guest's memory is made of here: private, memfd, thp, or hugetlb (reserved huge pages).
     #[arg(long, default_value = "private", value_name = "KIND", conflicts_with_all = ["qemu", "exec"])]
     pub memory_kind: MemoryKind,
-    /// The dirty log for the guest's next migration: auto, bitmap, clear, or uffd.
+    /// The dirty log for the guest's next migration: auto, bitmap, clear, ring, or uffd.
     #[arg(long, default_value = "auto", value_name = "LOG", conflicts_with_all = ["qemu", "exec"])]
     pub dirty_log: LogChoice,
     /// End after the first attempt that fails.

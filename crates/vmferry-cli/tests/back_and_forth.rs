@@ -90,6 +90,15 @@ fn with_the_kvm_bitmap_and_manual_clear() {
 }
 
 #[test]
+fn with_the_kvm_ring() {
+    if has_kvm() {
+        for vcpus in ["1", "4"] {
+            move_around(&["--guest", "kvm", "--vcpus", vcpus], "ring", times());
+        }
+    }
+}
+
+#[test]
 fn with_userfaultfd_under_kvm() {
     if has_kvm() {
         for vcpus in ["1", "4"] {

@@ -224,8 +224,10 @@ fn addresses_guests_and_ports_that_are_wrong() {
     a.run(&["run", "x", "--workload", "dance"]).failed(2, "`dance` is unknown");
     a.run(&["run", "x", "--workload", "display=30"]).failed(2, "`display=30` is unknown");
     a.run(&["run", "x", "--workload", "read"]).failed(2, "`read` needs MiB");
-    a.run(&["run", "x", "--guest", "process", "--dirty-log", "clear"])
-        .failed(2, "needs a guest on KVM");
+    for log in ["clear", "ring"] {
+        a.run(&["run", "x", "--guest", "process", "--dirty-log", log])
+            .failed(2, "needs a guest on KVM");
+    }
     a.run(&["send", "web", "--to", "tcp:127.0.0.1:99999", "--plain"]).failed(2, "is no address");
     let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     a.run(&["send", "web", "--to", &format!("tcp:{closed}"), "--plain"]).failed(3, "can't connect");

@@ -158,7 +158,7 @@ impl Placement {
             let pdpt = self.pdpts.iter().position(|high| *high == gib / 512).unwrap_or_default();
             entry(self.base + PDPTS + pdpt as u64 * PAGE, gib % 512, directory | TABLE)?;
             let pages =
-                (0..512_u64).flat_map(|page| (gib * GIB | page << 21 | LARGE_PAGE).to_le_bytes());
+                (0..512_u64).flat_map(|page| (gib * GIB + (page << 21) + LARGE_PAGE).to_le_bytes());
             lab.write_at(directory, &pages.collect::<Vec<u8>>())?;
         }
         Ok(())

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use vmferry_dirty::{DirtyLog, KvmBitmapLog, KvmClearLog, KvmSlot, LogChoice, UffdLog};
-use vmferry_memory::{GuestMemory, SlotId};
+use vmferry_dirty::{DirtyLog, KvmBitmapLog, KvmClearLog, KvmRingLog, LogChoice, UffdLog};
+use vmferry_memory::GuestMemory;
 
 use crate::error::MachineError;
 use crate::kvm::KvmBackend;
@@ -88,23 +88,19 @@ impl Backend for KvmBackend {
         choice: LogChoice,
         memory: &GuestMemory,
     ) -> Result<(Arc<dyn DirtyLog>, bool), MachineError> {
-        let slots: Vec<KvmSlot> = self
-            .slots()
-            .iter()
-            .enumerate()
-            .map(|(index, slot)| KvmSlot {
-                slot: SlotId(index as u16),
-                kvm_slot: slot.slot,
-                gpa: slot.gpa,
-                bytes: slot.bytes,
-                host_address: slot.host_address,
-            })
-            .collect();
+        let slots = self.kvm_slots();
         let vm = Arc::clone(self.vm());
         Ok(match choice {
             LogChoice::Userfaultfd => (Arc::new(UffdLog::new(memory)?), true),
             LogChoice::KvmBitmap => (Arc::new(KvmBitmapLog::new(vm, slots)), false),
             LogChoice::KvmClear => (Arc::new(KvmClearLog::new(vm, slots)?), false),
+            LogChoice::KvmRing => match self.rings() {
+                Some(rings) => (Arc::new(KvmRingLog::new(Arc::clone(rings))), false),
+                None => {
+                    let reason = "the machine was not made for it: say so before it is".into();
+                    return Err(MachineError::Config { setting: "dirty-log", reason });
+                }
+            },
             LogChoice::Auto => match KvmClearLog::new(Arc::clone(&vm), slots.clone()) {
                 Ok(log) => (Arc::new(log), false),
                 Err(_) => (Arc::new(KvmBitmapLog::new(vm, slots)), false),

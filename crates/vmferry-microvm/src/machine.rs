@@ -3,7 +3,9 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vm_memory::GuestMemoryMmap;
-use vmferry_dirty::{DirtyBitmap, DirtyLog, SoftwareLog, UnionLog};
+use vmferry_dirty::{
+    DEFAULT_RING_ENTRIES, DirtyBitmap, DirtyLog, LogChoice, SoftwareLog, UnionLog,
+};
 use vmferry_memory::{GuestMemory, map_slots};
 
 use crate::backend::Backend;
@@ -256,6 +258,8 @@ fn choose_backend(
                 vcpus: guest.vcpus,
                 command_line: guest.command_line.clone(),
                 serial: None,
+                dirty_ring: (config.dirty_log == LogChoice::KvmRing)
+                    .then_some(DEFAULT_RING_ENTRIES),
             };
             let backend = KvmBackend::new(kvm, Arc::clone(mapped))?;
             Ok((Box::new(backend), "/dev/kvm serves".into()))

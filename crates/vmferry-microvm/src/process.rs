@@ -250,10 +250,12 @@ impl Backend for ProcessBackend {
     ) -> Result<(Arc<dyn DirtyLog>, bool), MachineError> {
         match choice {
             LogChoice::Auto | LogChoice::Userfaultfd => Ok((Arc::new(UffdLog::new(memory)?), true)),
-            LogChoice::KvmBitmap | LogChoice::KvmClear => Err(MachineError::Config {
-                setting: "dirty-log",
-                reason: format!("`{choice}` needs a guest on KVM; use uffd"),
-            }),
+            LogChoice::KvmBitmap | LogChoice::KvmClear | LogChoice::KvmRing => {
+                Err(MachineError::Config {
+                    setting: "dirty-log",
+                    reason: format!("`{choice}` needs a guest on KVM; use uffd"),
+                })
+            }
         }
     }
 }

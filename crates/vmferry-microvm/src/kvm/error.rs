@@ -1,5 +1,7 @@
 //! What can go wrong with a KVM machine, with the evidence.
 
+use vmferry_dirty::DirtyLogError;
+
 use crate::state::StateError;
 
 /// A failure of the KVM back end.
@@ -86,12 +88,9 @@ pub enum KvmError {
     /// The state cannot be written or read.
     #[error(transparent)]
     State(#[from] StateError),
-    /// The dirty log cannot be made.
-    #[error("the dirty log cannot be made: {reason}")]
-    DirtyLog {
-        /// The log's own words.
-        reason: String,
-    },
+    /// The dirty rings cannot be made.
+    #[error(transparent)]
+    DirtyLog(#[from] DirtyLogError),
 }
 
 impl KvmError {

@@ -20,14 +20,21 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, Once, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
+use kvm_bindings::KVM_EXIT_DIRTY_RING_FULL;
 use kvm_ioctls::{VcpuExit, VcpuFd};
+use vmferry_dirty::DirtyRings;
 use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler, unblock_signal};
 
 use super::KvmError;
 use super::boot::GuestRam;
 use super::devices::Devices;
 use super::stop::{GuestStop, StopCause, StopRecord};
+
+/// Between two tries to make room in a dirty ring that KVM refuses to reset, which it never does:
+/// short for a guest that waits, long for a processor.
+const NO_ROOM_PAUSE: Duration = Duration::from_millis(1);
 
 type Call = Box<dyn FnOnce(&VcpuFd) + Send>;
 
@@ -44,6 +51,16 @@ pub(super) struct Vcpu {
     kick: Arc<Kick>,
 }
 
+/// What a vCPU's thread has to do with besides its vCPU.
+pub(super) struct Surroundings {
+    pub(super) devices: Arc<Devices>,
+    pub(super) stop: Arc<StopRecord>,
+    /// If the machine has dirty rings, which must be emptied when they are full.
+    pub(super) rings: Option<Arc<DirtyRings>>,
+    /// Kept alive for as long as the vCPU can write to it.
+    pub(super) _memory: Arc<dyn GuestRam>,
+}
+
 /// The answer to a call that is under way on a vCPU's thread.
 pub(super) struct Reply<T> {
     vcpu: u32,
@@ -51,20 +68,17 @@ pub(super) struct Reply<T> {
 }
 
 impl Vcpu {
-    /// Starts the thread, parked. `memory` is kept alive for as long as the vCPU can write to it.
+    /// Starts the thread, parked.
     pub(super) fn spawn(
         index: u32,
         mut fd: VcpuFd,
-        devices: Arc<Devices>,
-        stop: Arc<StopRecord>,
-        memory: Arc<dyn GuestRam>,
+        surroundings: Surroundings,
     ) -> Result<Self, KvmError> {
         install_signal_handler(index)?;
         let kick = Arc::new(Kick::default());
         let (commands, orders) = channel();
         let thread_kick = Arc::clone(&kick);
         let body = move || {
-            let _memory = memory;
             // A mask inherited from the embedding program could hold the kick back for ever. Without
             // it there is no pausing: the thread then ends, which every request reports.
             if unblock_signal(kick_signal()).is_err() {
@@ -74,7 +88,7 @@ impl Vcpu {
             // been taken back.
             let target = KickTarget::of(&mut fd);
             let _guard = thread_kick.aim(target);
-            serve(index, &mut fd, &orders, &devices, &stop, &thread_kick);
+            serve(index, &mut fd, &orders, &surroundings, &thread_kick);
         };
         let builder = std::thread::Builder::new().name(format!("vcpu{index}"));
         let thread =
@@ -140,8 +154,7 @@ fn serve(
     vcpu: u32,
     fd: &mut VcpuFd,
     orders: &Receiver<Command>,
-    devices: &Devices,
-    stop: &StopRecord,
+    surroundings: &Surroundings,
     kick: &Kick,
 ) {
     // Once the guest cannot go on, it is not entered again, but its state can still be looked at.
@@ -151,10 +164,10 @@ fn serve(
             Command::Call(call) => call(fd),
             Command::Run if stopped => {}
             Command::Run => {
-                if let Some(cause) = run_guest(vcpu, fd, devices, kick) {
+                if let Some(cause) = run_guest(vcpu, fd, surroundings, kick) {
                     stopped = true;
                     let rip = fd.get_regs().ok().map(|regs| regs.rip);
-                    stop.record(GuestStop { vcpu, rip, cause });
+                    surroundings.stop.record(GuestStop { vcpu, rip, cause });
                 }
             }
         }
@@ -162,7 +175,13 @@ fn serve(
 }
 
 /// Runs the guest until the vCPU is kicked (`None`) or cannot go on.
-fn run_guest(vcpu: u32, fd: &mut VcpuFd, devices: &Devices, kick: &Kick) -> Option<StopCause> {
+fn run_guest(
+    vcpu: u32,
+    fd: &mut VcpuFd,
+    surroundings: &Surroundings,
+    kick: &Kick,
+) -> Option<StopCause> {
+    let Surroundings { devices, rings, .. } = surroundings;
     loop {
         let internal_error = match fd.run() {
             Ok(VcpuExit::IoOut(port, data)) => {
@@ -180,6 +199,15 @@ fn run_guest(vcpu: u32, fd: &mut VcpuFd, devices: &Devices, kick: &Kick) -> Opti
             }
             Ok(VcpuExit::MmioWrite(..) | VcpuExit::Intr | VcpuExit::IrqWindowOpen) => false,
             Ok(VcpuExit::Shutdown | VcpuExit::SystemEvent(..)) => return Some(StopCause::Shutdown),
+            // kvm-ioctls has no name for it.
+            Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => {
+                // The log tells an error. If there is no room, KVM does not let the guest in, and
+                // it may have got over whatever it was a little later.
+                if !rings.as_ref().is_some_and(|rings| rings.reap_full()) {
+                    std::thread::sleep(NO_ROOM_PAUSE);
+                }
+                false
+            }
             Ok(VcpuExit::FailEntry(reason, _)) => return Some(StopCause::EntryFailed { reason }),
             Ok(VcpuExit::InternalError) => true,
             Ok(exit) => return Some(StopCause::Unexpected { exit: format!("{exit:?}") }),

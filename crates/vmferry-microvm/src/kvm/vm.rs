@@ -8,6 +8,8 @@ use kvm_bindings::KVM_MAX_CPUID_ENTRIES;
 use kvm_ioctls::VmFd;
 use vm_memory::GuestMemoryMmap;
 use vm_memory::bitmap::Bitmap;
+use vmferry_dirty::{DirtyLogError, DirtyRings, KvmSlot, enable_dirty_ring, max_ring_entries};
+use vmferry_memory::SlotId;
 
 use super::boot::{GuestRam, set_entry};
 use super::devices::{self, Devices};
@@ -15,7 +17,7 @@ use super::setup::{
     add_interrupt_controllers, add_memory, keep_exceptions_apart, open, vcpu_cpuid,
 };
 use super::stop::StopRecord;
-use super::vcpu::{Reply, Vcpu};
+use super::vcpu::{Reply, Surroundings, Vcpu};
 use super::vcpu_state::{self, Abilities, VcpuState};
 use super::vm_state::{self, VmState};
 use super::{GuestStop, KvmError, MemorySlot, StopCause, ioctl};
@@ -33,6 +35,9 @@ pub struct KvmConfig {
     pub command_line: String,
     /// Where serial output is copied to, besides the 64 KiB that are always kept.
     pub serial: Option<Box<dyn Write + Send>>,
+    /// Turns KVM's dirty rings on, with so many entries for each vCPU (a power of two from 1,024
+    /// on), or fewer if KVM allows only fewer. The machine then has no dirty bitmaps.
+    pub dirty_ring: Option<u32>,
 }
 
 /// A machine that runs on KVM. Dropping it ends its vCPU threads.
@@ -42,6 +47,7 @@ pub struct KvmBackend {
     vm: Arc<VmFd>,
     memory: Arc<dyn GuestRam>,
     slots: Vec<MemorySlot>,
+    rings: Option<Arc<DirtyRings>>,
     pub(super) devices: Arc<Devices>,
     stop: Arc<StopRecord>,
     abilities: Abilities,
@@ -103,6 +109,12 @@ impl KvmBackend {
         let vm = kvm.create_vm().map_err(KvmError::vm("KVM_CREATE_VM"))?;
         keep_exceptions_apart(&vm)?;
         let slots = add_memory(&vm, &memory)?;
+        let vm = Arc::new(vm);
+        // Before any vCPU is made: KVM wants it so.
+        let rings = match config.dirty_ring {
+            Some(entries) => Some(Arc::new(make_rings(&vm, entries, kvm_slots(&slots))?)),
+            None => None,
+        };
         let memory: Arc<dyn GuestRam> = memory;
         let interrupt = add_interrupt_controllers(&vm)?;
         let abilities = Abilities {
@@ -125,20 +137,24 @@ impl KvmBackend {
                 .map_err(KvmError::vcpu(index, "KVM_CREATE_VCPU"))?;
             let cpuid = vcpu_cpuid(supported.clone(), index);
             fd.set_cpuid2(&cpuid).map_err(KvmError::vcpu(index, "KVM_SET_CPUID2"))?;
-            vcpus.push(Vcpu::spawn(
-                index,
-                fd,
-                Arc::clone(&devices),
-                Arc::clone(&stop),
-                Arc::clone(&memory),
-            )?);
+            if let Some(rings) = &rings {
+                rings.add_vcpu(&fd)?;
+            }
+            let surroundings = Surroundings {
+                devices: Arc::clone(&devices),
+                stop: Arc::clone(&stop),
+                rings: rings.clone(),
+                _memory: Arc::clone(&memory),
+            };
+            vcpus.push(Vcpu::spawn(index, fd, surroundings)?);
         }
-        let (vm, command_line) = (Arc::new(vm), config.command_line);
+        let command_line = config.command_line;
         Ok(Self {
             vcpus,
             vm,
             memory,
             slots,
+            rings,
             devices,
             stop,
             abilities,
@@ -271,6 +287,18 @@ impl KvmBackend {
         &self.slots
     }
 
+    /// The same, for the dirty logs.
+    #[must_use]
+    pub fn kvm_slots(&self) -> Vec<KvmSlot> {
+        kvm_slots(&self.slots)
+    }
+
+    /// The dirty rings, if the machine was made with them.
+    #[must_use]
+    pub fn rings(&self) -> Option<&Arc<DirtyRings>> {
+        self.rings.as_ref()
+    }
+
     /// The machine's descriptor, for the dirty logs.
     #[must_use]
     pub fn vm(&self) -> &Arc<VmFd> {
@@ -308,6 +336,28 @@ impl KvmBackend {
         self.phase = phase;
         Ok(())
     }
+}
+
+fn kvm_slots(slots: &[MemorySlot]) -> Vec<KvmSlot> {
+    let kvm_slot = |(index, slot): (u16, &MemorySlot)| KvmSlot {
+        slot: SlotId(index),
+        kvm_slot: slot.slot,
+        gpa: slot.gpa,
+        bytes: slot.bytes,
+        host_address: slot.host_address,
+    };
+    (0..).zip(slots).map(kvm_slot).collect()
+}
+
+/// Turns dirty rings on.
+fn make_rings(
+    vm: &Arc<VmFd>,
+    entries: u32,
+    slots: Vec<KvmSlot>,
+) -> Result<DirtyRings, DirtyLogError> {
+    let entries = entries.min(max_ring_entries(vm)?);
+    enable_dirty_ring(vm, entries)?;
+    DirtyRings::new(Arc::clone(vm), entries, slots)
 }
 
 fn is_vcpu_section(name: &str) -> bool {

@@ -64,7 +64,10 @@ fn wait_for(machine: &Machine, what: &str, done: impl Fn(&Report) -> bool) {
 }
 
 fn started(config: MachineConfig) -> Machine {
-    let mut machine = Machine::new(config).unwrap();
+    start(Machine::new(config).unwrap())
+}
+
+fn start(mut machine: Machine) -> Machine {
     machine.start().unwrap();
     wait_for(&machine, "populated", |report| report.populated);
     machine
@@ -230,7 +233,14 @@ fn migrate(
     config: &MachineConfig,
     log: impl FnOnce(&Machine) -> Arc<dyn DirtyLog>,
 ) -> (String, Report) {
-    let mut source = started(config.clone());
+    migrate_from(started(config.clone()), config, log)
+}
+
+fn migrate_from(
+    mut source: Machine,
+    config: &MachineConfig,
+    log: impl FnOnce(&Machine) -> Arc<dyn DirtyLog>,
+) -> (String, Report) {
     wait_for(&source, "heard its device", |now| now.heartbeats > 20);
     let mut target = Machine::new(config.clone()).unwrap();
     let log = log(&source);
@@ -259,7 +269,8 @@ fn migrate(
 
 #[test]
 fn the_dirty_log_sees_every_write_of_guest_and_device() {
-    let logs = [LogChoice::Userfaultfd, LogChoice::KvmBitmap, LogChoice::KvmClear];
+    let logs =
+        [LogChoice::Userfaultfd, LogChoice::KvmBitmap, LogChoice::KvmClear, LogChoice::KvmRing];
     for kind in kinds("the_dirty_log_sees_every_write_of_guest_and_device") {
         for dirty_log in logs {
             if kind == GuestKind::Process && dirty_log != LogChoice::Userfaultfd {
@@ -280,6 +291,42 @@ fn the_dirty_log_sees_every_write_of_guest_and_device() {
                 assert_eq!(report.corruptions, 0, "{kind} {name} {memory_kind}: {report:?}");
             }
         }
+    }
+}
+
+/// The vCPUs' threads make room in their rings while the log harvests them.
+#[test]
+fn a_dirty_ring_that_gets_full_loses_nothing() {
+    if !kinds("a_dirty_ring_that_gets_full_loses_nothing").contains(&GuestKind::Kvm) {
+        return;
+    }
+    let config = MachineConfig {
+        dirty_log: LogChoice::KvmRing,
+        ..config(GuestKind::Kvm, 2, "ticks fill=4,incompressible hot=24,random")
+    };
+    let mut source = Machine::new(config.clone()).unwrap();
+    let kvm = KvmConfig {
+        vcpus: 2,
+        command_line: config.guest.command_line.clone(),
+        serial: None,
+        dirty_ring: Some(1024),
+    };
+    let backend = KvmBackend::new(kvm, Arc::clone(&source.mapped)).unwrap();
+    let rings = Arc::clone(backend.rings().unwrap());
+    source.backend = Box::new(backend);
+    let (name, report) =
+        migrate_from(start(source), &config, |machine| machine.dirty_log().unwrap());
+    assert_eq!((name.as_str(), report.corruptions), ("kvm-ring", 0), "{report:?}");
+    assert!(rings.full_exits() > 0, "6,144 pages fill rings of 1,024 entries");
+}
+
+#[test]
+fn a_machine_that_was_made_without_rings_has_no_log_of_them() {
+    if kinds("a_machine_that_was_made_without_rings_has_no_log_of_them").contains(&GuestKind::Kvm) {
+        let mut machine = Machine::new(config(GuestKind::Kvm, 1, "idle")).unwrap();
+        machine.config.dirty_log = LogChoice::KvmRing;
+        let error = machine.dirty_log().err().unwrap().to_string();
+        assert!(error.contains("dirty-log") && error.contains("not made for it"), "{error}");
     }
 }
 
@@ -387,10 +434,11 @@ fn the_choice_of_what_runs_the_guest_is_told() {
 
 #[test]
 fn a_kvm_log_for_a_guest_without_kvm_is_refused() {
-    let config =
-        MachineConfig { dirty_log: LogChoice::KvmClear, ..config(GuestKind::Process, 1, "idle") };
-    let error = Machine::new(config).unwrap().dirty_log().err().unwrap().to_string();
-    assert!(error.contains("dirty-log") && error.contains("use uffd"), "{error}");
+    for dirty_log in [LogChoice::KvmClear, LogChoice::KvmRing] {
+        let config = MachineConfig { dirty_log, ..config(GuestKind::Process, 1, "idle") };
+        let error = Machine::new(config).unwrap().dirty_log().err().unwrap().to_string();
+        assert!(error.contains("dirty-log") && error.contains("use uffd"), "{error}");
+    }
 }
 
 #[test]
