@@ -5,11 +5,18 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+/// The size of a guest's memory from which on [`LogChoice::Auto`] takes KVM's dirty ring: then even a clean
+/// bitmap takes so long to read that it shows in a downtime of milliseconds (`vmferry-bench dirty-log`).
+/// KVM wants to know it before there are vCPUs.
+pub const RING_FROM_BYTES: u64 = 32 << 30;
+
 /// The user's choice of a dirty log.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum LogChoice {
-    /// The best that there is for the guest: KVM's bitmap with manual clear where KVM has it,
-    /// else its bitmap; userfaultfd for guests without KVM.
+    /// The best that there is for the guest. By the size of its memory: from [`RING_FROM_BYTES`] on KVM's
+    /// dirty ring, which costs what was written; below that KVM's bitmap, and by what each harvest
+    /// measures, with manual clear while little is dirty and without while much is. userfaultfd for
+    /// guests without KVM.
     #[default]
     #[serde(rename = "auto")]
     Auto,

@@ -27,7 +27,7 @@ mod userfaultfd;
 #[cfg(test)]
 mod tests;
 
-pub use choice::LogChoice;
+pub use choice::{LogChoice, RING_FROM_BYTES};
 pub use error::DirtyLogError;
 pub use kvm::{
     DEFAULT_RING_ENTRIES, DirtyRings, KvmAdaptiveLog, KvmBitmapLog, KvmClearLog, KvmRingLog,

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use vmferry_dirty::{DirtyLog, KvmBitmapLog, KvmClearLog, KvmRingLog, LogChoice, UffdLog};
+use vmferry_dirty::{
+    DirtyLog, KvmAdaptiveLog, KvmBitmapLog, KvmClearLog, KvmRingLog, LogChoice, UffdLog,
+};
 use vmferry_memory::GuestMemory;
 
 use crate::error::MachineError;
@@ -101,9 +103,12 @@ impl Backend for KvmBackend {
                     return Err(MachineError::Config { setting: "dirty-log", reason });
                 }
             },
-            LogChoice::Auto => match KvmClearLog::new(Arc::clone(&vm), slots.clone()) {
-                Ok(log) => (Arc::new(log), false),
-                Err(_) => (Arc::new(KvmBitmapLog::new(vm, slots)), false),
+            LogChoice::Auto => match self.rings() {
+                Some(rings) => (Arc::new(KvmRingLog::new(Arc::clone(rings))), false),
+                None => match KvmAdaptiveLog::new(Arc::clone(&vm), slots.clone()) {
+                    Ok(log) => (Arc::new(log), false),
+                    Err(_) => (Arc::new(KvmBitmapLog::new(vm, slots)), false),
+                },
             },
         })
     }

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vm_memory::GuestMemoryMmap;
 use vmferry_dirty::{
-    DEFAULT_RING_ENTRIES, DirtyBitmap, DirtyLog, LogChoice, SoftwareLog, UnionLog,
+    DEFAULT_RING_ENTRIES, DirtyBitmap, DirtyLog, LogChoice, RING_FROM_BYTES, SoftwareLog, UnionLog,
 };
 use vmferry_memory::{GuestMemory, map_slots};
 
@@ -12,7 +12,7 @@ use crate::backend::Backend;
 use crate::config::{GuestKind, MachineConfig, check_name};
 use crate::error::MachineError;
 use crate::heartbeat::{self, Heartbeat};
-use crate::kvm::{KvmBackend, KvmConfig};
+use crate::kvm::{DirtyRing, KvmBackend, KvmConfig};
 use crate::process::ProcessBackend;
 use crate::report::Report;
 use crate::state::{SectionKind, StateReader, StateWriter};
@@ -258,8 +258,13 @@ fn choose_backend(
                 vcpus: guest.vcpus,
                 command_line: guest.command_line.clone(),
                 serial: None,
-                dirty_ring: (config.dirty_log == LogChoice::KvmRing)
-                    .then_some(DEFAULT_RING_ENTRIES),
+                dirty_ring: match config.dirty_log {
+                    LogChoice::KvmRing => DirtyRing::Required(DEFAULT_RING_ENTRIES),
+                    LogChoice::Auto if guest.memory_bytes >= RING_FROM_BYTES => {
+                        DirtyRing::Preferred(DEFAULT_RING_ENTRIES)
+                    }
+                    _ => DirtyRing::Off,
+                },
             };
             let backend = KvmBackend::new(kvm, Arc::clone(mapped))?;
             Ok((Box::new(backend), "/dev/kvm serves".into()))

@@ -21,7 +21,7 @@ mod vm_state;
 pub use boot::{DISPLAY, DISPLAY_BYTES, HIGH_RAM, LOW_RAM_END, STILL};
 pub use error::KvmError;
 pub use stop::{GuestStop, StopCause};
-pub use vm::{KvmBackend, KvmConfig};
+pub use vm::{DirtyRing, KvmBackend, KvmConfig};
 
 /// One memory slot: where the guest and where this process see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -35,9 +35,21 @@ pub struct KvmConfig {
     pub command_line: String,
     /// Where serial output is copied to, besides the 64 KiB that are always kept.
     pub serial: Option<Box<dyn Write + Send>>,
-    /// Turns KVM's dirty rings on, with so many entries for each vCPU (a power of two from 1,024
-    /// on), or fewer if KVM allows only fewer. The machine then has no dirty bitmaps.
-    pub dirty_ring: Option<u32>,
+    /// Whether the machine has KVM's dirty rings.
+    pub dirty_ring: DirtyRing,
+}
+
+/// Whether a machine has dirty rings, with so many entries for each vCPU (a power of two from 1,024 on),
+/// or fewer if KVM allows only fewer. It then has no dirty bitmaps.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DirtyRing {
+    /// It has bitmaps.
+    #[default]
+    Off,
+    /// If this KVM has rings.
+    Preferred(u32),
+    /// Or the machine is not made.
+    Required(u32),
 }
 
 /// A machine that runs on KVM. Dropping it ends its vCPU threads.
@@ -112,8 +124,11 @@ impl KvmBackend {
         let vm = Arc::new(vm);
         // Before any vCPU is made: KVM wants it so.
         let rings = match config.dirty_ring {
-            Some(entries) => Some(Arc::new(make_rings(&vm, entries, kvm_slots(&slots))?)),
-            None => None,
+            DirtyRing::Off => None,
+            DirtyRing::Preferred(_) if max_ring_entries(&vm).is_err() => None,
+            DirtyRing::Preferred(entries) | DirtyRing::Required(entries) => {
+                Some(Arc::new(make_rings(&vm, entries, kvm_slots(&slots))?))
+            }
         };
         let memory: Arc<dyn GuestRam> = memory;
         let interrupt = add_interrupt_controllers(&vm)?;

@@ -309,7 +309,7 @@ fn a_dirty_ring_that_gets_full_loses_nothing() {
         vcpus: 2,
         command_line: config.guest.command_line.clone(),
         serial: None,
-        dirty_ring: Some(1024),
+        dirty_ring: DirtyRing::Required(1024),
     };
     let backend = KvmBackend::new(kvm, Arc::clone(&source.mapped)).unwrap();
     let rings = Arc::clone(backend.rings().unwrap());

@@ -35,7 +35,8 @@ impl Guest {
     ) -> Self {
         let memory = Arc::new(Memory::from_ranges(ranges).unwrap());
         let serial: Option<Box<dyn Write + Send>> = Some(Box::new(output.clone()));
-        let config = KvmConfig { vcpus, command_line: "ticks".into(), serial, dirty_ring: None };
+        let config =
+            KvmConfig { vcpus, command_line: "ticks".into(), serial, dirty_ring: DirtyRing::Off };
         let backend = KvmBackend::new(config, Arc::clone(&memory)).unwrap();
         Self { backend, memory, vcpus }
     }
