@@ -18,6 +18,31 @@ use super::sync::{AtomicU64, fence_after_rmw};
 #[derive(Debug)]
 struct Block([AtomicU64; BLOCK_WORDS]);
 
+impl Block {
+    /// Takes the words that have any bit. A look first: an exchange costs as much as ten looks. All looks
+    /// come before the first exchange, so that what is guessed wrong is guessed once for a block.
+    #[inline]
+    fn take(&self) -> [u64; BLOCK_WORDS] {
+        let mut marked = 0_u32;
+        for (index, bits) in self.0.iter().enumerate() {
+            marked |= u32::from(bits.load(Ordering::Relaxed) != 0) << index;
+        }
+        let mut words = [0; BLOCK_WORDS];
+        while marked != 0 {
+            let index = marked.trailing_zeros() as usize % BLOCK_WORDS;
+            marked &= marked - 1;
+            words[index] = self.0[index].swap(0, Ordering::AcqRel);
+        }
+        words
+    }
+}
+
+fn drop_marks(summary: &AtomicU64) {
+    if summary.load(Ordering::Relaxed) != 0 {
+        summary.swap(0, Ordering::AcqRel);
+    }
+}
+
 /// One bit for each page of a slot, marked and taken atomically.
 #[derive(Debug)]
 pub struct Marks {
@@ -99,14 +124,7 @@ impl Marks {
             while held != 0 {
                 let block = index * 64 + held.trailing_zeros() as usize;
                 held &= held - 1;
-                let mut words = [0; BLOCK_WORDS];
-                for (word, bits) in words.iter_mut().zip(&self.blocks[block].0) {
-                    // A look first: an exchange costs as much as ten looks.
-                    if bits.load(Ordering::Relaxed) != 0 {
-                        *word = bits.swap(0, Ordering::AcqRel);
-                    }
-                }
-                found(block, &words);
+                found(block, &self.blocks[block].take());
             }
         }
     }
@@ -114,6 +132,19 @@ impl Marks {
     /// Takes all marks into a bitmap of the same pages.
     pub fn take_into(&self, pages: &mut PageBitmap) {
         self.take(|block, words| pages.or_block(block, words));
+    }
+
+    /// The same as the published calls do it, which knew no summary: every word is looked at.
+    pub fn copy_out(&self, pages: &mut PageBitmap) {
+        // Else the summary would lead to blocks that are clear.
+        self.summary.iter().for_each(|summary| drop_marks(summary));
+        fence_after_rmw();
+        for (block, bits) in self.blocks.iter().enumerate() {
+            let words = bits.take();
+            if words != [0; BLOCK_WORDS] {
+                pages.or_block(block, &words);
+            }
+        }
     }
 
     /// Pages that it covers.

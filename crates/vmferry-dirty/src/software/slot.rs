@@ -101,7 +101,7 @@ impl DirtyBitmap {
             }
             std::thread::yield_now();
         };
-        marks.take_into(into);
+        marks.copy_out(into);
     }
 
     /// `get.opt`: returns at once if nothing is marked; else lets writers mark the other bitmap, and
@@ -111,7 +111,7 @@ impl DirtyBitmap {
             return;
         }
         if let Some(marks) = self.0.pair.switch() {
-            marks.take_into(into);
+            marks.copy_out(into);
         }
     }
 

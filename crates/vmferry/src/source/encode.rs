@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use vmferry_codec::{EncodedFrame, Encoder, PageHashes};
 use vmferry_dirty::DirtyLog;
-use vmferry_memory::traverse::BLOCK_PAGES;
+use vmferry_memory::traverse::{BLOCK_PAGES, BLOCK_WORDS};
 use vmferry_memory::{GuestMemory, PAGE_SIZE, PageBitmap, PageRun, PageSet, SlotId};
 
 use super::rounds::LaneTotals;
@@ -66,6 +66,8 @@ pub struct LaneEncoder {
     hashes: Arc<PageHashes>,
     encoder: Encoder,
     rearm_words: Vec<u64>,
+    /// Pages of the present slot below this are protected again for this round.
+    rearmed_to: u64,
     sequence: u64,
     totals: LaneTotals,
 }
@@ -88,6 +90,7 @@ impl LaneEncoder {
             hashes,
             encoder: Encoder::new(),
             rearm_words: Vec::new(),
+            rearmed_to: 0,
             sequence: 0,
             totals: LaneTotals::default(),
         }
@@ -123,11 +126,11 @@ impl LaneEncoder {
     ) -> Result<(), LaneFailure> {
         let mut batch = [0_u64; FRAME_PAGES];
         let mut filled = 0;
+        self.rearmed_to = 0;
         for (first, pages) in bitmap.runs_of_stripes(self.lane.into(), self.lanes.into()) {
             let end = first + pages;
-            if filled > 0 && end - batch[0] > REARM_SPAN_PAGES {
-                self.send_batch(job, slot, &batch[..filled], sink)?;
-                filled = 0;
+            if job.rearm && end > self.rearmed_to {
+                self.rearm(slot, bitmap, first)?;
             }
             let mut page = first;
             while page < end {
@@ -157,9 +160,6 @@ impl LaneEncoder {
         sink: &mut impl FrameSink,
     ) -> Result<(), LaneFailure> {
         let mut frame = sink.acquire().ok_or(LaneFailure::Stopped)?;
-        if job.rearm {
-            self.rearm(slot, pages)?;
-        }
         // The one look at live memory: everything after works on the copy.
         let copy = frame.pages_mut(pages.len());
         let mut at = 0;
@@ -197,24 +197,34 @@ impl LaneEncoder {
         Ok(())
     }
 
-    fn rearm(&mut self, slot: SlotId, pages: &[u64]) -> Result<(), LaneFailure> {
-        let first_word = pages[0] / 64;
-        let words = (pages[pages.len() - 1] / 64 - first_word + 1) as usize;
+    /// Protects this lane's pages again from page `first` on, as far as one call reaches. A call makes
+    /// every vCPU leave the guest, so it is worth more pages than fit into a frame; and a page that is
+    /// written between this and its copy is sent again, so it is not worth all of them.
+    fn rearm(&mut self, slot: SlotId, bitmap: &PageBitmap, first: u64) -> Result<(), LaneFailure> {
+        const STRIPE_WORDS: usize = BLOCK_WORDS;
+        let words = bitmap.words();
+        let stripe = (first / LANE_STRIPE_PAGES) as usize;
+        let (from, to) =
+            (stripe * STRIPE_WORDS, words.len().min(stripe * STRIPE_WORDS + REARM_WORDS));
         self.rearm_words.clear();
-        self.rearm_words.resize(words, 0);
-        for page in pages {
-            self.rearm_words[(page / 64 - first_word) as usize] |= 1 << (page % 64);
+        self.rearm_words.extend_from_slice(&words[from..to]);
+        // The other lanes' pages are theirs to protect.
+        let (lane, lanes) = (usize::from(self.lane), usize::from(self.lanes));
+        for (index, stripe_words) in self.rearm_words.chunks_mut(STRIPE_WORDS).enumerate() {
+            if (stripe + index) % lanes != lane {
+                stripe_words.fill(0);
+            }
         }
         let begun = Instant::now();
-        self.log.rearm(slot, first_word as usize, &self.rearm_words)?;
+        self.log.rearm(slot, from, &self.rearm_words)?;
         self.totals.rearm += begun.elapsed();
+        self.rearmed_to = to as u64 * 64;
         Ok(())
     }
 }
 
-/// Pages in one frame lie at most so far apart, so that one call re-arms them all with a bitmap
-/// of 4 KiB.
-const REARM_SPAN_PAGES: u64 = 32_768;
+/// Words of the bitmap that one call re-arms at most: 128 MiB of the guest.
+const REARM_WORDS: usize = 512;
 
 /// Neighbouring page numbers as runs.
 fn runs(slot: SlotId, pages: &[u64]) -> impl Iterator<Item = PageRun> + '_ {
