@@ -13,8 +13,8 @@
 //! 0. It tells that it is done by a write to an address without memory, since a port is not open to
 //! ring 3.
 //!
-//! `unsafe` is confined to this file (KVM's memory slots, the guest's counter) and `vcpu` (signals
-//! and the shared `immediate_exit` byte).
+//! `unsafe` is confined to this file (KVM's memory slots, the guest's counter), `vcpu` (the shared
+//! `immediate_exit` byte, a signal's handler) and `looping` (the signal).
 
 mod error;
 mod guest;
@@ -71,14 +71,13 @@ pub type RingFullHook = dyn Fn(usize) + Send + Sync;
 
 /// A machine. A vCPU may be used by one caller at a time.
 pub struct Machine {
-    // Before the memory: no vCPU may be left when it is unmapped.
     vcpus: Vec<Arc<Vcpu>>,
     vm: Arc<VmFd>,
     slots: Vec<LabSlot>,
     shared: Arc<Shared>,
 }
 
-/// What whoever runs a vCPU needs, and keeps alive.
+/// What a vCPU needs and keeps alive: above all the memory that it can write.
 struct Shared {
     placement: Placement,
     ring_full: RwLock<Option<Box<RingFullHook>>>,
