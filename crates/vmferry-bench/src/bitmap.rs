@@ -3,6 +3,7 @@
 //! beside the bandwidth of memory.
 
 mod limit;
+mod migration;
 pub mod pattern;
 
 use std::collections::BTreeMap;
@@ -14,8 +15,8 @@ use serde::Serialize;
 use vmferry_memory::traverse::{baseline, flat_runs};
 
 use self::pattern::{Pattern, bitmap};
-use crate::machine::Machine;
-use crate::results::{Results, median, row};
+use crate::plot::{Plot, number};
+use crate::results::{Results, Row, median, row};
 
 /// A way through a bitmap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -101,7 +102,42 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
     yardsticks.insert("memory_or_gb_per_s".into(), limit.or_gb_per_s);
     ratios.insert("flat_simd_of_memory_bandwidth_1tib".into(), flat_gb_per_s / limit.read_gb_per_s);
     ratios.insert("union_of_memory_bandwidth".into(), limit.union_gb_per_s / limit.or_gb_per_s);
-    Ok(Results { name: "bitmap", machine: Machine::here(), rows, yardsticks, ratios })
+    let plots = plots(&rows);
+    // Other columns than the traversals have, so a table of their own for people.
+    let migrations = migration::measure(quick)?;
+    let more = BTreeMap::from([("migrations", migrations)]);
+    Ok(Results { more, plots, ..Results::new("bitmap", rows, yardsticks, ratios) })
+}
+
+/// Time by guest and by density.
+fn plots(rows: &[Row]) -> Vec<Plot> {
+    let is = |row: &Row, name: &str, value: &str| row.get(name).is_some_and(|v| v == value);
+    let gib = |row: &Row| {
+        let pages = GUESTS.iter().find(|(guest, _)| is(row, "guest", guest));
+        pages.map_or(0.0, |(_, pages)| *pages as f64 / (1 << 18) as f64)
+    };
+    let empty = |title: String, across| Plot { title, across, upwards: "us", lines: Vec::new() };
+    let by_guest = empty("A clean bitmap, by the guest's size".into(), "guest, GiB").of_rows(
+        rows,
+        "way",
+        0.0,
+        |row| number(row, "dirty_percent") == 0.0,
+        |row| (gib(row), number(row, "us")),
+    );
+    let by_density = |pattern: &str| {
+        let title = format!("A guest of {RATIO_GUEST}, {pattern} pages");
+        empty(title, "dirty, %").of_rows(
+            rows,
+            "way",
+            0.001,
+            |row| {
+                is(row, "guest", RATIO_GUEST)
+                    && (is(row, "pattern", pattern) || is(row, "pattern", ""))
+            },
+            |row| (number(row, "dirty_percent"), number(row, "us")),
+        )
+    };
+    vec![by_guest, by_density("clustered"), by_density("scattered")]
 }
 
 type Times = BTreeMap<Way, Vec<f64>>;

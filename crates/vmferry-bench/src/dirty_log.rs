@@ -6,6 +6,7 @@
 //! from clean to wholly dirty. KVM's logs and userfaultfd are written by a real guest; the software logs by
 //! threads that mark what they would have written.
 
+mod display;
 mod guest;
 mod mark;
 mod software;
@@ -21,7 +22,8 @@ use self::guest::{GuestLog, GuestSubject};
 use self::software::{AtomicSubject, SoftwareSubject};
 use self::subject::{Sample, Subject, Unit};
 use crate::bitmap::pattern::{Pattern, bitmap};
-use crate::machine::Machine;
+use crate::machine::clock_cycles;
+use crate::plot::{Plot, number};
 use crate::results::{Results, Row, median, row};
 
 const KIB_32: u64 = 32 << 10;
@@ -91,10 +93,16 @@ impl Samples {
     }
 }
 
-/// Makes each subject for slots of these lengths in bytes, where this machine has it.
-fn subjects(slots: &[u64]) -> anyhow::Result<Vec<Box<dyn Subject>>> {
+/// The logs that are marked, for slots of these lengths in bytes.
+fn marked(slots: &[u64]) -> Vec<Box<dyn Subject>> {
     let mut subjects: Vec<Box<dyn Subject>> = SoftwareSubject::all(slots);
     subjects.push(Box::new(AtomicSubject::new(slots)));
+    subjects
+}
+
+/// The logs of a real guest with slots of these lengths in bytes, those that this machine has.
+fn guests(slots: &[u64]) -> anyhow::Result<Vec<Box<dyn Subject>>> {
+    let mut subjects: Vec<Box<dyn Subject>> = Vec::new();
     let memory = guest::memory(slots)?;
     for log in GuestLog::ALL {
         match GuestSubject::new(log, &memory) {
@@ -105,9 +113,16 @@ fn subjects(slots: &[u64]) -> anyhow::Result<Vec<Box<dyn Subject>>> {
     Ok(subjects)
 }
 
+fn all(slots: &[u64]) -> anyhow::Result<Vec<Box<dyn Subject>>> {
+    let mut subjects = marked(slots);
+    subjects.extend(guests(slots)?);
+    Ok(subjects)
+}
+
 /// Runs it. `quick` has small slots, once.
 pub fn run(quick: bool) -> anyhow::Result<Results> {
     let mut rows = gui(if quick { 2 } else { 5 })?;
+    rows.extend(display(if quick { 2 } else { 20 })?);
     rows.extend(live(quick)?);
     let mut ratios = BTreeMap::new();
     let large = if quick { 16 << 20 } else { GIB_4 };
@@ -115,15 +130,19 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
     let mark = mark::measure(if quick { 1 << 16 } else { 1 << 22 }, if quick { 1 } else { 7 });
     ratios.insert("mark_over_fetch_or".into(), mark.two_threads);
     ratios.insert("mark_over_fetch_or_one_thread".into(), mark.one_thread);
-    let yardsticks = BTreeMap::from([("fetch_or_two_threads_ns".into(), mark.fetch_or_ns)]);
-    Ok(Results { name: "dirty-log", machine: Machine::here(), rows, yardsticks, ratios })
+    let yardsticks = BTreeMap::from([
+        ("fetch_or_two_threads_ns".into(), mark.fetch_or_ns),
+        ("clock_cycles_taken_off".into(), clock_cycles() as f64),
+    ]);
+    let plots = plots(&rows, large);
+    Ok(Results { plots, ..Results::new("dirty-log", rows, yardsticks, ratios) })
 }
 
 /// The published display: slot 7 is redrawn between two harvests, slot 8 is not.
 fn gui(rounds: usize) -> anyhow::Result<Vec<Row>> {
     let pages: Vec<u64> = (0..KIB_32 / 4096).collect();
     let mut rows = Vec::new();
-    for mut subject in subjects(&[KIB_32, KIB_32])? {
+    for mut subject in all(&[KIB_32, KIB_32])? {
         let mut samples: BTreeMap<usize, Samples> = BTreeMap::new();
         subject.start()?;
         for round in 0..=rounds {
@@ -150,13 +169,37 @@ fn gui(rounds: usize) -> anyhow::Result<Vec<Row>> {
     Ok(rows)
 }
 
+/// The same display as a guest of the microvm has it.
+fn display(rounds: usize) -> anyhow::Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    for log in GuestLog::ALL {
+        let harvests = match display::measure(log, rounds) {
+            Ok(harvests) => harvests,
+            Err(error) => {
+                eprintln!("dirty-log: no display with {}: {error:#}", log.name());
+                continue;
+            }
+        };
+        let of_slots = harvests.len() == 2;
+        for (samples, (slot, dirty)) in
+            harvests.into_iter().zip([("frame buffer", "redrawn"), ("beside it", "clean")])
+        {
+            let slot = if of_slots { slot } else { "all" };
+            let unit = Unit { slot: slot.into(), bytes: KIB_32 };
+            rows.push(row(&Samples(samples).row("display", &unit, dirty, log.name()))?);
+        }
+    }
+    eprintln!("dirty-log: display done");
+    Ok(rows)
+}
+
 /// The published migration: a loop writes 1 GB of slot 1 all the time.
 fn live(quick: bool) -> anyhow::Result<Vec<Row>> {
     let slots = if quick { vec![655_360, 16 << 20, KIB_32] } else { LIVE.to_vec() };
     let pages = (slots[LOOP_SLOT].min(LOOP_BYTES)) / 4096;
     let (rounds, interval) = if quick { (1, 20) } else { (3, 700) };
     let mut rows = Vec::new();
-    for mut subject in subjects(&slots)? {
+    for mut subject in all(&slots)? {
         let name = subject.name();
         let units = subject.units().to_vec();
         let mut samples: Vec<Samples> = units.iter().map(|_| Samples::default()).collect();
@@ -181,17 +224,23 @@ fn live(quick: bool) -> anyhow::Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// How often a density is harvested, by how long a guest takes to write it.
-fn repetitions(pattern: Pattern, subject: &dyn Subject, large: bool, quick: bool) -> usize {
+/// How often a guest's log is harvested at a density: writing it takes a guest seconds.
+fn repetitions(pattern: Pattern, large: bool, quick: bool) -> usize {
     match pattern {
         _ if quick => 1,
-        _ if !large || !subject.is_slow() => 15,
+        _ if !large => 15,
         Pattern::Clean => 7,
         Pattern::Full => 1,
         _ if pattern.percent() > 5.0 => 2,
         _ => 5,
     }
 }
+
+/// So many harvests of a marked log.
+const MARKED_REPETITIONS: usize = 25;
+
+/// Samples by the slot's name and density, and the log.
+type Kept = BTreeMap<(String, &'static str), Samples>;
 
 /// One slot alone, at each density.
 fn density(
@@ -208,81 +257,132 @@ fn density(
         Pattern::Full,
     ];
     let mut rows = Vec::new();
-    let mut kept: BTreeMap<(String, &'static str), Samples> = BTreeMap::new();
-    for &(name, bytes) in slots {
-        let mut all = subjects(&[bytes])?;
-        all.iter_mut().try_for_each(|subject| subject.start())?;
-        for pattern in PATTERNS {
-            let pages: Vec<u64> = pages_of(bytes / 4096, pattern);
-            let dirty = format!("{:.0} % {}", pattern.percent(), pattern.name());
-            let mut samples: Vec<Samples> = all.iter().map(|_| Samples::default()).collect();
-            // Interleaved: one harvest of each log, then the next of each.
-            for pass in 0..16 {
-                for (subject, samples) in all.iter_mut().zip(&mut samples) {
-                    // The first one warms up, where that costs little.
-                    let large = bytes > KIB_32;
-                    let warm_up = usize::from(!subject.is_slow() || !large);
-                    let wanted = repetitions(pattern, subject.as_ref(), large, quick) + warm_up;
-                    if pass >= wanted {
-                        continue;
-                    }
-                    subject.write(0, &pages)?;
-                    let sample = subject.harvest(0)?;
-                    ensure!(
-                        sample.pages >= pages.len() as u64,
-                        "{} has found {} of {} pages",
-                        subject.name(),
-                        sample.pages,
-                        pages.len()
-                    );
-                    if pass >= warm_up {
-                        samples.0.push(sample);
-                    }
-                }
-            }
-            for (subject, samples) in all.iter().zip(samples) {
-                let log = subject.name();
-                rows.push(row(&samples.row("density", &subject.units()[0], &dirty, log))?);
-                kept.insert((format!("{name} {dirty}"), log), samples);
-            }
-            eprintln!("dirty-log: density of {name}, {dirty}, done");
+    let mut kept = Kept::new();
+    for pattern in PATTERNS {
+        // All lengths together, so that a slot's length is all that differs.
+        let mut runs: Vec<Run> = Vec::new();
+        for &(name, bytes) in slots {
+            let repetitions = if quick { 1 } else { MARKED_REPETITIONS };
+            runs.extend(
+                marked(&[bytes]).into_iter().map(|s| Run::new(s, name, pattern, repetitions)),
+            );
         }
-        all.iter_mut().try_for_each(|subject| subject.stop())?;
+        harvest(&mut runs, &mut rows, &mut kept)?;
+    }
+    for &(name, bytes) in slots {
+        let mut subjects = guests(&[bytes])?;
+        for pattern in PATTERNS {
+            let repetitions = repetitions(pattern, bytes > KIB_32, quick);
+            let mut runs: Vec<Run> = subjects
+                .drain(..)
+                .map(|subject| Run::new(subject, name, pattern, repetitions))
+                .collect();
+            harvest(&mut runs, &mut rows, &mut kept)?;
+            subjects.extend(runs.into_iter().map(|run| run.subject));
+            eprintln!("dirty-log: density of {name}, {:.0} %, done", pattern.percent());
+        }
     }
     add_ratios(ratios, &kept)?;
     Ok(rows)
 }
 
-fn pages_of(pages: u64, pattern: Pattern) -> Vec<u64> {
-    bitmap(pages, pattern).runs().flat_map(|(first, count)| first..first + count).collect()
+/// A whole harvest of the large slot, by density.
+fn plots(rows: &[Row], large: u64) -> Vec<Plot> {
+    let plot = |pattern: &str| {
+        let title = format!("A harvest of a slot of {} GiB, {pattern} pages", large >> 30);
+        let empty = Plot { title, across: "dirty, %", upwards: "cycles", lines: Vec::new() };
+        let is = |row: &Row, name: &str, value: &str| row.get(name).is_some_and(|v| v == value);
+        let dirty = |row: &Row| {
+            let text = row.get("dirty").and_then(|dirty| dirty.as_str()).unwrap_or_default();
+            let percent = text.split(' ').next().and_then(|percent| percent.parse().ok());
+            (percent.unwrap_or(0.0), text.contains('d') && !text.contains(pattern))
+        };
+        let wanted = |row: &Row| {
+            is(row, "table", "density") && number(row, "len") == large as f64 && !dirty(row).1
+        };
+        empty.of_rows(rows, "log", 0.1, wanted, |row| {
+            let parts = ["call_cycles", "protect_cycles", "traverse_cycles"];
+            (dirty(row).0, parts.map(|part| number(row, part)).iter().sum())
+        })
+    };
+    vec![plot("clustered"), plot("scattered")]
+}
+
+/// A log at one density.
+struct Run {
+    subject: Box<dyn Subject>,
+    name: String,
+    pages: Vec<u64>,
+    dirty: String,
+    repetitions: usize,
+    samples: Samples,
+}
+
+impl Run {
+    fn new(subject: Box<dyn Subject>, name: &str, pattern: Pattern, repetitions: usize) -> Self {
+        let dirty = format!("{:.0} % {}", pattern.percent(), pattern.name()).trim_end().to_owned();
+        let pages = bitmap(subject.units()[0].bytes / 4096, pattern);
+        let pages = pages.runs().flat_map(|(first, count)| first..first + count).collect();
+        Self { subject, name: name.into(), pages, dirty, repetitions, samples: Samples::default() }
+    }
+}
+
+/// Interleaved: one harvest of each, then the next of each. The first one of each warms up and does not
+/// count, unless it is the only one.
+fn harvest(runs: &mut [Run], rows: &mut Vec<Row>, kept: &mut Kept) -> anyhow::Result<()> {
+    runs.iter_mut().try_for_each(|run| run.subject.start())?;
+    let passes = runs.iter().map(|run| run.repetitions).max().unwrap_or(0) + 1;
+    for pass in 0..passes {
+        for run in &mut *runs {
+            let warm_up = usize::from(run.repetitions > 1);
+            if pass >= run.repetitions + warm_up {
+                continue;
+            }
+            run.subject.write(0, &run.pages)?;
+            let sample = run.subject.harvest(0)?;
+            ensure!(
+                sample.pages >= run.pages.len() as u64,
+                "{} has found {} of {} pages",
+                run.subject.name(),
+                sample.pages,
+                run.pages.len()
+            );
+            if pass >= warm_up {
+                run.samples.0.push(sample);
+            }
+        }
+    }
+    for run in runs {
+        run.subject.stop()?;
+        let log = run.subject.name();
+        rows.push(row(&run.samples.row("density", &run.subject.units()[0], &run.dirty, log))?);
+        let samples = std::mem::take(&mut run.samples);
+        kept.insert((format!("{} {}", run.name, run.dirty), log), samples);
+    }
+    Ok(())
 }
 
 /// A harvest is compared whole where `vm-memory`'s is, and the published call alone where the published
-/// ones are.
-fn add_ratios(
-    ratios: &mut BTreeMap<String, f64>,
-    samples: &BTreeMap<(String, &'static str), Samples>,
-) -> anyhow::Result<()> {
+/// ones are. Where nothing is said of how the dirty pages lie they lie in runs, as a loop that writes leaves
+/// them.
+fn add_ratios(ratios: &mut BTreeMap<String, f64>, samples: &Kept) -> anyhow::Result<()> {
     let of = |case: &str, log: &'static str| {
         samples.get(&(case.to_owned(), log)).with_context(|| format!("no `{case}` of {log}"))
     };
     let call = |case: &str, log| of(case, log).map(Samples::call);
     let whole = |case: &str, log| of(case, log).map(Samples::whole);
-    let (clean, one) = ("4g 0 % ", "4g 1 % scattered");
-    let clustered = "4g 1 % clustered";
+    let (clean, one, scattered) = ("4g 0 %", "4g 1 % clustered", "4g 1 % scattered");
+    let org = |case| Ok::<_, anyhow::Error>(call(case, "get.org")? / call(case, "switch")?);
+    let opt = |case| Ok::<_, anyhow::Error>(call(case, "get.opt")? / call(case, "switch")?);
+    let atomic =
+        |case| Ok::<_, anyhow::Error>(whole(case, "AtomicBitmap")? / whole(case, "switch")?);
     for (name, ratio) in [
-        ("get_org_over_switch_clean_4g", call(clean, "get.org")? / call(clean, "switch")?),
-        ("get_opt_over_switch_1pct_4g", call(one, "get.opt")? / call(one, "switch")?),
-        ("switch_clean_4g_over_32k", call(clean, "switch")? / call("32k 0 % ", "switch")?),
-        (
-            "atomic_bitmap_over_switch_clean_4g",
-            whole(clean, "AtomicBitmap")? / whole(clean, "switch")?,
-        ),
-        ("atomic_bitmap_over_switch_1pct_4g", whole(one, "AtomicBitmap")? / whole(one, "switch")?),
-        (
-            "atomic_bitmap_over_switch_1pct_clustered_4g",
-            whole(clustered, "AtomicBitmap")? / whole(clustered, "switch")?,
-        ),
+        ("get_org_over_switch_clean_4g", org(clean)?),
+        ("get_opt_over_switch_1pct_4g", opt(one)?),
+        ("switch_clean_4g_over_32k", call(clean, "switch")? / call("32k 0 %", "switch")?),
+        ("atomic_bitmap_over_switch_clean_4g", atomic(clean)?),
+        ("atomic_bitmap_over_switch_1pct_4g", atomic(one)?),
+        ("atomic_bitmap_over_switch_1pct_scattered_4g", atomic(scattered)?),
     ] {
         ratios.insert(name.to_owned(), ratio);
     }

@@ -16,7 +16,6 @@ use anyhow::{Context, ensure};
 use serde::Serialize;
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, SlotId, SlotLayout, whole_hash};
 
-use crate::machine::Machine;
 use crate::results::{Results, median, row};
 use guest::Links;
 
@@ -167,7 +166,7 @@ fn results(
             ratios.insert("tls_of_raw_rustls".into(), tls);
         }
     }
-    Ok(Results { name: "engine", machine: Machine::here(), rows, yardsticks, ratios })
+    Ok(Results::new("engine", rows, yardsticks, ratios))
 }
 
 /// Pages that no codec shortens.

@@ -6,9 +6,13 @@ mod dirty_log;
 mod engine;
 mod machine;
 mod place;
+mod plot;
 mod qemu;
 mod results;
 
+use std::path::PathBuf;
+
+use anyhow::{Context, ensure};
 use clap::{Parser, ValueEnum};
 
 /// Benchmarks of vmferry.
@@ -23,6 +27,9 @@ struct Arguments {
     /// Small and once: shows that it works, and measures nothing.
     #[arg(long)]
     quick: bool,
+    /// Draw the plots into this file (bitmap, dirty-log).
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -41,6 +48,8 @@ enum Name {
 
 fn main() -> anyhow::Result<()> {
     let arguments = Arguments::parse();
+    let has_plots = matches!(arguments.name, Name::Bitmap | Name::DirtyLog);
+    ensure!(arguments.svg.is_none() || has_plots, "only `bitmap` and `dirty-log` have plots");
     let results = match arguments.name {
         Name::Engine => engine::run(arguments.quick)?,
         Name::Qemu => qemu::run(arguments.quick)?,
@@ -48,6 +57,10 @@ fn main() -> anyhow::Result<()> {
         Name::DirtyLog => dirty_log::run(arguments.quick)?,
         Name::Bitmap => bitmap::run(arguments.quick)?,
     };
+    if let Some(path) = &arguments.svg {
+        plot::draw(&results.plots, path)
+            .with_context(|| format!("the plots can't be drawn into {}", path.display()))?;
+    }
     if arguments.json {
         println!("{}", serde_json::to_string(&results)?);
     } else {

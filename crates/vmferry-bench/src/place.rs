@@ -13,7 +13,6 @@ use serde::Serialize;
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, SlotId, SlotLayout, whole_hash};
 use vmferry_qemu_lab::{HugePages, Mounted, World};
 
-use crate::machine::Machine;
 use crate::results::{Results, median, row};
 
 /// Pages of a run.
@@ -122,7 +121,7 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
         }
     }
     let yardsticks = BTreeMap::new();
-    Ok(Results { name: "place", machine: Machine::here(), rows, yardsticks, ratios })
+    Ok(Results::new("place", rows, yardsticks, ratios))
 }
 
 /// Fills a new file in this way; wall and CPU time in seconds.

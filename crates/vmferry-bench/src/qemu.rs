@@ -15,7 +15,6 @@ use std::collections::BTreeMap;
 use anyhow::{Context, ensure};
 use serde::Serialize;
 
-use crate::machine::Machine;
 use crate::results::{Results, median, row};
 use guest::{Guest, Lab};
 
@@ -157,13 +156,7 @@ fn results(samples: &BTreeMap<(usize, Way), Vec<Sample>>) -> anyhow::Result<Resu
             runs: samples.len(),
         })?);
     }
-    Ok(Results {
-        name: "qemu",
-        machine: Machine::here(),
-        rows,
-        yardsticks: BTreeMap::new(),
-        ratios: ratios(&medians),
-    })
+    Ok(Results::new("qemu", rows, BTreeMap::new(), ratios(&medians)))
 }
 
 /// vmferry with its default of two channels over the best of QEMU's ways of the same security, figure by

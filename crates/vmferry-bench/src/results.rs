@@ -7,6 +7,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::machine::Machine;
+use crate::plot::Plot;
 
 /// The results of one benchmark.
 #[derive(Debug, Serialize)]
@@ -17,39 +18,48 @@ pub struct Results {
     pub machine: Machine,
     /// One for each way and case.
     pub rows: Vec<Row>,
+    /// Rows of other measures, each by its name.
+    #[serde(flatten)]
+    pub more: BTreeMap<&'static str, Vec<Row>>,
     /// Physical limits, measured in the same run: name with unit, and number.
     pub yardsticks: BTreeMap<String, f64>,
     /// How the ways compare: name and number.
     pub ratios: BTreeMap<String, f64>,
+    /// For people to look at.
+    #[serde(skip)]
+    pub plots: Vec<Plot>,
 }
 
 /// One way in one case, over all repetitions: what it is, and numbers with their units in the key.
 pub type Row = serde_json::Map<String, Value>;
 
 impl Results {
-    /// A table with median and spread, then the yardsticks and ratios.
+    /// Measured on this machine.
+    pub fn new(
+        name: &'static str,
+        rows: Vec<Row>,
+        yardsticks: BTreeMap<String, f64>,
+        ratios: BTreeMap<String, f64>,
+    ) -> Self {
+        let (machine, more, plots) = (Machine::here(), BTreeMap::new(), Vec::new());
+        Self { name, machine, rows, more, yardsticks, ratios, plots }
+    }
+
+    /// Tables with median and spread, then the yardsticks and ratios.
     pub fn as_text(&self) -> String {
-        let mut table = Table::new();
-        table.load_style(presets::ASCII_BORDERS_ONLY_CONDENSED);
-        let columns: Vec<&str> =
-            self.rows.first().map_or_else(Vec::new, |row| row.keys().map(String::as_str).collect());
-        table.set_header(columns.iter().map(|name| name.replace('_', " ")));
-        for row in &self.rows {
-            table.add_row(columns.iter().map(|name| cell(row.get(*name))));
-        }
-        for (index, column) in table.column_iter_mut().enumerate() {
-            let number = self.rows.iter().any(|row| {
-                columns.get(index).and_then(|name| row.get(*name)).is_some_and(Value::is_number)
-            });
-            if number {
-                column.set_cell_alignment(CellAlignment::Right);
-            }
-        }
         let machine = &self.machine;
         let mut text = format!(
-            "{}: {}, {} cores, Linux {}, KVM {}\n{table}\n",
-            self.name, machine.cpu, machine.cores, machine.kernel, machine.kvm
+            "{}: {}, {} cores, Linux {}, KVM {}\n{}\n",
+            self.name,
+            machine.cpu,
+            machine.cores,
+            machine.kernel,
+            machine.kvm,
+            table(&self.rows)
         );
+        for (name, rows) in &self.more {
+            text.push_str(&format!("{name}:\n{}\n", table(rows)));
+        }
         for (name, number) in self.yardsticks.iter() {
             text.push_str(&format!("{name}: {number:.1}\n"));
         }
@@ -58,6 +68,27 @@ impl Results {
         }
         text
     }
+}
+
+/// The columns are those of the first row.
+fn table(rows: &[Row]) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::ASCII_BORDERS_ONLY_CONDENSED);
+    let columns: Vec<&str> =
+        rows.first().map_or_else(Vec::new, |row| row.keys().map(String::as_str).collect());
+    table.set_header(columns.iter().map(|name| name.replace('_', " ")));
+    for row in rows {
+        table.add_row(columns.iter().map(|name| cell(row.get(*name))));
+    }
+    for (index, column) in table.column_iter_mut().enumerate() {
+        let number = rows.iter().any(|row| {
+            columns.get(index).and_then(|name| row.get(*name)).is_some_and(Value::is_number)
+        });
+        if number {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table
 }
 
 /// A number with as many digits as mean something.

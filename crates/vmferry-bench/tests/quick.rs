@@ -67,3 +67,60 @@ fn engine_prints_one_object_of_the_promised_shape() {
         assert!(result["ratios"][ratio].as_f64() > Some(0.0), "{ratio}");
     }
 }
+
+/// Runs a benchmark and draws its plots.
+fn with_plots(name: &str) -> Value {
+    let directory = tempfile::tempdir().unwrap();
+    let svg = directory.path().join("plots.svg");
+    let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
+        .args([name, "--json", "--quick", "--svg"])
+        .arg(&svg)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(std::fs::read_to_string(&svg).unwrap().contains("<polyline"), "lines are drawn");
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+#[test]
+fn bitmap_prints_one_object_of_the_promised_shape() {
+    let result = with_plots("bitmap");
+    assert_eq!(result["name"], "bitmap");
+    for row in result["rows"].as_array().unwrap() {
+        assert!(row["us"].as_f64() > Some(0.0), "{row}");
+    }
+    let migrations = result["migrations"].as_array().unwrap();
+    assert_eq!(migrations.len(), 2, "a guest that reads and one that writes");
+    for row in migrations {
+        assert!(row["calls"].as_u64() > Some(0) && row["byte_ms"].as_f64() > Some(0.0), "{row}");
+    }
+    for case in ["clean", "1pct_clustered", "1pct_scattered"] {
+        for ratio in [format!("byte_over_best_{case}"), format!("word_over_best_{case}")] {
+            assert!(result["ratios"][&ratio].as_f64() > Some(0.0), "{ratio}");
+        }
+    }
+    assert!(result["ratios"]["flat_simd_of_memory_bandwidth_1tib"].is_number(), "{result}");
+}
+
+#[test]
+fn dirty_log_prints_one_object_of_the_promised_shape() {
+    let result = with_plots("dirty-log");
+    assert_eq!(result["name"], "dirty-log");
+    let rows = result["rows"].as_array().unwrap();
+    for log in ["get.org", "get.opt", "switch", "AtomicBitmap", "userfaultfd"] {
+        for table in ["gui", "live", "density"] {
+            assert!(rows.iter().any(|row| row["log"] == log && row["table"] == table), "{log}");
+        }
+    }
+    for ratio in [
+        "get_org_over_switch_clean_4g",
+        "get_opt_over_switch_1pct_4g",
+        "switch_clean_4g_over_32k",
+        "atomic_bitmap_over_switch_1pct_4g",
+        "atomic_bitmap_over_switch_1pct_scattered_4g",
+        "atomic_bitmap_over_switch_clean_4g",
+        "mark_over_fetch_or",
+    ] {
+        assert!(result["ratios"][ratio].as_f64() > Some(0.0), "{ratio}");
+    }
+}

@@ -10,11 +10,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use serde::Serialize;
+use vmferry::convergence::WhenStuck;
 use vmferry::destination::{Received, Stop, receive};
 use vmferry::source::{Orders, SourceOutcome, migrate};
-use vmferry::{
-    DestinationConfig, GuestDescription, Resume, SourceConfig, SourceVm, VmError, WhenStuck,
-};
+use vmferry::{DestinationConfig, GuestDescription, Resume, SourceConfig, SourceVm, VmError};
 use vmferry_dirty::{DirtyLog, DirtyLogError, LogChoice};
 use vmferry_memory::traverse::{baseline, flat_runs};
 use vmferry_memory::{GuestMemory, MemoryKind, PageBitmap, PageSet, SlotId};
@@ -28,7 +27,8 @@ use super::Found;
 use crate::results::{Row, median, row};
 
 /// A guest that reads much, and one that writes much.
-const GUESTS: [(&str, &str); 2] = [("reads", "read=384 ticks"), ("writes", "fill=128,text hot=256,random")];
+const GUESTS: [(&str, &str); 2] =
+    [("reads", "read=384 ticks"), ("writes", "fill=128,text hot=256,random")];
 
 /// Bytes per second: so slow that a guest that writes has many rounds.
 const BANDWIDTH: u64 = 350_000_000;

@@ -7,19 +7,14 @@ use vmferry_dirty::{
     DirtyLog, DirtyRings, KvmBitmapLog, KvmClearLog, KvmRingLog, KvmSlot, UffdLog, max_ring_entries,
 };
 use vmferry_kvm_lab::{LabOptions, Machine, WriteLoop};
+use vmferry_memory::traverse::next_nonzero;
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, PageSet, SlotId, SlotLayout};
 
 use super::subject::{Sample, Subject, Unit, traverse};
-use crate::machine::cycles;
+use crate::machine::{cycles, cycles_since};
 
 /// vCPUs of the guest, as many as this machine has cores.
 const VCPUS: usize = 2;
-
-/// So many pages a lane of the engine protects in one call.
-const FRAME_PAGES: usize = 64;
-
-/// The farthest that they may lie apart.
-const SPAN_PAGES: u64 = 32_768;
 
 /// A log of a guest's writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -145,31 +140,15 @@ fn ring(
     Ok(Arc::new(KvmRingLog::new(rings)))
 }
 
-/// Protects what was collected as a lane of the engine does, just before it reads it.
+/// Protects what was collected as a lane of the engine does: 128 MiB of the guest in one call.
 fn protect(log: &dyn DirtyLog, pages: &PageSet) -> anyhow::Result<()> {
-    let mut words = Vec::new();
+    const WORDS: usize = 512;
     for (slot, bitmap) in pages.iter() {
-        let mut frame: Vec<u64> = Vec::with_capacity(FRAME_PAGES);
-        let mut send = |frame: &mut Vec<u64>| -> anyhow::Result<()> {
-            let (Some(first), Some(last)) = (frame.first(), frame.last()) else { return Ok(()) };
-            let first_word = first / 64;
-            words.clear();
-            words.resize((last / 64 - first_word + 1) as usize, 0_u64);
-            for page in frame.drain(..) {
-                words[(page / 64 - first_word) as usize] |= 1 << (page % 64);
-            }
-            Ok(log.rearm(slot, first_word as usize, &words)?)
-        };
-        for (first, count) in bitmap.runs() {
-            for page in first..first + count {
-                let far = frame.first().is_some_and(|begin| page - begin >= SPAN_PAGES);
-                if frame.len() == FRAME_PAGES || far {
-                    send(&mut frame)?;
-                }
-                frame.push(page);
+        for (index, words) in bitmap.words().chunks(WORDS).enumerate() {
+            if next_nonzero(words, 0) < words.len() {
+                log.rearm(slot, index * WORDS, words)?;
             }
         }
-        send(&mut frame)?;
     }
     Ok(())
 }
@@ -177,10 +156,6 @@ fn protect(log: &dyn DirtyLog, pages: &PageSet) -> anyhow::Result<()> {
 impl Subject for GuestSubject {
     fn name(&self) -> &'static str {
         self.log.name()
-    }
-
-    fn is_slow(&self) -> bool {
-        true
     }
 
     fn units(&self) -> &[Unit] {
@@ -223,13 +198,12 @@ impl Subject for GuestSubject {
         let (log, pages) = &mut self.logs[unit];
         let begun = cycles();
         log.collect(pages)?;
-        let collected = cycles();
+        let mut sample = Sample { call: cycles_since(begun), ..Sample::default() };
         if self.log == GuestLog::KvmClear {
+            let begun = cycles();
             protect(log.as_ref(), pages)?;
+            sample.protect = cycles_since(begun);
         }
-        let protected = cycles();
-        let mut sample =
-            Sample { call: collected - begun, protect: protected - collected, ..Sample::default() };
         for (_, bitmap) in pages.iter() {
             let (found, took) = traverse(bitmap);
             sample.pages += found;

@@ -11,7 +11,7 @@ use vmferry_memory::traverse::baseline;
 use vmferry_memory::{PAGE_SIZE, PageBitmap};
 
 use super::subject::{Sample, Subject, Unit, traverse};
-use crate::machine::cycles;
+use crate::machine::{cycles, cycles_since};
 
 /// Marks pages as `vm-memory` does after each write to one.
 fn mark(bitmap: &impl Bitmap, pages: impl Iterator<Item = u64>) {
@@ -71,10 +71,6 @@ impl Subject for SoftwareSubject {
         }
     }
 
-    fn is_slow(&self) -> bool {
-        false
-    }
-
     fn units(&self) -> &[Unit] {
         &self.units
     }
@@ -107,17 +103,17 @@ impl Subject for SoftwareSubject {
             SoftwareWay::GetOpt => bitmap.get_opt(pages),
             SoftwareWay::Switch => {
                 let marks = bitmap.switch();
-                sample.call = cycles() - begun;
+                sample.call = cycles_since(begun);
                 // Nothing is copied in the call, so taking what it hands over is part of going through it.
                 let begun = cycles();
                 if let Some(marks) = marks {
                     marks.take_into(pages);
                 }
-                sample.traverse = cycles() - begun;
+                sample.traverse = cycles_since(begun);
             }
         }
         if self.way != SoftwareWay::Switch {
-            sample.call = cycles() - begun;
+            sample.call = cycles_since(begun);
         }
         let (found, took) = traverse(pages);
         pages.clear_all();
@@ -149,10 +145,6 @@ impl Subject for AtomicSubject {
         "AtomicBitmap"
     }
 
-    fn is_slow(&self) -> bool {
-        false
-    }
-
     fn units(&self) -> &[Unit] {
         &self.units
     }
@@ -180,11 +172,12 @@ impl Subject for AtomicSubject {
     fn harvest(&mut self, unit: usize) -> anyhow::Result<Sample> {
         let begun = cycles();
         let words = self.slots[unit].get_and_reset();
+        let call = cycles_since(begun);
         let called = cycles();
         let mut pages = 0;
         baseline::by_word(&words, |page| pages += black_box((page, 1)).1);
-        let traverse = cycles() - called;
-        Ok(Sample { call: called - begun, traverse, pages, ..Sample::default() })
+        let traverse = cycles_since(called);
+        Ok(Sample { call, traverse, pages, ..Sample::default() })
     }
 
     fn stop(&mut self) -> anyhow::Result<()> {

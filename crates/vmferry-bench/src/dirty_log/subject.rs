@@ -4,7 +4,7 @@ use std::hint::black_box;
 
 use vmferry_memory::PageBitmap;
 
-use crate::machine::cycles;
+use crate::machine::{cycles, cycles_since};
 
 /// What one harvest cost, in cycles, and how many pages it found.
 #[derive(Clone, Copy, Debug, Default)]
@@ -34,9 +34,6 @@ impl Unit {
 pub trait Subject {
     fn name(&self) -> &'static str;
 
-    /// Whether a write takes microseconds.
-    fn is_slow(&self) -> bool;
-
     fn units(&self) -> &[Unit];
 
     fn start(&mut self) -> anyhow::Result<()>;
@@ -62,5 +59,5 @@ pub fn traverse(pages: &PageBitmap) -> (u64, u64) {
     let begun = cycles();
     let mut found = 0;
     pages.runs().for_each(|(first, count)| found += black_box((first, count)).1);
-    (found, cycles() - begun)
+    (found, cycles_since(begun))
 }

@@ -8,8 +8,8 @@ use vmferry_memory::{MemoryKind, PageSet, SlotId, SlotLayout};
 
 use super::{check, follow, kvm_slots};
 use crate::{
-    DirtyLog, DirtyLogError, DirtyRings, KvmBitmapLog, KvmClearLog, KvmRingLog, UffdLog,
-    enable_dirty_ring, max_ring_entries,
+    DirtyLog, DirtyLogError, DirtyRings, KvmAdaptiveLog, KvmBitmapLog, KvmClearLog, KvmRingLog,
+    UffdLog, enable_dirty_ring, max_ring_entries,
 };
 
 const RING: LabOptions = LabOptions { dirty_ring_entries: Some(1024) };
@@ -114,6 +114,53 @@ fn one_log_after_the_other_on_one_machine() {
         bitmap.stop().unwrap();
         Box::new(bitmap)
     });
+}
+
+#[test]
+fn the_adaptive_log_follows_a_guest_that_writes_everything() {
+    let test = "the_adaptive_log_follows_a_guest_that_writes_everything";
+    run(test, MemoryKind::Private, |machine| Box::new(adaptive_log(machine)));
+}
+
+fn adaptive_log(machine: &Machine) -> KvmAdaptiveLog {
+    KvmAdaptiveLog::new(Arc::clone(machine.vm()), kvm_slots(machine)).unwrap()
+}
+
+/// What is protected when it is reported, and what when it is read, by what the harvest before found.
+#[test]
+fn the_adaptive_log_takes_the_way_that_suits_what_is_dirty() {
+    let test = "the_adaptive_log_takes_the_way_that_suits_what_is_dirty";
+    let Some(machine) = machine(test, MemoryKind::Private, 1, 300, LabOptions::default()) else {
+        return;
+    };
+    let log = adaptive_log(&machine);
+    let mut pages = PageSet::for_memory(machine.memory());
+    let mut harvest = |written: &[u64]| {
+        machine.write_pages(0, SlotId(1), written.iter().copied()).unwrap();
+        pages.clear_all();
+        log.collect(&mut pages).unwrap();
+        assert!(pages.bitmap(SlotId(0)).is_empty());
+        let found: Vec<u64> = pages
+            .bitmap(SlotId(1))
+            .runs()
+            .flat_map(|(first, count)| first..first + count)
+            .collect();
+        (log.name(), found)
+    };
+    let many: Vec<u64> = (0..100).collect();
+    log.start().unwrap();
+    assert_eq!(harvest(&many), ("kvm-clear", many.clone()));
+    // They were reported and not protected, so they are reported again, and protected now.
+    assert_eq!(harvest(&[]), ("kvm-bitmap", many.clone()));
+    assert_eq!(harvest(&[3, 150]), ("kvm-bitmap", vec![3, 150]));
+    assert_eq!(harvest(&[4, 151]), ("kvm-clear", vec![4, 151]), "little was dirty");
+    log.rearm(SlotId(1), 0, &[1 << 4]).unwrap();
+    assert_eq!(harvest(&[5]), ("kvm-clear", vec![5, 151]), "151 was not read yet");
+    log.stop().unwrap();
+    // Another start begins anew, whatever was before.
+    log.start().unwrap();
+    assert_eq!(harvest(&many), ("kvm-clear", many.clone()));
+    log.stop().unwrap();
 }
 
 #[test]
