@@ -17,6 +17,7 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use serde::Serialize;
+use vmferry_dirty::SoftwareWay;
 
 use self::guest::{GuestLog, GuestSubject};
 use self::software::{AtomicSubject, SoftwareSubject};
@@ -127,7 +128,8 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
     let mut ratios = BTreeMap::new();
     let large = if quick { 16 << 20 } else { GIB_4 };
     rows.extend(density(&[("32k", KIB_32), ("4g", large)], quick, &mut ratios)?);
-    let mark = mark::measure(if quick { 1 << 16 } else { 1 << 22 }, if quick { 1 } else { 7 });
+    rows.extend(lengths(if quick { 20 } else { 2000 }, quick, &mut ratios)?);
+    let mark = mark::measure(if quick { 1 << 18 } else { 1 << 22 }, if quick { 1 } else { 7 });
     ratios.insert("mark_over_fetch_or".into(), mark.two_threads);
     ratios.insert("mark_over_fetch_or_one_thread".into(), mark.one_thread);
     let yardsticks = BTreeMap::from([
@@ -222,6 +224,38 @@ fn live(quick: bool) -> anyhow::Result<Vec<Row>> {
     }
     eprintln!("dirty-log: live done");
     Ok(rows)
+}
+
+/// The call that switches a clean slot, by the slot's length: by turns, and each after the same work has
+/// taken the slot out of the nearest cache, as everything that comes between two harvests does.
+fn lengths(
+    passes: usize,
+    quick: bool,
+    ratios: &mut BTreeMap<String, f64>,
+) -> anyhow::Result<Vec<Row>> {
+    let slots: &[u64] = if quick { &[KIB_32, GIB_4] } else { &[KIB_32, 16 << 20, GIB_4, 1 << 40] };
+    let mut subject = SoftwareSubject::new(SoftwareWay::Switch, slots);
+    subject.start()?;
+    let work: Vec<u64> = vec![1; (256 << 10) / 8];
+    let mut samples: Vec<Samples> = slots.iter().map(|_| Samples::default()).collect();
+    for _ in 0..passes {
+        for (unit, samples) in samples.iter_mut().enumerate() {
+            std::hint::black_box(std::hint::black_box(&work).iter().sum::<u64>());
+            samples.0.push(subject.harvest(unit)?);
+        }
+    }
+    subject.stop()?;
+    let call =
+        |bytes| slots.iter().position(|slot| *slot == bytes).map(|unit| samples[unit].call());
+    let over = call(GIB_4).zip(call(KIB_32)).context("no such lengths")?;
+    ratios.insert("switch_clean_4g_over_32k".into(), over.0 / over.1);
+    let rows = subject.units().iter().zip(&samples).map(|(unit, samples)| {
+        let mut columns = samples.row("length", unit, "clean", "switch");
+        // Thousands.
+        columns.calls.clear();
+        row(&columns)
+    });
+    rows.collect()
 }
 
 /// How often a guest's log is harvested at a density: writing it takes a guest seconds.
@@ -379,7 +413,6 @@ fn add_ratios(ratios: &mut BTreeMap<String, f64>, samples: &Kept) -> anyhow::Res
     for (name, ratio) in [
         ("get_org_over_switch_clean_4g", org(clean)?),
         ("get_opt_over_switch_1pct_4g", opt(one)?),
-        ("switch_clean_4g_over_32k", call(clean, "switch")? / call("32k 0 %", "switch")?),
         ("atomic_bitmap_over_switch_clean_4g", atomic(clean)?),
         ("atomic_bitmap_over_switch_1pct_4g", atomic(one)?),
         ("atomic_bitmap_over_switch_1pct_scattered_4g", atomic(scattered)?),

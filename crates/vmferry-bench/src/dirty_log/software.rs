@@ -48,17 +48,17 @@ pub struct SoftwareSubject {
 }
 
 impl SoftwareSubject {
+    pub fn new(way: SoftwareWay, slots: &[u64]) -> Self {
+        let of = |bytes: &u64| {
+            let pages = PageBitmap::new(bytes / PAGE_SIZE as u64);
+            (DirtyBitmap::with_len(*bytes as usize), pages)
+        };
+        Self { way, slots: slots.iter().map(of).collect(), units: Unit::of_slots(slots) }
+    }
+
     /// In each way.
     pub fn all(slots: &[u64]) -> Vec<Box<dyn Subject>> {
-        let subject = |way| -> Box<dyn Subject> {
-            let of = |bytes: &u64| {
-                let pages = PageBitmap::new(bytes / PAGE_SIZE as u64);
-                (DirtyBitmap::with_len(*bytes as usize), pages)
-            };
-            let units = Unit::of_slots(slots);
-            Box::new(Self { way, slots: slots.iter().map(of).collect(), units })
-        };
-        SoftwareWay::ALL.map(subject).into()
+        SoftwareWay::ALL.map(|way| Box::new(Self::new(way, slots)) as Box<dyn Subject>).into()
     }
 }
 

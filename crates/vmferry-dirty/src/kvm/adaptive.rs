@@ -1,7 +1,8 @@
-//! KVM's bitmap, read in the way that suits how much is dirty.
+//! KVM's bitmap, read in the way that the last rounds have shown to cost less.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use kvm_ioctls::VmFd;
 use vmferry_memory::{PageSet, SlotId};
@@ -11,27 +12,53 @@ use super::ioctl;
 use super::slots::KvmSlot;
 use crate::{DirtyLog, DirtyLogError, KvmBitmapLog};
 
-/// [`KvmClearLog`] while little is dirty, [`KvmBitmapLog`] while much is, chosen anew at every harvest by what
-/// the last one found.
+/// [`KvmClearLog`], or [`KvmBitmapLog`] while so much is dirty that manual clear costs too much: chosen anew at
+/// every harvest by what the last one found and what protecting that has cost.
 ///
-/// Manual clear protects pages just before they are read, frame by frame: a page that is written twice
-/// before that is sent once. But each of these calls makes every vCPU leave the guest for a TLB flush,
-/// and when much of memory is dirty there is one for every few pages; then it costs less to let the one
-/// call that reads the bitmap protect everything. Both read the same bitmap of KVM, so changing from one
-/// to the other is a setting, and loses nothing: what was reported and not protected yet is reported
-/// again.
+/// Manual clear protects pages just before they are read, so that fewer of them are written once more before
+/// the next harvest. But each of its calls makes every vCPU leave the guest for a TLB flush, and when much is
+/// dirty there are many; how much each costs differs from host to host by a hundred times, so it is
+/// measured. Both ways read the same bitmap of KVM: changing from one to the other is a setting, and loses
+/// nothing, because what was reported and not protected yet is reported again.
 pub struct KvmAdaptiveLog {
     clear: KvmClearLog,
-    pages: u64,
     /// Whether pages are protected when they are read; else when they are reported.
     manual: AtomicBool,
-    /// What the next harvest is to do.
-    next_manual: AtomicBool,
+    /// Nanoseconds that protecting has taken since the last harvest, over all threads.
+    protecting: AtomicU64,
+    measured: Mutex<Measured>,
 }
 
-/// From this part of all pages on, much is dirty: one in so many. `vmferry-bench dirty-log` measures both
-/// ways at each density.
-const DENSE: u64 = 16;
+/// What is known of the rounds before.
+#[derive(Clone, Copy, Debug)]
+struct Measured {
+    /// When the last harvest was.
+    since: Instant,
+    /// Pages that it found.
+    dirty: u64,
+    /// So many were dirty when manual clear cost too much.
+    too_many: u64,
+}
+
+/// Manual clear costs too much from this part of a round's time on.
+const TOO_MUCH: u32 = 10;
+
+impl Measured {
+    fn begin() -> Self {
+        Self { since: Instant::now(), dirty: 0, too_many: u64::MAX }
+    }
+
+    /// Whether the next harvest is to leave pages unprotected, after a round that took so long, of which
+    /// so much was spent on protecting.
+    fn choose(&mut self, manual: bool, round: Duration, protecting: Duration) -> bool {
+        if manual && protecting > round / TOO_MUCH {
+            self.too_many = self.dirty;
+            return false;
+        }
+        // Not back at once: half as many calls may be worth their cost.
+        manual || self.dirty <= self.too_many / 2
+    }
+}
 
 impl KvmAdaptiveLog {
     /// A log of these slots, which must be all that the guest writes.
@@ -39,10 +66,28 @@ impl KvmAdaptiveLog {
     /// # Errors
     /// [`DirtyLogError::Unavailable`] where KVM lacks manual clear: there is nothing to choose then.
     pub fn new(vm: Arc<VmFd>, slots: Vec<KvmSlot>) -> Result<Self, DirtyLogError> {
-        let pages = slots.iter().map(KvmSlot::pages).sum();
-        let clear = KvmClearLog::new(vm, slots)?;
-        let [manual, next_manual] = [true; 2].map(AtomicBool::new);
-        Ok(Self { clear, pages, manual, next_manual })
+        Ok(Self {
+            clear: KvmClearLog::new(vm, slots)?,
+            manual: AtomicBool::new(true),
+            protecting: AtomicU64::new(0),
+            measured: Mutex::new(Measured::begin()),
+        })
+    }
+
+    /// Has the next harvests leave pages unprotected, or protect them.
+    pub(crate) fn set_manual(&self, manual: bool) -> Result<(), DirtyLogError> {
+        if manual != self.manual.load(Ordering::Relaxed) {
+            ioctl::set_manual_clear(self.clear.slots().vm(), manual).map_err(|error| {
+                DirtyLogError::Unavailable { log: KvmClearLog::NAME, reason: error.to_string() }
+            })?;
+            self.manual.store(manual, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Harvests in the present way, and returns the number of pages.
+    pub(crate) fn read(&self, into: &mut PageSet) -> Result<u64, DirtyLogError> {
+        self.clear.slots().collect(into)
     }
 }
 
@@ -54,32 +99,57 @@ impl DirtyLog for KvmAdaptiveLog {
 
     fn start(&self) -> Result<(), DirtyLogError> {
         self.manual.store(true, Ordering::Relaxed);
-        self.next_manual.store(true, Ordering::Relaxed);
+        self.protecting.store(0, Ordering::Relaxed);
+        *self.measured.lock().unwrap_or_else(PoisonError::into_inner) = Measured::begin();
         self.clear.start()
     }
 
     fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
-        let manual = self.next_manual.load(Ordering::Relaxed);
-        if manual != self.manual.load(Ordering::Relaxed) {
-            ioctl::set_manual_clear(self.clear.slots().vm(), manual).map_err(|error| {
-                DirtyLogError::Unavailable { log: KvmClearLog::NAME, reason: error.to_string() }
-            })?;
-            self.manual.store(manual, Ordering::Relaxed);
-        }
-        let dirty = self.clear.slots().collect(into)?;
-        self.next_manual.store(dirty < self.pages.div_ceil(DENSE), Ordering::Relaxed);
+        let mut measured = self.measured.lock().unwrap_or_else(PoisonError::into_inner);
+        let protecting = Duration::from_nanos(self.protecting.swap(0, Ordering::Relaxed));
+        let manual = self.manual.load(Ordering::Relaxed);
+        let round = measured.since.elapsed();
+        self.set_manual(measured.choose(manual, round, protecting))?;
+        measured.since = Instant::now();
+        measured.dirty = self.read(into)?;
         Ok(())
     }
 
     fn rearm(&self, slot: SlotId, first_word: usize, words: &[u64]) -> Result<(), DirtyLogError> {
-        if self.manual.load(Ordering::Relaxed) {
-            self.clear.rearm(slot, first_word, words)
-        } else {
-            Ok(())
+        if !self.manual.load(Ordering::Relaxed) {
+            return Ok(());
         }
+        let begun = Instant::now();
+        self.clear.rearm(slot, first_word, words)?;
+        let took = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.protecting.fetch_add(took, Ordering::Relaxed);
+        Ok(())
     }
 
     fn stop(&self) -> Result<(), DirtyLogError> {
         self.clear.stop()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ROUND: Duration = Duration::from_millis(100);
+
+    #[test]
+    fn manual_clear_is_left_when_it_costs_much_and_taken_again_when_less_is_dirty() {
+        let mut measured = Measured { dirty: 1000, ..Measured::begin() };
+        assert!(measured.choose(true, ROUND, Duration::from_millis(9)));
+        assert!(!measured.choose(true, ROUND, Duration::from_millis(11)), "a tenth of the round");
+        for (dirty, manual) in [(2000, false), (501, false), (500, true)] {
+            measured.dirty = dirty;
+            assert_eq!(measured.choose(false, ROUND, Duration::ZERO), manual, "{dirty}");
+        }
+        // What costs much with fewer pages is left with fewer.
+        assert!(!measured.choose(true, ROUND, ROUND));
+        assert_eq!(measured.too_many, 500);
+        measured.dirty = 251;
+        assert!(!measured.choose(false, ROUND, Duration::ZERO));
     }
 }

@@ -4,7 +4,8 @@
 //! a clean one costs nothing. A mark sets the page's bit first and the summary's after it; taking
 //! takes the summary first and the words after it. With a full fence in between on both sides, either
 //! the taker sees the page's bit, or the marker sees that the summary was taken and sets it again: no
-//! mark is ever in a word that no summary bit leads to.
+//! mark stays in a word that no summary bit leads to. A mark in a word that has others leaves that to
+//! whoever made the first of them; if that one is interrupted before it does, the mark is late.
 
 use std::sync::atomic::Ordering;
 
@@ -87,7 +88,11 @@ impl Marks {
             return;
         };
         // Release: whoever takes the mark sees the write that was made before it.
-        bits.0[word as usize % BLOCK_WORDS].fetch_or(mask, Ordering::AcqRel);
+        let before = bits.0[word as usize % BLOCK_WORDS].fetch_or(mask, Ordering::AcqRel);
+        if before != 0 {
+            // Whoever marked the word first leads the summary to it, and to this mark too.
+            return;
+        }
         fence_after_rmw();
         let bit = 1 << (block % 64);
         // A look first: it is mostly set, and its line then stays shared among the markers.
