@@ -1,11 +1,13 @@
 //! A bitmap that threads mark while another one takes what is marked.
 //!
-//! Like `vmferry_memory::PageBitmap` it has a summary, one bit for a block of 512 pages, so that taking
-//! a clean one costs nothing. A mark sets the page's bit first and the summary's after it; taking
-//! takes the summary first and the words after it. With a full fence in between on both sides, either
-//! the taker sees the page's bit, or the marker sees that the summary was taken and sets it again: no
-//! mark stays in a word that no summary bit leads to. A mark in a word that has others leaves that to
-//! whoever made the first of them; if that one is interrupted before it does, the mark is late.
+//! Like `vmferry_memory::PageBitmap` it has a summary, so that taking a clean one costs nothing: one bit for a
+//! group of eight blocks, 4,096 pages. A finer one would cost the markers more after each harvest, when
+//! all of them set its bits anew and take its lines from each other.
+//!
+//! A mark sets the page's bit first and the summary's after it; taking takes the summary first and the
+//! words after it. With a full fence in between on both sides, either the taker sees the page's bit, or
+//! the marker sees that the summary was taken and sets it again: no mark stays in a word that no summary
+//! bit leads to.
 
 use std::sync::atomic::Ordering;
 
@@ -14,20 +16,28 @@ use vmferry_memory::traverse::{BLOCK_PAGES, BLOCK_WORDS};
 
 use super::sync::{AtomicU64, fence_after_rmw};
 
+/// Blocks that one bit of the summary leads to.
+const GROUP_BLOCKS: usize = 8;
+
 /// A cache line of bits, so that one mark and one take touch one line.
 #[repr(align(64))]
 #[derive(Debug)]
 struct Block([AtomicU64; BLOCK_WORDS]);
 
 impl Block {
-    /// Takes the words that have any bit. A look first: an exchange costs as much as ten looks. All looks
-    /// come before the first exchange, so that what is guessed wrong is guessed once for a block.
+    /// Which words have any bit: bit `w` for word `w`. An exchange costs as much as ten looks, and all looks
+    /// come before the first one, so that what is guessed wrong is guessed once for a block.
     #[inline]
-    fn take(&self) -> [u64; BLOCK_WORDS] {
-        let mut marked = 0_u32;
-        for (index, bits) in self.0.iter().enumerate() {
-            marked |= u32::from(bits.load(Ordering::Relaxed) != 0) << index;
-        }
+    fn marked(&self) -> u32 {
+        let words = self.0.iter().enumerate();
+        words.fold(0, |marked, (index, bits)| {
+            marked | u32::from(bits.load(Ordering::Relaxed) != 0) << index
+        })
+    }
+
+    /// Takes the words that are `marked`.
+    #[inline]
+    fn take(&self, mut marked: u32) -> [u64; BLOCK_WORDS] {
         let mut words = [0; BLOCK_WORDS];
         while marked != 0 {
             let index = marked.trailing_zeros() as usize % BLOCK_WORDS;
@@ -35,6 +45,19 @@ impl Block {
             words[index] = self.0[index].swap(0, Ordering::AcqRel);
         }
         words
+    }
+}
+
+#[inline]
+fn take_blocks<'a>(
+    blocks: impl Iterator<Item = (usize, &'a Block)>,
+    found: &mut impl FnMut(usize, &[u64; BLOCK_WORDS]),
+) {
+    for (index, block) in blocks {
+        let marked = block.marked();
+        if marked != 0 {
+            found(index, &block.take(marked));
+        }
     }
 }
 
@@ -48,7 +71,7 @@ fn drop_marks(summary: &AtomicU64) {
 #[derive(Debug)]
 pub struct Marks {
     blocks: Box<[Block]>,
-    /// Bit `b` of word `s` is block `64 * s + b`.
+    /// Bit `b` of word `s` is group `64 * s + b`.
     summary: Box<[AtomicU64]>,
     pages: u64,
 }
@@ -59,7 +82,8 @@ impl Marks {
     pub fn new(pages: u64) -> Self {
         let blocks = pages.div_ceil(BLOCK_PAGES);
         let block = |_| Block(std::array::from_fn(|_| AtomicU64::new(0)));
-        let summary = (0..blocks.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
+        let groups = blocks.div_ceil(GROUP_BLOCKS as u64);
+        let summary = (0..groups.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
         Self { blocks: (0..blocks).map(block).collect(), summary, pages }
     }
 
@@ -83,18 +107,14 @@ impl Marks {
     #[inline]
     fn mark_in_word(&self, word: u64, mask: u64) {
         let block = (word / BLOCK_WORDS as u64) as usize;
-        let (Some(bits), Some(summary)) = (self.blocks.get(block), self.summary.get(block / 64))
-        else {
-            return;
-        };
+        let Some(bits) = self.blocks.get(block) else { return };
         // Release: whoever takes the mark sees the write that was made before it.
-        let before = bits.0[word as usize % BLOCK_WORDS].fetch_or(mask, Ordering::AcqRel);
-        if before != 0 {
-            // Whoever marked the word first leads the summary to it, and to this mark too.
-            return;
-        }
+        // That nothing is made of what was there before lets it be one instruction on x86.
+        bits.0[word as usize % BLOCK_WORDS].fetch_or(mask, Ordering::AcqRel);
         fence_after_rmw();
-        let bit = 1 << (block % 64);
+        let group = block / GROUP_BLOCKS;
+        let Some(summary) = self.summary.get(group / 64) else { return };
+        let bit = 1 << (group % 64);
         // A look first: it is mostly set, and its line then stays shared among the markers.
         if summary.load(Ordering::Relaxed) & bit == 0 {
             summary.fetch_or(bit, Ordering::AcqRel);
@@ -127,9 +147,10 @@ impl Marks {
             let mut held = summary.swap(0, Ordering::AcqRel);
             fence_after_rmw();
             while held != 0 {
-                let block = index * 64 + held.trailing_zeros() as usize;
+                let first = (index * 64 + held.trailing_zeros() as usize) * GROUP_BLOCKS;
                 held &= held - 1;
-                found(block, &self.blocks[block].take());
+                let blocks = self.blocks.iter().enumerate().skip(first).take(GROUP_BLOCKS);
+                take_blocks(blocks, &mut found);
             }
         }
     }
@@ -142,14 +163,10 @@ impl Marks {
     /// The same as the published calls do it, which knew no summary: every word is looked at.
     pub fn copy_out(&self, pages: &mut PageBitmap) {
         // Else the summary would lead to blocks that are clear.
-        self.summary.iter().for_each(|summary| drop_marks(summary));
+        self.summary.iter().for_each(drop_marks);
         fence_after_rmw();
-        for (block, bits) in self.blocks.iter().enumerate() {
-            let words = bits.take();
-            if words != [0; BLOCK_WORDS] {
-                pages.or_block(block, &words);
-            }
-        }
+        let mut found = |block, words: &_| pages.or_block(block, words);
+        take_blocks(self.blocks.iter().enumerate(), &mut found);
     }
 
     /// Pages that it covers.

@@ -1,7 +1,6 @@
 //! A slot of the table: what writers mark, and the three published ways to read it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
 
 use arc_swap::ArcSwapOption;
 use vm_memory::bitmap::{Bitmap, NewBitmap, RefSlice, WithBitmapSlice};
@@ -21,16 +20,10 @@ pub struct DirtyBitmap(Arc<Slot>);
 struct Slot {
     /// Of [`SoftwareWay::Switch`] and [`SoftwareWay::GetOpt`].
     pair: Pair,
-    /// Of [`SoftwareWay::GetOrg`]: the published bitmap.
+    /// Of [`SoftwareWay::GetOrg`]: the published bitmap, which writers mark if the pair says elsewhere.
     published: ArcSwapOption<Marks>,
-    /// One of the ways, or [`OFF`].
-    way: AtomicU8,
     pages: u64,
 }
-
-const OFF: u8 = 0;
-const PAIR: u8 = 1;
-const PUBLISHED: u8 = 2;
 
 impl DirtyBitmap {
     /// A slot of so many pages whose writers mark these bitmaps by turns.
@@ -39,11 +32,10 @@ impl DirtyBitmap {
     /// If the bitmaps are not of the same pages.
     #[must_use]
     pub fn over(marks: [Marks; 2]) -> Self {
-        sync::prepare();
         let pages = marks[0].pages();
         assert_eq!(pages, marks[1].pages(), "two bitmaps of one slot");
         let published = ArcSwapOption::empty();
-        Self(Arc::new(Slot { pair: Pair::new(marks), published, way: AtomicU8::new(OFF), pages }))
+        Self(Arc::new(Slot { pair: Pair::new(marks), published, pages }))
     }
 
     /// Pages of the slot.
@@ -61,15 +53,12 @@ impl DirtyBitmap {
         match way {
             SoftwareWay::GetOrg => {
                 self.0.published.store(Some(Arc::new(Marks::new(self.0.pages))));
-                self.0.way.store(PUBLISHED, Ordering::SeqCst);
+                self.0.pair.start_elsewhere();
             }
-            SoftwareWay::GetOpt | SoftwareWay::Switch => {
-                self.0.pair.start();
-                self.0.way.store(PAIR, Ordering::SeqCst);
-            }
+            SoftwareWay::GetOpt | SoftwareWay::Switch => self.0.pair.start(),
         }
-        // `vm-memory` marks after the write. With this fence here and the light one there, either
-        // the mark is made, or the first round copies what was written.
+        // `vm-memory` marks after the write: either the mark is made, or the first round copies what was
+        // written (`Pair::active`).
         if sync::heavy_fence() {
             return Ok(());
         }
@@ -80,7 +69,6 @@ impl DirtyBitmap {
 
     /// Ends marking.
     pub fn stop(&self) {
-        self.0.way.store(OFF, Ordering::SeqCst);
         self.0.pair.stop();
         self.0.published.store(None);
     }
@@ -88,7 +76,7 @@ impl DirtyBitmap {
     /// `get.org`: allocates a bitmap and publishes it, waits until no writer can still hold the old one,
     /// and copies that out. Only while it is marked in this way.
     pub fn get_org(&self, into: &mut PageBitmap) {
-        if self.0.way.load(Ordering::Relaxed) != PUBLISHED {
+        if !self.0.pair.is_elsewhere() {
             return;
         }
         let fresh = Arc::new(Marks::new(self.0.pages));
@@ -129,17 +117,13 @@ impl DirtyBitmap {
         self.0.pair.both().for_each(|marks| marks.take_into(into));
     }
 
-    #[inline]
-    fn mark_pages(&self, offset: usize, len: usize) {
-        let first = (offset >> PAGE_SHIFT) as u64;
-        let last = (offset.saturating_add(len - 1) >> PAGE_SHIFT) as u64;
-        let mark = |marks: &Marks| {
-            if first == last { marks.mark(first) } else { marks.mark_through(first, last) }
-        };
-        match self.0.way.load(Ordering::Acquire) {
-            PAIR => self.0.pair.active().into_iter().for_each(mark),
-            PUBLISHED => self.0.published.load().iter().for_each(|marks| mark(marks)),
-            _ => {}
+    /// What is rare: a write of several pages, or to a slot that is not marked by turns.
+    #[cold]
+    fn mark_through(&self, first: u64, last: u64) {
+        if let Some(marks) = self.0.pair.active() {
+            marks.mark_through(first, last);
+        } else if self.0.pair.is_elsewhere() {
+            self.0.published.load().iter().for_each(|marks| marks.mark_through(first, last));
         }
     }
 }
@@ -150,11 +134,15 @@ impl<'a> WithBitmapSlice<'a> for DirtyBitmap {
 
 impl Bitmap for DirtyBitmap {
     /// `vm-memory` calls this after the write.
-    #[inline]
+    #[inline(always)]
     fn mark_dirty(&self, offset: usize, len: usize) {
-        sync::light_fence();
-        if len > 0 {
-            self.mark_pages(offset, len);
+        let first = (offset >> PAGE_SHIFT) as u64;
+        let last = (offset.saturating_add(len).wrapping_sub(1) >> PAGE_SHIFT) as u64;
+        match self.0.pair.active() {
+            Some(marks) if first == last && len > 0 => marks.mark(first),
+            None if !self.0.pair.is_elsewhere() => {}
+            _ if len > 0 => self.mark_through(first, last),
+            _ => {}
         }
     }
 

@@ -3,9 +3,9 @@
 //!
 //! `unsafe` here makes one system call that takes numbers only.
 
-pub(super) use std::sync::atomic::{AtomicU64, AtomicUsize};
+pub(super) use std::sync::atomic::{AtomicU64, AtomicUsize, fence};
 
-use std::sync::atomic::{AtomicU8, Ordering, compiler_fence, fence};
+use std::sync::atomic::{AtomicU8, Ordering, compiler_fence};
 
 /// A full fence right after an atomic read-modify-write. On x86 that is one already: no load or store
 /// passes a locked instruction (Intel SDM volume 3, 9.2.3.9).
@@ -29,26 +29,18 @@ const PRIVATE_EXPEDITED: libc::c_int = 1 << 3;
 /// `MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED`.
 const REGISTER_PRIVATE_EXPEDITED: libc::c_int = 1 << 4;
 
-/// To be called before any thread uses [`light_fence`].
-pub(super) fn prepare() {
+/// Whether [`heavy_fence`] is the only fence that is needed: then the other half of it is none but for the
+/// compiler. Else every thread that is to be seen in order makes a full fence itself.
+pub(super) fn fences_for_all() -> bool {
     if MEMBARRIER.load(Ordering::Relaxed) == UNKNOWN {
         let usable = membarrier(REGISTER_PRIVATE_EXPEDITED) && membarrier(PRIVATE_EXPEDITED);
         MEMBARRIER.store(if usable { USABLE } else { MISSING }, Ordering::SeqCst);
     }
+    MEMBARRIER.load(Ordering::Relaxed) == USABLE
 }
 
-/// One half of a pair of fences: what a thread does before this, and what it does after, is seen in
-/// that order by one that makes a [`heavy_fence`] in between. Costs nothing where Linux has membarrier.
-#[inline]
-pub(super) fn light_fence() {
-    if MEMBARRIER.load(Ordering::Relaxed) == USABLE {
-        compiler_fence(Ordering::SeqCst);
-    } else {
-        fence(Ordering::SeqCst);
-    }
-}
-
-/// The other half: every running thread of this process makes a full fence before this returns.
+/// Every running thread of this process makes a full fence before this returns, if [`fences_for_all`]; else
+/// this one does.
 /// `false` if the system refuses what it had allowed: then nothing is known.
 #[must_use]
 pub(super) fn heavy_fence() -> bool {
