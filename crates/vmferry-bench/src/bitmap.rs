@@ -11,6 +11,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use anyhow::ensure;
+use plotters::prelude::SeriesLabelPosition;
 use serde::Serialize;
 use vmferry_memory::traverse::{baseline, flat_runs};
 
@@ -116,7 +117,10 @@ fn plots(rows: &[Row]) -> Vec<Plot> {
         let pages = GUESTS.iter().find(|(guest, _)| is(row, "guest", guest));
         pages.map_or(0.0, |(_, pages)| *pages as f64 / (1 << 18) as f64)
     };
-    let empty = |title: String, across| Plot { title, across, upwards: "us", lines: Vec::new() };
+    let empty = |title: String, across| {
+        let legend = SeriesLabelPosition::UpperLeft;
+        Plot { title, across, upwards: "us", legend, lines: Vec::new() }
+    };
     let by_guest = empty("A clean bitmap, by the guest's size".into(), "guest, GiB").of_rows(
         rows,
         "way",
@@ -126,7 +130,7 @@ fn plots(rows: &[Row]) -> Vec<Plot> {
     );
     let by_density = |pattern: &str| {
         let title = format!("A guest of {RATIO_GUEST}, {pattern} pages");
-        empty(title, "dirty, %").of_rows(
+        empty(title, "dirty, % (clean at the left)").of_rows(
             rows,
             "way",
             0.001,

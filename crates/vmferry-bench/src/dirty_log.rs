@@ -16,6 +16,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
+use plotters::prelude::SeriesLabelPosition;
 use serde::Serialize;
 use vmferry_dirty::SoftwareWay;
 
@@ -49,7 +50,8 @@ struct LogRow {
     call_cycles: f64,
     call_cycles_min: f64,
     call_cycles_max: f64,
-    /// Protecting it again, where that is not part of the call.
+    /// Protecting it again, where that is not part of the call; of the ring, what the vCPUs' threads have
+    /// taken from it when it was full.
     protect_cycles: f64,
     /// Going through the runs of dirty pages, and whatever is left to be taken.
     traverse_cycles: f64,
@@ -324,7 +326,13 @@ fn density(
 fn plots(rows: &[Row], large: u64) -> Vec<Plot> {
     let plot = |pattern: &str| {
         let title = format!("A harvest of a slot of {} GiB, {pattern} pages", large >> 30);
-        let empty = Plot { title, across: "dirty, %", upwards: "cycles", lines: Vec::new() };
+        let empty = Plot {
+            title,
+            across: "dirty, % (clean at the left)",
+            upwards: "cycles",
+            legend: SeriesLabelPosition::LowerRight,
+            lines: Vec::new(),
+        };
         let is = |row: &Row, name: &str, value: &str| row.get(name).is_some_and(|v| v == value);
         let dirty = |row: &Row| {
             let text = row.get("dirty").and_then(|dirty| dirty.as_str()).unwrap_or_default();

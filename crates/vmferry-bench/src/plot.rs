@@ -9,7 +9,6 @@ use serde_json::Value;
 use crate::results::Row;
 
 /// One plot.
-#[derive(Debug)]
 pub struct Plot {
     /// What is shown.
     pub title: String,
@@ -17,6 +16,8 @@ pub struct Plot {
     pub across: &'static str,
     /// What the axis upwards means, with its unit.
     pub upwards: &'static str,
+    /// Where no line is.
+    pub legend: SeriesLabelPosition,
     /// Lines: name and points, all above 0.
     pub lines: Vec<(String, Vec<(f64, f64)>)>,
 }
@@ -117,7 +118,7 @@ pub fn draw(plots: &[Plot], path: &Path) -> anyhow::Result<()> {
         }
         chart
             .configure_series_labels()
-            .position(SeriesLabelPosition::UpperLeft)
+            .position(plot.legend.clone())
             .background_style(WHITE.mix(0.85))
             .border_style(BLACK.mix(0.3))
             .draw()
@@ -132,6 +133,7 @@ fn short(number: f64) -> String {
         n if n >= 0.999e9 => (n / 1e9, "G"),
         n if n >= 0.999e6 => (n / 1e6, "M"),
         n if n >= 0.999e3 => (n / 1e3, "k"),
+        n if n < 0.999e-3 => return format!("{n:.0e}"),
         n => (n, ""),
     };
     let text = format!("{number:.3}");
@@ -144,7 +146,9 @@ mod tests {
 
     #[test]
     fn numbers_are_short() {
-        for (number, text) in [(1.0, "1"), (0.01, "0.01"), (20_000.0, "20k"), (1.5e9, "1.5G")] {
+        for (number, text) in
+            [(1.0, "1"), (0.01, "0.01"), (0.0001, "1e-4"), (20_000.0, "20k"), (1.5e9, "1.5G")]
+        {
             assert_eq!(short(number), text);
         }
     }
@@ -154,7 +158,8 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("plot.svg");
         let lines = vec![("a way".to_owned(), vec![(1.0, 2.0), (10.0, 200.0)])];
-        let plot = Plot { title: "A title".into(), across: "x", upwards: "y (us)", lines };
+        let legend = SeriesLabelPosition::UpperLeft;
+        let plot = Plot { title: "A title".into(), across: "x", upwards: "y (us)", legend, lines };
         draw(&[plot], &path).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
         assert!(text.starts_with("<svg") && text.trim_end().ends_with("</svg>"));

@@ -10,7 +10,7 @@ use crate::machine::Machine;
 use crate::plot::Plot;
 
 /// The results of one benchmark.
-#[derive(Debug, Serialize)]
+#[derive(Serialize)]
 pub struct Results {
     /// The benchmark.
     pub name: &'static str,

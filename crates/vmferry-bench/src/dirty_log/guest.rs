@@ -1,6 +1,7 @@
 //! The logs of what a real guest writes: KVM's bitmap, with manual clear, the dirty ring, and userfaultfd.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::anyhow;
 use vmferry_dirty::{
@@ -60,6 +61,8 @@ pub struct GuestSubject {
     machine: Machine,
     units: Vec<Unit>,
     logs: Vec<(Arc<dyn DirtyLog>, PageSet)>,
+    /// Cycles that the vCPUs' threads have spent on full rings since the last harvest.
+    full_rings: Arc<AtomicU64>,
 }
 
 impl GuestSubject {
@@ -95,6 +98,7 @@ impl GuestSubject {
             (vec![KvmSlot { slot: SlotId(0), ..*slot }], PageSet::for_layout(&layout))
         };
         let vm = || Arc::clone(machine.vm());
+        let full_rings = Arc::new(AtomicU64::new(0));
         let whole = PageSet::for_memory(machine.memory());
         let logs: Vec<(Arc<dyn DirtyLog>, PageSet)> = match log {
             GuestLog::KvmGet => slots
@@ -111,14 +115,14 @@ impl GuestSubject {
                     Ok((Arc::new(KvmClearLog::new(vm(), slot)?) as Arc<dyn DirtyLog>, pages))
                 })
                 .collect::<anyhow::Result<_>>()?,
-            GuestLog::KvmRing => vec![(ring(&machine, options, slots)?, whole)],
+            GuestLog::KvmRing => vec![(ring(&machine, options, slots, &full_rings)?, whole)],
             GuestLog::Userfaultfd => vec![(Arc::new(UffdLog::new(machine.memory())?), whole)],
         };
         let units = match logs.len() {
             1 => vec![Unit { slot: "all".into(), bytes: lengths.iter().sum() }],
             _ => Unit::of_slots(&lengths),
         };
-        Ok(Self { log, machine, units, logs })
+        Ok(Self { log, machine, units, logs, full_rings })
     }
 }
 
@@ -126,16 +130,19 @@ fn ring(
     machine: &Machine,
     options: LabOptions,
     slots: Vec<KvmSlot>,
+    full_rings: &Arc<AtomicU64>,
 ) -> anyhow::Result<Arc<dyn DirtyLog>> {
     let entries = options.dirty_ring_entries.unwrap_or_default();
     let rings = Arc::new(DirtyRings::new(Arc::clone(machine.vm()), entries, slots)?);
     for vcpu in 0..machine.vcpus() {
         machine.with_vcpu(vcpu, |fd| rings.add_vcpu(fd))??;
     }
-    let reaped = Arc::clone(&rings);
+    let (reaped, spent) = (Arc::clone(&rings), Arc::clone(full_rings));
     machine.on_ring_full(move |_| {
+        let begun = cycles();
         // A failure comes out of the next collect.
         let _ = reaped.reap_full();
+        spent.fetch_add(cycles_since(begun), Ordering::Relaxed);
     });
     Ok(Arc::new(KvmRingLog::new(rings)))
 }
@@ -204,6 +211,7 @@ impl Subject for GuestSubject {
             protect(log.as_ref(), pages)?;
             sample.protect = cycles_since(begun);
         }
+        sample.protect += self.full_rings.swap(0, Ordering::Relaxed);
         for (_, bitmap) in pages.iter() {
             let (found, took) = traverse(bitmap);
             sample.pages += found;
