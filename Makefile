@@ -39,7 +39,7 @@ model: setup ## Check the hand-over in every state that it can be in, and with e
 soak: setup ## Run simulated schedules of faults for MINUTES=10
 	@. scripts/environment && $(CARGO) run --locked --release --quiet --package vmferry-sim -- --minutes $(or $(MINUTES),10) $(SOAK_FLAGS)
 
-bench: build ## Run a benchmark (NAME=engine, qemu or place)
+bench: build ## Run a benchmark (NAME=engine, qemu, place, bitmap or dirty-log)
 	@. scripts/environment && $(CARGO) run --locked --release --package vmferry-bench -- $(or $(NAME),engine) $(BENCH_FLAGS)
 
 clean: ## Remove what was built

@@ -13,6 +13,7 @@ use std::time::Instant;
 use anyhow::ensure;
 use plotters::prelude::SeriesLabelPosition;
 use serde::Serialize;
+use vmferry_memory::PageBitmap;
 use vmferry_memory::traverse::{baseline, flat_runs};
 
 use self::pattern::{Pattern, bitmap};
@@ -168,30 +169,44 @@ impl Found {
     }
 }
 
+/// Words of all the bitmaps of one case together: so many that a processor can't learn by heart where their
+/// bits are, as it does with a small one that is gone through again and again.
+const WORDS_TOGETHER: u64 = 1 << 18;
+
 /// Seconds of one traversal, for each way, interleaved.
 fn measure(case: Case, repetitions: usize) -> anyhow::Result<Times> {
-    let kept = bitmap(case.pages, case.pattern);
-    let words = kept.words().to_vec();
-    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-    let traverse = |way| {
+    let turns = (WORDS_TOGETHER / case.pages.div_ceil(64)).clamp(1, 128);
+    let kept: Vec<PageBitmap> =
+        (0..turns).map(|seed| bitmap(case.pages, case.pattern, seed)).collect();
+    let words: Vec<Vec<u64>> = kept.iter().map(|kept| kept.words().to_vec()).collect();
+    let bytes_of = |words: &Vec<u64>| words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    let bytes: Vec<Vec<u8>> = words.iter().map(bytes_of).collect();
+    let traverse = |way, turn: usize| {
         let mut found = Found::default();
         match way {
-            Way::Byte => baseline::by_byte(black_box(&bytes), |page| found.page(page)),
-            Way::Word => baseline::by_word(black_box(&words), |page| found.page(page)),
+            Way::Byte => baseline::by_byte(black_box(&bytes[turn]), |page| found.page(page)),
+            Way::Word => baseline::by_word(black_box(&words[turn]), |page| found.page(page)),
             Way::Simd => {
-                flat_runs(black_box(&words)).for_each(|(first, count)| found.run(first, count));
+                let runs = flat_runs(black_box(&words[turn]));
+                runs.for_each(|(first, count)| found.run(first, count));
             }
             Way::Summary => {
-                black_box(&kept).runs().for_each(|(first, count)| found.run(first, count));
+                let runs = black_box(&kept[turn]).runs();
+                runs.for_each(|(first, count)| found.run(first, count));
             }
         }
         found
     };
-    let expected = traverse(Way::Word);
+    let expected: Vec<Found> = (0..kept.len()).map(|turn| traverse(Way::Word, turn)).collect();
     let mut times = Times::new();
     for _ in 0..repetitions {
         for way in Way::ALL {
-            times.entry(way).or_default().push(time(|| traverse(way) == expected)?);
+            let mut turn = 0;
+            let took = time(|| {
+                turn = (turn + 1) % expected.len();
+                traverse(way, turn) == expected[turn]
+            })?;
+            times.entry(way).or_default().push(took);
         }
     }
     Ok(times)
@@ -206,7 +221,7 @@ fn time(mut call: impl FnMut() -> bool) -> anyhow::Result<f64> {
             ensure!(call(), "a traversal has found other pages");
         }
         let took = begun.elapsed().as_secs_f64();
-        if took > 200e-6 || calls >= 1 << 20 {
+        if took > 500e-6 || calls >= 1 << 20 {
             return Ok(took / f64::from(calls));
         }
         calls *= 4;

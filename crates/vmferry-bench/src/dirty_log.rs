@@ -363,7 +363,7 @@ struct Run {
 impl Run {
     fn new(subject: Box<dyn Subject>, name: &str, pattern: Pattern, repetitions: usize) -> Self {
         let dirty = format!("{:.0} % {}", pattern.percent(), pattern.name()).trim_end().to_owned();
-        let pages = bitmap(subject.units()[0].bytes / 4096, pattern);
+        let pages = bitmap(subject.units()[0].bytes / 4096, pattern, 1);
         let pages = pages.runs().flat_map(|(first, count)| first..first + count).collect();
         Self { subject, name: name.into(), pages, dirty, repetitions, samples: Samples::default() }
     }

@@ -68,10 +68,11 @@ impl Random {
     }
 }
 
-/// A bitmap of so many pages in which that part is set, as near as whole pages allow.
-pub fn bitmap(pages: u64, pattern: Pattern) -> PageBitmap {
+/// A bitmap of so many pages in which that part is set, as near as whole pages allow: another one for each
+/// seed.
+pub fn bitmap(pages: u64, pattern: Pattern, seed: u64) -> PageBitmap {
     let mut bitmap = PageBitmap::new(pages);
-    let mut random = Random::new(pages);
+    let mut random = Random::new(seed);
     let wanted = (pages as f64 * pattern.percent() / 100.0).round() as u64;
     match pattern {
         Pattern::Clean => {}
@@ -110,7 +111,7 @@ mod tests {
         for pattern in Pattern::ALL {
             for pages in [8, 131_072] {
                 let wanted = (pages as f64 * pattern.percent() / 100.0).round() as u64;
-                assert_eq!(bitmap(pages, pattern).count(), wanted, "{pattern:?} of {pages}");
+                assert_eq!(bitmap(pages, pattern, 7).count(), wanted, "{pattern:?} of {pages}");
             }
         }
     }
