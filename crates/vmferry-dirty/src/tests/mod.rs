@@ -11,6 +11,7 @@ mod software;
 mod threads;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, PageSet, SlotId, SlotLayout};
@@ -69,6 +70,37 @@ fn follow(
     copy(memory, log, &pages, &mut shadow);
     log.stop().unwrap();
     Followed { shadow, last_change }
+}
+
+/// Follows memory under threads of this process, `writers` of them: each is told its number, when to stop,
+/// and where to count what it has written, of which there is some between two harvests.
+fn follow_threads(
+    memory: &GuestMemory,
+    log: &dyn DirtyLog,
+    rounds: u32,
+    writers: u64,
+    write: impl Fn(u64, &AtomicBool, &AtomicU64) + Sync,
+) -> Followed {
+    const WRITES: u64 = 300;
+    let (stop, written) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        let writers: Vec<_> = (0..writers)
+            .map(|writer| {
+                let (write, stop, written) = (&write, &stop, &written);
+                scope.spawn(move || write(writer, stop, written))
+            })
+            .collect();
+        let wait = || {
+            let until = written.load(Ordering::Acquire) + WRITES;
+            while written.load(Ordering::Acquire) < until {
+                std::thread::yield_now();
+            }
+        };
+        follow(memory, log, rounds, wait, || {
+            stop.store(true, Ordering::Release);
+            writers.into_iter().for_each(|writer| writer.join().unwrap());
+        })
+    })
 }
 
 /// Re-arms, then copies, in batches of 64 pages as the engine does.

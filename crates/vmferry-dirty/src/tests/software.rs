@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, SlotId, SlotLayout, map_slots};
 
-use super::{check, follow};
+use super::{check, follow_threads};
 use crate::{DirtyBitmap, SoftwareLog, SoftwareWay};
 
 /// Not whole words, and more than one block.
@@ -34,24 +34,8 @@ fn each_way_follows_writers_that_never_pause() {
         let mapped = map_slots::<DirtyBitmap>(&layout, MemoryKind::Private).unwrap();
         let memory = GuestMemory::from_vm_memory(&mapped).unwrap();
         let log = SoftwareLog::in_way(&mapped, way);
-        let (stop, written) = (AtomicBool::new(false), AtomicU64::new(0));
-        let followed = std::thread::scope(|scope| {
-            let writers: Vec<_> = (0..3)
-                .map(|writer| {
-                    let (mapped, stop, written) = (&*mapped, &stop, &written);
-                    scope.spawn(move || write(mapped, writer, stop, written))
-                })
-                .collect();
-            let wait = || {
-                let until = written.load(Ordering::Acquire) + 100;
-                while written.load(Ordering::Acquire) < until {
-                    std::thread::yield_now();
-                }
-            };
-            follow(&memory, &log, 60, wait, || {
-                stop.store(true, Ordering::Release);
-                writers.into_iter().for_each(|writer| writer.join().unwrap());
-            })
+        let followed = follow_threads(&memory, &log, 60, 3, |writer, stop, written| {
+            write(&mapped, writer, stop, written);
         });
         check(&memory, followed);
     }

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageSet, SlotId};
 
-use super::{check, follow, memory};
+use super::{check, follow_threads, memory};
 use crate::{DirtyLog, DirtyLogError, UffdLog};
 
 const PAGES: u64 = 3000;
@@ -42,24 +42,8 @@ fn run(kind: MemoryKind, populate: bool) {
         }
         Err(error) => panic!("{error}"),
     };
-    let (stop, written) = (AtomicBool::new(false), AtomicU64::new(0));
-    let followed = std::thread::scope(|scope| {
-        let writers: Vec<_> = (0..2)
-            .map(|writer| {
-                let (memory, stop, written) = (&memory, &stop, &written);
-                scope.spawn(move || write(memory, PAGES, writer, stop, written))
-            })
-            .collect();
-        let wait = || {
-            let until = written.load(Ordering::Acquire) + 500;
-            while written.load(Ordering::Acquire) < until {
-                std::thread::yield_now();
-            }
-        };
-        follow(&memory, &log, 30, wait, || {
-            stop.store(true, Ordering::Release);
-            writers.into_iter().for_each(|writer| writer.join().unwrap());
-        })
+    let followed = follow_threads(&memory, &log, 30, 2, |writer, stop, written| {
+        write(&memory, PAGES, writer, stop, written);
     });
     check(&memory, followed);
 }

@@ -12,8 +12,11 @@ use vmferry_wire::GuestIdentity;
 use super::*;
 use crate::config::GuestConfig;
 use crate::embed::{IncomingMachine, MigratingMachine};
-use crate::kvm::{DISPLAY, HIGH_RAM, STILL};
 use crate::state::StateError;
+
+mod display;
+
+mod logs;
 
 const MIB: u64 = 1 << 20;
 /// Far more than anything here takes: a limit for what hangs, not a measure.
@@ -140,94 +143,6 @@ fn a_saved_guest_goes_on_in_another_machine() {
     }
 }
 
-/// A guest that draws and reads goes on where it was; damage to either slot of its display, or to
-/// what it reads, is reported by the guest itself.
-#[test]
-fn a_guest_with_a_display_moves_and_finds_damage_to_it() {
-    const LINE: &str = "display read=8 ticks";
-    for kind in kinds("a_guest_with_a_display_moves_and_finds_damage_to_it") {
-        let mut source = started(config(kind, 2, LINE));
-        let slots: Vec<_> = source.memory().layout().iter().map(|slot| slot.gpa).collect();
-        assert_eq!(slots, [0, DISPLAY, STILL]);
-        let reading = (16 << 20) + 77 * 4096;
-        for damaged in [None, Some(DISPLAY + 3 * 4096), Some(STILL + 5 * 4096), Some(reading)] {
-            let seen = source.report().unwrap();
-            wait_for(&source, "went on", |now| {
-                now.frames > seen.frames + 3 && now.read_rounds > seen.read_rounds
-            });
-            source.pause().unwrap();
-            let (state, before) = (source.save().unwrap(), source.report().unwrap());
-            let mut target = Machine::new(config(kind, 2, LINE)).unwrap();
-            copy(&source.memory().populated().unwrap(), source.memory(), target.memory());
-            target.load(&state).unwrap();
-            assert_eq!(target.report().unwrap(), before, "loading changed guest memory");
-            if let Some(gpa) = damaged {
-                let mut word = [0; 8];
-                target.memory().read_at(gpa + 2048, &mut word).unwrap();
-                word[3] ^= 1;
-                target.memory().write_at(gpa + 2048, &word).unwrap();
-            }
-            target.resume().unwrap();
-            let after = check_all(&target);
-            assert!(after.frames >= before.frames + 2, "{kind}: {after:?}");
-            assert_eq!(after.corruptions > 0, damaged.is_some(), "{kind}: {after:?}");
-            assert_eq!(after.first_corruption.map(|first| first.gpa), damaged, "{kind}");
-            source.resume().unwrap();
-        }
-    }
-}
-
-#[test]
-fn a_display_lies_between_the_memory_below_and_above_4_gib() {
-    for kind in kinds("a_display_lies_between_the_memory_below_and_above_4_gib") {
-        let mut config = config(kind, 2, "display fill=1,text ticks");
-        config.guest.memory_bytes = 4 << 30;
-        let machine = started(config);
-        let slots: Vec<_> = machine.memory().layout().iter().map(|slot| slot.gpa).collect();
-        assert_eq!(slots, [0, DISPLAY, STILL, HIGH_RAM]);
-        assert_eq!(check_all(&machine).corruptions, 0, "{kind}");
-    }
-}
-
-/// What a dirty log sees of a guest that draws and reads: the frame buffer whole, and nothing else
-/// but what the guest keeps in the machine's own memory.
-#[test]
-fn a_frame_buffer_is_dirty_and_what_is_beside_it_or_only_read_is_not() {
-    let logs = [LogChoice::Userfaultfd, LogChoice::KvmBitmap, LogChoice::KvmClear];
-    for kind in kinds("a_frame_buffer_is_dirty_and_what_is_beside_it_or_only_read_is_not") {
-        for dirty_log in logs {
-            if kind == GuestKind::Process && dirty_log != LogChoice::Userfaultfd {
-                continue;
-            }
-            let config = MachineConfig { dirty_log, ..config(kind, 2, "display read=8") };
-            let mut machine = started(config);
-            let log = machine.dirty_log().unwrap();
-            log.start().unwrap();
-            let mut dirty = PageSet::for_memory(machine.memory());
-            // The first harvest may say that all is dirty.
-            for harvest in 0..3 {
-                dirty.clear_all();
-                log.collect(&mut dirty).unwrap();
-                for slot in machine.memory().slots() {
-                    log.rearm(slot.id(), 0, dirty.bitmap(slot.id()).words()).unwrap();
-                }
-                if harvest == 2 {
-                    break;
-                }
-                let seen = machine.report().unwrap();
-                wait_for(&machine, "drawn and read", |now| now.has_checked_all_since(&seen));
-            }
-            machine.pause().unwrap();
-            let count = |slot| dirty.bitmap(SlotId(slot)).count();
-            assert_eq!((count(1), count(2)), (8, 0), "{kind} {dirty_log}");
-            let ram = dirty.bitmap(SlotId(0));
-            let written: Vec<_> = (4096..ram.pages()).filter(|&page| ram.is_set(page)).collect();
-            assert!(written.is_empty(), "{kind} {dirty_log}: only read: {written:x?}");
-            log.stop().unwrap();
-        }
-    }
-}
-
 /// The least live migration: what is logged while the guest writes is copied again.
 fn migrate(
     config: &MachineConfig,
@@ -265,110 +180,6 @@ fn migrate_from(
     drop(source);
     target.resume().unwrap();
     (log.name().to_owned(), check_all(&target))
-}
-
-#[test]
-fn the_dirty_log_sees_every_write_of_guest_and_device() {
-    let logs =
-        [LogChoice::Userfaultfd, LogChoice::KvmBitmap, LogChoice::KvmClear, LogChoice::KvmRing];
-    for kind in kinds("the_dirty_log_sees_every_write_of_guest_and_device") {
-        for dirty_log in logs {
-            if kind == GuestKind::Process && dirty_log != LogChoice::Userfaultfd {
-                continue;
-            }
-            let mut cases = vec![
-                (MemoryKind::Private, WORKLOAD),
-                (MemoryKind::Memfd, WORKLOAD),
-                (MemoryKind::Thp, WORKLOAD),
-                (MemoryKind::Private, "display read=8 hot=4,rate=100000"),
-                (MemoryKind::Memfd, "display"),
-            ];
-            let huge = huge_pages("the_dirty_log_sees_every_write_of_guest_and_device");
-            cases.extend(huge.map(|kind| (kind, WORKLOAD)));
-            for (memory_kind, workload) in cases {
-                let config = MachineConfig { dirty_log, memory_kind, ..config(kind, 2, workload) };
-                let (name, report) = migrate(&config, |machine| machine.dirty_log().unwrap());
-                assert_eq!(report.corruptions, 0, "{kind} {name} {memory_kind}: {report:?}");
-            }
-        }
-    }
-}
-
-/// The vCPUs' threads make room in their rings while the log harvests them.
-#[test]
-fn a_dirty_ring_that_gets_full_loses_nothing() {
-    if !kinds("a_dirty_ring_that_gets_full_loses_nothing").contains(&GuestKind::Kvm) {
-        return;
-    }
-    let config = MachineConfig {
-        dirty_log: LogChoice::KvmRing,
-        ..config(GuestKind::Kvm, 2, "ticks fill=4,incompressible hot=24,random")
-    };
-    let mut source = Machine::new(config.clone()).unwrap();
-    let kvm = KvmConfig {
-        vcpus: 2,
-        command_line: config.guest.command_line.clone(),
-        serial: None,
-        dirty_ring: DirtyRing::Required(1024),
-    };
-    let backend = KvmBackend::new(kvm, Arc::clone(&source.mapped)).unwrap();
-    let rings = Arc::clone(backend.rings().unwrap());
-    source.backend = Box::new(backend);
-    let (name, report) =
-        migrate_from(start(source), &config, |machine| machine.dirty_log().unwrap());
-    assert_eq!((name.as_str(), report.corruptions), ("kvm-ring", 0), "{report:?}");
-    assert!(rings.full_exits() > 0, "6,144 pages fill rings of 1,024 entries");
-}
-
-#[test]
-fn a_machine_that_was_made_without_rings_has_no_log_of_them() {
-    if kinds("a_machine_that_was_made_without_rings_has_no_log_of_them").contains(&GuestKind::Kvm) {
-        let mut machine = Machine::new(config(GuestKind::Kvm, 1, "idle")).unwrap();
-        machine.config.dirty_log = LogChoice::KvmRing;
-        let error = machine.dirty_log().err().unwrap().to_string();
-        assert!(error.contains("dirty-log") && error.contains("not made for it"), "{error}");
-    }
-}
-
-/// The check has teeth: a log that misses the device's writes, or all, is found out.
-#[test]
-fn a_dirty_log_that_forgets_is_found_out() {
-    for kind in kinds("a_dirty_log_that_forgets_is_found_out") {
-        let config = config(kind, 2, WORKLOAD);
-        let (_, report) = migrate(&config, |_| Arc::new(()));
-        assert!(report.corruptions > 100, "{kind}: {report:?}");
-    }
-    if kinds("a_dirty_log_that_forgets_is_found_out").contains(&GuestKind::Kvm) {
-        let config = config(GuestKind::Kvm, 2, WORKLOAD);
-        let (_, report) = migrate(&config, |machine| {
-            machine.backend.dirty_log(LogChoice::KvmBitmap, &machine.memory).unwrap().0
-        });
-        let first = report.first_corruption.expect("KVM does not log the device's writes");
-        assert!((0x2_0000..0x3_0000).contains(&first.gpa), "{report:?}");
-    }
-}
-
-#[test]
-fn the_device_s_writes_and_no_others_are_in_the_software_log() {
-    let mut machine = Machine::new(config(GuestKind::Process, 1, "idle")).unwrap();
-    let log = SoftwareLog::new(&machine.mapped);
-    let mut seen = PageSet::for_memory(machine.memory());
-    log.start().unwrap();
-    machine.heartbeat.run(true);
-    let deadline = Instant::now() + PATIENCE;
-    while seen.count() < 16 {
-        assert!(Instant::now() < deadline);
-        log.collect(&mut seen).unwrap();
-    }
-    let pages: Vec<_> = seen.runs().map(|run| (run.slot, run.first, run.pages)).collect();
-    assert_eq!(pages, [(SlotId(0), 0x20, 16)]);
-    machine.heartbeat.run(false);
-    log.collect(&mut seen).unwrap();
-    seen.clear_all();
-    std::thread::sleep(Duration::from_millis(20));
-    log.collect(&mut seen).unwrap();
-    assert!(seen.is_empty(), "a quiet device wrote");
-    machine.start().unwrap();
 }
 
 #[test]
@@ -429,15 +240,6 @@ fn the_choice_of_what_runs_the_guest_is_told() {
             assert_eq!(machine.kind(), "process");
             assert!(machine.choice().contains(&error.to_string()));
         }
-    }
-}
-
-#[test]
-fn a_kvm_log_for_a_guest_without_kvm_is_refused() {
-    for dirty_log in [LogChoice::KvmClear, LogChoice::KvmRing] {
-        let config = MachineConfig { dirty_log, ..config(GuestKind::Process, 1, "idle") };
-        let error = Machine::new(config).unwrap().dirty_log().err().unwrap().to_string();
-        assert!(error.contains("dirty-log") && error.contains("use uffd"), "{error}");
     }
 }
 
