@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use vmferry_dirty::LogChoice;
+use vmferry_dirty::{LogChoice, SoftwareWay};
 use vmferry_memory::MemoryKind;
 
 /// Live migration for KVM virtual machines.
@@ -82,6 +82,9 @@ pub struct MachineOptions {
     /// ring), or uffd.
     #[arg(long, default_value = "auto", value_name = "LOG")]
     pub dirty_log: LogChoice,
+    /// How the log of what its devices write is read: switch, or to compare get.opt and get.org.
+    #[arg(long, default_value = "switch", value_name = "WAY")]
+    pub device_log: SoftwareWay,
 }
 
 /// `vmferry run`.
@@ -165,6 +168,9 @@ pub struct ReceiveOptions {
     /// The dirty log for the guest's next migration: auto, bitmap, clear, ring, or uffd.
     #[arg(long, default_value = "auto", value_name = "LOG", conflicts_with_all = ["qemu", "exec"])]
     pub dirty_log: LogChoice,
+    /// How the log of its devices' writes is read then: switch, or to compare get.opt and get.org.
+    #[arg(long, default_value = "switch", value_name = "WAY", conflicts_with_all = ["qemu", "exec"])]
+    pub device_log: SoftwareWay,
     /// End after the first attempt that fails.
     #[arg(long)]
     pub once: bool,

@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
-use vmferry_dirty::LogChoice;
+use vmferry_dirty::{LogChoice, SoftwareWay};
 use vmferry_memory::{MemoryKind, PAGE_SIZE, SlotId, SlotLayout};
 use vmferry_wire::GuestIdentity;
 
@@ -69,6 +69,8 @@ pub struct MachineConfig {
     pub memory_kind: MemoryKind,
     /// The dirty log of the next migration.
     pub dirty_log: LogChoice,
+    /// How the log of what the machine's own devices write is read.
+    pub device_log: SoftwareWay,
 }
 
 /// What the guest sees of its machine. It travels with the guest, as JSON.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmferry::{DestinationVm, GuestDescription, PrepareError, Resume, SourceVm, VmError};
-use vmferry_dirty::{DirtyLog, LogChoice};
+use vmferry_dirty::{DirtyLog, LogChoice, SoftwareWay};
 use vmferry_memory::{GuestMemory, MemoryKind};
 
 use crate::config::{GuestConfig, GuestKind, MachineConfig, check_name};
@@ -81,6 +81,8 @@ pub struct IncomingMachine {
     pub memory_kind: MemoryKind,
     /// The dirty log of its next migration.
     pub dirty_log: LogChoice,
+    /// How the log of its devices' writes is read then.
+    pub device_log: SoftwareWay,
     /// The machine, once a guest was announced.
     pub machine: Option<SharedMachine>,
 }
@@ -110,6 +112,7 @@ impl DestinationVm for IncomingMachine {
             kind,
             memory_kind: self.memory_kind,
             dirty_log: self.dirty_log,
+            device_log: self.device_log,
         })
         .map_err(|error| PrepareError::Vm(error.into()))?;
         let memory = lock(&machine).memory().clone();

@@ -210,7 +210,7 @@ impl Machine {
         let (log, sees_all) = self.backend.dirty_log(self.config.dirty_log, &self.memory)?;
         let mut logs = vec![log];
         if !sees_all {
-            logs.push(Arc::new(SoftwareLog::new(&self.mapped)));
+            logs.push(Arc::new(SoftwareLog::in_way(&self.mapped, self.config.device_log)));
         }
         Ok(Arc::new(UnionLog::new(logs)))
     }

@@ -14,7 +14,7 @@ use vmferry::convergence::WhenStuck;
 use vmferry::destination::{Received, Stop, receive};
 use vmferry::source::{Orders, SourceOutcome, migrate};
 use vmferry::{DestinationConfig, GuestDescription, Resume, SourceConfig, SourceVm, VmError};
-use vmferry_dirty::{DirtyLog, DirtyLogError, LogChoice};
+use vmferry_dirty::{DirtyLog, DirtyLogError, LogChoice, SoftwareWay};
 use vmferry_memory::traverse::{baseline, flat_runs};
 use vmferry_memory::{GuestMemory, MemoryKind, PageBitmap, PageSet, SlotId};
 use vmferry_microvm::config::GuestConfig;
@@ -137,6 +137,7 @@ fn migrate_once(
         kind: GuestKind::Auto,
         memory_kind: MemoryKind::Private,
         dirty_log: LogChoice::Auto,
+        device_log: SoftwareWay::Switch,
     })?;
     let locked = || machine.lock().unwrap_or_else(PoisonError::into_inner);
     locked().start()?;

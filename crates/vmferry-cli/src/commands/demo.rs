@@ -156,6 +156,7 @@ fn run_arguments(options: &DemoOptions, workload: &str) -> Vec<String> {
         ("--memory-kind", machine.memory_kind.to_string()),
         ("--vcpus", machine.vcpus.to_string()),
         ("--dirty-log", machine.dirty_log.to_string()),
+        ("--device-log", machine.device_log.to_string()),
         ("--workload", workload.to_owned()),
     ]
     .into_iter()

@@ -33,6 +33,7 @@ pub fn run(options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
         expect_memory: options.expect_memory,
         memory_kind: options.memory_kind,
         dirty_log: options.dirty_log,
+        device_log: options.device_log,
         machine: None,
     };
     let ending = ending();

@@ -27,6 +27,7 @@ pub fn run(options: &RunOptions, output: &Output) -> Result<(), Failure> {
         kind: options.machine.guest,
         memory_kind: options.machine.memory_kind,
         dirty_log: options.machine.dirty_log,
+        device_log: options.machine.device_log,
     })
     .map_err(machine_failure)?;
     let ending = ending();

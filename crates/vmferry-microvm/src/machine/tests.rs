@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use vmferry::{DestinationVm, PrepareError, Resume, SourceVm};
-use vmferry_dirty::LogChoice;
+use vmferry_dirty::{LogChoice, SoftwareWay};
 use vmferry_memory::{MemoryKind, PageSet, SlotId, whole_hash};
 use vmferry_wire::GuestIdentity;
 
@@ -29,6 +29,7 @@ fn config(kind: GuestKind, vcpus: u8, command_line: &str) -> MachineConfig {
         kind,
         memory_kind: MemoryKind::Private,
         dirty_log: LogChoice::Auto,
+        device_log: SoftwareWay::Switch,
     }
 }
 

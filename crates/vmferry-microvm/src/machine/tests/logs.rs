@@ -31,6 +31,19 @@ fn the_dirty_log_sees_every_write_of_guest_and_device() {
 
 /// The vCPUs' threads make room in their rings while the log harvests them.
 #[test]
+fn the_device_s_writes_are_seen_however_their_log_is_read() {
+    let test = "the_device_s_writes_are_seen_however_their_log_is_read";
+    if !kinds(test).contains(&GuestKind::Kvm) {
+        return;
+    }
+    for device_log in SoftwareWay::ALL {
+        let config = MachineConfig { device_log, ..config(GuestKind::Kvm, 1, "ticks hot=4") };
+        let (name, report) = migrate(&config, |machine| machine.dirty_log().unwrap());
+        assert_eq!(report.corruptions, 0, "{name} {device_log}: {report:?}");
+    }
+}
+
+#[test]
 fn a_dirty_ring_that_gets_full_loses_nothing() {
     if !kinds("a_dirty_ring_that_gets_full_loses_nothing").contains(&GuestKind::Kvm) {
         return;
