@@ -224,7 +224,6 @@ fn addresses_guests_and_ports_that_are_wrong() {
     a.run(&["run", "x", "--workload", "dance"]).failed(2, "`dance` is unknown");
     a.run(&["run", "x", "--workload", "display=30"]).failed(2, "`display=30` is unknown");
     a.run(&["run", "x", "--workload", "read"]).failed(2, "`read` needs MiB");
-    a.run(&["run", "x", "--device-log", "copy"]).failed(2, "choose get.org, get.opt or switch");
     for log in ["clear", "ring"] {
         a.run(&["run", "x", "--guest", "process", "--dirty-log", log])
             .failed(2, "needs a guest on KVM");
