@@ -174,7 +174,7 @@ fn migrate_from(
     }
     source.pause().unwrap();
     dirty.clear_all();
-    log.collect(&mut dirty).unwrap();
+    log.collect_last(&mut dirty).unwrap();
     copy(&dirty, source.memory(), target.memory());
     log.stop().unwrap();
     target.load(&source.save().unwrap()).unwrap();
