@@ -47,6 +47,32 @@ fn the_device_s_writes_are_seen_however_their_log_is_read() {
 }
 
 #[test]
+fn the_log_goes_by_the_size_of_the_guest_unless_one_is_asked_for() {
+    let test = "the_log_goes_by_the_size_of_the_guest_unless_one_is_asked_for";
+    if !kinds(test).contains(&GuestKind::Kvm) {
+        return;
+    }
+    for (memory_bytes, dirty_log, expected) in [
+        (64 * MIB, LogChoice::Auto, "kvm-clear"),
+        (RING_FROM_BYTES - 2 * MIB, LogChoice::Auto, "kvm-clear"),
+        (RING_FROM_BYTES, LogChoice::Auto, "kvm-ring"),
+        (RING_FROM_BYTES, LogChoice::KvmBitmap, "kvm-bitmap"),
+        (64 * MIB, LogChoice::KvmRing, "kvm-ring"),
+    ] {
+        let mut config = MachineConfig { dirty_log, ..config(GuestKind::Kvm, 1, "idle") };
+        config.guest.memory_bytes = memory_bytes;
+        let machine = Machine::new(config).unwrap();
+        let log = machine.dirty_log().unwrap();
+        assert_eq!(log.name(), expected, "{dirty_log} of {} MiB", memory_bytes / MIB);
+        log.start().unwrap();
+        let mut pages = PageSet::for_memory(machine.memory());
+        log.collect(&mut pages).unwrap();
+        assert!(pages.is_empty(), "nobody has written");
+        log.stop().unwrap();
+    }
+}
+
+#[test]
 fn a_dirty_ring_that_gets_full_loses_nothing() {
     if !kinds("a_dirty_ring_that_gets_full_loses_nothing").contains(&GuestKind::Kvm) {
         return;
