@@ -11,7 +11,7 @@
 //! socket or a hypervisor.
 //!
 //! `unsafe` is confined to `copy` (raw copies between slots and buffers), `slots` (the promise
-//! that a mapping is valid), `pagemap` (one ioctl) and `traverse::kernel` (instructions found at run time).
+//! that a mapping is valid), `pagemap` (one ioctl) and `traverse` (instructions found at run time, and the positions that they have written).
 
 mod bitmap;
 mod copy;
