@@ -101,7 +101,10 @@ impl Pair {
         self.set(OFF);
     }
 
+    #[inline]
     fn set(&self, active: usize) {
-        self.active.store(active | self.fenced, Ordering::SeqCst);
+        // Release: the bitmap is clear before it is marked. Nothing here waits until writers see it; a start
+        // makes a fence for that.
+        self.active.store(active | self.fenced, Ordering::Release);
     }
 }
