@@ -20,6 +20,9 @@ fn mark(bitmap: &impl Bitmap, pages: impl Iterator<Item = u64>) {
 
 /// From another thread, so that the marks come from another core's cache as a vCPU's do.
 fn mark_elsewhere(bitmap: &(impl Bitmap + Sync), pages: &[u64]) {
+    if pages.is_empty() {
+        return;
+    }
     std::thread::scope(|scope| {
         scope.spawn(|| mark(bitmap, pages.iter().copied()));
     });
