@@ -155,6 +155,7 @@ fn live(quick: bool) -> anyhow::Result<Vec<Row>> {
         subject.start()?;
         let mut round = |subject: &mut dyn Subject| {
             for _ in 0..rounds {
+                // A round of a migration: while it lasts, the loop writes.
                 std::thread::sleep(Duration::from_millis(interval));
                 for (index, samples) in samples.iter_mut().enumerate() {
                     samples.0.push(subject.harvest(index)?);

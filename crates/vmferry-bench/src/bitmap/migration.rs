@@ -146,6 +146,7 @@ fn migrate_once(
         if Instant::now() > deadline {
             bail!("the guest has not populated its memory in two minutes");
         }
+        // The guest reports by its memory, which wakes nobody.
         std::thread::sleep(Duration::from_millis(10));
     }
     let vm = MigratingMachine::new(Arc::clone(&machine))?;

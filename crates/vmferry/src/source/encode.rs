@@ -199,7 +199,8 @@ impl LaneEncoder {
 
     /// Protects this lane's pages again from page `first` on, as far as one call reaches. A call makes
     /// every vCPU leave the guest, so it is worth more pages than fit into a frame; and a page that is
-    /// written between this and its copy is sent again, so it is not worth all of them.
+    /// written between this and its copy is sent again, the more of them the slower the link, so it is
+    /// not worth all of them.
     fn rearm(&mut self, slot: SlotId, bitmap: &PageBitmap, first: u64) -> Result<(), LaneFailure> {
         const STRIPE_WORDS: usize = BLOCK_WORDS;
         let words = bitmap.words();
