@@ -12,6 +12,7 @@
 
 #![forbid(unsafe_code)]
 
+mod algorithm;
 mod control;
 mod error;
 mod frame;
@@ -20,6 +21,7 @@ mod message;
 mod reason;
 mod session;
 
+pub use algorithm::Algorithm;
 pub use control::{CONTROL_HEADER_BYTES, ControlHeader, MAX_BODY_BYTES, MAX_FINAL_BYTES};
 pub use error::WireError;
 pub use frame::{
