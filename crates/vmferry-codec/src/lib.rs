@@ -10,10 +10,22 @@
 
 #![forbid(unsafe_code)]
 
+mod compress;
 mod decode;
+mod decompress;
+mod delta;
 mod encode;
+mod entropy;
 mod hashes;
+mod hot_pages;
+mod method;
 
+pub use compress::{Compress, CompressError, Compressors};
 pub use decode::{CodecError, Decoder, Frame, ReadError};
+pub use decompress::{DecompressError, Decompressors};
+pub use delta::{DeltaError, apply_delta, encode_delta};
 pub use encode::{EncodedFrame, Encoder, FrameCounts};
+pub use entropy::looks_random;
 pub use hashes::PageHashes;
+pub use hot_pages::{Delta, HotPages};
+pub use method::{Method, MethodError};
