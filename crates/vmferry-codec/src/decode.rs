@@ -1,16 +1,17 @@
 //! Frames to pages.
 //!
-//! A frame is read whole into a [`Frame`], checked there, and only then placed: a damaged frame
-//! changes nothing in the guest.
+//! A frame is read whole into a [`Frame`], decoded beside the guest's memory and checked there, and only
+//! then placed: a damaged frame changes nothing in the guest.
 
 use std::io::{self, Read};
 
-use vmferry_memory::{GuestMemory, MemoryError, PAGE_SIZE, page_hash, zero_page_hash};
+use vmferry_memory::{GuestMemory, MemoryError, PAGE_SIZE, SlotId, page_hash, zero_page_hash};
 use vmferry_wire::{
     Encoding, FRAME_HEADER_BYTES, FrameHeader, FrameKind, Run, RunTable, WireError,
 };
 
-use crate::encode::FrameCounts;
+use crate::decompress::{DecompressError, Decompressors};
+use crate::delta::{DeltaError, apply_delta};
 use crate::hashes::PageHashes;
 
 /// Why a frame can't be placed.
@@ -19,13 +20,65 @@ pub enum CodecError {
     /// The frame breaks the protocol.
     #[error(transparent)]
     Wire(#[from] WireError),
+    /// The packed part does not decode to what the frame holds.
+    #[error("frame {sequence}: page {page} of {slot} and those behind it can't be decompressed")]
+    Unpack {
+        /// The frame's number on its lane.
+        sequence: u64,
+        /// The slot.
+        slot: SlotId,
+        /// The first page that is packed.
+        page: u64,
+        /// Why.
+        #[source]
+        source: DecompressError,
+    },
+    /// What is to be changed of a page can't be read.
+    #[error("frame {sequence}: the changes of page {page} of {slot} are damaged")]
+    Delta {
+        /// The frame's number on its lane.
+        sequence: u64,
+        /// The slot.
+        slot: SlotId,
+        /// The page.
+        page: u64,
+        /// Why.
+        #[source]
+        source: DeltaError,
+    },
+    /// The pages that are here are not those whose changes came.
+    #[error(
+        "frame {sequence} changes {pages} pages from page {page} of {slot} that are not here: they hash to \
+         {found:#018x}, the source changed {expected:#018x}"
+    )]
+    DeltaBase {
+        /// The frame's number on its lane.
+        sequence: u64,
+        /// The slot.
+        slot: SlotId,
+        /// First page of the run.
+        page: u64,
+        /// Pages of the run.
+        pages: u32,
+        /// Sum of the hashes of what the source changed.
+        expected: u64,
+        /// Sum of the hashes of what is here.
+        found: u64,
+    },
     /// The pages are not those that were sent.
     #[error(
-        "the pages of frame {sequence} hash to {found:#018x}, the source sent {expected:#018x}"
+        "frame {sequence}: {pages} pages from page {page} of {slot} hash to {found:#018x}, the source sent \
+         {expected:#018x}"
     )]
     ContentSum {
         /// The frame's number on its lane.
         sequence: u64,
+        /// The slot.
+        slot: SlotId,
+        /// First page of the run.
+        page: u64,
+        /// Pages of the run.
+        pages: u32,
         /// What the source said.
         expected: u64,
         /// What came.
@@ -109,10 +162,23 @@ impl Frame {
     }
 }
 
-/// Checks and places the frames of one lane. It belongs to the lane's worker for the whole
-/// migration.
-#[derive(Debug, Default)]
+/// What was placed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PlacedPages {
+    /// Pages with content.
+    pub content: u64,
+    /// Pages of zeros.
+    pub zero: u64,
+}
+
+/// Decodes, checks and places frames: a worker's contexts and buffers, kept for the whole migration.
+#[derive(Default)]
 pub struct Decoder {
+    decompressors: Decompressors,
+    /// The packed part, decompressed: packed pages, then records of delta runs.
+    unpacked: Vec<u8>,
+    /// Pages of delta runs.
+    changed: Vec<u8>,
     /// Hashes of the frame's pages, kept from the check to the recording.
     page_hashes: Vec<u64>,
 }
@@ -120,13 +186,12 @@ pub struct Decoder {
 impl Decoder {
     /// A decoder.
     #[must_use]
-    pub fn new() -> Self {
-        Self::default()
+    pub fn new(decompressors: Decompressors) -> Self {
+        Self { decompressors, ..Self::default() }
     }
 
-    /// Checks every page of a frame, then places them all and records their hashes. A frame that
-    /// ends a round has nothing to place. `belongs` says whether a run may come in this frame.
-    /// Returns what was placed.
+    /// Decodes and checks every page of a frame, then places them all and records their hashes. A frame
+    /// that ends a round has nothing to place. `belongs` says whether a run may come in this frame.
     ///
     /// # Errors
     /// A frame that breaks a rule or is damaged: no page of it was placed then. A page outside
@@ -137,8 +202,8 @@ impl Decoder {
         memory: &GuestMemory,
         hashes: &PageHashes,
         belongs: impl Fn(&Run) -> bool,
-    ) -> Result<FrameCounts, CodecError> {
-        let mut counts = FrameCounts::default();
+    ) -> Result<PlacedPages, CodecError> {
+        let mut counts = PlacedPages::default();
         let Some(header) = frame.header().filter(|header| header.kind == FrameKind::Pages) else {
             return Ok(counts);
         };
@@ -148,17 +213,21 @@ impl Decoder {
         if let Some(stray) = table.runs().find(|run| !belongs(run)) {
             return Err(CodecError::Stray { sequence: header.sequence, page: stray.first });
         }
-        self.check(header, &table, payload)?;
-        let (mut change, mut placed, mut at) = (0_u64, 0, 0);
+        let (raw, packed) = payload.split_at(payload.len() - header.packed_bytes as usize);
+        let unpacked = unpack(&mut self.decompressors, &mut self.unpacked, header, &table, packed)?;
+        let (packed, deltas) = unpacked.split_at(table.packed_page_bytes());
+        self.changed.clear();
+        apply_deltas(&mut self.changed, header, &table, deltas, memory, hashes)?;
+        let content = Content { raw, packed, changed: &self.changed };
+        check(&mut self.page_hashes, header, &table, content)?;
+        let (mut change, mut placed, mut from) = (0_u64, 0, content);
         for run in table.runs() {
-            let end = at + run.payload_bytes();
-            place_run(header, run, &payload[at..end], memory, hashes)?;
-            at = end;
+            place_run(header.slot, run, from.take(&run), memory, hashes)?;
             match run.encoding {
-                Encoding::Zero => counts.zero_pages += u64::from(run.pages),
-                Encoding::Raw => counts.content_pages += u64::from(run.pages),
+                Encoding::Zero => counts.zero += u64::from(run.pages),
+                _ => counts.content += u64::from(run.pages),
             }
-            for page in run.first..run.first + u64::from(run.pages) {
+            for page in run.range() {
                 let hash = self.page_hashes[placed];
                 change = change.wrapping_add(hashes.replace(header.slot, page, hash));
                 placed += 1;
@@ -167,229 +236,159 @@ impl Decoder {
         hashes.add(change);
         Ok(counts)
     }
+}
 
-    fn check(
-        &mut self,
-        header: &FrameHeader,
-        table: &RunTable<'_>,
-        payload: &[u8],
-    ) -> Result<(), CodecError> {
-        let slot = header.slot;
-        self.page_hashes.clear();
-        let mut contents = payload.chunks_exact(PAGE_SIZE);
-        for run in table.runs() {
-            let pages = run.first..run.first + u64::from(run.pages);
-            match run.encoding {
-                Encoding::Zero => {
-                    self.page_hashes.extend(pages.map(|page| zero_page_hash(slot, page)));
-                }
-                Encoding::Raw => {
-                    let raw = pages.zip(contents.by_ref());
-                    self.page_hashes.extend(raw.map(|(page, raw)| page_hash(raw, slot, page)));
-                }
-            }
-        }
-        let found = self.page_hashes.iter().fold(0_u64, |sum, hash| sum.wrapping_add(*hash));
-        if found == header.content_sum {
-            Ok(())
-        } else {
-            let (sequence, expected) = (header.sequence, header.content_sum);
-            Err(CodecError::ContentSum { sequence, expected, found })
-        }
+/// The decoded pages of a frame's runs, by encoding, each in the order of the run table.
+#[derive(Clone, Copy)]
+struct Content<'a> {
+    raw: &'a [u8],
+    packed: &'a [u8],
+    changed: &'a [u8],
+}
+
+impl<'a> Content<'a> {
+    /// The pages of the next run. The lengths have been checked.
+    fn take(&mut self, run: &Run) -> &'a [u8] {
+        let from = match run.encoding {
+            Encoding::Zero => return &[],
+            Encoding::Raw => &mut self.raw,
+            Encoding::Packed => &mut self.packed,
+            Encoding::Delta => &mut self.changed,
+        };
+        let (pages, rest) = from.split_at(run.content_bytes());
+        *from = rest;
+        pages
     }
 }
 
-fn place_run(
+/// The packed part of the payload as it was before compression.
+fn unpack<'a>(
+    decompressors: &mut Decompressors,
+    unpacked: &'a mut Vec<u8>,
     header: &FrameHeader,
-    run: Run,
-    payload: &[u8],
+    table: &RunTable<'_>,
+    packed: &'a [u8],
+) -> Result<&'a [u8], CodecError> {
+    let Some(algorithm) = header.algorithm else { return Ok(packed) };
+    let bytes = table.packed_page_bytes() + header.delta_bytes as usize;
+    if bytes == 0 {
+        return Ok(&[]);
+    }
+    if unpacked.len() < bytes {
+        unpacked.resize(bytes, 0);
+    }
+    let into = &mut unpacked[..bytes];
+    decompressors.decompress(algorithm, packed, into).map_err(|source| {
+        let packed = |run: &Run| matches!(run.encoding, Encoding::Packed | Encoding::Delta);
+        let page = table.runs().find(packed).map_or(0, |run| run.first);
+        CodecError::Unpack { sequence: header.sequence, slot: header.slot, page, source }
+    })?;
+    Ok(into)
+}
+
+/// Makes the pages of all delta runs from the pages that are here.
+fn apply_deltas(
+    changed: &mut Vec<u8>,
+    header: &FrameHeader,
+    table: &RunTable<'_>,
+    mut records: &[u8],
     memory: &GuestMemory,
     hashes: &PageHashes,
 ) -> Result<(), CodecError> {
-    if run.encoding == Encoding::Raw {
-        let pages = run.in_slot(header.slot);
-        // All pages of a run have mostly one history, and both ways are right for any page.
-        if hashes.knows(header.slot, run.first) {
-            memory.copy_in(pages, payload)?;
+    let (sequence, slot) = (header.sequence, header.slot);
+    for run in table.runs().filter(|run| run.encoding == Encoding::Delta) {
+        let (page, pages) = (run.first, run.pages);
+        let Some((expected, rest)) = records.split_first_chunk::<8>() else {
+            let source = DeltaError::Cut { needed: 8, left: records.len() };
+            return Err(CodecError::Delta { sequence, slot, page, source });
+        };
+        records = rest;
+        let expected = u64::from_le_bytes(*expected);
+        let sum = |sum: u64, page| sum.wrapping_add(hashes.get(slot, page).unwrap_or_default());
+        let found = run.range().fold(0, sum);
+        if found != expected || run.range().any(|page| !hashes.knows(slot, page)) {
+            return Err(CodecError::DeltaBase { sequence, slot, page, pages, expected, found });
+        }
+        let at = changed.len();
+        changed.resize(at + run.content_bytes(), 0);
+        let run_pages = &mut changed[at..];
+        memory.copy_out(run.in_slot(slot), run_pages)?;
+        for (page, content) in run.range().zip(run_pages.chunks_exact_mut(PAGE_SIZE)) {
+            apply_delta(&mut records, content).map_err(|source| CodecError::Delta {
+                sequence,
+                slot,
+                page,
+                source,
+            })?;
+        }
+    }
+    if records.is_empty() {
+        Ok(())
+    } else {
+        let left = records.len();
+        Err(WireError::BadFrame(format!("{left} bytes are left over behind all deltas")).into())
+    }
+}
+
+/// Hashes all pages, and compares each run's sum with the source's.
+fn check(
+    page_hashes: &mut Vec<u64>,
+    header: &FrameHeader,
+    table: &RunTable<'_>,
+    mut content: Content<'_>,
+) -> Result<(), CodecError> {
+    let slot = header.slot;
+    page_hashes.clear();
+    for run in table.runs() {
+        let from = page_hashes.len();
+        if run.encoding == Encoding::Zero {
+            page_hashes.extend(run.range().map(|page| zero_page_hash(slot, page)));
         } else {
-            memory.copy_in_new(pages, payload)?;
+            let pages = run.range().zip(content.take(&run).chunks_exact(PAGE_SIZE));
+            page_hashes.extend(pages.map(|(page, content)| page_hash(content, slot, page)));
+        }
+        let found = page_hashes[from..].iter().fold(0_u64, |sum, hash| sum.wrapping_add(*hash));
+        if found != run.content_sum {
+            return Err(CodecError::ContentSum {
+                sequence: header.sequence,
+                slot,
+                page: run.first,
+                pages: run.pages,
+                expected: run.content_sum,
+                found,
+            });
+        }
+    }
+    Ok(())
+}
+
+fn place_run(
+    slot: SlotId,
+    run: Run,
+    content: &[u8],
+    memory: &GuestMemory,
+    hashes: &PageHashes,
+) -> Result<(), CodecError> {
+    if run.encoding != Encoding::Zero {
+        // All pages of a run have mostly one history, and both ways are right for any page.
+        if hashes.knows(slot, run.first) {
+            memory.copy_in(run.in_slot(slot), content)?;
+        } else {
+            memory.copy_in_new(run.in_slot(slot), content)?;
         }
         return Ok(());
     }
     // Memory begins as zeros: a page that was never placed is one already, and writing it would
     // populate it.
-    for page in run.first..run.first + u64::from(run.pages) {
-        if hashes.knows(header.slot, page) {
+    for page in run.range() {
+        if hashes.knows(slot, page) {
             let one = Run { first: page, pages: 1, ..run };
-            memory.zero(one.in_slot(header.slot))?;
+            memory.zero(one.in_slot(slot))?;
         }
     }
     Ok(())
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-    use vmferry_memory::{MemoryKind, PageRun, SlotId, SlotLayout, whole_hash};
-
-    use super::*;
-    use crate::{EncodedFrame, Encoder};
-
-    const PAGES: u64 = 64;
-    const STRAY: u64 = 63;
-
-    fn memory() -> GuestMemory {
-        let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages: PAGES }];
-        GuestMemory::allocate(&layout, MemoryKind::Private).unwrap()
-    }
-
-    struct Side {
-        memory: GuestMemory,
-        hashes: PageHashes,
-    }
-
-    impl Side {
-        fn new() -> Self {
-            let memory = memory();
-            Self { hashes: PageHashes::for_memory(&memory), memory }
-        }
-
-        fn encode(&self, sequence: u64, pages: &[u64]) -> Vec<u8> {
-            let mut frame = EncodedFrame::new();
-            let copy = frame.pages_mut(pages.len());
-            for (page, into) in pages.iter().zip(copy.chunks_exact_mut(PAGE_SIZE)) {
-                self.memory.copy_out(run(*page), into).unwrap();
-            }
-            let counts =
-                Encoder::new().encode(&mut frame, 1, sequence, SlotId(0), pages, &self.hashes);
-            assert_eq!(counts.content_pages + counts.zero_pages, pages.len() as u64);
-            let mut bytes = Vec::new();
-            frame.write_to(&mut bytes).unwrap();
-            assert_eq!(bytes.len(), frame.wire_bytes());
-            bytes
-        }
-
-        fn place(&self, bytes: &[u8]) -> Result<u64, CodecError> {
-            let mut frame = Frame::new();
-            match frame.read_from(&mut &bytes[..]) {
-                Ok(Some(_)) => Decoder::new()
-                    .place(&frame, &self.memory, &self.hashes, |run| run.first != STRAY)
-                    .map(|counts| counts.content_pages + counts.zero_pages),
-                Ok(None) => Ok(0),
-                Err(ReadError::Wire(error)) => Err(error.into()),
-                Err(ReadError::Io(error)) => panic!("{error}"),
-            }
-        }
-    }
-
-    fn run(page: u64) -> PageRun {
-        PageRun { slot: SlotId(0), first: page, pages: 1 }
-    }
-
-    /// Two out of three pages have content; 0 makes a page of zeros.
-    fn fill(memory: &GuestMemory, page: u64, byte: u8) {
-        memory.copy_in(run(page), &[byte; PAGE_SIZE]).unwrap();
-    }
-
-    proptest! {
-        #[test]
-        fn what_is_placed_is_what_was_sent(
-            writes in prop::collection::vec((0..STRAY - 1, 0_u8..3), 1..200)
-        ) {
-            let (source, destination) = (Side::new(), Side::new());
-            for (sequence, batch) in writes.chunks(20).enumerate() {
-                let mut pages: Vec<u64> = batch.iter().map(|(page, _)| *page).collect();
-                pages.sort_unstable();
-                pages.dedup();
-                for (page, byte) in batch {
-                    fill(&source.memory, *page, *byte);
-                }
-                let bytes = source.encode(sequence as u64 + 1, &pages);
-                prop_assert_eq!(destination.place(&bytes).unwrap(), pages.len() as u64);
-            }
-            prop_assert_eq!(source.hashes.sum(), destination.hashes.sum());
-            prop_assert_eq!(
-                whole_hash(&source.memory).unwrap(),
-                whole_hash(&destination.memory).unwrap()
-            );
-        }
-    }
-
-    #[test]
-    fn a_page_of_zeros_populates_nothing_unless_it_must() {
-        let (source, destination) = (Side::new(), Side::new());
-        destination.place(&source.encode(1, &[3, 4, 5])).unwrap();
-        assert!(destination.memory.populated().unwrap().is_empty());
-        fill(&source.memory, 4, 1);
-        destination.place(&source.encode(2, &[3, 4, 5])).unwrap();
-        fill(&source.memory, 4, 0);
-        destination.place(&source.encode(3, &[4])).unwrap();
-        assert_eq!(whole_hash(&destination.memory).unwrap().pages, 0);
-        assert_eq!(source.hashes.sum(), destination.hashes.sum());
-    }
-
-    #[test]
-    fn a_damaged_frame_places_nothing() {
-        let source = Side::new();
-        for page in 0..3 {
-            fill(&source.memory, page, 7);
-        }
-        let good = source.encode(1, &[0, 1, 2, 9]);
-        for at in (0..good.len()).step_by(13).chain(good.len() - 8..good.len()) {
-            let destination = Side::new();
-            let mut bad = good.clone();
-            bad[at] ^= 1;
-            assert!(destination.place(&bad).is_err(), "byte {at}");
-            assert!(destination.memory.populated().unwrap().is_empty(), "byte {at}");
-            assert_eq!(destination.hashes.sum(), 0);
-        }
-    }
-
-    #[test]
-    fn a_cut_frame_is_an_error_and_the_end_between_frames_is_not() {
-        let source = Side::new();
-        fill(&source.memory, 1, 7);
-        let good = source.encode(1, &[1]);
-        for length in [1, 47, 48, 60, 64, good.len() - 1] {
-            let error = Frame::new().read_from(&mut &good[..length]).unwrap_err();
-            assert!(matches!(error, ReadError::Io(e) if e.kind() == io::ErrorKind::UnexpectedEof));
-        }
-        assert!(Frame::new().read_from(&mut &[][..]).unwrap().is_none());
-    }
-
-    #[test]
-    fn a_slot_that_is_not_there_is_an_error() {
-        let side = Side::new();
-        let mut frame = EncodedFrame::new();
-        frame.pages_mut(1).fill(1);
-        Encoder::new().encode(&mut frame, 1, 1, SlotId(7), &[0], &side.hashes);
-        let mut bytes = Vec::new();
-        frame.write_to(&mut bytes).unwrap();
-        assert!(matches!(
-            side.place(&bytes),
-            Err(CodecError::Memory(MemoryError::NoSuchSlot { .. }))
-        ));
-    }
-
-    #[test]
-    fn a_page_of_another_lane_is_an_error_and_places_nothing() {
-        let (source, destination) = (Side::new(), Side::new());
-        fill(&source.memory, 1, 7);
-        let error = destination.place(&source.encode(1, &[1, STRAY])).unwrap_err();
-        assert!(matches!(error, CodecError::Stray { page: STRAY, .. }), "{error}");
-        assert!(destination.memory.populated().unwrap().is_empty());
-    }
-
-    #[test]
-    fn the_end_of_a_round_places_nothing() {
-        let side = Side::new();
-        let mut frame = EncodedFrame::new();
-        Encoder::new().end_of_round(&mut frame, 4, 8);
-        let mut bytes = Vec::new();
-        frame.write_to(&mut bytes).unwrap();
-        let mut received = Frame::new();
-        let header = received.read_from(&mut &bytes[..]).unwrap().unwrap();
-        assert_eq!((header.kind, header.round, header.sequence), (FrameKind::EndOfRound, 4, 8));
-        assert_eq!(side.place(&bytes).unwrap(), 0);
-    }
-}
+#[path = "decode_tests.rs"]
+mod tests;

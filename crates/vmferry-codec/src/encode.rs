@@ -1,181 +1,416 @@
 //! Pages to frames.
 
-use std::io::{self, IoSlice, Write};
+use std::sync::Arc;
 
 use vmferry_memory::{PAGE_SIZE, SlotId, is_zero, page_hash, zero_page_hash};
-use vmferry_wire::{Encoding, FRAME_HEADER_BYTES, FrameHeader, FrameKind, Run, table_checksum};
+use vmferry_wire::{Algorithm, Encoding, FrameHeader, FrameKind, Run, table_checksum};
 
+use crate::compress::{Compress, CompressError, Compressors};
+use crate::entropy::looks_random;
+use crate::frame::EncodedFrame;
 use crate::hashes::PageHashes;
+use crate::hot_pages::{Delta, HotPages};
+use crate::method::Method;
 
-/// A frame and its buffers, reused from frame to frame: the pages as copied out of the guest,
-/// the header with the run table, and which pages of the copy are sent.
-#[derive(Debug, Default)]
-pub struct EncodedFrame {
-    /// Header and run table.
-    head: Vec<u8>,
-    /// The copy, in the order of the pages given to [`Encoder::encode`].
-    copy: Vec<u8>,
-    /// Pieces of the copy that are the payload, as page indices of the copy.
-    sent: Vec<(usize, usize)>,
-    payload_bytes: usize,
+/// How the pages of one frame are to be encoded. Pages of zeros are marks in any case.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Choice {
+    /// What pages are packed with that look as if they shrink; `None`: they go raw.
+    pub pack: Option<Method>,
+    /// What is done with pages that were sent before.
+    pub delta: DeltaUse,
 }
 
-impl EncodedFrame {
-    /// A frame without buffers; they grow at first use.
-    #[must_use]
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// The buffer for the copy of `pages` pages, to be filled before encoding.
-    pub fn pages_mut(&mut self, pages: usize) -> &mut [u8] {
-        let bytes = pages * PAGE_SIZE;
-        if self.copy.len() < bytes {
-            self.copy.resize(bytes, 0);
-        }
-        &mut self.copy[..bytes]
-    }
-
-    /// Length on the wire.
-    #[must_use]
-    pub fn wire_bytes(&self) -> usize {
-        self.head.len() + self.payload_bytes
-    }
-
-    /// Writes the frame, with as few calls as the writer allows.
-    ///
-    /// # Errors
-    /// The writer's.
-    pub fn write_to(&self, writer: &mut impl Write) -> io::Result<()> {
-        // Runs of zeros cut the payload into at most 32 pieces of 64 pages.
-        const PIECES: usize = 33;
-        let mut slices = [IoSlice::new(&[]); PIECES];
-        slices[0] = IoSlice::new(&self.head);
-        let mut used = 1;
-        for (first, end) in &self.sent {
-            if used == PIECES {
-                write_all_vectored(writer, &mut slices)?;
-                used = 0;
-            }
-            slices[used] = IoSlice::new(&self.copy[first * PAGE_SIZE..end * PAGE_SIZE]);
-            used += 1;
-        }
-        write_all_vectored(writer, &mut slices[..used])
-    }
+/// What is done with pages that were sent before.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeltaUse {
+    /// Nothing.
+    #[default]
+    Off,
+    /// They are kept for deltas to come.
+    Keep,
+    /// Their changes are sent, where they are held; and they are kept.
+    Make,
 }
 
-fn write_all_vectored(writer: &mut impl Write, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
-    while !slices.is_empty() {
-        match writer.write_vectored(slices) {
-            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-            Ok(written) => IoSlice::advance_slices(&mut slices, written),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(())
+/// The pages of a frame, and which frame it is.
+#[derive(Clone, Copy, Debug)]
+pub struct Batch<'a> {
+    /// The round, from 1.
+    pub round: u32,
+    /// The frame's number on its lane.
+    pub sequence: u64,
+    /// The slot of all pages.
+    pub slot: SlotId,
+    /// Page indices, ascending. Their copies stand in this order at the beginning of
+    /// [`EncodedFrame::pages_mut`].
+    pub pages: &'a [u64],
 }
 
-/// What a frame holds.
+/// What a frame holds: pages by encoding, and bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FrameCounts {
-    /// Pages with content.
-    pub content_pages: u64,
     /// Pages of zeros, which cost no payload.
     pub zero_pages: u64,
+    /// Pages as they are.
+    pub raw_pages: u64,
+    /// Pages that were compressed together.
+    pub packed_pages: u64,
+    /// Pages of which only the changes travel.
+    pub delta_pages: u64,
+    /// Pages that were sent before and of which no version is held.
+    pub unheld_pages: u64,
+    /// Pages that are held and have changed too much for a delta.
+    pub rewritten_pages: u64,
+    /// Pages that went raw because they looked random.
+    pub random_pages: u64,
+    /// Pages that were compressed in vain: they did not shrink, and went raw.
+    pub grown_pages: u64,
+    /// Bytes of the deltas, before compression.
+    pub delta_bytes: u64,
+    /// Length of the packed part.
+    pub packed_bytes: u64,
 }
 
-/// Encodes the frames of one lane. It belongs to the lane's worker for the whole migration.
-#[derive(Debug, Default)]
-pub struct Encoder {
-    runs: Vec<Run>,
+impl FrameCounts {
+    /// Pages with content.
+    #[must_use]
+    pub fn content_pages(&self) -> u64 {
+        self.raw_pages + self.packed_pages + self.delta_pages
+    }
 }
+
+/// A frame could not be encoded.
+#[derive(Debug, thiserror::Error)]
+#[error("frame {sequence} with page {page} of {slot} and those behind it could not be compressed")]
+pub struct EncodeError {
+    /// The frame's number on its lane.
+    pub sequence: u64,
+    /// The slot.
+    pub slot: SlotId,
+    /// The first page that was to be compressed.
+    pub page: u64,
+    /// Why.
+    #[source]
+    pub source: CompressError,
+}
+
+/// Encodes frames: a worker's contexts and buffers, kept for the whole migration.
+pub struct Encoder {
+    compressors: Compressors,
+    /// Made at first use. There are few, and mostly one is used.
+    made: Vec<(Method, Box<dyn Compress>)>,
+    hot: Arc<HotPages>,
+    runs: Vec<Run>,
+    /// Records of delta runs.
+    deltas: Vec<u8>,
+    /// What is compressed, where it does not stand together in the copy.
+    gathered: Vec<u8>,
+    /// Where the present run's base sum stands in `deltas`, and what it is.
+    base_sum: (usize, u64),
+}
+
+/// A page that is packed is expected to become at most so long, so a longer delta is no gain.
+const LONGEST_DELTA_BESIDE_PACKING: usize = PAGE_SIZE / 4;
+/// Making and applying a delta that saves less than half is no gain over the page itself.
+const LONGEST_DELTA: usize = PAGE_SIZE / 2;
+/// What packing must save at least: a part of so many.
+const LEAST_GAIN: usize = 32;
+/// Shorter deltas are not worth a compressor's call.
+const SHORTEST_PACKED_DELTAS: usize = 1024;
+/// Length of a delta run's base sum.
+const BASE_SUM_BYTES: usize = 8;
 
 impl Encoder {
-    /// An encoder.
+    /// An encoder without contexts; they are made at first use.
     #[must_use]
-    pub fn new() -> Self {
-        Self::default()
+    pub fn new(compressors: Compressors, hot: Arc<HotPages>) -> Self {
+        Self {
+            compressors,
+            made: Vec::new(),
+            hot,
+            runs: Vec::new(),
+            deltas: Vec::new(),
+            gathered: Vec::new(),
+            base_sum: (0, 0),
+        }
     }
 
-    /// Encodes the copies of `pages` (ascending page indices of `slot`) that stand at the
-    /// beginning of [`EncodedFrame::pages_mut`], in that order, and records their hashes.
+    /// Encodes the pages of a batch, whose copies stand in `frame`, and records their hashes.
+    ///
+    /// # Errors
+    /// The compressor's. The hashes are recorded then all the same: the migration is over.
     ///
     /// # Panics
     /// If the frame's buffer does not hold so many pages.
     pub fn encode(
         &mut self,
         frame: &mut EncodedFrame,
-        round: u32,
-        sequence: u64,
-        slot: SlotId,
-        pages: &[u64],
+        batch: Batch<'_>,
         hashes: &PageHashes,
-    ) -> FrameCounts {
-        let EncodedFrame { head, copy, sent, payload_bytes } = frame;
-        let (mut counts, mut content_sum, mut change) = (FrameCounts::default(), 0_u64, 0_u64);
+        choice: Choice,
+    ) -> Result<FrameCounts, EncodeError> {
+        let mut counts = FrameCounts::default();
+        self.look_at_pages(frame.pages(batch.pages.len()), batch, hashes, choice, &mut counts);
+        frame.begin();
+        let algorithm = self.pack(frame, batch, choice.pack, &mut counts)?;
+        let mut index = 0;
+        for run in &self.runs {
+            let end = index + run.pages as usize;
+            if run.encoding == Encoding::Raw {
+                match frame.raw.last_mut() {
+                    Some((_, before)) if *before == index => *before = end,
+                    _ => frame.raw.push((index, end)),
+                }
+            }
+            index = end;
+            run.encode(&mut frame.head);
+        }
+        let table = &frame.head[vmferry_wire::FRAME_HEADER_BYTES..];
+        let header = FrameHeader {
+            kind: FrameKind::Pages,
+            algorithm,
+            slot: batch.slot,
+            round: batch.round,
+            runs: self.runs.len() as u32,
+            sequence: batch.sequence,
+            payload_bytes: (counts.raw_pages as usize * PAGE_SIZE + frame.packed_bytes) as u32,
+            packed_bytes: frame.packed_bytes as u32,
+            delta_bytes: self.deltas.len() as u32,
+            table_checksum: table_checksum(table),
+        };
+        frame.finish(&header);
+        counts.delta_bytes = self.deltas.len() as u64;
+        counts.packed_bytes = frame.packed_bytes as u64;
+        Ok(counts)
+    }
+
+    /// Decides how each page is encoded, makes the runs and the deltas, and notes the hashes.
+    fn look_at_pages(
+        &mut self,
+        copy: &[u8],
+        batch: Batch<'_>,
+        hashes: &PageHashes,
+        choice: Choice,
+        counts: &mut FrameCounts,
+    ) {
+        let mut change = 0_u64;
         self.runs.clear();
-        sent.clear();
-        let contents = copy[..pages.len() * PAGE_SIZE].chunks_exact(PAGE_SIZE);
-        for (index, (&page, content)) in pages.iter().zip(contents).enumerate() {
-            let (encoding, hash) = if is_zero(content) {
+        self.deltas.clear();
+        for (&page, content) in batch.pages.iter().zip(copy.chunks_exact(PAGE_SIZE)) {
+            let slot = batch.slot;
+            let zero = is_zero(content);
+            let hash =
+                if zero { zero_page_hash(slot, page) } else { page_hash(content, slot, page) };
+            let changed = hashes.replace(slot, page, hash);
+            change = change.wrapping_add(changed);
+            let sent = hash.wrapping_sub(changed);
+            let look = Look { page, content, hash, sent };
+            let encoding = if zero {
                 counts.zero_pages += 1;
-                (Encoding::Zero, zero_page_hash(slot, page))
+                Encoding::Zero
+            } else if self.delta(batch, look, choice, counts) {
+                counts.delta_pages += 1;
+                Encoding::Delta
+            } else if choice.pack.is_some() {
+                let random = looks_random(content);
+                *(if random { &mut counts.random_pages } else { &mut counts.packed_pages }) += 1;
+                if random { Encoding::Raw } else { Encoding::Packed }
             } else {
-                counts.content_pages += 1;
-                match sent.last_mut() {
-                    Some((_, end)) if *end == index => *end += 1,
-                    _ => sent.push((index, index + 1)),
-                }
-                (Encoding::Raw, page_hash(content, slot, page))
+                Encoding::Raw
             };
-            content_sum = content_sum.wrapping_add(hash);
-            change = change.wrapping_add(hashes.replace(slot, page, hash));
+            counts.raw_pages += u64::from(encoding == Encoding::Raw);
             match self.runs.last_mut() {
-                Some(run)
-                    if run.encoding == encoding && run.first + u64::from(run.pages) == page =>
-                {
+                Some(run) if run.encoding == encoding && run.range().end == page => {
                     run.pages += 1;
+                    run.content_sum = run.content_sum.wrapping_add(hash);
                 }
-                _ => self.runs.push(Run { first: page, pages: 1, encoding }),
+                _ => self.runs.push(Run { first: page, pages: 1, encoding, content_sum: hash }),
             }
         }
         hashes.add(change);
-        *payload_bytes = counts.content_pages as usize * PAGE_SIZE;
-        head.clear();
-        head.resize(FRAME_HEADER_BYTES, 0);
-        for run in &self.runs {
-            run.encode(head);
-        }
-        let header = FrameHeader {
-            kind: FrameKind::Pages,
-            slot,
-            round,
-            runs: self.runs.len() as u32,
-            sequence,
-            payload_bytes: *payload_bytes as u32,
-            content_sum,
-            table_checksum: table_checksum(&head[FRAME_HEADER_BYTES..]),
-        };
-        head[..FRAME_HEADER_BYTES].copy_from_slice(&header.encode());
-        counts
     }
 
-    /// Makes the frame that says that the lane has sent all of a round.
-    pub fn end_of_round(&mut self, frame: &mut EncodedFrame, round: u32, sequence: u64) {
-        let header = FrameHeader {
-            kind: FrameKind::EndOfRound,
-            slot: SlotId(0),
-            round,
-            runs: 0,
-            sequence,
-            payload_bytes: 0,
-            content_sum: 0,
-            table_checksum: table_checksum(&[]),
+    /// Makes a delta, if there is to be one; whether there is.
+    fn delta(
+        &mut self,
+        batch: Batch<'_>,
+        look: Look<'_>,
+        choice: Choice,
+        counts: &mut FrameCounts,
+    ) -> bool {
+        let Look { page, content, hash, sent } = look;
+        if sent == 0 {
+            return false;
+        }
+        match choice.delta {
+            DeltaUse::Off => return false,
+            DeltaUse::Keep => {
+                self.hot.keep(batch.slot, page, batch.round, hash, content);
+                return false;
+            }
+            DeltaUse::Make => {}
+        }
+        let continues = self
+            .runs
+            .last()
+            .is_some_and(|run| run.encoding == Encoding::Delta && run.range().end == page);
+        let before = self.deltas.len();
+        if !continues {
+            self.deltas.extend_from_slice(&[0; BASE_SUM_BYTES]);
+        }
+        let limit = match choice.pack {
+            Some(_) => LONGEST_DELTA_BESIDE_PACKING,
+            None => LONGEST_DELTA,
         };
-        frame.sent.clear();
-        frame.payload_bytes = 0;
-        frame.head.clear();
-        frame.head.extend_from_slice(&header.encode());
+        let (slot, round, into) = (batch.slot, batch.round, &mut self.deltas);
+        match self.hot.delta(slot, page, round, sent, hash, content, into, limit) {
+            Delta::Made => {
+                if !continues {
+                    self.base_sum = (before, 0);
+                }
+                let (at, sum) = self.base_sum;
+                let sum = sum.wrapping_add(sent);
+                self.base_sum = (at, sum);
+                self.deltas[at..at + BASE_SUM_BYTES].copy_from_slice(&sum.to_le_bytes());
+                true
+            }
+            other => {
+                let rewritten = other == Delta::TooLong;
+                *(if rewritten { &mut counts.rewritten_pages } else { &mut counts.unheld_pages }) += 1;
+                self.deltas.truncate(before);
+                false
+            }
+        }
+    }
+
+    /// Compresses packed pages and deltas together. What does not shrink goes as it is.
+    fn pack(
+        &mut self,
+        frame: &mut EncodedFrame,
+        batch: Batch<'_>,
+        method: Option<Method>,
+        counts: &mut FrameCounts,
+    ) -> Result<Option<Algorithm>, EncodeError> {
+        let pages = counts.packed_pages as usize;
+        let worth = pages > 0 || self.deltas.len() >= SHORTEST_PACKED_DELTAS;
+        if let Some(method) = method.filter(|_| worth) {
+            let length = pages * PAGE_SIZE + self.deltas.len();
+            let (copy, packed) = frame.copy_and_packed(length - length / LEAST_GAIN);
+            let input = gather(&mut self.gathered, &self.runs, &self.deltas, copy, length);
+            let compressed = compressor(&mut self.made, &self.compressors, method)
+                .and_then(|compressor| compressor.compress(input, packed));
+            match compressed {
+                Ok(Some(bytes)) => {
+                    frame.packed_bytes = bytes;
+                    return Ok(Some(method.algorithm()));
+                }
+                Ok(None) => {}
+                Err(source) => {
+                    let first = self
+                        .runs
+                        .iter()
+                        .find(|run| matches!(run.encoding, Encoding::Packed | Encoding::Delta));
+                    let page = first.map_or(0, |run| run.first);
+                    let (sequence, slot) = (batch.sequence, batch.slot);
+                    return Err(EncodeError { sequence, slot, page, source });
+                }
+            }
+        }
+        if pages > 0 {
+            for run in &mut self.runs {
+                if run.encoding == Encoding::Packed {
+                    run.encoding = Encoding::Raw;
+                }
+            }
+            counts.raw_pages += counts.packed_pages;
+            counts.grown_pages = std::mem::take(&mut counts.packed_pages);
+        }
+        let (_, packed) = frame.copy_and_packed(self.deltas.len());
+        packed.copy_from_slice(&self.deltas);
+        frame.packed_bytes = self.deltas.len();
+        Ok(None)
+    }
+}
+
+/// What is known of a page.
+#[derive(Clone, Copy)]
+struct Look<'a> {
+    page: u64,
+    content: &'a [u8],
+    hash: u64,
+    /// Hash of the page as last sent; 0: never sent.
+    sent: u64,
+}
+
+/// The packed pages and the deltas in one piece of `length` bytes.
+fn gather<'a>(
+    gathered: &'a mut Vec<u8>,
+    runs: &[Run],
+    deltas: &[u8],
+    copy: &'a [u8],
+    length: usize,
+) -> &'a [u8] {
+    let mut index = 0;
+    let pieces = runs.iter().map(|run| {
+        let at = index;
+        index += run.content_bytes();
+        (run.encoding == Encoding::Packed).then_some((at, index))
+    });
+    let mut pieces = pieces.flatten();
+    match (pieces.next(), deltas) {
+        (Some((from, to)), []) if to - from == length => &copy[from..to],
+        (first, deltas) => {
+            gathered.clear();
+            for (from, to) in first.into_iter().chain(pieces) {
+                gathered.extend_from_slice(&copy[from..to]);
+            }
+            gathered.extend_from_slice(deltas);
+            gathered
+        }
+    }
+}
+
+fn compressor<'a>(
+    made: &'a mut Vec<(Method, Box<dyn Compress>)>,
+    compressors: &Compressors,
+    method: Method,
+) -> Result<&'a mut dyn Compress, CompressError> {
+    let index = match made.iter().position(|(known, _)| *known == method) {
+        Some(index) => index,
+        None => {
+            made.push((method, compressors.make(method)?));
+            made.len() - 1
+        }
+    };
+    Ok(made[index].1.as_mut())
+}
+
+#[cfg(test)]
+mod tests {
+    use vmferry_memory::{GuestMemory, MemoryKind, SlotLayout};
+
+    use super::*;
+
+    #[test]
+    fn a_compressor_that_fails_is_named_with_the_pages() {
+        struct Broken;
+        impl Compress for Broken {
+            fn compress(&mut self, _: &[u8], _: &mut [u8]) -> Result<Option<usize>, CompressError> {
+                Err(CompressError::Failed { method: Method::lz4(), reason: "worn out".into() })
+            }
+        }
+        let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages: 64 }];
+        let memory = GuestMemory::allocate(&layout, MemoryKind::Private).unwrap();
+        let hashes = PageHashes::for_memory(&memory);
+        let compressors = Compressors::new(|_| Ok(Box::new(Broken)));
+        let mut encoder = Encoder::new(compressors, Arc::new(HotPages::new(0)));
+        let mut frame = EncodedFrame::new();
+        frame.pages_mut(2)[5000] = 1;
+        let batch = Batch { round: 1, sequence: 6, slot: SlotId(2), pages: &[3, 4] };
+        let choice = Choice { pack: Some(Method::lz4()), delta: DeltaUse::Off };
+        let error = encoder.encode(&mut frame, batch, &hashes, choice).unwrap_err();
+        assert!(error.to_string().starts_with("frame 6 with page 4 of slot 2"), "{error}");
+        assert!(error.source.to_string().contains("worn out"));
     }
 }

@@ -30,10 +30,16 @@ impl PageHashes {
         }
     }
 
+    /// A page's hash, if it was ever recorded.
+    #[must_use]
+    pub fn get(&self, slot: SlotId, page: u64) -> Option<u64> {
+        self.at(slot, page).map(|hash| hash.load(Ordering::Relaxed)).filter(|hash| *hash != 0)
+    }
+
     /// Whether a page was ever recorded.
     #[must_use]
     pub fn knows(&self, slot: SlotId, page: u64) -> bool {
-        self.at(slot, page).is_some_and(|hash| hash.load(Ordering::Relaxed) != 0)
+        self.get(slot, page).is_some()
     }
 
     /// Replaces a page's hash and returns by how much the sum must change. The caller collects

@@ -192,6 +192,21 @@ impl PageBitmap {
         }
     }
 
+    /// Makes it the pages that both `one` and `other`, of the same length, have.
+    pub fn set_to_intersection(&mut self, one: &Self, other: &Self) {
+        self.clear_all();
+        for blocks in one.held() {
+            for block in blocks {
+                if other.summary[block / 64] & (1 << (block % 64)) == 0 {
+                    continue;
+                }
+                let both =
+                    std::array::from_fn(|word| one.blocks[block][word] & other.blocks[block][word]);
+                self.or_block(block, &both);
+            }
+        }
+    }
+
     /// Clears all. What is clear is not written, so that it costs no memory.
     pub fn clear_all(&mut self) {
         let held = HeldBlocks { summary: &self.summary, next: 0 };
@@ -210,22 +225,19 @@ impl PageBitmap {
         Runs::new(Kernel::best(), self.blocks.as_flattened(), Held(self.held()))
     }
 
-    /// Runs of set pages in the stripes of 512 pages whose number divided by `of` leaves `stripe`, as
-    /// (first, count), in order. No run crosses from one stripe to the next.
+    /// Number of the first block of 512 pages, from block `from` on, that may hold a page.
+    #[must_use]
+    pub fn next_block(&self, from: usize) -> Option<usize> {
+        self.held().next_block(from, 0).filter(|block| *block < self.blocks.len())
+    }
+
+    /// The words of block `block`: pages from `512 * block` on.
     ///
     /// # Panics
-    /// If `stripe` is not below `of`.
-    pub fn runs_of_stripes(
-        &self,
-        stripe: usize,
-        of: usize,
-    ) -> impl Iterator<Item = (u64, u64)> + '_ {
-        assert!(stripe < of, "stripe {stripe} of {of}");
-        let stripes = self.held().flat_map(move |held| {
-            (held.start + (stripe + of - held.start % of) % of..held.end).step_by(of)
-        });
-        let words = stripes.map(|stripe| stripe * BLOCK_WORDS..(stripe + 1) * BLOCK_WORDS);
-        Runs::new(Kernel::best(), self.blocks.as_flattened(), words)
+    /// If the block is beyond the end.
+    #[must_use]
+    pub fn block(&self, block: usize) -> &[u64; BLOCK_WORDS] {
+        &self.blocks[block]
     }
 
     /// Ranges of blocks that may hold something, apart from each other.

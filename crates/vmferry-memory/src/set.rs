@@ -40,6 +40,13 @@ impl PageSet {
         &mut self.slots[usize::from(slot.0)]
     }
 
+    /// Makes it the pages that both `one` and `other`, of the same layout, have.
+    pub fn set_to_intersection(&mut self, one: &Self, other: &Self) {
+        for ((slot, one), other) in self.slots.iter_mut().zip(&one.slots).zip(&other.slots) {
+            slot.set_to_intersection(one, other);
+        }
+    }
+
     /// The slots with their bitmaps, in order.
     pub fn iter(&self) -> impl Iterator<Item = (SlotId, &PageBitmap)> {
         self.slots.iter().enumerate().map(|(slot, bitmap)| (SlotId(slot as u16), bitmap))

@@ -19,14 +19,14 @@ mod frame;
 mod hello;
 mod message;
 mod reason;
+mod runs;
 mod session;
 
 pub use algorithm::Algorithm;
 pub use control::{CONTROL_HEADER_BYTES, ControlHeader, MAX_BODY_BYTES, MAX_FINAL_BYTES};
 pub use error::WireError;
 pub use frame::{
-    Encoding, FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_PAYLOAD_BYTES, MAX_FRAME_RUNS,
-    RUN_HEADER_BYTES, Run, RunTable, table_checksum,
+    FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_PAYLOAD_BYTES, MAX_FRAME_RUNS,
 };
 pub use hello::{
     HELLO_BYTES, HELLO_REPLY_BYTES, Hello, HelloReply, HelloStatus, PROTOCOL_VERSION_MAX,
@@ -34,6 +34,9 @@ pub use hello::{
 };
 pub use message::{ControlMessage, MAX_CONFIG_BYTES, MAX_LANES, MAX_SLOTS};
 pub use reason::{MAX_REASON_BYTES, Reason, ReasonCode};
+pub use runs::{
+    Encoding, MAX_FRAME_CONTENT_PAGES, RUN_HEADER_BYTES, Run, RunTable, table_checksum,
+};
 pub use session::{GuestIdentity, MAX_NAME_BYTES, SessionId, SessionWord, Token};
 
 /// CRC-32C (Castagnoli), the checksum of headers and control messages.

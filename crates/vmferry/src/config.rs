@@ -6,6 +6,7 @@ use std::time::Duration;
 use vmferry_memory::PAGE_SIZE;
 use vmferry_wire::SessionId;
 
+use crate::compression::{CompressionConfig, MOST_WORKERS};
 use crate::convergence::{Limits, WhenStuck};
 
 /// Pages in one frame: 256 KiB keeps a frame within a core's second-level cache on both sides,
@@ -72,6 +73,9 @@ pub enum ConfigError {
     /// vCPUs that would stand still.
     #[error("a throttle of {0} %: choose 0 to 99")]
     Throttle(u8),
+    /// Worker threads out of range.
+    #[error("{0} workers: choose 1 to {MOST_WORKERS}")]
+    Workers(u8),
     /// No rounds.
     #[error("at least one round is needed")]
     Rounds,
@@ -97,6 +101,8 @@ pub struct SourceConfig {
     /// Per cent of their time that the vCPUs may lose when a round does not shorten the next one, at
     /// most 99. Default 0: never.
     pub throttle: u8,
+    /// What is done to pages on their way.
+    pub compression: CompressionConfig,
     /// Hash both paused memories whole and compare them before COMMIT. Default off.
     pub verify: bool,
     /// Directory of the journals.
@@ -118,6 +124,7 @@ impl SourceConfig {
             timeout: None,
             when_stuck: WhenStuck::Refuse,
             throttle: 0,
+            compression: CompressionConfig::default(),
             verify: false,
             journal_directory,
             timeouts: Timeouts::default(),
@@ -132,13 +139,11 @@ impl SourceConfig {
         if !(1..=16).contains(&self.channels) {
             return Err(ConfigError::Channels(self.channels));
         }
-        match self.max_bandwidth {
-            Some(cap) if cap < 64 << 10 => return Err(ConfigError::Bandwidth(cap)),
-            _ => {}
-        }
+        check_bandwidth(self.max_bandwidth)?;
         if self.throttle > 99 {
             return Err(ConfigError::Throttle(self.throttle));
         }
+        check_workers(self.compression.workers)?;
         if self.max_rounds == 0 {
             return Err(ConfigError::Rounds);
         }
@@ -155,6 +160,22 @@ impl SourceConfig {
     }
 }
 
+pub(crate) fn check_bandwidth(cap: Option<u64>) -> Result<(), ConfigError> {
+    match cap {
+        Some(cap) if cap < 64 << 10 => Err(ConfigError::Bandwidth(cap)),
+        _ => Ok(()),
+    }
+}
+
+fn check_workers(workers: Option<u8>) -> Result<(), ConfigError> {
+    match workers {
+        Some(workers) if !(1..=MOST_WORKERS).contains(&workers) => {
+            Err(ConfigError::Workers(workers))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// How the destination receives.
 #[derive(Clone, Debug)]
 pub struct DestinationConfig {
@@ -162,6 +183,11 @@ pub struct DestinationConfig {
     pub journal_directory: PathBuf,
     /// End with the first attempt that fails, instead of listening on. Default off.
     pub once: bool,
+    /// Threads that decode and place; by default one for each processor, at most 16. Fewer than 1 is 1.
+    pub workers: Option<u8>,
+    /// Whether each worker keeps its decompressors, as it should; otherwise one is made for each frame, for
+    /// comparison. Default on.
+    pub keep_decompressors: bool,
     /// Bounds of all waits.
     pub timeouts: Timeouts,
 }
@@ -170,7 +196,13 @@ impl DestinationConfig {
     /// The defaults.
     #[must_use]
     pub fn new(journal_directory: PathBuf) -> Self {
-        Self { journal_directory, once: false, timeouts: Timeouts::default() }
+        Self {
+            journal_directory,
+            once: false,
+            workers: None,
+            keep_decompressors: true,
+            timeouts: Timeouts::default(),
+        }
     }
 }
 

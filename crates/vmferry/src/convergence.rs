@@ -79,8 +79,12 @@ pub struct NotConverging {
     pub elapsed_ms: f64,
     /// What the guest writes, in bytes per second (whole pages).
     pub dirty_bytes_per_s: f64,
-    /// What the link carries, in bytes of pages per second.
+    /// What the link carries, in bytes of whole pages per second, however short they are on it.
     pub link_bytes_per_s: f64,
+    /// Bytes of whole pages over the bytes that travel.
+    pub compression_ratio: f64,
+    /// What the vCPUs lose of their time by now, in per cent.
+    pub throttle_percent: u8,
     /// The downtime that a hand-over now would cost, in milliseconds.
     pub predicted_downtime_ms: f64,
     /// The limit, in milliseconds.
@@ -115,11 +119,13 @@ impl std::fmt::Display for NotConverging {
         } else {
             write!(
                 f,
-                "the guest writes {:.0} MB/s and the link carries {:.0} MB/s; use \
-                 --downtime-limit {}ms or more, raise --max-bandwidth, or accept the downtime \
-                 with --when-stuck switch-over",
+                "the guest writes {:.0} MB/s and the link carries {:.0} MB/s of that{}{}; use \
+                 --downtime-limit {}ms or more, raise --max-bandwidth, take more time from the guest with \
+                 --throttle, or accept the downtime with --when-stuck switch-over",
                 mb(self.dirty_bytes_per_s),
                 mb(self.link_bytes_per_s),
+                RatioWords(self.compression_ratio),
+                ThrottleWords(self.throttle_percent),
                 (self.predicted_downtime_ms * 1.2).ceil()
             )
         }
@@ -138,14 +144,46 @@ impl std::fmt::Display for StateWords {
     }
 }
 
+/// What compression does, if it does something.
+struct RatioWords(f64);
+
+impl std::fmt::Display for RatioWords {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if self.0 < 1.1 { Ok(()) } else { write!(f, " (compressed {:.1} to 1)", self.0) }
+    }
+}
+
+/// What throttling does, if it does something.
+struct ThrottleWords(u8);
+
+impl std::fmt::Display for ThrottleWords {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.0 {
+            0 => Ok(()),
+            percent => write!(f, ", with {percent} % of its time taken from it"),
+        }
+    }
+}
+
 /// Measures the link and the guest, and predicts.
 #[derive(Clone, Debug)]
 pub struct Predictor {
     limits: Limits,
     round_trip: Duration,
-    bytes_per_s: f64,
+    /// What the last round did.
+    measured: Measured,
     max_bandwidth: Option<u64>,
     state: StateEstimate,
+    throttle_percent: u8,
+}
+
+/// What a round says of link and compression.
+#[derive(Clone, Copy, Debug)]
+struct Measured {
+    /// Pages with content.
+    pages_per_s: f64,
+    /// Bytes on the channels for each of them.
+    bytes_per_page: f64,
 }
 
 impl Predictor {
@@ -155,10 +193,25 @@ impl Predictor {
         Self {
             limits,
             round_trip: Duration::ZERO,
-            bytes_per_s: ASSUMED_BYTES_PER_S,
+            measured: Measured {
+                pages_per_s: ASSUMED_BYTES_PER_S / PAGE_SIZE as f64,
+                bytes_per_page: PAGE_SIZE as f64,
+            },
             max_bandwidth,
             state: StateEstimate::default(),
+            throttle_percent: 0,
         }
+    }
+
+    /// Takes a new cap on the data channels, in bytes per second. What was measured under another one
+    /// stands until a round has measured anew, but is not believed beyond the cap.
+    pub fn set_cap(&mut self, max_bandwidth: Option<u64>) {
+        self.max_bandwidth = max_bandwidth;
+    }
+
+    /// Takes what the vCPUs lose of their time, in per cent, for the verdict.
+    pub fn throttled(&mut self, percent: u8) {
+        self.throttle_percent = percent;
     }
 
     /// Takes what the VMM knows of its state.
@@ -171,18 +224,24 @@ impl Predictor {
         self.round_trip = round_trip;
     }
 
-    /// Takes a round: bytes of pages with content, and the time until all of them were placed.
-    pub fn measured_round(&mut self, content_bytes: u64, took: Duration) {
+    /// Takes a round: its pages with content, the bytes that they were on the channels, and the time until
+    /// all of them were placed. The pages to come are taken to shrink as these did.
+    pub fn measured_round(&mut self, content_pages: u64, wire_bytes: u64, took: Duration) {
         let took = took.saturating_sub(self.round_trip).as_secs_f64();
-        if content_bytes >= MEASURABLE_BYTES && took > 0.0 {
-            self.bytes_per_s = content_bytes as f64 / took;
+        if content_pages * PAGE_SIZE as u64 >= MEASURABLE_BYTES && took > 0.0 {
+            self.measured = Measured {
+                pages_per_s: content_pages as f64 / took,
+                bytes_per_page: wire_bytes as f64 / content_pages as f64,
+            };
         }
     }
 
-    /// The link's throughput as it is known now, in bytes per second.
+    /// What migrates, as it is known now, in bytes of whole pages per second.
     #[must_use]
     pub fn link_bytes_per_s(&self) -> f64 {
-        self.max_bandwidth.map_or(self.bytes_per_s, |cap| self.bytes_per_s.min(cap as f64))
+        let Measured { pages_per_s, bytes_per_page } = self.measured;
+        let capped = self.max_bandwidth.map_or(f64::INFINITY, |cap| cap as f64 / bytes_per_page);
+        pages_per_s.min(capped) * PAGE_SIZE as f64
     }
 
     /// The downtime if the guest were paused now with so many pages to send.
@@ -190,6 +249,10 @@ impl Predictor {
     pub fn predict(&self, pending_pages: u64) -> Duration {
         let bytes = pending_pages as f64 * PAGE_SIZE as f64;
         self.fixed_cost() + Duration::from_secs_f64(bytes / self.link_bytes_per_s().max(1.0))
+    }
+
+    fn compression_ratio(&self) -> f64 {
+        PAGE_SIZE as f64 / self.measured.bytes_per_page.max(1.0)
     }
 
     /// What to do now.
@@ -211,7 +274,9 @@ impl Predictor {
     }
 
     fn fixed_cost(&self) -> Duration {
-        let transfer = self.state.bytes as f64 / self.link_bytes_per_s().max(1.0);
+        // The state travels as it is, on a channel of its own.
+        let wire = self.link_bytes_per_s() / self.compression_ratio();
+        let transfer = self.state.bytes as f64 / wire.max(1.0);
         self.state.handling + self.round_trip * ROUND_TRIPS + Duration::from_secs_f64(transfer)
     }
 
@@ -223,6 +288,8 @@ impl Predictor {
             elapsed_ms: ms(harvest.elapsed),
             dirty_bytes_per_s: dirtied_bytes / harvest.dirtied_in.as_secs_f64().max(1e-6),
             link_bytes_per_s: self.link_bytes_per_s(),
+            compression_ratio: self.compression_ratio(),
+            throttle_percent: self.throttle_percent,
             predicted_downtime_ms: ms(predicted),
             downtime_limit_ms: ms(self.limits.downtime),
             fixed_cost_ms: ms(self.fixed_cost()),
@@ -298,7 +365,7 @@ mod tests {
     #[test]
     fn hands_over_when_the_rest_fits_the_limit() {
         let mut predictor = Predictor::new(limits(), None);
-        predictor.measured_round(100 << 20, Duration::from_millis(1000));
+        predictor.measured_round(25_600, 100 << 20, Duration::from_millis(1000));
         // 100 MiB/s carries 29.6 MiB in 296 ms.
         assert_eq!(predictor.decide(harvest(1, 7500)), Decision::SwitchOver);
         assert_eq!(predictor.decide(harvest(1, 7700)), Decision::AnotherRound);
@@ -307,15 +374,31 @@ mod tests {
     #[test]
     fn a_cap_bounds_the_throughput_that_is_believed() {
         let mut predictor = Predictor::new(limits(), Some(1 << 20));
-        predictor.measured_round(100 << 20, Duration::from_millis(10));
+        predictor.measured_round(25_600, 100 << 20, Duration::from_millis(10));
         assert_eq!(predictor.link_bytes_per_s(), f64::from(1 << 20));
+    }
+
+    #[test]
+    fn what_compression_saves_is_counted() {
+        let mut predictor = Predictor::new(limits(), Some(10_000_000));
+        // 256,000,000 bytes of pages in 64,000,000 on the wire, in 6.4 s.
+        predictor.measured_round(62_500, 64_000_000, Duration::from_millis(6400));
+        assert_eq!(predictor.link_bytes_per_s(), 40e6);
+        predictor.set_cap(Some(5_000_000));
+        assert_eq!(predictor.link_bytes_per_s(), 20e6);
+        predictor.set_cap(None);
+        assert_eq!(predictor.link_bytes_per_s(), 40e6, "until another round is measured");
+        predictor.throttled(40);
+        let Decision::GiveUp(why) = predictor.decide(harvest(5, 1 << 20)) else { panic!() };
+        let text = why.to_string();
+        assert!(text.contains("compressed 4.0 to 1") && text.contains("40 % of its time"), "{text}");
     }
 
     #[test]
     fn small_rounds_do_not_teach_throughput() {
         let mut predictor = Predictor::new(limits(), None);
         let before = predictor.link_bytes_per_s();
-        predictor.measured_round(8192, Duration::from_millis(5));
+        predictor.measured_round(2, 8192, Duration::from_millis(5));
         assert_eq!(predictor.link_bytes_per_s(), before);
     }
 

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use vmferry_codec::EncodeError;
 use vmferry_dirty::DirtyLogError;
 use vmferry_memory::MemoryError;
 use vmferry_transport::TransportError;
@@ -98,6 +99,15 @@ pub enum MigrateError {
         /// The dirty log in use.
         log: &'static str,
     },
+    /// Pages could not be compressed.
+    #[error("compression failed on {channel}")]
+    Compression {
+        /// `lane N`.
+        channel: String,
+        /// Which pages, and why.
+        #[source]
+        source: EncodeError,
+    },
     /// The dirty log failed.
     #[error("the dirty log failed")]
     DirtyLog(#[from] DirtyLogError),
@@ -177,7 +187,8 @@ impl MigrateError {
             Self::NotConverging(_) => ErrorClass::NotConverging,
             Self::Cancelled { .. } => ErrorClass::Cancelled,
             Self::DigestMismatch { .. } | Self::VerifyMismatch { .. } => ErrorClass::Corrupt,
-            Self::DirtyLog(_)
+            Self::Compression { .. }
+            | Self::DirtyLog(_)
             | Self::Memory(_)
             | Self::Vm { .. }
             | Self::Journal(_)
@@ -198,7 +209,9 @@ impl MigrateError {
             Self::Vm { .. } => ReasonCode::State,
             Self::Journal(_) => ReasonCode::Journal,
             Self::Refused { reason, .. } | Self::EndedByPeer { reason, .. } => reason.code,
-            Self::Transport(_) | Self::Local { .. } => ReasonCode::Internal,
+            Self::Transport(_) | Self::Local { .. } | Self::Compression { .. } => {
+                ReasonCode::Internal
+            }
         };
         Reason::new(code, &self.to_string())
     }

@@ -9,7 +9,8 @@
 //!  source::migrate                                            destination::receive
 //!    driver -- source::machine (sans-IO)      control       destination::machine (sans-IO) -- session
 //!      |            <------------------------------------------------>                          |
-//!    lane: read, re-arm, encode -> send  ===== data channel per lane =====>  receive -> check, place
+//!    workers: plan, re-arm, read, encode                                         workers: decode, check, place
+//!      -> lane: send  ================== data channel per lane ==================>  lane: receive
 //! ```
 //!
 //! The machines know neither threads nor sockets: what happened goes in, what to do comes out, and
@@ -17,6 +18,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod compression;
 pub mod config;
 pub mod convergence;
 pub mod destination;

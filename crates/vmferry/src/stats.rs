@@ -1,6 +1,87 @@
 //! What a migration did, for people and machines.
 
 use serde::Serialize;
+use vmferry_codec::{FrameCounts, Method};
+use vmferry_wire::Algorithm;
+
+/// Pages by how they travelled.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct PageCounts {
+    /// As a mark: all zero.
+    pub zero: u64,
+    /// As they are.
+    pub raw: u64,
+    /// As what has changed since they were sent before.
+    pub delta: u64,
+    /// Compressed with LZ4.
+    pub lz4: u64,
+    /// Compressed with Zstandard.
+    pub zstd: u64,
+    /// Compressed with zlib.
+    pub zlib: u64,
+    /// Of those sent as they are: looked random.
+    pub random: u64,
+    /// Of those sent as they are: were compressed and had not shrunk.
+    pub grown: u64,
+}
+
+impl PageCounts {
+    /// Pages with content.
+    #[must_use]
+    pub fn content(&self) -> u64 {
+        self.raw + self.delta + self.lz4 + self.zstd + self.zlib
+    }
+
+    /// Adds other pages.
+    pub fn add(&mut self, other: &Self) {
+        self.zero += other.zero;
+        self.raw += other.raw;
+        self.delta += other.delta;
+        self.lz4 += other.lz4;
+        self.zstd += other.zstd;
+        self.zlib += other.zlib;
+        self.random += other.random;
+        self.grown += other.grown;
+    }
+
+    pub(crate) fn add_frame(&mut self, counts: &FrameCounts, method: Option<Method>) {
+        self.zero += counts.zero_pages;
+        self.raw += counts.raw_pages;
+        self.delta += counts.delta_pages;
+        self.random += counts.random_pages;
+        self.grown += counts.grown_pages;
+        if let Some(method) = method {
+            *match method.algorithm() {
+                Algorithm::Lz4 => &mut self.lz4,
+                Algorithm::Zstd => &mut self.zstd,
+                Algorithm::Zlib => &mut self.zlib,
+            } += counts.packed_pages;
+        }
+    }
+}
+
+/// Frames by why they are encoded as they are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct FrameReasons {
+    /// The user has said how.
+    pub fixed: u64,
+    /// That way moves the most pages, by what was measured.
+    pub best: u64,
+    /// The channel was waiting, and the frame was sooner there in that way.
+    pub waiting: u64,
+    /// To measure another way.
+    pub trial: u64,
+}
+
+impl FrameReasons {
+    /// Adds other frames.
+    pub fn add(&mut self, other: &Self) {
+        self.fixed += other.fixed;
+        self.best += other.best;
+        self.waiting += other.waiting;
+        self.trial += other.trial;
+    }
+}
 
 /// One pre-copy round, or the last one with the guest paused.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -11,6 +92,10 @@ pub struct RoundStats {
     pub pages: u64,
     /// Pages of these that were all zero and travelled as a mark.
     pub zero_pages: u64,
+    /// All pages by how they travelled.
+    pub encoded: PageCounts,
+    /// Frames by why they are encoded as they are.
+    pub frames: FrameReasons,
     /// Bytes on the data channels, frames and marks included, before TLS.
     pub bytes: u64,
     /// From the start of the round until the destination had placed everything, in milliseconds.
@@ -84,6 +169,14 @@ pub struct SourceStats {
     pub verify_ms: f64,
     /// CPU seconds of the engine's threads, not of the guest's vCPUs.
     pub engine_cpu_s: f64,
+    /// Of these, the migration thread's: the conductor of the rounds, and finding the pages of each frame.
+    pub planning_cpu_s: f64,
+    /// What was to be done with pages that are not zero: `auto`, `none`, `delta` or a method.
+    pub compression: String,
+    /// Pages of all rounds by how they travelled.
+    pub encoded: PageCounts,
+    /// Bytes of all pages with content, over the bytes that travelled.
+    pub compression_ratio: f64,
     /// Which dirty log was used.
     pub dirty_log: String,
     /// Number of data channels.

@@ -50,11 +50,16 @@ proptest! {
     }
 
     #[test]
-    fn union_and_subtract_are_set_algebra(
+    fn union_difference_and_intersection_are_set_algebra(
         pairs in prop::collection::vec((any::<bool>(), any::<bool>()), 1..300)
     ) {
         let (a, b): (Vec<bool>, Vec<bool>) = pairs.iter().copied().unzip();
         let (mut union, mut difference) = (bitmap_of(&a), bitmap_of(&a));
+        let mut both = PageBitmap::new(a.len() as u64);
+        both.set_run(0, a.len() as u64 / 2);
+        both.set_to_intersection(&bitmap_of(&a), &bitmap_of(&b));
+        let and: Vec<bool> = pairs.iter().map(|(a, b)| *a && *b).collect();
+        prop_assert_eq!(both, bitmap_of(&and));
         union.union_with(&bitmap_of(&b));
         difference.subtract(&bitmap_of(&b));
         let or: Vec<bool> = pairs.iter().map(|(a, b)| *a || *b).collect();
@@ -91,21 +96,18 @@ proptest! {
     }
 
     #[test]
-    fn stripes_part_the_pages(
-        runs in prop::collection::vec((0_u64..20_000, 1_u64..900), 0..12), step in 1_usize..7
+    fn blocks_are_found_with_all_their_pages(
+        runs in prop::collection::vec((0_u64..20_000, 1_u64..900), 0..12)
     ) {
         let mut bitmap = PageBitmap::new(21_000);
         for (first, count) in runs {
             bitmap.set_run(first, count);
         }
         let mut all = PageBitmap::new(21_000);
-        for first in 0..step {
-            for (page, count) in bitmap.runs_of_stripes(first, step) {
-                prop_assert_eq!(page / 512 % step as u64, first as u64);
-                prop_assert_eq!(page / 512, (page + count - 1) / 512, "within one stripe");
-                prop_assert!((page..page + count).all(|page| !all.is_set(page)), "once");
-                all.set_run(page, count);
-            }
+        let mut next = bitmap.next_block(0);
+        while let Some(block) = next {
+            all.or_block(block, bitmap.block(block));
+            next = bitmap.next_block(block + 1);
         }
         prop_assert_eq!(all, bitmap);
     }

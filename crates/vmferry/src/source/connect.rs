@@ -8,7 +8,7 @@ use vmferry_transport::{Channel, ChannelCloser, ChannelReader, ChannelWriter, Di
 use vmferry_wire::{ControlMessage, Role, SessionId, Token};
 
 use super::io::Input;
-use super::lane::FrameBuffer;
+use vmferry_codec::EncodedFrame;
 use super::window::Window;
 use crate::error::MigrateError;
 use crate::greeting::greet;
@@ -105,7 +105,7 @@ pub struct FromLink {
 pub fn read_control(
     mut reader: ControlReader<ChannelReader>,
     link: u64,
-    windows: &[Arc<Window<FrameBuffer>>],
+    windows: &[Arc<Window<EncodedFrame>>],
     inputs: &Sender<FromLink>,
 ) {
     loop {

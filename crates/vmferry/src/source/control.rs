@@ -10,7 +10,7 @@ use vmferry_wire::{ControlMessage, SessionId};
 
 use super::connect::{self, ControlChannel, FromLink};
 use super::io::Input;
-use super::lane::FrameBuffer;
+use vmferry_codec::EncodedFrame;
 use super::window::Window;
 use crate::config::SourceConfig;
 use crate::cpu::CpuMeter;
@@ -26,7 +26,7 @@ pub struct ControlLink {
     session: SessionId,
     silence: Duration,
     /// The lanes' windows, which acknowledgements free.
-    windows: Vec<Arc<Window<FrameBuffer>>>,
+    windows: Vec<Arc<Window<EncodedFrame>>>,
     cpu: CpuMeter,
     channel: Option<(ControlWriter<ChannelWriter>, ChannelCloser)>,
     /// The number of the channel in use: what an old one still says is not heard.
@@ -47,7 +47,7 @@ impl ControlLink {
     pub fn new(
         dialer: &Dialer,
         config: &SourceConfig,
-        windows: Vec<Arc<Window<FrameBuffer>>>,
+        windows: Vec<Arc<Window<EncodedFrame>>>,
         cpu: CpuMeter,
     ) -> Self {
         Self {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
-use vmferry_codec::PageHashes;
+use vmferry_codec::{EncodedFrame, HotPages, PageHashes};
 use vmferry_dirty::DirtyLog;
 use vmferry_memory::{GuestMemory, PageSet};
 use vmferry_transport::{ChannelCloser, ChannelReader, Dialer, RateLimiter};
@@ -15,12 +15,15 @@ use vmferry_wire::Role;
 
 use super::connect;
 use super::control::ControlLink;
-use super::encode::Job;
+use super::chooser::Chooser;
 use super::given_back::GivenBack;
 use super::io::{Action, Ending, Input, Report};
-use super::lane::{FrameBuffer, Lane};
+use super::lane::Lane;
 use super::machine::Source;
 use super::orders::Orders;
+use super::plan::Job;
+use super::pool::Pool;
+use super::signal::Signal;
 use super::window::Window;
 use crate::config::{SourceConfig, window_frames};
 use crate::cpu::CpuMeter;
@@ -126,14 +129,22 @@ struct Driver<'a, V: SourceVm> {
     journal: FileJournal,
     control: ControlLink,
     inputs: (Sender<Input>, Receiver<Input>),
-    windows: Vec<Arc<Window<FrameBuffer>>>,
+    /// What idle workers wait on.
+    signal: Arc<Signal>,
+    windows: Vec<Arc<Window<EncodedFrame>>>,
+    pool: Option<Pool>,
     lanes: Vec<Lane>,
     /// Kept open until the end: a data channel closed early would look like a lost link.
     lane_ends: Vec<(ChannelReader, ChannelCloser)>,
     limiter: RateLimiter,
+    chooser: Arc<Chooser>,
     hashes: Arc<PageHashes>,
+    hot: Arc<HotPages>,
     /// What the present or next round sends.
     pending: Arc<PageSet>,
+    /// What the round before sent, of which pages that are in the present one too go last.
+    before: PageSet,
+    last: Arc<PageSet>,
     /// What the guest gives back while it runs, if it may.
     given_back: Option<GivenBack>,
     throttled: bool,
@@ -176,8 +187,9 @@ impl<'a, V: SourceVm> Driver<'a, V> {
         };
         let memory = vm.memory();
         let log = vm.dirty_log();
+        let signal = Arc::new(Signal::default());
         let windows: Vec<_> = (0..config.channels)
-            .map(|_| Arc::new(Window::new(window_frames(config.channels))))
+            .map(|_| Arc::new(Window::new(window_frames(config.channels), Arc::clone(&signal))))
             .collect();
         let mut machine = Source::new(config.clone(), vm.describe(), log.name(), Duration::ZERO);
         machine.expect_state(vm.state_estimate());
@@ -195,13 +207,23 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             journal,
             control: ControlLink::new(dialer, &config, windows.clone(), cpu.clone()),
             inputs,
+            signal,
             windows,
+            pool: None,
             lanes: Vec::new(),
             lane_ends: Vec::new(),
             limiter: RateLimiter::new(config.max_bandwidth),
+            chooser: Arc::new(Chooser::new(
+                &config.compression,
+                config.channels,
+                config.max_bandwidth,
+            )),
             hashes: Arc::new(PageHashes::for_memory(&memory)),
+            hot: Arc::new(HotPages::new(config.compression.delta_memory)),
             pending: Arc::new(PageSet::for_memory(&memory)),
             spare: PageSet::for_memory(&memory),
+            before: PageSet::for_memory(&memory),
+            last: Arc::new(PageSet::for_memory(&memory)),
             given_back,
             throttled: false,
             memory,
@@ -280,11 +302,12 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             }
             Action::StartLog => Some(self.start_log().unwrap_or_else(Input::Failed)),
             Action::SendRound { round, rearm } => {
-                for lane in &self.lanes {
-                    let pages = Arc::clone(&self.pending);
-                    let given_back = self.given_back.as_ref().map(GivenBack::now);
-                    lane.send_round(Job { round, rearm, pages, given_back });
-                }
+                self.send_round(round, rearm);
+                None
+            }
+            Action::Cap(cap) => {
+                self.limiter.set_rate(cap);
+                self.chooser.set_cap(cap);
                 None
             }
             Action::Harvest => Some(self.harvest().unwrap_or_else(Input::Failed)),
@@ -321,8 +344,8 @@ impl<'a, V: SourceVm> Driver<'a, V> {
     /// Stops everything and returns the guest with the figures.
     fn finish(mut self) -> (Held<V>, Option<VmError>, SourceStats) {
         self.control.stop_asking();
-        for window in &self.windows {
-            window.close();
+        if let Some(pool) = &self.pool {
+            pool.close();
         }
         // A lane may be waiting for its share of a small bandwidth.
         self.limiter.close();
@@ -344,10 +367,10 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             closer.close();
         }
         self.control.close();
-        for lane in self.lanes.drain(..) {
-            lane.join();
-        }
+        self.lanes.clear();
+        self.pool = None;
         let mut stats = self.machine.stats().clone();
+        stats.planning_cpu_s = self.chooser.planning().as_secs_f64();
         stats.transport = std::mem::take(&mut self.transport);
         let held = std::mem::replace(&mut self.held, Held::Moving);
         (held, self.resume_failure.take(), stats)

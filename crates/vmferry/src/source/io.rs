@@ -75,6 +75,8 @@ pub enum Input {
     Failed(MigrateError),
     /// The user wants to end the migration.
     Cancel,
+    /// The user caps the data channels anew, in bytes per second.
+    MaxBandwidth(Option<u64>),
     /// The operator decides a hand-over in doubt.
     Operator(OperatorWord),
     /// Time has passed.
@@ -100,6 +102,8 @@ pub enum Action {
     },
     /// Harvest with the guest running: `Harvested`.
     Harvest,
+    /// Cap the data channels, in bytes per second.
+    Cap(Option<u64>),
     /// Leave the vCPUs so much less of their time.
     Throttle {
         /// Per cent of it.

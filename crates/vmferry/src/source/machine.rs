@@ -159,6 +159,7 @@ impl Source {
                 memory_bytes: memory_pages * vmferry_memory::PAGE_SIZE as u64,
                 dirty_log: log_name.to_owned(),
                 channels: config.channels,
+                compression: config.compression.way.to_string(),
                 ..SourceStats::default()
             },
             actions: VecDeque::new(),
@@ -204,6 +205,10 @@ impl Source {
             Input::LinkLost(error) => self.fail_by(now, SourceEvent::LinkLost, error),
             Input::Failed(error) => self.fail(now, error),
             Input::Cancel => self.on_cancel(now),
+            Input::MaxBandwidth(cap) => {
+                self.predictor.set_cap(cap);
+                self.act(Action::Cap(cap));
+            }
             Input::Operator(word) => {
                 self.by_operator = true;
                 self.hand_over(now, SourceEvent::Operator(word));

@@ -1,8 +1,10 @@
 //! The host that the guest leaves.
 
+pub mod chooser;
 pub mod encode;
 pub mod io;
 pub mod machine;
+pub mod plan;
 pub mod rounds;
 
 mod connect;
@@ -11,7 +13,10 @@ mod driver;
 mod given_back;
 mod lane;
 mod orders;
+mod outgoing;
+mod pool;
 mod recovery;
+mod signal;
 mod window;
 
 pub use driver::{SourceOutcome, migrate};

@@ -6,17 +6,35 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crossbeam_channel::Sender;
 use serde::Serialize;
 
+use vmferry_codec::FrameCounts;
+
 use super::io::Input;
+use crate::config::{ConfigError, check_bandwidth};
 use crate::handover::{OperatorWord, SourceState};
 
 /// A handle on one migration. Orders given before it starts are kept.
 #[derive(Clone, Debug, Default)]
 pub struct Orders(Arc<Shared>);
 
+/// What the lanes have handed to their channels so far.
+#[derive(Debug, Default)]
+pub(super) struct SentCounters {
+    pub(super) bytes: AtomicU64,
+    content_pages: AtomicU64,
+    zero_pages: AtomicU64,
+}
+
+impl SentCounters {
+    pub(super) fn pages(&self, counts: &FrameCounts) {
+        self.content_pages.fetch_add(counts.content_pages(), Ordering::Relaxed);
+        self.zero_pages.fetch_add(counts.zero_pages, Ordering::Relaxed);
+    }
+}
+
 #[derive(Debug, Default)]
 struct Shared {
     inbox: Mutex<Inbox>,
-    sent_bytes: Arc<AtomicU64>,
+    sent: Arc<SentCounters>,
     progress: Mutex<Progress>,
 }
 
@@ -24,6 +42,8 @@ struct Shared {
 struct Inbox {
     sender: Option<Sender<Input>>,
     cancelled: bool,
+    /// The cap that was asked for, if any was.
+    cap: Option<Option<u64>>,
 }
 
 /// A glance at a migration.
@@ -37,6 +57,10 @@ pub struct Progress {
     pub round_pages: u64,
     /// Bytes handed to the data channels since the start.
     pub sent_bytes: u64,
+    /// Pages with content handed to the data channels since the start.
+    pub sent_content_pages: u64,
+    /// Pages of zeros announced on them.
+    pub sent_zero_pages: u64,
     /// COMMIT is journalled and nothing is known of the destination: the guest is paused.
     pub in_doubt: bool,
 }
@@ -57,6 +81,20 @@ impl Orders {
         }
     }
 
+    /// Caps all data channels together from now on, in bytes per second; `None` takes the cap back.
+    ///
+    /// # Errors
+    /// A cap that no migration ends under.
+    pub fn set_max_bandwidth(&self, cap: Option<u64>) -> Result<(), ConfigError> {
+        check_bandwidth(cap)?;
+        let mut inbox = self.inbox();
+        inbox.cap = Some(cap);
+        if let Some(sender) = &inbox.sender {
+            let _ = sender.send(Input::MaxBandwidth(cap));
+        }
+        Ok(())
+    }
+
     /// Decides a hand-over that is in doubt; whether there is one.
     pub fn decide(&self, word: OperatorWord) -> bool {
         if !self.progress().in_doubt {
@@ -72,13 +110,19 @@ impl Orders {
     #[must_use]
     pub fn progress(&self) -> Progress {
         let mut progress = self.0.progress.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        progress.sent_bytes = self.0.sent_bytes.load(Ordering::Relaxed);
+        let sent = &self.0.sent;
+        progress.sent_bytes = sent.bytes.load(Ordering::Relaxed);
+        progress.sent_content_pages = sent.content_pages.load(Ordering::Relaxed);
+        progress.sent_zero_pages = sent.zero_pages.load(Ordering::Relaxed);
         progress
     }
 
     /// Connects the handle to the migration that starts now; whether it is cancelled already.
     pub(super) fn attach(&self, sender: Sender<Input>) -> bool {
         let mut inbox = self.inbox();
+        if let Some(cap) = inbox.cap {
+            let _ = sender.send(Input::MaxBandwidth(cap));
+        }
         inbox.sender = Some(sender);
         inbox.cancelled
     }
@@ -87,8 +131,8 @@ impl Orders {
         self.inbox().sender = None;
     }
 
-    pub(super) fn sent_bytes(&self) -> Arc<AtomicU64> {
-        Arc::clone(&self.0.sent_bytes)
+    pub(super) fn sent(&self) -> Arc<SentCounters> {
+        Arc::clone(&self.0.sent)
     }
 
     pub(super) fn publish(&self, phase: &'static str, state: SourceState) {

@@ -2,21 +2,37 @@
 
 use std::time::Duration;
 
-use crate::stats::RoundStats;
+use vmferry_codec::FrameCounts;
+
+use super::chooser::{Decision, Why};
+use crate::stats::{FrameReasons, PageCounts, RoundStats};
 
 /// What one lane sent in one round.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LaneTotals {
-    /// Pages with content.
-    pub content_pages: u64,
-    /// Pages sent as a mark.
-    pub zero_pages: u64,
+    /// Pages by how they travelled.
+    pub pages: PageCounts,
+    /// Frames by why they are encoded as they are.
+    pub frames: FrameReasons,
     /// Bytes on the channel.
     pub bytes: u64,
     /// What re-arming the dirty log took.
     pub rearm: Duration,
     /// The dirty log's name in this round: one that chooses may have several.
     pub log: &'static str,
+}
+
+impl LaneTotals {
+    /// Adds a frame.
+    pub fn add(&mut self, counts: &FrameCounts, decision: &Decision) {
+        self.pages.add_frame(counts, decision.choice.pack);
+        *match decision.why {
+            Why::Fixed => &mut self.frames.fixed,
+            Why::Best => &mut self.frames.best,
+            Why::Waiting => &mut self.frames.waiting,
+            Why::Trial => &mut self.frames.trial,
+        } += 1;
+    }
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -108,7 +124,9 @@ impl RoundTracker {
         if let Some(lane) = self.lanes.get_mut(usize::from(lane)) {
             lane.end = Some(end_sequence);
             lane.last_end = end_sequence;
-            self.stats.zero_pages += totals.zero_pages;
+            self.stats.zero_pages += totals.pages.zero;
+            self.stats.encoded.add(&totals.pages);
+            self.stats.frames.add(&totals.frames);
             self.stats.bytes += totals.bytes;
             self.stats.rearm_ms += totals.rearm.as_secs_f64() * 1e3;
             self.stats.dirty_log = totals.log;
@@ -156,7 +174,7 @@ impl RoundTracker {
         let took = now.saturating_sub(self.started).as_secs_f64();
         stats.ms = took * 1e3;
         stats.harvest_percent = 100.0 * stats.harvest_ms / (stats.harvest_ms + stats.ms).max(1e-6);
-        let content = stats.pages.saturating_sub(stats.zero_pages) as f64;
+        let content = stats.encoded.content() as f64;
         stats.bytes_per_s = content * vmferry_memory::PAGE_SIZE as f64 / took.max(1e-9);
         Some(stats)
     }
@@ -176,8 +194,8 @@ mod tests {
             1
         );
         let totals = LaneTotals {
-            content_pages: 2,
-            zero_pages: 1,
+            pages: PageCounts { raw: 2, zero: 1, ..PageCounts::default() },
+            frames: FrameReasons::default(),
             bytes: 100,
             rearm: Duration::from_millis(2),
             log: "a log",

@@ -6,13 +6,16 @@
 //! stay in the cache.
 
 use std::collections::VecDeque;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The window, shared by the lane's encoder, its sender and the reader of acknowledgements.
+use super::signal::Signal;
+
+/// The window, shared by the workers, the lane's sender and the reader of acknowledgements.
 #[derive(Debug)]
 pub struct Window<B> {
     state: Mutex<State<B>>,
-    changed: Condvar,
+    /// Raised when a buffer becomes free.
+    freed: Arc<Signal>,
 }
 
 #[derive(Debug)]
@@ -22,12 +25,11 @@ struct State<B> {
     placed: u64,
     made: usize,
     limit: usize,
-    closed: bool,
 }
 
 impl<B> Window<B> {
-    /// An open window of `limit` frames.
-    pub fn new(limit: usize) -> Self {
+    /// A window of `limit` frames, which raises `freed` when a buffer becomes free.
+    pub fn new(limit: usize, freed: Arc<Signal>) -> Self {
         Self {
             state: Mutex::new(State {
                 free: Vec::with_capacity(limit),
@@ -35,29 +37,28 @@ impl<B> Window<B> {
                 placed: 0,
                 made: 0,
                 limit,
-                closed: false,
             }),
-            changed: Condvar::new(),
+            freed,
         }
     }
 
-    /// A buffer to fill, waiting until one is free; `None` once the window is closed.
-    pub fn acquire(&self, make: impl FnOnce() -> B) -> Option<B> {
+    /// A buffer to fill, if one is free.
+    pub fn try_acquire(&self, make: impl FnOnce() -> B) -> Option<B> {
         let mut state = self.lock();
-        loop {
-            if state.closed {
-                return None;
-            }
-            if let Some(buffer) = state.free.pop() {
-                return Some(buffer);
-            }
-            if state.made < state.limit {
-                state.made += 1;
-                drop(state);
-                return Some(make());
-            }
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        if let Some(buffer) = state.free.pop() {
+            return Some(buffer);
         }
+        if state.made == state.limit {
+            return None;
+        }
+        state.made += 1;
+        drop(state);
+        Some(make())
+    }
+
+    /// Takes back a buffer that was not used.
+    pub fn give_back(&self, buffer: B) {
+        self.lock().free.push(buffer);
     }
 
     /// Keeps a sent frame until it is placed. Sequence numbers ascend.
@@ -65,7 +66,8 @@ impl<B> Window<B> {
         let mut state = self.lock();
         if sequence <= state.placed {
             state.free.push(buffer);
-            self.changed.notify_one();
+            drop(state);
+            self.freed.raise();
         } else {
             state.unplaced.push_back((sequence, buffer));
         }
@@ -80,13 +82,8 @@ impl<B> Window<B> {
                 state.free.push(buffer);
             }
         }
-        self.changed.notify_one();
-    }
-
-    /// Ends every wait.
-    pub fn close(&self) {
-        self.lock().closed = true;
-        self.changed.notify_all();
+        drop(state);
+        self.freed.raise();
     }
 
     fn lock(&self) -> MutexGuard<'_, State<B>> {
@@ -98,47 +95,45 @@ impl<B> Window<B> {
 mod tests {
     use super::*;
 
+    fn window<B>(limit: usize) -> (Window<B>, Arc<Signal>) {
+        let freed = Arc::new(Signal::default());
+        (Window::new(limit, Arc::clone(&freed)), freed)
+    }
+
     #[test]
     fn no_more_buffers_than_the_limit() {
-        let window = Window::new(2);
-        let (a, b) = (window.acquire(|| 1).unwrap(), window.acquire(|| 2).unwrap());
+        let (window, freed) = window(2);
+        let (a, b) = (window.try_acquire(|| 1).unwrap(), window.try_acquire(|| 2).unwrap());
         window.sent(1, a);
         window.sent(2, b);
-        std::thread::scope(|scope| {
-            let third = scope.spawn(|| window.acquire(|| 3));
-            window.placed(1);
-            assert_eq!(third.join().unwrap(), Some(1), "the freed one, not a new one");
-        });
+        assert_eq!(window.try_acquire(|| 3), None);
+        let seen = freed.now().unwrap();
+        window.placed(1);
+        freed.wait(seen);
+        assert_eq!(window.try_acquire(|| 3), Some(1), "the freed one, not a new one");
+        window.give_back(1);
+        assert_eq!(window.try_acquire(|| 3), Some(1));
     }
 
     #[test]
     fn an_acknowledgement_may_overtake_the_sender() {
-        let window = Window::new(1);
-        let buffer = window.acquire(|| 7).unwrap();
+        let (window, freed) = window(1);
+        let buffer = window.try_acquire(|| 7).unwrap();
         window.placed(1);
+        let seen = freed.now().unwrap();
         window.sent(1, buffer);
-        assert_eq!(window.acquire(|| 8), Some(7));
-    }
-
-    #[test]
-    fn closing_ends_the_wait() {
-        let window = Window::new(1);
-        let _held = window.acquire(|| 1);
-        std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| window.acquire(|| 2));
-            window.close();
-            assert_eq!(waiting.join().unwrap(), None);
-        });
+        freed.wait(seen);
+        assert_eq!(window.try_acquire(|| 8), Some(7));
     }
 
     #[test]
     fn the_last_freed_buffer_is_used_first() {
-        let window = Window::new(3);
+        let (window, _) = window(3);
         for (sequence, buffer) in [(1, 'a'), (2, 'b'), (3, 'c')] {
-            let made = window.acquire(|| buffer).unwrap();
+            let made = window.try_acquire(|| buffer).unwrap();
             window.sent(sequence, made);
         }
         window.placed(3);
-        assert_eq!(window.acquire(|| 'z'), Some('c'));
+        assert_eq!(window.try_acquire(|| 'z'), Some('c'));
     }
 }

@@ -8,7 +8,9 @@ use vmferry_memory::{PageSet, whole_hash};
 use super::{Driver, Held};
 use crate::error::MigrateError;
 use crate::held::{returned, write_commit};
+use crate::source::given_back::GivenBack;
 use crate::source::io::Input;
+use crate::source::plan::Job;
 use crate::vm::SourceVm;
 
 impl<V: SourceVm> Driver<'_, V> {
@@ -45,6 +47,27 @@ impl<V: SourceVm> Driver<'_, V> {
             self.pending = Arc::new(std::mem::replace(&mut self.spare, fresh));
         }
         Ok(Input::Harvested { pages: self.pending.count(), took, stood_still })
+    }
+
+    /// Gives the pool its work. Pages that were in the round before too go last.
+    pub(super) fn send_round(&mut self, round: u32, rearm: bool) {
+        let Some(pool) = &self.pool else { return };
+        // Every lane has reported the end of the round before, so nobody holds the set any more.
+        if let Some(last) = Arc::get_mut(&mut self.last) {
+            last.set_to_intersection(&self.pending, &self.before);
+        }
+        // What the first round sends was populated, which says nothing of how often it is written.
+        self.before.clear_all();
+        if round > 1 {
+            self.before.union_with(&self.pending);
+        }
+        pool.send_round(&Job {
+            round,
+            rearm,
+            pages: Arc::clone(&self.pending),
+            last: (!self.last.is_empty()).then(|| Arc::clone(&self.last)),
+            given_back: self.given_back.as_ref().map(GivenBack::now),
+        });
     }
 
     /// Does what must not miss what devices write, and says for how long the guest stood still for it.

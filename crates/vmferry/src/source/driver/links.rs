@@ -5,12 +5,19 @@ use std::sync::Arc;
 use vmferry_wire::{ControlMessage, Token};
 
 use super::Driver;
+use crate::compression::worker_threads;
 use crate::error::MigrateError;
 use crate::link::lost;
 use crate::source::connect;
 use crate::source::io::Input;
+use crate::source::encode::PageEncoder;
 use crate::source::lane::{Lane, LaneContext};
+use crate::source::plan::LanePlan;
+use crate::source::pool::{Pool, PoolLane};
 use crate::vm::SourceVm;
+
+/// Frames that a lane has ready beside those that workers are making: one is sent while the next waits.
+const FRAMES_AHEAD: usize = 2;
 
 impl<V: SourceVm> Driver<'_, V> {
     pub(super) fn send(&mut self, message: &ControlMessage) -> Option<Input> {
@@ -26,25 +33,45 @@ impl<V: SourceVm> Driver<'_, V> {
     }
 
     pub(super) fn open_lanes(&mut self, token: &Token) -> Result<(), MigrateError> {
+        let no_thread = |source| MigrateError::Local { action: "start a thread", source };
         let context = LaneContext {
-            memory: self.memory.clone(),
-            log: Arc::clone(&self.log),
-            hashes: Arc::clone(&self.hashes),
             limiter: self.limiter.clone(),
+            chooser: Arc::clone(&self.chooser),
             results: self.inputs.0.clone(),
             cpu: self.cpu.clone(),
-            lanes: self.config.channels,
-            sent_bytes: self.orders.sent_bytes(),
+            sent: self.orders.sent(),
         };
+        let compression = &self.config.compression;
+        let workers = worker_threads(compression.workers);
+        let mut pool_lanes = Vec::new();
         for (lane, window) in (0..self.config.channels).zip(&self.windows) {
             let timeouts = &self.config.timeouts;
             let (writer, reader, closer) =
                 connect::data(&self.dialer, lane, *token, timeouts.silence, timeouts.stall)?;
-            let lane = Lane::start(lane, &context, Arc::clone(window), writer)
-                .map_err(|source| MigrateError::Local { action: "start a thread", source })?;
-            self.lanes.push(lane);
             self.lane_ends.push((reader, closer));
+            let log = Arc::clone(&self.log);
+            let plan = LanePlan::new(lane, self.config.channels, log, compression.frame_pages);
+            let (window, signal) = (Arc::clone(window), Arc::clone(&self.signal));
+            let pool_lane =
+                Arc::new(PoolLane::new(plan, window, workers + FRAMES_AHEAD, signal));
+            pool_lanes.push(Arc::clone(&pool_lane));
+            let lane =
+                Lane::start(lane, pool_lane, context.clone(), writer).map_err(no_thread)?;
+            self.lanes.push(lane);
         }
+        let encoder = |_| {
+            let (memory, hashes) = (self.memory.clone(), Arc::clone(&self.hashes));
+            PageEncoder::new(memory, hashes, compression.compressors.clone(), Arc::clone(&self.hot))
+        };
+        let pool = Pool::start(
+            pool_lanes,
+            Arc::clone(&self.signal),
+            Arc::clone(&self.chooser),
+            (0..workers).map(encoder).collect(),
+            self.inputs.0.clone(),
+            self.cpu.clone(),
+        );
+        self.pool = Some(pool.map_err(no_thread)?);
         Ok(())
     }
 }

@@ -97,10 +97,14 @@ impl Source {
 
     pub(super) fn finish_round(&mut self, now: Duration) {
         let Some(round) = self.rounds.finish(now) else { return };
-        let content =
-            (round.pages.saturating_sub(round.zero_pages)) * vmferry_memory::PAGE_SIZE as u64;
-        self.predictor.measured_round(content, Duration::from_secs_f64(round.ms / 1e3));
+        let content = round.encoded.content();
+        self.predictor.measured_round(
+            content,
+            round.bytes,
+            Duration::from_secs_f64(round.ms / 1e3),
+        );
         self.stats.sent_bytes += round.bytes;
+        self.stats.encoded.add(&round.encoded);
         self.stats.rounds.push(round.clone());
         self.act(Action::Report(Report::RoundDone(round)));
         if self.phase == Phase::Sending {
@@ -119,6 +123,7 @@ impl Source {
         match self.predictor.decide(harvest) {
             Decision::AnotherRound => {
                 if let Some(percent) = self.throttle.next(pages) {
+                    self.predictor.throttled(percent);
                     self.act(Action::Throttle { percent });
                     self.act(Action::Report(Report::Throttled { percent }));
                 }

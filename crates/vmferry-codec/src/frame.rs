@@ -1,0 +1,114 @@
+//! A frame to be sent: its head, the copy of its pages, and what of it travels.
+
+use std::io::{self, IoSlice, Write};
+
+use vmferry_memory::PAGE_SIZE;
+use vmferry_wire::{FRAME_HEADER_BYTES, FrameHeader};
+
+/// A frame and its buffers, reused from frame to frame: the pages as copied out of the guest,
+/// the header with the run table, which pages of the copy are sent as they are, and the packed bytes.
+#[derive(Debug, Default)]
+pub struct EncodedFrame {
+    /// Header and run table.
+    pub(crate) head: Vec<u8>,
+    /// The copy, in the order of the pages given to [`Encoder::encode`](crate::Encoder::encode).
+    copy: Vec<u8>,
+    /// Pieces of the copy that are the raw part of the payload, as page indices of the copy.
+    pub(crate) raw: Vec<(usize, usize)>,
+    /// The packed part of the payload, in the first bytes.
+    pub(crate) packed: Vec<u8>,
+    pub(crate) packed_bytes: usize,
+    payload_bytes: usize,
+}
+
+impl EncodedFrame {
+    /// A frame without buffers; they grow at first use.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The buffer for the copy of `pages` pages, to be filled before encoding.
+    pub fn pages_mut(&mut self, pages: usize) -> &mut [u8] {
+        let bytes = pages * PAGE_SIZE;
+        if self.copy.len() < bytes {
+            self.copy.resize(bytes, 0);
+        }
+        &mut self.copy[..bytes]
+    }
+
+    /// The copy of `pages` pages.
+    pub(crate) fn pages(&self, pages: usize) -> &[u8] {
+        &self.copy[..pages * PAGE_SIZE]
+    }
+
+    /// The copy and the place for the packed bytes, at the same time.
+    pub(crate) fn copy_and_packed(&mut self, longest: usize) -> (&[u8], &mut [u8]) {
+        if self.packed.len() < longest {
+            self.packed.resize(longest, 0);
+        }
+        (&self.copy, &mut self.packed[..longest])
+    }
+
+    /// Makes an empty head with room for the header.
+    pub(crate) fn begin(&mut self) {
+        self.raw.clear();
+        self.packed_bytes = 0;
+        self.head.clear();
+        self.head.resize(FRAME_HEADER_BYTES, 0);
+    }
+
+    /// Writes the header.
+    pub(crate) fn finish(&mut self, header: &FrameHeader) {
+        self.payload_bytes = header.payload_bytes as usize;
+        self.head[..FRAME_HEADER_BYTES].copy_from_slice(&header.encode());
+    }
+
+    /// Makes it the frame that says that the lane has sent all of a round.
+    pub fn end_of_round(&mut self, round: u32, sequence: u64) {
+        self.begin();
+        self.finish(&FrameHeader::end_of_round(round, sequence));
+    }
+
+    /// Length on the wire.
+    #[must_use]
+    pub fn wire_bytes(&self) -> usize {
+        self.head.len() + self.payload_bytes
+    }
+
+    /// Writes the frame, with as few calls as the writer allows.
+    ///
+    /// # Errors
+    /// The writer's.
+    pub fn write_to(&self, writer: &mut impl Write) -> io::Result<()> {
+        // Other runs cut the raw pages into at most 32 pieces of 64 pages.
+        const PIECES: usize = 34;
+        let mut slices = [IoSlice::new(&[]); PIECES];
+        slices[0] = IoSlice::new(&self.head);
+        let mut used = 1;
+        let raw =
+            self.raw.iter().map(|(first, end)| &self.copy[first * PAGE_SIZE..end * PAGE_SIZE]);
+        let packed = &self.packed[..self.packed_bytes];
+        for piece in raw.chain((!packed.is_empty()).then_some(packed)) {
+            if used == PIECES {
+                write_all_vectored(writer, &mut slices)?;
+                used = 0;
+            }
+            slices[used] = IoSlice::new(piece);
+            used += 1;
+        }
+        write_all_vectored(writer, &mut slices[..used])
+    }
+}
+
+fn write_all_vectored(writer: &mut impl Write, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
+    while !slices.is_empty() {
+        match writer.write_vectored(slices) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(written) => IoSlice::advance_slices(&mut slices, written),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,154 @@
+//! How the pages of each frame are encoded: what the user has fixed, or what moves the most pages per
+//! second.
+//!
+//! With `auto` two things can hold a migration up: the link, which carries so many bytes per second, and the
+//! processors, which encode so many pages per second. Both are measured all the time: each sender tells
+//! what it sent and how long that took, each worker how long a frame took to encode and how long it became.
+//! So for every way of encoding there is a prediction of pages per second, the smaller of what the link
+//! and what the workers allow, and the largest one wins. Ways that were not tried lately, and could win if
+//! they did as well as they may, are tried with a frame now and then. And whenever a channel waits for a
+//! frame, the frame goes in whatever way gets it there first.
+//!
+//! Wall time is measured, not CPU time: what the processors do besides, for the guest or for the other
+//! side of a migration on one host, is time that encoding does not get.
+
+mod model;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use vmferry_codec::{Choice, DeltaUse, FrameCounts, Method};
+
+use crate::compression::{CompressionConfig, CompressionWay, WhenBusy, worker_threads};
+use model::{FIXED, Model, RAW, WAYS};
+
+/// Why pages are encoded as they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Why {
+    /// The user has said so.
+    Fixed,
+    /// It moves the most pages, by what was measured.
+    Best,
+    /// The channel was waiting, and so it is sooner there.
+    Waiting,
+    /// To measure this way.
+    Trial,
+}
+
+/// How a frame is encoded, and why.
+#[derive(Clone, Copy, Debug)]
+pub struct Decision {
+    /// How.
+    pub choice: Choice,
+    /// Why.
+    pub why: Why,
+    /// Number of the way, for what is learnt from the frame.
+    way: usize,
+}
+
+/// Decides, and learns.
+#[derive(Debug)]
+pub struct Chooser {
+    way: CompressionWay,
+    when_busy: WhenBusy,
+    deltas: bool,
+    started: Instant,
+    model: Mutex<Model>,
+    /// Nanoseconds that planning took, over all workers.
+    planning: AtomicU64,
+}
+
+/// How much of the guest is protected again at a time: what is sent in about so long.
+const REARM: Duration = Duration::from_millis(50);
+
+impl Chooser {
+    /// One that has measured nothing. `cap`: in bytes per second.
+    #[must_use]
+    pub fn new(config: &CompressionConfig, lanes: u8, cap: Option<u64>) -> Self {
+        Self {
+            way: config.way,
+            when_busy: config.when_busy,
+            deltas: config.delta_memory > 0,
+            started: Instant::now(),
+            model: Mutex::new(Model::new(lanes, worker_threads(config.workers), cap)),
+            planning: AtomicU64::new(0),
+        }
+    }
+
+    /// How the next frame is to be encoded. `hungry`: its channel waits for it.
+    pub fn choose(&self, hungry: bool, round: u32) -> Decision {
+        let now = self.started.elapsed();
+        let fixed = |method: Option<Method>, delta: bool| {
+            let choice = Choice { pack: method, delta: self.delta(delta, round) };
+            let way = if method.is_some() { FIXED } else { RAW };
+            Decision { choice, why: Why::Fixed, way }
+        };
+        match self.way {
+            CompressionWay::Off => fixed(None, false),
+            CompressionWay::Delta => fixed(None, true),
+            CompressionWay::Fixed(method) => {
+                let busy = hungry && self.when_busy == WhenBusy::Raw;
+                if busy && self.model().raw_is_sooner() {
+                    Decision { why: Why::Waiting, ..fixed(None, true) }
+                } else {
+                    fixed(Some(method), true)
+                }
+            }
+            CompressionWay::Auto => {
+                let mut model = self.model();
+                let (way, why) = model.choose(now, hungry);
+                let delta = model.tries_deltas(round);
+                let choice = Choice { pack: WAYS[way], delta: self.delta(delta, round) };
+                Decision { choice, why, way }
+            }
+        }
+    }
+
+    fn delta(&self, wanted: bool, round: u32) -> DeltaUse {
+        // In the first round nothing was sent before.
+        if wanted && self.deltas && round > 1 { DeltaUse::Make } else { DeltaUse::Off }
+    }
+
+    /// A frame was encoded, reading included, in so much time.
+    pub fn encoded(&self, decision: Decision, counts: FrameCounts, took: Duration) {
+        self.model().encoded(self.started.elapsed(), decision.way, &counts, took);
+    }
+
+    /// A lane's channel took a frame, after it had waited for it.
+    pub fn sent(&self, lane: u8, bytes: u64, waited: Duration, took: Duration) {
+        self.model().sent(usize::from(lane), bytes, waited, took);
+    }
+
+    /// A batch was found in so much time.
+    pub fn planned(&self, took: Duration) {
+        self.planning.fetch_add(took.as_nanos() as u64, Ordering::Relaxed);
+    }
+
+    /// The cap on all lanes together has changed, in bytes per second.
+    pub fn set_cap(&self, cap: Option<u64>) {
+        self.model().set_cap(cap);
+    }
+
+    /// Time that planning took, over all workers.
+    #[must_use]
+    pub fn planning(&self) -> Duration {
+        Duration::from_nanos(self.planning.load(Ordering::Relaxed))
+    }
+
+    /// Pages to be protected again at a time.
+    #[must_use]
+    pub fn rearm_pages(&self) -> u64 {
+        (self.model().pages_per_s() * REARM.as_secs_f64()) as u64
+    }
+
+    /// What the link is taken to carry, in bytes per second, once it was measured.
+    #[must_use]
+    pub fn link_bytes_per_s(&self) -> Option<f64> {
+        self.model().link_bytes_per_s()
+    }
+
+    fn model(&self) -> MutexGuard<'_, Model> {
+        self.model.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

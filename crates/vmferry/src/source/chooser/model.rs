@@ -1,0 +1,267 @@
+//! What is known of the link and of each way of encoding, and what follows from it.
+
+use std::time::Duration;
+
+use vmferry_codec::{FrameCounts, Method};
+use vmferry_memory::PAGE_SIZE;
+
+use super::Why;
+
+/// The ways that `auto` chooses from, from the cheapest to the strongest.
+pub const WAYS: [Option<Method>; 5] = [
+    None,
+    Some(Method::lz4()),
+    Some(Method::zstd(1)),
+    Some(Method::zstd(3)),
+    Some(Method::zstd(6)),
+];
+
+/// The place of pages as they are.
+pub const RAW: usize = 0;
+/// The place of a method that the user has fixed.
+pub const FIXED: usize = WAYS.len();
+const PLACES: usize = WAYS.len() + 1;
+
+/// What a way may do at best, before it was tried: bytes per second and worker, and the part of a page
+/// that is left. Rates of libraries on program code and text, on a core of 2023; they only decide
+/// whether a way is worth a trial.
+const HOPES: [(f64, f64); WAYS.len()] =
+    [(8e9, 1.0), (1.2e9, 0.25), (700e6, 0.2), (400e6, 0.18), (150e6, 0.16)];
+
+/// Frames with fewer pages say little about a way.
+const TELLING_PAGES: u64 = 16;
+/// How much of what was known a frame, or a look at the link, replaces.
+const NEWS: f64 = 0.2;
+/// A way is tried again when it was last tried so long ago.
+const STALE: Duration = Duration::from_secs(1);
+/// Of a worker's time, trials take at most about this part.
+const TRIAL_PART: f64 = 0.02;
+/// By how much another way must be better.
+const BETTER: f64 = 1.04;
+/// A channel's rate is worth a look after so long, or so many bytes.
+const LOOK: (Duration, u64) = (Duration::from_millis(10), 4 << 20);
+/// A channel that waited for less than this part of the time shows what the link carries.
+const IDLE_PART: f64 = 0.1;
+/// If less than this part of the pages that are held become deltas, deltas are mostly left out.
+const FEW_DELTAS: f64 = 0.1;
+/// Then they are tried with one frame in so many.
+const DELTA_TRIAL: u32 = 16;
+
+#[derive(Clone, Copy, Debug)]
+struct Way {
+    /// Seconds of a worker for a page with content.
+    seconds_per_page: f64,
+    bytes_per_page: f64,
+    /// When it was last measured.
+    at: Duration,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Lane {
+    bytes: u64,
+    waited: Duration,
+    took: Duration,
+    /// What it carried when it did not wait, in bytes per second.
+    rate: Option<f64>,
+}
+
+/// The model.
+#[derive(Debug)]
+pub struct Model {
+    workers: f64,
+    cap: Option<f64>,
+    lanes: Vec<Lane>,
+    ways: [Option<Way>; PLACES],
+    current: usize,
+    /// When the next trial may be.
+    next_trial: Duration,
+    /// Part of the pages that are held that become deltas.
+    delta_part: f64,
+    frames: u32,
+}
+
+impl Model {
+    pub fn new(lanes: u8, workers: usize, cap: Option<u64>) -> Self {
+        Self {
+            workers: workers as f64,
+            cap: cap.map(|cap| cap as f64),
+            lanes: vec![Lane::default(); usize::from(lanes)],
+            ways: [None; PLACES],
+            current: RAW,
+            next_trial: Duration::ZERO,
+            delta_part: 1.0,
+            frames: 0,
+        }
+    }
+
+    pub fn set_cap(&mut self, cap: Option<u64>) {
+        self.cap = cap.map(|cap| cap as f64);
+        for lane in &mut self.lanes {
+            lane.rate = None;
+        }
+    }
+
+    /// What all lanes carry together.
+    pub fn link_bytes_per_s(&self) -> Option<f64> {
+        let (mut sum, mut known) = (0.0, 0);
+        for rate in self.lanes.iter().filter_map(|lane| lane.rate) {
+            sum += rate;
+            known += 1;
+        }
+        // A lane that has sent nothing yet is taken to be like the others.
+        let measured = (known > 0).then(|| sum * self.lanes.len() as f64 / f64::from(known));
+        match (measured, self.cap) {
+            (Some(measured), Some(cap)) => Some(measured.min(cap)),
+            (measured, cap) => measured.or(cap),
+        }
+    }
+
+    /// Pages with content per second, as far as is known.
+    pub fn pages_per_s(&self) -> f64 {
+        self.predict(self.current)
+    }
+
+    pub fn sent(&mut self, lane: usize, bytes: u64, waited: Duration, took: Duration) {
+        let Some(lane) = self.lanes.get_mut(lane) else { return };
+        lane.bytes += bytes;
+        lane.waited += waited;
+        lane.took += took;
+        if lane.took < LOOK.0 && lane.bytes < LOOK.1 {
+            return;
+        }
+        let (took, all) = (lane.took.as_secs_f64(), (lane.took + lane.waited).as_secs_f64());
+        let seen = lane.bytes as f64 / took.max(1e-9);
+        let busy = lane.waited.as_secs_f64() < IDLE_PART * all;
+        lane.rate = Some(match lane.rate {
+            None => seen,
+            Some(known) if busy => known + NEWS * (seen - known),
+            // It could have carried more: what was known before is not refuted by less.
+            Some(known) => known.max(lane.bytes as f64 / all.max(1e-9)),
+        });
+        (lane.bytes, lane.waited, lane.took) = (0, Duration::ZERO, Duration::ZERO);
+    }
+
+    pub fn encoded(&mut self, now: Duration, way: usize, counts: &FrameCounts, took: Duration) {
+        let held = counts.delta_pages + counts.rewritten_pages;
+        if held > 0 {
+            let part = counts.delta_pages as f64 / held as f64;
+            self.delta_part += NEWS * (part - self.delta_part);
+        }
+        let pages = counts.raw_pages + counts.packed_pages;
+        if pages < TELLING_PAGES || counts.delta_pages > pages {
+            return;
+        }
+        let Some(known) = self.ways.get_mut(way) else { return };
+        // The deltas among them are compressed too, and count as little as they are.
+        let bytes = counts.raw_pages as f64 * PAGE_SIZE as f64 + counts.packed_bytes as f64;
+        let seen = Way {
+            seconds_per_page: took.as_secs_f64() / pages as f64,
+            bytes_per_page: bytes / pages as f64,
+            at: now,
+        };
+        *known = Some(known.map_or(seen, |known| Way {
+            seconds_per_page: known.seconds_per_page
+                + NEWS * (seen.seconds_per_page - known.seconds_per_page),
+            bytes_per_page: known.bytes_per_page
+                + NEWS * (seen.bytes_per_page - known.bytes_per_page),
+            at: now,
+        }));
+        if way != self.current {
+            self.next_trial = now + took.div_f64(TRIAL_PART * self.workers);
+        }
+    }
+
+    /// The way of the next frame.
+    pub fn choose(&mut self, now: Duration, hungry: bool) -> (usize, Why) {
+        let Some(link) = self.link_bytes_per_s() else { return (RAW, Why::Best) };
+        self.settle(link);
+        if hungry {
+            // One frame more does not wait for the workers as a whole, but for one of them.
+            let sooner = |a: &usize, b: &usize| {
+                self.arrives(*a, link).total_cmp(&self.arrives(*b, link))
+            };
+            let known = (0..WAYS.len()).filter(|way| self.ways[*way].is_some() || *way == RAW);
+            return (known.min_by(sooner).unwrap_or(RAW), Why::Waiting);
+        }
+        if now >= self.next_trial
+            && let Some(way) = self.worth_a_trial(now, link)
+        {
+            // Until it is measured there is no other one.
+            self.next_trial = now + STALE;
+            return (way, Why::Trial);
+        }
+        (self.current, Why::Best)
+    }
+
+    /// Whether a frame that a channel waits for is there sooner as it is than in the fixed way.
+    pub fn raw_is_sooner(&self) -> bool {
+        let measured = self.ways[FIXED].is_some();
+        self.link_bytes_per_s()
+            .is_some_and(|link| measured && self.arrives(RAW, link) < self.arrives(FIXED, link))
+    }
+
+    /// Whether deltas are tried with the next frame.
+    pub fn tries_deltas(&mut self, round: u32) -> bool {
+        self.frames = self.frames.wrapping_add(1);
+        round > 1 && (self.delta_part > FEW_DELTAS || self.frames.is_multiple_of(DELTA_TRIAL))
+    }
+
+    /// Goes over to a way that is clearly better.
+    fn settle(&mut self, link: f64) {
+        let at_present = self.rate(self.current, link);
+        for way in 0..WAYS.len() {
+            if (self.ways[way].is_some() || way == RAW)
+                && self.rate(way, link) > BETTER * at_present.max(self.rate(self.current, link))
+            {
+                self.current = way;
+            }
+        }
+    }
+
+    /// A way that is not known, or not any more, and might be better than the present one.
+    fn worth_a_trial(&self, now: Duration, link: f64) -> Option<usize> {
+        let at_present = self.rate(self.current, link);
+        (0..WAYS.len()).find(|way| {
+            let stale = self.ways[*way].is_none_or(|known| now > known.at + STALE);
+            *way != self.current && stale && self.hope(*way, link) > BETTER * at_present
+        })
+    }
+
+    /// Pages per second in a way.
+    fn rate(&self, way: usize, link: f64) -> f64 {
+        let known = self.known(way);
+        (link / known.bytes_per_page.max(1.0)).min(self.workers / known.seconds_per_page)
+    }
+
+    fn predict(&self, way: usize) -> f64 {
+        // A gigabit per second, until it is measured.
+        self.rate(way, self.link_bytes_per_s().unwrap_or(117e6))
+    }
+
+    /// Pages per second if all goes well.
+    fn hope(&self, way: usize, link: f64) -> f64 {
+        match self.ways[way] {
+            None => self.rate(way, link),
+            // The guest may have other pages now.
+            Some(_) => self.rate(way, link) * 1.25,
+        }
+    }
+
+    /// Seconds per page from now until it is at the other side, if the channel waits for it.
+    fn arrives(&self, way: usize, link: f64) -> f64 {
+        let known = self.known(way);
+        known.seconds_per_page + known.bytes_per_page / link
+    }
+
+    fn known(&self, way: usize) -> Way {
+        let page = PAGE_SIZE as f64;
+        self.ways.get(way).copied().flatten().unwrap_or_else(|| {
+            let (bytes_per_s, part) = HOPES.get(way).copied().unwrap_or((1e9, 0.2));
+            Way {
+                seconds_per_page: page / bytes_per_s,
+                bytes_per_page: page * part,
+                at: Duration::ZERO,
+            }
+        })
+    }
+}

@@ -1,0 +1,423 @@
+//! What one lane of the source sends in a round, in which order and in which frames.
+//!
+//! A lane owns the pages whose number maps to it ([`crate::config::lane_of`]) for the whole
+//! migration, so no two versions of a page can overtake each other. Within the lane the frames are
+//! numbered without gaps. A plan is asked for one batch of pages after the other, by whichever worker
+//! is free: planning costs next to nothing, and nobody waits to hand it on.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vmferry_codec::Batch;
+use vmferry_dirty::DirtyLog;
+use vmferry_memory::traverse::{BLOCK_PAGES, BLOCK_WORDS, flat_runs};
+use vmferry_memory::{PageBitmap, PageSet, SlotId};
+
+use crate::config::{FRAME_PAGES, LANE_STRIPE_PAGES};
+use crate::error::MigrateError;
+
+// A lane's stripes are the bitmap's blocks.
+const _: () = assert!(LANE_STRIPE_PAGES == BLOCK_PAGES);
+
+/// A round's work.
+#[derive(Clone)]
+pub struct Job {
+    /// The round's number, from 1.
+    pub round: u32,
+    /// Whether the guest runs, so that each page is protected again before it is read.
+    pub rearm: bool,
+    /// All pages of the round; the lane takes its own.
+    pub pages: Arc<PageSet>,
+    /// Those of them that go last, because they were in the round before too: whatever is written once
+    /// more until then is sent once less.
+    pub last: Option<Arc<PageSet>>,
+    /// Pages of these that the guest has given back: they are zero, and reading them would populate
+    /// them again.
+    pub given_back: Option<Arc<PageSet>>,
+}
+
+/// What a worker is to do next for a lane.
+pub enum Task {
+    /// Read, encode and send these pages.
+    Pages(PageBatch),
+    /// Say that the lane has sent all of the round.
+    EndOfRound {
+        /// The round.
+        round: u32,
+        /// The number of the frame that says so.
+        sequence: u64,
+        /// What re-arming the dirty log took in this round.
+        rearm: Duration,
+        /// The dirty log's name in this round.
+        log: &'static str,
+    },
+}
+
+/// Pages of one frame.
+pub struct PageBatch {
+    round: u32,
+    /// The frame's number on its lane.
+    pub sequence: u64,
+    slot: SlotId,
+    pages: [u64; FRAME_PAGES],
+    count: usize,
+    /// See [`Job::given_back`].
+    pub given_back: Option<Arc<PageSet>>,
+}
+
+impl PageBatch {
+    /// For the encoder.
+    #[must_use]
+    pub fn as_batch(&self) -> Batch<'_> {
+        let pages = &self.pages[..self.count];
+        Batch { round: self.round, sequence: self.sequence, slot: self.slot, pages }
+    }
+}
+
+/// One lane's share of the guest's memory, batch by batch.
+pub struct LanePlan {
+    lane: usize,
+    lanes: usize,
+    log: Arc<dyn DirtyLog>,
+    frame_pages: usize,
+    sequence: u64,
+    work: Option<Work>,
+    /// Runs of the block that is being sent, last one first.
+    runs: Vec<(u64, u64)>,
+    rearm_words: Vec<u64>,
+}
+
+/// How far a round is.
+struct Work {
+    job: Job,
+    /// Whether the pages that go last are being sent.
+    last: bool,
+    slot: SlotId,
+    /// Blocks of the slot below this are done.
+    block: usize,
+    /// Blocks of the slot below this are protected again.
+    rearmed_to: usize,
+    rearm: Duration,
+}
+
+/// Words of the bitmap that one call re-arms at most: 128 MiB of the guest.
+const REARM_WORDS: usize = 512;
+
+impl LanePlan {
+    /// Lane `lane` of `lanes`, whose frames have `frame_pages` pages, at most [`FRAME_PAGES`].
+    #[must_use]
+    pub fn new(lane: u8, lanes: u8, log: Arc<dyn DirtyLog>, frame_pages: usize) -> Self {
+        Self {
+            lane: lane.into(),
+            lanes: usize::from(lanes).max(1),
+            log,
+            frame_pages: frame_pages.clamp(1, FRAME_PAGES),
+            sequence: 0,
+            work: None,
+            runs: Vec::with_capacity(BLOCK_PAGES as usize / 2),
+            rearm_words: Vec::with_capacity(REARM_WORDS),
+        }
+    }
+
+    /// Begins a round. The one before must be at its end.
+    pub fn begin(&mut self, job: Job) {
+        self.runs.clear();
+        let (last, slot) = (false, SlotId(0));
+        self.work =
+            Some(Work { job, last, slot, block: 0, rearmed_to: 0, rearm: Duration::ZERO });
+    }
+
+    /// Frames begun so far.
+    #[must_use]
+    pub fn sequence(&self) -> u64 {
+        self.sequence
+    }
+
+    /// Whether there is something to do.
+    #[must_use]
+    pub fn has_work(&self) -> bool {
+        self.work.is_some()
+    }
+
+    /// The next frame of the round, and at last its end; `None` without a round. Pages are protected
+    /// again first if the guest runs: about `rearm_pages` at a time, as each call makes every vCPU leave
+    /// the guest, but what is written between that and the copy is sent again.
+    ///
+    /// # Errors
+    /// What the dirty log says.
+    pub fn next(&mut self, rearm_pages: u64) -> Result<Option<Task>, MigrateError> {
+        let mut pages = [0; FRAME_PAGES];
+        let mut count = 0;
+        loop {
+            while let Some((first, length)) = self.runs.pop() {
+                let taken = length.min((self.frame_pages - count) as u64);
+                for (place, page) in pages[count..].iter_mut().zip(first..first + taken) {
+                    *place = page;
+                }
+                count += taken as usize;
+                if taken < length {
+                    self.runs.push((first + taken, length - taken));
+                }
+                if count == self.frame_pages {
+                    return Ok(self.pages(pages, count));
+                }
+            }
+            if self.next_block(rearm_pages)? {
+                continue;
+            }
+            if count > 0 {
+                return Ok(self.pages(pages, count));
+            }
+            if !self.next_slot() {
+                return Ok(self.end());
+            }
+        }
+    }
+
+    fn pages(&mut self, pages: [u64; FRAME_PAGES], count: usize) -> Option<Task> {
+        let work = self.work.as_ref()?;
+        self.sequence += 1;
+        Some(Task::Pages(PageBatch {
+            round: work.job.round,
+            sequence: self.sequence,
+            slot: work.slot,
+            pages,
+            count,
+            given_back: work.job.given_back.clone(),
+        }))
+    }
+
+    fn end(&mut self) -> Option<Task> {
+        let work = self.work.take()?;
+        self.sequence += 1;
+        Some(Task::EndOfRound {
+            round: work.job.round,
+            sequence: self.sequence,
+            rearm: work.rearm,
+            log: self.log.name(),
+        })
+    }
+
+    /// Takes the runs of the slot's next block that has any; whether there is one.
+    fn next_block(&mut self, rearm_pages: u64) -> Result<bool, MigrateError> {
+        let Some(work) = &mut self.work else { return Ok(false) };
+        let share = Share { lane: self.lane, lanes: self.lanes };
+        while let Some(block) = work.next(share) {
+            work.block = block + 1;
+            let words = work.words(block);
+            if words == [0; BLOCK_WORDS] {
+                continue;
+            }
+            if work.job.rearm && block >= work.rearmed_to {
+                rearm(work, share, block, rearm_pages, &mut self.rearm_words, &*self.log)?;
+            }
+            let base = block as u64 * BLOCK_PAGES;
+            self.runs.extend(flat_runs(&words).map(|(first, pages)| (base + first, pages)));
+            self.runs.reverse();
+            return Ok(true);
+        }
+        Ok(false)
+    }
+
+    /// Goes to the next slot, or to the pages that go last; whether there is one.
+    fn next_slot(&mut self) -> bool {
+        let Some(work) = &mut self.work else { return false };
+        (work.block, work.rearmed_to) = (0, 0);
+        let slots = work.job.pages.iter().count();
+        if usize::from(work.slot.0) + 1 < slots {
+            work.slot.0 += 1;
+        } else if !work.last && work.job.last.is_some() {
+            work.last = true;
+            work.slot = SlotId(0);
+        } else {
+            return false;
+        }
+        true
+    }
+}
+
+/// Which blocks are a lane's.
+#[derive(Clone, Copy)]
+struct Share {
+    lane: usize,
+    lanes: usize,
+}
+
+impl Work {
+    fn bitmap(&self) -> Option<&PageBitmap> {
+        self.job.pages.iter().nth(self.slot.0.into()).map(|(_, bitmap)| bitmap)
+    }
+
+    /// The next block of the slot, from the present one on, that is the lane's and may hold pages.
+    fn next(&self, share: Share) -> Option<usize> {
+        let bitmap = self.bitmap()?;
+        let mut block = bitmap.next_block(self.block)?;
+        while block % share.lanes != share.lane {
+            block = bitmap.next_block(block + 1)?;
+        }
+        Some(block)
+    }
+
+    /// The pages of a block that are to be sent now.
+    fn words(&self, block: usize) -> [u64; BLOCK_WORDS] {
+        let mut words = self.bitmap().map_or([0; BLOCK_WORDS], |bitmap| *bitmap.block(block));
+        if let Some(last) = &self.job.last {
+            let flip = if self.last { 0 } else { u64::MAX };
+            for (word, last) in words.iter_mut().zip(last.bitmap(self.slot).block(block)) {
+                *word &= last ^ flip;
+            }
+        }
+        words
+    }
+}
+
+/// Protects this lane's pages again from a block on.
+fn rearm(
+    work: &mut Work,
+    share: Share,
+    first: usize,
+    pages: u64,
+    words: &mut Vec<u64>,
+    log: &dyn DirtyLog,
+) -> Result<(), MigrateError> {
+    words.clear();
+    let (mut block, mut found) = (first, 0);
+    let slot_words = work.bitmap().map_or(0, |bitmap| bitmap.words().len());
+    let most = slot_words.min(first * BLOCK_WORDS + REARM_WORDS);
+    while block * BLOCK_WORDS < most && found < pages {
+        // The other lanes' pages are theirs to protect.
+        let mine = if block % share.lanes == share.lane {
+            work.words(block)
+        } else {
+            [0; BLOCK_WORDS]
+        };
+        found += mine.iter().map(|word| u64::from(word.count_ones())).sum::<u64>();
+        words.extend_from_slice(&mine);
+        block += 1;
+    }
+    words.truncate(slot_words - first * BLOCK_WORDS);
+    let begun = Instant::now();
+    log.rearm(work.slot, first * BLOCK_WORDS, words)?;
+    work.rearm += begun.elapsed();
+    work.rearmed_to = block;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use proptest::prelude::*;
+    use vmferry_dirty::DirtyLogError;
+    use vmferry_memory::SlotLayout;
+
+    use super::*;
+
+    const PAGES: u64 = 5000;
+
+    /// Notes what is protected again, and that no page is read before.
+    #[derive(Default)]
+    struct Log(Mutex<Vec<(u16, u64)>>);
+
+    impl DirtyLog for Log {
+        fn name(&self) -> &'static str {
+            "noting"
+        }
+
+        fn start(&self) -> Result<(), DirtyLogError> {
+            Ok(())
+        }
+
+        fn collect(&self, _into: &mut PageSet) -> Result<(), DirtyLogError> {
+            Ok(())
+        }
+
+        fn rearm(&self, slot: SlotId, first: usize, words: &[u64]) -> Result<(), DirtyLogError> {
+            let runs = flat_runs(words).flat_map(|(page, count)| page..page + count);
+            let pages = runs.map(|page| (slot.0, first as u64 * 64 + page));
+            self.0.lock().unwrap().extend(pages);
+            Ok(())
+        }
+
+        fn stop(&self) -> Result<(), DirtyLogError> {
+            Ok(())
+        }
+    }
+
+    fn set(runs: &[(u16, u64, u64)]) -> PageSet {
+        let slot = |slot| SlotLayout { slot: SlotId(slot), gpa: u64::from(slot) << 32, pages: PAGES };
+        let mut set = PageSet::for_layout(&[slot(0), slot(1)]);
+        for (slot, first, count) in runs {
+            set.bitmap_mut(SlotId(*slot)).set_run(*first, (*count).min(PAGES - first));
+        }
+        set
+    }
+
+    proptest! {
+        #[test]
+        fn every_page_is_sent_once_on_its_lane_and_protected_before(
+            runs in prop::collection::vec((0_u16..2, 0..PAGES, 1_u64..900), 0..8),
+            last in prop::collection::vec((0_u16..2, 0..PAGES, 1_u64..900), 0..8),
+            lanes in 1_u8..5, frame_pages in 1_usize..70, rearm_pages in 1_u64..3000,
+        ) {
+            let (pages, last) = (Arc::new(set(&runs)), Arc::new(set(&last)));
+            let mut sent = set(&[]);
+            for lane in 0..lanes {
+                let log = Arc::new(Log::default());
+                let noted = Arc::clone(&log);
+                let mut plan = LanePlan::new(lane, lanes, log, frame_pages);
+                plan.begin(Job {
+                    round: 7,
+                    rearm: true,
+                    pages: Arc::clone(&pages),
+                    last: Some(Arc::clone(&last)),
+                    given_back: None,
+                });
+                let (mut sequence, mut goes_last) = (0, false);
+                loop {
+                    sequence += 1;
+                    match plan.next(rearm_pages).unwrap().unwrap() {
+                        Task::Pages(batch) => {
+                            let batch = batch.as_batch();
+                            prop_assert_eq!((batch.round, batch.sequence), (7, sequence));
+                            prop_assert!((1..=frame_pages).contains(&batch.pages.len()));
+                            prop_assert!(batch.pages.is_sorted());
+                            for page in batch.pages {
+                                prop_assert_eq!(page / 512 % u64::from(lanes), u64::from(lane));
+                                prop_assert!(!sent.bitmap(batch.slot).is_set(*page), "once");
+                                sent.bitmap_mut(batch.slot).set(*page);
+                                prop_assert!(noted.0.lock().unwrap().contains(&(batch.slot.0, *page)));
+                                let is_last = last.bitmap(batch.slot).is_set(*page);
+                                prop_assert!(is_last || !goes_last, "pages that go last do");
+                                goes_last |= is_last;
+                            }
+                        }
+                        Task::EndOfRound { round, sequence: end, log, .. } => {
+                            prop_assert_eq!((round, end, log), (7, sequence, "noting"));
+                            break;
+                        }
+                    }
+                }
+                prop_assert!(!plan.has_work());
+                prop_assert!(plan.next(rearm_pages).unwrap().is_none());
+            }
+            prop_assert_eq!(sent, Arc::unwrap_or_clone(pages));
+        }
+    }
+
+    #[test]
+    fn frames_are_numbered_over_all_rounds() {
+        let mut plan = LanePlan::new(0, 1, Arc::new(()), 64);
+        for round in 1..4 {
+            let pages = Arc::new(set(&[(0, 10, 3)]));
+            plan.begin(Job { round, rearm: false, pages, last: None, given_back: None });
+            let numbers: Vec<u64> = std::iter::from_fn(|| plan.next(1).unwrap())
+                .map(|task| match task {
+                    Task::Pages(batch) => batch.sequence,
+                    Task::EndOfRound { sequence, .. } => sequence,
+                })
+                .collect();
+            assert_eq!(numbers, [u64::from(round) * 2 - 1, u64::from(round) * 2]);
+        }
+    }
+}
