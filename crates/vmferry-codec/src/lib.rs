@@ -19,6 +19,8 @@ mod entropy;
 mod hashes;
 mod hot_pages;
 mod method;
+#[cfg(test)]
+mod samples;
 
 pub use compress::{Compress, CompressError, Compressors};
 pub use decode::{CodecError, Decoder, Frame, ReadError};
