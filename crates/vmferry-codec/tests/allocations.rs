@@ -10,10 +10,9 @@ use std::cell::Cell;
 use std::ffi::c_void;
 
 use vmferry_codec::{
-    Compressors, Decompressors, Delta, HotPages, Method, apply_delta, encode_delta, looks_random,
+    Compressors, Decompressors, HotPages, Method, apply_delta, encode_delta, looks_random,
 };
 use vmferry_memory::{PAGE_SIZE, SlotId};
-use vmferry_wire::Algorithm;
 
 thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
@@ -156,7 +155,6 @@ fn contexts_per_call_allocate_in_every_call() {
         let made = rounds(&Compressors::per_call(), Decompressors::per_call(), method);
         assert!(made.iter().all(|made| made.0 >= 4 && made.1 >= 2), "{method}: {made:?}");
     }
-    assert_eq!(Algorithm::ALL.len(), 3, "all have a method here");
 }
 
 #[test]
@@ -179,11 +177,8 @@ fn deltas_and_hot_pages_allocate_nothing() {
             into.clear();
             assert!(encode_delta(&base, &page, &mut into, PAGE_SIZE));
             apply_delta(&mut &into[..], &mut base).unwrap();
-            assert!(!looks_random(&page) || page != base || store.held_pages() > 0);
+            assert_eq!((&page, looks_random(&page)), (&base, true));
         }
     });
     assert_eq!((made, store.held_pages()), (0, 64));
-    into.clear();
-    let delta = store.delta(SlotId(0), 0, 100, 100, 101, &page, &mut into, PAGE_SIZE);
-    assert_ne!(delta, Delta::TooLong);
 }
