@@ -128,6 +128,21 @@ impl Zlib {
         let level = Compression::new(method.level().unsigned_abs());
         Self { method, context: flate2::Compress::new(level, true) }
     }
+
+    /// Ends a stream that did not fit. Of zlib-rs 0.6.8 a reset at level 1 does not forget that a
+    /// block was begun: the next stream would lack that block's header, and be damaged.
+    fn end_stream(&mut self) {
+        // What is left comes from a window of 64 KiB: 16 to 21 pieces, as measured.
+        let mut piece = [0; 4096];
+        for _ in 0..64 {
+            match self.context.compress(&[], &mut piece, FlushCompress::Finish) {
+                Ok(Status::StreamEnd) => return,
+                Ok(Status::Ok | Status::BufError) => {}
+                Err(_) => break,
+            }
+        }
+        *self = Self::new(self.method);
+    }
 }
 
 impl Compress for Zlib {
@@ -136,12 +151,15 @@ impl Compress for Zlib {
         input: &[u8],
         output: &mut [u8],
     ) -> Result<Option<usize>, CompressError> {
-        // Before, not after: the last call may have ended anywhere.
         self.context.reset();
         match self.context.compress(input, output, FlushCompress::Finish) {
             Ok(Status::StreamEnd) => Ok(Some(self.context.total_out() as usize)),
-            Ok(Status::Ok | Status::BufError) => Ok(None),
+            Ok(Status::Ok | Status::BufError) => {
+                self.end_stream();
+                Ok(None)
+            }
             Err(error) => {
+                self.end_stream();
                 let reason = error.message().unwrap_or("no reason given").to_owned();
                 Err(CompressError::Failed { method: self.method, reason })
             }

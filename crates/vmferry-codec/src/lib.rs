@@ -21,6 +21,8 @@ mod frame;
 mod hashes;
 mod hot_pages;
 mod method;
+#[cfg(test)]
+mod samples;
 
 pub use compress::{Compress, CompressError, Compressors};
 pub use decode::{CodecError, Decoder, Frame, PlacedPages, ReadError};
