@@ -277,7 +277,11 @@ impl Encoder {
             }
             other => {
                 let rewritten = other == Delta::TooLong;
-                *(if rewritten { &mut counts.rewritten_pages } else { &mut counts.unheld_pages }) += 1;
+                *(if rewritten {
+                    &mut counts.rewritten_pages
+                } else {
+                    &mut counts.unheld_pages
+                }) += 1;
                 self.deltas.truncate(before);
                 false
             }

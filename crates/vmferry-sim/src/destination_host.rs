@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use vmferry::destination::io::{Action, Ending, Input, LinkId};
 use vmferry::destination::machine::Destination;
-use vmferry::destination::place::{FrameReader, PlacedCounters, Placer};
+use vmferry::destination::place::{FrameReader, LaneProgress, PlacedCounters, Placer};
 use vmferry::handover::DestinationState;
 use vmferry::journal::{Journal, Record, recover_destination};
 use vmferry::link::{ControlReader, lost};
 use vmferry::{DestinationVm, MigrateError, Timeouts};
-use vmferry_codec::{Frame, PageHashes};
+use vmferry_codec::{Decompressors, Frame, PageHashes};
 use vmferry_memory::{GuestMemory, whole_hash};
 use vmferry_wire::{
     ControlMessage, HELLO_BYTES, Hello, HelloReply, HelloStatus, PROTOCOL_VERSION_MAX,
@@ -58,6 +58,7 @@ struct Lane {
     number: u8,
     frames: FrameReader<VecDeque<u8>>,
     placer: Placer,
+    progress: LaneProgress,
 }
 
 impl DestinationHost {
@@ -324,12 +325,13 @@ impl Session {
             number: hello.lane,
             frames: FrameReader::new(hello.lane, VecDeque::new()),
             placer: Placer::new(
-                hello.lane,
                 self.expected_lanes,
                 memory.clone(),
                 Arc::clone(hashes),
                 Arc::<PlacedCounters>::default(),
+                Decompressors::default(),
             ),
+            progress: LaneProgress::default(),
         };
         self.lanes.insert(channel, lane);
         HelloStatus::Ok
@@ -342,8 +344,10 @@ impl Session {
         lane.frames.get_mut().extend(bytes);
         let offset = lane.frames.offset();
         let mut frame = Frame::new();
-        let placed =
-            lane.frames.receive(&mut frame).and_then(|_| lane.placer.place(&frame, offset));
+        let placed = lane.frames.receive(&mut frame).and_then(|header| {
+            lane.placer.place(lane.number, &frame, offset)?;
+            Ok(lane.progress.finished(&header))
+        });
         let lane = lane.number;
         match placed {
             Ok(placed) => {

@@ -5,14 +5,16 @@ mod guest_side;
 use std::sync::Arc;
 use std::time::Duration;
 
+use vmferry::config::FRAME_PAGES;
 use vmferry::held::{Committed, Paused, Running};
 use vmferry::journal::{Journal, Record};
 use vmferry::link::{ControlReader, lost};
-use vmferry::source::encode::LaneEncoder;
+use vmferry::source::encode::PageEncoder;
 use vmferry::source::io::{Action, Ending, Input, Report};
 use vmferry::source::machine::Source;
+use vmferry::source::plan::LanePlan;
 use vmferry::{MigrateError, SourceConfig, SourceVm};
-use vmferry_codec::PageHashes;
+use vmferry_codec::{Compressors, HotPages, PageHashes};
 use vmferry_dirty::DirtyLog;
 use vmferry_memory::{GuestMemory, PageSet, whole_hash};
 use vmferry_wire::{
@@ -27,6 +29,9 @@ use crate::plan::{Host, Sabotage};
 
 /// How long a dialled host may not answer.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Fewer copies of pages than the guest has hot ones, so that some are not held.
+const HOT_BYTES: u64 = 32 * 4096;
 
 /// How long a lost data channel may wait for the control channel to say why.
 const EXPLANATION: Duration = Duration::from_millis(500);
@@ -73,7 +78,9 @@ struct Process {
     channels: u8,
     lanes: Vec<ChannelId>,
     joined: usize,
-    encoders: Vec<LaneEncoder>,
+    plans: Vec<LanePlan>,
+    /// One worker for all lanes.
+    encoder: PageEncoder,
 }
 
 enum Held {
@@ -332,11 +339,15 @@ impl Process {
         channels: u8,
     ) -> Self {
         let memory = vm.memory();
+        let hashes = Arc::new(PageHashes::for_memory(&memory));
+        let hot = Arc::new(HotPages::new(HOT_BYTES));
+        let encoder =
+            PageEncoder::new(memory.clone(), Arc::clone(&hashes), Compressors::default(), hot);
         Self {
             machine,
             log: vm.dirty_log(),
             held: Held::Running(Running::new(vm)),
-            hashes: Arc::new(PageHashes::for_memory(&memory)),
+            hashes,
             pending: Arc::new(PageSet::for_memory(&memory)),
             memory,
             journal,
@@ -346,7 +357,8 @@ impl Process {
             channels,
             lanes: Vec::new(),
             joined: 0,
-            encoders: Vec::new(),
+            plans: Vec::new(),
+            encoder,
         }
     }
 
@@ -395,7 +407,7 @@ impl Process {
                     },
                 ))
             }
-            Action::Throttle { .. } => None,
+            Action::Throttle { .. } | Action::Cap(_) => None,
             Action::Pause => Some(self.pause()),
             Action::HarvestLast => Some(self.harvest_last().unwrap_or_else(Input::Failed)),
             Action::Save => {
@@ -458,13 +470,7 @@ impl Process {
             let channel = network.open();
             network.send(channel, Host::Destination, "greeting", hello(Role::Data, lane, token));
             self.lanes.push(channel);
-            self.encoders.push(LaneEncoder::new(
-                lane,
-                lanes,
-                self.memory.clone(),
-                Arc::clone(&self.log),
-                Arc::clone(&self.hashes),
-            ));
+            self.plans.push(LanePlan::new(lane, lanes, Arc::clone(&self.log), FRAME_PAGES));
         }
     }
 

@@ -391,7 +391,10 @@ mod tests {
         predictor.throttled(40);
         let Decision::GiveUp(why) = predictor.decide(harvest(5, 1 << 20)) else { panic!() };
         let text = why.to_string();
-        assert!(text.contains("compressed 4.0 to 1") && text.contains("40 % of its time"), "{text}");
+        assert!(
+            text.contains("compressed 4.0 to 1") && text.contains("40 % of its time"),
+            "{text}"
+        );
     }
 
     #[test]

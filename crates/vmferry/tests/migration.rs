@@ -138,6 +138,7 @@ fn a_guest_that_writes_too_fast_is_refused_in_words() {
     scenario.source.max_bandwidth = Some(4 << 20);
     scenario.source.downtime_limit = std::time::Duration::from_millis(20);
     scenario.source.max_rounds = 2;
+    scenario.source.compression.way = vmferry::compression::CompressionWay::Off;
     let (outcome, received) =
         scenario.run(running_guest(2000), DestinationGuest::default(), |_| {});
     let (vm, error) = kept(outcome);

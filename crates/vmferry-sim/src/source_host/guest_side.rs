@@ -6,11 +6,11 @@ use std::time::Duration;
 use vmferry::MigrateError;
 use vmferry::held::{found, returned, write_commit};
 use vmferry::link::lost;
-use vmferry::source::encode::{FrameSink, Job, LaneFailure};
 use vmferry::source::io::Input;
 use vmferry::source::machine::Source;
+use vmferry::source::plan::{Job, Task};
 use vmferry::source::rounds::LaneTotals;
-use vmferry_codec::EncodedFrame;
+use vmferry_codec::{Choice, DeltaUse, EncodedFrame, Method};
 use vmferry_memory::PageSet;
 
 use super::{EXPLANATION, Held, Process};
@@ -34,13 +34,18 @@ impl Process {
         network: &mut Network,
     ) -> Option<Input> {
         for (lane, channel) in self.lanes.clone().into_iter().enumerate() {
-            let mut frames = Frames { sent: Vec::new(), guest, network, rearm };
-            let job = Job { round, rearm, pages: Arc::clone(&self.pending), given_back: None };
-            match self.encoders[lane].send_round(job, &mut frames) {
-                Ok(()) | Err(LaneFailure::Stopped) => {}
-                Err(LaneFailure::Error(error)) => return Some(Input::Failed(error)),
-            }
-            for (sequence, bytes, end) in frames.sent {
+            let job = Job {
+                round,
+                rearm,
+                pages: Arc::clone(&self.pending),
+                last: None,
+                given_back: None,
+            };
+            let frames = match self.frames(lane, job, guest, network) {
+                Ok(frames) => frames,
+                Err(error) => return Some(Input::Failed(error)),
+            };
+            for (sequence, bytes, end) in frames {
                 if !network.send(channel, Host::Destination, "frame", bytes) {
                     let during = "sending pages";
                     let broken = std::io::ErrorKind::BrokenPipe.into();
@@ -58,6 +63,46 @@ impl Process {
             }
         }
         None
+    }
+
+    /// A lane's frames of a round, each encoded in any way, while the guest writes.
+    fn frames(
+        &mut self,
+        lane: usize,
+        job: Job,
+        guest: &Guest,
+        network: &mut Network,
+    ) -> Result<Vec<(u64, Vec<u8>, Option<LaneTotals>)>, MigrateError> {
+        let (rearm, mut frames) = (job.rearm, Vec::new());
+        let mut totals = LaneTotals::default();
+        self.plans[lane].begin(job);
+        while let Some(task) = self.plans[lane].next(1 + network.rng.u64(..600))? {
+            if rearm {
+                let writes = network.rng.usize(..3);
+                guest.work(&mut network.rng, writes);
+            }
+            let mut frame = EncodedFrame::new();
+            let (sequence, end) = match task {
+                Task::Pages(batch) => {
+                    let choice = CHOICES[network.rng.usize(..CHOICES.len())];
+                    let counts = self.encoder.encode(lane as u8, &batch, &mut frame, choice)?;
+                    totals.pages.raw += counts.content_pages();
+                    totals.pages.zero += counts.zero_pages;
+                    (batch.sequence, None)
+                }
+                Task::EndOfRound { round, sequence, .. } => {
+                    frame.end_of_round(round, sequence);
+                    (sequence, Some(totals))
+                }
+            };
+            totals.bytes += frame.wire_bytes() as u64;
+            let mut bytes = Vec::with_capacity(frame.wire_bytes());
+            frame
+                .write_to(&mut bytes)
+                .map_err(|error| lost(&format!("lane {lane}"), "sending pages", &error))?;
+            frames.push((sequence, bytes, end));
+        }
+        Ok(frames)
     }
 
     pub(super) fn pause(&mut self) -> Input {
@@ -136,27 +181,11 @@ impl Held {
     }
 }
 
-/// Frames of a round, and a guest that writes while they are made.
-struct Frames<'a> {
-    sent: Vec<(u64, Vec<u8>, Option<LaneTotals>)>,
-    guest: &'a Guest,
-    network: &'a mut Network,
-    rearm: bool,
-}
-
-impl FrameSink for Frames<'_> {
-    fn acquire(&mut self) -> Option<EncodedFrame> {
-        if self.rearm {
-            let writes = self.network.rng.usize(..3);
-            self.guest.work(&mut self.network.rng, writes);
-        }
-        Some(EncodedFrame::new())
-    }
-
-    fn send(&mut self, sequence: u64, frame: EncodedFrame, end: Option<LaneTotals>) -> bool {
-        let mut bytes = Vec::with_capacity(frame.wire_bytes());
-        let written = frame.write_to(&mut bytes);
-        self.sent.push((sequence, bytes, end));
-        written.is_ok()
-    }
-}
+/// Ways to encode a frame. Zlib is left out: its bytes are not the same on every machine, and a schedule is
+/// to be.
+const CHOICES: [Choice; 4] = [
+    Choice { pack: None, delta: DeltaUse::Make },
+    Choice { pack: Some(Method::lz4()), delta: DeltaUse::Make },
+    Choice { pack: Some(Method::zstd(1)), delta: DeltaUse::Make },
+    Choice { pack: Some(Method::zstd(1)), delta: DeltaUse::Off },
+];

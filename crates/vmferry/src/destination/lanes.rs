@@ -1,26 +1,29 @@
-//! The lanes of the destination: a thread that receives and one that places, for each.
+//! The lanes of the destination: a thread for each that receives, and workers for all that decode and place.
 //!
-//! Two threads, so that the next frame is read (and decrypted) while one is being placed.
+//! The next frame is read (and decrypted) while others are decoded and placed. Frames of one round are placed
+//! in whatever order the workers finish; a lane's next round waits until all of the one before is placed.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use crossbeam_channel::{Receiver, Sender};
-use vmferry_codec::{Frame, PageHashes};
+use vmferry_codec::{Decompressors, Frame, PageHashes};
 use vmferry_memory::GuestMemory;
 use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter};
-use vmferry_wire::ControlMessage;
+use vmferry_wire::{ControlMessage, FrameHeader, FrameKind};
 
 use super::io::Input;
-use super::place::{FrameReader, Placed, PlacedCounters, Placer};
+use super::place::{FrameReader, LaneProgress, MOST_IN_MAKING, PlacedCounters, Placer};
+use crate::compression::worker_threads;
+use crate::config::DestinationConfig;
 use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
 use crate::link::{ControlWriter, lost};
 
-/// Frames on their way from the receiving to the placing thread. Four of 256 KiB keep both busy
-/// and stay in the cache.
-const QUEUE_FRAMES: usize = 4;
+/// Frames of a lane that are read while the workers are busy with others of it. A few of 256 KiB keep both
+/// busy and stay in the cache.
+const FRAMES_AHEAD: usize = 3;
 
 /// What all lanes of a session share.
 #[derive(Clone)]
@@ -41,137 +44,253 @@ pub struct LaneContext {
     pub lanes: u8,
 }
 
-/// A lane at work.
-pub struct Lane {
+/// All lanes of a session at work. Dropped, no thread touches the guest's memory any more.
+pub struct Lanes {
+    context: LaneContext,
+    work: Option<Sender<Work>>,
+    workers: Vec<JoinHandle<()>>,
+    lanes: Vec<Lane>,
+}
+
+struct Lane {
     closer: ChannelCloser,
-    threads: Vec<JoinHandle<()>>,
+    shared: Arc<LaneState>,
+    thread: Option<JoinHandle<()>>,
     /// The sending half, kept open until the end.
     _writer: ChannelWriter,
 }
 
-impl Lane {
-    /// Starts the lane's threads on its greeted channel.
+/// A frame that is read, where on its channel it began, and its lane.
+struct Work {
+    frame: Frame,
+    offset: u64,
+    lane: Arc<LaneState>,
+}
+
+/// What the receiving thread of a lane shares with the workers.
+struct LaneState {
+    number: u8,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    progress: LaneProgress,
+    free: Vec<Frame>,
+    closed: bool,
+}
+
+impl Lanes {
+    /// Starts the workers.
     ///
     /// # Errors
     /// If the system has no thread left.
-    pub fn start(
+    pub fn start(context: LaneContext, config: &DestinationConfig) -> std::io::Result<Self> {
+        let workers = worker_threads(config.workers).max(1);
+        let longest = usize::from(context.lanes) * (workers + FRAMES_AHEAD);
+        let (work, work_in) = crossbeam_channel::bounded(longest);
+        let mut all = Self { context, work: Some(work), workers: Vec::new(), lanes: Vec::new() };
+        for number in 0..workers {
+            let decompressors = if config.keep_decompressors {
+                Decompressors::default()
+            } else {
+                Decompressors::per_call()
+            };
+            let worker = Worker {
+                placer: Placer::new(
+                    all.context.lanes,
+                    all.context.memory.clone(),
+                    Arc::clone(&all.context.hashes),
+                    Arc::clone(&all.context.placed),
+                    decompressors,
+                ),
+                control: Arc::clone(&all.context.control),
+                results: all.context.results.clone(),
+                cpu: all.context.cpu.clone(),
+            };
+            let work = work_in.clone();
+            let thread = std::thread::Builder::new()
+                .name(format!("place{number}"))
+                .spawn(move || worker.run(&work))?;
+            all.workers.push(thread);
+        }
+        Ok(all)
+    }
+
+    /// Whether a lane has its channel.
+    #[must_use]
+    pub fn has(&self, lane: u8) -> bool {
+        self.lanes.iter().any(|joined| joined.shared.number == lane)
+    }
+
+    /// Starts to receive on a lane's greeted channel.
+    ///
+    /// # Errors
+    /// If the system has no thread left.
+    pub fn join(
+        &mut self,
         lane: u8,
-        context: &LaneContext,
         reader: ChannelReader,
         writer: ChannelWriter,
         closer: ChannelCloser,
-    ) -> std::io::Result<Self> {
-        let (full, full_in) = crossbeam_channel::bounded(QUEUE_FRAMES);
-        let (empty, empty_in) = crossbeam_channel::bounded(QUEUE_FRAMES);
-        for _ in 0..QUEUE_FRAMES {
-            // The queue is as long as the number of frames.
-            let _ = empty.send(Frame::new());
-        }
+    ) -> std::io::Result<()> {
+        let Some(work) = self.work.clone() else { return Ok(()) };
+        let shared = Arc::new(LaneState::new(lane, self.workers.len() + FRAMES_AHEAD));
         let receiving = ReceivingThread {
+            lane: Arc::clone(&shared),
             frames: FrameReader::new(lane, reader),
-            results: context.results.clone(),
-            cpu: context.cpu.clone(),
-            placed: Arc::clone(&context.placed),
+            work,
+            context: self.context.clone(),
         };
-        let placing = PlacingThread {
-            lane,
-            placer: Placer::new(
-                lane,
-                context.lanes,
-                context.memory.clone(),
-                Arc::clone(&context.hashes),
-                Arc::clone(&context.placed),
-            ),
-            control: Arc::clone(&context.control),
-            results: context.results.clone(),
-            cpu: context.cpu.clone(),
-        };
-        let mut threads = Vec::with_capacity(2);
-        let named = |role: &str| std::thread::Builder::new().name(format!("lane{lane}-{role}"));
-        threads.push(named("receive").spawn(move || receiving.run(&empty_in, &full))?);
-        threads.push(named("place").spawn(move || placing.run(&full_in, &empty))?);
-        Ok(Self { closer, threads, _writer: writer })
+        let thread = std::thread::Builder::new()
+            .name(format!("lane{lane}-receive"))
+            .spawn(move || receiving.run())?;
+        self.lanes.push(Lane { closer, shared, thread: Some(thread), _writer: writer });
+        Ok(())
     }
+}
 
-    /// Closes the channel and waits until no thread touches the guest's memory any more.
-    pub fn end(self) {
-        self.closer.close();
-        for thread in self.threads {
-            // A panic there has been noticed as a lost lane.
-            let _ = thread.join();
+impl Drop for Lanes {
+    fn drop(&mut self) {
+        for lane in &mut self.lanes {
+            lane.closer.close();
+            lane.shared.close();
+            if let Some(thread) = lane.thread.take() {
+                // A panic there has been noticed as a lost lane.
+                let _ = thread.join();
+            }
+        }
+        // The receiving threads had the other ends.
+        self.work = None;
+        for worker in self.workers.drain(..) {
+            let _ = worker.join();
         }
     }
 }
 
-/// A frame and where on the channel it began.
-type Received = (Frame, u64);
+impl LaneState {
+    fn new(number: u8, frames: usize) -> Self {
+        let frames = frames.min(MOST_IN_MAKING as usize);
+        let free = (0..frames).map(|_| Frame::new()).collect();
+        let state = State { progress: LaneProgress::default(), free, closed: false };
+        Self { number, state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    /// A frame to read into, waiting until one is free; `None` at the end.
+    fn acquire(&self) -> Option<Frame> {
+        let mut state = self.lock();
+        loop {
+            if state.closed {
+                return None;
+            }
+            if let Some(frame) = state.free.pop() {
+                return Some(frame);
+            }
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Waits until all frames up to `sequence` are placed; `false` at the end.
+    fn await_placed(&self, sequence: u64) -> bool {
+        let mut state = self.lock();
+        while state.progress.placed() < sequence && !state.closed {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        !state.closed
+    }
+
+    fn close(&self) {
+        self.lock().closed = true;
+        self.changed.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
 
 struct ReceivingThread {
+    lane: Arc<LaneState>,
     frames: FrameReader<ChannelReader>,
-    results: Sender<Input>,
-    cpu: CpuMeter,
-    placed: Arc<PlacedCounters>,
+    work: Sender<Work>,
+    context: LaneContext,
 }
 
 impl ReceivingThread {
-    fn run(mut self, empty: &Receiver<Frame>, full: &Sender<Received>) {
-        let cpu = self.cpu.clone();
+    fn run(mut self) {
+        let cpu = self.context.cpu.clone();
         let _cpu = cpu.count_this_thread();
-        for mut frame in empty {
-            let before = self.frames.offset();
+        while let Some(mut frame) = self.lane.acquire() {
+            let offset = self.frames.offset();
             let received = self.frames.receive(&mut frame);
-            self.placed.bytes.fetch_add(self.frames.offset() - before, Ordering::Relaxed);
-            if let Err(error) = received {
-                let input = match error {
-                    error @ MigrateError::LinkLost { .. } => Input::LaneLost(error),
-                    error => Input::Failed(error),
-                };
-                let _ = self.results.send(input);
+            let bytes = self.frames.offset() - offset;
+            self.context.placed.bytes.fetch_add(bytes, Ordering::Relaxed);
+            let header = match received {
+                Ok(header) => header,
+                Err(error) => {
+                    let input = match error {
+                        error @ MigrateError::LinkLost { .. } => Input::LaneLost(error),
+                        error => Input::Failed(error),
+                    };
+                    let _ = self.context.results.send(input);
+                    return;
+                }
+            };
+            let lane = Arc::clone(&self.lane);
+            if self.work.send(Work { frame, offset, lane }).is_err() {
                 return;
             }
-            if full.send((frame, before)).is_err() {
+            // What follows may be newer versions of the same pages.
+            if header.kind == FrameKind::EndOfRound && !self.lane.await_placed(header.sequence) {
                 return;
             }
         }
     }
 }
 
-struct PlacingThread {
-    lane: u8,
+struct Worker {
     placer: Placer,
     control: Arc<ControlWriter<ChannelWriter>>,
     results: Sender<Input>,
     cpu: CpuMeter,
 }
 
-impl PlacingThread {
-    fn run(mut self, full: &Receiver<Received>, empty: &Sender<Frame>) {
+impl Worker {
+    fn run(mut self, work: &Receiver<Work>) {
         let cpu = self.cpu.clone();
         let _cpu = cpu.count_this_thread();
-        for (frame, offset) in full {
-            let input = match self.placer.place(&frame, offset) {
-                Ok(placed) => self.tell(placed),
-                Err(error) => Some(Input::Failed(error)),
-            };
-            if let Some(input) = input {
-                let last = !matches!(input, Input::LaneEnded { .. });
+        for Work { frame, offset, lane } in work {
+            let placed = self.placer.place(lane.number, &frame, offset);
+            let done = placed.and_then(|()| match frame.header().copied() {
+                Some(header) => self.tell(&lane, &header),
+                None => Ok(()),
+            });
+            if let Err(error) = done {
+                let input = match error {
+                    error @ MigrateError::LinkLost { .. } => Input::LaneLost(error),
+                    error => Input::Failed(error),
+                };
                 let _ = self.results.send(input);
-                if last {
-                    return;
-                }
+                // Nothing more is placed of this lane: what has failed must not be followed.
+                lane.close();
             }
-            // The receiving thread may have ended; then no frame is needed any more.
-            let _ = empty.send(frame);
+            lane.lock().free.push(frame);
+            lane.changed.notify_all();
         }
     }
 
-    fn tell(&mut self, placed: Placed) -> Option<Input> {
-        let lane = self.lane;
-        if let Some(sequence) = placed.acknowledge
-            && let Err(error) = self.control.send(&ControlMessage::Placed { lane, sequence })
-        {
-            return Some(Input::LaneLost(lost("control", "acknowledging pages", &error)));
+    /// Tells the source and the session what is placed.
+    fn tell(&self, lane: &LaneState, header: &FrameHeader) -> Result<(), MigrateError> {
+        let placed = lane.lock().progress.finished(header);
+        let number = lane.number;
+        if let Some(sequence) = placed.acknowledge {
+            self.control
+                .send(&ControlMessage::Placed { lane: number, sequence })
+                .map_err(|error| lost("control", "acknowledging pages", &error))?;
         }
-        placed.ended.map(|sequence| Input::LaneEnded { lane, sequence })
+        if let Some(sequence) = placed.ended {
+            let _ = self.results.send(Input::LaneEnded { lane: number, sequence });
+        }
+        Ok(())
     }
 }

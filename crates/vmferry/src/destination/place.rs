@@ -1,18 +1,19 @@
-//! What one lane of the destination does with a frame: reads it whole, checks it, places its pages.
+//! What the destination does with a frame: reads it whole, decodes and checks it, places its pages.
 //!
-//! Frames are placed in the order of their numbers, which must be without gaps: a page always has the
-//! lane that its number gives it, so no version of it can overtake another.
+//! The numbers of a lane's frames must be without gaps. Frames of one round are placed in any order, as
+//! they have no page in common; the next round's are not begun before all of them are placed. A page always
+//! has the lane that its number gives it, so no version of it can overtake another.
 
 use std::io::Read;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use vmferry_codec::{CodecError, Decoder, Frame, PageHashes, ReadError};
+use vmferry_codec::{CodecError, Decoder, Decompressors, Frame, PageHashes, ReadError};
 use vmferry_memory::GuestMemory;
 use vmferry_wire::{FrameHeader, FrameKind, Run};
 
 use crate::config::{LANE_STRIPE_PAGES, lane_of};
-use crate::error::MigrateError;
+use crate::error::{MigrateError, chain};
 use crate::link::lost;
 
 /// Frames between two acknowledgements: 1 MiB, so that the source's window of 64 MiB turns over
@@ -101,66 +102,105 @@ impl<R: Read> Read for Counted<'_, R> {
     }
 }
 
+/// Which frames of one lane are placed. Workers finish the frames of a round in any order; they have no
+/// page in common, as the source sends each page once in a round.
+#[derive(Debug, Default)]
+pub struct LaneProgress {
+    /// All frames up to this one are placed.
+    placed: u64,
+    /// Frames behind it that are placed already: bit `n` is frame `placed + 1 + n`.
+    beyond: u128,
+    acknowledged: u64,
+    /// The last frame of a round that has come and not been said to be placed.
+    end: Option<u64>,
+}
+
+/// Frames of a lane that may be in the making at the same time.
+pub const MOST_IN_MAKING: u64 = u128::BITS as u64;
+
+impl LaneProgress {
+    /// A frame is placed. Returns what the source and the session are to be told.
+    pub fn finished(&mut self, header: &FrameHeader) -> Placed {
+        if header.kind == FrameKind::EndOfRound {
+            self.end = Some(header.sequence);
+        }
+        let place = header.sequence.saturating_sub(self.placed + 1);
+        debug_assert!(place < MOST_IN_MAKING, "no more than that are begun");
+        self.beyond |= 1_u128.checked_shl(place as u32).unwrap_or(0);
+        let joined = self.beyond.trailing_ones();
+        self.placed += u64::from(joined);
+        self.beyond = self.beyond.checked_shr(joined).unwrap_or(0);
+        let ended = self.end.filter(|end| *end <= self.placed);
+        if ended.is_some() {
+            self.end = None;
+        }
+        let due = ended.is_some() || self.placed >= self.acknowledged + ACKNOWLEDGE_FRAMES;
+        if due {
+            self.acknowledged = self.placed;
+        }
+        Placed { acknowledge: due.then_some(self.placed), ended }
+    }
+
+    /// The last frame up to which all are placed.
+    #[must_use]
+    pub fn placed(&self) -> u64 {
+        self.placed
+    }
+}
+
 /// What the source and the session are to be told after a frame.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Placed {
     /// All frames up to this one are placed: to be said to the source.
     pub acknowledge: Option<u64>,
-    /// The frame was the last of its round.
+    /// The frame was the last of its round, and all of it is placed.
     pub ended: Option<u64>,
 }
 
-/// Places one lane's frames.
+/// A worker's way from frames to the guest's memory, kept for the whole migration.
 pub struct Placer {
-    lane: u8,
     lanes: u8,
     memory: GuestMemory,
     hashes: Arc<PageHashes>,
     placed: Arc<PlacedCounters>,
     decoder: Decoder,
-    unacknowledged: u64,
 }
 
 impl Placer {
-    /// Lane `lane` of `lanes`. `hashes` are those of the pages as last placed, over all lanes.
+    /// One of the workers of all `lanes`. `hashes` are those of the pages as last placed.
     #[must_use]
     pub fn new(
-        lane: u8,
         lanes: u8,
         memory: GuestMemory,
         hashes: Arc<PageHashes>,
         placed: Arc<PlacedCounters>,
+        decompressors: Decompressors,
     ) -> Self {
-        Self { lane, lanes, memory, hashes, placed, decoder: Decoder::new(), unacknowledged: 0 }
+        Self { lanes, memory, hashes, placed, decoder: Decoder::new(decompressors) }
     }
 
-    /// Checks a frame that began at `offset` of the channel, and places its pages if it is right.
+    /// Decodes and checks a frame that began at `offset` of the channel of lane `lane`, and places its pages
+    /// if it is right.
     ///
     /// # Errors
     /// [`MigrateError::Protocol`] for a frame that is damaged, names pages outside the guest or of
     /// another lane; nothing of it was placed.
-    pub fn place(&mut self, frame: &Frame, offset: u64) -> Result<Placed, MigrateError> {
-        let Some(header) = frame.header() else { return Ok(Placed::default()) };
+    pub fn place(&mut self, lane: u8, frame: &Frame, offset: u64) -> Result<(), MigrateError> {
+        let lanes = self.lanes;
         let counts = self
             .decoder
-            .place(frame, &self.memory, &self.hashes, |run| run_belongs(run, self.lane, self.lanes))
+            .place(frame, &self.memory, &self.hashes, |run| run_belongs(run, lane, lanes))
             .map_err(|error| match error {
                 CodecError::Memory(error) => error.into(),
                 error => {
-                    let channel = format!("lane {}", self.lane);
-                    MigrateError::Protocol { channel, offset, reason: error.to_string() }
+                    let channel = format!("lane {lane}");
+                    MigrateError::Protocol { channel, offset, reason: chain(&error) }
                 }
             })?;
         self.placed.frames.fetch_add(1, Ordering::Relaxed);
-        self.placed.content_pages.fetch_add(counts.content_pages, Ordering::Relaxed);
-        self.placed.zero_pages.fetch_add(counts.zero_pages, Ordering::Relaxed);
-        let ended = (header.kind == FrameKind::EndOfRound).then_some(header.sequence);
-        self.unacknowledged += 1;
-        let due = ended.is_some() || self.unacknowledged == ACKNOWLEDGE_FRAMES;
-        if due {
-            self.unacknowledged = 0;
-        }
-        Ok(Placed { acknowledge: due.then_some(header.sequence), ended })
+        self.placed.content_pages.fetch_add(counts.content, Ordering::Relaxed);
+        self.placed.zero_pages.fetch_add(counts.zero, Ordering::Relaxed);
+        Ok(())
     }
 }
 
@@ -177,9 +217,42 @@ mod tests {
 
     use super::*;
 
+    fn header(sequence: u64, kind: FrameKind) -> FrameHeader {
+        FrameHeader { kind, ..FrameHeader::end_of_round(1, sequence) }
+    }
+
+    #[test]
+    fn what_is_acknowledged_is_placed_without_a_gap() {
+        let mut progress = LaneProgress::default();
+        let mut told = |sequence| {
+            let placed = progress.finished(&header(sequence, FrameKind::Pages));
+            (placed.acknowledge, placed.ended)
+        };
+        for sequence in [2, 4, 3, 5] {
+            assert_eq!(told(sequence), (None, None));
+        }
+        assert_eq!(told(1), (Some(5), None));
+        assert_eq!(told(6), (None, None));
+        let end = progress.finished(&header(8, FrameKind::EndOfRound));
+        assert_eq!(end, Placed::default(), "the round is not placed whole");
+        let last = progress.finished(&header(7, FrameKind::Pages));
+        assert_eq!(last, Placed { acknowledge: Some(8), ended: Some(8) });
+        assert_eq!(progress.placed(), 8);
+    }
+
+    #[test]
+    fn as_many_as_may_be_in_the_making_finish_backwards() {
+        let mut progress = LaneProgress::default();
+        for sequence in (2..=MOST_IN_MAKING).rev() {
+            assert_eq!(progress.finished(&header(sequence, FrameKind::Pages)), Placed::default());
+        }
+        let placed = progress.finished(&header(1, FrameKind::Pages));
+        assert_eq!(placed.acknowledge, Some(MOST_IN_MAKING));
+    }
+
     #[test]
     fn a_run_belongs_to_one_lane_whole() {
-        let run = |first, pages| Run { first, pages, encoding: Encoding::Raw };
+        let run = |first, pages| Run { first, pages, encoding: Encoding::Raw, content_sum: 0 };
         assert!(run_belongs(&run(0, 512), 0, 2));
         assert!(!run_belongs(&run(0, 513), 0, 2));
         assert!(run_belongs(&run(0, 5000), 0, 1));

@@ -17,7 +17,7 @@ use vmferry_wire::{GuestIdentity, HelloStatus, SessionId, Token};
 
 use super::arrivals::{Arrival, Connection, reply};
 use super::io::{Action, Ending, Input, LinkId};
-use super::lanes::Lane;
+use super::lanes::Lanes;
 use super::machine::Destination;
 use super::place::PlacedCounters;
 use super::receive::Notice;
@@ -66,7 +66,7 @@ pub struct Session<'a, V> {
     guest: Option<GuestIdentity>,
     memory: Option<(GuestMemory, Arc<PageHashes>)>,
     expected_lanes: u8,
-    lanes: BTreeMap<u8, Lane>,
+    lanes: Option<Lanes>,
     lane_loss: Option<(Instant, MigrateError)>,
     placed: Arc<PlacedCounters>,
     cpu: CpuMeter,
@@ -103,7 +103,7 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             guest: None,
             memory: None,
             expected_lanes: 0,
-            lanes: BTreeMap::new(),
+            lanes: None,
             lane_loss: None,
             placed: Arc::default(),
             cpu: CpuMeter::default(),

@@ -8,11 +8,11 @@ use vmferry_transport::{Channel, ChannelCloser, ChannelReader, ChannelWriter, Di
 use vmferry_wire::{ControlMessage, Role, SessionId, Token};
 
 use super::io::Input;
-use vmferry_codec::EncodedFrame;
 use super::window::Window;
 use crate::error::MigrateError;
 use crate::greeting::greet;
 use crate::link::{ControlReader, ControlWriter};
+use vmferry_codec::EncodedFrame;
 
 /// A greeted control channel.
 pub struct ControlChannel {

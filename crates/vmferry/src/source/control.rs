@@ -10,12 +10,12 @@ use vmferry_wire::{ControlMessage, SessionId};
 
 use super::connect::{self, ControlChannel, FromLink};
 use super::io::Input;
-use vmferry_codec::EncodedFrame;
 use super::window::Window;
 use crate::config::SourceConfig;
 use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
 use crate::link::ControlWriter;
+use vmferry_codec::EncodedFrame;
 
 /// How long a finished migration waits for the destination to hear its last message and hang up.
 const LAST_WORDS: Duration = Duration::from_secs(1);

@@ -13,15 +13,14 @@ use vmferry_memory::{GuestMemory, PageSet};
 use vmferry_transport::{ChannelCloser, ChannelReader, Dialer, RateLimiter};
 use vmferry_wire::Role;
 
+use super::chooser::Chooser;
 use super::connect;
 use super::control::ControlLink;
-use super::chooser::Chooser;
 use super::given_back::GivenBack;
 use super::io::{Action, Ending, Input, Report};
 use super::lane::Lane;
 use super::machine::Source;
 use super::orders::Orders;
-use super::plan::Job;
 use super::pool::Pool;
 use super::signal::Signal;
 use super::window::Window;

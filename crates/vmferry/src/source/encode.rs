@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use vmferry_codec::{Choice, Compressors, EncodedFrame, Encoder, FrameCounts, HotPages, PageHashes};
+use vmferry_codec::{
+    Choice, Compressors, EncodedFrame, Encoder, FrameCounts, HotPages, PageHashes,
+};
 use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun, PageSet, SlotId};
 
 use super::plan::PageBatch;
@@ -48,9 +50,9 @@ impl PageEncoder {
             self.copy_run(run, given_back, into)?;
             copy = rest;
         }
-        self.encoder.encode(frame, batch, &self.hashes, choice).map_err(|source| {
-            MigrateError::Compression { channel: format!("lane {lane}"), source }
-        })
+        self.encoder
+            .encode(frame, batch, &self.hashes, choice)
+            .map_err(|source| MigrateError::Compression { channel: format!("lane {lane}"), source })
     }
 
     fn copy_run(

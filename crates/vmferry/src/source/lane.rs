@@ -48,10 +48,10 @@ impl Lane {
         context: LaneContext,
         writer: ChannelWriter,
     ) -> std::io::Result<Self> {
-        let sender =
-            SenderThread { number, lane, context, writer, totals: LaneTotals::default() };
-        let thread =
-            std::thread::Builder::new().name(format!("lane{number}-send")).spawn(|| sender.run())?;
+        let sender = SenderThread { number, lane, context, writer, totals: LaneTotals::default() };
+        let thread = std::thread::Builder::new()
+            .name(format!("lane{number}-send"))
+            .spawn(|| sender.run())?;
         Ok(Self(Some(thread)))
     }
 }

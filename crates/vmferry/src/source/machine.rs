@@ -75,6 +75,8 @@ pub struct Source {
     predictor: Predictor,
     rounds: RoundTracker,
     stats: SourceStats,
+    /// On the data channels.
+    wire_bytes: u64,
     actions: VecDeque<Action>,
     failure: Option<MigrateError>,
     by_operator: bool,
@@ -162,6 +164,7 @@ impl Source {
                 compression: config.compression.way.to_string(),
                 ..SourceStats::default()
             },
+            wire_bytes: 0,
             actions: VecDeque::new(),
             failure: None,
             by_operator: false,

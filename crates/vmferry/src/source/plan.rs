@@ -123,8 +123,7 @@ impl LanePlan {
     pub fn begin(&mut self, job: Job) {
         self.runs.clear();
         let (last, slot) = (false, SlotId(0));
-        self.work =
-            Some(Work { job, last, slot, block: 0, rearmed_to: 0, rearm: Duration::ZERO });
+        self.work = Some(Work { job, last, slot, block: 0, rearmed_to: 0, rearm: Duration::ZERO });
     }
 
     /// Frames begun so far.
@@ -286,11 +285,8 @@ fn rearm(
     let most = slot_words.min(first * BLOCK_WORDS + REARM_WORDS);
     while block * BLOCK_WORDS < most && found < pages {
         // The other lanes' pages are theirs to protect.
-        let mine = if block % share.lanes == share.lane {
-            work.words(block)
-        } else {
-            [0; BLOCK_WORDS]
-        };
+        let mine =
+            if block % share.lanes == share.lane { work.words(block) } else { [0; BLOCK_WORDS] };
         found += mine.iter().map(|word| u64::from(word.count_ones())).sum::<u64>();
         words.extend_from_slice(&mine);
         block += 1;
@@ -345,7 +341,8 @@ mod tests {
     }
 
     fn set(runs: &[(u16, u64, u64)]) -> PageSet {
-        let slot = |slot| SlotLayout { slot: SlotId(slot), gpa: u64::from(slot) << 32, pages: PAGES };
+        let slot =
+            |slot| SlotLayout { slot: SlotId(slot), gpa: u64::from(slot) << 32, pages: PAGES };
         let mut set = PageSet::for_layout(&[slot(0), slot(1)]);
         for (slot, first, count) in runs {
             set.bitmap_mut(SlotId(*slot)).set_run(*first, (*count).min(PAGES - first));

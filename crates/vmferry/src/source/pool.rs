@@ -49,7 +49,12 @@ pub struct PoolLane {
 
 impl PoolLane {
     /// An idle lane.
-    pub fn new(plan: LanePlan, window: Arc<Window<EncodedFrame>>, ahead: usize, signal: Arc<Signal>) -> Self {
+    pub fn new(
+        plan: LanePlan,
+        window: Arc<Window<EncodedFrame>>,
+        ahead: usize,
+        signal: Arc<Signal>,
+    ) -> Self {
         Self { plan: Mutex::new(plan), window, outgoing: Outgoing::new(ahead, signal) }
     }
 
@@ -175,7 +180,8 @@ impl Shared {
         let lane = &self.lanes[index];
         let (sequence, what) = match task {
             Task::Pages(batch) => {
-                let decision = self.chooser.choose(lane.outgoing.is_hungry(), batch.as_batch().round);
+                let decision =
+                    self.chooser.choose(lane.outgoing.is_hungry(), batch.as_batch().round);
                 let begun = Instant::now();
                 let counts = encoder.encode(index as u8, &batch, &mut frame, decision.choice)?;
                 self.chooser.encoded(decision, counts, begun.elapsed());

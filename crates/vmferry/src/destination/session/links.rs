@@ -10,7 +10,7 @@ use vmferry_wire::{ControlMessage, HelloStatus, Token};
 use super::{Link, Session};
 use crate::destination::arrivals::{Arrival, Connection, give_word, reply, turn_away};
 use crate::destination::io::{Input, LinkId};
-use crate::destination::lanes::{Lane, LaneContext};
+use crate::destination::lanes::{LaneContext, Lanes};
 use crate::destination::receive::Notice;
 use crate::error::MigrateError;
 use crate::link::{ControlReader, ControlWriter};
@@ -67,7 +67,8 @@ impl<V: DestinationVm> Session<'_, V> {
             turn_away(connection, HelloStatus::BadToken);
             return Ok(Input::Tick);
         }
-        if lane >= self.expected_lanes || self.lanes.contains_key(&lane) {
+        let taken = self.lanes.as_ref().is_some_and(|lanes| lanes.has(lane));
+        if lane >= self.expected_lanes || taken {
             turn_away(connection, HelloStatus::BadLane);
             return Ok(Input::Tick);
         }
@@ -83,10 +84,13 @@ impl<V: DestinationVm> Session<'_, V> {
             placed: Arc::clone(&self.placed),
             lanes: self.expected_lanes,
         };
+        let no_thread = |source| MigrateError::Local { action: "start a thread", source };
+        let lanes = match &mut self.lanes {
+            Some(lanes) => lanes,
+            none => none.insert(Lanes::start(context, self.config).map_err(no_thread)?),
+        };
         let Connection { reader, writer, closer, .. } = connection;
-        let started = Lane::start(lane, &context, reader, writer, closer)
-            .map_err(|source| MigrateError::Local { action: "start a thread", source })?;
-        self.lanes.insert(lane, started);
+        lanes.join(lane, reader, writer, closer).map_err(no_thread)?;
         Ok(Input::Tick)
     }
 
@@ -120,9 +124,7 @@ impl<V: DestinationVm> Session<'_, V> {
     }
 
     pub(super) fn end_lanes(&mut self) {
-        for (_, lane) in std::mem::take(&mut self.lanes) {
-            lane.end();
-        }
+        self.lanes = None;
     }
 
     /// Lets the last words reach the source, then closes everything.

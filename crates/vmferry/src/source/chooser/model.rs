@@ -26,7 +26,7 @@ const PLACES: usize = WAYS.len() + 1;
 /// that is left. Rates of libraries on program code and text, on a core of 2023; they only decide
 /// whether a way is worth a trial.
 const HOPES: [(f64, f64); WAYS.len()] =
-    [(8e9, 1.0), (1.2e9, 0.25), (700e6, 0.2), (400e6, 0.18), (150e6, 0.16)];
+    [(8e9, 1.0), (800e6, 0.4), (600e6, 0.3), (400e6, 0.25), (150e6, 0.2)];
 
 /// Frames with fewer pages say little about a way.
 const TELLING_PAGES: u64 = 16;
@@ -175,20 +175,19 @@ impl Model {
     pub fn choose(&mut self, now: Duration, hungry: bool) -> (usize, Why) {
         let Some(link) = self.link_bytes_per_s() else { return (RAW, Why::Best) };
         self.settle(link);
-        if hungry {
-            // One frame more does not wait for the workers as a whole, but for one of them.
-            let sooner = |a: &usize, b: &usize| {
-                self.arrives(*a, link).total_cmp(&self.arrives(*b, link))
-            };
-            let known = (0..WAYS.len()).filter(|way| self.ways[*way].is_some() || *way == RAW);
-            return (known.min_by(sooner).unwrap_or(RAW), Why::Waiting);
-        }
         if now >= self.next_trial
             && let Some(way) = self.worth_a_trial(now, link)
         {
             // Until it is measured there is no other one.
             self.next_trial = now + STALE;
             return (way, Why::Trial);
+        }
+        if hungry {
+            // One frame more does not wait for the workers as a whole, but for one of them.
+            let sooner =
+                |a: &usize, b: &usize| self.arrives(*a, link).total_cmp(&self.arrives(*b, link));
+            let known = (0..WAYS.len()).filter(|way| self.ways[*way].is_some() || *way == RAW);
+            return (known.min_by(sooner).unwrap_or(RAW), Why::Waiting);
         }
         (self.current, Why::Best)
     }

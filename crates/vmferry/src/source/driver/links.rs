@@ -9,8 +9,8 @@ use crate::compression::worker_threads;
 use crate::error::MigrateError;
 use crate::link::lost;
 use crate::source::connect;
-use crate::source::io::Input;
 use crate::source::encode::PageEncoder;
+use crate::source::io::Input;
 use crate::source::lane::{Lane, LaneContext};
 use crate::source::plan::LanePlan;
 use crate::source::pool::{Pool, PoolLane};
@@ -52,11 +52,9 @@ impl<V: SourceVm> Driver<'_, V> {
             let log = Arc::clone(&self.log);
             let plan = LanePlan::new(lane, self.config.channels, log, compression.frame_pages);
             let (window, signal) = (Arc::clone(window), Arc::clone(&self.signal));
-            let pool_lane =
-                Arc::new(PoolLane::new(plan, window, workers + FRAMES_AHEAD, signal));
+            let pool_lane = Arc::new(PoolLane::new(plan, window, workers + FRAMES_AHEAD, signal));
             pool_lanes.push(Arc::clone(&pool_lane));
-            let lane =
-                Lane::start(lane, pool_lane, context.clone(), writer).map_err(no_thread)?;
+            let lane = Lane::start(lane, pool_lane, context.clone(), writer).map_err(no_thread)?;
             self.lanes.push(lane);
         }
         let encoder = |_| {

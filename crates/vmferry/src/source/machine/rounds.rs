@@ -105,6 +105,9 @@ impl Source {
         );
         self.stats.sent_bytes += round.bytes;
         self.stats.encoded.add(&round.encoded);
+        self.wire_bytes += round.bytes;
+        let page_bytes = self.stats.encoded.content() as f64 * vmferry_memory::PAGE_SIZE as f64;
+        self.stats.compression_ratio = page_bytes / self.wire_bytes as f64;
         self.stats.rounds.push(round.clone());
         self.act(Action::Report(Report::RoundDone(round)));
         if self.phase == Phase::Sending {
