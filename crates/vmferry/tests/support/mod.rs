@@ -3,6 +3,9 @@
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 
+pub mod content;
+pub mod relay;
+
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -153,6 +156,8 @@ impl SourceVm for SourceGuest {
 #[derive(Default)]
 pub struct DestinationGuest {
     pub guest: Option<Guest>,
+    /// What was prepared, kept when the guest is discarded.
+    pub prepared: Arc<Mutex<Option<GuestMemory>>>,
     pub refuse: Option<&'static str>,
     pub fail_load: bool,
 }
@@ -167,6 +172,7 @@ impl DestinationVm for DestinationGuest {
         }
         let memory = GuestMemory::allocate(&guest.layout, MemoryKind::Private)
             .map_err(|error| PrepareError::Vm(error.into()))?;
+        *self.prepared.lock().unwrap() = Some(memory.clone());
         self.guest = Some(Guest::new(memory.clone(), 0));
         Ok(memory)
     }
@@ -242,6 +248,15 @@ pub struct Scenario {
     pub stop: Stop,
     pub source: SourceConfig,
     pub destination: DestinationConfig,
+    /// Where the destination listens.
+    pub listen_at: Address,
+    /// Where the source dials, if that is not where the destination listens.
+    pub dial: Option<Address>,
+}
+
+/// Whether the long matrices are to be run whole.
+pub fn test_all() -> bool {
+    std::env::var_os("VMFERRY_TEST_ALL").is_some()
 }
 
 impl Scenario {
@@ -253,15 +268,15 @@ impl Scenario {
         source.max_rounds = 6;
         let mut destination = DestinationConfig::new(directory.path().join("b"));
         destination.once = true;
-        Self { directory, orders: Orders::new(), stop: Stop::default(), source, destination }
+        let listen_at = Address::Unix(directory.path().join("in.sock"));
+        let (orders, stop) = (Orders::new(), Stop::default());
+        Self { directory, orders, stop, source, destination, listen_at, dial: None }
     }
 
-    pub fn listen(&self) -> Listener {
-        Listener::bind(&self.address(), None).unwrap()
-    }
-
-    pub fn address(&self) -> Address {
-        Address::Unix(self.directory.path().join("in.sock"))
+    /// Over TCP instead of a Unix socket.
+    pub fn over_tcp(mut self) -> Self {
+        self.listen_at = Address::Tcp { host: "127.0.0.1".into(), port: 0 };
+        self
     }
 
     /// Runs both sides; `watch` sees the source's reports.
@@ -271,12 +286,13 @@ impl Scenario {
         destination: DestinationGuest,
         mut watch: impl FnMut(&Report),
     ) -> (SourceOutcome<SourceGuest>, Received<DestinationGuest>) {
-        let listener = self.listen();
+        let listener = Listener::bind(&self.listen_at, None).unwrap();
+        let address = self.dial.clone().unwrap_or_else(|| listener.local_address().clone());
         std::thread::scope(|scope| {
             let receiving = scope.spawn(|| {
                 receive(listener, destination, &self.destination, &self.stop, &mut |_: &Notice| {})
             });
-            let dialer = Dialer::new(self.address(), None);
+            let dialer = Dialer::new(address, None);
             let outcome = migrate(vm, &dialer, self.source.clone(), &self.orders, &mut |report| {
                 watch(report)
             });
