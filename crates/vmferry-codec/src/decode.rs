@@ -95,10 +95,12 @@ pub enum CodecError {
         slots: usize,
     },
     /// Pages that the sender of this frame must not send.
-    #[error("frame {sequence} holds page {page}, which does not belong on this lane")]
+    #[error("frame {sequence} holds page {page} of {slot}, which does not belong on this lane")]
     Stray {
         /// The frame's number on its lane.
         sequence: u64,
+        /// The slot.
+        slot: SlotId,
         /// First page of the stray run.
         page: u64,
     },
@@ -226,7 +228,7 @@ impl Decoder {
         let slot_pages = known.pages();
         let table = RunTable::parse(header, table, slot_pages)?;
         if let Some(stray) = table.runs().find(|run| !belongs(run)) {
-            return Err(CodecError::Stray { sequence, page: stray.first });
+            return Err(CodecError::Stray { sequence, slot, page: stray.first });
         }
         let (raw, packed) = payload.split_at(payload.len() - header.packed_bytes as usize);
         let unpacked = unpack(&mut self.decompressors, &mut self.unpacked, header, &table, packed)?;

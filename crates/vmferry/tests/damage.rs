@@ -244,9 +244,8 @@ fn one_page_more(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
 
 fn one_page_less(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
     let mut frame = frame.clone();
-    let long = |run: &&mut Run| {
-        matches!(run.encoding, Encoding::Packed | Encoding::Raw) && run.pages > 1
-    };
+    let long =
+        |run: &&mut Run| matches!(run.encoding, Encoding::Packed | Encoding::Raw) && run.pages > 1;
     frame.runs.iter_mut().find(long)?.pages -= 1;
     Some(frame.sealed())
 }

@@ -64,6 +64,16 @@ pub fn text_guest(pages: u64, hot: u64) -> SourceGuest {
     guest_of(hot, (0..pages).map(page))
 }
 
+/// A guest with nothing but `pages` pages of random bytes, all of which are changed in a few bytes.
+pub fn random_guest(pages: u64) -> SourceGuest {
+    let page = |page| {
+        let mut content = random(page);
+        content[..8].fill(0);
+        (page, content)
+    };
+    guest_of(pages, (0..pages).map(page))
+}
+
 fn guest_of(hot: u64, pages: impl Iterator<Item = (u64, Vec<u8>)>) -> SourceGuest {
     let memory = GuestMemory::allocate(&Guest::layout(), MemoryKind::Private).unwrap();
     for (page, content) in pages {

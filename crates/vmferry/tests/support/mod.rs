@@ -3,6 +3,7 @@
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 
+pub mod compressors;
 pub mod content;
 pub mod relay;
 
@@ -30,8 +31,8 @@ pub const PAGES: u64 = 4096;
 pub struct Guest {
     pub memory: GuestMemory,
     run: Arc<Mutex<Option<Run>>>,
-    /// Rounds over all pages.
-    pub rounds: Arc<AtomicU64>,
+    /// Rounds of each thread over all of its pages.
+    rounds: Arc<[AtomicU64; 2]>,
     pub hot_pages: u64,
 }
 
@@ -62,7 +63,7 @@ impl Guest {
             return;
         }
         let stop = Arc::new(AtomicBool::new(false));
-        let threads = (0..2)
+        let threads = (0..self.rounds.len())
             .map(|thread| {
                 let (guest, stop) = (self.clone(), Arc::clone(&stop));
                 std::thread::spawn(move || guest.work(thread, &stop))
@@ -78,9 +79,9 @@ impl Guest {
         }
     }
 
-    fn work(&self, thread: u64, stop: &AtomicBool) {
+    fn work(&self, thread: usize, stop: &AtomicBool) {
         loop {
-            for page in (thread..self.hot_pages).step_by(2) {
+            for page in (thread as u64..self.hot_pages).step_by(self.rounds.len()) {
                 if stop.load(Ordering::Acquire) {
                     return;
                 }
@@ -91,14 +92,16 @@ impl Guest {
                 self.memory.write_at(at, &next.to_le_bytes()).unwrap();
                 self.memory.write_at(at + 4088, &next.to_le_bytes()).unwrap();
             }
-            self.rounds.fetch_add(1, Ordering::Release);
+            self.rounds[thread].fetch_add(1, Ordering::Release);
         }
     }
 
-    /// Waits until the guest has gone over its pages again.
+    /// Waits until the guest has gone over all of its pages again.
     pub fn wait_for_work(&self) {
-        let until = self.rounds.load(Ordering::Acquire) + 3;
-        while self.rounds.load(Ordering::Acquire) < until {
+        let done = |thread: &AtomicU64| thread.load(Ordering::Acquire);
+        // The round that is under way began before.
+        let until: Vec<u64> = self.rounds.iter().map(|thread| done(thread) + 2).collect();
+        while self.rounds.iter().zip(&until).any(|(thread, until)| done(thread) < *until) {
             assert!(self.is_running(), "the guest does not run");
             std::thread::yield_now();
         }
