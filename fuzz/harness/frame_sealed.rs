@@ -91,7 +91,7 @@ impl Draft {
             };
             if first + pages > slot_pages {
                 self.valid &= !self.runs.is_empty();
-                if input.byte() % 8 != 0 {
+                if !input.byte().is_multiple_of(8) {
                     break;
                 }
                 self.valid = false;
@@ -147,7 +147,8 @@ impl Draft {
         for change in 0..changes {
             if change == 0 {
                 // Most changes are within the payload.
-                let bytes = if input.byte() % 4 == 0 { &mut self.raw } else { &mut self.packed };
+                let bytes =
+                    if input.byte().is_multiple_of(4) { &mut self.raw } else { &mut self.packed };
                 let at = input.word() as usize;
                 let length = bytes.len().max(1);
                 if let Some(byte) = bytes.get_mut(at % length) {

@@ -15,7 +15,7 @@ use vmferry::convergence::WhenStuck;
 use vmferry::error::ErrorClass;
 use vmferry::source::{Orders, Report, SourceOutcome};
 use vmferry::stats::{FrameReasons, PageCounts, SourceStats};
-use vmferry::{MigrateError, SourceVm, chain};
+use vmferry::{MigrateError, SourceConfig, SourceVm, chain};
 use vmferry_codec::{CompressError, Compressors, Method};
 use vmferry_dirty::UffdLog;
 
@@ -254,7 +254,8 @@ fn a_cap_can_be_lifted_under_way() {
 fn settings_out_of_range_are_refused_before_anything_happens() {
     let refused = Orders::new().set_max_bandwidth(Some(1));
     assert_eq!(refused, Err(ConfigError::Bandwidth(1)));
-    let changes: [(fn(&mut vmferry::SourceConfig), &str); 4] = [
+    type Change = fn(&mut SourceConfig);
+    let changes: [(Change, &str); 4] = [
         (|config| config.max_bandwidth = Some((64 << 10) - 1), "65535 bytes/s is below 64 KiB/s"),
         (|config| config.compression.workers = Some(0), "0 workers"),
         (|config| config.channels = 17, "17 channels"),

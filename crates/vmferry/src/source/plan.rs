@@ -37,6 +37,7 @@ pub struct Job {
 }
 
 /// What a worker is to do next for a lane.
+#[expect(clippy::large_enum_variant, reason = "a box would be an allocation for each frame")]
 pub enum Task {
     /// Read, encode and send these pages.
     Pages(PageBatch),
