@@ -197,6 +197,11 @@ pub struct MigrationOptions {
     /// When rounds or time are used up.
     #[arg(long, value_enum, default_value_t = WhenStuck::Refuse)]
     pub when_stuck: WhenStuck,
+    /// Take up to so much of the vCPUs' time, in per cent, from a guest that writes faster than the link
+    /// carries; of a QEMU by a control group. 0 takes none.
+    #[arg(long, default_value_t = 0, value_name = "PERCENT",
+          value_parser = clap::value_parser!(u8).range(0..=99))]
+    pub throttle: u8,
 }
 
 /// What to do when a migration does not converge.
@@ -215,6 +220,7 @@ Examples:
   vmferry send web --to host-b:7001 --tls /etc/vmferry/tls
   vmferry send web --to host-b:7001 --tls /etc/vmferry/tls --downtime-limit 50ms --max-bandwidth 500M
   vmferry send web --to unix:/run/vmferry/in.sock --verify
+  vmferry send web --to host-b:7001 --tls /etc/vmferry/tls --throttle 80
   vmferry send --qemu /run/qemu/web.qmp --to host-b:7001 --tls /etc/vmferry/tls")]
 pub struct SendOptions {
     /// Name of the guest, or path of its control socket.
@@ -226,11 +232,6 @@ pub struct SendOptions {
     /// Leave the QEMU that the guest has left as it is, stopped; by default it is ended.
     #[arg(long, requires = "qemu")]
     pub keep_source: bool,
-    /// Take up to so much of the vCPUs' time, in per cent, from a guest that writes faster than the link
-    /// carries; by a control group.
-    #[arg(long, default_value_t = 0, value_name = "PERCENT", requires = "qemu",
-          value_parser = clap::value_parser!(u8).range(0..=99))]
-    pub throttle: u8,
     /// Where to: HOST:PORT (TLS), unix:PATH, or with --plain tcp:HOST:PORT.
     #[arg(long, value_name = "ADDRESS")]
     pub to: String,

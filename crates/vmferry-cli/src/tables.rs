@@ -158,7 +158,11 @@ pub fn rounds(stats: &Value) -> String {
             format!("{:.0}", number("bytes_per_s") / 1e6),
             format!("{:.0}", number("dirty_pages_per_s")),
             format!("{:.2} ({:.1} %)", number("harvest_ms"), number("harvest_percent")),
-            if round["paused"] == true { "paused" } else { "running" }.to_owned(),
+            match number("throttle_percent") {
+                _ if round["paused"] == true => "paused".to_owned(),
+                0.0 => "running".to_owned(),
+                lost => format!("running, -{lost} %"),
+            },
         ]);
     }
     for column in table.column_iter_mut().take(8) {

@@ -198,6 +198,7 @@ impl GuestService {
         config.max_rounds = request.max_rounds;
         config.timeout = request.timeout;
         config.when_stuck = request.when_stuck;
+        config.throttle = request.throttle;
         config.verify = request.verify;
         config
     }

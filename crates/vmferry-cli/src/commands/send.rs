@@ -60,6 +60,7 @@ pub fn migrate_request(
         max_rounds: options.max_rounds,
         timeout: options.timeout,
         when_stuck: when_stuck(options.when_stuck),
+        throttle: options.throttle,
         verify,
     }
 }

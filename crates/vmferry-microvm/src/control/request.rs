@@ -50,6 +50,8 @@ pub struct MigrateRequest {
     pub timeout: Option<Duration>,
     /// What to do when neither suffices.
     pub when_stuck: WhenStuck,
+    /// Most per cent of their time that the vCPUs may lose when the guest outruns the link; 0 for never.
+    pub throttle: u8,
     /// Hash both memories whole before COMMIT.
     pub verify: bool,
 }
@@ -157,6 +159,7 @@ mod tests {
             max_rounds: 30,
             timeout: None,
             when_stuck: WhenStuck::Refuse,
+            throttle: 80,
             verify: true,
         };
         let requests = [
