@@ -61,6 +61,10 @@ pub fn migrate_request(
         timeout: options.timeout,
         when_stuck: when_stuck(options.when_stuck),
         throttle: options.throttle,
+        compress: options.compress,
+        when_busy: options.when_busy.into(),
+        workers: options.workers,
+        delta_memory: options.delta_memory,
         verify,
     }
 }

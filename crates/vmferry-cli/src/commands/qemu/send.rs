@@ -159,6 +159,10 @@ fn source_config(
     config.timeout = limits.timeout;
     config.when_stuck = when_stuck(limits.when_stuck);
     config.throttle = limits.throttle;
+    config.compression.way = limits.compress;
+    config.compression.when_busy = limits.when_busy.into();
+    config.compression.workers = limits.workers;
+    config.compression.delta_memory = limits.delta_memory;
     config.verify = options.verify;
     config.check().map_err(|error| Failure::of(Code::Usage, error))?;
     Ok(config)
