@@ -27,7 +27,7 @@ fn a_guest_that_outruns_the_link_arrives_throttled() {
             let limits =
                 ["--downtime-limit", downtime, "--max-rounds", rounds, "--throttle", throttle];
             let send = ["send", "web", "--to", &address, "--verify", "--max-bandwidth", "64M"];
-            a.run(&[&send[..], &limits].concat())
+            a.run(&[&send[..], &["--compress", "none"], &limits].concat())
         };
 
         send("100ms", "12", "0").failed(10, "does not converge");
