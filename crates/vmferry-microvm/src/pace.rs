@@ -15,9 +15,10 @@ const PERIOD: Duration = Duration::from_millis(10);
 /// twice that would be no guest time at all.
 const LEAST_SLICE: Duration = Duration::from_micros(200);
 
-/// A vCPU that was kept from the end of its slice, as by a host without time for it, is not made to
-/// stand still for longer: its guest would see a stall, and not slowness.
-const LONGEST_REST: Duration = Duration::from_millis(100);
+/// On a host without time for it a slice may last 50 ms instead of 0.2, and only a rest that grows with it
+/// takes what was asked for. But no guest stands still for longer than by QEMU's own throttle at 99 %, which
+/// lets it run for 10 ms and sleep for 990 (`cpu-throttle.c`).
+const LONGEST_REST: Duration = Duration::from_secs(1);
 
 /// Hundredths of its time that a throttled vCPU loses: 1 to 99.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
