@@ -84,11 +84,23 @@ pub enum CodecError {
         /// What came.
         found: u64,
     },
+    /// A slot that the guest does not have: the frame's fault, not the memory's.
+    #[error("frame {sequence} is for {slot}, and the guest has {slots} slots")]
+    NoSuchSlot {
+        /// The frame's number on its lane.
+        sequence: u64,
+        /// The slot.
+        slot: SlotId,
+        /// How many there are.
+        slots: usize,
+    },
     /// Pages that the sender of this frame must not send.
-    #[error("frame {sequence} holds page {page}, which does not belong on this lane")]
+    #[error("frame {sequence} holds page {page} of {slot}, which does not belong on this lane")]
     Stray {
         /// The frame's number on its lane.
         sequence: u64,
+        /// The slot.
+        slot: SlotId,
         /// First page of the stray run.
         page: u64,
     },
@@ -208,10 +220,15 @@ impl Decoder {
             return Ok(counts);
         };
         let (table, payload) = frame.parts(header);
-        let slot_pages = memory.slot(header.slot)?.pages();
+        let (sequence, slot) = (header.sequence, header.slot);
+        let Ok(known) = memory.slot(slot) else {
+            let slots = memory.slots().len();
+            return Err(CodecError::NoSuchSlot { sequence, slot, slots });
+        };
+        let slot_pages = known.pages();
         let table = RunTable::parse(header, table, slot_pages)?;
         if let Some(stray) = table.runs().find(|run| !belongs(run)) {
-            return Err(CodecError::Stray { sequence: header.sequence, page: stray.first });
+            return Err(CodecError::Stray { sequence, slot, page: stray.first });
         }
         let (raw, packed) = payload.split_at(payload.len() - header.packed_bytes as usize);
         let unpacked = unpack(&mut self.decompressors, &mut self.unpacked, header, &table, packed)?;

@@ -8,6 +8,7 @@ use vmferry_memory::MemoryError;
 use vmferry_transport::TransportError;
 use vmferry_wire::{Reason, ReasonCode};
 
+use crate::config::ConfigError;
 use crate::convergence::NotConverging;
 use crate::journal::JournalError;
 use crate::vm::VmError;
@@ -15,6 +16,9 @@ use crate::vm::VmError;
 /// Why a migration did not happen. The guest is where the outcome says, never in two places.
 #[derive(Debug, thiserror::Error)]
 pub enum MigrateError {
+    /// A setting is out of its range; nothing was begun.
+    #[error("bad settings")]
+    Config(#[from] ConfigError),
     /// The link could not be made, or the peer was not authenticated.
     #[error(transparent)]
     Transport(#[from] TransportError),
@@ -187,7 +191,8 @@ impl MigrateError {
             Self::NotConverging(_) => ErrorClass::NotConverging,
             Self::Cancelled { .. } => ErrorClass::Cancelled,
             Self::DigestMismatch { .. } | Self::VerifyMismatch { .. } => ErrorClass::Corrupt,
-            Self::Compression { .. }
+            Self::Config(_)
+            | Self::Compression { .. }
             | Self::DirtyLog(_)
             | Self::Memory(_)
             | Self::Vm { .. }
@@ -209,9 +214,10 @@ impl MigrateError {
             Self::Vm { .. } => ReasonCode::State,
             Self::Journal(_) => ReasonCode::Journal,
             Self::Refused { reason, .. } | Self::EndedByPeer { reason, .. } => reason.code,
-            Self::Transport(_) | Self::Local { .. } | Self::Compression { .. } => {
-                ReasonCode::Internal
-            }
+            Self::Config(_)
+            | Self::Transport(_)
+            | Self::Local { .. }
+            | Self::Compression { .. } => ReasonCode::Internal,
         };
         Reason::new(code, &self.to_string())
     }

@@ -199,6 +199,13 @@ impl LaneState {
         !state.closed
     }
 
+    /// Waits until a frame may be handed to the workers; `false` at the end. While one of them is slow with
+    /// a frame, those behind it are counted, and there is a limit to that. A source that keeps to its window
+    /// never comes near it.
+    fn await_room(&self, sequence: u64) -> bool {
+        self.await_placed(sequence.saturating_sub(MOST_IN_MAKING))
+    }
+
     fn close(&self) {
         self.lock().closed = true;
         self.changed.notify_all();
@@ -236,6 +243,9 @@ impl ReceivingThread {
                     return;
                 }
             };
+            if !self.lane.await_room(header.sequence) {
+                return;
+            }
             let lane = Arc::clone(&self.lane);
             if self.work.send(Work { frame, offset, lane }).is_err() {
                 return;
@@ -292,5 +302,40 @@ impl Worker {
             let _ = self.results.send(Input::LaneEnded { lane: number, sequence });
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_more_frames_are_begun_behind_a_slow_one_than_can_be_counted() {
+        let lane = LaneState::new(0, 4);
+        let finish = |sequence| {
+            let header =
+                FrameHeader { kind: FrameKind::Pages, ..FrameHeader::end_of_round(1, sequence) };
+            lane.lock().progress.finished(&header);
+            lane.changed.notify_all();
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                assert!(lane.await_room(MOST_IN_MAKING + 1));
+                finish(MOST_IN_MAKING + 1);
+            });
+            (2..=MOST_IN_MAKING).for_each(finish);
+            finish(1);
+        });
+        assert_eq!(lane.lock().progress.placed(), MOST_IN_MAKING + 1);
+    }
+
+    #[test]
+    fn the_end_ends_the_wait_for_room() {
+        let lane = LaneState::new(0, 4);
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| lane.await_room(MOST_IN_MAKING + 1));
+            lane.close();
+            assert!(!waiting.join().unwrap());
+        });
     }
 }

@@ -66,6 +66,9 @@ pub fn migrate<V: SourceVm>(
     orders: &Orders,
     watch: &mut dyn FnMut(&Report),
 ) -> SourceOutcome<V> {
+    if let Err(error) = config.check() {
+        return SourceOutcome::Kept { vm, error: error.into(), stats: Box::default() };
+    }
     let (cpu, conductor) = (CpuMeter::default(), CpuMeter::default());
     let guards = (cpu.count_this_thread(), conductor.count_this_thread());
     let mut driver = match Driver::connect(vm, dialer, config, orders, &cpu) {

@@ -3,6 +3,10 @@
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 
+pub mod compressors;
+pub mod content;
+pub mod relay;
+
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -27,8 +31,8 @@ pub const PAGES: u64 = 4096;
 pub struct Guest {
     pub memory: GuestMemory,
     run: Arc<Mutex<Option<Run>>>,
-    /// Rounds over all pages.
-    pub rounds: Arc<AtomicU64>,
+    /// Rounds of each thread over all of its pages.
+    rounds: Arc<[AtomicU64; 2]>,
     pub hot_pages: u64,
 }
 
@@ -59,7 +63,7 @@ impl Guest {
             return;
         }
         let stop = Arc::new(AtomicBool::new(false));
-        let threads = (0..2)
+        let threads = (0..self.rounds.len())
             .map(|thread| {
                 let (guest, stop) = (self.clone(), Arc::clone(&stop));
                 std::thread::spawn(move || guest.work(thread, &stop))
@@ -75,9 +79,9 @@ impl Guest {
         }
     }
 
-    fn work(&self, thread: u64, stop: &AtomicBool) {
+    fn work(&self, thread: usize, stop: &AtomicBool) {
         loop {
-            for page in (thread..self.hot_pages).step_by(2) {
+            for page in (thread as u64..self.hot_pages).step_by(self.rounds.len()) {
                 if stop.load(Ordering::Acquire) {
                     return;
                 }
@@ -88,14 +92,16 @@ impl Guest {
                 self.memory.write_at(at, &next.to_le_bytes()).unwrap();
                 self.memory.write_at(at + 4088, &next.to_le_bytes()).unwrap();
             }
-            self.rounds.fetch_add(1, Ordering::Release);
+            self.rounds[thread].fetch_add(1, Ordering::Release);
         }
     }
 
-    /// Waits until the guest has gone over its pages again.
+    /// Waits until the guest has gone over all of its pages again.
     pub fn wait_for_work(&self) {
-        let until = self.rounds.load(Ordering::Acquire) + 3;
-        while self.rounds.load(Ordering::Acquire) < until {
+        let done = |thread: &AtomicU64| thread.load(Ordering::Acquire);
+        // The round that is under way began before.
+        let until: Vec<u64> = self.rounds.iter().map(|thread| done(thread) + 2).collect();
+        while self.rounds.iter().zip(&until).any(|(thread, until)| done(thread) < *until) {
             assert!(self.is_running(), "the guest does not run");
             std::thread::yield_now();
         }
@@ -153,6 +159,8 @@ impl SourceVm for SourceGuest {
 #[derive(Default)]
 pub struct DestinationGuest {
     pub guest: Option<Guest>,
+    /// What was prepared, kept when the guest is discarded.
+    pub prepared: Arc<Mutex<Option<GuestMemory>>>,
     pub refuse: Option<&'static str>,
     pub fail_load: bool,
 }
@@ -167,6 +175,7 @@ impl DestinationVm for DestinationGuest {
         }
         let memory = GuestMemory::allocate(&guest.layout, MemoryKind::Private)
             .map_err(|error| PrepareError::Vm(error.into()))?;
+        *self.prepared.lock().unwrap() = Some(memory.clone());
         self.guest = Some(Guest::new(memory.clone(), 0));
         Ok(memory)
     }
@@ -242,6 +251,15 @@ pub struct Scenario {
     pub stop: Stop,
     pub source: SourceConfig,
     pub destination: DestinationConfig,
+    /// Where the destination listens.
+    pub listen_at: Address,
+    /// Where the source dials, if that is not where the destination listens.
+    pub dial: Option<Address>,
+}
+
+/// Whether the long matrices are to be run whole.
+pub fn test_all() -> bool {
+    std::env::var_os("VMFERRY_TEST_ALL").is_some()
 }
 
 impl Scenario {
@@ -253,15 +271,15 @@ impl Scenario {
         source.max_rounds = 6;
         let mut destination = DestinationConfig::new(directory.path().join("b"));
         destination.once = true;
-        Self { directory, orders: Orders::new(), stop: Stop::default(), source, destination }
+        let listen_at = Address::Unix(directory.path().join("in.sock"));
+        let (orders, stop) = (Orders::new(), Stop::default());
+        Self { directory, orders, stop, source, destination, listen_at, dial: None }
     }
 
-    pub fn listen(&self) -> Listener {
-        Listener::bind(&self.address(), None).unwrap()
-    }
-
-    pub fn address(&self) -> Address {
-        Address::Unix(self.directory.path().join("in.sock"))
+    /// Over TCP instead of a Unix socket.
+    pub fn over_tcp(mut self) -> Self {
+        self.listen_at = Address::Tcp { host: "127.0.0.1".into(), port: 0 };
+        self
     }
 
     /// Runs both sides; `watch` sees the source's reports.
@@ -271,12 +289,13 @@ impl Scenario {
         destination: DestinationGuest,
         mut watch: impl FnMut(&Report),
     ) -> (SourceOutcome<SourceGuest>, Received<DestinationGuest>) {
-        let listener = self.listen();
+        let listener = Listener::bind(&self.listen_at, None).unwrap();
+        let address = self.dial.clone().unwrap_or_else(|| listener.local_address().clone());
         std::thread::scope(|scope| {
             let receiving = scope.spawn(|| {
                 receive(listener, destination, &self.destination, &self.stop, &mut |_: &Notice| {})
             });
-            let dialer = Dialer::new(self.address(), None);
+            let dialer = Dialer::new(address, None);
             let outcome = migrate(vm, &dialer, self.source.clone(), &self.orders, &mut |report| {
                 watch(report)
             });

@@ -1,0 +1,93 @@
+//! Guests whose pages differ in how they can be encoded.
+
+use std::sync::Arc;
+
+use vmferry::source::Report;
+use vmferry_dirty::UffdLog;
+use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE};
+
+use super::{Guest, PAGES, SourceGuest, address};
+
+/// Pages with content at the beginning of each slot.
+const FILLED: u64 = 640;
+
+/// What a page holds: blocks of 8 pages of text, 2 that were never written, 3 of random bytes, 1 of zeros
+/// that was written, 2 of few words.
+pub fn content(page: u64) -> Option<Vec<u8>> {
+    let mut content = match page % 16 {
+        0..8 => text(page),
+        8..10 => return None,
+        10..13 => random(page),
+        13 => vec![0; PAGE_SIZE],
+        _ => {
+            let mut words = vec![0; PAGE_SIZE];
+            words[64..72].copy_from_slice(&page.to_le_bytes());
+            words
+        }
+    };
+    // The guest counts here.
+    content[..8].fill(0);
+    content[PAGE_SIZE - 8..].fill(0);
+    Some(content)
+}
+
+/// Text of a page, different from every other one's.
+pub fn text(page: u64) -> Vec<u8> {
+    format!("page {page} of a guest, ").bytes().cycle().take(PAGE_SIZE).collect()
+}
+
+/// Random bytes of a page.
+pub fn random(page: u64) -> Vec<u8> {
+    let mut state = page.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 24) as u8
+    };
+    (0..PAGE_SIZE).map(|_| next()).collect()
+}
+
+/// A guest with pages of all kinds, of which the first `hot` are changed in a few bytes all the time.
+pub fn mixed_guest(hot: u64) -> SourceGuest {
+    let of_slots = (0..FILLED).chain(PAGES / 2..PAGES / 2 + FILLED);
+    guest_of(hot, of_slots.filter_map(|page| Some((page, content(page)?))))
+}
+
+/// A guest with nothing but `pages` pages of text, of which the first `hot` are changed.
+pub fn text_guest(pages: u64, hot: u64) -> SourceGuest {
+    let page = |page| {
+        let mut content = text(page);
+        content[..8].fill(0);
+        (page, content)
+    };
+    guest_of(hot, (0..pages).map(page))
+}
+
+/// A guest with nothing but `pages` pages of random bytes, all of which are changed in a few bytes.
+pub fn random_guest(pages: u64) -> SourceGuest {
+    let page = |page| {
+        let mut content = random(page);
+        content[..8].fill(0);
+        (page, content)
+    };
+    guest_of(pages, (0..pages).map(page))
+}
+
+fn guest_of(hot: u64, pages: impl Iterator<Item = (u64, Vec<u8>)>) -> SourceGuest {
+    let memory = GuestMemory::allocate(&Guest::layout(), MemoryKind::Private).unwrap();
+    for (page, content) in pages {
+        memory.write_at(address(page), &content).unwrap();
+    }
+    let guest = Guest::new(memory.clone(), hot);
+    guest.start();
+    let log = Arc::new(UffdLog::new(&memory).unwrap());
+    SourceGuest { guest, log, name: "web".into() }
+}
+
+/// Holds the migration up after each round until the guest has written all of its hot pages again.
+pub fn let_work_between_rounds(guest: &Guest, report: &Report) {
+    if matches!(report, Report::RoundDone(round) if !round.paused) {
+        guest.wait_for_work();
+    }
+}
