@@ -1,11 +1,15 @@
 //! The command line.
 
+mod migration;
+
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use vmferry_dirty::{LogChoice, SoftwareWay};
 use vmferry_memory::MemoryKind;
+
+pub use migration::{MigrationOptions, WhenStuck};
 
 /// Live migration for KVM virtual machines.
 #[derive(Debug, Parser)]
@@ -39,6 +43,8 @@ pub enum Command {
     Send(SendOptions),
     /// Show the guests of this host, one guest, and migrations that are in doubt.
     Status(StatusOptions),
+    /// Change a migration that is under way.
+    Set(SetOptions),
     /// End the migration of a guest, which stays here.
     Cancel(GuestOption),
     /// Pause a guest.
@@ -171,41 +177,12 @@ pub struct ReceiveOptions {
     /// How the log of its devices' writes is read then: switch, or to compare get.opt and get.org.
     #[arg(long, default_value = "switch", value_name = "WAY", conflicts_with_all = ["qemu", "exec"])]
     pub device_log: SoftwareWay,
+    /// Threads that decode and place pages; by default one for each processor, at most 16.
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u8).range(1..=64))]
+    pub workers: Option<u8>,
     /// End after the first attempt that fails.
     #[arg(long)]
     pub once: bool,
-}
-
-/// Limits and ways of a migration.
-#[derive(Clone, Debug, Args)]
-pub struct MigrationOptions {
-    /// Data channels, 1 to 16.
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=16))]
-    pub channels: u8,
-    /// Longest accepted downtime.
-    #[arg(long, default_value = "300ms", value_parser = parse_duration, value_name = "TIME")]
-    pub downtime_limit: Duration,
-    /// Cap in bytes per second, such as 100M.
-    #[arg(long, value_parser = parse_bytes, value_name = "BYTES_PER_S")]
-    pub max_bandwidth: Option<u64>,
-    /// Most rounds with the guest running.
-    #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..))]
-    pub max_rounds: u32,
-    /// Most time with the guest running.
-    #[arg(long, value_parser = parse_duration, value_name = "TIME")]
-    pub timeout: Option<Duration>,
-    /// When rounds or time are used up.
-    #[arg(long, value_enum, default_value_t = WhenStuck::Refuse)]
-    pub when_stuck: WhenStuck,
-}
-
-/// What to do when a migration does not converge.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum WhenStuck {
-    /// The guest stays.
-    Refuse,
-    /// Hand over with the downtime that it takes.
-    SwitchOver,
 }
 
 /// `vmferry send`.
@@ -215,6 +192,8 @@ Examples:
   vmferry send web --to host-b:7001 --tls /etc/vmferry/tls
   vmferry send web --to host-b:7001 --tls /etc/vmferry/tls --downtime-limit 50ms --max-bandwidth 500M
   vmferry send web --to unix:/run/vmferry/in.sock --verify
+  vmferry send web --to host-b:7001 --tls /etc/vmferry/tls --compress zstd:3
+  vmferry send web --to host-b:7001 --tls /etc/vmferry/tls --throttle 80
   vmferry send --qemu /run/qemu/web.qmp --to host-b:7001 --tls /etc/vmferry/tls")]
 pub struct SendOptions {
     /// Name of the guest, or path of its control socket.
@@ -226,11 +205,6 @@ pub struct SendOptions {
     /// Leave the QEMU that the guest has left as it is, stopped; by default it is ended.
     #[arg(long, requires = "qemu")]
     pub keep_source: bool,
-    /// Take up to so much of the vCPUs' time, in per cent, from a guest that writes faster than the link
-    /// carries; by a control group.
-    #[arg(long, default_value_t = 0, value_name = "PERCENT", requires = "qemu",
-          value_parser = clap::value_parser!(u8).range(0..=99))]
-    pub throttle: u8,
     /// Where to: HOST:PORT (TLS), unix:PATH, or with --plain tcp:HOST:PORT.
     #[arg(long, value_name = "ADDRESS")]
     pub to: String,
@@ -247,6 +221,24 @@ pub struct SendOptions {
     #[arg(long)]
     pub verify: bool,
 }
+
+/// `vmferry set`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmferry set web --max-bandwidth 50M
+  vmferry set web --max-bandwidth none")]
+pub struct SetOptions {
+    /// Name of the guest that is being sent, or path of its control socket.
+    pub guest: String,
+    /// Cap in bytes per second from now on, such as 100M; none takes the cap back.
+    #[arg(long, value_parser = parse_cap, value_name = "BYTES_PER_S")]
+    pub max_bandwidth: Cap,
+}
+
+/// A cap, or none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cap(pub Option<u64>);
 
 /// `vmferry status`.
 #[derive(Debug, Args)]
@@ -346,7 +338,8 @@ Examples:
   vmferry demo --memory 1G --vcpus 4 --hot 128M --channels 4
   vmferry demo --guest process --transport unix --json
   vmferry demo --workload display
-  vmferry demo --max-bandwidth 20M --downtime-limit 20ms    # does not converge, and says why")]
+  vmferry demo --max-bandwidth 4M --compress none --downtime-limit 20ms   # does not converge, and says why
+  vmferry demo --max-bandwidth 4M --downtime-limit 20ms                   # compressed, it does")]
 pub struct DemoOptions {
     /// The guest.
     #[command(flatten)]
@@ -380,6 +373,10 @@ fn parse_bytes(text: &str) -> Result<u64, String> {
         .map_err(|_| format!("`{text}` is no size: use bytes, or a unit such as 64M or 8G"))
 }
 
+fn parse_cap(text: &str) -> Result<Cap, String> {
+    if text == "none" { Ok(Cap(None)) } else { parse_bytes(text).map(|cap| Cap(Some(cap))) }
+}
+
 fn parse_duration(text: &str) -> Result<Duration, String> {
     humantime::parse_duration(text)
         .map_err(|_| format!("`{text}` is no time: use a unit such as 50ms or 10s"))
@@ -403,5 +400,7 @@ mod tests {
         assert_eq!(parse_bytes("4096"), Ok(4096));
         assert_eq!(parse_bytes("1MiB"), Ok(1 << 20));
         assert!(parse_bytes("lots").unwrap_err().contains("64M"));
+        assert_eq!(parse_cap("none"), Ok(Cap(None)));
+        assert_eq!(parse_cap("1M"), Ok(Cap(Some(1 << 20))));
     }
 }

@@ -25,6 +25,7 @@ fn main() -> ExitCode {
         Command::Receive(options) => commands::receive::run(&options, &output),
         Command::Send(options) => commands::send::run(&options, &output),
         Command::Status(options) => commands::status::run(&options, &output),
+        Command::Set(options) => commands::simple::set(&options, &output),
         Command::Cancel(options) => commands::simple::cancel(&options, &output),
         Command::Pause(options) => commands::simple::pause(&options, &output),
         Command::Resume(options) => commands::simple::resume(&options, &output),

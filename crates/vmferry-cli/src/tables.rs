@@ -113,9 +113,12 @@ pub fn outcome(stats: &Value) -> String {
     );
     let _ = writeln!(
         text,
-        "total {:.0} ms, {} sent for {} of guest memory, dirty log {}, {} channels, {}",
+        "total {:.0} ms, {} sent (compression {}, {:.1} to 1) for {} of guest memory, dirty log {}, {} \
+         channels, {}",
         number(&stats["total_ms"]),
         ByteSize(stats["sent_bytes"].as_u64().unwrap_or_default()),
+        stats["compression"].as_str().unwrap_or_default(),
+        number(&stats["compression_ratio"]),
         ByteSize(stats["memory_bytes"].as_u64().unwrap_or_default()),
         stats["dirty_log"].as_str().unwrap_or_default(),
         number(&stats["channels"]),
@@ -140,6 +143,7 @@ pub fn rounds(stats: &Value) -> String {
         "round",
         "pages",
         "zero",
+        "encoded",
         "bytes",
         "ms",
         "MB/s",
@@ -153,16 +157,38 @@ pub fn rounds(stats: &Value) -> String {
             format!("{}", number("round")),
             format!("{}", number("pages")),
             format!("{}", number("zero_pages")),
+            encoded(&round["encoded"]),
             format!("{}", number("bytes")),
             format!("{:.1}", number("ms")),
             format!("{:.0}", number("bytes_per_s") / 1e6),
             format!("{:.0}", number("dirty_pages_per_s")),
             format!("{:.2} ({:.1} %)", number("harvest_ms"), number("harvest_percent")),
-            if round["paused"] == true { "paused" } else { "running" }.to_owned(),
+            match number("throttle_percent") {
+                _ if round["paused"] == true => "paused".to_owned(),
+                0.0 => "running".to_owned(),
+                lost => format!("running, -{lost} %"),
+            },
         ]);
     }
-    for column in table.column_iter_mut().take(8) {
-        column.set_cell_alignment(CellAlignment::Right);
+    for (index, column) in table.column_iter_mut().take(9).enumerate() {
+        if index != ENCODED_COLUMN {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
     }
     format!("{table}\n")
+}
+
+const ENCODED_COLUMN: usize = 3;
+
+/// How most pages with content of a round travelled, and how the rest did, such as `lz4 90 %, raw 10 %`.
+fn encoded(counts: &Value) -> String {
+    let ways = ["raw", "delta", "lz4", "zstd", "zlib"];
+    let mut ways = ways.map(|way| (counts[way].as_u64().unwrap_or_default(), way));
+    ways.sort_unstable_by(|one, other| other.cmp(one));
+    let all: u64 = ways.iter().map(|(pages, _)| pages).sum();
+    let part = |pages: u64| (pages as f64 * 100.0 / all as f64).round();
+    let shown = ways.iter().filter(|(pages, _)| *pages > 0 && part(*pages) >= 1.0);
+    let words: Vec<String> =
+        shown.take(3).map(|(pages, way)| format!("{way} {} %", part(*pages))).collect();
+    words.join(", ")
 }

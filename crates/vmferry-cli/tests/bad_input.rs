@@ -246,7 +246,8 @@ fn two_sends_at_once_and_a_second_guest_at_a_busy_destination() {
     let b = world.host("b");
     let (_destination, address) = b.receive(&["--listen", "tcp:127.0.0.1:0", "--plain"]);
     // So slow that it is still under way when the second one comes.
-    let slow = ["send", "web", "--to", &address, "--plain", "--max-bandwidth", "1M"];
+    let mut slow = vec!["send", "web", "--to", &address, "--plain", "--max-bandwidth", "1M"];
+    slow.extend(["--compress", "none"]);
     let mut first = a.start(&slow);
     first.event("round-started");
     a.run(&slow).failed(7, "is under way");
@@ -269,7 +270,8 @@ fn a_downtime_limit_that_cannot_be_met() {
     let (a, _guest) = source(&world);
     let (_destination, address) =
         world.host("b").receive(&["--listen", "tcp:127.0.0.1:0", "--plain"]);
-    let send = ["send", "web", "--to", &address, "--plain", "--downtime-limit"];
+    let mut send = vec!["send", "web", "--to", &address, "--plain", "--compress", "none"];
+    send.push("--downtime-limit");
     let sent = a.run(&[&send[..], &["1us"]].concat());
     sent.failed(10, "the hand-over itself takes about");
     a.check_guest("web");

@@ -67,6 +67,8 @@ fn a_demo_that_cannot_converge_says_why_and_its_guest_runs_on() {
         "10ms",
         "--max-rounds",
         "2",
+        "--compress",
+        "none",
     ]);
     ended.failed(10, "does not converge");
 }

@@ -35,6 +35,8 @@ impl Scene {
         let mut arguments = vec!["send", "web", "--to", address];
         arguments.extend(link);
         arguments.extend([
+            "--compress",
+            "none",
             "--max-bandwidth",
             "4M",
             "--max-rounds",

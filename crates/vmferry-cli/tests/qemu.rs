@@ -62,7 +62,7 @@ impl Scene {
     fn send_capped(&self, address: &str, link: &[&str], cap: &str) -> Running {
         let mut arguments = vec!["send", "--qemu", text(&self.here.qmp), "--to", address];
         arguments.extend(link);
-        arguments.extend(["--max-bandwidth", cap, "--max-rounds", "2"]);
+        arguments.extend(["--max-bandwidth", cap, "--max-rounds", "2", "--compress", "none"]);
         arguments.extend(["--when-stuck", "switch-over", "--downtime-limit", "50ms", "--verify"]);
         self.a.start(&arguments)
     }

@@ -9,6 +9,7 @@ use vmferry_memory::GuestMemory;
 
 use crate::error::MachineError;
 use crate::kvm::KvmBackend;
+use crate::pace::Pace;
 use crate::state::{SectionKind, StateReader, StateWriter};
 
 /// Runs vCPUs. A new one stands still; either it starts, or state is loaded and it resumes.
@@ -24,6 +25,10 @@ pub(crate) trait Backend: Send {
 
     /// Lets the vCPUs go on.
     fn resume(&mut self) -> Result<(), MachineError>;
+
+    /// Takes a part of their time from the vCPUs, or with `None` no longer, whether they run or are
+    /// paused. A throttled vCPU is paused as soon as any.
+    fn throttle(&mut self, pace: Option<Pace>) -> Result<(), MachineError>;
 
     /// Saves everything but memory; the guest is paused.
     fn save(&mut self, out: &mut StateWriter) -> Result<(), MachineError>;
@@ -63,6 +68,10 @@ impl Backend for KvmBackend {
 
     fn resume(&mut self) -> Result<(), MachineError> {
         Ok(Self::resume(self)?)
+    }
+
+    fn throttle(&mut self, pace: Option<Pace>) -> Result<(), MachineError> {
+        Ok(Self::throttle(self, pace)?)
     }
 
     fn save(&mut self, out: &mut StateWriter) -> Result<(), MachineError> {

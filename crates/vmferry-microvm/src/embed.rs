@@ -15,7 +15,7 @@ use crate::error::MachineError;
 use crate::kvm::KvmBackend;
 use crate::machine::{Machine, SharedMachine, lock};
 
-/// A machine on its way to another host.
+/// A machine on its way to another host. Once it is dropped, the machine is no longer throttled.
 pub struct MigratingMachine {
     machine: SharedMachine,
     log: Arc<dyn DirtyLog>,
@@ -34,7 +34,17 @@ impl MigratingMachine {
 
 impl Resume for MigratingMachine {
     fn resume(&mut self) -> Result<(), VmError> {
-        Ok(lock(&self.machine).resume()?)
+        let mut machine = lock(&self.machine);
+        // The hand-over that the guest was slow for has failed.
+        machine.throttle(0)?;
+        Ok(machine.resume()?)
+    }
+}
+
+impl Drop for MigratingMachine {
+    fn drop(&mut self) {
+        // A vCPU that has ended is the only cause of failure, and told of by the machine itself.
+        let _ = lock(&self.machine).throttle(0);
     }
 }
 
@@ -65,6 +75,10 @@ impl SourceVm for MigratingMachine {
 
     fn save(&mut self) -> Result<Vec<u8>, VmError> {
         Ok(lock(&self.machine).save()?)
+    }
+
+    fn throttle(&mut self, percent: u8) -> Result<(), VmError> {
+        Ok(lock(&self.machine).throttle(percent)?)
     }
 }
 

@@ -17,6 +17,7 @@ mod error;
 mod heartbeat;
 pub mod kvm;
 mod machine;
+mod pace;
 mod process;
 pub mod report;
 pub mod service;

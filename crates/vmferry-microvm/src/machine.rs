@@ -13,6 +13,7 @@ use crate::config::{GuestKind, MachineConfig, check_name};
 use crate::error::MachineError;
 use crate::heartbeat::{self, Heartbeat};
 use crate::kvm::{DirtyRing, KvmBackend, KvmConfig};
+use crate::pace::Pace;
 use crate::process::ProcessBackend;
 use crate::report::Report;
 use crate::state::{SectionKind, StateReader, StateWriter};
@@ -172,6 +173,20 @@ impl Machine {
         self.heartbeat.run(true);
         self.phase = Phase::Running;
         Ok(())
+    }
+
+    /// Takes `percent` hundredths of their time from the vCPUs, up to 99, in periods of about 10 ms, so that
+    /// the guest is slow but goes on; 0 takes nothing any more. It holds over pauses, and is not saved.
+    ///
+    /// # Errors
+    /// More than 99, a machine that has not begun, or what the back end says.
+    pub fn throttle(&mut self, percent: u8) -> Result<(), MachineError> {
+        let pace = Pace::losing(percent)?;
+        if self.phase == Phase::New && pace.is_some() {
+            let (is, needed) = (self.phase.name(), Phase::Running.name());
+            return Err(MachineError::WrongState { is, needed });
+        }
+        self.backend.throttle(pace)
     }
 
     /// Saves everything but memory.

@@ -6,7 +6,7 @@
 //! lengths whatever its memory says (a migrated one comes from another host), and has no state of
 //! its own; guest memory is never referenced from Rust.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -19,6 +19,7 @@ use vmferry_memory::GuestMemory;
 use crate::backend::Backend;
 use crate::error::MachineError;
 use crate::kvm::{DISPLAY, HIGH_RAM, STILL};
+use crate::pace::Pace;
 use crate::state::{SectionKind, StateReader, StateWriter};
 
 const PROCESS: SectionKind = SectionKind::mandatory("process", 1);
@@ -82,6 +83,8 @@ struct State {
     ended: bool,
     /// Threads that may touch guest memory.
     active: u32,
+    /// What the threads lose of their time.
+    pace: Option<Pace>,
     /// Ticks until the last pause, and since when it runs.
     ticks: u64,
     resumed: Option<Instant>,
@@ -134,16 +137,29 @@ impl Drop for ProcessBackend {
 }
 
 impl Shared {
-    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn run(&self, vcpu: u32) {
         let mut state = self.state();
+        let (mut rested, mut pace) = (Instant::now(), None);
         while !state.ended {
             if !state.running {
                 state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                rested = Instant::now();
                 continue;
+            }
+            if state.pace != pace {
+                (rested, pace) = (Instant::now(), state.pace);
+            }
+            if let Some(pace) = pace {
+                let ran = rested.elapsed();
+                if ran >= pace.slice() {
+                    state = self.rest(state, pace, ran);
+                    rested = Instant::now();
+                    continue;
+                }
             }
             state.active += 1;
             let ticks = state.ticks_now();
@@ -164,6 +180,20 @@ impl Shared {
                     .0;
             }
         }
+    }
+
+    /// What a throttled vCPU owes after having run for `ran`, unless something else is wanted of it.
+    fn rest<'a>(
+        &self,
+        state: MutexGuard<'a, State>,
+        pace: Pace,
+        ran: Duration,
+    ) -> MutexGuard<'a, State> {
+        let goes_on = |state: &mut State| state.running && !state.ended && state.pace == Some(pace);
+        self.changed
+            .wait_timeout_while(state, pace.rest_after(ran), goes_on)
+            .unwrap_or_else(PoisonError::into_inner)
+            .0
     }
 
     fn step(&self, vcpu: u32, ticks: u64) -> bool {
@@ -205,6 +235,12 @@ impl Backend for ProcessBackend {
         let mut state = self.shared.state();
         state.resumed.get_or_insert_with(Instant::now);
         state.running = true;
+        self.shared.changed.notify_all();
+        Ok(())
+    }
+
+    fn throttle(&mut self, pace: Option<Pace>) -> Result<(), MachineError> {
+        self.shared.state().pace = pace;
         self.shared.changed.notify_all();
         Ok(())
     }

@@ -198,21 +198,28 @@ impl GuestService {
         config.max_rounds = request.max_rounds;
         config.timeout = request.timeout;
         config.when_stuck = request.when_stuck;
+        config.throttle = request.throttle;
+        config.compression.way = request.compress;
+        config.compression.when_busy = request.when_busy;
+        config.compression.workers = request.workers;
+        config.compression.delta_memory = request.delta_memory;
         config.verify = request.verify;
         config
     }
 
     fn cancel_request(&self) -> Result<Answer, ControlError> {
-        match &*self.migration() {
-            Some(orders) => {
-                orders.cancel();
-                Ok(json!({ "cancelling": true }).into())
-            }
-            None => Err(ControlError::new(
-                ErrorCode::WrongState,
-                "no migration of this guest is under way",
-            )),
-        }
+        self.under_way()?.cancel();
+        Ok(json!({ "cancelling": true }).into())
+    }
+
+    fn set(&self, max_bandwidth: Option<u64>) -> Result<Answer, ControlError> {
+        self.under_way()?.set_max_bandwidth(max_bandwidth).map_err(|error| bad_request(&error))?;
+        Ok(json!({ "max_bandwidth": max_bandwidth }).into())
+    }
+
+    fn under_way(&self) -> Result<Orders, ControlError> {
+        let text = "no migration of this guest is under way";
+        self.migration().clone().ok_or_else(|| ControlError::new(ErrorCode::WrongState, text))
     }
 
     fn resolve(&self, word: OperatorWord) -> Result<Answer, ControlError> {
@@ -267,6 +274,7 @@ impl Handler for GuestService {
             Request::Resume {} => self.unless_migrating(crate::Machine::resume),
             Request::Quit {} => self.quit(),
             Request::Migrate(request) => self.migrate(&request, replies),
+            Request::Set { max_bandwidth } => self.set(max_bandwidth),
             Request::Cancel {} => self.cancel_request(),
             Request::Resolve { word } => self.resolve(word),
         }

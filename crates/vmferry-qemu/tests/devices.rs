@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use support::{hop, hop_with, migrate_between, migrate_with};
 use vmferry::SourceConfig;
+use vmferry::compression::CompressionWay;
 use vmferry::convergence::WhenStuck;
 use vmferry::error::ErrorClass;
 use vmferry_qemu::QemuSource;
@@ -153,6 +154,7 @@ fn pages_that_a_guest_gives_back_are_zero_elsewhere() {
             // Memory is given back while it travels.
             let stats = hop_with(&world, number, &here, &there, |config| {
                 config.max_bandwidth = Some(20 << 20);
+                config.compression.way = CompressionWay::Off;
             });
             assert_eq!(stats.verify_match, Some(true));
             here.child.wait().unwrap();
@@ -193,6 +195,7 @@ fn a_guest_that_writes_too_fast_is_throttled() {
     assert!(!is_there(), "a control group is left");
     let slow = |config: &mut SourceConfig| {
         config.max_bandwidth = Some(80 << 20);
+        config.compression.way = CompressionWay::Off;
         config.downtime_limit = Duration::from_millis(100);
         config.max_rounds = 12;
     };

@@ -27,6 +27,7 @@ pub fn run(options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
     let listener = listen(options)?;
     let mut config = DestinationConfig::new(directory.journals());
     config.once = options.once;
+    config.workers = options.workers;
     let incoming = IncomingMachine {
         expect_name: options.expect_name.clone(),
         expect_uuid: options.expect_uuid,

@@ -60,6 +60,11 @@ pub fn migrate_request(
         max_rounds: options.max_rounds,
         timeout: options.timeout,
         when_stuck: when_stuck(options.when_stuck),
+        throttle: options.throttle,
+        compress: options.compress,
+        when_busy: options.when_busy.into(),
+        workers: options.workers,
+        delta_memory: options.delta_memory,
         verify,
     }
 }

@@ -1,16 +1,27 @@
-//! Commands that are one request: `cancel`, `pause`, `resume`, `quit`.
+//! Commands that are one request: `set`, `cancel`, `pause`, `resume`, `quit`.
 
 use serde_json::Value;
 use vmferry_microvm::control::{Request, call};
 
 use super::socket;
-use crate::args::GuestOption;
+use crate::args::{Cap, GuestOption, SetOptions};
 use crate::exit::Failure;
 use crate::output::Output;
 
 /// `vmferry cancel`.
 pub fn cancel(options: &GuestOption, output: &Output) -> Result<(), Failure> {
     request(options, &Request::Cancel {}, output, "the migration is being cancelled")
+}
+
+/// `vmferry set`.
+pub fn set(options: &SetOptions, output: &Output) -> Result<(), Failure> {
+    let Cap(max_bandwidth) = options.max_bandwidth;
+    let guest = GuestOption { guest: options.guest.clone() };
+    let done = max_bandwidth.map_or_else(
+        || "no bandwidth cap any more".to_owned(),
+        |cap| format!("at most {}/s from now on", bytesize::ByteSize(cap)),
+    );
+    request(&guest, &Request::Set { max_bandwidth }, output, &done)
 }
 
 /// `vmferry pause`.

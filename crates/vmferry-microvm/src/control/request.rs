@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use vmferry::compression::{CompressionWay, WhenBusy};
 use vmferry::convergence::WhenStuck;
 use vmferry::handover::OperatorWord;
 
@@ -21,6 +22,11 @@ pub enum Request {
     Quit {},
     /// Migrates the guest.
     Migrate(Box<MigrateRequest>),
+    /// Changes the migration under way.
+    Set {
+        /// Cap in bytes per second from now on; none takes the cap back.
+        max_bandwidth: Option<u64>,
+    },
     /// Ends the migration under way; the guest stays.
     Cancel {},
     /// Decides a hand-over that is in doubt.
@@ -50,6 +56,16 @@ pub struct MigrateRequest {
     pub timeout: Option<Duration>,
     /// What to do when neither suffices.
     pub when_stuck: WhenStuck,
+    /// Most per cent of their time that the vCPUs may lose when the guest outruns the link; 0 for never.
+    pub throttle: u8,
+    /// What is done to pages on their way.
+    pub compress: CompressionWay,
+    /// What becomes of pages for which no compressor is free.
+    pub when_busy: WhenBusy,
+    /// Threads that read and compress; none: one for each processor.
+    pub workers: Option<u8>,
+    /// Most memory for copies of pages that are written again and again, in bytes.
+    pub delta_memory: u64,
     /// Hash both memories whole before COMMIT.
     pub verify: bool,
 }
@@ -157,11 +173,17 @@ mod tests {
             max_rounds: 30,
             timeout: None,
             when_stuck: WhenStuck::Refuse,
+            throttle: 80,
+            compress: CompressionWay::Auto,
+            when_busy: WhenBusy::Wait,
+            workers: Some(3),
+            delta_memory: 1 << 20,
             verify: true,
         };
         let requests = [
             Request::Status {},
             Request::Migrate(Box::new(migrate)),
+            Request::Set { max_bandwidth: None },
             Request::Resolve { word: OperatorWord::DestinationOwns },
         ];
         for request in requests {

@@ -77,6 +77,12 @@ pub enum KvmError {
         /// What happened to it.
         reason: String,
     },
+    /// No thread could be started to throttle the vCPUs.
+    #[error("the vCPUs cannot be throttled, because no thread could be started for it: {source}")]
+    Throttle {
+        /// The system's answer.
+        source: std::io::Error,
+    },
     /// The machine is not in the phase that the request needs.
     #[error("the machine cannot be {wanted}: it {phase}")]
     Phase {

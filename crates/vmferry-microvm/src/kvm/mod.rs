@@ -5,7 +5,8 @@
 //! [`KvmBackend::start`] boots the embedded guest, or [`KvmBackend::load`] puts in the state of
 //! another machine (whose memory the caller has copied) and [`KvmBackend::resume`] continues it.
 //! [`KvmBackend::pause`] and [`KvmBackend::resume`] may alternate for ever; [`KvmBackend::save`]
-//! needs a paused machine.
+//! needs a paused machine. Between the machine and its vCPUs stands `throttle`, which lets all of them run
+//! and holds them, and takes a part of their time if that is wanted.
 
 mod boot;
 mod devices;
@@ -13,6 +14,7 @@ mod error;
 mod ioctl;
 mod setup;
 mod stop;
+mod throttle;
 mod vcpu;
 mod vcpu_state;
 mod vm;

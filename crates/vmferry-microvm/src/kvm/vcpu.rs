@@ -15,6 +15,11 @@
 //! the signal finds it in the guest, in a device or just before `KVM_RUN`, the next `KVM_RUN` first
 //! completes the port or memory access that is pending and then returns EINTR. So a parked vCPU
 //! never has a half-done instruction, and its registers are what its state needs.
+//!
+//! A throttle ([`super::throttle`]) sends the vCPU round the same way: it kicks, and when the rest is over it
+//! clears `immediate_exit` and orders Run. A vCPU that had no time to park by then just goes on, and that
+//! Run waits until it is kicked again. This takes nothing from a pause, which leaves `immediate_exit` set:
+//! the Run that waited leads to EINTR and back, and then the pause's call is next.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -111,7 +116,7 @@ impl Vcpu {
         Ok(Reply { vcpu: self.index, answer: reply })
     }
 
-    /// Enters the guest. The vCPU must be parked.
+    /// Enters the guest, or goes on in it if it was kicked and has not parked yet.
     pub(super) fn run(&self) -> Result<(), KvmError> {
         self.kick.clear();
         self.order(Command::Run)

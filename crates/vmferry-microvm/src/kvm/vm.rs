@@ -17,10 +17,12 @@ use super::setup::{
     add_interrupt_controllers, add_memory, keep_exceptions_apart, open, vcpu_cpuid,
 };
 use super::stop::StopRecord;
+use super::throttle::Vcpus;
 use super::vcpu::{Reply, Surroundings, Vcpu};
 use super::vcpu_state::{self, Abilities, VcpuState};
 use super::vm_state::{self, VmState};
 use super::{GuestStop, KvmError, MemorySlot, StopCause, ioctl};
+use crate::pace::Pace;
 use crate::state::{SectionKind, StateReader, StateWriter};
 
 /// The guest has room for so many.
@@ -55,7 +57,7 @@ pub enum DirtyRing {
 /// A machine that runs on KVM. Dropping it ends its vCPU threads.
 pub struct KvmBackend {
     // First, so that on drop every vCPU thread has ended before anything that it uses goes away.
-    vcpus: Vec<Vcpu>,
+    vcpus: Vcpus,
     vm: Arc<VmFd>,
     memory: Arc<dyn GuestRam>,
     slots: Vec<MemorySlot>,
@@ -165,7 +167,7 @@ impl KvmBackend {
         }
         let command_line = config.command_line;
         Ok(Self {
-            vcpus,
+            vcpus: Vcpus::new(vcpus),
             vm,
             memory,
             slots,
@@ -190,7 +192,7 @@ impl KvmBackend {
     /// [`KvmError`]; [`KvmError::Phase`] unless the machine is new.
     pub fn start(&mut self) -> Result<(), KvmError> {
         self.need(&[Phase::Made], "started")?;
-        let vcpus = self.vcpus.len() as u32;
+        let vcpus = self.vcpus.each().len() as u32;
         let entry = self.memory.load_guest(&self.slots, vcpus, &self.command_line)?;
         self.broken_until(Phase::Paused, |this| {
             this.on_each(move |fd, vcpu| set_entry(fd, vcpu, entry)).map(drop)
@@ -208,7 +210,7 @@ impl KvmBackend {
         self.need(&[Phase::Running, Phase::Paused], "paused")?;
         if self.phase == Phase::Running {
             self.broken_until(Phase::Paused, |this| {
-                this.vcpus.iter().for_each(Vcpu::kick);
+                this.vcpus.hold();
                 // Each answers when it is parked.
                 this.on_each(|_, _| Ok(())).map(drop)
             })?;
@@ -223,9 +225,18 @@ impl KvmBackend {
     pub fn resume(&mut self) -> Result<(), KvmError> {
         self.need(&[Phase::Running, Phase::Paused], "resumed")?;
         if self.phase == Phase::Paused {
-            self.broken_until(Phase::Running, |this| this.vcpus.iter().try_for_each(Vcpu::run))?;
+            self.broken_until(Phase::Running, |this| this.vcpus.run())?;
         }
         Ok(())
+    }
+
+    /// Takes a part of their time from the vCPUs, or with `None` no longer. It holds over pauses, and is
+    /// no part of the state.
+    ///
+    /// # Errors
+    /// [`KvmError::Throttle`], or a vCPU whose thread has ended.
+    pub(crate) fn throttle(&mut self, pace: Option<Pace>) -> Result<(), KvmError> {
+        self.vcpus.throttle(pace)
     }
 
     /// Appends the state of a paused machine, without its memory.
@@ -256,7 +267,7 @@ impl KvmBackend {
         self.need(&[Phase::Made], "loaded")?;
         let serial = devices::read_serial(from)?;
         let machine = VmState::read(from)?;
-        let count = self.vcpus.len() as u32;
+        let count = self.vcpus.each().len() as u32;
         let mut states = Vec::new();
         for vcpu in 0..count {
             states.push(VcpuState::read(vcpu, from, &self.abilities)?);
@@ -268,7 +279,7 @@ impl KvmBackend {
         }
         self.broken_until(Phase::Paused, |this| {
             let mut replies = Vec::new();
-            for ((index, vcpu), state) in (0..).zip(&this.vcpus).zip(states) {
+            for ((index, vcpu), state) in (0..).zip(this.vcpus.each()).zip(states) {
                 let abilities = this.abilities.clone();
                 replies.push(vcpu.call(move |fd| state.load(fd, index, &abilities))?);
             }
@@ -329,7 +340,7 @@ impl KvmBackend {
             let work = work.clone();
             vcpu.call(move |fd| work(fd, index))
         };
-        let replies: Result<Vec<_>, _> = (0..).zip(&self.vcpus).map(begin).collect();
+        let replies: Result<Vec<_>, _> = (0..).zip(self.vcpus.each()).map(begin).collect();
         replies?.into_iter().map(Reply::wait).collect()
     }
 

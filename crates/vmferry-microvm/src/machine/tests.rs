@@ -15,8 +15,8 @@ use crate::embed::{IncomingMachine, MigratingMachine};
 use crate::state::StateError;
 
 mod display;
-
 mod logs;
+mod throttle;
 
 const MIB: u64 = 1 << 20;
 /// Far more than anything here takes: a limit for what hangs, not a measure.

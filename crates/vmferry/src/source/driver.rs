@@ -69,8 +69,8 @@ pub fn migrate<V: SourceVm>(
     if let Err(error) = config.check() {
         return SourceOutcome::Kept { vm, error: error.into(), stats: Box::default() };
     }
-    let cpu = CpuMeter::default();
-    let guard = cpu.count_this_thread();
+    let (cpu, conductor) = (CpuMeter::default(), CpuMeter::default());
+    let guards = (cpu.count_this_thread(), conductor.count_this_thread());
     let mut driver = match Driver::connect(vm, dialer, config, orders, &cpu) {
         Ok(driver) => driver,
         Err((vm, error)) => {
@@ -81,8 +81,9 @@ pub fn migrate<V: SourceVm>(
     let ending = driver.run(watch);
     orders.detach();
     let (held, resume_failure, mut stats) = driver.finish();
-    drop(guard);
+    drop(guards);
     stats.engine_cpu_s = cpu.seconds();
+    stats.planning_cpu_s += conductor.seconds();
     let stats = Box::new(stats);
     let vm = match held {
         Held::Running(running) => running.into_vm(),

@@ -90,6 +90,7 @@ impl Waiting {
     ) -> Result<Self, Failure> {
         let mut config = DestinationConfig::new(directory()?.journals());
         config.once = options.once;
+        config.workers = options.workers;
         let (over, is_over) = channel();
         let stop = Stop::default();
         let (stopping, told) = (stop.clone(), over.clone());

@@ -34,7 +34,7 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
     let config = source_config(options, directory.journals())?;
     settle_unfinished(qmp, &config, &dialer, &directory, output)?;
     let mut source = QemuSource::attach(qmp)?;
-    if options.throttle > 0 {
+    if options.migration.throttle > 0 {
         source.allow_throttling()?;
     }
     let pid = source.pid();
@@ -158,7 +158,11 @@ fn source_config(
     config.max_rounds = limits.max_rounds;
     config.timeout = limits.timeout;
     config.when_stuck = when_stuck(limits.when_stuck);
-    config.throttle = options.throttle;
+    config.throttle = limits.throttle;
+    config.compression.way = limits.compress;
+    config.compression.when_busy = limits.when_busy.into();
+    config.compression.workers = limits.workers;
+    config.compression.delta_memory = limits.delta_memory;
     config.verify = options.verify;
     config.check().map_err(|error| Failure::of(Code::Usage, error))?;
     Ok(config)

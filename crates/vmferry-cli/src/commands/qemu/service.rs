@@ -38,6 +38,11 @@ impl Handler for QemuService {
                 status["migration"] = json!(self.orders.progress());
                 Ok(status.into())
             }
+            Request::Set { max_bandwidth } => {
+                let set = self.orders.set_max_bandwidth(max_bandwidth);
+                set.map_err(|error| ControlError::new(ErrorCode::BadRequest, error.to_string()))?;
+                Ok(json!({ "max_bandwidth": max_bandwidth }).into())
+            }
             Request::Cancel {} => {
                 self.orders.cancel();
                 Ok(json!({ "cancelling": true }).into())

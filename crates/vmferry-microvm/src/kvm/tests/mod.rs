@@ -1,7 +1,9 @@
 //! The real guest on real KVM. Skipped, by name, where there is no `/dev/kvm`; where there is one,
 //! a KVM that does not serve is a failure.
 
+mod echo;
 mod fixture;
+mod throttle;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -9,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use vm_memory::{Bytes, GuestAddress};
 
+use self::echo::Echo;
 use self::fixture::{Guest, Memory, Output, differences, kinds, symbol, wait_until};
 use super::*;
 use crate::state::{StateError, StateReader, StateWriter};
@@ -133,37 +136,11 @@ fn an_access_to_a_port_is_complete_before_the_state_is_saved() {
     if !has_kvm("an_access_to_a_port_is_complete_before_the_state_is_saved") {
         return;
     }
-    #[rustfmt::skip]
-    const ECHO: &[u8] = &[
-        0x66, 0xba, 0xfd, 0x03,       // 1: mov $0x3fd, %dx
-        0xec,                         //    in (%dx), %al
-        0xa8, 0x01,                   //    test $1, %al
-        0x74, 0xf7,                   //    jz 1b
-        0x66, 0xba, 0xf8, 0x03,       //    mov $0x3f8, %dx
-        0xb9, 0x08, 0x00, 0x00, 0x00, //    mov $8, %ecx
-        0xec,                         // 2: in (%dx), %al
-        0xee,                         //    out %al, (%dx)
-        0xff, 0xc9,                   //    dec %ecx
-        0x75, 0xfa,                   //    jnz 2b
-        0xeb, 0xe6,                   //    jmp 1b
-    ];
     let output = Output::default();
     let mut guest = Guest::with_output(1, &output);
-    guest.backend.start().unwrap();
-    guest.await_more_ticks();
-    guest.backend.pause().unwrap();
-    let boot_bytes = output.bytes().len();
-    guest.replace_timer(ECHO);
-    guest.backend.resume().unwrap();
-    let mut input = (0..).map(|index| index as u8);
-    let mut sent = boot_bytes;
+    let mut echo = Echo::start(&mut guest, &output);
     for _ in 0..30 {
-        wait_until("the whole echo", || output.bytes().len() == sent);
-        // As much as the port holds; a multiple of the eight bytes that the guest takes at a time.
-        let bytes: Vec<u8> = input.by_ref().take(64).collect();
-        assert_eq!(guest.backend.devices.serial().enqueue_raw_bytes(&bytes).unwrap(), bytes.len());
-        wait_until("the first of the echo", || output.bytes().len() > sent);
-        sent += bytes.len();
+        echo.feed(&guest, &output);
         guest.pause_in_device();
         let state = guest.save();
         let mut next = Guest::with_output(1, &output);
@@ -172,11 +149,7 @@ fn an_access_to_a_port_is_complete_before_the_state_is_saved() {
         next.backend.resume().unwrap();
         guest = next;
     }
-    wait_until("the rest of the echo", || output.bytes().len() == sent);
-    assert_eq!(guest.backend.stopped(), None);
-    for (index, byte) in output.bytes()[boot_bytes..].iter().enumerate() {
-        assert_eq!(*byte, index as u8, "byte {index} of the echo");
-    }
+    echo.check(&guest, &output);
 }
 
 #[test]

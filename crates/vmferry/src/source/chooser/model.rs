@@ -34,6 +34,10 @@ const TELLING_PAGES: u64 = 16;
 const NEWS: f64 = 0.2;
 /// A way is tried again when it was last tried so long ago.
 const STALE: Duration = Duration::from_secs(1);
+/// Frames after which a way is known.
+const TRIALS: u32 = 3;
+/// A frame that took so many times as long as usual counts as no more than that.
+const OUTLIER: f64 = 3.0;
 /// Of a worker's time, trials take at most about this part.
 const TRIAL_PART: f64 = 0.02;
 /// By how much another way must be better.
@@ -42,6 +46,8 @@ const BETTER: f64 = 1.04;
 const LOOK: (Duration, u64) = (Duration::from_millis(10), 4 << 20);
 /// A channel that waited for less than this part of the time shows what the link carries.
 const IDLE_PART: f64 = 0.1;
+/// A link that always waits for frames is believed to carry twice as much after so long.
+const DOUBLED: Duration = Duration::from_millis(350);
 /// If less than this part of the pages that are held become deltas, deltas are mostly left out.
 const FEW_DELTAS: f64 = 0.1;
 /// Then they are tried with one frame in so many.
@@ -54,6 +60,26 @@ struct Way {
     bytes_per_page: f64,
     /// When it was last measured.
     at: Duration,
+    /// Frames measured, since it was not known or not known any more.
+    frames: u32,
+}
+
+impl Way {
+    /// What follows from one frame more.
+    fn and(self, seen: Self) -> Self {
+        let mix = |known: f64, seen: f64| known + NEWS * (seen - known);
+        // A worker that had to wait for a processor says more about the processor than about the way; of the
+        // first few frames the quickest counts, later on all do, but none too much.
+        let (known_s, seen_s) = (self.seconds_per_page, seen.seconds_per_page);
+        let seconds_per_page = if self.frames < TRIALS {
+            known_s.min(seen_s)
+        } else {
+            mix(known_s, seen_s.min(OUTLIER * known_s))
+        };
+        let bytes_per_page = mix(self.bytes_per_page, seen.bytes_per_page);
+        let frames = self.frames.saturating_add(1);
+        Self { seconds_per_page, bytes_per_page, at: seen.at, frames }
+    }
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -135,8 +161,12 @@ impl Model {
         lane.rate = Some(match lane.rate {
             None => seen,
             Some(known) if busy => known + NEWS * (seen - known),
-            // It could have carried more: what was known before is not refuted by less.
-            Some(known) => known.max(lane.bytes as f64 / all.max(1e-9)),
+            // It could have carried more. How much is not known until it has too much to carry, so what
+            // is believed of it grows until it has.
+            Some(known) => {
+                let grown = known * (all / DOUBLED.as_secs_f64()).exp2();
+                grown.min(seen).max(lane.bytes as f64 / all.max(1e-9))
+            }
         });
         (lane.bytes, lane.waited, lane.took) = (0, Duration::ZERO, Duration::ZERO);
     }
@@ -158,16 +188,18 @@ impl Model {
             seconds_per_page: took.as_secs_f64() / pages as f64,
             bytes_per_page: bytes / pages as f64,
             at: now,
+            frames: 1,
         };
-        *known = Some(known.map_or(seen, |known| Way {
-            seconds_per_page: known.seconds_per_page
-                + NEWS * (seen.seconds_per_page - known.seconds_per_page),
-            bytes_per_page: known.bytes_per_page
-                + NEWS * (seen.bytes_per_page - known.bytes_per_page),
-            at: now,
-        }));
+        let first = known.is_none_or(|known| known.frames < TRIALS);
+        let learnt = match *known {
+            Some(known) if now <= known.at + STALE => known.and(seen),
+            // What was measured long ago was perhaps of other pages.
+            _ => seen,
+        };
+        *known = Some(learnt);
         if way != self.current {
-            self.next_trial = now + took.div_f64(TRIAL_PART * self.workers);
+            let rest = if first { Duration::ZERO } else { took.div_f64(TRIAL_PART * self.workers) };
+            self.next_trial = now + rest;
         }
     }
 
@@ -221,15 +253,19 @@ impl Model {
     fn worth_a_trial(&self, now: Duration, link: f64) -> Option<usize> {
         let at_present = self.rate(self.current, link);
         (0..WAYS.len()).find(|way| {
-            let stale = self.ways[*way].is_none_or(|known| now > known.at + STALE);
+            let stale =
+                self.ways[*way].is_none_or(|known| known.frames < TRIALS || now > known.at + STALE);
             *way != self.current && stale && self.hope(*way, link) > BETTER * at_present
         })
     }
 
     /// Pages per second in a way.
     fn rate(&self, way: usize, link: f64) -> f64 {
-        let known = self.known(way);
-        (link / known.bytes_per_page.max(1.0)).min(self.workers / known.seconds_per_page)
+        self.rate_of(self.known(way), link)
+    }
+
+    fn rate_of(&self, way: Way, link: f64) -> f64 {
+        (link / way.bytes_per_page.max(1.0)).min(self.workers / way.seconds_per_page)
     }
 
     fn predict(&self, way: usize) -> f64 {
@@ -237,13 +273,9 @@ impl Model {
         self.rate(way, self.link_bytes_per_s().unwrap_or(117e6))
     }
 
-    /// Pages per second if all goes well.
+    /// Pages per second if all goes well: what was measured a while ago was of other pages.
     fn hope(&self, way: usize, link: f64) -> f64 {
-        match self.ways[way] {
-            None => self.rate(way, link),
-            // The guest may have other pages now.
-            Some(_) => self.rate(way, link) * 1.25,
-        }
+        self.rate_of(hoped(way), link).max(self.rate(way, link))
     }
 
     /// Seconds per page from now until it is at the other side, if the channel waits for it.
@@ -253,14 +285,20 @@ impl Model {
     }
 
     fn known(&self, way: usize) -> Way {
-        let page = PAGE_SIZE as f64;
-        self.ways.get(way).copied().flatten().unwrap_or_else(|| {
-            let (bytes_per_s, part) = HOPES.get(way).copied().unwrap_or((1e9, 0.2));
-            Way {
-                seconds_per_page: page / bytes_per_s,
-                bytes_per_page: page * part,
-                at: Duration::ZERO,
-            }
-        })
+        self.ways.get(way).copied().flatten().unwrap_or_else(|| hoped(way))
     }
 }
+
+fn hoped(way: usize) -> Way {
+    let (bytes_per_s, part) = HOPES.get(way).copied().unwrap_or((1e9, 0.2));
+    let page = PAGE_SIZE as f64;
+    Way {
+        seconds_per_page: page / bytes_per_s,
+        bytes_per_page: page * part,
+        at: Duration::ZERO,
+        frames: 0,
+    }
+}
+
+#[cfg(test)]
+mod tests;

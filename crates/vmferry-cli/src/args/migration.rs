@@ -1,0 +1,78 @@
+//! The options of everything that migrates.
+
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use vmferry::compression::CompressionWay;
+
+use super::{parse_bytes, parse_duration};
+
+/// Limits and ways of a migration.
+#[derive(Clone, Debug, Args)]
+pub struct MigrationOptions {
+    /// Data channels, 1 to 16.
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub channels: u8,
+    /// Longest accepted downtime.
+    #[arg(long, default_value = "300ms", value_parser = parse_duration, value_name = "TIME")]
+    pub downtime_limit: Duration,
+    /// Cap in bytes per second, such as 100M.
+    #[arg(long, value_parser = parse_bytes, value_name = "BYTES_PER_S")]
+    pub max_bandwidth: Option<u64>,
+    /// Most rounds with the guest running.
+    #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_rounds: u32,
+    /// Most time with the guest running.
+    #[arg(long, value_parser = parse_duration, value_name = "TIME")]
+    pub timeout: Option<Duration>,
+    /// When rounds or time are used up.
+    #[arg(long, value_enum, default_value_t = WhenStuck::Refuse)]
+    pub when_stuck: WhenStuck,
+    /// Take up to so much of the vCPUs' time, in per cent, from a guest that writes faster than the link
+    /// carries; of a QEMU by a control group. 0 takes none.
+    #[arg(long, default_value_t = 0, value_name = "PERCENT",
+          value_parser = clap::value_parser!(u8).range(0..=99))]
+    pub throttle: u8,
+    /// What is done to pages on their way: auto (by measurement), none, delta (only what has changed of pages
+    /// sent before), lz4, zstd, zstd:LEVEL (1 to 19), zlib, or zlib:LEVEL (1 to 9).
+    #[arg(long, default_value = "auto", value_name = "WAY")]
+    pub compress: CompressionWay,
+    /// With a fixed way, when the link waits and compressors are busy: pages go as they are (raw), or the
+    /// link waits (wait).
+    #[arg(long, value_enum, default_value_t = WhenBusy::Raw)]
+    pub when_busy: WhenBusy,
+    /// Threads that read and compress pages; by default one for each processor, at most 16.
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u8).range(1..=64))]
+    pub workers: Option<u8>,
+    /// Most memory for copies of pages that are written again and again, of which only the changes are
+    /// sent; 0 for none.
+    #[arg(long, default_value = "256M", value_parser = parse_bytes, value_name = "BYTES")]
+    pub delta_memory: u64,
+}
+
+/// What to do when a migration does not converge.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum WhenStuck {
+    /// The guest stays.
+    Refuse,
+    /// Hand over with the downtime that it takes.
+    SwitchOver,
+}
+
+/// What becomes of pages for which no compressor is free.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum WhenBusy {
+    /// They go as they are.
+    Raw,
+    /// They wait.
+    Wait,
+}
+
+impl From<WhenBusy> for vmferry::compression::WhenBusy {
+    fn from(option: WhenBusy) -> Self {
+        match option {
+            WhenBusy::Raw => Self::Raw,
+            WhenBusy::Wait => Self::Wait,
+        }
+    }
+}
