@@ -362,7 +362,9 @@ fn a_slot_that_is_not_there_is_an_error() {
     side.encoder.encode(&mut frame, batch, &side.hashes, RAW).unwrap();
     let mut bytes = Vec::new();
     frame.write_to(&mut bytes).unwrap();
-    assert!(matches!(side.place(&bytes), Err(CodecError::Memory(MemoryError::NoSuchSlot { .. }))));
+    let error = side.place(&bytes).unwrap_err();
+    let expected = CodecError::NoSuchSlot { sequence: 1, slot: SlotId(7), slots: 1 };
+    assert_eq!(error.to_string(), expected.to_string());
 }
 
 #[test]
