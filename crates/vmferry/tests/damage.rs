@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use support::content::{let_work_between_rounds, mixed_guest};
 use support::relay::{Relay, Wire, seal_header};
-use support::{DestinationGuest, Scenario, kept, nothing};
+use support::{DestinationGuest, Scenario, kept, nothing, test_all};
 use vmferry::chain;
 use vmferry::compression::CompressionWay;
 use vmferry::error::ErrorClass;
@@ -38,10 +38,13 @@ struct Done {
 fn packed_pages() {
     for way in ["lz4", "zstd:1", "zlib:1"] {
         run(&case(way, flip_packed, "of slot "));
+        run(&case(way, one_page_less, "can't be decompressed"));
+        if way != "zstd:1" && !test_all() {
+            continue;
+        }
         run(&case(way, cut_packed, "can't be decompressed"));
         run(&case(way, append_to_packed, "can't be decompressed"));
         run(&case(way, one_page_more, "can't be decompressed"));
-        run(&case(way, one_page_less, "can't be decompressed"));
         run(&case(way, other_algorithm, "can't be decompressed"));
     }
     run(&case("zstd:1", unknown_algorithm, "unknown compression algorithm 77"));
@@ -127,7 +130,8 @@ fn attempt(case: &Case) -> (String, String, Done) {
     scenario.source.compression.way = case.way.parse().unwrap();
     // In any order two versions of a page could be placed at once, and a replay be found by luck only.
     scenario.destination.workers = Some(1);
-    if case.way == CompressionWay::Delta.to_string() {
+    let deltas = case.way == CompressionWay::Delta.to_string();
+    if deltas {
         // Deltas come in the third round, that of pages that were dirty in the second too.
         scenario.source.downtime_limit = std::time::Duration::ZERO;
     }
@@ -156,8 +160,12 @@ fn attempt(case: &Case) -> (String, String, Done) {
     let guest = vm.guest.clone();
     let destination = DestinationGuest::default();
     let prepared = Arc::clone(&destination.prepared);
-    let (outcome, received) =
-        scenario.run(vm, destination, |report| let_work_between_rounds(&guest, report));
+    let (outcome, received) = scenario.run(vm, destination, |report| {
+        // Where the first round does not do: all hot pages are in the later ones.
+        if deltas || case.class == ErrorClass::Corrupt {
+            let_work_between_rounds(&guest, report);
+        }
+    });
     let (vm, error) = kept(outcome);
     vm.guest.wait_for_work();
     vm.guest.pause();

@@ -140,9 +140,10 @@ fn forward(mut from: UnixStream, mut to: UnixStream, damage: &Mutex<Box<Damage>>
             break;
         }
     }
-    // Both ends learn that it is over, the one that still writes as well.
+    // Only the destination sees the end of the channel: what the source is told of it comes on the control
+    // channel, however busy this machine is.
     let _ = to.shutdown(Shutdown::Write);
-    let _ = from.shutdown(Shutdown::Read);
+    let _ = std::io::copy(&mut from, &mut std::io::sink());
 }
 
 fn copy(mut from: UnixStream, mut to: UnixStream) {
