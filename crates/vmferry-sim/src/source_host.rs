@@ -14,7 +14,7 @@ use vmferry::source::io::{Action, Ending, Input, Report};
 use vmferry::source::machine::Source;
 use vmferry::source::plan::LanePlan;
 use vmferry::{MigrateError, SourceConfig, SourceVm};
-use vmferry_codec::{Compressors, HotPages, PageHashes};
+use vmferry_codec::{HotPages, PageHashes};
 use vmferry_dirty::DirtyLog;
 use vmferry_memory::{GuestMemory, PageSet, whole_hash};
 use vmferry_wire::{
@@ -341,8 +341,7 @@ impl Process {
         let memory = vm.memory();
         let hashes = Arc::new(PageHashes::for_memory(&memory));
         let hot = Arc::new(HotPages::new(HOT_BYTES));
-        let encoder =
-            PageEncoder::new(memory.clone(), Arc::clone(&hashes), Compressors::default(), hot);
+        let encoder = PageEncoder::new(memory.clone(), Arc::clone(&hashes), vm.compressors(), hot);
         Self {
             machine,
             log: vm.dirty_log(),
