@@ -5,7 +5,6 @@ mod guest_side;
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmferry::config::FRAME_PAGES;
 use vmferry::held::{Committed, Paused, Running};
 use vmferry::journal::{Journal, Record};
 use vmferry::link::{ControlReader, lost};
@@ -469,7 +468,7 @@ impl Process {
             let channel = network.open();
             network.send(channel, Host::Destination, "greeting", hello(Role::Data, lane, token));
             self.lanes.push(channel);
-            self.plans.push(LanePlan::new(lane, lanes, Arc::clone(&self.log), FRAME_PAGES));
+            self.plans.push(LanePlan::new(lane, lanes, Arc::clone(&self.log)));
         }
     }
 
