@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use fastrand::Rng;
 use vmferry::{DestinationVm, GuestDescription, PrepareError, Resume, SourceVm, VmError};
+use vmferry_codec::{CompressError, Compressors};
 use vmferry_dirty::{DirtyLog, DirtyLogError};
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageSet, SlotId, SlotLayout};
 use vmferry_wire::GuestIdentity;
@@ -235,6 +236,18 @@ impl Vm {
     fn state(&self) -> Result<MutexGuard<'_, State>, VmError> {
         let state = self.guest.lock();
         if state.process == self.process { Ok(state) } else { Err("the process is dead".into()) }
+    }
+
+    /// The compressors of the VMM's host.
+    pub fn compressors(&self) -> Compressors {
+        let guest = self.guest.clone();
+        Compressors::new(move |method| {
+            guest.lock().fails(VmCall::Compress).map_err(|error| CompressError::Unavailable {
+                method,
+                reason: error.to_string(),
+            })?;
+            Compressors::default().make(method)
+        })
     }
 }
 

@@ -107,6 +107,8 @@ pub enum VmCall {
     Save,
     /// The source resumes it, and is asked to again.
     Resume,
+    /// The source makes a compressor.
+    Compress,
     /// The destination makes its memory.
     Prepare,
     /// The destination loads its state.
@@ -240,8 +242,15 @@ impl Plan {
 /// Data channels, and whether both memories are hashed whole.
 const SHAPES: [(u8, bool); 4] = [(2, true), (2, false), (1, false), (4, true)];
 
-const VM_CALLS: [VmCall; 6] =
-    [VmCall::Pause, VmCall::Save, VmCall::Resume, VmCall::Prepare, VmCall::Load, VmCall::Run];
+const VM_CALLS: [VmCall; 7] = [
+    VmCall::Pause,
+    VmCall::Save,
+    VmCall::Resume,
+    VmCall::Prepare,
+    VmCall::Load,
+    VmCall::Run,
+    VmCall::Compress,
+];
 
 /// Everything that can happen once, at one message.
 fn boundary_kinds(message: u64) -> Vec<Vec<Fault>> {

@@ -5,7 +5,6 @@ mod guest_side;
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmferry::config::FRAME_PAGES;
 use vmferry::held::{Committed, Paused, Running};
 use vmferry::journal::{Journal, Record};
 use vmferry::link::{ControlReader, lost};
@@ -14,7 +13,7 @@ use vmferry::source::io::{Action, Ending, Input, Report};
 use vmferry::source::machine::Source;
 use vmferry::source::plan::LanePlan;
 use vmferry::{MigrateError, SourceConfig, SourceVm};
-use vmferry_codec::{Compressors, HotPages, PageHashes};
+use vmferry_codec::{HotPages, PageHashes};
 use vmferry_dirty::DirtyLog;
 use vmferry_memory::{GuestMemory, PageSet, whole_hash};
 use vmferry_wire::{
@@ -341,8 +340,7 @@ impl Process {
         let memory = vm.memory();
         let hashes = Arc::new(PageHashes::for_memory(&memory));
         let hot = Arc::new(HotPages::new(HOT_BYTES));
-        let encoder =
-            PageEncoder::new(memory.clone(), Arc::clone(&hashes), Compressors::default(), hot);
+        let encoder = PageEncoder::new(memory.clone(), Arc::clone(&hashes), vm.compressors(), hot);
         Self {
             machine,
             log: vm.dirty_log(),
@@ -470,7 +468,7 @@ impl Process {
             let channel = network.open();
             network.send(channel, Host::Destination, "greeting", hello(Role::Data, lane, token));
             self.lanes.push(channel);
-            self.plans.push(LanePlan::new(lane, lanes, Arc::clone(&self.log), FRAME_PAGES));
+            self.plans.push(LanePlan::new(lane, lanes, Arc::clone(&self.log)));
         }
     }
 

@@ -82,7 +82,9 @@ impl World {
                 Fault::Write { host, number, how, crash } => {
                     disks[host as usize].fail(number, how, crash);
                 }
-                Fault::Vm { call: call @ (VmCall::Pause | VmCall::Save | VmCall::Resume) } => {
+                Fault::Vm {
+                    call: call @ (VmCall::Pause | VmCall::Save | VmCall::Resume | VmCall::Compress),
+                } => {
                     here.fail(call);
                 }
                 Fault::Vm { call } => there.fail(call),

@@ -13,6 +13,9 @@ use crate::convergence::{Limits, WhenStuck};
 /// and a header of 48 bytes costs nothing beside it.
 pub const FRAME_PAGES: usize = 64;
 
+/// Pages in one frame where many are zero: as many as may have content, if they should not be after all.
+pub const MOST_FRAME_PAGES: usize = vmferry_wire::MAX_FRAME_CONTENT_PAGES as usize;
+
 /// Consecutive pages of one slot that share a lane: 2 MiB, so that a huge page is read, written
 /// and populated by one thread.
 pub const LANE_STRIPE_PAGES: u64 = 512;

@@ -52,7 +52,7 @@ impl Path {
         }
         let hot = Arc::new(HotPages::new(PAGES << 12));
         Self {
-            plan: LanePlan::new(0, 1, Arc::new(()), 64),
+            plan: LanePlan::new(0, 1, Arc::new(())),
             encoder: PageEncoder::new(
                 source.clone(),
                 Arc::clone(&hashes[0]),
@@ -80,7 +80,7 @@ impl Path {
         let pages = Arc::clone(&self.pages);
         self.plan.begin(Job { round, rearm: true, pages, last: None, given_back: None });
         let mut frames = 0;
-        while let Some(task) = self.plan.next(1000).unwrap() {
+        while let Some(task) = self.plan.next(64, 1000).unwrap() {
             match task {
                 Task::Pages(batch) => {
                     self.encoder.encode(0, &batch, &mut self.encoded, choice).unwrap();

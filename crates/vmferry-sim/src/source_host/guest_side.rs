@@ -76,7 +76,10 @@ impl Process {
         let (rearm, mut frames) = (job.rearm, Vec::new());
         let mut totals = LaneTotals::default();
         self.plans[lane].begin(job);
-        while let Some(task) = self.plans[lane].next(1 + network.rng.u64(..600))? {
+        loop {
+            let (frame_pages, rearm_pages) =
+                (40 + network.rng.usize(..60), 1 + network.rng.u64(..600));
+            let Some(task) = self.plans[lane].next(frame_pages, rearm_pages)? else { break };
             if rearm {
                 let writes = network.rng.usize(..3);
                 guest.work(&mut network.rng, writes);

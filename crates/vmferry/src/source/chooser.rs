@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 use vmferry_codec::{Choice, DeltaUse, FrameCounts, Method};
 
 use crate::compression::{CompressionConfig, CompressionWay, WhenBusy, worker_threads};
+use crate::config::FRAME_PAGES;
 use model::{FIXED, Model, RAW, WAYS};
 
 /// Why pages are encoded as they are.
@@ -53,6 +54,7 @@ pub struct Chooser {
     way: CompressionWay,
     when_busy: WhenBusy,
     deltas: bool,
+    frame_pages: usize,
     started: Instant,
     model: Mutex<Model>,
     /// Nanoseconds that planning took, over all workers.
@@ -70,6 +72,7 @@ impl Chooser {
             way: config.way,
             when_busy: config.when_busy,
             deltas: config.delta_memory > 0,
+            frame_pages: config.frame_pages,
             started: Instant::now(),
             model: Mutex::new(Model::new(lanes, worker_threads(config.workers), cap)),
             planning: AtomicU64::new(0),
@@ -134,6 +137,17 @@ impl Chooser {
     #[must_use]
     pub fn planning(&self) -> Duration {
         Duration::from_nanos(self.planning.load(Ordering::Relaxed))
+    }
+
+    /// Pages of the next frame.
+    #[must_use]
+    pub fn frame_pages(&self) -> usize {
+        match self.way {
+            // As they are they gain nothing from company, and neither side gains from larger buffers.
+            CompressionWay::Off | CompressionWay::Delta => self.frame_pages,
+            _ if self.frame_pages < FRAME_PAGES => self.frame_pages,
+            _ => self.model().frame_pages(),
+        }
     }
 
     /// Pages to be protected again at a time.

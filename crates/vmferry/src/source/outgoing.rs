@@ -17,7 +17,7 @@ pub struct Outgoing<T> {
     ready: Condvar,
     hungry: AtomicBool,
     limit: u64,
-    /// Raised when there is room for one more frame.
+    /// Raised when somebody has found no room, and half of it is there again.
     room: Arc<Signal>,
 }
 
@@ -26,17 +26,20 @@ struct State<T> {
     /// The frame whose turn it is, and those behind it.
     frames: VecDeque<Option<T>>,
     next: u64,
+    /// Frames that were begun when somebody found no room for another one.
+    full_at: Option<u64>,
     closed: bool,
 }
 
 impl<T> Outgoing<T> {
     /// A queue for `limit` frames, finished or in the making, the first of which has number 1. It raises
-    /// `room` with each one that leaves.
+    /// `room` when there is some again for those who found none.
     pub fn new(limit: usize, room: Arc<Signal>) -> Self {
         Self {
             state: Mutex::new(State {
                 frames: VecDeque::with_capacity(limit),
                 next: 1,
+                full_at: None,
                 closed: false,
             }),
             ready: Condvar::new(),
@@ -48,7 +51,12 @@ impl<T> Outgoing<T> {
 
     /// Whether another frame may be begun, when `begun` have been since the start.
     pub fn has_room(&self, begun: u64) -> bool {
-        begun + 1 < self.lock().next + self.limit
+        let mut state = self.lock();
+        let has_room = begun + 1 < state.next + self.limit;
+        if !has_room {
+            state.full_at = Some(begun);
+        }
+        has_room
     }
 
     /// Whether the channel waits for a frame.
@@ -82,8 +90,15 @@ impl<T> Outgoing<T> {
             {
                 let sequence = state.next;
                 state.next += 1;
+                let left = |begun: u64| begun + 1 - state.next;
+                let room = state.full_at.is_some_and(|begun| left(begun) <= self.limit / 2);
+                if room {
+                    state.full_at = None;
+                }
                 drop(state);
-                self.room.raise();
+                if room {
+                    self.room.raise();
+                }
                 return Some((sequence, frame));
             }
             self.hungry.store(true, Ordering::Relaxed);

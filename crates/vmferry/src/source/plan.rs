@@ -13,7 +13,7 @@ use vmferry_dirty::DirtyLog;
 use vmferry_memory::traverse::{BLOCK_PAGES, BLOCK_WORDS, flat_runs};
 use vmferry_memory::{PageBitmap, PageSet, SlotId};
 
-use crate::config::{FRAME_PAGES, LANE_STRIPE_PAGES};
+use crate::config::{LANE_STRIPE_PAGES, MOST_FRAME_PAGES};
 use crate::error::MigrateError;
 
 // A lane's stripes are the bitmap's blocks.
@@ -60,7 +60,7 @@ pub struct PageBatch {
     /// The frame's number on its lane.
     pub sequence: u64,
     slot: SlotId,
-    pages: [u64; FRAME_PAGES],
+    pages: [u64; MOST_FRAME_PAGES],
     count: usize,
     /// See [`Job::given_back`].
     pub given_back: Option<Arc<PageSet>>,
@@ -80,7 +80,6 @@ pub struct LanePlan {
     lane: usize,
     lanes: usize,
     log: Arc<dyn DirtyLog>,
-    frame_pages: usize,
     sequence: u64,
     work: Option<Work>,
     /// Runs of the block that is being sent, last one first.
@@ -105,14 +104,13 @@ struct Work {
 const REARM_WORDS: usize = 512;
 
 impl LanePlan {
-    /// Lane `lane` of `lanes`, whose frames have `frame_pages` pages, at most [`FRAME_PAGES`].
+    /// Lane `lane` of `lanes`.
     #[must_use]
-    pub fn new(lane: u8, lanes: u8, log: Arc<dyn DirtyLog>, frame_pages: usize) -> Self {
+    pub fn new(lane: u8, lanes: u8, log: Arc<dyn DirtyLog>) -> Self {
         Self {
             lane: lane.into(),
             lanes: usize::from(lanes).max(1),
             log,
-            frame_pages: frame_pages.clamp(1, FRAME_PAGES),
             sequence: 0,
             work: None,
             runs: Vec::with_capacity(BLOCK_PAGES as usize / 2),
@@ -139,18 +137,23 @@ impl LanePlan {
         self.work.is_some()
     }
 
-    /// The next frame of the round, and at last its end; `None` without a round. Pages are protected
-    /// again first if the guest runs: about `rearm_pages` at a time, as each call makes every vCPU leave
+    /// The next frame of the round, of `frame_pages` pages, at most [`MOST_FRAME_PAGES`], and at last its
+    /// end; `None` without a round. Pages are protected again first if the guest runs: about `rearm_pages` at a time, as each call makes every vCPU leave
     /// the guest, but what is written between that and the copy is sent again.
     ///
     /// # Errors
     /// What the dirty log says.
-    pub fn next(&mut self, rearm_pages: u64) -> Result<Option<Task>, MigrateError> {
-        let mut pages = [0; FRAME_PAGES];
+    pub fn next(
+        &mut self,
+        frame_pages: usize,
+        rearm_pages: u64,
+    ) -> Result<Option<Task>, MigrateError> {
+        let frame_pages = frame_pages.clamp(1, MOST_FRAME_PAGES);
+        let mut pages = [0; MOST_FRAME_PAGES];
         let mut count = 0;
         loop {
             while let Some((first, length)) = self.runs.pop() {
-                let taken = length.min((self.frame_pages - count) as u64);
+                let taken = length.min((frame_pages - count) as u64);
                 for (place, page) in pages[count..].iter_mut().zip(first..first + taken) {
                     *place = page;
                 }
@@ -158,7 +161,7 @@ impl LanePlan {
                 if taken < length {
                     self.runs.push((first + taken, length - taken));
                 }
-                if count == self.frame_pages {
+                if count == frame_pages {
                     return Ok(self.pages(pages, count));
                 }
             }
@@ -174,7 +177,7 @@ impl LanePlan {
         }
     }
 
-    fn pages(&mut self, pages: [u64; FRAME_PAGES], count: usize) -> Option<Task> {
+    fn pages(&mut self, pages: [u64; MOST_FRAME_PAGES], count: usize) -> Option<Task> {
         let work = self.work.as_ref()?;
         self.sequence += 1;
         Some(Task::Pages(PageBatch {
@@ -363,7 +366,7 @@ mod tests {
             for lane in 0..lanes {
                 let log = Arc::new(Log::default());
                 let noted = Arc::clone(&log);
-                let mut plan = LanePlan::new(lane, lanes, log, frame_pages);
+                let mut plan = LanePlan::new(lane, lanes, log);
                 plan.begin(Job {
                     round: 7,
                     rearm: true,
@@ -374,7 +377,7 @@ mod tests {
                 let (mut sequence, mut goes_last) = (0, false);
                 loop {
                     sequence += 1;
-                    match plan.next(rearm_pages).unwrap().unwrap() {
+                    match plan.next(frame_pages, rearm_pages).unwrap().unwrap() {
                         Task::Pages(batch) => {
                             let batch = batch.as_batch();
                             prop_assert_eq!((batch.round, batch.sequence), (7, sequence));
@@ -397,7 +400,7 @@ mod tests {
                     }
                 }
                 prop_assert!(!plan.has_work());
-                prop_assert!(plan.next(rearm_pages).unwrap().is_none());
+                prop_assert!(plan.next(frame_pages, rearm_pages).unwrap().is_none());
             }
             prop_assert_eq!(sent, Arc::unwrap_or_clone(pages));
         }
@@ -405,11 +408,11 @@ mod tests {
 
     #[test]
     fn frames_are_numbered_over_all_rounds() {
-        let mut plan = LanePlan::new(0, 1, Arc::new(()), 64);
+        let mut plan = LanePlan::new(0, 1, Arc::new(()));
         for round in 1..4 {
             let pages = Arc::new(set(&[(0, 10, 3)]));
             plan.begin(Job { round, rearm: false, pages, last: None, given_back: None });
-            let numbers: Vec<u64> = std::iter::from_fn(|| plan.next(1).unwrap())
+            let numbers: Vec<u64> = std::iter::from_fn(|| plan.next(64, 1).unwrap())
                 .map(|task| match task {
                     Task::Pages(batch) => batch.sequence,
                     Task::EndOfRound { sequence, .. } => sequence,

@@ -66,7 +66,7 @@ impl PoolLane {
         }
         let frame = self.window.try_acquire(EncodedFrame::new)?;
         let begun = Instant::now();
-        let task = plan.next(chooser.rearm_pages());
+        let task = plan.next(chooser.frame_pages(), chooser.rearm_pages());
         drop(plan);
         chooser.planned(begun.elapsed());
         match task {

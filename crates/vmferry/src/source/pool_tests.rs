@@ -74,7 +74,7 @@ fn pool(when_busy: WhenBusy, gate: &Arc<Gate>) -> (Pool, Vec<Arc<PoolLane>>, Pag
     let signal = Arc::new(Signal::default());
     let lane = |lane| {
         let window = Arc::new(Window::new(64, Arc::clone(&signal)));
-        let plan = LanePlan::new(lane, 2, Arc::new(()), 64);
+        let plan = LanePlan::new(lane, 2, Arc::new(()));
         Arc::new(PoolLane::new(plan, window, 4, Arc::clone(&signal)))
     };
     let lanes: Vec<_> = (0..2).map(lane).collect();

@@ -14,7 +14,8 @@ use super::signal::Signal;
 #[derive(Debug)]
 pub struct Window<B> {
     state: Mutex<State<B>>,
-    /// Raised when a buffer becomes free.
+    /// Raised when a buffer becomes free and somebody has missed one: to wake a worker costs more than to
+    /// find out that there is no need to.
     freed: Arc<Signal>,
 }
 
@@ -25,6 +26,7 @@ struct State<B> {
     placed: u64,
     made: usize,
     limit: usize,
+    missed: bool,
 }
 
 impl<B> Window<B> {
@@ -37,6 +39,7 @@ impl<B> Window<B> {
                 placed: 0,
                 made: 0,
                 limit,
+                missed: false,
             }),
             freed,
         }
@@ -49,6 +52,7 @@ impl<B> Window<B> {
             return Some(buffer);
         }
         if state.made == state.limit {
+            state.missed = true;
             return None;
         }
         state.made += 1;
@@ -66,8 +70,7 @@ impl<B> Window<B> {
         let mut state = self.lock();
         if sequence <= state.placed {
             state.free.push(buffer);
-            drop(state);
-            self.freed.raise();
+            self.tell(state);
         } else {
             state.unplaced.push_back((sequence, buffer));
         }
@@ -82,8 +85,15 @@ impl<B> Window<B> {
                 state.free.push(buffer);
             }
         }
+        self.tell(state);
+    }
+
+    fn tell(&self, mut state: MutexGuard<'_, State<B>>) {
+        let missed = !state.free.is_empty() && std::mem::take(&mut state.missed);
         drop(state);
-        self.freed.raise();
+        if missed {
+            self.freed.raise();
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State<B>> {
@@ -120,6 +130,7 @@ mod tests {
         let (window, freed) = window(1);
         let buffer = window.try_acquire(|| 7).unwrap();
         window.placed(1);
+        assert_eq!(window.try_acquire(|| 8), None);
         let seen = freed.now().unwrap();
         window.sent(1, buffer);
         freed.wait(seen);

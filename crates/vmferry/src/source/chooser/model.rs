@@ -6,6 +6,7 @@ use vmferry_codec::{FrameCounts, Method};
 use vmferry_memory::PAGE_SIZE;
 
 use super::Why;
+use crate::config::{FRAME_PAGES, MOST_FRAME_PAGES};
 
 /// The ways that `auto` chooses from, from the cheapest to the strongest.
 pub const WAYS: [Option<Method>; 5] = [
@@ -48,6 +49,13 @@ const LOOK: (Duration, u64) = (Duration::from_millis(10), 4 << 20);
 const IDLE_PART: f64 = 0.1;
 /// A link that always waits for frames is believed to carry twice as much after so long.
 const DOUBLED: Duration = Duration::from_millis(350);
+/// What came of the present way is looked at after so long, and believed for so long.
+const OUTCOME: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(3));
+/// Without a frame for so long there is nothing to do.
+const PAUSE: Duration = Duration::from_millis(20);
+/// Until it is known whether pages change little, they are kept for deltas where the link is slower, in bytes
+/// per second.
+const SLOW_LINK: f64 = 700e6;
 /// If less than this part of the pages that are held become deltas, deltas are mostly left out.
 const FEW_DELTAS: f64 = 0.1;
 /// Then they are tried with one frame in so many.
@@ -62,6 +70,23 @@ struct Way {
     at: Duration,
     /// Frames measured, since it was not known or not known any more.
     frames: u32,
+}
+
+/// Pages with content per second that came of a way while it was the present one, and when that was.
+#[derive(Clone, Copy, Debug)]
+struct Outcome {
+    pages_per_s: f64,
+    at: Duration,
+}
+
+/// What came of the present way since the last look.
+#[derive(Clone, Copy, Debug, Default)]
+struct Tally {
+    pages: u64,
+    /// Time in which there was something to do.
+    busy: Duration,
+    /// When the last frame was finished.
+    at: Duration,
 }
 
 impl Way {
@@ -98,11 +123,15 @@ pub struct Model {
     cap: Option<f64>,
     lanes: Vec<Lane>,
     ways: [Option<Way>; PLACES],
+    outcomes: [Option<Outcome>; PLACES],
+    tally: Tally,
     current: usize,
     /// When the next trial may be.
     next_trial: Duration,
-    /// Part of the pages that are held that become deltas.
-    delta_part: f64,
+    /// Part of the pages that are held that become deltas, once any was held.
+    delta_part: Option<f64>,
+    /// Part of all pages that is zero.
+    zero_part: f64,
     frames: u32,
 }
 
@@ -113,9 +142,12 @@ impl Model {
             cap: cap.map(|cap| cap as f64),
             lanes: vec![Lane::default(); usize::from(lanes)],
             ways: [None; PLACES],
+            outcomes: [None; PLACES],
+            tally: Tally::default(),
             current: RAW,
             next_trial: Duration::ZERO,
-            delta_part: 1.0,
+            delta_part: None,
+            zero_part: 0.0,
             frames: 0,
         }
     }
@@ -172,11 +204,15 @@ impl Model {
     }
 
     pub fn encoded(&mut self, now: Duration, way: usize, counts: &FrameCounts, took: Duration) {
+        let mix = |known: f64, seen: f64| known + NEWS * (seen - known);
         let held = counts.delta_pages + counts.rewritten_pages;
         if held > 0 {
             let part = counts.delta_pages as f64 / held as f64;
-            self.delta_part += NEWS * (part - self.delta_part);
+            self.delta_part = Some(self.delta_part.map_or(part, |known| mix(known, part)));
         }
+        let all = counts.zero_pages + counts.content_pages();
+        self.zero_part = mix(self.zero_part, counts.zero_pages as f64 / all.max(1) as f64);
+        self.tally(now, counts.content_pages());
         let pages = counts.raw_pages + counts.packed_pages;
         if pages < TELLING_PAGES || counts.delta_pages > pages {
             return;
@@ -201,6 +237,31 @@ impl Model {
             let rest = if first { Duration::ZERO } else { took.div_f64(TRIAL_PART * self.workers) };
             self.next_trial = now + rest;
         }
+    }
+
+    /// Notes what came of the present way. Between two rounds there is nothing to do, which says nothing.
+    fn tally(&mut self, now: Duration, pages: u64) {
+        let since = now.saturating_sub(self.tally.at);
+        self.tally.at = now;
+        if since > PAUSE {
+            return;
+        }
+        self.tally.pages += pages;
+        self.tally.busy += since;
+        if self.tally.busy >= OUTCOME.0 {
+            let pages_per_s = self.tally.pages as f64 / self.tally.busy.as_secs_f64();
+            self.outcomes[self.current] = Some(Outcome { pages_per_s, at: now });
+            self.tally = Tally { at: now, ..Tally::default() };
+        }
+        for outcome in &mut self.outcomes {
+            *outcome = outcome.filter(|outcome| now <= outcome.at + OUTCOME.1);
+        }
+    }
+
+    /// Pages of a frame: more of them where many are zero, so that there is enough to compress together.
+    pub fn frame_pages(&self) -> usize {
+        let wanted = FRAME_PAGES as f64 / (1.0 - self.zero_part).max(0.01);
+        (wanted as usize).clamp(FRAME_PAGES, MOST_FRAME_PAGES)
     }
 
     /// The way of the next frame.
@@ -234,7 +295,12 @@ impl Model {
     /// Whether deltas are tried with the next frame.
     pub fn tries_deltas(&mut self, round: u32) -> bool {
         self.frames = self.frames.wrapping_add(1);
-        round > 1 && (self.delta_part > FEW_DELTAS || self.frames.is_multiple_of(DELTA_TRIAL))
+        let likely = match self.delta_part {
+            Some(part) => part > FEW_DELTAS,
+            // To keep a page costs as much as a fast link takes for it.
+            None => self.link_bytes_per_s().is_some_and(|link| link < SLOW_LINK),
+        };
+        round > 1 && (likely || self.frames.is_multiple_of(DELTA_TRIAL))
     }
 
     /// Goes over to a way that is clearly better.
@@ -245,6 +311,7 @@ impl Model {
                 && self.rate(way, link) > BETTER * at_present.max(self.rate(self.current, link))
             {
                 self.current = way;
+                self.tally = Tally { at: self.tally.at, ..Tally::default() };
             }
         }
     }
@@ -259,9 +326,12 @@ impl Model {
         })
     }
 
-    /// Pages per second in a way.
+    /// Pages per second in a way: what follows from link and workers, but no more than came of it lately,
+    /// since both sides have other things to do.
     fn rate(&self, way: usize, link: f64) -> f64 {
-        self.rate_of(self.known(way), link)
+        let expected = self.rate_of(self.known(way), link);
+        let seen = self.outcomes.get(way).copied().flatten();
+        seen.map_or(expected, |seen| expected.min(seen.pages_per_s))
     }
 
     fn rate_of(&self, way: Way, link: f64) -> f64 {

@@ -50,7 +50,7 @@ impl<V: SourceVm> Driver<'_, V> {
                 connect::data(&self.dialer, lane, *token, timeouts.silence, timeouts.stall)?;
             self.lane_ends.push((reader, closer));
             let log = Arc::clone(&self.log);
-            let plan = LanePlan::new(lane, self.config.channels, log, compression.frame_pages);
+            let plan = LanePlan::new(lane, self.config.channels, log);
             let (window, signal) = (Arc::clone(window), Arc::clone(&self.signal));
             let pool_lane = Arc::new(PoolLane::new(plan, window, workers + FRAMES_AHEAD, signal));
             pool_lanes.push(Arc::clone(&pool_lane));

@@ -126,8 +126,42 @@ fn a_channel_that_waits_gets_what_is_there_first() {
 }
 
 #[test]
-fn deltas_that_never_come_off_are_mostly_left_out() {
+fn processors_that_are_busy_otherwise_are_noticed() {
+    // Each frame takes twice as long as its link and its worker say: somebody else is at it.
     let mut model = model(2);
+    let lz4 = 1;
+    model.current = lz4;
+    let counts =
+        FrameCounts { packed_pages: FRAME, packed_bytes: FRAME * 2170, ..FrameCounts::default() };
+    let frame = Duration::from_micros(900);
+    for number in 0..200 {
+        model.sent(0, FRAME * 2170, Duration::from_micros(500), Duration::from_micros(400));
+        model.encoded(frame * number, lz4, &counts, Duration::from_micros(450));
+    }
+    let link = model.link_bytes_per_s().unwrap();
+    let real = FRAME as f64 / frame.as_secs_f64();
+    assert!((model.rate(lz4, link) / real - 1.0).abs() < 0.02, "{}", model.rate(lz4, link));
+}
+
+#[test]
+fn frames_have_more_pages_where_many_are_zero() {
+    let mut model = model(2);
+    assert_eq!(model.frame_pages(), 64);
+    let mut frame = |zero_pages, raw_pages| {
+        let counts = FrameCounts { zero_pages, raw_pages, ..FrameCounts::default() };
+        (0..40).for_each(|_| model.encoded(Duration::ZERO, RAW, &counts, Duration::ZERO));
+        model.frame_pages()
+    };
+    assert_eq!(frame(16, 48), 85);
+    assert_eq!(frame(60, 4), 128);
+    assert_eq!(frame(0, 64), 64);
+}
+
+#[test]
+fn deltas_that_never_come_off_are_mostly_left_out() {
+    let tried = |model: &mut Model| (0..160).filter(|_| model.tries_deltas(2)).count();
+    assert_eq!(tried(&mut Model::new(1, 2, Some(2_000_000_000))), 10, "not known yet");
+    let mut model = Model::new(1, 2, Some(100_000_000));
     let frame = |model: &mut Model, made: u64| {
         let counts = FrameCounts {
             delta_pages: made,
@@ -139,8 +173,7 @@ fn deltas_that_never_come_off_are_mostly_left_out() {
     assert!(!model.tries_deltas(1), "nothing was sent before");
     assert!(model.tries_deltas(2));
     (0..30).for_each(|_| frame(&mut model, 0));
-    let tried = (0..160).filter(|_| model.tries_deltas(2)).count();
-    assert_eq!(tried, 10);
+    assert_eq!(tried(&mut model), 10);
     (0..5).for_each(|_| frame(&mut model, FRAME));
     assert!((0..16).all(|_| model.tries_deltas(2)));
 }
