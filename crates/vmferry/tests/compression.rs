@@ -117,7 +117,8 @@ fn check_statistics(case: &Case, stats: &SourceStats) {
             assert!(pages.random > 0, "{name}: {pages:?}");
         }
         CompressionWay::Auto => {
-            assert_eq!(pages.delta > 0, deltas, "{name}: {pages:?}");
+            // On a link without a cap they may not pay.
+            assert!(deltas || pages.delta == 0, "{name}: {pages:?}");
             assert!(fixed == 0 && best + waiting + trial > 0, "{name}: {frames:?}");
             return;
         }
