@@ -45,9 +45,10 @@ fn send(mut input: Input<'_>, destination: &mut World) {
         for (page, into) in pages.iter().zip(copy.chunks_exact_mut(PAGE_SIZE)) {
             source.copy_out(PageRun { slot, first: *page, pages: 1 }, into).unwrap();
         }
-        let batch = Batch { round: sequence as u32, sequence, slot, pages: &pages };
+        let batch = Batch { round: sequence as u32, slot, pages: &pages };
         let counts = encoder.encode(&mut frame, batch, &hashes, choice).unwrap();
         assert_eq!(counts.content_pages() + counts.zero_pages, pages.len() as u64);
+        frame.set_sequence(sequence);
         let mut bytes = Vec::new();
         frame.write_to(&mut bytes).unwrap();
         assert_eq!(bytes.len(), frame.wire_bytes());

@@ -42,9 +42,10 @@ impl Side {
         for (page, into) in pages.iter().zip(copy.chunks_exact_mut(PAGE_SIZE)) {
             self.memory.copy_out(run(*page), into).unwrap();
         }
-        let batch = Batch { round: sequence as u32, sequence, slot: SLOT, pages };
+        let batch = Batch { round: sequence as u32, slot: SLOT, pages };
         let counts = self.encoder.encode(&mut frame, batch, &self.hashes, choice).unwrap();
         assert_eq!(counts.content_pages() + counts.zero_pages, pages.len() as u64);
+        frame.set_sequence(sequence);
         let mut bytes = Vec::new();
         frame.write_to(&mut bytes).unwrap();
         assert_eq!(bytes.len(), frame.wire_bytes());
@@ -358,8 +359,9 @@ fn a_slot_that_is_not_there_is_an_error() {
     let mut side = Side::new();
     let mut frame = EncodedFrame::new();
     frame.pages_mut(1).fill(1);
-    let batch = Batch { round: 1, sequence: 1, slot: SlotId(7), pages: &[0] };
+    let batch = Batch { round: 1, slot: SlotId(7), pages: &[0] };
     side.encoder.encode(&mut frame, batch, &side.hashes, RAW).unwrap();
+    frame.set_sequence(1);
     let mut bytes = Vec::new();
     frame.write_to(&mut bytes).unwrap();
     let error = side.place(&bytes).unwrap_err();
@@ -380,7 +382,8 @@ fn a_page_of_another_lane_is_an_error_and_places_nothing() {
 fn the_end_of_a_round_places_nothing() {
     let side = Side::new();
     let mut frame = EncodedFrame::new();
-    frame.end_of_round(4, 8);
+    frame.end_of_round(4);
+    frame.set_sequence(8);
     let mut bytes = Vec::new();
     frame.write_to(&mut bytes).unwrap();
     let mut received = Frame::new();

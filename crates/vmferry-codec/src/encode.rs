@@ -33,13 +33,11 @@ pub enum DeltaUse {
     Make,
 }
 
-/// The pages of a frame, and which frame it is.
+/// The pages of a frame.
 #[derive(Clone, Copy, Debug)]
 pub struct Batch<'a> {
     /// The round, from 1.
     pub round: u32,
-    /// The frame's number on its lane.
-    pub sequence: u64,
     /// The slot of all pages.
     pub slot: SlotId,
     /// Page indices, ascending. Their copies stand in this order at the beginning of
@@ -82,10 +80,8 @@ impl FrameCounts {
 
 /// A frame could not be encoded.
 #[derive(Debug, thiserror::Error)]
-#[error("frame {sequence} with page {page} of {slot} and those behind it could not be compressed")]
+#[error("page {page} of {slot} and those behind it in a frame could not be compressed")]
 pub struct EncodeError {
-    /// The frame's number on its lane.
-    pub sequence: u64,
     /// The slot.
     pub slot: SlotId,
     /// The first page that was to be compressed.
@@ -136,7 +132,8 @@ impl Encoder {
         }
     }
 
-    /// Encodes the pages of a batch, whose copies stand in `frame`, and records their hashes.
+    /// Encodes the pages of a batch, whose copies stand in `frame`, and records their hashes. The frame has
+    /// no [number](EncodedFrame::set_sequence) yet.
     ///
     /// # Errors
     /// The compressor's. The hashes are recorded then all the same: the migration is over.
@@ -173,13 +170,13 @@ impl Encoder {
             slot: batch.slot,
             round: batch.round,
             runs: self.runs.len() as u32,
-            sequence: batch.sequence,
+            sequence: 0,
             payload_bytes: (counts.raw_pages as usize * PAGE_SIZE + frame.packed_bytes) as u32,
             packed_bytes: frame.packed_bytes as u32,
             delta_bytes: self.deltas.len() as u32,
             table_checksum: table_checksum(table),
         };
-        frame.finish(&header);
+        frame.finish(header);
         counts.delta_bytes = self.deltas.len() as u64;
         counts.packed_bytes = frame.packed_bytes as u64;
         Ok(counts)
@@ -316,8 +313,7 @@ impl Encoder {
                         .iter()
                         .find(|run| matches!(run.encoding, Encoding::Packed | Encoding::Delta));
                     let page = first.map_or(0, |run| run.first);
-                    let (sequence, slot) = (batch.sequence, batch.slot);
-                    return Err(EncodeError { sequence, slot, page, source });
+                    return Err(EncodeError { slot: batch.slot, page, source });
                 }
             }
         }
@@ -411,10 +407,10 @@ mod tests {
         let mut encoder = Encoder::new(compressors, Arc::new(HotPages::new(0)));
         let mut frame = EncodedFrame::new();
         frame.pages_mut(2)[5000] = 1;
-        let batch = Batch { round: 1, sequence: 6, slot: SlotId(2), pages: &[3, 4] };
+        let batch = Batch { round: 1, slot: SlotId(2), pages: &[3, 4] };
         let choice = Choice { pack: Some(Method::lz4()), delta: DeltaUse::Off };
         let error = encoder.encode(&mut frame, batch, &hashes, choice).unwrap_err();
-        assert!(error.to_string().starts_with("frame 6 with page 4 of slot 2"), "{error}");
+        assert!(error.to_string().starts_with("page 4 of slot 2"), "{error}");
         assert!(error.source.to_string().contains("worn out"));
     }
 }

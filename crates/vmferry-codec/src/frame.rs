@@ -18,7 +18,7 @@ pub struct EncodedFrame {
     /// The packed part of the payload, in the first bytes.
     pub(crate) packed: Vec<u8>,
     pub(crate) packed_bytes: usize,
-    payload_bytes: usize,
+    header: Option<FrameHeader>,
 }
 
 impl EncodedFrame {
@@ -59,21 +59,30 @@ impl EncodedFrame {
     }
 
     /// Writes the header.
-    pub(crate) fn finish(&mut self, header: &FrameHeader) {
-        self.payload_bytes = header.payload_bytes as usize;
+    pub(crate) fn finish(&mut self, header: FrameHeader) {
         self.head[..FRAME_HEADER_BYTES].copy_from_slice(&header.encode());
+        self.header = Some(header);
     }
 
     /// Makes it the frame that says that the lane has sent all of a round.
-    pub fn end_of_round(&mut self, round: u32, sequence: u64) {
+    pub fn end_of_round(&mut self, round: u32) {
         self.begin();
-        self.finish(&FrameHeader::end_of_round(round, sequence));
+        self.finish(FrameHeader::end_of_round(round, 0));
+    }
+
+    /// Gives the frame its number on its lane, which is known when it is sent: frames of a round are finished
+    /// in any order, and sent in that.
+    pub fn set_sequence(&mut self, sequence: u64) {
+        if let Some(header) = self.header {
+            self.finish(FrameHeader { sequence, ..header });
+        }
     }
 
     /// Length on the wire.
     #[must_use]
     pub fn wire_bytes(&self) -> usize {
-        self.head.len() + self.payload_bytes
+        let payload = self.header.map_or(0, |header| header.payload_bytes);
+        self.head.len() + payload as usize
     }
 
     /// Writes the frame, with as few calls as the writer allows.

@@ -78,6 +78,8 @@ struct Process {
     lanes: Vec<ChannelId>,
     joined: usize,
     plans: Vec<LanePlan>,
+    /// Frames sent, by lane.
+    sequences: Vec<u64>,
     /// One worker for all lanes.
     encoder: PageEncoder,
 }
@@ -356,6 +358,7 @@ impl Process {
             lanes: Vec::new(),
             joined: 0,
             plans: Vec::new(),
+            sequences: Vec::new(),
             encoder,
         }
     }
@@ -468,6 +471,7 @@ impl Process {
             let channel = network.open();
             network.send(channel, Host::Destination, "greeting", hello(Role::Data, lane, token));
             self.lanes.push(channel);
+            self.sequences.push(0);
             self.plans.push(LanePlan::new(lane, lanes, Arc::clone(&self.log)));
         }
     }

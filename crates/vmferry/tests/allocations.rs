@@ -28,6 +28,7 @@ static ALONE: Mutex<()> = Mutex::new(());
 /// One lane with the threads' parts in a row.
 struct Path {
     source: GuestMemory,
+    sequence: u64,
     plan: LanePlan,
     encoder: PageEncoder,
     encoded: EncodedFrame,
@@ -52,6 +53,7 @@ impl Path {
         }
         let hot = Arc::new(HotPages::new(PAGES << 12));
         Self {
+            sequence: 0,
             plan: LanePlan::new(0, 1, Arc::new(())),
             encoder: PageEncoder::new(
                 source.clone(),
@@ -85,10 +87,10 @@ impl Path {
                 Task::Pages(batch) => {
                     self.encoder.encode(0, &batch, &mut self.encoded, choice).unwrap();
                 }
-                Task::EndOfRound { round, sequence, .. } => {
-                    self.encoded.end_of_round(round, sequence);
-                }
+                Task::EndOfRound { round, .. } => self.encoded.end_of_round(round),
             }
+            self.sequence += 1;
+            self.encoded.set_sequence(self.sequence);
             let link = self.reader.get_mut();
             link.get_mut().clear();
             link.set_position(0);

@@ -154,7 +154,7 @@ fn a_compressor_that_fails_leaves_the_guest_running_and_is_named() {
         for part in ["lane ", "slot 0", &format!("page {} of", source.page), "zstd:1", says] {
             assert!(said.contains(part), "{part}: {said}");
         }
-        assert!(source.page < 1000 && source.sequence > 0, "{said}");
+        assert!(source.page < 1000, "{said}");
         let ended = nothing(received);
         assert_eq!(ended.class(), ErrorClass::Internal);
         assert!(chain(&ended).contains("compression failed on lane"), "{}", chain(&ended));

@@ -94,9 +94,10 @@ impl Source {
             let run = PageRun { slot, first: *first, pages: 1 };
             self.world.memory.copy_out(run, into).unwrap();
         }
-        let (round, sequence) = (self.sequence as u32, self.sequence);
-        let batch = Batch { round, sequence, slot, pages };
+        let round = self.sequence as u32;
+        let batch = Batch { round, slot, pages };
         self.encoder.encode(&mut frame, batch, &self.hashes, choice).unwrap();
+        frame.set_sequence(self.sequence);
         let mut bytes = Vec::new();
         frame.write_to(&mut bytes).unwrap();
         bytes
@@ -139,7 +140,8 @@ fn frames() -> Vec<(String, Vec<u8>)> {
         seeds.push((format!("{name}-deltas"), [deltas, zeros].concat()));
     }
     let mut end = EncodedFrame::new();
-    end.end_of_round(1, 1);
+    end.end_of_round(1);
+    end.set_sequence(1);
     let mut bytes = Vec::new();
     end.write_to(&mut bytes).unwrap();
     seeds.push(("end-of-round".to_owned(), bytes));

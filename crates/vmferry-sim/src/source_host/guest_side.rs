@@ -85,25 +85,27 @@ impl Process {
                 guest.work(&mut network.rng, writes);
             }
             let mut frame = EncodedFrame::new();
-            let (sequence, end) = match task {
+            let end = match task {
                 Task::Pages(batch) => {
                     let choice = CHOICES[network.rng.usize(..CHOICES.len())];
                     let counts = self.encoder.encode(lane as u8, &batch, &mut frame, choice)?;
                     totals.pages.raw += counts.content_pages();
                     totals.pages.zero += counts.zero_pages;
-                    (batch.sequence, None)
+                    None
                 }
-                Task::EndOfRound { round, sequence, .. } => {
-                    frame.end_of_round(round, sequence);
-                    (sequence, Some(totals))
+                Task::EndOfRound { round, .. } => {
+                    frame.end_of_round(round);
+                    Some(totals)
                 }
             };
+            self.sequences[lane] += 1;
+            frame.set_sequence(self.sequences[lane]);
             totals.bytes += frame.wire_bytes() as u64;
             let mut bytes = Vec::with_capacity(frame.wire_bytes());
             frame
                 .write_to(&mut bytes)
                 .map_err(|error| lost(&format!("lane {lane}"), "sending pages", &error))?;
-            frames.push((sequence, bytes, end));
+            frames.push((self.sequences[lane], bytes, end));
         }
         Ok(frames)
     }

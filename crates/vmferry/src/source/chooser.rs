@@ -14,7 +14,7 @@
 
 mod model;
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -55,6 +55,9 @@ pub struct Chooser {
     when_busy: WhenBusy,
     deltas: bool,
     frame_pages: usize,
+    workers: usize,
+    /// Workers that compress in the way that the user has fixed.
+    compressing: AtomicUsize,
     started: Instant,
     model: Mutex<Model>,
     /// Nanoseconds that planning took, over all workers.
@@ -73,6 +76,8 @@ impl Chooser {
             when_busy: config.when_busy,
             deltas: config.delta_memory > 0,
             frame_pages: config.frame_pages,
+            workers: worker_threads(config.workers),
+            compressing: AtomicUsize::new(0),
             started: Instant::now(),
             model: Mutex::new(Model::new(lanes, worker_threads(config.workers), cap)),
             planning: AtomicU64::new(0),
@@ -91,10 +96,14 @@ impl Chooser {
             CompressionWay::Off => fixed(None, false),
             CompressionWay::Delta => fixed(None, true),
             CompressionWay::Fixed(method) => {
-                let busy = hungry && self.when_busy == WhenBusy::Raw;
-                if busy && self.model().raw_is_sooner() {
+                // One worker is kept free, or the channel would wait as soon as it is through with what is ready.
+                let most = self.workers.saturating_sub(1).max(1);
+                let busy = hungry || self.compressing.load(Ordering::Relaxed) >= most;
+                let raw = busy && self.when_busy == WhenBusy::Raw && self.model().raw_is_sooner();
+                if raw {
                     Decision { why: Why::Waiting, ..fixed(None, true) }
                 } else {
+                    self.compressing.fetch_add(1, Ordering::Relaxed);
                     fixed(Some(method), true)
                 }
             }
@@ -115,6 +124,9 @@ impl Chooser {
 
     /// A frame was encoded, reading included, in so much time.
     pub fn encoded(&self, decision: Decision, counts: FrameCounts, took: Duration) {
+        if decision.way == FIXED {
+            self.compressing.fetch_sub(1, Ordering::Relaxed);
+        }
         self.model().encoded(self.started.elapsed(), decision.way, &counts, took);
     }
 

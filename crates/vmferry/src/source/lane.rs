@@ -48,7 +48,14 @@ impl Lane {
         context: LaneContext,
         writer: ChannelWriter,
     ) -> std::io::Result<Self> {
-        let sender = SenderThread { number, lane, context, writer, totals: LaneTotals::default() };
+        let sender = SenderThread {
+            number,
+            lane,
+            context,
+            writer,
+            sequence: 0,
+            totals: LaneTotals::default(),
+        };
         let thread = std::thread::Builder::new()
             .name(format!("lane{number}-send"))
             .spawn(|| sender.run())?;
@@ -71,6 +78,8 @@ struct SenderThread {
     lane: Arc<PoolLane>,
     context: LaneContext,
     writer: ChannelWriter,
+    /// Frames sent so far, which number them.
+    sequence: u64,
     /// Of the round that is being sent.
     totals: LaneTotals,
 }
@@ -80,9 +89,10 @@ impl SenderThread {
         let cpu = self.context.cpu.clone();
         let _cpu = cpu.count_this_thread();
         let mut idle_since = Instant::now();
-        while let Some((sequence, finished)) = self.lane.outgoing.take() {
+        while let Some(Finished { mut frame, what }) = self.lane.outgoing.take() {
             let begun = Instant::now();
-            let Finished { frame, what } = finished;
+            self.sequence += 1;
+            frame.set_sequence(self.sequence);
             let bytes = frame.wire_bytes() as u64;
             if !self.context.limiter.take(bytes) {
                 return;
@@ -95,8 +105,8 @@ impl SenderThread {
             self.context.chooser.sent(self.number, bytes, begun - idle_since, ended - begun);
             idle_since = ended;
             self.context.sent.bytes.fetch_add(bytes, Ordering::Relaxed);
-            self.lane.window.sent(sequence, frame);
-            self.count(sequence, bytes, what);
+            self.lane.window.sent(self.sequence, frame);
+            self.count(bytes, what);
         }
     }
 
@@ -108,7 +118,7 @@ impl SenderThread {
         written.map_err(|error| lost(&format!("lane {}", self.number), "sending pages", &error))
     }
 
-    fn count(&mut self, sequence: u64, bytes: u64, what: FrameInfo) {
+    fn count(&mut self, bytes: u64, what: FrameInfo) {
         self.totals.bytes += bytes;
         match what {
             FrameInfo::Pages(counts, decision) => {
@@ -119,7 +129,8 @@ impl SenderThread {
                 self.totals.rearm = rearm;
                 self.totals.log = log;
                 let totals = std::mem::take(&mut self.totals);
-                let sent = Input::LaneSent { lane: self.number, end_sequence: sequence, totals };
+                let (lane, end_sequence) = (self.number, self.sequence);
+                let sent = Input::LaneSent { lane, end_sequence, totals };
                 let _ = self.context.results.send(sent);
             }
         }

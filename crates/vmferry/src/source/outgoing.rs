@@ -1,8 +1,8 @@
-//! Frames of one lane between the workers, which finish them in any order, and the channel, on which they
-//! go in the order of their numbers.
+//! Finished frames of one lane between the workers and the channel.
 //!
-//! Few frames are made ahead of the channel: a page that is read long before it is sent is likely to be
-//! written once more by then.
+//! They are sent in the order in which they are finished: a frame that takes long to compress does not hold up
+//! those that were finished meanwhile. Few frames are made ahead of the channel: a page that is read long
+//! before it is sent is likely to be written once more by then.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,47 +16,37 @@ pub struct Outgoing<T> {
     state: Mutex<State<T>>,
     ready: Condvar,
     hungry: AtomicBool,
-    limit: u64,
+    limit: usize,
     /// Raised when somebody has found no room, and half of it is there again.
     room: Arc<Signal>,
 }
 
 #[derive(Debug)]
 struct State<T> {
-    /// The frame whose turn it is, and those behind it.
-    frames: VecDeque<Option<T>>,
-    next: u64,
-    /// Frames that were begun when somebody found no room for another one.
-    full_at: Option<u64>,
+    frames: VecDeque<T>,
+    /// Frames here, and those in the making.
+    begun: usize,
+    /// Somebody has found no room.
+    missed: bool,
     closed: bool,
 }
 
 impl<T> Outgoing<T> {
-    /// A queue for `limit` frames, finished or in the making, the first of which has number 1. It raises
-    /// `room` when there is some again for those who found none.
+    /// A queue for `limit` frames, finished or in the making. It raises `room` when there is some again for
+    /// those who found none.
     pub fn new(limit: usize, room: Arc<Signal>) -> Self {
         Self {
             state: Mutex::new(State {
                 frames: VecDeque::with_capacity(limit),
-                next: 1,
-                full_at: None,
+                begun: 0,
+                missed: false,
                 closed: false,
             }),
             ready: Condvar::new(),
             hungry: AtomicBool::new(false),
-            limit: limit as u64,
+            limit,
             room,
         }
-    }
-
-    /// Whether another frame may be begun, when `begun` have been since the start.
-    pub fn has_room(&self, begun: u64) -> bool {
-        let mut state = self.lock();
-        let has_room = begun + 1 < state.next + self.limit;
-        if !has_room {
-            state.full_at = Some(begun);
-        }
-        has_room
     }
 
     /// Whether the channel waits for a frame.
@@ -64,42 +54,44 @@ impl<T> Outgoing<T> {
         self.hungry.load(Ordering::Relaxed)
     }
 
-    /// Takes a finished frame. Each number comes once.
-    pub fn put(&self, sequence: u64, frame: T) {
+    /// Whether another frame may be begun. Each is to be [put](Self::put) or [given up](Self::give_up).
+    pub fn try_begin(&self) -> bool {
         let mut state = self.lock();
-        let Some(place) = sequence.checked_sub(state.next) else { return };
-        let place = place as usize;
-        while state.frames.len() <= place {
-            state.frames.push_back(None);
+        let has_room = state.begun < self.limit;
+        if has_room {
+            state.begun += 1;
+        } else {
+            state.missed = true;
         }
-        state.frames[place] = Some(frame);
-        if place == 0 {
-            self.ready.notify_one();
-        }
+        has_room
     }
 
-    /// The next frame and its number, waiting until it is finished; `None` once the queue is closed.
-    pub fn take(&self) -> Option<(u64, T)> {
+    /// A frame that was begun will not come.
+    pub fn give_up(&self) {
+        self.lock().begun -= 1;
+    }
+
+    /// Takes a finished frame.
+    pub fn put(&self, frame: T) {
+        self.lock().frames.push_back(frame);
+        self.ready.notify_one();
+    }
+
+    /// The next frame, waiting for one; `None` once the queue is closed.
+    pub fn take(&self) -> Option<T> {
         let mut state = self.lock();
         loop {
             if state.closed {
                 return None;
             }
-            if let Some(Some(_)) = state.frames.front()
-                && let Some(frame) = state.frames.pop_front().flatten()
-            {
-                let sequence = state.next;
-                state.next += 1;
-                let left = |begun: u64| begun + 1 - state.next;
-                let room = state.full_at.is_some_and(|begun| left(begun) <= self.limit / 2);
-                if room {
-                    state.full_at = None;
-                }
+            if let Some(frame) = state.frames.pop_front() {
+                state.begun -= 1;
+                let room = state.begun <= self.limit / 2 && std::mem::take(&mut state.missed);
                 drop(state);
                 if room {
                     self.room.raise();
                 }
-                return Some((sequence, frame));
+                return Some(frame);
             }
             self.hungry.store(true, Ordering::Relaxed);
             state = self.ready.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -129,39 +121,33 @@ mod tests {
     #[test]
     fn there_is_room_for_so_many() {
         let queue = queue(2);
-        assert!(queue.has_room(0) && queue.has_room(1) && !queue.has_room(2));
-        queue.put(1, ());
-        assert!(!queue.has_room(2), "finished and not gone");
+        assert!(queue.try_begin() && queue.try_begin());
+        assert!(!queue.try_begin(), "in the making");
+        queue.put('a');
+        assert!(!queue.try_begin(), "finished and not gone");
         let seen = queue.room.now().unwrap();
-        queue.take().unwrap();
+        assert_eq!(queue.take(), Some('a'));
         queue.room.wait(seen);
-        assert!(queue.has_room(2) && !queue.has_room(3));
+        assert!(queue.try_begin() && !queue.try_begin());
+        queue.give_up();
+        assert!(queue.try_begin());
     }
 
     #[test]
-    fn frames_leave_in_the_order_of_their_numbers() {
+    fn the_channel_waits_for_a_frame_and_says_so() {
         let queue = queue(4);
-        for sequence in [2, 1, 4, 3] {
-            queue.put(sequence, sequence * 10);
-        }
-        let taken: Vec<_> = (0..4).map(|_| queue.take().unwrap()).collect();
-        assert_eq!(taken, [(1, 10), (2, 20), (3, 30), (4, 40)]);
-    }
-
-    #[test]
-    fn the_channel_waits_for_its_turn_and_says_so() {
-        let queue = queue(4);
-        queue.put(2, 'b');
+        assert!(queue.try_begin() && queue.try_begin());
         std::thread::scope(|scope| {
             let taking = scope.spawn(|| queue.take());
             while !queue.is_hungry() {
                 std::thread::yield_now();
             }
-            queue.put(1, 'a');
-            assert_eq!(taking.join().unwrap(), Some((1, 'a')));
+            queue.put('b');
+            assert_eq!(taking.join().unwrap(), Some('b'));
         });
+        queue.put('a');
         assert!(!queue.is_hungry());
-        assert_eq!(queue.take(), Some((2, 'b')));
+        assert_eq!(queue.take(), Some('a'), "whatever was begun first");
     }
 
     #[test]

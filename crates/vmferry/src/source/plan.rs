@@ -1,8 +1,7 @@
 //! What one lane of the source sends in a round, in which order and in which frames.
 //!
 //! A lane owns the pages whose number maps to it ([`crate::config::lane_of`]) for the whole
-//! migration, so no two versions of a page can overtake each other. Within the lane the frames are
-//! numbered without gaps. A plan is asked for one batch of pages after the other, by whichever worker
+//! migration, so no two versions of a page can overtake each other. A plan is asked for one batch of pages after the other, by whichever worker
 //! is free: planning costs next to nothing, and nobody waits to hand it on.
 
 use std::sync::Arc;
@@ -45,8 +44,6 @@ pub enum Task {
     EndOfRound {
         /// The round.
         round: u32,
-        /// The number of the frame that says so.
-        sequence: u64,
         /// What re-arming the dirty log took in this round.
         rearm: Duration,
         /// The dirty log's name in this round.
@@ -57,8 +54,6 @@ pub enum Task {
 /// Pages of one frame.
 pub struct PageBatch {
     round: u32,
-    /// The frame's number on its lane.
-    pub sequence: u64,
     slot: SlotId,
     pages: [u64; MOST_FRAME_PAGES],
     count: usize,
@@ -71,7 +66,7 @@ impl PageBatch {
     #[must_use]
     pub fn as_batch(&self) -> Batch<'_> {
         let pages = &self.pages[..self.count];
-        Batch { round: self.round, sequence: self.sequence, slot: self.slot, pages }
+        Batch { round: self.round, slot: self.slot, pages }
     }
 }
 
@@ -80,7 +75,6 @@ pub struct LanePlan {
     lane: usize,
     lanes: usize,
     log: Arc<dyn DirtyLog>,
-    sequence: u64,
     work: Option<Work>,
     /// Runs of the block that is being sent, last one first.
     runs: Vec<(u64, u64)>,
@@ -111,7 +105,6 @@ impl LanePlan {
             lane: lane.into(),
             lanes: usize::from(lanes).max(1),
             log,
-            sequence: 0,
             work: None,
             runs: Vec::with_capacity(BLOCK_PAGES as usize / 2),
             rearm_words: Vec::with_capacity(REARM_WORDS),
@@ -123,12 +116,6 @@ impl LanePlan {
         self.runs.clear();
         let (last, slot) = (false, SlotId(0));
         self.work = Some(Work { job, last, slot, block: 0, rearmed_to: 0, rearm: Duration::ZERO });
-    }
-
-    /// Frames begun so far.
-    #[must_use]
-    pub fn sequence(&self) -> u64 {
-        self.sequence
     }
 
     /// Whether there is something to do.
@@ -179,10 +166,8 @@ impl LanePlan {
 
     fn pages(&mut self, pages: [u64; MOST_FRAME_PAGES], count: usize) -> Option<Task> {
         let work = self.work.as_ref()?;
-        self.sequence += 1;
         Some(Task::Pages(PageBatch {
             round: work.job.round,
-            sequence: self.sequence,
             slot: work.slot,
             pages,
             count,
@@ -192,13 +177,7 @@ impl LanePlan {
 
     fn end(&mut self) -> Option<Task> {
         let work = self.work.take()?;
-        self.sequence += 1;
-        Some(Task::EndOfRound {
-            round: work.job.round,
-            sequence: self.sequence,
-            rearm: work.rearm,
-            log: self.log.name(),
-        })
+        Some(Task::EndOfRound { round: work.job.round, rearm: work.rearm, log: self.log.name() })
     }
 
     /// Takes the runs of the slot's next block that has any; whether there is one.
@@ -374,13 +353,12 @@ mod tests {
                     last: Some(Arc::clone(&last)),
                     given_back: None,
                 });
-                let (mut sequence, mut goes_last) = (0, false);
+                let mut goes_last = false;
                 loop {
-                    sequence += 1;
                     match plan.next(frame_pages, rearm_pages).unwrap().unwrap() {
                         Task::Pages(batch) => {
                             let batch = batch.as_batch();
-                            prop_assert_eq!((batch.round, batch.sequence), (7, sequence));
+                            prop_assert_eq!(batch.round, 7);
                             prop_assert!((1..=frame_pages).contains(&batch.pages.len()));
                             prop_assert!(batch.pages.is_sorted());
                             for page in batch.pages {
@@ -393,8 +371,8 @@ mod tests {
                                 goes_last |= is_last;
                             }
                         }
-                        Task::EndOfRound { round, sequence: end, log, .. } => {
-                            prop_assert_eq!((round, end, log), (7, sequence, "noting"));
+                        Task::EndOfRound { round, log, .. } => {
+                            prop_assert_eq!((round, log), (7, "noting"));
                             break;
                         }
                     }
@@ -403,22 +381,6 @@ mod tests {
                 prop_assert!(plan.next(frame_pages, rearm_pages).unwrap().is_none());
             }
             prop_assert_eq!(sent, Arc::unwrap_or_clone(pages));
-        }
-    }
-
-    #[test]
-    fn frames_are_numbered_over_all_rounds() {
-        let mut plan = LanePlan::new(0, 1, Arc::new(()));
-        for round in 1..4 {
-            let pages = Arc::new(set(&[(0, 10, 3)]));
-            plan.begin(Job { round, rearm: false, pages, last: None, given_back: None });
-            let numbers: Vec<u64> = std::iter::from_fn(|| plan.next(64, 1).unwrap())
-                .map(|task| match task {
-                    Task::Pages(batch) => batch.sequence,
-                    Task::EndOfRound { sequence, .. } => sequence,
-                })
-                .collect();
-            assert_eq!(numbers, [u64::from(round) * 2 - 1, u64::from(round) * 2]);
         }
     }
 }

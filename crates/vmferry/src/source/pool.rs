@@ -1,5 +1,5 @@
 //! The workers of the source: each takes the next batch of any lane, reads it, encodes it, and puts the
-//! frame into the lane's queue.
+//! frame into the lane's queue. The frames of a round are finished in any order; its end comes last.
 //!
 //! Nobody hands work out: a worker asks the lane's plan itself, under a lock that is held for as long as it
 //! takes to find 64 page numbers. So there is no thread that a busy compressor could stall.
@@ -15,7 +15,7 @@ use super::chooser::{Chooser, Decision};
 use super::encode::PageEncoder;
 use super::io::Input;
 use super::outgoing::Outgoing;
-use super::plan::{Job, LanePlan, Task};
+use super::plan::{Job, LanePlan, PageBatch, Task};
 use super::signal::Signal;
 use super::window::Window;
 use crate::cpu::CpuMeter;
@@ -40,11 +40,20 @@ pub enum FrameInfo {
 
 /// What the workers know of a lane.
 pub struct PoolLane {
-    plan: Mutex<LanePlan>,
+    work: Mutex<LaneWork>,
     /// Buffers.
     pub window: Arc<Window<EncodedFrame>>,
     /// Finished frames.
     pub outgoing: Outgoing<Finished>,
+}
+
+/// What is to be done, and what is being done.
+struct LaneWork {
+    plan: LanePlan,
+    /// Frames of pages that workers are making.
+    making: usize,
+    /// The end of the round, which follows on the last of them.
+    end: Option<Finished>,
 }
 
 impl PoolLane {
@@ -55,27 +64,55 @@ impl PoolLane {
         ahead: usize,
         signal: Arc<Signal>,
     ) -> Self {
-        Self { plan: Mutex::new(plan), window, outgoing: Outgoing::new(ahead, signal) }
+        let work = Mutex::new(LaneWork { plan, making: 0, end: None });
+        Self { work, window, outgoing: Outgoing::new(ahead, signal) }
     }
 
-    /// Something to do, a buffer for it, and whether the channel waits for it.
-    fn next(&self, chooser: &Chooser) -> Option<Result<(Task, EncodedFrame), MigrateError>> {
-        let mut plan = lock(&self.plan);
-        if !plan.has_work() || !self.outgoing.has_room(plan.sequence()) {
+    /// Pages to be made a frame of, and a buffer for it.
+    fn next(&self, chooser: &Chooser) -> Option<Result<(PageBatch, EncodedFrame), MigrateError>> {
+        let mut work = lock(&self.work);
+        if !work.plan.has_work() || !self.outgoing.try_begin() {
             return None;
         }
-        let frame = self.window.try_acquire(EncodedFrame::new)?;
+        let Some(mut frame) = self.window.try_acquire(EncodedFrame::new) else {
+            self.outgoing.give_up();
+            return None;
+        };
         let begun = Instant::now();
-        let task = plan.next(chooser.frame_pages(), chooser.rearm_pages());
-        drop(plan);
+        let task = work.plan.next(chooser.frame_pages(), chooser.rearm_pages());
         chooser.planned(begun.elapsed());
         match task {
-            Ok(Some(task)) => Some(Ok((task, frame))),
-            Ok(None) => {
-                self.window.give_back(frame);
-                None
+            Ok(Some(Task::Pages(batch))) => {
+                work.making += 1;
+                return Some(Ok((batch, frame)));
             }
-            Err(error) => Some(Err(error)),
+            Ok(Some(Task::EndOfRound { round, rearm, log })) => {
+                frame.end_of_round(round);
+                work.end = Some(Finished { frame, what: FrameInfo::EndOfRound(rearm, log) });
+                self.end_if_all_is_made(&mut work);
+            }
+            Ok(None) => {
+                self.outgoing.give_up();
+                self.window.give_back(frame);
+            }
+            Err(error) => return Some(Err(error)),
+        }
+        None
+    }
+
+    /// A frame is finished.
+    fn finished(&self, frame: Finished) {
+        self.outgoing.put(frame);
+        let mut work = lock(&self.work);
+        work.making -= 1;
+        self.end_if_all_is_made(&mut work);
+    }
+
+    fn end_if_all_is_made(&self, work: &mut LaneWork) {
+        if work.making == 0
+            && let Some(end) = work.end.take()
+        {
+            self.outgoing.put(end);
         }
     }
 }
@@ -122,7 +159,7 @@ impl Pool {
     /// Gives every lane its share of a round. The lanes must be idle.
     pub fn send_round(&self, job: &Job) {
         for lane in &self.shared.lanes {
-            lock(&lane.plan).begin(job.clone());
+            lock(&lane.work).plan.begin(job.clone());
         }
         self.shared.signal.raise();
     }
@@ -162,7 +199,8 @@ impl Shared {
                 continue;
             };
             first = index + 1;
-            let done = task.and_then(|(task, frame)| self.finish(index, task, frame, &mut encoder));
+            let done =
+                task.and_then(|(batch, frame)| self.make(index, &batch, frame, &mut encoder));
             if let Err(error) = done {
                 let _ = self.results.send(Input::Failed(error));
                 return;
@@ -170,29 +208,19 @@ impl Shared {
         }
     }
 
-    fn finish(
+    fn make(
         &self,
         index: usize,
-        task: Task,
+        batch: &PageBatch,
         mut frame: EncodedFrame,
         encoder: &mut PageEncoder,
     ) -> Result<(), MigrateError> {
         let lane = &self.lanes[index];
-        let (sequence, what) = match task {
-            Task::Pages(batch) => {
-                let decision =
-                    self.chooser.choose(lane.outgoing.is_hungry(), batch.as_batch().round);
-                let begun = Instant::now();
-                let counts = encoder.encode(index as u8, &batch, &mut frame, decision.choice)?;
-                self.chooser.encoded(decision, counts, begun.elapsed());
-                (batch.sequence, FrameInfo::Pages(counts, decision))
-            }
-            Task::EndOfRound { round, sequence, rearm, log } => {
-                frame.end_of_round(round, sequence);
-                (sequence, FrameInfo::EndOfRound(rearm, log))
-            }
-        };
-        lane.outgoing.put(sequence, Finished { frame, what });
+        let decision = self.chooser.choose(lane.outgoing.is_hungry(), batch.as_batch().round);
+        let begun = Instant::now();
+        let counts = encoder.encode(index as u8, batch, &mut frame, decision.choice)?;
+        self.chooser.encoded(decision, counts, begun.elapsed());
+        lane.finished(Finished { frame, what: FrameInfo::Pages(counts, decision) });
         Ok(())
     }
 }

@@ -97,7 +97,7 @@ fn round(when_busy: WhenBusy, held: usize, frame_first: bool) -> (FrameInfo, Vec
     let gate = Arc::new(Gate::default());
     let (pool, lanes, pages) = pool(when_busy, &gate);
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| lanes[1].outgoing.take().unwrap().1.what);
+        let waiting = scope.spawn(|| lanes[1].outgoing.take().unwrap().what);
         while !lanes[1].outgoing.is_hungry() {
             std::thread::yield_now();
         }
@@ -112,9 +112,9 @@ fn round(when_busy: WhenBusy, held: usize, frame_first: bool) -> (FrameInfo, Vec
         // The rest of the round, lane by lane: each has 8 frames and its end.
         let mut others = Vec::new();
         for lane in &lanes {
-            while let Some((sequence, finished)) = lane.outgoing.take() {
+            while let Some(finished) = lane.outgoing.take() {
                 others.push(finished.what);
-                if sequence == 9 {
+                if matches!(finished.what, FrameInfo::EndOfRound(..)) {
                     break;
                 }
             }
