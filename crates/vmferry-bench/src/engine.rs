@@ -187,7 +187,7 @@ fn fill(memory: &GuestMemory) -> anyhow::Result<()> {
 
 /// One thread that copies the memory once, through a buffer that stays in the cache: the least
 /// that an engine does which looks at a page before it sends it.
-fn copy_bandwidth(
+pub fn copy_bandwidth(
     source: &GuestMemory,
     destination: &GuestMemory,
     whole: PageRun,

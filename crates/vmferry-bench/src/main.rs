@@ -2,6 +2,7 @@
 //! run.
 
 mod bitmap;
+mod compression;
 mod dirty_log;
 mod engine;
 mod machine;
@@ -27,7 +28,10 @@ struct Arguments {
     /// Small and once: shows that it works, and measures nothing.
     #[arg(long)]
     quick: bool,
-    /// Draw the plots into this file (bitmap, dirty-log).
+    /// With as much memory and time as in the published test (compression).
+    #[arg(long, conflicts_with = "quick")]
+    full: bool,
+    /// Draw the plots into this file (bitmap, dirty-log, compression).
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
 }
@@ -44,18 +48,30 @@ enum Name {
     Bitmap,
     /// What a harvest costs with each dirty log.
     DirtyLog,
+    /// Pages per second with each way to compress, by content and link.
+    Compression,
 }
 
 fn main() -> anyhow::Result<()> {
     let arguments = Arguments::parse();
-    let has_plots = matches!(arguments.name, Name::Bitmap | Name::DirtyLog);
-    ensure!(arguments.svg.is_none() || has_plots, "only `bitmap` and `dirty-log` have plots");
+    let has_plots = matches!(arguments.name, Name::Bitmap | Name::DirtyLog | Name::Compression);
+    ensure!(
+        arguments.svg.is_none() || has_plots,
+        "only `bitmap`, `dirty-log` and `compression` have plots"
+    );
+    let is_compression = matches!(arguments.name, Name::Compression);
+    ensure!(!arguments.full || is_compression, "only `compression` has a full size");
     let results = match arguments.name {
         Name::Engine => engine::run(arguments.quick)?,
         Name::Qemu => qemu::run(arguments.quick)?,
         Name::Place => place::run(arguments.quick)?,
         Name::DirtyLog => dirty_log::run(arguments.quick)?,
         Name::Bitmap => bitmap::run(arguments.quick)?,
+        Name::Compression => compression::run(match (arguments.quick, arguments.full) {
+            (true, _) => compression::Size::Quick,
+            (_, true) => compression::Size::Full,
+            _ => compression::Size::Usual,
+        })?,
     };
     if let Some(path) = &arguments.svg {
         plot::draw(&results.plots, path)

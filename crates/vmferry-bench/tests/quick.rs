@@ -124,3 +124,54 @@ fn dirty_log_prints_one_object_of_the_promised_shape() {
         assert!(result["ratios"][ratio].as_f64() > Some(0.0), "{ratio}");
     }
 }
+
+#[test]
+fn compression_prints_one_object_of_the_promised_shape() {
+    let result = with_plots("compression");
+    assert_eq!(result["name"], "compression");
+    let rows = result["rows"].as_array().unwrap();
+    for way in ["raw", "zlib per call", "zlib pipeline", "lz4", "zstd:1", "zstd:3", "auto"] {
+        assert!(rows.iter().any(|row| row["way"] == way), "{way}");
+    }
+    for row in rows {
+        for key in ["pages_per_s", "wire_mb_per_s", "ratio", "source_cpu_s_per_gib"] {
+            assert!(row[key].as_f64() > Some(0.0), "{key}: {row}");
+        }
+    }
+    for row in result["profile"].as_array().unwrap() {
+        let allocates = row["allocations_per_page"].as_f64() >= Some(1.0);
+        assert_eq!(allocates, row["way"] == "zlib per call", "{row}");
+    }
+    for ratio in [
+        "pipeline_over_percall_zlib",
+        "auto_over_percall_zlib_uncapped",
+        "auto_of_link_limit_350mbit",
+        "auto_of_link_limit_350mbit_program",
+        "auto_over_raw_uncapped",
+        "auto_worst_over_best_fixed",
+        "delta_over_best_nodelta_hot",
+        "migration_thread_cpu_share",
+    ] {
+        assert!(result["ratios"][ratio].as_f64() > Some(0.0), "{ratio}");
+    }
+    assert!(result["ratios"]["allocations_per_page"].as_f64() < Some(1.0), "{result}");
+    let outcomes = result["converge"].as_array().unwrap();
+    let outcome = |way: &str| &outcomes.iter().find(|row| row["way"] == way).unwrap()["outcome"];
+    assert_eq!(outcome("none"), "refused");
+    assert_eq!(outcome("auto"), "handed over");
+    assert!(result["codecs"].as_array().is_some_and(|codecs| codecs.len() >= 8), "{result}");
+}
+
+#[test]
+fn only_compression_has_a_full_size() {
+    let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
+        .args(["place", "--quick", "--full"])
+        .output()
+        .unwrap();
+    assert!(!output.status.success());
+    let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
+        .args(["place", "--full"])
+        .output()
+        .unwrap();
+    assert!(String::from_utf8_lossy(&output.stderr).contains("full size"));
+}
