@@ -84,7 +84,7 @@ impl Chooser {
         }
     }
 
-    /// How the next frame is to be encoded. `hungry`: its channel waits for it.
+    /// How the next frame is to be encoded. `hungry`: all channels wait for one.
     pub fn choose(&self, hungry: bool, round: u32) -> Decision {
         let now = self.started.elapsed();
         let fixed = |method: Option<Method>, delta: bool| {

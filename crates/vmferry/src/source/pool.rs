@@ -216,7 +216,9 @@ impl Shared {
         encoder: &mut PageEncoder,
     ) -> Result<(), MigrateError> {
         let lane = &self.lanes[index];
-        let decision = self.chooser.choose(lane.outgoing.is_hungry(), batch.as_batch().round);
+        // While any channel sends, the link is not idle.
+        let hungry = self.lanes.iter().all(|lane| lane.outgoing.is_hungry());
+        let decision = self.chooser.choose(hungry, batch.as_batch().round);
         let begun = Instant::now();
         let counts = encoder.encode(index as u8, batch, &mut frame, decision.choice)?;
         self.chooser.encoded(decision, counts, begun.elapsed());

@@ -43,6 +43,10 @@ const OUTLIER: f64 = 3.0;
 const TRIAL_PART: f64 = 0.02;
 /// By how much another way must be better.
 const BETTER: f64 = 1.04;
+/// Ways that differ by less are as good as each other.
+const AS_GOOD: f64 = 1.025;
+/// Of those, one that takes less than this part of the present one's time is taken.
+const CHEAPER: f64 = 0.7;
 /// A channel's rate is worth a look after so long, or so many bytes.
 const LOOK: (Duration, u64) = (Duration::from_millis(10), 4 << 20);
 /// A channel that waited for less than this part of the time shows what the link carries.
@@ -50,12 +54,12 @@ const IDLE_PART: f64 = 0.1;
 /// A link that always waits for frames is believed to carry twice as much after so long.
 const DOUBLED: Duration = Duration::from_millis(350);
 /// What came of the present way is looked at after so long, and believed for so long.
-const OUTCOME: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(3));
+const OUTCOME: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(1));
 /// Without a frame for so long there is nothing to do.
 const PAUSE: Duration = Duration::from_millis(20);
 /// Until it is known whether pages change little, they are kept for deltas where the link is slower, in bytes
 /// per second.
-const SLOW_LINK: f64 = 700e6;
+const SLOW_LINK: f64 = 400e6;
 /// If less than this part of the pages that are held become deltas, deltas are mostly left out.
 const FEW_DELTAS: f64 = 0.1;
 /// Then they are tried with one frame in so many.
@@ -249,7 +253,9 @@ impl Model {
         self.tally.pages += pages;
         self.tally.busy += since;
         if self.tally.busy >= OUTCOME.0 {
-            let pages_per_s = self.tally.pages as f64 / self.tally.busy.as_secs_f64();
+            let seen = self.tally.pages as f64 / self.tally.busy.as_secs_f64();
+            let before = self.outcomes[self.current].map_or(seen, |known| known.pages_per_s);
+            let pages_per_s = f64::midpoint(before, seen);
             self.outcomes[self.current] = Some(Outcome { pages_per_s, at: now });
             self.tally = Tally { at: now, ..Tally::default() };
         }
@@ -303,16 +309,17 @@ impl Model {
         round > 1 && (likely || self.frames.is_multiple_of(DELTA_TRIAL))
     }
 
-    /// Goes over to a way that is clearly better.
+    /// Goes over to a way that is clearly better, or as good and clearly cheaper.
     fn settle(&mut self, link: f64) {
-        let at_present = self.rate(self.current, link);
-        for way in 0..WAYS.len() {
-            if (self.ways[way].is_some() || way == RAW)
-                && self.rate(way, link) > BETTER * at_present.max(self.rate(self.current, link))
-            {
-                self.current = way;
-                self.tally = Tally { at: self.tally.at, ..Tally::default() };
-            }
+        let known = || (0..WAYS.len()).filter(|way| self.ways[*way].is_some() || *way == RAW);
+        let best = known().map(|way| self.rate(way, link)).fold(0.0, f64::max);
+        let cost = |way: usize| self.known(way).seconds_per_page;
+        let as_good = known().filter(|way| self.rate(*way, link) * AS_GOOD >= best);
+        let Some(way) = as_good.min_by(|a, b| cost(*a).total_cmp(&cost(*b))) else { return };
+        let worse = self.rate(self.current, link) * BETTER < best;
+        if way != self.current && (worse || cost(way) < CHEAPER * cost(self.current)) {
+            self.current = way;
+            self.tally = Tally { at: self.tally.at, ..Tally::default() };
         }
     }
 
