@@ -43,6 +43,8 @@ const OUTLIER: f64 = 3.0;
 const TRIAL_PART: f64 = 0.02;
 /// By how much another way must be better.
 const BETTER: f64 = 1.04;
+/// What a page must become at most, in parts of itself, for a way to be worth anything.
+const USEFUL: f64 = 0.97;
 /// Ways that differ by less are as good as each other.
 const AS_GOOD: f64 = 1.025;
 /// Of those, one that takes less than this part of the present one's time is taken.
@@ -285,7 +287,7 @@ impl Model {
             // One frame more does not wait for the workers as a whole, but for one of them.
             let sooner =
                 |a: &usize, b: &usize| self.arrives(*a, link).total_cmp(&self.arrives(*b, link));
-            let known = (0..WAYS.len()).filter(|way| self.ways[*way].is_some() || *way == RAW);
+            let known = (0..WAYS.len()).filter(|way| self.is_useful(*way));
             return (known.min_by(sooner).unwrap_or(RAW), Why::Waiting);
         }
         (self.current, Why::Best)
@@ -311,16 +313,22 @@ impl Model {
 
     /// Goes over to a way that is clearly better, or as good and clearly cheaper.
     fn settle(&mut self, link: f64) {
-        let known = || (0..WAYS.len()).filter(|way| self.ways[*way].is_some() || *way == RAW);
+        let known = || (0..WAYS.len()).filter(|way| self.is_useful(*way));
         let best = known().map(|way| self.rate(way, link)).fold(0.0, f64::max);
         let cost = |way: usize| self.known(way).seconds_per_page;
         let as_good = known().filter(|way| self.rate(*way, link) * AS_GOOD >= best);
         let Some(way) = as_good.min_by(|a, b| cost(*a).total_cmp(&cost(*b))) else { return };
-        let worse = self.rate(self.current, link) * BETTER < best;
+        let worse = self.rate(self.current, link) * BETTER < best || !self.is_useful(self.current);
         if way != self.current && (worse || cost(way) < CHEAPER * cost(self.current)) {
             self.current = way;
             self.tally = Tally { at: self.tally.at, ..Tally::default() };
         }
+    }
+
+    /// Whether a way is known, and makes pages shorter, or leaves them as they are without looking at them.
+    fn is_useful(&self, way: usize) -> bool {
+        way == RAW
+            || self.ways[way].is_some_and(|way| way.bytes_per_page < USEFUL * PAGE_SIZE as f64)
     }
 
     /// A way that is not known, or not any more, and might be better than the present one.
