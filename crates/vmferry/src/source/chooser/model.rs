@@ -33,8 +33,11 @@ const HOPES: [(f64, f64); WAYS.len()] =
 const TELLING_PAGES: u64 = 16;
 /// How much of what was known a frame, or a look at the link, replaces.
 const NEWS: f64 = 0.2;
+/// The same of a worker's time: by a frame that was quicker than usual, and by one that was slower.
+const GOOD_NEWS: f64 = 0.3;
+const BAD_NEWS: f64 = 0.05;
 /// A way is tried again when it was last tried so long ago.
-const STALE: Duration = Duration::from_secs(1);
+const STALE: Duration = Duration::from_millis(300);
 /// Frames after which a way is known.
 const TRIALS: u32 = 3;
 /// A frame that took so many times as long as usual counts as no more than that.
@@ -99,13 +102,16 @@ impl Way {
     /// What follows from one frame more.
     fn and(self, seen: Self) -> Self {
         let mix = |known: f64, seen: f64| known + NEWS * (seen - known);
-        // A worker that had to wait for a processor says more about the processor than about the way; of the
-        // first few frames the quickest counts, later on all do, but none too much.
-        let (known_s, seen_s) = (self.seconds_per_page, seen.seconds_per_page);
+        // A frame that took long mostly had to wait for a processor, or for memory that was touched for the first
+        // time, so a quick one says more of the way itself. What the way yields with all that goes on besides is
+        // seen in its outcome.
+        let slower = seen.seconds_per_page > self.seconds_per_page;
+        let news = if slower { BAD_NEWS } else { GOOD_NEWS };
+        let seen_s = seen.seconds_per_page.min(OUTLIER * self.seconds_per_page);
         let seconds_per_page = if self.frames < TRIALS {
-            known_s.min(seen_s)
+            self.seconds_per_page.min(seen_s)
         } else {
-            mix(known_s, seen_s.min(OUTLIER * known_s))
+            self.seconds_per_page + news * (seen_s - self.seconds_per_page)
         };
         let bytes_per_page = mix(self.bytes_per_page, seen.bytes_per_page);
         let frames = self.frames.saturating_add(1);
