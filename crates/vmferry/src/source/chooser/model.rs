@@ -68,7 +68,7 @@ const SLOW_LINK: f64 = 400e6;
 /// If less than this part of the pages that are held become deltas, deltas are mostly left out.
 const FEW_DELTAS: f64 = 0.1;
 /// Then they are tried with one frame in so many.
-const DELTA_TRIAL: u32 = 16;
+const DELTA_TRIAL: u32 = 64;
 
 #[derive(Clone, Copy, Debug)]
 struct Way {

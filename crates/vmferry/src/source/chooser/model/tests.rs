@@ -159,7 +159,7 @@ fn frames_have_more_pages_where_many_are_zero() {
 
 #[test]
 fn deltas_that_never_come_off_are_mostly_left_out() {
-    let tried = |model: &mut Model| (0..160).filter(|_| model.tries_deltas(2)).count();
+    let tried = |model: &mut Model| (0..640).filter(|_| model.tries_deltas(2)).count();
     assert_eq!(tried(&mut Model::new(1, 2, Some(2_000_000_000))), 10, "not known yet");
     let mut model = Model::new(1, 2, Some(100_000_000));
     let frame = |model: &mut Model, made: u64| {
