@@ -72,7 +72,7 @@ impl Process {
         job: Job,
         guest: &Guest,
         network: &mut Network,
-    ) -> Result<Vec<(u64, Vec<u8>, Option<LaneTotals>)>, MigrateError> {
+    ) -> Result<Vec<SentFrame>, MigrateError> {
         let (rearm, mut frames) = (job.rearm, Vec::new());
         let mut totals = LaneTotals::default();
         self.plans[lane].begin(job);
@@ -185,6 +185,9 @@ impl Held {
         }
     }
 }
+
+/// A frame's number and bytes, and what the round was with its last one.
+type SentFrame = (u64, Vec<u8>, Option<LaneTotals>);
 
 /// Ways to encode a frame. Zlib is left out: its bytes are not the same on every machine, and a schedule is
 /// to be.
