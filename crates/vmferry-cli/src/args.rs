@@ -338,8 +338,8 @@ Examples:
   vmferry demo --memory 1G --vcpus 4 --hot 128M --channels 4
   vmferry demo --guest process --transport unix --json
   vmferry demo --workload display
-  vmferry demo --max-bandwidth 4M --compress none --downtime-limit 20ms   # does not converge, and says why
-  vmferry demo --max-bandwidth 4M --downtime-limit 20ms                   # compressed, it does")]
+  vmferry demo --workload \"fill=128,text\" --max-bandwidth 20M --compress zstd:3
+  vmferry demo --max-bandwidth 20M --downtime-limit 20ms    # does not converge, and says why")]
 pub struct DemoOptions {
     /// The guest.
     #[command(flatten)]
