@@ -45,6 +45,17 @@ pub enum Arrival {
         lane: u8,
         /// The session's token, if it is honest.
         token: Token,
+        /// How often the lane's channel was dialled before.
+        attempt: u64,
+        /// The connection.
+        connection: Connection,
+    },
+    /// Wants to go on with a session whose control channel was lost.
+    Resume {
+        /// The session's token, if it is honest.
+        token: Token,
+        /// How often the control channel was dialled before.
+        attempt: u64,
         /// The connection.
         connection: Connection,
     },
@@ -148,9 +159,15 @@ fn receive_greeting(pending: Pending) -> Result<Arrival, MigrateError> {
     let mut connection = Connection { reader, writer, closer, peer };
     Ok(match hello.role {
         Role::Control => Arrival::Control(connection),
-        Role::Data => Arrival::Data { lane: hello.lane, token: hello.token, connection },
+        Role::Data => Arrival::Data {
+            lane: hello.lane,
+            token: hello.token,
+            attempt: hello.attempt,
+            connection,
+        },
+        Role::Resume => Arrival::Resume { token: hello.token, attempt: hello.attempt, connection },
         Role::Query => {
-            reply(&mut connection, HelloStatus::Ok)?;
+            reply(&mut connection, HelloStatus::Ok, 0)?;
             let mut reader = ControlReader::new(&mut connection.reader);
             match reader.receive("a question about a session")? {
                 ControlMessage::Query { session } => Arrival::Query { session, connection },
@@ -164,7 +181,7 @@ fn receive_greeting(pending: Pending) -> Result<Arrival, MigrateError> {
             }
         }
         Role::Other(role) => {
-            reply(&mut connection, HelloStatus::Refused)?;
+            reply(&mut connection, HelloStatus::Refused, 0)?;
             return Err(MigrateError::Protocol {
                 channel: "greeting".into(),
                 offset: 0,
@@ -174,18 +191,22 @@ fn receive_greeting(pending: Pending) -> Result<Arrival, MigrateError> {
     })
 }
 
-/// Answers a greeting.
+/// Answers a greeting. `placed`: the last frame up to which all of a data channel's lane are placed.
 ///
 /// # Errors
 /// The link's.
-pub fn reply(connection: &mut Connection, status: HelloStatus) -> Result<(), MigrateError> {
-    answer(&mut connection.writer, status)
+pub fn reply(
+    connection: &mut Connection,
+    status: HelloStatus,
+    placed: u64,
+) -> Result<(), MigrateError> {
+    answer(&mut connection.writer, status, placed)
         .map_err(|error| crate::link::lost("greeting", "answering it", &error))
 }
 
 /// Answers a greeting with a refusal and closes the connection in order.
 pub fn turn_away(mut connection: Connection, status: HelloStatus) {
-    if answer(&mut connection.writer, status).is_ok() {
+    if answer(&mut connection.writer, status, 0).is_ok() {
         // Whoever does not wait for the answer has lost nothing.
         let _ = connection.writer.finish();
     }
