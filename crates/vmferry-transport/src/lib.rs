@@ -30,6 +30,6 @@ pub use address::{Address, AddressError};
 pub use channel::{Channel, ChannelCloser, ChannelReader, ChannelWriter, PeerIdentity};
 pub use dial::Dialer;
 pub use error::TransportError;
-pub use identity::TlsIdentity;
+pub use identity::{IdentityFiles, TlsIdentity};
 pub use listen::{Listener, ListenerCloser, Pending};
 pub use rate::RateLimiter;

@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use rustls::Connection;
 
+use crate::channel::PeerIdentity;
 use crate::stream::Stream;
 
 /// Ciphertext that is received in one call. A frame of 256 KiB comes in one or two.
@@ -45,11 +46,14 @@ impl TlsSession {
         Self { stream, connection: Mutex::new(connection), sending }
     }
 
-    /// The names in the peer's certificate.
-    pub fn peer_names(&self) -> Vec<String> {
+    /// The peer at this address, by its certificate.
+    pub fn peer(&self, address: String) -> PeerIdentity {
         let connection = self.connection();
         let certificates = connection.peer_certificates().unwrap_or_default();
-        certificates.first().map(crate::identity::names_of).unwrap_or_default()
+        let names = certificates.first().map(crate::identity::names_of).unwrap_or_default();
+        let group = connection.negotiated_key_exchange_group();
+        let key_exchange = group.map(|group| format!("{:?}", group.name()));
+        PeerIdentity::authenticated(address, names, key_exchange)
     }
 
     /// What rustls does by itself after 2^24 records, some 256 GiB.
