@@ -11,8 +11,10 @@ use crate::address::Address;
 use crate::channel::{Channel, PeerIdentity};
 use crate::error::TransportError;
 use crate::handshake::shake_hands;
-use crate::identity::TlsIdentity;
+use crate::identity::{ALPN, TlsIdentity};
+use crate::plain::Plain;
 use crate::stream::Stream;
+use crate::tls::{Tls, TlsSession};
 use crate::unix;
 
 /// Makes channels to one destination.
@@ -46,13 +48,12 @@ impl Dialer {
             Address::Unix(path) => {
                 let stream = unix::connect(path, self.connect_timeout)
                     .map_err(|source| TransportError::Connect { address: name.clone(), source })?;
-                let peer = PeerIdentity { address: name, names: Vec::new(), tls: false };
-                Ok(Channel::new(Arc::new(Stream::Unix(stream)), None, peer))
+                let plain = Plain(Arc::new(Stream::Unix(stream)));
+                Ok(Channel::new(plain, PeerIdentity::anonymous(name)))
             }
             Address::Tcp { host, port } => {
                 let stream = self.tcp(host, *port, &name)?;
-                let peer = PeerIdentity { address: name, names: Vec::new(), tls: false };
-                Ok(Channel::new(stream, None, peer))
+                Ok(Channel::new(Plain(stream), PeerIdentity::anonymous(name)))
             }
             Address::Tls { host, port } => {
                 let identity = self.tls.as_ref().ok_or(TransportError::NoIdentity)?;
@@ -62,14 +63,16 @@ impl Dialer {
                     .map_err(|_| TransportError::ServerName { name: wanted.clone() })?;
                 let connection = ClientConnection::new(Arc::clone(&identity.client), server)
                     .map_err(|error| TransportError::from_tls(error, name.clone()))?;
-                let session = shake_hands(
-                    Arc::clone(&stream),
+                let connection = shake_hands(
+                    &stream,
                     Connection::Client(connection),
+                    ALPN,
                     &name,
                     self.connect_timeout,
                 )?;
+                let session = TlsSession::new(stream, connection);
                 let peer = PeerIdentity { address: name, names: session.peer_names(), tls: true };
-                Ok(Channel::new(stream, Some(Arc::new(session)), peer))
+                Ok(Channel::new(Tls(Arc::new(session)), peer))
             }
         }
     }

@@ -15,8 +15,10 @@ use crate::channel::{Channel, PeerIdentity};
 use crate::dial::resolve;
 use crate::error::TransportError;
 use crate::handshake::shake_hands;
-use crate::identity::TlsIdentity;
+use crate::identity::{ALPN, TlsIdentity};
+use crate::plain::Plain;
 use crate::stream::Stream;
+use crate::tls::{Tls, TlsSession};
 use crate::unix::{self, SocketFile};
 
 /// A listening socket. A Unix socket's file is removed when it is dropped.
@@ -197,18 +199,15 @@ impl Pending {
     /// See [`TransportError`].
     pub fn handshake(self, timeout: Duration) -> Result<Channel, TransportError> {
         let Some(identity) = self.tls else {
-            let peer = PeerIdentity { address: self.peer, names: Vec::new(), tls: false };
-            return Ok(Channel::new(self.stream, None, peer));
+            let peer = PeerIdentity::anonymous(self.peer);
+            return Ok(Channel::new(Plain(self.stream), peer));
         };
         let connection = ServerConnection::new(Arc::clone(&identity.server))
             .map_err(|error| TransportError::from_tls(error, self.peer.clone()))?;
-        let session = shake_hands(
-            Arc::clone(&self.stream),
-            Connection::Server(connection),
-            &self.peer,
-            timeout,
-        )?;
+        let connection = Connection::Server(connection);
+        let connection = shake_hands(&self.stream, connection, ALPN, &self.peer, timeout)?;
+        let session = TlsSession::new(self.stream, connection);
         let peer = PeerIdentity { address: self.peer, names: session.peer_names(), tls: true };
-        Ok(Channel::new(self.stream, Some(Arc::new(session)), peer))
+        Ok(Channel::new(Tls(Arc::new(session)), peer))
     }
 }
