@@ -12,7 +12,9 @@ use crate::channel::{Channel, PeerIdentity};
 use crate::error::TransportError;
 use crate::handshake::shake_hands;
 use crate::identity::{ALPN, TlsIdentity};
+use crate::plain::Plain;
 use crate::stream::Stream;
+use crate::tls::{Tls, TlsSession};
 use crate::unix;
 
 /// Makes channels to one destination.
@@ -67,12 +69,11 @@ impl Dialer {
                 let stream = Stream::Unix(stream);
                 let mut peer = PeerIdentity::anonymous(name);
                 peer.uid = stream.peer_uid();
-                Ok(Channel::new(Arc::new(stream), None, peer))
+                Ok(Channel::new(Plain(Arc::new(stream)), peer))
             }
             Address::Tcp { host, port } => {
                 let stream = self.tcp(host, *port, &name)?;
-                let peer = PeerIdentity::anonymous(name);
-                Ok(Channel::new(stream, None, peer))
+                Ok(Channel::new(Plain(stream), PeerIdentity::anonymous(name)))
             }
             Address::Tls { host, port } => {
                 let identity = self.tls.as_ref().ok_or(TransportError::NoIdentity)?;
@@ -83,14 +84,16 @@ impl Dialer {
                     .map_err(|_| TransportError::ServerName { name: wanted.clone() })?;
                 let connection = ClientConnection::new(config, server)
                     .map_err(|error| TransportError::from_tls(error, name.clone()))?;
-                let session = shake_hands(
-                    Arc::clone(&stream),
+                let connection = shake_hands(
+                    &stream,
                     Connection::Client(connection),
+                    ALPN,
                     &name,
                     self.connect_timeout,
                 )?;
+                let session = TlsSession::new(stream, connection);
                 let peer = session.peer(name);
-                Ok(Channel::new(stream, Some(Arc::new(session)), peer))
+                Ok(Channel::new(Tls(Arc::new(session)), peer))
             }
         }
     }

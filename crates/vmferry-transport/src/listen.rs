@@ -16,7 +16,10 @@ use crate::dial::resolve;
 use crate::error::TransportError;
 use crate::handshake::shake_hands;
 use crate::identity::{ALPN, TlsIdentity};
+use crate::plain::Plain;
 use crate::stream::Stream;
+use crate::tls::{Tls, TlsSession};
+use crate::transport::Close;
 use crate::unix::{self, SocketFile};
 
 /// A listening socket. A Unix socket's file is removed when it is dropped.
@@ -206,7 +209,7 @@ impl Pending {
     /// Closes the connection from any thread, its handshake too.
     #[must_use]
     pub fn closer(&self) -> ChannelCloser {
-        ChannelCloser::new(Arc::clone(&self.stream))
+        ChannelCloser::new(Arc::clone(&self.stream) as Arc<dyn Close>)
     }
 
     /// Authenticates both sides on a `tls:` listener, within `timeout`; nothing to do on others.
@@ -217,17 +220,14 @@ impl Pending {
         let Some(identity) = self.tls else {
             let mut peer = PeerIdentity::anonymous(self.peer);
             peer.uid = self.stream.peer_uid();
-            return Ok(Channel::new(self.stream, None, peer));
+            return Ok(Channel::new(Plain(self.stream), peer));
         };
         let connection = ServerConnection::new(identity.server_config(ALPN))
             .map_err(|error| TransportError::from_tls(error, self.peer.clone()))?;
-        let session = shake_hands(
-            Arc::clone(&self.stream),
-            Connection::Server(connection),
-            &self.peer,
-            timeout,
-        )?;
+        let connection = Connection::Server(connection);
+        let connection = shake_hands(&self.stream, connection, ALPN, &self.peer, timeout)?;
+        let session = TlsSession::new(self.stream, connection);
         let peer = session.peer(self.peer);
-        Ok(Channel::new(self.stream, Some(Arc::new(session)), peer))
+        Ok(Channel::new(Tls(Arc::new(session)), peer))
     }
 }

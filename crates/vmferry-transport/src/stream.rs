@@ -1,6 +1,6 @@
 //! A connected socket of either kind.
 
-use std::io::{self, IoSlice, Read, Write};
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{IpAddr, Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
@@ -91,6 +91,13 @@ impl Read for &Stream {
         match self {
             Stream::Tcp(stream) => (&mut &*stream).read(into),
             Stream::Unix(stream) => (&mut &*stream).read(into),
+        }
+    }
+
+    fn read_vectored(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        match self {
+            Stream::Tcp(stream) => (&mut &*stream).read_vectored(into),
+            Stream::Unix(stream) => (&mut &*stream).read_vectored(into),
         }
     }
 }

@@ -10,8 +10,10 @@ use rustls::{ClientConfig, ClientConnection};
 
 use super::{Pki, TIMEOUT, join, listen, load, pair};
 use crate::handshake::shake_hands;
+use crate::identity::ALPN;
 use crate::pki::{self, IssueRequest, Validity};
 use crate::stream::Stream;
+use crate::tls::{Tls, TlsSession};
 use crate::{Address, Channel, Dialer, Listener, TlsIdentity, TransportError};
 
 #[test]
@@ -71,11 +73,12 @@ fn meet(listener: &Listener, client: ClientConfig) -> (TransportError, Transport
         let stream = Arc::new(Stream::Tcp(TcpStream::connect(("127.0.0.1", port)).unwrap()));
         let name = ServerName::try_from("127.0.0.1").unwrap();
         let connection = ClientConnection::new(Arc::new(client), name).unwrap().into();
-        let dialled = shake_hands(Arc::clone(&stream), connection, "the server", TIMEOUT);
+        let dialled = shake_hands(&stream, connection, ALPN, "the server", TIMEOUT);
         // TLS 1.3 tells a client that it is refused when it first reads.
-        let dialled = dialled.and_then(|session| {
+        let dialled = dialled.and_then(|connection| {
+            let session = TlsSession::new(stream, connection);
             let peer = session.peer("the server".into());
-            let (mut reader, _writer) = Channel::new(stream, Some(Arc::new(session)), peer).split();
+            let (mut reader, _writer) = Channel::new(Tls(Arc::new(session)), peer).split();
             let read = reader.read_exact(&mut [0; 5]);
             read.map_err(|error| TransportError::from_io(error, "the server"))
         });
@@ -115,7 +118,7 @@ fn a_client_without_a_certificate_is_refused() {
         roots
     })
     .with_no_client_auth();
-    bare.alpn_protocols = vec![crate::identity::ALPN.to_vec()];
+    bare.alpn_protocols = vec![ALPN.to_vec()];
     let (accepted, dialled) = meet(&listener, bare);
     assert!(matches!(accepted, TransportError::NoCertificate { .. }), "{accepted:?}");
     assert!(dialled.to_string().contains("none was sent"), "{dialled:?}");
