@@ -170,7 +170,7 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
     let mut results = Results::new("transport", rows, yardsticks, ratios.values);
     results.more = BTreeMap::from([
         ("aims", table(&ratios.aims)?),
-        ("published", table(&published::beside(&cells, places[0]))?),
+        ("published", table(published::beside(&cells, places[0]))?),
         ("under_attack", table(&attacked)?),
     ]);
     Ok(results)

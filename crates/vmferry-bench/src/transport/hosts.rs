@@ -100,8 +100,8 @@ impl Process {
     /// Whether it has failed too: what one side says of a lost link explains little, both together more.
     pub fn complaint(&mut self) -> Option<String> {
         match self.reply_within(Duration::from_secs(2)) {
-            Err(error) => Some(format!("{error:#}")),
-            Ok(_) => None,
+            Err(error) if !self.interrupt.0.load(Ordering::Relaxed) => Some(format!("{error:#}")),
+            _ => None,
         }
     }
 

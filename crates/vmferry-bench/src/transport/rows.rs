@@ -77,7 +77,8 @@ fn cell(case: Case, runs: &[Run], bytes: f64) -> Cell {
         mb_per_s: bytes / of(&|run| run.total_s) / 1e6,
         source_cpu_s_per_gb: of(&|run| run.source_cpu_s) / gb,
         destination_cpu_s_per_gb: of(&|run| run.destination_cpu_s) / gb,
-        idle_cpu_percent_mean: runs.iter().map(|run| run.idle.mean).sum::<f64>() / runs.len() as f64,
+        idle_cpu_percent_mean: runs.iter().map(|run| run.idle.mean).sum::<f64>()
+            / runs.len() as f64,
         idle_cpu_percent_min: least(&|run| run.idle.min),
         idle_cpu_percent_max: most(&|run| run.idle.max),
         runs: runs.len(),
