@@ -59,7 +59,8 @@ enum Name {
     DirtyLog,
     /// Pages per second with each way to compress, by content and link.
     Compression,
-    /// Total time and idle processors with each transport, capped and not, and under attack.
+    /// Total time and idle processors with each transport, capped and not, and under attack (20 minutes and
+    /// 7 GiB of memory; as root also between two network namespaces).
     Transport,
 }
 

@@ -1,4 +1,4 @@
-//! The yardsticks: [`raw`](crate::raw) between two threads of this process.
+//! The yardsticks: [`raw`] between two threads of this process.
 
 use std::net::TcpListener;
 
