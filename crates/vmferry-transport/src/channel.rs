@@ -1,16 +1,14 @@
 //! A connected, authenticated channel and its two halves.
 
-use std::io::{self, IoSlice, Read, Write};
-use std::net::Shutdown;
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::error::TransportError;
-use crate::stream::Stream;
-use crate::tls::{TlsReader, TlsSession, TlsWriter};
+use crate::transport::{Close, Receive, Transmit, Transport};
 
 /// Who is at the other end.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PeerIdentity {
     /// Its address, for people.
     pub address: String,
@@ -18,33 +16,66 @@ pub struct PeerIdentity {
     pub names: Vec<String>,
     /// Whether the channel is encrypted and the peer authenticated.
     pub tls: bool,
+    /// How the keys of an encrypted channel were agreed on, such as `X25519MLKEM768`.
+    pub key_exchange: Option<String>,
+    /// The user of the process at the other end of a Unix socket.
+    pub uid: Option<u32>,
+}
+
+impl PeerIdentity {
+    /// A peer that has shown no certificate.
+    #[must_use]
+    pub fn anonymous(address: String) -> Self {
+        Self { address, ..Self::default() }
+    }
+
+    /// A peer whose certificate was verified. `key_exchange` is the group that the keys were agreed on in.
+    #[must_use]
+    pub fn authenticated(
+        address: String,
+        names: Vec<String>,
+        key_exchange: Option<String>,
+    ) -> Self {
+        Self { address, names, tls: true, key_exchange, uid: None }
+    }
+
+    /// The name that it goes by: its URI, or another name in its certificate, or its user.
+    #[must_use]
+    pub fn name(&self) -> Option<String> {
+        match (self.names.first(), self.uid) {
+            (Some(name), _) => Some(name.clone()),
+            (None, Some(uid)) => Some(format!("uid {uid}")),
+            (None, None) => None,
+        }
+    }
+
+    /// Whether both are the same host, by all that was proved of them. A certificate that was renewed in the
+    /// meantime may have other addresses in it, but not another first name.
+    #[must_use]
+    pub fn is_same_as(&self, other: &Self) -> bool {
+        self.tls == other.tls && self.name() == other.name()
+    }
+}
+
+impl std::fmt::Display for PeerIdentity {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.address)?;
+        self.name().map_or(Ok(()), |name| write!(f, " ({name})"))
+    }
 }
 
 /// A byte stream to a peer.
 #[derive(Debug)]
 pub struct Channel {
-    stream: Arc<Stream>,
-    tls: Option<Arc<TlsSession>>,
+    transport: Box<dyn Transport>,
     peer: PeerIdentity,
 }
 
 impl Channel {
-    pub(crate) fn new(
-        stream: Arc<Stream>,
-        tls: Option<Arc<TlsSession>>,
-        peer: PeerIdentity,
-    ) -> Self {
-        Self { stream, tls, peer }
-    }
-
-    #[cfg(test)]
-    pub(crate) fn session(&self) -> Option<Arc<TlsSession>> {
-        self.tls.clone()
-    }
-
-    #[cfg(test)]
-    pub(crate) fn stream(&self) -> Arc<Stream> {
-        Arc::clone(&self.stream)
+    /// A channel over a connected transport, its own or a caller's.
+    #[must_use]
+    pub fn new(transport: impl Transport, peer: PeerIdentity) -> Self {
+        Self { transport: Box::new(transport), peer }
     }
 
     /// Who is at the other end.
@@ -53,36 +84,32 @@ impl Channel {
         &self.peer
     }
 
+    /// What carries it.
+    #[must_use]
+    pub fn transport(&self) -> &dyn Transport {
+        &*self.transport
+    }
+
     /// Closes the channel from any thread.
     #[must_use]
     pub fn closer(&self) -> ChannelCloser {
-        ChannelCloser(Arc::clone(&self.stream))
+        ChannelCloser::new(self.transport.closer())
     }
 
     /// The two halves, for two threads.
     #[must_use]
     pub fn split(self) -> (ChannelReader, ChannelWriter) {
-        let reader = ChannelReader {
-            stream: Arc::clone(&self.stream),
-            tls: self.tls.as_ref().map(|tls| TlsReader::new(Arc::clone(tls))),
-            peer: self.peer.address.clone(),
-        };
-        let writer = ChannelWriter {
-            stream: self.stream,
-            tls: self.tls.map(TlsWriter::new),
-            peer: self.peer.address,
-            finished: false,
-        };
-        (reader, writer)
+        let peer = self.peer.address;
+        let (reader, writer) = self.transport.split();
+        (ChannelReader { half: reader, peer: peer.clone() }, ChannelWriter { half: writer, peer })
     }
 }
 
-/// The receiving half. `Ok(0)` is the end that the peer has announced; over TLS any other end is
-/// an error.
+/// The receiving half. `Ok(0)` is the end that the peer has announced; over a transport that
+/// authenticates its peer any other end is an error.
 #[derive(Debug)]
 pub struct ChannelReader {
-    stream: Arc<Stream>,
-    tls: Option<TlsReader>,
+    half: Box<dyn Receive>,
     peer: String,
 }
 
@@ -92,30 +119,29 @@ impl ChannelReader {
     /// # Errors
     /// The system's.
     pub fn set_timeout(&mut self, timeout: Option<Duration>) -> Result<(), TransportError> {
-        self.stream
-            .set_read_timeout(timeout)
+        self.half
+            .set_timeout(timeout)
             .map_err(|source| TransportError::Io { peer: self.peer.clone(), source })
     }
 }
 
 impl Read for ChannelReader {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        match &mut self.tls {
-            Some(tls) => tls.read(into),
-            None => (&*self.stream).read(into),
-        }
+        self.half.read(into)
+    }
+
+    fn read_vectored(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        self.half.read_vectored(into)
     }
 }
 
 /// The sending half. What is written is on its way when the call returns. Dropping it announces
 /// the end as far as that is possible without waiting; [`finish`](Self::finish) says whether it
-/// was. After an error, a time-out too, a TLS channel takes no more.
+/// was. After an error, a time-out too, a channel that authenticates its peer takes no more.
 #[derive(Debug)]
 pub struct ChannelWriter {
-    stream: Arc<Stream>,
-    tls: Option<TlsWriter>,
+    half: Box<dyn Transmit>,
     peer: String,
-    finished: bool,
 }
 
 impl ChannelWriter {
@@ -124,8 +150,8 @@ impl ChannelWriter {
     /// # Errors
     /// The system's.
     pub fn set_timeout(&mut self, timeout: Option<Duration>) -> Result<(), TransportError> {
-        self.stream
-            .set_write_timeout(timeout)
+        self.half
+            .set_timeout(timeout)
             .map_err(|source| TransportError::Io { peer: self.peer.clone(), source })
     }
 
@@ -134,55 +160,39 @@ impl ChannelWriter {
     /// # Errors
     /// The system's; a peer that is gone already is none.
     pub fn finish(&mut self) -> io::Result<()> {
-        self.finished = true;
-        let announced = match &mut self.tls {
-            Some(tls) => tls.finish(),
-            None => Ok(()),
-        };
-        match announced.and_then(|()| self.stream.shutdown(Shutdown::Write)) {
+        match self.half.finish() {
             Err(error) if error.kind() == io::ErrorKind::NotConnected => Ok(()),
             other => other,
         }
     }
 }
 
-impl Drop for ChannelWriter {
-    fn drop(&mut self) {
-        if !self.finished {
-            // The closing message goes before the end of the stream.
-            drop(self.tls.take());
-            // A channel that is closed already needs nothing.
-            let _ = self.stream.shutdown(Shutdown::Write);
-        }
-    }
-}
-
 impl Write for ChannelWriter {
     fn write(&mut self, from: &[u8]) -> io::Result<usize> {
-        self.write_vectored(&[IoSlice::new(from)])
+        self.half.write(from)
     }
 
     fn write_vectored(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
-        match &mut self.tls {
-            Some(tls) => tls.write_vectored(from),
-            None => (&*self.stream).write_vectored(from),
-        }
+        self.half.write_vectored(from)
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        Ok(())
+        self.half.flush()
     }
 }
 
 /// Closes a channel from any thread: whoever waits on it wakes up.
 #[derive(Clone, Debug)]
-pub struct ChannelCloser(Arc<Stream>);
+pub struct ChannelCloser(Arc<dyn Close>);
 
 impl ChannelCloser {
+    pub(crate) fn new(transport: Arc<dyn Close>) -> Self {
+        Self(transport)
+    }
+
     /// Closes both directions at once. What was written may be lost: see
     /// [`ChannelWriter::finish`].
     pub fn close(&self) {
-        // A channel that is closed already needs nothing.
-        let _ = self.0.shutdown(Shutdown::Both);
+        self.0.close();
     }
 }

@@ -1,26 +1,25 @@
 //! The TLS handshake, and what a peer speaks that does not shake hands.
 
 use std::io::{self, Read};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustls::Connection;
 
 use crate::error::TransportError;
-use crate::identity::ALPN;
 use crate::stream::Stream;
-use crate::tls::TlsSession;
 
-/// Shakes hands within `timeout`, all steps together.
+/// Shakes hands for an application protocol within `timeout`, all steps together. Nothing that the
+/// peer sent behind the handshake is lost: it waits in the connection.
 ///
 /// # Errors
 /// What failed, in the words of [`TransportError`].
 pub fn shake_hands(
-    stream: Arc<Stream>,
+    stream: &Stream,
     mut connection: Connection,
+    protocol: &[u8],
     peer: &str,
     timeout: Duration,
-) -> Result<TlsSession, TransportError> {
+) -> Result<Connection, TransportError> {
     let deadline = Instant::now() + timeout;
     let timed_out = || TransportError::TimedOut { peer: peer.into(), what: "the TLS handshake" };
     connection.set_buffer_limit(None);
@@ -34,7 +33,7 @@ pub fn shake_hands(
             .set_read_timeout(Some(left))
             .and_then(|()| stream.set_write_timeout(Some(left)))
             .map_err(Failure::Io)
-            .and_then(|()| step(&stream, &mut connection, &mut first));
+            .and_then(|()| step(stream, &mut connection, &mut first));
         match stepped {
             Ok(()) => {}
             Err(Failure::Foreign(what)) => {
@@ -52,14 +51,14 @@ pub fn shake_hands(
         }
     }
     // Naming no protocol is allowed in TLS, and another service's habit.
-    if connection.alpn_protocol() != Some(ALPN) {
+    if connection.alpn_protocol() != Some(protocol) {
         return Err(TransportError::other_protocol(peer.into()));
     }
     stream
         .set_read_timeout(None)
         .and_then(|()| stream.set_write_timeout(None))
         .map_err(|error| TransportError::from_io(error, peer))?;
-    Ok(TlsSession::new(stream, connection))
+    Ok(connection)
 }
 
 enum Failure {

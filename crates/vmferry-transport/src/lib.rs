@@ -3,7 +3,7 @@
 //! A [`Dialer`] reaches a [`Listener`] over TCP, a Unix socket, or TLS 1.3 with both sides
 //! authenticated, and both get a [`Channel`]: a byte stream whose two halves work in two threads
 //! at the same time. A [`RateLimiter`] caps what several channels send together, and [`pki`] makes
-//! the certificates.
+//! the certificates. A VMM with a transport of its own makes channels of a [`Transport`].
 //!
 //! I/O blocks, in threads; every wait can be bounded. The end of a TLS channel that its peer did
 //! not announce is an error: a cut link must not look like the end of the data.
@@ -18,9 +18,11 @@ mod handshake;
 mod identity;
 mod listen;
 pub mod pki;
+mod plain;
 mod rate;
 mod stream;
 mod tls;
+mod transport;
 mod unix;
 
 #[cfg(test)]
@@ -30,6 +32,7 @@ pub use address::{Address, AddressError};
 pub use channel::{Channel, ChannelCloser, ChannelReader, ChannelWriter, PeerIdentity};
 pub use dial::Dialer;
 pub use error::TransportError;
-pub use identity::TlsIdentity;
+pub use identity::{IdentityFiles, TlsIdentity};
 pub use listen::{Listener, ListenerCloser, Pending};
 pub use rate::RateLimiter;
+pub use transport::{Close, Receive, Transmit, Transport};

@@ -1,7 +1,7 @@
 //! A connected socket of either kind.
 
-use std::io::{self, IoSlice, Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::net::{IpAddr, Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
@@ -56,6 +56,27 @@ impl Stream {
     }
 }
 
+impl Stream {
+    /// The user of the process at the other end of a Unix socket.
+    pub fn peer_uid(&self) -> Option<u32> {
+        match self {
+            Self::Tcp(_) => None,
+            Self::Unix(stream) => {
+                let credentials = rustix::net::sockopt::socket_peercred(stream).ok()?;
+                Some(credentials.uid.as_raw())
+            }
+        }
+    }
+
+    /// Where the other end of a TCP connection is.
+    pub fn peer_ip(&self) -> Option<IpAddr> {
+        match self {
+            Self::Tcp(stream) => stream.peer_addr().ok().map(|address| address.ip().to_canonical()),
+            Self::Unix(_) => None,
+        }
+    }
+}
+
 impl AsFd for Stream {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
@@ -70,6 +91,13 @@ impl Read for &Stream {
         match self {
             Stream::Tcp(stream) => (&mut &*stream).read(into),
             Stream::Unix(stream) => (&mut &*stream).read(into),
+        }
+    }
+
+    fn read_vectored(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        match self {
+            Stream::Tcp(stream) => (&mut &*stream).read_vectored(into),
+            Stream::Unix(stream) => (&mut &*stream).read_vectored(into),
         }
     }
 }

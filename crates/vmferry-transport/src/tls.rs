@@ -8,11 +8,15 @@
 //! sending buffer: two peers that wait for their own writers would wait for each other.
 
 use std::io::{self, IoSlice, Read, Write};
+use std::net::Shutdown;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::Duration;
 
 use rustls::Connection;
 
+use crate::channel::PeerIdentity;
 use crate::stream::Stream;
+use crate::transport::{Close, Receive, Transmit, Transport};
 
 /// Ciphertext that is received in one call. A frame of 256 KiB comes in one or two.
 const RECEIVE_BYTES: usize = 256 << 10;
@@ -20,6 +24,21 @@ const RECEIVE_BYTES: usize = 256 << 10;
 /// Plaintext that is encrypted and sent in one go: long enough that the system call does not
 /// count, short enough to stay in the second-level cache.
 const SEND_BYTES: usize = 256 << 10;
+
+/// A connection over TLS.
+#[derive(Debug)]
+pub struct Tls(pub Arc<TlsSession>);
+
+impl Transport for Tls {
+    fn closer(&self) -> Arc<dyn Close> {
+        Arc::clone(&self.0.stream) as Arc<dyn Close>
+    }
+
+    fn split(self: Box<Self>) -> (Box<dyn Receive>, Box<dyn Transmit>) {
+        let reader = TlsReader::new(Arc::clone(&self.0));
+        (Box::new(reader), Box::new(TlsWriter { session: self.0, finished: false }))
+    }
+}
 
 /// A TLS session on a socket.
 #[derive(Debug)]
@@ -37,6 +56,15 @@ struct Sending {
     torn: bool,
 }
 
+/// The peer at this address, by the certificate that it has shown in the handshake.
+pub fn peer_of(connection: &Connection, address: String) -> PeerIdentity {
+    let certificates = connection.peer_certificates().unwrap_or_default();
+    let names = certificates.first().map(crate::identity::names_of).unwrap_or_default();
+    let group = connection.negotiated_key_exchange_group();
+    let key_exchange = group.map(|group| format!("{:?}", group.name()));
+    PeerIdentity::authenticated(address, names, key_exchange)
+}
+
 impl TlsSession {
     /// A session whose handshake is done.
     pub fn new(stream: Arc<Stream>, connection: Connection) -> Self {
@@ -45,11 +73,15 @@ impl TlsSession {
         Self { stream, connection: Mutex::new(connection), sending }
     }
 
-    /// The names in the peer's certificate.
-    pub fn peer_names(&self) -> Vec<String> {
-        let connection = self.connection();
-        let certificates = connection.peer_certificates().unwrap_or_default();
-        certificates.first().map(crate::identity::names_of).unwrap_or_default()
+    /// The peer at this address, by its certificate.
+    pub fn peer(&self, address: String) -> PeerIdentity {
+        peer_of(&self.connection(), address)
+    }
+
+    /// The socket, for what a peer should not do.
+    #[cfg(test)]
+    pub fn stream(&self) -> &Stream {
+        &self.stream
     }
 
     /// What rustls does by itself after 2^24 records, some 256 GiB.
@@ -132,7 +164,7 @@ impl Drop for TlsSession {
 
 /// The reading half.
 #[derive(Debug)]
-pub struct TlsReader {
+struct TlsReader {
     session: Arc<TlsSession>,
     received: Box<[u8]>,
     /// The part of `received` that rustls has not taken.
@@ -143,7 +175,7 @@ pub struct TlsReader {
 }
 
 impl TlsReader {
-    pub fn new(session: Arc<TlsSession>) -> Self {
+    fn new(session: Arc<TlsSession>) -> Self {
         let received = vec![0; RECEIVE_BYTES].into_boxed_slice();
         Self { session, received, pending: 0..0, ended: false, failure: None }
     }
@@ -186,6 +218,12 @@ impl TlsReader {
     }
 }
 
+impl Receive for TlsReader {
+    fn set_timeout(&mut self, timeout: Option<Duration>) -> io::Result<()> {
+        self.session.stream.set_read_timeout(timeout)
+    }
+}
+
 impl Read for TlsReader {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         if into.is_empty() {
@@ -211,17 +249,34 @@ impl Read for TlsReader {
 
 /// The writing half.
 #[derive(Debug)]
-pub struct TlsWriter {
+struct TlsWriter {
     session: Arc<TlsSession>,
+    finished: bool,
 }
 
-impl TlsWriter {
-    pub fn new(session: Arc<TlsSession>) -> Self {
-        Self { session }
+impl Transmit for TlsWriter {
+    fn set_timeout(&mut self, timeout: Option<Duration>) -> io::Result<()> {
+        self.session.stream.set_write_timeout(timeout)
+    }
+
+    /// Sends the closing message, then ends the stream.
+    fn finish(&mut self) -> io::Result<()> {
+        self.finished = true;
+        self.session.send(|connection| {
+            connection.send_close_notify();
+            Ok(())
+        })?;
+        self.session.stream.shutdown(Shutdown::Write)
+    }
+}
+
+impl Write for TlsWriter {
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        self.write_vectored(&[IoSlice::new(from)])
     }
 
     /// Encrypts and sends up to [`SEND_BYTES`] of the slices.
-    pub fn write_vectored(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
+    fn write_vectored(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
         self.session.send(|connection| {
             let mut taken = 0;
             for slice in from {
@@ -236,17 +291,18 @@ impl TlsWriter {
         })
     }
 
-    /// Sends the closing message.
-    pub fn finish(&mut self) -> io::Result<()> {
-        self.session.send(|connection| {
-            connection.send_close_notify();
-            Ok(())
-        })
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 
 impl Drop for TlsWriter {
     fn drop(&mut self) {
-        self.session.announce_end();
+        if !self.finished {
+            // The closing message goes before the end of the stream.
+            self.session.announce_end();
+            // The end of a socket that is closed already needs no announcement.
+            let _ = self.session.stream.shutdown(Shutdown::Write);
+        }
     }
 }

@@ -1,0 +1,84 @@
+//! A socket as it is, neither encrypted nor authenticated.
+
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::net::Shutdown;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::stream::Stream;
+use crate::transport::{Close, Receive, Transmit, Transport};
+
+/// A connection over a bare socket.
+#[derive(Debug)]
+pub struct Plain(pub Arc<Stream>);
+
+impl Transport for Plain {
+    fn closer(&self) -> Arc<dyn Close> {
+        Arc::clone(&self.0) as Arc<dyn Close>
+    }
+
+    fn split(self: Box<Self>) -> (Box<dyn Receive>, Box<dyn Transmit>) {
+        let reader = PlainReader(Arc::clone(&self.0));
+        (Box::new(reader), Box::new(PlainWriter(self.0)))
+    }
+}
+
+impl Close for Stream {
+    fn close(&self) {
+        // A socket that is closed already needs nothing.
+        let _ = self.shutdown(Shutdown::Both);
+    }
+}
+
+#[derive(Debug)]
+struct PlainReader(Arc<Stream>);
+
+impl Receive for PlainReader {
+    fn set_timeout(&mut self, timeout: Option<Duration>) -> io::Result<()> {
+        self.0.set_read_timeout(timeout)
+    }
+}
+
+impl Read for PlainReader {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        (&*self.0).read(into)
+    }
+
+    fn read_vectored(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        (&*self.0).read_vectored(into)
+    }
+}
+
+#[derive(Debug)]
+struct PlainWriter(Arc<Stream>);
+
+impl Transmit for PlainWriter {
+    fn set_timeout(&mut self, timeout: Option<Duration>) -> io::Result<()> {
+        self.0.set_write_timeout(timeout)
+    }
+
+    fn finish(&mut self) -> io::Result<()> {
+        self.0.shutdown(Shutdown::Write)
+    }
+}
+
+impl Write for PlainWriter {
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        (&*self.0).write(from)
+    }
+
+    fn write_vectored(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
+        (&*self.0).write_vectored(from)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Drop for PlainWriter {
+    fn drop(&mut self) {
+        // The end of a socket that is closed already needs no announcement.
+        let _ = self.finish();
+    }
+}
