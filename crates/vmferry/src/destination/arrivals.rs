@@ -140,6 +140,13 @@ pub fn give_word(
     session: SessionId,
     connection: Connection,
 ) -> Result<(), MigrateError> {
+    let source = crate::journal::source_of(directory, session)?;
+    if source.is_some() && source.as_ref() != connection.peer.names.first() {
+        // A word may make ABORTED of an open session: it is for its source only.
+        let text = format!("session {session} is not one of {}", connection.peer);
+        let reason = Reason::new(ReasonCode::Unauthorised, &text);
+        return Err(MigrateError::Refused { peer: "destination", reason });
+    }
     let word = crate::journal::recovered_word(directory, session)?;
     let writer = ControlWriter::new(connection.writer);
     writer

@@ -306,4 +306,31 @@ fn a_stolen_token_with_another_hosts_certificate() {
         scenario.stop.stop();
         support::nothing(receiving.join().unwrap());
     });
+
+    // Nor later, when the session is in the journal only.
+    let identity = pki.identity("destination");
+    let listener = vmferry_transport::Listener::bind(&scenario.listen_at, Some(identity)).unwrap();
+    let address = listener.local_address().clone();
+    let stop = vmferry::destination::Stop::default();
+    std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| {
+            let vm = support::DestinationGuest::default();
+            vmferry::destination::receive(listener, vm, &scenario.destination, &stop, &mut |_| {})
+        });
+        let ask = |name: &str| {
+            let dialer = Dialer::new(address.clone(), Some(pki.identity(name)));
+            let (mut reader, mut writer) = dialer.connect().unwrap().split();
+            reader.set_timeout(Some(Duration::from_secs(60))).unwrap();
+            let query = hello(Role::Query, 0, Token([0; 16]));
+            assert_eq!(greet(&mut reader, &mut writer, query), HelloStatus::Ok);
+            let mut question = Vec::new();
+            ControlMessage::Query { session: SessionId([3; 16]) }.encode(&mut question);
+            writer.write_all(&question).unwrap();
+            reader.read_exact(&mut [0; 1])
+        };
+        assert!(ask("thief").is_err(), "no word");
+        ask("source").unwrap();
+        stop.stop();
+        support::nothing(receiving.join().unwrap());
+    });
 }
