@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vmferry_transport::{ChannelReader, PeerIdentity};
+use vmferry_transport::ChannelReader;
 use vmferry_wire::{ControlMessage, HelloStatus, Token};
 
 use super::{FromControl, Link, Session};
@@ -22,7 +22,8 @@ impl<V: DestinationVm> Session<'_, V> {
     pub(super) fn on_arrival(&mut self, arrival: Arrival, watch: &mut dyn FnMut(&Notice)) -> Input {
         match arrival {
             Arrival::Control(connection)
-                if self.machine.is_waiting_for_source() && self.is_same_source(&connection) =>
+                if self.machine.is_waiting_for_source()
+                    && connection.peer.is_same_as(&self.peer) =>
             {
                 self.successor = Some(connection);
                 return Input::Superseded;
@@ -39,6 +40,19 @@ impl<V: DestinationVm> Session<'_, V> {
             Arrival::Resume { token, attempt, connection } => {
                 return self.resume(token, attempt, connection, watch);
             }
+            // What is said on this channel may end or commit the session.
+            Arrival::Query { session, connection }
+                if self.machine.session() == Some(session)
+                    && !connection.peer.is_same_as(&self.peer) =>
+            {
+                watch(&Notice::TurnedAway {
+                    reason: format!(
+                        "it asks about the session of {}, and is {}",
+                        self.peer, connection.peer
+                    ),
+                    peer: connection.peer.address,
+                });
+            }
             Arrival::Query { session, connection } if self.machine.session() == Some(session) => {
                 match self.add_link(connection) {
                     Ok(link) => {
@@ -53,15 +67,9 @@ impl<V: DestinationVm> Session<'_, V> {
                     watch(&Notice::turned_away(&peer, &error));
                 }
             }
-            Arrival::TurnedAway { peer, error } => watch(&Notice::turned_away(&peer, &error)),
+            Arrival::TurnedAway(notice) => watch(&notice),
         }
         Input::Tick
-    }
-
-    /// Whether a connection comes from whoever holds the control channel's certificate. Without TLS nobody
-    /// knows.
-    fn is_same_source(&self, connection: &Connection) -> bool {
-        connection.peer.tls == self.peer.tls && connection.peer.names == self.peer.names
     }
 
     /// Why a channel is not one of this session's source, if it is not.
@@ -69,13 +77,9 @@ impl<V: DestinationVm> Session<'_, V> {
         if token != self.token {
             return Some("its token is not this session's".into());
         }
-        (!self.is_same_source(connection)).then(|| {
-            format!(
-                "it shows this session's token and is {}, not {}",
-                name(&connection.peer),
-                name(&self.peer)
-            )
-        })
+        let (thief, source) = (&connection.peer, &self.peer);
+        (!thief.is_same_as(source))
+            .then(|| format!("it shows this session's token and is {thief}, not {source}"))
     }
 
     fn join_lane(
@@ -284,9 +288,4 @@ fn refuse(
     let peer = connection.peer.address.clone();
     turn_away(connection, status);
     watch(&Notice::TurnedAway { peer, reason: reason.to_owned() });
-}
-
-/// What a peer is called: by its certificate's first name.
-fn name(peer: &PeerIdentity) -> &str {
-    peer.names.first().map_or("a peer without a certificate", String::as_str)
 }
