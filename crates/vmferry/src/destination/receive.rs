@@ -127,8 +127,8 @@ pub fn receive<V: DestinationVm>(
         if connection.peer.tls {
             watch(&Notice::authenticated(&connection.peer));
         }
-        let peer = connection.peer.to_string();
-        let session = Session::begin(&mut vm, config, &reception.arrivals, &stop.1, connection);
+        let peer = connection.peer.address.clone();
+        let session = Session::begin(&mut vm, config, &reception, &stop.1, connection);
         let failure = match session.map(|session| session.run(watch)) {
             Err(error) => (error, false),
             Ok(Ended { ending: Ending::Owns(crash), session, guest, stats, .. }) => {
@@ -138,8 +138,11 @@ pub fn receive<V: DestinationVm>(
             }
             Ok(Ended { ending: Ending::Stuck(error), .. }) => (error, true),
             // A guest that its source may not send is no attempt that could fail.
-            Ok(Ended { ending: Ending::Refused(error), .. }) if is_unauthorised(&error) => {
-                watch(&Notice::turned_away(&peer, &error));
+            Ok(Ended { ending: Ending::Refused(error), successor: next, .. })
+                if is_unauthorised(&error) =>
+            {
+                reception.tell_of(&Notice::turned_away(&peer, &error));
+                successor = next;
                 continue;
             }
             Ok(Ended {
@@ -171,9 +174,10 @@ fn await_source(
         crossbeam_channel::select! {
             recv(reception.arrivals) -> arrival => match arrival {
                 Ok(Arrival::Control(connection)) => return Ok(connection),
+                Ok(Arrival::TurnedAway(notice)) => watch(&notice),
                 Ok(other) => {
                     if let Some(notice) = answer_idle(other, directory, HelloStatus::Busy) {
-                        watch(&notice);
+                        reception.tell_of(&notice);
                     }
                 }
                 Err(_) => {

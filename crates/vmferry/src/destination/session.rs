@@ -21,6 +21,7 @@ use super::lanes::Lanes;
 use super::machine::Destination;
 use super::place::PlacedCounters;
 use super::receive::Notice;
+use super::reception::Reception;
 use crate::config::DestinationConfig;
 use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
@@ -58,7 +59,7 @@ struct FromControl {
 pub struct Session<'a, V> {
     vm: &'a mut V,
     config: &'a DestinationConfig,
-    arrivals: &'a Receiver<Arrival>,
+    door: &'a Reception,
     stop: &'a Receiver<()>,
     machine: Destination,
     token: Token,
@@ -92,7 +93,7 @@ impl<'a, V: DestinationVm> Session<'a, V> {
     pub fn begin(
         vm: &'a mut V,
         config: &'a DestinationConfig,
-        arrivals: &'a Receiver<Arrival>,
+        door: &'a Reception,
         stop: &'a Receiver<()>,
         mut connection: Connection,
     ) -> Result<Self, MigrateError> {
@@ -101,7 +102,7 @@ impl<'a, V: DestinationVm> Session<'a, V> {
         let mut session = Self {
             vm,
             config,
-            arrivals,
+            door,
             stop,
             machine: Destination::new(config.timeouts, token, Duration::ZERO),
             token,
@@ -186,8 +187,15 @@ impl<'a, V: DestinationVm> Session<'a, V> {
                 Ok(input) => input,
                 Err(_) => Input::Tick,
             },
-            recv(self.arrivals) -> arrival => match arrival {
-                Ok(arrival) => self.on_arrival(arrival, watch),
+            recv(self.door.arrivals) -> arrival => match arrival {
+                Ok(Arrival::TurnedAway(notice)) => {
+                    watch(&notice);
+                    Input::Tick
+                }
+                Ok(arrival) => {
+                    let door = self.door;
+                    self.on_arrival(arrival, &mut |notice| door.tell_of(notice))
+                }
                 Err(_) => Input::Tick,
             },
             recv(if self.stopping { &NEVER } else { self.stop }) -> _ => {

@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use vmferry_transport::Address;
-use vmferry_wire::{FRAME_HEADER_BYTES, FrameHeader, HELLO_BYTES, Hello, Role};
+use vmferry_wire::{FRAME_HEADER_BYTES, FrameHeader, HELLO_BYTES, HELLO_REPLY_BYTES, Hello, Role};
 
 /// Which channels are cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,6 +51,8 @@ struct State {
     cuts: Vec<Cut>,
     /// Cuts that last.
     down: Vec<(Channels, Instant)>,
+    /// How many control channels were made again, and answered.
+    resumed: usize,
     /// Connections, with what each is for.
     open: Vec<(Hello, UnixStream, UnixStream)>,
 }
@@ -142,6 +144,12 @@ fn connect(mut source: UnixStream, to: PathBuf, state: &Mutex<State>) {
     if destination.write_all(&bytes).is_err() {
         return;
     }
+    let mut reply = [0; HELLO_REPLY_BYTES];
+    let answered = destination.read_exact(&mut reply).and_then(|()| source.write_all(&reply));
+    if answered.is_err() {
+        return;
+    }
+    state.lock().unwrap().resumed += usize::from(hello.role == Role::Resume);
     let (from, into) = (destination.try_clone().unwrap(), source.try_clone().unwrap());
     std::thread::spawn(move || copy(from, into));
     match hello.role {
@@ -151,7 +159,7 @@ fn connect(mut source: UnixStream, to: PathBuf, state: &Mutex<State>) {
 }
 
 /// Frames, until it is time for a cut: the frame at which it happens arrives by half.
-fn forward(hello: &Hello, mut from: UnixStream, mut to: UnixStream, state: &Mutex<State>) {
+fn forward(hello: &Hello, mut from: UnixStream, mut to: UnixStream, shared: &Mutex<State>) {
     loop {
         let mut bytes = vec![0; FRAME_HEADER_BYTES];
         if from.read_exact(&mut bytes).is_err() {
@@ -162,7 +170,7 @@ fn forward(hello: &Hello, mut from: UnixStream, mut to: UnixStream, state: &Mute
         if from.read_exact(&mut bytes[FRAME_HEADER_BYTES..]).is_err() {
             break;
         }
-        let mut state = state.lock().unwrap();
+        let mut state = shared.lock().unwrap();
         let due = state.cuts.iter().position(|cut| {
             let here = cut.channels.includes(hello) || cut.channels == Channels::Control;
             here && cut.round == header.round
@@ -174,9 +182,12 @@ fn forward(hello: &Hello, mut from: UnixStream, mut to: UnixStream, state: &Mute
             bytes.drain(..half);
             state.cut(&cut);
             if cut.channels == Channels::Control {
-                // Not even this round arrives before the control channel is there again.
+                // This round does not arrive before the control channel is there again.
+                let before = state.resumed;
                 drop(state);
-                std::thread::sleep(cut.lasts);
+                while shared.lock().unwrap().resumed == before {
+                    std::thread::yield_now();
+                }
             } else {
                 break;
             }

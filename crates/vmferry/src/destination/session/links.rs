@@ -67,7 +67,8 @@ impl<V: DestinationVm> Session<'_, V> {
                     watch(&Notice::turned_away(&peer, &error));
                 }
             }
-            Arrival::TurnedAway(notice) => watch(&notice),
+            // Told already.
+            Arrival::TurnedAway(_) => {}
         }
         Input::Tick
     }
