@@ -17,12 +17,13 @@ use rustls::client::danger::ServerCertVerifier;
 use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
 use rustls::{ClientConfig, ServerConfig};
 
+use self::files::Contents;
 pub use self::files::IdentityFiles;
-use self::files::{Contents, Stamp};
 pub(crate) use self::names::names_of;
 pub(crate) use self::verify::WrongIdentity;
 use self::verify::{ExpectedUri, Tolerant};
 use crate::error::TransportError;
+use crate::stamp::FileStamp;
 
 /// The application protocol that both sides must name: a TLS port of something else is noticed.
 pub(crate) const ALPN: &[u8] = b"vmferry/1";
@@ -42,7 +43,7 @@ pub struct TlsIdentity {
 
 struct State {
     /// The files as they were when they were last read.
-    seen: Vec<Option<Stamp>>,
+    seen: Vec<Option<FileStamp>>,
     /// Made of the last set that works.
     configurations: Configurations,
 }

@@ -1,6 +1,6 @@
 //! The files of an identity.
 
-use std::fs::{File, Metadata};
+use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -13,6 +13,7 @@ use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKey
 use rustls::server::VerifierBuilderError;
 
 use crate::error::TransportError;
+use crate::stamp::FileStamp;
 
 /// Longest file that is read: thousands of certificates, or a list of a hundred thousand revoked ones.
 const MAX_FILE_BYTES: u64 = 16 << 20;
@@ -38,16 +39,6 @@ pub struct IdentityFiles {
     pub revocations_if_present: Option<PathBuf>,
     /// How far out of date a certificate or revocation list may be, for clocks that differ. Default 5 min.
     pub clock_skew: Duration,
-}
-
-/// A file as it was when it was last looked at.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stamp {
-    device: u64,
-    inode: u64,
-    bytes: u64,
-    modified: (i64, i64),
-    changed: (i64, i64),
 }
 
 /// What the files say.
@@ -84,12 +75,12 @@ impl IdentityFiles {
     }
 
     /// How each file is now; none if it can't be looked at.
-    pub fn stamps(&self) -> Vec<Option<Stamp>> {
+    pub fn stamps(&self) -> Vec<Option<FileStamp>> {
         [&self.ca, &self.certificate, &self.key]
             .into_iter()
             .chain(&self.revocations)
             .chain(&self.revocations_if_present)
-            .map(|path| std::fs::metadata(path).ok().map(|metadata| Stamp::of(&metadata)))
+            .map(|path| FileStamp::of(path))
             .collect()
     }
 
@@ -153,18 +144,6 @@ impl IdentityFiles {
     /// An error about one of the files.
     pub fn problem(path: &Path, problem: String) -> TransportError {
         TransportError::File { path: path.to_owned(), problem }
-    }
-}
-
-impl Stamp {
-    fn of(metadata: &Metadata) -> Self {
-        Self {
-            device: metadata.dev(),
-            inode: metadata.ino(),
-            bytes: metadata.size(),
-            modified: (metadata.mtime(), metadata.mtime_nsec()),
-            changed: (metadata.ctime(), metadata.ctime_nsec()),
-        }
     }
 }
 
