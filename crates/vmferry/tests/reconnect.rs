@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use support::cutter::{Channels, Cut, Cutter};
 use support::{
-    DestinationGuest, PAGES, Scenario, SourceGuest, kept, nothing, owned, running_guest, test_all,
+    DestinationGuest, LateLog, PAGES, Scenario, SourceGuest, kept, nothing, owned, running_guest,
+    test_all,
 };
 use vmferry::destination::Received;
 use vmferry::source::{Report, SourceOutcome};
@@ -33,6 +34,15 @@ struct Run {
 
 /// Migrates a guest that writes all the time over a link that is cut.
 fn run(scenario: &mut Scenario, cuts: Vec<Cut>, cut_when_paused: Option<Channels>) -> Run {
+    run_guest(running_guest(PAGES / 16), scenario, cuts, cut_when_paused)
+}
+
+fn run_guest(
+    vm: SourceGuest,
+    scenario: &mut Scenario,
+    cuts: Vec<Cut>,
+    cut_when_paused: Option<Channels>,
+) -> Run {
     let path = scenario.directory.path().join("link.sock");
     let cutter = Cutter::start(path, &scenario.listen_at, cuts);
     scenario.dial = Some(cutter.address());
@@ -40,16 +50,15 @@ fn run(scenario: &mut Scenario, cuts: Vec<Cut>, cut_when_paused: Option<Channels
     scenario.source.downtime_limit = Duration::ZERO;
     let mut reports = Vec::new();
     let mut to_come = cut_when_paused;
-    let (outcome, received) =
-        scenario.run(running_guest(PAGES / 16), DestinationGuest::default(), |report| {
-            if let Report::RoundStarted { round, paused: true, .. } = report
-                && let Some(channels) = to_come.take()
-            {
-                cutter.cut(Cut { channels, round: *round, lasts: lasts() });
-            }
-            eprintln!("source: {report:?}");
-            reports.push(report.clone());
-        });
+    let (outcome, received) = scenario.run(vm, DestinationGuest::default(), |report| {
+        if let Report::RoundStarted { round, paused: true, .. } = report
+            && let Some(channels) = to_come.take()
+        {
+            cutter.cut(Cut { channels, round: *round, lasts: lasts() });
+        }
+        eprintln!("source: {report:?}");
+        reports.push(report.clone());
+    });
     Run { outcome, received, reports, cuts_left: cutter.left() }
 }
 
@@ -112,6 +121,15 @@ fn the_guest_does_not_wait_for_a_link_that_is_cut_while_it_is_paused() {
         assert_eq!(stats.recalls, 1, "{channels:?}");
         assert!(stats.rounds.iter().filter(|round| round.paused).count() == 1, "{channels:?}");
     }
+}
+
+/// The round that was on its way when the guest ran on was read without being protected again.
+#[test]
+fn what_the_guest_writes_when_it_runs_on_is_not_missed() {
+    let mut vm = running_guest(PAGES / 16);
+    vm.log = Arc::new(LateLog::new(&vm.memory()));
+    let stats = assert_whole(run_guest(vm, &mut Scenario::new(), Vec::new(), Some(Channels::All)));
+    assert_eq!(stats.recalls, 1);
 }
 
 /// The cable is pulled out: nothing arrives and nobody is told.

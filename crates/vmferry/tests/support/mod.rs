@@ -236,6 +236,56 @@ impl DirtyLog for ForgetfulLog {
     }
 }
 
+/// A log that sees a page that was collected only once it was armed again, as the contract of
+/// [`DirtyLog::rearm`] allows: no log here is as hard on the engine.
+pub struct LateLog {
+    log: UffdLog,
+    unarmed: Mutex<PageSet>,
+}
+
+impl LateLog {
+    pub fn new(memory: &GuestMemory) -> Self {
+        let unarmed = Mutex::new(PageSet::for_memory(memory));
+        Self { log: UffdLog::new(memory).unwrap(), unarmed }
+    }
+}
+
+impl DirtyLog for LateLog {
+    fn name(&self) -> &'static str {
+        "late"
+    }
+
+    fn start(&self) -> Result<(), DirtyLogError> {
+        self.log.start()
+    }
+
+    fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
+        let mut unarmed = self.unarmed.lock().unwrap();
+        let mut seen = unarmed.clone();
+        seen.clear_all();
+        self.log.collect(&mut seen)?;
+        seen.subtract(&unarmed);
+        unarmed.union_with(&seen);
+        into.union_with(&seen);
+        Ok(())
+    }
+
+    fn rearm(&self, slot: SlotId, first_word: usize, words: &[u64]) -> Result<(), DirtyLogError> {
+        let mut unarmed = self.unarmed.lock().unwrap();
+        let pages = unarmed.bitmap_mut(slot);
+        for (index, word) in (first_word..).zip(words) {
+            (0..64).filter(|bit| word >> bit & 1 == 1).for_each(|bit| {
+                pages.clear(index as u64 * 64 + bit);
+            });
+        }
+        Ok(())
+    }
+
+    fn stop(&self) -> Result<(), DirtyLogError> {
+        self.log.stop()
+    }
+}
+
 /// A guest with `filled` pages of content, of which `hot` are rewritten, running.
 pub fn running_guest(hot: u64) -> SourceGuest {
     let memory = GuestMemory::allocate(&Guest::layout(), MemoryKind::Private).unwrap();
