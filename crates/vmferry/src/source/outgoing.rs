@@ -28,7 +28,20 @@ struct State<T> {
     begun: usize,
     /// Somebody has found no room.
     missed: bool,
+    /// The channel's side is to look at something else before the next frame.
+    interrupted: bool,
     closed: bool,
+}
+
+/// What the channel's side waits for.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Next<T> {
+    /// A frame to send.
+    Frame(T),
+    /// Something else has happened.
+    Interrupted,
+    /// There will be no more.
+    Closed,
 }
 
 impl<T> Outgoing<T> {
@@ -40,6 +53,7 @@ impl<T> Outgoing<T> {
                 frames: VecDeque::with_capacity(limit),
                 begun: 0,
                 missed: false,
+                interrupted: false,
                 closed: false,
             }),
             ready: Condvar::new(),
@@ -77,12 +91,15 @@ impl<T> Outgoing<T> {
         self.ready.notify_one();
     }
 
-    /// The next frame, waiting for one; `None` once the queue is closed.
-    pub fn take(&self) -> Option<T> {
+    /// The next frame, waiting for one.
+    pub fn take(&self) -> Next<T> {
         let mut state = self.lock();
         loop {
             if state.closed {
-                return None;
+                return Next::Closed;
+            }
+            if std::mem::take(&mut state.interrupted) {
+                return Next::Interrupted;
             }
             if let Some(frame) = state.frames.pop_front() {
                 state.begun -= 1;
@@ -91,12 +108,27 @@ impl<T> Outgoing<T> {
                 if room {
                     self.room.raise();
                 }
-                return Some(frame);
+                return Next::Frame(frame);
             }
             self.hungry.store(true, Ordering::Relaxed);
             state = self.ready.wait(state).unwrap_or_else(PoisonError::into_inner);
             self.hungry.store(false, Ordering::Relaxed);
         }
+    }
+
+    /// Waits for an [interruption](Self::interrupt), whatever frames there are; `false` once the queue is closed.
+    pub fn await_interruption(&self) -> bool {
+        let mut state = self.lock();
+        while !state.closed && !std::mem::take(&mut state.interrupted) {
+            state = self.ready.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        !state.closed
+    }
+
+    /// Ends the present wait, or the next one.
+    pub fn interrupt(&self) {
+        self.lock().interrupted = true;
+        self.ready.notify_all();
     }
 
     /// Ends every wait, now and for good.
@@ -126,7 +158,7 @@ mod tests {
         queue.put('a');
         assert!(!queue.try_begin(), "finished and not gone");
         let seen = queue.room.now().unwrap();
-        assert_eq!(queue.take(), Some('a'));
+        assert_eq!(queue.take(), Next::Frame('a'));
         queue.room.wait(seen);
         assert!(queue.try_begin() && !queue.try_begin());
         queue.give_up();
@@ -143,11 +175,24 @@ mod tests {
                 std::thread::yield_now();
             }
             queue.put('b');
-            assert_eq!(taking.join().unwrap(), Some('b'));
+            assert_eq!(taking.join().unwrap(), Next::Frame('b'));
         });
         queue.put('a');
         assert!(!queue.is_hungry());
-        assert_eq!(queue.take(), Some('a'), "whatever was begun first");
+        assert_eq!(queue.take(), Next::Frame('a'), "whatever was begun first");
+    }
+
+    #[test]
+    fn an_interruption_ends_one_wait() {
+        let queue = queue(1);
+        std::thread::scope(|scope| {
+            let taking = scope.spawn(|| queue.take());
+            queue.interrupt();
+            assert_eq!(taking.join().unwrap(), Next::Interrupted);
+        });
+        assert!(queue.try_begin());
+        queue.put('a');
+        assert_eq!(queue.take(), Next::Frame('a'));
     }
 
     #[test]
@@ -156,7 +201,7 @@ mod tests {
         std::thread::scope(|scope| {
             let taking = scope.spawn(|| queue.take());
             queue.close();
-            assert_eq!(taking.join().unwrap(), None);
+            assert_eq!(taking.join().unwrap(), Next::Closed);
         });
     }
 }
