@@ -71,7 +71,7 @@ fn descriptors_that_are_no_sockets_are_refused_by_number() {
     let world = World::new();
     let host = world.host("a");
     host.run(&["receive", "--listen", "fd:0"]).failed(3, "descriptor 0 is no socket");
-    let _guest = host.guest("web", &["--memory", "16M"]);
+    let _guest = host.guest("web", &["--memory", "32M"]);
     let sent = host.run(&["send", "web", "--to", "fd:999"]);
     sent.failed(3, "descriptor 999 is not open");
 }

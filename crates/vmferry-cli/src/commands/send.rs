@@ -137,11 +137,13 @@ pub fn address(text: &str, options: &TlsOptions) -> Result<String, Failure> {
         return Err(Failure::new(Code::Usage, text));
     }
     let named = options.tls.is_some() || options.ca.is_some();
-    let authenticated =
-        ["tls:", "grpc:", "grpc-ack:"].iter().any(|scheme| full.starts_with(scheme));
-    if authenticated && !named {
-        let text = "tls: and grpc: need this host's certificate: add --tls DIR, made by `vmferry pki`, \
-                    or --plain for an unprotected link";
+    let secured =
+        ["tls:", "grpc:", "grpc-ack:"].into_iter().find(|scheme| full.starts_with(scheme));
+    if let Some(scheme) = secured.filter(|_| !named) {
+        let text = format!(
+            "{scheme} needs this host's certificate: add --tls DIR, made by `vmferry pki`, or \
+             --plain for an unprotected link"
+        );
         return Err(Failure::new(Code::Usage, text));
     }
     Ok(full)
