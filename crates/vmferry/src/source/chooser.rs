@@ -44,6 +44,8 @@ pub struct Decision {
     pub choice: Choice,
     /// Why.
     pub why: Why,
+    /// Whether with this decision pages began, or ceased, to go [without compression](Chooser::is_light).
+    pub turned: bool,
     /// Number of the way, for what is learnt from the frame.
     way: usize,
 }
@@ -90,7 +92,7 @@ impl Chooser {
         let fixed = |method: Option<Method>, delta: bool| {
             let choice = Choice { pack: method, delta: self.delta(delta, round) };
             let way = if method.is_some() { FIXED } else { RAW };
-            Decision { choice, why: Why::Fixed, way }
+            Decision { choice, why: Why::Fixed, turned: false, way }
         };
         match self.way {
             CompressionWay::Off => fixed(None, false),
@@ -109,11 +111,23 @@ impl Chooser {
             }
             CompressionWay::Auto => {
                 let mut model = self.model();
+                let was_raw = model.is_raw();
                 let (way, why) = model.choose(now, hungry);
+                let turned = model.is_raw() != was_raw;
                 let delta = model.tries_deltas(round);
                 let choice = Choice { pack: WAYS[way], delta: self.delta(delta, round) };
-                Decision { choice, why, way }
+                Decision { choice, why, turned, way }
             }
+        }
+    }
+
+    /// Whether pages go without compression at present. Then each channel's thread makes its frames itself: it
+    /// sends them from its own core's cache, and nobody has to be woken.
+    pub fn is_light(&self) -> bool {
+        match self.way {
+            CompressionWay::Off | CompressionWay::Delta => true,
+            CompressionWay::Fixed(_) => false,
+            CompressionWay::Auto => self.model().is_raw(),
         }
     }
 

@@ -13,7 +13,7 @@ use vmferry_transport::{ChannelWriter, RateLimiter};
 use super::chooser::Chooser;
 use super::io::Input;
 use super::orders::SentCounters;
-use super::pool::{Finished, FrameInfo, PoolLane};
+use super::pool::{Finished, FrameInfo, Maker, PoolLane};
 use super::rounds::LaneTotals;
 use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
@@ -45,12 +45,14 @@ impl Lane {
     pub fn start(
         number: u8,
         lane: Arc<PoolLane>,
+        maker: Maker,
         context: LaneContext,
         writer: ChannelWriter,
     ) -> std::io::Result<Self> {
         let sender = SenderThread {
             number,
             lane,
+            maker,
             context,
             writer,
             sequence: 0,
@@ -76,6 +78,7 @@ impl Drop for Lane {
 struct SenderThread {
     number: u8,
     lane: Arc<PoolLane>,
+    maker: Maker,
     context: LaneContext,
     writer: ChannelWriter,
     /// Frames sent so far, which number them.
@@ -89,7 +92,15 @@ impl SenderThread {
         let cpu = self.context.cpu.clone();
         let _cpu = cpu.count_this_thread();
         let mut idle_since = Instant::now();
-        while let Some(Finished { mut frame, what }) = self.lane.outgoing.take() {
+        loop {
+            let Finished { mut frame, what } = match self.maker.next() {
+                Ok(Some(finished)) => finished,
+                Ok(None) => return,
+                Err(error) => {
+                    let _ = self.context.results.send(Input::Failed(error));
+                    return;
+                }
+            };
             let begun = Instant::now();
             self.sequence += 1;
             frame.set_sequence(self.sequence);

@@ -299,6 +299,11 @@ impl Model {
         (self.current, Why::Best)
     }
 
+    /// Whether pages go as they are at present.
+    pub fn is_raw(&self) -> bool {
+        self.current == RAW
+    }
+
     /// Whether a frame that a channel waits for is there sooner as it is than in the fixed way.
     pub fn raw_is_sooner(&self) -> bool {
         let measured = self.ways[FIXED].is_some();

@@ -13,7 +13,7 @@ use crate::source::encode::PageEncoder;
 use crate::source::io::Input;
 use crate::source::lane::{Lane, LaneContext};
 use crate::source::plan::LanePlan;
-use crate::source::pool::{Pool, PoolLane};
+use crate::source::pool::{Maker, Pool, PoolLane};
 use crate::vm::SourceVm;
 
 /// Frames that a lane has ready beside those that workers are making: one is sent while the next waits.
@@ -43,6 +43,10 @@ impl<V: SourceVm> Driver<'_, V> {
         };
         let compression = &self.config.compression;
         let workers = worker_threads(compression.workers);
+        let encoder = || {
+            let (memory, hashes) = (self.memory.clone(), Arc::clone(&self.hashes));
+            PageEncoder::new(memory, hashes, compression.compressors.clone(), Arc::clone(&self.hot))
+        };
         let mut pool_lanes = Vec::new();
         for (lane, window) in (0..self.config.channels).zip(&self.windows) {
             let timeouts = &self.config.timeouts;
@@ -54,18 +58,22 @@ impl<V: SourceVm> Driver<'_, V> {
             let (window, signal) = (Arc::clone(window), Arc::clone(&self.signal));
             let pool_lane = Arc::new(PoolLane::new(plan, window, workers + FRAMES_AHEAD, signal));
             pool_lanes.push(Arc::clone(&pool_lane));
-            let lane = Lane::start(lane, pool_lane, context.clone(), writer).map_err(no_thread)?;
+            let maker = Maker::new(
+                lane,
+                Arc::clone(&pool_lane),
+                Arc::clone(&self.chooser),
+                encoder(),
+                Arc::clone(&self.signal),
+            );
+            let lane = Lane::start(lane, pool_lane, maker, context.clone(), writer);
+            let lane = lane.map_err(no_thread)?;
             self.lanes.push(lane);
         }
-        let encoder = |_| {
-            let (memory, hashes) = (self.memory.clone(), Arc::clone(&self.hashes));
-            PageEncoder::new(memory, hashes, compression.compressors.clone(), Arc::clone(&self.hot))
-        };
         let pool = Pool::start(
             pool_lanes,
             Arc::clone(&self.signal),
             Arc::clone(&self.chooser),
-            (0..workers).map(encoder).collect(),
+            (0..workers).map(|_| encoder()).collect(),
             self.inputs.0.clone(),
             self.cpu.clone(),
         );
