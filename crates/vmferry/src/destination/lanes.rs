@@ -14,7 +14,9 @@ use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter};
 use vmferry_wire::{ControlMessage, FrameHeader, FrameKind};
 
 use super::io::Input;
-use super::place::{FrameReader, LaneProgress, MOST_IN_MAKING, PlacedCounters, Placer};
+use super::place::{
+    FrameReader, LaneProgress, MOST_IN_MAKING, PlacedCounters, Placer, is_placed_at_once,
+};
 use crate::compression::worker_threads;
 use crate::config::DestinationConfig;
 use crate::cpu::CpuMeter;
@@ -97,16 +99,8 @@ impl Lanes {
                 Decompressors::per_call()
             };
             let worker = Worker {
-                placer: Placer::new(
-                    all.context.lanes,
-                    all.context.memory.clone(),
-                    Arc::clone(&all.context.hashes),
-                    Arc::clone(&all.context.placed),
-                    decompressors,
-                ),
-                control: Arc::clone(&all.context.control),
-                results: all.context.results.clone(),
-                cpu: all.context.cpu.clone(),
+                placer: placer(&all.context, decompressors),
+                context: all.context.clone(),
             };
             let work = work_in.clone();
             let thread = std::thread::Builder::new()
@@ -139,6 +133,7 @@ impl Lanes {
         let receiving = ReceivingThread {
             lane: Arc::clone(&shared),
             frames: FrameReader::new(lane, reader),
+            placer: placer(&self.context, Decompressors::default()),
             work,
             context: self.context.clone(),
         };
@@ -148,6 +143,16 @@ impl Lanes {
         self.lanes.push(Lane { closer, shared, thread: Some(thread), _writer: writer });
         Ok(())
     }
+}
+
+fn placer(context: &LaneContext, decompressors: Decompressors) -> Placer {
+    Placer::new(
+        context.lanes,
+        context.memory.clone(),
+        Arc::clone(&context.hashes),
+        Arc::clone(&context.placed),
+        decompressors,
+    )
 }
 
 impl Drop for Lanes {
@@ -206,6 +211,12 @@ impl LaneState {
         self.await_placed(sequence.saturating_sub(MOST_IN_MAKING))
     }
 
+    /// A frame that is not needed any more.
+    fn free(&self, frame: Frame) {
+        self.lock().free.push(frame);
+        self.changed.notify_all();
+    }
+
     fn close(&self) {
         self.lock().closed = true;
         self.changed.notify_all();
@@ -219,6 +230,7 @@ impl LaneState {
 struct ReceivingThread {
     lane: Arc<LaneState>,
     frames: FrameReader<ChannelReader>,
+    placer: Placer,
     work: Sender<Work>,
     context: LaneContext,
 }
@@ -227,68 +239,80 @@ impl ReceivingThread {
     fn run(mut self) {
         let cpu = self.context.cpu.clone();
         let _cpu = cpu.count_this_thread();
-        while let Some(mut frame) = self.lane.acquire() {
-            let offset = self.frames.offset();
-            let received = self.frames.receive(&mut frame);
-            let bytes = self.frames.offset() - offset;
-            self.context.placed.bytes.fetch_add(bytes, Ordering::Relaxed);
-            let header = match received {
-                Ok(header) => header,
+        while let Some(frame) = self.lane.acquire() {
+            match self.receive(frame) {
+                Ok(true) => {}
+                Ok(false) => return,
                 Err(error) => {
-                    let input = match error {
-                        error @ MigrateError::LinkLost { .. } => Input::LaneLost(error),
-                        error => Input::Failed(error),
-                    };
-                    let _ = self.context.results.send(input);
+                    fail(&self.context, error);
                     return;
                 }
-            };
-            if !self.lane.await_room(header.sequence) {
-                return;
-            }
-            let lane = Arc::clone(&self.lane);
-            if self.work.send(Work { frame, offset, lane }).is_err() {
-                return;
-            }
-            // What follows may be newer versions of the same pages.
-            if header.kind == FrameKind::EndOfRound && !self.lane.await_placed(header.sequence) {
-                return;
             }
         }
+    }
+
+    /// Receives a frame, and places it or hands it to the workers; `false` at the end.
+    fn receive(&mut self, mut frame: Frame) -> Result<bool, MigrateError> {
+        let offset = self.frames.offset();
+        let received = self.receive_and_place(&mut frame, offset);
+        let bytes = self.frames.offset() - offset;
+        self.context.placed.bytes.fetch_add(bytes, Ordering::Relaxed);
+        let Some(header) = received? else { return Ok(false) };
+        if is_placed_at_once(&header) {
+            self.lane.free(frame);
+            self.context.tell(&self.lane, &header)?;
+        } else if self.work.send(Work { frame, offset, lane: Arc::clone(&self.lane) }).is_err() {
+            return Ok(false);
+        }
+        // What follows may be newer versions of the same pages.
+        Ok(header.kind != FrameKind::EndOfRound || self.lane.await_placed(header.sequence))
+    }
+
+    /// Receives a frame, and places it if there is nothing to decode; `None` at the end.
+    fn receive_and_place(
+        &mut self,
+        frame: &mut Frame,
+        offset: u64,
+    ) -> Result<Option<FrameHeader>, MigrateError> {
+        let header = self.frames.receive_head(frame)?;
+        if !self.lane.await_room(header.sequence) {
+            return Ok(None);
+        }
+        if is_placed_at_once(&header) {
+            self.placer.receive(&mut self.frames, frame, offset)?;
+        } else {
+            self.frames.receive_payload(frame)?;
+        }
+        Ok(Some(header))
     }
 }
 
 struct Worker {
     placer: Placer,
-    control: Arc<ControlWriter<ChannelWriter>>,
-    results: Sender<Input>,
-    cpu: CpuMeter,
+    context: LaneContext,
 }
 
 impl Worker {
     fn run(mut self, work: &Receiver<Work>) {
-        let cpu = self.cpu.clone();
+        let cpu = self.context.cpu.clone();
         let _cpu = cpu.count_this_thread();
         for Work { frame, offset, lane } in work {
             let placed = self.placer.place(lane.number, &frame, offset);
-            let done = placed.and_then(|()| match frame.header().copied() {
-                Some(header) => self.tell(&lane, &header),
+            let done = placed.and_then(|()| match frame.header() {
+                Some(header) => self.context.tell(&lane, header),
                 None => Ok(()),
             });
             if let Err(error) = done {
-                let input = match error {
-                    error @ MigrateError::LinkLost { .. } => Input::LaneLost(error),
-                    error => Input::Failed(error),
-                };
-                let _ = self.results.send(input);
+                fail(&self.context, error);
                 // Nothing more is placed of this lane: what has failed must not be followed.
                 lane.close();
             }
-            lane.lock().free.push(frame);
-            lane.changed.notify_all();
+            lane.free(frame);
         }
     }
+}
 
+impl LaneContext {
     /// Tells the source and the session what is placed.
     fn tell(&self, lane: &LaneState, header: &FrameHeader) -> Result<(), MigrateError> {
         let placed = lane.lock().progress.finished(header);
@@ -303,6 +327,13 @@ impl Worker {
         }
         Ok(())
     }
+}
+
+fn fail(context: &LaneContext, error: MigrateError) {
+    let _ = context.results.send(match error {
+        error @ MigrateError::LinkLost { .. } => Input::LaneLost(error),
+        error => Input::Failed(error),
+    });
 }
 
 #[cfg(test)]
