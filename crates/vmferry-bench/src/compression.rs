@@ -29,6 +29,7 @@ use std::time::Duration;
 use anyhow::{Context, ensure};
 use vmferry_memory::{GuestMemory, PageRun, SlotId};
 
+use crate::guest::memory;
 use crate::results::{Results, row};
 use content::{Content, Pool, pools};
 use ratios::Measured;
@@ -217,7 +218,7 @@ fn grid(
     pools: Vec<(Content, Pool)>,
     directory: &Path,
 ) -> anyhow::Result<(Samples, f64)> {
-    let (here, there) = (guest::memory(plan.pages)?, guest::memory(plan.pages)?);
+    let (here, there) = (memory(plan.pages)?, memory(plan.pages)?);
     let copy_mb_per_s = copy_bandwidth(&here, &there)?;
     let pools: Vec<(Content, Arc<Pool>)> =
         pools.into_iter().map(|(content, pool)| (content, Arc::new(pool))).collect();

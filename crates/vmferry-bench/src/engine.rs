@@ -14,8 +14,9 @@ use std::time::Instant;
 
 use anyhow::{Context, ensure};
 use serde::Serialize;
-use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, SlotId, SlotLayout, whole_hash};
+use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun, whole_hash};
 
+use crate::guest::{clear, fill_incompressible, memory, whole};
 use crate::results::{Results, median, row};
 use guest::Links;
 
@@ -79,12 +80,8 @@ pub struct Sample {
 pub fn run(quick: bool) -> anyhow::Result<Results> {
     let (mib, repetitions) = if quick { (32, 1) } else { (1024, 5) };
     let pages = mib << 8;
-    let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages }];
-    let source = GuestMemory::allocate(&layout, MemoryKind::Private)?;
-    let destination = GuestMemory::allocate(&layout, MemoryKind::Private)?;
-    fill(&source)?;
-    let whole = PageRun { slot: SlotId(0), first: 0, pages };
-    destination.populate(whole)?;
+    let (source, destination) = (memory(pages)?, memory(pages)?);
+    fill_incompressible(&source)?;
     let expected = whole_hash(&source)?;
     let links = Links::new()?;
 
@@ -93,10 +90,10 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
     for repetition in 0..=repetitions {
         for channels in CHANNELS {
             for way in Way::ALL {
-                destination.zero(whole)?;
+                clear(&destination)?;
                 let sample = match way {
-                    Way::RawSocket => raw::socket(&source, &destination, channels),
-                    Way::RawRustls => raw::rustls(&source, &destination, channels, &links),
+                    Way::RawSocket => raw::copy(&source, &destination, channels, None),
+                    Way::RawRustls => raw::copy(&source, &destination, channels, Some(&links.raw)),
                     Way::EnginePlain => {
                         guest::migrate(&source, &destination, channels, &links, false)
                     }
@@ -115,7 +112,7 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
         }
         eprintln!("engine: pass {repetition} of {repetitions}");
     }
-    results(&samples, pages, copy_bandwidth(&source, &destination, whole)?)
+    results(&samples, pages, copy_bandwidth(&source, &destination, whole(&source))?)
 }
 
 fn results(
@@ -169,22 +166,6 @@ fn results(
     Ok(Results::new("engine", rows, yardsticks, ratios))
 }
 
-/// Pages that no codec shortens.
-fn fill(memory: &GuestMemory) -> anyhow::Result<()> {
-    let mut page = vec![0_u8; PAGE_SIZE];
-    let mut random = 0x9e37_79b9_7f4a_7c15_u64;
-    for first in 0..memory.total_pages() {
-        for word in page.chunks_exact_mut(8) {
-            random ^= random << 13;
-            random ^= random >> 7;
-            random ^= random << 17;
-            word.copy_from_slice(&random.to_le_bytes());
-        }
-        memory.copy_in(PageRun { slot: SlotId(0), first, pages: 1 }, &page)?;
-    }
-    Ok(())
-}
-
 /// One thread that copies the memory once, through a buffer that stays in the cache: the least
 /// that an engine does which looks at a page before it sends it.
 pub fn copy_bandwidth(
@@ -201,10 +182,4 @@ pub fn copy_bandwidth(
         destination.copy_in(run, part)?;
     }
     Ok(whole.pages as f64 * PAGE_SIZE as f64 / begun.elapsed().as_secs_f64() / 1e6)
-}
-
-/// CPU time of this process so far, in seconds.
-pub fn process_cpu_s() -> f64 {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
-    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }

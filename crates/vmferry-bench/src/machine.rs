@@ -42,6 +42,12 @@ pub fn cycles_since(begun: u64) -> u64 {
     cycles().saturating_sub(begun).saturating_sub(clock_cycles())
 }
 
+/// CPU time of this process so far, in seconds.
+pub fn process_cpu_s() -> f64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}
+
 /// The machine.
 #[derive(Debug, Serialize)]
 pub struct Machine {

@@ -1,15 +1,19 @@
 //! `vmferry-bench NAME`: one file per benchmark, each with its physical limit measured in the same
 //! run.
 
+mod aims;
 mod bitmap;
 mod compression;
 mod dirty_log;
 mod engine;
+mod guest;
 mod machine;
 mod place;
 mod plot;
 mod qemu;
+mod raw;
 mod results;
+mod transport;
 
 use std::path::PathBuf;
 
@@ -34,6 +38,11 @@ struct Arguments {
     /// Draw the plots into this file (bitmap, dirty-log, compression).
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
+    /// The transport benchmark starts itself again with these two.
+    #[arg(long, hide = true, requires = "directory")]
+    role: Option<transport::Role>,
+    #[arg(long, hide = true)]
+    directory: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -50,10 +59,16 @@ enum Name {
     DirtyLog,
     /// Pages per second with each way to compress, by content and link.
     Compression,
+    /// Total time and idle processors with each transport, capped and not, and under attack (20 minutes and
+    /// 7 GiB of memory; as root also between two network namespaces).
+    Transport,
 }
 
 fn main() -> anyhow::Result<()> {
     let arguments = Arguments::parse();
+    if let (Some(role), Some(directory)) = (arguments.role, &arguments.directory) {
+        return transport::be(role, directory);
+    }
     let has_plots = matches!(arguments.name, Name::Bitmap | Name::DirtyLog | Name::Compression);
     ensure!(
         arguments.svg.is_none() || has_plots,
@@ -67,6 +82,7 @@ fn main() -> anyhow::Result<()> {
         Name::Place => place::run(arguments.quick)?,
         Name::DirtyLog => dirty_log::run(arguments.quick)?,
         Name::Bitmap => bitmap::run(arguments.quick)?,
+        Name::Transport => transport::run(arguments.quick)?,
         Name::Compression => compression::run(match (arguments.quick, arguments.full) {
             (true, _) => compression::Size::Quick,
             (_, true) => compression::Size::Full,

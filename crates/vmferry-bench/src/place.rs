@@ -135,7 +135,7 @@ fn place(directory: &Path, way: Way, pages: u64, threads: u64) -> anyhow::Result
     let layout = SlotLayout { slot: SlotId(0), gpa: 0, pages };
     let memory = GuestMemory::map_files(vec![(layout, file.try_clone()?, 0)])?;
     let content = vec![7; RUN_PAGES as usize * PAGE_SIZE];
-    let cpu_before = crate::engine::process_cpu_s();
+    let cpu_before = crate::machine::process_cpu_s();
     let begun = Instant::now();
     std::thread::scope(|scope| {
         let workers: Vec<_> = (0..threads)
@@ -148,7 +148,7 @@ fn place(directory: &Path, way: Way, pages: u64, threads: u64) -> anyhow::Result
             worker.join().map_err(|_| anyhow::anyhow!("a thread has panicked"))?
         })
     })?;
-    let sample = (begun.elapsed().as_secs_f64(), crate::engine::process_cpu_s() - cpu_before);
+    let sample = (begun.elapsed().as_secs_f64(), crate::machine::process_cpu_s() - cpu_before);
     let found = whole_hash(&memory)?;
     ensure!(found.pages == pages, "{} of {pages} pages are there", found.pages);
     Ok(sample)

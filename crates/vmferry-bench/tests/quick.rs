@@ -1,6 +1,7 @@
 //! The benchmarks work, and print what they promise. What they measure here means nothing.
 
-use std::process::Command;
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
@@ -160,6 +161,102 @@ fn compression_prints_one_object_of_the_promised_shape() {
     assert_eq!(outcome("none"), "refused");
     assert_eq!(outcome("auto"), "handed over");
     assert!(result["codecs"].as_array().is_some_and(|codecs| codecs.len() >= 8), "{result}");
+}
+
+#[test]
+fn transport_prints_one_object_of_the_promised_shape() {
+    let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
+        .args(["transport", "--json", "--quick"])
+        .output()
+        .unwrap();
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{told}");
+    let result: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(result["name"], "transport");
+    let rows = result["rows"].as_array().unwrap();
+    let places: &[&str] = match told.contains("no network namespaces") {
+        true => &["loopback"],
+        false => &["namespaces", "loopback"],
+    };
+    // What was not compiled in is said.
+    let is_there = |way: &str| !told.contains(&format!("transport: {way} is not in this program"));
+    for place in places {
+        let row = |link, way| {
+            let wanted =
+                |row: &&Value| row["place"] == *place && row["link"] == link && row["way"] == way;
+            rows.iter().find(wanted).unwrap_or_else(|| panic!("{place}, {link}, {way}"))
+        };
+        for way in ["raw socket", "raw rustls"] {
+            row("uncapped", way);
+        }
+        for way in ["tcp", "tls", "grpc", "grpc-ack"].into_iter().filter(|way| is_there(way)) {
+            row("uncapped", way);
+            let capped = row("capped", way)["mb_per_s"].as_f64().unwrap();
+            let cap = result["yardsticks"]["cap_mb_per_s"].as_f64().unwrap();
+            assert!(capped < 1.1 * cap, "{way} goes beyond the cap: {capped}");
+        }
+        assert!(result["yardsticks"][format!("raw_rustls_2ch_{place}_mb_per_s")].is_number());
+    }
+    assert!(rows.iter().any(|row| row["way"] == "unix"));
+    for row in rows {
+        for key in ["total_ms", "mb_per_s", "source_cpu_s_per_gb", "destination_cpu_s_per_gb"] {
+            assert!(row[key].as_f64() > Some(0.0), "{key}: {row}");
+        }
+        let idle = |key: &str| row[format!("idle_cpu_percent_{key}")].as_f64().unwrap();
+        assert!(idle("min") <= idle("mean") && idle("mean") <= idle("max"), "{row}");
+    }
+    let mut ratios = vec![
+        "plain_of_raw_socket",
+        "plain_of_raw_socket_2ch_loopback",
+        "tls_of_raw_rustls",
+        "tls_over_plain_capped",
+        "tls_cpu_over_plain",
+        "under_attack_over_quiet",
+    ];
+    if is_there("grpc") {
+        ratios.extend([
+            "grpc_streamed_over_plain_capped",
+            "grpc_streamed_over_acknowledged_uncapped",
+        ]);
+    }
+    for ratio in ratios {
+        assert!(result["ratios"][ratio].as_f64() > Some(0.0), "{ratio}");
+    }
+    assert_eq!(result["published"][1]["published_s"], 44.0);
+    let attacked = &result["under_attack"][1];
+    assert!(attacked["failed_handshakes"].as_f64() > Some(0.0), "{attacked}");
+}
+
+#[test]
+fn an_interrupted_benchmark_leaves_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
+        .args(["transport", "--quick"])
+        .env("TMPDIR", directory.path())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut told = BufReader::new(child.stderr.take().unwrap()).lines();
+    let begun = told.find(|line| line.as_ref().is_ok_and(|line| line.contains("pass 1")));
+    assert!(begun.is_some(), "it has begun");
+    let children = || {
+        let path = format!("/proc/{0}/task/{0}/children", child.id());
+        std::fs::read_to_string(path).unwrap()
+    };
+    let sides: Vec<u32> =
+        children().split_whitespace().map(|number| number.parse().unwrap()).collect();
+    assert_eq!(sides.len(), 3, "source, destination and attacker");
+    let number = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(number, rustix::process::Signal::INT).unwrap();
+    let rest: Vec<String> = told.map_while(Result::ok).collect();
+    assert!(!child.wait().unwrap().success());
+    assert!(rest.iter().any(|line| line.contains("interrupted")), "{rest:?}");
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "no files are left");
+    for side in sides {
+        let command = std::fs::read(format!("/proc/{side}/cmdline")).unwrap_or_default();
+        assert!(!String::from_utf8_lossy(&command).contains("transport"), "{side} still runs");
+    }
 }
 
 #[test]

@@ -132,6 +132,13 @@ pub struct TlsOptions {
     /// This host's private key (PEM, mode 0600).
     #[arg(long, value_name = "FILE", requires = "ca")]
     pub key: Option<PathBuf>,
+    /// Revocation list of an authority (PEM); may be said several times. With --tls, DIR/crl.pem counts as
+    /// well if it is there.
+    #[arg(long, value_name = "FILE")]
+    pub crl: Vec<PathBuf>,
+    /// How far out of date a certificate or revocation list may be, for clocks that differ.
+    #[arg(long, default_value = "5m", value_parser = parse_duration, value_name = "TIME")]
+    pub clock_skew: Duration,
     /// Allow tcp:, which anyone on the way can read and change.
     #[arg(long)]
     pub plain: bool,
@@ -142,6 +149,7 @@ pub struct TlsOptions {
 #[command(after_help = "\
 Examples:
   vmferry receive --listen 0.0.0.0:7001 --tls /etc/vmferry/tls
+  vmferry receive --listen 0.0.0.0:7001 --tls /etc/vmferry/tls --policy /etc/vmferry/policy.toml
   vmferry receive --listen unix:/run/vmferry/in.sock --expect-name web --once
   vmferry receive --listen 0.0.0.0:7001 --tls /etc/vmferry/tls --qemu /run/qemu/web.qmp
   vmferry receive --listen 0.0.0.0:7001 --tls /etc/vmferry/tls --exec 'qemu-system-x86_64 -m 2G …'")]
@@ -152,6 +160,10 @@ pub struct ReceiveOptions {
     /// TLS.
     #[command(flatten)]
     pub tls: TlsOptions,
+    /// Take guests only as this file allows (TOML; docs/security.md has the format). Without it, whoever has a
+    /// certificate of the authority may send any guest.
+    #[arg(long, value_name = "FILE")]
+    pub policy: Option<PathBuf>,
     /// Take this guest only, by name.
     #[arg(long, value_name = "NAME")]
     pub expect_name: Option<String>,
@@ -191,6 +203,7 @@ pub struct ReceiveOptions {
 Examples:
   vmferry send web --to host-b:7001 --tls /etc/vmferry/tls
   vmferry send web --to host-b:7001 --tls /etc/vmferry/tls --downtime-limit 50ms --max-bandwidth 500M
+  vmferry send web --to 192.0.2.7:7001 --tls /etc/vmferry/tls --destination-id spiffe://vmferry/host/host-b
   vmferry send web --to unix:/run/vmferry/in.sock --verify
   vmferry send web --to host-b:7001 --tls /etc/vmferry/tls --compress zstd:3
   vmferry send web --to host-b:7001 --tls /etc/vmferry/tls --throttle 80
@@ -214,6 +227,10 @@ pub struct SendOptions {
     /// The name that the destination's certificate must have, if not the address's.
     #[arg(long, value_name = "NAME")]
     pub server_name: Option<String>,
+    /// The URI that the destination's certificate must have, such as spiffe://vmferry/host/NAME; it then
+    /// needs no other name.
+    #[arg(long, value_name = "URI", conflicts_with = "server_name")]
+    pub destination_id: Option<String>,
     /// Limits and ways.
     #[command(flatten)]
     pub migration: MigrationOptions,
@@ -281,7 +298,8 @@ pub struct ResolveOptions {
 #[command(after_help = "\
 Examples:
   vmferry pki init --dir pki
-  vmferry pki issue host-a --dir pki --out tls-a --address host-a.example --address 192.0.2.1")]
+  vmferry pki issue host-a --dir pki --out tls-a --address host-a.example --address 192.0.2.1
+  vmferry pki revoke host-a --dir pki    # then copy pki/crl.pem to each host's directory")]
 pub struct PkiOptions {
     /// What to make.
     #[command(subcommand)]
@@ -315,6 +333,17 @@ pub enum PkiCommand {
         addresses: Vec<String>,
         /// Days that it is valid.
         #[arg(long, default_value_t = 365)]
+        days: u32,
+    },
+    /// Revoke certificates: make the authority's revocation list, or renew it.
+    Revoke {
+        /// Names of hosts, all of whose certificates are revoked, or files with one; none renews the list.
+        hosts: Vec<String>,
+        /// The authority's directory; the list is crl.pem in it.
+        #[arg(long, value_name = "DIR")]
+        dir: PathBuf,
+        /// Days until the list is to be renewed. Hosts that have an older one accept nobody.
+        #[arg(long, default_value_t = 30)]
         days: u32,
     },
 }

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use vmferry::SourceConfig;
 use vmferry::handover::OperatorWord;
 use vmferry::source::{Orders, Progress, SourceOutcome, migrate};
-use vmferry_transport::{Address, Dialer, TlsIdentity};
+use vmferry_transport::{Address, Dialer};
 
 use crate::control::{Answer, ControlError, ErrorCode, Handler, MigrateRequest, Replies, Request};
 use crate::embed::MigratingMachine;
@@ -290,14 +290,10 @@ struct Event {
 
 fn dialer(request: &MigrateRequest) -> Result<Dialer, ControlError> {
     let address: Address = request.to.parse().map_err(|error| bad_request(&error))?;
-    let mut dialer = Dialer::new(address, None);
-    if let Some(files) = &request.tls {
-        let identity = TlsIdentity::load(&files.ca, &files.certificate, &files.key)
-            .map_err(|error| ControlError::from(&error.into()))?;
-        dialer.tls = Some(Arc::new(identity));
-        dialer.server_name.clone_from(&files.server_name);
+    match &request.tls {
+        Some(files) => files.dialer(address).map_err(|error| ControlError::from(&error.into())),
+        None => Ok(Dialer::new(address, None)),
     }
-    Ok(dialer)
 }
 
 fn bad_request(error: &dyn std::error::Error) -> ControlError {

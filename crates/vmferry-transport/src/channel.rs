@@ -10,7 +10,7 @@ use crate::error::TransportError;
 use crate::transport::{Close, Receive, Transmit, Transport};
 
 /// Who is at the other end.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PeerIdentity {
     /// Its address, for people.
     pub address: String,
@@ -18,13 +18,51 @@ pub struct PeerIdentity {
     pub names: Vec<String>,
     /// Whether the channel is encrypted and the peer authenticated.
     pub tls: bool,
+    /// How the keys of an encrypted channel were agreed on, such as `X25519MLKEM768`.
+    pub key_exchange: Option<String>,
+    /// The user of the process at the other end of a Unix socket.
+    pub uid: Option<u32>,
 }
 
 impl PeerIdentity {
     /// A peer that has shown no certificate.
     #[must_use]
     pub fn anonymous(address: String) -> Self {
-        Self { address, names: Vec::new(), tls: false }
+        Self { address, ..Self::default() }
+    }
+
+    /// A peer whose certificate was verified. `key_exchange` is the group that the keys were agreed on in.
+    #[must_use]
+    pub fn authenticated(
+        address: String,
+        names: Vec<String>,
+        key_exchange: Option<String>,
+    ) -> Self {
+        Self { address, names, tls: true, key_exchange, uid: None }
+    }
+
+    /// The name that it goes by: its URI, or another name in its certificate, or its user.
+    #[must_use]
+    pub fn name(&self) -> Option<String> {
+        match (self.names.first(), self.uid) {
+            (Some(name), _) => Some(name.clone()),
+            (None, Some(uid)) => Some(format!("uid {uid}")),
+            (None, None) => None,
+        }
+    }
+
+    /// Whether both are the same host, by all that was proved of them. A certificate that was renewed in the
+    /// meantime may have other addresses in it, but not another first name.
+    #[must_use]
+    pub fn is_same_as(&self, other: &Self) -> bool {
+        self.tls == other.tls && self.name() == other.name()
+    }
+}
+
+impl std::fmt::Display for PeerIdentity {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.address)?;
+        self.name().map_or(Ok(()), |name| write!(f, " ({name})"))
     }
 }
 

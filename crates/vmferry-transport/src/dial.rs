@@ -26,6 +26,9 @@ pub struct Dialer {
     pub tls: Option<Arc<TlsIdentity>>,
     /// The name that the destination's certificate must have; the address's host by default.
     pub server_name: Option<String>,
+    /// The URI that the destination's certificate must have, such as `spiffe://vmferry/host/b`; it
+    /// then needs no other name. Default none.
+    pub destination_id: Option<String>,
     /// Bound of the connection and of the TLS handshake, each as a whole. Looking a name up is
     /// bounded by the system's resolver.
     pub connect_timeout: Duration,
@@ -35,7 +38,13 @@ impl Dialer {
     /// A dialer that waits 10 s.
     #[must_use]
     pub fn new(address: Address, tls: Option<Arc<TlsIdentity>>) -> Self {
-        Self { address, tls, server_name: None, connect_timeout: Duration::from_secs(10) }
+        Self {
+            address,
+            tls,
+            server_name: None,
+            destination_id: None,
+            connect_timeout: Duration::from_secs(10),
+        }
     }
 
     /// Connects, and authenticates both sides over `tls:`.
@@ -44,12 +53,23 @@ impl Dialer {
     /// See [`TransportError`].
     pub fn connect(&self) -> Result<Channel, TransportError> {
         let name = self.address.to_string();
+        if let Some(expected) = &self.destination_id
+            && matches!(self.address, Address::Unix(_) | Address::Tcp { .. })
+        {
+            return Err(TransportError::IdentityMismatch {
+                peer: name,
+                expected: expected.clone(),
+                presented: "nobody, since it has none without TLS".into(),
+            });
+        }
         match &self.address {
             Address::Unix(path) => {
                 let stream = unix::connect(path, self.connect_timeout)
                     .map_err(|source| TransportError::Connect { address: name.clone(), source })?;
-                let plain = Plain(Arc::new(Stream::Unix(stream)));
-                Ok(Channel::new(plain, PeerIdentity::anonymous(name)))
+                let stream = Stream::Unix(stream);
+                let mut peer = PeerIdentity::anonymous(name);
+                peer.uid = stream.peer_uid();
+                Ok(Channel::new(Plain(Arc::new(stream)), peer))
             }
             Address::Tcp { host, port } => {
                 let stream = self.tcp(host, *port, &name)?;
@@ -57,11 +77,12 @@ impl Dialer {
             }
             Address::Tls { host, port } => {
                 let identity = self.tls.as_ref().ok_or(TransportError::NoIdentity)?;
+                let config = identity.client_config(ALPN, self.destination_id.as_deref());
                 let stream = self.tcp(host, *port, &name)?;
                 let wanted = self.server_name.as_ref().unwrap_or(host);
                 let server = ServerName::try_from(wanted.clone())
                     .map_err(|_| TransportError::ServerName { name: wanted.clone() })?;
-                let connection = ClientConnection::new(Arc::clone(&identity.client), server)
+                let connection = ClientConnection::new(config, server)
                     .map_err(|error| TransportError::from_tls(error, name.clone()))?;
                 let connection = shake_hands(
                     &stream,
@@ -71,7 +92,7 @@ impl Dialer {
                     self.connect_timeout,
                 )?;
                 let session = TlsSession::new(stream, connection);
-                let peer = PeerIdentity { address: name, names: session.peer_names(), tls: true };
+                let peer = session.peer(name);
                 Ok(Channel::new(Tls(Arc::new(session)), peer))
             }
         }

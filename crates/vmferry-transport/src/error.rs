@@ -7,6 +7,8 @@ use rustls::pki_types::UnixTime;
 use rustls::{AlertDescription, CertificateError};
 use time::OffsetDateTime;
 
+use crate::identity::WrongIdentity;
+
 /// An error of the transport, with its next step.
 #[derive(Debug, thiserror::Error)]
 pub enum TransportError {
@@ -87,6 +89,36 @@ pub enum TransportError {
         expected: String,
         /// The names in the certificate.
         presented: String,
+    },
+    /// The peer's certificate has another URI than the one that was asked for.
+    #[error(
+        "the certificate of {peer} is for {presented}, not for {expected}: check the address, or --destination-id"
+    )]
+    IdentityMismatch {
+        /// The peer.
+        peer: String,
+        /// The URI that was asked for.
+        expected: String,
+        /// The names in the certificate.
+        presented: String,
+    },
+    /// The peer's certificate is on its authority's revocation list.
+    #[error(
+        "the certificate of {peer} was revoked by its authority: issue a new one with `vmferry pki issue` if that host is to be trusted again"
+    )]
+    Revoked {
+        /// The peer.
+        peer: String,
+    },
+    /// No revocation list of the peer's authority says anything about now.
+    #[error(
+        "the revocation list for the certificate of {peer} {problem}: renew it with `vmferry pki revoke` and copy it here"
+    )]
+    RevocationList {
+        /// The peer.
+        peer: String,
+        /// What is wrong with it.
+        problem: String,
     },
     /// The name that the certificate is to have is none.
     #[error("`{name}` is no DNS name or IP address: say another with --server-name")]
@@ -177,6 +209,9 @@ impl TransportError {
                 | Self::UnknownIssuer { .. }
                 | Self::Expired { .. }
                 | Self::NameMismatch { .. }
+                | Self::IdentityMismatch { .. }
+                | Self::Revoked { .. }
+                | Self::RevocationList { .. }
                 | Self::NoCertificate { .. }
                 | Self::RejectedByPeer { .. }
                 | Self::NotTls { .. }
@@ -208,35 +243,10 @@ impl TransportError {
     pub(crate) fn from_tls(error: rustls::Error, peer: String) -> Self {
         use rustls::Error as Tls;
         match error {
-            Tls::InvalidCertificate(reason) => match reason {
-                CertificateError::Expired => Self::Expired { peer, when: "has expired".into() },
-                CertificateError::ExpiredContext { not_after, .. } => {
-                    Self::Expired { peer, when: format!("expired on {}", date(not_after)) }
-                }
-                CertificateError::NotValidYet => {
-                    Self::Expired { peer, when: "is not valid yet".into() }
-                }
-                CertificateError::NotValidYetContext { not_before, .. } => Self::Expired {
-                    peer,
-                    when: format!("is not valid before {}", date(not_before)),
-                },
-                CertificateError::UnknownIssuer | CertificateError::BadSignature => {
-                    Self::UnknownIssuer { peer }
-                }
-                CertificateError::NotValidForName => Self::NameMismatch {
-                    peer,
-                    expected: "the name asked for".into(),
-                    presented: "another name".into(),
-                },
-                CertificateError::NotValidForNameContext { expected, presented } => {
-                    Self::NameMismatch {
-                        peer,
-                        expected: expected.to_str().into_owned(),
-                        presented: presented.join(", "),
-                    }
-                }
-                other => Self::Tls { peer, source: Tls::InvalidCertificate(other) },
-            },
+            Tls::InvalidCertificate(reason) => Self::from_certificate(reason, peer),
+            Tls::InvalidCertRevocationList(reason) => {
+                Self::RevocationList { peer, problem: format!("can't be used ({reason:?})") }
+            }
             Tls::NoApplicationProtocol => Self::other_protocol(peer),
             Tls::NoCertificatesPresented => Self::NoCertificate { peer },
             Tls::AlertReceived(alert) => match alert {
@@ -244,14 +254,17 @@ impl TransportError {
                     Self::RejectedByPeer { peer, why: "it has expired".into() }
                 }
                 AlertDescription::UnknownCA | AlertDescription::DecryptError => {
-                    Self::RejectedByPeer { peer, why: "unknown authority".into() }
+                    let why = "unknown authority, or its revocation list is out of date there";
+                    Self::RejectedByPeer { peer, why: why.into() }
+                }
+                AlertDescription::CertificateRevoked => {
+                    Self::RejectedByPeer { peer, why: "it was revoked".into() }
                 }
                 AlertDescription::CertificateRequired => {
                     Self::RejectedByPeer { peer, why: "none was sent".into() }
                 }
                 AlertDescription::BadCertificate
                 | AlertDescription::UnsupportedCertificate
-                | AlertDescription::CertificateRevoked
                 | AlertDescription::CertificateUnknown
                 | AlertDescription::AccessDenied => {
                     Self::RejectedByPeer { peer, why: format!("{alert:?}") }
@@ -264,6 +277,71 @@ impl TransportError {
             }
             other => Self::Tls { peer, source: other },
         }
+    }
+
+    fn from_certificate(error: CertificateError, peer: String) -> Self {
+        match error {
+            CertificateError::Expired => Self::Expired { peer, when: "has expired".into() },
+            CertificateError::ExpiredContext { time, not_after } => {
+                let (day, ago) = (date(not_after), distance(not_after, time));
+                let when = format!("expired on {day}, {ago} ago by this host's clock");
+                Self::Expired { peer, when }
+            }
+            CertificateError::NotValidYet => {
+                Self::Expired { peer, when: "is not valid yet".into() }
+            }
+            CertificateError::NotValidYetContext { time, not_before } => {
+                let (day, ahead) = (date(not_before), distance(time, not_before));
+                let when =
+                    format!("is not valid before {day}, {ahead} from now by this host's clock");
+                Self::Expired { peer, when }
+            }
+            CertificateError::Revoked => Self::Revoked { peer },
+            CertificateError::ExpiredRevocationListContext { time, next_update } => {
+                let (day, ago) = (date(next_update), distance(next_update, time));
+                Self::RevocationList {
+                    peer,
+                    problem: format!("is out of date since {day}, {ago} ago"),
+                }
+            }
+            CertificateError::UnknownIssuer | CertificateError::BadSignature => {
+                Self::UnknownIssuer { peer }
+            }
+            CertificateError::NotValidForName => Self::NameMismatch {
+                peer,
+                expected: "the name asked for".into(),
+                presented: "another name".into(),
+            },
+            CertificateError::NotValidForNameContext { expected, presented } => {
+                Self::NameMismatch {
+                    peer,
+                    expected: expected.to_str().into_owned(),
+                    presented: presented.join(", "),
+                }
+            }
+            CertificateError::Other(other) => match other.0.downcast_ref::<WrongIdentity>() {
+                Some(WrongIdentity { expected, presented }) => Self::IdentityMismatch {
+                    peer,
+                    expected: expected.clone(),
+                    presented: presented.join(", "),
+                },
+                None => {
+                    let source = rustls::Error::InvalidCertificate(CertificateError::Other(other));
+                    Self::Tls { peer, source }
+                }
+            },
+            other => Self::Tls { peer, source: rustls::Error::InvalidCertificate(other) },
+        }
+    }
+}
+
+/// How much later the second time is, in the unit that says it best.
+fn distance(from: UnixTime, to: UnixTime) -> String {
+    match to.as_secs().saturating_sub(from.as_secs()) {
+        seconds @ 0..120 => format!("{seconds} s"),
+        seconds @ 120..7200 => format!("{} min", seconds / 60),
+        seconds @ 7200..172_800 => format!("{} h", seconds / 3600),
+        seconds => format!("{} days", seconds / 86_400),
     }
 }
 

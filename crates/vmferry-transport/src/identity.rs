@@ -1,130 +1,217 @@
-//! Who this host is, and whom it trusts.
+//! Who this host is, and whom it trusts: certificates that are looked at anew for each connection.
+//!
+//! A certificate that is renewed, an authority that is added and a revocation list that is published count
+//! for the next channel, without a restart. A set of files that does not work (half of a renewal, a typing
+//! error) is told once and changes nothing: the set that worked stays in use until the files are right.
+
+mod files;
+mod names;
+mod verify;
 
 use std::fmt;
-use std::fs::File;
-use std::io;
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use rustls::server::WebPkiClientVerifier;
-use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use rustls::client::WebPkiServerVerifier;
+use rustls::client::danger::ServerCertVerifier;
+use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
+use rustls::{ClientConfig, ServerConfig};
 
+use self::files::Contents;
+pub use self::files::IdentityFiles;
+pub(crate) use self::names::names_of;
+pub(crate) use self::verify::WrongIdentity;
+use self::verify::{ExpectedUri, Tolerant};
 use crate::error::TransportError;
+use crate::stamp::FileStamp;
 
 /// The application protocol that both sides must name: a TLS port of something else is noticed.
 pub(crate) const ALPN: &[u8] = b"vmferry/1";
 
-/// A certificate with its key, and the authorities that peers must have theirs from.
-#[derive(Clone)]
+/// Whoever is told that changed files were not taken, and when they are again.
+type Teller = Box<dyn Fn(&str) + Send + Sync>;
+
+/// A certificate with its key, the authorities that peers must have theirs from, and what those have revoked.
+///
+/// TLS 1.3 only, both sides with certificates, X25519MLKEM768 preferred for the exchange of keys. A session is
+/// never resumed: each channel shows its certificate.
 pub struct TlsIdentity {
-    pub(crate) client: Arc<ClientConfig>,
-    pub(crate) server: Arc<ServerConfig>,
+    files: IdentityFiles,
+    state: Mutex<State>,
+    teller: Mutex<Option<Teller>>,
+}
+
+struct State {
+    /// The files as they were when they were last read.
+    seen: Vec<Option<FileStamp>>,
+    /// Made of the last set that works.
+    configurations: Configurations,
+}
+
+#[derive(Clone)]
+struct Configurations {
+    client: Arc<ClientConfig>,
+    server: Arc<ServerConfig>,
+    verifier: Arc<dyn ServerCertVerifier>,
+    has_revocations: bool,
 }
 
 impl fmt::Debug for TlsIdentity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("TlsIdentity")
+        // Where the key is, and nothing of it.
+        f.debug_struct("TlsIdentity").field("files", &self.files).finish_non_exhaustive()
     }
 }
 
 impl TlsIdentity {
-    /// Reads PEM files: the authorities' certificates, this host's chain, and its key, which
-    /// nobody but its owner may read.
+    /// Reads the files.
     ///
     /// # Errors
-    /// [`TransportError::File`] with the file and what is wrong with it.
+    /// [`TransportError::File`] with the file, what is wrong with it and what to do.
+    pub fn new(files: IdentityFiles) -> Result<Self, TransportError> {
+        // Looked at before it is read: a change in between is seen the next time.
+        let seen = files.stamps();
+        let configurations = configurations(&files.read(false)?, &files)?;
+        let state = State { seen, configurations };
+        Ok(Self { files, state: Mutex::new(state), teller: Mutex::new(None) })
+    }
+
+    /// [`new`](Self::new) without revocation lists and with the usual clock skew.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
     pub fn load(ca: &Path, certificate: &Path, key: &Path) -> Result<Self, TransportError> {
-        let problem =
-            |path: &Path, problem: String| TransportError::File { path: path.to_owned(), problem };
-        let authorities = certificates(ca)?;
-        let chain = certificates(certificate)?;
-        // What is checked is what is read.
-        let mut file = File::open(key).map_err(|error| unreadable(key, &error))?;
-        let mode = file.metadata().map_err(|error| unreadable(key, &error))?.mode();
-        if mode & 0o077 != 0 {
-            let text = format!("others can read this private key: chmod 600 {}", key.display());
-            return Err(problem(key, text));
-        }
-        let private = PrivateKeyDer::from_pem_reader(&mut file)
-            .map_err(|error| problem(key, format!("holds no private key in PEM form: {error}")))?;
-        let mut roots = RootCertStore::empty();
-        for authority in authorities {
-            roots.add(authority).map_err(|error| {
-                problem(ca, format!("holds a certificate that is no authority's: {error}"))
-            })?;
-        }
-        let roots = Arc::new(roots);
-        let unusable = |error: rustls::Error| {
-            problem(certificate, format!("does not fit the key {}: {error}", key.display()))
-        };
-        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-        let versions = [&rustls::version::TLS13];
-        let mut client = ClientConfig::builder_with_provider(Arc::clone(&provider))
-            .with_protocol_versions(&versions)
-            .map_err(unusable)?
-            .with_root_certificates(Arc::clone(&roots))
-            .with_client_auth_cert(chain.clone(), private.clone_key())
-            .map_err(unusable)?;
-        client.alpn_protocols = vec![ALPN.to_vec()];
-        client.resumption = rustls::client::Resumption::disabled();
-        let verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::clone(&provider))
-            .build()
-            .map_err(|error| problem(ca, format!("holds no usable authority: {error}")))?;
-        let mut server = ServerConfig::builder_with_provider(provider)
-            .with_protocol_versions(&versions)
-            .map_err(unusable)?
-            .with_client_cert_verifier(verifier)
-            .with_single_cert(chain, private)
-            .map_err(unusable)?;
-        server.alpn_protocols = vec![ALPN.to_vec()];
-        // A session is never resumed: each channel shows its certificate.
-        server.send_tls13_tickets = 0;
-        Ok(Self { client: Arc::new(client), server: Arc::new(server) })
+        Self::new(IdentityFiles::new(ca, certificate, key))
     }
-}
 
-fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TransportError> {
-    let bytes = std::fs::read(path).map_err(|error| unreadable(path, &error))?;
-    let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&bytes).collect();
-    let found = found.map_err(|error| TransportError::File {
-        path: path.to_owned(),
-        problem: format!("is damaged: {error}"),
-    })?;
-    if found.is_empty() {
-        let problem = "holds no certificate in PEM form: make one with `vmferry pki`".into();
-        return Err(TransportError::File { path: path.to_owned(), problem });
+    /// Tells `teller` from now on, in a line each, when files have changed: that they are in use, or why they
+    /// are not. It is called on the thread that connects or accepts, and must not wait.
+    pub fn tell(&self, teller: impl Fn(&str) + Send + Sync + 'static) {
+        *self.teller.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(teller));
     }
-    Ok(found)
-}
 
-fn unreadable(path: &Path, error: &io::Error) -> TransportError {
-    TransportError::File { path: path.to_owned(), problem: format!("can't be read: {error}") }
-}
+    /// What a client of `protocol` (an ALPN name) uses for its next connection: the files as they are now. With
+    /// `destination` the server must have that URI in its certificate, and then needs no other name.
+    ///
+    /// Costs a `stat` of each file, and reads them when one has changed.
+    #[must_use]
+    pub fn client_config(&self, protocol: &[u8], destination: Option<&str>) -> Arc<ClientConfig> {
+        let current = self.current();
+        let mut config = (*current.client).clone();
+        config.alpn_protocols = vec![protocol.to_vec()];
+        if let Some(uri) = destination {
+            let verifier = ExpectedUri::new(current.verifier, uri);
+            config.dangerous().set_certificate_verifier(Arc::new(verifier));
+        }
+        Arc::new(config)
+    }
 
-/// The names in a certificate: URIs (SPIFFE) first, then DNS names and IP addresses.
-pub(crate) fn names_of(certificate: &CertificateDer<'_>) -> Vec<String> {
-    use x509_parser::extensions::GeneralName;
-    let Ok((_, parsed)) = x509_parser::parse_x509_certificate(certificate) else {
-        return Vec::new();
-    };
-    let Ok(Some(names)) = parsed.subject_alternative_name() else { return Vec::new() };
-    let (mut uris, mut others) = (Vec::new(), Vec::new());
-    for name in &names.value.general_names {
-        match name {
-            GeneralName::URI(uri) => uris.push((*uri).to_owned()),
-            GeneralName::DNSName(name) => others.push((*name).to_owned()),
-            GeneralName::IPAddress([a, b, c, d]) => others.push(format!("{a}.{b}.{c}.{d}")),
-            GeneralName::IPAddress(bytes) => {
-                if let Ok(octets) = <[u8; 16]>::try_from(*bytes) {
-                    others.push(std::net::Ipv6Addr::from(octets).to_string());
-                }
+    /// What a server of `protocol` (an ALPN name) uses for the connection that has just been accepted; as
+    /// [`client_config`](Self::client_config).
+    #[must_use]
+    pub fn server_config(&self, protocol: &[u8]) -> Arc<ServerConfig> {
+        let current = self.current();
+        let mut config = (*current.server).clone();
+        config.alpn_protocols = vec![protocol.to_vec()];
+        Arc::new(config)
+    }
+
+    fn current(&self) -> Configurations {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let said = self.renew(&mut state);
+        let current = state.configurations.clone();
+        drop(state);
+        if let Some(said) = said
+            && let Some(teller) = &*self.teller.lock().unwrap_or_else(PoisonError::into_inner)
+        {
+            teller(&said);
+        }
+        current
+    }
+
+    /// Takes changed files if they work; what there is to say about it.
+    fn renew(&self, state: &mut State) -> Option<String> {
+        let seen = self.files.stamps();
+        if seen == state.seen {
+            return None;
+        }
+        // The same set is judged once, whatever comes of it.
+        state.seen = seen;
+        let fresh = self
+            .files
+            .read(state.configurations.has_revocations)
+            .and_then(|contents| configurations(&contents, &self.files));
+        match fresh {
+            Ok(fresh) => {
+                state.configurations = fresh;
+                Some("the certificates have changed, and new channels use the new ones".into())
             }
-            _ => {}
+            Err(error) => Some(format!(
+                "the certificates have changed and are not usable, so the old ones stay in use: {error}"
+            )),
         }
     }
-    uris.append(&mut others);
-    uris
+}
+
+fn configurations(
+    contents: &Contents,
+    files: &IdentityFiles,
+) -> Result<Configurations, TransportError> {
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let versions = [&rustls::version::TLS13];
+    let unusable = |error: rustls::Error| {
+        IdentityFiles::problem(
+            &files.certificate,
+            format!("does not fit the key {}: {error}", files.key.display()),
+        )
+    };
+    let bad_trust = |error: rustls::server::VerifierBuilderError| files.bad_trust(&error);
+
+    // A list says something about its own authority's certificates only, so the status of another authority's
+    // is unknown by right. One that is out of date says nothing, and nobody gets in on it.
+    let servers = WebPkiServerVerifier::builder_with_provider(
+        Arc::clone(&contents.authorities),
+        Arc::clone(&provider),
+    )
+    .with_crls(contents.revocations.iter().cloned())
+    .allow_unknown_revocation_status()
+    .enforce_revocation_expiration()
+    .build()
+    .map_err(bad_trust)?;
+    let clients = WebPkiClientVerifier::builder_with_provider(
+        Arc::clone(&contents.authorities),
+        Arc::clone(&provider),
+    )
+    .with_crls(contents.revocations.iter().cloned())
+    .allow_unknown_revocation_status()
+    .enforce_revocation_expiration()
+    .build()
+    .map_err(bad_trust)?;
+    let servers: Arc<dyn ServerCertVerifier> = Arc::new(Tolerant::new(servers, files.clock_skew));
+    let clients = Arc::new(Tolerant::new(clients, files.clock_skew));
+
+    let mut client = ClientConfig::builder_with_provider(Arc::clone(&provider))
+        .with_protocol_versions(&versions)
+        .map_err(unusable)?
+        .dangerous()
+        .with_custom_certificate_verifier(Arc::clone(&servers))
+        .with_client_auth_cert(contents.chain.clone(), contents.key.clone_key())
+        .map_err(unusable)?;
+    client.alpn_protocols = vec![ALPN.to_vec()];
+    client.resumption = rustls::client::Resumption::disabled();
+    let mut server = ServerConfig::builder_with_provider(provider)
+        .with_protocol_versions(&versions)
+        .map_err(unusable)?
+        .with_client_cert_verifier(clients)
+        .with_single_cert(contents.chain.clone(), contents.key.clone_key())
+        .map_err(unusable)?;
+    server.alpn_protocols = vec![ALPN.to_vec()];
+    server.session_storage = Arc::new(NoServerSessionStorage {});
+    server.send_tls13_tickets = 0;
+    Ok(Configurations {
+        client: Arc::new(client),
+        server: Arc::new(server),
+        verifier: servers,
+        has_revocations: !contents.revocations.is_empty(),
+    })
 }

@@ -1,8 +1,8 @@
 //! Waiting for sources.
 
 use std::io;
-use std::net::TcpListener;
-use std::os::fd::{AsFd, OwnedFd};
+use std::net::{IpAddr, TcpListener};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustls::{Connection, ServerConnection};
 
 use crate::address::Address;
-use crate::channel::{Channel, PeerIdentity};
+use crate::channel::{Channel, ChannelCloser, PeerIdentity};
 use crate::dial::resolve;
 use crate::error::TransportError;
 use crate::handshake::shake_hands;
@@ -19,6 +19,7 @@ use crate::identity::{ALPN, TlsIdentity};
 use crate::plain::Plain;
 use crate::stream::Stream;
 use crate::tls::{Tls, TlsSession};
+use crate::transport::Close;
 use crate::unix::{self, SocketFile};
 
 /// A listening socket. A Unix socket's file is removed when it is dropped.
@@ -142,7 +143,7 @@ impl Socket {
         }
     }
 
-    fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+    fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
             Self::Tcp(listener) => listener.as_fd(),
             Self::Unix { listener, .. } => listener.as_fd(),
@@ -186,11 +187,29 @@ pub struct Pending {
     tls: Option<Arc<TlsIdentity>>,
 }
 
+impl AsFd for Pending {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+}
+
 impl Pending {
     /// Where it comes from, for people.
     #[must_use]
     pub fn peer_address(&self) -> String {
         self.peer.clone()
+    }
+
+    /// Where it comes from, for counting; a Unix socket has no address.
+    #[must_use]
+    pub fn peer_ip(&self) -> Option<IpAddr> {
+        self.stream.peer_ip()
+    }
+
+    /// Closes the connection from any thread, its handshake too.
+    #[must_use]
+    pub fn closer(&self) -> ChannelCloser {
+        ChannelCloser::new(Arc::clone(&self.stream) as Arc<dyn Close>)
     }
 
     /// Authenticates both sides on a `tls:` listener, within `timeout`; nothing to do on others.
@@ -199,15 +218,16 @@ impl Pending {
     /// See [`TransportError`].
     pub fn handshake(self, timeout: Duration) -> Result<Channel, TransportError> {
         let Some(identity) = self.tls else {
-            let peer = PeerIdentity::anonymous(self.peer);
+            let mut peer = PeerIdentity::anonymous(self.peer);
+            peer.uid = self.stream.peer_uid();
             return Ok(Channel::new(Plain(self.stream), peer));
         };
-        let connection = ServerConnection::new(Arc::clone(&identity.server))
+        let connection = ServerConnection::new(identity.server_config(ALPN))
             .map_err(|error| TransportError::from_tls(error, self.peer.clone()))?;
         let connection = Connection::Server(connection);
         let connection = shake_hands(&self.stream, connection, ALPN, &self.peer, timeout)?;
         let session = TlsSession::new(self.stream, connection);
-        let peer = PeerIdentity { address: self.peer, names: session.peer_names(), tls: true };
+        let peer = session.peer(self.peer);
         Ok(Channel::new(Tls(Arc::new(session)), peer))
     }
 }

@@ -1,7 +1,10 @@
 //! A small certificate authority for mutual TLS between hosts.
 //!
 //! Keys are ECDSA P-256. A host's certificate carries a SPIFFE URI, DNS names and IP addresses,
-//! and serves as client and as server. Nothing that exists is overwritten.
+//! and serves as client and as server. The authority keeps a copy of each certificate that it issues, by which
+//! they are revoked. Nothing that exists is overwritten but the revocation list.
+
+mod revoke;
 
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -14,6 +17,7 @@ use rcgen::{
 };
 use time::OffsetDateTime;
 
+pub use self::revoke::{RevocationList, revoke};
 use crate::error::TransportError;
 
 /// From when until when a certificate is valid, in days from now.
@@ -63,10 +67,15 @@ pub fn init(directory: &Path, name: &str, validity: Validity) -> Result<(), Tran
     let failed = |error: rcgen::Error| problem(&paths[1], format!("can't be made: {error}"));
     let mut params = CertificateParams::default();
     set_validity(&mut params, validity).map_err(|error| problem(&paths[1], error))?;
-    params.distinguished_name.push(DnType::CommonName, format!("{name} authority"));
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
     let key = KeyPair::generate().map_err(failed)?;
+    // Revocation lists are found by their authority's name, so no two authorities may be called the same; the
+    // end of a public key is as good as random.
+    let public = key.public_key_raw();
+    let unique: String =
+        public[public.len() - 4..].iter().map(|byte| format!("{byte:02x}")).collect();
+    params.distinguished_name.push(DnType::CommonName, format!("{name} authority {unique}"));
     let certificate = params.self_signed(&key).map_err(failed)?;
     make_directory(directory)?;
     write(&paths[0], &key.serialize_pem(), 0o600)?;
@@ -85,12 +94,7 @@ pub fn issue(directory: &Path, out: &Path, request: &IssueRequest) -> Result<(),
         let text = format!("`{}` is no name: use ASCII letters, digits, -, _ and .", request.name);
         return Err(problem(&paths[1], text));
     }
-    let (ca_pem, ca_key) = (directory.join("ca.pem"), directory.join("ca.key"));
-    let authority = read(&ca_pem)?;
-    let signing = KeyPair::from_pem(&read(&ca_key)?)
-        .map_err(|error| problem(&ca_key, format!("holds no private key: {error}")))?;
-    let issuer = Issuer::from_ca_cert_pem(&authority, signing)
-        .map_err(|error| problem(&ca_pem, format!("holds no authority: {error}")))?;
+    let (authority, issuer) = open(directory)?;
     let failed = |error: rcgen::Error| problem(&paths[1], format!("can't be made: {error}"));
     let default = [request.name.clone()];
     let addresses =
@@ -110,10 +114,22 @@ pub fn issue(directory: &Path, out: &Path, request: &IssueRequest) -> Result<(),
     set_validity(&mut params, request.validity).map_err(|error| problem(&paths[1], error))?;
     let key = KeyPair::generate().map_err(failed)?;
     let certificate = params.signed_by(&key, &issuer).map_err(failed)?;
+    revoke::remember(directory, &request.name, &certificate)?;
     make_directory(out)?;
     write(&paths[0], &key.serialize_pem(), 0o600)?;
     write(&paths[1], &certificate.pem(), 0o644)?;
     write(&paths[2], &authority, 0o644)
+}
+
+/// The authority in a directory: its certificate as PEM, and what it signs with.
+fn open(directory: &Path) -> Result<(String, Issuer<'static, KeyPair>), TransportError> {
+    let (ca_pem, ca_key) = (directory.join("ca.pem"), directory.join("ca.key"));
+    let authority = read(&ca_pem)?;
+    let signing = KeyPair::from_pem(&read(&ca_key)?)
+        .map_err(|error| problem(&ca_key, format!("holds no private key: {error}")))?;
+    let issuer = Issuer::from_ca_cert_pem(&authority, signing)
+        .map_err(|error| problem(&ca_pem, format!("holds no authority: {error}")))?;
+    Ok((authority, issuer))
 }
 
 /// A host's name is a part of a URI's path, and nobody may mistake it for another.
@@ -124,6 +140,14 @@ fn is_name(name: &str) -> bool {
 }
 
 fn set_validity(params: &mut CertificateParams, validity: Validity) -> Result<(), String> {
+    set_dates(&mut params.not_before, &mut params.not_after, validity)
+}
+
+fn set_dates(
+    begin: &mut OffsetDateTime,
+    end: &mut OffsetDateTime,
+    validity: Validity,
+) -> Result<(), String> {
     let now = OffsetDateTime::now_utc();
     let day = |days: i64| {
         let seconds = days.checked_mul(86_400)?;
@@ -135,7 +159,7 @@ fn set_validity(params: &mut CertificateParams, validity: Validity) -> Result<()
     if until <= from {
         return Err("would end before it begins: ask for more days".into());
     }
-    (params.not_before, params.not_after) = (from, until);
+    (*begin, *end) = (from, until);
     Ok(())
 }
 

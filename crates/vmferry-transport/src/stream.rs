@@ -1,7 +1,7 @@
 //! A connected socket of either kind.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::net::{IpAddr, Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
@@ -52,6 +52,27 @@ impl Stream {
                 stream.peer_addr().map_or_else(|_| "the peer".into(), |address| address.to_string())
             }
             Self::Unix(_) => "the peer on the Unix socket".into(),
+        }
+    }
+}
+
+impl Stream {
+    /// The user of the process at the other end of a Unix socket.
+    pub fn peer_uid(&self) -> Option<u32> {
+        match self {
+            Self::Tcp(_) => None,
+            Self::Unix(stream) => {
+                let credentials = rustix::net::sockopt::socket_peercred(stream).ok()?;
+                Some(credentials.uid.as_raw())
+            }
+        }
+    }
+
+    /// Where the other end of a TCP connection is.
+    pub fn peer_ip(&self) -> Option<IpAddr> {
+        match self {
+            Self::Tcp(stream) => stream.peer_addr().ok().map(|address| address.ip().to_canonical()),
+            Self::Unix(_) => None,
         }
     }
 }

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use rustls::Connection;
 
+use crate::channel::PeerIdentity;
 use crate::stream::Stream;
 use crate::transport::{Close, Receive, Transmit, Transport};
 
@@ -55,6 +56,15 @@ struct Sending {
     torn: bool,
 }
 
+/// The peer at this address, by the certificate that it has shown in the handshake.
+pub fn peer_of(connection: &Connection, address: String) -> PeerIdentity {
+    let certificates = connection.peer_certificates().unwrap_or_default();
+    let names = certificates.first().map(crate::identity::names_of).unwrap_or_default();
+    let group = connection.negotiated_key_exchange_group();
+    let key_exchange = group.map(|group| format!("{:?}", group.name()));
+    PeerIdentity::authenticated(address, names, key_exchange)
+}
+
 impl TlsSession {
     /// A session whose handshake is done.
     pub fn new(stream: Arc<Stream>, connection: Connection) -> Self {
@@ -63,11 +73,9 @@ impl TlsSession {
         Self { stream, connection: Mutex::new(connection), sending }
     }
 
-    /// The names in the peer's certificate.
-    pub fn peer_names(&self) -> Vec<String> {
-        let connection = self.connection();
-        let certificates = connection.peer_certificates().unwrap_or_default();
-        certificates.first().map(crate::identity::names_of).unwrap_or_default()
+    /// The peer at this address, by its certificate.
+    pub fn peer(&self, address: String) -> PeerIdentity {
+        peer_of(&self.connection(), address)
     }
 
     /// The socket, for what a peer should not do.

@@ -1,6 +1,7 @@
 //! What the user may choose, valid by construction.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use vmferry_memory::PAGE_SIZE;
@@ -8,6 +9,7 @@ use vmferry_wire::SessionId;
 
 use crate::compression::{CompressionConfig, MOST_WORKERS};
 use crate::convergence::{Limits, WhenStuck};
+use crate::policy::Admission;
 
 /// Pages in one frame: 256 KiB keeps a frame within a core's second-level cache on both sides,
 /// and a header of 48 bytes costs nothing beside it.
@@ -188,6 +190,11 @@ pub struct DestinationConfig {
     pub once: bool,
     /// Threads that decode and place; by default one for each processor, at most 16. Fewer than 1 is 1.
     pub workers: Option<u8>,
+    /// Who may send which guest here. Default none: whoever is authenticated may send any, and over `tcp:` and
+    /// `unix:` whoever connects.
+    pub policy: Option<Arc<dyn Admission>>,
+    /// From a connection until it has been greeted, TLS and all. Default 10 s.
+    pub greeting_timeout: Duration,
     /// Whether each worker keeps its decompressors, as it should; otherwise one is made for each frame, for
     /// comparison. Default on.
     pub keep_decompressors: bool,
@@ -203,6 +210,8 @@ impl DestinationConfig {
             journal_directory,
             once: false,
             workers: None,
+            policy: None,
+            greeting_timeout: Duration::from_secs(10),
             keep_decompressors: true,
             timeouts: Timeouts::default(),
         }

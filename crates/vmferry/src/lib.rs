@@ -27,6 +27,7 @@ pub mod handover;
 pub mod held;
 pub mod journal;
 pub mod link;
+pub mod policy;
 pub mod source;
 pub mod stats;
 

@@ -16,8 +16,9 @@ use vmferry_dirty::{DirtyLog, UffdLog};
 use vmferry_memory::{GuestMemory, PAGE_SIZE};
 
 use super::content::{Content, Pool, Random};
-use super::guest::{describe, fill, lock, memory};
+use super::guest::{fill, lock};
 use super::run::{Setup, migrate_while};
+use crate::guest::{describe, memory};
 
 /// How it is made.
 #[derive(Clone, Copy, Debug)]

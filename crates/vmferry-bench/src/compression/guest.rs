@@ -7,26 +7,16 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use vmferry::{
-    DestinationVm, GuestDescription, PrepareError, Resume, SourceVm, StateEstimate, VmError,
-};
+use vmferry::{GuestDescription, Resume, SourceVm, StateEstimate, VmError};
 use vmferry_dirty::{DirtyLog, DirtyLogError, UffdLog};
-use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, PageSet, SlotId, SlotLayout};
-use vmferry_wire::GuestIdentity;
+use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun, PageSet, SlotId};
 
 use super::content::{CHUNK_PAGES, Pool, Random};
 use super::system::{run_when_idle, this_thread};
+use crate::guest::describe;
 
 /// As many as the published guest had vCPUs.
 const WRITERS: u64 = 8;
-
-/// Memory of so many pages, populated, so that no measurement is of the kernel making pages.
-pub fn memory(pages: u64) -> anyhow::Result<GuestMemory> {
-    let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages }];
-    let memory = GuestMemory::allocate(&layout, MemoryKind::Private)?;
-    memory.populate(PageRun { slot: SlotId(0), first: 0, pages })?;
-    Ok(memory)
-}
 
 /// Fills memory with pages of a pool.
 pub fn fill(memory: &GuestMemory, pool: &Pool) -> anyhow::Result<()> {
@@ -271,35 +261,6 @@ impl SourceVm for Bare {
 /// below what a hand-over takes without pages would be refused at once: round trips, on a busy machine, are enough.
 pub const NO_STATE: StateEstimate = StateEstimate { bytes: 0, handling: Duration::ZERO };
 
-/// A guest with this memory.
-pub fn describe(memory: &GuestMemory) -> GuestDescription {
-    GuestDescription {
-        identity: GuestIdentity { uuid: uuid::Uuid::nil(), name: "bench".into() },
-        vmm: "bench".into(),
-        config: Vec::new(),
-        layout: memory.layout(),
-    }
-}
-
-/// The destination's side: memory that is populated already.
-pub struct Incoming(pub GuestMemory);
-
-impl DestinationVm for Incoming {
-    fn prepare(&mut self, _guest: &GuestDescription) -> Result<GuestMemory, PrepareError> {
-        Ok(self.0.clone())
-    }
-
-    fn load(&mut self, _state: &[u8]) -> Result<(), VmError> {
-        Ok(())
-    }
-
-    fn discard(&mut self) {}
-
-    fn run(&mut self) -> Result<(), VmError> {
-        Ok(())
-    }
-}
-
 /// Locks what no panic leaves half done.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -309,6 +270,7 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use super::super::content::Content;
     use super::*;
+    use crate::guest::memory;
 
     #[test]
     fn a_harvest_finds_all_pages_and_the_wait_for_them_is_not_counted() {

@@ -14,8 +14,9 @@ use vmferry_dirty::{DirtyLog, UffdLog};
 use vmferry_memory::{GuestMemory, PAGE_SIZE};
 
 use super::content::{Content, Pool, Random};
-use super::guest::{NO_STATE, describe, fill, memory};
+use super::guest::{NO_STATE, fill};
 use super::run::{Setup, migrate_while};
+use crate::guest::{describe, memory};
 
 /// Places of a page that change, and bytes of each.
 const PLACES: usize = 8;

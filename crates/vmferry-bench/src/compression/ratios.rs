@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, ensure};
-use serde::Serialize;
 use vmferry_memory::PAGE_SIZE;
 
 use super::content::Content;
@@ -12,6 +11,7 @@ use super::rows::Cell;
 use super::way::Way;
 use super::yardsticks::{CodecRow, best_ratio};
 use super::{Key, Link};
+use crate::aims::{Ratios, Wanted};
 
 /// What was measured.
 pub struct Measured<'a> {
@@ -25,53 +25,12 @@ pub struct Measured<'a> {
     pub plan: (&'a [Content], &'a [Link]),
 }
 
-/// A ratio with an aim.
-#[derive(Clone, Debug, Serialize)]
-pub struct Aim {
-    /// Its name.
-    pub ratio: String,
-    /// What it is.
-    pub value: f64,
-    /// What it should be.
-    pub aim: String,
-    /// Whether it is.
-    pub met: &'static str,
-    /// What it says.
-    pub meaning: &'static str,
-}
-
-/// All ratios, and those with an aim once more.
-pub struct Ratios {
-    /// By name.
-    pub values: BTreeMap<String, f64>,
-    /// In an order for reading.
-    pub aims: Vec<Aim>,
-}
-
-#[derive(Clone, Copy)]
-enum Wanted {
-    AtLeast(f64),
-    AtMost(f64),
-}
-
-impl Ratios {
-    fn aim(&mut self, ratio: &str, value: f64, wanted: Wanted, meaning: &'static str) {
-        let (met, aim) = match wanted {
-            Wanted::AtLeast(least) => (value >= least, format!(">= {least}")),
-            Wanted::AtMost(most) => (value <= most, format!("<= {most}")),
-        };
-        let met = if met { "yes" } else { "no" };
-        self.values.insert(ratio.to_owned(), value);
-        self.aims.push(Aim { ratio: ratio.to_owned(), value, aim, met, meaning });
-    }
-}
-
 impl Measured<'_> {
     /// # Errors
     /// A case that is missing, or a ratio that is no number.
     pub fn ratios(&self) -> anyhow::Result<Ratios> {
         use Wanted::{AtLeast, AtMost};
-        let mut ratios = Ratios { values: BTreeMap::new(), aims: Vec::new() };
+        let mut ratios = Ratios::default();
         let program = |way| self.pages_per_s((Content::Program, Link::Uncapped, way));
         ratios.aim(
             "pipeline_over_percall_zlib",

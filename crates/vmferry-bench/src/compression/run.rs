@@ -12,7 +12,7 @@ use vmferry::{DestinationConfig, MigrateError, SourceConfig, SourceVm};
 use vmferry_memory::GuestMemory;
 use vmferry_transport::{Address, Dialer, Listener};
 
-use super::guest::Incoming;
+use crate::guest::Incoming;
 
 /// So long either side waits for the other.
 const PATIENCE: Duration = Duration::from_secs(120);

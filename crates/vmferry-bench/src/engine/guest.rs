@@ -2,27 +2,25 @@
 //! a guest that stands still.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::{Context, bail};
 use tempfile::TempDir;
 use vmferry::destination::{Received, Stop, receive};
 use vmferry::source::{Orders, SourceOutcome, migrate as migrate_source};
-use vmferry::{
-    DestinationConfig, DestinationVm, GuestDescription, PrepareError, Resume, SourceConfig,
-    SourceVm, VmError,
-};
-use vmferry_dirty::{DirtyLog, UffdLog};
+use vmferry::{DestinationConfig, SourceConfig};
 use vmferry_memory::GuestMemory;
 use vmferry_transport::{Address, Dialer, Listener, TlsIdentity, pki};
-use vmferry_wire::GuestIdentity;
 
-use super::{Sample, process_cpu_s};
+use super::Sample;
+use crate::guest::{Incoming, StillGuest};
+use crate::machine::process_cpu_s;
+use crate::raw::Tls;
 
 /// Certificates and journals for the runs.
 pub struct Links {
     pub directory: TempDir,
     pub identity: Arc<TlsIdentity>,
+    pub raw: Tls,
 }
 
 impl Links {
@@ -38,7 +36,8 @@ impl Links {
             &host.join("host.pem"),
             &host.join("host.key"),
         )?;
-        Ok(Self { directory, identity: Arc::new(identity) })
+        let raw = Tls::load(&host)?;
+        Ok(Self { directory, identity: Arc::new(identity), raw })
     }
 }
 
@@ -55,15 +54,10 @@ pub fn migrate(
     let identity = tls.then(|| Arc::clone(&links.identity));
     let listener = Listener::bind(&address, identity.clone())?;
     let dialer = Dialer::new(listener.local_address().clone(), identity);
-    // Where userfaultfd is missing, nothing writes the memory all the same.
-    let log: Arc<dyn DirtyLog> = match UffdLog::new(source) {
-        Ok(log) => Arc::new(log),
-        Err(_) => Arc::new(()),
-    };
     let mut config = SourceConfig::new(links.directory.path().join("source"));
     config.channels = channels;
     let there = DestinationConfig::new(links.directory.path().join("destination"));
-    let vm = StillGuest { memory: source.clone(), log };
+    let vm = StillGuest::new(source);
     let incoming = Incoming(destination.clone());
     let cpu_before = process_cpu_s();
     let (outcome, received) = std::thread::scope(|scope| {
@@ -84,61 +78,4 @@ pub fn migrate(
         cpu_s,
         sides_cpu_s: Some((stats.engine_cpu_s, owned.stats.engine_cpu_s)),
     })
-}
-
-struct StillGuest {
-    memory: GuestMemory,
-    log: Arc<dyn DirtyLog>,
-}
-
-impl Resume for StillGuest {
-    fn resume(&mut self) -> Result<(), VmError> {
-        Ok(())
-    }
-}
-
-impl SourceVm for StillGuest {
-    fn describe(&self) -> GuestDescription {
-        GuestDescription {
-            identity: GuestIdentity { uuid: uuid::Uuid::nil(), name: "bench".into() },
-            vmm: "bench".into(),
-            config: Vec::new(),
-            layout: self.memory.layout(),
-        }
-    }
-
-    fn memory(&self) -> GuestMemory {
-        self.memory.clone()
-    }
-
-    fn dirty_log(&self) -> Arc<dyn DirtyLog> {
-        Arc::clone(&self.log)
-    }
-
-    fn pause(&mut self) -> Result<Duration, VmError> {
-        Ok(Duration::ZERO)
-    }
-
-    fn save(&mut self) -> Result<Vec<u8>, VmError> {
-        Ok(Vec::new())
-    }
-}
-
-/// Memory that is populated already.
-struct Incoming(GuestMemory);
-
-impl DestinationVm for Incoming {
-    fn prepare(&mut self, _guest: &GuestDescription) -> Result<GuestMemory, PrepareError> {
-        Ok(self.0.clone())
-    }
-
-    fn load(&mut self, _state: &[u8]) -> Result<(), VmError> {
-        Ok(())
-    }
-
-    fn discard(&mut self) {}
-
-    fn run(&mut self) -> Result<(), VmError> {
-        Ok(())
-    }
 }

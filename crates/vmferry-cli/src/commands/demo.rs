@@ -117,12 +117,7 @@ impl Link {
                 Self {
                     listen: "tls:127.0.0.1:0".into(),
                     receive_flags: vec!["--tls".into(), b.display().to_string()],
-                    tls: Some(TlsFiles {
-                        ca: a.join("ca.pem"),
-                        certificate: a.join("host.pem"),
-                        key: a.join("host.key"),
-                        server_name: None,
-                    }),
+                    tls: Some(TlsFiles::in_directory(&a)),
                 }
             }
         })

@@ -7,7 +7,7 @@ use crate::args::{PkiCommand, PkiOptions};
 use crate::exit::Failure;
 use crate::output::Output;
 
-/// Makes an authority or a host's certificate.
+/// Makes an authority, a host's certificate or a revocation list.
 pub fn run(options: &PkiOptions, output: &Output) -> Result<(), Failure> {
     match &options.command {
         PkiCommand::Init { dir, days } => {
@@ -30,6 +30,23 @@ pub fn run(options: &PkiOptions, output: &Output) -> Result<(), Failure> {
                     "made {0}/ca.pem, host.pem and host.key. Copy the directory to {name}, and use \
                      it there with --tls {0}",
                     out.display()
+                )
+            });
+        }
+        PkiCommand::Revoke { hosts, dir, days } => {
+            let list = pki::revoke(dir, hosts, pki::Validity::days(*days))?;
+            let result = json!({
+                "ok": true, "file": list.path, "number": list.number, "added": list.added,
+                "revoked": list.revoked, "days": days,
+            });
+            output.result(&result, || {
+                format!(
+                    "made {}: list {}, {} certificates are revoked, {} of them new. Copy it to each host's \
+                     directory, where it counts at once, and renew it within {days} days",
+                    list.path.display(),
+                    list.number,
+                    list.revoked,
+                    list.added
                 )
             });
         }

@@ -1,13 +1,15 @@
 //! `vmferry receive`: waits for a guest and runs it.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use serde_json::json;
 use vmferry::DestinationConfig;
 use vmferry::destination::{Notice, Owned, Received, Report, Stop, receive};
+use vmferry::policy::Policy;
 use vmferry_microvm::embed::IncomingMachine;
 use vmferry_microvm::service::{End, peak_rss_bytes};
-use vmferry_transport::{Address, Listener, TlsIdentity};
+use vmferry_transport::{Address, Listener};
 
 use super::directory;
 use super::host::{ending, host};
@@ -24,10 +26,8 @@ pub fn run(options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
         (None, None) => {}
     }
     let directory = directory()?;
-    let listener = listen(options)?;
-    let mut config = DestinationConfig::new(directory.journals());
-    config.once = options.once;
-    config.workers = options.workers;
+    let listener = listen(options, output)?;
+    let config = config(options, directory.journals(), output)?;
     let incoming = IncomingMachine {
         expect_name: options.expect_name.clone(),
         expect_uuid: options.expect_uuid,
@@ -88,13 +88,39 @@ pub fn announce(listener: &Listener, output: &Output) {
         });
 }
 
+/// What the options say about receiving.
+pub fn config(
+    options: &ReceiveOptions,
+    journals: PathBuf,
+    output: &Output,
+) -> Result<DestinationConfig, Failure> {
+    let mut config = DestinationConfig::new(journals);
+    config.once = options.once;
+    config.workers = options.workers;
+    if let Some(path) = &options.policy {
+        let policy = Policy::load(path).map_err(|error| Failure::of(Code::Usage, error))?;
+        let output = output.clone();
+        policy.tell(move |said| remark("policy", said, &output));
+        config.policy = Some(Arc::new(policy));
+    }
+    Ok(config)
+}
+
+/// Says what has become of files that have changed.
+fn remark(about: &str, said: &str, output: &Output) {
+    output.event(&json!({ "event": about, "message": said }), || said.to_owned());
+}
+
 /// Listens where the options say.
-pub fn listen(options: &ReceiveOptions) -> Result<Listener, Failure> {
+pub fn listen(options: &ReceiveOptions, output: &Output) -> Result<Listener, Failure> {
     let text = address(&options.listen, &options.tls)?;
     let address: Address = text.parse().map_err(|error| Failure::of(Code::Usage, error))?;
-    let tls = match tls_files(&options.tls, None)? {
+    let tls = match tls_files(&options.tls)? {
         Some(files) => {
-            Some(Arc::new(TlsIdentity::load(&files.ca, &files.certificate, &files.key)?))
+            let identity = files.identity()?;
+            let output = output.clone();
+            identity.tell(move |said| remark("certificates", said, &output));
+            Some(Arc::new(identity))
         }
         None => None,
     };
@@ -112,6 +138,11 @@ pub fn tell(notice: &Notice, output: &Output) {
             "the link is lost; waiting for the source's word".to_owned()
         }
         Notice::Session(Report::Running) => "the guest runs here".to_owned(),
+        Notice::Authenticated { peer, names, key_exchange } => {
+            let name = names.first().map_or("a certificate without a name", String::as_str);
+            let keys = key_exchange.as_deref().unwrap_or("unknown");
+            format!("{peer} is {name} (TLS 1.3, key exchange {keys})")
+        }
         Notice::TurnedAway { peer, reason } => format!("turned {peer} away: {reason}"),
         Notice::AttemptFailed { reason } => format!("still waiting: {reason}"),
     });

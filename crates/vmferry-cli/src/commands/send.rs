@@ -1,11 +1,10 @@
 //! `vmferry send`: moves a running guest.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::Value;
 use vmferry_microvm::control::{MigrateRequest, Request, TlsFiles, call};
-use vmferry_transport::{Address, Dialer, TlsIdentity};
+use vmferry_transport::{Address, Dialer, IdentityFiles};
 
 use super::socket;
 use crate::args::{MigrationOptions, SendOptions, TlsOptions, WhenStuck};
@@ -19,7 +18,7 @@ pub fn run(options: &SendOptions, output: &Output) -> Result<(), Failure> {
     if let Some(qmp) = &options.qemu {
         return super::qemu::send::run(qmp, options, output);
     }
-    let tls = tls_files(&options.tls, options.server_name.clone())?;
+    let tls = source_files(options)?;
     let to = address(&options.to, &options.tls)?;
     let request = migrate_request(to, tls, &options.migration, options.verify);
     let guest = options.guest.as_deref().unwrap_or_default();
@@ -80,42 +79,45 @@ pub fn when_stuck(option: WhenStuck) -> vmferry::convergence::WhenStuck {
 /// The way to the destination.
 pub fn dialer(to: &str, tls: Option<&TlsFiles>) -> Result<Dialer, Failure> {
     let address: Address = to.parse().map_err(|error| Failure::of(Code::Usage, error))?;
-    let mut dialer = Dialer::new(address, None);
-    if let Some(files) = tls {
-        let identity = TlsIdentity::load(&files.ca, &files.certificate, &files.key)?;
-        dialer.tls = Some(Arc::new(identity));
-        dialer.server_name.clone_from(&files.server_name);
+    match tls {
+        Some(files) => Ok(files.dialer(address)?),
+        None => Ok(Dialer::new(address, None)),
     }
-    Ok(dialer)
+}
+
+/// The files that the options of a source name, and whom it wants to reach.
+pub fn source_files(options: &SendOptions) -> Result<Option<TlsFiles>, Failure> {
+    let mut files = tls_files(&options.tls)?;
+    if let Some(files) = &mut files {
+        files.server_name.clone_from(&options.server_name);
+        files.destination_id.clone_from(&options.destination_id);
+    } else if options.destination_id.is_some() {
+        let text = "--destination-id asks for a name in a certificate, and there are none without TLS: add \
+                    --tls DIR";
+        return Err(Failure::new(Code::Usage, text));
+    }
+    Ok(files)
 }
 
 /// The files that the options name; none if they name none.
-pub fn tls_files(
-    options: &TlsOptions,
-    server_name: Option<String>,
-) -> Result<Option<TlsFiles>, Failure> {
+pub fn tls_files(options: &TlsOptions) -> Result<Option<TlsFiles>, Failure> {
     // The VMM opens them, in a directory of its own.
     let absolute = |path: &std::path::Path| {
         std::path::absolute(path).map_err(|error| Failure::of(Code::Usage, error))
     };
-    let files = match (&options.tls, &options.ca, &options.cert, &options.key) {
-        (Some(directory), ..) => {
-            let directory = absolute(directory)?;
-            TlsFiles {
-                ca: directory.join("ca.pem"),
-                certificate: directory.join("host.pem"),
-                key: directory.join("host.key"),
-                server_name,
-            }
+    let mut files = match (&options.tls, &options.ca, &options.cert, &options.key) {
+        (Some(directory), ..) => TlsFiles::in_directory(&absolute(directory)?),
+        (None, Some(ca), Some(cert), Some(key)) => {
+            IdentityFiles::new(&absolute(ca)?, &absolute(cert)?, &absolute(key)?).into()
         }
-        (None, Some(ca), Some(cert), Some(key)) => TlsFiles {
-            ca: absolute(ca)?,
-            certificate: absolute(cert)?,
-            key: absolute(key)?,
-            server_name,
-        },
+        _ if !options.crl.is_empty() => {
+            let text = "--crl is about certificates, and there are none without TLS: add --tls DIR";
+            return Err(Failure::new(Code::Usage, text));
+        }
         _ => return Ok(None),
     };
+    files.revocations = options.crl.iter().map(|path| absolute(path)).collect::<Result<_, _>>()?;
+    files.clock_skew = Some(options.clock_skew);
     Ok(Some(files))
 }
 
@@ -146,7 +148,15 @@ mod tests {
     use super::*;
 
     fn options(plain: bool, tls: bool) -> TlsOptions {
-        TlsOptions { tls: tls.then(|| "t".into()), ca: None, cert: None, key: None, plain }
+        TlsOptions {
+            tls: tls.then(|| "t".into()),
+            ca: None,
+            cert: None,
+            key: None,
+            crl: Vec::new(),
+            clock_skew: Duration::ZERO,
+            plain,
+        }
     }
 
     #[test]

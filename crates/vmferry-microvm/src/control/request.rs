@@ -1,12 +1,14 @@
 //! What can be asked of a running guest.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use vmferry::compression::{CompressionWay, WhenBusy};
 use vmferry::convergence::WhenStuck;
 use vmferry::handover::OperatorWord;
+use vmferry_transport::{Address, Dialer, IdentityFiles, TlsIdentity, TransportError};
 
 /// A request.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -80,8 +82,66 @@ pub struct TlsFiles {
     pub certificate: PathBuf,
     /// This host's private key, PEM, readable by its owner only.
     pub key: PathBuf,
+    /// Revocation lists of the authorities, PEM.
+    #[serde(default)]
+    pub revocations: Vec<PathBuf>,
+    /// Another one, which need not be there.
+    #[serde(default)]
+    pub revocations_if_present: Option<PathBuf>,
+    /// How far out of date a certificate may be, for clocks that differ; none: the usual 5 min.
+    #[serde(default)]
+    pub clock_skew: Option<Duration>,
     /// The name that the destination's certificate must have, if not the address's.
     pub server_name: Option<String>,
+    /// The URI that the destination's certificate must have; it then needs no other name.
+    #[serde(default)]
+    pub destination_id: Option<String>,
+}
+
+impl TlsFiles {
+    /// `ca.pem`, `host.pem` and `host.key` of a directory as `vmferry pki` makes it, and `crl.pem` if it is there.
+    #[must_use]
+    pub fn in_directory(directory: &Path) -> Self {
+        IdentityFiles::in_directory(directory).into()
+    }
+
+    /// Reads the files.
+    ///
+    /// # Errors
+    /// The file, and what is wrong with it.
+    pub fn identity(&self) -> Result<TlsIdentity, TransportError> {
+        let mut files = IdentityFiles::new(&self.ca, &self.certificate, &self.key);
+        files.revocations.clone_from(&self.revocations);
+        files.revocations_if_present.clone_from(&self.revocations_if_present);
+        files.clock_skew = self.clock_skew.unwrap_or(files.clock_skew);
+        TlsIdentity::new(files)
+    }
+
+    /// The way to a destination with this identity.
+    ///
+    /// # Errors
+    /// As [`identity`](Self::identity).
+    pub fn dialer(&self, address: Address) -> Result<Dialer, TransportError> {
+        let mut dialer = Dialer::new(address, Some(Arc::new(self.identity()?)));
+        dialer.server_name.clone_from(&self.server_name);
+        dialer.destination_id.clone_from(&self.destination_id);
+        Ok(dialer)
+    }
+}
+
+impl From<IdentityFiles> for TlsFiles {
+    fn from(files: IdentityFiles) -> Self {
+        Self {
+            ca: files.ca,
+            certificate: files.certificate,
+            key: files.key,
+            revocations: files.revocations,
+            revocations_if_present: files.revocations_if_present,
+            clock_skew: Some(files.clock_skew),
+            server_name: None,
+            destination_id: None,
+        }
+    }
 }
 
 /// A request that failed.

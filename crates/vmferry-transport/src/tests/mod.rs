@@ -1,5 +1,6 @@
 //! Real sockets and real TLS.
 
+mod certificates;
 mod flow;
 mod reach;
 mod trust;

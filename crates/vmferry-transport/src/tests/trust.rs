@@ -1,10 +1,20 @@
 //! Who is trusted, and what is said to those who are not.
 
+use std::io::Read;
+use std::net::TcpStream;
 use std::sync::Arc;
 
-use super::{Pki, join, listen, load, pair};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, ServerName};
+use rustls::{ClientConfig, ClientConnection};
+
+use super::{Pki, TIMEOUT, join, listen, load, pair};
+use crate::handshake::shake_hands;
+use crate::identity::ALPN;
 use crate::pki::{self, IssueRequest, Validity};
-use crate::{Dialer, TlsIdentity, TransportError};
+use crate::stream::Stream;
+use crate::tls::{Tls, TlsSession};
+use crate::{Address, Channel, Dialer, Listener, TlsIdentity, TransportError};
 
 #[test]
 fn strangers_and_stale_certificates_are_refused_on_both_sides_with_words() {
@@ -55,6 +65,27 @@ fn the_name_that_counts_can_be_said_and_addresses_are_names_too() {
     assert!(matches!(error, TransportError::ServerName { .. }), "{error:?}");
 }
 
+/// What both sides say when a client of another make connects.
+fn meet(listener: &Listener, client: ClientConfig) -> (TransportError, TransportError) {
+    let Address::Tls { port, .. } = listener.local_address().clone() else { unreachable!() };
+    std::thread::scope(|scope| {
+        let accepted = scope.spawn(|| listener.accept().unwrap().unwrap().handshake(TIMEOUT));
+        let stream = Arc::new(Stream::Tcp(TcpStream::connect(("127.0.0.1", port)).unwrap()));
+        let name = ServerName::try_from("127.0.0.1").unwrap();
+        let connection = ClientConnection::new(Arc::new(client), name).unwrap().into();
+        let dialled = shake_hands(&stream, connection, ALPN, "the server", TIMEOUT);
+        // TLS 1.3 tells a client that it is refused when it first reads.
+        let dialled = dialled.and_then(|connection| {
+            let session = TlsSession::new(stream, connection);
+            let peer = session.peer("the server".into());
+            let (mut reader, _writer) = Channel::new(Tls(Arc::new(session)), peer).split();
+            let read = reader.read_exact(&mut [0; 5]);
+            read.map_err(|error| TransportError::from_io(error, "the server"))
+        });
+        (accepted.join().unwrap().unwrap_err(), dialled.unwrap_err())
+    })
+}
+
 #[test]
 fn another_protocol_within_tls_is_refused() {
     let pki = Pki::new();
@@ -63,12 +94,9 @@ fn another_protocol_within_tls_is_refused() {
     for (protocols, client_says) in
         [(vec![b"h2".to_vec()], "not vmferry's protocol within"), (vec![], "")]
     {
-        let mut config = (*good.client).clone();
+        let mut config = (*good.client_config(b"h2", None)).clone();
         config.alpn_protocols = protocols;
-        let client = TlsIdentity { client: Arc::new(config), server: good.server.clone() };
-        let dialer = Dialer::new(listener.local_address().clone(), Some(Arc::new(client)));
-        let (accepted, dialled) = join(&listener, &dialer);
-        let (accepted, dialled) = (accepted.unwrap_err(), dialled.unwrap_err());
+        let (accepted, dialled) = meet(&listener, config);
         assert!(accepted.to_string().contains("not vmferry's protocol within"), "{accepted:?}");
         assert!(dialled.to_string().contains(client_says), "{dialled:?}");
     }
@@ -77,26 +105,21 @@ fn another_protocol_within_tls_is_refused() {
 #[test]
 fn a_client_without_a_certificate_is_refused() {
     let pki = Pki::new();
-    let server = pki.local("a");
-    let listener = listen("tls:127.0.0.1:0", Some(server.clone()));
-    let mut bare = rustls::ClientConfig::builder_with_provider(Arc::new(
+    let listener = listen("tls:127.0.0.1:0", Some(pki.local("a")));
+    let mut bare = ClientConfig::builder_with_provider(Arc::new(
         rustls::crypto::aws_lc_rs::default_provider(),
     ))
     .with_protocol_versions(&[&rustls::version::TLS13])
     .unwrap()
     .with_root_certificates({
-        use rustls::pki_types::pem::PemObject;
         let mut roots = rustls::RootCertStore::empty();
         let path = pki.directory.path().join("ca/ca.pem");
-        roots.add(rustls::pki_types::CertificateDer::from_pem_file(path).unwrap()).unwrap();
+        roots.add(CertificateDer::from_pem_file(path).unwrap()).unwrap();
         roots
     })
     .with_no_client_auth();
-    bare.alpn_protocols = vec![crate::identity::ALPN.to_vec()];
-    let bare = Arc::new(TlsIdentity { client: Arc::new(bare), server: server.server.clone() });
-    let dialer = Dialer::new(listener.local_address().clone(), Some(bare));
-    let (accepted, dialled) = join(&listener, &dialer);
-    let (accepted, dialled) = (accepted.unwrap_err(), dialled.unwrap_err());
+    bare.alpn_protocols = vec![ALPN.to_vec()];
+    let (accepted, dialled) = meet(&listener, bare);
     assert!(matches!(accepted, TransportError::NoCertificate { .. }), "{accepted:?}");
     assert!(dialled.to_string().contains("none was sent"), "{dialled:?}");
 }

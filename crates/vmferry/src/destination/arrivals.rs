@@ -1,27 +1,16 @@
-//! Who comes to the listening address: connections are authenticated and greeted in threads of
-//! their own, so that a slow or hostile one holds nobody up, and arrive here by role.
+//! Who comes to the listening address: what a connection wants, and the first answers to it.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
-use crossbeam_channel::{Receiver, Sender};
-use vmferry_transport::{
-    ChannelCloser, ChannelReader, ChannelWriter, Listener, ListenerCloser, PeerIdentity, Pending,
-};
-use vmferry_wire::{ControlMessage, HelloStatus, Role, SessionId, Token};
+use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter, PeerIdentity, Pending};
+use vmferry_wire::{ControlMessage, HelloStatus, Reason, ReasonCode, Role, SessionId, Token};
+
+use super::receive::Notice;
 
 use crate::error::MigrateError;
 use crate::greeting::{answer, read_hello};
 use crate::link::{ControlReader, ControlWriter};
-
-/// From the connection until its greeting, and for the question on a query channel.
-const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Connections that may be greeting at the same time: a migration has at most 18 channels, and
-/// what comes beyond this is turned away unheard.
-const MAX_GREETING: usize = 64;
+use crate::policy::Admission;
 
 /// A greeted connection.
 pub struct Connection {
@@ -55,99 +44,34 @@ pub enum Arrival {
         /// The connection.
         connection: Connection,
     },
-    /// Was turned away.
-    TurnedAway {
-        /// Where it came from, if that is known.
-        peer: String,
-        /// Why.
-        error: MigrateError,
-    },
+    /// Was turned away, or many were.
+    TurnedAway(Notice),
 }
 
-/// The open door.
-pub struct Reception {
-    /// Who has come.
-    pub arrivals: Receiver<Arrival>,
-    closer: ListenerCloser,
-    acceptor: Option<JoinHandle<()>>,
-}
-
-impl Reception {
-    /// Opens the door.
-    ///
-    /// # Errors
-    /// If the system has no thread left.
-    pub fn open(listener: Listener) -> std::io::Result<Self> {
-        let (sender, arrivals) = crossbeam_channel::unbounded();
-        let closer = listener.closer();
-        let acceptor = std::thread::Builder::new()
-            .name("accept".into())
-            .spawn(move || accept(&listener, &sender))?;
-        Ok(Self { arrivals, closer, acceptor: Some(acceptor) })
-    }
-}
-
-impl Drop for Reception {
-    fn drop(&mut self) {
-        self.closer.close();
-        if let Some(acceptor) = self.acceptor.take() {
-            // A panic there has closed the door already.
-            let _ = acceptor.join();
-        }
-    }
-}
-
-fn accept(listener: &Listener, arrivals: &Sender<Arrival>) {
-    let greeting = Arc::new(AtomicUsize::new(0));
-    let mut failures = 0;
-    loop {
-        let pending = match listener.accept() {
-            Ok(Some(pending)) => pending,
-            Ok(None) => return,
-            Err(error) => {
-                let peer = "the listening socket".to_owned();
-                let turned_away = Arrival::TurnedAway { peer, error: error.into() };
-                failures += 1;
-                if arrivals.send(turned_away).is_err() || failures > MAX_ACCEPT_FAILURES {
-                    return;
-                }
-                // Out of descriptors, most likely: accepting again at once would spin.
-                std::thread::sleep(Duration::from_millis(100));
-                continue;
-            }
-        };
-        failures = 0;
-        if greeting.fetch_add(1, Ordering::Relaxed) >= MAX_GREETING {
-            greeting.fetch_sub(1, Ordering::Relaxed);
-            continue;
-        }
-        let (arrivals, count) = (arrivals.clone(), Arc::clone(&greeting));
-        let spawned = std::thread::Builder::new().name("greet".into()).spawn(move || {
-            let peer = pending.peer_address();
-            let arrival = receive_greeting(pending)
-                .unwrap_or_else(|error| Arrival::TurnedAway { peer, error });
-            count.fetch_sub(1, Ordering::Relaxed);
-            let _ = arrivals.send(arrival);
-        });
-        if spawned.is_err() {
-            greeting.fetch_sub(1, Ordering::Relaxed);
-        }
-    }
-}
-
-/// Failures to accept in a row, 100 ms apart, after which the door is given up.
-const MAX_ACCEPT_FAILURES: u32 = 600;
-
-fn receive_greeting(pending: Pending) -> Result<Arrival, MigrateError> {
-    let channel = pending.handshake(GREETING_TIMEOUT)?;
+/// Authenticates a connection and hears what it wants, for so long at each step; whoever calls bounds the
+/// whole. A source that `policy` has nothing for is told so.
+///
+/// # Errors
+/// What is wrong with the peer.
+pub fn receive_greeting(
+    pending: Pending,
+    timeout: Duration,
+    policy: Option<&dyn Admission>,
+) -> Result<Arrival, MigrateError> {
+    let channel = pending.handshake(timeout)?;
     let (peer, closer) = (channel.peer().clone(), channel.closer());
     let (mut reader, mut writer) = channel.split();
-    reader.set_timeout(Some(GREETING_TIMEOUT))?;
-    writer.set_timeout(Some(GREETING_TIMEOUT))?;
+    reader.set_timeout(Some(timeout))?;
+    writer.set_timeout(Some(timeout))?;
     let hello = read_hello(&mut reader, &mut writer, &peer.address)?;
     let mut connection = Connection { reader, writer, closer, peer };
     Ok(match hello.role {
-        Role::Control => Arrival::Control(connection),
+        Role::Control => {
+            if let Some(Err(refusal)) = policy.map(|policy| policy.check_source(&connection.peer)) {
+                return Err(refuse_source(connection, &refusal));
+            }
+            Arrival::Control(connection)
+        }
         Role::Data => Arrival::Data { lane: hello.lane, token: hello.token, connection },
         Role::Query => {
             reply(&mut connection, HelloStatus::Ok)?;
@@ -174,6 +98,25 @@ fn receive_greeting(pending: Pending) -> Result<Arrival, MigrateError> {
     })
 }
 
+/// Tells a source that it may send nothing here. No session is begun for it.
+fn refuse_source(mut connection: Connection, refusal: &str) -> MigrateError {
+    let reason = Reason::new(ReasonCode::Unauthorised, refusal);
+    let refused = MigrateError::Refused { peer: "destination", reason: reason.clone() };
+    // It listens once it has announced its guest. Whoever does not wait for the answer has lost nothing.
+    let mut reader = ControlReader::new(&mut connection.reader);
+    if answer(&mut connection.writer, HelloStatus::Ok).is_ok()
+        && reader.receive("a guest's announcement").is_ok()
+    {
+        let writer = ControlWriter::new(connection.writer);
+        let said = writer.send(&ControlMessage::Refuse { reason }).and_then(|()| writer.finish());
+        if said.is_ok() {
+            // Closed with something unread in it, the connection would be reset, and the answer lost.
+            while reader.receive("the end").is_ok() {}
+        }
+    }
+    refused
+}
+
 /// Answers a greeting.
 ///
 /// # Errors
@@ -197,6 +140,13 @@ pub fn give_word(
     session: SessionId,
     connection: Connection,
 ) -> Result<(), MigrateError> {
+    let source = crate::journal::source_of(directory, session)?;
+    if source.is_some() && source.as_ref() != connection.peer.names.first() {
+        // A word may make ABORTED of an open session: it is for its source only.
+        let text = format!("session {session} is not one of {}", connection.peer);
+        let reason = Reason::new(ReasonCode::Unauthorised, &text);
+        return Err(MigrateError::Refused { peer: "destination", reason });
+    }
     let word = crate::journal::recovered_word(directory, session)?;
     let writer = ControlWriter::new(connection.writer);
     writer

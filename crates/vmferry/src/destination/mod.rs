@@ -1,6 +1,6 @@
 //! The host that the guest goes to.
 //!
-//! [`receive`] listens (`arrivals`), takes one session at a time (`session`) whose protocol is
+//! [`receive`] listens (`reception`, `arrivals`), takes one session at a time (`session`) whose protocol is
 //! a sans-IO machine ([`machine`]), places what the lanes bring (`lanes`), and leaves a
 //! [`Witness`] behind that gives this host's word while the guest runs.
 
@@ -11,6 +11,7 @@ pub mod place;
 mod arrivals;
 mod lanes;
 mod receive;
+mod reception;
 mod session;
 
 pub use io::Report;

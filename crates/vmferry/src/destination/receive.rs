@@ -6,11 +6,12 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender};
 use serde::Serialize;
-use vmferry_transport::Listener;
-use vmferry_wire::{GuestIdentity, HelloStatus, SessionId};
+use vmferry_transport::{Listener, PeerIdentity};
+use vmferry_wire::{GuestIdentity, HelloStatus, ReasonCode, SessionId};
 
-use super::arrivals::{Arrival, Reception, give_word, turn_away};
+use super::arrivals::{Arrival, give_word, turn_away};
 use super::io::{Ending, Report};
+use super::reception::Reception;
 use super::session::{Ended, Session};
 use crate::config::DestinationConfig;
 use crate::error::{MigrateError, chain};
@@ -23,7 +24,17 @@ use crate::vm::DestinationVm;
 pub enum Notice {
     /// Progress of the session.
     Session(Report),
-    /// Someone was turned away, and listening goes on.
+    /// A source whose certificate was verified wants to migrate a guest.
+    Authenticated {
+        /// Where it comes from.
+        peer: String,
+        /// The names in its certificate.
+        names: Vec<String>,
+        /// How the keys of its channel were agreed on, such as `X25519MLKEM768`.
+        key_exchange: Option<String>,
+    },
+    /// Someone was turned away, and listening goes on. Of one address there is a line a second, and it says how
+    /// many more it stands for.
     TurnedAway {
         /// Where it came from.
         peer: String,
@@ -97,7 +108,7 @@ pub fn receive<V: DestinationVm>(
     stop: &Stop,
     watch: &mut dyn FnMut(&Notice),
 ) -> Received<V> {
-    let reception = match Reception::open(listener) {
+    let reception = match Reception::open(listener, config) {
         Ok(reception) => reception,
         Err(source) => {
             let error = MigrateError::Local { action: "start a thread", source };
@@ -126,6 +137,10 @@ pub fn receive<V: DestinationVm>(
                 return Received::Nothing { vm, error };
             }
         };
+        if connection.peer.tls {
+            watch(&Notice::authenticated(&connection.peer));
+        }
+        let peer = connection.peer.to_string();
         let session = Session::begin(&mut vm, config, &reception.arrivals, &stop.1, connection);
         let failure = match session.map(|session| session.run(watch)) {
             Err(error) => (error, false),
@@ -135,6 +150,11 @@ pub fn receive<V: DestinationVm>(
                 return Received::Owns(Box::new(owned));
             }
             Ok(Ended { ending: Ending::Stuck(error), .. }) => (error, true),
+            // A guest that its source may not send is no attempt that could fail.
+            Ok(Ended { ending: Ending::Refused(error), .. }) if is_unauthorised(&error) => {
+                watch(&Notice::turned_away(&peer, &error));
+                continue;
+            }
             Ok(Ended { ending: Ending::Aborted(error) | Ending::Refused(error), .. }) => {
                 let cancelled_here = matches!(error, MigrateError::Cancelled { .. });
                 (error, cancelled_here)
@@ -196,7 +216,19 @@ impl Drop for Witness {
     }
 }
 
+fn is_unauthorised(error: &MigrateError) -> bool {
+    matches!(error, MigrateError::Refused { reason, .. } if reason.code == ReasonCode::Unauthorised)
+}
+
 impl Notice {
+    fn authenticated(peer: &PeerIdentity) -> Self {
+        Self::Authenticated {
+            peer: peer.address.clone(),
+            names: peer.names.clone(),
+            key_exchange: peer.key_exchange.clone(),
+        }
+    }
+
     pub(super) fn turned_away(peer: &str, error: &MigrateError) -> Self {
         Self::TurnedAway { peer: peer.to_owned(), reason: crate::error::chain(error) }
     }
@@ -224,6 +256,6 @@ fn answer_idle(
             let answered = give_word(directory, session, connection);
             answered.err().map(|error| Notice::turned_away(&peer, &error))
         }
-        Arrival::TurnedAway { peer, error } => Some(Notice::turned_away(&peer, &error)),
+        Arrival::TurnedAway(notice) => Some(notice),
     }
 }

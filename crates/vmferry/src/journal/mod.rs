@@ -217,6 +217,19 @@ pub fn recovered_word(directory: &Path, session: SessionId) -> Result<SessionWor
     }
 }
 
+/// The name that the source of a session went by when it was opened here; none if it showed no certificate or the
+/// session is not known.
+///
+/// # Errors
+/// If the journal can't be read.
+pub fn source_of(directory: &Path, session: SessionId) -> Result<Option<String>, JournalError> {
+    let records = read(directory, session, Side::Destination)?;
+    Ok(records.into_iter().find_map(|record| match record {
+        Record::Open { peer_names, .. } => peer_names.into_iter().next(),
+        _ => None,
+    }))
+}
+
 fn close_session(directory: &Path, session: SessionId) -> Result<SessionWord, JournalError> {
     let (mut journal, records) = match FileJournal::reopen(directory, session, Side::Destination) {
         Err(JournalError::InUse { .. }) => return Ok(SessionWord::Pending),

@@ -10,7 +10,7 @@ use vmferry_qemu::{AbandonedQemu, Expected, QemuDestination, StartedQemu, wait_f
 
 use crate::args::ReceiveOptions;
 use crate::commands::directory;
-use crate::commands::receive::{listen, tell};
+use crate::commands::receive::{config, listen, tell};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
@@ -24,7 +24,7 @@ enum Over {
 
 /// Receives into a QEMU that somebody has started.
 pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
-    let listener = listen(options)?;
+    let listener = listen(options, output)?;
     let destination = QemuDestination::attach(qmp, expected(options))?;
     let waiting = Waiting::begin(&listener, options, output)?;
     let pid = destination.pid();
@@ -43,7 +43,7 @@ pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result
 
 /// Starts a QEMU and receives into it.
 pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
-    let listener = listen(options)?;
+    let listener = listen(options, output)?;
     let directory = directory()?;
     let qmp: PathBuf = directory.path().join(format!("qemu-{}.qmp", std::process::id()));
     let destination = StartedQemu::start(command, &qmp, expected(options))?;
@@ -88,9 +88,7 @@ impl Waiting {
         options: &ReceiveOptions,
         output: &Output,
     ) -> Result<Self, Failure> {
-        let mut config = DestinationConfig::new(directory()?.journals());
-        config.once = options.once;
-        config.workers = options.workers;
+        let config = config(options, directory()?.journals(), output)?;
         let (over, is_over) = channel();
         let stop = Stop::default();
         let (stopping, told) = (stop.clone(), over.clone());

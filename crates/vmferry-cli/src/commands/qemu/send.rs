@@ -17,7 +17,7 @@ use super::guard::{GuardOrder, Guardian};
 use super::service::{QemuService, about};
 use crate::args::SendOptions;
 use crate::commands::directory;
-use crate::commands::send::{address, dialer, tls_files, when_stuck};
+use crate::commands::send::{address, dialer, source_files, when_stuck};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 use crate::tables::{Progress, outcome};
@@ -27,7 +27,7 @@ const PROGRESS_PERIOD: Duration = Duration::from_millis(200);
 
 /// Moves the guest of the QEMU whose QMP socket this is.
 pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Failure> {
-    let tls = tls_files(&options.tls, options.server_name.clone())?;
+    let tls = source_files(options)?;
     let to = address(&options.to, &options.tls)?;
     let dialer = dialer(&to, tls.as_ref())?;
     let directory = directory()?;

@@ -15,6 +15,11 @@ use crate::vm::{DestinationVm, GuestDescription, PrepareError};
 
 impl<V: DestinationVm> Session<'_, V> {
     pub(super) fn prepare(&mut self, guest: &GuestDescription) -> Result<(), MigrateError> {
+        if let Some(policy) = &self.config.policy {
+            policy
+                .check_guest(&self.peer, &guest.identity)
+                .map_err(|refusal| refused(ReasonCode::Unauthorised, &refusal))?;
+        }
         self.guest = Some(guest.identity.clone());
         let memory = self.vm.prepare(guest).map_err(refusal)?;
         if memory.layout() != guest.layout {

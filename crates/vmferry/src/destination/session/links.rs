@@ -29,8 +29,31 @@ impl<V: DestinationVm> Session<'_, V> {
                 });
                 turn_away(connection, HelloStatus::Busy);
             }
+            Arrival::Data { token, connection, .. }
+                if token == self.token && !connection.peer.is_same_as(&self.peer) =>
+            {
+                let (thief, source) = (&connection.peer, &self.peer);
+                watch(&Notice::TurnedAway {
+                    peer: thief.address.clone(),
+                    reason: format!("it shows this session's token and is {thief}, not {source}"),
+                });
+                turn_away(connection, HelloStatus::BadToken);
+            }
             Arrival::Data { lane, token, connection } => {
                 return self.join_lane(lane, token, connection).unwrap_or_else(Input::Failed);
+            }
+            // What is said on this channel may end or commit the session.
+            Arrival::Query { session, connection }
+                if self.machine.session() == Some(session)
+                    && !connection.peer.is_same_as(&self.peer) =>
+            {
+                watch(&Notice::TurnedAway {
+                    reason: format!(
+                        "it asks about the session of {}, and is {}",
+                        self.peer, connection.peer
+                    ),
+                    peer: connection.peer.address,
+                });
             }
             Arrival::Query { session, connection } if self.machine.session() == Some(session) => {
                 match self.add_link(connection) {
@@ -46,7 +69,7 @@ impl<V: DestinationVm> Session<'_, V> {
                     watch(&Notice::turned_away(&peer, &error));
                 }
             }
-            Arrival::TurnedAway { peer, error } => watch(&Notice::turned_away(&peer, &error)),
+            Arrival::TurnedAway(notice) => watch(&notice),
         }
         Input::Tick
     }

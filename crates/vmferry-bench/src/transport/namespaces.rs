@@ -1,0 +1,153 @@
+//! Two network namespaces with a cable between them.
+//!
+//! They have no name: each lives as long as a process has it open. So the kernel removes them, with
+//! the interfaces in them, in whatever way this process ends.
+//!
+//! Why `unsafe`: no safe function leaves a namespace. Why sound: only the network namespace of a
+//! thread of its own is left, and no descriptors.
+
+use std::fs::File;
+use std::net::Ipv4Addr;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::path::PathBuf;
+use std::process::Command;
+
+use anyhow::{Context, anyhow, ensure};
+use rustix::thread::{LinkNameSpaceType, UnshareFlags, move_into_link_name_space, unshare_unsafe};
+
+/// The source's, and the destination's. Nothing else is on this network.
+pub const SOURCE_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 7, 1);
+/// See [`SOURCE_ADDRESS`].
+pub const DESTINATION_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 7, 2);
+
+/// Both.
+pub struct Namespaces {
+    source: File,
+    destination: File,
+}
+
+impl Namespaces {
+    /// Makes them, with interfaces that are up.
+    ///
+    /// # Errors
+    /// Whoever is not root, and where there is no `ip`.
+    pub fn make() -> anyhow::Result<Self> {
+        let namespaces = Self { source: unshared()?, destination: unshared()? };
+        let there = namespaces.destination_path();
+        let there = there.to_str().context("a path in /proc is text")?;
+        ip(
+            &namespaces.source,
+            &format!("link add source type veth peer destination netns {there}"),
+        )?;
+        for (namespace, interface, address) in [
+            (&namespaces.source, "source", SOURCE_ADDRESS),
+            (&namespaces.destination, "destination", DESTINATION_ADDRESS),
+        ] {
+            ip(namespace, &format!("address add {address}/24 dev {interface}"))?;
+            ip(namespace, &format!("link set {interface} up"))?;
+            ip(namespace, "link set lo up")?;
+        }
+        Ok(namespaces)
+    }
+
+    /// The source's, by a path that processes of the same user can open while this lives.
+    pub fn source_path(&self) -> PathBuf {
+        path_of(&self.source)
+    }
+
+    /// The destination's.
+    pub fn destination_path(&self) -> PathBuf {
+        path_of(&self.destination)
+    }
+}
+
+/// Moves the calling thread, and those that it starts from now on, into a network namespace.
+///
+/// # Errors
+/// What is none, and whoever may not.
+pub fn enter(namespace: BorrowedFd<'_>) -> anyhow::Result<()> {
+    move_into_link_name_space(namespace, Some(LinkNameSpaceType::Network))
+        .context("a network namespace can't be entered")
+}
+
+/// The calling thread's.
+///
+/// # Errors
+/// No `/proc`.
+pub fn own() -> anyhow::Result<File> {
+    File::open("/proc/thread-self/ns/net").context("the network namespace can't be opened")
+}
+
+fn path_of(namespace: &File) -> PathBuf {
+    format!("/proc/{}/fd/{}", std::process::id(), namespace.as_raw_fd()).into()
+}
+
+/// A new one.
+fn unshared() -> anyhow::Result<File> {
+    let make = || {
+        // SAFETY: descriptors stay shared; see above.
+        unsafe { unshare_unsafe(UnshareFlags::NEWNET) }.context("no new network namespace")?;
+        own()
+    };
+    std::thread::spawn(make).join().map_err(|_| anyhow!("a thread has failed"))?
+}
+
+/// Runs `ip` in a namespace.
+fn ip(namespace: &File, arguments: &str) -> anyhow::Result<()> {
+    let run = || {
+        enter(namespace.as_fd())?;
+        let output = Command::new("ip").args(arguments.split(' ')).output().context("no `ip`")?;
+        let problem = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "ip {arguments}: {}", problem.trim());
+        Ok(())
+    };
+    // Only this thread goes there.
+    std::thread::scope(|scope| scope.spawn(run).join())
+        .map_err(|_| anyhow!("a thread has failed"))?
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    #[test]
+    fn bytes_go_from_one_namespace_to_the_other() {
+        let namespaces = match Namespaces::make() {
+            Ok(namespaces) => namespaces,
+            Err(error) => {
+                eprintln!("skipped: {error:#}");
+                return;
+            }
+        };
+        let inside = |path: PathBuf, work: fn() -> Vec<u8>| {
+            std::thread::spawn(move || {
+                enter(File::open(path).unwrap().as_fd()).unwrap();
+                work()
+            })
+        };
+        let receiving = inside(namespaces.destination_path(), || {
+            let listener = TcpListener::bind((DESTINATION_ADDRESS, 7001)).unwrap();
+            let (mut stream, from) = listener.accept().unwrap();
+            assert_eq!(from.ip(), SOURCE_ADDRESS);
+            let mut bytes = Vec::new();
+            stream.read_to_end(&mut bytes).unwrap();
+            bytes
+        });
+        let sending = inside(namespaces.source_path(), || {
+            // Until the other thread listens.
+            let mut stream = loop {
+                if let Ok(stream) = TcpStream::connect((DESTINATION_ADDRESS, 7001)) {
+                    break stream;
+                }
+                std::thread::yield_now();
+            };
+            stream.write_all(b"by cable").unwrap();
+            Vec::new()
+        });
+        sending.join().unwrap();
+        assert_eq!(receiving.join().unwrap(), b"by cable");
+    }
+}

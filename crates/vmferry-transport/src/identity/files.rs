@@ -1,0 +1,197 @@
+//! The files of an identity.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustls::RootCertStore;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
+use rustls::server::VerifierBuilderError;
+
+use crate::error::TransportError;
+use crate::stamp::FileStamp;
+
+/// Longest file that is read: thousands of certificates, or a list of a hundred thousand revoked ones.
+const MAX_FILE_BYTES: u64 = 16 << 20;
+
+/// How far two hosts' clocks may differ by default. Kerberos tolerates as much between hosts, and Kubernetes'
+/// signers backdate what they issue by as much; what TLS libraries do by themselves, nothing, refuses
+/// a certificate that was issued a second ago by a clock that goes ahead.
+const CLOCK_SKEW: Duration = Duration::from_secs(300);
+
+/// Where a host's certificate is, its key, and whom it trusts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IdentityFiles {
+    /// Certificates of the authorities that peers must have theirs from (PEM).
+    pub ca: PathBuf,
+    /// This host's chain, its own certificate first (PEM).
+    pub certificate: PathBuf,
+    /// Its key (PEM), which nobody but its owner may read.
+    pub key: PathBuf,
+    /// Revocation lists of the authorities (PEM). Of an authority that has none, every certificate counts that
+    /// is in date; of one that has some the newest counts, and one that is out of date refuses everybody.
+    pub revocations: Vec<PathBuf>,
+    /// Another revocation list, which need not be there; once it was, it must be.
+    pub revocations_if_present: Option<PathBuf>,
+    /// How far out of date a certificate or revocation list may be, for clocks that differ. Default 5 min.
+    pub clock_skew: Duration,
+}
+
+/// What the files say.
+pub struct Contents {
+    pub authorities: Arc<RootCertStore>,
+    pub chain: Vec<CertificateDer<'static>>,
+    pub key: PrivateKeyDer<'static>,
+    /// Newest first, since the first one of an authority is the one that counts.
+    pub revocations: Vec<CertificateRevocationListDer<'static>>,
+}
+
+impl IdentityFiles {
+    /// No revocation lists, and the usual clock skew.
+    #[must_use]
+    pub fn new(ca: &Path, certificate: &Path, key: &Path) -> Self {
+        Self {
+            ca: ca.to_owned(),
+            certificate: certificate.to_owned(),
+            key: key.to_owned(),
+            revocations: Vec::new(),
+            revocations_if_present: None,
+            clock_skew: CLOCK_SKEW,
+        }
+    }
+
+    /// `ca.pem`, `host.pem` and `host.key` of a directory as [`pki`](crate::pki) makes it, and `crl.pem` if it
+    /// is there.
+    #[must_use]
+    pub fn in_directory(directory: &Path) -> Self {
+        let file = |name| directory.join(name);
+        let mut files = Self::new(&file("ca.pem"), &file("host.pem"), &file("host.key"));
+        files.revocations_if_present = Some(file("crl.pem"));
+        files
+    }
+
+    /// How each file is now; none if it can't be looked at.
+    pub fn stamps(&self) -> Vec<Option<FileStamp>> {
+        [&self.ca, &self.certificate, &self.key]
+            .into_iter()
+            .chain(&self.revocations)
+            .chain(&self.revocations_if_present)
+            .map(|path| FileStamp::of(path))
+            .collect()
+    }
+
+    /// Reads and checks everything. `revoked_before`: there was a revocation list already, so the one that
+    /// need not be there must.
+    pub fn read(&self, revoked_before: bool) -> Result<Contents, TransportError> {
+        let authorities = certificates(&self.ca)?;
+        let chain = certificates(&self.certificate)?;
+        let key = self.read_key()?;
+        let mut roots = RootCertStore::empty();
+        for authority in authorities {
+            roots.add(authority).map_err(|error| {
+                let text = format!("holds a certificate that is no authority's: {error}");
+                Self::problem(&self.ca, text)
+            })?;
+        }
+        let mut lists = Vec::new();
+        for path in &self.revocations {
+            lists.append(&mut revocation_lists(path)?);
+        }
+        if let Some(path) = &self.revocations_if_present {
+            // What must be there is in the other list; a list never goes away by itself.
+            let needed = revoked_before && self.revocations.is_empty();
+            match revocation_lists(path) {
+                Err(_) if !needed && !path.exists() => {}
+                other => lists.append(&mut other?),
+            }
+        }
+        lists.sort_by_key(|(issued, _)| std::cmp::Reverse(*issued));
+        let revocations = lists.into_iter().map(|(_, list)| list).collect();
+        Ok(Contents { authorities: Arc::new(roots), chain, key, revocations })
+    }
+
+    fn read_key(&self) -> Result<PrivateKeyDer<'static>, TransportError> {
+        // What is checked is what is read.
+        let path = &self.key;
+        let mut file = File::open(path).map_err(|error| unreadable(path, &error))?;
+        let mode = file.metadata().map_err(|error| unreadable(path, &error))?.mode();
+        if mode & 0o077 != 0 {
+            let text = format!("others can read this private key: chmod 600 {}", path.display());
+            return Err(Self::problem(path, text));
+        }
+        PrivateKeyDer::from_pem_reader(&mut file.by_ref().take(MAX_FILE_BYTES)).map_err(|error| {
+            Self::problem(path, format!("holds no private key in PEM form: {error}"))
+        })
+    }
+
+    /// An authority or a list that can't be used.
+    pub fn bad_trust(&self, error: &VerifierBuilderError) -> TransportError {
+        let lists = self.revocations.iter().chain(&self.revocations_if_present);
+        match error {
+            VerifierBuilderError::InvalidCrl(_) => {
+                let path = lists.map(|path| path.display().to_string()).collect::<Vec<_>>();
+                let text = format!("holds a revocation list that can't be used: {error}");
+                Self::problem(Path::new(&path.join(", ")), text)
+            }
+            _ => Self::problem(&self.ca, format!("holds no usable authority: {error}")),
+        }
+    }
+
+    /// An error about one of the files.
+    pub fn problem(path: &Path, problem: String) -> TransportError {
+        TransportError::File { path: path.to_owned(), problem }
+    }
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TransportError> {
+    let bytes = read(path)?;
+    let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&bytes).collect();
+    let found = found.map_err(|error| TransportError::File {
+        path: path.to_owned(),
+        problem: format!("is damaged: {error}"),
+    })?;
+    if found.is_empty() {
+        let problem = "holds no certificate in PEM form: make one with `vmferry pki`".into();
+        return Err(TransportError::File { path: path.to_owned(), problem });
+    }
+    Ok(found)
+}
+
+/// The lists in a file, each with the second of its issue.
+fn revocation_lists(
+    path: &Path,
+) -> Result<Vec<(i64, CertificateRevocationListDer<'static>)>, TransportError> {
+    let problem = |problem| TransportError::File { path: path.to_owned(), problem };
+    let bytes = read(path)?;
+    let mut lists = Vec::new();
+    for list in CertificateRevocationListDer::pem_slice_iter(&bytes) {
+        let list = list.map_err(|error| problem(format!("is damaged: {error}")))?;
+        let issued = x509_parser::parse_x509_crl(&list)
+            .map_err(|error| problem(format!("holds a damaged revocation list: {error}")))?
+            .1
+            .last_update()
+            .timestamp();
+        lists.push((issued, list));
+    }
+    if lists.is_empty() {
+        let text = "holds no revocation list in PEM form: make one with `vmferry pki revoke`";
+        return Err(problem(text.into()));
+    }
+    Ok(lists)
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, TransportError> {
+    let mut bytes = Vec::new();
+    File::open(path)
+        .and_then(|file| file.take(MAX_FILE_BYTES).read_to_end(&mut bytes))
+        .map_err(|error| unreadable(path, &error))?;
+    Ok(bytes)
+}
+
+fn unreadable(path: &Path, error: &io::Error) -> TransportError {
+    TransportError::File { path: path.to_owned(), problem: format!("can't be read: {error}") }
+}
