@@ -57,7 +57,8 @@ impl Process {
     /// The system's.
     pub fn start(role: Role, directory: &Path, interrupt: &Interrupt) -> anyhow::Result<Self> {
         let name = role.to_possible_value().context("every role has a name")?;
-        let mut child = Command::new("/proc/self/exe")
+        let program = std::env::current_exe().context("this program is not known")?;
+        let mut child = Command::new(program)
             .args(["transport", "--role", name.get_name(), "--directory"])
             .arg(directory)
             .stdin(Stdio::piped())
