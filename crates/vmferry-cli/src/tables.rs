@@ -81,6 +81,26 @@ fn describe(event: &Value) -> Option<String> {
         "paused" => {
             format!("guest paused, {:.1} ms expected", number("predicted_downtime_ms"))
         }
+        "link-lost" => format!(
+            "{}: {}; making it again",
+            event["channel"].as_str().unwrap_or_default(),
+            event["reason"].as_str().unwrap_or_default()
+        ),
+        "link-restored" => format!(
+            "{} is there again after {:.1} s",
+            event["channel"].as_str().unwrap_or_default(),
+            number("after_ms") / 1e3
+        ),
+        "resent" => format!(
+            "lane {}: {} frames sent again, {}",
+            number("lane"),
+            number("frames"),
+            bytes("bytes")
+        ),
+        "recalled" => {
+            "the link was lost while the guest was paused: it runs on here, to be paused again"
+                .to_owned()
+        }
         "ready" => "the destination is ready".to_owned(),
         "committed" => "committed".to_owned(),
         "in-doubt" => format!(
@@ -129,6 +149,16 @@ pub fn outcome(stats: &Value) -> String {
             text,
             "both paused memories hashed whole and equal ({:.0} ms, not counted above)",
             number(&stats["verify_ms"])
+        );
+    }
+    if let Some(again @ 1..) = stats["reconnections"].as_u64() {
+        let _ = writeln!(
+            text,
+            "the link was lost: {again} channels made again, {:.1} s without all of them, {} sent again; the \
+             paused guest ran on {} times",
+            number(&stats["link_down_ms"]) / 1e3,
+            ByteSize(stats["resent_bytes"].as_u64().unwrap_or_default()),
+            number(&stats["recalls"]),
         );
     }
     text.push_str("the guest runs at the destination");

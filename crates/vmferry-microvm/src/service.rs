@@ -196,6 +196,7 @@ impl GuestService {
         config.downtime_limit = request.downtime_limit;
         config.max_bandwidth = request.max_bandwidth;
         config.max_rounds = request.max_rounds;
+        config.timeouts.reconnect = request.reconnect_timeout;
         config.timeout = request.timeout;
         config.when_stuck = request.when_stuck;
         config.throttle = request.throttle;

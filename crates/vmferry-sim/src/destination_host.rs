@@ -202,7 +202,8 @@ impl DestinationHost {
             _ => HelloStatus::Busy,
         };
         let (version_min, version_max) = (PROTOCOL_VERSION_MIN, PROTOCOL_VERSION_MAX);
-        let reply = HelloReply { status, version_min, version_max, version: version_max };
+        let reply =
+            HelloReply { status, version_min, version_max, version: version_max, placed: 0 };
         network.send(channel, Host::Source, "greeting", reply.encode().to_vec());
         if status != HelloStatus::Ok {
             network.close(channel, Host::Destination);

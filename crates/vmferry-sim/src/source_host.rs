@@ -409,6 +409,9 @@ impl Process {
                 ))
             }
             Action::Throttle { .. } | Action::Cap(_) => None,
+            Action::ResumeControl { .. } | Action::RejoinLane { .. } | Action::Recall => {
+                unreachable!("the simulated source has no time to make a link again")
+            }
             Action::Pause => Some(self.pause()),
             Action::HarvestLast => Some(self.harvest_last().unwrap_or_else(Input::Failed)),
             Action::Save => {
@@ -494,7 +497,7 @@ fn send(network: &mut Network, channel: ChannelId, message: &ControlMessage) -> 
 
 fn hello(role: Role, lane: u8, token: Token) -> Vec<u8> {
     let (version_min, version_max) = (PROTOCOL_VERSION_MIN, PROTOCOL_VERSION_MAX);
-    Hello { version_min, version_max, role, lane, token }.encode().to_vec()
+    Hello { version_min, version_max, role, lane, token, attempt: 0 }.encode().to_vec()
 }
 
 fn greeted(bytes: &[u8]) -> Result<(), MigrateError> {

@@ -72,7 +72,11 @@ impl World {
         config.downtime_limit = Duration::from_nanos(1);
         config.max_rounds = plan.rounds;
         config.when_stuck = WhenStuck::SwitchOver;
-        config.timeouts = Timeouts { verify: Duration::from_secs(60), ..Timeouts::default() };
+        config.timeouts = Timeouts {
+            verify: Duration::from_secs(60),
+            reconnect: Duration::ZERO,
+            ..Timeouts::default()
+        };
         let timeouts = config.timeouts;
         let here = Guest::running(&ledger, &mut network.rng);
         let there = Guest::absent(Host::Destination, &ledger);

@@ -129,10 +129,11 @@ mod tests {
                     layout,
                     lanes: 2,
                     verify: true,
+                    reconnect_ms: 300,
                 },
                 "01010101010101010101010101010101020202020202020202020202020202020377656203782f7902\
                  090901\
-                 0000ac020201",
+                 0000ac020201ac02",
             ),
             (ControlMessage::Accept { token: Token([3; 16]) }, "03030303030303030303030303030303"),
             (ControlMessage::Refuse { reason: reason.clone() }, "05026e6f"),
@@ -161,6 +162,7 @@ mod tests {
                 ControlMessage::Answer { session, word: SessionWord::Owns },
                 "0101010101010101010101010101010103",
             ),
+            (ControlMessage::Withdraw {}, ""),
         ]
     }
 
@@ -230,6 +232,7 @@ mod tests {
             layout,
             lanes: 0,
             verify: false,
+            reconnect_ms: 0,
         };
         assert!(matches!(decoded(&encoded(&zero_lanes)), Err(WireError::BadBody { .. })));
         let no_slots = ControlMessage::Begin {
@@ -240,6 +243,7 @@ mod tests {
             layout: vec![],
             lanes: 1,
             verify: false,
+            reconnect_ms: 0,
         };
         assert!(matches!(decoded(&encoded(&no_slots)), Err(WireError::BadBody { .. })));
     }

@@ -28,6 +28,8 @@ pub enum Role {
     Data,
     /// 3: a control channel on which a source in doubt asks for a session's word.
     Query,
+    /// 4: the control channel of a session that goes on after its link was lost.
+    Resume,
     /// A role of a newer release.
     Other(u8),
 }
@@ -38,6 +40,7 @@ impl From<u8> for Role {
             1 => Self::Control,
             2 => Self::Data,
             3 => Self::Query,
+            4 => Self::Resume,
             other => Self::Other(other),
         }
     }
@@ -49,6 +52,7 @@ impl From<Role> for u8 {
             Role::Control => 1,
             Role::Data => 2,
             Role::Query => 3,
+            Role::Resume => 4,
             Role::Other(other) => other,
         }
     }
@@ -58,9 +62,9 @@ impl From<Role> for u8 {
 ///
 /// ```text
 ///  0      8             10            12    13    14       16         32
-///  +------+-------------+-------------+-----+-----+--------+----------+--------+
-///  | magic| version_min | version_max | role| lane|    0   |  token   |   0    |
-///  +------+-------------+-------------+-----+-----+--------+----------+--------+ 40
+///  +------+-------------+-------------+-----+-----+--------+----------+---------+
+///  | magic| version_min | version_max | role| lane|    0   |  token   | attempt |
+///  +------+-------------+-------------+-----+-----+--------+----------+---------+ 40
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hello {
@@ -72,8 +76,11 @@ pub struct Hello {
     pub role: Role,
     /// The lane of a data channel, 0 otherwise.
     pub lane: u8,
-    /// The session's token on a data channel, zeros otherwise.
+    /// The session's token on a data channel and a resumed control channel, zeros otherwise.
     pub token: Token,
+    /// How often this lane, or this session's control channel, was dialled before. What is not higher than
+    /// what has come already is somebody's recording.
+    pub attempt: u64,
 }
 
 impl Hello {
@@ -87,6 +94,7 @@ impl Hello {
         bytes[12] = self.role.into();
         bytes[13] = self.lane;
         bytes[16..32].copy_from_slice(&self.token.0);
+        bytes[32..40].copy_from_slice(&self.attempt.to_le_bytes());
         bytes
     }
 
@@ -102,6 +110,7 @@ impl Hello {
             role: bytes[12].into(),
             lane: bytes[13],
             token: Token(field(bytes, 16)),
+            attempt: u64::from_le_bytes(field(bytes, 32)),
         })
     }
 }
@@ -117,10 +126,12 @@ pub enum HelloStatus {
     Busy,
     /// 3: the token is not this session's.
     BadToken,
-    /// 4: the lane is taken or was not announced.
+    /// 4: the lane was not announced, or this attempt at it is not newer than the one before.
     BadLane,
     /// 5: this kind of channel is not served.
     Refused,
+    /// 6: the session is past the point where its link could be made again.
+    TooLate,
     /// A status of a newer release.
     Other(u8),
 }
@@ -134,6 +145,7 @@ impl From<u8> for HelloStatus {
             3 => Self::BadToken,
             4 => Self::BadLane,
             5 => Self::Refused,
+            6 => Self::TooLate,
             other => Self::Other(other),
         }
     }
@@ -148,6 +160,7 @@ impl From<HelloStatus> for u8 {
             HelloStatus::BadToken => 3,
             HelloStatus::BadLane => 4,
             HelloStatus::Refused => 5,
+            HelloStatus::TooLate => 6,
             HelloStatus::Other(other) => other,
         }
     }
@@ -158,7 +171,7 @@ impl From<HelloStatus> for u8 {
 /// ```text
 ///  0      8        9   10            12            14        16
 ///  +------+--------+---+-------------+-------------+---------+--------+
-///  | magic| status | 0 | version_min | version_max | version |   0    |
+///  | magic| status | 0 | version_min | version_max | version | placed |
 ///  +------+--------+---+-------------+-------------+---------+--------+ 24
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -171,6 +184,8 @@ pub struct HelloReply {
     pub version_max: u16,
     /// The version that both now speak.
     pub version: u16,
+    /// On a data channel: all frames of its lane up to this one are placed, 0 if there is none.
+    pub placed: u64,
 }
 
 impl HelloReply {
@@ -183,6 +198,7 @@ impl HelloReply {
         bytes[10..12].copy_from_slice(&self.version_min.to_le_bytes());
         bytes[12..14].copy_from_slice(&self.version_max.to_le_bytes());
         bytes[14..16].copy_from_slice(&self.version.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.placed.to_le_bytes());
         bytes
     }
 
@@ -197,6 +213,7 @@ impl HelloReply {
             version_min: u16::from_le_bytes(field(bytes, 10)),
             version_max: u16::from_le_bytes(field(bytes, 12)),
             version: u16::from_le_bytes(field(bytes, 14)),
+            placed: u64::from_le_bytes(field(bytes, 16)),
         })
     }
 }
@@ -235,16 +252,22 @@ mod tests {
             role: Role::Data,
             lane: 7,
             token: Token([0xaa; 16]),
+            attempt: 0x0304,
         };
         let mut expected =
-            *b"VMFERRY\n\x01\x00\x03\x02\x02\x07\x00\x00________________\0\0\0\0\0\0\0\0";
+            *b"VMFERRY\n\x01\x00\x03\x02\x02\x07\x00\x00________________\x04\x03\0\0\0\0\0\0";
         expected[16..32].fill(0xaa);
         assert_eq!(hello.encode(), expected);
         assert_eq!(Hello::parse(&expected), Ok(hello));
 
-        let reply =
-            HelloReply { status: HelloStatus::Version, version_min: 1, version_max: 2, version: 2 };
-        let expected = *b"VMFERRY\r\x01\x00\x01\x00\x02\x00\x02\x00\0\0\0\0\0\0\0\0";
+        let reply = HelloReply {
+            status: HelloStatus::Version,
+            version_min: 1,
+            version_max: 2,
+            version: 2,
+            placed: 5,
+        };
+        let expected = *b"VMFERRY\r\x01\x00\x01\x00\x02\x00\x02\x00\x05\0\0\0\0\0\0\0";
         assert_eq!(reply.encode(), expected);
         assert_eq!(HelloReply::parse(&expected), Ok(reply));
     }

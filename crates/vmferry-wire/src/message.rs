@@ -34,6 +34,8 @@ pub enum ControlMessage {
         lanes: u8,
         /// Whether both memories will be hashed whole before COMMIT.
         verify: bool,
+        /// For how long the source tries to make a lost link again, in milliseconds.
+        reconnect_ms: u32,
     },
     /// D: takes the guest; data channels show the token.
     Accept {
@@ -125,6 +127,8 @@ pub enum ControlMessage {
         /// What the destination knows and is held to.
         word: SessionWord,
     },
+    /// S: FINAL does not hold, the guest runs on here. Only before READY is said.
+    Withdraw {},
 }
 
 #[derive(Serialize, Deserialize)]
@@ -137,6 +141,7 @@ struct Begin {
     layout: Vec<SlotLayout>,
     lanes: u8,
     verify: bool,
+    reconnect_ms: u32,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -168,6 +173,7 @@ impl ControlMessage {
             Self::Pong { .. } => 14,
             Self::Query { .. } => 15,
             Self::Answer { .. } => 16,
+            Self::Withdraw {} => 17,
         }
     }
 
@@ -180,7 +186,7 @@ impl ControlMessage {
     /// Appends the message's body, without header.
     pub(crate) fn encode_body(&self, into: &mut Vec<u8>) {
         match self {
-            Self::Begin { session, guest, vmm, config, layout, lanes, verify } => {
+            Self::Begin { session, guest, vmm, config, layout, lanes, verify, reconnect_ms } => {
                 let begin = Begin {
                     session: *session,
                     guest: (*guest.uuid.as_bytes(), guest.name.clone()),
@@ -189,6 +195,7 @@ impl ControlMessage {
                     layout: layout.clone(),
                     lanes: *lanes,
                     verify: *verify,
+                    reconnect_ms: *reconnect_ms,
                 };
                 put(into, &begin);
             }
@@ -199,7 +206,7 @@ impl ControlMessage {
                 put(into, &(lane_sequences, digest, serde_bytes::Bytes::new(state)));
             }
             Self::Ready { digest, load_us } => put(into, &(digest, load_us)),
-            Self::Verify {} => {}
+            Self::Verify {} | Self::Withdraw {} => {}
             Self::Verified { hash, pages, elapsed_us } => put(into, &(hash, pages, elapsed_us)),
             Self::Commit { session } | Self::Query { session } => put(into, session),
             Self::Running { session, start_us } => put(into, &(session, start_us)),
@@ -225,6 +232,7 @@ impl ControlMessage {
                     layout: begin.layout,
                     lanes: begin.lanes,
                     verify: begin.verify,
+                    reconnect_ms: begin.reconnect_ms,
                 }
             }
             2 => Self::Accept { token: get(number, body)? },
@@ -265,6 +273,10 @@ impl ControlMessage {
             16 => {
                 let (session, word) = get(number, body)?;
                 Self::Answer { session, word }
+            }
+            17 => {
+                get::<()>(number, body)?;
+                Self::Withdraw {}
             }
             other => return Err(WireError::UnknownMessage(other)),
         };
@@ -319,6 +331,7 @@ pub(crate) fn name_of(number: u16) -> Option<&'static str> {
         14 => "PONG",
         15 => "QUERY",
         16 => "ANSWER",
+        17 => "WITHDRAW",
         _ => return None,
     })
 }

@@ -48,6 +48,10 @@ pub struct Timeouts {
     pub ask: Duration,
     /// To the end of a whole-memory hash. Default 10 min.
     pub verify: Duration,
+    /// For how long a lost channel is made again before the migration is given up; 0 gives up at once. The
+    /// guest runs at the source meanwhile. The destination waits as long as the source says, and no longer
+    /// than this. Default 30 s at the source, 10 min at the destination.
+    pub reconnect: Duration,
 }
 
 impl Default for Timeouts {
@@ -62,6 +66,7 @@ impl Default for Timeouts {
             commit: seconds(60),
             ask: seconds(1),
             verify: seconds(600),
+            reconnect: seconds(30),
         }
     }
 }
@@ -213,7 +218,7 @@ impl DestinationConfig {
             policy: None,
             greeting_timeout: Duration::from_secs(10),
             keep_decompressors: true,
-            timeouts: Timeouts::default(),
+            timeouts: Timeouts { reconnect: Duration::from_secs(600), ..Timeouts::default() },
         }
     }
 }

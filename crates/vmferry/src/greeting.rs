@@ -10,7 +10,29 @@ use vmferry_wire::{
 
 use crate::error::MigrateError;
 
-/// Greets the other side on a fresh channel and waits for its answer.
+/// What a channel is for.
+#[derive(Clone, Copy, Debug)]
+pub struct Purpose {
+    /// Its role.
+    pub role: Role,
+    /// The lane of a data channel, 0 otherwise.
+    pub lane: u8,
+    /// The session's token on a data channel and a resumed control channel, zeros otherwise.
+    pub token: Token,
+    /// How often it was dialled before.
+    pub attempt: u64,
+}
+
+impl Purpose {
+    /// A first control or query channel.
+    #[must_use]
+    pub fn control(role: Role) -> Self {
+        Self { role, lane: 0, token: Token([0; 16]), attempt: 0 }
+    }
+}
+
+/// Greets the other side on a fresh channel and waits for its answer. Returns the number of the last frame
+/// that is placed of a data channel's lane.
 ///
 /// # Errors
 /// [`MigrateError::Refused`] when it does not want this channel, [`MigrateError::Transport`] when
@@ -19,17 +41,17 @@ use crate::error::MigrateError;
 pub fn greet(
     reader: &mut impl Read,
     writer: &mut impl Write,
-    role: Role,
-    lane: u8,
-    token: Token,
+    purpose: Purpose,
     peer: &str,
-) -> Result<(), MigrateError> {
+) -> Result<u64, MigrateError> {
+    let Purpose { role, lane, token, attempt } = purpose;
     let hello = Hello {
         version_min: PROTOCOL_VERSION_MIN,
         version_max: PROTOCOL_VERSION_MAX,
         role,
         lane,
         token,
+        attempt,
     };
     let failed = |error: io::Error| MigrateError::Transport(TransportError::from_io(error, peer));
     let sent = writer.write_all(&hello.encode()).and_then(|()| writer.flush());
@@ -48,7 +70,7 @@ pub fn greet(
         reason: error.to_string(),
     })?;
     let (code, text) = match reply.status {
-        HelloStatus::Ok => return Ok(()),
+        HelloStatus::Ok => return Ok(reply.placed),
         HelloStatus::Version => (
             ReasonCode::Protocol,
             format!(
@@ -66,6 +88,9 @@ pub fn greet(
         }
         HelloStatus::BadLane => {
             (ReasonCode::Protocol, format!("lane {lane} is taken or was not announced"))
+        }
+        HelloStatus::TooLate => {
+            (ReasonCode::TimedOut, "it had begun to load the guest's state already".to_owned())
         }
         HelloStatus::Refused => {
             (ReasonCode::Unauthorised, "it does not serve this kind of channel".to_owned())
@@ -96,7 +121,7 @@ pub fn read_hello(
         reason: error.to_string(),
     })?;
     if hello.version_min > PROTOCOL_VERSION_MAX || hello.version_max < PROTOCOL_VERSION_MIN {
-        let _ = answer(writer, HelloStatus::Version);
+        let _ = answer(writer, HelloStatus::Version, 0);
         let reason = format!(
             "the source speaks protocol versions {} to {}, this side {PROTOCOL_VERSION_MIN} to \
              {PROTOCOL_VERSION_MAX}",
@@ -110,16 +135,17 @@ pub fn read_hello(
     Ok(hello)
 }
 
-/// Answers a greeting.
+/// Answers a greeting. `placed`: of a data channel's lane, see [`HelloReply`].
 ///
 /// # Errors
 /// The channel's.
-pub fn answer(writer: &mut impl Write, status: HelloStatus) -> io::Result<()> {
+pub fn answer(writer: &mut impl Write, status: HelloStatus, placed: u64) -> io::Result<()> {
     let reply = HelloReply {
         status,
         version_min: PROTOCOL_VERSION_MIN,
         version_max: PROTOCOL_VERSION_MAX,
         version: PROTOCOL_VERSION_MAX,
+        placed,
     };
     writer.write_all(&reply.encode())?;
     writer.flush()
@@ -130,6 +156,7 @@ fn channel_name(role: Role, lane: u8) -> String {
         Role::Control => "control".into(),
         Role::Data => format!("lane {lane}"),
         Role::Query => "query".into(),
+        Role::Resume => "resumed control".into(),
         Role::Other(role) => format!("role {role}"),
     }
 }

@@ -1,9 +1,10 @@
-//! A control channel: typed messages over a channel's two halves.
+//! A control channel: typed messages over a channel's two halves; and what is said of channels that are lost.
 
 use std::io::{self, Read, Write};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-use vmferry_transport::ChannelWriter;
+use vmferry_transport::{ChannelCloser, ChannelWriter};
 use vmferry_wire::{CONTROL_HEADER_BYTES, ControlHeader, ControlMessage};
 
 use crate::error::MigrateError;
@@ -49,6 +50,29 @@ impl ControlWriter<ChannelWriter> {
     }
 }
 
+/// The control channel that a session has at the moment, for those who acknowledge: without one they say
+/// nothing, as whoever makes it again is told how far every lane is.
+#[derive(Debug, Default)]
+pub struct ControlSlot(Mutex<Option<(Arc<ControlWriter<ChannelWriter>>, ChannelCloser)>>);
+
+impl ControlSlot {
+    /// From now on this channel.
+    pub fn set(&self, writer: Arc<ControlWriter<ChannelWriter>>, closer: ChannelCloser) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some((writer, closer));
+    }
+
+    /// Sends a message if there is a channel. One that fails is closed, which its reader notices.
+    pub fn send(&self, message: &ControlMessage) {
+        let mut slot = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((writer, closer)) = &*slot
+            && writer.send(message).is_err()
+        {
+            closer.close();
+            *slot = None;
+        }
+    }
+}
+
 /// The receiving half.
 #[derive(Debug)]
 pub struct ControlReader<R> {
@@ -91,6 +115,24 @@ impl<R: Read> ControlReader<R> {
     fn fill(&mut self, into: &mut [u8], during: &'static str) -> Result<(), MigrateError> {
         self.reader.read_exact(into).map_err(|error| lost("control", during, &error))
     }
+}
+
+/// How long a data channel that is gone waits for the control channel to say why.
+pub const EXPLANATION: Duration = Duration::from_millis(500);
+
+/// A channel that is gone.
+#[derive(Debug)]
+pub struct Loss {
+    /// Since when.
+    pub since: Duration,
+    /// Why.
+    pub error: MigrateError,
+}
+
+/// A channel's name: a lane's, or the control channel's.
+#[must_use]
+pub fn channel_name(lane: Option<u8>) -> String {
+    lane.map_or_else(|| "control".to_owned(), |lane| format!("lane {lane}"))
 }
 
 /// A broken channel as an error, with the end of the stream in plain words.

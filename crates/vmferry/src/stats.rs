@@ -120,6 +120,8 @@ pub struct RoundStats {
     pub throttle_percent: u8,
     /// Whether the guest was paused.
     pub paused: bool,
+    /// Whether a channel was lost and made again meanwhile.
+    pub interrupted: bool,
 }
 
 /// Where the downtime went, in milliseconds of the source's clock.
@@ -185,6 +187,16 @@ pub struct SourceStats {
     pub transport: String,
     /// Round trip on the control channel, in milliseconds.
     pub round_trip_ms: f64,
+    /// How often a lost channel was made again.
+    pub reconnections: u32,
+    /// Bytes of frames that were sent again for it. Part of neither `sent_bytes` nor a round's bytes.
+    pub resent_bytes: u64,
+    /// For how long at least one channel was missing, in milliseconds.
+    pub link_down_ms: f64,
+    /// How often the guest was paused and ran on here, as the link was lost before everything had arrived.
+    pub recalls: u32,
+    /// For how long it stood still then, in milliseconds: not part of `downtime_ms`.
+    pub recalled_pause_ms: f64,
 }
 
 /// Statistics of one migration, as seen by the destination.

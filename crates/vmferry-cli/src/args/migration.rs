@@ -25,6 +25,10 @@ pub struct MigrationOptions {
     /// Most time with the guest running.
     #[arg(long, value_parser = parse_duration, value_name = "TIME")]
     pub timeout: Option<Duration>,
+    /// For how long a lost link is made again before the migration is given up, the guest running on here
+    /// meanwhile; 0s gives up at once.
+    #[arg(long, default_value = "30s", value_parser = parse_duration, value_name = "TIME")]
+    pub reconnect_timeout: Duration,
     /// When rounds or time are used up.
     #[arg(long, value_enum, default_value_t = WhenStuck::Refuse)]
     pub when_stuck: WhenStuck,

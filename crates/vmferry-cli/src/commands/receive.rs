@@ -133,6 +133,12 @@ pub fn tell(notice: &Notice, output: &Output) {
         Notice::Session(Report::Accepted { name, memory_bytes, lanes }) => {
             format!("{name} is coming: {} MiB over {lanes} channels", memory_bytes >> 20)
         }
+        Notice::Session(Report::LinkLost { channel, reason }) => {
+            format!("{channel}: {reason}; waiting for the source to make it again")
+        }
+        Notice::Session(Report::LinkRestored { channel, after_ms }) => {
+            format!("{channel} is there again after {:.1} s", after_ms / 1e3)
+        }
         Notice::Session(Report::Ready) => "everything is here, waiting for COMMIT".to_owned(),
         Notice::Session(Report::WaitingForWord) => {
             "the link is lost; waiting for the source's word".to_owned()

@@ -57,6 +57,7 @@ pub fn migrate_request(
         downtime_limit: options.downtime_limit.max(Duration::from_micros(1)),
         max_bandwidth: options.max_bandwidth,
         max_rounds: options.max_rounds,
+        reconnect_timeout: options.reconnect_timeout,
         timeout: options.timeout,
         when_stuck: when_stuck(options.when_stuck),
         throttle: options.throttle,

@@ -54,6 +54,8 @@ pub struct MigrateRequest {
     pub max_bandwidth: Option<u64>,
     /// Most rounds with the guest running.
     pub max_rounds: u32,
+    /// For how long a lost link is made again before the migration is given up.
+    pub reconnect_timeout: Duration,
     /// Most time with the guest running.
     pub timeout: Option<Duration>,
     /// What to do when neither suffices.
@@ -231,6 +233,7 @@ mod tests {
             downtime_limit: Duration::from_millis(300),
             max_bandwidth: Some(1 << 20),
             max_rounds: 30,
+            reconnect_timeout: Duration::from_secs(30),
             timeout: None,
             when_stuck: WhenStuck::Refuse,
             throttle: 80,

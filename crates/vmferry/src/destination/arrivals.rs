@@ -34,6 +34,17 @@ pub enum Arrival {
         lane: u8,
         /// The session's token, if it is honest.
         token: Token,
+        /// How often the lane's channel was dialled before.
+        attempt: u64,
+        /// The connection.
+        connection: Connection,
+    },
+    /// Wants to go on with a session whose control channel was lost.
+    Resume {
+        /// The session's token, if it is honest.
+        token: Token,
+        /// How often the control channel was dialled before.
+        attempt: u64,
         /// The connection.
         connection: Connection,
     },
@@ -72,9 +83,15 @@ pub fn receive_greeting(
             }
             Arrival::Control(connection)
         }
-        Role::Data => Arrival::Data { lane: hello.lane, token: hello.token, connection },
+        Role::Data => Arrival::Data {
+            lane: hello.lane,
+            token: hello.token,
+            attempt: hello.attempt,
+            connection,
+        },
+        Role::Resume => Arrival::Resume { token: hello.token, attempt: hello.attempt, connection },
         Role::Query => {
-            reply(&mut connection, HelloStatus::Ok)?;
+            reply(&mut connection, HelloStatus::Ok, 0)?;
             let mut reader = ControlReader::new(&mut connection.reader);
             match reader.receive("a question about a session")? {
                 ControlMessage::Query { session } => Arrival::Query { session, connection },
@@ -88,7 +105,7 @@ pub fn receive_greeting(
             }
         }
         Role::Other(role) => {
-            reply(&mut connection, HelloStatus::Refused)?;
+            reply(&mut connection, HelloStatus::Refused, 0)?;
             return Err(MigrateError::Protocol {
                 channel: "greeting".into(),
                 offset: 0,
@@ -104,7 +121,7 @@ fn refuse_source(mut connection: Connection, refusal: &str) -> MigrateError {
     let refused = MigrateError::Refused { peer: "destination", reason: reason.clone() };
     // It listens once it has announced its guest. Whoever does not wait for the answer has lost nothing.
     let mut reader = ControlReader::new(&mut connection.reader);
-    if answer(&mut connection.writer, HelloStatus::Ok).is_ok()
+    if answer(&mut connection.writer, HelloStatus::Ok, 0).is_ok()
         && reader.receive("a guest's announcement").is_ok()
     {
         let writer = ControlWriter::new(connection.writer);
@@ -117,18 +134,22 @@ fn refuse_source(mut connection: Connection, refusal: &str) -> MigrateError {
     refused
 }
 
-/// Answers a greeting.
+/// Answers a greeting. `placed`: the last frame up to which all of a data channel's lane are placed.
 ///
 /// # Errors
 /// The link's.
-pub fn reply(connection: &mut Connection, status: HelloStatus) -> Result<(), MigrateError> {
-    answer(&mut connection.writer, status)
+pub fn reply(
+    connection: &mut Connection,
+    status: HelloStatus,
+    placed: u64,
+) -> Result<(), MigrateError> {
+    answer(&mut connection.writer, status, placed)
         .map_err(|error| crate::link::lost("greeting", "answering it", &error))
 }
 
 /// Answers a greeting with a refusal and closes the connection in order.
 pub fn turn_away(mut connection: Connection, status: HelloStatus) {
-    if answer(&mut connection.writer, status).is_ok() {
+    if answer(&mut connection.writer, status, 0).is_ok() {
         // Whoever does not wait for the answer has lost nothing.
         let _ = connection.writer.finish();
     }

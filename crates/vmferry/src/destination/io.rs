@@ -28,11 +28,28 @@ pub enum Input {
         /// The message.
         message: ControlMessage,
     },
-    /// The control channel is gone, or a data channel whose loss nothing has explained.
+    /// The control channel is gone.
     LinkLost(MigrateError),
-    /// A data channel is gone. The driver waits a moment for the control channel to say why, then
-    /// makes it [`LinkLost`](Self::LinkLost).
-    LaneLost(MigrateError),
+    /// The source has made the control channel again. Only where
+    /// [`may_resume`](super::machine::Destination::may_resume) says so.
+    Resumed,
+    /// A data channel is gone.
+    LaneLost {
+        /// Its lane.
+        lane: u8,
+        /// Which of the lane's channels it was: how often it had been dialled before. The driver passes on
+        /// the loss of the present one only.
+        attempt: u64,
+        /// Why.
+        error: MigrateError,
+    },
+    /// A lane has a data channel, perhaps again.
+    LaneJoined {
+        /// The lane.
+        lane: u8,
+    },
+    /// The source is here again with the announcement of a guest, and no longer wants this session.
+    Superseded,
     /// The VMM has made the machine's memory, or refuses.
     Prepared(Result<(), MigrateError>),
     /// OPEN is on disk, or is not.
@@ -118,6 +135,20 @@ pub enum Report {
         memory_bytes: u64,
         /// Data channels.
         lanes: u8,
+    },
+    /// A channel is gone, and the source may make it again.
+    LinkLost {
+        /// `control` or `lane N`.
+        channel: String,
+        /// Why, in words.
+        reason: String,
+    },
+    /// It was made again.
+    LinkRestored {
+        /// `control` or `lane N`.
+        channel: String,
+        /// For how long it was gone, in milliseconds.
+        after_ms: f64,
     },
     /// Everything is here; waiting for COMMIT.
     Ready,

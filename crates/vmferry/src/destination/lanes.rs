@@ -2,6 +2,9 @@
 //!
 //! The next frame is read (and decrypted) while others are decoded and placed. Frames of one round are placed
 //! in whatever order the workers finish; a lane's next round waits until all of the one before is placed.
+//!
+//! A lane outlives its channel. On a new one the source goes on after the last frame up to which all are
+//! placed, and those behind it that were placed already are read and left alone.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -21,7 +24,7 @@ use crate::compression::worker_threads;
 use crate::config::DestinationConfig;
 use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
-use crate::link::{ControlWriter, lost};
+use crate::link::ControlSlot;
 
 /// Frames of a lane that are read while the workers are busy with others of it. A few of 256 KiB keep both
 /// busy and stay in the cache.
@@ -35,7 +38,7 @@ pub struct LaneContext {
     /// Hashes of the pages as last placed.
     pub hashes: Arc<PageHashes>,
     /// Where acknowledgements go.
-    pub control: Arc<ControlWriter<ChannelWriter>>,
+    pub control: Arc<ControlSlot>,
     /// Where results go.
     pub results: Sender<Input>,
     /// CPU time of the threads.
@@ -55,9 +58,16 @@ pub struct Lanes {
 }
 
 struct Lane {
-    closer: ChannelCloser,
     shared: Arc<LaneState>,
-    thread: Option<JoinHandle<()>>,
+    /// How often its channel was dialled before.
+    attempt: u64,
+    channel: Option<LaneChannel>,
+}
+
+/// A lane's channel, and the thread that reads it.
+struct LaneChannel {
+    closer: ChannelCloser,
+    thread: JoinHandle<()>,
     /// The sending half, kept open until the end.
     _writer: ChannelWriter,
 }
@@ -79,7 +89,12 @@ struct LaneState {
 struct State {
     progress: LaneProgress,
     free: Vec<Frame>,
+    /// All frames, wherever they are.
+    frames: usize,
+    /// Nobody is to receive any more: the channel is being replaced, or it is the end.
     closed: bool,
+    /// A frame could not be placed, and nothing may follow it.
+    failed: bool,
 }
 
 impl Lanes {
@@ -111,13 +126,26 @@ impl Lanes {
         Ok(all)
     }
 
-    /// Whether a lane has its channel.
-    #[must_use]
-    pub fn has(&self, lane: u8) -> bool {
-        self.lanes.iter().any(|joined| joined.shared.number == lane)
+    /// Makes a lane ready for a channel that was dialled `attempt` times before, and returns the last frame up to
+    /// which all are placed: the source goes on behind it. `None` if that is no newer attempt than the one that is
+    /// there: a recording, perhaps.
+    ///
+    /// A lane that has a channel loses it. What was read from it is placed before this returns.
+    pub fn expect(&mut self, lane: u8, attempt: u64) -> Option<u64> {
+        let Some(known) = self.lanes.iter_mut().find(|known| known.shared.number == lane) else {
+            let shared = Arc::new(LaneState::new(lane, self.workers.len() + FRAMES_AHEAD));
+            self.lanes.push(Lane { shared, attempt, channel: None });
+            return Some(0);
+        };
+        if attempt <= known.attempt {
+            return None;
+        }
+        known.attempt = attempt;
+        known.end();
+        known.shared.reopen()
     }
 
-    /// Starts to receive on a lane's greeted channel.
+    /// Starts to receive on a lane's greeted channel, which was [expected](Self::expect).
     ///
     /// # Errors
     /// If the system has no thread left.
@@ -128,20 +156,48 @@ impl Lanes {
         writer: ChannelWriter,
         closer: ChannelCloser,
     ) -> std::io::Result<()> {
-        let Some(work) = self.work.clone() else { return Ok(()) };
-        let shared = Arc::new(LaneState::new(lane, self.workers.len() + FRAMES_AHEAD));
+        let known = self.lanes.iter_mut().find(|known| known.shared.number == lane);
+        let (Some(known), Some(work)) = (known, self.work.clone()) else { return Ok(()) };
+        let placed = known.shared.lock().progress.placed();
         let receiving = ReceivingThread {
-            lane: Arc::clone(&shared),
-            frames: FrameReader::new(lane, reader),
+            lane: Arc::clone(&known.shared),
+            frames: FrameReader::after(lane, reader, placed),
+            closer: closer.clone(),
             placer: placer(&self.context, Decompressors::default()),
+            attempt: known.attempt,
             work,
             context: self.context.clone(),
         };
         let thread = std::thread::Builder::new()
             .name(format!("lane{lane}-receive"))
             .spawn(move || receiving.run())?;
-        self.lanes.push(Lane { closer, shared, thread: Some(thread), _writer: writer });
+        known.channel = Some(LaneChannel { closer, thread, _writer: writer });
         Ok(())
+    }
+
+    /// Whether a lane's present channel is the one that was dialled so often before.
+    pub fn is_at(&self, lane: u8, attempt: u64) -> bool {
+        self.lanes.iter().any(|known| known.shared.number == lane && known.attempt == attempt)
+    }
+
+    /// Says of every lane how far it is.
+    pub fn acknowledge(&self) {
+        for lane in &self.lanes {
+            let (lane, sequence) = (lane.shared.number, lane.shared.lock().progress.placed());
+            self.context.control.send(&ControlMessage::Placed { lane, sequence });
+        }
+    }
+}
+
+impl Lane {
+    /// Ends its channel, and waits for the thread that reads it.
+    fn end(&mut self) {
+        self.shared.close();
+        if let Some(LaneChannel { closer, thread, .. }) = self.channel.take() {
+            closer.close();
+            // A panic there has been noticed as a lost lane.
+            let _ = thread.join();
+        }
     }
 }
 
@@ -157,14 +213,7 @@ fn placer(context: &LaneContext, decompressors: Decompressors) -> Placer {
 
 impl Drop for Lanes {
     fn drop(&mut self) {
-        for lane in &mut self.lanes {
-            lane.closer.close();
-            lane.shared.close();
-            if let Some(thread) = lane.thread.take() {
-                // A panic there has been noticed as a lost lane.
-                let _ = thread.join();
-            }
-        }
+        self.lanes.iter_mut().for_each(Lane::end);
         // The receiving threads had the other ends.
         self.work = None;
         for worker in self.workers.drain(..) {
@@ -176,9 +225,43 @@ impl Drop for Lanes {
 impl LaneState {
     fn new(number: u8, frames: usize) -> Self {
         let frames = frames.min(MOST_IN_MAKING as usize);
-        let free = (0..frames).map(|_| Frame::new()).collect();
-        let state = State { progress: LaneProgress::default(), free, closed: false };
+        let state = State {
+            progress: LaneProgress::default(),
+            free: (0..frames).map(|_| Frame::new()).collect(),
+            frames,
+            closed: false,
+            failed: false,
+        };
         Self { number, state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    /// Waits until the workers are done with what was read, and lets a new channel begin. Returns the last frame
+    /// up to which all are placed; `None` if one could not be placed.
+    fn reopen(&self) -> Option<u64> {
+        let mut state = self.lock();
+        while state.free.len() < state.frames && !state.failed {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        if state.failed {
+            return None;
+        }
+        state.closed = false;
+        Some(state.progress.placed())
+    }
+
+    /// A frame that is not needed any more.
+    fn free(&self, frame: Frame) {
+        self.lock().free.push(frame);
+        self.changed.notify_all();
+    }
+
+    /// A frame could not be placed: nothing more is.
+    fn fail(&self) {
+        let mut state = self.lock();
+        state.closed = true;
+        state.failed = true;
+        drop(state);
+        self.changed.notify_all();
     }
 
     /// A frame to read into, waiting until one is free; `None` at the end.
@@ -211,10 +294,8 @@ impl LaneState {
         self.await_placed(sequence.saturating_sub(MOST_IN_MAKING))
     }
 
-    /// A frame that is not needed any more.
-    fn free(&self, frame: Frame) {
-        self.lock().free.push(frame);
-        self.changed.notify_all();
+    fn is_placed(&self, sequence: u64) -> bool {
+        self.lock().progress.is_placed(sequence)
     }
 
     fn close(&self) {
@@ -231,6 +312,8 @@ struct ReceivingThread {
     lane: Arc<LaneState>,
     frames: FrameReader<ChannelReader>,
     placer: Placer,
+    closer: ChannelCloser,
+    attempt: u64,
     work: Sender<Work>,
     context: LaneContext,
 }
@@ -240,51 +323,89 @@ impl ReceivingThread {
         let cpu = self.context.cpu.clone();
         let _cpu = cpu.count_this_thread();
         while let Some(frame) = self.lane.acquire() {
-            match self.receive(frame) {
-                Ok(true) => {}
-                Ok(false) => return,
-                Err(error) => {
-                    fail(&self.context, error);
-                    return;
-                }
+            if !self.receive(frame) {
+                return;
             }
         }
     }
 
-    /// Receives a frame, and places it or hands it to the workers; `false` at the end.
-    fn receive(&mut self, mut frame: Frame) -> Result<bool, MigrateError> {
+    /// Receives a frame, and places it or hands it to the workers, or leaves it alone if it was placed before the
+    /// channel was made again. `false` at the end.
+    fn receive(&mut self, mut frame: Frame) -> bool {
         let offset = self.frames.offset();
         let received = self.receive_and_place(&mut frame, offset);
         let bytes = self.frames.offset() - offset;
         self.context.placed.bytes.fetch_add(bytes, Ordering::Relaxed);
-        let Some(header) = received? else { return Ok(false) };
-        if is_placed_at_once(&header) {
-            self.lane.free(frame);
-            self.context.tell(&self.lane, &header)?;
-        } else if self.work.send(Work { frame, offset, lane: Arc::clone(&self.lane) }).is_err() {
-            return Ok(false);
+        match received {
+            Ok(Received::Placed(header)) => {
+                self.lane.free(frame);
+                self.context.tell(&self.lane, &header);
+                // What follows may be newer versions of the same pages.
+                header.kind != FrameKind::EndOfRound || self.lane.await_placed(header.sequence)
+            }
+            Ok(Received::ToDecode) => {
+                let sent = self.work.send(Work { frame, offset, lane: Arc::clone(&self.lane) });
+                sent.map_err(|error| self.lane.free(error.into_inner().frame)).is_ok()
+            }
+            Ok(Received::Again) => {
+                self.lane.free(frame);
+                true
+            }
+            Ok(Received::Nothing) => {
+                self.lane.free(frame);
+                false
+            }
+            Err(error) => {
+                self.lane.free(frame);
+                self.fail(error);
+                false
+            }
         }
-        // What follows may be newer versions of the same pages.
-        Ok(header.kind != FrameKind::EndOfRound || self.lane.await_placed(header.sequence))
     }
 
-    /// Receives a frame, and places it if there is nothing to decode; `None` at the end.
     fn receive_and_place(
         &mut self,
         frame: &mut Frame,
         offset: u64,
-    ) -> Result<Option<FrameHeader>, MigrateError> {
+    ) -> Result<Received, MigrateError> {
         let header = self.frames.receive_head(frame)?;
         if !self.lane.await_room(header.sequence) {
-            return Ok(None);
+            return Ok(Received::Nothing);
         }
-        if is_placed_at_once(&header) {
+        let again = self.lane.is_placed(header.sequence);
+        if !again && is_placed_at_once(&header) {
             self.placer.receive(&mut self.frames, frame, offset)?;
-        } else {
-            self.frames.receive_payload(frame)?;
+            return Ok(Received::Placed(header));
         }
-        Ok(Some(header))
+        self.frames.receive_payload(frame)?;
+        Ok(if again { Received::Again } else { Received::ToDecode })
     }
+
+    fn fail(&self, error: MigrateError) {
+        // Where only one direction is cut, the source is to hear of it too.
+        self.closer.close();
+        let (lane, attempt) = (self.lane.number, self.attempt);
+        let _ = self.context.results.send(match error {
+            error @ MigrateError::LinkLost { .. } => Input::LaneLost { lane, attempt, error },
+            error => {
+                // A part of a frame that does not add up may stand in the memory: nothing may follow it.
+                self.lane.fail();
+                Input::Failed(error)
+            }
+        });
+    }
+}
+
+/// What came of a frame.
+enum Received {
+    /// It is placed.
+    Placed(FrameHeader),
+    /// It is here whole, and to be decoded.
+    ToDecode,
+    /// It was placed before.
+    Again,
+    /// It is not needed any more: the end.
+    Nothing,
 }
 
 struct Worker {
@@ -297,15 +418,16 @@ impl Worker {
         let cpu = self.context.cpu.clone();
         let _cpu = cpu.count_this_thread();
         for Work { frame, offset, lane } in work {
-            let placed = self.placer.place(lane.number, &frame, offset);
-            let done = placed.and_then(|()| match frame.header() {
-                Some(header) => self.context.tell(&lane, header),
-                None => Ok(()),
-            });
-            if let Err(error) = done {
-                fail(&self.context, error);
-                // Nothing more is placed of this lane: what has failed must not be followed.
-                lane.close();
+            match self.placer.place(lane.number, &frame, offset) {
+                Ok(()) => {
+                    if let Some(header) = frame.header() {
+                        self.context.tell(&lane, header);
+                    }
+                }
+                Err(error) => {
+                    let _ = self.context.results.send(Input::Failed(error));
+                    lane.fail();
+                }
             }
             lane.free(frame);
         }
@@ -314,26 +436,16 @@ impl Worker {
 
 impl LaneContext {
     /// Tells the source and the session what is placed.
-    fn tell(&self, lane: &LaneState, header: &FrameHeader) -> Result<(), MigrateError> {
+    fn tell(&self, lane: &LaneState, header: &FrameHeader) {
         let placed = lane.lock().progress.finished(header);
         let number = lane.number;
         if let Some(sequence) = placed.acknowledge {
-            self.control
-                .send(&ControlMessage::Placed { lane: number, sequence })
-                .map_err(|error| lost("control", "acknowledging pages", &error))?;
+            self.control.send(&ControlMessage::Placed { lane: number, sequence });
         }
         if let Some(sequence) = placed.ended {
             let _ = self.results.send(Input::LaneEnded { lane: number, sequence });
         }
-        Ok(())
     }
-}
-
-fn fail(context: &LaneContext, error: MigrateError) {
-    let _ = context.results.send(match error {
-        error @ MigrateError::LinkLost { .. } => Input::LaneLost(error),
-        error => Input::Failed(error),
-    });
 }
 
 #[cfg(test)]

@@ -11,6 +11,7 @@
 mod announcement;
 mod clock;
 mod handing_over;
+mod links;
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -18,6 +19,7 @@ use std::time::Duration;
 use vmferry_wire::{ControlMessage, Reason, ReasonCode, SessionId, Token};
 
 use self::announcement::check_layout;
+use self::links::Losses;
 use super::io::{Action, Ending, Input, LinkId};
 use crate::config::Timeouts;
 use crate::error::MigrateError;
@@ -84,6 +86,9 @@ pub struct Destination {
     failure: Option<MigrateError>,
     waiting_since: Duration,
     last_heard: Duration,
+    /// For how long the source may be away.
+    reconnect: Duration,
+    losses: Losses,
     link_up: bool,
     committed_at: Duration,
     stats: DestinationStats,
@@ -108,6 +113,8 @@ impl Destination {
             failure: None,
             waiting_since: now,
             last_heard: now,
+            reconnect: Duration::ZERO,
+            losses: Losses::default(),
             link_up: true,
             committed_at: now,
             stats: DestinationStats::default(),
@@ -126,7 +133,11 @@ impl Destination {
                 }
                 self.on_message(now, link, message);
             }
-            Input::LinkLost(error) => self.on_link_lost(now, error),
+            Input::LinkLost(error) => self.on_control_lost(now, error),
+            Input::Resumed => self.on_resumed(now),
+            Input::LaneLost { lane, error, .. } => self.on_lane_lost(now, lane, error),
+            Input::LaneJoined { lane } => self.on_lane_joined(now, lane),
+            Input::Superseded => self.on_superseded(now),
             Input::Failed(error) => self.fail(now, error),
             Input::Cancel => {
                 self.fail(now, MigrateError::Cancelled { during: self.phase.name() });
@@ -161,7 +172,7 @@ impl Destination {
                     self.failure = Some(error);
                 }
             }
-            Input::Tick | Input::LaneLost(_) => {}
+            Input::Tick => {}
         }
         self.watch_the_clock(now);
     }
@@ -176,7 +187,7 @@ impl Destination {
     pub fn next_tick(&self) -> Option<Duration> {
         let silence = self.expects_life().then(|| self.last_heard + self.timeouts.silence);
         let deadline = self.deadline().map(|(at, ..)| at);
-        [silence, deadline].into_iter().flatten().min()
+        [silence, deadline, self.losses.deadline(self.patience())].into_iter().flatten().min()
     }
 
     /// How it ended, once it has and all its actions are taken.
@@ -227,9 +238,20 @@ impl Destination {
         let ours = self.session();
         match (message, self.phase) {
             (
-                ControlMessage::Begin { session, guest, vmm, config, layout, lanes, verify: _ },
+                ControlMessage::Begin {
+                    session,
+                    guest,
+                    vmm,
+                    config,
+                    layout,
+                    lanes,
+                    verify: _,
+                    reconnect_ms,
+                },
                 Phase::AwaitBegin,
             ) => {
+                self.reconnect =
+                    Duration::from_millis(reconnect_ms.into()).min(self.timeouts.reconnect);
                 if let Err(reason) = check_layout(&layout) {
                     return self.refuse(Reason::new(ReasonCode::LayoutMismatch, &reason));
                 }
@@ -262,6 +284,7 @@ impl Destination {
                 self.waiting_since = now;
                 self.check_placed(now);
             }
+            (ControlMessage::Withdraw {}, Phase::Receiving | Phase::Placing) => self.withdraw(),
             (ControlMessage::Verify {}, Phase::Deciding)
                 if self.handover == DestinationState::Ready =>
             {

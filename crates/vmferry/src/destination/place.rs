@@ -50,7 +50,12 @@ pub struct FrameReader<R> {
 impl<R: Read> FrameReader<R> {
     /// A lane on which no frame has come yet.
     pub fn new(lane: u8, reader: R) -> Self {
-        Self { lane, reader, offset: 0, sequence: 0 }
+        Self::after(lane, reader, 0)
+    }
+
+    /// A lane on whose new channel the frame after `sequence` comes first.
+    pub fn after(lane: u8, reader: R, sequence: u64) -> Self {
+        Self { lane, reader, offset: 0, sequence }
     }
 
     /// Bytes read so far.
@@ -175,6 +180,13 @@ impl LaneProgress {
     pub fn placed(&self) -> u64 {
         self.placed
     }
+
+    /// Whether a frame is placed: one that comes again then is not placed twice.
+    #[must_use]
+    pub fn is_placed(&self, sequence: u64) -> bool {
+        let Some(behind) = sequence.checked_sub(self.placed + 1) else { return true };
+        behind < MOST_IN_MAKING && self.beyond >> behind & 1 == 1
+    }
 }
 
 /// What the source and the session are to be told after a frame.
@@ -276,6 +288,17 @@ mod tests {
         let last = progress.finished(&header(7, FrameKind::Pages));
         assert_eq!(last, Placed { acknowledge: Some(8), ended: Some(8) });
         assert_eq!(progress.placed(), 8);
+    }
+
+    #[test]
+    fn what_is_placed_is_known_with_gaps() {
+        let mut progress = LaneProgress::default();
+        for sequence in [1, 2, 4, 7, MOST_IN_MAKING + 2] {
+            progress.finished(&header(sequence, FrameKind::Pages));
+        }
+        let placed: Vec<u64> =
+            (0..2 * MOST_IN_MAKING).filter(|sequence| progress.is_placed(*sequence)).collect();
+        assert_eq!(placed, [0, 1, 2, 4, 7, MOST_IN_MAKING + 2]);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use serde::Serialize;
 use vmferry_transport::{Listener, PeerIdentity};
 use vmferry_wire::{GuestIdentity, HelloStatus, ReasonCode, SessionId};
 
-use super::arrivals::{Arrival, give_word, turn_away};
+use super::arrivals::{Arrival, Connection, give_word, turn_away};
 use super::io::{Ending, Report};
 use super::reception::Reception;
 use super::session::{Ended, Session};
@@ -115,47 +115,42 @@ pub fn receive<V: DestinationVm>(
             return Received::Nothing { vm, error };
         }
     };
+    let mut successor = None;
     loop {
-        let connection = crossbeam_channel::select! {
-            recv(reception.arrivals) -> arrival => match arrival {
-                Ok(Arrival::Control(connection)) => connection,
-                Ok(other) => {
-                    let busy = HelloStatus::Busy;
-                    if let Some(notice) = answer_idle(other, &config.journal_directory, busy) {
-                        watch(&notice);
-                    }
-                    continue;
-                }
-                Err(_) => {
-                    let source = std::io::Error::other("the listening socket fails");
-                    let error = MigrateError::Local { action: "listen", source };
-                    return Received::Nothing { vm, error };
-                }
+        let connection = match successor.take() {
+            Some(connection) => connection,
+            None => match await_source(&reception, &config.journal_directory, stop, watch) {
+                Ok(connection) => connection,
+                Err(error) => return Received::Nothing { vm, error },
             },
-            recv(stop.1) -> _ => {
-                let error = MigrateError::Cancelled { during: "the wait for a source" };
-                return Received::Nothing { vm, error };
-            }
         };
         if connection.peer.tls {
             watch(&Notice::authenticated(&connection.peer));
         }
-        let peer = connection.peer.to_string();
-        let session = Session::begin(&mut vm, config, &reception.arrivals, &stop.1, connection);
+        let peer = connection.peer.address.clone();
+        let session = Session::begin(&mut vm, config, &reception, &stop.1, connection);
         let failure = match session.map(|session| session.run(watch)) {
             Err(error) => (error, false),
-            Ok(Ended { ending: Ending::Owns(crash), session, guest, stats }) => {
+            Ok(Ended { ending: Ending::Owns(crash), session, guest, stats, .. }) => {
                 let witness = Witness::start(reception, config.journal_directory.clone());
                 let owned = Owned { vm, session, guest, crash, stats, witness };
                 return Received::Owns(Box::new(owned));
             }
             Ok(Ended { ending: Ending::Stuck(error), .. }) => (error, true),
             // A guest that its source may not send is no attempt that could fail.
-            Ok(Ended { ending: Ending::Refused(error), .. }) if is_unauthorised(&error) => {
-                watch(&Notice::turned_away(&peer, &error));
+            Ok(Ended { ending: Ending::Refused(error), successor: next, .. })
+                if is_unauthorised(&error) =>
+            {
+                reception.tell_of(&Notice::turned_away(&peer, &error));
+                successor = next;
                 continue;
             }
-            Ok(Ended { ending: Ending::Aborted(error) | Ending::Refused(error), .. }) => {
+            Ok(Ended {
+                ending: Ending::Aborted(error) | Ending::Refused(error),
+                successor: next,
+                ..
+            }) => {
+                successor = next;
                 let cancelled_here = matches!(error, MigrateError::Cancelled { .. });
                 (error, cancelled_here)
             }
@@ -165,6 +160,35 @@ pub fn receive<V: DestinationVm>(
             return Received::Nothing { vm, error };
         }
         watch(&Notice::AttemptFailed { reason: chain(&error) });
+    }
+}
+
+/// Waits for whoever wants to migrate a guest, and answers everybody else.
+fn await_source(
+    reception: &Reception,
+    directory: &std::path::Path,
+    stop: &Stop,
+    watch: &mut dyn FnMut(&Notice),
+) -> Result<Connection, MigrateError> {
+    loop {
+        crossbeam_channel::select! {
+            recv(reception.arrivals) -> arrival => match arrival {
+                Ok(Arrival::Control(connection)) => return Ok(connection),
+                Ok(Arrival::TurnedAway(notice)) => watch(&notice),
+                Ok(other) => {
+                    if let Some(notice) = answer_idle(other, directory, HelloStatus::Busy) {
+                        reception.tell_of(&notice);
+                    }
+                }
+                Err(_) => {
+                    let source = std::io::Error::other("the listening socket fails");
+                    return Err(MigrateError::Local { action: "listen", source });
+                }
+            },
+            recv(stop.1) -> _ => {
+                return Err(MigrateError::Cancelled { during: "the wait for a source" });
+            }
+        }
     }
 }
 
@@ -250,6 +274,14 @@ fn answer_idle(
             let peer = connection.peer.address.clone();
             turn_away(connection, HelloStatus::BadToken);
             Some(Notice::TurnedAway { peer, reason: "a data channel of no session".into() })
+        }
+        Arrival::Resume { connection, .. } => {
+            let peer = connection.peer.address.clone();
+            turn_away(connection, HelloStatus::BadToken);
+            Some(Notice::TurnedAway {
+                peer,
+                reason: "it goes on with a session that is over".into(),
+            })
         }
         Arrival::Query { session, connection } => {
             let peer = connection.peer.address.clone();

@@ -11,6 +11,7 @@
 mod complaints;
 mod room;
 
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -118,6 +119,14 @@ impl Reception {
         let thread = std::thread::Builder::new().name("accept".into()).spawn(accept)?;
         reception.threads.push(thread);
         Ok(reception)
+    }
+
+    /// Tells that the engine has turned somebody away: like all that is said of those who come, a line for each
+    /// address and second, which arrives as [`Arrival::TurnedAway`].
+    pub fn tell_of(&self, notice: &Notice) {
+        let Notice::TurnedAway { peer, reason } = notice else { return };
+        let address = peer.parse::<SocketAddr>().ok().map(|address| address.ip());
+        self.shared.complain(Origin::of(address), peer.clone(), reason.clone());
     }
 }
 

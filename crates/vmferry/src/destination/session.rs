@@ -21,16 +21,14 @@ use super::lanes::Lanes;
 use super::machine::Destination;
 use super::place::PlacedCounters;
 use super::receive::Notice;
+use super::reception::Reception;
 use crate::config::DestinationConfig;
 use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
 use crate::journal::{FileJournal, Record};
-use crate::link::ControlWriter;
+use crate::link::{ControlSlot, ControlWriter};
 use crate::stats::DestinationStats;
 use crate::vm::DestinationVm;
-
-/// How long a lost data channel may wait for the control channel to say why.
-const EXPLANATION: Duration = Duration::from_millis(500);
 
 struct Link {
     writer: Arc<ControlWriter<ChannelWriter>>,
@@ -47,13 +45,21 @@ pub struct Ended {
     pub guest: Option<GuestIdentity>,
     /// The figures.
     pub stats: DestinationStats,
+    /// The source is here again, and begins anew.
+    pub successor: Option<Connection>,
+}
+
+/// What a control channel has brought: what an old one still says is not heard.
+struct FromControl {
+    attempt: u64,
+    input: Input,
 }
 
 /// One session at work.
 pub struct Session<'a, V> {
     vm: &'a mut V,
     config: &'a DestinationConfig,
-    arrivals: &'a Receiver<Arrival>,
+    door: &'a Reception,
     stop: &'a Receiver<()>,
     machine: Destination,
     token: Token,
@@ -62,12 +68,18 @@ pub struct Session<'a, V> {
     inputs: (Sender<Input>, Receiver<Input>),
     links: BTreeMap<LinkId, Link>,
     next_link: u64,
+    /// What the control channel brings.
+    heard: (Sender<FromControl>, Receiver<FromControl>),
+    /// How often the control channel was dialled before.
+    attempt: u64,
+    /// The control channel for those who acknowledge.
+    control: Arc<ControlSlot>,
+    successor: Option<Connection>,
     journal: Option<FileJournal>,
     guest: Option<GuestIdentity>,
     memory: Option<(GuestMemory, Arc<PageHashes>)>,
     expected_lanes: u8,
     lanes: Option<Lanes>,
-    lane_loss: Option<(Instant, MigrateError)>,
     placed: Arc<PlacedCounters>,
     cpu: CpuMeter,
     stopping: bool,
@@ -81,16 +93,16 @@ impl<'a, V: DestinationVm> Session<'a, V> {
     pub fn begin(
         vm: &'a mut V,
         config: &'a DestinationConfig,
-        arrivals: &'a Receiver<Arrival>,
+        door: &'a Reception,
         stop: &'a Receiver<()>,
         mut connection: Connection,
     ) -> Result<Self, MigrateError> {
         let token = random_token()?;
-        reply(&mut connection, HelloStatus::Ok)?;
+        reply(&mut connection, HelloStatus::Ok, 0)?;
         let mut session = Self {
             vm,
             config,
-            arrivals,
+            door,
             stop,
             machine: Destination::new(config.timeouts, token, Duration::ZERO),
             token,
@@ -98,18 +110,21 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             peer: connection.peer.clone(),
             inputs: crossbeam_channel::unbounded(),
             links: BTreeMap::new(),
-            next_link: LinkId::CONTROL.0,
+            next_link: LinkId::CONTROL.0 + 1,
+            heard: crossbeam_channel::unbounded(),
+            attempt: 0,
+            control: Arc::default(),
+            successor: None,
             journal: None,
             guest: None,
             memory: None,
             expected_lanes: 0,
             lanes: None,
-            lane_loss: None,
             placed: Arc::default(),
             cpu: CpuMeter::default(),
             stopping: false,
         };
-        session.add_link(connection)?;
+        session.begin_control(connection)?;
         Ok(session)
     }
 
@@ -140,32 +155,47 @@ impl<'a, V: DestinationVm> Session<'a, V> {
         stats.zero_pages = placed.zero_pages.load(Ordering::Relaxed);
         stats.received_bytes = placed.bytes.load(Ordering::Relaxed);
         stats.engine_cpu_s = self.cpu.seconds();
-        Ended { ending, session: self.machine.session(), guest: self.guest.take(), stats }
+        Ended {
+            ending,
+            session: self.machine.session(),
+            guest: self.guest.take(),
+            stats,
+            successor: self.successor.take(),
+        }
     }
 
     fn await_input(&mut self, watch: &mut dyn FnMut(&Notice)) -> Input {
-        let now = Instant::now();
-        if let Some((lost_at, _)) = &self.lane_loss
-            && now >= *lost_at + EXPLANATION
-            && let Some((_, error)) = self.lane_loss.take()
-        {
-            return Input::LinkLost(error);
-        }
         let tick = self.machine.next_tick().map(|at| self.started + at);
-        let explained = self.lane_loss.as_ref().map(|(lost_at, _)| *lost_at + EXPLANATION);
-        let wake = [tick, explained].into_iter().flatten().min();
-        let wait = wake.map_or(Duration::from_secs(1), |at| at.saturating_duration_since(now));
+        let wait =
+            tick.map_or(Duration::from_secs(1), |at| at.saturating_duration_since(Instant::now()));
         crossbeam_channel::select! {
-            recv(self.inputs.1) -> input => match input {
-                Ok(Input::LaneLost(error)) => {
-                    self.lane_loss.get_or_insert((now, error));
-                    Input::Tick
+            recv(self.heard.1) -> from => match from {
+                Ok(FromControl { attempt, input }) if attempt == self.attempt => {
+                    if let Input::LinkLost(_) = input
+                        && self.machine.may_resume()
+                        && let Some(control) = self.links.get(&LinkId::CONTROL)
+                    {
+                        // Where only one direction is cut, the source is to hear of it too.
+                        control.closer.close();
+                    }
+                    input
                 }
+                _ => Input::Tick,
+            },
+            recv(self.inputs.1) -> input => match input {
+                Ok(Input::LaneLost { lane, attempt, .. }) if !self.is_at(lane, attempt) => Input::Tick,
                 Ok(input) => input,
                 Err(_) => Input::Tick,
             },
-            recv(self.arrivals) -> arrival => match arrival {
-                Ok(arrival) => self.on_arrival(arrival, watch),
+            recv(self.door.arrivals) -> arrival => match arrival {
+                Ok(Arrival::TurnedAway(notice)) => {
+                    watch(&notice);
+                    Input::Tick
+                }
+                Ok(arrival) => {
+                    let door = self.door;
+                    self.on_arrival(arrival, &mut |notice| door.tell_of(notice))
+                }
                 Err(_) => Input::Tick,
             },
             recv(if self.stopping { &NEVER } else { self.stop }) -> _ => {

@@ -5,12 +5,13 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender};
 use vmferry_transport::{Channel, ChannelCloser, ChannelReader, ChannelWriter, Dialer};
-use vmferry_wire::{ControlMessage, Role, SessionId, Token};
+use vmferry_wire::{ControlMessage, Role, SessionId};
 
 use super::io::Input;
 use super::window::Window;
+use crate::config::Timeouts;
 use crate::error::MigrateError;
-use crate::greeting::greet;
+use crate::greeting::{Purpose, greet};
 use crate::link::{ControlReader, ControlWriter};
 use vmferry_codec::EncodedFrame;
 
@@ -28,20 +29,20 @@ pub struct ControlChannel {
     pub transport: String,
 }
 
-/// Dials and greets a control or query channel.
+/// Dials and greets a control or query channel, or a control channel anew.
 ///
 /// # Errors
 /// The transport's, or the destination's refusal.
 pub fn control(
     dialer: &Dialer,
-    role: Role,
+    purpose: Purpose,
     silence: Duration,
 ) -> Result<ControlChannel, MigrateError> {
     let (channel, peer_names, transport) = dial(dialer)?;
     let closer = channel.closer();
     let (mut reader, mut writer) = channel.split();
     bound(&mut reader, &mut writer, silence)?;
-    greet(&mut reader, &mut writer, role, 0, Token([0; 16]), &transport)?;
+    greet(&mut reader, &mut writer, purpose, &transport)?;
     // From here on the machine watches the silence; a reader may wait for ever.
     reader.set_timeout(None)?;
     Ok(ControlChannel {
@@ -53,24 +54,34 @@ pub fn control(
     })
 }
 
+/// A greeted data channel.
+pub struct DataChannel {
+    /// What is sent on it.
+    pub writer: ChannelWriter,
+    /// Kept open until the end: a data channel closed early would look like a lost link.
+    pub reader: ChannelReader,
+    /// Closes it from any thread.
+    pub closer: ChannelCloser,
+    /// The destination has placed all frames of the lane up to this one.
+    pub placed: u64,
+}
+
 /// Dials and greets one data channel.
 ///
 /// # Errors
 /// As [`control`].
 pub fn data(
     dialer: &Dialer,
-    lane: u8,
-    token: Token,
-    silence: Duration,
-    stall: Duration,
-) -> Result<(ChannelWriter, ChannelReader, ChannelCloser), MigrateError> {
+    purpose: Purpose,
+    timeouts: &Timeouts,
+) -> Result<DataChannel, MigrateError> {
     let (channel, _, transport) = dial(dialer)?;
     let closer = channel.closer();
     let (mut reader, mut writer) = channel.split();
-    bound(&mut reader, &mut writer, silence)?;
-    greet(&mut reader, &mut writer, Role::Data, lane, token, &transport)?;
-    writer.set_timeout(Some(stall))?;
-    Ok((writer, reader, closer))
+    bound(&mut reader, &mut writer, timeouts.silence)?;
+    let placed = greet(&mut reader, &mut writer, purpose, &transport)?;
+    writer.set_timeout(Some(timeouts.stall))?;
+    Ok(DataChannel { writer, reader, closer, placed })
 }
 
 fn dial(dialer: &Dialer) -> Result<(Channel, Vec<String>, String), MigrateError> {
@@ -127,28 +138,24 @@ pub fn read_control(
     }
 }
 
-/// Asks on a new channel: waits first, unless `stop` ends.
+/// Waits, unless `stop` ends before; whether it has not.
+pub fn wait(delay: Duration, stop: &Receiver<()>) -> bool {
+    stop.recv_timeout(delay) == Err(crossbeam_channel::RecvTimeoutError::Timeout)
+}
+
+/// Asks on a new channel.
 ///
 /// # Errors
-/// The transport's; `None` when stopped.
+/// The transport's, or the destination's refusal.
 pub fn ask(
     dialer: &Dialer,
     session: SessionId,
-    delay: Duration,
     silence: Duration,
-    stop: &Receiver<()>,
-) -> Option<Result<ControlChannel, MigrateError>> {
-    if let Ok(()) | Err(crossbeam_channel::RecvTimeoutError::Disconnected) =
-        stop.recv_timeout(delay)
-    {
-        return None;
-    }
-    let asked = control(dialer, Role::Query, silence).and_then(|channel| {
-        channel
-            .writer
-            .send(&ControlMessage::Query { session })
-            .map_err(|error| crate::link::lost("query", "asking for the session's word", &error))?;
-        Ok(channel)
-    });
-    Some(asked)
+) -> Result<ControlChannel, MigrateError> {
+    let channel = control(dialer, Purpose::control(Role::Query), silence)?;
+    channel
+        .writer
+        .send(&ControlMessage::Query { session })
+        .map_err(|error| crate::link::lost("query", "asking for the session's word", &error))?;
+    Ok(channel)
 }

@@ -1,12 +1,12 @@
-//! The source's control channel: the one that the migration began on, and those on which a source in
-//! doubt asks for the destination's word.
+//! The source's control channel: the one that the migration began on, those that are made again after it was
+//! lost, and those on which a source in doubt asks for the destination's word.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
 use vmferry_transport::{ChannelCloser, ChannelWriter, Dialer};
-use vmferry_wire::{ControlMessage, SessionId};
+use vmferry_wire::{ControlMessage, Role, SessionId, Token};
 
 use super::connect::{self, ControlChannel, FromLink};
 use super::io::Input;
@@ -14,6 +14,7 @@ use super::window::Window;
 use crate::config::SourceConfig;
 use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
+use crate::greeting::Purpose;
 use crate::link::ControlWriter;
 use vmferry_codec::EncodedFrame;
 
@@ -32,14 +33,23 @@ pub struct ControlLink {
     /// The number of the channel in use: what an old one still says is not heard.
     number: u64,
     heard: (Sender<FromLink>, Receiver<FromLink>),
-    asking: Option<Sender<()>>,
-    asked: (Sender<Asked>, Receiver<Asked>),
+    dialling: Option<Sender<()>>,
+    dialled: (Sender<Dialled>, Receiver<Dialled>),
 }
 
-/// What came of a question.
-pub struct Asked {
+/// A channel that was to be dialled, and what for.
+pub struct Dialled {
     link: u64,
+    what_for: WhatFor,
     channel: Result<ControlChannel, MigrateError>,
+}
+
+#[derive(Clone, Copy)]
+enum WhatFor {
+    /// To go on with the session.
+    Resume(Purpose),
+    /// To ask for the destination's word.
+    Ask,
 }
 
 impl ControlLink {
@@ -59,8 +69,8 @@ impl ControlLink {
             channel: None,
             number: 0,
             heard: crossbeam_channel::unbounded(),
-            asking: None,
-            asked: crossbeam_channel::unbounded(),
+            dialling: None,
+            dialled: crossbeam_channel::unbounded(),
         }
     }
 
@@ -69,9 +79,9 @@ impl ControlLink {
         &self.heard.1
     }
 
-    /// What came of questions; for [`take_asked`](Self::take_asked).
-    pub fn asked(&self) -> &Receiver<Asked> {
-        &self.asked.1
+    /// What came of dialling; for [`take_dialled`](Self::take_dialled).
+    pub fn dialled(&self) -> &Receiver<Dialled> {
+        &self.dialled.1
     }
 
     /// What the channel in use has brought.
@@ -79,12 +89,17 @@ impl ControlLink {
         if from.link == self.number { from.input } else { Input::Tick }
     }
 
-    /// Goes on with the channel on which was asked, if the last question was answered so.
-    pub fn take_asked(&mut self, asked: Asked) -> Input {
-        match asked.channel {
-            _ if asked.link != self.number => Input::Tick,
-            Ok(channel) => self.begin(channel).map_or_else(Input::LinkLost, |()| Input::Tick),
-            Err(error) => Input::LinkLost(error),
+    /// Goes on with the channel that was dialled, if no other was meanwhile.
+    pub fn take_dialled(&mut self, dialled: Dialled) -> Input {
+        if dialled.link != self.number {
+            return Input::Tick;
+        }
+        let begun = dialled.channel.and_then(|channel| self.begin(channel));
+        match (dialled.what_for, begun) {
+            (WhatFor::Resume(_), Ok(())) => Input::Resumed,
+            (WhatFor::Resume(_), Err(error)) => Input::NotResumed(error),
+            (WhatFor::Ask, Ok(())) => Input::Tick,
+            (WhatFor::Ask, Err(error)) => Input::LinkLost(error),
         }
     }
 
@@ -117,27 +132,41 @@ impl ControlLink {
 
     /// Gives up the channel, and asks on a new one after a while.
     pub fn ask(&mut self, delay: Duration) {
+        self.dial(WhatFor::Ask, delay);
+    }
+
+    /// Gives up the channel, and goes on with the session on a new one after a while.
+    pub fn resume(&mut self, token: Token, attempt: u64, delay: Duration) {
+        let purpose = Purpose { role: Role::Resume, lane: 0, token, attempt };
+        self.dial(WhatFor::Resume(purpose), delay);
+    }
+
+    fn dial(&mut self, what_for: WhatFor, delay: Duration) {
         self.close();
         self.channel = None;
         self.number += 1;
         let (stop, stopped) = crossbeam_channel::bounded(1);
-        self.asking = Some(stop);
-        let (dialer, answers, link) = (self.dialer.clone(), self.asked.0.clone(), self.number);
+        self.dialling = Some(stop);
+        let (dialer, answers, link) = (self.dialer.clone(), self.dialled.0.clone(), self.number);
         let (session, silence) = (self.session, self.silence);
-        let spawned = std::thread::Builder::new().name("ask".into()).spawn(move || {
-            if let Some(channel) = connect::ask(&dialer, session, delay, silence, &stopped) {
-                let _ = answers.send(Asked { link, channel });
+        let spawned = std::thread::Builder::new().name("dial".into()).spawn(move || {
+            if connect::wait(delay, &stopped) {
+                let channel = match what_for {
+                    WhatFor::Resume(purpose) => connect::control(&dialer, purpose, silence),
+                    WhatFor::Ask => connect::ask(&dialer, session, silence),
+                };
+                let _ = answers.send(Dialled { link, what_for, channel });
             }
         });
         if let Err(source) = spawned {
             let channel = Err(MigrateError::Local { action: "start a thread", source });
-            let _ = self.asked.0.send(Asked { link, channel });
+            let _ = self.dialled.0.send(Dialled { link, what_for, channel });
         }
     }
 
-    /// Stops asking.
-    pub fn stop_asking(&mut self) {
-        drop(self.asking.take());
+    /// Stops dialling.
+    pub fn stop_dialling(&mut self) {
+        drop(self.dialling.take());
     }
 
     /// Lets the last message reach the destination: a channel closed while it still speaks would

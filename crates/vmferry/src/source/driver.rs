@@ -10,7 +10,7 @@ use crossbeam_channel::{Receiver, Sender};
 use vmferry_codec::{EncodedFrame, HotPages, PageHashes};
 use vmferry_dirty::DirtyLog;
 use vmferry_memory::{GuestMemory, PageSet};
-use vmferry_transport::{ChannelCloser, ChannelReader, Dialer, RateLimiter};
+use vmferry_transport::{Dialer, RateLimiter};
 use vmferry_wire::Role;
 
 use super::chooser::Chooser;
@@ -22,11 +22,13 @@ use super::lane::Lane;
 use super::machine::Source;
 use super::orders::Orders;
 use super::pool::Pool;
+use super::redial::Redialler;
 use super::signal::Signal;
 use super::window::Window;
 use crate::config::{SourceConfig, window_frames};
 use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
+use crate::greeting::Purpose;
 use crate::handover::SourceState;
 use crate::held::{Committed, Paused, Running};
 use crate::journal::{FileJournal, Journal, Record, Side, now_seconds};
@@ -127,8 +129,6 @@ struct Driver<'a, V: SourceVm> {
     log: Arc<dyn DirtyLog>,
     logging: bool,
     resume_failure: Option<VmError>,
-    /// A data channel that is gone, and since when.
-    lane_loss: Option<(Instant, MigrateError)>,
     journal: FileJournal,
     control: ControlLink,
     inputs: (Sender<Input>, Receiver<Input>),
@@ -137,8 +137,7 @@ struct Driver<'a, V: SourceVm> {
     windows: Vec<Arc<Window<EncodedFrame>>>,
     pool: Option<Pool>,
     lanes: Vec<Lane>,
-    /// Kept open until the end: a data channel closed early would look like a lost link.
-    lane_ends: Vec<(ChannelReader, ChannelCloser)>,
+    redialler: Redialler,
     limiter: RateLimiter,
     chooser: Arc<Chooser>,
     hashes: Arc<PageHashes>,
@@ -153,6 +152,8 @@ struct Driver<'a, V: SourceVm> {
     throttled: bool,
     /// The other set, so that no harvest allocates.
     spare: PageSet,
+    /// The guest ran on after its last harvest: what is pending counts as written.
+    recalled: bool,
     cpu: CpuMeter,
     transport: String,
 }
@@ -173,17 +174,21 @@ impl<'a, V: SourceVm> Driver<'a, V> {
         }
         orders.publish("connecting", SourceState::Holding);
         let made =
-            connect::control(dialer, Role::Control, config.timeouts.silence).and_then(|channel| {
-                let mut journal =
-                    FileJournal::create(&config.journal_directory, config.session, Side::Source)?;
-                journal.append(&Record::Open {
-                    guest: vm.describe().identity,
-                    peer: channel.transport.clone(),
-                    peer_names: channel.peer_names.clone(),
-                    at: now_seconds(),
-                })?;
-                Ok((channel, journal))
-            });
+            connect::control(dialer, Purpose::control(Role::Control), config.timeouts.silence)
+                .and_then(|channel| {
+                    let mut journal = FileJournal::create(
+                        &config.journal_directory,
+                        config.session,
+                        Side::Source,
+                    )?;
+                    journal.append(&Record::Open {
+                        guest: vm.describe().identity,
+                        peer: channel.transport.clone(),
+                        peer_names: channel.peer_names.clone(),
+                        at: now_seconds(),
+                    })?;
+                    Ok((channel, journal))
+                });
         let (channel, journal) = match made {
             Ok(made) => made,
             Err(error) => return Err((vm, Box::new(error))),
@@ -206,7 +211,6 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             log,
             logging: false,
             resume_failure: None,
-            lane_loss: None,
             journal,
             control: ControlLink::new(dialer, &config, windows.clone(), cpu.clone()),
             inputs,
@@ -214,7 +218,7 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             windows,
             pool: None,
             lanes: Vec::new(),
-            lane_ends: Vec::new(),
+            redialler: Redialler::new(dialer, config.timeouts),
             limiter: RateLimiter::new(config.max_bandwidth),
             chooser: Arc::new(Chooser::new(
                 &config.compression,
@@ -225,6 +229,7 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             hot: Arc::new(HotPages::new(config.compression.delta_memory)),
             pending: Arc::new(PageSet::for_memory(&memory)),
             spare: PageSet::for_memory(&memory),
+            recalled: false,
             before: PageSet::for_memory(&memory),
             last: Arc::new(PageSet::for_memory(&memory)),
             given_back,
@@ -267,31 +272,23 @@ impl<'a, V: SourceVm> Driver<'a, V> {
     }
 
     fn await_input(&mut self) -> Input {
-        let now = Instant::now();
-        if let Some((lost_at, _)) = &self.lane_loss
-            && now >= *lost_at + EXPLANATION
-            && let Some((_, error)) = self.lane_loss.take()
-        {
-            return Input::LinkLost(error);
-        }
         let tick = self.machine.next_tick().map(|at| self.started + at);
-        let explained = self.lane_loss.as_ref().map(|(lost_at, _)| *lost_at + EXPLANATION);
-        let wake = [tick, explained].into_iter().flatten().min();
-        let wait = wake.map_or(Duration::from_secs(1), |at| at.saturating_duration_since(now));
+        let wait =
+            tick.map_or(Duration::from_secs(1), |at| at.saturating_duration_since(Instant::now()));
         crossbeam_channel::select! {
             recv(self.control.heard()) -> from => {
                 from.map_or(Input::Tick, |from| self.control.take_heard(from))
             }
             recv(self.inputs.1) -> input => match input {
-                Ok(Input::LaneLost(error)) => {
-                    self.lane_loss.get_or_insert((now, error));
-                    Input::Tick
-                }
+                Ok(Input::LaneLost { lane, attempt, .. }) if !self.is_at(lane, attempt) => Input::Tick,
                 Ok(input) => input,
                 Err(_) => Input::Tick,
             },
-            recv(self.control.asked()) -> asked => {
-                asked.map_or(Input::Tick, |asked| self.control.take_asked(asked))
+            recv(self.control.dialled()) -> dialled => {
+                dialled.map_or(Input::Tick, |dialled| self.control.take_dialled(dialled))
+            }
+            recv(self.redialler.dialled()) -> dialled => {
+                dialled.map_or(Input::Tick, |dialled| self.rejoin(dialled))
             }
             default(wait) => Input::Tick,
         }
@@ -303,6 +300,15 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             Action::OpenLanes(token) => {
                 Some(self.open_lanes(&token).map_or_else(Input::Failed, |()| Input::LanesJoined))
             }
+            Action::ResumeControl { token, attempt, delay } => {
+                self.control.resume(token, attempt, delay);
+                None
+            }
+            Action::RejoinLane { lane, token, attempt, delay } => {
+                self.redial(lane, token, attempt, delay);
+                None
+            }
+            Action::Recall => self.recall(),
             Action::StartLog => Some(self.start_log().unwrap_or_else(Input::Failed)),
             Action::SendRound { round, rearm } => {
                 self.send_round(round, rearm);
@@ -346,7 +352,8 @@ impl<'a, V: SourceVm> Driver<'a, V> {
 
     /// Stops everything and returns the guest with the figures.
     fn finish(mut self) -> (Held<V>, Option<VmError>, SourceStats) {
-        self.control.stop_asking();
+        self.control.stop_dialling();
+        self.redialler.stop();
         if let Some(pool) = &self.pool {
             pool.close();
         }
@@ -366,9 +373,7 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             let _ = self.log.stop();
         }
         self.control.say_goodbye();
-        for (_, closer) in &self.lane_ends {
-            closer.close();
-        }
+        self.lanes.iter().for_each(Lane::close);
         self.control.close();
         self.lanes.clear();
         self.pool = None;
@@ -379,6 +384,3 @@ impl<'a, V: SourceVm> Driver<'a, V> {
         (held, self.resume_failure.take(), stats)
     }
 }
-
-/// How long a lost data channel may wait for the control channel to say why.
-const EXPLANATION: Duration = Duration::from_millis(500);

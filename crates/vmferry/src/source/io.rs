@@ -14,11 +14,45 @@ use crate::handover::OperatorWord;
 pub enum Input {
     /// A message on the control channel, or on the channel that asks for the session's word.
     Control(ControlMessage),
-    /// The control channel is gone, or a data channel whose loss nothing has explained.
+    /// The control channel is gone.
     LinkLost(MigrateError),
-    /// A data channel is gone. The driver waits a moment for the control channel to say why, then
-    /// makes it [`LinkLost`](Self::LinkLost).
-    LaneLost(MigrateError),
+    /// It was made again.
+    Resumed,
+    /// It could not be made again, this time.
+    NotResumed(MigrateError),
+    /// A data channel is gone.
+    LaneLost {
+        /// Its lane.
+        lane: u8,
+        /// Which of the lane's channels it was: how often it had been dialled before. The driver passes on
+        /// the loss of the present one only.
+        attempt: u64,
+        /// Why.
+        error: MigrateError,
+    },
+    /// It was made again.
+    LaneRejoined {
+        /// The lane.
+        lane: u8,
+        /// The destination has placed all frames of the lane up to this one.
+        placed: u64,
+    },
+    /// It could not be made again, this time.
+    LaneNotRejoined {
+        /// The lane.
+        lane: u8,
+        /// Why.
+        error: MigrateError,
+    },
+    /// A lane has sent again what was not placed when its channel was lost.
+    Resent {
+        /// The lane.
+        lane: u8,
+        /// Frames.
+        frames: u64,
+        /// Their bytes.
+        bytes: u64,
+    },
     /// All data channels are open and greeted.
     LanesJoined,
     /// The dirty log runs, and so many pages are populated.
@@ -90,6 +124,29 @@ pub enum Action {
     Send(ControlMessage),
     /// Open the data channels with this token: `LanesJoined`.
     OpenLanes(Token),
+    /// Make the control channel again, not before `delay`: `Resumed` or `NotResumed`.
+    ResumeControl {
+        /// The session's token.
+        token: Token,
+        /// How often it was dialled before.
+        attempt: u64,
+        /// How long to wait first.
+        delay: Duration,
+    },
+    /// Close a lane's channel if it is still open, and make it again, not before `delay`: `LaneRejoined`, then
+    /// `Resent`, or `LaneNotRejoined`.
+    RejoinLane {
+        /// The lane.
+        lane: u8,
+        /// The session's token.
+        token: Token,
+        /// How often it was dialled before.
+        attempt: u64,
+        /// How long to wait first.
+        delay: Duration,
+    },
+    /// Let the guest run on after the last harvest. What that round sends is to be in the next harvest again.
+    Recall,
     /// Start the dirty log and find the populated pages: `LogStarted`.
     StartLog,
     /// Send the harvested pages: one `LaneSent` for each lane. `rearm`: the guest runs, so
@@ -150,6 +207,31 @@ pub enum Report {
         /// Round trip in milliseconds.
         round_trip_ms: f64,
     },
+    /// A channel is gone, and is being made again.
+    LinkLost {
+        /// `control` or `lane N`.
+        channel: String,
+        /// Why, in words.
+        reason: String,
+    },
+    /// It was made again.
+    LinkRestored {
+        /// `control` or `lane N`.
+        channel: String,
+        /// For how long it was gone, in milliseconds.
+        after_ms: f64,
+    },
+    /// A lane has sent again what was not placed when its channel was lost.
+    Resent {
+        /// The lane.
+        lane: u8,
+        /// Frames.
+        frames: u64,
+        /// Their bytes.
+        bytes: u64,
+    },
+    /// The link was lost while the guest was paused: it runs on at the source, and is paused again later.
+    Recalled,
     /// A round begins.
     RoundStarted {
         /// Its number, from 1.

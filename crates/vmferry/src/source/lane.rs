@@ -1,23 +1,25 @@
 //! The sending thread of one lane of the source.
 
-use std::io::Write;
-use std::sync::Arc;
+use std::io::{Read, Write};
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
 use crossbeam_channel::Sender;
 use vmferry_codec::EncodedFrame;
-use vmferry_transport::{ChannelWriter, RateLimiter};
+use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter, RateLimiter};
 
 use super::chooser::Chooser;
+use super::connect::DataChannel;
 use super::io::Input;
 use super::orders::SentCounters;
+use super::outgoing::Next;
 use super::pool::{Finished, FrameInfo, Maker, PoolLane};
 use super::rounds::LaneTotals;
 use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
-use crate::link::lost;
+use crate::link::{channel_name, lost};
 
 /// What all lanes share.
 #[derive(Clone)]
@@ -34,11 +36,32 @@ pub struct LaneContext {
     pub sent: Arc<SentCounters>,
 }
 
-/// A lane at work: sends its frames in order until its queue is closed.
-pub struct Lane(Option<JoinHandle<()>>);
+/// A lane at work: sends its frames in order until its queue is closed. It outlives its channel: on a new one it
+/// first sends again what is not placed.
+pub struct Lane {
+    number: u8,
+    lane: Arc<PoolLane>,
+    results: Sender<Input>,
+    sender: Option<JoinHandle<()>>,
+    next: Arc<NextChannel>,
+    /// How often its channel was dialled before.
+    attempt: u64,
+    closer: ChannelCloser,
+    watch: Option<JoinHandle<()>>,
+}
+
+/// Where a lane whose channel is gone finds the next one, and how often that was dialled before.
+#[derive(Debug, Default)]
+struct NextChannel(Mutex<Option<(ChannelWriter, u64)>>);
+
+impl NextChannel {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Option<(ChannelWriter, u64)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
 
 impl Lane {
-    /// Starts the thread on the lane's greeted channel.
+    /// Starts the threads on the lane's greeted channel.
     ///
     /// # Errors
     /// If the system has no thread left.
@@ -47,30 +70,91 @@ impl Lane {
         lane: Arc<PoolLane>,
         maker: Maker,
         context: LaneContext,
-        writer: ChannelWriter,
+        channel: DataChannel,
     ) -> std::io::Result<Self> {
+        let next = Arc::new(NextChannel::default());
+        let results = context.results.clone();
+        let DataChannel { writer, reader, closer, .. } = channel;
         let sender = SenderThread {
             number,
-            lane,
+            lane: Arc::clone(&lane),
             maker,
             context,
             writer,
+            attempt: 0,
+            next: Arc::clone(&next),
             sequence: 0,
             totals: LaneTotals::default(),
         };
-        let thread = std::thread::Builder::new()
+        let sender = std::thread::Builder::new()
             .name(format!("lane{number}-send"))
             .spawn(|| sender.run())?;
-        Ok(Self(Some(thread)))
+        let sender = Some(sender);
+        let mut lane =
+            Self { number, lane, results, sender, next, attempt: 0, closer, watch: None };
+        lane.watch(reader)?;
+        Ok(lane)
+    }
+
+    /// How often the lane's channel was dialled before.
+    pub fn attempt(&self) -> u64 {
+        self.attempt
+    }
+
+    /// Closes the lane's channel: whoever sends on it has lost it.
+    pub fn close(&self) {
+        self.closer.close();
+    }
+
+    /// Goes on with a new channel, greeted. What it says is placed must have left the window.
+    ///
+    /// # Errors
+    /// If the system has no thread left.
+    pub fn attach(&mut self, attempt: u64, channel: DataChannel) -> std::io::Result<()> {
+        self.end_watch();
+        let DataChannel { writer, reader, closer, .. } = channel;
+        (self.attempt, self.closer) = (attempt, closer);
+        *self.next.lock() = Some((writer, attempt));
+        self.lane.outgoing.interrupt();
+        self.watch(reader)
+    }
+
+    /// Waits for the end of the channel, which a sender that has nothing to send would not notice. The
+    /// destination says nothing on it.
+    fn watch(&mut self, mut reader: ChannelReader) -> std::io::Result<()> {
+        let (lane, attempt, results) = (self.number, self.attempt, self.results.clone());
+        let watch =
+            std::thread::Builder::new().name(format!("lane{lane}-watch")).spawn(move || {
+                let bounded = reader.set_timeout(None);
+                let error = match bounded.map(|()| reader.read(&mut [0])) {
+                    Ok(Ok(0)) => std::io::ErrorKind::UnexpectedEof.into(),
+                    Ok(Ok(_)) => std::io::Error::other("the other side talks on a data channel"),
+                    Ok(Err(error)) => error,
+                    Err(error) => std::io::Error::other(error),
+                };
+                let error = lost(&channel_name(Some(lane)), "sending pages", &error);
+                let _ = results.send(Input::LaneLost { lane, attempt, error });
+            })?;
+        self.watch = Some(watch);
+        Ok(())
+    }
+
+    fn end_watch(&mut self) {
+        self.closer.close();
+        if let Some(watch) = self.watch.take() {
+            // It only reads.
+            let _ = watch.join();
+        }
     }
 }
 
 impl Drop for Lane {
-    /// Waits for the thread. The queue must be closed, and the channel closed or idle.
+    /// Waits for the threads. The queue must be closed.
     fn drop(&mut self) {
-        if let Some(thread) = self.0.take() {
+        self.end_watch();
+        if let Some(sender) = self.sender.take() {
             // A panic in a lane was reported by its absence: the migration has ended.
-            let _ = thread.join();
+            let _ = sender.join();
         }
     }
 }
@@ -81,10 +165,21 @@ struct SenderThread {
     maker: Maker,
     context: LaneContext,
     writer: ChannelWriter,
+    /// How often the channel was dialled before.
+    attempt: u64,
+    next: Arc<NextChannel>,
     /// Frames sent so far, which number them.
     sequence: u64,
     /// Of the round that is being sent.
     totals: LaneTotals,
+}
+
+/// Why a frame was not sent.
+enum NotSent {
+    /// It is the end.
+    Ended,
+    /// The channel is gone.
+    Lost(MigrateError),
 }
 
 impl SenderThread {
@@ -93,40 +188,75 @@ impl SenderThread {
         let _cpu = cpu.count_this_thread();
         let mut idle_since = Instant::now();
         loop {
-            let Finished { mut frame, what } = match self.maker.next() {
-                Ok(Some(finished)) => finished,
-                Ok(None) => return,
+            let mut sent = match self.maker.next() {
+                Ok(Next::Frame(frame)) => self.send_new(frame, idle_since),
+                Ok(Next::Interrupted) => self.change_channel(),
+                Ok(Next::Closed) => return,
                 Err(error) => {
                     let _ = self.context.results.send(Input::Failed(error));
                     return;
                 }
             };
-            let begun = Instant::now();
-            self.sequence += 1;
-            frame.set_sequence(self.sequence);
-            let bytes = frame.wire_bytes() as u64;
-            if !self.context.limiter.take(bytes) {
-                return;
+            while let Err(not_sent) = sent {
+                let NotSent::Lost(error) = not_sent else { return };
+                let (lane, attempt) = (self.number, self.attempt);
+                let _ = self.context.results.send(Input::LaneLost { lane, attempt, error });
+                if !self.lane.outgoing.await_interruption() {
+                    return;
+                }
+                sent = self.change_channel();
             }
-            if let Err(error) = self.write(&frame, &what) {
-                let _ = self.context.results.send(Input::LaneLost(error));
-                return;
-            }
-            let ended = Instant::now();
-            self.context.chooser.sent(self.number, bytes, begun - idle_since, ended - begun);
-            idle_since = ended;
-            self.context.sent.bytes.fetch_add(bytes, Ordering::Relaxed);
-            self.lane.window.sent(self.sequence, frame);
-            self.count(bytes, what);
+            idle_since = Instant::now();
         }
     }
 
-    fn write(&mut self, frame: &EncodedFrame, what: &FrameInfo) -> Result<(), MigrateError> {
-        let written = frame.write_to(&mut self.writer).and_then(|()| match what {
-            FrameInfo::EndOfRound(..) => self.writer.flush(),
-            FrameInfo::Pages(..) => Ok(()),
-        });
-        written.map_err(|error| lost(&format!("lane {}", self.number), "sending pages", &error))
+    /// Numbers a frame and sends it. One that could not be sent is kept like all that are not placed.
+    fn send_new(&mut self, finished: Finished, idle_since: Instant) -> Result<(), NotSent> {
+        let Finished { mut frame, what } = finished;
+        let begun = Instant::now();
+        self.sequence += 1;
+        frame.set_sequence(self.sequence);
+        let bytes = frame.wire_bytes() as u64;
+        let sent = self.send(&frame, matches!(what, FrameInfo::EndOfRound(..)));
+        if sent.is_ok() {
+            let took = begun.elapsed();
+            self.context.chooser.sent(self.number, bytes, begun - idle_since, took);
+        }
+        self.context.sent.bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.lane.window.sent(self.sequence, frame);
+        self.count(bytes, what);
+        sent
+    }
+
+    /// Goes on with the next channel if it is there: what is not placed is sent again first.
+    fn change_channel(&mut self) -> Result<(), NotSent> {
+        let Some((writer, attempt)) = self.next.lock().take() else { return Ok(()) };
+        (self.writer, self.attempt) = (writer, attempt);
+        let (lane, mut frames, mut bytes) = (self.number, 0, 0);
+        let mut again = self.lane.window.take_unplaced();
+        let mut sent = Ok(());
+        while let Some((sequence, frame)) = again.pop_front() {
+            if sent.is_ok() {
+                sent = self.send(&frame, again.is_empty());
+                frames += 1;
+                bytes += frame.wire_bytes() as u64;
+            }
+            self.lane.window.sent(sequence, frame);
+        }
+        let _ = self.context.results.send(Input::Resent { lane, frames, bytes });
+        sent
+    }
+
+    /// Sends a frame within the cap.
+    fn send(&mut self, frame: &EncodedFrame, flush: bool) -> Result<(), NotSent> {
+        if !self.context.limiter.take(frame.wire_bytes() as u64) {
+            return Err(NotSent::Ended);
+        }
+        let written = frame
+            .write_to(&mut self.writer)
+            .and_then(|()| if flush { self.writer.flush() } else { Ok(()) });
+        let channel = || channel_name(Some(self.number));
+        written.map_err(|error| NotSent::Lost(lost(&channel(), "sending pages", &error)))
     }
 
     fn count(&mut self, bytes: u64, what: FrameInfo) {

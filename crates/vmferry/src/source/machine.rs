@@ -15,6 +15,7 @@
 
 mod clock;
 mod handing_over;
+mod links;
 mod rounds;
 
 use std::collections::VecDeque;
@@ -23,6 +24,7 @@ use std::time::Duration;
 use vmferry_memory::WholeHash;
 use vmferry_wire::{ControlMessage, SessionWord};
 
+use self::links::Links;
 use super::io::{Action, Ending, Input};
 use super::rounds::RoundTracker;
 use crate::config::{SourceConfig, Timeouts};
@@ -74,6 +76,7 @@ pub struct Source {
     handover: SourceState,
     predictor: Predictor,
     rounds: RoundTracker,
+    links: Links,
     stats: SourceStats,
     /// On the data channels.
     wire_bytes: u64,
@@ -124,6 +127,13 @@ impl Source {
             layout: guest.layout,
             lanes: machine.config.channels,
             verify: machine.config.verify,
+            reconnect_ms: machine
+                .config
+                .timeouts
+                .reconnect
+                .as_millis()
+                .try_into()
+                .unwrap_or(u32::MAX),
         }));
         machine
     }
@@ -157,6 +167,7 @@ impl Source {
             handover: SourceState::Holding,
             predictor: Predictor::new(config.limits(), config.max_bandwidth),
             rounds: RoundTracker::new(config.channels),
+            links: Links::new(config.channels),
             stats: SourceStats {
                 memory_bytes: memory_pages * vmferry_memory::PAGE_SIZE as u64,
                 dirty_log: log_name.to_owned(),
@@ -205,7 +216,15 @@ impl Source {
                 self.last_heard = now;
                 self.on_message(now, message);
             }
-            Input::LinkLost(error) => self.fail_by(now, SourceEvent::LinkLost, error),
+            Input::LinkLost(error) => self.on_control_lost(now, error),
+            Input::Resumed => self.on_resumed(now),
+            Input::NotResumed(error) => self.on_not_restored(now, None, error),
+            Input::LaneLost { lane, error, .. } => self.on_lane_lost(now, lane, error),
+            Input::LaneRejoined { lane, placed } => self.on_lane_rejoined(now, lane, placed),
+            Input::LaneNotRejoined { lane, error } => {
+                self.on_not_restored(now, Some(lane), error);
+            }
+            Input::Resent { lane, frames, bytes } => self.on_resent(lane, frames, bytes),
             Input::Failed(error) => self.fail(now, error),
             Input::Cancel => self.on_cancel(now),
             Input::MaxBandwidth(cap) => {
@@ -239,7 +258,8 @@ impl Source {
         let deadline = self.deadline().map(|(at, _, _)| at);
         let silence = self.listens().then(|| self.last_heard + self.timeouts().silence);
         let ping = self.listens().then_some(self.next_ping);
-        [deadline, silence, ping].into_iter().flatten().min()
+        let loss = self.links.deadline(self.patience());
+        [deadline, silence, ping, loss].into_iter().flatten().min()
     }
 
     /// How it ended, once it has. Takes the reason out.
@@ -291,6 +311,7 @@ impl Source {
             (ControlMessage::Accept { token }, Phase::Announced) => {
                 self.predictor.measured_round_trip(Duration::ZERO);
                 self.enter(now, Phase::Joining);
+                self.links.set_token(token);
                 self.act(Action::OpenLanes(token));
             }
             (ControlMessage::Refuse { reason }, Phase::Announced | Phase::Joining) => {
@@ -328,6 +349,16 @@ impl Source {
                 self.act(Action::Send(ControlMessage::Pong { nonce }));
             }
             (ControlMessage::Pong { nonce }, _) => self.on_pong(now, nonce),
+            (ControlMessage::Ready { .. }, Phase::Sending | Phase::Harvesting)
+                if self.stats.recalls > 0 =>
+            {
+                let error = MigrateError::LinkLost {
+                    channel: "data".into(),
+                    during: "the wait for READY",
+                    detail: "the destination had loaded the state already".into(),
+                };
+                self.fail(now, error);
+            }
             // An answer that crossed a change of phase, or a peer of ill will: before COMMIT the
             // guest is safe here, after it only the words above count.
             (message, phase) if self.handover == SourceState::Holding => {

@@ -16,6 +16,7 @@ mod orders;
 mod outgoing;
 mod pool;
 mod recovery;
+mod redial;
 mod signal;
 mod window;
 

@@ -32,7 +32,20 @@ struct State<T> {
     missed: bool,
     /// There may be something to make since the channel's thread has looked.
     woken: bool,
+    /// The channel's side is to look at something else before the next frame.
+    interrupted: bool,
     closed: bool,
+}
+
+/// What the channel's side waits for.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Next<T> {
+    /// A frame to send.
+    Frame(T),
+    /// Something else has happened.
+    Interrupted,
+    /// There will be no more.
+    Closed,
 }
 
 impl<T> Outgoing<T> {
@@ -45,6 +58,7 @@ impl<T> Outgoing<T> {
                 begun: 0,
                 missed: false,
                 woken: false,
+                interrupted: false,
                 closed: false,
             }),
             ready: Condvar::new(),
@@ -82,41 +96,44 @@ impl<T> Outgoing<T> {
         self.ready.notify_one();
     }
 
-    /// The next frame, waiting for one; `None` once the queue is closed.
+    /// The next frame, waiting for one.
     #[cfg(test)]
-    pub fn take(&self) -> Option<T> {
-        let Ok(taken) = self.take_or_make(|| Ok::<_, Infallible>(None));
-        taken
+    pub fn take(&self) -> Next<T> {
+        let Ok(next) = self.take_or_make(|| Ok::<_, Infallible>(None));
+        next
     }
 
     /// The next frame that is finished. While there is none, `make` may bring one, and is asked again after each
-    /// [`wake`](Wake::wake). `None` once the queue is closed.
+    /// [`wake`](Wake::wake).
     ///
     /// # Errors
     /// What `make` says.
     pub fn take_or_make<E>(
         &self,
         mut make: impl FnMut() -> Result<Option<T>, E>,
-    ) -> Result<Option<T>, E> {
+    ) -> Result<Next<T>, E> {
         let mut state = self.lock();
         loop {
             if state.closed {
-                return Ok(None);
+                return Ok(Next::Closed);
+            }
+            if std::mem::take(&mut state.interrupted) {
+                return Ok(Next::Interrupted);
             }
             if let Some(frame) = state.frames.pop_front() {
                 self.hungry.store(false, Ordering::Relaxed);
                 self.leave(state);
-                return Ok(Some(frame));
+                return Ok(Next::Frame(frame));
             }
             self.hungry.store(true, Ordering::Relaxed);
             state.woken = false;
             drop(state);
             if let Some(frame) = make()? {
                 self.hungry.store(false, Ordering::Relaxed);
-                return Ok(Some(frame));
+                return Ok(Next::Frame(frame));
             }
             state = self.lock();
-            while state.frames.is_empty() && !state.woken && !state.closed {
+            while state.frames.is_empty() && !state.woken && !state.interrupted && !state.closed {
                 state = self.ready.wait(state).unwrap_or_else(PoisonError::into_inner);
             }
         }
@@ -135,6 +152,21 @@ impl<T> Outgoing<T> {
         if room {
             self.room.raise();
         }
+    }
+
+    /// Waits for an [interruption](Self::interrupt), whatever frames there are; `false` once the queue is closed.
+    pub fn await_interruption(&self) -> bool {
+        let mut state = self.lock();
+        while !state.closed && !std::mem::take(&mut state.interrupted) {
+            state = self.ready.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        !state.closed
+    }
+
+    /// Ends the present wait, or the next one.
+    pub fn interrupt(&self) {
+        self.lock().interrupted = true;
+        self.ready.notify_all();
     }
 
     /// Ends every wait, now and for good.
@@ -173,7 +205,7 @@ mod tests {
         queue.put('a');
         assert!(!queue.try_begin(), "finished and not gone");
         let seen = queue.room.now().unwrap();
-        assert_eq!(queue.take(), Some('a'));
+        assert_eq!(queue.take(), Next::Frame('a'));
         queue.room.wait(seen);
         assert!(queue.try_begin() && !queue.try_begin());
         queue.give_up();
@@ -190,11 +222,24 @@ mod tests {
                 std::thread::yield_now();
             }
             queue.put('b');
-            assert_eq!(taking.join().unwrap(), Some('b'));
+            assert_eq!(taking.join().unwrap(), Next::Frame('b'));
         });
         queue.put('a');
         assert!(!queue.is_hungry());
-        assert_eq!(queue.take(), Some('a'), "whatever was begun first");
+        assert_eq!(queue.take(), Next::Frame('a'), "whatever was begun first");
+    }
+
+    #[test]
+    fn an_interruption_ends_one_wait() {
+        let queue = queue(1);
+        std::thread::scope(|scope| {
+            let taking = scope.spawn(|| queue.take());
+            queue.interrupt();
+            assert_eq!(taking.join().unwrap(), Next::Interrupted);
+        });
+        assert!(queue.try_begin());
+        queue.put('a');
+        assert_eq!(queue.take(), Next::Frame('a'));
     }
 
     #[test]
@@ -213,12 +258,12 @@ mod tests {
             }
             work.store(true, Ordering::Relaxed);
             queue.wake();
-            assert_eq!(taking.join().unwrap(), Ok(Some('m')));
+            assert_eq!(taking.join().unwrap(), Ok(Next::Frame('m')));
         });
         assert!(queue.try_begin());
         queue.put('a');
         let first = queue.take_or_make(|| Ok::<_, Infallible>(Some('m')));
-        assert_eq!(first, Ok(Some('a')), "what is finished goes first");
+        assert_eq!(first, Ok(Next::Frame('a')), "what is finished goes first");
         assert!(queue.lock().begun == 0 && !queue.is_hungry());
     }
 
@@ -228,7 +273,7 @@ mod tests {
         std::thread::scope(|scope| {
             let taking = scope.spawn(|| queue.take());
             queue.close();
-            assert_eq!(taking.join().unwrap(), None);
+            assert_eq!(taking.join().unwrap(), Next::Closed);
         });
     }
 }

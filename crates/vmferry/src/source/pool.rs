@@ -17,7 +17,7 @@ use vmferry_codec::{EncodedFrame, FrameCounts};
 use super::chooser::{Chooser, Decision};
 use super::encode::PageEncoder;
 use super::io::Input;
-use super::outgoing::Outgoing;
+use super::outgoing::{Next, Outgoing};
 use super::plan::{Job, LanePlan, PageBatch, Task};
 use super::signal::{Signal, Wake};
 use super::window::Window;
@@ -284,12 +284,11 @@ impl Maker {
         Self { number, lane, chooser, encoder, signal }
     }
 
-    /// The lane's next frame: a finished one, or one that is made now, or one that is waited for. `None` at the
-    /// end.
+    /// The lane's next frame: a finished one, or one that is made now, or one that is waited for.
     ///
     /// # Errors
     /// What the memory, the dirty log or the compressor says.
-    pub fn next(&mut self) -> Result<Option<Finished>, MigrateError> {
+    pub fn next(&mut self) -> Result<Next<Finished>, MigrateError> {
         let lane = Arc::clone(&self.lane);
         lane.outgoing.take_or_make(|| self.make())
     }

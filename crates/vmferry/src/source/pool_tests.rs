@@ -8,6 +8,7 @@ use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageSet, SlotId, SlotLa
 use super::*;
 use crate::compression::{CompressionConfig, CompressionWay, WhenBusy};
 use crate::source::chooser::Why;
+use crate::source::outgoing::Next;
 
 /// Two lanes' stripes.
 const PAGES: u64 = 1024;
@@ -97,7 +98,10 @@ fn round(when_busy: WhenBusy, held: usize, frame_first: bool) -> (FrameInfo, Vec
     let gate = Arc::new(Gate::default());
     let (pool, lanes, pages) = pool(when_busy, &gate);
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| lanes[1].outgoing.take().unwrap().what);
+        let waiting = scope.spawn(|| match lanes[1].outgoing.take() {
+            Next::Frame(finished) => finished.what,
+            _ => panic!("no frame"),
+        });
         while !lanes[1].outgoing.is_hungry() {
             std::thread::yield_now();
         }
@@ -112,7 +116,7 @@ fn round(when_busy: WhenBusy, held: usize, frame_first: bool) -> (FrameInfo, Vec
         // The rest of the round, lane by lane: each has 8 frames and its end.
         let mut others = Vec::new();
         for lane in &lanes {
-            while let Some(finished) = lane.outgoing.take() {
+            while let Next::Frame(finished) = lane.outgoing.take() {
                 others.push(finished.what);
                 if matches!(finished.what, FrameInfo::EndOfRound(..)) {
                     break;

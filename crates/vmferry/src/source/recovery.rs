@@ -86,8 +86,8 @@ pub fn recover<V: Resume>(
             recv(control.heard()) -> from => {
                 from.map_or(Input::Tick, |from| control.take_heard(from))
             }
-            recv(control.asked()) -> asked => {
-                asked.map_or(Input::Tick, |asked| control.take_asked(asked))
+            recv(control.dialled()) -> dialled => {
+                dialled.map_or(Input::Tick, |dialled| control.take_dialled(dialled))
             }
             recv(inputs.1) -> input => input.unwrap_or(Input::Tick),
             default(wait) => Input::Tick,
@@ -161,7 +161,7 @@ impl<V: Resume> Recovery<V> {
     }
 
     fn finish(mut self, ending: &Ending) -> Recovered<V> {
-        self.control.stop_asking();
+        self.control.stop_dialling();
         self.control.say_goodbye();
         self.control.close();
         match (self.held, ending, self.failure) {

@@ -151,6 +151,30 @@ impl RoundTracker {
         }
     }
 
+    /// Whether a round is under way.
+    #[must_use]
+    pub fn is_open(&self) -> bool {
+        self.open
+    }
+
+    /// The guest runs on while the last round is still being sent.
+    pub fn recalled(&mut self) {
+        self.stats.paused = false;
+    }
+
+    /// A channel was lost in this round: what it takes says nothing of the link.
+    pub fn interrupted(&mut self) {
+        self.stats.interrupted = true;
+    }
+
+    /// Whether the destination has placed everything that a lane has sent of this round, and the lane has sent
+    /// all of it.
+    #[must_use]
+    pub fn is_lane_done(&self, lane: u8) -> bool {
+        let lane = self.lanes.get(usize::from(lane));
+        lane.is_some_and(|lane| lane.end.is_some_and(|end| lane.placed >= end))
+    }
+
     /// Whether every lane has sent its end of the round.
     #[must_use]
     pub fn all_sent(&self) -> bool {

@@ -76,6 +76,12 @@ impl<B> Window<B> {
         }
     }
 
+    /// Takes out what is sent and not placed, in order, to be sent again: each frame is to be told to be
+    /// [sent](Self::sent) once more. The reader of acknowledgements may go on meanwhile.
+    pub fn take_unplaced(&self) -> VecDeque<(u64, B)> {
+        std::mem::take(&mut self.lock().unplaced)
+    }
+
     /// Frees every frame up to `sequence`.
     pub fn placed(&self, sequence: u64) {
         let mut state = self.lock();
@@ -135,6 +141,24 @@ mod tests {
         window.sent(1, buffer);
         freed.wait(seen);
         assert_eq!(window.try_acquire(|| 8), Some(7));
+    }
+
+    #[test]
+    fn what_is_sent_again_is_what_is_not_placed() {
+        let (window, _) = window(3);
+        for (sequence, buffer) in [(1, 'a'), (2, 'b'), (3, 'c')] {
+            let made = window.try_acquire(|| buffer).unwrap();
+            window.sent(sequence, made);
+        }
+        window.placed(1);
+        let mut again = window.take_unplaced();
+        assert_eq!(again, [(2, 'b'), (3, 'c')]);
+        window.placed(2);
+        let (sequence, buffer) = again.pop_front().unwrap();
+        window.sent(sequence, buffer);
+        let (sequence, buffer) = again.pop_front().unwrap();
+        window.sent(sequence, buffer);
+        assert_eq!(window.take_unplaced(), [(3, 'c')], "the other one is free");
     }
 
     #[test]

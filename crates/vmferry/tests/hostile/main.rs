@@ -120,6 +120,7 @@ fn announcement() -> Vec<u8> {
         layout: support::Guest::layout(),
         lanes: 1,
         verify: false,
+        reconnect_ms: 0,
     }
     .encode(&mut begin);
     begin

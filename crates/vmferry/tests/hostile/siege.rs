@@ -141,7 +141,7 @@ impl Siege<'_> {
 
 pub fn hello(role: Role, lane: u8, token: Token) -> Hello {
     let (version_min, version_max) = (PROTOCOL_VERSION_MIN, PROTOCOL_VERSION_MAX);
-    Hello { version_min, version_max, role, lane, token }
+    Hello { version_min, version_max, role, lane, token, attempt: 0 }
 }
 
 /// Says hello, and what is answered.

@@ -5,6 +5,7 @@
 
 pub mod compressors;
 pub mod content;
+pub mod cutter;
 pub mod relay;
 
 use std::path::Path;
@@ -293,7 +294,15 @@ impl Scenario {
         let address = self.dial.clone().unwrap_or_else(|| listener.local_address().clone());
         std::thread::scope(|scope| {
             let receiving = scope.spawn(|| {
-                receive(listener, destination, &self.destination, &self.stop, &mut |_: &Notice| {})
+                receive(
+                    listener,
+                    destination,
+                    &self.destination,
+                    &self.stop,
+                    &mut |notice: &Notice| {
+                        eprintln!("destination: {notice:?}");
+                    },
+                )
             });
             let dialer = Dialer::new(address, None);
             let outcome = migrate(vm, &dialer, self.source.clone(), &self.orders, &mut |report| {

@@ -156,6 +156,7 @@ fn source_config(
     config.downtime_limit = limits.downtime_limit.max(Duration::from_micros(1));
     config.max_bandwidth = limits.max_bandwidth;
     config.max_rounds = limits.max_rounds;
+    config.timeouts.reconnect = limits.reconnect_timeout;
     config.timeout = limits.timeout;
     config.when_stuck = when_stuck(limits.when_stuck);
     config.throttle = limits.throttle;

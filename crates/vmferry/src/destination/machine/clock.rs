@@ -15,7 +15,7 @@ impl Destination {
     pub(super) fn deadline(&self) -> Option<(Duration, &'static str, Duration)> {
         let (what, after) = match (self.phase, self.handover) {
             (Phase::AwaitBegin, _) => ("the announcement of a guest", self.timeouts.accept),
-            (Phase::Placing, DestinationState::Receiving) => {
+            (Phase::Placing, DestinationState::Receiving) if self.losses.is_empty() => {
                 ("the last frames", self.timeouts.stall)
             }
             (Phase::Deciding, DestinationState::Ready) => ("COMMIT", self.timeouts.commit),
@@ -38,7 +38,12 @@ impl Destination {
             }
         } else if self.expects_life() && now >= self.last_heard + self.timeouts.silence {
             let what = "any sign of life from the source";
-            self.on_link_lost(now, MigrateError::TimedOut { what, after: self.timeouts.silence });
+            self.on_control_lost(
+                now,
+                MigrateError::TimedOut { what, after: self.timeouts.silence },
+            );
+        } else if let Some(error) = self.losses.take_overdue(now, self.patience()) {
+            self.on_link_lost(now, error);
         }
     }
 }

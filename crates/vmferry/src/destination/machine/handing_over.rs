@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use vmferry_wire::{ControlMessage, Reason, ReasonCode};
 
+use super::links::Losses;
 use super::{Destination, Phase, micros};
 use crate::destination::io::{Action, LinkId, Report};
 use crate::error::MigrateError;
@@ -28,6 +29,7 @@ impl Destination {
 
     pub(super) fn on_link_lost(&mut self, now: Duration, error: MigrateError) {
         self.link_up = false;
+        self.losses = Losses::default();
         match self.phase {
             Phase::AwaitBegin | Phase::Preparing | Phase::Opening => {
                 self.failure = Some(error);

@@ -3,11 +3,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::Sender;
 use vmferry_transport::ChannelReader;
 use vmferry_wire::{ControlMessage, HelloStatus, Token};
 
-use super::{Link, Session};
+use super::{FromControl, Link, Session};
 use crate::destination::arrivals::{Arrival, Connection, give_word, reply, turn_away};
 use crate::destination::io::{Input, LinkId};
 use crate::destination::lanes::{LaneContext, Lanes};
@@ -22,25 +21,24 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 impl<V: DestinationVm> Session<'_, V> {
     pub(super) fn on_arrival(&mut self, arrival: Arrival, watch: &mut dyn FnMut(&Notice)) -> Input {
         match arrival {
-            Arrival::Control(connection) => {
-                watch(&Notice::TurnedAway {
-                    peer: connection.peer.address.clone(),
-                    reason: "it wants to migrate a guest, and a migration is going on".into(),
-                });
-                turn_away(connection, HelloStatus::Busy);
-            }
-            Arrival::Data { token, connection, .. }
-                if token == self.token && !connection.peer.is_same_as(&self.peer) =>
+            Arrival::Control(connection)
+                if self.machine.is_waiting_for_source()
+                    && connection.peer.is_same_as(&self.peer) =>
             {
-                let (thief, source) = (&connection.peer, &self.peer);
-                watch(&Notice::TurnedAway {
-                    peer: thief.address.clone(),
-                    reason: format!("it shows this session's token and is {thief}, not {source}"),
-                });
-                turn_away(connection, HelloStatus::BadToken);
+                self.successor = Some(connection);
+                return Input::Superseded;
             }
-            Arrival::Data { lane, token, connection } => {
-                return self.join_lane(lane, token, connection).unwrap_or_else(Input::Failed);
+            Arrival::Control(connection) => {
+                let reason = "it wants to migrate a guest, and a migration is going on";
+                refuse(connection, HelloStatus::Busy, reason, watch);
+            }
+            Arrival::Data { lane, token, attempt, connection } => {
+                return self
+                    .join_lane(lane, token, attempt, connection, watch)
+                    .unwrap_or_else(Input::Failed);
+            }
+            Arrival::Resume { token, attempt, connection } => {
+                return self.resume(token, attempt, connection, watch);
             }
             // What is said on this channel may end or commit the session.
             Arrival::Query { session, connection }
@@ -69,70 +67,161 @@ impl<V: DestinationVm> Session<'_, V> {
                     watch(&Notice::turned_away(&peer, &error));
                 }
             }
-            Arrival::TurnedAway(notice) => watch(&notice),
+            // Told already.
+            Arrival::TurnedAway(_) => {}
         }
         Input::Tick
     }
 
-    pub(super) fn join_lane(
+    /// Why a channel is not one of this session's source, if it is not.
+    fn stranger(&self, token: Token, connection: &Connection) -> Option<String> {
+        if token != self.token {
+            return Some("its token is not this session's".into());
+        }
+        let (thief, source) = (&connection.peer, &self.peer);
+        (!thief.is_same_as(source))
+            .then(|| format!("it shows this session's token and is {thief}, not {source}"))
+    }
+
+    fn join_lane(
         &mut self,
         lane: u8,
         token: Token,
+        attempt: u64,
         mut connection: Connection,
+        watch: &mut dyn FnMut(&Notice),
     ) -> Result<Input, MigrateError> {
-        let (Some((memory, hashes)), Some(control)) =
-            (&self.memory, self.links.get(&LinkId::CONTROL))
-        else {
-            turn_away(connection, HelloStatus::BadToken);
-            return Ok(Input::Tick);
-        };
-        if token != self.token {
-            turn_away(connection, HelloStatus::BadToken);
+        if let Some(reason) = self.stranger(token, &connection) {
+            refuse(connection, HelloStatus::BadToken, &reason, watch);
             return Ok(Input::Tick);
         }
-        let taken = self.lanes.as_ref().is_some_and(|lanes| lanes.has(lane));
-        if lane >= self.expected_lanes || taken {
-            turn_away(connection, HelloStatus::BadLane);
+        let Some((memory, hashes)) = &self.memory else {
+            refuse(connection, HelloStatus::BadToken, "the session has no guest", watch);
+            return Ok(Input::Tick);
+        };
+        if lane >= self.expected_lanes {
+            let reason = format!("lane {lane} was not announced");
+            refuse(connection, HelloStatus::BadLane, &reason, watch);
             return Ok(Input::Tick);
         }
-        reply(&mut connection, HelloStatus::Ok)?;
-        // A source that thinks sends nothing; the control channel tells whether it lives.
-        connection.reader.set_timeout(None)?;
-        let context = LaneContext {
-            memory: memory.clone(),
-            hashes: Arc::clone(hashes),
-            control: Arc::clone(&control.writer),
-            results: self.inputs.0.clone(),
-            cpu: self.cpu.clone(),
-            placed: Arc::clone(&self.placed),
-            lanes: self.expected_lanes,
-        };
         let no_thread = |source| MigrateError::Local { action: "start a thread", source };
         let lanes = match &mut self.lanes {
             Some(lanes) => lanes,
-            none => none.insert(Lanes::start(context, self.config).map_err(no_thread)?),
+            none => {
+                let context = LaneContext {
+                    memory: memory.clone(),
+                    hashes: Arc::clone(hashes),
+                    control: Arc::clone(&self.control),
+                    results: self.inputs.0.clone(),
+                    cpu: self.cpu.clone(),
+                    placed: Arc::clone(&self.placed),
+                    lanes: self.expected_lanes,
+                };
+                none.insert(Lanes::start(context, self.config).map_err(no_thread)?)
+            }
         };
+        let Some(placed) = lanes.expect(lane, attempt) else {
+            let reason = format!("lane {lane} has had attempt {attempt} already: a replay");
+            refuse(connection, HelloStatus::BadLane, &reason, watch);
+            return Ok(Input::Tick);
+        };
+        // A channel that breaks while it is greeted is made again like any other.
+        let greeted = reply(&mut connection, HelloStatus::Ok, placed).and_then(|()| {
+            // A source that thinks sends nothing; the control channel tells whether it lives.
+            Ok(connection.reader.set_timeout(None)?)
+        });
+        if let Err(error) = greeted {
+            return Ok(Input::LaneLost { lane, attempt, error });
+        }
         let Connection { reader, writer, closer, .. } = connection;
         lanes.join(lane, reader, writer, closer).map_err(no_thread)?;
-        Ok(Input::Tick)
+        Ok(Input::LaneJoined { lane })
     }
 
-    /// Listens to a control or query channel.
-    pub(super) fn add_link(&mut self, connection: Connection) -> Result<LinkId, MigrateError> {
-        let link = LinkId(self.next_link);
+    /// Whether a lane's present channel is the one that was dialled so often before.
+    pub(super) fn is_at(&self, lane: u8, attempt: u64) -> bool {
+        self.lanes.as_ref().is_some_and(|lanes| lanes.is_at(lane, attempt))
+    }
+
+    /// Goes on with a source that has made the control channel again.
+    fn resume(
+        &mut self,
+        token: Token,
+        attempt: u64,
+        mut connection: Connection,
+        watch: &mut dyn FnMut(&Notice),
+    ) -> Input {
+        let refusal = if let Some(reason) = self.stranger(token, &connection) {
+            Some((HelloStatus::BadToken, reason))
+        } else if attempt <= self.attempt {
+            let reason = format!("the control channel has had attempt {attempt} already: a replay");
+            Some((HelloStatus::BadToken, reason))
+        } else if !self.machine.may_resume() {
+            let phase = self.machine.phase_name();
+            Some((HelloStatus::TooLate, format!("the session is in {phase} already")))
+        } else {
+            None
+        };
+        if let Some((status, reason)) = refusal {
+            refuse(connection, status, &reason, watch);
+            return Input::Tick;
+        }
+        self.attempt = attempt;
+        if let Some(old) = self.links.remove(&LinkId::CONTROL) {
+            old.closer.close();
+        }
+        let begun = reply(&mut connection, HelloStatus::Ok, 0)
+            .and_then(|()| self.begin_control(connection));
+        if let Err(error) = begun {
+            return Input::LinkLost(error);
+        }
+        if let Some(lanes) = &self.lanes {
+            lanes.acknowledge();
+        }
+        Input::Resumed
+    }
+
+    /// Listens to the session's control channel.
+    pub(super) fn begin_control(&mut self, connection: Connection) -> Result<(), MigrateError> {
+        let (heard, attempt) = (self.heard.0.clone(), self.attempt);
+        let link = self.listen(LinkId::CONTROL, connection, move |input| {
+            heard.send(FromControl { attempt, input }).is_ok()
+        })?;
+        self.control.set(Arc::clone(&link.writer), link.closer.clone());
+        self.links.insert(LinkId::CONTROL, link);
+        Ok(())
+    }
+
+    /// Listens to a query channel.
+    fn add_link(&mut self, connection: Connection) -> Result<LinkId, MigrateError> {
+        let id = LinkId(self.next_link);
         self.next_link += 1;
+        let inputs = self.inputs.0.clone();
+        let link = self.listen(id, connection, move |input| {
+            // A query channel that ends has been answered.
+            matches!(input, Input::Control { .. }) && inputs.send(input).is_ok()
+        })?;
+        self.links.insert(id, link);
+        Ok(id)
+    }
+
+    fn listen(
+        &self,
+        id: LinkId,
+        connection: Connection,
+        hear: impl Fn(Input) -> bool + Send + 'static,
+    ) -> Result<Link, MigrateError> {
         let Connection { mut reader, writer, closer, .. } = connection;
         reader.set_timeout(None)?;
-        let (inputs, cpu) = (self.inputs.0.clone(), self.cpu.clone());
+        let cpu = self.cpu.clone();
         std::thread::Builder::new()
             .name("control-read".into())
             .spawn(move || {
                 let _cpu = cpu.count_this_thread();
-                read_link(reader, link, &inputs);
+                read_link(reader, id, &hear);
             })
             .map_err(|source| MigrateError::Local { action: "start a thread", source })?;
-        self.links.insert(link, Link { writer: Arc::new(ControlWriter::new(writer)), closer });
-        Ok(link)
+        Ok(Link { writer: Arc::new(ControlWriter::new(writer)), closer })
     }
 
     /// A message that can't be sent on the control channel is a lost link; on a query channel it
@@ -160,8 +249,13 @@ impl<V: DestinationVm> Session<'_, V> {
         let deadline = Instant::now() + LAST_WORDS;
         let mut open = !self.links.is_empty();
         while open {
-            match self.inputs.1.recv_deadline(deadline) {
-                Ok(Input::LinkLost(_)) | Err(_) => open = false,
+            match self.heard.1.recv_deadline(deadline) {
+                Ok(FromControl { attempt, input: Input::LinkLost(_) })
+                    if attempt == self.attempt =>
+                {
+                    open = false;
+                }
+                Err(_) => open = false,
                 Ok(_) => {}
             }
         }
@@ -171,24 +265,28 @@ impl<V: DestinationVm> Session<'_, V> {
     }
 }
 
-fn read_link(reader: ChannelReader, link: LinkId, inputs: &Sender<Input>) {
+/// Passes on what comes on a link, until it ends or nobody hears any more.
+fn read_link(reader: ChannelReader, link: LinkId, hear: &impl Fn(Input) -> bool) {
     let mut reader = ControlReader::new(reader);
     loop {
-        let input = match reader.receive("waiting for the source") {
-            Ok(message) => Input::Control { link, message },
-            Err(error) => {
-                // A query channel that ends has been answered.
-                if link == LinkId::CONTROL {
-                    let _ = inputs.send(match error {
-                        error @ MigrateError::Protocol { .. } => Input::Failed(error),
-                        error => Input::LinkLost(error),
-                    });
-                }
-                return;
-            }
+        let (input, last) = match reader.receive("waiting for the source") {
+            Ok(message) => (Input::Control { link, message }, false),
+            Err(error @ MigrateError::Protocol { .. }) => (Input::Failed(error), true),
+            Err(error) => (Input::LinkLost(error), true),
         };
-        if inputs.send(input).is_err() {
+        if !hear(input) || last {
             return;
         }
     }
+}
+
+fn refuse(
+    connection: Connection,
+    status: HelloStatus,
+    reason: &str,
+    watch: &mut dyn FnMut(&Notice),
+) {
+    let peer = connection.peer.address.clone();
+    turn_away(connection, status);
+    watch(&Notice::TurnedAway { peer, reason: reason.to_owned() });
 }

@@ -35,6 +35,10 @@ impl<V: SourceVm> Driver<'_, V> {
         pages.clear_all();
         let (result, stood_still) = self.quiesced(|| log.collect(&mut pages))?;
         result?;
+        if std::mem::take(&mut self.recalled) {
+            // These were read without being protected again, as nobody was to write them any more.
+            pages.union_with(&self.pending);
+        }
         if let Some(given_back) = &mut self.given_back {
             given_back.find(&self.memory, &mut pages)?;
         }
@@ -122,6 +126,17 @@ impl<V: SourceVm> Driver<'_, V> {
         };
         self.held = held;
         input
+    }
+
+    /// Lets the guest run on after its last harvest.
+    pub(super) fn recall(&mut self) -> Option<Input> {
+        self.recalled = true;
+        // The last harvest has used it up.
+        self.spare = PageSet::for_memory(&self.memory);
+        self.resume();
+        self.resume_failure.take().map(|source| {
+            Input::Failed(MigrateError::Vm { action: "let the guest run on", source })
+        })
     }
 
     pub(super) fn save(&mut self) -> Input {

@@ -1,12 +1,14 @@
 //! The channels of the driver of the source.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use vmferry_wire::{ControlMessage, Token};
+use vmferry_wire::{ControlMessage, Role, Token};
 
 use super::Driver;
 use crate::compression::worker_threads;
 use crate::error::MigrateError;
+use crate::greeting::Purpose;
 use crate::link::lost;
 use crate::source::connect;
 use crate::source::encode::PageEncoder;
@@ -14,6 +16,7 @@ use crate::source::io::Input;
 use crate::source::lane::{Lane, LaneContext};
 use crate::source::plan::LanePlan;
 use crate::source::pool::{Maker, Pool, PoolLane};
+use crate::source::redial::Redialled;
 use crate::vm::SourceVm;
 
 /// Frames that a lane has ready beside those that workers are making: one is sent while the next waits.
@@ -49,10 +52,8 @@ impl<V: SourceVm> Driver<'_, V> {
         };
         let mut pool_lanes = Vec::new();
         for (lane, window) in (0..self.config.channels).zip(&self.windows) {
-            let timeouts = &self.config.timeouts;
-            let (writer, reader, closer) =
-                connect::data(&self.dialer, lane, *token, timeouts.silence, timeouts.stall)?;
-            self.lane_ends.push((reader, closer));
+            let purpose = Purpose { role: Role::Data, lane, token: *token, attempt: 0 };
+            let channel = connect::data(&self.dialer, purpose, &self.config.timeouts)?;
             let log = Arc::clone(&self.log);
             let plan = LanePlan::new(lane, self.config.channels, log);
             let (window, signal) = (Arc::clone(window), Arc::clone(&self.signal));
@@ -65,7 +66,7 @@ impl<V: SourceVm> Driver<'_, V> {
                 encoder(),
                 Arc::clone(&self.signal),
             );
-            let lane = Lane::start(lane, pool_lane, maker, context.clone(), writer);
+            let lane = Lane::start(lane, pool_lane, maker, context.clone(), channel);
             let lane = lane.map_err(no_thread)?;
             self.lanes.push(lane);
         }
@@ -79,5 +80,42 @@ impl<V: SourceVm> Driver<'_, V> {
         );
         self.pool = Some(pool.map_err(no_thread)?);
         Ok(())
+    }
+
+    /// Whether a lane's present channel is the one that was dialled so often before.
+    pub(super) fn is_at(&self, lane: u8, attempt: u64) -> bool {
+        self.lanes.get(usize::from(lane)).is_some_and(|lane| lane.attempt() == attempt)
+    }
+
+    /// Closes a lane's channel and dials it again.
+    pub(super) fn redial(&mut self, lane: u8, token: Token, attempt: u64, delay: Duration) {
+        if let Some(lane) = self.lanes.get(usize::from(lane)) {
+            lane.close();
+        }
+        self.redialler.dial(Purpose { role: Role::Data, lane, token, attempt }, delay);
+    }
+
+    /// Goes on with a lane on the channel that was dialled, if no other was meanwhile.
+    pub(super) fn rejoin(&mut self, redialled: Redialled) -> Input {
+        let Redialled { lane, attempt, channel } = redialled;
+        if !self.redialler.is_latest(lane, attempt) {
+            return Input::Tick;
+        }
+        let Some(joined) = self.lanes.get_mut(usize::from(lane)) else { return Input::Tick };
+        match channel {
+            Ok(channel) => {
+                let placed = channel.placed;
+                if let Some(window) = self.windows.get(usize::from(lane)) {
+                    window.placed(placed);
+                }
+                match joined.attach(attempt, channel) {
+                    Ok(()) => Input::LaneRejoined { lane, placed },
+                    Err(source) => {
+                        Input::Failed(MigrateError::Local { action: "start a thread", source })
+                    }
+                }
+            }
+            Err(error) => Input::LaneNotRejoined { lane, error },
+        }
     }
 }

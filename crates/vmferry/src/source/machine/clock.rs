@@ -19,7 +19,9 @@ const PINGS_AT_START: u64 = 4;
 impl Source {
     /// Whether a peer is expected to be heard on the control channel.
     pub(super) fn listens(&self) -> bool {
-        !matches!(self.handover, SourceState::InDoubt { .. }) && self.phase != Phase::Done
+        !matches!(self.handover, SourceState::InDoubt { .. })
+            && self.phase != Phase::Done
+            && self.links.is_control_up()
     }
 
     /// The bound of the present wait, what is awaited, and its length.
@@ -30,6 +32,8 @@ impl Source {
                 ("the destination's answer to the announced guest", timeouts.accept)
             }
             Phase::Joining => ("the data channels", timeouts.accept),
+            // What was lost has a bound of its own.
+            Phase::Sending | Phase::LastRound if !self.links.are_up() => return None,
             Phase::Sending | Phase::LastRound => {
                 ("the destination to place frames", timeouts.stall)
             }
@@ -57,6 +61,10 @@ impl Source {
             self.fail_by(now, SourceEvent::LinkLost, MigrateError::TimedOut { what, after });
             return;
         }
+        if let Some(error) = self.links.take_overdue(now, self.patience()) {
+            self.fail_by(now, SourceEvent::LinkLost, error);
+            return;
+        }
         if !self.listens() {
             return;
         }
@@ -64,11 +72,7 @@ impl Source {
         if now >= self.last_heard + silence {
             self.last_heard = now;
             let what = "any sign of life on the control channel";
-            self.fail_by(
-                now,
-                SourceEvent::LinkLost,
-                MigrateError::TimedOut { what, after: silence },
-            );
+            self.on_control_lost(now, MigrateError::TimedOut { what, after: silence });
         } else if now >= self.next_ping {
             self.send_ping(now);
         }

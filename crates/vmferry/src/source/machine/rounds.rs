@@ -97,12 +97,13 @@ impl Source {
 
     pub(super) fn finish_round(&mut self, now: Duration) {
         let Some(round) = self.rounds.finish(now) else { return };
-        let content = round.encoded.content();
-        self.predictor.measured_round(
-            content,
-            round.bytes,
-            Duration::from_secs_f64(round.ms / 1e3),
-        );
+        if !round.interrupted {
+            self.predictor.measured_round(
+                round.encoded.content(),
+                round.bytes,
+                Duration::from_secs_f64(round.ms / 1e3),
+            );
+        }
         self.stats.sent_bytes += round.bytes;
         self.stats.encoded.add(&round.encoded);
         self.wire_bytes += round.bytes;
@@ -111,9 +112,13 @@ impl Source {
         self.stats.rounds.push(round.clone());
         self.act(Action::Report(Report::RoundDone(round)));
         if self.phase == Phase::Sending {
-            self.enter(now, Phase::Harvesting);
-            self.act(Action::Harvest);
+            self.harvest(now);
         }
+    }
+
+    pub(super) fn harvest(&mut self, now: Duration) {
+        self.enter(now, Phase::Harvesting);
+        self.act(Action::Harvest);
     }
 
     pub(super) fn on_harvested(&mut self, now: Duration, pages: u64, took: Duration) {
@@ -123,7 +128,13 @@ impl Source {
             pending_pages: pages,
             dirtied_in: now.saturating_sub(self.last_harvest),
         };
-        match self.predictor.decide(harvest) {
+        let decision = if self.links.are_up() {
+            self.predictor.decide(harvest)
+        } else {
+            // The guest is not paused for a link that is not there.
+            Decision::AnotherRound
+        };
+        match decision {
             Decision::AnotherRound => {
                 if let Some(percent) = self.throttle.next(pages) {
                     self.predictor.throttled(percent);

@@ -1,0 +1,136 @@
+//! The destination's machine and its channels: what is lost, and may be made again.
+//!
+//! Until the state is loaded nothing is lost with a channel: the source keeps every frame that it was not told
+//! is placed. So the machine waits for the source as long as that wants to try, and with a control channel that
+//! is made again everything since the last FINAL is as if it had not been said.
+
+use std::time::Duration;
+
+use super::{Destination, Phase, protocol};
+use crate::destination::io::Report;
+use crate::error::{MigrateError, chain};
+use crate::handover::DestinationState;
+use crate::link::{EXPLANATION, Loss, channel_name};
+
+/// Channels that are gone.
+#[derive(Debug, Default)]
+pub(super) struct Losses {
+    control: Option<Loss>,
+    /// By lane.
+    lanes: Vec<(u8, Loss)>,
+}
+
+impl Losses {
+    pub(super) fn is_empty(&self) -> bool {
+        self.control.is_none() && self.lanes.is_empty()
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Loss> {
+        self.control.iter().chain(self.lanes.iter().map(|(_, loss)| loss))
+    }
+
+    /// When the first of them has been gone for too long.
+    pub(super) fn deadline(&self, patience: Duration) -> Option<Duration> {
+        self.all().map(|loss| loss.since + patience).min()
+    }
+
+    /// Why the session ends, if a channel has been gone for too long.
+    pub(super) fn take_overdue(
+        &mut self,
+        now: Duration,
+        patience: Duration,
+    ) -> Option<MigrateError> {
+        if let Some(loss) = self.control.take_if(|loss| now >= loss.since + patience) {
+            return Some(loss.error);
+        }
+        let index = self.lanes.iter().position(|(_, loss)| now >= loss.since + patience)?;
+        Some(self.lanes.remove(index).1.error)
+    }
+}
+
+impl Destination {
+    /// Whether a source that has lost its control channel may go on with this session on another one.
+    #[must_use]
+    pub fn may_resume(&self) -> bool {
+        matches!(self.phase, Phase::Receiving | Phase::Placing)
+            && self.handover == DestinationState::Receiving
+            && !self.reconnect.is_zero()
+    }
+
+    /// Whether the source is away: whoever is entitled to may begin anew.
+    #[must_use]
+    pub fn is_waiting_for_source(&self) -> bool {
+        self.losses.control.is_some()
+    }
+
+    /// How long a lost channel is waited for. The control channel may still say why a data channel is gone.
+    pub(super) fn patience(&self) -> Duration {
+        self.reconnect.max(EXPLANATION)
+    }
+
+    pub(super) fn on_control_lost(&mut self, now: Duration, error: MigrateError) {
+        if !self.may_resume() {
+            return self.on_link_lost(now, error);
+        }
+        self.link_up = false;
+        if self.losses.control.is_none() {
+            self.report_loss(None, &error);
+            self.losses.control = Some(Loss { since: now, error });
+        }
+    }
+
+    pub(super) fn on_resumed(&mut self, now: Duration) {
+        self.link_up = true;
+        self.last_heard = now;
+        if let Some(loss) = self.losses.control.take() {
+            self.report_return(now, None, &loss);
+        }
+        self.withdraw();
+    }
+
+    /// Goes on receiving: the guest runs on at the source.
+    pub(super) fn withdraw(&mut self) {
+        self.last = None;
+        self.phase = Phase::Receiving;
+    }
+
+    pub(super) fn on_lane_lost(&mut self, now: Duration, lane: u8, error: MigrateError) {
+        // Once everything is placed no data channel is needed any more.
+        if !matches!(self.phase, Phase::Receiving | Phase::Placing) || self.handover.is_final() {
+            return;
+        }
+        if self.losses.lanes.iter().all(|(lost, _)| *lost != lane) {
+            if !self.reconnect.is_zero() {
+                self.report_loss(Some(lane), &error);
+            }
+            self.losses.lanes.push((lane, Loss { since: now, error }));
+        }
+    }
+
+    pub(super) fn on_lane_joined(&mut self, now: Duration, lane: u8) {
+        if let Some(index) = self.losses.lanes.iter().position(|(lost, _)| *lost == lane) {
+            let (_, loss) = self.losses.lanes.swap_remove(index);
+            self.waiting_since = now;
+            self.report_return(now, Some(lane), &loss);
+        }
+    }
+
+    pub(super) fn on_superseded(&mut self, now: Duration) {
+        let error = self.losses.control.take().map_or_else(
+            || protocol("the source announces another guest".into()),
+            |loss| loss.error,
+        );
+        self.on_link_lost(now, error);
+    }
+
+    fn report_loss(&mut self, lane: Option<u8>, error: &MigrateError) {
+        let report = Report::LinkLost { channel: channel_name(lane), reason: chain(error) };
+        self.actions.push_back(super::Action::Report(report));
+    }
+
+    fn report_return(&mut self, now: Duration, lane: Option<u8>, loss: &Loss) {
+        let after_ms = now.saturating_sub(loss.since).as_secs_f64() * 1e3;
+        let report = Report::LinkRestored { channel: channel_name(lane), after_ms };
+        self.actions.push_back(super::Action::Report(report));
+    }
+}

@@ -1,0 +1,241 @@
+//! The source's machine and its channels: a lost one is made again, and nothing that was sent on it is lost.
+//!
+//! Until READY a broken link costs time only. Every frame is kept until the destination says that it is placed,
+//! so a lane goes on where the destination's memory ends. The guest never waits for it: if it was paused already
+//! it runs on here, and the pages of the round that was on its way are sent once more in the next one.
+
+use std::time::Duration;
+
+use vmferry_wire::{ControlMessage, Token};
+
+use super::{Phase, Source, ms};
+use crate::error::{ErrorClass, MigrateError, chain};
+use crate::handover::{SourceEvent, SourceState};
+use crate::link::{EXPLANATION, Loss, channel_name};
+use crate::source::io::{Action, Report};
+
+/// Between two attempts to make a channel again.
+const RETRY: Duration = Duration::from_millis(200);
+
+/// Which channels are gone, and how often each was dialled.
+#[derive(Debug)]
+pub(super) struct Links {
+    token: Token,
+    control: Link,
+    lanes: Vec<Link>,
+    /// Since when at least one is gone.
+    down_since: Option<Duration>,
+}
+
+#[derive(Debug, Default)]
+struct Link {
+    /// Attempts to dial it again so far.
+    attempts: u64,
+    loss: Option<Loss>,
+}
+
+impl Links {
+    pub(super) fn new(lanes: u8) -> Self {
+        let lanes = (0..lanes).map(|_| Link::default()).collect();
+        Self { token: Token([0; 16]), control: Link::default(), lanes, down_since: None }
+    }
+
+    /// Takes the token that data channels and a resumed control channel must show.
+    pub(super) fn set_token(&mut self, token: Token) {
+        self.token = token;
+    }
+
+    pub(super) fn is_control_up(&self) -> bool {
+        self.control.loss.is_none()
+    }
+
+    pub(super) fn are_up(&self) -> bool {
+        self.all().all(|link| link.loss.is_none())
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Link> {
+        std::iter::once(&self.control).chain(&self.lanes)
+    }
+
+    /// The channel of a lane, or the control channel.
+    fn of(&mut self, lane: Option<u8>) -> Option<&mut Link> {
+        match lane {
+            Some(lane) => self.lanes.get_mut(usize::from(lane)),
+            None => Some(&mut self.control),
+        }
+    }
+
+    /// When the first of them has been gone for too long.
+    pub(super) fn deadline(&self, patience: Duration) -> Option<Duration> {
+        self.all().filter_map(|link| link.loss.as_ref()).map(|loss| loss.since + patience).min()
+    }
+
+    /// Why the migration ends, if a channel has been gone for too long.
+    pub(super) fn take_overdue(
+        &mut self,
+        now: Duration,
+        patience: Duration,
+    ) -> Option<MigrateError> {
+        let overdue = |link: &mut Link| link.loss.take_if(|loss| now >= loss.since + patience);
+        let loss = overdue(&mut self.control).or_else(|| self.lanes.iter_mut().find_map(overdue));
+        loss.map(|loss| loss.error)
+    }
+}
+
+impl Source {
+    /// How long a lost channel is waited for. The control channel may still say why a data channel is gone.
+    pub(super) fn patience(&self) -> Duration {
+        if self.may_reconnect() { self.timeouts().reconnect.max(EXPLANATION) } else { EXPLANATION }
+    }
+
+    /// Whether a lost channel can be made again: the destination knows the session, and nothing is promised.
+    fn may_reconnect(&self) -> bool {
+        self.handover == SourceState::Holding
+            && !self.timeouts().reconnect.is_zero()
+            && matches!(
+                self.phase,
+                Phase::Starting
+                    | Phase::Sending
+                    | Phase::Harvesting
+                    | Phase::Pausing
+                    | Phase::LastHarvest
+                    | Phase::LastRound
+                    | Phase::AwaitReady
+            )
+    }
+
+    pub(super) fn on_control_lost(&mut self, now: Duration, error: MigrateError) {
+        if !self.may_reconnect() {
+            return self.fail_by(now, SourceEvent::LinkLost, error);
+        }
+        // Nobody knows what came of a link on which nothing was heard: new channels are there sooner than
+        // those that wait for the next repetition of what was lost.
+        let silent = matches!(error, MigrateError::TimedOut { .. });
+        self.lose(now, None, error);
+        if silent {
+            for lane in 0..self.config.channels {
+                if !self.rounds.is_lane_done(lane) {
+                    let error = MigrateError::LinkLost {
+                        channel: channel_name(Some(lane)),
+                        during: self.phase.name(),
+                        detail: "nothing is heard of the other side".into(),
+                    };
+                    self.lose(now, Some(lane), error);
+                }
+            }
+        }
+        self.recall(now);
+    }
+
+    pub(super) fn on_lane_lost(&mut self, now: Duration, lane: u8, error: MigrateError) {
+        let needed = match self.phase {
+            // Everything of this lane has arrived, or all of it will be sent again.
+            Phase::AwaitReady => !self.rounds.is_lane_done(lane),
+            Phase::Verifying | Phase::HandingOver | Phase::Asking | Phase::Done => false,
+            _ => true,
+        };
+        if !needed {
+            return;
+        }
+        self.lose(now, Some(lane), error);
+        if self.may_reconnect() {
+            self.recall(now);
+        }
+    }
+
+    /// Notes that a channel is gone, and has it made again if that is wanted.
+    fn lose(&mut self, now: Duration, lane: Option<u8>, error: MigrateError) {
+        let reason = chain(&error);
+        match self.links.of(lane) {
+            Some(link) if link.loss.is_none() => link.loss = Some(Loss { since: now, error }),
+            _ => return,
+        }
+        if !self.may_reconnect() {
+            return;
+        }
+        self.links.down_since.get_or_insert(now);
+        self.rounds.interrupted();
+        self.act(Action::Report(Report::LinkLost { channel: channel_name(lane), reason }));
+        self.dial(lane, Duration::ZERO);
+    }
+
+    fn dial(&mut self, lane: Option<u8>, delay: Duration) {
+        let token = self.links.token;
+        let Some(link) = self.links.of(lane) else { return };
+        link.attempts += 1;
+        let attempt = link.attempts;
+        self.act(match lane {
+            Some(lane) => Action::RejoinLane { lane, token, attempt, delay },
+            None => Action::ResumeControl { token, attempt, delay },
+        });
+    }
+
+    /// Lets the guest run on if it was paused and not everything is known to have arrived.
+    fn recall(&mut self, now: Duration) {
+        if !matches!(self.phase, Phase::LastRound | Phase::AwaitReady) {
+            return;
+        }
+        self.act(Action::Recall);
+        self.act(Action::Report(Report::Recalled));
+        if self.phase == Phase::AwaitReady && self.links.is_control_up() {
+            self.act(Action::Send(ControlMessage::Withdraw {}));
+        }
+        self.state = None;
+        self.digest = None;
+        self.stats.recalls += 1;
+        if let Some(stopped_at) = self.stopped_at.take() {
+            self.stats.recalled_pause_ms += ms(now.saturating_sub(stopped_at));
+        }
+        self.rounds.recalled();
+        if self.rounds.is_open() {
+            self.enter(now, Phase::Sending);
+        } else {
+            self.harvest(now);
+        }
+    }
+
+    /// A channel was made again.
+    fn restore(&mut self, now: Duration, lane: Option<u8>) {
+        let Some(loss) = self.links.of(lane).and_then(|link| link.loss.take()) else { return };
+        self.waiting_since = now;
+        self.stats.reconnections += 1;
+        let after_ms = ms(now.saturating_sub(loss.since));
+        self.act(Action::Report(Report::LinkRestored { channel: channel_name(lane), after_ms }));
+        if self.links.are_up()
+            && let Some(since) = self.links.down_since.take()
+        {
+            self.stats.link_down_ms += ms(now.saturating_sub(since));
+        }
+    }
+
+    pub(super) fn on_resumed(&mut self, now: Duration) {
+        self.last_heard = now;
+        self.ping = None;
+        self.next_ping = now;
+        self.restore(now, None);
+    }
+
+    pub(super) fn on_lane_rejoined(&mut self, now: Duration, lane: u8, placed: u64) {
+        self.restore(now, Some(lane));
+        self.rounds.placed(lane, placed);
+        self.finish_round(now);
+    }
+
+    pub(super) fn on_resent(&mut self, lane: u8, frames: u64, bytes: u64) {
+        self.stats.resent_bytes += bytes;
+        self.act(Action::Report(Report::Resent { lane, frames, bytes }));
+    }
+
+    /// A channel could not be made again. A destination that refuses has given the session up; it may be
+    /// saying why on the control channel at this moment.
+    pub(super) fn on_not_restored(&mut self, now: Duration, lane: Option<u8>, error: MigrateError) {
+        let Some(loss) = self.links.of(lane).and_then(|link| link.loss.as_ref()) else { return };
+        let explained = lane.is_none() || now >= loss.since + EXPLANATION;
+        let refused = matches!(error, MigrateError::Refused { .. })
+            || !matches!(error.class(), ErrorClass::Connect | ErrorClass::LinkLost);
+        if refused && explained {
+            return self.fail_by(now, SourceEvent::LinkLost, error);
+        }
+        self.dial(lane, RETRY);
+    }
+}
