@@ -204,7 +204,8 @@ impl Shared {
         while let Some(seen) = self.signal.now() {
             let lanes = self.lanes.len();
             // A sender is quicker with what needs no compression, but more threads than there are senders help.
-            let searched = if number < lanes && self.chooser.is_light() { 0 } else { lanes };
+            let idle = number < lanes && !self.chooser.needs_compressors();
+            let searched = if idle { 0 } else { lanes };
             let found = (first..first + searched).find_map(|index| {
                 let index = index % lanes;
                 self.lanes[index].next(&self.chooser).map(|task| (index, task))
@@ -233,26 +234,24 @@ impl Shared {
         let lane = &self.lanes[index];
         // While any channel sends, the link is not idle.
         let hungry = self.lanes.iter().all(|lane| lane.outgoing.is_hungry());
-        let finished =
-            encode(index as u8, batch, frame, encoder, hungry, &self.chooser, &self.signal)?;
-        lane.finished(finished);
+        let decision = self.chooser.choose(hungry, batch.as_batch().round);
+        let (chooser, signal) = (&self.chooser, &self.signal);
+        lane.finished(encode(index as u8, batch, frame, encoder, decision, chooser, signal)?);
         Ok(())
     }
 }
 
-/// Decides how a batch is encoded, and does it.
+/// Makes a frame of a batch.
 fn encode(
     lane: u8,
     batch: &PageBatch,
     mut frame: EncodedFrame,
     encoder: &mut PageEncoder,
-    hungry: bool,
+    decision: Decision,
     chooser: &Chooser,
     signal: &Signal,
 ) -> Result<Finished, MigrateError> {
-    let decision = chooser.choose(hungry, batch.as_batch().round);
     if decision.turned {
-        // It is others who make the frames now.
         signal.raise();
     }
     let begun = Instant::now();
@@ -301,7 +300,8 @@ impl Maker {
         }
         let Some(next) = lane.next(chooser) else { return Ok(None) };
         let (batch, frame) = next?;
-        let finished = encode(*number, &batch, frame, encoder, false, chooser, signal)?;
+        let decision = chooser.choose_light(batch.as_batch().round);
+        let finished = encode(*number, &batch, frame, encoder, decision, chooser, signal)?;
         lane.outgoing.pass();
         lane.made();
         Ok(Some(finished))
