@@ -279,7 +279,7 @@ fn the_link_is_cut_in_each_phase() {
     for (name, moment) in BEFORE_COMMIT {
         let (_there, receiving, address) = scene.receive_plain();
         let proxy = Proxy::before(&address);
-        let mut send = scene.send(&proxy.address, &["--plain"]);
+        let mut send = scene.send(&proxy.address, &["--plain", "--reconnect-timeout", "1s"]);
         send.event_where(moment);
         proxy.cut();
         let sent = send.finish();
@@ -288,6 +288,31 @@ fn the_link_is_cut_in_each_phase() {
         scene.runs_on_here();
     }
     scene.arrives();
+}
+
+#[test]
+fn the_link_breaks_and_comes_back() {
+    let mut scene = Scene::new(Version::V10_0);
+    let (mut there, mut receiving, address) = scene.receive_plain();
+    let proxy = Proxy::before(&address);
+    let mut send = scene.send(&proxy.address, &["--plain"]);
+    send.event_where(|event| event["event"] == "round-started");
+    proxy.cut();
+    send.event("link-lost");
+    proxy.heal();
+    send.event("link-restored");
+    // While it is paused: QEMU runs on and is paused once more, or the hand-over asks again.
+    send.event_where(|event| event["event"] == "round-started" && event["paused"] == true);
+    proxy.cut();
+    let sent = send.finish();
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let stats = sent.last();
+    assert_eq!((&stats["digest_match"], &stats["verify_match"]), (&true.into(), &true.into()));
+    assert!(stats["reconnections"].as_u64() >= Some(3), "{stats}");
+    receiving.event("link-restored");
+    receiving.event("received");
+    assert!(scene.here.child.wait().unwrap().success(), "the source's QEMU has ended in order");
+    there.check_guest();
 }
 
 #[test]
