@@ -121,8 +121,8 @@ pub enum VmCall {
 #[allow(missing_docs, reason = "each variant says what its fields are")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// All channels are cut, or only the message's.
-    Cut { message: u64, place: Where, all: bool },
+    /// All channels are cut, or only the message's, and for some time none can be made.
+    Cut { message: u64, place: Where, all: bool, away: Duration },
     /// From this message on the network is silent. What was sent then arrives when it speaks again,
     /// unless it is lost.
     Silence { message: u64, ways: Ways, lasts: Duration, lost: bool },
@@ -155,6 +155,20 @@ pub enum Sabotage {
     LyingDisk,
     /// The source never learns that the link is lost, and no time passes for it.
     NoClock,
+    /// The pages of a round that was recalled are not sent once more.
+    ForgetRecalled,
+    /// A guest that was paused waits for the link instead of running on.
+    StayPaused,
+    /// The source lets the guest run on when a lane is lost, and believes in READY all the same.
+    RunOnBeforeReady,
+    /// The source does not tell the destination that the guest runs on.
+    ForgetWithdraw,
+    /// The destination takes the last frame before a cut for one that it has not placed.
+    PlaceTwice,
+    /// A lane does not send again what was lost with its channel.
+    ForgetKept,
+    /// The destination goes on with a FINAL that it heard before the control channel was made again.
+    KeepFinal,
 }
 
 /// A schedule.
@@ -170,6 +184,8 @@ pub struct Plan {
     pub verify: bool,
     /// Rounds with the guest running.
     pub rounds: u32,
+    /// For how long a lost channel is made again; 0 gives up at once.
+    pub reconnect: Duration,
     /// What goes wrong.
     pub faults: Vec<Fault>,
     /// What is broken on purpose.
@@ -196,17 +212,34 @@ impl Plan {
 
     fn random(seed: Seed, number: u64) -> Self {
         let mut rng = Rng::with_seed(number);
-        let count = [0, 1, 1, 2, 2, 2, 3, 3, 4, 5][rng.usize(..10)];
-        let faults = (0..count).map(|_| random_fault(&mut rng)).collect();
+        let reconnect = SECOND * [0, 0, 2, 5, 10, 30][rng.usize(..6)];
+        let faults = if rng.u32(..3) == 0 {
+            (0..rng.u32(1..5)).map(|_| random_cut(&mut rng, SECOND * 2)).collect()
+        } else {
+            let count = [0, 1, 1, 2, 2, 2, 3, 3, 4, 5][rng.usize(..10)];
+            (0..count).map(|_| random_fault(&mut rng)).collect()
+        };
         Self {
             seed,
             rng: rng.u64(..),
             lanes: [1, 2, 2, 4][rng.usize(..4)],
             verify: rng.bool(),
             rounds: rng.u32(1..4),
+            reconnect,
             faults,
             sabotage: None,
         }
+    }
+
+    /// Whether the link is all that goes wrong, and is back each time before anybody gives up: all losses
+    /// together, and what it takes to make the channels again, are shorter than that.
+    #[must_use]
+    pub fn is_mild(&self) -> bool {
+        let away = self.faults.iter().try_fold(Duration::ZERO, |sum, fault| match fault {
+            Fault::Cut { away, .. } => Some(sum + *away + SECOND),
+            _ => None,
+        });
+        away.is_some_and(|away| away < self.reconnect)
     }
 
     /// How many boundary schedules there are.
@@ -218,7 +251,7 @@ impl Plan {
     }
 
     fn boundary(seed: Seed, number: u64) -> Self {
-        let (lanes, verify) = SHAPES[(number % SHAPES.len() as u64) as usize];
+        let (lanes, verify, reconnect) = SHAPES[(number % SHAPES.len() as u64) as usize];
         let number = number / SHAPES.len() as u64;
         let kinds = boundary_kinds(0).len() as u64;
         let by_message = kinds * MESSAGES;
@@ -235,12 +268,14 @@ impl Plan {
                 }
             }
         };
-        Self { seed, rng: number % 7, lanes, verify, rounds: 2, faults, sabotage: None }
+        let reconnect = SECOND * reconnect;
+        Self { seed, rng: number % 7, lanes, verify, rounds: 2, reconnect, faults, sabotage: None }
     }
 }
 
-/// Data channels, and whether both memories are hashed whole.
-const SHAPES: [(u8, bool); 4] = [(2, true), (2, false), (1, false), (4, true)];
+/// Data channels, whether both memories are hashed whole, and for how many seconds a lost channel is made again.
+const SHAPES: [(u8, bool, u32); 6] =
+    [(2, true, 0), (2, false, 0), (1, false, 0), (4, true, 0), (2, false, 20), (3, true, 20)];
 
 const VM_CALLS: [VmCall; 7] = [
     VmCall::Pause,
@@ -256,7 +291,8 @@ const VM_CALLS: [VmCall; 7] = [
 fn boundary_kinds(message: u64) -> Vec<Vec<Fault>> {
     let long = 100 * SECOND;
     let silence = |ways, lasts, lost| vec![Fault::Silence { message, ways, lasts, lost }];
-    let cut = |place, all| vec![Fault::Cut { message, place, all }];
+    let cut = |place, all| vec![Fault::Cut { message, place, all, away: Duration::ZERO }];
+    let away = |all, away| vec![Fault::Cut { message, place: Where::Within, all, away }];
     let crash = |host, back_after| vec![Fault::Crash { host, message, back_after }];
     vec![
         cut(Where::Before, true),
@@ -264,6 +300,10 @@ fn boundary_kinds(message: u64) -> Vec<Vec<Fault>> {
         cut(Where::After, true),
         cut(Where::Before, false),
         cut(Where::After, false),
+        away(true, 3 * SECOND),
+        away(false, 3 * SECOND),
+        away(true, 25 * SECOND),
+        [cut(Where::After, true), vec![again(message, 2), again(message, 9)]].concat(),
         silence(Ways::Both, long, true),
         silence(Ways::Both, 5 * SECOND, false),
         silence(Ways::To(Host::Source), long, true),
@@ -281,7 +321,7 @@ fn boundary_kinds(message: u64) -> Vec<Vec<Fault>> {
         vec![Fault::Cancel { host: Host::Source, message }],
         vec![Fault::Cancel { host: Host::Destination, message }],
         vec![
-            Fault::Cut { message, place: Where::After, all: true },
+            Fault::Cut { message, place: Where::After, all: true, away: Duration::ZERO },
             Fault::Stranger { message, lasts: 20 * SECOND },
         ],
         vec![
@@ -289,6 +329,12 @@ fn boundary_kinds(message: u64) -> Vec<Vec<Fault>> {
             Fault::Crash { host: Host::Destination, message: message + 1, back_after: SECOND },
         ],
     ]
+}
+
+/// A cut of one channel, so many messages later.
+fn again(message: u64, later: u64) -> Fault {
+    let message = message + later;
+    Fault::Cut { message, place: Where::Before, all: false, away: Duration::ZERO }
 }
 
 /// Every write, failing in every way, alone and with a crash.
@@ -316,15 +362,18 @@ fn write_faults() -> Vec<Vec<Fault>> {
     all
 }
 
+fn random_cut(rng: &mut Rng, longest: Duration) -> Fault {
+    let place = [Where::Before, Where::Within, Where::After][rng.usize(..3)];
+    let away = longest.mul_f64([0.0, 0.01, 0.1, 1.0][rng.usize(..4)] * rng.f64());
+    Fault::Cut { message: rng.u64(..MESSAGES), place, all: rng.u32(..3) > 0, away }
+}
+
 fn random_fault(rng: &mut Rng) -> Fault {
     let message = rng.u64(..MESSAGES);
     let host = if rng.bool() { Host::Source } else { Host::Destination };
     let lasts = SECOND * rng.u32(..130);
     match rng.u32(..16) {
-        0..3 => {
-            let place = [Where::Before, Where::Within, Where::After][rng.usize(..3)];
-            Fault::Cut { message, place, all: rng.u32(..3) > 0 }
-        }
+        0..3 => random_cut(rng, SECOND * 40),
         3..5 => {
             let ways = if rng.bool() { Ways::Both } else { Ways::To(host) };
             Fault::Silence { message, ways, lasts, lost: rng.bool() }
@@ -379,7 +428,8 @@ mod tests {
             (0..Plan::boundaries()).map(|number| Plan::new(Seed::Boundary(number))).collect();
         let at = |message| {
             plans.iter().any(|plan| {
-                plan.faults.contains(&Fault::Cut { message, place: Where::Within, all: true })
+                let away = Duration::ZERO;
+                plan.faults.contains(&Fault::Cut { message, place: Where::Within, all: true, away })
             })
         };
         assert!((0..MESSAGES).all(at));

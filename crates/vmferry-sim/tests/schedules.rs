@@ -68,6 +68,28 @@ fn sabotage_is_found_out() {
     }
 }
 
+/// Each rule of reconnection, broken, is found out by what it was made for.
+#[test]
+fn a_broken_rule_of_reconnection_is_found_out() {
+    let not_given = "the guest was not given";
+    for (sabotage, violation) in [
+        (Sabotage::ForgetRecalled, "what arrived is not what was there"),
+        (Sabotage::StayPaused, "the guest waits for a link that is away"),
+        (Sabotage::RunOnBeforeReady, "of which the source ran on"),
+        (Sabotage::ForgetWithdraw, not_given),
+        (Sabotage::PlaceTwice, "is placed after frame"),
+        (Sabotage::ForgetKept, not_given),
+        (Sabotage::KeepFinal, not_given),
+    ] {
+        let found = (0..Plan::boundaries()).map(Seed::Boundary).chain((0..RANDOM).map(Seed::Random));
+        let found = found.map(Plan::new).filter(|plan| !plan.reconnect.is_zero()).any(|mut plan| {
+            plan.sabotage = Some(sabotage);
+            run(&plan, false).violations.iter().any(|text| text.contains(violation))
+        });
+        assert!(found, "{sabotage:?} was not found out");
+    }
+}
+
 /// A page that the log forgets arrives stale: the guest finds it, unless both memories are compared.
 #[test]
 fn a_forgotten_page_is_found_by_the_guest_or_by_verify() {
@@ -131,7 +153,7 @@ mod known_weaknesses {
             &plan(|plan| {
                 let message = number_of(plan, "RUNNING");
                 vec![
-                    Fault::Cut { message, place: Where::Before, all: true },
+                    Fault::Cut { message, place: Where::Before, all: true, away: Duration::ZERO },
                     Fault::Crash {
                         host: Host::Source,
                         message,
@@ -151,7 +173,7 @@ mod known_weaknesses {
             &plan(|plan| {
                 let message = number_of(plan, "RUNNING");
                 vec![
-                    Fault::Cut { message, place: Where::Before, all: true },
+                    Fault::Cut { message, place: Where::Before, all: true, away: Duration::ZERO },
                     Fault::Stranger { message, lasts: Duration::from_secs(30) },
                 ]
             }),
