@@ -67,6 +67,7 @@ struct State {
     memory: Option<GuestMemory>,
     log: Arc<WriteLog>,
     running: bool,
+    quiet: bool,
     /// The version of each page that was ever written; 0 for one that was zeroed.
     written: BTreeMap<Page, u64>,
     next_version: u64,
@@ -86,6 +87,7 @@ impl Guest {
             memory: None,
             log: Arc::default(),
             running: false,
+            quiet: false,
             written: BTreeMap::new(),
             next_version: 1,
             stretch: 0,
@@ -103,6 +105,11 @@ impl Guest {
         guest.lock().set_running(true);
         guest.work(rng, 30);
         guest
+    }
+
+    /// From now on it runs and writes nothing.
+    pub fn be_quiet(&self) {
+        self.lock().quiet = true;
     }
 
     /// Makes a call of the VMM fail.
@@ -136,7 +143,7 @@ impl Guest {
     /// Writes some pages, if it runs.
     pub fn work(&self, rng: &mut Rng, writes: usize) {
         let mut state = self.lock();
-        if !state.running {
+        if !state.running || state.quiet {
             return;
         }
         for _ in 0..writes {

@@ -186,6 +186,8 @@ pub struct Plan {
     pub rounds: u32,
     /// For how long a lost channel is made again; 0 gives up at once.
     pub reconnect: Duration,
+    /// Whether the guest writes nothing during the migration: what is saved is past all the same once it ran on.
+    pub quiet: bool,
     /// What goes wrong.
     pub faults: Vec<Fault>,
     /// What is broken on purpose.
@@ -226,6 +228,7 @@ impl Plan {
             verify: rng.bool(),
             rounds: rng.u32(1..4),
             reconnect,
+            quiet: rng.u32(..8) == 0,
             faults,
             sabotage: None,
         }
@@ -269,7 +272,17 @@ impl Plan {
             }
         };
         let reconnect = SECOND * reconnect;
-        Self { seed, rng: number % 7, lanes, verify, rounds: 2, reconnect, faults, sabotage: None }
+        Self {
+            seed,
+            rng: number % 7,
+            lanes,
+            verify,
+            rounds: 2,
+            reconnect,
+            quiet: false,
+            faults,
+            sabotage: None,
+        }
     }
 }
 

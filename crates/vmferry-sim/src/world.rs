@@ -92,6 +92,9 @@ impl World {
         };
         let timeouts = config.timeouts;
         let here = Guest::running(&ledger, &mut network.rng);
+        if plan.quiet {
+            here.be_quiet();
+        }
         let there = Guest::absent(Host::Destination, &ledger);
         let disks = [Disk::default(), Disk::default()];
         for fault in &plan.faults {

@@ -81,11 +81,13 @@ fn a_broken_rule_of_reconnection_is_found_out() {
         (Sabotage::ForgetKept, not_given),
         (Sabotage::KeepFinal, not_given),
     ] {
-        let found = (0..Plan::boundaries()).map(Seed::Boundary).chain((0..RANDOM).map(Seed::Random));
-        let found = found.map(Plan::new).filter(|plan| !plan.reconnect.is_zero()).any(|mut plan| {
-            plan.sabotage = Some(sabotage);
-            run(&plan, false).violations.iter().any(|text| text.contains(violation))
-        });
+        let found =
+            (0..Plan::boundaries()).map(Seed::Boundary).chain((0..RANDOM).map(Seed::Random));
+        let found =
+            found.map(Plan::new).filter(|plan| !plan.reconnect.is_zero()).any(|mut plan| {
+                plan.sabotage = Some(sabotage);
+                run(&plan, false).violations.iter().any(|text| text.contains(violation))
+            });
         assert!(found, "{sabotage:?} was not found out");
     }
 }
@@ -228,5 +230,45 @@ mod known_weaknesses {
                 assert_eq!(outcome.end, SourceEnd::Kept, "{how:?} {crash}");
             }
         }
+    }
+
+    /// The first message of a kind after another one.
+    fn next_after(plan: &Plan, what: &str, after: u64) -> Option<u64> {
+        let numbered = |line: &String| {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            let number = words.get(2)?.parse().ok()?;
+            (words[1] == "message" && line.ends_with(what) && number > after).then_some(number)
+        };
+        run(plan, true).trace.iter().find_map(numbered)
+    }
+
+    /// A lane is lost after FINAL, so the guest runs on. READY, said before the destination could know, is so
+    /// late that the source waits for the next one, and as the guest has written nothing it looks like that.
+    /// WITHDRAW and all behind it is lost after COMMIT, which the source may repeat on another channel.
+    #[test]
+    fn a_ready_from_before_the_guest_ran_on_hands_nothing_over() {
+        let mut reached = 0;
+        for rng in 0..400 {
+            let mut plan = Plan::new(Seed::Boundary(2));
+            plan.reconnect = Duration::from_secs(20);
+            (plan.rng, plan.rounds, plan.quiet) = (rng, 1, true);
+            plan.faults.clear();
+            let last = next_after(&plan, "FINAL", 0).expect("it is sent") - 1;
+            let (all, away) = (false, Duration::ZERO);
+            plan.faults.push(Fault::Cut { message: last, place: Where::After, all, away });
+            for (what, by) in [("PLACED", 3), ("WITHDRAW", 5)] {
+                let Some(message) = next_after(&plan, what, last) else { break };
+                plan.faults.push(Fault::Delay { message, by: Duration::from_secs(by) });
+            }
+            if plan.faults.len() == 3 && next_after(&plan, "READY", last).is_some() {
+                reached += 1;
+            }
+            if let Some(message) = next_after(&plan, "COMMIT", last) {
+                plan.faults.push(Fault::Cut { message, place: Where::Before, all: true, away });
+            }
+            let outcome = run(&plan, false);
+            assert_eq!(outcome.violations, [""; 0], "{plan:#?}");
+        }
+        assert!(reached > 3, "{reached} of them had a late READY");
     }
 }

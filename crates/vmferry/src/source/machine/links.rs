@@ -179,6 +179,10 @@ impl Source {
         self.act(Action::Report(Report::Recalled));
         if self.phase == Phase::AwaitReady && self.links.is_control_up() {
             self.act(Action::Send(ControlMessage::Withdraw {}));
+            // A READY may be on its way, and where the guest has written nothing it looks like the next one.
+            // The destination answers in order: what it says after this it says knowing that the guest runs.
+            self.send_ping(now);
+            self.withdrawn = Some(self.pings);
         }
         self.state = None;
         self.digest = None;
@@ -210,6 +214,8 @@ impl Source {
 
     pub(super) fn on_resumed(&mut self, now: Duration) {
         self.last_heard = now;
+        // Whoever lets a source go on has forgotten FINAL, and an old channel is not heard.
+        self.withdrawn = None;
         self.ping = None;
         self.next_ping = now;
         self.restore(now, None);
@@ -237,5 +243,89 @@ impl Source {
             return self.fail_by(now, SourceEvent::LinkLost, error);
         }
         self.dial(lane, RETRY);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmferry_memory::{SlotId, SlotLayout};
+    use vmferry_wire::GuestIdentity;
+
+    use super::*;
+    use crate::config::SourceConfig;
+    use crate::convergence::WhenStuck;
+    use crate::source::io::Input;
+    use crate::source::rounds::LaneTotals;
+    use crate::vm::GuestDescription;
+
+    const DIGEST: u64 = 7;
+
+    /// A machine with one lane that has sent FINAL and lost its lane, so that the guest ran on; it has sent
+    /// another FINAL since.
+    fn paused_again() -> Source {
+        let mut config = SourceConfig::new("unused".into());
+        (config.channels, config.max_rounds) = (1, 1);
+        (config.downtime_limit, config.when_stuck) = (Duration::ZERO, WhenStuck::SwitchOver);
+        let guest = GuestDescription {
+            identity: GuestIdentity { uuid: uuid::Uuid::nil(), name: String::new() },
+            vmm: String::new(),
+            config: Vec::new(),
+            layout: vec![SlotLayout { slot: SlotId(0), gpa: 0, pages: 1 }],
+        };
+        let mut source = Source::new(config, guest, "none", Duration::ZERO);
+        let (took, stood_still) = (Duration::ZERO, Duration::ZERO);
+        let sent =
+            |end_sequence| Input::LaneSent { lane: 0, end_sequence, totals: LaneTotals::default() };
+        let last_round = |end_sequence| {
+            [
+                Input::Harvested { pages: 1, took, stood_still },
+                Input::Paused { stood_still },
+                Input::LastHarvest { pages: 1, took },
+                sent(end_sequence),
+                Input::Saved { state: Vec::new(), took },
+                Input::Digest(DIGEST),
+            ]
+        };
+        let begin = [
+            Input::Control(ControlMessage::Accept { token: Token([1; 16]) }),
+            Input::LanesJoined,
+            Input::LogStarted { populated_pages: 1, stood_still },
+            sent(1),
+            Input::Control(ControlMessage::Placed { lane: 0, sequence: 1 }),
+        ];
+        let error = MigrateError::Cancelled { during: "a test" };
+        let lost = [
+            Input::LaneLost { lane: 0, attempt: 0, error },
+            Input::LaneRejoined { lane: 0, placed: 2 },
+        ];
+        for input in begin.into_iter().chain(last_round(2)).chain(lost).chain(last_round(3)) {
+            source.handle(Duration::ZERO, input);
+        }
+        assert_eq!((source.phase, source.stats.recalls), (Phase::AwaitReady, 1));
+        source
+    }
+
+    #[test]
+    fn ready_counts_only_once_the_destination_knows_that_the_guest_ran_on() {
+        let ready = || Input::Control(ControlMessage::Ready { digest: DIGEST, load_us: 0 });
+        let mut early = paused_again();
+        early.handle(Duration::ZERO, ready());
+        assert_eq!(early.handover(), SourceState::Kept);
+
+        let mut late = paused_again();
+        let nonce = late.pings;
+        late.handle(Duration::ZERO, Input::Control(ControlMessage::Pong { nonce }));
+        late.handle(Duration::ZERO, ready());
+        assert_eq!(late.handover(), SourceState::Committing { cut: false });
+    }
+
+    #[test]
+    fn a_control_channel_that_is_made_again_brings_no_old_ready() {
+        let mut source = paused_again();
+        let error = MigrateError::Cancelled { during: "a test" };
+        source.handle(Duration::ZERO, Input::LinkLost(error));
+        source.handle(Duration::ZERO, Input::Resumed);
+        assert_eq!(source.withdrawn, None);
+        assert_eq!(source.handover(), SourceState::Holding);
     }
 }
