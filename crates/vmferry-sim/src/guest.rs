@@ -1,16 +1,19 @@
 //! A guest that writes its memory and knows what must stand there, and the VMMs around it.
 
-use std::collections::{BTreeMap, BTreeSet};
+mod write_log;
+
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use fastrand::Rng;
 use vmferry::{DestinationVm, GuestDescription, PrepareError, Resume, SourceVm, VmError};
 use vmferry_codec::{CompressError, Compressors};
-use vmferry_dirty::{DirtyLog, DirtyLogError};
-use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageSet, SlotId, SlotLayout};
+use vmferry_dirty::DirtyLog;
+use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, SlotId, SlotLayout};
 use vmferry_wire::GuestIdentity;
 
+use self::write_log::WriteLog;
 use crate::plan::{Host, VmCall};
 
 /// The guest's memory: several stripes of lanes, of which few pages are ever used.
@@ -110,6 +113,11 @@ impl Guest {
     /// From now on it runs and writes nothing.
     pub fn be_quiet(&self) {
         self.lock().quiet = true;
+    }
+
+    /// Makes the log lose a page at each harvest.
+    pub fn forget_pages(&self) {
+        self.lock().log.forget();
     }
 
     /// Makes a call of the VMM fail.
@@ -358,80 +366,6 @@ impl DestinationVm for Vm {
             let text = format!("what arrived is not what was there: {text}");
             state.ledger().violations.push(text);
         }
-        Ok(())
-    }
-}
-
-/// A log of every page that the guest writes: the first write to a page is seen, and then none until the page
-/// is protected again, just before it is read.
-#[derive(Default)]
-struct WriteLog(Mutex<LogState>);
-
-#[derive(Default)]
-struct LogState {
-    logging: bool,
-    pages: BTreeSet<Page>,
-    /// Writes to these are not seen.
-    unprotected: BTreeSet<Page>,
-    forgets: bool,
-}
-
-impl WriteLog {
-    fn mark(&self, page: Page) {
-        let mut state = self.lock();
-        if state.logging && state.unprotected.insert(page) {
-            state.pages.insert(page);
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, LogState> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Guest {
-    /// Makes the log lose a page at each harvest.
-    pub fn forget_pages(&self) {
-        self.lock().log.lock().forgets = true;
-    }
-}
-
-impl DirtyLog for WriteLog {
-    fn name(&self) -> &'static str {
-        "simulated"
-    }
-
-    fn start(&self) -> Result<(), DirtyLogError> {
-        let mut state = self.lock();
-        state.pages.clear();
-        state.unprotected.clear();
-        state.logging = true;
-        Ok(())
-    }
-
-    fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
-        let mut state = self.lock();
-        if state.forgets {
-            state.pages.pop_last();
-        }
-        for (slot, page) in std::mem::take(&mut state.pages) {
-            into.bitmap_mut(SlotId(slot)).or_words((page / 64) as usize, &[1 << (page % 64)]);
-        }
-        Ok(())
-    }
-
-    fn rearm(&self, slot: SlotId, first_word: usize, words: &[u64]) -> Result<(), DirtyLogError> {
-        let mut state = self.lock();
-        state.unprotected.retain(|&(its_slot, page)| {
-            let word = (page / 64) as usize;
-            let bits = word.checked_sub(first_word).and_then(|word| words.get(word));
-            its_slot != slot.0 || bits.is_none_or(|bits| bits >> (page % 64) & 1 == 0)
-        });
-        Ok(())
-    }
-
-    fn stop(&self) -> Result<(), DirtyLogError> {
-        self.lock().logging = false;
         Ok(())
     }
 }

@@ -28,6 +28,8 @@ fn no_schedule_breaks_a_promise() {
     ] {
         assert!(summary.ends.get(end) > Some(&50), "{end} is hardly ever reached: {summary:?}");
     }
+    let reached = [summary.survived, summary.recalled, summary.must_be_given];
+    assert!(reached.iter().all(|&count| count > 300), "links are hardly ever lost: {summary:?}");
 }
 
 #[test]
