@@ -38,7 +38,7 @@ fn send(mut input: Input<'_>, destination: &mut World) {
         let slot = SlotId(input.below(2) as u16);
         let choice = Choice {
             pack: METHODS[input.below(METHODS.len() as u64) as usize],
-            delta: [DeltaUse::Off, DeltaUse::Keep, DeltaUse::Make][input.below(3) as usize],
+            delta: [DeltaUse::Off, DeltaUse::Make][input.below(2) as usize],
         };
         let pages = write(&mut input, &source, slot);
         let copy = frame.pages_mut(pages.len());

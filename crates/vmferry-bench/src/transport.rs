@@ -13,7 +13,6 @@ mod case;
 mod certificates;
 mod hosts;
 mod idle;
-mod namespaces;
 mod orders;
 mod published;
 mod ratios;

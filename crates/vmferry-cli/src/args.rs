@@ -117,7 +117,7 @@ pub struct RunOptions {
     pub uuid: Option<uuid::Uuid>,
 }
 
-/// Files for `tls:` addresses.
+/// Files for `tls:` and `grpc:` addresses.
 #[derive(Clone, Debug, Args)]
 pub struct TlsOptions {
     /// Directory with ca.pem, host.pem and host.key, as `vmferry pki` makes it.
@@ -149,12 +149,15 @@ pub struct TlsOptions {
 #[command(after_help = "\
 Examples:
   vmferry receive --listen 0.0.0.0:7001 --tls /etc/vmferry/tls
+  vmferry receive --listen grpc:0.0.0.0:443 --tls /etc/vmferry/tls
   vmferry receive --listen 0.0.0.0:7001 --tls /etc/vmferry/tls --policy /etc/vmferry/policy.toml
   vmferry receive --listen unix:/run/vmferry/in.sock --expect-name web --once
+  vmferry receive --listen fd:3,4,5 --once   # sockets that the caller has connected
   vmferry receive --listen 0.0.0.0:7001 --tls /etc/vmferry/tls --qemu /run/qemu/web.qmp
   vmferry receive --listen 0.0.0.0:7001 --tls /etc/vmferry/tls --exec 'qemu-system-x86_64 -m 2G …'")]
 pub struct ReceiveOptions {
-    /// Where to listen: HOST:PORT (TLS), unix:PATH, or with --plain tcp:HOST:PORT. Port 0 picks one.
+    /// Where to listen: HOST:PORT (TLS), grpc:HOST:PORT (both ways of gRPC over TLS), unix:PATH, fd:N,N…
+    /// (connected sockets), or with --plain tcp:HOST:PORT. Port 0 picks one.
     #[arg(long, value_name = "ADDRESS")]
     pub listen: String,
     /// TLS.
@@ -203,8 +206,10 @@ pub struct ReceiveOptions {
 Examples:
   vmferry send web --to host-b:7001 --tls /etc/vmferry/tls
   vmferry send web --to host-b:7001 --tls /etc/vmferry/tls --downtime-limit 50ms --max-bandwidth 500M
+  vmferry send web --to grpc:proxy:443 --server-name host-b --tls /etc/vmferry/tls
   vmferry send web --to 192.0.2.7:7001 --tls /etc/vmferry/tls --destination-id spiffe://vmferry/host/host-b
   vmferry send web --to unix:/run/vmferry/in.sock --verify
+  vmferry send web --to fd:3,4,5             # control channel, then two data channels
   vmferry send web --to host-b:7001 --tls /etc/vmferry/tls --compress zstd:3
   vmferry send web --to host-b:7001 --tls /etc/vmferry/tls --throttle 80
   vmferry send --qemu /run/qemu/web.qmp --to host-b:7001 --tls /etc/vmferry/tls")]
@@ -218,7 +223,8 @@ pub struct SendOptions {
     /// Leave the QEMU that the guest has left as it is, stopped; by default it is ended.
     #[arg(long, requires = "qemu")]
     pub keep_source: bool,
-    /// Where to: HOST:PORT (TLS), unix:PATH, or with --plain tcp:HOST:PORT.
+    /// Where to: HOST:PORT (TLS), grpc:HOST:PORT or grpc-ack:HOST:PORT (gRPC over TLS, streamed or
+    /// acknowledged), unix:PATH, fd:N,N… (connected sockets), or with --plain tcp:HOST:PORT.
     #[arg(long, value_name = "ADDRESS")]
     pub to: String,
     /// TLS.

@@ -163,6 +163,7 @@ impl From<ClientError> for Failure {
         match error {
             ClientError::Refused(error) => error.into(),
             ClientError::NoGuest { .. } => Self::of(Code::UnknownGuest, error),
+            ClientError::Socket(error) => error.into(),
             ClientError::Vanished { .. }
             | ClientError::Io { .. }
             | ClientError::BadAnswer { .. } => Self::of(Code::Internal, error),

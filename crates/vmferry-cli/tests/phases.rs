@@ -37,6 +37,8 @@ impl Scene {
         arguments.extend([
             "--compress",
             "none",
+            "--reconnect-timeout",
+            "1s",
             "--max-bandwidth",
             "4M",
             "--max-rounds",

@@ -134,7 +134,7 @@ fn there_and_back_and_into_a_qemu_that_vmferry_starts() {
         scene.here = there;
         scene.here.check_guest();
 
-        // Into a QEMU that vmferry starts, from the same command line.
+        // Into a QEMU that vmferry starts, from the same command line, over gRPC.
         let line = scene.machine.command_line(&scene.lab, "started");
         let mut command = String::from("env LD_LIBRARY_PATH='");
         command += &scene.machine.libraries().unwrap().display().to_string();
@@ -143,7 +143,7 @@ fn there_and_back_and_into_a_qemu_that_vmferry_starts() {
             command += &format!(" '{}'", word.display());
         }
         let (mut started, address) =
-            scene.a.receive(&["--listen", "127.0.0.1:0", "--tls", &tls, "--exec", &command]);
+            scene.a.receive(&["--listen", "grpc:127.0.0.1:0", "--tls", &tls, "--exec", &command]);
         send(&scene.b, text(&scene.here.qmp), &address);
         let received = started.event("received");
         let qmp = PathBuf::from(received["qmp"].as_str().unwrap());
@@ -279,7 +279,7 @@ fn the_link_is_cut_in_each_phase() {
     for (name, moment) in BEFORE_COMMIT {
         let (_there, receiving, address) = scene.receive_plain();
         let proxy = Proxy::before(&address);
-        let mut send = scene.send(&proxy.address, &["--plain"]);
+        let mut send = scene.send(&proxy.address, &["--plain", "--reconnect-timeout", "1s"]);
         send.event_where(moment);
         proxy.cut();
         let sent = send.finish();
@@ -288,6 +288,31 @@ fn the_link_is_cut_in_each_phase() {
         scene.runs_on_here();
     }
     scene.arrives();
+}
+
+#[test]
+fn the_link_breaks_and_comes_back() {
+    let mut scene = Scene::new(Version::V10_0);
+    let (mut there, mut receiving, address) = scene.receive_plain();
+    let proxy = Proxy::before(&address);
+    let mut send = scene.send(&proxy.address, &["--plain"]);
+    send.event_where(|event| event["event"] == "round-started");
+    proxy.cut();
+    send.event("link-lost");
+    proxy.heal();
+    send.event("link-restored");
+    // While it is paused: QEMU runs on and is paused once more, or the hand-over asks again.
+    send.event_where(|event| event["event"] == "round-started" && event["paused"] == true);
+    proxy.cut();
+    let sent = send.finish();
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let stats = sent.last();
+    assert_eq!((&stats["digest_match"], &stats["verify_match"]), (&true.into(), &true.into()));
+    assert!(stats["reconnections"].as_u64() >= Some(3), "{stats}");
+    receiving.event("link-restored");
+    receiving.event("received");
+    assert!(scene.here.child.wait().unwrap().success(), "the source's QEMU has ended in order");
+    there.check_guest();
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! Frames to pages.
 //!
 //! A frame is read whole into a [`Frame`], decoded beside the guest's memory and checked there, and only
-//! then placed: a damaged frame changes nothing in the guest.
+//! then placed: a damaged frame changes nothing in the guest. Frames of raw pages have a shorter way: see
+//! `direct.rs`.
 
 use std::io::{self, Read};
 
@@ -141,6 +142,19 @@ impl Frame {
     /// # Errors
     /// The channel's, its end within a frame, or a header that is not one.
     pub fn read_from(&mut self, reader: &mut impl Read) -> Result<Option<FrameHeader>, ReadError> {
+        let header = self.read_head(reader)?;
+        if header.is_some() {
+            self.read_payload(reader)?;
+        }
+        Ok(header)
+    }
+
+    /// Reads a frame's header and run table, and returns the header; the payload is next on the channel then.
+    /// `Ok(None)` as in [`read_from`](Self::read_from).
+    ///
+    /// # Errors
+    /// As [`read_from`](Self::read_from).
+    pub fn read_head(&mut self, reader: &mut impl Read) -> Result<Option<FrameHeader>, ReadError> {
         self.header = None;
         let mut header = [0; FRAME_HEADER_BYTES];
         let first = loop {
@@ -153,13 +167,27 @@ impl Frame {
         };
         reader.read_exact(&mut header[first..])?;
         let header = FrameHeader::parse(&header)?;
-        let bytes = header.table_bytes() + header.payload_bytes as usize;
+        self.read_to(header.table_bytes(), 0, reader)?;
+        self.header = Some(header);
+        Ok(Some(header))
+    }
+
+    /// Reads the payload of the frame whose head was read.
+    ///
+    /// # Errors
+    /// The channel's, or its end.
+    pub fn read_payload(&mut self, reader: &mut impl Read) -> io::Result<()> {
+        let Some(header) = self.header else { return Ok(()) };
+        let table = header.table_bytes();
+        self.read_to(table + header.payload_bytes as usize, table, reader)
+    }
+
+    /// Reads on from `from`, so that there are `bytes`.
+    fn read_to(&mut self, bytes: usize, from: usize, reader: &mut impl Read) -> io::Result<()> {
         if self.bytes.len() < bytes {
             self.bytes.resize(bytes, 0);
         }
-        reader.read_exact(&mut self.bytes[..bytes])?;
-        self.header = Some(header);
-        Ok(Some(header))
+        reader.read_exact(&mut self.bytes[from..bytes])
     }
 
     /// The header of the frame that was read last.
@@ -168,9 +196,12 @@ impl Frame {
         self.header.as_ref()
     }
 
-    fn parts(&self, header: &FrameHeader) -> (&[u8], &[u8]) {
-        let end = header.table_bytes() + header.payload_bytes as usize;
-        self.bytes[..end].split_at(header.table_bytes())
+    pub(crate) fn table(&self, header: &FrameHeader) -> &[u8] {
+        &self.bytes[..header.table_bytes()]
+    }
+
+    fn payload(&self, header: &FrameHeader) -> &[u8] {
+        &self.bytes[header.table_bytes()..][..header.payload_bytes as usize]
     }
 }
 
@@ -192,7 +223,9 @@ pub struct Decoder {
     /// Pages of delta runs.
     changed: Vec<u8>,
     /// Hashes of the frame's pages, kept from the check to the recording.
-    page_hashes: Vec<u64>,
+    pub(crate) page_hashes: Vec<u64>,
+    /// One page of the guest, to be hashed.
+    pub(crate) page: Vec<u8>,
 }
 
 impl Decoder {
@@ -208,6 +241,9 @@ impl Decoder {
     /// # Errors
     /// A frame that breaks a rule or is damaged: no page of it was placed then. A page outside
     /// memory can't occur after the checks.
+    ///
+    /// # Panics
+    /// If only the head of the frame was read.
     pub fn place(
         &mut self,
         frame: &Frame,
@@ -215,21 +251,11 @@ impl Decoder {
         hashes: &PageHashes,
         belongs: impl Fn(&Run) -> bool,
     ) -> Result<PlacedPages, CodecError> {
-        let mut counts = PlacedPages::default();
         let Some(header) = frame.header().filter(|header| header.kind == FrameKind::Pages) else {
-            return Ok(counts);
+            return Ok(PlacedPages::default());
         };
-        let (table, payload) = frame.parts(header);
-        let (sequence, slot) = (header.sequence, header.slot);
-        let Ok(known) = memory.slot(slot) else {
-            let slots = memory.slots().len();
-            return Err(CodecError::NoSuchSlot { sequence, slot, slots });
-        };
-        let slot_pages = known.pages();
-        let table = RunTable::parse(header, table, slot_pages)?;
-        if let Some(stray) = table.runs().find(|run| !belongs(run)) {
-            return Err(CodecError::Stray { sequence, slot, page: stray.first });
-        }
+        let table = checked_table(frame, header, memory, belongs)?;
+        let payload = frame.payload(header);
         let (raw, packed) = payload.split_at(payload.len() - header.packed_bytes as usize);
         let unpacked = unpack(&mut self.decompressors, &mut self.unpacked, header, &table, packed)?;
         let (packed, deltas) = unpacked.split_at(table.packed_page_bytes());
@@ -237,22 +263,54 @@ impl Decoder {
         apply_deltas(&mut self.changed, header, &table, deltas, memory, hashes)?;
         let content = Content { raw, packed, changed: &self.changed };
         check(&mut self.page_hashes, header, &table, content)?;
-        let (mut change, mut placed, mut from) = (0_u64, 0, content);
+        let mut from = content;
         for run in table.runs() {
             place_run(header.slot, run, from.take(&run), memory, hashes)?;
-            match run.encoding {
-                Encoding::Zero => counts.zero += u64::from(run.pages),
-                _ => counts.content += u64::from(run.pages),
-            }
-            for page in run.range() {
-                let hash = self.page_hashes[placed];
-                change = change.wrapping_add(hashes.replace(header.slot, page, hash));
-                placed += 1;
-            }
         }
-        hashes.add(change);
-        Ok(counts)
+        Ok(record(&self.page_hashes, header, &table, hashes))
     }
+}
+
+/// The run table of a frame, after every rule was checked that does not need the content. `belongs` says whether a
+/// run may come in this frame.
+pub(crate) fn checked_table<'f>(
+    frame: &'f Frame,
+    header: &FrameHeader,
+    memory: &GuestMemory,
+    belongs: impl Fn(&Run) -> bool,
+) -> Result<RunTable<'f>, CodecError> {
+    let (sequence, slot) = (header.sequence, header.slot);
+    let Ok(known) = memory.slot(slot) else {
+        let slots = memory.slots().len();
+        return Err(CodecError::NoSuchSlot { sequence, slot, slots });
+    };
+    let table = RunTable::parse(header, frame.table(header), known.pages())?;
+    match table.runs().find(|run| !belongs(run)) {
+        Some(stray) => Err(CodecError::Stray { sequence, slot, page: stray.first }),
+        None => Ok(table),
+    }
+}
+
+/// Notes the hashes of a frame's pages, which were placed, and counts them.
+pub(crate) fn record(
+    page_hashes: &[u64],
+    header: &FrameHeader,
+    table: &RunTable<'_>,
+    hashes: &PageHashes,
+) -> PlacedPages {
+    let mut counts = PlacedPages::default();
+    let (mut change, mut page_hashes) = (0_u64, page_hashes.iter());
+    for run in table.runs() {
+        match run.encoding {
+            Encoding::Zero => counts.zero += u64::from(run.pages),
+            _ => counts.content += u64::from(run.pages),
+        }
+        for (page, hash) in run.range().zip(page_hashes.by_ref()) {
+            change = change.wrapping_add(hashes.replace(header.slot, page, *hash));
+        }
+    }
+    hashes.add(change);
+    counts
 }
 
 /// The decoded pages of a frame's runs, by encoding, each in the order of the run table.
@@ -364,19 +422,29 @@ fn check(
             let pages = run.range().zip(content.take(&run).chunks_exact(PAGE_SIZE));
             page_hashes.extend(pages.map(|(page, content)| page_hash(content, slot, page)));
         }
-        let found = page_hashes[from..].iter().fold(0_u64, |sum, hash| sum.wrapping_add(*hash));
-        if found != run.content_sum {
-            return Err(CodecError::ContentSum {
-                sequence: header.sequence,
-                slot,
-                page: run.first,
-                pages: run.pages,
-                expected: run.content_sum,
-                found,
-            });
-        }
+        check_sum(&page_hashes[from..], header, &run)?;
     }
     Ok(())
+}
+
+/// Compares the sum of a run's hashes with the source's.
+pub(crate) fn check_sum(
+    page_hashes: &[u64],
+    header: &FrameHeader,
+    run: &Run,
+) -> Result<(), CodecError> {
+    let found = page_hashes.iter().fold(0_u64, |sum, hash| sum.wrapping_add(*hash));
+    if found == run.content_sum {
+        return Ok(());
+    }
+    Err(CodecError::ContentSum {
+        sequence: header.sequence,
+        slot: header.slot,
+        page: run.first,
+        pages: run.pages,
+        expected: run.content_sum,
+        found,
+    })
 }
 
 fn place_run(
@@ -395,8 +463,17 @@ fn place_run(
         }
         return Ok(());
     }
-    // Memory begins as zeros: a page that was never placed is one already, and writing it would
-    // populate it.
+    place_zeros(slot, run, memory, hashes)
+}
+
+/// Writes a run of zeros where something else may be. Memory begins as zeros: a page that was never placed is one
+/// already, and writing it would populate it.
+pub(crate) fn place_zeros(
+    slot: SlotId,
+    run: Run,
+    memory: &GuestMemory,
+    hashes: &PageHashes,
+) -> Result<(), CodecError> {
     for page in run.range() {
         if hashes.knows(slot, page) {
             let one = Run { first: page, pages: 1, ..run };

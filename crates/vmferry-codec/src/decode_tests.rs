@@ -92,7 +92,7 @@ fn random(page: u64, version: u64) -> Vec<u8> {
 
 fn choices() -> impl Strategy<Value = Choice> {
     let methods = [None, Some(Method::lz4()), Some(Method::zstd(1)), Some(Method::zlib(1))];
-    let uses = [DeltaUse::Off, DeltaUse::Keep, DeltaUse::Make];
+    let uses = [DeltaUse::Off, DeltaUse::Make];
     (prop::sample::select(methods.to_vec()), prop::sample::select(uses.to_vec()))
         .prop_map(|(pack, delta)| Choice { pack, delta })
 }

@@ -27,9 +27,7 @@ pub enum DeltaUse {
     /// Nothing.
     #[default]
     Off,
-    /// They are kept for deltas to come.
-    Keep,
-    /// Their changes are sent, where they are held; and they are kept.
+    /// Their changes are sent, where they are held; and they are kept for deltas to come.
     Make,
 }
 
@@ -237,16 +235,8 @@ impl Encoder {
         counts: &mut FrameCounts,
     ) -> bool {
         let Look { page, content, hash, sent } = look;
-        if sent == 0 {
+        if sent == 0 || choice.delta == DeltaUse::Off {
             return false;
-        }
-        match choice.delta {
-            DeltaUse::Off => return false,
-            DeltaUse::Keep => {
-                self.hot.keep(batch.slot, page, batch.round, hash, content);
-                return false;
-            }
-            DeltaUse::Make => {}
         }
         let continues = self
             .runs

@@ -117,15 +117,6 @@ impl HotPages {
         Delta::Made
     }
 
-    /// Only keeps `content`, as [`delta`](Self::delta) does.
-    pub fn keep(&self, slot: SlotId, page: u64, round: u32, new_hash: u64, content: &[u8]) {
-        let Some((mut shard, set, tag)) = self.find(slot, page, content) else { return };
-        match shard.entry(&set, tag) {
-            Some(entry) => shard.store(entry, round, new_hash, content),
-            None => shard.admit(set, tag, round, new_hash, content),
-        }
-    }
-
     /// How many pages are held.
     #[must_use]
     pub fn held_pages(&self) -> u64 {

@@ -4,7 +4,7 @@
 //! pages that it still has as they were sent ([`HotPages`]), compresses what looks as if it shrinks, and
 //! builds the frame's header and run table around it; pages that go raw are sent from the copy. The
 //! destination's [`Decoder`] decodes and checks a whole frame beside the guest's memory before it places a
-//! single page. Both note the hash of each page in [`PageHashes`], whose sum is the digest that the two
+//! single page, but for frames of raw pages, which are received in place and checked there. Both note the hash of each page in [`PageHashes`], whose sum is the digest that the two
 //! sides compare before the hand-over.
 //!
 //! Nothing here allocates once its buffers are made, and nothing knows where pages come from.
@@ -15,6 +15,7 @@ mod compress;
 mod decode;
 mod decompress;
 mod delta;
+mod direct;
 mod encode;
 mod entropy;
 mod frame;
@@ -28,6 +29,7 @@ pub use compress::{Compress, CompressError, Compressors};
 pub use decode::{CodecError, Decoder, Frame, PlacedPages, ReadError};
 pub use decompress::{DecompressError, Decompressors};
 pub use delta::{DeltaError, apply_delta, encode_delta};
+pub use direct::is_direct;
 pub use encode::{Batch, Choice, DeltaUse, EncodeError, Encoder, FrameCounts};
 pub use entropy::looks_random;
 pub use frame::EncodedFrame;

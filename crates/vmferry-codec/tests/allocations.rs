@@ -105,7 +105,8 @@ fn deltas_and_hot_pages_allocate_nothing() {
                 let (sent, new) = (u64::from(round), u64::from(round) + 1);
                 let limit = if number % 2 == 0 { PAGE_SIZE } else { 3 };
                 store.delta(SlotId(0), number, round, sent, new, &page, &mut into, limit);
-                store.keep(SlotId(1), number, round, new, &page);
+                into.clear();
+                store.delta(SlotId(1), number, round, 0, new, &page, &mut into, limit);
             }
             into.clear();
             assert!(encode_delta(&base, &page, &mut into, PAGE_SIZE));

@@ -13,7 +13,7 @@ use crate::slots::{GuestMemory, Slot};
 use crate::units::{PAGE_SIZE, PageRun};
 
 /// Host address of a run's first byte. The run has been checked against the slot.
-fn address(slot: &Slot, run: PageRun) -> *mut u8 {
+pub(crate) fn address(slot: &Slot, run: PageRun) -> *mut u8 {
     slot.host_address().wrapping_add(run.first as usize * PAGE_SIZE)
 }
 
@@ -57,13 +57,24 @@ impl GuestMemory {
     /// A run outside its slot, a buffer that is not exactly `run.pages` pages long, or no memory left: a
     /// tmpfs that is full says so here, where a store would end the process.
     pub fn copy_in_new(&self, run: PageRun, from: &[u8]) -> Result<(), MemoryError> {
+        self.prepare_new(run)?;
+        self.copy_in(run, from)
+    }
+
+    /// Populates pages that are about to be written for the first time, where the system can.
+    ///
+    /// # Errors
+    /// As [`copy_in_new`](Self::copy_in_new).
+    pub fn prepare_new(&self, run: PageRun) -> Result<(), MemoryError> {
         match self.populate(run) {
             // Before Linux 5.14 the store has to do it.
             Err(MemoryError::Slot { source, .. })
-                if source.raw_os_error() == Some(libc::EINVAL) => {}
-            other => other?,
+                if source.raw_os_error() == Some(libc::EINVAL) =>
+            {
+                Ok(())
+            }
+            other => other,
         }
-        self.copy_in(run, from)
     }
 
     /// Writes zeros over pages, which populates them.

@@ -31,6 +31,12 @@ pub enum MemoryError {
         /// Bytes in the buffer.
         bytes: usize,
     },
+    /// Pages to be received that are in too many places.
+    #[error("pages in more than {most} places at once")]
+    TooManyPieces {
+        /// How many may be.
+        most: usize,
+    },
     /// A guest-physical range that no slot holds whole.
     #[error("no slot holds the {bytes} bytes at guest-physical {gpa:#x}")]
     NoMemoryAt {

@@ -128,7 +128,7 @@ impl GuestService {
     }
 
     fn migrate(&self, request: &MigrateRequest, replies: &Replies) -> Result<Answer, ControlError> {
-        let dialer = dialer(request)?;
+        let dialer = dialer(request, replies)?;
         let config = self.source_config(request);
         config.check().map_err(|error| bad_request(&error))?;
         let orders = self.begin()?;
@@ -289,8 +289,15 @@ struct Event {
     progress: Progress,
 }
 
-fn dialer(request: &MigrateRequest) -> Result<Dialer, ControlError> {
+fn dialer(request: &MigrateRequest, replies: &Replies) -> Result<Dialer, ControlError> {
     let address: Address = request.to.parse().map_err(|error| bad_request(&error))?;
+    if let Address::Fd(_) = address {
+        let mut dialer =
+            Dialer::over(replies.take_descriptors()).map_err(|error| bad_request(&error))?;
+        // Sockets of the caller have no names: whoever wants one is refused.
+        dialer.destination_id = request.tls.as_ref().and_then(|files| files.destination_id.clone());
+        return Ok(dialer);
+    }
     match &request.tls {
         Some(files) => files.dialer(address).map_err(|error| ControlError::from(&error.into())),
         None => Ok(Dialer::new(address, None)),

@@ -1,6 +1,7 @@
 //! Where a destination listens.
 
 use std::fmt;
+use std::os::fd::RawFd;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -21,13 +22,38 @@ pub enum Address {
         /// Port.
         port: u16,
     },
+    /// `grpc:HOST:PORT` and `grpc-ack:HOST:PORT`: gRPC over mutual TLS 1.3, for networks that only
+    /// let HTTP/2 through.
+    Grpc {
+        /// Name or IP address.
+        host: String,
+        /// Port.
+        port: u16,
+        /// How a dialer sends and is sent to; a listener serves both ways.
+        way: GrpcWay,
+    },
+    /// `fd:N[,N...]`: connected stream sockets of this process by their numbers. The first is the
+    /// control channel, the next ones data channels in order; what is left serves a channel that is
+    /// made anew, or a question.
+    Fd(Vec<RawFd>),
     /// `unix:PATH`: a Unix socket, as safe as its directory.
     Unix(PathBuf),
 }
 
+/// How data goes over gRPC, in both directions of a channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GrpcWay {
+    /// `grpc:`: without waiting, as far as the windows reach.
+    Streamed,
+    /// `grpc-ack:`: the next chunk leaves when the peer's reader has taken the last one.
+    Acknowledged,
+}
+
 /// Text that is no address.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("`{text}` is no address ({reason}): use tls:HOST:PORT, tcp:HOST:PORT or unix:PATH")]
+#[error(
+    "`{text}` is no address ({reason}): use tls:HOST:PORT, grpc:HOST:PORT, grpc-ack:HOST:PORT, tcp:HOST:PORT or unix:PATH"
+)]
 pub struct AddressError {
     text: String,
     reason: &'static str,
@@ -48,6 +74,17 @@ impl FromStr for Address {
                 _ => Err(bad("the path is longer than 107 bytes")),
             };
         }
+        if scheme == "fd" {
+            let number = |text: &str| text.parse().ok().filter(|number: &RawFd| *number >= 0);
+            let numbers = rest.split(',').map(number).collect::<Option<Vec<_>>>();
+            let numbers = numbers.ok_or(bad("descriptors are numbers, with commas between"))?;
+            let twice = (1..numbers.len()).any(|at| numbers[..at].contains(&numbers[at]));
+            return if twice {
+                Err(bad("a descriptor is named twice"))
+            } else {
+                Ok(Self::Fd(numbers))
+            };
+        }
         let (host, port) = rest.rsplit_once(':').ok_or(bad("no port"))?;
         let port = port.parse().map_err(|_| bad("the port is no number up to 65535"))?;
         let bracketed = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
@@ -63,6 +100,8 @@ impl FromStr for Address {
         match scheme {
             "tcp" => Ok(Self::Tcp { host, port }),
             "tls" => Ok(Self::Tls { host, port }),
+            "grpc" => Ok(Self::Grpc { host, port, way: GrpcWay::Streamed }),
+            "grpc-ack" => Ok(Self::Grpc { host, port, way: GrpcWay::Acknowledged }),
             _ => Err(bad("unknown scheme")),
         }
     }
@@ -73,7 +112,13 @@ impl fmt::Display for Address {
         let (scheme, host, port) = match self {
             Self::Tcp { host, port } => ("tcp", host, port),
             Self::Tls { host, port } => ("tls", host, port),
+            Self::Grpc { host, port, way: GrpcWay::Streamed } => ("grpc", host, port),
+            Self::Grpc { host, port, way: GrpcWay::Acknowledged } => ("grpc-ack", host, port),
             Self::Unix(path) => return write!(f, "unix:{}", path.display()),
+            Self::Fd(numbers) => {
+                let numbers = numbers.iter().map(RawFd::to_string).collect::<Vec<_>>();
+                return write!(f, "fd:{}", numbers.join(","));
+            }
         };
         if host.contains(':') {
             write!(f, "{scheme}:[{host}]:{port}")
@@ -89,7 +134,16 @@ mod tests {
 
     #[test]
     fn addresses_read_as_they_are_printed() {
-        for text in ["tls:host-b:7001", "tcp:192.0.2.1:1", "tls:[::1]:65535", "unix:/run/x.sock"] {
+        for text in [
+            "tls:host-b:7001",
+            "tcp:192.0.2.1:1",
+            "tls:[::1]:65535",
+            "unix:/run/x.sock",
+            "grpc:h:1",
+            "grpc-ack:[::1]:2",
+            "fd:3",
+            "fd:3,14,5",
+        ] {
             assert_eq!(text.parse::<Address>().unwrap().to_string(), text);
         }
         assert_eq!("tls://h:1".parse::<Address>().unwrap().to_string(), "tls:h:1");
@@ -105,6 +159,10 @@ mod tests {
             ("ftp:host:1", "unknown scheme"),
             ("tls::1", "no host"),
             ("unix:", "no path"),
+            ("fd:", "numbers"),
+            ("fd:3,-1", "numbers"),
+            ("fd:3,4,3", "twice"),
+            ("grpc:h", "no port"),
         ] {
             let error = text.parse::<Address>().unwrap_err().to_string();
             assert!(error.contains(reason), "{error}");

@@ -1,6 +1,8 @@
 //! A connected, authenticated channel and its two halves.
 
-use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::io::{self, BufRead, IoSlice, Read, Write};
+use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -101,19 +103,42 @@ impl Channel {
     pub fn split(self) -> (ChannelReader, ChannelWriter) {
         let peer = self.peer.address;
         let (reader, writer) = self.transport.split();
-        (ChannelReader { half: reader, peer: peer.clone() }, ChannelWriter { half: writer, peer })
+        (ChannelReader::new(reader, peer.clone()), ChannelWriter { half: writer, peer })
     }
 }
 
 /// The receiving half. `Ok(0)` is the end that the peer has announced; over a transport that
 /// authenticates its peer any other end is an error.
+///
+/// Short reads go through a buffer; long ones find the rest of it first, and then go past it.
 #[derive(Debug)]
 pub struct ChannelReader {
     half: Box<dyn Receive>,
+    buffer: Box<[u8]>,
+    /// The part of the buffer that was received and not read.
+    unread: Range<usize>,
     peer: String,
 }
 
 impl ChannelReader {
+    fn new(half: Box<dyn Receive>, peer: String) -> Self {
+        let buffer = vec![0; half.buffer_bytes()].into_boxed_slice();
+        Self { half, buffer, unread: 0..0, peer }
+    }
+
+    /// A descriptor from which what follows on [the bytes that are buffered](BufRead::fill_buf) can be read as it
+    /// is, if the channel has one: for whoever wants to receive into memory that no slice may refer to.
+    #[must_use]
+    pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        self.half.descriptor()
+    }
+
+    /// Bytes that are buffered.
+    #[must_use]
+    pub fn buffered(&self) -> &[u8] {
+        &self.buffer[self.unread.clone()]
+    }
+
     /// Bounds the wait for the next bytes; `None` waits for ever.
     ///
     /// # Errors
@@ -127,11 +152,26 @@ impl ChannelReader {
 
 impl Read for ChannelReader {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        self.half.read(into)
+        if self.unread.is_empty() && into.len() >= self.buffer.len() {
+            return self.half.read(into);
+        }
+        let taken = self.fill_buf()?.read(into)?;
+        self.consume(taken);
+        Ok(taken)
+    }
+}
+
+impl BufRead for ChannelReader {
+    fn fill_buf(&mut self) -> io::Result<&[u8]> {
+        if self.unread.is_empty() {
+            self.unread = 0..0;
+            self.unread.end = self.half.read(&mut self.buffer)?;
+        }
+        Ok(self.buffered())
     }
 
-    fn read_vectored(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
-        self.half.read_vectored(into)
+    fn consume(&mut self, bytes: usize) {
+        self.unread.start = self.unread.end.min(self.unread.start + bytes);
     }
 }
 

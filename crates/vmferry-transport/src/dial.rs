@@ -1,6 +1,7 @@
 //! Reaching a destination.
 
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,10 +11,15 @@ use rustls::{ClientConnection, Connection};
 use crate::address::Address;
 use crate::channel::{Channel, PeerIdentity};
 use crate::error::TransportError;
+use crate::given::GivenSockets;
+#[cfg(feature = "grpc")]
+use crate::grpc;
 use crate::handshake::shake_hands;
 use crate::identity::{ALPN, TlsIdentity};
 use crate::plain::Plain;
 use crate::stream::Stream;
+#[cfg(feature = "grpc")]
+use crate::tls::peer_of;
 use crate::tls::{Tls, TlsSession};
 use crate::unix;
 
@@ -22,39 +28,55 @@ use crate::unix;
 pub struct Dialer {
     /// Where to.
     pub address: Address,
-    /// This host's identity, for `tls:`.
+    /// This host's identity, for `tls:` and `grpc:`.
     pub tls: Option<Arc<TlsIdentity>>,
     /// The name that the destination's certificate must have; the address's host by default.
     pub server_name: Option<String>,
     /// The URI that the destination's certificate must have, such as `spiffe://vmferry/host/b`; it
     /// then needs no other name. Default none.
     pub destination_id: Option<String>,
-    /// Bound of the connection and of the TLS handshake, each as a whole. Looking a name up is
+    /// Bound of the connection, of the TLS handshake and of the call, each as a whole. Looking a name up is
     /// bounded by the system's resolver.
     pub connect_timeout: Duration,
+    /// The sockets of `fd:`.
+    given: GivenSockets,
 }
 
 impl Dialer {
     /// A dialer that waits 10 s.
     #[must_use]
     pub fn new(address: Address, tls: Option<Arc<TlsIdentity>>) -> Self {
+        let given = match &address {
+            Address::Fd(numbers) => GivenSockets::numbered(numbers),
+            _ => GivenSockets::numbered(&[]),
+        };
         Self {
             address,
             tls,
             server_name: None,
             destination_id: None,
             connect_timeout: Duration::from_secs(10),
+            given,
         }
     }
 
-    /// Connects, and authenticates both sides over `tls:`.
+    /// A dialer whose channels are these connected stream sockets, in order.
+    ///
+    /// # Errors
+    /// [`TransportError::Descriptor`].
+    pub fn over(sockets: impl IntoIterator<Item = OwnedFd>) -> Result<Self, TransportError> {
+        let given = GivenSockets::owned(sockets)?;
+        Ok(Self { given: given.clone(), ..Self::new(Address::Fd(given.numbers()), None) })
+    }
+
+    /// Connects, and authenticates both sides over `tls:` and `grpc:`.
     ///
     /// # Errors
     /// See [`TransportError`].
     pub fn connect(&self) -> Result<Channel, TransportError> {
         let name = self.address.to_string();
         if let Some(expected) = &self.destination_id
-            && matches!(self.address, Address::Unix(_) | Address::Tcp { .. })
+            && matches!(self.address, Address::Unix(_) | Address::Fd(_) | Address::Tcp { .. })
         {
             return Err(TransportError::IdentityMismatch {
                 peer: name,
@@ -71,31 +93,63 @@ impl Dialer {
                 peer.uid = stream.peer_uid();
                 Ok(Channel::new(Plain(Arc::new(stream)), peer))
             }
+            Address::Fd(_) => match self.given.next()? {
+                Some((number, stream)) => {
+                    let mut peer = PeerIdentity::anonymous(format!("fd:{number}"));
+                    peer.uid = stream.peer_uid();
+                    Ok(Channel::new(Plain(Arc::new(stream)), peer))
+                }
+                None => Err(TransportError::NoDescriptorLeft { address: name }),
+            },
             Address::Tcp { host, port } => {
                 let stream = self.tcp(host, *port, &name)?;
                 Ok(Channel::new(Plain(stream), PeerIdentity::anonymous(name)))
             }
             Address::Tls { host, port } => {
-                let identity = self.tls.as_ref().ok_or(TransportError::NoIdentity)?;
-                let config = identity.client_config(ALPN, self.destination_id.as_deref());
-                let stream = self.tcp(host, *port, &name)?;
-                let wanted = self.server_name.as_ref().unwrap_or(host);
-                let server = ServerName::try_from(wanted.clone())
-                    .map_err(|_| TransportError::ServerName { name: wanted.clone() })?;
-                let connection = ClientConnection::new(config, server)
-                    .map_err(|error| TransportError::from_tls(error, name.clone()))?;
-                let connection = shake_hands(
-                    &stream,
-                    Connection::Client(connection),
-                    ALPN,
-                    &name,
-                    self.connect_timeout,
-                )?;
+                let (stream, connection) = self.tls(host, *port, ALPN, &name)?;
                 let session = TlsSession::new(stream, connection);
                 let peer = session.peer(name);
                 Ok(Channel::new(Tls(Arc::new(session)), peer))
             }
+            #[cfg(feature = "grpc")]
+            Address::Grpc { host, port, way } => {
+                let (stream, connection) = self.tls(host, *port, grpc::ALPN, &name)?;
+                let peer = peer_of(&connection, name);
+                let authority = grpc::authority(self.server_name.as_ref().unwrap_or(host), *port);
+                let call = grpc::call(
+                    stream,
+                    connection,
+                    *way,
+                    &authority,
+                    &peer.address,
+                    Instant::now() + self.connect_timeout,
+                )?;
+                Ok(Channel::new(call, peer))
+            }
+            #[cfg(not(feature = "grpc"))]
+            Address::Grpc { .. } => Err(TransportError::NoGrpc { address: name }),
         }
+    }
+
+    /// A socket, and the TLS session on it for an application protocol.
+    fn tls(
+        &self,
+        host: &str,
+        port: u16,
+        protocol: &[u8],
+        name: &str,
+    ) -> Result<(Arc<Stream>, Connection), TransportError> {
+        let identity = self.tls.as_ref().ok_or(TransportError::NoIdentity)?;
+        let config = identity.client_config(protocol, self.destination_id.as_deref());
+        let stream = self.tcp(host, port, name)?;
+        let wanted = self.server_name.as_deref().unwrap_or(host);
+        let server = ServerName::try_from(wanted.to_owned())
+            .map_err(|_| TransportError::ServerName { name: wanted.to_owned() })?;
+        let connection = ClientConnection::new(config, server)
+            .map_err(|error| TransportError::from_tls(error, name.to_owned()))?;
+        let connection = Connection::Client(connection);
+        let connection = shake_hands(&stream, connection, protocol, name, self.connect_timeout)?;
+        Ok((stream, connection))
     }
 
     fn tcp(&self, host: &str, port: u16, name: &str) -> Result<Arc<Stream>, TransportError> {

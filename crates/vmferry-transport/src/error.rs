@@ -1,6 +1,7 @@
 //! What goes wrong on the way, and what to do about it.
 
 use std::io;
+use std::os::fd::RawFd;
 use std::path::PathBuf;
 
 use rustls::pki_types::UnixTime;
@@ -58,7 +59,9 @@ pub enum TransportError {
         what: &'static str,
     },
     /// TLS is asked for, and no certificate was given.
-    #[error("tls: needs this host's certificate, key and authority: make them with `vmferry pki`")]
+    #[error(
+        "tls: and grpc: need this host's certificate, key and authority: make them with `vmferry pki`"
+    )]
     NoIdentity,
     /// The peer's certificate is from an authority that we don't trust.
     #[error(
@@ -160,6 +163,53 @@ pub enum TransportError {
         /// What the system said.
         #[source]
         source: io::Error,
+    },
+    /// The peer does not take our gRPC call.
+    #[error(
+        "{peer} refuses the gRPC call ({why}): check that `vmferry receive` listens there on grpc:, and the proxies between"
+    )]
+    CallRefused {
+        /// The peer.
+        peer: String,
+        /// Its status, in words.
+        why: String,
+    },
+    /// An authenticated peer wants something else of a gRPC port.
+    #[error(
+        "{peer} speaks {what}, and this side serves vmferry.v1.Transport: use grpc: or grpc-ack: there"
+    )]
+    NotOurCall {
+        /// The peer.
+        peer: String,
+        /// What it wants, as far as can be seen.
+        what: String,
+    },
+    /// A descriptor of `fd:` is unusable.
+    #[error("descriptor {number} {problem}: fd: takes connected stream sockets")]
+    Descriptor {
+        /// The number.
+        number: RawFd,
+        /// What is wrong with it.
+        problem: &'static str,
+        /// What the system said.
+        #[source]
+        source: Option<io::Error>,
+    },
+    /// All sockets of `fd:` are in use or were used.
+    #[error(
+        "{address} has no socket left: give one for the control channel, one for each data channel, and spare ones for channels that are made anew"
+    )]
+    NoDescriptorLeft {
+        /// The address.
+        address: String,
+    },
+    /// gRPC was left out.
+    #[error(
+        "this build can't use {address}: build vmferry with the cargo feature `grpc`, or use tls:"
+    )]
+    NoGrpc {
+        /// The address.
+        address: String,
     },
     /// TLS failed in another way.
     #[error("TLS with {peer} failed: make new certificates on one authority if this persists")]

@@ -1,7 +1,7 @@
 //! Channels between two hosts.
 //!
-//! A [`Dialer`] reaches a [`Listener`] over TCP, a Unix socket, or TLS 1.3 with both sides
-//! authenticated, and both get a [`Channel`]: a byte stream whose two halves work in two threads
+//! A [`Dialer`] reaches a [`Listener`] over TCP, a Unix socket, sockets that the caller has
+//! connected, or TLS 1.3 with both sides authenticated, bare or with gRPC in it (feature `grpc`), and both get a [`Channel`]: a byte stream whose two halves work in two threads
 //! at the same time. A [`RateLimiter`] caps what several channels send together, and [`pki`] makes
 //! the certificates. A VMM with a transport of its own makes channels of a [`Transport`].
 //!
@@ -14,6 +14,9 @@ mod address;
 mod channel;
 mod dial;
 mod error;
+mod given;
+#[cfg(feature = "grpc")]
+mod grpc;
 mod handshake;
 mod identity;
 mod listen;
@@ -29,10 +32,11 @@ mod unix;
 #[cfg(test)]
 mod tests;
 
-pub use address::{Address, AddressError};
+pub use address::{Address, AddressError, GrpcWay};
 pub use channel::{Channel, ChannelCloser, ChannelReader, ChannelWriter, PeerIdentity};
 pub use dial::Dialer;
 pub use error::TransportError;
+pub use given::connected_socket;
 pub use identity::{IdentityFiles, TlsIdentity};
 pub use listen::{Listener, ListenerCloser, Pending};
 pub use rate::RateLimiter;

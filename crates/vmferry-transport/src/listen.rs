@@ -6,6 +6,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::time::Duration;
+#[cfg(feature = "grpc")]
+use std::time::Instant;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustls::{Connection, ServerConnection};
@@ -14,21 +16,32 @@ use crate::address::Address;
 use crate::channel::{Channel, ChannelCloser, PeerIdentity};
 use crate::dial::resolve;
 use crate::error::TransportError;
+use crate::given::GivenSockets;
+#[cfg(feature = "grpc")]
+use crate::grpc;
 use crate::handshake::shake_hands;
 use crate::identity::{ALPN, TlsIdentity};
 use crate::plain::Plain;
 use crate::stream::Stream;
-use crate::tls::{Tls, TlsSession};
+use crate::tls::{Tls, TlsSession, peer_of};
 use crate::transport::Close;
 use crate::unix::{self, SocketFile};
 
 /// A listening socket. A Unix socket's file is removed when it is dropped.
 #[derive(Debug)]
 pub struct Listener {
-    socket: Socket,
+    door: Door,
     address: Address,
-    tls: Option<Arc<TlsIdentity>>,
+    tls: Option<(Over, Arc<TlsIdentity>)>,
     closed: Arc<OwnedFd>,
+}
+
+/// What is spoken within TLS.
+#[derive(Clone, Copy, Debug)]
+enum Over {
+    Tls,
+    #[cfg(feature = "grpc")]
+    Grpc,
 }
 
 #[derive(Debug)]
@@ -41,11 +54,19 @@ enum Socket {
     },
 }
 
+/// Where connections come from.
+#[derive(Debug)]
+enum Door {
+    Listening(Socket),
+    /// They are connected already.
+    Given(GivenSockets),
+}
+
 impl Listener {
     /// Listens. The socket file of a listener that died is replaced, that of a living one is not.
     ///
     /// # Errors
-    /// [`TransportError::AddressInUse`], [`TransportError::NoIdentity`] for `tls:` without one, or
+    /// [`TransportError::AddressInUse`], [`TransportError::NoIdentity`] for `tls:` and `grpc:` without one, or
     /// what the system says.
     pub fn bind(address: &Address, tls: Option<Arc<TlsIdentity>>) -> Result<Self, TransportError> {
         let name = address.to_string();
@@ -53,31 +74,67 @@ impl Listener {
             io::ErrorKind::AddrInUse => TransportError::AddressInUse { address: name.clone() },
             _ => TransportError::Listen { address: name.clone(), source },
         };
-        if matches!(address, Address::Tls { .. }) && tls.is_none() {
-            return Err(TransportError::NoIdentity);
+        if cfg!(not(feature = "grpc")) && matches!(address, Address::Grpc { .. }) {
+            return Err(TransportError::NoGrpc { address: name });
         }
-        let (socket, bound) = match address {
+        let tls = match address {
+            Address::Tls { .. } => Some((Over::Tls, tls.ok_or(TransportError::NoIdentity)?)),
+            #[cfg(feature = "grpc")]
+            Address::Grpc { .. } => Some((Over::Grpc, tls.ok_or(TransportError::NoIdentity)?)),
+            _ => None,
+        };
+        let (door, bound) = match address {
+            Address::Fd(numbers) => {
+                let sockets = GivenSockets::numbered(numbers);
+                sockets.open()?;
+                (Door::Given(sockets), address.clone())
+            }
             Address::Unix(path) => {
                 let (listener, file) = unix::listen(path).map_err(failed)?;
-                (Socket::Unix { listener, _file: file }, address.clone())
+                let socket = Socket::Unix { listener, _file: file };
+                (Door::Listening(socket), address.clone())
             }
-            Address::Tcp { host, port } | Address::Tls { host, port } => {
+            Address::Tcp { host, port }
+            | Address::Tls { host, port }
+            | Address::Grpc { host, port, .. } => {
                 let addresses = resolve(host, *port, &name)?;
                 let listener = TcpListener::bind(&addresses[..]).map_err(failed)?;
                 let port = listener.local_addr().map_err(failed)?.port();
                 let host = host.clone();
                 let bound = match address {
-                    Address::Tcp { .. } => Address::Tcp { host, port },
-                    _ => Address::Tls { host, port },
+                    Address::Grpc { way, .. } => Address::Grpc { host, port, way: *way },
+                    Address::Tls { .. } => Address::Tls { host, port },
+                    _ => Address::Tcp { host, port },
                 };
-                (Socket::Tcp(listener), bound)
+                (Door::Listening(Socket::Tcp(listener)), bound)
             }
         };
-        socket.set_nonblocking().map_err(failed)?;
-        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let closed = eventfd(0, flags).map_err(|errno| failed(errno.into()))?;
-        let tls = tls.filter(|_| matches!(address, Address::Tls { .. }));
-        Ok(Self { socket, address: bound, tls, closed: Arc::new(closed) })
+        if let Door::Listening(socket) = &door {
+            socket.set_nonblocking().map_err(failed)?;
+        }
+        Self::new(door, bound, tls).map_err(failed)
+    }
+
+    /// A listener whose channels are these connected stream sockets, each accepted when its peer
+    /// says something.
+    ///
+    /// # Errors
+    /// [`TransportError::Descriptor`], or what the system says.
+    pub fn over(sockets: impl IntoIterator<Item = OwnedFd>) -> Result<Self, TransportError> {
+        let sockets = GivenSockets::owned(sockets)?;
+        let address = Address::Fd(sockets.numbers());
+        let name = address.to_string();
+        Self::new(Door::Given(sockets), address, None)
+            .map_err(|source| TransportError::Listen { address: name, source })
+    }
+
+    fn new(
+        door: Door,
+        address: Address,
+        tls: Option<(Over, Arc<TlsIdentity>)>,
+    ) -> io::Result<Self> {
+        let closed = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Self { door, address, tls, closed: Arc::new(closed) })
     }
 
     /// Where it listens; port 0 has become a real one.
@@ -98,10 +155,21 @@ impl Listener {
     /// The system's, such as too many open files; the listener is still good.
     pub fn accept(&self) -> Result<Option<Pending>, TransportError> {
         let failed = |source| TransportError::Listen { address: self.address.to_string(), source };
+        let socket = match &self.door {
+            Door::Listening(socket) => socket,
+            Door::Given(sockets) => {
+                let given = sockets.next_speaking(&self.closed).map_err(failed)?;
+                return Ok(given.map(|(number, stream)| Pending {
+                    stream: Arc::new(stream),
+                    peer: format!("the peer on descriptor {number}"),
+                    tls: None,
+                }));
+            }
+        };
         loop {
             let mut ready = [
                 PollFd::new(&self.closed, PollFlags::IN),
-                PollFd::from_borrowed_fd(self.socket.as_fd(), PollFlags::IN),
+                PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::IN),
             ];
             match poll(&mut ready, None) {
                 Ok(_) => {}
@@ -111,7 +179,7 @@ impl Listener {
             if !ready[0].revents().is_empty() {
                 return Ok(None);
             }
-            match self.socket.accept() {
+            match socket.accept() {
                 Ok(stream) => {
                     let peer = stream.peer_name();
                     let stream = Arc::new(stream);
@@ -184,7 +252,7 @@ impl ListenerCloser {
 pub struct Pending {
     stream: Arc<Stream>,
     peer: String,
-    tls: Option<Arc<TlsIdentity>>,
+    tls: Option<(Over, Arc<TlsIdentity>)>,
 }
 
 impl AsFd for Pending {
@@ -212,22 +280,39 @@ impl Pending {
         ChannelCloser::new(Arc::clone(&self.stream) as Arc<dyn Close>)
     }
 
-    /// Authenticates both sides on a `tls:` listener, within `timeout`; nothing to do on others.
+    /// Authenticates both sides on a `tls:` or `grpc:` listener, and waits for the call on the
+    /// latter, within `timeout`; nothing to do on others.
     ///
     /// # Errors
     /// See [`TransportError`].
     pub fn handshake(self, timeout: Duration) -> Result<Channel, TransportError> {
-        let Some(identity) = self.tls else {
+        let Some((over, identity)) = self.tls else {
             let mut peer = PeerIdentity::anonymous(self.peer);
             peer.uid = self.stream.peer_uid();
             return Ok(Channel::new(Plain(self.stream), peer));
         };
-        let connection = ServerConnection::new(identity.server_config(ALPN))
+        let protocol = match over {
+            Over::Tls => ALPN,
+            #[cfg(feature = "grpc")]
+            Over::Grpc => grpc::ALPN,
+        };
+        #[cfg(feature = "grpc")]
+        let deadline = Instant::now() + timeout;
+        let connection = ServerConnection::new(identity.server_config(protocol))
             .map_err(|error| TransportError::from_tls(error, self.peer.clone()))?;
         let connection = Connection::Server(connection);
-        let connection = shake_hands(&self.stream, connection, ALPN, &self.peer, timeout)?;
-        let session = TlsSession::new(self.stream, connection);
-        let peer = session.peer(self.peer);
-        Ok(Channel::new(Tls(Arc::new(session)), peer))
+        let connection = shake_hands(&self.stream, connection, protocol, &self.peer, timeout)?;
+        let peer = peer_of(&connection, self.peer);
+        Ok(match over {
+            Over::Tls => {
+                let session = TlsSession::new(self.stream, connection);
+                Channel::new(Tls(Arc::new(session)), peer)
+            }
+            #[cfg(feature = "grpc")]
+            Over::Grpc => {
+                let call = grpc::answer(self.stream, connection, &peer.address, deadline)?;
+                Channel::new(call, peer)
+            }
+        })
     }
 }

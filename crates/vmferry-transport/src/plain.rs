@@ -2,11 +2,16 @@
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::Shutdown;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::stream::Stream;
 use crate::transport::{Close, Receive, Transmit, Transport};
+
+/// What is received ahead: enough for a frame's head in one call, and so little that next to nothing of its pages
+/// is copied once more.
+const BUFFER_BYTES: usize = 1 << 10;
 
 /// A connection over a bare socket.
 #[derive(Debug)]
@@ -34,6 +39,14 @@ impl Close for Stream {
 struct PlainReader(Arc<Stream>);
 
 impl Receive for PlainReader {
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.0.as_fd())
+    }
+
+    fn buffer_bytes(&self) -> usize {
+        BUFFER_BYTES
+    }
+
     fn set_timeout(&mut self, timeout: Option<Duration>) -> io::Result<()> {
         self.0.set_read_timeout(timeout)
     }

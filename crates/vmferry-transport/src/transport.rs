@@ -4,6 +4,7 @@
 use std::any::Any;
 use std::fmt;
 use std::io::{self, Read, Write};
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -26,6 +27,17 @@ pub trait Transport: Any + fmt::Debug + Send {
 /// [`WouldBlock`](io::ErrorKind::WouldBlock) or [`TimedOut`](io::ErrorKind::TimedOut), and the half
 /// is still good after it.
 pub trait Receive: Read + fmt::Debug + Send {
+    /// A descriptor from which the bytes that follow can be read as well as from this half, if there is one.
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    /// How much is to be read ahead. Where there is no [descriptor](Self::descriptor), pages go through a buffer of
+    /// this size on their way to the guest.
+    fn buffer_bytes(&self) -> usize {
+        16 << 10
+    }
+
     /// Bounds the wait for the next bytes; `None` waits for ever, as a new half does.
     ///
     /// # Errors

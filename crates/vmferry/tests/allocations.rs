@@ -13,7 +13,7 @@ use std::time::Duration;
 use counting::{allocations, of_all_threads};
 use support::content::{content, let_work_between_rounds, mixed_guest};
 use support::{DestinationGuest, Guest, PAGES, Scenario, address, owned, test_all};
-use vmferry::destination::place::{FrameReader, PlacedCounters, Placer};
+use vmferry::destination::place::{FrameReader, PlacedCounters, Placer, is_placed_at_once};
 use vmferry::source::encode::PageEncoder;
 use vmferry::source::plan::{Job, LanePlan, Task};
 use vmferry::source::{Report, SourceOutcome};
@@ -96,8 +96,13 @@ impl Path {
             link.set_position(0);
             self.encoded.write_to(link.get_mut()).unwrap();
             let offset = self.reader.offset();
-            self.reader.receive(&mut self.frame).unwrap();
-            self.placer.place(0, &self.frame, offset).unwrap();
+            let header = self.reader.receive_head(&mut self.frame).unwrap();
+            if is_placed_at_once(&header) {
+                self.placer.receive(&mut self.reader, &self.frame, offset).unwrap();
+            } else {
+                self.reader.receive_payload(&mut self.frame).unwrap();
+                self.placer.place(0, &self.frame, offset).unwrap();
+            }
             frames += 1;
         }
         assert_eq!(self.hashes[0].sum(), self.hashes[1].sum());

@@ -2,17 +2,21 @@
 
 mod support;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use support::cutter::{Channels, Cut, Cutter};
 use support::{
-    DestinationGuest, PAGES, Scenario, SourceGuest, kept, nothing, owned, running_guest, test_all,
+    DestinationGuest, LateLog, PAGES, Scenario, SourceGuest, kept, nothing, owned, running_guest,
+    test_all,
 };
 use vmferry::destination::Received;
 use vmferry::source::{Report, SourceOutcome};
 use vmferry::stats::SourceStats;
 use vmferry::{ErrorClass, SourceVm};
 use vmferry_memory::whole_hash;
+use vmferry_net_lab::{DESTINATION_ADDRESS, Namespaces};
+use vmferry_transport::Address;
 
 /// Rounds that always come, with the guest running; the paused one comes after them.
 const ROUNDS: u32 = 2;
@@ -30,6 +34,15 @@ struct Run {
 
 /// Migrates a guest that writes all the time over a link that is cut.
 fn run(scenario: &mut Scenario, cuts: Vec<Cut>, cut_when_paused: Option<Channels>) -> Run {
+    run_guest(running_guest(PAGES / 16), scenario, cuts, cut_when_paused)
+}
+
+fn run_guest(
+    vm: SourceGuest,
+    scenario: &mut Scenario,
+    cuts: Vec<Cut>,
+    cut_when_paused: Option<Channels>,
+) -> Run {
     let path = scenario.directory.path().join("link.sock");
     let cutter = Cutter::start(path, &scenario.listen_at, cuts);
     scenario.dial = Some(cutter.address());
@@ -37,16 +50,15 @@ fn run(scenario: &mut Scenario, cuts: Vec<Cut>, cut_when_paused: Option<Channels
     scenario.source.downtime_limit = Duration::ZERO;
     let mut reports = Vec::new();
     let mut to_come = cut_when_paused;
-    let (outcome, received) =
-        scenario.run(running_guest(PAGES / 16), DestinationGuest::default(), |report| {
-            if let Report::RoundStarted { round, paused: true, .. } = report
-                && let Some(channels) = to_come.take()
-            {
-                cutter.cut(Cut { channels, round: *round, lasts: lasts() });
-            }
-            eprintln!("source: {report:?}");
-            reports.push(report.clone());
-        });
+    let (outcome, received) = scenario.run(vm, DestinationGuest::default(), |report| {
+        if let Report::RoundStarted { round, paused: true, .. } = report
+            && let Some(channels) = to_come.take()
+        {
+            cutter.cut(Cut { channels, round: *round, lasts: lasts() });
+        }
+        eprintln!("source: {report:?}");
+        reports.push(report.clone());
+    });
     Run { outcome, received, reports, cuts_left: cutter.left() }
 }
 
@@ -108,6 +120,59 @@ fn the_guest_does_not_wait_for_a_link_that_is_cut_while_it_is_paused() {
         let stats = assert_whole(run(&mut Scenario::new(), Vec::new(), Some(channels)));
         assert_eq!(stats.recalls, 1, "{channels:?}");
         assert!(stats.rounds.iter().filter(|round| round.paused).count() == 1, "{channels:?}");
+    }
+}
+
+/// The round that was on its way when the guest ran on was read without being protected again.
+#[test]
+fn what_the_guest_writes_when_it_runs_on_is_not_missed() {
+    let mut vm = running_guest(PAGES / 16);
+    vm.log = Arc::new(LateLog::new(&vm.memory()));
+    let stats = assert_whole(run_guest(vm, &mut Scenario::new(), Vec::new(), Some(Channels::All)));
+    assert_eq!(stats.recalls, 1);
+}
+
+/// The cable is pulled out: nothing arrives and nobody is told.
+#[test]
+fn a_link_that_falls_silent_is_made_again() {
+    let Ok(namespaces) = Namespaces::make() else {
+        eprintln!("skipped: network namespaces are root's");
+        return;
+    };
+    let namespaces = Arc::new(namespaces);
+    for when_paused in [false, true] {
+        let mut scenario = Scenario::new();
+        let host = DESTINATION_ADDRESS.to_string();
+        scenario.listen_at = Address::Tcp { host, port: 0 };
+        scenario.namespaces = Some(Arc::clone(&namespaces));
+        scenario.source.downtime_limit = Duration::ZERO;
+        for timeouts in [&mut scenario.source.timeouts, &mut scenario.destination.timeouts] {
+            // A ping leaves each second.
+            timeouts.silence = Duration::from_millis(1_500);
+        }
+        let (mut reports, mut pulled) = (Vec::new(), None);
+        let (outcome, received) =
+            scenario.run(running_guest(PAGES / 16), DestinationGuest::default(), |report| {
+                let due = match report {
+                    Report::RoundStarted { round, paused, .. } => {
+                        *paused == when_paused && (when_paused || *round == 2)
+                    }
+                    _ => false,
+                };
+                if due && pulled.is_none() {
+                    namespaces.set_cable(false).unwrap();
+                    let namespaces = Arc::clone(&namespaces);
+                    pulled = Some(std::thread::spawn(move || {
+                        std::thread::sleep(lasts().max(Duration::from_secs(3)));
+                        namespaces.set_cable(true).unwrap();
+                    }));
+                }
+                eprintln!("source: {report:?}");
+                reports.push(report.clone());
+            });
+        pulled.expect("there was such a round").join().unwrap();
+        let stats = assert_whole(Run { outcome, received, reports, cuts_left: 0 });
+        assert_eq!(stats.recalls, u32::from(when_paused), "{stats:?}");
     }
 }
 

@@ -4,8 +4,8 @@ use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 
-use super::namespaces::DESTINATION_ADDRESS;
 use super::orders::Transport;
+use vmferry_net_lab::DESTINATION_ADDRESS;
 
 /// A way to move a guest's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

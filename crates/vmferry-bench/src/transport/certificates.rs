@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use vmferry_transport::{TlsIdentity, pki};
 
-use super::namespaces::{DESTINATION_ADDRESS, SOURCE_ADDRESS};
+use vmferry_net_lab::{DESTINATION_ADDRESS, SOURCE_ADDRESS};
 
 /// Makes them in this directory.
 ///

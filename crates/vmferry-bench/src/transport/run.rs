@@ -7,9 +7,9 @@ use vmferry_transport::Listener;
 use super::case::{Case, Place, Way};
 use super::hosts::{Interrupt, Process};
 use super::idle::{Idle, IdleWatch};
-use super::namespaces::Namespaces;
 use super::orders::{Attack, Content, Order, Received, Reply, Sent, Transport};
 use super::{Role, certificates};
+use vmferry_net_lab::Namespaces;
 
 /// What one run took.
 #[derive(Clone, Copy, Debug)]

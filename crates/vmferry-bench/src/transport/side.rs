@@ -20,11 +20,11 @@ use vmferry_transport::{Dialer, Listener, TlsIdentity};
 use super::Role;
 use super::attacker::Attacker;
 use super::certificates;
-use super::namespaces::{enter, own};
 use super::orders::{Content, Order, Received, Reply, Sent, Transport};
 use crate::guest::{Incoming, StillGuest, clear, fill_incompressible, memory};
 use crate::machine::process_cpu_s;
 use crate::raw::{self, Copied, Tls};
+use vmferry_net_lab::{enter, own};
 
 /// Does what it is told on its standard input, until that ends; answers on its standard output.
 ///

@@ -124,7 +124,8 @@ pub fn tls_files(options: &TlsOptions) -> Result<Option<TlsFiles>, Failure> {
 
 /// An address with its scheme: TLS is what TCP means unless `--plain` says otherwise.
 pub fn address(text: &str, options: &TlsOptions) -> Result<String, Failure> {
-    let scheme = ["tls:", "tcp:", "unix:"].into_iter().find(|scheme| text.starts_with(scheme));
+    const SCHEMES: [&str; 6] = ["tls:", "grpc:", "grpc-ack:", "tcp:", "unix:", "fd:"];
+    let scheme = SCHEMES.into_iter().find(|scheme| text.starts_with(scheme));
     let full = match scheme {
         None if options.plain => format!("tcp:{text}"),
         None => format!("tls:{text}"),
@@ -136,9 +137,13 @@ pub fn address(text: &str, options: &TlsOptions) -> Result<String, Failure> {
         return Err(Failure::new(Code::Usage, text));
     }
     let named = options.tls.is_some() || options.ca.is_some();
-    if full.starts_with("tls:") && !named {
-        let text = "tls: needs this host's certificate: add --tls DIR, made by `vmferry pki`, or \
-                    --plain for an unprotected link";
+    let secured =
+        ["tls:", "grpc:", "grpc-ack:"].into_iter().find(|scheme| full.starts_with(scheme));
+    if let Some(scheme) = secured.filter(|_| !named) {
+        let text = format!(
+            "{scheme} needs this host's certificate: add --tls DIR, made by `vmferry pki`, or \
+             --plain for an unprotected link"
+        );
         return Err(Failure::new(Code::Usage, text));
     }
     Ok(full)
@@ -165,6 +170,9 @@ mod tests {
         assert_eq!(address("b:1", &options(false, true)).unwrap(), "tls:b:1");
         assert_eq!(address("b:1", &options(true, false)).unwrap(), "tcp:b:1");
         assert_eq!(address("unix:/x", &options(false, false)).unwrap(), "unix:/x");
+        assert_eq!(address("fd:3,4", &options(false, false)).unwrap(), "fd:3,4");
+        assert_eq!(address("grpc-ack:b:1", &options(false, true)).unwrap(), "grpc-ack:b:1");
+        assert!(address("grpc:b:1", &options(true, false)).is_err());
         assert!(address("tcp:b:1", &options(false, true)).is_err());
         let error = address("b:1", &options(false, false)).unwrap_err();
         assert_eq!(error.code, Code::Usage);

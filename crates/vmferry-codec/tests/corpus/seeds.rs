@@ -70,7 +70,7 @@ impl Source {
         let encoder = Encoder::new(Compressors::default(), Arc::new(HotPages::new(1 << 20)));
         let mut source = Self { world, hashes, encoder, sequence: 0 };
         // Twice: the first time nothing is kept, as nothing was sent before.
-        let keep = Choice { pack: None, delta: DeltaUse::Keep };
+        let keep = Choice { pack: None, delta: DeltaUse::Make };
         for slot in [SlotId(0), SlotId(1)] {
             let known = (0..24).filter(|page| source.world.hashes.knows(slot, *page));
             let pages: Vec<u64> = known.collect();

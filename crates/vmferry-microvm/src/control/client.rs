@@ -1,13 +1,15 @@
 //! The client's side of the control socket.
 
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, Read};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
+use vmferry_transport::{Address, TransportError, connected_socket};
 
-use super::MAX_LINE_BYTES;
 use super::request::{ControlError, Request};
+use super::{MAX_LINE_BYTES, descriptors};
 
 /// A request that was not answered with `ok`.
 #[derive(Debug, thiserror::Error)]
@@ -41,9 +43,23 @@ pub enum ClientError {
         /// What is wrong.
         reason: String,
     },
+    /// A socket that the request names is unusable.
+    #[error(transparent)]
+    Socket(#[from] TransportError),
     /// The VMM said no.
     #[error(transparent)]
     Refused(#[from] ControlError),
+}
+
+/// This process's sockets that the request names by their numbers: they go with it.
+fn sockets(request: &Request) -> Result<Vec<OwnedFd>, TransportError> {
+    match request {
+        Request::Migrate(migrate) => match migrate.to.parse() {
+            Ok(Address::Fd(numbers)) => numbers.into_iter().map(connected_socket).collect(),
+            _ => Ok(Vec::new()),
+        },
+        _ => Ok(Vec::new()),
+    }
 }
 
 /// Sends a request and waits for the answer, however long it takes; `event` is called with each
@@ -66,7 +82,7 @@ pub fn call(
     let bad = |reason: String| ClientError::BadAnswer { path: path.to_owned(), reason };
     let mut line = serde_json::to_string(request).map_err(|error| bad(error.to_string()))?;
     line.push('\n');
-    (&stream).write_all(line.as_bytes()).map_err(failed)?;
+    descriptors::send(&stream, line.as_bytes(), &sockets(request)?).map_err(failed)?;
     let mut reader = BufReader::new(&stream);
     loop {
         line.clear();

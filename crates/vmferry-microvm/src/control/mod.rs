@@ -6,6 +6,7 @@
 //! cancelled and the guest runs on.
 
 mod client;
+mod descriptors;
 mod directory;
 mod request;
 mod server;

@@ -42,7 +42,8 @@ pub enum Request {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MigrateRequest {
-    /// Where to: `tls:HOST:PORT`, `tcp:HOST:PORT` or `unix:PATH`.
+    /// Where to: an address as `vmferry_transport::Address` reads it. The sockets of `fd:N,N` are
+    /// the client's, and come with the request.
     pub to: String,
     /// The files of this host's identity, for `tls:`. Relative paths are the VMM's.
     pub tls: Option<TlsFiles>,

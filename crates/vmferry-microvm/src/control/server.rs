@@ -1,11 +1,12 @@
 //! The server's side of the control socket, in the VMM's process.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -13,6 +14,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::MAX_LINE_BYTES;
+use super::descriptors::Receiver;
 use super::request::{ControlError, ErrorCode, Request};
 
 /// How long a client may take for its request, and to take an answer.
@@ -171,7 +173,7 @@ fn serve(stream: UnixStream, handler: &dyn Handler) {
     if bounded.is_err() {
         return;
     }
-    let replies = Replies { stream };
+    let replies = Replies { stream, descriptors: Mutex::default() };
     let answer = match replies.request() {
         Ok(request) => handler.handle(request, &replies),
         Err(error) => Err(error),
@@ -191,20 +193,32 @@ fn serve(stream: UnixStream, handler: &dyn Handler) {
 #[derive(Debug)]
 pub struct Replies {
     stream: UnixStream,
+    descriptors: Mutex<Vec<OwnedFd>>,
 }
 
 impl Replies {
     fn request(&self) -> Result<Request, ControlError> {
         let bad = |text: String| ControlError::new(ErrorCode::BadRequest, text);
         let mut line = String::new();
-        let mut reader = BufReader::new((&self.stream).take(MAX_LINE_BYTES as u64));
+        let mut receiver = Receiver::new(&self.stream);
+        let mut reader = BufReader::new((&mut receiver).take(MAX_LINE_BYTES as u64));
         reader
             .read_line(&mut line)
             .map_err(|error| bad(format!("the request could not be read: {error}")))?;
+        *self.descriptors() = receiver.descriptors;
         if !line.ends_with('\n') {
             return Err(bad(format!("a request is one line of at most {MAX_LINE_BYTES} bytes")));
         }
         serde_json::from_str(&line).map_err(|error| bad(format!("no such request: {error}")))
+    }
+
+    fn descriptors(&self) -> MutexGuard<'_, Vec<OwnedFd>> {
+        self.descriptors.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The descriptors that came with the request, in order; none when they were taken before.
+    pub fn take_descriptors(&self) -> Vec<OwnedFd> {
+        std::mem::take(&mut self.descriptors())
     }
 
     /// Sends an event.

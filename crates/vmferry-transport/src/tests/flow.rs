@@ -5,7 +5,7 @@ use std::io::{Read, Write};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Pki, bytes, listen, pair};
+use super::{Pki, authenticated, bytes, listen, pair};
 use crate::tls::{Tls, TlsSession};
 use crate::{Channel, Dialer, TransportError};
 
@@ -14,21 +14,19 @@ fn both_directions_at_once_carry_what_was_sent() {
     let pki = Pki::new();
     let directory = tempfile::tempdir().unwrap();
     let unix = format!("unix:{}", directory.path().join("s").display());
-    for (address, tls) in [
-        ("tls:127.0.0.1:0", Some((pki.local("a"), pki.local("b")))),
-        ("tcp:127.0.0.1:0", None),
-        (unix.as_str(), None),
-    ] {
+    let (a, b) = (pki.local("a"), pki.local("b"));
+    for address in [authenticated(), &["tcp:127.0.0.1:0", unix.as_str()]].concat() {
+        let tls = authenticated().contains(&address).then(|| (a.clone(), b.clone()));
         let (server, client) = tls.unzip();
         let listener = listen(address, server);
         let dialer = Dialer::new(listener.local_address().clone(), client);
         let (accepted, dialled) = pair(&listener, &dialer);
-        assert_eq!(accepted.peer().tls, address.starts_with("tls"));
+        assert_eq!(accepted.peer().tls, authenticated().contains(&address));
         if accepted.peer().tls {
             assert_eq!(accepted.peer().names[0], "spiffe://vmferry/host/b");
             assert_eq!(dialled.peer().names[0], "spiffe://vmferry/host/a");
         }
-        let length = if accepted.peer().tls { 112 << 20 } else { 16 << 20 };
+        let length = if address.starts_with("tls") { 112 << 20 } else { 16 << 20 };
         let data = [bytes(length, 1), bytes(length, 2)];
         let data = &data;
         std::thread::scope(|scope| {
@@ -83,29 +81,32 @@ fn new_keys_in_the_midst_of_both_directions_lose_nothing() {
 }
 
 #[test]
-fn a_cut_tls_link_is_an_error_and_an_announced_end_is_not() {
+fn a_cut_link_is_an_error_and_an_announced_end_is_not() {
     let pki = Pki::new();
-    let listener = listen("tls:127.0.0.1:0", Some(pki.local("a")));
-    let dialer = Dialer::new(listener.local_address().clone(), Some(pki.local("b")));
-    let (accepted, dialled) = pair(&listener, &dialer);
-    dialled.closer().close();
-    let (mut reader, _writer) = accepted.split();
-    let error = reader.read(&mut [0; 8]).unwrap_err();
-    assert_eq!(error.kind(), std::io::ErrorKind::UnexpectedEof);
+    let (a, b) = (pki.local("a"), pki.local("b"));
+    for address in authenticated() {
+        let listener = listen(address, Some(a.clone()));
+        let dialer = Dialer::new(listener.local_address().clone(), Some(b.clone()));
+        let (accepted, dialled) = pair(&listener, &dialer);
+        dialled.closer().close();
+        let (mut reader, _writer) = accepted.split();
+        let error = reader.read(&mut [0; 8]).unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::UnexpectedEof, "{address}: {error:?}");
 
-    let (accepted, dialled) = pair(&listener, &dialer);
-    let (_dialled_reader, mut writer) = dialled.split();
-    writer.finish().unwrap();
-    let (mut reader, _writer) = accepted.split();
-    assert_eq!(reader.read(&mut [0; 8]).unwrap(), 0);
+        let (accepted, dialled) = pair(&listener, &dialer);
+        let (_dialled_reader, mut writer) = dialled.split();
+        writer.finish().unwrap();
+        let (mut reader, _writer) = accepted.split();
+        assert_eq!(reader.read(&mut [0; 8]).unwrap(), 0);
+    }
 }
 
 #[test]
 fn a_dropped_writer_announces_the_end_while_the_reader_goes_on() {
     let pki = Pki::new();
-    for (address, tls) in
-        [("tls:127.0.0.1:0", Some((pki.local("a"), pki.local("b")))), ("tcp:127.0.0.1:0", None)]
-    {
+    let (a, b) = (pki.local("a"), pki.local("b"));
+    for address in [authenticated(), &["tcp:127.0.0.1:0"]].concat() {
+        let tls = authenticated().contains(&address).then(|| (a.clone(), b.clone()));
         let (server, client) = tls.unzip();
         let listener = listen(address, server);
         let dialer = Dialer::new(listener.local_address().clone(), client);
@@ -186,19 +187,22 @@ fn what_came_before_a_forged_record_is_handed_out_before_the_error() {
 #[test]
 fn closing_a_channel_wakes_both_halves() {
     let pki = Pki::new();
-    let listener = listen("tls:127.0.0.1:0", Some(pki.local("a")));
-    let dialer = Dialer::new(listener.local_address().clone(), Some(pki.local("b")));
-    let (_accepted, dialled) = pair(&listener, &dialer);
-    let closer = dialled.closer();
-    let (mut reader, mut writer) = dialled.split();
-    std::thread::scope(|scope| {
-        let reading = scope.spawn(move || reader.read(&mut [0; 8]).is_err());
-        let writing = scope.spawn(move || {
-            let piece = vec![0; 1 << 20];
-            while writer.write_all(&piece).is_ok() {}
+    let (a, b) = (pki.local("a"), pki.local("b"));
+    for address in authenticated() {
+        let listener = listen(address, Some(a.clone()));
+        let dialer = Dialer::new(listener.local_address().clone(), Some(b.clone()));
+        let (_accepted, dialled) = pair(&listener, &dialer);
+        let closer = dialled.closer();
+        let (mut reader, mut writer) = dialled.split();
+        std::thread::scope(|scope| {
+            let reading = scope.spawn(move || reader.read(&mut [0; 8]).is_err());
+            let writing = scope.spawn(move || {
+                let piece = vec![0; 1 << 20];
+                while writer.write_all(&piece).is_ok() {}
+            });
+            closer.close();
+            assert!(reading.join().unwrap());
+            writing.join().unwrap();
         });
-        closer.close();
-        assert!(reading.join().unwrap());
-        writing.join().unwrap();
-    });
+    }
 }

@@ -2,6 +2,9 @@
 
 mod certificates;
 mod flow;
+mod given;
+#[cfg(feature = "grpc")]
+mod grpc;
 mod reach;
 mod trust;
 
@@ -17,12 +20,12 @@ use crate::{Channel, Dialer, Listener, TlsIdentity, TransportError};
 
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-struct Pki {
+pub(crate) struct Pki {
     directory: TempDir,
 }
 
 impl Pki {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let directory = tempfile::tempdir().unwrap();
         pki::init(&directory.path().join("ca"), "test", Validity::days(10)).unwrap();
         Self { directory }
@@ -39,7 +42,7 @@ impl Pki {
         Arc::new(load(&out).unwrap())
     }
 
-    fn local(&self, name: &str) -> Arc<TlsIdentity> {
+    pub(crate) fn local(&self, name: &str) -> Arc<TlsIdentity> {
         self.host(name, &["127.0.0.1", "localhost"], Validity::days(1))
     }
 }
@@ -52,7 +55,16 @@ fn load(directory: &Path) -> Result<TlsIdentity, TransportError> {
     )
 }
 
-fn listen(address: &str, tls: Option<Arc<TlsIdentity>>) -> Listener {
+/// The kinds of addresses whose peers are authenticated.
+fn authenticated() -> &'static [&'static str] {
+    if cfg!(feature = "grpc") {
+        &["tls:127.0.0.1:0", "grpc:127.0.0.1:0", "grpc-ack:127.0.0.1:0"]
+    } else {
+        &["tls:127.0.0.1:0"]
+    }
+}
+
+pub(crate) fn listen(address: &str, tls: Option<Arc<TlsIdentity>>) -> Listener {
     Listener::bind(&address.parse().unwrap(), tls).unwrap()
 }
 

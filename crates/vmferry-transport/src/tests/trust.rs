@@ -8,7 +8,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, ClientConnection};
 
-use super::{Pki, TIMEOUT, join, listen, load, pair};
+use super::{Pki, TIMEOUT, authenticated, join, listen, load, pair};
 use crate::handshake::shake_hands;
 use crate::identity::ALPN;
 use crate::pki::{self, IssueRequest, Validity};
@@ -38,13 +38,15 @@ fn strangers_and_stale_certificates_are_refused_on_both_sides_with_words() {
         ),
     ];
     for (server, client, server_says, client_says) in cases {
-        let listener = listen("tls:127.0.0.1:0", Some(server));
-        let dialer = Dialer::new(listener.local_address().clone(), Some(client));
-        let (accepted, dialled) = join(&listener, &dialer);
-        let (accepted, dialled) = (accepted.unwrap_err(), dialled.unwrap_err());
-        assert!(accepted.to_string().contains(server_says), "server: {accepted:?}");
-        assert!(dialled.to_string().contains(client_says), "client: {dialled:?}");
-        assert!(dialled.is_authentication(), "{dialled:?}");
+        for address in authenticated() {
+            let listener = listen(address, Some(server.clone()));
+            let dialer = Dialer::new(listener.local_address().clone(), Some(client.clone()));
+            let (accepted, dialled) = join(&listener, &dialer);
+            let (accepted, dialled) = (accepted.unwrap_err(), dialled.unwrap_err());
+            assert!(accepted.to_string().contains(server_says), "{address} server: {accepted:?}");
+            assert!(dialled.to_string().contains(client_says), "{address} client: {dialled:?}");
+            assert!(dialled.is_authentication(), "{dialled:?}");
+        }
     }
 }
 

@@ -17,7 +17,9 @@ use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter};
 use vmferry_wire::{ControlMessage, FrameHeader, FrameKind};
 
 use super::io::Input;
-use super::place::{FrameReader, LaneProgress, MOST_IN_MAKING, PlacedCounters, Placer};
+use super::place::{
+    FrameReader, LaneProgress, MOST_IN_MAKING, PlacedCounters, Placer, is_placed_at_once,
+};
 use crate::compression::worker_threads;
 use crate::config::DestinationConfig;
 use crate::cpu::CpuMeter;
@@ -112,16 +114,8 @@ impl Lanes {
                 Decompressors::per_call()
             };
             let worker = Worker {
-                placer: Placer::new(
-                    all.context.lanes,
-                    all.context.memory.clone(),
-                    Arc::clone(&all.context.hashes),
-                    Arc::clone(&all.context.placed),
-                    decompressors,
-                ),
-                control: Arc::clone(&all.context.control),
-                results: all.context.results.clone(),
-                cpu: all.context.cpu.clone(),
+                placer: placer(&all.context, decompressors),
+                context: all.context.clone(),
             };
             let work = work_in.clone();
             let thread = std::thread::Builder::new()
@@ -169,6 +163,7 @@ impl Lanes {
             lane: Arc::clone(&known.shared),
             frames: FrameReader::after(lane, reader, placed),
             closer: closer.clone(),
+            placer: placer(&self.context, Decompressors::default()),
             attempt: known.attempt,
             work,
             context: self.context.clone(),
@@ -204,6 +199,16 @@ impl Lane {
             let _ = thread.join();
         }
     }
+}
+
+fn placer(context: &LaneContext, decompressors: Decompressors) -> Placer {
+    Placer::new(
+        context.lanes,
+        context.memory.clone(),
+        Arc::clone(&context.hashes),
+        Arc::clone(&context.placed),
+        decompressors,
+    )
 }
 
 impl Drop for Lanes {
@@ -306,6 +311,7 @@ impl LaneState {
 struct ReceivingThread {
     lane: Arc<LaneState>,
     frames: FrameReader<ChannelReader>,
+    placer: Placer,
     closer: ChannelCloser,
     attempt: u64,
     work: Sender<Work>,
@@ -323,72 +329,112 @@ impl ReceivingThread {
         }
     }
 
-    /// Receives a frame and hands it to the workers, or leaves it alone if it was placed before the channel was
-    /// made again. `false` at the end.
+    /// Receives a frame, and places it or hands it to the workers, or leaves it alone if it was placed before the
+    /// channel was made again. `false` at the end.
     fn receive(&mut self, mut frame: Frame) -> bool {
         let offset = self.frames.offset();
-        let received = self.frames.receive(&mut frame);
+        let received = self.receive_and_place(&mut frame, offset);
         let bytes = self.frames.offset() - offset;
         self.context.placed.bytes.fetch_add(bytes, Ordering::Relaxed);
-        let header = match received {
-            Ok(header) => header,
+        match received {
+            Ok(Received::Placed(header)) => {
+                self.lane.free(frame);
+                self.context.tell(&self.lane, &header);
+                // What follows may be newer versions of the same pages.
+                header.kind != FrameKind::EndOfRound || self.lane.await_placed(header.sequence)
+            }
+            Ok(Received::ToDecode) => {
+                let sent = self.work.send(Work { frame, offset, lane: Arc::clone(&self.lane) });
+                sent.map_err(|error| self.lane.free(error.into_inner().frame)).is_ok()
+            }
+            Ok(Received::Again) => {
+                self.lane.free(frame);
+                true
+            }
+            Ok(Received::Nothing) => {
+                self.lane.free(frame);
+                false
+            }
             Err(error) => {
                 self.lane.free(frame);
-                // Where only one direction is cut, the source is to hear of it too.
-                self.closer.close();
-                let (lane, attempt) = (self.lane.number, self.attempt);
-                let _ = self.context.results.send(match error {
-                    error @ MigrateError::LinkLost { .. } => {
-                        Input::LaneLost { lane, attempt, error }
-                    }
-                    error => Input::Failed(error),
-                });
-                return false;
+                self.fail(error);
+                false
             }
-        };
-        if !self.lane.await_room(header.sequence) || self.lane.is_placed(header.sequence) {
-            self.lane.free(frame);
-            return !self.lane.lock().closed;
         }
-        let lane = Arc::clone(&self.lane);
-        if let Err(crossbeam_channel::SendError(work)) =
-            self.work.send(Work { frame, offset, lane })
-        {
-            self.lane.free(work.frame);
-            return false;
-        }
-        // What follows may be newer versions of the same pages.
-        header.kind != FrameKind::EndOfRound || self.lane.await_placed(header.sequence)
     }
+
+    fn receive_and_place(
+        &mut self,
+        frame: &mut Frame,
+        offset: u64,
+    ) -> Result<Received, MigrateError> {
+        let header = self.frames.receive_head(frame)?;
+        if !self.lane.await_room(header.sequence) {
+            return Ok(Received::Nothing);
+        }
+        let again = self.lane.is_placed(header.sequence);
+        if !again && is_placed_at_once(&header) {
+            self.placer.receive(&mut self.frames, frame, offset)?;
+            return Ok(Received::Placed(header));
+        }
+        self.frames.receive_payload(frame)?;
+        Ok(if again { Received::Again } else { Received::ToDecode })
+    }
+
+    fn fail(&self, error: MigrateError) {
+        // Where only one direction is cut, the source is to hear of it too.
+        self.closer.close();
+        let (lane, attempt) = (self.lane.number, self.attempt);
+        let _ = self.context.results.send(match error {
+            error @ MigrateError::LinkLost { .. } => Input::LaneLost { lane, attempt, error },
+            error => {
+                // A part of a frame that does not add up may stand in the memory: nothing may follow it.
+                self.lane.fail();
+                Input::Failed(error)
+            }
+        });
+    }
+}
+
+/// What came of a frame.
+enum Received {
+    /// It is placed.
+    Placed(FrameHeader),
+    /// It is here whole, and to be decoded.
+    ToDecode,
+    /// It was placed before.
+    Again,
+    /// It is not needed any more: the end.
+    Nothing,
 }
 
 struct Worker {
     placer: Placer,
-    control: Arc<ControlSlot>,
-    results: Sender<Input>,
-    cpu: CpuMeter,
+    context: LaneContext,
 }
 
 impl Worker {
     fn run(mut self, work: &Receiver<Work>) {
-        let cpu = self.cpu.clone();
+        let cpu = self.context.cpu.clone();
         let _cpu = cpu.count_this_thread();
         for Work { frame, offset, lane } in work {
             match self.placer.place(lane.number, &frame, offset) {
                 Ok(()) => {
                     if let Some(header) = frame.header() {
-                        self.tell(&lane, header);
+                        self.context.tell(&lane, header);
                     }
                 }
                 Err(error) => {
-                    let _ = self.results.send(Input::Failed(error));
+                    let _ = self.context.results.send(Input::Failed(error));
                     lane.fail();
                 }
             }
             lane.free(frame);
         }
     }
+}
 
+impl LaneContext {
     /// Tells the source and the session what is placed.
     fn tell(&self, lane: &LaneState, header: &FrameHeader) {
         let placed = lane.lock().progress.finished(header);

@@ -1,20 +1,26 @@
-//! What the destination does with a frame: reads it whole, decodes and checks it, places its pages.
+//! What the destination does with a frame: reads it whole, decodes and checks it, places its pages; or receives its
+//! pages where they belong, if they are as they are.
 //!
 //! The numbers of a lane's frames must be without gaps. Frames of one round are placed in any order, as
 //! they have no page in common; the next round's are not begun before all of them are placed. A page always
 //! has the lane that its number gives it, so no version of it can overtake another.
 
+mod direct;
+
 use std::io::Read;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use vmferry_codec::{CodecError, Decoder, Decompressors, Frame, PageHashes, ReadError};
+use vmferry_codec::{
+    CodecError, Decoder, Decompressors, Frame, PageHashes, PlacedPages, ReadError,
+};
 use vmferry_memory::GuestMemory;
 use vmferry_wire::{FrameHeader, FrameKind, Run};
 
 use crate::config::{LANE_STRIPE_PAGES, lane_of};
 use crate::error::{MigrateError, chain};
 use crate::link::lost;
+pub use direct::{PageSource, is_placed_at_once};
 
 /// Frames between two acknowledgements: 1 MiB, so that the source's window of 64 MiB turns over
 /// smoothly and the control channel carries few of them.
@@ -69,20 +75,28 @@ impl<R: Read> FrameReader<R> {
     /// [`MigrateError::LinkLost`] at the channel's end, whether between frames or within one, and
     /// [`MigrateError::Protocol`], which names the lane and the offset, for everything else.
     pub fn receive(&mut self, frame: &mut Frame) -> Result<FrameHeader, MigrateError> {
-        let channel = || format!("lane {}", self.lane);
+        let header = self.receive_head(frame)?;
+        self.receive_payload(frame)?;
+        Ok(header)
+    }
+
+    /// Reads the next frame's header and run table.
+    ///
+    /// # Errors
+    /// As [`receive`](Self::receive).
+    pub fn receive_head(&mut self, frame: &mut Frame) -> Result<FrameHeader, MigrateError> {
         let offset = self.offset;
-        let protocol =
-            |reason: String| MigrateError::Protocol { channel: channel(), offset, reason };
+        let protocol = |reason: String| {
+            let channel = format!("lane {}", self.lane);
+            MigrateError::Protocol { channel, offset, reason }
+        };
         let mut counted = Counted { reader: &mut self.reader, bytes: 0 };
-        let read = frame.read_from(&mut counted);
+        let read = frame.read_head(&mut counted);
         self.offset += counted.bytes;
         let header = match read {
             Ok(Some(header)) => header,
-            Ok(None) => {
-                let end = std::io::ErrorKind::UnexpectedEof.into();
-                return Err(lost(&channel(), "receiving pages", &end));
-            }
-            Err(ReadError::Io(error)) => return Err(lost(&channel(), "receiving pages", &error)),
+            Ok(None) => return Err(self.lost(&std::io::ErrorKind::UnexpectedEof.into())),
+            Err(ReadError::Io(error)) => return Err(self.lost(&error)),
             Err(ReadError::Wire(error)) => return Err(protocol(error.to_string())),
         };
         let due = self.sequence + 1;
@@ -91,6 +105,21 @@ impl<R: Read> FrameReader<R> {
         }
         self.sequence = due;
         Ok(header)
+    }
+
+    /// Reads the payload of the frame whose head was read.
+    ///
+    /// # Errors
+    /// [`MigrateError::LinkLost`].
+    pub fn receive_payload(&mut self, frame: &mut Frame) -> Result<(), MigrateError> {
+        let mut counted = Counted { reader: &mut self.reader, bytes: 0 };
+        let read = frame.read_payload(&mut counted);
+        self.offset += counted.bytes;
+        read.map_err(|error| self.lost(&error))
+    }
+
+    fn lost(&self, error: &std::io::Error) -> MigrateError {
+        lost(&format!("lane {}", self.lane), "receiving pages", error)
     }
 }
 
@@ -202,17 +231,26 @@ impl Placer {
         let counts = self
             .decoder
             .place(frame, &self.memory, &self.hashes, |run| run_belongs(run, lane, lanes))
-            .map_err(|error| match error {
-                CodecError::Memory(error) => error.into(),
-                error => {
-                    let channel = format!("lane {lane}");
-                    MigrateError::Protocol { channel, offset, reason: chain(&error) }
-                }
-            })?;
+            .map_err(|error| refused(error, lane, offset))?;
+        self.count(counts);
+        Ok(())
+    }
+
+    fn count(&self, counts: PlacedPages) {
         self.placed.frames.fetch_add(1, Ordering::Relaxed);
         self.placed.content_pages.fetch_add(counts.content, Ordering::Relaxed);
         self.placed.zero_pages.fetch_add(counts.zero, Ordering::Relaxed);
-        Ok(())
+    }
+}
+
+/// Why the frame that began at `offset` of a lane's channel is not placed.
+fn refused(error: CodecError, lane: u8, offset: u64) -> MigrateError {
+    match error {
+        CodecError::Memory(error) => error.into(),
+        error => {
+            let channel = format!("lane {lane}");
+            MigrateError::Protocol { channel, offset, reason: chain(&error) }
+        }
     }
 }
 

@@ -44,6 +44,9 @@ pub struct Decision {
     pub choice: Choice,
     /// Why.
     pub why: Why,
+    /// Whether others are to make frames than before: with this decision pages began, or ceased, to go
+    /// [without compression](Chooser::is_light), or a trial is due.
+    pub turned: bool,
     /// Number of the way, for what is learnt from the frame.
     way: usize,
 }
@@ -90,7 +93,7 @@ impl Chooser {
         let fixed = |method: Option<Method>, delta: bool| {
             let choice = Choice { pack: method, delta: self.delta(delta, round) };
             let way = if method.is_some() { FIXED } else { RAW };
-            Decision { choice, why: Why::Fixed, way }
+            Decision { choice, why: Why::Fixed, turned: false, way }
         };
         match self.way {
             CompressionWay::Off => fixed(None, false),
@@ -109,12 +112,50 @@ impl Chooser {
             }
             CompressionWay::Auto => {
                 let mut model = self.model();
+                let was_raw = model.is_raw();
                 let (way, why) = model.choose(now, hungry);
+                let turned = model.is_raw() != was_raw;
                 let delta = model.tries_deltas(round);
                 let choice = Choice { pack: WAYS[way], delta: self.delta(delta, round) };
-                Decision { choice, why, way }
+                Decision { choice, why, turned, way }
             }
         }
+    }
+
+    /// Whether pages go without compression at present. Then each channel's thread makes its frames itself: it
+    /// sends them from its own core's cache, and nobody has to be woken.
+    pub fn is_light(&self) -> bool {
+        match self.way {
+            CompressionWay::Off | CompressionWay::Delta => true,
+            CompressionWay::Fixed(_) => false,
+            CompressionWay::Auto => self.model().is_raw(),
+        }
+    }
+
+    /// Whether there is something to compress, be it as a trial.
+    pub fn needs_compressors(&self) -> bool {
+        match self.way {
+            CompressionWay::Off | CompressionWay::Delta => false,
+            CompressionWay::Fixed(_) => true,
+            CompressionWay::Auto => {
+                let model = self.model();
+                !model.is_raw() || model.is_trial_due(self.started.elapsed())
+            }
+        }
+    }
+
+    /// How the next frame is to be encoded by a channel's thread, which does not compress.
+    pub fn choose_light(&self, round: u32) -> Decision {
+        let (mut delta, mut turned) = (self.way == CompressionWay::Delta, false);
+        if self.way == CompressionWay::Auto {
+            let mut model = self.model();
+            model.reconsider();
+            turned = !model.is_raw() || model.is_trial_due(self.started.elapsed());
+            delta = model.tries_deltas(round);
+        }
+        let choice = Choice { pack: None, delta: self.delta(delta, round) };
+        let why = if self.way == CompressionWay::Auto { Why::Best } else { Why::Fixed };
+        Decision { choice, why, turned, way: RAW }
     }
 
     fn delta(&self, wanted: bool, round: u32) -> DeltaUse {

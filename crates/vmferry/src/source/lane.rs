@@ -15,7 +15,7 @@ use super::connect::DataChannel;
 use super::io::Input;
 use super::orders::SentCounters;
 use super::outgoing::Next;
-use super::pool::{Finished, FrameInfo, PoolLane};
+use super::pool::{Finished, FrameInfo, Maker, PoolLane};
 use super::rounds::LaneTotals;
 use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
@@ -68,6 +68,7 @@ impl Lane {
     pub fn start(
         number: u8,
         lane: Arc<PoolLane>,
+        maker: Maker,
         context: LaneContext,
         channel: DataChannel,
     ) -> std::io::Result<Self> {
@@ -77,6 +78,7 @@ impl Lane {
         let sender = SenderThread {
             number,
             lane: Arc::clone(&lane),
+            maker,
             context,
             writer,
             attempt: 0,
@@ -160,6 +162,7 @@ impl Drop for Lane {
 struct SenderThread {
     number: u8,
     lane: Arc<PoolLane>,
+    maker: Maker,
     context: LaneContext,
     writer: ChannelWriter,
     /// How often the channel was dialled before.
@@ -185,10 +188,14 @@ impl SenderThread {
         let _cpu = cpu.count_this_thread();
         let mut idle_since = Instant::now();
         loop {
-            let mut sent = match self.lane.outgoing.take() {
-                Next::Frame(frame) => self.send_new(frame, idle_since),
-                Next::Interrupted => self.change_channel(),
-                Next::Closed => return,
+            let mut sent = match self.maker.next() {
+                Ok(Next::Frame(frame)) => self.send_new(frame, idle_since),
+                Ok(Next::Interrupted) => self.change_channel(),
+                Ok(Next::Closed) => return,
+                Err(error) => {
+                    let _ = self.context.results.send(Input::Failed(error));
+                    return;
+                }
             };
             while let Err(not_sent) = sent {
                 let NotSent::Lost(error) = not_sent else { return };

@@ -5,10 +5,12 @@
 //! before it is sent is likely to be written once more by then.
 
 use std::collections::VecDeque;
+#[cfg(test)]
+use std::convert::Infallible;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use super::signal::Signal;
+use super::signal::{Signal, Wake};
 
 /// The queue.
 #[derive(Debug)]
@@ -28,6 +30,8 @@ struct State<T> {
     begun: usize,
     /// Somebody has found no room.
     missed: bool,
+    /// There may be something to make since the channel's thread has looked.
+    woken: bool,
     /// The channel's side is to look at something else before the next frame.
     interrupted: bool,
     closed: bool,
@@ -53,6 +57,7 @@ impl<T> Outgoing<T> {
                 frames: VecDeque::with_capacity(limit),
                 begun: 0,
                 missed: false,
+                woken: false,
                 interrupted: false,
                 closed: false,
             }),
@@ -92,27 +97,60 @@ impl<T> Outgoing<T> {
     }
 
     /// The next frame, waiting for one.
+    #[cfg(test)]
     pub fn take(&self) -> Next<T> {
+        let Ok(next) = self.take_or_make(|| Ok::<_, Infallible>(None));
+        next
+    }
+
+    /// The next frame that is finished. While there is none, `make` may bring one, and is asked again after each
+    /// [`wake`](Wake::wake).
+    ///
+    /// # Errors
+    /// What `make` says.
+    pub fn take_or_make<E>(
+        &self,
+        mut make: impl FnMut() -> Result<Option<T>, E>,
+    ) -> Result<Next<T>, E> {
         let mut state = self.lock();
         loop {
             if state.closed {
-                return Next::Closed;
+                return Ok(Next::Closed);
             }
             if std::mem::take(&mut state.interrupted) {
-                return Next::Interrupted;
+                return Ok(Next::Interrupted);
             }
             if let Some(frame) = state.frames.pop_front() {
-                state.begun -= 1;
-                let room = state.begun <= self.limit / 2 && std::mem::take(&mut state.missed);
-                drop(state);
-                if room {
-                    self.room.raise();
-                }
-                return Next::Frame(frame);
+                self.hungry.store(false, Ordering::Relaxed);
+                self.leave(state);
+                return Ok(Next::Frame(frame));
             }
             self.hungry.store(true, Ordering::Relaxed);
-            state = self.ready.wait(state).unwrap_or_else(PoisonError::into_inner);
-            self.hungry.store(false, Ordering::Relaxed);
+            state.woken = false;
+            drop(state);
+            if let Some(frame) = make()? {
+                self.hungry.store(false, Ordering::Relaxed);
+                return Ok(Next::Frame(frame));
+            }
+            state = self.lock();
+            while state.frames.is_empty() && !state.woken && !state.interrupted && !state.closed {
+                state = self.ready.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+    }
+
+    /// A frame that was begun is finished, and goes to the channel without being [put](Self::put) here.
+    pub fn pass(&self) {
+        self.leave(self.lock());
+    }
+
+    /// A frame is out of the queue, and there may be room for those who found none.
+    fn leave(&self, mut state: MutexGuard<'_, State<T>>) {
+        state.begun -= 1;
+        let room = state.begun <= self.limit / 2 && std::mem::take(&mut state.missed);
+        drop(state);
+        if room {
+            self.room.raise();
         }
     }
 
@@ -139,6 +177,15 @@ impl<T> Outgoing<T> {
 
     fn lock(&self) -> MutexGuard<'_, State<T>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<T: Send> Wake for Outgoing<T> {
+    fn wake(&self) {
+        let mut state = self.lock();
+        if !std::mem::replace(&mut state.woken, true) {
+            self.ready.notify_one();
+        }
     }
 }
 
@@ -193,6 +240,31 @@ mod tests {
         assert!(queue.try_begin());
         queue.put('a');
         assert_eq!(queue.take(), Next::Frame('a'));
+    }
+
+    #[test]
+    fn the_channel_makes_a_frame_when_there_is_something_to_make() {
+        let queue = queue(4);
+        let work = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let taking = scope.spawn(|| {
+                queue.take_or_make(|| {
+                    let found = work.swap(false, Ordering::Relaxed) && queue.try_begin();
+                    Ok::<_, Infallible>(found.then(|| queue.pass()).map(|()| 'm'))
+                })
+            });
+            while !queue.is_hungry() {
+                std::thread::yield_now();
+            }
+            work.store(true, Ordering::Relaxed);
+            queue.wake();
+            assert_eq!(taking.join().unwrap(), Ok(Next::Frame('m')));
+        });
+        assert!(queue.try_begin());
+        queue.put('a');
+        let first = queue.take_or_make(|| Ok::<_, Infallible>(Some('m')));
+        assert_eq!(first, Ok(Next::Frame('a')), "what is finished goes first");
+        assert!(queue.lock().begun == 0 && !queue.is_hungry());
     }
 
     #[test]

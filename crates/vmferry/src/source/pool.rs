@@ -3,8 +3,11 @@
 //!
 //! Nobody hands work out: a worker asks the lane's plan itself, under a lock that is held for as long as it
 //! takes to find 64 page numbers. So there is no thread that a busy compressor could stall.
+//!
+//! While nothing is compressed, the lanes' senders [make their frames themselves](Maker), and of the workers only
+//! those help that are more than there are lanes.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -14,9 +17,9 @@ use vmferry_codec::{EncodedFrame, FrameCounts};
 use super::chooser::{Chooser, Decision};
 use super::encode::PageEncoder;
 use super::io::Input;
-use super::outgoing::Outgoing;
+use super::outgoing::{Next, Outgoing};
 use super::plan::{Job, LanePlan, PageBatch, Task};
-use super::signal::Signal;
+use super::signal::{Signal, Wake};
 use super::window::Window;
 use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
@@ -44,7 +47,7 @@ pub struct PoolLane {
     /// Buffers.
     pub window: Arc<Window<EncodedFrame>>,
     /// Finished frames.
-    pub outgoing: Outgoing<Finished>,
+    pub outgoing: Arc<Outgoing<Finished>>,
 }
 
 /// What is to be done, and what is being done.
@@ -65,7 +68,7 @@ impl PoolLane {
         signal: Arc<Signal>,
     ) -> Self {
         let work = Mutex::new(LaneWork { plan, making: 0, end: None });
-        Self { work, window, outgoing: Outgoing::new(ahead, signal) }
+        Self { work, window, outgoing: Arc::new(Outgoing::new(ahead, signal)) }
     }
 
     /// Pages to be made a frame of, and a buffer for it.
@@ -103,6 +106,11 @@ impl PoolLane {
     /// A frame is finished.
     fn finished(&self, frame: Finished) {
         self.outgoing.put(frame);
+        self.made();
+    }
+
+    /// A frame is finished and on its way.
+    fn made(&self) {
         let mut work = lock(&self.work);
         work.making -= 1;
         self.end_if_all_is_made(&mut work);
@@ -144,6 +152,11 @@ impl Pool {
         results: Sender<Input>,
         cpu: CpuMeter,
     ) -> std::io::Result<Self> {
+        let wake = |lane: &Arc<PoolLane>| {
+            let outgoing: Weak<Outgoing<Finished>> = Arc::downgrade(&lane.outgoing);
+            outgoing as Weak<dyn Wake>
+        };
+        signal.also_wakes(lanes.iter().map(wake).collect());
         let shared = Arc::new(Shared { lanes, signal, chooser, results, cpu });
         let mut pool = Self { shared, threads: Vec::with_capacity(encoders.len()) };
         for (number, encoder) in encoders.into_iter().enumerate() {
@@ -190,7 +203,10 @@ impl Shared {
         let mut first = number;
         while let Some(seen) = self.signal.now() {
             let lanes = self.lanes.len();
-            let found = (first..first + lanes).find_map(|index| {
+            // A sender is quicker with what needs no compression, but more threads than there are senders help.
+            let idle = number < lanes && !self.chooser.needs_compressors();
+            let searched = if idle { 0 } else { lanes };
+            let found = (first..first + searched).find_map(|index| {
                 let index = index % lanes;
                 self.lanes[index].next(&self.chooser).map(|task| (index, task))
             });
@@ -212,18 +228,83 @@ impl Shared {
         &self,
         index: usize,
         batch: &PageBatch,
-        mut frame: EncodedFrame,
+        frame: EncodedFrame,
         encoder: &mut PageEncoder,
     ) -> Result<(), MigrateError> {
         let lane = &self.lanes[index];
         // While any channel sends, the link is not idle.
         let hungry = self.lanes.iter().all(|lane| lane.outgoing.is_hungry());
         let decision = self.chooser.choose(hungry, batch.as_batch().round);
-        let begun = Instant::now();
-        let counts = encoder.encode(index as u8, batch, &mut frame, decision.choice)?;
-        self.chooser.encoded(decision, counts, begun.elapsed());
-        lane.finished(Finished { frame, what: FrameInfo::Pages(counts, decision) });
+        let (chooser, signal) = (&self.chooser, &self.signal);
+        lane.finished(encode(index as u8, batch, frame, encoder, decision, chooser, signal)?);
         Ok(())
+    }
+}
+
+/// Makes a frame of a batch.
+fn encode(
+    lane: u8,
+    batch: &PageBatch,
+    mut frame: EncodedFrame,
+    encoder: &mut PageEncoder,
+    decision: Decision,
+    chooser: &Chooser,
+    signal: &Signal,
+) -> Result<Finished, MigrateError> {
+    if decision.turned {
+        signal.raise();
+    }
+    let begun = Instant::now();
+    let counts = encoder.encode(lane, batch, &mut frame, decision.choice)?;
+    chooser.encoded(decision, counts, begun.elapsed());
+    Ok(Finished { frame, what: FrameInfo::Pages(counts, decision) })
+}
+
+/// What a lane's sender makes frames with.
+pub struct Maker {
+    number: u8,
+    lane: Arc<PoolLane>,
+    chooser: Arc<Chooser>,
+    encoder: PageEncoder,
+    /// Wakes the workers.
+    signal: Arc<Signal>,
+}
+
+impl Maker {
+    /// That of lane `number`.
+    #[must_use]
+    pub fn new(
+        number: u8,
+        lane: Arc<PoolLane>,
+        chooser: Arc<Chooser>,
+        encoder: PageEncoder,
+        signal: Arc<Signal>,
+    ) -> Self {
+        Self { number, lane, chooser, encoder, signal }
+    }
+
+    /// The lane's next frame: a finished one, or one that is made now, or one that is waited for.
+    ///
+    /// # Errors
+    /// What the memory, the dirty log or the compressor says.
+    pub fn next(&mut self) -> Result<Next<Finished>, MigrateError> {
+        let lane = Arc::clone(&self.lane);
+        lane.outgoing.take_or_make(|| self.make())
+    }
+
+    /// A frame, if the lane has pages to send, a buffer is free, and nothing is compressed.
+    fn make(&mut self) -> Result<Option<Finished>, MigrateError> {
+        let Self { number, lane, chooser, encoder, signal } = self;
+        if !chooser.is_light() {
+            return Ok(None);
+        }
+        let Some(next) = lane.next(chooser) else { return Ok(None) };
+        let (batch, frame) = next?;
+        let decision = chooser.choose_light(batch.as_batch().round);
+        let finished = encode(*number, &batch, frame, encoder, decision, chooser, signal)?;
+        lane.outgoing.pass();
+        lane.made();
+        Ok(Some(finished))
     }
 }
 

@@ -1,13 +1,22 @@
-//! How idle workers hear that there may be something to do again.
+//! How idle workers hear that there may be something to do again, and others that wait for more than that.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::fmt;
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+
+/// Whoever is woken by a [`Signal`] without waiting on it.
+pub trait Wake: Send + Sync {
+    /// Something has happened.
+    fn wake(&self);
+}
 
 /// A count of events, to be waited on. Whoever looks for work reads the count first and waits, if it has
 /// found none, until the count is another: what happens between look and wait is not missed.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct Signal {
     state: Mutex<State>,
     changed: Condvar,
+    /// Said once, before the first event.
+    others: OnceLock<Vec<Weak<dyn Wake>>>,
 }
 
 #[derive(Debug, Default)]
@@ -31,6 +40,17 @@ impl Signal {
         if state.waiting > 0 {
             self.changed.notify_all();
         }
+        drop(state);
+        for other in self.others.get().into_iter().flatten() {
+            if let Some(other) = other.upgrade() {
+                other.wake();
+            }
+        }
+    }
+
+    /// Says whom each event is to wake besides. Only the first call counts.
+    pub fn also_wakes(&self, others: Vec<Weak<dyn Wake>>) {
+        self.others.get_or_init(|| others);
     }
 
     /// Waits until the count is not `seen` any more, or it is closed.
@@ -51,6 +71,12 @@ impl Signal {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for Signal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Signal").field("state", &self.state).finish_non_exhaustive()
     }
 }
 

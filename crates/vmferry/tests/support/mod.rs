@@ -8,13 +8,15 @@ pub mod content;
 pub mod cutter;
 pub mod relay;
 
+use std::fs::File;
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use vmferry::destination::{Notice, Owned, Received, Stop, receive};
+use vmferry::destination::{Owned, Received, Stop, receive};
 use vmferry::source::{Orders, Report, SourceOutcome, migrate};
 use vmferry::{
     DestinationConfig, DestinationVm, GuestDescription, PrepareError, Resume, SourceConfig,
@@ -22,6 +24,7 @@ use vmferry::{
 };
 use vmferry_dirty::{DirtyLog, DirtyLogError, UffdLog};
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageSet, SlotId, SlotLayout};
+use vmferry_net_lab::{Namespaces, enter};
 use vmferry_transport::{Address, Dialer, Listener};
 use vmferry_wire::GuestIdentity;
 
@@ -233,6 +236,56 @@ impl DirtyLog for ForgetfulLog {
     }
 }
 
+/// A log that sees a page that was collected only once it was armed again, as the contract of
+/// [`DirtyLog::rearm`] allows: no log here is as hard on the engine.
+pub struct LateLog {
+    log: UffdLog,
+    unarmed: Mutex<PageSet>,
+}
+
+impl LateLog {
+    pub fn new(memory: &GuestMemory) -> Self {
+        let unarmed = Mutex::new(PageSet::for_memory(memory));
+        Self { log: UffdLog::new(memory).unwrap(), unarmed }
+    }
+}
+
+impl DirtyLog for LateLog {
+    fn name(&self) -> &'static str {
+        "late"
+    }
+
+    fn start(&self) -> Result<(), DirtyLogError> {
+        self.log.start()
+    }
+
+    fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
+        let mut unarmed = self.unarmed.lock().unwrap();
+        let mut seen = unarmed.clone();
+        seen.clear_all();
+        self.log.collect(&mut seen)?;
+        seen.subtract(&unarmed);
+        unarmed.union_with(&seen);
+        into.union_with(&seen);
+        Ok(())
+    }
+
+    fn rearm(&self, slot: SlotId, first_word: usize, words: &[u64]) -> Result<(), DirtyLogError> {
+        let mut unarmed = self.unarmed.lock().unwrap();
+        let pages = unarmed.bitmap_mut(slot);
+        for (index, word) in (first_word..).zip(words) {
+            (0..64).filter(|bit| word >> bit & 1 == 1).for_each(|bit| {
+                pages.clear(index as u64 * 64 + bit);
+            });
+        }
+        Ok(())
+    }
+
+    fn stop(&self) -> Result<(), DirtyLogError> {
+        self.log.stop()
+    }
+}
+
 /// A guest with `filled` pages of content, of which `hot` are rewritten, running.
 pub fn running_guest(hot: u64) -> SourceGuest {
     let memory = GuestMemory::allocate(&Guest::layout(), MemoryKind::Private).unwrap();
@@ -256,6 +309,8 @@ pub struct Scenario {
     pub listen_at: Address,
     /// Where the source dials, if that is not where the destination listens.
     pub dial: Option<Address>,
+    /// The network namespaces of source and destination, if they have some of their own.
+    pub namespaces: Option<Arc<Namespaces>>,
 }
 
 /// Whether the long matrices are to be run whole.
@@ -274,7 +329,16 @@ impl Scenario {
         destination.once = true;
         let listen_at = Address::Unix(directory.path().join("in.sock"));
         let (orders, stop) = (Orders::new(), Stop::default());
-        Self { directory, orders, stop, source, destination, listen_at, dial: None }
+        Self {
+            directory,
+            orders,
+            stop,
+            source,
+            destination,
+            listen_at,
+            dial: None,
+            namespaces: None,
+        }
     }
 
     /// Over TCP instead of a Unix socket.
@@ -283,28 +347,30 @@ impl Scenario {
         self
     }
 
-    /// Runs both sides; `watch` sees the source's reports.
+    /// Runs both sides; `watch` sees the source's reports. With namespaces the calling thread moves into one.
     pub fn run(
         &self,
         vm: SourceGuest,
         destination: DestinationGuest,
         mut watch: impl FnMut(&Report),
     ) -> (SourceOutcome<SourceGuest>, Received<DestinationGuest>) {
-        let listener = Listener::bind(&self.listen_at, None).unwrap();
-        let address = self.dial.clone().unwrap_or_else(|| listener.local_address().clone());
+        let (bound, address) = std::sync::mpsc::channel();
         std::thread::scope(|scope| {
-            let receiving = scope.spawn(|| {
-                receive(
-                    listener,
-                    destination,
-                    &self.destination,
-                    &self.stop,
-                    &mut |notice: &Notice| {
-                        eprintln!("destination: {notice:?}");
-                    },
-                )
+            let receiving = scope.spawn(move || {
+                if let Some(namespaces) = &self.namespaces {
+                    enter(File::open(namespaces.destination_path()).unwrap().as_fd()).unwrap();
+                }
+                let listener = Listener::bind(&self.listen_at, None).unwrap();
+                bound.send(listener.local_address().clone()).unwrap();
+                receive(listener, destination, &self.destination, &self.stop, &mut |notice| {
+                    eprintln!("destination: {notice:?}");
+                })
             });
-            let dialer = Dialer::new(address, None);
+            if let Some(namespaces) = &self.namespaces {
+                enter(File::open(namespaces.source_path()).unwrap().as_fd()).unwrap();
+            }
+            let bound = address.recv().unwrap();
+            let dialer = Dialer::new(self.dial.clone().unwrap_or(bound), None);
             let outcome = migrate(vm, &dialer, self.source.clone(), &self.orders, &mut |report| {
                 watch(report)
             });

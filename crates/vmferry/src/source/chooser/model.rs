@@ -299,6 +299,24 @@ impl Model {
         (self.current, Why::Best)
     }
 
+    /// Whether pages go as they are at present.
+    pub fn is_raw(&self) -> bool {
+        self.current == RAW
+    }
+
+    /// Goes over to another way, if one is better by now, without choosing for a frame.
+    pub fn reconsider(&mut self) {
+        if let Some(link) = self.link_bytes_per_s() {
+            self.settle(link);
+        }
+    }
+
+    /// Whether the next frame that is chosen for is a trial.
+    pub fn is_trial_due(&self, now: Duration) -> bool {
+        let link = self.link_bytes_per_s().filter(|_| now >= self.next_trial);
+        link.is_some_and(|link| self.worth_a_trial(now, link).is_some())
+    }
+
     /// Whether a frame that a channel waits for is there sooner as it is than in the fixed way.
     pub fn raw_is_sooner(&self) -> bool {
         let measured = self.ways[FIXED].is_some();

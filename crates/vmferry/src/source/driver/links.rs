@@ -15,7 +15,7 @@ use crate::source::encode::PageEncoder;
 use crate::source::io::Input;
 use crate::source::lane::{Lane, LaneContext};
 use crate::source::plan::LanePlan;
-use crate::source::pool::{Pool, PoolLane};
+use crate::source::pool::{Maker, Pool, PoolLane};
 use crate::source::redial::Redialled;
 use crate::vm::SourceVm;
 
@@ -46,6 +46,10 @@ impl<V: SourceVm> Driver<'_, V> {
         };
         let compression = &self.config.compression;
         let workers = worker_threads(compression.workers);
+        let encoder = || {
+            let (memory, hashes) = (self.memory.clone(), Arc::clone(&self.hashes));
+            PageEncoder::new(memory, hashes, compression.compressors.clone(), Arc::clone(&self.hot))
+        };
         let mut pool_lanes = Vec::new();
         for (lane, window) in (0..self.config.channels).zip(&self.windows) {
             let purpose = Purpose { role: Role::Data, lane, token: *token, attempt: 0 };
@@ -55,18 +59,22 @@ impl<V: SourceVm> Driver<'_, V> {
             let (window, signal) = (Arc::clone(window), Arc::clone(&self.signal));
             let pool_lane = Arc::new(PoolLane::new(plan, window, workers + FRAMES_AHEAD, signal));
             pool_lanes.push(Arc::clone(&pool_lane));
-            let lane = Lane::start(lane, pool_lane, context.clone(), channel).map_err(no_thread)?;
+            let maker = Maker::new(
+                lane,
+                Arc::clone(&pool_lane),
+                Arc::clone(&self.chooser),
+                encoder(),
+                Arc::clone(&self.signal),
+            );
+            let lane = Lane::start(lane, pool_lane, maker, context.clone(), channel);
+            let lane = lane.map_err(no_thread)?;
             self.lanes.push(lane);
         }
-        let encoder = |_| {
-            let (memory, hashes) = (self.memory.clone(), Arc::clone(&self.hashes));
-            PageEncoder::new(memory, hashes, compression.compressors.clone(), Arc::clone(&self.hot))
-        };
         let pool = Pool::start(
             pool_lanes,
             Arc::clone(&self.signal),
             Arc::clone(&self.chooser),
-            (0..workers).map(encoder).collect(),
+            (0..workers).map(|_| encoder()).collect(),
             self.inputs.0.clone(),
             self.cpu.clone(),
         );

@@ -21,6 +21,7 @@ pub const SOURCE_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 7, 1);
 pub const DESTINATION_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 7, 2);
 
 /// Both.
+#[derive(Debug)]
 pub struct Namespaces {
     source: File,
     destination: File,
@@ -48,6 +49,15 @@ impl Namespaces {
             ip(namespace, "link set lo up")?;
         }
         Ok(namespaces)
+    }
+
+    /// Plugs the cable in, or pulls it out: what is sent meanwhile is lost, and no connection hears of it.
+    ///
+    /// # Errors
+    /// What `ip` says.
+    pub fn set_cable(&self, plugged: bool) -> anyhow::Result<()> {
+        let state = if plugged { "up" } else { "down" };
+        ip(&self.source, &format!("link set source {state}"))
     }
 
     /// The source's, by a path that processes of the same user can open while this lives.

@@ -1,0 +1,215 @@
+//! Other gRPC libraries, and what is no gRPC, against a listener. The client is tonic's own, with
+//! its own framing.
+
+use std::io::{Read, Write};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::{Buf, BufMut, Bytes};
+use http::{Request, Response, uri::PathAndQuery};
+use hyper::body::Incoming;
+use hyper::client::conn::http2::SendRequest;
+use rustls::pki_types::ServerName;
+use rustls::{ClientConnection, Connection};
+use tonic::body::Body;
+use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
+use tonic::{Code, Status};
+
+use super::*;
+use crate::handshake::shake_hands;
+use crate::tests::{Pki, listen};
+use crate::{Address, Channel, Listener, TlsIdentity, TransportError};
+
+const TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Messages as the bytes that they are.
+struct Raw;
+
+impl Codec for Raw {
+    type Encode = Vec<u8>;
+    type Decode = Bytes;
+    type Encoder = Self;
+    type Decoder = Self;
+
+    fn encoder(&mut self) -> Self {
+        Self
+    }
+
+    fn decoder(&mut self) -> Self {
+        Self
+    }
+}
+
+impl Encoder for Raw {
+    type Item = Vec<u8>;
+    type Error = Status;
+
+    fn encode(&mut self, item: Vec<u8>, into: &mut EncodeBuf<'_>) -> Result<(), Status> {
+        into.put_slice(&item);
+        Ok(())
+    }
+}
+
+impl Decoder for Raw {
+    type Item = Bytes;
+    type Error = Status;
+
+    fn decode(&mut self, from: &mut DecodeBuf<'_>) -> Result<Option<Bytes>, Status> {
+        Ok(Some(from.copy_to_bytes(from.remaining())))
+    }
+}
+
+struct Calls(SendRequest<Body>);
+
+impl tower_service::Service<Request<Body>> for Calls {
+    type Response = Response<Incoming>;
+    type Error = hyper::Error;
+    type Future = Pin<Box<dyn Future<Output = hyper::Result<Response<Incoming>>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<hyper::Result<()>> {
+        self.0.poll_ready(context)
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        Box::pin(self.0.send_request(request))
+    }
+}
+
+/// TLS with a listener, by a client that speaks HTTP/2.
+fn connect(listener: &Listener, identity: &TlsIdentity) -> (Arc<Stream>, Connection) {
+    let Address::Grpc { host, port, .. } = listener.local_address().clone() else { panic!() };
+    let socket = std::net::TcpStream::connect((host.as_str(), port)).unwrap();
+    let stream = Arc::new(Stream::Tcp(socket));
+    let name = ServerName::try_from(host).unwrap();
+    let connection = ClientConnection::new(identity.client_config(ALPN, None), name).unwrap();
+    let connection = Connection::Client(connection);
+    let connection = shake_hands(&stream, connection, ALPN, "it", TIMEOUT).unwrap();
+    (stream, connection)
+}
+
+async fn open((stream, connection): (Arc<Stream>, Connection)) -> SendRequest<Body> {
+    let socket = to_tokio(runtime().unwrap(), &stream).unwrap();
+    let socket = socket::TlsSocket::new(socket, connection, Arc::default());
+    let (calls, connection) =
+        hyper::client::conn::http2::Builder::new(Spawner).handshake(socket).await.unwrap();
+    tokio::spawn(connection);
+    calls
+}
+
+/// Calls with tonic's client: the answer's messages.
+async fn call(
+    connection: (Arc<Stream>, Connection),
+    path: &'static str,
+    messages: Vec<Vec<u8>>,
+) -> Result<Vec<Bytes>, Status> {
+    let calls = Calls(open(connection).await);
+    let mut client = tonic::client::Grpc::with_origin(calls, "https://vmferry".parse().unwrap());
+    client.ready().await.unwrap();
+    let messages = tonic::Request::new(tokio_stream::iter(messages));
+    let path = PathAndQuery::from_static(path);
+    let mut answer = client.streaming(messages, path, Raw).await?.into_inner();
+    let mut received = Vec::new();
+    while let Some(message) = answer.message().await? {
+        received.push(message);
+    }
+    Ok(received)
+}
+
+fn world() -> (Listener, Arc<TlsIdentity>) {
+    let pki = Pki::new();
+    (listen("grpc:127.0.0.1:0", Some(pki.local("a"))), pki.local("b"))
+}
+
+fn accept(listener: &Listener) -> Result<Channel, TransportError> {
+    listener.accept().unwrap().unwrap().handshake(TIMEOUT)
+}
+
+#[test]
+fn a_client_of_another_make_is_understood_and_understands() {
+    let (listener, identity) = world();
+    std::thread::scope(|scope| {
+        let served = scope.spawn(|| {
+            let (mut reader, mut writer) = accept(&listener).unwrap().split();
+            let mut question = String::new();
+            reader.read_to_string(&mut question).unwrap();
+            writer.write_all(b"forty-two").unwrap();
+            writer.finish().unwrap();
+            question
+        });
+        // In protobuf: data = "6 by ", data = "7", end = true.
+        let messages = vec![b"\x0a\x056 by ".to_vec(), b"\x0a\x017".to_vec(), b"\x18\x01".to_vec()];
+        let connection = connect(&listener, &identity);
+        let answer = call(connection, path(GrpcWay::Streamed), messages);
+        let answer = runtime().unwrap().block_on(answer).unwrap();
+        assert_eq!(answer, [&b"\x0a\x09forty-two"[..], b"\x18\x01"]);
+        assert_eq!(served.join().unwrap(), "6 by 7");
+    });
+}
+
+#[test]
+fn a_client_that_breaks_the_rules_is_told_so_and_its_data_has_no_end() {
+    let (listener, identity) = world();
+    for (message, expected) in [
+        (&b"\x22\x01x"[..], "unknown field"),
+        (b"\x10\x05", "an acknowledgement of what was not sent"),
+        (b"", "it is empty"),
+    ] {
+        std::thread::scope(|scope| {
+            let served = scope.spawn(|| {
+                let (mut reader, _writer) = accept(&listener).unwrap().split();
+                reader.read_to_end(&mut Vec::new()).unwrap_err().to_string()
+            });
+            let connection = connect(&listener, &identity);
+            let answer = call(connection, path(GrpcWay::Acknowledged), vec![message.to_vec()]);
+            let status = runtime().unwrap().block_on(answer).unwrap_err();
+            assert_eq!(status.code(), Code::InvalidArgument, "{status:?}");
+            assert!(status.message().contains(expected), "{status:?}");
+            assert!(served.join().unwrap().contains(expected));
+        });
+    }
+}
+
+#[test]
+fn another_service_is_unimplemented_and_the_operator_is_told() {
+    let (listener, identity) = world();
+    std::thread::scope(|scope| {
+        let served = scope.spawn(|| accept(&listener).unwrap_err().to_string());
+        let connection = connect(&listener, &identity);
+        let answer = call(connection, "/grpc.health.v1.Health/Check", vec![vec![]]);
+        let status = runtime().unwrap().block_on(answer).unwrap_err();
+        assert_eq!(status.code(), Code::Unimplemented, "{status:?}");
+        let said = served.join().unwrap();
+        assert!(said.contains("speaks gRPC for /grpc.health.v1.Health/Check"), "{said}");
+    });
+}
+
+#[test]
+fn what_is_no_grpc_is_refused_with_words() {
+    let (listener, identity) = world();
+    std::thread::scope(|scope| {
+        let served = scope.spawn(|| accept(&listener).unwrap_err().to_string());
+        let connection = connect(&listener, &identity);
+        let asked = async {
+            let request = Request::get("https://vmferry/index.html").body(Body::empty()).unwrap();
+            open(connection).await.send_request(request).await.unwrap()
+        };
+        let response = runtime().unwrap().block_on(asked);
+        assert_eq!(
+            Status::from_header_map(response.headers()).unwrap().code(),
+            Code::Unimplemented
+        );
+        let said = served.join().unwrap();
+        assert!(said.contains("speaks HTTP/2 for /index.html"), "{said}");
+    });
+    std::thread::scope(|scope| {
+        let served = scope.spawn(|| accept(&listener).unwrap_err());
+        let (stream, mut connection) = connect(&listener, &identity);
+        connection.writer().write_all(b"GET / HTTP/1.1\r\nHost: it\r\n\r\n").unwrap();
+        connection.write_tls(&mut &*stream).unwrap();
+        let said = served.join().unwrap();
+        assert!(matches!(said, TransportError::NotOurCall { .. }), "{said:?}");
+        assert!(said.to_string().contains("no HTTP/2"), "{said}");
+    });
+}

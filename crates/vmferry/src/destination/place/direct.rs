@@ -1,0 +1,121 @@
+//! Frames of raw pages from a lane's channel straight into the guest's memory, in the thread that receives.
+
+use std::io::{self, BufRead, Cursor};
+use std::os::fd::BorrowedFd;
+
+use vmferry_codec::{Frame, is_direct};
+use vmferry_memory::PageSink;
+use vmferry_transport::ChannelReader;
+use vmferry_wire::{FrameHeader, FrameKind};
+
+use super::{FrameReader, Placer, refused, run_belongs};
+use crate::error::MigrateError;
+
+/// A channel from which pages are received in place.
+pub trait PageSource: BufRead {
+    /// Bytes that are in the buffer.
+    fn buffered(&self) -> usize;
+
+    /// Where the bytes behind those that are in the buffer can be read from, if not only here.
+    fn descriptor(&self) -> Option<BorrowedFd<'_>>;
+}
+
+impl PageSource for ChannelReader {
+    fn buffered(&self) -> usize {
+        Self::buffered(self).len()
+    }
+
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        Self::descriptor(self)
+    }
+}
+
+impl<T: AsRef<[u8]>> PageSource for Cursor<T> {
+    fn buffered(&self) -> usize {
+        self.get_ref().as_ref().len().saturating_sub(self.position() as usize)
+    }
+
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
+/// Whether a frame is placed by the thread that receives it: nothing of it is to be decoded.
+pub fn is_placed_at_once(header: &FrameHeader) -> bool {
+    header.kind == FrameKind::EndOfRound || is_direct(header)
+}
+
+impl Placer {
+    /// Receives the rest of a frame [where it belongs](is_placed_at_once). `frames` has read its head, which began
+    /// at `offset`.
+    ///
+    /// # Errors
+    /// [`MigrateError::Protocol`] as [`place`](Self::place); pages that do not add up stand in the memory then.
+    /// [`MigrateError::LinkLost`] at the channel's end, and the frame must come again whole.
+    pub fn receive<R: PageSource>(
+        &mut self,
+        frames: &mut FrameReader<R>,
+        frame: &Frame,
+        offset: u64,
+    ) -> Result<(), MigrateError> {
+        let (lane, lanes) = (frames.lane, self.lanes);
+        let Self { memory, hashes, decoder, .. } = self;
+        let mut sink = decoder
+            .begin_direct(frame, memory, hashes, |run| run_belongs(run, lane, lanes))
+            .map_err(|error| refused(error, lane, offset))?;
+        let bytes = sink.left_bytes();
+        let filled = fill(&mut sink, &mut frames.reader);
+        frames.offset += (bytes - sink.left_bytes()) as u64;
+        filled.map_err(|error| frames.lost(&error))?;
+        let counts = decoder
+            .finish_direct(frame, memory, hashes)
+            .map_err(|error| refused(error, lane, offset))?;
+        self.count(counts);
+        Ok(())
+    }
+}
+
+/// Fills a sink from a channel.
+///
+/// # Errors
+/// The channel's, its end among them.
+fn fill(sink: &mut PageSink<'_>, from: &mut impl PageSource) -> io::Result<()> {
+    while sink.left_bytes() > 0 {
+        let descriptor = from.descriptor().filter(|_| from.buffered() == 0);
+        let received = match descriptor {
+            Some(descriptor) => sink.read_from(descriptor),
+            None => from.fill_buf().map(|bytes| sink.put(bytes)).inspect(|taken| {
+                from.consume(*taken);
+            }),
+        };
+        match received {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, SlotId, SlotLayout};
+
+    use super::*;
+
+    #[test]
+    fn no_more_is_taken_than_belongs_there() {
+        let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages: 2 }];
+        let memory = GuestMemory::allocate(&layout, MemoryKind::Private).unwrap();
+        let mut sink = memory.sink();
+        sink.push(PageRun { slot: SlotId(0), first: 1, pages: 1 }).unwrap();
+        let mut from = Cursor::new([7; PAGE_SIZE + 9]);
+        fill(&mut sink, &mut from).unwrap();
+        assert_eq!(from.buffered(), 9);
+        let mut sink = memory.sink();
+        sink.push(PageRun { slot: SlotId(0), first: 0, pages: 1 }).unwrap();
+        let error = fill(&mut sink, &mut from).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
+    }
+}
