@@ -1,13 +1,15 @@
 //! The destination's lanes, which outlive their channels, and a control channel that is made again.
 
-use std::collections::VecDeque;
+use std::io::Cursor;
 use std::sync::Arc;
 
 use vmferry::MigrateError;
 use vmferry::destination::io::{Input, LinkId};
-use vmferry::destination::place::{FrameReader, LaneProgress, PlacedCounters, Placer};
+use vmferry::destination::place::{
+    FrameReader, LaneProgress, PlacedCounters, Placer, is_placed_at_once,
+};
 use vmferry_codec::{Decompressors, Frame};
-use vmferry_wire::{ControlMessage, Hello, HelloStatus};
+use vmferry_wire::{ControlMessage, FrameHeader, Hello, HelloStatus};
 
 use super::send;
 use super::session::Session;
@@ -19,7 +21,7 @@ pub(super) struct Lane {
     pub(super) channel: ChannelId,
     /// How often that was dialled before.
     pub(super) attempt: u64,
-    frames: FrameReader<VecDeque<u8>>,
+    frames: FrameReader<Cursor<Vec<u8>>>,
     placer: Placer,
     progress: LaneProgress,
     /// Its channel is broken, or a frame was wrong: nothing more is read from it.
@@ -28,6 +30,31 @@ pub(super) struct Lane {
     failed: bool,
     /// The last frame that was placed, whatever the engine's own count says.
     last: u64,
+}
+
+impl Lane {
+    /// Reads a frame and places it, in part if it is cut off, as the receiving thread and a worker do. `None` for
+    /// one that is placed already, unless it is to be placed `again`.
+    fn receive(
+        &mut self,
+        number: u8,
+        offset: u64,
+        again: bool,
+    ) -> Result<Option<FrameHeader>, MigrateError> {
+        let mut frame = Frame::new();
+        let header = self.frames.receive_head(&mut frame)?;
+        let placed = self.progress.is_placed(header.sequence) && !again;
+        if !placed && is_placed_at_once(&header) {
+            self.placer.receive(&mut self.frames, &frame, offset)?;
+            return Ok(Some(header));
+        }
+        self.frames.receive_payload(&mut frame)?;
+        if placed {
+            return Ok(None);
+        }
+        self.placer.place(number, &frame, offset)?;
+        Ok(Some(header))
+    }
 }
 
 impl Session {
@@ -49,7 +76,7 @@ impl Session {
             let lane = Lane {
                 channel,
                 attempt: hello.attempt,
-                frames: FrameReader::new(hello.lane, VecDeque::new()),
+                frames: FrameReader::new(hello.lane, Cursor::default()),
                 placer: Placer::new(
                     self.expected_lanes,
                     memory.clone(),
@@ -77,7 +104,7 @@ impl Session {
         if self.sabotage == Some(Sabotage::PlaceTwice) {
             placed = placed.saturating_sub(1);
         }
-        lane.frames = FrameReader::after(hello.lane, VecDeque::new(), placed);
+        lane.frames = FrameReader::after(hello.lane, Cursor::default(), placed);
         Ok(placed)
     }
 
@@ -142,26 +169,19 @@ impl Session {
         let control = self.links.get(&LinkId::CONTROL).copied();
         let again = self.sabotage == Some(Sabotage::PlaceTwice);
         let lane = self.lanes.get_mut(&number).filter(|lane| !lane.ended)?;
-        lane.frames.get_mut().extend(bytes);
+        lane.frames.get_mut().get_mut().extend_from_slice(bytes);
         let offset = lane.frames.offset();
-        let mut frame = Frame::new();
-        let header = match lane.frames.receive(&mut frame) {
-            Ok(header) => header,
+        let header = match lane.receive(number, offset, again) {
+            Ok(Some(header)) => header,
+            Ok(None) => return None,
             Err(error @ MigrateError::LinkLost { .. }) => {
                 return self.lane_lost(number, error, network);
             }
             Err(error) => {
-                lane.ended = true;
+                (lane.ended, lane.failed) = (true, true);
                 return Some(Input::Failed(error));
             }
         };
-        if lane.progress.is_placed(header.sequence) && !again {
-            return None;
-        }
-        if let Err(error) = lane.placer.place(number, &frame, offset) {
-            (lane.ended, lane.failed) = (true, true);
-            return Some(Input::Failed(error));
-        }
         let last = std::mem::replace(&mut lane.last, header.sequence);
         if header.sequence != last + 1 {
             let frame = header.sequence;

@@ -91,7 +91,8 @@ pub struct Source {
     /// The ping that waits for its answer, and when it was sent.
     ping: Option<(u64, Duration)>,
     next_ping: Duration,
-    /// The ping sent behind a WITHDRAW: a READY that comes before its answer may be of before the guest ran on.
+    /// The ping sent behind a WITHDRAW, until it is answered or the control channel is made again: no round
+    /// begins before that.
     withdrawn: Option<u64>,
     /// The shortest so far.
     round_trip: Option<Duration>,
@@ -327,11 +328,7 @@ impl Source {
                 }
                 self.finish_round(now);
             }
-            (ControlMessage::Ready { digest, .. }, Phase::AwaitReady)
-                if self.withdrawn.is_none() =>
-            {
-                self.on_ready(now, digest);
-            }
+            (ControlMessage::Ready { digest, .. }, Phase::AwaitReady) => self.on_ready(now, digest),
             (ControlMessage::Verified { hash, pages, .. }, Phase::Verifying) => {
                 self.their_hash = Some(WholeHash { hash, pages });
                 self.compare_hashes(now);
@@ -356,15 +353,9 @@ impl Source {
                 self.act(Action::Send(ControlMessage::Pong { nonce }));
             }
             (ControlMessage::Pong { nonce }, _) => self.on_pong(now, nonce),
-            (
-                ControlMessage::Ready { .. },
-                Phase::Sending
-                | Phase::Harvesting
-                | Phase::Pausing
-                | Phase::LastHarvest
-                | Phase::LastRound
-                | Phase::AwaitReady,
-            ) if self.stats.recalls > 0 => {
+            (ControlMessage::Ready { .. }, Phase::Sending | Phase::Harvesting)
+                if self.stats.recalls > 0 =>
+            {
                 let error = MigrateError::LinkLost {
                     channel: "data".into(),
                     during: "the wait for READY",

@@ -177,12 +177,16 @@ impl Source {
         }
         self.act(Action::Recall);
         self.act(Action::Report(Report::Recalled));
-        if self.phase == Phase::AwaitReady && self.links.is_control_up() {
-            self.act(Action::Send(ControlMessage::Withdraw {}));
-            // A READY may be on its way, and where the guest has written nothing it looks like the next one.
-            // The destination answers in order: what it says after this it says knowing that the guest runs.
-            self.send_ping(now);
-            self.withdrawn = Some(self.pings);
+        if self.phase == Phase::AwaitReady {
+            // The data channels may overtake what ends FINAL, and a READY may be on its way, which looks like the
+            // next one where the guest has written nothing: no other round begins before the destination has
+            // answered, or has let this side go on on another control channel.
+            self.withdrawn = Some(u64::MAX);
+            if self.links.is_control_up() {
+                self.act(Action::Send(ControlMessage::Withdraw {}));
+                self.send_ping(now);
+                self.withdrawn = Some(self.pings);
+            }
         }
         self.state = None;
         self.digest = None;
@@ -191,11 +195,8 @@ impl Source {
             self.stats.recalled_pause_ms += ms(now.saturating_sub(stopped_at));
         }
         self.rounds.recalled();
-        if self.rounds.is_open() {
-            self.enter(now, Phase::Sending);
-        } else {
-            self.harvest(now);
-        }
+        self.enter(now, Phase::Sending);
+        self.go_on(now);
     }
 
     /// A channel was made again.
@@ -219,6 +220,7 @@ impl Source {
         self.ping = None;
         self.next_ping = now;
         self.restore(now, None);
+        self.go_on(now);
     }
 
     pub(super) fn on_lane_rejoined(&mut self, now: Duration, lane: u8, placed: u64) {
@@ -260,9 +262,8 @@ mod tests {
 
     const DIGEST: u64 = 7;
 
-    /// A machine with one lane that has sent FINAL and lost its lane, so that the guest ran on; it has sent
-    /// another FINAL since.
-    fn paused_again() -> Source {
+    /// A machine that has sent FINAL and lost its lane, so that the guest ran on. All of it is placed since.
+    fn recalled() -> Source {
         let mut config = SourceConfig::new("unused".into());
         (config.channels, config.max_rounds) = (1, 1);
         (config.downtime_limit, config.when_stuck) = (Duration::ZERO, WhenStuck::SwitchOver);
@@ -276,56 +277,55 @@ mod tests {
         let (took, stood_still) = (Duration::ZERO, Duration::ZERO);
         let sent =
             |end_sequence| Input::LaneSent { lane: 0, end_sequence, totals: LaneTotals::default() };
-        let last_round = |end_sequence| {
-            [
-                Input::Harvested { pages: 1, took, stood_still },
-                Input::Paused { stood_still },
-                Input::LastHarvest { pages: 1, took },
-                sent(end_sequence),
-                Input::Saved { state: Vec::new(), took },
-                Input::Digest(DIGEST),
-            ]
-        };
-        let begin = [
+        for input in [
             Input::Control(ControlMessage::Accept { token: Token([1; 16]) }),
             Input::LanesJoined,
             Input::LogStarted { populated_pages: 1, stood_still },
             sent(1),
             Input::Control(ControlMessage::Placed { lane: 0, sequence: 1 }),
-        ];
-        let error = MigrateError::Cancelled { during: "a test" };
-        let lost = [
-            Input::LaneLost { lane: 0, attempt: 0, error },
+            Input::Harvested { pages: 1, took, stood_still },
+            Input::Paused { stood_still },
+            Input::LastHarvest { pages: 1, took },
+            sent(2),
+            Input::Saved { state: Vec::new(), took },
+            Input::Digest(DIGEST),
+            Input::LaneLost { lane: 0, attempt: 0, error: failure() },
             Input::LaneRejoined { lane: 0, placed: 2 },
-        ];
-        for input in begin.into_iter().chain(last_round(2)).chain(lost).chain(last_round(3)) {
+        ] {
             source.handle(Duration::ZERO, input);
         }
-        assert_eq!((source.phase, source.stats.recalls), (Phase::AwaitReady, 1));
+        assert_eq!((source.phase, source.stats.recalls), (Phase::Sending, 1));
         source
     }
 
-    #[test]
-    fn ready_counts_only_once_the_destination_knows_that_the_guest_ran_on() {
-        let ready = || Input::Control(ControlMessage::Ready { digest: DIGEST, load_us: 0 });
-        let mut early = paused_again();
-        early.handle(Duration::ZERO, ready());
-        assert_eq!(early.handover(), SourceState::Kept);
-
-        let mut late = paused_again();
-        let nonce = late.pings;
-        late.handle(Duration::ZERO, Input::Control(ControlMessage::Pong { nonce }));
-        late.handle(Duration::ZERO, ready());
-        assert_eq!(late.handover(), SourceState::Committing { cut: false });
+    fn failure() -> MigrateError {
+        MigrateError::Cancelled { during: "a test" }
     }
 
     #[test]
-    fn a_control_channel_that_is_made_again_brings_no_old_ready() {
-        let mut source = paused_again();
-        let error = MigrateError::Cancelled { during: "a test" };
-        source.handle(Duration::ZERO, Input::LinkLost(error));
+    fn the_next_round_waits_until_the_destination_knows_that_the_guest_runs_on() {
+        let mut source = recalled();
+        let nonce = source.pings;
+        source.handle(Duration::ZERO, Input::Control(ControlMessage::Pong { nonce: nonce - 1 }));
+        assert_eq!(source.phase, Phase::Sending, "that was another ping");
+        source.handle(Duration::ZERO, Input::Control(ControlMessage::Pong { nonce }));
+        assert_eq!(source.phase, Phase::Harvesting);
+    }
+
+    #[test]
+    fn an_old_ready_ends_the_migration() {
+        let mut source = recalled();
+        let ready = ControlMessage::Ready { digest: DIGEST, load_us: 0 };
+        source.handle(Duration::ZERO, Input::Control(ready));
+        assert_eq!(source.handover(), SourceState::Kept);
+    }
+
+    #[test]
+    fn a_destination_that_lets_the_source_go_on_knows_too() {
+        let mut source = recalled();
+        source.handle(Duration::ZERO, Input::LinkLost(failure()));
+        assert_eq!(source.phase, Phase::Sending);
         source.handle(Duration::ZERO, Input::Resumed);
-        assert_eq!(source.withdrawn, None);
-        assert_eq!(source.handover(), SourceState::Holding);
+        assert_eq!(source.phase, Phase::Harvesting);
     }
 }

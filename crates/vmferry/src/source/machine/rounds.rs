@@ -111,7 +111,12 @@ impl Source {
         self.stats.compression_ratio = page_bytes / self.wire_bytes as f64;
         self.stats.rounds.push(round.clone());
         self.act(Action::Report(Report::RoundDone(round)));
-        if self.phase == Phase::Sending {
+        self.go_on(now);
+    }
+
+    /// Begins the next round if the one before is placed, and the destination knows that another one comes.
+    pub(super) fn go_on(&mut self, now: Duration) {
+        if self.phase == Phase::Sending && !self.rounds.is_open() && self.withdrawn.is_none() {
             self.harvest(now);
         }
     }
