@@ -171,7 +171,7 @@ impl Source {
     }
 
     /// Lets the guest run on if it was paused and not everything is known to have arrived.
-    fn recall(&mut self, now: Duration) {
+    pub(super) fn recall(&mut self, now: Duration) {
         if !matches!(self.phase, Phase::LastRound | Phase::AwaitReady) {
             return;
         }

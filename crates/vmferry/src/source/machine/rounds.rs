@@ -47,7 +47,12 @@ impl Source {
             (Input::LastHarvest { pages, took }, Phase::LastHarvest) => {
                 self.stats.downtime.harvest_ms = ms(took);
                 self.start_round(now, pages, took, true);
-                self.act(Action::Save);
+                if self.links.are_up() {
+                    self.act(Action::Save);
+                } else {
+                    // Lost while the guest was being paused.
+                    self.recall(now);
+                }
             }
             (Input::Saved { state, took }, Phase::LastRound) => {
                 self.stats.downtime.save_ms = ms(took);
