@@ -1,31 +1,27 @@
 //! The destination: its disk, and a process that listens and drives the engine's machine.
 
-use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
+mod lanes;
+mod session;
+
 use std::time::Duration;
 
 use vmferry::destination::io::{Action, Ending, Input, LinkId};
 use vmferry::destination::machine::Destination;
-use vmferry::destination::place::{FrameReader, LaneProgress, PlacedCounters, Placer};
 use vmferry::handover::DestinationState;
 use vmferry::journal::{Journal, Record, recover_destination};
-use vmferry::link::{ControlReader, lost};
-use vmferry::{DestinationVm, MigrateError, Timeouts};
-use vmferry_codec::{Decompressors, Frame, PageHashes};
-use vmferry_memory::{GuestMemory, whole_hash};
+use vmferry::link::{ControlReader, channel_name, lost};
+use vmferry::{MigrateError, Timeouts};
 use vmferry_wire::{
     ControlMessage, HELLO_BYTES, Hello, HelloReply, HelloStatus, PROTOCOL_VERSION_MAX,
-    PROTOCOL_VERSION_MIN, Reason, ReasonCode, Role, SessionId, SessionWord, Token,
+    PROTOCOL_VERSION_MIN, Role, SessionId, SessionWord, Token,
 };
 
-use crate::disk::{Disk, SimJournal};
-use crate::guest::{Guest, Vm};
+use self::session::Session;
+use crate::disk::Disk;
+use crate::guest::Guest;
 use crate::network::{ChannelId, Event, Network};
-use crate::plan::Host;
+use crate::plan::{Host, Sabotage};
 use crate::source_host::brief;
-
-/// How long a lost data channel may wait for the control channel to say why.
-const EXPLANATION: Duration = Duration::from_millis(500);
 
 /// The destination's host.
 pub struct DestinationHost {
@@ -41,24 +37,10 @@ pub struct DestinationHost {
     /// Counts the processes and sessions.
     number: u64,
     timeouts: Timeouts,
-}
-
-struct Session {
-    machine: Destination,
-    vm: Vm,
-    token: Token,
-    links: BTreeMap<LinkId, ChannelId>,
-    journal: Option<SimJournal>,
-    memory: Option<(GuestMemory, Arc<PageHashes>)>,
-    expected_lanes: u8,
-    lanes: BTreeMap<ChannelId, Lane>,
-}
-
-struct Lane {
-    number: u8,
-    frames: FrameReader<VecDeque<u8>>,
-    placer: Placer,
-    progress: LaneProgress,
+    /// When this side first had READY to say.
+    pub ready_at: Option<Duration>,
+    /// When it last heard that the guest runs on at the source.
+    pub withdrawn_at: Duration,
 }
 
 impl DestinationHost {
@@ -69,19 +51,12 @@ impl DestinationHost {
         session_number: SessionId,
         timeouts: Timeouts,
         control: ChannelId,
+        sabotage: Option<Sabotage>,
         network: &mut Network,
     ) -> Self {
         let token = Token(network.rng.u128(..).to_le_bytes());
-        let session = Session {
-            machine: Destination::new(timeouts, token, network.now()),
-            vm: guest.attach(),
-            token,
-            links: BTreeMap::from([(LinkId::CONTROL, control)]),
-            journal: None,
-            memory: None,
-            expected_lanes: 0,
-            lanes: BTreeMap::new(),
-        };
+        let machine = Destination::new(timeouts, token, network.now());
+        let session = Session::new(machine, guest.attach(), token, control, sabotage);
         Self {
             guest,
             disk,
@@ -91,6 +66,8 @@ impl DestinationHost {
             queries: Vec::new(),
             number: 0,
             timeouts,
+            ready_at: None,
+            withdrawn_at: Duration::ZERO,
         }
     }
 
@@ -157,8 +134,8 @@ impl DestinationHost {
     /// Bytes have arrived.
     pub fn deliver(&mut self, channel: ChannelId, bytes: &[u8], network: &mut Network) {
         if let Some(session) = &mut self.session {
-            if session.lanes.contains_key(&channel) {
-                for input in session.place(channel, bytes, network) {
+            if let Some(lane) = session.lane_of(channel) {
+                if let Some(input) = session.place(lane, bytes, &self.guest, network) {
                     self.tell(input, network);
                 }
                 return;
@@ -176,37 +153,97 @@ impl DestinationHost {
     }
 
     fn heard(&mut self, link: LinkId, bytes: &[u8], network: &mut Network) {
+        let Some(session) = &mut self.session else { return };
         let input = match ControlReader::new(bytes).receive("waiting for the source") {
-            Ok(message) => Input::Control { link, message },
+            Ok(message) => {
+                match &message {
+                    ControlMessage::Withdraw {} => self.withdrawn_at = network.now(),
+                    ControlMessage::Final { .. } => session.heard_final = Some(message.clone()),
+                    _ => {}
+                }
+                Input::Control { link, message }
+            }
             // A query channel that ends, or speaks nonsense, has been answered.
             Err(_) if link != LinkId::CONTROL => return,
             Err(error @ MigrateError::Protocol { .. }) => Input::Failed(error),
-            Err(error) => Input::LinkLost(error),
+            Err(error) => return self.control_lost(error, network),
         };
         self.tell(input, network);
+    }
+
+    fn control_lost(&mut self, error: MigrateError, network: &mut Network) {
+        let Some(session) = &mut self.session else { return };
+        if session.machine.may_resume()
+            && let Some(control) = session.links.get(&LinkId::CONTROL)
+        {
+            // Where only one direction is cut, the source is to hear of it too.
+            network.close(*control, Host::Destination);
+        }
+        self.tell(Input::LinkLost(error), network);
     }
 
     /// A channel that is new says what it is for.
     fn greet(&mut self, channel: ChannelId, bytes: &[u8], network: &mut Network) {
         let hello = <&[u8; HELLO_BYTES]>::try_from(bytes).ok().and_then(|b| Hello::parse(b).ok());
         let Some(hello) = hello else { return network.close(channel, Host::Destination) };
-        let status = match hello.role {
-            Role::Query => {
+        let answer = match (hello.role, &mut self.session) {
+            (Role::Query, _) => {
                 self.queries.push(channel);
-                HelloStatus::Ok
+                Ok(0)
             }
-            Role::Data => self
-                .session
-                .as_mut()
-                .map_or(HelloStatus::BadToken, |session| session.join(channel, &hello)),
-            _ => HelloStatus::Busy,
+            (Role::Data, Some(session)) => session.join(channel, &hello, network),
+            (Role::Resume, Some(session)) => match session.resume(channel, &hello, network) {
+                HelloStatus::Ok => Ok(0),
+                status => Err(status),
+            },
+            (Role::Data | Role::Resume, None) => Err(HelloStatus::BadToken),
+            (Role::Control, Some(session)) if session.machine.is_waiting_for_source() => {
+                // What follows would be a session of its own.
+                network.close(channel, Host::Destination);
+                return self.tell(Input::Superseded, network);
+            }
+            _ => Err(HelloStatus::Busy),
         };
         let (version_min, version_max) = (PROTOCOL_VERSION_MIN, PROTOCOL_VERSION_MAX);
-        let reply =
-            HelloReply { status, version_min, version_max, version: version_max, placed: 0 };
-        network.send(channel, Host::Source, "greeting", reply.encode().to_vec());
+        let (status, placed) = match answer {
+            Ok(placed) => (HelloStatus::Ok, placed),
+            Err(status) => (status, 0),
+        };
+        let reply = HelloReply { status, version_min, version_max, version: version_max, placed };
+        let sent = network.send(channel, Host::Source, "greeting", reply.encode().to_vec());
         if status != HelloStatus::Ok {
             network.close(channel, Host::Destination);
+            return;
+        }
+        self.greeted(channel, &hello, sent, network);
+    }
+
+    /// A channel is this session's from now on.
+    fn greeted(&mut self, channel: ChannelId, hello: &Hello, sent: bool, network: &mut Network) {
+        let broken = std::io::ErrorKind::BrokenPipe.into();
+        let Some(session) = &mut self.session else { return };
+        match hello.role {
+            Role::Data if sent => self.tell(Input::LaneJoined { lane: hello.lane }, network),
+            Role::Data => {
+                let error = lost(&channel_name(Some(hello.lane)), "the greeting", &broken);
+                if let Some(input) = session.lane_lost(hello.lane, error, network) {
+                    self.tell(input, network);
+                }
+            }
+            Role::Resume if sent => {
+                session.acknowledge(network);
+                let keeps = session.sabotage == Some(Sabotage::KeepFinal);
+                let heard = session.heard_final.take().filter(|_| keeps);
+                self.tell(Input::Resumed, network);
+                if let Some(message) = heard {
+                    self.tell(Input::Control { link: LinkId::CONTROL, message }, network);
+                }
+            }
+            Role::Resume => {
+                network.close(channel, Host::Destination);
+                self.tell(Input::LinkLost(lost("control", "the greeting", &broken)), network);
+            }
+            _ => {}
         }
     }
 
@@ -260,13 +297,13 @@ impl DestinationHost {
         let end = |name: &str| {
             lost(name, "waiting for the source", &std::io::ErrorKind::UnexpectedEof.into())
         };
-        if let Some(lane) = session.lanes.get(&channel) {
-            let error = end(&format!("lane {}", lane.number));
-            let event = Event::Destination(self.number, Input::LinkLost(error));
-            network.after(EXPLANATION, event);
+        if let Some(lane) = session.lane_of(channel) {
+            let error = end(&channel_name(Some(lane)));
+            if let Some(input) = session.lane_lost(lane, error, network) {
+                self.tell(input, network);
+            }
         } else if session.links.get(&LinkId::CONTROL) == Some(&channel) {
-            session.links.remove(&LinkId::CONTROL);
-            self.tell(Input::LinkLost(end("control")), network);
+            self.control_lost(end("control"), network);
         } else {
             session.links.retain(|_, at| *at != channel);
         }
@@ -277,6 +314,9 @@ impl DestinationHost {
         loop {
             let Some(session) = &mut self.session else { return };
             let Some(action) = session.machine.next_action() else { break };
+            if matches!(&action, Action::Send { message: ControlMessage::Ready { .. }, .. }) {
+                self.ready_at.get_or_insert(network.now());
+            }
             network.note(|| format!("destination: {}", brief(&format!("{action:?}"))));
             let input = session.execute(action, self.number, &self.disk, network);
             if self.disk.takes_the_process_along() {
@@ -302,191 +342,6 @@ impl DestinationHost {
                 self.crash(network);
                 network.after(self.timeouts.commit, Event::Restart(Host::Destination));
             }
-        }
-    }
-}
-
-impl Session {
-    fn close(self, network: &mut Network) {
-        for channel in self.lanes.keys().chain(self.links.values()) {
-            network.close(*channel, Host::Destination);
-        }
-    }
-
-    fn join(&mut self, channel: ChannelId, hello: &Hello) -> HelloStatus {
-        let Some((memory, hashes)) = &self.memory else { return HelloStatus::BadToken };
-        if hello.token != self.token || !self.links.contains_key(&LinkId::CONTROL) {
-            return HelloStatus::BadToken;
-        }
-        let taken = self.lanes.values().any(|lane| lane.number == hello.lane);
-        if hello.lane >= self.expected_lanes || taken {
-            return HelloStatus::BadLane;
-        }
-        let lane = Lane {
-            number: hello.lane,
-            frames: FrameReader::new(hello.lane, VecDeque::new()),
-            placer: Placer::new(
-                self.expected_lanes,
-                memory.clone(),
-                Arc::clone(hashes),
-                Arc::<PlacedCounters>::default(),
-                Decompressors::default(),
-            ),
-            progress: LaneProgress::default(),
-        };
-        self.lanes.insert(channel, lane);
-        HelloStatus::Ok
-    }
-
-    /// A frame, or a part of one that was cut off.
-    fn place(&mut self, channel: ChannelId, bytes: &[u8], network: &mut Network) -> Vec<Input> {
-        let control = self.links.get(&LinkId::CONTROL).copied();
-        let Some(lane) = self.lanes.get_mut(&channel) else { return Vec::new() };
-        lane.frames.get_mut().extend(bytes);
-        let offset = lane.frames.offset();
-        let mut frame = Frame::new();
-        let placed = lane.frames.receive(&mut frame).and_then(|header| {
-            lane.placer.place(lane.number, &frame, offset)?;
-            Ok(lane.progress.finished(&header))
-        });
-        let lane = lane.number;
-        match placed {
-            Ok(placed) => {
-                if let (Some(sequence), Some(control)) = (placed.acknowledge, control) {
-                    send(network, control, &ControlMessage::Placed { lane, sequence });
-                }
-                placed
-                    .ended
-                    .map(|sequence| Input::LaneEnded { lane, sequence })
-                    .into_iter()
-                    .collect()
-            }
-            Err(error) => {
-                self.lanes.remove(&channel);
-                vec![match error {
-                    error @ MigrateError::LinkLost { .. } => Input::LinkLost(error),
-                    error => Input::Failed(error),
-                }]
-            }
-        }
-    }
-
-    fn execute(
-        &mut self,
-        action: Action,
-        number: u64,
-        disk: &Disk,
-        network: &mut Network,
-    ) -> Option<Input> {
-        match action {
-            Action::Send { link, message } => self.send(link, &message, network),
-            Action::Broadcast(message) => {
-                let links: Vec<LinkId> = self.links.keys().copied().collect();
-                links.into_iter().filter_map(|link| self.send(link, &message, network)).next()
-            }
-            Action::Prepare(guest) => Some(Input::Prepared(
-                self.vm
-                    .prepare(&guest)
-                    .map(|memory| {
-                        let hashes = Arc::new(PageHashes::for_memory(&memory));
-                        self.memory = Some((memory, hashes));
-                    })
-                    .map_err(|error| MigrateError::Refused {
-                        peer: "destination",
-                        reason: Reason::new(ReasonCode::VmRefused, &error.to_string()),
-                    }),
-            )),
-            Action::Open(session) => Some(Input::Opened(self.open(session, disk))),
-            Action::ExpectLanes { lanes } => {
-                self.expected_lanes = lanes;
-                None
-            }
-            Action::SumDigest => {
-                Some(Input::Digest(self.memory.as_ref().map_or(0, |(_, hashes)| hashes.sum())))
-            }
-            Action::Load(state) => Some(Input::Loaded(
-                self.vm
-                    .load(&state)
-                    .map(|()| Duration::from_micros(100))
-                    .map_err(|source| MigrateError::Vm { action: "load the state", source }),
-            )),
-            Action::Hash => {
-                let (memory, _) = self.memory.as_ref()?;
-                let takes = Duration::from_millis(network.rng.u64(1..2_000));
-                let input = whole_hash(memory).map_or_else(
-                    |error| Input::Failed(error.into()),
-                    |hash| Input::Hashed(hash, takes),
-                );
-                network.after(takes, Event::Destination(number, input));
-                None
-            }
-            Action::WriteIntent => Some(Input::IntentWritten(self.write(&Record::RunIntent))),
-            Action::WriteAborted { reason } => {
-                Some(Input::AbortWritten(self.write(&Record::Aborted { reason })))
-            }
-            Action::Run => Some(Input::Started(
-                self.vm
-                    .run()
-                    .map_err(|source| MigrateError::Vm { action: "start the guest", source }),
-            )),
-            Action::Discard => {
-                for channel in std::mem::take(&mut self.lanes).into_keys() {
-                    network.close(channel, Host::Destination);
-                }
-                self.memory = None;
-                self.vm.discard();
-                None
-            }
-            Action::Report(_) => None,
-        }
-    }
-
-    fn send(
-        &mut self,
-        link: LinkId,
-        message: &ControlMessage,
-        network: &mut Network,
-    ) -> Option<Input> {
-        let channel = *self.links.get(&link)?;
-        if send(network, channel, message) {
-            return None;
-        }
-        self.links.remove(&link);
-        let broken = std::io::ErrorKind::BrokenPipe.into();
-        (link == LinkId::CONTROL && !self.machine.handover().is_final())
-            .then(|| Input::LinkLost(lost("control", "sending", &broken)))
-    }
-
-    fn open(&mut self, session: SessionId, disk: &Disk) -> Result<(), MigrateError> {
-        let opened = disk.create(session).and_then(|mut journal| {
-            let guest = vmferry_wire::GuestIdentity {
-                uuid: uuid::Uuid::from_u128(9),
-                name: "simulated".into(),
-            };
-            let peer = "source".to_owned();
-            journal.append(&Record::Open { guest, peer, peer_names: Vec::new(), at: 0 })?;
-            Ok(journal)
-        });
-        match opened {
-            Ok(journal) => {
-                self.journal = Some(journal);
-                Ok(())
-            }
-            Err(error) => {
-                self.memory = None;
-                self.vm.discard();
-                Err(error.into())
-            }
-        }
-    }
-
-    fn write(&mut self, record: &Record) -> Result<(), MigrateError> {
-        match &mut self.journal {
-            Some(journal) => Ok(journal.append(record)?),
-            None => Err(MigrateError::Local {
-                action: "write a journal that was never opened",
-                source: std::io::ErrorKind::NotFound.into(),
-            }),
         }
     }
 }

@@ -1,5 +1,7 @@
 //! A guest that writes its memory and knows what must stand there, and the VMMs around it.
 
+mod write_log;
+
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -7,10 +9,11 @@ use std::time::Duration;
 use fastrand::Rng;
 use vmferry::{DestinationVm, GuestDescription, PrepareError, Resume, SourceVm, VmError};
 use vmferry_codec::{CompressError, Compressors};
-use vmferry_dirty::{DirtyLog, DirtyLogError};
-use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageSet, SlotId, SlotLayout};
+use vmferry_dirty::DirtyLog;
+use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, SlotId, SlotLayout};
 use vmferry_wire::GuestIdentity;
 
+use self::write_log::WriteLog;
 use crate::plan::{Host, VmCall};
 
 /// The guest's memory: several stripes of lanes, of which few pages are ever used.
@@ -25,8 +28,8 @@ pub fn layout() -> Vec<SlotLayout> {
 #[derive(Debug, Default)]
 pub struct Ledger {
     runs: [bool; 2],
-    saved: bool,
-    went_on_here: bool,
+    /// How often the source has set the guest going: a state that was saved before the last time is past.
+    stretch: u64,
     ran_there: bool,
     /// What must never happen.
     pub violations: Vec<String>,
@@ -38,21 +41,19 @@ impl Ledger {
         if self.runs == [true, true] {
             self.violations.push("two hosts run the guest".into());
         }
-        match host {
-            Host::Source if runs && self.saved => {
-                self.went_on_here = true;
-                if self.ran_there {
-                    self.violations.push("the source runs a guest that ran on elsewhere".into());
-                }
+        if host == Host::Source && runs {
+            self.stretch += 1;
+            if self.ran_there {
+                self.violations.push("the source runs a guest that ran on elsewhere".into());
             }
-            Host::Destination if runs => {
-                self.ran_there = true;
-                if self.went_on_here {
-                    self.violations
-                        .push("the destination runs a guest of which the source ran on".into());
-                }
-            }
-            _ => {}
+        }
+    }
+
+    /// The destination is told to run what was saved in this stretch.
+    fn runs_there(&mut self, stretch: u64) {
+        self.ran_there = true;
+        if stretch != self.stretch {
+            self.violations.push("the destination runs a guest of which the source ran on".into());
         }
     }
 }
@@ -69,9 +70,12 @@ struct State {
     memory: Option<GuestMemory>,
     log: Arc<WriteLog>,
     running: bool,
+    quiet: bool,
     /// The version of each page that was ever written; 0 for one that was zeroed.
     written: BTreeMap<Page, u64>,
     next_version: u64,
+    /// Of the state that is loaded: the stretch of the source's in which it was saved.
+    stretch: u64,
     faults: Vec<VmCall>,
     /// Which process the VMM listens to; the calls of one that has died do nothing.
     process: u64,
@@ -86,8 +90,10 @@ impl Guest {
             memory: None,
             log: Arc::default(),
             running: false,
+            quiet: false,
             written: BTreeMap::new(),
             next_version: 1,
+            stretch: 0,
             faults: Vec::new(),
             process: 0,
             ledger: Arc::clone(ledger),
@@ -102,6 +108,16 @@ impl Guest {
         guest.lock().set_running(true);
         guest.work(rng, 30);
         guest
+    }
+
+    /// From now on it runs and writes nothing.
+    pub fn be_quiet(&self) {
+        self.lock().quiet = true;
+    }
+
+    /// Makes the log lose a page at each harvest.
+    pub fn forget_pages(&self) {
+        self.lock().log.forget();
     }
 
     /// Makes a call of the VMM fail.
@@ -135,7 +151,7 @@ impl Guest {
     /// Writes some pages, if it runs.
     pub fn work(&self, rng: &mut Rng, writes: usize) {
         let mut state = self.lock();
-        if !state.running {
+        if !state.running || state.quiet {
             return;
         }
         for _ in 0..writes {
@@ -147,9 +163,13 @@ impl Guest {
     pub fn check(&self) {
         let state = self.lock();
         if let Err(text) = state.check() {
-            let mut ledger = state.ledger.lock().unwrap_or_else(PoisonError::into_inner);
-            ledger.violations.push(format!("{:?}: {text}", state.host));
+            state.ledger().violations.push(format!("{:?}: {text}", state.host));
         }
+    }
+
+    /// Notes what must never happen.
+    pub fn violation(&self, text: String) {
+        self.lock().ledger().violations.push(text);
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -158,9 +178,13 @@ impl Guest {
 }
 
 impl State {
+    fn ledger(&self) -> MutexGuard<'_, Ledger> {
+        self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn set_running(&mut self, runs: bool) {
         self.running = runs;
-        self.ledger.lock().unwrap_or_else(PoisonError::into_inner).set(self.host, runs);
+        self.ledger().set(self.host, runs);
     }
 
     /// A page is written whole: most of the time one of a few hot ones.
@@ -290,8 +314,8 @@ impl SourceVm for Vm {
     fn save(&mut self) -> Result<Vec<u8>, VmError> {
         let mut state = self.state()?;
         state.fails(VmCall::Save)?;
-        state.ledger.lock().unwrap_or_else(PoisonError::into_inner).saved = true;
         let mut bytes = state.next_version.to_le_bytes().to_vec();
+        bytes.extend_from_slice(&state.ledger().stretch.to_le_bytes());
         for ((slot, page), version) in &state.written {
             for word in [u64::from(*slot), *page, *version] {
                 bytes.extend_from_slice(&word.to_le_bytes());
@@ -318,8 +342,8 @@ impl DestinationVm for Vm {
             .chunks_exact(8)
             .map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()))
             .collect();
-        let (first, rest) = words.split_first().ok_or("no state")?;
-        state.next_version = *first;
+        let [next_version, stretch, rest @ ..] = &words[..] else { return Err("no state".into()) };
+        (state.next_version, state.stretch) = (*next_version, *stretch);
         state.written =
             rest.chunks_exact(3).map(|page| ((page[0] as u16, page[1]), page[2])).collect();
         Ok(())
@@ -335,75 +359,13 @@ impl DestinationVm for Vm {
     fn run(&mut self) -> Result<(), VmError> {
         let mut state = self.state()?;
         // Once it was told to, the guest is this host's, and a failure is a crash of the guest.
-        state.ledger.lock().unwrap_or_else(PoisonError::into_inner).ran_there = true;
+        state.ledger().runs_there(state.stretch);
         state.fails(VmCall::Run)?;
         state.set_running(true);
         if let Err(text) = state.check() {
-            let mut ledger = state.ledger.lock().unwrap_or_else(PoisonError::into_inner);
-            ledger.violations.push(format!("what arrived is not what was there: {text}"));
+            let text = format!("what arrived is not what was there: {text}");
+            state.ledger().violations.push(text);
         }
-        Ok(())
-    }
-}
-
-/// A log of every page that the guest writes.
-#[derive(Default)]
-struct WriteLog(Mutex<LogState>);
-
-#[derive(Default)]
-struct LogState {
-    logging: bool,
-    pages: Vec<Page>,
-    forgets: bool,
-}
-
-impl WriteLog {
-    fn mark(&self, page: Page) {
-        let mut state = self.lock();
-        if state.logging {
-            state.pages.push(page);
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, LogState> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Guest {
-    /// Makes the log lose a page at each harvest.
-    pub fn forget_pages(&self) {
-        self.lock().log.lock().forgets = true;
-    }
-}
-
-impl DirtyLog for WriteLog {
-    fn name(&self) -> &'static str {
-        "simulated"
-    }
-
-    fn start(&self) -> Result<(), DirtyLogError> {
-        let mut state = self.lock();
-        state.pages.clear();
-        state.logging = true;
-        Ok(())
-    }
-
-    fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
-        let mut state = self.lock();
-        if state.forgets
-            && let Some(forgotten) = state.pages.pop()
-        {
-            state.pages.retain(|page| *page != forgotten);
-        }
-        for (slot, page) in std::mem::take(&mut state.pages) {
-            into.bitmap_mut(SlotId(slot)).or_words((page / 64) as usize, &[1 << (page % 64)]);
-        }
-        Ok(())
-    }
-
-    fn stop(&self) -> Result<(), DirtyLogError> {
-        self.lock().logging = false;
         Ok(())
     }
 }

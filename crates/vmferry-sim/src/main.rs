@@ -50,7 +50,10 @@ fn main() -> ExitCode {
 
 fn replay(seed: Seed) -> ExitCode {
     let plan = Plan::new(seed);
-    println!("{seed}: {} lanes, verify {}, {:#?}", plan.lanes, plan.verify, plan.faults);
+    println!(
+        "{seed}: {} lanes, verify {}, reconnection for {:?}, {:#?}",
+        plan.lanes, plan.verify, plan.reconnect, plan.faults
+    );
     let outcome = run(&plan, true);
     for line in &outcome.trace {
         println!("{line}");
@@ -105,6 +108,17 @@ fn print(whole: &Summary, options: &Options, next: u64, took: Duration) {
         whole.struck,
         whole.messages,
         whole.longest_s
+    );
+    println!(
+        "{:.0} schedules/s; {} cuts, {} channels made again, {} frames sent again; handed over after a \
+         loss: {}, after the paused guest ran on: {}, as it had to be: {}",
+        whole.schedules as f64 / seconds,
+        whole.cuts,
+        whole.restored,
+        whole.resent,
+        whole.survived,
+        whole.recalled,
+        whole.must_be_given
     );
     for (end, count) in &whole.ends {
         println!("  {count:>8} {end}");

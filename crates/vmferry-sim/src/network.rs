@@ -5,9 +5,10 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use fastrand::Rng;
-use vmferry::{destination, source};
+use vmferry::{MigrateError, destination, source};
 
 use crate::plan::{Fault, Host, Plan, Ways, Where};
+use crate::source_host::Dial;
 
 /// A channel's number.
 pub type ChannelId = usize;
@@ -35,12 +36,21 @@ pub enum Event {
     Source(u64, source::io::Input),
     /// An action of the destination's session has a result.
     Destination(u64, destination::io::Input),
-    /// The source dials the destination to ask for its word.
-    Ask {
-        /// The process that asks.
+    /// A process of the source's dials the destination.
+    Dial {
+        /// The process.
         process: u64,
-        /// The question's number; an older one is no longer wanted.
-        question: u64,
+        /// What for.
+        dial: Dial,
+    },
+    /// Nothing came of it, if it still waits.
+    DialFailed {
+        /// The process.
+        process: u64,
+        /// What for.
+        dial: Dial,
+        /// Why.
+        error: MigrateError,
     },
     /// A host's process dies.
     Crash(Host, Duration),
@@ -54,8 +64,8 @@ pub enum Event {
 
 #[derive(Debug, Default)]
 struct Channel {
-    /// Cut: nothing that was on its way arrives.
-    cut: bool,
+    /// Cut, and when: nothing arrives after that.
+    cut: Option<Duration>,
     /// Which ends have closed it.
     closed: [bool; 2],
     /// When the last byte for each host arrives.
@@ -69,6 +79,15 @@ struct Silence {
     lost: bool,
 }
 
+/// A cut that has struck.
+#[derive(Clone, Copy, Debug)]
+pub struct Cut {
+    /// When.
+    pub at: Duration,
+    /// By then the source has noticed.
+    pub noticed: Duration,
+}
+
 /// Time, what is to come, and the channels.
 pub struct Network {
     now: Duration,
@@ -77,6 +96,10 @@ pub struct Network {
     channels: Vec<Channel>,
     silence: Option<Silence>,
     stranger_until: Duration,
+    /// Until then no channel can be made.
+    away_until: Duration,
+    /// Cuts that have struck.
+    pub cuts: Vec<Cut>,
     faults: Vec<Fault>,
     /// Messages sent so far.
     pub messages: u64,
@@ -98,6 +121,8 @@ impl Network {
             channels: Vec::new(),
             silence: None,
             stranger_until: Duration::ZERO,
+            away_until: Duration::ZERO,
+            cuts: Vec::new(),
             faults: plan.faults.clone(),
             messages: 0,
             struck: 0,
@@ -152,7 +177,11 @@ impl Network {
     /// Whether an event's channel still carries it.
     pub fn carries(&self, channel: ChannelId, to: Host) -> bool {
         let channel = &self.channels[channel];
-        !channel.cut && !channel.closed[to as usize]
+        !self.is_cut(channel) && !channel.closed[to as usize]
+    }
+
+    fn is_cut(&self, channel: &Channel) -> bool {
+        channel.cut.is_some_and(|at| at < self.now)
     }
 
     /// A channel whose ends both exist at once; whether they hear of each other is another matter.
@@ -164,7 +193,10 @@ impl Network {
     /// Sends bytes to a host; `false` if the sender knows that the channel has ended.
     pub fn send(&mut self, id: ChannelId, to: Host, what: &'static str, bytes: Vec<u8>) -> bool {
         let channel = &self.channels[id];
-        if channel.cut || channel.closed[to.peer() as usize] || channel.closed[to as usize] {
+        if channel.cut.is_some_and(|at| at <= self.now)
+            || channel.closed[to.peer() as usize]
+            || channel.closed[to as usize]
+        {
             return false;
         }
         let number = self.messages;
@@ -185,7 +217,10 @@ impl Network {
         self.struck += 1;
         self.note(|| format!("FAULT {fault:?}"));
         match fault {
-            Fault::Cut { place, all, .. } => message.cut = Some((place, all)),
+            Fault::Cut { place, all, away, .. } => {
+                message.cut = Some((place, all));
+                self.away_until = self.away_until.max(self.now + away);
+            }
             Fault::Silence { ways, lasts, lost, .. } => {
                 self.silence = Some(Silence { until: self.now + lasts, ways, lost });
             }
@@ -218,7 +253,8 @@ impl Network {
             arrives = arrives.max(*until + delay);
         }
         let lost = swallowed.is_some_and(|silence| silence.lost)
-            || matches!(cut, Some((Where::Before, _)));
+            || matches!(cut, Some((Where::Before, _)))
+            || self.channels[id].cut.is_some_and(|at| at < arrives);
         self.channels[id].last[to as usize] = arrives;
         if !lost {
             for _ in 0..copies {
@@ -235,29 +271,30 @@ impl Network {
 
     fn cut(&mut self, id: ChannelId, all: bool, when: Duration) {
         let cut: Vec<ChannelId> = if all { (0..self.channels.len()).collect() } else { vec![id] };
+        let mut noticed = when;
         for channel in cut {
             let ends: Vec<Host> = [Host::Source, Host::Destination]
                 .into_iter()
                 .filter(|end| !self.channels[channel].closed[*end as usize])
                 .collect();
-            if self.channels[channel].cut || ends.is_empty() {
+            if self.channels[channel].cut.is_some() || ends.is_empty() {
                 continue;
             }
-            if when <= self.now || channel != id {
-                self.channels[channel].cut = true;
-            }
+            self.channels[channel].cut = Some(if channel == id { when } else { self.now });
             for at in ends {
                 let notices = when + self.delay();
+                noticed = noticed.max(notices);
                 self.at(notices, Event::Closed { channel, at });
             }
         }
+        self.cuts.push(Cut { at: self.now, noticed });
     }
 
     /// A host closes its end: what it sent before still arrives, and then the end.
     pub fn close(&mut self, id: ChannelId, by: Host) {
         let to = by.peer();
         if std::mem::replace(&mut self.channels[id].closed[by as usize], true)
-            || self.channels[id].cut
+            || self.channels[id].cut.is_some()
         {
             return;
         }
@@ -279,6 +316,11 @@ impl Network {
         self.silenced(Host::Source).is_none() && self.silenced(Host::Destination).is_none()
     }
 
+    /// Whether every connection is refused at once.
+    pub fn is_away(&self) -> bool {
+        self.now < self.away_until
+    }
+
     /// Whether somebody else has the destination's address now.
     pub fn is_stranger(&self) -> bool {
         self.now < self.stranger_until
@@ -289,6 +331,7 @@ impl Network {
         self.faults.clear();
         self.silence = None;
         self.stranger_until = Duration::ZERO;
+        self.away_until = Duration::ZERO;
     }
 
     /// A delay of the network.

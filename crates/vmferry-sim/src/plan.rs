@@ -1,10 +1,14 @@
 //! What goes wrong in a schedule, and when: everything follows from its number.
 
+mod faults;
+
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
 use fastrand::Rng;
+
+use self::faults::{boundary_kinds, random_cut, random_fault, write_faults};
 
 /// One of the two hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -121,8 +125,8 @@ pub enum VmCall {
 #[allow(missing_docs, reason = "each variant says what its fields are")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// All channels are cut, or only the message's.
-    Cut { message: u64, place: Where, all: bool },
+    /// All channels are cut, or only the message's, and for some time none can be made.
+    Cut { message: u64, place: Where, all: bool, away: Duration },
     /// From this message on the network is silent. What was sent then arrives when it speaks again,
     /// unless it is lost.
     Silence { message: u64, ways: Ways, lasts: Duration, lost: bool },
@@ -155,6 +159,20 @@ pub enum Sabotage {
     LyingDisk,
     /// The source never learns that the link is lost, and no time passes for it.
     NoClock,
+    /// The pages of a round that was recalled are not sent once more.
+    ForgetRecalled,
+    /// A guest that was paused waits for the link instead of running on.
+    StayPaused,
+    /// The source lets the guest run on when a lane is lost, and believes in READY all the same.
+    RunOnBeforeReady,
+    /// The source does not tell the destination that the guest runs on.
+    ForgetWithdraw,
+    /// The destination takes the last frame before a cut for one that it has not placed.
+    PlaceTwice,
+    /// A lane does not send again what was lost with its channel.
+    ForgetKept,
+    /// The destination goes on with a FINAL that it heard before the control channel was made again.
+    KeepFinal,
 }
 
 /// A schedule.
@@ -170,6 +188,10 @@ pub struct Plan {
     pub verify: bool,
     /// Rounds with the guest running.
     pub rounds: u32,
+    /// For how long a lost channel is made again; 0 gives up at once.
+    pub reconnect: Duration,
+    /// Whether the guest writes nothing during the migration: what is saved is past all the same once it ran on.
+    pub quiet: bool,
     /// What goes wrong.
     pub faults: Vec<Fault>,
     /// What is broken on purpose.
@@ -196,17 +218,35 @@ impl Plan {
 
     fn random(seed: Seed, number: u64) -> Self {
         let mut rng = Rng::with_seed(number);
-        let count = [0, 1, 1, 2, 2, 2, 3, 3, 4, 5][rng.usize(..10)];
-        let faults = (0..count).map(|_| random_fault(&mut rng)).collect();
+        let reconnect = SECOND * [0, 0, 2, 5, 10, 30][rng.usize(..6)];
+        let faults = if rng.u32(..3) == 0 {
+            (0..rng.u32(1..5)).map(|_| random_cut(&mut rng, SECOND * 2)).collect()
+        } else {
+            let count = [0, 1, 1, 2, 2, 2, 3, 3, 4, 5][rng.usize(..10)];
+            (0..count).map(|_| random_fault(&mut rng)).collect()
+        };
         Self {
             seed,
             rng: rng.u64(..),
             lanes: [1, 2, 2, 4][rng.usize(..4)],
             verify: rng.bool(),
             rounds: rng.u32(1..4),
+            reconnect,
+            quiet: rng.u32(..8) == 0,
             faults,
             sabotage: None,
         }
+    }
+
+    /// Whether the link is all that goes wrong, and is back each time before anybody gives up: all losses
+    /// together, and what it takes to make the channels again, are shorter than that.
+    #[must_use]
+    pub fn is_mild(&self) -> bool {
+        let away = self.faults.iter().try_fold(Duration::ZERO, |sum, fault| match fault {
+            Fault::Cut { away, .. } => Some(sum + *away + SECOND),
+            _ => None,
+        });
+        away.is_some_and(|away| away < self.reconnect)
     }
 
     /// How many boundary schedules there are.
@@ -218,7 +258,7 @@ impl Plan {
     }
 
     fn boundary(seed: Seed, number: u64) -> Self {
-        let (lanes, verify) = SHAPES[(number % SHAPES.len() as u64) as usize];
+        let (lanes, verify, reconnect) = SHAPES[(number % SHAPES.len() as u64) as usize];
         let number = number / SHAPES.len() as u64;
         let kinds = boundary_kinds(0).len() as u64;
         let by_message = kinds * MESSAGES;
@@ -235,12 +275,24 @@ impl Plan {
                 }
             }
         };
-        Self { seed, rng: number % 7, lanes, verify, rounds: 2, faults, sabotage: None }
+        let reconnect = SECOND * reconnect;
+        Self {
+            seed,
+            rng: number % 7,
+            lanes,
+            verify,
+            rounds: 2,
+            reconnect,
+            quiet: false,
+            faults,
+            sabotage: None,
+        }
     }
 }
 
-/// Data channels, and whether both memories are hashed whole.
-const SHAPES: [(u8, bool); 4] = [(2, true), (2, false), (1, false), (4, true)];
+/// Data channels, whether both memories are hashed whole, and for how many seconds a lost channel is made again.
+const SHAPES: [(u8, bool, u32); 6] =
+    [(2, true, 0), (2, false, 0), (1, false, 0), (4, true, 0), (2, false, 20), (3, true, 20)];
 
 const VM_CALLS: [VmCall; 7] = [
     VmCall::Pause,
@@ -251,97 +303,6 @@ const VM_CALLS: [VmCall; 7] = [
     VmCall::Run,
     VmCall::Compress,
 ];
-
-/// Everything that can happen once, at one message.
-fn boundary_kinds(message: u64) -> Vec<Vec<Fault>> {
-    let long = 100 * SECOND;
-    let silence = |ways, lasts, lost| vec![Fault::Silence { message, ways, lasts, lost }];
-    let cut = |place, all| vec![Fault::Cut { message, place, all }];
-    let crash = |host, back_after| vec![Fault::Crash { host, message, back_after }];
-    vec![
-        cut(Where::Before, true),
-        cut(Where::Within, true),
-        cut(Where::After, true),
-        cut(Where::Before, false),
-        cut(Where::After, false),
-        silence(Ways::Both, long, true),
-        silence(Ways::Both, 5 * SECOND, false),
-        silence(Ways::To(Host::Source), long, true),
-        silence(Ways::To(Host::Destination), long, true),
-        silence(Ways::To(Host::Source), 40 * SECOND, false),
-        silence(Ways::To(Host::Destination), 40 * SECOND, false),
-        vec![Fault::Repeat { message }],
-        vec![Fault::Delay { message, by: 7 * SECOND }],
-        vec![Fault::Delay { message, by: 70 * SECOND }],
-        vec![Fault::Damage { message, bit: 3 + 17 * message as u32 }],
-        crash(Host::Source, 2 * SECOND),
-        crash(Host::Source, long),
-        crash(Host::Destination, 2 * SECOND),
-        crash(Host::Destination, long),
-        vec![Fault::Cancel { host: Host::Source, message }],
-        vec![Fault::Cancel { host: Host::Destination, message }],
-        vec![
-            Fault::Cut { message, place: Where::After, all: true },
-            Fault::Stranger { message, lasts: 20 * SECOND },
-        ],
-        vec![
-            Fault::Crash { host: Host::Source, message, back_after: 5 * SECOND },
-            Fault::Crash { host: Host::Destination, message: message + 1, back_after: SECOND },
-        ],
-    ]
-}
-
-/// Every write, failing in every way, alone and with a crash.
-fn write_faults() -> Vec<Vec<Fault>> {
-    let mut all = Vec::new();
-    // COMMIT fails and may be on disk, the guest runs on, ABORT is lost, and a restarted source reads
-    // the journal while the destination still waits.
-    for message in 0..MESSAGES {
-        let lasts = SECOND * 4;
-        all.push(vec![
-            Fault::Write { host: Host::Source, number: 1, how: WriteFault::OnDisk, crash: false },
-            Fault::Silence { message, ways: Ways::Both, lasts, lost: true },
-            Fault::Crash { host: Host::Source, message, back_after: 5 * SECOND },
-        ]);
-    }
-    for host in [Host::Source, Host::Destination] {
-        for number in 0..WRITES {
-            for how in [WriteFault::Lost, WriteFault::Torn, WriteFault::OnDisk] {
-                for crash in [false, true] {
-                    all.push(vec![Fault::Write { host, number, how, crash }]);
-                }
-            }
-        }
-    }
-    all
-}
-
-fn random_fault(rng: &mut Rng) -> Fault {
-    let message = rng.u64(..MESSAGES);
-    let host = if rng.bool() { Host::Source } else { Host::Destination };
-    let lasts = SECOND * rng.u32(..130);
-    match rng.u32(..16) {
-        0..3 => {
-            let place = [Where::Before, Where::Within, Where::After][rng.usize(..3)];
-            Fault::Cut { message, place, all: rng.u32(..3) > 0 }
-        }
-        3..5 => {
-            let ways = if rng.bool() { Ways::Both } else { Ways::To(host) };
-            Fault::Silence { message, ways, lasts, lost: rng.bool() }
-        }
-        5 => Fault::Repeat { message },
-        6 => Fault::Delay { message, by: lasts / [1, 1000][rng.usize(..2)] },
-        7 => Fault::Damage { message, bit: rng.u32(..40_000) },
-        8..11 => Fault::Crash { host, message, back_after: lasts },
-        11 => Fault::Cancel { host, message },
-        12 => Fault::Stranger { message, lasts },
-        13..15 => {
-            let how = [WriteFault::Lost, WriteFault::Torn, WriteFault::OnDisk][rng.usize(..3)];
-            Fault::Write { host, number: rng.u64(..WRITES), how, crash: rng.bool() }
-        }
-        _ => Fault::Vm { call: VM_CALLS[rng.usize(..VM_CALLS.len())] },
-    }
-}
 
 impl Fault {
     /// The message at which it strikes, if it strikes at one.
@@ -379,7 +340,8 @@ mod tests {
             (0..Plan::boundaries()).map(|number| Plan::new(Seed::Boundary(number))).collect();
         let at = |message| {
             plans.iter().any(|plan| {
-                plan.faults.contains(&Fault::Cut { message, place: Where::Within, all: true })
+                let away = Duration::ZERO;
+                plan.faults.contains(&Fault::Cut { message, place: Where::Within, all: true, away })
             })
         };
         assert!((0..MESSAGES).all(at));

@@ -30,6 +30,18 @@ pub struct Summary {
     pub ends: BTreeMap<&'static str, u64>,
     /// Messages that were sent, over all.
     pub messages: u64,
+    /// Cuts that struck.
+    pub cuts: u64,
+    /// Channels that were made again.
+    pub restored: u64,
+    /// Schedules in which one was, and the guest was handed over.
+    pub survived: u64,
+    /// Schedules in which a paused guest ran on, and was handed over later.
+    pub recalled: u64,
+    /// Frames that were sent again.
+    pub resent: u64,
+    /// Schedules in which cuts struck and the guest had to be handed over all the same.
+    pub must_be_given: u64,
     /// The longest simulated time to a decision, in seconds.
     pub longest_s: f64,
     /// Those that went wrong.
@@ -41,6 +53,13 @@ impl Summary {
         self.schedules += 1;
         self.struck += u64::from(outcome.struck > 0);
         self.messages += outcome.messages;
+        let given = outcome.end == SourceEnd::Given;
+        self.cuts += outcome.cuts;
+        self.restored += outcome.restored;
+        self.survived += u64::from(given && outcome.restored > 0);
+        self.recalled += u64::from(given && outcome.recalls > 0);
+        self.resent += outcome.resent;
+        self.must_be_given += u64::from(outcome.must_be_given && outcome.cuts > 0);
         self.longest_s = self.longest_s.max(outcome.took.as_secs_f64());
         let end = match (outcome.end, outcome.was_in_doubt, outcome.crashed_there) {
             (SourceEnd::Given, _, true) => "handed over, then crashed",
@@ -61,6 +80,12 @@ impl Summary {
         self.schedules += other.schedules;
         self.struck += other.struck;
         self.messages += other.messages;
+        self.cuts += other.cuts;
+        self.restored += other.restored;
+        self.survived += other.survived;
+        self.recalled += other.recalled;
+        self.resent += other.resent;
+        self.must_be_given += other.must_be_given;
         self.longest_s = self.longest_s.max(other.longest_s);
         for (end, count) in other.ends {
             *self.ends.entry(end).or_default() += count;

@@ -37,6 +37,16 @@ pub struct Outcome {
     pub struck: u64,
     /// Messages that were sent.
     pub messages: u64,
+    /// Cuts that struck.
+    pub cuts: u64,
+    /// Channels that were made again.
+    pub restored: u64,
+    /// How often a paused guest ran on.
+    pub recalls: u64,
+    /// Frames that were sent again.
+    pub resent: u64,
+    /// Whether only the link was away, and never for too long: the guest must be given.
+    pub must_be_given: bool,
     /// The simulated time until everything was decided.
     pub took: Duration,
     /// What must never happen and did; empty if all is well.
@@ -57,6 +67,9 @@ struct World {
     destination: DestinationHost,
     ledger: Arc<Mutex<Ledger>>,
     write_faults: u64,
+    mild: bool,
+    /// The guest was seen to wait for the link.
+    waited: bool,
 }
 
 impl World {
@@ -74,11 +87,14 @@ impl World {
         config.when_stuck = WhenStuck::SwitchOver;
         config.timeouts = Timeouts {
             verify: Duration::from_secs(60),
-            reconnect: Duration::ZERO,
+            reconnect: plan.reconnect,
             ..Timeouts::default()
         };
         let timeouts = config.timeouts;
         let here = Guest::running(&ledger, &mut network.rng);
+        if plan.quiet {
+            here.be_quiet();
+        }
         let there = Guest::absent(Host::Destination, &ledger);
         let disks = [Disk::default(), Disk::default()];
         for fault in &plan.faults {
@@ -102,12 +118,20 @@ impl World {
         }
         let control = network.open();
         let [disk_here, disk_there] = disks;
-        let destination =
-            DestinationHost::new(there, disk_there, session, timeouts, control, &mut network);
+        let destination = DestinationHost::new(
+            there,
+            disk_there,
+            session,
+            timeouts,
+            control,
+            plan.sabotage,
+            &mut network,
+        );
         let source = SourceHost::new(here, disk_here, config, control, plan.sabotage, &network);
         let write_faults =
             plan.faults.iter().filter(|fault| fault.message().is_none()).count() as u64;
-        Self { network, source, destination, ledger, write_faults }
+        let mild = plan.is_mild();
+        Self { network, source, destination, ledger, write_faults, mild, waited: false }
     }
 
     fn run(mut self) -> Outcome {
@@ -116,6 +140,7 @@ impl World {
         let mut settled = None;
         for event in 0.. {
             self.destination.pump(&mut self.network);
+            self.check_pause();
             self.work();
             let rest = !self.source.is_busy() && !self.destination.is_busy();
             let decided = rest && self.source.ended.is_some() && self.destination.listens();
@@ -179,8 +204,11 @@ impl World {
             }
             Event::Source(process, input) => self.source.input(process, input, network),
             Event::Destination(process, input) => self.destination.input(process, input, network),
-            Event::Ask { process, question } => {
-                self.source.ask(process, question, self.destination.listens(), network);
+            Event::Dial { process, dial } => {
+                self.source.dial(process, dial, self.destination.listens(), network);
+            }
+            Event::DialFailed { process, dial, error } => {
+                self.source.dial_failed(process, dial, error, network);
             }
             Event::Crash(host, back_after) => {
                 network.note(|| format!("{host:?}: crashes"));
@@ -202,6 +230,29 @@ impl World {
         }
     }
 
+    /// A guest that is the source's never stands still for a link that is known to be away.
+    fn check_pause(&mut self) {
+        if self.source.lets_the_guest_wait() && !std::mem::replace(&mut self.waited, true) {
+            self.violation("the guest waits for a link that is away".into());
+        }
+    }
+
+    /// Whether nothing but the link was away, shorter than the source tries to make it again, and only while
+    /// what was lost can be sent again: from the start of the dirty log until the destination is READY. The
+    /// destination can't undo that it has loaded the state, so whatever the source has not noticed, or the
+    /// destination not been told, before READY is too late.
+    fn must_be_given(&self) -> bool {
+        let cuts = &self.network.cuts;
+        let begun = |at: Duration| self.source.links.begun.is_some_and(|begun| begun < at);
+        let noticed = cuts.iter().map(|cut| cut.noticed).max().unwrap_or_default();
+        let links = &self.source.links;
+        let whole = if links.away.is_empty() { links.whole_since } else { Duration::MAX };
+        let settled = noticed.max(whole).max(self.destination.withdrawn_at);
+        self.mild
+            && cuts.iter().all(|cut| begun(cut.at))
+            && self.destination.ready_at.is_none_or(|ready| ready > settled)
+    }
+
     fn violation(&self, text: String) {
         self.ledger.lock().unwrap_or_else(PoisonError::into_inner).violations.push(text);
     }
@@ -219,6 +270,10 @@ impl World {
         if self.source.ended.is_some_and(|ended| ended != end) {
             self.violation(format!("the source says {:?}, and it is {end:?}", self.source.ended));
         }
+        let must_be_given = self.must_be_given();
+        if must_be_given && end != SourceEnd::Given {
+            self.violation("the link was away for a while, and the guest was not given".into());
+        }
         let crashed_there = owns && !self.destination.guest.is_running();
         let violations = std::mem::take(
             &mut self.ledger.lock().unwrap_or_else(PoisonError::into_inner).violations,
@@ -229,6 +284,11 @@ impl World {
             crashed_there,
             struck: self.network.struck + self.write_faults,
             messages: self.network.messages,
+            cuts: self.network.cuts.len() as u64,
+            restored: self.source.links.restored,
+            recalls: self.source.links.recalls,
+            resent: self.source.links.resent,
+            must_be_given,
             took: settled.unwrap_or(self.network.now()),
             violations,
             trace: self.network.trace.take().unwrap_or_default(),

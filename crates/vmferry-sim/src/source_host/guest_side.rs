@@ -3,20 +3,21 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmferry::MigrateError;
 use vmferry::held::{found, returned, write_commit};
-use vmferry::link::lost;
+use vmferry::link::{channel_name, lost};
 use vmferry::source::io::Input;
 use vmferry::source::machine::Source;
 use vmferry::source::plan::{Job, Task};
 use vmferry::source::rounds::LaneTotals;
+use vmferry::{MigrateError, VmError};
 use vmferry_codec::{Choice, DeltaUse, EncodedFrame, Method};
 use vmferry_memory::PageSet;
 
-use super::{EXPLANATION, Held, Process};
+use super::lanes::Frame;
+use super::{Held, Process};
 use crate::guest::Guest;
-use crate::network::{Event, Network};
-use crate::plan::Host;
+use crate::network::Network;
+use crate::plan::Sabotage;
 
 impl Process {
     pub(super) fn start_log(&mut self) -> Result<Input, MigrateError> {
@@ -25,15 +26,26 @@ impl Process {
         Ok(Input::LogStarted { populated_pages: self.pending.count(), stood_still: Duration::ZERO })
     }
 
+    pub(super) fn harvest(&mut self) -> Result<Input, MigrateError> {
+        let mut pages = PageSet::for_memory(&self.memory);
+        self.log.collect(&mut pages)?;
+        if std::mem::take(&mut self.recalled) && self.sabotage != Some(Sabotage::ForgetRecalled) {
+            pages.union_with(&self.pending);
+        }
+        self.pending = Arc::new(pages);
+        let took = Duration::from_micros(200);
+        Ok(Input::Harvested { pages: self.pending.count(), took, stood_still: Duration::ZERO })
+    }
+
+    /// Makes a round's frames, and sends them as far as the channels go.
     pub(super) fn send_round(
         &mut self,
         round: u32,
         rearm: bool,
-        number: u64,
         guest: &Guest,
         network: &mut Network,
-    ) -> Option<Input> {
-        for (lane, channel) in self.lanes.clone().into_iter().enumerate() {
+    ) -> Result<(), MigrateError> {
+        for lane in 0..self.channels {
             let job = Job {
                 round,
                 rearm,
@@ -41,45 +53,28 @@ impl Process {
                 last: None,
                 given_back: None,
             };
-            let frames = match self.frames(lane, job, guest, network) {
-                Ok(frames) => frames,
-                Err(error) => return Some(Input::Failed(error)),
-            };
-            for (sequence, bytes, end) in frames {
-                if !network.send(channel, Host::Destination, "frame", bytes) {
-                    let during = "sending pages";
-                    let broken = std::io::ErrorKind::BrokenPipe.into();
-                    let error = lost(&format!("lane {lane}"), during, &broken);
-                    let event = Event::Source(number, Input::LinkLost(error));
-                    network.after(EXPLANATION, event);
-                    break;
-                }
-                if let Some(totals) = end {
-                    let lane = lane as u8;
-                    let input = Input::LaneSent { lane, end_sequence: sequence, totals };
-                    let takes = Duration::from_micros(network.rng.u64(1..3_000));
-                    network.after(takes, Event::Source(number, input));
-                }
-            }
+            self.make_frames(lane, job, guest, network)?;
+            self.send_queued(lane, network);
         }
-        None
+        Ok(())
     }
 
     /// A lane's frames of a round, each encoded in any way, while the guest writes.
-    fn frames(
+    fn make_frames(
         &mut self,
-        lane: usize,
+        number: u8,
         job: Job,
         guest: &Guest,
         network: &mut Network,
-    ) -> Result<Vec<SentFrame>, MigrateError> {
-        let (rearm, mut frames) = (job.rearm, Vec::new());
+    ) -> Result<(), MigrateError> {
+        let rearm = job.rearm;
         let mut totals = LaneTotals::default();
-        self.plans[lane].begin(job);
+        let lane = &mut self.lanes[usize::from(number)];
+        lane.plan.begin(job);
         loop {
             let (frame_pages, rearm_pages) =
                 (40 + network.rng.usize(..60), 1 + network.rng.u64(..600));
-            let Some(task) = self.plans[lane].next(frame_pages, rearm_pages)? else { break };
+            let Some(task) = lane.plan.next(frame_pages, rearm_pages)? else { break };
             if rearm {
                 let writes = network.rng.usize(..3);
                 guest.work(&mut network.rng, writes);
@@ -88,7 +83,7 @@ impl Process {
             let end = match task {
                 Task::Pages(batch) => {
                     let choice = CHOICES[network.rng.usize(..CHOICES.len())];
-                    let counts = self.encoder.encode(lane as u8, &batch, &mut frame, choice)?;
+                    let counts = self.encoder.encode(number, &batch, &mut frame, choice)?;
                     totals.pages.raw += counts.content_pages();
                     totals.pages.zero += counts.zero_pages;
                     None
@@ -98,16 +93,36 @@ impl Process {
                     Some(totals)
                 }
             };
-            self.sequences[lane] += 1;
-            frame.set_sequence(self.sequences[lane]);
+            lane.sequence += 1;
+            frame.set_sequence(lane.sequence);
             totals.bytes += frame.wire_bytes() as u64;
             let mut bytes = Vec::with_capacity(frame.wire_bytes());
             frame
                 .write_to(&mut bytes)
-                .map_err(|error| lost(&format!("lane {lane}"), "sending pages", &error))?;
-            frames.push((self.sequences[lane], bytes, end));
+                .map_err(|error| lost(&channel_name(Some(number)), "sending pages", &error))?;
+            lane.queue.push_back(Frame { sequence: lane.sequence, bytes, end });
         }
-        Ok(frames)
+        Ok(())
+    }
+
+    /// Lets the guest run on after its last harvest.
+    pub(super) fn recall(&mut self) -> Option<Input> {
+        if self.sabotage == Some(Sabotage::StayPaused) {
+            return None;
+        }
+        self.recalled = true;
+        let source = self.resume()?;
+        Some(Input::Failed(MigrateError::Vm { action: "let the guest run on", source }))
+    }
+
+    /// Whether a lost lane is kept from the machine, and the guest runs on all the same.
+    pub(super) fn runs_on_before_ready(&mut self) -> bool {
+        let sabotaged = self.sabotage == Some(Sabotage::RunOnBeforeReady)
+            && self.machine.phase_name() == "the wait for READY";
+        if sabotaged {
+            self.resume();
+        }
+        sabotaged
     }
 
     pub(super) fn pause(&mut self) -> Input {
@@ -150,23 +165,31 @@ impl Process {
         }
     }
 
-    pub(super) fn resume(&mut self) {
+    /// Lets the guest run; why it does not, if it does not.
+    pub(super) fn resume(&mut self) -> Option<VmError> {
         let paused = match std::mem::replace(&mut self.held, Held::Gone) {
             Held::Paused(paused) => paused,
             Held::Committed(committed) => match returned(self.machine.handover()) {
                 Some(proof) => committed.take_back(proof),
                 None => {
                     self.held = Held::Committed(committed);
-                    return;
+                    return None;
                 }
             },
             other => {
                 self.held = other;
-                return;
+                return None;
             }
         };
-        if let Ok(running) = paused.resume() {
-            self.held = Held::Running(running);
+        match paused.resume() {
+            Ok(running) => {
+                self.held = Held::Running(running);
+                None
+            }
+            Err((paused, error)) => {
+                self.held = paused.map_or(Held::Gone, Held::Paused);
+                Some(error)
+            }
         }
     }
 }
@@ -185,9 +208,6 @@ impl Held {
         }
     }
 }
-
-/// A frame's number and bytes, and what the round was with its last one.
-type SentFrame = (u64, Vec<u8>, Option<LaneTotals>);
 
 /// Ways to encode a frame. Zlib is left out: its bytes are not the same on every machine, and a schedule is
 /// to be.

@@ -91,6 +91,9 @@ pub struct Source {
     /// The ping that waits for its answer, and when it was sent.
     ping: Option<(u64, Duration)>,
     next_ping: Duration,
+    /// The ping sent behind a WITHDRAW, until it is answered or the control channel is made again: no round
+    /// begins before that.
+    withdrawn: Option<u64>,
     /// The shortest so far.
     round_trip: Option<Duration>,
     log_started: Duration,
@@ -184,6 +187,7 @@ impl Source {
             pings: 0,
             ping: None,
             next_ping: now + clock::PING_INTERVAL,
+            withdrawn: None,
             round_trip: None,
             log_started: now,
             last_harvest: now,

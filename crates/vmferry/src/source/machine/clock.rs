@@ -87,6 +87,9 @@ impl Source {
     }
 
     pub(super) fn on_pong(&mut self, now: Duration, nonce: u64) {
+        if self.withdrawn.take_if(|ping| nonce >= *ping).is_some() {
+            self.go_on(now);
+        }
         // An answer is worth one measurement, however often it is repeated.
         let Some((_, at)) = self.ping.take_if(|(sent, _)| *sent == nonce) else { return };
         let round_trip = now.saturating_sub(at);

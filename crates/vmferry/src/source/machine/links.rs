@@ -171,14 +171,22 @@ impl Source {
     }
 
     /// Lets the guest run on if it was paused and not everything is known to have arrived.
-    fn recall(&mut self, now: Duration) {
+    pub(super) fn recall(&mut self, now: Duration) {
         if !matches!(self.phase, Phase::LastRound | Phase::AwaitReady) {
             return;
         }
         self.act(Action::Recall);
         self.act(Action::Report(Report::Recalled));
-        if self.phase == Phase::AwaitReady && self.links.is_control_up() {
-            self.act(Action::Send(ControlMessage::Withdraw {}));
+        if self.phase == Phase::AwaitReady {
+            // The data channels may overtake what ends FINAL, and a READY may be on its way, which looks like the
+            // next one where the guest has written nothing: no other round begins before the destination has
+            // answered, or has let this side go on on another control channel.
+            self.withdrawn = Some(u64::MAX);
+            if self.links.is_control_up() {
+                self.act(Action::Send(ControlMessage::Withdraw {}));
+                self.send_ping(now);
+                self.withdrawn = Some(self.pings);
+            }
         }
         self.state = None;
         self.digest = None;
@@ -187,11 +195,8 @@ impl Source {
             self.stats.recalled_pause_ms += ms(now.saturating_sub(stopped_at));
         }
         self.rounds.recalled();
-        if self.rounds.is_open() {
-            self.enter(now, Phase::Sending);
-        } else {
-            self.harvest(now);
-        }
+        self.enter(now, Phase::Sending);
+        self.go_on(now);
     }
 
     /// A channel was made again.
@@ -210,9 +215,12 @@ impl Source {
 
     pub(super) fn on_resumed(&mut self, now: Duration) {
         self.last_heard = now;
+        // Whoever lets a source go on has forgotten FINAL, and an old channel is not heard.
+        self.withdrawn = None;
         self.ping = None;
         self.next_ping = now;
         self.restore(now, None);
+        self.go_on(now);
     }
 
     pub(super) fn on_lane_rejoined(&mut self, now: Duration, lane: u8, placed: u64) {
@@ -237,5 +245,87 @@ impl Source {
             return self.fail_by(now, SourceEvent::LinkLost, error);
         }
         self.dial(lane, RETRY);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmferry_memory::{SlotId, SlotLayout};
+    use vmferry_wire::GuestIdentity;
+
+    use super::*;
+    use crate::config::SourceConfig;
+    use crate::convergence::WhenStuck;
+    use crate::source::io::Input;
+    use crate::source::rounds::LaneTotals;
+    use crate::vm::GuestDescription;
+
+    const DIGEST: u64 = 7;
+
+    /// A machine that has sent FINAL and lost its lane, so that the guest ran on. All of it is placed since.
+    fn recalled() -> Source {
+        let mut config = SourceConfig::new("unused".into());
+        (config.channels, config.max_rounds) = (1, 1);
+        (config.downtime_limit, config.when_stuck) = (Duration::ZERO, WhenStuck::SwitchOver);
+        let guest = GuestDescription {
+            identity: GuestIdentity { uuid: uuid::Uuid::nil(), name: String::new() },
+            vmm: String::new(),
+            config: Vec::new(),
+            layout: vec![SlotLayout { slot: SlotId(0), gpa: 0, pages: 1 }],
+        };
+        let mut source = Source::new(config, guest, "none", Duration::ZERO);
+        let (took, stood_still) = (Duration::ZERO, Duration::ZERO);
+        let sent =
+            |end_sequence| Input::LaneSent { lane: 0, end_sequence, totals: LaneTotals::default() };
+        for input in [
+            Input::Control(ControlMessage::Accept { token: Token([1; 16]) }),
+            Input::LanesJoined,
+            Input::LogStarted { populated_pages: 1, stood_still },
+            sent(1),
+            Input::Control(ControlMessage::Placed { lane: 0, sequence: 1 }),
+            Input::Harvested { pages: 1, took, stood_still },
+            Input::Paused { stood_still },
+            Input::LastHarvest { pages: 1, took },
+            sent(2),
+            Input::Saved { state: Vec::new(), took },
+            Input::Digest(DIGEST),
+            Input::LaneLost { lane: 0, attempt: 0, error: failure() },
+            Input::LaneRejoined { lane: 0, placed: 2 },
+        ] {
+            source.handle(Duration::ZERO, input);
+        }
+        assert_eq!((source.phase, source.stats.recalls), (Phase::Sending, 1));
+        source
+    }
+
+    fn failure() -> MigrateError {
+        MigrateError::Cancelled { during: "a test" }
+    }
+
+    #[test]
+    fn the_next_round_waits_until_the_destination_knows_that_the_guest_runs_on() {
+        let mut source = recalled();
+        let nonce = source.pings;
+        source.handle(Duration::ZERO, Input::Control(ControlMessage::Pong { nonce: nonce - 1 }));
+        assert_eq!(source.phase, Phase::Sending, "that was another ping");
+        source.handle(Duration::ZERO, Input::Control(ControlMessage::Pong { nonce }));
+        assert_eq!(source.phase, Phase::Harvesting);
+    }
+
+    #[test]
+    fn an_old_ready_ends_the_migration() {
+        let mut source = recalled();
+        let ready = ControlMessage::Ready { digest: DIGEST, load_us: 0 };
+        source.handle(Duration::ZERO, Input::Control(ready));
+        assert_eq!(source.handover(), SourceState::Kept);
+    }
+
+    #[test]
+    fn a_destination_that_lets_the_source_go_on_knows_too() {
+        let mut source = recalled();
+        source.handle(Duration::ZERO, Input::LinkLost(failure()));
+        assert_eq!(source.phase, Phase::Sending);
+        source.handle(Duration::ZERO, Input::Resumed);
+        assert_eq!(source.phase, Phase::Harvesting);
     }
 }

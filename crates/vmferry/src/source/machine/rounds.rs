@@ -47,7 +47,12 @@ impl Source {
             (Input::LastHarvest { pages, took }, Phase::LastHarvest) => {
                 self.stats.downtime.harvest_ms = ms(took);
                 self.start_round(now, pages, took, true);
-                self.act(Action::Save);
+                if self.links.are_up() {
+                    self.act(Action::Save);
+                } else {
+                    // Lost while the guest was being paused.
+                    self.recall(now);
+                }
             }
             (Input::Saved { state, took }, Phase::LastRound) => {
                 self.stats.downtime.save_ms = ms(took);
@@ -111,7 +116,12 @@ impl Source {
         self.stats.compression_ratio = page_bytes / self.wire_bytes as f64;
         self.stats.rounds.push(round.clone());
         self.act(Action::Report(Report::RoundDone(round)));
-        if self.phase == Phase::Sending {
+        self.go_on(now);
+    }
+
+    /// Begins the next round if the one before is placed, and the destination knows that another one comes.
+    pub(super) fn go_on(&mut self, now: Duration) {
+        if self.phase == Phase::Sending && !self.rounds.is_open() && self.withdrawn.is_none() {
             self.harvest(now);
         }
     }

@@ -1,0 +1,218 @@
+//! A process of the source: what it has in its hands, and how it carries the machine's actions out.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use vmferry::MigrateError;
+use vmferry::SourceVm;
+use vmferry::held::{Committed, Paused, Running};
+use vmferry::journal::{Journal, Record};
+use vmferry::link::lost;
+use vmferry::source::encode::PageEncoder;
+use vmferry::source::io::{Action, Input};
+use vmferry::source::machine::Source;
+use vmferry_codec::{HotPages, PageHashes};
+use vmferry_dirty::DirtyLog;
+use vmferry_memory::{GuestMemory, PageSet, whole_hash};
+use vmferry_wire::{ControlMessage, Role, SessionId, Token};
+
+use super::dialling::Dialling;
+use super::lanes::Lane;
+use super::send;
+use crate::disk::SimJournal;
+use crate::guest::{Guest, Vm};
+use crate::network::{ChannelId, Event, Network};
+use crate::plan::{Host, Sabotage};
+
+/// Fewer copies of pages than the guest has hot ones, so that some are not held.
+const HOT_BYTES: u64 = 32 * 4096;
+
+pub(super) struct Process {
+    /// Its number.
+    pub(super) number: u64,
+    pub(super) machine: Source,
+    pub(super) held: Held,
+    pub(super) memory: GuestMemory,
+    pub(super) log: Arc<dyn DirtyLog>,
+    hashes: Arc<PageHashes>,
+    pub(super) pending: Arc<PageSet>,
+    /// The guest ran on after its last harvest: what is pending counts as written.
+    pub(super) recalled: bool,
+    pub(super) journal: Option<SimJournal>,
+    pub(super) session: SessionId,
+    /// The control channel, or the one on which it asks.
+    pub(super) control: Option<ChannelId>,
+    /// Channels that are being made.
+    pub(super) dialling: Vec<Dialling>,
+    pub(super) dials: u64,
+    /// How many lanes there are to be.
+    pub(super) channels: u8,
+    pub(super) lanes: Vec<Lane>,
+    /// One worker for all lanes.
+    pub(super) encoder: PageEncoder,
+    pub(super) sabotage: Option<Sabotage>,
+}
+
+pub(super) enum Held {
+    Running(Running<Vm>),
+    Paused(Paused<Vm>),
+    Committed(Committed<Vm>),
+    Gone,
+}
+
+/// What a process is begun with.
+pub(super) struct Start {
+    pub(super) number: u64,
+    pub(super) machine: Source,
+    pub(super) vm: Vm,
+    pub(super) journal: Option<SimJournal>,
+    pub(super) control: Option<ChannelId>,
+    pub(super) session: SessionId,
+    pub(super) channels: u8,
+    pub(super) sabotage: Option<Sabotage>,
+}
+
+impl Process {
+    pub(super) fn new(start: Start) -> Self {
+        let Start { number, machine, vm, journal, control, session, channels, sabotage } = start;
+        let memory = vm.memory();
+        let hashes = Arc::new(PageHashes::for_memory(&memory));
+        let hot = Arc::new(HotPages::new(HOT_BYTES));
+        let encoder = PageEncoder::new(memory.clone(), Arc::clone(&hashes), vm.compressors(), hot);
+        Self {
+            number,
+            machine,
+            log: vm.dirty_log(),
+            held: Held::Running(Running::new(vm)),
+            hashes,
+            pending: Arc::new(PageSet::for_memory(&memory)),
+            recalled: false,
+            memory,
+            journal,
+            session,
+            control,
+            dialling: Vec::new(),
+            dials: 0,
+            channels,
+            lanes: Vec::new(),
+            encoder,
+            sabotage,
+        }
+    }
+
+    pub(super) fn close(self, network: &mut Network) {
+        let dialled = self.dialling.iter().filter_map(|dialling| dialling.channel);
+        let lanes = self.lanes.iter().map(|lane| lane.channel);
+        for channel in lanes.chain(self.control).chain(dialled) {
+            network.close(channel, Host::Source);
+        }
+    }
+
+    /// Gives up the control channel, and makes another one after a while.
+    fn dial_control(
+        &mut self,
+        role: Role,
+        token: (Token, u64),
+        delay: Duration,
+        network: &mut Network,
+    ) {
+        if let Some(channel) = self.control.take() {
+            network.close(channel, Host::Source);
+        }
+        self.dial(role, 0, token, delay, network);
+    }
+
+    pub(super) fn execute(
+        &mut self,
+        action: Action,
+        guest: &Guest,
+        network: &mut Network,
+    ) -> Option<Input> {
+        match action {
+            Action::Send(ControlMessage::Withdraw {})
+                if self.sabotage == Some(Sabotage::ForgetWithdraw) =>
+            {
+                None
+            }
+            Action::Send(message) => {
+                let sent = self.control.is_none_or(|channel| send(network, channel, &message));
+                let phase = self.machine.phase_name();
+                let end = || lost("control", phase, &std::io::ErrorKind::BrokenPipe.into());
+                (!sent && !self.machine.handover().is_final()).then(|| Input::LinkLost(end()))
+            }
+            Action::OpenLanes(token) => {
+                self.open_lanes(token, network);
+                None
+            }
+            Action::ResumeControl { token, attempt, delay } => {
+                self.dial_control(Role::Resume, (token, attempt), delay, network);
+                None
+            }
+            Action::RejoinLane { lane, token, attempt, delay } => {
+                network.close(self.lanes[usize::from(lane)].channel, Host::Source);
+                self.dial(Role::Data, lane, (token, attempt), delay, network);
+                None
+            }
+            Action::Recall => self.recall(),
+            Action::StartLog => Some(self.start_log().unwrap_or_else(Input::Failed)),
+            Action::SendRound { round, rearm } => {
+                self.send_round(round, rearm, guest, network).err().map(Input::Failed)
+            }
+            Action::Harvest => {
+                let writes = network.rng.usize(..30);
+                guest.work(&mut network.rng, writes);
+                Some(self.harvest().unwrap_or_else(Input::Failed))
+            }
+            Action::Throttle { .. } | Action::Cap(_) => None,
+            Action::Pause => Some(self.pause()),
+            Action::HarvestLast => Some(self.harvest_last().unwrap_or_else(Input::Failed)),
+            Action::Save => {
+                let Held::Paused(paused) = &mut self.held else { return None };
+                let took = Duration::from_micros(100);
+                Some(paused.save().map_or_else(
+                    |source| Input::Failed(MigrateError::Vm { action: "save its state", source }),
+                    |state| Input::Saved { state, took },
+                ))
+            }
+            Action::SumDigest => Some(Input::Digest(self.hashes.sum())),
+            Action::Hash => {
+                let input = whole_hash(&self.memory)
+                    .map_or_else(|error| Input::Failed(error.into()), Input::Hashed);
+                let takes = Duration::from_millis(network.rng.u64(1..2_000));
+                network.after(takes, Event::Source(self.number, input));
+                None
+            }
+            Action::WriteCommit => Some(self.commit()),
+            Action::WriteOutcome { kept, by_operator } => {
+                if let Some(journal) = &mut self.journal {
+                    // The promise that counts is written already.
+                    let _ = journal.append(&if kept {
+                        Record::Kept { by_operator }
+                    } else {
+                        Record::Given { by_operator }
+                    });
+                }
+                None
+            }
+            Action::Resume => {
+                self.resume();
+                None
+            }
+            Action::Release => {
+                self.held = match std::mem::replace(&mut self.held, Held::Gone) {
+                    Held::Committed(committed) => {
+                        committed.release();
+                        Held::Gone
+                    }
+                    other => other,
+                };
+                None
+            }
+            Action::Ask { delay } => {
+                self.dial_control(Role::Query, (Token([0; 16]), 0), delay, network);
+                None
+            }
+            Action::Report(_) => None,
+        }
+    }
+}
