@@ -145,6 +145,12 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             }
             let input = self.await_input(watch);
             self.machine.handle(self.started.elapsed(), input);
+            if self.machine.is_waiting_for_source()
+                && let Some(control) = self.links.get(&LinkId::CONTROL)
+            {
+                // Where only one direction is cut, the source is to hear of it too.
+                control.closer.close();
+            }
         };
         self.close();
         drop(guard);
@@ -170,14 +176,10 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             tick.map_or(Duration::from_secs(1), |at| at.saturating_duration_since(Instant::now()));
         crossbeam_channel::select! {
             recv(self.heard.1) -> from => match from {
-                Ok(FromControl { attempt, input }) if attempt == self.attempt => {
-                    if let Input::LinkLost(_) = input
-                        && self.machine.may_resume()
-                        && let Some(control) = self.links.get(&LinkId::CONTROL)
-                    {
-                        // Where only one direction is cut, the source is to hear of it too.
-                        control.closer.close();
-                    }
+                // What still comes on a channel that is given up may be out of date.
+                Ok(FromControl { attempt, input })
+                    if attempt == self.attempt && !self.machine.is_waiting_for_source() =>
+                {
                     input
                 }
                 _ => Input::Tick,
