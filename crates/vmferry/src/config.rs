@@ -26,8 +26,20 @@ pub const LANE_STRIPE_PAGES: u64 = 512;
 /// a round trip of 50 ms.
 const WINDOW_BYTES: usize = 64 << 20;
 
-/// Frames per lane at most, and at least.
-const WINDOW_FRAMES: (usize, usize) = (8, 64);
+/// The same where the round trip is nothing: 3 MiB, so that the frames' buffers stay in the caches. Measured on
+/// two cores with 4 MiB of second-level cache: from 64 frames for each of two lanes to 6, the engine's CPU time
+/// for a GiB goes from 0.99 to 0.76 s.
+const LEAST_WINDOW_BYTES: usize = 3 << 20;
+
+/// Frames per lane at most.
+const MOST_WINDOW_FRAMES: usize = 64;
+
+/// Frames per lane that are filled, wait for the channel, or are placed and not acknowledged, beside those that
+/// workers make.
+const LEAST_WINDOW_FRAMES: usize = 4;
+
+/// The fastest link that a window is meant for, in bytes per second: 40 Gbit/s.
+const FASTEST_LINK: f64 = 5e9;
 
 /// How long the engine waits. Every wait in it has one of these bounds.
 #[derive(Clone, Copy, Debug)]
@@ -223,10 +235,14 @@ impl DestinationConfig {
     }
 }
 
-/// Frames of one lane that may be out, for so many lanes.
-pub(crate) fn window_frames(lanes: u8) -> usize {
-    let frames = WINDOW_BYTES / (FRAME_PAGES * PAGE_SIZE) / usize::from(lanes.max(1));
-    frames.clamp(WINDOW_FRAMES.0, WINDOW_FRAMES.1)
+/// Frames of one lane that may be out, for so many lanes and workers: what the fastest link carries in two
+/// round trips.
+pub(crate) fn window_frames(lanes: u8, workers: usize, round_trip: Duration) -> usize {
+    let lanes = usize::from(lanes.max(1));
+    let link_bytes = (2.0 * round_trip.as_secs_f64() * FASTEST_LINK) as usize;
+    let bytes = link_bytes.clamp(LEAST_WINDOW_BYTES, WINDOW_BYTES);
+    let frames = bytes / (FRAME_PAGES * PAGE_SIZE) / lanes;
+    frames.max(LEAST_WINDOW_FRAMES + workers.div_ceil(lanes)).min(MOST_WINDOW_FRAMES)
 }
 
 /// The lane of a page: a function of its number alone, so that no two versions of one page ever
@@ -240,4 +256,18 @@ pub fn lane_of(page: u64, lanes: u8) -> u8 {
 #[must_use]
 pub fn new_session() -> SessionId {
     SessionId(*uuid::Uuid::new_v4().as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_window_fits_the_link() {
+        let frames = |lanes, micros| window_frames(lanes, 2, Duration::from_micros(micros));
+        assert_eq!([frames(1, 50), frames(2, 50), frames(4, 50), frames(16, 50)], [12, 6, 5, 5]);
+        assert_eq!([frames(1, 1_000), frames(2, 1_000), frames(4, 1_000)], [38, 19, 9]);
+        assert_eq!([frames(1, 50_000), frames(4, 50_000), frames(16, 50_000)], [64, 64, 16]);
+        assert_eq!(window_frames(1, 64, Duration::ZERO), 64, "workers are not kept waiting");
+    }
 }

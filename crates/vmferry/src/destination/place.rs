@@ -22,9 +22,12 @@ use crate::error::{MigrateError, chain};
 use crate::link::lost;
 pub use direct::{PageSource, is_placed_at_once};
 
-/// Frames between two acknowledgements: 1 MiB, so that the source's window of 64 MiB turns over
-/// smoothly and the control channel carries few of them.
+/// Frames between two acknowledgements at most, fewer than the smallest window has.
 const ACKNOWLEDGE_FRAMES: u64 = 4;
+
+/// Bytes of pages between two acknowledgements at most: a frame that is full is acknowledged at once, so that its
+/// buffer is used again while it is in the source's cache. The message costs 2 % of what the frame does.
+const ACKNOWLEDGE_BYTES: u64 = 128 << 10;
 
 /// What all lanes have placed so far.
 #[derive(Debug, Default)]
@@ -145,6 +148,8 @@ pub struct LaneProgress {
     /// Frames behind it that are placed already: bit `n` is frame `placed + 1 + n`.
     beyond: u128,
     acknowledged: u64,
+    /// Bytes of frames that were finished since.
+    bytes: u64,
     /// The last frame of a round that has come and not been said to be placed.
     end: Option<u64>,
 }
@@ -168,9 +173,13 @@ impl LaneProgress {
         if ended.is_some() {
             self.end = None;
         }
-        let due = ended.is_some() || self.placed >= self.acknowledged + ACKNOWLEDGE_FRAMES;
+        self.bytes += u64::from(header.payload_bytes);
+        let due = ended.is_some()
+            || self.placed >= self.acknowledged + ACKNOWLEDGE_FRAMES
+            || (self.placed > self.acknowledged && self.bytes >= ACKNOWLEDGE_BYTES);
         if due {
             self.acknowledged = self.placed;
+            self.bytes = 0;
         }
         Placed { acknowledge: due.then_some(self.placed), ended }
     }

@@ -25,6 +25,7 @@ use super::pool::Pool;
 use super::redial::Redialler;
 use super::signal::Signal;
 use super::window::Window;
+use crate::compression::worker_threads;
 use crate::config::{SourceConfig, window_frames};
 use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
@@ -196,8 +197,10 @@ impl<'a, V: SourceVm> Driver<'a, V> {
         let memory = vm.memory();
         let log = vm.dirty_log();
         let signal = Arc::new(Signal::default());
+        let workers = worker_threads(config.compression.workers);
+        let frames = window_frames(config.channels, workers, Duration::ZERO);
         let windows: Vec<_> = (0..config.channels)
-            .map(|_| Arc::new(Window::new(window_frames(config.channels), Arc::clone(&signal))))
+            .map(|_| Arc::new(Window::new(frames, Arc::clone(&signal))))
             .collect();
         let mut machine = Source::new(config.clone(), vm.describe(), log.name(), Duration::ZERO);
         machine.expect_state(vm.state_estimate());
@@ -312,6 +315,12 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             Action::StartLog => Some(self.start_log().unwrap_or_else(Input::Failed)),
             Action::SendRound { round, rearm } => {
                 self.send_round(round, rearm);
+                None
+            }
+            Action::FitWindows { round_trip } => {
+                let workers = worker_threads(self.config.compression.workers);
+                let frames = window_frames(self.config.channels, workers, round_trip);
+                self.windows.iter().for_each(|window| window.set_limit(frames));
                 None
             }
             Action::Cap(cap) => {

@@ -159,6 +159,11 @@ pub enum Action {
     },
     /// Harvest with the guest running: `Harvested`.
     Harvest,
+    /// Let as many frames be out as a link with this round trip needs.
+    FitWindows {
+        /// The shortest so far.
+        round_trip: Duration,
+    },
     /// Cap the data channels, in bytes per second.
     Cap(Option<u64>),
     /// Leave the vCPUs so much less of their time.

@@ -48,16 +48,23 @@ impl<B> Window<B> {
     /// A buffer to fill, if one is free.
     pub fn try_acquire(&self, make: impl FnOnce() -> B) -> Option<B> {
         let mut state = self.lock();
-        if let Some(buffer) = state.free.pop() {
-            return Some(buffer);
-        }
-        if state.made == state.limit {
+        if state.made - state.free.len() >= state.limit {
             state.missed = true;
             return None;
+        }
+        if let Some(buffer) = state.free.pop() {
+            return Some(buffer);
         }
         state.made += 1;
         drop(state);
         Some(make())
+    }
+
+    /// Lets so many frames be out from now on. Those that are out already stay.
+    pub fn set_limit(&self, limit: usize) {
+        let mut state = self.lock();
+        state.limit = limit;
+        self.tell(state);
     }
 
     /// Takes back a buffer that was not used.
@@ -95,7 +102,8 @@ impl<B> Window<B> {
     }
 
     fn tell(&self, mut state: MutexGuard<'_, State<B>>) {
-        let missed = !state.free.is_empty() && std::mem::take(&mut state.missed);
+        let room = state.made - state.free.len() < state.limit;
+        let missed = room && std::mem::take(&mut state.missed);
         drop(state);
         if missed {
             self.freed.raise();
@@ -129,6 +137,25 @@ mod tests {
         assert_eq!(window.try_acquire(|| 3), Some(1), "the freed one, not a new one");
         window.give_back(1);
         assert_eq!(window.try_acquire(|| 3), Some(1));
+    }
+
+    #[test]
+    fn a_window_grows_and_shrinks() {
+        let (window, freed) = window(1);
+        let a = window.try_acquire(|| 1).unwrap();
+        assert_eq!(window.try_acquire(|| 2), None);
+        let seen = freed.now().unwrap();
+        window.set_limit(2);
+        freed.wait(seen);
+        let b = window.try_acquire(|| 2).unwrap();
+        window.sent(1, a);
+        window.sent(2, b);
+        window.set_limit(1);
+        window.placed(1);
+        assert_eq!(window.try_acquire(|| 3), None, "one is still out");
+        window.placed(2);
+        assert_eq!(window.try_acquire(|| 3), Some(2), "the last one freed");
+        assert_eq!(window.try_acquire(|| 3), None);
     }
 
     #[test]

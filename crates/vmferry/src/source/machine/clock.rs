@@ -94,6 +94,9 @@ impl Source {
         let Some((_, at)) = self.ping.take_if(|(sent, _)| *sent == nonce) else { return };
         let round_trip = now.saturating_sub(at);
         let best = self.round_trip.map_or(round_trip, |known| known.min(round_trip));
+        if self.round_trip != Some(best) {
+            self.act(Action::FitWindows { round_trip: best });
+        }
         self.round_trip = Some(best);
         self.stats.round_trip_ms = ms(best);
         self.predictor.measured_round_trip(best);
