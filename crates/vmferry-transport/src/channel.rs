@@ -126,17 +126,29 @@ impl ChannelReader {
         Self { half, buffer, unread: 0..0, peer }
     }
 
-    /// A descriptor from which what follows on [the bytes that are buffered](BufRead::fill_buf) can be read as it
-    /// is, if the channel has one: for whoever wants to receive into memory that no slice may refer to.
+    /// A descriptor from which what follows can be read as it is, if the channel has one and nothing is buffered: for
+    /// whoever wants to receive into memory that no slice may refer to.
     #[must_use]
     pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
-        self.half.descriptor()
+        if self.unread.is_empty() { self.half.descriptor() } else { None }
     }
 
-    /// Bytes that are buffered.
-    #[must_use]
-    pub fn buffered(&self) -> &[u8] {
-        &self.buffer[self.unread.clone()]
+    /// Offers what has come to `take` where it lies, as [`Receive::read_in_place`] does.
+    ///
+    /// # Errors
+    /// Those of a read.
+    pub fn read_in_place(&mut self, take: &mut dyn FnMut(&[u8]) -> usize) -> io::Result<usize> {
+        if self.unread.is_empty()
+            && let Some(taken) = self.half.read_in_place(take)
+        {
+            return taken;
+        }
+        let taken = match self.fill_buf()? {
+            [] => 0,
+            piece => take(piece),
+        };
+        self.consume(taken);
+        Ok(taken)
     }
 
     /// Bounds the wait for the next bytes; `None` waits for ever.
@@ -167,7 +179,7 @@ impl BufRead for ChannelReader {
             self.unread = 0..0;
             self.unread.end = self.half.read(&mut self.buffer)?;
         }
-        Ok(self.buffered())
+        Ok(&self.buffer[self.unread.clone()])
     }
 
     fn consume(&mut self, bytes: usize) {

@@ -4,9 +4,11 @@ use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{IpAddr, Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use rustix::net::SendFlags;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 
 /// A TCP or Unix stream. Reading and writing need a shared reference only.
 #[derive(Debug)]
@@ -40,9 +42,31 @@ impl Stream {
     }
 
     /// Sends as much as the system takes at once.
-    pub fn send_now(&self, bytes: &[u8]) -> io::Result<usize> {
+    ///
+    /// # Errors
+    /// The system's; [`WouldBlock`](io::ErrorKind::WouldBlock) if it takes nothing.
+    pub fn send_now(&self, from: &[IoSlice<'_>]) -> io::Result<usize> {
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-        Ok(rustix::net::send(self, bytes, flags)?)
+        Ok(sendmsg(self, from, &mut SendAncillaryBuffer::default(), flags)?)
+    }
+
+    /// Waits until the system takes something again.
+    ///
+    /// # Errors
+    /// [`TimedOut`](io::ErrorKind::TimedOut), or the system's. A connection that is gone counts as one that takes
+    /// something: sending says why.
+    pub fn await_writable(&self, timeout: Option<Duration>) -> io::Result<()> {
+        let deadline = timeout.map(|timeout| Instant::now() + timeout);
+        loop {
+            let left = deadline.map(|end| end.saturating_duration_since(Instant::now()));
+            let left = left.map(Timespec::try_from).transpose().map_err(io::Error::other)?;
+            match poll(&mut [PollFd::new(self, PollFlags::OUT)], left.as_ref()) {
+                Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
+                Ok(_) => return Ok(()),
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
     }
 
     /// Where the other end is, for people.

@@ -2,12 +2,12 @@
 //!
 //! One rustls connection serves both directions and stands behind a lock, which nobody holds
 //! while it waits for the network: the reading half receives ciphertext into a buffer of its own
-//! first, the writing half encrypts into one and then sends. Records must be sent in the order
-//! in which they were encrypted, so whoever encrypts holds the sending buffer's lock until they
-//! are out. Lock order: sending buffer, then connection. The reading half never waits for the
-//! sending buffer: two peers that wait for their own writers would wait for each other.
+//! first, the writing half sends what the network takes at once, and waits for it without the lock. Records
+//! leave the connection in the order in which they were encrypted, by whoever has the lock for sending. Lock order:
+//! sending, then connection. The reading half never waits for the lock for sending: two peers that wait for their own
+//! writers would wait for each other.
 
-use std::io::{self, IoSlice, Read, Write};
+use std::io::{self, BufRead, IoSlice, Read, Write};
 use std::net::Shutdown;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
@@ -20,6 +20,9 @@ use crate::transport::{Close, Receive, Transmit, Transport};
 
 /// Ciphertext that is received in one call. A frame of 256 KiB comes in one or two.
 const RECEIVE_BYTES: usize = 256 << 10;
+
+/// What is decrypted ahead of a frame's head: its pages are read in place.
+const BUFFER_BYTES: usize = 1 << 10;
 
 /// Plaintext that is encrypted and sent in one go: long enough that the system call does not
 /// count, short enough to stay in the second-level cache.
@@ -48,10 +51,10 @@ pub struct TlsSession {
     sending: Mutex<Sending>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Sending {
-    /// Records about to be sent; between calls, what the network did not take of the last words.
-    ciphertext: Vec<u8>,
+    /// How long the network may take nothing.
+    timeout: Option<Duration>,
     /// Records were lost, or sent in part: nothing that follows would make sense to the peer.
     torn: bool,
 }
@@ -68,9 +71,7 @@ pub fn peer_of(connection: &Connection, address: String) -> PeerIdentity {
 impl TlsSession {
     /// A session whose handshake is done.
     pub fn new(stream: Arc<Stream>, connection: Connection) -> Self {
-        let ciphertext = Vec::with_capacity(SEND_BYTES + (8 << 10));
-        let sending = Mutex::new(Sending { ciphertext, torn: false });
-        Self { stream, connection: Mutex::new(connection), sending }
+        Self { stream, connection: Mutex::new(connection), sending: Mutex::default() }
     }
 
     /// The peer at this address, by its certificate.
@@ -94,37 +95,54 @@ impl TlsSession {
         self.connection.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn sending(&self) -> MutexGuard<'_, Sending> {
+        self.sending.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Lets `encrypt` put plaintext (or a closing message) into the connection, and sends what
     /// comes of it.
     fn send<T>(&self, encrypt: impl FnOnce(&mut Connection) -> io::Result<T>) -> io::Result<T> {
-        let mut sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
-        let result = self.encrypt(&mut sending, encrypt)?;
-        let sent = (&*self.stream).write_all(&sending.ciphertext);
-        sending.torn = sent.is_err();
-        sending.ciphertext.clear();
-        sent.map(|()| result)
+        let mut sending = self.sending();
+        sending.check()?;
+        let result = encrypt(&mut self.connection())?;
+        while !self.send_now(&mut sending)? {
+            let writable = self.stream.await_writable(sending.timeout);
+            sending.torn = writable.is_err();
+            writable?;
+        }
+        Ok(result)
+    }
+
+    /// Sends what the network takes at once; whether that is all.
+    fn send_now(&self, sending: &mut Sending) -> io::Result<bool> {
+        let mut connection = self.connection();
+        while connection.wants_write() {
+            match connection.write_tls(&mut AtOnce(&self.stream)) {
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => {
+                    sending.torn = true;
+                    return Err(error);
+                }
+            }
+        }
+        Ok(true)
     }
 
     /// Sends the last words if the network takes them at once.
     fn send_last(&self, sending: &mut Sending, say: impl FnOnce(&mut Connection)) {
-        let said = self.encrypt(sending, |connection| {
-            say(connection);
-            Ok(())
-        });
-        if said.is_err() || sending.ciphertext.is_empty() {
-            return;
-        }
-        match self.stream.send_now(&sending.ciphertext) {
-            Ok(sent) => drop(sending.ciphertext.drain(..sent)),
-            Err(error) => sending.torn = error.kind() != io::ErrorKind::WouldBlock,
+        if sending.check().is_ok() {
+            say(&mut self.connection());
+            // Whoever sends next learns of a connection that is gone.
+            let _ = self.send_now(sending);
         }
     }
 
     /// Says that nothing follows, unless that was said before. Does not wait: whoever drops a
     /// channel must not be held up by its peer.
     fn announce_end(&self) {
-        let mut sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
-        self.send_last(&mut sending, |connection| connection.send_close_notify());
+        self.send_last(&mut self.sending(), |connection| connection.send_close_notify());
     }
 
     /// Sends what rustls wants to say to the peer, such as an alert. If the writing half is at
@@ -137,22 +155,32 @@ impl TlsSession {
         };
         self.send_last(&mut sending, |_| ());
     }
+}
 
-    fn encrypt<T>(
-        &self,
-        sending: &mut Sending,
-        encrypt: impl FnOnce(&mut Connection) -> io::Result<T>,
-    ) -> io::Result<T> {
-        if sending.torn {
+impl Sending {
+    fn check(&self) -> io::Result<()> {
+        if self.torn {
             let text = "an earlier write failed in the middle of a TLS record";
             return Err(io::Error::new(io::ErrorKind::BrokenPipe, text));
         }
-        let mut connection = self.connection();
-        let result = encrypt(&mut connection)?;
-        while connection.wants_write() {
-            connection.write_tls(&mut sending.ciphertext)?;
-        }
-        Ok(result)
+        Ok(())
+    }
+}
+
+/// A socket that is asked for no more than it takes at once.
+struct AtOnce<'a>(&'a Stream);
+
+impl Write for AtOnce<'_> {
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        self.0.send_now(&[IoSlice::new(from)])
+    }
+
+    fn write_vectored(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
+        self.0.send_now(from)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 
@@ -169,7 +197,6 @@ struct TlsReader {
     received: Box<[u8]>,
     /// The part of `received` that rustls has not taken.
     pending: std::ops::Range<usize>,
-    ended: bool,
     /// Why nothing more can be read, once what was decrypted before is handed out.
     failure: Option<rustls::Error>,
 }
@@ -177,30 +204,39 @@ struct TlsReader {
 impl TlsReader {
     fn new(session: Arc<TlsSession>) -> Self {
         let received = vec![0; RECEIVE_BYTES].into_boxed_slice();
-        Self { session, received, pending: 0..0, ended: false, failure: None }
+        Self { session, received, pending: 0..0, failure: None }
     }
 
-    /// Decrypts what is here, until `into` is full or more ciphertext is needed.
-    fn decrypt(&mut self, into: &mut [u8]) -> io::Result<usize> {
+    /// Offers what is here to `take`, decrypting, until more ciphertext is needed or `take` leaves something. `None` if
+    /// nothing is here.
+    fn decrypt(&mut self, take: &mut dyn FnMut(&[u8]) -> usize) -> io::Result<Option<usize>> {
         let mut connection = self.session.connection();
-        let mut filled = 0;
+        let mut taken = 0;
         loop {
-            match connection.reader().read(&mut into[filled..]) {
+            let mut plaintext = connection.reader();
+            match plaintext.fill_buf() {
                 // The peer has announced its end.
-                Ok(0) if filled < into.len() => {
-                    self.ended = true;
-                    break;
+                Ok([]) => {
+                    return Ok(Some(taken));
                 }
-                Ok(read) => filled += read,
+                Ok(piece) => {
+                    let length = take(piece).min(piece.len());
+                    let left = piece.len() - length;
+                    plaintext.consume(length);
+                    taken += length;
+                    if left > 0 {
+                        return Ok(Some(taken));
+                    }
+                    continue;
+                }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => return Err(error),
             }
-            if filled == into.len() || self.pending.is_empty() {
-                break;
+            if self.pending.is_empty() {
+                return Ok((taken > 0).then_some(taken));
             }
             let mut ciphertext = &self.received[self.pending.clone()];
-            let taken = connection.read_tls(&mut ciphertext)?;
-            self.pending.start += taken;
+            self.pending.start += connection.read_tls(&mut ciphertext)?;
             let processed = connection.process_new_packets();
             if processed.is_err() || connection.wants_write() {
                 drop(connection);
@@ -214,25 +250,13 @@ impl TlsReader {
                 self.pending = 0..0;
             }
         }
-        Ok(filled)
     }
-}
 
-impl Receive for TlsReader {
-    fn set_timeout(&mut self, timeout: Option<Duration>) -> io::Result<()> {
-        self.session.stream.set_read_timeout(timeout)
-    }
-}
-
-impl Read for TlsReader {
-    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        if into.is_empty() {
-            return Ok(0);
-        }
+    /// Offers what has come to `take`, waiting if nothing has.
+    fn offer(&mut self, take: &mut dyn FnMut(&[u8]) -> usize) -> io::Result<usize> {
         loop {
-            let filled = self.decrypt(into)?;
-            if filled > 0 || self.ended {
-                return Ok(filled);
+            if let Some(taken) = self.decrypt(take)? {
+                return Ok(taken);
             }
             if let Some(failure) = &self.failure {
                 return Err(io::Error::other(failure.clone()));
@@ -247,6 +271,35 @@ impl Read for TlsReader {
     }
 }
 
+impl Receive for TlsReader {
+    fn read_in_place(&mut self, take: &mut dyn FnMut(&[u8]) -> usize) -> Option<io::Result<usize>> {
+        Some(self.offer(take))
+    }
+
+    fn buffer_bytes(&self) -> usize {
+        BUFFER_BYTES
+    }
+
+    fn set_timeout(&mut self, timeout: Option<Duration>) -> io::Result<()> {
+        self.session.stream.set_read_timeout(timeout)
+    }
+}
+
+impl Read for TlsReader {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        if into.is_empty() {
+            return Ok(0);
+        }
+        let mut filled = 0;
+        self.offer(&mut |piece| {
+            let length = piece.len().min(into.len() - filled);
+            into[filled..filled + length].copy_from_slice(&piece[..length]);
+            filled += length;
+            length
+        })
+    }
+}
+
 /// The writing half.
 #[derive(Debug)]
 struct TlsWriter {
@@ -256,7 +309,8 @@ struct TlsWriter {
 
 impl Transmit for TlsWriter {
     fn set_timeout(&mut self, timeout: Option<Duration>) -> io::Result<()> {
-        self.session.stream.set_write_timeout(timeout)
+        self.session.sending().timeout = timeout;
+        Ok(())
     }
 
     /// Sends the closing message, then ends the stream.

@@ -32,8 +32,18 @@ pub trait Receive: Read + fmt::Debug + Send {
         None
     }
 
-    /// How much is to be read ahead. Where there is no [descriptor](Self::descriptor), pages go through a buffer of
-    /// this size on their way to the guest.
+    /// Offers what has come to `take` where it lies, piece by piece, until nothing more is here or `take` leaves some
+    /// of a piece: it returns how much it has taken. Waits if nothing has come, and returns how many bytes were taken,
+    /// of which 0 is the end. `None` from a half that has nothing to show without a buffer between.
+    fn read_in_place(
+        &mut self,
+        _take: &mut dyn FnMut(&[u8]) -> usize,
+    ) -> Option<io::Result<usize>> {
+        None
+    }
+
+    /// How much is to be read ahead. Where there is no [descriptor](Self::descriptor) and nothing is read
+    /// [in place](Self::read_in_place), pages go through a buffer of this size on their way to the guest.
     fn buffer_bytes(&self) -> usize {
         16 << 10
     }

@@ -71,6 +71,15 @@ struct CallReader {
 }
 
 impl Receive for CallReader {
+    fn read_in_place(&mut self, take: &mut dyn FnMut(&[u8]) -> usize) -> Option<io::Result<usize>> {
+        Some(self.offer(take))
+    }
+
+    /// Enough for a frame's head; its pages are read in place.
+    fn buffer_bytes(&self) -> usize {
+        1 << 10
+    }
+
     fn set_timeout(&mut self, timeout: Option<Duration>) -> io::Result<()> {
         self.timeout = timeout;
         Ok(())
@@ -78,6 +87,24 @@ impl Receive for CallReader {
 }
 
 impl CallReader {
+    fn offer(&mut self, take: &mut dyn FnMut(&[u8]) -> usize) -> io::Result<usize> {
+        if self.piece.is_empty() {
+            self.piece = self.flow.receive(self.timeout)?;
+        }
+        let mut taken = 0;
+        while !self.piece.is_empty() {
+            let length = take(&self.piece).min(self.piece.len());
+            self.piece.advance(length);
+            taken += length;
+            if !self.piece.is_empty() {
+                break;
+            }
+            self.piece = self.flow.receive_now().unwrap_or_default();
+        }
+        self.flow.note_read(taken, self.piece.is_empty());
+        Ok(taken)
+    }
+
     /// Copies what is here until `into` is full.
     fn take(&mut self, into: &mut [u8]) -> usize {
         let mut filled = 0;

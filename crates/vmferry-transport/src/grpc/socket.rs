@@ -18,7 +18,7 @@ use super::flow::Flow;
 /// Ciphertext that is received in one call.
 const RECEIVE_BYTES: usize = 256 << 10;
 
-/// Ciphertext that may wait for the socket.
+/// Plaintext that is encrypted and sent in one go.
 const SEND_BYTES: usize = 256 << 10;
 
 /// A TLS session, as hyper reads and writes it.
@@ -28,9 +28,8 @@ pub struct TlsSocket {
     received: Box<[u8]>,
     /// The part of `received` that rustls has not taken.
     pending: Range<usize>,
-    ciphertext: Vec<u8>,
-    /// How much of `ciphertext` the socket has taken.
-    sent: usize,
+    /// Plaintext that was encrypted since the socket last had all of it.
+    waiting_bytes: usize,
     /// Why nothing more can be read, once what was decrypted before is handed out.
     failure: Option<rustls::Error>,
     flow: Arc<Flow>,
@@ -45,33 +44,25 @@ impl TlsSocket {
             connection,
             received: vec![0; RECEIVE_BYTES].into(),
             pending: 0..0,
-            ciphertext: Vec::with_capacity(SEND_BYTES + (8 << 10)),
-            sent: 0,
+            waiting_bytes: 0,
             failure: None,
             flow,
         }
     }
 
-    /// Takes what rustls has to send.
-    fn collect(&mut self) -> io::Result<()> {
-        while self.connection.wants_write() {
-            self.connection.write_tls(&mut self.ciphertext)?;
-        }
-        Ok(())
-    }
-
     /// Sends until nothing is left.
     fn poll_drain(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        while self.sent < self.ciphertext.len() {
-            let rest = &self.ciphertext[self.sent..];
-            let sent = ready!(Pin::new(&mut self.socket).poll_write(context, rest))?;
-            if sent == 0 {
-                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+        while self.connection.wants_write() {
+            match self.connection.write_tls(&mut AtOnce(&self.socket)) {
+                Ok(0) => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    ready!(self.socket.poll_write_ready(context))?;
+                }
+                Err(error) => return Poll::Ready(Err(error)),
             }
-            self.sent += sent;
         }
-        self.ciphertext.clear();
-        self.sent = 0;
+        self.waiting_bytes = 0;
         Poll::Ready(Ok(()))
     }
 
@@ -84,7 +75,6 @@ impl TlsSocket {
             if processed.is_err() || self.connection.wants_write() {
                 // An alert, or the answer to a key update. What does not go now goes with the next
                 // write.
-                self.collect()?;
                 let _ = self.poll_drain(context);
             }
             let state = match processed {
@@ -101,6 +91,23 @@ impl TlsSocket {
             }
         }
         Ok(false)
+    }
+}
+
+/// A socket that is asked for no more than it takes at once.
+struct AtOnce<'a>(&'a TcpStream);
+
+impl io::Write for AtOnce<'_> {
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        self.0.try_write(from)
+    }
+
+    fn write_vectored(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
+        self.0.try_write_vectored(from)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 
@@ -204,7 +211,6 @@ impl Write for TlsSocket {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         self.connection.send_close_notify();
-        self.collect()?;
         ready!(self.poll_drain(context))?;
         Pin::new(&mut self.socket).poll_shutdown(context)
     }
@@ -217,7 +223,7 @@ impl TlsSocket {
         context: &mut Context<'_>,
         from: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        if self.ciphertext.len() >= SEND_BYTES {
+        if self.waiting_bytes >= SEND_BYTES {
             ready!(self.poll_drain(context))?;
         }
         self.flow.note_unflushed();
@@ -227,8 +233,8 @@ impl TlsSocket {
             self.connection.writer().write_all(part)?;
             taken += part.len();
         }
-        self.collect()?;
-        if self.ciphertext.len() >= SEND_BYTES
+        self.waiting_bytes += taken;
+        if self.waiting_bytes >= SEND_BYTES
             && let Poll::Ready(Err(error)) = self.poll_drain(context)
         {
             return Poll::Ready(Err(error));

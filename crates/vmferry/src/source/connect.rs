@@ -1,7 +1,7 @@
 //! The source's channels: making them, and the thread that reads the control channel.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
 use vmferry_transport::{Channel, ChannelCloser, ChannelReader, ChannelWriter, Dialer};
@@ -111,21 +111,30 @@ pub struct FromLink {
     pub input: Input,
 }
 
-/// Reads the control channel until it ends. Acknowledgements free the lanes' windows at once,
-/// before the conductor hears of them.
+/// Between two acknowledgements of which the conductor hears while frames are out. It only wants to know that there is
+/// progress, and to wake it for each costs as much as to free the frames.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(20);
+
+/// Reads the control channel until it ends. Acknowledgements free the lanes' windows at once. The conductor hears of
+/// those that leave nothing out on their lane, and of some of the others.
 pub fn read_control(
     mut reader: ControlReader<ChannelReader>,
     link: u64,
     windows: &[Arc<Window<EncodedFrame>>],
     inputs: &Sender<FromLink>,
 ) {
+    let mut told = Instant::now();
     loop {
         let (input, last) = match reader.receive("waiting for the destination") {
             Ok(message) => {
                 if let ControlMessage::Placed { lane, sequence } = message
                     && let Some(window) = windows.get(usize::from(lane))
                 {
-                    window.placed(sequence);
+                    let none_is_out = window.placed(sequence);
+                    if !none_is_out && told.elapsed() < PROGRESS_INTERVAL {
+                        continue;
+                    }
+                    told = Instant::now();
                 }
                 (Input::Control(message), false)
             }

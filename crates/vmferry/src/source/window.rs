@@ -89,8 +89,8 @@ impl<B> Window<B> {
         std::mem::take(&mut self.lock().unplaced)
     }
 
-    /// Frees every frame up to `sequence`.
-    pub fn placed(&self, sequence: u64) {
+    /// Frees every frame up to `sequence`. Whether no other is out then.
+    pub fn placed(&self, sequence: u64) -> bool {
         let mut state = self.lock();
         state.placed = state.placed.max(sequence);
         while state.unplaced.front().is_some_and(|(first, _)| *first <= sequence) {
@@ -98,7 +98,9 @@ impl<B> Window<B> {
                 state.free.push(buffer);
             }
         }
+        let none_is_out = state.unplaced.is_empty();
         self.tell(state);
+        none_is_out
     }
 
     fn tell(&self, mut state: MutexGuard<'_, State<B>>) {

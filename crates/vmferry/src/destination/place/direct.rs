@@ -1,6 +1,6 @@
 //! Frames of raw pages from a lane's channel straight into the guest's memory, in the thread that receives.
 
-use std::io::{self, BufRead, Cursor};
+use std::io::{self, BufRead, Cursor, Read};
 use std::os::fd::BorrowedFd;
 
 use vmferry_codec::{Frame, is_direct};
@@ -12,31 +12,36 @@ use super::{FrameReader, Placer, refused, run_belongs};
 use crate::error::MigrateError;
 
 /// A channel from which pages are received in place.
-pub trait PageSource: BufRead {
-    /// Bytes that are in the buffer.
-    fn buffered(&self) -> usize;
-
-    /// Where the bytes behind those that are in the buffer can be read from, if not only here.
+pub trait PageSource: Read {
+    /// Where the next bytes can be read from, if not only here.
     fn descriptor(&self) -> Option<BorrowedFd<'_>>;
+
+    /// Offers what has come to `take`, as [`ChannelReader::read_in_place`] does.
+    ///
+    /// # Errors
+    /// Those of a read.
+    fn read_in_place(&mut self, take: &mut dyn FnMut(&[u8]) -> usize) -> io::Result<usize>;
 }
 
 impl PageSource for ChannelReader {
-    fn buffered(&self) -> usize {
-        Self::buffered(self).len()
-    }
-
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         Self::descriptor(self)
+    }
+
+    fn read_in_place(&mut self, take: &mut dyn FnMut(&[u8]) -> usize) -> io::Result<usize> {
+        Self::read_in_place(self, take)
     }
 }
 
 impl<T: AsRef<[u8]>> PageSource for Cursor<T> {
-    fn buffered(&self) -> usize {
-        self.get_ref().as_ref().len().saturating_sub(self.position() as usize)
-    }
-
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         None
+    }
+
+    fn read_in_place(&mut self, take: &mut dyn FnMut(&[u8]) -> usize) -> io::Result<usize> {
+        let taken = take(self.fill_buf()?);
+        self.consume(taken);
+        Ok(taken)
     }
 }
 
@@ -81,12 +86,9 @@ impl Placer {
 /// The channel's, its end among them.
 fn fill(sink: &mut PageSink<'_>, from: &mut impl PageSource) -> io::Result<()> {
     while sink.left_bytes() > 0 {
-        let descriptor = from.descriptor().filter(|_| from.buffered() == 0);
-        let received = match descriptor {
+        let received = match from.descriptor() {
             Some(descriptor) => sink.read_from(descriptor),
-            None => from.fill_buf().map(|bytes| sink.put(bytes)).inspect(|taken| {
-                from.consume(*taken);
-            }),
+            None => from.read_in_place(&mut |bytes| sink.put(bytes)),
         };
         match received {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
@@ -112,7 +114,7 @@ mod tests {
         sink.push(PageRun { slot: SlotId(0), first: 1, pages: 1 }).unwrap();
         let mut from = Cursor::new([7; PAGE_SIZE + 9]);
         fill(&mut sink, &mut from).unwrap();
-        assert_eq!(from.buffered(), 9);
+        assert_eq!(from.fill_buf().unwrap(), [7; 9]);
         let mut sink = memory.sink();
         sink.push(PageRun { slot: SlotId(0), first: 0, pages: 1 }).unwrap();
         let error = fill(&mut sink, &mut from).unwrap_err();
