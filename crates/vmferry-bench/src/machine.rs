@@ -59,6 +59,8 @@ pub struct Machine {
     pub kernel: String,
     /// `kvm_intel`, `kvm_amd`, `kvm_pvm` or `none`.
     pub kvm: String,
+    /// TCP's congestion control, unless a socket asks for another.
+    pub tcp: String,
 }
 
 impl Machine {
@@ -82,6 +84,7 @@ impl Machine {
             cores: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
             kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
             kvm: kvm.to_owned(),
+            tcp: read("/proc/sys/net/ipv4/tcp_congestion_control").trim().to_owned(),
         }
     }
 }

@@ -13,6 +13,7 @@ mod plot;
 mod qemu;
 mod raw;
 mod results;
+mod socket;
 mod transport;
 
 use std::path::PathBuf;
@@ -53,6 +54,9 @@ enum Name {
     Qemu,
     /// Ways to bring pages into an empty memory file.
     Place,
+    /// Ways to hand frames to a TCP socket: calls, options, lengths of frames and of TLS batches (as root also
+    /// between two network namespaces).
+    Socket,
     /// Traversal of dirty bitmaps by byte, by word, with SIMD and with a summary.
     Bitmap,
     /// What a harvest costs with each dirty log.
@@ -80,6 +84,7 @@ fn main() -> anyhow::Result<()> {
         Name::Engine => engine::run(arguments.quick)?,
         Name::Qemu => qemu::run(arguments.quick)?,
         Name::Place => place::run(arguments.quick)?,
+        Name::Socket => socket::run(arguments.quick)?,
         Name::DirtyLog => dirty_log::run(arguments.quick)?,
         Name::Bitmap => bitmap::run(arguments.quick)?,
         Name::Transport => transport::run(arguments.quick)?,

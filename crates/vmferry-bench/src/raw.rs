@@ -34,8 +34,10 @@ pub struct Copied {
 
 /// How rustls is set up: with the engine's versions, ciphers and certificates on both sides.
 pub struct Tls {
-    client: Arc<ClientConfig>,
-    server: Arc<ServerConfig>,
+    /// Who connects.
+    pub client: Arc<ClientConfig>,
+    /// Who is connected to.
+    pub server: Arc<ServerConfig>,
 }
 
 impl Tls {

@@ -49,12 +49,13 @@ impl Results {
     pub fn as_text(&self) -> String {
         let machine = &self.machine;
         let mut text = format!(
-            "{}: {}, {} cores, Linux {}, KVM {}\n{}\n",
+            "{}: {}, {} cores, Linux {}, KVM {}, TCP {}\n{}\n",
             self.name,
             machine.cpu,
             machine.cores,
             machine.kernel,
             machine.kvm,
+            machine.tcp,
             table(&self.rows)
         );
         for (name, rows) in &self.more {

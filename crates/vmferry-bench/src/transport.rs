@@ -10,7 +10,7 @@
 mod attack;
 mod attacker;
 mod case;
-mod certificates;
+pub mod certificates;
 mod hosts;
 mod idle;
 mod orders;

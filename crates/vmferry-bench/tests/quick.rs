@@ -69,6 +69,43 @@ fn engine_prints_one_object_of_the_promised_shape() {
     }
 }
 
+#[test]
+fn socket_prints_one_object_of_the_promised_shape() {
+    let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
+        .args(["socket", "--json", "--quick"])
+        .output()
+        .unwrap();
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{told}");
+    let result: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(result["name"], "socket");
+    assert!(result["machine"]["tcp"].as_str().is_some_and(|name| !name.is_empty()), "{result}");
+    let places: &[&str] = match told.contains("no network namespaces") {
+        true => &["loopback"],
+        false => &["loopback", "namespaces"],
+    };
+    let rows = result["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 23 * places.len(), "17 ways that do not encrypt and 6 that do");
+    for row in rows {
+        // What the kernel has not is said, and is no failure.
+        if row["note"].as_str().is_some_and(|note| note.starts_with("not here")) {
+            assert!(row["mb_per_s"].is_null(), "{row}");
+            continue;
+        }
+        for key in ["mb_per_s", "total_ms", "cpu_s_per_gib", "speed_of_first", "frames_out"] {
+            assert!(row[key].as_f64() > Some(0.0), "{key}: {row}");
+        }
+    }
+    for place in places {
+        assert!(result["yardsticks"][format!("raw_socket_{place}_mb_per_s")].is_number());
+        let ratio = &result["ratios"][format!("writev_of_raw_socket_{place}")];
+        assert!(ratio.as_f64() > Some(0.0), "{result}");
+        let row = |row: &&Value| row["place"] == *place;
+        let there = result["places"].as_array().unwrap().iter().find(row);
+        assert!(there.is_some_and(|there| there["congestion_control"].is_string()), "{result}");
+    }
+}
+
 /// Runs a benchmark and draws its plots.
 fn with_plots(name: &str) -> Value {
     let directory = tempfile::tempdir().unwrap();

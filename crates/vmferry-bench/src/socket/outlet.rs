@@ -1,0 +1,202 @@
+//! What hands frames to a socket, and hears what the receiver says.
+
+use std::collections::VecDeque;
+use std::io::{self, IoSlice, Write};
+use std::net::TcpStream;
+
+use anyhow::Context;
+use rustix::net::{RecvFlags, recv};
+
+use super::frame::Frame;
+use super::kernel::Ring;
+use super::way::{Call, Way};
+use super::zero_copy::ZeroCopy;
+
+/// The sending end of a channel.
+pub trait Outlet: Send {
+    /// Hands a frame over, behind all that came before.
+    ///
+    /// # Errors
+    /// The socket's.
+    fn send(&mut self, frame: Frame) -> io::Result<()>;
+
+    /// Gives back frames that the kernel reads no more, without waiting.
+    ///
+    /// # Errors
+    /// The socket's.
+    fn give_back(&mut self, back: &mut Vec<Frame>) -> io::Result<()>;
+
+    /// Sends what was kept back, or waits until the kernel needs something no more. `false` says that there is
+    /// nothing of either kind.
+    ///
+    /// # Errors
+    /// The socket's.
+    fn wait(&mut self) -> io::Result<bool>;
+
+    /// Reads what the receiver says; 0 is nothing yet, if it is not to wait.
+    ///
+    /// # Errors
+    /// The socket's, its end among them.
+    fn hear(&mut self, into: &mut [u8], wait: bool) -> io::Result<usize>;
+
+    /// How often the kernel has said that it needs something no more, and of these, that it had made a copy.
+    fn notices(&self) -> Option<(u64, u64)> {
+        None
+    }
+}
+
+/// The outlet of a way that does not encrypt.
+///
+/// # Errors
+/// What the kernel does not have.
+pub fn plain(way: &Way, stream: TcpStream) -> anyhow::Result<Box<dyn Outlet>> {
+    Ok(match way.call {
+        Call::ZeroCopy => Box::new(ZeroCopy::new(stream)?),
+        Call::Ring { zero_copy } => Box::new(Linked {
+            stream,
+            ring: Ring::new(zero_copy).context("no io_uring")?,
+            next: VecDeque::new(),
+            back: Vec::new(),
+            has_notices: zero_copy,
+        }),
+        call => Box::new(Calls { stream, at_once: call == Call::Writev, back: Vec::new() }),
+    })
+}
+
+/// Reads from a socket, or says that nothing is there.
+///
+/// # Errors
+/// The socket's, its end among them.
+pub fn hear(stream: &TcpStream, into: &mut [u8], wait: bool) -> io::Result<usize> {
+    let flags = if wait { RecvFlags::empty() } else { RecvFlags::DONTWAIT };
+    loop {
+        match recv(stream, &mut *into, flags).map_err(io::Error::from) {
+            Ok((_, 0)) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok((_, read)) => return Ok(read),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock && !wait => return Ok(0),
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Sends all of it, with as few calls as the socket allows.
+///
+/// # Errors
+/// The call's.
+pub fn send_all(
+    mut slices: &mut [IoSlice<'_>],
+    mut call: impl FnMut(&[IoSlice<'_>]) -> io::Result<usize>,
+) -> io::Result<()> {
+    while !slices.is_empty() {
+        match call(slices) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(sent) => IoSlice::advance_slices(&mut slices, sent),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// `writev`, or `write` twice.
+struct Calls {
+    stream: TcpStream,
+    at_once: bool,
+    back: Vec<Frame>,
+}
+
+impl Outlet for Calls {
+    fn send(&mut self, frame: Frame) -> io::Result<()> {
+        let ((head, pages), mut stream) = (frame.parts(), &self.stream);
+        if self.at_once {
+            let mut slices = [head, pages].map(IoSlice::new);
+            send_all(&mut slices, |slices| stream.write_vectored(slices))?;
+        } else {
+            stream.write_all(head)?;
+            stream.write_all(pages)?;
+        }
+        self.back.push(frame);
+        Ok(())
+    }
+
+    fn give_back(&mut self, back: &mut Vec<Frame>) -> io::Result<()> {
+        back.append(&mut self.back);
+        Ok(())
+    }
+
+    fn wait(&mut self) -> io::Result<bool> {
+        Ok(false)
+    }
+
+    fn hear(&mut self, into: &mut [u8], wait: bool) -> io::Result<usize> {
+        hear(&self.stream, into, wait)
+    }
+}
+
+/// Frames of a chain.
+const CHAIN: usize = 4;
+
+/// io_uring: the frames of a chain go one after the other, and while they go the next chain is made. Two chains
+/// at a time would have no order.
+struct Linked {
+    stream: TcpStream,
+    ring: Ring,
+    next: VecDeque<Frame>,
+    back: Vec<Frame>,
+    has_notices: bool,
+}
+
+impl Linked {
+    fn submit(&mut self) -> io::Result<()> {
+        let frames = self.next.len().min(CHAIN);
+        self.ring.submit(&self.stream, self.next.drain(..frames))
+    }
+
+    /// Begins the next chain if the last one has gone.
+    fn turn(&mut self) -> io::Result<()> {
+        self.ring.collect(&mut self.back)?;
+        if self.ring.unsent() == 0 && !self.next.is_empty() {
+            self.submit()?;
+            // Without waiting, if there was room for it.
+            self.ring.collect(&mut self.back)?;
+        }
+        Ok(())
+    }
+}
+
+impl Outlet for Linked {
+    fn send(&mut self, frame: Frame) -> io::Result<()> {
+        self.next.push_back(frame);
+        self.turn()?;
+        while self.next.len() >= CHAIN {
+            self.ring.wait()?;
+            self.turn()?;
+        }
+        Ok(())
+    }
+
+    fn give_back(&mut self, back: &mut Vec<Frame>) -> io::Result<()> {
+        self.turn()?;
+        back.append(&mut self.back);
+        Ok(())
+    }
+
+    fn wait(&mut self) -> io::Result<bool> {
+        self.turn()?;
+        if self.back.is_empty() && self.ring.holds_any() {
+            self.ring.wait()?;
+            self.turn()?;
+            return Ok(true);
+        }
+        Ok(!self.back.is_empty())
+    }
+
+    fn hear(&mut self, into: &mut [u8], wait: bool) -> io::Result<usize> {
+        hear(&self.stream, into, wait)
+    }
+
+    fn notices(&self) -> Option<(u64, u64)> {
+        self.has_notices.then_some(self.ring.notices)
+    }
+}
