@@ -160,11 +160,8 @@ impl Dialer {
             if left.is_zero() {
                 break;
             }
-            match TcpStream::connect_timeout(&address, left).and_then(|stream| {
-                stream.set_nodelay(true)?;
-                Ok(stream)
-            }) {
-                Ok(stream) => return Ok(Arc::new(Stream::Tcp(stream))),
+            match TcpStream::connect_timeout(&address, left).and_then(Stream::of_tcp) {
+                Ok(stream) => return Ok(Arc::new(stream)),
                 Err(error) => failure = error,
             }
         }

@@ -173,10 +173,7 @@ fn checked(number: RawFd, descriptor: OwnedFd) -> Result<Stream, TransportError>
     };
     // The other families' sockets are used through the calls that Unix sockets have.
     if matches!(family, AddressFamily::INET | AddressFamily::INET6) {
-        let stream = TcpStream::from(descriptor);
-        stream.set_nonblocking(false).map_err(unusable)?;
-        stream.set_nodelay(true).map_err(unusable)?;
-        return Ok(Stream::Tcp(stream));
+        return Stream::of_tcp(TcpStream::from(descriptor)).map_err(unusable);
     }
     let stream = UnixStream::from(descriptor);
     stream.set_nonblocking(false).map_err(unusable)?;

@@ -222,9 +222,7 @@ impl Socket {
         match self {
             Self::Tcp(listener) => {
                 let (stream, _) = listener.accept()?;
-                stream.set_nonblocking(false)?;
-                stream.set_nodelay(true)?;
-                Ok(Stream::Tcp(stream))
+                Stream::of_tcp(stream)
             }
             Self::Unix { listener, .. } => {
                 let (stream, _) = listener.accept()?;
