@@ -13,6 +13,14 @@ use crate::transport::{Close, Receive, Transmit, Transport};
 /// is copied once more.
 const BUFFER_BYTES: usize = 1 << 10;
 
+/// What is sent in one call: it fits into the longest segment that Linux makes, 64 KiB with its headers, and is on its way
+/// while it is in the cache. Longer calls fill the queue first. `vmferry-bench engine`, two and four channels: 60 KiB in
+/// place of 256 KiB is 20 and 26 % faster, with 14 and 20 % less CPU time; 32 KiB has half the gain.
+const SEND_BYTES: usize = 60 << 10;
+
+/// Slices that are sent in one call.
+const SLICES: usize = 16;
+
 /// A connection over a bare socket.
 #[derive(Debug)]
 pub struct Plain(pub Arc<Stream>);
@@ -77,11 +85,22 @@ impl Transmit for PlainWriter {
 
 impl Write for PlainWriter {
     fn write(&mut self, from: &[u8]) -> io::Result<usize> {
-        (&*self.0).write(from)
+        (&*self.0).write(&from[..from.len().min(SEND_BYTES)])
     }
 
+    /// Sends up to [`SEND_BYTES`] of the slices.
     fn write_vectored(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
-        (&*self.0).write_vectored(from)
+        let mut slices = [IoSlice::new(&[]); SLICES];
+        let (mut used, mut left) = (0, SEND_BYTES);
+        for (slice, from) in slices.iter_mut().zip(from) {
+            *slice = IoSlice::new(&from[..from.len().min(left)]);
+            left -= slice.len();
+            used += 1;
+            if left == 0 {
+                break;
+            }
+        }
+        (&*self.0).write_vectored(&slices[..used])
     }
 
     fn flush(&mut self) -> io::Result<()> {

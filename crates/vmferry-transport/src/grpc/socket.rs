@@ -14,12 +14,10 @@ use tokio::net::TcpStream;
 
 use super::failure::Failure;
 use super::flow::Flow;
+use crate::tls::SEND_BYTES;
 
 /// Ciphertext that is received in one call.
 const RECEIVE_BYTES: usize = 256 << 10;
-
-/// Plaintext that is encrypted and sent in one go.
-const SEND_BYTES: usize = 256 << 10;
 
 /// A TLS session, as hyper reads and writes it.
 pub struct TlsSocket {
