@@ -59,7 +59,13 @@ pub fn plain(way: &Way, stream: TcpStream) -> anyhow::Result<Box<dyn Outlet>> {
             back: Vec::new(),
             has_notices: zero_copy,
         }),
-        call => Box::new(Calls { stream, at_once: call == Call::Writev, back: Vec::new() }),
+        call => {
+            let most = match call {
+                Call::Pieces(bytes) => bytes,
+                _ => usize::MAX,
+            };
+            Box::new(Calls { stream, at_once: call != Call::Write, most, back: Vec::new() })
+        }
     })
 }
 
@@ -99,10 +105,23 @@ pub fn send_all(
     Ok(())
 }
 
+/// Writes no more than so many bytes of the slices, which are two at most.
+fn write_up_to(to: &mut impl Write, from: &[IoSlice<'_>], most: usize) -> io::Result<usize> {
+    let mut left = most;
+    let mut cut = [IoSlice::new(&[]); 2];
+    for (cut, from) in cut.iter_mut().zip(from) {
+        *cut = IoSlice::new(&from[..from.len().min(left)]);
+        left -= cut.len();
+    }
+    to.write_vectored(&cut)
+}
+
 /// `writev`, or `write` twice.
 struct Calls {
     stream: TcpStream,
     at_once: bool,
+    /// Bytes of a call of `writev`.
+    most: usize,
     back: Vec<Frame>,
 }
 
@@ -111,7 +130,7 @@ impl Outlet for Calls {
         let ((head, pages), mut stream) = (frame.parts(), &self.stream);
         if self.at_once {
             let mut slices = [head, pages].map(IoSlice::new);
-            send_all(&mut slices, |slices| stream.write_vectored(slices))?;
+            send_all(&mut slices, |slices| write_up_to(&mut stream, slices, self.most))?;
         } else {
             stream.write_all(head)?;
             stream.write_all(pages)?;

@@ -14,11 +14,10 @@ use rustls::{ClientConnection, ServerConnection};
 use super::frame::Frame;
 use super::outlet::{Outlet, hear};
 use super::receive::Inlet;
-use super::way::Batch;
 use crate::raw::Tls;
 
-/// As much as the engine encrypts, and receives, in one go.
-const ENGINE_BYTES: usize = 256 << 10;
+/// As much as the engine receives in one go.
+const RECEIVE_BYTES: usize = 256 << 10;
 
 /// Both ends of a channel, when the handshake is done.
 ///
@@ -26,7 +25,7 @@ const ENGINE_BYTES: usize = 256 << 10;
 /// The sockets', and rustls's.
 pub fn channel(
     tls: &Tls,
-    batch: Batch,
+    batch: usize,
     (mut out, mut into): (TcpStream, TcpStream),
 ) -> anyhow::Result<(Outgoing, Incoming)> {
     let name = ServerName::IpAddress(out.peer_addr()?.ip().into());
@@ -44,10 +43,9 @@ pub fn channel(
         connection: client,
         batch,
         kept: 0,
-        gathered: Vec::with_capacity(ENGINE_BYTES + (8 << 10)),
         back: Vec::new(),
     };
-    let received = vec![0; ENGINE_BYTES];
+    let received = vec![0; RECEIVE_BYTES];
     let incoming = Incoming { stream: into, connection: server, received, fresh: 0..0, plain: 0 };
     Ok((outgoing, incoming))
 }
@@ -56,24 +54,13 @@ pub fn channel(
 pub struct Outgoing {
     stream: TcpStream,
     connection: ClientConnection,
-    batch: Batch,
+    batch: usize,
     /// Plaintext that is encrypted and was not written.
     kept: usize,
-    gathered: Vec<u8>,
     back: Vec<Frame>,
 }
 
 impl Outgoing {
-    /// Writes all records in one call, from a buffer.
-    fn write_gathered(&mut self) -> io::Result<()> {
-        while self.connection.wants_write() {
-            self.connection.write_tls(&mut self.gathered)?;
-        }
-        self.stream.write_all(&self.gathered)?;
-        self.gathered.clear();
-        Ok(())
-    }
-
     /// Writes all records, in as few calls as rustls makes of them.
     fn write(&mut self) -> io::Result<()> {
         while self.connection.wants_write() {
@@ -82,40 +69,20 @@ impl Outgoing {
         self.kept = 0;
         Ok(())
     }
-
-    /// Encrypts, and writes whenever there is a batch.
-    fn batches(&mut self, mut bytes: &[u8], batch: usize) -> io::Result<()> {
-        while !bytes.is_empty() {
-            let (now, later) = bytes.split_at(bytes.len().min(batch - self.kept));
-            self.connection.writer().write_all(now)?;
-            self.kept += now.len();
-            if self.kept == batch {
-                self.write()?;
-            }
-            bytes = later;
-        }
-        Ok(())
-    }
 }
 
 impl Outlet for Outgoing {
+    /// Encrypts, and writes whenever there is a batch.
     fn send(&mut self, frame: Frame) -> io::Result<()> {
-        let (head, pages) = frame.parts();
-        let cut = match self.batch {
-            Batch::Bytes(batch) => {
-                self.batches(frame.whole(), batch)?;
-                self.back.push(frame);
-                return Ok(());
+        let mut bytes = frame.whole();
+        while !bytes.is_empty() {
+            let (now, later) = bytes.split_at(bytes.len().min(self.batch - self.kept));
+            self.connection.writer().write_all(now)?;
+            self.kept += now.len();
+            if self.kept == self.batch {
+                self.write()?;
             }
-            Batch::Frame => pages.len(),
-            Batch::Cut => pages.len().min(ENGINE_BYTES - head.len()),
-        };
-        self.connection.writer().write_all(head)?;
-        self.connection.writer().write_all(&pages[..cut])?;
-        self.write_gathered()?;
-        if cut < pages.len() {
-            self.connection.writer().write_all(&pages[cut..])?;
-            self.write_gathered()?;
+            bytes = later;
         }
         self.back.push(frame);
         Ok(())

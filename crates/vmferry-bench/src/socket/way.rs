@@ -20,6 +20,8 @@ pub struct Way {
 pub enum Call {
     /// `writev` of head and pages.
     Writev,
+    /// The same in calls of at most so many bytes.
+    Pieces(usize),
     /// `write` of the head, `write` of the pages.
     Write,
     /// `sendmsg` with `MSG_ZEROCOPY`.
@@ -29,20 +31,8 @@ pub enum Call {
         /// Which of the two.
         zero_copy: bool,
     },
-    /// rustls, and `write` of what it makes.
-    Tls(Batch),
-}
-
-/// How much plaintext is encrypted before it is written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Batch {
-    /// At most 256 KiB of one frame, gathered in one buffer, as the engine does: of a frame of 256 KiB a few
-    /// bytes are left over, which go by themselves.
-    Cut,
-    /// A whole frame, gathered in one buffer too.
-    Frame,
-    /// So many bytes, whichever frames they belong to, straight from rustls's records.
-    Bytes(usize),
+    /// rustls, and `writev` of the records whenever so much plaintext is encrypted, whichever frames it belongs to.
+    Tls(usize),
 }
 
 /// Options of the sockets; what is not here is as the system has it.
@@ -82,7 +72,11 @@ impl Way {
         Self { most_out, ..Self::new(name, Call::Writev) }
     }
 
-    const fn tls(name: &'static str, batch: Batch) -> Self {
+    const fn pieces(name: &'static str, bytes: usize) -> Self {
+        Self::new(name, Call::Pieces(bytes))
+    }
+
+    const fn tls(name: &'static str, batch: usize) -> Self {
         Self::new(name, Call::Tls(batch))
     }
 
@@ -94,34 +88,35 @@ impl Way {
 
 const SMALL: Option<usize> = Some(512 << 10);
 
+const UNSENT: Tuning = Tuning { unsent_bytes: Some(256 << 10), ..Tuning::NONE };
+
 /// All of them.
-pub const WAYS: [Way; 23] = [
-    Way::new("writev (vmferry's call)", Call::Writev),
+pub const WAYS: [Way; 26] = [
+    Way::new("writev", Call::Writev),
     Way::new("write twice", Call::Write),
+    Way::pieces("writev, 32 KiB a call", 32 << 10),
+    Way::pieces("writev, 60 KiB a call", 60 << 10),
+    Way::pieces("writev, 128 KiB a call", 128 << 10),
+    Way::tuned("writev, TCP_NOTSENT_LOWAT 256 KiB", UNSENT),
+    Way { tuning: UNSENT, ..Way::pieces("writev, 60 KiB a call, NOTSENT_LOWAT (vmferry)", 60 << 10) },
     Way::buffers("writev, SO_SNDBUF 512 KiB", SMALL, None),
     Way::buffers("writev, SO_SNDBUF 4 MiB", Some(4 << 20), None),
     Way::buffers("writev, SO_RCVBUF 512 KiB", None, SMALL),
     Way::buffers("writev, SO_RCVBUF 8 MiB", None, Some(8 << 20)),
     Way::buffers("writev, SO_SNDBUF and SO_RCVBUF 512 KiB", SMALL, SMALL),
     Way::buffers("writev, SO_SNDBUF 4 MiB, SO_RCVBUF 8 MiB", Some(4 << 20), Some(8 << 20)),
-    Way::tuned(
-        "writev, TCP_NOTSENT_LOWAT 256 KiB",
-        Tuning { unsent_bytes: Some(256 << 10), ..Tuning::NONE },
-    ),
     Way::new("sendmsg, MSG_ZEROCOPY", Call::ZeroCopy),
     Way::new("io_uring SEND, 4 linked", Call::Ring { zero_copy: false }),
     Way::new("io_uring SEND_ZC, 4 linked", Call::Ring { zero_copy: true }),
     Way::frames("writev, frames of 64 KiB", 16),
     Way::frames("writev, frames of 128 KiB", 32),
     Way::frames("writev, frames of 512 KiB", 128),
-    // As many as the engine has out over a short link, and as many as have the bytes of 16 frames of 64 KiB: what is
-    // out is what the next copy does not find in the cache.
-    Way::window("writev, 6 frames out (vmferry's window)", 6),
+    // What is out is what the next copy does not find in the cache.
     Way::window("writev, 4 frames out", 4),
-    Way::tls("TLS, 256 KiB of a frame, the rest (vmferry)", Batch::Cut),
-    Way::tls("TLS, a frame at once", Batch::Frame),
-    Way::tls("TLS, batches of 16 KiB", Batch::Bytes(16 << 10)),
-    Way::tls("TLS, batches of 64 KiB", Batch::Bytes(64 << 10)),
-    Way::tls("TLS, batches of 256 KiB", Batch::Bytes(256 << 10)),
-    Way::tls("TLS, batches of 1 MiB", Batch::Bytes(1 << 20)),
+    Way::tls("TLS, batches of 256 KiB", 256 << 10),
+    Way::tls("TLS, batches of 16 KiB", 16 << 10),
+    Way::tls("TLS, batches of 32 KiB", 32 << 10),
+    Way::tls("TLS, batches of 48 KiB (vmferry)", 48 << 10),
+    Way::tls("TLS, batches of 64 KiB", 64 << 10),
+    Way::tls("TLS, batches of 1 MiB", 1 << 20),
 ];
