@@ -2,7 +2,8 @@
 //!
 //! The guest is memory full of incompressible pages. The yardstick moves the same memory over the
 //! same kind of socket with one thread per channel and side, and does nothing else: no copy of a
-//! page, no zero test, no hash, no frame; with rustls, it encrypts and decrypts in addition. All
+//! page, no zero test, no hash, no frame; with rustls, it encrypts and decrypts in addition. It is there with sockets as
+//! the system has them, and tuned: with the engine's option and length of a call. All
 //! receivers write into memory of the same kind that is populated already, and is overwritten
 //! with zeros before each run.
 
@@ -28,19 +29,30 @@ const DEFAULT_CHANNELS: u8 = 2;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Way {
     RawSocket,
+    TunedSocket,
     EnginePlain,
     RawRustls,
+    TunedRustls,
     EngineTls,
 }
 
 impl Way {
-    const ALL: [Self; 4] = [Self::RawSocket, Self::EnginePlain, Self::RawRustls, Self::EngineTls];
+    const ALL: [Self; 6] = [
+        Self::RawSocket,
+        Self::TunedSocket,
+        Self::EnginePlain,
+        Self::RawRustls,
+        Self::TunedRustls,
+        Self::EngineTls,
+    ];
 
     fn name(self) -> &'static str {
         match self {
             Self::RawSocket => "raw socket",
+            Self::TunedSocket => "raw, tuned",
             Self::EnginePlain => "engine, plain",
             Self::RawRustls => "raw rustls",
+            Self::TunedRustls => "rustls, tuned",
             Self::EngineTls => "engine, TLS",
         }
     }
@@ -91,13 +103,15 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
         for channels in CHANNELS {
             for way in Way::ALL {
                 clear(&destination)?;
+                let raw = |tls, tuned| raw::copy(&source, &destination, channels, tls, tuned);
+                let engine = |tls| guest::migrate(&source, &destination, channels, &links, tls);
                 let sample = match way {
-                    Way::RawSocket => raw::copy(&source, &destination, channels, None),
-                    Way::RawRustls => raw::copy(&source, &destination, channels, Some(&links.raw)),
-                    Way::EnginePlain => {
-                        guest::migrate(&source, &destination, channels, &links, false)
-                    }
-                    Way::EngineTls => guest::migrate(&source, &destination, channels, &links, true),
+                    Way::RawSocket => raw(None, false),
+                    Way::TunedSocket => raw(None, true),
+                    Way::RawRustls => raw(Some(&links.raw), false),
+                    Way::TunedRustls => raw(Some(&links.raw), true),
+                    Way::EnginePlain => engine(false),
+                    Way::EngineTls => engine(true),
                 }
                 .with_context(|| format!("{} over {channels} channels", way.name()))?;
                 ensure!(
@@ -152,16 +166,20 @@ fn results(
     let mut yardsticks = BTreeMap::from([("memory_copy_mb_per_s".to_owned(), copy_mb_per_s)]);
     for channels in CHANNELS {
         let of = |way| speed.get(&(channels, way)).copied().unwrap_or(f64::NAN);
-        let plain = of(Way::EnginePlain) / of(Way::RawSocket);
-        let tls = of(Way::EngineTls) / of(Way::RawRustls);
-        ratios.insert(format!("plain_of_raw_socket_{channels}_channels"), plain);
-        ratios.insert(format!("tls_of_raw_rustls_{channels}_channels"), tls);
+        for (name, way, limit) in [
+            ("plain_of_raw_socket", Way::EnginePlain, Way::RawSocket),
+            ("plain_of_tuned_raw_socket", Way::EnginePlain, Way::TunedSocket),
+            ("tls_of_raw_rustls", Way::EngineTls, Way::RawRustls),
+            ("tls_of_tuned_raw_rustls", Way::EngineTls, Way::TunedRustls),
+        ] {
+            let ratio = of(way) / of(limit);
+            ratios.insert(format!("{name}_{channels}_channels"), ratio);
+            if channels == DEFAULT_CHANNELS {
+                ratios.insert(name.into(), ratio);
+            }
+        }
         yardsticks.insert(format!("raw_socket_{channels}_channels_mb_per_s"), of(Way::RawSocket));
         yardsticks.insert(format!("raw_rustls_{channels}_channels_mb_per_s"), of(Way::RawRustls));
-        if channels == DEFAULT_CHANNELS {
-            ratios.insert("plain_of_raw_socket".into(), plain);
-            ratios.insert("tls_of_raw_rustls".into(), tls);
-        }
     }
     Ok(Results::new("engine", rows, yardsticks, ratios))
 }

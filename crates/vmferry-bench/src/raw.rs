@@ -16,12 +16,18 @@ use anyhow::{Context, anyhow};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, ServerConfig, ServerConnection};
+use socket2::SockRef;
 use vmferry_memory::GuestMemory;
 
 use crate::machine::process_cpu_s;
 
-/// As much as the engine puts into a frame. Of 16, 48, 60, 256 and 1024 KiB this and the last are the fastest.
+/// As much as the engine puts into a frame. Of 16, 48, 60, 256 and 1024 KiB this and the last are the fastest, with
+/// sockets as the system has them.
 const PIECE_BYTES: usize = 256 << 10;
+
+/// What the engine hands over in one call, and what it lets wait in a socket beyond what is on its way.
+const TUNED_PIECE_BYTES: usize = 60 << 10;
+const TUNED_UNSENT_BYTES: u32 = 256 << 10;
 
 /// The same with rustls, where 48 KiB are the fastest of these.
 const TLS_PIECE_BYTES: usize = 48 << 10;
@@ -95,7 +101,8 @@ pub fn accept(listener: &TcpListener, channels: u8) -> anyhow::Result<Vec<TcpStr
     (0..channels).map(accept).collect()
 }
 
-/// Sends a memory, a part on each channel, and waits until the other side says that it has it.
+/// Sends a memory, a part on each channel, and waits until the other side says that it has it. The sockets are as the
+/// system has them, or `tuned` as the engine's are.
 ///
 /// # Errors
 /// The sockets'.
@@ -103,8 +110,16 @@ pub fn send(
     memory: &GuestMemory,
     streams: Vec<TcpStream>,
     tls: Option<&Tls>,
+    tuned: bool,
 ) -> anyhow::Result<Copied> {
-    let Some(tls) = tls else { return send_over(memory, streams, PIECE_BYTES) };
+    let mut piece_bytes = PIECE_BYTES;
+    if tuned {
+        piece_bytes = TUNED_PIECE_BYTES;
+        for stream in &streams {
+            SockRef::from(stream).set_tcp_notsent_lowat(TUNED_UNSENT_BYTES)?;
+        }
+    }
+    let Some(tls) = tls else { return send_over(memory, streams, piece_bytes) };
     let client = |stream: TcpStream| {
         let name = ServerName::IpAddress(stream.peer_addr()?.ip().into());
         let mut connection = ClientConnection::new(Arc::clone(&tls.client), name)?;

@@ -135,7 +135,7 @@ fn raw_socket(
     let (out, into) = lab.connect(place, Tuning::NONE, CHANNELS)?.into_iter().unzip();
     let copied = std::thread::scope(|scope| {
         let receiving = scope.spawn(|| raw::receive(destination, into, None));
-        let copied = raw::send(source, out, None);
+        let copied = raw::send(source, out, None, false);
         receiving.join().map_err(|_| anyhow!("a thread has failed"))??;
         copied
     });

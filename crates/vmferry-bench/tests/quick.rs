@@ -57,7 +57,7 @@ fn engine_prints_one_object_of_the_promised_shape() {
     }
     assert!(result["machine"]["cores"].as_u64() > Some(0));
     let rows = result["rows"].as_array().unwrap();
-    assert_eq!(rows.len(), 12, "four ways, at 1, 2 and 4 channels");
+    assert_eq!(rows.len(), 18, "six ways, at 1, 2 and 4 channels");
     for row in rows {
         for key in ["pages_per_s", "mb_per_s", "total_ms", "cpu_s"] {
             assert!(row[key].as_f64() > Some(0.0), "{key}: {row}");

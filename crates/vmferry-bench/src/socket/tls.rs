@@ -38,13 +38,7 @@ pub fn channel(
         server.join().map_err(|_| anyhow!("a thread has failed"))??;
         anyhow::Ok(())
     })?;
-    let outgoing = Outgoing {
-        stream: out,
-        connection: client,
-        batch,
-        kept: 0,
-        back: Vec::new(),
-    };
+    let outgoing = Outgoing { stream: out, connection: client, batch, kept: 0, back: Vec::new() };
     let received = vec![0; RECEIVE_BYTES];
     let incoming = Incoming { stream: into, connection: server, received, fresh: 0..0, plain: 0 };
     Ok((outgoing, incoming))

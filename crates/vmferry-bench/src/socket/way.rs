@@ -98,7 +98,10 @@ pub const WAYS: [Way; 26] = [
     Way::pieces("writev, 60 KiB a call", 60 << 10),
     Way::pieces("writev, 128 KiB a call", 128 << 10),
     Way::tuned("writev, TCP_NOTSENT_LOWAT 256 KiB", UNSENT),
-    Way { tuning: UNSENT, ..Way::pieces("writev, 60 KiB a call, NOTSENT_LOWAT (vmferry)", 60 << 10) },
+    Way {
+        tuning: UNSENT,
+        ..Way::pieces("writev, 60 KiB a call, NOTSENT_LOWAT (vmferry)", 60 << 10)
+    },
     Way::buffers("writev, SO_SNDBUF 512 KiB", SMALL, None),
     Way::buffers("writev, SO_SNDBUF 4 MiB", Some(4 << 20), None),
     Way::buffers("writev, SO_RCVBUF 512 KiB", None, SMALL),

@@ -224,6 +224,6 @@ fn send_raw(
     let begun = Instant::now();
     let streams = raw::connect(to, channels)?;
     say(&Reply::UnderWay)?;
-    let Copied { total_s, cpu_s } = raw::send(memory, streams, tls)?;
+    let Copied { total_s, cpu_s } = raw::send(memory, streams, tls, false)?;
     Ok(Sent { total_s, whole_s: begun.elapsed().as_secs_f64(), cpu_s })
 }
