@@ -85,7 +85,7 @@ fn socket_prints_one_object_of_the_promised_shape() {
         false => &["loopback", "namespaces"],
     };
     let rows = result["rows"].as_array().unwrap();
-    assert_eq!(rows.len(), 23 * places.len(), "17 ways that do not encrypt and 6 that do");
+    assert_eq!(rows.len(), 26 * places.len(), "20 ways that do not encrypt and 6 that do");
     for row in rows {
         // What the kernel has not is said, and is no failure.
         if row["note"].as_str().is_some_and(|note| note.starts_with("not here")) {

@@ -33,14 +33,6 @@ pub fn allow_zero_copy(socket: BorrowedFd<'_>) -> io::Result<()> {
     set(socket, libc::SOL_SOCKET, libc::SO_ZEROCOPY, 1)
 }
 
-/// Sets `TCP_NOTSENT_LOWAT`: a writer waits while so many bytes were not sent yet.
-///
-/// # Errors
-/// A kernel that does not know it.
-pub fn limit_unsent(socket: BorrowedFd<'_>, bytes: i32) -> io::Result<()> {
-    set(socket, libc::IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, bytes)
-}
-
 fn set(socket: BorrowedFd<'_>, level: i32, name: i32, value: libc::c_int) -> io::Result<()> {
     let length = size_of_val(&value) as libc::socklen_t;
     // SAFETY: the kernel reads an int, which `value` is, and only during the call.

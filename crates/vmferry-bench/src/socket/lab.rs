@@ -10,10 +10,10 @@ use rustix::net::sockopt::{
     set_socket_recv_buffer_size, set_socket_reuseaddr, set_socket_send_buffer_size,
 };
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, connect, listen, socket_with};
+use socket2::SockRef;
 use vmferry_net_lab::{DESTINATION_ADDRESS, Namespaces, enter};
 
 use super::PATIENCE;
-use super::kernel::limit_unsent;
 use super::way::Tuning;
 
 /// Where the two sides are.
@@ -120,7 +120,7 @@ fn dial(address: SocketAddr, tuning: Tuning) -> anyhow::Result<TcpStream> {
         set_socket_send_buffer_size(&socket, bytes)?;
     }
     if let Some(bytes) = tuning.unsent_bytes {
-        limit_unsent(socket.as_fd(), bytes).context("no TCP_NOTSENT_LOWAT")?;
+        SockRef::from(&socket).set_tcp_notsent_lowat(bytes).context("no TCP_NOTSENT_LOWAT")?;
     }
     connect(&socket, &address).with_context(|| format!("no way to {address}"))?;
     Ok(socket.into())

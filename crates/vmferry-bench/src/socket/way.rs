@@ -43,7 +43,7 @@ pub struct Tuning {
     /// `SO_RCVBUF` of the receiver.
     pub receive_bytes: Option<usize>,
     /// `TCP_NOTSENT_LOWAT` of the sender.
-    pub unsent_bytes: Option<i32>,
+    pub unsent_bytes: Option<u32>,
 }
 
 impl Tuning {
