@@ -21,16 +21,16 @@ use vmferry_memory::GuestMemory;
 
 use crate::machine::process_cpu_s;
 
-/// As much as the engine puts into a frame. Of 16, 48, 60, 256 and 1024 KiB this and the last are the fastest, with
-/// sockets as the system has them.
+/// As much as the engine puts into a frame. With sockets as the system has them, writes of 16 KiB to 1 MiB are at most
+/// 4 % faster.
 const PIECE_BYTES: usize = 256 << 10;
+
+/// The same with rustls, where of 16, 48, 60, 256 and 1024 KiB this is the fastest.
+const TLS_PIECE_BYTES: usize = 48 << 10;
 
 /// What the engine hands over in one call, and what it lets wait in a socket beyond what is on its way.
 const TUNED_PIECE_BYTES: usize = 60 << 10;
 const TUNED_UNSENT_BYTES: u32 = 256 << 10;
-
-/// The same with rustls, where 48 KiB are the fastest of these.
-const TLS_PIECE_BYTES: usize = 48 << 10;
 
 /// What a copy took at one side, from the moment that all channels were ready.
 #[derive(Clone, Copy, Debug)]
