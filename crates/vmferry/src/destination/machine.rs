@@ -316,6 +316,10 @@ impl Destination {
 
     fn check_placed(&mut self, now: Duration) {
         let Some(last) = &self.last else { return };
+        if self.is_waiting_for_source() {
+            // It has taken its guest back perhaps, and says FINAL anew when it is here again.
+            return;
+        }
         if self.phase == Phase::Placing && self.lane_ends == last.lane_sequences {
             self.phase = Phase::Loading;
             self.waiting_since = now;
