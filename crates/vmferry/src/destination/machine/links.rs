@@ -134,3 +134,39 @@ impl Destination {
         self.actions.push_back(super::Action::Report(report));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use vmferry_wire::{ControlMessage, Token};
+
+    use super::*;
+    use crate::config::Timeouts;
+    use crate::destination::io::{Action, Input, LinkId};
+
+    /// A source that lost its links with FINAL said takes its guest back, and sends again what was not placed.
+    #[test]
+    fn nothing_is_loaded_while_the_source_is_away() {
+        let now = Duration::ZERO;
+        let mut destination = Destination::new(Timeouts::default(), Token([1; 16]), now);
+        (destination.phase, destination.lane_ends) = (Phase::Receiving, vec![0]);
+        destination.reconnect = Duration::from_secs(30);
+        let last = || Input::Control {
+            link: LinkId::CONTROL,
+            message: ControlMessage::Final {
+                lane_sequences: vec![2],
+                digest: 7,
+                state: Vec::new(),
+            },
+        };
+        destination.handle(now, last());
+        destination.on_control_lost(now, MigrateError::Cancelled { during: "a test" });
+        destination.handle(now, Input::LaneEnded { lane: 0, sequence: 2 });
+        assert_eq!(destination.phase, Phase::Placing);
+        destination.on_resumed(now);
+        assert_eq!(destination.phase, Phase::Receiving, "what FINAL said was withdrawn");
+        destination.handle(now, last());
+        assert_eq!(destination.phase, Phase::Loading);
+        let sums = destination.actions.iter().filter(|action| matches!(action, Action::SumDigest));
+        assert_eq!(sums.count(), 1);
+    }
+}
