@@ -411,4 +411,47 @@ mod tests {
             prop_assert_eq!(sent, Arc::unwrap_or_clone(pages));
         }
     }
+
+    /// The lane's pages until it has to wait, or is through.
+    fn sent(plan: &mut LanePlan) -> (Vec<u64>, Option<Task>) {
+        let mut pages = Vec::new();
+        loop {
+            match plan.next(64, 1000).unwrap() {
+                Some(Task::Pages(batch)) => pages.extend_from_slice(batch.as_batch().pages),
+                other => return (pages, other),
+            }
+        }
+    }
+
+    #[test]
+    fn what_may_be_hinted_is_waited_for_and_what_is_hinted_is_left_out() {
+        let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages: PAGES }];
+        let of = |first, count| {
+            let mut pages = PageSet::for_layout(&layout);
+            pages.bitmap_mut(SlotId(0)).set_run(first, count);
+            Arc::new(pages)
+        };
+        let hinted = Arc::new(Hinted::new(&layout, Arc::default()));
+        let mut plan = LanePlan::new(0, 1, Arc::new(()));
+        let id = hinted.open(of(0, 900));
+        hinted.hold();
+        plan.begin(Job {
+            round: 1,
+            rearm: false,
+            pages: of(0, 900),
+            last: Some(of(100, 800)),
+            zero: None,
+            hinted: Some(Arc::clone(&hinted)),
+        });
+        let (pages, then) = sent(&mut plan);
+        assert_eq!(pages, (0..100).collect::<Vec<_>>(), "these can't be free");
+        assert!(matches!(then, Some(Task::Wait)));
+        assert!(matches!(sent(&mut plan), (none, Some(Task::Wait)) if none.is_empty()));
+        hinted.free(id, 50 << 12, 450 << 12, 0);
+        hinted.complete(id);
+        let (pages, then) = sent(&mut plan);
+        assert_eq!(pages, (500..900).collect::<Vec<_>>());
+        // Those before the hint were sent; it says nothing of pages that are not the round's.
+        assert!(matches!(then, Some(Task::EndOfRound { free: 400, .. })));
+    }
 }
