@@ -204,7 +204,8 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             .collect();
         let mut machine = Source::new(config.clone(), vm.describe(), log.name(), Duration::ZERO);
         machine.expect_state(vm.state_estimate());
-        let freed = Freed::new(vm.free_pages(), &memory, Arc::clone(&signal));
+        let freed = Freed::new(vm.free_pages(), &memory, Arc::clone(&signal))
+            .hinted_if(config.free_page_hints);
         let mut driver = Self {
             machine,
             held: Held::Running(Running::new(vm)),

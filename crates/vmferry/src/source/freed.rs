@@ -19,7 +19,9 @@ pub struct Freed {
     origins: Vec<Arc<dyn FreePages>>,
     layout: Vec<SlotLayout>,
     hinted: Arc<Hinted>,
-    /// Whether hints are being asked for.
+    /// Whether hints are wanted.
+    wanted: bool,
+    /// Whether they are being asked for.
     asking: bool,
     /// Pages hinted at any time and not written since, as far as harvests know: the destination need not have
     /// what the source has there.
@@ -52,6 +54,7 @@ impl Freed {
             origins,
             hinted: Arc::new(Hinted::new(&layout, signal)),
             layout,
+            wanted: true,
             asking: false,
             free: PageSet::for_memory(memory),
             sent: PageSet::for_memory(memory),
@@ -61,6 +64,11 @@ impl Freed {
         }
     }
 
+    /// The same, and hints are asked for or not.
+    pub fn hinted_if(self, wanted: bool) -> Self {
+        Self { wanted, ..self }
+    }
+
     /// Takes the pages of the first round.
     pub fn sending(&mut self, pages: &PageSet) {
         if !self.origins.is_empty() {
@@ -68,9 +76,9 @@ impl Freed {
         }
     }
 
-    /// Whether any origin would hint if it were asked.
+    /// Whether hints are wanted, and any origin would give some.
     pub fn can_ask(&self) -> bool {
-        self.origins.iter().any(|origin| origin.can_hint())
+        self.wanted && self.origins.iter().any(|origin| origin.can_hint())
     }
 
     /// Asks for hints for the round of these pages, which the log has just given. All of them are protected
