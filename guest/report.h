@@ -11,7 +11,7 @@
 
 #define REPORT_ADDRESS 0x8000
 #define REPORT_MAGIC 0x5259525245464d56 /* "VMFERRYR" in memory order */
-#define REPORT_VERSION 2
+#define REPORT_VERSION 3
 #define REPORT_MAX_VCPUS 8
 
 /* The heartbeat device writes one of these pages after the other. */
@@ -28,6 +28,13 @@
 #define FRAMES_PER_SECOND 60
 
 enum phase { PHASE_POPULATING = 0, PHASE_RUNNING = 1 };
+/* Words of the command line that are on or off. */
+enum report_flag {
+    FLAG_POISON = 1 << 0,    /* free pages of the heap hold POISON_WORD */
+    FLAG_PRESSURE = 1 << 1,  /* hinted blocks are taken back into use all the time */
+    FLAG_REPORTING = 1 << 2, /* free blocks are reported to the balloon */
+    FLAG_REWRITE = 1 << 3,   /* hinted blocks are written at each stage of the protocol */
+};
 enum fill_kind { FILL_INCOMPRESSIBLE = 0, FILL_TEXT = 1, FILL_ZERO = 2 };
 
 /* 0x8000: written once, by vCPU 0. */
@@ -42,7 +49,10 @@ struct guest_report {
     uint32_t fill_kind;
     uint32_t random;     /* order of the hot pages: 0 sequential, 1 random */
     uint32_t display_pages; /* of the frame buffer, 0 for none */
-    uint32_t reserved;
+    uint32_t flags;         /* enum report_flag */
+    uint64_t churn_pages;   /* at most, in live buffers of all vCPUs */
+    uint64_t churn_rate;    /* pages worked on per second over all vCPUs, 0 for as fast as can be */
+    uint64_t freed_pages;   /* written once and freed, before anything else of the heap is used */
 };
 
 struct corruption {
@@ -50,6 +60,12 @@ struct corruption {
     uint64_t expected; /* generation, or the word or heartbeat that should stand there */
     uint64_t found;
     uint64_t round;
+};
+
+/* What a rate leaves for later. */
+struct rate_credit {
+    uint64_t credit; /* thousandths of a page that the rate allows */
+    uint64_t credited_ticks;
 };
 
 /* 0x9000 + vcpu * 4096 */
@@ -67,19 +83,22 @@ struct vcpu_report {
     uint64_t fill_rounds;   /* over all filled pages of this vCPU, each checked */
     uint64_t read_rounds;   /* over all pages of `read` of this vCPU, each checked */
     uint64_t frames;        /* drawn, by vCPU 0 alone; before each both slots were checked whole */
+    uint64_t churn_rounds;  /* over all live buffers of this vCPU, each checked */
+    uint64_t buffers_allocated;
+    uint64_t buffers_freed; /* checked whole before */
+    uint64_t churn_work;    /* pages of buffers written or checked: how fast the guest gets on */
     /* The rest is the workload's own. */
     uint64_t fill_next;     /* populated so far, then the page to be verified next */
     uint64_t read_next;     /* the same of `read` */
     uint64_t hot_next;      /* pages visited in this round */
     uint64_t stride;        /* of the round's order; 0 at the start of a round */
     uint64_t offset;
-    uint64_t credit;        /* thousandths of a page that the rate allows */
-    uint64_t credited_ticks;
+    struct rate_credit hot_credit;
     uint64_t frames_due;    /* at the last frame, from the ticks; those missed are left out */
     uint64_t seen[HEARTBEAT_PAGES];
 };
 
-_Static_assert(sizeof(struct guest_report) == 64, "report.rs reads it");
-_Static_assert(sizeof(struct vcpu_report) == 320, "report.rs reads it");
+_Static_assert(sizeof(struct guest_report) == 88, "report.rs reads it");
+_Static_assert(sizeof(struct vcpu_report) == 352, "report.rs reads it");
 
 #endif

@@ -6,112 +6,16 @@
  * the generation of the round before. A hash alone would accept a stale page; the generation does
  * not, and two pages that changed places do not either.
  */
-#include "workload.h"
+#include "work.h"
 
-#include "report.h"
-
-#define PAGE_BYTES 4096ull
-#define PAGE_WORDS 512ull
-#define COMMAND_LINE_ADDRESS 0x7000
-#define FIRST_WORK_ADDRESS (16ull << 20) /* what lies below is the machine's */
-#define HIGH_ADDRESS (4ull << 30)
+#include "churn.h"
+#include "heap.h"
 
 #define FILL_PAGES_PER_STEP 8
 #define CHECKED_PAGES_PER_STEP 8      /* of the fill, by a guest with time to spare: 31 MiB a second */
 #define CHECKED_PAGES_PER_BUSY_STEP 2 /* more would slow down the writing */
 #define READ_PAGES_PER_STEP 32
-#define HOT_PAGES_PER_STEP 64
 #define MAX_CREDITED_TICKS 20 /* a guest that was paused, or too slow, does not catch up */
-
-static uint64_t mix(uint64_t x)
-{
-    x ^= x >> 30;
-    x *= 0xbf58476d1ce4e5b9ull;
-    x ^= x >> 27;
-    x *= 0x94d049bb133111ebull;
-    return x ^ x >> 31;
-}
-
-static volatile uint64_t *words_at(const struct guest_view *view, uint64_t gpa)
-{
-    uint64_t address;
-    if (gpa >= HIGH_ADDRESS)
-        address = view->high_base + (gpa - HIGH_ADDRESS);
-    else if (gpa >= STILL_ADDRESS)
-        address = view->still_base + (gpa - STILL_ADDRESS);
-    else if (gpa >= DISPLAY_ADDRESS)
-        address = view->display_base + (gpa - DISPLAY_ADDRESS);
-    else
-        address = view->low_base + gpa;
-    __asm__("" : "+r"(address)); /* not a constant: GCC takes low constants for null pointers */
-    return (volatile uint64_t *)address;
-}
-
-static volatile struct guest_report *guest_report(const struct guest_view *view)
-{
-    return (volatile struct guest_report *)words_at(view, REPORT_ADDRESS);
-}
-
-static volatile struct vcpu_report *vcpu_report(const struct guest_view *view, uint32_t vcpu)
-{
-    return (volatile struct vcpu_report *)words_at(view, REPORT_ADDRESS + (1 + vcpu) * PAGE_BYTES);
-}
-
-static uint64_t low_work_pages(const struct guest_view *view)
-{
-    return view->low_bytes > FIRST_WORK_ADDRESS ? (view->low_bytes - FIRST_WORK_ADDRESS) / PAGE_BYTES : 0;
-}
-
-static uint64_t work_pages(const struct guest_view *view)
-{
-    return low_work_pages(view) + view->high_bytes / PAGE_BYTES;
-}
-
-/* Guest-physical address of the workload's page `index`. */
-static uint64_t work_address(const struct guest_view *view, uint64_t index)
-{
-    uint64_t low = low_work_pages(view);
-    return index < low ? FIRST_WORK_ADDRESS + index * PAGE_BYTES : HIGH_ADDRESS + (index - low) * PAGE_BYTES;
-}
-
-static void report_corruption(volatile struct vcpu_report *report, uint64_t gpa, uint64_t expected, uint64_t found)
-{
-    if (report->corruptions == 0) {
-        report->first.gpa = gpa;
-        report->first.expected = expected;
-        report->first.found = found;
-        report->first.round = report->rounds;
-    }
-    report->corruptions++;
-}
-
-/* ---- pages whose every word is known ---- */
-
-/* The word `index` of a page; `version` says which content the page has. */
-typedef uint64_t content(uint64_t version, uint64_t gpa, uint64_t index);
-
-static inline __attribute__((always_inline)) void write_page(const struct guest_view *view, content *word,
-                                                             uint64_t version, uint64_t gpa)
-{
-    volatile uint64_t *page = words_at(view, gpa);
-    for (uint64_t index = 0; index < PAGE_WORDS; index++)
-        page[index] = word(version, gpa, index);
-}
-
-static inline __attribute__((always_inline)) void check_page(const struct guest_view *view,
-                                                             volatile struct vcpu_report *report, content *word,
-                                                             uint64_t version, uint64_t gpa)
-{
-    volatile uint64_t *page = words_at(view, gpa);
-    for (uint64_t index = 0; index < PAGE_WORDS; index++) {
-        uint64_t expected = word(version, gpa, index), found = page[index];
-        if (found != expected) {
-            report_corruption(report, gpa, expected, found);
-            break;
-        }
-    }
-    report->pages_checked++;
-}
 
 /* ---- fill and read: content that never changes ---- */
 
@@ -123,7 +27,7 @@ static uint64_t fill_word(uint64_t kind, uint64_t gpa, uint64_t index)
     if (kind == FILL_ZERO)
         return 0;
     if (kind == FILL_INCOMPRESSIBLE)
-        return mix(gpa + index * 0x9e3779b97f4a7c15ull);
+        return incompressible_word(kind, gpa, index);
     /* Eight letters from a place that changes every 64 bytes, as words in a text do. */
     uint64_t start = mix(gpa / PAGE_BYTES * 64 + index / 8) + index % 8 * 8;
     uint64_t word;
@@ -222,30 +126,22 @@ static void hot_step(const struct guest_view *view, volatile struct vcpu_report 
     }
 }
 
-/* How many pages the rate allows now. */
-static uint64_t allowed_pages(volatile struct vcpu_report *report, uint64_t rate, uint32_t vcpus, uint64_t ticks)
+uint64_t allowed_pages(volatile struct rate_credit *saved, uint64_t rate, uint32_t vcpus, uint64_t ticks)
 {
     if (!rate)
-        return HOT_PAGES_PER_STEP;
-    uint64_t passed = ticks - report->credited_ticks, cost = 1000ull * vcpus;
-    report->credited_ticks = ticks;
-    uint64_t credit = report->credit + passed * rate;
+        return PAGES_PER_STEP;
+    uint64_t passed = ticks - saved->credited_ticks, cost = 1000ull * vcpus;
+    saved->credited_ticks = ticks;
+    uint64_t credit = saved->credit + passed * rate;
     uint64_t limit = MAX_CREDITED_TICKS * rate + cost; /* so that one page can be saved up for */
     credit = credit < limit ? credit : limit;
     uint64_t pages = credit / cost;
-    pages = pages < HOT_PAGES_PER_STEP ? pages : HOT_PAGES_PER_STEP;
-    report->credit = credit - pages * cost;
+    pages = pages < PAGES_PER_STEP ? pages : PAGES_PER_STEP;
+    saved->credit = credit - pages * cost;
     return pages;
 }
 
 /* ---- display: a frame buffer, and a slot that stays as it is ---- */
-
-static uint64_t frame_word(uint64_t frame, uint64_t gpa, uint64_t index)
-{
-    if (frame == 0)
-        return 0; /* never drawn */
-    return index == 0 ? frame : mix(frame * 0x9e3779b97f4a7c15ull ^ (gpa + index * 8));
-}
 
 /* How many pages a frame buffer would have here: none without both slots. */
 static uint32_t display_pages(const struct guest_view *view)
@@ -277,7 +173,7 @@ static void display_step(const struct guest_view *view, volatile struct vcpu_rep
         return;
     report->frames_due = due;
     for (uint64_t index = 0; index < DISPLAY_PAGES; index++) {
-        check_page(view, report, frame_word, frame, display_page(index));
+        check_page(view, report, generation_word, frame, display_page(index));
         if (frame) {
             check_page(view, report, fill_word, FILL_INCOMPRESSIBLE, still_page(index));
         } else {
@@ -286,7 +182,7 @@ static void display_step(const struct guest_view *view, volatile struct vcpu_rep
         }
     }
     for (uint64_t index = 0; index < DISPLAY_PAGES; index++) {
-        write_page(view, frame_word, frame + 1, display_page(index));
+        write_page(view, generation_word, frame + 1, display_page(index));
         report->pages_written++;
     }
     report->frames = frame + 1;
@@ -330,11 +226,6 @@ static void note_time(volatile struct vcpu_report *report, uint64_t ticks)
         report->longest_gap_tsc = now - last;
     report->last_tsc = now;
     report->ticks = ticks;
-}
-
-static uint64_t share(uint64_t pages, uint32_t vcpu, uint32_t vcpus)
-{
-    return pages / vcpus * vcpu + pages % vcpus * vcpu / vcpus;
 }
 
 /* The pages of one vCPU, by their index. */
@@ -386,7 +277,10 @@ static int find_work(const struct guest_view *view, volatile struct vcpu_report 
     return 1;
 }
 
-/* Fills, then goes once over the hot pages, whatever their rate: a guest of its full size. */
+/*
+ * Fills, goes once over the hot pages, whatever their rate, and fills and uses the heap: a guest of its
+ * full size.
+ */
 static void populate_step(const struct guest_view *view, volatile struct vcpu_report *report, uint32_t vcpu,
                           const struct work *work)
 {
@@ -403,8 +297,8 @@ static void populate_step(const struct guest_view *view, volatile struct vcpu_re
             report->pages_written++;
         }
     } else if (work->hot_pages && report->rounds == 0) {
-        hot_step(view, report, vcpu, work->hot_first, work->hot_pages, HOT_PAGES_PER_STEP);
-    } else {
+        hot_step(view, report, vcpu, work->hot_first, work->hot_pages, PAGES_PER_STEP);
+    } else if (!churn_populate(view, vcpu)) {
         report->fill_next = 0;
         report->read_next = 0;
         report->phase = PHASE_RUNNING;
@@ -457,103 +351,21 @@ int workload_step(const struct guest_view *view, uint32_t vcpu, uint64_t ticks)
         populate_step(view, report, vcpu, &work);
         return 0;
     }
-    uint64_t allowed = work.hot_pages ? allowed_pages(report, guest->rate, guest->vcpus, ticks) : 0;
+    uint64_t allowed = work.hot_pages ? allowed_pages(&report->hot_credit, guest->rate, guest->vcpus, ticks) : 0;
     hot_step(view, report, vcpu, work.hot_first, work.hot_pages, allowed);
-    int busy = allowed == HOT_PAGES_PER_STEP;
+    int busy = allowed == PAGES_PER_STEP;
     check_fill_step(view, report, &work, busy ? CHECKED_PAGES_PER_BUSY_STEP : CHECKED_PAGES_PER_STEP);
     read_step(view, report, &work);
+    busy |= churn_step(view, vcpu, ticks);
     return !busy && !work.read_pages;
-}
-
-/* ---- the command line ---- */
-
-static volatile const char *read_number(volatile const char *at, uint64_t *number)
-{
-    for (*number = 0; *at >= '0' && *at <= '9'; at++)
-        *number = *number * 10 + (uint64_t)(*at - '0');
-    return at;
-}
-
-/* The text after `word`, or null if something else stands there. */
-static volatile const char *skip(volatile const char *at, const char *word)
-{
-    for (; *word; word++, at++) {
-        if (*at != *word)
-            return 0;
-    }
-    return at;
-}
-
-static volatile const char *read_fill(volatile const char *at, volatile struct guest_report *report)
-{
-    static const char *const kinds[] = {",incompressible", ",text", ",zero"};
-    uint64_t mib;
-
-    at = read_number(at, &mib);
-    report->fill_pages = mib << 8;
-    for (uint32_t kind = 0; kind < 3; kind++) {
-        volatile const char *after = skip(at, kinds[kind]);
-        if (after) {
-            report->fill_kind = kind;
-            return after;
-        }
-    }
-    return at;
-}
-
-static volatile const char *read_hot(volatile const char *at, volatile struct guest_report *report)
-{
-    volatile const char *after;
-    uint64_t number;
-
-    at = read_number(at, &number);
-    report->hot_pages = number << 8;
-    for (;;) {
-        if ((after = skip(at, ",rate="))) {
-            at = read_number(after, &number);
-            report->rate = number;
-        } else if ((after = skip(at, ",random"))) {
-            report->random = 1;
-            at = after;
-        } else if ((after = skip(at, ",sequential"))) {
-            report->random = 0;
-            at = after;
-        } else {
-            return at;
-        }
-    }
-}
-
-static volatile const char *read_read(volatile const char *at, volatile struct guest_report *report)
-{
-    uint64_t mib;
-
-    at = read_number(at, &mib);
-    report->read_pages = mib << 8;
-    return at;
 }
 
 void workload_init(const struct guest_view *view, uint32_t vcpus)
 {
     volatile struct guest_report *report = guest_report(view);
-    volatile const char *at = (volatile const char *)words_at(view, COMMAND_LINE_ADDRESS);
-    volatile const char *after;
 
     report->vcpus = vcpus < REPORT_MAX_VCPUS ? vcpus : REPORT_MAX_VCPUS;
-    while (*at) {
-        if ((after = skip(at, "fill="))) {
-            at = read_fill(after, report);
-        } else if ((after = skip(at, "read="))) {
-            at = read_read(after, report);
-        } else if ((after = skip(at, "hot="))) {
-            at = read_hot(after, report);
-        } else if ((after = skip(at, "display"))) {
-            report->display_pages = display_pages(view);
-            at = after;
-        } else {
-            at++;
-        }
-    }
+    command_line_read(view, report);
     uint64_t pages = work_pages(view);
     if (report->fill_pages > pages)
         report->fill_pages = pages;
@@ -563,6 +375,8 @@ void workload_init(const struct guest_view *view, uint32_t vcpus)
     pages -= report->read_pages;
     if (report->hot_pages > pages)
         report->hot_pages = pages;
+    heap_init(view);
+    churn_init(view);
     report->version = REPORT_VERSION;
     report->magic = REPORT_MAGIC;
 }

@@ -3,12 +3,14 @@
  * of the process guest. It has no state outside guest memory.
  *
  * Command line: words separated by spaces, of `idle`, `ticks`, `display`, `read=MIB`,
- * `fill=MIB,incompressible|text|zero` and `hot=MIB[,rate=PAGES_PER_S][,random|sequential]`. The VMM
- * has checked it (config.rs); what makes no sense here is ignored.
+ * `fill=MIB,incompressible|text|zero`, `hot=MIB[,rate=PAGES_PER_S][,random|sequential]`, `freed=MIB`,
+ * `churn=MIB[,rate=PAGES_PER_S]`, `poison`, `pressure`, `reporting` and `rewrite`. The VMM has checked
+ * it (config.rs); what makes no sense here is ignored.
  *
  * `fill` is written once and checked in passing; `read` is written once and then checked without
  * pause; `hot` is rewritten; `display` is a frame buffer that is redrawn 60 times a second, and as
- * much that never changes, each in a memory slot of its own.
+ * much that never changes, each in a memory slot of its own. What these leave is the heap's (heap.h):
+ * `freed` of it is written once and freed; `churn` keeps buffers in it, as a build does (churn.h).
  */
 #ifndef VMFERRY_WORKLOAD_H
 #define VMFERRY_WORKLOAD_H

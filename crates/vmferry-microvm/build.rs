@@ -42,7 +42,10 @@ const LINK_FLAGS: &[&str] = &[
 /// For the process guest: an ordinary library; Rust links position-independent executables.
 const HOST_FLAGS: &[&str] = &["-std=gnu11", "-O2", "-Wall", "-Wextra", "-fPIC"];
 
-const SOURCES: &[&str] = &["start.S", "kernel.c", "workload.c"];
+/// What the process guest runs, too.
+const WORKLOAD: &[&str] = &["workload.c", "command_line.c", "heap.c", "churn.c"];
+/// Of the bare-metal guest alone.
+const MACHINE: &[&str] = &["start.S", "kernel.c"];
 
 fn main() {
     if let Err(text) = build() {
@@ -66,7 +69,7 @@ fn build() -> Result<(), String> {
     }
 
     let mut objects = Vec::new();
-    for source in SOURCES {
+    for source in MACHINE.iter().chain(WORKLOAD) {
         let object = out.join(format!("guest-{source}.o"));
         compile(&compiler, GUEST_FLAGS, &root, source, &object)?;
         objects.push(object);
@@ -75,8 +78,12 @@ fn build() -> Result<(), String> {
     link.args(LINK_FLAGS).arg("-T").arg(root.join("link.ld")).arg("-o").arg(out.join("guest.elf"));
     run(link.args(&objects))?;
 
-    let object = out.join("host-workload.o");
-    compile(&compiler, HOST_FLAGS, &root, "workload.c", &object)?;
+    let mut objects = Vec::new();
+    for source in WORKLOAD {
+        let object = out.join(format!("host-{source}.o"));
+        compile(&compiler, HOST_FLAGS, &root, source, &object)?;
+        objects.push(object);
+    }
     let archive = out.join("libvmferry_workload.a");
     // `ar` only ever adds to an archive: one left by an earlier build must go first.
     match std::fs::remove_file(&archive) {
@@ -86,7 +93,7 @@ fn build() -> Result<(), String> {
         _ => {}
     }
     let archiver = env::var("AR").unwrap_or_else(|_| "ar".into());
-    run(program(&archiver).arg("crs").arg(&archive).arg(&object))?;
+    run(program(&archiver).arg("crs").arg(&archive).args(&objects))?;
     println!("cargo:rustc-link-search=native={}", out.display());
     println!("cargo:rustc-link-lib=static=vmferry_workload");
     Ok(())

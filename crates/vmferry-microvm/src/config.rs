@@ -17,6 +17,8 @@ pub const MIN_MEMORY_BYTES: u64 = 32 << 20;
 pub const MAX_MEMORY_BYTES: u64 = 256 << 30;
 /// Most vCPUs.
 pub const MAX_VCPUS: u8 = 8;
+/// The guest keeps a table of 16,384 buffers for each vCPU, of about 148 pages each (`churn.h`): 9 GiB.
+const CHURN_MIB_PER_VCPU: u64 = 8 << 10;
 /// Longest command line in bytes.
 const MAX_COMMAND_LINE: usize = 1024;
 
@@ -103,16 +105,48 @@ impl GuestConfig {
             return bad("vcpus", format!("{}; choose 1 to {MAX_VCPUS}", self.vcpus));
         }
         let work_bytes = bytes - (16 << 20);
-        let wanted = check_command_line(&self.command_line)?.saturating_mul(1 << 20);
-        if wanted > work_bytes {
+        let wanted = check_command_line(&self.command_line)?;
+        let fixed = wanted.fixed_mib.saturating_mul(1 << 20);
+        if fixed > work_bytes {
             let reason = format!(
                 "asks for {} MiB, and {} MiB of the memory can be used",
-                wanted >> 20,
+                fixed >> 20,
                 work_bytes >> 20
             );
             return bad("workload", reason);
         }
+        let heap_mib = self.heap_bytes(fixed) >> 20;
+        if wanted.freed_mib > heap_mib {
+            let reason = format!(
+                "`freed` asks for {} MiB, and the others leave {heap_mib} MiB in blocks of 4",
+                wanted.freed_mib
+            );
+            return bad("workload", reason);
+        }
+        // Each vCPU has blocks of its own, of which it uses the last in part.
+        let vcpus = u64::from(self.vcpus);
+        let churn_mib = heap_mib.saturating_sub(4 * vcpus).min(CHURN_MIB_PER_VCPU * vcpus);
+        if wanted.churn_mib > churn_mib {
+            let reason = format!(
+                "`churn` asks for {} MiB, and {churn_mib} MiB can be had: of {heap_mib} MiB that the \
+                 others leave, all but 4 MiB for each vCPU, and at most {CHURN_MIB_PER_VCPU} MiB each",
+                wanted.churn_mib
+            );
+            return bad("workload", reason);
+        }
         Ok(())
+    }
+
+    /// The size of the guest's heap: the blocks of 4 MiB above what the workloads with fixed pages
+    /// take (`find_blocks` in `heap.c`).
+    fn heap_bytes(&self, fixed_bytes: u64) -> u64 {
+        const BLOCK: u64 = 4 << 20;
+        let low = self.memory_bytes.min(LOW_RAM_END);
+        let high = self.memory_bytes - low;
+        let first = (16 << 20) + fixed_bytes;
+        let high_taken = first.saturating_sub(low).next_multiple_of(BLOCK);
+        low.saturating_sub(first.next_multiple_of(BLOCK)) / BLOCK * BLOCK
+            + high.saturating_sub(high_taken) / BLOCK * BLOCK
     }
 
     /// The memory slots: RAM up to 3 GiB, the two of a display if the workload has one, and RAM that
@@ -134,13 +168,21 @@ impl GuestConfig {
     }
 }
 
-/// Checks a workload and returns the MiB that it uses.
-fn check_command_line(text: &str) -> Result<u64, MachineError> {
+/// What a workload uses, in MiB.
+#[derive(Default)]
+struct Wanted {
+    fixed_mib: u64,
+    freed_mib: u64,
+    churn_mib: u64,
+}
+
+/// Checks a workload and returns what it uses.
+fn check_command_line(text: &str) -> Result<Wanted, MachineError> {
     let bad = |reason: String| MachineError::Config { setting: "workload", reason };
     if text.len() > MAX_COMMAND_LINE {
         return Err(bad(format!("is longer than {MAX_COMMAND_LINE} bytes")));
     }
-    let mut used = 0_u64;
+    let mut wanted = Wanted::default();
     let mut seen = Vec::new();
     for word in text.split_ascii_whitespace() {
         let (name, parameters) = word.split_once('=').unwrap_or((word, ""));
@@ -150,36 +192,42 @@ fn check_command_line(text: &str) -> Result<u64, MachineError> {
         seen.push(name);
         let mut parameters = parameters.split(',');
         let mib = parameters.next().unwrap_or_default();
+        let is_rate = |parameter: &str| {
+            let rate = parameter.strip_prefix("rate=").and_then(|rate| rate.parse::<u32>().ok());
+            rate.is_some_and(|rate| rate > 0)
+        };
         let known = |parameter: &str| match name {
             "fill" => matches!(parameter, "incompressible" | "text" | "zero"),
-            "hot" => {
-                matches!(parameter, "random" | "sequential")
-                    || parameter
-                        .strip_prefix("rate=")
-                        .and_then(|rate| rate.parse::<u32>().ok())
-                        .is_some_and(|rate| rate > 0)
-            }
+            "hot" => matches!(parameter, "random" | "sequential") || is_rate(parameter),
+            "churn" => is_rate(parameter),
             _ => false,
         };
         if let Some(unknown) = parameters.find(|parameter| !known(parameter)) {
             return Err(bad(format!("`{name}` has no `{unknown}`; {GRAMMAR}")));
         }
         match name {
-            "idle" | "ticks" | "display" if mib.is_empty() => {}
-            "fill" | "read" | "hot" => {
+            "idle" | "ticks" | "display" | "poison" | "pressure" | "reporting" | "rewrite"
+                if word == name => {}
+            "fill" | "read" | "hot" | "freed" | "churn" => {
                 let mib = mib.parse::<u32>().ok().filter(|mib| *mib > 0);
                 let mib = mib.ok_or_else(|| bad(format!("`{word}` needs MiB; {GRAMMAR}")))?;
-                used += u64::from(mib);
+                let used = match name {
+                    "freed" => &mut wanted.freed_mib,
+                    "churn" => &mut wanted.churn_mib,
+                    _ => &mut wanted.fixed_mib,
+                };
+                *used += u64::from(mib);
             }
             _ => return Err(bad(format!("`{word}` is unknown; {GRAMMAR}"))),
         }
     }
-    Ok(used)
+    Ok(wanted)
 }
 
 const GRAMMAR: &str = "use words of: idle, ticks, display, read=MIB, \
                        fill=MIB,incompressible|text|zero, \
-                       hot=MIB[,rate=PAGES_PER_S][,random|sequential]";
+                       hot=MIB[,rate=PAGES_PER_S][,random|sequential], freed=MIB, \
+                       churn=MIB[,rate=PAGES_PER_S], poison, pressure, reporting, rewrite";
 
 /// Checks a guest's name: it becomes a file name.
 ///
@@ -225,12 +273,28 @@ mod tests {
             (config(64 << 20, 1, "read=0"), "`read=0` needs MiB"),
             (config(64 << 20, 1, "read=1,text"), "`read` has no `text`"),
             (config(64 << 20, 1, "fill=8,zero read=33 hot=8"), "asks for 49 MiB, and 48"),
+            (config(64 << 20, 1, "freed"), "`freed` needs MiB"),
+            (config(64 << 20, 1, "freed=1,zero"), "`freed` has no `zero`"),
+            (config(64 << 20, 1, "freed=49"), "`freed` asks for 49 MiB, and the others leave 48"),
+            (config(64 << 20, 1, "fill=1,zero freed=45"), "leave 44 MiB"),
+            (config(64 << 20, 1, "hot=48 churn=1"), "`churn` asks for 1 MiB, and 0 MiB"),
+            (config(64 << 20, 2, "churn=41"), "`churn` asks for 41 MiB, and 40 MiB"),
+            (config(64 << 20, 1, "churn=8,random"), "`churn` has no `random`"),
+            (config(64 << 20, 1, "churn=8,rate=0"), "`churn` has no `rate=0`"),
+            (config(32 << 30, 1, "churn=8193"), "and 8192 MiB can be had"),
+            (config(64 << 20, 1, "poison=1"), "`poison=1` is unknown"),
+            (config(64 << 20, 1, "idle="), "`idle=` is unknown"),
+            (config(64 << 20, 1, "pressure rewrite pressure"), "`pressure` stands twice"),
         ] {
             let error = config.check().unwrap_err().to_string();
             assert!(error.contains(setting), "{error}");
         }
         config(64 << 20, 8, "idle ticks fill=8,zero hot=40,rate=100,random").check().unwrap();
         config(64 << 20, 8, "read=48 display").check().unwrap();
+        config(64 << 20, 2, "freed=48 churn=40,rate=9 poison").check().unwrap();
+        config(64 << 20, 1, "fill=3,zero freed=44 pressure reporting rewrite").check().unwrap();
+        // All of the 3 GiB below 4 GiB is taken, and 1 MiB above: the heap begins at the next block.
+        config(4 << 30, 1, "fill=3057,zero freed=1020").check().unwrap();
     }
 
     #[test]

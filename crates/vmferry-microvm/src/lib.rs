@@ -9,6 +9,7 @@
 //!
 //! `unsafe` is confined to `kvm` (ioctls and memory slots) and `process` (the guest's C code).
 
+pub mod account;
 mod backend;
 pub mod config;
 pub mod control;

@@ -6,7 +6,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 const REPORT_ADDRESS: u64 = 0x8000;
 const REPORT_MAGIC: u64 = u64::from_le_bytes(*b"VMFERRYR");
-const REPORT_VERSION: u32 = 2;
+const REPORT_VERSION: u32 = 3;
 const MAX_VCPUS: u32 = 8;
 
 /// `struct guest_report`.
@@ -23,9 +23,12 @@ struct RawGuest {
     fill_kind: u32,
     random: u32,
     display_pages: u32,
-    reserved: u32,
+    flags: u32,
+    churn_pages: u64,
+    churn_rate: u64,
+    freed_pages: u64,
 }
-const _: () = assert!(size_of::<RawGuest>() == 64);
+const _: () = assert!(size_of::<RawGuest>() == 88);
 
 /// `struct corruption`.
 #[repr(C)]
@@ -70,8 +73,12 @@ struct RawVcpu {
     fill_rounds: u64,
     read_rounds: u64,
     frames: u64,
+    churn_rounds: u64,
+    buffers_allocated: u64,
+    buffers_freed: u64,
+    churn_work: u64,
 }
-const _: () = assert!(size_of::<RawVcpu>() == 128);
+const _: () = assert!(size_of::<RawVcpu>() == 160);
 
 /// What the guest says of itself, all vCPUs together.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -110,6 +117,18 @@ pub struct Report {
     pub read_pages: u64,
     /// Pages of the frame buffer, and as many stand still beside it; 0 without a display.
     pub display_pages: u64,
+    /// Pages that the live buffers of `churn` may take; 0 without it.
+    pub churn_pages: u64,
+    /// Pages that were written once and freed before anything else of the heap was used.
+    pub freed_pages: u64,
+    /// Fewest times that any vCPU has checked all of its live buffers.
+    pub churn_rounds: u64,
+    /// Buffers allocated.
+    pub buffers_allocated: u64,
+    /// Buffers freed, each after it was checked whole.
+    pub buffers_freed: u64,
+    /// Pages of buffers written or checked: over time, how fast the guest gets on.
+    pub churn_work: u64,
     /// How far each vCPU is.
     pub vcpus: Vec<VcpuProgress>,
 }
@@ -123,6 +142,8 @@ pub struct VcpuProgress {
     pub fill_rounds: u64,
     /// Rounds over the pages that it only reads.
     pub read_rounds: u64,
+    /// Rounds over its live buffers.
+    pub churn_rounds: u64,
     /// Timer ticks that it has had.
     pub ticks: u64,
 }
@@ -149,6 +170,7 @@ impl Report {
             rounds: u64::MAX,
             fill_rounds: u64::MAX,
             read_rounds: u64::MAX,
+            churn_rounds: u64::MAX,
             ticks: u64::MAX,
             fill_pages: guest.fill_pages,
             read_pages: guest.read_pages,
@@ -156,6 +178,8 @@ impl Report {
                 .into_iter()
                 .fold(guest.fill_pages, u64::saturating_add),
             display_pages: guest.display_pages.into(),
+            churn_pages: guest.churn_pages,
+            freed_pages: guest.freed_pages,
             ..Self::default()
         };
         for vcpu in 0..u64::from(vcpus) {
@@ -166,7 +190,11 @@ impl Report {
             report.rounds = report.rounds.min(vcpu.rounds);
             report.fill_rounds = report.fill_rounds.min(vcpu.fill_rounds);
             report.read_rounds = report.read_rounds.min(vcpu.read_rounds);
+            report.churn_rounds = report.churn_rounds.min(vcpu.churn_rounds);
             add(&mut report.frames, vcpu.frames);
+            add(&mut report.buffers_allocated, vcpu.buffers_allocated);
+            add(&mut report.buffers_freed, vcpu.buffers_freed);
+            add(&mut report.churn_work, vcpu.churn_work);
             add(&mut report.pages_written, vcpu.pages_written);
             add(&mut report.pages_checked, vcpu.pages_checked);
             add(&mut report.corruptions, vcpu.corruptions);
@@ -179,6 +207,7 @@ impl Report {
                 rounds: vcpu.rounds,
                 fill_rounds: vcpu.fill_rounds,
                 read_rounds: vcpu.read_rounds,
+                churn_rounds: vcpu.churn_rounds,
                 ticks: vcpu.ticks,
             });
             report.longest_gap_tsc = report.longest_gap_tsc.max(vcpu.longest_gap_tsc);
@@ -203,6 +232,7 @@ impl Report {
                 whole_round(hot_pages, now.rounds, then.rounds)
                     && whole_round(self.fill_pages, now.fill_rounds, then.fill_rounds)
                     && whole_round(self.read_pages, now.read_rounds, then.read_rounds)
+                    && whole_round(self.churn_pages, now.churn_rounds, then.churn_rounds)
             })
     }
 }
@@ -218,6 +248,7 @@ mod tests {
                 rounds,
                 fill_rounds,
                 read_rounds: 0,
+                churn_rounds: 0,
                 ticks: 0,
             })
             .collect();
@@ -247,12 +278,25 @@ mod tests {
                 rounds: 0,
                 fill_rounds: 0,
                 read_rounds,
+                churn_rounds: 0,
                 ticks: 0,
             });
             Report { read_pages: 2, work_pages: 2, vcpus: vcpus.collect(), ..Report::default() }
         };
         assert!(reads(&[5, 7]).has_checked_all_since(&reads(&[3, 5])));
         assert!(!reads(&[5, 6]).has_checked_all_since(&reads(&[3, 5])));
+        let churns = |rounds: &[u64]| {
+            let vcpus = rounds.iter().map(|&churn_rounds| VcpuProgress {
+                rounds: 0,
+                fill_rounds: 0,
+                read_rounds: 0,
+                churn_rounds,
+                ticks: 0,
+            });
+            Report { churn_pages: 2, vcpus: vcpus.collect(), ..Report::default() }
+        };
+        assert!(churns(&[5, 7]).has_checked_all_since(&churns(&[3, 5])));
+        assert!(!churns(&[5, 6]).has_checked_all_since(&churns(&[3, 5])));
         let display = |frames| Report { display_pages: 8, frames, ..report(0, 0, &[(0, 0)]) };
         assert!(display(9).has_checked_all_since(&display(7)));
         assert!(!display(8).has_checked_all_since(&display(7)));

@@ -12,6 +12,7 @@ use crate::kvm::DISPLAY_BYTES;
 use crate::report::{Corruption, Report};
 
 mod display;
+mod heap;
 
 const MIB: u64 = 1 << 20;
 const WORK: u64 = 16 * MIB;
@@ -21,10 +22,10 @@ const GUEST_REPORT: u64 = 0x8000;
 const VCPU_REPORT: u64 = 0x9000;
 const PHASE: u64 = 88;
 const FRAMES: u64 = 120;
-const FILL_NEXT: u64 = 128;
-const READ_NEXT: u64 = 136;
-const HOT_NEXT: u64 = 144;
-const FRAMES_DUE: u64 = 184;
+const FILL_NEXT: u64 = 160;
+const READ_NEXT: u64 = 168;
+const HOT_NEXT: u64 = 176;
+const FRAMES_DUE: u64 = 216;
 
 struct Workload {
     memory: GuestMemory,
@@ -155,6 +156,9 @@ fn an_undamaged_guest_reports_no_corruption() {
         "read=3",
         "display",
         "display read=2 fill=3,text hot=4,random",
+        "freed=8",
+        "churn=3 poison",
+        "hot=1 freed=7 churn=4 pressure",
     ] {
         for vcpus in [1, 3, 8] {
             let mut workload = Workload::populated(line, vcpus);
@@ -381,7 +385,7 @@ fn a_damaged_report_is_corruption_and_no_crash() {
         cases.extend([16, 24, 32].map(|offset| (GUEST_REPORT + offset, huge)));
         cases.extend([FILL_NEXT, READ_NEXT, HOT_NEXT].map(|offset| (VCPU_REPORT + offset, huge)));
     }
-    cases.push((GUEST_REPORT + 8, 9 << 32 | 2)); // vcpus, version
+    cases.push((GUEST_REPORT + 8, 9 << 32 | 3)); // vcpus, version
     // display_pages: there is no display, and none has so many
     cases.extend([1, 8, 9, u64::from(u32::MAX)].map(|pages| (GUEST_REPORT + 56, pages)));
     for populated in [true, false] {
@@ -403,7 +407,7 @@ fn a_damaged_report_is_corruption_and_no_crash() {
 fn no_word_of_the_state_makes_it_leave_its_memory() {
     let mut workload = Workload::populated("fill=2,text read=1 hot=2,random,rate=5000 display", 2);
     let saved = [GUEST_REPORT, VCPU_REPORT].map(|page| (page, workload.page(page)));
-    for (page, words) in [(GUEST_REPORT, 8), (VCPU_REPORT, 40)] {
+    for (page, words) in [(GUEST_REPORT, 11), (VCPU_REPORT, 44)] {
         for word in 0..words {
             for value in [0, 1, 1 << 32, u64::MAX >> 12, u64::MAX] {
                 workload.set_word(page + 8 * word, value);
