@@ -97,12 +97,14 @@ pub struct MachineOptions {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Workloads, combined with spaces: idle | fill=MIB,incompressible|text|zero |
-read=MIB | hot=MIB[,rate=PAGES_PER_S][,random|sequential] | display | ticks
+read=MIB | hot=MIB[,rate=PAGES_PER_S][,random|sequential] | display | ticks |
+freed=MIB | churn=MIB[,rate=PAGES_PER_S] | poison | pressure | reporting | rewrite
 
 Examples:
   vmferry run web --memory 1G --vcpus 2 --workload \"fill=256,text hot=64,random\"
   vmferry run web --guest process --workload hot=16,rate=20000
-  vmferry run kiosk --workload \"display read=64\"")]
+  vmferry run kiosk --workload \"display read=64\"
+  vmferry run builder --memory 4G --vcpus 2 --workload \"freed=3000 churn=500 poison\"")]
 pub struct RunOptions {
     /// Name of the guest.
     pub name: String,

@@ -174,7 +174,7 @@ fn report(socket: &Path) -> Result<Report, Failure> {
 /// Whether the guest works and its timer ticks.
 fn goes_on(before: &Report, now: &Report) -> bool {
     now.ticks >= before.ticks + 20
-        && (now.work_pages == 0 || now.pages_checked > before.pages_checked)
+        && (now.work_pages + now.churn_pages == 0 || now.pages_checked > before.pages_checked)
 }
 
 /// Waits until the guest has checked all of its memory again, and returns whether it has: one that

@@ -50,6 +50,12 @@ fn describe(status: &Value) -> String {
             report["corruptions"],
             report["ticks"]
         ));
+        if report["churn_pages"].as_u64() > Some(0) {
+            lines.push(format!(
+                "  churn: {} buffers allocated, {} freed, {} pages worked on",
+                report["buffers_allocated"], report["buffers_freed"], report["churn_work"]
+            ));
+        }
         if report["display_pages"].as_u64() > Some(0) {
             lines.push(format!("  display: {} frames", report["frames"]));
         }

@@ -15,6 +15,7 @@ use crate::embed::{IncomingMachine, MigratingMachine};
 use crate::state::StateError;
 
 mod display;
+mod heap;
 mod logs;
 mod throttle;
 
