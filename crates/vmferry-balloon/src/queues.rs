@@ -125,9 +125,11 @@ impl ActiveQueue {
         Ok(available.0 != self.queue.next_avail())
     }
 
-    /// Asks for a kick at the next buffer; whether there is one already.
+    /// Asks for a kick at the next buffer, after some were taken; whether there is one already. Without EVENT_IDX
+    /// drivers always kick: it is not worth a write to guest memory to ask them not to, and one to ask again.
     pub(crate) fn enable_kicks<M: GuestMemory>(&mut self, memory: &M) -> Result<bool, Broken> {
-        self.queue.enable_notification(memory).map_err(reason)
+        Ok(self.queue.event_idx_enabled()
+            && self.queue.enable_notification(memory).map_err(reason)?)
     }
 
     /// Gives a buffer back. The device writes into none, so its length is 0.

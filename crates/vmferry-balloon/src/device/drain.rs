@@ -92,8 +92,10 @@ where
             return Err(OUTSIDE_MEMORY);
         }
         let size = active.queue.size();
+        let mut taken_any = false;
         for _ in 0..size {
             let Some(chain) = active.next(memory)? else { break };
+            taken_any = true;
             let head = chain.head_index();
             let mut buffer = std::mem::take(&mut self.buffer);
             let taken = buffer.take(chain, size);
@@ -121,7 +123,7 @@ where
                 break;
             }
         }
-        let more = active.has_more(memory)? || active.enable_kicks(memory)?;
+        let more = active.has_more(memory)? || (taken_any && active.enable_kicks(memory)?);
         Ok(if more { Progress::More } else { Progress::Done })
     }
 
