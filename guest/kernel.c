@@ -20,8 +20,9 @@ struct boot_parameters {
     uint64_t low_bytes;  /* RAM from 0, at most 3 GiB */
     uint64_t high_bytes; /* RAM from 4 GiB */
     uint64_t has_display; /* 1 if the slots from DISPLAY_ADDRESS exist */
+    uint64_t balloon_address; /* registers of a virtio-mmio balloon; 0 if there is none */
 };
-_Static_assert(sizeof(struct boot_parameters) == 40, "the VMM writes it");
+_Static_assert(sizeof(struct boot_parameters) == 48, "the VMM writes it");
 
 struct table_pointer {
     uint16_t limit;
@@ -325,6 +326,7 @@ void pvh_main(const struct start_info *info)
     boot->low_bytes = low_bytes & ~4095ull;
     boot->high_bytes = high_bytes & ~4095ull;
     boot->has_display = 0;
+    boot->balloon_address = 0;
     boot->version = BOOT_VERSION;
     boot->vcpus = 1;
     boot->magic = BOOT_MAGIC;

@@ -24,7 +24,7 @@
 #define PAGE_DIRECTORIES_ADDRESS 0x200000
 
 #define BOOT_MAGIC 0x4259525245464d56 /* "VMFERRYB" in memory order */
-#define BOOT_VERSION 2
+#define BOOT_VERSION 3
 #define MAX_VCPUS 8
 
 /* Selectors are Linux's own: PVM runs ring 3 natively only with these. */

@@ -85,6 +85,9 @@ pub struct GuestConfig {
     pub vcpus: u8,
     /// What the guest does; see the guest's `workload.h`.
     pub command_line: String,
+    /// Whether it has a balloon, which takes a guest on KVM.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub balloon: bool,
 }
 
 impl GuestConfig {
@@ -247,7 +250,7 @@ mod tests {
     use super::*;
 
     fn config(memory_bytes: u64, vcpus: u8, command_line: &str) -> GuestConfig {
-        GuestConfig { memory_bytes, vcpus, command_line: command_line.into() }
+        GuestConfig { memory_bytes, vcpus, command_line: command_line.into(), balloon: false }
     }
 
     #[test]

@@ -57,6 +57,7 @@ impl Guest {
                 memory_bytes: case.memory_mib << 20,
                 vcpus: 4,
                 command_line: case.workload(),
+                balloon: true,
             },
             kind: GuestKind::Kvm,
             memory_kind: MEMORY,
