@@ -44,7 +44,7 @@ const PAGE_DIRECTORIES: u64 = 0x20_0000;
 const MAPPED_GIB_MAX: u64 = 512;
 
 const BOOT_MAGIC: u64 = u64::from_le_bytes(*b"VMFERRYB");
-const BOOT_VERSION: u32 = 2;
+const BOOT_VERSION: u32 = 3;
 
 /// Present, writable, user: the workload runs in ring 3 on the same tables.
 const TABLE: u64 = 0x7;
@@ -75,11 +75,12 @@ struct BootParameters {
     low_bytes: u64,
     high_bytes: u64,
     has_display: u64,
+    balloon_address: u64,
 }
 
-const _: () = assert!(size_of::<BootParameters>() == 40);
+const _: () = assert!(size_of::<BootParameters>() == 48);
 
-// SAFETY: `ByteValued` needs plain data without padding: a u64, two u32 and three u64 have none.
+// SAFETY: `ByteValued` needs plain data without padding: a u64, two u32 and four u64 have none.
 unsafe impl ByteValued for BootParameters {}
 
 /// Guest memory, whatever its dirty bitmap is: the machine boots the guest into it, and keeps it
@@ -121,6 +122,7 @@ fn load_guest<B: Bitmap>(
         low_bytes,
         high_bytes,
         has_display: slots.iter().any(|slot| slot.gpa == DISPLAY).into(),
+        balloon_address: 0,
     };
     write(memory, BOOT_PARAMETERS, parameters.as_slice())?;
     write(memory, COMMAND_LINE, &command_line_bytes(command_line)?)?;
