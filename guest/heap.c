@@ -233,14 +233,30 @@ uint32_t heap_take(struct heap *heap, uint32_t sources, enum block_state state, 
     return block;
 }
 
+static void give(struct heap *heap, uint32_t block)
+{
+    volatile struct heap_block *given = heap_block(heap, block);
+
+    given->state = BLOCK_FREE;
+    push(heap, given->used ? LIST_USED : LIST_FRESH, block);
+}
+
 int heap_give(struct heap *heap, uint32_t block)
 {
     if (!lock(heap))
         return 0;
-    volatile struct heap_block *given = heap_block(heap, block);
     unlink(heap, block);
-    given->state = BLOCK_FREE;
-    push(heap, given->used ? LIST_USED : LIST_FRESH, block);
+    give(heap, block);
+    unlock(heap);
+    return 1;
+}
+
+int heap_give_all(struct heap *heap, uint32_t source)
+{
+    if (!lock(heap))
+        return 0;
+    for (uint32_t block = pop_any(heap, source); block != HEAP_NONE; block = pop_any(heap, source))
+        give(heap, block);
     unlock(heap);
     return 1;
 }

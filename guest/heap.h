@@ -145,6 +145,9 @@ uint32_t heap_take(struct heap *heap, uint32_t sources, enum block_state state, 
 /* Frees a block, whatever list it is on. 0 if the heap is busy. */
 int heap_give(struct heap *heap, uint32_t block);
 
+/* Frees all blocks of a source. 0 if the heap is busy. */
+int heap_give_all(struct heap *heap, uint32_t source);
+
 /* The first run of pages in this vCPU's blocks, or in a block taken for it. 1, or 0: there is none now. */
 int heap_allocate(struct heap *heap, uint32_t pages, struct heap_run *run);
 /* Frees pages that heap_allocate has given. They are poisoned already, if free pages are. */

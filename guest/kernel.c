@@ -9,6 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "balloon.h"
 #include "kernel.h"
 #include "report.h"
 #include "workload.h"
@@ -55,6 +56,7 @@ extern void (*const exception_entries[20])(void);
 extern uint8_t trampoline[], trampoline_end[];
 void timer_entry(void);
 void spurious_entry(void);
+void balloon_entry(void);
 void load_descriptors(const struct table_pointer *gdt, const struct table_pointer *idt, uint16_t tss);
 _Noreturn void enter_user(void (*entry)(uint32_t), const void *stack_top, uint32_t vcpu);
 
@@ -125,12 +127,16 @@ static _Noreturn void user_main(uint32_t vcpu)
 
     if (vcpu == 0) {
         workload_init(&view, boot->vcpus);
+        balloon_init(&view, boot->balloon_address, (volatile uint64_t *)(cpu_pages[0] + CPU_INTERRUPTS));
         __atomic_store_n(&workload_ready, 1, __ATOMIC_RELEASE);
     }
     while (!__atomic_load_n(&workload_ready, __ATOMIC_ACQUIRE))
         idle();
     for (;;) {
-        if (workload_step(&view, vcpu, kernel_ticks(vcpu)))
+        int is_idle = workload_step(&view, vcpu, kernel_ticks(vcpu));
+        if (vcpu == 0)
+            is_idle &= balloon_step(&view, kernel_ticks(vcpu));
+        if (is_idle)
             idle();
     }
 }
@@ -210,6 +216,7 @@ static void load_tables(uint32_t vcpu)
     for (unsigned vector = 0; vector < 20; vector++)
         set_gate(&idt[vector], exception_entries[vector]);
     set_gate(&idt[VECTOR_TIMER], timer_entry);
+    set_gate(&idt[VECTOR_BALLOON], balloon_entry);
     set_gate(&idt[VECTOR_SPURIOUS], spurious_entry);
 
     task->rsp[0] = (uint64_t)cpu_pages[vcpu] + CPU_PAGE_BYTES;
@@ -231,6 +238,19 @@ static void start_timer(void)
     lapic_write(0x380, 1000000);
 }
 
+static void ioapic_write(uint32_t index, uint32_t value)
+{
+    *(volatile uint32_t *)(uintptr_t)IOAPIC_BASE = index;
+    *(volatile uint32_t *)(uintptr_t)(IOAPIC_BASE + 0x10) = value;
+}
+
+/* Edge-triggered, active high, to vCPU 0, by its APIC identifier. */
+static void route_balloon(void)
+{
+    ioapic_write(0x10 + 2 * BALLOON_PIN + 1, 0);
+    ioapic_write(0x10 + 2 * BALLOON_PIN, VECTOR_BALLOON);
+}
+
 _Noreturn void kernel_main(uint32_t vcpu)
 {
     volatile struct boot_parameters *boot = boot_parameters();
@@ -248,6 +268,8 @@ _Noreturn void kernel_main(uint32_t vcpu)
     }
     load_tables(vcpu);
     start_timer();
+    if (vcpu == 0 && boot->balloon_address)
+        route_balloon();
     enter_user(user_main, user_stacks[vcpu] + USER_STACK_BYTES - 8, vcpu);
 }
 

@@ -10,6 +10,7 @@
  *   0x40000           PML4, 0x41000 PDPT, 0x42000 the VMM's boot GDT
  *   0x100000          this ELF
  *   0x200000..        page directories, one page per GiB mapped
+ *   0x400000..        the heap's own memory (heap.h)
  * and, with the workload `display`, two slots at 0xfd000000 (report.h).
  */
 #ifndef VMFERRY_KERNEL_H
@@ -39,14 +40,19 @@
 /* Each vCPU has one page: its counters at the bottom, its ring 0 stack growing down to them. */
 #define CPU_PAGE_BYTES 4096
 #define CPU_TICKS 0
+#define CPU_INTERRUPTS 8 /* of the balloon, on vCPU 0 */
 #define USER_STACK_BYTES 16384
 
 #define VECTOR_TIMER 0x30
+#define VECTOR_BALLOON 0x31
 #define VECTOR_SPURIOUS 0x3f
 #define IDT_ENTRIES 64
 
 #define LAPIC_BASE 0xfee00000
 #define LAPIC_EOI 0x0b0
+
+#define IOAPIC_BASE 0xfec00000
+#define BALLOON_PIN 16 /* edge-triggered */
 
 /* The pvpanic device: bit 0 says that the guest panicked. */
 #define PVPANIC_PORT 0x505

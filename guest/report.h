@@ -14,6 +14,42 @@
 #define REPORT_VERSION 3
 #define REPORT_MAX_VCPUS 8
 
+/*
+ * What the driver of the balloon says of itself (balloon.h), zero without one. Blocks are of 4 MiB.
+ */
+#define BALLOON_REPORT_ADDRESS 0x11000
+#define BALLOON_REPORT_MAGIC 0x4c59525245464d56 /* "VMFERRYL" in memory order */
+#define BALLOON_REPORT_VERSION 1
+
+enum balloon_state {
+    BALLOON_ABSENT = 0,
+    BALLOON_FAILED = 1,  /* there is a device, and it can't be driven */
+    BALLOON_IDLE = 2,
+    BALLOON_HINTING = 3, /* blocks are being hinted */
+    BALLOON_HOLDING = 4, /* all are, and the host is not done with them */
+};
+
+struct balloon_report {
+    uint64_t magic;
+    uint32_t version;
+    uint32_t state;          /* enum balloon_state */
+    uint64_t features;       /* negotiated */
+    uint64_t interrupts;     /* seen */
+    uint64_t notifications;  /* to the device */
+    uint32_t command;        /* the last read: 0 stop, 1 done, or the ID of a round of hints */
+    uint32_t rounds;         /* of hints begun */
+    uint64_t rounds_ended;   /* in which all free blocks were hinted */
+    uint64_t hinted_blocks;  /* in all rounds */
+    uint64_t reported_blocks;
+    uint32_t held_blocks;    /* hinted and not yet given back */
+    uint32_t inflated_blocks;
+    uint32_t target_blocks;
+    uint32_t deflated_on_demand; /* blocks that the guest took back because it had no others */
+    uint64_t statistics;     /* times that they were given */
+    uint64_t rewrites;       /* blocks that were written at some stage of the protocol */
+    uint64_t rewrite_rounds; /* over all those that are still kept, each checked */
+};
+
 /* The heartbeat device writes one of these pages after the other. */
 #define HEARTBEAT_ADDRESS 0x20000
 #define HEARTBEAT_PAGES 16
@@ -99,6 +135,7 @@ struct vcpu_report {
 };
 
 _Static_assert(sizeof(struct guest_report) == 88, "report.rs reads it");
+_Static_assert(sizeof(struct balloon_report) == 112, "report.rs reads it");
 _Static_assert(sizeof(struct vcpu_report) == 352, "report.rs reads it");
 
 #endif

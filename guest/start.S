@@ -99,6 +99,18 @@ panic13:
     push $13
     jmp panic_common
 
+/* The balloon has something to say: its driver, in ring 3, sees the count. */
+    .globl balloon_entry
+balloon_entry:
+    push %rax
+    mov %rsp, %rax
+    and $-CPU_PAGE_BYTES, %rax
+    incq CPU_INTERRUPTS(%rax)
+    mov $LAPIC_BASE, %eax
+    movl $0, LAPIC_EOI(%rax)
+    pop %rax
+    iretq
+
 /* Exceptions that this guest never expects: vector, error code, then the processor's frame. */
     .macro exception vector, has_error
 exception_\vector:

@@ -4,6 +4,10 @@ use serde::{Deserialize, Serialize};
 use vmferry_memory::{GuestMemory, MemoryError, PAGE_SIZE};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+pub use self::balloon::{BalloonReport, DriverState};
+
+mod balloon;
+
 const REPORT_ADDRESS: u64 = 0x8000;
 const REPORT_MAGIC: u64 = u64::from_le_bytes(*b"VMFERRYR");
 const REPORT_VERSION: u32 = 3;
@@ -129,6 +133,8 @@ pub struct Report {
     pub buffers_freed: u64,
     /// Pages of buffers written or checked: over time, how fast the guest gets on.
     pub churn_work: u64,
+    /// What the driver of its balloon says, if there is one.
+    pub balloon: Option<BalloonReport>,
     /// How far each vCPU is.
     pub vcpus: Vec<VcpuProgress>,
 }
@@ -180,6 +186,7 @@ impl Report {
             display_pages: guest.display_pages.into(),
             churn_pages: guest.churn_pages,
             freed_pages: guest.freed_pages,
+            balloon: BalloonReport::read(memory)?,
             ..Self::default()
         };
         for vcpu in 0..u64::from(vcpus) {
