@@ -41,6 +41,10 @@ pub trait FreePages: Send + Sync {
         true
     }
 
+    /// The dirty log has begun, and the populated pages are found out next: what was given up before is no news any
+    /// more, and [`zeroed`](Self::zeroed) must not tell it. It may have been written since, and no log says so.
+    fn begin(&self) {}
+
     /// Asks the guest for pages that are free, and passes on what it says until [`stop`](Self::stop). Does not wait
     /// for an answer.
     fn start(&self, hints: FreePageHints) {

@@ -61,6 +61,10 @@ impl FreePages for BalloonPages {
         !matches!(slot.gpa, DISPLAY | STILL)
     }
 
+    fn begin(&self) {
+        self.told.lock().discarded.clear_all();
+    }
+
     fn start(&self, hints: FreePageHints) {
         // Before the guest can answer. A driver that has gone meanwhile never will.
         self.told.lock().hints = Some(hints.clone());

@@ -22,6 +22,7 @@ use crate::plan::Sabotage;
 impl Process {
     pub(super) fn start_log(&mut self) -> Result<Input, MigrateError> {
         self.log.start()?;
+        self.freed.begin();
         self.pending = Arc::new(self.memory.populated()?);
         self.freed.sending(&self.pending);
         if self.freed.can_ask() {

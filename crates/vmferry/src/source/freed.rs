@@ -69,6 +69,11 @@ impl Freed {
         Self { wanted, ..self }
     }
 
+    /// The log has begun. Before it is found out what is populated.
+    pub fn begin(&self) {
+        self.origins.iter().for_each(|origin| origin.begin());
+    }
+
     /// Takes the pages of the first round.
     pub fn sending(&mut self, pages: &PageSet) {
         if !self.origins.is_empty() {

@@ -20,6 +20,7 @@ impl<V: SourceVm> Driver<'_, V> {
         let (result, stood_still) = self.quiesced(move || log.start())?;
         result?;
         self.logging = true;
+        self.freed.begin();
         self.pending = Arc::new(self.memory.populated()?);
         self.freed.sending(&self.pending);
         if self.freed.can_ask() {
