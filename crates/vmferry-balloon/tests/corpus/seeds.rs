@@ -13,7 +13,7 @@ const OLD: &[u8] = &[8, 1, 1, 1];
 const BEGIN_AT_ONCE: &[u8] = &[8, 2, 1, 0, 2, 9, 2];
 /// Two pages from the tenth on, a range that is not of whole pages, and one over the hole.
 const HINT: &[u8] = &[10, 0, 2, 10, 2];
-const ODD_HINT: &[u8] = &[10, 0, 1, 83, 21];
+const ODD_HINT: &[u8] = &[10, 0, 1, 83, 20];
 const WIDE_HINT: &[u8] = &[10, 0, 2, 14, 7];
 const LOOK: &[u8] = &[0, 3];
 const MOVE: &[u8] = &[18, 0];
