@@ -61,7 +61,10 @@ impl Host {
 /// Whole pages, all of which must be the guest's.
 fn check(range: GuestRange) {
     let (start, end) = (range.start.0, range.start.0 + range.bytes);
-    assert!(range.bytes > 0 && start % PAGE == 0 && range.bytes % PAGE == 0, "{range:?}");
+    assert!(
+        range.bytes > 0 && start.is_multiple_of(PAGE) && range.bytes.is_multiple_of(PAGE),
+        "{range:?}"
+    );
     let within = |(first, bytes): &(u64, u64)| *first <= start && end <= first + bytes;
     assert!(REGIONS.iter().any(within), "{range:?} is not in guest memory");
 }
@@ -462,10 +465,11 @@ impl World {
                     1 => self.twin.last.wrapping_sub(1),
                     _ => self.twin.last,
                 };
-                let length = if input.byte() % 8 == 0 { input.byte() as usize % 9 } else { 4 };
+                let length =
+                    if input.byte().is_multiple_of(8) { input.byte() as usize % 9 } else { 4 };
                 self.put(BUFFERS, &[&command.to_le_bytes()[..], &[0; 5]].concat()[..length]);
                 let mut chain = vec![(BUFFERS, length as u64, false)];
-                if input.byte() % 4 == 0 {
+                if input.byte().is_multiple_of(4) {
                     chain.push(range(input));
                 }
                 self.offer(self.index_of(QueueKind::FreePage), &chain);
@@ -555,7 +559,7 @@ impl World {
             let index = (head + place) % ring.size;
             let goes_on = place as usize + 1 < chain.len();
             let flags = u64::from(goes_on) | u64::from(*writable) << 1;
-            let rest = length & 0xffff_ffff | flags << 32 | (index + 1) % ring.size << 48;
+            let rest = length & 0xffff_ffff | flags << 32 | ((index + 1) % ring.size) << 48;
             self.put(ring.descriptors.wrapping_add(16 * index), &start.to_le_bytes());
             self.put(ring.descriptors.wrapping_add(16 * index + 8), &rest.to_le_bytes());
         }
