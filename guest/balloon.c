@@ -72,6 +72,13 @@ static uint64_t wanted_features(uint32_t flags)
     return wanted;
 }
 
+static int make_queues(void)
+{
+    return pages_make(&device) && hints_make(&device) &&
+           (!(device.features & BALLOON_F_STATS_VQ) ||
+            virtqueue_make(&statistics_queue, &device, QUEUE_STATISTICS, 2, statistics_memory));
+}
+
 static int begin(uint64_t address, uint32_t flags)
 {
     uint64_t wanted = wanted_features(flags);
@@ -83,11 +90,10 @@ static int begin(uint64_t address, uint32_t flags)
         !(device.features & BALLOON_F_PAGE_POISON) &&
         !virtio_begin(&device, address, BALLOON_DEVICE, wanted & ~BALLOON_F_PAGE_REPORTING))
         return 0;
-    if (!pages_make(&device) || !hints_make(&device))
+    if (!make_queues()) {
+        virtio_give_up(&device);
         return 0;
-    if (device.features & BALLOON_F_STATS_VQ &&
-        !virtqueue_make(&statistics_queue, &device, QUEUE_STATISTICS, 2, statistics_memory))
-        return 0;
+    }
     if (device.features & BALLOON_F_PAGE_POISON)
         virtio_write(&device, CONFIG_POISON, (uint32_t)POISON_WORD);
     virtio_ready(&device);
@@ -122,7 +128,6 @@ void balloon_init(const struct guest_view *view, uint64_t address, const volatil
     report->magic = BALLOON_REPORT_MAGIC;
     report->version = BALLOON_REPORT_VERSION;
     if (!begin(address, balloon.flags)) {
-        virtio_give_up(&device);
         report->state = BALLOON_FAILED;
         return;
     }

@@ -47,6 +47,8 @@ pub enum Command {
     Set(SetOptions),
     /// End the migration of a guest, which stays here.
     Cancel(GuestOption),
+    /// Show a guest's balloon and memory statistics, or say how large the balloon shall be.
+    Balloon(BalloonOptions),
     /// Pause a guest.
     Pause(GuestOption),
     /// Let a paused guest run on.
@@ -91,6 +93,9 @@ pub struct MachineOptions {
     /// How the log of what its devices write is read: switch, or to compare get.opt and get.org.
     #[arg(long, default_value = "switch", value_name = "WAY")]
     pub device_log: SoftwareWay,
+    /// Give the guest a balloon (virtio-balloon on virtio-mmio). Takes a guest on KVM.
+    #[arg(long)]
+    pub balloon: bool,
 }
 
 /// `vmferry run`.
@@ -104,7 +109,8 @@ Examples:
   vmferry run web --memory 1G --vcpus 2 --workload \"fill=256,text hot=64,random\"
   vmferry run web --guest process --workload hot=16,rate=20000
   vmferry run kiosk --workload \"display read=64\"
-  vmferry run builder --memory 4G --vcpus 2 --workload \"freed=3000 churn=500 poison\"")]
+  vmferry run builder --memory 4G --vcpus 2 --workload \"freed=3000 churn=500 poison\"
+  vmferry run web --guest kvm --memory 1G --balloon")]
 pub struct RunOptions {
     /// Name of the guest.
     pub name: String,
@@ -259,6 +265,25 @@ pub struct SetOptions {
     /// Cap in bytes per second from now on, such as 100M; none takes the cap back.
     #[arg(long, value_parser = parse_cap, value_name = "BYTES_PER_S")]
     pub max_bandwidth: Cap,
+}
+
+/// `vmferry balloon`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+The guest gives as much as it can, and keeps what it needs; `actual` is what it has given.
+
+Examples:
+  vmferry run web --memory 1G --balloon
+  vmferry balloon web                 # statistics, as the guest's driver tells them
+  vmferry balloon web 256M            # do without 256 MiB
+  vmferry balloon web 0               # take it all back
+  vmferry balloon web --json")]
+pub struct BalloonOptions {
+    /// Name of the guest, or path of its control socket.
+    pub guest: String,
+    /// How much memory the guest shall do without, such as 256M; 0 for none.
+    #[arg(value_parser = parse_bytes, value_name = "SIZE")]
+    pub size: Option<u64>,
 }
 
 /// A cap, or none.

@@ -27,6 +27,7 @@ fn main() -> ExitCode {
         Command::Status(options) => commands::status::run(&options, &output),
         Command::Set(options) => commands::simple::set(&options, &output),
         Command::Cancel(options) => commands::simple::cancel(&options, &output),
+        Command::Balloon(options) => commands::balloon::run(&options, &output),
         Command::Pause(options) => commands::simple::pause(&options, &output),
         Command::Resume(options) => commands::simple::resume(&options, &output),
         Command::Quit(options) => commands::simple::quit(&options, &output),

@@ -189,6 +189,12 @@ mod tests {
         memory.read_at(3 * HUGE_PAGE_BYTES, &mut content).unwrap();
         assert_eq!(runs(), [(HUGE, HUGE), (3 * HUGE, HUGE)]);
 
+        // Only whole huge pages can be given back.
+        let run = |first, pages| PageRun { slot: SlotId(0), first, pages };
+        assert_eq!(memory.discard(run(HUGE, HUGE - 1)).unwrap(), None);
+        assert_eq!(memory.discard(run(HUGE - 3, HUGE + 9)).unwrap(), Some(run(HUGE, HUGE)));
+        assert_eq!(runs(), [(3 * HUGE, HUGE)]);
+
         memory.punch().unwrap();
         assert_eq!(runs(), []);
     }

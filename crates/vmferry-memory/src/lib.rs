@@ -11,10 +11,11 @@
 //! socket or a hypervisor.
 //!
 //! `unsafe` is confined to `copy` (raw copies between slots and buffers), `slots` (the promise
-//! that a mapping is valid), `pagemap` (one ioctl) and `traverse` (instructions found at run time, and the positions that they have written).
+//! that a mapping is valid), `discard` (one `madvise`), `pagemap` (one ioctl) and `traverse` (instructions found at run time, and the positions that they have written).
 
 mod bitmap;
 mod copy;
+mod discard;
 mod error;
 mod hash;
 mod huge;

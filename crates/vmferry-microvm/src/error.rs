@@ -40,6 +40,9 @@ pub enum MachineError {
     /// Saved state that can't be loaded.
     #[error(transparent)]
     State(#[from] StateError),
+    /// The balloon could not be made or saved.
+    #[error("the balloon")]
+    Balloon(#[source] std::io::Error),
     /// No thread could be started.
     #[error("the system has no thread left")]
     Thread(#[source] std::io::Error),

@@ -23,6 +23,7 @@ mod process;
 pub mod report;
 pub mod service;
 pub mod state;
+pub mod virtio;
 
 pub use config::{GuestKind, MachineConfig};
 pub use error::MachineError;

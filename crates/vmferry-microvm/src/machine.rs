@@ -12,11 +12,12 @@ use crate::backend::Backend;
 use crate::config::{GuestKind, MachineConfig, check_name};
 use crate::error::MachineError;
 use crate::heartbeat::{self, Heartbeat};
-use crate::kvm::{DirtyRing, KvmBackend, KvmConfig};
+use crate::kvm::{DirtyRing, KvmBackend, KvmConfig, MmioWiring};
 use crate::pace::Pace;
 use crate::process::ProcessBackend;
 use crate::report::Report;
 use crate::state::{SectionKind, StateReader, StateWriter};
+use crate::virtio::{self, Balloon, BalloonDevice};
 
 /// A machine that several threads have a hand on: the control socket while the engine migrates it.
 pub type SharedMachine = Arc<Mutex<Machine>>;
@@ -46,6 +47,7 @@ pub struct Machine {
     // Before the memory: dropping it ends the vCPUs.
     backend: Box<dyn Backend>,
     heartbeat: Heartbeat,
+    balloon: Option<BalloonDevice>,
     mapped: Arc<GuestMemoryMmap<DirtyBitmap>>,
     memory: GuestMemory,
     phase: Phase,
@@ -61,9 +63,16 @@ impl Machine {
         config.guest.check()?;
         let mapped = map_slots::<DirtyBitmap>(&config.guest.layout(), config.memory_kind)?;
         let memory = GuestMemory::from_vm_memory(&mapped)?;
-        let (backend, choice) = choose_backend(&config, &mapped)?;
+        let mut balloon = None;
+        let mut wiring = None;
+        if config.guest.balloon {
+            let (device, wires) = BalloonDevice::new(Arc::clone(&mapped), memory.clone())?;
+            (balloon, wiring) = (Some(device), Some(wires));
+        }
+        let (backend, choice) = choose_backend(&config, &mapped, wiring)?;
         let heartbeat = Heartbeat::new(Arc::clone(&mapped))?;
-        Ok(Self { config, choice, backend, heartbeat, mapped, memory, phase: Phase::New })
+        let phase = Phase::New;
+        Ok(Self { config, choice, backend, heartbeat, balloon, mapped, memory, phase })
     }
 
     /// The same, for several threads.
@@ -118,6 +127,12 @@ impl Machine {
         Ok(Report::read(&self.memory)?)
     }
 
+    /// Its balloon, if it has one.
+    #[must_use]
+    pub fn balloon(&self) -> Option<Balloon> {
+        self.balloon.as_ref().map(BalloonDevice::handle)
+    }
+
     /// Why the guest has stopped by itself, if it has.
     #[must_use]
     pub fn crash(&self) -> Option<String> {
@@ -137,7 +152,7 @@ impl Machine {
     pub fn start(&mut self) -> Result<(), MachineError> {
         self.must_be(Phase::New)?;
         self.backend.start()?;
-        self.heartbeat.run(true);
+        self.run_devices(true);
         self.phase = Phase::Running;
         Ok(())
     }
@@ -151,9 +166,9 @@ impl Machine {
             return Ok(());
         }
         self.must_be(Phase::Running)?;
-        self.heartbeat.run(false);
+        self.run_devices(false);
         if let Err(error) = self.backend.pause() {
-            self.heartbeat.run(true);
+            self.run_devices(true);
             return Err(error);
         }
         self.phase = Phase::Paused;
@@ -170,7 +185,7 @@ impl Machine {
         }
         self.must_be(Phase::Paused)?;
         self.backend.resume()?;
-        self.heartbeat.run(true);
+        self.run_devices(true);
         self.phase = Phase::Running;
         Ok(())
     }
@@ -198,6 +213,9 @@ impl Machine {
         let mut out = StateWriter::new();
         self.backend.save(&mut out)?;
         self.heartbeat.save(&mut out)?;
+        if let Some(balloon) = &self.balloon {
+            balloon.save(&mut out)?;
+        }
         Ok(out.finish())
     }
 
@@ -210,9 +228,15 @@ impl Machine {
         let reader = StateReader::parse(state)?;
         let mut known: Vec<&[SectionKind]> = self.backend.sections();
         known.push(heartbeat::SECTIONS);
+        if self.balloon.is_some() {
+            known.push(virtio::SECTIONS);
+        }
         reader.refuse_unknown(&known)?;
         self.backend.load(&reader)?;
         self.heartbeat.load(&reader)?;
+        if let Some(balloon) = &self.balloon {
+            balloon.load(&reader)?;
+        }
         self.phase = Phase::Paused;
         Ok(())
     }
@@ -228,6 +252,14 @@ impl Machine {
             logs.push(Arc::new(SoftwareLog::in_way(&self.mapped, self.config.device_log)));
         }
         Ok(Arc::new(UnionLog::new(logs)))
+    }
+
+    /// Lets the devices work, or makes them quiet.
+    fn run_devices(&self, running: bool) {
+        self.heartbeat.run(running);
+        if let Some(balloon) = &self.balloon {
+            balloon.run(running);
+        }
     }
 
     fn must_be(&self, needed: Phase) -> Result<(), MachineError> {
@@ -252,9 +284,14 @@ type Chosen = (Box<dyn Backend>, String);
 fn choose_backend(
     config: &MachineConfig,
     mapped: &Arc<GuestMemoryMmap<DirtyBitmap>>,
+    balloon: Option<MmioWiring>,
 ) -> Result<Chosen, MachineError> {
     let guest = &config.guest;
     let process = |choice: String| -> Result<Chosen, MachineError> {
+        if guest.balloon {
+            let reason = format!("it takes a guest on KVM, and this one would be {choice}");
+            return Err(MachineError::Config { setting: "balloon", reason });
+        }
         let memory = Arc::clone(mapped);
         let backend = ProcessBackend::new(guest.vcpus, &guest.command_line, memory)?;
         Ok((Box::new(backend), choice))
@@ -280,6 +317,7 @@ fn choose_backend(
                     }
                     _ => DirtyRing::Off,
                 },
+                balloon,
             };
             let backend = KvmBackend::new(kvm, Arc::clone(mapped))?;
             Ok((Box::new(backend), "/dev/kvm serves".into()))

@@ -22,9 +22,13 @@ use crate::embed::MigratingMachine;
 use crate::error::MachineError;
 use crate::machine::{SharedMachine, lock};
 use crate::report::Report;
+use crate::virtio::BalloonStatus;
 
 /// How often a client is told how far its migration is.
 const PROGRESS_PERIOD: Duration = Duration::from_millis(200);
+
+/// How long a guest has for its statistics: its driver answers in milliseconds if it runs at all.
+const STATISTICS_PATIENCE: Duration = Duration::from_millis(500);
 
 /// Why the service has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -67,6 +71,9 @@ pub struct Status {
     pub report: Report,
     /// The migration under way.
     pub migration: Option<Progress>,
+    /// Its balloon, if it has one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub balloon: Option<BalloonStatus>,
 }
 
 /// Answers for one guest.
@@ -120,6 +127,7 @@ impl GuestService {
             crash: machine.crash(),
             report: machine.report()?,
             migration,
+            balloon: machine.balloon().map(|balloon| balloon.status()),
         })
     }
 
@@ -218,6 +226,21 @@ impl GuestService {
         Ok(json!({ "max_bandwidth": max_bandwidth }).into())
     }
 
+    fn balloon(&self, target_bytes: Option<u64>) -> Result<Answer, ControlError> {
+        // The machine is free while the guest is waited for.
+        let balloon = lock(&self.machine).balloon().ok_or_else(|| {
+            let text = "this guest has no balloon: it is made with one by `vmferry run --balloon`";
+            ControlError::new(ErrorCode::WrongState, text)
+        })?;
+        if let Some(bytes) = target_bytes {
+            balloon.set_target(bytes).map_err(machine_error)?;
+        }
+        let fresh = balloon.refresh_statistics(STATISTICS_PATIENCE);
+        let mut status = json!(balloon.status());
+        status["statistics_fresh"] = fresh.into();
+        Ok(status.into())
+    }
+
     fn under_way(&self) -> Result<Orders, ControlError> {
         let text = "no migration of this guest is under way";
         self.migration().clone().ok_or_else(|| ControlError::new(ErrorCode::WrongState, text))
@@ -277,6 +300,7 @@ impl Handler for GuestService {
             Request::Migrate(request) => self.migrate(&request, replies),
             Request::Set { max_bandwidth } => self.set(max_bandwidth),
             Request::Cancel {} => self.cancel_request(),
+            Request::Balloon { target_bytes } => self.balloon(target_bytes),
             Request::Resolve { word } => self.resolve(word),
         }
     }

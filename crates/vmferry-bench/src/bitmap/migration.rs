@@ -133,7 +133,12 @@ fn migrate_once(
     let directory = tempfile::tempdir()?;
     let machine = Machine::shared(MachineConfig {
         identity: GuestIdentity { uuid: uuid::Uuid::new_v4(), name: "bench".into() },
-        guest: GuestConfig { memory_bytes, vcpus: 2, command_line: workload.into() },
+        guest: GuestConfig {
+            memory_bytes,
+            vcpus: 2,
+            command_line: workload.into(),
+            balloon: false,
+        },
         kind: GuestKind::Auto,
         memory_kind: MemoryKind::Private,
         dirty_log: LogChoice::Auto,

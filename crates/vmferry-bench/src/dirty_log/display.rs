@@ -28,19 +28,23 @@ pub type Harvests = Vec<Vec<Sample>>;
 
 /// Harvests a display that goes on, so many times.
 pub fn measure(log: GuestLog, rounds: usize) -> anyhow::Result<Harvests> {
-    let guest =
-        GuestConfig { memory_bytes: 64 << 20, vcpus: 1, command_line: "display ticks".into() };
+    let guest = GuestConfig {
+        memory_bytes: 64 << 20,
+        vcpus: 1,
+        command_line: "display ticks".into(),
+        balloon: false,
+    };
     guest.check()?;
     let mapped: Arc<GuestMemoryMmap<()>> = map_slots(&guest.layout(), MemoryKind::Private)?;
     let memory = GuestMemory::from_vm_memory(&mapped)?;
     let config = KvmConfig {
         vcpus: guest.vcpus,
         command_line: guest.command_line,
-        serial: None,
         dirty_ring: match log {
             GuestLog::KvmRing => DirtyRing::Required(DEFAULT_RING_ENTRIES),
             _ => DirtyRing::Off,
         },
+        ..Default::default()
     };
     let mut machine = KvmBackend::new(config, mapped)?;
     let all = machine.kvm_slots();

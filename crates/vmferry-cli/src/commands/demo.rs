@@ -156,6 +156,7 @@ fn run_arguments(options: &DemoOptions, workload: &str) -> Vec<String> {
     ]
     .into_iter()
     .flat_map(|(flag, value)| [flag.to_owned(), value])
+    .chain(machine.balloon.then(|| "--balloon".to_owned()))
     .fold(vec!["run".to_owned(), NAME.to_owned()], |mut all, word| {
         all.push(word);
         all

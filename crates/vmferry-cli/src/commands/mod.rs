@@ -1,5 +1,6 @@
 //! One file per subcommand.
 
+pub mod balloon;
 pub mod demo;
 mod host;
 pub mod pki;

@@ -50,6 +50,7 @@ pub fn guest_config(options: &MachineOptions, workload: &str) -> GuestConfig {
         memory_bytes: options.memory,
         vcpus: options.vcpus,
         command_line: workload.to_owned(),
+        balloon: options.balloon,
     }
 }
 

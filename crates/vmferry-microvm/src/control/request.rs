@@ -31,6 +31,12 @@ pub enum Request {
     },
     /// Ends the migration under way; the guest stays.
     Cancel {},
+    /// Sets how large the guest's balloon shall be, if that is said, and shows it with fresh statistics.
+    Balloon {
+        /// Bytes that the guest shall do without.
+        #[serde(default)]
+        target_bytes: Option<u64>,
+    },
     /// Decides a hand-over that is in doubt.
     Resolve {
         /// Who has the guest.
@@ -248,6 +254,7 @@ mod tests {
             Request::Status {},
             Request::Migrate(Box::new(migrate)),
             Request::Set { max_bandwidth: None },
+            Request::Balloon { target_bytes: Some(1 << 20) },
             Request::Resolve { word: OperatorWord::DestinationOwns },
         ];
         for request in requests {

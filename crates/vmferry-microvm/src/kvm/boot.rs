@@ -92,6 +92,7 @@ pub(super) trait GuestRam: Send + Sync {
         slots: &[MemorySlot],
         vcpus: u32,
         command_line: &str,
+        balloon_address: u64,
     ) -> Result<u64, KvmError>;
 }
 
@@ -101,8 +102,9 @@ impl<B: Bitmap + Send + Sync> GuestRam for GuestMemoryMmap<B> {
         slots: &[MemorySlot],
         vcpus: u32,
         command_line: &str,
+        balloon_address: u64,
     ) -> Result<u64, KvmError> {
-        load_guest(self, slots, vcpus, command_line)
+        load_guest(self, slots, vcpus, command_line, balloon_address)
     }
 }
 
@@ -113,6 +115,7 @@ fn load_guest<B: Bitmap>(
     slots: &[MemorySlot],
     vcpus: u32,
     command_line: &str,
+    balloon_address: u64,
 ) -> Result<u64, KvmError> {
     let (low_bytes, high_bytes) = check_layout(slots)?;
     let parameters = BootParameters {
@@ -122,7 +125,7 @@ fn load_guest<B: Bitmap>(
         low_bytes,
         high_bytes,
         has_display: slots.iter().any(|slot| slot.gpa == DISPLAY).into(),
-        balloon_address: 0,
+        balloon_address,
     };
     write(memory, BOOT_PARAMETERS, parameters.as_slice())?;
     write(memory, COMMAND_LINE, &command_line_bytes(command_line)?)?;

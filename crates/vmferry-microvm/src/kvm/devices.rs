@@ -1,4 +1,4 @@
-//! The devices on the I/O ports: a serial port and pvpanic.
+//! The devices: a serial port and pvpanic on the I/O ports, and what there is on addresses beside memory.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
@@ -9,6 +9,7 @@ use vm_superio::{Serial, Trigger};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::KvmError;
+use super::mmio::MmioWiring;
 use super::stop::{GuestStop, StopCause, StopRecord};
 use crate::state::{Section, SectionKind, StateReader, StateWriter};
 
@@ -33,6 +34,7 @@ pub(super) struct Devices {
     serial: Mutex<Serial<Interrupt, NoEvents, SerialOutput>>,
     output: SerialOutput,
     stop: Arc<StopRecord>,
+    mmio: Option<MmioWiring>,
 }
 
 impl Devices {
@@ -40,10 +42,11 @@ impl Devices {
         interrupt: EventFd,
         sink: Option<Box<dyn Write + Send>>,
         stop: Arc<StopRecord>,
+        mmio: Option<MmioWiring>,
     ) -> Self {
         let output = SerialOutput(Arc::new(Mutex::new(Output { kept: VecDeque::new(), sink })));
         let interrupt = Interrupt(Arc::new(interrupt));
-        Self { serial: Mutex::new(Serial::new(interrupt, output.clone())), output, stop }
+        Self { serial: Mutex::new(Serial::new(interrupt, output.clone())), output, stop, mmio }
     }
 
     /// The guest wrote `data` to `port`. Ports without a device swallow what is written.
@@ -71,6 +74,28 @@ impl Devices {
         } else if port == PVPANIC_PORT {
             data.fill(PVPANIC_PANICKED);
         }
+    }
+
+    /// The guest reads from an address where there is no memory. Where there is no device either, that is ones, as
+    /// on a PC.
+    pub(super) fn read_address(&self, address: u64, data: &mut [u8]) {
+        match self.at(address, data.len()) {
+            Some((wiring, offset)) => wiring.device.read(offset, data),
+            None => data.fill(0xff),
+        }
+    }
+
+    /// The guest writes to an address where there is no memory. Where there is no device either, that is lost.
+    pub(super) fn write_address(&self, address: u64, data: &[u8]) {
+        if let Some((wiring, offset)) = self.at(address, data.len()) {
+            wiring.device.write(offset, data);
+        }
+    }
+
+    fn at(&self, address: u64, bytes: usize) -> Option<(&MmioWiring, u64)> {
+        let wiring = self.mmio.as_ref()?;
+        let offset = address.checked_sub(wiring.address)?;
+        (offset + bytes as u64 <= wiring.bytes).then_some((wiring, offset))
     }
 
     /// The last 64 KiB of what the guest wrote to its serial port.

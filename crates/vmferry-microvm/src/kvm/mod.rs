@@ -12,6 +12,7 @@ mod boot;
 mod devices;
 mod error;
 mod ioctl;
+mod mmio;
 mod setup;
 mod stop;
 mod throttle;
@@ -22,6 +23,7 @@ mod vm_state;
 
 pub use boot::{DISPLAY, DISPLAY_BYTES, HIGH_RAM, LOW_RAM_END, STILL};
 pub use error::KvmError;
+pub use mmio::{MmioDevice, MmioWiring};
 pub use stop::{GuestStop, StopCause};
 pub use vm::{DirtyRing, KvmBackend, KvmConfig};
 

@@ -197,12 +197,15 @@ fn run_guest(
                 devices.read(port, data);
                 false
             }
-            // There is nothing at these addresses: reads are ones, writes are lost, as on a PC.
-            Ok(VcpuExit::MmioRead(_, data)) => {
-                data.fill(0xff);
+            Ok(VcpuExit::MmioRead(address, data)) => {
+                devices.read_address(address, data);
                 false
             }
-            Ok(VcpuExit::MmioWrite(..) | VcpuExit::Intr | VcpuExit::IrqWindowOpen) => false,
+            Ok(VcpuExit::MmioWrite(address, data)) => {
+                devices.write_address(address, data);
+                false
+            }
+            Ok(VcpuExit::Intr | VcpuExit::IrqWindowOpen) => false,
             Ok(VcpuExit::Shutdown | VcpuExit::SystemEvent(..)) => return Some(StopCause::Shutdown),
             // kvm-ioctls has no name for it.
             Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => {

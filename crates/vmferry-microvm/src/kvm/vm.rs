@@ -13,6 +13,7 @@ use vmferry_memory::SlotId;
 
 use super::boot::{GuestRam, set_entry};
 use super::devices::{self, Devices};
+use super::mmio::MmioWiring;
 use super::setup::{
     add_interrupt_controllers, add_memory, keep_exceptions_apart, open, vcpu_cpuid,
 };
@@ -39,6 +40,8 @@ pub struct KvmConfig {
     pub serial: Option<Box<dyn Write + Send>>,
     /// Whether the machine has KVM's dirty rings.
     pub dirty_ring: DirtyRing,
+    /// A balloon.
+    pub balloon: Option<MmioWiring>,
 }
 
 /// Whether a machine has dirty rings, with so many entries for each vCPU (a power of two from 1,024 on),
@@ -66,6 +69,7 @@ pub struct KvmBackend {
     stop: Arc<StopRecord>,
     abilities: Abilities,
     command_line: String,
+    balloon_address: u64,
     phase: Phase,
 }
 
@@ -134,6 +138,10 @@ impl KvmBackend {
         };
         let memory: Arc<dyn GuestRam> = memory;
         let interrupt = add_interrupt_controllers(&vm)?;
+        if let Some(wiring) = &config.balloon {
+            wiring.connect(&vm)?;
+        }
+        let balloon_address = config.balloon.as_ref().map_or(0, |wiring| wiring.address);
         let abilities = Abilities {
             sregs2: ioctl::has_sregs2(&vm),
             xsave_bytes: ioctl::xsave_bytes(&vm),
@@ -146,7 +154,8 @@ impl KvmBackend {
         let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES);
         let supported = supported.map_err(KvmError::vm("KVM_GET_SUPPORTED_CPUID"))?;
         let stop = Arc::new(StopRecord::default());
-        let devices = Arc::new(Devices::new(interrupt, config.serial, Arc::clone(&stop)));
+        let devices =
+            Arc::new(Devices::new(interrupt, config.serial, Arc::clone(&stop), config.balloon));
         let mut vcpus = Vec::new();
         for index in 0..u32::from(config.vcpus) {
             let fd = vm
@@ -176,6 +185,7 @@ impl KvmBackend {
             stop,
             abilities,
             command_line,
+            balloon_address,
             phase: Phase::Made,
         })
     }
@@ -193,7 +203,8 @@ impl KvmBackend {
     pub fn start(&mut self) -> Result<(), KvmError> {
         self.need(&[Phase::Made], "started")?;
         let vcpus = self.vcpus.each().len() as u32;
-        let entry = self.memory.load_guest(&self.slots, vcpus, &self.command_line)?;
+        let entry =
+            self.memory.load_guest(&self.slots, vcpus, &self.command_line, self.balloon_address)?;
         self.broken_until(Phase::Paused, |this| {
             this.on_each(move |fd, vcpu| set_entry(fd, vcpu, entry)).map(drop)
         })?;

@@ -14,7 +14,9 @@ use crate::config::GuestConfig;
 use crate::embed::{IncomingMachine, MigratingMachine};
 use crate::state::StateError;
 
+mod balloon;
 mod display;
+mod driver;
 mod heap;
 mod logs;
 mod throttle;
@@ -26,7 +28,12 @@ const PATIENCE: Duration = Duration::from_secs(60);
 fn config(kind: GuestKind, vcpus: u8, command_line: &str) -> MachineConfig {
     MachineConfig {
         identity: GuestIdentity { uuid: uuid::Uuid::from_u128(7), name: "test".into() },
-        guest: GuestConfig { memory_bytes: 64 * MIB, vcpus, command_line: command_line.into() },
+        guest: GuestConfig {
+            memory_bytes: 64 * MIB,
+            vcpus,
+            command_line: command_line.into(),
+            balloon: false,
+        },
         kind,
         memory_kind: MemoryKind::Private,
         dirty_log: LogChoice::Auto,

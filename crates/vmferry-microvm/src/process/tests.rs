@@ -37,8 +37,12 @@ struct Workload {
 
 impl Workload {
     fn new(command_line: &str, vcpus: u32) -> Self {
-        let config =
-            GuestConfig { memory_bytes: 32 * MIB, vcpus: 1, command_line: command_line.into() };
+        let config = GuestConfig {
+            memory_bytes: 32 * MIB,
+            vcpus: 1,
+            command_line: command_line.into(),
+            balloon: false,
+        };
         let layout = config.layout();
         let slots: Vec<_> = layout.iter().map(|slot| (slot.gpa, slot.pages * PAGE)).collect();
         Self::with_layout(command_line, vcpus, &slots)

@@ -52,7 +52,7 @@ impl Handler for QemuService {
                 let text = "the guest is being migrated: `vmferry status` shows it";
                 Err(ControlError::new(ErrorCode::Busy, text))
             }
-            Request::Pause {} | Request::Resume {} | Request::Quit {} => {
+            Request::Pause {} | Request::Resume {} | Request::Quit {} | Request::Balloon { .. } => {
                 let text = "this guest is a QEMU's: use QEMU's own monitor";
                 Err(ControlError::new(ErrorCode::WrongState, text))
             }

@@ -33,10 +33,15 @@ impl Guest {
         output: &Output,
         ranges: &[(GuestAddress, usize)],
     ) -> Self {
-        let memory = Arc::new(Memory::from_ranges(ranges).unwrap());
         let serial: Option<Box<dyn Write + Send>> = Some(Box::new(output.clone()));
         let config =
-            KvmConfig { vcpus, command_line: "ticks".into(), serial, dirty_ring: DirtyRing::Off };
+            KvmConfig { vcpus, command_line: "ticks".into(), serial, ..Default::default() };
+        Self::with_config(config, ranges)
+    }
+
+    pub(super) fn with_config(config: KvmConfig, ranges: &[(GuestAddress, usize)]) -> Self {
+        let memory = Arc::new(Memory::from_ranges(ranges).unwrap());
+        let vcpus = config.vcpus;
         let backend = KvmBackend::new(config, Arc::clone(&memory)).unwrap();
         Self { backend, memory, vcpus }
     }

@@ -3,6 +3,7 @@
 
 mod echo;
 mod fixture;
+mod mmio;
 mod throttle;
 
 use std::path::Path;

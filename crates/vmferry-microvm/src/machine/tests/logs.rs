@@ -85,8 +85,8 @@ fn a_dirty_ring_that_gets_full_loses_nothing() {
     let kvm = KvmConfig {
         vcpus: 2,
         command_line: config.guest.command_line.clone(),
-        serial: None,
         dirty_ring: DirtyRing::Required(1024),
+        ..Default::default()
     };
     let backend = KvmBackend::new(kvm, Arc::clone(&source.mapped)).unwrap();
     let rings = Arc::clone(backend.rings().unwrap());
