@@ -307,6 +307,26 @@ fn what_is_free_is_reported_and_given_back_unless_it_is_poison() {
     assert_eq!(check_all(&machine).corruptions, 0);
 }
 
+/// Some hosts lose an interrupt now and then, and the driver finds out.
+#[test]
+fn every_change_of_the_configuration_is_seen_by_a_guest_that_never_rests() {
+    if !has_kvm("every_change_of_the_configuration_is_seen_by_a_guest_that_never_rests") {
+        return;
+    }
+    for _ in 0..20 {
+        let machine = started(config_of(64 * MIB, 1, "hot=3"));
+        let balloon = machine.balloon().unwrap();
+        for blocks in [5, 0, 3, 1, 0] {
+            balloon.set_target(u64::from(blocks) * BLOCK_BYTES).unwrap();
+            await_driver(&machine, "told", |driver| driver.target_blocks == blocks);
+        }
+        let driver = driver(&machine);
+        if driver.unheard > 0 {
+            eprintln!("this host has lost {} interrupts", driver.unheard);
+        }
+    }
+}
+
 #[test]
 fn a_guest_tells_how_much_memory_it_has() {
     if !has_kvm("a_guest_tells_how_much_memory_it_has") {
