@@ -3,7 +3,7 @@
  * CPL 3 between two steps of its workload.
  *
  * What it gives to the host are free blocks of the heap, whole. It polls its queues, in memory; only
- * changes of the configuration interrupt, and only then are registers read. Its state is in the
+ * changes of the configuration interrupt, and only then, and now and then, are registers read. Its state is in the
  * kernel's data, its rings too; what the VMM can see of it is struct balloon_report.
  *
  * With the word `poison` free pages hold POISON_WORD, and hinted ones still do when the host is done

@@ -35,6 +35,7 @@ struct balloon_report {
     uint32_t state;          /* enum balloon_state */
     uint64_t features;       /* negotiated */
     uint64_t interrupts;     /* seen */
+    uint64_t unheard;        /* times that the device had news and no interrupt had come */
     uint64_t notifications;  /* to the device */
     uint32_t command;        /* the last read: 0 stop, 1 done, or the ID of a round of hints */
     uint32_t rounds;         /* of hints begun */
@@ -135,7 +136,7 @@ struct vcpu_report {
 };
 
 _Static_assert(sizeof(struct guest_report) == 88, "report.rs reads it");
-_Static_assert(sizeof(struct balloon_report) == 112, "report.rs reads it");
+_Static_assert(sizeof(struct balloon_report) == 120, "report.rs reads it");
 _Static_assert(sizeof(struct vcpu_report) == 352, "report.rs reads it");
 
 #endif

@@ -68,7 +68,10 @@ int virtio_begin(struct virtio_device *device, uint64_t address, uint32_t kind, 
     virtio_write(device, VIRTIO_DRIVER_FEATURES_SELECT, 0);
     virtio_write(device, VIRTIO_DRIVER_FEATURES, (uint32_t)device->features);
     virtio_write(device, VIRTIO_STATUS, STATUS_ACKNOWLEDGE | STATUS_DRIVER | STATUS_FEATURES_OK);
-    return device->features & VIRTIO_F_VERSION_1 && virtio_read(device, VIRTIO_STATUS) & STATUS_FEATURES_OK;
+    if (device->features & VIRTIO_F_VERSION_1 && virtio_read(device, VIRTIO_STATUS) & STATUS_FEATURES_OK)
+        return 1;
+    virtio_give_up(device);
+    return 0;
 }
 
 void virtio_ready(const struct virtio_device *device)

@@ -71,12 +71,13 @@ uint32_t virtio_read(const struct virtio_device *device, uint32_t offset);
 void virtio_write(const struct virtio_device *device, uint32_t offset, uint32_t value);
 
 /*
- * Resets the device, which must be of this kind, and negotiates those of `wanted` features that it
- * offers. 0 if it can't be driven.
+ * Resets the device and negotiates those of `wanted` features that it offers. 0 if it can't be driven;
+ * one that is not of this kind is left as it is.
  */
 int virtio_begin(struct virtio_device *device, uint64_t address, uint32_t kind, uint64_t wanted);
 /* Lets it work: all queues are there. */
 void virtio_ready(const struct virtio_device *device);
+/* Tells it that it can't be driven. */
 void virtio_give_up(const struct virtio_device *device);
 
 /* Makes a queue of at most `limit` descriptors, in QUEUE_BYTES(limit) aligned to 16. 0 if there is none. */

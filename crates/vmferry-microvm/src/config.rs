@@ -137,7 +137,12 @@ impl GuestConfig {
             );
             return bad("workload", reason);
         }
-        Ok(())
+        match wanted.driver {
+            Some(word) if !self.balloon => {
+                bad("workload", format!("`{word}` is of a guest with a balloon"))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The size of the guest's heap: the blocks of 4 MiB above what the workloads with fixed pages
@@ -177,6 +182,8 @@ struct Wanted {
     fixed_mib: u64,
     freed_mib: u64,
     churn_mib: u64,
+    /// The last word that says what the driver of a balloon does.
+    driver: Option<&'static str>,
 }
 
 /// Checks a workload and returns what it uses.
@@ -209,8 +216,10 @@ fn check_command_line(text: &str) -> Result<Wanted, MachineError> {
             return Err(bad(format!("`{name}` has no `{unknown}`; {GRAMMAR}")));
         }
         match name {
-            "idle" | "ticks" | "display" | "poison" | "pressure" | "reporting" | "rewrite"
-                if word == name => {}
+            "idle" | "ticks" | "display" | "poison" if word == name => {}
+            _ if DRIVER_WORDS.contains(&word) => {
+                wanted.driver = DRIVER_WORDS.into_iter().find(|driver| *driver == word);
+            }
             "fill" | "read" | "hot" | "freed" | "churn" => {
                 let mib = mib.parse::<u32>().ok().filter(|mib| *mib > 0);
                 let mib = mib.ok_or_else(|| bad(format!("`{word}` needs MiB; {GRAMMAR}")))?;
@@ -226,6 +235,9 @@ fn check_command_line(text: &str) -> Result<Wanted, MachineError> {
     }
     Ok(wanted)
 }
+
+/// What the driver of a balloon does.
+const DRIVER_WORDS: [&str; 3] = ["pressure", "reporting", "rewrite"];
 
 const GRAMMAR: &str = "use words of: idle, ticks, display, read=MIB, \
                        fill=MIB,incompressible|text|zero, \
@@ -295,7 +307,10 @@ mod tests {
         config(64 << 20, 8, "idle ticks fill=8,zero hot=40,rate=100,random").check().unwrap();
         config(64 << 20, 8, "read=48 display").check().unwrap();
         config(64 << 20, 2, "freed=48 churn=40,rate=9 poison").check().unwrap();
-        config(64 << 20, 1, "fill=3,zero freed=44 pressure reporting rewrite").check().unwrap();
+        let without = config(64 << 20, 1, "fill=3,zero freed=44 pressure reporting rewrite");
+        let error = without.check().unwrap_err().to_string();
+        assert!(error.contains("`rewrite` is of a guest with a balloon"), "{error}");
+        GuestConfig { balloon: true, ..without }.check().unwrap();
         // All of the 3 GiB below 4 GiB is taken, and 1 MiB above: the heap begins at the next block.
         config(4 << 30, 1, "fill=3057,zero freed=1020").check().unwrap();
     }

@@ -16,6 +16,7 @@ use crate::state::StateError;
 
 mod balloon;
 mod display;
+mod driver;
 mod heap;
 mod logs;
 mod throttle;

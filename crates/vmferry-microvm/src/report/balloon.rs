@@ -17,6 +17,7 @@ struct RawBalloon {
     state: u32,
     features: u64,
     interrupts: u64,
+    unheard: u64,
     notifications: u64,
     command: u32,
     rounds: u32,
@@ -31,7 +32,7 @@ struct RawBalloon {
     rewrites: u64,
     rewrite_rounds: u64,
 }
-const _: () = assert!(size_of::<RawBalloon>() == 112);
+const _: () = assert!(size_of::<RawBalloon>() == 120);
 
 /// What the driver of the guest's balloon is at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -56,6 +57,8 @@ pub struct BalloonReport {
     pub features: u64,
     /// Interrupts of the device that it has seen.
     pub interrupts: u64,
+    /// Times that the device had news and no interrupt had come: it looks by itself now and then.
+    pub unheard: u64,
     /// Notifications that it has sent.
     pub notifications: u64,
     /// The hint command that it has read last: 0 is STOP, 1 is DONE, all others are IDs.
@@ -101,6 +104,7 @@ impl BalloonReport {
             state,
             features: raw.features,
             interrupts: raw.interrupts,
+            unheard: raw.unheard,
             notifications: raw.notifications,
             command: raw.command,
             rounds: raw.rounds,
