@@ -47,6 +47,52 @@
 //! exactly the queues 0 to n-1 are ready, n being the number of those negotiated, they are those, in order. No
 //! set of queues can be meant in both ways but the one in which both are the same.
 
+//!
+//! # Example
+//! ```
+//! use std::sync::Arc;
+//!
+//! use virtio_queue::{Queue, QueueT};
+//! use vm_memory::{GuestAddress, GuestMemoryMmap};
+//! use vmferry_balloon::{
+//!     Balloon, BalloonConfig, BalloonHost, CommandId, Features, GuestRange, Progress,
+//! };
+//!
+//! struct Host;
+//!
+//! impl BalloonHost for Host {
+//!     fn discard(&mut self, range: GuestRange) -> std::io::Result<()> {
+//!         println!("{range:?} may be given back to the system");
+//!         Ok(())
+//!     }
+//!
+//!     fn hint(&mut self, range: GuestRange, id: CommandId, _poison: u32) {
+//!         println!("{range:?} need not be sent, if it was not written since {id} was given out");
+//!     }
+//! }
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let memory = Arc::new(GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 1 << 20)])?);
+//! // Here nobody is interrupted; a transport implements `Interrupt`.
+//! let mut balloon = Balloon::new(BalloonConfig::default(), memory, Host, ())?;
+//!
+//! // The transport, when the driver sets FEATURES_OK, DRIVER_OK, and kicks.
+//! balloon.negotiate(Features::VERSION_1.with(Features::FREE_PAGE_HINT))?;
+//! let mut hints = Queue::new(balloon.max_queue_size(3))?;
+//! # hints.try_set_avail_ring_address(GuestAddress(0x1000))?;
+//! # hints.try_set_used_ring_address(GuestAddress(0x2000))?;
+//! hints.set_ready(true);
+//! balloon.activate(vec![(3, hints)])?;
+//! while balloon.process(3) == Progress::More {}
+//!
+//! // The embedder, when a migration begins.
+//! assert_eq!(balloon.start_hints().unwrap().number(), 2);
+//! balloon.stop_hints();
+//! balloon.finish_hints();
+//! # Ok(())
+//! # }
+//! ```
+
 #![forbid(unsafe_code)]
 
 mod buffers;

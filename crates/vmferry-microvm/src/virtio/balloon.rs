@@ -12,7 +12,8 @@ use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY;
 use vm_memory::GuestMemoryMmap;
 use vmferry_balloon::{
-    Balloon as Device, BalloonConfig, BalloonState, MAX_QUEUES, PAGE_BYTES, Progress, Statistics,
+    Balloon as Device, BalloonConfig, BalloonState, Features, MAX_QUEUES, PAGE_BYTES, Progress,
+    Statistics,
 };
 use vmferry_dirty::DirtyBitmap;
 use vmferry_memory::GuestMemory;
@@ -275,15 +276,14 @@ impl Balloon {
     #[must_use]
     pub fn refresh_statistics(&self, patience: Duration) -> bool {
         let mut state = self.0.lock();
-        let before = state.transport.device.host().answers;
-        if !state.running {
+        let device = &mut state.transport.device;
+        let before = device.host().answers;
+        let knows = device.is_active() && device.negotiated().contains(Features::STATS_VQ);
+        if !knows || device.needs_reset() || !state.running {
             return false;
         }
         // If it has not answered the last request, its answer to that will do.
-        let asked = state.transport.device.request_statistics();
-        if !asked && !state.transport.device.is_active() {
-            return false;
-        }
+        state.transport.device.request_statistics();
         let unanswered = |state: &mut State| {
             state.transport.device.host().answers == before && state.running && !state.ended
         };
