@@ -56,6 +56,16 @@ fn describe(status: &Value) -> String {
                 report["buffers_allocated"], report["buffers_freed"], report["churn_work"]
             ));
         }
+        let driver = &report["balloon"];
+        if !driver.is_null() {
+            lines.push(format!(
+                "  driver of the balloon: {}, {} blocks of 4 MiB hinted, {} held, {} inflated",
+                text(&driver["state"]),
+                driver["hinted_blocks"],
+                driver["held_blocks"],
+                driver["inflated_blocks"]
+            ));
+        }
         if report["display_pages"].as_u64() > Some(0) {
             lines.push(format!("  display: {} frames", report["frames"]));
         }
