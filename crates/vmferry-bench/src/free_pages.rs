@@ -5,6 +5,7 @@
 //! works as a build does on 1 GiB: it allocates, writes, reads and frees buffers all the time. Then it moves twice over
 //! loopback TCP: first without hints, to a machine that has to take all of it, and from there with hints. So
 //! both begin with the same memory, populated in the same way, and pairs alternate until each case has its runs.
+//! Before each move the memory that the destination may need is fetched from the system once and given back.
 //! The clock is the engine's: from the start of the dirty log until the guest runs at the other side.
 
 mod guest;

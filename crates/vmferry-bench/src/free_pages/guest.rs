@@ -8,7 +8,7 @@ use vmferry::destination::{Received, Stop, receive};
 use vmferry::source::{Orders, SourceOutcome, migrate};
 use vmferry::{DestinationConfig, SourceConfig};
 use vmferry_dirty::{LogChoice, SoftwareWay};
-use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE};
+use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, SlotId, SlotLayout};
 use vmferry_microvm::account::FreeAccount;
 use vmferry_microvm::config::GuestConfig;
 use vmferry_microvm::embed::{IncomingMachine, MigratingMachine};
@@ -45,8 +45,11 @@ pub struct Sample {
     pub destination_cpu_s: f64,
 }
 
-/// A running guest.
-pub struct Guest(SharedMachine);
+/// A running guest, and how much of its memory it has used.
+pub struct Guest {
+    machine: SharedMachine,
+    used_mib: u64,
+}
 
 impl Guest {
     /// One that has used its memory and freed most of it.
@@ -64,7 +67,7 @@ impl Guest {
             dirty_log: LogChoice::Auto,
             device_log: SoftwareWay::Switch,
         })?;
-        let guest = Self(machine);
+        let guest = Self { machine, used_mib: case.used_mib };
         guest.lock().start()?;
         let begun = Instant::now();
         while !guest.report()?.populated {
@@ -76,6 +79,7 @@ impl Guest {
 
     /// Moves it to a new machine, and returns it there.
     pub fn move_on(self, hints: bool) -> anyhow::Result<(Self, Sample)> {
+        warm_up(self.used_mib)?;
         let directory = tempfile::tempdir()?;
         let mut config = SourceConfig::new(directory.path().join("source"));
         config.free_page_hints = hints;
@@ -90,7 +94,7 @@ impl Guest {
             ..DestinationConfig::new(directory.path().join("destination"))
         };
         let incoming = IncomingMachine { memory_kind: MEMORY, ..IncomingMachine::default() };
-        let machine = MigratingMachine::new(Arc::clone(&self.0))?;
+        let machine = MigratingMachine::new(Arc::clone(&self.machine))?;
         let work = self.report()?.churn_work;
         let (outcome, received) = std::thread::scope(|scope| {
             let destination = scope
@@ -118,7 +122,7 @@ impl Guest {
         sample.source_cpu_s = stats.engine_cpu_s;
         sample.destination_cpu_s = owned.stats.engine_cpu_s;
         let machine = owned.vm.machine.context("the destination has no machine")?;
-        Ok((Self(machine), sample))
+        Ok((Self { machine, used_mib: self.used_mib }, sample))
     }
 
     /// Its own checks have found nothing.
@@ -147,8 +151,18 @@ impl Guest {
     }
 
     fn lock(&self) -> MutexGuard<'_, Machine> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.machine.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Has the system find so much memory, and gives it back: on a machine that is a guest itself, memory that was not used for a
+/// while comes from its host, which takes longer than all that is measured. A destination without hints has to
+/// take all of the guest's memory; with hints it needs little.
+fn warm_up(mib: u64) -> anyhow::Result<()> {
+    let pages = mib << 8;
+    let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages }];
+    let memory = GuestMemory::allocate(&layout, MEMORY)?;
+    Ok(memory.populate(PageRun { slot: SlotId(0), first: 0, pages })?)
 }
 
 /// Populated pages that the guest does not count as free.
