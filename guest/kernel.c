@@ -21,7 +21,7 @@ struct boot_parameters {
     uint64_t low_bytes;  /* RAM from 0, at most 3 GiB */
     uint64_t high_bytes; /* RAM from 4 GiB */
     uint64_t has_display; /* 1 if the slots from DISPLAY_ADDRESS exist */
-    uint64_t balloon_address; /* of the registers of a balloon, 0 if there is none */
+    uint64_t balloon_address; /* registers of a virtio-mmio balloon; 0 if there is none */
 };
 _Static_assert(sizeof(struct boot_parameters) == 48, "the VMM writes it");
 

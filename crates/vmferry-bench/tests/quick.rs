@@ -69,6 +69,34 @@ fn engine_prints_one_object_of_the_promised_shape() {
     }
 }
 
+/// Needs KVM: the guest of threads has no balloon.
+#[test]
+fn free_pages_prints_one_object_of_the_promised_shape() {
+    if !std::path::Path::new("/dev/kvm").exists() {
+        eprintln!("SKIPPED free_pages_prints_one_object_of_the_promised_shape: no /dev/kvm");
+        return;
+    }
+    let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
+        .args(["free-pages", "--json", "--quick"])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let result: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(result["name"], "free-pages");
+    let rows = result["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 4, "an idle and a busy guest, without hints and with them");
+    for row in rows {
+        for key in ["total_ms", "sent_mb", "nonfree_mb", "source_cpu_s"] {
+            assert!(row[key].as_f64() > Some(0.0), "{key}: {row}");
+        }
+        assert_eq!(row["hinted_mb"].as_f64() > Some(0.0), row["hints"] == "yes", "{row}");
+    }
+    for ratio in ["idle_8g_reduction", "busy_8g_reduction", "sent_over_nonfree", "guest_work_ratio"]
+    {
+        assert!(result["ratios"][ratio].is_number(), "{ratio}");
+    }
+}
+
 #[test]
 fn socket_prints_one_object_of_the_promised_shape() {
     let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))

@@ -109,8 +109,7 @@ Examples:
   vmferry run web --memory 1G --vcpus 2 --workload \"fill=256,text hot=64,random\"
   vmferry run web --guest process --workload hot=16,rate=20000
   vmferry run kiosk --workload \"display read=64\"
-  vmferry run builder --memory 4G --vcpus 2 --workload \"freed=3000 churn=500 poison\"
-  vmferry run web --guest kvm --memory 1G --balloon")]
+  vmferry run builder --memory 4G --vcpus 2 --balloon --workload \"freed=3000 churn=500 poison\"")]
 pub struct RunOptions {
     /// Name of the guest.
     pub name: String,

@@ -173,6 +173,7 @@ pub fn rounds(stats: &Value) -> String {
         "round",
         "pages",
         "zero",
+        "free",
         "encoded",
         "bytes",
         "ms",
@@ -187,6 +188,7 @@ pub fn rounds(stats: &Value) -> String {
             format!("{}", number("round")),
             format!("{}", number("pages")),
             format!("{}", number("zero_pages")),
+            format!("{}", number("free_pages")),
             encoded(&round["encoded"]),
             format!("{}", number("bytes")),
             format!("{:.1}", number("ms")),
@@ -200,7 +202,7 @@ pub fn rounds(stats: &Value) -> String {
             },
         ]);
     }
-    for (index, column) in table.column_iter_mut().take(9).enumerate() {
+    for (index, column) in table.column_iter_mut().take(10).enumerate() {
         if index != ENCODED_COLUMN {
             column.set_cell_alignment(CellAlignment::Right);
         }
@@ -208,7 +210,7 @@ pub fn rounds(stats: &Value) -> String {
     format!("{table}\n")
 }
 
-const ENCODED_COLUMN: usize = 3;
+const ENCODED_COLUMN: usize = 4;
 
 /// How most pages with content of a round travelled, and how the rest did, such as `lz4 90 %, raw 10 %`.
 fn encoded(counts: &Value) -> String {

@@ -6,6 +6,7 @@ use std::sync::LazyLock;
 use twox_hash::XxHash3_64;
 
 use crate::error::MemoryError;
+use crate::set::PageSet;
 use crate::slots::GuestMemory;
 use crate::units::{PAGE_SIZE, PageRun, SlotId};
 
@@ -63,7 +64,20 @@ pub struct WholeHash {
 /// # Errors
 /// If the populated pages can't be found.
 pub fn whole_hash(memory: &GuestMemory) -> Result<WholeHash, MemoryError> {
-    let populated = memory.populated()?;
+    hash_pages(memory, &memory.populated()?)
+}
+
+/// The same without the pages of `except`, a set of this memory's layout.
+///
+/// # Errors
+/// As [`whole_hash`].
+pub fn whole_hash_except(memory: &GuestMemory, except: &PageSet) -> Result<WholeHash, MemoryError> {
+    let mut populated = memory.populated()?;
+    populated.subtract(except);
+    hash_pages(memory, &populated)
+}
+
+fn hash_pages(memory: &GuestMemory, populated: &PageSet) -> Result<WholeHash, MemoryError> {
     let threads = std::thread::available_parallelism().map_or(1, NonZero::get).min(4);
     let parts = std::thread::scope(|scope| {
         let workers: Vec<_> = (0..threads)
@@ -163,5 +177,11 @@ mod tests {
         assert_eq!(hash.pages, 301);
         memfd.write_at(17, &[1]).unwrap();
         assert_ne!(hash.hash, whole_hash(&memfd).unwrap().hash);
+        // What is of no account may differ.
+        let mut except = PageSet::for_layout(&layout);
+        except.bitmap_mut(SlotId(0)).set(0);
+        let hash = whole_hash_except(&private, &except).unwrap();
+        assert_eq!(hash, whole_hash_except(&memfd, &except).unwrap());
+        assert_eq!(hash.pages, 300);
     }
 }

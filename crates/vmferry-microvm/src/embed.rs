@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use vmferry::free_pages::FreePages;
 use vmferry::{DestinationVm, GuestDescription, PrepareError, Resume, SourceVm, VmError};
 use vmferry_dirty::{DirtyLog, LogChoice, SoftwareWay};
 use vmferry_memory::{GuestMemory, MemoryKind};
@@ -14,11 +15,13 @@ use crate::config::{GuestConfig, GuestKind, MachineConfig, check_name};
 use crate::error::MachineError;
 use crate::kvm::KvmBackend;
 use crate::machine::{Machine, SharedMachine, lock};
+use crate::virtio::BalloonPages;
 
 /// A machine on its way to another host. Once it is dropped, the machine is no longer throttled.
 pub struct MigratingMachine {
     machine: SharedMachine,
     log: Arc<dyn DirtyLog>,
+    balloon: Option<Arc<BalloonPages>>,
 }
 
 impl MigratingMachine {
@@ -27,8 +30,13 @@ impl MigratingMachine {
     /// # Errors
     /// If this host lacks the log that the machine's configuration names.
     pub fn new(machine: SharedMachine) -> Result<Self, MachineError> {
-        let log = lock(&machine).dirty_log()?;
-        Ok(Self { machine, log })
+        let (log, balloon) = {
+            let machine = lock(&machine);
+            let balloon = machine.balloon();
+            let balloon = balloon.map(|it| Arc::new(BalloonPages::new(it, machine.memory())));
+            (machine.dirty_log()?, balloon)
+        };
+        Ok(Self { machine, log, balloon })
     }
 }
 
@@ -79,6 +87,10 @@ impl SourceVm for MigratingMachine {
 
     fn throttle(&mut self, percent: u8) -> Result<(), VmError> {
         Ok(lock(&self.machine).throttle(percent)?)
+    }
+
+    fn free_pages(&self) -> Vec<Arc<dyn FreePages>> {
+        self.balloon.iter().map(|balloon| Arc::clone(balloon) as Arc<dyn FreePages>).collect()
     }
 }
 

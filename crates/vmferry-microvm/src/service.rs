@@ -212,6 +212,7 @@ impl GuestService {
         config.compression.when_busy = request.when_busy;
         config.compression.workers = request.workers;
         config.compression.delta_memory = request.delta_memory;
+        config.free_page_hints = request.free_page_hints;
         config.verify = request.verify;
         config
     }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
+use vmferry::free_pages::{FreePages, PunchedPages};
 use vmferry::{GuestDescription, Resume, SourceVm, StateEstimate, VmError};
 use vmferry_dirty::{DirtyLog, UffdLog};
 use vmferry_memory::{GuestMemory, PAGE_SIZE, SlotLayout};
@@ -236,8 +237,13 @@ impl SourceVm for QemuSource {
         }
     }
 
-    fn gives_pages_back(&self) -> bool {
-        self.habits.gives_pages_back
+    fn free_pages(&self) -> Vec<Arc<dyn FreePages>> {
+        // What its balloon is inflated by is punched out of the memory's files.
+        if self.habits.gives_pages_back {
+            vec![Arc::new(PunchedPages::new(self.ram.memory.clone()))]
+        } else {
+            Vec::new()
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! A guest that writes its memory and knows what must stand there, and the VMMs around it.
 
+mod balloon;
 mod write_log;
 
 use std::collections::BTreeMap;
@@ -7,12 +8,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use fastrand::Rng;
+use vmferry::free_pages::FreePages;
 use vmferry::{DestinationVm, GuestDescription, PrepareError, Resume, SourceVm, VmError};
 use vmferry_codec::{CompressError, Compressors};
 use vmferry_dirty::DirtyLog;
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, SlotId, SlotLayout};
 use vmferry_wire::GuestIdentity;
 
+use self::balloon::Balloon;
 use self::write_log::WriteLog;
 use crate::plan::{Host, VmCall};
 
@@ -69,6 +72,9 @@ struct State {
     host: Host,
     memory: Option<GuestMemory>,
     log: Arc<WriteLog>,
+    /// Whether its balloon's driver hints free pages.
+    hints: bool,
+    balloon: Balloon,
     running: bool,
     quiet: bool,
     /// The version of each page that was ever written; 0 for one that was zeroed.
@@ -89,6 +95,8 @@ impl Guest {
             host,
             memory: None,
             log: Arc::default(),
+            hints: false,
+            balloon: Balloon::default(),
             running: false,
             quiet: false,
             written: BTreeMap::new(),
@@ -106,6 +114,7 @@ impl Guest {
         let memory = GuestMemory::allocate(&layout(), MemoryKind::Private);
         guest.lock().memory = Some(memory.expect("a few MiB can be mapped"));
         guest.lock().set_running(true);
+        guest.lock().hints = rng.bool();
         guest.work(rng, 30);
         guest
     }
@@ -129,6 +138,9 @@ impl Guest {
     pub fn attach(&self) -> Vm {
         let mut state = self.lock();
         state.process += 1;
+        let free = state.balloon.pages().collect::<Vec<_>>();
+        state.balloon = Balloon::default();
+        free.into_iter().for_each(|page| state.balloon.frees(page));
         Vm { guest: self.clone(), process: state.process }
     }
 
@@ -140,6 +152,7 @@ impl Guest {
             state.set_running(false);
             state.memory = None;
             state.written.clear();
+            state.balloon = Balloon::default();
         }
     }
 
@@ -189,6 +202,16 @@ impl State {
 
     /// A page is written whole: most of the time one of a few hot ones.
     fn write(&mut self, rng: &mut Rng) {
+        if self.hints {
+            self.balloon.work(rng);
+            if rng.u32(..4) == 0 && !self.written.is_empty() {
+                let page = self.written.keys().nth(rng.usize(..self.written.len())).copied();
+                if let Some(page) = page {
+                    self.written.remove(&page);
+                    self.balloon.frees(page);
+                }
+            }
+        }
         let page: Page = match rng.u32(..10) {
             0..6 => (0, 500 + rng.u64(..24)),
             6..8 => (1, rng.u64(..40)),
@@ -200,6 +223,7 @@ impl State {
         let gpa = (u64::from(page.0) << 32) + page.1 * PAGE_SIZE as u64;
         if memory.write_at(gpa, &content(page, version)).is_ok() {
             self.log.mark(page);
+            self.balloon.uses(page);
             self.written.insert(page, version);
         }
     }
@@ -218,6 +242,9 @@ impl State {
         for run in populated.runs() {
             for page in run.first..run.first + run.pages {
                 let page = (run.slot.0, page);
+                if self.balloon.is_free(page) {
+                    continue;
+                }
                 let gpa = (u64::from(page.0) << 32) + page.1 * PAGE_SIZE as u64;
                 memory.read_at(gpa, &mut found).map_err(|error| error.to_string())?;
                 if !self.written.contains_key(&page) && found.iter().any(|&byte| byte != 0) {
@@ -239,6 +266,9 @@ impl State {
         }
     }
 }
+
+/// In the place of a version: the page is free.
+const FREE: u64 = u64::MAX;
 
 /// What a page of this version holds, each word of it.
 fn content(page: Page, version: u64) -> Vec<u8> {
@@ -316,12 +346,18 @@ impl SourceVm for Vm {
         state.fails(VmCall::Save)?;
         let mut bytes = state.next_version.to_le_bytes().to_vec();
         bytes.extend_from_slice(&state.ledger().stretch.to_le_bytes());
-        for ((slot, page), version) in &state.written {
-            for word in [u64::from(*slot), *page, *version] {
+        let written = state.written.iter().map(|(page, version)| (*page, *version));
+        for ((slot, page), version) in written.chain(state.balloon.pages().map(|page| (page, FREE)))
+        {
+            for word in [u64::from(slot), page, version] {
                 bytes.extend_from_slice(&word.to_le_bytes());
             }
         }
         Ok(bytes)
+    }
+
+    fn free_pages(&self) -> Vec<Arc<dyn FreePages>> {
+        if self.guest.lock().hints { vec![Arc::new(self.guest.clone())] } else { Vec::new() }
     }
 }
 
@@ -344,8 +380,10 @@ impl DestinationVm for Vm {
             .collect();
         let [next_version, stretch, rest @ ..] = &words[..] else { return Err("no state".into()) };
         (state.next_version, state.stretch) = (*next_version, *stretch);
-        state.written =
-            rest.chunks_exact(3).map(|page| ((page[0] as u16, page[1]), page[2])).collect();
+        let pages = rest.chunks_exact(3).map(|page| ((page[0] as u16, page[1]), page[2]));
+        let (free, written): (Vec<_>, Vec<_>) = pages.partition(|(_, version)| *version == FREE);
+        state.written = written.into_iter().collect();
+        free.into_iter().for_each(|(page, _)| state.balloon.frees(page));
         Ok(())
     }
 
@@ -353,6 +391,7 @@ impl DestinationVm for Vm {
         if let Ok(mut state) = self.state() {
             state.memory = None;
             state.written.clear();
+            state.balloon = Balloon::default();
         }
     }
 

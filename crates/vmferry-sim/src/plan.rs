@@ -173,6 +173,10 @@ pub enum Sabotage {
     ForgetKept,
     /// The destination goes on with a FINAL that it heard before the control channel was made again.
     KeepFinal,
+    /// Hints of free pages are not stopped before a harvest.
+    HintAcrossHarvest,
+    /// Hints are asked for before the pages of the round are protected again.
+    HintUnprotected,
 }
 
 /// A schedule.

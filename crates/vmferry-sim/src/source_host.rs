@@ -70,7 +70,7 @@ pub struct LinkRecord {
 impl LinkRecord {
     fn note(&mut self, action: &Action, now: Duration) {
         match action {
-            Action::StartLog => self.begun = Some(now),
+            Action::SendRound { round: 1, .. } => self.begun = Some(now),
             Action::Report(Report::LinkLost { channel, .. }) => {
                 self.away.insert(channel.clone());
             }

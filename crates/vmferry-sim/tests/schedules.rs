@@ -94,6 +94,21 @@ fn a_broken_rule_of_reconnection_is_found_out() {
     }
 }
 
+/// Each rule of free-page hints, broken, loses a page that was used again.
+#[test]
+fn a_broken_rule_of_hints_is_found_out() {
+    for sabotage in [Sabotage::HintAcrossHarvest, Sabotage::HintUnprotected] {
+        let found = (0..Plan::boundaries()).map(Seed::Boundary).any(|seed| {
+            let mut plan = Plan::new(seed);
+            plan.verify = false;
+            plan.sabotage = Some(sabotage);
+            let violations = run(&plan, false).violations;
+            violations.iter().any(|text| text.contains("what arrived is not what was there"))
+        });
+        assert!(found, "{sabotage:?} was not found out");
+    }
+}
+
 /// A page that the log forgets arrives stale: the guest finds it, unless both memories are compared.
 #[test]
 fn a_forgotten_page_is_found_by_the_guest_or_by_verify() {

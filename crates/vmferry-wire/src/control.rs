@@ -163,6 +163,10 @@ mod tests {
                 "0101010101010101010101010101010103",
             ),
             (ControlMessage::Withdraw {}, ""),
+            (
+                ControlMessage::Free { slot: SlotId(1), runs: vec![(2, 300), (512, 1)] },
+                "010202ac02800401",
+            ),
         ]
     }
 

@@ -32,7 +32,7 @@ pub use hello::{
     HELLO_BYTES, HELLO_REPLY_BYTES, Hello, HelloReply, HelloStatus, PROTOCOL_VERSION_MAX,
     PROTOCOL_VERSION_MIN, Role,
 };
-pub use message::{ControlMessage, MAX_CONFIG_BYTES, MAX_LANES, MAX_SLOTS};
+pub use message::{ControlMessage, MAX_CONFIG_BYTES, MAX_FREE_RUNS, MAX_LANES, MAX_SLOTS};
 pub use reason::{MAX_REASON_BYTES, Reason, ReasonCode};
 pub use runs::{
     Encoding, MAX_FRAME_CONTENT_PAGES, RUN_HEADER_BYTES, Run, RunTable, table_checksum,

@@ -1,7 +1,7 @@
 //! The messages of the control channel.
 
 use serde::{Deserialize, Serialize};
-use vmferry_memory::SlotLayout;
+use vmferry_memory::{SlotId, SlotLayout};
 
 use crate::error::WireError;
 use crate::reason::Reason;
@@ -13,6 +13,8 @@ pub const MAX_CONFIG_BYTES: usize = 16 << 10;
 pub const MAX_SLOTS: usize = 4096;
 /// Most data channels.
 pub const MAX_LANES: u8 = 16;
+/// Most runs of a FREE: whatever their numbers are, they fit the limit of a message.
+pub const MAX_FREE_RUNS: usize = 3000;
 const MAX_VMM_BYTES: usize = 64;
 
 /// A control message. S: the source sends it, D: the destination does.
@@ -129,6 +131,14 @@ pub enum ControlMessage {
     },
     /// S: FINAL does not hold, the guest runs on here. Only before READY is said.
     Withdraw {},
+    /// S: leave these pages out of the hash that I am about to ask for. The guest does not need what they hold, and they
+    /// were not sent.
+    Free {
+        /// The slot that they are in.
+        slot: SlotId,
+        /// First page and number of pages, ascending, at most [`MAX_FREE_RUNS`] of them.
+        runs: Vec<(u64, u64)>,
+    },
 }
 
 #[derive(Serialize, Deserialize)]
@@ -174,6 +184,7 @@ impl ControlMessage {
             Self::Query { .. } => 15,
             Self::Answer { .. } => 16,
             Self::Withdraw {} => 17,
+            Self::Free { .. } => 18,
         }
     }
 
@@ -213,6 +224,7 @@ impl ControlMessage {
             Self::Aborted { session, reason } => put(into, &(session, reason)),
             Self::Ping { nonce } | Self::Pong { nonce } => put(into, nonce),
             Self::Answer { session, word } => put(into, &(session, word)),
+            Self::Free { slot, runs } => put(into, &(slot, runs)),
         }
     }
 
@@ -278,6 +290,10 @@ impl ControlMessage {
                 get::<()>(number, body)?;
                 Self::Withdraw {}
             }
+            18 => {
+                let (slot, runs) = get(number, body)?;
+                Self::Free { slot, runs }
+            }
             other => return Err(WireError::UnknownMessage(other)),
         };
         message.check()?;
@@ -306,6 +322,7 @@ impl ControlMessage {
             {
                 "the number of lanes is not 1 to 16"
             }
+            Self::Free { runs, .. } if runs.len() > MAX_FREE_RUNS => "it has too many runs",
             _ => return Ok(()),
         };
         Err(WireError::BadBody { message: self.name(), detail: detail.into() })
@@ -332,6 +349,7 @@ pub(crate) fn name_of(number: u16) -> Option<&'static str> {
         15 => "QUERY",
         16 => "ANSWER",
         17 => "WITHDRAW",
+        18 => "FREE",
         _ => return None,
     })
 }

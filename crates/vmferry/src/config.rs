@@ -125,6 +125,8 @@ pub struct SourceConfig {
     pub throttle: u8,
     /// What is done to pages on their way.
     pub compression: CompressionConfig,
+    /// Ask a guest that can hint its free pages for them, and don't send those. Default on.
+    pub free_page_hints: bool,
     /// Hash both paused memories whole and compare them before COMMIT. Default off.
     pub verify: bool,
     /// Directory of the journals.
@@ -147,6 +149,7 @@ impl SourceConfig {
             when_stuck: WhenStuck::Refuse,
             throttle: 0,
             compression: CompressionConfig::default(),
+            free_page_hints: true,
             verify: false,
             journal_directory,
             timeouts: Timeouts::default(),

@@ -92,6 +92,8 @@ pub struct RoundStats {
     pub pages: u64,
     /// Pages of these that were all zero and travelled as a mark.
     pub zero_pages: u64,
+    /// Pages of these that were not sent, as the guest had hinted that they are free.
+    pub free_pages: u64,
     /// All pages by how they travelled.
     pub encoded: PageCounts,
     /// Frames by why they are encoded as they are.
@@ -177,6 +179,8 @@ pub struct SourceStats {
     pub compression: String,
     /// Pages of all rounds by how they travelled.
     pub encoded: PageCounts,
+    /// Pages of all rounds that were not sent, as the guest had hinted that they are free.
+    pub free_pages: u64,
     /// Bytes of all pages with content, over the bytes that travelled.
     pub compression_ratio: f64,
     /// Which dirty log was used.

@@ -11,6 +11,8 @@ use vmferry_dirty::DirtyLog;
 use vmferry_memory::{GuestMemory, SlotLayout};
 use vmferry_wire::GuestIdentity;
 
+use crate::free_pages::FreePages;
+
 /// An error that a VMM reports to the engine: the chain is kept for the local user, the peer
 /// gets its text only.
 pub type VmError = Box<dyn std::error::Error + Send + Sync>;
@@ -113,10 +115,10 @@ pub trait SourceVm: Resume {
         if percent == 0 { Ok(()) } else { Err("this VMM can't throttle its vCPUs".into()) }
     }
 
-    /// Whether the guest may give pages back while it runs, as with a balloon or free-page reporting:
-    /// they are zero then, and no log says so. The engine looks for them.
-    fn gives_pages_back(&self) -> bool {
-        false
+    /// All who know which pages need not be sent, beside those that were never populated: a balloon whose guest hints its
+    /// free pages, a back end that pages are punched out of. Called once.
+    fn free_pages(&self) -> Vec<Arc<dyn FreePages>> {
+        Vec::new()
     }
 }
 

@@ -80,7 +80,7 @@ impl Path {
     /// Sends all pages once; returns how many frames that were.
     fn round(&mut self, round: u32, choice: Choice) -> u64 {
         let pages = Arc::clone(&self.pages);
-        self.plan.begin(Job { round, rearm: true, pages, last: None, given_back: None });
+        self.plan.begin(Job { round, rearm: true, pages, last: None, zero: None, hinted: None });
         let mut frames = 0;
         while let Some(task) = self.plan.next(64, 1000).unwrap() {
             match task {
@@ -88,6 +88,7 @@ impl Path {
                     self.encoder.encode(0, &batch, &mut self.encoded, choice).unwrap();
                 }
                 Task::EndOfRound { round, .. } => self.encoded.end_of_round(round),
+                Task::Wait => unreachable!("there are no hints"),
             }
             self.sequence += 1;
             self.encoded.set_sequence(self.sequence);

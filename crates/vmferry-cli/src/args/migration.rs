@@ -52,6 +52,9 @@ pub struct MigrationOptions {
     /// sent; 0 for none.
     #[arg(long, default_value = "256M", value_parser = parse_bytes, value_name = "BYTES")]
     pub delta_memory: u64,
+    /// Send free pages too, even if the guest has a balloon whose driver would say which these are.
+    #[arg(long)]
+    pub no_free_page_hints: bool,
 }
 
 /// What to do when a migration does not converge.

@@ -65,6 +65,7 @@ pub fn migrate_request(
         when_busy: options.when_busy.into(),
         workers: options.workers,
         delta_memory: options.delta_memory,
+        free_page_hints: !options.no_free_page_hints,
         verify,
     }
 }

@@ -77,8 +77,15 @@ pub struct MigrateRequest {
     pub workers: Option<u8>,
     /// Most memory for copies of pages that are written again and again, in bytes.
     pub delta_memory: u64,
+    /// Don't send pages that the guest hints free.
+    #[serde(default = "yes")]
+    pub free_page_hints: bool,
     /// Hash both memories whole before COMMIT.
     pub verify: bool,
+}
+
+fn yes() -> bool {
+    true
 }
 
 /// The files of a host's identity.
@@ -248,6 +255,7 @@ mod tests {
             when_busy: WhenBusy::Wait,
             workers: Some(3),
             delta_memory: 1 << 20,
+            free_page_hints: false,
             verify: true,
         };
         let requests = [

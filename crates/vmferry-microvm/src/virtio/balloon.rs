@@ -296,6 +296,14 @@ impl Balloon {
         state.transport.device.host().answers != before
     }
 
+    /// Whether the guest has a driver that hints its free pages when it is asked.
+    #[must_use]
+    pub fn can_hint(&self) -> bool {
+        let state = self.0.lock();
+        let device = &state.transport.device;
+        device.is_active() && device.negotiated().contains(Features::FREE_PAGE_HINT)
+    }
+
     /// Asks the guest for hints of free pages and returns the command ID; `None` if it knows none or has no driver.
     /// An older round ends.
     pub fn start_hints(&self) -> Option<u32> {

@@ -9,11 +9,13 @@
 //! piece of work, a vCPU for one access to a register, the control socket for one order.
 
 mod balloon;
+mod free_pages;
 mod host;
 mod mmio;
 
 pub use balloon::{Balloon, BalloonStatus};
 pub(crate) use balloon::{BalloonDevice, SECTIONS};
+pub(crate) use free_pages::BalloonPages;
 pub use host::{BalloonListener, HintRound};
 
 /// Guest-physical address of the registers: in the hole, above the display and below the IOAPIC.

@@ -10,7 +10,7 @@ use vmferry::journal::{Journal, Record};
 use vmferry::link::lost;
 use vmferry::{DestinationVm, MigrateError};
 use vmferry_codec::PageHashes;
-use vmferry_memory::{GuestMemory, whole_hash};
+use vmferry_memory::{GuestMemory, whole_hash_except};
 use vmferry_wire::{ControlMessage, Reason, ReasonCode, SessionId, Token};
 
 use super::lanes::Lane;
@@ -105,10 +105,10 @@ impl Session {
                     .map(|()| Duration::from_micros(100))
                     .map_err(|source| MigrateError::Vm { action: "load the state", source }),
             )),
-            Action::Hash => {
+            Action::Hash { except } => {
                 let (memory, _) = self.memory.as_ref()?;
                 let takes = Duration::from_millis(network.rng.u64(1..2_000));
-                let input = whole_hash(memory).map_or_else(
+                let input = whole_hash_except(memory, &except).map_or_else(
                     |error| Input::Failed(error.into()),
                     |hash| Input::Hashed(hash, takes),
                 );

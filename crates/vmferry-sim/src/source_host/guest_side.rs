@@ -22,16 +22,25 @@ use crate::plan::Sabotage;
 impl Process {
     pub(super) fn start_log(&mut self) -> Result<Input, MigrateError> {
         self.log.start()?;
+        self.freed.begin();
         self.pending = Arc::new(self.memory.populated()?);
+        self.freed.sending(&self.pending);
+        if self.freed.can_ask() {
+            self.freed.ask(&*self.log, &self.pending, false)?;
+        }
         Ok(Input::LogStarted { populated_pages: self.pending.count(), stood_still: Duration::ZERO })
     }
 
     pub(super) fn harvest(&mut self) -> Result<Input, MigrateError> {
+        if self.sabotage != Some(Sabotage::HintAcrossHarvest) {
+            self.freed.stop();
+        }
         let mut pages = PageSet::for_memory(&self.memory);
         self.log.collect(&mut pages)?;
         if std::mem::take(&mut self.recalled) && self.sabotage != Some(Sabotage::ForgetRecalled) {
             pages.union_with(&self.pending);
         }
+        self.freed.harvested(&mut pages)?;
         self.pending = Arc::new(pages);
         let took = Duration::from_micros(200);
         Ok(Input::Harvested { pages: self.pending.count(), took, stood_still: Duration::ZERO })
@@ -45,15 +54,20 @@ impl Process {
         guest: &Guest,
         network: &mut Network,
     ) -> Result<(), MigrateError> {
+        if rearm && round > 1 && self.freed.can_ask() {
+            let protect = self.sabotage != Some(Sabotage::HintUnprotected);
+            self.freed.ask(&*self.log, &self.pending, protect)?;
+        }
         for lane in 0..self.channels {
             let job = Job {
                 round,
-                rearm,
+                rearm: rearm && self.freed.hinted().is_none(),
                 pages: Arc::clone(&self.pending),
                 last: None,
-                given_back: None,
+                zero: self.freed.zero(),
+                hinted: self.freed.hinted(),
             };
-            self.make_frames(lane, job, guest, network)?;
+            self.make_frames(lane, job, rearm, guest, network)?;
             self.send_queued(lane, network);
         }
         Ok(())
@@ -64,10 +78,10 @@ impl Process {
         &mut self,
         number: u8,
         job: Job,
+        guest_runs: bool,
         guest: &Guest,
         network: &mut Network,
     ) -> Result<(), MigrateError> {
-        let rearm = job.rearm;
         let mut totals = LaneTotals::default();
         let lane = &mut self.lanes[usize::from(number)];
         lane.plan.begin(job);
@@ -75,7 +89,7 @@ impl Process {
             let (frame_pages, rearm_pages) =
                 (40 + network.rng.usize(..60), 1 + network.rng.u64(..600));
             let Some(task) = lane.plan.next(frame_pages, rearm_pages)? else { break };
-            if rearm {
+            if guest_runs {
                 let writes = network.rng.usize(..3);
                 guest.work(&mut network.rng, writes);
             }
@@ -88,10 +102,13 @@ impl Process {
                     totals.pages.zero += counts.zero_pages;
                     None
                 }
-                Task::EndOfRound { round, .. } => {
+                Task::EndOfRound { round, free, .. } => {
                     frame.end_of_round(round);
+                    totals.free_pages = free;
                     Some(totals)
                 }
+                // Nothing is held back here.
+                Task::Wait => continue,
             };
             lane.sequence += 1;
             frame.set_sequence(lane.sequence);
@@ -144,6 +161,7 @@ impl Process {
         let mut pages = PageSet::for_memory(&self.memory);
         pages.union_with(&self.pending);
         self.log.collect_last(&mut pages)?;
+        self.freed.harvested(&mut pages)?;
         self.pending = Arc::new(pages);
         let took = Duration::from_micros(200);
         Ok(Input::LastHarvest { pages: self.pending.count(), took })

@@ -9,11 +9,12 @@ use vmferry::held::{Committed, Paused, Running};
 use vmferry::journal::{Journal, Record};
 use vmferry::link::lost;
 use vmferry::source::encode::PageEncoder;
+use vmferry::source::freed::{Freed, free_messages};
 use vmferry::source::io::{Action, Input};
 use vmferry::source::machine::Source;
 use vmferry_codec::{HotPages, PageHashes};
 use vmferry_dirty::DirtyLog;
-use vmferry_memory::{GuestMemory, PageSet, whole_hash};
+use vmferry_memory::{GuestMemory, PageSet, whole_hash_except};
 use vmferry_wire::{ControlMessage, Role, SessionId, Token};
 
 use super::dialling::Dialling;
@@ -36,6 +37,8 @@ pub(super) struct Process {
     pub(super) log: Arc<dyn DirtyLog>,
     hashes: Arc<PageHashes>,
     pub(super) pending: Arc<PageSet>,
+    /// Pages that need not be sent.
+    pub(super) freed: Freed,
     /// The guest ran on after its last harvest: what is pending counts as written.
     pub(super) recalled: bool,
     pub(super) journal: Option<SimJournal>,
@@ -83,6 +86,7 @@ impl Process {
             number,
             machine,
             log: vm.dirty_log(),
+            freed: Freed::new(vm.free_pages(), &memory, Arc::default()),
             held: Held::Running(Running::new(vm)),
             hashes,
             pending: Arc::new(PageSet::for_memory(&memory)),
@@ -100,7 +104,8 @@ impl Process {
         }
     }
 
-    pub(super) fn close(self, network: &mut Network) {
+    pub(super) fn close(mut self, network: &mut Network) {
+        self.freed.end();
         let dialled = self.dialling.iter().filter_map(|dialling| dialling.channel);
         let lanes = self.lanes.iter().map(|lane| lane.channel);
         for channel in lanes.chain(self.control).chain(dialled) {
@@ -175,8 +180,11 @@ impl Process {
                 ))
             }
             Action::SumDigest => Some(Input::Digest(self.hashes.sum())),
+            Action::TellFree => free_messages(self.freed.free())
+                .into_iter()
+                .find_map(|message| self.execute(Action::Send(message), guest, network)),
             Action::Hash => {
-                let input = whole_hash(&self.memory)
+                let input = whole_hash_except(&self.memory, self.freed.free())
                     .map_or_else(|error| Input::Failed(error.into()), Input::Hashed);
                 let takes = Duration::from_millis(network.rng.u64(1..2_000));
                 network.after(takes, Event::Source(self.number, input));

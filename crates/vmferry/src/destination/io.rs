@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use vmferry_memory::WholeHash;
+use vmferry_memory::{PageSet, WholeHash};
 use vmferry_wire::{ControlMessage, SessionId};
 
 use crate::error::MigrateError;
@@ -107,7 +107,10 @@ pub enum Action {
     /// Load the state: `Loaded`.
     Load(Vec<u8>),
     /// Hash the memory whole, beside everything else: `Hashed`.
-    Hash,
+    Hash {
+        /// Without these pages.
+        except: PageSet,
+    },
     /// Append RUN-INTENT: `IntentWritten`.
     WriteIntent,
     /// Append ABORTED: `AbortWritten`.

@@ -16,6 +16,7 @@ mod links;
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use vmferry_memory::{PageSet, SlotId, SlotLayout};
 use vmferry_wire::{ControlMessage, Reason, ReasonCode, SessionId, Token};
 
 use self::announcement::check_layout;
@@ -59,7 +60,7 @@ struct Announced {
     session: SessionId,
     name: String,
     lanes: u8,
-    memory_bytes: u64,
+    layout: Vec<SlotLayout>,
 }
 
 /// What the last message before READY said.
@@ -82,6 +83,8 @@ pub struct Destination {
     last: Option<Final>,
     lane_ends: Vec<u64>,
     digest: u64,
+    /// Pages that the hash of the memory is to leave out.
+    free: Option<PageSet>,
     load: Duration,
     failure: Option<MigrateError>,
     waiting_since: Duration,
@@ -109,6 +112,7 @@ impl Destination {
             last: None,
             lane_ends: Vec::new(),
             digest: 0,
+            free: None,
             load: Duration::ZERO,
             failure: None,
             waiting_since: now,
@@ -259,8 +263,7 @@ impl Destination {
                     session,
                     name: guest.name.clone(),
                     lanes,
-                    memory_bytes: layout.iter().map(|slot| slot.pages).sum::<u64>()
-                        * vmferry_memory::PAGE_SIZE as u64,
+                    layout: layout.clone(),
                 });
                 self.phase = Phase::Preparing;
                 self.actions.push_back(Action::Prepare(GuestDescription {
@@ -290,7 +293,16 @@ impl Destination {
             {
                 // The source hashes as well; no COMMIT can come before both are done.
                 self.waiting_since = now + self.timeouts.verify;
-                self.actions.push_back(Action::Hash);
+                let except = self.free.take().unwrap_or_else(|| PageSet::for_layout(self.layout()));
+                self.actions.push_back(Action::Hash { except });
+            }
+            (ControlMessage::Free { slot, runs }, Phase::Deciding)
+                if self.handover == DestinationState::Ready =>
+            {
+                self.waiting_since = now;
+                if let Err(reason) = self.leave_out(slot, &runs) {
+                    self.fail(now, protocol(reason));
+                }
             }
             (ControlMessage::Commit { session }, _) if Some(session) == ours => {
                 self.committed_at = now;
@@ -312,6 +324,29 @@ impl Destination {
                 self.fail(now, protocol(reason));
             }
         }
+    }
+
+    fn layout(&self) -> &[SlotLayout] {
+        self.announced.as_ref().map_or(&[], |announced| &announced.layout)
+    }
+
+    /// Takes pages that need not be as the source has them.
+    fn leave_out(&mut self, slot: SlotId, runs: &[(u64, u64)]) -> Result<(), String> {
+        let Some(layout) = self.announced.as_ref().map(|announced| &announced.layout) else {
+            return Err("FREE before the guest was announced".into());
+        };
+        let Some(in_slot) = layout.get(usize::from(slot.0)) else {
+            return Err(format!("FREE names {slot}, and the guest has {} slots", layout.len()));
+        };
+        let free = self.free.get_or_insert_with(|| PageSet::for_layout(layout)).bitmap_mut(slot);
+        for &(first, pages) in runs {
+            if first.checked_add(pages).is_none_or(|end| end > in_slot.pages) {
+                let all = in_slot.pages;
+                return Err(format!("FREE names pages {first}+{pages} of {slot}, which has {all}"));
+            }
+            free.set_run(first, pages);
+        }
+        Ok(())
     }
 
     fn check_placed(&mut self, now: Duration) {

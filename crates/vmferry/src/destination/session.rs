@@ -233,7 +233,7 @@ impl<'a, V: DestinationVm> Session<'a, V> {
                     source,
                 })))
             }
-            Action::Hash => self.hash(),
+            Action::Hash { except } => self.hash(except),
             Action::WriteIntent => Some(Input::IntentWritten(self.write(&Record::RunIntent))),
             Action::WriteAborted { reason } => {
                 Some(Input::AbortWritten(self.write(&Record::Aborted { reason })))

@@ -16,7 +16,7 @@ use vmferry_wire::Role;
 use super::chooser::Chooser;
 use super::connect;
 use super::control::ControlLink;
-use super::given_back::GivenBack;
+use super::freed::Freed;
 use super::io::{Action, Ending, Input, Report};
 use super::lane::Lane;
 use super::machine::Source;
@@ -148,8 +148,8 @@ struct Driver<'a, V: SourceVm> {
     /// What the round before sent, of which pages that are in the present one too go last.
     before: PageSet,
     last: Arc<PageSet>,
-    /// What the guest gives back while it runs, if it may.
-    given_back: Option<GivenBack>,
+    /// Pages that need not be sent.
+    freed: Freed,
     throttled: bool,
     /// The other set, so that no harvest allocates.
     spare: PageSet,
@@ -204,7 +204,8 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             .collect();
         let mut machine = Source::new(config.clone(), vm.describe(), log.name(), Duration::ZERO);
         machine.expect_state(vm.state_estimate());
-        let given_back = vm.gives_pages_back().then(|| GivenBack::new(&memory));
+        let freed = Freed::new(vm.free_pages(), &memory, Arc::clone(&signal))
+            .hinted_if(config.free_page_hints);
         let mut driver = Self {
             machine,
             held: Held::Running(Running::new(vm)),
@@ -235,7 +236,7 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             recalled: false,
             before: PageSet::for_memory(&memory),
             last: Arc::new(PageSet::for_memory(&memory)),
-            given_back,
+            freed,
             throttled: false,
             memory,
             cpu: cpu.clone(),
@@ -278,6 +279,7 @@ impl<'a, V: SourceVm> Driver<'a, V> {
         let tick = self.machine.next_tick().map(|at| self.started + at);
         let wait =
             tick.map_or(Duration::from_secs(1), |at| at.saturating_duration_since(Instant::now()));
+        let wait = self.freed.review().map_or(wait, |period| wait.min(period));
         crossbeam_channel::select! {
             recv(self.control.heard()) -> from => {
                 from.map_or(Input::Tick, |from| self.control.take_heard(from))
@@ -314,8 +316,7 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             Action::Recall => self.recall(),
             Action::StartLog => Some(self.start_log().unwrap_or_else(Input::Failed)),
             Action::SendRound { round, rearm } => {
-                self.send_round(round, rearm);
-                None
+                self.send_round(round, rearm).err().map(Input::Failed)
             }
             Action::FitWindows { round_trip } => {
                 let workers = worker_threads(self.config.compression.workers);
@@ -334,6 +335,7 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             Action::HarvestLast => Some(self.harvest_last().unwrap_or_else(Input::Failed)),
             Action::Save => Some(self.save()),
             Action::SumDigest => Some(Input::Digest(self.hashes.sum())),
+            Action::TellFree => self.tell_free(),
             Action::Hash => self.hash(),
             Action::WriteCommit => Some(self.commit()),
             Action::WriteOutcome { kept, by_operator } => {
@@ -373,6 +375,9 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             && let Err(error) = running.throttle(0)
         {
             self.resume_failure.get_or_insert(error);
+        }
+        if !matches!(self.held, Held::Released(_)) {
+            self.freed.end();
         }
         if matches!(self.held, Held::Running(_)) && self.logging {
             // Taken from the log and perhaps not sent: whoever uses the log next must see them.

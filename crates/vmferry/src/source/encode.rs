@@ -7,6 +7,7 @@ use vmferry_codec::{
 };
 use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun, PageSet, SlotId};
 
+use super::hinted::Hinted;
 use super::plan::PageBatch;
 use crate::error::MigrateError;
 
@@ -41,13 +42,13 @@ impl PageEncoder {
         frame: &mut EncodedFrame,
         choice: Choice,
     ) -> Result<FrameCounts, MigrateError> {
-        let given_back = batch.given_back.as_deref();
+        let known = Known { zero: batch.zero.as_deref(), poisoned: batch.poisoned.as_deref() };
         let batch = batch.as_batch();
         // The one look at live memory: everything after works on the copy.
         let mut copy = frame.pages_mut(batch.pages.len());
         for run in runs(batch.slot, batch.pages) {
             let (into, rest) = copy.split_at_mut(run.pages as usize * PAGE_SIZE);
-            self.copy_run(run, given_back, into)?;
+            self.copy_run(run, known, into)?;
             copy = rest;
         }
         self.encoder
@@ -58,20 +59,43 @@ impl PageEncoder {
     fn copy_run(
         &self,
         run: PageRun,
-        given_back: Option<&PageSet>,
+        known: Known<'_>,
         copy: &mut [u8],
     ) -> Result<(), MigrateError> {
-        let Some(given_back) = given_back.map(|set| set.bitmap(run.slot)) else {
+        if known.is_nothing() {
             return Ok(self.memory.copy_out(run, copy)?);
-        };
+        }
         for (page, copy) in (run.first..).zip(copy.chunks_exact_mut(PAGE_SIZE)) {
-            if given_back.is_set(page) {
-                copy.fill(0);
-            } else {
-                self.memory.copy_out(PageRun { first: page, pages: 1, ..run }, copy)?;
+            match known.content(run.slot, page) {
+                Some(word) => {
+                    let (words, _) = copy.as_chunks_mut::<4>();
+                    words.fill(word.to_le_bytes());
+                }
+                None => self.memory.copy_out(PageRun { first: page, pages: 1, ..run }, copy)?,
             }
         }
         Ok(())
+    }
+}
+
+/// What is known of pages without reading them.
+#[derive(Clone, Copy)]
+struct Known<'a> {
+    zero: Option<&'a PageSet>,
+    poisoned: Option<&'a Hinted>,
+}
+
+impl Known<'_> {
+    fn is_nothing(&self) -> bool {
+        self.zero.is_none() && self.poisoned.is_none()
+    }
+
+    /// What stands in each 32-bit word of a page.
+    fn content(&self, slot: SlotId, page: u64) -> Option<u32> {
+        if self.zero.is_some_and(|zero| zero.bitmap(slot).is_set(page)) {
+            return Some(0);
+        }
+        self.poisoned.filter(|hinted| hinted.is_set(slot, page))?.poison()
     }
 }
 

@@ -179,7 +179,9 @@ pub enum Action {
     Save,
     /// Sum up the hashes of all pages as last sent: `Digest`.
     SumDigest,
-    /// Hash the paused memory whole, beside everything else: `Hashed`.
+    /// Send [`ControlMessage::Free`] for the pages that the destination need not have as they are here.
+    TellFree,
+    /// Hash the paused memory whole but for those pages, beside everything else: `Hashed`.
     Hash,
     /// Append COMMIT to the journal: `CommitWritten`.
     WriteCommit,

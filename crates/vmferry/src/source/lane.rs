@@ -217,7 +217,7 @@ impl SenderThread {
         self.sequence += 1;
         frame.set_sequence(self.sequence);
         let bytes = frame.wire_bytes() as u64;
-        let sent = self.send(&frame, matches!(what, FrameInfo::EndOfRound(..)));
+        let sent = self.send(&frame, matches!(what, FrameInfo::EndOfRound { .. }));
         if sent.is_ok() {
             let took = begun.elapsed();
             self.context.chooser.sent(self.number, bytes, begun - idle_since, took);
@@ -266,9 +266,10 @@ impl SenderThread {
                 self.context.sent.pages(&counts);
                 self.totals.add(&counts, &decision);
             }
-            FrameInfo::EndOfRound(rearm, log) => {
+            FrameInfo::EndOfRound { rearm, log, free } => {
                 self.totals.rearm = rearm;
                 self.totals.log = log;
+                self.totals.free_pages = free;
                 let totals = std::mem::take(&mut self.totals);
                 let (lane, end_sequence) = (self.number, self.sequence);
                 let sent = Input::LaneSent { lane, end_sequence, totals };

@@ -5,7 +5,7 @@
 //! out with threads, sockets and a VMM; a simulation can do it with none of them.
 //!
 //! ```text
-//!  Announced -> Joining -> Starting -> Sending <-> Harvesting
+//!  Announced -> Starting -> Joining -> Sending <-> Harvesting
 //!                                                     | the rest fits the downtime limit
 //!                                                  Pausing -> LastHarvest -> LastRound -> AwaitReady
 //!                                                                                            |
@@ -38,8 +38,8 @@ use crate::vm::{GuestDescription, StateEstimate};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     Announced,
-    Joining,
     Starting,
+    Joining,
     Sending,
     Harvesting,
     Pausing,
@@ -97,6 +97,8 @@ pub struct Source {
     /// The shortest so far.
     round_trip: Option<Duration>,
     log_started: Duration,
+    /// Pages of the first round, and how long it took to find them.
+    first_pages: (u64, Duration),
     last_harvest: Duration,
     /// For how long the guest stood still for the last harvest.
     stood_still: Duration,
@@ -190,6 +192,7 @@ impl Source {
             withdrawn: None,
             round_trip: None,
             log_started: now,
+            first_pages: (0, Duration::ZERO),
             last_harvest: now,
             stood_still: Duration::ZERO,
             stopped_at: None,
@@ -314,11 +317,17 @@ impl Source {
         match (message, self.phase) {
             (ControlMessage::Accept { token }, Phase::Announced) => {
                 self.predictor.measured_round_trip(Duration::ZERO);
-                self.enter(now, Phase::Joining);
                 self.links.set_token(token);
-                self.act(Action::OpenLanes(token));
+                self.enter(now, Phase::Starting);
+                self.log_started = now;
+                self.last_harvest = now;
+                // Before the data channels are opened: free pages are hinted meanwhile.
+                self.act(Action::StartLog);
             }
-            (ControlMessage::Refuse { reason }, Phase::Announced | Phase::Joining) => {
+            (
+                ControlMessage::Refuse { reason },
+                Phase::Announced | Phase::Starting | Phase::Joining,
+            ) => {
                 let error = MigrateError::Refused { peer: "destination", reason };
                 self.fail(now, error);
             }

@@ -2,6 +2,8 @@
 
 pub mod chooser;
 pub mod encode;
+pub mod freed;
+pub mod hinted;
 pub mod io;
 pub mod machine;
 pub mod plan;
@@ -10,7 +12,6 @@ pub mod rounds;
 mod connect;
 mod control;
 mod driver;
-mod given_back;
 mod lane;
 mod orders;
 mod outgoing;

@@ -14,6 +14,7 @@ use vmferry_memory::{PageBitmap, PageSet, SlotId};
 
 use crate::config::{LANE_STRIPE_PAGES, MOST_FRAME_PAGES};
 use crate::error::MigrateError;
+use crate::source::hinted::Hinted;
 
 // A lane's stripes are the bitmap's blocks.
 const _: () = assert!(LANE_STRIPE_PAGES == BLOCK_PAGES);
@@ -30,9 +31,11 @@ pub struct Job {
     /// Those of them that go last, because they were in the round before too: whatever is written once
     /// more until then is sent once less.
     pub last: Option<Arc<PageSet>>,
-    /// Pages of these that the guest has given back: they are zero, and reading them would populate
+    /// Pages of these that the guest has given up: they are zero, and reading them would populate
     /// them again.
-    pub given_back: Option<Arc<PageSet>>,
+    pub zero: Option<Arc<PageSet>>,
+    /// What the guest hints free meanwhile. All pages are protected then, and `rearm` is not set.
+    pub hinted: Option<Arc<Hinted>>,
 }
 
 /// What a worker is to do next for a lane.
@@ -48,7 +51,11 @@ pub enum Task {
         rearm: Duration,
         /// The dirty log's name in this round.
         log: &'static str,
+        /// Pages that were not sent, as the guest had hinted that they are free.
+        free: u64,
     },
+    /// Ask again later: what is left may be hinted free yet. The round's [`Hinted`] raises the signal then.
+    Wait,
 }
 
 /// Pages of one frame.
@@ -57,8 +64,10 @@ pub struct PageBatch {
     slot: SlotId,
     pages: [u64; MOST_FRAME_PAGES],
     count: usize,
-    /// See [`Job::given_back`].
-    pub given_back: Option<Arc<PageSet>>,
+    /// See [`Job::zero`].
+    pub zero: Option<Arc<PageSet>>,
+    /// If hinted pages of these are to be sent as the poison that the guest expects in them.
+    pub poisoned: Option<Arc<Hinted>>,
 }
 
 impl PageBatch {
@@ -92,6 +101,8 @@ struct Work {
     /// Blocks of the slot below this are protected again.
     rearmed_to: usize,
     rearm: Duration,
+    /// Pages hinted free.
+    free: u64,
 }
 
 /// Words of the bitmap that one call re-arms at most: 128 MiB of the guest.
@@ -115,7 +126,8 @@ impl LanePlan {
     pub fn begin(&mut self, job: Job) {
         self.runs.clear();
         let (last, slot) = (false, SlotId(0));
-        self.work = Some(Work { job, last, slot, block: 0, rearmed_to: 0, rearm: Duration::ZERO });
+        let (rearm, free) = (Duration::ZERO, 0);
+        self.work = Some(Work { job, last, slot, block: 0, rearmed_to: 0, rearm, free });
     }
 
     /// Whether there is something to do.
@@ -152,11 +164,15 @@ impl LanePlan {
                     return Ok(self.pages(pages, count));
                 }
             }
-            if self.next_block(rearm_pages)? {
+            let is_held = self.work.as_ref().is_some_and(Work::is_held);
+            if !is_held && self.next_block(rearm_pages)? {
                 continue;
             }
             if count > 0 {
                 return Ok(self.pages(pages, count));
+            }
+            if is_held {
+                return Ok(Some(Task::Wait));
             }
             if !self.next_slot() {
                 return Ok(self.end());
@@ -171,13 +187,15 @@ impl LanePlan {
             slot: work.slot,
             pages,
             count,
-            given_back: work.job.given_back.clone(),
+            zero: work.job.zero.clone(),
+            poisoned: work.job.hinted.clone().filter(|hinted| hinted.poison().is_some()),
         }))
     }
 
     fn end(&mut self) -> Option<Task> {
         let work = self.work.take()?;
-        Some(Task::EndOfRound { round: work.job.round, rearm: work.rearm, log: self.log.name() })
+        let (round, log) = (work.job.round, self.log.name());
+        Some(Task::EndOfRound { round, rearm: work.rearm, log, free: work.free })
     }
 
     /// Takes the runs of the slot's next block that has any; whether there is one.
@@ -186,7 +204,10 @@ impl LanePlan {
         let share = Share { lane: self.lane, lanes: self.lanes };
         while let Some(block) = work.next(share) {
             work.block = block + 1;
-            let words = work.words(block);
+            let mut words = work.words(block);
+            if let Some(hinted) = &work.job.hinted {
+                work.free += hinted.take_out(work.slot, block, &mut words);
+            }
             if words == [0; BLOCK_WORDS] {
                 continue;
             }
@@ -226,6 +247,11 @@ struct Share {
 }
 
 impl Work {
+    /// Whether what comes next may be hinted free yet, and is waited for.
+    fn is_held(&self) -> bool {
+        self.last && self.job.hinted.as_ref().is_some_and(|hinted| hinted.is_held())
+    }
+
     fn bitmap(&self) -> Option<&PageBitmap> {
         self.job.pages.iter().nth(self.slot.0.into()).map(|(_, bitmap)| bitmap)
     }
@@ -351,7 +377,8 @@ mod tests {
                     rearm: true,
                     pages: Arc::clone(&pages),
                     last: Some(Arc::clone(&last)),
-                    given_back: None,
+                    zero: None,
+                    hinted: None,
                 });
                 let mut goes_last = false;
                 loop {
@@ -371,10 +398,11 @@ mod tests {
                                 goes_last |= is_last;
                             }
                         }
-                        Task::EndOfRound { round, log, .. } => {
-                            prop_assert_eq!((round, log), (7, "noting"));
+                        Task::EndOfRound { round, log, free, .. } => {
+                            prop_assert_eq!((round, log, free), (7, "noting", 0));
                             break;
                         }
+                        Task::Wait => unreachable!("there are no hints"),
                     }
                 }
                 prop_assert!(!plan.has_work());
@@ -382,5 +410,48 @@ mod tests {
             }
             prop_assert_eq!(sent, Arc::unwrap_or_clone(pages));
         }
+    }
+
+    /// The lane's pages until it has to wait, or is through.
+    fn sent(plan: &mut LanePlan) -> (Vec<u64>, Option<Task>) {
+        let mut pages = Vec::new();
+        loop {
+            match plan.next(64, 1000).unwrap() {
+                Some(Task::Pages(batch)) => pages.extend_from_slice(batch.as_batch().pages),
+                other => return (pages, other),
+            }
+        }
+    }
+
+    #[test]
+    fn what_may_be_hinted_is_waited_for_and_what_is_hinted_is_left_out() {
+        let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages: PAGES }];
+        let of = |first, count| {
+            let mut pages = PageSet::for_layout(&layout);
+            pages.bitmap_mut(SlotId(0)).set_run(first, count);
+            Arc::new(pages)
+        };
+        let hinted = Arc::new(Hinted::new(&layout, Arc::default()));
+        let mut plan = LanePlan::new(0, 1, Arc::new(()));
+        let id = hinted.open(of(0, 900));
+        hinted.hold();
+        plan.begin(Job {
+            round: 1,
+            rearm: false,
+            pages: of(0, 900),
+            last: Some(of(100, 800)),
+            zero: None,
+            hinted: Some(Arc::clone(&hinted)),
+        });
+        let (pages, then) = sent(&mut plan);
+        assert_eq!(pages, (0..100).collect::<Vec<_>>(), "these can't be free");
+        assert!(matches!(then, Some(Task::Wait)));
+        assert!(matches!(sent(&mut plan), (none, Some(Task::Wait)) if none.is_empty()));
+        hinted.free(id, 50 << 12, 450 << 12, 0);
+        hinted.complete(id);
+        let (pages, then) = sent(&mut plan);
+        assert_eq!(pages, (500..900).collect::<Vec<_>>());
+        // Those before the hint were sent; it says nothing of pages that are not the round's.
+        assert!(matches!(then, Some(Task::EndOfRound { free: 400, .. })));
     }
 }

@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::Sender;
-use vmferry_codec::{EncodedFrame, FrameCounts};
+use vmferry_codec::{EncodedFrame, FrameCounts, Method};
 
 use super::chooser::{Chooser, Decision};
 use super::encode::PageEncoder;
@@ -37,8 +37,15 @@ pub struct Finished {
 pub enum FrameInfo {
     /// Pages, and how it was decided that they are encoded.
     Pages(FrameCounts, Decision),
-    /// The end of a round, with what re-arming took and the dirty log's name.
-    EndOfRound(Duration, &'static str),
+    /// The end of a round.
+    EndOfRound {
+        /// What re-arming took.
+        rearm: Duration,
+        /// The dirty log's name.
+        log: &'static str,
+        /// Pages that were left out because the guest had hinted that they are free.
+        free: u64,
+    },
 }
 
 /// What the workers know of a lane.
@@ -89,12 +96,13 @@ impl PoolLane {
                 work.making += 1;
                 return Some(Ok((batch, frame)));
             }
-            Ok(Some(Task::EndOfRound { round, rearm, log })) => {
+            Ok(Some(Task::EndOfRound { round, rearm, log, free })) => {
                 frame.end_of_round(round);
-                work.end = Some(Finished { frame, what: FrameInfo::EndOfRound(rearm, log) });
+                let what = FrameInfo::EndOfRound { rearm, log, free };
+                work.end = Some(Finished { frame, what });
                 self.end_if_all_is_made(&mut work);
             }
-            Ok(None) => {
+            Ok(None | Some(Task::Wait)) => {
                 self.outgoing.give_up();
                 self.window.give_back(frame);
             }
@@ -247,12 +255,16 @@ fn encode(
     batch: &PageBatch,
     mut frame: EncodedFrame,
     encoder: &mut PageEncoder,
-    decision: Decision,
+    mut decision: Decision,
     chooser: &Chooser,
     signal: &Signal,
 ) -> Result<Finished, MigrateError> {
     if decision.turned {
         signal.raise();
+    }
+    if batch.poisoned.is_some() {
+        // Pages that are one word again and again: nothing is quicker with them, and nothing is left of them.
+        decision.choice.pack = Some(Method::lz4());
     }
     let begun = Instant::now();
     let counts = encoder.encode(lane, batch, &mut frame, decision.choice)?;

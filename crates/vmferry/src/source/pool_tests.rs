@@ -106,7 +106,14 @@ fn round(when_busy: WhenBusy, held: usize, frame_first: bool) -> (FrameInfo, Vec
             std::thread::yield_now();
         }
         let pages = Arc::new(pages);
-        pool.send_round(&Job { round: 1, rearm: false, pages, last: None, given_back: None });
+        pool.send_round(&Job {
+            round: 1,
+            rearm: false,
+            pages,
+            last: None,
+            zero: None,
+            hinted: None,
+        });
         gate.await_held(held);
         if !frame_first {
             gate.open();
@@ -118,7 +125,7 @@ fn round(when_busy: WhenBusy, held: usize, frame_first: bool) -> (FrameInfo, Vec
         for lane in &lanes {
             while let Next::Frame(finished) = lane.outgoing.take() {
                 others.push(finished.what);
-                if matches!(finished.what, FrameInfo::EndOfRound(..)) {
+                if matches!(finished.what, FrameInfo::EndOfRound { .. }) {
                     break;
                 }
             }

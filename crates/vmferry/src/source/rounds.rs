@@ -16,6 +16,8 @@ pub struct LaneTotals {
     pub frames: FrameReasons,
     /// Bytes on the channel.
     pub bytes: u64,
+    /// Pages that were not sent, as the guest had hinted that they are free.
+    pub free_pages: u64,
     /// What re-arming the dirty log took.
     pub rearm: Duration,
     /// The dirty log's name in this round: one that chooses may have several.
@@ -125,6 +127,7 @@ impl RoundTracker {
             lane.end = Some(end_sequence);
             lane.last_end = end_sequence;
             self.stats.zero_pages += totals.pages.zero;
+            self.stats.free_pages += totals.free_pages;
             self.stats.encoded.add(&totals.pages);
             self.stats.frames.add(&totals.frames);
             self.stats.bytes += totals.bytes;
@@ -221,6 +224,7 @@ mod tests {
             pages: PageCounts { raw: 2, zero: 1, ..PageCounts::default() },
             frames: FrameReasons::default(),
             bytes: 100,
+            free_pages: 3,
             rearm: Duration::from_millis(2),
             log: "a log",
         };
@@ -236,6 +240,7 @@ mod tests {
         assert!(!rounds.placed(1, 2));
         let stats = rounds.finish(NOW * 2).unwrap();
         assert_eq!((stats.round, stats.zero_pages, stats.bytes), (1, 1, 100));
+        assert_eq!(stats.free_pages, 3);
         assert_eq!((stats.harvest_ms, stats.ms, stats.harvest_percent), (10.0, 10.0, 50.0));
         assert_eq!(stats.rearm_ms, 2.0);
         assert!(rounds.finish(NOW * 3).is_none(), "reported once");

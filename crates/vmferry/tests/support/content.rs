@@ -74,7 +74,7 @@ pub fn random_guest(pages: u64) -> SourceGuest {
     guest_of(pages, (0..pages).map(page))
 }
 
-fn guest_of(hot: u64, pages: impl Iterator<Item = (u64, Vec<u8>)>) -> SourceGuest {
+pub fn guest_of(hot: u64, pages: impl Iterator<Item = (u64, Vec<u8>)>) -> SourceGuest {
     let memory = GuestMemory::allocate(&Guest::layout(), MemoryKind::Private).unwrap();
     for (page, content) in pages {
         memory.write_at(address(page), &content).unwrap();
@@ -82,7 +82,7 @@ fn guest_of(hot: u64, pages: impl Iterator<Item = (u64, Vec<u8>)>) -> SourceGues
     let guest = Guest::new(memory.clone(), hot);
     guest.start();
     let log = Arc::new(UffdLog::new(&memory).unwrap());
-    SourceGuest { guest, log, name: "web".into() }
+    SourceGuest { guest, log, name: "web".into(), free: Vec::new() }
 }
 
 /// Holds the migration up after each round until the guest has written all of its hot pages again.

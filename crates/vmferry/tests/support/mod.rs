@@ -17,6 +17,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use vmferry::destination::{Owned, Received, Stop, receive};
+use vmferry::free_pages::FreePages;
 use vmferry::source::{Orders, Report, SourceOutcome, migrate};
 use vmferry::{
     DestinationConfig, DestinationVm, GuestDescription, PrepareError, Resume, SourceConfig,
@@ -122,6 +123,8 @@ pub struct SourceGuest {
     pub guest: Guest,
     pub log: Arc<dyn DirtyLog>,
     pub name: String,
+    /// Who knows of its free pages.
+    pub free: Vec<Arc<dyn FreePages>>,
 }
 
 impl Resume for SourceGuest {
@@ -157,6 +160,10 @@ impl SourceVm for SourceGuest {
 
     fn save(&mut self) -> Result<Vec<u8>, VmError> {
         Ok(self.guest.hot_pages.to_le_bytes().to_vec())
+    }
+
+    fn free_pages(&self) -> Vec<Arc<dyn FreePages>> {
+        self.free.clone()
     }
 }
 
@@ -295,7 +302,7 @@ pub fn running_guest(hot: u64) -> SourceGuest {
     let guest = Guest::new(memory.clone(), hot);
     guest.start();
     let log = Arc::new(UffdLog::new(&memory).unwrap());
-    SourceGuest { guest, log, name: "web".into() }
+    SourceGuest { guest, log, name: "web".into(), free: Vec::new() }
 }
 
 /// One migration between two threads of this process.

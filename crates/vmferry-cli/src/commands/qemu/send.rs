@@ -164,6 +164,7 @@ fn source_config(
     config.compression.when_busy = limits.when_busy.into();
     config.compression.workers = limits.workers;
     config.compression.delta_memory = limits.delta_memory;
+    config.free_page_hints = !limits.no_free_page_hints;
     config.verify = options.verify;
     config.check().map_err(|error| Failure::of(Code::Usage, error))?;
     Ok(config)

@@ -49,7 +49,8 @@ impl Destination {
         self.lane_ends = vec![0; usize::from(lanes)];
         let report = Report::Accepted {
             name: announced.name.clone(),
-            memory_bytes: announced.memory_bytes,
+            memory_bytes: announced.layout.iter().map(|slot| slot.pages).sum::<u64>()
+                * vmferry_memory::PAGE_SIZE as u64,
             lanes,
         };
         self.phase = Phase::Receiving;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use vmferry_codec::PageHashes;
-use vmferry_memory::whole_hash;
+use vmferry_memory::{PageSet, whole_hash_except};
 use vmferry_wire::{Reason, ReasonCode, SessionId};
 
 use super::Session;
@@ -66,12 +66,12 @@ impl<V: DestinationVm> Session<'_, V> {
         }
     }
 
-    pub(super) fn hash(&mut self) -> Option<Input> {
+    pub(super) fn hash(&mut self, except: PageSet) -> Option<Input> {
         let (memory, _) = self.memory.as_ref()?;
         let (memory, results) = (memory.clone(), self.inputs.0.clone());
         let spawned = std::thread::Builder::new().name("verify".into()).spawn(move || {
             let begun = Instant::now();
-            let _ = results.send(whole_hash(&memory).map_or_else(
+            let _ = results.send(whole_hash_except(&memory, &except).map_or_else(
                 |error| Input::Failed(error.into()),
                 |hash| Input::Hashed(hash, begun.elapsed()),
             ));

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vmferry_memory::{PageSet, whole_hash};
+use vmferry_memory::{PageSet, whole_hash_except};
 
 use super::{Driver, Held};
 use crate::error::MigrateError;
 use crate::held::{returned, write_commit};
-use crate::source::given_back::GivenBack;
+use crate::source::freed::free_messages;
 use crate::source::io::Input;
 use crate::source::plan::Job;
 use crate::vm::SourceVm;
@@ -20,9 +20,12 @@ impl<V: SourceVm> Driver<'_, V> {
         let (result, stood_still) = self.quiesced(move || log.start())?;
         result?;
         self.logging = true;
+        self.freed.begin();
         self.pending = Arc::new(self.memory.populated()?);
-        if let Some(given_back) = &mut self.given_back {
-            given_back.sending(&self.pending);
+        self.freed.sending(&self.pending);
+        if self.freed.can_ask() {
+            // The start of the log has protected everything.
+            self.freed.ask(&*self.log, &self.pending, false)?;
         }
         Ok(Input::LogStarted { populated_pages: self.pending.count(), stood_still })
     }
@@ -30,6 +33,7 @@ impl<V: SourceVm> Driver<'_, V> {
     /// Harvests into the spare set and makes it the pending one.
     pub(super) fn harvest(&mut self) -> Result<Input, MigrateError> {
         let begun = Instant::now();
+        self.freed.stop();
         let log = Arc::clone(&self.log);
         let mut pages = std::mem::replace(&mut self.spare, PageSet::for_layout(&[]));
         pages.clear_all();
@@ -39,9 +43,7 @@ impl<V: SourceVm> Driver<'_, V> {
             // These were read without being protected again, as nobody was to write them any more.
             pages.union_with(&self.pending);
         }
-        if let Some(given_back) = &mut self.given_back {
-            given_back.find(&self.memory, &mut pages)?;
-        }
+        self.freed.harvested(&mut pages)?;
         self.spare = pages;
         let took = begun.elapsed();
         if let Some(pending) = Arc::get_mut(&mut self.pending) {
@@ -53,12 +55,20 @@ impl<V: SourceVm> Driver<'_, V> {
         Ok(Input::Harvested { pages: self.pending.count(), took, stood_still })
     }
 
-    /// Gives the pool its work. Pages that were in the round before too go last.
-    pub(super) fn send_round(&mut self, round: u32, rearm: bool) {
-        let Some(pool) = &self.pool else { return };
+    /// Gives the pool its work. Pages that were in the round before too go last, and in the first round those that may
+    /// turn out to be free.
+    pub(super) fn send_round(&mut self, round: u32, rearm: bool) -> Result<(), MigrateError> {
+        let Some(pool) = &self.pool else { return Ok(()) };
+        if rearm && round > 1 && self.freed.can_ask() {
+            self.freed.ask(&*self.log, &self.pending, true)?;
+        }
         // Every lane has reported the end of the round before, so nobody holds the set any more.
         if let Some(last) = Arc::get_mut(&mut self.last) {
             last.set_to_intersection(&self.pending, &self.before);
+            if round == 1 {
+                self.freed.may_be_hinted(&self.pending, last);
+                self.freed.hold(self.config.max_bandwidth);
+            }
         }
         // What the first round sends was populated, which says nothing of how often it is written.
         self.before.clear_all();
@@ -67,11 +77,13 @@ impl<V: SourceVm> Driver<'_, V> {
         }
         pool.send_round(&Job {
             round,
-            rearm,
+            rearm: rearm && self.freed.hinted().is_none(),
             pages: Arc::clone(&self.pending),
             last: (!self.last.is_empty()).then(|| Arc::clone(&self.last)),
-            given_back: self.given_back.as_ref().map(GivenBack::now),
+            zero: self.freed.zero(),
+            hinted: self.freed.hinted(),
         });
+        Ok(())
     }
 
     /// Does what must not miss what devices write, and says for how long the guest stood still for it.
@@ -106,9 +118,7 @@ impl<V: SourceVm> Driver<'_, V> {
         pages.clear_all();
         pages.union_with(&self.pending);
         self.log.collect_last(&mut pages)?;
-        if let Some(given_back) = &mut self.given_back {
-            given_back.find(&self.memory, &mut pages)?;
-        }
+        self.freed.harvested(&mut pages)?;
         self.pending = Arc::new(pages);
         Ok(Input::LastHarvest { pages: self.pending.count(), took: begun.elapsed() })
     }
@@ -148,12 +158,19 @@ impl<V: SourceVm> Driver<'_, V> {
         }
     }
 
+    /// Tells the destination which pages it need not have as they are here.
+    pub(super) fn tell_free(&mut self) -> Option<Input> {
+        let messages = free_messages(self.freed.free());
+        messages.iter().find_map(|message| self.send(message))
+    }
+
     pub(super) fn hash(&mut self) -> Option<Input> {
         let (memory, results) = (self.memory.clone(), self.inputs.0.clone());
+        let free = self.freed.free().clone();
         let spawned = std::thread::Builder::new().name("verify".into()).spawn(move || {
-            let _ = results.send(
-                whole_hash(&memory).map_or_else(|error| Input::Failed(error.into()), Input::Hashed),
-            );
+            let hash = whole_hash_except(&memory, &free);
+            let _ =
+                results.send(hash.map_or_else(|error| Input::Failed(error.into()), Input::Hashed));
         });
         spawned
             .err()

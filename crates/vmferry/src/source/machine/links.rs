@@ -40,6 +40,11 @@ impl Links {
         Self { token: Token([0; 16]), control: Link::default(), lanes, down_since: None }
     }
 
+    /// The token of the session.
+    pub(super) fn token(&self) -> Token {
+        self.token
+    }
+
     /// Takes the token that data channels and a resumed control channel must show.
     pub(super) fn set_token(&mut self, token: Token) {
         self.token = token;
@@ -94,8 +99,7 @@ impl Source {
             && !self.timeouts().reconnect.is_zero()
             && matches!(
                 self.phase,
-                Phase::Starting
-                    | Phase::Sending
+                Phase::Sending
                     | Phase::Harvesting
                     | Phase::Pausing
                     | Phase::LastHarvest
@@ -279,8 +283,8 @@ mod tests {
             |end_sequence| Input::LaneSent { lane: 0, end_sequence, totals: LaneTotals::default() };
         for input in [
             Input::Control(ControlMessage::Accept { token: Token([1; 16]) }),
-            Input::LanesJoined,
             Input::LogStarted { populated_pages: 1, stood_still },
+            Input::LanesJoined,
             sent(1),
             Input::Control(ControlMessage::Placed { lane: 0, sequence: 1 }),
             Input::Harvested { pages: 1, took, stood_still },

@@ -14,17 +14,17 @@ use crate::source::rounds::RoundStart;
 impl Source {
     pub(super) fn on_progress(&mut self, now: Duration, input: Input) {
         match (input, self.phase) {
-            (Input::LanesJoined, Phase::Joining) => {
-                self.send_ping(now);
-                self.enter(now, Phase::Starting);
-                self.log_started = now;
-                self.last_harvest = now;
-                self.act(Action::StartLog);
-            }
             (Input::LogStarted { populated_pages, stood_still }, Phase::Starting) => {
                 self.last_harvest = now;
                 self.stood_still = stood_still;
-                self.start_round(now, populated_pages, now.saturating_sub(self.log_started), false);
+                self.first_pages = (populated_pages, now.saturating_sub(self.log_started));
+                self.enter(now, Phase::Joining);
+                self.act(Action::OpenLanes(self.links.token()));
+            }
+            (Input::LanesJoined, Phase::Joining) => {
+                self.send_ping(now);
+                let (pages, took) = self.first_pages;
+                self.start_round(now, pages, took, false);
             }
             (Input::LaneSent { lane, end_sequence, totals }, _) => {
                 self.rounds.sent(lane, end_sequence, totals);
@@ -111,6 +111,7 @@ impl Source {
         }
         self.stats.sent_bytes += round.bytes;
         self.stats.encoded.add(&round.encoded);
+        self.stats.free_pages += round.free_pages;
         self.wire_bytes += round.bytes;
         let page_bytes = self.stats.encoded.content() as f64 * vmferry_memory::PAGE_SIZE as f64;
         self.stats.compression_ratio = page_bytes / self.wire_bytes as f64;
@@ -192,6 +193,7 @@ impl Source {
         if self.config.verify {
             self.verify_since = now;
             self.enter(now, Phase::Verifying);
+            self.act(Action::TellFree);
             self.act(Action::Send(ControlMessage::Verify {}));
             self.act(Action::Hash);
         } else {

@@ -1,0 +1,191 @@
+//! `free-pages`: what free-page hints save: guests that have used their memory once and freed most of it,
+//! migrated without hints and with them, by the same engine.
+//!
+//! A guest of four vCPUs writes 8 GB of its memory and frees all but its working set. It is then idle with 256 MiB, or
+//! works as a build does on 1 GiB: it allocates, writes, reads and frees buffers all the time. Then it moves twice over
+//! loopback TCP: first without hints, to a machine that has to take all of it, and from there with hints. So
+//! both begin with the same memory, populated in the same way, and pairs alternate until each case has its runs.
+//! The clock is the engine's: from the start of the dirty log until the guest runs at the other side.
+
+mod guest;
+mod ratios;
+
+use std::collections::BTreeMap;
+
+use anyhow::Context;
+use serde::Serialize;
+
+use self::guest::{Guest, Sample};
+use crate::results::{Results, Row, median, row};
+
+/// A guest, and what was published for its like: with hints and without, in milliseconds.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    name: &'static str,
+    memory_mib: u64,
+    /// Written once, and freed but for the working set.
+    used_mib: u64,
+    work: Work,
+    published_ms: (f64, f64),
+}
+
+/// What the guest does while it moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Work {
+    /// Nothing; so many MiB are in use.
+    Idle { mib: u64 },
+    /// Allocates, writes, reads and frees buffers of so many MiB together, and writes so many pages per second.
+    Churn { mib: u64, rate: u64 },
+}
+
+/// Below this the guest's memory is not its heap's: its kernel, and what is rounded up to blocks of 4 MiB.
+const KERNEL_MIB: u64 = 32;
+
+impl Case {
+    /// What the guest is told to do.
+    fn workload(&self) -> String {
+        match self.work {
+            Work::Idle { mib } => {
+                let freed = self.used_mib - mib - KERNEL_MIB;
+                format!("fill={mib},incompressible freed={freed}")
+            }
+            Work::Churn { mib, rate } => {
+                let freed = self.used_mib - KERNEL_MIB;
+                format!("freed={freed} churn={mib},rate={rate}")
+            }
+        }
+    }
+}
+
+/// Pages per second that a build writes here, on two cores: 80 MB/s.
+const BUILD_RATE: u64 = 20_000;
+
+const CASES: [Case; 4] = [
+    Case {
+        name: "idle_8g",
+        memory_mib: 8 << 10,
+        used_mib: 8 << 10,
+        work: Work::Idle { mib: 256 },
+        published_ms: (620.0, 2970.0),
+    },
+    Case {
+        name: "busy_8g",
+        memory_mib: 8 << 10,
+        used_mib: 8 << 10,
+        work: Work::Churn { mib: 1024, rate: BUILD_RATE },
+        published_ms: (2273.0, 4502.0),
+    },
+    Case {
+        name: "idle_128g",
+        memory_mib: 128 << 10,
+        used_mib: 8 << 10,
+        work: Work::Idle { mib: 256 },
+        published_ms: (5294.0, 41651.0),
+    },
+    Case {
+        name: "busy_128g",
+        memory_mib: 128 << 10,
+        used_mib: 8 << 10,
+        work: Work::Churn { mib: 1024, rate: BUILD_RATE },
+        published_ms: (8816.0, 54201.0),
+    },
+];
+
+/// The same, so small that they show nothing but that it works.
+const QUICK_CASES: [Case; 2] = [
+    Case {
+        name: "idle_8g",
+        memory_mib: 192,
+        used_mib: 192,
+        work: Work::Idle { mib: 16 },
+        published_ms: (620.0, 2970.0),
+    },
+    Case {
+        name: "busy_8g",
+        memory_mib: 192,
+        used_mib: 192,
+        work: Work::Churn { mib: 32, rate: 2_000 },
+        published_ms: (2273.0, 4502.0),
+    },
+];
+
+/// One way of moving one guest, over all its runs.
+#[derive(Serialize)]
+struct FreePagesRow {
+    guest: &'static str,
+    hints: &'static str,
+    total_ms: f64,
+    total_ms_min: f64,
+    total_ms_max: f64,
+    downtime_ms: f64,
+    rounds: f64,
+    sent_mb: f64,
+    /// Guest pages that were sent with content.
+    sent_pages_mb: f64,
+    /// Populated pages that the guest counts as in use, when it was paused.
+    nonfree_mb: f64,
+    /// Pages that were not sent because they were hinted.
+    hinted_mb: f64,
+    /// What the guest has done per second, before and during the migration.
+    work_per_s_before: f64,
+    work_per_s_during: f64,
+    source_cpu_s: f64,
+    destination_cpu_s: f64,
+    published_ms: f64,
+    runs: usize,
+}
+
+/// Runs it. `quick` moves two small guests once.
+pub fn run(quick: bool) -> anyhow::Result<Results> {
+    let (cases, pairs): (&[Case], _) = if quick { (&QUICK_CASES, 1) } else { (&CASES, 3) };
+    let mut samples: BTreeMap<(usize, bool), Vec<Sample>> = BTreeMap::new();
+    for pair in 1..=pairs {
+        for (index, case) in cases.iter().enumerate() {
+            let mut guest = Guest::start(case).with_context(|| format!("guest {}", case.name))?;
+            for hints in [false, true] {
+                let (next, sample) = guest
+                    .move_on(hints)
+                    .with_context(|| format!("guest {}, hints: {hints}", case.name))?;
+                guest = next;
+                eprintln!("free-pages: {}, hints: {hints}: {:.0} ms", case.name, sample.total_ms);
+                samples.entry((index, hints)).or_default().push(sample);
+            }
+            guest.check().with_context(|| format!("guest {}, moved twice", case.name))?;
+            eprintln!("free-pages: {}, pair {pair} of {pairs}", case.name);
+        }
+    }
+    let mut rows = Vec::new();
+    for ((index, hints), samples) in &samples {
+        rows.push(as_row(&cases[*index], *hints, samples)?);
+    }
+    let ratios = ratios::of(cases, &samples);
+    let mut results = Results::new("free-pages", rows, BTreeMap::new(), ratios.values);
+    let aims = ratios.aims.iter().map(row).collect::<anyhow::Result<Vec<Row>>>()?;
+    results.more.insert("aims", aims);
+    Ok(results)
+}
+
+fn as_row(case: &Case, hints: bool, samples: &[Sample]) -> anyhow::Result<Row> {
+    let mid = |part: fn(&Sample) -> f64| median(samples.iter().map(part).collect());
+    let totals = || samples.iter().map(|sample| sample.total_ms);
+    let (published_with, published_without) = case.published_ms;
+    row(&FreePagesRow {
+        guest: case.name,
+        hints: if hints { "yes" } else { "no" },
+        total_ms: mid(|sample| sample.total_ms),
+        total_ms_min: totals().fold(f64::INFINITY, f64::min),
+        total_ms_max: totals().fold(0.0, f64::max),
+        downtime_ms: mid(|sample| sample.downtime_ms),
+        rounds: mid(|sample| sample.rounds),
+        sent_mb: mid(|sample| sample.sent_bytes) / 1e6,
+        sent_pages_mb: mid(|sample| sample.page_bytes) / 1e6,
+        nonfree_mb: mid(|sample| sample.nonfree_bytes) / 1e6,
+        hinted_mb: mid(|sample| sample.hinted_bytes) / 1e6,
+        work_per_s_before: mid(|sample| sample.work_per_s_before),
+        work_per_s_during: mid(|sample| sample.work_per_s_during),
+        source_cpu_s: mid(|sample| sample.source_cpu_s),
+        destination_cpu_s: mid(|sample| sample.destination_cpu_s),
+        published_ms: if hints { published_with } else { published_without },
+        runs: samples.len(),
+    })
+}

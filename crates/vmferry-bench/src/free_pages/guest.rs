@@ -1,0 +1,164 @@
+//! A guest that wanders from machine to machine, and what each move took.
+
+use std::sync::{Arc, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, anyhow, bail, ensure};
+use vmferry::destination::{Received, Stop, receive};
+use vmferry::source::{Orders, SourceOutcome, migrate};
+use vmferry::{DestinationConfig, SourceConfig};
+use vmferry_dirty::{LogChoice, SoftwareWay};
+use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE};
+use vmferry_microvm::account::FreeAccount;
+use vmferry_microvm::config::GuestConfig;
+use vmferry_microvm::embed::{IncomingMachine, MigratingMachine};
+use vmferry_microvm::report::Report;
+use vmferry_microvm::{GuestKind, Machine, MachineConfig, SharedMachine};
+use vmferry_transport::{Address, Dialer, Listener};
+use vmferry_wire::GuestIdentity;
+
+use super::Case;
+
+/// The guest's memory is asked for in huge pages, and so is the destination's: otherwise populating it takes
+/// longer than all that is measured.
+const MEMORY: MemoryKind = MemoryKind::Thp;
+
+/// Populating 8 GB takes some ten seconds; a limit for what hangs.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+/// For so long its work is counted before it moves.
+const BEFORE: Duration = Duration::from_secs(1);
+
+/// What one move took.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Sample {
+    pub total_ms: f64,
+    pub downtime_ms: f64,
+    pub rounds: f64,
+    pub sent_bytes: f64,
+    pub page_bytes: f64,
+    pub nonfree_bytes: f64,
+    pub hinted_bytes: f64,
+    pub work_per_s_before: f64,
+    pub work_per_s_during: f64,
+    pub source_cpu_s: f64,
+    pub destination_cpu_s: f64,
+}
+
+/// A running guest.
+pub struct Guest(SharedMachine);
+
+impl Guest {
+    /// One that has used its memory and freed most of it.
+    pub fn start(case: &Case) -> anyhow::Result<Self> {
+        let machine = Machine::shared(MachineConfig {
+            identity: GuestIdentity { uuid: uuid::Uuid::nil(), name: "bench".into() },
+            guest: GuestConfig {
+                memory_bytes: case.memory_mib << 20,
+                vcpus: 4,
+                command_line: case.workload(),
+                balloon: true,
+            },
+            kind: GuestKind::Kvm,
+            memory_kind: MEMORY,
+            dirty_log: LogChoice::Auto,
+            device_log: SoftwareWay::Switch,
+        })?;
+        let guest = Self(machine);
+        guest.lock().start()?;
+        let begun = Instant::now();
+        while !guest.report()?.populated {
+            ensure!(begun.elapsed() < PATIENCE, "it has not used its memory within {PATIENCE:?}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(guest)
+    }
+
+    /// Moves it to a new machine, and returns it there.
+    pub fn move_on(self, hints: bool) -> anyhow::Result<(Self, Sample)> {
+        let directory = tempfile::tempdir()?;
+        let mut config = SourceConfig::new(directory.path().join("source"));
+        config.free_page_hints = hints;
+        config.downtime_limit = Duration::from_millis(400);
+        let mut sample =
+            Sample { work_per_s_before: self.work_per_s(BEFORE)?, ..Sample::default() };
+
+        let listener = Listener::bind(&Address::Tcp { host: "127.0.0.1".into(), port: 0 }, None)?;
+        let dialer = Dialer::new(listener.local_address().clone(), None);
+        let receiving = DestinationConfig {
+            once: true,
+            ..DestinationConfig::new(directory.path().join("destination"))
+        };
+        let incoming = IncomingMachine { memory_kind: MEMORY, ..IncomingMachine::default() };
+        let machine = MigratingMachine::new(Arc::clone(&self.0))?;
+        let work = self.report()?.churn_work;
+        let (outcome, received) = std::thread::scope(|scope| {
+            let destination = scope
+                .spawn(|| receive(listener, incoming, &receiving, &Stop::default(), &mut |_| {}));
+            let outcome = migrate(machine, &dialer, config, &Orders::new(), &mut |_| {});
+            (outcome, destination.join())
+        });
+        let received = received.map_err(|_| anyhow!("the destination has panicked"))?;
+        let stats = match outcome {
+            SourceOutcome::Given { stats, .. } => stats,
+            SourceOutcome::Kept { error, .. } => bail!("it stayed: {}", vmferry::chain(&error)),
+        };
+        let Received::Owns(owned) = received else { bail!("no guest came") };
+
+        // It is paused here, as it was when it was given away.
+        let did = self.report()?.churn_work - work;
+        sample.work_per_s_during = did as f64 / (stats.total_ms - stats.downtime_ms) * 1e3;
+        sample.total_ms = stats.total_ms;
+        sample.downtime_ms = stats.downtime_ms;
+        sample.rounds = stats.rounds.len() as f64;
+        sample.sent_bytes = stats.sent_bytes as f64;
+        sample.page_bytes = bytes(stats.encoded.content());
+        sample.hinted_bytes = bytes(stats.free_pages);
+        sample.nonfree_bytes = bytes(pages_in_use(self.lock().memory())?);
+        sample.source_cpu_s = stats.engine_cpu_s;
+        sample.destination_cpu_s = owned.stats.engine_cpu_s;
+        let machine = owned.vm.machine.context("the destination has no machine")?;
+        Ok((Self(machine), sample))
+    }
+
+    /// Its own checks have found nothing.
+    pub fn check(&self) -> anyhow::Result<()> {
+        let report = self.report()?;
+        ensure!(
+            report.corruptions == 0,
+            "it found its memory corrupted: {:?}",
+            report.first_corruption
+        );
+        Ok(())
+    }
+
+    fn work_per_s(&self, over: Duration) -> anyhow::Result<f64> {
+        let (begun, before) = (Instant::now(), self.report()?.churn_work);
+        std::thread::sleep(over);
+        Ok((self.report()?.churn_work - before) as f64 / begun.elapsed().as_secs_f64())
+    }
+
+    fn report(&self) -> anyhow::Result<Report> {
+        let machine = self.lock();
+        if let Some(crash) = machine.crash() {
+            bail!("it has crashed: {crash}");
+        }
+        Ok(machine.report()?)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Machine> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Populated pages that the guest does not count as free.
+fn pages_in_use(memory: &GuestMemory) -> anyhow::Result<u64> {
+    let mut pages = memory.populated()?;
+    let free = FreeAccount::read(memory)?.context("the guest keeps no account")?;
+    pages.subtract(&free.pages);
+    Ok(pages.count())
+}
+
+fn bytes(pages: u64) -> f64 {
+    pages as f64 * PAGE_SIZE as f64
+}

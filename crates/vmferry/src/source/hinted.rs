@@ -1,0 +1,361 @@
+//! What the guest has hinted free in the round that is being sent.
+//!
+//! Hints come from a device's thread while the lanes look at each block of pages that they send next. They
+//! meet in bitmaps of atomic words, of which parts exist only where something was hinted.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use vmferry_memory::traverse::{BLOCK_PAGES, BLOCK_WORDS, WORD_BITS};
+use vmferry_memory::{PAGE_SIZE, PageSet, SlotId, SlotLayout};
+
+use super::signal::Signal;
+
+/// Words of a part: 128 MiB of the guest.
+const PART_WORDS: usize = 512;
+const PART_BLOCKS: usize = PART_WORDS / BLOCK_WORDS;
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// Hinted pages of all slots.
+pub struct Hinted {
+    slots: Vec<HintedSlot>,
+    /// Held by whoever takes a hint, so that none comes after the round has been closed.
+    gate: Mutex<Gate>,
+    /// What the guest expects in free pages of this round; 0 for nothing. Written before any bit is.
+    poison: AtomicU32,
+    /// Pages of the round that were hinted.
+    useful: AtomicU64,
+    /// Lanes send nothing that may be hinted yet.
+    held: AtomicBool,
+    /// Wakes the lanes.
+    signal: Arc<Signal>,
+}
+
+#[derive(Default)]
+struct Gate {
+    /// The number of rounds with hints so far.
+    id: u64,
+    /// Those that are being sent, while hints are taken.
+    pages: Option<Arc<PageSet>>,
+    /// What the guest expects in free pages, since the first hint of the round.
+    poison: Option<u32>,
+    /// Whether it has said that this is all.
+    complete: bool,
+}
+
+struct HintedSlot {
+    gpa: u64,
+    pages: u64,
+    parts: Vec<OnceLock<Box<Part>>>,
+}
+
+type Part = [AtomicU64; PART_WORDS];
+
+impl Hinted {
+    /// Nothing hinted. `signal` is raised when lanes that were [held](Self::is_held) may go on.
+    pub fn new(layout: &[SlotLayout], signal: Arc<Signal>) -> Self {
+        let slot = |slot: &SlotLayout| HintedSlot {
+            gpa: slot.gpa,
+            pages: slot.pages,
+            parts: (0..slot.pages.div_ceil(PART_WORDS as u64 * WORD_BITS))
+                .map(|_| OnceLock::new())
+                .collect(),
+        };
+        Self {
+            slots: layout.iter().map(slot).collect(),
+            gate: Mutex::default(),
+            poison: AtomicU32::new(0),
+            useful: AtomicU64::new(0),
+            held: AtomicBool::new(false),
+            signal,
+        }
+    }
+
+    /// Takes hints for a round of these pages, which are protected, and returns the number that they must come with.
+    pub fn open(&self, pages: Arc<PageSet>) -> u64 {
+        let mut gate = self.gate();
+        gate.id += 1;
+        gate.pages = Some(pages);
+        (gate.poison, gate.complete) = (None, false);
+        self.useful.store(0, Ordering::Relaxed);
+        gate.id
+    }
+
+    /// Takes no more hints. Moves those of the round to `into`.
+    pub fn close(&self, into: &mut PageSet) {
+        let mut gate = self.gate();
+        gate.pages = None;
+        self.release();
+        for (slot, hinted) in (0..).map(SlotId).zip(&self.slots) {
+            for (number, part) in hinted.parts.iter().enumerate() {
+                let Some(part) = part.get() else { continue };
+                let words: Vec<u64> =
+                    part.iter().map(|word| word.swap(0, Ordering::Relaxed)).collect();
+                into.bitmap_mut(slot).or_words(number * PART_WORDS, &words);
+            }
+        }
+        self.poison.store(0, Ordering::Relaxed);
+    }
+
+    /// See [`FreePageHints::free`](crate::free_pages::FreePageHints::free). `id` is what [`open`](Self::open) returned.
+    pub fn free(&self, id: u64, gpa: u64, bytes: u64, poison: u32) {
+        let mut gate = self.gate();
+        let gate = &mut *gate;
+        let Some(pages) = gate.pages.as_ref().filter(|_| gate.id == id) else { return };
+        if *gate.poison.get_or_insert(poison) != poison {
+            // A guest has one poison. Which of the two it expects nobody knows.
+            return;
+        }
+        self.poison.store(poison, Ordering::Relaxed);
+        let mut useful = 0;
+        let end = gpa.saturating_add(bytes);
+        for (slot, hinted) in (0..).map(SlotId).zip(&self.slots) {
+            // Whole pages of the slot within the range.
+            let slot_end = hinted.gpa + hinted.pages * PAGE;
+            let first = gpa.max(hinted.gpa).next_multiple_of(PAGE) - hinted.gpa;
+            let last = (end.min(slot_end) / PAGE * PAGE).saturating_sub(hinted.gpa);
+            if first >= last {
+                continue;
+            }
+            let words = pages.bitmap(slot).words();
+            useful += hinted.set(first / PAGE, last / PAGE, words);
+        }
+        self.useful.fetch_add(useful, Ordering::Relaxed);
+    }
+
+    /// See [`FreePageHints::complete`](crate::free_pages::FreePageHints::complete).
+    pub fn complete(&self, id: u64) {
+        let mut gate = self.gate();
+        if gate.id == id && gate.pages.is_some() {
+            gate.complete = true;
+            self.release();
+        }
+    }
+
+    /// Takes hinted pages out of a block of 512, and returns how many it has taken. None is taken out that has to
+    /// be [filled](Self::poison).
+    pub fn take_out(&self, slot: SlotId, block: usize, words: &mut [u64; BLOCK_WORDS]) -> u64 {
+        let Some(hinted) = self.block(slot, block) else { return 0 };
+        // After the bits, which are set after it.
+        let bits: [u64; BLOCK_WORDS] =
+            std::array::from_fn(|word| hinted[word].load(Ordering::Acquire));
+        if self.poison().is_some() {
+            return 0;
+        }
+        let mut taken = 0;
+        for (word, bits) in words.iter_mut().zip(bits) {
+            taken += u64::from((*word & bits).count_ones());
+            *word &= !bits;
+        }
+        taken
+    }
+
+    /// Whether a page was hinted.
+    pub fn is_set(&self, slot: SlotId, page: u64) -> bool {
+        let block = self.block(slot, (page / BLOCK_PAGES) as usize);
+        block.is_some_and(|words| {
+            let word = words[(page % BLOCK_PAGES / WORD_BITS) as usize].load(Ordering::Acquire);
+            word >> (page % WORD_BITS) & 1 == 1
+        })
+    }
+
+    /// What the guest expects in every 32-bit word of the pages that it hinted, if it does: they are to be sent
+    /// like this.
+    pub fn poison(&self) -> Option<u32> {
+        Some(self.poison.load(Ordering::Relaxed)).filter(|poison| *poison != 0)
+    }
+
+    /// Pages of the round that were hinted so far.
+    pub fn useful(&self) -> u64 {
+        self.useful.load(Ordering::Relaxed)
+    }
+
+    /// Keeps lanes from sending what may be hinted yet, unless the guest has hinted everything.
+    pub fn hold(&self) {
+        let gate = self.gate();
+        self.held.store(gate.pages.is_some() && !gate.complete, Ordering::Relaxed);
+    }
+
+    /// Whether lanes are to wait.
+    pub fn is_held(&self) -> bool {
+        self.held.load(Ordering::Relaxed)
+    }
+
+    /// Lets them go on.
+    pub fn release(&self) {
+        if self.held.swap(false, Ordering::Relaxed) {
+            self.signal.raise();
+        }
+    }
+
+    fn block(&self, slot: SlotId, block: usize) -> Option<&[AtomicU64]> {
+        let part = self.slots.get(usize::from(slot.0))?.parts.get(block / PART_BLOCKS)?.get()?;
+        let first = block % PART_BLOCKS * BLOCK_WORDS;
+        part.get(first..first + BLOCK_WORDS)
+    }
+
+    fn gate(&self) -> MutexGuard<'_, Gate> {
+        self.gate.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl HintedSlot {
+    /// Sets pages, and returns how many are news and among `wanted`.
+    fn set(&self, first: u64, end: u64, wanted: &[u64]) -> u64 {
+        let mut news = 0;
+        let mut page = first;
+        while page < end {
+            let word = (page / WORD_BITS) as usize;
+            let bits = (end - page).min(WORD_BITS - page % WORD_BITS);
+            let mask = (u64::MAX >> (WORD_BITS - bits)) << (page % WORD_BITS);
+            let part = self.parts[word / PART_WORDS]
+                .get_or_init(|| Box::new(std::array::from_fn(|_| AtomicU64::new(0))));
+            let before = part[word % PART_WORDS].fetch_or(mask, Ordering::Release);
+            news += u64::from((mask & !before & wanted[word]).count_ones());
+            page += bits;
+        }
+        news
+    }
+}
+
+impl fmt::Debug for Hinted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Hinted")
+            .field("useful", &self.useful)
+            .field("poison", &self.poison)
+            .field("held", &self.held)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const SLOT: u64 = 40_000;
+
+    fn layout() -> Vec<SlotLayout> {
+        vec![
+            SlotLayout { slot: SlotId(0), gpa: 0, pages: SLOT },
+            SlotLayout { slot: SlotId(1), gpa: SLOT * PAGE, pages: 100 },
+            SlotLayout { slot: SlotId(2), gpa: 1 << 32, pages: SLOT },
+        ]
+    }
+
+    fn all() -> Arc<PageSet> {
+        let mut set = PageSet::for_layout(&layout());
+        for slot in layout() {
+            set.bitmap_mut(slot.slot).set_run(0, slot.pages);
+        }
+        Arc::new(set)
+    }
+
+    fn hinted() -> Hinted {
+        Hinted::new(&layout(), Arc::default())
+    }
+
+    fn closed(hinted: &Hinted) -> PageSet {
+        let mut set = PageSet::for_layout(&layout());
+        hinted.close(&mut set);
+        set
+    }
+
+    proptest! {
+        /// Against a plain reading of what a hint means, byte by byte of a page.
+        #[test]
+        fn whole_pages_within_slots_count(
+            hints in prop::collection::vec((
+                prop_oneof![0..SLOT * PAGE + (200 << 12), (1_u64 << 32)..(1 << 32) + SLOT * PAGE, any::<u64>()],
+                prop_oneof![0_u64..10_000, 0_u64..(8 << 20), any::<u64>()],
+            ), 0..6),
+        ) {
+            let hinted = hinted();
+            let id = hinted.open(all());
+            for (gpa, bytes) in &hints {
+                hinted.free(id, *gpa, *bytes, 0);
+            }
+            let mut expected = PageSet::for_layout(&layout());
+            for slot in layout() {
+                for page in 0..slot.pages {
+                    let begin = u128::from(slot.gpa + page * PAGE);
+                    let is_in = |(gpa, bytes): &(u64, u64)| {
+                        u128::from(*gpa) <= begin
+                            && begin + u128::from(PAGE) <= u128::from(gpa.saturating_add(*bytes))
+                    };
+                    if hints.iter().any(is_in) {
+                        expected.bitmap_mut(slot.slot).set(page);
+                    }
+                }
+            }
+            prop_assert_eq!(hinted.useful(), expected.count());
+            let mut taken = 0;
+            for (slot, bitmap) in expected.iter() {
+                for block in 0..(bitmap.pages().div_ceil(BLOCK_PAGES) as usize) {
+                    let mut words = [u64::MAX; BLOCK_WORDS];
+                    taken += hinted.take_out(slot, block, &mut words);
+                    for (word, expected) in words.iter().zip(bitmap.block(block)) {
+                        prop_assert_eq!(*word, !expected);
+                    }
+                }
+                for page in [0, 1, 511, 512, bitmap.pages() - 1, bitmap.pages()] {
+                    prop_assert_eq!(hinted.is_set(slot, page), bitmap.is_set(page));
+                }
+            }
+            prop_assert_eq!(taken, expected.count());
+            prop_assert_eq!(closed(&hinted), expected);
+            prop_assert!(closed(&hinted).is_empty(), "once");
+        }
+    }
+
+    #[test]
+    fn a_hint_counts_in_its_round_only() {
+        let hinted = hinted();
+        hinted.free(0, 0, PAGE, 0);
+        let first = hinted.open(all());
+        hinted.free(first, 0, PAGE, 0);
+        assert_eq!(closed(&hinted).count(), 1);
+        hinted.free(first, 0, PAGE, 0);
+        let second = hinted.open(all());
+        hinted.free(first, 0, PAGE, 0);
+        assert!(!hinted.is_set(SlotId(0), 0), "stale");
+        hinted.free(second, PAGE, PAGE, 0);
+        assert!(hinted.is_set(SlotId(0), 1));
+    }
+
+    #[test]
+    fn poisoned_pages_stay_and_are_filled() {
+        let hinted = hinted();
+        let id = hinted.open(all());
+        assert_eq!(hinted.poison(), None);
+        hinted.free(id, 0, PAGE, 0xaaaa_aaaa);
+        hinted.free(id, PAGE, PAGE, 0x5555_5555);
+        assert_eq!(hinted.poison(), Some(0xaaaa_aaaa));
+        let mut words = [u64::MAX; BLOCK_WORDS];
+        assert_eq!(hinted.take_out(SlotId(0), 0, &mut words), 0);
+        assert_eq!(words, [u64::MAX; BLOCK_WORDS]);
+        assert!(hinted.is_set(SlotId(0), 0) && !hinted.is_set(SlotId(0), 1), "of one poison only");
+        closed(&hinted);
+        let id = hinted.open(all());
+        hinted.free(id, PAGE, PAGE, 0);
+        assert_eq!(hinted.poison(), None, "of the next round");
+    }
+
+    #[test]
+    fn lanes_are_held_until_the_guest_is_through() {
+        let hinted = hinted();
+        hinted.hold();
+        assert!(!hinted.is_held(), "nobody hints");
+        let id = hinted.open(all());
+        hinted.hold();
+        assert!(hinted.is_held());
+        hinted.complete(id + 1);
+        assert!(hinted.is_held(), "not this round's");
+        hinted.complete(id);
+        assert!(!hinted.is_held());
+        hinted.hold();
+        assert!(!hinted.is_held(), "it has said everything");
+    }
+}
