@@ -35,7 +35,7 @@ struct balloon_report {
     uint32_t state;          /* enum balloon_state */
     uint64_t features;       /* negotiated */
     uint64_t interrupts;     /* seen */
-    uint64_t unheard;        /* times that the device had news and no interrupt had come */
+    uint64_t unheard;        /* times that the device had news before its interrupt came */
     uint64_t notifications;  /* to the device */
     uint32_t command;        /* the last read: 0 stop, 1 done, or the ID of a round of hints */
     uint32_t rounds;         /* of hints begun */

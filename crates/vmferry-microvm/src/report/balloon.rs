@@ -57,7 +57,7 @@ pub struct BalloonReport {
     pub features: u64,
     /// Interrupts of the device that it has seen.
     pub interrupts: u64,
-    /// Times that the device had news and no interrupt had come: it looks by itself now and then.
+    /// Times that it found news of the device before an interrupt came: it looks by itself now and then.
     pub unheard: u64,
     /// Notifications that it has sent.
     pub notifications: u64,
