@@ -125,6 +125,8 @@ struct FreePagesRow {
     sent_pages_mb: f64,
     /// Populated pages that the guest counts as in use, when it was paused.
     nonfree_mb: f64,
+    /// Free pages in blocks of 4 MiB of which others are in use: no driver hints those.
+    fragments_mb: f64,
     /// Pages that were not sent because they were hinted.
     hinted_mb: f64,
     /// What the guest has done per second, before and during the migration.
@@ -181,6 +183,7 @@ fn as_row(case: &Case, hints: bool, samples: &[Sample]) -> anyhow::Result<Row> {
         sent_mb: mid(|sample| sample.sent_bytes) / 1e6,
         sent_pages_mb: mid(|sample| sample.page_bytes) / 1e6,
         nonfree_mb: mid(|sample| sample.nonfree_bytes) / 1e6,
+        fragments_mb: mid(|sample| sample.fragments_bytes) / 1e6,
         hinted_mb: mid(|sample| sample.hinted_bytes) / 1e6,
         work_per_s_before: mid(|sample| sample.work_per_s_before),
         work_per_s_during: mid(|sample| sample.work_per_s_during),

@@ -9,7 +9,7 @@ use vmferry::source::{Orders, SourceOutcome, migrate};
 use vmferry::{DestinationConfig, SourceConfig};
 use vmferry_dirty::{LogChoice, SoftwareWay};
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, SlotId, SlotLayout};
-use vmferry_microvm::account::FreeAccount;
+use vmferry_microvm::account::{BLOCK_BYTES, FreeAccount};
 use vmferry_microvm::config::GuestConfig;
 use vmferry_microvm::embed::{IncomingMachine, MigratingMachine};
 use vmferry_microvm::report::Report;
@@ -38,6 +38,7 @@ pub struct Sample {
     pub sent_bytes: f64,
     pub page_bytes: f64,
     pub nonfree_bytes: f64,
+    pub fragments_bytes: f64,
     pub hinted_bytes: f64,
     pub work_per_s_before: f64,
     pub work_per_s_during: f64,
@@ -118,7 +119,8 @@ impl Guest {
         sample.sent_bytes = stats.sent_bytes as f64;
         sample.page_bytes = bytes(stats.encoded.content());
         sample.hinted_bytes = bytes(stats.free_pages);
-        sample.nonfree_bytes = bytes(pages_in_use(self.lock().memory())?);
+        let (in_use, fragments) = account(self.lock().memory())?;
+        (sample.nonfree_bytes, sample.fragments_bytes) = (bytes(in_use), bytes(fragments));
         sample.source_cpu_s = stats.engine_cpu_s;
         sample.destination_cpu_s = owned.stats.engine_cpu_s;
         let machine = owned.vm.machine.context("the destination has no machine")?;
@@ -165,12 +167,15 @@ fn warm_up(mib: u64) -> anyhow::Result<()> {
     Ok(memory.populate(PageRun { slot: SlotId(0), first: 0, pages })?)
 }
 
-/// Populated pages that the guest does not count as free.
-fn pages_in_use(memory: &GuestMemory) -> anyhow::Result<u64> {
-    let mut pages = memory.populated()?;
-    let free = FreeAccount::read(memory)?.context("the guest keeps no account")?;
-    pages.subtract(&free.pages);
-    Ok(pages.count())
+/// Populated pages that the guest does not count as free, and free pages in blocks of which it uses others: only whole
+/// blocks are hinted.
+fn account(memory: &GuestMemory) -> anyhow::Result<(u64, u64)> {
+    let account = FreeAccount::read(memory)?.context("the guest keeps no account")?;
+    let mut in_use = memory.populated()?;
+    in_use.subtract(&account.pages);
+    let whole = u64::from(account.blocks - account.whole - account.split);
+    let fragments = account.pages.count() - whole * BLOCK_BYTES / PAGE_SIZE as u64;
+    Ok((in_use.count(), fragments))
 }
 
 fn bytes(pages: u64) -> f64 {

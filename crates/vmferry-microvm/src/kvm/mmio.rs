@@ -1,7 +1,8 @@
 //! A device on guest-physical addresses beside memory, and its wires: an interrupt, and kicks that KVM takes
 //! without an exit to user space.
 
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 
 use kvm_ioctls::{IoEventAddress, VmFd};
 use vmm_sys_util::eventfd::EventFd;
@@ -17,6 +18,41 @@ pub trait MmioDevice: Send + Sync {
     fn write(&self, offset: u64, data: &[u8]);
 }
 
+/// An interrupt, as an edge on a pin of the IOAPIC, by an ioctl (`KVM_IRQ_LINE`).
+///
+/// An irqfd would do without the ioctl, but its edge goes to the IOAPIC by a worker of the kernel's, which on a busy host
+/// came up to a second late.
+pub struct InterruptPin {
+    gsi: u32,
+    vm: OnceLock<Weak<VmFd>>,
+    pulses: AtomicU64,
+}
+
+impl InterruptPin {
+    /// The pin with this number, of no machine yet.
+    #[must_use]
+    pub fn new(gsi: u32) -> Self {
+        Self { gsi, vm: OnceLock::new(), pulses: AtomicU64::new(0) }
+    }
+
+    /// Raises the interrupt; without a machine nothing happens.
+    pub fn pulse(&self) {
+        self.pulses.fetch_add(1, Ordering::SeqCst);
+        if let Some(vm) = self.vm.get().and_then(Weak::upgrade) {
+            for active in [true, false] {
+                // Refused only by a machine that is being torn down.
+                let _ = vm.set_irq_line(self.gsi, active);
+            }
+        }
+    }
+
+    /// How often it was raised.
+    #[must_use]
+    pub fn pulses(&self) -> u64 {
+        self.pulses.load(Ordering::SeqCst)
+    }
+}
+
 /// Where a device is, and how it is connected.
 pub struct MmioWiring {
     /// Its first guest-physical address.
@@ -25,10 +61,8 @@ pub struct MmioWiring {
     pub bytes: u64,
     /// What is there.
     pub device: Arc<dyn MmioDevice>,
-    /// Writing to it raises the interrupt, as an edge.
-    pub interrupt: EventFd,
-    /// The interrupt's number: the pin of the IOAPIC.
-    pub gsi: u32,
+    /// The interrupt.
+    pub interrupt: Arc<InterruptPin>,
     /// Where the guest writes the number of one of `kicks`, as 32 bits.
     pub kick_offset: u64,
     /// What hears it, by that number. Such writes do not reach the device.
@@ -37,8 +71,8 @@ pub struct MmioWiring {
 
 impl MmioWiring {
     /// Connects interrupt and kicks to the machine.
-    pub(super) fn connect(&self, vm: &VmFd) -> Result<(), KvmError> {
-        vm.register_irqfd(&self.interrupt, self.gsi).map_err(KvmError::vm("KVM_IRQFD"))?;
+    pub(super) fn connect(&self, vm: &Arc<VmFd>) -> Result<(), KvmError> {
+        self.interrupt.vm.get_or_init(|| Arc::downgrade(vm));
         let address = IoEventAddress::Mmio(self.address + self.kick_offset);
         for (number, kick) in (0_u32..).zip(&self.kicks) {
             vm.register_ioevent(kick, &address, number).map_err(KvmError::vm("KVM_IOEVENTFD"))?;

@@ -23,7 +23,7 @@ mod vm_state;
 
 pub use boot::{DISPLAY, DISPLAY_BYTES, HIGH_RAM, LOW_RAM_END, STILL};
 pub use error::KvmError;
-pub use mmio::{MmioDevice, MmioWiring};
+pub use mmio::{InterruptPin, MmioDevice, MmioWiring};
 pub use stop::{GuestStop, StopCause};
 pub use vm::{DirtyRing, KvmBackend, KvmConfig};
 

@@ -24,7 +24,7 @@ use super::host::{BalloonListener, HintRound, Host, by_name};
 use super::mmio::{Effect, Line, Registers, Transport};
 use super::{BALLOON_ADDRESS, BALLOON_BYTES, BALLOON_GSI};
 use crate::error::MachineError;
-use crate::kvm::{MmioDevice, MmioWiring};
+use crate::kvm::{InterruptPin, MmioDevice, MmioWiring};
 use crate::state::{SectionKind, StateReader, StateWriter};
 
 /// The device's section of the machine's state: [`Saved`], as JSON.
@@ -110,9 +110,9 @@ impl BalloonDevice {
         let event = || EventFd::new(EFD_NONBLOCK);
         let wires = || -> io::Result<_> {
             let kicks = [event()?, event()?, event()?, event()?, event()?];
-            Ok((kicks, event()?, event()?))
+            Ok((kicks, event()?))
         };
-        let (kicks, wake, interrupt) = wires().map_err(MachineError::Balloon)?;
+        let (kicks, wake) = wires().map_err(MachineError::Balloon)?;
         let copies = || -> io::Result<_> {
             let any = Epoll::new()?;
             for event in kicks.iter().chain([&wake]) {
@@ -120,10 +120,11 @@ impl BalloonDevice {
                 any.ctl(ControlOperation::Add, event.as_raw_fd(), readable)?;
             }
             let kicks = kicks.iter().map(EventFd::try_clone).collect::<io::Result<Vec<_>>>()?;
-            Ok((any, kicks, interrupt.try_clone()?))
+            Ok((any, kicks))
         };
-        let (any, other_kicks, other_interrupt) = copies().map_err(MachineError::Balloon)?;
-        let line = Line::new(interrupt);
+        let (any, other_kicks) = copies().map_err(MachineError::Balloon)?;
+        let pin = Arc::new(InterruptPin::new(BALLOON_GSI));
+        let line = Line::new(Arc::clone(&pin));
         let device = Device::new(
             BalloonConfig::default(),
             Arc::clone(&memory),
@@ -153,8 +154,7 @@ impl BalloonDevice {
             address: BALLOON_ADDRESS,
             bytes: BALLOON_BYTES,
             device: Arc::clone(&shared) as Arc<dyn MmioDevice>,
-            interrupt: other_interrupt,
-            gsi: BALLOON_GSI,
+            interrupt: pin,
             kick_offset: VIRTIO_MMIO_QUEUE_NOTIFY.into(),
             kicks: other_kicks,
         };

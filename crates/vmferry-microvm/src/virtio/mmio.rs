@@ -12,9 +12,9 @@ use virtio_queue::{Queue, QueueT};
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 use vmferry_balloon::{Balloon, DEVICE_ID, Features, Interrupt, MAX_QUEUES};
 use vmferry_dirty::DirtyBitmap;
-use vmm_sys_util::eventfd::EventFd;
 
 use super::host::Host;
+use crate::kvm::InterruptPin;
 
 /// "virt".
 const MAGIC: u32 = 0x7472_6976;
@@ -35,16 +35,16 @@ struct LineState {
     generation: AtomicU32,
     /// Whether the guest runs. What happens while it does not is told when it does again.
     live: AtomicBool,
-    wire: EventFd,
+    pin: Arc<InterruptPin>,
 }
 
 impl Line {
-    pub(super) fn new(wire: EventFd) -> Self {
+    pub(super) fn new(pin: Arc<InterruptPin>) -> Self {
         Self(Arc::new(LineState {
             status: AtomicU32::new(0),
             generation: AtomicU32::new(0),
             live: AtomicBool::new(false),
-            wire,
+            pin,
         }))
     }
 
@@ -52,20 +52,15 @@ impl Line {
     pub(super) fn set_live(&self, live: bool) {
         self.0.live.store(live, Ordering::SeqCst);
         if live && self.0.status.load(Ordering::SeqCst) != 0 {
-            self.ring();
+            self.0.pin.pulse();
         }
     }
 
     fn raise(&self, reason: u32) {
         self.0.status.fetch_or(reason, Ordering::SeqCst);
         if self.0.live.load(Ordering::SeqCst) {
-            self.ring();
+            self.0.pin.pulse();
         }
-    }
-
-    fn ring(&self) {
-        // Fails only if KVM has not looked 2^64 times.
-        let _ = self.0.wire.write(1);
     }
 }
 

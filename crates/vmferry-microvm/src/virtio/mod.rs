@@ -3,7 +3,7 @@
 //! [`vmferry_balloon`] is the device; here are its transport (`mmio`: registers, as VIRTIO 1.2, section 4.2 has
 //! them), what becomes of what it says (`host`: discarding memory, counting hints, telling a
 //! [`BalloonListener`]), and a thread that serves its queues (`balloon`). Kicks come by ioeventfds and
-//! interrupts go by an irqfd, so that neither costs an exit to user space.
+//! cost no exit to user space; interrupts go by an ioctl.
 //!
 //! One lock, that of the transport, is held by whoever uses the device: the thread for one bounded
 //! piece of work, a vCPU for one access to a register, the control socket for one order.

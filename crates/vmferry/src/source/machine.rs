@@ -5,7 +5,7 @@
 //! out with threads, sockets and a VMM; a simulation can do it with none of them.
 //!
 //! ```text
-//!  Announced -> Starting -> Joining -> Sending <-> Harvesting
+//!  Announced -> Joining -> Sending <-> Harvesting
 //!                                                     | the rest fits the downtime limit
 //!                                                  Pausing -> LastHarvest -> LastRound -> AwaitReady
 //!                                                                                            |
@@ -38,7 +38,6 @@ use crate::vm::{GuestDescription, StateEstimate};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     Announced,
-    Starting,
     Joining,
     Sending,
     Harvesting,
@@ -56,7 +55,6 @@ impl Phase {
     fn name(self) -> &'static str {
         match self {
             Self::Announced | Self::Joining => "the negotiation",
-            Self::Starting => "the start of the dirty log",
             Self::Sending | Self::Harvesting => "pre-copy",
             Self::Pausing | Self::LastHarvest => "the pause",
             Self::LastRound => "the last round",
@@ -97,8 +95,10 @@ pub struct Source {
     /// The shortest so far.
     round_trip: Option<Duration>,
     log_started: Duration,
-    /// Pages of the first round, and how long it took to find them.
-    first_pages: (u64, Duration),
+    /// Pages of the first round, and how long it took to find them, once the log runs.
+    first_pages: Option<(u64, Duration)>,
+    /// Whether the destination takes the guest.
+    accepted: bool,
     last_harvest: Duration,
     /// For how long the guest stood still for the last harvest.
     stood_still: Duration,
@@ -140,6 +140,8 @@ impl Source {
                 .try_into()
                 .unwrap_or(u32::MAX),
         }));
+        // While the destination makes its machine and data channels are opened, the guest hints its free pages.
+        machine.act(Action::StartLog);
         machine
     }
 
@@ -192,7 +194,8 @@ impl Source {
             withdrawn: None,
             round_trip: None,
             log_started: now,
-            first_pages: (0, Duration::ZERO),
+            first_pages: None,
+            accepted: false,
             last_harvest: now,
             stood_still: Duration::ZERO,
             stopped_at: None,
@@ -318,16 +321,10 @@ impl Source {
             (ControlMessage::Accept { token }, Phase::Announced) => {
                 self.predictor.measured_round_trip(Duration::ZERO);
                 self.links.set_token(token);
-                self.enter(now, Phase::Starting);
-                self.log_started = now;
-                self.last_harvest = now;
-                // Before the data channels are opened: free pages are hinted meanwhile.
-                self.act(Action::StartLog);
+                self.accepted = true;
+                self.open_lanes(now);
             }
-            (
-                ControlMessage::Refuse { reason },
-                Phase::Announced | Phase::Starting | Phase::Joining,
-            ) => {
+            (ControlMessage::Refuse { reason }, Phase::Announced | Phase::Joining) => {
                 let error = MigrateError::Refused { peer: "destination", reason };
                 self.fail(now, error);
             }

@@ -42,8 +42,7 @@ fn a_guest_reaches_a_device_beside_memory() {
         address: ADDRESS,
         bytes: 4096,
         device: Arc::clone(&device) as Arc<dyn MmioDevice>,
-        interrupt: event(),
-        gsi: 16,
+        interrupt: Arc::new(InterruptPin::new(16)),
         kick_offset: 0x50,
         kicks: kicks.iter().map(|kick| kick.try_clone().unwrap()).collect(),
     };

@@ -42,9 +42,7 @@ impl Source {
             Phase::HandingOver => ("RUNNING", timeouts.running),
             Phase::Asking => ("the destination's word", timeouts.running),
             // Bounded by the VMM and the kernel, which the engine calls and awaits.
-            Phase::Starting | Phase::Harvesting | Phase::Pausing | Phase::LastHarvest => {
-                return None;
-            }
+            Phase::Harvesting | Phase::Pausing | Phase::LastHarvest => return None,
             Phase::Done => return None,
         };
         Some((self.waiting_since + after, what, after))

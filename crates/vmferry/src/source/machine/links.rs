@@ -282,8 +282,8 @@ mod tests {
         let sent =
             |end_sequence| Input::LaneSent { lane: 0, end_sequence, totals: LaneTotals::default() };
         for input in [
-            Input::Control(ControlMessage::Accept { token: Token([1; 16]) }),
             Input::LogStarted { populated_pages: 1, stood_still },
+            Input::Control(ControlMessage::Accept { token: Token([1; 16]) }),
             Input::LanesJoined,
             sent(1),
             Input::Control(ControlMessage::Placed { lane: 0, sequence: 1 }),

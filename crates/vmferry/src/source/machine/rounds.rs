@@ -14,16 +14,15 @@ use crate::source::rounds::RoundStart;
 impl Source {
     pub(super) fn on_progress(&mut self, now: Duration, input: Input) {
         match (input, self.phase) {
-            (Input::LogStarted { populated_pages, stood_still }, Phase::Starting) => {
+            (Input::LogStarted { populated_pages, stood_still }, Phase::Announced) => {
                 self.last_harvest = now;
                 self.stood_still = stood_still;
-                self.first_pages = (populated_pages, now.saturating_sub(self.log_started));
-                self.enter(now, Phase::Joining);
-                self.act(Action::OpenLanes(self.links.token()));
+                self.first_pages = Some((populated_pages, now.saturating_sub(self.log_started)));
+                self.open_lanes(now);
             }
             (Input::LanesJoined, Phase::Joining) => {
                 self.send_ping(now);
-                let (pages, took) = self.first_pages;
+                let (pages, took) = self.first_pages.unwrap_or_default();
                 self.start_round(now, pages, took, false);
             }
             (Input::LaneSent { lane, end_sequence, totals }, _) => {
@@ -70,6 +69,14 @@ impl Source {
                 self.compare_hashes(now);
             }
             _ => {}
+        }
+    }
+
+    /// Goes on once the destination takes the guest and the log runs.
+    pub(super) fn open_lanes(&mut self, now: Duration) {
+        if self.accepted && self.first_pages.is_some() {
+            self.enter(now, Phase::Joining);
+            self.act(Action::OpenLanes(self.links.token()));
         }
     }
 
