@@ -200,10 +200,30 @@ static int begin_rewrite(struct churn *churn)
     return 1;
 }
 
+/* The buffer that was allocated before all others, or CHURN_BUFFERS if there is none. */
+static uint32_t pick_oldest(struct churn *churn, struct churn_buffer *buffer)
+{
+    uint64_t oldest = ~0ull;
+    uint32_t found = CHURN_BUFFERS;
+
+    for (uint32_t slot = 0; slot < churn->state->slots; slot++) {
+        volatile struct churn_buffer *kept = &churn->buffers[slot];
+        if (kept->pages && kept->generation < oldest) {
+            oldest = kept->generation;
+            found = slot;
+        }
+    }
+    return found != CHURN_BUFFERS && buffer_address(churn, found, buffer) ? found : CHURN_BUFFERS;
+}
+
+/* Mostly the oldest: what a program has allocated goes together when it ends. One of eight lives longer or less. */
 static int begin_release(struct churn *churn)
 {
     struct churn_buffer buffer;
-    uint32_t slot = pick(churn, &buffer);
+    uint32_t slot = random(churn) % 8 ? pick_oldest(churn, &buffer) : CHURN_BUFFERS;
+
+    if (slot == CHURN_BUFFERS)
+        slot = pick(churn, &buffer);
 
     if (slot == CHURN_BUFFERS)
         return 0;
@@ -225,11 +245,11 @@ static uint32_t find_place(struct churn *churn)
     return slot;
 }
 
-/* As many small buffers as large ones by powers of two: 148 pages on average. */
+/* As many small buffers as large ones by powers of two: 48 pages on average. */
 static uint32_t choose_size(struct churn *churn)
 {
     uint64_t number = random(churn);
-    uint32_t least = 1u << number % 10;
+    uint32_t least = 1u << number % 8;
     return least + (uint32_t)(number >> 8) % least + (uint32_t)(number >> 40) % 2;
 }
 
@@ -243,7 +263,9 @@ static int begin_buffer(struct churn *churn, uint64_t room)
         return 0;
     if (pages > room)
         pages = (uint32_t)room;
-    while (!heap_allocate(&churn->heap, pages, &run)) {
+    int newest = state->pressed && heap_allocate_newest(&churn->heap, pages, &run);
+    state->pressed = 0;
+    while (!newest && !heap_allocate(&churn->heap, pages, &run)) {
         if (pages == 1)
             return 0;
         pages /= 2;
@@ -274,7 +296,7 @@ static void press(struct churn *churn)
         if (block >= heap->blocks)
             return;
         heap_split(heap, block);
-        churn->state->pressed = 1; /* the first run that fits is now in that block */
+        churn->state->pressed = 1;
     }
 }
 
@@ -284,11 +306,8 @@ static int choose_job(struct churn *churn)
     uint64_t choice = random(churn), live = state->live_pages;
 
     press(churn);
-    if (state->pressed) {
-        state->pressed = 0;
-        if (begin_buffer(churn, HEAP_BLOCK_PAGES))
-            return 1;
-    }
+    if (state->pressed && begin_buffer(churn, HEAP_BLOCK_PAGES))
+        return 1;
     if (live >= churn->share)
         state->shrinking = 1;
     else if (live <= churn->share * 7 / 10)

@@ -3,10 +3,10 @@
  *
  * `freed`: so much of it is written once and freed, as by programs that have ended.
  *
- * `churn`: as a build does, each vCPU keeps buffers of 1 to 1,024 pages: it allocates and frees some
+ * `churn`: as a build does, each vCPU keeps buffers of 1 to 256 pages: it allocates and frees some
  * so that they take between 70 % and all of its share, writes each whole when it is new, computes on
  * them (checks them whole, one after the other, rewrites parts of some), and checks each once more
- * before it is freed. A page holds its buffer's generation and words that follow from it and from the
+ * before it is freed, most of them in the order in which they came. A page holds its buffer's generation and words that follow from it and from the
  * page's address; no generation comes twice, so a page of an earlier time is found, too.
  *
  * A vCPU is always at some place of one job (enum churn_job); a step goes on with it for a while.
@@ -52,7 +52,7 @@ struct churn_state {
     uint32_t slot;          /* its buffer */
     uint32_t next, end;     /* its pages */
     uint32_t poisoned;      /* so many of a new buffer's pages must still hold poison */
-    uint32_t pressed;       /* 1: a new buffer comes next, whatever the live size is */
+    uint32_t pressed;       /* 1: a new buffer comes next, in the block that was taken last, whatever the live size is */
     uint64_t freed_blocks;  /* of `freed`, written and freed so far */
     uint32_t freed_block;   /* the one in hand + 1 */
     uint32_t freed_next;    /* its next page; from HEAP_BLOCK_PAGES on, those to be poisoned */

@@ -328,17 +328,27 @@ void heap_split(struct heap *heap, uint32_t block)
     heap_block(heap, block)->run_limit = HEAP_BLOCK_PAGES;
 }
 
+int heap_allocate_newest(struct heap *heap, uint32_t pages, struct heap_run *run)
+{
+    uint32_t mine = LIST_SPLIT + heap->vcpu, newest = heap->header->lists[mine].head;
+
+    return newest && is_on(heap, newest - 1, mine) && allocate_in(heap, newest - 1, pages, run);
+}
+
 int heap_allocate(struct heap *heap, uint32_t pages, struct heap_run *run)
 {
-    uint32_t mine = LIST_SPLIT + heap->vcpu, next = heap->header->lists[mine].head;
+    uint32_t mine = LIST_SPLIT + heap->vcpu, next = heap->header->lists[mine].head, oldest = 0;
 
     /* No list is longer than there are blocks: one that is goes in a circle. */
-    for (uint32_t count = 0; next && count < heap->blocks; count++) {
-        if (!is_on(heap, next - 1, mine))
-            break;
-        if (allocate_in(heap, next - 1, pages, run))
-            return 1;
+    for (uint32_t count = 0; next && count < heap->blocks && is_on(heap, next - 1, mine); count++) {
+        oldest = next;
         next = heap_block(heap, next - 1)->next;
+    }
+    /* The oldest is filled up first, so that the newest become empty, and go back whole. */
+    for (uint32_t count = 0; oldest && count < heap->blocks && is_on(heap, oldest - 1, mine); count++) {
+        if (allocate_in(heap, oldest - 1, pages, run))
+            return 1;
+        oldest = heap_block(heap, oldest - 1)->previous;
     }
     uint32_t block = heap_take(heap, FROM_USED | FROM_FRESH | FROM_HELD, BLOCK_SPLIT, mine);
     if (block >= heap->blocks)

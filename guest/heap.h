@@ -150,6 +150,8 @@ int heap_give_all(struct heap *heap, uint32_t source);
 
 /* The first run of pages in this vCPU's blocks, or in a block taken for it. 1, or 0: there is none now. */
 int heap_allocate(struct heap *heap, uint32_t pages, struct heap_run *run);
+/* The same, in the block that was split last and in no other. */
+int heap_allocate_newest(struct heap *heap, uint32_t pages, struct heap_run *run);
 /* Frees pages that heap_allocate has given. They are poisoned already, if free pages are. */
 void heap_free(struct heap *heap, uint64_t gpa, uint32_t pages);
 /* Makes a block that is on the list of this vCPU's split blocks ready for that. */
