@@ -46,7 +46,7 @@ const HOST_FLAGS: &[&str] = &["-std=gnu11", "-O2", "-Wall", "-Wextra", "-fPIC"];
 const WORKLOAD: &[&str] = &["workload.c", "command_line.c", "heap.c", "churn.c"];
 /// Of the bare-metal guest alone.
 const MACHINE: &[&str] =
-    &["start.S", "kernel.c", "virtqueue.c", "balloon.c", "balloon_hints.c", "balloon_pages.c"];
+    &["start.S", "kernel.c", "virtqueue.c", "balloon.c", "balloon_hints.c", "balloon_lies.c", "balloon_pages.c"];
 
 fn main() {
     if let Err(text) = build() {
