@@ -240,8 +240,7 @@ fn check_command_line(text: &str) -> Result<Wanted, MachineError> {
 /// What the driver of a balloon does.
 const DRIVER_WORDS: [&str; 3] = ["pressure", "reporting", "rewrite"];
 /// How it lies.
-const LIES: [&str; 8] =
-    ["outside", "overlap", "used", "endless", "never", "id", "chain", "unmap"];
+const LIES: [&str; 8] = ["outside", "overlap", "used", "endless", "never", "id", "chain", "unmap"];
 
 const GRAMMAR: &str = "use words of: idle, ticks, display, read=MIB, \
                        fill=MIB,incompressible|text|zero, \
