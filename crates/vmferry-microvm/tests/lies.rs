@@ -13,6 +13,7 @@ use vmferry::{ErrorClass, SourceConfig};
 use vmferry_dirty::LogChoice;
 use vmferry_memory::{MemoryKind, PAGE_SIZE};
 use vmferry_microvm::SharedMachine;
+use vmferry_microvm::report::BalloonReport;
 use vmferry_microvm::virtio::{Balloon, BalloonStatus, HintRound};
 
 use support::{MIB, PATIENCE, attempt, guest, move_on, report, wait_for, with};
@@ -100,13 +101,15 @@ fn status(machine: &SharedMachine) -> BalloonStatus {
     balloon(machine).status()
 }
 
-fn lies(machine: &SharedMachine) -> u64 {
-    report(machine).balloon.expect("its driver").lies
+fn driver(machine: &SharedMachine) -> BalloonReport {
+    report(machine).balloon.expect("its driver")
 }
 
-fn wait_for_lies(machine: &SharedMachine, lies: u64) {
-    wait_for(machine, &format!("through with {lies} lies"), |report| {
-        report.balloon.is_some_and(|driver| driver.lies >= lies)
+/// Waits until the device has heard a story that was not begun `before`.
+fn wait_for_story(machine: &SharedMachine, kind: &Kind, before: &BalloonReport) {
+    wait_for(machine, "through with its story", |report| {
+        let now = report.balloon.expect("its driver");
+        now.rounds > before.rounds && now.lies >= before.lies + kind.told
     });
 }
 
@@ -139,12 +142,18 @@ fn goes_on(machine: &SharedMachine) -> u64 {
 
 /// Asks for hints, as soon as the device can be asked: the driver may be resetting it.
 fn ask(balloon: &Balloon) -> u32 {
+    let mut id = None;
+    wait_until("the device can be asked", || {
+        id = balloon.start_hints();
+        id.is_some()
+    });
+    id.expect("it was waited for")
+}
+
+fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     let begun = Instant::now();
-    loop {
-        if let Some(id) = balloon.start_hints() {
-            return id;
-        }
-        assert!(begun.elapsed() < PATIENCE, "{:?}", balloon.status());
+    while !done() {
+        assert!(begun.elapsed() < PATIENCE, "not yet: {what}");
         thread::sleep(Duration::from_millis(1));
     }
 }
@@ -154,9 +163,9 @@ fn hears(test: &str, kind: &Kind) {
     let Some(machine) = liar(test, kind) else { return };
     let balloon = balloon(&machine);
     for _ in 0..12 {
-        let before = lies(&machine);
+        let before = driver(&machine);
         let id = ask(&balloon);
-        wait_for_lies(&machine, before + kind.told);
+        wait_for_story(&machine, kind, &before);
         let now = balloon.status();
         let expected =
             kind.round.map(|(ranges, bytes, complete)| HintRound { id, ranges, bytes, complete });
@@ -183,10 +192,10 @@ fn moves(test: &str, kind: &Kind) {
     let mut warnings = Vec::new();
     for way in ["there", "back"] {
         let case = format!("{} {way}", kind.word);
-        let before = lies(&machine);
+        let before = driver(&machine);
         let moved = move_on(&machine, LOG, MEMORY, false, slow);
         assert_eq!(moved.stats.verify_match, Some(true), "{case}");
-        wait_for_lies(&moved.machine, before + kind.told);
+        wait_for_story(&moved.machine, kind, &before);
         let damaged = goes_on(&moved.machine);
         assert_eq!(damaged > 0, kind.harms_itself, "{case}: {:?}", moved.stats);
         if way == "there" {
@@ -218,7 +227,7 @@ fn assert_lost_there_alone(kind: &Kind, here: &SharedMachine, there: &SharedMach
 /// A migration that is cancelled amid the lies. Then one that is not.
 fn stays(test: &str, kind: &Kind) {
     let Some(machine) = liar(test, kind) else { return };
-    let before = lies(&machine);
+    let before = driver(&machine);
     let cancelled = attempt(
         &machine,
         LOG,
@@ -226,7 +235,7 @@ fn stays(test: &str, kind: &Kind) {
         false,
         |config| config.max_bandwidth = Some(MIB),
         |orders| {
-            wait_for_lies(&machine, before + kind.told);
+            wait_for_story(&machine, kind, &before);
             orders.cancel();
         },
     );
@@ -280,11 +289,14 @@ fn an_endless_liar_holds_nobody_up() {
     let Some(machine) = liar("an_endless_liar_holds_nobody_up", &ENDLESS) else { return };
     let balloon = balloon(&machine);
     for _ in 0..20 {
-        let before = lies(&machine);
+        let before = driver(&machine);
         let id = ask(&balloon);
-        wait_for_lies(&machine, before + ENDLESS.told);
-        let told = balloon.status().hints.expect("a round");
-        assert!(told.id == id && told.ranges > 1000 && !told.complete, "{told:?}");
+        wait_for_story(&machine, &ENDLESS, &before);
+        wait_until("hints come", || {
+            let told = balloon.status().hints.expect("a round");
+            assert!(told.id == id && !told.complete, "{told:?}");
+            told.ranges > 1000
+        });
         let (other, paused) = (balloon.clone(), machine.clone());
         in_time("stop_hints", move || other.stop_hints());
         let told = balloon.status().hints;
@@ -304,9 +316,9 @@ fn the_other_queues_of_a_liar_go_on() {
     let Some(machine) = liar(test, &CHAIN) else { return };
     let balloon = balloon(&machine);
     for blocks in [4, 1, 6] {
-        let before = lies(&machine);
+        let before = driver(&machine);
         ask(&balloon);
-        wait_for_lies(&machine, before + CHAIN.told);
+        wait_for_story(&machine, &CHAIN, &before);
         balloon.set_target(blocks * BLOCK).unwrap();
         wait_for(&machine, "as large as it shall be", |report| {
             report.balloon.is_some_and(|driver| u64::from(driver.inflated_blocks) == blocks)
