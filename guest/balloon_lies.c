@@ -19,17 +19,13 @@
  *   chain    descriptors that loop, lead outside, or are too many; then a ring that can't be followed
  *   unmap    a queue or the whole device is taken away amid a round; queues outside memory
  */
-#include "balloon_parts.h"
+#include "balloon_lies.h"
 
-#define BUFFERS 32u /* of the queue, and descriptors of one story */
-#define TABLE (BUFFERS + 8u) /* entries of an indirect table, more than a chain may have */
+#define TABLE (LIE_BUFFERS + 8u) /* entries of an indirect table, more than a chain may have */
 #define DESCRIPTOR_NEXT 1u
-#define DESCRIPTOR_WRITE 2u
 #define DESCRIPTOR_INDIRECT 4u
 #define NEEDS_RESET 64u
 #define MIB_BYTES (1ull << 20)
-#define HOLE_ADDRESS 0xd0000000ull /* between RAM below 3 GiB and the display */
-#define UNMAPPINGS 4u
 
 enum lie_stage {
     STAGE_IDLE = 0,
@@ -39,17 +35,15 @@ enum lie_stage {
     STAGE_UNMAPPED = 4,  /* it is, and has not noticed */
 };
 
-static struct virtqueue queue;
-static uint8_t queue_memory[QUEUE_BYTES(BUFFERS)] __attribute__((aligned(16)));
+static struct liar liar;
+static uint8_t queue_memory[QUEUE_BYTES(LIE_BUFFERS)] __attribute__((aligned(16)));
 static struct ring_descriptor table[TABLE] __attribute__((aligned(16)));
-static uint32_t words[BUFFERS]; /* what buffers with a command hold, by their descriptors */
+static uint32_t words[LIE_BUFFERS]; /* what buffers with a command hold, by their descriptors */
 static uint32_t command = COMMAND_STOP; /* the host's, as last read */
 static uint32_t told;    /* the ID of the last story; 0: none, or the device was begun anew since */
 static uint32_t stage;
-static uint32_t stories;
 static uint32_t lies;    /* in the queue */
 static uint32_t unmapping;
-static uint16_t placed;  /* descriptors of this story */
 static uint16_t counted; /* of `endless`: index of the used ring up to which lies are counted */
 static uint64_t block;   /* address of a block that is held, or 0 */
 static int is_done;      /* COMMAND_DONE has been read, and blocks are still held */
@@ -61,9 +55,11 @@ int lies_make(const struct virtio_device *device)
     told = 0;
     lies = 0;
     counted = 0;
-    /* A story must fit, whatever the device would rather have. */
-    return device->features & BALLOON_F_FREE_PAGE_HINT &&
-           virtqueue_make(&queue, device, QUEUE_HINTS, BUFFERS, queue_memory) && queue.size == BUFFERS;
+    if (!(device->features & BALLOON_F_FREE_PAGE_HINT))
+        return 0;
+    /* A story must fit. */
+    return virtqueue_make(&liar.queue, device, QUEUE_HINTS, LIE_BUFFERS, queue_memory) &&
+           liar.queue.size == LIE_BUFFERS;
 }
 
 void lies_command(struct balloon *balloon, uint32_t read)
@@ -78,17 +74,17 @@ void lies_command(struct balloon *balloon, uint32_t read)
 
 static uint16_t used_index(void)
 {
-    return __atomic_load_n(&queue.used[1], __ATOMIC_ACQUIRE);
+    return __atomic_load_n(&liar.queue.used[1], __ATOMIC_ACQUIRE);
 }
 
 static int is_heard(void)
 {
-    return used_index() == queue.added;
+    return used_index() == liar.queue.added;
 }
 
 static void place_at(uint16_t index, uint64_t address, uint32_t bytes, uint16_t flags, uint16_t next)
 {
-    volatile struct ring_descriptor *descriptor = &queue.descriptors[index];
+    volatile struct ring_descriptor *descriptor = &liar.queue.descriptors[index];
     descriptor->address = address;
     descriptor->bytes = bytes;
     descriptor->flags = flags;
@@ -97,16 +93,20 @@ static void place_at(uint16_t index, uint64_t address, uint32_t bytes, uint16_t 
 
 static uint16_t place(uint64_t address, uint32_t bytes, uint16_t flags, uint16_t next)
 {
-    place_at(placed, address, bytes, flags, next);
-    return placed++;
+    place_at(liar.placed, address, bytes, flags, next);
+    return liar.placed++;
 }
 
-/* Makes the chain that begins there available, whatever it is. */
+void lies_offer(struct virtqueue *queue, uint16_t head)
+{
+    queue->available[2 + queue->added % queue->size] = head;
+    queue->added++;
+    __atomic_store_n(&queue->available[1], queue->added, __ATOMIC_RELEASE);
+}
+
 static void offer(uint16_t head)
 {
-    queue.available[2 + queue.added % queue.size] = head;
-    queue.added++;
-    __atomic_store_n(&queue.available[1], queue.added, __ATOMIC_RELEASE);
+    lies_offer(&liar.queue, head);
 }
 
 static void lie(uint16_t head)
@@ -122,8 +122,8 @@ static uint16_t hint(uint64_t address, uint32_t bytes)
 
 static uint16_t word(uint32_t value)
 {
-    words[placed] = value;
-    return place((uint64_t)&words[placed], sizeof words[placed], 0, 0);
+    words[liar.placed] = value;
+    return place((uint64_t)&words[liar.placed], sizeof words[liar.placed], 0, 0);
 }
 
 /* ---- what is hinted ---- */
@@ -134,7 +134,7 @@ static uint64_t live_pages(const struct balloon *balloon)
     return fill < low ? fill : low;
 }
 
-static uint32_t live_bytes(const struct balloon *balloon)
+uint32_t lies_live_bytes(const struct balloon *balloon)
 {
     uint64_t bytes = live_pages(balloon) * PAGE_BYTES;
     return (uint32_t)(bytes < MIB_BYTES ? bytes : MIB_BYTES);
@@ -142,7 +142,7 @@ static uint32_t live_bytes(const struct balloon *balloon)
 
 static uint16_t live(const struct balloon *balloon)
 {
-    return hint(FIRST_WORK_ADDRESS, live_bytes(balloon));
+    return hint(FIRST_WORK_ADDRESS, lies_live_bytes(balloon));
 }
 
 /* A free block to hold: its number, HEAP_NONE or HEAP_BUSY. */
@@ -234,7 +234,7 @@ static int tell_used(struct balloon *balloon)
     uint64_t bytes = live_pages(balloon) * PAGE_BYTES;
 
     offer(word(command));
-    for (uint64_t at = 0; at < bytes && placed + 1u < BUFFERS; at += MIB_BYTES)
+    for (uint64_t at = 0; at < bytes && liar.placed + 1u < LIE_BUFFERS; at += MIB_BYTES)
         lie(hint(FIRST_WORK_ADDRESS + at, (uint32_t)(bytes - at < MIB_BYTES ? bytes - at : MIB_BYTES)));
     offer(word(COMMAND_STOP));
     return 1;
@@ -274,14 +274,14 @@ static int tell_id(struct balloon *balloon)
 /* What comes too late: the host has ended that round. */
 static void tell_stale(struct balloon *balloon)
 {
-    placed = 0;
+    liar.placed = 0;
     offer(word(told));
     lie(live(balloon));
 }
 
 static int tell_chain(struct balloon *balloon)
 {
-    uint32_t bytes = live_bytes(balloon);
+    uint32_t bytes = lies_live_bytes(balloon);
     uint64_t end = balloon->view->low_bytes;
 
     for (uint16_t entry = 0; entry < TABLE; entry++)
@@ -290,10 +290,10 @@ static int tell_chain(struct balloon *balloon)
                                                 (uint16_t)(entry + 1)};
     offer(word(command));
     const uint16_t more = DESCRIPTOR_WRITE | DESCRIPTOR_NEXT;
-    lie(place(FIRST_WORK_ADDRESS, bytes, more, placed)); /* its own successor */
-    uint16_t second = place(FIRST_WORK_ADDRESS, bytes, more, placed + 1);
+    lie(place(FIRST_WORK_ADDRESS, bytes, more, liar.placed)); /* its own successor */
+    uint16_t second = place(FIRST_WORK_ADDRESS, bytes, more, liar.placed + 1);
     lie(place(FIRST_WORK_ADDRESS, bytes, more, second));
-    lie(place(FIRST_WORK_ADDRESS, bytes, more, BUFFERS));
+    lie(place(FIRST_WORK_ADDRESS, bytes, more, LIE_BUFFERS));
     lie(place(FIRST_WORK_ADDRESS, bytes, more, 0xffff));
     second = word(command); /* to be read, behind one to be written */
     lie(place(FIRST_WORK_ADDRESS, bytes, more, second));
@@ -320,98 +320,18 @@ static int tell_unmap(struct balloon *balloon)
 
 /* ---- what comes after a story ---- */
 
-/* The device must leave the queue alone and say so. */
-static void break_ring(struct balloon *balloon)
-{
-    if (stories % 3 == 1) {
-        offer(BUFFERS);
-    } else if (stories % 3 == 2) {
-        offer(0xffff);
-    } else {
-        queue.added = (uint16_t)(queue.added + BUFFERS + 1);
-        __atomic_store_n(&queue.available[1], queue.added, __ATOMIC_RELEASE);
-    }
-    virtqueue_notify(&queue, balloon->device);
-}
-
-static void offer_live(struct balloon *balloon)
-{
-    placed = 0;
-    for (unsigned count = 0; count < 4; count++)
-        offer(live(balloon));
-    virtio_write(balloon->device, VIRTIO_QUEUE_NOTIFY, QUEUE_HINTS);
-}
-
-static void write_queue(const struct virtio_device *device, uint64_t descriptors, uint64_t driver, uint64_t used)
-{
-    const uint64_t addresses[] = {descriptors, driver, used};
-    const uint32_t registers[] = {VIRTIO_QUEUE_DESCRIPTORS, VIRTIO_QUEUE_DRIVER, VIRTIO_QUEUE_DEVICE};
-
-    virtio_write(device, VIRTIO_QUEUE_SELECT, QUEUE_HINTS);
-    virtio_write(device, VIRTIO_QUEUE_SIZE, BUFFERS);
-    for (unsigned place = 0; place < 3; place++) {
-        virtio_write(device, registers[place], (uint32_t)addresses[place]);
-        virtio_write(device, registers[place] + 4, (uint32_t)(addresses[place] >> 32));
-    }
-    virtio_write(device, VIRTIO_QUEUE_READY, 1);
-}
-
-/* Takes the queue away, or the device, and goes on as if it were there. */
-static void take_away(struct balloon *balloon)
-{
-    const struct virtio_device *device = balloon->device;
-
-    if (stories % 2) {
-        virtio_write(device, VIRTIO_QUEUE_SELECT, QUEUE_HINTS);
-        virtio_write(device, VIRTIO_QUEUE_READY, 0);
-    } else {
-        virtio_write(device, VIRTIO_STATUS, 0);
-    }
-    offer_live(balloon);
-    balloon->report->lies++;
-    if (!(stories % 2))
-        return;
-    /* A queue does not come back while the device is in use. */
-    write_queue(device, (uint64_t)queue.descriptors, (uint64_t)queue.available, (uint64_t)queue.used);
-    if (!virtio_read(device, VIRTIO_QUEUE_READY))
-        balloon->report->lies++;
-    offer_live(balloon);
-}
-
-/* Begins the device with a queue of hints alone, a part of which is nowhere. */
-static void begin_unmapped(struct balloon *balloon)
-{
-    struct virtio_device *device = balloon->device;
-    uint64_t features = VIRTIO_F_VERSION_1 | VIRTIO_F_EVENT_IDX | BALLOON_F_FREE_PAGE_HINT;
-    uint64_t descriptors = (uint64_t)queue.descriptors, driver = (uint64_t)queue.available;
-    uint64_t used = (uint64_t)queue.used;
-
-    if (!virtio_begin(device, device->address, BALLOON_DEVICE, features))
-        return;
-    if (unmapping == 0)
-        descriptors = balloon->view->low_bytes - sizeof(struct ring_descriptor); /* all but the first one */
-    else if (unmapping == 1)
-        driver = HOLE_ADDRESS;
-    else if (unmapping == 2)
-        used = device->address;
-    else
-        driver = 0; /* which is memory, but no place for a ring */
-    write_queue(device, descriptors, driver, used);
-    virtio_ready(device);
-    stage = STAGE_UNMAPPED;
-}
-
 /* Goes on, once the device has shown what it thinks of this. */
 static void go_on(struct balloon *balloon)
 {
     if (stage == STAGE_UNMAPPING) {
-        begin_unmapped(balloon);
+        if (lies_begin_unmapped(balloon, &liar, unmapping))
+            stage = STAGE_UNMAPPED;
         return;
     }
     if (!(virtio_read(balloon->device, VIRTIO_STATUS) & NEEDS_RESET))
         return;
     balloon->report->lies++;
-    if (stage == STAGE_UNMAPPED && ++unmapping < UNMAPPINGS) {
+    if (stage == STAGE_UNMAPPED && ++unmapping < LIE_UNMAPPINGS) {
         stage = STAGE_UNMAPPING;
         return;
     }
@@ -430,14 +350,14 @@ static void tell(struct balloon *balloon)
         [LIE_ID] = tell_id,           [LIE_CHAIN] = tell_chain,     [LIE_UNMAP] = tell_unmap,
     };
 
-    placed = 0;
+    liar.placed = 0;
     if (!tellers[LIE_OF(balloon->flags)](balloon))
         return;
     told = command;
-    stories++;
+    liar.stories++;
     stage = STAGE_TELLING;
     balloon->report->rounds++;
-    virtqueue_notify(&queue, balloon->device);
+    virtqueue_notify(&liar.queue, balloon->device);
 }
 
 static void heard(struct balloon *balloon)
@@ -448,10 +368,10 @@ static void heard(struct balloon *balloon)
     lies = 0;
     stage = STAGE_IDLE;
     if (kind == LIE_CHAIN) {
-        break_ring(balloon);
+        lies_break_ring(balloon, &liar);
         stage = STAGE_BREAKING;
     } else if (kind == LIE_UNMAP) {
-        take_away(balloon);
+        lies_take_away(balloon, &liar);
         stage = STAGE_UNMAPPING;
     }
 }
@@ -466,9 +386,9 @@ static void lie_endlessly(struct balloon *balloon)
     if (command <= COMMAND_DONE && !balloon->report->rounds)
         return; /* never asked yet */
     int is_new = command > COMMAND_DONE && command != told && hold_block(balloon);
-    while ((uint16_t)(queue.added - used) < queue.size) {
-        placed = queue.added % queue.size; /* they are used in the order in which they come */
-        uint16_t head = placed;
+    while ((uint16_t)(liar.queue.added - used) < liar.queue.size) {
+        liar.placed = liar.queue.added % liar.queue.size; /* they are used in the order in which they come */
+        uint16_t head = liar.placed;
         if (is_new) {
             word(command);
             told = command;
@@ -481,7 +401,7 @@ static void lie_endlessly(struct balloon *balloon)
         }
         offer(head);
     }
-    virtqueue_notify(&queue, balloon->device);
+    virtqueue_notify(&liar.queue, balloon->device);
 }
 
 int lies_step(struct balloon *balloon)
@@ -501,7 +421,7 @@ int lies_step(struct balloon *balloon)
     } else if (stage == STAGE_IDLE && is_stale && LIE_OF(balloon->flags) == LIE_ID) {
         is_stale = 0;
         tell_stale(balloon);
-        virtqueue_notify(&queue, balloon->device);
+        virtqueue_notify(&liar.queue, balloon->device);
         stage = STAGE_TELLING;
     }
     uint32_t state = heap_count(&balloon->heap, LIST_HELD) ? BALLOON_HOLDING : BALLOON_IDLE;

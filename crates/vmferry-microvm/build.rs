@@ -51,8 +51,9 @@ const MACHINE: &[&str] = &[
     "virtqueue.c",
     "balloon.c",
     "balloon_hints.c",
-    "balloon_lies.c",
     "balloon_pages.c",
+    "balloon_lies.c",
+    "balloon_breaks.c",
 ];
 
 fn main() {

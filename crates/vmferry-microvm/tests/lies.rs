@@ -3,7 +3,7 @@
 
 mod support;
 
-use std::sync::mpsc;
+use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -34,9 +34,9 @@ struct Kind {
     told: u64,
     /// What each warning has in it; each comes once.
     warnings: &'static [&'static str],
-    /// What the device tells of one story, but its ID: ranges, bytes, and whether it has ended. `None` for a story that
-    /// goes on for ever, or one at whose end the device was reset.
-    round: Option<(u64, u64, bool)>,
+    /// What the device tells of one story: ranges, bytes, and whether the round has ended, where the driver says so.
+    /// `None` for a story that goes on for ever.
+    round: Option<(u64, u64, Option<bool>)>,
     /// Whether the guest loses what it needs, where its lies are believed.
     harms_itself: bool,
 }
@@ -48,29 +48,29 @@ const OUTSIDE: Kind = Kind {
     word: "outside",
     told: 12,
     warnings: &["are not all in guest memory", "are not whole pages"],
-    round: Some((3, BLOCK + 2 * PAGE, true)),
+    round: Some((3, BLOCK + 2 * PAGE, Some(true))),
     ..HARMLESS
 };
 const OVERLAP: Kind = Kind {
     word: "overlap",
     told: 17,
-    round: Some((18, 8 * BLOCK + 10 * 2 * MIB, true)),
+    round: Some((18, 8 * BLOCK + 10 * 2 * MIB, Some(true))),
     ..HARMLESS
 };
 const USED: Kind = Kind {
     word: "used",
     told: 24,
-    round: Some((24, FILL_BYTES, true)),
+    round: Some((24, FILL_BYTES, Some(true))),
     harms_itself: true,
     ..HARMLESS
 };
 const ENDLESS: Kind = Kind { word: "endless", told: 10_000, ..HARMLESS };
-const NEVER: Kind = Kind { word: "never", round: Some((1, BLOCK, false)), ..HARMLESS };
+const NEVER: Kind = Kind { word: "never", round: Some((1, BLOCK, Some(false))), ..HARMLESS };
 const ID: Kind = Kind {
     word: "id",
     told: 11,
     warnings: &["amid the hints of command"],
-    round: Some((1, BLOCK, true)),
+    round: Some((1, BLOCK, Some(true))),
     ..HARMLESS
 };
 const CHAIN: Kind = Kind {
@@ -78,14 +78,26 @@ const CHAIN: Kind = Kind {
     told: 14,
     warnings: &[
         "in the free page queue is malformed",
-        "a buffer in the free page queue has 4 bytes",
+        "a buffer in the free page queue has 3 bytes",
         "are not all in guest memory",
         "the free page queue is broken",
     ],
+    round: Some((0, 0, None)),
     ..HARMLESS
 };
-const UNMAP: Kind =
-    Kind { word: "unmap", told: 5, warnings: &["the free page queue is broken"], ..HARMLESS };
+const UNMAP: Kind = Kind {
+    word: "unmap",
+    told: 5,
+    warnings: &["the free page queue is broken"],
+    round: Some((1, BLOCK, None)),
+    ..HARMLESS
+};
+
+/// An endless liar takes a CPU, and its device another one. Two at a time would test the scheduler.
+fn alone(kind: &Kind) -> Option<MutexGuard<'static, ()>> {
+    static ENDLESS_ONE: Mutex<()> = Mutex::new(());
+    (kind.word == ENDLESS.word).then(|| ENDLESS_ONE.lock().unwrap_or_else(PoisonError::into_inner))
+}
 
 fn liar(test: &str, kind: &Kind) -> Option<SharedMachine> {
     let workload =
@@ -160,6 +172,7 @@ fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
 
 /// Round after round of hints, without a migration: what the device makes of each story, and that each warning comes once.
 fn hears(test: &str, kind: &Kind) {
+    let _alone = alone(kind);
     let Some(machine) = liar(test, kind) else { return };
     let balloon = balloon(&machine);
     for _ in 0..12 {
@@ -167,9 +180,12 @@ fn hears(test: &str, kind: &Kind) {
         let id = ask(&balloon);
         wait_for_story(&machine, kind, &before);
         let now = balloon.status();
-        let expected =
-            kind.round.map(|(ranges, bytes, complete)| HintRound { id, ranges, bytes, complete });
-        assert!(expected.is_none() || now.hints == expected, "{}: {now:?}", kind.word);
+        let round = now.hints.expect("a round");
+        if let Some((ranges, bytes, complete)) = kind.round {
+            let complete = complete.unwrap_or(round.complete);
+            let expected = HintRound { id, ranges, bytes, complete };
+            assert_eq!(round, expected, "{}: {now:?}", kind.word);
+        }
         let other = balloon.clone();
         in_time("stop_hints", move || other.stop_hints());
     }
@@ -188,6 +204,7 @@ fn slow(config: &mut SourceConfig) {
 
 /// There and back.
 fn moves(test: &str, kind: &Kind) {
+    let _alone = alone(kind);
     let Some(mut machine) = liar(test, kind) else { return };
     let mut warnings = Vec::new();
     for way in ["there", "back"] {
@@ -226,6 +243,7 @@ fn assert_lost_there_alone(kind: &Kind, here: &SharedMachine, there: &SharedMach
 
 /// A migration that is cancelled amid the lies. Then one that is not.
 fn stays(test: &str, kind: &Kind) {
+    let _alone = alone(kind);
     let Some(machine) = liar(test, kind) else { return };
     let before = driver(&machine);
     let cancelled = attempt(
@@ -286,6 +304,7 @@ liars! {
 
 #[test]
 fn an_endless_liar_holds_nobody_up() {
+    let _alone = alone(&ENDLESS);
     let Some(machine) = liar("an_endless_liar_holds_nobody_up", &ENDLESS) else { return };
     let balloon = balloon(&machine);
     for _ in 0..20 {

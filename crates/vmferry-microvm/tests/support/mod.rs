@@ -21,7 +21,9 @@ use vmferry_transport::{Address, Dialer, Listener};
 use vmferry_wire::GuestIdentity;
 
 /// Far more than anything here takes: a limit for what hangs, not a measure.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+/// A busy host's kernel alone may take ten seconds and more until a machine is made: KVM waits for all CPUs when slots and
+/// eventfds are added.
+pub const PATIENCE: Duration = Duration::from_secs(120);
 /// 2^20 bytes.
 pub const MIB: u64 = 1 << 20;
 
@@ -176,14 +178,16 @@ pub fn attempt(
     let directory = tempfile::tempdir().unwrap();
     let mut config = SourceConfig::new(directory.path().join("source"));
     config.verify = true;
+    config.timeouts.silence = PATIENCE;
     set(&mut config);
     let address = Address::Unix(directory.path().join("in.sock"));
     let listener = Listener::bind(&address, None).unwrap();
     let dialer = Dialer::new(address, None);
-    let receiving = DestinationConfig {
+    let mut receiving = DestinationConfig {
         once: true,
         ..DestinationConfig::new(directory.path().join("destination"))
     };
+    receiving.timeouts.silence = PATIENCE;
     let equal = Arc::new(Mutex::new(None));
     let incoming = Watched {
         incoming: IncomingMachine { memory_kind: kind, dirty_log: log, ..Default::default() },
