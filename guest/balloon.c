@@ -3,8 +3,6 @@
 
 #include "balloon_parts.h"
 
-#define BALLOON_DEVICE 5
-
 /*
  * Without an interrupt for so long, the driver looks by itself. An irqfd to a pin of the IOAPIC is served
  * by a worker of the host's kernel, which a busy host lets wait: half a second was seen again and again,
@@ -82,9 +80,9 @@ static uint64_t wanted_features(uint32_t flags)
     return wanted;
 }
 
-static int make_queues(void)
+static int make_queues(uint32_t flags)
 {
-    return pages_make(&device) && hints_make(&device) &&
+    return pages_make(&device) && (LIE_OF(flags) ? lies_make : hints_make)(&device) &&
            (!(device.features & BALLOON_F_STATS_VQ) ||
             virtqueue_make(&statistics_queue, &device, QUEUE_STATISTICS, 2, statistics_memory));
 }
@@ -100,7 +98,7 @@ static int begin(uint64_t address, uint32_t flags)
         !(device.features & BALLOON_F_PAGE_POISON) &&
         !virtio_begin(&device, address, BALLOON_DEVICE, wanted & ~BALLOON_F_PAGE_REPORTING))
         return 0;
-    if (!make_queues()) {
+    if (!make_queues(flags)) {
         virtio_give_up(&device);
         return 0;
     }
@@ -123,7 +121,18 @@ static void read_config(struct balloon *balloon)
 {
     pages_target(balloon, virtio_read(&device, CONFIG_PAGES) / HEAP_BLOCK_PAGES);
     if (device.features & BALLOON_F_FREE_PAGE_HINT)
-        hints_command(balloon, virtio_read(&device, CONFIG_COMMAND));
+        (LIE_OF(balloon->flags) ? lies_command : hints_command)(balloon, virtio_read(&device, CONFIG_COMMAND));
+}
+
+void balloon_restart(struct balloon *balloon)
+{
+    if (!begin(device.address, balloon->flags)) {
+        balloon->report->state = BALLOON_FAILED;
+        return;
+    }
+    if (device.features & BALLOON_F_STATS_VQ)
+        give_statistics(balloon);
+    read_config(balloon);
 }
 
 void balloon_init(const struct guest_view *view, uint64_t address, const volatile uint64_t *interrupts)
@@ -194,7 +203,7 @@ int balloon_step(const struct guest_view *view, uint64_t ticks)
         return 1;
     balloon.ticks = ticks;
     look_for_news(&balloon);
-    int is_busy = hints_step(&balloon);
+    int is_busy = (LIE_OF(balloon.flags) ? lies_step : hints_step)(&balloon);
     is_busy |= pages_step(&balloon);
     statistics_step(&balloon);
     rewrites_check(&balloon);

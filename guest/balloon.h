@@ -8,8 +8,8 @@
  *
  * With the word `poison` free pages hold POISON_WORD, and hinted ones still do when the host is done
  * with them, if PAGE_POISON is negotiated: a host that loses them puts it there. Without the feature
- * nothing is expected of them. `reporting`, `pressure` (churn.h) and `rewrite` (balloon_hints.c) are
- * further words.
+ * nothing is expected of them. `reporting`, `pressure` (churn.h), `rewrite` (balloon_hints.c) and `lie`
+ * (balloon_lies.c) are further words.
  */
 #ifndef VMFERRY_BALLOON_H
 #define VMFERRY_BALLOON_H

@@ -6,6 +6,8 @@
 #include "virtqueue.h"
 #include "work.h"
 
+#define BALLOON_DEVICE 5 /* section 5 */
+
 /* Section 5.5.3. */
 #define BALLOON_F_MUST_TELL_HOST (1ull << 0)
 #define BALLOON_F_STATS_VQ (1ull << 1)
@@ -40,6 +42,9 @@ struct balloon {
 /* Whether the configuration has changed since it was last read. */
 int balloon_has_news(const struct balloon *balloon);
 
+/* Begins anew with the device, whatever state it is in. */
+void balloon_restart(struct balloon *balloon);
+
 /* ---- balloon_hints.c ---- */
 
 int hints_make(const struct virtio_device *device);
@@ -49,6 +54,12 @@ void hints_command(struct balloon *balloon, uint32_t command);
 int hints_step(struct balloon *balloon);
 /* Checks some of the blocks that were rewritten. */
 void rewrites_check(struct balloon *balloon);
+
+/* ---- balloon_lies.c: the same three, of a driver that lies ---- */
+
+int lies_make(const struct virtio_device *device);
+void lies_command(struct balloon *balloon, uint32_t command);
+int lies_step(struct balloon *balloon);
 
 /* ---- balloon_pages.c ---- */
 

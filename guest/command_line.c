@@ -110,6 +110,20 @@ static volatile const char *read_flag(volatile const char *at, volatile struct g
     return 0;
 }
 
+static volatile const char *read_lie(volatile const char *at, volatile struct guest_report *report)
+{
+    static const char *const kinds[] = {"outside", "overlap", "used", "endless", "never", "id", "chain", "unmap"};
+
+    for (uint32_t kind = LIE_OUTSIDE; kind < LIE_COUNT; kind++) {
+        volatile const char *after = skip(at, kinds[kind - LIE_OUTSIDE]);
+        if (after) {
+            report->flags |= kind << LIE_SHIFT;
+            return after;
+        }
+    }
+    return at;
+}
+
 void command_line_read(const struct guest_view *view, volatile struct guest_report *report)
 {
     volatile const char *at = (volatile const char *)words_at(view, COMMAND_LINE_ADDRESS);
@@ -126,6 +140,8 @@ void command_line_read(const struct guest_view *view, volatile struct guest_repo
             at = read_churn(after, report);
         } else if ((after = skip(at, "freed="))) {
             at = read_freed(after, report);
+        } else if ((after = skip(at, "lie="))) {
+            at = read_lie(after, report);
         } else if ((after = skip(at, "display"))) {
             report->display_pages = view->display_base && view->still_base ? DISPLAY_PAGES : 0;
             at = after;

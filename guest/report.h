@@ -19,7 +19,7 @@
  */
 #define BALLOON_REPORT_ADDRESS 0x11000
 #define BALLOON_REPORT_MAGIC 0x4c59525245464d56 /* "VMFERRYL" in memory order */
-#define BALLOON_REPORT_VERSION 1
+#define BALLOON_REPORT_VERSION 2
 
 enum balloon_state {
     BALLOON_ABSENT = 0,
@@ -49,6 +49,7 @@ struct balloon_report {
     uint64_t statistics;     /* times that they were given */
     uint64_t rewrites;       /* blocks that were written at some stage of the protocol */
     uint64_t rewrite_rounds; /* over all those that are still kept, each checked */
+    uint64_t lies;           /* told, and heard by the device (balloon_lies.c) */
 };
 
 /* The heartbeat device writes one of these pages after the other. */
@@ -72,6 +73,21 @@ enum report_flag {
     FLAG_REPORTING = 1 << 2, /* free blocks are reported to the balloon */
     FLAG_REWRITE = 1 << 3,   /* hinted blocks are written at each stage of the protocol */
 };
+/* Above the flags: the word `lie`, which says how the driver of the balloon lies (balloon_lies.c). */
+#define LIE_SHIFT 8
+#define LIE_OF(flags) ((flags) >> LIE_SHIFT)
+enum lie_kind {
+    LIE_NONE = 0,
+    LIE_OUTSIDE = 1,
+    LIE_OVERLAP = 2,
+    LIE_USED = 3,
+    LIE_ENDLESS = 4,
+    LIE_NEVER = 5,
+    LIE_ID = 6,
+    LIE_CHAIN = 7,
+    LIE_UNMAP = 8,
+    LIE_COUNT = 9,
+};
 enum fill_kind { FILL_INCOMPRESSIBLE = 0, FILL_TEXT = 1, FILL_ZERO = 2 };
 
 /* 0x8000: written once, by vCPU 0. */
@@ -86,7 +102,7 @@ struct guest_report {
     uint32_t fill_kind;
     uint32_t random;     /* order of the hot pages: 0 sequential, 1 random */
     uint32_t display_pages; /* of the frame buffer, 0 for none */
-    uint32_t flags;         /* enum report_flag */
+    uint32_t flags;         /* enum report_flag, and a lie_kind above */
     uint64_t churn_pages;   /* at most, in live buffers of all vCPUs */
     uint64_t churn_rate;    /* pages worked on per second over all vCPUs, 0 for as fast as can be */
     uint64_t freed_pages;   /* written once and freed, before anything else of the heap is used */
@@ -136,7 +152,7 @@ struct vcpu_report {
 };
 
 _Static_assert(sizeof(struct guest_report) == 88, "report.rs reads it");
-_Static_assert(sizeof(struct balloon_report) == 120, "report.rs reads it");
+_Static_assert(sizeof(struct balloon_report) == 128, "report.rs reads it");
 _Static_assert(sizeof(struct vcpu_report) == 352, "report.rs reads it");
 
 #endif

@@ -111,6 +111,10 @@ int virtqueue_make(struct virtqueue *queue, const struct virtio_device *device, 
         queue->unused[index] = (uint16_t)(size - 1 - index);
     queue->room = (uint16_t)size;
     queue->added = queue->told = queue->seen = 0;
+    /* What an earlier use has left there would be taken for buffers. */
+    queue->available[0] = queue->available[1] = 0;
+    queue->used[0] = queue->used[1] = 0;
+    queue->used[2 + size * 4] = 0; /* avail_event */
     if (device->features & VIRTIO_F_EVENT_IDX)
         queue->available[2 + size] = 0xffff; /* behind all that is used: see virtqueue_take */
     else

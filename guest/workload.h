@@ -4,8 +4,9 @@
  *
  * Command line: words separated by spaces, of `idle`, `ticks`, `display`, `read=MIB`,
  * `fill=MIB,incompressible|text|zero`, `hot=MIB[,rate=PAGES_PER_S][,random|sequential]`, `freed=MIB`,
- * `churn=MIB[,rate=PAGES_PER_S]`, `poison`, `pressure`, `reporting` and `rewrite`. The VMM has checked
- * it (config.rs); what makes no sense here is ignored.
+ * `churn=MIB[,rate=PAGES_PER_S]`, `poison`, `pressure`, `reporting`, `rewrite` and
+ * `lie=outside|overlap|used|endless|never|id|chain|unmap`. The VMM has checked it (config.rs); what makes no
+ * sense here is ignored.
  *
  * `fill` is written once and checked in passing; `read` is written once and then checked without
  * pause; `hot` is rewritten; `display` is a frame buffer that is redrawn 60 times a second, and as

@@ -45,8 +45,16 @@ const HOST_FLAGS: &[&str] = &["-std=gnu11", "-O2", "-Wall", "-Wextra", "-fPIC"];
 /// What the process guest runs, too.
 const WORKLOAD: &[&str] = &["workload.c", "command_line.c", "heap.c", "churn.c"];
 /// Of the bare-metal guest alone.
-const MACHINE: &[&str] =
-    &["start.S", "kernel.c", "virtqueue.c", "balloon.c", "balloon_hints.c", "balloon_pages.c"];
+const MACHINE: &[&str] = &[
+    "start.S",
+    "kernel.c",
+    "virtqueue.c",
+    "balloon.c",
+    "balloon_hints.c",
+    "balloon_pages.c",
+    "balloon_lies.c",
+    "balloon_breaks.c",
+];
 
 fn main() {
     if let Err(text) = build() {

@@ -87,6 +87,20 @@ fn stale_commands_are_nothing_and_strange_ones_end_the_round() {
 }
 
 #[test]
+fn of_a_command_outside_memory_only_that_is_told() {
+    let mut driver = Driver::new(PLAIN);
+    let id = driver.device.start_hints().unwrap().number();
+    driver.add(FREE_PAGE, &[(0x10_0000, 4, false)]);
+    driver.hint(0x4000, 0x1000);
+    let events = without_interrupts(driver.kick(FREE_PAGE));
+    assert!(
+        matches!(events[..], [Event::Warning(Warning::OutsideMemory { bytes: 4, .. })]),
+        "{events:?}"
+    );
+    assert_eq!(driver.device.awaited_hints().map(|id| id.number()), Some(id));
+}
+
+#[test]
 fn stopping_leaves_nothing_under_way() {
     let mut driver = Driver::new(PLAIN);
     let id = driver.device.start_hints().unwrap().number();

@@ -103,7 +103,8 @@ pub struct MachineOptions {
 #[command(after_help = "\
 Workloads, combined with spaces: idle | fill=MIB,incompressible|text|zero |
 read=MIB | hot=MIB[,rate=PAGES_PER_S][,random|sequential] | display | ticks |
-freed=MIB | churn=MIB[,rate=PAGES_PER_S] | poison | pressure | reporting | rewrite
+freed=MIB | churn=MIB[,rate=PAGES_PER_S] | poison | pressure | reporting | rewrite |
+lie=outside|overlap|used|endless|never|id|chain|unmap
 
 Examples:
   vmferry run web --memory 1G --vcpus 2 --workload \"fill=256,text hot=64,random\"

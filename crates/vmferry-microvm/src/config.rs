@@ -217,6 +217,7 @@ fn check_command_line(text: &str) -> Result<Wanted, MachineError> {
         }
         match name {
             "idle" | "ticks" | "display" | "poison" if word == name => {}
+            "lie" if LIES.contains(&mib) => wanted.driver = Some("lie"),
             _ if DRIVER_WORDS.contains(&word) => {
                 wanted.driver = DRIVER_WORDS.into_iter().find(|driver| *driver == word);
             }
@@ -238,11 +239,14 @@ fn check_command_line(text: &str) -> Result<Wanted, MachineError> {
 
 /// What the driver of a balloon does.
 const DRIVER_WORDS: [&str; 3] = ["pressure", "reporting", "rewrite"];
+/// How it lies.
+const LIES: [&str; 8] = ["outside", "overlap", "used", "endless", "never", "id", "chain", "unmap"];
 
 const GRAMMAR: &str = "use words of: idle, ticks, display, read=MIB, \
                        fill=MIB,incompressible|text|zero, \
                        hot=MIB[,rate=PAGES_PER_S][,random|sequential], freed=MIB, \
-                       churn=MIB[,rate=PAGES_PER_S], poison, pressure, reporting, rewrite";
+                       churn=MIB[,rate=PAGES_PER_S], poison, pressure, reporting, rewrite, \
+                       lie=outside|overlap|used|endless|never|id|chain|unmap";
 
 /// Checks a guest's name: it becomes a file name.
 ///
@@ -300,6 +304,11 @@ mod tests {
             (config(64 << 20, 1, "poison=1"), "`poison=1` is unknown"),
             (config(64 << 20, 1, "idle="), "`idle=` is unknown"),
             (config(64 << 20, 1, "pressure rewrite pressure"), "`pressure` stands twice"),
+            (config(64 << 20, 1, "lie"), "`lie` is unknown"),
+            (config(64 << 20, 1, "lie=white"), "`lie=white` is unknown"),
+            (config(64 << 20, 1, "lie=used,text"), "`lie` has no `text`"),
+            (config(64 << 20, 1, "lie=used lie=id"), "`lie` stands twice"),
+            (config(64 << 20, 1, "lie=used"), "`lie` is of a guest with a balloon"),
         ] {
             let error = config.check().unwrap_err().to_string();
             assert!(error.contains(setting), "{error}");
@@ -311,6 +320,10 @@ mod tests {
         let error = without.check().unwrap_err().to_string();
         assert!(error.contains("`rewrite` is of a guest with a balloon"), "{error}");
         GuestConfig { balloon: true, ..without }.check().unwrap();
+        for lie in LIES {
+            let liar = config(64 << 20, 1, &format!("fill=3,zero lie={lie}"));
+            GuestConfig { balloon: true, ..liar }.check().unwrap();
+        }
         // All of the 3 GiB below 4 GiB is taken, and 1 MiB above: the heap begins at the next block.
         config(4 << 30, 1, "fill=3057,zero freed=1020").check().unwrap();
     }

@@ -1,174 +1,19 @@
 //! KVM guests whose driver hints their free pages while they migrate, there and back. Skipped, by name, where there is no
 //! `/dev/kvm`.
 
-use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+mod support;
+
 use std::time::{Duration, Instant};
 
-use vmferry::destination::{Received, Stop, receive};
-use vmferry::source::{Orders, SourceOutcome, migrate};
-use vmferry::stats::SourceStats;
-use vmferry::{
-    DestinationConfig, DestinationVm, GuestDescription, PrepareError, SourceConfig, VmError,
-};
-use vmferry_dirty::{LogChoice, SoftwareWay};
-use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, whole_hash_except};
-use vmferry_microvm::account::FreeAccount;
-use vmferry_microvm::config::GuestConfig;
-use vmferry_microvm::embed::{IncomingMachine, MigratingMachine};
-use vmferry_microvm::report::Report;
-use vmferry_microvm::{GuestKind, Machine, MachineConfig, SharedMachine};
-use vmferry_transport::{Address, Dialer, Listener};
-use vmferry_wire::GuestIdentity;
+use vmferry::SourceConfig;
+use vmferry_dirty::LogChoice;
+use vmferry_memory::{MemoryKind, PAGE_SIZE};
+use vmferry_microvm::SharedMachine;
 
-/// Far more than anything here takes: a limit for what hangs, not a measure.
-const PATIENCE: Duration = Duration::from_secs(60);
-const MIB: u64 = 1 << 20;
+use support::{MIB, PATIENCE, account, guest, move_on, report, wait_for, with};
+
 /// A block of the guest's heap.
 const BLOCK_PAGES: u64 = 1024;
-
-/// A guest with a balloon that runs and has used all of the memory that it is told to, or nothing where there is no KVM.
-fn guest(test: &str, workload: &str, log: LogChoice, kind: MemoryKind) -> Option<SharedMachine> {
-    if !Path::new("/dev/kvm").exists() {
-        eprintln!("SKIPPED {test}: this host has no /dev/kvm");
-        return None;
-    }
-    let machine = Machine::shared(MachineConfig {
-        identity: GuestIdentity { uuid: uuid::Uuid::from_u128(8), name: "hints".into() },
-        guest: GuestConfig {
-            memory_bytes: 256 * MIB,
-            vcpus: 2,
-            command_line: workload.into(),
-            balloon: true,
-        },
-        kind: GuestKind::Kvm,
-        memory_kind: kind,
-        dirty_log: log,
-        device_log: SoftwareWay::Switch,
-    })
-    .unwrap();
-    with(&machine, |machine| machine.start().unwrap());
-    wait_for(&machine, "populated, its driver ready", |report| {
-        report.populated && report.balloon.is_some()
-    });
-    Some(machine)
-}
-
-fn with<T>(machine: &SharedMachine, act: impl FnOnce(&mut Machine) -> T) -> T {
-    act(&mut machine.lock().unwrap_or_else(PoisonError::into_inner))
-}
-
-fn report(machine: &SharedMachine) -> Report {
-    with(machine, |machine| {
-        assert_eq!(machine.crash(), None);
-        machine.report().unwrap()
-    })
-}
-
-fn wait_for(machine: &SharedMachine, what: &str, done: impl Fn(&Report) -> bool) {
-    let begun = Instant::now();
-    loop {
-        let report = report(machine);
-        if done(&report) {
-            return;
-        }
-        assert!(begun.elapsed() < PATIENCE, "not {what}: {report:?}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
-fn account(memory: &GuestMemory) -> FreeAccount {
-    FreeAccount::read(memory).unwrap().expect("the guest keeps an account")
-}
-
-/// A destination that looks at the guest's memory once more before it runs it.
-struct Watched {
-    incoming: IncomingMachine,
-    source: SharedMachine,
-    /// Breaks a page that is in use, to see that it is seen.
-    breaks: bool,
-    /// Whether all that is not free was equal on both sides, as seen before the guest ran.
-    equal: Arc<Mutex<Option<bool>>>,
-}
-
-impl DestinationVm for Watched {
-    fn prepare(&mut self, guest: &GuestDescription) -> Result<GuestMemory, PrepareError> {
-        self.incoming.prepare(guest)
-    }
-
-    fn load(&mut self, state: &[u8]) -> Result<(), VmError> {
-        self.incoming.load(state)
-    }
-
-    fn discard(&mut self) {
-        self.incoming.discard();
-    }
-
-    /// The source's guest is paused for good by now.
-    fn run(&mut self) -> Result<(), VmError> {
-        let here = with(&self.source, |machine| machine.memory().clone());
-        let there = self.incoming.machine.as_ref().ok_or("no machine")?;
-        let there = with(there, |machine| machine.memory().clone());
-        let free = account(&here).pages;
-        if self.breaks {
-            let mut in_use = here.populated()?;
-            in_use.subtract(&free);
-            let run = in_use.runs().last().ok_or("nothing is in use")?;
-            there.zero(PageRun { pages: 1, ..run })?;
-        }
-        let equal = whole_hash_except(&here, &free)? == whole_hash_except(&there, &free)?;
-        *self.equal.lock().unwrap() = Some(equal);
-        self.incoming.run()
-    }
-}
-
-struct Moved {
-    machine: SharedMachine,
-    stats: SourceStats,
-    equal: bool,
-}
-
-/// Migrates a guest to a new machine.
-fn move_on(
-    source: &SharedMachine,
-    log: LogChoice,
-    kind: MemoryKind,
-    breaks: bool,
-    set: impl FnOnce(&mut SourceConfig),
-) -> Moved {
-    let directory = tempfile::tempdir().unwrap();
-    let mut config = SourceConfig::new(directory.path().join("source"));
-    config.verify = true;
-    set(&mut config);
-    let address = Address::Unix(directory.path().join("in.sock"));
-    let listener = Listener::bind(&address, None).unwrap();
-    let dialer = Dialer::new(address, None);
-    let receiving = DestinationConfig {
-        once: true,
-        ..DestinationConfig::new(directory.path().join("destination"))
-    };
-    let equal = Arc::new(Mutex::new(None));
-    let incoming = Watched {
-        incoming: IncomingMachine { memory_kind: kind, dirty_log: log, ..Default::default() },
-        source: Arc::clone(source),
-        breaks,
-        equal: Arc::clone(&equal),
-    };
-    let machine = MigratingMachine::new(Arc::clone(source)).unwrap();
-    let (outcome, received) = std::thread::scope(|scope| {
-        let destination =
-            scope.spawn(|| receive(listener, incoming, &receiving, &Stop::default(), &mut |_| {}));
-        let outcome = migrate(machine, &dialer, config, &Orders::new(), &mut |_| {});
-        (outcome, destination.join().unwrap())
-    });
-    let stats = match outcome {
-        SourceOutcome::Given { stats, .. } => *stats,
-        SourceOutcome::Kept { error, .. } => panic!("kept: {}", vmferry::chain(&error)),
-    };
-    let Received::Owns(owned) = received else { panic!("no guest came") };
-    let equal = equal.lock().unwrap().take().expect("both memories were compared");
-    Moved { machine: owned.vm.incoming.machine.expect("a machine"), stats, equal }
-}
 
 /// The guest goes on, gets its pages back, and has found nothing wrong.
 fn assert_well(machine: &SharedMachine) {

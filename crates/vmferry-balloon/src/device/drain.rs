@@ -194,13 +194,12 @@ where
         let kind = QueueKind::FreePage;
         if !buffer.readable.is_empty() {
             let bytes = buffer.readable_bytes();
-            let command = self
-                .content(memory, kind, buffer, COMMAND_BYTES)
-                .and_then(|content| content.try_into().ok())
-                .map(u32::from_le_bytes);
-            match command {
-                Some(command) if bytes == COMMAND_BYTES as u64 => self.take_command(command),
-                _ => self.warn(Warning::BadLength { queue: kind, bytes }),
+            if bytes != COMMAND_BYTES as u64 {
+                self.warn(Warning::BadLength { queue: kind, bytes });
+            } else if let Some(content) = self.content(memory, kind, buffer, COMMAND_BYTES)
+                && let Ok(command) = content.try_into()
+            {
+                self.take_command(u32::from_le_bytes(command));
             }
         }
         let Some(id) = self.hints.current() else { return };

@@ -6,7 +6,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 const BALLOON_ADDRESS: u64 = 0x1_1000;
 const BALLOON_MAGIC: u64 = u64::from_le_bytes(*b"VMFERRYL");
-const BALLOON_VERSION: u32 = 1;
+const BALLOON_VERSION: u32 = 2;
 
 /// `struct balloon_report`.
 #[repr(C)]
@@ -31,8 +31,9 @@ struct RawBalloon {
     statistics: u64,
     rewrites: u64,
     rewrite_rounds: u64,
+    lies: u64,
 }
-const _: () = assert!(size_of::<RawBalloon>() == 120);
+const _: () = assert!(size_of::<RawBalloon>() == 128);
 
 /// What the driver of the guest's balloon is at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -85,6 +86,8 @@ pub struct BalloonReport {
     pub rewrites: u64,
     /// Times that it has checked all those that it keeps.
     pub rewrite_rounds: u64,
+    /// Lies that it has told and the device has heard (the word `lie`).
+    pub lies: u64,
 }
 
 impl BalloonReport {
@@ -118,6 +121,7 @@ impl BalloonReport {
             statistics: raw.statistics,
             rewrites: raw.rewrites,
             rewrite_rounds: raw.rewrite_rounds,
+            lies: raw.lies,
         }))
     }
 }

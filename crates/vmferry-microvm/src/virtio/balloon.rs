@@ -97,6 +97,8 @@ struct State {
     arrived: bool,
     /// Queues that may have something, as bits.
     pending: u32,
+    /// Queues behind the one that was worked on last, as bits: their turn comes first.
+    behind: u32,
 }
 
 const ALL_QUEUES: u32 = (1 << MAX_QUEUES) - 1;
@@ -138,6 +140,7 @@ impl BalloonDevice {
             ended: false,
             arrived: false,
             pending: 0,
+            behind: 0,
         };
         let shared = Arc::new(Shared {
             state: Mutex::new(state),
@@ -393,13 +396,16 @@ impl Shared {
     }
 
     fn work(&self, state: &mut State) {
-        let queue = state.pending.trailing_zeros() as u16;
+        // In turns: one that never gets empty keeps nobody waiting for longer than one call.
+        let behind = state.pending & state.behind;
+        let first = if behind == 0 { state.pending } else { behind };
+        let queue = first.trailing_zeros() as u16;
+        state.behind = ALL_QUEUES << (queue + 1);
         let answers = state.transport.device.host().answers;
-        // Behind the others if there is more.
         let progress = state.transport.device.process(queue);
         state.pending &= !(1 << queue);
         if progress == Progress::More {
-            // Heard when the others have had their turn.
+            // Heard at once, and worked on when the others have had their turn.
             let _ = self.kicks[usize::from(queue)].write(1);
         }
         if state.transport.device.host().answers != answers {

@@ -2,6 +2,7 @@
 //! writes rings into guest memory.
 
 use std::cell::Cell;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -24,6 +25,7 @@ const STATUS: u32 = VIRTIO_MMIO_STATUS;
 const INFLATE: u16 = 0;
 const STATISTICS: u16 = 2;
 const FREE_PAGE: u16 = 3;
+const REPORTING: u16 = 4;
 
 struct Rig {
     device: BalloonDevice,
@@ -425,4 +427,50 @@ fn a_driver_that_lies_is_told_to_reset() {
     assert!(status.warnings[0].contains("inflate queue is broken"), "{status:?}");
     rig.set(STATUS, 0);
     assert_eq!(rig.get(STATUS), 0);
+}
+
+/// A driver that makes a buffer with a hint available for each that is used.
+struct Endless {
+    mapped: Arc<GuestMemoryMmap<DirtyBitmap>>,
+    offered: AtomicU16,
+}
+
+impl BalloonListener for Endless {
+    fn hint(&self, _: PageRun, _: u32) {
+        let index = self.offered.fetch_add(1, Ordering::SeqCst).wrapping_add(1);
+        self.mapped.write_obj(index, GuestAddress(available(FREE_PAGE) + 2)).unwrap();
+    }
+
+    fn discarded(&self, _: PageRun) {}
+
+    fn complete(&self) {}
+}
+
+#[test]
+fn a_queue_without_end_leaves_the_others_their_turn() {
+    let mut rig = Rig::running(MemoryKind::Private);
+    let balloon = rig.device.handle();
+    let id = balloon.start_hints().unwrap();
+    rig.offer_words(FREE_PAGE, 0x2_0000, &[id]);
+    rig.kick(FREE_PAGE);
+    rig.wait_used(FREE_PAGE, 1);
+    (0..SIZE).for_each(|_| rig.offer(FREE_PAGE, 0x4_0000, 0x1000, true));
+    let offered = AtomicU16::new(rig.offered[usize::from(FREE_PAGE)]);
+    balloon.set_listener(Some(Arc::new(Endless { mapped: Arc::clone(&rig.mapped), offered })));
+    rig.kick(FREE_PAGE);
+    let hints = || balloon.status().hints.unwrap().ranges;
+    wait_until("hinted for ever", || hints() > 100);
+
+    rig.offer(REPORTING, 0x5_0000, 0x1000, true);
+    rig.kick(REPORTING);
+    rig.wait_used(REPORTING, 1);
+    rig.offer_words(INFLATE, 0x2_1000, &[0x60]);
+    rig.kick(INFLATE);
+    rig.wait_used(INFLATE, 1);
+    let before = hints();
+    wait_until("still hinted", || hints() > before);
+    balloon.stop_hints();
+    let last = hints();
+    rig.device.run(false);
+    assert_eq!(hints(), last, "none after it was stopped");
 }
