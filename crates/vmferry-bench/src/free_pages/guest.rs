@@ -42,6 +42,9 @@ pub struct Sample {
     pub hinted_bytes: f64,
     pub work_per_s_before: f64,
     pub work_per_s_during: f64,
+    /// Of the whole span, in seconds, and what the guest did in it wherever it was.
+    pub span_s: f64,
+    pub work_per_s_in_span: f64,
     pub source_cpu_s: f64,
     pub destination_cpu_s: f64,
 }
@@ -78,8 +81,9 @@ impl Guest {
         Ok(guest)
     }
 
-    /// Moves it to a new machine, and returns it there.
-    pub fn move_on(self, hints: bool) -> anyhow::Result<(Self, Sample)> {
+    /// Moves it to a new machine, and returns it there. Its work is counted for `span` seconds from the beginning, or
+    /// until it runs there if that is longer.
+    pub fn move_on(self, hints: bool, span: f64) -> anyhow::Result<(Self, Sample)> {
         warm_up(self.used_mib)?;
         let directory = tempfile::tempdir()?;
         let mut config = SourceConfig::new(directory.path().join("source"));
@@ -96,12 +100,12 @@ impl Guest {
         };
         let incoming = IncomingMachine { memory_kind: MEMORY, ..IncomingMachine::default() };
         let machine = MigratingMachine::new(Arc::clone(&self.machine))?;
-        let work = self.report()?.churn_work;
-        let (outcome, received) = std::thread::scope(|scope| {
+        let (begun, work) = (Instant::now(), self.report()?.churn_work);
+        let (outcome, took, received) = std::thread::scope(|scope| {
             let destination = scope
                 .spawn(|| receive(listener, incoming, &receiving, &Stop::default(), &mut |_| {}));
             let outcome = migrate(machine, &dialer, config, &Orders::new(), &mut |_| {});
-            (outcome, destination.join())
+            (outcome, begun.elapsed(), destination.join())
         });
         let received = received.map_err(|_| anyhow!("the destination has panicked"))?;
         let stats = match outcome {
@@ -112,7 +116,8 @@ impl Guest {
 
         // It is paused here, as it was when it was given away.
         let did = self.report()?.churn_work - work;
-        sample.work_per_s_during = did as f64 / (stats.total_ms - stats.downtime_ms) * 1e3;
+        let ran = took.as_secs_f64() - stats.downtime_ms / 1e3;
+        sample.work_per_s_during = did as f64 / ran;
         sample.total_ms = stats.total_ms;
         sample.downtime_ms = stats.downtime_ms;
         sample.rounds = stats.rounds.len() as f64;
@@ -124,7 +129,11 @@ impl Guest {
         sample.source_cpu_s = stats.engine_cpu_s;
         sample.destination_cpu_s = owned.stats.engine_cpu_s;
         let machine = owned.vm.machine.context("the destination has no machine")?;
-        Ok((Self { machine, used_mib: self.used_mib }, sample))
+        let there = Self { machine, used_mib: self.used_mib };
+        std::thread::sleep(Duration::from_secs_f64(span).saturating_sub(begun.elapsed()));
+        sample.span_s = begun.elapsed().as_secs_f64();
+        sample.work_per_s_in_span = (there.report()?.churn_work - work) as f64 / sample.span_s;
+        Ok((there, sample))
     }
 
     /// Its own checks have found nothing.
