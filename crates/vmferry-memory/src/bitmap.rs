@@ -225,6 +225,12 @@ impl PageBitmap {
         Runs::new(Kernel::best(), self.blocks.as_flattened(), Held(self.held()))
     }
 
+    /// Whether a block of 512 pages may have one that is set: it has none if not.
+    #[must_use]
+    pub fn may_hold(&self, block: usize) -> bool {
+        self.summary.get(block / 64).is_some_and(|word| word >> (block % 64) & 1 == 1)
+    }
+
     /// Number of the first block of 512 pages, from block `from` on, that may hold a page.
     #[must_use]
     pub fn next_block(&self, from: usize) -> Option<usize> {

@@ -16,8 +16,8 @@ use crate::output::Output;
 /// How long a guest that came from this very host may wait for its old VMM to leave the name.
 const NAME_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How often a crash of the guest is looked for.
-const CRASH_PERIOD: Duration = Duration::from_millis(500);
+/// How often a crash of the guest is looked for, and what its balloon's driver did wrong.
+const LOOK_PERIOD: Duration = Duration::from_millis(500);
 
 /// How long a migration may take to be cancelled when the VMM is told to end.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(5);
@@ -59,11 +59,23 @@ pub fn host(
             server.path().display()
         )
     });
+    let mut warned = 0;
     let end = loop {
-        match is_over.recv_timeout(CRASH_PERIOD) {
+        let end = is_over.recv_timeout(LOOK_PERIOD);
+        let (crash, balloon) = {
+            let machine = machine.lock().unwrap_or_else(PoisonError::into_inner);
+            (machine.crash(), machine.balloon())
+        };
+        // Each is told once in the device's life.
+        let warnings = balloon.map_or_else(Vec::new, |balloon| balloon.status().warnings);
+        for warning in warnings.iter().skip(warned) {
+            let event = json!({ "event": "balloon-warning", "name": name, "warning": warning });
+            output.event(&event, || format!("{name}: its balloon's driver: {warning}"));
+        }
+        warned = warnings.len();
+        match end {
             Ok(end) => break end,
             Err(RecvTimeoutError::Timeout) => {
-                let crash = machine.lock().unwrap_or_else(PoisonError::into_inner).crash();
                 if let Some(crash) = crash {
                     let text = format!("the guest {name} has crashed: {crash}");
                     return Err(Failure::new(Code::Corrupt, text));

@@ -1,14 +1,14 @@
 //! What the guest has hinted free in the round that is being sent.
 //!
 //! Hints come from a device's thread while the lanes look at each block of pages that they send next. They
-//! meet in bitmaps of atomic words, of which parts exist only where something was hinted.
+//! meet in bitmaps of atomic words, of which parts exist only where something was hinted that the round would send.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use vmferry_memory::traverse::{BLOCK_PAGES, BLOCK_WORDS, WORD_BITS};
-use vmferry_memory::{PAGE_SIZE, PageSet, SlotId, SlotLayout};
+use vmferry_memory::{PAGE_SIZE, PageBitmap, PageSet, SlotId, SlotLayout};
 
 use super::signal::Signal;
 
@@ -118,8 +118,7 @@ impl Hinted {
             if first >= last {
                 continue;
             }
-            let words = pages.bitmap(slot).words();
-            useful += hinted.set(first / PAGE, last / PAGE, words);
+            useful += hinted.set(first / PAGE, last / PAGE, pages.bitmap(slot));
         }
         self.useful.fetch_add(useful, Ordering::Relaxed);
     }
@@ -201,18 +200,27 @@ impl Hinted {
 }
 
 impl HintedSlot {
-    /// Sets pages, and returns how many are news and among `wanted`.
-    fn set(&self, first: u64, end: u64, wanted: &[u64]) -> u64 {
+    /// Sets those pages from `first` to `end` that are among `wanted`, and returns how many are news. Of others
+    /// nothing needs to be known: they are not sent anyway.
+    fn set(&self, first: u64, end: u64, wanted: &PageBitmap) -> u64 {
         let mut news = 0;
         let mut page = first;
         while page < end {
             let word = (page / WORD_BITS) as usize;
+            let block = word / BLOCK_WORDS;
+            if !wanted.may_hold(block) {
+                page = (block as u64 + 1) * BLOCK_PAGES;
+                continue;
+            }
             let bits = (end - page).min(WORD_BITS - page % WORD_BITS);
             let mask = (u64::MAX >> (WORD_BITS - bits)) << (page % WORD_BITS);
-            let part = self.parts[word / PART_WORDS]
-                .get_or_init(|| Box::new(std::array::from_fn(|_| AtomicU64::new(0))));
-            let before = part[word % PART_WORDS].fetch_or(mask, Ordering::Release);
-            news += u64::from((mask & !before & wanted[word]).count_ones());
+            let mask = mask & wanted.block(block)[word % BLOCK_WORDS];
+            if mask != 0 {
+                let part = self.parts[word / PART_WORDS]
+                    .get_or_init(|| Box::new(std::array::from_fn(|_| AtomicU64::new(0))));
+                let before = part[word % PART_WORDS].fetch_or(mask, Ordering::Release);
+                news += u64::from((mask & !before).count_ones());
+            }
             page += bits;
         }
         news
