@@ -64,7 +64,7 @@ enum Name {
     DirtyLog,
     /// Pages per second with each way to compress, by content and link.
     Compression,
-    /// Total time with and without free-page hints, idle and busy guests of 8 and 128 GB (10 minutes and 18 GiB of
+    /// Total time with and without free-page hints, idle and busy guests of 8 and 128 GB (5 minutes and 18 GiB of
     /// memory).
     FreePages,
     /// Total time and idle processors with each transport, capped and not, and under attack (20 minutes and
