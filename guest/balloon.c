@@ -6,7 +6,8 @@
 /*
  * Without an interrupt for so long, the driver looks by itself. An irqfd to a pin of the IOAPIC is served
  * by a worker of the host's kernel, which a busy host lets wait: half a second was seen again and again,
- * once a minute, and where one interrupt is late the next ones are, too. A look costs 0.1 ms.
+ * once a minute, and where one interrupt is late the next ones are, too. Our VMM uses an ioctl for it;
+ * others may not. A look costs 0.1 ms.
  */
 #define LOOK_TICKS 200
 #define LOOK_TICKS_LATE 10

@@ -131,8 +131,8 @@ pub enum ControlMessage {
     },
     /// S: FINAL does not hold, the guest runs on here. Only before READY is said.
     Withdraw {},
-    /// S: leave these pages out of the hash that I am about to ask for. The guest does not need what they hold, and they
-    /// were not sent.
+    /// S: leave these pages out of the hash that I am about to ask for. The guest has hinted
+    /// that it does not need what they hold, so they need not be equal.
     Free {
         /// The slot that they are in.
         slot: SlotId,

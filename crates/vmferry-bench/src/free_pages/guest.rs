@@ -76,6 +76,7 @@ impl Guest {
         let begun = Instant::now();
         while !guest.report()?.populated {
             ensure!(begun.elapsed() < PATIENCE, "it has not used its memory within {PATIENCE:?}");
+            // It reports by its memory, which wakes nobody.
             std::thread::sleep(Duration::from_millis(20));
         }
         Ok(guest)
@@ -130,6 +131,7 @@ impl Guest {
         sample.destination_cpu_s = owned.stats.engine_cpu_s;
         let machine = owned.vm.machine.context("the destination has no machine")?;
         let there = Self { machine, used_mib: self.used_mib };
+        // What is measured is what it does in this time.
         std::thread::sleep(Duration::from_secs_f64(span).saturating_sub(begun.elapsed()));
         sample.span_s = begun.elapsed().as_secs_f64();
         sample.work_per_s_in_span = (there.report()?.churn_work - work) as f64 / sample.span_s;
@@ -149,6 +151,7 @@ impl Guest {
 
     fn work_per_s(&self, over: Duration) -> anyhow::Result<f64> {
         let (begun, before) = (Instant::now(), self.report()?.churn_work);
+        // What is measured is what it does in this time.
         std::thread::sleep(over);
         Ok((self.report()?.churn_work - before) as f64 / begun.elapsed().as_secs_f64())
     }

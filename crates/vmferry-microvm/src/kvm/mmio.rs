@@ -20,8 +20,8 @@ pub trait MmioDevice: Send + Sync {
 
 /// An interrupt, as an edge on a pin of the IOAPIC, by an ioctl (`KVM_IRQ_LINE`).
 ///
-/// An irqfd would do without the ioctl, but its edge goes to the IOAPIC by a worker of the kernel's, which on a busy host
-/// came up to a second late.
+/// An irqfd would do without the ioctl, but its edge goes to the IOAPIC by a worker of the kernel's, which comes late on
+/// a busy host.
 pub struct InterruptPin {
     gsi: u32,
     vm: OnceLock<Weak<VmFd>>,
