@@ -396,3 +396,39 @@ fn protocol(reason: String) -> MigrateError {
 fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
+
+#[cfg(test)]
+mod tests {
+    use vmferry_wire::GuestIdentity;
+
+    use super::*;
+
+    #[test]
+    fn pages_to_leave_out_must_be_the_guests() {
+        let mut machine = Destination::new(Timeouts::default(), Token([0; 16]), Duration::ZERO);
+        let layout = vec![SlotLayout { slot: SlotId(0), gpa: 0, pages: 10 }];
+        let begin = ControlMessage::Begin {
+            session: SessionId([1; 16]),
+            guest: GuestIdentity { uuid: uuid::Uuid::nil(), name: "web".into() },
+            vmm: String::new(),
+            config: Vec::new(),
+            layout,
+            lanes: 1,
+            verify: true,
+            reconnect_ms: 0,
+        };
+        machine.handle(Duration::ZERO, Input::Control { link: LinkId::CONTROL, message: begin });
+        machine.leave_out(SlotId(0), &[(0, 2), (9, 1)]).unwrap();
+        for (slot, run) in [(1, (0, 1)), (0, (9, 2)), (0, (u64::MAX, 2)), (0, (11, 0))] {
+            let reason = machine.leave_out(SlotId(slot), &[run]).unwrap_err();
+            assert!(reason.starts_with("FREE names"), "{reason}");
+        }
+        let left_out: Vec<_> = machine.free.as_ref().unwrap().runs().collect();
+        assert_eq!(left_out.len(), 2, "{left_out:?}");
+        // Not before READY: nobody compares memories then.
+        let free = ControlMessage::Free { slot: SlotId(0), runs: vec![(0, 1)] };
+        machine.handle(Duration::ZERO, Input::Control { link: LinkId::CONTROL, message: free });
+        let failure = machine.failure.as_ref().expect("a protocol error").to_string();
+        assert!(failure.contains("FREE does not belong into"), "{failure}");
+    }
+}
