@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::anyhow;
-use vmferry::{DestinationVm, GuestDescription, PrepareError, Resume, SourceVm, VmError};
+use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, Resume, SourceVm, VmError};
 use vmferry_dirty::{DirtyLog, UffdLog};
 use vmferry_memory::{
     GuestMemory, MemoryError, MemoryKind, PAGE_SIZE, PageRun, SlotId, SlotLayout,
@@ -120,8 +120,8 @@ impl SourceVm for StillGuest {
 pub struct Incoming(pub GuestMemory);
 
 impl DestinationVm for Incoming {
-    fn prepare(&mut self, _guest: &GuestDescription) -> Result<GuestMemory, PrepareError> {
-        Ok(self.0.clone())
+    fn prepare(&mut self, _guest: &GuestDescription) -> Result<Landing, PrepareError> {
+        Ok(Landing::Memory(self.0.clone()))
     }
 
     fn load(&mut self, _state: &[u8]) -> Result<(), VmError> {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmferry::free_pages::FreePages;
-use vmferry::{DestinationVm, GuestDescription, PrepareError, Resume, SourceVm, VmError};
+use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, Resume, SourceVm, VmError};
 use vmferry_dirty::{DirtyLog, LogChoice, SoftwareWay};
 use vmferry_memory::{GuestMemory, MemoryKind};
 
@@ -114,7 +114,7 @@ pub struct IncomingMachine {
 }
 
 impl DestinationVm for IncomingMachine {
-    fn prepare(&mut self, guest: &GuestDescription) -> Result<GuestMemory, PrepareError> {
+    fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
         self.check_identity(guest)?;
         let kind = match guest.vmm.as_str() {
             "microvm/kvm" => GuestKind::Kvm,
@@ -143,7 +143,7 @@ impl DestinationVm for IncomingMachine {
         .map_err(|error| PrepareError::Vm(error.into()))?;
         let memory = lock(&machine).memory().clone();
         self.machine = Some(machine);
-        Ok(memory)
+        Ok(Landing::Memory(memory))
     }
 
     fn load(&mut self, state: &[u8]) -> Result<(), VmError> {

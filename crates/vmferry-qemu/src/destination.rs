@@ -5,8 +5,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use serde_json::json;
 use uuid::Uuid;
-use vmferry::{DestinationVm, GuestDescription, PrepareError, VmError};
-use vmferry_memory::GuestMemory;
+use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
 use vmferry_wire::GuestIdentity;
 
 use crate::error::QemuError;
@@ -118,7 +117,7 @@ impl QemuDestination {
 }
 
 impl DestinationVm for QemuDestination {
-    fn prepare(&mut self, guest: &GuestDescription) -> Result<GuestMemory, PrepareError> {
+    fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
         if guest.vmm != VMM {
             let text = format!("the guest is one of `{}`, and this is a QEMU", guest.vmm);
             return Err(PrepareError::Incompatible(text));
@@ -148,7 +147,7 @@ impl DestinationVm for QemuDestination {
         // Now, and not while the guest stands still.
         Settings::for_loading(&mut self.qmp)
             .map_err(|error| PrepareError::Vm(QemuError::from(error).into()))?;
-        Ok(self.ram.memory.clone())
+        Ok(Landing::Memory(self.ram.memory.clone()))
     }
 
     fn load(&mut self, bytes: &[u8]) -> Result<(), VmError> {

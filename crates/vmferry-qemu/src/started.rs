@@ -5,8 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use vmferry::{DestinationVm, GuestDescription, PrepareError, VmError};
-use vmferry_memory::GuestMemory;
+use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
 
 use crate::destination::{Expected, QemuDestination};
 use crate::error::QemuError;
@@ -112,7 +111,7 @@ impl Drop for StartedQemu {
 }
 
 impl DestinationVm for StartedQemu {
-    fn prepare(&mut self, guest: &GuestDescription) -> Result<GuestMemory, PrepareError> {
+    fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
         let running = match self.running.take() {
             Some(running) => running,
             None => Running::start(&self.command, &self.socket, self.expected.clone())

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use fastrand::Rng;
 use vmferry::free_pages::FreePages;
-use vmferry::{DestinationVm, GuestDescription, PrepareError, Resume, SourceVm, VmError};
+use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, Resume, SourceVm, VmError};
 use vmferry_codec::{CompressError, Compressors};
 use vmferry_dirty::DirtyLog;
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, SlotId, SlotLayout};
@@ -362,13 +362,13 @@ impl SourceVm for Vm {
 }
 
 impl DestinationVm for Vm {
-    fn prepare(&mut self, guest: &GuestDescription) -> Result<GuestMemory, PrepareError> {
+    fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
         let mut state = self.state().map_err(PrepareError::Vm)?;
         state.fails(VmCall::Prepare).map_err(PrepareError::Vm)?;
         let memory = GuestMemory::allocate(&guest.layout, MemoryKind::Private)
             .map_err(|error| PrepareError::Vm(error.into()))?;
         state.memory = Some(memory.clone());
-        Ok(memory)
+        Ok(Landing::Memory(memory))
     }
 
     fn load(&mut self, bytes: &[u8]) -> Result<(), VmError> {

@@ -31,6 +31,7 @@ pub mod link;
 pub mod policy;
 pub mod source;
 pub mod stats;
+pub mod streamed;
 
 mod cpu;
 mod greeting;
@@ -39,5 +40,6 @@ mod vm;
 pub use config::{DestinationConfig, SourceConfig, Timeouts};
 pub use error::{ErrorClass, MigrateError, chain};
 pub use vm::{
-    DestinationVm, GuestDescription, PrepareError, Resume, SourceVm, StateEstimate, VmError,
+    DestinationVm, GuestDescription, Landing, PrepareError, Resume, SourceVm, StateEstimate,
+    VmError,
 };

@@ -4,6 +4,7 @@
 //! destination VMM makes memory of the announced layout, loads the state and runs. The engine
 //! never looks into the device state and never knows what hypervisor is below.
 
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -122,17 +123,26 @@ pub trait SourceVm: Resume {
     }
 }
 
+/// Where a guest arrives.
+#[derive(Debug)]
+pub enum Landing {
+    /// In memory, zeroed and unpopulated, of the announced layout.
+    Memory(GuestMemory),
+    /// In a VMM that takes the [streams](crate::streamed) of the VMM at the source: the sockets that these are written
+    /// into, one for each lane.
+    Streams(Vec<UnixStream>),
+}
+
 /// A machine to be, as the engine needs it at the destination.
 pub trait DestinationVm: Send + 'static {
-    /// Checks that this host can run the described guest and makes its memory, zeroed and
-    /// unpopulated.
+    /// Checks that this host can run the described guest, and makes what it is to be put into.
     ///
     /// # Errors
     /// A description that does not fit: the text goes to the source and to the operator.
-    fn prepare(&mut self, guest: &GuestDescription) -> Result<GuestMemory, PrepareError>;
+    fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError>;
 
-    /// Loads the state that [`SourceVm::save`] wrote. All memory is placed by then. The guest
-    /// must not run yet.
+    /// Loads the state that [`SourceVm::save`] wrote. All memory is placed by then. With streams there is none, and
+    /// the VMM has been given every byte: on return it has taken them. The guest must not run yet.
     ///
     /// # Errors
     /// State that cannot be loaded: the migration ends and the source runs on.

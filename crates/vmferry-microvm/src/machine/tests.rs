@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use vmferry::{DestinationVm, PrepareError, Resume, SourceVm};
+use vmferry::{DestinationVm, Landing, PrepareError, Resume, SourceVm};
 use vmferry_dirty::{LogChoice, SoftwareWay};
 use vmferry_memory::{MemoryKind, PageSet, SlotId, whole_hash};
 use vmferry_wire::GuestIdentity;
@@ -277,14 +277,14 @@ fn an_embedded_machine_migrates_and_stays_in_reach() {
 
         let mut incoming = IncomingMachine::default();
         for _ in 0..2 {
-            let memory = incoming.prepare(&description).unwrap();
+            let Landing::Memory(memory) = incoming.prepare(&description).unwrap() else { panic!() };
             assert_eq!(memory.populated().unwrap().count(), 0);
             copy(&migrating.memory().populated().unwrap(), &migrating.memory(), &memory);
             incoming.load(&state).unwrap();
             incoming.discard();
             assert!(incoming.machine.is_none() && incoming.load(&state).is_err());
         }
-        let memory = incoming.prepare(&description).unwrap();
+        let Landing::Memory(memory) = incoming.prepare(&description).unwrap() else { panic!() };
         copy(&migrating.memory().populated().unwrap(), &migrating.memory(), &memory);
         incoming.load(&state).unwrap();
         incoming.run().unwrap();

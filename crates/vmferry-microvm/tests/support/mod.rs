@@ -8,7 +8,8 @@ use vmferry::destination::{Received, Stop, receive};
 use vmferry::source::{Orders, SourceOutcome, migrate};
 use vmferry::stats::SourceStats;
 use vmferry::{
-    DestinationConfig, DestinationVm, GuestDescription, PrepareError, SourceConfig, VmError,
+    DestinationConfig, DestinationVm, GuestDescription, Landing, PrepareError, SourceConfig,
+    VmError,
 };
 use vmferry_dirty::{LogChoice, SoftwareWay};
 use vmferry_memory::{GuestMemory, MemoryKind, PageRun, whole_hash_except};
@@ -101,7 +102,7 @@ struct Watched {
 }
 
 impl DestinationVm for Watched {
-    fn prepare(&mut self, guest: &GuestDescription) -> Result<GuestMemory, PrepareError> {
+    fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
         self.incoming.prepare(guest)
     }
 

@@ -8,7 +8,7 @@ use vmferry::destination::io::{Action, Input, LinkId};
 use vmferry::destination::machine::Destination;
 use vmferry::journal::{Journal, Record};
 use vmferry::link::lost;
-use vmferry::{DestinationVm, MigrateError};
+use vmferry::{DestinationVm, Landing, MigrateError};
 use vmferry_codec::PageHashes;
 use vmferry_memory::{GuestMemory, whole_hash_except};
 use vmferry_wire::{ControlMessage, Reason, ReasonCode, SessionId, Token};
@@ -82,7 +82,8 @@ impl Session {
             Action::Prepare(guest) => Some(Input::Prepared(
                 self.vm
                     .prepare(&guest)
-                    .map(|memory| {
+                    .map(|landing| {
+                        let Landing::Memory(memory) = landing else { return };
                         let hashes = Arc::new(PageHashes::for_memory(&memory));
                         self.memory = Some((memory, hashes));
                     })

@@ -20,8 +20,8 @@ use vmferry::destination::{Owned, Received, Stop, receive};
 use vmferry::free_pages::FreePages;
 use vmferry::source::{Orders, Report, SourceOutcome, migrate};
 use vmferry::{
-    DestinationConfig, DestinationVm, GuestDescription, PrepareError, Resume, SourceConfig,
-    SourceVm, VmError,
+    DestinationConfig, DestinationVm, GuestDescription, Landing, PrepareError, Resume,
+    SourceConfig, SourceVm, VmError,
 };
 use vmferry_dirty::{DirtyLog, DirtyLogError, UffdLog};
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageSet, SlotId, SlotLayout};
@@ -177,7 +177,7 @@ pub struct DestinationGuest {
 }
 
 impl DestinationVm for DestinationGuest {
-    fn prepare(&mut self, guest: &GuestDescription) -> Result<GuestMemory, PrepareError> {
+    fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
         if let Some(expected) = self.refuse {
             return Err(PrepareError::Identity {
                 expected: expected.into(),
@@ -188,7 +188,7 @@ impl DestinationVm for DestinationGuest {
             .map_err(|error| PrepareError::Vm(error.into()))?;
         *self.prepared.lock().unwrap() = Some(memory.clone());
         self.guest = Some(Guest::new(memory.clone(), 0));
-        Ok(memory)
+        Ok(Landing::Memory(memory))
     }
 
     fn load(&mut self, state: &[u8]) -> Result<(), VmError> {

@@ -11,7 +11,7 @@ use super::Session;
 use crate::destination::io::Input;
 use crate::error::MigrateError;
 use crate::journal::{FileJournal, Journal, Record, Side, now_seconds};
-use crate::vm::{DestinationVm, GuestDescription, PrepareError};
+use crate::vm::{DestinationVm, GuestDescription, Landing, PrepareError};
 
 impl<V: DestinationVm> Session<'_, V> {
     pub(super) fn prepare(&mut self, guest: &GuestDescription) -> Result<(), MigrateError> {
@@ -21,7 +21,11 @@ impl<V: DestinationVm> Session<'_, V> {
                 .map_err(|refusal| refused(ReasonCode::Unauthorised, &refusal))?;
         }
         self.guest = Some(guest.identity.clone());
-        let memory = self.vm.prepare(guest).map_err(refusal)?;
+        let Landing::Memory(memory) = self.vm.prepare(guest).map_err(refusal)? else {
+            self.vm.discard();
+            let text = "this destination takes no streams";
+            return Err(refused(ReasonCode::Incompatible, text));
+        };
         if memory.layout() != guest.layout {
             self.vm.discard();
             let text = "the destination VMM made other memory slots than those announced";
