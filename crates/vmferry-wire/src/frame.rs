@@ -18,6 +18,7 @@ use vmferry_memory::SlotId;
 use crate::algorithm::Algorithm;
 use crate::error::WireError;
 use crate::runs::RUN_HEADER_BYTES;
+use crate::segments::{SEGMENT_BYTES, SEGMENT_TABLE_HEAD_BYTES};
 use crate::{crc32c, field};
 
 /// Length of a frame's header.
@@ -37,6 +38,8 @@ pub enum FrameKind {
     Pages,
     /// 2: the lane has sent all of the round; no runs, no payload.
     EndOfRound,
+    /// 3: a piece of a VMM's own stream; its table is one of segments, see `segments.rs`.
+    Stream,
 }
 
 /// A frame's header.
@@ -50,7 +53,7 @@ pub struct FrameHeader {
     pub slot: SlotId,
     /// The round, from 1.
     pub round: u32,
-    /// Entries of the run table.
+    /// Entries of the run table, or of the segment table.
     pub runs: u32,
     /// The frame's number on its lane: 1, 2, 3 …
     pub sequence: u64,
@@ -60,7 +63,7 @@ pub struct FrameHeader {
     pub packed_bytes: u32,
     /// Length of the records of all delta runs, before compression.
     pub delta_bytes: u32,
-    /// CRC-32C of the run table.
+    /// CRC-32C of the table.
     pub table_checksum: u32,
 }
 
@@ -90,6 +93,7 @@ impl FrameHeader {
         bytes[4] = match self.kind {
             FrameKind::Pages => 1,
             FrameKind::EndOfRound => 2,
+            FrameKind::Stream => 3,
         };
         bytes[5] = self.algorithm.map_or(0, Algorithm::number);
         bytes[6..8].copy_from_slice(&self.slot.0.to_le_bytes());
@@ -122,6 +126,7 @@ impl FrameHeader {
         let kind = match bytes[4] {
             1 => FrameKind::Pages,
             2 => FrameKind::EndOfRound,
+            3 => FrameKind::Stream,
             other => return bad(format!("unknown kind {other}")),
         };
         let algorithm = match bytes[5] {
@@ -155,15 +160,21 @@ impl FrameHeader {
         let empty = Self { slot: header.slot, ..Self::end_of_round(header.round, header.sequence) };
         match kind {
             FrameKind::EndOfRound if header != empty => bad("an end of round with pages".into()),
-            FrameKind::Pages if header.runs == 0 => bad("a frame without pages".into()),
+            FrameKind::Pages | FrameKind::Stream if header.runs == 0 => {
+                bad("a frame without content".into())
+            }
+            FrameKind::Stream if header.slot != SlotId(0) => bad("a piece of a stream in a slot".into()),
             _ => Ok(header),
         }
     }
 
-    /// Length of the run table in bytes.
+    /// Length of the table in bytes.
     #[must_use]
     pub fn table_bytes(&self) -> usize {
-        self.runs as usize * RUN_HEADER_BYTES
+        match self.kind {
+            FrameKind::Pages | FrameKind::EndOfRound => self.runs as usize * RUN_HEADER_BYTES,
+            FrameKind::Stream => SEGMENT_TABLE_HEAD_BYTES + self.runs as usize * SEGMENT_BYTES,
+        }
     }
 }
 
@@ -217,6 +228,8 @@ mod tests {
             FrameHeader { delta_bytes: MAX_FRAME_PAYLOAD_BYTES + 1, ..good },
             FrameHeader { runs: 0, ..good },
             FrameHeader { kind: FrameKind::EndOfRound, ..good },
+            FrameHeader { kind: FrameKind::Stream, ..good },
+            FrameHeader { kind: FrameKind::Stream, slot: SlotId(0), runs: 0, ..good },
         ];
         for bad in cases {
             assert!(matches!(FrameHeader::parse(&bad.encode()), Err(WireError::BadFrame(_))));

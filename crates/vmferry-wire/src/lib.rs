@@ -3,8 +3,8 @@
 //! A channel begins with a [`Hello`] and its [`HelloReply`], whose layouts are frozen for ever so
 //! that any two releases can tell each other their versions. A control channel then carries
 //! [`ControlMessage`]s in both directions, each behind a [`ControlHeader`]; a data channel carries
-//! frames of pages from source to destination, each a [`FrameHeader`], a [`RunTable`] and a
-//! payload. `docs/protocol.md` is the specification.
+//! frames from source to destination, each a [`FrameHeader`], a table and a payload: pages
+//! ([`RunTable`]), or pieces of a VMM's own stream ([`SegmentTable`]). `docs/protocol.md` is the specification.
 //!
 //! Nothing from the wire is trusted: a length is checked against the limit of its kind before
 //! anything is allocated, every number before it is used, and whatever is left over is an error.
@@ -20,6 +20,7 @@ mod hello;
 mod message;
 mod reason;
 mod runs;
+mod segments;
 mod session;
 
 pub use algorithm::Algorithm;
@@ -36,6 +37,10 @@ pub use message::{ControlMessage, MAX_CONFIG_BYTES, MAX_FREE_RUNS, MAX_LANES, MA
 pub use reason::{MAX_REASON_BYTES, Reason, ReasonCode};
 pub use runs::{
     Encoding, MAX_FRAME_CONTENT_PAGES, RUN_HEADER_BYTES, Run, RunTable, table_checksum,
+};
+pub use segments::{
+    MAX_KEPT_PAGES, PieceSummary, SEGMENT_BYTES, SEGMENT_TABLE_HEAD_BYTES, Segment, SegmentEncoding,
+    SegmentTable,
 };
 pub use session::{GuestIdentity, MAX_NAME_BYTES, SessionId, SessionWord, Token};
 
