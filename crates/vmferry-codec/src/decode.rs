@@ -108,6 +108,53 @@ pub enum CodecError {
     /// The guest's memory does not take them.
     #[error(transparent)]
     Memory(#[from] MemoryError),
+    /// The packed part of a piece of a stream does not decode to what the frame holds.
+    #[error("frame {sequence}: the stream's bytes from {offset} on can't be decompressed")]
+    PieceUnpack {
+        /// The frame's number on its lane.
+        sequence: u64,
+        /// Where the piece begins in its stream.
+        offset: u64,
+        /// Why.
+        #[source]
+        source: DecompressError,
+    },
+    /// What is to be changed of a kept page can't be read.
+    #[error("frame {sequence}: the changes of the page that is kept in entry {entry} are damaged")]
+    PieceDelta {
+        /// The frame's number on its lane.
+        sequence: u64,
+        /// The entry.
+        entry: u32,
+        /// Why.
+        #[source]
+        source: DeltaError,
+    },
+    /// Changes of a page that was never kept.
+    #[error("frame {sequence} changes the page in entry {entry}, and none is kept there")]
+    NotKept {
+        /// The frame's number on its lane.
+        sequence: u64,
+        /// The entry.
+        entry: u32,
+    },
+    /// A piece of a stream that is not the one that was sent.
+    #[error(
+        "frame {sequence}: {bytes} bytes of the stream from {offset} on hash to {found:#018x}, the source sent \
+         {expected:#018x}"
+    )]
+    PieceHash {
+        /// The frame's number on its lane.
+        sequence: u64,
+        /// Where the piece begins in its stream.
+        offset: u64,
+        /// Its length.
+        bytes: usize,
+        /// What the source said.
+        expected: u64,
+        /// What came.
+        found: u64,
+    },
 }
 
 /// A received frame and its buffers, reused from frame to frame.
@@ -200,7 +247,7 @@ impl Frame {
         &self.bytes[..header.table_bytes()]
     }
 
-    fn payload(&self, header: &FrameHeader) -> &[u8] {
+    pub(crate) fn payload(&self, header: &FrameHeader) -> &[u8] {
         &self.bytes[header.table_bytes()..][..header.payload_bytes as usize]
     }
 }
@@ -251,8 +298,13 @@ impl Decoder {
         hashes: &PageHashes,
         belongs: impl Fn(&Run) -> bool,
     ) -> Result<PlacedPages, CodecError> {
-        let Some(header) = frame.header().filter(|header| header.kind == FrameKind::Pages) else {
-            return Ok(PlacedPages::default());
+        let header = match frame.header() {
+            Some(header) if header.kind == FrameKind::Pages => header,
+            Some(header) if header.kind == FrameKind::Stream => {
+                let text = "a piece of a stream where pages are due".to_owned();
+                return Err(WireError::BadFrame(text).into());
+            }
+            _ => return Ok(PlacedPages::default()),
         };
         let table = checked_table(frame, header, memory, belongs)?;
         let payload = frame.payload(header);

@@ -89,11 +89,14 @@ pub struct EncodeError {
     pub source: CompressError,
 }
 
+/// A worker's compressors.
+pub(crate) type Made = Vec<(Method, Box<dyn Compress>)>;
+
 /// Encodes frames: a worker's contexts and buffers, kept for the whole migration.
 pub struct Encoder {
     compressors: Compressors,
     /// Made at first use. There are few, and mostly one is used.
-    made: Vec<(Method, Box<dyn Compress>)>,
+    made: Made,
     hot: Arc<HotPages>,
     runs: Vec<Run>,
     /// Records of delta runs.
@@ -105,13 +108,13 @@ pub struct Encoder {
 }
 
 /// A page that is packed is expected to become at most so long, so a longer delta is no gain.
-const LONGEST_DELTA_BESIDE_PACKING: usize = PAGE_SIZE / 4;
+pub(crate) const LONGEST_DELTA_BESIDE_PACKING: usize = PAGE_SIZE / 4;
 /// Making and applying a delta that saves less than half is no gain over the page itself.
-const LONGEST_DELTA: usize = PAGE_SIZE / 2;
+pub(crate) const LONGEST_DELTA: usize = PAGE_SIZE / 2;
 /// What packing must save at least: a part of so many.
-const LEAST_GAIN: usize = 32;
+pub(crate) const LEAST_GAIN: usize = 32;
 /// Shorter deltas are not worth a compressor's call.
-const SHORTEST_PACKED_DELTAS: usize = 1024;
+pub(crate) const SHORTEST_PACKED_DELTAS: usize = 1024;
 /// Length of a delta run's base sum.
 const BASE_SUM_BYTES: usize = 8;
 
@@ -153,10 +156,7 @@ impl Encoder {
         for run in &self.runs {
             let end = index + run.pages as usize;
             if run.encoding == Encoding::Raw {
-                match frame.raw.last_mut() {
-                    Some((_, before)) if *before == index => *before = end,
-                    _ => frame.raw.push((index, end)),
-                }
+                frame.push_raw(index * PAGE_SIZE, end * PAGE_SIZE);
             }
             index = end;
             run.encode(&mut frame.head);
@@ -361,8 +361,9 @@ fn gather<'a>(
     }
 }
 
-fn compressor<'a>(
-    made: &'a mut Vec<(Method, Box<dyn Compress>)>,
+/// The compressor of a method, made at first use.
+pub(crate) fn compressor<'a>(
+    made: &'a mut Made,
     compressors: &Compressors,
     method: Method,
 ) -> Result<&'a mut dyn Compress, CompressError> {

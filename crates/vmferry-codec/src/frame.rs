@@ -5,16 +5,20 @@ use std::io::{self, IoSlice, Write};
 use vmferry_memory::PAGE_SIZE;
 use vmferry_wire::{FRAME_HEADER_BYTES, FrameHeader};
 
-/// A frame and its buffers, reused from frame to frame: the pages as copied out of the guest,
-/// the header with the run table, which pages of the copy are sent as they are, and the packed bytes.
+use crate::stream::Division;
+
+/// A frame and its buffers, reused from frame to frame: the pages as copied out of the guest, or a piece of a
+/// stream, the header with the table, what of the copy is sent as it is, and the packed bytes.
 #[derive(Debug, Default)]
 pub struct EncodedFrame {
-    /// Header and run table.
+    /// Header and table.
     pub(crate) head: Vec<u8>,
     /// The copy, in the order of the pages given to [`Encoder::encode`](crate::Encoder::encode).
     copy: Vec<u8>,
-    /// Pieces of the copy that are the raw part of the payload, as page indices of the copy.
+    /// Pieces of the copy that are the raw part of the payload, as bytes of the copy.
     pub(crate) raw: Vec<(usize, usize)>,
+    /// Of a piece of a stream: how it is divided, and what the deltas of its pages are.
+    pub(crate) division: Division,
     /// The packed part of the payload, in the first bytes.
     pub(crate) packed: Vec<u8>,
     pub(crate) packed_bytes: usize,
@@ -30,11 +34,28 @@ impl EncodedFrame {
 
     /// The buffer for the copy of `pages` pages, to be filled before encoding.
     pub fn pages_mut(&mut self, pages: usize) -> &mut [u8] {
-        let bytes = pages * PAGE_SIZE;
+        self.bytes_mut(pages * PAGE_SIZE)
+    }
+
+    /// The same buffer for `bytes` bytes of a stream.
+    pub fn bytes_mut(&mut self, bytes: usize) -> &mut [u8] {
         if self.copy.len() < bytes {
             self.copy.resize(bytes, 0);
         }
         &mut self.copy[..bytes]
+    }
+
+    /// The first bytes of the buffer.
+    pub(crate) fn bytes(&self, bytes: usize) -> &[u8] {
+        &self.copy[..bytes]
+    }
+
+    /// Notes that some bytes of the copy are sent as they are, behind those that were noted before.
+    pub(crate) fn push_raw(&mut self, from: usize, to: usize) {
+        match self.raw.last_mut() {
+            Some((_, before)) if *before == from => *before = to,
+            _ => self.raw.push((from, to)),
+        }
     }
 
     /// The copy of `pages` pages.
@@ -95,8 +116,7 @@ impl EncodedFrame {
         let mut slices = [IoSlice::new(&[]); PIECES];
         slices[0] = IoSlice::new(&self.head);
         let mut used = 1;
-        let raw =
-            self.raw.iter().map(|(first, end)| &self.copy[first * PAGE_SIZE..end * PAGE_SIZE]);
+        let raw = self.raw.iter().map(|(from, to)| &self.copy[*from..*to]);
         let packed = &self.packed[..self.packed_bytes];
         for piece in raw.chain((!packed.is_empty()).then_some(packed)) {
             if used == PIECES {

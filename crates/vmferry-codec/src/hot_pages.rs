@@ -35,6 +35,20 @@ pub enum Delta {
     NotHeld,
 }
 
+/// What became of a page that the destination keeps too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exchange {
+    /// The record was appended, and changes what is kept in this entry.
+    Delta(u32),
+    /// The page is to be kept in this entry, whole.
+    Kept(u32),
+    /// It is not kept.
+    NotHeld,
+}
+
+/// The hash of entries of [`HotPages::exchange`], whose content both sides know.
+const KEPT: u64 = 1;
+
 /// Copies of pages as last sent, bounded, shared by all workers.
 pub struct HotPages {
     shards: Vec<Mutex<Shard>>,
@@ -117,6 +131,45 @@ impl HotPages {
         Delta::Made
     }
 
+    /// The same for a destination that has no guest memory to look into and keeps the pages too, each in the entry
+    /// that it is told. What is held is what both sides have kept, whichever version was sent last. Calls must be made in
+    /// the order in which the pages are sent.
+    pub fn exchange(
+        &self,
+        page: (SlotId, u64),
+        round: u32,
+        content: &[u8],
+        into: &mut Vec<u8>,
+        limit: usize,
+    ) -> Exchange {
+        let Some((mut shard, set, tag)) = self.find(page.0, page.1, content) else {
+            return Exchange::NotHeld;
+        };
+        // Entries of a set stand together in a shard, and sets are dealt out to the shards in turn.
+        let (ways, first) = (self.ways, set.start);
+        let number = |entry: usize, in_all: usize| (in_all * ways + entry - first) as u32;
+        let in_all = self.set_of(page.0, page.1);
+        let Some(entry) = shard.entry(&set, tag) else {
+            shard.admit(set.clone(), tag, round, KEPT, content);
+            let admitted = shard.entry(&set, tag);
+            return admitted
+                .map_or(Exchange::NotHeld, |entry| Exchange::Kept(number(entry, in_all)));
+        };
+        let begin = into.len();
+        if !encode_delta(shard.content(entry), content, into, limit) {
+            shard.store(entry, round, KEPT, content);
+            return Exchange::Kept(number(entry, in_all));
+        }
+        shard.rounds[entry] = round;
+        if apply_delta(&mut &into[begin..], shard.content(entry)).is_err() {
+            // It can't fail; if it did, the entry would differ from the destination's.
+            into.truncate(begin);
+            shard.store(entry, round, KEPT, content);
+            return Exchange::Kept(number(entry, in_all));
+        }
+        Exchange::Delta(number(entry, in_all))
+    }
+
     /// How many pages are held.
     #[must_use]
     pub fn held_pages(&self) -> u64 {
@@ -128,14 +181,19 @@ impl HotPages {
         if self.sets == 0 || content.len() != PAGE_SIZE {
             return None;
         }
-        // Slots begin far from each other, or the first pages of all would share their sets.
-        let begin = u64::from(slot.0).wrapping_mul(0x9e37_79b9_7f4a_7c15) % self.sets as u64;
-        let set = ((page % self.sets as u64 + begin) % self.sets as u64) as usize;
+        let set = self.set_of(slot, page);
         let shard = lock(&self.shards[set % self.shards.len()]);
         let first = set / self.shards.len() * self.ways;
         // A slot of 2^48 pages would be 2^60 bytes.
         let tag = (u64::from(slot.0) << 48 | page).wrapping_add(1);
         (first + self.ways <= shard.tags.len()).then_some((shard, first..first + self.ways, tag))
+    }
+
+    /// The number of the page's set. There must be one.
+    fn set_of(&self, slot: SlotId, page: u64) -> usize {
+        // Slots begin far from each other, or the first pages of all would share their sets.
+        let begin = u64::from(slot.0).wrapping_mul(0x9e37_79b9_7f4a_7c15) % self.sets as u64;
+        ((page % self.sets as u64 + begin) % self.sets as u64) as usize
     }
 }
 

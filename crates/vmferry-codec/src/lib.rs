@@ -7,6 +7,10 @@
 //! single page, but for frames of raw pages, which are received in place and checked there. Both note the hash of each page in [`PageHashes`], whose sum is the digest that the two
 //! sides compare before the hand-over.
 //!
+//! Of a VMM's own migration stream a frame carries a piece. [`StreamEncoder`] and [`StreamDecoder`] give the same bytes
+//! at the other end, whatever they are; pages that were recognised in it are encoded like others, with deltas against
+//! pages that both sides keep.
+//!
 //! Nothing here allocates once its buffers are made, and nothing knows where pages come from.
 
 #![forbid(unsafe_code)]
@@ -24,6 +28,7 @@ mod hot_pages;
 mod method;
 #[cfg(test)]
 mod samples;
+mod stream;
 
 pub use compress::{Compress, CompressError, Compressors};
 pub use decode::{CodecError, Decoder, Frame, PlacedPages, ReadError};
@@ -34,5 +39,6 @@ pub use encode::{Batch, Choice, DeltaUse, EncodeError, Encoder, FrameCounts};
 pub use entropy::looks_random;
 pub use frame::EncodedFrame;
 pub use hashes::PageHashes;
-pub use hot_pages::{Delta, HotPages};
+pub use hot_pages::{Delta, Exchange, HotPages};
 pub use method::{Method, MethodError};
+pub use stream::{PageMark, Piece, PieceBytes, StreamDecoder, StreamEncoder};

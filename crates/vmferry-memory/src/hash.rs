@@ -40,6 +40,12 @@ pub fn zero_page_hash(slot: SlotId, page: u64) -> u64 {
     place(*ZERO, slot, page)
 }
 
+/// A 64-bit hash of some bytes of a stream and their offset in it.
+#[must_use]
+pub fn stream_hash(bytes: &[u8], offset: u64) -> u64 {
+    XxHash3_64::oneshot_with_seed(offset, bytes)
+}
+
 /// Mixes a content hash with the page's place: the finaliser of SplitMix64 over both.
 fn place(content: u64, slot: SlotId, page: u64) -> u64 {
     let place = (u64::from(slot.0) << 48 | page).wrapping_add(1);

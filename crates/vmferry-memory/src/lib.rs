@@ -30,7 +30,9 @@ mod units;
 
 pub use bitmap::{Held, PageBitmap};
 pub use error::MemoryError;
-pub use hash::{WholeHash, is_zero, page_hash, whole_hash, whole_hash_except, zero_page_hash};
+pub use hash::{
+    WholeHash, is_zero, page_hash, stream_hash, whole_hash, whole_hash_except, zero_page_hash,
+};
 pub use map::{MemoryKind, map_slots};
 pub use populated::data_extents;
 pub use set::PageSet;

@@ -163,7 +163,9 @@ impl FrameHeader {
             FrameKind::Pages | FrameKind::Stream if header.runs == 0 => {
                 bad("a frame without content".into())
             }
-            FrameKind::Stream if header.slot != SlotId(0) => bad("a piece of a stream in a slot".into()),
+            FrameKind::Stream if header.slot != SlotId(0) => {
+                bad("a piece of a stream in a slot".into())
+            }
             _ => Ok(header),
         }
     }

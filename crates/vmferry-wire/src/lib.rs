@@ -39,8 +39,8 @@ pub use runs::{
     Encoding, MAX_FRAME_CONTENT_PAGES, RUN_HEADER_BYTES, Run, RunTable, table_checksum,
 };
 pub use segments::{
-    MAX_KEPT_PAGES, PieceSummary, SEGMENT_BYTES, SEGMENT_TABLE_HEAD_BYTES, Segment, SegmentEncoding,
-    SegmentTable,
+    MAX_KEPT_PAGES, PieceSummary, SEGMENT_BYTES, SEGMENT_TABLE_HEAD_BYTES, Segment,
+    SegmentEncoding, SegmentTable,
 };
 pub use session::{GuestIdentity, MAX_NAME_BYTES, SessionId, SessionWord, Token};
 

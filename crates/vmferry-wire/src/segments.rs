@@ -65,7 +65,8 @@ impl Segment {
     }
 
     fn decode(bytes: &[u8]) -> Option<Self> {
-        let (word, entry) = (u32::from_le_bytes(field(bytes, 0)), u32::from_le_bytes(field(bytes, 4)));
+        let (word, entry) =
+            (u32::from_le_bytes(field(bytes, 0)), u32::from_le_bytes(field(bytes, 4)));
         let encoding = match (word & 7, entry) {
             (0, 0) => SegmentEncoding::Raw,
             (1, 0) => SegmentEncoding::Packed,
@@ -160,7 +161,9 @@ impl<'a> SegmentTable<'a> {
                 && (segment.bytes as usize != PAGE_SIZE || entry >= entries)
             {
                 let bytes = segment.bytes;
-                return bad(format!("segment {index} keeps {bytes} bytes in entry {entry} of {entries}"));
+                return bad(format!(
+                    "segment {index} keeps {bytes} bytes in entry {entry} of {entries}"
+                ));
             }
             let bytes = u64::from(segment.bytes);
             piece += bytes;
@@ -176,7 +179,9 @@ impl<'a> SegmentTable<'a> {
         }
         let delta = u64::from(header.delta_bytes);
         if header.algorithm.is_none() && (packed > 0 || in_packed_part != delta) {
-            return bad(format!("{packed} packed bytes and {delta} of deltas without an algorithm"));
+            return bad(format!(
+                "{packed} packed bytes and {delta} of deltas without an algorithm"
+            ));
         }
         if piece == 0 || piece > u64::from(MAX_FRAME_PAYLOAD_BYTES) {
             return bad(format!("a piece of {piece} bytes"));
@@ -300,7 +305,8 @@ mod tests {
             ),
         ] {
             let bytes = table(&[segment]);
-            let header = header(&bytes, if segment.bytes > PAGE { PAGE } else { segment.bytes }, 0, 0);
+            let header =
+                header(&bytes, if segment.bytes > PAGE { PAGE } else { segment.bytes }, 0, 0);
             assert!(says(&header, &bytes, 3).contains(text), "{segment:?}");
         }
         let unknown = [&good[..SEGMENT_TABLE_HEAD_BYTES], &[5, 0, 0, 0, 0, 0, 0, 0]].concat();
