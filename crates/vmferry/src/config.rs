@@ -101,6 +101,12 @@ pub enum ConfigError {
     /// No rounds.
     #[error("at least one round is needed")]
     Rounds,
+    /// A VMM that streams its guest shows nobody its memory.
+    #[error(
+        "the memory of a guest that its VMM streams can't be hashed, so there is nothing to verify: leave --verify out; \
+         every byte of the streams is compared in any case"
+    )]
+    NothingToVerify,
 }
 
 /// How the source migrates.

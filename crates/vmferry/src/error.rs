@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use vmferry_codec::EncodeError;
 use vmferry_dirty::DirtyLogError;
 use vmferry_memory::MemoryError;
 use vmferry_transport::TransportError;
@@ -108,9 +107,9 @@ pub enum MigrateError {
     Compression {
         /// `lane N`.
         channel: String,
-        /// Which pages, and why.
+        /// Which pages, as far as they are known, and why.
         #[source]
-        source: EncodeError,
+        source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The dirty log failed.
     #[error("the dirty log failed")]

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use crate::handover::SourceState;
 use crate::journal::{Journal, JournalError, Record};
+use crate::streamed::{OutgoingStream, StreamEvents, StreamedVm};
 use crate::vm::{Resume, SourceVm, VmError};
 
 /// Attempts to resume a guest before its VMM is believed to be broken.
@@ -41,11 +42,6 @@ pub struct CommitWritten(());
 pub struct Returned(());
 
 impl<V: SourceVm> Running<V> {
-    /// Takes charge of a guest.
-    pub fn new(vm: V) -> Self {
-        Self(vm)
-    }
-
     /// Pauses the guest; with it comes for how long it has stood still.
     ///
     /// # Errors
@@ -80,7 +76,47 @@ impl<V: SourceVm> Running<V> {
     }
 }
 
+impl<V: StreamedVm> Running<V> {
+    /// Lets the VMM stream the guest; see [`StreamedVm::begin`].
+    ///
+    /// # Errors
+    /// What the VMM says.
+    pub fn begin(
+        &mut self,
+        downtime: Duration,
+        events: StreamEvents,
+    ) -> Result<Vec<OutgoingStream>, VmError> {
+        self.0.begin(downtime, events)
+    }
+
+    /// See [`StreamedVm::set_downtime`].
+    ///
+    /// # Errors
+    /// What the VMM says.
+    pub fn set_downtime(&mut self, downtime: Duration) -> Result<(), VmError> {
+        self.0.set_downtime(downtime)
+    }
+
+    /// Its VMM has stopped the guest.
+    pub fn stopped(self) -> Paused<V> {
+        Paused(Some(self.0))
+    }
+
+    /// Ends the VMM's own migration; the guest runs on.
+    ///
+    /// # Errors
+    /// What the VMM says.
+    pub fn end_streams(&mut self) -> Result<(), VmError> {
+        self.0.resume()
+    }
+}
+
 impl<V> Running<V> {
+    /// Takes charge of a guest.
+    pub fn new(vm: V) -> Self {
+        Self(vm)
+    }
+
     /// Gives the VMM back.
     pub fn into_vm(self) -> V {
         self.0
@@ -94,6 +130,16 @@ impl<V: SourceVm> Paused<V> {
     /// What the VMM says; the guest stays paused.
     pub fn save(&mut self) -> Result<Vec<u8>, VmError> {
         self.0.as_mut().map_or_else(|| Err("the guest is gone".into()), SourceVm::save)
+    }
+}
+
+impl<V: StreamedVm> Paused<V> {
+    /// Lets the VMM send what is left; see [`StreamedVm::finish`].
+    ///
+    /// # Errors
+    /// What the VMM says; the guest stays paused.
+    pub fn finish(&mut self) -> Result<(), VmError> {
+        self.0.as_mut().map_or_else(|| Err("the guest is gone".into()), StreamedVm::finish)
     }
 }
 

@@ -9,20 +9,9 @@
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use vmferry_memory::SlotId;
+use crate::vm::{GuestDescription, Resume, StateEstimate, VmError};
 
-use crate::vm::{GuestDescription, Resume, VmError};
-
-/// A page of guest memory that stands whole in a piece of a stream.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PageMark {
-    /// Where its 4096 bytes begin in the piece.
-    pub at: usize,
-    /// The memory slot, by the guest's description.
-    pub slot: SlotId,
-    /// The page's index in the slot.
-    pub page: u64,
-}
+pub use vmferry_codec::PageMark;
 
 /// What a [`Recogniser`] finds in a piece of a stream.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -98,6 +87,11 @@ pub trait StreamedVm: Resume {
 
     /// How many streams it makes: one lane carries each.
     fn streams(&self) -> u8;
+
+    /// What stopping and starting the guest will cost, beside memory.
+    fn state_estimate(&self) -> StateEstimate {
+        StateEstimate::default()
+    }
 
     /// Begins the VMM's own migration and returns its streams, in the order in which the destination's VMM wants
     /// them. The VMM is to stop the guest when what is left can be sent within `downtime`, and to wait then.

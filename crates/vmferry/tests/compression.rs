@@ -16,7 +16,7 @@ use vmferry::error::ErrorClass;
 use vmferry::source::{Orders, Report, SourceOutcome};
 use vmferry::stats::{FrameReasons, PageCounts, SourceStats};
 use vmferry::{MigrateError, SourceConfig, SourceVm, chain};
-use vmferry_codec::{CompressError, Compressors, Method};
+use vmferry_codec::{CompressError, Compressors, EncodeError, Method};
 use vmferry_dirty::UffdLog;
 
 const WAYS: [&str; 7] = ["none", "delta", "zlib:1", "lz4", "zstd:1", "zstd:3", "auto"];
@@ -150,6 +150,7 @@ fn a_compressor_that_fails_leaves_the_guest_running_and_is_named() {
         vm.guest.wait_for_work();
         assert_eq!(error.class(), ErrorClass::Internal);
         let MigrateError::Compression { source, .. } = &error else { panic!("{error}") };
+        let source = source.downcast_ref::<EncodeError>().unwrap();
         let said = chain(&error);
         for part in ["lane ", "slot 0", &format!("page {} of", source.page), "zstd:1", says] {
             assert!(said.contains(part), "{part}: {said}");

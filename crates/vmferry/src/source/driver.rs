@@ -1,32 +1,33 @@
 //! The driver of the source: carries the machine's actions out with a VMM, threads and channels.
+//!
+//! What is done to the guest differs by how it is moved (`memory`: the engine reads its memory; `streams`: its VMM
+//! streams it); channels, journal, hand-over and orders are the same.
 
-mod guest;
+mod handover;
 mod links;
+mod memory;
+mod streams;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
-use vmferry_codec::{EncodedFrame, HotPages, PageHashes};
-use vmferry_dirty::DirtyLog;
-use vmferry_memory::{GuestMemory, PageSet};
+use vmferry_codec::EncodedFrame;
 use vmferry_transport::{Dialer, RateLimiter};
 use vmferry_wire::Role;
 
 use super::chooser::Chooser;
 use super::connect;
 use super::control::ControlLink;
-use super::freed::Freed;
 use super::io::{Action, Ending, Input, Report};
-use super::lane::Lane;
+use super::lane::{FrameSource, Lane};
 use super::machine::Source;
 use super::orders::Orders;
-use super::pool::Pool;
 use super::redial::Redialler;
 use super::signal::Signal;
 use super::window::Window;
 use crate::compression::worker_threads;
-use crate::config::{SourceConfig, window_frames};
+use crate::config::{ConfigError, SourceConfig, window_frames};
 use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
 use crate::greeting::Purpose;
@@ -34,7 +35,10 @@ use crate::handover::SourceState;
 use crate::held::{Committed, Paused, Running};
 use crate::journal::{FileJournal, Journal, Record, Side, now_seconds};
 use crate::stats::SourceStats;
-use crate::vm::{SourceVm, VmError};
+use crate::streamed::{StreamEvent, StreamedVm};
+use crate::vm::{GuestDescription, Resume, SourceVm, VmError};
+use memory::MemoryGuest;
+use streams::StreamedGuest;
 
 /// How a migration ended, seen from the source. In doubt is no ending: the migration then goes
 /// on asking.
@@ -69,21 +73,63 @@ pub fn migrate<V: SourceVm>(
     orders: &Orders,
     watch: &mut dyn FnMut(&Report),
 ) -> SourceOutcome<V> {
+    let guest = vm.describe();
+    let (memory, log, free_pages) = (vm.memory(), vm.dirty_log(), vm.free_pages());
+    let state = vm.state_estimate();
+    conduct(vm, (guest, log.name()), dialer, config, orders, watch, |core| {
+        core.machine.expect_state(state);
+        MemoryGuest::new(memory, log, free_pages, core)
+    })
+}
+
+/// The same for a guest that its VMM [streams](crate::streamed). `config.channels` counts for nothing: each stream has
+/// one.
+pub fn migrate_streamed<V: StreamedVm>(
+    vm: V,
+    dialer: &Dialer,
+    mut config: SourceConfig,
+    orders: &Orders,
+    watch: &mut dyn FnMut(&Report),
+) -> SourceOutcome<V> {
+    config.channels = vm.streams();
+    if config.verify {
+        let error = ConfigError::NothingToVerify.into();
+        return SourceOutcome::Kept { vm, error, stats: Box::default() };
+    }
+    let (guest, state) = (vm.describe(), vm.state_estimate());
+    conduct(vm, (guest, "VMM"), dialer, config, orders, watch, |core| {
+        core.machine.expect_state(state);
+        core.machine.leave_rounds_to_the_vmm();
+        StreamedGuest::new(core)
+    })
+}
+
+/// Moves a guest, whose side of it `side` makes. With the guest comes the name of its dirty log.
+fn conduct<V: Resume, G: GuestSide<V>>(
+    vm: V,
+    guest: (GuestDescription, &'static str),
+    dialer: &Dialer,
+    config: SourceConfig,
+    orders: &Orders,
+    watch: &mut dyn FnMut(&Report),
+    side: impl FnOnce(&mut Core<'_, V>) -> G,
+) -> SourceOutcome<V> {
     if let Err(error) = config.check() {
         return SourceOutcome::Kept { vm, error: error.into(), stats: Box::default() };
     }
     let (cpu, conductor) = (CpuMeter::default(), CpuMeter::default());
     let guards = (cpu.count_this_thread(), conductor.count_this_thread());
-    let mut driver = match Driver::connect(vm, dialer, config, orders, &cpu) {
-        Ok(driver) => driver,
+    let mut core = match Core::connect(vm, guest, dialer, config, orders, &cpu) {
+        Ok(core) => core,
         Err((vm, error)) => {
             orders.detach();
             return SourceOutcome::Kept { vm, error: *error, stats: Box::default() };
         }
     };
-    let ending = driver.run(watch);
+    let mut side = side(&mut core);
+    let ending = core.run(&mut side, watch);
     orders.detach();
-    let (held, resume_failure, mut stats) = driver.finish();
+    let (held, resume_failure, mut stats) = core.finish(side);
     drop(guards);
     stats.engine_cpu_s = cpu.seconds();
     stats.planning_cpu_s += conductor.seconds();
@@ -110,7 +156,7 @@ fn gone<V>() -> V {
     unreachable!("a migration ends with the guest in somebody's hands")
 }
 
-enum Held<V: SourceVm> {
+enum Held<V: Resume> {
     Running(Running<V>),
     Paused(Paused<V>),
     Committed(Committed<V>),
@@ -119,50 +165,57 @@ enum Held<V: SourceVm> {
     Moving,
 }
 
-struct Driver<'a, V: SourceVm> {
+/// What is done to the guest, and to what it sends.
+trait GuestSide<V: Resume> {
+    /// Carries out an action that concerns the guest.
+    fn execute(&mut self, core: &mut Core<'_, V>, action: Action) -> Option<Input>;
+
+    /// Where the frames of a lane come from.
+    fn frames_of(&mut self, core: &Core<'_, V>, lane: u8) -> FrameSource;
+
+    /// All lanes have channels.
+    fn lanes_are_open(&mut self, core: &Core<'_, V>) -> Result<(), MigrateError>;
+
+    /// What a VMM that streams its guest has said.
+    fn heard(&mut self, core: &mut Core<'_, V>, event: StreamEvent) -> Input;
+
+    /// The guest is to run on here: nothing is to hold its VMM up.
+    fn let_go(&mut self);
+
+    /// Does what is due now and then, and says when that is next.
+    fn review(&mut self, core: &mut Core<'_, V>) -> Option<Duration>;
+
+    /// No frame is wanted any more, and the lanes' queues are closed.
+    fn stop(&mut self, core: &mut Core<'_, V>);
+}
+
+struct Core<'a, V: Resume> {
     machine: Source,
     held: Held<V>,
     config: SourceConfig,
     dialer: Dialer,
     orders: &'a Orders,
     started: Instant,
-    memory: GuestMemory,
-    log: Arc<dyn DirtyLog>,
-    logging: bool,
     resume_failure: Option<VmError>,
     journal: FileJournal,
     control: ControlLink,
     inputs: (Sender<Input>, Receiver<Input>),
-    /// What idle workers wait on.
+    /// What those wait on that make frames.
     signal: Arc<Signal>,
     windows: Vec<Arc<Window<EncodedFrame>>>,
-    pool: Option<Pool>,
     lanes: Vec<Lane>,
     redialler: Redialler,
     limiter: RateLimiter,
     chooser: Arc<Chooser>,
-    hashes: Arc<PageHashes>,
-    hot: Arc<HotPages>,
-    /// What the present or next round sends.
-    pending: Arc<PageSet>,
-    /// What the round before sent, of which pages that are in the present one too go last.
-    before: PageSet,
-    last: Arc<PageSet>,
-    /// Pages that need not be sent.
-    freed: Freed,
-    throttled: bool,
-    /// The other set, so that no harvest allocates.
-    spare: PageSet,
-    /// The guest ran on after its last harvest: what is pending counts as written.
-    recalled: bool,
     cpu: CpuMeter,
     transport: String,
 }
 
-impl<'a, V: SourceVm> Driver<'a, V> {
+impl<'a, V: Resume> Core<'a, V> {
     /// Everything that can fail before the guest is touched.
     fn connect(
         vm: V,
+        (guest, log_name): (GuestDescription, &'static str),
         dialer: &Dialer,
         config: SourceConfig,
         orders: &'a Orders,
@@ -183,7 +236,7 @@ impl<'a, V: SourceVm> Driver<'a, V> {
                         Side::Source,
                     )?;
                     journal.append(&Record::Open {
-                        guest: vm.describe().identity,
+                        guest: guest.identity.clone(),
                         peer: channel.transport.clone(),
                         peer_names: channel.peer_names.clone(),
                         at: now_seconds(),
@@ -194,33 +247,24 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             Ok(made) => made,
             Err(error) => return Err((vm, Box::new(error))),
         };
-        let memory = vm.memory();
-        let log = vm.dirty_log();
         let signal = Arc::new(Signal::default());
         let workers = worker_threads(config.compression.workers);
         let frames = window_frames(config.channels, workers, Duration::ZERO);
         let windows: Vec<_> = (0..config.channels)
             .map(|_| Arc::new(Window::new(frames, Arc::clone(&signal))))
             .collect();
-        let mut machine = Source::new(config.clone(), vm.describe(), log.name(), Duration::ZERO);
-        machine.expect_state(vm.state_estimate());
-        let freed = Freed::new(vm.free_pages(), &memory, Arc::clone(&signal))
-            .hinted_if(config.free_page_hints);
-        let mut driver = Self {
-            machine,
+        let mut core = Self {
+            machine: Source::new(config.clone(), guest, log_name, Duration::ZERO),
             held: Held::Running(Running::new(vm)),
             dialer: dialer.clone(),
             orders,
             started: Instant::now(),
-            log,
-            logging: false,
             resume_failure: None,
             journal,
             control: ControlLink::new(dialer, &config, windows.clone(), cpu.clone()),
             inputs,
             signal,
             windows,
-            pool: None,
             lanes: Vec::new(),
             redialler: Redialler::new(dialer, config.timeouts),
             limiter: RateLimiter::new(config.max_bandwidth),
@@ -229,27 +273,17 @@ impl<'a, V: SourceVm> Driver<'a, V> {
                 config.channels,
                 config.max_bandwidth,
             )),
-            hashes: Arc::new(PageHashes::for_memory(&memory)),
-            hot: Arc::new(HotPages::new(config.compression.delta_memory)),
-            pending: Arc::new(PageSet::for_memory(&memory)),
-            spare: PageSet::for_memory(&memory),
-            recalled: false,
-            before: PageSet::for_memory(&memory),
-            last: Arc::new(PageSet::for_memory(&memory)),
-            freed,
-            throttled: false,
-            memory,
             cpu: cpu.clone(),
             transport: channel.transport.clone(),
             config,
         };
-        if let Err(error) = driver.control.begin(channel) {
-            let _ = driver.inputs.0.send(Input::LinkLost(error));
+        if let Err(error) = core.control.begin(channel) {
+            let _ = core.inputs.0.send(Input::LinkLost(error));
         }
-        Ok(driver)
+        Ok(core)
     }
 
-    fn run(&mut self, watch: &mut dyn FnMut(&Report)) -> Ending {
+    fn run(&mut self, side: &mut impl GuestSide<V>, watch: &mut dyn FnMut(&Report)) -> Ending {
         loop {
             while let Some(action) = self.machine.next_action() {
                 self.orders.publish(self.machine.phase_name(), self.machine.handover());
@@ -259,14 +293,14 @@ impl<'a, V: SourceVm> Driver<'a, V> {
                     }
                     watch(report);
                 }
-                if let Some(input) = self.execute(action) {
+                if let Some(input) = self.execute(side, action) {
                     self.machine.handle(self.now(), input);
                 }
             }
             if let Some(ending) = self.machine.ending() {
                 return ending;
             }
-            let input = self.await_input();
+            let input = self.await_input(side);
             self.machine.handle(self.now(), input);
         }
     }
@@ -275,17 +309,18 @@ impl<'a, V: SourceVm> Driver<'a, V> {
         self.started.elapsed()
     }
 
-    fn await_input(&mut self) -> Input {
+    fn await_input(&mut self, side: &mut impl GuestSide<V>) -> Input {
         let tick = self.machine.next_tick().map(|at| self.started + at);
         let wait =
             tick.map_or(Duration::from_secs(1), |at| at.saturating_duration_since(Instant::now()));
-        let wait = self.freed.review().map_or(wait, |period| wait.min(period));
+        let wait = side.review(self).map_or(wait, |period| wait.min(period));
         crossbeam_channel::select! {
             recv(self.control.heard()) -> from => {
                 from.map_or(Input::Tick, |from| self.control.take_heard(from))
             }
             recv(self.inputs.1) -> input => match input {
                 Ok(Input::LaneLost { lane, attempt, .. }) if !self.is_at(lane, attempt) => Input::Tick,
+                Ok(Input::Vmm(event)) => side.heard(self, event),
                 Ok(input) => input,
                 Err(_) => Input::Tick,
             },
@@ -299,11 +334,12 @@ impl<'a, V: SourceVm> Driver<'a, V> {
         }
     }
 
-    fn execute(&mut self, action: Action) -> Option<Input> {
+    fn execute(&mut self, side: &mut impl GuestSide<V>, action: Action) -> Option<Input> {
         match action {
             Action::Send(message) => self.send(&message),
             Action::OpenLanes(token) => {
-                Some(self.open_lanes(&token).map_or_else(Input::Failed, |()| Input::LanesJoined))
+                let opened = self.open_lanes(side, &token);
+                Some(opened.map_or_else(Input::Failed, |()| Input::LanesJoined))
             }
             Action::ResumeControl { token, attempt, delay } => {
                 self.control.resume(token, attempt, delay);
@@ -312,11 +348,6 @@ impl<'a, V: SourceVm> Driver<'a, V> {
             Action::RejoinLane { lane, token, attempt, delay } => {
                 self.redial(lane, token, attempt, delay);
                 None
-            }
-            Action::Recall => self.recall(),
-            Action::StartLog => Some(self.start_log().unwrap_or_else(Input::Failed)),
-            Action::SendRound { round, rearm } => {
-                self.send_round(round, rearm).err().map(Input::Failed)
             }
             Action::FitWindows { round_trip } => {
                 let workers = worker_threads(self.config.compression.workers);
@@ -329,14 +360,6 @@ impl<'a, V: SourceVm> Driver<'a, V> {
                 self.chooser.set_cap(cap);
                 None
             }
-            Action::Harvest => Some(self.harvest().unwrap_or_else(Input::Failed)),
-            Action::Throttle { percent } => self.throttle(percent),
-            Action::Pause => Some(self.pause()),
-            Action::HarvestLast => Some(self.harvest_last().unwrap_or_else(Input::Failed)),
-            Action::Save => Some(self.save()),
-            Action::SumDigest => Some(Input::Digest(self.hashes.sum())),
-            Action::TellFree => self.tell_free(),
-            Action::Hash => self.hash(),
             Action::WriteCommit => Some(self.commit()),
             Action::WriteOutcome { kept, by_operator } => {
                 let record =
@@ -345,7 +368,11 @@ impl<'a, V: SourceVm> Driver<'a, V> {
                 let _ = self.journal.append(&record);
                 None
             }
-            Action::Resume => self.resume(),
+            Action::Resume => {
+                side.let_go();
+                self.resume();
+                None
+            }
             Action::Release => {
                 self.held = match std::mem::replace(&mut self.held, Held::Moving) {
                     Held::Committed(committed) => Held::Released(committed.release()),
@@ -358,39 +385,24 @@ impl<'a, V: SourceVm> Driver<'a, V> {
                 None
             }
             Action::Report(_) => None,
+            action => side.execute(self, action),
         }
     }
 
     /// Stops everything and returns the guest with the figures.
-    fn finish(mut self) -> (Held<V>, Option<VmError>, SourceStats) {
+    fn finish(mut self, mut side: impl GuestSide<V>) -> (Held<V>, Option<VmError>, SourceStats) {
         self.control.stop_dialling();
         self.redialler.stop();
-        if let Some(pool) = &self.pool {
-            pool.close();
-        }
+        self.signal.close();
+        self.lanes.iter().for_each(Lane::end);
         // A lane may be waiting for its share of a small bandwidth.
         self.limiter.close();
-        if self.throttled
-            && let Held::Running(running) = &mut self.held
-            && let Err(error) = running.throttle(0)
-        {
-            self.resume_failure.get_or_insert(error);
-        }
-        if !matches!(self.held, Held::Released(_)) {
-            self.freed.end();
-        }
-        if matches!(self.held, Held::Running(_)) && self.logging {
-            // Taken from the log and perhaps not sent: whoever uses the log next must see them.
-            self.log.give_back(&self.pending);
-        }
-        if self.logging {
-            let _ = self.log.stop();
-        }
+        side.stop(&mut self);
         self.control.say_goodbye();
         self.lanes.iter().for_each(Lane::close);
         self.control.close();
         self.lanes.clear();
-        self.pool = None;
+        drop(side);
         let mut stats = self.machine.stats().clone();
         stats.planning_cpu_s = self.chooser.planning().as_secs_f64();
         stats.transport = std::mem::take(&mut self.transport);

@@ -51,9 +51,9 @@ impl PageEncoder {
             self.copy_run(run, known, into)?;
             copy = rest;
         }
-        self.encoder
-            .encode(frame, batch, &self.hashes, choice)
-            .map_err(|source| MigrateError::Compression { channel: format!("lane {lane}"), source })
+        self.encoder.encode(frame, batch, &self.hashes, choice).map_err(|error| {
+            MigrateError::Compression { channel: format!("lane {lane}"), source: error.into() }
+        })
     }
 
     fn copy_run(

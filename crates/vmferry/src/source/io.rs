@@ -8,6 +8,7 @@ use vmferry_wire::{ControlMessage, Token};
 use super::rounds::LaneTotals;
 use crate::error::MigrateError;
 use crate::handover::OperatorWord;
+use crate::streamed::StreamEvent;
 
 /// What happened.
 #[derive(Debug)]
@@ -92,7 +93,29 @@ pub enum Input {
         /// How long it took.
         took: Duration,
     },
-    /// The state is saved.
+    /// A VMM that streams its guest says something: for the driver, which makes one of the next two of it.
+    Vmm(StreamEvent),
+    /// A VMM that streams its guest begins another pass over its memory.
+    Pass {
+        /// The pass's number, from 1.
+        round: u32,
+        /// Pages that it is to send.
+        pages: u64,
+        /// What the guest writes, in pages per second.
+        dirty_pages_per_s: f64,
+        /// What was sent since the pass before began.
+        totals: LaneTotals,
+    },
+    /// A VMM that streams its guest has stopped it, and waits.
+    Stopped {
+        /// For how long the guest has stood still.
+        stood_still: Duration,
+        /// The downtime that the VMM expects.
+        expected: Duration,
+        /// What was sent since the last pass began.
+        totals: LaneTotals,
+    },
+    /// The state is saved, or a VMM that streams its guest has sent the last byte.
     Saved {
         /// The VMM's state.
         state: Vec<u8>,
@@ -171,11 +194,13 @@ pub enum Action {
         /// Per cent of it.
         percent: u8,
     },
+    /// Have a VMM that streams its guest stop it as soon as it can, whatever is left: `Stopped`.
+    SwitchOver,
     /// Pause the guest: `Paused`.
     Pause,
     /// Harvest what was written before the pause and add it to what is pending: `LastHarvest`.
     HarvestLast,
-    /// Save the state: `Saved`.
+    /// Save the state, or let a VMM that streams its guest send what is left: `Saved`.
     Save,
     /// Sum up the hashes of all pages as last sent: `Digest`.
     SumDigest,

@@ -1,7 +1,6 @@
 //! The sending thread of one lane of the source.
 
 use std::io::{Read, Write};
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -14,9 +13,10 @@ use super::chooser::Chooser;
 use super::connect::DataChannel;
 use super::io::Input;
 use super::orders::SentCounters;
-use super::outgoing::Next;
-use super::pool::{Finished, FrameInfo, Maker, PoolLane};
+use super::outgoing::{Next, Outgoing};
+use super::pool::{Finished, FrameInfo, Maker};
 use super::rounds::LaneTotals;
+use super::window::Window;
 use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
 use crate::link::{channel_name, lost};
@@ -36,11 +36,36 @@ pub struct LaneContext {
     pub sent: Arc<SentCounters>,
 }
 
+/// Where a lane's frames come from.
+pub enum FrameSource {
+    /// Workers, and the lane's sender itself.
+    Maker(Maker),
+    /// Others, by this queue.
+    Queue(Arc<Outgoing<Finished>>),
+}
+
+impl FrameSource {
+    fn outgoing(&self) -> Arc<Outgoing<Finished>> {
+        match self {
+            Self::Maker(maker) => maker.outgoing(),
+            Self::Queue(outgoing) => Arc::clone(outgoing),
+        }
+    }
+
+    fn next(&mut self) -> Result<Next<Finished>, MigrateError> {
+        match self {
+            Self::Maker(maker) => maker.next(),
+            Self::Queue(outgoing) => outgoing.take_or_make(|| Ok(None)),
+        }
+    }
+}
+
 /// A lane at work: sends its frames in order until its queue is closed. It outlives its channel: on a new one it
 /// first sends again what is not placed.
 pub struct Lane {
     number: u8,
-    lane: Arc<PoolLane>,
+    outgoing: Arc<Outgoing<Finished>>,
+    totals: Arc<Mutex<LaneTotals>>,
     results: Sender<Input>,
     sender: Option<JoinHandle<()>>,
     next: Arc<NextChannel>,
@@ -56,7 +81,7 @@ struct NextChannel(Mutex<Option<(ChannelWriter, u64)>>);
 
 impl NextChannel {
     fn lock(&self) -> std::sync::MutexGuard<'_, Option<(ChannelWriter, u64)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 
@@ -67,31 +92,42 @@ impl Lane {
     /// If the system has no thread left.
     pub fn start(
         number: u8,
-        lane: Arc<PoolLane>,
-        maker: Maker,
+        frames: FrameSource,
+        window: Arc<Window<EncodedFrame>>,
         context: LaneContext,
         channel: DataChannel,
     ) -> std::io::Result<Self> {
         let next = Arc::new(NextChannel::default());
+        let (outgoing, totals) = (frames.outgoing(), Arc::default());
         let results = context.results.clone();
         let DataChannel { writer, reader, closer, .. } = channel;
         let sender = SenderThread {
             number,
-            lane: Arc::clone(&lane),
-            maker,
+            outgoing: Arc::clone(&outgoing),
+            frames,
+            window,
             context,
             writer,
             attempt: 0,
             next: Arc::clone(&next),
             sequence: 0,
-            totals: LaneTotals::default(),
+            totals: Arc::clone(&totals),
         };
         let sender = std::thread::Builder::new()
             .name(format!("lane{number}-send"))
             .spawn(|| sender.run())?;
         let sender = Some(sender);
-        let mut lane =
-            Self { number, lane, results, sender, next, attempt: 0, closer, watch: None };
+        let mut lane = Self {
+            number,
+            outgoing,
+            totals,
+            results,
+            sender,
+            next,
+            attempt: 0,
+            closer,
+            watch: None,
+        };
         lane.watch(reader)?;
         Ok(lane)
     }
@@ -99,6 +135,16 @@ impl Lane {
     /// How often the lane's channel was dialled before.
     pub fn attempt(&self) -> u64 {
         self.attempt
+    }
+
+    /// What it has sent since it was asked last, or since the last round ended.
+    pub fn take_totals(&self) -> LaneTotals {
+        std::mem::take(&mut *lock(&self.totals))
+    }
+
+    /// Ends the queue: what is being sent is the last frame.
+    pub fn end(&self) {
+        self.outgoing.close();
     }
 
     /// Closes the lane's channel: whoever sends on it has lost it.
@@ -115,7 +161,7 @@ impl Lane {
         let DataChannel { writer, reader, closer, .. } = channel;
         (self.attempt, self.closer) = (attempt, closer);
         *self.next.lock() = Some((writer, attempt));
-        self.lane.outgoing.interrupt();
+        self.outgoing.interrupt();
         self.watch(reader)
     }
 
@@ -161,8 +207,9 @@ impl Drop for Lane {
 
 struct SenderThread {
     number: u8,
-    lane: Arc<PoolLane>,
-    maker: Maker,
+    outgoing: Arc<Outgoing<Finished>>,
+    frames: FrameSource,
+    window: Arc<Window<EncodedFrame>>,
     context: LaneContext,
     writer: ChannelWriter,
     /// How often the channel was dialled before.
@@ -171,7 +218,7 @@ struct SenderThread {
     /// Frames sent so far, which number them.
     sequence: u64,
     /// Of the round that is being sent.
-    totals: LaneTotals,
+    totals: Arc<Mutex<LaneTotals>>,
 }
 
 /// Why a frame was not sent.
@@ -188,7 +235,7 @@ impl SenderThread {
         let _cpu = cpu.count_this_thread();
         let mut idle_since = Instant::now();
         loop {
-            let mut sent = match self.maker.next() {
+            let mut sent = match self.frames.next() {
                 Ok(Next::Frame(frame)) => self.send_new(frame, idle_since),
                 Ok(Next::Interrupted) => self.change_channel(),
                 Ok(Next::Closed) => return,
@@ -201,7 +248,7 @@ impl SenderThread {
                 let NotSent::Lost(error) = not_sent else { return };
                 let (lane, attempt) = (self.number, self.attempt);
                 let _ = self.context.results.send(Input::LaneLost { lane, attempt, error });
-                if !self.lane.outgoing.await_interruption() {
+                if !self.outgoing.await_interruption() {
                     return;
                 }
                 sent = self.change_channel();
@@ -222,8 +269,8 @@ impl SenderThread {
             let took = begun.elapsed();
             self.context.chooser.sent(self.number, bytes, begun - idle_since, took);
         }
-        self.context.sent.bytes.fetch_add(bytes, Ordering::Relaxed);
-        self.lane.window.sent(self.sequence, frame);
+        self.context.sent.frame(bytes);
+        self.window.sent(self.sequence, frame);
         self.count(bytes, what);
         sent
     }
@@ -233,7 +280,7 @@ impl SenderThread {
         let Some((writer, attempt)) = self.next.lock().take() else { return Ok(()) };
         (self.writer, self.attempt) = (writer, attempt);
         let (lane, mut frames, mut bytes) = (self.number, 0, 0);
-        let mut again = self.lane.window.take_unplaced();
+        let mut again = self.window.take_unplaced();
         let mut sent = Ok(());
         while let Some((sequence, frame)) = again.pop_front() {
             if sent.is_ok() {
@@ -241,7 +288,7 @@ impl SenderThread {
                 frames += 1;
                 bytes += frame.wire_bytes() as u64;
             }
-            self.lane.window.sent(sequence, frame);
+            self.window.sent(sequence, frame);
         }
         let _ = self.context.results.send(Input::Resent { lane, frames, bytes });
         sent
@@ -260,21 +307,26 @@ impl SenderThread {
     }
 
     fn count(&mut self, bytes: u64, what: FrameInfo) {
-        self.totals.bytes += bytes;
+        let mut totals = lock(&self.totals);
+        totals.bytes += bytes;
         match what {
             FrameInfo::Pages(counts, decision) => {
                 self.context.sent.pages(&counts);
-                self.totals.add(&counts, &decision);
+                totals.add(&counts, &decision);
             }
             FrameInfo::EndOfRound { rearm, log, free } => {
-                self.totals.rearm = rearm;
-                self.totals.log = log;
-                self.totals.free_pages = free;
-                let totals = std::mem::take(&mut self.totals);
+                totals.rearm = rearm;
+                totals.log = log;
+                totals.free_pages = free;
+                let totals = std::mem::take(&mut *totals);
                 let (lane, end_sequence) = (self.number, self.sequence);
                 let sent = Input::LaneSent { lane, end_sequence, totals };
                 let _ = self.context.results.send(sent);
             }
         }
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

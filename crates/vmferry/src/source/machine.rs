@@ -16,6 +16,7 @@
 mod clock;
 mod handing_over;
 mod links;
+mod passes;
 mod rounds;
 
 use std::collections::VecDeque;
@@ -71,6 +72,8 @@ impl Phase {
 pub struct Source {
     config: SourceConfig,
     phase: Phase,
+    /// The VMM streams the guest, and decides on rounds and on the pause.
+    streamed: bool,
     handover: SourceState,
     predictor: Predictor,
     rounds: RoundTracker,
@@ -171,6 +174,7 @@ impl Source {
         let memory_pages: u64 = guest.layout.iter().map(|slot| slot.pages).sum();
         Self {
             phase: Phase::Announced,
+            streamed: false,
             handover: SourceState::Holding,
             predictor: Predictor::new(config.limits(), config.max_bandwidth),
             rounds: RoundTracker::new(config.channels),
@@ -295,6 +299,12 @@ impl Source {
     #[must_use]
     pub fn stats(&self) -> &SourceStats {
         &self.stats
+    }
+
+    /// The shortest round trip on the control channel so far; 0 if none was measured.
+    #[must_use]
+    pub fn round_trip(&self) -> Duration {
+        self.round_trip.unwrap_or_default()
     }
 
     /// What the migration is doing, in words.

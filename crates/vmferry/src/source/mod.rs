@@ -19,9 +19,10 @@ mod pool;
 mod recovery;
 mod redial;
 mod signal;
+mod streams;
 mod window;
 
-pub use driver::{SourceOutcome, migrate};
+pub use driver::{SourceOutcome, migrate, migrate_streamed};
 pub use io::Report;
 pub use orders::{Orders, Progress};
 pub use recovery::{Recovered, recover};

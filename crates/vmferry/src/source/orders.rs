@@ -19,12 +19,23 @@ pub struct Orders(Arc<Shared>);
 /// What the lanes have handed to their channels so far.
 #[derive(Debug, Default)]
 pub(super) struct SentCounters {
-    pub(super) bytes: AtomicU64,
+    bytes: AtomicU64,
+    frames: AtomicU64,
     content_pages: AtomicU64,
     zero_pages: AtomicU64,
 }
 
 impl SentCounters {
+    pub(super) fn frame(&self, bytes: u64) {
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.frames.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Bytes and frames so far.
+    pub(super) fn so_far(&self) -> (u64, u64) {
+        (self.bytes.load(Ordering::Relaxed), self.frames.load(Ordering::Relaxed))
+    }
+
     pub(super) fn pages(&self, counts: &FrameCounts) {
         self.content_pages.fetch_add(counts.content_pages(), Ordering::Relaxed);
         self.zero_pages.fetch_add(counts.zero_pages, Ordering::Relaxed);

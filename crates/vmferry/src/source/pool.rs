@@ -295,6 +295,12 @@ impl Maker {
         Self { number, lane, chooser, encoder, signal }
     }
 
+    /// The lane's queue.
+    #[must_use]
+    pub fn outgoing(&self) -> Arc<Outgoing<Finished>> {
+        Arc::clone(&self.lane.outgoing)
+    }
+
     /// The lane's next frame: a finished one, or one that is made now, or one that is waited for.
     ///
     /// # Errors

@@ -25,6 +25,18 @@ pub struct LaneTotals {
 }
 
 impl LaneTotals {
+    /// Adds what another lane sent, or the same one later.
+    pub fn join(&mut self, other: &Self) {
+        self.pages.add(&other.pages);
+        self.frames.add(&other.frames);
+        self.bytes += other.bytes;
+        self.free_pages += other.free_pages;
+        self.rearm += other.rearm;
+        if !other.log.is_empty() {
+            self.log = other.log;
+        }
+    }
+
     /// Adds a frame.
     pub fn add(&mut self, counts: &FrameCounts, decision: &Decision) {
         self.pages.add_frame(counts, decision.choice.pack);
@@ -90,12 +102,25 @@ impl RoundTracker {
 
     /// Begins the next round and returns its number.
     pub fn start(&mut self, start: RoundStart) -> u32 {
-        self.round += 1;
         self.open = true;
-        self.started = start.now;
         for lane in &mut self.lanes {
             lane.end = None;
         }
+        self.begin(start)
+    }
+
+    /// Ends a round that a VMM has ended, of which everything that is not counted yet is in `totals`, and begins the
+    /// next one. Lanes go on as they are.
+    pub fn turn(&mut self, totals: LaneTotals, start: RoundStart) -> RoundStats {
+        self.count(&totals);
+        let ended = self.close(start.now);
+        self.begin(start);
+        ended
+    }
+
+    fn begin(&mut self, start: RoundStart) -> u32 {
+        self.round += 1;
+        self.started = start.now;
         self.stats = RoundStats {
             round: self.round,
             pages: start.pages,
@@ -126,12 +151,18 @@ impl RoundTracker {
         if let Some(lane) = self.lanes.get_mut(usize::from(lane)) {
             lane.end = Some(end_sequence);
             lane.last_end = end_sequence;
-            self.stats.zero_pages += totals.pages.zero;
-            self.stats.free_pages += totals.free_pages;
-            self.stats.encoded.add(&totals.pages);
-            self.stats.frames.add(&totals.frames);
-            self.stats.bytes += totals.bytes;
-            self.stats.rearm_ms += totals.rearm.as_secs_f64() * 1e3;
+            self.count(&totals);
+        }
+    }
+
+    fn count(&mut self, totals: &LaneTotals) {
+        self.stats.zero_pages += totals.pages.zero;
+        self.stats.free_pages += totals.free_pages;
+        self.stats.encoded.add(&totals.pages);
+        self.stats.frames.add(&totals.frames);
+        self.stats.bytes += totals.bytes;
+        self.stats.rearm_ms += totals.rearm.as_secs_f64() * 1e3;
+        if !totals.log.is_empty() {
             self.stats.dirty_log = totals.log;
         }
     }
@@ -197,13 +228,17 @@ impl RoundTracker {
             return None;
         }
         self.open = false;
+        Some(self.close(now))
+    }
+
+    fn close(&mut self, now: Duration) -> RoundStats {
         let mut stats = std::mem::take(&mut self.stats);
         let took = now.saturating_sub(self.started).as_secs_f64();
         stats.ms = took * 1e3;
         stats.harvest_percent = 100.0 * stats.harvest_ms / (stats.harvest_ms + stats.ms).max(1e-6);
         let content = stats.encoded.content() as f64;
         stats.bytes_per_s = content * vmferry_memory::PAGE_SIZE as f64 / took.max(1e-9);
-        Some(stats)
+        stats
     }
 }
 

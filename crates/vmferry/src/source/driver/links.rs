@@ -5,24 +5,17 @@ use std::time::Duration;
 
 use vmferry_wire::{ControlMessage, Role, Token};
 
-use super::Driver;
-use crate::compression::worker_threads;
+use super::{Core, GuestSide};
 use crate::error::MigrateError;
 use crate::greeting::Purpose;
 use crate::link::lost;
 use crate::source::connect;
-use crate::source::encode::PageEncoder;
 use crate::source::io::Input;
 use crate::source::lane::{Lane, LaneContext};
-use crate::source::plan::LanePlan;
-use crate::source::pool::{Maker, Pool, PoolLane};
 use crate::source::redial::Redialled;
-use crate::vm::SourceVm;
+use crate::vm::Resume;
 
-/// Frames that a lane has ready beside those that workers are making: one is sent while the next waits.
-const FRAMES_AHEAD: usize = 2;
-
-impl<V: SourceVm> Driver<'_, V> {
+impl<V: Resume> Core<'_, V> {
     pub(super) fn send(&mut self, message: &ControlMessage) -> Option<Input> {
         match self.control.send(message) {
             Ok(()) => None,
@@ -35,8 +28,11 @@ impl<V: SourceVm> Driver<'_, V> {
         }
     }
 
-    pub(super) fn open_lanes(&mut self, token: &Token) -> Result<(), MigrateError> {
-        let no_thread = |source| MigrateError::Local { action: "start a thread", source };
+    pub(super) fn open_lanes(
+        &mut self,
+        side: &mut impl GuestSide<V>,
+        token: &Token,
+    ) -> Result<(), MigrateError> {
         let context = LaneContext {
             limiter: self.limiter.clone(),
             chooser: Arc::clone(&self.chooser),
@@ -44,42 +40,16 @@ impl<V: SourceVm> Driver<'_, V> {
             cpu: self.cpu.clone(),
             sent: self.orders.sent(),
         };
-        let compression = &self.config.compression;
-        let workers = worker_threads(compression.workers);
-        let encoder = || {
-            let (memory, hashes) = (self.memory.clone(), Arc::clone(&self.hashes));
-            PageEncoder::new(memory, hashes, compression.compressors.clone(), Arc::clone(&self.hot))
-        };
-        let mut pool_lanes = Vec::new();
-        for (lane, window) in (0..self.config.channels).zip(&self.windows) {
+        for lane in 0..self.config.channels {
             let purpose = Purpose { role: Role::Data, lane, token: *token, attempt: 0 };
             let channel = connect::data(&self.dialer, purpose, &self.config.timeouts)?;
-            let log = Arc::clone(&self.log);
-            let plan = LanePlan::new(lane, self.config.channels, log);
-            let (window, signal) = (Arc::clone(window), Arc::clone(&self.signal));
-            let pool_lane = Arc::new(PoolLane::new(plan, window, workers + FRAMES_AHEAD, signal));
-            pool_lanes.push(Arc::clone(&pool_lane));
-            let maker = Maker::new(
-                lane,
-                Arc::clone(&pool_lane),
-                Arc::clone(&self.chooser),
-                encoder(),
-                Arc::clone(&self.signal),
-            );
-            let lane = Lane::start(lane, pool_lane, maker, context.clone(), channel);
-            let lane = lane.map_err(no_thread)?;
-            self.lanes.push(lane);
+            let frames = side.frames_of(self, lane);
+            let window = Arc::clone(&self.windows[usize::from(lane)]);
+            let lane = Lane::start(lane, frames, window, context.clone(), channel);
+            let no_thread = |source| MigrateError::Local { action: "start a thread", source };
+            self.lanes.push(lane.map_err(no_thread)?);
         }
-        let pool = Pool::start(
-            pool_lanes,
-            Arc::clone(&self.signal),
-            Arc::clone(&self.chooser),
-            (0..workers).map(|_| encoder()).collect(),
-            self.inputs.0.clone(),
-            self.cpu.clone(),
-        );
-        self.pool = Some(pool.map_err(no_thread)?);
-        Ok(())
+        side.lanes_are_open(self)
     }
 
     /// Whether a lane's present channel is the one that was dialled so often before.

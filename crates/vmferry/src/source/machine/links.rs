@@ -95,8 +95,11 @@ impl Source {
 
     /// Whether a lost channel can be made again: the destination knows the session, and nothing is promised.
     fn may_reconnect(&self) -> bool {
+        // A VMM that has stopped its guest can't let it run on and still go on with what it streams.
+        let too_late = self.streamed && self.phase != Phase::Sending;
         self.handover == SourceState::Holding
             && !self.timeouts().reconnect.is_zero()
+            && !too_late
             && matches!(
                 self.phase,
                 Phase::Sending
@@ -176,7 +179,7 @@ impl Source {
 
     /// Lets the guest run on if it was paused and not everything is known to have arrived.
     pub(super) fn recall(&mut self, now: Duration) {
-        if !matches!(self.phase, Phase::LastRound | Phase::AwaitReady) {
+        if self.streamed || !matches!(self.phase, Phase::LastRound | Phase::AwaitReady) {
             return;
         }
         self.act(Action::Recall);

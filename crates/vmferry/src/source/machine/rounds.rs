@@ -5,11 +5,13 @@ use std::time::Duration;
 
 use vmferry_wire::ControlMessage;
 
+use super::passes::Pass;
 use super::{Phase, Source, ms};
 use crate::convergence::{Decision, Harvest};
 use crate::error::MigrateError;
 use crate::source::io::{Action, Input, Report};
 use crate::source::rounds::RoundStart;
+use crate::stats::RoundStats;
 
 impl Source {
     pub(super) fn on_progress(&mut self, now: Duration, input: Input) {
@@ -31,6 +33,13 @@ impl Source {
                     self.act(Action::SumDigest);
                 }
                 self.finish_round(now);
+            }
+            (Input::Pass { round, pages, dirty_pages_per_s, totals }, Phase::Sending) => {
+                let pass = Pass { round, pages, dirty_pages_per_s };
+                self.on_pass(now, pass, totals);
+            }
+            (Input::Stopped { stood_still, expected, totals }, Phase::Sending) => {
+                self.on_stopped(now, stood_still, expected, totals);
             }
             (Input::Harvested { pages, took, stood_still }, Phase::Harvesting) => {
                 self.stood_still = stood_still;
@@ -109,6 +118,12 @@ impl Source {
 
     pub(super) fn finish_round(&mut self, now: Duration) {
         let Some(round) = self.rounds.finish(now) else { return };
+        self.count_round(round);
+        self.go_on(now);
+    }
+
+    /// Takes a round that is over.
+    pub(super) fn count_round(&mut self, round: RoundStats) {
         if !round.interrupted {
             self.predictor.measured_round(
                 round.encoded.content(),
@@ -124,12 +139,12 @@ impl Source {
         self.stats.compression_ratio = page_bytes / self.wire_bytes as f64;
         self.stats.rounds.push(round.clone());
         self.act(Action::Report(Report::RoundDone(round)));
-        self.go_on(now);
     }
 
     /// Begins the next round if the one before is placed, and the destination knows that another one comes.
     pub(super) fn go_on(&mut self, now: Duration) {
-        if self.phase == Phase::Sending && !self.rounds.is_open() && self.withdrawn.is_none() {
+        let ours = !self.streamed && self.withdrawn.is_none();
+        if self.phase == Phase::Sending && !self.rounds.is_open() && ours {
             self.harvest(now);
         }
     }

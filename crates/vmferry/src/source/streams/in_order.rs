@@ -1,0 +1,40 @@
+//! Pieces of one stream, packed in any order, in the order of the stream again.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::source::outgoing::Outgoing;
+use crate::source::pool::Finished;
+
+/// Puts frames into a lane's queue in the order of their tickets.
+pub struct InOrder {
+    waiting: Mutex<Waiting>,
+    outgoing: Arc<Outgoing<Finished>>,
+}
+
+#[derive(Default)]
+struct Waiting {
+    /// The ticket that is due.
+    next: u64,
+    /// Frames whose turn has not come, by ticket: as many as the queue lets be begun.
+    finished: BTreeMap<u64, Finished>,
+}
+
+impl InOrder {
+    /// The first ticket is 0.
+    pub fn new(outgoing: Arc<Outgoing<Finished>>) -> Self {
+        Self { waiting: Mutex::default(), outgoing }
+    }
+
+    /// Takes a finished frame.
+    pub fn put(&self, ticket: u64, frame: Finished) {
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        waiting.finished.insert(ticket, frame);
+        let mut next = waiting.next;
+        while let Some(frame) = waiting.finished.remove(&next) {
+            self.outgoing.put(frame);
+            next += 1;
+        }
+        waiting.next = next;
+    }
+}

@@ -1,0 +1,194 @@
+//! The thread that reads one stream.
+
+use std::io::Read;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use crossbeam_channel::Sender;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use vmferry_codec::{EncodedFrame, HotPages, Piece, StreamEncoder};
+
+use super::Tally;
+use super::in_order::InOrder;
+use super::packers::Work;
+use crate::error::MigrateError;
+use crate::source::chooser::Chooser;
+use crate::source::io::Input;
+use crate::source::outgoing::Outgoing;
+use crate::source::pool::{Finished, FrameInfo};
+use crate::source::signal::Signal;
+use crate::source::window::Window;
+use crate::streamed::{LONGEST_RECORD, Marks, Recogniser};
+
+/// A piece has at least so many bytes if the VMM has written them.
+const PIECE_BYTES: usize = 256 << 10;
+
+/// What is read for a piece at most: it is cut at the end of a record.
+const BUFFER_BYTES: usize = PIECE_BYTES + 4 * LONGEST_RECORD;
+
+/// For how long a piece is kept for more while the channel is busy with others.
+const LINGER: Duration = Duration::from_millis(1);
+
+/// Reads pieces, recognises pages, divides, and hands on.
+pub struct StreamReader {
+    pub lane: u8,
+    pub socket: UnixStream,
+    pub recogniser: Box<dyn Recogniser>,
+    pub window: Arc<Window<EncodedFrame>>,
+    pub outgoing: Arc<Outgoing<Finished>>,
+    pub in_order: Arc<InOrder>,
+    pub signal: Arc<Signal>,
+    pub chooser: Arc<Chooser>,
+    pub kept: HotPages,
+    /// For pieces that are not compressed.
+    pub encoder: StreamEncoder,
+    pub work: Sender<Work>,
+    pub tally: Arc<Tally>,
+    pub results: Sender<Input>,
+}
+
+/// A piece that was read.
+struct Cut {
+    bytes: usize,
+    /// Nothing follows.
+    last: bool,
+}
+
+impl StreamReader {
+    /// Reads until the VMM closes its end.
+    pub fn run(mut self) {
+        if let Err(error) = self.read_all() {
+            let _ = self.results.send(Input::Failed(error));
+        }
+    }
+
+    fn read_all(&mut self) -> Result<(), MigrateError> {
+        let (mut marks, mut rest) = (Marks::default(), Vec::with_capacity(LONGEST_RECORD));
+        let (mut offset, mut ticket) = (0, 0);
+        loop {
+            let Some(mut frame) = self.acquire() else { return Ok(()) };
+            let cut = self.read_piece(&mut frame, &mut marks, &mut rest);
+            let Cut { bytes, last } = cut.map_err(|source| MigrateError::Local {
+                action: "read the stream of the guest's VMM",
+                source,
+            })?;
+            if bytes > 0 {
+                let round = self.tally.pass.load(Ordering::Relaxed);
+                let zero_pages = marks.zero_pages;
+                let piece = Piece { offset, bytes, pages: &marks.pages, zero_pages, round };
+                self.hand_on(frame, piece, ticket)?;
+                (offset, ticket) = (offset + bytes as u64, ticket + 1);
+            } else {
+                self.window.give_back(frame);
+                self.outgoing.give_up();
+            }
+            if last {
+                self.end(ticket);
+                return Ok(());
+            }
+        }
+    }
+
+    /// A buffer, and room in the lane's queue; `None` at the end.
+    fn acquire(&self) -> Option<EncodedFrame> {
+        loop {
+            let seen = self.signal.now()?;
+            if self.outgoing.try_begin() {
+                if let Some(frame) = self.window.try_acquire(EncodedFrame::new) {
+                    return Some(frame);
+                }
+                self.outgoing.give_up();
+            }
+            self.signal.wait(seen);
+        }
+    }
+
+    /// Reads until there is a piece, or nothing more at present and somebody waits for it. What follows its last whole
+    /// record is left in `rest` for the next one.
+    fn read_piece(
+        &mut self,
+        frame: &mut EncodedFrame,
+        marks: &mut Marks,
+        rest: &mut Vec<u8>,
+    ) -> std::io::Result<Cut> {
+        let buffer = frame.bytes_mut(BUFFER_BYTES);
+        let (mut filled, mut taken) = (rest.len(), 0);
+        buffer[..filled].copy_from_slice(rest);
+        rest.clear();
+        marks.clear();
+        let last = loop {
+            if filled > taken {
+                let known = marks.pages.len();
+                let looked = self.recogniser.look(&buffer[taken..filled], marks);
+                marks.pages[known..].iter_mut().for_each(|mark| mark.at += taken);
+                taken += looked.min(filled - taken);
+            }
+            let full = taken >= PIECE_BYTES || filled == buffer.len();
+            if full || taken > 0 && !self.more_comes()? {
+                break false;
+            }
+            match self.socket.read(&mut buffer[filled..]) {
+                Ok(0) => {
+                    taken = filled;
+                    break true;
+                }
+                Ok(read) => filled += read,
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                // A VMM that has died, or a socket that was closed here.
+                Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => {
+                    taken = filled;
+                    break true;
+                }
+                Err(error) => return Err(error),
+            }
+        };
+        rest.extend_from_slice(&buffer[taken..filled]);
+        Ok(Cut { bytes: taken, last })
+    }
+
+    /// Whether there is more to read already; or soon, while the channel has something to send.
+    fn more_comes(&self) -> std::io::Result<bool> {
+        let wait = if self.outgoing.is_hungry() { Duration::ZERO } else { LINGER };
+        let wait = Timespec { tv_sec: 0, tv_nsec: wait.as_nanos() as _ };
+        let mut polled = [PollFd::new(&self.socket, PollFlags::IN)];
+        match poll(&mut polled, Some(&wait)) {
+            Ok(ready) => Ok(ready > 0),
+            Err(rustix::io::Errno::INTR) => Ok(false),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    fn hand_on(
+        &mut self,
+        mut frame: EncodedFrame,
+        piece: Piece<'_>,
+        ticket: u64,
+    ) -> Result<(), MigrateError> {
+        let light = self.chooser.is_light() && !self.chooser.needs_compressors();
+        let decision = if light {
+            self.chooser.choose_light(piece.round)
+        } else {
+            self.chooser.choose(self.outgoing.is_hungry(), piece.round)
+        };
+        frame.divide(piece, &self.kept, decision.choice);
+        let (lane, to) = (self.lane, Arc::clone(&self.in_order));
+        let work = Work { frame, decision, ticket, lane, to };
+        if decision.choice.pack.is_none() {
+            return work.finish(&mut self.encoder, &self.chooser, &self.tally);
+        }
+        // Packers outlive readers.
+        let _ = self.work.send(work);
+        Ok(())
+    }
+
+    /// Says on the lane that the stream is over.
+    fn end(&self, ticket: u64) {
+        let Some(mut frame) = self.acquire() else { return };
+        frame.end_of_round(self.tally.pass.load(Ordering::Relaxed));
+        let (rearm, log, free) = (Duration::ZERO, "VMM", 0);
+        let what = FrameInfo::EndOfRound { rearm, log, free };
+        self.in_order.put(ticket, Finished { frame, what });
+    }
+}
