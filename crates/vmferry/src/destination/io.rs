@@ -61,6 +61,11 @@ pub enum Input {
         /// The sequence number of the round's last frame.
         sequence: u64,
     },
+    /// The VMM takes no more of a stream: for the driver, which asks it why.
+    StreamRefused {
+        /// What the socket says.
+        source: std::io::Error,
+    },
     /// The digest of everything that was placed.
     Digest(u64),
     /// The state is loaded, or can't be.

@@ -11,47 +11,25 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use crossbeam_channel::{Receiver, Sender};
-use vmferry_codec::{Decompressors, Frame, PageHashes};
-use vmferry_memory::GuestMemory;
+use vmferry_codec::{Decompressors, Frame};
 use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter};
 use vmferry_wire::{ControlMessage, FrameHeader, FrameKind};
 
 use super::io::Input;
-use super::place::{
-    FrameReader, LaneProgress, MOST_IN_MAKING, PlacedCounters, Placer, is_placed_at_once,
-};
+use super::place::{FrameReader, LaneProgress, MOST_IN_MAKING, Placer, is_placed_at_once};
+use super::target::{LaneContext, LaneSet, MemoryTarget};
 use crate::compression::worker_threads;
 use crate::config::DestinationConfig;
-use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
-use crate::link::ControlSlot;
 
 /// Frames of a lane that are read while the workers are busy with others of it. A few of 256 KiB keep both
 /// busy and stay in the cache.
 const FRAMES_AHEAD: usize = 3;
 
-/// What all lanes of a session share.
-#[derive(Clone)]
-pub struct LaneContext {
-    /// The guest's memory.
-    pub memory: GuestMemory,
-    /// Hashes of the pages as last placed.
-    pub hashes: Arc<PageHashes>,
-    /// Where acknowledgements go.
-    pub control: Arc<ControlSlot>,
-    /// Where results go.
-    pub results: Sender<Input>,
-    /// CPU time of the threads.
-    pub cpu: CpuMeter,
-    /// What was placed.
-    pub placed: Arc<PlacedCounters>,
-    /// Number of lanes.
-    pub lanes: u8,
-}
-
 /// All lanes of a session at work. Dropped, no thread touches the guest's memory any more.
 pub struct Lanes {
     context: LaneContext,
+    target: MemoryTarget,
     work: Option<Sender<Work>>,
     workers: Vec<JoinHandle<()>>,
     lanes: Vec<Lane>,
@@ -102,11 +80,17 @@ impl Lanes {
     ///
     /// # Errors
     /// If the system has no thread left.
-    pub fn start(context: LaneContext, config: &DestinationConfig) -> std::io::Result<Self> {
+    pub fn start(
+        context: LaneContext,
+        target: MemoryTarget,
+        config: &DestinationConfig,
+    ) -> std::io::Result<Self> {
         let workers = worker_threads(config.workers).max(1);
         let longest = usize::from(context.lanes) * (workers + FRAMES_AHEAD);
         let (work, work_in) = crossbeam_channel::bounded(longest);
-        let mut all = Self { context, work: Some(work), workers: Vec::new(), lanes: Vec::new() };
+        let (workers_made, lanes_made) = (Vec::new(), Vec::new());
+        let mut all =
+            Self { context, target, work: Some(work), workers: workers_made, lanes: lanes_made };
         for number in 0..workers {
             let decompressors = if config.keep_decompressors {
                 Decompressors::default()
@@ -114,7 +98,7 @@ impl Lanes {
                 Decompressors::per_call()
             };
             let worker = Worker {
-                placer: placer(&all.context, decompressors),
+                placer: placer(&all.context, &all.target, decompressors),
                 context: all.context.clone(),
             };
             let work = work_in.clone();
@@ -125,13 +109,11 @@ impl Lanes {
         }
         Ok(all)
     }
+}
 
-    /// Makes a lane ready for a channel that was dialled `attempt` times before, and returns the last frame up to
-    /// which all are placed: the source goes on behind it. `None` if that is no newer attempt than the one that is
-    /// there: a recording, perhaps.
-    ///
-    /// A lane that has a channel loses it. What was read from it is placed before this returns.
-    pub fn expect(&mut self, lane: u8, attempt: u64) -> Option<u64> {
+impl LaneSet for Lanes {
+    /// What was read of the lane's channel is placed before this returns.
+    fn expect(&mut self, lane: u8, attempt: u64) -> Option<u64> {
         let Some(known) = self.lanes.iter_mut().find(|known| known.shared.number == lane) else {
             let shared = Arc::new(LaneState::new(lane, self.workers.len() + FRAMES_AHEAD));
             self.lanes.push(Lane { shared, attempt, channel: None });
@@ -145,11 +127,7 @@ impl Lanes {
         known.shared.reopen()
     }
 
-    /// Starts to receive on a lane's greeted channel, which was [expected](Self::expect).
-    ///
-    /// # Errors
-    /// If the system has no thread left.
-    pub fn join(
+    fn join(
         &mut self,
         lane: u8,
         reader: ChannelReader,
@@ -163,7 +141,7 @@ impl Lanes {
             lane: Arc::clone(&known.shared),
             frames: FrameReader::after(lane, reader, placed),
             closer: closer.clone(),
-            placer: placer(&self.context, Decompressors::default()),
+            placer: placer(&self.context, &self.target, Decompressors::default()),
             attempt: known.attempt,
             work,
             context: self.context.clone(),
@@ -175,13 +153,11 @@ impl Lanes {
         Ok(())
     }
 
-    /// Whether a lane's present channel is the one that was dialled so often before.
-    pub fn is_at(&self, lane: u8, attempt: u64) -> bool {
+    fn is_at(&self, lane: u8, attempt: u64) -> bool {
         self.lanes.iter().any(|known| known.shared.number == lane && known.attempt == attempt)
     }
 
-    /// Says of every lane how far it is.
-    pub fn acknowledge(&self) {
+    fn acknowledge(&self) {
         for lane in &self.lanes {
             let (lane, sequence) = (lane.shared.number, lane.shared.lock().progress.placed());
             self.context.control.send(&ControlMessage::Placed { lane, sequence });
@@ -201,11 +177,11 @@ impl Lane {
     }
 }
 
-fn placer(context: &LaneContext, decompressors: Decompressors) -> Placer {
+fn placer(context: &LaneContext, target: &MemoryTarget, decompressors: Decompressors) -> Placer {
     Placer::new(
         context.lanes,
-        context.memory.clone(),
-        Arc::clone(&context.hashes),
+        target.memory.clone(),
+        Arc::clone(&target.hashes),
         Arc::clone(&context.placed),
         decompressors,
     )

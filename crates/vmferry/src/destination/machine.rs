@@ -176,7 +176,7 @@ impl Destination {
                     self.failure = Some(error);
                 }
             }
-            Input::Tick => {}
+            Input::StreamRefused { .. } | Input::Tick => {}
         }
         self.watch_the_clock(now);
     }

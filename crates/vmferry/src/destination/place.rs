@@ -24,7 +24,7 @@ pub use direct::{PageSource, is_placed_at_once};
 
 /// Frames between two acknowledgements, fewer than the smallest window has. One for each frame would wake the source's
 /// threads four times as often: measured, that is 6 % of the CPU time of both sides.
-const ACKNOWLEDGE_FRAMES: u64 = 4;
+pub const ACKNOWLEDGE_FRAMES: u64 = 4;
 
 /// What all lanes have placed so far.
 #[derive(Debug, Default)]

@@ -10,18 +10,16 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
-use vmferry_codec::PageHashes;
-use vmferry_memory::GuestMemory;
 use vmferry_transport::{ChannelCloser, ChannelWriter, PeerIdentity};
 use vmferry_wire::{GuestIdentity, HelloStatus, SessionId, Token};
 
 use super::arrivals::{Arrival, Connection, reply};
 use super::io::{Action, Ending, Input, LinkId};
-use super::lanes::Lanes;
 use super::machine::Destination;
 use super::place::PlacedCounters;
 use super::receive::Notice;
 use super::reception::Reception;
+use super::target::{LaneSet, Target};
 use crate::config::DestinationConfig;
 use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
@@ -77,9 +75,9 @@ pub struct Session<'a, V> {
     successor: Option<Connection>,
     journal: Option<FileJournal>,
     guest: Option<GuestIdentity>,
-    memory: Option<(GuestMemory, Arc<PageHashes>)>,
+    target: Option<Target>,
     expected_lanes: u8,
-    lanes: Option<Lanes>,
+    lanes: Option<Box<dyn LaneSet>>,
     placed: Arc<PlacedCounters>,
     cpu: CpuMeter,
     stopping: bool,
@@ -117,7 +115,7 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             successor: None,
             journal: None,
             guest: None,
-            memory: None,
+            target: None,
             expected_lanes: 0,
             lanes: None,
             placed: Arc::default(),
@@ -186,6 +184,7 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             },
             recv(self.inputs.1) -> input => match input {
                 Ok(Input::LaneLost { lane, attempt, .. }) if !self.is_at(lane, attempt) => Input::Tick,
+                Ok(Input::StreamRefused { source }) => Input::Failed(self.why_refused(source)),
                 Ok(input) => input,
                 Err(_) => Input::Tick,
             },
@@ -222,8 +221,7 @@ impl<'a, V: DestinationVm> Session<'a, V> {
                 None
             }
             Action::SumDigest => {
-                let digest = self.memory.as_ref().map_or(0, |(_, hashes)| hashes.sum());
-                Some(Input::Digest(digest))
+                Some(Input::Digest(self.target.as_ref().map_or(0, Target::digest)))
             }
             Action::Load(state) => {
                 let begun = Instant::now();
@@ -247,7 +245,7 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             }
             Action::Discard => {
                 self.end_lanes();
-                self.memory = None;
+                self.target = None;
                 self.vm.discard();
                 None
             }

@@ -155,7 +155,8 @@ impl RoundTracker {
         }
     }
 
-    fn count(&mut self, totals: &LaneTotals) {
+    /// Adds what was sent of the round.
+    pub fn count(&mut self, totals: &LaneTotals) {
         self.stats.zero_pages += totals.pages.zero;
         self.stats.free_pages += totals.free_pages;
         self.stats.encoded.add(&totals.pages);

@@ -36,16 +36,31 @@ pub fn text(page: u64) -> Vec<u8> {
     format!("page {page} of a guest, ").bytes().cycle().take(PAGE_SIZE).collect()
 }
 
+/// A generator that gives the same bytes everywhere: xorshift64*.
+pub struct Noise(u64);
+
+impl Noise {
+    pub fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    pub fn fill(&mut self, bytes: &mut [u8]) {
+        bytes.fill_with(|| (self.next() >> 56) as u8);
+    }
+}
+
 /// Random bytes of a page.
 pub fn random(page: u64) -> Vec<u8> {
-    let mut state = page.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 24) as u8
-    };
-    (0..PAGE_SIZE).map(|_| next()).collect()
+    let mut bytes = vec![0; PAGE_SIZE];
+    Noise::new(page).fill(&mut bytes);
+    bytes
 }
 
 /// A guest with pages of all kinds, of which the first `hot` are changed in a few bytes all the time.

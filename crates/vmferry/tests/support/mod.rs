@@ -7,6 +7,7 @@ pub mod compressors;
 pub mod content;
 pub mod cutter;
 pub mod relay;
+pub mod streamer;
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -16,9 +17,10 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use streamer::{Streamer, Taker};
 use vmferry::destination::{Owned, Received, Stop, receive};
 use vmferry::free_pages::FreePages;
-use vmferry::source::{Orders, Report, SourceOutcome, migrate};
+use vmferry::source::{Orders, Report, SourceOutcome, migrate, migrate_streamed};
 use vmferry::{
     DestinationConfig, DestinationVm, GuestDescription, Landing, PrepareError, Resume,
     SourceConfig, SourceVm, VmError,
@@ -361,6 +363,28 @@ impl Scenario {
         destination: DestinationGuest,
         mut watch: impl FnMut(&Report),
     ) -> (SourceOutcome<SourceGuest>, Received<DestinationGuest>) {
+        self.between(destination, |dialer| {
+            migrate(vm, dialer, self.source.clone(), &self.orders, &mut watch)
+        })
+    }
+
+    /// The same with a guest that its VMM streams.
+    pub fn run_streamed(
+        &self,
+        vm: Streamer,
+        destination: Taker,
+        mut watch: impl FnMut(&Report),
+    ) -> (SourceOutcome<Streamer>, Received<Taker>) {
+        self.between(destination, |dialer| {
+            migrate_streamed(vm, dialer, self.source.clone(), &self.orders, &mut watch)
+        })
+    }
+
+    fn between<D: DestinationVm, R>(
+        &self,
+        destination: D,
+        send: impl FnOnce(&Dialer) -> R,
+    ) -> (R, Received<D>) {
         let (bound, address) = std::sync::mpsc::channel();
         std::thread::scope(|scope| {
             let receiving = scope.spawn(move || {
@@ -378,29 +402,26 @@ impl Scenario {
             }
             let bound = address.recv().unwrap();
             let dialer = Dialer::new(self.dial.clone().unwrap_or(bound), None);
-            let outcome = migrate(vm, &dialer, self.source.clone(), &self.orders, &mut |report| {
-                watch(report)
-            });
-            (outcome, receiving.join().unwrap())
+            (send(&dialer), receiving.join().unwrap())
         })
     }
 }
 
-pub fn kept(outcome: SourceOutcome<SourceGuest>) -> (SourceGuest, vmferry::MigrateError) {
+pub fn kept<V>(outcome: SourceOutcome<V>) -> (V, vmferry::MigrateError) {
     match outcome {
         SourceOutcome::Kept { vm, error, .. } => (vm, error),
         SourceOutcome::Given { stats, .. } => panic!("the guest was given away: {stats:?}"),
     }
 }
 
-pub fn owned(received: Received<DestinationGuest>) -> Owned<DestinationGuest> {
+pub fn owned<V>(received: Received<V>) -> Owned<V> {
     match received {
         Received::Owns(owned) => *owned,
         Received::Nothing { error, .. } => panic!("no guest came: {}", vmferry::chain(&error)),
     }
 }
 
-pub fn nothing(received: Received<DestinationGuest>) -> vmferry::MigrateError {
+pub fn nothing<V>(received: Received<V>) -> vmferry::MigrateError {
     match received {
         Received::Nothing { error, .. } => error,
         Received::Owns(_) => panic!("the guest runs at the destination"),

@@ -1,14 +1,13 @@
 //! What a session does to the guest and to its journal.
 
-use std::sync::Arc;
 use std::time::Instant;
 
-use vmferry_codec::PageHashes;
 use vmferry_memory::{PageSet, whole_hash_except};
 use vmferry_wire::{Reason, ReasonCode, SessionId};
 
 use super::Session;
 use crate::destination::io::Input;
+use crate::destination::target::Target;
 use crate::error::MigrateError;
 use crate::journal::{FileJournal, Journal, Record, Side, now_seconds};
 use crate::vm::{DestinationVm, GuestDescription, Landing, PrepareError};
@@ -21,25 +20,29 @@ impl<V: DestinationVm> Session<'_, V> {
                 .map_err(|refusal| refused(ReasonCode::Unauthorised, &refusal))?;
         }
         self.guest = Some(guest.identity.clone());
-        let Landing::Memory(memory) = self.vm.prepare(guest).map_err(refusal)? else {
-            self.vm.discard();
-            let text = "this destination takes no streams";
-            return Err(refused(ReasonCode::Incompatible, text));
-        };
-        if memory.layout() != guest.layout {
-            self.vm.discard();
-            let text = "the destination VMM made other memory slots than those announced";
-            return Err(refused(ReasonCode::LayoutMismatch, text));
-        }
-        let hashes = Arc::new(PageHashes::for_memory(&memory));
-        self.memory = Some((memory, hashes));
+        self.target = Some(match self.vm.prepare(guest).map_err(refusal)? {
+            Landing::Memory(memory) if memory.layout() == guest.layout => Target::memory(memory),
+            Landing::Memory(_) => {
+                self.vm.discard();
+                let text = "the destination VMM made other memory slots than those announced";
+                return Err(refused(ReasonCode::LayoutMismatch, text));
+            }
+            Landing::Streams(sockets) => Target::streams(sockets),
+        });
         Ok(())
+    }
+
+    /// Why the VMM takes no more of its stream.
+    pub(super) fn why_refused(&mut self, source: std::io::Error) -> MigrateError {
+        // It is asked for the end of a load that has failed.
+        let source = self.vm.load(&[]).err().unwrap_or_else(|| source.into());
+        MigrateError::Vm { action: "load the guest's state", source }
     }
 
     pub(super) fn open(&mut self, session: SessionId) -> Result<(), MigrateError> {
         let opened = self.open_journal(session);
         if opened.is_err() {
-            self.memory = None;
+            self.target = None;
             self.vm.discard();
         }
         opened
@@ -71,7 +74,10 @@ impl<V: DestinationVm> Session<'_, V> {
     }
 
     pub(super) fn hash(&mut self, except: PageSet) -> Option<Input> {
-        let (memory, _) = self.memory.as_ref()?;
+        let Some(memory) = self.target.as_ref().and_then(Target::guest_memory) else {
+            let source = "what a VMM has loaded from its streams can't be hashed".into();
+            return Some(Input::Failed(MigrateError::Vm { action: "hash its memory", source }));
+        };
         let (memory, results) = (memory.clone(), self.inputs.0.clone());
         let spawned = std::thread::Builder::new().name("verify".into()).spawn(move || {
             let begun = Instant::now();

@@ -9,8 +9,8 @@ use vmferry_wire::{ControlMessage, HelloStatus, Token};
 use super::{FromControl, Link, Session};
 use crate::destination::arrivals::{Arrival, Connection, give_word, reply, turn_away};
 use crate::destination::io::{Input, LinkId};
-use crate::destination::lanes::{LaneContext, Lanes};
 use crate::destination::receive::Notice;
+use crate::destination::target::LaneContext;
 use crate::error::MigrateError;
 use crate::link::{ControlReader, ControlWriter};
 use crate::vm::DestinationVm;
@@ -95,7 +95,7 @@ impl<V: DestinationVm> Session<'_, V> {
             refuse(connection, HelloStatus::BadToken, &reason, watch);
             return Ok(Input::Tick);
         }
-        let Some((memory, hashes)) = &self.memory else {
+        let Some(target) = &self.target else {
             refuse(connection, HelloStatus::BadToken, "the session has no guest", watch);
             return Ok(Input::Tick);
         };
@@ -109,15 +109,13 @@ impl<V: DestinationVm> Session<'_, V> {
             Some(lanes) => lanes,
             none => {
                 let context = LaneContext {
-                    memory: memory.clone(),
-                    hashes: Arc::clone(hashes),
                     control: Arc::clone(&self.control),
                     results: self.inputs.0.clone(),
                     cpu: self.cpu.clone(),
                     placed: Arc::clone(&self.placed),
                     lanes: self.expected_lanes,
                 };
-                none.insert(Lanes::start(context, self.config).map_err(no_thread)?)
+                none.insert(target.lanes(context, self.config)?)
             }
         };
         let Some(placed) = lanes.expect(lane, attempt) else {

@@ -157,6 +157,8 @@ impl<V: StreamedVm> GuestSide<V> for StreamedGuest {
 
     fn heard(&mut self, core: &mut Core<'_, V>, event: StreamEvent) -> Input {
         match event {
+            // The last one is the machine's own, and begins when the guest is stopped.
+            StreamEvent::Pass { .. } if !matches!(core.held, Held::Running(_)) => Input::Tick,
             StreamEvent::Pass { number, pages, dirty_pages_per_s } => {
                 if let Some(streams) = &self.streams {
                     streams.set_pass(number);
@@ -168,6 +170,9 @@ impl<V: StreamedVm> GuestSide<V> for StreamedGuest {
                     Held::Running(running) => Held::Paused(running.stopped()),
                     other => other,
                 };
+                if let Some(streams) = &self.streams {
+                    streams.next_pass();
+                }
                 let (expected, totals) = (expected_downtime, taken(core));
                 Input::Stopped { stood_still, expected, totals }
             }

@@ -24,8 +24,9 @@ impl Source {
     }
 
     pub(super) fn on_pass(&mut self, now: Duration, pass: Pass, totals: LaneTotals) {
-        // The first one has begun with the streams.
         if pass.round <= self.rounds.round() {
+            // The first one has begun with the streams.
+            self.rounds.count(&totals);
             return;
         }
         let began = self.rounds.started();

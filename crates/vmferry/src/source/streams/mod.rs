@@ -120,6 +120,11 @@ impl Streams {
         self.tally.pass.store(pass, Ordering::Relaxed);
     }
 
+    /// The VMM is in the next pass from now on.
+    pub fn next_pass(&self) {
+        self.tally.pass.fetch_add(1, Ordering::Relaxed);
+    }
+
     /// The digest of everything that was read; of all of it once the lanes have sent all.
     #[must_use]
     pub fn digest(&self) -> u64 {

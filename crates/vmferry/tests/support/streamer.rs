@@ -1,0 +1,369 @@
+//! A VMM that streams its guest, in the test: it writes records of pages into sockets, pass after pass, stops "the
+//! guest", waits, and writes the rest; and one that takes the streams.
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use vmferry::streamed::{
+    Marks, OutgoingStream, PageMark, Recogniser, StreamEvent, StreamEvents, StreamedVm,
+};
+use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, Resume, VmError};
+use vmferry_memory::{PAGE_SIZE, SlotId, SlotLayout};
+use vmferry_wire::GuestIdentity;
+
+use super::content::Noise;
+
+/// Marks the beginning of a record of a page; a record of a page of zeros has no content.
+const PAGE: u64 = 0x28;
+const ZERO: u64 = 0x22;
+
+/// What is to be streamed.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    pub streams: u8,
+    /// Pages of each stream, of which every eighth is zero.
+    pub pages: u64,
+    /// Passes over the first `hot` pages of each after the first pass.
+    pub passes: u32,
+    pub hot: u64,
+    /// Bytes that are no pages, in front of each pass.
+    pub noise: usize,
+    /// After the last pass it goes on with passes until this is set.
+    pub until: Arc<AtomicBool>,
+}
+
+impl Default for Plan {
+    fn default() -> Self {
+        let until = Arc::new(AtomicBool::new(true));
+        Self { streams: 1, pages: 2000, passes: 3, hot: 300, noise: 5000, until }
+    }
+}
+
+/// Where the test and the VMM's threads meet.
+#[derive(Default)]
+struct Gate {
+    open: Mutex<bool>,
+    changed: Condvar,
+}
+
+/// The source's VMM.
+pub struct Streamer {
+    plan: Plan,
+    gate: Arc<Gate>,
+    cut: Vec<UnixStream>,
+    threads: Vec<JoinHandle<()>>,
+    /// What each stream was given, byte by byte.
+    pub written: Arc<Mutex<Vec<Vec<u8>>>>,
+    /// Bytes that were written so far, over all streams.
+    pub so_far: Arc<AtomicU64>,
+    /// Whether "the guest" runs.
+    pub runs: Arc<AtomicBool>,
+    /// What the downtime was set to last.
+    pub downtime: Arc<Mutex<Duration>>,
+}
+
+impl Streamer {
+    pub fn new(plan: Plan) -> Self {
+        let written = vec![Vec::new(); usize::from(plan.streams)];
+        Self {
+            plan,
+            gate: Arc::default(),
+            cut: Vec::new(),
+            threads: Vec::new(),
+            written: Arc::new(Mutex::new(written)),
+            so_far: Arc::default(),
+            runs: Arc::new(AtomicBool::new(true)),
+            downtime: Arc::default(),
+        }
+    }
+}
+
+pub fn description(plan: &Plan) -> GuestDescription {
+    let identity = GuestIdentity { uuid: uuid::Uuid::from_u128(7), name: "streamed".into() };
+    let layout = vec![SlotLayout { slot: SlotId(0), gpa: 0, pages: plan.pages * 16 }];
+    GuestDescription { identity, vmm: "streamer".into(), config: vec![plan.streams], layout }
+}
+
+impl Resume for Streamer {
+    fn resume(&mut self) -> Result<(), VmError> {
+        for socket in &self.cut {
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+        *self.gate.open.lock().unwrap() = true;
+        self.gate.changed.notify_all();
+        self.threads.drain(..).for_each(|thread| thread.join().unwrap());
+        self.runs.store(true, Ordering::SeqCst);
+        Ok(())
+    }
+}
+
+impl StreamedVm for Streamer {
+    fn describe(&self) -> GuestDescription {
+        description(&self.plan)
+    }
+
+    fn streams(&self) -> u8 {
+        self.plan.streams
+    }
+
+    fn begin(
+        &mut self,
+        downtime: Duration,
+        events: StreamEvents,
+    ) -> Result<Vec<OutgoingStream>, VmError> {
+        *self.downtime.lock().unwrap() = downtime;
+        let events: Arc<StreamEvents> = Arc::new(events);
+        let mut streams = Vec::new();
+        let arrived = Arc::new(AtomicU64::new(0));
+        let done = Arc::new(AtomicU64::new(0));
+        for number in 0..self.plan.streams {
+            let (theirs, ours) = UnixStream::pair()?;
+            self.cut.push(ours.try_clone()?);
+            let recogniser: Box<dyn Recogniser> = Box::new(Records { stream: number.into() });
+            streams.push(OutgoingStream { socket: theirs, recogniser });
+            let stream = Stream {
+                number,
+                plan: self.plan.clone(),
+                socket: ours,
+                written: Arc::clone(&self.written),
+                so_far: Arc::clone(&self.so_far),
+                contents: Vec::new(),
+                noise: Noise::new(u64::from(number) + 1),
+            };
+            let (events, gate, runs) =
+                (Arc::clone(&events), Arc::clone(&self.gate), Arc::clone(&self.runs));
+            let (arrived, done) = (Arc::clone(&arrived), Arc::clone(&done));
+            self.threads.push(std::thread::spawn(move || {
+                stream.run(&events, &gate, &runs, &arrived, &done);
+            }));
+        }
+        Ok(streams)
+    }
+
+    fn set_downtime(&mut self, downtime: Duration) -> Result<(), VmError> {
+        *self.downtime.lock().unwrap() = downtime;
+        self.plan.until.store(true, Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<(), VmError> {
+        *self.gate.open.lock().unwrap() = true;
+        self.gate.changed.notify_all();
+        Ok(())
+    }
+
+    fn allow_throttling(&mut self, _percent: u8) -> Result<(), VmError> {
+        Err("it has no vCPUs".into())
+    }
+}
+
+impl Drop for Streamer {
+    fn drop(&mut self) {
+        let _ = self.resume();
+    }
+}
+
+struct Stream {
+    number: u8,
+    plan: Plan,
+    socket: UnixStream,
+    written: Arc<Mutex<Vec<Vec<u8>>>>,
+    so_far: Arc<AtomicU64>,
+    contents: Vec<Vec<u8>>,
+    noise: Noise,
+}
+
+impl Stream {
+    fn run(
+        mut self,
+        events: &StreamEvents,
+        gate: &Gate,
+        runs: &AtomicBool,
+        arrived: &AtomicU64,
+        done: &AtomicU64,
+    ) {
+        let first = self.number == 0;
+        let mut pass = 1;
+        loop {
+            if first {
+                let (pages, dirty_pages_per_s) = (self.plan.hot, 1000.0);
+                events(StreamEvent::Pass { number: pass, pages, dirty_pages_per_s });
+            }
+            let pages = if pass == 1 { self.plan.pages } else { self.plan.hot };
+            if self.pass(pages).is_err() {
+                return;
+            }
+            if pass > self.plan.passes && self.plan.until.load(Ordering::SeqCst) {
+                break;
+            }
+            pass += 1;
+        }
+        let all = u64::from(self.plan.streams);
+        if arrived.fetch_add(1, Ordering::SeqCst) + 1 == all {
+            runs.store(false, Ordering::SeqCst);
+            let (stood_still, expected_downtime) = (Duration::ZERO, Duration::from_millis(7));
+            events(StreamEvent::Stopped { stood_still, expected_downtime });
+        }
+        let mut open = gate.open.lock().unwrap();
+        while !*open {
+            open = gate.changed.wait(open).unwrap();
+        }
+        drop(open);
+        if self.pass(self.plan.hot / 2).is_err() {
+            return;
+        }
+        let _ = self.socket.shutdown(Shutdown::Both);
+        if done.fetch_add(1, Ordering::SeqCst) + 1 == all {
+            events(StreamEvent::Completed);
+        }
+    }
+
+    fn pass(&mut self, pages: u64) -> std::io::Result<()> {
+        let mut bytes = vec![0; self.plan.noise];
+        self.noise.fill(&mut bytes);
+        // Never the beginning of a record.
+        bytes.iter_mut().for_each(|byte| *byte |= 0x80);
+        for page in 0..pages {
+            let header = |kind: u64| (page << 12 | kind).to_be_bytes();
+            if page % 8 == 7 {
+                bytes.extend_from_slice(&header(ZERO));
+                continue;
+            }
+            bytes.extend_from_slice(&header(PAGE));
+            bytes.extend_from_slice(self.next_version(page));
+            if bytes.len() > 100_000 {
+                self.write(&bytes)?;
+                bytes.clear();
+            }
+        }
+        self.write(&bytes)
+    }
+
+    /// A third is random, a third text that changes little, and a third changes whole.
+    fn next_version(&mut self, page: u64) -> &[u8] {
+        let index = page as usize;
+        if self.contents.len() <= index {
+            self.contents.resize(index + 1, Vec::new());
+        }
+        let content = &mut self.contents[index];
+        if content.is_empty() || page % 3 == 2 {
+            content.resize(PAGE_SIZE, 0);
+            match page % 3 {
+                0 => self.noise.fill(content),
+                _ => content.fill((self.noise.next() >> 56) as u8),
+            }
+        }
+        content[self.noise.next() as usize % PAGE_SIZE] ^= 1;
+        content
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<()> {
+        self.written.lock().unwrap()[usize::from(self.number)].extend_from_slice(bytes);
+        self.socket.write_all(bytes)?;
+        self.so_far.fetch_add(bytes.len() as u64, Ordering::SeqCst);
+        Ok(())
+    }
+}
+
+/// Finds the records.
+struct Records {
+    stream: u64,
+}
+
+impl Recogniser for Records {
+    fn look(&mut self, bytes: &[u8], marks: &mut Marks) -> usize {
+        let mut at = 0;
+        while let Some(word) = bytes.get(at..at + 8) {
+            let word = u64::from_be_bytes(word.try_into().unwrap());
+            match word & 0xfff {
+                _ if word >> 63 == 1 => at += 1,
+                PAGE if bytes.len() < at + 8 + PAGE_SIZE => return at,
+                PAGE => {
+                    let page = (word >> 12) + (self.stream << 40);
+                    marks.pages.push(PageMark { at: at + 8, slot: SlotId(0), page });
+                    at += 8 + PAGE_SIZE;
+                }
+                ZERO => {
+                    marks.zero_pages += 1;
+                    at += 8;
+                }
+                _ => at += 1,
+            }
+        }
+        at
+    }
+}
+
+/// The destination's VMM.
+#[derive(Default)]
+pub struct Taker {
+    /// What each stream has brought.
+    pub taken: Arc<Mutex<Vec<Vec<u8>>>>,
+    /// Whether "the guest" runs.
+    pub runs: Arc<AtomicBool>,
+    /// Nothing is read while this is set.
+    pub stalls: Arc<AtomicBool>,
+    /// It closes its sockets after so many bytes.
+    pub refuses_after: Option<usize>,
+    pub readers: Vec<JoinHandle<()>>,
+}
+
+impl DestinationVm for Taker {
+    fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
+        let mut sockets = Vec::new();
+        *self.taken.lock().unwrap() = vec![Vec::new(); usize::from(guest.config[0])];
+        for number in 0..usize::from(guest.config[0]) {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            sockets.push(theirs);
+            let (taken, stalls) = (Arc::clone(&self.taken), Arc::clone(&self.stalls));
+            let most = self.refuses_after.unwrap_or(usize::MAX);
+            self.readers
+                .push(std::thread::spawn(move || take(ours, number, &taken, &stalls, most)));
+        }
+        Ok(Landing::Streams(sockets))
+    }
+
+    fn load(&mut self, _state: &[u8]) -> Result<(), VmError> {
+        self.readers.drain(..).for_each(|reader| reader.join().unwrap());
+        if self.refuses_after.is_some() { Err("section `cpu` is damaged".into()) } else { Ok(()) }
+    }
+
+    fn discard(&mut self) {
+        self.readers.drain(..).for_each(|reader| reader.join().unwrap());
+    }
+
+    fn run(&mut self) -> Result<(), VmError> {
+        self.runs.store(true, Ordering::SeqCst);
+        Ok(())
+    }
+}
+
+fn take(
+    mut socket: UnixStream,
+    number: usize,
+    taken: &Mutex<Vec<Vec<u8>>>,
+    stalls: &AtomicBool,
+    most: usize,
+) {
+    let mut bytes = vec![0; 70_000];
+    loop {
+        while stalls.load(Ordering::SeqCst) {
+            std::thread::yield_now();
+        }
+        match socket.read(&mut bytes) {
+            Ok(0) | Err(_) => return,
+            Ok(read) => {
+                let mut taken = taken.lock().unwrap();
+                taken[number].extend_from_slice(&bytes[..read]);
+                if taken[number].len() > most {
+                    return;
+                }
+            }
+        }
+    }
+}
