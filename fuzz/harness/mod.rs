@@ -7,6 +7,7 @@ pub mod delta;
 pub mod frame;
 pub mod frame_sealed;
 pub mod input;
+pub mod piece;
 pub mod round_trip;
 pub mod world;
 
@@ -14,9 +15,10 @@ pub mod world;
 pub type Target = fn(&[u8]);
 
 /// All of them, by the names of their corpora.
-pub const TARGETS: [(&str, Target); 4] = [
+pub const TARGETS: [(&str, Target); 5] = [
     ("delta", delta::run),
     ("frame", frame::run),
     ("frame_sealed", frame_sealed::run),
+    ("piece", piece::run),
     ("round_trip", round_trip::run),
 ];
