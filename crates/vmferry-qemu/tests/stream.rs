@@ -123,7 +123,7 @@ fn what_is_unknown_ends_the_section_and_not_the_recognition() {
     let mut sample = Sample::default();
     sample.beginning().part().page(Some(RAM.0), 0, 7);
     // A flag of a QEMU to come. It may have gone over to another block.
-    sample.word(0x7000 | 0x400).put(&[8; 300]).record(0x08, None, 8).content();
+    sample.word(0x7000 | 0x400).put(&[8; 300]).record(0x08, None, 8).put(&[0x7e; PAGE_SIZE]);
     sample.end().part().lost_page(None, 9).zero(None, 3).page(Some(RAM.0), 0, 11).end();
     assert_found(false, &sample);
 }

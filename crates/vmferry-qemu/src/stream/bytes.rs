@@ -58,11 +58,14 @@ pub(super) fn be64(bytes: &[u8], at: usize) -> Found<u64> {
 /// A length in one byte and a name of so many bytes; a name is printable and not empty.
 pub(super) fn name(bytes: &[u8], at: usize) -> Found<&[u8]> {
     let length = usize::from(found!(byte(bytes, at)));
-    let Some(name) = bytes.get(at + 1..at + 1 + length) else { return Found::Short };
-    if !name.is_empty() && name.iter().all(|c| (b' '..=b'~').contains(c)) {
-        Found::Whole(name)
-    } else {
+    let there = &bytes[at + 1..];
+    let name = &there[..length.min(there.len())];
+    if length == 0 || !name.iter().all(|c| (b' '..=b'~').contains(c)) {
         Found::Other
+    } else if name.len() < length {
+        Found::Short
+    } else {
+        Found::Whole(name)
     }
 }
 
