@@ -1,11 +1,19 @@
-//! What is found in streams that were made by hand, for each kind of record and each version of QEMU.
+//! What is found in streams that were made by hand, for each kind of record and each version of QEMU, and in
+//! those of real ones.
 
+#[path = "stream/fixtures.rs"]
+mod fixtures;
 #[path = "stream/samples.rs"]
 mod samples;
 
+use std::sync::Arc;
+use std::time::Instant;
+
 use proptest::prelude::*;
 use samples::{OTHER, OTHER_SECTION, Packet, RAM, ROM, Sample, look, look_in_pieces, recogniser};
+use vmferry::streamed::{Marks, Recogniser};
 use vmferry_memory::PAGE_SIZE;
+use vmferry_qemu::{Blocks, MainStream, MultifdChannel};
 
 /// Exactly what is expected is found, all bytes are taken, and it is the same however the stream is cut.
 #[track_caller]
@@ -234,6 +242,75 @@ fn packets_that_are_none() {
     let mut sample = Sample::default();
     sample.greeting().packet_with_pages(0, &good).put(&[0x11, 0x22, 0x33, 0x45]);
     assert_found(true, &sample);
+}
+
+/// QEMU 7.2 and 10.0, with and without multifd: all pages that QEMU says it has sent, and the same in any pieces.
+#[test]
+fn streams_of_real_qemus() {
+    let fixtures = fixtures::read();
+    assert_eq!(fixtures.len(), 4);
+    for fixture in fixtures {
+        let (mut pages, mut zero) = (0, 0);
+        let layout = fixture.layout.iter().map(|(name, pages)| (name, *pages));
+        let blocks = Arc::new(Blocks::new(layout));
+        for (number, stream) in fixture.streams.iter().enumerate() {
+            let recogniser = || -> Box<dyn Recogniser> {
+                match number {
+                    0 => Box::new(MainStream::new(Arc::clone(&blocks))),
+                    _ => Box::new(MultifdChannel::new(Arc::clone(&blocks))),
+                }
+            };
+            let whole = look_in_pieces(&mut *recogniser(), stream, &[stream.len()]);
+            assert_eq!(whole.1, stream.len(), "{}: all bytes are taken", fixture.name);
+            for pieces in [&[4096][..], &[1, 5000, 333], &[256 << 10]] {
+                assert_eq!(look_in_pieces(&mut *recogniser(), stream, pieces), whole);
+            }
+            for mark in &whole.0.pages {
+                let content = &stream[mark.at..mark.at + PAGE_SIZE];
+                assert!(content.iter().all(|&byte| byte == fixtures::CONTENT), "{mark:?}");
+            }
+            pages += whole.0.pages.len() as u64;
+            zero += whole.0.zero_pages;
+        }
+        let qemu = (fixture.normal, fixture.duplicate);
+        assert_eq!((pages, zero), qemu, "{}", fixture.name);
+    }
+}
+
+/// `cargo test --release -p vmferry-qemu --test stream -- --ignored --nocapture speed`
+#[test]
+#[ignore = "measures"]
+fn speed_of_recognition() {
+    const PAGES: u64 = 100_000;
+    let mut main = Sample::default();
+    main.beginning().part();
+    (0..PAGES).for_each(|page| {
+        main.page((page == 0).then_some(RAM.0), 0, page);
+    });
+    let mut channel = Sample::default();
+    channel.greeting();
+    (0..PAGES / 128).for_each(|packet| {
+        let pages: Vec<u64> = (packet * 128..(packet + 1) * 128).collect();
+        channel.packet_with_pages(0, &Packet { normal: &pages, ..Packet::default() });
+    });
+    for (multifd, sample) in [(false, &main), (true, &channel)] {
+        let mut fastest = f64::INFINITY;
+        for _ in 0..5 {
+            let mut recogniser = recogniser(multifd);
+            let mut marks = Marks::default();
+            let (mut taken, mut found) = (0, 0);
+            let begun = Instant::now();
+            // What the engine reads at once, with room in the marks.
+            for come in (256 << 10..sample.bytes.len()).step_by(256 << 10) {
+                marks.clear();
+                taken += recogniser.look(&sample.bytes[taken..come], &mut marks);
+                found += marks.pages.len();
+            }
+            fastest = fastest.min(begun.elapsed().as_secs_f64());
+            assert!(found > PAGES as usize * 9 / 10);
+        }
+        println!("multifd {multifd}: {:.1} GB/s", sample.bytes.len() as f64 / fastest / 1e9);
+    }
 }
 
 /// A migration's stream with some bytes changed.

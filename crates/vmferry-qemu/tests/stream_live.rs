@@ -9,9 +9,12 @@ mod fixtures;
 mod samples;
 
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::sync::Arc;
 
 use capture::{Capture, migrate};
+use flate2::Compression;
+use flate2::write::ZlibEncoder;
 use serde_json::json;
 use vmferry::streamed::Recogniser;
 use vmferry_memory::PAGE_SIZE;
@@ -35,18 +38,45 @@ fn there_and_checked(version: Version, channels: u8) {
     assert!(capture.passes >= 3, "{} passes", capture.passes);
     assert!(capture.streams.len() == 1 + usize::from(channels));
 
-    marks_are_complete(&capture);
+    marks_are_complete(version, &capture);
     marks_are_the_same_in_other_pieces(&capture);
     contents_are_those_of_the_guest(&capture, &memory(&world, &to, 96));
 }
 
 /// As many pages as QEMU says it has sent.
-fn marks_are_complete(capture: &Capture) {
-    let found = |count: fn(&capture::Recorded) -> u64| capture.streams.iter().map(count).sum();
-    let (pages, zero): (u64, u64) =
-        (found(|stream| stream.marks.pages.len() as u64), found(|stream| stream.marks.zero_pages));
-    assert_eq!((pages, zero), (capture.normal, capture.duplicate));
+fn marks_are_complete(version: Version, capture: &Capture) {
+    let (main, channels) = capture.streams.split_first().unwrap();
+    let mut pages = main.marks.pages.len() as u64;
+    let mut packets = 0;
+    for channel in channels {
+        let counts = pages_by_packet(&channel.bytes);
+        assert_eq!(channel.marks.pages.len() as u64, counts.iter().sum::<u64>());
+        pages += channel.marks.pages.len() as u64;
+        packets += counts.len() as u64;
+    }
+    let zero = capture.streams.iter().map(|stream| stream.marks.zero_pages).sum::<u64>();
+    assert_eq!(zero, capture.duplicate);
+    if version == Version::V7_2 && packets > 0 {
+        // There the last page of a packet is, by a race in `multifd_queue_page`, often the first of the next as
+        // well, and counted once.
+        let most = capture.normal + packets;
+        assert!((capture.normal..=most).contains(&pages), "{pages} of {}", capture.normal);
+    } else {
+        assert_eq!(pages, capture.normal);
+    }
     assert!(pages > 1000 && zero > 1000, "{pages} {zero}");
+}
+
+/// How many pages are in each packet of a multifd channel without compression.
+fn pages_by_packet(mut channel: &[u8]) -> Vec<u64> {
+    let mut counts = Vec::new();
+    channel = &channel[64..];
+    while !channel.is_empty() {
+        let normal = u32::from_be_bytes(channel[16..20].try_into().unwrap()) as usize;
+        counts.push(normal as u64);
+        channel = &channel[64 + 256 + 128 * 8 + normal * PAGE_SIZE..];
+    }
+    counts
 }
 
 fn marks_are_the_same_in_other_pieces(capture: &Capture) {
@@ -140,13 +170,35 @@ fn write_the_captures() {
             let world = World::new();
             let (from, to) = (machine.start(&world, "from"), machine.incoming(&world, "to"));
             let capture = migrate(&world, &from, &to, channels, 1);
-            marks_are_complete_enough(&capture);
-            fixtures::write(version, &capture);
+            let found =
+                capture.streams.iter().map(|stream| stream.marks.pages.len()).sum::<usize>();
+            assert_eq!(found as u64, capture.normal);
+            write(version, &capture);
         }
     }
 }
 
-fn marks_are_complete_enough(capture: &Capture) {
-    let found: usize = capture.streams.iter().map(|stream| stream.marks.pages.len()).sum();
-    assert_eq!(found as u64, capture.normal);
+/// Puts a capture into the tree.
+fn write(version: Version, capture: &Capture) {
+    let mode = if capture.streams.len() > 1 { "multifd" } else { "plain" };
+    let name = format!("{version:?}-{mode}").to_lowercase();
+    std::fs::create_dir_all(fixtures::directory()).unwrap();
+    for (number, stream) in capture.streams.iter().enumerate() {
+        let mut bytes = stream.bytes.clone();
+        for mark in &stream.marks.pages {
+            bytes[mark.at..mark.at + PAGE_SIZE].fill(fixtures::CONTENT);
+        }
+        let mut packed = ZlibEncoder::new(Vec::new(), Compression::best());
+        packed.write_all(&bytes).unwrap();
+        let file = fixtures::directory().join(format!("{name}-{number}.zlib"));
+        std::fs::write(file, packed.finish().unwrap()).unwrap();
+    }
+    let about = json!({
+        "normal": capture.normal,
+        "duplicate": capture.duplicate,
+        "streams": capture.streams.len(),
+        "layout": capture.layout,
+    });
+    let file = fixtures::directory().join(format!("{name}.json"));
+    std::fs::write(file, format!("{about:#}\n")).unwrap();
 }

@@ -3,20 +3,14 @@
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 
-use std::io::{Read, Write};
+use std::io::Read;
 use std::path::PathBuf;
 
-use flate2::Compression;
 use flate2::read::ZlibDecoder;
-use flate2::write::ZlibEncoder;
-use serde_json::{Value, json};
-use vmferry_memory::PAGE_SIZE;
-use vmferry_qemu_lab::Version;
-
-use super::capture::Capture;
+use serde_json::Value;
 
 /// What stands in place of each content.
-const CONTENT: u8 = 0x7e;
+pub const CONTENT: u8 = 0x7e;
 
 /// A stream from the tree.
 pub struct Fixture {
@@ -29,33 +23,8 @@ pub struct Fixture {
     pub streams: Vec<Vec<u8>>,
 }
 
-fn directory() -> PathBuf {
+pub fn directory() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/stream/captures")
-}
-
-/// Puts a capture into the tree.
-pub fn write(version: Version, capture: &Capture) {
-    let mode = if capture.streams.len() > 1 { "multifd" } else { "plain" };
-    let name = format!("{version:?}-{mode}").to_lowercase();
-    std::fs::create_dir_all(directory()).unwrap();
-    for (number, stream) in capture.streams.iter().enumerate() {
-        let mut bytes = stream.bytes.clone();
-        for mark in &stream.marks.pages {
-            bytes[mark.at..mark.at + PAGE_SIZE].fill(CONTENT);
-        }
-        let mut packed = ZlibEncoder::new(Vec::new(), Compression::best());
-        packed.write_all(&bytes).unwrap();
-        let file = directory().join(format!("{name}-{number}.zlib"));
-        std::fs::write(file, packed.finish().unwrap()).unwrap();
-    }
-    let about = json!({
-        "normal": capture.normal,
-        "duplicate": capture.duplicate,
-        "streams": capture.streams.len(),
-        "layout": capture.layout,
-    });
-    let file = directory().join(format!("{name}.json"));
-    std::fs::write(file, format!("{about:#}\n")).unwrap();
 }
 
 /// All that are in the tree.
