@@ -22,6 +22,7 @@ mod settings;
 mod source;
 mod started;
 mod state;
+mod stream;
 mod throttle;
 
 pub use abandoned::AbandonedQemu;
@@ -34,3 +35,4 @@ pub use ram::{Block, Carrier, Ram};
 pub use settings::Settings;
 pub use source::QemuSource;
 pub use started::StartedQemu;
+pub use stream::{Blocks, MainStream, MultifdChannel};
