@@ -1,24 +1,17 @@
 //! A QEMU whose guest was being migrated by a process that has died.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use serde_json::json;
 use vmferry::{Resume, VmError};
 use vmferry_wire::GuestIdentity;
 
 use crate::error::QemuError;
+use crate::guest::{self, cancel_migration, run_on};
 use crate::inject;
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::Qmp;
 use crate::settings::Settings;
-use crate::source::run_on;
 use crate::throttle::Throttle;
-
-/// How long QEMU may take to give up its own migration.
-const CANCEL_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// How long an event is awaited that may have come before this connection did.
-const LOOK_PERIOD: Duration = Duration::from_millis(50);
 
 /// A QEMU that some other process has attached to, and that is in whatever state that process left it.
 #[derive(Debug)]
@@ -40,7 +33,7 @@ impl AbandonedQemu {
     /// # Errors
     /// QMP's.
     pub fn identity(&self) -> Result<GuestIdentity, QemuError> {
-        crate::source::identity(&mut Qmp::connect(&self.socket)?)
+        guest::identity(&mut Qmp::connect(&self.socket)?)
     }
 
     /// The process.
@@ -77,37 +70,4 @@ impl Resume for AbandonedQemu {
     fn resume(&mut self) -> Result<(), VmError> {
         Ok(self.run_on()?)
     }
-}
-
-/// Ends QEMU's own migration, if one is under way: the one that was to save the state.
-pub fn cancel_migration(qmp: &mut Qmp) -> Result<(), QemuError> {
-    let deadline = std::time::Instant::now() + CANCEL_TIMEOUT;
-    let mut asked = false;
-    loop {
-        let migration = qmp.execute("query-migrate", json!({}))?;
-        let status = migration["status"].as_str().unwrap_or("none");
-        if !is_under_way(status) {
-            return Ok(());
-        }
-        if !std::mem::replace(&mut asked, true) {
-            qmp.execute("migrate_cancel", json!({}))?;
-        } else if std::time::Instant::now() >= deadline {
-            let what = "cancel its migration";
-            return Err(QmpError::TimedOut { what, after: CANCEL_TIMEOUT }.into());
-        }
-        let changed = qmp
-            .wait_for("cancel its migration", LOOK_PERIOD, |event| event["event"] == "MIGRATION");
-        match changed {
-            Ok(_) | Err(QmpError::TimedOut { .. }) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
-}
-
-/// Whether a status of `query-migrate` means that QEMU migrates.
-pub fn is_under_way(status: &str) -> bool {
-    matches!(
-        status,
-        "setup" | "active" | "device" | "pre-switchover" | "cancelling" | "wait-unplug"
-    )
 }

@@ -8,21 +8,27 @@ use uuid::Uuid;
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
 use vmferry_wire::GuestIdentity;
 
+use crate::carried::{self, Arrival, Description};
 use crate::error::QemuError;
+use crate::guest::{self, host};
 use crate::machine::{self, Machine};
 use crate::qmp::Qmp;
 use crate::ram::{Block, Carrier, Ram};
 use crate::settings::Settings;
-use crate::source::{self, VMM, host};
+use crate::source::VMM;
 use crate::state;
 
-/// A QEMU that was started with `-incoming defer`.
+/// A QEMU that was started with `-incoming defer`. It takes guests that are attached, if its memory can be filled
+/// from outside, and guests that are carried.
 pub struct QemuDestination {
     qmp: Qmp,
-    ram: Ram,
-    machine: Machine,
+    /// The memory that can be filled from outside, or why there is none.
+    ram: Result<Ram, QemuError>,
+    description: Description,
     settings: Settings,
     expected: Expected,
+    /// A carried guest, on its way.
+    arrival: Option<Arrival>,
     /// A state was loaded, or tried to be: this QEMU can take no other guest.
     used: bool,
 }
@@ -62,8 +68,7 @@ impl QemuDestination {
     /// Attaches to the QEMU whose QMP socket this is.
     ///
     /// # Errors
-    /// If it does not wait for a migration, or its memory is not of the kind that can be filled from
-    /// outside.
+    /// If it does not wait for a migration.
     pub fn attach(socket: &Path, mut expected: Expected) -> Result<Self, QemuError> {
         let mut qmp = Qmp::connect(socket)?;
         let status = qmp.execute("query-status", json!({}))?;
@@ -76,14 +81,15 @@ impl QemuDestination {
         // While QEMU waits, `stop` is what `-S` is: the guest stands still once its state is loaded,
         // until COMMIT.
         qmp.execute("stop", json!({}))?;
-        let own = source::identity(&mut qmp)?.uuid;
+        let own = guest::identity(&mut qmp)?.uuid;
         if expected.uuid.is_none() && !own.is_nil() {
             expected.uuid = Some(own);
         }
-        let (machine, _) = machine::look(&mut qmp)?;
-        let ram = Ram::find(&mut qmp)?;
+        let description = Description::read(&mut qmp, 0)?;
+        let ram = Ram::find(&mut qmp);
         let settings = Settings::read(&mut qmp)?;
-        Ok(Self { qmp, ram, machine, settings, expected, used: false })
+        let arrival = None;
+        Ok(Self { qmp, ram, description, settings, expected, arrival, used: false })
     }
 
     /// The QMP socket.
@@ -107,34 +113,24 @@ impl QemuDestination {
         Ok(())
     }
 
-    /// Frees every page, so that nothing of an earlier guest or of the firmware is left.
-    fn punch(&self) -> Result<(), QemuError> {
-        self.ram.memory.punch().map_err(|error| QemuError::Local {
-            action: "empty the memory files",
-            source: std::io::Error::other(error),
-        })
-    }
-}
-
-impl DestinationVm for QemuDestination {
-    fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
-        if guest.vmm != VMM {
-            let text = format!("the guest is one of `{}`, and this is a QEMU", guest.vmm);
-            return Err(PrepareError::Incompatible(text));
-        }
-        self.expected.check(&guest.identity)?;
-        if self.used {
-            let text = "this QEMU has had a guest already: start a new one".to_owned();
-            return Err(PrepareError::Incompatible(text));
-        }
-        let offered: Offered = serde_json::from_slice(&guest.config)
-            .map_err(|error| PrepareError::Incompatible(format!("its description: {error}")))?;
-        if let Some(difference) = machine::difference(&offered.machine, &self.machine) {
+    /// Makes this QEMU's memory what a guest that is attached is put into.
+    fn prepare_memory(&mut self, config: &[u8]) -> Result<Landing, PrepareError> {
+        let ram = match &self.ram {
+            Ok(ram) => ram,
+            Err(error) => {
+                let why = vmferry::chain(error);
+                let text =
+                    format!("it can't be filled from outside, as the source needs it: {why}");
+                return Err(PrepareError::Incompatible(text));
+            }
+        };
+        let offered: Offered = parse(config)?;
+        if let Some(difference) = machine::difference(&offered.machine, &self.description.machine) {
             return Err(PrepareError::Incompatible(difference));
         }
-        compare(&offered.blocks, &self.ram.blocks)?;
+        compare(&offered.blocks, &ram.blocks)?;
         if offered.host == host() {
-            let ours = || self.ram.carried().map(|block| block.file);
+            let ours = || ram.carried().map(|block| block.file);
             let theirs = offered.blocks.iter().filter(|block| block.carrier == Carrier::Vmferry);
             for block in theirs {
                 if ours().any(|file| file == block.file) {
@@ -143,14 +139,60 @@ impl DestinationVm for QemuDestination {
                 }
             }
         }
-        self.punch().map_err(|error| PrepareError::Vm(error.into()))?;
+        punch(ram).map_err(|error| PrepareError::Vm(error.into()))?;
         // Now, and not while the guest stands still.
         Settings::for_loading(&mut self.qmp)
             .map_err(|error| PrepareError::Vm(QemuError::from(error).into()))?;
-        Ok(Landing::Memory(self.ram.memory.clone()))
+        Ok(Landing::Memory(ram.memory.clone()))
+    }
+
+    /// Lets this QEMU take the streams of one that is carried.
+    fn prepare_streams(&mut self, config: &[u8]) -> Result<Landing, PrepareError> {
+        let offered: Description = parse(config)?;
+        self.description.check(&offered)?;
+        self.used = true;
+        let begun = Arrival::begin(&mut self.qmp, &self.settings, offered.multifd);
+        let (arrival, streams) = begun.map_err(|error| PrepareError::Vm(error.into()))?;
+        self.arrival = Some(arrival);
+        Ok(Landing::Streams(streams))
+    }
+}
+
+/// Frees every page, so that nothing of an earlier guest or of the firmware is left.
+fn punch(ram: &Ram) -> Result<(), QemuError> {
+    ram.memory.punch().map_err(|error| QemuError::Local {
+        action: "empty the memory files",
+        source: std::io::Error::other(error),
+    })
+}
+
+fn parse<'a, T: Deserialize<'a>>(config: &'a [u8]) -> Result<T, PrepareError> {
+    serde_json::from_slice(config)
+        .map_err(|error| PrepareError::Incompatible(format!("its description: {error}")))
+}
+
+impl DestinationVm for QemuDestination {
+    fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
+        if guest.vmm != VMM && guest.vmm != carried::VMM {
+            let text = format!("the guest is one of `{}`, and this is a QEMU", guest.vmm);
+            return Err(PrepareError::Incompatible(text));
+        }
+        self.expected.check(&guest.identity)?;
+        if self.used {
+            let text = "this QEMU has had a guest already: start a new one".to_owned();
+            return Err(PrepareError::Incompatible(text));
+        }
+        if guest.vmm == carried::VMM {
+            self.prepare_streams(&guest.config)
+        } else {
+            self.prepare_memory(&guest.config)
+        }
     }
 
     fn load(&mut self, bytes: &[u8]) -> Result<(), VmError> {
+        if let Some(arrival) = &self.arrival {
+            return Ok(arrival.complete(&mut self.qmp)?);
+        }
         self.used = true;
         state::load(&mut self.qmp, bytes)?;
         let status = self.qmp.execute("query-status", json!({}))?;
@@ -161,11 +203,17 @@ impl DestinationVm for QemuDestination {
     }
 
     fn discard(&mut self) {
+        if let Some(arrival) = self.arrival.take() {
+            arrival.end();
+        }
         // One that has loaded a state can't take another; one that has not can be filled anew.
         let _ = if self.used {
             self.quit()
         } else {
-            self.punch().and_then(|()| Ok(self.settings.restore(&mut self.qmp)?))
+            self.ram.as_ref().map_or(Ok(()), punch).and_then(|()| {
+                self.settings.restore(&mut self.qmp)?;
+                Ok(())
+            })
         };
     }
 

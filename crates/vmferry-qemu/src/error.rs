@@ -34,6 +34,9 @@ pub enum QemuError {
     /// A device or setting forbids it.
     #[error("this guest can't be migrated: {0}")]
     Unsupported(String),
+    /// The guest can't be moved from outside; QEMU itself may be able to.
+    #[error("this guest can't be attached: {0}")]
+    Unattachable(String),
     /// QEMU is not in the state in which this can be done.
     #[error("QEMU is `{found}`, and must be {wanted}")]
     State {
@@ -42,6 +45,15 @@ pub enum QemuError {
         /// What it should be, and how to get there.
         wanted: &'static str,
     },
+    /// QEMU's own migration has failed.
+    #[error("QEMU has given its migration up: {reason} (what it has printed may say more)")]
+    GivenUp {
+        /// QEMU's reason.
+        reason: String,
+    },
+    /// QEMU has ended while it took a guest.
+    #[error("QEMU could not take the guest and has ended: what it has printed says why")]
+    EndedTaking,
     /// A thread of QEMU could not be made to make a system call.
     #[error("no userfaultfd could be had from QEMU's process {pid}: {why}")]
     Inject {

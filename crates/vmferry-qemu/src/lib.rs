@@ -11,8 +11,10 @@
 //!   `-incoming defer -S`.
 
 mod abandoned;
+mod carried;
 mod destination;
 mod error;
+mod guest;
 mod inject;
 mod machine;
 mod process;
@@ -26,6 +28,7 @@ mod stream;
 mod throttle;
 
 pub use abandoned::AbandonedQemu;
+pub use carried::CarriedSource;
 pub use destination::{Expected, QemuDestination};
 pub use error::QemuError;
 pub use machine::{Habits, Machine};

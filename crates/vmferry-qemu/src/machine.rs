@@ -53,25 +53,32 @@ const PASS_THROUGH: [&str; 2] = ["scsi-block", "scsi-generic"];
 /// Devices through which a guest gives pages back.
 const BALLOONS: [&str; 2] = ["virtio-balloon-device", "virtio-mem"];
 
-/// Looks at a QEMU.
+/// Makes sure that nothing writes guest memory where no log sees it.
 ///
 /// # Errors
-/// Devices with which no guest can be migrated from outside, by name, and QMP's errors.
-pub fn look(qmp: &mut Qmp) -> Result<(Machine, Habits), QemuError> {
-    let tree = qmp.human("info qtree")?;
-    let devices = devices(&tree);
-    for (name, _) in &devices {
+/// Devices with which no guest can be attached, by name, and QMP's errors.
+pub fn no_unseen_writers(qmp: &mut Qmp) -> Result<(), QemuError> {
+    for (name, _) in devices(&qmp.human("info qtree")?) {
         if let Some((_, why)) = UNSEEN_WRITERS.iter().find(|(kind, _)| name.starts_with(kind)) {
-            return Err(QemuError::Unsupported(format!("it has a device `{name}`, and {why}")));
+            return Err(QemuError::Unattachable(format!("it has a device `{name}`, and {why}")));
         }
     }
     let networks = qmp.human("info network")?;
     if let Some(kind) = UNSEEN_NETWORKS.iter().find(|kind| networks.contains(*kind)) {
-        return Err(QemuError::Unsupported(format!(
+        return Err(QemuError::Unattachable(format!(
             "it has a network backend with {kind}, which writes guest memory from outside: use `tap` \
              (vhost=on is no hindrance) or `user`"
         )));
     }
+    Ok(())
+}
+
+/// Looks at a QEMU.
+///
+/// # Errors
+/// QMP's.
+pub fn look(qmp: &mut Qmp) -> Result<(Machine, Habits), QemuError> {
+    let devices = devices(&qmp.human("info qtree")?);
     let kind = qmp.execute("qom-get", json!({ "path": "/machine", "property": "type" }))?;
     let kind = kind.as_str().unwrap_or_default();
     let vcpus = qmp.execute("query-cpus-fast", json!({}))?;

@@ -5,15 +5,18 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::io::{self, BufRead, BufReader, IoSlice, Write};
+use std::io::{self, IoSlice, Read, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
+
+/// So many bytes are read at a time.
+const CHUNK: usize = 16 << 10;
 
 /// How long QEMU may take to answer a command. Some stop the guest first.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
@@ -80,7 +83,9 @@ impl fmt::Display for Version {
 /// A connection to one QEMU.
 pub struct Qmp {
     path: PathBuf,
-    reader: BufReader<UnixStream>,
+    stream: UnixStream,
+    /// Bytes that make no whole line yet, or whose turn has not come.
+    unread: Vec<u8>,
     version: Version,
     pid: u32,
     events: VecDeque<Value>,
@@ -100,7 +105,8 @@ impl Qmp {
         stream.set_read_timeout(Some(ANSWER_TIMEOUT)).map_err(io("set a time-out"))?;
         let mut qmp = Self {
             path: path.to_owned(),
-            reader: BufReader::new(stream),
+            stream,
+            unread: Vec::new(),
             version: Version { major: 0, minor: 0, micro: 0 },
             pid: 0,
             events: VecDeque::new(),
@@ -139,7 +145,7 @@ impl Qmp {
     /// The process that listens on the socket, as the system says; or, if a management tool has made the
     /// socket and passed it on, the one that the first vCPU's thread belongs to.
     fn find_pid(&mut self) -> Result<u32, QmpError> {
-        let credentials = rustix::net::sockopt::socket_peercred(self.reader.get_ref())
+        let credentials = rustix::net::sockopt::socket_peercred(&self.stream)
             .map_err(|errno| self.io("find the process", errno.into()))?;
         let listener = credentials.pid.as_raw_nonzero().get().unsigned_abs();
         let vcpus = self.execute("query-cpus-fast", json!({}))?;
@@ -201,9 +207,7 @@ impl Qmp {
                 }
                 other => other?,
             };
-            if message.get("event").is_some() {
-                self.events.push_back(message);
-            }
+            self.keep_event(message);
         }
     }
 
@@ -250,7 +254,7 @@ impl Qmp {
     }
 
     fn write(&mut self, bytes: &[u8], descriptor: Option<BorrowedFd<'_>>) -> io::Result<()> {
-        let stream = self.reader.get_mut();
+        let stream = &mut self.stream;
         let Some(descriptor) = descriptor else { return stream.write_all(bytes) };
         let descriptors = [descriptor];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -267,29 +271,118 @@ impl Qmp {
     }
 
     fn read(&mut self, deadline: Instant, what: &'static str) -> Result<Value, QmpError> {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(QmpError::TimedOut { what, after: ANSWER_TIMEOUT });
+        loop {
+            if let Some(message) = self.next_message()? {
+                return Ok(message);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(QmpError::TimedOut { what, after: ANSWER_TIMEOUT });
+            }
+            let mut bytes = [0; CHUNK];
+            let read = self
+                .stream
+                .set_read_timeout(Some(left))
+                .and_then(|()| self.stream.read(&mut bytes));
+            match read {
+                Ok(read) => self.take_bytes(&bytes[..read])?,
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::WouldBlock
+                            | io::ErrorKind::TimedOut
+                            | io::ErrorKind::Interrupted
+                    ) => {}
+                Err(error) => return Err(self.io("read an answer", error)),
+            }
         }
-        let mut line = String::new();
-        let read = self
-            .reader
-            .get_ref()
-            .set_read_timeout(Some(left))
-            .and_then(|()| self.reader.read_line(&mut line));
-        match read {
-            Ok(0) => {
-                let end = io::Error::new(io::ErrorKind::UnexpectedEof, "QEMU closed it");
-                Err(self.io("read an answer", end))
+    }
+
+    /// Takes the events that have come, those of before too, without waiting for more.
+    ///
+    /// # Errors
+    /// The connection's, such as that of a QEMU that has ended, when all that it has said is taken.
+    pub fn events(&mut self) -> Result<Vec<Value>, QmpError> {
+        self.look_at_events()?;
+        Ok(self.events.drain(..).collect())
+    }
+
+    /// Looks at the events that have come and leaves them for whoever waits for them.
+    ///
+    /// # Errors
+    /// As [`events`](Self::events).
+    pub fn look_at_events(&mut self) -> Result<&VecDeque<Value>, QmpError> {
+        let received = self.receive();
+        while let Some(message) = self.next_message()? {
+            self.keep_event(message);
+        }
+        if self.events.is_empty() {
+            received?;
+        }
+        Ok(&self.events)
+    }
+
+    /// Reads what has come.
+    fn receive(&mut self) -> Result<(), QmpError> {
+        loop {
+            let mut bytes = [0; CHUNK];
+            match rustix::net::recv(&self.stream, &mut bytes[..], RecvFlags::DONTWAIT) {
+                Ok((read, _)) => self.take_bytes(&bytes[..read])?,
+                Err(rustix::io::Errno::AGAIN) => return Ok(()),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => return Err(self.io("read an answer", errno.into())),
             }
-            Ok(_) => serde_json::from_str(&line)
-                .map_err(|_| QmpError::Answer { path: self.path.clone(), text: line }),
-            Err(error)
-                if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) =>
-            {
-                Err(QmpError::TimedOut { what, after: ANSWER_TIMEOUT })
-            }
-            Err(error) => Err(self.io("read an answer", error)),
+        }
+    }
+
+    /// Whether something has come that nobody has waited for.
+    #[must_use]
+    pub fn has_news(&self) -> bool {
+        !self.events.is_empty() || self.unread.contains(&b'\n')
+    }
+
+    /// The connection, for whoever waits until something comes.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn descriptor(&self) -> Result<OwnedFd, QmpError> {
+        let copy = self.stream.as_fd().try_clone_to_owned();
+        copy.map_err(|source| self.io("duplicate the connection", source))
+    }
+
+    /// The user that the process at the other end belonged to when it made the socket.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn user(&self) -> Result<u32, QmpError> {
+        rustix::net::sockopt::socket_peercred(&self.stream)
+            .map(|credentials| credentials.uid.as_raw())
+            .map_err(|errno| self.io("find the process", errno.into()))
+    }
+
+    fn take_bytes(&mut self, bytes: &[u8]) -> Result<(), QmpError> {
+        if bytes.is_empty() {
+            let end = io::Error::new(io::ErrorKind::UnexpectedEof, "QEMU closed it");
+            return Err(self.io("read an answer", end));
+        }
+        self.unread.extend_from_slice(bytes);
+        Ok(())
+    }
+
+    fn next_message(&mut self) -> Result<Option<Value>, QmpError> {
+        let Some(end) = self.unread.iter().position(|&byte| byte == b'\n') else {
+            return Ok(None);
+        };
+        let line: Vec<u8> = self.unread.drain(..=end).collect();
+        serde_json::from_slice(&line).map(Some).map_err(|_| QmpError::Answer {
+            path: self.path.clone(),
+            text: String::from_utf8_lossy(&line).into_owned(),
+        })
+    }
+
+    fn keep_event(&mut self, message: Value) {
+        if message.get("event").is_some() {
+            self.events.push_back(message);
         }
     }
 

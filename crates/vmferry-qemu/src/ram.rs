@@ -17,7 +17,7 @@ use vmferry_memory::{GuestMemory, PAGE_SIZE, SlotId, SlotLayout};
 use crate::error::QemuError;
 use crate::machine::Machine;
 use crate::process::{self, Mapping};
-use crate::qmp::{Qmp, Version};
+use crate::qmp::{Qmp, QmpError, Version};
 
 /// Blocks that QEMU migrates with the device state may have so many bytes together: they travel
 /// while the guest stands still.
@@ -65,10 +65,14 @@ pub type Ranges = Vec<(SlotId, Range<u64>)>;
 
 /// A line of `info ramblock`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Listed {
-    name: String,
+pub struct Listed {
+    /// QEMU's name of the block.
+    pub name: String,
     page_bytes: u64,
-    used: u64,
+    /// Bytes in use.
+    pub used: u64,
+    /// What it may grow to, in bytes.
+    pub total: u64,
     /// Host-virtual address in QEMU; 7.2 does not list it.
     address: Option<u64>,
 }
@@ -80,12 +84,10 @@ impl Ram {
     /// If memory can't be carried: what is wrong with it, and what to change on QEMU's command line.
     pub fn find(qmp: &mut Qmp) -> Result<Self, QemuError> {
         let pid = qmp.pid();
-        let mut listed = parse_blocks(&qmp.human("info ramblock")?);
+        let mut listed = list(qmp)?;
         if listed.iter().any(|block| block.address.is_none()) {
             find_addresses(qmp, &mut listed)?;
         }
-        // The same order on both sides, whatever QEMU's versions list first.
-        listed.sort_by(|a, b| a.name.cmp(&b.name));
         let mappings = process::mappings(pid)?;
         let named_only = qmp.version() >= NAMED_FILES_ONLY;
         let mut blocks = Vec::new();
@@ -123,10 +125,10 @@ impl Ram {
                 state_bytes >> 20,
                 MAX_STATE_BYTES >> 20
             );
-            return Err(QemuError::Unsupported(text));
+            return Err(QemuError::Unattachable(text));
         }
         if ours.is_empty() {
-            return Err(QemuError::Unsupported(format!("none of its memory is shared: {ADVICE}")));
+            return Err(QemuError::Unattachable(format!("none of its memory is shared: {ADVICE}")));
         }
         let (memory, ranges) = map(pid, ours)?;
         Ok(Self { blocks, memory, ranges, state_bytes_in_use })
@@ -142,6 +144,13 @@ impl Ram {
     pub fn state_bytes_in_use(&self) -> u64 {
         self.state_bytes_in_use
     }
+}
+
+/// All blocks, in the same order on both sides, whatever QEMU's versions list first.
+pub fn list(qmp: &mut Qmp) -> Result<Vec<Listed>, QmpError> {
+    let mut listed = parse_blocks(&qmp.human("info ramblock")?);
+    listed.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(listed)
 }
 
 /// Bytes of a block that were ever written; all of it, if QEMU does not say where it is.
@@ -257,6 +266,7 @@ fn parse_block(line: &str) -> Option<Listed> {
         name: words[..first - 2].join(" "),
         page_bytes,
         used: hex(words.get(first + 1)?)?,
+        total: hex(words.get(first + 2)?)?,
         address: words.get(first + 3).and_then(|text| hex(text)),
     })
 }
@@ -283,12 +293,14 @@ mod tests {
                     name: "ram".into(),
                     page_bytes: 4096,
                     used: 512 << 20,
+                    total: 512 << 20,
                     address: Some(0x7f54_c7ff_f000)
                 },
                 Listed {
                     name: "/rom@etc/acpi/tables".into(),
                     page_bytes: 2 << 20,
                     used: 0x20000,
+                    total: 0x20_0000,
                     address: Some(0x7f54_c620_0000)
                 },
             ]

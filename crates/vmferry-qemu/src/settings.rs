@@ -1,7 +1,9 @@
 //! The settings of QEMU's own migration: what vmferry needs, and what they were before.
 //!
 //! Whoever used that migration before may have left anything on (multifd, TLS, post-copy), of which
-//! nothing works through a local descriptor: all of it is off meanwhile.
+//! nothing works through a local socket: all of it is off meanwhile.
+
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -14,12 +16,44 @@ const FOR_SAVING: [&str; 3] = ["pause-before-switchover", "x-ignore-shared", "ev
 /// Capabilities that loading it needs.
 const FOR_LOADING: [&str; 2] = ["x-ignore-shared", "events"];
 
+/// Parameters that may be changed here, those of newer QEMUs among them.
+const PARAMETERS: [&str; 11] = [
+    "max-bandwidth",
+    "downtime-limit",
+    "tls-creds",
+    "tls-hostname",
+    "multifd-channels",
+    "multifd-compression",
+    "cpu-throttle-initial",
+    "cpu-throttle-increment",
+    "max-cpu-throttle",
+    "avail-switchover-bandwidth",
+    "mode",
+];
+
+/// Of a vCPU's time so many hundredths are taken at a step: as much as from any guest.
+const THROTTLE_STEP: u8 = 20;
+
+/// The longest downtime that QEMU lets itself be set, in milliseconds (`migration/options.c`).
+const LONGEST_DOWNTIME_MS: u64 = 2_000_000;
+
 /// Capabilities and parameters as they were.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Settings {
     /// Those that were on.
     on: Vec<String>,
     parameters: Value,
+}
+
+/// How QEMU is to stream a guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Streaming {
+    /// Channels beside the main stream.
+    pub channels: u8,
+    /// What is left may take so long.
+    pub downtime: Duration,
+    /// Hundredths of the vCPUs' time that may be taken while the guest writes too fast.
+    pub throttle: u8,
 }
 
 impl Default for Settings {
@@ -40,14 +74,17 @@ impl Settings {
     pub fn read(qmp: &mut Qmp) -> Result<Self, QmpError> {
         let on = capabilities_on(qmp)?;
         let all = qmp.execute("query-migrate-parameters", json!({}))?;
-        let text = |name: &str| all[name].as_str().unwrap_or_default();
-        let parameters = json!({
-            "max-bandwidth": all["max-bandwidth"],
-            "downtime-limit": all["downtime-limit"],
-            "tls-creds": text("tls-creds"),
-            "tls-hostname": text("tls-hostname"),
+        let known = PARAMETERS.iter().filter_map(|&name| {
+            let is_text = name.starts_with("tls-");
+            let value = match &all[name] {
+                // QEMU lists no name that was never set.
+                Value::Null if is_text => json!(""),
+                Value::Null => return None,
+                value => value.clone(),
+            };
+            Some((name.to_owned(), value))
         });
-        Ok(Self { on, parameters })
+        Ok(Self { on, parameters: Value::Object(known.collect()) })
     }
 
     /// Sets them again.
@@ -68,7 +105,8 @@ impl Settings {
         set_capabilities(qmp, &FOR_SAVING)?;
         // Only ROMs and devices travel here, and the guest stands still for the last of them.
         let local = json!({
-            "max-bandwidth": 0, "downtime-limit": 2_000_000, "tls-creds": "", "tls-hostname": "",
+            "max-bandwidth": 0, "downtime-limit": LONGEST_DOWNTIME_MS,
+            "tls-creds": "", "tls-hostname": "",
         });
         qmp.execute("migrate-set-parameters", local)?;
         Ok(())
@@ -83,6 +121,72 @@ impl Settings {
         qmp.execute("migrate-set-parameters", json!({ "tls-creds": "", "tls-hostname": "" }))?;
         Ok(())
     }
+
+    /// Sets what a QEMU needs whose guest is carried from it; these were read of the same QEMU.
+    ///
+    /// # Errors
+    /// QMP's.
+    pub fn for_streaming(&self, qmp: &mut Qmp, streaming: &Streaming) -> Result<(), QmpError> {
+        let mut wanted = vec!["pause-before-switchover", "events"];
+        let mut parameters = self.for_channels(streaming.channels, &mut wanted);
+        // Whoever takes the bytes says how fast they go.
+        parameters["max-bandwidth"] = json!(0);
+        parameters["downtime-limit"] = json!(downtime_ms(streaming.downtime));
+        if streaming.throttle > 0 {
+            let most = streaming.throttle.min(99);
+            wanted.push("auto-converge");
+            parameters["cpu-throttle-initial"] = json!(THROTTLE_STEP.min(most));
+            parameters["cpu-throttle-increment"] = json!(THROTTLE_STEP);
+            parameters["max-cpu-throttle"] = json!(most);
+        }
+        set_capabilities(qmp, &wanted)?;
+        qmp.execute("migrate-set-parameters", parameters)?;
+        Ok(())
+    }
+
+    /// Sets what a QEMU needs that takes a carried guest; these were read of the same QEMU.
+    ///
+    /// # Errors
+    /// QMP's.
+    pub fn for_taking_streams(&self, qmp: &mut Qmp, channels: u8) -> Result<(), QmpError> {
+        // Without the last one, QEMU 7.2 takes the locks of the guest's disks as soon as it has loaded, and the
+        // source can't let its guest run on.
+        let mut wanted = vec!["events", "late-block-activate"];
+        let parameters = self.for_channels(channels, &mut wanted);
+        set_capabilities(qmp, &wanted)?;
+        qmp.execute("migrate-set-parameters", parameters)?;
+        Ok(())
+    }
+
+    /// What both sides of a stream need.
+    fn for_channels(&self, channels: u8, wanted: &mut Vec<&'static str>) -> Value {
+        let mut parameters = json!({ "tls-creds": "", "tls-hostname": "" });
+        // Those that QEMU has.
+        for (name, value) in [("avail-switchover-bandwidth", json!(0)), ("mode", json!("normal"))] {
+            if self.parameters.get(name).is_some() {
+                parameters[name] = value;
+            }
+        }
+        if channels > 0 {
+            wanted.push("multifd");
+            parameters["multifd-channels"] = json!(channels);
+            parameters["multifd-compression"] = json!("none");
+        }
+        parameters
+    }
+}
+
+/// Sets what the rest of a guest that is carried may take.
+///
+/// # Errors
+/// QMP's.
+pub fn set_downtime(qmp: &mut Qmp, downtime: Duration) -> Result<(), QmpError> {
+    let parameters = json!({ "downtime-limit": downtime_ms(downtime) });
+    qmp.execute("migrate-set-parameters", parameters).map(|_| ())
+}
+
+fn downtime_ms(downtime: Duration) -> u64 {
+    u64::try_from(downtime.as_millis()).unwrap_or(u64::MAX).min(LONGEST_DOWNTIME_MS)
 }
 
 fn capabilities_on(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {

@@ -11,8 +11,8 @@ use vmferry_dirty::{DirtyLog, UffdLog};
 use vmferry_memory::{GuestMemory, PAGE_SIZE, SlotLayout};
 use vmferry_wire::GuestIdentity;
 
-use crate::abandoned::{cancel_migration, is_under_way};
 use crate::error::QemuError;
+use crate::guest::{self, cancel_migration, host, run_on};
 use crate::inject::{self, Injected};
 use crate::machine::{self, Habits, Machine};
 use crate::qmp::{Qmp, Version};
@@ -54,7 +54,8 @@ impl QemuSource {
     /// What can't be moved, and what to change.
     pub fn attach(socket: &Path) -> Result<Self, QemuError> {
         let mut qmp = Qmp::connect(socket)?;
-        must_be_migratable(&mut qmp)?;
+        guest::must_be_migratable(&mut qmp)?;
+        machine::no_unseen_writers(&mut qmp)?;
         let (machine, habits) = machine::look(&mut qmp)?;
         let vcpu_threads = machine::vcpu_threads(&mut qmp)?;
         let ram = Ram::find(&mut qmp)?;
@@ -68,8 +69,8 @@ impl QemuSource {
             .try_clone()
             .map_err(|source| QemuError::Local { action: "duplicate a descriptor", source })?;
         let log = UffdLog::of_process(pid, ours, ram.ranges.clone(), ram.memory.clone())
-            .map_err(|error| QemuError::Unsupported(error.to_string()))?;
-        let identity = identity(&mut qmp)?;
+            .map_err(|error| QemuError::Unattachable(error.to_string()))?;
+        let identity = guest::identity(&mut qmp)?;
         let log = Arc::new(log);
         Ok(Self {
             qmp,
@@ -167,15 +168,6 @@ impl Resume for QemuSource {
     }
 }
 
-/// Lets a guest run, if it stands still.
-pub fn run_on(qmp: &mut Qmp) -> Result<(), QemuError> {
-    let status = qmp.execute("query-status", json!({}))?;
-    if status["running"] != true {
-        qmp.execute("cont", json!({}))?;
-    }
-    Ok(())
-}
-
 impl SourceVm for QemuSource {
     fn describe(&self) -> GuestDescription {
         GuestDescription {
@@ -247,42 +239,6 @@ impl SourceVm for QemuSource {
     }
 }
 
-/// The guest's name and UUID, as QEMU was told them.
-pub fn identity(qmp: &mut Qmp) -> Result<GuestIdentity, QemuError> {
-    let name = qmp.execute("query-name", json!({}))?;
-    let uuid = qmp.execute("query-uuid", json!({}))?;
-    let pid = qmp.pid();
-    let uuid = uuid["UUID"].as_str().and_then(|text| text.parse().ok()).unwrap_or_default();
-    // One without a name must not be taken for another one.
-    let unnamed = || format!("qemu-{pid}");
-    Ok(GuestIdentity { uuid, name: name["name"].as_str().map_or_else(unnamed, str::to_owned) })
-}
-
-/// What QEMU itself says against a migration.
-fn must_be_migratable(qmp: &mut Qmp) -> Result<(), QemuError> {
-    let status = qmp.execute("query-status", json!({}))?;
-    if status["status"] != "running" {
-        return Err(QemuError::State {
-            found: status["status"].as_str().unwrap_or_default().to_owned(),
-            wanted: "running: `cont` starts a paused guest",
-        });
-    }
-    let migration = qmp.execute("query-migrate", json!({}))?;
-    if let Some(reasons) = migration["blocked-reasons"].as_array()
-        && !reasons.is_empty()
-    {
-        let reasons: Vec<&str> = reasons.iter().filter_map(serde_json::Value::as_str).collect();
-        return Err(QemuError::Unsupported(reasons.join("; ")));
-    }
-    if migration["status"].as_str().is_some_and(is_under_way) {
-        return Err(QemuError::State {
-            found: "migrating".into(),
-            wanted: "left alone: another migration of it goes on",
-        });
-    }
-    Ok(())
-}
-
 /// The slots of a memory.
 pub fn layout(memory: &GuestMemory) -> Vec<SlotLayout> {
     let slots = memory.slots().iter();
@@ -293,10 +249,4 @@ pub fn layout(memory: &GuestMemory) -> Vec<SlotLayout> {
             pages: (slot.len_bytes() / PAGE_SIZE) as u64,
         })
         .collect()
-}
-
-/// This host, for as long as it runs.
-pub fn host() -> String {
-    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
-    boot.map_or_else(|_| String::new(), |text| text.trim().to_owned())
 }

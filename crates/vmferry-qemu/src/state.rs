@@ -128,22 +128,38 @@ fn await_status(qmp: &mut Qmp, what: &'static str, wanted: &[&str]) -> Result<()
     if wanted.contains(&status) {
         return Ok(());
     }
-    let reason = qmp.execute("query-migrate", json!({}))?;
-    let reason = reason["error-desc"].as_str().unwrap_or("it gives no reason");
     Err(QemuError::State {
-        found: format!("{status}: {reason}"),
+        found: format!("{status}: {}", reason(qmp)?),
         wanted: "able to migrate its own devices",
     })
 }
 
+/// Why QEMU's migration has failed, in its own words.
+fn reason(qmp: &mut Qmp) -> Result<String, QemuError> {
+    let migration = qmp.execute("query-migrate", json!({}))?;
+    Ok(migration["error-desc"].as_str().unwrap_or("it gives no reason").to_owned())
+}
+
+/// The error for a migration that QEMU has given up by itself.
+///
+/// # Errors
+/// QMP's.
+pub fn given_up(qmp: &mut Qmp) -> Result<QemuError, QemuError> {
+    Ok(QemuError::GivenUp { reason: reason(qmp)? })
+}
+
 /// How long ago an event was, by its time stamp.
-fn age(timestamp: &Value) -> Option<Duration> {
+pub fn age(timestamp: &Value) -> Option<Duration> {
     let at = Duration::from_secs(timestamp["seconds"].as_u64()?)
         + Duration::from_micros(timestamp["microseconds"].as_u64()?);
     SystemTime::now().duration_since(UNIX_EPOCH + at).ok()
 }
 
-fn pair() -> Result<(UnixStream, UnixStream), QemuError> {
+/// Two ends of a local socket.
+///
+/// # Errors
+/// The system's.
+pub fn pair() -> Result<(UnixStream, UnixStream), QemuError> {
     UnixStream::pair().map_err(local("make a socket pair"))
 }
 

@@ -21,13 +21,16 @@ impl From<QemuError> for Failure {
     fn from(error: QemuError) -> Self {
         let code = match &error {
             QemuError::Qmp(_) => Code::UnknownGuest,
-            QemuError::Memory { .. } | QemuError::Unsupported(_) | QemuError::SameFile { .. } => {
-                Code::Incompatible
-            }
+            QemuError::Memory { .. }
+            | QemuError::Unsupported(_)
+            | QemuError::Unattachable(_)
+            | QemuError::SameFile { .. } => Code::Incompatible,
             QemuError::State { .. } => Code::WrongState,
             QemuError::Process { .. }
             | QemuError::Inject { .. }
             | QemuError::Ended { .. }
+            | QemuError::EndedTaking
+            | QemuError::GivenUp { .. }
             | QemuError::Local { .. } => Code::Internal,
         };
         Self::of(code, error)

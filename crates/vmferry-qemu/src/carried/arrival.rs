@@ -1,0 +1,79 @@
+//! A QEMU that takes a carried guest.
+
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use serde_json::json;
+
+use super::channels;
+use crate::error::QemuError;
+use crate::qmp::{Qmp, QmpError};
+use crate::settings::Settings;
+use crate::state;
+
+/// How long QEMU may take to load what it was given the last byte of.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A guest on its way into a QEMU.
+#[derive(Debug)]
+pub struct Arrival {
+    /// Our ends of its streams.
+    sockets: Vec<UnixStream>,
+}
+
+impl Arrival {
+    /// Lets QEMU, whose settings these are, take a guest; returns the sockets that the streams are to be written
+    /// into. QEMU may answer no order until each stream has begun. It can take no other guest afterwards.
+    ///
+    /// # Errors
+    /// What QEMU or the system refuses.
+    pub fn begin(
+        qmp: &mut Qmp,
+        settings: &Settings,
+        channels: u8,
+    ) -> Result<(Self, Vec<UnixStream>), QemuError> {
+        settings.for_taking_streams(qmp, channels)?;
+        let streams = channels::open_incoming(qmp, channels)?;
+        let copies: Result<_, _> = streams.iter().map(UnixStream::try_clone).collect();
+        let sockets =
+            copies.map_err(|source| QemuError::Local { action: "duplicate a socket", source })?;
+        Ok((Self { sockets }, streams))
+    }
+
+    /// Waits until QEMU has taken all. The guest stands still.
+    ///
+    /// # Errors
+    /// Why QEMU could not; it is of no use any more.
+    pub fn complete(&self, qmp: &mut Qmp) -> Result<(), QemuError> {
+        let wanted = |status: &str| matches!(status, "completed" | "failed");
+        let event = qmp.wait_for("load the guest", LOAD_TIMEOUT, |event| {
+            event["event"] == "MIGRATION" && event["data"]["status"].as_str().is_some_and(wanted)
+        });
+        let event = match event {
+            Ok(event) => event,
+            // One that can't load what it gets prints why, and ends.
+            Err(QmpError::Io { .. }) => return Err(QemuError::EndedTaking),
+            Err(error) => return Err(error.into()),
+        };
+        if event["data"]["status"] != "completed" {
+            return Err(state::given_up(qmp)?);
+        }
+        let status = qmp.execute("query-status", json!({}))?;
+        if status["running"] == true {
+            return Err(QemuError::State {
+                found: "running".into(),
+                wanted: "standing still until the source has given its guest away",
+            });
+        }
+        Ok(())
+    }
+
+    /// Lets nobody wait for these streams.
+    pub fn end(&self) {
+        for socket in &self.sockets {
+            // One that QEMU has closed can't be shut any more.
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+    }
+}

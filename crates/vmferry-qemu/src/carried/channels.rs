@@ -1,0 +1,224 @@
+//! The sockets that a QEMU's migration goes through.
+
+use std::fs::Permissions;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{RecvFlags, recv};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::error::QemuError;
+use crate::qmp::{Qmp, QmpError, Version};
+use crate::state;
+
+/// The name of a descriptor within QEMU.
+const DESCRIPTOR: &str = "vmferry-stream";
+
+/// How long QEMU may take to connect all its channels, which it does at once.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A channel of `multifd` begins with these bytes, in network byte order (`migration/multifd.c`).
+const MULTIFD_MAGIC: u32 = 0x1122_3344;
+
+/// The channel's number stands behind magic, version and the guest's UUID.
+const MULTIFD_ID_AT: usize = 24;
+
+/// From this version on a QEMU that could not take a guest lives on, if it is told to, and says why.
+const STAYS_AFTER_FAILURE: Version = Version { major: 9, minor: 1, micro: 0 };
+
+/// Orders QEMU to migrate into sockets of this host, and returns their other ends: the main stream, and the
+/// channels in the order of their numbers.
+///
+/// # Errors
+/// What QEMU or the system refuses. The guest runs on.
+pub fn open_outgoing(qmp: &mut Qmp, channels: u8) -> Result<Vec<UnixStream>, QemuError> {
+    qmp.forget_events();
+    if channels == 0 {
+        let ours = give(qmp)?;
+        qmp.execute("migrate", json!({ "uri": format!("fd:{DESCRIPTOR}") }))?;
+        return Ok(vec![ours]);
+    }
+    let place = Place::new(qmp)?;
+    let failed = |action| move |source| QemuError::Local { action, source };
+    let listener = UnixListener::bind(place.socket()).map_err(failed("listen for QEMU"))?;
+    place.give(&place.socket())?;
+    listener.set_nonblocking(true).map_err(failed("listen for QEMU"))?;
+    qmp.execute("migrate", json!({ "uri": place.uri() }))?;
+    let deadline = Instant::now() + CONNECT_TIMEOUT;
+    // The main stream always comes first; the others come as QEMU's threads do.
+    let main = accept(qmp, &listener, deadline)?;
+    let mut numbered: Vec<(u8, UnixStream)> = Vec::new();
+    while numbered.len() < usize::from(channels) {
+        let channel = accept(qmp, &listener, deadline)?;
+        let number = number_of(&channel, deadline)?;
+        if number >= channels || numbered.iter().any(|(other, _)| *other == number) {
+            return Err(unknown_channel());
+        }
+        numbered.push((number, channel));
+    }
+    numbered.sort_by_key(|(number, _)| *number);
+    let numbered = numbered.into_iter().map(|(_, channel)| channel);
+    Ok(std::iter::once(main).chain(numbered).collect())
+}
+
+/// Orders a QEMU that waits for a guest to take it from sockets of this host, and returns their other ends, in the
+/// same order.
+///
+/// # Errors
+/// What QEMU or the system refuses.
+pub fn open_incoming(qmp: &mut Qmp, channels: u8) -> Result<Vec<UnixStream>, QemuError> {
+    qmp.forget_events();
+    let order = |uri: String| {
+        let mut order = json!({ "uri": uri });
+        if qmp.version() >= STAYS_AFTER_FAILURE {
+            order["exit-on-error"] = json!(false);
+        }
+        order
+    };
+    if channels == 0 {
+        let order = order(format!("fd:{DESCRIPTOR}"));
+        let ours = give(qmp)?;
+        qmp.execute("migrate-incoming", order)?;
+        return Ok(vec![ours]);
+    }
+    let place = Place::new(qmp)?;
+    let order = order(place.uri());
+    qmp.execute("migrate-incoming", order)?;
+    // QEMU 7.2 takes the first one for the main stream, whatever comes out of it.
+    let connect = |_| UnixStream::connect(place.socket());
+    let connected: Result<_, _> = (0..=channels).map(connect).collect();
+    connected.map_err(|source| QemuError::Local { action: "connect to QEMU", source })
+}
+
+/// Gives QEMU one end of a socket pair.
+fn give(qmp: &mut Qmp) -> Result<UnixStream, QemuError> {
+    let (ours, theirs) = state::pair()?;
+    qmp.give_descriptor(DESCRIPTOR, &theirs)?;
+    Ok(ours)
+}
+
+/// The next connection of a QEMU that was told to migrate.
+fn accept(
+    qmp: &mut Qmp,
+    listener: &UnixListener,
+    deadline: Instant,
+) -> Result<UnixStream, QemuError> {
+    let failed = |source| QemuError::Local { action: "let QEMU connect", source };
+    let monitor = qmp.descriptor()?;
+    loop {
+        match listener.accept() {
+            Ok((socket, _)) => {
+                socket.set_nonblocking(false).map_err(failed)?;
+                return Ok(socket);
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(failed(error)),
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            let what = "connect its channels";
+            return Err(QmpError::TimedOut { what, after: CONNECT_TIMEOUT }.into());
+        }
+        wait_readable(&[listener.as_fd(), monitor.as_fd()], left).map_err(failed)?;
+        let over = |event: &Value| {
+            let status = event["data"]["status"].as_str();
+            event["event"] == "MIGRATION" && matches!(status, Some("failed" | "cancelled"))
+        };
+        if qmp.look_at_events()?.iter().any(over) {
+            return Err(state::given_up(qmp)?);
+        }
+    }
+}
+
+/// The number of a channel, which it begins with. Nothing is taken from it.
+fn number_of(channel: &UnixStream, deadline: Instant) -> Result<u8, QemuError> {
+    let failed = |source| QemuError::Local { action: "read a channel of QEMU", source };
+    let left = deadline.saturating_duration_since(Instant::now());
+    wait_readable(&[channel.as_fd()], left).map_err(failed)?;
+    // QEMU writes it at once, and a socket of this kind keeps what was written at once together.
+    let mut first = [0; MULTIFD_ID_AT + 1];
+    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+    let (read, _) = recv(channel, &mut first[..], flags).map_err(|errno| failed(errno.into()))?;
+    match first {
+        [a, b, c, d, .., number]
+            if read == first.len() && u32::from_be_bytes([a, b, c, d]) == MULTIFD_MAGIC =>
+        {
+            Ok(number)
+        }
+        _ => Err(unknown_channel()),
+    }
+}
+
+fn unknown_channel() -> QemuError {
+    QemuError::Unsupported(
+        "its multifd channels are none that vmferry knows: carry it without (`--channels 1`)"
+            .into(),
+    )
+}
+
+fn wait_readable(
+    descriptors: &[std::os::fd::BorrowedFd<'_>],
+    left: Duration,
+) -> std::io::Result<()> {
+    let mut polled: Vec<PollFd<'_>> =
+        descriptors.iter().map(|descriptor| PollFd::new(descriptor, PollFlags::IN)).collect();
+    let timeout = Timespec::try_from(left).map_err(|_| std::io::ErrorKind::InvalidInput)?;
+    match poll(&mut polled, Some(&timeout)) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// A directory for one socket, which only QEMU's user may enter.
+struct Place {
+    directory: TempDir,
+    /// QEMU's user, if it is another.
+    user: Option<u32>,
+}
+
+impl Place {
+    fn new(qmp: &Qmp) -> Result<Self, QemuError> {
+        let directory = tempfile::Builder::new()
+            .prefix("vmferry-")
+            .permissions(Permissions::from_mode(0o700))
+            .tempdir()
+            .map_err(|source| QemuError::Local { action: "make a directory", source })?;
+        let theirs = effective_user(qmp)?;
+        let user = (theirs != rustix::process::geteuid().as_raw()).then_some(theirs);
+        let place = Self { directory, user };
+        place.give(place.directory.path())?;
+        Ok(place)
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.directory.path().join("stream")
+    }
+
+    fn uri(&self) -> String {
+        format!("unix:{}", self.socket().display())
+    }
+
+    /// Makes a file QEMU's own.
+    fn give(&self, path: &std::path::Path) -> Result<(), QemuError> {
+        let Some(user) = self.user else { return Ok(()) };
+        chown(path, Some(user), None).map_err(|source| QemuError::Local {
+            action: "give QEMU's user a socket: run vmferry as root or as that user, or without \
+                     further channels",
+            source,
+        })
+    }
+}
+
+/// The user that QEMU runs as: by the process, which anybody may ask; or by its QMP socket, if it can't be seen.
+fn effective_user(qmp: &Qmp) -> Result<u32, QmpError> {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", qmp.pid()));
+    let line = status.iter().flat_map(|text| text.lines()).find_map(|l| l.strip_prefix("Uid:"));
+    // Real, effective, saved and file system's.
+    let effective = line.and_then(|ids| ids.split_whitespace().nth(1)?.parse().ok());
+    effective.map_or_else(|| qmp.user(), Ok)
+}

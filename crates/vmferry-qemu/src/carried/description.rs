@@ -1,0 +1,150 @@
+//! What the two sides of a carried guest must agree on.
+
+use std::os::unix::fs::MetadataExt;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use vmferry::PrepareError;
+use vmferry_memory::{PAGE_SIZE, SlotId, SlotLayout};
+use vmferry_wire::GuestIdentity;
+
+use crate::error::QemuError;
+use crate::guest::host;
+use crate::machine::{self, Machine};
+use crate::qmp::{Qmp, QmpError};
+use crate::ram;
+
+/// A RAM block of QEMU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StreamedBlock {
+    /// QEMU's name of it.
+    pub name: String,
+    /// Bytes in use.
+    pub bytes: u64,
+    /// What it may grow to, in bytes: what the other side must have too.
+    pub most: u64,
+}
+
+/// A QEMU, as the other side must know it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Description {
+    /// The host that it runs on, for as long as that runs.
+    pub host: String,
+    /// What must be equal.
+    pub machine: Machine,
+    /// All its memory, sorted by name.
+    pub blocks: Vec<StreamedBlock>,
+    /// Device and inode of the files that its memory shares with others, as far as they can be seen.
+    pub files: Vec<(u64, u64)>,
+    /// Channels beside the main stream.
+    pub multifd: u8,
+}
+
+impl Description {
+    /// Looks at a QEMU.
+    ///
+    /// # Errors
+    /// QMP's.
+    pub fn read(qmp: &mut Qmp, multifd: u8) -> Result<Self, QemuError> {
+        let (machine, _) = machine::look(qmp)?;
+        let blocks = ram::list(qmp)?.into_iter().map(|block| StreamedBlock {
+            name: block.name,
+            bytes: block.used,
+            most: block.total,
+        });
+        let blocks = blocks.collect();
+        Ok(Self { host: host(), machine, blocks, files: shared_files(qmp)?, multifd })
+    }
+
+    /// The blocks as slots, laid end to end.
+    #[must_use]
+    pub fn layout(&self) -> Vec<SlotLayout> {
+        let mut gpa = 0;
+        let slots = self.blocks.iter().zip((0..=u16::MAX).map(SlotId));
+        slots
+            .map(|(block, slot)| {
+                let layout = SlotLayout { slot, gpa, pages: block.pages() };
+                gpa += layout.pages * PAGE_SIZE as u64;
+                layout
+            })
+            .collect()
+    }
+
+    /// Names and lengths in pages, in the order of the slots.
+    pub fn blocks(&self) -> impl Iterator<Item = (&str, u64)> {
+        self.blocks.iter().map(|block| (block.name.as_str(), block.pages()))
+    }
+
+    /// Makes sure that the guest of `offered` can go where this is.
+    ///
+    /// # Errors
+    /// What differs, and what to change.
+    pub fn check(&self, offered: &Self) -> Result<(), PrepareError> {
+        if let Some(difference) = machine::difference(&offered.machine, &self.machine) {
+            return Err(PrepareError::Incompatible(difference));
+        }
+        let alike = |ours: &StreamedBlock, theirs: &StreamedBlock| {
+            (&ours.name, ours.most) == (&theirs.name, theirs.most)
+        };
+        let missing = |here: &Self, there: &Self| {
+            let lacks = |block: &&StreamedBlock| !there.blocks.iter().any(|one| alike(one, block));
+            let all: Vec<String> = here.blocks.iter().filter(lacks).map(words).collect();
+            if all.is_empty() { "the rest of it".to_owned() } else { all.join(", ") }
+        };
+        if self.blocks.len() != offered.blocks.len()
+            || !self.blocks.iter().zip(&offered.blocks).all(|(ours, theirs)| alike(ours, theirs))
+        {
+            let (expected, offered) = (missing(self, offered), missing(offered, self));
+            return Err(PrepareError::Layout { expected, offered });
+        }
+        if offered.host == self.host && offered.files.iter().any(|file| self.files.contains(file)) {
+            let text = "source and destination have the same memory file: give the destination a \
+                        file of its own (`mem-path`)";
+            return Err(PrepareError::Incompatible(text.into()));
+        }
+        Ok(())
+    }
+}
+
+impl StreamedBlock {
+    fn pages(&self) -> u64 {
+        self.bytes / PAGE_SIZE as u64
+    }
+}
+
+fn words(block: &StreamedBlock) -> String {
+    if block.most < 1 << 20 {
+        return format!("{} of {} KiB", block.name, block.most >> 10);
+    }
+    format!("{} of {} MiB", block.name, block.most >> 20)
+}
+
+/// The files that memory backends share with whoever else opens them.
+fn shared_files(qmp: &mut Qmp) -> Result<Vec<(u64, u64)>, QmpError> {
+    let backends = qmp.execute("query-memdev", json!({}))?;
+    let mut files = Vec::new();
+    let shared = backends.as_array().into_iter().flatten().filter(|one| one["share"] == true);
+    for id in shared.filter_map(|one| one["id"].as_str()) {
+        let property = json!({ "path": format!("/objects/{id}"), "property": "mem-path" });
+        // A memfd has none, and a file may be hidden from this process.
+        let path = match qmp.execute("qom-get", property) {
+            Ok(Value::String(path)) => path,
+            Ok(_) | Err(QmpError::Refused { .. }) => continue,
+            Err(error) => return Err(error),
+        };
+        if let Ok(metadata) = std::fs::metadata(path) {
+            files.push((metadata.dev(), metadata.ino()));
+        }
+    }
+    Ok(files)
+}
+
+/// Whose guest it is, and what it is: what the engine tells the destination.
+pub fn describe(identity: &GuestIdentity, own: &Description) -> vmferry::GuestDescription {
+    vmferry::GuestDescription {
+        identity: identity.clone(),
+        vmm: super::VMM.into(),
+        config: json!(own).to_string().into_bytes(),
+        layout: own.layout(),
+    }
+}

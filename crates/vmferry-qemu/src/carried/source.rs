@@ -1,0 +1,252 @@
+//! A running QEMU whose own migration the engine carries.
+
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use vmferry::streamed::{OutgoingStream, Recogniser, StreamEvents, StreamedVm};
+use vmferry::{GuestDescription, Resume, VmError};
+use vmferry_wire::{GuestIdentity, MAX_LANES};
+
+use super::channels;
+use super::description::{Description, describe};
+use super::monitor::Monitor;
+use super::watch::Watch;
+use crate::error::QemuError;
+use crate::guest::{self, cancel_migration, run_on};
+use crate::machine::Machine;
+use crate::qmp::{Qmp, Version};
+use crate::settings::{self, Settings, Streaming};
+use crate::stream::{Blocks, MainStream, MultifdChannel};
+
+/// A QEMU whose guest is to be carried. Dropped, it is left as it is: a guest that was not
+/// [resumed](Resume::resume) may run elsewhere.
+pub struct CarriedSource {
+    monitor: Arc<Monitor>,
+    version: Version,
+    pid: u32,
+    identity: GuestIdentity,
+    description: Description,
+    settings: Settings,
+    throttle: u8,
+    under_way: Option<UnderWay>,
+}
+
+/// QEMU's migration.
+struct UnderWay {
+    watch: Option<Watch>,
+    /// Our ends of its streams: shut, nobody waits for them any more.
+    sockets: Vec<UnixStream>,
+}
+
+impl CarriedSource {
+    /// Takes the QEMU whose QMP socket this is, after asking it whether its guest can be migrated. The guest is not
+    /// touched. With `channels` QEMU spreads memory over so many streams beside the main one (`multifd`).
+    ///
+    /// # Errors
+    /// What QEMU says against it, and what to change.
+    pub fn attach(socket: &Path, channels: u8) -> Result<Self, QemuError> {
+        if channels >= MAX_LANES {
+            let most = MAX_LANES - 1;
+            return Err(QemuError::Unsupported(format!(
+                "{channels} multifd channels are too many: take {most} at most"
+            )));
+        }
+        let mut qmp = Qmp::connect(socket)?;
+        guest::must_be_migratable(&mut qmp)?;
+        let description = Description::read(&mut qmp, channels)?;
+        let settings = Settings::read(&mut qmp)?;
+        let identity = guest::identity(&mut qmp)?;
+        let (version, pid) = (qmp.version(), qmp.pid());
+        let monitor = Arc::new(Monitor::new(qmp)?);
+        Ok(Self {
+            monitor,
+            version,
+            pid,
+            identity,
+            description,
+            settings,
+            throttle: 0,
+            under_way: None,
+        })
+    }
+
+    /// Ends the QEMU, whose guest runs elsewhere.
+    ///
+    /// # Errors
+    /// QMP's.
+    pub fn quit(self) -> Result<(), QemuError> {
+        self.monitor.orders().execute("quit", json!({}))?;
+        Ok(())
+    }
+
+    /// QEMU's version.
+    #[must_use]
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    /// What kind of machine it is.
+    #[must_use]
+    pub fn machine(&self) -> &Machine {
+        &self.description.machine
+    }
+
+    /// The guest's memory, with ROMs and video memory, in bytes.
+    #[must_use]
+    pub fn memory_bytes(&self) -> u64 {
+        self.description.blocks.iter().map(|block| block.bytes).sum()
+    }
+
+    /// The guest's name and UUID.
+    #[must_use]
+    pub fn identity(&self) -> &GuestIdentity {
+        &self.identity
+    }
+
+    /// What QEMU's own migration was set to before vmferry came.
+    #[must_use]
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// The QEMU process.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Whether the guest runs; false also if QEMU does not answer.
+    #[must_use]
+    pub fn is_running(&self) -> bool {
+        let status = self.monitor.orders().execute("query-status", json!({}));
+        status.is_ok_and(|status| status["running"] == true)
+    }
+
+    fn stream(
+        &mut self,
+        downtime: Duration,
+        events: StreamEvents,
+    ) -> Result<Vec<OutgoingStream>, QemuError> {
+        if self.under_way.is_some() {
+            return Err(QemuError::State {
+                found: "migrating".into(),
+                wanted: "left alone: this migration of it goes on",
+            });
+        }
+        let channels = self.description.multifd;
+        let streaming = Streaming { channels, downtime, throttle: self.throttle };
+        let begun = Instant::now();
+        // From here on there is something to be put right again.
+        let under_way = self.under_way.insert(UnderWay { watch: None, sockets: Vec::new() });
+        let mut streams = Vec::new();
+        {
+            let mut qmp = self.monitor.orders();
+            self.settings.for_streaming(&mut qmp, &streaming)?;
+            let blocks = Arc::new(Blocks::new(self.description.blocks()));
+            for (at, socket) in channels::open_outgoing(&mut qmp, channels)?.into_iter().enumerate()
+            {
+                let copy = socket.try_clone();
+                let copy = copy
+                    .map_err(|source| QemuError::Local { action: "duplicate a socket", source })?;
+                under_way.sockets.push(copy);
+                let recogniser: Box<dyn Recogniser> = match at {
+                    0 => Box::new(MainStream::new(Arc::clone(&blocks))),
+                    _ => Box::new(MultifdChannel::new(Arc::clone(&blocks))),
+                };
+                streams.push(OutgoingStream { socket, recogniser });
+            }
+        }
+        let pages = self.description.blocks().map(|(_, pages)| pages).sum();
+        let watch = Watch::start(Arc::clone(&self.monitor), begun, pages, events)?;
+        under_way.watch = Some(watch);
+        Ok(streams)
+    }
+
+    fn run_on(&mut self) -> Result<(), QemuError> {
+        if let Some(under_way) = &self.under_way {
+            under_way.end(&self.monitor);
+        }
+        let mut qmp = self.monitor.orders();
+        cancel_migration(&mut qmp)?;
+        run_on(&mut qmp)?;
+        // The guest runs. Settings are worth no failure.
+        let _ = self.settings.restore(&mut qmp);
+        drop(qmp);
+        self.under_way = None;
+        Ok(())
+    }
+}
+
+impl UnderWay {
+    /// Lets nobody wait: QEMU's writers hold its main lock when they send the rest, and then it answers no order.
+    fn end(&self, monitor: &Monitor) {
+        if let Some(watch) = &self.watch {
+            watch.end(monitor);
+        }
+        for socket in &self.sockets {
+            // One that QEMU has closed can't be shut any more.
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+impl Drop for CarriedSource {
+    fn drop(&mut self) {
+        if let Some(UnderWay { watch: Some(watch), .. }) = &self.under_way {
+            watch.end(&self.monitor);
+        }
+    }
+}
+
+impl Resume for CarriedSource {
+    fn resume(&mut self) -> Result<(), VmError> {
+        Ok(self.run_on()?)
+    }
+}
+
+impl StreamedVm for CarriedSource {
+    fn describe(&self) -> GuestDescription {
+        describe(&self.identity, &self.description)
+    }
+
+    fn streams(&self) -> u8 {
+        1 + self.description.multifd
+    }
+
+    fn begin(
+        &mut self,
+        downtime: Duration,
+        events: StreamEvents,
+    ) -> Result<Vec<OutgoingStream>, VmError> {
+        match self.stream(downtime, events) {
+            Ok(streams) => Ok(streams),
+            Err(error) => {
+                // Nothing is left of what was begun, and the guest has never stopped. The reason is what counts.
+                let _ = self.run_on();
+                Err(error.into())
+            }
+        }
+    }
+
+    fn set_downtime(&mut self, downtime: Duration) -> Result<(), VmError> {
+        Ok(settings::set_downtime(&mut self.monitor.orders(), downtime).map_err(QemuError::from)?)
+    }
+
+    fn finish(&mut self) -> Result<(), VmError> {
+        let order = json!({ "state": "pre-switchover" });
+        let done = self.monitor.orders().execute("migrate-continue", order);
+        Ok(done.map(|_| ()).map_err(QemuError::from)?)
+    }
+
+    fn allow_throttling(&mut self, percent: u8) -> Result<(), VmError> {
+        if percent > 99 {
+            return Err("at most 99 % of the vCPUs' time can be taken".into());
+        }
+        self.throttle = percent;
+        Ok(())
+    }
+}

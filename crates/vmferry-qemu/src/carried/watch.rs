@@ -1,0 +1,146 @@
+//! Listening to a QEMU that migrates.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use vmferry::streamed::{StreamEvent, StreamEvents};
+use vmferry_memory::PAGE_SIZE;
+
+use super::monitor::Monitor;
+use crate::error::QemuError;
+use crate::qmp::{Qmp, QmpError};
+use crate::state;
+
+/// A thread that tells the engine what QEMU says of its migration, until that has ended.
+#[derive(Debug)]
+pub struct Watch {
+    over: Arc<AtomicBool>,
+}
+
+/// What the thread knows.
+struct Watcher {
+    over: Arc<AtomicBool>,
+    begun: Instant,
+    /// Pages of all blocks.
+    pages: u64,
+    /// QEMU has stopped the guest.
+    held: bool,
+}
+
+impl Watch {
+    /// Listens from now on; `begun` is when QEMU was told to migrate, and `pages` is the guest's size.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn start(
+        monitor: Arc<Monitor>,
+        begun: Instant,
+        pages: u64,
+        tell: StreamEvents,
+    ) -> Result<Self, QemuError> {
+        let over = Arc::new(AtomicBool::new(false));
+        let mut watcher = Watcher { over: Arc::clone(&over), begun, pages, held: false };
+        std::thread::Builder::new()
+            .name("qemu-events".into())
+            .spawn(move || watcher.listen(&monitor, &tell))
+            .map_err(|source| QemuError::Local { action: "start a thread", source })?;
+        Ok(Self { over })
+    }
+
+    /// Nothing more is told. Whoever is being told something may call this.
+    pub fn end(&self, monitor: &Monitor) {
+        self.over.store(true, Ordering::Release);
+        monitor.wake();
+    }
+}
+
+impl Watcher {
+    fn listen(&mut self, monitor: &Monitor, tell: &StreamEvents) {
+        loop {
+            // The lock is free again when the engine is told: it may have orders to give.
+            let news = self.news(&mut monitor.orders());
+            let news = news.unwrap_or_else(|error| vec![StreamEvent::Failed(error.into())]);
+            for event in news {
+                if self.is_over() {
+                    return;
+                }
+                let last = matches!(event, StreamEvent::Completed | StreamEvent::Failed(_));
+                tell(event);
+                if last {
+                    return;
+                }
+            }
+            if self.is_over() {
+                return;
+            }
+            if let Err(source) = monitor.listen() {
+                let error = QemuError::Local { action: "listen to QEMU", source };
+                tell(StreamEvent::Failed(error.into()));
+                return;
+            }
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+
+    /// What has come since the last time, in order.
+    fn news(&mut self, qmp: &mut Qmp) -> Result<Vec<StreamEvent>, QemuError> {
+        if self.is_over() {
+            return Ok(Vec::new());
+        }
+        let events = qmp.events()?;
+        let last_pass = events.iter().rposition(|event| event["event"] == "MIGRATION_PASS");
+        let mut stopped = None;
+        let mut news = Vec::new();
+        for (at, event) in events.iter().enumerate() {
+            match event["event"].as_str() {
+                Some("STOP") => stopped = state::age(&event["timestamp"]),
+                // The pass that sends the rest is not asked about: QEMU does not answer until it is done.
+                Some("MIGRATION_PASS") if Some(at) == last_pass && !self.held => {
+                    news.extend(self.pass(qmp, &event["data"]["pass"])?);
+                }
+                Some("MIGRATION") => match event["data"]["status"].as_str() {
+                    Some("pre-switchover") => news.push(self.stopped(qmp, stopped)?),
+                    Some("completed") => news.push(StreamEvent::Completed),
+                    Some("failed" | "cancelled") => {
+                        news.push(StreamEvent::Failed(state::given_up(qmp)?.into()));
+                    }
+                    _ => {}
+                },
+                _ => {}
+            }
+        }
+        Ok(news)
+    }
+
+    /// A pass over memory begins.
+    fn pass(&self, qmp: &mut Qmp, number: &Value) -> Result<Option<StreamEvent>, QmpError> {
+        let Some(number) = number.as_u64().and_then(|number| u32::try_from(number).ok()) else {
+            return Ok(None);
+        };
+        let migration = qmp.execute("query-migrate", json!({}))?;
+        let ram = &migration["ram"];
+        // In the first one all is to be sent, and QEMU may have no figures yet.
+        let pages =
+            ram["remaining"].as_u64().filter(|_| number > 1).map(|left| left / PAGE_SIZE as u64);
+        let dirty_pages_per_s = ram["dirty-pages-rate"].as_f64().unwrap_or_default();
+        let pages = pages.unwrap_or(self.pages);
+        Ok(Some(StreamEvent::Pass { number, pages, dirty_pages_per_s }))
+    }
+
+    /// The guest stands still, since so long by the clock that QEMU stamps events with, which can be set meanwhile.
+    fn stopped(&mut self, qmp: &mut Qmp, age: Option<Duration>) -> Result<StreamEvent, QmpError> {
+        self.held = true;
+        let migration = qmp.execute("query-migrate", json!({}))?;
+        let expected = migration["expected-downtime"].as_u64().unwrap_or_default();
+        let since_begun = self.begun.elapsed();
+        Ok(StreamEvent::Stopped {
+            stood_still: age.map_or(Duration::ZERO, |age| age.min(since_begun)),
+            expected_downtime: Duration::from_millis(expected),
+        })
+    }
+}

@@ -1,0 +1,116 @@
+//! What vmferry asks of any QEMU that has a guest: who it is, whether it can be migrated, and that it runs on.
+
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use vmferry_wire::GuestIdentity;
+
+use crate::error::QemuError;
+use crate::qmp::{Qmp, QmpError};
+
+/// How long QEMU may take to give up its own migration.
+const CANCEL_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How long QEMU may refuse to run a guest on: it tidies up after a migration, or another QEMU is about to give
+/// the locks of the guest's disks back.
+const RUN_ON_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long an event is awaited that may have come before this connection did.
+const LOOK_PERIOD: Duration = Duration::from_millis(50);
+
+/// The guest's name and UUID, as QEMU was told them.
+pub fn identity(qmp: &mut Qmp) -> Result<GuestIdentity, QemuError> {
+    let name = qmp.execute("query-name", json!({}))?;
+    let uuid = qmp.execute("query-uuid", json!({}))?;
+    let pid = qmp.pid();
+    let uuid = uuid["UUID"].as_str().and_then(|text| text.parse().ok()).unwrap_or_default();
+    // One without a name must not be taken for another one.
+    let unnamed = || format!("qemu-{pid}");
+    Ok(GuestIdentity { uuid, name: name["name"].as_str().map_or_else(unnamed, str::to_owned) })
+}
+
+/// What QEMU itself says against a migration.
+pub fn must_be_migratable(qmp: &mut Qmp) -> Result<(), QemuError> {
+    let status = qmp.execute("query-status", json!({}))?;
+    if status["status"] != "running" {
+        return Err(QemuError::State {
+            found: status["status"].as_str().unwrap_or_default().to_owned(),
+            wanted: "running: `cont` starts a paused guest",
+        });
+    }
+    let migration = qmp.execute("query-migrate", json!({}))?;
+    if let Some(reasons) = migration["blocked-reasons"].as_array()
+        && !reasons.is_empty()
+    {
+        let reasons: Vec<&str> = reasons.iter().filter_map(serde_json::Value::as_str).collect();
+        return Err(QemuError::Unsupported(reasons.join("; ")));
+    }
+    if migration["status"].as_str().is_some_and(is_under_way) {
+        return Err(QemuError::State {
+            found: "migrating".into(),
+            wanted: "left alone: another migration of it goes on",
+        });
+    }
+    Ok(())
+}
+
+/// This host, for as long as it runs.
+pub fn host() -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
+    boot.map_or_else(|_| String::new(), |text| text.trim().to_owned())
+}
+
+/// Ends QEMU's own migration, if one is under way. Whoever holds the sockets that it writes to has shut them
+/// before: QEMU waits for its writers, and may answer nobody while they wait.
+pub fn cancel_migration(qmp: &mut Qmp) -> Result<(), QemuError> {
+    let deadline = Instant::now() + CANCEL_TIMEOUT;
+    let mut asked = false;
+    loop {
+        let migration = qmp.execute("query-migrate", json!({}))?;
+        let status = migration["status"].as_str().unwrap_or("none");
+        if !is_under_way(status) {
+            return Ok(());
+        }
+        if !std::mem::replace(&mut asked, true) {
+            qmp.execute("migrate_cancel", json!({}))?;
+        } else if Instant::now() >= deadline {
+            let what = "cancel its migration";
+            return Err(QmpError::TimedOut { what, after: CANCEL_TIMEOUT }.into());
+        }
+        look_for(qmp, "cancel its migration", "MIGRATION")?;
+    }
+}
+
+/// Lets a guest run, if it stands still.
+pub fn run_on(qmp: &mut Qmp) -> Result<(), QemuError> {
+    let deadline = Instant::now() + RUN_ON_TIMEOUT;
+    loop {
+        let status = qmp.execute("query-status", json!({}))?;
+        if status["running"] == true {
+            return Ok(());
+        }
+        match qmp.execute("cont", json!({})) {
+            Ok(_) => return Ok(()),
+            Err(QmpError::Refused { .. }) if Instant::now() < deadline => {
+                look_for(qmp, "run its guest", "RESUME")?;
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Waits a moment for an event, which need not come.
+fn look_for(qmp: &mut Qmp, what: &'static str, name: &str) -> Result<(), QemuError> {
+    match qmp.wait_for(what, LOOK_PERIOD, |event| event["event"] == name) {
+        Ok(_) | Err(QmpError::TimedOut { .. }) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Whether a status of `query-migrate` means that QEMU migrates.
+fn is_under_way(status: &str) -> bool {
+    matches!(
+        status,
+        "setup" | "active" | "device" | "pre-switchover" | "cancelling" | "wait-unplug"
+    )
+}

@@ -1,0 +1,332 @@
+//! Guests of real QEMUs whose own migration is carried, without an engine.
+
+#[path = "carried/relay.rs"]
+mod relay;
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use relay::{Flow, begin, hop, hop_of};
+use vmferry::streamed::StreamedVm;
+use vmferry::{DestinationVm, Resume};
+use vmferry_qemu::{AbandonedQemu, CarriedSource, Qmp, Settings};
+use vmferry_qemu_lab::{Backend, Machine, Qemu, Version, World};
+
+const DOWNTIME: Duration = Duration::from_millis(300);
+
+/// Channels beside the main stream.
+const CHANNELS: [u8; 2] = [0, 2];
+
+fn all() -> bool {
+    std::env::var_os("VMFERRY_TEST_ALL").is_some()
+}
+
+/// A guest with private memory, video memory and a disk.
+fn machine(world: &World, version: Version) -> Machine {
+    let disk = world.path("disk.raw");
+    if !disk.exists() {
+        world.disk(96);
+    }
+    let drive = format!("if=none,id=disk,format=raw,file={}", disk.display());
+    let workload = "static=40 dirty=20 disk=16";
+    let private = Machine { backend: Backend::Private, ..Machine::new(version, workload) };
+    private.with(&["-device", "VGA", "-drive", &drive, "-device", "virtio-blk-pci,drive=disk"])
+}
+
+/// The guest has checked all of its memory and its disk since now.
+fn check(qemu: &mut Qemu) {
+    let before = qemu.check_guest().get("disk_rounds");
+    let said = qemu.wait_for("uses its disk", |said| said.get("disk_rounds") > before);
+    assert_eq!((said.get("disk_errors"), said.get("corruptions")), (0, 0), "{said:?}");
+}
+
+/// What its own migration is set to.
+fn settings(qmp: &Path) -> Settings {
+    Settings::read(&mut Qmp::connect(qmp).unwrap()).unwrap()
+}
+
+#[test]
+fn guests_travel_there_and_back() {
+    for version in Version::ALL {
+        for channels in CHANNELS {
+            println!("{version:?} with {channels} channels");
+            let world = World::new();
+            let machine = machine(&world, version);
+            let mut here = machine.start(&world, "qemu-0");
+            check(&mut here);
+            for number in 1..=if all() { 6 } else { 2 } {
+                let mut there = machine.incoming(&world, &format!("qemu-{number}"));
+                let passes = hop(&mut here, &there, channels);
+                let numbers: Vec<u32> = passes.iter().map(|(number, _)| *number).collect();
+                assert!(numbers.is_sorted() && !numbers.is_empty(), "{passes:?}");
+                check(&mut there);
+                here = there;
+            }
+        }
+    }
+}
+
+#[test]
+fn memory_of_other_kinds_travels() {
+    for (backend, version) in [
+        (Backend::Memfd, Version::V10_0),
+        (Backend::File, Version::V10_0),
+        (Backend::TwoNodes, Version::V7_2),
+    ] {
+        let world = World::new();
+        let workload = "static=40 dirty=20";
+        let machine = Machine { backend, vcpus: 2, kind: "pc", ..Machine::new(version, workload) };
+        let mut here = machine.start(&world, "here");
+        here.check_guest();
+        let mut there = machine.incoming(&world, "there");
+        hop(&mut here, &there, 2);
+        there.check_guest();
+    }
+}
+
+/// Where a migration is given up.
+#[derive(Clone, Copy, Debug)]
+enum Stage {
+    /// QEMU can't get rid of its bytes, and the guest runs.
+    Active,
+    Stopped,
+    /// QEMU can't get rid of the rest, and answers nobody.
+    Finishing,
+    /// The destination has taken all.
+    Ready,
+}
+
+const STAGES: [Stage; 4] = [Stage::Active, Stage::Stopped, Stage::Finishing, Stage::Ready];
+
+/// Begins, and gets as far as that.
+fn reach(source: CarriedSource, to: &Qemu, stage: Stage) -> relay::Carried {
+    let flow = if matches!(stage, Stage::Active) { Flow::Stopped } else { Flow::Free };
+    let mut carried = begin(source, to, flow, DOWNTIME).unwrap();
+    match stage {
+        Stage::Active => carried.wait_for_pass(),
+        Stage::Stopped => carried.wait_stopped(),
+        Stage::Finishing => {
+            carried.wait_stopped();
+            carried.flow(Flow::Stopped);
+            carried.source.finish().unwrap();
+        }
+        Stage::Ready => carried.carry_all().unwrap(),
+    }
+    carried
+}
+
+#[test]
+fn a_guest_runs_on_wherever_its_migration_is_given_up() {
+    for version in Version::ALL {
+        for channels in CHANNELS {
+            let world = World::new();
+            let machine = machine(&world, version);
+            let mut here = machine.start(&world, "here");
+            check(&mut here);
+            let before = settings(&here.qmp);
+            for stage in STAGES {
+                println!("{version:?} with {channels} channels, {stage:?}");
+                let there = machine.incoming(&world, &format!("{stage:?}"));
+                let source = CarriedSource::attach(&here.qmp, channels).unwrap();
+                let source = reach(source, &there, stage).give_up();
+                check(&mut here);
+                drop(source);
+                assert_eq!(settings(&here.qmp), before);
+            }
+            // After all that it can still be moved, by the same source as one that was given up.
+            let there = machine.incoming(&world, "there");
+            let source = CarriedSource::attach(&here.qmp, channels).unwrap();
+            let source = reach(source, &there, Stage::Stopped).give_up();
+            let mut there = machine.incoming(&world, "finally");
+            hop_of(source, &mut here, &there);
+            check(&mut there);
+        }
+    }
+}
+
+#[test]
+fn another_process_lets_an_abandoned_guest_run_on() {
+    for version in Version::ALL {
+        for channels in CHANNELS {
+            let world = World::new();
+            let machine = machine(&world, version);
+            let mut here = machine.start(&world, "here");
+            check(&mut here);
+            for stage in STAGES {
+                println!("{version:?} with {channels} channels, {stage:?}");
+                let there = machine.incoming(&world, &format!("{stage:?}"));
+                let source = CarriedSource::attach(&here.qmp, channels).unwrap();
+                let before = source.settings().clone();
+                let mut carried = reach(source, &there, stage);
+                // A process that dies leaves no socket open.
+                carried.cut();
+                carried.join();
+                drop(carried);
+                let mut abandoned = AbandonedQemu::new(&here.qmp, Some(before.clone()));
+                abandoned.resume().unwrap();
+                check(&mut here);
+                assert_eq!(settings(&here.qmp), before);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_link_that_stalls_stops_nothing_but_the_migration() {
+    for version in Version::ALL {
+        for channels in CHANNELS {
+            let world = World::new();
+            let machine = machine(&world, version);
+            let mut here = machine.start(&world, "here");
+            check(&mut here);
+            let mut there = machine.incoming(&world, "there");
+            let source = CarriedSource::attach(&here.qmp, channels).unwrap();
+            let mut carried = reach(source, &there, Stage::Active);
+            // The guest runs, and QEMU takes orders.
+            check(&mut here);
+            carried.source.set_downtime(DOWNTIME * 2).unwrap();
+            assert!(carried.source.is_running());
+            carried.flow(Flow::Free);
+            carried.carry_all().unwrap();
+            carried.destination.run().unwrap();
+            check(&mut there);
+        }
+    }
+}
+
+#[test]
+fn a_destination_that_dies_costs_nothing() {
+    for version in Version::ALL {
+        for channels in CHANNELS {
+            let world = World::new();
+            let machine = machine(&world, version);
+            let mut here = machine.start(&world, "here");
+            check(&mut here);
+            for stage in STAGES {
+                println!("{version:?} with {channels} channels, {stage:?}");
+                let mut there = machine.incoming(&world, &format!("{stage:?}"));
+                let source = CarriedSource::attach(&here.qmp, channels).unwrap();
+                let mut carried = reach(source, &there, stage);
+                there.child.kill().unwrap();
+                there.child.wait().unwrap();
+                carried.flow(Flow::Free);
+                if matches!(stage, Stage::Active | Stage::Finishing) {
+                    let why = carried.wait_failed();
+                    assert!(why.to_string().contains("given its migration up"), "{why}");
+                }
+                if matches!(stage, Stage::Stopped) {
+                    let why = carried.destination.load(&[]).unwrap_err();
+                    assert!(why.to_string().contains("has ended"), "{why}");
+                }
+                carried.give_up();
+                check(&mut here);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_destination_of_another_kind_is_refused() {
+    let world = World::new();
+    let machine = Machine { backend: Backend::Private, ..Machine::new(Version::V10_0, "dirty=10") };
+    let mut here = machine.start(&world, "here");
+    here.check_guest();
+    let refused = |other: &Machine, name: &str| {
+        let there = other.incoming(&world, name);
+        let source = CarriedSource::attach(&here.qmp, 0).unwrap();
+        match begin(source, &there, Flow::Free, DOWNTIME) {
+            Ok(_) => panic!("{name} is taken"),
+            Err(error) => vmferry::chain(&error),
+        }
+    };
+    let more = refused(&machine.clone().with(&["-device", "virtio-rng-pci"]), "more");
+    assert!(more.contains("virtio-rng-pci"), "{more}");
+    let two = refused(&Machine { vcpus: 2, ..machine.clone() }, "two");
+    assert!(two.contains("-smp"), "{two}");
+    let small = refused(&Machine { mib: 128, ..machine.clone() }, "small");
+    assert!(small.contains("ram of 128 MiB") && small.contains("ram of 256 MiB"), "{small}");
+    here.check_guest();
+
+    // Both QEMUs would write the same memory.
+    let machine = Machine { backend: Backend::File, ..machine };
+    let mut here = machine.start(&world, "same-here");
+    here.check_guest();
+    let path = |name: &str| -> PathBuf { world.path_on_tmpfs(&format!("same-{name}-ram")) };
+    std::os::unix::fs::symlink(path("here"), path("there")).unwrap();
+    let there = machine.incoming(&world, "same-there");
+    let source = CarriedSource::attach(&here.qmp, 0).unwrap();
+    let error = begin(source, &there, Flow::Free, DOWNTIME).map(|_| ()).unwrap_err();
+    assert!(error.to_string().contains("a file of its own"), "{error}");
+    here.check_guest();
+}
+
+#[test]
+fn a_guest_that_qemu_can_t_load_runs_on() {
+    for version in Version::ALL {
+        let world = World::new();
+        // The number of a device's vectors is in no list.
+        let with = |vectors: u32| {
+            let device = format!("virtio-rng-pci,vectors={vectors}");
+            machine(&world, version).with(&["-device", &device])
+        };
+        let mut here = with(2).start(&world, "here");
+        check(&mut here);
+        for channels in CHANNELS {
+            let mut there = with(4).incoming(&world, &format!("there-{channels}"));
+            let source = CarriedSource::attach(&here.qmp, channels).unwrap();
+            let mut carried = begin(source, &there, Flow::Free, DOWNTIME).unwrap();
+            carried.wait_stopped();
+            carried.source.finish().unwrap();
+            let error = carried.destination.load(&[]).unwrap_err();
+            let lives_on = version == Version::V10_0;
+            let says = if lives_on { "load of migration failed" } else { "has ended" };
+            assert!(vmferry::chain(&*error).contains(says), "{error}");
+            assert!(carried.destination.is_spent());
+            carried.give_up();
+            assert!(!there.child.wait().unwrap().success() || lives_on);
+            check(&mut here);
+        }
+    }
+}
+
+/// A guest that outruns its link: it stops within the downtime only if it is slowed down.
+#[test]
+fn a_guest_that_writes_too_fast_is_throttled() {
+    let world = World::new();
+    let machine = Machine { backend: Backend::Private, ..Machine::new(Version::V10_0, "dirty=64") };
+    let mut here = machine.start(&world, "here");
+    here.check_guest();
+    let mut there = machine.incoming(&world, "there");
+    let mut source = CarriedSource::attach(&here.qmp, 0).unwrap();
+    let before = source.settings().clone();
+    source.allow_throttling(99).unwrap();
+    let slow = Flow::Slow(Duration::from_micros(1500));
+    let mut carried = begin(source, &there, slow, Duration::from_millis(100)).unwrap();
+    carried.carry_all().unwrap();
+    assert!(carried.passes.len() > 3, "{:?}", carried.passes);
+    carried.destination.run().unwrap();
+    there.check_guest();
+    drop(carried);
+    assert_ne!(settings(&here.qmp), before);
+}
+
+#[test]
+fn what_can_t_be_migrated_at_all_says_so() {
+    let world = World::new();
+    let shared = format!(
+        "memory-backend-file,id=shared,size=1M,share=on,mem-path={}",
+        world.path_on_tmpfs("shared").display()
+    );
+    let machine = Machine { backend: Backend::Private, ..Machine::new(Version::V10_0, "dirty=5") };
+    let device = "ivshmem-plain,memdev=shared,master=off";
+    let mut qemu =
+        machine.clone().with(&["-object", &shared, "-device", device]).start(&world, "blocked");
+    let refused = CarriedSource::attach(&qemu.qmp, 0).map(|_| ()).unwrap_err();
+    assert!(refused.to_string().contains("peer mode"), "{refused}");
+    qemu.check_guest();
+    let waiting = machine.incoming(&world, "waiting");
+    let refused = CarriedSource::attach(&waiting.qmp, 0).map(|_| ()).unwrap_err();
+    assert!(refused.to_string().contains("must be running"), "{refused}");
+    let refused = CarriedSource::attach(&qemu.qmp, 16).map(|_| ()).unwrap_err();
+    assert!(refused.to_string().contains("too many"), "{refused}");
+}

@@ -1,0 +1,208 @@
+//! Carries a guest without an engine: what comes out of one QEMU's sockets is written into the other's.
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use vmferry::streamed::{StreamEvent, StreamedVm};
+use vmferry::{DestinationVm, Landing, PrepareError, VmError};
+use vmferry_qemu::{CarriedSource, Expected, QemuDestination};
+use vmferry_qemu_lab::Qemu;
+
+/// How long anything may take.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What a slow link carries at a time.
+const SLOW_PIECE: usize = 64 << 10;
+
+/// Whether bytes go, and how fast.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Flow {
+    Free,
+    /// With a pause behind each piece.
+    Slow(Duration),
+    Stopped,
+}
+
+/// A gate that all streams go through.
+#[derive(Clone)]
+struct Gate(Arc<(Mutex<Flow>, Condvar)>);
+
+impl Gate {
+    fn new(flow: Flow) -> Self {
+        Self(Arc::new((Mutex::new(flow), Condvar::new())))
+    }
+
+    fn set(&self, flow: Flow) {
+        *self.0.0.lock().unwrap() = flow;
+        self.0.1.notify_all();
+    }
+
+    fn pass(&self) -> Flow {
+        let flow = self.0.0.lock().unwrap();
+        *self.0.1.wait_while(flow, |flow| *flow == Flow::Stopped).unwrap()
+    }
+}
+
+/// A guest on its way.
+pub struct Carried {
+    pub source: CarriedSource,
+    pub destination: QemuDestination,
+    pub events: Receiver<StreamEvent>,
+    /// What the source said of each pass: number and pages.
+    pub passes: Vec<(u32, u64)>,
+    gate: Gate,
+    pumps: Vec<JoinHandle<u64>>,
+    /// Our ends, to be cut.
+    ends: Vec<UnixStream>,
+}
+
+/// Begins to carry a guest.
+pub fn begin(
+    mut source: CarriedSource,
+    to: &Qemu,
+    flow: Flow,
+    downtime: Duration,
+) -> Result<Carried, PrepareError> {
+    let mut destination = QemuDestination::attach(&to.qmp, Expected::default()).unwrap();
+    let Landing::Streams(landing) = destination.prepare(&source.describe())? else {
+        panic!("a carried guest lands in streams");
+    };
+    let (sender, events) = channel();
+    let tell = move |event| {
+        // The test may have seen enough.
+        let _ = sender.send(event);
+    };
+    let streams = source.begin(downtime, Box::new(tell)).unwrap();
+    assert_eq!(streams.len(), usize::from(source.streams()));
+    assert_eq!(streams.len(), landing.len());
+    let gate = Gate::new(flow);
+    let mut ends = Vec::new();
+    let mut pumps = Vec::new();
+    for (from, to) in streams.into_iter().zip(landing) {
+        ends.push(from.socket.try_clone().unwrap());
+        ends.push(to.try_clone().unwrap());
+        let gate = gate.clone();
+        pumps.push(std::thread::spawn(move || pump(from.socket, to, &gate)));
+    }
+    Ok(Carried { source, destination, events, passes: Vec::new(), gate, pumps, ends })
+}
+
+/// Carries one stream to its end, and returns its bytes.
+fn pump(mut from: UnixStream, mut to: UnixStream, gate: &Gate) -> u64 {
+    let mut bytes = vec![0; 256 << 10];
+    let mut carried = 0;
+    loop {
+        let flow = gate.pass();
+        let most = if flow == Flow::Free { bytes.len() } else { SLOW_PIECE };
+        let read = from.read(&mut bytes[..most]).unwrap_or(0);
+        if read == 0 || to.write_all(&bytes[..read]).is_err() {
+            // Either end sees that the other is gone.
+            let _ = from.shutdown(Shutdown::Both);
+            let _ = to.shutdown(Shutdown::Write);
+            return carried;
+        }
+        carried += read as u64;
+        if let Flow::Slow(pause) = flow {
+            // This is what a slow link is.
+            std::thread::sleep(pause);
+        }
+    }
+}
+
+impl Carried {
+    pub fn flow(&self, flow: Flow) {
+        self.gate.set(flow);
+    }
+
+    /// The next event but the passes.
+    pub fn event(&mut self) -> StreamEvent {
+        loop {
+            match self.events.recv_timeout(PATIENCE).unwrap() {
+                StreamEvent::Pass { number, pages, .. } => self.passes.push((number, pages)),
+                event => return event,
+            }
+        }
+    }
+
+    pub fn wait_for_pass(&mut self) {
+        match self.events.recv_timeout(PATIENCE).unwrap() {
+            StreamEvent::Pass { number, pages, .. } => self.passes.push((number, pages)),
+            event => panic!("no pass, but {event:?}"),
+        }
+    }
+
+    pub fn wait_stopped(&mut self) {
+        match self.event() {
+            StreamEvent::Stopped { stood_still, .. } => assert!(stood_still < PATIENCE),
+            event => panic!("not stopped, but {event:?}"),
+        }
+    }
+
+    pub fn wait_completed(&mut self) {
+        let event = self.event();
+        assert!(matches!(event, StreamEvent::Completed), "not completed, but {event:?}");
+    }
+
+    /// Why QEMU has given its migration up.
+    pub fn wait_failed(&mut self) -> VmError {
+        match self.event() {
+            StreamEvent::Failed(error) => error,
+            event => panic!("not failed, but {event:?}"),
+        }
+    }
+
+    /// To where the destination has taken all and stands still.
+    pub fn carry_all(&mut self) -> Result<(), VmError> {
+        self.wait_stopped();
+        self.source.finish().unwrap();
+        self.wait_completed();
+        self.destination.load(&[])
+    }
+
+    /// Cuts all streams.
+    pub fn cut(&mut self) {
+        for end in self.ends.drain(..) {
+            // One that is closed already can't be shut.
+            let _ = end.shutdown(Shutdown::Both);
+        }
+        self.gate.set(Flow::Free);
+    }
+
+    /// Gives it up: the source runs on, the destination is thrown away.
+    pub fn give_up(mut self) -> CarriedSource {
+        vmferry::Resume::resume(&mut self.source).unwrap();
+        assert!(self.source.is_running());
+        self.destination.discard();
+        self.cut();
+        self.join();
+        self.source
+    }
+
+    /// Ends both threads and bytes.
+    pub fn join(&mut self) -> u64 {
+        self.pumps.drain(..).map(|pump| pump.join().unwrap()).sum()
+    }
+}
+
+/// Carries a guest whole and ends the QEMU that it has left.
+pub fn hop(from: &mut Qemu, to: &Qemu, channels: u8) -> Vec<(u32, u64)> {
+    let source = CarriedSource::attach(&from.qmp, channels).unwrap();
+    hop_of(source, from, to)
+}
+
+/// The same, with a source that is attached already.
+pub fn hop_of(source: CarriedSource, from: &mut Qemu, to: &Qemu) -> Vec<(u32, u64)> {
+    let mut carried = begin(source, to, Flow::Free, Duration::from_millis(300)).unwrap();
+    let loaded = carried.carry_all();
+    assert!(loaded.is_ok(), "{loaded:?}");
+    assert!(carried.join() > 0);
+    carried.destination.run().unwrap();
+    carried.source.quit().unwrap();
+    from.child.wait().unwrap();
+    carried.passes
+}
