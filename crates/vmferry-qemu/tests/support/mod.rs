@@ -3,10 +3,10 @@
 #![allow(dead_code, reason = "each test uses a part of it")]
 
 use vmferry::destination::{Received, Stop, receive};
-use vmferry::source::{Orders, SourceOutcome, migrate};
+use vmferry::source::{Orders, SourceOutcome, migrate, migrate_streamed};
 use vmferry::stats::SourceStats;
 use vmferry::{DestinationConfig, MigrateError, SourceConfig};
-use vmferry_qemu::{Expected, QemuDestination, QemuSource};
+use vmferry_qemu::{CarriedSource, Expected, QemuDestination, QemuSource};
 use vmferry_transport::{Address, Dialer, Listener};
 
 use vmferry_qemu_lab::{Qemu, World};
@@ -81,5 +81,43 @@ pub fn attach_fails(qemu: &Qemu) -> String {
     match QemuSource::attach(&qemu.qmp) {
         Ok(_) => panic!("it can be attached"),
         Err(error) => vmferry::chain(&error),
+    }
+}
+
+/// Carries a guest and ends the QEMU that it has left; or says why not, with both QEMUs as the engine leaves them.
+pub fn carry(
+    world: &World,
+    number: u32,
+    from: &Qemu,
+    to: &Qemu,
+    channels: u8,
+    change: impl FnOnce(&mut SourceConfig),
+) -> Result<SourceStats, MigrateError> {
+    let address = Address::Unix(world.path(&format!("link-{number}")));
+    let listener = Listener::bind(&address, None).unwrap();
+    let destination = QemuDestination::attach(&to.qmp, Expected::default()).unwrap();
+    let directory = world.path("there");
+    let receiving = std::thread::spawn(move || {
+        let mut config = DestinationConfig::new(directory);
+        config.once = true;
+        receive(listener, destination, &config, &Stop::default(), &mut |_| {})
+    });
+    let source = CarriedSource::attach(&from.qmp, channels).unwrap();
+    let mut config = SourceConfig::new(world.path("here"));
+    change(&mut config);
+    let dialer = Dialer::new(address, None);
+    let outcome = migrate_streamed(source, &dialer, config, &Orders::default(), &mut |_| {});
+    let received = receiving.join().unwrap();
+    match (outcome, received) {
+        (SourceOutcome::Given { vm, stats }, Received::Owns(owned)) => {
+            assert!(owned.crash.is_none(), "{:?}", owned.crash);
+            vm.quit().unwrap();
+            Ok(*stats)
+        }
+        (SourceOutcome::Kept { error, .. }, Received::Nothing { error: there, .. }) => {
+            println!("destination: {}", vmferry::chain(&there));
+            Err(error)
+        }
+        _ => panic!("both have it, or none"),
     }
 }
