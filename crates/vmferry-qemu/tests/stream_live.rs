@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::io::Write;
 use std::sync::Arc;
 
-use capture::{Capture, migrate};
+use capture::{Capture, Way, migrate};
 use flate2::Compression;
 use flate2::write::ZlibEncoder;
 use serde_json::json;
@@ -34,7 +34,7 @@ fn there_and_checked(version: Version, channels: u8) {
     let mut from = machine.start(&world, "from");
     from.wait_for("works", |said| said.get("checked") > 0);
     let to = machine.clone().with(&["-S"]).incoming(&world, "to");
-    let capture = migrate(&world, &from, &to, channels, 3);
+    let capture = migrate(&world, &from, &to, Way { channels, passes: 3, ..Way::default() });
     assert!(capture.passes >= 3, "{} passes", capture.passes);
     assert!(capture.streams.len() == 1 + usize::from(channels));
 
@@ -155,21 +155,62 @@ fn multifd_10_0() {
     there_and_checked(Version::V10_0, 3);
 }
 
+/// Whatever else a migration is set to, it is followed to its end.
+#[test]
+fn other_ways_to_send() {
+    let way = Way::default();
+    let zlib = Some(("multifd-compression", "zlib"));
+    let legacy = Some(("zero-page-detection", "legacy"));
+    let both = Version::ALL;
+    let ways: [(&[Version], Way, bool); 5] = [
+        (&both, Way { capabilities: &["x-ignore-shared"], ..way }, true),
+        (&both, Way { capabilities: &["xbzrle"], ..way }, true),
+        // Pages that QEMU itself has packed are not marked.
+        (&both, Way { channels: 2, parameter: zlib, ..way }, false),
+        (&[Version::V10_0], Way { channels: 2, parameter: legacy, ..way }, true),
+        (&both, Way { channels: 1, capabilities: &["x-ignore-shared"], ..way }, true),
+    ];
+    for (versions, way, whole) in ways {
+        for &version in versions {
+            let capture = migrate_firmware(version, way);
+            let pages: usize = capture.streams.iter().map(|stream| stream.marks.pages.len()).sum();
+            let zero: u64 = capture.streams.iter().map(|stream| stream.marks.zero_pages).sum();
+            let expected = if whole { capture.normal } else { 0 };
+            let what = (way.capabilities, way.parameter);
+            assert_eq!((pages as u64, zero), (expected, capture.duplicate), "{version:?} {what:?}");
+            assert!(capture.duplicate > 1000);
+        }
+    }
+}
+
+/// QEMU's capability `compress`, which 9.1 no longer has: it sends the first page of each block as it is. Its own figure of
+/// zero pages has those in it that it has packed.
+#[test]
+fn compressed_by_7_2() {
+    let way = Way::default();
+    let plain = &migrate_firmware(Version::V7_2, way).streams[0].marks;
+    let way = Way { capabilities: &["compress"], ..way };
+    let packed = &migrate_firmware(Version::V7_2, way).streams[0].marks;
+    assert_eq!(packed.zero_pages, plain.zero_pages);
+    assert!((1..plain.pages.len() / 2).contains(&packed.pages.len()));
+}
+
+/// Moves what QEMU itself and the firmware put into memory: no guest runs.
+fn migrate_firmware(version: Version, way: Way) -> Capture {
+    let machine =
+        Machine { mib: 8, backend: Backend::Private, ..Machine::new(version, "").with(&["-S"]) };
+    let world = World::new();
+    let (from, to) = (machine.start(&world, "from"), machine.incoming(&world, "to"));
+    migrate(&world, &from, &to, way)
+}
+
 /// `cargo test -p vmferry-qemu --test stream_live -- --ignored write_the_captures` for a new version of QEMU.
 #[test]
 #[ignore = "writes fixtures"]
 fn write_the_captures() {
     for version in Version::ALL {
         for channels in [0, 2] {
-            // No guest runs: the firmware and what QEMU itself puts into memory are enough.
-            let machine = Machine {
-                mib: 8,
-                backend: Backend::Private,
-                ..Machine::new(version, "").with(&["-S"])
-            };
-            let world = World::new();
-            let (from, to) = (machine.start(&world, "from"), machine.incoming(&world, "to"));
-            let capture = migrate(&world, &from, &to, channels, 1);
+            let capture = migrate_firmware(version, Way { channels, ..Way::default() });
             let found =
                 capture.streams.iter().map(|stream| stream.marks.pages.len()).sum::<usize>();
             assert_eq!(found as u64, capture.normal);

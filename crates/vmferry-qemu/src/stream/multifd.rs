@@ -1,7 +1,7 @@
 //! A channel of QEMU's capability `multifd`.
 //!
 //! Source: QEMU's `migration/multifd.h` (`MultiFDInit_t`, `MultiFDPacket_t`, `MultiFDPacketDeviceState_t`), `multifd.c`,
-//! and `multifd-nocomp.c` (since 9.1). All numbers are big-endian.
+//! and `multifd-nocomp.c` (since 9.2). All numbers are big-endian.
 
 use std::sync::Arc;
 

@@ -34,24 +34,38 @@ pub struct Recorded {
     pub marks: Marks,
 }
 
-/// Moves a guest to a QEMU that does not run it then, and goes over its memory so often at least.
-pub fn migrate(world: &World, from: &Qemu, to: &Qemu, channels: u8, passes: u64) -> Capture {
+/// How a guest is moved.
+#[derive(Clone, Copy, Default)]
+pub struct Way {
+    /// Channels of multifd; 0 for none.
+    pub channels: u8,
+    /// So often it goes over memory at least.
+    pub passes: u64,
+    /// Further capabilities, and a parameter with its value.
+    pub capabilities: &'static [&'static str],
+    pub parameter: Option<(&'static str, &'static str)>,
+}
+
+/// Moves a guest to a QEMU that does not run it then.
+pub fn migrate(world: &World, from: &Qemu, to: &Qemu, way: Way) -> Capture {
+    let Way { channels, passes, .. } = way;
     let (mut source, mut destination) =
         (Qmp::connect(&from.qmp).unwrap(), Qmp::connect(&to.qmp).unwrap());
     let (out_path, in_path) = (world.path("out"), world.path("in"));
     let layout = layout(&mut source);
     let blocks = Arc::new(Blocks::new(layout.iter().map(|(name, pages)| (name, *pages))));
-    let capabilities = |multifd: bool| {
-        json!({ "capabilities": [
-            { "capability": "multifd", "state": multifd },
-            { "capability": "events", "state": true },
-        ] })
-    };
     for qmp in [&mut source, &mut destination] {
-        qmp.execute("migrate-set-capabilities", capabilities(channels > 0)).unwrap();
+        let capability = |name: &str, on: bool| json!({ "capability": name, "state": on });
+        let mut capabilities =
+            vec![capability("events", true), capability("multifd", channels > 0)];
+        capabilities.extend(way.capabilities.iter().map(|name| capability(name, true)));
+        qmp.execute("migrate-set-capabilities", json!({ "capabilities": capabilities })).unwrap();
         if channels > 0 {
             let count = json!({ "multifd-channels": channels });
             qmp.execute("migrate-set-parameters", count).unwrap();
+        }
+        if let Some((name, value)) = way.parameter {
+            qmp.execute("migrate-set-parameters", json!({ name: value })).unwrap();
         }
     }
     // It goes on for as long as the guest writes faster than that. (With a limit of 0 QEMU ends after the first pass, without

@@ -118,7 +118,7 @@ impl Sample {
     /// A record up to its content.
     pub fn record(&mut self, flag: u64, block: Option<&str>, page: u64) -> &mut Self {
         let go_on = if block.is_some() { 0 } else { 0x20 };
-        self.word(page * PAGE_SIZE as u64 | flag | go_on);
+        self.word((page * PAGE_SIZE as u64) | flag | go_on);
         if let Some(name) = block {
             self.put_name(name);
         }
