@@ -2,7 +2,9 @@
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 
+pub mod faults;
 pub mod proxy;
+pub mod scene;
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::CommandExt;

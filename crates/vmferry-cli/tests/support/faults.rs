@@ -1,0 +1,213 @@
+//! What may happen to a migration of a QEMU's guest, and what must come of it, in whichever way it is moved.
+
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use vmferry_qemu::Qmp;
+use vmferry_qemu_lab::{Qemu, Version};
+
+use super::proxy::Proxy;
+use super::scene::{Scene, Way};
+use super::{BEFORE_COMMIT, Host, Moment, Running, all, run_ok};
+
+/// The versions of the long matrix, or one of them.
+fn versions(way: Way) -> &'static [Version] {
+    // QEMU 7.2 without KVM is carried with the guest standing still: other tests do that.
+    if all() && way == Way::Attached { &Version::ALL } else { &Version::ALL[1..] }
+}
+
+/// All moments, or of a guest that is carried a sample.
+fn moments(way: Way) -> &'static [Moment] {
+    if all() || way == Way::Attached { &BEFORE_COMMIT } else { &BEFORE_COMMIT[3..] }
+}
+
+/// A migration whose COMMIT does not arrive.
+fn in_doubt(scene: &mut Scene) -> (Qemu, Running, Running, Proxy) {
+    let (there, receiving, address) = scene.receive_plain();
+    let proxy = Proxy::before(&address);
+    let mut send = scene.send(&proxy.address, &["--plain"]);
+    send.event("in-doubt");
+    (there, receiving, send, proxy)
+}
+
+/// Waits until the guardian has taken over, and answers for the guest.
+fn guardian_is_in_doubt(host: &Host) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    loop {
+        let asked = host.run(&["status", "tested"]);
+        if asked.code == Some(0) && asked.last()["migration"]["in_doubt"] == true {
+            assert_eq!(asked.last()["guest"], "qemu", "{asked:?}");
+            return;
+        }
+        assert!(Instant::now() < deadline, "no guardian: {asked:?}");
+        // A socket that appears wakes nobody.
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+pub fn the_sender_is_killed_in_each_phase_and_the_guest_runs_on(way: Way) {
+    for version in versions(way) {
+        let mut scene = Scene::new(*version, way);
+        for (name, moment) in moments(way) {
+            println!("{version:?}: {name}");
+            let (_there, receiving, address) = scene.receive_tls();
+            let mut send = scene.send_tls(&address);
+            send.event_where(moment);
+            send.kill();
+            let received = receiving.finish();
+            assert_eq!(received.code, Some(12), "{name}: {received:?}");
+            scene.runs_on_here();
+        }
+        scene.arrives();
+    }
+}
+
+pub fn sender_and_guardian_are_killed_and_the_next_sender_tidies_up(way: Way) {
+    let mut scene = Scene::new(Version::V10_0, way);
+    let (_there, receiving, address) = scene.receive_tls();
+    let tls = scene.world.tls();
+    let mut send = scene.send_capped(&address, &["--tls", &tls], "10M");
+    send.event_where(BEFORE_COMMIT[3].1);
+    // Five times a second: by the second one the state is saved. Before that QEMU itself would continue a
+    // guest whose migration breaks, and the pages take longer.
+    send.event("progress");
+    send.event("progress");
+    let sender = send.child.id();
+    let children = std::fs::read_to_string(format!("/proc/{sender}/task/{sender}/children"));
+    let guardian: i32 = children.unwrap().trim().parse().unwrap();
+    let guardian = rustix::process::Pid::from_raw(guardian).unwrap();
+    rustix::process::kill_process(guardian, rustix::process::Signal::KILL).unwrap();
+    send.kill();
+    receiving.finish();
+    let status = |scene: &Scene| {
+        Qmp::connect(&scene.here.qmp).unwrap().execute("query-status", json!({})).unwrap()
+    };
+    // Nobody is left to resume it; but where its own migration breaks, QEMU may do that.
+    if way == Way::Attached {
+        assert_eq!(status(&scene)["running"], false);
+    }
+    let (mut there, mut receiving, address) = scene.receive_tls();
+    let sent = scene.send_tls(&address).finish();
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    receiving.event("received");
+    scene.here.child.wait().unwrap();
+    there.check_guest();
+}
+
+pub fn the_receiver_or_its_qemu_is_killed_in_each_phase(way: Way) {
+    for version in versions(way) {
+        let mut scene = Scene::new(*version, way);
+        for (name, moment) in moments(way) {
+            println!("{version:?}: the receiver at {name}");
+            let (_there, mut receiving, address) = scene.receive_tls();
+            let mut send = scene.send_tls(&address);
+            send.event_where(moment);
+            receiving.kill();
+            let sent = send.finish();
+            assert_eq!(sent.code, Some(12), "{name}: {sent:?}");
+            scene.runs_on_here();
+
+            println!("{version:?}: its QEMU at {name}");
+            let (mut there, receiving, address) = scene.receive_tls();
+            let mut send = scene.send_tls(&address);
+            send.event_where(moment);
+            there.child.kill().unwrap();
+            let sent = send.finish();
+            assert_ne!(sent.code, Some(0), "{name}: {sent:?}");
+            assert_ne!(receiving.finish().code, Some(0), "{name}");
+            scene.runs_on_here();
+        }
+        scene.arrives();
+    }
+}
+
+pub fn the_source_s_qemu_is_killed_in_each_phase_and_never_half_a_guest_runs(way: Way) {
+    for (name, moment) in moments(way) {
+        println!("{name}");
+        let mut scene = Scene::new(Version::V10_0, way);
+        let (mut there, mut receiving, address) = scene.receive_tls();
+        let mut send = scene.send_tls(&address);
+        send.event_where(moment);
+        scene.here.child.kill().unwrap();
+        let sent = send.finish();
+        // Killed when its state was out already, it was not needed any more.
+        if sent.lines.iter().any(|event| event["event"] == "committed") {
+            receiving.event("received");
+            there.check_guest();
+        } else {
+            assert_ne!(sent.code, Some(0), "{name}: {sent:?}");
+            let received = receiving.finish();
+            assert_ne!(received.code, Some(0), "{name}: {received:?}");
+        }
+    }
+}
+
+pub fn the_link_is_cut_in_each_phase(way: Way) {
+    let mut scene = Scene::new(Version::V10_0, way);
+    for (name, moment) in moments(way) {
+        let (_there, receiving, address) = scene.receive_plain();
+        let proxy = Proxy::before(&address);
+        let mut send = scene.send(&proxy.address, &["--plain", "--reconnect-timeout", "1s"]);
+        send.event_where(moment);
+        proxy.cut();
+        let sent = send.finish();
+        assert_eq!(sent.code, Some(12), "{name}: {sent:?}");
+        assert_eq!(receiving.finish().code, Some(12), "{name}");
+        scene.runs_on_here();
+    }
+    scene.arrives();
+}
+
+pub fn cancelled_by_the_operator_it_runs_on(way: Way) {
+    let mut scene = Scene::new(Version::V10_0, way);
+    for (name, moment) in moments(way) {
+        let (_there, receiving, address) = scene.receive_tls();
+        let mut send = scene.send_tls(&address);
+        send.event_where(moment);
+        let status = scene.a.status("tested");
+        assert_eq!(status["guest"], "qemu", "{status}");
+        run_ok(&scene.a, &["cancel", "tested"]);
+        let sent = send.finish();
+        assert_eq!(sent.code, Some(11), "{name}: {sent:?}");
+        assert_eq!(receiving.finish().code, Some(11), "{name}");
+        scene.runs_on_here();
+    }
+    scene.arrives();
+}
+
+pub fn commit_is_lost_and_the_link_heals(way: Way) {
+    let mut scene = Scene::new(Version::V10_0, way);
+    let (mut there, mut receiving, send, proxy) = in_doubt(&mut scene);
+    proxy.heal();
+    receiving.event("received");
+    let sent = send.finish();
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    assert!(scene.here.child.wait().unwrap().success());
+    there.check_guest();
+}
+
+/// A guardian never sends COMMIT: the destination, which has not run the guest, gives it back.
+pub fn commit_is_lost_and_the_sender_killed_and_the_guardian_asks(way: Way) {
+    let mut scene = Scene::new(Version::V10_0, way);
+    let (_there, receiving, mut send, proxy) = in_doubt(&mut scene);
+    send.kill();
+    // Doubt is no reason to resume.
+    guardian_is_in_doubt(&scene.a);
+    proxy.heal();
+    let received = receiving.finish();
+    assert_ne!(received.code, Some(0), "{received:?}");
+    scene.runs_on_here();
+    scene.arrives();
+}
+
+pub fn commit_is_lost_and_the_operator_decides(way: Way) {
+    let mut scene = Scene::new(Version::V10_0, way);
+    let (mut there, mut receiving, mut send, _proxy) = in_doubt(&mut scene);
+    send.kill();
+    receiving.kill();
+    there.child.kill().unwrap();
+    guardian_is_in_doubt(&scene.a);
+    run_ok(&scene.a, &["resolve", "tested", "--source-resumes"]);
+    scene.runs_on_here();
+    scene.arrives();
+}

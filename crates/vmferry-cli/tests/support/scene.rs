@@ -1,0 +1,122 @@
+//! Two hosts with a QEMU guest, for the tests of `send --qemu`.
+
+use serde_json::json;
+use vmferry_qemu::Qmp;
+use vmferry_qemu_lab::{Backend, Machine, Qemu, Version, World as Lab};
+
+use super::{Host, Running, World, text};
+
+/// How the guest is moved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    Attached,
+    Carried,
+}
+
+/// Two hosts, and a QEMU guest on the first.
+pub struct Scene {
+    pub world: World,
+    pub lab: Lab,
+    pub a: Host,
+    pub b: Host,
+    pub machine: Machine,
+    pub way: Way,
+    pub here: Qemu,
+    destinations: u32,
+}
+
+impl Scene {
+    /// A guest that can be attached, or one that can't and is carried.
+    pub fn new(version: Version, way: Way) -> Self {
+        let backend = match way {
+            Way::Attached => Backend::File,
+            Way::Carried => Backend::Private,
+        };
+        let machine = Machine { mib: 128, backend, ..Machine::new(version, "dirty=8") };
+        Self::of(machine, way)
+    }
+
+    pub fn of(machine: Machine, way: Way) -> Self {
+        let (world, lab) = (World::new(), Lab::new());
+        let (a, b) = (world.host("a"), world.host("b"));
+        let mut here = machine.start(&lab, "here");
+        here.check_guest();
+        Self { world, lab, a, b, machine, way, here, destinations: 0 }
+    }
+
+    /// A QEMU that waits for the guest, and the vmferry beside it.
+    pub fn receive(&mut self, link: &[&str]) -> (Qemu, Running, String) {
+        self.destinations += 1;
+        let qemu = self.machine.incoming(&self.lab, &format!("there-{}", self.destinations));
+        let mut arguments = vec!["--qemu", text(&qemu.qmp), "--once"];
+        arguments.extend(link);
+        let (running, address) = self.b.receive(&arguments);
+        (qemu, running, address)
+    }
+
+    pub fn receive_tls(&mut self) -> (Qemu, Running, String) {
+        let tls = self.world.tls();
+        self.receive(&["--listen", "127.0.0.1:0", "--tls", &tls])
+    }
+
+    pub fn receive_plain(&mut self) -> (Qemu, Running, String) {
+        self.receive(&["--listen", "tcp:127.0.0.1:0", "--plain"])
+    }
+
+    /// A migration with few, slow rounds.
+    pub fn send(&self, address: &str, link: &[&str]) -> Running {
+        self.send_capped(address, link, "30M")
+    }
+
+    pub fn send_capped(&self, address: &str, link: &[&str], cap: &str) -> Running {
+        let mut arguments = vec!["send", "--qemu", text(&self.here.qmp), "--to", address];
+        arguments.extend(link);
+        arguments.extend(["--max-bandwidth", cap, "--max-rounds", "2", "--compress", "none"]);
+        arguments.extend(["--when-stuck", "switch-over", "--downtime-limit", "50ms"]);
+        match self.way {
+            Way::Attached => arguments.push("--verify"),
+            Way::Carried => arguments.extend(["--mode", "carried"]),
+        }
+        self.a.start(&arguments)
+    }
+
+    pub fn send_tls(&self, address: &str) -> Running {
+        let tls = self.world.tls();
+        self.send(address, &["--tls", &tls])
+    }
+
+    /// The guest runs on here, unharmed, and nothing of vmferry is left in its QEMU.
+    pub fn runs_on_here(&mut self) {
+        self.here.check_guest();
+        self.is_clean();
+    }
+
+    /// Waits until whoever tidies up is done: it lets go of QMP last.
+    pub fn is_clean(&self) {
+        let mut qmp = Qmp::connect(&self.here.qmp).unwrap();
+        assert_eq!(qmp.execute("query-status", json!({})).unwrap()["running"], true);
+        let capabilities = qmp.execute("query-migrate-capabilities", json!({})).unwrap();
+        for name in ["x-ignore-shared", "pause-before-switchover", "multifd", "events"] {
+            let found = capabilities.as_array().unwrap().iter();
+            let found = found.clone().find(|one| one["capability"] == name).unwrap();
+            assert_eq!(found["state"], false, "{name} is as it was");
+        }
+        let pid = self.here.child.id();
+        let left =
+            std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten().filter(|entry| {
+                std::fs::read_link(entry.path())
+                    .is_ok_and(|to| to.to_string_lossy().contains("userfaultfd"))
+            });
+        assert_eq!(left.count(), 0, "a userfaultfd is left in QEMU");
+    }
+
+    /// After everything that went wrong, a migration still works.
+    pub fn arrives(mut self) {
+        let (mut there, mut receiving, address) = self.receive_tls();
+        let sent = self.send_tls(&address).finish();
+        assert_eq!(sent.code, Some(0), "{sent:?}");
+        receiving.event("received");
+        assert!(self.here.child.wait().unwrap().success(), "the source's QEMU has ended in order");
+        there.check_guest();
+    }
+}
