@@ -86,3 +86,24 @@ pub enum QemuError {
         source: std::io::Error,
     },
 }
+
+impl QemuError {
+    /// Whether this stands against attaching to a QEMU only, whose own migration may well work.
+    #[must_use]
+    pub fn is_of_attaching(&self) -> bool {
+        match self {
+            Self::Memory { .. }
+            | Self::Unattachable(_)
+            | Self::Process { .. }
+            | Self::Inject { .. } => true,
+            Self::Qmp(_)
+            | Self::Unsupported(_)
+            | Self::State { .. }
+            | Self::GivenUp { .. }
+            | Self::EndedTaking
+            | Self::SameFile { .. }
+            | Self::Ended { .. }
+            | Self::Local { .. } => false,
+        }
+    }
+}

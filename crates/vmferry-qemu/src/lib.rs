@@ -6,7 +6,12 @@
 //! device state is a migration of QEMU's own that leaves shared memory out (`x-ignore-shared`),
 //! through a socket pair that vmferry holds both ends of.
 //!
+//! A guest that can't be attached so is *carried*: QEMU runs its own migration into sockets of this host, and the
+//! engine carries the bytes.
+//!
 //! * [`QemuSource`] is the engine's [`SourceVm`](vmferry::SourceVm) for a QEMU that runs,
+//! * [`CarriedSource`] its [`StreamedVm`](vmferry::streamed::StreamedVm),
+//! * [`Reached`] is one of the two, whichever is possible,
 //! * [`QemuDestination`] its [`DestinationVm`](vmferry::DestinationVm) for one that was started with
 //!   `-incoming defer -S`.
 
@@ -33,7 +38,7 @@ pub use carried::CarriedSource;
 pub use destination::{Expected, QemuDestination};
 pub use error::QemuError;
 pub use machine::{Habits, Machine};
-pub use mode::{Mode, Source};
+pub use mode::{Mode, Reached};
 pub use process::wait_for_end;
 pub use qmp::{Qmp, QmpError, Version};
 pub use ram::{Block, Carrier, Ram};

@@ -1,4 +1,4 @@
-//! How the guest of a running QEMU is moved: vmferry attaches to it, or carries QEMU's own migration.
+//! How a QEMU's guest is moved: by attaching to it, or by carrying QEMU's own migration.
 
 use std::path::Path;
 
@@ -6,47 +6,48 @@ use crate::carried::CarriedSource;
 use crate::error::QemuError;
 use crate::source::QemuSource;
 
-/// What the user wants.
+/// Which of the two ways is wanted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
-    /// Attach if that can be done, and carry otherwise.
+    /// Attached if that is possible, and carried otherwise.
     #[default]
     Auto,
-    /// Attach, or don't move it.
+    /// Attached, or not at all.
     Attached,
-    /// Carry.
+    /// Carried, whatever is possible.
     Carried,
 }
 
-/// A running QEMU whose guest is to be moved.
-pub enum Source {
-    /// vmferry reads the guest's memory itself.
+/// A QEMU whose guest can be moved.
+pub enum Reached {
+    /// It is attached.
     Attached(Box<QemuSource>),
-    /// QEMU streams it. With it comes why it was not attached, and what would allow that, if it was tried.
-    Carried(Box<CarriedSource>, Option<QemuError>),
+    /// It is carried.
+    Carried {
+        /// The guest.
+        source: Box<CarriedSource>,
+        /// Why it is not attached, and what change would allow it; `None` if nobody has tried.
+        why: Option<QemuError>,
+    },
 }
 
-impl Source {
-    /// Attaches to the QEMU whose QMP socket this is, or prepares to carry its guest, over so many `channels`. The guest is
-    /// not touched.
+impl Reached {
+    /// Takes the QEMU whose QMP socket this is. One that is carried uses so many channels beside its main stream.
     ///
     /// # Errors
-    /// Why it can't be moved at all, or in this way, and what to change.
-    pub fn find(socket: &Path, mode: Mode, channels: u8) -> Result<Self, QemuError> {
-        let why = match mode {
-            Mode::Carried => None,
-            Mode::Attached | Mode::Auto => match QemuSource::attach(socket) {
-                Ok(attached) => return Ok(Self::Attached(Box::new(attached))),
-                // These are against any migration.
-                Err(error @ (QemuError::Qmp(_) | QemuError::State { .. })) => return Err(error),
-                Err(error) if mode == Mode::Attached => return Err(error),
-                Err(error) => Some(error),
-            },
+    /// What stands against that mode; with [`Mode::Auto`], against any.
+    pub fn by(socket: &Path, mode: Mode, channels: u8) -> Result<Self, QemuError> {
+        let carried = |why| {
+            let source = Box::new(CarriedSource::attach(socket, channels)?);
+            Ok(Self::Carried { source, why })
         };
-        let mut carried = CarriedSource::attach(socket, 0)?;
-        if channels > 1 {
-            carried.use_multifd(channels);
+        if mode == Mode::Carried {
+            return carried(None);
         }
-        Ok(Self::Carried(Box::new(carried), why))
+        match QemuSource::attach(socket) {
+            Ok(source) => Ok(Self::Attached(Box::new(source))),
+            Err(why) if mode == Mode::Auto && why.is_of_attaching() => carried(Some(why)),
+            Err(error) => Err(error),
+        }
     }
 }

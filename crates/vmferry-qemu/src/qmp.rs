@@ -111,7 +111,14 @@ impl Qmp {
             pid: 0,
             events: VecDeque::new(),
         };
-        let greeting = qmp.read(Instant::now() + ANSWER_TIMEOUT, "greet")?;
+        let deadline = Instant::now() + ANSWER_TIMEOUT;
+        let greeting = loop {
+            let message = qmp.read(deadline, "greet")?;
+            // QEMU 10.0 may send an event first to whoever comes directly behind another client.
+            if message.get("event").is_none() {
+                break message;
+            }
+        };
         let number = |part: &str| greeting["QMP"]["version"]["qemu"][part].as_u64();
         let (Some(major), Some(minor), Some(micro)) =
             (number("major"), number("minor"), number("micro"))

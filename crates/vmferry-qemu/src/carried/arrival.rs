@@ -50,14 +50,9 @@ impl Arrival {
         let event = qmp.wait_for("load the guest", LOAD_TIMEOUT, |event| {
             event["event"] == "MIGRATION" && event["data"]["status"].as_str().is_some_and(wanted)
         });
-        let event = match event {
-            Ok(event) => event,
-            // One that can't load what it gets prints why, and ends.
-            Err(QmpError::Io { .. }) => return Err(QemuError::EndedTaking),
-            Err(error) => return Err(error.into()),
-        };
+        let event = event.map_err(QemuError::from).map_err(ended)?;
         if event["data"]["status"] != "completed" {
-            return Err(state::given_up(qmp)?);
+            return Err(state::given_up(qmp).map_or_else(ended, |reason| reason));
         }
         let status = qmp.execute("query-status", json!({}))?;
         if status["running"] == true {
@@ -75,5 +70,13 @@ impl Arrival {
             // One that QEMU has closed can't be shut any more.
             let _ = socket.shutdown(Shutdown::Both);
         }
+    }
+}
+
+/// A QEMU that can't load what it gets prints why, and ends.
+fn ended(error: QemuError) -> QemuError {
+    match error {
+        QemuError::Qmp(QmpError::Io { .. }) => QemuError::EndedTaking,
+        other => other,
     }
 }

@@ -54,7 +54,8 @@ struct UnderWay {
 
 impl CarriedSource {
     /// Takes the QEMU whose QMP socket this is, after asking it whether its guest can be migrated. The guest is not
-    /// touched. With `channels` QEMU spreads memory over so many streams beside the main one (`multifd`).
+    /// touched. With `channels` QEMU spreads memory over so many streams beside the main one (`multifd`), if it is one of which
+    /// that can be relied upon: from 9.0 on.
     ///
     /// # Errors
     /// What QEMU says against it, and what to change.
@@ -67,6 +68,7 @@ impl CarriedSource {
         }
         let mut qmp = Qmp::connect(socket)?;
         guest::must_be_migratable(&mut qmp)?;
+        let channels = if qmp.version() < MULTIFD { 0 } else { channels };
         let description = Description::read(&mut qmp, channels)?;
         let settings = Settings::read(&mut qmp)?;
         let identity = guest::identity(&mut qmp)?;
@@ -105,12 +107,6 @@ impl CarriedSource {
     #[must_use]
     pub fn machine(&self) -> &Machine {
         &self.description.machine
-    }
-
-    /// Has QEMU spread memory over so many streams beside the main one, where that can be relied upon: of QEMUs before
-    /// 9.0 it can't, and they keep to the main one.
-    pub fn use_multifd(&mut self, channels: u8) {
-        self.description.multifd = if self.version < MULTIFD { 0 } else { channels };
     }
 
     /// Whether the guest must stand still for the whole of its migration: QEMUs before 9.0 without KVM lose a part of what

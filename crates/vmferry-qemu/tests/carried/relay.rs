@@ -49,9 +49,9 @@ impl Gate {
 }
 
 /// A guest on its way.
-pub struct Carried {
+pub struct Carried<D = QemuDestination> {
     pub source: CarriedSource,
-    pub destination: QemuDestination,
+    pub destination: D,
     pub events: Receiver<StreamEvent>,
     /// What the source said of each pass: number and pages.
     pub passes: Vec<(u32, u64)>,
@@ -63,12 +63,22 @@ pub struct Carried {
 
 /// Begins to carry a guest.
 pub fn begin(
-    mut source: CarriedSource,
+    source: CarriedSource,
     to: &Qemu,
     flow: Flow,
     downtime: Duration,
 ) -> Result<Carried, PrepareError> {
-    let mut destination = QemuDestination::attach(&to.qmp, Expected::default()).unwrap();
+    let destination = QemuDestination::attach(&to.qmp, Expected::default()).unwrap();
+    begin_into(source, destination, flow, downtime)
+}
+
+/// The same, to any destination.
+pub fn begin_into<D: DestinationVm>(
+    mut source: CarriedSource,
+    mut destination: D,
+    flow: Flow,
+    downtime: Duration,
+) -> Result<Carried<D>, PrepareError> {
     let Landing::Streams(landing) = destination.prepare(&source.describe())? else {
         panic!("a carried guest lands in streams");
     };
@@ -114,7 +124,7 @@ fn pump(mut from: UnixStream, mut to: UnixStream, gate: &Gate) -> u64 {
     }
 }
 
-impl Carried {
+impl<D: DestinationVm> Carried<D> {
     pub fn flow(&self, flow: Flow) {
         self.gate.set(flow);
     }

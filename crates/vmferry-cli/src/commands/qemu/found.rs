@@ -8,16 +8,16 @@ use vmferry::source::{Orders, Report, SourceOutcome, migrate, migrate_streamed};
 use vmferry::stats::SourceStats;
 use vmferry::streamed::StreamedVm;
 use vmferry::{MigrateError, SourceConfig};
-use vmferry_qemu::{Machine, QemuError, Settings, Source, Version};
+use vmferry_qemu::{Machine, QemuError, Reached, Settings, Version};
 use vmferry_transport::Dialer;
-use vmferry_wire::GuestIdentity;
+use vmferry_wire::{GuestIdentity, MAX_LANES};
 
 use crate::args::{SendOptions, WhenStuck};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
 /// What was found behind a QMP socket.
-pub struct Found(Source);
+pub struct Found(Reached);
 
 /// A guest that runs elsewhere.
 pub struct Moved {
@@ -38,15 +38,18 @@ pub struct NotMoved {
 impl Found {
     /// Looks whether, and how, the guest can be moved as the user wants it. It is not touched.
     pub fn look(qmp: &Path, options: &SendOptions) -> Result<Self, Failure> {
-        let mut source = Source::find(qmp, options.mode.into(), options.migration.channels)?;
+        // One channel is the main stream's.
+        let multifd = Some(options.migration.channels).filter(|channels| *channels > 1);
+        let multifd = multifd.map_or(0, |channels| channels.min(MAX_LANES - 1));
+        let mut source = Reached::by(qmp, options.mode.into(), multifd)?;
         let throttle = options.migration.throttle;
         match &mut source {
-            Source::Attached(attached) if throttle > 0 => attached.allow_throttling()?,
-            Source::Attached(_) => {}
-            Source::Carried(..) if options.verify => {
+            Reached::Attached(attached) if throttle > 0 => attached.allow_throttling()?,
+            Reached::Attached(_) => {}
+            Reached::Carried { .. } if options.verify => {
                 return Err(Failure::of(Code::Usage, ConfigError::NothingToVerify));
             }
-            Source::Carried(carried, why) => {
+            Reached::Carried { source: carried, why } => {
                 if carried.must_stand_still() && options.migration.when_stuck == WhenStuck::Refuse {
                     let version = carried.version();
                     let else_attach =
@@ -73,49 +76,49 @@ impl Found {
     /// The guest's name and UUID.
     pub fn identity(&self) -> &GuestIdentity {
         match &self.0 {
-            Source::Attached(attached) => attached.identity(),
-            Source::Carried(carried, _) => carried.identity(),
+            Reached::Attached(attached) => attached.identity(),
+            Reached::Carried { source: carried, .. } => carried.identity(),
         }
     }
 
     /// The QEMU process.
     pub fn pid(&self) -> u32 {
         match &self.0 {
-            Source::Attached(attached) => attached.pid(),
-            Source::Carried(carried, _) => carried.pid(),
+            Reached::Attached(attached) => attached.pid(),
+            Reached::Carried { source: carried, .. } => carried.pid(),
         }
     }
 
     /// What its own migration was set to.
     pub fn settings(&self) -> &Settings {
         match &self.0 {
-            Source::Attached(attached) => attached.settings(),
-            Source::Carried(carried, _) => carried.settings(),
+            Reached::Attached(attached) => attached.settings(),
+            Reached::Carried { source: carried, .. } => carried.settings(),
         }
     }
 
     fn version(&self) -> Version {
         match &self.0 {
-            Source::Attached(attached) => attached.version(),
-            Source::Carried(carried, _) => carried.version(),
+            Reached::Attached(attached) => attached.version(),
+            Reached::Carried { source: carried, .. } => carried.version(),
         }
     }
 
     fn machine(&self) -> &Machine {
         match &self.0 {
-            Source::Attached(attached) => attached.machine(),
-            Source::Carried(carried, _) => carried.machine(),
+            Reached::Attached(attached) => attached.machine(),
+            Reached::Carried { source: carried, .. } => carried.machine(),
         }
     }
 
     /// What `status` says of it.
     pub fn about(&self, name: &str) -> Value {
         let (memory_bytes, kind) = match &self.0 {
-            Source::Attached(attached) => {
+            Reached::Attached(attached) => {
                 let bytes = attached.ram().carried().map(|block| block.bytes).sum::<u64>();
                 (bytes, "shared")
             }
-            Source::Carried(carried, _) => (carried.memory_bytes(), "QEMU's"),
+            Reached::Carried { source: carried, .. } => (carried.memory_bytes(), "QEMU's"),
         };
         json!({
             "name": name,
@@ -133,8 +136,8 @@ impl Found {
 
     fn mode(&self) -> &'static str {
         match &self.0 {
-            Source::Attached(_) => "attached",
-            Source::Carried(..) => "carried",
+            Reached::Attached(_) => "attached",
+            Reached::Carried { .. } => "carried",
         }
     }
 
@@ -146,14 +149,14 @@ impl Found {
             "machine": self.machine().kind,
         });
         match &self.0 {
-            Source::Attached(attached) => {
+            Reached::Attached(attached) => {
                 let (ram, habits) = (attached.ram(), attached.habits());
                 facts["blocks"] = json!(ram.blocks);
                 facts["state_bytes_in_use"] = json!(ram.state_bytes_in_use());
                 facts["pins_pages"] = json!(habits.pins_pages);
                 facts["gives_pages_back"] = json!(habits.gives_pages_back);
             }
-            Source::Carried(carried, why) => {
+            Reached::Carried { source: carried, why } => {
                 facts["not_attached"] = json!(why.as_ref().map(|why| vmferry::chain(why)));
                 facts["streams"] = json!(carried.streams());
                 facts["memory_bytes"] = json!(carried.memory_bytes());
@@ -167,7 +170,7 @@ impl Found {
     pub fn tell(&self, output: &Output) {
         let (version, machine) = (self.version(), &self.machine().kind);
         match &self.0 {
-            Source::Attached(attached) => {
+            Reached::Attached(attached) => {
                 let ram = attached.ram();
                 let mib = |ours: bool| {
                     let blocks = ram.blocks.iter();
@@ -188,7 +191,7 @@ impl Found {
                     );
                 }
             }
-            Source::Carried(carried, why) => {
+            Reached::Carried { source: carried, why } => {
                 let streams = carried.streams();
                 output.note(format!(
                     "carrying the migration of QEMU {version} ({machine}) in {streams} {}: {} MiB of memory",
@@ -216,18 +219,20 @@ impl Found {
         watch: &mut dyn FnMut(&Report),
     ) -> Result<Moved, NotMoved> {
         match self.0 {
-            Source::Attached(attached) => match migrate(*attached, dialer, config, orders, watch) {
-                SourceOutcome::Given { vm, stats } => {
-                    Ok(Moved { quit: Box::new(move || vm.quit()), stats })
+            Reached::Attached(attached) => {
+                match migrate(*attached, dialer, config, orders, watch) {
+                    SourceOutcome::Given { vm, stats } => {
+                        Ok(Moved { quit: Box::new(move || vm.quit()), stats })
+                    }
+                    SourceOutcome::Kept { error, mut vm, .. } => {
+                        let runs = vm.is_running();
+                        // Detached before it is said, so that a guardian that must take over finds QMP free.
+                        drop(vm);
+                        Err(NotMoved { error, runs })
+                    }
                 }
-                SourceOutcome::Kept { error, mut vm, .. } => {
-                    let runs = vm.is_running();
-                    // Detached before it is said, so that a guardian that must take over finds QMP free.
-                    drop(vm);
-                    Err(NotMoved { error, runs })
-                }
-            },
-            Source::Carried(carried, _) => {
+            }
+            Reached::Carried { source: carried, .. } => {
                 match migrate_streamed(*carried, dialer, config, orders, watch) {
                     SourceOutcome::Given { vm, stats } => {
                         Ok(Moved { quit: Box::new(move || vm.quit()), stats })
