@@ -1,15 +1,16 @@
 //! Pieces there and back.
 
 use std::io::Read;
+use std::sync::Arc;
 
 use proptest::prelude::*;
-use vmferry_memory::{PAGE_SIZE, SlotId};
+use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, SlotId, SlotLayout};
 
 use super::*;
 use crate::samples::{Noise, methods, text};
 use crate::{
-    Choice, CodecError, Compressors, Decompressors, DeltaUse, EncodedFrame, Frame, FrameCounts,
-    HotPages, Method,
+    Batch, Choice, CodecError, Compressors, Decoder, Decompressors, DeltaUse, EncodedFrame,
+    Encoder, Frame, FrameCounts, HotPages, Method, PageHashes,
 };
 
 const ENTRIES: u32 = 64;
@@ -173,6 +174,34 @@ fn damage_gives_an_error_and_no_bytes() {
     let (delta, counts) = ahead.encode(&bytes, &marks, 3, WITH_DELTAS);
     assert_eq!(counts.delta_pages, 3);
     assert!(matches!(Ends::new().decode(&delta), Err(CodecError::NotKept { entry: _, .. })));
+}
+
+#[test]
+fn pages_and_pieces_are_not_taken_for_each_other() {
+    let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages: 64 }];
+    let memory = GuestMemory::allocate(&layout, MemoryKind::Private).unwrap();
+    let hashes = PageHashes::for_memory(&memory);
+    let read = |wire: &[u8]| {
+        let mut frame = Frame::new();
+        frame.read_from(&mut &wire[..]).unwrap().unwrap();
+        frame
+    };
+    let mut ends = Ends::new();
+    let (piece, _) = ends.encode(&noise(1), &[], 1, Choice::default());
+    let placed =
+        Decoder::new(Decompressors::default()).place(&read(&piece), &memory, &hashes, |_| true);
+    assert!(placed.unwrap_err().to_string().contains("where pages are due"));
+    assert!(!hashes.knows(SlotId(0), 0));
+
+    let mut frame = EncodedFrame::new();
+    frame.pages_mut(1).fill(7);
+    let mut encoder = Encoder::new(Compressors::default(), Arc::new(HotPages::new(0)));
+    let batch = Batch { round: 1, slot: SlotId(0), pages: &[3] };
+    encoder.encode(&mut frame, batch, &hashes, Choice::default()).unwrap();
+    let mut pages = Vec::new();
+    frame.write_to(&mut pages).unwrap();
+    let refused = ends.decode(&pages).unwrap_err().to_string();
+    assert!(refused.contains("a piece of a stream is due"), "{refused}");
 }
 
 proptest! {
