@@ -16,7 +16,7 @@ use super::description::{Description, describe};
 use super::monitor::Monitor;
 use super::watch::Watch;
 use crate::error::QemuError;
-use crate::guest::{self, cancel_migration, run_on};
+use crate::guest::{self, end_migration, run_on};
 use crate::machine::Machine;
 use crate::qmp::{Qmp, Version};
 use crate::settings::{self, Settings, Streaming};
@@ -40,6 +40,7 @@ struct UnderWay {
     watch: Option<Watch>,
     /// Our ends of its streams: shut, nobody waits for them any more.
     sockets: Vec<UnixStream>,
+    told_to_finish: bool,
 }
 
 impl CarriedSource {
@@ -141,7 +142,8 @@ impl CarriedSource {
         let streaming = Streaming { channels, downtime, throttle: self.throttle };
         let begun = Instant::now();
         // From here on there is something to be put right again.
-        let under_way = self.under_way.insert(UnderWay { watch: None, sockets: Vec::new() });
+        let nothing = UnderWay { watch: None, sockets: Vec::new(), told_to_finish: false };
+        let under_way = self.under_way.insert(nothing);
         let mut streams = Vec::new();
         {
             let mut qmp = self.monitor.orders();
@@ -167,11 +169,12 @@ impl CarriedSource {
     }
 
     fn run_on(&mut self) -> Result<(), QemuError> {
-        if let Some(under_way) = &self.under_way {
+        let told_to_finish = self.under_way.as_ref().is_some_and(|under_way| {
             under_way.end(&self.monitor);
-        }
+            under_way.told_to_finish
+        });
         let mut qmp = self.monitor.orders();
-        cancel_migration(&mut qmp)?;
+        end_migration(&mut qmp, told_to_finish)?;
         run_on(&mut qmp)?;
         // The guest runs. Settings are worth no failure.
         let _ = self.settings.restore(&mut qmp);
@@ -238,6 +241,10 @@ impl StreamedVm for CarriedSource {
 
     fn finish(&mut self) -> Result<(), VmError> {
         let order = json!({ "state": "pre-switchover" });
+        // Even if no answer comes, it may be followed.
+        if let Some(under_way) = &mut self.under_way {
+            under_way.told_to_finish = true;
+        }
         let done = self.monitor.orders().execute("migrate-continue", order);
         Ok(done.map(|_| ()).map_err(QemuError::from)?)
     }
