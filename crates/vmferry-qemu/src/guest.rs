@@ -63,8 +63,8 @@ pub fn host() -> String {
     boot.map_or_else(|_| String::new(), |text| text.trim().to_owned())
 }
 
-/// Ends QEMU's own migration, if one is under way. Whoever holds the sockets that it writes to has shut them
-/// before: QEMU waits for its writers, and may answer nobody while they wait.
+/// Ends QEMU's own migration, if one is under way. Somebody must read what it writes, or be gone: QEMU waits for
+/// its writers, and may answer nobody while they wait.
 ///
 /// One that was `told_to_finish` ends by itself, and so does any that sends the rest. It is never cancelled then: QEMU
 /// 7.2 would let the guest write to disks that it has given up, and abort.
