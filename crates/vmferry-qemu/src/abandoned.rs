@@ -7,7 +7,7 @@ use vmferry::{Resume, VmError};
 use vmferry_wire::GuestIdentity;
 
 use crate::error::QemuError;
-use crate::guest::{self, cancel_migration, run_on};
+use crate::guest::{self, end_migration, run_on};
 use crate::inject;
 use crate::qmp::Qmp;
 use crate::settings::Settings;
@@ -56,7 +56,7 @@ impl AbandonedQemu {
     fn run_on(&self) -> Result<(), QemuError> {
         let mut qmp = Qmp::connect(&self.socket)?;
         let pid = qmp.pid();
-        cancel_migration(&mut qmp)?;
+        end_migration(&mut qmp, false)?;
         run_on(&mut qmp)?;
         // The guest runs. What is left is tidying, and worth no failure.
         let _ = Throttle::lift(pid);

@@ -11,6 +11,9 @@ use crate::qmp::{Qmp, QmpError};
 /// How long QEMU may take to give up its own migration.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// How long QEMU may take to follow an order to go on.
+const FOLLOW_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// How long QEMU may refuse to run a guest on: it tidies up after a migration, or another QEMU is about to give
 /// the locks of the guest's disks back.
 const RUN_ON_TIMEOUT: Duration = Duration::from_secs(10);
@@ -65,10 +68,13 @@ pub fn host() -> String {
     boot.map_or_else(|_| String::new(), |text| text.trim().to_owned())
 }
 
-/// Ends QEMU's own migration, if one is under way. Whoever holds the sockets that it writes to has shut them
-/// before: QEMU waits for its writers, and may answer nobody while they wait.
-pub fn cancel_migration(qmp: &mut Qmp) -> Result<(), QemuError> {
-    let deadline = Instant::now() + CANCEL_TIMEOUT;
+/// Ends QEMU's own migration, if one is under way. Somebody must read what it writes, or be gone: QEMU waits for
+/// its writers, and may answer nobody while they wait.
+///
+/// One that was `told_to_finish` ends by itself, and so does any that sends the rest. It is never cancelled then: QEMU
+/// 7.2 would let the guest write to disks that it has given up, and abort.
+pub fn end_migration(qmp: &mut Qmp, told_to_finish: bool) -> Result<(), QemuError> {
+    let begun = Instant::now();
     let mut asked = false;
     loop {
         let migration = qmp.execute("query-migrate", json!({}))?;
@@ -76,9 +82,15 @@ pub fn cancel_migration(qmp: &mut Qmp) -> Result<(), QemuError> {
         if !is_under_way(status) {
             return Ok(());
         }
-        if !std::mem::replace(&mut asked, true) {
+        let ends_by_itself = match status {
+            "device" | "cancelling" => true,
+            // The order was lost if it is not followed at once.
+            "pre-switchover" => told_to_finish && begun.elapsed() < FOLLOW_TIMEOUT,
+            _ => false,
+        };
+        if !ends_by_itself && !std::mem::replace(&mut asked, true) {
             qmp.execute("migrate_cancel", json!({}))?;
-        } else if Instant::now() >= deadline {
+        } else if begun.elapsed() >= CANCEL_TIMEOUT {
             let what = "cancel its migration";
             return Err(QmpError::TimedOut { what, after: CANCEL_TIMEOUT }.into());
         }

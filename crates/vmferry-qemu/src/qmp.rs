@@ -89,6 +89,8 @@ pub struct Qmp {
     version: Version,
     pid: u32,
     events: VecDeque<Value>,
+    /// The number of the last command; its answer has it too.
+    number: u64,
 }
 
 impl Qmp {
@@ -110,6 +112,7 @@ impl Qmp {
             version: Version { major: 0, minor: 0, micro: 0 },
             pid: 0,
             events: VecDeque::new(),
+            number: 0,
         };
         let deadline = Instant::now() + ANSWER_TIMEOUT;
         let greeting = loop {
@@ -171,7 +174,21 @@ impl Qmp {
     /// # Errors
     /// QEMU's refusal, or the connection's.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
-        self.send(command, arguments, None)
+        self.send(command, arguments, None, |_| false)
+    }
+
+    /// Runs a command whose answer may come late. Returns as soon as there is an answer or an event that shows
+    /// that the command is followed; it is left for whoever waits for it.
+    ///
+    /// # Errors
+    /// As [`execute`](Self::execute).
+    pub fn order(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        is_followed: impl Fn(&Value) -> bool,
+    ) -> Result<(), QmpError> {
+        self.send(command, arguments, None, is_followed).map(|_| ())
     }
 
     /// Gives QEMU a descriptor under a name.
@@ -179,7 +196,7 @@ impl Qmp {
     /// # Errors
     /// As [`execute`](Self::execute).
     pub fn give_descriptor(&mut self, name: &str, file: impl AsFd) -> Result<(), QmpError> {
-        self.send("getfd", json!({ "fdname": name }), Some(file.as_fd())).map(|_| ())
+        self.send("getfd", json!({ "fdname": name }), Some(file.as_fd()), |_| false).map(|_| ())
     }
 
     /// Runs a command of the human monitor and returns its text.
@@ -234,8 +251,11 @@ impl Qmp {
         command: &str,
         arguments: Value,
         descriptor: Option<BorrowedFd<'_>>,
+        is_followed: impl Fn(&Value) -> bool,
     ) -> Result<Value, QmpError> {
-        let mut line = json!({ "execute": command, "arguments": arguments }).to_string();
+        self.number += 1;
+        let mut line =
+            json!({ "execute": command, "arguments": arguments, "id": self.number }).to_string();
         line.push('\n');
         self.write(line.as_bytes(), descriptor)
             .map_err(|source| self.io("send a command", source))?;
@@ -243,7 +263,13 @@ impl Qmp {
         loop {
             let mut message = self.read(deadline, "answer")?;
             if message.get("event").is_some() {
+                let followed = is_followed(&message);
                 self.events.push_back(message);
+                if followed {
+                    return Ok(Value::Null);
+                }
+            } else if message.get("id").is_some_and(|id| *id != self.number) {
+                // An answer that nobody has waited for.
             } else if let Some(error) = message.get("error") {
                 return Err(QmpError::Refused {
                     command: command.to_owned(),

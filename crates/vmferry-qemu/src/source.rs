@@ -12,7 +12,7 @@ use vmferry_memory::{GuestMemory, PAGE_SIZE, SlotLayout};
 use vmferry_wire::GuestIdentity;
 
 use crate::error::QemuError;
-use crate::guest::{self, cancel_migration, host, run_on};
+use crate::guest::{self, end_migration, host, run_on};
 use crate::inject::{self, Injected};
 use crate::machine::{self, Habits, Machine};
 use crate::qmp::{Qmp, Version};
@@ -44,6 +44,8 @@ pub struct QemuSource {
     vcpu_threads: Vec<u32>,
     throttle: Option<Throttle>,
     saving: Option<Saving>,
+    /// QEMU was told to let its state out.
+    told_to_finish: bool,
 }
 
 impl QemuSource {
@@ -84,6 +86,7 @@ impl QemuSource {
             vcpu_threads,
             throttle: None,
             saving: None,
+            told_to_finish: false,
         })
     }
 
@@ -159,8 +162,9 @@ impl Resume for QemuSource {
         match self.saving.take() {
             Some(saving) => saving.cancel(&mut self.qmp)?,
             // One that was begun and never reached its pause would pause the guest later.
-            None => cancel_migration(&mut self.qmp)?,
+            None => end_migration(&mut self.qmp, self.told_to_finish)?,
         }
+        self.told_to_finish = false;
         run_on(&mut self.qmp)?;
         // The guest runs. Settings are worth no failure.
         let _ = self.settings.restore(&mut self.qmp);
@@ -194,6 +198,7 @@ impl SourceVm for QemuSource {
 
     fn save(&mut self) -> Result<Vec<u8>, VmError> {
         let saving = self.saving.take().ok_or("the guest is not paused")?;
+        self.told_to_finish = true;
         Ok(saving.finish(&mut self.qmp)?)
     }
 

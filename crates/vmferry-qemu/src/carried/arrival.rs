@@ -52,7 +52,7 @@ impl Arrival {
         });
         let event = event.map_err(QemuError::from).map_err(ended)?;
         if event["data"]["status"] != "completed" {
-            return Err(state::given_up(qmp).map_or_else(ended, |reason| reason));
+            return Err(state::given_up(qmp).unwrap_or_else(ended));
         }
         let status = qmp.execute("query-status", json!({}))?;
         if status["running"] == true {

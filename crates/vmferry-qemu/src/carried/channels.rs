@@ -28,20 +28,27 @@ const MULTIFD_MAGIC: u32 = 0x1122_3344;
 /// The channel's number stands behind magic, version and the guest's UUID.
 const MULTIFD_ID_AT: usize = 24;
 
+/// So many bytes are thrown away at a time.
+const DRAINED: usize = 256 << 10;
+
 /// From this version on a QEMU that could not take a guest lives on, if it is told to, and says why.
 const STAYS_AFTER_FAILURE: Version = Version { major: 9, minor: 1, micro: 0 };
 
-/// Orders QEMU to migrate into sockets of this host, and returns their other ends: the main stream, and the
-/// channels in the order of their numbers.
+/// Orders QEMU to migrate into sockets of this host, and puts their other ends into `opened`: the main stream, and
+/// the channels in the order of their numbers.
 ///
 /// # Errors
-/// What QEMU or the system refuses. The guest runs on.
-pub fn open_outgoing(qmp: &mut Qmp, channels: u8) -> Result<Vec<UnixStream>, QemuError> {
+/// What QEMU or the system refuses. The guest runs on; what has been opened by then is QEMU's still.
+pub fn open_outgoing(
+    qmp: &mut Qmp,
+    channels: u8,
+    opened: &mut Vec<UnixStream>,
+) -> Result<(), QemuError> {
     qmp.forget_events();
     if channels == 0 {
-        let ours = give(qmp)?;
+        opened.push(give(qmp)?);
         qmp.execute("migrate", json!({ "uri": format!("fd:{DESCRIPTOR}") }))?;
-        return Ok(vec![ours]);
+        return Ok(());
     }
     let place = Place::new(qmp)?;
     let failed = |action| move |source| QemuError::Local { action, source };
@@ -51,19 +58,37 @@ pub fn open_outgoing(qmp: &mut Qmp, channels: u8) -> Result<Vec<UnixStream>, Qem
     qmp.execute("migrate", json!({ "uri": place.uri() }))?;
     let deadline = Instant::now() + CONNECT_TIMEOUT;
     // The main stream always comes first; the others come as QEMU's threads do.
-    let main = accept(qmp, &listener, deadline)?;
-    let mut numbered: Vec<(u8, UnixStream)> = Vec::new();
-    while numbered.len() < usize::from(channels) {
-        let channel = accept(qmp, &listener, deadline)?;
-        let number = number_of(&channel, deadline)?;
-        if number >= channels || numbered.iter().any(|(other, _)| *other == number) {
-            return Err(unknown_channel());
+    let mut numbers: Vec<u8> = Vec::new();
+    while opened.len() <= usize::from(channels) {
+        opened.push(accept(qmp, &listener, deadline)?);
+        if let [_, .., channel] = opened.as_slice() {
+            numbers.push(number_of(channel, deadline)?);
         }
-        numbered.push((number, channel));
     }
-    numbered.sort_by_key(|(number, _)| *number);
-    let numbered = numbered.into_iter().map(|(_, channel)| channel);
-    Ok(std::iter::once(main).chain(numbered).collect())
+    let mut in_order: Vec<_> = numbers.into_iter().zip(opened.drain(1..)).collect();
+    in_order.sort_by_key(|(number, _)| *number);
+    let are_all = in_order.iter().map(|(number, _)| *number).eq(0..channels);
+    opened.extend(in_order.into_iter().map(|(_, channel)| channel));
+    if are_all { Ok(()) } else { Err(unknown_channel()) }
+}
+
+/// Reads streams to their ends and throws them away, in threads of their own, so that QEMU can end its migration as
+/// it likes to: when its sockets are cut, QEMU 10.0 may wait for its own channels for ever, and the guest with it.
+pub fn drain(streams: Vec<UnixStream>) {
+    for stream in streams {
+        // Without a thread the stream is cut, and that goes well nearly always.
+        let _ = std::thread::Builder::new().name("qemu-drain".into()).spawn(move || {
+            let mut bytes = vec![0; DRAINED];
+            // It may be one that does not block, or that others read too.
+            while wait_readable(&[stream.as_fd()], None).is_ok() {
+                match recv(&stream, &mut bytes[..], RecvFlags::DONTWAIT) {
+                    Ok((0, _)) => return,
+                    Ok(_) | Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {}
+                    Err(_) => return,
+                }
+            }
+        });
+    }
 }
 
 /// Orders a QEMU that waits for a guest to take it from sockets of this host, and returns their other ends, in the
@@ -124,7 +149,7 @@ fn accept(
             let what = "connect its channels";
             return Err(QmpError::TimedOut { what, after: CONNECT_TIMEOUT }.into());
         }
-        wait_readable(&[listener.as_fd(), monitor.as_fd()], left).map_err(failed)?;
+        wait_readable(&[listener.as_fd(), monitor.as_fd()], Some(left)).map_err(failed)?;
         let over = |event: &Value| {
             let status = event["data"]["status"].as_str();
             event["event"] == "MIGRATION" && matches!(status, Some("failed" | "cancelled"))
@@ -139,7 +164,7 @@ fn accept(
 fn number_of(channel: &UnixStream, deadline: Instant) -> Result<u8, QemuError> {
     let failed = |source| QemuError::Local { action: "read a channel of QEMU", source };
     let left = deadline.saturating_duration_since(Instant::now());
-    wait_readable(&[channel.as_fd()], left).map_err(failed)?;
+    wait_readable(&[channel.as_fd()], Some(left)).map_err(failed)?;
     // QEMU writes it at once, and a socket of this kind keeps what was written at once together.
     let mut first = [0; MULTIFD_ID_AT + 1];
     let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
@@ -163,12 +188,13 @@ fn unknown_channel() -> QemuError {
 
 fn wait_readable(
     descriptors: &[std::os::fd::BorrowedFd<'_>],
-    left: Duration,
+    left: Option<Duration>,
 ) -> std::io::Result<()> {
     let mut polled: Vec<PollFd<'_>> =
         descriptors.iter().map(|descriptor| PollFd::new(descriptor, PollFlags::IN)).collect();
-    let timeout = Timespec::try_from(left).map_err(|_| std::io::ErrorKind::InvalidInput)?;
-    match poll(&mut polled, Some(&timeout)) {
+    let timeout = left.map(Timespec::try_from).transpose();
+    let timeout = timeout.map_err(|_| std::io::ErrorKind::InvalidInput)?;
+    match poll(&mut polled, timeout.as_ref()) {
         Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
         Err(errno) => Err(errno.into()),
     }

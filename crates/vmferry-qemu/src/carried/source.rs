@@ -1,6 +1,5 @@
 //! A running QEMU whose own migration the engine carries.
 
-use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
@@ -16,7 +15,7 @@ use super::description::{Description, describe};
 use super::monitor::Monitor;
 use super::watch::Watch;
 use crate::error::QemuError;
-use crate::guest::{self, cancel_migration, run_on};
+use crate::guest::{self, end_migration, run_on};
 use crate::machine::Machine;
 use crate::qmp::{Qmp, Version};
 use crate::settings::{self, Settings, Streaming};
@@ -48,8 +47,9 @@ pub struct CarriedSource {
 /// QEMU's migration.
 struct UnderWay {
     watch: Option<Watch>,
-    /// Our ends of its streams: shut, nobody waits for them any more.
+    /// Our ends of its streams.
     sockets: Vec<UnixStream>,
+    told_to_finish: bool,
 }
 
 impl CarriedSource {
@@ -162,7 +162,8 @@ impl CarriedSource {
         let streaming = Streaming { channels, downtime, throttle: self.throttle };
         let begun = Instant::now();
         // From here on there is something to be put right again.
-        let under_way = self.under_way.insert(UnderWay { watch: None, sockets: Vec::new() });
+        let nothing = UnderWay { watch: None, sockets: Vec::new(), told_to_finish: false };
+        let under_way = self.under_way.insert(nothing);
         let mut streams = Vec::new();
         {
             let mut qmp = self.monitor.orders();
@@ -171,12 +172,11 @@ impl CarriedSource {
             }
             self.settings.for_streaming(&mut qmp, &streaming)?;
             let blocks = Arc::new(Blocks::new(self.description.blocks()));
-            for (at, socket) in channels::open_outgoing(&mut qmp, channels)?.into_iter().enumerate()
-            {
-                let copy = socket.try_clone();
-                let copy = copy
+            channels::open_outgoing(&mut qmp, channels, &mut under_way.sockets)?;
+            for (at, socket) in under_way.sockets.iter().enumerate() {
+                let socket = socket
+                    .try_clone()
                     .map_err(|source| QemuError::Local { action: "duplicate a socket", source })?;
-                under_way.sockets.push(copy);
                 let recogniser: Box<dyn Recogniser> = match at {
                     0 => Box::new(MainStream::new(Arc::clone(&blocks))),
                     _ => Box::new(MultifdChannel::new(Arc::clone(&blocks))),
@@ -192,11 +192,10 @@ impl CarriedSource {
     }
 
     fn run_on(&mut self) -> Result<(), QemuError> {
-        if let Some(under_way) = &self.under_way {
-            under_way.end(&self.monitor);
-        }
+        let told_to_finish =
+            self.under_way.as_mut().is_some_and(|under_way| under_way.end(&self.monitor));
         let mut qmp = self.monitor.orders();
-        cancel_migration(&mut qmp)?;
+        end_migration(&mut qmp, told_to_finish)?;
         run_on(&mut qmp)?;
         // The guest runs. Settings are worth no failure.
         let _ = self.settings.restore(&mut qmp);
@@ -207,15 +206,14 @@ impl CarriedSource {
 }
 
 impl UnderWay {
-    /// Lets nobody wait: QEMU's writers hold its main lock when they send the rest, and then it answers no order.
-    fn end(&self, monitor: &Monitor) {
+    /// Nothing more is told, and QEMU can get rid of its bytes: while it sends the rest it holds its main lock and
+    /// answers no order. Says whether it was told to do so.
+    fn end(&mut self, monitor: &Monitor) -> bool {
         if let Some(watch) = &self.watch {
             watch.end(monitor);
         }
-        for socket in &self.sockets {
-            // One that QEMU has closed can't be shut any more.
-            let _ = socket.shutdown(Shutdown::Both);
-        }
+        channels::drain(std::mem::take(&mut self.sockets));
+        self.told_to_finish
     }
 }
 
@@ -263,8 +261,17 @@ impl StreamedVm for CarriedSource {
 
     fn finish(&mut self) -> Result<(), VmError> {
         let order = json!({ "state": "pre-switchover" });
-        let done = self.monitor.orders().execute("migrate-continue", order);
-        Ok(done.map(|_| ()).map_err(QemuError::from)?)
+        // Even if no answer comes, it may be followed.
+        if let Some(under_way) = &mut self.under_way {
+            under_way.told_to_finish = true;
+        }
+        let mut qmp = self.monitor.orders();
+        // While QEMU sends the rest it holds its main lock: the answer may have to wait for that.
+        let done = qmp.order("migrate-continue", order, |event| {
+            let status = event["data"]["status"].as_str();
+            event["event"] == "MIGRATION" && matches!(status, Some("device" | "completed"))
+        });
+        Ok(done.map_err(QemuError::from)?)
     }
 
     fn allow_throttling(&mut self, percent: u8) -> Result<(), VmError> {

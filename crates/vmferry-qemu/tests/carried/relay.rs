@@ -111,9 +111,6 @@ fn pump(mut from: UnixStream, mut to: UnixStream, gate: &Gate) -> u64 {
         let most = if flow == Flow::Free { bytes.len() } else { SLOW_PIECE };
         let read = from.read(&mut bytes[..most]).unwrap_or(0);
         if read == 0 || to.write_all(&bytes[..read]).is_err() {
-            // Either end sees that the other is gone.
-            let _ = from.shutdown(Shutdown::Both);
-            let _ = to.shutdown(Shutdown::Write);
             return carried;
         }
         carried += read as u64;
@@ -174,7 +171,7 @@ impl<D: DestinationVm> Carried<D> {
         self.destination.load(&[])
     }
 
-    /// Cuts all streams.
+    /// Cuts all streams, as when a process dies.
     pub fn cut(&mut self) {
         for end in self.ends.drain(..) {
             // One that is closed already can't be shut.
