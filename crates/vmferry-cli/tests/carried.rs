@@ -93,7 +93,7 @@ fn how_a_guest_is_moved_is_said_with_the_reason() {
     send(&["--mode", "attached"]).failed(6, "memory-backend-file");
     send(&["--verify"]).failed(2, "leave --verify out");
     scene.here.check_guest();
-    let sent = send(&[]);
+    let sent = send(&["--multifd", "2"]);
     assert_eq!(sent.code, Some(0), "{sent:?}");
     let qemu = &sent.last()["qemu"];
     assert_eq!((&qemu["mode"], &qemu["streams"]), (&"carried".into(), &3.into()), "{qemu}");
@@ -116,7 +116,7 @@ fn how_a_guest_is_moved_is_said_with_the_reason() {
     let (mut started, address) =
         scene.b.receive(&["--listen", "127.0.0.1:0", "--tls", &tls, "--exec", &command]);
     let send = ["send", "--qemu", text(&scene.here.qmp), "--to", &address, "--tls", &tls];
-    let sent = scene.a.run(&[&send[..], &["--mode", "carried", "--channels", "1"]].concat());
+    let sent = scene.a.run(&[&send[..], &["--mode", "carried"]].concat());
     assert_eq!(sent.code, Some(0), "{sent:?}");
     assert_eq!(sent.last()["qemu"]["streams"], 1);
     let received = started.event("received");
@@ -192,9 +192,11 @@ fn a_guest_of_another_user_is_carried() {
         &tls,
         "--once",
     ]);
-    let sent = a.run(&["send", "--qemu", text(&here.qmp), "--to", &address, "--tls", &tls]);
+    let send =
+        ["send", "--qemu", text(&here.qmp), "--to", &address, "--tls", &tls, "--multifd", "3"];
+    let sent = a.run(&send);
     assert_eq!(sent.code, Some(0), "{sent:?}");
-    assert_eq!(sent.last()["qemu"]["streams"], 3);
+    assert_eq!(sent.last()["qemu"]["streams"], 4);
     receiving.event("received");
     there.check_guest();
 }

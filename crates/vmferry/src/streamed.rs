@@ -80,6 +80,9 @@ pub enum StreamEvent {
 pub type StreamEvents = Box<dyn Fn(StreamEvent) + Send + Sync>;
 
 /// A running guest that its VMM streams, as the engine needs it at the source.
+///
+/// The engine never shuts the sockets of the streams. When it gives a migration up it reads them no more and calls
+/// [`resume`](Resume::resume), which must get rid of what the VMM still writes, by copies of its own, if the VMM waits for that.
 pub trait StreamedVm: Resume {
     /// Describes the guest. Called once, before anything is sent. The layout is that of the VMM's
     /// memory blocks, which [`PageMark`]s refer to.

@@ -179,9 +179,6 @@ trait GuestSide<V: Resume> {
     /// What a VMM that streams its guest has said.
     fn heard(&mut self, core: &mut Core<'_, V>, event: StreamEvent) -> Input;
 
-    /// The guest is to run on here: nothing is to hold its VMM up.
-    fn let_go(&mut self);
-
     /// Does what is due now and then, and says when that is next.
     fn review(&mut self, core: &mut Core<'_, V>) -> Option<Duration>;
 
@@ -369,7 +366,6 @@ impl<'a, V: Resume> Core<'a, V> {
                 None
             }
             Action::Resume => {
-                side.let_go();
                 self.resume();
                 None
             }

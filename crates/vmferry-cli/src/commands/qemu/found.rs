@@ -10,7 +10,7 @@ use vmferry::streamed::StreamedVm;
 use vmferry::{MigrateError, SourceConfig};
 use vmferry_qemu::{Machine, QemuError, Reached, Settings, Version};
 use vmferry_transport::Dialer;
-use vmferry_wire::{GuestIdentity, MAX_LANES};
+use vmferry_wire::GuestIdentity;
 
 use crate::args::{SendOptions, WhenStuck};
 use crate::exit::{Code, Failure};
@@ -38,9 +38,7 @@ pub struct NotMoved {
 impl Found {
     /// Looks whether, and how, the guest can be moved as the user wants it. It is not touched.
     pub fn look(qmp: &Path, options: &SendOptions) -> Result<Self, Failure> {
-        // One channel is the main stream's.
-        let multifd = Some(options.migration.channels).filter(|channels| *channels > 1);
-        let multifd = multifd.map_or(0, |channels| channels.min(MAX_LANES - 1));
+        let multifd = options.multifd.unwrap_or(0);
         let mut source = Reached::by(qmp, options.mode.into(), multifd)?;
         let throttle = options.migration.throttle;
         match &mut source {

@@ -135,8 +135,6 @@ impl<V: SourceVm> GuestSide<V> for MemoryGuest {
         Input::Tick
     }
 
-    fn let_go(&mut self) {}
-
     fn review(&mut self, _core: &mut Core<'_, V>) -> Option<Duration> {
         self.freed.review()
     }

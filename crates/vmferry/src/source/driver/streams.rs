@@ -185,12 +185,6 @@ impl<V: StreamedVm> GuestSide<V> for StreamedGuest {
         }
     }
 
-    fn let_go(&mut self) {
-        if let Some(streams) = &self.streams {
-            streams.close();
-        }
-    }
-
     fn review(&mut self, core: &mut Core<'_, V>) -> Option<Duration> {
         self.streams.as_ref()?;
         let left = REVIEW.saturating_sub(self.reviewed.elapsed());
@@ -203,13 +197,13 @@ impl<V: StreamedVm> GuestSide<V> for StreamedGuest {
     }
 
     fn stop(&mut self, core: &mut Core<'_, V>) {
-        let begun = self.streams.is_some();
-        self.streams = None;
-        if begun
+        // The VMM first: what it still writes may have to be read until it has given up.
+        if self.streams.is_some()
             && let Held::Running(running) = &mut core.held
             && let Err(error) = running.end_streams()
         {
             core.resume_failure.get_or_insert(error);
         }
+        self.streams = None;
     }
 }

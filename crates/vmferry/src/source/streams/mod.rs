@@ -10,8 +10,6 @@ mod in_order;
 mod packers;
 mod reader;
 
-use std::net::Shutdown;
-use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -65,7 +63,6 @@ pub struct Tally {
 
 /// All streams of a guest at work. Dropped, no thread is left.
 pub struct Streams {
-    sockets: Vec<UnixStream>,
     readers: Vec<JoinHandle<()>>,
     packers: Option<Packers>,
     tally: Arc<Tally>,
@@ -81,14 +78,8 @@ impl Streams {
         let share = u64::from(MAX_KEPT_PAGES) * vmferry_memory::PAGE_SIZE as u64;
         let kept_bytes = context.kept_bytes.min(share) / streams.len().max(1) as u64;
         let packers = Packers::start(context, &tally)?;
-        let mut all = Self {
-            sockets: Vec::new(),
-            readers: Vec::new(),
-            packers: None,
-            tally: Arc::clone(&tally),
-        };
+        let mut all = Self { readers: Vec::new(), packers: None, tally: Arc::clone(&tally) };
         for (lane, (stream, outgoing)) in (0..).zip(streams.into_iter().zip(&context.queues)) {
-            all.sockets.push(stream.socket.try_clone()?);
             let reader = StreamReader {
                 lane,
                 socket: stream.socket,
@@ -130,20 +121,12 @@ impl Streams {
     pub fn digest(&self) -> u64 {
         self.tally.digest.load(Ordering::Relaxed)
     }
-
-    /// Closes the sockets: neither a reader nor the VMM waits for the other any more.
-    pub fn close(&self) {
-        for socket in &self.sockets {
-            // One that the VMM has closed is closed.
-            let _ = socket.shutdown(Shutdown::Both);
-        }
-    }
 }
 
 impl Drop for Streams {
-    /// Waits for the threads. The signal must be closed.
+    /// Waits for the threads. The signal must be closed. Sockets are let go of and not shut: the VMM may hold others of
+    /// the same streams.
     fn drop(&mut self) {
-        self.close();
         for reader in self.readers.drain(..) {
             // A panic there was noticed by the frames that never came: the migration has ended.
             let _ = reader.join();

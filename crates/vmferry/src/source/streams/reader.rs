@@ -31,6 +31,9 @@ const BUFFER_BYTES: usize = PIECE_BYTES + 4 * LONGEST_RECORD;
 /// For how long a piece is kept for more while the channel is busy with others.
 const LINGER: Duration = Duration::from_millis(1);
 
+/// How often a reader that has nothing to read looks whether it is the end.
+const LOOK: Duration = Duration::from_millis(100);
+
 /// Reads pieces, recognises pages, divides, and hands on.
 pub struct StreamReader {
     pub lane: u8,
@@ -129,6 +132,9 @@ impl StreamReader {
             if full || taken > 0 && !self.more_comes()? {
                 break false;
             }
+            if taken == 0 && !self.await_more()? {
+                break true;
+            }
             match self.socket.read(&mut buffer[filled..]) {
                 Ok(0) => {
                     taken = filled;
@@ -150,7 +156,20 @@ impl StreamReader {
 
     /// Whether there is more to read already; or soon, while the channel has something to send.
     fn more_comes(&self) -> std::io::Result<bool> {
-        let wait = if self.outgoing.is_hungry() { Duration::ZERO } else { LINGER };
+        self.is_readable(if self.outgoing.is_hungry() { Duration::ZERO } else { LINGER })
+    }
+
+    /// Waits for more to read; `false` if nobody wants it any more.
+    fn await_more(&self) -> std::io::Result<bool> {
+        while !self.is_readable(LOOK)? {
+            if self.signal.now().is_none() {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn is_readable(&self, wait: Duration) -> std::io::Result<bool> {
         let wait = Timespec { tv_sec: 0, tv_nsec: wait.as_nanos() as _ };
         let mut polled = [PollFd::new(&self.socket, PollFlags::IN)];
         match poll(&mut polled, Some(&wait)) {
