@@ -31,7 +31,8 @@ fn machine(world: &World, version: Version) -> Machine {
     }
     let drive = format!("if=none,id=disk,format=raw,file={}", disk.display());
     let workload = "static=40 dirty=20 disk=16";
-    let private = Machine { backend: Backend::Private, ..Machine::new(version, workload) };
+    let backend = Backend::Private;
+    let private = Machine { backend, less_kib: 8, ..Machine::new(version, workload) };
     private.with(&["-device", "VGA", "-drive", &drive, "-device", "virtio-blk-pci,drive=disk"])
 }
 
@@ -77,7 +78,8 @@ fn memory_of_other_kinds_travels() {
     ] {
         let world = World::new();
         let workload = "static=40 dirty=20";
-        let machine = Machine { backend, vcpus: 2, kind: "pc", ..Machine::new(version, workload) };
+        let two = Machine { backend, vcpus: 2, kind: "pc", ..Machine::new(version, workload) };
+        let machine = Machine { less_kib: 16, ..two };
         let mut here = machine.start(&world, "here");
         here.check_guest();
         let mut there = machine.incoming(&world, "there");
@@ -416,7 +418,7 @@ fn a_qemu_of_another_user_is_carried() {
 fn a_guest_is_carried_where_it_can_t_be_attached() {
     let world = World::new();
     let start = |backend, version, name: &str| {
-        let machine = Machine { backend, ..Machine::new(version, "dirty=5") };
+        let machine = Machine { backend, less_kib: 8, ..Machine::new(version, "dirty=5") };
         machine.start(&world, name)
     };
     for (backend, version, says) in [
@@ -457,6 +459,17 @@ fn a_guest_is_carried_where_it_can_t_be_attached() {
         }
         _ => panic!("it can't be attached"),
     }
+}
+
+/// Such a guest would be corrupted now and then.
+#[test]
+fn a_guest_whose_writes_qemu_would_lose_is_refused() {
+    let world = World::new();
+    let machine = Machine { backend: Backend::Private, ..Machine::new(Version::V7_2, "dirty=5") };
+    let mut qemu = machine.start(&world, "here");
+    let refused = Reached::by(&qemu.qmp, Mode::Auto, 0).map(|_| ()).unwrap_err();
+    assert!(refused.to_string().contains("such as 262136 KiB"), "{refused}");
+    qemu.check_guest();
 }
 
 #[test]

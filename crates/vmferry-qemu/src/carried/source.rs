@@ -57,6 +57,7 @@ impl CarriedSource {
         }
         let mut qmp = Qmp::connect(socket)?;
         guest::must_be_migratable(&mut qmp)?;
+        guest::must_not_lose_writes(&mut qmp)?;
         let description = Description::read(&mut qmp, channels)?;
         let settings = Settings::read(&mut qmp)?;
         let identity = guest::identity(&mut qmp)?;
