@@ -233,8 +233,8 @@ pub struct SendOptions {
     /// over vmferry's channels), or auto: attached if that can be done.
     #[arg(long, value_enum, default_value_t = QemuMode::Auto, requires = "qemu")]
     pub mode: QemuMode,
-    /// Have a QEMU that is carried spread memory over so many further streams (its `multifd`, QEMU 9.0 and later), on a
-    /// data channel each; by default it has one stream.
+    /// Have a QEMU that is carried spread memory over so many further streams (its `multifd`), on a data channel
+    /// each; by default it has one stream.
     #[arg(long, value_name = "STREAMS", requires = "qemu", value_parser = clap::value_parser!(u8).range(1..=15))]
     pub multifd: Option<u8>,
     /// Leave the QEMU that the guest has left as it is, stopped; by default it is ended.

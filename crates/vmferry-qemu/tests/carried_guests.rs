@@ -18,7 +18,7 @@ fn check(qemu: &mut Qemu) {
     }
 }
 
-/// Carries a guest from QEMU to QEMU, and looks after it on each. With `channels` in each second hop only.
+/// Carries a guest from QEMU to QEMU, and looks after it on each. Each second hop is with `multifd`.
 fn travel(world: &World, machine: &Machine, hops: u32) {
     let mut here = machine.start(world, "qemu-0");
     check(&mut here);
@@ -28,8 +28,7 @@ fn travel(world: &World, machine: &Machine, hops: u32) {
         let stats = carry(world, number, &here, &there, channels, |_| {}).unwrap();
         assert_eq!(stats.digest_match, Some(true));
         assert!(stats.rounds.len() >= 2 && stats.encoded.content() > 1000, "{stats:?}");
-        let streams = if machine.version == Version::V10_0 { 1 + channels } else { 1 };
-        assert_eq!(stats.channels, streams);
+        assert_eq!(stats.channels, 1 + channels);
         here.child.wait().unwrap();
         here = there;
         check(&mut here);
@@ -47,7 +46,13 @@ fn with_devices(machine: Machine, world: &World) -> Machine {
 fn linux_guests_are_carried_from_qemu_to_qemu() {
     let hops = if all() { 6 } else { 2 };
     for version in Version::ALL {
-        let of = |backend, workload: &str| Machine { backend, ..Machine::new(version, workload) };
+        // With memory of an even size 7.2 loses writes of emulated guests in its own migrations.
+        let less_kib = if version == Version::V7_2 { 8 } else { 0 };
+        let of = |backend, workload: &str| Machine {
+            backend,
+            less_kib,
+            ..Machine::new(version, workload)
+        };
         let world = World::new();
         let machine = of(Backend::Private, "static=40 dirty=20 disk=16");
         println!("{version:?}: private memory, video memory and a disk");
@@ -58,6 +63,7 @@ fn linux_guests_are_carried_from_qemu_to_qemu() {
         for machine in [
             of(Backend::Memfd, "static=60 dirty=20"),
             Machine { mib: 512, vcpus: 2, ..of(Backend::Private, "dirty=100") },
+            // Half of it is of an even size: of 7.2 it stands still all the time.
             Machine { kind: "pc", ..of(Backend::TwoNodes, "static=40 dirty=20") },
             Machine { mib: 4096, ..of(Backend::Private, "dirty=10") },
         ] {

@@ -21,15 +21,6 @@ use crate::qmp::{Qmp, Version};
 use crate::settings::{self, Settings, Streaming};
 use crate::stream::{Blocks, MainStream, MultifdChannel};
 
-/// From this version on QEMU sees all writes of a guest that runs without KVM while it migrates it: before, it cleared marks
-/// of written pages in a way that its own translator did not hear of (QEMU's commit "physmem: Fix migration dirty bitmap
-/// coherency with TCG memory access").
-const TRACKS_WITHOUT_KVM: Version = Version { major: 9, minor: 0, micro: 0 };
-
-/// From this version on `multifd` is used. QEMU 7.2 sends some pages twice and guests were damaged with it; versions
-/// between were not tried.
-const MULTIFD: Version = Version { major: 9, minor: 0, micro: 0 };
-
 /// A QEMU whose guest is to be carried. Dropped, it is left as it is: a guest that was not
 /// [resumed](Resume::resume) may run elsewhere.
 pub struct CarriedSource {
@@ -54,8 +45,7 @@ struct UnderWay {
 
 impl CarriedSource {
     /// Takes the QEMU whose QMP socket this is, after asking it whether its guest can be migrated. The guest is not
-    /// touched. With `channels` QEMU spreads memory over so many streams beside the main one (`multifd`), if it is one of which
-    /// that can be relied upon: from 9.0 on.
+    /// touched. With `channels` QEMU spreads memory over so many streams beside the main one (`multifd`).
     ///
     /// # Errors
     /// What QEMU says against it, and what to change.
@@ -68,12 +58,11 @@ impl CarriedSource {
         }
         let mut qmp = Qmp::connect(socket)?;
         guest::must_be_migratable(&mut qmp)?;
-        let channels = if qmp.version() < MULTIFD { 0 } else { channels };
         let description = Description::read(&mut qmp, channels)?;
         let settings = Settings::read(&mut qmp)?;
         let identity = guest::identity(&mut qmp)?;
         let (version, pid) = (qmp.version(), qmp.pid());
-        let must_stand_still = version < TRACKS_WITHOUT_KVM && !guest::has_kvm(&mut qmp)?;
+        let must_stand_still = guest::loses_writes(&mut qmp)?;
         let monitor = Arc::new(Monitor::new(qmp)?);
         Ok(Self {
             monitor,
@@ -109,8 +98,8 @@ impl CarriedSource {
         &self.description.machine
     }
 
-    /// Whether the guest must stand still for the whole of its migration: QEMUs before 9.0 without KVM lose a part of what
-    /// a guest writes meanwhile.
+    /// Whether the guest must stand still for the whole of its migration, because QEMU would lose a part of what it writes
+    /// meanwhile: QEMUs before 9.0 do without KVM, with memory of a usual size.
     #[must_use]
     pub fn must_stand_still(&self) -> bool {
         self.must_stand_still

@@ -3,8 +3,9 @@
 //! Source: QEMU's `docs/interop/qmp-spec.rst` and the QMP reference manual. One command at a time; what
 //! comes in between are events, which are kept until somebody waits for them.
 
+mod error;
+
 use std::collections::VecDeque;
-use std::fmt;
 use std::io::{self, IoSlice, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -15,70 +16,13 @@ use std::time::{Duration, Instant};
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
 
+pub use error::{QmpError, Version};
+
 /// So many bytes are read at a time.
 const CHUNK: usize = 16 << 10;
 
 /// How long QEMU may take to answer a command. Some stop the guest first.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// A QMP connection that failed.
-#[derive(Debug, thiserror::Error)]
-pub enum QmpError {
-    /// The socket.
-    #[error(
-        "QMP at {path}: can't {action}: is QEMU running with `-qmp unix:{path},server=on,wait=off`, and does nobody else use the socket?"
-    )]
-    Io {
-        /// The socket.
-        path: PathBuf,
-        /// What was tried.
-        action: &'static str,
-        /// What the system said.
-        #[source]
-        source: io::Error,
-    },
-    /// QEMU does not do what was asked.
-    #[error("QEMU refused `{command}`: {message}")]
-    Refused {
-        /// The command.
-        command: String,
-        /// QEMU's text.
-        message: String,
-    },
-    /// An answer that is not QMP.
-    #[error("QMP at {path}: unexpected answer: {text}")]
-    Answer {
-        /// The socket.
-        path: PathBuf,
-        /// What came.
-        text: String,
-    },
-    /// Something did not happen in time.
-    #[error("waited {} s for QEMU to {what}", after.as_secs())]
-    TimedOut {
-        /// What was awaited.
-        what: &'static str,
-        /// For how long.
-        after: Duration,
-    },
-}
-
-/// QEMU's version.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Version {
-    /// Major.
-    pub major: u64,
-    /// Minor.
-    pub minor: u64,
-    /// Micro.
-    pub micro: u64,
-}
-
-impl fmt::Display for Version {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}.{}", self.major, self.minor, self.micro)
-    }
-}
 
 /// A connection to one QEMU.
 pub struct Qmp {

@@ -1,0 +1,65 @@
+//! What goes wrong with QMP, and which QEMU it is.
+
+use std::fmt;
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// A QMP connection that failed.
+#[derive(Debug, thiserror::Error)]
+pub enum QmpError {
+    /// The socket.
+    #[error(
+        "QMP at {path}: can't {action}: is QEMU running with `-qmp unix:{path},server=on,wait=off`, and does nobody else use the socket?"
+    )]
+    Io {
+        /// The socket.
+        path: PathBuf,
+        /// What was tried.
+        action: &'static str,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+    /// QEMU does not do what was asked.
+    #[error("QEMU refused `{command}`: {message}")]
+    Refused {
+        /// The command.
+        command: String,
+        /// QEMU's text.
+        message: String,
+    },
+    /// An answer that is not QMP.
+    #[error("QMP at {path}: unexpected answer: {text}")]
+    Answer {
+        /// The socket.
+        path: PathBuf,
+        /// What came.
+        text: String,
+    },
+    /// Something did not happen in time.
+    #[error("waited {} s for QEMU to {what}", after.as_secs())]
+    TimedOut {
+        /// What was awaited.
+        what: &'static str,
+        /// For how long.
+        after: Duration,
+    },
+}
+
+/// QEMU's version.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Version {
+    /// Major.
+    pub major: u64,
+    /// Minor.
+    pub minor: u64,
+    /// Micro.
+    pub micro: u64,
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}.{}", self.major, self.minor, self.micro)
+    }
+}

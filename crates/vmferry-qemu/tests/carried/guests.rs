@@ -1,0 +1,38 @@
+//! The guests that are carried.
+
+use std::path::Path;
+use std::time::Duration;
+
+use vmferry_qemu::{Qmp, Settings};
+use vmferry_qemu_lab::{Backend, Machine, Qemu, Version, World};
+
+/// What the rest may take.
+pub const DOWNTIME: Duration = Duration::from_millis(300);
+
+/// Channels beside the main stream.
+pub const CHANNELS: [u8; 2] = [0, 2];
+
+/// A guest with private memory, video memory and a disk.
+pub fn machine(world: &World, version: Version) -> Machine {
+    let disk = world.path("disk.raw");
+    if !disk.exists() {
+        world.disk(96);
+    }
+    let drive = format!("if=none,id=disk,format=raw,file={}", disk.display());
+    let workload = "static=40 dirty=20 disk=16";
+    let backend = Backend::Private;
+    let private = Machine { backend, less_kib: 8, ..Machine::new(version, workload) };
+    private.with(&["-device", "VGA", "-drive", &drive, "-device", "virtio-blk-pci,drive=disk"])
+}
+
+/// The guest has checked all of its memory and its disk since now.
+pub fn check(qemu: &mut Qemu) {
+    let before = qemu.check_guest().get("disk_rounds");
+    let said = qemu.wait_for("uses its disk", |said| said.get("disk_rounds") > before);
+    assert_eq!((said.get("disk_errors"), said.get("corruptions")), (0, 0), "{said:?}");
+}
+
+/// What its own migration is set to.
+pub fn settings(qmp: &Path) -> Settings {
+    Settings::read(&mut Qmp::connect(qmp).unwrap()).unwrap()
+}
