@@ -220,7 +220,8 @@ Examples:
   vmferry send web --to fd:3,4,5             # control channel, then two data channels
   vmferry send web --to host-b:7001 --tls /etc/vmferry/tls --compress zstd:3
   vmferry send web --to host-b:7001 --tls /etc/vmferry/tls --throttle 80
-  vmferry send --qemu /run/qemu/web.qmp --to host-b:7001 --tls /etc/vmferry/tls")]
+  vmferry send --qemu /run/qemu/web.qmp --to host-b:7001 --tls /etc/vmferry/tls
+  vmferry send --qemu /run/qemu/web.qmp --mode carried --to host-b:7001 --tls /etc/vmferry/tls")]
 pub struct SendOptions {
     /// Name of the guest, or path of its control socket.
     #[arg(required_unless_present = "qemu", conflicts_with = "qemu")]
@@ -228,6 +229,10 @@ pub struct SendOptions {
     /// Send the guest of the QEMU that has this QMP socket.
     #[arg(long, value_name = "QMP_SOCKET")]
     pub qemu: Option<PathBuf>,
+    /// How the guest of a QEMU is moved: attached (vmferry reads its memory itself), carried (QEMU's own migration goes
+    /// over vmferry's channels), or auto: attached if that can be done.
+    #[arg(long, value_enum, default_value_t = QemuMode::Auto, requires = "qemu")]
+    pub mode: QemuMode,
     /// Leave the QEMU that the guest has left as it is, stopped; by default it is ended.
     #[arg(long, requires = "qemu")]
     pub keep_source: bool,
@@ -251,6 +256,27 @@ pub struct SendOptions {
     /// Hash both paused memories whole and compare them; adds to the pause.
     #[arg(long)]
     pub verify: bool,
+}
+
+/// How the guest of a QEMU is moved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum QemuMode {
+    /// Attached if that can be done, and carried otherwise.
+    Auto,
+    /// vmferry attaches to the process and reads the guest's memory.
+    Attached,
+    /// QEMU's own migration, carried.
+    Carried,
+}
+
+impl From<QemuMode> for vmferry_qemu::Mode {
+    fn from(option: QemuMode) -> Self {
+        match option {
+            QemuMode::Auto => Self::Auto,
+            QemuMode::Attached => Self::Attached,
+            QemuMode::Carried => Self::Carried,
+        }
+    }
 }
 
 /// `vmferry set`.

@@ -29,6 +29,11 @@ pub fn identity(qmp: &mut Qmp) -> Result<GuestIdentity, QemuError> {
     Ok(GuestIdentity { uuid, name: name["name"].as_str().map_or_else(unnamed, str::to_owned) })
 }
 
+/// Whether the guest runs on KVM.
+pub fn has_kvm(qmp: &mut Qmp) -> Result<bool, QmpError> {
+    Ok(qmp.execute("query-kvm", json!({}))?["enabled"] == true)
+}
+
 /// What QEMU itself says against a migration.
 pub fn must_be_migratable(qmp: &mut Qmp) -> Result<(), QemuError> {
     let status = qmp.execute("query-status", json!({}))?;

@@ -22,6 +22,15 @@ use crate::qmp::{Qmp, Version};
 use crate::settings::{self, Settings, Streaming};
 use crate::stream::{Blocks, MainStream, MultifdChannel};
 
+/// From this version on QEMU sees all writes of a guest that runs without KVM while it migrates it: before, it cleared marks
+/// of written pages in a way that its own translator did not hear of (QEMU's commit "physmem: Fix migration dirty bitmap
+/// coherency with TCG memory access").
+const TRACKS_WITHOUT_KVM: Version = Version { major: 9, minor: 0, micro: 0 };
+
+/// From this version on `multifd` is used. QEMU 7.2 sends some pages twice and guests were damaged with it; versions
+/// between were not tried.
+const MULTIFD: Version = Version { major: 9, minor: 0, micro: 0 };
+
 /// A QEMU whose guest is to be carried. Dropped, it is left as it is: a guest that was not
 /// [resumed](Resume::resume) may run elsewhere.
 pub struct CarriedSource {
@@ -32,6 +41,7 @@ pub struct CarriedSource {
     description: Description,
     settings: Settings,
     throttle: u8,
+    must_stand_still: bool,
     under_way: Option<UnderWay>,
 }
 
@@ -61,6 +71,7 @@ impl CarriedSource {
         let settings = Settings::read(&mut qmp)?;
         let identity = guest::identity(&mut qmp)?;
         let (version, pid) = (qmp.version(), qmp.pid());
+        let must_stand_still = version < TRACKS_WITHOUT_KVM && !guest::has_kvm(&mut qmp)?;
         let monitor = Arc::new(Monitor::new(qmp)?);
         Ok(Self {
             monitor,
@@ -70,6 +81,7 @@ impl CarriedSource {
             description,
             settings,
             throttle: 0,
+            must_stand_still,
             under_way: None,
         })
     }
@@ -93,6 +105,19 @@ impl CarriedSource {
     #[must_use]
     pub fn machine(&self) -> &Machine {
         &self.description.machine
+    }
+
+    /// Has QEMU spread memory over so many streams beside the main one, where that can be relied upon: of QEMUs before
+    /// 9.0 it can't, and they keep to the main one.
+    pub fn use_multifd(&mut self, channels: u8) {
+        self.description.multifd = if self.version < MULTIFD { 0 } else { channels };
+    }
+
+    /// Whether the guest must stand still for the whole of its migration: QEMUs before 9.0 without KVM lose a part of what
+    /// a guest writes meanwhile.
+    #[must_use]
+    pub fn must_stand_still(&self) -> bool {
+        self.must_stand_still
     }
 
     /// The guest's memory, with ROMs and video memory, in bytes.
@@ -145,6 +170,9 @@ impl CarriedSource {
         let mut streams = Vec::new();
         {
             let mut qmp = self.monitor.orders();
+            if self.must_stand_still {
+                qmp.execute("stop", json!({}))?;
+            }
             self.settings.for_streaming(&mut qmp, &streaming)?;
             let blocks = Arc::new(Blocks::new(self.description.blocks()));
             for (at, socket) in channels::open_outgoing(&mut qmp, channels)?.into_iter().enumerate()
@@ -161,7 +189,8 @@ impl CarriedSource {
             }
         }
         let pages = self.description.blocks().map(|(_, pages)| pages).sum();
-        let watch = Watch::start(Arc::clone(&self.monitor), begun, pages, events)?;
+        let stopped = self.must_stand_still.then_some(begun);
+        let watch = Watch::start(Arc::clone(&self.monitor), (begun, stopped), pages, events)?;
         under_way.watch = Some(watch);
         Ok(streams)
     }

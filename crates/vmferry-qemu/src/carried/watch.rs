@@ -23,6 +23,8 @@ pub struct Watch {
 struct Watcher {
     over: Arc<AtomicBool>,
     begun: Instant,
+    /// When the guest was stopped, if that was before QEMU began.
+    stopped: Option<Instant>,
     /// Pages of all blocks.
     pages: u64,
     /// QEMU has stopped the guest.
@@ -30,18 +32,19 @@ struct Watcher {
 }
 
 impl Watch {
-    /// Listens from now on; `begun` is when QEMU was told to migrate, and `pages` is the guest's size.
+    /// Listens from now on; `begun` is when QEMU was told to migrate, with it comes when the guest was stopped if that was
+    /// before, and `pages` is the guest's size.
     ///
     /// # Errors
     /// The system's.
     pub fn start(
         monitor: Arc<Monitor>,
-        begun: Instant,
+        (begun, stopped): (Instant, Option<Instant>),
         pages: u64,
         tell: StreamEvents,
     ) -> Result<Self, QemuError> {
         let over = Arc::new(AtomicBool::new(false));
-        let mut watcher = Watcher { over: Arc::clone(&over), begun, pages, held: false };
+        let mut watcher = Watcher { over: Arc::clone(&over), begun, stopped, pages, held: false };
         std::thread::Builder::new()
             .name("qemu-events".into())
             .spawn(move || watcher.listen(&monitor, &tell))
@@ -138,8 +141,9 @@ impl Watcher {
         let migration = qmp.execute("query-migrate", json!({}))?;
         let expected = migration["expected-downtime"].as_u64().unwrap_or_default();
         let since_begun = self.begun.elapsed();
+        let age = age.map_or(Duration::ZERO, |age| age.min(since_begun));
         Ok(StreamEvent::Stopped {
-            stood_still: age.map_or(Duration::ZERO, |age| age.min(since_begun)),
+            stood_still: self.stopped.map_or(age, |at| at.elapsed()),
             expected_downtime: Duration::from_millis(expected),
         })
     }

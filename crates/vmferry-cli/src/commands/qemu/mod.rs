@@ -1,6 +1,7 @@
 //! Guests of QEMU processes: `send --qemu`, `receive --qemu`, `receive --exec`, and the guardian of a
 //! guest that is being sent.
 
+mod found;
 pub mod guard;
 pub mod receive;
 pub mod send;

@@ -1,20 +1,21 @@
-//! `vmferry send --qemu`: attaches to a QEMU that runs and moves its guest.
+//! `vmferry send --qemu`: moves the guest of a QEMU that runs.
 
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
 
-use serde_json::{Value, json};
+use serde_json::json;
 use vmferry::SourceConfig;
 use vmferry::journal::{self, SessionSummary};
-use vmferry::source::{Orders, Recovered, SourceOutcome, migrate, recover};
+use vmferry::source::{Orders, Recovered, recover};
 use vmferry_microvm::control::{RuntimeDirectory, Server, ServerError};
-use vmferry_qemu::{AbandonedQemu, QemuSource};
+use vmferry_qemu::AbandonedQemu;
 use vmferry_transport::Dialer;
 
+use super::found::{Found, Moved, NotMoved};
 use super::guard::{GuardOrder, Guardian};
-use super::service::{QemuService, about};
+use super::service::QemuService;
 use crate::args::SendOptions;
 use crate::commands::directory;
 use crate::commands::send::{address, dialer, source_files, when_stuck};
@@ -33,13 +34,10 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
     let directory = directory()?;
     let config = source_config(options, directory.journals())?;
     settle_unfinished(qmp, &config, &dialer, &directory, output)?;
-    let mut source = QemuSource::attach(qmp)?;
-    if options.migration.throttle > 0 {
-        source.allow_throttling()?;
-    }
-    let pid = source.pid();
-    let name = super::socket_name(source.identity(), pid);
-    let about = about(&name, &source, pid);
+    let found = Found::look(qmp, options)?;
+    let (identity, pid) = (found.identity().clone(), found.pid());
+    let name = super::socket_name(&identity, pid);
+    let about = found.about(&name);
     let orders = Orders::new();
     let socket = directory.socket(&name);
     let service = QemuService { about: about.clone(), orders: orders.clone() };
@@ -58,24 +56,22 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
         about,
         to,
         tls,
-        settings: source.settings().clone(),
+        settings: found.settings().clone(),
         keep_source: options.keep_source,
     })?;
-    let facts = facts(&source);
-    tell(&facts, output);
+    let facts = found.facts();
+    found.tell(output);
     let progress = Progress::new(output, true);
-    let outcome_of_it = with_progress(&orders, &progress, || {
-        migrate(source, &dialer, config, &orders, &mut |report| {
-            progress.event(&json!(report));
-        })
+    let moved = with_progress(&orders, &progress, || {
+        found.migrate(&dialer, config, &orders, &mut |report| progress.event(&json!(report)))
     });
     progress.finish();
     drop(server);
-    match outcome_of_it {
-        SourceOutcome::Given { vm, stats } => {
+    match moved {
+        Ok(Moved { quit, stats }) => {
             // One that has died meanwhile has ended too; and the guest is elsewhere in any case.
             if !options.keep_source
-                && let Err(error) = vm.quit()
+                && let Err(error) = quit()
             {
                 output.note(format!(
                     "the QEMU that the guest has left could not be ended, and must not be continued: {}",
@@ -88,10 +84,7 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
             output.result(&stats, || outcome(&stats));
             Ok(())
         }
-        SourceOutcome::Kept { error, mut vm, .. } => {
-            let runs = vm.is_running();
-            // Detached first, so that a guardian that must take over finds QMP free.
-            drop(vm);
+        Err(NotMoved { error, runs }) => {
             if runs {
                 guardian.dismiss();
             } else {
@@ -168,42 +161,6 @@ fn source_config(
     config.verify = options.verify;
     config.check().map_err(|error| Failure::of(Code::Usage, error))?;
     Ok(config)
-}
-
-/// What was found in the QEMU, for the result.
-fn facts(source: &QemuSource) -> Value {
-    let ram = source.ram();
-    let habits = source.habits();
-    json!({
-        "version": source.version().to_string(),
-        "machine": source.machine().kind,
-        "blocks": ram.blocks,
-        "state_bytes_in_use": ram.state_bytes_in_use(),
-        "pins_pages": habits.pins_pages,
-        "gives_pages_back": habits.gives_pages_back,
-    })
-}
-
-fn tell(facts: &Value, output: &Output) {
-    let blocks = facts["blocks"].as_array().map_or(&[][..], Vec::as_slice);
-    let of = |carrier: &str| {
-        let bytes = blocks.iter().filter(|block| block["carrier"] == carrier);
-        bytes.map(|block| block["bytes"].as_u64().unwrap_or_default()).sum::<u64>() >> 20
-    };
-    output.note(format!(
-        "attached to QEMU {} ({}): {} MiB of memory, and {} MiB of ROMs and video memory that QEMU \
-         moves with its devices",
-        facts["version"].as_str().unwrap_or_default(),
-        facts["machine"].as_str().unwrap_or_default(),
-        of("vmferry"),
-        of("qemu"),
-    ));
-    if facts["pins_pages"] == true {
-        output.note(
-            "a disk is used without the host's cache (cache=none or direct): the guest is stopped for a \
-             few milliseconds in each round, because such a disk writes memory unseen",
-        );
-    }
 }
 
 /// Shows how far it is while `work` runs.

@@ -4,7 +4,6 @@ use serde_json::{Value, json};
 use vmferry::handover::OperatorWord;
 use vmferry::source::Orders;
 use vmferry_microvm::control::{Answer, ControlError, ErrorCode, Handler, Replies, Request};
-use vmferry_qemu::QemuSource;
 
 /// Answers for one guest, in the process that sends it or that takes over from it.
 pub struct QemuService {
@@ -12,22 +11,6 @@ pub struct QemuService {
     pub about: Value,
     /// The migration.
     pub orders: Orders,
-}
-
-/// What is known of a guest that is about to be sent.
-pub fn about(name: &str, source: &QemuSource, pid: u32) -> Value {
-    let ram = source.ram();
-    json!({
-        "name": name,
-        "uuid": source.identity().uuid,
-        "phase": "migrating",
-        "guest": "qemu",
-        "choice": format!("QEMU {}, {}", source.version(), source.machine().kind),
-        "memory_bytes": ram.carried().map(|block| block.bytes).sum::<u64>(),
-        "memory_kind": "shared",
-        "vcpus": source.machine().vcpus,
-        "pid": pid,
-    })
 }
 
 impl Handler for QemuService {

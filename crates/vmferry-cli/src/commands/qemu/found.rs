@@ -1,0 +1,244 @@
+//! A QEMU whose guest is to be sent, in whichever way.
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+use vmferry::config::ConfigError;
+use vmferry::source::{Orders, Report, SourceOutcome, migrate, migrate_streamed};
+use vmferry::stats::SourceStats;
+use vmferry::streamed::StreamedVm;
+use vmferry::{MigrateError, SourceConfig};
+use vmferry_qemu::{Machine, QemuError, Settings, Source, Version};
+use vmferry_transport::Dialer;
+use vmferry_wire::GuestIdentity;
+
+use crate::args::{SendOptions, WhenStuck};
+use crate::exit::{Code, Failure};
+use crate::output::Output;
+
+/// What was found behind a QMP socket.
+pub struct Found(Source);
+
+/// A guest that runs elsewhere.
+pub struct Moved {
+    /// Ends the QEMU that it has left.
+    pub quit: Box<dyn FnOnce() -> Result<(), QemuError>>,
+    /// What was done.
+    pub stats: Box<SourceStats>,
+}
+
+/// A guest that is still here. QMP is free for others again.
+pub struct NotMoved {
+    /// Why.
+    pub error: MigrateError,
+    /// Whether it runs.
+    pub runs: bool,
+}
+
+impl Found {
+    /// Looks whether, and how, the guest can be moved as the user wants it. It is not touched.
+    pub fn look(qmp: &Path, options: &SendOptions) -> Result<Self, Failure> {
+        let mut source = Source::find(qmp, options.mode.into(), options.migration.channels)?;
+        let throttle = options.migration.throttle;
+        match &mut source {
+            Source::Attached(attached) if throttle > 0 => attached.allow_throttling()?,
+            Source::Attached(_) => {}
+            Source::Carried(..) if options.verify => {
+                return Err(Failure::of(Code::Usage, ConfigError::NothingToVerify));
+            }
+            Source::Carried(carried, why) => {
+                if carried.must_stand_still() && options.migration.when_stuck == WhenStuck::Refuse {
+                    let version = carried.version();
+                    let else_attach =
+                        why.as_ref().map(|why| format!("; or let it be attached: {why}"));
+                    return Err(Failure::new(
+                        Code::NotConverging,
+                        format!(
+                            "QEMU {version} without KVM loses a part of what its guest writes while QEMU migrates it \
+                             (mended in QEMU 9.0), so it would have to stand still for the whole move: allow that \
+                             with --when-stuck switch-over, or move it to a newer QEMU first{}",
+                            else_attach.unwrap_or_default()
+                        ),
+                    ));
+                }
+                if throttle > 0 {
+                    let allowed = carried.allow_throttling(throttle);
+                    allowed.map_err(|error| Failure::new(Code::Usage, error.to_string()))?;
+                }
+            }
+        }
+        Ok(Self(source))
+    }
+
+    /// The guest's name and UUID.
+    pub fn identity(&self) -> &GuestIdentity {
+        match &self.0 {
+            Source::Attached(attached) => attached.identity(),
+            Source::Carried(carried, _) => carried.identity(),
+        }
+    }
+
+    /// The QEMU process.
+    pub fn pid(&self) -> u32 {
+        match &self.0 {
+            Source::Attached(attached) => attached.pid(),
+            Source::Carried(carried, _) => carried.pid(),
+        }
+    }
+
+    /// What its own migration was set to.
+    pub fn settings(&self) -> &Settings {
+        match &self.0 {
+            Source::Attached(attached) => attached.settings(),
+            Source::Carried(carried, _) => carried.settings(),
+        }
+    }
+
+    fn version(&self) -> Version {
+        match &self.0 {
+            Source::Attached(attached) => attached.version(),
+            Source::Carried(carried, _) => carried.version(),
+        }
+    }
+
+    fn machine(&self) -> &Machine {
+        match &self.0 {
+            Source::Attached(attached) => attached.machine(),
+            Source::Carried(carried, _) => carried.machine(),
+        }
+    }
+
+    /// What `status` says of it.
+    pub fn about(&self, name: &str) -> Value {
+        let (memory_bytes, kind) = match &self.0 {
+            Source::Attached(attached) => {
+                let bytes = attached.ram().carried().map(|block| block.bytes).sum::<u64>();
+                (bytes, "shared")
+            }
+            Source::Carried(carried, _) => (carried.memory_bytes(), "QEMU's"),
+        };
+        json!({
+            "name": name,
+            "uuid": self.identity().uuid,
+            "phase": "migrating",
+            "guest": "qemu",
+            "mode": self.mode(),
+            "choice": format!("QEMU {}, {}", self.version(), self.machine().kind),
+            "memory_bytes": memory_bytes,
+            "memory_kind": kind,
+            "vcpus": self.machine().vcpus,
+            "pid": self.pid(),
+        })
+    }
+
+    fn mode(&self) -> &'static str {
+        match &self.0 {
+            Source::Attached(_) => "attached",
+            Source::Carried(..) => "carried",
+        }
+    }
+
+    /// What was found, for the result.
+    pub fn facts(&self) -> Value {
+        let mut facts = json!({
+            "mode": self.mode(),
+            "version": self.version().to_string(),
+            "machine": self.machine().kind,
+        });
+        match &self.0 {
+            Source::Attached(attached) => {
+                let (ram, habits) = (attached.ram(), attached.habits());
+                facts["blocks"] = json!(ram.blocks);
+                facts["state_bytes_in_use"] = json!(ram.state_bytes_in_use());
+                facts["pins_pages"] = json!(habits.pins_pages);
+                facts["gives_pages_back"] = json!(habits.gives_pages_back);
+            }
+            Source::Carried(carried, why) => {
+                facts["not_attached"] = json!(why.as_ref().map(|why| vmferry::chain(why)));
+                facts["streams"] = json!(carried.streams());
+                facts["memory_bytes"] = json!(carried.memory_bytes());
+                facts["stands_still"] = json!(carried.must_stand_still());
+            }
+        }
+        facts
+    }
+
+    /// Tells people what was found, and how the guest is moved.
+    pub fn tell(&self, output: &Output) {
+        let (version, machine) = (self.version(), &self.machine().kind);
+        match &self.0 {
+            Source::Attached(attached) => {
+                let ram = attached.ram();
+                let mib = |ours: bool| {
+                    let blocks = ram.blocks.iter();
+                    let of = blocks
+                        .filter(|block| (block.carrier == vmferry_qemu::Carrier::Vmferry) == ours);
+                    of.map(|block| block.bytes).sum::<u64>() >> 20
+                };
+                output.note(format!(
+                    "attached to QEMU {version} ({machine}): {} MiB of memory, and {} MiB of ROMs and video memory that \
+                     QEMU moves with its devices",
+                    mib(true),
+                    mib(false),
+                ));
+                if attached.habits().pins_pages {
+                    output.note(
+                        "a disk is used without the host's cache (cache=none or direct): the guest is stopped for a \
+                         few milliseconds in each round, because such a disk writes memory unseen",
+                    );
+                }
+            }
+            Source::Carried(carried, why) => {
+                let streams = carried.streams();
+                output.note(format!(
+                    "carrying the migration of QEMU {version} ({machine}) in {streams} {}: {} MiB of memory",
+                    if streams == 1 { "stream" } else { "streams" },
+                    carried.memory_bytes() >> 20,
+                ));
+                if let Some(why) = why {
+                    output.note(format!("not attached, because {}", vmferry::chain(why)));
+                }
+                if carried.must_stand_still() {
+                    output.note(format!(
+                        "the guest stands still all the time: QEMU {version} without KVM would lose a part of what it writes"
+                    ));
+                }
+            }
+        }
+    }
+
+    /// Moves the guest.
+    pub fn migrate(
+        self,
+        dialer: &Dialer,
+        config: SourceConfig,
+        orders: &Orders,
+        watch: &mut dyn FnMut(&Report),
+    ) -> Result<Moved, NotMoved> {
+        match self.0 {
+            Source::Attached(attached) => match migrate(*attached, dialer, config, orders, watch) {
+                SourceOutcome::Given { vm, stats } => {
+                    Ok(Moved { quit: Box::new(move || vm.quit()), stats })
+                }
+                SourceOutcome::Kept { error, mut vm, .. } => {
+                    let runs = vm.is_running();
+                    // Detached before it is said, so that a guardian that must take over finds QMP free.
+                    drop(vm);
+                    Err(NotMoved { error, runs })
+                }
+            },
+            Source::Carried(carried, _) => {
+                match migrate_streamed(*carried, dialer, config, orders, watch) {
+                    SourceOutcome::Given { vm, stats } => {
+                        Ok(Moved { quit: Box::new(move || vm.quit()), stats })
+                    }
+                    SourceOutcome::Kept { error, vm, .. } => {
+                        let runs = vm.is_running();
+                        drop(vm);
+                        Err(NotMoved { error, runs })
+                    }
+                }
+            }
+        }
+    }
+}
