@@ -28,7 +28,7 @@ use crate::results::{Results, Row, row};
 const CAP_BYTES_PER_S: u64 = 43_750_000;
 
 /// Passes over memory after which a guest is stopped that writes faster than it is sent.
-const PASSES: u32 = 4;
+const PASSES: u32 = 3;
 
 /// How the guest is moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -113,7 +113,7 @@ impl Work {
             (_, _) if quick => (256, 20),
             (Self::Program, Link::Uncapped) => (1280, 1024),
             // QEMU takes 10 s to send it.
-            (Self::Program, Link::Capped) => (512, 384),
+            (Self::Program, Link::Capped) => (512, 352),
             (_, Link::Uncapped) => (1280, 100),
             (_, Link::Capped) => (256, 100),
         }
@@ -137,9 +137,11 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
     let mut samples: BTreeMap<Key, Vec<Sample>> = BTreeMap::new();
     for link in Link::ALL {
         for work in Work::ALL {
-            let repetitions = match (link, quick) {
-                (_, true) => 1,
+            let repetitions = match (link, work) {
+                _ if quick => 1,
                 (Link::Uncapped, _) => 3,
+                // No aim is about it.
+                (Link::Capped, Work::HotRandom) => 1,
                 (Link::Capped, _) => 2,
             };
             move_about(&lab, (link, work), quick, repetitions, &mut samples)
