@@ -1,6 +1,7 @@
 //! A QEMU, and what it costs.
 
 use anyhow::Context;
+use serde_json::{Value, json};
 use vmferry_qemu::Qmp;
 use vmferry_qemu_lab::Qemu;
 
@@ -11,12 +12,18 @@ use super::lab::Lab;
 pub struct Host {
     pub qemu: Qemu,
     pub beats: Beats,
+    /// The threads of its vCPUs, which have no names of their own.
+    vcpus: Vec<u64>,
 }
 
 impl Host {
     pub fn new(lab: &Lab, name: &str, qemu: Qemu) -> anyhow::Result<Self> {
         let beats = Beats::listen(&lab.world.path(&format!("{name}.beat")))?;
-        Ok(Self { qemu, beats })
+        let listed = Qmp::connect(&qemu.qmp)?.execute("query-cpus-fast", json!({}))?;
+        let listed = listed.as_array().context("no vCPUs")?;
+        let thread = |vcpu: &Value| vcpu["thread-id"].as_u64().context("no thread");
+        let vcpus = listed.iter().map(thread).collect::<Result<_, _>>()?;
+        Ok(Self { qemu, beats, vcpus })
     }
 
     pub fn qmp(&self) -> anyhow::Result<Qmp> {
@@ -27,13 +34,10 @@ impl Host {
     pub fn cpu_s(&self) -> anyhow::Result<f64> {
         let pid = self.qemu.child.id();
         let mut vcpus = 0.0;
-        for entry in std::fs::read_dir(format!("/proc/{pid}/task"))?.flatten() {
-            let name = std::fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
-            if name.starts_with("CPU ") {
-                let text = std::fs::read_to_string(entry.path().join("schedstat"))?;
-                let nanoseconds = text.split(' ').next().and_then(|word| word.parse::<f64>().ok());
-                vcpus += nanoseconds.unwrap_or_default() / 1e9;
-            }
+        for thread in &self.vcpus {
+            let text = std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/schedstat"))?;
+            let nanoseconds = text.split(' ').next().context("no schedstat")?;
+            vcpus += nanoseconds.parse::<f64>()? / 1e9;
         }
         Ok(process_cpu_s(pid)? - vcpus)
     }
