@@ -42,7 +42,7 @@ soak: setup ## Run simulated schedules of faults for MINUTES=10
 fuzz: setup ## Fuzz the decoders for SECONDS=60 each (needs nightly Rust and cargo-fuzz, see fuzz/README.md)
 	@. scripts/environment && scripts/fuzz $(or $(SECONDS),60) $(TARGET)
 
-bench: build ## Run a benchmark (NAME=engine, qemu, place, socket, bitmap, dirty-log, compression, free-pages or transport)
+bench: build ## Run a benchmark (NAME=engine, qemu, carried, place, socket, bitmap, dirty-log, compression, free-pages or transport)
 	@. scripts/environment && $(CARGO) run --locked --release --package vmferry-bench -- $(or $(NAME),engine) $(BENCH_FLAGS)
 
 clean: ## Remove what was built

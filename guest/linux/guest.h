@@ -29,6 +29,9 @@ void fill_page(uint64_t *words, uint64_t generation, uint64_t page);
 int page_is_right(const uint64_t *words, uint64_t generation, uint64_t page);
 uint64_t now_us(void);
 
+/* What stands in a word of such a page, beside the words that are checked on each visit. */
+uint64_t program_word(uint64_t page, unsigned word);
+
 /* Pages that were wrong, in all parts together. */
 extern _Atomic uint64_t corruptions;
 

@@ -5,7 +5,9 @@
  * The kernel's command line says what it does: `static=MIB` fills memory once and checks it for ever,
  * `dirty=MIB` rewrites memory without pause, checking each page before it writes it again, `disk=MIB` reads
  * and writes the first disk, `net=PORT` talks to a port of the host, `churn=MIB` takes memory and gives it
- * back, `beat=MICROSECONDS` writes to QEMU's debug port.
+ * back, `beat=MICROSECONDS` writes to QEMU's debug port. `program=MIB` and `hot=MIB` are as `static` and `dirty`, with
+ * pages as programs have them, where those have pages that no codec makes smaller; of a hot page a few words
+ * change.
  */
 #include <fcntl.h>
 #include <stdio.h>
@@ -44,11 +46,21 @@ int page_is_right(const uint64_t *words, uint64_t generation, uint64_t page)
 
 struct area {
     uint64_t *words, pages, generation, next;
+    int of_programs;
 };
 
-static struct area make_area(uint64_t mib)
+/* What stands in a word of an area's page. */
+static uint64_t content(const struct area *area, uint64_t page, unsigned word)
 {
-    struct area area = {0, mib << 8, 1, 0};
+    for (unsigned i = 0; area->of_programs && i < VISITED; i++)
+        if (visited[i] == word)
+            return expected(area->generation, page, word);
+    return area->of_programs ? program_word(page, word) : expected(area->generation, page, word);
+}
+
+static struct area make_area(uint64_t mib, int of_programs)
+{
+    struct area area = {0, mib << 8, 1, 0, of_programs};
     if (!area.pages)
         return area;
     area.words = mmap(0, area.pages * PAGE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -56,8 +68,17 @@ static struct area make_area(uint64_t mib)
         printf("vmferry-guest failed=no-memory\n");
         exit(1);
     }
-    for (uint64_t page = 0; page < area.pages; page++)
-        fill_page(area.words + page * PAGE_WORDS, area.generation, page);
+    for (uint64_t page = 0; page < area.pages; page++) {
+        uint64_t *words = area.words + page * PAGE_WORDS;
+        if (!of_programs) {
+            fill_page(words, area.generation, page);
+            continue;
+        }
+        for (unsigned word = 0; word < PAGE_WORDS; word++)
+            words[word] = program_word(page, word);
+        for (unsigned i = 0; i < VISITED; i++)
+            words[visited[i]] = expected(area.generation, page, visited[i]);
+    }
     return area;
 }
 
@@ -86,7 +107,7 @@ static void check_pages(struct area *area, unsigned count, uint64_t *static_roun
     for (; count && area->pages; count--) {
         uint64_t page = area->next++;
         unsigned word = (unsigned)(mix(page + *static_rounds * 977) % PAGE_WORDS);
-        corruptions += area->words[page * PAGE_WORDS + word] != expected(area->generation, page, word);
+        corruptions += area->words[page * PAGE_WORDS + word] != content(area, page, word);
         checked++;
         if (area->next == area->pages) {
             area->next = 0;
@@ -121,14 +142,17 @@ int main(void)
     if (option(line, " beat="))
         start_beat(option(line, " beat="));
 
-    struct area fixed = make_area(option(line, " static=")), hot = make_area(option(line, " dirty="));
+    struct area fixed = make_area(option(line, " static="), 0), programs = make_area(option(line, " program="), 1);
+    struct area hot = make_area(option(line, " dirty="), 0), hot_programs = make_area(option(line, " hot="), 1);
     uint64_t static_rounds = 0, last = now_us(), said = 0, longest_gap = 0, gap_since_said = 0;
     setvbuf(stdout, 0, _IOLBF, 0);
     printf("vmferry-guest ready=1\n");
     for (;;) {
         dirty_pages(&hot, 64);
+        dirty_pages(&hot_programs, 64);
         check_pages(&fixed, 16, &static_rounds);
-        if (!hot.pages) {
+        check_pages(&programs, 16, &static_rounds);
+        if (!hot.pages && !hot_programs.pages) {
             struct timespec pause = {0, 1000000};
             nanosleep(&pause, 0);
         }

@@ -3,6 +3,7 @@
 
 mod aims;
 mod bitmap;
+mod carried;
 mod compression;
 mod dirty_log;
 mod engine;
@@ -12,6 +13,7 @@ mod machine;
 mod place;
 mod plot;
 mod qemu;
+mod qemus;
 mod raw;
 mod results;
 mod socket;
@@ -53,6 +55,8 @@ enum Name {
     Engine,
     /// QEMU's own migration and vmferry's, of the same guests.
     Qemu,
+    /// QEMU's own migration over TLS, and the same carried by vmferry, capped and not.
+    Carried,
     /// Ways to bring pages into an empty memory file.
     Place,
     /// Ways to hand frames to a TCP socket: calls, options, lengths of frames and of TLS batches (as root also
@@ -87,6 +91,7 @@ fn main() -> anyhow::Result<()> {
     let results = match arguments.name {
         Name::Engine => engine::run(arguments.quick)?,
         Name::Qemu => qemu::run(arguments.quick)?,
+        Name::Carried => carried::run(arguments.quick)?,
         Name::Place => place::run(arguments.quick)?,
         Name::Socket => socket::run(arguments.quick)?,
         Name::DirtyLog => dirty_log::run(arguments.quick)?,

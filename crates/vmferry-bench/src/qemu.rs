@@ -1,22 +1,15 @@
 //! `qemu`: QEMU's own migration and vmferry's, the same QEMU binary and the same guests.
 //!
-//! A guest wanders from QEMU to QEMU over loopback TCP, each time in another way, in turns. The clock
-//! runs from the order (`migrate` by QMP; the start of the `vmferry send` process) until the guest is
-//! heard at the destination. How long it stood still is heard too: it writes to a debug port all the time,
-//! and the host's clock measures the gap between the last byte there and the first here. CPU time is that
-//! of both QEMU processes and both vmferry processes, without the vCPU threads.
-
-mod ferry;
-mod guest;
-mod native;
+//! The guest's memory is a shared file, so vmferry attaches to QEMU. What is measured and how: see [`qemus`](crate::qemus).
 
 use std::collections::BTreeMap;
 
 use anyhow::{Context, ensure};
 use serde::Serialize;
+use vmferry_qemu_lab::Backend;
 
-use crate::results::{Results, median, row};
-use guest::{Guest, Lab};
+use crate::qemus::{By, Guest, Lab, Order, Sample, Summary};
+use crate::results::{Results, row};
 
 /// How the guest is moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -64,6 +57,17 @@ impl Way {
         matches!(self, Self::QemuMultifd { tls: true, .. } | Self::Vmferry { tls: true, .. })
     }
 
+    fn order(self) -> Order {
+        let by = match self {
+            Self::Qemu => By::Qemu { multifd: None },
+            Self::QemuMultifd { channels, .. } => By::Qemu { multifd: Some(channels) },
+            Self::Vmferry { channels, .. } => {
+                By::Vmferry { carried: false, channels: Some(channels) }
+            }
+        };
+        Order { by, tls: self.is_tls(), max_bandwidth: None, passes: None }
+    }
+
     fn is_vmferry(self) -> bool {
         matches!(self, Self::Vmferry { .. })
     }
@@ -71,15 +75,6 @@ impl Way {
 
 /// What the guest does, by the name that the ratios have.
 const CASES: [(&str, &str); 3] = [("idle", ""), ("static", "static=1024"), ("hot", "dirty=100")];
-
-/// What one migration took.
-#[derive(Clone, Copy, Debug, Default)]
-struct Sample {
-    total_ms: f64,
-    downtime_ms: f64,
-    bytes: f64,
-    cpu_s: f64,
-}
 
 /// Runs it. `quick` moves a small guest once in each way.
 pub fn run(quick: bool) -> anyhow::Result<Results> {
@@ -90,15 +85,16 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
         if quick && case > 0 {
             break;
         }
-        let mut guest = Guest::start(&lab, mib, workload).with_context(|| (*name).to_owned())?;
+        let mut guest =
+            Guest::start(&lab, mib, Backend::File, workload).with_context(|| (*name).to_owned())?;
         for pass in 1..=repetitions {
             if pass <= 2 {
-                guest = guest.move_on(Way::RESET)?.0;
+                guest = guest.move_on(Way::RESET.order())?.0;
             }
             // One stream is QEMU's slowest way by far: once is enough to see it.
             for way in Way::ALL.into_iter().filter(|way| pass == 1 || *way != Way::Qemu) {
                 let label = || format!("{name}: {} over {} channels", way.name(), way.channels());
-                let (next, sample) = guest.move_on(way).with_context(label)?;
+                let (next, sample) = guest.move_on(way.order()).with_context(label)?;
                 guest = next;
                 samples.entry((case, way)).or_default().push(sample);
             }
@@ -115,64 +111,36 @@ struct QemuRow {
     guest: &'static str,
     way: &'static str,
     channels: u8,
-    total_ms: f64,
-    total_ms_min: f64,
-    total_ms_max: f64,
-    downtime_ms: f64,
-    downtime_ms_min: f64,
-    downtime_ms_max: f64,
-    sent_mb: f64,
-    cpu_s: f64,
-    runs: usize,
+    #[serde(flatten)]
+    took: Summary,
 }
 
 fn results(samples: &BTreeMap<(usize, Way), Vec<Sample>>) -> anyhow::Result<Results> {
     let mut rows = Vec::new();
-    let mut medians: BTreeMap<(usize, Way), Sample> = BTreeMap::new();
+    let mut medians: BTreeMap<(usize, Way), Summary> = BTreeMap::new();
     for ((case, way), samples) in samples {
-        let all = |part: fn(&Sample) -> f64| samples.iter().map(part);
-        let mid = |part: fn(&Sample) -> f64| median(all(part).collect());
-        let least = |part: fn(&Sample) -> f64| all(part).fold(f64::INFINITY, f64::min);
-        let most = |part: fn(&Sample) -> f64| all(part).fold(0.0, f64::max);
-        let sample = Sample {
-            total_ms: mid(|sample| sample.total_ms),
-            downtime_ms: mid(|sample| sample.downtime_ms),
-            bytes: mid(|sample| sample.bytes),
-            cpu_s: mid(|sample| sample.cpu_s),
-        };
-        medians.insert((*case, *way), sample);
-        rows.push(row(&QemuRow {
-            guest: CASES[*case].0,
-            way: way.name(),
-            channels: way.channels(),
-            total_ms: sample.total_ms,
-            total_ms_min: least(|sample| sample.total_ms),
-            total_ms_max: most(|sample| sample.total_ms),
-            downtime_ms: sample.downtime_ms,
-            downtime_ms_min: least(|sample| sample.downtime_ms),
-            downtime_ms_max: most(|sample| sample.downtime_ms),
-            sent_mb: sample.bytes / 1e6,
-            cpu_s: sample.cpu_s,
-            runs: samples.len(),
-        })?);
+        let took = Summary::of(samples);
+        medians.insert((*case, *way), took);
+        let (guest, channels) = (CASES[*case].0, way.channels());
+        rows.push(row(&QemuRow { guest, way: way.name(), channels, took })?);
     }
     Ok(Results::new("qemu", rows, BTreeMap::new(), ratios(&medians)))
 }
 
 /// vmferry with its default of two channels over the best of QEMU's ways of the same security, figure by
 /// figure.
-fn ratios(medians: &BTreeMap<(usize, Way), Sample>) -> BTreeMap<String, f64> {
+fn ratios(medians: &BTreeMap<(usize, Way), Summary>) -> BTreeMap<String, f64> {
     let mut ratios = BTreeMap::new();
     for (case, (name, _)) in CASES.iter().enumerate() {
         for tls in [false, true] {
             let ours = medians.get(&(case, Way::Vmferry { channels: 2, tls }));
-            let theirs: Vec<&Sample> = medians
+            let theirs: Vec<&Summary> = medians
                 .iter()
                 .filter(|((of, way), _)| *of == case && !way.is_vmferry() && way.is_tls() == tls)
                 .map(|(_, sample)| sample)
                 .collect();
             let Some(ours) = ours else { continue };
-            let mut ratio = |figure: &str, part: fn(&Sample) -> f64| {
+            let mut ratio = |figure: &str, part: fn(&Summary) -> f64| {
                 let best = theirs.iter().map(|sample| part(sample)).fold(f64::INFINITY, f64::min);
                 let security = if tls { "_tls" } else { "" };
                 ratios.insert(format!("{figure}_{name}{security}"), part(ours) / best);

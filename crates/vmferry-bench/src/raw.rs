@@ -101,6 +101,29 @@ pub fn accept(listener: &TcpListener, channels: u8) -> anyhow::Result<Vec<TcpStr
     (0..channels).map(accept).collect()
 }
 
+/// Copies a memory into another one over so many channels, between two threads of this process, whose CPU time is that of
+/// both sides.
+///
+/// # Errors
+/// The sockets'.
+pub fn copy_here(
+    source: &GuestMemory,
+    destination: &GuestMemory,
+    channels: u8,
+    tls: Option<&Tls>,
+    tuned: bool,
+) -> anyhow::Result<Copied> {
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let out = connect(listener.local_addr()?, channels)?;
+    let into = accept(&listener, channels)?;
+    std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| receive(destination, into, tls));
+        let copied = send(source, out, tls, tuned);
+        receiving.join().map_err(|_| anyhow!("a thread has failed"))??;
+        copied
+    })
+}
+
 /// Sends a memory, a part on each channel, and waits until the other side says that it has it. The sockets are as the
 /// system has them, or `tuned` as the engine's are.
 ///

@@ -31,6 +31,46 @@ fn qemu_prints_one_object_of_the_promised_shape() {
     }
 }
 
+/// Needs the `vmferry` command beside it, as well.
+#[test]
+fn carried_prints_one_object_of_the_promised_shape() {
+    let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
+        .args(["carried", "--json", "--quick"])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let result: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(result["name"], "carried");
+    let rows = result["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 24, "two links, three guests, two ways of QEMU's and two of vmferry's");
+    let sent = |link: &str, guest: &str, way: &str| {
+        let wanted = |row: &&Value| {
+            row["link"] == link
+                && row["guest"] == guest
+                && row["way"].as_str().is_some_and(|name| name.starts_with(way))
+        };
+        rows.iter().find(wanted).and_then(|row| row["sent_mb"].as_f64()).unwrap()
+    };
+    // Whatever the times are on a busy machine, a slow link has compressors work.
+    let (theirs, ours) = (sent("capped", "program", "QEMU"), sent("capped", "program", "carried"));
+    assert!(ours < 0.8 * theirs, "{ours} of {theirs}");
+    for row in rows {
+        for key in ["total_ms", "downtime_ms", "sent_mb", "cpu_s"] {
+            assert!(row[key].as_f64() > Some(0.0), "{key}: {row}");
+        }
+    }
+    for ratio in ["total_uncapped", "total_capped", "cpu_uncapped", "carried_of_raw_rustls"] {
+        assert!(result["ratios"][ratio].as_f64() > Some(0.0), "{ratio}");
+    }
+    for guest in ["program", "hot", "hot_random"] {
+        for figure in ["total_uncapped", "total_capped", "cpu_uncapped", "downtime_capped"] {
+            let ratio = format!("{figure}_{guest}");
+            assert!(result["ratios"][&ratio].as_f64() > Some(0.0), "{ratio}");
+        }
+    }
+    assert_eq!(result["aims"].as_array().map(Vec::len), Some(3));
+}
+
 #[test]
 fn place_prints_one_object_of_the_promised_shape() {
     let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))

@@ -55,7 +55,7 @@ fn archive(directory: &Path) -> Vec<u8> {
 
 fn program(directory: &Path) -> Vec<u8> {
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guest/linux");
-    let files = ["main.c", "modules.c", "disk.c", "network.c", "churn.c", "beat.c"];
+    let files = ["main.c", "modules.c", "disk.c", "network.c", "churn.c", "beat.c", "program.c"];
     let program = directory.join(format!("init.{}", std::process::id()));
     let built = Command::new("cc")
         .args(["-O2", "-static", "-pthread", "-Wall", "-Wextra", "-Werror", "-o"])

@@ -7,19 +7,20 @@ use std::time::Instant;
 use anyhow::{Context, ensure};
 use serde_json::Value;
 
-use super::guest::{Host, Lab, Moved, children_cpu_s, process_cpu_s};
-use super::native::DOWNTIME_LIMIT_MS;
+use super::host::{Host, children_cpu_s, process_cpu_s};
+use super::lab::Lab;
+use super::{DOWNTIME_LIMIT_MS, Moved, Order};
 
-/// Moves the guest with so many channels.
+/// Moves the guest, carried or attached, with so many channels or the default.
 pub fn migrate(
     lab: &Lab,
     here: &Host,
     there: &Host,
-    channels: u8,
-    tls: bool,
+    (carried, channels): (bool, Option<u8>),
+    order: Order,
 ) -> anyhow::Result<Moved> {
     let link = |command: &mut Command| {
-        if tls {
+        if order.tls {
             command.arg("--tls").arg(&lab.tls);
         } else {
             command.arg("--plain");
@@ -36,8 +37,17 @@ pub fn migrate(
     let mut send = lab.command();
     send.args(["--json", "send", "--keep-source", "--to", &address, "--qemu"]);
     link(send.arg(&here.qemu.qmp));
-    send.args(["--channels", &channels.to_string()]);
+    send.args(["--mode", if carried { "carried" } else { "attached" }]);
     send.args(["--downtime-limit", &format!("{DOWNTIME_LIMIT_MS}ms")]);
+    if let Some(channels) = channels {
+        send.args(["--channels", &channels.to_string()]);
+    }
+    if let Some(bytes_per_s) = order.max_bandwidth {
+        send.args(["--max-bandwidth", &bytes_per_s.to_string()]);
+    }
+    if let Some(passes) = order.passes {
+        send.args(["--when-stuck", "switch-over", "--max-rounds", &passes.to_string()]);
+    }
     let before = children_cpu_s()?;
     let begun = Instant::now();
     let sent = send.stdin(Stdio::null()).stderr(Stdio::inherit()).output()?;

@@ -1,0 +1,56 @@
+//! What all of it needs: a directory, certificates, and the `vmferry` command.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use anyhow::{Context, ensure};
+use vmferry_qemu_lab::World;
+
+/// Sockets, certificates and the command.
+pub struct Lab {
+    pub world: World,
+    /// `ca.pem`, `host.pem` and `host.key`, and the same as QEMU names them.
+    pub tls: PathBuf,
+    pub vmferry: PathBuf,
+}
+
+impl Lab {
+    pub fn new() -> anyhow::Result<Self> {
+        let beside = std::env::current_exe()?;
+        let vmferry = beside.parent().context("no directory")?.join("vmferry");
+        ensure!(
+            vmferry.exists(),
+            "the `vmferry` command is missing beside this benchmark: run `make bench NAME=qemu`"
+        );
+        let world = World::new();
+        let lab = Self { tls: world.path("tls"), world, vmferry };
+        let (pki, tls) = (lab.world.path("pki"), lab.tls.clone());
+        let run = |arguments: &[&str]| -> anyhow::Result<()> {
+            let done = lab.command().arg("pki").args(arguments).output()?;
+            ensure!(done.status.success(), "pki: {}", String::from_utf8_lossy(&done.stderr));
+            Ok(())
+        };
+        let (pki, out) = (pki.display().to_string(), tls.display().to_string());
+        run(&["init", "--dir", &pki])?;
+        run(&["issue", "bench", "--dir", &pki, "--out", &out, "--address", "127.0.0.1"])?;
+        // The names by which QEMU's `tls-creds-x509` finds them.
+        for (ours, theirs) in [
+            ("ca.pem", "ca-cert.pem"),
+            ("host.pem", "server-cert.pem"),
+            ("host.key", "server-key.pem"),
+            ("host.pem", "client-cert.pem"),
+            ("host.key", "client-key.pem"),
+        ] {
+            std::fs::copy(tls.join(ours), tls.join(theirs))?;
+        }
+        Ok(lab)
+    }
+
+    /// The command, on a host of this benchmark's own.
+    pub fn command(&self) -> Command {
+        let mut command = Command::new(&self.vmferry);
+        // The default, /run/vmferry, is on a tmpfs too.
+        command.env("VMFERRY_RUNTIME_DIR", self.world.path_on_tmpfs("host"));
+        command
+    }
+}
