@@ -158,6 +158,9 @@ fn configurations(
     files: &IdentityFiles,
 ) -> Result<Configurations, TransportError> {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    // The first random number of a process costs 20 ms (it collects the processor's jitter): better now than in the first
+    // handshake, for which a guest's source waits. One that fails, fails there too, and is told then.
+    let _ = provider.secure_random.fill(&mut [0]);
     let versions = [&rustls::version::TLS13];
     let unusable = |error: rustls::Error| {
         IdentityFiles::problem(
