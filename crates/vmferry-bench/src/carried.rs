@@ -36,18 +36,18 @@ enum Way {
     Qemu,
     QemuMultifd,
     Carried,
-    CarriedOneChannel,
+    CarriedMultifd,
 }
 
 impl Way {
-    const ALL: [Self; 4] = [Self::Qemu, Self::QemuMultifd, Self::Carried, Self::CarriedOneChannel];
+    const ALL: [Self; 4] = [Self::Qemu, Self::QemuMultifd, Self::Carried, Self::CarriedMultifd];
 
     fn name(self) -> &'static str {
         match self {
             Self::Qemu => "QEMU, TLS",
             Self::QemuMultifd => "QEMU multifd 2, TLS",
             Self::Carried => "carried, TLS",
-            Self::CarriedOneChannel => "carried, --channels 1, TLS",
+            Self::CarriedMultifd => "carried, --multifd 2, TLS",
         }
     }
 
@@ -56,7 +56,7 @@ impl Way {
             Self::Qemu => By::Qemu { multifd: None },
             Self::QemuMultifd => By::Qemu { multifd: Some(2) },
             Self::Carried => By::Vmferry { carried: true, channels: None },
-            Self::CarriedOneChannel => By::Vmferry { carried: true, channels: Some(1) },
+            Self::CarriedMultifd => By::Vmferry { carried: true, channels: Some(2) },
         }
     }
 

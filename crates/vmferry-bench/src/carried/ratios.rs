@@ -54,7 +54,7 @@ const FIGURES: [Figure; 3] = [
     ("downtime", |summary| summary.downtime_ms),
 ];
 
-/// With vmferry's default of channels.
+/// With vmferry's default, which is one stream.
 fn ratio(
     medians: &BTreeMap<Key, Summary>,
     (link, work): (Link, Work),

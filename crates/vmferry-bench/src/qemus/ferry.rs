@@ -40,7 +40,8 @@ pub fn migrate(
     send.args(["--mode", if carried { "carried" } else { "attached" }]);
     send.args(["--downtime-limit", &format!("{DOWNTIME_LIMIT_MS}ms")]);
     if let Some(channels) = channels {
-        send.args(["--channels", &channels.to_string()]);
+        let option = if carried { "--multifd" } else { "--channels" };
+        send.args([option, &channels.to_string()]);
     }
     if let Some(bytes_per_s) = order.max_bandwidth {
         send.args(["--max-bandwidth", &bytes_per_s.to_string()]);
