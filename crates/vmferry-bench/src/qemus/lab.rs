@@ -20,7 +20,7 @@ impl Lab {
         let vmferry = beside.parent().context("no directory")?.join("vmferry");
         ensure!(
             vmferry.exists(),
-            "the `vmferry` command is missing beside this benchmark: run `make bench NAME=qemu`"
+            "the `vmferry` command is missing beside this benchmark, where `make bench` puts it"
         );
         let world = World::new();
         let lab = Self { tls: world.path("tls"), world, vmferry };
