@@ -19,16 +19,28 @@ fn the_sender_is_killed_in_each_phase_and_the_guest_runs_on() {
 
 #[test]
 fn sender_and_guardian_are_killed_and_the_next_sender_tidies_up() {
+    if !all() {
+        println!("SKIPPED: a part of the long matrix (`make test-all`)");
+        return;
+    }
     faults::sender_and_guardian_are_killed_and_the_next_sender_tidies_up(Way::Carried);
 }
 
 #[test]
 fn the_receiver_or_its_qemu_is_killed_in_each_phase() {
+    if !all() {
+        println!("SKIPPED: a part of the long matrix (`make test-all`)");
+        return;
+    }
     faults::the_receiver_or_its_qemu_is_killed_in_each_phase(Way::Carried);
 }
 
 #[test]
 fn the_source_s_qemu_is_killed_in_each_phase_and_never_half_a_guest_runs() {
+    if !all() {
+        println!("SKIPPED: a part of the long matrix (`make test-all`)");
+        return;
+    }
     faults::the_source_s_qemu_is_killed_in_each_phase_and_never_half_a_guest_runs(Way::Carried);
 }
 
@@ -44,6 +56,10 @@ fn cancelled_by_the_operator_it_runs_on() {
 
 #[test]
 fn commit_is_lost_and_the_link_heals() {
+    if !all() {
+        println!("SKIPPED: a part of the long matrix (`make test-all`)");
+        return;
+    }
     faults::commit_is_lost_and_the_link_heals(Way::Carried);
 }
 
@@ -54,6 +70,10 @@ fn commit_is_lost_and_the_sender_killed_and_the_guardian_asks() {
 
 #[test]
 fn commit_is_lost_and_the_operator_decides() {
+    if !all() {
+        println!("SKIPPED: a part of the long matrix (`make test-all`)");
+        return;
+    }
     faults::commit_is_lost_and_the_operator_decides(Way::Carried);
 }
 
@@ -171,6 +191,10 @@ const NOBODY: u32 = 65534;
 /// A vmferry of root carries the guest of another user's QEMU, which can enter none of its directories.
 #[test]
 fn a_guest_of_another_user_is_carried() {
+    if !all() {
+        println!("SKIPPED: a part of the long matrix (`make test-all`)");
+        return;
+    }
     if !rustix::process::geteuid().is_root() {
         println!("SKIPPED: all QEMUs are this user's");
         return;

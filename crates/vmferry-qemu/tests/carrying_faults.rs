@@ -42,8 +42,16 @@ fn reach(source: CarriedSource, to: &Qemu, stage: Stage) -> Carried {
     carried
 }
 
+fn all() -> bool {
+    std::env::var_os("VMFERRY_TEST_ALL").is_some()
+}
+
 #[test]
 fn a_guest_runs_on_wherever_its_migration_is_given_up() {
+    if !all() {
+        println!("SKIPPED: a part of the long matrix (`make test-all`)");
+        return;
+    }
     for version in Version::ALL {
         for channels in CHANNELS {
             let world = World::new();
@@ -73,6 +81,10 @@ fn a_guest_runs_on_wherever_its_migration_is_given_up() {
 
 #[test]
 fn another_process_lets_an_abandoned_guest_run_on() {
+    if !all() {
+        println!("SKIPPED: a part of the long matrix (`make test-all`)");
+        return;
+    }
     for version in Version::ALL {
         for channels in CHANNELS {
             let world = World::new();
@@ -152,6 +164,10 @@ fn a_link_that_stalls_stops_nothing_but_the_migration() {
 
 #[test]
 fn a_destination_that_dies_costs_nothing() {
+    if !all() {
+        println!("SKIPPED: a part of the long matrix (`make test-all`)");
+        return;
+    }
     for version in Version::ALL {
         for channels in CHANNELS {
             let world = World::new();
@@ -179,6 +195,10 @@ fn a_destination_that_dies_costs_nothing() {
 
 #[test]
 fn a_destination_of_another_kind_is_refused() {
+    if !all() {
+        println!("SKIPPED: a part of the long matrix (`make test-all`)");
+        return;
+    }
     let world = World::new();
     let machine = Machine { backend: Backend::Private, ..Machine::new(Version::V10_0, "dirty=10") };
     let mut here = machine.start(&world, "here");
