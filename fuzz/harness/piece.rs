@@ -73,7 +73,7 @@ fn piece(input: &mut Input<'_>, pages: &mut [Vec<u8>]) -> (Vec<u8>, Vec<PageMark
             2 => *content = noise(input.word().into(), PAGE_SIZE),
             _ => {}
         }
-        let wrong = if input.byte() % 8 == 0 { usize::from(input.word()) } else { 0 };
+        let wrong = if input.byte().is_multiple_of(8) { usize::from(input.word()) } else { 0 };
         marks.push(PageMark { at: bytes.len() + wrong, slot: SlotId(0), page });
         bytes.extend_from_slice(content);
     }
@@ -82,7 +82,7 @@ fn piece(input: &mut Input<'_>, pages: &mut [Vec<u8>]) -> (Vec<u8>, Vec<PageMark
 
 /// Changes something, with the checksums of header and table right; whether it did.
 fn damage(input: &mut Input<'_>, wire: &mut [u8]) -> bool {
-    if input.byte() % 3 != 0 {
+    if !input.byte().is_multiple_of(3) {
         return false;
     }
     let at = usize::from(input.word()) % wire.len();

@@ -168,7 +168,11 @@ impl Process {
                 guest.work(&mut network.rng, writes);
                 Some(self.harvest().unwrap_or_else(Input::Failed))
             }
-            Action::Throttle { .. } | Action::Cap(_) | Action::FitWindows { .. } => None,
+            // No guest of the simulation is streamed by its VMM.
+            Action::Throttle { .. }
+            | Action::SwitchOver
+            | Action::Cap(_)
+            | Action::FitWindows { .. } => None,
             Action::Pause => Some(self.pause()),
             Action::HarvestLast => Some(self.harvest_last().unwrap_or_else(Input::Failed)),
             Action::Save => {
