@@ -18,9 +18,9 @@ build: setup ## Build the vmferry command
 demo: build ## Migrate a guest between two processes on this machine and show what happened
 	@$(VMFERRY) demo $(DEMO_FLAGS)
 
-demo-qemu: build ## Move a Linux guest from QEMU to QEMU between two network namespaces (root)
+demo-qemu: build ## Move a Linux guest from QEMU to QEMU between two network namespaces (root); MODE=carried for one that can't be attached
 	@. scripts/environment && $(CARGO) build --locked $(PROFILE_FLAG) --package vmferry-qemu-lab
-	@scripts/demo-qemu
+	@scripts/demo-qemu $(MODE)
 
 test: setup ## Run all tests, with a sample of the long matrices
 	@. scripts/environment && $(CARGO) test --locked --workspace

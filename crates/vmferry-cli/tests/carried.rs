@@ -126,12 +126,7 @@ fn how_a_guest_is_moved_is_said_with_the_reason() {
 
     // One that can be attached is; and is carried where the user wants it, into a QEMU that vmferry starts.
     let mut scene = Scene::new(Version::V10_0, Way::Attached);
-    let mut command = String::from("env LD_LIBRARY_PATH='");
-    command += &scene.machine.libraries().unwrap().display().to_string();
-    command += "'";
-    for word in scene.machine.command_line(&scene.lab, "started") {
-        command += &format!(" '{}'", word.display());
-    }
+    let command = scene.command("started");
     let tls = scene.world.tls();
     let (mut started, address) =
         scene.b.receive(&["--listen", "127.0.0.1:0", "--tls", &tls, "--exec", &command]);

@@ -43,13 +43,7 @@ fn there_and_back_and_into_a_qemu_that_vmferry_starts() {
         scene.here.check_guest();
 
         // Into a QEMU that vmferry starts, from the same command line, over gRPC.
-        let line = scene.machine.command_line(&scene.lab, "started");
-        let mut command = String::from("env LD_LIBRARY_PATH='");
-        command += &scene.machine.libraries().unwrap().display().to_string();
-        command += "'";
-        for word in line {
-            command += &format!(" '{}'", word.display());
-        }
+        let command = scene.command("started");
         let (mut started, address) =
             scene.a.receive(&["--listen", "grpc:127.0.0.1:0", "--tls", &tls, "--exec", &command]);
         send(&scene.b, text(&scene.here.qmp), &address);

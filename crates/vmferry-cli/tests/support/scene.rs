@@ -63,6 +63,16 @@ impl Scene {
         self.receive(&["--listen", "tcp:127.0.0.1:0", "--plain"])
     }
 
+    /// The shell command of a QEMU like the guest's, for `receive --exec`.
+    pub fn command(&self, name: &str) -> String {
+        let libraries = self.machine.libraries().unwrap();
+        let mut command = format!("env LD_LIBRARY_PATH='{}'", libraries.display());
+        for word in self.machine.command_line(&self.lab, name) {
+            command += &format!(" '{}'", word.display());
+        }
+        command
+    }
+
     /// A migration with few, slow rounds.
     pub fn send(&self, address: &str, link: &[&str]) -> Running {
         self.send_capped(address, link, "30M")

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 
+use std::thread::JoinHandle;
+
 use vmferry::destination::{Received, Stop, receive};
 use vmferry::source::{Orders, SourceOutcome, migrate, migrate_streamed};
 use vmferry::stats::SourceStats;
@@ -46,15 +48,7 @@ pub fn migrate_with(
     to: &Qemu,
     change: impl FnOnce(&mut SourceConfig),
 ) -> Result<SourceStats, MigrateError> {
-    let address = Address::Unix(world.path(&format!("link-{number}")));
-    let listener = Listener::bind(&address, None).unwrap();
-    let destination = QemuDestination::attach(&to.qmp, Expected::default()).unwrap();
-    let directory = world.path("there");
-    let receiving = std::thread::spawn(move || {
-        let mut config = DestinationConfig::new(directory);
-        config.once = true;
-        receive(listener, destination, &config, &Stop::default(), &mut |_| {})
-    });
+    let (address, receiving) = receive_into(world, number, to);
     let mut source = QemuSource::attach(&from.qmp).unwrap();
     let mut config = SourceConfig::new(world.path("here"));
     config.verify = true;
@@ -84,15 +78,12 @@ pub fn attach_fails(qemu: &Qemu) -> String {
     }
 }
 
-/// Carries a guest and ends the QEMU that it has left; or says why not, with both QEMUs as the engine leaves them.
-pub fn carry(
+/// The destination's half, in a thread, and where it listens.
+fn receive_into(
     world: &World,
     number: u32,
-    from: &Qemu,
     to: &Qemu,
-    channels: u8,
-    change: impl FnOnce(&mut SourceConfig),
-) -> Result<SourceStats, MigrateError> {
+) -> (Address, JoinHandle<Received<QemuDestination>>) {
     let address = Address::Unix(world.path(&format!("link-{number}")));
     let listener = Listener::bind(&address, None).unwrap();
     let destination = QemuDestination::attach(&to.qmp, Expected::default()).unwrap();
@@ -102,6 +93,19 @@ pub fn carry(
         config.once = true;
         receive(listener, destination, &config, &Stop::default(), &mut |_| {})
     });
+    (address, receiving)
+}
+
+/// Carries a guest and ends the QEMU that it has left; or says why not, with both QEMUs as the engine leaves them.
+pub fn carry(
+    world: &World,
+    number: u32,
+    from: &Qemu,
+    to: &Qemu,
+    channels: u8,
+    change: impl FnOnce(&mut SourceConfig),
+) -> Result<SourceStats, MigrateError> {
+    let (address, receiving) = receive_into(world, number, to);
     let source = CarriedSource::attach(&from.qmp, channels).unwrap();
     let mut config = SourceConfig::new(world.path("here"));
     change(&mut config);
