@@ -184,11 +184,24 @@ fn an_ordinary_user_moves_a_guest_of_their_own() {
     there.check_guest();
     drop(world);
 
-    // Nor may they move somebody else's: the QEMU of root.
-    let theirs = Machine { user: None, ..machine }.start(&lab, "root");
+    // Nor may they attach to somebody else's: the QEMU of root. Who is let into its monitor may carry it.
+    let mut theirs = Machine { user: None, ..machine.clone() }.start(&lab, "root");
+    theirs.check_guest();
     std::fs::set_permissions(&theirs.qmp, std::fs::Permissions::from_mode(0o777)).unwrap();
+    let mut there = machine.incoming(&lab, "there-too");
+    let link = format!("unix:{}", lab.path("link-too").display());
+    let mut receiving = host("b")
+        .start_as(NOBODY, &["receive", "--qemu", text(&there.qmp), "--listen", &link, "--once"]);
+    receiving.event("listening");
     let send = ["send", "--qemu", text(&theirs.qmp), "--to", &link];
-    host("a").start_as(NOBODY, &send).finish().failed(1, "ptrace");
+    let attached = [&send[..], &["--mode", "attached"]].concat();
+    host("a").start_as(NOBODY, &attached).finish().failed(1, "ptrace");
+    let sent = host("a").start_as(NOBODY, &send).finish();
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let why = sent.last()["qemu"]["not_attached"].as_str().unwrap_or_default();
+    assert!(why.contains("ptrace"), "{sent:?}");
+    receiving.event("received");
+    there.check_guest();
 }
 
 #[test]

@@ -66,7 +66,8 @@ pub fn sender_and_guardian_are_killed_and_the_next_sender_tidies_up(way: Way) {
     let mut scene = Scene::new(Version::V10_0, way);
     let (_there, receiving, address) = scene.receive_tls();
     let tls = scene.world.tls();
-    let mut send = scene.send_capped(&address, &["--tls", &tls], "10M");
+    let mut send =
+        scene.send_capped(&address, &["--tls", &tls, "--reconnect-timeout", "2s"], "10M");
     send.event_where(BEFORE_COMMIT[3].1);
     // Five times a second: by the second one the state is saved. Before that QEMU itself would continue a
     // guest whose migration breaks, and the pages take longer.

@@ -92,7 +92,8 @@ impl Scene {
 
     pub fn send_tls(&self, address: &str) -> Running {
         let tls = self.world.tls();
-        self.send(address, &["--tls", &tls])
+        // A destination waits for so long for a source that was killed.
+        self.send(address, &["--tls", &tls, "--reconnect-timeout", "2s"])
     }
 
     /// The guest runs on here, unharmed, and nothing of vmferry is left in its QEMU.
