@@ -167,8 +167,9 @@ impl RewrittenLog {
     fn wait_until_rewritten(&self) {
         lock(&self.waits).since = Some(Instant::now());
         let since = *lock(&self.since);
-        let rewritten =
-            || self.written().iter().zip(since).all(|(now, then)| *now >= then + self.pages_each);
+        // Of the chunk that was being written then a part may have been written before.
+        let all = self.pages_each + CHUNK_PAGES as u64;
+        let rewritten = || self.written().iter().zip(since).all(|(now, then)| *now >= then + all);
         while !rewritten()
             && !self.released.load(Ordering::Relaxed)
             && !self.writing.stop.load(Ordering::Relaxed)
