@@ -5,6 +5,7 @@ mod support;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use support::content::let_work_between_rounds;
 use support::{
     DestinationGuest, ForgetfulLog, Scenario, journals, kept, nothing, owned, running_guest,
 };
@@ -49,7 +50,10 @@ fn a_page_that_the_log_forgets_is_found_by_verify_and_the_source_runs_on() {
     let armed = Arc::new(AtomicBool::new(false));
     let log = UffdLog::new(&vm.memory()).unwrap();
     vm.log = Arc::new(ForgetfulLog { log, armed: Arc::clone(&armed) });
+    let guest = vm.guest.clone();
     let (outcome, received) = scenario.run(vm, DestinationGuest::default(), |report| {
+        // A page that was written before it was copied only is not missed.
+        let_work_between_rounds(&guest, report);
         if matches!(report, Report::Paused { .. }) {
             armed.store(true, Ordering::Release);
         }

@@ -3,7 +3,7 @@
 //! Why `unsafe`: two calls that no safe function has. Why sound: they are given what they want, and
 //! touch no memory but the one structure that they fill.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
@@ -51,20 +51,25 @@ pub type Threads = BTreeMap<i32, Thread>;
 
 /// All threads of this process but these.
 pub fn threads_except(except: &[i32]) -> anyhow::Result<Threads> {
-    let mut threads = BTreeMap::new();
-    for entry in std::fs::read_dir("/proc/self/task").context("/proc is not there")? {
-        let Some(thread) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else {
-            continue;
-        };
-        if except.contains(&thread) {
-            continue;
+    let wanted = numbers()?.into_iter().filter(|thread| !except.contains(thread));
+    // One that has ended since has nothing more to tell.
+    Ok(wanted.filter_map(|thread| Some((thread, look(thread)?))).collect())
+}
+
+/// The threads of this process. A listing may leave out one that lives, if another one ends meanwhile: so they
+/// are listed until two listings agree.
+fn numbers() -> anyhow::Result<BTreeSet<i32>> {
+    let mut earlier = BTreeSet::new();
+    loop {
+        let mut found = BTreeSet::new();
+        for entry in std::fs::read_dir("/proc/self/task").context("/proc is not there")? {
+            found.extend(entry?.file_name().to_str().and_then(|name| name.parse::<i32>().ok()));
         }
-        // One that has ended since has nothing more to tell.
-        if let Some(found) = look(thread) {
-            threads.insert(thread, found);
+        if found == earlier {
+            return Ok(found);
         }
+        earlier = found;
     }
-    Ok(threads)
 }
 
 /// What those of these threads that are wanted by name have done since: threads that are new count from
