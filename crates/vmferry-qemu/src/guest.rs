@@ -66,8 +66,8 @@ pub fn must_be_migratable(qmp: &mut Qmp) -> Result<(), QemuError> {
 /// Whether QEMU loses a part of what its guest writes while it migrates it.
 ///
 /// QEMU before 9.0 forgets to tell emulated vCPUs that a page is clean again when it takes the log of whole words,
-/// which it does for blocks of a multiple of 64 pages: what they write from then on is not sent. Seen with 7.2: one of
-/// twenty migrations corrupts the guest. Source: QEMU `include/exec/ram_addr.h`,
+/// which it does for blocks of a multiple of 64 pages: what they write from then on is not sent. Seen with 7.2:
+/// now and then a guest arrives corrupted. Source: QEMU `include/exec/ram_addr.h`,
 /// `cpu_physical_memory_sync_dirty_bitmap`; the commit "physmem: Fix migration dirty bitmap coherency with TCG memory
 /// access" of 2024. With KVM the kernel keeps the log.
 pub fn loses_writes(qmp: &mut Qmp) -> Result<bool, QmpError> {

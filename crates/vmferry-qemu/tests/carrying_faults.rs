@@ -4,7 +4,7 @@ mod carried;
 
 use std::path::PathBuf;
 
-use carried::guests::{CHANNELS, DOWNTIME, check, machine, settings};
+use carried::guests::{CHANNELS, DOWNTIME, check, each, machine, settings};
 use carried::relay::{Carried, Flow, begin, hop_of};
 use vmferry::streamed::StreamedVm;
 use vmferry::{DestinationVm, Resume};
@@ -52,31 +52,25 @@ fn a_guest_runs_on_wherever_its_migration_is_given_up() {
         println!("SKIPPED: a part of the long matrix (`make test-all`)");
         return;
     }
-    for version in Version::ALL {
-        for channels in CHANNELS {
-            let world = World::new();
-            let machine = machine(&world, version);
-            let mut here = machine.start(&world, "here");
-            check(&mut here);
-            let before = settings(&here.qmp);
-            for stage in STAGES {
-                println!("{version:?} with {channels} channels, {stage:?}");
-                let there = machine.incoming(&world, &format!("{stage:?}"));
-                let source = CarriedSource::attach(&here.qmp, channels).unwrap();
-                let source = reach(source, &there, stage).give_up();
-                check(&mut here);
-                drop(source);
-                assert_eq!(settings(&here.qmp), before);
-            }
-            // After all that it can still be moved, by the same source as one that was given up.
-            let there = machine.incoming(&world, "there");
+    each(|world, machine, mut here, channels| {
+        let before = settings(&here.qmp);
+        for stage in STAGES {
+            println!("{stage:?}");
+            let there = machine.incoming(world, &format!("{stage:?}"));
             let source = CarriedSource::attach(&here.qmp, channels).unwrap();
-            let source = reach(source, &there, Stage::Stopped).give_up();
-            let mut there = machine.incoming(&world, "finally");
-            hop_of(source, &mut here, &there);
-            check(&mut there);
+            let source = reach(source, &there, stage).give_up();
+            check(&mut here);
+            drop(source);
+            assert_eq!(settings(&here.qmp), before);
         }
-    }
+        // After all that it can still be moved, by the same source as one that was given up.
+        let there = machine.incoming(world, "there");
+        let source = CarriedSource::attach(&here.qmp, channels).unwrap();
+        let source = reach(source, &there, Stage::Stopped).give_up();
+        let mut there = machine.incoming(world, "finally");
+        hop_of(source, &mut here, &there);
+        check(&mut there);
+    });
 }
 
 #[test]
@@ -85,31 +79,25 @@ fn another_process_lets_an_abandoned_guest_run_on() {
         println!("SKIPPED: a part of the long matrix (`make test-all`)");
         return;
     }
-    for version in Version::ALL {
-        for channels in CHANNELS {
-            let world = World::new();
-            let machine = machine(&world, version);
-            let mut here = machine.start(&world, "here");
+    each(|world, machine, mut here, channels| {
+        // QEMU 10.0 may hang for ever when a channel of its multifd breaks while it writes.
+        let stages = if channels == 0 { &STAGES[..] } else { &[Stage::Stopped, Stage::Ready] };
+        for &stage in stages {
+            println!("{stage:?}");
+            let there = machine.incoming(world, &format!("{stage:?}"));
+            let source = CarriedSource::attach(&here.qmp, channels).unwrap();
+            let before = source.settings().clone();
+            let mut carried = reach(source, &there, stage);
+            // A process that dies leaves no socket open.
+            carried.cut();
+            carried.join();
+            drop(carried);
+            let mut abandoned = AbandonedQemu::new(&here.qmp, Some(before.clone()));
+            abandoned.resume().unwrap();
             check(&mut here);
-            // QEMU 10.0 may hang for ever when a channel of its multifd breaks while it writes.
-            let stages = if channels == 0 { &STAGES[..] } else { &[Stage::Stopped, Stage::Ready] };
-            for &stage in stages {
-                println!("{version:?} with {channels} channels, {stage:?}");
-                let there = machine.incoming(&world, &format!("{stage:?}"));
-                let source = CarriedSource::attach(&here.qmp, channels).unwrap();
-                let before = source.settings().clone();
-                let mut carried = reach(source, &there, stage);
-                // A process that dies leaves no socket open.
-                carried.cut();
-                carried.join();
-                drop(carried);
-                let mut abandoned = AbandonedQemu::new(&here.qmp, Some(before.clone()));
-                abandoned.resume().unwrap();
-                check(&mut here);
-                assert_eq!(settings(&here.qmp), before);
-            }
+            assert_eq!(settings(&here.qmp), before);
         }
-    }
+    });
 }
 
 /// An operator cancels QEMU's migration, by another monitor.
@@ -141,25 +129,19 @@ fn a_migration_that_somebody_else_ends_is_told() {
 
 #[test]
 fn a_link_that_stalls_stops_nothing_but_the_migration() {
-    for version in Version::ALL {
-        for channels in CHANNELS {
-            let world = World::new();
-            let machine = machine(&world, version);
-            let mut here = machine.start(&world, "here");
-            check(&mut here);
-            let mut there = machine.incoming(&world, "there");
-            let source = CarriedSource::attach(&here.qmp, channels).unwrap();
-            let mut carried = reach(source, &there, Stage::Active);
-            // The guest runs, and QEMU takes orders.
-            check(&mut here);
-            carried.source.set_downtime(DOWNTIME * 2).unwrap();
-            assert!(carried.source.is_running());
-            carried.flow(Flow::Free);
-            carried.carry_all().unwrap();
-            carried.destination.run().unwrap();
-            check(&mut there);
-        }
-    }
+    each(|world, machine, mut here, channels| {
+        let mut there = machine.incoming(world, "there");
+        let source = CarriedSource::attach(&here.qmp, channels).unwrap();
+        let mut carried = reach(source, &there, Stage::Active);
+        // The guest runs, and QEMU takes orders.
+        check(&mut here);
+        carried.source.set_downtime(DOWNTIME * 2).unwrap();
+        assert!(carried.source.is_running());
+        carried.flow(Flow::Free);
+        carried.carry_all().unwrap();
+        carried.destination.run().unwrap();
+        check(&mut there);
+    });
 }
 
 #[test]
@@ -168,29 +150,23 @@ fn a_destination_that_dies_costs_nothing() {
         println!("SKIPPED: a part of the long matrix (`make test-all`)");
         return;
     }
-    for version in Version::ALL {
-        for channels in CHANNELS {
-            let world = World::new();
-            let machine = machine(&world, version);
-            let mut here = machine.start(&world, "here");
-            check(&mut here);
-            for stage in STAGES {
-                println!("{version:?} with {channels} channels, {stage:?}");
-                let mut there = machine.incoming(&world, &format!("{stage:?}"));
-                let source = CarriedSource::attach(&here.qmp, channels).unwrap();
-                let mut carried = reach(source, &there, stage);
-                there.child.kill().unwrap();
-                there.child.wait().unwrap();
-                carried.flow(Flow::Free);
-                if matches!(stage, Stage::Stopped) {
-                    let why = carried.destination.load(&[]).unwrap_err();
-                    assert!(why.to_string().contains("has ended"), "{why}");
-                }
-                carried.give_up();
-                check(&mut here);
+    each(|world, machine, mut here, channels| {
+        for stage in STAGES {
+            println!("{stage:?}");
+            let mut there = machine.incoming(world, &format!("{stage:?}"));
+            let source = CarriedSource::attach(&here.qmp, channels).unwrap();
+            let mut carried = reach(source, &there, stage);
+            there.child.kill().unwrap();
+            there.child.wait().unwrap();
+            carried.flow(Flow::Free);
+            if matches!(stage, Stage::Stopped) {
+                let why = carried.destination.load(&[]).unwrap_err();
+                assert!(why.to_string().contains("has ended"), "{why}");
             }
+            carried.give_up();
+            check(&mut here);
         }
-    }
+    });
 }
 
 #[test]

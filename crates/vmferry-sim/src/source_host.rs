@@ -17,7 +17,7 @@ use vmferry::{MigrateError, SourceConfig, SourceVm};
 use vmferry_wire::{ControlMessage, Role, SessionWord, Token};
 
 pub use self::dialling::Dial;
-use self::process::{Held, Process, Start};
+use self::process::{Process, Start};
 use crate::disk::Disk;
 use crate::guest::Guest;
 use crate::network::{ChannelId, Event, Network};
@@ -200,7 +200,7 @@ impl SourceHost {
             channels: self.config.channels,
             sabotage: self.sabotage,
         });
-        process.held = process.held.recover(&process.machine, &self.guest);
+        process.recover(&self.guest);
         self.process = Some(process);
         self.pump(network);
         if self.ended == Some(SourceEnd::Kept) && network.reaches() && !network.is_away() {

@@ -152,7 +152,7 @@ impl<'a> SegmentTable<'a> {
             content_pages: u32::from_le_bytes(field(head, 8)),
             zero_pages: u32::from_le_bytes(field(head, 12)),
         };
-        let (mut piece, mut raw, mut packed) = (0_u64, 0_u64, 0_u64);
+        let (mut piece, mut raw, mut packed, mut delta_pages) = (0_u64, 0_u64, 0_u64, 0_u64);
         for (index, bytes) in segments.chunks_exact(SEGMENT_BYTES).enumerate() {
             let Some(segment) = Segment::decode(bytes) else {
                 return bad(format!("segment {index} has no known encoding"));
@@ -169,6 +169,7 @@ impl<'a> SegmentTable<'a> {
             piece += bytes;
             raw += if segment.is_raw() { bytes } else { 0 };
             packed += if segment.is_packed() { bytes } else { 0 };
+            delta_pages += u64::from(matches!(segment.encoding, SegmentEncoding::Delta(_)));
         }
         let in_packed_part = u64::from(header.packed_bytes);
         if raw + in_packed_part != u64::from(header.payload_bytes) {
@@ -181,6 +182,12 @@ impl<'a> SegmentTable<'a> {
         if header.algorithm.is_none() && (packed > 0 || in_packed_part != delta) {
             return bad(format!(
                 "{packed} packed bytes and {delta} of deltas without an algorithm"
+            ));
+        }
+        // A plain piece would have them among its bytes, and of others nobody would look at them.
+        if packed + delta_pages == 0 && in_packed_part + delta > 0 {
+            return bad(format!(
+                "{in_packed_part} packed bytes and {delta} of deltas, of which no segment takes any"
             ));
         }
         if piece == 0 || piece > u64::from(MAX_FRAME_PAYLOAD_BYTES) {
@@ -311,5 +318,17 @@ mod tests {
         }
         let unknown = [&good[..SEGMENT_TABLE_HEAD_BYTES], &[5, 0, 0, 0, 0, 0, 0, 0]].concat();
         assert!(says(&header(&unknown, 0, 0, 0), &unknown, 3).contains("no known encoding"));
+    }
+
+    #[test]
+    fn a_packed_part_that_no_segment_takes_is_refused() {
+        for encoding in [SegmentEncoding::Raw, SegmentEncoding::KeptRaw(0)] {
+            let table = table(&[Segment { bytes: PAGE, encoding }]);
+            for (packed, delta) in [(9, 0), (9, 9), (9, 20), (0, 20)] {
+                let header = header(&table, PAGE + packed, packed, delta);
+                let error = SegmentTable::parse(&header, &table, 3).unwrap_err().to_string();
+                assert!(error.contains("no segment takes any"), "{encoding:?}: {error}");
+            }
+        }
     }
 }

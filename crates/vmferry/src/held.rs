@@ -5,8 +5,10 @@
 //!    ^                 |  ^                                |
 //!    +-----resume------+  +------take_back(Returned)-------+
 //! ```
-//! A [`Committed`] guest has no method that resumes it. [`Returned`], the proof that the
-//! destination gave it back, can be had only from the hand-over's transition.
+//! A [`Committed`] guest has no method that resumes it. `Returned`, the proof that it is this host's
+//! again, is made of nothing but the state of the hand-over.
+//!
+//! Whoever moves a guest has it as [`Held`], in one of these types at a time.
 
 use std::time::Duration;
 
@@ -17,6 +19,21 @@ use crate::vm::{Resume, SourceVm, VmError};
 
 /// Attempts to resume a guest before its VMM is believed to be broken.
 const RESUME_ATTEMPTS: u32 = 3;
+
+/// A guest in the hands of whoever moves it.
+#[derive(Debug)]
+pub enum Held<V: Resume> {
+    /// It runs.
+    Running(Running<V>),
+    /// It stands still, and is this host's.
+    Paused(Paused<V>),
+    /// It is promised away.
+    Committed(Committed<V>),
+    /// It is given up: its VMM remains to be torn down.
+    Released(V),
+    /// Within a change from one to the other.
+    Moving,
+}
 
 /// A guest that runs on this host.
 #[derive(Debug)]
@@ -38,8 +55,86 @@ pub struct Committed<V>(V);
 pub struct CommitWritten(());
 
 /// Proof that a committed guest is this host's again.
-#[derive(Debug)]
-pub struct Returned(());
+struct Returned(());
+
+impl<V: Resume> Held<V> {
+    /// A guest that stands still, as a process finds it that was started again after another one has died: it
+    /// may be resumed only where the hand-over says so.
+    pub fn found(vm: V, state: SourceState) -> Self {
+        if state.may_run() {
+            Self::Paused(Paused(Some(vm)))
+        } else {
+            Self::Committed(Committed(vm))
+        }
+    }
+
+    /// Promises the guest away, if it stands still and is this host's.
+    pub fn commit(&mut self, proof: CommitWritten) {
+        *self = match self.take() {
+            Self::Paused(paused) => paused.commit(proof).map_or(Self::Moving, Self::Committed),
+            other => other,
+        };
+    }
+
+    /// Lets the guest run, if it stands still here and is this host's. One that was promised away is this host's
+    /// only if the hand-over says so.
+    ///
+    /// # Errors
+    /// What the VMM said last; the guest stands still.
+    pub fn resume(&mut self, state: SourceState) -> Result<(), VmError> {
+        let paused = match (self.take(), returned(state)) {
+            (Self::Paused(paused), _) => paused,
+            (Self::Committed(committed), Some(proof)) => committed.take_back(proof),
+            (other, _) => {
+                *self = other;
+                return Ok(());
+            }
+        };
+        let (held, resumed) = match paused.resume() {
+            Ok(running) => (Self::Running(running), Ok(())),
+            Err((paused, error)) => (paused.map_or(Self::Moving, Self::Paused), Err(error)),
+        };
+        *self = held;
+        resumed
+    }
+
+    /// Gives up the guest, if it is promised away.
+    pub fn release(&mut self) {
+        *self = match self.take() {
+            Self::Committed(committed) => Self::Released(committed.release()),
+            other => other,
+        };
+    }
+
+    fn take(&mut self) -> Self {
+        std::mem::replace(self, Self::Moving)
+    }
+}
+
+impl<V: SourceVm> Held<V> {
+    /// Pauses the guest, if it runs, and says for how long it has stood still; see [`Running::pause`].
+    pub fn pause(&mut self) -> Option<Result<Duration, VmError>> {
+        let (held, paused) = match self.take() {
+            Self::Running(running) => match running.pause() {
+                Ok((paused, stood_still)) => (Self::Paused(paused), Some(Ok(stood_still))),
+                Err((running, error)) => (Self::Running(running), Some(Err(error))),
+            },
+            other => (other, None),
+        };
+        *self = held;
+        paused
+    }
+}
+
+impl<V: StreamedVm> Held<V> {
+    /// Its VMM has stopped the guest, if it ran.
+    pub fn stopped(&mut self) {
+        *self = match self.take() {
+            Self::Running(running) => Self::Paused(running.stopped()),
+            other => other,
+        };
+    }
+}
 
 impl<V: SourceVm> Running<V> {
     /// Pauses the guest; with it comes for how long it has stood still.
@@ -189,8 +284,7 @@ impl<V: Resume> Drop for Paused<V> {
 
 impl<V: Resume> Committed<V> {
     /// Takes the guest back.
-    #[must_use]
-    pub fn take_back(self, _proof: Returned) -> Paused<V> {
+    fn take_back(self, _proof: Returned) -> Paused<V> {
         Paused(Some(self.0))
     }
 
@@ -198,15 +292,6 @@ impl<V: Resume> Committed<V> {
     pub fn release(self) -> V {
         self.0
     }
-}
-
-/// The guest as a process finds it that was started again after another one has died: it may resume
-/// the guest only where the hand-over says so.
-///
-/// # Errors
-/// The guest as one that is promised away, which is no failure but the other case.
-pub fn found<V: Resume>(vm: V, state: SourceState) -> Result<Paused<V>, Committed<V>> {
-    if state.may_run() { Ok(Paused(Some(vm))) } else { Err(Committed(vm)) }
 }
 
 /// Appends COMMIT.
@@ -219,7 +304,6 @@ pub fn write_commit(journal: &mut dyn Journal) -> Result<CommitWritten, JournalE
 }
 
 /// The proof that the guest is this host's, if the hand-over says so.
-#[must_use]
-pub fn returned(state: SourceState) -> Option<Returned> {
+fn returned(state: SourceState) -> Option<Returned> {
     (state == SourceState::Kept).then_some(Returned(()))
 }

@@ -36,7 +36,8 @@ pub trait Recogniser: Send + 'static {
     /// Looks at the next bytes of the stream: those that follow on what the calls before have taken. Appends what
     /// it finds to `marks`, with places counted from the beginning of `bytes`, and returns how many bytes it has
     /// taken: as many as make whole records. What it leaves comes again with more behind it; of
-    /// [`LONGEST_RECORD`] bytes it takes at least one.
+    /// [`LONGEST_RECORD`] bytes it takes at least one. One that takes nothing of far more is not asked again, and the
+    /// rest of its stream goes as bytes.
     fn look(&mut self, bytes: &[u8], marks: &mut Marks) -> usize;
 }
 

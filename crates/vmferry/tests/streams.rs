@@ -85,6 +85,19 @@ fn every_byte_arrives_as_it_was_written() {
 }
 
 #[test]
+fn what_a_recogniser_takes_nothing_of_arrives_as_bytes() {
+    for recognised in [0, 1 << 20] {
+        let plan = Plan { streams: 2, recognised, ..Plan::default() };
+        let pages = 2 * plan.pages;
+        let vm = Streamer::new(plan);
+        let stats = assert_arrived(scenario().run_streamed(vm, Taker::default(), |_| {}));
+        let counted = stats.encoded.content() + stats.encoded.zero;
+        assert_eq!(counted > 0, recognised > 0, "{stats:?}");
+        assert!(counted < pages, "{stats:?}");
+    }
+}
+
+#[test]
 fn a_broken_link_costs_time_and_nothing_else() {
     for channels in [Channels::All, Channels::Control, Channels::Lane(0)] {
         let mut scenario = scenario();

@@ -167,6 +167,7 @@ fn write(memory: &GuestMemory, hot_pages: u64, running: &Running) {
     let mut done: u32 = 0;
     while !running.ended.load(Ordering::Relaxed) {
         let due = PERIOD * done / PIECES as u32;
+        // The pace of the run: a piece is written when it is due.
         std::thread::sleep(due.saturating_sub(begun.elapsed()).max(Duration::from_micros(100)));
         let paused = lock(&running.paused);
         if *paused {

@@ -174,6 +174,7 @@ impl RewrittenLog {
             && !self.released.load(Ordering::Relaxed)
             && !self.writing.stop.load(Ordering::Relaxed)
         {
+            // Whoever writes the guest's memory wakes nobody.
             std::thread::sleep(Duration::from_millis(1));
         }
         let mut waits = lock(&self.waits);

@@ -125,6 +125,7 @@ fn look_at(
     while orders.progress().sent_bytes == 0 {
         ensure!(!is_over(), "the migration is over before it has begun");
         ensure!(begun.elapsed() < START, "nothing was sent in {} s", START.as_secs());
+        // Progress wakes nobody.
         std::thread::sleep(Duration::from_millis(1));
     }
     sleep_until(log, log.active() + window.warm_up);

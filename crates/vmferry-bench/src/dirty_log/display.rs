@@ -78,6 +78,7 @@ pub fn measure(log: GuestLog, rounds: usize) -> anyhow::Result<Harvests> {
         if Instant::now() > deadline {
             bail!("the display was redrawn {drawn} times in a minute");
         }
+        // What is measured is what the display draws in this time.
         std::thread::sleep(INTERVAL);
         let mut samples = Vec::new();
         for (log_of_slot, slot) in logs.iter().zip(SLOTS) {

@@ -181,8 +181,7 @@ fn number_of(channel: &UnixStream, deadline: Instant) -> Result<u8, QemuError> {
 
 fn unknown_channel() -> QemuError {
     QemuError::Unsupported(
-        "its multifd channels are none that vmferry knows: carry it without (`--channels 1`)"
-            .into(),
+        "its multifd channels are none that vmferry knows: leave `--multifd` out".into(),
     )
 }
 

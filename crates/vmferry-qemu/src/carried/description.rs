@@ -6,13 +6,16 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use vmferry::PrepareError;
 use vmferry_memory::{PAGE_SIZE, SlotId, SlotLayout};
-use vmferry_wire::GuestIdentity;
+use vmferry_wire::{GuestIdentity, MAX_LANES};
 
 use crate::error::QemuError;
 use crate::guest::host;
 use crate::machine::{self, Machine};
 use crate::qmp::{Qmp, QmpError};
 use crate::ram;
+
+/// Channels beside the main stream, at most: each has a lane, and so has the main stream.
+pub const MAX_CHANNELS: u8 = MAX_LANES - 1;
 
 /// A RAM block of QEMU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -80,6 +83,14 @@ impl Description {
     /// # Errors
     /// What differs, and what to change.
     pub fn check(&self, offered: &Self) -> Result<(), PrepareError> {
+        if offered.multifd > MAX_CHANNELS {
+            let text = format!(
+                "the source has {} multifd channels, and {MAX_CHANNELS} can be carried at most: \
+                 use fewer (`--multifd`)",
+                offered.multifd
+            );
+            return Err(PrepareError::Incompatible(text));
+        }
         if let Some(difference) = machine::difference(&offered.machine, &self.machine) {
             return Err(PrepareError::Incompatible(difference));
         }
@@ -146,5 +157,27 @@ pub fn describe(identity: &GuestIdentity, own: &Description) -> vmferry::GuestDe
         vmm: super::VMM.into(),
         config: json!(own).to_string().into_bytes(),
         layout: own.layout(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_channels_than_lanes_are_refused() {
+        let of = |multifd| Description {
+            host: "here".into(),
+            machine: Machine::default(),
+            blocks: Vec::new(),
+            files: Vec::new(),
+            multifd,
+        };
+        assert!(of(0).check(&of(MAX_CHANNELS)).is_ok());
+        for multifd in [MAX_CHANNELS + 1, u8::MAX] {
+            let error = of(0).check(&of(multifd)).unwrap_err().to_string();
+            let says = format!("{multifd} multifd channels, and 15 can be carried at most");
+            assert!(error.contains(&says), "{error}");
+        }
     }
 }

@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use vmferry::streamed::{OutgoingStream, Recogniser, StreamEvents, StreamedVm};
 use vmferry::{GuestDescription, Resume, VmError};
-use vmferry_wire::{GuestIdentity, MAX_LANES};
+use vmferry_wire::GuestIdentity;
 
 use super::channels;
-use super::description::{Description, describe};
+use super::description::{Description, MAX_CHANNELS, describe};
 use super::monitor::Monitor;
 use super::watch::Watch;
 use crate::error::QemuError;
@@ -50,10 +50,9 @@ impl CarriedSource {
     /// # Errors
     /// What QEMU says against it, and what to change.
     pub fn attach(socket: &Path, channels: u8) -> Result<Self, QemuError> {
-        if channels >= MAX_LANES {
-            let most = MAX_LANES - 1;
+        if channels > MAX_CHANNELS {
             return Err(QemuError::Unsupported(format!(
-                "{channels} multifd channels are too many: take {most} at most"
+                "{channels} multifd channels are too many: take {MAX_CHANNELS} at most"
             )));
         }
         let mut qmp = Qmp::connect(socket)?;
@@ -237,7 +236,7 @@ impl StreamedVm for CarriedSource {
         match self.stream(downtime, events) {
             Ok(streams) => Ok(streams),
             Err(error) => {
-                // Nothing is left of what was begun, and the guest has never stopped. The reason is what counts.
+                // Nothing is left of what was begun, and one that had to stand still runs on. The reason is what counts.
                 let _ = self.run_on();
                 Err(error.into())
             }

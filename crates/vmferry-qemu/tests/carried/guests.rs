@@ -25,6 +25,20 @@ pub fn machine(world: &World, version: Version) -> Machine {
     private.with(&["-device", "VGA", "-drive", &drive, "-device", "virtio-blk-pci,drive=disk"])
 }
 
+/// Starts such a guest of each version for each number of channels, and does something with it once it has been checked.
+pub fn each(test: impl Fn(&World, &Machine, Qemu, u8)) {
+    for version in Version::ALL {
+        for channels in CHANNELS {
+            println!("{version:?} with {channels} channels");
+            let world = World::new();
+            let machine = machine(&world, version);
+            let mut here = machine.start(&world, "here");
+            check(&mut here);
+            test(&world, &machine, here, channels);
+        }
+    }
+}
+
 /// The guest has checked all of its memory and its disk since now.
 pub fn check(qemu: &mut Qemu) {
     let before = qemu.check_guest().get("disk_rounds");

@@ -58,16 +58,9 @@ pub fn migrate_with(
     }
     let dialer = Dialer::new(address, None);
     let outcome = migrate(source, &dialer, config, &Orders::default(), &mut |_| {});
-    let received = receiving.join().unwrap();
-    match (outcome, received) {
-        (SourceOutcome::Given { vm, stats }, Received::Owns(owned)) => {
-            assert!(owned.crash.is_none(), "{:?}", owned.crash);
-            vm.quit().unwrap();
-            Ok(*stats)
-        }
-        (SourceOutcome::Kept { error, .. }, Received::Nothing { .. }) => Err(error),
-        _ => panic!("both have it, or none"),
-    }
+    let (vm, stats) = ended(outcome, receiving)?;
+    vm.quit().unwrap();
+    Ok(stats)
 }
 
 /// What attaching to a QEMU says that can't be moved.
@@ -111,12 +104,20 @@ pub fn carry(
     change(&mut config);
     let dialer = Dialer::new(address, None);
     let outcome = migrate_streamed(source, &dialer, config, &Orders::default(), &mut |_| {});
-    let received = receiving.join().unwrap();
-    match (outcome, received) {
+    let (vm, stats) = ended(outcome, receiving)?;
+    vm.quit().unwrap();
+    Ok(stats)
+}
+
+/// The QEMU that the guest has left; or why it did not, which both sides agree on.
+fn ended<V>(
+    outcome: SourceOutcome<V>,
+    receiving: JoinHandle<Received<QemuDestination>>,
+) -> Result<(V, SourceStats), MigrateError> {
+    match (outcome, receiving.join().unwrap()) {
         (SourceOutcome::Given { vm, stats }, Received::Owns(owned)) => {
             assert!(owned.crash.is_none(), "{:?}", owned.crash);
-            vm.quit().unwrap();
-            Ok(*stats)
+            Ok((vm, *stats))
         }
         (SourceOutcome::Kept { error, .. }, Received::Nothing { error: there, .. }) => {
             println!("destination: {}", vmferry::chain(&there));

@@ -3,18 +3,17 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmferry::held::{found, returned, write_commit};
+use vmferry::MigrateError;
+use vmferry::held::{Held, write_commit};
 use vmferry::link::{channel_name, lost};
 use vmferry::source::io::Input;
-use vmferry::source::machine::Source;
 use vmferry::source::plan::{Job, Task};
 use vmferry::source::rounds::LaneTotals;
-use vmferry::{MigrateError, VmError};
 use vmferry_codec::{Choice, DeltaUse, EncodedFrame, Method};
 use vmferry_memory::PageSet;
 
+use super::Process;
 use super::lanes::Frame;
-use super::{Held, Process};
 use crate::guest::Guest;
 use crate::network::Network;
 use crate::plan::Sabotage;
@@ -128,7 +127,7 @@ impl Process {
             return None;
         }
         self.recalled = true;
-        let source = self.resume()?;
+        let source = self.held.resume(self.machine.handover()).err()?;
         Some(Input::Failed(MigrateError::Vm { action: "let the guest run on", source }))
     }
 
@@ -137,24 +136,19 @@ impl Process {
         let sabotaged = self.sabotage == Some(Sabotage::RunOnBeforeReady)
             && self.machine.phase_name() == "the wait for READY";
         if sabotaged {
-            self.resume();
+            // One that does not run on breaks nothing.
+            let _ = self.held.resume(self.machine.handover());
         }
         sabotaged
     }
 
     pub(super) fn pause(&mut self) -> Input {
-        let (held, input) = match std::mem::replace(&mut self.held, Held::Gone) {
-            Held::Running(running) => match running.pause() {
-                Ok((paused, stood_still)) => (Held::Paused(paused), Input::Paused { stood_still }),
-                Err((running, source)) => {
-                    let error = MigrateError::Vm { action: "pause the guest", source };
-                    (Held::Running(running), Input::Failed(error))
-                }
-            },
-            other => (other, Input::Tick),
-        };
-        self.held = held;
-        input
+        let failed = |source| MigrateError::Vm { action: "pause the guest", source };
+        match self.held.pause() {
+            Some(Ok(stood_still)) => Input::Paused { stood_still },
+            Some(Err(source)) => Input::Failed(failed(source)),
+            None => Input::Tick,
+        }
     }
 
     pub(super) fn harvest_last(&mut self) -> Result<Input, MigrateError> {
@@ -169,61 +163,18 @@ impl Process {
 
     pub(super) fn commit(&mut self) -> Input {
         let Some(journal) = &mut self.journal else { return Input::Tick };
-        match write_commit(journal) {
-            Ok(proof) => {
-                self.held = match std::mem::replace(&mut self.held, Held::Gone) {
-                    Held::Paused(paused) => {
-                        paused.commit(proof).map_or(Held::Gone, Held::Committed)
-                    }
-                    other => other,
-                };
-                Input::CommitWritten(Ok(()))
-            }
-            Err(error) => Input::CommitWritten(Err(error.into())),
-        }
+        let committed = write_commit(journal).map(|proof| self.held.commit(proof));
+        Input::CommitWritten(committed.map_err(Into::into))
     }
 
-    /// Lets the guest run; why it does not, if it does not.
-    pub(super) fn resume(&mut self) -> Option<VmError> {
-        let paused = match std::mem::replace(&mut self.held, Held::Gone) {
-            Held::Paused(paused) => paused,
-            Held::Committed(committed) => match returned(self.machine.handover()) {
-                Some(proof) => committed.take_back(proof),
-                None => {
-                    self.held = Held::Committed(committed);
-                    return None;
-                }
-            },
-            other => {
-                self.held = other;
-                return None;
-            }
-        };
-        match paused.resume() {
-            Ok(running) => {
-                self.held = Held::Running(running);
-                None
-            }
-            Err((paused, error)) => {
-                self.held = paused.map_or(Held::Gone, Held::Paused);
-                Some(error)
-            }
-        }
-    }
-}
-
-impl Held {
     /// What a process that was started again holds: whatever stands still is somebody's promise.
-    pub(super) fn recover(self, machine: &Source, guest: &Guest) -> Self {
-        match self {
-            Self::Running(running) if !guest.is_running() => {
-                match found(running.into_vm(), machine.handover()) {
-                    Ok(paused) => Self::Paused(paused),
-                    Err(committed) => Self::Committed(committed),
-                }
+    pub(super) fn recover(&mut self, guest: &Guest) {
+        self.held = match std::mem::replace(&mut self.held, Held::Moving) {
+            Held::Running(running) if !guest.is_running() => {
+                Held::found(running.into_vm(), self.machine.handover())
             }
             other => other,
-        }
+        };
     }
 }
 

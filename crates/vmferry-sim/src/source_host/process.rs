@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use vmferry::MigrateError;
 use vmferry::SourceVm;
-use vmferry::held::{Committed, Paused, Running};
+use vmferry::held::{Held, Running};
 use vmferry::journal::{Journal, Record};
 use vmferry::link::lost;
 use vmferry::source::encode::PageEncoder;
@@ -32,7 +32,7 @@ pub(super) struct Process {
     /// Its number.
     pub(super) number: u64,
     pub(super) machine: Source,
-    pub(super) held: Held,
+    pub(super) held: Held<Vm>,
     pub(super) memory: GuestMemory,
     pub(super) log: Arc<dyn DirtyLog>,
     hashes: Arc<PageHashes>,
@@ -54,13 +54,6 @@ pub(super) struct Process {
     /// One worker for all lanes.
     pub(super) encoder: PageEncoder,
     pub(super) sabotage: Option<Sabotage>,
-}
-
-pub(super) enum Held {
-    Running(Running<Vm>),
-    Paused(Paused<Vm>),
-    Committed(Committed<Vm>),
-    Gone,
 }
 
 /// What a process is begun with.
@@ -207,17 +200,12 @@ impl Process {
                 None
             }
             Action::Resume => {
-                self.resume();
+                // Nobody is here to be told why it could not.
+                let _ = self.held.resume(self.machine.handover());
                 None
             }
             Action::Release => {
-                self.held = match std::mem::replace(&mut self.held, Held::Gone) {
-                    Held::Committed(committed) => {
-                        committed.release();
-                        Held::Gone
-                    }
-                    other => other,
-                };
+                self.held.release();
                 None
             }
             Action::Ask { delay } => {

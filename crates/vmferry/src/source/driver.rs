@@ -3,7 +3,6 @@
 //! What is done to the guest differs by how it is moved (`memory`: the engine reads its memory; `streams`: its VMM
 //! streams it); channels, journal, hand-over and orders are the same.
 
-mod handover;
 mod links;
 mod memory;
 mod streams;
@@ -32,7 +31,7 @@ use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
 use crate::greeting::Purpose;
 use crate::handover::SourceState;
-use crate::held::{Committed, Paused, Running};
+use crate::held::{Held, Running, write_commit};
 use crate::journal::{FileJournal, Journal, Record, Side, now_seconds};
 use crate::stats::SourceStats;
 use crate::streamed::{StreamEvent, StreamedVm};
@@ -154,15 +153,6 @@ fn conduct<V: Resume, G: GuestSide<V>>(
 /// The hand-over's types leave no such end: it is either running, paused or released.
 fn gone<V>() -> V {
     unreachable!("a migration ends with the guest in somebody's hands")
-}
-
-enum Held<V: Resume> {
-    Running(Running<V>),
-    Paused(Paused<V>),
-    Committed(Committed<V>),
-    Released(V),
-    /// Within a change from one to the other.
-    Moving,
 }
 
 /// What is done to the guest, and to what it sends.
@@ -357,7 +347,11 @@ impl<'a, V: Resume> Core<'a, V> {
                 self.chooser.set_cap(cap);
                 None
             }
-            Action::WriteCommit => Some(self.commit()),
+            Action::WriteCommit => {
+                let written = write_commit(&mut self.journal);
+                let committed = written.map(|proof| self.held.commit(proof));
+                Some(Input::CommitWritten(committed.map_err(Into::into)))
+            }
             Action::WriteOutcome { kept, by_operator } => {
                 let record =
                     if kept { Record::Kept { by_operator } } else { Record::Given { by_operator } };
@@ -366,14 +360,13 @@ impl<'a, V: Resume> Core<'a, V> {
                 None
             }
             Action::Resume => {
-                self.resume();
+                if let Err(error) = self.held.resume(self.machine.handover()) {
+                    self.resume_failure = Some(error);
+                }
                 None
             }
             Action::Release => {
-                self.held = match std::mem::replace(&mut self.held, Held::Moving) {
-                    Held::Committed(committed) => Held::Released(committed.release()),
-                    other => other,
-                };
+                self.held.release();
                 None
             }
             Action::Ask { delay } => {

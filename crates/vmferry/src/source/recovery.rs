@@ -15,7 +15,7 @@ use super::machine::Source;
 use super::orders::Orders;
 use crate::config::SourceConfig;
 use crate::cpu::CpuMeter;
-use crate::held::{Committed, Paused, found, returned};
+use crate::held::Held;
 use crate::journal::{FileJournal, Journal, JournalError, Record, Side};
 use crate::link::lost;
 use crate::vm::{GuestDescription, Resume, VmError};
@@ -59,10 +59,7 @@ pub fn recover<V: Resume>(
     orders.attach(inputs.0);
     let control = ControlLink::new(dialer, &config, Vec::new(), CpuMeter::default());
     let machine = Source::recovered(config, &guest, "none", &records, Duration::ZERO);
-    let held = match found(vm, machine.handover()) {
-        Ok(paused) => Held::Paused(paused),
-        Err(committed) => Held::Committed(committed),
-    };
+    let held = Held::found(vm, machine.handover());
     let started = Instant::now();
     let mut recovery = Recovery { machine, control, journal, held, failure: None };
     loop {
@@ -96,13 +93,6 @@ pub fn recover<V: Resume>(
     }
 }
 
-enum Held<V: Resume> {
-    Paused(Paused<V>),
-    Committed(Committed<V>),
-    Running(V),
-    Moving,
-}
-
 struct Recovery<V: Resume> {
     machine: Source,
     control: ControlLink,
@@ -129,35 +119,15 @@ impl<V: Resume> Recovery<V> {
                 // The promise that counts is written already; this line is for `vmferry status`.
                 let _ = self.journal.append(&record);
             }
-            Action::Resume => self.resume(),
+            Action::Resume => {
+                if let Err(error) = self.held.resume(self.machine.handover()) {
+                    self.failure = Some(error);
+                }
+            }
             // A guest that was given away stays as it is, and a recovered source does nothing else.
             _ => {}
         }
         None
-    }
-
-    fn resume(&mut self) {
-        let paused = match std::mem::replace(&mut self.held, Held::Moving) {
-            Held::Paused(paused) => paused,
-            Held::Committed(committed) => match returned(self.machine.handover()) {
-                Some(proof) => committed.take_back(proof),
-                None => {
-                    self.held = Held::Committed(committed);
-                    return;
-                }
-            },
-            other => {
-                self.held = other;
-                return;
-            }
-        };
-        match paused.resume() {
-            Ok(running) => self.held = Held::Running(running.into_vm()),
-            Err((paused, error)) => {
-                self.held = paused.map_or(Held::Moving, Held::Paused);
-                self.failure = Some(error);
-            }
-        }
     }
 
     fn finish(mut self, ending: &Ending) -> Recovered<V> {
@@ -165,17 +135,17 @@ impl<V: Resume> Recovery<V> {
         self.control.say_goodbye();
         self.control.close();
         match (self.held, ending, self.failure) {
-            (Held::Running(vm), ..) => {
+            (Held::Running(running), ..) => {
                 // A session that had no word yet has one now: the guest is here.
                 let _ = self.journal.append(&Record::Kept { by_operator: false });
-                Recovered::Kept(vm)
+                Recovered::Kept(running.into_vm())
             }
             (Held::Committed(committed), ..) => Recovered::Given(committed.release()),
             (Held::Paused(paused), Ending::Kept(_), failure) => match paused.into_vm() {
                 Some(vm) => Recovered::Stuck(vm, failure.unwrap_or_else(no_reason)),
                 None => unreachable!("a paused guest is in somebody's hands"),
             },
-            (Held::Paused(_) | Held::Moving, ..) => {
+            (Held::Paused(_) | Held::Released(_) | Held::Moving, ..) => {
                 unreachable!("a recovery ends with the guest in somebody's hands")
             }
         }

@@ -33,6 +33,8 @@ pub struct Plan {
     pub hot: u64,
     /// Bytes that are no pages, in front of each pass.
     pub noise: usize,
+    /// Bytes of each stream that its recogniser takes, about; of those behind them it takes nothing.
+    pub recognised: usize,
     /// After the last pass it goes on with passes until this is set.
     pub until: Arc<AtomicBool>,
 }
@@ -40,7 +42,8 @@ pub struct Plan {
 impl Default for Plan {
     fn default() -> Self {
         let until = Arc::new(AtomicBool::new(true));
-        Self { streams: 1, pages: 2000, passes: 3, hot: 300, noise: 5000, until }
+        let recognised = usize::MAX;
+        Self { streams: 1, pages: 2000, passes: 3, hot: 300, noise: 5000, recognised, until }
     }
 }
 
@@ -124,7 +127,8 @@ impl StreamedVm for Streamer {
         for number in 0..self.plan.streams {
             let (theirs, ours) = UnixStream::pair()?;
             self.cut.push(ours.try_clone()?);
-            let recogniser: Box<dyn Recogniser> = Box::new(Records { stream: number.into() });
+            let (stream, left) = (number.into(), self.plan.recognised);
+            let recogniser: Box<dyn Recogniser> = Box::new(Records { stream, left });
             streams.push(OutgoingStream { socket: theirs, recogniser });
             let stream = Stream {
                 number,
@@ -273,10 +277,23 @@ impl Stream {
 /// Finds the records.
 struct Records {
     stream: u64,
+    /// Bytes until it takes nothing any more.
+    left: usize,
 }
 
 impl Recogniser for Records {
     fn look(&mut self, bytes: &[u8], marks: &mut Marks) -> usize {
+        if self.left == 0 {
+            return 0;
+        }
+        let taken = self.records(bytes, marks);
+        self.left = self.left.saturating_sub(taken);
+        taken
+    }
+}
+
+impl Records {
+    fn records(&self, bytes: &[u8], marks: &mut Marks) -> usize {
         let mut at = 0;
         while let Some(word) = bytes.get(at..at + 8) {
             let word = u64::from_be_bytes(word.try_into().unwrap());

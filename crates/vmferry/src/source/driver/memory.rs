@@ -7,10 +7,11 @@ use vmferry_codec::{HotPages, PageHashes};
 use vmferry_dirty::DirtyLog;
 use vmferry_memory::{GuestMemory, PageSet, whole_hash_except};
 
-use super::{Core, GuestSide, Held};
+use super::{Core, GuestSide};
 use crate::compression::worker_threads;
 use crate::error::MigrateError;
 use crate::free_pages::FreePages;
+use crate::held::Held;
 use crate::source::encode::PageEncoder;
 use crate::source::freed::{Freed, free_messages};
 use crate::source::io::{Action, Input};
@@ -263,10 +264,8 @@ impl MemoryGuest {
         self.recalled = true;
         // The last harvest has used it up.
         self.spare = PageSet::for_memory(&self.memory);
-        core.resume();
-        core.resume_failure.take().map(|source| {
-            Input::Failed(MigrateError::Vm { action: "let the guest run on", source })
-        })
+        let source = core.held.resume(core.machine.handover()).err()?;
+        Some(Input::Failed(MigrateError::Vm { action: "let the guest run on", source }))
     }
 
     /// Tells the destination which pages it need not have as they are here.
@@ -309,18 +308,11 @@ fn quiesced<V: SourceVm, R>(
 }
 
 fn pause<V: SourceVm>(core: &mut Core<'_, V>) -> Input {
-    let (held, input) = match std::mem::replace(&mut core.held, Held::Moving) {
-        Held::Running(running) => match running.pause() {
-            Ok((paused, stood_still)) => (Held::Paused(paused), Input::Paused { stood_still }),
-            Err((running, source)) => {
-                let error = MigrateError::Vm { action: "pause the guest", source };
-                (Held::Running(running), Input::Failed(error))
-            }
-        },
-        other => (other, Input::Tick),
-    };
-    core.held = held;
-    input
+    match core.held.pause() {
+        Some(Ok(stood_still)) => Input::Paused { stood_still },
+        Some(Err(source)) => Input::Failed(MigrateError::Vm { action: "pause the guest", source }),
+        None => Input::Tick,
+    }
 }
 
 fn save<V: SourceVm>(core: &mut Core<'_, V>) -> Input {

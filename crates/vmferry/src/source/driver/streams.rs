@@ -3,10 +3,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Core, GuestSide, Held};
+use super::{Core, GuestSide};
 use crate::compression::worker_threads;
 use crate::config::window_frames;
 use crate::error::MigrateError;
+use crate::held::Held;
 use crate::source::io::{Action, Input};
 use crate::source::lane::{FrameSource, Lane};
 use crate::source::outgoing::Outgoing;
@@ -166,10 +167,7 @@ impl<V: StreamedVm> GuestSide<V> for StreamedGuest {
                 Input::Pass { round: number, pages, dirty_pages_per_s, totals: taken(core) }
             }
             StreamEvent::Stopped { stood_still, expected_downtime } => {
-                core.held = match std::mem::replace(&mut core.held, Held::Moving) {
-                    Held::Running(running) => Held::Paused(running.stopped()),
-                    other => other,
-                };
+                core.held.stopped();
                 if let Some(streams) = &self.streams {
                     streams.next_pass();
                 }

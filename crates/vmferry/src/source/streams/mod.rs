@@ -72,7 +72,7 @@ impl Streams {
     /// Starts to read. There must be a lane for each stream.
     ///
     /// # Errors
-    /// If the system has no thread or descriptor left.
+    /// If the system has no thread left. The signal may be closed then.
     pub fn start(streams: Vec<OutgoingStream>, context: &StreamContext) -> std::io::Result<Self> {
         let tally = Arc::new(Tally { pass: AtomicU32::new(1), digest: AtomicU64::new(0) });
         let share = u64::from(MAX_KEPT_PAGES) * vmferry_memory::PAGE_SIZE as u64;
@@ -97,10 +97,12 @@ impl Streams {
             };
             let cpu = context.cpu.clone();
             let thread = std::thread::Builder::new().name(format!("stream{lane}-read"));
-            all.readers.push(thread.spawn(move || {
+            let spawned = thread.spawn(move || {
                 let _cpu = cpu.count_this_thread();
                 reader.run();
-            })?);
+            });
+            // Those that read already are waited for, and would wait for their lanes.
+            all.readers.push(spawned.inspect_err(|_| context.signal.close())?);
         }
         all.packers = Some(packers);
         Ok(all)

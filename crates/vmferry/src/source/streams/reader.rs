@@ -52,6 +52,15 @@ pub struct StreamReader {
     pub results: Sender<Input>,
 }
 
+/// Finds nothing, and takes all.
+struct NoRecogniser;
+
+impl Recogniser for NoRecogniser {
+    fn look(&mut self, bytes: &[u8], _marks: &mut Marks) -> usize {
+        bytes.len()
+    }
+}
+
 /// A piece that was read.
 struct Cut {
     bytes: usize,
@@ -127,6 +136,11 @@ impl StreamReader {
                 let looked = self.recogniser.look(&buffer[taken..filled], marks);
                 marks.pages[known..].iter_mut().for_each(|mark| mark.at += taken);
                 taken += looked.min(filled - taken);
+            }
+            if taken == 0 && filled == buffer.len() {
+                // It would never take anything, and can't follow the stream over what it has not taken.
+                self.recogniser = Box::new(NoRecogniser);
+                taken = filled;
             }
             let full = taken >= PIECE_BYTES || filled == buffer.len();
             if full || taken > 0 && !self.more_comes()? {
