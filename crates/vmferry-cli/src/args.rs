@@ -267,11 +267,13 @@ pub struct StatusOptions {
 #[command(group = clap::ArgGroup::new("word").required(true))]
 #[command(after_help = "\
 Look at the other host first. If you say that the source resumes while the destination runs the
-guest, two hosts run it and its data is lost.
+guest, two hosts run it and its data is lost. This shows what the journal knows and asks before
+anything is decided; where there is no terminal, --yes says that all of it is done.
 
 Examples:
   vmferry resolve web --destination-owns
-  vmferry resolve web --source-resumes")]
+  vmferry resolve web --source-resumes
+  vmferry resolve web --source-resumes --yes --json    # in a script that has fenced the other host")]
 pub struct ResolveOptions {
     /// Name of the guest, path of its control socket, or number of the session.
     pub guest: String,
@@ -281,6 +283,9 @@ pub struct ResolveOptions {
     /// The other host does not run the guest and never will: let it run here.
     #[arg(long, group = "word")]
     pub source_resumes: bool,
+    /// The other host was looked at, or is fenced: don't ask.
+    #[arg(long, short)]
+    pub yes: bool,
 }
 
 /// `vmferry pki`.

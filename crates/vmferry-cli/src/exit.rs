@@ -36,6 +36,8 @@ pub enum Code {
     Corrupt,
     /// 14: in doubt: `vmferry resolve` is the way out.
     InDoubt,
+    /// 15: the guest's VMM lives and does not answer.
+    NotAnswering,
 }
 
 impl Code {
@@ -56,6 +58,7 @@ impl Code {
             Self::LinkLost => 12,
             Self::Corrupt => 13,
             Self::InDoubt => 14,
+            Self::NotAnswering => 15,
         }
     }
 
@@ -76,6 +79,7 @@ impl Code {
             Self::LinkLost => "link-lost",
             Self::Corrupt => "corrupt",
             Self::InDoubt => "in-doubt",
+            Self::NotAnswering => "not-answering",
         }
     }
 }
@@ -163,6 +167,7 @@ impl From<ClientError> for Failure {
         match error {
             ClientError::Refused(error) => error.into(),
             ClientError::NoGuest { .. } => Self::of(Code::UnknownGuest, error),
+            ClientError::Silent { .. } => Self::of(Code::NotAnswering, error),
             ClientError::Socket(error) => error.into(),
             ClientError::Vanished { .. }
             | ClientError::Io { .. }

@@ -20,6 +20,17 @@ pub const SOURCE_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 7, 1);
 /// See [`SOURCE_ADDRESS`].
 pub const DESTINATION_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 7, 2);
 
+/// Which way packets are lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// What the source sends.
+    ToDestination,
+    /// What the destination sends.
+    ToSource,
+    /// All.
+    Both,
+}
+
 /// Both.
 #[derive(Debug)]
 pub struct Namespaces {
@@ -58,6 +69,37 @@ impl Namespaces {
     pub fn set_cable(&self, plugged: bool) -> anyhow::Result<()> {
         let state = if plugged { "up" } else { "down" };
         ip(&self.source, &format!("link set source {state}"))
+    }
+
+    /// Loses every packet that goes this way, until [`mend`](Self::mend): the interfaces are up, and nobody hears
+    /// of it.
+    ///
+    /// # Errors
+    /// What `tc` says, also of a way that loses packets already.
+    pub fn black_hole(&self, direction: Direction) -> anyhow::Result<()> {
+        for (namespace, interface) in self.senders(direction) {
+            run(namespace, "tc", &format!("qdisc add dev {interface} root blackhole"))?;
+        }
+        Ok(())
+    }
+
+    /// Takes a black hole away.
+    ///
+    /// # Errors
+    /// What `tc` says, also where there is none.
+    pub fn mend(&self, direction: Direction) -> anyhow::Result<()> {
+        for (namespace, interface) in self.senders(direction) {
+            run(namespace, "tc", &format!("qdisc del dev {interface} root"))?;
+        }
+        Ok(())
+    }
+
+    /// Where packets that go this way leave.
+    fn senders(&self, direction: Direction) -> impl Iterator<Item = (&File, &'static str)> {
+        let source = (direction != Direction::ToSource).then_some((&self.source, "source"));
+        let destination =
+            (direction != Direction::ToDestination).then_some((&self.destination, "destination"));
+        source.into_iter().chain(destination)
     }
 
     /// The source's, by a path that processes of the same user can open while this lives.
@@ -104,11 +146,19 @@ fn unshared() -> anyhow::Result<File> {
 
 /// Runs `ip` in a namespace.
 fn ip(namespace: &File, arguments: &str) -> anyhow::Result<()> {
+    run(namespace, "ip", arguments)
+}
+
+/// Runs a program of iproute2 in a namespace.
+fn run(namespace: &File, program: &str, arguments: &str) -> anyhow::Result<()> {
     let run = || {
         enter(namespace.as_fd())?;
-        let output = Command::new("ip").args(arguments.split(' ')).output().context("no `ip`")?;
+        let output = Command::new(program)
+            .args(arguments.split(' '))
+            .output()
+            .with_context(|| format!("no `{program}`"))?;
         let problem = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "ip {arguments}: {}", problem.trim());
+        ensure!(output.status.success(), "{program} {arguments}: {}", problem.trim());
         Ok(())
     };
     // Only this thread goes there.
@@ -159,5 +209,46 @@ mod tests {
         });
         sending.join().unwrap();
         assert_eq!(receiving.join().unwrap(), b"by cable");
+    }
+
+    #[test]
+    fn a_black_hole_takes_what_goes_its_way_and_nothing_else() {
+        use std::net::UdpSocket;
+        use std::time::Duration;
+
+        let namespaces = match Namespaces::make() {
+            Ok(namespaces) => namespaces,
+            Err(error) => {
+                eprintln!("SKIPPED: {error:#}");
+                return;
+            }
+        };
+        let socket = |path: PathBuf, address| {
+            let bind = move || {
+                enter(File::open(path).unwrap().as_fd()).unwrap();
+                UdpSocket::bind((address, 7001)).unwrap()
+            };
+            std::thread::spawn(bind).join().unwrap()
+        };
+        let here = socket(namespaces.source_path(), SOURCE_ADDRESS);
+        let there = socket(namespaces.destination_path(), DESTINATION_ADDRESS);
+        here.connect((DESTINATION_ADDRESS, 7001)).unwrap();
+        there.connect((SOURCE_ADDRESS, 7001)).unwrap();
+        // What arrives does so in microseconds, and the bound is for what must not.
+        let passes = |from: &UdpSocket, to: &UdpSocket, patience| {
+            to.set_read_timeout(Some(patience)).unwrap();
+            // Dropped at once, some kernels say so to the sender.
+            from.send(b"x").is_ok() && to.recv(&mut [0]).is_ok()
+        };
+        let (sure, never) = (Duration::from_secs(5), Duration::from_millis(200));
+        assert!(passes(&here, &there, sure) && passes(&there, &here, sure));
+        namespaces.black_hole(Direction::ToDestination).unwrap();
+        assert!(!passes(&here, &there, never) && passes(&there, &here, sure));
+        namespaces.mend(Direction::ToDestination).unwrap();
+        assert!(passes(&here, &there, sure));
+        namespaces.black_hole(Direction::Both).unwrap();
+        assert!(!passes(&here, &there, never) && !passes(&there, &here, never));
+        namespaces.mend(Direction::Both).unwrap();
+        assert!(passes(&here, &there, sure) && passes(&there, &here, sure));
     }
 }

@@ -111,7 +111,8 @@ impl SourceHost {
         let journal = host.disk.create(host.config.session).and_then(|mut journal| {
             let guest = vm.describe().identity;
             let peer = "destination".to_owned();
-            journal.append(&Record::Open { guest, peer, peer_names: Vec::new(), at: 0 })?;
+            let peer_names = Vec::new();
+            journal.append(&Record::Open { guest, peer, peer_names, at: 0, order: 0 })?;
             Ok(journal)
         });
         match journal {

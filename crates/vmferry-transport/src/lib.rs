@@ -42,3 +42,4 @@ pub use listen::{Listener, ListenerCloser, Pending};
 pub use rate::RateLimiter;
 pub use stamp::FileStamp;
 pub use transport::{Close, Receive, Transmit, Transport};
+pub use unix::connect as connect_unix;

@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, Mode, fchmod, flock};
 use rustix::io::Errno;
@@ -46,8 +46,7 @@ pub fn listen(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
     };
     // A socket that is bound and does not listen yet looks like one whose listener died: one at a
     // time.
-    let lock = File::open(directory)?;
-    flock(&lock, FlockOperation::LockExclusive)?;
+    let _lock = lock(directory)?;
     let socket = stream_socket(SocketFlags::CLOEXEC)?;
     // The file gets the socket's mode: there is no moment at which others may connect.
     fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
@@ -62,6 +61,33 @@ pub fn listen(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
     let file = SocketFile { path: path.to_owned(), identity: identity(path)? };
     rustix::net::listen(&socket, BACKLOG)?;
     Ok((UnixListener::from(socket), file))
+}
+
+/// How long a directory may be somebody else's who makes a socket there, which takes microseconds.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Locks a directory. Whoever has locked it may have been stopped.
+fn lock(directory: &Path) -> io::Result<File> {
+    let lock = File::open(directory)?;
+    let deadline = Instant::now() + LOCK_TIMEOUT;
+    loop {
+        match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(lock),
+            Err(Errno::WOULDBLOCK | Errno::INTR) if Instant::now() < deadline => {
+                // A lock with a bound can only be tried.
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            Err(Errno::WOULDBLOCK) => {
+                let text = format!(
+                    "another process has locked {} for {} s to make a socket there: it may be stopped",
+                    directory.display(),
+                    LOCK_TIMEOUT.as_secs()
+                );
+                return Err(io::Error::new(io::ErrorKind::TimedOut, text));
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
 }
 
 /// Connections that may wait to be accepted: all channels of several sources.
@@ -130,6 +156,18 @@ mod tests {
         let _second = listen(&path).unwrap();
         drop(first);
         assert!(path.exists());
+    }
+
+    #[test]
+    fn a_directory_that_stays_locked_is_an_error_that_names_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let held = lock(directory.path()).unwrap();
+        let path = directory.path().join("s");
+        let error = listen(&path).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        assert!(error.to_string().contains(directory.path().to_str().unwrap()), "{error}");
+        drop(held);
+        listen(&path).unwrap();
     }
 
     #[test]

@@ -218,6 +218,9 @@ impl MigrateError {
             | Self::Local { .. }
             | Self::Compression { .. } => ReasonCode::Internal,
         };
+        if let Self::Journal(_) = self {
+            return Reason::new(code, "its journal can't be used: see what it says itself");
+        }
         Reason::new(code, &self.to_string())
     }
 }

@@ -1,6 +1,5 @@
 //! Hosting a guest until it ends: what `run` and `receive` have in common.
 
-use std::io;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -134,8 +133,12 @@ fn leave_migration(service: &GuestService) -> Result<(), Failure> {
                 return Err(Failure::new(Code::InDoubt, text));
             }
             Some(_) if Instant::now() >= deadline => {
-                let error = io::Error::from(io::ErrorKind::TimedOut);
-                return Err(Failure::of(Code::Internal, error));
+                let text = format!(
+                    "ended although the migration of the guest was not cancelled within {} s: its journal says who \
+                     has the guest (`vmferry status --sessions`)",
+                    CANCEL_TIMEOUT.as_secs()
+                );
+                return Err(Failure::new(Code::Internal, text));
             }
             // The engine ends on its own; a lock-step wait would need a second channel for a
             // moment that comes once.

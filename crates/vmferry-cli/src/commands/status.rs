@@ -1,10 +1,12 @@
 //! `vmferry status`: the guests of this host, and what is in doubt.
 
+use std::time::{Duration, SystemTime};
+
 use bytesize::ByteSize;
 use comfy_table::{Table, presets};
 use serde_json::{Value, json};
 use vmferry::journal::{self, Record, SessionSummary, Side, Verdict};
-use vmferry_microvm::control::{Request, call};
+use vmferry_microvm::control::{ClientError, Request, RuntimeDirectory, call};
 
 use super::{directory, socket};
 use crate::args::StatusOptions;
@@ -21,9 +23,42 @@ pub fn run(options: &StatusOptions, output: &Output) -> Result<(), Failure> {
 }
 
 fn one(guest: &str, output: &Output) -> Result<(), Failure> {
-    let status = call(&socket(guest)?, &Request::Status {}, &mut |_| {})?;
+    let status = match call(&socket(guest)?, &Request::Status {}, &mut |_| {}) {
+        Err(error @ ClientError::Silent { .. }) => {
+            let journals = directory()?.journals();
+            let known = journal::sessions(&journals).ok().and_then(|all| last_word(&all, guest));
+            let known = known.unwrap_or_else(|| "nothing of a migration".into());
+            let error = anyhow::Error::new(error).context(format!("the journal says {known}"));
+            return Err(Failure::of(Code::NotAnswering, error));
+        }
+        other => other?,
+    };
     output.result(&status, || describe(&status));
     Ok(())
+}
+
+/// What the journals say of a guest whose VMM says nothing.
+fn last_word(sessions: &[SessionSummary], guest: &str) -> Option<String> {
+    let last = sessions.iter().rfind(|session| guest_name(session) == Some(guest))?;
+    Some(format!("of session {}: this host {}", last.session, promise(last)))
+}
+
+/// Asks all guests at once, so that those that are stopped cost the wait for one.
+fn ask_all(directory: &RuntimeDirectory, sessions: &[SessionSummary]) -> Result<Vec<Value>, Failure> {
+    let names = directory.guests()?;
+    let ask = |name: &String| match call(&directory.socket(name), &Request::Status {}, &mut |_| {}) {
+        Ok(status) => status,
+        Err(error @ ClientError::Silent { .. }) => json!({
+            "name": name, "phase": "not answering", "error": error.to_string(),
+            "journal": last_word(sessions, name),
+        }),
+        Err(error) => json!({ "name": name, "phase": "gone", "error": error.to_string() }),
+    };
+    Ok(std::thread::scope(|scope| {
+        let asked: Vec<_> = names.iter().map(|name| scope.spawn(|| ask(name))).collect();
+        let lost = json!({ "phase": "gone" });
+        asked.into_iter().map(|asked| asked.join().unwrap_or_else(|_| lost.clone())).collect()
+    }))
 }
 
 fn describe(status: &Value) -> String {
@@ -88,16 +123,9 @@ fn describe(status: &Value) -> String {
 
 fn all(output: &Output) -> Result<(), Failure> {
     let directory = directory()?;
-    let names = directory.guests()?;
-    let guests: Vec<Value> = names
-        .iter()
-        .map(|name| match call(&directory.socket(name), &Request::Status {}, &mut |_| {}) {
-            Ok(status) => status,
-            Err(error) => json!({ "name": name, "phase": "gone", "error": error.to_string() }),
-        })
-        .collect();
     let sessions = journal::sessions(&directory.journals())
         .map_err(|error| Failure::of(Code::Internal, error))?;
+    let guests = ask_all(&directory, &sessions)?;
     let live = |session: &SessionSummary| {
         // A living VMM that is still asking shows it itself.
         guests.iter().any(|guest| {
@@ -130,6 +158,10 @@ fn all(output: &Output) -> Result<(), Failure> {
         } else {
             table.to_string()
         };
+        for guest in guests.iter().filter(|guest| guest["phase"] == "not answering") {
+            let journal = guest["journal"].as_str().unwrap_or("nothing of a migration");
+            shown.push_str(&format!("\n{}; the journal says {journal}", text(&guest["error"])));
+        }
         for session in &doubtful {
             shown.push_str(&format!(
                 "\nIN DOUBT: guest {} in session {}: look at the other host with `vmferry status \
@@ -186,7 +218,7 @@ fn sessions(output: &Output) -> Result<(), Failure> {
 }
 
 /// What this host promised in a session, in words.
-fn promise(session: &SessionSummary) -> &'static str {
+pub fn promise(session: &SessionSummary) -> &'static str {
     match (session.side, session.verdict, session.led) {
         (Side::Source, Verdict::InDoubt, _) => "IN DOUBT: promised the guest away, knows no more",
         (Side::Source, Verdict::There, _) => "gave the guest away",
@@ -200,13 +232,35 @@ fn promise(session: &SessionSummary) -> &'static str {
     }
 }
 
-fn peer(session: &SessionSummary) -> Option<&str> {
+/// The other host.
+pub fn peer(session: &SessionSummary) -> Option<&str> {
     session.records.iter().find_map(|record| match record {
         Record::Open { peer, .. } => Some(peer.as_str()),
         _ => None,
     })
 }
 
-fn guest_name(session: &SessionSummary) -> Option<&str> {
+/// The guest's name, if the journal has its first record.
+pub fn guest_name(session: &SessionSummary) -> Option<&str> {
     session.guest().map(|guest| guest.name.as_str())
+}
+
+/// When a session began, by this host's clock, and how long ago that is.
+pub fn began(session: &SessionSummary) -> String {
+    let at = session.records.iter().find_map(|record| match record {
+        Record::Open { at, .. } => Some(*at),
+        _ => None,
+    });
+    // What is later has no place in the format.
+    const END_OF_9999: u64 = 253_402_300_799;
+    let Some(at) = at.filter(|at| *at <= END_OF_9999) else { return "at an unknown time".into() };
+    let at = SystemTime::UNIX_EPOCH + Duration::from_secs(at);
+    match SystemTime::now().duration_since(at) {
+        Ok(ago) => {
+            let ago = humantime::format_duration(Duration::from_secs(ago.as_secs()));
+            format!("{} ({ago} ago)", humantime::format_rfc3339_seconds(at))
+        }
+        // The clock has jumped back since.
+        Err(_) => format!("{} by a clock that was ahead", humantime::format_rfc3339_seconds(at)),
+    }
 }

@@ -4,12 +4,19 @@ use std::io::{self, BufRead, BufReader, Read};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde_json::Value;
-use vmferry_transport::{Address, TransportError, connected_socket};
+use vmferry_transport::{Address, TransportError, connect_unix, connected_socket};
 
 use super::request::{ControlError, Request};
 use super::{MAX_LINE_BYTES, descriptors};
+
+/// How long a VMM may take to answer: it takes milliseconds, or 0.5 s where its guest is asked for statistics.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long a migration may say nothing: it tells five times a second how far it is.
+const PROGRESS_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A request that was not answered with `ok`.
 #[derive(Debug, thiserror::Error)]
@@ -28,6 +35,21 @@ pub enum ClientError {
         /// Why.
         #[source]
         source: io::Error,
+    },
+    /// The VMM lives and does not answer.
+    #[error(
+        "the guest's VMM at {path}{} has said nothing for {} s: it is stopped, or stuck; if it was stopped, \
+         `kill -CONT` lets it go on",
+        process.map_or_else(String::new, |pid| format!(" (process {pid})")),
+        after.as_secs()
+    )]
+    Silent {
+        /// The socket.
+        path: PathBuf,
+        /// The VMM's process, if the system knows it.
+        process: Option<i32>,
+        /// How long it was waited for.
+        after: Duration,
     },
     /// The VMM went away before it answered.
     #[error("the guest's VMM at {path} ended before it answered")]
@@ -62,8 +84,8 @@ fn sockets(request: &Request) -> Result<Vec<OwnedFd>, TransportError> {
     }
 }
 
-/// Sends a request and waits for the answer, however long it takes; `event` is called with each
-/// event in between.
+/// Sends a request and waits for the answer; `event` is called with each event in between. A migration may take as
+/// long as it tells how far it is.
 ///
 /// # Errors
 /// See [`ClientError`].
@@ -72,13 +94,21 @@ pub fn call(
     request: &Request,
     event: &mut dyn FnMut(Value),
 ) -> Result<Value, ClientError> {
+    let timeout = match request {
+        Request::Migrate(_) => PROGRESS_TIMEOUT,
+        _ => ANSWER_TIMEOUT,
+    };
     let failed = |source| ClientError::Io { path: path.to_owned(), source };
-    let stream = UnixStream::connect(path).map_err(|error| match error.kind() {
+    let silent = |process| ClientError::Silent { path: path.to_owned(), process, after: timeout };
+    let stream = connect_unix(path, timeout).map_err(|error| match error.kind() {
         io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
             ClientError::NoGuest { path: path.to_owned() }
         }
+        io::ErrorKind::TimedOut => silent(None),
         _ => failed(error),
     })?;
+    stream.set_read_timeout(Some(timeout)).map_err(failed)?;
+    stream.set_write_timeout(Some(timeout)).map_err(failed)?;
     let bad = |reason: String| ClientError::BadAnswer { path: path.to_owned(), reason };
     let mut line = serde_json::to_string(request).map_err(|error| bad(error.to_string()))?;
     line.push('\n');
@@ -91,6 +121,9 @@ pub fn call(
             Ok(_) => {}
             Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
                 return Err(ClientError::Vanished { path: path.to_owned() });
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                return Err(silent(listener(&stream)));
             }
             Err(error) => return Err(failed(error)),
         }
@@ -107,4 +140,10 @@ pub fn call(
             return Err(bad("neither event, ok nor error".into()));
         }
     }
+}
+
+/// The process that listens at the other end.
+fn listener(stream: &UnixStream) -> Option<i32> {
+    let credentials = rustix::net::sockopt::socket_peercred(stream).ok()?;
+    Some(credentials.pid.as_raw_nonzero().get())
 }

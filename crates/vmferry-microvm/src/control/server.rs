@@ -10,8 +10,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Serialize;
 use serde_json::{Value, json};
+use vmferry_transport::connect_unix;
 
 use super::MAX_LINE_BYTES;
 use super::descriptors::Receiver;
@@ -19,6 +21,9 @@ use super::request::{ControlError, ErrorCode, Request};
 
 /// How long a client may take for its request, and to take an answer.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long it is tried to reach a listener whose queue is full: it is alive, and may be stopped.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Answers requests. Each connection has a thread of its own.
 pub trait Handler: Send + Sync + 'static {
@@ -117,7 +122,7 @@ impl Drop for Server {
     fn drop(&mut self) {
         self.closing.store(true, Ordering::Release);
         // Wakes the acceptor, which then sees that it shall end.
-        let woken = UnixStream::connect(&self.path).is_ok();
+        let woken = connect_unix(&self.path, PROBE_TIMEOUT).is_ok();
         let _ = std::fs::remove_file(&self.path);
         if let Some(acceptor) = self.acceptor.take()
             && woken
@@ -130,7 +135,11 @@ impl Drop for Server {
 /// Whether someone listens on a control socket.
 #[must_use]
 pub fn is_live(path: &Path) -> bool {
-    UnixStream::connect(path).is_ok()
+    match connect_unix(path, PROBE_TIMEOUT) {
+        Ok(_) => true,
+        // Someone listens and takes nobody in, as one that is stopped.
+        Err(error) => error.kind() == io::ErrorKind::TimedOut,
+    }
 }
 
 fn remove_stale(path: &Path) -> Result<(), ServerError> {
@@ -143,8 +152,11 @@ fn remove_stale(path: &Path) -> Result<(), ServerError> {
         }
         Ok(_) => {}
     }
-    match UnixStream::connect(path) {
+    match connect_unix(path, PROBE_TIMEOUT) {
         Ok(_) => Err(ServerError::InUse { path: path.to_owned() }),
+        Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+            Err(ServerError::InUse { path: path.to_owned() })
+        }
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
             std::fs::remove_file(path).map_err(failed)
         }
@@ -221,12 +233,20 @@ impl Replies {
         std::mem::take(&mut self.descriptors())
     }
 
-    /// Sends an event.
+    /// Sends an event. A client that does not read, as one that is stopped, misses it: a migration waits for nobody
+    /// who watches it.
     ///
     /// # Errors
     /// If the client has gone.
     pub fn event(&self, event: &impl Serialize) -> io::Result<()> {
-        self.line(&json!({ "event": event }))
+        if self.takes_more()? { self.line(&json!({ "event": event })) } else { Ok(()) }
+    }
+
+    /// Whether the client has read most of what it was sent. A Unix socket that can be written to has three quarters of
+    /// its buffer free, far more than the longest line, so that a write does not wait.
+    fn takes_more(&self) -> io::Result<bool> {
+        let mut polled = [PollFd::new(&self.stream, PollFlags::OUT)];
+        Ok(poll(&mut polled, Some(&Timespec::default()))? > 0)
     }
 
     fn line(&self, value: &Value) -> io::Result<()> {
@@ -273,5 +293,24 @@ impl Drop for Lease {
         if let Some(watcher) = self.watcher.take() {
             let _ = watcher.join();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_client_that_reads_nothing_holds_no_migration_up() {
+        let (near, _far) = UnixStream::pair().unwrap();
+        near.set_write_timeout(Some(Duration::from_millis(1))).unwrap();
+        let replies = Replies { stream: near, descriptors: Mutex::default() };
+        let event = json!({ "event": "progress", "phase": "x".repeat(200) });
+        for _ in 0..10_000 {
+            replies.event(&event).unwrap();
+        }
+        // Negative control: what waits for the client does so in vain, as its buffer can be filled.
+        let error = (0..10_000).find_map(|_| replies.line(&event).err()).unwrap();
+        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
     }
 }

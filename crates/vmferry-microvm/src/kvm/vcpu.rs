@@ -22,7 +22,7 @@
 //! the Run that waited leads to EINTR and back, and then the pause's call is next.
 
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, Once, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -40,6 +40,10 @@ use super::stop::{GuestStop, StopCause, StopRecord};
 /// Between two tries to make room in a dirty ring that KVM refuses to reset, which it never does:
 /// short for a guest that waits, long for a processor.
 const NO_ROOM_PAUSE: Duration = Duration::from_millis(1);
+
+/// How long a vCPU's thread may take to answer. It was told to leave the guest, which takes microseconds, and shares its
+/// processor with whatever else the host does; one that does not is KVM's fault.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
 type Call = Box<dyn FnOnce(&VcpuFd) + Send>;
 
@@ -146,7 +150,15 @@ impl Drop for Vcpu {
 
 impl<T> Reply<T> {
     pub(super) fn wait(self) -> Result<T, KvmError> {
-        self.answer.recv().map_err(|_| dead(self.vcpu, "ended while it was asked".into()))?
+        self.answer.recv_timeout(ANSWER_TIMEOUT).map_err(|error| {
+            let reason = match error {
+                RecvTimeoutError::Disconnected => "ended while it was asked".into(),
+                RecvTimeoutError::Timeout => {
+                    format!("has not left the guest for {} s", ANSWER_TIMEOUT.as_secs())
+                }
+            };
+            dead(self.vcpu, reason)
+        })?
     }
 }
 

@@ -161,7 +161,8 @@ impl Session {
                 name: "simulated".into(),
             };
             let peer = "source".to_owned();
-            journal.append(&Record::Open { guest, peer, peer_names: Vec::new(), at: 0 })?;
+            let peer_names = Vec::new();
+            journal.append(&Record::Open { guest, peer, peer_names, at: 0, order: 0 })?;
             Ok(journal)
         });
         match opened {

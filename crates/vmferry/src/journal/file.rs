@@ -2,11 +2,12 @@
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use vmferry_wire::SessionId;
+use vmferry_wire::{GuestIdentity, SessionId};
 
-use super::{Journal, JournalError, Record, Side, record};
+use super::{Journal, JournalError, Record, Side, order, record};
 
 /// A journal in a file, locked for as long as it is open: while a process leads a session, no other
 /// one may write the session's last word.
@@ -38,6 +39,36 @@ impl FileJournal {
         Ok(Self { path, file, poisoned: false })
     }
 
+    /// Makes the journal of a session that begins, with its first record: the guest, and the peer's address and
+    /// names. If that can't be written nothing stays behind: nothing was promised.
+    ///
+    /// # Errors
+    /// As [`create`](Self::create) and [`append`](Journal::append).
+    pub fn begin(
+        directory: &Path,
+        session: SessionId,
+        side: Side,
+        guest: GuestIdentity,
+        (peer, peer_names): (&str, &[String]),
+    ) -> Result<Self, JournalError> {
+        make_directory(directory)?;
+        let order = order::next(directory)?;
+        let mut journal = Self::create(directory, session, side)?;
+        let written = journal.append(&Record::Open {
+            guest,
+            peer: peer.to_owned(),
+            peer_names: peer_names.to_vec(),
+            at: order::now_seconds(),
+            order,
+        });
+        if let Err(error) = written {
+            // An empty journal is left where even that is refused, and says nothing.
+            let _ = std::fs::remove_file(&journal.path);
+            return Err(error);
+        }
+        Ok(journal)
+    }
+
     /// Opens the journal of a session for more records, dropping a torn last line.
     ///
     /// # Errors
@@ -62,6 +93,15 @@ impl FileJournal {
         Ok((Self { path, file, poisoned: false }, records))
     }
 
+    /// Whether the open file is still the one that others find by its name.
+    fn is_in_place(&self) -> bool {
+        let identity = |found: std::fs::Metadata| (found.dev(), found.ino());
+        match (self.file.metadata(), std::fs::symlink_metadata(&self.path)) {
+            (Ok(open), Ok(named)) => identity(open) == identity(named),
+            _ => false,
+        }
+    }
+
     /// The file's path.
     #[must_use]
     pub fn path(&self) -> &Path {
@@ -73,6 +113,11 @@ impl Journal for FileJournal {
     fn append(&mut self, record: &Record) -> Result<(), JournalError> {
         if self.poisoned {
             return Err(JournalError::Poisoned { path: self.path.clone() });
+        }
+        // A promise that whoever comes next can't find is none.
+        if !self.is_in_place() {
+            self.poisoned = true;
+            return Err(JournalError::Removed { path: self.path.clone() });
         }
         let line = record.encode();
         // One write, then one sync: after an error neither tells how much has reached the disk.
@@ -172,5 +217,37 @@ mod tests {
             Err(JournalError::Io { action: "write", .. })
         ));
         assert!(matches!(journal.append(&Record::Commit), Err(JournalError::Poisoned { .. })));
+    }
+
+    #[test]
+    fn a_journal_that_was_removed_or_replaced_takes_no_promise() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut journal =
+            FileJournal::create(directory.path(), SessionId([1; 16]), Side::Source).unwrap();
+        journal.append(&Record::Commit).unwrap();
+        let copy = directory.path().join("copy");
+        std::fs::copy(journal.path(), &copy).unwrap();
+        std::fs::rename(&copy, journal.path()).unwrap();
+        let kept = Record::Kept { by_operator: false };
+        assert!(matches!(journal.append(&kept), Err(JournalError::Removed { .. })));
+        assert!(matches!(journal.append(&kept), Err(JournalError::Poisoned { .. })));
+
+        let mut journal =
+            FileJournal::create(directory.path(), SessionId([2; 16]), Side::Source).unwrap();
+        std::fs::remove_file(journal.path()).unwrap();
+        assert!(matches!(journal.append(&Record::Commit), Err(JournalError::Removed { .. })));
+    }
+
+    #[test]
+    fn a_session_that_can_not_begin_leaves_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let guest = GuestIdentity { uuid: uuid::Uuid::nil(), name: "web".into() };
+        let begin = || {
+            let session = SessionId([3; 16]);
+            FileJournal::begin(directory.path(), session, Side::Source, guest.clone(), ("b", &[]))
+        };
+        let journal = begin().unwrap();
+        assert!(matches!(begin(), Err(JournalError::Exists { .. })));
+        assert!(journal.path().exists(), "the journal of the other one is left alone");
     }
 }

@@ -6,6 +6,7 @@
 //! is an error, since no word may be given on such a file. People can read the files.
 
 mod file;
+mod order;
 mod record;
 
 use std::io;
@@ -16,6 +17,7 @@ use vmferry_wire::{GuestIdentity, SessionId, SessionWord};
 
 pub use self::file::FileJournal;
 use self::file::{parse_name, path_of};
+pub use self::order::{Order, unfinished};
 pub use self::record::{BadLine, Record, Side, decode};
 use crate::handover::{self, DestinationState, SourceEffect, SourceState};
 
@@ -32,7 +34,9 @@ pub trait Journal: Send {
 #[derive(Debug, thiserror::Error)]
 pub enum JournalError {
     /// The file or its directory could not be made, read, written or synced.
-    #[error("can't {action} the journal {path}: check that the disk is writable and not full")]
+    #[error(
+        "can't {action} the journal {path}: check that the disk is there, writable and not full, then try again"
+    )]
     Io {
         /// What was tried.
         action: &'static str,
@@ -45,6 +49,15 @@ pub enum JournalError {
     /// An earlier write failed, so that nobody knows what is on disk.
     #[error("the journal {path} failed before and takes no more records")]
     Poisoned {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The file is not where it was made: whoever looks there would not find the promise.
+    #[error(
+        "the journal {path} was removed or replaced while its session goes on: leave the runtime directory alone, and \
+         keep it where nothing tidies it up"
+    )]
+    Removed {
         /// The file.
         path: PathBuf,
     },
@@ -124,10 +137,10 @@ impl SessionSummary {
         })
     }
 
-    /// When it began, in seconds since 1970 by this host's clock; 0 if the first record is missing.
+    /// Its place among the sessions of this host; the lowest if the first record is missing.
     #[must_use]
-    pub fn opened_at(&self) -> u64 {
-        opened_at(&self.records)
+    pub fn order(&self) -> Order {
+        Order::of(&self.records)
     }
 
     /// Whether this host was the source, and the process that led the session has died before its end: the
@@ -160,7 +173,7 @@ pub fn sessions(directory: &Path) -> Result<Vec<SessionSummary>, JournalError> {
         let records = read(directory, session, side)?;
         summaries.push(SessionSummary::new(session, side, records, led));
     }
-    summaries.sort_by_key(|summary| (opened_at(&summary.records), summary.session.to_string()));
+    summaries.sort_by_key(|summary| (summary.order(), summary.session.to_string()));
     Ok(summaries)
 }
 
@@ -245,42 +258,6 @@ fn close_session(directory: &Path, session: SessionId) -> Result<SessionWord, Jo
     }
 }
 
-/// Seconds since 1970, for [`Record::Open`].
-#[must_use]
-pub fn now_seconds() -> u64 {
-    std::time::SystemTime::now()
-        .duration_since(std::time::UNIX_EPOCH)
-        .map_or(0, |elapsed| elapsed.as_secs())
-}
-
-/// The sessions of a guest that this host has left open as a source, and that still matter: a guest that has come
-/// back since is here by a later promise.
-#[must_use]
-pub fn unfinished<'a>(
-    sessions: &'a [SessionSummary],
-    guest: &GuestIdentity,
-) -> Vec<&'a SessionSummary> {
-    let ours = || sessions.iter().filter(|session| session.guest() == Some(guest));
-    let arrived = ours()
-        .filter(|one| one.side == Side::Destination && one.verdict == Verdict::Here)
-        .map(SessionSummary::opened_at)
-        .max();
-    ours()
-        .filter(|one| one.is_unfinished_source())
-        .filter(|one| arrived.is_none_or(|at| one.opened_at() >= at))
-        .collect()
-}
-
-fn opened_at(records: &[Record]) -> u64 {
-    records
-        .iter()
-        .find_map(|record| match record {
-            Record::Open { at, .. } => Some(*at),
-            _ => None,
-        })
-        .unwrap_or(0)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -295,6 +272,7 @@ mod tests {
             peer: "host-b".into(),
             peer_names: vec![],
             at: 1,
+            order: 1,
         }
     }
 
@@ -372,33 +350,6 @@ mod tests {
             recovered_word(directory.path(), session()),
             Err(JournalError::Damaged { line: 2, .. })
         ));
-    }
-
-    #[test]
-    fn what_was_left_open_matters_until_the_guest_comes_back() {
-        let directory = tempfile::tempdir().unwrap();
-        let Record::Open { guest, .. } = open() else { unreachable!() };
-        let write = |number: u8, side: Side, at: u64, records: &[Record]| {
-            let session = SessionId([number; 16]);
-            let mut journal = FileJournal::create(directory.path(), session, side).unwrap();
-            let (peer, peer_names) = ("host-b".into(), vec![]);
-            journal.append(&Record::Open { guest: guest.clone(), peer, peer_names, at }).unwrap();
-            records.iter().for_each(|record| journal.append(record).unwrap());
-        };
-        let found = || {
-            let sessions = sessions(directory.path()).unwrap();
-            unfinished(&sessions, &guest).iter().map(|one| one.opened_at()).collect::<Vec<_>>()
-        };
-        write(1, Side::Source, 10, &[Record::Commit, Record::Kept { by_operator: false }]);
-        assert!(found().is_empty(), "it has an end");
-        write(2, Side::Source, 20, &[Record::Commit]);
-        assert_eq!(found(), [20], "in doubt");
-        write(3, Side::Destination, 30, &[Record::Aborted { reason: "no".into() }]);
-        assert_eq!(found(), [20], "nobody came");
-        write(4, Side::Destination, 40, &[Record::RunIntent]);
-        assert!(found().is_empty(), "the guest is here by a later promise");
-        write(5, Side::Source, 50, &[]);
-        assert_eq!(found(), [50], "its process has died before COMMIT");
     }
 
     #[test]

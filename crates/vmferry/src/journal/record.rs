@@ -15,8 +15,12 @@ pub enum Record {
         peer: String,
         /// The names in the peer's certificate; empty without TLS.
         peer_names: Vec<String>,
-        /// Seconds since 1970.
+        /// Seconds since 1970 by this host's clock, for people. What came first is told by `order`.
         at: u64,
+        /// One more than the largest in the directory when the session began; 0 in the journals of old versions,
+        /// which had none.
+        #[serde(default)]
+        order: u64,
     },
     /// Source: the guest never runs here again, unless the destination says ABORTED.
     Commit,

@@ -32,7 +32,7 @@ use crate::error::MigrateError;
 use crate::greeting::Purpose;
 use crate::handover::SourceState;
 use crate::held::{Held, Running, write_commit};
-use crate::journal::{FileJournal, Journal, Record, Side, now_seconds};
+use crate::journal::{FileJournal, Journal, Record, Side};
 use crate::stats::SourceStats;
 use crate::streamed::{StreamEvent, StreamedVm};
 use crate::vm::{GuestDescription, Resume, SourceVm, VmError};
@@ -217,17 +217,13 @@ impl<'a, V: Resume> Core<'a, V> {
         let made =
             connect::control(dialer, Purpose::control(Role::Control), config.timeouts.silence)
                 .and_then(|channel| {
-                    let mut journal = FileJournal::create(
+                    let journal = FileJournal::begin(
                         &config.journal_directory,
                         config.session,
                         Side::Source,
+                        guest.identity.clone(),
+                        (&channel.transport, &channel.peer_names),
                     )?;
-                    journal.append(&Record::Open {
-                        guest: guest.identity.clone(),
-                        peer: channel.transport.clone(),
-                        peer_names: channel.peer_names.clone(),
-                        at: now_seconds(),
-                    })?;
                     Ok((channel, journal))
                 });
         let (channel, journal) = match made {

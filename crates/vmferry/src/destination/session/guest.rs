@@ -9,7 +9,7 @@ use super::Session;
 use crate::destination::io::Input;
 use crate::destination::target::Target;
 use crate::error::MigrateError;
-use crate::journal::{FileJournal, Journal, Record, Side, now_seconds};
+use crate::journal::{FileJournal, Journal, Record, Side};
 use crate::vm::{DestinationVm, GuestDescription, Landing, PrepareError};
 
 impl<V: DestinationVm> Session<'_, V> {
@@ -50,15 +50,14 @@ impl<V: DestinationVm> Session<'_, V> {
 
     pub(super) fn open_journal(&mut self, session: SessionId) -> Result<(), MigrateError> {
         let directory = &self.config.journal_directory;
-        let mut journal = FileJournal::create(directory, session, Side::Destination)?;
-        if let Some(guest) = &self.guest {
-            journal.append(&Record::Open {
-                guest: guest.clone(),
-                peer: self.peer.address.clone(),
-                peer_names: self.peer.names.clone(),
-                at: now_seconds(),
-            })?;
-        }
+        let Some(guest) = self.guest.clone() else {
+            return Err(MigrateError::Local {
+                action: "open the journal of a guest that was never announced",
+                source: std::io::ErrorKind::NotFound.into(),
+            });
+        };
+        let peer = (self.peer.address.as_str(), self.peer.names.as_slice());
+        let journal = FileJournal::begin(directory, session, Side::Destination, guest, peer)?;
         self.journal = Some(journal);
         Ok(())
     }

@@ -1,0 +1,202 @@
+//! What came first in a directory of journals.
+//!
+//! A host's clock may jump back by hours, and then says that a guest left before it came. So each session has a
+//! number, one more than the largest in the directory when it begins, and the clock is for people only.
+//!
+//! No lock guards the number, and none is needed. Two sessions get the same one only if neither had its first
+//! record on disk when the other looked. Those of one guest never do: it leaves a host after the record by which it
+//! came there was synced, and comes back after the record by which it left was. Where a host migrates a guest to
+//! itself, the source has written its record before it announces the guest.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+
+use vmferry_wire::GuestIdentity;
+
+use super::{JournalError, Record, SessionSummary, Side, Verdict, parse_name, record};
+
+/// The longest first record that is looked at, in bytes: a peer may have many names.
+const MOST_RECORD_BYTES: u64 = 1 << 20;
+
+/// A session's place among those of its host. Those of old versions, which had no numbers, come first, by the clock.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Order {
+    number: u64,
+    /// Seconds since 1970; 0 where there is a number.
+    at: u64,
+}
+
+impl Order {
+    /// By a journal's records; the lowest without the first.
+    pub(super) fn of(records: &[Record]) -> Self {
+        records
+            .iter()
+            .find_map(|record| match record {
+                Record::Open { at, order: 0, .. } => Some(Self { number: 0, at: *at }),
+                Record::Open { order, .. } => Some(Self { number: *order, at: 0 }),
+                _ => None,
+            })
+            .unwrap_or_default()
+    }
+}
+
+/// The number of the next session in a directory. A journal that can't be read counts for nothing: it must not keep
+/// other guests from moving.
+///
+/// # Errors
+/// If the directory can't be listed.
+pub(super) fn next(directory: &Path) -> Result<u64, JournalError> {
+    let failed =
+        |source| JournalError::Io { action: "list", path: directory.to_owned(), source };
+    let mut largest = 0;
+    for entry in std::fs::read_dir(directory).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        let is_journal = entry.file_name().to_str().is_some_and(|name| parse_name(name).is_some());
+        if is_journal && let Some(Record::Open { order, .. }) = first_record(&entry.path()) {
+            largest = largest.max(order);
+        }
+    }
+    Ok(largest.saturating_add(1))
+}
+
+fn first_record(path: &Path) -> Option<Record> {
+    let mut line = Vec::new();
+    let file = File::open(path).ok()?;
+    BufReader::new(file).take(MOST_RECORD_BYTES).read_until(b'\n', &mut line).ok()?;
+    record::decode(&line).ok()?.0.into_iter().next()
+}
+
+/// Seconds since 1970, for people.
+pub(super) fn now_seconds() -> u64 {
+    std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .map_or(0, |elapsed| elapsed.as_secs())
+}
+
+/// The sessions of a guest that this host has left open as a source, and that still matter: a guest that has come
+/// back since is here by a later promise.
+#[must_use]
+pub fn unfinished<'a>(
+    sessions: &'a [SessionSummary],
+    guest: &GuestIdentity,
+) -> Vec<&'a SessionSummary> {
+    let ours = || sessions.iter().filter(|session| session.guest() == Some(guest));
+    let arrived = ours()
+        .filter(|one| one.side == Side::Destination && one.verdict == Verdict::Here)
+        .map(SessionSummary::order)
+        .max();
+    ours()
+        .filter(|one| one.is_unfinished_source())
+        .filter(|one| arrived.is_none_or(|arrived| one.order() >= arrived))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use tempfile::TempDir;
+    use vmferry_wire::SessionId;
+
+    use super::*;
+    use crate::journal::{FileJournal, Journal, sessions};
+
+    fn guest() -> GuestIdentity {
+        GuestIdentity { uuid: uuid::Uuid::nil(), name: "web".into() }
+    }
+
+    fn session(number: u8) -> SessionId {
+        SessionId([number; 16])
+    }
+
+    /// A session as another version or another clock has written it.
+    fn write(directory: &Path, number: u8, side: Side, (at, order): (u64, u64), then: &[Record]) {
+        let mut journal = FileJournal::create(directory, session(number), side).unwrap();
+        let (peer, peer_names) = ("host-b".into(), vec![]);
+        let open = Record::Open { guest: guest(), peer, peer_names, at, order };
+        std::iter::once(&open).chain(then).for_each(|record| journal.append(record).unwrap());
+    }
+
+    fn begin(directory: &Path, number: u8, side: Side, then: &[Record]) {
+        let peer = ("host-b", [].as_slice());
+        let mut journal =
+            FileJournal::begin(directory, session(number), side, guest(), peer).unwrap();
+        then.iter().for_each(|record| journal.append(record).unwrap());
+    }
+
+    fn left_open(directory: &TempDir) -> Vec<SessionId> {
+        let sessions = sessions(directory.path()).unwrap();
+        unfinished(&sessions, &guest()).iter().map(|one| one.session).collect()
+    }
+
+    #[test]
+    fn what_was_left_open_matters_until_the_guest_comes_back() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path();
+        begin(path, 1, Side::Source, &[Record::Commit, Record::Kept { by_operator: false }]);
+        assert!(left_open(&directory).is_empty(), "it has an end");
+        begin(path, 2, Side::Source, &[Record::Commit]);
+        assert_eq!(left_open(&directory), [session(2)], "in doubt");
+        begin(path, 3, Side::Destination, &[Record::Aborted { reason: "no".into() }]);
+        assert_eq!(left_open(&directory), [session(2)], "nobody came");
+        begin(path, 4, Side::Destination, &[Record::RunIntent]);
+        assert!(left_open(&directory).is_empty(), "the guest is here by a later promise");
+        begin(path, 5, Side::Source, &[]);
+        assert_eq!(left_open(&directory), [session(5)], "its process has died before COMMIT");
+    }
+
+    #[test]
+    fn a_clock_that_jumps_back_turns_nothing_round() {
+        // The guest was promised away at noon, and has come back at what this host's clock took for nine o'clock.
+        let (noon, nine) = (43_200, 32_400);
+        let come = [Record::RunIntent];
+        let directory = tempfile::tempdir().unwrap();
+        write(directory.path(), 1, Side::Source, (noon, 1), &[Record::Commit]);
+        write(directory.path(), 2, Side::Destination, (nine, 2), &come);
+        assert!(left_open(&directory).is_empty(), "it is here, whatever the clock says");
+        let order: Vec<_> =
+            sessions(directory.path()).unwrap().iter().map(|one| one.session).collect();
+        assert_eq!(order, [session(1), session(2)]);
+
+        // Negative control: without numbers the clock decides, and the guest that runs here would be asked away.
+        let directory = tempfile::tempdir().unwrap();
+        write(directory.path(), 1, Side::Source, (noon, 0), &[Record::Commit]);
+        write(directory.path(), 2, Side::Destination, (nine, 0), &come);
+        assert_eq!(left_open(&directory), [session(1)]);
+    }
+
+    #[test]
+    fn a_clock_that_jumps_forward_and_is_set_right_turns_nothing_round() {
+        // It came at nine, by a clock that was a day ahead, and was promised away at noon.
+        let directory = tempfile::tempdir().unwrap();
+        write(directory.path(), 1, Side::Destination, (118_800, 1), &[Record::RunIntent]);
+        write(directory.path(), 2, Side::Source, (43_200, 2), &[Record::Commit]);
+        assert_eq!(left_open(&directory), [session(2)], "it is still in doubt");
+    }
+
+    #[test]
+    fn journals_without_numbers_are_older_and_go_by_the_clock() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path();
+        write(path, 1, Side::Source, (2_000_000_000, 0), &[Record::Commit]);
+        write(path, 2, Side::Source, (1_000_000_000, 0), &[Record::Commit]);
+        assert_eq!(left_open(&directory), [session(2), session(1)]);
+        begin(path, 3, Side::Destination, &[Record::RunIntent]);
+        assert!(left_open(&directory).is_empty());
+    }
+
+    #[test]
+    fn the_next_number_is_past_the_largest_and_past_what_can_not_be_read() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path();
+        assert_eq!(next(path).unwrap(), 1);
+        write(path, 1, Side::Source, (0, 41), &[]);
+        std::fs::write(path.join("notes"), "0").unwrap();
+        let torn = format!("{}.source.journal", session(9));
+        std::fs::write(path.join(torn), "01234567 {\"record\":\"op").unwrap();
+        assert_eq!(next(path).unwrap(), 42);
+        begin(path, 2, Side::Destination, &[]);
+        assert_eq!(next(path).unwrap(), 43);
+    }
+}
