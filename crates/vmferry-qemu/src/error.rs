@@ -1,6 +1,7 @@
 //! What goes wrong with a QEMU process.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use crate::qmp::QmpError;
 
@@ -45,6 +46,24 @@ pub enum QemuError {
         /// What it should be, and how to get there.
         wanted: &'static str,
     },
+    /// Its process stands still.
+    #[error(
+        "QEMU's process {pid} is stopped for {} s now, and goes on with `kill -CONT {pid}`", after.as_secs()
+    )]
+    Stopped {
+        /// The process.
+        pid: u32,
+        /// For how long it was waited for.
+        after: Duration,
+    },
+    /// Another QEMU is behind the socket.
+    #[error("the QEMU at this socket is process {found}, and the guest was in process {wanted}")]
+    Another {
+        /// The process there.
+        found: u32,
+        /// The process that was meant.
+        wanted: u32,
+    },
     /// QEMU's own migration has failed.
     #[error("QEMU has given its migration up: {reason} (what it has printed may say more)")]
     GivenUp {
@@ -88,6 +107,19 @@ pub enum QemuError {
 }
 
 impl QemuError {
+    /// Whether QEMU may just not have got to it yet: it may be tried again.
+    #[must_use]
+    pub fn is_timeout(&self) -> bool {
+        matches!(self, Self::Qmp(error) if error.is_timeout())
+    }
+
+    /// The same of what an embedder was told.
+    #[must_use]
+    pub fn is_timeout_of(error: &vmferry::VmError) -> bool {
+        error.downcast_ref::<Self>().is_some_and(Self::is_timeout)
+            || error.downcast_ref::<QmpError>().is_some_and(QmpError::is_timeout)
+    }
+
     /// Whether this stands against attaching to a QEMU only, whose own migration may well work.
     #[must_use]
     pub fn is_of_attaching(&self) -> bool {
@@ -99,6 +131,8 @@ impl QemuError {
             Self::Qmp(_)
             | Self::Unsupported(_)
             | Self::State { .. }
+            | Self::Stopped { .. }
+            | Self::Another { .. }
             | Self::GivenUp { .. }
             | Self::EndedTaking
             | Self::SameFile { .. }

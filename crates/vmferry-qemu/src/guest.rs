@@ -111,8 +111,7 @@ pub fn end_migration(qmp: &mut Qmp, told_to_finish: bool) -> Result<(), QemuErro
         if !ends_by_itself && !std::mem::replace(&mut asked, true) {
             qmp.execute("migrate_cancel", json!({}))?;
         } else if begun.elapsed() >= CANCEL_TIMEOUT {
-            let what = "cancel its migration";
-            return Err(QmpError::TimedOut { what, after: CANCEL_TIMEOUT }.into());
+            return Err(qmp.timed_out("cancel its migration", CANCEL_TIMEOUT).into());
         }
         look_for(qmp, "cancel its migration", "MIGRATION")?;
     }
@@ -137,7 +136,7 @@ pub fn run_on(qmp: &mut Qmp) -> Result<(), QemuError> {
 }
 
 /// Waits a moment for an event, which need not come.
-fn look_for(qmp: &mut Qmp, what: &'static str, name: &str) -> Result<(), QemuError> {
+fn look_for(qmp: &mut Qmp, what: &str, name: &str) -> Result<(), QemuError> {
     match qmp.wait_for(what, LOOK_PERIOD, |event| event["event"] == name) {
         Ok(_) | Err(QmpError::TimedOut { .. }) => Ok(()),
         Err(error) => Err(error.into()),

@@ -7,6 +7,9 @@
 //! the interrupted call as it does after any signal. No code is patched, so no other thread can run into
 //! anything. The descriptor is fetched with `pidfd_getfd`.
 //!
+//! A process that is stopped (`SIGSTOP`) makes the call too, and stays stopped: only the one thread moves, for one
+//! instruction. A signal that comes meanwhile is handed on, never kept.
+//!
 //! If whoever does this dies between the step and the detach, QEMU would die of the step's SIGTRAP. So
 //! it is done by a child of ours that does nothing else, in a session of its own, with all signals
 //! blocked: killing vmferry does not touch it, and it lives for microseconds.
@@ -17,6 +20,7 @@
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::time::{Duration, Instant};
 
 use rustix::fd::AsFd;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
@@ -24,8 +28,16 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
 use crate::error::QemuError;
 use crate::process;
 
-/// Attempts over all threads: one that just runs in user space is passed over.
-const ATTEMPTS: usize = 50;
+/// For how long it is tried, thread after thread: one that just runs in user space is passed over.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// How often is looked whether a thread has stopped, in nanoseconds, and how many times. One that waits for a disk that
+/// does not answer stops only when that does.
+const LOOK_NS: libc::c_long = 20_000;
+const LOOKS: u32 = 10_000;
+
+/// Stops of a thread in a row, none of which is the end of its step.
+const STOPS: u32 = 16;
 
 const UFFD_USER_MODE_ONLY: i32 = 1;
 
@@ -91,8 +103,8 @@ pub fn close_leftovers(pid: u32) -> Result<(), QemuError> {
 /// Lets a thread of process `pid` make a system call with one argument.
 fn system_call(pid: u32, number: i64, argument: u64) -> Result<i64, QemuError> {
     let failed = |why: String| QemuError::Inject { pid, why };
-    let mut busy = 0;
-    for _ in 0..ATTEMPTS {
+    let (begun, mut busy) = (Instant::now(), 0);
+    while begun.elapsed() < PATIENCE {
         for thread in process::threads(pid)? {
             let verdict =
                 in_a_child(thread, number, argument).map_err(|error| failed(error.to_string()))?;
@@ -186,27 +198,32 @@ unsafe fn step_thread(thread: libc::pid_t, number: i64, argument: u64) -> Verdic
         if libc::ptrace(libc::PTRACE_SEIZE, thread, none, none) < 0 {
             return Verdict { step: REFUSED, value: errno() };
         }
-        let detach = |verdict| {
-            libc::ptrace(libc::PTRACE_DETACH, thread, none, none);
+        // With a signal that the thread was about to get.
+        let detach = |verdict, signal: libc::c_int| {
+            libc::ptrace(libc::PTRACE_DETACH, thread, none, signal as usize as *mut libc::c_void);
             verdict
         };
-        let mut status = 0;
-        if libc::ptrace(libc::PTRACE_INTERRUPT, thread, none, none) < 0
-            || libc::waitpid(thread, &raw mut status, libc::__WALL) != thread
-        {
+        if libc::ptrace(libc::PTRACE_INTERRUPT, thread, none, none) < 0 {
             return Verdict { step: FAILED, value: errno() };
         }
-        let mut saved = MaybeUninit::<libc::user_regs_struct>::zeroed();
-        if libc::ptrace(libc::PTRACE_GETREGS, thread, none, saved.as_mut_ptr()) < 0 {
-            return detach(Verdict { step: FAILED, value: errno() });
+        let stopped = match wait_briefly(thread) {
+            Some(status) => Stop::of(status),
+            // The end of this process detaches.
+            None => return Verdict { step: BUSY, value: 0 },
+        };
+        match stopped {
+            Stop::Event => {}
+            Stop::Signal(signal) => return detach(Verdict { step: BUSY, value: 0 }, signal),
+            Stop::Gone => return Verdict { step: FAILED, value: libc::ESRCH.into() },
         }
-        let saved = saved.assume_init();
+        let Some(saved) = registers_of(thread) else {
+            return detach(Verdict { step: FAILED, value: errno() }, 0);
+        };
         // `syscall` is 0f 05; the word is read at the instruction that the thread is behind.
         *libc::__errno_location() = 0;
         let word = libc::ptrace(libc::PTRACE_PEEKTEXT, thread, saved.rip.wrapping_sub(2), none);
-        let stopped_for_us = libc::WIFSTOPPED(status) && status >> 16 == libc::PTRACE_EVENT_STOP;
-        if !stopped_for_us || word & 0xffff != 0x050f || (saved.orig_rax as i64) < 0 {
-            return detach(Verdict { step: BUSY, value: 0 });
+        if word & 0xffff != 0x050f || (saved.orig_rax as i64) < 0 {
+            return detach(Verdict { step: BUSY, value: 0 }, 0);
         }
         let mut registers = saved;
         registers.rip = saved.rip - 2;
@@ -215,63 +232,114 @@ unsafe fn step_thread(thread: libc::pid_t, number: i64, argument: u64) -> Verdic
         // No call is to be restarted before ours.
         registers.orig_rax = u64::MAX;
         if libc::ptrace(libc::PTRACE_SETREGS, thread, none, &raw const registers) < 0 {
-            return detach(Verdict { step: FAILED, value: errno() });
+            return detach(Verdict { step: FAILED, value: errno() }, 0);
         }
-        let stepped = libc::ptrace(libc::PTRACE_SINGLESTEP, thread, none, none) >= 0
-            && libc::waitpid(thread, &raw mut status, libc::__WALL) == thread;
-        let mut after = MaybeUninit::<libc::user_regs_struct>::zeroed();
-        let read = libc::ptrace(libc::PTRACE_GETREGS, thread, none, after.as_mut_ptr()) >= 0;
-        let result = after.assume_init().rax as i64;
+        let stopped = step(thread);
+        let after = registers_of(thread);
+        let error = errno();
         let restored = libc::ptrace(libc::PTRACE_SETREGS, thread, none, &raw const saved) >= 0;
-        if stepped && read && restored {
-            detach(Verdict { step: DONE, value: result })
-        } else {
-            detach(Verdict { step: FAILED, value: errno() })
+        let signal = match stopped {
+            Stop::Signal(libc::SIGTRAP) | Stop::Event => 0,
+            Stop::Signal(signal) => signal,
+            Stop::Gone => return Verdict { step: FAILED, value: libc::ESRCH.into() },
+        };
+        match after {
+            // A signal came first: the call was not made.
+            Some(after) if restored && after.rip == registers.rip => {
+                detach(Verdict { step: BUSY, value: 0 }, signal)
+            }
+            Some(after) if restored => {
+                detach(Verdict { step: DONE, value: after.rax as i64 }, signal)
+            }
+            _ => detach(Verdict { step: FAILED, value: error }, signal),
         }
+    }
+}
+
+/// Why a thread has stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stop {
+    /// Told to by its tracer, or because its whole process is stopped.
+    Event,
+    /// It is about to get a signal: that of its step, or somebody else's.
+    Signal(libc::c_int),
+    /// It has ended.
+    Gone,
+}
+
+impl Stop {
+    fn of(status: libc::c_int) -> Self {
+        if !libc::WIFSTOPPED(status) {
+            Self::Gone
+        } else if status >> 16 == libc::PTRACE_EVENT_STOP {
+            Self::Event
+        } else {
+            Self::Signal(libc::WSTOPSIG(status))
+        }
+    }
+}
+
+/// Lets a thread make one step. A stop of the whole process, or one that the tracer asked for before, may be reported
+/// first, any number of times, as long as people send `SIGSTOP` and `SIGCONT`.
+///
+/// # Safety
+/// As [`step_thread`]; the thread must stand still.
+unsafe fn step(thread: libc::pid_t) -> Stop {
+    let none = std::ptr::null_mut::<libc::c_void>();
+    let mut stopped = Stop::Event;
+    for _ in 0..STOPS {
+        let mut status = 0;
+        // SAFETY: the pointer is to a local.
+        unsafe {
+            if libc::ptrace(libc::PTRACE_SINGLESTEP, thread, none, none) < 0
+                || libc::waitpid(thread, &raw mut status, libc::__WALL) != thread
+            {
+                return Stop::Gone;
+            }
+        }
+        stopped = Stop::of(status);
+        if stopped != Stop::Event {
+            break;
+        }
+    }
+    stopped
+}
+
+/// Waits until a thread has stopped, or not: one in a call that can't be interrupted may take for ever.
+///
+/// # Safety
+/// As [`step_thread`].
+unsafe fn wait_briefly(thread: libc::pid_t) -> Option<libc::c_int> {
+    let pause = libc::timespec { tv_sec: 0, tv_nsec: LOOK_NS };
+    let mut status = 0;
+    for _ in 0..LOOKS {
+        // SAFETY: the pointers are to locals.
+        unsafe {
+            match libc::waitpid(thread, &raw mut status, libc::__WALL | libc::WNOHANG) {
+                0 => {
+                    libc::nanosleep(&raw const pause, std::ptr::null_mut());
+                }
+                found if found == thread => return Some(status),
+                _ => return None,
+            }
+        }
+    }
+    None
+}
+
+/// The registers of a thread that stands still.
+///
+/// # Safety
+/// As [`step_thread`].
+unsafe fn registers_of(thread: libc::pid_t) -> Option<libc::user_regs_struct> {
+    let none = std::ptr::null_mut::<libc::c_void>();
+    let mut registers = MaybeUninit::<libc::user_regs_struct>::zeroed();
+    // SAFETY: the pointer is to a local of the type that the request wants, for which all bytes are valid.
+    unsafe {
+        (libc::ptrace(libc::PTRACE_GETREGS, thread, none, registers.as_mut_ptr()) >= 0)
+            .then(|| registers.assume_init())
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use std::io::{Read, Write};
-    use std::process::{Command, Stdio};
-
-    use super::*;
-
-    #[test]
-    fn a_process_that_waits_gives_a_userfaultfd_and_goes_on() {
-        // It waits in `read`, which must be restarted and not fail with EINTR.
-        let mut child =
-            Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let (mut input, mut output) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
-        // What it has answered, it has answered after its start-up: from here on it opens no files itself.
-        let mut answer = [0; 5];
-        input.write_all(b"ready").unwrap();
-        output.read_exact(&mut answer).unwrap();
-        for _ in 0..20 {
-            let injected = userfaultfd(child.id()).unwrap();
-            let there = format!("/proc/{}/fd/{}", child.id(), injected.number);
-            let here = format!("/proc/self/fd/{}", injected.descriptor.as_raw_fd());
-            for name in [&there, &here] {
-                let name = std::fs::read_link(name).unwrap();
-                assert_eq!(name.to_str(), Some("anon_inode:[userfaultfd]"));
-            }
-            drop(injected);
-            assert!(!std::fs::exists(&there).unwrap(), "nothing is left open there");
-        }
-        input.write_all(b"still here").unwrap();
-        drop(input);
-        let mut rest = Vec::new();
-        output.read_to_end(&mut rest).unwrap();
-        assert_eq!(rest, b"still here");
-        assert!(child.wait().unwrap().success());
-    }
-
-    #[test]
-    fn a_process_that_is_gone_is_an_error() {
-        let mut child = Command::new("true").spawn().unwrap();
-        let pid = child.id();
-        child.wait().unwrap();
-        assert!(userfaultfd(pid).is_err());
-    }
-}
+mod tests;

@@ -127,6 +127,14 @@ pub fn wait_for_end(pid: u32) -> io::Result<()> {
     }
 }
 
+/// Whether a process stands still, as after `SIGSTOP` or in a debugger. One that can't be seen does not.
+pub fn is_stopped(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The name in parentheses may hold anything.
+    let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
+    matches!(state, Some('T' | 't'))
+}
+
 /// The threads of a process, its first one first.
 ///
 /// # Errors

@@ -6,6 +6,8 @@ pub mod faults;
 pub mod outcomes;
 pub mod proxy;
 pub mod scene;
+pub mod stops;
+pub mod traces;
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::CommandExt;

@@ -4,6 +4,7 @@ use serde_json::json;
 use vmferry_qemu::Qmp;
 use vmferry_qemu_lab::{Backend, Machine, Qemu, Version, World as Lab};
 
+use super::traces::{Traces, nothing_is_left};
 use super::{Host, Running, World, text};
 
 /// How the guest is moved.
@@ -22,6 +23,8 @@ pub struct Scene {
     pub machine: Machine,
     pub way: Way,
     pub here: Qemu,
+    /// Its QEMU as it was before anybody came.
+    before: Traces,
     destinations: u32,
 }
 
@@ -41,7 +44,8 @@ impl Scene {
         let (a, b) = (world.host("a"), world.host("b"));
         let mut here = machine.start(&lab, "here");
         here.check_guest();
-        Self { world, lab, a, b, machine, way, here, destinations: 0 }
+        let before = Traces::of(&here);
+        Self { world, lab, a, b, machine, way, here, before, destinations: 0 }
     }
 
     /// A QEMU that waits for the guest, and the vmferry beside it.
@@ -104,21 +108,25 @@ impl Scene {
 
     /// Waits until whoever tidies up is done: it lets go of QMP last.
     pub fn is_clean(&self) {
-        let mut qmp = Qmp::connect(&self.here.qmp).unwrap();
-        assert_eq!(qmp.execute("query-status", json!({})).unwrap()["running"], true);
-        let capabilities = qmp.execute("query-migrate-capabilities", json!({})).unwrap();
-        for name in ["x-ignore-shared", "pause-before-switchover", "multifd", "events"] {
-            let found = capabilities.as_array().unwrap().iter();
-            let found = found.clone().find(|one| one["capability"] == name).unwrap();
-            assert_eq!(found["state"], false, "{name} is as it was");
+        let status = Qmp::connect(&self.here.qmp).unwrap().execute("query-status", json!({}));
+        assert_eq!(status.unwrap()["running"], true);
+        assert_eq!(Traces::of(&self.here), self.before, "QEMU is as it was");
+        nothing_is_left(&[&self.a], &[&self.here]);
+    }
+
+    /// The guest has moved, and goes on from there.
+    pub fn moved_to(&mut self, there: Qemu) {
+        self.here = there;
+        self.here.check_guest();
+        self.before = Traces::of(&self.here);
+    }
+
+    /// The kind of guest, for the table of outcomes.
+    pub fn kind(&self) -> &'static str {
+        match self.way {
+            Way::Attached => "qemu attached",
+            Way::Carried => "qemu carried",
         }
-        let pid = self.here.child.id();
-        let left =
-            std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten().filter(|entry| {
-                std::fs::read_link(entry.path())
-                    .is_ok_and(|to| to.to_string_lossy().contains("userfaultfd"))
-            });
-        assert_eq!(left.count(), 0, "a userfaultfd is left in QEMU");
     }
 
     /// After everything that went wrong, a migration still works.

@@ -146,8 +146,7 @@ fn accept(
         }
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            let what = "connect its channels";
-            return Err(QmpError::TimedOut { what, after: CONNECT_TIMEOUT }.into());
+            return Err(qmp.timed_out("connect its channels", CONNECT_TIMEOUT).into());
         }
         wait_readable(&[listener.as_fd(), monitor.as_fd()], Some(left)).map_err(failed)?;
         let over = |event: &Value| {

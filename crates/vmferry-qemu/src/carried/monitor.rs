@@ -4,15 +4,19 @@ use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::error::QemuError;
 use crate::qmp::Qmp;
+
+/// How long is listened at a time: a QEMU that was stopped does not say so.
+const LISTEN_PERIOD: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// The connection. An answer may bring events along, which are nobody's that asked: whoever listens is woken
 /// for them too.
 pub struct Monitor {
     qmp: Mutex<Qmp>,
+    pid: u32,
     connection: OwnedFd,
     woken: OwnedFd,
 }
@@ -29,12 +33,17 @@ impl Monitor {
     /// # Errors
     /// The system's.
     pub fn new(qmp: Qmp) -> Result<Self, QemuError> {
-        let connection = qmp.descriptor()?;
+        let (connection, pid) = (qmp.descriptor()?, qmp.pid());
         let woken =
             eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| {
                 QemuError::Local { action: "make an event descriptor", source: errno.into() }
             })?;
-        Ok(Self { qmp: Mutex::new(qmp), connection, woken })
+        Ok(Self { qmp: Mutex::new(qmp), pid, connection, woken })
+    }
+
+    /// The QEMU process.
+    pub fn pid(&self) -> u32 {
+        self.pid
     }
 
     /// Waits until nobody else gives orders.
@@ -42,15 +51,15 @@ impl Monitor {
         Orders { qmp: self.qmp.lock().unwrap_or_else(PoisonError::into_inner), monitor: self }
     }
 
-    /// Waits until QEMU says something, or [`wake`](Self::wake) is called. What it says may be somebody else's
-    /// answer.
+    /// Waits until QEMU says something, or [`wake`](Self::wake) is called, or for a second. What it says may be somebody
+    /// else's answer.
     ///
     /// # Errors
     /// The system's.
     pub fn listen(&self) -> std::io::Result<()> {
         let mut polled =
             [PollFd::new(&self.connection, PollFlags::IN), PollFd::new(&self.woken, PollFlags::IN)];
-        match poll(&mut polled, None) {
+        match poll(&mut polled, Some(&LISTEN_PERIOD)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
         }

@@ -10,8 +10,13 @@ use vmferry_memory::PAGE_SIZE;
 
 use super::monitor::Monitor;
 use crate::error::QemuError;
+use crate::process;
 use crate::qmp::{Qmp, QmpError};
 use crate::state;
+
+/// How long QEMU's process may be stopped while it streams. The engine waits for a frame for 30 s, and would blame the
+/// destination.
+const STOPPED_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A thread that tells the engine what QEMU says of its migration, until that has ended.
 #[derive(Debug)]
@@ -29,6 +34,8 @@ struct Watcher {
     pages: u64,
     /// QEMU has stopped the guest.
     held: bool,
+    /// Since when QEMU's process is known to be stopped.
+    asleep: Option<Instant>,
 }
 
 impl Watch {
@@ -44,7 +51,8 @@ impl Watch {
         tell: StreamEvents,
     ) -> Result<Self, QemuError> {
         let over = Arc::new(AtomicBool::new(false));
-        let mut watcher = Watcher { over: Arc::clone(&over), begun, stopped, pages, held: false };
+        let mut watcher =
+            Watcher { over: Arc::clone(&over), begun, stopped, pages, held: false, asleep: None };
         std::thread::Builder::new()
             .name("qemu-events".into())
             .spawn(move || watcher.listen(&monitor, &tell))
@@ -78,12 +86,24 @@ impl Watcher {
             if self.is_over() {
                 return;
             }
-            if let Err(source) = monitor.listen() {
-                let error = QemuError::Local { action: "listen to QEMU", source };
+            let listened = monitor
+                .listen()
+                .map_err(|source| QemuError::Local { action: "listen to QEMU", source });
+            if let Err(error) = listened.and_then(|()| self.must_not_sleep(monitor.pid())) {
                 tell(StreamEvent::Failed(error.into()));
                 return;
             }
         }
+    }
+
+    /// A QEMU whose process is stopped says nothing, and sends nothing.
+    fn must_not_sleep(&mut self, pid: u32) -> Result<(), QemuError> {
+        if !process::is_stopped(pid) {
+            self.asleep = None;
+        } else if self.asleep.get_or_insert_with(Instant::now).elapsed() >= STOPPED_TIMEOUT {
+            return Err(QemuError::Stopped { pid, after: STOPPED_TIMEOUT });
+        }
+        Ok(())
     }
 
     fn is_over(&self) -> bool {

@@ -38,13 +38,38 @@ pub enum QmpError {
         text: String,
     },
     /// Something did not happen in time.
-    #[error("waited {} s for QEMU to {what}", after.as_secs())]
+    #[error(
+        "QEMU's process {pid} at {path} did not {what} in {} s{}", after.as_secs(), hint(*stopped, *pid)
+    )]
     TimedOut {
+        /// The socket.
+        path: PathBuf,
+        /// The process.
+        pid: u32,
         /// What was awaited.
-        what: &'static str,
+        what: String,
         /// For how long.
         after: Duration,
+        /// Whether the process is stopped, as by `SIGSTOP`.
+        stopped: bool,
     },
+}
+
+impl QmpError {
+    /// Whether QEMU may just not have got to it yet.
+    #[must_use]
+    pub fn is_timeout(&self) -> bool {
+        matches!(self, Self::TimedOut { .. })
+    }
+}
+
+/// What an operator can do about a QEMU that does nothing.
+fn hint(stopped: bool, pid: u32) -> String {
+    if stopped {
+        format!(": it is stopped, and goes on with `kill -CONT {pid}`")
+    } else {
+        ": does somebody else use this socket, or does its storage not answer?".to_owned()
+    }
 }
 
 /// QEMU's version.

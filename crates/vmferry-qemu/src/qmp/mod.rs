@@ -4,25 +4,31 @@
 //! comes in between are events, which are kept until somebody waits for them.
 
 mod error;
+mod socket;
 
 use std::collections::VecDeque;
-use std::io::{self, IoSlice, Read, Write};
-use std::mem::MaybeUninit;
+use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use rustix::net::{RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use rustix::net::RecvFlags;
 use serde_json::{Value, json};
 
 pub use error::{QmpError, Version};
+
+use crate::process;
 
 /// So many bytes are read at a time.
 const CHUNK: usize = 16 << 10;
 
 /// How long QEMU may take to answer a command. Some stop the guest first.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How long a QEMU that has not answered in time is listened to before the next order. It gets none before it is heard
+/// again: nobody knows when it would follow it.
+const SILENT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A connection to one QEMU.
 pub struct Qmp {
@@ -35,6 +41,8 @@ pub struct Qmp {
     events: VecDeque<Value>,
     /// The number of the last command; its answer has it too.
     number: u64,
+    /// The last command was not answered in time, and nothing was heard since.
+    silent: bool,
 }
 
 impl Qmp {
@@ -47,20 +55,29 @@ impl Qmp {
             let path = path.to_owned();
             move |source| QmpError::Io { path, action, source }
         };
-        let stream = UnixStream::connect(path).map_err(io("connect"))?;
-        stream.set_read_timeout(Some(ANSWER_TIMEOUT)).map_err(io("set a time-out"))?;
+        let connected = socket::connect(path, ANSWER_TIMEOUT).map_err(io("connect"))?;
+        let Some(stream) = connected else {
+            // Its queue is full of others that wait, so who listens there can't be known.
+            let source = io::Error::new(io::ErrorKind::TimedOut, "too many wait there already");
+            return Err(io("connect")(source));
+        };
+        let listener = rustix::net::sockopt::socket_peercred(&stream)
+            .map_err(|errno| io("find the process")(errno.into()))?;
         let mut qmp = Self {
             path: path.to_owned(),
             stream,
             unread: Vec::new(),
             version: Version { major: 0, minor: 0, micro: 0 },
-            pid: 0,
+            pid: listener.pid.as_raw_nonzero().get().unsigned_abs(),
             events: VecDeque::new(),
             number: 0,
+            silent: false,
         };
         let deadline = Instant::now() + ANSWER_TIMEOUT;
         let greeting = loop {
-            let message = qmp.read(deadline, "greet")?;
+            let Some(message) = qmp.read(deadline)? else {
+                return Err(qmp.timed_out("greet a client", ANSWER_TIMEOUT));
+            };
             // QEMU 10.0 may send an event first to whoever comes directly behind another client.
             if message.get("event").is_none() {
                 break message;
@@ -99,9 +116,7 @@ impl Qmp {
     /// The process that listens on the socket, as the system says; or, if a management tool has made the
     /// socket and passed it on, the one that the first vCPU's thread belongs to.
     fn find_pid(&mut self) -> Result<u32, QmpError> {
-        let credentials = rustix::net::sockopt::socket_peercred(&self.stream)
-            .map_err(|errno| self.io("find the process", errno.into()))?;
-        let listener = credentials.pid.as_raw_nonzero().get().unsigned_abs();
+        let listener = self.pid;
         let vcpus = self.execute("query-cpus-fast", json!({}))?;
         let Some(thread) = vcpus[0]["thread-id"].as_u64() else { return Ok(listener) };
         if Path::new(&format!("/proc/{listener}/task/{thread}")).exists() {
@@ -158,7 +173,7 @@ impl Qmp {
     /// [`QmpError::TimedOut`], or the connection's.
     pub fn wait_for(
         &mut self,
-        what: &'static str,
+        what: &str,
         after: Duration,
         wanted: impl Fn(&Value) -> bool,
     ) -> Result<Value, QmpError> {
@@ -169,13 +184,22 @@ impl Qmp {
             {
                 return Ok(event);
             }
-            let message = match self.read(deadline, what) {
-                Err(QmpError::TimedOut { what, .. }) => {
-                    return Err(QmpError::TimedOut { what, after });
-                }
-                other => other?,
+            let Some(message) = self.read(deadline)? else {
+                return Err(self.timed_out(what, after));
             };
             self.keep_event(message);
+        }
+    }
+
+    /// The error for what QEMU has not done in time.
+    #[must_use]
+    pub fn timed_out(&self, what: &str, after: Duration) -> QmpError {
+        QmpError::TimedOut {
+            path: self.path.clone(),
+            pid: self.pid,
+            what: what.to_owned(),
+            after,
+            stopped: process::is_stopped(self.pid),
         }
     }
 
@@ -197,15 +221,25 @@ impl Qmp {
         descriptor: Option<BorrowedFd<'_>>,
         is_followed: impl Fn(&Value) -> bool,
     ) -> Result<Value, QmpError> {
+        if self.silent {
+            let what = format!("answer, so that it could be told to `{command}`,");
+            let Some(message) = self.read(Instant::now() + SILENT_TIMEOUT)? else {
+                return Err(self.timed_out(&what, SILENT_TIMEOUT));
+            };
+            self.keep_event(message);
+        }
         self.number += 1;
         let mut line =
             json!({ "execute": command, "arguments": arguments, "id": self.number }).to_string();
         line.push('\n');
-        self.write(line.as_bytes(), descriptor)
+        socket::write(&self.stream, line.as_bytes(), descriptor)
             .map_err(|source| self.io("send a command", source))?;
         let deadline = Instant::now() + ANSWER_TIMEOUT;
         loop {
-            let mut message = self.read(deadline, "answer")?;
+            let Some(mut message) = self.read(deadline)? else {
+                self.silent = true;
+                return Err(self.timed_out(&format!("answer to `{command}`"), ANSWER_TIMEOUT));
+            };
             if message.get("event").is_some() {
                 let followed = is_followed(&message);
                 self.events.push_back(message);
@@ -230,31 +264,15 @@ impl Qmp {
         }
     }
 
-    fn write(&mut self, bytes: &[u8], descriptor: Option<BorrowedFd<'_>>) -> io::Result<()> {
-        let stream = &mut self.stream;
-        let Some(descriptor) = descriptor else { return stream.write_all(bytes) };
-        let descriptors = [descriptor];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        control.push(SendAncillaryMessage::ScmRights(&descriptors));
-        // The descriptor goes with the first byte; a command is far shorter than a socket's buffer.
-        let sent = rustix::net::sendmsg(
-            &*stream,
-            &[IoSlice::new(bytes)],
-            &mut control,
-            SendFlags::NOSIGNAL,
-        )?;
-        stream.write_all(&bytes[sent..])
-    }
-
-    fn read(&mut self, deadline: Instant, what: &'static str) -> Result<Value, QmpError> {
+    /// The next message; `None` if none has come in time.
+    fn read(&mut self, deadline: Instant) -> Result<Option<Value>, QmpError> {
         loop {
             if let Some(message) = self.next_message()? {
-                return Ok(message);
+                return Ok(Some(message));
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(QmpError::TimedOut { what, after: ANSWER_TIMEOUT });
+                return Ok(None);
             }
             let mut bytes = [0; CHUNK];
             let read = self
@@ -342,6 +360,7 @@ impl Qmp {
             let end = io::Error::new(io::ErrorKind::UnexpectedEof, "QEMU closed it");
             return Err(self.io("read an answer", end));
         }
+        self.silent = false;
         self.unread.extend_from_slice(bytes);
         Ok(())
     }

@@ -12,18 +12,19 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
-use vmferry_wire::GuestIdentity;
+use vmferry_wire::{GuestIdentity, SessionId};
 
 use super::{JournalError, Record, SessionSummary, Side, Verdict, parse_name, record};
 
 /// The longest first record that is looked at, in bytes: a peer may have many names.
 const MOST_RECORD_BYTES: u64 = 1 << 20;
 
-/// A session's place among those of its host. Those of old versions, which had no numbers, come first, by the clock.
+/// A session's place among those of its host. Those of releases that had no numbers come first where they are listed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Order {
+    /// 0 for none.
     number: u64,
-    /// Seconds since 1970; 0 where there is a number.
+    /// Seconds since 1970, by this host's clock.
     at: u64,
 }
 
@@ -33,11 +34,21 @@ impl Order {
         records
             .iter()
             .find_map(|record| match record {
-                Record::Open { at, order: 0, .. } => Some(Self { number: 0, at: *at }),
-                Record::Open { order, .. } => Some(Self { number: *order, at: 0 }),
+                Record::Open { at, order, .. } => Some(Self { number: *order, at: *at }),
                 _ => None,
             })
             .unwrap_or_default()
+    }
+
+    /// Whether a session is the same or a later one. Beside one without a number, of the release before or of one that
+    /// was gone back to, the clock decides.
+    #[must_use]
+    pub fn is_not_before(self, other: Self) -> bool {
+        if self.number == 0 || other.number == 0 {
+            self.at >= other.at
+        } else {
+            self.number >= other.number
+        }
     }
 }
 
@@ -47,8 +58,7 @@ impl Order {
 /// # Errors
 /// If the directory can't be listed.
 pub(super) fn next(directory: &Path) -> Result<u64, JournalError> {
-    let failed =
-        |source| JournalError::Io { action: "list", path: directory.to_owned(), source };
+    let failed = |source| JournalError::Io { action: "list", path: directory.to_owned(), source };
     let mut largest = 0;
     for entry in std::fs::read_dir(directory).map_err(failed)? {
         let entry = entry.map_err(failed)?;
@@ -82,14 +92,27 @@ pub fn unfinished<'a>(
     guest: &GuestIdentity,
 ) -> Vec<&'a SessionSummary> {
     let ours = || sessions.iter().filter(|session| session.guest() == Some(guest));
-    let arrived = ours()
-        .filter(|one| one.side == Side::Destination && one.verdict == Verdict::Here)
-        .map(SessionSummary::order)
-        .max();
+    let arrived =
+        |one: &&SessionSummary| one.side == Side::Destination && one.verdict == Verdict::Here;
+    let arrivals: Vec<Order> = ours().filter(arrived).map(SessionSummary::order).collect();
     ours()
         .filter(|one| one.is_unfinished_source())
-        .filter(|one| arrived.is_none_or(|arrived| one.order() >= arrived))
+        .filter(|one| arrivals.iter().all(|arrival| one.order().is_not_before(*arrival)))
         .collect()
+}
+
+/// Whether the guest of a source's session was sent again since, so that the older session's word about it counts no more. A
+/// later attempt that has failed has left it here.
+#[must_use]
+pub fn is_overtaken(sessions: &[SessionSummary], session: SessionId) -> bool {
+    let ours = |one: &&SessionSummary| one.session == session && one.side == Side::Source;
+    let Some(ours) = sessions.iter().find(ours) else { return false };
+    let Some(guest) = ours.guest() else { return false };
+    sessions
+        .iter()
+        .filter(|one| one.side == Side::Source && one.session != session)
+        .filter(|one| one.guest() == Some(guest) && one.order().is_not_before(ours.order()))
+        .any(|one| !one.records.iter().any(|record| matches!(record, Record::Kept { .. })))
 }
 
 #[cfg(test)]
@@ -97,7 +120,6 @@ mod tests {
     use std::path::Path;
 
     use tempfile::TempDir;
-    use vmferry_wire::SessionId;
 
     use super::*;
     use crate::journal::{FileJournal, Journal, sessions};
@@ -176,14 +198,38 @@ mod tests {
     }
 
     #[test]
-    fn journals_without_numbers_are_older_and_go_by_the_clock() {
+    fn beside_journals_without_numbers_the_clock_decides() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
-        write(path, 1, Side::Source, (2_000_000_000, 0), &[Record::Commit]);
-        write(path, 2, Side::Source, (1_000_000_000, 0), &[Record::Commit]);
+        write(path, 1, Side::Source, (1_600_000_000, 0), &[Record::Commit]);
+        write(path, 2, Side::Source, (1_500_000_000, 0), &[Record::Commit]);
         assert_eq!(left_open(&directory), [session(2), session(1)]);
         begin(path, 3, Side::Destination, &[Record::RunIntent]);
-        assert!(left_open(&directory).is_empty());
+        assert!(left_open(&directory).is_empty(), "written by the release before");
+        begin(path, 4, Side::Source, &[Record::Commit]);
+        assert_eq!(left_open(&directory), [session(4)]);
+        write(path, 5, Side::Destination, (4_000_000_000, 0), &[Record::RunIntent]);
+        assert!(left_open(&directory).is_empty(), "by a release that was gone back to");
+    }
+
+    #[test]
+    fn a_session_is_overtaken_by_a_later_one_that_did_not_fail() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path();
+        let overtaken = || is_overtaken(&sessions(path).unwrap(), session(2));
+        let kept = Record::Kept { by_operator: false };
+        begin(path, 1, Side::Source, &[Record::Commit, Record::Given { by_operator: false }]);
+        begin(path, 2, Side::Source, std::slice::from_ref(&kept));
+        let other = GuestIdentity { uuid: uuid::Uuid::max(), name: "db".into() };
+        let peer = ("host-b", [].as_slice());
+        let mut journal = FileJournal::begin(path, session(3), Side::Source, other, peer).unwrap();
+        journal.append(&Record::Commit).unwrap();
+        begin(path, 4, Side::Destination, &[Record::Aborted { reason: "no".into() }]);
+        begin(path, 5, Side::Source, &[Record::Commit, kept]);
+        assert!(!overtaken(), "what was before, another guest, and an attempt that failed");
+        begin(path, 6, Side::Source, &[]);
+        assert!(overtaken(), "one that is under way");
+        assert!(!is_overtaken(&[], session(2)), "nothing is known");
     }
 
     #[test]

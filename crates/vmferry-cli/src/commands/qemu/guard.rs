@@ -13,11 +13,11 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use vmferry::SourceConfig;
 use vmferry::journal::JournalError;
 use vmferry::source::{Orders, Recovered, recover};
+use vmferry::{SourceConfig, VmError};
 use vmferry_microvm::control::{Handler, Server, ServerError, TlsFiles};
-use vmferry_qemu::{AbandonedQemu, Settings, wait_for_end};
+use vmferry_qemu::{AbandonedQemu, QemuError, Settings, wait_for_end};
 use vmferry_wire::SessionId;
 
 use super::service::QemuService;
@@ -30,6 +30,13 @@ const DEATH_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How often is looked whether it has. Nobody tells.
 const LOOK_PERIOD: Duration = Duration::from_millis(5);
+
+/// For how long a guest that is to run here is waited for, if its QEMU does not answer: as long as whoever has stopped it
+/// may well be away. The next `vmferry send --qemu` does the same, or whoever continues the guest by its monitor.
+const QEMU_TIMEOUT: Duration = Duration::from_secs(3600);
+
+/// How often it is tried. Each attempt waits for the answer itself.
+const RETRY_PERIOD: Duration = Duration::from_secs(1);
 
 /// All that a guardian must know; it comes by its standard input.
 #[derive(Debug, Serialize, Deserialize)]
@@ -80,12 +87,11 @@ impl Guardian {
         Ok(Self { child })
     }
 
-    /// Tells it that the guest is in good hands.
+    /// The guest is in good hands. Whatever it was doing, as long as this process lives that was to wait; and one that is
+    /// stopped could be told nothing.
     pub fn dismiss(mut self) {
-        if let Some(mut input) = self.child.stdin.take() {
-            // One that has died needs no telling.
-            let _ = writeln!(input, "done");
-        }
+        // One that has died needs no end.
+        let _ = self.child.kill();
         let _ = self.child.wait();
     }
 
@@ -104,11 +110,8 @@ pub fn run(output: &Output) -> Result<(), Failure> {
     input.read_line(&mut line)?;
     let order: GuardOrder =
         serde_json::from_str(&line).map_err(|error| Failure::of(Code::Usage, error))?;
-    let mut rest = String::new();
-    input.read_to_string(&mut rest)?;
-    if rest == "done\n" {
-        return Ok(());
-    }
+    // Nothing more is written: it ends with the sender, or when that hands over.
+    input.read_to_string(&mut String::new())?;
     leave_with_qemu(&order, output)?;
     take_over(&order, output)
 }
@@ -119,7 +122,7 @@ fn leave_with_qemu(order: &GuardOrder, output: &Output) -> Result<(), Failure> {
     std::thread::Builder::new().name("qemu-end".into()).spawn(move || {
         // A process that is gone already has ended too.
         let _ = wait_for_end(pid);
-        output.note("vmferry has died, and so has the guest's QEMU: nothing runs on this host");
+        output.note("the QEMU that the guest was in has ended: nothing of it runs on this host");
         std::process::exit(Code::Internal.number().into());
     })?;
     Ok(())
@@ -146,9 +149,18 @@ fn take_over(order: &GuardOrder, output: &Output) -> Result<(), Failure> {
     let mut config = SourceConfig::new(order.journals.clone());
     config.session = order.session;
     let dialer = dialer(&order.to, order.tls.as_ref())?;
-    let mut qemu = AbandonedQemu::new(&order.qmp, Some(order.settings.clone()));
+    let mut qemu = AbandonedQemu::new(&order.qmp, Some(order.settings.clone())).left_in(
+        order.pid,
+        order.session,
+        &order.journals,
+    );
+    let mut asleep = Asleep::new(output);
     let recovered = loop {
         match recover(qemu, &dialer, config.clone(), &orders, &mut |_| {}) {
+            Ok(Recovered::Stuck(again, error)) if QemuError::is_timeout_of(&error) => {
+                asleep.wait(&error)?;
+                qemu = again;
+            }
             Ok(recovered) => break recovered,
             Err((again, JournalError::InUse { .. })) if Instant::now() < deadline => {
                 qemu = again;
@@ -157,7 +169,8 @@ fn take_over(order: &GuardOrder, output: &Output) -> Result<(), Failure> {
             Err((again, JournalError::Io { source, .. }))
                 if source.kind() == std::io::ErrorKind::NotFound =>
             {
-                // It died before it promised anything.
+                // It died before it promised anything, and before it touched the guest.
+                again.tidy()?;
                 break Recovered::Kept(again);
             }
             Err((_, error)) => return Err(Failure::of(Code::Internal, error)),
@@ -165,19 +178,58 @@ fn take_over(order: &GuardOrder, output: &Output) -> Result<(), Failure> {
     };
     drop(server);
     match recovered {
-        Recovered::Kept(_) => output.note("vmferry has died; the guest runs on here"),
+        Recovered::Kept(_) => output.note("vmferry has given the guest up; it runs on here"),
         Recovered::Given(qemu) => {
-            output.note(
-                "vmferry has died after the guest was handed over: it runs at the destination",
-            );
+            output.note("the guest was handed over: it runs at the destination");
             if !order.keep_source {
-                qemu.quit()?;
+                end(&qemu, &mut asleep)?;
             }
         }
         Recovered::Stuck(_, error) => {
-            let text = format!("vmferry has died, and the guest could not be resumed: {error}");
+            let text =
+                format!("vmferry has given the guest up, and it could not be resumed: {error}");
             return Err(Failure::new(Code::Internal, text));
         }
     }
     Ok(())
+}
+
+/// Ends a QEMU whose guest runs elsewhere, as soon as it can be told.
+fn end(qemu: &AbandonedQemu, asleep: &mut Asleep<'_>) -> Result<(), Failure> {
+    loop {
+        match qemu.quit() {
+            Err(error) if error.is_timeout() => asleep.wait(&error.into())?,
+            other => return Ok(other?),
+        }
+    }
+}
+
+/// Waiting for a QEMU that does not answer.
+struct Asleep<'a> {
+    until: Instant,
+    told: bool,
+    output: &'a Output,
+}
+
+impl<'a> Asleep<'a> {
+    fn new(output: &'a Output) -> Self {
+        Self { until: Instant::now() + QEMU_TIMEOUT, told: false, output }
+    }
+
+    /// Waits until the next attempt, and says once why.
+    fn wait(&mut self, error: &VmError) -> Result<(), Failure> {
+        if Instant::now() >= self.until {
+            let text = format!(
+                "given up after {} minutes: {error}. When it answers, `vmferry send --qemu` puts it right, or its \
+                 monitor; `vmferry status --sessions` says whose the guest is",
+                QEMU_TIMEOUT.as_secs() / 60
+            );
+            return Err(Failure::new(Code::Internal, text));
+        }
+        if !std::mem::replace(&mut self.told, true) {
+            self.output.note(format!("{error}. vmferry goes on trying beside it"));
+        }
+        std::thread::sleep(RETRY_PERIOD);
+        Ok(())
+    }
 }

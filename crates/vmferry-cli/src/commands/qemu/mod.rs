@@ -21,12 +21,14 @@ pub fn socket_name(guest: &GuestIdentity, pid: u32) -> String {
 impl From<QemuError> for Failure {
     fn from(error: QemuError) -> Self {
         let code = match &error {
+            error if error.is_timeout() => Code::WrongState,
             QemuError::Qmp(_) => Code::UnknownGuest,
             QemuError::Memory { .. }
             | QemuError::Unsupported(_)
             | QemuError::Unattachable(_)
             | QemuError::SameFile { .. } => Code::Incompatible,
-            QemuError::State { .. } => Code::WrongState,
+            QemuError::State { .. } | QemuError::Stopped { .. } => Code::WrongState,
+            QemuError::Another { .. } => Code::UnknownGuest,
             QemuError::Process { .. }
             | QemuError::Inject { .. }
             | QemuError::Ended { .. }

@@ -2,17 +2,24 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
 
 use serde_json::json;
-use vmferry::destination::{Owned, Received, Stop, receive};
-use vmferry::{DestinationConfig, DestinationVm};
-use vmferry_qemu::{AbandonedQemu, Expected, QemuDestination, StartedQemu, wait_for_end};
+use vmferry::destination::{Owned, Received, Stop, Witness, receive};
+use vmferry::{DestinationConfig, DestinationVm, MigrateError};
+use vmferry_qemu::{
+    AbandonedQemu, Expected, QemuDestination, QemuError, StartedQemu, wait_for_end,
+};
 
 use crate::args::ReceiveOptions;
 use crate::commands::directory;
 use crate::commands::receive::{config, listen, tell};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
+
+/// For how long a guest that is this host's is to be started in a QEMU that does not answer, and how often it is tried.
+const START_TIMEOUT: Duration = Duration::from_secs(3600);
+const RETRY_PERIOD: Duration = Duration::from_secs(1);
 
 /// What ends the wait beside a guest.
 enum Over {
@@ -28,10 +35,12 @@ pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result
     let destination = QemuDestination::attach(qmp, expected(options))?;
     let waiting = Waiting::begin(&listener, options, output)?;
     let pid = destination.pid();
+    waiting.watch(pid)?;
     let owned = waiting.receive(listener, destination, output)?;
     // QMP is somebody else's from now on.
-    let witness = received(owned, qmp, output)?.1;
-    waiting.watch(pid)?;
+    let (destination, witness, started) = waiting.received(owned, qmp, output);
+    drop(destination);
+    started?;
     let ended = waiting.is_over.recv();
     drop(witness);
     match ended {
@@ -49,9 +58,11 @@ pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Resu
     let destination = StartedQemu::start(command, &qmp, expected(options))?;
     let waiting = Waiting::begin(&listener, options, output)?;
     let owned = waiting.receive(listener, destination, output)?;
-    let (qemu, witness) = received(owned, &qmp, output)?;
+    let (qemu, witness, started) = waiting.received(owned, &qmp, output);
+    // From here on it has a guest, and is not ended with this process.
     let mut child =
         qemu.into_child().ok_or_else(|| Failure::new(Code::Internal, "there is no QEMU"))?;
+    started?;
     waiting.watch(child.id())?;
     let over = waiting.is_over.recv();
     if let Ok(Over::Told) = over {
@@ -112,6 +123,70 @@ impl Waiting {
         }
     }
 
+    /// Tells of the guest that has come; with it comes whether it runs.
+    fn received<V: DestinationVm>(
+        &self,
+        owned: Owned<V>,
+        qmp: &Path,
+        output: &Output,
+    ) -> (V, Witness, Result<(), Failure>) {
+        let Owned { mut vm, session, guest, crash, stats, witness } = owned;
+        if let Some(error) = crash
+            && let Err(error) = self.insist(&mut vm, error, output)
+        {
+            let text = format!(
+                "the guest is this host's and could not be started: {}. It stands still in its QEMU: `cont` by QMP at {} \
+                 starts it",
+                vmferry::chain(&error),
+                qmp.display()
+            );
+            return (vm, witness, Err(Failure::new(Code::Corrupt, text)));
+        }
+        let event = json!({
+            "event": "received", "guest": guest, "session": session, "stats": stats, "qmp": qmp,
+        });
+        output.event(&event, || {
+            let name = guest.as_ref().map_or_else(|| "the guest".to_owned(), ToString::to_string);
+            format!(
+                "{name} runs here, QMP at {}; this host's word about it is given until its QEMU ends",
+                qmp.display()
+            )
+        });
+        (vm, witness, Ok(()))
+    }
+
+    /// Starts a guest that is this host's once more, as long as its QEMU just does not answer. Meanwhile the source
+    /// hears that the guest is here.
+    fn insist<V: DestinationVm>(
+        &self,
+        vm: &mut V,
+        mut error: MigrateError,
+        output: &Output,
+    ) -> Result<(), MigrateError> {
+        let until = Instant::now() + START_TIMEOUT;
+        let mut told = false;
+        loop {
+            let MigrateError::Vm { action, source } = &error else { return Err(error) };
+            if !QemuError::is_timeout_of(source) || Instant::now() >= until {
+                return Err(error);
+            }
+            if !std::mem::replace(&mut told, true) {
+                output.event(&json!({ "event": "not-started", "reason": source.to_string() }), || {
+                    format!("{source}. The guest is this host's, and vmferry goes on trying to start it")
+                });
+            }
+            if let Ok(over) = self.is_over.recv_timeout(RETRY_PERIOD) {
+                let _ = self.over.send(over);
+                return Err(error);
+            }
+            let action = *action;
+            match vm.run() {
+                Ok(()) => return Ok(()),
+                Err(source) => error = MigrateError::Vm { action, source },
+            }
+        }
+    }
+
     /// Hears of the end of QEMU from now on.
     fn watch(&self, pid: u32) -> Result<(), Failure> {
         let over = self.over.clone();
@@ -122,33 +197,6 @@ impl Waiting {
         })?;
         Ok(())
     }
-}
-
-/// Tells of the guest that has come.
-fn received<V>(
-    owned: Owned<V>,
-    qmp: &Path,
-    output: &Output,
-) -> Result<(V, vmferry::destination::Witness), Failure> {
-    let Owned { vm, session, guest, crash, stats, witness } = owned;
-    let event = json!({
-        "event": "received", "guest": guest, "session": session, "stats": stats, "qmp": qmp,
-    });
-    output.event(&event, || {
-        let name = guest.as_ref().map_or_else(|| "the guest".to_owned(), ToString::to_string);
-        format!(
-            "{name} runs here, QMP at {}; this host's word about it is given until its QEMU ends",
-            qmp.display()
-        )
-    });
-    if let Some(error) = crash {
-        let text = format!(
-            "the guest was handed over and could not be started, which is a crash of the guest: {}",
-            vmferry::chain(&error)
-        );
-        return Err(Failure::new(Code::Corrupt, text));
-    }
-    Ok((vm, witness))
 }
 
 fn say_end(output: &Output, why: &str) {

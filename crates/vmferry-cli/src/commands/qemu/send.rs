@@ -70,15 +70,17 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
     match moved {
         Ok(Moved { quit, stats }) => {
             // One that has died meanwhile has ended too; and the guest is elsewhere in any case.
-            if !options.keep_source
-                && let Err(error) = quit()
-            {
+            let ended = if options.keep_source { Ok(()) } else { quit() };
+            if let Err(error) = &ended {
                 output.note(format!(
                     "the QEMU that the guest has left could not be ended, and must not be continued: {}",
-                    vmferry::chain(&error)
+                    vmferry::chain(error)
                 ));
             }
-            guardian.dismiss();
+            match ended {
+                Err(error) if error.is_timeout() => guardian.hand_over(),
+                _ => guardian.dismiss(),
+            }
             let mut stats = json!(stats);
             stats["qemu"] = facts;
             output.result(&stats, || outcome(&stats));

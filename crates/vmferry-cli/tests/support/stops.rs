@@ -1,0 +1,86 @@
+//! Processes of a migration that are stopped (`SIGSTOP`) and woken (`SIGCONT`), and whose they are.
+
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use vmferry_qemu_lab::Qemu;
+
+use super::Running;
+use super::scene::Scene;
+
+/// A process of a migration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Who {
+    Sender,
+    Guardian,
+    Receiver,
+    SourceQemu,
+    DestinationQemu,
+}
+
+impl Who {
+    pub const ALL: [Self; 5] =
+        [Self::Sender, Self::Guardian, Self::Receiver, Self::SourceQemu, Self::DestinationQemu];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Sender => "the sender",
+            Self::Guardian => "the guardian",
+            Self::Receiver => "the receiver",
+            Self::SourceQemu => "the source's QEMU",
+            Self::DestinationQemu => "the destination's QEMU",
+        }
+    }
+
+    pub fn pid(self, scene: &Scene, there: &Qemu, send: &Running, receiving: &Running) -> u32 {
+        match self {
+            Self::Sender => send.child.id(),
+            Self::Guardian => guardian(send),
+            Self::Receiver => receiving.child.id(),
+            Self::SourceQemu => scene.here.child.id(),
+            Self::DestinationQemu => there.child.id(),
+        }
+    }
+}
+
+/// The guardian of a sender that is at work.
+pub fn guardian(send: &Running) -> u32 {
+    let sender = send.child.id();
+    let children = std::fs::read_to_string(format!("/proc/{sender}/task/{sender}/children"));
+    children.unwrap().trim().parse().expect("a sender has one child")
+}
+
+/// A process that is stopped, until it is woken or this is dropped.
+pub struct Stopped(Pid);
+
+impl Stopped {
+    /// Stops it, and waits until it is.
+    pub fn now(pid: u32) -> Self {
+        let stopped = Self(Pid::from_raw(pid as i32).unwrap());
+        kill_process(stopped.0, Signal::STOP).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while !is_stopped(pid) {
+            assert!(Instant::now() < deadline, "process {pid} does not stop");
+            std::thread::yield_now();
+        }
+        stopped
+    }
+
+    pub fn is_still(&self) -> bool {
+        is_stopped(self.0.as_raw_nonzero().get().unsigned_abs())
+    }
+
+    pub fn wake(self) {}
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        // One that was killed needs no waking.
+        let _ = kill_process(self.0, Signal::CONT);
+    }
+}
+
+fn is_stopped(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('T'))
+}

@@ -1,0 +1,107 @@
+//! What a migration could leave behind: in QEMU, and beside it.
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use vmferry_qemu::Qmp;
+use vmferry_qemu_lab::Qemu;
+
+use super::Host;
+
+/// A QEMU as it was before anybody came: the settings of its migration, and how many descriptors it has of each kind.
+#[derive(Debug, PartialEq)]
+pub struct Traces {
+    capabilities: Value,
+    parameters: Value,
+    descriptors: BTreeMap<String, usize>,
+}
+
+impl Traces {
+    /// Looks at a QEMU, as soon as nobody else does: whoever tidies up lets go of QMP last.
+    pub fn of(qemu: &Qemu) -> Self {
+        let mut qmp = Qmp::connect(&qemu.qmp).unwrap();
+        let capabilities = qmp.execute("query-migrate-capabilities", json!({})).unwrap();
+        let mut parameters = qmp.execute("query-migrate-parameters", json!({})).unwrap();
+        for name in ["tls-creds", "tls-hostname"] {
+            // QEMU lists no name that was never set, and an empty one that was.
+            if parameters[name] == "" {
+                parameters.as_object_mut().unwrap().remove(name);
+            }
+        }
+        Self { capabilities, parameters, descriptors: descriptors(qemu.child.id()) }
+    }
+}
+
+/// Links of `/proc/PID/fd`, without the numbers of sockets and pipes. Those of events come and go with QEMU's own work.
+fn descriptors(pid: u32) -> BTreeMap<String, usize> {
+    let mut found = BTreeMap::new();
+    for entry in std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten() {
+        let Ok(link) = std::fs::read_link(entry.path()) else { continue };
+        let link = link.to_string_lossy().into_owned();
+        let kind = link
+            .split_once(":[")
+            .map_or(link.as_str(), |(kind, rest)| if kind == "anon_inode" { rest } else { kind });
+        if kind != "eventfd]" {
+            *found.entry(kind.to_owned()).or_default() += 1;
+        }
+    }
+    found
+}
+
+/// No process of these hosts lives, neither vmferry's nor a QEMU that it has started; none of their sockets is left, and no
+/// control group that throttled a QEMU. A process that has just done its work may take a moment to end.
+pub fn nothing_is_left(hosts: &[&Host], qemus: &[&Qemu]) {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    for host in hosts {
+        loop {
+            let left = processes_of(&host.runtime);
+            if left.is_empty() {
+                break;
+            }
+            assert!(Instant::now() < deadline, "left running: {left:?}");
+            // The end of somebody else's child wakes nobody.
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let entries = std::fs::read_dir(&host.runtime).into_iter().flatten().flatten();
+        let sockets: Vec<PathBuf> = entries
+            .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_socket()))
+            .map(|entry| entry.path())
+            .collect();
+        assert!(sockets.is_empty(), "left behind: {sockets:?}");
+    }
+    for qemu in qemus {
+        let name = format!("vmferry-{}", qemu.child.id());
+        assert_eq!(group(Path::new("/sys/fs/cgroup"), &name, 6), None, "a control group is left");
+    }
+}
+
+/// Processes that were started for a host, by their environment.
+fn processes_of(runtime: &Path) -> Vec<(u32, String)> {
+    let wanted = format!("VMFERRY_RUNTIME_DIR={}", runtime.display()).into_bytes();
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir("/proc").unwrap().flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
+            continue;
+        };
+        let environment = std::fs::read(entry.path().join("environ")).unwrap_or_default();
+        if environment.split(|&byte| byte == 0).any(|variable| variable == wanted) {
+            let line = std::fs::read_to_string(entry.path().join("cmdline")).unwrap_or_default();
+            found.push((pid, line.replace('\0', " ")));
+        }
+    }
+    found
+}
+
+fn group(at: &Path, name: &str, depth: u32) -> Option<PathBuf> {
+    let wanted = at.join(name);
+    if wanted.is_dir() {
+        return Some(wanted);
+    }
+    let deeper = depth.checked_sub(1)?;
+    let entries = std::fs::read_dir(at).ok()?.flatten();
+    let mut below = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+    below.find_map(|entry| group(&entry.path(), name, deeper))
+}

@@ -1,0 +1,107 @@
+//! Journals as they are found: whole, torn, damaged, led by others.
+
+use super::*;
+
+fn session() -> SessionId {
+    SessionId([7; 16])
+}
+
+fn open() -> Record {
+    Record::Open {
+        guest: GuestIdentity { uuid: uuid::Uuid::nil(), name: "web".into() },
+        peer: "host-b".into(),
+        peer_names: vec![],
+        at: 1,
+        order: 1,
+    }
+}
+
+#[test]
+fn records_come_back_in_order() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut journal = FileJournal::create(directory.path(), session(), Side::Source).unwrap();
+    journal.append(&open()).unwrap();
+    journal.append(&Record::Commit).unwrap();
+    let found = sessions(directory.path()).unwrap();
+    assert_eq!(found.len(), 1);
+    assert_eq!(found[0].records, [open(), Record::Commit]);
+    assert_eq!(found[0].verdict, Verdict::InDoubt);
+}
+
+#[test]
+fn a_torn_tail_at_any_byte_is_a_record_never_written() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut journal = FileJournal::create(directory.path(), session(), Side::Destination).unwrap();
+    journal.append(&open()).unwrap();
+    let keep = std::fs::metadata(journal.path()).unwrap().len();
+    journal.append(&Record::RunIntent).unwrap();
+    let whole = std::fs::read(journal.path()).unwrap();
+    let path = journal.path().to_owned();
+    drop(journal);
+    for cut in keep as usize..whole.len() {
+        std::fs::write(&path, &whole[..cut]).unwrap();
+        assert_eq!(
+            recovered_word(directory.path(), session()).unwrap(),
+            SessionWord::Aborted,
+            "cut at {cut}"
+        );
+    }
+    std::fs::write(&path, &whole).unwrap();
+    assert_eq!(recovered_word(directory.path(), session()).unwrap(), SessionWord::Owns);
+}
+
+#[test]
+fn damage_before_the_end_gives_no_word() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut journal = FileJournal::create(directory.path(), session(), Side::Destination).unwrap();
+    journal.append(&open()).unwrap();
+    journal.append(&Record::RunIntent).unwrap();
+    let mut bytes = std::fs::read(journal.path()).unwrap();
+    bytes[12] ^= 1;
+    std::fs::write(journal.path(), &bytes).unwrap();
+    assert!(matches!(
+        recovered_word(directory.path(), session()),
+        Err(JournalError::Damaged { line: 1, .. })
+    ));
+}
+
+#[test]
+fn an_unknown_session_is_unknown_and_not_aborted() {
+    let directory = tempfile::tempdir().unwrap();
+    assert_eq!(recovered_word(directory.path(), session()).unwrap(), SessionWord::Unknown);
+    assert!(sessions(&directory.path().join("missing")).unwrap().is_empty());
+}
+
+#[test]
+fn a_damaged_last_line_gives_no_word_either() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut journal = FileJournal::create(directory.path(), session(), Side::Destination).unwrap();
+    journal.append(&open()).unwrap();
+    journal.append(&Record::RunIntent).unwrap();
+    let mut bytes = std::fs::read(journal.path()).unwrap();
+    let end = bytes.len();
+    bytes[end - 3] ^= 1;
+    std::fs::write(journal.path(), &bytes).unwrap();
+    // The guest may run by this promise: ABORTED would make it two.
+    assert!(matches!(
+        recovered_word(directory.path(), session()),
+        Err(JournalError::Damaged { line: 2, .. })
+    ));
+}
+
+#[test]
+fn a_session_that_a_process_leads_is_not_aborted_by_another() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut journal = FileJournal::create(directory.path(), session(), Side::Destination).unwrap();
+    journal.append(&open()).unwrap();
+    let word = || recovered_word(directory.path(), session()).unwrap();
+    assert_eq!(word(), SessionWord::Pending);
+    journal.append(&Record::RunIntent).unwrap();
+    assert_eq!(word(), SessionWord::Owns);
+    assert!(matches!(
+        FileJournal::reopen(directory.path(), session(), Side::Destination),
+        Err(JournalError::InUse { .. })
+    ));
+    drop(journal);
+    assert_eq!(word(), SessionWord::Owns);
+}
