@@ -45,7 +45,9 @@ type Result = (String, String, String);
 
 fn main() -> anyhow::Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [outcomes, document] = &arguments[..] else { bail!("usage: reliability OUTCOMES DOCUMENT") };
+    let [outcomes, document] = &arguments[..] else {
+        bail!("usage: reliability OUTCOMES DOCUMENT")
+    };
     let lines = std::fs::read_to_string(outcomes).with_context(|| outcomes.clone())?;
     let found = lines
         .lines()
@@ -84,7 +86,8 @@ fn render(mut outcomes: Vec<Outcome>) -> String {
             for ((owner, source, destination), phases) in group(outcomes) {
                 let phases = phases.join(", ");
                 let owner = said(&owner);
-                let _ = writeln!(text, "| {fault} | {phases} | {owner} | {source} | {destination} |");
+                let _ =
+                    writeln!(text, "| {fault} | {phases} | {owner} | {source} | {destination} |");
             }
         }
     }
@@ -94,7 +97,8 @@ fn render(mut outcomes: Vec<Outcome>) -> String {
 
 /// Phases with the same outcome, each in the order of a migration.
 fn group(mut outcomes: Vec<Outcome>) -> Vec<(Result, Vec<String>)> {
-    let place = |phase: &str| PHASES.iter().position(|known| *known == phase).unwrap_or(PHASES.len());
+    let place =
+        |phase: &str| PHASES.iter().position(|known| *known == phase).unwrap_or(PHASES.len());
     outcomes.sort_by_key(|outcome| (place(&outcome.phase), outcome.phase.clone()));
     let mut groups: Vec<(Result, Vec<String>)> = Vec::new();
     for Outcome { phase, owner, source, destination, .. } in outcomes {

@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use support::outcomes::{Outcome, Owner};
-use support::trial::{COMMIT, GUEST, PAUSED, Phase, Place, SECOND_ROUND, Trial, claim, side_by_side};
+use support::trial::{
+    COMMIT, GUEST, PAUSED, Phase, Place, SECOND_ROUND, Trial, claim, side_by_side,
+};
 use support::{Host, Running, World, all, run_ok, text};
 
 const SIX_HOURS: i64 = 6 * 3600;
@@ -57,7 +59,8 @@ enum Whose {
 
 #[test]
 fn a_clock_that_jumps_in_the_middle_changes_nothing() {
-    let mut trials = vec![(Whose::Source, -SIX_HOURS, COMMIT), (Whose::Destination, SIX_HOURS, PAUSED)];
+    let mut trials =
+        vec![(Whose::Source, -SIX_HOURS, COMMIT), (Whose::Destination, SIX_HOURS, PAUSED)];
     if all() {
         trials.clear();
         for whose in [Whose::Source, Whose::Destination] {
@@ -91,7 +94,8 @@ fn jump(whose: Whose, offset: i64, phase: Phase) {
 
 /// Moves a guest to a host, and returns what runs it there.
 fn migrate(from: &Host, to: &Host, prefix: &[String], guest: Running) -> Running {
-    let mut destination = to.start_under(prefix, &["receive", "--listen", "tcp:127.0.0.1:0", "--plain"]);
+    let mut destination =
+        to.start_under(prefix, &["receive", "--listen", "tcp:127.0.0.1:0", "--plain"]);
     let address = destination.event("listening")["address"].as_str().unwrap().to_owned();
     let sent = from.run(&["send", "web", "--to", &address, "--plain", "--verify"]);
     assert_eq!(sent.code, Some(0), "{sent:?}");

@@ -10,11 +10,11 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::time::Duration;
 
+use support::all;
 use support::trial::{
     COMMIT, CONNECTED, DOUBT, FIRST_ROUND, PAUSED, Phase, Place, READY, RUNNING, SECOND_ROUND,
     Trial, side_by_side,
 };
-use support::all;
 use vmferry_net_lab::{DESTINATION_ADDRESS, Direction, Namespaces, enter};
 
 /// For how long a link is away that is to be waited for: more than the 10 s after which a silent one is given up.
@@ -39,7 +39,9 @@ impl Fault {
             Self::BlackHole(Both) => "black hole, both ways: for 14 s",
             Self::BlackHole(ToDestination) => "black hole to the destination: for 14 s",
             Self::BlackHole(ToSource) => "black hole to the source: for 14 s",
-            Self::BlackHoleUntilGivenUp(Both) => "black hole, both ways: for longer than it is tried",
+            Self::BlackHoleUntilGivenUp(Both) => {
+                "black hole, both ways: for longer than it is tried"
+            }
             Self::BlackHoleUntilGivenUp(ToDestination) => {
                 "black hole to the destination: for longer than it is tried"
             }
@@ -52,7 +54,9 @@ impl Fault {
     fn strike(self, cable: &Namespaces) {
         match self {
             Self::Pulled => cable.set_cable(false).unwrap(),
-            Self::BlackHole(way) | Self::BlackHoleUntilGivenUp(way) => cable.black_hole(way).unwrap(),
+            Self::BlackHole(way) | Self::BlackHoleUntilGivenUp(way) => {
+                cable.black_hole(way).unwrap()
+            }
         }
     }
 

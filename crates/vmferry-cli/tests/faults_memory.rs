@@ -45,7 +45,8 @@ impl Scene {
             ended.code.map_or_else(|| "killed by the kernel".into(), |code| format!("exit {code}"))
         };
         let (source, destination) = (end(sent), end(received));
-        Outcome { guest: "microvm", fault, phase, source, destination, owner: Owner::Source }.note();
+        Outcome { guest: "microvm", fault, phase, source, destination, owner: Owner::Source }
+            .note();
         // Nothing of it is left, and the next migration works.
         let (sent, _) = (run_ok(&self.a, &["status"]), ());
         assert_eq!(sent["in_doubt"].as_array().map(Vec::len), Some(0));
@@ -111,7 +112,8 @@ impl Group {
     /// How many processes the kernel has killed in it.
     fn killed(&self) -> u64 {
         let files = ["memory.oom_control", "memory.events"].map(|name| self.0.join(name));
-        let text: String = files.iter().filter_map(|file| std::fs::read_to_string(file).ok()).collect();
+        let text: String =
+            files.iter().filter_map(|file| std::fs::read_to_string(file).ok()).collect();
         let count = text.lines().find_map(|line| line.strip_prefix("oom_kill "));
         count.and_then(|count| count.trim().parse().ok()).unwrap_or_default()
     }
@@ -129,14 +131,23 @@ fn a_destination_that_the_kernel_kills_for_its_memory_costs_nothing() {
         eprintln!("SKIPPED: no memory control group can be made here");
         return;
     };
-    let flags = ["--memory", "256M", "--workload", "fill=128,incompressible hot=1,sequential ticks"];
+    let flags =
+        ["--memory", "256M", "--workload", "fill=128,incompressible hot=1,sequential ticks"];
     let scene = Scene::new(&flags);
     let mut arguments = vec!["receive", "--listen", "tcp:127.0.0.1:0", "--plain", "--once"];
     arguments.extend(["--memory-kind", "memfd"]);
     let mut destination = scene.b.start_under(&group.prefix(), &arguments);
     let address = destination.event("listening")["address"].as_str().unwrap().to_owned();
     let sent = scene.a.run(&[
-        "send", "web", "--to", &address, "--plain", "--reconnect-timeout", "1s", "--compress", "none",
+        "send",
+        "web",
+        "--to",
+        &address,
+        "--plain",
+        "--reconnect-timeout",
+        "1s",
+        "--compress",
+        "none",
     ]);
     assert_eq!(sent.code, Some(12), "{sent:?}");
     let received = destination.finish();

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use support::World;
 use support::leftovers::{Living, descriptors, left, look, processes};
-use support::trial::GUEST;
-use vmferry::journal::{FileJournal, Side};
+use support::trial::{GUEST, claim};
+use vmferry::journal::{FileJournal, Journal, Record, Side};
 use vmferry_wire::{GuestIdentity, SessionId};
 
 /// Less than the 10 s after which a VMM ends a connection on which nothing is said.
@@ -62,4 +62,26 @@ fn what_is_left_on_purpose_is_found() {
 
     drop(guest);
     assert!(processes(directory).is_empty());
+}
+
+#[test]
+fn two_owners_are_found() {
+    let world = World::without_certificates();
+    let (a, b) = (world.host("a"), world.host("b"));
+    let _here = a.guest("web", &GUEST);
+    assert!(claim(&a).runs && !claim(&b).runs);
+    let _there = b.guest("web", &GUEST);
+    assert!(claim(&a).runs && claim(&b).runs);
+    let identity = GuestIdentity { uuid: uuid::Uuid::new_v4(), name: "web".into() };
+    for (host, side) in [(&a, Side::Source), (&b, Side::Destination)] {
+        assert!(!claim(host).has);
+        let (journals, session) = (host.runtime.join("journal"), SessionId([1; 16]));
+        let peer = ("the other", [].as_slice());
+        let mut journal =
+            FileJournal::begin(&journals, session, side, identity.clone(), peer).unwrap();
+        if side == Side::Destination {
+            journal.append(&Record::RunIntent).unwrap();
+        }
+        assert!(claim(host).has);
+    }
 }

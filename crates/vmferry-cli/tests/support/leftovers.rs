@@ -92,7 +92,10 @@ pub fn look(world: &Path, hosts: &[&Host], living: &[Living<'_>], stale: &[&Host
             let count = |of: &Descriptors| of.get(kind).copied().unwrap_or_default();
             let (has, wanted) = (count(&now), count(&one.descriptors));
             if has != wanted {
-                found.push(format!("process {} has {has} of `{kind}` open, and not {wanted}", one.pid));
+                found.push(format!(
+                    "process {} has {has} of `{kind}` open, and not {wanted}",
+                    one.pid
+                ));
             }
         }
     }

@@ -316,7 +316,11 @@ impl Running {
             if let Some(status) = self.child.try_wait().unwrap() {
                 break status.code();
             }
-            assert!(Instant::now() < deadline, "it has closed its output and does not end: {:?}", self.seen);
+            assert!(
+                Instant::now() < deadline,
+                "it has closed its output and does not end: {:?}",
+                self.seen
+            );
             // A child's end wakes nobody but the one call that has no bound.
             std::thread::sleep(Duration::from_millis(5));
         };

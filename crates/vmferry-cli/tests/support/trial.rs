@@ -103,8 +103,7 @@ pub struct Trial {
 }
 
 /// Written once and then walked through once in a while, so that many guests share two processors.
-pub const GUEST: [&str; 4] =
-    ["--memory", "64M", "--workload", "hot=2,rate=4000,sequential ticks"];
+pub const GUEST: [&str; 4] = ["--memory", "64M", "--workload", "hot=2,rate=4000,sequential ticks"];
 
 /// A migration whose rounds take a second each, the paused one too.
 pub const SLOW: [&str; 12] = [
@@ -287,7 +286,8 @@ impl Trial {
             Owner::Source => {
                 assert!(here.has, "{both}");
                 self.a.check_guest("web");
-                let (host, pid, descriptors) = (&self.a, self.guest.child.id(), self.before.clone());
+                let (host, pid, descriptors) =
+                    (&self.a, self.guest.child.id(), self.before.clone());
                 living.push(Living { host, pid, descriptors });
             }
             Owner::Destination => {

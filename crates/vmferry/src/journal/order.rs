@@ -47,8 +47,7 @@ impl Order {
 /// # Errors
 /// If the directory can't be listed.
 pub(super) fn next(directory: &Path) -> Result<u64, JournalError> {
-    let failed =
-        |source| JournalError::Io { action: "list", path: directory.to_owned(), source };
+    let failed = |source| JournalError::Io { action: "list", path: directory.to_owned(), source };
     let mut largest = 0;
     for entry in std::fs::read_dir(directory).map_err(failed)? {
         let entry = entry.map_err(failed)?;

@@ -21,6 +21,7 @@ use vmferry_qemu::{AbandonedQemu, Settings, wait_for_end};
 use vmferry_wire::SessionId;
 
 use super::service::QemuService;
+use crate::commands::await_child;
 use crate::commands::send::dialer;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
@@ -86,7 +87,8 @@ impl Guardian {
             // One that has died needs no telling.
             let _ = writeln!(input, "done");
         }
-        let _ = self.child.wait();
+        // One that is stopped reads it when it goes on.
+        let _ = await_child(&mut self.child, DEATH_TIMEOUT);
     }
 
     /// Leaves it to take over, now.
