@@ -165,8 +165,11 @@ fn names(bytes: u64) -> Vec<String> {
     let mut missing = bytes;
     while missing > 0 {
         // What remains must suffice for a name.
-        let this = if missing >= LONGEST + AROUND + 1 { LONGEST } else { missing };
-        let this = if this > LONGEST { this / 2 } else { this };
+        let this = match missing {
+            many if many > LONGEST + AROUND => LONGEST,
+            some if some > LONGEST => some / 2,
+            few => few,
+        };
         names.push("a".repeat((this - AROUND) as usize));
         missing -= this;
     }

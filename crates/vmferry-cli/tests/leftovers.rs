@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use support::World;
-use support::leftovers::{Living, descriptors, left, look, processes};
+use support::leftovers::{Living, descriptors_at_rest, left, look, processes};
 use support::trial::{GUEST, claim};
 use vmferry::journal::{FileJournal, Journal, Record, Side};
 use vmferry_wire::{GuestIdentity, SessionId};
@@ -20,7 +20,7 @@ fn what_is_left_on_purpose_is_found() {
     let (a, b) = (world.host("a"), world.host("b"));
     let guest = a.guest("web", &GUEST);
     let pid = guest.child.id();
-    let before = descriptors(pid);
+    let before = descriptors_at_rest(pid);
     let living = [Living { host: &a, pid, descriptors: before }];
     let (directory, hosts) = (world.directory.path(), [&a, &b]);
     let nothing = || assert_eq!(left(directory, &hosts, &living, &[]), [""; 0]);

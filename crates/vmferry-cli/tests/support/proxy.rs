@@ -140,7 +140,11 @@ impl Shared {
     }
 
     fn decide(&self, state: State) {
-        self.hold.lock().unwrap().state = state;
+        let mut hold = self.hold.lock().unwrap();
+        // What is lost stays lost.
+        if hold.state == State::Held {
+            hold.state = state;
+        }
         self.changed.notify_all();
     }
 

@@ -6,7 +6,7 @@ use std::sync::{Mutex, OnceLock};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use super::leftovers::{Descriptors, Living, descriptors, left, processes};
+use super::leftovers::{Descriptors, Living, descriptors_at_rest, left, processes};
 use super::outcomes::{Outcome, Owner};
 use super::proxy::{Message, Proxy};
 use super::{Ended, Host, Running, World, run_ok};
@@ -143,7 +143,7 @@ impl Trial {
         let mut guest = a.start_under(&place.source, &arguments);
         guest.event("serving");
         a.wait_for("web", |status| status["report"]["populated"] == true);
-        let before = descriptors(guest.child.id());
+        let before = descriptors_at_rest(guest.child.id());
         let listen = format!("tcp:{listen}:0");
         let mut destination = b.start_under(
             &place.destination,
@@ -362,15 +362,15 @@ fn of_a_destination() -> Descriptors {
             assert_eq!(trial.send.finish_by_ref().code, Some(0));
             assert_eq!(trial.guest.finish_by_ref().code, Some(0));
             trial.b.check_guest("web");
-            descriptors(trial.destination.child.id())
+            descriptors_at_rest(trial.destination.child.id())
         })
         .clone()
 }
 
 /// Does jobs side by side, as most of each is waiting; says which have failed.
-pub fn side_by_side<J: Send>(at_a_time: usize, jobs: Vec<J>, work: impl Fn(&J) + Sync)
+pub fn side_by_side<J>(at_a_time: usize, jobs: Vec<J>, work: impl Fn(&J) + Sync)
 where
-    J: std::fmt::Debug + Sync,
+    J: std::fmt::Debug + Send + Sync,
 {
     let next = Mutex::new(jobs.iter());
     let failed = Mutex::new(Vec::new());
