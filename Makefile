@@ -4,7 +4,7 @@ PROFILE ?= release
 VMFERRY := target/$(if $(filter release,$(PROFILE)),release,debug)/vmferry
 PROFILE_FLAG := $(if $(filter release,$(PROFILE)),--release,)
 
-.PHONY: help setup build demo demo-qemu test test-all lint model soak fuzz bench clean
+.PHONY: help setup build demo demo-qemu test test-all lint model soak reliability fuzz bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -38,6 +38,9 @@ model: setup ## Check the hand-over in every state that it can be in, and with e
 
 soak: setup ## Run simulated schedules of faults for MINUTES=10
 	@. scripts/environment && $(CARGO) run --locked --release --quiet --package vmferry-sim -- --minutes $(or $(MINUTES),10) $(SOAK_FLAGS)
+
+reliability: setup ## Strike migrations with every fault at every moment, and render docs/reliability.md (root)
+	@. scripts/environment && scripts/reliability $(TESTS)
 
 fuzz: setup ## Fuzz the decoders for SECONDS=60 each (needs nightly Rust and cargo-fuzz, see fuzz/README.md)
 	@. scripts/environment && scripts/fuzz $(or $(SECONDS),60) $(TARGET)

@@ -3,6 +3,7 @@
 mod support;
 
 use serde_json::Value;
+use support::outcomes::{Outcome, Owner};
 use support::proxy::Proxy;
 use support::{World, all, has_kvm};
 
@@ -56,6 +57,15 @@ fn cut_and_heal(log: &str, flags: &[&str], paused: bool) {
     destination.event("link-lost");
     destination.event("serving");
     b.check_guest("web");
+    Outcome {
+        guest: "microvm",
+        fault: &format!("link: cut, and back, with the dirty log {log}"),
+        phase: if paused { "paused" } else { "first round" },
+        source: "exit 0".into(),
+        destination: "runs the guest".into(),
+        owner: Owner::Destination,
+    }
+    .note();
 }
 
 #[test]

@@ -12,7 +12,10 @@ pub mod send;
 pub mod simple;
 pub mod status;
 
+use std::io;
 use std::path::PathBuf;
+use std::process::{Child, ExitStatus};
+use std::time::{Duration, Instant};
 
 use uuid::Uuid;
 use vmferry_microvm::control::{RuntimeDirectory, runtime_directory};
@@ -39,4 +42,18 @@ pub fn socket(guest: &str) -> Result<PathBuf, Failure> {
 /// Who a new guest is.
 pub fn guest_identity(name: &str, uuid: Option<Uuid>) -> GuestIdentity {
     GuestIdentity { uuid: uuid.unwrap_or_else(Uuid::new_v4), name: name.to_owned() }
+}
+
+/// Waits for a child's end, but no longer than so; `None` if it still lives.
+pub fn await_child(child: &mut Child, patience: Duration) -> io::Result<Option<ExitStatus>> {
+    let deadline = Instant::now() + patience;
+    loop {
+        match child.try_wait()? {
+            None if Instant::now() < deadline => {
+                // The one call that is woken by a child's end has no bound.
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            ended => return Ok(ended),
+        }
+    }
 }

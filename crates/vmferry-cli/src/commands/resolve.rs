@@ -77,7 +77,9 @@ fn with_vmm(
     }
     // The guest went on here by the destination's word, which could not be written down.
     match (doubtful.is_empty(), word) {
-        (true, _) => refused(format!("{name} is not in doubt, so there is nothing to decide: it is here")),
+        (true, _) => {
+            refused(format!("{name} is not in doubt, so there is nothing to decide: it is here"))
+        }
         (false, OperatorWord::SourceResumes) => Ok(Doubt::Journals(doubtful)),
         (false, OperatorWord::DestinationOwns) => refused(format!(
             "{name} runs here, whatever its journal says: if it runs on the other host as well, end one of the two; \

@@ -44,9 +44,13 @@ fn last_word(sessions: &[SessionSummary], guest: &str) -> Option<String> {
 }
 
 /// Asks all guests at once, so that those that are stopped cost the wait for one.
-fn ask_all(directory: &RuntimeDirectory, sessions: &[SessionSummary]) -> Result<Vec<Value>, Failure> {
+fn ask_all(
+    directory: &RuntimeDirectory,
+    sessions: &[SessionSummary],
+) -> Result<Vec<Value>, Failure> {
     let names = directory.guests()?;
-    let ask = |name: &String| match call(&directory.socket(name), &Request::Status {}, &mut |_| {}) {
+    let ask = |name: &String| match call(&directory.socket(name), &Request::Status {}, &mut |_| {})
+    {
         Ok(status) => status,
         Err(error @ ClientError::Silent { .. }) => json!({
             "name": name, "phase": "not answering", "error": error.to_string(),

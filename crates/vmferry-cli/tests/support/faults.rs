@@ -208,7 +208,7 @@ pub fn commit_is_lost_and_the_operator_decides(way: Way) {
     receiving.kill();
     there.child.kill().unwrap();
     guardian_is_in_doubt(&scene.a);
-    run_ok(&scene.a, &["resolve", "tested", "--source-resumes"]);
+    run_ok(&scene.a, &["resolve", "tested", "--source-resumes", "--yes"]);
     scene.runs_on_here();
     scene.arrives();
 }

@@ -3,11 +3,13 @@
 #![allow(dead_code, reason = "each test uses a part of it")]
 
 pub mod faults;
+pub mod leftovers;
 pub mod outcomes;
 pub mod proxy;
 pub mod scene;
 pub mod stops;
 pub mod traces;
+pub mod trial;
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::CommandExt;
@@ -15,6 +17,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 use vmferry_microvm::report::Report;
@@ -31,6 +35,10 @@ pub const BEFORE_COMMIT: [Moment; 4] = [
 
 /// Bounds every wait: a failure, not a measurement.
 const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Bounds the wait for what a process says next: longer than any wait of its own, the longest of which is the 60 s of
+/// a destination that waits for COMMIT.
+const SILENCE: Duration = Duration::from_secs(150);
 
 /// Whether the long matrices are wanted (`make test-all`).
 pub fn all() -> bool {
@@ -52,8 +60,13 @@ pub struct World {
 }
 
 impl World {
+    /// One without certificates.
+    pub fn without_certificates() -> Self {
+        Self { directory: tempfile::tempdir().unwrap() }
+    }
+
     pub fn new() -> Self {
-        let world = Self { directory: tempfile::tempdir().unwrap() };
+        let world = Self::without_certificates();
         world.authority("ca");
         world.certificate("ca", "good");
         world
@@ -128,7 +141,20 @@ impl Ended {
 
 impl Host {
     pub fn command(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_vmferry"));
+        self.command_under(&[], arguments)
+    }
+
+    /// The same under programs that change something and then become it, such as `nsenter --net=PATH`.
+    pub fn command_under(&self, prefix: &[String], arguments: &[&str]) -> Command {
+        let vmferry = env!("CARGO_BIN_EXE_vmferry");
+        let mut command = match prefix.split_first() {
+            None => Command::new(vmferry),
+            Some((program, rest)) => {
+                let mut command = Command::new(program);
+                command.args(rest).arg(vmferry);
+                command
+            }
+        };
         command.arg("--json").args(arguments).env("VMFERRY_RUNTIME_DIR", &self.runtime);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::inherit());
         command
@@ -149,6 +175,11 @@ impl Host {
         let mut command = self.command(arguments);
         command.uid(user).gid(user);
         Self::spawn(command)
+    }
+
+    /// The same as [`start`](Self::start) under other programs.
+    pub fn start_under(&self, prefix: &[String], arguments: &[&str]) -> Running {
+        Self::spawn(self.command_under(prefix, arguments))
     }
 
     fn spawn(mut command: Command) -> Running {
@@ -225,6 +256,12 @@ pub struct Running {
 impl Running {
     /// The next line that it prints, or `None` at its end.
     pub fn line(&mut self) -> Option<Value> {
+        if self.lines.buffer().is_empty() {
+            let mut polled = [PollFd::new(self.lines.get_ref(), PollFlags::IN)];
+            let timeout = Timespec::try_from(SILENCE).unwrap();
+            let heard = poll(&mut polled, Some(&timeout)).unwrap();
+            assert!(heard > 0, "it hangs; it said last: {:?}", self.seen.last());
+        }
         let mut line = String::new();
         if self.lines.read_line(&mut line).unwrap() == 0 {
             return None;
@@ -251,6 +288,12 @@ impl Running {
         }
     }
 
+    /// Stops it, or lets it go on.
+    pub fn signal(&self, signal: Signal) {
+        let pid = Pid::from_raw(self.child.id().try_into().unwrap()).unwrap();
+        kill_process(pid, signal).unwrap();
+    }
+
     /// Ends it as a crash would.
     pub fn kill(&mut self) {
         self.child.kill().unwrap();
@@ -259,13 +302,30 @@ impl Running {
 
     /// Reads everything it has to say and waits for its end.
     pub fn finish(mut self) -> Ended {
+        self.finish_by_ref()
+    }
+
+    /// The same.
+    pub fn finish_by_ref(&mut self) -> Ended {
         while self.line().is_some() {}
         self.ended()
     }
 
     /// Waits for its end; what it said was read before.
     pub fn ended(&mut self) -> Ended {
-        let code = self.child.wait().unwrap().code();
+        let deadline = Instant::now() + PATIENCE;
+        let code = loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                break status.code();
+            }
+            assert!(
+                Instant::now() < deadline,
+                "it has closed its output and does not end: {:?}",
+                self.seen
+            );
+            // A child's end wakes nobody but the one call that has no bound.
+            std::thread::sleep(Duration::from_millis(5));
+        };
         Ended { code, lines: std::mem::take(&mut self.seen) }
     }
 }

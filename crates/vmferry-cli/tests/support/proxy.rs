@@ -1,12 +1,33 @@
-//! A network between source and destination that fails when it is told to, or at the worst moment:
-//! when COMMIT is on its way.
+//! A network between source and destination that fails when it is told to, or at the worst moment: when COMMIT is on
+//! its way. It reads the control channels as they pass, and can hold a message up for as long as a test has
+//! something to do while it is on its way.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
 
-/// A plain TCP proxy that reads the control channel as it passes.
+/// Bounds the waits: a failure, not a measurement.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The greeting of a source, and the answer to it.
+const HELLO_BYTES: usize = 40;
+const REPLY_BYTES: usize = 24;
+
+/// The role of a data channel in a greeting.
+const DATA: u8 = 2;
+
+/// Messages on a control channel, by their type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Message {
+    Final = 5,
+    Ready = 6,
+    Commit = 9,
+    Running = 10,
+}
+
+/// A plain TCP proxy.
 pub struct Proxy {
     pub address: String,
     shared: Arc<Shared>,
@@ -16,18 +37,49 @@ struct Shared {
     target: String,
     cut: AtomicBool,
     healed: AtomicBool,
+    /// COMMIT cuts the link.
+    fragile: bool,
     open: Mutex<Vec<TcpStream>>,
+    hold: Mutex<Hold>,
+    changed: Condvar,
+}
+
+/// What becomes of the first message of a kind.
+struct Hold {
+    message: Option<Message>,
+    state: State,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Awaited,
+    Held,
+    Released,
+    Lost,
 }
 
 impl Proxy {
-    /// Stands before a destination at `tcp:HOST:PORT`.
+    /// Stands before a destination at `tcp:HOST:PORT`, and cuts the link when COMMIT comes by.
     pub fn before(address: &str) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        Self::make(address, "127.0.0.1", true, None)
+    }
+
+    /// One that holds up the first message of a kind, if any, and fails only when it is told to. It is reached at
+    /// `host`, from the calling thread's network.
+    pub fn holding(address: &str, host: &str, message: Option<Message>) -> Self {
+        Self::make(address, host, false, message)
+    }
+
+    fn make(address: &str, host: &str, fragile: bool, message: Option<Message>) -> Self {
+        let listener = TcpListener::bind((host, 0)).unwrap();
         let shared = Arc::new(Shared {
             target: address.strip_prefix("tcp:").unwrap().to_owned(),
             cut: AtomicBool::new(false),
             healed: AtomicBool::new(false),
+            fragile,
             open: Mutex::default(),
+            hold: Mutex::new(Hold { message, state: State::Awaited }),
+            changed: Condvar::new(),
         });
         let address = format!("tcp:{}", listener.local_addr().unwrap());
         let accepting = Arc::clone(&shared);
@@ -49,8 +101,9 @@ impl Proxy {
         self.shared.cut.load(Ordering::Acquire)
     }
 
-    /// Cuts every connection, and lets no new one through.
+    /// Cuts every connection, and lets no new one through. What is held up is lost.
     pub fn cut(&self) {
+        self.shared.healed.store(false, Ordering::Release);
         self.shared.cut_all();
     }
 
@@ -58,11 +111,41 @@ impl Proxy {
     pub fn heal(&self) {
         self.shared.healed.store(true, Ordering::Release);
     }
+
+    /// Waits until the message that is to be held up is on its way.
+    pub fn await_held(&self) {
+        let hold = self.shared.hold.lock().unwrap();
+        let (hold, _) = self
+            .shared
+            .changed
+            .wait_timeout_while(hold, PATIENCE, |hold| hold.state == State::Awaited)
+            .unwrap();
+        assert_eq!(hold.state, State::Held, "{:?} never came", hold.message);
+    }
+
+    /// Lets it go on.
+    pub fn release(&self) {
+        self.shared.decide(State::Released);
+    }
+
+    /// Lets it not arrive.
+    pub fn lose(&self) {
+        self.shared.decide(State::Lost);
+    }
 }
 
 impl Shared {
     fn passes(&self) -> bool {
         !self.cut.load(Ordering::Acquire) || self.healed.load(Ordering::Acquire)
+    }
+
+    fn decide(&self, state: State) {
+        let mut hold = self.hold.lock().unwrap();
+        // What is lost stays lost.
+        if hold.state == State::Held {
+            hold.state = state;
+        }
+        self.changed.notify_all();
     }
 
     fn connect(self: &Arc<Self>, source: TcpStream) {
@@ -74,36 +157,68 @@ impl Shared {
             stream.set_nodelay(true).unwrap();
             self.open.lock().unwrap().push(stream.try_clone().unwrap());
         }
-        let (back_from, back_to) = (destination.try_clone().unwrap(), source.try_clone().unwrap());
-        std::thread::spawn(move || copy(back_from, back_to));
         let shared = Arc::clone(self);
         std::thread::spawn(move || shared.forward(source, destination));
     }
 
-    /// From the source: the greeting, then bytes on a data channel, messages on the others.
-    fn forward(&self, mut from: TcpStream, mut to: TcpStream) {
-        let mut hello = [0; 40];
-        if from.read_exact(&mut hello).and_then(|()| to.write_all(&hello)).is_err() {
+    /// The greetings, then bytes on a data channel, and messages on the others.
+    fn forward(self: &Arc<Self>, mut source: TcpStream, mut destination: TcpStream) {
+        let mut hello = [0; HELLO_BYTES];
+        if source.read_exact(&mut hello).and_then(|()| destination.write_all(&hello)).is_err() {
             return;
         }
-        if hello[12] == 2 {
-            return copy(from, to);
+        let (back_from, back_to) = (destination.try_clone().unwrap(), source.try_clone().unwrap());
+        if hello[12] == DATA {
+            std::thread::spawn(move || copy(back_from, back_to));
+            return copy(source, destination);
         }
+        let shared = Arc::clone(self);
+        std::thread::spawn(move || {
+            let (mut from, mut to, mut reply) = (back_from, back_to, [0; REPLY_BYTES]);
+            if from.read_exact(&mut reply).and_then(|()| to.write_all(&reply)).is_ok() {
+                shared.messages(from, to);
+            }
+        });
+        self.messages(source, destination);
+    }
+
+    /// Lets messages pass, one by one, and then the end.
+    fn messages(&self, mut from: TcpStream, mut to: TcpStream) {
         let mut header = [0; 12];
         while from.read_exact(&mut header).is_ok() {
             let length = u32::from_le_bytes(header[..4].try_into().unwrap());
             let mut body = vec![0; length as usize];
             if from.read_exact(&mut body).is_err() {
-                return;
+                break;
             }
-            if header[4] == 9 && !self.healed.load(Ordering::Acquire) {
+            let is = |message: Message| u16::from(header[4]) == message as u16;
+            if self.fragile && is(Message::Commit) && !self.healed.load(Ordering::Acquire) {
                 return self.cut_all();
             }
+            if !self.passes_hold(is) {
+                continue;
+            }
             if to.write_all(&header).and_then(|()| to.write_all(&body)).is_err() {
-                return;
+                break;
             }
         }
         let _ = to.shutdown(Shutdown::Write);
+    }
+
+    /// Holds a message up if it is the one; whether it may go on then.
+    fn passes_hold(&self, is: impl Fn(Message) -> bool) -> bool {
+        let mut hold = self.hold.lock().unwrap();
+        if hold.state != State::Awaited || !hold.message.is_some_and(is) {
+            return true;
+        }
+        hold.state = State::Held;
+        self.changed.notify_all();
+        // A test that has failed decides nothing any more.
+        let (hold, _) = self
+            .changed
+            .wait_timeout_while(hold, 3 * PATIENCE, |hold| hold.state == State::Held)
+            .unwrap();
+        hold.state == State::Released
     }
 
     fn cut_all(&self) {
@@ -111,6 +226,11 @@ impl Shared {
         for stream in self.open.lock().unwrap().drain(..) {
             let _ = stream.shutdown(Shutdown::Both);
         }
+        let mut hold = self.hold.lock().unwrap();
+        if hold.state == State::Held {
+            hold.state = State::Lost;
+        }
+        self.changed.notify_all();
     }
 }
 

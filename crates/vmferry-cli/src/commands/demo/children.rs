@@ -4,10 +4,16 @@ use std::ffi::OsStr;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{ChildStdout, Command, Stdio};
+use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde_json::Value;
 
+use crate::commands::await_child;
 use crate::exit::{Code, Failure};
+
+/// How long a child may take for what it says next, and for its end: it is not waited for while it migrates.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A running `vmferry`, ended when dropped.
 pub struct Child {
@@ -38,6 +44,7 @@ impl Child {
         let mut line = String::new();
         loop {
             line.clear();
+            self.await_line(name)?;
             if self.events.read_line(&mut line)? == 0 {
                 let text = format!("`vmferry {}` ended before its event `{name}`", self.what);
                 return Err(Failure::new(Code::Internal, text));
@@ -55,9 +62,28 @@ impl Child {
         }
     }
 
+    /// Waits until there is something to read.
+    fn await_line(&self, name: &str) -> Result<(), Failure> {
+        if !self.events.buffer().is_empty() {
+            return Ok(());
+        }
+        let mut polled = [PollFd::new(self.events.get_ref(), PollFlags::IN)];
+        let timeout = Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
+        if poll(&mut polled, Some(&timeout)).map_err(std::io::Error::from)? > 0 {
+            return Ok(());
+        }
+        let waited = PATIENCE.as_secs();
+        let text = format!("`vmferry {}` has not said `{name}` for {waited} s", self.what);
+        Err(Failure::new(Code::Internal, text))
+    }
+
     /// Waits for its end, which must be a good one.
     pub fn wait(&mut self) -> Result<(), Failure> {
-        let status = self.process.wait()?;
+        let Some(status) = await_child(&mut self.process, PATIENCE)? else {
+            let waited = PATIENCE.as_secs();
+            let text = format!("`vmferry {}` has not ended within {waited} s", self.what);
+            return Err(Failure::new(Code::Internal, text));
+        };
         if status.success() {
             Ok(())
         } else {

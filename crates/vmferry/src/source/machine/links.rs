@@ -32,6 +32,8 @@ struct Link {
     /// Attempts to dial it again so far.
     attempts: u64,
     loss: Option<Loss>,
+    /// Why it is gone, of a lane that nothing is sent on any more: it counts if the guest runs on here.
+    idle_loss: Option<MigrateError>,
 }
 
 impl Links {
@@ -142,6 +144,9 @@ impl Source {
             _ => true,
         };
         if !needed {
+            if let Some(link) = self.links.of(Some(lane)) {
+                link.idle_loss = Some(error);
+            }
             return;
         }
         self.lose(now, Some(lane), error);
@@ -203,6 +208,13 @@ impl Source {
         }
         self.rounds.recalled();
         self.enter(now, Phase::Sending);
+        // Nobody tells twice of a channel that is gone, and now it is needed again.
+        for lane in 0..self.config.channels {
+            let error = self.links.of(Some(lane)).and_then(|link| link.idle_loss.take());
+            if let Some(error) = error {
+                self.lose(now, Some(lane), error);
+            }
+        }
         self.go_on(now);
     }
 
@@ -269,8 +281,8 @@ mod tests {
 
     const DIGEST: u64 = 7;
 
-    /// A machine that has sent FINAL and lost its lane, so that the guest ran on. All of it is placed since.
-    fn recalled() -> Source {
+    /// A machine that has sent FINAL.
+    fn awaiting_ready() -> Source {
         let mut config = SourceConfig::new("unused".into());
         (config.channels, config.max_rounds) = (1, 1);
         (config.downtime_limit, config.when_stuck) = (Duration::ZERO, WhenStuck::SwitchOver);
@@ -296,13 +308,29 @@ mod tests {
             sent(2),
             Input::Saved { state: Vec::new(), took },
             Input::Digest(DIGEST),
-            Input::LaneLost { lane: 0, attempt: 0, error: failure() },
-            Input::LaneRejoined { lane: 0, placed: 2 },
         ] {
             source.handle(Duration::ZERO, input);
         }
+        assert_eq!(source.phase, Phase::AwaitReady);
+        source
+    }
+
+    /// One that has then lost its lane, so that the guest ran on. All of it is placed since.
+    fn recalled() -> Source {
+        let mut source = awaiting_ready();
+        source.handle(Duration::ZERO, lane_lost());
+        source.handle(Duration::ZERO, Input::LaneRejoined { lane: 0, placed: 2 });
         assert_eq!((source.phase, source.stats.recalls), (Phase::Sending, 1));
         source
+    }
+
+    fn lane_lost() -> Input {
+        Input::LaneLost { lane: 0, attempt: 0, error: failure() }
+    }
+
+    fn rejoins_its_lane(source: &mut Source) -> bool {
+        std::iter::from_fn(|| source.next_action())
+            .any(|action| matches!(action, Action::RejoinLane { lane: 0, .. }))
     }
 
     fn failure() -> MigrateError {
@@ -317,6 +345,19 @@ mod tests {
         assert_eq!(source.phase, Phase::Sending, "that was another ping");
         source.handle(Duration::ZERO, Input::Control(ControlMessage::Pong { nonce }));
         assert_eq!(source.phase, Phase::Harvesting);
+    }
+
+    #[test]
+    fn a_lane_that_was_lost_when_it_was_done_is_made_again_once_it_is_needed() {
+        let mut source = awaiting_ready();
+        let placed = Input::Control(ControlMessage::Placed { lane: 0, sequence: 2 });
+        source.handle(Duration::ZERO, placed);
+        source.handle(Duration::ZERO, lane_lost());
+        assert!(!rejoins_its_lane(&mut source), "all of it has arrived");
+        // Now the guest runs on, and its next round needs the lane.
+        source.handle(Duration::ZERO, Input::LinkLost(failure()));
+        assert_eq!((source.phase, source.stats.recalls), (Phase::Sending, 1));
+        assert!(rejoins_its_lane(&mut source));
     }
 
     #[test]

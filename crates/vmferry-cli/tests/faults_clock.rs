@@ -1,0 +1,175 @@
+//! A host's clock jumps by hours, forward and back, while a guest moves and between two moves. What measures time is not
+//! touched by that, as in the kernel.
+
+mod support;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use support::outcomes::{Outcome, Owner};
+use support::trial::{
+    COMMIT, GUEST, PAUSED, Phase, Place, SECOND_ROUND, Trial, claim, side_by_side,
+};
+use support::{Host, Running, World, all, run_ok, text};
+
+const SIX_HOURS: i64 = 6 * 3600;
+
+/// A clock that can be set, of the processes that are started with it.
+struct Clock {
+    file: PathBuf,
+    prefix: Vec<String>,
+}
+
+impl Clock {
+    fn make(directory: &Path, name: &str) -> Self {
+        let library = directory.join("clock.so");
+        if !library.exists() {
+            let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support/clock.c");
+            let compiled = Command::new("cc")
+                .args(["-shared", "-fPIC", "-O2", "-Wall", "-Werror", "-o", text(&library)])
+                .arg(&source)
+                .status();
+            assert!(compiled.unwrap().success(), "cc");
+        }
+        let file = directory.join(name);
+        let prefix = vec![
+            "env".into(),
+            format!("LD_PRELOAD={}", library.display()),
+            format!("VMFERRY_TEST_CLOCK={}", file.display()),
+        ];
+        let clock = Self { file, prefix };
+        clock.set(0);
+        clock
+    }
+
+    /// So many seconds off.
+    fn set(&self, offset: i64) {
+        // A file that takes another's place is never seen half written.
+        let new = self.file.with_extension("new");
+        std::fs::write(&new, offset.to_string()).unwrap();
+        std::fs::rename(new, &self.file).unwrap();
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Whose {
+    Source,
+    Destination,
+}
+
+#[test]
+fn a_clock_that_jumps_in_the_middle_changes_nothing() {
+    let mut trials =
+        vec![(Whose::Source, -SIX_HOURS, COMMIT), (Whose::Destination, SIX_HOURS, PAUSED)];
+    if all() {
+        trials.clear();
+        for whose in [Whose::Source, Whose::Destination] {
+            for offset in [-SIX_HOURS, SIX_HOURS] {
+                trials.extend([SECOND_ROUND, PAUSED, COMMIT].map(|phase| (whose, offset, phase)));
+            }
+        }
+    }
+    side_by_side(6, trials, |(whose, offset, phase)| jump(*whose, *offset, *phase));
+}
+
+fn jump(whose: Whose, offset: i64, phase: Phase) {
+    let directory = tempfile::tempdir().unwrap();
+    let clock = Clock::make(directory.path(), "offset");
+    let mut place = Place::default();
+    let fault = match (whose, offset > 0) {
+        (Whose::Source, true) => "source: clock 6 h forward",
+        (Whose::Source, false) => "source: clock 6 h back",
+        (Whose::Destination, true) => "destination: clock 6 h forward",
+        (Whose::Destination, false) => "destination: clock 6 h back",
+    };
+    match whose {
+        Whose::Source => place.source = clock.prefix.clone(),
+        Whose::Destination => place.destination = clock.prefix.clone(),
+    }
+    let trial = Trial::begin_at(fault, phase, "1s", &place, ["127.0.0.1", "127.0.0.1"]);
+    clock.set(offset);
+    trial.release();
+    trial.arrives();
+}
+
+/// Moves a guest to a host, and returns what runs it there.
+fn migrate(from: &Host, to: &Host, prefix: &[String], guest: Running) -> Running {
+    let mut destination =
+        to.start_under(prefix, &["receive", "--listen", "tcp:127.0.0.1:0", "--plain"]);
+    let address = destination.event("listening")["address"].as_str().unwrap().to_owned();
+    let sent = from.run(&["send", "web", "--to", &address, "--plain", "--verify"]);
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    assert_eq!(guest.finish().code, Some(0));
+    destination.event("serving");
+    to.check_guest("web");
+    destination
+}
+
+/// The guest leaves at what its host takes for noon, and comes back at six in the morning of the same day.
+#[test]
+fn a_clock_that_jumps_between_two_migrations_turns_no_promise_round() {
+    let world = World::without_certificates();
+    let (a, b) = (world.host("a"), world.host("b"));
+    let clock = Clock::make(world.directory.path(), "offset");
+    let mut arguments = vec!["run", "web"];
+    arguments.extend(GUEST);
+    let mut guest = a.start_under(&clock.prefix, &arguments);
+    guest.event("serving");
+    a.wait_for("web", |status| status["report"]["populated"] == true);
+    let there = migrate(&a, &b, &[], guest);
+    clock.set(-SIX_HOURS);
+    let back = migrate(&b, &a, &clock.prefix, there);
+
+    let sessions = run_ok(&a, &["status", "--sessions"]);
+    let [left, came] = &sessions["sessions"].as_array().unwrap()[..] else { panic!("{sessions}") };
+    assert_eq!((&left["side"], &left["verdict"]), (&"source".into(), &"there".into()));
+    assert_eq!((&came["side"], &came["verdict"]), (&"destination".into(), &"here".into()));
+    let at = |session: &serde_json::Value| session["records"][0]["at"].as_i64().unwrap();
+    assert!(at(came) < at(left) - SIX_HOURS / 2, "the clock did jump: {sessions}");
+    let order = |session: &serde_json::Value| session["records"][0]["order"].as_u64().unwrap();
+    assert!(order(came) > order(left), "{sessions}");
+    assert!(claim(&a).has && !claim(&b).has);
+    Outcome {
+        guest: "microvm",
+        fault: "source: clock 6 h back",
+        phase: "between two migrations",
+        source: "exit 0".into(),
+        destination: "runs the guest".into(),
+        owner: Owner::Destination,
+    }
+    .note();
+    drop(back);
+}
+
+#[test]
+fn a_clock_that_is_before_every_certificate_is_told_of_before_anything_happens() {
+    let world = World::new();
+    let (a, b) = (world.host("a"), world.host("b"));
+    let clock = Clock::make(world.directory.path(), "offset");
+    // Certificates are good from a day before they were issued.
+    clock.set(-8 * SIX_HOURS);
+    let mut arguments = vec!["run", "web"];
+    arguments.extend(GUEST);
+    let mut guest = a.start_under(&clock.prefix, &arguments);
+    guest.event("serving");
+    a.wait_for("web", |status| status["report"]["populated"] == true);
+    let tls = world.tls();
+    let (_destination, address) = b.receive(&["--listen", "127.0.0.1:0", "--tls", &tls]);
+    let send = || a.run(&["send", "web", "--to", &address, "--tls", &tls]);
+    let sent = send();
+    sent.failed(4, "clock");
+    a.check_guest("web");
+    Outcome {
+        guest: "microvm",
+        fault: "source: clock 2 days back",
+        phase: "before TLS",
+        source: "exit 4".into(),
+        destination: "goes on listening".into(),
+        owner: Owner::Source,
+    }
+    .note();
+    // Set right, it works at once.
+    clock.set(0);
+    assert_eq!(send().code, Some(0));
+    b.check_guest("web");
+}

@@ -1,0 +1,134 @@
+//! What a migration has left behind: processes, descriptors, sockets, locks. Nothing is to be.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use super::{Host, run_ok};
+
+/// How long a process that ends, and the threads of one that lives, may take to let go: a failure after that.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// The descriptors that a process has open, by kind: `socket`, `anon_inode:[userfaultfd]`, `anon_inode:kvm-vcpu:0`,
+/// `/memfd:NAME`, or a path.
+pub type Descriptors = BTreeMap<String, usize>;
+
+/// A process that is to be alive when everything has come to rest.
+pub struct Living<'a> {
+    /// Whose guest it runs.
+    pub host: &'a Host,
+    pub pid: u32,
+    /// What it is to have open.
+    pub descriptors: Descriptors,
+}
+
+/// A process's.
+pub fn descriptors(pid: u32) -> Descriptors {
+    let mut found = Descriptors::new();
+    let Ok(entries) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return found };
+    for entry in entries.flatten() {
+        // One that is closed meanwhile is not open.
+        if let Ok(to) = std::fs::read_link(entry.path()) {
+            *found.entry(kind(&to.to_string_lossy())).or_default() += 1;
+        }
+    }
+    found
+}
+
+/// A process's while nothing is done with it: a connection that it is closing at the moment counts for nothing.
+pub fn descriptors_at_rest(pid: u32) -> Descriptors {
+    const LOOKS: u32 = 20;
+    const BETWEEN: Duration = Duration::from_millis(10);
+    let mut least = descriptors(pid);
+    for _ in 1..LOOKS {
+        std::thread::sleep(BETWEEN);
+        let now = descriptors(pid);
+        least.retain(|kind, _| now.contains_key(kind));
+        least.iter_mut().for_each(|(kind, count)| *count = now[kind].min(*count));
+    }
+    least
+}
+
+fn kind(target: &str) -> String {
+    for numbered in ["socket", "pipe"] {
+        if target.starts_with(&format!("{numbered}:[")) {
+            return numbered.to_owned();
+        }
+    }
+    target.trim_end_matches(" (deleted)").to_owned()
+}
+
+/// The processes whose hosts are in this directory, with their command lines. Nobody else knows its name.
+pub fn processes(world: &Path) -> BTreeMap<u32, String> {
+    let wanted = format!("VMFERRY_RUNTIME_DIR={}/", world.display());
+    let mut found = BTreeMap::new();
+    for entry in std::fs::read_dir("/proc").unwrap().flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
+            continue;
+        };
+        let read = |name: &str| std::fs::read(entry.path().join(name)).unwrap_or_default();
+        let has = |variable: &[u8]| variable.starts_with(wanted.as_bytes());
+        // Of one that has ended and is not buried nothing can be read.
+        if read("environ").split(|&byte| byte == 0).any(has) {
+            let line = String::from_utf8_lossy(&read("cmdline")).replace('\0', " ");
+            found.insert(pid, line);
+        }
+    }
+    found
+}
+
+/// What is left on the hosts of a directory beside the processes that are to live, in words. `stale` are the sockets
+/// of processes that were killed: nobody was left to remove them, and the next guest of that name replaces them.
+pub fn left(world: &Path, hosts: &[&Host], living: &[Living<'_>], stale: &[&Host]) -> Vec<String> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let found = look(world, hosts, living, stale);
+        if found.is_empty() || Instant::now() >= deadline {
+            return found;
+        }
+        // What other processes let go of wakes nobody here.
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// The same at this moment.
+pub fn look(world: &Path, hosts: &[&Host], living: &[Living<'_>], stale: &[&Host]) -> Vec<String> {
+    let mut found = Vec::new();
+    for (pid, line) in processes(world) {
+        if !living.iter().any(|one| one.pid == pid) {
+            found.push(format!("process {pid} lives: {line}"));
+        }
+    }
+    for one in living {
+        let now = descriptors(one.pid);
+        let kinds: BTreeSet<_> = now.keys().chain(one.descriptors.keys()).collect();
+        for kind in kinds {
+            let count = |of: &Descriptors| of.get(kind).copied().unwrap_or_default();
+            let (has, wanted) = (count(&now), count(&one.descriptors));
+            if has != wanted {
+                found.push(format!(
+                    "process {} has {has} of `{kind}` open, and not {wanted}",
+                    one.pid
+                ));
+            }
+        }
+    }
+    for host in hosts {
+        let is = |other: &Host| other.runtime == host.runtime;
+        let guests = living.iter().any(|one| is(one.host)) || stale.iter().any(|one| is(one));
+        for entry in std::fs::read_dir(&host.runtime).into_iter().flatten().flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let wanted = name == "journal" || (guests && name == "web.sock");
+            if !wanted {
+                found.push(format!("{} is left", entry.path().display()));
+            }
+        }
+        let sessions = run_ok(host, &["status", "--sessions"]);
+        for session in sessions["sessions"].as_array().into_iter().flatten() {
+            if session["led"] == true {
+                found.push(format!("somebody leads session {} still", session["session"]));
+            }
+        }
+    }
+    found
+}
