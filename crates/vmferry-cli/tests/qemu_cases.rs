@@ -74,7 +74,9 @@ fn cancelled_twice_and_when_it_is_over() {
             assert!(matches!(again.code, Some(0 | 8)), "{name}: {again:?}");
             let sent = send.finish();
             assert_eq!(sent.code, Some(11), "{name}: {sent:?}");
-            assert_eq!(receiving.finish().code, Some(11), "{name}");
+            // The end of the streams may be there before the word.
+            let received = receiving.finish();
+            assert!(matches!(received.code, Some(1 | 11)), "{name}: {received:?}");
             scene.runs_on_here();
         }
         scene.a.run(&["cancel", "tested"]).failed(8, "no guest listens");
@@ -102,7 +104,8 @@ fn cancelled_with_multifd() {
         send.event_where(moment);
         run_ok(&scene.a, &["cancel", "tested"]);
         assert_eq!(send.finish().code, Some(11), "{name}");
-        assert_eq!(receiving.finish().code, Some(11), "{name}");
+        let received = receiving.finish();
+        assert!(matches!(received.code, Some(1 | 11)), "{name}: {received:?}");
         scene.runs_on_here();
     }
     let (mut there, mut receiving, address) = scene.receive_tls();
@@ -209,7 +212,8 @@ fn addresses_that_lead_nowhere_leave_the_guest_alone() {
         scene.runs_on_here();
         // Nor can a destination listen there.
         for (what, address) in [("a directory", unix(&directory)), ("a file", unix(&file))] {
-            let there = scene.machine.incoming(&scene.lab, &format!("for {what}").replace(' ', "-"));
+            let there =
+                scene.machine.incoming(&scene.lab, &format!("for {what}").replace(' ', "-"));
             let receive = ["receive", "--qemu", text(&there.qmp), "--listen", &address];
             let received = scene.b.run(&receive);
             assert!(matches!(received.code, Some(3 | 7)), "{what}: {received:?}");
@@ -236,8 +240,8 @@ fn the_link_fails_again_while_it_is_made_again() {
         send.event_where(|event| event["event"] == "round-started");
         proxy.cut();
         send.event("link-lost");
-        // The first attempts fail: nothing passes. The next ones are cut as soon as one channel is there.
-        proxy.refused(3);
+        // For two seconds every attempt fails: nothing passes. The next ones are cut as soon as one channel is there.
+        (0..10).for_each(|_| drop(send.event("progress")));
         proxy.heal();
         for _ in 0..2 {
             send.event("link-restored");

@@ -19,6 +19,13 @@ const SHORT: Duration = Duration::from_secs(3);
 
 const WAYS: [Way; 2] = [Way::Attached, Way::Carried];
 
+fn skipped() -> bool {
+    if !all() {
+        println!("SKIPPED: a part of the long matrix (`make test-all`)");
+    }
+    !all()
+}
+
 fn note(scene: &Scene, fault: &str, phase: &str, ends: (String, String), owner: Owner) {
     let (source, destination) = ends;
     Outcome { guest: scene.kind(), fault, phase, source, destination, owner }.note();
@@ -64,16 +71,14 @@ fn woken_in_time(way: Way, who: Who, moments: &[Moment]) {
 
 #[test]
 fn woken_in_time_nobody_gives_up() {
-    let [connected, first, second, paused] = BEFORE_COMMIT;
+    let [.., second, paused] = BEFORE_COMMIT;
     let mut cases: Vec<(Way, Who, Vec<Moment>)> = Vec::new();
     if all() {
         for way in WAYS {
             cases.extend(Who::ALL.map(|who| (way, who, BEFORE_COMMIT.to_vec())));
         }
     } else {
-        cases.push((Way::Attached, Who::SourceQemu, vec![first]));
-        cases.push((Way::Attached, Who::DestinationQemu, vec![paused]));
-        cases.push((Way::Carried, Who::Sender, vec![connected]));
+        cases.push((Way::Attached, Who::SourceQemu, vec![paused]));
         cases.push((Way::Carried, Who::Receiver, vec![second]));
     }
     in_parallel(cases, |(way, who, moments)| woken_in_time(way, who, &moments));
@@ -237,16 +242,16 @@ fn a_guardian_wakes_too_late(way: Way) {
     let (_gone, receiving, address) = scene.receive_tls();
     let mut send = scene.send_tls(&address);
     send.event_where(BEFORE_COMMIT[3].1);
-    let asleep = guardian(&send);
-    let stopped = Stopped::now(asleep);
+    // Of a stopped process whose parent dies the kernel wakes the group, unless somebody of its session is the next parent.
+    rustix::process::set_child_subreaper(rustix::process::Pid::from_raw(1)).unwrap();
+    let stopped = Stopped::now(guardian(&send));
     send.kill();
+    assert!(stopped.is_still());
     receiving.finish();
     let (mut there, mut receiving, address) = scene.receive_tls();
     let tls = scene.world.tls();
-    let qmp = scene.here.qmp.clone();
-    let mode = if way == Way::Carried { "carried" } else { "attached" };
-    let again = ["send", "--qemu", text(&qmp), "--to", &address, "--tls", &tls, "--mode", mode];
-    let sent = scene.a.run(&[&again[..], &["--keep-source"]].concat());
+    let again = scene.arguments(&address, &["--tls", &tls, "--keep-source"], "100M");
+    let sent = scene.a.run(&again);
     assert_eq!(sent.code, Some(0), "{sent:?}");
     receiving.event("received");
     there.check_guest();
@@ -293,8 +298,10 @@ fn guardians_that_sleep() {
 /// A sender in doubt asks again when it wakes, and what the destination has decided meanwhile holds.
 #[test]
 fn a_sender_in_doubt_sleeps() {
-    let ways = if all() { &WAYS[..] } else { &WAYS[..1] };
-    in_parallel(ways.to_vec(), |way| {
+    if skipped() {
+        return;
+    }
+    in_parallel(WAYS.to_vec(), |way| {
         let mut scene = Scene::new(Version::V10_0, way);
         let (mut there, mut receiving, send, proxy) = faults::in_doubt(&mut scene);
         let stopped = Stopped::now(send.child.id());
@@ -310,9 +317,6 @@ fn a_sender_in_doubt_sleeps() {
         let ends = (exit(&sent), "has the guest".into());
         note(&scene, "the sender: SIGSTOP for 3 s", "in doubt", ends, Owner::Destination);
 
-        if !all() {
-            return;
-        }
         // So long that the destination has written ABORTED.
         let mut scene = Scene::new(Version::V10_0, way);
         let (mut there, receiving, send, proxy) = faults::in_doubt(&mut scene);
@@ -335,6 +339,9 @@ fn a_sender_in_doubt_sleeps() {
 /// A send to a QEMU that is stopped, or whose monitor somebody else holds, ends in bounded time and says which it is.
 #[test]
 fn a_qemu_that_does_not_answer_is_named() {
+    if skipped() {
+        return;
+    }
     let scene = Scene::new(Version::V10_0, Way::Attached);
     let pid = scene.here.child.id();
     let send = ["send", "--qemu", text(&scene.here.qmp), "--to", "tcp:127.0.0.1:1", "--plain"];
@@ -342,9 +349,7 @@ fn a_qemu_that_does_not_answer_is_named() {
     scene.a.run(&send).failed(9, &format!("it is stopped, and goes on with `kill -CONT {pid}`"));
     stopped.wake();
     let held = Qmp::connect(&scene.here.qmp).unwrap();
-    if all() {
-        scene.a.run(&send).failed(9, "does somebody else use this socket");
-    }
+    scene.a.run(&send).failed(9, "does somebody else use this socket");
     drop(held);
     scene.is_clean();
 }

@@ -151,7 +151,8 @@ impl Host {
         Self::spawn(command)
     }
 
-    fn spawn(mut command: Command) -> Running {
+    /// Starts a command of one's own making.
+    pub fn spawn(mut command: Command) -> Running {
         let mut child = command.spawn().unwrap();
         let stdout = child.stdout.take().unwrap();
         Running { child, lines: BufReader::new(stdout), seen: Vec::new() }

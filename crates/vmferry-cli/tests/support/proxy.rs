@@ -3,9 +3,8 @@
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
 
 /// A plain TCP proxy that reads the control channel as it passes.
 pub struct Proxy {
@@ -17,8 +16,6 @@ struct Shared {
     target: String,
     cut: AtomicBool,
     healed: AtomicBool,
-    /// Connections that were not let through.
-    refused: AtomicU32,
     open: Mutex<Vec<TcpStream>>,
 }
 
@@ -30,7 +27,6 @@ impl Proxy {
             target: address.strip_prefix("tcp:").unwrap().to_owned(),
             cut: AtomicBool::new(false),
             healed: AtomicBool::new(false),
-            refused: AtomicU32::new(0),
             open: Mutex::default(),
         });
         let address = format!("tcp:{}", listener.local_addr().unwrap());
@@ -58,15 +54,6 @@ impl Proxy {
         self.shared.cut_all();
     }
 
-    /// Waits until so many connections were not let through.
-    pub fn refused(&self, connections: u32) {
-        let deadline = Instant::now() + Duration::from_secs(30);
-        while self.shared.refused.load(Ordering::Acquire) < connections {
-            assert!(Instant::now() < deadline, "nobody tries again");
-            std::thread::yield_now();
-        }
-    }
-
     /// Lets new connections through again.
     pub fn heal(&self) {
         self.shared.healed.store(true, Ordering::Release);
@@ -80,7 +67,6 @@ impl Shared {
 
     fn connect(self: &Arc<Self>, source: TcpStream) {
         if !self.passes() {
-            self.refused.fetch_add(1, Ordering::AcqRel);
             return;
         }
         let Ok(destination) = TcpStream::connect(&self.target) else { return };

@@ -83,6 +83,16 @@ impl Scene {
     }
 
     pub fn send_capped(&self, address: &str, link: &[&str], cap: &str) -> Running {
+        self.a.start(&self.arguments(address, link, cap))
+    }
+
+    /// The command line of a migration with few, slow rounds.
+    pub fn arguments<'a>(
+        &'a self,
+        address: &'a str,
+        link: &[&'a str],
+        cap: &'a str,
+    ) -> Vec<&'a str> {
         let mut arguments = vec!["send", "--qemu", text(&self.here.qmp), "--to", address];
         arguments.extend(link);
         arguments.extend(["--max-bandwidth", cap, "--max-rounds", "2", "--compress", "none"]);
@@ -91,7 +101,7 @@ impl Scene {
             Way::Attached => arguments.push("--verify"),
             Way::Carried => arguments.extend(["--mode", "carried"]),
         }
-        self.a.start(&arguments)
+        arguments
     }
 
     pub fn send_tls(&self, address: &str) -> Running {
