@@ -213,7 +213,7 @@ impl Host {
 /// Runs cases that mostly wait side by side, in the order given; the first that fails fails all.
 pub fn in_parallel<T: Send>(cases: Vec<T>, run: impl Fn(T) + Sync) {
     /// More QEMUs at once would wait for each other's processors.
-    const AT_ONCE: usize = 6;
+    const AT_ONCE: usize = 5;
     let left = std::sync::Mutex::new(cases.into_iter());
     std::thread::scope(|scope| {
         for _ in 0..AT_ONCE {
