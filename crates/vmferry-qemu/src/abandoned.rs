@@ -21,6 +21,7 @@ pub struct AbandonedQemu {
     settings: Settings,
     /// The process that it must be, and the session that it was left in.
     left: Option<Left>,
+    overtaken: bool,
 }
 
 /// What the process that takes over was told.
@@ -36,7 +37,12 @@ impl AbandonedQemu {
     /// if nobody knows.
     #[must_use]
     pub fn new(socket: &Path, settings: Option<Settings>) -> Self {
-        Self { socket: socket.to_owned(), settings: settings.unwrap_or_default(), left: None }
+        Self {
+            socket: socket.to_owned(),
+            settings: settings.unwrap_or_default(),
+            left: None,
+            overtaken: false,
+        }
     }
 
     /// Touches the guest only if it is in process `pid` still, and if it was in no other migration since that session, as
@@ -46,6 +52,12 @@ impl AbandonedQemu {
     pub fn left_in(mut self, pid: u32, session: SessionId, journals: &Path) -> Self {
         self.left = Some(Left { pid, session, journals: journals.to_owned() });
         self
+    }
+
+    /// Whether it was left alone because its guest was sent again since.
+    #[must_use]
+    pub fn is_overtaken(&self) -> bool {
+        self.overtaken
     }
 
     /// The guest's name and UUID.
@@ -79,7 +91,7 @@ impl AbandonedQemu {
     /// QMP's, and the journals'.
     pub fn tidy(&self) -> Result<(), QemuError> {
         let qmp = self.connect()?;
-        if !self.is_overtaken()? {
+        if !self.look_for_a_later_session()? {
             leave_nothing(qmp.pid());
         }
         Ok(())
@@ -96,7 +108,7 @@ impl AbandonedQemu {
         }
     }
 
-    fn is_overtaken(&self) -> Result<bool, QemuError> {
+    fn look_for_a_later_session(&self) -> Result<bool, QemuError> {
         let Some(Left { session, journals, .. }) = &self.left else { return Ok(false) };
         let sessions = journal::sessions(journals).map_err(|error| QemuError::Local {
             action: "read the journals of this host",
@@ -105,9 +117,10 @@ impl AbandonedQemu {
         Ok(journal::is_overtaken(&sessions, *session))
     }
 
-    fn run_on(&self) -> Result<(), QemuError> {
+    fn run_on(&mut self) -> Result<(), QemuError> {
         let mut qmp = self.connect()?;
-        if self.is_overtaken()? {
+        self.overtaken = self.look_for_a_later_session()?;
+        if self.overtaken {
             return Ok(());
         }
         let pid = qmp.pid();

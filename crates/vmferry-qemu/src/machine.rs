@@ -18,6 +18,9 @@ pub struct Machine {
     pub kind: String,
     /// Number of vCPUs.
     pub vcpus: usize,
+    /// The model of the first vCPU, such as `qemu64`; none of a release that did not tell.
+    #[serde(default)]
+    pub cpu: Option<String>,
     /// PCI devices as `NAME at ADDRESS`, sorted.
     pub devices: Vec<String>,
 }
@@ -82,6 +85,12 @@ pub fn look(qmp: &mut Qmp) -> Result<(Machine, Habits), QemuError> {
     let kind = qmp.execute("qom-get", json!({ "path": "/machine", "property": "type" }))?;
     let kind = kind.as_str().unwrap_or_default();
     let vcpus = qmp.execute("query-cpus-fast", json!({}))?;
+    let cpu = match vcpus[0]["qom-path"].as_str() {
+        Some(path) => qmp.execute("qom-get", json!({ "path": path, "property": "type" }))?,
+        None => serde_json::Value::Null,
+    };
+    // Such as `qemu64-x86_64-cpu`.
+    let cpu = cpu.as_str().map(|name| name.strip_suffix("-x86_64-cpu").unwrap_or(name).to_owned());
     let mut pci: Vec<String> = devices
         .iter()
         .filter_map(|(name, address)| Some(format!("{name} at {}", address.as_deref()?)))
@@ -100,6 +109,7 @@ pub fn look(qmp: &mut Qmp) -> Result<(Machine, Habits), QemuError> {
     let machine = Machine {
         kind: kind.strip_suffix("-machine").unwrap_or(kind).to_owned(),
         vcpus: vcpus.as_array().map_or(0, Vec::len),
+        cpu,
         devices: pci,
     };
     Ok((machine, habits))
@@ -128,6 +138,13 @@ pub fn difference(theirs: &Machine, ours: &Machine) -> Option<String> {
         return Some(format!(
             "the source has {} vCPUs and the destination {}: use the same `-smp`",
             theirs.vcpus, ours.vcpus
+        ));
+    }
+    if let (Some(one), Some(other)) = (&theirs.cpu, &ours.cpu)
+        && one != other
+    {
+        return Some(format!(
+            "the source's vCPUs are `{one}` and the destination's `{other}`: start it with `-cpu {one}` and the same features"
         ));
     }
     let only = |here: &Machine, there: &Machine| {
@@ -187,6 +204,7 @@ mod tests {
         let machine = |kind: &str, vcpus, devices: &[&str]| Machine {
             kind: kind.into(),
             vcpus,
+            cpu: None,
             devices: devices.iter().map(|&name| name.into()).collect(),
         };
         let ours = machine("q35", 2, &["a at 1", "b at 2"]);
@@ -194,6 +212,9 @@ mod tests {
         let says = |theirs: Machine| difference(&theirs, &ours).unwrap();
         assert!(says(machine("pc", 2, &[])).contains("-machine pc"));
         assert!(says(machine("q35", 1, &[])).contains("-smp"));
+        let of = |cpu: &str| Machine { cpu: Some(cpu.into()), ..ours.clone() };
+        assert!(difference(&of("host"), &of("qemu64")).unwrap().contains("-cpu host"));
+        assert_eq!(difference(&of("host"), &ours), None, "an older release does not tell");
         assert!(
             says(machine("q35", 2, &["a at 1", "b at 2", "c at 3"]))
                 .contains("lacks the source's `c at 3`")

@@ -22,7 +22,7 @@ fn moments(way: Way) -> &'static [Moment] {
 }
 
 /// A migration whose COMMIT does not arrive.
-fn in_doubt(scene: &mut Scene) -> (Qemu, Running, Running, Proxy) {
+pub fn in_doubt(scene: &mut Scene) -> (Qemu, Running, Running, Proxy) {
     let (there, receiving, address) = scene.receive_plain();
     let proxy = Proxy::before(&address);
     let mut send = scene.send(&proxy.address, &["--plain"]);

@@ -182,7 +182,8 @@ impl Host {
         Self::spawn(self.command_under(prefix, arguments))
     }
 
-    fn spawn(mut command: Command) -> Running {
+    /// Starts a command of one's own making.
+    pub fn spawn(mut command: Command) -> Running {
         let mut child = command.spawn().unwrap();
         let stdout = child.stdout.take().unwrap();
         Running { child, lines: BufReader::new(stdout), seen: Vec::new() }
@@ -238,6 +239,24 @@ impl Host {
         assert_eq!(after["report"]["corruptions"], 0, "{after}");
         assert_eq!(after["crash"], Value::Null);
     }
+}
+
+/// Runs cases that mostly wait side by side, in the order given; the first that fails fails all.
+pub fn in_parallel<T: Send>(cases: Vec<T>, run: impl Fn(T) + Sync) {
+    /// More QEMUs at once would wait for each other's processors.
+    const AT_ONCE: usize = 5;
+    let left = std::sync::Mutex::new(cases.into_iter());
+    std::thread::scope(|scope| {
+        for _ in 0..AT_ONCE {
+            scope.spawn(|| {
+                loop {
+                    let next = left.lock().unwrap().next();
+                    let Some(case) = next else { return };
+                    run(case);
+                }
+            });
+        }
+    });
 }
 
 pub fn run_ok(host: &Host, arguments: &[&str]) -> Value {

@@ -1,11 +1,15 @@
 //! Two hosts with a QEMU guest, for the tests of `send --qemu`.
 
+use std::sync::{Mutex, PoisonError};
+
 use serde_json::json;
 use vmferry_qemu::Qmp;
 use vmferry_qemu_lab::{Backend, Machine, Qemu, Version, World as Lab};
 
 use super::traces::{Traces, nothing_is_left};
 use super::{Host, Running, World, text};
+
+static BOOTING: Mutex<()> = Mutex::new(());
 
 /// How the guest is moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,8 +46,13 @@ impl Scene {
     pub fn of(machine: Machine, way: Way) -> Self {
         let (world, lab) = (World::new(), Lab::new());
         let (a, b) = (world.host("a"), world.host("b"));
-        let mut here = machine.start(&lab, "here");
-        here.check_guest();
+        let here = {
+            // A guest that boots wants a whole processor: of several at once none would come up in time.
+            let _alone = BOOTING.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut here = machine.start(&lab, "here");
+            here.check_guest();
+            here
+        };
         let before = Traces::of(&here);
         Self { world, lab, a, b, machine, way, here, before, destinations: 0 }
     }
@@ -83,6 +92,16 @@ impl Scene {
     }
 
     pub fn send_capped(&self, address: &str, link: &[&str], cap: &str) -> Running {
+        self.a.start(&self.arguments(address, link, cap))
+    }
+
+    /// The command line of a migration with few, slow rounds.
+    pub fn arguments<'a>(
+        &'a self,
+        address: &'a str,
+        link: &[&'a str],
+        cap: &'a str,
+    ) -> Vec<&'a str> {
         let mut arguments = vec!["send", "--qemu", text(&self.here.qmp), "--to", address];
         arguments.extend(link);
         arguments.extend(["--max-bandwidth", cap, "--max-rounds", "2", "--compress", "none"]);
@@ -91,7 +110,7 @@ impl Scene {
             Way::Attached => arguments.push("--verify"),
             Way::Carried => arguments.extend(["--mode", "carried"]),
         }
-        self.a.start(&arguments)
+        arguments
     }
 
     pub fn send_tls(&self, address: &str) -> Running {

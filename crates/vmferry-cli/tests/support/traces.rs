@@ -54,7 +54,7 @@ fn descriptors(pid: u32) -> BTreeMap<String, usize> {
 /// No process of these hosts lives, neither vmferry's nor a QEMU that it has started; none of their sockets is left, and no
 /// control group that throttled a QEMU. A process that has just done its work may take a moment to end.
 pub fn nothing_is_left(hosts: &[&Host], qemus: &[&Qemu]) {
-    let deadline = Instant::now() + Duration::from_secs(10);
+    let deadline = Instant::now() + Duration::from_secs(60);
     for host in hosts {
         loop {
             let left = processes_of(&host.runtime);

@@ -179,6 +179,9 @@ fn take_over(order: &GuardOrder, output: &Output) -> Result<(), Failure> {
     };
     drop(server);
     match recovered {
+        Recovered::Kept(qemu) if qemu.is_overtaken() => {
+            output.note("the guest was sent again since: it is no longer this process's");
+        }
         Recovered::Kept(_) => output.note("vmferry has given the guest up; it runs on here"),
         Recovered::Given(qemu) => {
             output.note("the guest was handed over: it runs at the destination");

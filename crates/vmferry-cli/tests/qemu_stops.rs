@@ -1,0 +1,355 @@
+//! `send --qemu` and `receive --qemu` whose processes, or whose QEMUs, are stopped (`SIGSTOP`) in each phase, and woken
+//! before and after the others have given up: never two guests, in the end one, and nothing left behind.
+
+mod support;
+
+use std::time::Duration;
+
+use serde_json::json;
+use support::outcomes::{Outcome, Owner};
+use support::scene::{Scene, Way};
+use support::stops::{Stopped, Who, guardian};
+use support::traces::nothing_is_left;
+use support::{BEFORE_COMMIT, Ended, Moment, all, faults, in_parallel, text};
+use vmferry_qemu::Qmp;
+use vmferry_qemu_lab::{Qemu, Version};
+
+/// A stop that nobody gives up for: what is silent for 10 s is lost.
+const SHORT: Duration = Duration::from_secs(3);
+
+const WAYS: [Way; 2] = [Way::Attached, Way::Carried];
+
+fn skipped() -> bool {
+    if !all() {
+        println!("SKIPPED: a part of the long matrix (`make test-all`)");
+    }
+    !all()
+}
+
+fn note(scene: &Scene, fault: &str, phase: &str, ends: (String, String), owner: Owner) {
+    let (source, destination) = ends;
+    Outcome { guest: scene.kind(), fault, phase, source, destination, owner }.note();
+}
+
+fn exit(ended: &Ended) -> String {
+    ended.code.map_or_else(|| "killed".to_owned(), |code| format!("exit {code}"))
+}
+
+/// The QEMU that was to take the guest does not run it, if it is still there.
+fn does_not_run(qemu: &mut Qemu) {
+    if qemu.child.try_wait().unwrap().is_none()
+        && let Ok(mut qmp) = Qmp::connect(&qemu.qmp)
+        && let Ok(status) = qmp.execute("query-status", json!({}))
+    {
+        assert_eq!(status["running"], false, "two guests");
+    }
+}
+
+/// Stops somebody in each of these phases, for a while.
+fn woken_in_time(way: Way, who: Who, moments: &[Moment]) {
+    let mut scene = Scene::new(Version::V10_0, way);
+    for (phase, moment) in moments {
+        println!("{way:?}: {} sleeps, {phase}", who.name());
+        let (there, mut receiving, address) = scene.receive_tls();
+        let mut send = scene.send_tls(&address);
+        send.event_where(moment);
+        let stopped = Stopped::now(who.pid(&scene, &there, &send, &receiving));
+        // This is the fault, and not a wait for anything.
+        std::thread::sleep(SHORT);
+        stopped.wake();
+        let sent = send.finish();
+        assert_eq!(sent.code, Some(0), "{way:?} {who:?} {phase}: {sent:?}");
+        receiving.event("received");
+        assert!(scene.here.child.wait().unwrap().success());
+        drop(receiving);
+        scene.moved_to(there);
+        nothing_is_left(&[&scene.a, &scene.b], &[&scene.here]);
+        let fault = format!("{}: SIGSTOP for 3 s", who.name());
+        note(&scene, &fault, phase, (exit(&sent), "has the guest".into()), Owner::Destination);
+    }
+}
+
+#[test]
+fn woken_in_time_nobody_gives_up() {
+    let [.., second, paused] = BEFORE_COMMIT;
+    let mut cases: Vec<(Way, Who, Vec<Moment>)> = Vec::new();
+    if all() {
+        for way in WAYS {
+            cases.extend(Who::ALL.map(|who| (way, who, BEFORE_COMMIT.to_vec())));
+        }
+    } else {
+        cases.push((Way::Attached, Who::SourceQemu, vec![paused]));
+        cases.push((Way::Carried, Who::Receiver, vec![second]));
+    }
+    in_parallel(cases, |(way, who, moments)| woken_in_time(way, who, &moments));
+}
+
+/// The destination gives up, and the sender wakes to find that out.
+fn the_sender_sleeps(way: Way, (phase, moment): Moment) {
+    let mut scene = Scene::new(Version::V10_0, way);
+    let (mut there, receiving, address) = scene.receive_tls();
+    let mut send = scene.send_tls(&address);
+    send.event_where(moment);
+    let stopped = Stopped::now(send.child.id());
+    let received = receiving.finish();
+    assert_eq!(received.code, Some(12), "{phase}: {received:?}");
+    assert!(stopped.is_still());
+    stopped.wake();
+    let sent = send.finish();
+    assert_eq!(sent.code, Some(12), "{phase}: {sent:?}");
+    scene.runs_on_here();
+    does_not_run(&mut there);
+    let fault = "the sender: SIGSTOP, woken late";
+    note(&scene, fault, phase, (exit(&sent), exit(&received)), Owner::Source);
+    scene.arrives();
+}
+
+/// The source gives up, and the receiver wakes to find that out.
+fn the_receiver_sleeps(way: Way, (phase, moment): Moment) {
+    let mut scene = Scene::new(Version::V10_0, way);
+    let (mut there, receiving, address) = scene.receive_tls();
+    let mut send = scene.send_tls(&address);
+    send.event_where(moment);
+    let stopped = Stopped::now(receiving.child.id());
+    let sent = send.finish();
+    assert_eq!(sent.code, Some(12), "{phase}: {sent:?}");
+    scene.runs_on_here();
+    assert!(stopped.is_still());
+    stopped.wake();
+    let received = receiving.finish();
+    assert_ne!(received.code, Some(0), "{phase}: {received:?}");
+    does_not_run(&mut there);
+    nothing_is_left(&[&scene.b], &[]);
+    let fault = "the receiver: SIGSTOP, woken late";
+    note(&scene, fault, phase, (exit(&sent), exit(&received)), Owner::Source);
+    scene.arrives();
+}
+
+/// The sender gives up and says why, and its guardian stays until QEMU wakes.
+fn the_source_s_qemu_sleeps(way: Way, (phase, moment): Moment) {
+    let mut scene = Scene::new(Version::V10_0, way);
+    let (mut there, receiving, address) = scene.receive_tls();
+    let mut send = scene.send_tls(&address);
+    send.event_where(moment);
+    let stopped = Stopped::now(scene.here.child.id());
+    let sent = send.finish();
+    let why = sent.last()["error"]["message"].as_str().unwrap_or_default();
+    assert!(why.contains("is stopped"), "{phase}: {sent:?}");
+    let received = receiving.finish();
+    assert_ne!(received.code, Some(0), "{phase}: {received:?}");
+    // Nobody has woken it, and somebody answers for it.
+    assert!(stopped.is_still());
+    assert_eq!(scene.a.status("tested")["guest"], "qemu");
+    stopped.wake();
+    nothing_is_left(&[&scene.a], &[&scene.here]);
+    scene.runs_on_here();
+    does_not_run(&mut there);
+    let fault = "the source's QEMU: SIGSTOP, woken late";
+    note(&scene, fault, phase, (exit(&sent), exit(&received)), Owner::Source);
+    scene.arrives();
+}
+
+fn the_destination_s_qemu_sleeps(way: Way, (phase, moment): Moment) {
+    let mut scene = Scene::new(Version::V10_0, way);
+    let (mut there, receiving, address) = scene.receive_tls();
+    let mut send = scene.send_tls(&address);
+    send.event_where(moment);
+    let stopped = Stopped::now(there.child.id());
+    let sent = send.finish();
+    assert_ne!(sent.code, Some(0), "{phase}: {sent:?}");
+    scene.runs_on_here();
+    let received = receiving.finish();
+    assert_ne!(received.code, Some(0), "{phase}: {received:?}");
+    assert!(stopped.is_still());
+    stopped.wake();
+    does_not_run(&mut there);
+    nothing_is_left(&[&scene.b], &[]);
+    let fault = "the destination's QEMU: SIGSTOP, woken late";
+    note(&scene, fault, phase, (exit(&sent), exit(&received)), Owner::Source);
+    scene.arrives();
+}
+
+/// The guest is the destination's, and its QEMU does not start it: the word is given, and the guest is started when that
+/// QEMU wakes.
+fn promised_to_a_qemu_that_sleeps(way: Way) {
+    let mut scene = Scene::new(Version::V10_0, way);
+    let (mut there, mut receiving, send, proxy) = faults::in_doubt(&mut scene);
+    let stopped = Stopped::now(there.child.id());
+    proxy.heal();
+    let said = receiving.event("not-started");
+    assert!(said["reason"].as_str().unwrap().contains("is stopped"), "{said}");
+    let sent = send.finish();
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    assert!(scene.here.child.wait().unwrap().success());
+    stopped.wake();
+    receiving.event("received");
+    there.check_guest();
+    nothing_is_left(&[&scene.a], &[]);
+    let fault = "the destination's QEMU: SIGSTOP, woken late";
+    let ends = (exit(&sent), "has the guest".into());
+    note(&scene, fault, "committed", ends, Owner::Destination);
+}
+
+/// The guest is the destination's, and the QEMU that it has left can't be ended: the guardian does that when it wakes.
+fn given_away_by_a_qemu_that_sleeps(way: Way) {
+    let mut scene = Scene::new(Version::V10_0, way);
+    let (mut there, mut receiving, send, proxy) = faults::in_doubt(&mut scene);
+    let stopped = Stopped::now(scene.here.child.id());
+    proxy.heal();
+    receiving.event("received");
+    there.check_guest();
+    let sent = send.finish();
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    assert!(stopped.is_still());
+    stopped.wake();
+    assert!(scene.here.child.wait().unwrap().success(), "it was ended in order");
+    nothing_is_left(&[&scene.a], &[]);
+    let fault = "the source's QEMU: SIGSTOP, woken late";
+    let ends = (exit(&sent), "has the guest".into());
+    note(&scene, fault, "committed", ends, Owner::Destination);
+}
+
+#[test]
+fn woken_late_the_guest_is_where_it_was_promised() {
+    let [connected, first, second, paused] = BEFORE_COMMIT;
+    type Case = (Way, fn(Way, Moment), Moment);
+    let mut cases: Vec<Case> = Vec::new();
+    if all() {
+        for way in WAYS {
+            for moment in BEFORE_COMMIT {
+                cases.push((way, the_source_s_qemu_sleeps, moment));
+                cases.push((way, the_destination_s_qemu_sleeps, moment));
+                cases.push((way, the_sender_sleeps, moment));
+                cases.push((way, the_receiver_sleeps, moment));
+            }
+            cases.push((way, |way, _| promised_to_a_qemu_that_sleeps(way), connected));
+            cases.push((way, |way, _| given_away_by_a_qemu_that_sleeps(way), connected));
+        }
+    } else {
+        cases.push((Way::Attached, the_source_s_qemu_sleeps, second));
+        cases.push((Way::Carried, the_source_s_qemu_sleeps, first));
+        cases.push((Way::Attached, |way, _| promised_to_a_qemu_that_sleeps(way), connected));
+        cases.push((Way::Carried, the_destination_s_qemu_sleeps, second));
+        cases.push((Way::Carried, the_sender_sleeps, paused));
+    }
+    in_parallel(cases, |(way, case, moment)| case(way, moment));
+}
+
+/// A guardian that was stopped when its sender was killed, and is woken when the guest was sent again and lives elsewhere:
+/// the QEMU that it once was to let run on holds a guest of the past.
+fn a_guardian_wakes_too_late(way: Way) {
+    let mut scene = Scene::new(Version::V10_0, way);
+    let (_gone, receiving, address) = scene.receive_tls();
+    let mut send = scene.send_tls(&address);
+    send.event_where(BEFORE_COMMIT[3].1);
+    // Of a stopped process whose parent dies the kernel wakes the group, unless somebody of its session is the next parent.
+    rustix::process::set_child_subreaper(rustix::process::Pid::from_raw(1)).unwrap();
+    let stopped = Stopped::now(guardian(&send));
+    send.kill();
+    assert!(stopped.is_still());
+    receiving.finish();
+    let (mut there, mut receiving, address) = scene.receive_tls();
+    let tls = scene.world.tls();
+    let again = scene.arguments(&address, &["--tls", &tls, "--keep-source"], "100M");
+    let sent = scene.a.run(&again);
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    receiving.event("received");
+    there.check_guest();
+    assert!(stopped.is_still());
+    stopped.wake();
+    nothing_is_left(&[&scene.a], &[&scene.here]);
+    does_not_run(&mut scene.here);
+    there.check_guest();
+    let fault = "the sender: SIGKILL, its guardian: SIGSTOP, woken after the next migration";
+    let ends = (exit(&sent), "has the guest".into());
+    note(&scene, fault, "paused", ends, Owner::Destination);
+}
+
+/// A guardian that never wakes holds nobody up, and is not left behind.
+fn a_guardian_sleeps_for_good(way: Way) {
+    let mut scene = Scene::new(Version::V10_0, way);
+    let (there, mut receiving, address) = scene.receive_tls();
+    let mut send = scene.send_tls(&address);
+    send.event_where(BEFORE_COMMIT[1].1);
+    let _stopped = Stopped::now(guardian(&send));
+    let sent = send.finish();
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    receiving.event("received");
+    assert!(scene.here.child.wait().unwrap().success());
+    scene.moved_to(there);
+    nothing_is_left(&[&scene.a], &[&scene.here]);
+    let ends = (exit(&sent), "has the guest".into());
+    note(&scene, "the guardian: SIGSTOP for good", "first round", ends, Owner::Destination);
+}
+
+#[test]
+fn guardians_that_sleep() {
+    let mut cases: Vec<(Way, fn(Way))> = vec![
+        (Way::Attached, a_guardian_wakes_too_late),
+        (Way::Carried, a_guardian_sleeps_for_good),
+    ];
+    if all() {
+        cases.push((Way::Carried, a_guardian_wakes_too_late));
+        cases.push((Way::Attached, a_guardian_sleeps_for_good));
+    }
+    in_parallel(cases, |(way, case)| case(way));
+}
+
+/// A sender in doubt asks again when it wakes, and what the destination has decided meanwhile holds.
+#[test]
+fn a_sender_in_doubt_sleeps() {
+    if skipped() {
+        return;
+    }
+    in_parallel(WAYS.to_vec(), |way| {
+        let mut scene = Scene::new(Version::V10_0, way);
+        let (mut there, mut receiving, send, proxy) = faults::in_doubt(&mut scene);
+        let stopped = Stopped::now(send.child.id());
+        proxy.heal();
+        std::thread::sleep(SHORT);
+        stopped.wake();
+        receiving.event("received");
+        let sent = send.finish();
+        assert_eq!(sent.code, Some(0), "{sent:?}");
+        assert!(scene.here.child.wait().unwrap().success());
+        there.check_guest();
+        nothing_is_left(&[&scene.a], &[]);
+        let ends = (exit(&sent), "has the guest".into());
+        note(&scene, "the sender: SIGSTOP for 3 s", "in doubt", ends, Owner::Destination);
+
+        // So long that the destination has written ABORTED.
+        let mut scene = Scene::new(Version::V10_0, way);
+        let (mut there, receiving, send, proxy) = faults::in_doubt(&mut scene);
+        let stopped = Stopped::now(send.child.id());
+        proxy.heal();
+        let received = receiving.finish();
+        assert_ne!(received.code, Some(0), "{received:?}");
+        let target = proxy.target();
+        let _successor = scene.b.receive(&["--listen", &target, "--plain"]);
+        stopped.wake();
+        let sent = send.finish();
+        assert_eq!(sent.code, Some(1), "{sent:?}");
+        scene.runs_on_here();
+        does_not_run(&mut there);
+        let ends = (exit(&sent), exit(&received));
+        note(&scene, "the sender: SIGSTOP, woken late", "in doubt", ends, Owner::Source);
+    });
+}
+
+/// A send to a QEMU that is stopped, or whose monitor somebody else holds, ends in bounded time and says which it is.
+#[test]
+fn a_qemu_that_does_not_answer_is_named() {
+    if skipped() {
+        return;
+    }
+    let scene = Scene::new(Version::V10_0, Way::Attached);
+    let pid = scene.here.child.id();
+    let send = ["send", "--qemu", text(&scene.here.qmp), "--to", "tcp:127.0.0.1:1", "--plain"];
+    let stopped = Stopped::now(pid);
+    scene.a.run(&send).failed(9, &format!("it is stopped, and goes on with `kill -CONT {pid}`"));
+    stopped.wake();
+    let held = Qmp::connect(&scene.here.qmp).unwrap();
+    scene.a.run(&send).failed(9, "does somebody else use this socket");
+    drop(held);
+    scene.is_clean();
+}
