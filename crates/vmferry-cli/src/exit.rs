@@ -3,6 +3,7 @@
 use std::fmt;
 
 use vmferry_microvm::control::{ClientError, ControlError, ErrorCode};
+use vmferry_sandbox::SandboxError;
 use vmferry_transport::TransportError;
 
 /// What the exit status says.
@@ -36,6 +37,8 @@ pub enum Code {
     Corrupt,
     /// 14: in doubt: `vmferry resolve` is the way out.
     InDoubt,
+    /// 15: the kernel can't restrict the process as it was required.
+    Sandbox,
 }
 
 impl Code {
@@ -56,6 +59,7 @@ impl Code {
             Self::LinkLost => 12,
             Self::Corrupt => 13,
             Self::InDoubt => 14,
+            Self::Sandbox => 15,
         }
     }
 
@@ -76,6 +80,7 @@ impl Code {
             Self::LinkLost => "link-lost",
             Self::Corrupt => "corrupt",
             Self::InDoubt => "in-doubt",
+            Self::Sandbox => "sandbox",
         }
     }
 }
@@ -149,6 +154,12 @@ impl From<vmferry::MigrateError> for Failure {
 impl From<TransportError> for Failure {
     fn from(error: TransportError) -> Self {
         vmferry::MigrateError::from(error).into()
+    }
+}
+
+impl From<SandboxError> for Failure {
+    fn from(error: SandboxError) -> Self {
+        Self::of(Code::Sandbox, error)
     }
 }
 

@@ -5,8 +5,9 @@ use std::os::fd::{AsFd, IntoRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use landlock::{
-    ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, LandlockStatus, PathBeneath,
-    RestrictionStatus, Ruleset, RulesetAttr, RulesetCreated, RulesetCreatedAttr, Scope,
+    ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, LandlockStatus,
+    PathBeneath, RestrictionStatus, Ruleset, RulesetAttr, RulesetCreated, RulesetCreatedAttr,
+    Scope,
 };
 use rustix::fs::{Mode, OFlags};
 
@@ -91,7 +92,9 @@ pub fn restrict(sandbox: &Sandbox) -> Result<u32, SandboxError> {
     }
     let RestrictionStatus { landlock, .. } = ruleset.restrict_self()?;
     Ok(match landlock {
-        LandlockStatus::Available { effective_abi, .. } => (effective_abi as u32).min(NEWEST as u32),
+        LandlockStatus::Available { effective_abi, .. } => {
+            (effective_abi as u32).min(NEWEST as u32)
+        }
         _ => 0,
     })
 }

@@ -35,6 +35,7 @@ mod ioctls;
 
 use std::path::PathBuf;
 
+use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, setrlimit};
 use serde::Serialize;
 
@@ -116,11 +117,26 @@ impl Restrictions {
     }
 }
 
+/// Lets a crash leave no dump; whether that is so for dumps to programs too.
+fn forbid_core_dumps() -> Result<bool, SandboxError> {
+    // Not 0: with a program as core_pattern the kernel ignores the limit, but for 1, and to a file a dump
+    // needs a page at least (core(5); Linux fs/coredump.c).
+    let limit = Rlimit { current: Some(1), maximum: Some(1) };
+    match setrlimit(Resource::Core, limit) {
+        Ok(()) => Ok(true),
+        // Somebody has set the hard limit to 0.
+        Err(Errno::PERM) => Ok(false),
+        Err(errno) => {
+            Err(SandboxError::Refused { what: "a limit for core dumps", source: errno.into() })
+        }
+    }
+}
+
 /// Restricts this process, for good. The files of [`Sandbox::files`] must exist by now, or are not reachable later.
 ///
 /// # Errors
 /// If the process has several threads, a path can't be looked at, or the kernel refuses what it should
-/// have. With [`Wanted::Require`] also if this kernel lacks anything, before anything is done.
+/// have. With [`Wanted::Require`] also if this kernel lacks anything.
 pub fn apply(sandbox: &Sandbox, wanted: Wanted) -> Result<Restrictions, SandboxError> {
     let mut restrictions = Restrictions { wanted, ..Restrictions::default() };
     if wanted == Wanted::Off {
@@ -132,19 +148,22 @@ pub fn apply(sandbox: &Sandbox, wanted: Wanted) -> Result<Restrictions, SandboxE
     if threads != 1 {
         return Err(SandboxError::Threads { threads });
     }
+    restrictions.no_core_dumps = forbid_core_dumps()?;
     restrictions.missing = files::missing();
+    if !restrictions.no_core_dumps {
+        let text =
+            "a hard limit of 1 for core dumps (it is 0, which a program as core_pattern ignores)";
+        restrictions.missing.push(text.to_owned());
+    }
     if wanted == Wanted::Require && !restrictions.missing.is_empty() {
         return Err(SandboxError::Missing { missing: restrictions.missing.join("; ") });
     }
-    let failed = |what| move |errno: rustix::io::Errno| SandboxError::Refused { what, source: errno.into() };
-    // Not 0: with a program as core_pattern the kernel ignores the limit, but for 1, and to a file a dump
-    // needs a page at least (core(5); Linux fs/coredump.c).
-    let limit = Rlimit { current: Some(1), maximum: Some(1) };
-    setrlimit(Resource::Core, limit).map_err(failed("a limit for core dumps"))?;
-    restrictions.no_core_dumps = true;
     capabilities::drop_all()?;
     restrictions.no_capabilities = true;
-    rustix::thread::set_no_new_privs(true).map_err(failed("no new privileges"))?;
+    rustix::thread::set_no_new_privs(true).map_err(|errno| SandboxError::Refused {
+        what: "to forbid new privileges",
+        source: errno.into(),
+    })?;
     restrictions.no_new_privileges = true;
     restrictions.landlock_abi = files::restrict(sandbox)?;
     calls::restrict(sandbox.work)?;

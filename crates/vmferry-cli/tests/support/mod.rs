@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test uses a part of it")]
 
 pub mod faults;
+pub mod inject;
 pub mod outcomes;
 pub mod proxy;
 pub mod scene;
@@ -149,7 +150,7 @@ impl Host {
         Self::spawn(command)
     }
 
-    fn spawn(mut command: Command) -> Running {
+    pub fn spawn(mut command: Command) -> Running {
         let mut child = command.spawn().unwrap();
         let stdout = child.stdout.take().unwrap();
         Running { child, lines: BufReader::new(stdout), seen: Vec::new() }
