@@ -10,11 +10,12 @@ use crate::commands::directory;
 use crate::commands::send::tls_files;
 use crate::exit::Failure;
 
-/// What every receiver reads about itself and the machine: its page table, its peak memory, its share of the
+/// What every receiver reads about itself and the machine, and its allocator: its page table, its peak memory, its share of the
 /// processors; random numbers, where the call for them is missing; and how many huge pages there are.
-const ABOUT: [&str; 6] = [
+const ABOUT: [&str; 7] = [
     "/proc/self",
     "/proc/sys/kernel/random/boot_id",
+    "/proc/sys/vm/overcommit_memory",
     "/sys/fs/cgroup",
     "/sys/devices/system/cpu",
     "/sys/kernel/mm/hugepages",

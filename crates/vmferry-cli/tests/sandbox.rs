@@ -94,6 +94,7 @@ fn tries(pid: u32, world: &World) -> Vec<(&'static str, i64, i64)> {
     let at = |path: &str| format!("{path}\0").into_bytes();
     let secret = at(if is_root() { "/etc/shadow" } else { "/etc/passwd" });
     let outside = at(text(&world.path(&format!("outside-{pid}"))));
+    let own = at(text(&world.path("good/ca.pem")));
     let (cwd, flags) = (Number(libc::AT_FDCWD as u64), libc::O_CREAT | libc::O_WRONLY);
     let socket = |family: i32, kind: i32| {
         call(pid, libc::SYS_socket, &[Number(family as u64), Number(kind as u64), Number(0)])
@@ -128,6 +129,15 @@ fn tries(pid: u32, world: &World) -> Vec<(&'static str, i64, i64)> {
             "listen at another port",
             EACCES,
             call(pid, libc::SYS_bind, &[Number(tcp as u64), Bytes(&address), Number(16)]),
+        ),
+        (
+            "open a file to others",
+            ENOSYS,
+            call(
+                pid,
+                libc::SYS_fchmodat,
+                &[Number(libc::AT_FDCWD as u64), Bytes(&own), Number(0o644)],
+            ),
         ),
         ("packets", ENOSYS, socket(packets, libc::SOCK_RAW)),
         ("datagrams", ENOSYS, socket(libc::AF_INET, libc::SOCK_DGRAM)),

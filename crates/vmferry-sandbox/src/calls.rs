@@ -134,9 +134,8 @@ const PLAIN: &[c::c_long] = &[
     c::SYS_rename,
     c::SYS_renameat,
     c::SYS_renameat2,
-    c::SYS_chmod,
+    // By a descriptor only: Landlock has nothing to say about the mode of a file that is named.
     c::SYS_fchmod,
-    c::SYS_fchmodat,
     // Sockets: which ones, `socket` below and Landlock decide.
     c::SYS_bind,
     c::SYS_listen,
@@ -262,8 +261,8 @@ fn rules(work: Work, pid: u32) -> Result<BTreeMap<c::c_long, Vec<SeccompRule>>, 
     // Limits are read only.
     rules.insert(c::SYS_prlimit64, vec![all([pointer(2, 0)])?]);
     rules.insert(c::SYS_getrlimit, Vec::new());
-    let names = [c::PR_SET_NAME, c::PR_GET_NAME, PR_SET_VMA];
-    rules.insert(c::SYS_prctl, any(0, names.map(|option| option as u64))?);
+    let options = [c::PR_SET_NAME, c::PR_GET_NAME, PR_SET_VMA, PR_GET_AUXV];
+    rules.insert(c::SYS_prctl, any(0, options.map(|option| option as u64))?);
     let commands = [
         c::F_GETFD,
         c::F_SETFD,
@@ -286,6 +285,9 @@ fn rules(work: Work, pid: u32) -> Result<BTreeMap<c::c_long, Vec<SeccompRule>>, 
 
 /// `include/uapi/linux/prctl.h`: names of mappings, which the C library gives to its heaps.
 const PR_SET_VMA: c::c_int = 0x5356_4d41;
+
+/// The same: what the kernel told the process at its start, such as the size of a page.
+const PR_GET_AUXV: c::c_int = 0x4155_5856;
 
 /// `include/uapi/linux/userfaultfd.h`.
 const UFFD_USER_MODE_ONLY: u64 = 1;

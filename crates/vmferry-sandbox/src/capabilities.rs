@@ -29,7 +29,8 @@ pub fn drop_all() -> Result<(), SandboxError> {
         match remove_capability_from_bounding_set(one) {
             // A user without CAP_SETPCAP keeps the bounding set, which is a bound of what `execve` may give. Without
             // new privileges, and by the filter, it gives nothing.
-            Ok(()) | Err(Errno::PERM) => {}
+            Err(Errno::PERM) => break,
+            Ok(()) => {}
             Err(errno) => return Err(refused(errno)),
         }
     }
