@@ -1,6 +1,7 @@
 //! The command line.
 
 mod migration;
+mod receive;
 mod send;
 
 use std::path::PathBuf;
@@ -11,6 +12,7 @@ use vmferry_dirty::{LogChoice, SoftwareWay};
 use vmferry_memory::MemoryKind;
 
 pub use migration::{MigrationOptions, WhenStuck};
+pub use receive::{ReceiveOptions, StarterOptions};
 pub use send::SendOptions;
 
 /// Live migration for KVM virtual machines.
@@ -20,7 +22,7 @@ pub use send::SendOptions;
 Exit status: 0 done, 1 internal failure, 2 usage, 3 no connection, 4 authentication or TLS,
 5 protocol or version, 6 incompatible machine, memory layout or guest identity, 7 in use or busy,
 8 unknown guest, 9 wrong state, 10 does not converge, 11 cancelled, 12 link lost, 13 memory or
-guest corrupted, 14 in doubt.
+guest corrupted, 14 in doubt, 15 the kernel lacks what --sandbox require asks for.
 
 Try `vmferry demo` first: it migrates a guest between two processes on this machine.")]
 pub struct Arguments {
@@ -64,6 +66,9 @@ pub enum Command {
     /// Wait beside a `send --qemu`, and take over when it dies. Its order comes by standard input.
     #[command(hide = true)]
     Guard,
+    /// Start the QEMU of a `receive --exec` when that asks for it, by standard input.
+    #[command(hide = true)]
+    StartQemu(StarterOptions),
 }
 
 /// One guest of this host.
@@ -152,62 +157,6 @@ pub struct TlsOptions {
     /// Allow tcp:, which anyone on the way can read and change.
     #[arg(long)]
     pub plain: bool,
-}
-
-/// `vmferry receive`.
-#[derive(Debug, Args)]
-#[command(after_help = "\
-Examples:
-  vmferry receive --listen 0.0.0.0:7001 --tls /etc/vmferry/tls
-  vmferry receive --listen grpc:0.0.0.0:443 --tls /etc/vmferry/tls
-  vmferry receive --listen 0.0.0.0:7001 --tls /etc/vmferry/tls --policy /etc/vmferry/policy.toml
-  vmferry receive --listen unix:/run/vmferry/in.sock --expect-name web --once
-  vmferry receive --listen fd:3,4,5 --once   # sockets that the caller has connected
-  vmferry receive --listen 0.0.0.0:7001 --tls /etc/vmferry/tls --qemu /run/qemu/web.qmp
-  vmferry receive --listen 0.0.0.0:7001 --tls /etc/vmferry/tls --exec 'qemu-system-x86_64 -m 2G …'")]
-pub struct ReceiveOptions {
-    /// Where to listen: HOST:PORT (TLS), grpc:HOST:PORT (both ways of gRPC over TLS), unix:PATH, fd:N,N…
-    /// (connected sockets), or with --plain tcp:HOST:PORT. Port 0 picks one.
-    #[arg(long, value_name = "ADDRESS")]
-    pub listen: String,
-    /// TLS.
-    #[command(flatten)]
-    pub tls: TlsOptions,
-    /// Take guests only as this file allows (TOML; docs/security.md has the format). Without it, whoever has a
-    /// certificate of the authority may send any guest.
-    #[arg(long, value_name = "FILE")]
-    pub policy: Option<PathBuf>,
-    /// Take this guest only, by name.
-    #[arg(long, value_name = "NAME")]
-    pub expect_name: Option<String>,
-    /// Take this guest only, by UUID.
-    #[arg(long, value_name = "UUID")]
-    pub expect_uuid: Option<uuid::Uuid>,
-    /// Take the guest into the QEMU that has this QMP socket and was started with `-incoming defer`.
-    #[arg(long, value_name = "QMP_SOCKET", conflicts_with = "exec")]
-    pub qemu: Option<PathBuf>,
-    /// Start this QEMU and take the guest into it: the source's command line, without `-incoming`, `-S`
-    /// and the QMP socket.
-    #[arg(long, value_name = "COMMAND")]
-    pub exec: Option<String>,
-    /// Take a guest with so much memory only.
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, conflicts_with_all = ["qemu", "exec"])]
-    pub expect_memory: Option<u64>,
-    /// What the guest's memory is made of here: private, memfd, thp, or hugetlb (reserved huge pages).
-    #[arg(long, default_value = "private", value_name = "KIND", conflicts_with_all = ["qemu", "exec"])]
-    pub memory_kind: MemoryKind,
-    /// The dirty log for the guest's next migration: auto, bitmap, clear, ring, or uffd.
-    #[arg(long, default_value = "auto", value_name = "LOG", conflicts_with_all = ["qemu", "exec"])]
-    pub dirty_log: LogChoice,
-    /// How the log of its devices' writes is read then: switch, or to compare get.opt and get.org.
-    #[arg(long, default_value = "switch", value_name = "WAY", conflicts_with_all = ["qemu", "exec"])]
-    pub device_log: SoftwareWay,
-    /// Threads that decode and place pages; by default one for each processor, at most 16.
-    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u8).range(1..=64))]
-    pub workers: Option<u8>,
-    /// End after the first attempt that fails.
-    #[arg(long)]
-    pub once: bool,
 }
 
 /// `vmferry set`.

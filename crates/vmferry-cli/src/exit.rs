@@ -3,6 +3,7 @@
 use std::fmt;
 
 use vmferry_microvm::control::{ClientError, ControlError, ErrorCode};
+use vmferry_sandbox::SandboxError;
 use vmferry_transport::TransportError;
 
 /// What the exit status says.
@@ -38,6 +39,8 @@ pub enum Code {
     InDoubt,
     /// 15: the guest's VMM lives and does not answer.
     NotAnswering,
+    /// 16: the kernel can't restrict the process as it was required.
+    Sandbox,
 }
 
 impl Code {
@@ -59,6 +62,7 @@ impl Code {
             Self::Corrupt => 13,
             Self::InDoubt => 14,
             Self::NotAnswering => 15,
+            Self::Sandbox => 16,
         }
     }
 
@@ -80,6 +84,7 @@ impl Code {
             Self::Corrupt => "corrupt",
             Self::InDoubt => "in-doubt",
             Self::NotAnswering => "not-answering",
+            Self::Sandbox => "sandbox",
         }
     }
 }
@@ -153,6 +158,12 @@ impl From<vmferry::MigrateError> for Failure {
 impl From<TransportError> for Failure {
     fn from(error: TransportError) -> Self {
         vmferry::MigrateError::from(error).into()
+    }
+}
+
+impl From<SandboxError> for Failure {
+    fn from(error: SandboxError) -> Self {
+        Self::of(Code::Sandbox, error)
     }
 }
 

@@ -6,6 +6,7 @@ mod args;
 mod commands;
 mod exit;
 mod output;
+mod restrict;
 mod signals;
 mod tables;
 
@@ -33,6 +34,7 @@ fn main() -> ExitCode {
         Command::Quit(options) => commands::simple::quit(&options, &output),
         Command::Resolve(options) => commands::resolve::run(&options, &output),
         Command::Guard => commands::qemu::guard::run(&output),
+        Command::StartQemu(options) => commands::qemu::starter::run(&options),
         Command::Pki(options) => commands::pki::run(&options, &output),
     };
     match result {

@@ -5,10 +5,11 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::{fmt, io};
 
+use rustix::mm::Advice;
 use serde::{Deserialize, Serialize};
 use vm_memory::bitmap::{Bitmap, NewBitmap};
 use vm_memory::mmap::MmapRegionBuilder;
-use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
+use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
 
 use crate::error::MemoryError;
 use crate::huge;
@@ -97,16 +98,9 @@ where
             MemoryKind::Hugetlb => huge::too_few(&layout[index..], io::Error::other(error)),
             _ => refused(io::Error::other(error)),
         })?;
+        keep_out_of_dumps(&mapping).map_err(refused)?;
         if kind == MemoryKind::Thp {
-            // SAFETY: the range is the fresh mapping, whole; the advice changes no content.
-            unsafe {
-                rustix::mm::madvise(
-                    mapping.as_ptr().cast(),
-                    mapping.size(),
-                    rustix::mm::Advice::LinuxHugepage,
-                )
-            }
-            .map_err(|errno| refused(errno.into()))?;
+            advise(&mapping, Advice::LinuxHugepage).map_err(refused)?;
         }
         let region = GuestRegionMmap::new(mapping, GuestAddress(slot.gpa)).ok_or_else(|| {
             MemoryError::Layout(format!("{} reaches beyond the address space", slot.slot))
@@ -150,6 +144,11 @@ impl GuestMemory {
                     bytes,
                     source: io::Error::other(error),
                 })?;
+            keep_out_of_dumps(&mapping).map_err(|source| MemoryError::Map {
+                slot: slot.slot,
+                bytes,
+                source,
+            })?;
             let region =
                 GuestRegionMmap::new(mapping, GuestAddress(slot.gpa)).ok_or_else(|| {
                     MemoryError::Layout(format!("{} reaches beyond the address space", slot.slot))
@@ -160,6 +159,17 @@ impl GuestMemory {
             .map_err(|error| MemoryError::Layout(error.to_string()))?;
         Self::from_vm_memory(&Arc::new(memory))
     }
+}
+
+/// What a guest knows must not be in a core dump of the process that has its memory mapped, whoever writes the dump.
+fn keep_out_of_dumps<B: Bitmap>(mapping: &MmapRegion<B>) -> io::Result<()> {
+    advise(mapping, Advice::LinuxDontDump)
+}
+
+fn advise<B: Bitmap>(mapping: &MmapRegion<B>, advice: Advice) -> io::Result<()> {
+    // SAFETY: the range is a mapping that was just made, whole; neither advice changes its content.
+    unsafe { rustix::mm::madvise(mapping.as_ptr().cast(), mapping.size(), advice) }?;
+    Ok(())
 }
 
 fn memfd(slot: SlotId, bytes: u64) -> io::Result<File> {

@@ -323,10 +323,14 @@ fn dialer(request: &MigrateRequest, replies: &Replies) -> Result<Dialer, Control
         dialer.destination_id = request.tls.as_ref().and_then(|files| files.destination_id.clone());
         return Ok(dialer);
     }
-    match &request.tls {
-        Some(files) => files.dialer(address).map_err(|error| ControlError::from(&error.into())),
-        None => Ok(Dialer::new(address, None)),
-    }
+    let mut dialer = match &request.tls {
+        Some(files) => files
+            .dialer_opened(address, replies.take_descriptors())
+            .map_err(|error| ControlError::from(&vmferry::MigrateError::from(error)))?,
+        None => Dialer::new(address, None),
+    };
+    dialer.known_addresses.clone_from(&request.addresses);
+    Ok(dialer)
 }
 
 fn bad_request(error: &dyn std::error::Error) -> ControlError {

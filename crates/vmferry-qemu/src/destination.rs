@@ -1,6 +1,7 @@
 //! A QEMU that waits for a guest, as the engine's destination.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde::Deserialize;
 use serde_json::json;
@@ -8,7 +9,7 @@ use uuid::Uuid;
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
 use vmferry_wire::GuestIdentity;
 
-use crate::carried::{self, Arrival, Description};
+use crate::carried::{self, Arrival, Description, Place};
 use crate::error::QemuError;
 use crate::guest::{self, host};
 use crate::machine::{self, Machine};
@@ -16,6 +17,7 @@ use crate::qmp::Qmp;
 use crate::ram::{Block, Carrier, Ram};
 use crate::settings::Settings;
 use crate::source::VMM;
+use crate::starter::{DirectView, View};
 use crate::state;
 
 /// A QEMU that was started with `-incoming defer`. It takes guests that are attached, if its memory can be filled
@@ -29,6 +31,8 @@ pub struct QemuDestination {
     expected: Expected,
     /// A carried guest, on its way.
     arrival: Option<Arrival>,
+    /// Where QEMU listens for the streams of a guest, if they are several. Made while there is the right to.
+    place: Option<Arc<Place>>,
     /// A state was loaded, or tried to be: this QEMU can take no other guest.
     used: bool,
 }
@@ -69,7 +73,21 @@ impl QemuDestination {
     ///
     /// # Errors
     /// If it does not wait for a migration.
-    pub fn attach(socket: &Path, mut expected: Expected) -> Result<Self, QemuError> {
+    pub fn attach(socket: &Path, expected: Expected) -> Result<Self, QemuError> {
+        Self::attach_by(socket, expected, &mut DirectView, None)
+    }
+
+    /// The same where somebody else looks into the process. `place` is one that was made for the QEMU before, if
+    /// there was one.
+    ///
+    /// # Errors
+    /// As [`attach`](Self::attach).
+    pub(crate) fn attach_by(
+        socket: &Path,
+        mut expected: Expected,
+        view: &mut dyn View,
+        place: Option<Arc<Place>>,
+    ) -> Result<Self, QemuError> {
         let mut qmp = Qmp::connect(socket)?;
         let status = qmp.execute("query-status", json!({}))?;
         if status["status"] != "inmigrate" {
@@ -86,10 +104,12 @@ impl QemuDestination {
             expected.uuid = Some(own);
         }
         let description = Description::read(&mut qmp, 0)?;
-        let ram = Ram::find(&mut qmp);
+        let ram = Ram::find(&mut qmp, view);
         let settings = Settings::read(&mut qmp)?;
         let arrival = None;
-        Ok(Self { qmp, ram, description, settings, expected, arrival, used: false })
+        // Without one, guests whose QEMU sends several streams are refused when they come.
+        let place = place.or_else(|| Place::new(&qmp).ok().map(Arc::new));
+        Ok(Self { qmp, ram, description, settings, expected, arrival, place, used: false })
     }
 
     /// The QMP socket.
@@ -102,6 +122,18 @@ impl QemuDestination {
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.qmp.pid()
+    }
+
+    /// The directory that is kept for a socket between QEMU and this process: a process that is restricted must be able
+    /// to remove files from it, and the directory itself.
+    #[must_use]
+    pub fn place(&self) -> Option<&Path> {
+        self.place.as_deref().map(Place::path)
+    }
+
+    /// The same, for the next QEMU.
+    pub(crate) fn share_place(&self) -> Option<Arc<Place>> {
+        self.place.clone()
     }
 
     /// Ends the QEMU.
@@ -151,7 +183,8 @@ impl QemuDestination {
         let offered: Description = parse(config)?;
         self.description.check(&offered)?;
         self.used = true;
-        let begun = Arrival::begin(&mut self.qmp, &self.settings, offered.multifd);
+        let place = self.place.as_deref();
+        let begun = Arrival::begin(&mut self.qmp, &self.settings, offered.multifd, place);
         let (arrival, streams) = begun.map_err(|error| PrepareError::Vm(error.into()))?;
         self.arrival = Some(arrival);
         Ok(Landing::Streams(streams))

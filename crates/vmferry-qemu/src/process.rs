@@ -6,10 +6,12 @@ use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::QemuError;
 
 /// A line of `/proc/PID/maps`.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mapping {
     /// Host-virtual addresses in that process.
     pub range: Range<u64>,

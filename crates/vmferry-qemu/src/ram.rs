@@ -16,8 +16,9 @@ use vmferry_memory::{GuestMemory, PAGE_SIZE, SlotId, SlotLayout};
 
 use crate::error::QemuError;
 use crate::machine::Machine;
-use crate::process::{self, Mapping};
+use crate::process::Mapping;
 use crate::qmp::{Qmp, QmpError, Version};
+use crate::starter::View;
 
 /// Blocks that QEMU migrates with the device state may have so many bytes together: they travel
 /// while the guest stands still.
@@ -82,23 +83,22 @@ impl Ram {
     ///
     /// # Errors
     /// If memory can't be carried: what is wrong with it, and what to change on QEMU's command line.
-    pub fn find(qmp: &mut Qmp) -> Result<Self, QemuError> {
+    pub fn find(qmp: &mut Qmp, view: &mut dyn View) -> Result<Self, QemuError> {
         let pid = qmp.pid();
         let mut listed = list(qmp)?;
         if listed.iter().any(|block| block.address.is_none()) {
             find_addresses(qmp, &mut listed)?;
         }
-        let mappings = process::mappings(pid)?;
+        let mappings = view.shared_mappings(pid)?;
         let named_only = qmp.version() >= NAMED_FILES_ONLY;
         let mut blocks = Vec::new();
         let mut ours: Vec<(Listed, Mapping)> = Vec::new();
         let (mut state_bytes, mut state_bytes_in_use) = (0, 0);
-        let pagemap = process::pagemap(pid)?;
+        let pagemap = view.pagemap(pid)?;
         for block in listed {
             let mapping = mappings
                 .iter()
-                .find(|mapping| block.address.is_some_and(|at| mapping.range.contains(&at)))
-                .filter(|mapping| mapping.shared && mapping.file.1 != 0);
+                .find(|mapping| block.address.is_some_and(|at| mapping.range.contains(&at)));
             let named = mapping.is_some_and(|mapping| !mapping.path.starts_with("/memfd:"));
             let ignored = mapping.is_some() && (named || !named_only);
             blocks.push(Block {
@@ -130,7 +130,7 @@ impl Ram {
         if ours.is_empty() {
             return Err(QemuError::Unattachable(format!("none of its memory is shared: {ADVICE}")));
         }
-        let (memory, ranges) = map(pid, ours)?;
+        let (memory, ranges) = map(pid, ours, view)?;
         Ok(Self { blocks, memory, ranges, state_bytes_in_use })
     }
 
@@ -186,7 +186,11 @@ fn not_carried(block: &Listed, shared: bool, version: Version) -> QemuError {
 }
 
 /// Maps each block's file; the slots' addresses are those of the blocks laid end to end.
-fn map(pid: u32, ours: Vec<(Listed, Mapping)>) -> Result<(GuestMemory, Ranges), QemuError> {
+fn map(
+    pid: u32,
+    ours: Vec<(Listed, Mapping)>,
+    view: &mut dyn View,
+) -> Result<(GuestMemory, Ranges), QemuError> {
     let mut files: Vec<(SlotLayout, File, u64)> = Vec::new();
     let mut ranges = Ranges::new();
     let mut gpa = 0;
@@ -201,7 +205,7 @@ fn map(pid: u32, ours: Vec<(Listed, Mapping)>) -> Result<(GuestMemory, Ranges), 
         let slot = SlotId(u16::try_from(files.len()).map_err(|_| bad("is one too many".into()))?);
         let pages = block.used / PAGE_SIZE as u64;
         let offset = mapping.offset + (start - mapping.range.start);
-        let file = process::open_file(pid, &mapping)?;
+        let file = view.open_file(pid, &mapping)?;
         files.push((SlotLayout { slot, gpa, pages }, file, offset));
         ranges.push((slot, start..end));
         gpa += block.used;

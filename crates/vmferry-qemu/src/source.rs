@@ -18,6 +18,7 @@ use crate::machine::{self, Habits, Machine};
 use crate::qmp::{Qmp, Version};
 use crate::ram::{self, Ram};
 use crate::settings::Settings;
+use crate::starter::DirectView;
 use crate::state::Saving;
 use crate::throttle::Throttle;
 
@@ -60,7 +61,7 @@ impl QemuSource {
         machine::no_unseen_writers(&mut qmp)?;
         let (machine, habits) = machine::look(&mut qmp)?;
         let vcpu_threads = machine::vcpu_threads(&mut qmp)?;
-        let ram = Ram::find(&mut qmp)?;
+        let ram = Ram::find(&mut qmp, &mut DirectView)?;
         let pid = qmp.pid();
         let settings = Settings::read(&mut qmp)?;
         // QEMU makes one itself only while it migrates, which it does not.

@@ -1,42 +1,61 @@
 //! A QEMU that vmferry starts to take a guest.
 
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
 
+use crate::carried::Place;
 use crate::destination::{Expected, QemuDestination};
 use crate::error::QemuError;
+use crate::starter::{LocalStarter, Starter};
 
 /// How long QEMU may take until it listens.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A destination whose QEMU is started from a command line, and anew after each attempt that has used it
-/// up. Dropped, the QEMU is ended, unless it was [taken](Self::into_child).
+/// up. Dropped, the QEMU is ended, unless it was [taken](Self::into_starter).
 pub struct StartedQemu {
-    command: String,
+    starter: Option<Box<dyn Starter>>,
     socket: PathBuf,
     expected: Expected,
-    running: Option<Running>,
-}
-
-struct Running {
-    child: Child,
-    qemu: QemuDestination,
+    qemu: Option<QemuDestination>,
+    pid: u32,
+    place: Option<Arc<Place>>,
 }
 
 impl StartedQemu {
-    /// Starts QEMU with this command line of a shell, to which `-incoming defer -S` and a QMP socket at
-    /// `socket` are added.
+    /// Starts QEMU from this process, with this command line of a shell, to which `-incoming defer -S` and a QMP
+    /// socket at `socket` are added.
     ///
     /// # Errors
     /// If it does not come up, or can't take a guest.
     pub fn start(command: &str, socket: &Path, expected: Expected) -> Result<Self, QemuError> {
-        let running = Running::start(command, socket, expected.clone())?;
-        let (command, socket) = (command.to_owned(), socket.to_owned());
-        Ok(Self { command, socket, expected, running: Some(running) })
+        Self::start_by(Box::new(LocalStarter::new(command, socket)), socket, expected)
+    }
+
+    /// The same by a starter, for a process that must not start programs itself later. `socket` is where the starter's
+    /// QEMU listens.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub fn start_by(
+        starter: Box<dyn Starter>,
+        socket: &Path,
+        expected: Expected,
+    ) -> Result<Self, QemuError> {
+        let mut started = Self {
+            starter: Some(starter),
+            socket: socket.to_owned(),
+            expected,
+            qemu: None,
+            pid: 0,
+            place: None,
+        };
+        let qemu = started.qemu()?;
+        started.place = qemu.share_place();
+        Ok(started)
     }
 
     /// Its QMP socket.
@@ -45,66 +64,83 @@ impl StartedQemu {
         &self.socket
     }
 
-    /// The QEMU process, for whoever hosts the guest from now on; QMP is free for others.
+    /// See [`QemuDestination::place`].
     #[must_use]
-    pub fn into_child(mut self) -> Option<Child> {
-        self.running.take().map(|running| running.child)
+    pub fn place(&self) -> Option<&Path> {
+        self.place.as_deref().map(Place::path)
     }
-}
 
-impl Running {
-    fn start(command: &str, socket: &Path, expected: Expected) -> Result<Self, QemuError> {
-        let failed = |action| move |source| QemuError::Local { action, source };
-        // A socket of one that was killed would be taken for the new one's.
-        let _ = std::fs::remove_file(socket);
-        let line = format!(
-            "exec {command} -incoming defer -S -qmp \"unix:$VMFERRY_QMP,server=on,wait=off\""
-        );
-        let mut child = Command::new("/bin/sh")
-            .args(["-c", &line])
-            .env("VMFERRY_QMP", socket)
-            .stdin(Stdio::null())
-            // A guest must not die of what was typed at vmferry's terminal.
-            .process_group(0)
-            .spawn()
-            .map_err(failed("start QEMU"))?;
-        let deadline = Instant::now() + START_TIMEOUT;
-        loop {
-            if let Some(status) = child.try_wait().map_err(failed("wait for QEMU"))? {
-                return Err(QemuError::Ended { status });
+    /// The QEMU process.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Who can wait for the QEMU process, for whoever hosts the guest from now on; QMP is free for others.
+    #[must_use]
+    pub fn into_starter(mut self) -> Option<Box<dyn Starter>> {
+        self.qemu = None;
+        self.starter.take()
+    }
+
+    /// The QEMU that waits, started if there is none.
+    fn qemu(&mut self) -> Result<&mut QemuDestination, QemuError> {
+        if self.qemu.is_none() {
+            let starter = self.starter.as_deref_mut().ok_or_else(no_starter)?;
+            self.pid = starter.start()?;
+            match attach(starter, &self.socket, self.expected.clone(), self.place.clone()) {
+                Ok(qemu) => self.qemu = Some(qemu),
+                Err(error) => {
+                    starter.end();
+                    return Err(error);
+                }
             }
-            if std::os::unix::net::UnixStream::connect(socket).is_ok() {
-                break;
-            }
-            if Instant::now() >= deadline {
-                end(&mut child);
-                let source = std::io::ErrorKind::TimedOut.into();
-                return Err(QemuError::Local { action: "reach QEMU by QMP", source });
-            }
-            // A socket that appears wakes nobody.
-            std::thread::sleep(Duration::from_millis(5));
         }
-        match QemuDestination::attach(socket, expected) {
-            Ok(qemu) => Ok(Self { child, qemu }),
-            Err(error) => {
-                end(&mut child);
-                Err(error)
-            }
+        self.qemu.as_mut().ok_or_else(no_starter)
+    }
+
+    fn end(&mut self) {
+        self.qemu = None;
+        if let Some(starter) = &mut self.starter {
+            starter.end();
         }
     }
 }
 
-/// Ends a QEMU that no guest runs in.
-fn end(child: &mut Child) -> Option<ExitStatus> {
-    // One that has ended already needs no signal.
-    let _ = child.kill();
-    child.wait().ok()
+/// Waits until a QEMU that was started listens, and attaches to it.
+fn attach(
+    starter: &mut dyn Starter,
+    socket: &Path,
+    expected: Expected,
+    place: Option<Arc<Place>>,
+) -> Result<QemuDestination, QemuError> {
+    let deadline = Instant::now() + START_TIMEOUT;
+    loop {
+        if let Some(status) = starter.try_wait()? {
+            return Err(QemuError::Ended { status });
+        }
+        if std::os::unix::net::UnixStream::connect(socket).is_ok() {
+            break;
+        }
+        if Instant::now() >= deadline {
+            let source = std::io::ErrorKind::TimedOut.into();
+            return Err(QemuError::Local { action: "reach QEMU by QMP", source });
+        }
+        // A socket that appears wakes nobody.
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    QemuDestination::attach_by(socket, expected, starter, place)
+}
+
+fn no_starter() -> QemuError {
+    let source = std::io::ErrorKind::NotFound.into();
+    QemuError::Local { action: "start QEMU", source }
 }
 
 impl Drop for StartedQemu {
     fn drop(&mut self) {
-        if let Some(mut running) = self.running.take() {
-            end(&mut running.child);
+        if self.starter.is_some() {
+            self.end();
             let _ = std::fs::remove_file(&self.socket);
         }
     }
@@ -112,29 +148,24 @@ impl Drop for StartedQemu {
 
 impl DestinationVm for StartedQemu {
     fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
-        let running = match self.running.take() {
-            Some(running) => running,
-            None => Running::start(&self.command, &self.socket, self.expected.clone())
-                .map_err(|error| PrepareError::Vm(error.into()))?,
-        };
-        self.running.insert(running).qemu.prepare(guest)
+        self.qemu().map_err(|error| PrepareError::Vm(error.into()))?.prepare(guest)
     }
 
     fn load(&mut self, state: &[u8]) -> Result<(), VmError> {
-        self.running.as_mut().ok_or("there is no QEMU")?.qemu.load(state)
+        self.qemu.as_mut().ok_or("there is no QEMU")?.load(state)
     }
 
     fn discard(&mut self) {
-        let spent = self.running.as_mut().is_some_and(|running| {
-            running.qemu.discard();
-            running.qemu.is_spent()
+        let spent = self.qemu.as_mut().is_some_and(|qemu| {
+            qemu.discard();
+            qemu.is_spent()
         });
-        if spent && let Some(mut running) = self.running.take() {
-            end(&mut running.child);
+        if spent {
+            self.end();
         }
     }
 
     fn run(&mut self) -> Result<(), VmError> {
-        self.running.as_mut().ok_or("there is no QEMU")?.qemu.run()
+        self.qemu.as_mut().ok_or("there is no QEMU")?.run()
     }
 }

@@ -131,12 +131,12 @@ fn a_qemu_that_vmferry_starts_takes_a_carried_guest() {
     let mut carried = begin_into(source, destination, Flow::Free, DOWNTIME).unwrap();
     carried.carry_all().unwrap();
     carried.destination.run().unwrap();
-    let mut child = carried.destination.into_child().unwrap();
+    let mut starter = carried.destination.into_starter().unwrap();
     let mut qmp = Qmp::connect(&socket).unwrap();
     let status = qmp.execute("query-status", serde_json::json!({})).unwrap();
     assert_eq!(status["status"], "running");
     qmp.execute("quit", serde_json::json!({})).unwrap();
-    child.wait().unwrap();
+    starter.wait().unwrap();
 }
 
 /// QEMU must be able to reach the socket that it is told to connect to, and nobody else.

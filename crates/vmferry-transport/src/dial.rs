@@ -38,6 +38,9 @@ pub struct Dialer {
     /// Bound of the connection, of the TLS handshake and of the call, each as a whole. Looking a name up is
     /// bounded by the system's resolver.
     pub connect_timeout: Duration,
+    /// The IP addresses of the destination's host, from whoever has looked its name up; if there are none, it is looked
+    /// up for each channel. Default none.
+    pub known_addresses: Vec<IpAddr>,
     /// The sockets of `fd:`.
     given: GivenSockets,
 }
@@ -56,6 +59,7 @@ impl Dialer {
             server_name: None,
             destination_id: None,
             connect_timeout: Duration::from_secs(10),
+            known_addresses: Vec::new(),
             given,
         }
     }
@@ -155,7 +159,12 @@ impl Dialer {
     fn tcp(&self, host: &str, port: u16, name: &str) -> Result<Arc<Stream>, TransportError> {
         let deadline = Instant::now() + self.connect_timeout;
         let mut failure = std::io::ErrorKind::AddrNotAvailable.into();
-        for address in resolve(host, port, name)? {
+        let addresses = if self.known_addresses.is_empty() {
+            resolve(host, port, name)?
+        } else {
+            self.known_addresses.iter().map(|ip| SocketAddr::new(*ip, port)).collect()
+        };
+        for address in addresses {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 break;
@@ -166,6 +175,22 @@ impl Dialer {
             }
         }
         Err(TransportError::Connect { address: name.to_owned(), source: failure })
+    }
+}
+
+impl Address {
+    /// The IP addresses of its host, for a [`Dialer::known_addresses`] in another process; none if it has no host.
+    ///
+    /// # Errors
+    /// [`TransportError::Resolve`].
+    pub fn look_up(&self) -> Result<Vec<IpAddr>, TransportError> {
+        match self {
+            Self::Tcp { host, port } | Self::Tls { host, port } | Self::Grpc { host, port, .. } => {
+                let found = resolve(host, *port, &self.to_string())?;
+                Ok(found.into_iter().map(|address| address.ip()).collect())
+            }
+            Self::Unix(_) | Self::Fd(_) => Ok(Vec::new()),
+        }
     }
 }
 

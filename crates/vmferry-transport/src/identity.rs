@@ -9,13 +9,16 @@ mod names;
 mod verify;
 
 use std::fmt;
-use std::path::Path;
+use std::fs::File;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::ServerCertVerifier;
+use rustls::crypto::aws_lc_rs::sign::any_supported_type;
 use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
-use rustls::{ClientConfig, ServerConfig};
+use rustls::sign::{CertifiedKey, SingleCertAndKey};
+use rustls::{ClientConfig, InconsistentKeys, ServerConfig};
 
 use self::files::Contents;
 pub use self::files::IdentityFiles;
@@ -69,9 +72,21 @@ impl TlsIdentity {
     /// # Errors
     /// [`TransportError::File`] with the file, what is wrong with it and what to do.
     pub fn new(files: IdentityFiles) -> Result<Self, TransportError> {
+        Self::new_opened(files, &[])
+    }
+
+    /// [`new`](Self::new) for a process that may not open the files itself: each is read from the descriptor that came
+    /// with its path. What is not among them is opened, as every file is once it has changed.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn new_opened(
+        files: IdentityFiles,
+        opened: &[(PathBuf, File)],
+    ) -> Result<Self, TransportError> {
         // Looked at before it is read: a change in between is seen the next time.
         let seen = files.stamps();
-        let configurations = configurations(&files.read(false)?, &files)?;
+        let configurations = configurations(&files.read(false, opened)?, &files)?;
         let state = State { seen, configurations };
         Ok(Self { files, state: Mutex::new(state), teller: Mutex::new(None) })
     }
@@ -139,7 +154,7 @@ impl TlsIdentity {
         state.seen = seen;
         let fresh = self
             .files
-            .read(state.configurations.has_revocations)
+            .read(state.configurations.has_revocations, &[])
             .and_then(|contents| configurations(&contents, &self.files));
         match fresh {
             Ok(fresh) => {
@@ -193,21 +208,29 @@ fn configurations(
     let servers: Arc<dyn ServerCertVerifier> = Arc::new(Tolerant::new(servers, files.clock_skew));
     let clients = Arc::new(Tolerant::new(clients, files.clock_skew));
 
+    // By hand, since rustls keeps no key longer than it needs it, and overwrites none.
+    let key = any_supported_type(&contents.key).map_err(unusable)?;
+    let own = CertifiedKey::new(contents.chain.clone(), key);
+    match own.keys_match() {
+        // That a library can't tell its public key is no difference.
+        Ok(()) | Err(rustls::Error::InconsistentKeys(InconsistentKeys::Unknown)) => {}
+        Err(error) => return Err(unusable(error)),
+    }
+    let own = Arc::new(SingleCertAndKey::from(own));
+
     let mut client = ClientConfig::builder_with_provider(Arc::clone(&provider))
         .with_protocol_versions(&versions)
         .map_err(unusable)?
         .dangerous()
         .with_custom_certificate_verifier(Arc::clone(&servers))
-        .with_client_auth_cert(contents.chain.clone(), contents.key.clone_key())
-        .map_err(unusable)?;
+        .with_client_cert_resolver(own.clone());
     client.alpn_protocols = vec![ALPN.to_vec()];
     client.resumption = rustls::client::Resumption::disabled();
     let mut server = ServerConfig::builder_with_provider(provider)
         .with_protocol_versions(&versions)
         .map_err(unusable)?
         .with_client_cert_verifier(clients)
-        .with_single_cert(contents.chain.clone(), contents.key.clone_key())
-        .map_err(unusable)?;
+        .with_cert_resolver(own);
     server.alpn_protocols = vec![ALPN.to_vec()];
     server.session_storage = Arc::new(NoServerSessionStorage {});
     server.send_tls13_tickets = 0;

@@ -23,6 +23,7 @@ mod listen;
 pub mod pki;
 mod plain;
 mod rate;
+mod secret;
 mod stamp;
 mod stream;
 mod tls;

@@ -6,7 +6,7 @@
 
 mod revoke;
 
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -16,9 +16,14 @@ use rcgen::{
     KeyUsagePurpose, SanType,
 };
 use time::OffsetDateTime;
+use zeroize::Zeroizing;
 
 pub use self::revoke::{RevocationList, revoke};
 use crate::error::TransportError;
+use crate::secret;
+
+/// Longest key file that is read: an RSA key of 16,384 bits has a fifth of that.
+const MAX_KEY_BYTES: u64 = 64 << 10;
 
 /// From when until when a certificate is valid, in days from now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,16 +74,16 @@ pub fn init(directory: &Path, name: &str, validity: Validity) -> Result<(), Tran
     set_validity(&mut params, validity).map_err(|error| problem(&paths[1], error))?;
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-    let key = KeyPair::generate().map_err(failed)?;
+    let key = Zeroizing::new(KeyPair::generate().map_err(failed)?);
     // Revocation lists are found by their authority's name, so no two authorities may be called the same; the
     // end of a public key is as good as random.
     let public = key.public_key_raw();
     let unique: String =
         public[public.len() - 4..].iter().map(|byte| format!("{byte:02x}")).collect();
     params.distinguished_name.push(DnType::CommonName, format!("{name} authority {unique}"));
-    let certificate = params.self_signed(&key).map_err(failed)?;
+    let certificate = params.self_signed(&*key).map_err(failed)?;
     make_directory(directory)?;
-    write(&paths[0], &key.serialize_pem(), 0o600)?;
+    write(&paths[0], &secret::to_pem(key.serialized_der()), 0o600)?;
     write(&paths[1], &certificate.pem(), 0o644)
 }
 
@@ -94,7 +99,8 @@ pub fn issue(directory: &Path, out: &Path, request: &IssueRequest) -> Result<(),
         let text = format!("`{}` is no name: use ASCII letters, digits, -, _ and .", request.name);
         return Err(problem(&paths[1], text));
     }
-    let (authority, issuer) = open(directory)?;
+    let (authority, signing) = open(directory)?;
+    let issuer = issuer(directory, &authority, &signing)?;
     let failed = |error: rcgen::Error| problem(&paths[1], format!("can't be made: {error}"));
     let default = [request.name.clone()];
     let addresses =
@@ -112,24 +118,36 @@ pub fn issue(directory: &Path, out: &Path, request: &IssueRequest) -> Result<(),
         vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
     params.use_authority_key_identifier_extension = true;
     set_validity(&mut params, request.validity).map_err(|error| problem(&paths[1], error))?;
-    let key = KeyPair::generate().map_err(failed)?;
-    let certificate = params.signed_by(&key, &issuer).map_err(failed)?;
+    let key = Zeroizing::new(KeyPair::generate().map_err(failed)?);
+    let certificate = params.signed_by(&*key, &issuer).map_err(failed)?;
     revoke::remember(directory, &request.name, &certificate)?;
     make_directory(out)?;
-    write(&paths[0], &key.serialize_pem(), 0o600)?;
+    write(&paths[0], &secret::to_pem(key.serialized_der()), 0o600)?;
     write(&paths[1], &certificate.pem(), 0o644)?;
     write(&paths[2], &authority, 0o644)
 }
 
-/// The authority in a directory: its certificate as PEM, and what it signs with.
-fn open(directory: &Path) -> Result<(String, Issuer<'static, KeyPair>), TransportError> {
-    let (ca_pem, ca_key) = (directory.join("ca.pem"), directory.join("ca.key"));
-    let authority = read(&ca_pem)?;
-    let signing = KeyPair::from_pem(&read(&ca_key)?)
-        .map_err(|error| problem(&ca_key, format!("holds no private key: {error}")))?;
-    let issuer = Issuer::from_ca_cert_pem(&authority, signing)
-        .map_err(|error| problem(&ca_pem, format!("holds no authority: {error}")))?;
-    Ok((authority, issuer))
+/// The authority in a directory: its certificate as PEM, and its key.
+fn open(directory: &Path) -> Result<(String, Zeroizing<KeyPair>), TransportError> {
+    let ca_key = directory.join("ca.key");
+    let authority = read(&directory.join("ca.pem"))?;
+    let unreadable = |error| unreadable(&ca_key, &error);
+    let file = File::open(&ca_key).map_err(unreadable)?;
+    let pem = secret::read(file, MAX_KEY_BYTES).map_err(unreadable)?;
+    let no_key = |why: String| problem(&ca_key, format!("holds no private key{why}"));
+    let key = secret::from_pem(&pem).ok_or_else(|| no_key(String::new()))?;
+    let signing = KeyPair::try_from(&*key).map_err(|error| no_key(format!(": {error}")))?;
+    Ok((authority, Zeroizing::new(signing)))
+}
+
+/// What signs in the name of the authority in a directory.
+fn issuer<'a>(
+    directory: &Path,
+    authority: &str,
+    signing: &'a KeyPair,
+) -> Result<Issuer<'static, &'a KeyPair>, TransportError> {
+    Issuer::from_ca_cert_pem(authority, signing)
+        .map_err(|error| problem(&directory.join("ca.pem"), format!("holds no authority: {error}")))
 }
 
 /// A host's name is a part of a URI's path, and nobody may mistake it for another.
@@ -182,9 +200,11 @@ fn make_directory(path: &Path) -> Result<(), TransportError> {
 }
 
 fn read(path: &Path) -> Result<String, TransportError> {
-    std::fs::read_to_string(path).map_err(|error| {
-        problem(path, format!("can't be read ({error}): make an authority with `vmferry pki init`"))
-    })
+    std::fs::read_to_string(path).map_err(|error| unreadable(path, &error))
+}
+
+fn unreadable(path: &Path, error: &std::io::Error) -> TransportError {
+    problem(path, format!("can't be read ({error}): make an authority with `vmferry pki init`"))
 }
 
 fn write(path: &Path, text: &str, mode: u32) -> Result<(), TransportError> {

@@ -9,6 +9,7 @@ use vmferry::destination::{Notice, Owned, Received, Report, Stop, receive};
 use vmferry::policy::Policy;
 use vmferry_microvm::embed::IncomingMachine;
 use vmferry_microvm::service::{End, peak_rss_bytes};
+use vmferry_sandbox::{Files, Restrictions, Work};
 use vmferry_transport::{Address, Listener};
 
 use super::directory;
@@ -17,6 +18,7 @@ use super::send::{address, tls_files};
 use crate::args::ReceiveOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
+use crate::restrict::restrict;
 
 /// Listens until a guest runs here, then hosts it.
 pub fn run(options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
@@ -37,6 +39,8 @@ pub fn run(options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
         device_log: options.device_log,
         machine: None,
     };
+    let files = Files { devices: vec!["/dev/kvm".into()], ..Files::default() };
+    let restrictions = restrict(options, listener.local_address(), Work::Machine, files)?;
     let ending = ending();
     let (stop, ended) = (Stop::default(), ending.0.clone());
     let stopping = stop.clone();
@@ -44,7 +48,7 @@ pub fn run(options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
         stopping.stop();
         let _ = ended.send(End::Quit);
     })?;
-    announce(&listener, output);
+    announce(&listener, &restrictions, output);
     match receive(listener, incoming, &config, &stop, &mut |notice| tell(notice, output)) {
         Received::Nothing { error, .. } => Err(error.into()),
         Received::Owns(owned) => run_received(*owned, &directory, ending, output),
@@ -79,13 +83,13 @@ fn run_received(
     hosted
 }
 
-/// Says where it listens.
-pub fn announce(listener: &Listener, output: &Output) {
+/// Says where it listens, and what it has given up.
+pub fn announce(listener: &Listener, restrictions: &Restrictions, output: &Output) {
     let at = listener.local_address().to_string();
-    output
-        .event(&json!({ "event": "listening", "address": at, "pid": std::process::id() }), || {
-            format!("waiting for a guest on {at}")
-        });
+    let event = json!({
+        "event": "listening", "address": at, "pid": std::process::id(), "sandbox": restrictions,
+    });
+    output.event(&event, || format!("waiting for a guest on {at} ({})", restrictions.summary()));
 }
 
 /// What the options say about receiving.

@@ -20,7 +20,9 @@ pub fn run(options: &SendOptions, output: &Output) -> Result<(), Failure> {
     }
     let tls = source_files(options)?;
     let to = address(&options.to, &options.tls)?;
-    let request = migrate_request(to, tls, &options.migration, options.verify);
+    let mut request = migrate_request(to, tls, &options.migration, options.verify);
+    let address: Address = request.to.parse().map_err(|error| Failure::of(Code::Usage, error))?;
+    request.addresses = address.look_up()?;
     let guest = options.guest.as_deref().unwrap_or_default();
     let stats = migrate(&socket(guest)?, request, output, true)?;
     output.result(&stats, || outcome(&stats));
@@ -53,6 +55,7 @@ pub fn migrate_request(
     MigrateRequest {
         to,
         tls,
+        addresses: Vec::new(),
         channels: options.channels,
         downtime_limit: options.downtime_limit.max(Duration::from_micros(1)),
         max_bandwidth: options.max_bandwidth,

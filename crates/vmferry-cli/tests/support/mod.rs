@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test uses a part of it")]
 
 pub mod faults;
+pub mod inject;
 pub mod leftovers;
 pub mod outcomes;
 pub mod proxy;

@@ -1,5 +1,6 @@
 //! The client's side of the control socket.
 
+use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -9,8 +10,9 @@ use std::time::Duration;
 use serde_json::Value;
 use vmferry_transport::{Address, TransportError, connect_unix, connected_socket};
 
-use super::request::{ControlError, Request};
-use super::{MAX_LINE_BYTES, descriptors};
+use super::MAX_LINE_BYTES;
+use super::descriptors::{self, MAX_DESCRIPTORS};
+use super::request::{ControlError, Request, TlsFiles};
 
 /// How long a VMM may take to answer: it takes milliseconds, or 0.5 s where its guest is asked for statistics.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -73,15 +75,17 @@ pub enum ClientError {
     Refused(#[from] ControlError),
 }
 
-/// This process's sockets that the request names by their numbers: they go with it.
-fn sockets(request: &Request) -> Result<Vec<OwnedFd>, TransportError> {
-    match request {
-        Request::Migrate(migrate) => match migrate.to.parse() {
-            Ok(Address::Fd(numbers)) => numbers.into_iter().map(connected_socket).collect(),
-            _ => Ok(Vec::new()),
-        },
-        _ => Ok(Vec::new()),
+/// What goes with a request: this process's sockets that it names by their numbers, or the files of the identity that
+/// it names, which the VMM may not be able to open.
+fn companions(request: &Request) -> Result<Vec<OwnedFd>, TransportError> {
+    let Request::Migrate(migrate) = request else { return Ok(Vec::new()) };
+    if let Ok(Address::Fd(numbers)) = migrate.to.parse() {
+        return numbers.into_iter().map(connected_socket).collect();
     }
+    let Some(files) = migrate.tls.as_ref().map(TlsFiles::files) else { return Ok(Vec::new()) };
+    // One that can't be opened, and those behind it, are left to the VMM, which says what is wrong.
+    let opened = files.paths().map_while(|path| File::open(path).ok());
+    Ok(opened.take(MAX_DESCRIPTORS).map(OwnedFd::from).collect())
 }
 
 /// Sends a request and waits for the answer; `event` is called with each event in between. A migration may take as
@@ -112,7 +116,7 @@ pub fn call(
     let bad = |reason: String| ClientError::BadAnswer { path: path.to_owned(), reason };
     let mut line = serde_json::to_string(request).map_err(|error| bad(error.to_string()))?;
     line.push('\n');
-    descriptors::send(&stream, line.as_bytes(), &sockets(request)?).map_err(failed)?;
+    descriptors::send(&stream, line.as_bytes(), &companions(request)?).map_err(failed)?;
     let mut reader = BufReader::new(&stream);
     loop {
         line.clear();

@@ -1,4 +1,5 @@
-//! Descriptors that go with a request: `fd:` names sockets of the client, and the VMM uses them.
+//! Descriptors that go with a request: `fd:` names sockets of the client, and the VMM uses them; the files of an identity
+//! are opened by the client, and the VMM reads them.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;

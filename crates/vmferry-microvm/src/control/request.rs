@@ -1,5 +1,8 @@
 //! What can be asked of a running guest.
 
+use std::fs::File;
+use std::net::IpAddr;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -53,6 +56,9 @@ pub struct MigrateRequest {
     pub to: String,
     /// The files of this host's identity, for `tls:`. Relative paths are the VMM's.
     pub tls: Option<TlsFiles>,
+    /// The IP addresses of the host in `to`, if the client has looked its name up: a VMM that was restricted can't.
+    #[serde(default)]
+    pub addresses: Vec<IpAddr>,
     /// Data channels.
     pub channels: u8,
     /// Longest accepted downtime.
@@ -121,16 +127,22 @@ impl TlsFiles {
         IdentityFiles::in_directory(directory).into()
     }
 
+    /// What they are to the transport.
+    #[must_use]
+    pub fn files(&self) -> IdentityFiles {
+        let mut files = IdentityFiles::new(&self.ca, &self.certificate, &self.key);
+        files.revocations.clone_from(&self.revocations);
+        files.revocations_if_present.clone_from(&self.revocations_if_present);
+        files.clock_skew = self.clock_skew.unwrap_or(files.clock_skew);
+        files
+    }
+
     /// Reads the files.
     ///
     /// # Errors
     /// The file, and what is wrong with it.
     pub fn identity(&self) -> Result<TlsIdentity, TransportError> {
-        let mut files = IdentityFiles::new(&self.ca, &self.certificate, &self.key);
-        files.revocations.clone_from(&self.revocations);
-        files.revocations_if_present.clone_from(&self.revocations_if_present);
-        files.clock_skew = self.clock_skew.unwrap_or(files.clock_skew);
-        TlsIdentity::new(files)
+        TlsIdentity::new(self.files())
     }
 
     /// The way to a destination with this identity.
@@ -138,7 +150,24 @@ impl TlsFiles {
     /// # Errors
     /// As [`identity`](Self::identity).
     pub fn dialer(&self, address: Address) -> Result<Dialer, TransportError> {
-        let mut dialer = Dialer::new(address, Some(Arc::new(self.identity()?)));
+        self.dialer_opened(address, Vec::new())
+    }
+
+    /// The same where a client has opened the files, in the order of [`IdentityFiles::paths`]: the VMM may not be able
+    /// to.
+    ///
+    /// # Errors
+    /// As [`identity`](Self::identity).
+    pub fn dialer_opened(
+        &self,
+        address: Address,
+        opened: Vec<OwnedFd>,
+    ) -> Result<Dialer, TransportError> {
+        let files = self.files();
+        let paths: Vec<_> = files.paths().map(Path::to_owned).collect();
+        let opened: Vec<_> = paths.into_iter().zip(opened.into_iter().map(File::from)).collect();
+        let identity = TlsIdentity::new_opened(files, &opened)?;
+        let mut dialer = Dialer::new(address, Some(Arc::new(identity)));
         dialer.server_name.clone_from(&self.server_name);
         dialer.destination_id.clone_from(&self.destination_id);
         Ok(dialer)
@@ -243,6 +272,7 @@ mod tests {
         let migrate = MigrateRequest {
             to: "tls:b:7001".into(),
             tls: None,
+            addresses: vec!["192.0.2.1".parse().unwrap()],
             channels: 2,
             downtime_limit: Duration::from_millis(300),
             max_bandwidth: Some(1 << 20),

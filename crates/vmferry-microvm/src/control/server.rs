@@ -2,7 +2,7 @@
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,6 +11,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{Mode, fchmod};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, socket_with};
 use serde::Serialize;
 use serde_json::{Value, json};
 use vmferry_transport::connect_unix;
@@ -24,6 +26,9 @@ const CLIENT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long it is tried to reach a listener whose queue is full: it is alive, and may be stopped.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Connections that may wait to be accepted.
+const BACKLOG: i32 = 128;
 
 /// Answers requests. Each connection has a thread of its own.
 pub trait Handler: Send + Sync + 'static {
@@ -97,11 +102,10 @@ impl Server {
     pub fn bind(path: &Path, handler: Arc<dyn Handler>) -> Result<Self, ServerError> {
         let failed = |source| ServerError::Io { path: path.to_owned(), source };
         remove_stale(path)?;
-        let listener = UnixListener::bind(path).map_err(|error| match error.kind() {
+        let listener = listen(path).map_err(|error| match error.kind() {
             io::ErrorKind::AddrInUse => ServerError::InUse { path: path.to_owned() },
             _ => failed(error),
         })?;
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(failed)?;
         let closing = Arc::new(AtomicBool::new(false));
         let closed = Arc::clone(&closing);
         let acceptor = std::thread::Builder::new()
@@ -162,6 +166,17 @@ fn remove_stale(path: &Path) -> Result<(), ServerError> {
         }
         Err(error) => Err(failed(error)),
     }
+}
+
+/// Listens, for the file's owner only. The file gets the socket's mode: there is no moment at which others may connect,
+/// and a process that may change no file's mode can do it.
+fn listen(path: &Path) -> io::Result<UnixListener> {
+    let flags = SocketFlags::CLOEXEC;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    bind(&socket, &SocketAddrUnix::new(path)?)?;
+    rustix::net::listen(&socket, BACKLOG)?;
+    Ok(UnixListener::from(socket))
 }
 
 fn accept(listener: &UnixListener, handler: &Arc<dyn Handler>, closing: &AtomicBool) {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use super::channels;
+use super::channels::{self, Place};
 use crate::error::QemuError;
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::Settings;
@@ -24,7 +24,7 @@ pub struct Arrival {
 
 impl Arrival {
     /// Lets QEMU, whose settings these are, take a guest; returns the sockets that the streams are to be written
-    /// into. QEMU may answer no order until each stream has begun. It can take no other guest afterwards.
+    /// into. Several go through a socket in `place`. QEMU may answer no order until each stream has begun. It can take no other guest afterwards.
     ///
     /// # Errors
     /// What QEMU or the system refuses.
@@ -32,9 +32,10 @@ impl Arrival {
         qmp: &mut Qmp,
         settings: &Settings,
         channels: u8,
+        place: Option<&Place>,
     ) -> Result<(Self, Vec<UnixStream>), QemuError> {
         settings.for_taking_streams(qmp, channels)?;
-        let streams = channels::open_incoming(qmp, channels)?;
+        let streams = channels::open_incoming(qmp, channels, place)?;
         let copies: Result<_, _> = streams.iter().map(UnixStream::try_clone).collect();
         let sockets =
             copies.map_err(|source| QemuError::Local { action: "duplicate a socket", source })?;

@@ -4,7 +4,7 @@ use std::fs::Permissions;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -92,11 +92,15 @@ pub fn drain(streams: Vec<UnixStream>) {
 }
 
 /// Orders a QEMU that waits for a guest to take it from sockets of this host, and returns their other ends, in the
-/// same order.
+/// same order. Several go through a socket in `place`.
 ///
 /// # Errors
 /// What QEMU or the system refuses.
-pub fn open_incoming(qmp: &mut Qmp, channels: u8) -> Result<Vec<UnixStream>, QemuError> {
+pub fn open_incoming(
+    qmp: &mut Qmp,
+    channels: u8,
+    place: Option<&Place>,
+) -> Result<Vec<UnixStream>, QemuError> {
     qmp.forget_events();
     let order = |uri: String| {
         let mut order = json!({ "uri": uri });
@@ -111,12 +115,22 @@ pub fn open_incoming(qmp: &mut Qmp, channels: u8) -> Result<Vec<UnixStream>, Qem
         qmp.execute("migrate-incoming", order)?;
         return Ok(vec![ours]);
     }
-    let place = Place::new(qmp)?;
+    let made;
+    let place = match place {
+        Some(place) => place,
+        None => {
+            made = Place::new(qmp)?;
+            &made
+        }
+    };
+    // One of a QEMU that had it before would be taken for the new one's.
+    let _ = std::fs::remove_file(place.socket());
     let order = order(place.uri());
     qmp.execute("migrate-incoming", order)?;
     // QEMU 7.2 takes the first one for the main stream, whatever comes out of it.
     let connect = |_| UnixStream::connect(place.socket());
     let connected: Result<_, _> = (0..=channels).map(connect).collect();
+    let _ = std::fs::remove_file(place.socket());
     connected.map_err(|source| QemuError::Local { action: "connect to QEMU", source })
 }
 
@@ -199,14 +213,19 @@ fn wait_readable(
 }
 
 /// A directory for one socket, which only QEMU's user may enter.
-struct Place {
+#[derive(Debug)]
+pub struct Place {
     directory: TempDir,
     /// QEMU's user, if it is another.
     user: Option<u32>,
 }
 
 impl Place {
-    fn new(qmp: &Qmp) -> Result<Self, QemuError> {
+    /// Makes one for a QEMU, below `$TMPDIR`.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn new(qmp: &Qmp) -> Result<Self, QemuError> {
         let directory = tempfile::Builder::new()
             .prefix("vmferry-")
             .permissions(Permissions::from_mode(0o700))
@@ -219,6 +238,11 @@ impl Place {
         Ok(place)
     }
 
+    /// The directory.
+    pub fn path(&self) -> &Path {
+        self.directory.path()
+    }
+
     fn socket(&self) -> PathBuf {
         self.directory.path().join("stream")
     }
@@ -228,7 +252,7 @@ impl Place {
     }
 
     /// Makes a file QEMU's own.
-    fn give(&self, path: &std::path::Path) -> Result<(), QemuError> {
+    fn give(&self, path: &Path) -> Result<(), QemuError> {
         let Some(user) = self.user else { return Ok(()) };
         chown(path, Some(user), None).map_err(|source| QemuError::Local {
             action: "give QEMU's user a socket: run vmferry as root or as that user, or without \

@@ -20,6 +20,7 @@ mod source;
 mod watch;
 
 pub use arrival::Arrival;
+pub use channels::Place;
 pub use description::Description;
 pub use source::CarriedSource;
 

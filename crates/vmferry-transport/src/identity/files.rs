@@ -1,7 +1,7 @@
 //! The files of an identity.
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, Read, Seek};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -9,10 +9,11 @@ use std::time::Duration;
 
 use rustls::RootCertStore;
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
+use rustls::pki_types::{CertificateDer, CertificateRevocationListDer};
 use rustls::server::VerifierBuilderError;
 
 use crate::error::TransportError;
+use crate::secret::{self, SecretKey};
 use crate::stamp::FileStamp;
 
 /// Longest file that is read: thousands of certificates, or a list of a hundred thousand revoked ones.
@@ -45,7 +46,7 @@ pub struct IdentityFiles {
 pub struct Contents {
     pub authorities: Arc<RootCertStore>,
     pub chain: Vec<CertificateDer<'static>>,
-    pub key: PrivateKeyDer<'static>,
+    pub key: SecretKey,
     /// Newest first, since the first one of an authority is the one that counts.
     pub revocations: Vec<CertificateRevocationListDer<'static>>,
 }
@@ -76,20 +77,29 @@ impl IdentityFiles {
 
     /// How each file is now; none if it can't be looked at.
     pub fn stamps(&self) -> Vec<Option<FileStamp>> {
+        self.paths().map(FileStamp::of).collect()
+    }
+
+    /// All of them, in the order in which [`TlsIdentity::new_opened`](crate::TlsIdentity::new_opened) may be given them;
+    /// the one that need not be there comes last.
+    pub fn paths(&self) -> impl Iterator<Item = &Path> {
         [&self.ca, &self.certificate, &self.key]
             .into_iter()
             .chain(&self.revocations)
             .chain(&self.revocations_if_present)
-            .map(|path| FileStamp::of(path))
-            .collect()
+            .map(PathBuf::as_path)
     }
 
     /// Reads and checks everything. `revoked_before`: there was a revocation list already, so the one that
-    /// need not be there must.
-    pub fn read(&self, revoked_before: bool) -> Result<Contents, TransportError> {
-        let authorities = certificates(&self.ca)?;
-        let chain = certificates(&self.certificate)?;
-        let key = self.read_key()?;
+    /// need not be there must. Files that are `opened` already are not opened.
+    pub fn read(
+        &self,
+        revoked_before: bool,
+        opened: &[(PathBuf, File)],
+    ) -> Result<Contents, TransportError> {
+        let authorities = certificates(&self.ca, opened)?;
+        let chain = certificates(&self.certificate, opened)?;
+        let key = self.read_key(opened)?;
         let mut roots = RootCertStore::empty();
         for authority in authorities {
             roots.add(authority).map_err(|error| {
@@ -99,12 +109,12 @@ impl IdentityFiles {
         }
         let mut lists = Vec::new();
         for path in &self.revocations {
-            lists.append(&mut revocation_lists(path)?);
+            lists.append(&mut revocation_lists(path, opened)?);
         }
         if let Some(path) = &self.revocations_if_present {
             // What must be there is in the other list; a list never goes away by itself.
             let needed = revoked_before && self.revocations.is_empty();
-            match revocation_lists(path) {
+            match revocation_lists(path, opened) {
                 Err(_) if !needed && !path.exists() => {}
                 other => lists.append(&mut other?),
             }
@@ -114,18 +124,18 @@ impl IdentityFiles {
         Ok(Contents { authorities: Arc::new(roots), chain, key, revocations })
     }
 
-    fn read_key(&self) -> Result<PrivateKeyDer<'static>, TransportError> {
+    fn read_key(&self, opened: &[(PathBuf, File)]) -> Result<SecretKey, TransportError> {
         // What is checked is what is read.
         let path = &self.key;
-        let mut file = File::open(path).map_err(|error| unreadable(path, &error))?;
+        let file = open(path, opened).map_err(|error| unreadable(path, &error))?;
         let mode = file.metadata().map_err(|error| unreadable(path, &error))?.mode();
         if mode & 0o077 != 0 {
             let text = format!("others can read this private key: chmod 600 {}", path.display());
             return Err(Self::problem(path, text));
         }
-        PrivateKeyDer::from_pem_reader(&mut file.by_ref().take(MAX_FILE_BYTES)).map_err(|error| {
-            Self::problem(path, format!("holds no private key in PEM form: {error}"))
-        })
+        let pem = secret::read(file, MAX_FILE_BYTES).map_err(|error| unreadable(path, &error))?;
+        secret::from_pem(&pem)
+            .ok_or_else(|| Self::problem(path, "holds no private key in PEM form".into()))
     }
 
     /// An authority or a list that can't be used.
@@ -147,8 +157,11 @@ impl IdentityFiles {
     }
 }
 
-fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TransportError> {
-    let bytes = read(path)?;
+fn certificates(
+    path: &Path,
+    opened: &[(PathBuf, File)],
+) -> Result<Vec<CertificateDer<'static>>, TransportError> {
+    let bytes = read(path, opened)?;
     let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&bytes).collect();
     let found = found.map_err(|error| TransportError::File {
         path: path.to_owned(),
@@ -164,9 +177,10 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TransportEr
 /// The lists in a file, each with the second of its issue.
 fn revocation_lists(
     path: &Path,
+    opened: &[(PathBuf, File)],
 ) -> Result<Vec<(i64, CertificateRevocationListDer<'static>)>, TransportError> {
     let problem = |problem| TransportError::File { path: path.to_owned(), problem };
-    let bytes = read(path)?;
+    let bytes = read(path, opened)?;
     let mut lists = Vec::new();
     for list in CertificateRevocationListDer::pem_slice_iter(&bytes) {
         let list = list.map_err(|error| problem(format!("is damaged: {error}")))?;
@@ -184,9 +198,21 @@ fn revocation_lists(
     Ok(lists)
 }
 
-fn read(path: &Path) -> Result<Vec<u8>, TransportError> {
+/// Opens a file, or begins at the beginning of one that somebody has opened.
+fn open(path: &Path, opened: &[(PathBuf, File)]) -> io::Result<File> {
+    match opened.iter().find(|(name, _)| name == path) {
+        Some((_, file)) => {
+            let mut file = file.try_clone()?;
+            file.rewind()?;
+            Ok(file)
+        }
+        None => File::open(path),
+    }
+}
+
+fn read(path: &Path, opened: &[(PathBuf, File)]) -> Result<Vec<u8>, TransportError> {
     let mut bytes = Vec::new();
-    File::open(path)
+    open(path, opened)
         .and_then(|file| file.take(MAX_FILE_BYTES).read_to_end(&mut bytes))
         .map_err(|error| unreadable(path, &error))?;
     Ok(bytes)

@@ -13,7 +13,7 @@ use time::OffsetDateTime;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::extensions::ParsedExtension;
 
-use super::{Validity, is_name, make_directory, open, problem, read, set_dates, write};
+use super::{Validity, is_name, issuer, make_directory, open, problem, read, set_dates, write};
 use crate::error::TransportError;
 
 /// The copies of issued certificates, in the authority's directory.
@@ -48,7 +48,8 @@ pub fn revoke(
     hosts: &[String],
     validity: Validity,
 ) -> Result<RevocationList, TransportError> {
-    let (authority, issuer) = open(directory)?;
+    let (authority, signing) = open(directory)?;
+    let issuer = issuer(directory, &authority, &signing)?;
     let path = directory.join(LIST);
     let (number, mut revoked) = if path.exists() { parse(&path)? } else { (0, Vec::new()) };
     let before = revoked.len();

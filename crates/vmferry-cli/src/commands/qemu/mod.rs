@@ -1,11 +1,12 @@
-//! Guests of QEMU processes: `send --qemu`, `receive --qemu`, `receive --exec`, and the guardian of a
-//! guest that is being sent.
+//! Guests of QEMU processes: `send --qemu`, `receive --qemu`, `receive --exec` and the process that starts its QEMU, and
+//! the guardian of a guest that is being sent.
 
 mod found;
 pub mod guard;
 pub mod receive;
 pub mod send;
 mod service;
+pub mod starter;
 
 use vmferry_microvm::config::check_name;
 use vmferry_qemu::QemuError;

@@ -10,12 +10,15 @@ use vmferry::{DestinationConfig, DestinationVm, MigrateError};
 use vmferry_qemu::{
     AbandonedQemu, Expected, QemuDestination, QemuError, StartedQemu, wait_for_end,
 };
+use vmferry_sandbox::{Files, Work};
 
+use super::starter;
 use crate::args::ReceiveOptions;
 use crate::commands::directory;
 use crate::commands::receive::{config, listen, tell};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
+use crate::restrict::restrict;
 
 /// For how long a guest that is this host's is to be started in a QEMU that does not answer, and how often it is tried.
 const START_TIMEOUT: Duration = Duration::from_secs(3600);
@@ -33,7 +36,7 @@ enum Over {
 pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
     let listener = listen(options, output)?;
     let destination = QemuDestination::attach(qmp, expected(options))?;
-    let waiting = Waiting::begin(&listener, options, output)?;
+    let waiting = Waiting::begin(&listener, options, destination.place(), output)?;
     let pid = destination.pid();
     waiting.watch(pid)?;
     let owned = waiting.receive(listener, destination, output)?;
@@ -55,21 +58,23 @@ pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Resu
     let listener = listen(options, output)?;
     let directory = directory()?;
     let qmp: PathBuf = directory.path().join(format!("qemu-{}.qmp", std::process::id()));
-    let destination = StartedQemu::start(command, &qmp, expected(options))?;
-    let waiting = Waiting::begin(&listener, options, output)?;
+    let starter = starter::spawn(command, &qmp)?;
+    let destination = StartedQemu::start_by(Box::new(starter), &qmp, expected(options))?;
+    let waiting = Waiting::begin(&listener, options, destination.place(), output)?;
     let owned = waiting.receive(listener, destination, output)?;
     let (qemu, witness, started) = waiting.received(owned, &qmp, output);
+    let pid = qemu.pid();
     // From here on it has a guest, and is not ended with this process.
-    let mut child =
-        qemu.into_child().ok_or_else(|| Failure::new(Code::Internal, "there is no QEMU"))?;
+    let mut starter =
+        qemu.into_starter().ok_or_else(|| Failure::new(Code::Internal, "there is no QEMU"))?;
     started?;
-    waiting.watch(child.id())?;
+    waiting.watch(pid)?;
     let over = waiting.is_over.recv();
     if let Ok(Over::Told) = over {
         // As Ctrl-C ends a guest that `vmferry run` has started.
         AbandonedQemu::new(&qmp, None).quit()?;
     }
-    let status = child.wait()?;
+    let status = starter.wait()?;
     drop(witness);
     // QEMU removes it itself when it ends in order.
     let _ = std::fs::remove_file(&qmp);
@@ -78,6 +83,18 @@ pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Resu
         Ok(())
     } else {
         Err(Failure::new(Code::Internal, format!("the guest's QEMU has ended: {status}")))
+    }
+}
+
+/// What receiving into a QEMU needs beside what every receiver does: to tidy up the directory of the socket that is
+/// between the two. QEMU's memory files are open by now, or a starter opens them.
+fn files(place: Option<&Path>) -> Files {
+    let within = place.map(Path::to_owned);
+    Files {
+        read: within.iter().cloned().collect(),
+        remove_files: within.iter().cloned().collect(),
+        remove_directories: within.iter().filter_map(|path| Some(path.parent()?.into())).collect(),
+        ..Files::default()
     }
 }
 
@@ -97,9 +114,11 @@ impl Waiting {
     fn begin(
         listener: &vmferry_transport::Listener,
         options: &ReceiveOptions,
+        place: Option<&Path>,
         output: &Output,
     ) -> Result<Self, Failure> {
         let config = config(options, directory()?.journals(), output)?;
+        let restrictions = restrict(options, listener.local_address(), Work::Beside, files(place))?;
         let (over, is_over) = channel();
         let stop = Stop::default();
         let (stopping, told) = (stop.clone(), over.clone());
@@ -107,7 +126,7 @@ impl Waiting {
             stopping.stop();
             let _ = told.send(Over::Told);
         })?;
-        crate::commands::receive::announce(listener, output);
+        crate::commands::receive::announce(listener, &restrictions, output);
         Ok(Self { config, stop, over, is_over })
     }
 

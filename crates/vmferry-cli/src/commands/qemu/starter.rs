@@ -1,0 +1,29 @@
+//! The process that starts the QEMU of `vmferry receive --exec`.
+//!
+//! The receiver reads from the network and is restricted: it can't start a program. So this process, which reads from nobody
+//! but the receiver, is begun before, with the one command that it may run.
+
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::Command;
+
+use vmferry_qemu::{LocalStarter, StarterProcess, serve_starter};
+
+use crate::args::StarterOptions;
+use crate::exit::Failure;
+
+/// Begins one, for a QEMU with this command line and QMP socket.
+pub fn spawn(command: &str, qmp: &Path) -> Result<StarterProcess, Failure> {
+    let mut program = Command::new(std::env::current_exe()?);
+    program.arg("start-qemu").arg("--qmp").arg(qmp).arg("--").arg(command);
+    Ok(StarterProcess::spawn(program)?)
+}
+
+/// `vmferry start-qemu`.
+pub fn run(options: &StarterOptions) -> Result<(), Failure> {
+    // It ends when the receiver does, which its standard input tells.
+    crate::signals::ignore()?;
+    let socket = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
+    Ok(serve_starter(&socket, LocalStarter::new(&options.command, &options.qmp))?)
+}

@@ -1,0 +1,62 @@
+//! What `vmferry receive` keeps when it restricts itself, before anybody can connect.
+
+use std::path::{Path, PathBuf};
+
+use vmferry_sandbox::{Files, Restrictions, Sandbox, Work, apply};
+use vmferry_transport::Address;
+
+use crate::args::ReceiveOptions;
+use crate::commands::directory;
+use crate::commands::send::tls_files;
+use crate::exit::Failure;
+
+/// What every receiver reads about itself and the machine, and its allocator: its page table, its peak memory, its share of the
+/// processors; random numbers, where the call for them is missing; and how many huge pages there are.
+const ABOUT: [&str; 7] = [
+    "/proc/self",
+    "/proc/sys/kernel/random/boot_id",
+    "/proc/sys/vm/overcommit_memory",
+    "/sys/fs/cgroup",
+    "/sys/devices/system/cpu",
+    "/sys/kernel/mm/hugepages",
+    "/dev/urandom",
+];
+
+/// Restricts this process, which listens at `listening`, for `work`. `more` are files that the work itself needs.
+pub fn restrict(
+    options: &ReceiveOptions,
+    listening: &Address,
+    work: Work,
+    more: Files,
+) -> Result<Restrictions, Failure> {
+    let mut files = more;
+    files.read.extend(ABOUT.map(PathBuf::from));
+    // Certificates, lists and the policy are read again when they are replaced.
+    if let Some(tls) = tls_files(&options.tls)? {
+        for path in tls.files().paths() {
+            files.read.extend(directories(path));
+        }
+    }
+    if let Some(policy) = &options.policy {
+        files.read.extend(directories(policy));
+    }
+    // Journals and control sockets.
+    files.write.push(directory()?.path().to_owned());
+    if let Address::Unix(path) = listening {
+        // The socket is removed in the end.
+        files.remove_files.extend(directories(path));
+    }
+    Ok(apply(&Sandbox { work, files }, options.sandbox.into())?)
+}
+
+/// The directory in which a file is replaced, and the one where it really is, if its name is a link.
+fn directories(path: &Path) -> Vec<PathBuf> {
+    let parent = |path: &Path| match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
+        _ => PathBuf::from("."),
+    };
+    let real = std::fs::canonicalize(path).ok();
+    let mut found = vec![parent(path)];
+    found.extend(real.as_deref().map(parent));
+    found
+}

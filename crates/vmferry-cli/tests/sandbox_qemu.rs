@@ -1,0 +1,117 @@
+//! The receiver beside a QEMU is restricted too, and whoever starts that QEMU is another process.
+
+mod support;
+
+use std::os::unix::process::ExitStatusExt;
+
+use serde_json::json;
+use support::inject::{Argument, call, call_and_leave};
+use support::scene::{Scene, Way};
+use support::{Running, text};
+use vmferry_qemu::Qmp;
+use vmferry_qemu_lab::Version;
+
+use Argument::Number;
+
+/// A socket of this family in the process.
+fn socket(pid: u32, family: i32) -> i64 {
+    let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC;
+    call(pid, libc::SYS_socket, &[Number(family as u64), Number(kind as u64), Number(0)])
+}
+
+/// What a receiver beside a QEMU may not do, though one that runs a guest may.
+fn can_t_reach_out(receiving: &Running) {
+    let pid = receiving.child.id();
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    for line in ["Seccomp:\t2\n", "NoNewPrivs:\t1\n", "CapEff:\t0000000000000000\n"] {
+        assert!(status.contains(line), "{status}");
+    }
+    assert_eq!(socket(pid, libc::AF_INET), i64::from(-libc::ENOSYS));
+    assert!(socket(pid, libc::AF_UNIX) >= 0);
+    let machine = call(pid, libc::SYS_ioctl, &[Number(0), Number(0xae01), Number(0)]);
+    assert_eq!(machine, i64::from(-libc::ENOSYS), "KVM_CREATE_VM");
+}
+
+#[test]
+fn guests_come_to_a_qemu_that_waits() {
+    for way in [Way::Attached, Way::Carried] {
+        let mut scene = Scene::new(Version::V10_0, way);
+        let tls = scene.world.tls();
+        let receive = ["--listen", "127.0.0.1:0", "--tls", &tls, "--sandbox", "auto"];
+        let (mut there, mut receiving, address) = scene.receive(&receive);
+        can_t_reach_out(&receiving);
+        let sent = scene.send_tls(&address).finish();
+        assert_eq!(sent.code, Some(0), "{way:?}: {sent:?}");
+        receiving.event("received");
+        there.check_guest();
+    }
+}
+
+/// QEMU listens for several streams in a directory that was made before.
+#[test]
+fn several_streams_reach_a_qemu() {
+    let mut scene = Scene::new(Version::V10_0, Way::Carried);
+    let tls = scene.world.tls();
+    let (mut there, mut receiving, address) =
+        scene.receive(&["--listen", "127.0.0.1:0", "--tls", &tls]);
+    let sent = scene.send(&address, &["--tls", &tls, "--multifd", "2"]).finish();
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    receiving.event("received");
+    there.check_guest();
+    drop(there);
+    let ended = receiving.finish();
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+}
+
+/// An attempt that uses QEMU up makes the receiver want another one, which it can't start itself.
+#[test]
+fn another_process_starts_qemu_again_and_again() {
+    for way in [Way::Attached, Way::Carried] {
+        let mut scene = Scene::new(Version::V10_0, way);
+        let tls = scene.world.tls();
+        let command = scene.command("started");
+        let (mut receiving, address) =
+            scene.b.receive(&["--listen", "127.0.0.1:0", "--tls", &tls, "--exec", &command]);
+        can_t_reach_out(&receiving);
+        // Killed while QEMU takes streams, or before it has loaded the state.
+        let mut send = scene.send_tls(&address);
+        send.event_where(|event| event["event"] == "round-started" && event["paused"] == true);
+        send.kill();
+        receiving.event_where(|event| event["reason"].is_string());
+        scene.runs_on_here();
+        let mut again = scene.send_tls(&address);
+        again.event("committed");
+        let received = receiving.event("received");
+        assert_eq!(again.finish().code, Some(0), "{way:?}");
+        let qmp = received["qmp"].as_str().unwrap();
+        let mut monitor = Qmp::connect(qmp.as_ref()).unwrap();
+        let status = monitor.execute("query-status", json!({})).unwrap();
+        assert_eq!(status["status"], "running");
+        monitor.execute("quit", json!({})).unwrap();
+        let ended = receiving.finish();
+        assert_eq!(ended.code, Some(0), "{way:?}: {ended:?}");
+    }
+}
+
+#[test]
+fn a_receiver_that_starts_a_program_ends_and_its_qemu_does_not_start_it() {
+    let scene = Scene::new(Version::V10_0, Way::Attached);
+    let tls = scene.world.tls();
+    let command = scene.command("started");
+    let (mut receiving, _) =
+        scene.b.receive(&["--listen", "127.0.0.1:0", "--tls", &tls, "--exec", &command]);
+    let marker = scene.world.path("marker");
+    let words: [Vec<u8>; 2] = [b"touch\0".to_vec(), format!("{}\0", text(&marker)).into_bytes()];
+    let words: Vec<&[u8]> = words.iter().map(Vec::as_slice).collect();
+    let touch = [Argument::Bytes(b"/usr/bin/touch\0"), Argument::Strings(&words), Number(0)];
+    call_and_leave(receiving.child.id(), libc::SYS_execve, &touch);
+    let status = receiving.child.wait().unwrap();
+    assert_eq!(status.signal(), Some(libc::SIGSYS), "{status}");
+    assert!(!marker.exists());
+    // Whoever waits for a guest in that QEMU waits in vain: it is ended here.
+    let qmp = std::fs::read_dir(&scene.b.runtime).unwrap().flatten().map(|entry| entry.path());
+    for socket in qmp.filter(|path| path.extension().is_some_and(|end| end == "qmp")) {
+        let mut monitor = Qmp::connect(&socket).unwrap();
+        monitor.execute("quit", json!({})).unwrap();
+    }
+}

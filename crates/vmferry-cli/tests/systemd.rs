@@ -1,0 +1,80 @@
+//! The systemd unit of `vmferry receive`, looked at by systemd itself. Nothing is installed or started.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// Exposure that is accepted, in tenths: what is left is the network, users and `/dev/kvm`.
+const MAX_EXPOSURE_TENTHS: &str = "20";
+
+fn unit() -> String {
+    let path =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../dist/systemd/vmferry-receive.service");
+    std::fs::read_to_string(path).unwrap()
+}
+
+/// The unit as it is installed, but for the place of the command.
+fn installed(directory: &Path, text: &str) -> PathBuf {
+    let path = directory.join("vmferry-receive.service");
+    std::fs::write(&path, text.replace("/usr/local/bin/vmferry", env!("CARGO_BIN_EXE_vmferry")))
+        .unwrap();
+    path
+}
+
+/// Runs `systemd-analyze`; none where it is not installed.
+fn analyze(arguments: &[&str], unit: &Path) -> Option<Output> {
+    match Command::new("systemd-analyze").args(arguments).arg(unit).output() {
+        Ok(output) => Some(output),
+        Err(error) => {
+            eprintln!("SKIPPED: systemd-analyze: {error}");
+            None
+        }
+    }
+}
+
+#[test]
+fn systemd_understands_every_line() {
+    let directory = tempfile::tempdir().unwrap();
+    let unit = unit();
+    let Some(good) = analyze(&["verify"], &installed(directory.path(), &unit)) else { return };
+    let said = String::from_utf8_lossy(&good.stderr);
+    // It also looks at the units of the system that this one names.
+    let about_ours: Vec<_> = said.lines().filter(|line| line.contains("vmferry")).collect();
+    assert!(about_ours.is_empty(), "{said}");
+    // A mistake would be told of.
+    let wrong = unit.replace("NoNewPrivileges=yes", "NoNewPrivilege=yes");
+    let wrong = analyze(&["verify"], &installed(directory.path(), &wrong)).unwrap();
+    assert!(String::from_utf8_lossy(&wrong.stderr).contains("NoNewPrivilege"), "{wrong:?}");
+}
+
+#[test]
+fn little_is_exposed() {
+    let directory = tempfile::tempdir().unwrap();
+    let unit = unit();
+    let threshold = format!("--threshold={MAX_EXPOSURE_TENTHS}");
+    let arguments = ["security", "--offline=true", &threshold];
+    let Some(good) = analyze(&arguments, &installed(directory.path(), &unit)) else { return };
+    let said = String::from_utf8_lossy(&good.stdout);
+    assert!(good.status.success(), "{said}{}", String::from_utf8_lossy(&good.stderr));
+    // Without the bounds it is more than that.
+    let open = unit.replace("CapabilityBoundingSet=\n", "").replace("ProtectSystem=strict\n", "");
+    let open = analyze(&arguments, &installed(directory.path(), &open)).unwrap();
+    assert!(!open.status.success());
+}
+
+/// The command line is one that this version has: what fails is that there are no certificates.
+#[test]
+fn the_command_line_is_understood() {
+    let unit = unit();
+    let line = unit.lines().find_map(|line| line.strip_prefix("ExecStart=")).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_vmferry"))
+        .args(line.split_whitespace().skip(1))
+        .env("VMFERRY_RUNTIME_DIR", directory.path())
+        .output()
+        .unwrap();
+    if Path::new("/etc/vmferry/tls").exists() {
+        eprintln!("SKIPPED: this host has certificates");
+        return;
+    }
+    assert_eq!(output.status.code(), Some(4), "{output:?}");
+}

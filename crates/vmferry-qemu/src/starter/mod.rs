@@ -1,0 +1,174 @@
+//! Who starts a QEMU, ends it, and looks into it.
+//!
+//! All three take rights that a process which reads from the network should not have: to run programs, to signal others,
+//! to read their `/proc`. [`LocalStarter`] does it in this process. [`StarterProcess`] asks another process to, which was
+//! begun before this one was restricted, knows the one command that it may run, and looks into nothing but what
+//! it has started: [`serve`] is its work.
+
+mod messages;
+mod process;
+
+use std::fs::File;
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+
+pub use self::process::{StarterProcess, serve};
+use crate::error::QemuError;
+use crate::process::{self as proc, Mapping};
+
+/// How a QEMU process is looked into.
+pub trait View {
+    /// Its mappings of shared files.
+    ///
+    /// # Errors
+    /// If they may not be read.
+    fn shared_mappings(&mut self, pid: u32) -> Result<Vec<Mapping>, QemuError>;
+
+    /// Its page table, for `PAGEMAP_SCAN`.
+    ///
+    /// # Errors
+    /// If it may not be looked at.
+    fn pagemap(&mut self, pid: u32) -> Result<File, QemuError>;
+
+    /// The file behind one of its mappings, for reading and writing.
+    ///
+    /// # Errors
+    /// If it may not be opened so.
+    fn open_file(&mut self, pid: u32, mapping: &Mapping) -> Result<File, QemuError>;
+}
+
+/// Starts one QEMU at a time, again and again.
+pub trait Starter: View + Send {
+    /// Starts it; the process.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn start(&mut self) -> Result<u32, QemuError>;
+
+    /// How it has ended, if it has.
+    ///
+    /// # Errors
+    /// What the system says, or that none was started.
+    fn try_wait(&mut self) -> Result<Option<ExitStatus>, QemuError>;
+
+    /// Waits until it has ended.
+    ///
+    /// # Errors
+    /// As [`try_wait`](Self::try_wait).
+    fn wait(&mut self) -> Result<ExitStatus, QemuError>;
+
+    /// Ends it at once. One that has ended already needs nothing.
+    fn end(&mut self);
+}
+
+/// Looks from this process.
+pub struct DirectView;
+
+impl View for DirectView {
+    fn shared_mappings(&mut self, pid: u32) -> Result<Vec<Mapping>, QemuError> {
+        let all = proc::mappings(pid)?;
+        Ok(all.into_iter().filter(|mapping| mapping.shared && mapping.file.1 != 0).collect())
+    }
+
+    fn pagemap(&mut self, pid: u32) -> Result<File, QemuError> {
+        proc::pagemap(pid)
+    }
+
+    fn open_file(&mut self, pid: u32, mapping: &Mapping) -> Result<File, QemuError> {
+        proc::open_file(pid, mapping)
+    }
+}
+
+/// Starts QEMU from this process. Dropped, it leaves a QEMU that runs alone.
+pub struct LocalStarter {
+    command: String,
+    socket: PathBuf,
+    child: Option<Child>,
+}
+
+impl LocalStarter {
+    /// For this command line of a shell, to which `-incoming defer -S` and a QMP socket at `socket` are added.
+    #[must_use]
+    pub fn new(command: &str, socket: &Path) -> Self {
+        Self { command: command.to_owned(), socket: socket.to_owned(), child: None }
+    }
+
+    fn child(&mut self) -> Result<&mut Child, QemuError> {
+        let source = || io::Error::from(io::ErrorKind::NotFound);
+        self.child.as_mut().ok_or_else(|| local("find QEMU")(source()))
+    }
+
+    /// Whether a process is the one that was started, or comes from it: a shell may stand between.
+    fn is_ours(&self, pid: u32) -> bool {
+        let Some(child) = &self.child else { return false };
+        let mut at = pid;
+        for _ in 0..8 {
+            if at == child.id() {
+                return true;
+            }
+            let status = std::fs::read_to_string(format!("/proc/{at}/status")).unwrap_or_default();
+            let parent = status.lines().find_map(|line| line.strip_prefix("PPid:"));
+            match parent.and_then(|parent| parent.trim().parse().ok()) {
+                Some(parent) => at = parent,
+                None => return false,
+            }
+        }
+        false
+    }
+}
+
+impl View for LocalStarter {
+    fn shared_mappings(&mut self, pid: u32) -> Result<Vec<Mapping>, QemuError> {
+        DirectView.shared_mappings(pid)
+    }
+
+    fn pagemap(&mut self, pid: u32) -> Result<File, QemuError> {
+        DirectView.pagemap(pid)
+    }
+
+    fn open_file(&mut self, pid: u32, mapping: &Mapping) -> Result<File, QemuError> {
+        DirectView.open_file(pid, mapping)
+    }
+}
+
+impl Starter for LocalStarter {
+    fn start(&mut self) -> Result<u32, QemuError> {
+        // A socket of one that was killed would be taken for the new one's.
+        let _ = std::fs::remove_file(&self.socket);
+        let line = format!(
+            "exec {} -incoming defer -S -qmp \"unix:$VMFERRY_QMP,server=on,wait=off\"",
+            self.command
+        );
+        let child = Command::new("/bin/sh")
+            .args(["-c", &line])
+            .env("VMFERRY_QMP", &self.socket)
+            .stdin(Stdio::null())
+            // A guest must not die of what was typed at vmferry's terminal.
+            .process_group(0)
+            .spawn()
+            .map_err(local("start QEMU"))?;
+        Ok(self.child.insert(child).id())
+    }
+
+    fn try_wait(&mut self) -> Result<Option<ExitStatus>, QemuError> {
+        self.child()?.try_wait().map_err(local("wait for QEMU"))
+    }
+
+    fn wait(&mut self) -> Result<ExitStatus, QemuError> {
+        self.child()?.wait().map_err(local("wait for QEMU"))
+    }
+
+    fn end(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            // One that has ended already needs no signal.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+fn local(action: &'static str) -> impl FnOnce(io::Error) -> QemuError {
+    move |source| QemuError::Local { action, source }
+}

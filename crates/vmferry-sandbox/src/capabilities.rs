@@ -1,0 +1,41 @@
+//! Dropping all capabilities, of this thread and those that it will start.
+//!
+//! None is kept: what needs one (a port below 1024, another user's QEMU, its memory's files) is done before, or by
+//! a process that reads nothing from the network.
+
+use rustix::io::Errno;
+use rustix::thread::{
+    CapabilitySet, CapabilitySets, capability_is_in_bounding_set, clear_ambient_capability_set,
+    remove_capability_from_bounding_set, set_capabilities,
+};
+
+use crate::error::SandboxError;
+
+/// Empties the ambient, bounding, effective, permitted and inheritable sets.
+///
+/// # Errors
+/// If the kernel refuses.
+pub fn drop_all() -> Result<(), SandboxError> {
+    let refused =
+        |errno: Errno| SandboxError::Refused { what: "to drop capabilities", source: errno.into() };
+    for bit in 0..u64::BITS {
+        let one = CapabilitySet::from_bits_retain(1 << bit);
+        match capability_is_in_bounding_set(one) {
+            Ok(false) => continue,
+            Ok(true) => {}
+            // Beyond the kernel's last capability.
+            Err(_) => break,
+        }
+        match remove_capability_from_bounding_set(one) {
+            // A user without CAP_SETPCAP keeps the bounding set, which is a bound of what `execve` may give. Without
+            // new privileges, and by the filter, it gives nothing.
+            Err(Errno::PERM) => break,
+            Ok(()) => {}
+            Err(errno) => return Err(refused(errno)),
+        }
+    }
+    clear_ambient_capability_set().map_err(refused)?;
+    let none = CapabilitySet::empty();
+    set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })
+        .map_err(refused)
+}

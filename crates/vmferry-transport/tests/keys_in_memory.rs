@@ -1,0 +1,95 @@
+//! Private keys leave no copy in this process's memory once they were issued, loaded and dropped.
+//!
+//! A test binary of its own: whatever else runs here might have a key.
+
+use std::fs::File;
+use std::hint::black_box;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use vmferry_transport::pki::{self, IssueRequest, Validity};
+use vmferry_transport::{IdentityFiles, TlsIdentity};
+use zeroize::Zeroize;
+
+/// What is looked for is kept so, and is not found itself.
+const MASK: u8 = 0x5a;
+
+/// Where the secret number stands in a P-256 key as PKCS#8 (RFC 5958, RFC 5915), and its length.
+const SECRET_AT: usize = 36;
+const SECRET_BYTES: usize = 32;
+
+/// The secret of a key file as it stands in DER, and its beginning as it stands in base64; masked.
+fn secrets(path: &Path) -> Vec<Vec<u8>> {
+    let mut pem = std::fs::read(path).unwrap();
+    let begin = pem.iter().position(|byte| *byte == b'\n').unwrap() + 1;
+    // The first line holds 48 bytes, of which the last twelve are of the secret.
+    let mut text: Vec<u8> = pem[begin + 48..begin + 64].to_vec();
+    let mut body: Vec<u8> = Vec::with_capacity(pem.len());
+    let lines = pem.split(|byte| *byte == b'\n').filter(|line| !line.starts_with(b"-----"));
+    lines.for_each(|line| body.extend_from_slice(line));
+    let mut der = vec![0; body.len()];
+    STANDARD.decode_slice(&body, &mut der).unwrap();
+    assert_eq!(der[SECRET_AT - 2..SECRET_AT], [0x04, 0x20], "it is such a key");
+    let mut secret = der[SECRET_AT..SECRET_AT + SECRET_BYTES].to_vec();
+    let masked = [&secret, &text].map(|bytes| bytes.iter().map(|byte| byte ^ MASK).collect());
+    for buffer in [&mut pem, &mut text, &mut body, &mut der, &mut secret] {
+        buffer.zeroize();
+    }
+    masked.into()
+}
+
+/// How often any of the secrets stands in writable memory of this process.
+fn copies(secrets: &[Vec<u8>]) -> usize {
+    const CHUNK: usize = 1 << 20;
+    let mut buffer = vec![0; CHUNK + SECRET_BYTES];
+    let own = buffer.as_ptr() as u64..buffer.as_ptr() as u64 + buffer.len() as u64;
+    let memory = File::open("/proc/self/mem").unwrap();
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let mut found = 0;
+    for line in maps.lines() {
+        let mut words = line.split(' ');
+        let (from, to) = words.next().unwrap().split_once('-').unwrap();
+        if !words.next().unwrap().starts_with("rw") {
+            continue;
+        }
+        let [from, to] = [from, to].map(|text| u64::from_str_radix(text, 16).unwrap());
+        for start in (from..to).step_by(CHUNK) {
+            let bytes = (to - start).min(buffer.len() as u64) as usize;
+            let Ok(read) = memory.read_at(&mut buffer[..bytes], start) else { continue };
+            for secret in secrets {
+                let first = secret[0] ^ MASK;
+                let is_at = |at: &usize| {
+                    *at < CHUNK
+                        && buffer[*at] == first
+                        && !own.contains(&(start + *at as u64))
+                        && buffer[*at..].iter().zip(secret).all(|(byte, kept)| *byte == kept ^ MASK)
+                };
+                found += (0..read.saturating_sub(secret.len() - 1)).filter(is_at).count();
+            }
+            buffer.as_mut_slice().zeroize();
+        }
+    }
+    found
+}
+
+#[test]
+fn no_copy_of_a_private_key_stays_behind() {
+    let directory = tempfile::tempdir().unwrap();
+    let (authority, host) = (directory.path().join("ca"), directory.path().join("host"));
+    let validity = Validity::days(10);
+    pki::init(&authority, "test", validity).unwrap();
+    pki::issue(&authority, &host, &IssueRequest::new("host-a", validity)).unwrap();
+    let mut secrets_of_both = secrets(&authority.join("ca.key"));
+    secrets_of_both.extend(secrets(&host.join("host.key")));
+    let identity = TlsIdentity::new(IdentityFiles::in_directory(&host)).unwrap();
+    drop((identity.server_config(b"vmferry/1"), identity.client_config(b"vmferry/1", None)));
+    drop(identity);
+    assert_eq!(copies(&secrets_of_both), 0);
+
+    // A copy that was kept is found, by its text.
+    let kept = std::fs::read(host.join("host.key")).unwrap();
+    assert_eq!(copies(&secrets_of_both), 1);
+    black_box(kept);
+}
