@@ -10,6 +10,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use vmferry_dirty::{LogChoice, SoftwareWay};
 use vmferry_memory::MemoryKind;
 
+use migration::parse_protocol;
 pub use migration::{MigrationOptions, WhenStuck};
 pub use send::SendOptions;
 
@@ -205,6 +206,9 @@ pub struct ReceiveOptions {
     /// Threads that decode and place pages; by default one for each processor, at most 16.
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u8).range(1..=64))]
     pub workers: Option<u8>,
+    /// Speak this version of the protocol only; by default the newest that the source speaks too.
+    #[arg(long, value_name = "VERSION", value_parser = parse_protocol())]
+    pub protocol: Option<u16>,
     /// End after the first attempt that fails.
     #[arg(long)]
     pub once: bool,

@@ -214,6 +214,9 @@ impl GuestService {
         config.compression.delta_memory = request.delta_memory;
         config.free_page_hints = request.free_page_hints;
         config.verify = request.verify;
+        if let Some(version) = request.protocol {
+            config.protocol = version..=version;
+        }
         config
     }
 

@@ -82,6 +82,9 @@ pub struct MigrateRequest {
     pub free_page_hints: bool,
     /// Hash both memories whole before COMMIT.
     pub verify: bool,
+    /// The only version of the protocol to be spoken; none: the newest that the destination speaks too.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub protocol: Option<u16>,
 }
 
 fn yes() -> bool {
@@ -257,6 +260,7 @@ mod tests {
             delta_memory: 1 << 20,
             free_page_hints: false,
             verify: true,
+            protocol: None,
         };
         let requests = [
             Request::Status {},

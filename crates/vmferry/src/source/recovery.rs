@@ -58,7 +58,7 @@ pub fn recover<V: Resume>(
     let inputs = crossbeam_channel::unbounded();
     orders.attach(inputs.0);
     let control = ControlLink::new(dialer, &config, Vec::new(), CpuMeter::default());
-    let machine = Source::recovered(config, &guest, "none", &records, Duration::ZERO);
+    let machine = Source::recovered(config, &guest, &records, Duration::ZERO);
     let held = match found(vm, machine.handover()) {
         Ok(paused) => Held::Paused(paused),
         Err(committed) => Held::Committed(committed),
