@@ -19,13 +19,19 @@ struct Doubt {
 
 impl Doubt {
     fn new() -> Self {
+        Self::with(&[], &[])
+    }
+
+    /// With options for the source and for the destination.
+    fn with(source: &[&str], destination: &[&str]) -> Self {
         let world = World::new();
         let (a, b) = (world.host("a"), world.host("b"));
         let guest = a.guest("web", &["--memory", "64M", "--workload", "hot=4,random ticks"]);
-        let (destination, address) =
-            b.receive(&["--listen", "tcp:127.0.0.1:0", "--plain", "--once"]);
+        let link = ["--listen", "tcp:127.0.0.1:0", "--plain", "--once"];
+        let (destination, address) = b.receive(&[&link[..], destination].concat());
         let proxy = Proxy::before(&address);
-        let mut send = a.start(&["send", "web", "--to", &proxy.address, "--plain", "--verify"]);
+        let link = ["send", "web", "--to", &proxy.address, "--plain", "--verify"];
+        let mut send = a.start(&[&link[..], source].concat());
         send.event("in-doubt");
         assert!(proxy.is_cut());
         let status = a.status("web");
@@ -51,6 +57,21 @@ fn the_link_heals_and_the_destination_gets_its_commit() {
     assert_eq!(sent.code, Some(0), "{sent:?}");
     assert_eq!(sent.last()["digest_match"], true);
     doubt.b.check_guest("web");
+}
+
+/// The question and COMMIT go over a channel that is greeted anew.
+#[test]
+fn the_doubt_ends_between_two_releases_too() {
+    let before = ["--protocol", "1"];
+    for (source, destination) in [(&before[..], &[][..]), (&[], &before)] {
+        let mut doubt = Doubt::with(source, destination);
+        doubt.proxy.heal();
+        doubt.destination.event("serving");
+        let sent = doubt.given_away();
+        assert_eq!(sent.code, Some(0), "{sent:?}");
+        assert_eq!(sent.last()["protocol"], 1);
+        doubt.b.check_guest("web");
+    }
 }
 
 #[test]

@@ -47,6 +47,8 @@ pub struct Status {
     pub name: String,
     /// UUID.
     pub uuid: uuid::Uuid,
+    /// The release of vmferry that its VMM is of.
+    pub release: &'static str,
     /// `running`, `paused` or `not started`.
     pub phase: &'static str,
     /// `kvm` or `process`.
@@ -115,6 +117,7 @@ impl GuestService {
         Ok(Status {
             name: config.identity.name.clone(),
             uuid: config.identity.uuid,
+            release: env!("CARGO_PKG_VERSION"),
             phase: machine.phase(),
             guest: machine.kind(),
             choice: machine.choice().to_owned(),

@@ -120,6 +120,10 @@ impl DestinationVm for StartedQemu {
         self.running.insert(running).qemu.prepare(guest)
     }
 
+    fn release(&self) -> String {
+        self.running.as_ref().map_or_else(String::new, |running| running.qemu.release())
+    }
+
     fn load(&mut self, state: &[u8]) -> Result<(), VmError> {
         self.running.as_mut().ok_or("there is no QEMU")?.qemu.load(state)
     }

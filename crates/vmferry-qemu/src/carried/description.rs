@@ -16,6 +16,7 @@ use crate::ram;
 
 /// A RAM block of QEMU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct StreamedBlock {
     /// QEMU's name of it.
     pub name: String,
@@ -27,6 +28,7 @@ pub struct StreamedBlock {
 
 /// A QEMU, as the other side must know it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Description {
     /// The host that it runs on, for as long as that runs.
     pub host: String,

@@ -21,6 +21,8 @@ mod watch;
 
 pub use arrival::Arrival;
 pub use description::Description;
+#[cfg(test)]
+pub use description::StreamedBlock;
 pub use source::CarriedSource;
 
 /// The name of this kind of machine, which source and destination must agree on.

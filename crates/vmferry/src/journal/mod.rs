@@ -16,7 +16,7 @@ use vmferry_wire::{GuestIdentity, SessionId, SessionWord};
 
 pub use self::file::FileJournal;
 use self::file::{parse_name, path_of};
-pub use self::record::{BadLine, Record, Side, decode};
+pub use self::record::{BadLine, BadRecord, Record, Side, decode};
 use crate::handover::{self, DestinationState, SourceEffect, SourceState};
 
 /// Where records go. The engine uses [`FileJournal`]; simulations bring a disk of their own.
@@ -57,6 +57,19 @@ pub enum JournalError {
         line: usize,
         /// What is wrong with it.
         reason: String,
+    },
+    /// A newer release has written what may be a promise.
+    #[error(
+        "the journal {path}, line {line}: a newer vmferry has written a record `{record}` that this release does not know, so it \
+         gives no word on this session: use the newer release until the session is over"
+    )]
+    Newer {
+        /// The file.
+        path: PathBuf,
+        /// Line number, from 1.
+        line: usize,
+        /// The record's kind.
+        record: String,
     },
     /// Another process leads the session.
     #[error("the journal {path} is in use: the process that leads the session still lives")]
@@ -142,7 +155,7 @@ impl SessionSummary {
 /// Every session whose journal is in the directory; none if there is no such directory.
 ///
 /// # Errors
-/// The first file that can't be read or is damaged.
+/// The first file that can't be read, is damaged, or is a newer release's.
 pub fn sessions(directory: &Path) -> Result<Vec<SessionSummary>, JournalError> {
     let entries = match std::fs::read_dir(directory) {
         Ok(entries) => entries,
@@ -347,6 +360,37 @@ mod tests {
             recovered_word(directory.path(), session()),
             Err(JournalError::Damaged { line: 1, .. })
         ));
+    }
+
+    #[test]
+    fn what_a_newer_release_wrote_gives_no_word_and_stays_on_disk() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut journal =
+            FileJournal::create(directory.path(), session(), Side::Destination).unwrap();
+        journal.append(&open()).unwrap();
+        let path = journal.path().to_owned();
+        drop(journal);
+        let before = std::fs::read_to_string(&path).unwrap();
+        // CRC-32C of the JSON, as a newer release would write it.
+        let optional = "8c2e7ad4 {\"record\":\"seen\",\"optional\":true}\n";
+        std::fs::write(&path, format!("{before}{optional}")).unwrap();
+        assert_eq!(recovered_word(directory.path(), session()).unwrap(), SessionWord::Aborted);
+        let after = std::fs::read_to_string(&path).unwrap();
+        assert!(after.starts_with(&format!("{before}{optional}")), "{after}");
+
+        let mandatory = "34754bd1 {\"record\":\"lent\"}\n";
+        std::fs::write(&path, format!("{before}{mandatory}")).unwrap();
+        for error in [
+            recovered_word(directory.path(), session()).unwrap_err(),
+            sessions(directory.path()).unwrap_err(),
+            FileJournal::reopen(directory.path(), session(), Side::Destination).unwrap_err(),
+        ] {
+            assert!(
+                matches!(&error, JournalError::Newer { line: 2, record, .. } if record == "lent"),
+                "{error}"
+            );
+        }
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{before}{mandatory}"));
     }
 
     #[test]
