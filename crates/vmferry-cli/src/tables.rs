@@ -6,6 +6,7 @@ use bytesize::ByteSize;
 use comfy_table::{CellAlignment, Table, presets};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
+use vmferry_wire::Release;
 
 use crate::output::Output;
 
@@ -56,7 +57,12 @@ fn describe(event: &Value) -> Option<String> {
     let number = |name: &str| event[name].as_f64().unwrap_or_default();
     let bytes = |name: &str| ByteSize(event[name].as_u64().unwrap_or_default());
     Some(match event["event"].as_str()? {
-        "connected" => format!("connected, round trip {:.2} ms", number("round_trip_ms")),
+        "connected" => connected(event),
+        "unknown-fields" => format!(
+            "the destination is newer: left out of its {}: fields {}",
+            event["message"].as_str().unwrap_or_default(),
+            event["fields"]
+        ),
         "round-started" => format!(
             "round {}: {} pages{}",
             number("round"),
@@ -112,6 +118,19 @@ fn describe(event: &Value) -> Option<String> {
         "resumed" => "the guest runs on here".to_owned(),
         _ => return None,
     })
+}
+
+fn connected(event: &Value) -> String {
+    let round_trip = event["round_trip_ms"].as_f64().unwrap_or_default();
+    let mut text = format!("connected, round trip {round_trip:.2} ms");
+    // A VMM of another release may say less.
+    if let Some(protocol) = event["protocol"].as_u64() {
+        let _ = write!(text, ", protocol {protocol}");
+    }
+    if let Ok(release) = serde_json::from_value::<Release>(event["destination"].clone()) {
+        let _ = write!(text, ", to {release}");
+    }
+    text
 }
 
 /// The rounds and the verdict of a migration, from its statistics.

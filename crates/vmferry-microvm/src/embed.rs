@@ -10,12 +10,16 @@ use vmferry::free_pages::FreePages;
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, Resume, SourceVm, VmError};
 use vmferry_dirty::{DirtyLog, LogChoice, SoftwareWay};
 use vmferry_memory::{GuestMemory, MemoryKind};
+use vmferry_wire::PROTOCOL_VERSION_MAX;
 
 use crate::config::{GuestConfig, GuestKind, MachineConfig, check_name};
 use crate::error::MachineError;
 use crate::kvm::KvmBackend;
 use crate::machine::{Machine, SharedMachine, lock};
 use crate::virtio::BalloonPages;
+
+/// What the other side is told of this VMM.
+const RELEASE: &str = concat!("microvm ", env!("CARGO_PKG_VERSION"));
 
 /// A machine on its way to another host. Once it is dropped, the machine is no longer throttled.
 pub struct MigratingMachine {
@@ -82,7 +86,15 @@ impl SourceVm for MigratingMachine {
     }
 
     fn save(&mut self) -> Result<Vec<u8>, VmError> {
-        Ok(lock(&self.machine).save()?)
+        self.save_for(PROTOCOL_VERSION_MAX)
+    }
+
+    fn save_for(&mut self, protocol: u16) -> Result<Vec<u8>, VmError> {
+        Ok(lock(&self.machine).save_for(protocol)?)
+    }
+
+    fn release(&self) -> String {
+        RELEASE.into()
     }
 
     fn throttle(&mut self, percent: u8) -> Result<(), VmError> {
@@ -123,7 +135,7 @@ impl DestinationVm for IncomingMachine {
                 return Err(PrepareError::Incompatible(format!("this is a microvm, not {other}")));
             }
         };
-        let config: GuestConfig = serde_json::from_slice(&guest.config)
+        let config: GuestConfig = vmferry::newer::read(&guest.config)
             .map_err(|error| PrepareError::Incompatible(format!("its configuration: {error}")))?;
         self.check_layout(guest, &config)?;
         check_name(&guest.identity.name).map_err(incompatible)?;
@@ -149,6 +161,10 @@ impl DestinationVm for IncomingMachine {
     fn load(&mut self, state: &[u8]) -> Result<(), VmError> {
         let machine = self.machine.as_ref().ok_or("no guest was announced")?;
         Ok(lock(machine).load(state)?)
+    }
+
+    fn release(&self) -> String {
+        RELEASE.into()
     }
 
     fn discard(&mut self) {

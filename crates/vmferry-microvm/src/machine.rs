@@ -7,6 +7,7 @@ use vmferry_dirty::{
     DEFAULT_RING_ENTRIES, DirtyBitmap, DirtyLog, LogChoice, RING_FROM_BYTES, SoftwareLog, UnionLog,
 };
 use vmferry_memory::{GuestMemory, map_slots};
+use vmferry_wire::PROTOCOL_VERSION_MAX;
 
 use crate::backend::Backend;
 use crate::config::{GuestKind, MachineConfig, check_name};
@@ -204,13 +205,21 @@ impl Machine {
         self.backend.throttle(pace)
     }
 
-    /// Saves everything but memory.
+    /// Saves everything but memory, for a host of this release.
     ///
     /// # Errors
     /// If it is not paused, or what the back end says.
     pub fn save(&mut self) -> Result<Vec<u8>, MachineError> {
+        self.save_for(PROTOCOL_VERSION_MAX)
+    }
+
+    /// The same, for a host that speaks this version of the protocol: in versions of the sections that it reads.
+    ///
+    /// # Errors
+    /// As [`save`](Self::save).
+    pub fn save_for(&mut self, protocol: u16) -> Result<Vec<u8>, MachineError> {
         self.must_be(Phase::Paused)?;
-        let mut out = StateWriter::new();
+        let mut out = StateWriter::for_protocol(protocol);
         self.backend.save(&mut out)?;
         self.heartbeat.save(&mut out)?;
         if let Some(balloon) = &self.balloon {

@@ -47,6 +47,8 @@ pub struct Status {
     pub name: String,
     /// UUID.
     pub uuid: uuid::Uuid,
+    /// The release of vmferry that its VMM is of.
+    pub release: &'static str,
     /// `running`, `paused` or `not started`.
     pub phase: &'static str,
     /// `kvm` or `process`.
@@ -115,6 +117,7 @@ impl GuestService {
         Ok(Status {
             name: config.identity.name.clone(),
             uuid: config.identity.uuid,
+            release: env!("CARGO_PKG_VERSION"),
             phase: machine.phase(),
             guest: machine.kind(),
             choice: machine.choice().to_owned(),
@@ -214,6 +217,9 @@ impl GuestService {
         config.compression.delta_memory = request.delta_memory;
         config.free_page_hints = request.free_page_hints;
         config.verify = request.verify;
+        if let Some(version) = request.protocol {
+            config.protocol = version..=version;
+        }
         config
     }
 

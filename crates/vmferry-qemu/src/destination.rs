@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::json;
 use uuid::Uuid;
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
@@ -61,7 +62,8 @@ impl Expected {
 }
 
 /// What the source says of itself.
-#[derive(Deserialize)]
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct Offered {
     host: String,
     machine: Machine,
@@ -199,8 +201,8 @@ fn punch(ram: &Ram) -> Result<(), QemuError> {
     })
 }
 
-fn parse<'a, T: Deserialize<'a>>(config: &'a [u8]) -> Result<T, PrepareError> {
-    serde_json::from_slice(config)
+fn parse<T: DeserializeOwned>(config: &[u8]) -> Result<T, PrepareError> {
+    vmferry::newer::read(config)
         .map_err(|error| PrepareError::Incompatible(format!("its description: {error}")))
 }
 
@@ -220,6 +222,10 @@ impl DestinationVm for QemuDestination {
         } else {
             self.prepare_memory(&guest.config)
         }
+    }
+
+    fn release(&self) -> String {
+        self.qmp.release()
     }
 
     fn load(&mut self, bytes: &[u8]) -> Result<(), VmError> {
@@ -280,4 +286,78 @@ fn compare(theirs: &[Block], ours: &[Block]) -> Result<(), PrepareError> {
         return Ok(());
     }
     Err(PrepareError::Layout { expected: words(ours), offered: words(theirs) })
+}
+
+#[cfg(test)]
+mod tests {
+    use vmferry_memory::SlotId;
+
+    use super::*;
+    use crate::carried::StreamedBlock;
+    use crate::ram;
+
+    fn machine() -> Machine {
+        let devices = vec!["virtio-blk-pci at 00:03.0".into()];
+        Machine { kind: "pc-q35-10.0".into(), vcpus: 2, devices }
+    }
+
+    /// What a source says of a QEMU that is attached: frozen, with both versions of the protocol.
+    const ATTACHED: &str = r#"{"blocks":[{"bytes":134217728,"carrier":"vmferry","file":[27,9],"name":"pc.ram"},{"bytes":262144,"carrier":"qemu","file":[0,0],"name":"pc.bios"}],"host":"boot","machine":{"devices":["virtio-blk-pci at 00:03.0"],"kind":"pc-q35-10.0","vcpus":2}}"#;
+    /// The same of one that is carried.
+    const CARRIED: &str = r#"{"blocks":[{"bytes":134217728,"most":134217728,"name":"pc.ram"}],"files":[[27,9]],"host":"boot","machine":{"devices":["virtio-blk-pci at 00:03.0"],"kind":"pc-q35-10.0","vcpus":2},"multifd":2}"#;
+
+    fn refusal<T: std::fmt::Debug + DeserializeOwned>(json: &str) -> String {
+        parse::<T>(json.as_bytes()).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn golden_description_of_an_attached_guest() {
+        let block =
+            |name: &str, bytes, carrier, file| Block { name: name.into(), bytes, carrier, file };
+        let blocks = [
+            block("pc.ram", 128 << 20, Carrier::Vmferry, (27, 9)),
+            block("pc.bios", 256 << 10, Carrier::Qemu, (0, 0)),
+        ];
+        let written = ram::describe(&machine(), &blocks, "boot");
+        assert_eq!(String::from_utf8(written).unwrap(), ATTACHED);
+        let read: Offered = parse(ATTACHED.as_bytes()).unwrap();
+        assert_eq!(
+            (read.host.as_str(), read.machine, &read.blocks[..]),
+            ("boot", machine(), &blocks[..])
+        );
+    }
+
+    #[test]
+    fn golden_description_of_a_carried_guest() {
+        let block = StreamedBlock { name: "pc.ram".into(), bytes: 128 << 20, most: 128 << 20 };
+        let description = Description {
+            host: "boot".into(),
+            machine: machine(),
+            blocks: vec![block],
+            files: vec![(27, 9)],
+            multifd: 2,
+        };
+        assert_eq!(json!(description).to_string(), CARRIED);
+        assert_eq!(parse::<Description>(CARRIED.as_bytes()).unwrap(), description);
+        assert_eq!(description.layout()[0].slot, SlotId(0));
+    }
+
+    #[test]
+    fn what_a_newer_source_asks_for_is_refused_by_name_unless_it_is_optional() {
+        for (json, is_read) in [
+            (ATTACHED.replacen('{', r#"{"optional":{"cpu":"host"},"#, 1), true),
+            (ATTACHED.replacen('{', r#"{"cpu":"host","#, 1), false),
+            (ATTACHED.replacen(r#""vcpus":2"#, r#""vcpus":2,"cpu":"host""#, 1), false),
+        ] {
+            let read = parse::<Offered>(json.as_bytes());
+            assert_eq!(read.is_ok(), is_read, "{read:?}");
+            if !is_read {
+                assert!(refusal::<Offered>(&json).contains("unknown field `cpu`"));
+            }
+        }
+        let newer = CARRIED.replacen('{', r#"{"dirty_limit":1,"#, 1);
+        assert!(refusal::<Description>(&newer).contains("unknown field `dirty_limit`"));
+        let optional = CARRIED.replacen('{', r#"{"optional":{"dirty_limit":1},"#, 1);
+        assert!(parse::<Description>(optional.as_bytes()).is_ok());
+    }
 }

@@ -13,6 +13,7 @@ use crate::qmp::Qmp;
 
 /// What must be equal on both sides.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Machine {
     /// Such as `pc-q35-10.0`.
     pub kind: String,

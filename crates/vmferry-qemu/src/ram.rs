@@ -39,6 +39,7 @@ pub enum Carrier {
 
 /// A RAM block of QEMU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Block {
     /// QEMU's name of it.
     pub name: String,

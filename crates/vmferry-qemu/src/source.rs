@@ -183,6 +183,10 @@ impl SourceVm for QemuSource {
         }
     }
 
+    fn release(&self) -> String {
+        self.qmp.release()
+    }
+
     fn memory(&self) -> GuestMemory {
         self.ram.memory.clone()
     }

@@ -151,6 +151,10 @@ impl DestinationVm for StartedQemu {
         self.qemu().map_err(|error| PrepareError::Vm(error.into()))?.prepare(guest)
     }
 
+    fn release(&self) -> String {
+        self.running.as_ref().map_or_else(String::new, |running| running.qemu.release())
+    }
+
     fn load(&mut self, state: &[u8]) -> Result<(), VmError> {
         self.qemu.as_mut().ok_or("there is no QEMU")?.load(state)
     }

@@ -10,10 +10,11 @@ use vmferry::destination::machine::Destination;
 use vmferry::handover::DestinationState;
 use vmferry::journal::{Journal, Record, recover_destination};
 use vmferry::link::{ControlReader, channel_name, lost};
+use vmferry::peer::DestinationSide;
 use vmferry::{MigrateError, Timeouts};
 use vmferry_wire::{
-    ControlMessage, HELLO_BYTES, Hello, HelloReply, HelloStatus, PROTOCOL_VERSION_MAX,
-    PROTOCOL_VERSION_MIN, Role, SessionId, SessionWord, Token,
+    ControlMessage, HELLO_BYTES, Hello, HelloReply, HelloStatus, PROTOCOL_VERSION_MIN, Role,
+    SessionId, SessionWord, Token, common_version,
 };
 
 use self::session::Session;
@@ -55,7 +56,8 @@ impl DestinationHost {
         network: &mut Network,
     ) -> Self {
         let token = Token(network.rng.u128(..).to_le_bytes());
-        let machine = Destination::new(timeouts, token, network.now());
+        let our_side = DestinationSide { protocol: network.protocol, ..DestinationSide::default() };
+        let machine = Destination::new(timeouts, token, our_side, network.now());
         let session = Session::new(machine, guest.attach(), token, control, sabotage);
         Self {
             guest,
@@ -154,20 +156,21 @@ impl DestinationHost {
 
     fn heard(&mut self, link: LinkId, bytes: &[u8], network: &mut Network) {
         let Some(session) = &mut self.session else { return };
-        let input = match ControlReader::new(bytes).receive("waiting for the source") {
-            Ok(message) => {
-                match &message {
-                    ControlMessage::Withdraw {} => self.withdrawn_at = network.now(),
-                    ControlMessage::Final { .. } => session.heard_final = Some(message.clone()),
-                    _ => {}
+        let input =
+            match ControlReader::new(bytes, network.protocol).receive("waiting for the source") {
+                Ok(message) => {
+                    match &message {
+                        ControlMessage::Withdraw {} => self.withdrawn_at = network.now(),
+                        ControlMessage::Final { .. } => session.heard_final = Some(message.clone()),
+                        _ => {}
+                    }
+                    Input::Control { link, message }
                 }
-                Input::Control { link, message }
-            }
-            // A query channel that ends, or speaks nonsense, has been answered.
-            Err(_) if link != LinkId::CONTROL => return,
-            Err(error @ MigrateError::Protocol { .. }) => Input::Failed(error),
-            Err(error) => return self.control_lost(error, network),
-        };
+                // A query channel that ends, or speaks nonsense, has been answered.
+                Err(_) if link != LinkId::CONTROL => return,
+                Err(error @ MigrateError::Protocol { .. }) => Input::Failed(error),
+                Err(error) => return self.control_lost(error, network),
+            };
         self.tell(input, network);
     }
 
@@ -204,12 +207,14 @@ impl DestinationHost {
             }
             _ => Err(HelloStatus::Busy),
         };
-        let (version_min, version_max) = (PROTOCOL_VERSION_MIN, PROTOCOL_VERSION_MAX);
+        let (version_min, version_max) = (PROTOCOL_VERSION_MIN, network.protocol);
+        let common = common_version(&(version_min..=version_max), &hello.versions());
         let (status, placed) = match answer {
             Ok(placed) => (HelloStatus::Ok, placed),
             Err(status) => (status, 0),
         };
-        let reply = HelloReply { status, version_min, version_max, version: version_max, placed };
+        let version = common.expect("the source speaks all versions");
+        let reply = HelloReply { status, version_min, version_max, version, placed };
         let sent = network.send(channel, Host::Source, "greeting", reply.encode().to_vec());
         if status != HelloStatus::Ok {
             network.close(channel, Host::Destination);
@@ -249,7 +254,8 @@ impl DestinationHost {
 
     /// A source in doubt asks.
     fn asked(&mut self, channel: ChannelId, bytes: &[u8], network: &mut Network) {
-        let asked = ControlReader::new(bytes).receive("a question about a session");
+        let asked =
+            ControlReader::new(bytes, network.protocol).receive("a question about a session");
         let Ok(ControlMessage::Query { session }) = asked else {
             return network.close(channel, Host::Destination);
         };
@@ -348,6 +354,6 @@ impl DestinationHost {
 
 fn send(network: &mut Network, channel: ChannelId, message: &ControlMessage) -> bool {
     let mut bytes = Vec::new();
-    message.encode(&mut bytes);
+    message.encode(network.protocol, &mut bytes);
     network.send(channel, Host::Source, message.name(), bytes)
 }

@@ -65,7 +65,7 @@ impl Disk {
         let (records, whole) = decode(bytes).map_err(|bad| JournalError::Damaged {
             path: path(),
             line: bad.line,
-            reason: bad.reason,
+            reason: bad.reason.to_string(),
         })?;
         bytes.truncate(whole);
         Ok(Some((SimJournal { disk: self.clone(), session, poisoned: false }, records)))

@@ -107,6 +107,8 @@ pub struct Network {
     pub struck: u64,
     /// Everything random that is not in the plan.
     pub rng: Rng,
+    /// The version of the protocol that was agreed on.
+    pub protocol: u16,
     /// What happened, if anybody wants to read it.
     pub trace: Option<Vec<String>>,
 }
@@ -127,6 +129,7 @@ impl Network {
             messages: 0,
             struck: 0,
             rng: Rng::with_seed(plan.rng),
+            protocol: plan.protocol,
             trace: traced.then(Vec::new),
         }
     }

@@ -7,6 +7,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use fastrand::Rng;
+use vmferry_wire::{PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN};
 
 use self::faults::{boundary_kinds, random_cut, random_fault, write_faults};
 
@@ -186,6 +187,8 @@ pub struct Plan {
     pub seed: Seed,
     /// Seeds everything that the faults leave open.
     pub rng: u64,
+    /// The newest version of the protocol that the destination speaks; the source speaks all.
+    pub protocol: u16,
     /// Data channels.
     pub lanes: u8,
     /// Whether both memories are hashed whole.
@@ -232,6 +235,7 @@ impl Plan {
         Self {
             seed,
             rng: rng.u64(..),
+            protocol: protocol(number),
             lanes: [1, 2, 2, 4][rng.usize(..4)],
             verify: rng.bool(),
             rounds: rng.u32(1..4),
@@ -283,6 +287,7 @@ impl Plan {
         Self {
             seed,
             rng: number % 7,
+            protocol: protocol(number),
             lanes,
             verify,
             rounds: 2,
@@ -292,6 +297,13 @@ impl Plan {
             sabotage: None,
         }
     }
+}
+
+/// Half of all schedules are with a destination of the release before, whatever else they are about.
+fn protocol(number: u64) -> u16 {
+    let versions = u64::from(PROTOCOL_VERSION_MAX - PROTOCOL_VERSION_MIN) + 1;
+    // Kinds of faults come in an order of their own, with an even period.
+    PROTOCOL_VERSION_MIN + ((number + number / 7) % versions) as u16
 }
 
 /// Data channels, whether both memories are hashed whole, and for how many seconds a lost channel is made again.

@@ -11,6 +11,7 @@ use std::time::Duration;
 use vmferry::handover::SourceState;
 use vmferry::journal::{Journal, Record};
 use vmferry::link::{ControlReader, lost};
+use vmferry::peer::SourceSide;
 use vmferry::source::io::{Action, Ending, Input, Report};
 use vmferry::source::machine::Source;
 use vmferry::{MigrateError, SourceConfig, SourceVm};
@@ -118,7 +119,9 @@ impl SourceHost {
         match journal {
             Ok(journal) => {
                 let config = host.config.clone();
-                let machine = Source::new(config, vm.describe(), "simulated", network.now());
+                let protocol = network.protocol;
+                let our_side = SourceSide { protocol, ..SourceSide::new("simulated") };
+                let machine = Source::new(config, vm.describe(), our_side, network.now());
                 host.process = Some(Process::new(Start {
                     number: host.number,
                     machine,
@@ -190,7 +193,7 @@ impl SourceHost {
         network.note(|| format!("source: restarts with {records:?}"));
         let config = self.config.clone();
         let now = network.now();
-        let machine = Source::recovered(config, &vm.describe(), "simulated", &records, now);
+        let machine = Source::recovered(config, &vm.describe(), &records, now);
         let mut process = Process::new(Start {
             number: self.number,
             machine,
@@ -242,7 +245,9 @@ impl SourceHost {
         } else if let Some(lane) = process.lane_of(channel) {
             process.heard_on_lane(lane, bytes)
         } else if process.control == Some(channel) {
-            vec![match ControlReader::new(bytes).receive("waiting for the destination") {
+            vec![match ControlReader::new(bytes, network.protocol)
+                .receive("waiting for the destination")
+            {
                 Ok(message) => Input::Control(self.sabotaged(message)),
                 Err(error @ MigrateError::Protocol { .. }) => Input::Failed(error),
                 Err(error) => Input::LinkLost(error),
@@ -327,7 +332,7 @@ impl SourceHost {
 
 fn send(network: &mut Network, channel: ChannelId, message: &ControlMessage) -> bool {
     let mut bytes = Vec::new();
-    message.encode(&mut bytes);
+    message.encode(network.protocol, &mut bytes);
     network.send(channel, Host::Destination, message.name(), bytes)
 }
 

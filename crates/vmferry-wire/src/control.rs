@@ -62,11 +62,12 @@ impl ControlHeader {
         self.body_bytes as usize
     }
 
-    /// The message, from its whole body.
+    /// The message, from its whole body, as a version of the protocol has it: the one that was agreed on in the channel's
+    /// greeting.
     ///
     /// # Errors
-    /// A checksum that does not fit, or a body that is not exactly this message.
-    pub fn decode(&self, body: &[u8]) -> Result<ControlMessage, WireError> {
+    /// A checksum that does not fit, a body that is not exactly this message, or a field that must not be ignored.
+    pub fn decode(&self, version: u16, body: &[u8]) -> Result<Decoded, WireError> {
         let expected = crc32c(body);
         if body.len() != self.body_bytes() || expected != self.checksum {
             return Err(WireError::Checksum {
@@ -75,16 +76,26 @@ impl ControlHeader {
                 found: self.checksum,
             });
         }
-        ControlMessage::decode_body(self.number, body)
+        let (message, ignored) = ControlMessage::decode_body(self.number, version, body)?;
+        Ok(Decoded { message, ignored })
     }
 }
 
+/// A message as it was read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Decoded {
+    /// The message.
+    pub message: ControlMessage,
+    /// The numbers of fields that came with it, and that this release does not know.
+    pub ignored: Vec<u16>,
+}
+
 impl ControlMessage {
-    /// Appends the message with its header.
-    pub fn encode(&self, into: &mut Vec<u8>) {
+    /// Appends the message with its header, as a version of the protocol has it.
+    pub fn encode(&self, version: u16, into: &mut Vec<u8>) {
         let start = into.len();
         into.extend_from_slice(&[0; CONTROL_HEADER_BYTES]);
-        self.encode_body(into);
+        self.encode_body(version, into);
         let (header, body) = into[start..].split_at_mut(CONTROL_HEADER_BYTES);
         // A longer body than a header can tell is refused by the peer's limit anyway.
         let body_bytes = u32::try_from(body.len()).unwrap_or(u32::MAX);
@@ -95,176 +106,4 @@ impl ControlMessage {
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-    use uuid::Uuid;
-    use vmferry_memory::{SlotId, SlotLayout};
-
-    use super::*;
-    use crate::{GuestIdentity, Reason, ReasonCode, SessionId, SessionWord, Token};
-
-    fn encoded(message: &ControlMessage) -> Vec<u8> {
-        let mut bytes = Vec::new();
-        message.encode(&mut bytes);
-        bytes
-    }
-
-    fn decoded(bytes: &[u8]) -> Result<ControlMessage, WireError> {
-        let (header, body) = bytes.split_at(CONTROL_HEADER_BYTES);
-        ControlHeader::parse(header.try_into().unwrap())?.decode(body)
-    }
-
-    fn examples() -> Vec<(ControlMessage, &'static str)> {
-        let session = SessionId([1; 16]);
-        let reason = Reason::new(ReasonCode::Busy, "no");
-        let guest = GuestIdentity { uuid: Uuid::from_bytes([2; 16]), name: "web".into() };
-        let layout = vec![SlotLayout { slot: SlotId(0), gpa: 0, pages: 300 }];
-        vec![
-            (
-                ControlMessage::Begin {
-                    session,
-                    guest,
-                    vmm: "x/y".into(),
-                    config: vec![9, 9],
-                    layout,
-                    lanes: 2,
-                    verify: true,
-                    reconnect_ms: 300,
-                },
-                "01010101010101010101010101010101020202020202020202020202020202020377656203782f7902\
-                 090901\
-                 0000ac020201ac02",
-            ),
-            (ControlMessage::Accept { token: Token([3; 16]) }, "03030303030303030303030303030303"),
-            (ControlMessage::Refuse { reason: reason.clone() }, "05026e6f"),
-            (ControlMessage::Placed { lane: 1, sequence: 300 }, "01ac02"),
-            (
-                ControlMessage::Final { lane_sequences: vec![7], digest: 1, state: vec![0xee] },
-                "01070101ee",
-            ),
-            (ControlMessage::Ready { digest: 5, load_us: 6 }, "0506"),
-            (ControlMessage::Verify {}, ""),
-            (ControlMessage::Verified { hash: 1, pages: 2, elapsed_us: 3 }, "010203"),
-            (ControlMessage::Commit { session }, "01010101010101010101010101010101"),
-            (
-                ControlMessage::Running { session, start_us: 4 },
-                "0101010101010101010101010101010104",
-            ),
-            (
-                ControlMessage::Aborted { session, reason: reason.clone() },
-                "0101010101010101010101010101010105026e6f",
-            ),
-            (ControlMessage::Abort { reason }, "05026e6f"),
-            (ControlMessage::Ping { nonce: 1 }, "01"),
-            (ControlMessage::Pong { nonce: 1 }, "01"),
-            (ControlMessage::Query { session }, "01010101010101010101010101010101"),
-            (
-                ControlMessage::Answer { session, word: SessionWord::Owns },
-                "0101010101010101010101010101010103",
-            ),
-            (ControlMessage::Withdraw {}, ""),
-            (
-                ControlMessage::Free { slot: SlotId(1), runs: vec![(2, 300), (512, 1)] },
-                "010202ac02800401",
-            ),
-        ]
-    }
-
-    /// The wire of version 1: if this test fails, the version must change.
-    #[test]
-    fn golden_bytes() {
-        for (index, (message, body)) in examples().into_iter().enumerate() {
-            assert_eq!(usize::from(message.number()), index + 1);
-            let bytes = encoded(&message);
-            let hex: String =
-                bytes[CONTROL_HEADER_BYTES..].iter().map(|byte| format!("{byte:02x}")).collect();
-            assert_eq!(hex, body, "{}", message.name());
-            assert_eq!(bytes[4..8], [index as u8 + 1, 0, 0, 0]);
-            assert_eq!(decoded(&bytes), Ok(message));
-        }
-    }
-
-    #[test]
-    fn every_damaged_byte_is_noticed() {
-        for (message, _) in examples() {
-            let good = encoded(&message);
-            for at in 0..good.len() {
-                let mut bad = good.clone();
-                bad[at] ^= 0x40;
-                assert_ne!(decoded(&bad), Ok(message.clone()), "{} byte {at}", message.name());
-            }
-        }
-    }
-
-    #[test]
-    fn lengths_are_refused_before_the_body_is_read() {
-        let header = |bytes: u32, number: u16| {
-            let mut header = [0; CONTROL_HEADER_BYTES];
-            header[0..4].copy_from_slice(&bytes.to_le_bytes());
-            header[4..6].copy_from_slice(&number.to_le_bytes());
-            ControlHeader::parse(&header)
-        };
-        assert!(header(MAX_BODY_BYTES, 1).is_ok());
-        assert!(matches!(header(MAX_BODY_BYTES + 1, 1), Err(WireError::TooLong { .. })));
-        assert!(header(MAX_FINAL_BYTES, FINAL).is_ok());
-        assert!(matches!(header(u32::MAX, FINAL), Err(WireError::TooLong { .. })));
-        assert_eq!(header(0, 99), Err(WireError::UnknownMessage(99)));
-    }
-
-    #[test]
-    fn what_is_left_over_is_an_error() {
-        let mut bytes = encoded(&ControlMessage::Ping { nonce: 1 });
-        bytes.push(0);
-        let body = bytes[CONTROL_HEADER_BYTES..].to_vec();
-        bytes[0] = body.len() as u8;
-        bytes[8..12].copy_from_slice(&crc32c(&body).to_le_bytes());
-        let error = decoded(&bytes).unwrap_err();
-        assert_eq!(error.to_string(), "bad PING: 1 bytes are left over");
-    }
-
-    #[test]
-    fn a_begin_outside_its_limits_is_refused() {
-        let (begin, _) = examples().swap_remove(0);
-        let ControlMessage::Begin { session, guest, vmm, config, layout, .. } = begin else {
-            unreachable!()
-        };
-        let zero_lanes = ControlMessage::Begin {
-            session,
-            guest: guest.clone(),
-            vmm: vmm.clone(),
-            config: config.clone(),
-            layout,
-            lanes: 0,
-            verify: false,
-            reconnect_ms: 0,
-        };
-        assert!(matches!(decoded(&encoded(&zero_lanes)), Err(WireError::BadBody { .. })));
-        let no_slots = ControlMessage::Begin {
-            session,
-            guest,
-            vmm,
-            config,
-            layout: vec![],
-            lanes: 1,
-            verify: false,
-            reconnect_ms: 0,
-        };
-        assert!(matches!(decoded(&encoded(&no_slots)), Err(WireError::BadBody { .. })));
-    }
-
-    proptest! {
-        #[test]
-        fn any_bytes_never_panic(number in 0_u16..20, body in prop::collection::vec(any::<u8>(), 0..200)) {
-            let mut header = [0; CONTROL_HEADER_BYTES];
-            header[0..4].copy_from_slice(&(body.len() as u32).to_le_bytes());
-            header[4..6].copy_from_slice(&number.to_le_bytes());
-            header[8..12].copy_from_slice(&crc32c(&body).to_le_bytes());
-            if let Ok(header) = ControlHeader::parse(&header)
-                && let Ok(message) = header.decode(&body)
-            {
-                // Whatever is read can be said again.
-                prop_assert_eq!(decoded(&encoded(&message)), Ok(message));
-            }
-        }
-    }
-}
+mod tests;

@@ -45,6 +45,18 @@ pub enum WireError {
         /// What is wrong.
         detail: String,
     },
+    /// A field of a newer release that its sender says must not be ignored.
+    #[error(
+        "{message} has the mandatory field {field}, which vmferry {} does not know and must not ignore: upgrade vmferry \
+         on the host that refuses it, or leave out the option that asks for it",
+        env!("CARGO_PKG_VERSION")
+    )]
+    UnknownField {
+        /// The message's name.
+        message: &'static str,
+        /// The field's number.
+        field: u16,
+    },
     /// A frame that does not begin like one.
     #[error("no frame begins here: found {0:#010x}")]
     BadMagic(u32),

@@ -1,6 +1,8 @@
 //! The greeting on every channel. These layouts are frozen: whatever a later version changes, it
 //! is told by the version numbers here.
 
+use std::ops::RangeInclusive;
+
 use crate::error::WireError;
 use crate::field;
 use crate::session::Token;
@@ -8,7 +10,14 @@ use crate::session::Token;
 /// Oldest protocol version that this release speaks.
 pub const PROTOCOL_VERSION_MIN: u16 = 1;
 /// Newest protocol version that this release speaks.
-pub const PROTOCOL_VERSION_MAX: u16 = 1;
+pub const PROTOCOL_VERSION_MAX: u16 = 2;
+
+/// The newest version that both sides speak; none if there is no such version.
+#[must_use]
+pub fn common_version(ours: &RangeInclusive<u16>, theirs: &RangeInclusive<u16>) -> Option<u16> {
+    let newest = *ours.end().min(theirs.end());
+    (ours.contains(&newest) && theirs.contains(&newest)).then_some(newest)
+}
 
 /// Length of a [`Hello`].
 pub const HELLO_BYTES: usize = 40;
@@ -84,6 +93,12 @@ pub struct Hello {
 }
 
 impl Hello {
+    /// The versions that the source speaks.
+    #[must_use]
+    pub fn versions(&self) -> RangeInclusive<u16> {
+        self.version_min..=self.version_max
+    }
+
     /// As bytes.
     #[must_use]
     pub fn encode(&self) -> [u8; HELLO_BYTES] {
@@ -189,6 +204,12 @@ pub struct HelloReply {
 }
 
 impl HelloReply {
+    /// The versions that the destination speaks.
+    #[must_use]
+    pub fn versions(&self) -> RangeInclusive<u16> {
+        self.version_min..=self.version_max
+    }
+
     /// As bytes.
     #[must_use]
     pub fn encode(&self) -> [u8; HELLO_REPLY_BYTES] {
@@ -270,6 +291,23 @@ mod tests {
         let expected = *b"VMFERRY\r\x01\x00\x01\x00\x02\x00\x02\x00\x05\0\0\0\0\0\0\0";
         assert_eq!(reply.encode(), expected);
         assert_eq!(HelloReply::parse(&expected), Ok(reply));
+    }
+
+    #[test]
+    fn the_newest_common_version_is_spoken() {
+        let common = |ours: RangeInclusive<u16>, theirs: RangeInclusive<u16>| {
+            let common = common_version(&ours, &theirs);
+            assert_eq!(common, common_version(&theirs, &ours), "both sides say the same");
+            common
+        };
+        assert_eq!(common(1..=2, 1..=2), Some(2));
+        assert_eq!(common(1..=2, 1..=1), Some(1));
+        assert_eq!(common(1..=2, 2..=9), Some(2));
+        assert_eq!(common(1..=2, 3..=9), None);
+        assert_eq!(common(2..=2, 1..=1), None);
+        // A peer's word may be nonsense.
+        assert_eq!(common(1..=2, RangeInclusive::new(2, 1)), None);
+        assert_eq!(common(1..=2, RangeInclusive::new(9, 0)), None);
     }
 
     #[test]

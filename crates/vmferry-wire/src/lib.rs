@@ -6,6 +6,9 @@
 //! frames from source to destination, each a [`FrameHeader`], a table and a payload: pages
 //! ([`RunTable`]), or pieces of a VMM's own stream ([`SegmentTable`]). `docs/protocol.md` is the specification.
 //!
+//! Two sides speak the newest version of the protocol that both know ([`common_version`]): it decides how the bodies
+//! of control messages are read and written, and nothing else differs between versions 1 and 2.
+//!
 //! Nothing from the wire is trusted: a length is checked against the limit of its kind before
 //! anything is allocated, every number before it is used, and whatever is left over is an error.
 //! All integers are little-endian.
@@ -13,28 +16,32 @@
 #![forbid(unsafe_code)]
 
 mod algorithm;
+mod body;
 mod control;
 mod error;
+mod fields;
 mod frame;
 mod hello;
 mod message;
 mod reason;
+mod release;
 mod runs;
 mod segments;
 mod session;
 
-pub use algorithm::Algorithm;
-pub use control::{CONTROL_HEADER_BYTES, ControlHeader, MAX_BODY_BYTES, MAX_FINAL_BYTES};
+pub use algorithm::{Algorithm, AlgorithmSet};
+pub use control::{CONTROL_HEADER_BYTES, ControlHeader, Decoded, MAX_BODY_BYTES, MAX_FINAL_BYTES};
 pub use error::WireError;
 pub use frame::{
     FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_PAYLOAD_BYTES, MAX_FRAME_RUNS,
 };
 pub use hello::{
     HELLO_BYTES, HELLO_REPLY_BYTES, Hello, HelloReply, HelloStatus, PROTOCOL_VERSION_MAX,
-    PROTOCOL_VERSION_MIN, Role,
+    PROTOCOL_VERSION_MIN, Role, common_version,
 };
 pub use message::{ControlMessage, MAX_CONFIG_BYTES, MAX_FREE_RUNS, MAX_LANES, MAX_SLOTS};
 pub use reason::{MAX_REASON_BYTES, Reason, ReasonCode};
+pub use release::{MAX_RELEASE_BYTES, Release};
 pub use runs::{
     Encoding, MAX_FRAME_CONTENT_PAGES, RUN_HEADER_BYTES, Run, RunTable, table_checksum,
 };

@@ -1,11 +1,11 @@
 //! The messages of the control channel.
 
-use serde::{Deserialize, Serialize};
 use vmferry_memory::{SlotId, SlotLayout};
 
-use crate::error::WireError;
+use crate::algorithm::AlgorithmSet;
 use crate::reason::Reason;
-use crate::session::{GuestIdentity, MAX_NAME_BYTES, SessionId, SessionWord, Token};
+use crate::release::Release;
+use crate::session::{GuestIdentity, SessionId, SessionWord, Token};
 
 /// Longest VMM-defined configuration, in bytes.
 pub const MAX_CONFIG_BYTES: usize = 16 << 10;
@@ -15,9 +15,9 @@ pub const MAX_SLOTS: usize = 4096;
 pub const MAX_LANES: u8 = 16;
 /// Most runs of a FREE: whatever their numbers are, they fit the limit of a message.
 pub const MAX_FREE_RUNS: usize = 3000;
-const MAX_VMM_BYTES: usize = 64;
 
-/// A control message. S: the source sends it, D: the destination does.
+/// A control message. S: the source sends it, D: the destination does. What is marked "since version 2" is a field: in
+/// version 1 it is not sent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ControlMessage {
     /// S: announces the guest.
@@ -38,16 +38,27 @@ pub enum ControlMessage {
         verify: bool,
         /// For how long the source tries to make a lost link again, in milliseconds.
         reconnect_ms: u32,
+        /// Since version 2: what the source is.
+        release: Option<Release>,
+        /// Since version 2: whether the VMM streams the guest, one stream on each lane. A destination that does not know
+        /// of streams must refuse. In version 1 only `vmm` says it.
+        streams: bool,
     },
     /// D: takes the guest; data channels show the token.
     Accept {
         /// The session's token.
         token: Token,
+        /// Since version 2: what the destination is.
+        release: Option<Release>,
+        /// Since version 2: what the destination can decode. Unsaid, it is [`AlgorithmSet::VERSION_1`].
+        algorithms: Option<AlgorithmSet>,
     },
     /// D: does not take the guest.
     Refuse {
         /// Why.
         reason: Reason,
+        /// Since version 2: what the destination is.
+        release: Option<Release>,
     },
     /// D: every frame up to and including `sequence` on `lane` is in guest memory.
     Placed {
@@ -141,27 +152,6 @@ pub enum ControlMessage {
     },
 }
 
-#[derive(Serialize, Deserialize)]
-struct Begin {
-    session: SessionId,
-    guest: (uuid::Bytes, String),
-    vmm: String,
-    #[serde(with = "serde_bytes")]
-    config: Vec<u8>,
-    layout: Vec<SlotLayout>,
-    lanes: u8,
-    verify: bool,
-    reconnect_ms: u32,
-}
-
-#[derive(Serialize, Deserialize)]
-struct Final {
-    lane_sequences: Vec<u64>,
-    digest: u64,
-    #[serde(with = "serde_bytes")]
-    state: Vec<u8>,
-}
-
 impl ControlMessage {
     /// The type number on the wire. Numbers are never reused.
     #[must_use]
@@ -193,140 +183,6 @@ impl ControlMessage {
     pub fn name(&self) -> &'static str {
         name_of(self.number()).unwrap_or("UNKNOWN")
     }
-
-    /// Appends the message's body, without header.
-    pub(crate) fn encode_body(&self, into: &mut Vec<u8>) {
-        match self {
-            Self::Begin { session, guest, vmm, config, layout, lanes, verify, reconnect_ms } => {
-                let begin = Begin {
-                    session: *session,
-                    guest: (*guest.uuid.as_bytes(), guest.name.clone()),
-                    vmm: vmm.clone(),
-                    config: config.clone(),
-                    layout: layout.clone(),
-                    lanes: *lanes,
-                    verify: *verify,
-                    reconnect_ms: *reconnect_ms,
-                };
-                put(into, &begin);
-            }
-            Self::Accept { token } => put(into, token),
-            Self::Refuse { reason } | Self::Abort { reason } => put(into, reason),
-            Self::Placed { lane, sequence } => put(into, &(lane, sequence)),
-            Self::Final { lane_sequences, digest, state } => {
-                put(into, &(lane_sequences, digest, serde_bytes::Bytes::new(state)));
-            }
-            Self::Ready { digest, load_us } => put(into, &(digest, load_us)),
-            Self::Verify {} | Self::Withdraw {} => {}
-            Self::Verified { hash, pages, elapsed_us } => put(into, &(hash, pages, elapsed_us)),
-            Self::Commit { session } | Self::Query { session } => put(into, session),
-            Self::Running { session, start_us } => put(into, &(session, start_us)),
-            Self::Aborted { session, reason } => put(into, &(session, reason)),
-            Self::Ping { nonce } | Self::Pong { nonce } => put(into, nonce),
-            Self::Answer { session, word } => put(into, &(session, word)),
-            Self::Free { slot, runs } => put(into, &(slot, runs)),
-        }
-    }
-
-    /// A message from its type number and whole body.
-    pub(crate) fn decode_body(number: u16, body: &[u8]) -> Result<Self, WireError> {
-        let message = match number {
-            1 => {
-                let begin: Begin = get(number, body)?;
-                Self::Begin {
-                    session: begin.session,
-                    guest: GuestIdentity {
-                        uuid: uuid::Uuid::from_bytes(begin.guest.0),
-                        name: begin.guest.1,
-                    },
-                    vmm: begin.vmm,
-                    config: begin.config,
-                    layout: begin.layout,
-                    lanes: begin.lanes,
-                    verify: begin.verify,
-                    reconnect_ms: begin.reconnect_ms,
-                }
-            }
-            2 => Self::Accept { token: get(number, body)? },
-            3 => Self::Refuse { reason: get::<Reason>(number, body)?.cleaned() },
-            4 => {
-                let (lane, sequence) = get(number, body)?;
-                Self::Placed { lane, sequence }
-            }
-            5 => {
-                let Final { lane_sequences, digest, state } = get(number, body)?;
-                Self::Final { lane_sequences, digest, state }
-            }
-            6 => {
-                let (digest, load_us) = get(number, body)?;
-                Self::Ready { digest, load_us }
-            }
-            7 => {
-                get::<()>(number, body)?;
-                Self::Verify {}
-            }
-            8 => {
-                let (hash, pages, elapsed_us) = get(number, body)?;
-                Self::Verified { hash, pages, elapsed_us }
-            }
-            9 => Self::Commit { session: get(number, body)? },
-            10 => {
-                let (session, start_us) = get(number, body)?;
-                Self::Running { session, start_us }
-            }
-            11 => {
-                let (session, reason): (_, Reason) = get(number, body)?;
-                Self::Aborted { session, reason: reason.cleaned() }
-            }
-            12 => Self::Abort { reason: get::<Reason>(number, body)?.cleaned() },
-            13 => Self::Ping { nonce: get(number, body)? },
-            14 => Self::Pong { nonce: get(number, body)? },
-            15 => Self::Query { session: get(number, body)? },
-            16 => {
-                let (session, word) = get(number, body)?;
-                Self::Answer { session, word }
-            }
-            17 => {
-                get::<()>(number, body)?;
-                Self::Withdraw {}
-            }
-            18 => {
-                let (slot, runs) = get(number, body)?;
-                Self::Free { slot, runs }
-            }
-            other => return Err(WireError::UnknownMessage(other)),
-        };
-        message.check()?;
-        Ok(message)
-    }
-
-    fn check(&self) -> Result<(), WireError> {
-        let detail = match self {
-            Self::Begin { guest, vmm, config, layout, lanes, .. } => {
-                if guest.name.len() > MAX_NAME_BYTES || guest.name.chars().any(char::is_control) {
-                    "the guest's name is too long or not printable"
-                } else if vmm.len() > MAX_VMM_BYTES || vmm.chars().any(char::is_control) {
-                    "the VMM's name is too long or not printable"
-                } else if config.len() > MAX_CONFIG_BYTES {
-                    "the configuration is too long"
-                } else if layout.is_empty() || layout.len() > MAX_SLOTS {
-                    "there are no memory slots, or too many"
-                } else if !(1..=MAX_LANES).contains(lanes) {
-                    "the number of data channels is not 1 to 16"
-                } else {
-                    return Ok(());
-                }
-            }
-            Self::Final { lane_sequences, .. }
-                if !(1..=usize::from(MAX_LANES)).contains(&lane_sequences.len()) =>
-            {
-                "the number of lanes is not 1 to 16"
-            }
-            Self::Free { runs, .. } if runs.len() > MAX_FREE_RUNS => "it has too many runs",
-            _ => return Ok(()),
-        };
-        Err(WireError::BadBody { message: self.name(), detail: detail.into() })
-    }
 }
 
 /// The name of a type number, if it has one.
@@ -352,21 +208,4 @@ pub(crate) fn name_of(number: u16) -> Option<&'static str> {
         18 => "FREE",
         _ => return None,
     })
-}
-
-fn put(into: &mut Vec<u8>, value: &impl Serialize) {
-    let bytes = std::mem::take(into);
-    *into = postcard::to_extend(value, bytes)
-        .expect("writing to memory does not fail, and these types have no unsized sequences");
-}
-
-fn get<'de, T: Deserialize<'de>>(number: u16, body: &'de [u8]) -> Result<T, WireError> {
-    let message = name_of(number).unwrap_or("UNKNOWN");
-    let bad = |detail: String| WireError::BadBody { message, detail };
-    let (value, rest) = postcard::take_from_bytes(body).map_err(|error| bad(error.to_string()))?;
-    if rest.is_empty() {
-        Ok(value)
-    } else {
-        Err(bad(format!("{} bytes are left over", rest.len())))
-    }
 }

@@ -1,11 +1,12 @@
 //! What the user may choose, valid by construction.
 
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use vmferry_memory::PAGE_SIZE;
-use vmferry_wire::SessionId;
+use vmferry_wire::{AlgorithmSet, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, SessionId};
 
 use crate::compression::{CompressionConfig, MOST_WORKERS};
 use crate::convergence::{Limits, WhenStuck};
@@ -101,6 +102,16 @@ pub enum ConfigError {
     /// No rounds.
     #[error("at least one round is needed")]
     Rounds,
+    /// Versions of the protocol that this release does not speak.
+    #[error(
+        "protocol versions {oldest} to {newest}: this release speaks {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION_MAX}"
+    )]
+    Protocol {
+        /// The oldest that was asked for.
+        oldest: u16,
+        /// The newest.
+        newest: u16,
+    },
     /// A VMM that streams its guest shows nobody its memory.
     #[error(
         "the memory of a guest that its VMM streams can't be hashed, so there is nothing to verify: leave --verify out; \
@@ -135,6 +146,8 @@ pub struct SourceConfig {
     pub free_page_hints: bool,
     /// Hash both paused memories whole and compare them before COMMIT. Default off.
     pub verify: bool,
+    /// Versions of the protocol that this side speaks. Default all that this release knows.
+    pub protocol: RangeInclusive<u16>,
     /// Directory of the journals.
     pub journal_directory: PathBuf,
     /// Bounds of all waits.
@@ -157,6 +170,7 @@ impl SourceConfig {
             compression: CompressionConfig::default(),
             free_page_hints: true,
             verify: false,
+            protocol: PROTOCOL_VERSIONS,
             journal_directory,
             timeouts: Timeouts::default(),
         }
@@ -178,7 +192,7 @@ impl SourceConfig {
         if self.max_rounds == 0 {
             return Err(ConfigError::Rounds);
         }
-        Ok(())
+        check_protocol(&self.protocol)
     }
 
     pub(crate) fn limits(&self) -> Limits {
@@ -195,6 +209,19 @@ pub(crate) fn check_bandwidth(cap: Option<u64>) -> Result<(), ConfigError> {
     match cap {
         Some(cap) if cap < 64 << 10 => Err(ConfigError::Bandwidth(cap)),
         _ => Ok(()),
+    }
+}
+
+/// All versions of the protocol that this release speaks.
+pub const PROTOCOL_VERSIONS: RangeInclusive<u16> = PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION_MAX;
+
+fn check_protocol(versions: &RangeInclusive<u16>) -> Result<(), ConfigError> {
+    let (oldest, newest) = (*versions.start(), *versions.end());
+    let known = |version| PROTOCOL_VERSIONS.contains(&version);
+    if oldest <= newest && known(oldest) && known(newest) {
+        Ok(())
+    } else {
+        Err(ConfigError::Protocol { oldest, newest })
     }
 }
 
@@ -224,6 +251,10 @@ pub struct DestinationConfig {
     /// Whether each worker keeps its decompressors, as it should; otherwise one is made for each frame, for
     /// comparison. Default on.
     pub keep_decompressors: bool,
+    /// What a source may compress with. A source of protocol version 1 is not told. Default all that this release knows.
+    pub algorithms: AlgorithmSet,
+    /// Versions of the protocol that this side speaks. Default all that this release knows.
+    pub protocol: RangeInclusive<u16>,
     /// Bounds of all waits.
     pub timeouts: Timeouts,
 }
@@ -239,8 +270,18 @@ impl DestinationConfig {
             policy: None,
             greeting_timeout: Duration::from_secs(10),
             keep_decompressors: true,
+            algorithms: AlgorithmSet::ALL,
+            protocol: PROTOCOL_VERSIONS,
             timeouts: Timeouts { reconnect: Duration::from_secs(600), ..Timeouts::default() },
         }
+    }
+
+    /// Checks the ranges.
+    ///
+    /// # Errors
+    /// The first setting that is out of its range.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        check_protocol(&self.protocol)
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 use vmferry_dirty::DirtyLogError;
 use vmferry_memory::MemoryError;
 use vmferry_transport::TransportError;
-use vmferry_wire::{Reason, ReasonCode};
+use vmferry_wire::{Algorithm, AlgorithmSet, Reason, ReasonCode};
 
 use crate::config::ConfigError;
 use crate::convergence::NotConverging;
@@ -46,6 +46,17 @@ pub enum MigrateError {
         offset: u64,
         /// What is wrong.
         reason: String,
+    },
+    /// The destination can't decode what the user wants pages to be compressed with.
+    #[error(
+        "the destination can't decode {algorithm}, only: {known}; choose one of these, or `--compress auto` or `none`, or \
+         upgrade vmferry there"
+    )]
+    Undecodable {
+        /// What was asked for.
+        algorithm: Algorithm,
+        /// What it can decode.
+        known: AlgorithmSet,
     },
     /// A channel broke.
     #[error("the link was lost ({channel}, {during}): {detail}")]
@@ -186,6 +197,7 @@ impl MigrateError {
                 _ => ErrorClass::Internal,
             },
             Self::Protocol { .. } => ErrorClass::Protocol,
+            Self::Undecodable { .. } => ErrorClass::Incompatible,
             Self::LinkLost { .. } | Self::TimedOut { .. } => ErrorClass::LinkLost,
             Self::NotConverging(_) => ErrorClass::NotConverging,
             Self::Cancelled { .. } => ErrorClass::Cancelled,
@@ -207,6 +219,7 @@ impl MigrateError {
             Self::Cancelled { .. } => ReasonCode::Cancelled,
             Self::NotConverging(_) => ReasonCode::Cancelled,
             Self::Protocol { .. } => ReasonCode::Protocol,
+            Self::Undecodable { .. } => ReasonCode::Incompatible,
             Self::TimedOut { .. } | Self::LinkLost { .. } => ReasonCode::TimedOut,
             Self::DigestMismatch { .. } | Self::VerifyMismatch { .. } => ReasonCode::DigestMismatch,
             Self::DirtyLog(_) | Self::Memory(_) => ReasonCode::Memory,

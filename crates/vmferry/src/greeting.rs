@@ -1,11 +1,12 @@
 //! The first bytes on every channel: who speaks, which protocol versions, which role.
 
 use std::io::{self, Read, Write};
+use std::ops::RangeInclusive;
 
 use vmferry_transport::TransportError;
 use vmferry_wire::{
-    HELLO_BYTES, HELLO_REPLY_BYTES, Hello, HelloReply, HelloStatus, PROTOCOL_VERSION_MAX,
-    PROTOCOL_VERSION_MIN, Reason, ReasonCode, Role, Token,
+    HELLO_BYTES, HELLO_REPLY_BYTES, Hello, HelloReply, HelloStatus, Reason, ReasonCode, Role,
+    Token, common_version,
 };
 
 use crate::error::MigrateError;
@@ -31,8 +32,16 @@ impl Purpose {
     }
 }
 
-/// Greets the other side on a fresh channel and waits for its answer. Returns the number of the last frame
-/// that is placed of a data channel's lane.
+/// What the destination has answered to a greeting.
+#[derive(Clone, Copy, Debug)]
+pub struct Greeted {
+    /// The version of the protocol that both now speak.
+    pub version: u16,
+    /// The number of the last frame that is placed of a data channel's lane.
+    pub placed: u64,
+}
+
+/// Greets the other side on a fresh channel, as one that speaks `versions`, and waits for its answer.
 ///
 /// # Errors
 /// [`MigrateError::Refused`] when it does not want this channel, [`MigrateError::Transport`] when
@@ -42,17 +51,12 @@ pub fn greet(
     reader: &mut impl Read,
     writer: &mut impl Write,
     purpose: Purpose,
+    versions: &RangeInclusive<u16>,
     peer: &str,
-) -> Result<u64, MigrateError> {
+) -> Result<Greeted, MigrateError> {
     let Purpose { role, lane, token, attempt } = purpose;
-    let hello = Hello {
-        version_min: PROTOCOL_VERSION_MIN,
-        version_max: PROTOCOL_VERSION_MAX,
-        role,
-        lane,
-        token,
-        attempt,
-    };
+    let (version_min, version_max) = (*versions.start(), *versions.end());
+    let hello = Hello { version_min, version_max, role, lane, token, attempt };
     let failed = |error: io::Error| MigrateError::Transport(TransportError::from_io(error, peer));
     let sent = writer.write_all(&hello.encode()).and_then(|()| writer.flush());
     let mut reply = [0; HELLO_REPLY_BYTES];
@@ -64,21 +68,24 @@ pub fn greet(
         }
         (Err(error), _) => return Err(failed(error)),
     }
-    let reply = HelloReply::parse(&reply).map_err(|error| MigrateError::Protocol {
+    let protocol = |reason: String| MigrateError::Protocol {
         channel: channel_name(role, lane),
         offset: 0,
-        reason: error.to_string(),
-    })?;
+        reason,
+    };
+    let reply = HelloReply::parse(&reply).map_err(|error| protocol(error.to_string()))?;
     let (code, text) = match reply.status {
-        HelloStatus::Ok => return Ok(reply.placed),
-        HelloStatus::Version => (
-            ReasonCode::Protocol,
-            format!(
-                "it speaks protocol versions {} to {}, this side {PROTOCOL_VERSION_MIN} to \
-                 {PROTOCOL_VERSION_MAX}: use the same vmferry release on both hosts",
-                reply.version_min, reply.version_max
-            ),
-        ),
+        HelloStatus::Ok if versions.contains(&reply.version) => {
+            return Ok(Greeted { version: reply.version, placed: reply.placed });
+        }
+        HelloStatus::Ok => {
+            let ours = words(versions);
+            let text = format!("it speaks protocol {} to a side of {ours}", reply.version);
+            return Err(protocol(text));
+        }
+        HelloStatus::Version => {
+            (ReasonCode::Protocol, no_common_version("it", &reply.versions(), versions))
+        }
         HelloStatus::Busy => (
             ReasonCode::Busy,
             "it is receiving or running another guest: start another `vmferry receive`".to_owned(),
@@ -102,15 +109,25 @@ pub fn greet(
     Err(MigrateError::Refused { peer: "destination", reason: Reason::new(code, &text) })
 }
 
-/// Reads a greeting. A version that is not ours is answered here.
+/// What the destination says in its answers to a source.
+#[derive(Clone, Debug)]
+pub struct Versions {
+    /// The versions that the destination speaks.
+    pub ours: RangeInclusive<u16>,
+    /// The one that both now speak.
+    pub version: u16,
+}
+
+/// Reads a greeting, as a side that speaks `versions`. One without a version in common is answered here.
 ///
 /// # Errors
 /// As [`greet`].
 pub fn read_hello(
     reader: &mut impl Read,
     writer: &mut impl Write,
+    versions: &RangeInclusive<u16>,
     peer: &str,
-) -> Result<Hello, MigrateError> {
+) -> Result<(Hello, Versions), MigrateError> {
     let mut bytes = [0; HELLO_BYTES];
     reader
         .read_exact(&mut bytes)
@@ -120,33 +137,56 @@ pub fn read_hello(
         offset: 0,
         reason: error.to_string(),
     })?;
-    if hello.version_min > PROTOCOL_VERSION_MAX || hello.version_max < PROTOCOL_VERSION_MIN {
-        let _ = answer(writer, HelloStatus::Version, 0);
-        let reason = format!(
-            "the source speaks protocol versions {} to {}, this side {PROTOCOL_VERSION_MIN} to \
-             {PROTOCOL_VERSION_MAX}",
-            hello.version_min, hello.version_max
-        );
+    let common = common_version(versions, &hello.versions());
+    let spoken = Versions { ours: versions.clone(), version: common.unwrap_or(*versions.end()) };
+    if common.is_none() {
+        let _ = answer(writer, &spoken, HelloStatus::Version, 0);
+        let reason = no_common_version("the source", &hello.versions(), versions);
         return Err(MigrateError::Refused {
             peer: "destination",
             reason: Reason::new(ReasonCode::Incompatible, &reason),
         });
     }
-    Ok(hello)
+    Ok((hello, spoken))
+}
+
+/// Why two sides can't speak with each other, and what to do.
+fn no_common_version(
+    who: &str,
+    theirs: &RangeInclusive<u16>,
+    ours: &RangeInclusive<u16>,
+) -> String {
+    let older = if theirs.end() < ours.start() { "the other host" } else { "this host" };
+    format!(
+        "{who} speaks protocol {}, and this side {}: leave `--protocol` out where it is given, or upgrade vmferry on \
+         {older} to a release that speaks both",
+        words(theirs),
+        words(ours)
+    )
+}
+
+fn words(versions: &RangeInclusive<u16>) -> String {
+    let (oldest, newest) = (versions.start(), versions.end());
+    if oldest == newest {
+        format!("version {newest}")
+    } else {
+        format!("versions {oldest} to {newest}")
+    }
 }
 
 /// Answers a greeting. `placed`: of a data channel's lane, see [`HelloReply`].
 ///
 /// # Errors
 /// The channel's.
-pub fn answer(writer: &mut impl Write, status: HelloStatus, placed: u64) -> io::Result<()> {
-    let reply = HelloReply {
-        status,
-        version_min: PROTOCOL_VERSION_MIN,
-        version_max: PROTOCOL_VERSION_MAX,
-        version: PROTOCOL_VERSION_MAX,
-        placed,
-    };
+pub fn answer(
+    writer: &mut impl Write,
+    versions: &Versions,
+    status: HelloStatus,
+    placed: u64,
+) -> io::Result<()> {
+    let (version_min, version_max) = (*versions.ours.start(), *versions.ours.end());
+    let version = versions.version;
+    let reply = HelloReply { status, version_min, version_max, version, placed };
     writer.write_all(&reply.encode())?;
     writer.flush()
 }

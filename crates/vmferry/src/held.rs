@@ -219,12 +219,12 @@ impl<V> Running<V> {
 }
 
 impl<V: SourceVm> Paused<V> {
-    /// Saves the state of vCPUs and devices.
+    /// Saves the state of vCPUs and devices, for a destination that speaks this version of the protocol.
     ///
     /// # Errors
     /// What the VMM says; the guest stays paused.
-    pub fn save(&mut self) -> Result<Vec<u8>, VmError> {
-        self.0.as_mut().map_or_else(|| Err("the guest is gone".into()), SourceVm::save)
+    pub fn save(&mut self, protocol: u16) -> Result<Vec<u8>, VmError> {
+        self.0.as_mut().map_or_else(|| Err("the guest is gone".into()), |vm| vm.save_for(protocol))
     }
 }
 

@@ -28,6 +28,8 @@ pub mod handover;
 pub mod held;
 pub mod journal;
 pub mod link;
+pub mod newer;
+pub mod peer;
 pub mod policy;
 pub mod source;
 pub mod stats;

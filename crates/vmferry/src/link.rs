@@ -16,14 +16,16 @@ pub struct ControlWriter<W>(Mutex<Outgoing<W>>);
 #[derive(Debug)]
 struct Outgoing<W> {
     writer: W,
+    /// Of the protocol.
+    version: u16,
     /// Kept, so that acknowledgements allocate nothing.
     bytes: Vec<u8>,
 }
 
 impl<W: Write> ControlWriter<W> {
-    /// Wraps a channel's sending half.
-    pub fn new(writer: W) -> Self {
-        Self(Mutex::new(Outgoing { writer, bytes: Vec::new() }))
+    /// Wraps the sending half of a channel on which a version of the protocol was agreed on.
+    pub fn new(writer: W, version: u16) -> Self {
+        Self(Mutex::new(Outgoing { writer, version, bytes: Vec::new() }))
     }
 
     /// Sends one message whole, flushed.
@@ -32,9 +34,9 @@ impl<W: Write> ControlWriter<W> {
     /// The channel's; some of the message may be on its way then.
     pub fn send(&self, message: &ControlMessage) -> io::Result<()> {
         let mut outgoing = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let Outgoing { writer, bytes } = &mut *outgoing;
+        let Outgoing { writer, version, bytes } = &mut *outgoing;
         bytes.clear();
-        message.encode(bytes);
+        message.encode(*version, bytes);
         writer.write_all(bytes)?;
         writer.flush()
     }
@@ -77,14 +79,22 @@ impl ControlSlot {
 #[derive(Debug)]
 pub struct ControlReader<R> {
     reader: R,
+    /// Of the protocol.
+    version: u16,
     offset: u64,
     body: Vec<u8>,
+    ignored: Vec<u16>,
 }
 
 impl<R: Read> ControlReader<R> {
-    /// Wraps a channel's receiving half.
-    pub fn new(reader: R) -> Self {
-        Self { reader, offset: 0, body: Vec::new() }
+    /// Wraps the receiving half of a channel on which a version of the protocol was agreed on.
+    pub fn new(reader: R, version: u16) -> Self {
+        Self { reader, version, offset: 0, body: Vec::new(), ignored: Vec::new() }
+    }
+
+    /// Fields of the last message that this release does not know, and that were left out.
+    pub fn ignored(&self) -> &[u16] {
+        &self.ignored
     }
 
     /// The next message. The end of the channel is an error: no message says "the end".
@@ -107,9 +117,12 @@ impl<R: Read> ControlReader<R> {
         let filled = self.fill(&mut body, during);
         self.body = body;
         filled?;
-        let message = header.decode(&self.body).map_err(|error| protocol(self.offset, error))?;
+        let decoded = header
+            .decode(self.version, &self.body)
+            .map_err(|error| protocol(self.offset, error))?;
         self.offset += self.body.len() as u64;
-        Ok(message)
+        self.ignored = decoded.ignored;
+        Ok(decoded.message)
     }
 
     fn fill(&mut self, into: &mut [u8], during: &'static str) -> Result<(), MigrateError> {

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 use vmferry_codec::{FrameCounts, Method};
-use vmferry_wire::Algorithm;
+use vmferry_wire::{Algorithm, Release};
 
 /// Pages by how they travelled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -189,6 +189,12 @@ pub struct SourceStats {
     pub channels: u8,
     /// How the link is made, such as `tls 127.0.0.1:7001`.
     pub transport: String,
+    /// The version of the protocol that both sides spoke.
+    pub protocol: u16,
+    /// What the destination is, if it has said so: since version 2 of the protocol.
+    pub destination: Option<Release>,
+    /// Fields of a newer release in what the destination said, that were left out.
+    pub unknown_fields: u64,
     /// Round trip on the control channel, in milliseconds.
     pub round_trip_ms: f64,
     /// How often a lost channel was made again.
@@ -220,4 +226,10 @@ pub struct DestinationStats {
     pub start_ms: f64,
     /// CPU seconds of the engine's threads, not of the guest's vCPUs.
     pub engine_cpu_s: f64,
+    /// The version of the protocol that both sides spoke.
+    pub protocol: u16,
+    /// What the source is, if it has said so: since version 2 of the protocol.
+    pub source: Option<Release>,
+    /// Fields of a newer release in what the source said, that were left out.
+    pub unknown_fields: u64,
 }

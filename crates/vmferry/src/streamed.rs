@@ -89,6 +89,11 @@ pub trait StreamedVm: Resume {
     /// memory blocks, which [`PageMark`]s refer to.
     fn describe(&self) -> GuestDescription;
 
+    /// The VMM and its release, such as `QEMU 10.0.2`: for people, where two releases do not fit. Empty by default.
+    fn release(&self) -> String {
+        String::new()
+    }
+
     /// How many streams it makes: one lane carries each.
     fn streams(&self) -> u8;
 

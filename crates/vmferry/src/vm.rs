@@ -88,6 +88,20 @@ pub trait SourceVm: Resume {
     /// The guest stays paused and unchanged.
     fn save(&mut self) -> Result<Vec<u8>, VmError>;
 
+    /// The same, for a destination that speaks this version of the protocol: what a release of that version reads. A VMM
+    /// whose state has not changed since version 1 need not care.
+    ///
+    /// # Errors
+    /// As [`save`](Self::save).
+    fn save_for(&mut self, _protocol: u16) -> Result<Vec<u8>, VmError> {
+        self.save()
+    }
+
+    /// The VMM and its release, such as `QEMU 10.0.2`: for people, where two releases do not fit. Empty by default.
+    fn release(&self) -> String {
+        String::new()
+    }
+
     /// What [`save`](Self::save) will return and cost.
     fn state_estimate(&self) -> StateEstimate {
         StateEstimate::default()
@@ -147,6 +161,11 @@ pub trait DestinationVm: Send + 'static {
     /// # Errors
     /// State that cannot be loaded: the migration ends and the source runs on.
     fn load(&mut self, state: &[u8]) -> Result<(), VmError>;
+
+    /// The VMM and its release, such as `QEMU 10.0.2`: for people, where two releases do not fit. Empty by default.
+    fn release(&self) -> String {
+        String::new()
+    }
 
     /// Throws everything away that was made since [`prepare`](Self::prepare), which may then be
     /// called again for another attempt. The guest never ran.

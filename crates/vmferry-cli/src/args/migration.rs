@@ -2,8 +2,10 @@
 
 use std::time::Duration;
 
+use clap::builder::RangedI64ValueParser;
 use clap::{Args, ValueEnum};
 use vmferry::compression::CompressionWay;
+use vmferry_wire::{PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN};
 
 use super::{parse_bytes, parse_duration};
 
@@ -52,9 +54,18 @@ pub struct MigrationOptions {
     /// sent; 0 for none.
     #[arg(long, default_value = "256M", value_parser = parse_bytes, value_name = "BYTES")]
     pub delta_memory: u64,
+    /// Speak this version of the protocol only, such as the one of the release before while hosts are upgraded
+    /// (docs/upgrading.md); by default the newest that the destination speaks too.
+    #[arg(long, value_name = "VERSION", value_parser = parse_protocol())]
+    pub protocol: Option<u16>,
     /// Send free pages too, even if the guest has a balloon whose driver would say which these are.
     #[arg(long)]
     pub no_free_page_hints: bool,
+}
+
+/// A version of the protocol that this release speaks.
+pub fn parse_protocol() -> RangedI64ValueParser<u16> {
+    clap::value_parser!(u16).range(i64::from(PROTOCOL_VERSION_MIN)..=PROTOCOL_VERSION_MAX.into())
 }
 
 /// What to do when a migration does not converge.

@@ -7,6 +7,7 @@ use vmferry_dirty::{LogChoice, SoftwareWay};
 use vmferry_memory::MemoryKind;
 use vmferry_sandbox::Wanted;
 
+use super::migration::parse_protocol;
 use super::{TlsOptions, parse_bytes};
 
 /// `vmferry receive`.
@@ -60,6 +61,9 @@ pub struct ReceiveOptions {
     /// Threads that decode and place pages; by default one for each processor, at most 16.
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u8).range(1..=64))]
     pub workers: Option<u8>,
+    /// Speak this version of the protocol only; by default the newest that the source speaks too.
+    #[arg(long, value_name = "VERSION", value_parser = parse_protocol())]
+    pub protocol: Option<u16>,
     /// End after the first attempt that fails.
     #[arg(long)]
     pub once: bool,

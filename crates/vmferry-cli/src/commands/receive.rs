@@ -14,7 +14,7 @@ use vmferry_transport::{Address, Listener};
 
 use super::directory;
 use super::host::{ending, host};
-use super::send::{address, tls_files};
+use super::send::{address, protocol, tls_files};
 use crate::args::ReceiveOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
@@ -101,6 +101,7 @@ pub fn config(
     let mut config = DestinationConfig::new(journals);
     config.once = options.once;
     config.workers = options.workers;
+    config.protocol = protocol(options.protocol);
     if let Some(path) = &options.policy {
         let policy = Policy::load(path).map_err(|error| Failure::of(Code::Usage, error))?;
         let output = output.clone();
@@ -134,8 +135,13 @@ pub fn listen(options: &ReceiveOptions, output: &Output) -> Result<Listener, Fai
 /// Shows what happens.
 pub fn tell(notice: &Notice, output: &Output) {
     output.event(notice, || match notice {
-        Notice::Session(Report::Accepted { name, memory_bytes, lanes }) => {
-            format!("{name} is coming: {} MiB over {lanes} channels", memory_bytes >> 20)
+        Notice::Session(Report::Accepted { name, memory_bytes, lanes, protocol, source }) => {
+            let mib = memory_bytes >> 20;
+            let of = source.as_ref().map_or_else(String::new, |source| format!(", from {source}"));
+            format!("{name} is coming: {mib} MiB over {lanes} channels, protocol {protocol}{of}")
+        }
+        Notice::Session(Report::UnknownFields { message, fields }) => {
+            format!("the source is newer: left out of its {message}: fields {fields:?}")
         }
         Notice::Session(Report::LinkLost { channel, reason }) => {
             format!("{channel}: {reason}; waiting for the source to make it again")

@@ -1,8 +1,10 @@
 //! `vmferry send`: moves a running guest.
 
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use serde_json::Value;
+use vmferry::config::PROTOCOL_VERSIONS;
 use vmferry_microvm::control::{MigrateRequest, Request, TlsFiles, call};
 use vmferry_transport::{Address, Dialer, IdentityFiles};
 
@@ -70,7 +72,13 @@ pub fn migrate_request(
         delta_memory: options.delta_memory,
         free_page_hints: !options.no_free_page_hints,
         verify,
+        protocol: options.protocol,
     }
+}
+
+/// The versions of the protocol that an option leaves.
+pub fn protocol(option: Option<u16>) -> RangeInclusive<u16> {
+    option.map_or(PROTOCOL_VERSIONS, |version| version..=version)
 }
 
 /// The engine's word for it.

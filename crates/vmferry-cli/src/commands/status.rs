@@ -71,11 +71,13 @@ fn describe(status: &Value) -> String {
         format!("{} ({})", text(&status["name"]), text(&status["uuid"])),
         format!("  {} on {}: {}", phase(status), text(&status["guest"]), text(&status["choice"])),
         format!(
-            "  {} of {} memory, {} vCPUs, process {}",
+            "  {} of {} memory, {} vCPUs, process {}{}",
             ByteSize(status["memory_bytes"].as_u64().unwrap_or_default()),
             text(&status["memory_kind"]),
             text(&status["vcpus"]),
-            text(&status["pid"])
+            text(&status["pid"]),
+            // A VMM of an older release does not say.
+            status["release"].as_str().map_or_else(String::new, |it| format!(" of vmferry {it}"))
         ),
     ];
     // Only our own guest tells what it does.

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use vmferry::compression::{CompressionWay, WhenBusy};
 use vmferry::convergence::WhenStuck;
 use vmferry::handover::OperatorWord;
+use vmferry::newer;
 use vmferry_transport::{Address, Dialer, IdentityFiles, TlsIdentity, TransportError};
 
 /// A request.
@@ -45,6 +46,41 @@ pub enum Request {
         /// Who has the guest.
         word: OperatorWord,
     },
+}
+
+/// What every request has, of whatever release.
+#[derive(Deserialize)]
+struct Kind {
+    request: String,
+}
+
+/// The requests of this release.
+const KINDS: [&str; 9] =
+    ["status", "pause", "resume", "quit", "migrate", "set", "cancel", "balloon", "resolve"];
+
+impl Request {
+    /// Reads a line. What stands in a member `optional` may be unknown.
+    ///
+    /// # Errors
+    /// [`ErrorCode::BadRequest`], with the name of the request or of the member that this release does not know.
+    pub fn read(line: &str) -> Result<Self, ControlError> {
+        let bad = |text: String| ControlError::new(ErrorCode::BadRequest, text);
+        let kind: Kind = serde_json::from_str(line)
+            .map_err(|error| bad(format!("this is no request: {error}")))?;
+        let (name, release) = (kind.request, env!("CARGO_PKG_VERSION"));
+        if !KINDS.contains(&name.as_str()) {
+            let text = format!(
+                "this guest's VMM is vmferry {release}, which has no request `{name}`: use that release's command"
+            );
+            return Err(bad(text));
+        }
+        newer::read(line.as_bytes()).map_err(|error| {
+            bad(format!(
+                "this guest's VMM is vmferry {release}, and can't read this request `{name}`: {error}; leave the option \
+                 out, or use that release's command"
+            ))
+        })
+    }
 }
 
 /// How to migrate.
@@ -88,6 +124,9 @@ pub struct MigrateRequest {
     pub free_page_hints: bool,
     /// Hash both memories whole before COMMIT.
     pub verify: bool,
+    /// The only version of the protocol to be spoken; none: the newest that the destination speaks too.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub protocol: Option<u16>,
 }
 
 fn yes() -> bool {
@@ -235,7 +274,8 @@ pub enum ErrorCode {
     Corrupt,
     /// COMMIT is written and the destination's word is not known.
     InDoubt,
-    /// This host or the other one failed.
+    /// This host or the other one failed; or a VMM of a newer release has a code that this one does not know.
+    #[serde(other)]
     Internal,
 }
 
@@ -287,6 +327,7 @@ mod tests {
             delta_memory: 1 << 20,
             free_page_hints: false,
             verify: true,
+            protocol: None,
         };
         let requests = [
             Request::Status {},
@@ -303,9 +344,100 @@ mod tests {
     }
 
     #[test]
-    fn unknown_requests_and_fields_are_refused() {
-        for text in [r#"{"request":"dance"}"#, r#"{"request":"status","x":1}"#, "{}", "[]"] {
-            assert!(serde_json::from_str::<Request>(text).is_err(), "{text}");
+    fn unknown_requests_and_members_are_refused_by_name() {
+        for (text, names) in [
+            (r#"{"request":"dance"}"#, "no request `dance`"),
+            (r#"{"request":"dance","optional":{}}"#, "no request `dance`"),
+            (r#"{"request":"status","x":1}"#, "unknown field `x`"),
+            (r#"{"request":"set","max_bandwidth":null,"x":1}"#, "unknown field `x`"),
+            (r#"{"request":"resolve","word":"nobody"}"#, "unknown variant `nobody`"),
+            ("{}", "missing field `request`"),
+            ("[]", "no request"),
+            ("", "no request"),
+        ] {
+            let error = Request::read(text).unwrap_err();
+            assert_eq!(error.code, ErrorCode::BadRequest);
+            assert!(error.message.contains(names), "{text}: {error}");
         }
+        let text = r#"{"request":"status","optional":{"x":1}}"#;
+        assert_eq!(Request::read(text), Ok(Request::Status {}));
+    }
+
+    /// A migration whose options the VMM does not know all must not begin.
+    #[test]
+    fn an_unknown_option_of_a_migration_is_refused_by_name() {
+        let line = GOLDEN[4].1;
+        for (golden, later) in [
+            (r#""verify":true"#, r#""verify":true,"freeze_disks":true"#),
+            (r#""ca":"a""#, r#""ca":"a","pinned":"x""#),
+        ] {
+            let newer = line.replace(golden, later);
+            assert_ne!(newer, line);
+            let error = Request::read(&newer).unwrap_err().to_string();
+            let name = if later.contains("freeze") { "freeze_disks" } else { "pinned" };
+            assert!(error.contains(&format!("unknown field `{name}`")), "{error}");
+        }
+    }
+
+    /// Requests as this release writes them, and those that it reads of releases before.
+    const GOLDEN: [(bool, &str); 12] = [
+        (true, r#"{"request":"status"}"#),
+        (true, r#"{"request":"pause"}"#),
+        (true, r#"{"request":"resume"}"#),
+        (true, r#"{"request":"quit"}"#),
+        (
+            true,
+            r#"{"request":"migrate","to":"tls:b:1","tls":{"ca":"a","certificate":"c","key":"k","revocations":[],"revocations_if_present":"r","clock_skew":{"secs":300,"nanos":0},"server_name":null,"destination_id":"spiffe://x"},"channels":2,"downtime_limit":{"secs":0,"nanos":300000000},"max_bandwidth":null,"max_rounds":30,"reconnect_timeout":{"secs":30,"nanos":0},"timeout":null,"when_stuck":"refuse","throttle":80,"compress":"zstd:3","when_busy":"raw","workers":null,"delta_memory":268435456,"free_page_hints":true,"verify":true}"#,
+        ),
+        (
+            true,
+            r#"{"request":"migrate","to":"unix:b","tls":null,"channels":16,"downtime_limit":{"secs":1,"nanos":0},"max_bandwidth":9,"max_rounds":1,"reconnect_timeout":{"secs":0,"nanos":0},"timeout":{"secs":60,"nanos":0},"when_stuck":"switch-over","throttle":0,"compress":"auto","when_busy":"wait","workers":3,"delta_memory":0,"free_page_hints":false,"verify":false,"protocol":1}"#,
+        ),
+        (true, r#"{"request":"set","max_bandwidth":null}"#),
+        (true, r#"{"request":"cancel"}"#),
+        (true, r#"{"request":"balloon","target_bytes":1048576}"#),
+        (true, r#"{"request":"resolve","word":"source-resumes"}"#),
+        (true, r#"{"request":"resolve","word":"destination-owns"}"#),
+        (false, r#"{"request":"balloon"}"#),
+    ];
+
+    #[test]
+    fn golden_requests() {
+        for (written, line) in GOLDEN {
+            let request = Request::read(line).expect(line);
+            let text = serde_json::to_string(&request).unwrap();
+            assert!(!written || text == line, "{text}");
+        }
+        for kind in KINDS {
+            let line = format!(r#"{{"request":"{kind}""#);
+            assert!(GOLDEN.iter().any(|(_, golden)| golden.starts_with(&line)), "{kind}");
+        }
+    }
+
+    #[test]
+    fn golden_answers() {
+        let refused = ControlError::new(ErrorCode::WrongState, "no");
+        let text = serde_json::to_string(&refused).unwrap();
+        assert_eq!(text, r#"{"code":"wrong-state","message":"no"}"#);
+        for (code, name) in [
+            (ErrorCode::BadRequest, "bad-request"),
+            (ErrorCode::Connect, "connect"),
+            (ErrorCode::Authentication, "authentication"),
+            (ErrorCode::Protocol, "protocol"),
+            (ErrorCode::Incompatible, "incompatible"),
+            (ErrorCode::Busy, "busy"),
+            (ErrorCode::LinkLost, "link-lost"),
+            (ErrorCode::NotConverging, "not-converging"),
+            (ErrorCode::Cancelled, "cancelled"),
+            (ErrorCode::Corrupt, "corrupt"),
+            (ErrorCode::InDoubt, "in-doubt"),
+            (ErrorCode::Internal, "internal"),
+        ] {
+            assert_eq!(serde_json::to_string(&code).unwrap(), format!("\"{name}\""));
+        }
+        // A VMM of a newer release: the words are what counts.
+        let newer = r#"{"code":"frozen","message":"thaw it first","since":9}"#;
+        let error: ControlError = serde_json::from_str(newer).unwrap();
+        assert_eq!((error.code, error.message.as_str()), (ErrorCode::Internal, "thaw it first"));
     }
 }

@@ -236,7 +236,7 @@ impl Replies {
         if !line.ends_with('\n') {
             return Err(bad(format!("a request is one line of at most {MAX_LINE_BYTES} bytes")));
         }
-        serde_json::from_str(&line).map_err(|error| bad(format!("no such request: {error}")))
+        Request::read(&line)
     }
 
     fn descriptors(&self) -> MutexGuard<'_, Vec<OwnedFd>> {

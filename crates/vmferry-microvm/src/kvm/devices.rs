@@ -106,10 +106,7 @@ impl Devices {
     }
 
     pub(super) fn save(&self, out: &mut StateWriter) -> Result<(), KvmError> {
-        let state = self.serial().state();
-        let mut bytes = registers(&state).to_vec();
-        bytes.extend_from_slice(&state.in_buffer);
-        Ok(out.section(&SERIAL, 0, &bytes)?)
+        write_serial(&self.serial().state(), out)
     }
 
     pub(super) fn load(&self, state: &SerialState) -> Result<(), KvmError> {
@@ -124,6 +121,13 @@ impl Devices {
     pub(super) fn serial(&self) -> MutexGuard<'_, Serial<Interrupt, NoEvents, SerialOutput>> {
         self.serial.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Appends the serial port's section.
+pub(super) fn write_serial(state: &SerialState, out: &mut StateWriter) -> Result<(), KvmError> {
+    let mut bytes = registers(state).to_vec();
+    bytes.extend_from_slice(&state.in_buffer);
+    Ok(out.section(&SERIAL, 0, &bytes)?)
 }
 
 /// Parses the serial port's section.

@@ -17,6 +17,7 @@ use crate::state::StateError;
 mod balloon;
 mod display;
 mod driver;
+mod golden;
 mod heap;
 mod logs;
 mod throttle;

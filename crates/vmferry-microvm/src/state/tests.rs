@@ -55,6 +55,72 @@ fn unknown_mandatory_and_newer_sections_are_refused_by_name() {
     assert_eq!(reader.section(&old, 0).unwrap_err(), newer);
 }
 
+/// A section that has changed: since version 2 there is a count before its words.
+#[derive(Debug, PartialEq)]
+struct Changed(Vec<u16>);
+
+impl Changed {
+    const KIND: SectionKind = SectionKind::mandatory("changed", 2).since(2);
+
+    fn write(&self, out: &mut StateWriter) {
+        let mut bytes = Vec::new();
+        if out.version_of(&Self::KIND) >= 2 {
+            bytes.extend_from_slice(&(self.0.len() as u16).to_le_bytes());
+        }
+        self.0.iter().for_each(|word| bytes.extend_from_slice(&word.to_le_bytes()));
+        out.section(&Self::KIND, 0, &bytes).unwrap();
+    }
+
+    fn read(from: &StateReader<'_>) -> Self {
+        let section = from.section(&Self::KIND, 0).unwrap();
+        let words: Vec<u16> = section.abi_list(9).unwrap();
+        Self(if section.version() == 1 { words } else { words[1..].to_vec() })
+    }
+}
+
+#[test]
+fn a_changed_section_moves_between_two_releases_both_ways() {
+    let content = Changed(vec![7, 8]);
+    for (protocol, version, bytes) in [(1, 1, 4), (2, 2, 6)] {
+        let mut out = StateWriter::for_protocol(protocol);
+        content.write(&mut out);
+        let state = out.finish();
+        let reader = StateReader::parse(&state).unwrap();
+        let section = reader.sections()[0];
+        assert_eq!((section.version(), section.payload().len()), (version, bytes));
+        assert_eq!(Changed::read(&reader), content, "the newer release reads both");
+        // The release before knows version 1 only.
+        let before = SectionKind::mandatory("changed", 1);
+        assert_eq!(reader.refuse_unknown(&[&[before]]).is_ok(), protocol == 1);
+    }
+}
+
+#[test]
+fn an_unknown_optional_section_is_left_out() {
+    let mut out = StateWriter::new();
+    out.section(&A, 0, &[]).unwrap();
+    out.section(&SectionKind::optional("later", 9), 0, b"what a newer release knows").unwrap();
+    let state = out.finish();
+    let reader = StateReader::parse(&state).unwrap();
+    reader.refuse_unknown(&[&[A]]).unwrap();
+    // The same section as a mandatory one: the negative control.
+    let mut out = StateWriter::new();
+    out.section(&SectionKind::mandatory("later", 9), 0, &[]).unwrap();
+    let state = out.finish();
+    let error = StateReader::parse(&state).unwrap().refuse_unknown(&[&[A]]).unwrap_err();
+    assert_eq!(error, StateError::Unknown { name: "later".into() });
+}
+
+#[test]
+fn a_newer_container_is_refused_by_its_format() {
+    let mut bytes = sample();
+    bytes[8] = 2;
+    let sum = crc32c(&bytes[..16]);
+    bytes[16..20].copy_from_slice(&sum.to_le_bytes());
+    let error = StateReader::parse(&bytes).unwrap_err();
+    assert_eq!(error, StateError::Format { found: 2, supported: 1 });
+}
+
 #[test]
 fn a_duplicate_section_and_trailing_bytes_are_refused() {
     let mut writer = StateWriter::new();

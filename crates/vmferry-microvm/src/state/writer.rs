@@ -1,5 +1,6 @@
 //! Writes a container.
 
+use vmferry_wire::PROTOCOL_VERSION_MAX;
 use zerocopy::{Immutable, IntoBytes};
 
 use super::{
@@ -13,6 +14,8 @@ use super::{
 pub struct StateWriter {
     bytes: Vec<u8>,
     sections: u32,
+    /// The version of the protocol that the reader speaks.
+    protocol: u16,
 }
 
 impl Default for StateWriter {
@@ -22,13 +25,25 @@ impl Default for StateWriter {
 }
 
 impl StateWriter {
-    /// An empty container.
+    /// An empty container for a host of this release.
     #[must_use]
     pub fn new() -> Self {
-        Self { bytes: vec![0; HEADER_BYTES], sections: 0 }
+        Self::for_protocol(PROTOCOL_VERSION_MAX)
     }
 
-    /// Appends a section of any content.
+    /// An empty container for a host that speaks this version of the migration protocol.
+    #[must_use]
+    pub fn for_protocol(protocol: u16) -> Self {
+        Self { bytes: vec![0; HEADER_BYTES], sections: 0, protocol }
+    }
+
+    /// The version in which the content of a section is to be written.
+    #[must_use]
+    pub fn version_of(&self, kind: &SectionKind) -> u16 {
+        kind.version_for(self.protocol)
+    }
+
+    /// Appends a section whose content is of the version that [`version_of`](Self::version_of) says.
     ///
     /// # Errors
     /// [`StateError::TooLarge`] for more than 4 GiB.
@@ -45,7 +60,7 @@ impl StateWriter {
         // anyway.
         let name = &kind.name.as_bytes()[..kind.name.len().min(NAME_BYTES)];
         header[..name.len()].copy_from_slice(name);
-        header[24..26].copy_from_slice(&kind.version.to_le_bytes());
+        header[24..26].copy_from_slice(&self.version_of(kind).to_le_bytes());
         header[26..28]
             .copy_from_slice(&(if kind.mandatory { FLAG_MANDATORY } else { 0 }).to_le_bytes());
         header[28..32].copy_from_slice(&instance.to_le_bytes());

@@ -19,6 +19,7 @@ pub const MAX_CHANNELS: u8 = MAX_LANES - 1;
 
 /// A RAM block of QEMU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct StreamedBlock {
     /// QEMU's name of it.
     pub name: String,
@@ -30,6 +31,7 @@ pub struct StreamedBlock {
 
 /// A QEMU, as the other side must know it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Description {
     /// The host that it runs on, for as long as that runs.
     pub host: String,

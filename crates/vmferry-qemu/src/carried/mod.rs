@@ -22,6 +22,8 @@ mod watch;
 pub use arrival::Arrival;
 pub use channels::Place;
 pub use description::Description;
+#[cfg(test)]
+pub use description::StreamedBlock;
 pub use source::CarriedSource;
 
 /// The name of this kind of machine, which source and destination must agree on.

@@ -224,6 +224,10 @@ impl StreamedVm for CarriedSource {
         describe(&self.identity, &self.description)
     }
 
+    fn release(&self) -> String {
+        format!("QEMU {}", self.version)
+    }
+
     fn streams(&self) -> u8 {
         1 + self.description.multifd
     }

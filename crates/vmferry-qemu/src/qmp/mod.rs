@@ -107,6 +107,12 @@ impl Qmp {
         self.version
     }
 
+    /// QEMU and its version, for people.
+    #[must_use]
+    pub fn release(&self) -> String {
+        format!("QEMU {}", self.version)
+    }
+
     /// The QEMU process.
     #[must_use]
     pub fn pid(&self) -> u32 {

@@ -79,7 +79,7 @@ impl Session {
                 let links: Vec<LinkId> = self.links.keys().copied().collect();
                 links.into_iter().filter_map(|link| self.send(link, &message, network)).next()
             }
-            Action::Prepare(guest) => Some(Input::Prepared(
+            Action::Prepare { guest, .. } => Some(Input::Prepared(
                 self.vm
                     .prepare(&guest)
                     .map(|landing| {

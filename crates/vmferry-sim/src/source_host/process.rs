@@ -171,7 +171,7 @@ impl Process {
             Action::Save => {
                 let Held::Paused(paused) = &mut self.held else { return None };
                 let took = Duration::from_micros(100);
-                Some(paused.save().map_or_else(
+                Some(paused.save(network.protocol).map_or_else(
                     |source| Input::Failed(MigrateError::Vm { action: "save its state", source }),
                     |state| Input::Saved { state, took },
                 ))
@@ -212,7 +212,8 @@ impl Process {
                 self.dial_control(Role::Query, (Token([0; 16]), 0), delay, network);
                 None
             }
-            Action::Report(_) => None,
+            // The frames of this source are packed with what every destination knows.
+            Action::Report(_) | Action::PackWith(_) => None,
         }
     }
 }

@@ -1,14 +1,17 @@
 //! Who comes to the listening address: what a connection wants, and the first answers to it.
 
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter, PeerIdentity, Pending};
-use vmferry_wire::{ControlMessage, HelloStatus, Reason, ReasonCode, Role, SessionId, Token};
+use vmferry_wire::{
+    ControlMessage, HelloStatus, Reason, ReasonCode, Release, Role, SessionId, Token,
+};
 
 use super::receive::Notice;
 
 use crate::error::MigrateError;
-use crate::greeting::{answer, read_hello};
+use crate::greeting::{Versions, answer, read_hello};
 use crate::link::{ControlReader, ControlWriter};
 use crate::policy::Admission;
 
@@ -22,6 +25,8 @@ pub struct Connection {
     pub closer: ChannelCloser,
     /// Who it is.
     pub peer: PeerIdentity,
+    /// The versions of the protocol that this side speaks, and the one that both do.
+    pub versions: Versions,
 }
 
 /// A connection that has said what it wants and waits for the answer to its greeting.
@@ -60,13 +65,14 @@ pub enum Arrival {
 }
 
 /// Authenticates a connection and hears what it wants, for so long at each step; whoever calls bounds the
-/// whole. A source that `policy` has nothing for is told so.
+/// whole. A source that `policy` has nothing for is told so. `versions`: of the protocol, that this side speaks.
 ///
 /// # Errors
 /// What is wrong with the peer.
 pub fn receive_greeting(
     pending: Pending,
     timeout: Duration,
+    versions: &RangeInclusive<u16>,
     policy: Option<&dyn Admission>,
 ) -> Result<Arrival, MigrateError> {
     let channel = pending.handshake(timeout)?;
@@ -74,8 +80,9 @@ pub fn receive_greeting(
     let (mut reader, mut writer) = channel.split();
     reader.set_timeout(Some(timeout))?;
     writer.set_timeout(Some(timeout))?;
-    let hello = read_hello(&mut reader, &mut writer, &peer.address)?;
-    let mut connection = Connection { reader, writer, closer, peer };
+    let (hello, versions) = read_hello(&mut reader, &mut writer, versions, &peer.address)?;
+    let version = versions.version;
+    let mut connection = Connection { reader, writer, closer, peer, versions };
     Ok(match hello.role {
         Role::Control => {
             if let Some(Err(refusal)) = policy.map(|policy| policy.check_source(&connection.peer)) {
@@ -92,7 +99,7 @@ pub fn receive_greeting(
         Role::Resume => Arrival::Resume { token: hello.token, attempt: hello.attempt, connection },
         Role::Query => {
             reply(&mut connection, HelloStatus::Ok, 0)?;
-            let mut reader = ControlReader::new(&mut connection.reader);
+            let mut reader = ControlReader::new(&mut connection.reader, version);
             match reader.receive("a question about a session")? {
                 ControlMessage::Query { session } => Arrival::Query { session, connection },
                 other => {
@@ -120,12 +127,14 @@ fn refuse_source(mut connection: Connection, refusal: &str) -> MigrateError {
     let reason = Reason::new(ReasonCode::Unauthorised, refusal);
     let refused = MigrateError::Refused { peer: "destination", reason: reason.clone() };
     // It listens once it has announced its guest. Whoever does not wait for the answer has lost nothing.
-    let mut reader = ControlReader::new(&mut connection.reader);
-    if answer(&mut connection.writer, HelloStatus::Ok, 0).is_ok()
+    let version = connection.versions.version;
+    let mut reader = ControlReader::new(&mut connection.reader, version);
+    if answer(&mut connection.writer, &connection.versions, HelloStatus::Ok, 0).is_ok()
         && reader.receive("a guest's announcement").is_ok()
     {
-        let writer = ControlWriter::new(connection.writer);
-        let said = writer.send(&ControlMessage::Refuse { reason }).and_then(|()| writer.finish());
+        let writer = ControlWriter::new(connection.writer, version);
+        let refuse = ControlMessage::Refuse { reason, release: Some(Release::of_this("")) };
+        let said = writer.send(&refuse).and_then(|()| writer.finish());
         if said.is_ok() {
             // Closed with something unread in it, the connection would be reset, and the answer lost.
             while reader.receive("the end").is_ok() {}
@@ -143,13 +152,13 @@ pub fn reply(
     status: HelloStatus,
     placed: u64,
 ) -> Result<(), MigrateError> {
-    answer(&mut connection.writer, status, placed)
+    answer(&mut connection.writer, &connection.versions, status, placed)
         .map_err(|error| crate::link::lost("greeting", "answering it", &error))
 }
 
 /// Answers a greeting with a refusal and closes the connection in order.
 pub fn turn_away(mut connection: Connection, status: HelloStatus) {
-    if answer(&mut connection.writer, status, 0).is_ok() {
+    if answer(&mut connection.writer, &connection.versions, status, 0).is_ok() {
         // Whoever does not wait for the answer has lost nothing.
         let _ = connection.writer.finish();
     }
@@ -169,7 +178,7 @@ pub fn give_word(
         return Err(MigrateError::Refused { peer: "destination", reason });
     }
     let word = crate::journal::recovered_word(directory, session)?;
-    let writer = ControlWriter::new(connection.writer);
+    let writer = ControlWriter::new(connection.writer, connection.versions.version);
     writer
         .send(&ControlMessage::Answer { session, word })
         .and_then(|()| writer.finish())

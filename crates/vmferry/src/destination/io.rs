@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use vmferry_memory::{PageSet, WholeHash};
-use vmferry_wire::{ControlMessage, SessionId};
+use vmferry_wire::{ControlMessage, Release, SessionId};
 
 use crate::error::MigrateError;
 use crate::vm::GuestDescription;
@@ -27,6 +27,13 @@ pub enum Input {
         link: LinkId,
         /// The message.
         message: ControlMessage,
+    },
+    /// Fields that came with the message that comes next, and were left out.
+    UnknownFields {
+        /// The message's name.
+        message: &'static str,
+        /// Their numbers.
+        fields: Vec<u16>,
     },
     /// The control channel is gone.
     LinkLost(MigrateError),
@@ -99,7 +106,12 @@ pub enum Action {
     /// Send a message on every control channel that is open.
     Broadcast(ControlMessage),
     /// Let the VMM check the guest and make its memory: `Prepared`.
-    Prepare(GuestDescription),
+    Prepare {
+        /// The guest.
+        guest: GuestDescription,
+        /// Whether its VMM streams it; unsaid in version 1 of the protocol.
+        streams: Option<bool>,
+    },
     /// Make the session's journal and append OPEN: `Opened`.
     Open(SessionId),
     /// Accept so many data channels and place what they bring: `LaneEnded` each round.
@@ -143,6 +155,17 @@ pub enum Report {
         memory_bytes: u64,
         /// Data channels.
         lanes: u8,
+        /// The version of the protocol.
+        protocol: u16,
+        /// What the source is, if it has said so.
+        source: Option<Release>,
+    },
+    /// The source says what only a newer release knows, and need not be known. Once for each kind of message.
+    UnknownFields {
+        /// The message's name.
+        message: &'static str,
+        /// Numbers of its fields.
+        fields: Vec<u16>,
     },
     /// A channel is gone, and the source may make it again.
     LinkLost {

@@ -25,6 +25,7 @@ use super::io::{Action, Ending, Input, LinkId};
 use crate::config::Timeouts;
 use crate::error::MigrateError;
 use crate::handover::{DestinationEvent, DestinationState};
+use crate::peer::{DestinationSide, UnknownFields};
 use crate::stats::DestinationStats;
 use crate::vm::GuestDescription;
 
@@ -76,6 +77,8 @@ struct Final {
 pub struct Destination {
     timeouts: Timeouts,
     token: Token,
+    our_side: DestinationSide,
+    unknown_fields: UnknownFields,
     phase: Phase,
     handover: DestinationState,
     actions: VecDeque<Action>,
@@ -101,10 +104,11 @@ impl Destination {
     /// A destination on whose greeted control channel nothing was said yet. `token` is what the
     /// data channels must show.
     #[must_use]
-    pub fn new(timeouts: Timeouts, token: Token, now: Duration) -> Self {
+    pub fn new(timeouts: Timeouts, token: Token, our_side: DestinationSide, now: Duration) -> Self {
         Self {
             timeouts,
             token,
+            unknown_fields: UnknownFields::default(),
             phase: Phase::AwaitBegin,
             handover: DestinationState::Receiving,
             actions: VecDeque::new(),
@@ -121,7 +125,8 @@ impl Destination {
             losses: Losses::default(),
             link_up: true,
             committed_at: now,
-            stats: DestinationStats::default(),
+            stats: DestinationStats { protocol: our_side.protocol, ..DestinationStats::default() },
+            our_side,
         }
     }
 
@@ -137,6 +142,7 @@ impl Destination {
                 }
                 self.on_message(now, link, message);
             }
+            Input::UnknownFields { message, fields } => self.on_unknown_fields(message, fields),
             Input::LinkLost(error) => self.on_control_lost(now, error),
             Input::Resumed => self.on_resumed(now),
             Input::LaneLost { lane, error, .. } => self.on_lane_lost(now, lane, error),
@@ -251,9 +257,12 @@ impl Destination {
                     lanes,
                     verify: _,
                     reconnect_ms,
+                    release,
+                    streams,
                 },
                 Phase::AwaitBegin,
             ) => {
+                self.stats.source = release;
                 self.reconnect =
                     Duration::from_millis(reconnect_ms.into()).min(self.timeouts.reconnect);
                 if let Err(reason) = check_layout(&layout) {
@@ -266,12 +275,9 @@ impl Destination {
                     layout: layout.clone(),
                 });
                 self.phase = Phase::Preparing;
-                self.actions.push_back(Action::Prepare(GuestDescription {
-                    identity: guest,
-                    vmm,
-                    config,
-                    layout,
-                }));
+                let streams = (self.our_side.protocol > 1).then_some(streams);
+                let guest = GuestDescription { identity: guest, vmm, config, layout };
+                self.actions.push_back(Action::Prepare { guest, streams });
             }
             (ControlMessage::Final { lane_sequences, digest, state }, Phase::Receiving) => {
                 if lane_sequences.len() != self.lane_ends.len() {
@@ -405,7 +411,12 @@ mod tests {
 
     #[test]
     fn pages_to_leave_out_must_be_the_guests() {
-        let mut machine = Destination::new(Timeouts::default(), Token([0; 16]), Duration::ZERO);
+        let mut machine = Destination::new(
+            Timeouts::default(),
+            Token([0; 16]),
+            DestinationSide::default(),
+            Duration::ZERO,
+        );
         let layout = vec![SlotLayout { slot: SlotId(0), gpa: 0, pages: 10 }];
         let begin = ControlMessage::Begin {
             session: SessionId([1; 16]),
@@ -416,6 +427,8 @@ mod tests {
             lanes: 1,
             verify: true,
             reconnect_ms: 0,
+            release: None,
+            streams: false,
         };
         machine.handle(Duration::ZERO, Input::Control { link: LinkId::CONTROL, message: begin });
         machine.leave_out(SlotId(0), &[(0, 2), (9, 1)]).unwrap();

@@ -108,6 +108,9 @@ pub fn receive<V: DestinationVm>(
     stop: &Stop,
     watch: &mut dyn FnMut(&Notice),
 ) -> Received<V> {
+    if let Err(error) = config.check() {
+        return Received::Nothing { vm, error: error.into() };
+    }
     let reception = match Reception::open(listener, config) {
         Ok(reception) => reception,
         Err(source) => {

@@ -12,6 +12,7 @@ mod complaints;
 mod room;
 
 use std::net::SocketAddr;
+use std::ops::RangeInclusive;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -61,6 +62,7 @@ struct Shared {
     /// Wakes the doorman.
     bell: OwnedFd,
     policy: Option<Arc<dyn Admission>>,
+    versions: RangeInclusive<u16>,
     patience: Duration,
 }
 
@@ -106,6 +108,7 @@ impl Reception {
             state: Mutex::new(state),
             bell: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             policy: config.policy.clone(),
+            versions: config.protocol.clone(),
             patience: config.greeting_timeout,
         });
         // What is begun already is ended when this is dropped.
@@ -271,7 +274,8 @@ impl Shared {
         let peer = pending.peer_address();
         let (shared, name) = (Arc::clone(self), peer.clone());
         let spawned = std::thread::Builder::new().name("greet".into()).spawn(move || {
-            let greeted = receive_greeting(pending, shared.patience, shared.policy.as_deref());
+            let policy = shared.policy.as_deref();
+            let greeted = receive_greeting(pending, shared.patience, &shared.versions, policy);
             shared.finish(number, origin, name, greeted);
         });
         if let Err(error) = spawned {

@@ -25,6 +25,7 @@ use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
 use crate::journal::{FileJournal, Record};
 use crate::link::{ControlSlot, ControlWriter};
+use crate::peer::DestinationSide;
 use crate::stats::DestinationStats;
 use crate::vm::DestinationVm;
 
@@ -97,12 +98,17 @@ impl<'a, V: DestinationVm> Session<'a, V> {
     ) -> Result<Self, MigrateError> {
         let token = random_token()?;
         reply(&mut connection, HelloStatus::Ok, 0)?;
+        let our_side = DestinationSide {
+            vmm: vm.release(),
+            algorithms: config.algorithms,
+            protocol: connection.versions.version,
+        };
         let mut session = Self {
             vm,
             config,
             door,
             stop,
-            machine: Destination::new(config.timeouts, token, Duration::ZERO),
+            machine: Destination::new(config.timeouts, token, our_side, Duration::ZERO),
             token,
             started: Instant::now(),
             peer: connection.peer.clone(),
@@ -214,7 +220,9 @@ impl<'a, V: DestinationVm> Session<'a, V> {
                 let links: Vec<LinkId> = self.links.keys().copied().collect();
                 links.into_iter().filter_map(|link| self.send(link, &message)).next()
             }
-            Action::Prepare(guest) => Some(Input::Prepared(self.prepare(&guest))),
+            Action::Prepare { guest, streams } => {
+                Some(Input::Prepared(self.prepare(&guest, streams)))
+            }
             Action::Open(session) => Some(Input::Opened(self.open(session))),
             Action::ExpectLanes { lanes } => {
                 self.expected_lanes = lanes;

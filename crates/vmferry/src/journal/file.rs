@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use vmferry_wire::{GuestIdentity, SessionId};
 
-use super::{Journal, JournalError, Record, Side, order, record};
+use super::{BadRecord, Journal, JournalError, Record, Side, order, record};
 
 /// A journal in a file, locked for as long as it is open: while a process leads a session, no other
 /// one may write the session's last word.
@@ -136,10 +136,12 @@ pub(super) fn read(path: &Path) -> Result<(Vec<Record>, usize), JournalError> {
         path: path.to_owned(),
         source,
     })?;
-    record::decode(&bytes).map_err(|record::BadLine { line, reason }| JournalError::Damaged {
-        path: path.to_owned(),
-        line,
-        reason,
+    record::decode(&bytes).map_err(|record::BadLine { line, reason }| {
+        let path = path.to_owned();
+        match reason {
+            BadRecord::Damaged(reason) => JournalError::Damaged { path, line, reason },
+            BadRecord::Unknown(record) => JournalError::Newer { path, line, record },
+        }
     })
 }
 

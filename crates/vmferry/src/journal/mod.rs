@@ -18,7 +18,7 @@ use vmferry_wire::{GuestIdentity, SessionId, SessionWord};
 pub use self::file::FileJournal;
 use self::file::{parse_name, path_of};
 pub use self::order::{Order, is_overtaken, unfinished};
-pub use self::record::{BadLine, Record, Side, decode};
+pub use self::record::{BadLine, BadRecord, Record, Side, decode};
 use crate::handover::{self, DestinationState, SourceEffect, SourceState};
 
 /// Where records go. The engine uses [`FileJournal`]; simulations bring a disk of their own.
@@ -70,6 +70,19 @@ pub enum JournalError {
         line: usize,
         /// What is wrong with it.
         reason: String,
+    },
+    /// A newer release has written what may be a promise.
+    #[error(
+        "the journal {path}, line {line}: a newer vmferry has written a record `{record}` that this release does not know, so it \
+         gives no word on this session: use the newer release until the session is over"
+    )]
+    Newer {
+        /// The file.
+        path: PathBuf,
+        /// Line number, from 1.
+        line: usize,
+        /// The record's kind.
+        record: String,
     },
     /// Another process leads the session.
     #[error("the journal {path} is in use: the process that leads the session still lives")]
@@ -155,7 +168,7 @@ impl SessionSummary {
 /// Every session whose journal is in the directory; none if there is no such directory.
 ///
 /// # Errors
-/// The first file that can't be read or is damaged.
+/// The first file that can't be read, is damaged, or is a newer release's.
 pub fn sessions(directory: &Path) -> Result<Vec<SessionSummary>, JournalError> {
     let entries = match std::fs::read_dir(directory) {
         Ok(entries) => entries,

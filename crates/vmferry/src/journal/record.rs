@@ -1,4 +1,8 @@
 //! The records of a journal and their form on disk.
+//!
+//! What is on disk outlives the release that wrote it, in both directions: hosts are upgraded, and rolled back. So members
+//! of a record that this release does not know are left alone, in the file too. A record that it does not know may be
+//! a promise: then no word is given on the journal. One whose line says `"optional":true` is none, and is left out.
 
 use serde::{Deserialize, Serialize};
 use vmferry_wire::GuestIdentity;
@@ -68,8 +72,31 @@ pub struct BadLine {
     /// Line number, from 1.
     pub line: usize,
     /// What is wrong with it.
-    pub reason: String,
+    pub reason: BadRecord,
 }
+
+/// What is wrong with a line.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BadRecord {
+    /// It was damaged, or never was a record.
+    #[error("{0}")]
+    Damaged(String),
+    /// It is whole, and of a kind that a newer release writes.
+    #[error("a newer vmferry has written a record `{0}` that this release does not know")]
+    Unknown(String),
+}
+
+/// What every record has, of whatever release.
+#[derive(Deserialize)]
+struct Kind {
+    record: String,
+    /// Whether nothing is promised by it.
+    #[serde(default)]
+    optional: bool,
+}
+
+/// The kinds of this release.
+const KINDS: [&str; 6] = ["open", "commit", "given", "kept", "run-intent", "aborted"];
 
 impl Record {
     /// The record as it stands on disk: one line.
@@ -86,28 +113,41 @@ impl Record {
 /// never promised. A whole line that is damaged is another matter: it *was* promised.
 ///
 /// # Errors
-/// The first line that is damaged.
+/// The first line that is damaged, or is a newer release's.
 pub fn decode(bytes: &[u8]) -> Result<(Vec<Record>, usize), BadLine> {
     let mut records = Vec::new();
     let mut whole = 0;
     for (index, line) in bytes.split_inclusive(|&byte| byte == b'\n').enumerate() {
         let Some(text) = line.strip_suffix(b"\n") else { break };
-        records.push(decode_line(text).map_err(|reason| BadLine { line: index + 1, reason })?);
+        let record = decode_line(text).map_err(|reason| BadLine { line: index + 1, reason })?;
+        records.extend(record);
         whole += line.len();
     }
     Ok((records, whole))
 }
 
-fn decode_line(line: &[u8]) -> Result<Record, String> {
-    let line = std::str::from_utf8(line).map_err(|_| "not text".to_owned())?;
-    let (sum, json) = line.split_once(' ').ok_or("no checksum")?;
-    let sum = u32::from_str_radix(sum, 16).map_err(|_| "no checksum".to_owned())?;
+/// The record of a line; none if it need not be known.
+fn decode_line(line: &[u8]) -> Result<Option<Record>, BadRecord> {
+    let damaged = |text: &str| BadRecord::Damaged(text.to_owned());
+    let line = std::str::from_utf8(line).map_err(|_| damaged("not text"))?;
+    let (sum, json) = line.split_once(' ').ok_or_else(|| damaged("no checksum"))?;
+    let sum = u32::from_str_radix(sum, 16).map_err(|_| damaged("no checksum"))?;
     if sum != checksum(json.as_bytes()) {
-        return Err("the checksum differs".into());
+        return Err(damaged("the checksum differs"));
     }
-    serde_json::from_str(json).map_err(|error| error.to_string())
+    let bad = |error: serde_json::Error| BadRecord::Damaged(error.to_string());
+    let kind: Kind = serde_json::from_str(json).map_err(bad)?;
+    match (KINDS.contains(&kind.record.as_str()), kind.optional) {
+        (true, _) => serde_json::from_str(json).map(Some).map_err(bad),
+        (false, true) => Ok(None),
+        (false, false) => Err(BadRecord::Unknown(kind.record)),
+    }
 }
 
 fn checksum(bytes: &[u8]) -> u32 {
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
 }
+
+#[cfg(test)]
+#[path = "golden.rs"]
+mod golden;

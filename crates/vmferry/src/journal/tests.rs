@@ -66,6 +66,37 @@ fn damage_before_the_end_gives_no_word() {
 }
 
 #[test]
+fn what_a_newer_release_wrote_gives_no_word_and_stays_on_disk() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut journal =
+        FileJournal::create(directory.path(), session(), Side::Destination).unwrap();
+    journal.append(&open()).unwrap();
+    let path = journal.path().to_owned();
+    drop(journal);
+    let before = std::fs::read_to_string(&path).unwrap();
+    // CRC-32C of the JSON, as a newer release would write it.
+    let optional = "8c2e7ad4 {\"record\":\"seen\",\"optional\":true}\n";
+    std::fs::write(&path, format!("{before}{optional}")).unwrap();
+    assert_eq!(recovered_word(directory.path(), session()).unwrap(), SessionWord::Aborted);
+    let after = std::fs::read_to_string(&path).unwrap();
+    assert!(after.starts_with(&format!("{before}{optional}")), "{after}");
+
+    let mandatory = "34754bd1 {\"record\":\"lent\"}\n";
+    std::fs::write(&path, format!("{before}{mandatory}")).unwrap();
+    for error in [
+        recovered_word(directory.path(), session()).unwrap_err(),
+        sessions(directory.path()).unwrap_err(),
+        FileJournal::reopen(directory.path(), session(), Side::Destination).unwrap_err(),
+    ] {
+        assert!(
+            matches!(&error, JournalError::Newer { line: 2, record, .. } if record == "lent"),
+            "{error}"
+        );
+    }
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{before}{mandatory}"));
+}
+
+#[test]
 fn an_unknown_session_is_unknown_and_not_aborted() {
     let directory = tempfile::tempdir().unwrap();
     assert_eq!(recovered_word(directory.path(), session()).unwrap(), SessionWord::Unknown);

@@ -19,6 +19,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use vmferry_codec::{Choice, DeltaUse, FrameCounts, Method};
+use vmferry_wire::AlgorithmSet;
 
 use crate::compression::{CompressionConfig, CompressionWay, WhenBusy, worker_threads};
 use crate::config::FRAME_PAGES;
@@ -184,6 +185,11 @@ impl Chooser {
     /// The cap on all lanes together has changed, in bytes per second.
     pub fn set_cap(&self, cap: Option<u64>) {
         self.model().set_cap(cap);
+    }
+
+    /// What the destination can decode. Before the first frame.
+    pub fn set_algorithms(&self, algorithms: AlgorithmSet) {
+        self.model().set_algorithms(algorithms);
     }
 
     /// Time that planning took, over all workers.

@@ -1,5 +1,6 @@
 //! The source's channels: making them, and the thread that reads the control channel.
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -27,6 +28,8 @@ pub struct ControlChannel {
     pub peer_names: Vec<String>,
     /// Such as `tls 127.0.0.1:7001`.
     pub transport: String,
+    /// The version of the protocol that was agreed on.
+    pub version: u16,
 }
 
 /// Dials and greets a control or query channel, or a control channel anew.
@@ -36,21 +39,23 @@ pub struct ControlChannel {
 pub fn control(
     dialer: &Dialer,
     purpose: Purpose,
+    versions: &RangeInclusive<u16>,
     silence: Duration,
 ) -> Result<ControlChannel, MigrateError> {
     let (channel, peer_names, transport) = dial(dialer)?;
     let closer = channel.closer();
     let (mut reader, mut writer) = channel.split();
     bound(&mut reader, &mut writer, silence)?;
-    greet(&mut reader, &mut writer, purpose, &transport)?;
+    let version = greet(&mut reader, &mut writer, purpose, versions, &transport)?.version;
     // From here on the machine watches the silence; a reader may wait for ever.
     reader.set_timeout(None)?;
     Ok(ControlChannel {
-        writer: ControlWriter::new(writer),
+        writer: ControlWriter::new(writer, version),
         closer,
-        reader: ControlReader::new(reader),
+        reader: ControlReader::new(reader, version),
         peer_names,
         transport,
+        version,
     })
 }
 
@@ -73,13 +78,14 @@ pub struct DataChannel {
 pub fn data(
     dialer: &Dialer,
     purpose: Purpose,
+    versions: &RangeInclusive<u16>,
     timeouts: &Timeouts,
 ) -> Result<DataChannel, MigrateError> {
     let (channel, _, transport) = dial(dialer)?;
     let closer = channel.closer();
     let (mut reader, mut writer) = channel.split();
     bound(&mut reader, &mut writer, timeouts.silence)?;
-    let placed = greet(&mut reader, &mut writer, purpose, &transport)?;
+    let placed = greet(&mut reader, &mut writer, purpose, versions, &transport)?.placed;
     writer.set_timeout(Some(timeouts.stall))?;
     Ok(DataChannel { writer, reader, closer, placed })
 }
@@ -127,6 +133,11 @@ pub fn read_control(
     loop {
         let (input, last) = match reader.receive("waiting for the destination") {
             Ok(message) => {
+                if !reader.ignored().is_empty() {
+                    let fields = reader.ignored().to_vec();
+                    let input = Input::UnknownFields { message: message.name(), fields };
+                    let _ = inputs.send(FromLink { link, input });
+                }
                 if let ControlMessage::Placed { lane, sequence } = message
                     && let Some(window) = windows.get(usize::from(lane))
                 {
@@ -159,9 +170,10 @@ pub fn wait(delay: Duration, stop: &Receiver<()>) -> bool {
 pub fn ask(
     dialer: &Dialer,
     session: SessionId,
+    versions: &RangeInclusive<u16>,
     silence: Duration,
 ) -> Result<ControlChannel, MigrateError> {
-    let channel = control(dialer, Purpose::control(Role::Query), silence)?;
+    let channel = control(dialer, Purpose::control(Role::Query), versions, silence)?;
     channel
         .writer
         .send(&ControlMessage::Query { session })

@@ -1,6 +1,7 @@
 //! The source's control channel: the one that the migration began on, those that are made again after it was
 //! lost, and those on which a source in doubt asks for the destination's word.
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -25,6 +26,7 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 pub struct ControlLink {
     dialer: Dialer,
     session: SessionId,
+    versions: RangeInclusive<u16>,
     silence: Duration,
     /// The lanes' windows, which acknowledgements free.
     windows: Vec<Arc<Window<EncodedFrame>>>,
@@ -63,6 +65,7 @@ impl ControlLink {
         Self {
             dialer: dialer.clone(),
             session: config.session,
+            versions: config.protocol.clone(),
             silence: config.timeouts.silence,
             windows,
             cpu,
@@ -148,12 +151,14 @@ impl ControlLink {
         let (stop, stopped) = crossbeam_channel::bounded(1);
         self.dialling = Some(stop);
         let (dialer, answers, link) = (self.dialer.clone(), self.dialled.0.clone(), self.number);
-        let (session, silence) = (self.session, self.silence);
+        let (session, versions, silence) = (self.session, self.versions.clone(), self.silence);
         let spawned = std::thread::Builder::new().name("dial".into()).spawn(move || {
             if connect::wait(delay, &stopped) {
                 let channel = match what_for {
-                    WhatFor::Resume(purpose) => connect::control(&dialer, purpose, silence),
-                    WhatFor::Ask => connect::ask(&dialer, session, silence),
+                    WhatFor::Resume(purpose) => {
+                        connect::control(&dialer, purpose, &versions, silence)
+                    }
+                    WhatFor::Ask => connect::ask(&dialer, session, &versions, silence),
                 };
                 let _ = answers.send(Dialled { link, what_for, channel });
             }

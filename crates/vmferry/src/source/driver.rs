@@ -33,6 +33,7 @@ use crate::greeting::Purpose;
 use crate::handover::SourceState;
 use crate::held::{Held, Running, write_commit};
 use crate::journal::{FileJournal, Journal, Record, Side};
+use crate::peer::SourceSide;
 use crate::stats::SourceStats;
 use crate::streamed::{StreamEvent, StreamedVm};
 use crate::vm::{GuestDescription, Resume, SourceVm, VmError};
@@ -75,7 +76,8 @@ pub fn migrate<V: SourceVm>(
     let guest = vm.describe();
     let (memory, log, free_pages) = (vm.memory(), vm.dirty_log(), vm.free_pages());
     let state = vm.state_estimate();
-    conduct(vm, (guest, log.name()), dialer, config, orders, watch, |core| {
+    let our_side = SourceSide { vmm: vm.release(), ..SourceSide::new(log.name()) };
+    conduct(vm, (guest, our_side), dialer, config, orders, watch, |core| {
         core.machine.expect_state(state);
         MemoryGuest::new(memory, log, free_pages, core)
     })
@@ -96,17 +98,17 @@ pub fn migrate_streamed<V: StreamedVm>(
         return SourceOutcome::Kept { vm, error, stats: Box::default() };
     }
     let (guest, state) = (vm.describe(), vm.state_estimate());
-    conduct(vm, (guest, "VMM"), dialer, config, orders, watch, |core| {
+    let our_side = SourceSide { vmm: vm.release(), streams: true, ..SourceSide::new("VMM") };
+    conduct(vm, (guest, our_side), dialer, config, orders, watch, |core| {
         core.machine.expect_state(state);
-        core.machine.leave_rounds_to_the_vmm();
         StreamedGuest::new(core)
     })
 }
 
-/// Moves a guest, whose side of it `side` makes. With the guest comes the name of its dirty log.
+/// Moves a guest, whose side of it `side` makes.
 fn conduct<V: Resume, G: GuestSide<V>>(
     vm: V,
-    guest: (GuestDescription, &'static str),
+    guest: (GuestDescription, SourceSide),
     dialer: &Dialer,
     config: SourceConfig,
     orders: &Orders,
@@ -202,7 +204,7 @@ impl<'a, V: Resume> Core<'a, V> {
     /// Everything that can fail before the guest is touched.
     fn connect(
         vm: V,
-        (guest, log_name): (GuestDescription, &'static str),
+        (guest, mut our_side): (GuestDescription, SourceSide),
         dialer: &Dialer,
         config: SourceConfig,
         orders: &'a Orders,
@@ -214,22 +216,23 @@ impl<'a, V: Resume> Core<'a, V> {
             return Err((vm, Box::new(MigrateError::Cancelled { during })));
         }
         orders.publish("connecting", SourceState::Holding);
+        let (purpose, silence) = (Purpose::control(Role::Control), config.timeouts.silence);
         let made =
-            connect::control(dialer, Purpose::control(Role::Control), config.timeouts.silence)
-                .and_then(|channel| {
-                    let journal = FileJournal::begin(
-                        &config.journal_directory,
-                        config.session,
-                        Side::Source,
-                        guest.identity.clone(),
-                        (&channel.transport, &channel.peer_names),
-                    )?;
-                    Ok((channel, journal))
-                });
+            connect::control(dialer, purpose, &config.protocol, silence).and_then(|channel| {
+                let journal = FileJournal::begin(
+                    &config.journal_directory,
+                    config.session,
+                    Side::Source,
+                    guest.identity.clone(),
+                    (&channel.transport, &channel.peer_names),
+                )?;
+                Ok((channel, journal))
+            });
         let (channel, journal) = match made {
             Ok(made) => made,
             Err(error) => return Err((vm, Box::new(error))),
         };
+        our_side.protocol = channel.version;
         let signal = Arc::new(Signal::default());
         let workers = worker_threads(config.compression.workers);
         let frames = window_frames(config.channels, workers, Duration::ZERO);
@@ -237,7 +240,7 @@ impl<'a, V: Resume> Core<'a, V> {
             .map(|_| Arc::new(Window::new(frames, Arc::clone(&signal))))
             .collect();
         let mut core = Self {
-            machine: Source::new(config.clone(), guest, log_name, Duration::ZERO),
+            machine: Source::new(config.clone(), guest, our_side, Duration::ZERO),
             held: Held::Running(Running::new(vm)),
             dialer: dialer.clone(),
             orders,
@@ -249,7 +252,7 @@ impl<'a, V: Resume> Core<'a, V> {
             signal,
             windows,
             lanes: Vec::new(),
-            redialler: Redialler::new(dialer, config.timeouts),
+            redialler: Redialler::new(dialer, &config),
             limiter: RateLimiter::new(config.max_bandwidth),
             chooser: Arc::new(Chooser::new(
                 &config.compression,
@@ -341,6 +344,10 @@ impl<'a, V: Resume> Core<'a, V> {
             Action::Cap(cap) => {
                 self.limiter.set_rate(cap);
                 self.chooser.set_cap(cap);
+                None
+            }
+            Action::PackWith(algorithms) => {
+                self.chooser.set_algorithms(algorithms);
                 None
             }
             Action::WriteCommit => {

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use vmferry_memory::WholeHash;
-use vmferry_wire::{ControlMessage, Token};
+use vmferry_wire::{AlgorithmSet, ControlMessage, Release, Token};
 
 use super::rounds::LaneTotals;
 use crate::error::MigrateError;
@@ -15,6 +15,13 @@ use crate::streamed::StreamEvent;
 pub enum Input {
     /// A message on the control channel, or on the channel that asks for the session's word.
     Control(ControlMessage),
+    /// Fields that came with the message that comes next, and were left out.
+    UnknownFields {
+        /// The message's name.
+        message: &'static str,
+        /// Their numbers.
+        fields: Vec<u16>,
+    },
     /// The control channel is gone.
     LinkLost(MigrateError),
     /// It was made again.
@@ -187,6 +194,8 @@ pub enum Action {
         /// The shortest so far.
         round_trip: Duration,
     },
+    /// Pack frames with these algorithms only. Before the first frame.
+    PackWith(AlgorithmSet),
     /// Cap the data channels, in bytes per second.
     Cap(Option<u64>),
     /// Leave the vCPUs so much less of their time.
@@ -238,6 +247,17 @@ pub enum Report {
     Connected {
         /// Round trip in milliseconds.
         round_trip_ms: f64,
+        /// The version of the protocol.
+        protocol: u16,
+        /// What the destination is, if it has said so.
+        destination: Option<Release>,
+    },
+    /// The destination says what only a newer release knows, and need not be known. Once for each kind of message.
+    UnknownFields {
+        /// The message's name.
+        message: &'static str,
+        /// Numbers of its fields.
+        fields: Vec<u16>,
     },
     /// A channel is gone, and is being made again.
     LinkLost {

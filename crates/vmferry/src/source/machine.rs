@@ -13,6 +13,7 @@
 //! ```
 //! Before COMMIT is journalled every failure leads to `Kept`: the guest resumes at the source.
 
+mod accepted;
 mod clock;
 mod handing_over;
 mod links;
@@ -23,8 +24,9 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use vmferry_memory::WholeHash;
-use vmferry_wire::{ControlMessage, SessionWord};
+use vmferry_wire::{AlgorithmSet, ControlMessage, Release, SessionWord};
 
+use self::accepted::from_release;
 use self::links::Links;
 use super::io::{Action, Ending, Input};
 use super::rounds::RoundTracker;
@@ -33,6 +35,7 @@ use crate::convergence::{Predictor, Throttle};
 use crate::error::MigrateError;
 use crate::handover::{SourceEvent, SourceState};
 use crate::journal::{Record, recover_source};
+use crate::peer::{SourceSide, UnknownFields};
 use crate::stats::SourceStats;
 use crate::vm::{GuestDescription, StateEstimate};
 
@@ -72,8 +75,7 @@ impl Phase {
 pub struct Source {
     config: SourceConfig,
     phase: Phase,
-    /// The VMM streams the guest, and decides on rounds and on the pause.
-    streamed: bool,
+    our_side: SourceSide,
     handover: SourceState,
     predictor: Predictor,
     rounds: RoundTracker,
@@ -114,7 +116,7 @@ pub struct Source {
     digest: Option<u64>,
     our_hash: Option<WholeHash>,
     their_hash: Option<WholeHash>,
-    log_name: &'static str,
+    unknown_fields: UnknownFields,
 }
 
 impl Source {
@@ -123,10 +125,12 @@ impl Source {
     pub fn new(
         config: SourceConfig,
         guest: GuestDescription,
-        log_name: &'static str,
+        our_side: SourceSide,
         now: Duration,
     ) -> Self {
-        let mut machine = Self::at_rest(config, &guest, log_name, now);
+        let release = Some(Release::of_this(&our_side.vmm));
+        let streams = our_side.streams;
+        let mut machine = Self::at_rest(config, &guest, our_side, now);
         machine.act(Action::Send(ControlMessage::Begin {
             session: machine.config.session,
             guest: guest.identity,
@@ -142,6 +146,8 @@ impl Source {
                 .as_millis()
                 .try_into()
                 .unwrap_or(u32::MAX),
+            release,
+            streams,
         }));
         // While the destination makes its machine and data channels are opened, the guest hints its free pages.
         machine.act(Action::StartLog);
@@ -155,11 +161,10 @@ impl Source {
     pub fn recovered(
         config: SourceConfig,
         guest: &GuestDescription,
-        log_name: &'static str,
         records: &[Record],
         now: Duration,
     ) -> Self {
-        let mut machine = Self::at_rest(config, guest, log_name, now);
+        let mut machine = Self::at_rest(config, guest, SourceSide::new("none"), now);
         let (state, effects) = recover_source(records);
         machine.follow(now, state, effects);
         machine
@@ -168,20 +173,20 @@ impl Source {
     fn at_rest(
         config: SourceConfig,
         guest: &GuestDescription,
-        log_name: &'static str,
+        our_side: SourceSide,
         now: Duration,
     ) -> Self {
         let memory_pages: u64 = guest.layout.iter().map(|slot| slot.pages).sum();
         Self {
             phase: Phase::Announced,
-            streamed: false,
             handover: SourceState::Holding,
             predictor: Predictor::new(config.limits(), config.max_bandwidth),
             rounds: RoundTracker::new(config.channels),
             links: Links::new(config.channels),
             stats: SourceStats {
                 memory_bytes: memory_pages * vmferry_memory::PAGE_SIZE as u64,
-                dirty_log: log_name.to_owned(),
+                dirty_log: our_side.log.to_owned(),
+                protocol: our_side.protocol,
                 channels: config.channels,
                 compression: config.compression.way.to_string(),
                 ..SourceStats::default()
@@ -210,7 +215,8 @@ impl Source {
             digest: None,
             our_hash: None,
             their_hash: None,
-            log_name,
+            unknown_fields: UnknownFields::default(),
+            our_side,
             config,
         }
     }
@@ -230,6 +236,7 @@ impl Source {
                 self.last_heard = now;
                 self.on_message(now, message);
             }
+            Input::UnknownFields { message, fields } => self.on_unknown_fields(message, fields),
             Input::LinkLost(error) => self.on_control_lost(now, error),
             Input::Resumed => self.on_resumed(now),
             Input::NotResumed(error) => self.on_not_restored(now, None, error),
@@ -307,6 +314,12 @@ impl Source {
         self.round_trip.unwrap_or_default()
     }
 
+    /// The version of the protocol that was agreed on.
+    #[must_use]
+    pub fn protocol(&self) -> u16 {
+        self.our_side.protocol
+    }
+
     /// What the migration is doing, in words.
     #[must_use]
     pub fn phase_name(&self) -> &'static str {
@@ -328,15 +341,14 @@ impl Source {
 
     fn on_message(&mut self, now: Duration, message: ControlMessage) {
         match (message, self.phase) {
-            (ControlMessage::Accept { token }, Phase::Announced) => {
-                self.predictor.measured_round_trip(Duration::ZERO);
-                self.links.set_token(token);
-                self.accepted = true;
-                self.open_lanes(now);
+            (ControlMessage::Accept { token, release, algorithms }, Phase::Announced) => {
+                self.stats.destination = release;
+                self.on_accept(now, token, algorithms.unwrap_or(AlgorithmSet::VERSION_1));
             }
-            (ControlMessage::Refuse { reason }, Phase::Announced | Phase::Joining) => {
-                let error = MigrateError::Refused { peer: "destination", reason };
-                self.fail(now, error);
+            (ControlMessage::Refuse { reason, release }, Phase::Announced | Phase::Joining) => {
+                let reason = from_release(reason, release.as_ref());
+                self.stats.destination = release.or(self.stats.destination.take());
+                self.fail(now, MigrateError::Refused { peer: "destination", reason });
             }
             (ControlMessage::Placed { lane, sequence }, _) => {
                 if self.rounds.placed(lane, sequence) {

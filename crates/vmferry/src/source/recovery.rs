@@ -58,7 +58,7 @@ pub fn recover<V: Resume>(
     let inputs = crossbeam_channel::unbounded();
     orders.attach(inputs.0);
     let control = ControlLink::new(dialer, &config, Vec::new(), CpuMeter::default());
-    let machine = Source::recovered(config, &guest, "none", &records, Duration::ZERO);
+    let machine = Source::recovered(config, &guest, &records, Duration::ZERO);
     let held = Held::found(vm, machine.handover());
     let started = Instant::now();
     let mut recovery = Recovery { machine, control, journal, held, failure: None };

@@ -1,19 +1,21 @@
 //! Dialling the channels of lanes again.
 
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender};
 use vmferry_transport::Dialer;
 
 use super::connect::{self, DataChannel};
-use crate::config::Timeouts;
+use crate::config::{SourceConfig, Timeouts};
 use crate::error::MigrateError;
 use crate::greeting::Purpose;
 
 /// Dials in threads of its own, and says what came of it.
 pub struct Redialler {
     dialer: Dialer,
+    versions: RangeInclusive<u16>,
     timeouts: Timeouts,
     /// By lane: the latest attempt, and what ends the wait before it when it is dropped.
     waiting: BTreeMap<u8, (u64, Sender<()>)>,
@@ -32,10 +34,11 @@ pub struct Redialled {
 
 impl Redialler {
     /// One that dials a destination.
-    pub fn new(dialer: &Dialer, timeouts: Timeouts) -> Self {
+    pub fn new(dialer: &Dialer, config: &SourceConfig) -> Self {
         Self {
             dialer: dialer.clone(),
-            timeouts,
+            versions: config.protocol.clone(),
+            timeouts: config.timeouts,
             waiting: BTreeMap::new(),
             dialled: crossbeam_channel::unbounded(),
         }
@@ -46,12 +49,12 @@ impl Redialler {
         let (stop, stopped) = crossbeam_channel::bounded(1);
         let Purpose { lane, attempt, .. } = purpose;
         self.waiting.insert(lane, (attempt, stop));
-        let (dialer, timeouts, results) =
-            (self.dialer.clone(), self.timeouts, self.dialled.0.clone());
+        let (dialer, versions) = (self.dialer.clone(), self.versions.clone());
+        let (timeouts, results) = (self.timeouts, self.dialled.0.clone());
         let spawned =
             std::thread::Builder::new().name(format!("lane{lane}-dial")).spawn(move || {
                 if connect::wait(delay, &stopped) {
-                    let channel = connect::data(&dialer, purpose, &timeouts);
+                    let channel = connect::data(&dialer, purpose, &versions, &timeouts);
                     let _ = results.send(Redialled { lane, attempt, channel });
                 }
             });

@@ -21,7 +21,7 @@ use vmferry_transport::pki::Validity;
 use vmferry_transport::{Address, Dialer, IdentityFiles, TlsIdentity, TransportError};
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, ControlMessage, GuestIdentity, HELLO_REPLY_BYTES,
-    HelloReply, HelloStatus, ReasonCode, Role, SessionId, Token,
+    HelloReply, HelloStatus, PROTOCOL_VERSION_MAX, ReasonCode, Role, SessionId, Token,
 };
 
 fn over_tls() -> Scenario {
@@ -101,7 +101,9 @@ fn a_right_chain_and_a_wrong_name_either_way() {
         let control = hello(Role::Control, 0, Token([0; 16]));
         assert_eq!(greet(&mut reader, &mut writer, control), HelloStatus::Ok);
         writer.write_all(&announcement()).unwrap();
-        let ControlMessage::Refuse { reason } = message(&mut reader) else { panic!("no refusal") };
+        let ControlMessage::Refuse { reason, .. } = message(&mut reader) else {
+            panic!("no refusal")
+        };
         assert_eq!(reason.code, ReasonCode::Unauthorised);
         let words = "spiffe://vmferry/host/another may not send guests here";
         assert!(reason.text.contains(words), "{}", reason.text);
@@ -121,8 +123,10 @@ fn announcement() -> Vec<u8> {
         lanes: 1,
         verify: false,
         reconnect_ms: 0,
+        release: None,
+        streams: false,
     }
-    .encode(&mut begin);
+    .encode(PROTOCOL_VERSION_MAX, &mut begin);
     begin
 }
 
@@ -132,7 +136,7 @@ fn message(reader: &mut impl Read) -> ControlMessage {
     let header = ControlHeader::parse(&header).unwrap();
     let mut body = vec![0; header.body_bytes()];
     reader.read_exact(&mut body).unwrap();
-    header.decode(&body).unwrap()
+    header.decode(PROTOCOL_VERSION_MAX, &body).unwrap().message
 }
 
 #[test]
@@ -279,7 +283,7 @@ fn a_stolen_token_with_another_hosts_certificate() {
         let control = hello(Role::Control, 0, Token([0; 16]));
         assert_eq!(greet(&mut reader, &mut writer, control), HelloStatus::Ok);
         writer.write_all(&announcement()).unwrap();
-        let ControlMessage::Accept { token } = message(&mut reader) else { panic!("refused") };
+        let ControlMessage::Accept { token, .. } = message(&mut reader) else { panic!("refused") };
 
         let (mut thief_reads, mut thief_writes) = dial("thief");
         let lane = hello(Role::Data, 0, token);
@@ -297,7 +301,8 @@ fn a_stolen_token_with_another_hosts_certificate() {
         let query = hello(Role::Query, 0, Token([0; 16]));
         assert_eq!(greet(&mut thief_reads, &mut thief_writes, query), HelloStatus::Ok);
         let mut question = Vec::new();
-        ControlMessage::Query { session: SessionId([3; 16]) }.encode(&mut question);
+        ControlMessage::Query { session: SessionId([3; 16]) }
+            .encode(PROTOCOL_VERSION_MAX, &mut question);
         thief_writes.write_all(&question).unwrap();
         assert!(thief_reads.read_exact(&mut [0; 1]).is_err(), "no word");
 
@@ -325,7 +330,8 @@ fn a_stolen_token_with_another_hosts_certificate() {
             let query = hello(Role::Query, 0, Token([0; 16]));
             assert_eq!(greet(&mut reader, &mut writer, query), HelloStatus::Ok);
             let mut question = Vec::new();
-            ControlMessage::Query { session: SessionId([3; 16]) }.encode(&mut question);
+            ControlMessage::Query { session: SessionId([3; 16]) }
+                .encode(PROTOCOL_VERSION_MAX, &mut question);
             writer.write_all(&question).unwrap();
             reader.read_exact(&mut [0; 1])
         };

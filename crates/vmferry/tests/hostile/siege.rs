@@ -129,7 +129,8 @@ impl Siege<'_> {
         let (mut reader, mut writer) = self.dialer(identity).connect().unwrap().split();
         reader.set_timeout(Some(PATIENCE)).unwrap();
         let mut question = Vec::new();
-        ControlMessage::Query { session: SessionId([9; 16]) }.encode(&mut question);
+        ControlMessage::Query { session: SessionId([9; 16]) }
+            .encode(PROTOCOL_VERSION_MAX, &mut question);
         assert_eq!(
             greet(&mut reader, &mut writer, hello(Role::Query, 0, Token([0; 16]))),
             HelloStatus::Ok

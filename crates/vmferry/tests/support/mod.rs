@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use streamer::{Streamer, Taker};
+use streamer::Streamer;
 use vmferry::destination::{Owned, Received, Stop, receive};
 use vmferry::free_pages::FreePages;
 use vmferry::source::{Orders, Report, SourceOutcome, migrate, migrate_streamed};
@@ -369,12 +369,12 @@ impl Scenario {
     }
 
     /// The same with a guest that its VMM streams.
-    pub fn run_streamed(
+    pub fn run_streamed<D: DestinationVm>(
         &self,
         vm: Streamer,
-        destination: Taker,
+        destination: D,
         mut watch: impl FnMut(&Report),
-    ) -> (SourceOutcome<Streamer>, Received<Taker>) {
+    ) -> (SourceOutcome<Streamer>, Received<D>) {
         self.between(destination, |dialer| {
             migrate_streamed(vm, dialer, self.source.clone(), &self.orders, &mut watch)
         })

@@ -72,8 +72,8 @@ pub struct Guardian {
 impl Guardian {
     /// Starts one.
     pub fn start(order: &GuardOrder) -> Result<Self, Failure> {
-        let program = std::env::current_exe()?;
-        let mut child = Command::new(program)
+        // This very program, even where another release has just been put in its place.
+        let mut child = Command::new("/proc/self/exe")
             .arg("guard")
             .stdin(Stdio::piped())
             .stdout(Stdio::null())

@@ -18,7 +18,7 @@ use super::guard::{GuardOrder, Guardian};
 use super::service::QemuService;
 use crate::args::SendOptions;
 use crate::commands::directory;
-use crate::commands::send::{address, dialer, source_files, when_stuck};
+use crate::commands::send::{address, dialer, protocol, source_files, when_stuck};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 use crate::tables::{Progress, outcome};
@@ -161,6 +161,7 @@ fn source_config(
     config.compression.delta_memory = limits.delta_memory;
     config.free_page_hints = !limits.no_free_page_hints;
     config.verify = options.verify;
+    config.protocol = protocol(limits.protocol);
     config.check().map_err(|error| Failure::of(Code::Usage, error))?;
     Ok(config)
 }

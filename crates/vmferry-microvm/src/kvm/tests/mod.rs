@@ -3,6 +3,7 @@
 
 mod echo;
 mod fixture;
+mod golden;
 mod mmio;
 mod throttle;
 

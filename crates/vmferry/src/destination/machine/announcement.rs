@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use vmferry_memory::SlotLayout;
-use vmferry_wire::{ControlMessage, Reason};
+use vmferry_wire::{ControlMessage, Reason, Release};
 
 use super::{Destination, Phase};
 use crate::destination::io::{Action, LinkId, Report};
@@ -14,7 +14,7 @@ impl Destination {
         self.failure = Some(MigrateError::Refused { peer: "destination", reason: reason.clone() });
         self.actions.push_back(Action::Send {
             link: LinkId::CONTROL,
-            message: ControlMessage::Refuse { reason },
+            message: ControlMessage::Refuse { reason, release: Some(self.release()) },
         });
         self.phase = Phase::Refused;
     }
@@ -52,15 +52,32 @@ impl Destination {
             memory_bytes: announced.layout.iter().map(|slot| slot.pages).sum::<u64>()
                 * vmferry_memory::PAGE_SIZE as u64,
             lanes,
+            protocol: self.our_side.protocol,
+            source: self.stats.source.clone(),
         };
         self.phase = Phase::Receiving;
         self.last_heard = now;
         self.actions.push_back(Action::ExpectLanes { lanes });
         self.actions.push_back(Action::Send {
             link: LinkId::CONTROL,
-            message: ControlMessage::Accept { token: self.token },
+            message: ControlMessage::Accept {
+                token: self.token,
+                release: Some(self.release()),
+                algorithms: Some(self.our_side.algorithms),
+            },
         });
         self.actions.push_back(Action::Report(report));
+    }
+
+    fn release(&self) -> Release {
+        Release::of_this(&self.our_side.vmm)
+    }
+
+    pub(super) fn on_unknown_fields(&mut self, message: &'static str, fields: Vec<u16>) {
+        if self.unknown_fields.note(message, &fields) {
+            self.actions.push_back(Action::Report(Report::UnknownFields { message, fields }));
+        }
+        self.stats.unknown_fields = self.unknown_fields.count;
     }
 }
 

@@ -142,12 +142,14 @@ mod tests {
     use super::*;
     use crate::config::Timeouts;
     use crate::destination::io::{Action, Input, LinkId};
+    use crate::peer::DestinationSide;
 
     /// A source that lost its links with FINAL said takes its guest back, and sends again what was not placed.
     #[test]
     fn nothing_is_loaded_while_the_source_is_away() {
         let now = Duration::ZERO;
-        let mut destination = Destination::new(Timeouts::default(), Token([1; 16]), now);
+        let mut destination =
+            Destination::new(Timeouts::default(), Token([1; 16]), DestinationSide::default(), now);
         (destination.phase, destination.lane_ends) = (Phase::Receiving, vec![0]);
         destination.reconnect = Duration::from_secs(30);
         let last = || Input::Control {

@@ -13,14 +13,26 @@ use crate::journal::{FileJournal, Journal, Record, Side};
 use crate::vm::{DestinationVm, GuestDescription, Landing, PrepareError};
 
 impl<V: DestinationVm> Session<'_, V> {
-    pub(super) fn prepare(&mut self, guest: &GuestDescription) -> Result<(), MigrateError> {
+    pub(super) fn prepare(
+        &mut self,
+        guest: &GuestDescription,
+        streams: Option<bool>,
+    ) -> Result<(), MigrateError> {
         if let Some(policy) = &self.config.policy {
             policy
                 .check_guest(&self.peer, &guest.identity)
                 .map_err(|refusal| refused(ReasonCode::Unauthorised, &refusal))?;
         }
         self.guest = Some(guest.identity.clone());
-        self.target = Some(match self.vm.prepare(guest).map_err(refusal)? {
+        let landing = self.vm.prepare(guest).map_err(refusal)?;
+        // A source of version 1 says by its VMM's name alone what it will send.
+        let made = matches!(landing, Landing::Streams(_));
+        if streams.is_some_and(|announced| announced != made) {
+            drop(landing);
+            self.vm.discard();
+            return Err(refused(ReasonCode::Incompatible, other_way(made)));
+        }
+        self.target = Some(match landing {
             Landing::Memory(memory) if memory.layout() == guest.layout => Target::memory(memory),
             Landing::Memory(_) => {
                 self.vm.discard();
@@ -88,6 +100,16 @@ impl<V: DestinationVm> Session<'_, V> {
         spawned
             .err()
             .map(|source| Input::Failed(MigrateError::Local { action: "start a thread", source }))
+    }
+}
+
+/// A VMM that does not take its guest in the way in which the source sends it.
+fn other_way(streams: bool) -> &'static str {
+    if streams {
+        "the destination's VMM takes a guest as streams of its VMM, and the source sends pages: start it for a guest that \
+         is attached"
+    } else {
+        "the source's VMM streams its guest, and the destination's VMM takes pages: start it for a guest that is carried"
     }
 }
 

@@ -209,17 +209,18 @@ impl<V: DestinationVm> Session<'_, V> {
         connection: Connection,
         hear: impl Fn(Input) -> bool + Send + 'static,
     ) -> Result<Link, MigrateError> {
-        let Connection { mut reader, writer, closer, .. } = connection;
+        let Connection { mut reader, writer, closer, versions, .. } = connection;
+        let version = versions.version;
         reader.set_timeout(None)?;
         let cpu = self.cpu.clone();
         std::thread::Builder::new()
             .name("control-read".into())
             .spawn(move || {
                 let _cpu = cpu.count_this_thread();
-                read_link(reader, id, &hear);
+                read_link(ControlReader::new(reader, version), id, &hear);
             })
             .map_err(|source| MigrateError::Local { action: "start a thread", source })?;
-        Ok(Link { writer: Arc::new(ControlWriter::new(writer)), closer })
+        Ok(Link { writer: Arc::new(ControlWriter::new(writer, version)), closer })
     }
 
     /// A message that can't be sent on the control channel is a lost link; on a query channel it
@@ -264,11 +265,20 @@ impl<V: DestinationVm> Session<'_, V> {
 }
 
 /// Passes on what comes on a link, until it ends or nobody hears any more.
-fn read_link(reader: ChannelReader, link: LinkId, hear: &impl Fn(Input) -> bool) {
-    let mut reader = ControlReader::new(reader);
+fn read_link(
+    mut reader: ControlReader<ChannelReader>,
+    link: LinkId,
+    hear: &impl Fn(Input) -> bool,
+) {
     loop {
         let (input, last) = match reader.receive("waiting for the source") {
-            Ok(message) => (Input::Control { link, message }, false),
+            Ok(message) => {
+                if link == LinkId::CONTROL && !reader.ignored().is_empty() {
+                    let fields = reader.ignored().to_vec();
+                    hear(Input::UnknownFields { message: message.name(), fields });
+                }
+                (Input::Control { link, message }, false)
+            }
             Err(error @ MigrateError::Protocol { .. }) => (Input::Failed(error), true),
             Err(error) => (Input::LinkLost(error), true),
         };

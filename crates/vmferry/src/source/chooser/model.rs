@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use vmferry_codec::{FrameCounts, Method};
 use vmferry_memory::PAGE_SIZE;
+use vmferry_wire::AlgorithmSet;
 
 use super::Why;
 use crate::config::{FRAME_PAGES, MOST_FRAME_PAGES};
@@ -134,6 +135,8 @@ pub struct Model {
     workers: f64,
     cap: Option<f64>,
     lanes: Vec<Lane>,
+    /// What the destination can decode.
+    algorithms: AlgorithmSet,
     ways: [Option<Way>; PLACES],
     outcomes: [Option<Outcome>; PLACES],
     tally: Tally,
@@ -153,6 +156,7 @@ impl Model {
             workers: workers as f64,
             cap: cap.map(|cap| cap as f64),
             lanes: vec![Lane::default(); usize::from(lanes)],
+            algorithms: AlgorithmSet::ALL,
             ways: [None; PLACES],
             outcomes: [None; PLACES],
             tally: Tally::default(),
@@ -162,6 +166,11 @@ impl Model {
             zero_part: 0.0,
             frames: 0,
         }
+    }
+
+    /// Chooses from ways of these algorithms only. Before the first frame: what was tried stays known.
+    pub fn set_algorithms(&mut self, algorithms: AlgorithmSet) {
+        self.algorithms = algorithms;
     }
 
     pub fn set_cap(&mut self, cap: Option<u64>) {
@@ -358,7 +367,10 @@ impl Model {
     /// A way that is not known, or not any more, and might be better than the present one.
     fn worth_a_trial(&self, now: Duration, link: f64) -> Option<usize> {
         let at_present = self.rate(self.current, link);
-        (0..WAYS.len()).find(|way| {
+        let decodable = |way: &usize| {
+            WAYS[*way].is_none_or(|method| self.algorithms.contains(method.algorithm()))
+        };
+        (0..WAYS.len()).filter(decodable).find(|way| {
             let stale =
                 self.ways[*way].is_none_or(|known| known.frames < TRIALS || now > known.at + STALE);
             *way != self.current && stale && self.hope(*way, link) > BETTER * at_present

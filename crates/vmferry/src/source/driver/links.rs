@@ -42,7 +42,8 @@ impl<V: Resume> Core<'_, V> {
         };
         for lane in 0..self.config.channels {
             let purpose = Purpose { role: Role::Data, lane, token: *token, attempt: 0 };
-            let channel = connect::data(&self.dialer, purpose, &self.config.timeouts)?;
+            let versions = &self.config.protocol;
+            let channel = connect::data(&self.dialer, purpose, versions, &self.config.timeouts)?;
             let frames = side.frames_of(self, lane);
             let window = Arc::clone(&self.windows[usize::from(lane)]);
             let lane = Lane::start(lane, frames, window, context.clone(), channel);

@@ -318,7 +318,7 @@ fn pause<V: SourceVm>(core: &mut Core<'_, V>) -> Input {
 fn save<V: SourceVm>(core: &mut Core<'_, V>) -> Input {
     let begun = Instant::now();
     let Held::Paused(paused) = &mut core.held else { return Input::Tick };
-    match paused.save() {
+    match paused.save(core.machine.protocol()) {
         Ok(state) => Input::Saved { state, took: begun.elapsed() },
         Err(source) => Input::Failed(MigrateError::Vm { action: "save its state", source }),
     }

@@ -101,7 +101,10 @@ impl Source {
         if nonce < PINGS_AT_START {
             self.send_ping(now);
         } else if nonce == PINGS_AT_START {
-            self.act(Action::Report(Report::Connected { round_trip_ms: ms(best) }));
+            let (protocol, destination) = (self.protocol(), self.stats.destination.clone());
+            let round_trip_ms = ms(best);
+            let connected = Report::Connected { round_trip_ms, protocol, destination };
+            self.act(Action::Report(connected));
         }
     }
 }

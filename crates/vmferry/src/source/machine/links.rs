@@ -98,7 +98,7 @@ impl Source {
     /// Whether a lost channel can be made again: the destination knows the session, and nothing is promised.
     fn may_reconnect(&self) -> bool {
         // A VMM that has stopped its guest can't let it run on and still go on with what it streams.
-        let too_late = self.streamed && self.phase != Phase::Sending;
+        let too_late = self.our_side.streams && self.phase != Phase::Sending;
         self.handover == SourceState::Holding
             && !self.timeouts().reconnect.is_zero()
             && !too_late
@@ -184,7 +184,7 @@ impl Source {
 
     /// Lets the guest run on if it was paused and not everything is known to have arrived.
     pub(super) fn recall(&mut self, now: Duration) {
-        if self.streamed || !matches!(self.phase, Phase::LastRound | Phase::AwaitReady) {
+        if self.our_side.streams || !matches!(self.phase, Phase::LastRound | Phase::AwaitReady) {
             return;
         }
         self.act(Action::Recall);
@@ -275,6 +275,7 @@ mod tests {
     use super::*;
     use crate::config::SourceConfig;
     use crate::convergence::WhenStuck;
+    use crate::peer::SourceSide;
     use crate::source::io::Input;
     use crate::source::rounds::LaneTotals;
     use crate::vm::GuestDescription;
@@ -292,13 +293,17 @@ mod tests {
             config: Vec::new(),
             layout: vec![SlotLayout { slot: SlotId(0), gpa: 0, pages: 1 }],
         };
-        let mut source = Source::new(config, guest, "none", Duration::ZERO);
+        let mut source = Source::new(config, guest, SourceSide::new("none"), Duration::ZERO);
         let (took, stood_still) = (Duration::ZERO, Duration::ZERO);
         let sent =
             |end_sequence| Input::LaneSent { lane: 0, end_sequence, totals: LaneTotals::default() };
         for input in [
             Input::LogStarted { populated_pages: 1, stood_still },
-            Input::Control(ControlMessage::Accept { token: Token([1; 16]) }),
+            Input::Control(ControlMessage::Accept {
+                token: Token([1; 16]),
+                release: None,
+                algorithms: None,
+            }),
             Input::LanesJoined,
             sent(1),
             Input::Control(ControlMessage::Placed { lane: 0, sequence: 1 }),

@@ -18,11 +18,6 @@ pub(super) struct Pass {
 }
 
 impl Source {
-    /// Rounds and the pause are the VMM's, which streams the guest.
-    pub fn leave_rounds_to_the_vmm(&mut self) {
-        self.streamed = true;
-    }
-
     pub(super) fn on_pass(&mut self, now: Duration, pass: Pass, totals: LaneTotals) {
         if pass.round <= self.rounds.round() {
             // The first one has begun with the streams.

@@ -143,7 +143,7 @@ impl Source {
 
     /// Begins the next round if the one before is placed, and the destination knows that another one comes.
     pub(super) fn go_on(&mut self, now: Duration) {
-        let ours = !self.streamed && self.withdrawn.is_none();
+        let ours = !self.our_side.streams && self.withdrawn.is_none();
         if self.phase == Phase::Sending && !self.rounds.is_open() && ours {
             self.harvest(now);
         }
@@ -233,7 +233,7 @@ impl Source {
                 source_hash: ours.hash,
                 destination_pages: theirs.pages,
                 destination_hash: theirs.hash,
-                log: self.log_name,
+                log: self.our_side.log,
             };
             return self.fail(now, error);
         }

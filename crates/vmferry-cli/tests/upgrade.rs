@@ -1,0 +1,191 @@
+//! Hosts of two releases: each version of the protocol on either side by processes, and what a command and a VMM of
+//! different releases say to each other.
+
+mod support;
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+use serde_json::{Value, json};
+use support::proxy::Proxy;
+use support::scene::{Scene, Way};
+use support::{Host, World, has_kvm, text};
+use vmferry_qemu_lab::Version;
+
+/// What `send` and `receive` are told, and the version that is spoken then.
+const PAIRS: [(&[&str], &[&str], u64); 4] = [
+    (&["--protocol", "1"], &["--protocol", "1"], 1),
+    (&[], &["--protocol", "1"], 1),
+    (&["--protocol", "1"], &[], 1),
+    (&[], &[], 2),
+];
+
+const RELEASE: &str = env!("CARGO_PKG_VERSION");
+
+/// Each side has told what the version lets it say.
+fn assert_introduced(version: u64, stats: &Value, received: &Value, vmm: &str) {
+    assert_eq!((&stats["protocol"], &received["protocol"]), (&version.into(), &version.into()));
+    for said in [&stats["destination"], &received["source"]] {
+        if version == 1 {
+            assert!(said.is_null(), "{said}");
+        } else {
+            assert_eq!(said["vmferry"], RELEASE);
+            assert!(said["vmm"].as_str().unwrap().starts_with(vmm), "{said}");
+        }
+    }
+}
+
+#[test]
+fn a_guest_goes_from_host_to_host_with_every_version() {
+    has_kvm();
+    let world = World::new();
+    let mut host = world.host("0");
+    let mut running = host.guest("web", &["--memory", "64M", "--workload", "hot=4,random ticks"]);
+    for (index, (send, receive, version)) in (1..).zip(PAIRS) {
+        let next = world.host(&index.to_string());
+        let link = ["--listen", "tcp:127.0.0.1:0", "--plain", "--once"];
+        let (mut destination, address) = next.receive(&[&link[..], receive].concat());
+        let link = ["send", "web", "--to", &address, "--plain", "--verify"];
+        let sent = host.run(&[&link[..], send].concat());
+        assert_eq!(sent.code, Some(0), "{sent:?}");
+        let stats = sent.last();
+        assert_eq!((&stats["digest_match"], &stats["verify_match"]), (&json!(true), &json!(true)));
+        let connected = sent.lines.iter().find(|line| line["event"] == "connected").unwrap();
+        assert_eq!(connected["protocol"], version, "{connected}");
+        let received = destination.event("received");
+        assert_introduced(version, stats, &received["stats"], "microvm ");
+        destination.event("serving");
+        next.check_guest("web");
+        assert_eq!(running.finish().code, Some(0));
+        (host, running) = (next, destination);
+    }
+}
+
+/// The question and COMMIT go over a channel that is greeted anew.
+#[test]
+fn a_doubt_ends_between_two_releases_too() {
+    has_kvm();
+    for (send, receive, version) in &PAIRS[1..3] {
+        let world = World::new();
+        let (a, b) = (world.host("a"), world.host("b"));
+        let _guest = a.guest("web", &["--memory", "64M", "--workload", "hot=4,random ticks"]);
+        let link = ["--listen", "tcp:127.0.0.1:0", "--plain", "--once"];
+        let (mut destination, address) = b.receive(&[&link[..], receive].concat());
+        let proxy = Proxy::before(&address);
+        let link = ["send", "web", "--to", &proxy.address, "--plain", "--verify"];
+        let mut sending = a.start(&[&link[..], send].concat());
+        sending.event("in-doubt");
+        proxy.heal();
+        destination.event("serving");
+        let sent = sending.finish();
+        assert_eq!(sent.code, Some(0), "{sent:?}");
+        assert_eq!(sent.last()["protocol"], *version);
+        b.check_guest("web");
+    }
+}
+
+#[test]
+fn without_a_common_version_the_guest_stays_and_both_say_what_to_do() {
+    has_kvm();
+    let world = World::new();
+    let (a, b) = (world.host("a"), world.host("b"));
+    let _guest = a.guest("web", &["--memory", "64M", "--workload", "hot=4,random ticks"]);
+    let link = ["--listen", "tcp:127.0.0.1:0", "--plain", "--protocol", "1"];
+    let (mut destination, address) = b.receive(&link);
+    let send =
+        |protocol| a.run(&["send", "web", "--to", &address, "--plain", "--protocol", protocol]);
+    send("2")
+        .failed(5, "it speaks protocol version 1, and this side version 2: leave `--protocol` out");
+    let told = destination.event_where(|event| event["reason"].is_string());
+    let reason = told["reason"].as_str().unwrap();
+    assert!(
+        reason.contains("the source speaks protocol version 2, and this side version 1"),
+        "{reason}"
+    );
+    a.check_guest("web");
+    assert_eq!(send("1").code, Some(0), "it went on listening");
+}
+
+#[test]
+fn a_version_that_this_release_does_not_know_is_a_mistake() {
+    let world = World::new();
+    for arguments in [
+        &["send", "web", "--to", "x:1", "--plain", "--protocol", "3"][..],
+        &["receive", "--listen", "x:1", "--plain", "--protocol", "0"],
+    ] {
+        assert_eq!(world.host("a").run(arguments).code, Some(2), "{arguments:?}");
+    }
+}
+
+/// What a VMM answers to a command of any release.
+fn ask(host: &Host, line: &str) -> Value {
+    let mut socket = UnixStream::connect(host.runtime.join("web.sock")).unwrap();
+    socket.write_all(line.as_bytes()).unwrap();
+    let mut answer = String::new();
+    BufReader::new(socket).read_line(&mut answer).unwrap();
+    serde_json::from_str(&answer).unwrap()
+}
+
+#[test]
+fn a_command_of_a_newer_release_is_answered_in_words() {
+    has_kvm();
+    let world = World::new();
+    let a = world.host("a");
+    let _guest = a.guest("web", &["--memory", "64M", "--workload", "hot=4,random ticks"]);
+    let refused = |line: &str, words: &str| {
+        let answer = ask(&a, line);
+        assert_eq!(answer["error"]["code"], "bad-request", "{answer}");
+        let message = answer["error"]["message"].as_str().unwrap();
+        assert!(message.contains(words) && message.contains(RELEASE), "{message}");
+    };
+    refused("{\"request\":\"freeze\",\"disks\":true}\n", "has no request `freeze`");
+    // An option that keeps a guest safe must not get lost on the way.
+    let migrate = json!({
+        "request": "migrate", "to": "unix:/nowhere", "tls": null, "channels": 1,
+        "downtime_limit": { "secs": 1, "nanos": 0 }, "max_bandwidth": null, "max_rounds": 1,
+        "reconnect_timeout": { "secs": 0, "nanos": 0 }, "timeout": null, "when_stuck": "refuse",
+        "throttle": 0, "compress": "none", "when_busy": "raw", "workers": null, "delta_memory": 0,
+        "verify": true,
+    });
+    let mut newer = migrate.clone();
+    newer["flush_disks_first"] = true.into();
+    refused(&format!("{newer}\n"), "unknown field `flush_disks_first`");
+    a.check_guest("web");
+    // The same without it, and with what may be left out, is tried: the negative control.
+    let mut optional = migrate;
+    optional["optional"] = json!({ "because": "of maintenance" });
+    let answer = ask(&a, &format!("{optional}\n"));
+    let tried = [&answer["error"]["code"], &answer["event"]["event"]];
+    assert!(tried.contains(&&json!("connect")) || tried.contains(&&json!("progress")), "{answer}");
+    let answer = ask(&a, "{\"request\":\"status\",\"optional\":{\"columns\":[1]}}\n");
+    assert_eq!(answer["ok"]["release"], RELEASE, "{answer}");
+}
+
+/// A QEMU's guest, attached and carried, to a host that is pinned to the version of the release before, and from one.
+fn qemu(way: Way) {
+    for (send, receive, version) in &PAIRS[1..] {
+        let mut scene = Scene::new(Version::V10_0, way);
+        let link = ["--listen", "tcp:127.0.0.1:0", "--plain"];
+        let (mut there, mut receiving, address) = scene.receive(&[&link[..], receive].concat());
+        let mode = if way == Way::Carried { "carried" } else { "attached" };
+        let qmp = text(Path::new(&scene.here.qmp)).to_owned();
+        let link = ["send", "--qemu", &qmp, "--mode", mode, "--to", &address, "--plain"];
+        let sent = scene.a.run(&[&link[..], send].concat());
+        assert_eq!(sent.code, Some(0), "{sent:?}");
+        let received = receiving.event("received");
+        assert_introduced(*version, sent.last(), &received["stats"], "QEMU 10.0");
+        assert!(scene.here.child.wait().unwrap().success());
+        there.check_guest();
+    }
+}
+
+#[test]
+fn an_attached_qemu_moves_between_versions() {
+    qemu(Way::Attached);
+}
+
+#[test]
+fn a_carried_qemu_moves_between_versions() {
+    qemu(Way::Carried);
+}

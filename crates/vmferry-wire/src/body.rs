@@ -1,0 +1,272 @@
+//! The bodies of control messages as bytes: a tuple that never changes, and since version 2 fields behind it.
+
+use serde::{Deserialize, Serialize};
+use vmferry_memory::SlotLayout;
+
+use crate::algorithm::AlgorithmSet;
+use crate::error::WireError;
+use crate::fields::{self, FIELDS_SINCE, put_mandatory, put_optional};
+use crate::message::{
+    ControlMessage, MAX_CONFIG_BYTES, MAX_FREE_RUNS, MAX_LANES, MAX_SLOTS, name_of,
+};
+use crate::reason::Reason;
+use crate::release::Release;
+use crate::session::{GuestIdentity, MAX_NAME_BYTES, SessionId};
+
+const MAX_VMM_BYTES: usize = 64;
+
+/// Numbers of fields: never reused, and of one meaning for each message. BEGIN, ACCEPT and REFUSE: the release of vmferry, as
+/// text.
+const RELEASE: u16 = 1;
+/// BEGIN, ACCEPT and REFUSE: the VMM and its release, as text.
+const VMM_RELEASE: u16 = 2;
+/// BEGIN, mandatory, without content: the VMM streams the guest, one stream on each lane.
+const STREAMS: u16 = 3;
+/// ACCEPT: what the destination can decode, a bit for the number of each algorithm (u32).
+const ALGORITHMS: u16 = 3;
+
+#[derive(Serialize, Deserialize)]
+struct Begin {
+    session: SessionId,
+    guest: (uuid::Bytes, String),
+    vmm: String,
+    #[serde(with = "serde_bytes")]
+    config: Vec<u8>,
+    layout: Vec<SlotLayout>,
+    lanes: u8,
+    verify: bool,
+    reconnect_ms: u32,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Final {
+    lane_sequences: Vec<u64>,
+    digest: u64,
+    #[serde(with = "serde_bytes")]
+    state: Vec<u8>,
+}
+
+impl ControlMessage {
+    /// Appends the message's body, without header.
+    pub(crate) fn encode_body(&self, version: u16, into: &mut Vec<u8>) {
+        self.encode_tuple(into);
+        if version >= FIELDS_SINCE {
+            self.encode_fields(into);
+        }
+    }
+
+    fn encode_tuple(&self, into: &mut Vec<u8>) {
+        match self {
+            Self::Begin {
+                session,
+                guest,
+                vmm,
+                config,
+                layout,
+                lanes,
+                verify,
+                reconnect_ms,
+                ..
+            } => {
+                let begin = Begin {
+                    session: *session,
+                    guest: (*guest.uuid.as_bytes(), guest.name.clone()),
+                    vmm: vmm.clone(),
+                    config: config.clone(),
+                    layout: layout.clone(),
+                    lanes: *lanes,
+                    verify: *verify,
+                    reconnect_ms: *reconnect_ms,
+                };
+                put(into, &begin);
+            }
+            Self::Accept { token, .. } => put(into, token),
+            Self::Refuse { reason, .. } | Self::Abort { reason } => put(into, reason),
+            Self::Placed { lane, sequence } => put(into, &(lane, sequence)),
+            Self::Final { lane_sequences, digest, state } => {
+                put(into, &(lane_sequences, digest, serde_bytes::Bytes::new(state)));
+            }
+            Self::Ready { digest, load_us } => put(into, &(digest, load_us)),
+            Self::Verify {} | Self::Withdraw {} => {}
+            Self::Verified { hash, pages, elapsed_us } => put(into, &(hash, pages, elapsed_us)),
+            Self::Commit { session } | Self::Query { session } => put(into, session),
+            Self::Running { session, start_us } => put(into, &(session, start_us)),
+            Self::Aborted { session, reason } => put(into, &(session, reason)),
+            Self::Ping { nonce } | Self::Pong { nonce } => put(into, nonce),
+            Self::Answer { session, word } => put(into, &(session, word)),
+            Self::Free { slot, runs } => put(into, &(slot, runs)),
+        }
+    }
+
+    fn encode_fields(&self, into: &mut Vec<u8>) {
+        match self {
+            Self::Begin { release, streams, .. } => {
+                put_release(into, release.as_ref());
+                if *streams {
+                    put_mandatory(into, STREAMS, &[]);
+                }
+            }
+            Self::Accept { release, algorithms, .. } => {
+                put_release(into, release.as_ref());
+                if let Some(algorithms) = algorithms {
+                    put_optional(into, ALGORITHMS, &algorithms.bits().to_le_bytes());
+                }
+            }
+            Self::Refuse { release, .. } => put_release(into, release.as_ref()),
+            _ => {}
+        }
+    }
+
+    /// A message from its type number and whole body, and the numbers of the fields that were left out.
+    pub(crate) fn decode_body(
+        number: u16,
+        version: u16,
+        body: &[u8],
+    ) -> Result<(Self, Vec<u16>), WireError> {
+        let (mut message, rest) = Self::decode_tuple(number, body)?;
+        let mut ignored = Vec::new();
+        if version >= FIELDS_SINCE {
+            ignored =
+                fields::read(message.name(), rest, |field, bytes| message.take(field, bytes))?;
+        } else if !rest.is_empty() {
+            let detail = format!("{} bytes are left over", rest.len());
+            return Err(WireError::BadBody { message: message.name(), detail });
+        }
+        message.check()?;
+        Ok((message, ignored))
+    }
+
+    /// A message as version 1 has it, and the bytes behind it.
+    fn decode_tuple(number: u16, body: &[u8]) -> Result<(Self, &[u8]), WireError> {
+        let (message, rest);
+        macro_rules! tuple {
+            ($pattern:pat => $message:expr) => {{
+                let ($pattern, left) = get(number, body)?;
+                (message, rest) = ($message, left);
+            }};
+        }
+        match number {
+            1 => tuple!(begin => Begin::into_message(begin)),
+            2 => tuple!(token => Self::Accept { token, release: None, algorithms: None }),
+            3 => tuple!(reason => Self::Refuse { reason: cleaned(reason), release: None }),
+            4 => tuple!((lane, sequence) => Self::Placed { lane, sequence }),
+            5 => tuple!(Final { lane_sequences, digest, state } =>
+                Self::Final { lane_sequences, digest, state }),
+            6 => tuple!((digest, load_us) => Self::Ready { digest, load_us }),
+            7 => tuple!(() => Self::Verify {}),
+            8 => tuple!((hash, pages, elapsed_us) => Self::Verified { hash, pages, elapsed_us }),
+            9 => tuple!(session => Self::Commit { session }),
+            10 => tuple!((session, start_us) => Self::Running { session, start_us }),
+            11 => tuple!((session, reason) =>
+                Self::Aborted { session, reason: cleaned(reason) }),
+            12 => tuple!(reason => Self::Abort { reason: cleaned(reason) }),
+            13 => tuple!(nonce => Self::Ping { nonce }),
+            14 => tuple!(nonce => Self::Pong { nonce }),
+            15 => tuple!(session => Self::Query { session }),
+            16 => tuple!((session, word) => Self::Answer { session, word }),
+            17 => tuple!(() => Self::Withdraw {}),
+            18 => tuple!((slot, runs) => Self::Free { slot, runs }),
+            other => return Err(WireError::UnknownMessage(other)),
+        }
+        Ok((message, rest))
+    }
+
+    /// Takes a field; whether the message has one of this number.
+    fn take(&mut self, field: u16, content: &[u8]) -> Result<bool, String> {
+        match (self, field) {
+            (
+                Self::Begin { release, .. }
+                | Self::Accept { release, .. }
+                | Self::Refuse { release, .. },
+                RELEASE | VMM_RELEASE,
+            ) => {
+                let text = Release::checked(content)?;
+                let release = release
+                    .get_or_insert_with(|| Release { vmferry: String::new(), vmm: String::new() });
+                *(if field == RELEASE { &mut release.vmferry } else { &mut release.vmm }) = text;
+            }
+            (Self::Begin { streams, .. }, STREAMS) if content.is_empty() => *streams = true,
+            (Self::Begin { .. }, STREAMS) => return Err("it has no content".into()),
+            (Self::Accept { algorithms, .. }, ALGORITHMS) => {
+                let bits = content.try_into().map_err(|_| "it has 4 bytes".to_owned())?;
+                *algorithms = Some(AlgorithmSet::from_bits(u32::from_le_bytes(bits)));
+            }
+            _ => return Ok(false),
+        }
+        Ok(true)
+    }
+
+    fn check(&self) -> Result<(), WireError> {
+        let detail = match self {
+            Self::Begin { guest, vmm, config, layout, lanes, .. } => {
+                if guest.name.len() > MAX_NAME_BYTES || guest.name.chars().any(char::is_control) {
+                    "the guest's name is too long or not printable"
+                } else if vmm.len() > MAX_VMM_BYTES || vmm.chars().any(char::is_control) {
+                    "the VMM's name is too long or not printable"
+                } else if config.len() > MAX_CONFIG_BYTES {
+                    "the configuration is too long"
+                } else if layout.is_empty() || layout.len() > MAX_SLOTS {
+                    "there are no memory slots, or too many"
+                } else if !(1..=MAX_LANES).contains(lanes) {
+                    "the number of data channels is not 1 to 16"
+                } else {
+                    return Ok(());
+                }
+            }
+            Self::Final { lane_sequences, .. }
+                if !(1..=usize::from(MAX_LANES)).contains(&lane_sequences.len()) =>
+            {
+                "the number of lanes is not 1 to 16"
+            }
+            Self::Free { runs, .. } if runs.len() > MAX_FREE_RUNS => "it has too many runs",
+            _ => return Ok(()),
+        };
+        Err(WireError::BadBody { message: self.name(), detail: detail.into() })
+    }
+}
+
+impl Begin {
+    fn into_message(self) -> ControlMessage {
+        let (uuid, name) = self.guest;
+        ControlMessage::Begin {
+            session: self.session,
+            guest: GuestIdentity { uuid: uuid::Uuid::from_bytes(uuid), name },
+            vmm: self.vmm,
+            config: self.config,
+            layout: self.layout,
+            lanes: self.lanes,
+            verify: self.verify,
+            reconnect_ms: self.reconnect_ms,
+            release: None,
+            streams: false,
+        }
+    }
+}
+
+fn cleaned(reason: Reason) -> Reason {
+    reason.cleaned()
+}
+
+fn put_release(into: &mut Vec<u8>, release: Option<&Release>) {
+    let Some(release) = release else { return };
+    for (number, name) in [(RELEASE, &release.vmferry), (VMM_RELEASE, &release.vmm)] {
+        if !name.is_empty() {
+            put_optional(into, number, name.as_bytes());
+        }
+    }
+}
+
+fn put(into: &mut Vec<u8>, value: &impl Serialize) {
+    let bytes = std::mem::take(into);
+    *into = postcard::to_extend(value, bytes)
+        .expect("writing to memory does not fail, and these types have no unsized sequences");
+}
+
+fn get<'de, T: Deserialize<'de>>(
+    number: u16,
+    body: &'de [u8],
+) -> Result<(T, &'de [u8]), WireError> {
+    let message = name_of(number).unwrap_or("UNKNOWN");
+    let bad = |detail: String| WireError::BadBody { message, detail };
+    postcard::take_from_bytes(body).map_err(|error| bad(error.to_string()))
+}

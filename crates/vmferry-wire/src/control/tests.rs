@@ -1,0 +1,351 @@
+use proptest::prelude::*;
+use uuid::Uuid;
+use vmferry_memory::{SlotId, SlotLayout};
+
+use super::*;
+use crate::fields::{put_mandatory, put_optional};
+use crate::{
+    AlgorithmSet, GuestIdentity, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, Reason, ReasonCode,
+    Release, SessionId, SessionWord, Token,
+};
+
+/// Every version that this release speaks.
+const VERSIONS: std::ops::RangeInclusive<u16> = PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION_MAX;
+
+fn encoded(version: u16, message: &ControlMessage) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    message.encode(version, &mut bytes);
+    bytes
+}
+
+fn decoded(version: u16, bytes: &[u8]) -> Result<Decoded, WireError> {
+    let (header, body) = bytes.split_at(CONTROL_HEADER_BYTES);
+    ControlHeader::parse(header.try_into().unwrap())?.decode(version, body)
+}
+
+fn message(version: u16, bytes: &[u8]) -> Result<ControlMessage, WireError> {
+    decoded(version, bytes).map(|decoded| decoded.message)
+}
+
+/// A message with any body.
+fn sealed(number: u16, body: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    bytes.extend_from_slice(&(body.len() as u32).to_le_bytes());
+    bytes.extend_from_slice(&number.to_le_bytes());
+    bytes.extend_from_slice(&[0, 0]);
+    bytes.extend_from_slice(&crc32c(body).to_le_bytes());
+    bytes.extend_from_slice(body);
+    bytes
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+struct Golden {
+    message: ControlMessage,
+    /// The body in version 1.
+    tuple: &'static str,
+    /// What follows on it in version 2.
+    fields: &'static str,
+}
+
+impl Golden {
+    /// What a reader of version 1 has of it.
+    fn as_version_1(&self) -> ControlMessage {
+        let mut message = self.message.clone();
+        match &mut message {
+            ControlMessage::Begin { release, streams, .. } => {
+                (*release, *streams) = (None, false);
+            }
+            ControlMessage::Accept { release, algorithms, .. } => {
+                (*release, *algorithms) = (None, None);
+            }
+            ControlMessage::Refuse { release, .. } => *release = None,
+            _ => {}
+        }
+        message
+    }
+
+    fn as_version(&self, version: u16) -> ControlMessage {
+        if version == 1 { self.as_version_1() } else { self.message.clone() }
+    }
+}
+
+/// An example of every message, in the order of their numbers.
+fn goldens() -> Vec<Golden> {
+    let session = SessionId([1; 16]);
+    let reason = Reason::new(ReasonCode::Busy, "no");
+    let guest = GuestIdentity { uuid: Uuid::from_bytes([2; 16]), name: "web".into() };
+    let layout = vec![SlotLayout { slot: SlotId(0), gpa: 0, pages: 300 }];
+    let release = Some(Release { vmferry: "0.1.0".into(), vmm: "Q".into() });
+    let plain = |message, tuple| Golden { message, tuple, fields: "" };
+    vec![
+        Golden {
+            message: ControlMessage::Begin {
+                session,
+                guest,
+                vmm: "x/y".into(),
+                config: vec![9, 9],
+                layout,
+                lanes: 2,
+                verify: true,
+                reconnect_ms: 300,
+                release: release.clone(),
+                streams: true,
+            },
+            tuple: "01010101010101010101010101010101020202020202020202020202020202020377656203782f7902\
+                    090901\
+                    0000ac020201ac02",
+            fields: "010005000000302e312e30\
+                     02000100000051\
+                     038000000000",
+        },
+        Golden {
+            message: ControlMessage::Accept {
+                token: Token([3; 16]),
+                release: release.clone(),
+                algorithms: Some(AlgorithmSet::ALL),
+            },
+            tuple: "03030303030303030303030303030303",
+            fields: "010005000000302e312e30\
+                     02000100000051\
+                     0300040000000e000000",
+        },
+        Golden {
+            message: ControlMessage::Refuse { reason: reason.clone(), release },
+            tuple: "05026e6f",
+            fields: "010005000000302e312e30\
+                     02000100000051",
+        },
+        plain(ControlMessage::Placed { lane: 1, sequence: 300 }, "01ac02"),
+        plain(
+            ControlMessage::Final { lane_sequences: vec![7], digest: 1, state: vec![0xee] },
+            "01070101ee",
+        ),
+        plain(ControlMessage::Ready { digest: 5, load_us: 6 }, "0506"),
+        plain(ControlMessage::Verify {}, ""),
+        plain(ControlMessage::Verified { hash: 1, pages: 2, elapsed_us: 3 }, "010203"),
+        plain(ControlMessage::Commit { session }, "01010101010101010101010101010101"),
+        plain(
+            ControlMessage::Running { session, start_us: 4 },
+            "0101010101010101010101010101010104",
+        ),
+        plain(
+            ControlMessage::Aborted { session, reason: reason.clone() },
+            "0101010101010101010101010101010105026e6f",
+        ),
+        plain(ControlMessage::Abort { reason }, "05026e6f"),
+        plain(ControlMessage::Ping { nonce: 1 }, "01"),
+        plain(ControlMessage::Pong { nonce: 1 }, "01"),
+        plain(ControlMessage::Query { session }, "01010101010101010101010101010101"),
+        plain(
+            ControlMessage::Answer { session, word: SessionWord::Owns },
+            "0101010101010101010101010101010103",
+        ),
+        plain(ControlMessage::Withdraw {}, ""),
+        plain(
+            ControlMessage::Free { slot: SlotId(1), runs: vec![(2, 300), (512, 1)] },
+            "010202ac02800401",
+        ),
+    ]
+}
+
+fn check_golden(version: u16, body_of: impl Fn(&Golden) -> String) {
+    for (index, golden) in goldens().into_iter().enumerate() {
+        let number = golden.message.number();
+        assert_eq!(usize::from(number), index + 1);
+        let bytes = encoded(version, &golden.message);
+        let (header, body) = bytes.split_at(CONTROL_HEADER_BYTES);
+        assert_eq!(hex(body), body_of(&golden), "{}", golden.message.name());
+        assert_eq!(header[4..8], [index as u8 + 1, 0, 0, 0]);
+        let expected = Decoded { message: golden.as_version(version), ignored: vec![] };
+        assert_eq!(decoded(version, &bytes), Ok(expected));
+    }
+}
+
+/// Frozen: hosts of the release before speak it. If this test fails, the code is wrong.
+#[test]
+fn golden_bytes_of_version_1() {
+    check_golden(1, |golden| golden.tuple.to_owned());
+}
+
+/// If this test fails, the version must change.
+#[test]
+fn golden_bytes_of_version_2() {
+    check_golden(2, |golden| format!("{}{}", golden.tuple, golden.fields));
+    assert_eq!(*VERSIONS.end(), 2, "a newer version needs golden bytes of its own");
+}
+
+/// The header too, checksum and all.
+#[test]
+fn golden_bytes_of_a_whole_message() {
+    let ping = encoded(1, &ControlMessage::Ping { nonce: 1 });
+    assert_eq!(hex(&ping), "010000000d00000052d016a001");
+    assert_eq!(ping, encoded(2, &ControlMessage::Ping { nonce: 1 }));
+}
+
+#[test]
+fn version_1_has_no_fields() {
+    for golden in goldens().iter().filter(|golden| !golden.fields.is_empty()) {
+        let name = golden.message.name();
+        let bytes = encoded(2, &golden.message);
+        assert!(matches!(message(1, &bytes), Err(WireError::BadBody { .. })), "{name}");
+        // And who speaks version 2 need not send any.
+        let bytes = encoded(1, &golden.message);
+        assert_eq!(message(2, &bytes), Ok(golden.as_version_1()), "{name}");
+    }
+}
+
+#[test]
+fn every_damaged_byte_is_noticed() {
+    for (version, golden) in
+        VERSIONS.flat_map(|version| goldens().into_iter().map(move |g| (version, g)))
+    {
+        let good = encoded(version, &golden.message);
+        let meant = message(version, &good);
+        for at in 0..good.len() {
+            let mut bad = good.clone();
+            bad[at] ^= 0x40;
+            assert_ne!(message(version, &bad), meant, "{} byte {at}", golden.message.name());
+        }
+    }
+}
+
+#[test]
+fn lengths_are_refused_before_the_body_is_read() {
+    let header = |bytes: u32, number: u16| {
+        let mut header = [0; CONTROL_HEADER_BYTES];
+        header[0..4].copy_from_slice(&bytes.to_le_bytes());
+        header[4..6].copy_from_slice(&number.to_le_bytes());
+        ControlHeader::parse(&header)
+    };
+    assert!(header(MAX_BODY_BYTES, 1).is_ok());
+    assert!(matches!(header(MAX_BODY_BYTES + 1, 1), Err(WireError::TooLong { .. })));
+    assert!(header(MAX_FINAL_BYTES, FINAL).is_ok());
+    assert!(matches!(header(u32::MAX, FINAL), Err(WireError::TooLong { .. })));
+    assert_eq!(header(0, 99), Err(WireError::UnknownMessage(99)));
+}
+
+#[test]
+fn what_is_left_over_is_an_error() {
+    for version in VERSIONS {
+        let error = message(version, &sealed(13, b"\x01\x00")).unwrap_err();
+        assert_eq!(error.to_string(), "bad PING: 1 bytes are left over");
+    }
+}
+
+#[test]
+fn a_begin_outside_its_limits_is_refused() {
+    let begin = goldens().swap_remove(0).message;
+    let mut no_lanes = begin.clone();
+    let mut no_slots = begin;
+    if let ControlMessage::Begin { lanes, .. } = &mut no_lanes {
+        *lanes = 0;
+    }
+    if let ControlMessage::Begin { layout, .. } = &mut no_slots {
+        layout.clear();
+    }
+    for (version, bad) in VERSIONS.flat_map(|version| [(version, &no_lanes), (version, &no_slots)])
+    {
+        assert!(matches!(message(version, &encoded(version, bad)), Err(WireError::BadBody { .. })));
+    }
+}
+
+#[test]
+fn a_field_with_another_content_is_refused() {
+    let golden = goldens();
+    for (index, field, content) in [
+        (0, 1, &b"\x1b[2J"[..]),
+        (0, 2, &[0xff]),
+        (0, 3, b"?"),
+        (1, 3, &[0; 3]),
+        (1, 3, &[0; 5]),
+        (2, 1, &[b'9'; 65]),
+    ] {
+        let mut body = encoded(1, &golden[index].message).split_off(CONTROL_HEADER_BYTES);
+        put_optional(&mut body, field, content);
+        let error = message(2, &sealed(index as u16 + 1, &body)).unwrap_err().to_string();
+        let name = golden[index].message.name();
+        assert!(error.starts_with(&format!("bad {name}: field {field}: ")), "{error}");
+    }
+}
+
+/// Numbers and contents of fields, ascending, that no message of this release has.
+fn unknown_fields() -> impl Strategy<Value = Vec<(u16, Vec<u8>)>> {
+    let content = prop::collection::vec(any::<u8>(), 0..40);
+    prop::collection::btree_map(4_u16..0x8000, content, 1..6)
+        .prop_map(|fields| fields.into_iter().collect())
+}
+
+proptest! {
+    #[test]
+    fn unknown_optional_fields_change_nothing(
+        golden in prop::sample::select((0..goldens().len()).collect::<Vec<_>>()),
+        fields in unknown_fields(),
+    ) {
+        let golden = goldens().swap_remove(golden);
+        let mut body = encoded(2, &golden.message).split_off(CONTROL_HEADER_BYTES);
+        fields.iter().for_each(|(number, content)| put_optional(&mut body, *number, content));
+        let decoded = decoded(2, &sealed(golden.message.number(), &body));
+        let ignored = fields.iter().map(|(number, _)| *number).collect();
+        prop_assert_eq!(decoded, Ok(Decoded { message: golden.message, ignored }));
+    }
+
+    #[test]
+    fn an_unknown_mandatory_field_is_refused_by_name(
+        golden in prop::sample::select((0..goldens().len()).collect::<Vec<_>>()),
+        fields in unknown_fields(),
+        which in any::<prop::sample::Index>(),
+    ) {
+        let golden = goldens().swap_remove(golden);
+        let mut body = encoded(2, &golden.message).split_off(CONTROL_HEADER_BYTES);
+        let mandatory = which.index(fields.len());
+        for (index, (number, content)) in fields.iter().enumerate() {
+            let put = if index == mandatory { put_mandatory } else { put_optional };
+            put(&mut body, *number, content);
+        }
+        let error = message(2, &sealed(golden.message.number(), &body)).unwrap_err();
+        let (name, field) = (golden.message.name(), fields[mandatory].0);
+        prop_assert_eq!(&error, &WireError::UnknownField { message: name, field });
+        let text = error.to_string();
+        prop_assert!(text.starts_with(&format!("{name} has the mandatory field {field}, ")), "{}", text);
+    }
+
+    #[test]
+    fn fields_in_another_order_or_cut_off_are_refused(
+        golden in prop::sample::select((0..goldens().len()).collect::<Vec<_>>()),
+        fields in unknown_fields(),
+        again in any::<prop::sample::Index>(),
+        cut in 1_usize..6,
+    ) {
+        let golden = goldens().swap_remove(golden);
+        let number = golden.message.number();
+        let mut body = encoded(2, &golden.message).split_off(CONTROL_HEADER_BYTES);
+        for (number, content) in &fields {
+            put_optional(&mut body, *number, content);
+        }
+        let is_bad = |body: &[u8]| {
+            matches!(message(2, &sealed(number, body)), Err(WireError::BadBody { .. }))
+        };
+        // A piece of the last field's head is missing, or of its content.
+        let last = fields[fields.len() - 1].1.len();
+        prop_assert!(is_bad(&body[..body.len() - last.min(cut)]) || last == 0);
+        prop_assert!(is_bad(&body[..body.len() - last - cut.min(5)]));
+        let (again, content) = &fields[again.index(fields.len())];
+        put_optional(&mut body, *again, content);
+        prop_assert!(is_bad(&body));
+    }
+
+    #[test]
+    fn any_bytes_never_panic(
+        version in VERSIONS,
+        number in 0_u16..20,
+        body in prop::collection::vec(any::<u8>(), 0..200),
+    ) {
+        // Whatever is read can be said again.
+        if let Ok(read) = message(version, &sealed(number, &body)) {
+            prop_assert_eq!(message(version, &encoded(version, &read)), Ok(read));
+        }
+    }
+}

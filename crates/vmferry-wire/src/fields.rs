@@ -1,0 +1,140 @@
+//! Fields behind a message's body: what a release can add without a new version of the protocol, since version 2.
+//!
+//! ```text
+//!  0        2        6
+//!  +--------+--------+---------+
+//!  | number | length | content |     number: the low 15 bits; the top bit: mandatory
+//!  +--------+--------+---------+
+//! ```
+//! They stand in ascending order of their numbers, each at most once, to the end of the body, so that the same message
+//! has one form only. A reader leaves out an optional one that it does not know, and refuses the message for a mandatory one.
+
+use crate::error::WireError;
+use crate::field;
+
+/// The first version of the protocol whose messages may have fields.
+pub(crate) const FIELDS_SINCE: u16 = 2;
+
+/// Set in the number of a field that nobody may ignore.
+const MANDATORY: u16 = 1 << 15;
+
+const HEAD_BYTES: usize = 6;
+
+/// Appends a field that a reader may ignore. The caller keeps to the order of numbers.
+pub(crate) fn put_optional(into: &mut Vec<u8>, number: u16, content: &[u8]) {
+    put(into, number & !MANDATORY, content);
+}
+
+/// Appends a field that a reader must know.
+pub(crate) fn put_mandatory(into: &mut Vec<u8>, number: u16, content: &[u8]) {
+    put(into, number | MANDATORY, content);
+}
+
+fn put(into: &mut Vec<u8>, number: u16, content: &[u8]) {
+    // A longer content than the length can tell is beyond the limit of every message.
+    let length = u32::try_from(content.len()).unwrap_or(u32::MAX);
+    into.extend_from_slice(&number.to_le_bytes());
+    into.extend_from_slice(&length.to_le_bytes());
+    into.extend_from_slice(content);
+}
+
+/// Reads all fields of a message. `take` is shown number and content of each, and says whether it knows the number.
+/// Returns the numbers of those that were left out.
+///
+/// # Errors
+/// [`WireError::UnknownField`] for a mandatory one that `take` does not know, [`WireError::BadBody`] for fields that are cut
+/// off, out of order or there twice, and for what `take` says of a content.
+pub(crate) fn read<'a>(
+    message: &'static str,
+    mut rest: &'a [u8],
+    mut take: impl FnMut(u16, &'a [u8]) -> Result<bool, String>,
+) -> Result<Vec<u16>, WireError> {
+    let bad = |detail: String| WireError::BadBody { message, detail };
+    let mut ignored = Vec::new();
+    let mut last = None;
+    while !rest.is_empty() {
+        let Some((head, behind)) = rest.split_at_checked(HEAD_BYTES) else {
+            return Err(bad(format!("{} bytes are left over", rest.len())));
+        };
+        let tagged = u16::from_le_bytes(field(head, 0));
+        let number = tagged & !MANDATORY;
+        if last.is_some_and(|last| number <= last) {
+            return Err(bad(format!("field {number} is out of order, or there twice")));
+        }
+        last = Some(number);
+        let length = u32::from_le_bytes(field(head, 2)) as usize;
+        let Some((content, behind)) = behind.split_at_checked(length) else {
+            let left = behind.len();
+            return Err(bad(format!("field {number} has {length} bytes, and {left} are left")));
+        };
+        let known =
+            take(number, content).map_err(|detail| bad(format!("field {number}: {detail}")))?;
+        if !known && tagged & MANDATORY != 0 {
+            return Err(WireError::UnknownField { message, field: number });
+        }
+        if !known {
+            ignored.push(number);
+        }
+        rest = behind;
+    }
+    Ok(ignored)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A reader that knows field 3 only.
+    fn read_all(bytes: &[u8]) -> Result<(Vec<u8>, Vec<u16>), WireError> {
+        let mut third = Vec::new();
+        let ignored = read("TEST", bytes, |number, content| {
+            if number == 3 {
+                third = content.to_vec();
+            }
+            Ok(number == 3)
+        })?;
+        Ok((third, ignored))
+    }
+
+    /// Frozen with version 2.
+    #[test]
+    fn golden_bytes() {
+        let mut bytes = Vec::new();
+        put_optional(&mut bytes, 3, b"abc");
+        put_mandatory(&mut bytes, 0x0104, b"");
+        assert_eq!(bytes, b"\x03\x00\x03\x00\x00\x00abc\x04\x81\x00\x00\x00\x00");
+        let error = read_all(&bytes).unwrap_err();
+        assert_eq!(error, WireError::UnknownField { message: "TEST", field: 0x0104 });
+        assert_eq!(read_all(&bytes[..9]), Ok((b"abc".to_vec(), vec![])));
+    }
+
+    #[test]
+    fn fields_that_are_out_of_order_or_cut_off_are_refused() {
+        let fields = |numbers: &[u16]| {
+            let mut bytes = Vec::new();
+            numbers.iter().for_each(|&number| put(&mut bytes, number, b"12"));
+            bytes
+        };
+        assert_eq!(read_all(&fields(&[1, 3, 9])), Ok((b"12".to_vec(), vec![1, 9])));
+        // The top bit is no part of the number.
+        for numbers in [&[3, 1][..], &[3, 3], &[3, 3 | MANDATORY], &[5 | MANDATORY, 4], &[1, 1]] {
+            let error = read_all(&fields(numbers)).unwrap_err().to_string();
+            assert!(error.contains("field"), "{numbers:?}: {error}");
+        }
+        let whole = fields(&[3]);
+        for cut in 1..whole.len() {
+            assert!(matches!(read_all(&whole[..cut]), Err(WireError::BadBody { .. })), "{cut}");
+        }
+        let error = read_all(b"\x03\x00\xff\xff\xff\xff").unwrap_err().to_string();
+        assert_eq!(error, "bad TEST: field 3 has 4294967295 bytes, and 0 are left");
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
+            let _ = read_all(&bytes);
+        }
+    }
+}
