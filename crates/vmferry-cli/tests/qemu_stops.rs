@@ -6,33 +6,25 @@ mod support;
 use std::time::Duration;
 
 use serde_json::json;
-use support::outcomes::{Outcome, Owner};
+use support::faults::{exit, note};
+use support::outcomes::Owner;
 use support::scene::{Scene, Way};
 use support::stops::{Stopped, Who, guardian};
 use support::traces::nothing_is_left;
-use support::{BEFORE_COMMIT, Ended, Moment, all, faults, in_parallel, text};
+use support::{BEFORE_COMMIT, Moment, all, faults, in_parallel, text};
 use vmferry_qemu::Qmp;
 use vmferry_qemu_lab::{Qemu, Version};
 
 /// A stop that nobody gives up for: what is silent for 10 s is lost.
 const SHORT: Duration = Duration::from_secs(3);
 
-const WAYS: [Way; 2] = [Way::Attached, Way::Carried];
+const WAYS: [Way; 2] = [Way::Carried, Way::Attached];
 
 fn skipped() -> bool {
     if !all() {
         println!("SKIPPED: a part of the long matrix (`make test-all`)");
     }
     !all()
-}
-
-fn note(scene: &Scene, fault: &str, phase: &str, ends: (String, String), owner: Owner) {
-    let (source, destination) = ends;
-    Outcome { guest: scene.kind(), fault, phase, source, destination, owner }.note();
-}
-
-fn exit(ended: &Ended) -> String {
-    ended.code.map_or_else(|| "killed".to_owned(), |code| format!("exit {code}"))
 }
 
 /// The QEMU that was to take the guest does not run it, if it is still there.
@@ -216,7 +208,7 @@ fn woken_late_the_guest_is_where_it_was_promised() {
     let mut cases: Vec<Case> = Vec::new();
     if all() {
         for way in WAYS {
-            for moment in BEFORE_COMMIT {
+            for moment in BEFORE_COMMIT.into_iter().rev() {
                 cases.push((way, the_source_s_qemu_sleeps, moment));
                 cases.push((way, the_destination_s_qemu_sleeps, moment));
                 cases.push((way, the_sender_sleeps, moment));

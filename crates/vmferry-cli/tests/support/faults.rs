@@ -6,9 +6,10 @@ use serde_json::json;
 use vmferry_qemu::Qmp;
 use vmferry_qemu_lab::{Qemu, Version};
 
+use super::outcomes::{Outcome, Owner};
 use super::proxy::Proxy;
 use super::scene::{Scene, Way};
-use super::{BEFORE_COMMIT, Host, Moment, Running, all, run_ok};
+use super::{BEFORE_COMMIT, Ended, Host, Moment, Running, all, run_ok};
 
 /// The versions of the long matrix, or one of them.
 fn versions(way: Way) -> &'static [Version] {
@@ -19,6 +20,17 @@ fn versions(way: Way) -> &'static [Version] {
 /// All moments, or of a guest that is carried a sample.
 fn moments(way: Way) -> &'static [Moment] {
     if all() || way == Way::Attached { &BEFORE_COMMIT } else { &BEFORE_COMMIT[3..] }
+}
+
+/// Notes who has the guest, which was checked.
+pub fn note(scene: &Scene, fault: &str, phase: &str, ends: (String, String), owner: Owner) {
+    let (source, destination) = ends;
+    Outcome { guest: scene.kind(), fault, phase, source, destination, owner }.note();
+}
+
+/// How a command ended, for the table.
+pub fn exit(ended: &Ended) -> String {
+    ended.code.map_or_else(|| "killed".to_owned(), |code| format!("exit {code}"))
 }
 
 /// A migration whose COMMIT does not arrive.
@@ -57,6 +69,8 @@ pub fn the_sender_is_killed_in_each_phase_and_the_guest_runs_on(way: Way) {
             let received = receiving.finish();
             assert_eq!(received.code, Some(12), "{name}: {received:?}");
             scene.runs_on_here();
+            let ends = ("killed".into(), exit(&received));
+            note(&scene, "the sender: SIGKILL", name, ends, Owner::Source);
         }
         scene.arrives();
     }
@@ -107,6 +121,8 @@ pub fn the_receiver_or_its_qemu_is_killed_in_each_phase(way: Way) {
             let sent = send.finish();
             assert_eq!(sent.code, Some(12), "{name}: {sent:?}");
             scene.runs_on_here();
+            let ends = (exit(&sent), "killed".into());
+            note(&scene, "the receiver: SIGKILL", name, ends, Owner::Source);
 
             println!("{version:?}: its QEMU at {name}");
             let (mut there, receiving, address) = scene.receive_tls();
@@ -115,8 +131,11 @@ pub fn the_receiver_or_its_qemu_is_killed_in_each_phase(way: Way) {
             there.child.kill().unwrap();
             let sent = send.finish();
             assert_ne!(sent.code, Some(0), "{name}: {sent:?}");
-            assert_ne!(receiving.finish().code, Some(0), "{name}");
+            let received = receiving.finish();
+            assert_ne!(received.code, Some(0), "{name}: {received:?}");
             scene.runs_on_here();
+            let ends = (exit(&sent), exit(&received));
+            note(&scene, "the destination's QEMU: SIGKILL", name, ends, Owner::Source);
         }
         scene.arrives();
     }
@@ -135,10 +154,14 @@ pub fn the_source_s_qemu_is_killed_in_each_phase_and_never_half_a_guest_runs(way
         if sent.lines.iter().any(|event| event["event"] == "committed") {
             receiving.event("received");
             there.check_guest();
+            let ends = (exit(&sent), "has the guest".into());
+            note(&scene, "the source's QEMU: SIGKILL", name, ends, Owner::Destination);
         } else {
             assert_ne!(sent.code, Some(0), "{name}: {sent:?}");
             let received = receiving.finish();
             assert_ne!(received.code, Some(0), "{name}: {received:?}");
+            let ends = (exit(&sent), exit(&received));
+            note(&scene, "the source's QEMU: SIGKILL", name, ends, Owner::Crashed);
         }
     }
 }
@@ -153,8 +176,11 @@ pub fn the_link_is_cut_in_each_phase(way: Way) {
         proxy.cut();
         let sent = send.finish();
         assert_eq!(sent.code, Some(12), "{name}: {sent:?}");
-        assert_eq!(receiving.finish().code, Some(12), "{name}");
+        let received = receiving.finish();
+        assert_eq!(received.code, Some(12), "{name}: {received:?}");
         scene.runs_on_here();
+        let ends = (exit(&sent), exit(&received));
+        note(&scene, "the link: cut for good", name, ends, Owner::Source);
     }
     scene.arrives();
 }
@@ -170,8 +196,11 @@ pub fn cancelled_by_the_operator_it_runs_on(way: Way) {
         run_ok(&scene.a, &["cancel", "tested"]);
         let sent = send.finish();
         assert_eq!(sent.code, Some(11), "{name}: {sent:?}");
-        assert_eq!(receiving.finish().code, Some(11), "{name}");
+        // The end of a VMM's streams may be there before the word.
+        let received = receiving.finish();
+        assert!(matches!(received.code, Some(1 | 11)), "{name}: {received:?}");
         scene.runs_on_here();
+        note(&scene, "cancelled", name, (exit(&sent), exit(&received)), Owner::Source);
     }
     scene.arrives();
 }
@@ -185,6 +214,8 @@ pub fn commit_is_lost_and_the_link_heals(way: Way) {
     assert_eq!(sent.code, Some(0), "{sent:?}");
     assert!(scene.here.child.wait().unwrap().success());
     there.check_guest();
+    let ends = (exit(&sent), "has the guest".into());
+    note(&scene, "the link: cut and back", "committed", ends, Owner::Destination);
 }
 
 /// A guardian never sends COMMIT: the destination, which has not run the guest, gives it back.
@@ -198,6 +229,9 @@ pub fn commit_is_lost_and_the_sender_killed_and_the_guardian_asks(way: Way) {
     let received = receiving.finish();
     assert_ne!(received.code, Some(0), "{received:?}");
     scene.runs_on_here();
+    let ends = ("killed".into(), exit(&received));
+    let fault = "the link: cut and back, the sender: SIGKILL";
+    note(&scene, fault, "committed", ends, Owner::Source);
     scene.arrives();
 }
 
@@ -210,5 +244,8 @@ pub fn commit_is_lost_and_the_operator_decides(way: Way) {
     guardian_is_in_doubt(&scene.a);
     run_ok(&scene.a, &["resolve", "tested", "--source-resumes", "--yes"]);
     scene.runs_on_here();
+    let ends = ("killed".into(), "killed".into());
+    let fault = "the link: cut, sender, receiver and its QEMU: SIGKILL, resolved by the operator";
+    note(&scene, fault, "committed", ends, Owner::Source);
     scene.arrives();
 }
