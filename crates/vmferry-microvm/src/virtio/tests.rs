@@ -16,6 +16,8 @@ use super::*;
 use crate::kvm::MmioWiring;
 use crate::state::{StateReader, StateWriter};
 
+mod golden;
+
 /// Far more than anything here takes: a limit for what hangs, not a measure.
 const PATIENCE: Duration = Duration::from_secs(60);
 const PAGES: u64 = 256;
