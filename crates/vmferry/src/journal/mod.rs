@@ -16,7 +16,7 @@ use vmferry_wire::{GuestIdentity, SessionId, SessionWord};
 
 pub use self::file::FileJournal;
 use self::file::{parse_name, path_of};
-pub use self::record::{BadLine, Record, Side, decode};
+pub use self::record::{BadLine, Record, Side, decode, decode_line};
 use crate::handover::{self, DestinationState, SourceEffect, SourceState};
 
 /// Where records go. The engine uses [`FileJournal`]; simulations bring a disk of their own.
@@ -100,7 +100,9 @@ pub enum Verdict {
 }
 
 impl SessionSummary {
-    fn new(session: SessionId, side: Side, records: Vec<Record>, led: bool) -> Self {
+    /// What these records of a side's journal say. `led`: whether a process leads the session now.
+    #[must_use]
+    pub fn new(session: SessionId, side: Side, records: Vec<Record>, led: bool) -> Self {
         let verdict = match side {
             Side::Source => match recover_source(&records).0 {
                 SourceState::Given => Verdict::There,
@@ -169,7 +171,7 @@ pub fn sessions(directory: &Path) -> Result<Vec<SessionSummary>, JournalError> {
 /// # Errors
 /// [`JournalError::Damaged`] or I/O errors.
 pub fn read(directory: &Path, session: SessionId, side: Side) -> Result<Vec<Record>, JournalError> {
-    match file::read(&path_of(directory, session, side)) {
+    match file::read(&path_of(directory, session, side), side) {
         Ok((records, _)) => Ok(records),
         Err(JournalError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
             Ok(Vec::new())
@@ -347,6 +349,20 @@ mod tests {
             recovered_word(directory.path(), session()),
             Err(JournalError::Damaged { line: 1, .. })
         ));
+    }
+
+    #[test]
+    fn a_journal_of_the_other_side_gives_no_word() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut journal = FileJournal::create(directory.path(), session(), Side::Source).unwrap();
+        journal.append(&open()).unwrap();
+        journal.append(&Record::Commit).unwrap();
+        drop(journal);
+        let path = |side| path_of(directory.path(), session(), side);
+        std::fs::rename(path(Side::Source), path(Side::Destination)).unwrap();
+        let error = recovered_word(directory.path(), session()).unwrap_err();
+        assert!(matches!(error, JournalError::Damaged { line: 2, .. }), "{error}");
+        assert!(error.to_string().contains("a destination never writes `commit`"), "{error}");
     }
 
     #[test]
