@@ -17,6 +17,7 @@ use crate::grpc;
 use crate::handshake::shake_hands;
 use crate::identity::{ALPN, TlsIdentity};
 use crate::plain::Plain;
+use crate::recording::Recorder;
 use crate::stream::Stream;
 #[cfg(feature = "grpc")]
 use crate::tls::peer_of;
@@ -38,6 +39,8 @@ pub struct Dialer {
     /// Bound of the connection, of the TLS handshake and of the call, each as a whole. Looking a name up is
     /// bounded by the system's resolver.
     pub connect_timeout: Duration,
+    /// Records what the channels carry. Default none.
+    pub recorder: Option<Recorder>,
     /// The sockets of `fd:`.
     given: GivenSockets,
 }
@@ -56,6 +59,7 @@ impl Dialer {
             server_name: None,
             destination_id: None,
             connect_timeout: Duration::from_secs(10),
+            recorder: None,
             given,
         }
     }
@@ -74,6 +78,10 @@ impl Dialer {
     /// # Errors
     /// See [`TransportError`].
     pub fn connect(&self) -> Result<Channel, TransportError> {
+        self.reach().map(|channel| channel.recorded(self.recorder.as_ref()))
+    }
+
+    fn reach(&self) -> Result<Channel, TransportError> {
         let name = self.address.to_string();
         if let Some(expected) = &self.destination_id
             && matches!(self.address, Address::Unix(_) | Address::Fd(_) | Address::Tcp { .. })

@@ -82,6 +82,19 @@ pub struct MigrateRequest {
     pub free_page_hints: bool,
     /// Hash both memories whole before COMMIT.
     pub verify: bool,
+    /// Record what the channels carry.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub record: Option<RecordRequest>,
+}
+
+/// Where the VMM records the channels of a migration. Guest memory stands in the files.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RecordRequest {
+    /// The directory; made, with mode 0700, if it is missing.
+    pub directory: PathBuf,
+    /// Bytes in all files together.
+    pub limit: u64,
 }
 
 fn yes() -> bool {
@@ -257,6 +270,7 @@ mod tests {
             delta_memory: 1 << 20,
             free_page_hints: false,
             verify: true,
+            record: Some(RecordRequest { directory: "/r".into(), limit: 7 }),
         };
         let requests = [
             Request::Status {},
