@@ -1,6 +1,8 @@
 //! The command line.
 
+mod inspect;
 mod migration;
+mod record;
 mod send;
 
 use std::path::PathBuf;
@@ -10,7 +12,9 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use vmferry_dirty::{LogChoice, SoftwareWay};
 use vmferry_memory::MemoryKind;
 
+pub use inspect::InspectOptions;
 pub use migration::{MigrationOptions, WhenStuck};
+pub use record::RecordOptions;
 pub use send::SendOptions;
 
 /// Live migration for KVM virtual machines.
@@ -61,6 +65,8 @@ pub enum Command {
     Resolve(ResolveOptions),
     /// Make the certificates of mutual TLS.
     Pki(PkiOptions),
+    /// Print what is in a recorded channel, a journal or a saved state, and where it is broken.
+    Inspect(InspectOptions),
     /// Wait beside a `send --qemu`, and take over when it dies. Its order comes by standard input.
     #[command(hide = true)]
     Guard,
@@ -208,6 +214,9 @@ pub struct ReceiveOptions {
     /// End after the first attempt that fails.
     #[arg(long)]
     pub once: bool,
+    /// What is recorded.
+    #[command(flatten)]
+    pub record: RecordOptions,
 }
 
 /// `vmferry set`.

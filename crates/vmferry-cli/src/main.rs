@@ -34,6 +34,7 @@ fn main() -> ExitCode {
         Command::Resolve(options) => commands::resolve::run(&options, &output),
         Command::Guard => commands::qemu::guard::run(&output),
         Command::Pki(options) => commands::pki::run(&options, &output),
+        Command::Inspect(options) => commands::inspect::run(&options, &output),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -56,6 +56,7 @@ fn describe(event: &Value) -> Option<String> {
     let number = |name: &str| event[name].as_f64().unwrap_or_default();
     let bytes = |name: &str| ByteSize(event[name].as_u64().unwrap_or_default());
     Some(match event["event"].as_str()? {
+        "recording" => event["message"].as_str()?.to_owned(),
         "connected" => format!("connected, round trip {:.2} ms", number("round_trip_ms")),
         "round-started" => format!(
             "round {}: {} pages{}",

@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use serde_json::Value;
-use vmferry_microvm::control::{MigrateRequest, Request, TlsFiles, call};
-use vmferry_transport::{Address, Dialer, IdentityFiles};
+use vmferry_microvm::control::{MigrateRequest, RecordRequest, Request, TlsFiles, call};
+use vmferry_transport::{Address, Dialer, IdentityFiles, Recorder, RecordingSide};
 
 use super::socket;
-use crate::args::{MigrationOptions, SendOptions, TlsOptions, WhenStuck};
+use crate::args::{MigrationOptions, RecordOptions, SendOptions, TlsOptions, WhenStuck};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 use crate::tables::{Progress, outcome};
@@ -20,7 +20,12 @@ pub fn run(options: &SendOptions, output: &Output) -> Result<(), Failure> {
     }
     let tls = source_files(options)?;
     let to = address(&options.to, &options.tls)?;
-    let request = migrate_request(to, tls, &options.migration, options.verify);
+    let mut request = migrate_request(to, tls, &options.migration, options.verify);
+    // The VMM writes the files, in a directory of its own.
+    if let Some(directory) = &options.record.record {
+        let directory = std::path::absolute(directory)?;
+        request.record = Some(RecordRequest { directory, limit: options.record.record_limit });
+    }
     let guest = options.guest.as_deref().unwrap_or_default();
     let stats = migrate(&socket(guest)?, request, output, true)?;
     output.result(&stats, || outcome(&stats));
@@ -67,7 +72,24 @@ pub fn migrate_request(
         delta_memory: options.delta_memory,
         free_page_hints: !options.no_free_page_hints,
         verify,
+        record: None,
     }
+}
+
+/// The recorder that the options ask for, if they do.
+pub fn recorder(
+    options: &RecordOptions,
+    side: RecordingSide,
+    output: &Output,
+) -> Result<Option<Recorder>, Failure> {
+    let Some(directory) = &options.record else { return Ok(None) };
+    let recorder = Recorder::new(directory, side, options.record_limit)?;
+    let output = output.clone();
+    recorder.tell(move |said| {
+        let event = serde_json::json!({ "event": "recording", "message": said });
+        output.event(&event, || said.to_owned());
+    });
+    Ok(Some(recorder))
 }
 
 /// The engine's word for it.
