@@ -74,7 +74,13 @@ fn check(message: &ControlMessage, body: &[u8]) {
     message.encode(&mut again);
     let (head, again) = again.split_first_chunk().unwrap();
     // A number may have come in more bytes than it needs.
-    assert!(again.len() <= body.len(), "{} grew from {} to {}", message.name(), body.len(), again.len());
+    assert!(
+        again.len() <= body.len(),
+        "{} grew from {} to {}",
+        message.name(),
+        body.len(),
+        again.len()
+    );
     let header = ControlHeader::parse(head).unwrap();
     assert_eq!(header.decode(again).as_ref(), Ok(message));
 }

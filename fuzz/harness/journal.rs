@@ -1,9 +1,9 @@
 //! Any bytes, taken for a journal.
 
-use vmferry::journal::{
-    Record, Side, SessionSummary, Verdict, decode, recover_destination, recover_source,
-};
 use vmferry::handover::{DestinationState, SourceState};
+use vmferry::journal::{
+    Record, SessionSummary, Side, Verdict, decode, recover_destination, recover_source,
+};
 use vmferry_wire::SessionId;
 
 use super::input::Input;

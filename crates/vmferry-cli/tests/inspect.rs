@@ -66,7 +66,8 @@ fn a_migration_over_tls_is_recorded_and_whole_at_both_sides() {
         assert!(files.len() >= 6, "{files:?}");
         let (code, told) = inspect(&["--pages"], &files);
         assert_eq!(code, Some(0), "{told}");
-        for wanted in ["BEGIN", "ACCEPT", "FINAL", "COMMIT", "RUNNING", "algorithm=zstd", "section"] {
+        for wanted in ["BEGIN", "ACCEPT", "FINAL", "COMMIT", "RUNNING", "algorithm=zstd", "section"]
+        {
             assert!(told.contains(wanted), "{wanted} is not in what {directory:?} holds");
         }
         let whole = told.lines().filter(|line| line.ends_with(" bytes, whole")).count();

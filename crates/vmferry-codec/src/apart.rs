@@ -163,8 +163,12 @@ fn changed(
             _ => false,
         };
         // Where the page is not known, the records of it are read all the same: others follow.
-        apply_delta(records, &mut content)
-            .map_err(|source| CodecError::Delta { sequence, slot, page, source })?;
+        apply_delta(records, &mut content).map_err(|source| CodecError::Delta {
+            sequence,
+            slot,
+            page,
+            source,
+        })?;
         if known {
             let hash = page_hash(&content, slot, page);
             hashes.push(hash);

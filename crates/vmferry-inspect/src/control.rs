@@ -48,8 +48,9 @@ impl Inspector {
         tell: &mut Tell<'_>,
     ) -> Result<(), Stop> {
         let offset = bytes.offset();
-        let reply = HelloReply::parse(&bytes.array::<HELLO_REPLY_BYTES>("the answer to the greeting")?)
-            .map_err(|error| broken(offset, "the answer to the greeting", &error))?;
+        let reply =
+            HelloReply::parse(&bytes.array::<HELLO_REPLY_BYTES>("the answer to the greeting")?)
+                .map_err(|error| broken(offset, "the answer to the greeting", &error))?;
         let fields = message::reply(&reply);
         tell(&Record::new(offset, HELLO_REPLY_BYTES as u64, "reply", fields))?;
         self.messages(header, bytes, tell)
@@ -68,18 +69,18 @@ impl Inspector {
             let head = ControlHeader::parse(&bytes.array::<CONTROL_HEADER_BYTES>(what)?)
                 .map_err(|error| broken(offset, what, &error))?;
             let body = bytes.take(head.body_bytes(), "a message", offset)?;
-            let message = head
-                .decode(&body)
-                .map_err(|error| broken(offset + CONTROL_HEADER_BYTES as u64, "a message", &error))?;
-            let wrong = |problem: String| {
-                Stop::Broken { offset, what: message.name().into(), problem }
-            };
+            let message = head.decode(&body).map_err(|error| {
+                broken(offset + CONTROL_HEADER_BYTES as u64, "a message", &error)
+            })?;
+            let wrong =
+                |problem: String| Stop::Broken { offset, what: message.name().into(), problem };
             let from_source = header.direction == Direction::ToDestination;
             if message::is_of_source(&message).is_some_and(|side| side != from_source) {
                 let side = if from_source { "source" } else { "destination" };
                 return Err(wrong(format!("it is never said by the {side}, which has sent it")));
             }
-            if matches!(message, ControlMessage::Begin { .. }) && std::mem::replace(&mut begun, true)
+            if matches!(message, ControlMessage::Begin { .. })
+                && std::mem::replace(&mut begun, true)
             {
                 return Err(wrong("a guest was announced on this channel before".into()));
             }
@@ -99,8 +100,8 @@ impl Inspector {
         if !state.starts_with(b"VMFSTATE") {
             return Ok(());
         }
-        let reader = StateReader::parse(state)
-            .map_err(|error| broken(at, "the state in FINAL", &error))?;
+        let reader =
+            StateReader::parse(state).map_err(|error| broken(at, "the state in FINAL", &error))?;
         if self.runs {
             for section in reader.sections() {
                 let bytes = section.payload().len() as u64;

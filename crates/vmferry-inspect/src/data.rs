@@ -8,8 +8,8 @@ use vmferry_codec::{CodecError, Decoder, Decompressors, Frame, ReadError, Stream
 use vmferry_memory::PAGE_SIZE;
 use vmferry_transport::RecordingHeader;
 use vmferry_wire::{
-    Encoding, FRAME_HEADER_BYTES, FrameHeader, FrameKind, Hello, MAX_KEPT_PAGES, MAX_LANES, RunTable,
-    SegmentEncoding, SegmentTable,
+    Encoding, FRAME_HEADER_BYTES, FrameHeader, FrameKind, Hello, MAX_KEPT_PAGES, MAX_LANES,
+    RunTable, SegmentEncoding, SegmentTable,
 };
 
 use crate::bytes::{Bytes, Stop};
@@ -83,8 +83,8 @@ impl LaneFile<'_> {
         };
         let mut head = [0; FRAME_HEADER_BYTES];
         bytes.fill(&mut head, WHAT, offset)?;
-        let header =
-            FrameHeader::parse(&head).map_err(|error| broken(offset, "a frame's header", &error))?;
+        let header = FrameHeader::parse(&head)
+            .map_err(|error| broken(offset, "a frame's header", &error))?;
         let whole = FRAME_HEADER_BYTES + header.table_bytes() + header.payload_bytes as usize;
         match frame.read_from(&mut head.as_slice().chain(&mut *bytes)) {
             Ok(_) => {}
@@ -122,7 +122,8 @@ impl LaneFile<'_> {
     fn check_order(&mut self, offset: u64, header: &FrameHeader) -> Result<bool, Stop> {
         let lane = self.session.lanes.entry(self.number).or_default();
         let sequence = header.sequence;
-        let wrong = |at, problem| Err(Stop::Broken { offset: offset + at, what: WHAT.into(), problem });
+        let wrong =
+            |at, problem| Err(Stop::Broken { offset: offset + at, what: WHAT.into(), problem });
         let expected = match self.before {
             Some(before) => before + 1,
             // A channel that was made anew begins behind what was placed.
@@ -132,13 +133,23 @@ impl LaneFile<'_> {
             None => lane.highest + 1,
         };
         if sequence != expected {
-            return wrong(16, format!("expected number {expected} of lane {}, found {sequence}", self.number));
+            return wrong(
+                16,
+                format!("expected number {expected} of lane {}, found {sequence}", self.number),
+            );
         }
         self.before = Some(sequence);
         let again = sequence <= lane.highest;
         if !again {
             if header.round < lane.round || header.round == 0 {
-                return wrong(8, format!("expected round {} or a later one, found {}", lane.round.max(1), header.round));
+                return wrong(
+                    8,
+                    format!(
+                        "expected round {} or a later one, found {}",
+                        lane.round.max(1),
+                        header.round
+                    ),
+                );
             }
             (lane.highest, lane.round) = (sequence, header.round);
         }
@@ -159,7 +170,8 @@ impl LaneFile<'_> {
             Some((layout, _)) => match layout.get(usize::from(header.slot.0)) {
                 Some(slot) => Some(slot.pages),
                 None => {
-                    let problem = format!("{}, and the guest has {} slots", header.slot, layout.len());
+                    let problem =
+                        format!("{}, and the guest has {} slots", header.slot, layout.len());
                     return Err(Stop::Broken { offset: offset + 6, what: WHAT.into(), problem });
                 }
             },
@@ -176,7 +188,8 @@ impl LaneFile<'_> {
         })?;
         self.check_runs(table_at, frame, header)?;
         if let Some((slot, page)) = self.session.pages.twice.take() {
-            let problem = format!("page {page} of {slot} comes a second time in round {}", header.round);
+            let problem =
+                format!("page {page} of {slot} comes a second time in round {}", header.round);
             return Err(Stop::Broken { offset: table_at, what: WHAT.into(), problem });
         }
         let [zero, raw, packed, delta] = found.pages;
@@ -232,7 +245,8 @@ impl LaneFile<'_> {
         fields: &mut Value,
     ) -> Result<(), Stop> {
         let table_at = offset + FRAME_HEADER_BYTES as u64;
-        let lanes = self.session.announced.as_ref().map_or(1, |(_, lanes)| u32::from(*lanes).max(1));
+        let lanes =
+            self.session.announced.as_ref().map_or(1, |(_, lanes)| u32::from(*lanes).max(1));
         let lane = self.session.lanes.entry(self.number).or_default();
         let entries = MAX_KEPT_PAGES / lanes;
         if !again {

@@ -22,9 +22,7 @@ mod session;
 
 use std::io::{self, Read};
 
-use vmferry_transport::{
-    Direction, RECORDING_HEADER_BYTES, RECORDING_MAGIC, RecordingHeader,
-};
+use vmferry_transport::{Direction, RECORDING_HEADER_BYTES, RECORDING_MAGIC, RecordingHeader};
 
 use self::bytes::{Bytes, Stop};
 pub use self::record::{Break, End, Kind, Outcome, Record};
@@ -104,11 +102,18 @@ impl Inspector {
         self.sessions.disagreements()
     }
 
-    fn recording<R: Read>(&mut self, bytes: &mut Bytes<R>, tell: &mut Tell<'_>) -> Result<(), Stop> {
+    fn recording<R: Read>(
+        &mut self,
+        bytes: &mut Bytes<R>,
+        tell: &mut Tell<'_>,
+    ) -> Result<(), Stop> {
         let what = "the recording's header";
         let head = bytes.array::<RECORDING_HEADER_BYTES>(what)?;
-        let header = RecordingHeader::parse(&head)
-            .map_err(|problem| Stop::Broken { offset: 0, what: what.into(), problem })?;
+        let header = RecordingHeader::parse(&head).map_err(|problem| Stop::Broken {
+            offset: 0,
+            what: what.into(),
+            problem,
+        })?;
         tell(&message::recording(&header))?;
         match header.direction {
             Direction::ToDestination => self.from_source(&header, bytes, tell),
@@ -120,7 +125,8 @@ impl Inspector {
 /// What a file is, by its first bytes.
 #[must_use]
 pub fn kind_of(head: &[u8]) -> Kind {
-    let begins = |magic: &[u8]| !head.is_empty() && magic.starts_with(&head[..head.len().min(magic.len())]);
+    let begins =
+        |magic: &[u8]| !head.is_empty() && magic.starts_with(&head[..head.len().min(magic.len())]);
     let is_line = |head: &[u8]| {
         head.len() > 9 && head[..8].iter().all(u8::is_ascii_hexdigit) && head[8..10] == *b" {"
     };

@@ -86,7 +86,9 @@ pub fn control(message: &ControlMessage) -> Value {
             })
         }
         ControlMessage::Accept { .. } => json!({ "token": "(secret)" }),
-        ControlMessage::Refuse { reason: why } | ControlMessage::Abort { reason: why } => reason(why),
+        ControlMessage::Refuse { reason: why } | ControlMessage::Abort { reason: why } => {
+            reason(why)
+        }
         ControlMessage::Placed { lane, sequence } => json!({ "lane": lane, "sequence": sequence }),
         ControlMessage::Final { lane_sequences, digest, state, .. } => json!({
             "lane_sequences": lane_sequences, "digest": hex(*digest), "state_bytes": state.len(),

@@ -45,7 +45,8 @@ pub fn journal<R: Read>(name: &str, bytes: &mut Bytes<R>, tell: &mut Tell<'_>) -
                 return Err(wrong(problem));
             }
             None if promise.name() != "open" => {
-                side = [Side::Source, Side::Destination].into_iter().find(|one| promise.is_of(*one));
+                side =
+                    [Side::Source, Side::Destination].into_iter().find(|one| promise.is_of(*one));
             }
             _ => {}
         }
@@ -82,7 +83,8 @@ pub fn state<R: Read>(bytes: &mut Bytes<R>, tell: &mut Tell<'_>) -> Result<(), S
         StateError::Truncated { what, offset, needed, left } => {
             Stop::Cut { offset: offset as u64, what, needed: needed as u64, found: left as u64 }
         }
-        StateError::Corrupt { ref what, offset, .. } | StateError::Invalid { ref what, offset, .. } => {
+        StateError::Corrupt { ref what, offset, .. }
+        | StateError::Invalid { ref what, offset, .. } => {
             Stop::Broken { offset: offset as u64, what: what.clone(), problem: error.to_string() }
         }
         other => {

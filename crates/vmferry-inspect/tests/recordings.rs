@@ -5,7 +5,9 @@ mod support;
 use support::{Recorded, change_header, seal};
 use vmferry_inspect::{Break, End, Inspector};
 use vmferry_transport::RECORDING_HEADER_BYTES;
-use vmferry_wire::{CONTROL_HEADER_BYTES, FRAME_HEADER_BYTES, FrameHeader, HELLO_BYTES, table_checksum};
+use vmferry_wire::{
+    CONTROL_HEADER_BYTES, FRAME_HEADER_BYTES, FrameHeader, HELLO_BYTES, table_checksum,
+};
 
 const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden.txt");
 const RUN: usize = vmferry_wire::RUN_HEADER_BYTES;
@@ -68,7 +70,12 @@ fn damage_to_a_control_channel_is_found_where_it_is() {
     found(&damaged(hello, 1), 0, hello, "not vmferry");
     found(&damaged(begin + 6, 1), 0, begin, "reserved");
     found(&damaged(begin + 4, 0x40), 0, begin, "65");
-    found(&damaged(begin + CONTROL_HEADER_BYTES + 3, 1), 0, begin + CONTROL_HEADER_BYTES, "checksum");
+    found(
+        &damaged(begin + CONTROL_HEADER_BYTES + 3, 1),
+        0,
+        begin + CONTROL_HEADER_BYTES,
+        "checksum",
+    );
     found(&damaged(commit + 8, 1), 0, commit + CONTROL_HEADER_BYTES, "checksum");
     // What only the other side says.
     let mut bad = good.clone();

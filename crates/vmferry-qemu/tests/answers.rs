@@ -30,7 +30,8 @@ fn write_the_seeds() {
 
 /// For each reader a greeting, and the answers to what it asks; and whatever does not belong there.
 fn seeds() -> Vec<(String, Vec<u8>)> {
-    let greeting = json!({ "QMP": { "version": { "qemu": { "major": 10, "minor": 0, "micro": 2 } } } });
+    let greeting =
+        json!({ "QMP": { "version": { "qemu": { "major": 10, "minor": 0, "micro": 2 } } } });
     let cpus = json!([{ "thread-id": 1, "cpu-index": 0 }]);
     let begun = vec![greeting.clone(), of(json!({})), of(cpus.clone())];
     let tree = "bus: main-system-bus\r\n  dev: virtio-blk-pci, id \"disk\"\r\n    class SCSI controller, \

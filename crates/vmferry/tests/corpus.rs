@@ -19,11 +19,8 @@ mod seeds;
 
 use vmferry::handover::{DestinationState, SourceState};
 
-const TARGETS: [(&str, replay::Target); 3] = [
-    ("conversation", conversation::run),
-    ("journal", journal::run),
-    ("policy", policy::run),
-];
+const TARGETS: [(&str, replay::Target); 3] =
+    [("conversation", conversation::run), ("journal", journal::run), ("policy", policy::run)];
 
 #[test]
 fn every_seed_is_handled() {

@@ -221,7 +221,9 @@ impl DestinationHost {
             | ControlMessage::Answer { word: SessionWord::Aborted, .. } => {
                 assert!(aborted && !intent, "{} before it is written", message.name());
             }
-            ControlMessage::Ready { .. } => assert!(self.loaded, "READY before the state is loaded"),
+            ControlMessage::Ready { .. } => {
+                assert!(self.loaded, "READY before the state is loaded")
+            }
             _ => {}
         }
         if wire.ends[1] {

@@ -62,7 +62,8 @@ impl SourceHost {
         config.channels = 1 + (choices & 1);
         config.verify = choices & 2 != 0;
         config.max_rounds = 1 + u32::from(choices >> 2 & 3);
-        config.when_stuck = if choices & 16 == 0 { WhenStuck::SwitchOver } else { WhenStuck::Refuse };
+        config.when_stuck =
+            if choices & 16 == 0 { WhenStuck::SwitchOver } else { WhenStuck::Refuse };
         if choices & 32 != 0 {
             config.timeouts.reconnect = Duration::ZERO;
         }
@@ -129,7 +130,12 @@ impl SourceHost {
     }
 
     /// An operator can decide a hand-over in doubt. Whether one has.
-    pub fn operator_speaks(&mut self, now: Duration, input: &mut Input<'_>, wire: &mut Wire) -> bool {
+    pub fn operator_speaks(
+        &mut self,
+        now: Duration,
+        input: &mut Input<'_>,
+        wire: &mut Wire,
+    ) -> bool {
         if !matches!(self.machine.handover(), SourceState::InDoubt { .. }) {
             return false;
         }
@@ -217,11 +223,9 @@ impl SourceHost {
                 let totals = LaneTotals { bytes: outcome.into(), ..LaneTotals::default() };
                 What::LaneSent { lane, end_sequence: *sequence, totals }
             }
-            Task::Harvest => What::Harvested {
-                pages: u64::from(outcome) * 4,
-                took,
-                stood_still: Duration::ZERO,
-            },
+            Task::Harvest => {
+                What::Harvested { pages: u64::from(outcome) * 4, took, stood_still: Duration::ZERO }
+            }
             Task::Pause => {
                 self.runs = false;
                 What::Paused { stood_still: took }
@@ -293,7 +297,10 @@ impl SourceHost {
             }
             Action::Resume => {
                 assert!(!self.released, "a guest that was given up runs again");
-                assert!(!self.committed || self.may_resume, "resumed after COMMIT without the word");
+                assert!(
+                    !self.committed || self.may_resume,
+                    "resumed after COMMIT without the word"
+                );
                 self.committed = false;
                 self.runs = true;
             }
@@ -321,10 +328,5 @@ impl SourceHost {
 }
 
 fn description() -> GuestDescription {
-    GuestDescription {
-        identity: guest(),
-        vmm: "fuzz".into(),
-        config: Vec::new(),
-        layout: layout(),
-    }
+    GuestDescription { identity: guest(), vmm: "fuzz".into(), config: Vec::new(), layout: layout() }
 }

@@ -90,15 +90,16 @@ impl Recorded {
     pub fn inspect(&self) -> ([Outcome; 4], String, Vec<String>) {
         let mut inspector = Inspector::new(1 << 20, true);
         let mut told = String::new();
-        let outcomes = [&self.control, &self.control_back, &self.data, &self.data_back].map(|file| {
-            let outcome = inspector.file("file", &file[..], &mut |record| {
-                told += &format!("{record}\n");
-                Ok(())
+        let outcomes =
+            [&self.control, &self.control_back, &self.data, &self.data_back].map(|file| {
+                let outcome = inspector.file("file", &file[..], &mut |record| {
+                    told += &format!("{record}\n");
+                    Ok(())
+                });
+                let outcome = outcome.unwrap();
+                told += &format!("{}, {} records\n", outcome.end, outcome.records);
+                outcome
             });
-            let outcome = outcome.unwrap();
-            told += &format!("{}, {} records\n", outcome.end, outcome.records);
-            outcome
-        });
         (outcomes, told, inspector.disagreements())
     }
 

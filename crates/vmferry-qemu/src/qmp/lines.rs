@@ -67,7 +67,8 @@ mod tests {
 
     #[test]
     fn lines_come_whole_however_they_are_cut() {
-        let text: Vec<u8> = (0..3000_u32).flat_map(|n| format!("line {n}\n").into_bytes()).collect();
+        let text: Vec<u8> =
+            (0..3000_u32).flat_map(|n| format!("line {n}\n").into_bytes()).collect();
         for piece in [1, 7, 4096, text.len()] {
             let (mut lines, mut found) = (Lines::default(), Vec::new());
             for bytes in text.chunks(piece) {

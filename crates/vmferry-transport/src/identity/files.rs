@@ -190,7 +190,9 @@ pub fn revocation_lists_of(
         lists.push((issued, list));
     }
     if lists.is_empty() {
-        return Err("holds no revocation list in PEM form: make one with `vmferry pki revoke`".into());
+        return Err(
+            "holds no revocation list in PEM form: make one with `vmferry pki revoke`".into()
+        );
     }
     Ok(lists)
 }

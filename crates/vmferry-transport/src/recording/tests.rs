@@ -50,9 +50,8 @@ fn files(directory: &Path) -> Vec<(String, Vec<u8>)> {
 #[test]
 fn each_direction_is_recorded_at_both_sides() {
     let root = tempfile::tempdir().unwrap();
-    let recorder = |name: &str, side| {
-        Recorder::new(&root.path().join(name), side, 1 << 20).unwrap()
-    };
+    let recorder =
+        |name: &str, side| Recorder::new(&root.path().join(name), side, 1 << 20).unwrap();
     let here = recorder("here", RecordingSide::Source);
     exchange(Some(here.clone()), Some(recorder("there", RecordingSide::Destination)));
     exchange(Some(here), None);

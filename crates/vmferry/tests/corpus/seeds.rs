@@ -17,7 +17,8 @@ const THE_DESTINATION_DIES: [u8; 3] = [14, 3, 0];
 pub fn conversations() -> Seeds {
     let going = |steps: usize| GO_ON.repeat(steps);
     let mut seeds = Vec::new();
-    for (name, settings) in [("one-lane", 0_u8), ("two-lanes", 1), ("verified", 3), ("rounds", 12)] {
+    for (name, settings) in [("one-lane", 0_u8), ("two-lanes", 1), ("verified", 3), ("rounds", 12)]
+    {
         seeds.push((name.to_owned(), [vec![settings], going(40)].concat()));
     }
     for steps in [1, 4, 8, 12, 14, 15, 16, 18] {
