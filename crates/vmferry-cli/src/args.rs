@@ -1,7 +1,9 @@
 //! The command line.
 
+mod inspect;
 mod migration;
 mod receive;
+mod record;
 mod send;
 
 use std::path::PathBuf;
@@ -11,8 +13,10 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use vmferry_dirty::{LogChoice, SoftwareWay};
 use vmferry_memory::MemoryKind;
 
+pub use inspect::InspectOptions;
 pub use migration::{MigrationOptions, WhenStuck};
 pub use receive::{ReceiveOptions, StarterOptions};
+pub use record::RecordOptions;
 pub use send::SendOptions;
 
 /// Live migration for KVM virtual machines.
@@ -63,6 +67,8 @@ pub enum Command {
     Resolve(ResolveOptions),
     /// Make the certificates of mutual TLS.
     Pki(PkiOptions),
+    /// Print what is in a recorded channel, a journal or a saved state, and where it is broken.
+    Inspect(InspectOptions),
     /// Wait beside a `send --qemu`, and take over when it dies. Its order comes by standard input.
     #[command(hide = true)]
     Guard,

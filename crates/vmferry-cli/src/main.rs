@@ -36,6 +36,7 @@ fn main() -> ExitCode {
         Command::Guard => commands::qemu::guard::run(&output),
         Command::StartQemu(options) => commands::qemu::starter::run(&options),
         Command::Pki(options) => commands::pki::run(&options, &output),
+        Command::Inspect(options) => commands::inspect::run(&options, &output),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

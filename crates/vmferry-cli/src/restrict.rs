@@ -42,6 +42,8 @@ pub fn restrict(
     }
     // Journals and control sockets.
     files.write.push(directory()?.path().to_owned());
+    // Recordings: the directory was made by now.
+    files.write.extend(options.record.record.clone());
     if let Address::Unix(path) = listening {
         // The socket is removed in the end.
         files.remove_files.extend(directories(path));

@@ -63,6 +63,7 @@ fn describe(event: &Value) -> Option<String> {
             event["message"].as_str().unwrap_or_default(),
             event["fields"]
         ),
+        "recording" => event["message"].as_str()?.to_owned(),
         "round-started" => format!(
             "round {}: {} pages{}",
             number("round"),

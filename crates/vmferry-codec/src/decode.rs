@@ -243,7 +243,9 @@ impl Frame {
         self.header.as_ref()
     }
 
-    pub(crate) fn table(&self, header: &FrameHeader) -> &[u8] {
+    /// The bytes of the frame's table; `header` is that of this frame.
+    #[must_use]
+    pub fn table(&self, header: &FrameHeader) -> &[u8] {
         &self.bytes[..header.table_bytes()]
     }
 
@@ -264,9 +266,9 @@ pub struct PlacedPages {
 /// Decodes, checks and places frames: a worker's contexts and buffers, kept for the whole migration.
 #[derive(Default)]
 pub struct Decoder {
-    decompressors: Decompressors,
+    pub(crate) decompressors: Decompressors,
     /// The packed part, decompressed: packed pages, then records of delta runs.
-    unpacked: Vec<u8>,
+    pub(crate) unpacked: Vec<u8>,
     /// Pages of delta runs.
     changed: Vec<u8>,
     /// Hashes of the frame's pages, kept from the check to the recording.
@@ -389,7 +391,7 @@ impl<'a> Content<'a> {
 }
 
 /// The packed part of the payload as it was before compression.
-fn unpack<'a>(
+pub(crate) fn unpack<'a>(
     decompressors: &mut Decompressors,
     unpacked: &'a mut Vec<u8>,
     header: &FrameHeader,

@@ -15,6 +15,7 @@
 
 #![forbid(unsafe_code)]
 
+mod apart;
 mod compress;
 mod decode;
 mod decompress;
@@ -30,6 +31,7 @@ mod method;
 mod samples;
 mod stream;
 
+pub use apart::{Apart, Base, PageFound, Pages};
 pub use compress::{Compress, CompressError, Compressors};
 pub use decode::{CodecError, Decoder, Frame, PlacedPages, ReadError};
 pub use decompress::{DecompressError, Decompressors};

@@ -15,9 +15,11 @@ use serde_json::{Value, json};
 use vmferry::SourceConfig;
 use vmferry::handover::OperatorWord;
 use vmferry::source::{Orders, Progress, SourceOutcome, migrate};
-use vmferry_transport::{Address, Dialer};
+use vmferry_transport::{Address, Dialer, Recorder, RecordingSide};
 
-use crate::control::{Answer, ControlError, ErrorCode, Handler, MigrateRequest, Replies, Request};
+use crate::control::{
+    Answer, ControlError, ErrorCode, Handler, MigrateRequest, RecordRequest, Replies, Request,
+};
 use crate::embed::MigratingMachine;
 use crate::error::MachineError;
 use crate::machine::{SharedMachine, lock};
@@ -139,11 +141,16 @@ impl GuestService {
     }
 
     fn migrate(&self, request: &MigrateRequest, replies: &Replies) -> Result<Answer, ControlError> {
-        let dialer = dialer(request, replies)?;
+        let mut dialer = dialer(request, replies)?;
+        let (said, ends) = std::sync::mpsc::channel();
+        dialer.recorder = recorder(request, said)?;
         let config = self.source_config(request);
         config.check().map_err(|error| bad_request(&error))?;
         let orders = self.begin()?;
         let result = self.migrate_with(&dialer, config, &orders, replies);
+        for message in ends.try_iter() {
+            let _ = replies.event(&json!({ "event": "recording", "message": message }));
+        }
         if !matches!(result, Ok(SourceOutcome::Given { .. })) {
             // Given away, the migration stays on record, so that no second one begins.
             *self.migration() = None;
@@ -337,6 +344,21 @@ fn dialer(request: &MigrateRequest, replies: &Replies) -> Result<Dialer, Control
     };
     dialer.known_addresses.clone_from(&request.addresses);
     Ok(dialer)
+}
+
+/// The recorder that is asked for; `said` hears if it ends before the channels do.
+fn recorder(
+    request: &MigrateRequest,
+    said: std::sync::mpsc::Sender<String>,
+) -> Result<Option<Recorder>, ControlError> {
+    let Some(RecordRequest { directory, limit }) = &request.record else { return Ok(None) };
+    let recorder = Recorder::new(directory, RecordingSide::Source, *limit)
+        .map_err(|error| bad_request(&error))?;
+    recorder.tell(move |text| {
+        // The migration may be over.
+        let _ = said.send(text.to_owned());
+    });
+    Ok(Some(recorder))
 }
 
 fn bad_request(error: &dyn std::error::Error) -> ControlError {

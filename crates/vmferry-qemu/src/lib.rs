@@ -16,6 +16,8 @@
 //!   `-incoming defer -S`.
 
 mod abandoned;
+#[doc(hidden)]
+pub mod answers;
 mod carried;
 mod destination;
 mod error;

@@ -86,10 +86,7 @@ impl Ram {
     /// If memory can't be carried: what is wrong with it, and what to change on QEMU's command line.
     pub fn find(qmp: &mut Qmp, view: &mut dyn View) -> Result<Self, QemuError> {
         let pid = qmp.pid();
-        let mut listed = list(qmp)?;
-        if listed.iter().any(|block| block.address.is_none()) {
-            find_addresses(qmp, &mut listed)?;
-        }
+        let listed = list_with_addresses(qmp)?;
         let mappings = view.shared_mappings(pid)?;
         let named_only = qmp.version() >= NAMED_FILES_ONLY;
         let mut blocks = Vec::new();
@@ -111,11 +108,11 @@ impl Ram {
             match mapping {
                 Some(mapping) if ignored => ours.push((block, mapping.clone())),
                 found => {
-                    state_bytes += block.used;
-                    state_bytes_in_use += bytes_in_use(&pagemap, &block);
                     if block.used > MAX_STATE_BYTES {
                         return Err(not_carried(&block, found.is_some(), qmp.version()));
                     }
+                    state_bytes += block.used;
+                    state_bytes_in_use += bytes_in_use(&pagemap, &block);
                 }
             }
         }
@@ -154,6 +151,15 @@ pub fn list(qmp: &mut Qmp) -> Result<Vec<Listed>, QmpError> {
     Ok(listed)
 }
 
+/// The same, with the addresses of those that QEMU has at one.
+pub fn list_with_addresses(qmp: &mut Qmp) -> Result<Vec<Listed>, QemuError> {
+    let mut listed = list(qmp)?;
+    if listed.iter().any(|block| block.address.is_none()) {
+        find_addresses(qmp, &mut listed)?;
+    }
+    Ok(listed)
+}
+
 /// Bytes of a block that were ever written; all of it, if QEMU does not say where it is.
 fn bytes_in_use(pagemap: &File, block: &Listed) -> u64 {
     let Some(start) = block.address else { return block.used };
@@ -165,7 +171,7 @@ fn bytes_in_use(pagemap: &File, block: &Listed) -> u64 {
     };
     let mut bytes = 0;
     let mut regions = [PageRegion::default(); 64];
-    let range = start..start + block.used;
+    let range = start..start.saturating_add(block.used);
     let scanned = scan(pagemap, range, query, &mut regions, |region| {
         bytes += region.end - region.start;
     });
@@ -198,7 +204,7 @@ fn map(
     for (block, mapping) in ours {
         let bad = |why: String| QemuError::Memory { block: block.name.clone(), why };
         let start = block.address.unwrap_or(mapping.range.start);
-        let end = start + block.used;
+        let end = start.saturating_add(block.used);
         if end > mapping.range.end || block.used % PAGE_SIZE as u64 != 0 || block.page_bytes < 4096
         {
             return Err(bad("is mapped in pieces, which vmferry can't carry".into()));
@@ -227,7 +233,7 @@ fn find_addresses(qmp: &mut Qmp, blocks: &mut [Listed]) -> Result<(), QemuError>
         // `Host virtual address for 0x0 (ram) is 0x7f…`
         let found = text.rsplit_once(&format!("({}) is 0x", block.name));
         let address = found.and_then(|(_, hex)| u64::from_str_radix(hex.trim(), 16).ok());
-        block.address = address.map(|address| address - offset);
+        block.address = address.and_then(|address| address.checked_sub(offset));
     }
     Ok(())
 }
@@ -266,7 +272,7 @@ fn parse_block(line: &str) -> Option<Listed> {
         "GiB" => 1 << 30,
         _ => 1,
     };
-    let page_bytes = words.get(first.checked_sub(2)?)?.parse::<u64>().ok()? * unit;
+    let page_bytes = words.get(first.checked_sub(2)?)?.parse::<u64>().ok()?.checked_mul(unit)?;
     Some(Listed {
         name: words[..first - 2].join(" "),
         page_bytes,

@@ -152,7 +152,7 @@ impl DestinationVm for StartedQemu {
     }
 
     fn release(&self) -> String {
-        self.running.as_ref().map_or_else(String::new, |running| running.qemu.release())
+        self.qemu.as_ref().map_or_else(String::new, QemuDestination::release)
     }
 
     fn load(&mut self, state: &[u8]) -> Result<(), VmError> {

@@ -151,8 +151,8 @@ pub fn given_up(qmp: &mut Qmp) -> Result<QemuError, QemuError> {
 /// How long ago an event was, by its time stamp.
 pub fn age(timestamp: &Value) -> Option<Duration> {
     let at = Duration::from_secs(timestamp["seconds"].as_u64()?)
-        + Duration::from_micros(timestamp["microseconds"].as_u64()?);
-    SystemTime::now().duration_since(UNIX_EPOCH + at).ok()
+        .checked_add(Duration::from_micros(timestamp["microseconds"].as_u64()?))?;
+    SystemTime::now().duration_since(UNIX_EPOCH.checked_add(at)?).ok()
 }
 
 /// Two ends of a local socket.

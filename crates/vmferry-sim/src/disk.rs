@@ -5,14 +5,18 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use vmferry::journal::{Journal, JournalError, Record, decode};
+use vmferry::journal::{Journal, JournalError, Record, Side, decode};
 use vmferry_wire::SessionId;
 
 use crate::plan::WriteFault;
 
 /// One host's disk. Clones are the same disk, which outlives the host's processes.
-#[derive(Clone, Debug, Default)]
-pub struct Disk(Arc<Mutex<State>>);
+#[derive(Clone, Debug)]
+pub struct Disk {
+    state: Arc<Mutex<State>>,
+    /// Whose journals it holds.
+    side: Side,
+}
 
 #[derive(Debug, Default)]
 struct State {
@@ -25,6 +29,12 @@ struct State {
 }
 
 impl Disk {
+    /// An empty disk of this side's host.
+    #[must_use]
+    pub fn new(side: Side) -> Self {
+        Self { state: Arc::default(), side }
+    }
+
     /// The write of this number fails. `crash`: with it the process dies.
     pub fn fail(&self, number: u64, how: WriteFault, crash: bool) {
         self.lock().faults.push((number, how, crash));
@@ -62,7 +72,7 @@ impl Disk {
     ) -> Result<Option<(SimJournal, Vec<Record>)>, JournalError> {
         let mut state = self.lock();
         let Some(bytes) = state.files.get_mut(&session.0) else { return Ok(None) };
-        let (records, whole) = decode(bytes).map_err(|bad| JournalError::Damaged {
+        let (records, whole) = decode(bytes, self.side).map_err(|bad| JournalError::Damaged {
             path: path(),
             line: bad.line,
             reason: bad.reason.to_string(),
@@ -76,11 +86,11 @@ impl Disk {
     pub fn records(&self, session: SessionId) -> Vec<Record> {
         let state = self.lock();
         let bytes = state.files.get(&session.0).map_or(&[][..], Vec::as_slice);
-        decode(bytes).map_or_else(|_| Vec::new(), |(records, _)| records)
+        decode(bytes, self.side).map_or_else(|_| Vec::new(), |(records, _)| records)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

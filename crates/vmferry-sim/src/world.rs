@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use vmferry::convergence::WhenStuck;
 use vmferry::handover::DestinationState;
+use vmferry::journal::Side;
 use vmferry::{SourceConfig, Timeouts, destination, source};
 use vmferry_wire::SessionId;
 
@@ -96,7 +97,7 @@ impl World {
             here.be_quiet();
         }
         let there = Guest::absent(Host::Destination, &ledger);
-        let disks = [Disk::default(), Disk::default()];
+        let disks = [Disk::new(Side::Source), Disk::new(Side::Destination)];
         for fault in &plan.faults {
             match *fault {
                 Fault::Write { host, number, how, crash } => {

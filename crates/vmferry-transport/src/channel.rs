@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::error::TransportError;
+use crate::recording::Recorder;
 use crate::transport::{Close, Receive, Transmit, Transport};
 
 /// Who is at the other end.
@@ -78,6 +79,15 @@ impl Channel {
     #[must_use]
     pub fn new(transport: impl Transport, peer: PeerIdentity) -> Self {
         Self { transport: Box::new(transport), peer }
+    }
+
+    /// The same channel, recorded if there is a recorder.
+    #[must_use]
+    pub(crate) fn recorded(self, recorder: Option<&Recorder>) -> Self {
+        match recorder {
+            Some(recorder) => Self::new(recorder.wrap(self.transport), self.peer),
+            None => self,
+        }
     }
 
     /// Who is at the other end.

@@ -17,6 +17,7 @@ use crate::grpc;
 use crate::handshake::shake_hands;
 use crate::identity::{ALPN, TlsIdentity};
 use crate::plain::Plain;
+use crate::recording::Recorder;
 use crate::stream::Stream;
 #[cfg(feature = "grpc")]
 use crate::tls::peer_of;
@@ -41,6 +42,8 @@ pub struct Dialer {
     /// The IP addresses of the destination's host, from whoever has looked its name up; if there are none, it is looked
     /// up for each channel. Default none.
     pub known_addresses: Vec<IpAddr>,
+    /// Records what the channels carry. Default none.
+    pub recorder: Option<Recorder>,
     /// The sockets of `fd:`.
     given: GivenSockets,
 }
@@ -60,6 +63,7 @@ impl Dialer {
             destination_id: None,
             connect_timeout: Duration::from_secs(10),
             known_addresses: Vec::new(),
+            recorder: None,
             given,
         }
     }
@@ -78,6 +82,10 @@ impl Dialer {
     /// # Errors
     /// See [`TransportError`].
     pub fn connect(&self) -> Result<Channel, TransportError> {
+        self.reach().map(|channel| channel.recorded(self.recorder.as_ref()))
+    }
+
+    fn reach(&self) -> Result<Channel, TransportError> {
         let name = self.address.to_string();
         if let Some(expected) = &self.destination_id
             && matches!(self.address, Address::Unix(_) | Address::Fd(_) | Address::Tcp { .. })

@@ -22,7 +22,8 @@ use rustls::{ClientConfig, InconsistentKeys, ServerConfig};
 
 use self::files::Contents;
 pub use self::files::IdentityFiles;
-pub(crate) use self::names::names_of;
+pub use self::files::{certificates_of, revocation_lists_of};
+pub use self::names::names_of;
 pub(crate) use self::verify::WrongIdentity;
 use self::verify::{ExpectedUri, Tolerant};
 use crate::error::TransportError;

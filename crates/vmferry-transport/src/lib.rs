@@ -23,6 +23,7 @@ mod listen;
 pub mod pki;
 mod plain;
 mod rate;
+mod recording;
 mod secret;
 mod stamp;
 mod stream;
@@ -38,9 +39,12 @@ pub use channel::{Channel, ChannelCloser, ChannelReader, ChannelWriter, PeerIden
 pub use dial::Dialer;
 pub use error::TransportError;
 pub use given::connected_socket;
-pub use identity::{IdentityFiles, TlsIdentity};
+pub use identity::{IdentityFiles, TlsIdentity, certificates_of, names_of, revocation_lists_of};
 pub use listen::{Listener, ListenerCloser, Pending};
 pub use rate::RateLimiter;
+pub use recording::{
+    Direction, RECORDING_HEADER_BYTES, RECORDING_MAGIC, Recorder, RecordingHeader, RecordingSide,
+};
 pub use stamp::FileStamp;
 pub use transport::{Close, Receive, Transmit, Transport};
 pub use unix::connect as connect_unix;

@@ -22,6 +22,7 @@ use crate::grpc;
 use crate::handshake::shake_hands;
 use crate::identity::{ALPN, TlsIdentity};
 use crate::plain::Plain;
+use crate::recording::Recorder;
 use crate::stream::Stream;
 use crate::tls::{Tls, TlsSession, peer_of};
 use crate::transport::Close;
@@ -33,6 +34,7 @@ pub struct Listener {
     door: Door,
     address: Address,
     tls: Option<(Over, Arc<TlsIdentity>)>,
+    recorder: Option<Recorder>,
     closed: Arc<OwnedFd>,
 }
 
@@ -134,7 +136,12 @@ impl Listener {
         tls: Option<(Over, Arc<TlsIdentity>)>,
     ) -> io::Result<Self> {
         let closed = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self { door, address, tls, closed: Arc::new(closed) })
+        Ok(Self { door, address, tls, recorder: None, closed: Arc::new(closed) })
+    }
+
+    /// Records what the channels carry that are accepted from now on.
+    pub fn record(&mut self, recorder: Recorder) {
+        self.recorder = Some(recorder);
     }
 
     /// Where it listens; port 0 has become a real one.
@@ -163,6 +170,7 @@ impl Listener {
                     stream: Arc::new(stream),
                     peer: format!("the peer on descriptor {number}"),
                     tls: None,
+                    recorder: self.recorder.clone(),
                 }));
             }
         };
@@ -183,7 +191,8 @@ impl Listener {
                 Ok(stream) => {
                     let peer = stream.peer_name();
                     let stream = Arc::new(stream);
-                    return Ok(Some(Pending { stream, peer, tls: self.tls.clone() }));
+                    let (tls, recorder) = (self.tls.clone(), self.recorder.clone());
+                    return Ok(Some(Pending { stream, peer, tls, recorder }));
                 }
                 Err(error) if is_transient(&error) => {}
                 Err(error) => return Err(failed(error)),
@@ -251,6 +260,7 @@ pub struct Pending {
     stream: Arc<Stream>,
     peer: String,
     tls: Option<(Over, Arc<TlsIdentity>)>,
+    recorder: Option<Recorder>,
 }
 
 impl AsFd for Pending {
@@ -283,7 +293,12 @@ impl Pending {
     ///
     /// # Errors
     /// See [`TransportError`].
-    pub fn handshake(self, timeout: Duration) -> Result<Channel, TransportError> {
+    pub fn handshake(mut self, timeout: Duration) -> Result<Channel, TransportError> {
+        let recorder = self.recorder.take();
+        self.authenticate(timeout).map(|channel| channel.recorded(recorder.as_ref()))
+    }
+
+    fn authenticate(self, timeout: Duration) -> Result<Channel, TransportError> {
         let Some((over, identity)) = self.tls else {
             let mut peer = PeerIdentity::anonymous(self.peer);
             peer.uid = self.stream.peer_uid();

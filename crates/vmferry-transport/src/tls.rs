@@ -63,7 +63,10 @@ struct Sending {
 /// The peer at this address, by the certificate that it has shown in the handshake.
 pub fn peer_of(connection: &Connection, address: String) -> PeerIdentity {
     let certificates = connection.peer_certificates().unwrap_or_default();
-    let names = certificates.first().map(crate::identity::names_of).unwrap_or_default();
+    let names = certificates
+        .first()
+        .map(|certificate| crate::identity::names_of(certificate))
+        .unwrap_or_default();
     let group = connection.negotiated_key_exchange_group();
     let key_exchange = group.map(|group| format!("{:?}", group.name()));
     PeerIdentity::authenticated(address, names, key_exchange)

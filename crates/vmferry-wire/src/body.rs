@@ -40,10 +40,36 @@ struct Begin {
 
 #[derive(Serialize, Deserialize)]
 struct Final {
+    #[serde(deserialize_with = "lane_sequences")]
     lane_sequences: Vec<u64>,
     digest: u64,
     #[serde(with = "serde_bytes")]
     state: Vec<u8>,
+}
+
+/// Reads the numbers of the lanes' last frames. A body of FINAL may be long, and numbers grow to eight times their
+/// bytes when they are read: one that is too many ends the reading.
+fn lane_sequences<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u64>, D::Error> {
+    struct Lanes;
+    impl<'de> Visitor<'de> for Lanes {
+        type Value = Vec<u64>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            write!(f, "at most {MAX_LANES} lanes")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut lanes: A) -> Result<Vec<u64>, A::Error> {
+            let mut sequences = Vec::with_capacity(MAX_LANES.into());
+            while let Some(sequence) = lanes.next_element()? {
+                if sequences.len() == usize::from(MAX_LANES) {
+                    return Err(A::Error::custom("there are more than 16 lanes"));
+                }
+                sequences.push(sequence);
+            }
+            Ok(sequences)
+        }
+    }
+    deserializer.deserialize_seq(Lanes)
 }
 
 impl ControlMessage {

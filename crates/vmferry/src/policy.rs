@@ -141,14 +141,38 @@ impl Policy {
 
 impl Admission for Policy {
     fn check_source(&self, source: &PeerIdentity) -> Result<(), String> {
-        if self.rules().iter().any(|rule| rule.is_for(source)) {
+        Rules(self.rules()).check_source(source)
+    }
+
+    fn check_guest(&self, source: &PeerIdentity, guest: &GuestIdentity) -> Result<(), String> {
+        Rules(self.rules()).check_guest(source, guest)
+    }
+}
+
+/// The rules of a policy, wherever its text comes from.
+#[derive(Clone, Debug)]
+pub struct Rules(Arc<[Rule]>);
+
+impl std::str::FromStr for Rules {
+    type Err = String;
+
+    /// Reads a policy's text; the error names the line.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = |file::Mistake { line, problem }| format!("wrong at line {line}: {problem}");
+        file::parse(text).map(Self).map_err(wrong)
+    }
+}
+
+impl Admission for Rules {
+    fn check_source(&self, source: &PeerIdentity) -> Result<(), String> {
+        if self.0.iter().any(|rule| rule.is_for(source)) {
             return Ok(());
         }
         Err(format!("{} may not send guests here: no rule of the policy is for it", who(source)))
     }
 
     fn check_guest(&self, source: &PeerIdentity, guest: &GuestIdentity) -> Result<(), String> {
-        let rules = self.rules();
+        let Self(rules) = self;
         let mut own = rules.iter().filter(|rule| rule.is_for(source)).peekable();
         let why = if own.peek().is_none() {
             "no rule of the policy is for it"

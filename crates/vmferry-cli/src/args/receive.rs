@@ -8,7 +8,7 @@ use vmferry_memory::MemoryKind;
 use vmferry_sandbox::Wanted;
 
 use super::migration::parse_protocol;
-use super::{TlsOptions, parse_bytes};
+use super::{RecordOptions, TlsOptions, parse_bytes};
 
 /// `vmferry receive`.
 #[derive(Debug, Args)]
@@ -67,6 +67,9 @@ pub struct ReceiveOptions {
     /// End after the first attempt that fails.
     #[arg(long)]
     pub once: bool,
+    /// What is recorded.
+    #[command(flatten)]
+    pub record: RecordOptions,
     /// Give up what a receiver does not need before anybody can connect: capabilities, files, ports, system calls and core
     /// dumps. auto: all that this kernel can refuse; require: all, or don't start; off: nothing.
     #[arg(long, value_enum, default_value_t = SandboxOption::Auto, value_name = "HOW")]

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use super::{MigrationOptions, TlsOptions};
+use super::{MigrationOptions, RecordOptions, TlsOptions};
 
 /// `vmferry send`.
 #[derive(Debug, Args)]
@@ -58,6 +58,9 @@ pub struct SendOptions {
     /// Hash both paused memories whole and compare them; adds to the pause.
     #[arg(long)]
     pub verify: bool,
+    /// What is recorded.
+    #[command(flatten)]
+    pub record: RecordOptions,
 }
 
 /// How the guest of a QEMU is moved.

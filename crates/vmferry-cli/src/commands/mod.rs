@@ -3,6 +3,7 @@
 pub mod balloon;
 pub mod demo;
 mod host;
+pub mod inspect;
 pub mod pki;
 pub mod qemu;
 pub mod receive;

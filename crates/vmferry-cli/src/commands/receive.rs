@@ -10,11 +10,11 @@ use vmferry::policy::Policy;
 use vmferry_microvm::embed::IncomingMachine;
 use vmferry_microvm::service::{End, peak_rss_bytes};
 use vmferry_sandbox::{Files, Restrictions, Work};
-use vmferry_transport::{Address, Listener};
+use vmferry_transport::{Address, Listener, RecordingSide};
 
 use super::directory;
 use super::host::{ending, host};
-use super::send::{address, protocol, tls_files};
+use super::send::{address, protocol, recorder, tls_files};
 use crate::args::ReceiveOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
@@ -129,7 +129,12 @@ pub fn listen(options: &ReceiveOptions, output: &Output) -> Result<Listener, Fai
         }
         None => None,
     };
-    Ok(Listener::bind(&address, tls)?)
+    let recorder = recorder(&options.record, RecordingSide::Destination, output)?;
+    let mut listener = Listener::bind(&address, tls)?;
+    if let Some(recorder) = recorder {
+        listener.record(recorder);
+    }
+    Ok(listener)
 }
 
 /// Shows what happens.

@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use serde_json::Value;
 use vmferry::config::PROTOCOL_VERSIONS;
-use vmferry_microvm::control::{MigrateRequest, Request, TlsFiles, call};
-use vmferry_transport::{Address, Dialer, IdentityFiles};
+use vmferry_microvm::control::{MigrateRequest, RecordRequest, Request, TlsFiles, call};
+use vmferry_transport::{Address, Dialer, IdentityFiles, Recorder, RecordingSide};
 
 use super::socket;
-use crate::args::{MigrationOptions, SendOptions, TlsOptions, WhenStuck};
+use crate::args::{MigrationOptions, RecordOptions, SendOptions, TlsOptions, WhenStuck};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 use crate::tables::{Progress, outcome};
@@ -25,6 +25,11 @@ pub fn run(options: &SendOptions, output: &Output) -> Result<(), Failure> {
     let mut request = migrate_request(to, tls, &options.migration, options.verify);
     let address: Address = request.to.parse().map_err(|error| Failure::of(Code::Usage, error))?;
     request.addresses = address.look_up()?;
+    // The VMM writes the files, in a directory of its own.
+    if let Some(directory) = &options.record.record {
+        let directory = std::path::absolute(directory)?;
+        request.record = Some(RecordRequest { directory, limit: options.record.record_limit });
+    }
     let guest = options.guest.as_deref().unwrap_or_default();
     let stats = migrate(&socket(guest)?, request, output, true)?;
     output.result(&stats, || outcome(&stats));
@@ -73,12 +78,29 @@ pub fn migrate_request(
         free_page_hints: !options.no_free_page_hints,
         verify,
         protocol: options.protocol,
+        record: None,
     }
 }
 
 /// The versions of the protocol that an option leaves.
 pub fn protocol(option: Option<u16>) -> RangeInclusive<u16> {
     option.map_or(PROTOCOL_VERSIONS, |version| version..=version)
+}
+
+/// The recorder that the options ask for, if they do.
+pub fn recorder(
+    options: &RecordOptions,
+    side: RecordingSide,
+    output: &Output,
+) -> Result<Option<Recorder>, Failure> {
+    let Some(directory) = &options.record else { return Ok(None) };
+    let recorder = Recorder::new(directory, side, options.record_limit)?;
+    let output = output.clone();
+    recorder.tell(move |said| {
+        let event = serde_json::json!({ "event": "recording", "message": said });
+        output.event(&event, || said.to_owned());
+    });
+    Ok(Some(recorder))
 }
 
 /// The engine's word for it.

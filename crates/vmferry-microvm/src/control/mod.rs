@@ -13,7 +13,7 @@ mod server;
 
 pub use client::{ClientError, call};
 pub use directory::{RuntimeDirectory, runtime_directory};
-pub use request::{ControlError, ErrorCode, MigrateRequest, Request, TlsFiles};
+pub use request::{ControlError, ErrorCode, MigrateRequest, RecordRequest, Request, TlsFiles};
 pub use server::{Answer, Handler, Replies, Server, ServerError, is_live};
 
 /// Longest line in either direction, in bytes: a status with 8 vCPUs takes 4 KiB.

@@ -127,6 +127,19 @@ pub struct MigrateRequest {
     /// The only version of the protocol to be spoken; none: the newest that the destination speaks too.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub protocol: Option<u16>,
+    /// Record what the channels carry.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub record: Option<RecordRequest>,
+}
+
+/// Where the VMM records the channels of a migration. Guest memory stands in the files.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RecordRequest {
+    /// The directory; made, with mode 0700, if it is missing.
+    pub directory: PathBuf,
+    /// Bytes in all files together.
+    pub limit: u64,
 }
 
 fn yes() -> bool {
@@ -328,6 +341,7 @@ mod tests {
             free_page_hints: false,
             verify: true,
             protocol: None,
+            record: Some(RecordRequest { directory: "/r".into(), limit: 7 }),
         };
         let requests = [
             Request::Status {},

@@ -25,7 +25,7 @@ pub use boot::{DISPLAY, DISPLAY_BYTES, HIGH_RAM, LOW_RAM_END, STILL};
 pub use error::KvmError;
 pub use mmio::{InterruptPin, MmioDevice, MmioWiring};
 pub use stop::{GuestStop, StopCause};
-pub use vm::{DirtyRing, KvmBackend, KvmConfig};
+pub use vm::{DirtyRing, KvmBackend, KvmConfig, check_sections};
 
 /// One memory slot: where the guest and where this process see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -397,6 +397,18 @@ fn make_rings(
     DirtyRings::new(Arc::clone(vm), entries, slots)
 }
 
+/// Parses the sections of a saved machine with so many vCPUs as [`KvmBackend::load`] does before it changes anything,
+/// as on a host whose KVM has everything: for whoever looks at a state without a machine.
+///
+/// # Errors
+/// [`KvmError`], naming the section.
+pub fn check_sections(from: &StateReader<'_>, vcpus: u32) -> Result<(), KvmError> {
+    let has = Abilities { sregs2: true, xsave_bytes: usize::MAX, msrs: Vec::new() };
+    devices::read_serial(from)?;
+    VmState::read(from)?;
+    (0..vcpus).try_for_each(|vcpu| VcpuState::read(vcpu, from, &has).map(|_| ()))
+}
+
 fn is_vcpu_section(name: &str) -> bool {
     vcpu_state::SECTIONS.iter().any(|kind| kind.name == name)
 }

@@ -183,6 +183,12 @@ impl<'a> Section<'a> {
         self.instance
     }
 
+    /// Where its content begins in the container, in bytes.
+    #[must_use]
+    pub fn offset(&self) -> usize {
+        self.offset
+    }
+
     /// Its content.
     #[must_use]
     pub fn payload(&self) -> &'a [u8] {

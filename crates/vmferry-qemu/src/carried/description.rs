@@ -69,7 +69,7 @@ impl Description {
         slots
             .map(|(block, slot)| {
                 let layout = SlotLayout { slot, gpa, pages: block.pages() };
-                gpa += layout.pages * PAGE_SIZE as u64;
+                gpa = u64::saturating_add(gpa, layout.pages * PAGE_SIZE as u64);
                 layout
             })
             .collect()

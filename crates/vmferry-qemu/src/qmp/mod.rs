@@ -4,6 +4,7 @@
 //! comes in between are events, which are kept until somebody waits for them.
 
 mod error;
+mod lines;
 mod socket;
 
 use std::collections::VecDeque;
@@ -17,11 +18,21 @@ use rustix::net::RecvFlags;
 use serde_json::{Value, json};
 
 pub use error::{QmpError, Version};
+use lines::Lines;
 
 use crate::process;
 
 /// So many bytes are read at a time.
 const CHUNK: usize = 16 << 10;
+
+/// Events that nobody has waited for and that are kept, the newest ones: more than QEMU says in a migration.
+const MOST_EVENTS: usize = 4096;
+
+/// So many bytes of an unexpected answer are shown.
+const MOST_SHOWN: usize = 200;
+
+/// So much is read at once without waiting: whoever says more goes on being read the next time.
+const MOST_NEWS: usize = 1 << 20;
 
 /// How long QEMU may take to answer a command. Some stop the guest first.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
@@ -34,8 +45,7 @@ const SILENT_TIMEOUT: Duration = Duration::from_secs(2);
 pub struct Qmp {
     path: PathBuf,
     stream: UnixStream,
-    /// Bytes that make no whole line yet, or whose turn has not come.
-    unread: Vec<u8>,
+    lines: Lines,
     version: Version,
     pid: u32,
     events: VecDeque<Value>,
@@ -61,12 +71,24 @@ impl Qmp {
             let source = io::Error::new(io::ErrorKind::TimedOut, "too many wait there already");
             return Err(io("connect")(source));
         };
+        Self::over(stream, path)
+    }
+
+    /// Negotiates on a connected socket; `path` is its name in errors.
+    ///
+    /// # Errors
+    /// If what is at the other end is no QEMU.
+    pub fn over(stream: UnixStream, path: &Path) -> Result<Self, QmpError> {
+        let io = |action| {
+            let path = path.to_owned();
+            move |source| QmpError::Io { path, action, source }
+        };
         let listener = rustix::net::sockopt::socket_peercred(&stream)
             .map_err(|errno| io("find the process")(errno.into()))?;
         let mut qmp = Self {
             path: path.to_owned(),
             stream,
-            unread: Vec::new(),
+            lines: Lines::default(),
             version: Version { major: 0, minor: 0, micro: 0 },
             pid: listener.pid.as_raw_nonzero().get().unsigned_abs(),
             events: VecDeque::new(),
@@ -87,7 +109,7 @@ impl Qmp {
         let (Some(major), Some(minor), Some(micro)) =
             (number("major"), number("minor"), number("micro"))
         else {
-            return Err(QmpError::Answer { path: qmp.path, text: greeting.to_string() });
+            return Err(qmp.unexpected(&greeting.to_string()));
         };
         qmp.version = Version { major, minor, micro };
         qmp.execute("qmp_capabilities", json!({}))?;
@@ -248,7 +270,7 @@ impl Qmp {
             };
             if message.get("event").is_some() {
                 let followed = is_followed(&message);
-                self.events.push_back(message);
+                self.keep_event(message);
                 if followed {
                     return Ok(Value::Null);
                 }
@@ -262,10 +284,7 @@ impl Qmp {
             } else if message.get("return").is_some() {
                 return Ok(message["return"].take());
             } else {
-                return Err(QmpError::Answer {
-                    path: self.path.clone(),
-                    text: message.to_string(),
-                });
+                return Err(self.unexpected(&message.to_string()));
             }
         }
     }
@@ -325,7 +344,7 @@ impl Qmp {
 
     /// Reads what has come.
     fn receive(&mut self) -> Result<(), QmpError> {
-        loop {
+        for _ in 0..MOST_NEWS / CHUNK {
             let mut bytes = [0; CHUNK];
             match rustix::net::recv(&self.stream, &mut bytes[..], RecvFlags::DONTWAIT) {
                 Ok((read, _)) => self.take_bytes(&bytes[..read])?,
@@ -334,12 +353,13 @@ impl Qmp {
                 Err(errno) => return Err(self.io("read an answer", errno.into())),
             }
         }
+        Ok(())
     }
 
     /// Whether something has come that nobody has waited for.
     #[must_use]
     pub fn has_news(&self) -> bool {
-        !self.events.is_empty() || self.unread.contains(&b'\n')
+        !self.events.is_empty() || self.lines.has_whole()
     }
 
     /// The connection, for whoever waits until something comes.
@@ -367,23 +387,36 @@ impl Qmp {
             return Err(self.io("read an answer", end));
         }
         self.silent = false;
-        self.unread.extend_from_slice(bytes);
+        self.lines.take(bytes);
         Ok(())
     }
 
     fn next_message(&mut self) -> Result<Option<Value>, QmpError> {
-        let Some(end) = self.unread.iter().position(|&byte| byte == b'\n') else {
-            return Ok(None);
-        };
-        let line: Vec<u8> = self.unread.drain(..=end).collect();
-        serde_json::from_slice(&line).map(Some).map_err(|_| QmpError::Answer {
-            path: self.path.clone(),
-            text: String::from_utf8_lossy(&line).into_owned(),
-        })
+        match self.lines.next() {
+            Ok(Some(line)) => match serde_json::from_slice(line) {
+                Ok(message) => Ok(Some(message)),
+                Err(_) => {
+                    let text = String::from_utf8_lossy(line).into_owned();
+                    Err(self.unexpected(&text))
+                }
+            },
+            Ok(None) => Ok(None),
+            Err(endless) => Err(self.unexpected(&endless.to_string())),
+        }
+    }
+
+    /// The error for what is no answer, with its beginning.
+    fn unexpected(&self, text: &str) -> QmpError {
+        let shown = text.floor_char_boundary(MOST_SHOWN);
+        let more = if shown < text.len() { "…" } else { "" };
+        QmpError::Answer { path: self.path.clone(), text: format!("{}{more}", &text[..shown]) }
     }
 
     fn keep_event(&mut self, message: Value) {
         if message.get("event").is_some() {
+            if self.events.len() == MOST_EVENTS {
+                self.events.pop_front();
+            }
             self.events.push_back(message);
         }
     }

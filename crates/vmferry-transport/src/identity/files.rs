@@ -161,39 +161,52 @@ fn certificates(
     path: &Path,
     opened: &[(PathBuf, File)],
 ) -> Result<Vec<CertificateDer<'static>>, TransportError> {
-    let bytes = read(path, opened)?;
-    let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&bytes).collect();
-    let found = found.map_err(|error| TransportError::File {
-        path: path.to_owned(),
-        problem: format!("is damaged: {error}"),
-    })?;
+    let parsed = certificates_of(&read(path, opened)?);
+    parsed.map_err(|problem| IdentityFiles::problem(path, problem))
+}
+
+/// The certificates in a file's text (PEM).
+///
+/// # Errors
+/// What is wrong with the file, as the end of a sentence about it.
+pub fn certificates_of(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, String> {
+    let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem).collect();
+    let found = found.map_err(|error| format!("is damaged: {error}"))?;
     if found.is_empty() {
-        let problem = "holds no certificate in PEM form: make one with `vmferry pki`".into();
-        return Err(TransportError::File { path: path.to_owned(), problem });
+        return Err("holds no certificate in PEM form: make one with `vmferry pki`".into());
     }
     Ok(found)
 }
 
-/// The lists in a file, each with the second of its issue.
 fn revocation_lists(
     path: &Path,
     opened: &[(PathBuf, File)],
 ) -> Result<Vec<(i64, CertificateRevocationListDer<'static>)>, TransportError> {
-    let problem = |problem| TransportError::File { path: path.to_owned(), problem };
-    let bytes = read(path, opened)?;
+    let parsed = revocation_lists_of(&read(path, opened)?);
+    parsed.map_err(|problem| IdentityFiles::problem(path, problem))
+}
+
+/// The revocation lists in a file's text (PEM), each with the second of its issue.
+///
+/// # Errors
+/// What is wrong with the file, as the end of a sentence about it.
+pub fn revocation_lists_of(
+    pem: &[u8],
+) -> Result<Vec<(i64, CertificateRevocationListDer<'static>)>, String> {
     let mut lists = Vec::new();
-    for list in CertificateRevocationListDer::pem_slice_iter(&bytes) {
-        let list = list.map_err(|error| problem(format!("is damaged: {error}")))?;
+    for list in CertificateRevocationListDer::pem_slice_iter(pem) {
+        let list = list.map_err(|error| format!("is damaged: {error}"))?;
         let issued = x509_parser::parse_x509_crl(&list)
-            .map_err(|error| problem(format!("holds a damaged revocation list: {error}")))?
+            .map_err(|error| format!("holds a damaged revocation list: {error}"))?
             .1
             .last_update()
             .timestamp();
         lists.push((issued, list));
     }
     if lists.is_empty() {
-        let text = "holds no revocation list in PEM form: make one with `vmferry pki revoke`";
-        return Err(problem(text.into()));
+        return Err(
+            "holds no revocation list in PEM form: make one with `vmferry pki revoke`".into()
+        );
     }
     Ok(lists)
 }

@@ -1,12 +1,12 @@
 //! The names in a certificate.
 
-use rustls::pki_types::CertificateDer;
 use x509_parser::extensions::GeneralName;
 
-/// The names in a certificate: URIs (SPIFFE) first, then DNS names and IP addresses. Policies and people go by
+/// The names in a certificate (X.509, DER), none in what is not one: URIs (SPIFFE) first, then DNS names and IP addresses. Policies and people go by
 /// them, so a name that could be taken for one of another kind, or that a terminal would not show as it is, is
 /// left out.
-pub(crate) fn names_of(certificate: &CertificateDer<'_>) -> Vec<String> {
+#[must_use]
+pub fn names_of(certificate: &[u8]) -> Vec<String> {
     let Ok((_, parsed)) = x509_parser::parse_x509_certificate(certificate) else {
         return Vec::new();
     };
@@ -14,10 +14,12 @@ pub(crate) fn names_of(certificate: &CertificateDer<'_>) -> Vec<String> {
     let (mut uris, mut others) = (Vec::new(), Vec::new());
     for name in &names.value.general_names {
         match name {
-            GeneralName::URI(uri) if uri.contains(':') && is_plain(uri) => {
+            GeneralName::URI(uri) if is_no_address(uri) && is_plain(uri) => {
                 uris.push((*uri).to_owned());
             }
-            GeneralName::DNSName(name) if !name.contains([':', '/']) && is_plain(name) => {
+            GeneralName::DNSName(name)
+                if !name.contains([':', '/']) && !ends_in_a_number(name) && is_plain(name) =>
+            {
                 others.push((*name).to_owned());
             }
             GeneralName::IPAddress([a, b, c, d]) => others.push(format!("{a}.{b}.{c}.{d}")),
@@ -33,6 +35,56 @@ pub(crate) fn names_of(certificate: &CertificateDer<'_>) -> Vec<String> {
     uris
 }
 
+/// Whether a text is a URI, and neither an IPv6 address nor meant by a pattern of some: what stands before the first
+/// colon could not be the beginning of one.
+fn is_no_address(uri: &str) -> bool {
+    let Some((scheme, _)) = uri.split_once(':') else { return false };
+    !(scheme.len() <= 4 && scheme.bytes().all(|byte| byte.is_ascii_hexdigit()))
+}
+
+/// Whether a text looks like an IPv4 address: no domain is a number.
+fn ends_in_a_number(name: &str) -> bool {
+    let name = name.strip_suffix('.').unwrap_or(name);
+    name.rsplit('.').next().is_some_and(|last| last.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
 fn is_plain(name: &str) -> bool {
     !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_graphic())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A certificate with these names that are given as they are, of whatever kind they look.
+    fn certificate(names: Vec<rcgen::SanType>) -> Vec<u8> {
+        let mut params = rcgen::CertificateParams::new(Vec::new()).unwrap();
+        params.subject_alt_names = names;
+        let key = rcgen::KeyPair::generate().unwrap();
+        params.self_signed(&key).unwrap().der().to_vec()
+    }
+
+    #[test]
+    fn a_name_is_not_taken_for_one_of_another_kind() {
+        let uri = |text: &str| rcgen::SanType::URI(text.try_into().unwrap());
+        let dns = |text: &str| rcgen::SanType::DnsName(text.try_into().unwrap());
+        let address = |text: &str| rcgen::SanType::IpAddress(text.parse().unwrap());
+        let found = names_of(&certificate(vec![
+            dns("a.example.org"),
+            dns("10.0.0.7"),
+            dns("10.0.0.7."),
+            dns("spiffe://vmferry/host/a"),
+            address("10.0.0.8"),
+            address("2001:db8::8"),
+            uri("2001:db8::7"),
+            uri("::7"),
+            uri("fe80:anything"),
+            uri("urn:uuid:7"),
+            uri("spiffe://vmferry/host/b"),
+        ]));
+        let right =
+            ["urn:uuid:7", "spiffe://vmferry/host/b", "a.example.org", "10.0.0.8", "2001:db8::8"];
+        assert_eq!(found, right);
+        assert!(names_of(b"no certificate").is_empty());
+    }
 }

@@ -252,6 +252,26 @@ fn a_begin_outside_its_limits_is_refused() {
     }
 }
 
+/// Numbers take eight times the bytes in memory that they take on the wire: of 64 MiB only the first few are read.
+#[test]
+fn lanes_beyond_the_limit_are_not_even_read() {
+    let lanes = MAX_FINAL_BYTES as usize - 8;
+    let mut body = Vec::new();
+    let mut length = lanes;
+    while length >= 0x80 {
+        body.push(length as u8 | 0x80);
+        length >>= 7;
+    }
+    body.push(length as u8);
+    // Behind the 17th number there is none, so whoever reads on says so.
+    body.extend_from_slice(&[1; 17]);
+    body.extend_from_slice(&[0xff; 16]);
+    let error = ControlMessage::decode_body(FINAL, &body).unwrap_err();
+    let WireError::BadBody { message: "FINAL", detail } = error else { panic!("{error}") };
+    let of_the_seventeenth = postcard::from_bytes::<Vec<u64>>(&body).unwrap_err().to_string();
+    assert_ne!(detail, of_the_seventeenth, "it was read on");
+}
+
 #[test]
 fn a_field_with_another_content_is_refused() {
     let golden = goldens();

@@ -86,7 +86,7 @@ impl FileJournal {
         };
         let file = OpenOptions::new().append(true).open(&path).map_err(at("open"))?;
         lock(&file, &path)?;
-        let (records, whole_bytes) = read(&path)?;
+        let (records, whole_bytes) = read(&path, side)?;
         file.set_len(whole_bytes as u64)
             .and_then(|()| file.sync_all())
             .map_err(at("mend the end of"))?;
@@ -130,13 +130,13 @@ impl Journal for FileJournal {
 }
 
 /// The records of a file, and the length in bytes of the lines that hold them.
-pub(super) fn read(path: &Path) -> Result<(Vec<Record>, usize), JournalError> {
+pub(super) fn read(path: &Path, side: Side) -> Result<(Vec<Record>, usize), JournalError> {
     let bytes = std::fs::read(path).map_err(|source| JournalError::Io {
         action: "read",
         path: path.to_owned(),
         source,
     })?;
-    record::decode(&bytes).map_err(|record::BadLine { line, reason }| {
+    record::decode(&bytes, side).map_err(|record::BadLine { line, reason }| {
         let path = path.to_owned();
         match reason {
             BadRecord::Damaged(reason) => JournalError::Damaged { path, line, reason },

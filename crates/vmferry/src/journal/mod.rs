@@ -18,7 +18,7 @@ use vmferry_wire::{GuestIdentity, SessionId, SessionWord};
 pub use self::file::FileJournal;
 use self::file::{parse_name, path_of};
 pub use self::order::{Order, is_overtaken, unfinished};
-pub use self::record::{BadLine, BadRecord, Record, Side, decode};
+pub use self::record::{BadLine, BadRecord, Record, Side, decode, decode_line};
 use crate::handover::{self, DestinationState, SourceEffect, SourceState};
 
 /// Where records go. The engine uses [`FileJournal`]; simulations bring a disk of their own.
@@ -126,7 +126,9 @@ pub enum Verdict {
 }
 
 impl SessionSummary {
-    fn new(session: SessionId, side: Side, records: Vec<Record>, led: bool) -> Self {
+    /// What these records of a side's journal say. `led`: whether a process leads the session now.
+    #[must_use]
+    pub fn new(session: SessionId, side: Side, records: Vec<Record>, led: bool) -> Self {
         let verdict = match side {
             Side::Source => match recover_source(&records).0 {
                 SourceState::Given => Verdict::There,
@@ -195,7 +197,7 @@ pub fn sessions(directory: &Path) -> Result<Vec<SessionSummary>, JournalError> {
 /// # Errors
 /// [`JournalError::Damaged`] or I/O errors.
 pub fn read(directory: &Path, session: SessionId, side: Side) -> Result<Vec<Record>, JournalError> {
-    match file::read(&path_of(directory, session, side)) {
+    match file::read(&path_of(directory, session, side), side) {
         Ok((records, _)) => Ok(records),
         Err(JournalError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
             Ok(Vec::new())

@@ -74,7 +74,7 @@ fn first_record(path: &Path) -> Option<Record> {
     let mut line = Vec::new();
     let file = File::open(path).ok()?;
     BufReader::new(file).take(MOST_RECORD_BYTES).read_until(b'\n', &mut line).ok()?;
-    record::decode(&line).ok()?.0.into_iter().next()
+    record::decode_line(line.strip_suffix(b"\n")?).ok()?
 }
 
 /// Seconds since 1970, for people.

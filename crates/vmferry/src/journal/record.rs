@@ -58,7 +58,9 @@ pub enum Side {
 }
 
 impl Side {
-    pub(super) fn name(self) -> &'static str {
+    /// `source` or `destination`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
         match self {
             Self::Source => "source",
             Self::Destination => "destination",
@@ -99,6 +101,29 @@ struct Kind {
 const KINDS: [&str; 6] = ["open", "commit", "given", "kept", "run-intent", "aborted"];
 
 impl Record {
+    /// The record's name on disk.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Open { .. } => "open",
+            Self::Commit => "commit",
+            Self::Given { .. } => "given",
+            Self::Kept { .. } => "kept",
+            Self::RunIntent => "run-intent",
+            Self::Aborted { .. } => "aborted",
+        }
+    }
+
+    /// Whether this side ever writes such a record.
+    #[must_use]
+    pub fn is_of(&self, side: Side) -> bool {
+        match self {
+            Self::Open { .. } => true,
+            Self::Commit | Self::Given { .. } | Self::Kept { .. } => side == Side::Source,
+            Self::RunIntent | Self::Aborted { .. } => side == Side::Destination,
+        }
+    }
+
     /// The record as it stands on disk: one line.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
@@ -107,27 +132,38 @@ impl Record {
     }
 }
 
-/// The records of a journal's bytes, and the length in bytes of the lines that hold them.
+/// The records of the bytes of this side's journal, and the length in bytes of the lines that hold them.
 ///
 /// What follows the last line's end is a record that was torn while it was written, and so was
-/// never promised. A whole line that is damaged is another matter: it *was* promised.
+/// never promised. A whole line that is damaged is another matter: it *was* promised. A record that
+/// only the other side writes is in a file that was renamed or put together: no word may be given on it.
 ///
 /// # Errors
-/// The first line that is damaged, or is a newer release's.
-pub fn decode(bytes: &[u8]) -> Result<(Vec<Record>, usize), BadLine> {
+/// The first line that is damaged, is a newer release's, or is the other side's.
+pub fn decode(bytes: &[u8], side: Side) -> Result<(Vec<Record>, usize), BadLine> {
     let mut records = Vec::new();
     let mut whole = 0;
     for (index, line) in bytes.split_inclusive(|&byte| byte == b'\n').enumerate() {
         let Some(text) = line.strip_suffix(b"\n") else { break };
-        let record = decode_line(text).map_err(|reason| BadLine { line: index + 1, reason })?;
+        let bad = |reason| BadLine { line: index + 1, reason };
+        let record = decode_line(text).map_err(bad)?;
+        if let Some(record) = &record
+            && !record.is_of(side)
+        {
+            let text = format!("a {} never writes `{}`", side.name(), record.name());
+            return Err(bad(BadRecord::Damaged(text)));
+        }
         records.extend(record);
         whole += line.len();
     }
     Ok((records, whole))
 }
 
-/// The record of a line; none if it need not be known.
-fn decode_line(line: &[u8]) -> Result<Option<Record>, BadRecord> {
+/// The record of one line, without its end; none if it need not be known.
+///
+/// # Errors
+/// What is wrong with it.
+pub fn decode_line(line: &[u8]) -> Result<Option<Record>, BadRecord> {
     let damaged = |text: &str| BadRecord::Damaged(text.to_owned());
     let line = std::str::from_utf8(line).map_err(|_| damaged("not text"))?;
     let (sum, json) = line.split_once(' ').ok_or_else(|| damaged("no checksum"))?;

@@ -68,8 +68,7 @@ fn damage_before_the_end_gives_no_word() {
 #[test]
 fn what_a_newer_release_wrote_gives_no_word_and_stays_on_disk() {
     let directory = tempfile::tempdir().unwrap();
-    let mut journal =
-        FileJournal::create(directory.path(), session(), Side::Destination).unwrap();
+    let mut journal = FileJournal::create(directory.path(), session(), Side::Destination).unwrap();
     journal.append(&open()).unwrap();
     let path = journal.path().to_owned();
     drop(journal);
@@ -94,6 +93,20 @@ fn what_a_newer_release_wrote_gives_no_word_and_stays_on_disk() {
         );
     }
     assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{before}{mandatory}"));
+}
+
+#[test]
+fn a_journal_of_the_other_side_gives_no_word() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut journal = FileJournal::create(directory.path(), session(), Side::Source).unwrap();
+    journal.append(&open()).unwrap();
+    journal.append(&Record::Commit).unwrap();
+    drop(journal);
+    let path = |side| path_of(directory.path(), session(), side);
+    std::fs::rename(path(Side::Source), path(Side::Destination)).unwrap();
+    let error = recovered_word(directory.path(), session()).unwrap_err();
+    assert!(matches!(error, JournalError::Damaged { line: 2, .. }), "{error}");
+    assert!(error.to_string().contains("a destination never writes `commit`"), "{error}");
 }
 
 #[test]

@@ -81,19 +81,36 @@ impl Rule {
     }
 }
 
-/// The rules of a file.
-pub fn read(path: &Path) -> Result<Arc<[Rule]>, PolicyError> {
-    let text = std::fs::read_to_string(path)
-        .map_err(|source| PolicyError::Unreadable { path: path.to_owned(), source })?;
-    let file: File = toml::from_str(&text).map_err(|error| {
+/// What is wrong with a policy's text.
+#[derive(Debug)]
+pub struct Mistake {
+    /// The line, from 1.
+    pub line: usize,
+    /// What is wrong, in one line.
+    pub problem: String,
+}
+
+/// The rules of a policy's text.
+pub fn parse(text: &str) -> Result<Arc<[Rule]>, Mistake> {
+    let file: File = toml::from_str(text).map_err(|error| {
         let before = error.span().and_then(|span| text.get(..span.start)).unwrap_or_default();
-        PolicyError::Invalid {
-            path: path.to_owned(),
+        Mistake {
             line: before.matches('\n').count() + 1,
             problem: error.message().replace('\n', " "),
         }
     })?;
     Ok(file.allow.into())
+}
+
+/// The rules of a file.
+pub fn read(path: &Path) -> Result<Arc<[Rule]>, PolicyError> {
+    let text = std::fs::read_to_string(path)
+        .map_err(|source| PolicyError::Unreadable { path: path.to_owned(), source })?;
+    parse(&text).map_err(|Mistake { line, problem }| PolicyError::Invalid {
+        path: path.to_owned(),
+        line,
+        problem,
+    })
 }
 
 #[cfg(test)]

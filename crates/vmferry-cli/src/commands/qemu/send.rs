@@ -11,14 +11,14 @@ use vmferry::journal::{self, SessionSummary};
 use vmferry::source::{Orders, Recovered, recover};
 use vmferry_microvm::control::{RuntimeDirectory, Server, ServerError};
 use vmferry_qemu::AbandonedQemu;
-use vmferry_transport::Dialer;
+use vmferry_transport::{Dialer, RecordingSide};
 
 use super::found::{Found, Moved, NotMoved};
 use super::guard::{GuardOrder, Guardian};
 use super::service::QemuService;
 use crate::args::SendOptions;
 use crate::commands::directory;
-use crate::commands::send::{address, dialer, protocol, source_files, when_stuck};
+use crate::commands::send::{address, dialer, protocol, recorder, source_files, when_stuck};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 use crate::tables::{Progress, outcome};
@@ -30,7 +30,8 @@ const PROGRESS_PERIOD: Duration = Duration::from_millis(200);
 pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Failure> {
     let tls = source_files(options)?;
     let to = address(&options.to, &options.tls)?;
-    let dialer = dialer(&to, tls.as_ref())?;
+    let mut dialer = dialer(&to, tls.as_ref())?;
+    dialer.recorder = recorder(&options.record, RecordingSide::Source, output)?;
     let directory = directory()?;
     let config = source_config(options, directory.journals())?;
     settle_unfinished(qmp, &config, &dialer, &directory, output)?;

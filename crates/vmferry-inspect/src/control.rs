@@ -1,0 +1,149 @@
+//! Control channels.
+
+use std::io::Read;
+
+use serde_json::json;
+use vmferry_microvm::state::StateReader;
+use vmferry_transport::{Direction, RecordingHeader};
+use vmferry_wire::{
+    CONTROL_HEADER_BYTES, ControlHeader, ControlMessage, Decoded, HELLO_BYTES, HELLO_REPLY_BYTES,
+    Hello, HelloReply, PROTOCOL_VERSION_MAX, Role,
+};
+
+use crate::bytes::{Bytes, Stop};
+use crate::record::Record;
+use crate::{Inspector, Tell, message};
+
+impl Inspector {
+    /// What the source has sent on a channel: its greeting says which.
+    pub(crate) fn from_source<R: Read>(
+        &mut self,
+        header: &RecordingHeader,
+        bytes: &mut Bytes<R>,
+        tell: &mut Tell<'_>,
+    ) -> Result<(), Stop> {
+        let offset = bytes.offset();
+        let hello = Hello::parse(&bytes.array::<HELLO_BYTES>("the source's greeting")?)
+            .map_err(|error| broken(offset, "the source's greeting", &error))?;
+        let fields = message::hello(&hello);
+        tell(&Record::new(offset, HELLO_BYTES as u64, "hello", fields))?;
+        match hello.role {
+            Role::Data => return self.data(header, &hello, bytes, tell),
+            Role::Resume => self.sessions.join(header, hello.token),
+            Role::Control | Role::Query => {}
+            Role::Other(number) => {
+                let problem = format!("role {number}, which this release does not know");
+                let what = "the source's greeting".into();
+                return Err(Stop::Broken { offset: offset + 12, what, problem });
+            }
+        }
+        self.messages(header, bytes, tell)
+    }
+
+    /// What the destination has sent on a channel: an answer to the greeting, and on a control channel messages.
+    pub(crate) fn from_destination<R: Read>(
+        &mut self,
+        header: &RecordingHeader,
+        bytes: &mut Bytes<R>,
+        tell: &mut Tell<'_>,
+    ) -> Result<(), Stop> {
+        let offset = bytes.offset();
+        let reply =
+            HelloReply::parse(&bytes.array::<HELLO_REPLY_BYTES>("the answer to the greeting")?)
+                .map_err(|error| broken(offset, "the answer to the greeting", &error))?;
+        let fields = message::reply(&reply);
+        tell(&Record::new(offset, HELLO_REPLY_BYTES as u64, "reply", fields))?;
+        self.messages(header, bytes, tell)
+    }
+
+    fn messages<R: Read>(
+        &mut self,
+        header: &RecordingHeader,
+        bytes: &mut Bytes<R>,
+        tell: &mut Tell<'_>,
+    ) -> Result<(), Stop> {
+        let mut begun = false;
+        while !bytes.is_at_end()? {
+            let offset = bytes.offset();
+            let what = "the header of a message";
+            let head = ControlHeader::parse(&bytes.array::<CONTROL_HEADER_BYTES>(what)?)
+                .map_err(|error| broken(offset, what, &error))?;
+            let body = bytes.take(head.body_bytes(), "a message", offset)?;
+            // Without fields a message is the same in every version.
+            let Decoded { message, ignored } =
+                head.decode(PROTOCOL_VERSION_MAX, &body).map_err(|error| {
+                    broken(offset + CONTROL_HEADER_BYTES as u64, "a message", &error)
+                })?;
+            let wrong =
+                |problem: String| Stop::Broken { offset, what: message.name().into(), problem };
+            let from_source = header.direction == Direction::ToDestination;
+            if message::is_of_source(&message).is_some_and(|side| side != from_source) {
+                let side = if from_source { "source" } else { "destination" };
+                return Err(wrong(format!("it is never said by the {side}, which has sent it")));
+            }
+            if matches!(message, ControlMessage::Begin { .. })
+                && std::mem::replace(&mut begun, true)
+            {
+                return Err(wrong("a guest was announced on this channel before".into()));
+            }
+            self.note(header, &message);
+            let length = bytes.offset() - offset;
+            let mut fields = message::control(&message);
+            if !ignored.is_empty() {
+                fields["unknown_fields"] = json!(ignored);
+            }
+            tell(&Record::new(offset, length, message.name(), fields))?;
+            if let ControlMessage::Final { state, .. } = &message {
+                // The state is the body's end.
+                self.final_state(bytes.offset() - state.len() as u64, state, tell)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The sections of a state that FINAL has brought, if it is one of this project's machines.
+    fn final_state(&self, at: u64, state: &[u8], tell: &mut Tell<'_>) -> Result<(), Stop> {
+        if !state.starts_with(b"VMFSTATE") {
+            return Ok(());
+        }
+        let reader =
+            StateReader::parse(state).map_err(|error| broken(at, "the state in FINAL", &error))?;
+        if self.runs {
+            for section in reader.sections() {
+                let bytes = section.payload().len() as u64;
+                let fields = json!({
+                    "name": section.name(), "instance": section.instance(),
+                    "version": section.version(),
+                });
+                tell(&Record::new(at + section.offset() as u64, bytes, "section", fields))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Remembers what a message says of the session's other channels.
+    fn note(&mut self, header: &RecordingHeader, message: &ControlMessage) {
+        match message {
+            ControlMessage::Begin { session, layout, lanes, .. } => {
+                let known = self.sessions.of_connection(header);
+                known.id = Some(*session);
+                known.announced = Some((layout.clone(), *lanes));
+            }
+            ControlMessage::Accept { token, .. } => self.sessions.join(header, *token),
+            ControlMessage::Placed { lane, sequence, .. } => {
+                let lane = self.sessions.of_connection(header).lanes.entry(*lane).or_default();
+                lane.placed = lane.placed.max(*sequence);
+            }
+            ControlMessage::Final { lane_sequences, .. } => {
+                self.sessions.of_connection(header).last = Some(lane_sequences.clone());
+            }
+            ControlMessage::Withdraw { .. } => self.sessions.of_connection(header).last = None,
+            _ => {}
+        }
+    }
+}
+
+/// Something that a decoder refuses.
+pub fn broken(offset: u64, what: &str, error: &(impl std::error::Error + 'static)) -> Stop {
+    Stop::Broken { offset, what: what.into(), problem: vmferry::chain(error) }
+}

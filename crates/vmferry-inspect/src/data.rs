@@ -1,0 +1,358 @@
+//! Data channels: frames of pages, and pieces of a VMM's own stream.
+
+use std::io::Read;
+
+use serde_json::{Value, json};
+use vmferry::config::LANE_STRIPE_PAGES;
+use vmferry_codec::{CodecError, Decoder, Decompressors, Frame, ReadError, StreamDecoder};
+use vmferry_memory::PAGE_SIZE;
+use vmferry_transport::RecordingHeader;
+use vmferry_wire::{
+    Encoding, FRAME_HEADER_BYTES, FrameHeader, FrameKind, Hello, MAX_KEPT_PAGES, MAX_LANES,
+    RunTable, SegmentEncoding, SegmentTable,
+};
+
+use crate::bytes::{Bytes, Stop};
+use crate::control::broken;
+use crate::pages::NoPages;
+use crate::record::Record;
+use crate::session::Session;
+use crate::{Inspector, Tell, message};
+
+const WHAT: &str = "a frame";
+
+/// The reading of one lane's file.
+struct LaneFile<'a> {
+    session: &'a mut Session,
+    number: u8,
+    decoder: Decoder,
+    /// The number of the frame before, in this file.
+    before: Option<u64>,
+    /// How often the channel was dialled before.
+    attempt: u64,
+    runs: bool,
+}
+
+impl Inspector {
+    pub(crate) fn data<R: Read>(
+        &mut self,
+        header: &RecordingHeader,
+        hello: &Hello,
+        bytes: &mut Bytes<R>,
+        tell: &mut Tell<'_>,
+    ) -> Result<(), Stop> {
+        if hello.lane >= MAX_LANES {
+            let problem = format!("lane {}, and there are at most {MAX_LANES}", hello.lane);
+            let (offset, what) = (bytes.offset() - 27, "the source's greeting".into());
+            return Err(Stop::Broken { offset, what, problem });
+        }
+        let session = self.sessions.of_token(header, hello.token);
+        let lane = session.lanes.entry(hello.lane).or_default();
+        (lane.read, lane.whole) = (true, false);
+        let mut file = LaneFile {
+            session,
+            number: hello.lane,
+            decoder: Decoder::default(),
+            before: None,
+            attempt: hello.attempt,
+            runs: self.runs,
+        };
+        let mut frame = Frame::new();
+        while !bytes.is_at_end()? {
+            file.next(&mut frame, bytes, tell)?;
+        }
+        file.session.lanes.entry(hello.lane).or_default().whole = true;
+        Ok(())
+    }
+}
+
+impl LaneFile<'_> {
+    /// Reads a frame, checks it, and tells of it.
+    fn next<R: Read>(
+        &mut self,
+        frame: &mut Frame,
+        bytes: &mut Bytes<R>,
+        tell: &mut Tell<'_>,
+    ) -> Result<(), Stop> {
+        let offset = bytes.offset();
+        let cut = |needed: usize, bytes: &Bytes<R>| Stop::Cut {
+            offset,
+            what: WHAT.into(),
+            needed: needed as u64,
+            found: bytes.offset() - offset,
+        };
+        let mut head = [0; FRAME_HEADER_BYTES];
+        bytes.fill(&mut head, WHAT, offset)?;
+        let header = FrameHeader::parse(&head)
+            .map_err(|error| broken(offset, "a frame's header", &error))?;
+        let whole = FRAME_HEADER_BYTES + header.table_bytes() + header.payload_bytes as usize;
+        match frame.read_from(&mut head.as_slice().chain(&mut *bytes)) {
+            Ok(_) => {}
+            Err(ReadError::Io(error)) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
+                return Err(cut(whole, bytes));
+            }
+            Err(ReadError::Io(error)) => return Err(error.into()),
+            Err(ReadError::Wire(error)) => return Err(broken(offset, WHAT, &error)),
+        }
+        let again = self.check_order(offset, &header)?;
+        let mut fields = json!({ "sequence": header.sequence, "round": header.round });
+        let name = match header.kind {
+            FrameKind::EndOfRound => "end-round",
+            FrameKind::Pages => {
+                self.pages(offset, frame, &header, again, &mut fields)?;
+                "frame"
+            }
+            FrameKind::Stream => {
+                self.piece(offset, frame, &header, again, &mut fields)?;
+                "piece"
+            }
+        };
+        if again {
+            fields["again"] = json!(true);
+        }
+        tell(&Record::new(offset, bytes.offset() - offset, name, fields))?;
+        if self.runs {
+            self.tell_of_runs(offset, frame, &header, tell)?;
+        }
+        Ok(())
+    }
+
+    /// A lane's frames are numbered without gaps, and its rounds go up. Whether the frame came before, on a channel that was
+    /// lost.
+    fn check_order(&mut self, offset: u64, header: &FrameHeader) -> Result<bool, Stop> {
+        let lane = self.session.lanes.entry(self.number).or_default();
+        let sequence = header.sequence;
+        let wrong =
+            |at, problem| Err(Stop::Broken { offset: offset + at, what: WHAT.into(), problem });
+        let expected = match self.before {
+            Some(before) => before + 1,
+            // A channel that was made anew begins behind what was placed.
+            None if self.attempt > 0 && (lane.highest == 0 || sequence <= lane.highest) => {
+                sequence.max(1)
+            }
+            None => lane.highest + 1,
+        };
+        if sequence != expected {
+            return wrong(
+                16,
+                format!("expected number {expected} of lane {}, found {sequence}", self.number),
+            );
+        }
+        self.before = Some(sequence);
+        let again = sequence <= lane.highest;
+        if !again {
+            if header.round < lane.round || header.round == 0 {
+                return wrong(
+                    8,
+                    format!(
+                        "expected round {} or a later one, found {}",
+                        lane.round.max(1),
+                        header.round
+                    ),
+                );
+            }
+            (lane.highest, lane.round) = (sequence, header.round);
+        }
+        Ok(again)
+    }
+
+    fn pages(
+        &mut self,
+        offset: u64,
+        frame: &Frame,
+        header: &FrameHeader,
+        again: bool,
+        fields: &mut Value,
+    ) -> Result<(), Stop> {
+        let table_at = offset + FRAME_HEADER_BYTES as u64;
+        let slot_pages = match &self.session.announced {
+            None => None,
+            Some((layout, _)) => match layout.get(usize::from(header.slot.0)) {
+                Some(slot) => Some(slot.pages),
+                None => {
+                    let problem =
+                        format!("{}, and the guest has {} slots", header.slot, layout.len());
+                    return Err(Stop::Broken { offset: offset + 6, what: WHAT.into(), problem });
+                }
+            },
+        };
+        let found = if again {
+            self.decoder.decode_apart(frame, slot_pages, &mut NoPages)
+        } else {
+            self.session.pages.round = header.round;
+            self.decoder.decode_apart(frame, slot_pages, &mut self.session.pages)
+        };
+        let found = found.map_err(|error| {
+            let at = table_at + place_of(&error, frame, header);
+            broken(at, "a frame's pages", &error)
+        })?;
+        self.check_runs(table_at, frame, header)?;
+        if let Some((slot, page)) = self.session.pages.twice.take() {
+            let problem =
+                format!("page {page} of {slot} comes a second time in round {}", header.round);
+            return Err(Stop::Broken { offset: table_at, what: WHAT.into(), problem });
+        }
+        let [zero, raw, packed, delta] = found.pages;
+        fields["slot"] = json!(header.slot.0);
+        fields["runs"] = json!(header.runs);
+        for (name, pages) in [("zero", zero), ("raw", raw), ("packed", packed), ("delta", delta)] {
+            if pages > 0 {
+                fields[name] = json!(pages);
+            }
+        }
+        if found.unpacked_bytes > 0 {
+            fields["algorithm"] = algorithm(header);
+            fields["packed_bytes"] = json!(header.packed_bytes);
+            fields["unpacked_bytes"] = json!(found.unpacked_bytes);
+        }
+        if found.unchecked > 0 {
+            fields["unchecked"] = json!(found.unchecked);
+        }
+        Ok(())
+    }
+
+    /// A page belongs to one lane.
+    fn check_runs(&self, table_at: u64, frame: &Frame, header: &FrameHeader) -> Result<(), Stop> {
+        let Some((_, lanes)) = self.session.announced else { return Ok(()) };
+        let Ok(table) = RunTable::parse(header, frame.table(header), u64::MAX / PAGE_SIZE as u64)
+        else {
+            return Ok(());
+        };
+        for (index, run) in table.runs().enumerate() {
+            let lane_of = |page: u64| page / LANE_STRIPE_PAGES % u64::from(lanes.max(1));
+            let (first, last) = (lane_of(run.first), lane_of(run.range().end - 1));
+            let stripes = (run.range().end - 1) / LANE_STRIPE_PAGES - run.first / LANE_STRIPE_PAGES;
+            let ours = u64::from(self.number);
+            if first != ours || last != ours || (stripes > 0 && lanes > 1) {
+                let offset = table_at + (index * vmferry_wire::RUN_HEADER_BYTES) as u64;
+                let other = if first == ours { last } else { first };
+                let problem = format!(
+                    "expected pages of lane {ours} of {lanes}, found {} of {} of lane {other}",
+                    run.first, header.slot
+                );
+                return Err(Stop::Broken { offset, what: WHAT.into(), problem });
+            }
+        }
+        Ok(())
+    }
+
+    fn piece(
+        &mut self,
+        offset: u64,
+        frame: &Frame,
+        header: &FrameHeader,
+        again: bool,
+        fields: &mut Value,
+    ) -> Result<(), Stop> {
+        let table_at = offset + FRAME_HEADER_BYTES as u64;
+        let lanes =
+            self.session.announced.as_ref().map_or(1, |(_, lanes)| u32::from(*lanes).max(1));
+        let lane = self.session.lanes.entry(self.number).or_default();
+        let entries = MAX_KEPT_PAGES / lanes;
+        if !again {
+            let decoder = lane
+                .stream
+                .get_or_insert_with(|| StreamDecoder::new(Decompressors::default(), entries));
+            decoder.decode(frame).map_err(|error| {
+                let at = table_at + place_of(&error, frame, header);
+                broken(at, "a piece of a stream", &error)
+            })?;
+        }
+        let table = SegmentTable::parse(header, frame.table(header), entries)
+            .map_err(|error| broken(table_at, "a piece's table", &error))?;
+        let (mut raw, mut packed, mut delta, mut kept) = (0_u64, 0_u64, 0_u64, 0_u64);
+        for segment in table.segments() {
+            let bytes = u64::from(segment.bytes);
+            match segment.encoding {
+                SegmentEncoding::Raw => raw += bytes,
+                SegmentEncoding::Packed => packed += bytes,
+                SegmentEncoding::Delta(_) => delta += bytes,
+                SegmentEncoding::KeptRaw(_) => (raw, kept) = (raw + bytes, kept + 1),
+                SegmentEncoding::KeptPacked(_) => (packed, kept) = (packed + bytes, kept + 1),
+            }
+        }
+        let summary = table.summary();
+        fields["bytes_of_stream"] = json!(table.piece_bytes());
+        for (name, number) in [
+            ("segments", u64::from(header.runs)),
+            ("raw_bytes", raw),
+            ("packed_of", packed),
+            ("delta_of", delta),
+            ("kept_pages", kept),
+            ("content_pages", summary.content_pages.into()),
+            ("zero_pages", summary.zero_pages.into()),
+        ] {
+            if number > 0 {
+                fields[name] = json!(number);
+            }
+        }
+        if header.packed_bytes > 0 {
+            fields["algorithm"] = algorithm(header);
+            fields["packed_bytes"] = json!(header.packed_bytes);
+        }
+        Ok(())
+    }
+
+    fn tell_of_runs(
+        &self,
+        offset: u64,
+        frame: &Frame,
+        header: &FrameHeader,
+        tell: &mut Tell<'_>,
+    ) -> Result<(), Stop> {
+        let table_at = offset + FRAME_HEADER_BYTES as u64;
+        if header.kind != FrameKind::Pages {
+            return Ok(());
+        }
+        let Ok(table) = RunTable::parse(header, frame.table(header), u64::MAX / PAGE_SIZE as u64)
+        else {
+            return Ok(());
+        };
+        for (index, run) in table.runs().enumerate() {
+            let fields = json!({
+                "slot": header.slot.0, "first": run.first, "pages": run.pages,
+                "encoding": format!("{:?}", run.encoding).to_lowercase(),
+                "sum": message::hex(run.content_sum),
+            });
+            let length = vmferry_wire::RUN_HEADER_BYTES as u64;
+            tell(&Record::new(table_at + index as u64 * length, length, "run", fields))?;
+        }
+        Ok(())
+    }
+}
+
+fn algorithm(header: &FrameHeader) -> Value {
+    header.algorithm.map_or_else(|| json!("none"), |one| json!(one.to_string()))
+}
+
+/// Where in a frame's table and payload an error is, from the table's beginning.
+fn place_of(error: &CodecError, frame: &Frame, header: &FrameHeader) -> u64 {
+    let table = header.table_bytes() as u64;
+    let packed = table + u64::from(header.payload_bytes) - u64::from(header.packed_bytes);
+    match error {
+        CodecError::Unpack { .. }
+        | CodecError::Delta { .. }
+        | CodecError::DeltaBase { .. }
+        | CodecError::PieceUnpack { .. }
+        | CodecError::PieceDelta { .. } => packed,
+        CodecError::PieceHash { .. } | CodecError::NotKept { .. } => table,
+        CodecError::ContentSum { page, .. } => {
+            let longest = u64::MAX / PAGE_SIZE as u64;
+            let Ok(runs) = RunTable::parse(header, frame.table(header), longest) else { return 0 };
+            let mut at = table;
+            for (index, run) in runs.runs().enumerate() {
+                match run.encoding {
+                    Encoding::Raw if run.first == *page => return at,
+                    Encoding::Raw => at += run.content_bytes() as u64,
+                    // Nothing but the sum in the table stands for zeros.
+                    Encoding::Zero if run.first == *page => {
+                        return (index * vmferry_wire::RUN_HEADER_BYTES) as u64;
+                    }
+                    _ => {}
+                }
+            }
+            packed
+        }
+        _ => 0,
+    }
+}

@@ -1,0 +1,158 @@
+//! What greetings, messages and frames say, as fields. A token is never told.
+
+use serde_json::{Value, json};
+use vmferry_microvm::state::StateReader;
+use vmferry_transport::{Direction, RECORDING_HEADER_BYTES, RecordingHeader, RecordingSide};
+use vmferry_wire::{ControlMessage, Hello, HelloReply, HelloStatus, Reason, Role};
+
+use crate::record::Record;
+
+/// A recording's header.
+pub fn recording(header: &RecordingHeader) -> Record {
+    let side = match header.side {
+        RecordingSide::Source => "source",
+        RecordingSide::Destination => "destination",
+    };
+    let direction = match header.direction {
+        Direction::ToDestination => "to-destination",
+        Direction::ToSource => "to-source",
+    };
+    let fields = json!({
+        "recorded_by": side, "direction": direction, "connection": header.connection,
+        "at": header.at,
+    });
+    Record::new(0, RECORDING_HEADER_BYTES as u64, "recording", fields)
+}
+
+/// A greeting.
+pub fn hello(hello: &Hello) -> Value {
+    let mut fields = json!({
+        "role": match hello.role {
+            Role::Control => "control".to_owned(),
+            Role::Data => "data".to_owned(),
+            Role::Query => "query".to_owned(),
+            Role::Resume => "resumed-control".to_owned(),
+            Role::Other(number) => format!("role {number}"),
+        },
+        "versions": [hello.version_min, hello.version_max],
+    });
+    if hello.role == Role::Data {
+        fields["lane"] = json!(hello.lane);
+    }
+    if matches!(hello.role, Role::Data | Role::Resume) {
+        fields["attempt"] = json!(hello.attempt);
+    }
+    fields
+}
+
+/// Its answer.
+pub fn reply(reply: &HelloReply) -> Value {
+    let status = match reply.status {
+        HelloStatus::Ok => "ok".to_owned(),
+        HelloStatus::Version => "no-common-version".to_owned(),
+        HelloStatus::Busy => "busy".to_owned(),
+        HelloStatus::BadToken => "bad-token".to_owned(),
+        HelloStatus::BadLane => "bad-lane".to_owned(),
+        HelloStatus::Refused => "refused".to_owned(),
+        HelloStatus::TooLate => "too-late".to_owned(),
+        HelloStatus::Other(number) => format!("status {number}"),
+    };
+    json!({
+        "status": status, "versions": [reply.version_min, reply.version_max],
+        "version": reply.version, "placed": reply.placed,
+    })
+}
+
+/// A control message.
+pub fn control(message: &ControlMessage) -> Value {
+    let reason = |reason: &Reason| json!({ "code": u16::from(reason.code), "text": reason.text });
+    match message {
+        ControlMessage::Begin {
+            session,
+            guest,
+            vmm,
+            config,
+            layout,
+            lanes,
+            verify,
+            reconnect_ms,
+            release,
+            streams,
+        } => {
+            let pages = layout.iter().fold(0_u64, |sum, slot| sum.saturating_add(slot.pages));
+            json!({
+                "session": session, "guest": guest.name, "uuid": guest.uuid, "vmm": vmm,
+                "config_bytes": config.len(), "slots": layout.len(), "pages": pages,
+                "lanes": lanes, "verify": verify, "reconnect_ms": reconnect_ms,
+                "release": release, "streams": streams,
+            })
+        }
+        ControlMessage::Accept { release, .. } => {
+            json!({ "token": "(secret)", "release": release })
+        }
+        ControlMessage::Refuse { reason: why, .. } | ControlMessage::Abort { reason: why } => {
+            reason(why)
+        }
+        ControlMessage::Placed { lane, sequence } => json!({ "lane": lane, "sequence": sequence }),
+        ControlMessage::Final { lane_sequences, digest, state, .. } => json!({
+            "lane_sequences": lane_sequences, "digest": hex(*digest), "state_bytes": state.len(),
+            "state_sections": sections(state),
+        }),
+        ControlMessage::Ready { digest, load_us, .. } => {
+            json!({ "digest": hex(*digest), "load_us": load_us })
+        }
+        ControlMessage::Verified { hash, pages, elapsed_us, .. } => {
+            json!({ "hash": hex(*hash), "pages": pages, "elapsed_us": elapsed_us })
+        }
+        ControlMessage::Running { session, start_us, .. } => {
+            json!({ "session": session, "start_us": start_us })
+        }
+        ControlMessage::Aborted { session, reason: why, .. } => {
+            json!({ "session": session, "code": u16::from(why.code), "text": why.text })
+        }
+        ControlMessage::Commit { session, .. } | ControlMessage::Query { session, .. } => {
+            json!({ "session": session })
+        }
+        ControlMessage::Ping { nonce, .. } | ControlMessage::Pong { nonce, .. } => {
+            json!({ "nonce": nonce })
+        }
+        ControlMessage::Answer { session, word, .. } => json!({ "session": session, "word": word }),
+        ControlMessage::Free { slot, runs, .. } => {
+            let pages = runs.iter().fold(0_u64, |sum, (_, pages)| sum.saturating_add(*pages));
+            json!({ "slot": slot.0, "runs": runs.len(), "pages": pages })
+        }
+        ControlMessage::Verify { .. } | ControlMessage::Withdraw { .. } => json!({}),
+    }
+}
+
+/// Whether the source says it, and not the destination; both say PING and PONG.
+pub fn is_of_source(message: &ControlMessage) -> Option<bool> {
+    Some(match message {
+        ControlMessage::Ping { .. } | ControlMessage::Pong { .. } => return None,
+        ControlMessage::Begin { .. }
+        | ControlMessage::Final { .. }
+        | ControlMessage::Verify { .. }
+        | ControlMessage::Commit { .. }
+        | ControlMessage::Abort { .. }
+        | ControlMessage::Query { .. }
+        | ControlMessage::Withdraw { .. }
+        | ControlMessage::Free { .. } => true,
+        _ => false,
+    })
+}
+
+/// A number that is compared and not counted with.
+pub fn hex(number: u64) -> String {
+    format!("{number:#018x}")
+}
+
+/// The sections of a state of a machine of this project; another VMM's is none of ours.
+fn sections(state: &[u8]) -> Value {
+    if !state.starts_with(b"VMFSTATE") {
+        return Value::Null;
+    }
+    match StateReader::parse(state) {
+        Ok(reader) => json!(reader.sections().len()),
+        Err(error) => json!(error.to_string()),
+    }
+}

@@ -1,0 +1,223 @@
+//! A session that is right, each way of damaging it, and where each is found.
+
+mod support;
+
+use support::{Recorded, change_header, seal};
+use vmferry_inspect::{Break, End, Inspector};
+use vmferry_transport::RECORDING_HEADER_BYTES;
+use vmferry_wire::{
+    CONTROL_HEADER_BYTES, FRAME_HEADER_BYTES, FrameHeader, HELLO_BYTES, table_checksum,
+};
+
+const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden.txt");
+const RUN: usize = vmferry_wire::RUN_HEADER_BYTES;
+
+#[test]
+fn a_session_that_is_right_is_whole() {
+    let (outcomes, told, disagreements) = Recorded::new(1).inspect();
+    assert!(outcomes.iter().all(|one| one.end == End::Whole), "{told}");
+    assert!(disagreements.is_empty(), "{disagreements:?}");
+    for wanted in ["raw=4", "delta=4", "packed=3", "zero=2", "algorithm=zstd", "vcpu.regs"] {
+        assert!(told.contains(wanted), "{wanted} is not in:\n{told}");
+    }
+    assert!(!told.contains("unchecked"), "{told}");
+}
+
+/// What people and scripts read does not change unnoticed.
+#[test]
+fn the_output_is_as_it_was() {
+    let told = Recorded::new(1).inspect().1;
+    assert_eq!(told, std::fs::read_to_string(GOLDEN).unwrap());
+}
+
+/// `cargo test -p vmferry-inspect --test recordings -- --ignored` after a change of the output.
+#[test]
+#[ignore = "writes the golden output"]
+fn write_the_golden_output() {
+    std::fs::write(GOLDEN, Recorded::new(1).inspect().1).unwrap();
+}
+
+/// Where the one break of a session is: in which file, at which byte, and why.
+fn break_of(recorded: &Recorded) -> (usize, Break) {
+    let (outcomes, told, _) = recorded.inspect();
+    let mut breaks = outcomes.iter().enumerate().filter_map(|(file, outcome)| match &outcome.end {
+        End::Broken(broken) => Some((file, broken.clone())),
+        _ => None,
+    });
+    let first = breaks.next().unwrap_or_else(|| panic!("nothing is wrong:\n{told}"));
+    assert!(breaks.next().is_none(), "one break only:\n{told}");
+    first
+}
+
+#[track_caller]
+fn found(recorded: &Recorded, file: usize, offset: usize, problem: &str) {
+    let (found, broken) = break_of(recorded);
+    assert_eq!((found, broken.offset as usize), (file, offset), "{broken:?}");
+    assert!(broken.problem.contains(problem), "{broken:?}");
+}
+
+#[test]
+fn damage_to_a_control_channel_is_found_where_it_is() {
+    let good = Recorded::new(1);
+    let hello = RECORDING_HEADER_BYTES;
+    let [begin, last, commit] = good.messages[..] else { unreachable!() };
+    let damaged = |at: usize, by: u8| {
+        let mut bad = good.clone();
+        bad.control[at] ^= by;
+        bad
+    };
+    found(&damaged(8, 1), 0, 0, "version");
+    found(&damaged(hello, 1), 0, hello, "not vmferry");
+    found(&damaged(begin + 6, 1), 0, begin, "reserved");
+    found(&damaged(begin + 4, 0x40), 0, begin, "65");
+    found(
+        &damaged(begin + CONTROL_HEADER_BYTES + 3, 1),
+        0,
+        begin + CONTROL_HEADER_BYTES,
+        "checksum",
+    );
+    found(&damaged(commit + 8, 1), 0, commit + CONTROL_HEADER_BYTES, "checksum");
+    // What only the other side says.
+    let mut bad = good.clone();
+    let ready = RECORDING_HEADER_BYTES + 24;
+    let theirs = good.control_back[ready..].to_vec();
+    bad.control.truncate(commit);
+    bad.control.extend_from_slice(&theirs[..CONTROL_HEADER_BYTES + 16]);
+    found(&bad, 0, commit, "never said by the source");
+    // The state's last byte, with the message's checksum right.
+    let mut bad = good.clone();
+    bad.control[commit - 1] ^= 1;
+    let sum = table_checksum(&bad.control[last + CONTROL_HEADER_BYTES..commit]);
+    bad.control[last + 8..last + 12].copy_from_slice(&sum.to_le_bytes());
+    let (file, broken) = break_of(&bad);
+    assert_eq!(file, 0);
+    assert!(broken.problem.contains("\"serial\""), "{broken:?}");
+    assert!((last..commit).contains(&(broken.offset as usize)), "{broken:?}");
+}
+
+#[test]
+fn damage_to_a_data_channel_is_found_where_it_is() {
+    let good = Recorded::new(1);
+    let table = |number: usize| good.frames[number] + FRAME_HEADER_BYTES;
+    let changed = |number: usize, change: &dyn Fn(&mut [u8])| {
+        let mut bad = good.clone();
+        let frame = good.frame(number).len();
+        change(&mut bad.data[good.frames[number]..][..frame]);
+        bad
+    };
+    let flipped = |at: usize| {
+        let mut bad = good.clone();
+        bad.data[at] ^= 0x10;
+        bad
+    };
+    // Frames 0, 2, 4, 6 and 8 hold pages; 1, 3, 5 and 7 end rounds.
+    found(&flipped(good.frames[1] + 9), 2, good.frames[1], "checksum");
+    found(&flipped(good.frames[1]), 2, good.frames[1], "");
+    found(&flipped(table(0) + 2), 2, table(0), "checksum");
+    found(&flipped(table(0) + RUN + 5000), 2, table(0) + RUN, "hash to");
+    found(&flipped(table(6) + RUN + 9), 2, table(6) + RUN, "");
+    // The sum of a run of zeros, which nothing but the table holds.
+    let bad = changed(8, &|frame| {
+        frame[FRAME_HEADER_BYTES + 16] ^= 1;
+        seal(frame);
+    });
+    found(&bad, 2, table(8), "hash to");
+    // The base sum of the changes, and one of the changes.
+    let packed = table(4) + RUN;
+    found(&flipped(packed), 2, packed, "that are not here");
+    let bad = changed(4, &|frame| *frame.last_mut().unwrap() ^= 1);
+    found(&bad, 2, packed, "hash to");
+    // A frame is missing; a number, a round, a slot is not the next one.
+    let mut bad = good.clone();
+    bad.data.drain(good.frames[2]..good.frames[3]);
+    found(&bad, 2, good.frames[2] + 16, "expected number 3 of lane 0, found 4");
+    let bad = changed(2, &|frame| change_header(frame, |head| FrameHeader { round: 0, ..head }));
+    found(&bad, 2, good.frames[2] + 8, "expected round 1 or a later one, found 0");
+    let slot = vmferry_memory::SlotId(3);
+    let bad = changed(2, &|frame| change_header(frame, |head| FrameHeader { slot, ..head }));
+    found(&bad, 2, good.frames[2] + 6, "the guest has 1 slots");
+    // The same pages twice in a round.
+    let mut bad = good.clone();
+    let mut again = good.frame(8).to_vec();
+    change_header(&mut again, |head| FrameHeader { sequence: 10, ..head });
+    bad.data.extend_from_slice(&again);
+    found(&bad, 2, good.data.len() + FRAME_HEADER_BYTES, "a second time in round 5");
+}
+
+#[test]
+fn a_page_on_another_lane_is_found() {
+    let mut recorded = Recorded::new(2);
+    let (at, length) = (recorded.frames[8], recorded.frame(8).len());
+    let frame = &mut recorded.data[at..at + length];
+    let sum = (600..602).fold(0_u64, |sum: u64, page| {
+        sum.wrapping_add(vmferry_memory::zero_page_hash(vmferry_memory::SlotId(0), page))
+    });
+    frame[FRAME_HEADER_BYTES..][..8].copy_from_slice(&600_u64.to_le_bytes());
+    frame[FRAME_HEADER_BYTES + 16..][..8].copy_from_slice(&sum.to_le_bytes());
+    seal(frame);
+    // Without the control channel nobody knows of lanes.
+    assert_eq!(alone(&recorded.data).0, End::Whole);
+    let problem = "expected pages of lane 0 of 2, found 600 of slot 0 of lane 1";
+    found(&recorded, 2, at + FRAME_HEADER_BYTES, problem);
+}
+
+/// Reads one file; how it ends, and what was told.
+fn alone(bytes: &[u8]) -> (End, String) {
+    let mut told = String::new();
+    let outcome = Inspector::new(1 << 20, false).file("file", bytes, &mut |record| {
+        told += &format!("{record}\n");
+        Ok(())
+    });
+    (outcome.unwrap().end, told)
+}
+
+#[test]
+fn a_recording_that_is_cut_off_is_no_damage() {
+    let good = Recorded::new(1);
+    for (name, file) in [("data", &good.data), ("control", &good.control)] {
+        let first = RECORDING_HEADER_BYTES + HELLO_BYTES;
+        for length in (1..file.len()).step_by(997).chain(1..first + 60) {
+            let whole = match name {
+                "data" => good.frames.contains(&length),
+                _ => good.messages.contains(&length),
+            };
+            match alone(&file[..length]).0 {
+                End::Whole => assert!(whole || length == first, "{name} cut at {length}"),
+                End::CutOff { offset, needed, found, .. } => {
+                    assert!(!whole && needed > found, "{name} cut at {length}");
+                    assert_eq!(offset + found, length as u64, "{name} cut at {length}");
+                }
+                End::Broken(broken) => panic!("{name} cut at {length}: {broken:?}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn changes_of_pages_that_were_not_recorded_are_told_of_and_not_taken_for_damage() {
+    let good = Recorded::new(1);
+    let mut bad = good.clone();
+    bad.data.drain(good.frames[0]..good.frames[4]);
+    // The channel was made anew, so it may begin anywhere.
+    bad.data[RECORDING_HEADER_BYTES + 32] = 1;
+    let (end, told) = alone(&bad.data);
+    assert_eq!(end, End::Whole, "{told}");
+    assert!(told.contains("delta=4"), "{told}");
+    assert!(told.contains("unchecked=4"), "{told}");
+}
+
+#[test]
+fn files_that_contradict_each_other_are_told_of() {
+    let good = Recorded::new(1);
+    let mut bad = good.clone();
+    let last = *good.frames.last().unwrap();
+    bad.data.truncate(last);
+    let (outcomes, _, disagreements) = bad.inspect();
+    assert!(outcomes.iter().all(|one| one.end == End::Whole));
+    let all = disagreements.join("\n");
+    assert!(all.contains("PLACED says 9 of lane 0, and its last frame is 8"), "{all}");
+    assert!(all.contains("FINAL says that 9 is the last frame of lane 0, and that is 8"), "{all}");
+    // One that was cut off within a frame may have had more.
+    bad.data.extend_from_slice(&good.data[last..last + 10]);
+    assert!(bad.inspect().2.is_empty());
+}

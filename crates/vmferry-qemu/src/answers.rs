@@ -1,0 +1,37 @@
+//! What is made of QMP's answers, function by function, for the fuzz target: no part of the interface.
+
+use crate::carried::Description;
+use crate::error::QemuError;
+use crate::qmp::Qmp;
+use crate::settings::Settings;
+use crate::{guest, machine, ram, state};
+
+/// How many [`read`] knows.
+pub const READERS: u8 = 11;
+
+/// Lets one of the readers ask QEMU, and returns what it has made of the answers, in words.
+///
+/// # Errors
+/// QMP's, and what stands against a migration.
+pub fn read(qmp: &mut Qmp, reader: u8) -> Result<String, QemuError> {
+    Ok(match reader % READERS {
+        0 => format!("{:?}", machine::look(qmp)?),
+        1 => format!("{:?}", machine::no_unseen_writers(qmp)?),
+        2 => format!("{:?}", machine::vcpu_threads(qmp)?),
+        3 => format!("{:?}", ram::list_with_addresses(qmp)?),
+        4 => format!("{:?}", guest::identity(qmp)?),
+        5 => format!("{:?}", guest::must_be_migratable(qmp)?),
+        6 => format!("{:?}", guest::loses_writes(qmp)?),
+        7 => format!("{:?}", Settings::read(qmp)?),
+        8 => {
+            let own = Description::read(qmp, 0)?;
+            format!("{:?} {:?} {:?}", own.layout(), own.blocks().last(), own.check(&own).is_ok())
+        }
+        9 => {
+            qmp.execute("query-migrate", serde_json::json!({}))?;
+            let age = qmp.take_event("STOP").map(|event| state::age(&event["timestamp"]));
+            format!("{age:?}")
+        }
+        _ => format!("{:?} {}", qmp.events()?, qmp.has_news()),
+    })
+}

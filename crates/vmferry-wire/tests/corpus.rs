@@ -1,0 +1,120 @@
+//! The seeds of the fuzz target of greetings and control messages through the same function.
+
+#[path = "../../../fuzz/harness/control.rs"]
+mod control;
+#[allow(dead_code, reason = "the target uses a part of it")]
+#[path = "../../../fuzz/harness/input.rs"]
+mod input;
+#[path = "../../../fuzz/harness/replay.rs"]
+mod replay;
+
+use uuid::Uuid;
+use vmferry_memory::{SlotId, SlotLayout};
+use vmferry_wire::{
+    CONTROL_HEADER_BYTES, ControlMessage, GuestIdentity, Hello, HelloReply, HelloStatus, Reason,
+    ReasonCode, Role, SessionId, SessionWord, Token,
+};
+
+#[test]
+fn every_seed_is_handled() {
+    replay::every_seed("control", control::run);
+}
+
+#[test]
+fn every_seed_cut_and_damaged_is_handled() {
+    replay::every_seed_cut_and_damaged("control", control::run, 200);
+}
+
+/// The fuzzer begins behind the headers, not before them.
+#[test]
+fn the_seeds_are_messages() {
+    for message in messages() {
+        let body = body(&message);
+        assert_eq!(control::decode(message.number(), &body), Ok(message));
+    }
+}
+
+/// `cargo test -p vmferry-wire --test corpus -- --ignored` after a change of the formats.
+#[test]
+#[ignore = "writes the seeds"]
+fn write_the_seeds() {
+    replay::write("control", seeds());
+}
+
+fn body(message: &ControlMessage) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    message.encode(&mut bytes);
+    bytes.split_off(CONTROL_HEADER_BYTES)
+}
+
+/// Each message as a seed of either sort, and both greetings with messages behind them.
+fn seeds() -> Vec<(String, Vec<u8>)> {
+    let mut seeds = Vec::new();
+    let (mut all, mut all_sealed) = (Vec::new(), vec![1]);
+    for message in messages() {
+        let name = message.name().to_lowercase();
+        let body = body(&message);
+        let mut sealed = vec![1, message.number() as u8];
+        sealed.extend_from_slice(&(body.len() as u16).to_le_bytes());
+        sealed.extend_from_slice(&body);
+        all_sealed.extend_from_slice(&sealed[1..]);
+        message.encode(&mut all);
+        seeds.push((format!("{name}-sealed"), sealed));
+    }
+    seeds.push(("all-sealed".to_owned(), all_sealed));
+    let hello = Hello {
+        version_min: 1,
+        version_max: 1,
+        role: Role::Control,
+        lane: 0,
+        token: Token([0; 16]),
+        attempt: 0,
+    };
+    let reply = HelloReply {
+        status: HelloStatus::Ok,
+        version_min: 1,
+        version_max: 1,
+        version: 1,
+        placed: 9,
+    };
+    seeds.push(("hello-and-all".to_owned(), [&[0], &hello.encode()[..], &all].concat()));
+    seeds.push(("reply-and-all".to_owned(), [&[0], &reply.encode()[..], &all].concat()));
+    seeds
+}
+
+fn messages() -> Vec<ControlMessage> {
+    let session = SessionId([1; 16]);
+    let reason = Reason::new(ReasonCode::Busy, "another guest comes");
+    vec![
+        ControlMessage::Begin {
+            session,
+            guest: GuestIdentity { uuid: Uuid::from_u128(2), name: "web".into() },
+            vmm: "vmferry-microvm/1".into(),
+            config: b"{}".to_vec(),
+            layout: vec![
+                SlotLayout { slot: SlotId(0), gpa: 0, pages: 300 },
+                SlotLayout { slot: SlotId(1), gpa: 1 << 32, pages: 70_000 },
+            ],
+            lanes: 2,
+            verify: true,
+            reconnect_ms: 30_000,
+        },
+        ControlMessage::Accept { token: Token([3; 16]) },
+        ControlMessage::Refuse { reason: reason.clone() },
+        ControlMessage::Placed { lane: 1, sequence: 300 },
+        ControlMessage::Final { lane_sequences: vec![7, 9], digest: u64::MAX, state: vec![1; 40] },
+        ControlMessage::Ready { digest: 5, load_us: 600 },
+        ControlMessage::Verify {},
+        ControlMessage::Verified { hash: 1 << 60, pages: 2, elapsed_us: 3 },
+        ControlMessage::Commit { session },
+        ControlMessage::Running { session, start_us: 400 },
+        ControlMessage::Aborted { session, reason: reason.clone() },
+        ControlMessage::Abort { reason },
+        ControlMessage::Ping { nonce: 1 },
+        ControlMessage::Pong { nonce: 1 },
+        ControlMessage::Query { session },
+        ControlMessage::Answer { session, word: SessionWord::Owns },
+        ControlMessage::Withdraw {},
+        ControlMessage::Free { slot: SlotId(1), runs: vec![(2, 300), (512, 1)] },
+    ]
+}

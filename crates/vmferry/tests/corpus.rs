@@ -1,0 +1,62 @@
+//! The seeds of the fuzz targets of the engine through the same functions.
+
+#[allow(dead_code, reason = "the target uses a part of it")]
+#[path = "../../../fuzz/harness/control.rs"]
+mod control;
+#[path = "../../../fuzz/harness/conversation/mod.rs"]
+mod conversation;
+#[allow(dead_code, reason = "the target uses a part of it")]
+#[path = "../../../fuzz/harness/input.rs"]
+mod input;
+#[path = "../../../fuzz/harness/journal.rs"]
+mod journal;
+#[path = "../../../fuzz/harness/policy.rs"]
+mod policy;
+#[path = "../../../fuzz/harness/replay.rs"]
+mod replay;
+#[path = "corpus/seeds.rs"]
+mod seeds;
+
+use vmferry::handover::{DestinationState, SourceState};
+
+const TARGETS: [(&str, replay::Target); 3] =
+    [("conversation", conversation::run), ("journal", journal::run), ("policy", policy::run)];
+
+#[test]
+fn every_seed_is_handled() {
+    for (name, run) in TARGETS {
+        replay::every_seed(name, run);
+    }
+}
+
+#[test]
+fn every_seed_cut_and_damaged_is_handled() {
+    for (name, run) in TARGETS {
+        replay::every_seed_cut_and_damaged(name, run, 200);
+    }
+}
+
+/// The fuzzer begins behind the negotiation, not before it: some seeds end with a hand-over, some in doubt, some
+/// with the guest where it was.
+#[test]
+fn the_seeds_of_conversations_reach_each_end() {
+    let ends: Vec<_> =
+        seeds::conversations().iter().map(|(_, seed)| conversation::outcome(seed)).collect();
+    for wanted in [
+        (SourceState::Given, Some(DestinationState::Owns)),
+        (SourceState::Kept, Some(DestinationState::Aborted)),
+        (SourceState::InDoubt { recovered: true }, Some(DestinationState::Owns)),
+        (SourceState::InDoubt { recovered: false }, Some(DestinationState::Owns)),
+    ] {
+        assert!(ends.contains(&wanted), "{wanted:?} is not among {ends:?}");
+    }
+}
+
+/// `cargo test -p vmferry --test corpus -- --ignored` after a change of what the bytes mean.
+#[test]
+#[ignore = "writes the seeds"]
+fn write_the_seeds() {
+    replay::write("conversation", seeds::conversations());
+    replay::write("journal", seeds::journals());
+    replay::write("policy", seeds::policies());
+}
