@@ -1,6 +1,9 @@
 //! The bodies of control messages as bytes: a tuple that never changes, and since version 2 fields behind it.
 
-use serde::{Deserialize, Serialize};
+use std::fmt;
+
+use serde::de::{Error as _, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 use vmferry_memory::SlotLayout;
 
 use crate::algorithm::AlgorithmSet;

@@ -266,7 +266,7 @@ fn lanes_beyond_the_limit_are_not_even_read() {
     // Behind the 17th number there is none, so whoever reads on says so.
     body.extend_from_slice(&[1; 17]);
     body.extend_from_slice(&[0xff; 16]);
-    let error = ControlMessage::decode_body(FINAL, &body).unwrap_err();
+    let error = ControlMessage::decode_body(FINAL, PROTOCOL_VERSION_MIN, &body).unwrap_err();
     let WireError::BadBody { message: "FINAL", detail } = error else { panic!("{error}") };
     let of_the_seventeenth = postcard::from_bytes::<Vec<u64>>(&body).unwrap_err().to_string();
     assert_ne!(detail, of_the_seventeenth, "it was read on");
