@@ -46,6 +46,14 @@ pub fn all() -> bool {
     std::env::var_os("VMFERRY_TEST_ALL").is_some()
 }
 
+/// Whether a test is left to the long matrices, which it says then.
+pub fn skipped() -> bool {
+    if !all() {
+        println!("SKIPPED: a part of the long matrix (`make test-all`)");
+    }
+    !all()
+}
+
 /// Whether KVM is here. Where it is, it must serve.
 pub fn has_kvm() -> bool {
     let there = Path::new("/dev/kvm").exists();

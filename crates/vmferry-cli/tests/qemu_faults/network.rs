@@ -1,15 +1,13 @@
 //! `send --qemu` over a network that loses everything: a cable that is pulled out, and a black hole that swallows packets and
 //! tells nobody, between two network namespaces.
 
-mod support;
-
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use support::outcomes::{Outcome, Owner};
-use support::scene::{Scene, Way};
-use support::{BEFORE_COMMIT, Host, Moment, Running, all, in_parallel, text};
+use crate::support::outcomes::{Outcome, Owner};
+use crate::support::scene::{Scene, Way};
+use crate::support::{BEFORE_COMMIT, Host, Moment, Running, all, in_parallel, text};
 use vmferry_net_lab::{DESTINATION_ADDRESS, Namespaces};
 use vmferry_qemu_lab::{Qemu, Version};
 
@@ -147,12 +145,11 @@ fn everything_on_the_link_is_lost_for_a_while_or_for_good() {
     let case = |way, fault, moment, lasts, moves| Case { way, fault, moment, lasts, moves };
     let (attached, carried) = (Way::Attached, Way::Carried);
     let (cable, hole) = (Fault::Cable, Fault::BlackHole);
-    let mut cases = vec![
-        case(attached, hole, paused, Some(LONG), true),
-        case(carried, hole, first, Some(LONG), true),
-        case(carried, cable, paused, None, false),
-    ];
-    if all() {
+    let mut cases = Vec::new();
+    if !all() {
+        cases.push(case(carried, hole, first, Some(LONG), true));
+        cases.push(case(carried, cable, paused, None, false));
+    } else {
         for way in [attached, carried] {
             for fault in [cable, hole] {
                 for moment in [first, second] {

@@ -1,17 +1,15 @@
 //! `send --qemu` and `receive --qemu` whose processes, or whose QEMUs, are stopped (`SIGSTOP`) in each phase, and woken
 //! before and after the others have given up: never two guests, in the end one, and nothing left behind.
 
-mod support;
-
 use std::time::Duration;
 
+use crate::support::faults::{exit, note};
+use crate::support::outcomes::Owner;
+use crate::support::scene::{Scene, Way};
+use crate::support::stops::{Stopped, Who, guardian};
+use crate::support::traces::nothing_is_left;
+use crate::support::{BEFORE_COMMIT, Moment, all, faults, in_parallel, skipped, text};
 use serde_json::json;
-use support::faults::{exit, note};
-use support::outcomes::Owner;
-use support::scene::{Scene, Way};
-use support::stops::{Stopped, Who, guardian};
-use support::traces::nothing_is_left;
-use support::{BEFORE_COMMIT, Moment, all, faults, in_parallel, text};
 use vmferry_qemu::Qmp;
 use vmferry_qemu_lab::{Qemu, Version};
 
@@ -19,13 +17,6 @@ use vmferry_qemu_lab::{Qemu, Version};
 const SHORT: Duration = Duration::from_secs(3);
 
 const WAYS: [Way; 2] = [Way::Carried, Way::Attached];
-
-fn skipped() -> bool {
-    if !all() {
-        println!("SKIPPED: a part of the long matrix (`make test-all`)");
-    }
-    !all()
-}
 
 /// The QEMU that was to take the guest does not run it, if it is still there.
 fn does_not_run(qemu: &mut Qemu) {
@@ -63,15 +54,13 @@ fn woken_in_time(way: Way, who: Who, moments: &[Moment]) {
 
 #[test]
 fn woken_in_time_nobody_gives_up() {
-    let [.., second, paused] = BEFORE_COMMIT;
     let mut cases: Vec<(Way, Who, Vec<Moment>)> = Vec::new();
     if all() {
         for way in WAYS {
             cases.extend(Who::ALL.map(|who| (way, who, BEFORE_COMMIT.to_vec())));
         }
     } else {
-        cases.push((Way::Attached, Who::SourceQemu, vec![paused]));
-        cases.push((Way::Carried, Who::Receiver, vec![second]));
+        cases.push((Way::Attached, Who::SourceQemu, vec![BEFORE_COMMIT[3]]));
     }
     in_parallel(cases, |(way, who, moments)| woken_in_time(way, who, &moments));
 }
@@ -203,7 +192,7 @@ fn given_away_by_a_qemu_that_sleeps(way: Way) {
 
 #[test]
 fn woken_late_the_guest_is_where_it_was_promised() {
-    let [connected, first, second, paused] = BEFORE_COMMIT;
+    let [connected, first, second, _] = BEFORE_COMMIT;
     type Case = (Way, fn(Way, Moment), Moment);
     let mut cases: Vec<Case> = Vec::new();
     if all() {
@@ -221,8 +210,6 @@ fn woken_late_the_guest_is_where_it_was_promised() {
         cases.push((Way::Attached, the_source_s_qemu_sleeps, second));
         cases.push((Way::Carried, the_source_s_qemu_sleeps, first));
         cases.push((Way::Attached, |way, _| promised_to_a_qemu_that_sleeps(way), connected));
-        cases.push((Way::Carried, the_destination_s_qemu_sleeps, second));
-        cases.push((Way::Carried, the_sender_sleeps, paused));
     }
     in_parallel(cases, |(way, case, moment)| case(way, moment));
 }
@@ -276,11 +263,9 @@ fn a_guardian_sleeps_for_good(way: Way) {
 
 #[test]
 fn guardians_that_sleep() {
-    let mut cases: Vec<(Way, fn(Way))> = vec![
-        (Way::Attached, a_guardian_wakes_too_late),
-        (Way::Carried, a_guardian_sleeps_for_good),
-    ];
+    let mut cases: Vec<(Way, fn(Way))> = vec![(Way::Attached, a_guardian_wakes_too_late)];
     if all() {
+        cases.push((Way::Carried, a_guardian_sleeps_for_good));
         cases.push((Way::Carried, a_guardian_wakes_too_late));
         cases.push((Way::Attached, a_guardian_sleeps_for_good));
     }
