@@ -34,6 +34,16 @@ pub fn call_and_leave(pid: u32, number: i64, arguments: &[Argument<'_>]) {
     stopped.detach();
 }
 
+/// Lets process `pid` jump to where nothing is, as a program that is broken does.
+pub fn fault(pid: u32) {
+    let stopped = Stopped::thread_of(pid);
+    let mut registers = stopped.saved;
+    registers.rip = 0;
+    registers.orig_rax = u64::MAX;
+    stopped.set_registers(&registers);
+    stopped.detach();
+}
+
 /// A thread that stands still behind a `syscall` instruction.
 struct Stopped {
     thread: i32,
