@@ -63,7 +63,7 @@ fn the_link_heals_and_the_destination_gets_its_commit() {
 #[test]
 fn the_doubt_ends_between_two_releases_too() {
     let before = ["--protocol", "1"];
-    for (source, destination) in [(&before[..], &[][..]), (&[], &before)] {
+    for (source, destination) in [(&before[..], &[][..]), (&[][..], &before[..])] {
         let mut doubt = Doubt::with(source, destination);
         doubt.proxy.heal();
         doubt.destination.event("serving");
