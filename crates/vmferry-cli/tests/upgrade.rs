@@ -5,7 +5,6 @@ mod support;
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
 
 use serde_json::{Value, json};
 use support::proxy::Proxy;
@@ -169,7 +168,7 @@ fn qemu(way: Way) {
         let link = ["--listen", "tcp:127.0.0.1:0", "--plain"];
         let (mut there, mut receiving, address) = scene.receive(&[&link[..], receive].concat());
         let mode = if way == Way::Carried { "carried" } else { "attached" };
-        let qmp = text(Path::new(&scene.here.qmp)).to_owned();
+        let qmp = text(&scene.here.qmp).to_owned();
         let link = ["send", "--qemu", &qmp, "--mode", mode, "--to", &address, "--plain"];
         let sent = scene.a.run(&[&link[..], send].concat());
         assert_eq!(sent.code, Some(0), "{sent:?}");
