@@ -9,7 +9,6 @@ use vmferry_wire::{
     CONTROL_HEADER_BYTES, FRAME_HEADER_BYTES, FrameHeader, HELLO_BYTES, table_checksum,
 };
 
-const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden.txt");
 const RUN: usize = vmferry_wire::RUN_HEADER_BYTES;
 
 #[test]
@@ -21,20 +20,6 @@ fn a_session_that_is_right_is_whole() {
         assert!(told.contains(wanted), "{wanted} is not in:\n{told}");
     }
     assert!(!told.contains("unchecked"), "{told}");
-}
-
-/// What people and scripts read does not change unnoticed.
-#[test]
-fn the_output_is_as_it_was() {
-    let told = Recorded::new(1).inspect().1;
-    assert_eq!(told, std::fs::read_to_string(GOLDEN).unwrap());
-}
-
-/// `cargo test -p vmferry-inspect --test recordings -- --ignored` after a change of the output.
-#[test]
-#[ignore = "writes the golden output"]
-fn write_the_golden_output() {
-    std::fs::write(GOLDEN, Recorded::new(1).inspect().1).unwrap();
 }
 
 /// Where the one break of a session is: in which file, at which byte, and why.
