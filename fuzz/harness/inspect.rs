@@ -61,5 +61,5 @@ fn look(inspector: &mut Inspector, name: &str, bytes: &[u8]) {
         }
     }
     assert!(!outcome.end.to_string().is_empty());
-    assert!(text < 1 << 20 | bytes.len() * 64);
+    assert!(text < (1 << 20) + bytes.len() * 64);
 }

@@ -14,7 +14,7 @@ fn recorded(world: &World, address: &str, flags: &[&str], limit: &str) -> [PathB
     let (a, b) = (world.host("a"), world.host("b"));
     let arguments =
         ["--guest", "process", "--memory", "64M", "--workload", "fill=8,text hot=4,random ticks"];
-    let mut vmm = a.guest("web", &arguments);
+    let vmm = a.guest("web", &arguments);
     let [here, there] = [world.path("source-record"), world.path("destination-record")];
     let record = |directory: &Path| {
         ["--record", text(directory), "--record-limit", limit].map(str::to_owned)

@@ -16,7 +16,7 @@ use crate::{Inspector, Tell, message};
 
 impl Inspector {
     /// What the source has sent on a channel: its greeting says which.
-    pub(crate) fn from_source<R: Read>(
+    pub(crate) fn read_from_source<R: Read>(
         &mut self,
         header: &RecordingHeader,
         bytes: &mut Bytes<R>,
@@ -41,7 +41,7 @@ impl Inspector {
     }
 
     /// What the destination has sent on a channel: an answer to the greeting, and on a control channel messages.
-    pub(crate) fn from_destination<R: Read>(
+    pub(crate) fn read_from_destination<R: Read>(
         &mut self,
         header: &RecordingHeader,
         bytes: &mut Bytes<R>,

@@ -116,8 +116,8 @@ impl Inspector {
         })?;
         tell(&message::recording(&header))?;
         match header.direction {
-            Direction::ToDestination => self.from_source(&header, bytes, tell),
-            Direction::ToSource => self.from_destination(&header, bytes, tell),
+            Direction::ToDestination => self.read_from_source(&header, bytes, tell),
+            Direction::ToSource => self.read_from_destination(&header, bytes, tell),
         }
     }
 }

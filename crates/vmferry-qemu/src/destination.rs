@@ -298,7 +298,7 @@ mod tests {
 
     fn machine() -> Machine {
         let devices = vec!["virtio-blk-pci at 00:03.0".into()];
-        Machine { kind: "pc-q35-10.0".into(), vcpus: 2, devices }
+        Machine { kind: "pc-q35-10.0".into(), vcpus: 2, cpu: None, devices }
     }
 
     /// What a source says of a QEMU that is attached: frozen, with both versions of the protocol.

@@ -20,7 +20,7 @@ pub struct Machine {
     /// Number of vCPUs.
     pub vcpus: usize,
     /// The model of the first vCPU, such as `qemu64`; none of a release that did not tell.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<String>,
     /// PCI devices as `NAME at ADDRESS`, sorted.
     pub devices: Vec<String>,

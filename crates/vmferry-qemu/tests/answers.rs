@@ -33,7 +33,7 @@ fn seeds() -> Vec<(String, Vec<u8>)> {
     let greeting =
         json!({ "QMP": { "version": { "qemu": { "major": 10, "minor": 0, "micro": 2 } } } });
     let cpus = json!([{ "thread-id": 1, "cpu-index": 0 }]);
-    let begun = vec![greeting.clone(), of(json!({})), of(cpus.clone())];
+    let begun = [greeting.clone(), of(json!({})), of(cpus.clone())];
     let tree = "bus: main-system-bus\r\n  dev: virtio-blk-pci, id \"disk\"\r\n    class SCSI controller, \
                 addr 00:03.0, pci id 1af4:1001\r\n  dev: vhost-user-fs-pci, id \"\"\r\n";
     let blocks = "Block Name PSize Offset Used Total HVA RO\n ram 4 KiB 0x0 0x20000000 0x20000000 \

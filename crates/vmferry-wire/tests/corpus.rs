@@ -11,8 +11,9 @@ mod replay;
 use uuid::Uuid;
 use vmferry_memory::{SlotId, SlotLayout};
 use vmferry_wire::{
-    CONTROL_HEADER_BYTES, ControlMessage, GuestIdentity, Hello, HelloReply, HelloStatus, Reason,
-    ReasonCode, Role, SessionId, SessionWord, Token,
+    AlgorithmSet, CONTROL_HEADER_BYTES, ControlMessage, GuestIdentity, Hello, HelloReply,
+    HelloStatus, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, Reason, ReasonCode, Release, Role,
+    SessionId, SessionWord, Token,
 };
 
 #[test]
@@ -30,7 +31,7 @@ fn every_seed_cut_and_damaged_is_handled() {
 fn the_seeds_are_messages() {
     for message in messages() {
         let body = body(&message);
-        assert_eq!(control::decode(message.number(), &body), Ok(message));
+        assert_eq!(control::decode(PROTOCOL_VERSION_MAX, message.number(), &body), Ok(message));
     }
 }
 
@@ -43,7 +44,7 @@ fn write_the_seeds() {
 
 fn body(message: &ControlMessage) -> Vec<u8> {
     let mut bytes = Vec::new();
-    message.encode(&mut bytes);
+    message.encode(PROTOCOL_VERSION_MAX, &mut bytes);
     bytes.split_off(CONTROL_HEADER_BYTES)
 }
 
@@ -58,7 +59,7 @@ fn seeds() -> Vec<(String, Vec<u8>)> {
         sealed.extend_from_slice(&(body.len() as u16).to_le_bytes());
         sealed.extend_from_slice(&body);
         all_sealed.extend_from_slice(&sealed[1..]);
-        message.encode(&mut all);
+        message.encode(PROTOCOL_VERSION_MIN, &mut all);
         seeds.push((format!("{name}-sealed"), sealed));
     }
     seeds.push(("all-sealed".to_owned(), all_sealed));
@@ -85,6 +86,7 @@ fn seeds() -> Vec<(String, Vec<u8>)> {
 fn messages() -> Vec<ControlMessage> {
     let session = SessionId([1; 16]);
     let reason = Reason::new(ReasonCode::Busy, "another guest comes");
+    let release = Release { vmferry: "0.1.0".into(), vmm: "microvm 0.1.0".into() };
     vec![
         ControlMessage::Begin {
             session,
@@ -98,9 +100,15 @@ fn messages() -> Vec<ControlMessage> {
             lanes: 2,
             verify: true,
             reconnect_ms: 30_000,
+            release: Some(release.clone()),
+            streams: true,
         },
-        ControlMessage::Accept { token: Token([3; 16]) },
-        ControlMessage::Refuse { reason: reason.clone() },
+        ControlMessage::Accept {
+            token: Token([3; 16]),
+            release: Some(release.clone()),
+            algorithms: Some(AlgorithmSet::VERSION_1),
+        },
+        ControlMessage::Refuse { reason: reason.clone(), release: Some(release) },
         ControlMessage::Placed { lane: 1, sequence: 300 },
         ControlMessage::Final { lane_sequences: vec![7, 9], digest: u64::MAX, state: vec![1; 40] },
         ControlMessage::Ready { digest: 5, load_us: 600 },

@@ -180,7 +180,7 @@ impl DestinationHost {
         let well = outcome < 0xe0;
         let result = || if well { Ok(()) } else { Err(failure()) };
         // A write that failed may be on disk.
-        let on_disk = well || outcome % 2 == 0;
+        let on_disk = well || outcome.is_multiple_of(2);
         let what = match task {
             Task::Prepare => What::Prepared(result()),
             Task::Open => {
@@ -240,7 +240,7 @@ impl DestinationHost {
     fn do_it(&mut self, action: Action, wire: &mut Wire) {
         match action {
             Action::Send { message, .. } | Action::Broadcast(message) => self.say(&message, wire),
-            Action::Prepare(_) => self.tasks.push(Task::Prepare),
+            Action::Prepare { .. } => self.tasks.push(Task::Prepare),
             Action::Open(_) => self.tasks.push(Task::Open),
             Action::SumDigest => self.tasks.push(Task::Sum),
             Action::Load(_) => self.tasks.push(Task::Load),

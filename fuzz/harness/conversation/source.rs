@@ -189,7 +189,7 @@ impl SourceHost {
         let what = match task {
             Task::Commit => {
                 // A write that failed may be on disk.
-                let on_disk = well || outcome % 2 == 0;
+                let on_disk = well || outcome.is_multiple_of(2);
                 if on_disk {
                     self.journal.push(Record::Commit);
                 }

@@ -47,6 +47,7 @@ pub fn journals() -> Seeds {
         peer: "tls:host-b.example:7001".into(),
         peer_names: vec!["spiffe://vmferry/host/host-b".into()],
         at: 1_790_000_000,
+        order: 3,
     };
     let by_operator = false;
     let aborted = Record::Aborted { reason: "no COMMIT came in time".into() };

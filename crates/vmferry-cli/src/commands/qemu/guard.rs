@@ -21,7 +21,6 @@ use vmferry_qemu::{AbandonedQemu, QemuError, Settings, wait_for_end};
 use vmferry_wire::SessionId;
 
 use super::service::QemuService;
-use crate::commands::await_child;
 use crate::commands::send::dialer;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
