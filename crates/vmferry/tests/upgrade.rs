@@ -50,7 +50,7 @@ fn assert_introduced(
     received: &vmferry::stats::DestinationStats,
 ) {
     assert_eq!((stats.protocol, received.protocol), (version, version));
-    let said = (version > 1).then(|| env!("CARGO_PKG_VERSION"));
+    let said = (version > 1).then_some(env!("CARGO_PKG_VERSION"));
     assert_eq!(stats.destination.as_ref().map(|release| release.vmferry.as_str()), said);
     assert_eq!(received.source.as_ref().map(|release| release.vmferry.as_str()), said);
     assert_eq!((stats.unknown_fields, received.unknown_fields), (0, 0));
