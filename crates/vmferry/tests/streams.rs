@@ -173,6 +173,17 @@ fn a_vmm_that_refuses_its_stream_says_why() {
     assert!(why.contains("section `cpu` is damaged"), "{why}");
 }
 
+#[test]
+fn a_vmm_that_begins_with_fewer_streams_than_it_says_is_ended() {
+    let scenario = scenario();
+    let vm = Streamer::new(Plan { streams: 2, one_less: true, ..Plan::default() });
+    let (outcome, received) = scenario.run_streamed(vm, Taker::default(), |_| {});
+    let (vm, error) = kept(outcome);
+    assert!(vmferry::chain(&error).contains("1 streams instead of 2"), "{error}");
+    assert!(vm.is_ended(), "its own migration goes on");
+    nothing(received);
+}
+
 /// What is taken from a VMM and not yet taken by the other one: windows, queues and sockets' buffers.
 const MOST_ON_THE_WAY: u64 = 24 << 20;
 

@@ -26,6 +26,8 @@ const ZERO: u64 = 0x22;
 #[derive(Clone, Debug)]
 pub struct Plan {
     pub streams: u8,
+    /// Begins with one stream less than it says.
+    pub one_less: bool,
     /// Pages of each stream, of which every eighth is zero.
     pub pages: u64,
     /// Passes over the first `hot` pages of each after the first pass.
@@ -43,7 +45,16 @@ impl Default for Plan {
     fn default() -> Self {
         let until = Arc::new(AtomicBool::new(true));
         let recognised = usize::MAX;
-        Self { streams: 1, pages: 2000, passes: 3, hot: 300, noise: 5000, recognised, until }
+        Self {
+            streams: 1,
+            one_less: false,
+            pages: 2000,
+            passes: 3,
+            hot: 300,
+            noise: 5000,
+            recognised,
+            until,
+        }
     }
 }
 
@@ -71,6 +82,11 @@ pub struct Streamer {
 }
 
 impl Streamer {
+    /// Whether nothing of its own migration is left.
+    pub fn is_ended(&self) -> bool {
+        self.threads.is_empty()
+    }
+
     pub fn new(plan: Plan) -> Self {
         let written = vec![Vec::new(); usize::from(plan.streams)];
         Self {
@@ -145,6 +161,9 @@ impl StreamedVm for Streamer {
             self.threads.push(std::thread::spawn(move || {
                 stream.run(&events, &gate, &runs, &arrived, &done);
             }));
+        }
+        if self.plan.one_less {
+            streams.pop();
         }
         Ok(streams)
     }

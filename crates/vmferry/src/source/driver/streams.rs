@@ -37,6 +37,8 @@ const ANY_DOWNTIME: Duration = Duration::from_secs(2000);
 pub(super) struct StreamedGuest {
     queues: Vec<Arc<Outgoing<Finished>>>,
     streams: Option<Streams>,
+    /// The VMM has begun its own migration, which must be ended whatever becomes of its streams.
+    begun: bool,
     reviewed: Instant,
     /// Bytes and frames that were sent until then.
     sent: (u64, u64),
@@ -46,7 +48,14 @@ pub(super) struct StreamedGuest {
 impl StreamedGuest {
     pub(super) fn new<V: Resume>(_core: &Core<'_, V>) -> Self {
         let now = Instant::now();
-        Self { queues: Vec::new(), streams: None, reviewed: now, sent: (0, 0), finishing: now }
+        Self {
+            queues: Vec::new(),
+            streams: None,
+            begun: false,
+            reviewed: now,
+            sent: (0, 0),
+            finishing: now,
+        }
     }
 
     fn begin<V: StreamedVm>(&mut self, core: &mut Core<'_, V>) -> Result<(), MigrateError> {
@@ -59,6 +68,7 @@ impl StreamedGuest {
         let begun = running.begin(stated_downtime(core.config.downtime_limit), events);
         let streams = begun
             .map_err(|source| MigrateError::Vm { action: "begin its own migration", source })?;
+        self.begun = true;
         if streams.len() != self.queues.len() {
             let source =
                 format!("{} streams instead of {}", streams.len(), self.queues.len()).into();
@@ -196,7 +206,7 @@ impl<V: StreamedVm> GuestSide<V> for StreamedGuest {
 
     fn stop(&mut self, core: &mut Core<'_, V>) {
         // The VMM first: what it still writes may have to be read until it has given up.
-        if self.streams.is_some()
+        if self.begun
             && let Held::Running(running) = &mut core.held
             && let Err(error) = running.end_streams()
         {
