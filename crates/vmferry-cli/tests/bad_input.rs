@@ -138,7 +138,7 @@ fn garbage_and_other_versions_at_the_destination() {
     stream.write_all(&hello).unwrap();
     let mut reply = [0; 24];
     stream.read_exact(&mut reply).unwrap();
-    assert_eq!(&reply[..14], b"VMFERRY\r\x01\x00\x01\x00\x01\x00");
+    assert_eq!(&reply[..14], b"VMFERRY\r\x01\x00\x01\x00\x02\x00");
     let turned_away = destination.event_where(|event| event["reason"].is_string());
     assert!(turned_away["reason"].as_str().unwrap().contains("99"), "{turned_away}");
 

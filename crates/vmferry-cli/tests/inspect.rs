@@ -24,7 +24,7 @@ fn recorded(world: &World, address: &str, flags: &[&str], limit: &str) -> [PathB
     receive.extend(records_there.iter().map(String::as_str));
     let (mut next, to) = b.receive(&receive);
     let mut send = vec!["send", "web", "--to", &to, "--tls", &tls, "--verify"];
-    send.extend(["--downtime-limit", "2s", "--when-stuck", "switch-over", "--max-rounds", "4"]);
+    send.extend(["--downtime-limit", "1ms", "--when-stuck", "switch-over", "--max-rounds", "4"]);
     send.extend(records_here.iter().map(String::as_str));
     send.extend(flags);
     let sent = a.run(&send);

@@ -115,6 +115,7 @@ fn the_link_breaks_and_comes_back() {
     // While it is paused: QEMU runs on and is paused once more, or the hand-over asks again.
     send.event_where(|event| event["event"] == "round-started" && event["paused"] == true);
     proxy.cut();
+    proxy.heal();
     let sent = send.finish();
     assert_eq!(sent.code, Some(0), "{sent:?}");
     let stats = sent.last();

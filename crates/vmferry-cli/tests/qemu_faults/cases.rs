@@ -256,6 +256,7 @@ fn the_link_fails_again_while_it_is_made_again() {
         for _ in 0..2 {
             send.event("link-restored");
             proxy.cut();
+            proxy.heal();
             send.event("link-lost");
         }
         let sent = send.finish();

@@ -1,7 +1,7 @@
 //! What a migration has left behind: processes, descriptors, sockets, locks. Nothing is to be.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::{Host, run_ok};
@@ -55,7 +55,18 @@ fn kind(target: &str) -> String {
             return numbered.to_owned();
         }
     }
-    target.trim_end_matches(" (deleted)").to_owned()
+    let target = target.trim_end_matches(" (deleted)");
+    // Each process has a number of its own, and each test a directory.
+    if target
+        .strip_prefix("/proc/")
+        .is_some_and(|pid| pid.bytes().all(|byte| byte.is_ascii_digit()))
+    {
+        return "/proc/PID".to_owned();
+    }
+    match Path::new(target).strip_prefix(std::env::temp_dir()) {
+        Ok(within) => within.components().skip(1).collect::<PathBuf>().display().to_string(),
+        Err(_) => target.to_owned(),
+    }
 }
 
 /// The processes whose hosts are in this directory, with their command lines. Nobody else knows its name.
