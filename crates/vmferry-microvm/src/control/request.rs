@@ -93,7 +93,7 @@ pub struct MigrateRequest {
     /// The files of this host's identity, for `tls:`. Relative paths are the VMM's.
     pub tls: Option<TlsFiles>,
     /// The IP addresses of the host in `to`, if the client has looked its name up: a VMM that was restricted can't.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub addresses: Vec<IpAddr>,
     /// Data channels.
     pub channels: u8,

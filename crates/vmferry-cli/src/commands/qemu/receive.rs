@@ -36,8 +36,8 @@ enum Over {
 pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
     let listener = listen(options, output)?;
     let destination = QemuDestination::attach(qmp, expected(options))?;
-    let waiting = Waiting::begin(&listener, options, destination.place(), output)?;
     let pid = destination.pid();
+    let waiting = Waiting::begin(&listener, options, files(pid, destination.place()), output)?;
     waiting.watch(pid)?;
     let owned = waiting.receive(listener, destination, output)?;
     // QMP is somebody else's from now on.
@@ -60,7 +60,8 @@ pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Resu
     let qmp: PathBuf = directory.path().join(format!("qemu-{}.qmp", std::process::id()));
     let starter = starter::spawn(command, &qmp)?;
     let destination = StartedQemu::start_by(Box::new(starter), &qmp, expected(options))?;
-    let waiting = Waiting::begin(&listener, options, destination.place(), output)?;
+    let files = files(destination.pid(), destination.place());
+    let waiting = Waiting::begin(&listener, options, files, output)?;
     let owned = waiting.receive(listener, destination, output)?;
     let (qemu, witness, started) = waiting.received(owned, &qmp, output);
     let pid = qemu.pid();
@@ -86,12 +87,13 @@ pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Resu
     }
 }
 
-/// What receiving into a QEMU needs beside what every receiver does: to tidy up the directory of the socket that is
-/// between the two. QEMU's memory files are open by now, or a starter opens them.
-fn files(place: Option<&Path>) -> Files {
+/// What receiving into a QEMU needs beside what every receiver does: to see whether its process is stopped, and to tidy
+/// up the directory of the socket that is between the two. QEMU's memory files are open by now, or a starter opens them.
+fn files(pid: u32, place: Option<&Path>) -> Files {
     let within = place.map(Path::to_owned);
+    let process = PathBuf::from(format!("/proc/{pid}/stat"));
     Files {
-        read: within.iter().cloned().collect(),
+        read: within.iter().cloned().chain([process]).collect(),
         remove_files: within.iter().cloned().collect(),
         remove_directories: within.iter().filter_map(|path| Some(path.parent()?.into())).collect(),
         ..Files::default()
@@ -114,11 +116,11 @@ impl Waiting {
     fn begin(
         listener: &vmferry_transport::Listener,
         options: &ReceiveOptions,
-        place: Option<&Path>,
+        files: Files,
         output: &Output,
     ) -> Result<Self, Failure> {
         let config = config(options, directory()?.journals(), output)?;
-        let restrictions = restrict(options, listener.local_address(), Work::Beside, files(place))?;
+        let restrictions = restrict(options, listener.local_address(), Work::Beside, files)?;
         let (over, is_over) = channel();
         let stop = Stop::default();
         let (stopping, told) = (stop.clone(), over.clone());
