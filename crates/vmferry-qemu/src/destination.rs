@@ -302,9 +302,9 @@ mod tests {
     }
 
     /// What a source says of a QEMU that is attached: frozen, with both versions of the protocol.
-    const ATTACHED: &str = r#"{"blocks":[{"bytes":134217728,"carrier":"vmferry","file":[27,9],"name":"pc.ram"},{"bytes":262144,"carrier":"qemu","file":[0,0],"name":"pc.bios"}],"host":"boot","machine":{"devices":["virtio-blk-pci at 00:03.0"],"kind":"pc-q35-10.0","vcpus":2}}"#;
+    const ATTACHED: &str = r#"{"host":"boot","machine":{"kind":"pc-q35-10.0","vcpus":2,"devices":["virtio-blk-pci at 00:03.0"]},"blocks":[{"name":"pc.ram","bytes":134217728,"carrier":"vmferry","file":[27,9]},{"name":"pc.bios","bytes":262144,"carrier":"qemu","file":[0,0]}]}"#;
     /// The same of one that is carried.
-    const CARRIED: &str = r#"{"blocks":[{"bytes":134217728,"most":134217728,"name":"pc.ram"}],"files":[[27,9]],"host":"boot","machine":{"devices":["virtio-blk-pci at 00:03.0"],"kind":"pc-q35-10.0","vcpus":2},"multifd":2}"#;
+    const CARRIED: &str = r#"{"host":"boot","machine":{"kind":"pc-q35-10.0","vcpus":2,"devices":["virtio-blk-pci at 00:03.0"]},"blocks":[{"name":"pc.ram","bytes":134217728,"most":134217728}],"files":[[27,9]],"multifd":2}"#;
 
     fn refusal<T: std::fmt::Debug + DeserializeOwned>(json: &str) -> String {
         parse::<T>(json.as_bytes()).unwrap_err().to_string()

@@ -189,6 +189,12 @@ impl DestinationHost {
     fn greet(&mut self, channel: ChannelId, bytes: &[u8], network: &mut Network) {
         let hello = <&[u8; HELLO_BYTES]>::try_from(bytes).ok().and_then(|b| Hello::parse(b).ok());
         let Some(hello) = hello else { return network.close(channel, Host::Destination) };
+        let (version_min, version_max) = (PROTOCOL_VERSION_MIN, network.protocol);
+        let common = common_version(&(version_min..=version_max), &hello.versions());
+        // A greeting that was damaged on its way may say anything.
+        let Some(version) = common.filter(|version| *version == network.protocol) else {
+            return network.close(channel, Host::Destination);
+        };
         let answer = match (hello.role, &mut self.session) {
             (Role::Query, _) => {
                 self.queries.push(channel);
@@ -207,13 +213,10 @@ impl DestinationHost {
             }
             _ => Err(HelloStatus::Busy),
         };
-        let (version_min, version_max) = (PROTOCOL_VERSION_MIN, network.protocol);
-        let common = common_version(&(version_min..=version_max), &hello.versions());
         let (status, placed) = match answer {
             Ok(placed) => (HelloStatus::Ok, placed),
             Err(status) => (status, 0),
         };
-        let version = common.expect("the source speaks all versions");
         let reply = HelloReply { status, version_min, version_max, version, placed };
         let sent = network.send(channel, Host::Source, "greeting", reply.encode().to_vec());
         if status != HelloStatus::Ok {
