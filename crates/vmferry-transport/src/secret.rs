@@ -101,7 +101,7 @@ mod tests {
             assert!(matches!(&*key, PrivateKeyDer::Pkcs8(_)));
             assert_eq!(key.secret_der(), der);
             let said = format!("{key:?}");
-            assert!(said.contains("[secret key elided]"), "{said}");
+            assert!(!said.contains(char::is_numeric), "{said}");
         }
     }
 

@@ -192,7 +192,7 @@ fn given_away_by_a_qemu_that_sleeps(way: Way) {
 
 #[test]
 fn woken_late_the_guest_is_where_it_was_promised() {
-    let [connected, first, second, _] = BEFORE_COMMIT;
+    let [connected, _, second, _] = BEFORE_COMMIT;
     type Case = (Way, fn(Way, Moment), Moment);
     let mut cases: Vec<Case> = Vec::new();
     if all() {
@@ -208,7 +208,6 @@ fn woken_late_the_guest_is_where_it_was_promised() {
         }
     } else {
         cases.push((Way::Attached, the_source_s_qemu_sleeps, second));
-        cases.push((Way::Carried, the_source_s_qemu_sleeps, first));
         cases.push((Way::Attached, |way, _| promised_to_a_qemu_that_sleeps(way), connected));
     }
     in_parallel(cases, |(way, case, moment)| case(way, moment));
