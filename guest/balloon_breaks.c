@@ -58,8 +58,12 @@ void lies_take_away(struct balloon *balloon, struct liar *liar)
     }
     offer_live(balloon, liar);
     balloon->report->lies++;
-    if (!(liar->stories % 2))
+    if (!(liar->stories % 2)) {
+        /* All stories have as many lies, so that the host's test knows when one is over. */
+        if (!virtio_read(device, VIRTIO_STATUS))
+            balloon->report->lies++;
         return;
+    }
     /* A queue does not come back while the device is in use. */
     write_queue(device, (uint64_t)queue->descriptors, (uint64_t)queue->available, (uint64_t)queue->used);
     if (!virtio_read(device, VIRTIO_QUEUE_READY))

@@ -75,7 +75,7 @@ const ID: Kind = Kind {
 };
 const CHAIN: Kind = Kind {
     word: "chain",
-    told: 14,
+    told: 15,
     warnings: &[
         "in the free page queue is malformed",
         "a buffer in the free page queue has 3 bytes",
@@ -87,7 +87,7 @@ const CHAIN: Kind = Kind {
 };
 const UNMAP: Kind = Kind {
     word: "unmap",
-    told: 5,
+    told: 6,
     warnings: &["the free page queue is broken"],
     round: Some((1, BLOCK, None)),
     ..HARMLESS
@@ -117,7 +117,8 @@ fn driver(machine: &SharedMachine) -> BalloonReport {
     report(machine).balloon.expect("its driver")
 }
 
-/// Waits until the device has heard a story that was not begun `before`.
+/// Waits until the device has heard a story that was not begun `before`, to its end: a story may end with a reset of
+/// the device, and a command that is given before one is forgotten by it.
 fn wait_for_story(machine: &SharedMachine, kind: &Kind, before: &BalloonReport) {
     wait_for(machine, "through with its story", |report| {
         let now = report.balloon.expect("its driver");

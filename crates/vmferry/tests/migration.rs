@@ -4,6 +4,7 @@ mod support;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use support::content::let_work_between_rounds;
 use support::{
@@ -41,6 +42,24 @@ fn a_writing_guest_arrives_whole_and_goes_on() {
         assert_eq!(verdicts, [Verdict::There, Verdict::Here], "the destination has it");
         assert!(received.stats.content_pages + received.stats.zero_pages > 0);
     }
+}
+
+/// A destination that is inside its VMM for longer than silence is borne gives signs of life, and hears those of the
+/// source afterwards.
+#[test]
+fn a_vmm_that_is_slow_to_prepare_and_to_load_is_waited_for() {
+    let mut scenario = Scenario::new();
+    for timeouts in [&mut scenario.source.timeouts, &mut scenario.destination.timeouts] {
+        timeouts.silence = Duration::from_secs(3);
+    }
+    let destination =
+        DestinationGuest { slow: Duration::from_millis(4_500), ..DestinationGuest::default() };
+    let (outcome, received) = scenario.run(running_guest(100), destination, |_| {});
+    let SourceOutcome::Given { stats, .. } = outcome else {
+        panic!("kept: {:?}", kept(outcome).1)
+    };
+    assert_eq!((stats.reconnections, stats.recalls), (0, 0), "the link was taken for lost");
+    owned(received).vm.guest.unwrap().pause();
 }
 
 #[test]

@@ -1,20 +1,25 @@
 //! Processes that are made to make a call: waiting, stopped, gone, and under signals.
 
 use std::io::{Read, Write};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use super::*;
+
+/// A process that says again what it is told. It has answered, so that its start-up is over: from here on it opens no
+/// files itself.
+fn echoing() -> (Child, ChildStdin, ChildStdout) {
+    let mut child =
+        Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let (mut input, mut output) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
+    input.write_all(b"ready").unwrap();
+    output.read_exact(&mut [0; 5]).unwrap();
+    (child, input, output)
+}
 
 #[test]
 fn a_process_that_waits_gives_a_userfaultfd_and_goes_on() {
     // It waits in `read`, which must be restarted and not fail with EINTR.
-    let mut child =
-        Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-    let (mut input, mut output) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
-    // What it has answered, it has answered after its start-up: from here on it opens no files itself.
-    let mut answer = [0; 5];
-    input.write_all(b"ready").unwrap();
-    output.read_exact(&mut answer).unwrap();
+    let (mut child, mut input, mut output) = echoing();
     for _ in 0..20 {
         let injected = userfaultfd(child.id()).unwrap();
         let there = format!("/proc/{}/fd/{}", child.id(), injected.number);
@@ -58,12 +63,8 @@ fn signal(child: &Child, signal: rustix::process::Signal) {
 
 #[test]
 fn a_process_that_is_stopped_makes_the_call_and_stays_stopped() {
-    let mut child =
-        Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-    let (mut input, mut output) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
+    let (mut child, mut input, mut output) = echoing();
     let mut answer = [0; 5];
-    input.write_all(b"ready").unwrap();
-    output.read_exact(&mut answer).unwrap();
     for _ in 0..50 {
         signal(&child, rustix::process::Signal::STOP);
         until_stopped(&child, true);

@@ -93,6 +93,22 @@ pub enum Input {
     Tick,
 }
 
+impl Input {
+    /// Whether it is the result of an action that the session's thread carries out itself.
+    pub(super) fn answers_action(&self) -> bool {
+        matches!(
+            self,
+            Self::Prepared(_)
+                | Self::Opened(_)
+                | Self::Digest(_)
+                | Self::Loaded(_)
+                | Self::IntentWritten(_)
+                | Self::AbortWritten(_)
+                | Self::Started(_)
+        )
+    }
+}
+
 /// What to do. Each action that yields a result is answered by the input named.
 #[derive(Debug)]
 pub enum Action {

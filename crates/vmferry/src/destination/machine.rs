@@ -135,6 +135,10 @@ impl Destination {
         if self.phase == Phase::Refused {
             return;
         }
+        if input.answers_action() {
+            // Nobody listened while it was carried out.
+            self.last_heard = now;
+        }
         match input {
             Input::Control { link, message } => {
                 if link == LinkId::CONTROL {

@@ -2,6 +2,7 @@
 //! threads and channels.
 
 mod guest;
+mod life;
 mod links;
 
 use std::collections::BTreeMap;
@@ -13,6 +14,7 @@ use crossbeam_channel::{Receiver, Sender};
 use vmferry_transport::{ChannelCloser, ChannelWriter, PeerIdentity};
 use vmferry_wire::{GuestIdentity, HelloStatus, SessionId, Token};
 
+use self::life::Life;
 use super::arrivals::{Arrival, Connection, reply};
 use super::io::{Action, Ending, Input, LinkId};
 use super::machine::Destination;
@@ -73,6 +75,7 @@ pub struct Session<'a, V> {
     attempt: u64,
     /// The control channel for those who acknowledge.
     control: Arc<ControlSlot>,
+    life: Life,
     successor: Option<Connection>,
     journal: Option<FileJournal>,
     guest: Option<GuestIdentity>,
@@ -103,6 +106,9 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             algorithms: config.algorithms,
             protocol: connection.versions.version,
         };
+        let control = Arc::default();
+        let life = Life::begin(Arc::clone(&control))
+            .map_err(|source| MigrateError::Local { action: "start a thread", source })?;
         let mut session = Self {
             vm,
             config,
@@ -117,7 +123,8 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             next_link: LinkId::CONTROL.0 + 1,
             heard: crossbeam_channel::unbounded(),
             attempt: 0,
-            control: Arc::default(),
+            control,
+            life,
             successor: None,
             journal: None,
             guest: None,
@@ -140,7 +147,10 @@ impl<'a, V: DestinationVm> Session<'a, V> {
                 if let Action::Report(report) = &action {
                     watch(&Notice::Session(report.clone()));
                 }
-                if let Some(input) = self.execute(action) {
+                self.life.step();
+                let result = self.execute(action);
+                self.life.step();
+                if let Some(input) = result {
                     self.machine.handle(self.started.elapsed(), input);
                 }
             }

@@ -176,6 +176,8 @@ pub struct DestinationGuest {
     pub prepared: Arc<Mutex<Option<GuestMemory>>>,
     pub refuse: Option<&'static str>,
     pub fail_load: bool,
+    /// How long it takes to prepare, and to load, at least.
+    pub slow: Duration,
 }
 
 impl DestinationVm for DestinationGuest {
@@ -186,6 +188,8 @@ impl DestinationVm for DestinationGuest {
                 offered: guest.identity.to_string(),
             });
         }
+        // A VMM that has much to do, such as to reserve huge pages.
+        std::thread::sleep(self.slow);
         let memory = GuestMemory::allocate(&guest.layout, MemoryKind::Private)
             .map_err(|error| PrepareError::Vm(error.into()))?;
         *self.prepared.lock().unwrap() = Some(memory.clone());
@@ -197,6 +201,7 @@ impl DestinationVm for DestinationGuest {
         if self.fail_load {
             return Err("section `cpu` is damaged".into());
         }
+        std::thread::sleep(self.slow);
         let hot_pages = u64::from_le_bytes(state.try_into()?);
         let guest = self.guest.as_mut().ok_or("not prepared")?;
         guest.hot_pages = hot_pages;

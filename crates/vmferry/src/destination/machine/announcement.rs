@@ -56,7 +56,6 @@ impl Destination {
             source: self.stats.source.clone(),
         };
         self.phase = Phase::Receiving;
-        self.last_heard = now;
         self.actions.push_back(Action::ExpectLanes { lanes });
         self.actions.push_back(Action::Send {
             link: LinkId::CONTROL,
