@@ -1,7 +1,7 @@
 //! Renders the outcomes that the tests of faults have noted into the tables of a document.
 //!
-//! `reliability OUTCOMES DOCUMENT`: OUTCOMES has one JSON object in a line, as the tests write them with
-//! VMFERRY_OUTCOMES; what stands between the two markers of DOCUMENT is replaced.
+//! `reliability OUTCOMES [DOCUMENT]`: OUTCOMES has one JSON object in a line, as the tests write them with
+//! VMFERRY_OUTCOMES; what stands between the two markers of DOCUMENT is replaced. Without a document they are printed.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -45,8 +45,10 @@ type Result = (String, String, String);
 
 fn main() -> anyhow::Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [outcomes, document] = &arguments[..] else {
-        bail!("usage: reliability OUTCOMES DOCUMENT")
+    let (outcomes, document) = match &arguments[..] {
+        [outcomes] => (outcomes, None),
+        [outcomes, document] => (outcomes, Some(document)),
+        _ => bail!("usage: reliability OUTCOMES [DOCUMENT]"),
     };
     let lines = std::fs::read_to_string(outcomes).with_context(|| outcomes.clone())?;
     let found = lines
@@ -54,6 +56,10 @@ fn main() -> anyhow::Result<()> {
         .map(|line| serde_json::from_str(line).with_context(|| format!("{outcomes}: {line}")))
         .collect::<anyhow::Result<Vec<Outcome>>>()?;
     ensure!(!found.is_empty(), "{outcomes} is empty: no test has noted anything");
+    let Some(document) = document else {
+        println!("{}", render(found));
+        return Ok(());
+    };
     let text = std::fs::read_to_string(document).with_context(|| document.clone())?;
     let new = replace(&text, &render(found)).with_context(|| document.clone())?;
     std::fs::write(document, new).with_context(|| document.clone())?;
@@ -85,7 +91,6 @@ fn render(mut outcomes: Vec<Outcome>) -> String {
         for (fault, outcomes) in faults {
             for ((owner, source, destination), phases) in group(outcomes) {
                 let phases = phases.join(", ");
-                let owner = said(&owner);
                 let _ =
                     writeln!(text, "| {fault} | {phases} | {owner} | {source} | {destination} |");
             }
@@ -109,14 +114,4 @@ fn group(mut outcomes: Vec<Outcome>) -> Vec<(Result, Vec<String>)> {
         }
     }
     groups
-}
-
-fn said(owner: &str) -> &str {
-    match owner {
-        "source" => "runs on at the source",
-        "destination" => "runs at the destination",
-        "in-doubt" => "stands still at the source until somebody knows",
-        "crashed" => "died with the process that had it",
-        other => other,
-    }
 }

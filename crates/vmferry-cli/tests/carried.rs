@@ -3,7 +3,6 @@
 
 mod support;
 
-use support::proxy::Proxy;
 use support::scene::{Scene, Way};
 use support::{Host, World, all, faults, text};
 use vmferry_qemu_lab::{Backend, Machine, Version, World as Lab};
@@ -80,12 +79,7 @@ fn commit_is_lost_and_the_operator_decides() {
 #[test]
 fn the_link_breaks_while_the_guest_runs_and_comes_back() {
     let mut scene = Scene::new(Version::V10_0, Way::Carried);
-    let (mut there, mut receiving, address) = scene.receive_plain();
-    let proxy = Proxy::before(&address);
-    let mut send = scene.send(&proxy.address, &["--plain"]);
-    send.event_where(|event| event["event"] == "round-started");
-    proxy.cut();
-    send.event("link-lost");
+    let (mut there, mut receiving, send, proxy) = scene.cut_in_the_first_round();
     proxy.heal();
     let sent = send.finish();
     assert_eq!(sent.code, Some(0), "{sent:?}");

@@ -134,6 +134,7 @@ fn source_stopped(phase: Phase) {
     let trial = Trial::begin("source: SIGSTOP for 2 s", phase, "20s");
     trial.guest.signal(Signal::STOP);
     trial.release();
+    // This is the fault, and not a wait for anything.
     std::thread::sleep(SHORT);
     trial.guest.signal(Signal::CONT);
     trial.proxy.heal();
@@ -220,6 +221,7 @@ fn destination_stopped(phase: Phase) {
     trial.destination.signal(Signal::STOP);
     trial.release();
     trial.proxy.heal();
+    // This is the fault, and not a wait for anything.
     std::thread::sleep(SHORT);
     trial.destination.signal(Signal::CONT);
     trial.arrives();
@@ -240,6 +242,7 @@ fn destination_stopped_until_it_is_given_up(phase: Phase) {
     if phase.is(&DOUBT) {
         trial.proxy.heal();
         // It asks into the void, and goes on asking.
+        // This is the fault, and not a wait for anything.
         std::thread::sleep(SHORT);
         assert_eq!(trial.a.status("web")["migration"]["in_doubt"], true);
     }

@@ -157,6 +157,7 @@ fn strike(fault: Fault, phase: Phase) {
     if committed && !phase.is(&DOUBT) {
         trial.send.event("in-doubt");
     }
+    // This is the fault, and not a wait for anything.
     std::thread::sleep(AWAY);
     if committed {
         assert_eq!(trial.a.status("web")["migration"]["in_doubt"], true, "{}", trial.about());

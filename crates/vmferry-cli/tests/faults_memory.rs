@@ -4,16 +4,19 @@ mod support;
 
 use std::path::{Path, PathBuf};
 
+use support::leftovers::{Descriptors, Living, descriptors_at_rest, left};
 use support::outcomes::{Outcome, Owner};
 use support::trial::{SLOW, claim};
 use support::{Ended, Host, Running, World, run_ok};
 
 /// Moves a guest to a destination that is started under other programs, and lacks memory.
 struct Scene {
-    _world: World,
+    world: World,
     a: Host,
     b: Host,
-    _guest: Running,
+    guest: Running,
+    /// What the guest's VMM had open before anybody came.
+    before: Descriptors,
 }
 
 impl Scene {
@@ -21,7 +24,8 @@ impl Scene {
         let world = World::without_certificates();
         let (a, b) = (world.host("a"), world.host("b"));
         let guest = a.guest("web", guest);
-        Self { _world: world, a, b, _guest: guest }
+        let before = descriptors_at_rest(guest.child.id());
+        Self { world, a, b, guest, before }
     }
 
     /// What the source says, and what the destination does.
@@ -37,7 +41,7 @@ impl Scene {
         (sent, destination.finish())
     }
 
-    fn stays(&self, fault: &str, phase: &str, (sent, received): &(Ended, Ended)) {
+    fn stays(mut self, fault: &str, phase: &str, (sent, received): &(Ended, Ended)) {
         self.a.check_guest("web");
         let (here, there) = (claim(&self.a), claim(&self.b));
         assert!(here.runs && here.has && !there.runs && !there.has, "{here:?}, {there:?}");
@@ -47,9 +51,19 @@ impl Scene {
         let (source, destination) = (end(sent), end(received));
         Outcome { guest: "microvm", fault, phase, source, destination, owner: Owner::Source }
             .note();
-        // Nothing of it is left, and the next migration works.
-        let (sent, _) = (run_ok(&self.a, &["status"]), ());
-        assert_eq!(sent["in_doubt"].as_array().map(Vec::len), Some(0));
+        let (host, pid, descriptors) = (&self.a, self.guest.child.id(), self.before.clone());
+        let living = Living { host, pid, descriptors };
+        let left = left(self.world.directory.path(), &[&self.a, &self.b], &[living], &[]);
+        assert!(left.is_empty(), "{fault}: {left:#?}");
+        assert_eq!(run_ok(&self.a, &["status"])["in_doubt"].as_array().map(Vec::len), Some(0));
+        // To a destination that lacks nothing it moves.
+        let (mut destination, address) =
+            self.b.receive(&["--listen", "tcp:127.0.0.1:0", "--plain", "--once"]);
+        let sent = self.a.run(&["send", "web", "--to", &address, "--plain"]);
+        assert_eq!(sent.code, Some(0), "{sent:?}");
+        destination.event("serving");
+        self.b.check_guest("web");
+        assert_eq!(self.guest.finish_by_ref().code, Some(0));
     }
 }
 

@@ -9,7 +9,6 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use serde_json::json;
-use support::proxy::Proxy;
 use support::scene::{Scene, Way};
 use support::{Host, World, text};
 use support::{all, faults};
@@ -104,12 +103,7 @@ fn the_link_is_cut_in_each_phase() {
 #[test]
 fn the_link_breaks_and_comes_back() {
     let mut scene = Scene::new(Version::V10_0, Way::Attached);
-    let (mut there, mut receiving, address) = scene.receive_plain();
-    let proxy = Proxy::before(&address);
-    let mut send = scene.send(&proxy.address, &["--plain"]);
-    send.event_where(|event| event["event"] == "round-started");
-    proxy.cut();
-    send.event("link-lost");
+    let (mut there, mut receiving, mut send, proxy) = scene.cut_in_the_first_round();
     proxy.heal();
     send.event("link-restored");
     // While it is paused: QEMU runs on and is paused once more, or the hand-over asks again.

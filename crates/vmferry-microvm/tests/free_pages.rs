@@ -149,6 +149,7 @@ fn what_is_in_the_balloon_stays_behind_and_what_comes_out_is_sent() {
         let begun = Instant::now();
         while with(machine, |machine| machine.balloon().unwrap().status().actual_bytes) != bytes {
             assert!(begun.elapsed() < PATIENCE);
+            // The device's thread wakes nobody.
             std::thread::sleep(Duration::from_millis(5));
         }
     };

@@ -167,6 +167,7 @@ fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !done() {
         assert!(begun.elapsed() < PATIENCE, "not yet: {what}");
+        // A guest that resets its device wakes nobody.
         thread::sleep(Duration::from_millis(1));
     }
 }

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use serde_json::json;
-use vmferry::journal;
+use vmferry::journal::{self, SessionSummary, Since};
 use vmferry::{Resume, VmError};
 use vmferry_wire::{GuestIdentity, SessionId};
 
@@ -21,7 +21,6 @@ pub struct AbandonedQemu {
     settings: Settings,
     /// The process that it must be, and the session that it was left in.
     left: Option<Left>,
-    overtaken: bool,
 }
 
 /// What the process that takes over was told.
@@ -37,12 +36,7 @@ impl AbandonedQemu {
     /// if nobody knows.
     #[must_use]
     pub fn new(socket: &Path, settings: Option<Settings>) -> Self {
-        Self {
-            socket: socket.to_owned(),
-            settings: settings.unwrap_or_default(),
-            left: None,
-            overtaken: false,
-        }
+        Self { socket: socket.to_owned(), settings: settings.unwrap_or_default(), left: None }
     }
 
     /// Touches the guest only if it is in process `pid` still, and if it was in no other migration since that session, as
@@ -52,12 +46,6 @@ impl AbandonedQemu {
     pub fn left_in(mut self, pid: u32, session: SessionId, journals: &Path) -> Self {
         self.left = Some(Left { pid, session, journals: journals.to_owned() });
         self
-    }
-
-    /// Whether it was left alone because its guest was sent again since.
-    #[must_use]
-    pub fn is_overtaken(&self) -> bool {
-        self.overtaken
     }
 
     /// The guest's name and UUID.
@@ -85,13 +73,14 @@ impl AbandonedQemu {
         Ok(())
     }
 
-    /// Takes away what is left in QEMU of a vmferry that has died before it did anything to the guest.
+    /// Takes away what is left in QEMU of a vmferry that has died before it wrote its journal; nothing, while another
+    /// one leads a session of the guest.
     ///
     /// # Errors
     /// QMP's, and the journals'.
     pub fn tidy(&self) -> Result<(), QemuError> {
-        let qmp = self.connect()?;
-        if !self.look_for_a_later_session()? {
+        let mut qmp = self.connect()?;
+        if !self.sessions(&mut qmp)?.iter().any(|session| session.led) {
             leave_nothing(qmp.pid());
         }
         Ok(())
@@ -108,20 +97,23 @@ impl AbandonedQemu {
         }
     }
 
-    fn look_for_a_later_session(&self) -> Result<bool, QemuError> {
-        let Some(Left { session, journals, .. }) = &self.left else { return Ok(false) };
-        let sessions = journal::sessions(journals).map_err(|error| QemuError::Local {
-            action: "read the journals of this host",
+    /// The guest's sessions on this host, if it is known where they are.
+    fn sessions(&self, qmp: &mut Qmp) -> Result<Vec<SessionSummary>, QemuError> {
+        let Some(Left { journals, .. }) = &self.left else { return Ok(Vec::new()) };
+        journal::sessions_of(journals, &guest::identity(qmp)?).map_err(|error| QemuError::Local {
+            action: "read the journals of this guest",
             source: std::io::Error::other(error),
-        })?;
-        Ok(journal::is_overtaken(&sessions, *session))
+        })
     }
 
     fn run_on(&mut self) -> Result<(), QemuError> {
         let mut qmp = self.connect()?;
-        self.overtaken = self.look_for_a_later_session()?;
-        if self.overtaken {
-            return Ok(());
+        if let Some(left) = &self.left {
+            match journal::since(&self.sessions(&mut qmp)?, left.session) {
+                Since::Nothing => {}
+                Since::SentAgain(session) => return Err(QemuError::SentAgain { session }),
+                Since::Unclear(session) => return Err(QemuError::MayBeGiven { session }),
+            }
         }
         let pid = qmp.pid();
         end_migration(&mut qmp, false)?;

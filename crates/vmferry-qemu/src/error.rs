@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use vmferry_wire::SessionId;
+
 use crate::qmp::QmpError;
 
 /// Why a QEMU can't be migrated, or could not be.
@@ -64,6 +66,22 @@ pub enum QemuError {
         /// The process that was meant.
         wanted: u32,
     },
+    /// The guest is another session's.
+    #[error("the guest was sent again since, by session {session}: it is no longer this one's")]
+    SentAgain {
+        /// The later session.
+        session: SessionId,
+    },
+    /// The guest may be another session's.
+    #[error(
+        "the guest was given away by session {session}, whose journal has no number, and by this host's clock, which may have \
+         been wrong, that was later: where `vmferry status --sessions` on the other host does not say that it has the guest, \
+         `cont` in QEMU's monitor continues it"
+    )]
+    MayBeGiven {
+        /// The session that gave it away.
+        session: SessionId,
+    },
     /// QEMU's own migration has failed.
     #[error("QEMU has given its migration up: {reason} (what it has printed may say more)")]
     GivenUp {
@@ -120,6 +138,12 @@ impl QemuError {
             || error.downcast_ref::<QmpError>().is_some_and(QmpError::is_timeout)
     }
 
+    /// Whether an embedder was told that the guest is a later session's.
+    #[must_use]
+    pub fn is_sent_again(error: &vmferry::VmError) -> bool {
+        matches!(error.downcast_ref(), Some(Self::SentAgain { .. }))
+    }
+
     /// Whether this stands against attaching to a QEMU only, whose own migration may well work.
     #[must_use]
     pub fn is_of_attaching(&self) -> bool {
@@ -133,6 +157,8 @@ impl QemuError {
             | Self::State { .. }
             | Self::Stopped { .. }
             | Self::Another { .. }
+            | Self::SentAgain { .. }
+            | Self::MayBeGiven { .. }
             | Self::GivenUp { .. }
             | Self::EndedTaking
             | Self::SameFile { .. }

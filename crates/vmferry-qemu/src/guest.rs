@@ -44,7 +44,7 @@ pub fn must_be_migratable(qmp: &mut Qmp) -> Result<(), QemuError> {
     if status["status"] != "running" {
         return Err(QemuError::State {
             found: status["status"].as_str().unwrap_or_default().to_owned(),
-            wanted: "running: `cont` starts a paused guest",
+            wanted: "running: where `vmferry status --sessions` says that it is this host's, `cont` continues a paused guest",
         });
     }
     let migration = qmp.execute("query-migrate", json!({}))?;

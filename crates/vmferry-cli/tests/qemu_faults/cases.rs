@@ -4,8 +4,8 @@
 use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
 
-use crate::support::outcomes::{Outcome, Owner};
-use crate::support::proxy::Proxy;
+use crate::support::faults::{exit, note};
+use crate::support::outcomes::Owner;
 use crate::support::scene::{Scene, Way};
 use crate::support::stops::Stopped;
 use crate::support::{BEFORE_COMMIT, all, faults, in_parallel, run_ok, skipped, text};
@@ -152,15 +152,9 @@ fn a_destination_of_another_kind_is_refused_by_name() {
             assert_eq!(received.code, Some(6), "{what}: {received:?}");
             scene.runs_on_here();
             assert!(there.child.try_wait().unwrap().is_none(), "{what}: its QEMU waits on");
-            Outcome {
-                guest: scene.kind(),
-                fault: &format!("a destination of another {what}"),
-                phase: "negotiation",
-                source: "exit 6".into(),
-                destination: "exit 6".into(),
-                owner: Owner::Source,
-            }
-            .note();
+            let fault = format!("a destination of another {what}");
+            let ends = (exit(&sent), exit(&received));
+            note(&mut scene, &mut there, &fault, "negotiation", ends, Owner::Source);
         }
         scene.arrives();
     });
@@ -244,12 +238,7 @@ fn addresses_that_lead_nowhere_leave_the_guest_alone() {
 fn the_link_fails_again_while_it_is_made_again() {
     in_parallel(ways(Way::Carried), |way| {
         let mut scene = Scene::new(Version::V10_0, way);
-        let (mut there, mut receiving, address) = scene.receive_plain();
-        let proxy = Proxy::before(&address);
-        let mut send = scene.send(&proxy.address, &["--plain"]);
-        send.event_where(|event| event["event"] == "round-started");
-        proxy.cut();
-        send.event("link-lost");
+        let (mut there, mut receiving, mut send, proxy) = scene.cut_in_the_first_round();
         // For two seconds every attempt fails: nothing passes. The next ones are cut as soon as one channel is there.
         (0..10).for_each(|_| drop(send.event("progress")));
         proxy.heal();

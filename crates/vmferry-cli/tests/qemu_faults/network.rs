@@ -5,7 +5,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::support::outcomes::{Outcome, Owner};
+use crate::support::faults::{exit, note};
+use crate::support::outcomes::Owner;
 use crate::support::scene::{Scene, Way};
 use crate::support::{BEFORE_COMMIT, Host, Moment, Running, all, in_parallel, text};
 use vmferry_net_lab::{DESTINATION_ADDRESS, Namespaces};
@@ -115,15 +116,10 @@ fn run(case: &Case) {
         Fault::Cable => "the link: down",
         Fault::BlackHole => "the link: black hole",
     };
-    Outcome {
-        guest: scene.kind(),
-        fault: &format!("{fault}{}", lasts.as_deref().unwrap_or(" for good")),
-        phase,
-        source: format!("exit {}", sent.code.unwrap()),
-        destination,
-        owner: if case.moves { Owner::Destination } else { Owner::Source },
-    }
-    .note();
+    let fault = format!("{fault}{}", lasts.as_deref().unwrap_or(" for good"));
+    let ends = (exit(&sent), destination);
+    let owner = if case.moves { Owner::Destination } else { Owner::Source };
+    note(&mut scene, &mut there, &fault, phase, ends, owner);
     if !case.moves {
         let (mut there, mut receiving, address) = receive(&scene, &network, "there-too");
         let arguments = scene.arguments(&address, &link, "30M");

@@ -9,31 +9,20 @@ use crate::support::scene::{Scene, Way};
 use crate::support::stops::{Stopped, Who, guardian};
 use crate::support::traces::nothing_is_left;
 use crate::support::{BEFORE_COMMIT, Moment, all, faults, in_parallel, skipped, text};
-use serde_json::json;
 use vmferry_qemu::Qmp;
-use vmferry_qemu_lab::{Qemu, Version};
+use vmferry_qemu_lab::Version;
 
 /// A stop that nobody gives up for: what is silent for 10 s is lost.
 const SHORT: Duration = Duration::from_secs(3);
 
 const WAYS: [Way; 2] = [Way::Carried, Way::Attached];
 
-/// The QEMU that was to take the guest does not run it, if it is still there.
-fn does_not_run(qemu: &mut Qemu) {
-    if qemu.child.try_wait().unwrap().is_none()
-        && let Ok(mut qmp) = Qmp::connect(&qemu.qmp)
-        && let Ok(status) = qmp.execute("query-status", json!({}))
-    {
-        assert_eq!(status["running"], false, "two guests");
-    }
-}
-
 /// Stops somebody in each of these phases, for a while.
 fn woken_in_time(way: Way, who: Who, moments: &[Moment]) {
     let mut scene = Scene::new(Version::V10_0, way);
     for (phase, moment) in moments {
         println!("{way:?}: {} sleeps, {phase}", who.name());
-        let (there, mut receiving, address) = scene.receive_tls();
+        let (mut there, mut receiving, address) = scene.receive_tls();
         let mut send = scene.send_tls(&address);
         send.event_where(moment);
         let stopped = Stopped::now(who.pid(&scene, &there, &send, &receiving));
@@ -45,10 +34,11 @@ fn woken_in_time(way: Way, who: Who, moments: &[Moment]) {
         receiving.event("received");
         assert!(scene.here.child.wait().unwrap().success());
         drop(receiving);
+        let fault = format!("{}: SIGSTOP for 3 s", who.name());
+        let ends = (exit(&sent), "has the guest".into());
+        note(&mut scene, &mut there, &fault, phase, ends, Owner::Destination);
         scene.moved_to(there);
         nothing_is_left(&[&scene.a, &scene.b], &[&scene.here]);
-        let fault = format!("{}: SIGSTOP for 3 s", who.name());
-        note(&scene, &fault, phase, (exit(&sent), "has the guest".into()), Owner::Destination);
     }
 }
 
@@ -79,9 +69,8 @@ fn the_sender_sleeps(way: Way, (phase, moment): Moment) {
     let sent = send.finish();
     assert_eq!(sent.code, Some(12), "{phase}: {sent:?}");
     scene.runs_on_here();
-    does_not_run(&mut there);
     let fault = "the sender: SIGSTOP, woken late";
-    note(&scene, fault, phase, (exit(&sent), exit(&received)), Owner::Source);
+    note(&mut scene, &mut there, fault, phase, (exit(&sent), exit(&received)), Owner::Source);
     scene.arrives();
 }
 
@@ -99,10 +88,9 @@ fn the_receiver_sleeps(way: Way, (phase, moment): Moment) {
     stopped.wake();
     let received = receiving.finish();
     assert_ne!(received.code, Some(0), "{phase}: {received:?}");
-    does_not_run(&mut there);
     nothing_is_left(&[&scene.b], &[]);
     let fault = "the receiver: SIGSTOP, woken late";
-    note(&scene, fault, phase, (exit(&sent), exit(&received)), Owner::Source);
+    note(&mut scene, &mut there, fault, phase, (exit(&sent), exit(&received)), Owner::Source);
     scene.arrives();
 }
 
@@ -124,9 +112,8 @@ fn the_source_s_qemu_sleeps(way: Way, (phase, moment): Moment) {
     stopped.wake();
     nothing_is_left(&[&scene.a], &[&scene.here]);
     scene.runs_on_here();
-    does_not_run(&mut there);
     let fault = "the source's QEMU: SIGSTOP, woken late";
-    note(&scene, fault, phase, (exit(&sent), exit(&received)), Owner::Source);
+    note(&mut scene, &mut there, fault, phase, (exit(&sent), exit(&received)), Owner::Source);
     scene.arrives();
 }
 
@@ -143,10 +130,9 @@ fn the_destination_s_qemu_sleeps(way: Way, (phase, moment): Moment) {
     assert_ne!(received.code, Some(0), "{phase}: {received:?}");
     assert!(stopped.is_still());
     stopped.wake();
-    does_not_run(&mut there);
     nothing_is_left(&[&scene.b], &[]);
     let fault = "the destination's QEMU: SIGSTOP, woken late";
-    note(&scene, fault, phase, (exit(&sent), exit(&received)), Owner::Source);
+    note(&mut scene, &mut there, fault, phase, (exit(&sent), exit(&received)), Owner::Source);
     scene.arrives();
 }
 
@@ -168,7 +154,7 @@ fn promised_to_a_qemu_that_sleeps(way: Way) {
     nothing_is_left(&[&scene.a], &[]);
     let fault = "the destination's QEMU: SIGSTOP, woken late";
     let ends = (exit(&sent), "has the guest".into());
-    note(&scene, fault, "committed", ends, Owner::Destination);
+    note(&mut scene, &mut there, fault, "committed", ends, Owner::Destination);
 }
 
 /// The guest is the destination's, and the QEMU that it has left can't be ended: the guardian does that when it wakes.
@@ -187,7 +173,7 @@ fn given_away_by_a_qemu_that_sleeps(way: Way) {
     nothing_is_left(&[&scene.a], &[]);
     let fault = "the source's QEMU: SIGSTOP, woken late";
     let ends = (exit(&sent), "has the guest".into());
-    note(&scene, fault, "committed", ends, Owner::Destination);
+    note(&mut scene, &mut there, fault, "committed", ends, Owner::Destination);
 }
 
 #[test]
@@ -236,17 +222,16 @@ fn a_guardian_wakes_too_late(way: Way) {
     assert!(stopped.is_still());
     stopped.wake();
     nothing_is_left(&[&scene.a], &[&scene.here]);
-    does_not_run(&mut scene.here);
     there.check_guest();
     let fault = "the sender: SIGKILL, its guardian: SIGSTOP, woken after the next migration";
     let ends = (exit(&sent), "has the guest".into());
-    note(&scene, fault, "paused", ends, Owner::Destination);
+    note(&mut scene, &mut there, fault, "paused", ends, Owner::Destination);
 }
 
 /// A guardian that never wakes holds nobody up, and is not left behind.
 fn a_guardian_sleeps_for_good(way: Way) {
     let mut scene = Scene::new(Version::V10_0, way);
-    let (there, mut receiving, address) = scene.receive_tls();
+    let (mut there, mut receiving, address) = scene.receive_tls();
     let mut send = scene.send_tls(&address);
     send.event_where(BEFORE_COMMIT[1].1);
     let _stopped = Stopped::now(guardian(&send));
@@ -254,10 +239,11 @@ fn a_guardian_sleeps_for_good(way: Way) {
     assert_eq!(sent.code, Some(0), "{sent:?}");
     receiving.event("received");
     assert!(scene.here.child.wait().unwrap().success());
+    let ends = (exit(&sent), "has the guest".into());
+    let fault = "the guardian: SIGSTOP for good";
+    note(&mut scene, &mut there, fault, "first round", ends, Owner::Destination);
     scene.moved_to(there);
     nothing_is_left(&[&scene.a], &[&scene.here]);
-    let ends = (exit(&sent), "has the guest".into());
-    note(&scene, "the guardian: SIGSTOP for good", "first round", ends, Owner::Destination);
 }
 
 #[test]
@@ -282,6 +268,7 @@ fn a_sender_in_doubt_sleeps() {
         let (mut there, mut receiving, send, proxy) = faults::in_doubt(&mut scene);
         let stopped = Stopped::now(send.child.id());
         proxy.heal();
+        // This is the fault, and not a wait for anything.
         std::thread::sleep(SHORT);
         stopped.wake();
         receiving.event("received");
@@ -291,7 +278,14 @@ fn a_sender_in_doubt_sleeps() {
         there.check_guest();
         nothing_is_left(&[&scene.a], &[]);
         let ends = (exit(&sent), "has the guest".into());
-        note(&scene, "the sender: SIGSTOP for 3 s", "in doubt", ends, Owner::Destination);
+        note(
+            &mut scene,
+            &mut there,
+            "the sender: SIGSTOP for 3 s",
+            "in doubt",
+            ends,
+            Owner::Destination,
+        );
 
         // So long that the destination has written ABORTED.
         let mut scene = Scene::new(Version::V10_0, way);
@@ -306,9 +300,15 @@ fn a_sender_in_doubt_sleeps() {
         let sent = send.finish();
         assert_eq!(sent.code, Some(1), "{sent:?}");
         scene.runs_on_here();
-        does_not_run(&mut there);
         let ends = (exit(&sent), exit(&received));
-        note(&scene, "the sender: SIGSTOP, woken late", "in doubt", ends, Owner::Source);
+        note(
+            &mut scene,
+            &mut there,
+            "the sender: SIGSTOP, woken late",
+            "in doubt",
+            ends,
+            Owner::Source,
+        );
     });
 }
 

@@ -9,6 +9,8 @@ use vmferry_qemu_lab::{Qemu, Version};
 use super::outcomes::{Outcome, Owner};
 use super::proxy::Proxy;
 use super::scene::{Scene, Way};
+use super::stops::guardian;
+use super::trial::claim;
 use super::{BEFORE_COMMIT, Ended, Host, Moment, Running, all, run_ok};
 
 /// The versions of the long matrix, or one of them.
@@ -22,10 +24,40 @@ fn moments(way: Way) -> &'static [Moment] {
     if all() || way == Way::Attached { &BEFORE_COMMIT } else { &BEFORE_COMMIT[3..] }
 }
 
-/// Notes who has the guest, which was checked.
-pub fn note(scene: &Scene, fault: &str, phase: &str, ends: (String, String), owner: Owner) {
+/// Checks by both QEMUs and by the journals of both hosts who has the guest, and notes it. The guest itself was looked at.
+pub fn note(
+    scene: &mut Scene,
+    there: &mut Qemu,
+    fault: &str,
+    phase: &str,
+    ends: (String, String),
+    owner: Owner,
+) {
+    let about = format!("{fault}, {phase}: {owner:?}");
+    let runs = (runs(&mut scene.here), runs(there));
+    assert_ne!(runs, (true, true), "TWO GUESTS: {about}");
+    assert_eq!(runs, (owner == Owner::Source, owner == Owner::Destination), "{about}");
+    let (here, there) = (claim(&scene.a).has, claim(&scene.b).has);
+    assert!(!(here && there), "TWO OWNERS by the journals: {about}");
     let (source, destination) = ends;
     Outcome { guest: scene.kind(), fault, phase, source, destination, owner }.note();
+}
+
+/// Whether a QEMU is there, and runs its guest.
+fn runs(qemu: &mut Qemu) -> bool {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    loop {
+        if qemu.child.try_wait().unwrap().is_some() {
+            return false;
+        }
+        // Whoever tidies up lets go of QMP last; and a QEMU that ends answers nobody.
+        let asked =
+            Qmp::connect(&qemu.qmp).and_then(|mut qmp| qmp.execute("query-status", json!({})));
+        match asked {
+            Ok(status) => return status["running"] == true,
+            Err(error) => assert!(Instant::now() < deadline, "{error}"),
+        }
+    }
 }
 
 /// How a command ended, for the table.
@@ -62,7 +94,7 @@ pub fn the_sender_is_killed_in_each_phase_and_the_guest_runs_on(way: Way) {
         let mut scene = Scene::new(*version, way);
         for (name, moment) in moments(way) {
             println!("{version:?}: {name}");
-            let (_there, receiving, address) = scene.receive_tls();
+            let (mut there, receiving, address) = scene.receive_tls();
             let mut send = scene.send_tls(&address);
             send.event_where(moment);
             send.kill();
@@ -70,7 +102,7 @@ pub fn the_sender_is_killed_in_each_phase_and_the_guest_runs_on(way: Way) {
             assert_eq!(received.code, Some(12), "{name}: {received:?}");
             scene.runs_on_here();
             let ends = ("killed".into(), exit(&received));
-            note(&scene, "the sender: SIGKILL", name, ends, Owner::Source);
+            note(&mut scene, &mut there, "the sender: SIGKILL", name, ends, Owner::Source);
         }
         scene.arrives();
     }
@@ -78,7 +110,7 @@ pub fn the_sender_is_killed_in_each_phase_and_the_guest_runs_on(way: Way) {
 
 pub fn sender_and_guardian_are_killed_and_the_next_sender_tidies_up(way: Way) {
     let mut scene = Scene::new(Version::V10_0, way);
-    let (_there, receiving, address) = scene.receive_tls();
+    let (_gone, receiving, address) = scene.receive_tls();
     let tls = scene.world.tls();
     let mut send =
         scene.send_capped(&address, &["--tls", &tls, "--reconnect-timeout", "2s"], "10M");
@@ -87,10 +119,7 @@ pub fn sender_and_guardian_are_killed_and_the_next_sender_tidies_up(way: Way) {
     // guest whose migration breaks, and the pages take longer.
     send.event("progress");
     send.event("progress");
-    let sender = send.child.id();
-    let children = std::fs::read_to_string(format!("/proc/{sender}/task/{sender}/children"));
-    let guardian: i32 = children.unwrap().trim().parse().unwrap();
-    let guardian = rustix::process::Pid::from_raw(guardian).unwrap();
+    let guardian = rustix::process::Pid::from_raw(guardian(&send) as i32).unwrap();
     rustix::process::kill_process(guardian, rustix::process::Signal::KILL).unwrap();
     send.kill();
     receiving.finish();
@@ -102,7 +131,9 @@ pub fn sender_and_guardian_are_killed_and_the_next_sender_tidies_up(way: Way) {
         assert_eq!(status(&scene)["running"], false);
     }
     let (mut there, mut receiving, address) = scene.receive_tls();
-    let sent = scene.send_tls(&address).finish();
+    let mut send = scene.send_tls(&address);
+    send.event("finishing-session");
+    let sent = send.finish();
     assert_eq!(sent.code, Some(0), "{sent:?}");
     receiving.event("received");
     scene.here.child.wait().unwrap();
@@ -114,7 +145,7 @@ pub fn the_receiver_or_its_qemu_is_killed_in_each_phase(way: Way) {
         let mut scene = Scene::new(*version, way);
         for (name, moment) in moments(way) {
             println!("{version:?}: the receiver at {name}");
-            let (_there, mut receiving, address) = scene.receive_tls();
+            let (mut there, mut receiving, address) = scene.receive_tls();
             let mut send = scene.send_tls(&address);
             send.event_where(moment);
             receiving.kill();
@@ -122,7 +153,7 @@ pub fn the_receiver_or_its_qemu_is_killed_in_each_phase(way: Way) {
             assert_eq!(sent.code, Some(12), "{name}: {sent:?}");
             scene.runs_on_here();
             let ends = (exit(&sent), "killed".into());
-            note(&scene, "the receiver: SIGKILL", name, ends, Owner::Source);
+            note(&mut scene, &mut there, "the receiver: SIGKILL", name, ends, Owner::Source);
 
             println!("{version:?}: its QEMU at {name}");
             let (mut there, receiving, address) = scene.receive_tls();
@@ -135,7 +166,14 @@ pub fn the_receiver_or_its_qemu_is_killed_in_each_phase(way: Way) {
             assert_ne!(received.code, Some(0), "{name}: {received:?}");
             scene.runs_on_here();
             let ends = (exit(&sent), exit(&received));
-            note(&scene, "the destination's QEMU: SIGKILL", name, ends, Owner::Source);
+            note(
+                &mut scene,
+                &mut there,
+                "the destination's QEMU: SIGKILL",
+                name,
+                ends,
+                Owner::Source,
+            );
         }
         scene.arrives();
     }
@@ -155,13 +193,20 @@ pub fn the_source_s_qemu_is_killed_in_each_phase_and_never_half_a_guest_runs(way
             receiving.event("received");
             there.check_guest();
             let ends = (exit(&sent), "has the guest".into());
-            note(&scene, "the source's QEMU: SIGKILL", name, ends, Owner::Destination);
+            note(
+                &mut scene,
+                &mut there,
+                "the source's QEMU: SIGKILL",
+                name,
+                ends,
+                Owner::Destination,
+            );
         } else {
             assert_ne!(sent.code, Some(0), "{name}: {sent:?}");
             let received = receiving.finish();
             assert_ne!(received.code, Some(0), "{name}: {received:?}");
             let ends = (exit(&sent), exit(&received));
-            note(&scene, "the source's QEMU: SIGKILL", name, ends, Owner::Crashed);
+            note(&mut scene, &mut there, "the source's QEMU: SIGKILL", name, ends, Owner::Crashed);
         }
     }
 }
@@ -169,7 +214,7 @@ pub fn the_source_s_qemu_is_killed_in_each_phase_and_never_half_a_guest_runs(way
 pub fn the_link_is_cut_in_each_phase(way: Way) {
     let mut scene = Scene::new(Version::V10_0, way);
     for (name, moment) in moments(way) {
-        let (_there, receiving, address) = scene.receive_plain();
+        let (mut there, receiving, address) = scene.receive_plain();
         let proxy = Proxy::before(&address);
         let mut send = scene.send(&proxy.address, &["--plain", "--reconnect-timeout", "1s"]);
         send.event_where(moment);
@@ -180,7 +225,7 @@ pub fn the_link_is_cut_in_each_phase(way: Way) {
         assert_eq!(received.code, Some(12), "{name}: {received:?}");
         scene.runs_on_here();
         let ends = (exit(&sent), exit(&received));
-        note(&scene, "the link: cut for good", name, ends, Owner::Source);
+        note(&mut scene, &mut there, "the link: cut for good", name, ends, Owner::Source);
     }
     scene.arrives();
 }
@@ -188,7 +233,7 @@ pub fn the_link_is_cut_in_each_phase(way: Way) {
 pub fn cancelled_by_the_operator_it_runs_on(way: Way) {
     let mut scene = Scene::new(Version::V10_0, way);
     for (name, moment) in moments(way) {
-        let (_there, receiving, address) = scene.receive_tls();
+        let (mut there, receiving, address) = scene.receive_tls();
         let mut send = scene.send_tls(&address);
         send.event_where(moment);
         let status = scene.a.status("tested");
@@ -200,7 +245,14 @@ pub fn cancelled_by_the_operator_it_runs_on(way: Way) {
         let received = receiving.finish();
         assert!(matches!(received.code, Some(1 | 11)), "{name}: {received:?}");
         scene.runs_on_here();
-        note(&scene, "cancelled", name, (exit(&sent), exit(&received)), Owner::Source);
+        note(
+            &mut scene,
+            &mut there,
+            "cancelled",
+            name,
+            (exit(&sent), exit(&received)),
+            Owner::Source,
+        );
     }
     scene.arrives();
 }
@@ -215,13 +267,13 @@ pub fn commit_is_lost_and_the_link_heals(way: Way) {
     assert!(scene.here.child.wait().unwrap().success());
     there.check_guest();
     let ends = (exit(&sent), "has the guest".into());
-    note(&scene, "the link: cut and back", "committed", ends, Owner::Destination);
+    note(&mut scene, &mut there, "the link: cut and back", "committed", ends, Owner::Destination);
 }
 
 /// A guardian never sends COMMIT: the destination, which has not run the guest, gives it back.
 pub fn commit_is_lost_and_the_sender_killed_and_the_guardian_asks(way: Way) {
     let mut scene = Scene::new(Version::V10_0, way);
-    let (_there, receiving, mut send, proxy) = in_doubt(&mut scene);
+    let (mut there, receiving, mut send, proxy) = in_doubt(&mut scene);
     send.kill();
     // Doubt is no reason to resume.
     guardian_is_in_doubt(&scene.a);
@@ -231,7 +283,7 @@ pub fn commit_is_lost_and_the_sender_killed_and_the_guardian_asks(way: Way) {
     scene.runs_on_here();
     let ends = ("killed".into(), exit(&received));
     let fault = "the link: cut and back, the sender: SIGKILL";
-    note(&scene, fault, "committed", ends, Owner::Source);
+    note(&mut scene, &mut there, fault, "committed", ends, Owner::Source);
     scene.arrives();
 }
 
@@ -246,6 +298,6 @@ pub fn commit_is_lost_and_the_operator_decides(way: Way) {
     scene.runs_on_here();
     let ends = ("killed".into(), "killed".into());
     let fault = "the link: cut, sender, receiver and its QEMU: SIGKILL, resolved by the operator";
-    note(&scene, fault, "committed", ends, Owner::Source);
+    note(&mut scene, &mut there, fault, "committed", ends, Owner::Source);
     scene.arrives();
 }

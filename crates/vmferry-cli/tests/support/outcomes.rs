@@ -1,7 +1,8 @@
 //! What came of each fault, for the table of `docs/reliability.md`.
 //!
-//! A test that injects a fault checks what came of it, and then notes it here. With `VMFERRY_OUTCOMES=FILE` each is
-//! appended to that file as one JSON object in a line, which `scripts/reliability` makes the table of.
+//! A test that injects a fault checks what came of it, and then notes it here: it must be in the table, exit statuses and
+//! all. With `VMFERRY_OUTCOMES=FILE` it is appended to that file instead, as one JSON object in a line, which
+//! `scripts/reliability` makes the table of.
 
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -10,13 +11,13 @@ use serde::Serialize;
 
 /// Who has the guest after a fault, when everything has come to rest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
 pub enum Owner {
+    #[serde(rename = "runs on at the source")]
     Source,
+    #[serde(rename = "runs at the destination")]
     Destination,
-    /// It stands still at the source until the other host gives its word, or an operator.
-    InDoubt,
     /// The process that it lived in was killed: the guest has crashed.
+    #[serde(rename = "died with the process that had it")]
     Crashed,
 }
 
@@ -38,14 +39,33 @@ pub struct Outcome<'a> {
 }
 
 impl Outcome<'_> {
-    /// Notes it.
+    /// Notes it, or looks it up.
     pub fn note(&self) {
         println!("{self:?}");
-        let Some(path) = std::env::var_os("VMFERRY_OUTCOMES") else { return };
+        let Some(path) = std::env::var_os("VMFERRY_OUTCOMES") else { return self.look_up() };
         let mut line = serde_json::to_string(self).unwrap();
         line.push('\n');
         // One write of a short line: tests that run side by side do not mix theirs.
         let mut file = OpenOptions::new().create(true).append(true).open(path).unwrap();
         file.write_all(line.as_bytes()).unwrap();
+    }
+
+    fn look_up(&self) {
+        const TABLES: &str = include_str!("../../../../docs/reliability.md");
+        let table = TABLES.split("\n### ").find_map(|part| part.strip_prefix(self.guest));
+        let rows = table.unwrap_or_default().lines().filter_map(|line| {
+            let cells: Vec<&str> =
+                line.strip_prefix("| ")?.strip_suffix(" |")?.split(" | ").collect();
+            let [fault, phases, owner, source, destination] = cells[..] else { return None };
+            let is_it = fault == self.fault && phases.split(", ").any(|phase| phase == self.phase);
+            is_it.then_some([owner, source, destination])
+        });
+        let known: Vec<[&str; 3]> = rows.collect();
+        let owner = serde_json::to_value(self.owner).unwrap();
+        let found = [owner.as_str().unwrap(), &self.source, &self.destination];
+        assert!(
+            known.contains(&found),
+            "docs/reliability.md knows {known:?} of this, and not {self:?}; `make reliability` makes its tables anew"
+        );
     }
 }

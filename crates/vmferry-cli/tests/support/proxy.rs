@@ -25,6 +25,7 @@ pub enum Message {
     Ready = 6,
     Commit = 9,
     Running = 10,
+    Answer = 16,
 }
 
 /// A plain TCP proxy.
@@ -48,6 +49,8 @@ struct Shared {
 struct Hold {
     message: Option<Message>,
     state: State,
+    /// Questions of a source in doubt that were answered.
+    answers: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,7 +81,7 @@ impl Proxy {
             healed: AtomicBool::new(false),
             fragile,
             open: Mutex::default(),
-            hold: Mutex::new(Hold { message, state: State::Awaited }),
+            hold: Mutex::new(Hold { message, state: State::Awaited, answers: 0 }),
             changed: Condvar::new(),
         });
         let address = format!("tcp:{}", listener.local_addr().unwrap());
@@ -121,6 +124,17 @@ impl Proxy {
             .wait_timeout_while(hold, PATIENCE, |hold| hold.state == State::Awaited)
             .unwrap();
         assert_eq!(hold.state, State::Held, "{:?} never came", hold.message);
+    }
+
+    /// Waits until so many questions of a source in doubt were answered, and the answers have passed.
+    pub fn await_answers(&self, count: u32) {
+        let hold = self.shared.hold.lock().unwrap();
+        let (hold, _) = self
+            .shared
+            .changed
+            .wait_timeout_while(hold, PATIENCE, |hold| hold.answers < count)
+            .unwrap();
+        assert!(hold.answers >= count, "only {} answers came", hold.answers);
     }
 
     /// Lets it go on.
@@ -200,6 +214,10 @@ impl Shared {
             }
             if to.write_all(&header).and_then(|()| to.write_all(&body)).is_err() {
                 break;
+            }
+            if is(Message::Answer) {
+                self.hold.lock().unwrap().answers += 1;
+                self.changed.notify_all();
             }
         }
         let _ = to.shutdown(Shutdown::Write);

@@ -6,6 +6,7 @@ use serde_json::json;
 use vmferry_qemu::Qmp;
 use vmferry_qemu_lab::{Backend, Machine, Qemu, Version, World as Lab};
 
+use super::proxy::Proxy;
 use super::traces::{Traces, nothing_is_left};
 use super::{Host, Running, World, text};
 
@@ -84,6 +85,17 @@ impl Scene {
             command += &format!(" '{}'", word.display());
         }
         command
+    }
+
+    /// A migration whose link is cut in its first round, and can be mended.
+    pub fn cut_in_the_first_round(&mut self) -> (Qemu, Running, Running, Proxy) {
+        let (there, receiving, address) = self.receive_plain();
+        let proxy = Proxy::before(&address);
+        let mut send = self.send(&proxy.address, &["--plain"]);
+        send.event_where(|event| event["event"] == "round-started");
+        proxy.cut();
+        send.event("link-lost");
+        (there, receiving, send, proxy)
     }
 
     /// A migration with few, slow rounds.

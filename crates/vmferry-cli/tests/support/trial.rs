@@ -296,7 +296,7 @@ impl Trial {
                 let (host, pid) = (&self.b, self.destination.child.id());
                 living.push(Living { host, pid, descriptors: of_a_destination() });
             }
-            Owner::InDoubt | Owner::Crashed => {}
+            Owner::Crashed => {}
         }
         let mut stale = Vec::new();
         if self.killed.contains("source") {
@@ -314,7 +314,7 @@ impl Trial {
         let owner = match owner {
             Owner::Source => Some((&self.a, &mut self.guest)),
             Owner::Destination => Some((&self.b, &mut self.destination)),
-            Owner::InDoubt | Owner::Crashed => None,
+            Owner::Crashed => None,
         };
         if let Some((host, vmm)) = owner {
             run_ok(host, &["quit", "web"]);
@@ -353,7 +353,7 @@ pub fn claim(host: &Host) -> Claim {
 const NO_FAULT: &str = "none";
 
 /// What a destination has open that runs a guest after a migration without a fault.
-fn of_a_destination() -> Descriptors {
+pub fn of_a_destination() -> Descriptors {
     static FOUND: OnceLock<Descriptors> = OnceLock::new();
     FOUND
         .get_or_init(|| {

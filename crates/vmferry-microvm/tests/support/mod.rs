@@ -82,6 +82,7 @@ pub fn wait_for(machine: &SharedMachine, what: &str, done: impl Fn(&Report) -> b
             return;
         }
         assert!(begun.elapsed() < PATIENCE, "not {what}: {report:?}");
+        // The guest reports by its memory, which wakes nobody.
         std::thread::sleep(Duration::from_millis(5));
     }
 }

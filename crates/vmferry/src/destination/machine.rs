@@ -156,8 +156,8 @@ impl Destination {
             Input::Cancel => {
                 self.fail(now, MigrateError::Cancelled { during: self.phase.name() });
             }
-            Input::Prepared(result) => self.on_prepared(now, result),
-            Input::Opened(result) => self.on_opened(now, result),
+            Input::Prepared(result) => self.on_prepared(result),
+            Input::Opened(result) => self.on_opened(result),
             Input::LaneEnded { lane, sequence } => {
                 if let Some(end) = self.lane_ends.get_mut(usize::from(lane)) {
                     *end = sequence;

@@ -17,7 +17,7 @@ use vmferry_wire::{GuestIdentity, SessionId, SessionWord};
 
 pub use self::file::FileJournal;
 use self::file::{parse_name, path_of};
-pub use self::order::{Order, is_overtaken, unfinished};
+pub use self::order::{Order, Since, since, unfinished};
 pub use self::record::{BadLine, BadRecord, Record, Side, decode, decode_line};
 use crate::handover::{self, DestinationState, SourceEffect, SourceState};
 
@@ -172,6 +172,28 @@ impl SessionSummary {
 /// # Errors
 /// The first file that can't be read, is damaged, or is a newer release's.
 pub fn sessions(directory: &Path) -> Result<Vec<SessionSummary>, JournalError> {
+    sessions_where(directory, |_| true)
+}
+
+/// The sessions of one guest. A journal of another one may be as it likes.
+///
+/// # Errors
+/// The first file that can't be read, is damaged, or is a newer release's, and whose first record names this guest or
+/// can't be read either.
+pub fn sessions_of(
+    directory: &Path,
+    guest: &GuestIdentity,
+) -> Result<Vec<SessionSummary>, JournalError> {
+    let others = |path: &Path| matches!(order::first_record(path), Some(Record::Open { guest: of, .. }) if of != *guest);
+    let mut sessions = sessions_where(directory, |path| !others(path))?;
+    sessions.retain(|session| session.guest() == Some(guest));
+    Ok(sessions)
+}
+
+fn sessions_where(
+    directory: &Path,
+    wanted: impl Fn(&Path) -> bool,
+) -> Result<Vec<SessionSummary>, JournalError> {
     let entries = match std::fs::read_dir(directory) {
         Ok(entries) => entries,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -183,6 +205,9 @@ pub fn sessions(directory: &Path) -> Result<Vec<SessionSummary>, JournalError> {
     for entry in entries.flatten() {
         let name = entry.file_name();
         let Some((session, side)) = name.to_str().and_then(parse_name) else { continue };
+        if !wanted(&entry.path()) {
+            continue;
+        }
         // Before the records: a process that ends in between has written its last one.
         let led = file::is_locked(&path_of(directory, session, side));
         let records = read(directory, session, side)?;

@@ -70,7 +70,7 @@ pub(super) fn next(directory: &Path) -> Result<u64, JournalError> {
     Ok(largest.saturating_add(1))
 }
 
-fn first_record(path: &Path) -> Option<Record> {
+pub(super) fn first_record(path: &Path) -> Option<Record> {
     let mut line = Vec::new();
     let file = File::open(path).ok()?;
     BufReader::new(file).take(MOST_RECORD_BYTES).read_until(b'\n', &mut line).ok()?;
@@ -85,7 +85,7 @@ pub(super) fn now_seconds() -> u64 {
 }
 
 /// The sessions of a guest that this host has left open as a source, and that still matter: a guest that has come
-/// back since is here by a later promise.
+/// back since is here by a later promise. What a host promises to itself counts as no return.
 #[must_use]
 pub fn unfinished<'a>(
     sessions: &'a [SessionSummary],
@@ -94,25 +94,50 @@ pub fn unfinished<'a>(
     let ours = || sessions.iter().filter(|session| session.guest() == Some(guest));
     let arrived =
         |one: &&SessionSummary| one.side == Side::Destination && one.verdict == Verdict::Here;
-    let arrivals: Vec<Order> = ours().filter(arrived).map(SessionSummary::order).collect();
+    let arrivals: Vec<&SessionSummary> = ours().filter(arrived).collect();
     ours()
         .filter(|one| one.is_unfinished_source())
-        .filter(|one| arrivals.iter().all(|arrival| one.order().is_not_before(*arrival)))
+        .filter(|one| {
+            let mut others = arrivals.iter().filter(|arrival| arrival.session != one.session);
+            others.all(|arrival| one.order().is_not_before(arrival.order()))
+        })
         .collect()
 }
 
-/// Whether the guest of a source's session was sent again since, so that the older session's word about it counts no more. A
-/// later attempt that has failed has left it here.
+/// What became of a guest after one of its sessions, as far as the journals of this host know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Since {
+    /// Nothing: the session's word about it is the last one. A later attempt that has failed has left it here.
+    Nothing,
+    /// It was sent again by this session, so that the older one's word counts no more.
+    SentAgain(SessionId),
+    /// It was sent away by this session, and nobody knows whether that was before: one of the two has no number, and
+    /// by the clock, which may have jumped, it was after.
+    Unclear(SessionId),
+}
+
+/// What became of the guest of a source's session since.
 #[must_use]
-pub fn is_overtaken(sessions: &[SessionSummary], session: SessionId) -> bool {
+pub fn since(sessions: &[SessionSummary], session: SessionId) -> Since {
     let ours = |one: &&SessionSummary| one.session == session && one.side == Side::Source;
-    let Some(ours) = sessions.iter().find(ours) else { return false };
-    let Some(guest) = ours.guest() else { return false };
-    sessions
+    let Some(ours) = sessions.iter().find(ours) else { return Since::Nothing };
+    let Some(guest) = ours.guest() else { return Since::Nothing };
+    let has = |one: &SessionSummary, wanted: fn(&Record) -> bool| one.records.iter().any(wanted);
+    let later = sessions
         .iter()
         .filter(|one| one.side == Side::Source && one.session != session)
         .filter(|one| one.guest() == Some(guest) && one.order().is_not_before(ours.order()))
-        .any(|one| !one.records.iter().any(|record| matches!(record, Record::Kept { .. })))
+        .filter(|one| !has(one, |record| matches!(record, Record::Kept { .. })));
+    let mut unclear = Since::Nothing;
+    for one in later {
+        let by_clock = one.order().number == 0 || ours.order().number == 0;
+        if by_clock && has(one, |record| matches!(record, Record::Given { .. })) {
+            unclear = Since::Unclear(one.session);
+        } else {
+            return Since::SentAgain(one.session);
+        }
+    }
+    unclear
 }
 
 #[cfg(test)]
@@ -216,7 +241,7 @@ mod tests {
     fn a_session_is_overtaken_by_a_later_one_that_did_not_fail() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
-        let overtaken = || is_overtaken(&sessions(path).unwrap(), session(2));
+        let what = || since(&sessions(path).unwrap(), session(2));
         let kept = Record::Kept { by_operator: false };
         begin(path, 1, Side::Source, &[Record::Commit, Record::Given { by_operator: false }]);
         begin(path, 2, Side::Source, std::slice::from_ref(&kept));
@@ -226,10 +251,34 @@ mod tests {
         journal.append(&Record::Commit).unwrap();
         begin(path, 4, Side::Destination, &[Record::Aborted { reason: "no".into() }]);
         begin(path, 5, Side::Source, &[Record::Commit, kept]);
-        assert!(!overtaken(), "what was before, another guest, and an attempt that failed");
+        assert_eq!(what(), Since::Nothing, "before, another guest, and an attempt that failed");
         begin(path, 6, Side::Source, &[]);
-        assert!(overtaken(), "one that is under way");
-        assert!(!is_overtaken(&[], session(2)), "nothing is known");
+        assert_eq!(what(), Since::SentAgain(session(6)), "one that is under way");
+        assert_eq!(since(&[], session(2)), Since::Nothing, "nothing is known");
+    }
+
+    #[test]
+    fn a_session_without_a_number_that_gave_the_guest_away_may_have_been_before() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path();
+        let given = [Record::Commit, Record::Given { by_operator: false }];
+        begin(path, 1, Side::Source, &[]);
+        let what = || since(&sessions(path).unwrap(), session(1));
+        write(path, 2, Side::Source, (1_600_000_000, 0), &given);
+        assert_eq!(what(), Since::Nothing, "long before, by the clock");
+        write(path, 3, Side::Source, (4_000_000_000, 0), &given);
+        assert_eq!(what(), Since::Unclear(session(3)));
+        write(path, 4, Side::Source, (4_000_000_000, 0), &[Record::Commit]);
+        assert_eq!(what(), Since::SentAgain(session(4)), "somebody may still run it there");
+    }
+
+    #[test]
+    fn what_a_host_promises_to_itself_is_no_return() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path();
+        begin(path, 1, Side::Source, &[Record::Commit]);
+        begin(path, 1, Side::Destination, &[Record::RunIntent]);
+        assert_eq!(left_open(&directory), [session(1)], "its QEMU must not be continued");
     }
 
     #[test]

@@ -355,6 +355,8 @@ impl<'a, V: Resume> Core<'a, V> {
                 let committed = written.map(|proof| self.held.commit(proof));
                 Some(Input::CommitWritten(committed.map_err(Into::into)))
             }
+            // A guest that could not be resumed is not taken care of yet: whoever finds the session left open tries again.
+            Action::WriteOutcome { kept: true, .. } if self.resume_failure.is_some() => None,
             Action::WriteOutcome { kept, by_operator } => {
                 let record =
                     if kept { Record::Kept { by_operator } } else { Record::Given { by_operator } };

@@ -178,15 +178,16 @@ fn take_over(order: &GuardOrder, output: &Output) -> Result<(), Failure> {
     };
     drop(server);
     match recovered {
-        Recovered::Kept(qemu) if qemu.is_overtaken() => {
-            output.note("the guest was sent again since: it is no longer this process's");
-        }
         Recovered::Kept(_) => output.note("vmferry has given the guest up; it runs on here"),
         Recovered::Given(qemu) => {
             output.note("the guest was handed over: it runs at the destination");
             if !order.keep_source {
                 end(&qemu, &mut asleep)?;
             }
+        }
+        // A later session has it in hand.
+        Recovered::Stuck(_, error) if QemuError::is_sent_again(&error) => {
+            output.note(error.to_string());
         }
         Recovered::Stuck(_, error) => {
             let text =
@@ -209,28 +210,29 @@ fn end(qemu: &AbandonedQemu, asleep: &mut Asleep<'_>) -> Result<(), Failure> {
 
 /// Waiting for a QEMU that does not answer.
 struct Asleep<'a> {
-    until: Instant,
-    told: bool,
+    /// Since the first time that it did not: the destination may have been asked for hours before.
+    until: Option<Instant>,
     output: &'a Output,
 }
 
 impl<'a> Asleep<'a> {
     fn new(output: &'a Output) -> Self {
-        Self { until: Instant::now() + QEMU_TIMEOUT, told: false, output }
+        Self { until: None, output }
     }
 
     /// Waits until the next attempt, and says once why.
     fn wait(&mut self, error: &VmError) -> Result<(), Failure> {
-        if Instant::now() >= self.until {
+        let until = *self.until.get_or_insert_with(|| {
+            self.output.note(format!("{error}. vmferry goes on trying beside it"));
+            Instant::now() + QEMU_TIMEOUT
+        });
+        if Instant::now() >= until {
             let text = format!(
-                "given up after {} minutes: {error}. When it answers, `vmferry send --qemu` puts it right, or its \
-                 monitor; `vmferry status --sessions` says whose the guest is",
+                "given up after {} minutes: {error}. `vmferry status --sessions` says whose the guest is: if it is this \
+                 host's, `cont` in QEMU's monitor continues it; if not, end this QEMU",
                 QEMU_TIMEOUT.as_secs() / 60
             );
             return Err(Failure::new(Code::Internal, text));
-        }
-        if !std::mem::replace(&mut self.told, true) {
-            self.output.note(format!("{error}. vmferry goes on trying beside it"));
         }
         std::thread::sleep(RETRY_PERIOD);
         Ok(())

@@ -28,7 +28,10 @@ impl From<QemuError> for Failure {
             | QemuError::Unsupported(_)
             | QemuError::Unattachable(_)
             | QemuError::SameFile { .. } => Code::Incompatible,
-            QemuError::State { .. } | QemuError::Stopped { .. } => Code::WrongState,
+            QemuError::State { .. }
+            | QemuError::Stopped { .. }
+            | QemuError::SentAgain { .. }
+            | QemuError::MayBeGiven { .. } => Code::WrongState,
             QemuError::Another { .. } => Code::UnknownGuest,
             QemuError::Process { .. }
             | QemuError::Inject { .. }

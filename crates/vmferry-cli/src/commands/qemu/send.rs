@@ -1,5 +1,6 @@
 //! `vmferry send --qemu`: moves the guest of a QEMU that runs.
 
+use std::collections::HashSet;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
@@ -7,11 +8,12 @@ use std::time::Duration;
 
 use serde_json::json;
 use vmferry::SourceConfig;
-use vmferry::journal::{self, SessionSummary};
+use vmferry::journal::{self, Since};
 use vmferry::source::{Orders, Recovered, recover};
 use vmferry_microvm::control::{RuntimeDirectory, Server, ServerError};
-use vmferry_qemu::AbandonedQemu;
+use vmferry_qemu::{AbandonedQemu, QemuError};
 use vmferry_transport::{Dialer, RecordingSide};
+use vmferry_wire::{GuestIdentity, SessionId};
 
 use super::found::{Found, Moved, NotMoved};
 use super::guard::{GuardOrder, Guardian};
@@ -73,10 +75,12 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
             // One that has died meanwhile has ended too; and the guest is elsewhere in any case.
             let ended = if options.keep_source { Ok(()) } else { quit() };
             if let Err(error) = &ended {
-                output.note(format!(
-                    "the QEMU that the guest has left could not be ended, and must not be continued: {}",
-                    vmferry::chain(error)
-                ));
+                let reason = vmferry::chain(error);
+                output.event(&json!({ "event": "not-ended", "reason": reason }), || {
+                    format!(
+                        "the QEMU that the guest has left could not be ended, and must not be continued: {reason}"
+                    )
+                });
             }
             match ended {
                 Err(error) if error.is_timeout() => guardian.hand_over(),
@@ -106,18 +110,18 @@ fn settle_unfinished(
     directory: &RuntimeDirectory,
     output: &Output,
 ) -> Result<(), Failure> {
-    let sessions = journal::sessions(&config.journal_directory)
-        .map_err(|error| Failure::of(Code::Internal, error))?;
-    if !sessions.iter().any(SessionSummary::is_unfinished_source) {
-        return Ok(());
-    }
     let abandoned = AbandonedQemu::new(qmp, None);
     let identity = abandoned.identity()?;
     let name = super::socket_name(&identity, abandoned.pid()?);
-    for session in journal::unfinished(&sessions, &identity) {
-        output.note(format!("finishing session {}, whose vmferry was killed", session.session));
+    let mut settled = HashSet::new();
+    // One after the other, the last first: it knows most. What it has overtaken is looked at again when it is settled.
+    while let Some(session) = next_unfinished(&config.journal_directory, &identity, &settled)? {
+        settled.insert(session);
+        let finishing = json!({ "event": "finishing-session", "session": session });
+        output
+            .event(&finishing, || format!("finishing session {session}, whose vmferry was killed"));
         let mut config = config.clone();
-        config.session = session.session;
+        config.session = session;
         let orders = Orders::new();
         let about =
             json!({ "name": name, "uuid": identity.uuid, "guest": "qemu", "phase": "stopped" });
@@ -140,6 +144,28 @@ fn settle_unfinished(
         }
     }
     Ok(())
+}
+
+/// A session of the guest that nobody has brought to its end, and that no later one has overtaken.
+fn next_unfinished(
+    journals: &Path,
+    guest: &GuestIdentity,
+    settled: &HashSet<SessionId>,
+) -> Result<Option<SessionId>, Failure> {
+    let sessions = journal::sessions_of(journals, guest)
+        .map_err(|error| Failure::of(Code::Internal, error))?;
+    for one in journal::unfinished(&sessions, guest) {
+        match journal::since(&sessions, one.session) {
+            _ if settled.contains(&one.session) => {}
+            Since::Nothing => return Ok(Some(one.session)),
+            Since::SentAgain(_) => {}
+            Since::Unclear(session) => {
+                let error = QemuError::MayBeGiven { session };
+                return Err(Failure::of(Code::WrongState, error));
+            }
+        }
+    }
+    Ok(None)
 }
 
 fn source_config(

@@ -1,7 +1,5 @@
 //! The destination's machine from the announcement of a guest to its acceptance or refusal.
 
-use std::time::Duration;
-
 use vmferry_memory::SlotLayout;
 use vmferry_wire::{ControlMessage, Reason, Release};
 
@@ -19,7 +17,7 @@ impl Destination {
         self.phase = Phase::Refused;
     }
 
-    pub(super) fn on_prepared(&mut self, _now: Duration, result: Result<(), MigrateError>) {
+    pub(super) fn on_prepared(&mut self, result: Result<(), MigrateError>) {
         match (result, self.session()) {
             (Ok(()), Some(session)) if self.phase == Phase::Preparing => {
                 self.phase = Phase::Opening;
@@ -37,7 +35,7 @@ impl Destination {
         }
     }
 
-    pub(super) fn on_opened(&mut self, now: Duration, result: Result<(), MigrateError>) {
+    pub(super) fn on_opened(&mut self, result: Result<(), MigrateError>) {
         if let Err(error) = result {
             // Without OPEN a restart could not tell this session from an unknown one.
             self.refuse(error.reason_for_peer());
