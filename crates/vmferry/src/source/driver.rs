@@ -174,6 +174,9 @@ trait GuestSide<V: Resume> {
     /// Does what is due now and then, and says when that is next.
     fn review(&mut self, core: &mut Core<'_, V>) -> Option<Duration>;
 
+    /// The guest stays: what its VMM closes from now on is no end of what it has sent.
+    fn give_up(&mut self);
+
     /// No frame is wanted any more, and the lanes' queues are closed.
     fn stop(&mut self, core: &mut Core<'_, V>);
 }
@@ -365,6 +368,7 @@ impl<'a, V: Resume> Core<'a, V> {
                 None
             }
             Action::Resume => {
+                side.give_up();
                 if let Err(error) = self.held.resume(self.machine.handover()) {
                     self.resume_failure = Some(error);
                 }

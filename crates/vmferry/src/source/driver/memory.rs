@@ -140,6 +140,8 @@ impl<V: SourceVm> GuestSide<V> for MemoryGuest {
         self.freed.review()
     }
 
+    fn give_up(&mut self) {}
+
     fn stop(&mut self, core: &mut Core<'_, V>) {
         if self.throttled
             && let Held::Running(running) = &mut core.held

@@ -204,6 +204,12 @@ impl<V: StreamedVm> GuestSide<V> for StreamedGuest {
         Some(REVIEW)
     }
 
+    fn give_up(&mut self) {
+        if let Some(streams) = &self.streams {
+            streams.give_up();
+        }
+    }
+
     fn stop(&mut self, core: &mut Core<'_, V>) {
         // The VMM first: what it still writes may have to be read until it has given up.
         if self.begun

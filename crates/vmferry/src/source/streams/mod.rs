@@ -11,7 +11,7 @@ mod packers;
 mod reader;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 
 use crossbeam_channel::Sender;
@@ -59,6 +59,8 @@ pub struct Tally {
     pub pass: AtomicU32,
     /// Wrapping sum of the hashes of all pieces.
     pub digest: AtomicU64,
+    /// The guest stays, and no stream is to come to its end.
+    pub given_up: AtomicBool,
 }
 
 /// All streams of a guest at work. Dropped, no thread is left.
@@ -74,7 +76,7 @@ impl Streams {
     /// # Errors
     /// If the system has no thread left. The signal may be closed then.
     pub fn start(streams: Vec<OutgoingStream>, context: &StreamContext) -> std::io::Result<Self> {
-        let tally = Arc::new(Tally { pass: AtomicU32::new(1), digest: AtomicU64::new(0) });
+        let tally = Arc::new(Tally { pass: AtomicU32::new(1), ..Tally::default() });
         let share = u64::from(MAX_KEPT_PAGES) * vmferry_memory::PAGE_SIZE as u64;
         let kept_bytes = context.kept_bytes.min(share) / streams.len().max(1) as u64;
         let packers = Packers::start(context, &tally)?;
@@ -116,6 +118,12 @@ impl Streams {
     /// The VMM is in the next pass from now on.
     pub fn next_pass(&self) {
         self.tally.pass.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// No stream comes to its end from now on: a destination whose VMM was told that there is no more would say that its load has
+    /// failed, before it hears why.
+    pub fn give_up(&self) {
+        self.tally.given_up.store(true, Ordering::Relaxed);
     }
 
     /// The digest of everything that was read; of all of it once the lanes have sent all.

@@ -218,6 +218,9 @@ impl StreamReader {
 
     /// Says on the lane that the stream is over.
     fn end(&self, ticket: u64) {
+        if self.tally.given_up.load(Ordering::Relaxed) {
+            return;
+        }
         let Some(mut frame) = self.acquire() else { return };
         frame.end_of_round(self.tally.pass.load(Ordering::Relaxed));
         let (rearm, log, free) = (Duration::ZERO, "VMM", 0);
