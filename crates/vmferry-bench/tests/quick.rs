@@ -5,9 +5,21 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
+/// Whether a test is left to `make test-all`, which it says then: each benchmark takes its seconds, quick or not.
+fn skipped() -> bool {
+    let skipped = std::env::var_os("VMFERRY_TEST_ALL").is_none();
+    if skipped {
+        println!("SKIPPED: a part of the long matrix (`make test-all`)");
+    }
+    skipped
+}
+
 /// Needs the `vmferry` command beside it, which the workspace's tests build.
 #[test]
 fn qemu_prints_one_object_of_the_promised_shape() {
+    if skipped() {
+        return;
+    }
     let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
         .args(["qemu", "--json", "--quick"])
         .output()
@@ -73,6 +85,9 @@ fn carried_prints_one_object_of_the_promised_shape() {
 
 #[test]
 fn place_prints_one_object_of_the_promised_shape() {
+    if skipped() {
+        return;
+    }
     let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
         .args(["place", "--json", "--quick"])
         .output()
@@ -112,6 +127,9 @@ fn engine_prints_one_object_of_the_promised_shape() {
 /// Needs KVM: the guest of threads has no balloon.
 #[test]
 fn free_pages_prints_one_object_of_the_promised_shape() {
+    if skipped() {
+        return;
+    }
     if !std::path::Path::new("/dev/kvm").exists() {
         eprintln!("SKIPPED free_pages_prints_one_object_of_the_promised_shape: no /dev/kvm");
         return;
@@ -139,6 +157,9 @@ fn free_pages_prints_one_object_of_the_promised_shape() {
 
 #[test]
 fn socket_prints_one_object_of_the_promised_shape() {
+    if skipped() {
+        return;
+    }
     let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
         .args(["socket", "--json", "--quick"])
         .output()
@@ -210,6 +231,9 @@ fn bitmap_prints_one_object_of_the_promised_shape() {
 
 #[test]
 fn dirty_log_prints_one_object_of_the_promised_shape() {
+    if skipped() {
+        return;
+    }
     let result = with_plots("dirty-log");
     assert_eq!(result["name"], "dirty-log");
     let rows = result["rows"].as_array().unwrap();
@@ -270,6 +294,9 @@ fn compression_prints_one_object_of_the_promised_shape() {
 
 #[test]
 fn transport_prints_one_object_of_the_promised_shape() {
+    if skipped() {
+        return;
+    }
     let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
         .args(["transport", "--json", "--quick"])
         .output()

@@ -68,7 +68,7 @@ fn the_sender_is_killed_in_each_phase_and_the_guest_runs_on() {
 fn killed_at_any_moment_of_the_attach_it_harms_nothing() {
     let mut scene = Scene::new(Version::V10_0, Way::Attached);
     let tls = scene.world.tls();
-    for attempt in 0..if all() { 300 } else { 60 } {
+    for attempt in 0..if all() { 300 } else { 20 } {
         let arguments =
             ["send", "--qemu", text(&scene.here.qmp), "--to", "127.0.0.1:1", "--tls", &tls];
         let mut send = scene.a.start(&arguments);
