@@ -72,15 +72,25 @@ fn kind(target: &str) -> String {
 /// The processes whose hosts are in this directory, with their command lines. Nobody else knows its name.
 pub fn processes(world: &Path) -> BTreeMap<u32, String> {
     let wanted = format!("VMFERRY_RUNTIME_DIR={}/", world.display());
+    processes_where(|variable| variable.starts_with(wanted.as_bytes()))
+}
+
+/// The processes that were started for a host.
+pub fn processes_of(host: &Host) -> BTreeMap<u32, String> {
+    let wanted = format!("VMFERRY_RUNTIME_DIR={}", host.runtime.display());
+    processes_where(|variable| variable == wanted.as_bytes())
+}
+
+/// The processes with such a variable in their environment.
+fn processes_where(is: impl Fn(&[u8]) -> bool) -> BTreeMap<u32, String> {
     let mut found = BTreeMap::new();
     for entry in std::fs::read_dir("/proc").unwrap().flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
             continue;
         };
         let read = |name: &str| std::fs::read(entry.path().join(name)).unwrap_or_default();
-        let has = |variable: &[u8]| variable.starts_with(wanted.as_bytes());
         // Of one that has ended and is not buried nothing can be read.
-        if read("environ").split(|&byte| byte == 0).any(has) {
+        if read("environ").split(|&byte| byte == 0).any(&is) {
             let line = String::from_utf8_lossy(&read("cmdline")).replace('\0', " ");
             found.insert(pid, line);
         }

@@ -250,13 +250,18 @@ impl Host {
     }
 }
 
-/// Runs cases that mostly wait side by side, in the order given; the first that fails fails all.
+/// Runs cases with QEMUs, which mostly wait, side by side.
 pub fn in_parallel<T: Send>(cases: Vec<T>, run: impl Fn(T) + Sync) {
     /// More QEMUs at once would wait for each other's processors.
     const AT_ONCE: usize = 5;
+    several_at_once(AT_ONCE, cases, run);
+}
+
+/// Runs cases so many at a time, in the order given; the first that fails fails all.
+pub fn several_at_once<T: Send>(at_once: usize, cases: Vec<T>, run: impl Fn(T) + Sync) {
     let left = std::sync::Mutex::new(cases.into_iter());
     std::thread::scope(|scope| {
-        for _ in 0..AT_ONCE {
+        for _ in 0..at_once {
             scope.spawn(|| {
                 loop {
                     let next = left.lock().unwrap().next();

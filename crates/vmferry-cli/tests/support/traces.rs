@@ -10,6 +10,7 @@ use vmferry_qemu::Qmp;
 use vmferry_qemu_lab::Qemu;
 
 use super::Host;
+use super::leftovers::processes_of;
 
 /// A QEMU as it was before anybody came: the settings of its migration, and how many descriptors it has of each kind.
 #[derive(Debug, PartialEq)]
@@ -57,7 +58,7 @@ pub fn nothing_is_left(hosts: &[&Host], qemus: &[&Qemu]) {
     let deadline = Instant::now() + Duration::from_secs(60);
     for host in hosts {
         loop {
-            let left = processes_of(&host.runtime);
+            let left = processes_of(host);
             if left.is_empty() {
                 break;
             }
@@ -76,23 +77,6 @@ pub fn nothing_is_left(hosts: &[&Host], qemus: &[&Qemu]) {
         let name = format!("vmferry-{}", qemu.child.id());
         assert_eq!(group(Path::new("/sys/fs/cgroup"), &name, 6), None, "a control group is left");
     }
-}
-
-/// Processes that were started for a host, by their environment.
-fn processes_of(runtime: &Path) -> Vec<(u32, String)> {
-    let wanted = format!("VMFERRY_RUNTIME_DIR={}", runtime.display()).into_bytes();
-    let mut found = Vec::new();
-    for entry in std::fs::read_dir("/proc").unwrap().flatten() {
-        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
-            continue;
-        };
-        let environment = std::fs::read(entry.path().join("environ")).unwrap_or_default();
-        if environment.split(|&byte| byte == 0).any(|variable| variable == wanted) {
-            let line = std::fs::read_to_string(entry.path().join("cmdline")).unwrap_or_default();
-            found.push((pid, line.replace('\0', " ")));
-        }
-    }
-    found
 }
 
 fn group(at: &Path, name: &str, depth: u32) -> Option<PathBuf> {

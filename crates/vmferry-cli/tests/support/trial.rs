@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::leftovers::{Descriptors, Living, descriptors_at_rest, left, processes};
 use super::outcomes::{Outcome, Owner};
 use super::proxy::{Message, Proxy};
-use super::{Ended, Host, Running, World, run_ok};
+use super::{Ended, Host, Running, World, run_ok, several_at_once};
 
 /// A moment in a migration.
 #[derive(Clone, Copy, Debug)]
@@ -368,23 +368,15 @@ pub fn of_a_destination() -> Descriptors {
 }
 
 /// Does jobs side by side, as most of each is waiting; says which have failed.
-pub fn side_by_side<J>(at_a_time: usize, jobs: Vec<J>, work: impl Fn(&J) + Sync)
+pub fn side_by_side<J>(at_once: usize, jobs: Vec<J>, work: impl Fn(&J) + Sync)
 where
     J: std::fmt::Debug + Send + Sync,
 {
-    let next = Mutex::new(jobs.iter());
     let failed = Mutex::new(Vec::new());
-    std::thread::scope(|scope| {
-        for _ in 0..at_a_time.min(jobs.len()) {
-            scope.spawn(|| {
-                loop {
-                    let Some(job) = next.lock().unwrap().next() else { return };
-                    let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| work(job)));
-                    if done.is_err() {
-                        failed.lock().unwrap().push(format!("{job:?}"));
-                    }
-                }
-            });
+    several_at_once(at_once, jobs, |job| {
+        let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| work(&job)));
+        if done.is_err() {
+            failed.lock().unwrap().push(format!("{job:?}"));
         }
     });
     let failed = failed.into_inner().unwrap();
