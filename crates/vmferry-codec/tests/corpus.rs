@@ -13,7 +13,7 @@ use harness::TARGETS;
 #[test]
 fn every_seed_is_handled() {
     for (name, run) in TARGETS {
-        replay::every_seed(name, *run);
+        replay::every_seed(name, run);
     }
 }
 
@@ -21,7 +21,7 @@ fn every_seed_is_handled() {
 #[test]
 fn every_seed_cut_and_damaged_is_handled() {
     for (name, run) in TARGETS {
-        replay::every_seed_cut_and_damaged(name, *run, 24);
+        replay::every_seed_cut_and_damaged(name, run, 24);
     }
 }
 
