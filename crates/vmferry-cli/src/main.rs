@@ -38,6 +38,7 @@ fn main() -> ExitCode {
         Command::Pki(options) => commands::pki::run(&options, &output),
         Command::Inspect(options) => commands::inspect::run(&options, &output),
     };
+    vmferry_transport::finish_recordings();
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {

@@ -148,6 +148,10 @@ impl GuestService {
         config.check().map_err(|error| bad_request(&error))?;
         let orders = self.begin()?;
         let result = self.migrate_with(&dialer, config, &orders, replies);
+        // The client may look at the files once it has its answer. Where the guest runs is settled.
+        if let Some(recorder) = &dialer.recorder {
+            recorder.flush();
+        }
         for message in ends.try_iter() {
             let _ = replies.event(&json!({ "event": "recording", "message": message }));
         }

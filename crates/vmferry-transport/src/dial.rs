@@ -1,6 +1,6 @@
 //! Reaching a destination.
 
-use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, SocketAddrV6, TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -187,7 +187,9 @@ impl Dialer {
 }
 
 impl Address {
-    /// The IP addresses of its host, for a [`Dialer::known_addresses`] in another process; none if it has no host.
+    /// The IP addresses of its host, for a [`Dialer::known_addresses`] in another process; none if it has no host, or
+    /// one whose addresses are of one link (`fe80::1%eth0`), since they are nothing without it: the other process looks
+    /// such a host up itself.
     ///
     /// # Errors
     /// [`TransportError::Resolve`].
@@ -195,11 +197,17 @@ impl Address {
         match self {
             Self::Tcp { host, port } | Self::Tls { host, port } | Self::Grpc { host, port, .. } => {
                 let found = resolve(host, *port, &self.to_string())?;
-                Ok(found.into_iter().map(|address| address.ip()).collect())
+                Ok(without_scopes(&found))
             }
             Self::Unix(_) | Self::Fd(_) => Ok(Vec::new()),
         }
     }
+}
+
+/// The addresses, none if one of them is of a link, which an [`IpAddr`] does not say.
+fn without_scopes(found: &[SocketAddr]) -> Vec<IpAddr> {
+    let scoped = |address: &SocketAddr| matches!(address, SocketAddr::V6(v6) if v6.scope_id() != 0);
+    if found.iter().any(scoped) { Vec::new() } else { found.iter().map(SocketAddr::ip).collect() }
 }
 
 /// All addresses of a host.
@@ -211,8 +219,37 @@ pub(crate) fn resolve(
     if let Ok(ip) = host.parse::<IpAddr>() {
         return Ok(vec![SocketAddr::new(ip, port)]);
     }
+    // A link by its number needs no resolver either.
+    if let Ok(address) = format!("[{host}]:{port}").parse::<SocketAddrV6>() {
+        return Ok(vec![address.into()]);
+    }
     (host, port)
         .to_socket_addrs()
         .map(Iterator::collect)
         .map_err(|source| TransportError::Resolve { address: name.to_owned(), source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn looked_up(text: &str) -> Vec<IpAddr> {
+        text.parse::<Address>().unwrap().look_up().unwrap()
+    }
+
+    #[test]
+    fn an_address_of_one_link_is_left_to_the_other_process() {
+        assert_eq!(looked_up("tcp:[fe80::1]:7001"), ["fe80::1".parse::<IpAddr>().unwrap()]);
+        assert_eq!(looked_up("tcp:192.0.2.1:7001"), ["192.0.2.1".parse::<IpAddr>().unwrap()]);
+        // The loopback device has the name and the number in every network namespace.
+        for host in ["fe80::1%lo", "fe80::1%1"] {
+            let resolved = resolve(host, 7001, host).unwrap();
+            let scoped = SocketAddrV6::new("fe80::1".parse().unwrap(), 7001, 0, 1);
+            assert_eq!(resolved[0], SocketAddr::V6(scoped), "{host}");
+            assert!(looked_up(&format!("tcp:[{host}]:7001")).is_empty(), "{host}");
+        }
+        let mixed = ["192.0.2.1:1", "[fe80::1%3]:1"].map(|text| text.parse().unwrap());
+        assert!(without_scopes(&mixed).is_empty(), "an address that lacks its link would be tried");
+        assert_eq!(without_scopes(&mixed[..1]).len(), 1);
+    }
 }

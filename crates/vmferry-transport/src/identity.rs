@@ -153,6 +153,9 @@ impl TlsIdentity {
         }
         // The same set is judged once, whatever comes of it.
         state.seen = seen;
+        if !self.files.can_be_read_again() {
+            return None;
+        }
         let fresh = self
             .files
             .read(state.configurations.has_revocations, &[])

@@ -44,6 +44,7 @@ pub use listen::{Listener, ListenerCloser, Pending};
 pub use rate::RateLimiter;
 pub use recording::{
     Direction, RECORDING_HEADER_BYTES, RECORDING_MAGIC, Recorder, RecordingHeader, RecordingSide,
+    finish_recordings,
 };
 pub use stamp::FileStamp;
 pub use transport::{Close, Receive, Transmit, Transport};

@@ -4,18 +4,22 @@
 //! they were read or written; which channel it is, of which session, stands in the greeting that they begin with.
 //! **Guest memory stands in them, and the session's token**: the directory has mode 0700, and the files 0600.
 //!
-//! Recording never changes what a channel does: a disk that is full, or the limit, ends the recording and is told of.
+//! Recording never changes what a channel does: a disk that is full, or too slow, or the limit, ends the recording and
+//! is told of. No channel waits for the disk, since a guest may stand still meanwhile: a [writer] of its own does.
 
-use std::fs::{DirBuilder, File, OpenOptions};
+mod writer;
+
+use std::fs::DirBuilder;
 use std::io::{self, IoSlice, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::error::TransportError;
 use crate::transport::{Close, Receive, Transmit, Transport};
+pub use writer::finish_recordings;
+use writer::{FLUSH_PATIENCE, Job, Shared};
 
 /// The first bytes of a recording.
 pub const RECORDING_MAGIC: [u8; 8] = *b"VMFTRACE";
@@ -107,27 +111,22 @@ impl RecordingHeader {
     }
 }
 
-/// Whoever is told, in a line, that the recording has ended and why.
-type Teller = Box<dyn Fn(&str) + Send + Sync>;
-
 /// Records the channels of one side. Clones are the same recorder.
 #[derive(Clone)]
-pub struct Recorder(Arc<Shared>);
+pub struct Recorder(Arc<Handle>);
 
-struct Shared {
-    directory: PathBuf,
-    side: RecordingSide,
-    limit: u64,
-    /// Bytes that may still be written.
-    left: AtomicU64,
-    ended: AtomicBool,
-    connections: AtomicU32,
-    teller: Mutex<Option<Teller>>,
+/// What the recorder's clones and its channels hold: once they have gone, the writer finishes and goes too.
+struct Handle(Arc<Shared>);
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.0.close();
+    }
 }
 
 impl std::fmt::Debug for Recorder {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Recorder").field("directory", &self.0.directory).finish_non_exhaustive()
+        f.debug_struct("Recorder").field("directory", &self.0.0.directory).finish_non_exhaustive()
     }
 }
 
@@ -150,101 +149,65 @@ impl Recorder {
                 let text = "is open to others, and guest memory would stand in it: chmod 700";
                 if open { Err(problem(text.into())) } else { Ok(()) }
             })?;
-        Ok(Self(Arc::new(Shared {
-            directory: directory.to_owned(),
-            side,
-            limit,
-            left: AtomicU64::new(limit),
-            ended: AtomicBool::new(false),
-            connections: AtomicU32::new(0),
-            teller: Mutex::default(),
-        })))
+        let shared = Shared::new(directory, side, limit);
+        Ok(Self(Arc::new(Handle(Arc::new(shared)))))
     }
 
     /// Tells `teller` in a line if the recording ends before the channels do. It must not wait.
     pub fn tell(&self, teller: impl Fn(&str) + Send + Sync + 'static) {
-        *self.0.teller.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(teller));
+        self.0.0.tell(Box::new(teller));
+    }
+
+    /// Waits until what was recorded so far has been written, but no longer than 2 s: then the recording has ended.
+    pub fn flush(&self) {
+        self.0.0.flush(Instant::now() + FLUSH_PATIENCE);
     }
 
     /// A transport whose bytes are recorded on their way.
     pub(crate) fn wrap(&self, inner: Box<dyn Transport>) -> Recorded {
-        let shared = &self.0;
         let at = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-        let tracks = shared.open(at).unwrap_or_else(|error| {
-            shared.end(&format!("can't make a file: {error}"));
-            [Track::off(shared), Track::off(shared)]
-        });
-        Recorded { inner, tracks }
+        let first = self.0.0.open(at);
+        let track = |second: u64| {
+            let number = first.map(|first| first + second);
+            Track { number, handle: Arc::clone(&self.0) }
+        };
+        Recorded { inner, tracks: [track(0), track(1)] }
     }
 }
 
-impl Shared {
-    /// The files of the next channel: to the destination, and to the source.
-    fn open(self: &Arc<Self>, at: u64) -> io::Result<[Track; 2]> {
-        loop {
-            let connection = self.connections.fetch_add(1, Ordering::Relaxed);
-            let make = |direction| -> io::Result<Track> {
-                let name = match direction {
-                    Direction::ToDestination => "to-destination",
-                    Direction::ToSource => "to-source",
-                };
-                let path = self.directory.join(format!("{connection:04}-{name}.vmftrace"));
-                let mut options = OpenOptions::new();
-                let file = options.write(true).create_new(true).mode(0o600).open(path)?;
-                let mut track = Track { file: Some(file), shared: Arc::clone(self) };
-                let header = RecordingHeader { side: self.side, direction, connection, at };
-                track.record(&header.encode());
-                Ok(track)
-            };
-            match make(Direction::ToDestination) {
-                // An earlier recording is never written over.
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-                first => return Ok([first?, make(Direction::ToSource)?]),
-            }
-        }
-    }
-
-    /// Ends the recording of all channels, and says why, once.
-    fn end(&self, why: &str) {
-        if self.ended.swap(true, Ordering::Relaxed) {
-            return;
-        }
-        if let Some(teller) = &*self.teller.lock().unwrap_or_else(PoisonError::into_inner) {
-            teller(&format!("recording to {} has ended: {why}", self.directory.display()));
-        }
-    }
-}
-
-/// One direction's file.
+/// One direction of a channel.
 struct Track {
-    file: Option<File>,
-    shared: Arc<Shared>,
+    /// The file's, for the writer; none if nothing is recorded.
+    number: Option<u64>,
+    handle: Arc<Handle>,
 }
 
 impl std::fmt::Debug for Track {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Track").field("file", &self.file).finish_non_exhaustive()
+        f.debug_struct("Track").field("number", &self.number).finish_non_exhaustive()
     }
 }
 
 impl Track {
-    fn off(shared: &Arc<Shared>) -> Self {
-        Self { file: None, shared: Arc::clone(shared) }
-    }
-
-    fn record(&mut self, bytes: &[u8]) {
-        if self.shared.ended.load(Ordering::Relaxed) {
-            self.file = None;
+    /// Records `bytes` bytes, which are asked for only if they are wanted. Never waits for a disk.
+    fn record(&mut self, bytes: usize, content: impl FnOnce(&mut Vec<u8>)) {
+        let Some(track) = self.number.filter(|_| bytes > 0) else { return };
+        let shared = &self.handle.0;
+        if shared.has_ended() {
+            return;
         }
-        let Some(file) = &mut self.file else { return };
-        let take = |left: u64| left.checked_sub(bytes.len() as u64);
-        if self.shared.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_err() {
-            self.file = None;
-            let limit = self.shared.limit;
-            self.shared.end(&format!("its limit of {limit} bytes is reached (--record-limit)"));
-        } else if let Err(error) = file.write_all(bytes) {
-            self.file = None;
-            self.shared.end(&error.to_string());
+        if shared.take(bytes) {
+            let mut copy = Vec::with_capacity(bytes);
+            content(&mut copy);
+            shared.put(Job::Write { track, bytes: copy });
+        }
+    }
+}
+
+impl Drop for Track {
+    fn drop(&mut self) {
+        if let Some(track) = self.number {
+            self.handle.0.put(Job::Close { track });
         }
     }
 }
@@ -264,7 +227,7 @@ impl Transport for Recorded {
 
     fn split(self: Box<Self>) -> (Box<dyn Receive>, Box<dyn Transmit>) {
         let Self { inner, tracks: [to_destination, to_source] } = *self;
-        let (received, sent) = match to_destination.shared.side {
+        let (received, sent) = match to_destination.handle.0.side {
             RecordingSide::Source => (to_source, to_destination),
             RecordingSide::Destination => (to_destination, to_source),
         };
@@ -286,7 +249,7 @@ struct RecordedReceive {
 impl Read for RecordedReceive {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let read = self.inner.read(into)?;
-        self.track.record(&into[..read]);
+        self.track.record(read, |copy| copy.extend_from_slice(&into[..read]));
         Ok(read)
     }
 }
@@ -310,18 +273,18 @@ struct RecordedTransmit {
 impl Write for RecordedTransmit {
     fn write(&mut self, from: &[u8]) -> io::Result<usize> {
         let written = self.inner.write(from)?;
-        self.track.record(&from[..written]);
+        self.track.record(written, |copy| copy.extend_from_slice(&from[..written]));
         Ok(written)
     }
 
     fn write_vectored(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
         let written = self.inner.write_vectored(from)?;
-        let mut left = written;
-        for slice in from {
-            let taken = left.min(slice.len());
-            self.track.record(&slice[..taken]);
-            left -= taken;
-        }
+        self.track.record(written, |copy| {
+            for slice in from {
+                let left = written - copy.len();
+                copy.extend_from_slice(&slice[..left.min(slice.len())]);
+            }
+        });
         Ok(written)
     }
 

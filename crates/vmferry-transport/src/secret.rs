@@ -18,12 +18,28 @@ const LINE: usize = 64;
 /// A private key, overwritten when it is dropped.
 pub type SecretKey = Zeroizing<PrivateKeyDer<'static>>;
 
-/// Reads a file with a key, up to `most` bytes.
+/// Most bytes of a key that come through a pipe, which does not say how many will.
+const MOST_PIPED_BYTES: u64 = 256 << 10;
+
+/// Reads a file with a key, up to `most` bytes; from a pipe or a device up to 256 KiB.
 ///
 /// # Errors
-/// What the system says.
+/// What the system says, and [`FileTooLarge`](io::ErrorKind::FileTooLarge) where a pipe has more.
 pub fn read(file: File, most: u64) -> io::Result<Zeroizing<Vec<u8>>> {
-    let bytes = file.metadata()?.len().min(most);
+    let found = file.metadata()?;
+    if !found.is_file() {
+        let most = most.min(MOST_PIPED_BYTES);
+        let content = read_up_to(file, most + 1)?;
+        return if content.len() as u64 > most {
+            Err(io::ErrorKind::FileTooLarge.into())
+        } else {
+            Ok(content)
+        };
+    }
+    read_up_to(file, found.len().min(most))
+}
+
+fn read_up_to(file: File, bytes: u64) -> io::Result<Zeroizing<Vec<u8>>> {
     // With room behind the end, where the end of the file is looked for: nothing grows.
     let mut content = Zeroizing::new(Vec::with_capacity(bytes as usize + 64));
     file.take(bytes).read_to_end(&mut content)?;
@@ -83,6 +99,9 @@ pub fn to_pem(der: &[u8]) -> Zeroizing<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
     use zeroize::{Zeroize, ZeroizeOnDrop};
 
     use super::*;
@@ -120,6 +139,36 @@ mod tests {
         }
         let damaged = text.replace("AAECAw==", "AAE!Aw==");
         assert!(from_pem(damaged.as_bytes()).is_none());
+    }
+
+    #[test]
+    fn a_key_comes_through_a_fifo() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("key");
+        mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        let through = |content: Vec<u8>, most: u64| {
+            let other = path.clone();
+            let writer = std::thread::spawn(move || {
+                let mut fifo = File::options().write(true).open(other).unwrap();
+                // In two pieces, and some time between them: the first is not all. A reader that has had enough is gone.
+                let (first, rest) = content.split_at(content.len() / 2);
+                let _ = fifo.write_all(first);
+                std::thread::sleep(std::time::Duration::from_millis(20));
+                let _ = fifo.write_all(rest);
+            });
+            let read = read(File::open(&path).unwrap(), most);
+            writer.join().unwrap();
+            read
+        };
+        let pem = to_pem(&[7; 100]);
+        let content = through(pem.as_bytes().to_vec(), 1 << 20).unwrap();
+        assert_eq!(content.as_slice(), pem.as_bytes());
+        assert_eq!(from_pem(&content).unwrap().secret_der(), [7; 100]);
+        assert_eq!(through(vec![b'x'; 300], 300).unwrap().len(), 300);
+        for (bytes, most) in [(301, 300), (MOST_PIPED_BYTES as usize + 1, u64::MAX / 2)] {
+            let error = through(vec![b'x'; bytes], most).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::FileTooLarge);
+        }
     }
 
     #[test]

@@ -8,7 +8,7 @@ use vmferry_memory::SlotLayout;
 
 use crate::algorithm::AlgorithmSet;
 use crate::error::WireError;
-use crate::fields::{self, FIELDS_SINCE, put_mandatory, put_optional};
+use crate::fields::{self, FIELDS_SINCE, Need, put_mandatory, put_optional};
 use crate::message::{
     ControlMessage, MAX_CONFIG_BYTES, MAX_FREE_RUNS, MAX_LANES, MAX_SLOTS, name_of,
 };
@@ -200,8 +200,9 @@ impl ControlMessage {
         Ok((message, rest))
     }
 
-    /// Takes a field; whether the message has one of this number.
-    fn take(&mut self, field: u16, content: &[u8]) -> Result<bool, String> {
+    /// Takes a field; how it stands in the message if that has one of this number.
+    fn take(&mut self, field: u16, content: &[u8]) -> Result<Option<Need>, String> {
+        let mut need = Need::Optional;
         match (self, field) {
             (
                 Self::Begin { release, .. }
@@ -214,15 +215,18 @@ impl ControlMessage {
                     .get_or_insert_with(|| Release { vmferry: String::new(), vmm: String::new() });
                 *(if field == RELEASE { &mut release.vmferry } else { &mut release.vmm }) = text;
             }
-            (Self::Begin { streams, .. }, STREAMS) if content.is_empty() => *streams = true,
+            (Self::Begin { streams, .. }, STREAMS) if content.is_empty() => {
+                *streams = true;
+                need = Need::Mandatory;
+            }
             (Self::Begin { .. }, STREAMS) => return Err("it has no content".into()),
             (Self::Accept { algorithms, .. }, ALGORITHMS) => {
                 let bits = content.try_into().map_err(|_| "it has 4 bytes".to_owned())?;
                 *algorithms = Some(AlgorithmSet::from_bits(u32::from_le_bytes(bits)));
             }
-            _ => return Ok(false),
+            _ => return Ok(None),
         }
-        Ok(true)
+        Ok(Some(need))
     }
 
     fn check(&self) -> Result<(), WireError> {

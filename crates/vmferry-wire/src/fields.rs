@@ -6,8 +6,8 @@
 //!  | number | length | content |     number: the low 15 bits; the top bit: mandatory
 //!  +--------+--------+---------+
 //! ```
-//! They stand in ascending order of their numbers, each at most once, to the end of the body, so that the same message
-//! has one form only. A reader leaves out an optional one that it does not know, and refuses the message for a mandatory one.
+//! They stand in ascending order of their numbers, each at most once, to the end of the body, and a reader that knows one
+//! knows whether it is mandatory, so that the same fields have one form only. It leaves out an optional one that it does not know, and refuses the message for a mandatory one.
 
 use crate::error::WireError;
 use crate::field;
@@ -19,6 +19,22 @@ pub(crate) const FIELDS_SINCE: u16 = 2;
 const MANDATORY: u16 = 1 << 15;
 
 const HEAD_BYTES: usize = 6;
+
+/// Whether a reader may leave a field out that it does not know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Need {
+    Optional,
+    Mandatory,
+}
+
+impl std::fmt::Display for Need {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Optional => "optional",
+            Self::Mandatory => "mandatory",
+        })
+    }
+}
 
 /// Appends a field that a reader may ignore. The caller keeps to the order of numbers.
 pub(crate) fn put_optional(into: &mut Vec<u8>, number: u16, content: &[u8]) {
@@ -38,16 +54,17 @@ fn put(into: &mut Vec<u8>, number: u16, content: &[u8]) {
     into.extend_from_slice(content);
 }
 
-/// Reads all fields of a message. `take` is shown number and content of each, and says whether it knows the number.
+/// Reads all fields of a message. `take` is shown number and content of each, and says how the field stands in the message
+/// if it knows the number.
 /// Returns the numbers of those that were left out.
 ///
 /// # Errors
 /// [`WireError::UnknownField`] for a mandatory one that `take` does not know, [`WireError::BadBody`] for fields that are cut
-/// off, out of order or there twice, and for what `take` says of a content.
+/// off, out of order, there twice or mandatory where they are optional or the other way round, and for what `take` says of a content.
 pub(crate) fn read<'a>(
     message: &'static str,
     mut rest: &'a [u8],
-    mut take: impl FnMut(u16, &'a [u8]) -> Result<bool, String>,
+    mut take: impl FnMut(u16, &'a [u8]) -> Result<Option<Need>, String>,
 ) -> Result<Vec<u16>, WireError> {
     let bad = |detail: String| WireError::BadBody { message, detail };
     let mut ignored = Vec::new();
@@ -69,11 +86,16 @@ pub(crate) fn read<'a>(
         };
         let known =
             take(number, content).map_err(|detail| bad(format!("field {number}: {detail}")))?;
-        if !known && tagged & MANDATORY != 0 {
-            return Err(WireError::UnknownField { message, field: number });
-        }
-        if !known {
-            ignored.push(number);
+        let found = if tagged & MANDATORY == 0 { Need::Optional } else { Need::Mandatory };
+        match (known, found) {
+            (Some(known), found) if known != found => {
+                return Err(bad(format!("field {number} is {found} and must be {known}")));
+            }
+            (Some(_), _) => {}
+            (None, Need::Optional) => ignored.push(number),
+            (None, Need::Mandatory) => {
+                return Err(WireError::UnknownField { message, field: number });
+            }
         }
         rest = behind;
     }
@@ -93,7 +115,7 @@ mod tests {
             if number == 3 {
                 third = content.to_vec();
             }
-            Ok(number == 3)
+            Ok((number == 3).then_some(Need::Optional))
         })?;
         Ok((third, ignored))
     }
@@ -129,6 +151,14 @@ mod tests {
         }
         let error = read_all(b"\x03\x00\xff\xff\xff\xff").unwrap_err().to_string();
         assert_eq!(error, "bad TEST: field 3 has 4294967295 bytes, and 0 are left");
+    }
+
+    #[test]
+    fn a_field_is_taken_with_its_own_bit_only() {
+        let mut bytes = Vec::new();
+        put_mandatory(&mut bytes, 3, b"abc");
+        let error = read_all(&bytes).unwrap_err().to_string();
+        assert_eq!(error, "bad TEST: field 3 is mandatory and must be optional");
     }
 
     proptest! {

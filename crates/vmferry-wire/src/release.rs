@@ -28,6 +28,10 @@ impl Release {
     /// A name as it comes from the wire.
     pub(crate) fn checked(content: &[u8]) -> Result<String, String> {
         let text = std::str::from_utf8(content).map_err(|_| "it is no text".to_owned())?;
+        // What has no name is left out: an empty one would be another form of the same message.
+        if text.is_empty() {
+            return Err("the name of a release is empty".into());
+        }
         if text.len() > MAX_RELEASE_BYTES || text.chars().any(char::is_control) {
             return Err("the name of a release is too long or not printable".into());
         }
@@ -51,7 +55,7 @@ mod tests {
         let release = Release::of_this(&format!("QEMU\n 10.0{}", "é".repeat(99)));
         assert!(release.to_string().contains(", QEMU 10.0é"), "{release}");
         assert_eq!(Release::checked(release.vmm.as_bytes()), Ok(release.vmm));
-        for bad in [&b"a\x1b[2J"[..], b"\xff", &[b'a'; 65]] {
+        for bad in [&b""[..], b"a\x1b[2J", b"\xff", &[b'a'; 65]] {
             assert!(Release::checked(bad).is_err());
         }
         assert_eq!(

@@ -12,7 +12,7 @@ use support::{DestinationGuest, Scenario, kept, nothing, test_all};
 use vmferry::chain;
 use vmferry::compression::CompressionWay;
 use vmferry::error::ErrorClass;
-use vmferry_codec::apply_delta;
+use vmferry_codec::{Decompressors, apply_delta};
 use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun, page_hash};
 use vmferry_wire::{Algorithm, Encoding, FrameHeader, FrameKind, Run};
 
@@ -225,10 +225,26 @@ fn with(frame: &Wire, encoding: Encoding) -> Option<Wire> {
 
 fn flip_packed(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
     let mut frame = with(frame, Encoding::Packed)?;
+    let algorithm = frame.header.algorithm?;
+    let packed_runs = frame.runs.iter().filter(|run| run.encoding == Encoding::Packed);
+    let mut plain = vec![0; packed_runs.map(Run::content_bytes).sum()];
+    let mut decompressors = Decompressors::default();
+    decompressors.decompress(algorithm, frame.packed(), &mut plain).expect("it is sound yet");
+    let mut says_the_same = |packed: &[u8]| {
+        let mut damaged = vec![0; plain.len()];
+        decompressors.decompress(algorithm, packed, &mut damaged).is_ok() && damaged == plain
+    };
+    // One bit may be of a distance that then leads to another copy of the same bytes: the first one that is not.
     let packed = frame.packed_mut();
-    // One bit alone may be of a distance that then leads to another copy of the same bytes.
-    let middle = packed.len() / 2;
-    packed[middle..].iter_mut().take(16).for_each(|byte| *byte ^= 0x40);
+    let flipped = (packed.len() / 2 * 8..packed.len() * 8).any(|bit| {
+        packed[bit / 8] ^= 1 << (bit % 8);
+        let matters = !says_the_same(packed);
+        if !matters {
+            packed[bit / 8] ^= 1 << (bit % 8);
+        }
+        matters
+    });
+    assert!(flipped, "no bit of the second half matters");
     Some(frame.sealed())
 }
 

@@ -31,7 +31,7 @@ pub struct IdentityFiles {
     pub ca: PathBuf,
     /// This host's chain, its own certificate first (PEM).
     pub certificate: PathBuf,
-    /// Its key (PEM), which nobody but its owner may read.
+    /// Its key (PEM), which nobody but its owner may read. From a pipe it is read once, and then nothing is renewed.
     pub key: PathBuf,
     /// Revocation lists of the authorities (PEM). Of an authority that has none, every certificate counts that
     /// is in date; of one that has some the newest counts, and one that is out of date refuses everybody.
@@ -78,6 +78,12 @@ impl IdentityFiles {
     /// How each file is now; none if it can't be looked at.
     pub fn stamps(&self) -> Vec<Option<FileStamp>> {
         self.paths().map(FileStamp::of).collect()
+    }
+
+    /// Whether they can be read once more. A pipe has nothing more to say, and would be waited for.
+    pub fn can_be_read_again(&self) -> bool {
+        let is_other = |path| std::fs::metadata(path).is_ok_and(|found| !found.is_file());
+        !self.paths().any(is_other)
     }
 
     /// All of them, in the order in which [`TlsIdentity::new_opened`](crate::TlsIdentity::new_opened) may be given them;
@@ -216,7 +222,10 @@ fn open(path: &Path, opened: &[(PathBuf, File)]) -> io::Result<File> {
     match opened.iter().find(|(name, _)| name == path) {
         Some((_, file)) => {
             let mut file = file.try_clone()?;
-            file.rewind()?;
+            // A pipe has no beginning to go back to, and gives what it has once.
+            if file.metadata()?.is_file() {
+                file.rewind()?;
+            }
             Ok(file)
         }
         None => File::open(path),

@@ -1,13 +1,16 @@
-use std::io::{IoSlice, Read, Write};
+use std::fs::File;
+use std::io::{IoSlice, PipeReader, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
+use std::sync::{Mutex, mpsc};
 
 use super::*;
-use crate::{Dialer, Listener};
+use crate::{ChannelWriter, Dialer, Listener};
 
 /// A channel that is recorded at both sides: what each wrote, with gathered writes among it.
 fn exchange(here: Option<Recorder>, there: Option<Recorder>) {
+    let recorders = [here.clone(), there.clone()];
     let (one, other) = UnixStream::pair().unwrap();
     let mut dialer = Dialer::over([OwnedFd::from(one)]).unwrap();
     dialer.recorder = here;
@@ -30,6 +33,7 @@ fn exchange(here: Option<Recorder>, there: Option<Recorder>) {
     found.clear();
     reader.read_to_string(&mut found).unwrap();
     assert_eq!(found, "and back");
+    recorders.iter().flatten().for_each(Recorder::flush);
 }
 
 /// The files of a directory by name, and that nobody else can read them.
@@ -81,16 +85,135 @@ fn the_limit_ends_the_recording_and_not_the_channel() {
     // Two headers and 8 bytes: the way back is over the limit.
     let limit = 2 * RECORDING_HEADER_BYTES as u64 + 8;
     let recorder = Recorder::new(&directory, RecordingSide::Source, limit).unwrap();
-    let said = Arc::new(Mutex::new(Vec::new()));
-    let hearer = Arc::clone(&said);
-    recorder.tell(move |text| hearer.lock().unwrap().push(text.to_owned()));
+    let said = hear(&recorder);
+    exchange(Some(recorder.clone()), None);
     exchange(Some(recorder.clone()), None);
     exchange(Some(recorder), None);
-    let bytes: usize = files(&directory).iter().map(|(_, bytes)| bytes.len()).sum();
-    assert!(bytes as u64 <= limit, "{bytes}");
+    let found = files(&directory);
+    let bytes: usize = found.iter().map(|(_, bytes)| bytes.len()).sum();
+    assert_eq!(bytes as u64, limit, "both headers, and what was sent first");
+    assert_eq!(found.len(), 2, "the channels after the end have no files");
     let said = said.lock().unwrap();
     assert_eq!(said.len(), 1, "{said:?}");
     assert!(said[0].contains("its limit of 56 bytes"), "{said:?}");
+}
+
+#[test]
+fn a_limit_below_the_headers_makes_no_file() {
+    let root = tempfile::tempdir().unwrap();
+    let directory = root.path().join("r");
+    let limit = 2 * RECORDING_HEADER_BYTES as u64 - 1;
+    let recorder = Recorder::new(&directory, RecordingSide::Source, limit).unwrap();
+    let said = hear(&recorder);
+    exchange(Some(recorder), None);
+    assert!(files(&directory).is_empty());
+    assert_eq!(said.lock().unwrap().len(), 1);
+}
+
+#[test]
+fn a_disk_that_fails_ends_the_recording_and_not_the_channel() {
+    let full = |_: &Path| File::options().write(true).open("/dev/full");
+    let recorder = on_disk(1 << 20, full);
+    let said = hear(&recorder);
+    exchange(Some(recorder.clone()), None);
+    exchange(Some(recorder), None);
+    let said = said.lock().unwrap();
+    assert_eq!(said.len(), 1, "{said:?}");
+    assert!(said[0].contains("No space left"), "{said:?}");
+}
+
+/// A disk that takes what fits into a pipe, and then nothing until somebody reads.
+#[test]
+fn a_disk_that_hangs_holds_up_no_channel() {
+    let (reader, disk) = hanging_disk();
+    let recorder = on_disk(1 << 20, disk);
+    let said = hear(&recorder);
+    let (mut ours, mut theirs) = channel(&recorder);
+    let sent = content(4 << 20);
+    let (done, is_done) = mpsc::channel();
+    let whole = sent.clone();
+    // On threads of their own: one that waits for the disk fails the test instead of holding it up.
+    let writing = std::thread::spawn(move || ours.write_all(&whole).map(|()| ours));
+    let reading = std::thread::spawn(move || {
+        let mut found = vec![0; 4 << 20];
+        theirs.read_exact(&mut found).unwrap();
+        done.send(found).unwrap();
+    });
+    let found = is_done.recv_timeout(Duration::from_secs(60)).expect("the channel goes on");
+    assert!(found == sent, "what was sent has come");
+    let ours = writing.join().unwrap().unwrap();
+    reading.join().unwrap();
+    {
+        let said = said.lock().unwrap();
+        assert_eq!(said.len(), 1, "{said:?}");
+        assert!(said[0].contains("too slow: more than 1 MiB"), "{said:?}");
+    }
+    // The end waits for it no longer than is said.
+    recorder.0.0.flush(Instant::now() + Duration::from_millis(20));
+    assert!(recorder.0.0.waits_for_nothing(), "what was queued is dropped");
+    assert_eq!(said.lock().unwrap().len(), 1, "it is told of once");
+    drop((ours, recorder, reader));
+}
+
+#[test]
+fn what_is_queued_is_written_at_the_end() {
+    let (mut reader, disk) = hanging_disk();
+    let recorder = on_disk(1 << 20, disk);
+    let said = hear(&recorder);
+    let (mut ours, mut theirs) = channel(&recorder);
+    let sent = content(300 << 10);
+    let whole = sent.clone();
+    let writing = std::thread::spawn(move || ours.write_all(&whole));
+    theirs.read_exact(&mut vec![0; 300 << 10]).unwrap();
+    writing.join().unwrap().unwrap();
+    // Both directions are in the one pipe: two headers, and what was sent.
+    let whole = 2 * RECORDING_HEADER_BYTES + sent.len();
+    let reading = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(50));
+        let mut found = vec![0; whole];
+        reader.read_exact(&mut found).map(|()| found)
+    });
+    recorder.0.0.flush(Instant::now() + Duration::from_secs(60));
+    assert!(said.lock().unwrap().is_empty());
+    let found = reading.join().unwrap().unwrap();
+    assert!(found[2 * RECORDING_HEADER_BYTES..] == sent, "in the order that it was sent in");
+}
+
+/// What a recorder says.
+fn hear(recorder: &Recorder) -> Arc<Mutex<Vec<String>>> {
+    let said = Arc::new(Mutex::new(Vec::new()));
+    let hearer = Arc::clone(&said);
+    recorder.tell(move |text| hearer.lock().unwrap().push(text.to_owned()));
+    said
+}
+
+/// A recorder whose files are what `make` makes.
+fn on_disk(
+    most_queued: usize,
+    make: impl Fn(&Path) -> io::Result<File> + Send + Sync + 'static,
+) -> Recorder {
+    let (path, side) = (Path::new("/nowhere"), RecordingSide::Source);
+    let shared = Shared::on(path, side, u64::MAX, most_queued, Box::new(make));
+    Recorder(Arc::new(Handle(Arc::new(shared))))
+}
+
+/// All files are the one pipe.
+fn hanging_disk() -> (PipeReader, impl Fn(&Path) -> io::Result<File> + Send + Sync + 'static) {
+    let (reader, writer) = io::pipe().unwrap();
+    (reader, move |_: &Path| Ok(File::from(OwnedFd::from(writer.try_clone()?))))
+}
+
+/// A recorded channel's sending half, and the peer.
+fn channel(recorder: &Recorder) -> (ChannelWriter, UnixStream) {
+    let (one, other) = UnixStream::pair().unwrap();
+    let mut dialer = Dialer::over([OwnedFd::from(one)]).unwrap();
+    dialer.recorder = Some(recorder.clone());
+    let (_, writer) = dialer.connect().unwrap().split();
+    (writer, other)
+}
+
+fn content(bytes: usize) -> Vec<u8> {
+    (0..bytes).map(|at| (at / 7) as u8).collect()
 }
 
 #[test]

@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use rustix::fs::{CWD, FileType, Mode, mknodat};
+
 use super::{Pki, join, listen, pair};
 use crate::pki::{self, IssueRequest, Validity};
 use crate::{Dialer, IdentityFiles, Listener, TlsIdentity, TransportError};
@@ -194,6 +196,24 @@ fn renewed_files_count_for_the_next_channel_and_broken_ones_do_not() {
     revoked();
     let words = std::mem::take(&mut *said.lock().unwrap());
     assert!(words.iter().any(|line| line.contains("crl.pem: can't be read")), "{words:?}");
+}
+
+#[test]
+fn a_key_from_a_pipe_is_read_once_and_then_nothing_is_waited_for() {
+    let pki = Pki::new();
+    let files = pki.files("a", Validity::days(1));
+    let key = std::fs::read(&files.key).unwrap();
+    std::fs::remove_file(&files.key).unwrap();
+    mknodat(CWD, &files.key, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    let path = files.key.clone();
+    let writer = std::thread::spawn(move || std::fs::write(path, key).unwrap());
+    let server = identity(files.clone());
+    writer.join().unwrap();
+    let listener = listen("tls:127.0.0.1:0", Some(server));
+    let client = pki.local("b");
+    pair(&listener, &dialer(&listener, &client));
+    copy(&pki.files("fresh", Validity::days(1)).certificate, &files.certificate);
+    pair(&listener, &dialer(&listener, &client));
 }
 
 #[test]

@@ -4,10 +4,16 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use vmferry_wire::{GuestIdentity, SessionId};
 
 use super::{BadRecord, Journal, JournalError, Record, Side, order, record};
+
+/// For how long others who only look are waited for, and how often it is tried.
+const LOOK_PATIENCE: Duration = Duration::from_millis(200);
+const LOOK_PERIOD: Duration = Duration::from_millis(1);
 
 /// A journal in a file, locked for as long as it is open: while a process leads a session, no other
 /// one may write the session's last word.
@@ -25,6 +31,17 @@ impl FileJournal {
     /// [`JournalError::Exists`] if the session has one already, and I/O errors.
     pub fn create(directory: &Path, session: SessionId, side: Side) -> Result<Self, JournalError> {
         make_directory(directory)?;
+        Self::make(directory, session, side, Self::settle)
+    }
+
+    /// Makes a journal and does the rest of its beginning. Where that fails the file goes too: nothing was promised, and
+    /// a session that never began must not look like one that was left open.
+    fn make(
+        directory: &Path,
+        session: SessionId,
+        side: Side,
+        begin: impl FnOnce(&mut Self, &Path) -> Result<(), JournalError>,
+    ) -> Result<Self, JournalError> {
         let path = path_of(directory, session, side);
         let file = match OpenOptions::new().append(true).create_new(true).open(&path) {
             Ok(file) => file,
@@ -33,10 +50,22 @@ impl FileJournal {
             }
             Err(source) => return Err(JournalError::Io { action: "make", path, source }),
         };
-        lock(&file, &path)?;
-        // The name must survive a crash as well as the content.
-        sync_directory(directory)?;
-        Ok(Self { path, file, poisoned: false })
+        let mut journal = Self { path, file, poisoned: false };
+        if let Err(error) = begin(&mut journal, directory) {
+            // Another's file that stands in its place is left alone. An empty journal is left where even the removal is
+            // refused, and says nothing.
+            if journal.is_in_place() {
+                let _ = std::fs::remove_file(&journal.path);
+            }
+            return Err(error);
+        }
+        Ok(journal)
+    }
+
+    /// Locks a new journal, and makes its name survive a crash as well as its content.
+    fn settle(&mut self, directory: &Path) -> Result<(), JournalError> {
+        lock(&self.file, &self.path)?;
+        sync_directory(directory)
     }
 
     /// Makes the journal of a session that begins, with its first record: the guest, and the peer's address and
@@ -53,20 +82,17 @@ impl FileJournal {
     ) -> Result<Self, JournalError> {
         make_directory(directory)?;
         let order = order::next(directory)?;
-        let mut journal = Self::create(directory, session, side)?;
-        let written = journal.append(&Record::Open {
+        let open = Record::Open {
             guest,
             peer: peer.to_owned(),
             peer_names: peer_names.to_vec(),
             at: order::now_seconds(),
             order,
-        });
-        if let Err(error) = written {
-            // An empty journal is left where even that is refused, and says nothing.
-            let _ = std::fs::remove_file(&journal.path);
-            return Err(error);
-        }
-        Ok(journal)
+        };
+        Self::make(directory, session, side, |journal, directory| {
+            journal.settle(directory)?;
+            journal.append(&open)
+        })
     }
 
     /// Opens the journal of a session for more records, dropping a torn last line.
@@ -168,13 +194,27 @@ pub(super) fn parse_name(name: &str) -> Option<(SessionId, Side)> {
     Some((session.parse().ok()?, side))
 }
 
+/// Locks a journal for whoever leads its session. Somebody who [asks](is_locked) whether it is led holds a shared lock
+/// for a moment, which is waited for; whoever leads it holds another kind, which is not.
 fn lock(file: &File, path: &Path) -> Result<(), JournalError> {
-    file.try_lock().map_err(|error| match error {
+    let deadline = Instant::now() + LOOK_PATIENCE;
+    let failed = |error| match error {
         TryLockError::WouldBlock => JournalError::InUse { path: path.to_owned() },
         TryLockError::Error(source) => {
             JournalError::Io { action: "lock", path: path.to_owned(), source }
         }
-    })
+    };
+    loop {
+        match file.try_lock() {
+            Err(TryLockError::WouldBlock) if Instant::now() < deadline => {}
+            other => return other.map_err(failed),
+        }
+        // Only beside shared locks is there room for one more.
+        file.try_lock_shared().map_err(failed)?;
+        let unlocked = file.unlock();
+        unlocked.map_err(|error| failed(TryLockError::Error(error)))?;
+        thread::sleep(LOOK_PERIOD);
+    }
 }
 
 /// Makes a directory that survives a crash: each new name is synced in the directory above it.
@@ -240,16 +280,105 @@ mod tests {
         assert!(matches!(journal.append(&Record::Commit), Err(JournalError::Removed { .. })));
     }
 
+    const SESSION: SessionId = SessionId([3; 16]);
+
+    fn begin(directory: &Path) -> Result<FileJournal, JournalError> {
+        let guest = GuestIdentity { uuid: uuid::Uuid::nil(), name: "web".into() };
+        FileJournal::begin(directory, SESSION, Side::Source, guest, ("b", &[]))
+    }
+
+    #[test]
+    fn a_session_that_exists_is_left_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let journal = begin(directory.path()).unwrap();
+        assert!(matches!(begin(directory.path()), Err(JournalError::Exists { .. })));
+        assert!(journal.is_in_place());
+        assert_eq!(read(journal.path(), Side::Source).unwrap().0.len(), 1);
+    }
+
+    /// Names the directory in the process that may not write to files.
+    const FULL: &str = "VMFERRY_TEST_FULL_DISK";
+
     #[test]
     fn a_session_that_can_not_begin_leaves_nothing() {
+        if let Some(directory) = std::env::var_os(FULL) {
+            let directory = Path::new(&directory);
+            let error = begin(directory).unwrap_err();
+            assert!(matches!(error, JournalError::Io { action: "write", .. }), "{error}");
+            assert!(!path_of(directory, SESSION, Side::Source).exists());
+            return;
+        }
         let directory = tempfile::tempdir().unwrap();
-        let guest = GuestIdentity { uuid: uuid::Uuid::nil(), name: "web".into() };
-        let begin = || {
-            let session = SessionId([3; 16]);
-            FileJournal::begin(directory.path(), session, Side::Source, guest.clone(), ("b", &[]))
+        // This test once more, where no file may grow: every write fails, with an error and not with a signal.
+        let test = "journal::file::tests::a_session_that_can_not_begin_leaves_nothing";
+        let output = std::process::Command::new("sh")
+            .args(["-c", r#"trap "" XFSZ; ulimit -f 0; exec "$0" "$@""#])
+            .arg(std::env::current_exe().unwrap())
+            .args(["--exact", test])
+            .env(FULL, directory.path())
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && said.contains("1 passed"), "{output:?}");
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
+        begin(directory.path()).expect("with room again the same session can begin");
+    }
+
+    #[test]
+    fn whatever_fails_behind_the_name_takes_the_file_along() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = path_of(directory.path(), SESSION, Side::Source);
+        let make = |begin: &dyn Fn(&Path)| {
+            FileJournal::make(directory.path(), SESSION, Side::Source, |journal, _| {
+                begin(&journal.path);
+                Err(JournalError::InUse { path: journal.path.clone() })
+            })
         };
-        let journal = begin().unwrap();
-        assert!(matches!(begin(), Err(JournalError::Exists { .. })));
-        assert!(journal.path().exists(), "the journal of the other one is left alone");
+        assert!(matches!(make(&|path| assert!(path.exists())), Err(JournalError::InUse { .. })));
+        assert!(!path.exists());
+        // Another's file in its place is another's.
+        let replace = |path: &Path| {
+            std::fs::write(path.with_extension("new"), "other").unwrap();
+            std::fs::rename(path.with_extension("new"), path).unwrap();
+        };
+        assert!(make(&replace).is_err());
+        assert_eq!(std::fs::read(&path).unwrap(), b"other");
+    }
+
+    #[test]
+    fn who_looks_is_waited_for_and_who_leads_is_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("journal");
+        let open = || OpenOptions::new().append(true).create(true).open(&path).unwrap();
+        let (ours, other) = (open(), open());
+        other.lock_shared().unwrap();
+        let looking = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(20));
+            other.unlock().unwrap();
+            other
+        });
+        lock(&ours, &path).expect("the other one only looked");
+        let other = looking.join().unwrap();
+        assert!(matches!(lock(&other, &path), Err(JournalError::InUse { .. })));
+        ours.unlock().unwrap();
+        // One who looks and never ends is given up.
+        other.lock_shared().unwrap();
+        let begun = Instant::now();
+        assert!(matches!(lock(&ours, &path), Err(JournalError::InUse { .. })));
+        assert!(begun.elapsed() >= LOOK_PATIENCE);
+    }
+
+    #[test]
+    fn an_empty_journal_is_no_unfinished_session() {
+        let directory = tempfile::tempdir().unwrap();
+        drop(FileJournal::create(directory.path(), SESSION, Side::Source).unwrap());
+        let sessions = crate::journal::sessions(directory.path()).unwrap();
+        assert!(!sessions[0].is_unfinished_source(), "nobody was told of it");
+        let (mut journal, _) =
+            FileJournal::reopen(directory.path(), SESSION, Side::Source).unwrap();
+        journal.append(&Record::Commit).unwrap();
+        drop(journal);
+        let sessions = crate::journal::sessions(directory.path()).unwrap();
+        assert!(sessions[0].is_unfinished_source(), "whatever is promised counts");
     }
 }

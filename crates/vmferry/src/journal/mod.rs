@@ -159,11 +159,15 @@ impl SessionSummary {
     }
 
     /// Whether this host was the source, and the process that led the session has died before its end: the
-    /// guest may stand still, and somebody should [recover](crate::source::recover) it.
+    /// guest may stand still, and somebody should [recover](crate::source::recover) it. A journal without a record is
+    /// left by one that was killed, or had no room, before its session began: nobody was told of that.
     #[must_use]
     pub fn is_unfinished_source(&self) -> bool {
         let ended = |record: &Record| matches!(record, Record::Kept { .. } | Record::Given { .. });
-        self.side == Side::Source && !self.led && !self.records.iter().any(ended)
+        self.side == Side::Source
+            && !self.led
+            && !self.records.is_empty()
+            && !self.records.iter().any(ended)
     }
 }
 
