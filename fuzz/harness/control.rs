@@ -32,13 +32,18 @@ fn plain(mut data: &[u8]) {
         assert_eq!(HelloReply::parse(&reply.encode()), Ok(reply));
         data = &data[HELLO_REPLY_BYTES..];
     }
+    for version in PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION_MAX {
+        messages(version, data);
+    }
+}
+
+/// Messages as they are in a version of the protocol, up to one that is none there.
+fn messages(version: u16, mut data: &[u8]) {
     while let Some((head, rest)) = data.split_first_chunk::<CONTROL_HEADER_BYTES>() {
         let Ok(header) = ControlHeader::parse(head) else { return };
         let Some((body, rest)) = rest.split_at_checked(header.body_bytes()) else { return };
-        if header.decode(PROTOCOL_VERSION_MIN, body).map(|read| check(&read.message, body)).is_err()
-        {
-            return;
-        }
+        let Ok(read) = header.decode(version, body) else { return };
+        check(&read.message, body);
         data = rest;
     }
 }

@@ -5,56 +5,21 @@ mod balloon;
 #[allow(dead_code, reason = "the target uses a part of it")]
 #[path = "../../../fuzz/harness/input.rs"]
 mod input;
+#[path = "../../../fuzz/harness/replay.rs"]
+mod replay;
 #[path = "corpus/seeds.rs"]
 mod seeds;
 
-use std::path::PathBuf;
-
 use proptest::prelude::*;
-
-fn corpus() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus/balloon")
-}
-
-/// The seeds, by file name.
-fn seeds() -> Vec<(String, Vec<u8>)> {
-    let entries = std::fs::read_dir(corpus()).expect("seeds are in the tree");
-    entries
-        .map(|entry| {
-            let path = entry.unwrap().path();
-            (path.display().to_string(), std::fs::read(path).unwrap())
-        })
-        .collect()
-}
 
 #[test]
 fn every_seed_is_handled() {
-    let seeds = seeds();
-    assert!(seeds.len() >= 8, "{} seeds", seeds.len());
-    for (path, data) in seeds {
-        named(&path, &data);
-    }
+    replay::every_seed("balloon", balloon::run);
 }
 
-/// A cheap neighbourhood of each seed: every length of it, and a bit of every byte.
 #[test]
 fn every_seed_cut_and_damaged_is_handled() {
-    for (path, mut data) in seeds() {
-        let step = data.len() / 100 + 1;
-        for at in (0..data.len()).step_by(step) {
-            named(&path, &data[..at]);
-            let bit = 1 << (at % 8);
-            data[at] ^= bit;
-            named(&path, &data);
-            data[at] ^= bit;
-        }
-    }
-}
-
-/// Runs the target, and says with which bytes it was if it panics.
-fn named(path: &str, data: &[u8]) {
-    let result = std::panic::catch_unwind(|| balloon::run(data));
-    assert!(result.is_ok(), "{path}, perhaps changed: {data:02x?}");
+    replay::every_seed_cut_and_damaged("balloon", balloon::run, 100);
 }
 
 proptest! {
@@ -66,12 +31,18 @@ proptest! {
     }
 }
 
+#[test]
+fn the_seeds_are_in_the_tree() {
+    replay::are_in_the_tree("balloon", seeds(), |_| false);
+}
+
 /// `cargo test -p vmferry-balloon --test corpus -- --ignored` after a change of what the bytes mean.
 #[test]
 #[ignore = "writes the seeds"]
 fn write_the_seeds() {
-    std::fs::create_dir_all(corpus()).unwrap();
-    for (name, seed) in seeds::seeds() {
-        std::fs::write(corpus().join(name), seed).unwrap();
-    }
+    replay::write("balloon", seeds());
+}
+
+fn seeds() -> Vec<(String, Vec<u8>)> {
+    seeds::seeds().into_iter().map(|(name, seed)| (name.to_string(), seed)).collect()
 }

@@ -6,10 +6,17 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use serde_json::Value;
 use support::{World, text};
 
-/// Sends a guest whose pages change, recorded at both sides, and returns the two directories.
-fn recorded(world: &World, address: &str, flags: &[&str], limit: &str) -> [PathBuf; 2] {
+/// What a side has recorded, and the events of it that were told there.
+struct Side {
+    directory: PathBuf,
+    events: Vec<Value>,
+}
+
+/// Sends a guest whose pages change, recorded at both sides.
+fn recorded(world: &World, address: &str, flags: &[&str], limit: &str) -> [Side; 2] {
     let tls = world.tls();
     let (a, b) = (world.host("a"), world.host("b"));
     let arguments =
@@ -33,8 +40,11 @@ fn recorded(world: &World, address: &str, flags: &[&str], limit: &str) -> [PathB
     assert_eq!(vmm.finish().code, Some(0));
     next.event("serving");
     assert_eq!(b.run(&["quit", "web"]).code, Some(0));
-    next.finish();
-    [here, there]
+    let received = next.finish();
+    [(here, sent), (there, received)].map(|(directory, ended)| {
+        let events = ended.lines.into_iter().filter(|line| line["event"] == "recording").collect();
+        Side { directory, events }
+    })
 }
 
 /// The recordings of a directory, by name.
@@ -60,7 +70,8 @@ fn inspect(flags: &[&str], files: &[PathBuf]) -> (Option<i32>, String) {
 fn a_migration_over_tls_is_recorded_and_whole_at_both_sides() {
     let world = World::new();
     let both = recorded(&world, "tls:127.0.0.1:0", &["--compress", "zstd:3"], "1G");
-    for directory in &both {
+    for Side { directory, events } in &both {
+        assert_eq!(events, &[] as &[Value]);
         // A control channel, two data channels and their ways back.
         let files = files(directory);
         assert!(files.len() >= 6, "{files:?}");
@@ -81,7 +92,7 @@ fn a_migration_over_tls_is_recorded_and_whole_at_both_sides() {
         contents.sort();
         contents
     };
-    assert!(contents(&both[0]) == contents(&both[1]), "the recordings differ");
+    assert!(contents(&both[0].directory) == contents(&both[1].directory), "the recordings differ");
     // Journals are told by their name.
     for host in ["host-a", "host-b"] {
         let journals = files(&world.path(host).join("journal"));
@@ -95,43 +106,86 @@ fn a_migration_over_tls_is_recorded_and_whole_at_both_sides() {
 fn deltas_over_grpc_are_checked_and_damage_is_found() {
     let world = World::new();
     let [here, there] = recorded(&world, "grpc:127.0.0.1:0", &["--compress", "delta"], "1G");
-    for directory in [&here, &there] {
+    for Side { directory, .. } in [&here, &there] {
         let (code, told) = inspect(&[], &files(directory));
         assert_eq!(code, Some(0), "{told}");
         assert!(told.contains(" delta=") && !told.contains("unchecked"), "{told}");
     }
-    let largest = files(&here).into_iter().max_by_key(|path| path.metadata().unwrap().len());
-    let largest = largest.unwrap();
-    let mut bytes = std::fs::read(&largest).unwrap();
-    let at = bytes.len() / 2;
-    bytes[at] ^= 1;
-    std::fs::write(&largest, &bytes).unwrap();
-    let (code, told) = inspect(&["--summary"], &files(&here));
+    let files = files(&here.directory);
+    let largest = files.iter().max_by_key(|path| path.metadata().unwrap().len()).unwrap();
+    let good = std::fs::read(largest).unwrap();
+    // The middle of a frame in the middle of the largest file.
+    let (code, told) = inspect(&["--json"], std::slice::from_ref(largest));
+    assert_eq!(code, Some(0), "{told}");
+    let records = told.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let frames: Vec<(usize, usize)> = records
+        .filter(|record| record["record"] == "frame")
+        .map(|frame| ["offset", "bytes"].map(|name| frame[name].as_u64().unwrap() as usize))
+        .map(|[offset, bytes]| (offset, bytes))
+        .collect();
+    let (offset, bytes) = frames[frames.len() / 2];
+    let at = offset + bytes / 2;
+    let mut bad = good.clone();
+    bad[at] ^= 1;
+    std::fs::write(largest, &bad).unwrap();
+    let (code, told) = inspect(&["--summary"], &files);
     assert_eq!(code, Some(5), "{told}");
     let broken = told.lines().find(|line| line.contains("broken at byte")).expect(&told);
-    assert!(broken.starts_with(text(&largest)), "{broken}");
+    assert!(broken.starts_with(text(largest)), "{broken}");
     // It is in the frame that the byte is in, and no later one was read.
     let place: usize =
         broken.split("broken at byte ").nth(1).unwrap().split(',').next().unwrap().parse().unwrap();
-    assert!(place <= at && at - place < 1 << 20, "{at}: {broken}");
-    // The rest is cut off, and that is no damage.
-    std::fs::write(&largest, &bytes[..at - (1 << 10)]).unwrap();
-    let (code, told) = inspect(&["--summary"], &[largest]);
-    assert!(code == Some(0) || told.contains("broken"), "{told}");
-    assert!(told.contains("cut off in record") || told.contains("whole"), "{told}");
+    assert!((offset..=at).contains(&place), "{at} in the frame at {offset}: {broken}");
+    // What ends before the damage is cut off, and that is none.
+    std::fs::write(largest, &bad[..at]).unwrap();
+    let (code, told) = inspect(&["--summary"], &files);
+    assert_eq!(code, Some(0), "{told}");
+    let cut = told.lines().find(|line| line.starts_with(text(largest))).expect(&told);
+    assert!(cut.contains(" cut off in record "), "{cut}");
+    let end = format!("a frame at byte {offset}: {} of {bytes} bytes are there", bytes / 2);
+    assert!(cut.ends_with(&end), "{cut} does not end with: {end}");
 }
 
 #[test]
 fn a_recording_ends_at_its_limit_and_the_migration_does_not() {
     let world = World::new();
     let socket = format!("unix:{}", text(&world.path("in.sock")));
-    let [here, there] = recorded(&world, &socket, &["--compress", "none"], "1M");
-    for directory in [here, there] {
+    for Side { directory, events } in recorded(&world, &socket, &["--compress", "none"], "1M") {
+        let [event] = &events[..] else { panic!("it is told of once: {events:?}") };
+        let message = event["message"].as_str().unwrap();
+        assert!(message.contains(text(&directory)), "{message}");
+        assert!(message.contains("its limit of 1048576 bytes is reached"), "{message}");
         let bytes: u64 = files(&directory).iter().map(|path| path.metadata().unwrap().len()).sum();
         assert!(bytes <= 1 << 20, "{bytes}");
-        let (code, told) = inspect(&["--summary"], &files(&directory));
+        let (code, told) = inspect(&[], &files(&directory));
         assert_eq!(code, Some(0), "{told}");
-        assert!(told.contains("cut off") || told.contains("whole"), "{told}");
+        // The guest was announced while there was room, and handed over when there was none.
+        assert!(told.contains(" BEGIN ") && told.contains(" frame "), "{told}");
+        assert!(!told.contains(" FINAL ") && !told.contains(" COMMIT "), "{told}");
+    }
+}
+
+/// The files and the text are those of the inspector's own test.
+#[test]
+fn the_text_of_a_recording_is_pinned() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../vmferry-inspect/tests/golden");
+    let mut files: Vec<String> = std::fs::read_dir(&golden)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .filter(|name| name.ends_with(".vmftrace"))
+        .collect();
+    files.sort();
+    for (flags, name) in [(&[][..], "inspect.txt"), (&["--pages"][..], "inspect-pages.txt")] {
+        let output = Command::new(env!("CARGO_BIN_EXE_vmferry"))
+            .arg("inspect")
+            .args(flags)
+            .args(&files)
+            .current_dir(&golden)
+            .output()
+            .unwrap();
+        assert_eq!(output.status.code(), Some(0), "{output:?}");
+        let expected = std::fs::read_to_string(golden.join(name)).unwrap();
+        assert_eq!(String::from_utf8(output.stdout).unwrap(), expected, "{name}");
     }
 }
 

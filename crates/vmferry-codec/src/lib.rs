@@ -43,4 +43,4 @@ pub use frame::EncodedFrame;
 pub use hashes::PageHashes;
 pub use hot_pages::{Delta, Exchange, HotPages};
 pub use method::{Method, MethodError};
-pub use stream::{PageMark, Piece, PieceBytes, StreamDecoder, StreamEncoder};
+pub use stream::{Kept, PageMark, Piece, PieceBytes, StreamDecoder, StreamEncoder};

@@ -32,6 +32,14 @@ fn the_seeds_of_frames_reach_the_memory() {
     }
 }
 
+/// What zlib makes of the same bytes depends on the processor.
+#[test]
+fn the_seeds_are_in_the_tree() {
+    for (target, _) in TARGETS {
+        replay::are_in_the_tree(target, seeds::seeds(target), |name| name.starts_with("zlib-"));
+    }
+}
+
 /// `cargo test -p vmferry-codec --test corpus -- --ignored` after a change of the formats.
 #[test]
 #[ignore = "writes the seeds"]

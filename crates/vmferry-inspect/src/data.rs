@@ -4,17 +4,16 @@ use std::io::Read;
 
 use serde_json::{Value, json};
 use vmferry::config::LANE_STRIPE_PAGES;
-use vmferry_codec::{CodecError, Decoder, Decompressors, Frame, ReadError, StreamDecoder};
+use vmferry_codec::{CodecError, Decoder, Frame, ReadError, StreamDecoder};
 use vmferry_memory::PAGE_SIZE;
 use vmferry_transport::RecordingHeader;
 use vmferry_wire::{
-    Encoding, FRAME_HEADER_BYTES, FrameHeader, FrameKind, Hello, MAX_KEPT_PAGES, MAX_LANES,
-    RunTable, SegmentEncoding, SegmentTable,
+    Encoding, FRAME_HEADER_BYTES, FrameHeader, FrameKind, Hello, MAX_LANES, RunTable,
 };
 
 use crate::bytes::{Bytes, Stop};
 use crate::control::broken;
-use crate::pages::NoPages;
+use crate::pages::{GuestPages, NoPages, SeenPages};
 use crate::record::Record;
 use crate::session::Session;
 use crate::{Inspector, Tell, message};
@@ -22,10 +21,13 @@ use crate::{Inspector, Tell, message};
 const WHAT: &str = "a frame";
 
 /// The reading of one lane's file.
-struct LaneFile<'a> {
-    session: &'a mut Session,
-    number: u8,
+pub(crate) struct LaneFile<'a> {
+    pub session: &'a mut Session,
+    pub seen: &'a mut SeenPages,
+    pub number: u8,
     decoder: Decoder,
+    /// Made for the first piece of a stream; what that keeps is among the pages that were seen.
+    pub stream: Option<StreamDecoder>,
     /// The number of the frame before, in this file.
     before: Option<u64>,
     /// How often the channel was dialled before.
@@ -51,8 +53,10 @@ impl Inspector {
         (lane.read, lane.whole) = (true, false);
         let mut file = LaneFile {
             session,
+            seen: &mut self.seen,
             number: hello.lane,
             decoder: Decoder::default(),
+            stream: None,
             before: None,
             attempt: hello.attempt,
             runs: self.runs,
@@ -111,10 +115,12 @@ impl LaneFile<'_> {
             fields["again"] = json!(true);
         }
         tell(&Record::new(offset, bytes.offset() - offset, name, fields))?;
-        if self.runs {
-            self.tell_of_runs(offset, frame, &header, tell)?;
+        let table_at = offset + FRAME_HEADER_BYTES as u64;
+        match header.kind {
+            FrameKind::Pages if self.runs => self.tell_of_runs(table_at, frame, &header, tell),
+            FrameKind::Stream if self.runs => self.tell_of_segments(table_at, frame, &header, tell),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// A lane's frames are numbered without gaps, and its rounds go up. Whether the frame came before, on a channel that was
@@ -125,12 +131,20 @@ impl LaneFile<'_> {
         let wrong =
             |at, problem| Err(Stop::Broken { offset: offset + at, what: WHAT.into(), problem });
         let expected = match self.before {
-            Some(before) => before + 1,
+            Some(before) => before.checked_add(1),
             // A channel that was made anew begins behind what was placed.
             None if self.attempt > 0 && (lane.highest == 0 || sequence <= lane.highest) => {
-                sequence.max(1)
+                Some(sequence.max(1))
             }
-            None => lane.highest + 1,
+            None => lane.highest.checked_add(1),
+        };
+        let Some(expected) = expected else {
+            let problem = format!(
+                "number {sequence} of lane {}, and none can follow {}",
+                self.number,
+                u64::MAX
+            );
+            return wrong(16, problem);
         };
         if sequence != expected {
             return wrong(
@@ -151,6 +165,7 @@ impl LaneFile<'_> {
                     ),
                 );
             }
+            lane.gap |= sequence - lane.highest > 1;
             (lane.highest, lane.round) = (sequence, header.round);
         }
         Ok(again)
@@ -176,18 +191,19 @@ impl LaneFile<'_> {
                 }
             },
         };
+        let mut guest = GuestPages::new(self.seen, self.session.number, header.round);
         let found = if again {
             self.decoder.decode_apart(frame, slot_pages, &mut NoPages)
         } else {
-            self.session.pages.round = header.round;
-            self.decoder.decode_apart(frame, slot_pages, &mut self.session.pages)
+            self.decoder.decode_apart(frame, slot_pages, &mut guest)
         };
+        let twice = guest.twice;
         let found = found.map_err(|error| {
             let at = table_at + place_of(&error, frame, header);
             broken(at, "a frame's pages", &error)
         })?;
         self.check_runs(table_at, frame, header)?;
-        if let Some((slot, page)) = self.session.pages.twice.take() {
+        if let Some((slot, page)) = twice {
             let problem =
                 format!("page {page} of {slot} comes a second time in round {}", header.round);
             return Err(Stop::Broken { offset: table_at, what: WHAT.into(), problem });
@@ -236,74 +252,13 @@ impl LaneFile<'_> {
         Ok(())
     }
 
-    fn piece(
-        &mut self,
-        offset: u64,
-        frame: &Frame,
-        header: &FrameHeader,
-        again: bool,
-        fields: &mut Value,
-    ) -> Result<(), Stop> {
-        let table_at = offset + FRAME_HEADER_BYTES as u64;
-        let lanes =
-            self.session.announced.as_ref().map_or(1, |(_, lanes)| u32::from(*lanes).max(1));
-        let lane = self.session.lanes.entry(self.number).or_default();
-        let entries = MAX_KEPT_PAGES / lanes;
-        if !again {
-            let decoder = lane
-                .stream
-                .get_or_insert_with(|| StreamDecoder::new(Decompressors::default(), entries));
-            decoder.decode(frame).map_err(|error| {
-                let at = table_at + place_of(&error, frame, header);
-                broken(at, "a piece of a stream", &error)
-            })?;
-        }
-        let table = SegmentTable::parse(header, frame.table(header), entries)
-            .map_err(|error| broken(table_at, "a piece's table", &error))?;
-        let (mut raw, mut packed, mut delta, mut kept) = (0_u64, 0_u64, 0_u64, 0_u64);
-        for segment in table.segments() {
-            let bytes = u64::from(segment.bytes);
-            match segment.encoding {
-                SegmentEncoding::Raw => raw += bytes,
-                SegmentEncoding::Packed => packed += bytes,
-                SegmentEncoding::Delta(_) => delta += bytes,
-                SegmentEncoding::KeptRaw(_) => (raw, kept) = (raw + bytes, kept + 1),
-                SegmentEncoding::KeptPacked(_) => (packed, kept) = (packed + bytes, kept + 1),
-            }
-        }
-        let summary = table.summary();
-        fields["bytes_of_stream"] = json!(table.piece_bytes());
-        for (name, number) in [
-            ("segments", u64::from(header.runs)),
-            ("raw_bytes", raw),
-            ("packed_of", packed),
-            ("delta_of", delta),
-            ("kept_pages", kept),
-            ("content_pages", summary.content_pages.into()),
-            ("zero_pages", summary.zero_pages.into()),
-        ] {
-            if number > 0 {
-                fields[name] = json!(number);
-            }
-        }
-        if header.packed_bytes > 0 {
-            fields["algorithm"] = algorithm(header);
-            fields["packed_bytes"] = json!(header.packed_bytes);
-        }
-        Ok(())
-    }
-
     fn tell_of_runs(
         &self,
-        offset: u64,
+        table_at: u64,
         frame: &Frame,
         header: &FrameHeader,
         tell: &mut Tell<'_>,
     ) -> Result<(), Stop> {
-        let table_at = offset + FRAME_HEADER_BYTES as u64;
-        if header.kind != FrameKind::Pages {
-            return Ok(());
-        }
         let Ok(table) = RunTable::parse(header, frame.table(header), u64::MAX / PAGE_SIZE as u64)
         else {
             return Ok(());
@@ -321,12 +276,12 @@ impl LaneFile<'_> {
     }
 }
 
-fn algorithm(header: &FrameHeader) -> Value {
+pub(crate) fn algorithm(header: &FrameHeader) -> Value {
     header.algorithm.map_or_else(|| json!("none"), |one| json!(one.to_string()))
 }
 
 /// Where in a frame's table and payload an error is, from the table's beginning.
-fn place_of(error: &CodecError, frame: &Frame, header: &FrameHeader) -> u64 {
+pub(crate) fn place_of(error: &CodecError, frame: &Frame, header: &FrameHeader) -> u64 {
     let table = header.table_bytes() as u64;
     let packed = table + u64::from(header.payload_bytes) - u64::from(header.packed_bytes);
     match error {

@@ -6,8 +6,9 @@
 //! destination would check of a frame is checked here, as far as the pages are known that a delta changes. Files of one
 //! session are held against each other ([`Inspector::disagreements`]).
 //!
-//! Memory is bounded by [`Inspector::new`]'s argument and a few bytes for each page that was seen; a recording is
-//! read once, from its beginning to its end.
+//! Memory is bounded by [`Inspector::new`]'s argument, whatever stands in the files, besides a few MiB for the frame that is
+//! read, the longest message (64 MiB, as a saved state), and the records of a journal. A recording is read once, from
+//! its beginning to its end.
 
 #![forbid(unsafe_code)]
 
@@ -17,6 +18,7 @@ mod data;
 mod message;
 mod other;
 mod pages;
+mod piece;
 mod record;
 mod session;
 
@@ -25,6 +27,7 @@ use std::io::{self, Read};
 use vmferry_transport::{Direction, RECORDING_HEADER_BYTES, RECORDING_MAGIC, RecordingHeader};
 
 use self::bytes::{Bytes, Stop};
+use self::pages::SeenPages;
 pub use self::record::{Break, End, Kind, Outcome, Record};
 use self::session::Sessions;
 
@@ -38,19 +41,21 @@ pub const HEAD_BYTES: usize = 64;
 #[derive(Debug)]
 pub struct Inspector {
     sessions: Sessions,
+    seen: SeenPages,
     /// Tell of each run of pages.
     runs: bool,
 }
 
 impl Inspector {
-    /// One that holds at most so many bytes of pages of each session, to check deltas with. `runs`: tell of each run of
-    /// pages and each segment of a piece, and not of each frame only.
+    /// One that takes at most so many bytes of memory for what it knows of pages, of all sessions together, to check deltas
+    /// with. `runs`: tell of each run of pages and each segment of a piece, and not of each frame only.
     #[must_use]
     pub fn new(page_bytes: u64, runs: bool) -> Self {
-        Self { sessions: Sessions::new(page_bytes), runs }
+        Self { sessions: Sessions::default(), seen: SeenPages::new(page_bytes), runs }
     }
 
-    /// Reads a file and tells of each record. `hint` is the file's name, for a journal's side.
+    /// Reads a file and tells of each record. `hint` is the file's path: a journal's name says whose it is, and channels of one
+    /// session are in one directory.
     ///
     /// # Errors
     /// The reader's and `tell`'s. What is wrong with the file is in the outcome.
@@ -61,8 +66,11 @@ impl Inspector {
         tell: &mut Tell<'_>,
     ) -> io::Result<Outcome> {
         let mut bytes = Bytes::new(from);
+        self.sessions.read_from(hint);
+        let is_empty = bytes.is_at_end()?;
         let kind = match kind_of(bytes.peek(HEAD_BYTES)?) {
             Kind::Unknown if hint.ends_with(".journal") => Kind::Journal,
+            Kind::Unknown if is_empty && hint.ends_with(".vmftrace") => Kind::Recording,
             kind => kind,
         };
         let mut records = 0;
@@ -74,6 +82,9 @@ impl Inspector {
             Kind::Recording => self.recording(&mut bytes, &mut counted),
             Kind::State => other::state(&mut bytes, &mut counted),
             Kind::Journal => other::journal(hint, &mut bytes, &mut counted),
+            Kind::Unknown if is_empty => {
+                Err(Stop::Cut { offset: 0, what: "an empty file".into(), needed: 1, found: 0 })
+            }
             Kind::Unknown => Err(Stop::Broken {
                 offset: 0,
                 what: "the file".into(),
@@ -122,7 +133,7 @@ impl Inspector {
     }
 }
 
-/// What a file is, by its first bytes.
+/// What a file is, by its first bytes. An empty one may have been to become anything.
 #[must_use]
 pub fn kind_of(head: &[u8]) -> Kind {
     let begins =
@@ -134,7 +145,7 @@ pub fn kind_of(head: &[u8]) -> Kind {
         Kind::Recording
     } else if begins(b"VMFSTATE") {
         Kind::State
-    } else if is_line(head) || head.is_empty() {
+    } else if is_line(head) {
         Kind::Journal
     } else {
         Kind::Unknown

@@ -1,19 +1,29 @@
-//! The pages that were seen in a session's frames.
+//! The pages that were seen, of all sessions' guests and streams, within one limit of memory.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, HashMap};
 
-use vmferry_codec::{Base, PageFound, Pages};
+use vmferry_codec::{Base, Kept, PageFound, Pages};
 use vmferry_memory::{PAGE_SIZE, SlotId};
 
-/// More pages than a guest of 256 GiB has are not remembered at all.
-const MOST_PAGES: usize = 64 << 20;
+/// What it costs to remember a page at all: an entry of the map, at the moment at which the map grows and is there twice.
+const ENTRY_BYTES: u64 = 256;
+/// What it costs to hold its content.
+const CONTENT_BYTES: u64 = PAGE_SIZE as u64 + 128;
+/// Kept pages of a lane's stream are told from those of slots by this.
+const STREAM: u32 = 1 << 16;
 
 static ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
+
+/// A page's session, its slot or its lane's stream, and its number there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Key(u32, u32, u64);
 
 #[derive(Debug)]
 enum Held {
     Zero,
-    Content(Box<[u8; PAGE_SIZE]>),
+    /// With its place in the order.
+    Content(Box<[u8; PAGE_SIZE]>, u64),
     /// The content is not known any more, or never was.
     No,
 }
@@ -22,71 +32,115 @@ enum Held {
 struct Page {
     hash: Option<u64>,
     held: Held,
-    /// The round in which it came last.
+    /// The round in which it came last; 0 for a page that a stream keeps.
     round: u32,
 }
 
-/// Pages by slot and number. The content is held of those that came last, up to a limit.
+/// Pages of all sessions. What is remembered of them takes at most half of the memory, so that the rest is for contents,
+/// which are held of those that came last.
 #[derive(Debug)]
 pub struct SeenPages {
-    pages: HashMap<(u16, u64), Page>,
-    /// Those whose content is held, in the order in which they first were.
-    order: VecDeque<(u16, u64)>,
-    most: usize,
-    /// The round of the frame that is being read.
-    pub round: u32,
-    /// A page that came twice in that round.
-    pub twice: Option<(SlotId, u64)>,
+    pages: HashMap<Key, Page>,
+    /// Those whose content is held, the longest unchanged one first.
+    order: BTreeMap<u64, Key>,
+    next: u64,
+    most_bytes: u64,
+    /// Some page was not remembered.
+    full: bool,
 }
 
 impl SeenPages {
-    pub fn new(bytes: u64) -> Self {
-        let most = usize::try_from(bytes / PAGE_SIZE as u64).unwrap_or(usize::MAX);
-        Self { pages: HashMap::new(), order: VecDeque::new(), most, round: 0, twice: None }
+    pub fn new(most_bytes: u64) -> Self {
+        let (pages, order) = (HashMap::new(), BTreeMap::new());
+        Self { pages, order, next: 0, most_bytes, full: false }
+    }
+
+    /// Memory that is taken, in bytes.
+    fn bytes(&self) -> u64 {
+        self.pages.len() as u64 * ENTRY_BYTES + self.order.len() as u64 * CONTENT_BYTES
+    }
+
+    /// Remembers a page. Returns the round in which it came before, 0 if that is not known.
+    fn put(&mut self, key: Key, content: PageFound<'_>, hash: Option<u64>, round: u32) -> u32 {
+        let has_room = (self.pages.len() as u64 + 1) * ENTRY_BYTES <= self.most_bytes / 2;
+        let page = match self.pages.entry(key) {
+            Entry::Occupied(page) => page.into_mut(),
+            Entry::Vacant(place) if has_room => {
+                place.insert(Page { hash: None, held: Held::No, round: 0 })
+            }
+            Entry::Vacant(_) => {
+                self.full = true;
+                return 0;
+            }
+        };
+        let before = std::mem::replace(&mut page.round, round);
+        page.hash = hash;
+        let held = std::mem::replace(&mut page.held, Held::No);
+        if let Held::Content(_, place) = &held {
+            self.order.remove(place);
+        }
+        match content {
+            PageFound::Zero => page.held = Held::Zero,
+            PageFound::Unknown => {}
+            PageFound::Content(content) => {
+                let content = match held {
+                    Held::Content(mut held, _) => {
+                        *held = *content;
+                        held
+                    }
+                    _ => Box::new(*content),
+                };
+                page.held = Held::Content(content, self.next);
+                self.order.insert(self.next, key);
+                self.next += 1;
+            }
+        }
+        while self.bytes() > self.most_bytes
+            && let Some((_, oldest)) = self.order.pop_first()
+        {
+            if let Some(page) = self.pages.get_mut(&oldest) {
+                page.held = Held::No;
+            }
+        }
+        before
     }
 }
 
-impl Pages for SeenPages {
+/// The pages of a session's guest, while a frame is read.
+pub struct GuestPages<'a> {
+    seen: &'a mut SeenPages,
+    session: u32,
+    /// The frame's round.
+    round: u32,
+    /// A page that has come in this round before.
+    pub twice: Option<(SlotId, u64)>,
+}
+
+impl<'a> GuestPages<'a> {
+    pub fn new(seen: &'a mut SeenPages, session: u32, round: u32) -> Self {
+        Self { seen, session, round, twice: None }
+    }
+
+    fn key(&self, slot: SlotId, page: u64) -> Key {
+        Key(self.session, slot.0.into(), page)
+    }
+}
+
+impl Pages for GuestPages<'_> {
     fn base(&self, slot: SlotId, page: u64) -> Base<'_> {
-        let Some(page) = self.pages.get(&(slot.0, page)) else { return Base::Unknown };
+        let Some(page) = self.seen.pages.get(&self.key(slot, page)) else { return Base::Unknown };
         match (page.hash, &page.held) {
             (Some(hash), Held::Zero) => Base::Content(&ZEROS, hash),
-            (Some(hash), Held::Content(content)) => Base::Content(content, hash),
+            (Some(hash), Held::Content(content, _)) => Base::Content(content, hash),
             (Some(hash), Held::No) => Base::Hash(hash),
             (None, _) => Base::Unknown,
         }
     }
 
     fn found(&mut self, slot: SlotId, page: u64, content: PageFound<'_>, hash: Option<u64>) {
-        let key = (slot.0, page);
-        if self.pages.len() >= MOST_PAGES && !self.pages.contains_key(&key) {
-            return;
-        }
-        let round = self.round;
-        let known = self.pages.entry(key).or_insert(Page { hash, held: Held::No, round: 0 });
-        if known.round == round && self.twice.is_none() {
+        let before = self.seen.put(self.key(slot, page), content, hash, self.round);
+        if before == self.round && self.twice.is_none() {
             self.twice = Some((slot, page));
-        }
-        (known.hash, known.round) = (hash, round);
-        let was_held = matches!(known.held, Held::Content(_));
-        match (content, &mut known.held) {
-            (PageFound::Content(content), Held::Content(held)) => **held = *content,
-            (PageFound::Content(content), held) if self.most > 0 => {
-                *held = Held::Content(Box::new(*content));
-                if !was_held {
-                    self.order.push_back(key);
-                }
-            }
-            (PageFound::Zero, held) => *held = Held::Zero,
-            (_, held) => *held = Held::No,
-        }
-        while self.order.len() > self.most {
-            if let Some(oldest) = self.order.pop_front()
-                && let Some(page) = self.pages.get_mut(&oldest)
-                && matches!(page.held, Held::Content(_))
-            {
-                page.held = Held::No;
-            }
         }
     }
 }
@@ -100,4 +154,132 @@ impl Pages for NoPages {
     }
 
     fn found(&mut self, _: SlotId, _: u64, _: PageFound<'_>, _: Option<u64>) {}
+}
+
+/// The pages that a lane's stream keeps, while a piece is read.
+pub struct StreamPages<'a> {
+    seen: &'a mut SeenPages,
+    session: u32,
+    lane: u8,
+    /// Pages may have been kept that nobody has seen here.
+    gap: bool,
+    /// Changes of pages that are not held: nobody knows what they are now.
+    pub unknown: u64,
+    /// Takes the changes of those.
+    scratch: [u8; PAGE_SIZE],
+}
+
+impl<'a> StreamPages<'a> {
+    pub fn new(seen: &'a mut SeenPages, session: u32, lane: u8, gap: bool) -> Self {
+        Self { seen, session, lane, gap, unknown: 0, scratch: [0; PAGE_SIZE] }
+    }
+
+    fn key(&self, entry: u32) -> Key {
+        Key(self.session, STREAM | u32::from(self.lane), entry.into())
+    }
+}
+
+impl Kept for StreamPages<'_> {
+    fn keep(&mut self, entry: u32, content: &[u8]) {
+        if let Ok(content) = content.try_into() {
+            self.seen.put(self.key(entry), PageFound::Content(content), None, 0);
+        }
+    }
+
+    fn page_mut(&mut self, entry: u32) -> Option<&mut [u8]> {
+        let key = self.key(entry);
+        let SeenPages { pages, order, next, full, .. } = &mut *self.seen;
+        match pages.get_mut(&key).map(|page| &mut page.held) {
+            Some(Held::Content(content, place)) => {
+                order.remove(place);
+                order.insert(*next, key);
+                *place = *next;
+                *next += 1;
+                Some(&mut content[..])
+            }
+            None if !*full && !self.gap => None,
+            _ => {
+                self.unknown += 1;
+                Some(&mut self.scratch)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SLOT: SlotId = SlotId(0);
+
+    fn content(byte: u8) -> [u8; PAGE_SIZE] {
+        [byte; PAGE_SIZE]
+    }
+
+    /// What an entry is said to cost is what a map takes that has just grown.
+    #[test]
+    fn an_entry_costs_what_is_charged() {
+        let bucket = size_of::<(Key, Page)>() as u64 + 1;
+        assert!(3 * bucket * 8 / 7 <= ENTRY_BYTES, "{bucket}");
+    }
+
+    #[test]
+    fn zeros_without_end_take_no_more_than_the_limit() {
+        let mut seen = SeenPages::new(1 << 20);
+        let mut guest = GuestPages::new(&mut seen, 0, 1);
+        guest.found(SLOT, u64::MAX, PageFound::Content(&content(1)), Some(1));
+        for page in 0..100_000 {
+            guest.found(SLOT, page, PageFound::Zero, Some(page));
+        }
+        assert!(matches!(guest.base(SLOT, u64::MAX), Base::Content(..)), "the other half is its");
+        assert!(matches!(guest.base(SLOT, 99_999), Base::Unknown));
+        assert!(seen.bytes() <= 1 << 20 && seen.full);
+    }
+
+    #[test]
+    fn guests_and_streams_of_all_sessions_share_the_limit() {
+        let mut seen = SeenPages::new(1 << 20);
+        for session in 0..3 {
+            for page in 0..200 {
+                let mut guest = GuestPages::new(&mut seen, session, 1);
+                guest.found(SLOT, page, PageFound::Content(&content(1)), Some(1));
+                let mut stream = StreamPages::new(&mut seen, session, 7, false);
+                stream.keep(page as u32, &content(2));
+                assert!(seen.bytes() <= 1 << 20);
+            }
+        }
+        // What came last is held, and of the rest it is known that it was there.
+        let mut stream = StreamPages::new(&mut seen, 2, 7, false);
+        assert_eq!(stream.page_mut(199), Some(&mut content(2)[..]));
+        assert_eq!(stream.unknown, 0);
+        assert_eq!(stream.page_mut(3), Some(&mut [0; PAGE_SIZE][..]));
+        assert_eq!(stream.unknown, 1);
+        assert_eq!(stream.page_mut(200), None, "it was never kept");
+        assert!(matches!(GuestPages::new(&mut seen, 0, 2).base(SLOT, 3), Base::Hash(1)));
+    }
+
+    /// Each change of a page from zeros to content is one place in the order, and no more.
+    #[test]
+    fn a_page_that_comes_and_goes_is_one_page() {
+        let mut seen = SeenPages::new(1 << 20);
+        for round in 1..1000 {
+            let mut guest = GuestPages::new(&mut seen, 0, round);
+            match round % 3 {
+                0 => guest.found(SLOT, 1, PageFound::Zero, Some(1)),
+                1 => guest.found(SLOT, 1, PageFound::Content(&content(1)), Some(1)),
+                _ => guest.found(SLOT, 1, PageFound::Unknown, None),
+            }
+            assert_eq!(guest.twice, None);
+        }
+        assert!(seen.pages.len() == 1 && seen.order.len() <= 1);
+    }
+
+    #[test]
+    fn without_memory_nothing_is_held() {
+        let mut seen = SeenPages::new(0);
+        GuestPages::new(&mut seen, 0, 1).found(SLOT, 1, PageFound::Zero, Some(1));
+        StreamPages::new(&mut seen, 0, 0, false).keep(1, &content(1));
+        assert_eq!(seen.bytes(), 0);
+        assert!(StreamPages::new(&mut seen, 0, 0, false).page_mut(1).is_some());
+    }
 }

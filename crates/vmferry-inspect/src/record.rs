@@ -79,6 +79,13 @@ pub struct Outcome {
     pub end: End,
 }
 
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { kind, records, bytes, end } = self;
+        write!(f, "{kind}, {records} records in {bytes} bytes, {end}")
+    }
+}
+
 /// How a file ends.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "end", rename_all = "kebab-case")]

@@ -1,17 +1,17 @@
 //! What the files of a session say of each other.
 
 use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
 
-use vmferry_codec::StreamDecoder;
 use vmferry_memory::SlotLayout;
 use vmferry_transport::{RecordingHeader, RecordingSide};
 use vmferry_wire::{SessionId, Token};
 
-use super::pages::SeenPages;
-
 /// A session, as one side has recorded it.
 #[derive(Debug)]
 pub struct Session {
+    /// Its number among all.
+    pub number: u32,
     /// Who has recorded it, for people.
     side: RecordingSide,
     pub id: Option<SessionId>,
@@ -20,7 +20,6 @@ pub struct Session {
     /// The last frame of each lane, by the last FINAL that was not withdrawn.
     pub last: Option<Vec<u64>>,
     pub lanes: BTreeMap<u8, Lane>,
-    pub pages: SeenPages,
 }
 
 /// A lane of a session.
@@ -35,30 +34,43 @@ pub struct Lane {
     /// Whether a file of its frames was read, and all of them to the end of the last.
     pub read: bool,
     pub whole: bool,
-    /// A VMM's own stream.
-    pub stream: Option<StreamDecoder>,
+    /// Frames are missing or broken: what they held of a VMM's own stream is not known.
+    pub gap: bool,
+    /// Where the next piece of that begins in it, if there is no gap.
+    pub stream_offset: u64,
+}
+
+/// A channel. Each recorder counts its own from 0, so that neither its number alone nor its side says which it is; both
+/// directions were made at the same time.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Connection {
+    directory: PathBuf,
+    side: u8,
+    number: u32,
+    at: u64,
 }
 
 /// All sessions of the files.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Sessions {
-    page_bytes: u64,
+    /// Where the file is that is being read.
+    directory: PathBuf,
     all: Vec<Session>,
-    by_connection: HashMap<(u8, u32), usize>,
+    by_connection: HashMap<Connection, usize>,
     by_token: HashMap<(u8, [u8; 16]), usize>,
 }
 
 impl Sessions {
-    pub fn new(page_bytes: u64) -> Self {
-        let (by_connection, by_token) = (HashMap::new(), HashMap::new());
-        Self { page_bytes, all: Vec::new(), by_connection, by_token }
+    /// A file begins.
+    pub fn read_from(&mut self, path: &str) {
+        self.directory = Path::new(path).parent().unwrap_or(Path::new("")).to_owned();
     }
 
-    /// The session of a control channel, by the channel's number.
+    /// The session of a control channel, by the channel.
     pub fn of_connection(&mut self, header: &RecordingHeader) -> &mut Session {
-        let key = (side(header), header.connection);
+        let connection = self.connection(header);
         let next = self.all.len();
-        let index = *self.by_connection.entry(key).or_insert(next);
+        let index = *self.by_connection.entry(connection).or_insert(next);
         self.get(index, header.side)
     }
 
@@ -71,7 +83,7 @@ impl Sessions {
 
     /// A control channel is of the session that this token is of.
     pub fn join(&mut self, header: &RecordingHeader, token: Token) {
-        let connection = (side(header), header.connection);
+        let connection = self.connection(header);
         let token = (side(header), token.0);
         match (self.by_connection.get(&connection), self.by_token.get(&token)) {
             (Some(&index), _) => {
@@ -87,15 +99,24 @@ impl Sessions {
         }
     }
 
+    fn connection(&self, header: &RecordingHeader) -> Connection {
+        Connection {
+            directory: self.directory.clone(),
+            side: side(header),
+            number: header.connection,
+            at: header.at,
+        }
+    }
+
     fn get(&mut self, index: usize, side: RecordingSide) -> &mut Session {
         if index == self.all.len() {
             self.all.push(Session {
+                number: index as u32,
                 side,
                 id: None,
                 announced: None,
                 last: None,
                 lanes: BTreeMap::new(),
-                pages: SeenPages::new(self.page_bytes),
             });
         }
         &mut self.all[index]

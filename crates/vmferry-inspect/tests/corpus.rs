@@ -9,8 +9,11 @@ mod inspect;
 mod replay;
 mod support;
 
-use support::Recorded;
+use inspect::{RUNS, SEALED};
+use support::{Recorded, VERSIONS};
+use vmferry::journal::Record;
 use vmferry_transport::RECORDING_HEADER_BYTES;
+use vmferry_wire::{CONTROL_HEADER_BYTES, FRAME_HEADER_BYTES};
 
 #[test]
 fn every_seed_is_handled() {
@@ -22,31 +25,74 @@ fn every_seed_cut_and_damaged_is_handled() {
     replay::every_seed_cut_and_damaged("inspect", inspect::run, 60);
 }
 
+/// The fuzzer begins behind the checksums, among frames of both kinds.
+#[test]
+fn what_is_sealed_is_read_whatever_its_checksums_are() {
+    for (recorded, wanted) in [(Recorded::new(2, 1), "run"), (Recorded::carried(2), "segment")] {
+        let files = [&recorded.control, &recorded.control_back, &recorded.data];
+        let right = inspect::read(&seed(2 | RUNS, files.map(|file| without_header(file))));
+        for expected in ["BEGIN", "ACCEPT", "FINAL", "section", wanted] {
+            assert!(right.contains(&expected), "{expected} is not in {right:?}");
+        }
+        let mut wrong = recorded.clone();
+        let messages = recorded.messages.iter().map(|at| at + CONTROL_HEADER_BYTES - 4);
+        messages.for_each(|at| wrong.control[at] ^= 1);
+        let messages = recorded.messages_back.iter().map(|at| at + CONTROL_HEADER_BYTES - 4);
+        messages.for_each(|at| wrong.control_back[at] ^= 1);
+        for at in recorded.frames.iter().map(|at| at + FRAME_HEADER_BYTES) {
+            wrong.data[at - 1] ^= 1;
+            wrong.data[at - 5] ^= 1;
+        }
+        let files = [&wrong.control, &wrong.control_back, &wrong.data];
+        let files = files.map(|file| without_header(file));
+        assert!(inspect::read(&seed(2 | RUNS, files)).len() < 10);
+        assert_eq!(inspect::read(&seed(2 | RUNS | SEALED, files)), right);
+    }
+}
+
+#[test]
+fn the_seeds_are_in_the_tree() {
+    replay::are_in_the_tree("inspect", seeds(), |_| false);
+}
+
 /// `cargo test -p vmferry-inspect --test corpus -- --ignored` after a change of a format.
 #[test]
 #[ignore = "writes the seeds"]
 fn write_the_seeds() {
-    let recorded = Recorded::new(1);
-    let rest = |file: &[u8]| file[RECORDING_HEADER_BYTES..].to_vec();
-    let both = |first: u8, one: &[u8], other: &[u8]| {
-        let (one, other) = (rest(one), rest(other));
-        [&[first][..], &(one.len() as u16).to_le_bytes(), &one, &other].concat()
-    };
-    let Recorded { control, control_back, data, data_back, .. } = &recorded;
-    let mut seeds = vec![
-        ("control", both(2, control, control_back)),
-        ("control-with-runs", both(10, control, control_back)),
-        ("data", both(10, data, data_back)),
-        ("control-and-data", both(3, control, data)),
-        ("data-twice", both(3, data, data)),
-    ];
-    for (name, file) in [("control", control), ("data", data)] {
-        let mut file = file.clone();
-        file.truncate(3000);
-        let whole = [&[0, 0, 0][..], &file].concat();
-        seeds.push((if name == "data" { "whole-data" } else { "whole-control" }, whole));
+    replay::write("inspect", seeds());
+}
+
+fn seeds() -> Vec<(String, Vec<u8>)> {
+    let mut seeds = Vec::new();
+    for version in VERSIONS {
+        let (pages, stream) = (Recorded::new(version, 1), Recorded::carried(version));
+        for (name, recorded) in [("pages", &pages), ("stream", &stream)] {
+            let Recorded { control, control_back, data, .. } = recorded;
+            let files = [control, control_back, data].map(|file| without_header(file));
+            seeds.push((format!("{name}-{version}"), seed(RUNS | SEALED | 2, files)));
+            let control = [files[0], files[1], &[]];
+            seeds.push((format!("control-of-{name}-{version}"), seed(RUNS | 2, control)));
+        }
     }
-    let journal = b"\x01\0\0 00000000 {\"record\":\"commit\"}\n".to_vec();
-    seeds.push(("journal", journal));
-    replay::write("inspect", seeds.into_iter().map(|(name, seed)| (name.to_owned(), seed)));
+    let recorded = Recorded::carried(2);
+    let (control, data) = (without_header(&recorded.control), without_header(&recorded.data));
+    seeds.push(("stream-twice".into(), seed(3, [data, &[], data])));
+    seeds.push(("stream-and-control".into(), seed(3 | SEALED, [data, &[], control])));
+    seeds.push(("whole-control".into(), seed(0, [&recorded.control, &[], &[]])));
+    seeds.push(("state".into(), seed(0, [&support::state(), &[], &[]])));
+    let journal = [Record::Commit, Record::Given { by_operator: true }, Record::Commit];
+    let journal: Vec<u8> = journal.iter().flat_map(Record::encode).collect();
+    seeds.push(("journal".into(), seed(1, [&journal, &[], &[]])));
+    seeds.push(("journal-of-anyone".into(), seed(0, [&journal, &[], &[]])));
+    seeds
+}
+
+/// Files in the target's order.
+fn seed(first: u8, [one, other, last]: [&[u8]; 3]) -> Vec<u8> {
+    let length = |file: &[u8]| (file.len() as u16).to_le_bytes();
+    [&[first][..], &length(one), &length(other), one, other, last].concat()
+}
+
+fn without_header(file: &[u8]) -> &[u8] {
+    &file[RECORDING_HEADER_BYTES..]
 }

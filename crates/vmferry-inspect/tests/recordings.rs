@@ -2,8 +2,8 @@
 
 mod support;
 
-use support::{Recorded, change_header, seal};
-use vmferry_inspect::{Break, End, Inspector};
+use support::{Recorded, VERSIONS, change_header, seal};
+use vmferry_inspect::{Break, End, Inspector, Kind};
 use vmferry_transport::RECORDING_HEADER_BYTES;
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, FRAME_HEADER_BYTES, FrameHeader, HELLO_BYTES, table_checksum,
@@ -13,13 +13,42 @@ const RUN: usize = vmferry_wire::RUN_HEADER_BYTES;
 
 #[test]
 fn a_session_that_is_right_is_whole() {
-    let (outcomes, told, disagreements) = Recorded::new(1).inspect();
-    assert!(outcomes.iter().all(|one| one.end == End::Whole), "{told}");
-    assert!(disagreements.is_empty(), "{disagreements:?}");
-    for wanted in ["raw=4", "delta=4", "packed=3", "zero=2", "algorithm=zstd", "vcpu.regs"] {
-        assert!(told.contains(wanted), "{wanted} is not in:\n{told}");
+    for version in VERSIONS {
+        let (outcomes, told, disagreements) = Recorded::new(version, 1).inspect();
+        assert!(outcomes.iter().all(|one| one.end == End::Whole), "{told}");
+        assert!(disagreements.is_empty(), "{disagreements:?}");
+        for wanted in ["raw=4", "delta=4", "packed=3", "zero=2", "algorithm=zstd", "vcpu.regs"] {
+            assert!(told.contains(wanted), "{wanted} is not in:\n{told}");
+        }
+        assert!(!told.contains("unchecked") && !told.contains("unknown_fields"), "{told}");
+        // Only since version 2 the two sides tell each other their releases.
+        let told_releases = told.matches(r#"release={"vmferry":"0.1.0","vmm":"microvm 0.1.0"}"#);
+        assert_eq!(told_releases.count(), [0, 2][usize::from(version > 1)], "{told}");
     }
-    assert!(!told.contains("unchecked"), "{told}");
+}
+
+/// A newer release may say more: what nobody needs to know is told of, what a reader must know is not.
+#[test]
+fn fields_of_a_newer_release_are_told_of_or_refused() {
+    let good = Recorded::new(2, 1);
+    for message in 0..good.messages.len() {
+        let mut newer = good.clone();
+        // FINAL ends with the state, which nothing can follow.
+        if message == 1 {
+            continue;
+        }
+        newer.append(message, b"\x2c\x01\x03\0\0\0new");
+        let (outcomes, told, _) = newer.inspect();
+        assert!(outcomes.iter().all(|one| one.end == End::Whole), "{told}");
+        assert!(told.contains(" unknown_fields=[300]"), "{told}");
+        let mut newer = good.clone();
+        newer.append(message, b"\x2c\x81\x03\0\0\0new");
+        let offset = newer.messages[message] + CONTROL_HEADER_BYTES;
+        found(&newer, 0, offset, "300");
+        let mut torn = good.clone();
+        torn.append(message, b"\x2c\x01\x04\0\0\0new");
+        found(&torn, 0, offset, "field 300 has 4 bytes, and 3 are left");
+    }
 }
 
 /// Where the one break of a session is: in which file, at which byte, and why.
@@ -43,7 +72,11 @@ fn found(recorded: &Recorded, file: usize, offset: usize, problem: &str) {
 
 #[test]
 fn damage_to_a_control_channel_is_found_where_it_is() {
-    let good = Recorded::new(1);
+    VERSIONS.for_each(damage_to_a_control_channel);
+}
+
+fn damage_to_a_control_channel(version: u16) {
+    let good = Recorded::new(version, 1);
     let hello = RECORDING_HEADER_BYTES;
     let [begin, last, commit] = good.messages[..] else { unreachable!() };
     let damaged = |at: usize, by: u8| {
@@ -64,10 +97,9 @@ fn damage_to_a_control_channel_is_found_where_it_is() {
     found(&damaged(commit + 8, 1), 0, commit + CONTROL_HEADER_BYTES, "checksum");
     // What only the other side says.
     let mut bad = good.clone();
-    let ready = RECORDING_HEADER_BYTES + 24;
-    let theirs = good.control_back[ready..].to_vec();
+    let [accept, placed, ..] = good.messages_back[..] else { unreachable!() };
     bad.control.truncate(commit);
-    bad.control.extend_from_slice(&theirs[..CONTROL_HEADER_BYTES + 16]);
+    bad.control.extend_from_slice(&good.control_back[accept..placed]);
     found(&bad, 0, commit, "never said by the source");
     // The state's last byte, with the message's checksum right.
     let mut bad = good.clone();
@@ -82,7 +114,7 @@ fn damage_to_a_control_channel_is_found_where_it_is() {
 
 #[test]
 fn damage_to_a_data_channel_is_found_where_it_is() {
-    let good = Recorded::new(1);
+    let good = Recorded::new(2, 1);
     let table = |number: usize| good.frames[number] + FRAME_HEADER_BYTES;
     let changed = |number: usize, change: &dyn Fn(&mut [u8])| {
         let mut bad = good.clone();
@@ -131,7 +163,7 @@ fn damage_to_a_data_channel_is_found_where_it_is() {
 
 #[test]
 fn a_page_on_another_lane_is_found() {
-    let mut recorded = Recorded::new(2);
+    let mut recorded = Recorded::new(2, 2);
     let (at, length) = (recorded.frames[8], recorded.frame(8).len());
     let frame = &mut recorded.data[at..at + length];
     let sum = (600..602).fold(0_u64, |sum: u64, page| {
@@ -158,7 +190,7 @@ fn alone(bytes: &[u8]) -> (End, String) {
 
 #[test]
 fn a_recording_that_is_cut_off_is_no_damage() {
-    let good = Recorded::new(1);
+    let good = Recorded::new(2, 1);
     for (name, file) in [("data", &good.data), ("control", &good.control)] {
         let first = RECORDING_HEADER_BYTES + HELLO_BYTES;
         for length in (1..file.len()).step_by(997).chain(1..first + 60) {
@@ -180,7 +212,7 @@ fn a_recording_that_is_cut_off_is_no_damage() {
 
 #[test]
 fn changes_of_pages_that_were_not_recorded_are_told_of_and_not_taken_for_damage() {
-    let good = Recorded::new(1);
+    let good = Recorded::new(2, 1);
     let mut bad = good.clone();
     bad.data.drain(good.frames[0]..good.frames[4]);
     // The channel was made anew, so it may begin anywhere.
@@ -193,7 +225,7 @@ fn changes_of_pages_that_were_not_recorded_are_told_of_and_not_taken_for_damage(
 
 #[test]
 fn files_that_contradict_each_other_are_told_of() {
-    let good = Recorded::new(1);
+    let good = Recorded::new(2, 1);
     let mut bad = good.clone();
     let last = *good.frames.last().unwrap();
     bad.data.truncate(last);
@@ -205,4 +237,81 @@ fn files_that_contradict_each_other_are_told_of() {
     // One that was cut off within a frame may have had more.
     bad.data.extend_from_slice(&good.data[last..last + 10]);
     assert!(bad.inspect().2.is_empty());
+}
+
+/// Each recorder counts its channels from 0, so that those of two recordings have the same numbers.
+#[test]
+fn two_recordings_of_one_side_are_two_sessions() {
+    let one = Recorded::new(2, 1);
+    let mut other = Recorded::carried(2);
+    // Another session, by its token and its id.
+    for file in [&mut other.data, &mut other.control_back] {
+        let old = [9; 16];
+        let at = file.windows(16).position(|bytes| bytes == old).unwrap();
+        file[at..at + 16].fill(8);
+    }
+    let [accept, placed, ..] = other.messages_back[..] else { unreachable!() };
+    let sum = table_checksum(&other.control_back[accept + CONTROL_HEADER_BYTES..placed]);
+    other.control_back[accept + 8..accept + 12].copy_from_slice(&sum.to_le_bytes());
+    // In the order in which they are best read: control channels first.
+    let files = |recorded: &Recorded| {
+        let Recorded { control, control_back, data, data_back, .. } = recorded.clone();
+        [control, control_back, data, data_back]
+    };
+    let read = |paths: [&str; 2], files: [[Vec<u8>; 4]; 2]| {
+        let mut inspector = Inspector::new(1 << 20, false);
+        for turns in [0..2, 2..4] {
+            for turn in turns {
+                for (path, files) in paths.iter().zip(&files) {
+                    let outcome = inspector.file(path, &files[turn][..], &mut |_| Ok(()));
+                    assert_eq!(outcome.unwrap().end, End::Whole, "file {turn} of {path}");
+                }
+            }
+        }
+        let found = inspector.disagreements();
+        assert!(found.is_empty(), "{found:?}");
+    };
+    read(["one/0000.vmftrace", "other/0000.vmftrace"], [files(&one), files(&other)]);
+    // In one directory, under other names, they are told apart by when they were made.
+    let mut later = files(&other);
+    later.iter_mut().for_each(|file| file[16] ^= 1);
+    read(["0000.vmftrace", "0000-again.vmftrace"], [files(&one), later]);
+}
+
+#[test]
+fn a_page_that_comes_twice_in_a_broken_frame_is_not_held_against_the_next_one() {
+    let good = Recorded::new(2, 1);
+    let mut bad = good.clone();
+    // Pages of round 5 come again, and one of their sums is wrong.
+    let mut again = good.frame(8).to_vec();
+    again[FRAME_HEADER_BYTES + 16] ^= 1;
+    seal(&mut again);
+    change_header(&mut again, |head| FrameHeader { sequence: 10, ..head });
+    bad.data.extend_from_slice(&again);
+    let mut inspector = Inspector::new(1 << 20, false);
+    let (outcomes, _) = bad.read_by(&mut inspector, "file");
+    assert!(matches!(outcomes[2].end, End::Broken(_)));
+    // Other pages, on a channel that was made anew.
+    let mut next = good.data[..good.frames[0]].to_vec();
+    next[RECORDING_HEADER_BYTES + 32] = 1;
+    let mut frame = good.frame(0).to_vec();
+    change_header(&mut frame, |head| FrameHeader { sequence: 11, round: 6, ..head });
+    next.extend_from_slice(&frame);
+    let outcome = inspector.file("file", &next[..], &mut |_| Ok(())).unwrap();
+    assert_eq!(outcome.end, End::Whole);
+}
+
+#[test]
+fn an_empty_file_is_cut_off() {
+    let mut inspector = Inspector::new(1 << 20, false);
+    let mut read = |name: &str| inspector.file(name, &[][..], &mut |_| Ok(())).unwrap();
+    let outcome = read("record/0000-to-source.vmftrace");
+    assert_eq!(outcome.kind, Kind::Recording);
+    let End::CutOff { needed, found, .. } = outcome.end else { panic!("{outcome:?}") };
+    assert_eq!((needed, found), (RECORDING_HEADER_BYTES as u64, 0));
+    let outcome = read("state");
+    assert!(outcome.kind == Kind::Unknown && matches!(outcome.end, End::CutOff { .. }));
+    // A journal is made before its first line.
+    let outcome = read("00.source.journal");
+    assert_eq!((outcome.kind, outcome.end), (Kind::Journal, End::Whole));
 }

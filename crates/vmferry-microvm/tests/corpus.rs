@@ -49,22 +49,57 @@ fn saved(kind: GuestKind, vcpus: u8, balloon: bool) -> Vec<u8> {
     machine.save().unwrap()
 }
 
+/// Machines of which there are seeds: name, kind, vCPUs, and whether it has a balloon.
+const MACHINES: [(&str, GuestKind, u8, bool); 5] = [
+    ("process", GuestKind::Process, 1, false),
+    ("process-two", GuestKind::Process, 2, false),
+    ("kvm", GuestKind::Kvm, 1, false),
+    ("kvm-balloon", GuestKind::Kvm, 1, true),
+    ("kvm-two", GuestKind::Kvm, 2, false),
+];
+
+/// A guest has run, for longer or not as long, and KVM's vCPUs are those of a processor: of the seeds of machines the names
+/// count, and where no KVM is needed which sections they have.
+#[test]
+fn the_seeds_are_in_the_tree() {
+    let made = seeds(|kind, vcpus, balloon| match kind {
+        GuestKind::Kvm | GuestKind::Auto => Vec::new(),
+        GuestKind::Process => saved(kind, vcpus, balloon),
+    });
+    for (name, seed) in made.iter().filter(|(name, _)| name.starts_with("process")) {
+        let path = replay::corpus("state").join(name);
+        let tree = std::fs::read(&path).unwrap();
+        assert_eq!(sections(seed), sections(&tree), "{}", path.display());
+    }
+    replay::are_in_the_tree("state", made, |name| !name.starts_with("empty"));
+}
+
+/// Each section's name, version and length.
+fn sections(seed: &[u8]) -> Vec<(String, u16, usize)> {
+    let reader = StateReader::parse(&seed[1..]).unwrap();
+    let sections = reader.sections().iter();
+    let of = |name: &str, version, payload: &[u8]| (name.to_owned(), version, payload.len());
+    sections.map(|one| of(one.name(), one.version(), one.payload())).collect()
+}
+
 /// `cargo test -p vmferry-microvm --test corpus -- --ignored`, where there is /dev/kvm, after a change of the format.
 #[test]
 #[ignore = "writes the seeds"]
 fn write_the_seeds() {
-    let mut seeds = Vec::new();
-    for (name, state) in [
-        ("process", saved(GuestKind::Process, 1, false)),
-        ("kvm", saved(GuestKind::Kvm, 1, false)),
-        ("kvm-balloon", saved(GuestKind::Kvm, 1, true)),
-        ("kvm-two", saved(GuestKind::Kvm, 2, false)),
-        ("empty", StateWriter::new().finish()),
-    ] {
-        for sealed in [0, 1] {
-            let seed = [&[sealed][..], &state].concat();
-            seeds.push((format!("{name}-{}", ["as-it-is", "sealed"][usize::from(sealed)]), seed));
-        }
-    }
-    replay::write("state", seeds);
+    replay::write("state", seeds(saved));
+}
+
+/// A state of each machine, and of none, as it is and to be sealed.
+fn seeds(state: impl Fn(GuestKind, u8, bool) -> Vec<u8>) -> Vec<(String, Vec<u8>)> {
+    let machines = MACHINES.map(|(name, kind, vcpus, balloon)| (name, state(kind, vcpus, balloon)));
+    let empty = ("empty", StateWriter::new().finish());
+    let states = machines.into_iter().chain([empty]);
+    let ways = |(name, state): (&str, Vec<u8>)| {
+        ["as-it-is", "sealed"]
+            .iter()
+            .zip(0_u8..)
+            .map(|(way, sealed)| (format!("{name}-{way}"), [&[sealed][..], &state].concat()))
+            .collect::<Vec<_>>()
+    };
+    states.flat_map(ways).collect()
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use vmferry_wire::SessionId;
 
-use crate::qmp::QmpError;
+use crate::qmp::{QmpError, shown};
 
 /// Why a QEMU can't be migrated, or could not be.
 #[derive(Debug, thiserror::Error)]
@@ -27,7 +27,7 @@ pub enum QemuError {
         source: std::io::Error,
     },
     /// A part of the guest's memory can't be carried.
-    #[error("the guest's memory `{block}` {why}")]
+    #[error("the guest's memory `{}` {}", shown(block), shown(why))]
     Memory {
         /// QEMU's name of the RAM block.
         block: String,
@@ -35,13 +35,13 @@ pub enum QemuError {
         why: String,
     },
     /// A device or setting forbids it.
-    #[error("this guest can't be migrated: {0}")]
+    #[error("this guest can't be migrated: {}", shown(.0))]
     Unsupported(String),
     /// The guest can't be moved from outside; QEMU itself may be able to.
-    #[error("this guest can't be attached: {0}")]
+    #[error("this guest can't be attached: {}", shown(.0))]
     Unattachable(String),
     /// QEMU is not in the state in which this can be done.
-    #[error("QEMU is `{found}`, and must be {wanted}")]
+    #[error("QEMU is `{}`, and must be {wanted}", shown(found))]
     State {
         /// `query-status`, or the migration's status.
         found: String,
@@ -83,7 +83,10 @@ pub enum QemuError {
         session: SessionId,
     },
     /// QEMU's own migration has failed.
-    #[error("QEMU has given its migration up: {reason} (what it has printed may say more)")]
+    #[error(
+        "QEMU has given its migration up: {} (what it has printed may say more)",
+        shown(reason)
+    )]
     GivenUp {
         /// QEMU's reason.
         reason: String,
@@ -92,7 +95,7 @@ pub enum QemuError {
     #[error("QEMU could not take the guest and has ended: what it has printed says why")]
     EndedTaking,
     /// A thread of QEMU could not be made to make a system call.
-    #[error("no userfaultfd could be had from QEMU's process {pid}: {why}")]
+    #[error("no userfaultfd could be had from QEMU's process {pid}: {}", shown(why))]
     Inject {
         /// The process.
         pid: u32,

@@ -21,6 +21,11 @@ fn every_seed_cut_and_damaged_is_handled() {
     replay::every_seed_cut_and_damaged("qmp", qmp::run, 100);
 }
 
+#[test]
+fn the_seeds_are_in_the_tree() {
+    replay::are_in_the_tree("qmp", seeds(), |_| false);
+}
+
 /// `cargo test -p vmferry-qemu --test answers -- --ignored` makes them anew.
 #[test]
 #[ignore = "writes the seeds"]
@@ -78,6 +83,34 @@ fn seeds() -> Vec<(String, Vec<u8>)> {
     let deep = "[".repeat(4000);
     let line = format!("\0{greeting}\n{{\"return\":{deep}");
     seeds.push(("deep".into(), line.into_bytes()));
+    // What QEMU calls things can be as long as it likes, and errors tell of it.
+    let long = "x".repeat(9000);
+    for (name, reader, answers) in [
+        ("long-refusal", 0, vec![json!({ "error": { "class": "GenericError", "desc": long } })]),
+        ("long-status", 5, vec![of(json!({ "status": long }))]),
+        (
+            "long-reasons",
+            5,
+            vec![
+                of(json!({ "status": "running" })),
+                of(json!({ "status": "none", "blocked-reasons": [long, long] })),
+            ],
+        ),
+        (
+            "long-device",
+            1,
+            vec![of(json!(format!("  dev: vfio-pci, id \"{long}\"\r\n"))), of(json!("type=user"))],
+        ),
+        (
+            "long-block",
+            3,
+            vec![of(json!(blocks.replace("a b", &long))), of(json!(mtree)), of(json!(hva))],
+        ),
+    ] {
+        let lines = begun.iter().chain(&answers).map(|line| format!("{line}\n"));
+        let seed = [vec![reader], lines.collect::<String>().into_bytes()].concat();
+        seeds.push((name.into(), seed));
+    }
     seeds.push(("no-qmp".into(), b"\0HTTP/1.1 400 Bad Request\n".to_vec()));
     seeds
 }

@@ -5,59 +5,24 @@
 mod input;
 #[path = "../../../fuzz/harness/qemu_stream.rs"]
 mod qemu_stream;
+#[path = "../../../fuzz/harness/replay.rs"]
+mod replay;
 #[allow(dead_code, reason = "seeds use a part of it")]
 #[path = "stream/samples.rs"]
 mod samples;
 #[path = "corpus/seeds.rs"]
 mod seeds;
 
-use std::path::PathBuf;
-
 use proptest::prelude::*;
-
-fn corpus() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus/qemu_stream")
-}
-
-/// The seeds, by file name.
-fn in_the_tree() -> Vec<(String, Vec<u8>)> {
-    let entries = std::fs::read_dir(corpus()).expect("seeds are in the tree");
-    entries
-        .map(|entry| {
-            let path = entry.unwrap().path();
-            (path.display().to_string(), std::fs::read(path).unwrap())
-        })
-        .collect()
-}
 
 #[test]
 fn every_seed_is_handled() {
-    let seeds = in_the_tree();
-    assert!(seeds.len() >= 8, "{} seeds", seeds.len());
-    for (path, data) in seeds {
-        named(&path, &data);
-    }
+    replay::every_seed("qemu_stream", qemu_stream::run);
 }
 
-/// A cheap neighbourhood of each seed: every length of it, and a bit of every byte.
 #[test]
 fn every_seed_cut_and_damaged_is_handled() {
-    for (path, mut data) in in_the_tree() {
-        let step = data.len() / 100 + 1;
-        for at in (0..data.len()).step_by(step) {
-            named(&path, &data[..at]);
-            let bit = 1 << (at % 8);
-            data[at] ^= bit;
-            named(&path, &data);
-            data[at] ^= bit;
-        }
-    }
-}
-
-/// Runs the target, and says with which bytes it was if it panics.
-fn named(path: &str, data: &[u8]) {
-    let result = std::panic::catch_unwind(|| qemu_stream::run(data));
-    assert!(result.is_ok(), "{path}, perhaps changed: {data:02x?}");
+    replay::every_seed_cut_and_damaged("qemu_stream", qemu_stream::run, 100);
 }
 
 /// The fuzzer begins behind the pages, not before them.
@@ -80,13 +45,22 @@ proptest! {
     }
 }
 
+#[test]
+fn the_seeds_are_in_the_tree() {
+    replay::are_in_the_tree("qemu_stream", seeds(), |_| false);
+}
+
 /// `cargo test -p vmferry-qemu --test corpus -- --ignored` after a change of what the bytes mean.
 #[test]
 #[ignore = "writes the seeds"]
 fn write_the_seeds() {
-    std::fs::create_dir_all(corpus()).unwrap();
-    for (name, multifd, sample) in seeds::samples() {
-        let seed = qemu_stream::seed(multifd, [4095, 7, 20_000], &sample.bytes);
-        std::fs::write(corpus().join(name), seed).unwrap();
-    }
+    replay::write("qemu_stream", seeds());
+}
+
+fn seeds() -> Vec<(String, Vec<u8>)> {
+    let seed = |multifd, sample: &samples::Sample| {
+        qemu_stream::seed(multifd, [4095, 7, 20_000], &sample.bytes)
+    };
+    let samples = seeds::samples().into_iter();
+    samples.map(|(name, multifd, sample)| (name.to_string(), seed(multifd, &sample))).collect()
 }

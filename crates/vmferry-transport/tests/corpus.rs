@@ -21,10 +21,20 @@ fn every_seed_cut_and_damaged_is_handled() {
     replay::every_seed_cut_and_damaged("certificate", certificate::run, 400);
 }
 
+/// Keys are others each time.
+#[test]
+fn the_seeds_are_in_the_tree() {
+    replay::are_in_the_tree("certificate", seeds(), |_| true);
+}
+
 /// `cargo test -p vmferry-transport --test corpus -- --ignored` makes them anew.
 #[test]
 #[ignore = "writes the seeds"]
 fn write_the_seeds() {
+    replay::write("certificate", seeds());
+}
+
+fn seeds() -> Vec<(String, Vec<u8>)> {
     let uri = |text: &str| SanType::URI(text.try_into().unwrap());
     let dns = |text: &str| SanType::DnsName(text.try_into().unwrap());
     let address = |text: &str| SanType::IpAddress(text.parse().unwrap());
@@ -51,5 +61,5 @@ fn write_the_seeds() {
     seeds.push(("list".into(), [&[2], &std::fs::read(list.path).unwrap()[..]].concat()));
     let chain = std::fs::read(host.join("host.pem")).unwrap();
     seeds.push(("chain".into(), [&[1], &chain[..], &chain].concat()));
-    replay::write("certificate", seeds);
+    seeds
 }

@@ -35,6 +35,11 @@ fn the_seeds_are_messages() {
     }
 }
 
+#[test]
+fn the_seeds_are_in_the_tree() {
+    replay::are_in_the_tree("control", seeds(), |_| false);
+}
+
 /// `cargo test -p vmferry-wire --test corpus -- --ignored` after a change of the formats.
 #[test]
 #[ignore = "writes the seeds"]
@@ -48,10 +53,11 @@ fn body(message: &ControlMessage) -> Vec<u8> {
     bytes.split_off(CONTROL_HEADER_BYTES)
 }
 
-/// Each message as a seed of either sort, and both greetings with messages behind them.
+/// Each message as a seed of either sort, in the newest version of the protocol, and both greetings with messages of
+/// each version behind them.
 fn seeds() -> Vec<(String, Vec<u8>)> {
     let mut seeds = Vec::new();
-    let (mut all, mut all_sealed) = (Vec::new(), vec![1]);
+    let mut all_sealed = vec![1];
     for message in messages() {
         let name = message.name().to_lowercase();
         let body = body(&message);
@@ -59,27 +65,21 @@ fn seeds() -> Vec<(String, Vec<u8>)> {
         sealed.extend_from_slice(&(body.len() as u16).to_le_bytes());
         sealed.extend_from_slice(&body);
         all_sealed.extend_from_slice(&sealed[1..]);
-        message.encode(PROTOCOL_VERSION_MIN, &mut all);
         seeds.push((format!("{name}-sealed"), sealed));
     }
     seeds.push(("all-sealed".to_owned(), all_sealed));
-    let hello = Hello {
-        version_min: 1,
-        version_max: 1,
-        role: Role::Control,
-        lane: 0,
-        token: Token([0; 16]),
-        attempt: 0,
-    };
-    let reply = HelloReply {
-        status: HelloStatus::Ok,
-        version_min: 1,
-        version_max: 1,
-        version: 1,
-        placed: 9,
-    };
-    seeds.push(("hello-and-all".to_owned(), [&[0], &hello.encode()[..], &all].concat()));
-    seeds.push(("reply-and-all".to_owned(), [&[0], &reply.encode()[..], &all].concat()));
+    for version in PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION_MAX {
+        let mut all = Vec::new();
+        messages().iter().for_each(|message| message.encode(version, &mut all));
+        let (version_min, version_max) = (PROTOCOL_VERSION_MIN, version);
+        let (role, token) = (Role::Control, Token([0; 16]));
+        let hello = Hello { version_min, version_max, role, lane: 0, token, attempt: 0 };
+        let status = HelloStatus::Ok;
+        let reply = HelloReply { status, version_min, version_max, version, placed: 9 };
+        let seed = |greeting: &[u8]| [&[0], greeting, &all].concat();
+        seeds.push((format!("hello-and-all-{version}"), seed(&hello.encode())));
+        seeds.push((format!("reply-and-all-{version}"), seed(&reply.encode())));
+    }
     seeds
 }
 

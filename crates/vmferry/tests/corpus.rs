@@ -52,6 +52,13 @@ fn the_seeds_of_conversations_reach_each_end() {
     }
 }
 
+#[test]
+fn the_seeds_are_in_the_tree() {
+    replay::are_in_the_tree("conversation", seeds::conversations(), |_| false);
+    replay::are_in_the_tree("journal", seeds::journals(), |_| false);
+    replay::are_in_the_tree("policy", seeds::policies(), |_| false);
+}
+
 /// `cargo test -p vmferry --test corpus -- --ignored` after a change of what the bytes mean.
 #[test]
 #[ignore = "writes the seeds"]

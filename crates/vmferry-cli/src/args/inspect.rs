@@ -15,7 +15,7 @@ Examples:
   vmferry inspect recording/*
   vmferry inspect --summary recording/*
   vmferry inspect --pages recording/0001-to-destination.vmftrace
-  vmferry inspect /run/vmferry/journals/*.journal --json")]
+  vmferry inspect /run/vmferry/journal/*.journal --json")]
 pub struct InspectOptions {
     /// Recorded channels (best all of one session at once), journals, or saved states.
     #[arg(required = true, value_name = "FILE")]
@@ -26,7 +26,7 @@ pub struct InspectOptions {
     /// Print what came of each file only.
     #[arg(long, conflicts_with = "pages")]
     pub summary: bool,
-    /// Hold so many bytes of pages that came last, to check deltas with.
+    /// Take at most so much memory for pages, to check deltas with: those that came last are held.
     #[arg(long, value_name = "BYTES", default_value = "512M", value_parser = parse_bytes)]
     pub memory: u64,
 }

@@ -5,7 +5,7 @@ use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
 use serde_json::json;
-use vmferry_inspect::{End, HEAD_BYTES, Inspector, Outcome, Record, turn_of};
+use vmferry_inspect::{End, HEAD_BYTES, Inspector, Outcome, Record, Tell, turn_of};
 
 use crate::args::InspectOptions;
 use crate::exit::{Code, Failure};
@@ -46,6 +46,24 @@ impl From<io::Error> for Ended {
     }
 }
 
+/// A file whose error is known from one of standard output.
+struct Reading<F> {
+    file: F,
+    error: Option<io::Error>,
+}
+
+impl<F: Read> Read for Reading<F> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        self.file.read(into).map_err(|error| {
+            let kind = error.kind();
+            if kind != io::ErrorKind::Interrupted {
+                self.error = Some(error);
+            }
+            kind.into()
+        })
+    }
+}
+
 /// Whether everything is right.
 fn inspect(
     files: &[((u8, u32, u8), &PathBuf)],
@@ -70,7 +88,7 @@ fn inspect(
             }
             (false, false) => writeln!(printed, "{record}"),
         };
-        let outcome = inspector.file(&name, file, &mut tell)?;
+        let outcome = read(path, file, inspector, &mut tell)?;
         right &= !matches!(outcome.end, End::Broken(_));
         say(&name, &outcome, output, printed)?;
     }
@@ -86,14 +104,28 @@ fn inspect(
     Ok(right)
 }
 
+/// Reads one file. What is wrong with reading it names it, and what is wrong with standard output does not.
+fn read(
+    path: &Path,
+    from: impl Read,
+    inspector: &mut Inspector,
+    tell: &mut Tell<'_>,
+) -> Result<Outcome, Ended> {
+    let mut file = Reading { file: from, error: None };
+    let outcome = inspector.file(&path.display().to_string(), &mut file, tell);
+    match file.error {
+        Some(error) => Err(unreadable(path, &error).into()),
+        None => Ok(outcome?),
+    }
+}
+
 fn say(name: &str, outcome: &Outcome, output: &Output, printed: &mut impl Write) -> io::Result<()> {
     if output.is_json() {
         let mut line = json!(outcome);
         line["file"] = json!(name);
         return writeln!(printed, "{line}");
     }
-    let Outcome { kind, records, bytes, end } = outcome;
-    writeln!(printed, "{name}: {kind}, {records} records in {bytes} bytes, {end}")
+    writeln!(printed, "{name}: {outcome}")
 }
 
 /// The first bytes of a file.
@@ -112,5 +144,35 @@ fn unreadable(path: &Path, error: &io::Error) -> Failure {
 impl From<Failure> for Ended {
     fn from(failure: Failure) -> Self {
         Self::Failed(failure)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Failing;
+
+    impl Read for Failing {
+        fn read(&mut self, _: &mut [u8]) -> io::Result<usize> {
+            // Even the kind that standard output fails with if nobody reads on.
+            Err(io::ErrorKind::BrokenPipe.into())
+        }
+    }
+
+    #[test]
+    fn a_file_that_can_not_be_read_to_its_end_is_named() {
+        let line = vmferry::journal::Record::Commit.encode();
+        let from = line.chain(Failing);
+        let mut records = 0;
+        let read =
+            read(Path::new("a.source.journal"), from, &mut Inspector::new(0, false), &mut |_| {
+                records += 1;
+                Ok(())
+            });
+        let Err(Ended::Failed(failure)) = read else { panic!("it can't be read") };
+        let text = format!("{:#}", failure.error);
+        assert!(text.starts_with("a.source.journal can't be read: "), "{text}");
+        assert_eq!(records, 1);
     }
 }

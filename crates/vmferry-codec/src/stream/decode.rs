@@ -19,14 +19,19 @@ pub struct PieceBytes<'a> {
     pub summary: PieceSummary,
 }
 
+/// Whoever keeps a stream's pages, by entry, for [`StreamDecoder::decode_apart`].
+pub trait Kept {
+    /// Keeps a page.
+    fn keep(&mut self, entry: u32, content: &[u8]);
+
+    /// The page in an entry, to be changed; none if nothing was ever kept there.
+    fn page_mut(&mut self, entry: u32) -> Option<&mut [u8]>;
+}
+
 /// Decodes the frames of one stream, in their order: contexts, buffers and kept pages for the whole migration.
 #[derive(Debug)]
 pub struct StreamDecoder {
-    decompressors: Decompressors,
-    /// The packed part, decompressed.
-    unpacked: Vec<u8>,
-    /// The piece, if it does not stand in the frame.
-    piece: Vec<u8>,
+    buffers: Buffers,
     kept: KeptPages,
     /// Where the next piece begins.
     offset: u64,
@@ -37,7 +42,8 @@ impl StreamDecoder {
     #[must_use]
     pub fn new(decompressors: Decompressors, entries: u32) -> Self {
         let kept = KeptPages::new(entries);
-        Self { decompressors, unpacked: Vec::new(), piece: Vec::new(), kept, offset: 0 }
+        let buffers = Buffers { decompressors, unpacked: Vec::new(), piece: Vec::new() };
+        Self { buffers, kept, offset: 0 }
     }
 
     /// Decodes and checks the next frame. A piece that is not right gives an error and no bytes, and the stream ends with it.
@@ -45,27 +51,81 @@ impl StreamDecoder {
     /// # Errors
     /// A frame that is no piece of a stream, breaks a rule or is damaged.
     pub fn decode<'a>(&'a mut self, frame: &'a Frame) -> Result<PieceBytes<'a>, CodecError> {
-        let Some(header) = frame.header().filter(|header| header.kind == FrameKind::Stream) else {
-            let text = "pages where a piece of a stream is due".to_owned();
-            return Err(WireError::BadFrame(text).into());
-        };
-        let table = SegmentTable::parse(header, frame.table(header), self.kept.entries())?;
+        let (header, entries) = (header_of(frame)?, self.kept.entries());
+        let piece = self.buffers.piece(frame, header, entries, self.offset, &mut self.kept)?;
+        piece.check(header.sequence, self.offset)?;
+        self.offset += piece.bytes.len() as u64;
+        Ok(piece)
+    }
+
+    /// Decodes a frame of any stream with pages that somebody else keeps, below `entries`, for whoever looks at recordings.
+    /// Whether the bytes are those that were sent says [`PieceBytes::check`]; `offset` is for errors only.
+    ///
+    /// # Errors
+    /// As [`decode`](Self::decode), but for other bytes than those that were sent.
+    pub fn decode_apart<'a>(
+        &'a mut self,
+        frame: &'a Frame,
+        entries: u32,
+        offset: u64,
+        kept: &mut impl Kept,
+    ) -> Result<PieceBytes<'a>, CodecError> {
+        self.buffers.piece(frame, header_of(frame)?, entries, offset, kept)
+    }
+}
+
+impl PieceBytes<'_> {
+    /// Compares the bytes of the frame with this number with what the source says of them, at their place in the stream.
+    ///
+    /// # Errors
+    /// [`CodecError::PieceHash`] if they are others.
+    pub fn check(&self, sequence: u64, offset: u64) -> Result<(), CodecError> {
+        let (expected, bytes) = (self.summary.content_hash, self.bytes.len());
+        let found = stream_hash(self.bytes, offset);
+        if found == expected {
+            Ok(())
+        } else {
+            Err(CodecError::PieceHash { sequence, offset, bytes, expected, found })
+        }
+    }
+}
+
+fn header_of(frame: &Frame) -> Result<&FrameHeader, WireError> {
+    frame
+        .header()
+        .filter(|header| header.kind == FrameKind::Stream)
+        .ok_or_else(|| WireError::BadFrame("pages where a piece of a stream is due".to_owned()))
+}
+
+/// What every piece needs while it is decoded.
+#[derive(Debug)]
+struct Buffers {
+    decompressors: Decompressors,
+    /// The packed part, decompressed.
+    unpacked: Vec<u8>,
+    /// The piece, if it does not stand in the frame.
+    piece: Vec<u8>,
+}
+
+impl Buffers {
+    /// Takes a frame apart. Nothing is said of the hash.
+    fn piece<'a>(
+        &'a mut self,
+        frame: &'a Frame,
+        header: &'a FrameHeader,
+        entries: u32,
+        offset: u64,
+        kept: &mut impl Kept,
+    ) -> Result<PieceBytes<'a>, CodecError> {
+        let table = SegmentTable::parse(header, frame.table(header), entries)?;
         let payload = frame.payload(header);
         let bytes = if table.is_plain() {
             payload
         } else {
-            self.assemble(header, &table, payload)?;
+            self.assemble(header, &table, payload, offset, kept)?;
             &self.piece[..]
         };
-        let summary = table.summary();
-        let (expected, offset) = (summary.content_hash, self.offset);
-        let found = stream_hash(bytes, offset);
-        if found != expected {
-            let (sequence, bytes) = (header.sequence, bytes.len());
-            return Err(CodecError::PieceHash { sequence, offset, bytes, expected, found });
-        }
-        self.offset += bytes.len() as u64;
-        Ok(PieceBytes { bytes, summary })
+        Ok(PieceBytes { bytes, summary: table.summary() })
     }
 
     fn assemble(
@@ -73,6 +133,8 @@ impl StreamDecoder {
         header: &FrameHeader,
         table: &SegmentTable<'_>,
         payload: &[u8],
+        offset: u64,
+        kept: &mut impl Kept,
     ) -> Result<(), CodecError> {
         let sequence = header.sequence;
         let (mut raw, packed) = payload.split_at(payload.len() - header.packed_bytes as usize);
@@ -83,7 +145,7 @@ impl StreamDecoder {
                 if self.unpacked.len() < bytes {
                     self.unpacked.resize(bytes, 0);
                 }
-                let (into, offset) = (&mut self.unpacked[..bytes], self.offset);
+                let into = &mut self.unpacked[..bytes];
                 self.decompressors
                     .decompress(algorithm, packed, into)
                     .map_err(|source| CodecError::PieceUnpack { sequence, offset, source })?;
@@ -97,7 +159,7 @@ impl StreamDecoder {
             let from =
                 match segment.encoding {
                     SegmentEncoding::Delta(entry) => {
-                        let Some(page) = self.kept.page_mut(entry) else {
+                        let Some(page) = kept.page_mut(entry) else {
                             return Err(CodecError::NotKept { sequence, entry });
                         };
                         apply_delta(&mut deltas, page)
@@ -112,7 +174,7 @@ impl StreamDecoder {
             let (content, rest) = from.split_at(segment.bytes as usize);
             *from = rest;
             if let Some(entry) = segment.entry() {
-                self.kept.keep(entry, content);
+                kept.keep(entry, content);
             }
             self.piece.extend_from_slice(content);
         }

@@ -2,6 +2,8 @@
 
 use vmferry_memory::PAGE_SIZE;
 
+use super::decode::Kept;
+
 /// Pages whose memory is taken together: 1 MiB.
 const CHUNK_PAGES: usize = 256;
 
@@ -29,9 +31,11 @@ impl KeptPages {
     pub(super) fn entries(&self) -> u32 {
         self.entries
     }
+}
 
+impl Kept for KeptPages {
     /// Keeps a page. The entry must exist.
-    pub(super) fn keep(&mut self, entry: u32, content: &[u8]) {
+    fn keep(&mut self, entry: u32, content: &[u8]) {
         let (chunk, place) = (entry as usize / CHUNK_PAGES, entry as usize % CHUNK_PAGES);
         let Some(chunk) = self.chunks.get_mut(chunk) else { return };
         let chunk = chunk.get_or_insert_with(|| Chunk {
@@ -43,7 +47,7 @@ impl KeptPages {
     }
 
     /// The page in an entry, if one is kept there.
-    pub(super) fn page_mut(&mut self, entry: u32) -> Option<&mut [u8]> {
+    fn page_mut(&mut self, entry: u32) -> Option<&mut [u8]> {
         let (chunk, place) = (entry as usize / CHUNK_PAGES, entry as usize % CHUNK_PAGES);
         let chunk = self.chunks.get_mut(chunk)?.as_mut()?;
         chunk.held[place].then(|| &mut chunk.contents[place * PAGE_SIZE..][..PAGE_SIZE])

@@ -10,7 +10,7 @@ mod kept;
 #[cfg(test)]
 mod tests;
 
-pub use decode::{PieceBytes, StreamDecoder};
+pub use decode::{Kept, PieceBytes, StreamDecoder};
 pub(crate) use divide::Division;
 pub use divide::{PageMark, Piece};
 pub use encode::StreamEncoder;

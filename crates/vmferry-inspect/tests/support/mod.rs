@@ -6,15 +6,20 @@ use std::sync::Arc;
 
 use vmferry_codec::{
     Batch, Choice, Compressors, DeltaUse, EncodedFrame, Encoder, HotPages, Method, PageHashes,
+    PageMark, Piece, StreamEncoder,
 };
 use vmferry_inspect::{Inspector, Outcome};
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, SlotId, SlotLayout};
 use vmferry_microvm::state::{SectionKind, StateWriter};
 use vmferry_transport::{Direction, RecordingHeader, RecordingSide};
 use vmferry_wire::{
-    ControlMessage, FRAME_HEADER_BYTES, FrameHeader, GuestIdentity, Hello, HelloReply, HelloStatus,
-    Role, SessionId, Token, table_checksum,
+    CONTROL_HEADER_BYTES, ControlMessage, FRAME_HEADER_BYTES, FrameHeader, GuestIdentity, Hello,
+    HelloReply, HelloStatus, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, Release, Role, SessionId,
+    Token, table_checksum,
 };
+
+/// What each test is for.
+pub const VERSIONS: std::ops::RangeInclusive<u16> = PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION_MAX;
 
 pub const SESSION: SessionId = SessionId([5; 16]);
 const TOKEN: Token = Token([9; 16]);
@@ -31,6 +36,8 @@ pub struct Recorded {
     pub frames: Vec<usize>,
     /// Where each message begins in `control`.
     pub messages: Vec<usize>,
+    /// And in `control_back`.
+    pub messages_back: Vec<usize>,
 }
 
 fn begin(direction: Direction, connection: u32) -> Vec<u8> {
@@ -39,22 +46,37 @@ fn begin(direction: Direction, connection: u32) -> Vec<u8> {
         .to_vec()
 }
 
-fn hello(role: Role, token: Token) -> Vec<u8> {
-    Hello { version_min: 1, version_max: 1, role, lane: 0, token, attempt: 0 }.encode().to_vec()
+fn hello(version: u16, role: Role, token: Token) -> Vec<u8> {
+    let (version_min, lane, attempt) = (PROTOCOL_VERSION_MIN, 0, 0);
+    Hello { version_min, version_max: version, role, lane, token, attempt }.encode().to_vec()
 }
 
-fn reply() -> Vec<u8> {
-    HelloReply { status: HelloStatus::Ok, version_min: 1, version_max: 1, version: 1, placed: 0 }
+fn reply(version: u16) -> Vec<u8> {
+    let (version_min, placed) = (PROTOCOL_VERSION_MIN, 0);
+    HelloReply { status: HelloStatus::Ok, version_min, version_max: version, version, placed }
         .encode()
         .to_vec()
 }
 
 impl Recorded {
-    pub fn new(lanes: u8) -> Self {
-        let (data, frames) = data();
-        let last = 9;
+    /// A session of so many lanes whose only recorded one carries frames of pages, as a version of the protocol has it.
+    pub fn new(version: u16, lanes: u8) -> Self {
+        Self::with(version, lanes, false, data(version))
+    }
+
+    /// The same of one lane with a VMM's own stream: pages to be kept as they are and compressed, changes of both, and
+    /// bytes that nobody has recognised.
+    pub fn carried(version: u16) -> Self {
+        Self::with(version, 1, true, pieces(version))
+    }
+
+    fn with(version: u16, lanes: u8, streams: bool, (data, frames): (Vec<u8>, Vec<usize>)) -> Self {
+        let last = frames.len() as u64;
+        let release =
+            (version > 1).then(|| Release { vmferry: "0.1.0".into(), vmm: "microvm 0.1.0".into() });
         let mut control =
-            [begin(Direction::ToDestination, 0), hello(Role::Control, Token([0; 16]))].concat();
+            [begin(Direction::ToDestination, 0), hello(version, Role::Control, Token([0; 16]))]
+                .concat();
         let mut messages = Vec::new();
         for message in [
             ControlMessage::Begin {
@@ -66,35 +88,50 @@ impl Recorded {
                 lanes,
                 verify: false,
                 reconnect_ms: 30_000,
-                release: None,
-                streams: false,
+                release: release.clone(),
+                streams: streams && version > 1,
             },
             ControlMessage::Final { lane_sequences: vec![last], digest: 7, state: state() },
             ControlMessage::Commit { session: SESSION },
         ] {
             messages.push(control.len());
-            message.encode(1, &mut control);
+            message.encode(version, &mut control);
         }
-        let mut control_back = [begin(Direction::ToSource, 0), reply()].concat();
+        let mut control_back = [begin(Direction::ToSource, 0), reply(version)].concat();
+        let mut messages_back = Vec::new();
         for message in [
-            ControlMessage::Accept { token: TOKEN, release: None, algorithms: None },
+            ControlMessage::Accept { token: TOKEN, release, algorithms: None },
             ControlMessage::Placed { lane: 0, sequence: last },
             ControlMessage::Ready { digest: 7, load_us: 80 },
             ControlMessage::Running { session: SESSION, start_us: 90 },
         ] {
-            message.encode(1, &mut control_back);
+            messages_back.push(control_back.len());
+            message.encode(version, &mut control_back);
         }
-        let data_back = [begin(Direction::ToSource, 1), reply()].concat();
-        Self { control, control_back, data, data_back, frames, messages }
+        let data_back = [begin(Direction::ToSource, 1), reply(version)].concat();
+        Self { control, control_back, data, data_back, frames, messages, messages_back }
     }
 
     /// Reads all four; the outcomes, what was told, and where they contradict each other.
     pub fn inspect(&self) -> ([Outcome; 4], String, Vec<String>) {
-        let mut inspector = Inspector::new(1 << 20, true);
+        self.inspect_with(Inspector::new(1 << 20, true), "file")
+    }
+
+    /// The same with an inspector, which may have read other files, and a path for all four.
+    pub fn inspect_with(
+        &self,
+        mut inspector: Inspector,
+        path: &str,
+    ) -> ([Outcome; 4], String, Vec<String>) {
+        let (outcomes, told) = self.read_by(&mut inspector, path);
+        (outcomes, told, inspector.disagreements())
+    }
+
+    pub fn read_by(&self, inspector: &mut Inspector, path: &str) -> ([Outcome; 4], String) {
         let mut told = String::new();
         let outcomes =
             [&self.control, &self.control_back, &self.data, &self.data_back].map(|file| {
-                let outcome = inspector.file("file", &file[..], &mut |record| {
+                let outcome = inspector.file(path, &file[..], &mut |record| {
                     told += &format!("{record}\n");
                     Ok(())
                 });
@@ -102,7 +139,19 @@ impl Recorded {
                 told += &format!("{}, {} records\n", outcome.end, outcome.records);
                 outcome
             });
-        (outcomes, told, inspector.disagreements())
+        (outcomes, told)
+    }
+
+    /// Puts bytes behind a message's body, with its header right; it is the one of this number in `control`.
+    pub fn append(&mut self, message: usize, bytes: &[u8]) {
+        let start = self.messages[message];
+        let end = self.messages.get(message + 1).copied().unwrap_or(self.control.len());
+        self.control.splice(end..end, bytes.iter().copied());
+        self.messages[message + 1..].iter_mut().for_each(|at| *at += bytes.len());
+        let (head, rest) = self.control[start..].split_at_mut(CONTROL_HEADER_BYTES);
+        let body = &rest[..end + bytes.len() - start - CONTROL_HEADER_BYTES];
+        head[..4].copy_from_slice(&(body.len() as u32).to_le_bytes());
+        head[8..].copy_from_slice(&table_checksum(body).to_le_bytes());
     }
 
     /// The frame of this number in `data`.
@@ -125,7 +174,7 @@ pub fn seal(frame: &mut [u8]) {
     change_header(frame, |header| FrameHeader { table_checksum: table, ..header });
 }
 
-fn state() -> Vec<u8> {
+pub fn state() -> Vec<u8> {
     let mut writer = StateWriter::new();
     writer.section(&SectionKind::mandatory("vcpu.regs", 1), 0, &[1; 32]).unwrap();
     writer.section(&SectionKind::mandatory("serial", 1), 0, &[2; 9]).unwrap();
@@ -133,12 +182,12 @@ fn state() -> Vec<u8> {
 }
 
 /// A data channel: pages raw, again, changed, compressed and zero.
-fn data() -> (Vec<u8>, Vec<usize>) {
+fn data(version: u16) -> (Vec<u8>, Vec<usize>) {
     let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages: PAGES }];
     let memory = GuestMemory::allocate(&layout, MemoryKind::Private).unwrap();
     let hashes = PageHashes::for_memory(&memory);
     let mut encoder = Encoder::new(Compressors::default(), Arc::new(HotPages::new(1 << 20)));
-    let mut data = [begin(Direction::ToDestination, 1), hello(Role::Data, TOKEN)].concat();
+    let mut data = [begin(Direction::ToDestination, 1), hello(version, Role::Data, TOKEN)].concat();
     let (mut frames, mut sequence) = (Vec::new(), 0);
     let write = |page: u64, byte: u8| {
         let text = format!("page {page}, {byte}; ");
@@ -184,5 +233,44 @@ fn data() -> (Vec<u8>, Vec<usize>) {
     // Zeros alone, with the frame that ends the last round left out: FINAL names this one.
     send(5, &[20, 21], pack);
     data.truncate(frames.pop().unwrap());
+    (data, frames)
+}
+
+/// The bytes of a page of a stream.
+fn page_of_stream(page: u64, round: u32) -> Vec<u8> {
+    let mut content: Vec<u8> =
+        format!("page {page} of a stream; ").bytes().cycle().take(PAGE_SIZE).collect();
+    content[10] = round as u8;
+    content
+}
+
+/// A data channel with a VMM's own stream, a piece for each frame: three pages to keep as they are, another three
+/// to keep compressed, what has changed of all, the same compressed, and bytes without pages.
+fn pieces(version: u16) -> (Vec<u8>, Vec<usize>) {
+    let kept = HotPages::new(16 * PAGE_SIZE as u64);
+    let mut encoder = StreamEncoder::new(Compressors::default());
+    let mut data = [begin(Direction::ToDestination, 1), hello(version, Role::Data, TOKEN)].concat();
+    let (mut frames, mut offset) = (Vec::new(), 0);
+    let pack = Some(Method::zstd(1));
+    let sent = [(0..3, None), (3..6, pack), (0..6, None), (0..6, pack), (0..0, pack)];
+    for (round, (pages, pack)) in (2..).zip(sent) {
+        let mut bytes = format!("piece {round} of a stream").into_bytes();
+        let mut marks = Vec::new();
+        for page in pages {
+            marks.push(PageMark { at: bytes.len(), slot: SlotId(0), page });
+            bytes.extend_from_slice(&page_of_stream(page, round));
+            bytes.extend_from_slice(b"behind it");
+        }
+        let choice = Choice { pack, delta: DeltaUse::Make };
+        let mut frame = EncodedFrame::new();
+        frame.bytes_mut(bytes.len()).copy_from_slice(&bytes);
+        let piece = Piece { offset, bytes: bytes.len(), pages: &marks, zero_pages: 2, round };
+        frame.divide(piece, &kept, choice);
+        encoder.encode(&mut frame, choice.pack).unwrap();
+        frame.set_sequence(frames.len() as u64 + 1);
+        offset += bytes.len() as u64;
+        frames.push(data.len());
+        frame.write_to(&mut data).unwrap();
+    }
     (data, frames)
 }

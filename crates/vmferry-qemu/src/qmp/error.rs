@@ -1,9 +1,22 @@
 //! What goes wrong with QMP, and which QEMU it is.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
+
+/// So much is shown of a text that QEMU has written, or that tells of what it has said: no message of a QEMU that is as it
+/// should be is as long, and nobody's terminal is flooded by another one.
+const MOST_SHOWN: usize = 800;
+
+/// The beginning of a text of QEMU's, for a message.
+pub(crate) fn shown(text: &str) -> Cow<'_, str> {
+    match text.floor_char_boundary(MOST_SHOWN) {
+        end if end < text.len() => format!("{}…", &text[..end]).into(),
+        _ => text.into(),
+    }
+}
 
 /// A QMP connection that failed.
 #[derive(Debug, thiserror::Error)]
@@ -22,7 +35,7 @@ pub enum QmpError {
         source: io::Error,
     },
     /// QEMU does not do what was asked.
-    #[error("QEMU refused `{command}`: {message}")]
+    #[error("QEMU refused `{command}`: {}", shown(message))]
     Refused {
         /// The command.
         command: String,

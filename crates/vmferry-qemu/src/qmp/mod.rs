@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use rustix::net::RecvFlags;
 use serde_json::{Value, json};
 
+pub(crate) use error::shown;
 pub use error::{QmpError, Version};
 use lines::Lines;
 
