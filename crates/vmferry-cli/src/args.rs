@@ -26,7 +26,8 @@ pub use send::SendOptions;
 Exit status: 0 done, 1 internal failure, 2 usage, 3 no connection, 4 authentication or TLS,
 5 protocol or version, 6 incompatible machine, memory layout or guest identity, 7 in use or busy,
 8 unknown guest, 9 wrong state, 10 does not converge, 11 cancelled, 12 link lost, 13 memory or
-guest corrupted, 14 in doubt, 15 the kernel lacks what --sandbox require asks for.
+guest corrupted, 14 in doubt, 15 the guest's VMM does not answer, 16 this process can't be
+restricted as --sandbox require asks.
 
 Try `vmferry demo` first: it migrates a guest between two processes on this machine.")]
 pub struct Arguments {

@@ -8,6 +8,7 @@ use vmferry_transport::TransportError;
 
 /// What the exit status says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(test, derive(clap::ValueEnum))]
 pub enum Code {
     /// 1: this host, the other host or vmferry itself failed.
     Internal,
@@ -39,7 +40,7 @@ pub enum Code {
     InDoubt,
     /// 15: the guest's VMM lives and does not answer.
     NotAnswering,
-    /// 16: the kernel can't restrict the process as it was required.
+    /// 16: the process can't be restricted, or not as it was required.
     Sandbox,
 }
 
@@ -183,6 +184,74 @@ impl From<ClientError> for Failure {
             ClientError::Vanished { .. }
             | ClientError::Io { .. }
             | ClientError::BadAnswer { .. } => Self::of(Code::Internal, error),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{CommandFactory, ValueEnum};
+
+    use super::*;
+    use crate::args::Arguments;
+
+    /// A file of the repository.
+    fn file(path: &str) -> String {
+        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        std::fs::read_to_string(root.join(path)).unwrap()
+    }
+
+    /// What the help says of it, behind its number; and what the README says.
+    fn said(code: Code) -> (&'static str, &'static str) {
+        match code {
+            Code::Internal => ("internal failure", "internal failure"),
+            Code::Usage => ("usage", "usage"),
+            Code::Connect => ("no connection", "no connection"),
+            Code::Authentication => ("authentication or TLS", "authentication or TLS"),
+            Code::Protocol => ("protocol or version", "protocol or version"),
+            Code::Incompatible => ("incompatible machine", "incompatible machine"),
+            Code::Busy => ("in use or busy", "in use, or busy"),
+            Code::UnknownGuest => ("unknown guest", "unknown guest"),
+            Code::WrongState => ("wrong state", "the guest is in the wrong state"),
+            Code::NotConverging => ("does not converge", "does not converge"),
+            Code::Cancelled => ("cancelled", "cancelled"),
+            Code::LinkLost => ("link lost", "link lost"),
+            Code::Corrupt => ("memory or guest corrupted", "memory differs"),
+            Code::InDoubt => ("in doubt", "in doubt"),
+            Code::NotAnswering => ("the guest's VMM does not answer", "the guest's VMM does not"),
+            Code::Sandbox => ("this process can't be restricted as", "the process can't be"),
+        }
+    }
+
+    #[test]
+    fn the_help_and_the_readme_name_every_code() {
+        let help = Arguments::command().render_long_help().to_string();
+        let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
+        let (_, help) = help.split_once("Exit status: 0 done, ").unwrap();
+        let readme = file("README.md");
+        let mut numbers = Vec::new();
+        for code in Code::value_variants() {
+            let (in_help, in_readme) = said(*code);
+            let number = code.number();
+            assert!(help.contains(&format!("{number} {in_help}")), "{code:?}: {help}");
+            assert!(readme.contains(&format!("| {number} | {in_readme}")), "{code:?}");
+            assert_eq!(code.to_possible_value().unwrap().get_name(), code.name());
+            numbers.push(number);
+        }
+        numbers.sort_unstable();
+        numbers.dedup();
+        assert_eq!(numbers.len(), Code::value_variants().len(), "no number is for two");
+    }
+
+    /// What would not start a second time either.
+    #[test]
+    fn the_unit_is_not_started_again_in_vain() {
+        let unit = file("dist/systemd/vmferry-receive.service");
+        let (usage, sandbox) = (Code::Usage.number(), Code::Sandbox.number());
+        let line = format!("\nRestartPreventExitStatus={usage} {sandbox}\n");
+        assert!(unit.contains(&line), "{line}");
+        for part in [format!("can't restrict ({sandbox})"), format!("line is wrong ({usage})")] {
+            assert!(unit.contains(&part), "the comment says {part}");
         }
     }
 }

@@ -40,8 +40,10 @@ pub fn restrict(
     if let Some(policy) = &options.policy {
         files.read.extend(directories(policy));
     }
-    // Journals and control sockets.
-    files.write.push(directory()?.path().to_owned());
+    // Journals and control sockets. Journals may be on another disk, where a link leads.
+    let directory = directory()?;
+    files.write.extend(std::fs::canonicalize(directory.journals()));
+    files.write.push(directory.path().to_owned());
     // Recordings: the directory was made by now.
     files.write.extend(options.record.record.clone());
     if let Address::Unix(path) = listening {

@@ -147,6 +147,49 @@ fn wrong_use_is_refused() {
     drop(guest);
 }
 
+#[test]
+fn a_guest_that_had_the_name_before_is_another_guest() {
+    let world = World::without_certificates();
+    let a = world.host("a");
+    let dead = || GuestIdentity { uuid: uuid::Uuid::new_v4(), name: "web".into() };
+    let resolve = |what: &str, word: &str| a.run(&["resolve", what, word, "--yes"]);
+    let (first, journal) = left_in_doubt(&a, 1, &dead());
+    drop(journal);
+    let guest = a.guest("web", &GUEST);
+
+    // It died in doubt, and the operator has started another one: there is no VMM of it, whose word would count.
+    let decided = resolve("web", "--destination-owns");
+    assert_eq!(decided.code, Some(0), "{decided:?}");
+    assert_eq!(decided.last()["vmm"], "gone");
+    assert_eq!(verdict(&a, first), "there");
+    resolve(&first.to_string(), "--destination-owns").failed(9, "gave the guest away");
+    resolve("web", "--destination-owns").failed(9, "it is here");
+
+    // Of several that are dead it must be said which, and a number says it.
+    let (second, journal) = left_in_doubt(&a, 2, &dead());
+    let (third, other) = left_in_doubt(&a, 3, &dead());
+    drop(other);
+    for word in ["--source-resumes", "--destination-owns"] {
+        resolve("web", word).failed(9, &third.to_string());
+    }
+    resolve(&second.to_string(), "--source-resumes").failed(7, "a process still leads session");
+    drop(journal);
+    assert_eq!(resolve(&second.to_string(), "--source-resumes").code, Some(0));
+    assert_eq!((verdict(&a, second), verdict(&a, third)), ("here".into(), "in-doubt".into()));
+
+    // One of the guest that runs goes first by its name, and nothing is noted for the dead one.
+    let uuid = a.status("web")["uuid"].as_str().unwrap().parse().unwrap();
+    let (fourth, journal) = left_in_doubt(&a, 4, &GuestIdentity { uuid, name: "web".into() });
+    drop(journal);
+    resolve("web", "--destination-owns").failed(9, "runs here");
+    assert_eq!(resolve("web", "--source-resumes").code, Some(0));
+    assert_eq!((verdict(&a, fourth), verdict(&a, third)), ("here".into(), "in-doubt".into()));
+    assert_eq!(resolve("web", "--destination-owns").code, Some(0));
+    assert_eq!(verdict(&a, third), "there");
+    a.check_guest("web");
+    drop(guest);
+}
+
 /// `script` gives a terminal to what it runs.
 #[test]
 fn on_a_terminal_it_asks() {

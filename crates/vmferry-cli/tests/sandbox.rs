@@ -2,9 +2,12 @@
 
 mod support;
 
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 
+use rustix::io::Errno;
+use rustix::process::{Resource, Rlimit, setrlimit};
+use rustix::thread::{CapabilitySet, remove_capability_from_bounding_set};
 use serde_json::Value;
 use support::inject::{Argument, call, call_and_leave};
 use support::{Host, Running, World, has_kvm, run_ok, text};
@@ -317,4 +320,62 @@ fn what_is_required_and_missing_is_an_error() {
     } else {
         running.finish().failed(16, "this kernel has no Landlock");
     }
+}
+
+/// Starts a receiver for which somebody has forbidden core dumps by a hard limit of 0, which it may not raise.
+fn without_dumps(host: &Host, listen: &str, how: &str) -> Running {
+    let mut command = host.command(&["receive", "--listen", listen, "--sandbox", how]);
+    let limit = || {
+        match remove_capability_from_bounding_set(CapabilitySet::SYS_RESOURCE) {
+            // Whoever can't has none to lose.
+            Ok(()) | Err(Errno::PERM) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+        Ok(setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?)
+    };
+    // SAFETY: makes two system calls, and allocates nothing.
+    unsafe { command.pre_exec(limit) };
+    Host::spawn(command)
+}
+
+#[test]
+fn a_hard_limit_of_0_forbids_dumps_to_files_and_is_said_to_forbid_no_others() {
+    let world = World::new();
+    let pattern = std::fs::read_to_string("/proc/sys/kernel/core_pattern").unwrap();
+    let enough = !pattern.starts_with(['|', '@']);
+    let listen = |name: &str| format!("unix:{}", text(&world.path(name)));
+    let mut running = without_dumps(&world.host("b"), &listen("s"), "auto");
+    let said = running.event("listening")["sandbox"].clone();
+    assert_eq!(said["no_core_dumps"], enough, "{said}");
+    let missing = said["missing"].as_array().unwrap();
+    let limit = missing.iter().any(|what| what.as_str().unwrap().contains("limit for core dumps"));
+    assert_eq!(limit, !enough, "{said}");
+
+    let mut required = without_dumps(&world.host("c"), &listen("t"), "require");
+    if missing.is_empty() {
+        assert_eq!(required.event("listening")["sandbox"]["no_core_dumps"], true);
+    } else if missing.len() == 1 && limit {
+        required.finish().failed(16, "ulimit -Hc");
+    } else {
+        required.finish().failed(16, "this kernel has no Landlock");
+    }
+}
+
+/// Journals must outlive a host's reboot, its sockets need not.
+#[test]
+fn journals_may_be_on_another_disk() {
+    let world = World::new();
+    let (a, b) = (world.host("a"), world.host("b"));
+    let disk = world.path("disk");
+    for directory in [&disk, &b.runtime] {
+        std::fs::create_dir(directory).unwrap();
+    }
+    std::os::unix::fs::symlink(&disk, b.runtime.join("journal")).unwrap();
+    let (_running, _) = receiver(&b, &world.path("s"), "auto");
+    let _guest = a.guest("web", &["--memory", "64M", "--workload", "hot=8,random"]);
+    let to = format!("unix:{}", text(&world.path("s")));
+    let sent = a.run(&["send", "web", "--to", &to, "--verify"]);
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    assert!(std::fs::read_dir(&disk).unwrap().next().is_some(), "the journal is there");
+    b.check_guest("web");
 }

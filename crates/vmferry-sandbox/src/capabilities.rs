@@ -11,7 +11,8 @@ use rustix::thread::{
 
 use crate::error::SandboxError;
 
-/// Empties the ambient, bounding, effective, permitted and inheritable sets.
+/// Empties the ambient, effective, permitted and inheritable sets; and the bounding one, of a process that may
+/// (`CAP_SETPCAP`).
 ///
 /// # Errors
 /// If the kernel refuses.

@@ -23,6 +23,13 @@ pub enum SandboxError {
         /// What is missing.
         missing: String,
     },
+    /// Core dumps can't be forbidden as it is required.
+    #[error(
+        "this process can't be restricted as `require` asks: its hard limit for core dumps is 0, which is none to the \
+         program that core_pattern names, and 1 is: raise the hard limit (`ulimit -Hc unlimited`, or systemd's `LimitCORE=1`), \
+         or use `auto`"
+    )]
+    CoreLimit,
     /// A path that the process shall keep can't be looked at.
     #[error("{path} is to stay reachable for the restricted process and can't be looked at")]
     Path {

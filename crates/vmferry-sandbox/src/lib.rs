@@ -6,7 +6,7 @@
 //!
 //! | layer | what it takes |
 //! | --- | --- |
-//! | no new privileges, capabilities | all capabilities, and every way to get one back |
+//! | no new privileges, capabilities | all capabilities (but those that bound what `execve` may give, where only root may empty that set), and every way to get one back |
 //! | Landlock | all files but those named, new TCP ports, signals to and abstract sockets of other processes |
 //! | seccomp | all system calls but a list, some of them with certain arguments only |
 //! | `RLIMIT_CORE` | core dumps, to files and to programs |
@@ -82,7 +82,8 @@ pub struct Restrictions {
     pub wanted: Wanted,
     /// No program that the process could start has more rights than it.
     pub no_new_privileges: bool,
-    /// It has no capability, in none of its sets.
+    /// It has no capability, in no set but the bounding one, for users who may not empty it: that is a bound of what
+    /// `execve` gives, which can't be called, and without new privileges would give nothing.
     pub no_capabilities: bool,
     /// The version of Landlock that restricts it; 0 for none. 4 refuses TCP ports, 5 device calls, 6 signals.
     pub landlock_abi: u32,
@@ -90,7 +91,7 @@ pub struct Restrictions {
     pub seccomp: bool,
     /// A crash leaves no core dump.
     pub no_core_dumps: bool,
-    /// What this kernel can't do, for people.
+    /// What this kernel can't do, or the limits that the process was started with, for people.
     pub missing: Vec<String>,
 }
 
@@ -124,12 +125,20 @@ fn forbid_core_dumps() -> Result<bool, SandboxError> {
     let limit = Rlimit { current: Some(1), maximum: Some(1) };
     match setrlimit(Resource::Core, limit) {
         Ok(()) => Ok(true),
-        // Somebody has set the hard limit to 0.
-        Err(Errno::PERM) => Ok(false),
+        // Somebody has set the hard limit to 0, which will do where dumps are files.
+        Err(Errno::PERM) => {
+            let pattern = std::fs::read_to_string("/proc/sys/kernel/core_pattern");
+            Ok(pattern.is_ok_and(|pattern| dumps_are_files(&pattern)))
+        }
         Err(errno) => {
             Err(SandboxError::Refused { what: "a limit for core dumps", source: errno.into() })
         }
     }
+}
+
+/// Whether a `core_pattern` names a file, and neither a program nor a socket (core(5)).
+fn dumps_are_files(pattern: &str) -> bool {
+    !pattern.starts_with(['|', '@'])
 }
 
 /// Restricts this process, for good. The files of [`Sandbox::files`] must exist by now, or are not reachable later.
@@ -150,13 +159,15 @@ pub fn apply(sandbox: &Sandbox, wanted: Wanted) -> Result<Restrictions, SandboxE
     }
     restrictions.no_core_dumps = forbid_core_dumps()?;
     restrictions.missing = files::missing();
-    if !restrictions.no_core_dumps {
-        let text =
-            "a hard limit of 1 for core dumps (it is 0, which a program as core_pattern ignores)";
-        restrictions.missing.push(text.to_owned());
-    }
     if wanted == Wanted::Require && !restrictions.missing.is_empty() {
         return Err(SandboxError::Missing { missing: restrictions.missing.join("; ") });
+    }
+    if !restrictions.no_core_dumps {
+        if wanted == Wanted::Require {
+            return Err(SandboxError::CoreLimit);
+        }
+        let text = "a hard limit for core dumps of 1 or more (0 is none to the program that core_pattern names)";
+        restrictions.missing.push(text.to_owned());
     }
     capabilities::drop_all()?;
     restrictions.no_capabilities = true;
@@ -169,4 +180,25 @@ pub fn apply(sandbox: &Sandbox, wanted: Wanted) -> Result<Restrictions, SandboxE
     calls::restrict(sandbox.work)?;
     restrictions.seccomp = true;
     Ok(restrictions)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dumps_to_programs_and_sockets_are_no_files() {
+        for file in ["core\n", "", "/var/crash/%e.%p\n", "%e|x\n"] {
+            assert!(dumps_are_files(file), "{file}");
+        }
+        for other in ["|/usr/lib/systemd/systemd-coredump %P\n", "@/run/coredump\n", "@@/run/c\n"] {
+            assert!(!dumps_are_files(other), "{other}");
+        }
+    }
+
+    #[test]
+    fn what_is_missing_is_said_with_its_way_out() {
+        let said = SandboxError::CoreLimit.to_string();
+        assert!(said.contains("ulimit -Hc") && !said.contains("kernel has no"), "{said}");
+    }
 }

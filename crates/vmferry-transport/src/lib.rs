@@ -48,4 +48,4 @@ pub use recording::{
 };
 pub use stamp::FileStamp;
 pub use transport::{Close, Receive, Transmit, Transport};
-pub use unix::connect as connect_unix;
+pub use unix::{SocketFile, connect as connect_unix, listen as listen_unix};

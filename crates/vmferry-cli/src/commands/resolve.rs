@@ -44,7 +44,19 @@ pub fn run(options: &ResolveOptions, output: &Output) -> Result<(), Failure> {
     };
     let socket = directory.socket(&name);
     let doubt = match call(&socket, &Request::Status {}, &mut |_| {}) {
-        Ok(status) => with_vmm(&status, &name, meant, word)?,
+        Ok(status) => {
+            let (its, others): (Vec<_>, Vec<_>) =
+                meant.into_iter().partition(|session| is_of(session, &status));
+            if is_about_others(&options.guest, &status, &its, &others) {
+                output.note(&format!(
+                    "Another guest called {name} runs here (UUID {}): this is not about that one.",
+                    status["uuid"].as_str().unwrap_or_default()
+                ));
+                without_vmm(&options.guest, others)?
+            } else {
+                with_vmm(&status, &name, its, word)?
+            }
+        }
         Err(ClientError::NoGuest { .. }) => without_vmm(&options.guest, meant)?,
         // One that is stopped may go on, and would know nothing of what was decided behind its back.
         Err(error) => return Err(error.into()),
@@ -55,6 +67,28 @@ pub fn run(options: &ResolveOptions, output: &Output) -> Result<(), Failure> {
         Doubt::Process(sessions) => tell_process(&socket, &name, &sessions, word, output),
         Doubt::Journals(sessions) => tell_journals(&journals, &sessions, word, output),
     }
+}
+
+/// Whether a session is of the guest that this VMM has, and not of one that had the same name before.
+fn is_of(session: &SessionSummary, status: &Value) -> bool {
+    let its = status["uuid"].as_str().and_then(|uuid| uuid.parse::<uuid::Uuid>().ok());
+    match (its, session.guest()) {
+        (Some(its), Some(guest)) => guest.uuid == its,
+        _ => true,
+    }
+}
+
+/// Whether what is asked is about guests that had the name before: by the number of such a session, or since there
+/// is nothing to decide about the guest that has the name now.
+fn is_about_others(
+    asked: &str,
+    status: &Value,
+    its: &[SessionSummary],
+    others: &[SessionSummary],
+) -> bool {
+    let stands_still = status["migration"]["in_doubt"] == true || its.iter().any(is_in_doubt);
+    others.iter().any(|other| other.session.to_string() == asked)
+        || (!stands_still && others.iter().any(is_in_doubt))
 }
 
 /// What there is to decide about a guest whose VMM answers.
@@ -100,6 +134,16 @@ fn without_vmm(asked: &str, meant: Vec<SessionSummary>) -> Result<Doubt, Failure
     let doubtful: Vec<_> = meant.into_iter().filter(is_in_doubt).collect();
     if doubtful.is_empty() {
         let text = format!("{asked} is not in doubt, so there is nothing to decide; {told}");
+        return Err(Failure::new(Code::WrongState, text));
+    }
+    // A word is for one guest: where another of the same name has gone on, both might be lost by it.
+    let uuid = |session: &SessionSummary| session.guest().map(|guest| guest.uuid);
+    if doubtful.iter().any(|session| uuid(session) != uuid(&doubtful[0])) {
+        let numbers: Vec<String> = doubtful.iter().map(|one| one.session.to_string()).collect();
+        let text = format!(
+            "several guests called {asked} are in doubt: say which one by the number of its session, of {}",
+            numbers.join(", ")
+        );
         return Err(Failure::new(Code::WrongState, text));
     }
     if let Some(led) = doubtful.iter().find(|session| session.led) {

@@ -11,11 +11,10 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{Mode, fchmod};
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, socket_with};
+use rustix::net::{Shutdown, shutdown};
 use serde::Serialize;
 use serde_json::{Value, json};
-use vmferry_transport::connect_unix;
+use vmferry_transport::{SocketFile, connect_unix, listen_unix};
 
 use super::MAX_LINE_BYTES;
 use super::descriptors::Receiver;
@@ -26,9 +25,6 @@ const CLIENT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long it is tried to reach a listener whose queue is full: it is alive, and may be stopped.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
-
-/// Connections that may wait to be accepted.
-const BACKLOG: i32 = 128;
 
 /// Answers requests. Each connection has a thread of its own.
 pub trait Handler: Send + Sync + 'static {
@@ -90,6 +86,8 @@ pub enum ServerError {
 #[derive(Debug)]
 pub struct Server {
     path: PathBuf,
+    listener: Arc<UnixListener>,
+    file: Option<SocketFile>,
     closing: Arc<AtomicBool>,
     acceptor: Option<JoinHandle<()>>,
 }
@@ -101,18 +99,24 @@ impl Server {
     /// See [`ServerError`].
     pub fn bind(path: &Path, handler: Arc<dyn Handler>) -> Result<Self, ServerError> {
         let failed = |source| ServerError::Io { path: path.to_owned(), source };
-        remove_stale(path)?;
-        let listener = listen(path).map_err(|error| match error.kind() {
+        // The file has the mode that it keeps from the first moment on: a process that may change no file's mode can do it.
+        let (listener, file) = listen_unix(path).map_err(|error| match error.kind() {
+            io::ErrorKind::AddrInUse if is_something_else(path) => {
+                ServerError::NotASocket { path: path.to_owned() }
+            }
             io::ErrorKind::AddrInUse => ServerError::InUse { path: path.to_owned() },
             _ => failed(error),
         })?;
+        let listener = Arc::new(listener);
+        let accepting = Arc::clone(&listener);
         let closing = Arc::new(AtomicBool::new(false));
         let closed = Arc::clone(&closing);
         let acceptor = std::thread::Builder::new()
             .name("control".into())
-            .spawn(move || accept(&listener, &handler, &closed))
+            .spawn(move || accept(&accepting, &handler, &closed))
             .map_err(failed)?;
-        Ok(Self { path: path.to_owned(), closing, acceptor: Some(acceptor) })
+        let (path, file, acceptor) = (path.to_owned(), Some(file), Some(acceptor));
+        Ok(Self { path, listener, file, closing, acceptor })
     }
 
     /// The socket's path.
@@ -124,10 +128,11 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
+        // The file goes while the socket listens: afterwards somebody else may take the name, and would lose theirs.
+        self.file = None;
         self.closing.store(true, Ordering::Release);
         // Wakes the acceptor, which then sees that it shall end.
-        let woken = connect_unix(&self.path, PROBE_TIMEOUT).is_ok();
-        let _ = std::fs::remove_file(&self.path);
+        let woken = shutdown(&self.listener, Shutdown::Both).is_ok();
         if let Some(acceptor) = self.acceptor.take()
             && woken
         {
@@ -146,37 +151,8 @@ pub fn is_live(path: &Path) -> bool {
     }
 }
 
-fn remove_stale(path: &Path) -> Result<(), ServerError> {
-    let failed = |source| ServerError::Io { path: path.to_owned(), source };
-    match std::fs::symlink_metadata(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(failed(error)),
-        Ok(file) if !file.file_type().is_socket() => {
-            return Err(ServerError::NotASocket { path: path.to_owned() });
-        }
-        Ok(_) => {}
-    }
-    match connect_unix(path, PROBE_TIMEOUT) {
-        Ok(_) => Err(ServerError::InUse { path: path.to_owned() }),
-        Err(error) if error.kind() == io::ErrorKind::TimedOut => {
-            Err(ServerError::InUse { path: path.to_owned() })
-        }
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            std::fs::remove_file(path).map_err(failed)
-        }
-        Err(error) => Err(failed(error)),
-    }
-}
-
-/// Listens, for the file's owner only. The file gets the socket's mode: there is no moment at which others may connect,
-/// and a process that may change no file's mode can do it.
-fn listen(path: &Path) -> io::Result<UnixListener> {
-    let flags = SocketFlags::CLOEXEC;
-    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
-    bind(&socket, &SocketAddrUnix::new(path)?)?;
-    rustix::net::listen(&socket, BACKLOG)?;
-    Ok(UnixListener::from(socket))
+fn is_something_else(path: &Path) -> bool {
+    std::fs::symlink_metadata(path).is_ok_and(|file| !file.file_type().is_socket())
 }
 
 fn accept(listener: &UnixListener, handler: &Arc<dyn Handler>, closing: &AtomicBool) {
@@ -313,7 +289,77 @@ impl Drop for Lease {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Barrier;
+
+    use super::super::call;
     use super::*;
+
+    /// Says who it is.
+    struct Named(usize);
+
+    impl Handler for Named {
+        fn handle(&self, _: Request, _: &Replies) -> Result<Answer, ControlError> {
+            Ok(json!(self.0).into())
+        }
+    }
+
+    fn who_answers(path: &Path) -> Option<usize> {
+        let answer = call(path, &Request::Status {}, &mut |_| {}).ok()?;
+        answer.as_u64().map(|number| number as usize)
+    }
+
+    #[test]
+    fn of_those_who_want_a_name_at_once_one_has_it() {
+        const RIVALS: usize = 4;
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("web.sock");
+        for round in 0..200 {
+            // One that died here has left its file.
+            drop((round % 2 == 0).then(|| UnixListener::bind(&path).unwrap()));
+            let begin = Barrier::new(RIVALS);
+            let bind = |number: usize| {
+                begin.wait();
+                Server::bind(&path, Arc::new(Named(number)))
+            };
+            let results: Vec<_> = std::thread::scope(|scope| {
+                let bind = &bind;
+                let rivals: Vec<_> =
+                    (0..RIVALS).map(|number| scope.spawn(move || bind(number))).collect();
+                rivals.into_iter().map(|rival| rival.join().unwrap()).collect()
+            });
+            let have: Vec<usize> = (0..RIVALS).filter(|number| results[*number].is_ok()).collect();
+            for error in results.iter().filter_map(|result| result.as_ref().err()) {
+                assert!(matches!(error, ServerError::InUse { .. }), "round {round}: {error}");
+            }
+            assert_eq!(have.len(), 1, "round {round}");
+            assert_eq!(who_answers(&path), Some(have[0]), "round {round}");
+            drop(results);
+            assert!(!path.exists(), "round {round}");
+        }
+    }
+
+    #[test]
+    fn a_server_ends_and_leaves_its_successor_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("web.sock");
+        let first = Server::bind(&path, Arc::new(Named(1))).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let second = Server::bind(&path, Arc::new(Named(2))).unwrap();
+        drop(first);
+        assert_eq!(who_answers(&path), Some(2));
+        drop(second);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_file_that_is_no_socket_is_left_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("web.sock");
+        std::fs::write(&path, "precious").unwrap();
+        let error = Server::bind(&path, Arc::new(Named(1))).unwrap_err();
+        assert!(matches!(error, ServerError::NotASocket { .. }), "{error}");
+        assert_eq!(std::fs::read(&path).unwrap(), b"precious");
+    }
 
     #[test]
     fn a_client_that_reads_nothing_holds_no_migration_up() {
