@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::qmp::QmpError;
+use crate::starter::View;
 
 /// Why a QEMU can't be migrated, or could not be.
 #[derive(Debug, thiserror::Error)]
@@ -118,6 +119,22 @@ impl QemuError {
     pub fn is_timeout_of(error: &vmferry::VmError) -> bool {
         error.downcast_ref::<Self>().is_some_and(Self::is_timeout)
             || error.downcast_ref::<QmpError>().is_some_and(QmpError::is_timeout)
+    }
+
+    /// See [`QmpError::look_again`].
+    pub fn look_again(&mut self, view: &dyn View) {
+        if let Self::Qmp(error) = self {
+            error.look_again(view);
+        }
+    }
+
+    /// The same in what an embedder is told.
+    pub fn look_again_in(error: &mut vmferry::VmError, view: &dyn View) {
+        if let Some(error) = error.downcast_mut::<Self>() {
+            error.look_again(view);
+        } else if let Some(error) = error.downcast_mut::<QmpError>() {
+            error.look_again(view);
+        }
     }
 
     /// Whether this stands against attaching to a QEMU only, whose own migration may well work.
