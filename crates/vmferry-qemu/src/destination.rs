@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -20,6 +21,10 @@ use crate::settings::Settings;
 use crate::source::VMM;
 use crate::starter::{DirectView, Looker, View};
 use crate::state;
+
+/// How long QEMU may take to answer. The source waits for 30 s until its guest is loaded, and would blame the link before
+/// it heard that QEMU does not answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A QEMU that was started with `-incoming defer`. It takes guests that are attached, if its memory can be filled
 /// from outside, and guests that are carried.
@@ -93,6 +98,7 @@ impl QemuDestination {
         place: Option<Arc<Place>>,
     ) -> Result<Self, QemuError> {
         let mut qmp = Qmp::connect(socket)?;
+        qmp.be_patient_for(ANSWER_TIMEOUT);
         let status = qmp.execute("query-status", json!({}))?;
         if status["status"] != "inmigrate" {
             return Err(QemuError::State {

@@ -83,6 +83,11 @@ impl Qmp {
         self.pid
     }
 
+    /// Waits for each answer so long from now on.
+    pub(crate) fn be_patient_for(&mut self, patience: Duration) {
+        self.patience = patience;
+    }
+
     /// Runs a command and returns what it returns.
     ///
     /// # Errors
