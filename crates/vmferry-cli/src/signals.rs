@@ -20,6 +20,20 @@ pub fn on_end(ended: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
     Ok(())
 }
 
+/// Calls `told` at each of these signals, from a thread of its own.
+///
+/// # Errors
+/// If the handlers can't be installed.
+pub fn on_each(mut told: impl FnMut() + Send + 'static) -> std::io::Result<()> {
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
+    std::thread::Builder::new().name("signals".into()).spawn(move || {
+        for _ in signals.forever() {
+            told();
+        }
+    })?;
+    Ok(())
+}
+
 /// Ignores these signals from now on.
 ///
 /// # Errors

@@ -4,10 +4,12 @@ mod support;
 
 use std::os::unix::process::ExitStatusExt;
 
+use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::json;
 use support::inject::{Argument, call, call_and_leave};
 use support::scene::{Scene, Way};
-use support::{Running, text};
+use support::stops::Stopped;
+use support::{Running, in_parallel, text};
 use vmferry_qemu::Qmp;
 use vmferry_qemu_lab::Version;
 
@@ -114,4 +116,63 @@ fn a_receiver_that_starts_a_program_ends_and_its_qemu_does_not_start_it() {
         let mut monitor = Qmp::connect(&socket).unwrap();
         monitor.execute("quit", json!({})).unwrap();
     }
+}
+
+/// The one child of a process.
+fn child(pid: u32) -> u32 {
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+    children.trim().parse().unwrap_or_else(|_| panic!("{pid} has these children: {children}"))
+}
+
+/// Neither the first QEMU, nor the next one, of which the receiver may see nothing itself, sleeps unnoticed.
+#[test]
+fn a_qemu_that_was_started_and_sleeps_is_named() {
+    in_parallel(vec![Way::Carried, Way::Attached], |way| {
+        let mut scene = Scene::new(Version::V10_0, way);
+        let tls = scene.world.tls();
+        let command = scene.command("started");
+        let (mut receiving, address) =
+            scene.b.receive(&["--listen", "127.0.0.1:0", "--tls", &tls, "--exec", &command]);
+        let mut before = 0;
+        for _ in 0..2 {
+            let mut send = scene.send_tls(&address);
+            send.event("round-started");
+            let qemu = child(child(receiving.child.id()));
+            assert_ne!(qemu, before, "the one before was used up");
+            before = qemu;
+            let _stopped = Stopped::now(qemu);
+            // The causes are the receiver's to tell: a source hears what could not be done, and does not blame the link.
+            send.finish().failed(1, "the VMM could not load the guest's state");
+            let failed = receiving.event_where(|event| event["reason"].is_string());
+            let why = failed["reason"].as_str().unwrap();
+            let cure = format!("`kill -CONT {qemu}`");
+            assert!(why.contains("is stopped") && why.contains(&cure), "{way:?}: {failed}");
+            scene.runs_on_here();
+        }
+    });
+}
+
+/// What was started may be a script that does more than to run QEMU, and QEMU itself may hang.
+#[test]
+fn a_started_qemu_that_does_not_end_is_not_waited_for_for_ever() {
+    let scene = Scene::new(Version::V10_0, Way::Carried);
+    let tls = scene.world.tls();
+    let pid_file = scene.world.path("pid");
+    let command = format!(
+        "sh -c 'echo $$ >\"$0\"; \"$@\"; exec sleep 1000' '{}' {}",
+        text(&pid_file),
+        scene.command("started")
+    );
+    let (mut receiving, address) =
+        scene.b.receive(&["--listen", "127.0.0.1:0", "--tls", &tls, "--exec", &command]);
+    let sent = scene.send_tls(&address).finish();
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    receiving.event("received");
+    receiving.signal(Signal::TERM);
+    receiving.event_where(|event| event["error"].is_object());
+    let pid: i32 = std::fs::read_to_string(&pid_file).unwrap().trim().parse().unwrap();
+    let left = kill_process_group(Pid::from_raw(pid).unwrap(), Signal::KILL);
+    let ended = receiving.finish();
+    ended.failed(15, &format!("process {pid}, is left to itself: it was told to end, and has not"));
+    assert!(left.is_ok(), "it was left as it was");
 }

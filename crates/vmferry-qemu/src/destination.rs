@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -18,8 +19,12 @@ use crate::qmp::Qmp;
 use crate::ram::{Block, Carrier, Ram};
 use crate::settings::Settings;
 use crate::source::VMM;
-use crate::starter::{DirectView, View};
+use crate::starter::{DirectView, Looker, View};
 use crate::state;
+
+/// How long QEMU may take to answer. The source waits for 30 s until its guest is loaded, and would blame the link before
+/// it heard that QEMU does not answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A QEMU that was started with `-incoming defer`. It takes guests that are attached, if its memory can be filled
 /// from outside, and guests that are carried.
@@ -34,6 +39,8 @@ pub struct QemuDestination {
     arrival: Option<Arrival>,
     /// Where QEMU listens for the streams of a guest, if they are several. Made while there is the right to.
     place: Option<Arc<Place>>,
+    /// Sees whether QEMU is stopped.
+    looker: Looker,
     /// A state was loaded, or tried to be: this QEMU can take no other guest.
     used: bool,
 }
@@ -91,6 +98,7 @@ impl QemuDestination {
         place: Option<Arc<Place>>,
     ) -> Result<Self, QemuError> {
         let mut qmp = Qmp::connect(socket)?;
+        qmp.be_patient_for(ANSWER_TIMEOUT);
         let status = qmp.execute("query-status", json!({}))?;
         if status["status"] != "inmigrate" {
             return Err(QemuError::State {
@@ -111,7 +119,8 @@ impl QemuDestination {
         let arrival = None;
         // Without one, guests whose QEMU sends several streams are refused when they come.
         let place = place.or_else(|| Place::new(&qmp).ok().map(Arc::new));
-        Ok(Self { qmp, ram, description, settings, expected, arrival, place, used: false })
+        let looker = view.looker();
+        Ok(Self { qmp, ram, description, settings, expected, arrival, place, looker, used: false })
     }
 
     /// The QMP socket.
@@ -186,7 +195,8 @@ impl QemuDestination {
         self.description.check(&offered)?;
         self.used = true;
         let place = self.place.as_deref();
-        let begun = Arrival::begin(&mut self.qmp, &self.settings, offered.multifd, place);
+        let begun =
+            Arrival::begin(&mut self.qmp, &self.settings, offered.multifd, place, &self.looker);
         let (arrival, streams) = begun.map_err(|error| PrepareError::Vm(error.into()))?;
         self.arrival = Some(arrival);
         Ok(Landing::Streams(streams))

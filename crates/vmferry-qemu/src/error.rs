@@ -6,6 +6,7 @@ use std::time::Duration;
 use vmferry_wire::SessionId;
 
 use crate::qmp::{QmpError, shown};
+use crate::starter::View;
 
 /// Why a QEMU can't be migrated, or could not be.
 #[derive(Debug, thiserror::Error)]
@@ -145,6 +146,22 @@ impl QemuError {
     #[must_use]
     pub fn is_sent_again(error: &vmferry::VmError) -> bool {
         matches!(error.downcast_ref(), Some(Self::SentAgain { .. }))
+    }
+
+    /// See [`QmpError::look_again`].
+    pub fn look_again(&mut self, view: &dyn View) {
+        if let Self::Qmp(error) = self {
+            error.look_again(view);
+        }
+    }
+
+    /// The same in what an embedder is told.
+    pub fn look_again_in(error: &mut vmferry::VmError, view: &dyn View) {
+        if let Some(error) = error.downcast_mut::<Self>() {
+            error.look_again(view);
+        } else if let Some(error) = error.downcast_mut::<QmpError>() {
+            error.look_again(view);
+        }
     }
 
     /// Whether this stands against attaching to a QEMU only, whose own migration may well work.

@@ -48,5 +48,5 @@ pub use ram::{Block, Carrier, Ram};
 pub use settings::Settings;
 pub use source::QemuSource;
 pub use started::StartedQemu;
-pub use starter::{LocalStarter, Starter, StarterProcess, View, serve as serve_starter};
+pub use starter::{LocalStarter, Looker, Starter, StarterProcess, View, serve as serve_starter};
 pub use stream::{Blocks, MainStream, MultifdChannel};

@@ -17,6 +17,8 @@ pub struct Mapping {
     pub range: Range<u64>,
     /// Whether writes go to the file.
     pub shared: bool,
+    /// Whether the process may write there: the kernel lets it only to a file that it has opened for writing.
+    pub writable: bool,
     /// Offset in the file.
     pub offset: u64,
     /// Device and inode of the file; 0 for anonymous memory.
@@ -47,8 +49,8 @@ pub fn mappings(pid: u32) -> Result<Vec<Mapping>, QemuError> {
 fn continues(last: &Mapping, next: &Mapping) -> bool {
     let offset = last.offset + (last.range.end - last.range.start);
     next.file.1 != 0
-        && (next.range.start, next.file, next.shared, next.offset)
-            == (last.range.end, last.file, last.shared, offset)
+        && (next.range.start, next.file, next.shared, next.writable, next.offset)
+            == (last.range.end, last.file, last.shared, last.writable, offset)
 }
 
 /// The page table of a process, for `PAGEMAP_SCAN`.
@@ -68,16 +70,18 @@ fn parse(line: &str) -> Option<Mapping> {
     let (start, end) = words.next()?.split_once('-')?;
     let hex = |text: &str| u64::from_str_radix(text, 16).ok();
     let range = hex(start)?..hex(end)?;
-    let shared = words.next()?.ends_with('s');
+    let rights = words.next()?;
+    let (shared, writable) = (rights.ends_with('s'), rights.contains('w'));
     let offset = hex(words.next()?)?;
     let (major, minor) = words.next()?.split_once(':')?;
     let device = rustix::fs::makedev(hex(major)? as u32, hex(minor)? as u32);
     let inode = words.next()?.parse().ok()?;
     let path = words.next().unwrap_or_default().trim_start().to_owned();
-    Some(Mapping { range, shared, offset, file: (device, inode), path })
+    Some(Mapping { range, shared, writable, offset, file: (device, inode), path })
 }
 
-/// Opens the file behind a mapping for reading and writing, by the descriptor that the process has.
+/// Opens the file behind a mapping for reading and writing, by the descriptor that the process has. Devices are left
+/// alone: to open one may be an order to it, and no guest's memory that can be filled from outside is one.
 ///
 /// # Errors
 /// If the process has none that may be opened so.
@@ -87,7 +91,7 @@ pub fn open_file(pid: u32, mapping: &Mapping) -> Result<File, QemuError> {
     let mut last = io::Error::from(io::ErrorKind::NotFound);
     for entry in std::fs::read_dir(&directory).map_err(failed)?.flatten() {
         let Ok(metadata) = std::fs::metadata(entry.path()) else { continue };
-        if (metadata.dev(), metadata.ino()) != mapping.file {
+        if (metadata.dev(), metadata.ino()) != mapping.file || !metadata.is_file() {
             continue;
         }
         match File::options().read(true).write(true).open(entry.path()) {
@@ -161,11 +165,13 @@ mod tests {
         let line = "7f54c7fff000-7f54e7fff000 rw-s 00001000 00:1a 3     /dev/shm/ram of a guest";
         let found = parse(line).unwrap();
         assert_eq!(found.range, 0x7f54_c7ff_f000..0x7f54_e7ff_f000);
-        assert!(found.shared);
+        assert!(found.shared && found.writable);
         assert_eq!((found.offset, found.file.1), (0x1000, 3));
         assert_eq!(found.path, "/dev/shm/ram of a guest");
         let anonymous = parse("7ff0-7ff8 rw-p 00000000 00:00 0 ").unwrap();
         assert!(!anonymous.shared);
+        let read_only = parse("7ff0-7ff8 r--s 00000000 00:1a 3 /dev/shm/x").unwrap();
+        assert!(read_only.shared && !read_only.writable);
         assert_eq!(anonymous.path, "");
         assert!(parse("nonsense").is_none());
     }

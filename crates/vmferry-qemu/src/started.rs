@@ -99,6 +99,24 @@ impl StartedQemu {
         self.qemu.as_mut().ok_or_else(no_starter)
     }
 
+    /// An order to QEMU. This process may see nothing of one that was started after it had been restricted, so that
+    /// the starter looks whether one that does not answer stands still.
+    fn order<T>(
+        &mut self,
+        order: impl FnOnce(&mut QemuDestination) -> Result<T, VmError>,
+    ) -> Result<T, VmError> {
+        let done = order(self.qemu.as_mut().ok_or("there is no QEMU")?);
+        done.map_err(|error| self.seen(error))
+    }
+
+    /// See [`order`](Self::order).
+    fn seen(&mut self, mut error: VmError) -> VmError {
+        if let Some(starter) = self.starter.as_deref() {
+            QemuError::look_again_in(&mut error, starter);
+        }
+        error
+    }
+
     fn end(&mut self) {
         self.qemu = None;
         if let Some(starter) = &mut self.starter {
@@ -148,7 +166,14 @@ impl Drop for StartedQemu {
 
 impl DestinationVm for StartedQemu {
     fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
-        self.qemu().map_err(|error| PrepareError::Vm(error.into()))?.prepare(guest)
+        let prepared = match self.qemu() {
+            Ok(qemu) => qemu.prepare(guest),
+            Err(error) => Err(PrepareError::Vm(error.into())),
+        };
+        prepared.map_err(|error| match error {
+            PrepareError::Vm(error) => PrepareError::Vm(self.seen(error)),
+            other => other,
+        })
     }
 
     fn release(&self) -> String {
@@ -156,7 +181,7 @@ impl DestinationVm for StartedQemu {
     }
 
     fn load(&mut self, state: &[u8]) -> Result<(), VmError> {
-        self.qemu.as_mut().ok_or("there is no QEMU")?.load(state)
+        self.order(|qemu| qemu.load(state))
     }
 
     fn discard(&mut self) {
@@ -170,6 +195,6 @@ impl DestinationVm for StartedQemu {
     }
 
     fn run(&mut self) -> Result<(), VmError> {
-        self.qemu.as_mut().ok_or("there is no QEMU")?.run()
+        self.order(QemuDestination::run)
     }
 }

@@ -2,14 +2,17 @@
 
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::json;
 
 use super::channels::{self, Place};
+use super::sleep::Sleep;
 use crate::error::QemuError;
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::Settings;
+use crate::starter::Looker;
 use crate::state;
 
 /// How long QEMU may take to load what it was given the last byte of.
@@ -20,6 +23,8 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
 pub struct Arrival {
     /// Our ends of its streams.
     sockets: Vec<UnixStream>,
+    /// Sees that QEMU sleeps.
+    sleep: Sleep,
 }
 
 impl Arrival {
@@ -33,13 +38,16 @@ impl Arrival {
         settings: &Settings,
         channels: u8,
         place: Option<&Place>,
+        looker: &Looker,
     ) -> Result<(Self, Vec<UnixStream>), QemuError> {
         settings.for_taking_streams(qmp, channels)?;
         let streams = channels::open_incoming(qmp, channels, place)?;
-        let copies: Result<_, _> = streams.iter().map(UnixStream::try_clone).collect();
-        let sockets =
-            copies.map_err(|source| QemuError::Local { action: "duplicate a socket", source })?;
-        Ok((Self { sockets }, streams))
+        let copies = || {
+            let copies: Result<Vec<_>, _> = streams.iter().map(UnixStream::try_clone).collect();
+            copies.map_err(|source| QemuError::Local { action: "duplicate a socket", source })
+        };
+        let sleep = Sleep::watch(qmp.pid(), Arc::clone(looker), copies()?)?;
+        Ok((Self { sockets: copies()?, sleep }, streams))
     }
 
     /// Waits until QEMU has taken all. The guest stands still.
@@ -47,6 +55,9 @@ impl Arrival {
     /// # Errors
     /// Why QEMU could not; it is of no use any more.
     pub fn complete(&self, qmp: &mut Qmp) -> Result<(), QemuError> {
+        if let Some(asleep) = self.sleep.error() {
+            return Err(asleep);
+        }
         let wanted = |status: &str| matches!(status, "completed" | "failed");
         let event = qmp.wait_for("load the guest", LOAD_TIMEOUT, |event| {
             event["event"] == "MIGRATION" && event["data"]["status"].as_str().is_some_and(wanted)

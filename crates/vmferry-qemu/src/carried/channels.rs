@@ -167,7 +167,7 @@ fn accept(
             let status = event["data"]["status"].as_str();
             event["event"] == "MIGRATION" && matches!(status, Some("failed" | "cancelled"))
         };
-        if qmp.look_at_events()?.iter().any(over) {
+        if qmp.look_at_events()?.any(over) {
             return Err(state::given_up(qmp)?);
         }
     }

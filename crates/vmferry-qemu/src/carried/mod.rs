@@ -16,6 +16,7 @@ mod arrival;
 mod channels;
 mod description;
 mod monitor;
+mod sleep;
 mod source;
 mod watch;
 

@@ -16,7 +16,7 @@ use crate::state;
 
 /// How long QEMU's process may be stopped while it streams. The engine waits for a frame for 30 s, and would blame the
 /// destination.
-const STOPPED_TIMEOUT: Duration = Duration::from_secs(20);
+pub const STOPPED_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A thread that tells the engine what QEMU says of its migration, until that has ended.
 #[derive(Debug)]

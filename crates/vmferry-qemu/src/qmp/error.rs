@@ -6,6 +6,8 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::starter::View;
+
 /// So much is shown of a text that QEMU has written, or that tells of what it has said: no message of a QEMU that is as it
 /// should be is as long, and nobody's terminal is flooded by another one.
 const MOST_SHOWN: usize = 800;
@@ -52,13 +54,13 @@ pub enum QmpError {
     },
     /// Something did not happen in time.
     #[error(
-        "QEMU's process {pid} at {path} did not {what} in {} s{}", after.as_secs(), hint(*stopped, *pid)
+        "{} at {path} did not {what} in {} s{}", process(*pid), after.as_secs(), hint(*stopped, *pid)
     )]
     TimedOut {
         /// The socket.
         path: PathBuf,
-        /// The process.
-        pid: u32,
+        /// The process, if it is known.
+        pid: Option<u32>,
         /// What was awaited.
         what: String,
         /// For how long.
@@ -74,14 +76,26 @@ impl QmpError {
     pub fn is_timeout(&self) -> bool {
         matches!(self, Self::TimedOut { .. })
     }
+
+    /// Looks whether the process that does nothing stands still, for whoever could not see that when it was waited for.
+    pub fn look_again(&mut self, view: &dyn View) {
+        if let Self::TimedOut { pid: Some(pid), stopped, .. } = self {
+            *stopped |= view.is_stopped(*pid);
+        }
+    }
+}
+
+/// Who does nothing.
+fn process(pid: Option<u32>) -> String {
+    pid.map_or_else(|| "QEMU".to_owned(), |pid| format!("QEMU's process {pid}"))
 }
 
 /// What an operator can do about a QEMU that does nothing.
-fn hint(stopped: bool, pid: u32) -> String {
-    if stopped {
-        format!(": it is stopped, and goes on with `kill -CONT {pid}`")
-    } else {
-        ": does somebody else use this socket, or does its storage not answer?".to_owned()
+fn hint(stopped: bool, pid: Option<u32>) -> String {
+    match pid {
+        Some(pid) if stopped => format!(": it is stopped, and goes on with `kill -CONT {pid}`"),
+        Some(_) => ": does somebody else use this socket, or does its storage not answer?".to_owned(),
+        None => ": is it stopped (then `kill -CONT` lets it go on), or does somebody else use this socket?".to_owned(),
     }
 }
 

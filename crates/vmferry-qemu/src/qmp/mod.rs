@@ -4,10 +4,13 @@
 //! comes in between are events, which are kept until somebody waits for them.
 
 mod error;
+mod events;
 mod lines;
+mod open;
 mod socket;
+#[cfg(test)]
+mod tests;
 
-use std::collections::VecDeque;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -19,15 +22,13 @@ use serde_json::{Value, json};
 
 pub(crate) use error::shown;
 pub use error::{QmpError, Version};
+use events::Events;
 use lines::Lines;
 
 use crate::process;
 
 /// So many bytes are read at a time.
 const CHUNK: usize = 16 << 10;
-
-/// Events that nobody has waited for and that are kept, the newest ones: more than QEMU says in a migration.
-const MOST_EVENTS: usize = 4096;
 
 /// So many bytes of an unexpected answer are shown.
 const MOST_SHOWN: usize = 200;
@@ -49,7 +50,9 @@ pub struct Qmp {
     lines: Lines,
     version: Version,
     pid: u32,
-    events: VecDeque<Value>,
+    events: Events,
+    /// How long it may take to answer.
+    patience: Duration,
     /// The number of the last command; its answer has it too.
     number: u64,
     /// The last command was not answered in time, and nothing was heard since.
@@ -57,67 +60,6 @@ pub struct Qmp {
 }
 
 impl Qmp {
-    /// Connects and negotiates.
-    ///
-    /// # Errors
-    /// If nobody listens, or what listens is no QEMU.
-    pub fn connect(path: &Path) -> Result<Self, QmpError> {
-        let io = |action| {
-            let path = path.to_owned();
-            move |source| QmpError::Io { path, action, source }
-        };
-        let connected = socket::connect(path, ANSWER_TIMEOUT).map_err(io("connect"))?;
-        let Some(stream) = connected else {
-            // Its queue is full of others that wait, so who listens there can't be known.
-            let source = io::Error::new(io::ErrorKind::TimedOut, "too many wait there already");
-            return Err(io("connect")(source));
-        };
-        Self::over(stream, path)
-    }
-
-    /// Negotiates on a connected socket; `path` is its name in errors.
-    ///
-    /// # Errors
-    /// If what is at the other end is no QEMU.
-    pub fn over(stream: UnixStream, path: &Path) -> Result<Self, QmpError> {
-        let io = |action| {
-            let path = path.to_owned();
-            move |source| QmpError::Io { path, action, source }
-        };
-        let listener = rustix::net::sockopt::socket_peercred(&stream)
-            .map_err(|errno| io("find the process")(errno.into()))?;
-        let mut qmp = Self {
-            path: path.to_owned(),
-            stream,
-            lines: Lines::default(),
-            version: Version { major: 0, minor: 0, micro: 0 },
-            pid: listener.pid.as_raw_nonzero().get().unsigned_abs(),
-            events: VecDeque::new(),
-            number: 0,
-            silent: false,
-        };
-        let deadline = Instant::now() + ANSWER_TIMEOUT;
-        let greeting = loop {
-            let Some(message) = qmp.read(deadline)? else {
-                return Err(qmp.timed_out("greet a client", ANSWER_TIMEOUT));
-            };
-            // QEMU 10.0 may send an event first to whoever comes directly behind another client.
-            if message.get("event").is_none() {
-                break message;
-            }
-        };
-        let number = |part: &str| greeting["QMP"]["version"]["qemu"][part].as_u64();
-        let (Some(major), Some(minor), Some(micro)) =
-            (number("major"), number("minor"), number("micro"))
-        else {
-            return Err(qmp.unexpected(&greeting.to_string()));
-        };
-        qmp.version = Version { major, minor, micro };
-        qmp.execute("qmp_capabilities", json!({}))?;
-        qmp.pid = qmp.find_pid()?;
-        Ok(qmp)
-    }
-
     /// The socket.
     #[must_use]
     pub fn path(&self) -> &Path {
@@ -142,19 +84,9 @@ impl Qmp {
         self.pid
     }
 
-    /// The process that listens on the socket, as the system says; or, if a management tool has made the
-    /// socket and passed it on, the one that the first vCPU's thread belongs to.
-    fn find_pid(&mut self) -> Result<u32, QmpError> {
-        let listener = self.pid;
-        let vcpus = self.execute("query-cpus-fast", json!({}))?;
-        let Some(thread) = vcpus[0]["thread-id"].as_u64() else { return Ok(listener) };
-        if Path::new(&format!("/proc/{listener}/task/{thread}")).exists() {
-            return Ok(listener);
-        }
-        let status = std::fs::read_to_string(format!("/proc/{thread}/status")).unwrap_or_default();
-        let process =
-            status.lines().find_map(|line| line.strip_prefix("Tgid:")?.trim().parse().ok());
-        Ok(process.unwrap_or(listener))
+    /// Waits for each answer so long from now on.
+    pub(crate) fn be_patient_for(&mut self, patience: Duration) {
+        self.patience = patience;
     }
 
     /// Runs a command and returns what it returns.
@@ -208,15 +140,13 @@ impl Qmp {
     ) -> Result<Value, QmpError> {
         let deadline = Instant::now() + after;
         loop {
-            if let Some(at) = self.events.iter().position(&wanted)
-                && let Some(event) = self.events.remove(at)
-            {
+            if let Some(event) = self.events.take(&wanted) {
                 return Ok(event);
             }
-            let Some(message) = self.read(deadline)? else {
+            let Some((message, bytes)) = self.read(deadline)? else {
                 return Err(self.timed_out(what, after));
             };
-            self.keep_event(message);
+            self.keep_event(message, bytes);
         }
     }
 
@@ -225,7 +155,7 @@ impl Qmp {
     pub fn timed_out(&self, what: &str, after: Duration) -> QmpError {
         QmpError::TimedOut {
             path: self.path.clone(),
-            pid: self.pid,
+            pid: Some(self.pid),
             what: what.to_owned(),
             after,
             stopped: process::is_stopped(self.pid),
@@ -234,13 +164,12 @@ impl Qmp {
 
     /// An event that has come already, the last of its name.
     pub fn take_event(&mut self, name: &str) -> Option<Value> {
-        let at = self.events.iter().rposition(|event| event["event"] == name)?;
-        self.events.remove(at)
+        self.events.take_last(|event| event["event"] == name)
     }
 
     /// Forgets the events that came before.
     pub fn forget_events(&mut self) {
-        self.events.clear();
+        self.events = Events::default();
     }
 
     fn send(
@@ -252,10 +181,10 @@ impl Qmp {
     ) -> Result<Value, QmpError> {
         if self.silent {
             let what = format!("answer, so that it could be told to `{command}`,");
-            let Some(message) = self.read(Instant::now() + SILENT_TIMEOUT)? else {
+            let Some((message, bytes)) = self.read(Instant::now() + SILENT_TIMEOUT)? else {
                 return Err(self.timed_out(&what, SILENT_TIMEOUT));
             };
-            self.keep_event(message);
+            self.keep_event(message, bytes);
         }
         self.number += 1;
         let mut line =
@@ -263,15 +192,15 @@ impl Qmp {
         line.push('\n');
         socket::write(&self.stream, line.as_bytes(), descriptor)
             .map_err(|source| self.io("send a command", source))?;
-        let deadline = Instant::now() + ANSWER_TIMEOUT;
+        let deadline = Instant::now() + self.patience;
         loop {
-            let Some(mut message) = self.read(deadline)? else {
+            let Some((mut message, bytes)) = self.read(deadline)? else {
                 self.silent = true;
-                return Err(self.timed_out(&format!("answer to `{command}`"), ANSWER_TIMEOUT));
+                return Err(self.timed_out(&format!("answer to `{command}`"), self.patience));
             };
             if message.get("event").is_some() {
                 let followed = is_followed(&message);
-                self.keep_event(message);
+                self.keep_event(message, bytes);
                 if followed {
                     return Ok(Value::Null);
                 }
@@ -290,8 +219,9 @@ impl Qmp {
         }
     }
 
-    /// The next message; `None` if none has come in time.
-    fn read(&mut self, deadline: Instant) -> Result<Option<Value>, QmpError> {
+    /// The next message, and how long its line is; `None` if none has come in time. From the deadline on nothing more is
+    /// read: whoever is sent events without end gets those that are here already, and then none.
+    fn read(&mut self, deadline: Instant) -> Result<Option<(Value, usize)>, QmpError> {
         loop {
             if let Some(message) = self.next_message()? {
                 return Ok(Some(message));
@@ -324,23 +254,28 @@ impl Qmp {
     /// # Errors
     /// The connection's, such as that of a QEMU that has ended, when all that it has said is taken.
     pub fn events(&mut self) -> Result<Vec<Value>, QmpError> {
-        self.look_at_events()?;
-        Ok(self.events.drain(..).collect())
+        self.gather_events()?;
+        Ok(self.events.take_all())
     }
 
     /// Looks at the events that have come and leaves them for whoever waits for them.
     ///
     /// # Errors
     /// As [`events`](Self::events).
-    pub fn look_at_events(&mut self) -> Result<&VecDeque<Value>, QmpError> {
+    pub fn look_at_events(&mut self) -> Result<impl Iterator<Item = &Value>, QmpError> {
+        self.gather_events()?;
+        Ok(self.events.iter())
+    }
+
+    fn gather_events(&mut self) -> Result<(), QmpError> {
         let received = self.receive();
-        while let Some(message) = self.next_message()? {
-            self.keep_event(message);
+        while let Some((message, bytes)) = self.next_message()? {
+            self.keep_event(message, bytes);
         }
         if self.events.is_empty() {
             received?;
         }
-        Ok(&self.events)
+        Ok(())
     }
 
     /// Reads what has come.
@@ -392,10 +327,10 @@ impl Qmp {
         Ok(())
     }
 
-    fn next_message(&mut self) -> Result<Option<Value>, QmpError> {
+    fn next_message(&mut self) -> Result<Option<(Value, usize)>, QmpError> {
         match self.lines.next() {
             Ok(Some(line)) => match serde_json::from_slice(line) {
-                Ok(message) => Ok(Some(message)),
+                Ok(message) => Ok(Some((message, line.len()))),
                 Err(_) => {
                     let text = String::from_utf8_lossy(line).into_owned();
                     Err(self.unexpected(&text))
@@ -413,12 +348,9 @@ impl Qmp {
         QmpError::Answer { path: self.path.clone(), text: format!("{}{more}", &text[..shown]) }
     }
 
-    fn keep_event(&mut self, message: Value) {
+    fn keep_event(&mut self, message: Value, bytes: usize) {
         if message.get("event").is_some() {
-            if self.events.len() == MOST_EVENTS {
-                self.events.pop_front();
-            }
-            self.events.push_back(message);
+            self.events.keep(message, bytes);
         }
     }
 

@@ -35,8 +35,10 @@ pub enum Ask {
     SharedMappings(u32),
     /// The page table of a process.
     Pagemap(u32),
-    /// The file behind a mapping of a process.
+    /// The file behind a mapping of a process, which must be one of those that guest memory may be in.
     OpenFile(u32, Mapping),
+    /// Does a process stand still?
+    IsStopped(u32),
 }
 
 /// What a starter answers.
@@ -51,6 +53,8 @@ pub enum Answer {
     Done,
     /// The mappings.
     Mappings(Vec<Mapping>),
+    /// Whether it stands still.
+    Stopped(bool),
     /// It could not be done: why, and the system's error number, if it was the system.
     Failed(String, Option<i32>),
 }

@@ -7,12 +7,15 @@
 
 mod messages;
 mod process;
+#[cfg(test)]
+mod tests;
 
 use std::fs::File;
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
 
 pub use self::process::{StarterProcess, serve};
 use crate::error::QemuError;
@@ -37,7 +40,18 @@ pub trait View {
     /// # Errors
     /// If it may not be opened so.
     fn open_file(&mut self, pid: u32, mapping: &Mapping) -> Result<File, QemuError>;
+
+    /// How any thread sees whether it stands still.
+    fn looker(&self) -> Looker;
+
+    /// Whether it stands still.
+    fn is_stopped(&self, pid: u32) -> bool {
+        self.looker()(pid)
+    }
 }
+
+/// Sees whether a process stands still, as after `SIGSTOP`. One that can't be seen does not.
+pub type Looker = Arc<dyn Fn(u32) -> bool + Send + Sync>;
 
 /// Starts one QEMU at a time, again and again.
 pub trait Starter: View + Send {
@@ -78,6 +92,10 @@ impl View for DirectView {
 
     fn open_file(&mut self, pid: u32, mapping: &Mapping) -> Result<File, QemuError> {
         proc::open_file(pid, mapping)
+    }
+
+    fn looker(&self) -> Looker {
+        Arc::new(proc::is_stopped)
     }
 }
 
@@ -130,6 +148,10 @@ impl View for LocalStarter {
 
     fn open_file(&mut self, pid: u32, mapping: &Mapping) -> Result<File, QemuError> {
         DirectView.open_file(pid, mapping)
+    }
+
+    fn looker(&self) -> Looker {
+        DirectView.looker()
     }
 }
 

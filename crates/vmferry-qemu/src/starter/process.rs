@@ -6,15 +6,18 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::messages::{Answer, Ask, receive, send};
-use super::{LocalStarter, Starter, View, local};
+use super::{LocalStarter, Looker, Starter, View, local};
 use crate::error::QemuError;
 use crate::process::Mapping;
 
 /// A starter in another process, by the socket to it. When this is dropped, or this process dies, the other one ends; a
 /// QEMU that it has started goes on.
-pub struct StarterProcess(UnixStream);
+///
+/// One question is asked at a time, whichever thread has it.
+pub struct StarterProcess(Arc<Mutex<UnixStream>>);
 
 impl StarterProcess {
     /// Begins it: `command` is to run [`serve`] on its standard input.
@@ -29,12 +32,18 @@ impl StarterProcess {
             .process_group(0)
             .spawn()
             .map_err(local("begin the process that starts QEMU"))?;
-        Ok(Self(ours))
+        Ok(Self::by(ours))
+    }
+
+    /// One that is asked by this socket.
+    pub(super) fn by(stream: UnixStream) -> Self {
+        Self(Arc::new(Mutex::new(stream)))
     }
 
     fn ask(&self, ask: &Ask) -> Result<(Answer, Option<OwnedFd>), QemuError> {
         let failed = local("ask the process that starts QEMU");
-        let asked = send(&self.0, ask, None).and_then(|()| receive(&self.0));
+        let stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let asked = send(&stream, ask, None).and_then(|()| receive(&stream));
         match asked {
             Ok(Some((Answer::Failed(_, Some(number)), _))) => {
                 Err(failed(io::Error::from_raw_os_error(number)))
@@ -73,6 +82,13 @@ impl View for StarterProcess {
 
     fn open_file(&mut self, pid: u32, mapping: &Mapping) -> Result<File, QemuError> {
         self.file(&Ask::OpenFile(pid, mapping.clone()))
+    }
+
+    fn looker(&self) -> Looker {
+        let starter = Self(Arc::clone(&self.0));
+        Arc::new(move |pid| {
+            matches!(starter.ask(&Ask::IsStopped(pid)), Ok((Answer::Stopped(true), _)))
+        })
     }
 }
 
@@ -129,15 +145,17 @@ pub fn serve(stream: &UnixStream, mut starter: LocalStarter) -> io::Result<()> {
 
 fn answer(starter: &mut LocalStarter, ask: Ask) -> Result<(Answer, Option<File>), QemuError> {
     // Whoever asks reads from the network: it learns nothing of other processes.
-    if let Ask::SharedMappings(pid) | Ask::Pagemap(pid) | Ask::OpenFile(pid, _) = &ask
+    let refused = |action, pid| {
+        let source = io::ErrorKind::PermissionDenied.into();
+        Err(QemuError::Process { action, pid, source })
+    };
+    if let Ask::SharedMappings(pid)
+    | Ask::Pagemap(pid)
+    | Ask::OpenFile(pid, _)
+    | Ask::IsStopped(pid) = &ask
         && !starter.is_ours(*pid)
     {
-        let source = io::ErrorKind::PermissionDenied.into();
-        return Err(QemuError::Process {
-            action: "look into a process that is none",
-            pid: *pid,
-            source,
-        });
+        return refused("look into a process that is none", *pid);
     }
     let raw = |status: ExitStatus| status.into_raw();
     Ok(match ask {
@@ -154,54 +172,27 @@ fn answer(starter: &mut LocalStarter, ask: Ask) -> Result<(Answer, Option<File>)
         }
         Ask::SharedMappings(pid) => (Answer::Mappings(starter.shared_mappings(pid)?), None),
         Ask::Pagemap(pid) => (Answer::Done, Some(starter.pagemap(pid)?)),
-        Ask::OpenFile(pid, mapping) => (Answer::Done, Some(starter.open_file(pid, &mapping)?)),
+        Ask::OpenFile(pid, asked) => {
+            // Nor does it get more than the memory: QEMU has its disks open too, some of them for reading only.
+            let seen = starter.shared_mappings(pid)?;
+            let Some(memory) =
+                seen.iter().find(|seen| may_be_memory(seen) && is_same(seen, &asked))
+            else {
+                return refused("open a file that is no memory", pid);
+            };
+            (Answer::Done, Some(starter.open_file(pid, memory)?))
+        }
+        Ask::IsStopped(pid) => (Answer::Stopped(starter.is_stopped(pid)), None),
     })
 }
 
-#[cfg(test)]
-mod tests {
-    use std::path::Path;
+/// Whether a guest's memory may be there. QEMU can write to the file already, then: whoever gets it gets no more than
+/// QEMU has.
+fn may_be_memory(mapping: &Mapping) -> bool {
+    mapping.shared && mapping.writable && mapping.file.1 != 0
+}
 
-    use super::*;
-
-    /// A starter in a thread, and its QEMU: a shell that waits.
-    fn served(command: &str) -> (StarterProcess, std::thread::JoinHandle<io::Result<()>>) {
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        let starter = LocalStarter::new(command, Path::new("/nowhere/qmp"));
-        (StarterProcess(ours), std::thread::spawn(move || serve(&theirs, starter)))
-    }
-
-    #[test]
-    fn it_starts_looks_and_ends_at_another_s_word() {
-        let (mut starter, serving) = served("sh -c 'sleep 1000' sh");
-        let pid = starter.start().unwrap();
-        assert_eq!(starter.try_wait().unwrap(), None);
-        // The page table is open here, though it may be looked at there only.
-        let pagemap = starter.pagemap(pid).unwrap();
-        assert!(pagemap.metadata().unwrap().is_file());
-        assert!(starter.shared_mappings(pid).is_ok());
-        let own = std::process::id();
-        assert!(starter.pagemap(own).unwrap_err().to_string().contains("ask the process"));
-        assert!(starter.shared_mappings(own).is_err());
-        let nowhere = Mapping {
-            range: 0..4096,
-            shared: true,
-            offset: 0,
-            file: (1, 1),
-            path: "/dev/shm/x".into(),
-        };
-        assert!(starter.open_file(pid, &nowhere).is_err());
-        starter.end();
-        assert!(!Path::new(&format!("/proc/{pid}")).exists());
-        drop(starter);
-        serving.join().unwrap().unwrap();
-    }
-
-    #[test]
-    fn how_it_ended_is_told() {
-        let (mut starter, _serving) = served("sh -c 'exit 7' sh");
-        starter.start().unwrap();
-        assert_eq!(starter.wait().unwrap().code(), Some(7));
-        assert_eq!(starter.try_wait().unwrap().and_then(|status| status.code()), Some(7));
-    }
+/// Whether what is asked for is what is there. The name is not looked at, which changes when somebody removes the file.
+fn is_same(seen: &Mapping, asked: &Mapping) -> bool {
+    (&seen.range, seen.file, seen.offset) == (&asked.range, asked.file, asked.offset)
 }

@@ -8,7 +8,7 @@ use serde_json::json;
 use vmferry::destination::{Owned, Received, Stop, Witness, receive};
 use vmferry::{DestinationConfig, DestinationVm, MigrateError};
 use vmferry_qemu::{
-    AbandonedQemu, Expected, QemuDestination, QemuError, StartedQemu, wait_for_end,
+    AbandonedQemu, Expected, QemuDestination, QemuError, StartedQemu, Starter, wait_for_end,
 };
 use vmferry_sandbox::{Files, Work};
 
@@ -24,6 +24,9 @@ use crate::restrict::restrict;
 const START_TIMEOUT: Duration = Duration::from_secs(3600);
 const RETRY_PERIOD: Duration = Duration::from_secs(1);
 
+/// How long a QEMU that was told to end may take: it writes out what its disks' caches hold.
+const END_TIMEOUT: Duration = Duration::from_secs(30);
+
 /// What ends the wait beside a guest.
 enum Over {
     /// Its QEMU has ended.
@@ -37,7 +40,10 @@ pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result
     let listener = listen(options, output)?;
     let destination = QemuDestination::attach(qmp, expected(options))?;
     let pid = destination.pid();
-    let waiting = Waiting::begin(&listener, options, files(pid, destination.place()), output)?;
+    let mut files = files(destination.place());
+    // Whether its process is stopped.
+    files.read.push(PathBuf::from(format!("/proc/{pid}/stat")));
+    let waiting = Waiting::begin(&listener, options, files, output)?;
     waiting.watch(pid)?;
     let owned = waiting.receive(listener, destination, output)?;
     // QMP is somebody else's from now on.
@@ -60,8 +66,8 @@ pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Resu
     let qmp: PathBuf = directory.path().join(format!("qemu-{}.qmp", std::process::id()));
     let starter = starter::spawn(command, &qmp)?;
     let destination = StartedQemu::start_by(Box::new(starter), &qmp, expected(options))?;
-    let files = files(destination.pid(), destination.place());
-    let waiting = Waiting::begin(&listener, options, files, output)?;
+    // Whether a QEMU is stopped the starter looks, which knows the next ones too.
+    let waiting = Waiting::begin(&listener, options, files(destination.place()), output)?;
     let owned = waiting.receive(listener, destination, output)?;
     let (qemu, witness, started) = waiting.received(owned, &qmp, output);
     let pid = qemu.pid();
@@ -70,10 +76,9 @@ pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Resu
         qemu.into_starter().ok_or_else(|| Failure::new(Code::Internal, "there is no QEMU"))?;
     started?;
     waiting.watch(pid)?;
-    let over = waiting.is_over.recv();
-    if let Ok(Over::Told) = over {
+    if let Ok(Over::Told) = waiting.is_over.recv() {
         // As Ctrl-C ends a guest that `vmferry run` has started.
-        AbandonedQemu::new(&qmp, None).quit()?;
+        waiting.end(&qmp, pid, starter.as_ref())?;
     }
     let status = starter.wait()?;
     drop(witness);
@@ -87,13 +92,12 @@ pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Resu
     }
 }
 
-/// What receiving into a QEMU needs beside what every receiver does: to see whether its process is stopped, and to tidy
-/// up the directory of the socket that is between the two. QEMU's memory files are open by now, or a starter opens them.
-fn files(pid: u32, place: Option<&Path>) -> Files {
+/// What receiving into a QEMU needs beside what every receiver does: to tidy up the directory of the socket that is
+/// between the two. QEMU's memory files are open by now, or a starter opens them.
+fn files(place: Option<&Path>) -> Files {
     let within = place.map(Path::to_owned);
-    let process = PathBuf::from(format!("/proc/{pid}/stat"));
     Files {
-        read: within.iter().cloned().chain([process]).collect(),
+        read: within.iter().cloned().collect(),
         remove_files: within.iter().cloned().collect(),
         remove_directories: within.iter().filter_map(|path| Some(path.parent()?.into())).collect(),
         ..Files::default()
@@ -124,7 +128,8 @@ impl Waiting {
         let (over, is_over) = channel();
         let stop = Stop::default();
         let (stopping, told) = (stop.clone(), over.clone());
-        crate::signals::on_end(move || {
+        // Each of them: a second one ends the wait for a QEMU that does not end.
+        crate::signals::on_each(move || {
             stopping.stop();
             let _ = told.send(Over::Told);
         })?;
@@ -206,6 +211,37 @@ impl Waiting {
                 Err(source) => error = MigrateError::Vm { action, source },
             }
         }
+    }
+
+    /// Ends the QEMU that was started, whose end is [watched](Self::watch) for, and waits for that: not for ever, and not
+    /// against a second signal. One that does not end is left as it is: to kill it could cost what its disks' caches hold.
+    fn end(&self, qmp: &Path, pid: u32, starter: &dyn Starter) -> Result<(), Failure> {
+        let why = match AbandonedQemu::new(qmp, None).quit() {
+            Ok(()) => match self.is_over.recv_timeout(END_TIMEOUT) {
+                Ok(Over::QemuEnded) => return Ok(()),
+                Ok(Over::Told) => "it was told to end, and has not yet".to_owned(),
+                Err(_) if starter.is_stopped(pid) => {
+                    format!(
+                        "it was told to end, and is stopped: it goes on with `kill -CONT {pid}`"
+                    )
+                }
+                Err(_) => format!("it was told to end, and has not in {} s", END_TIMEOUT.as_secs()),
+            },
+            // One that ends by itself just now does not answer either.
+            Err(mut error) => match self.is_over.recv_timeout(RETRY_PERIOD) {
+                Ok(Over::QemuEnded) => return Ok(()),
+                _ => {
+                    error.look_again(starter);
+                    vmferry::chain(&error)
+                }
+            },
+        };
+        let text = format!(
+            "the guest's QEMU, process {pid}, is left to itself: {why}. `quit` by QMP at {} ends it, or `kill -KILL {pid}` \
+             if nothing else does",
+            qmp.display()
+        );
+        Err(Failure::new(Code::NotAnswering, text))
     }
 
     /// Hears of the end of QEMU from now on.
