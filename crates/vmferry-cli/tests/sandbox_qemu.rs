@@ -9,7 +9,7 @@ use serde_json::json;
 use support::inject::{Argument, call, call_and_leave};
 use support::scene::{Scene, Way};
 use support::stops::{Stopped, guardian};
-use support::{Running, in_parallel, text};
+use support::{Running, in_parallel, skipped, text};
 use vmferry_qemu::{Qmp, wait_for_end};
 use vmferry_qemu_lab::Version;
 
@@ -52,6 +52,9 @@ fn guests_come_to_a_qemu_that_waits() {
 /// QEMU listens for several streams in a directory that was made before.
 #[test]
 fn several_streams_reach_a_qemu() {
+    if skipped() {
+        return;
+    }
     let mut scene = Scene::new(Version::V10_0, Way::Carried);
     let tls = scene.world.tls();
     let (mut there, mut receiving, address) =
@@ -130,6 +133,9 @@ fn child(pid: u32) -> u32 {
 /// Neither the first QEMU, nor the next one, of which the receiver may see nothing itself, sleeps unnoticed.
 #[test]
 fn a_qemu_that_was_started_and_sleeps_is_named() {
+    if skipped() {
+        return;
+    }
     in_parallel(vec![Way::Carried, Way::Attached], |way| {
         let mut scene = Scene::new(Version::V10_0, way);
         let tls = scene.world.tls();
@@ -158,6 +164,9 @@ fn a_qemu_that_was_started_and_sleeps_is_named() {
 /// What was started may be a script that does more than to run QEMU, and QEMU itself may hang.
 #[test]
 fn a_started_qemu_that_does_not_end_is_not_waited_for_for_ever() {
+    if skipped() {
+        return;
+    }
     let scene = Scene::new(Version::V10_0, Way::Carried);
     let tls = scene.world.tls();
     let pid_file = scene.world.path("pid");
