@@ -49,10 +49,10 @@ enum Over {
 #[derive(Debug)]
 enum Socket {
     Tcp(TcpListener),
-    /// The file goes when the socket goes.
+    /// The file goes first: while somebody listens no rival puts another one in its place.
     Unix {
-        listener: UnixListener,
         _file: SocketFile,
+        listener: UnixListener,
     },
 }
 
