@@ -22,12 +22,14 @@ const ABOUT: [&str; 7] = [
     "/dev/urandom",
 ];
 
-/// Restricts this process, which listens at `listening`, for `work`. `more` are files that the work itself needs.
+/// Restricts this process, which listens at `listening`, for `work`. `more` are files that the work itself needs;
+/// `others_sockets` says whether it connects to sockets of another user.
 pub fn restrict(
     options: &ReceiveOptions,
     listening: &Address,
     work: Work,
     more: Files,
+    others_sockets: bool,
 ) -> Result<Restrictions, Failure> {
     let mut files = more;
     files.read.extend(ABOUT.map(PathBuf::from));
@@ -50,7 +52,7 @@ pub fn restrict(
         // The socket is removed in the end.
         files.remove_files.extend(directories(path));
     }
-    Ok(apply(&Sandbox { work, files }, options.sandbox.into())?)
+    Ok(apply(&Sandbox { work, files, others_sockets }, options.sandbox.into())?)
 }
 
 /// The directory in which a file is replaced, and the one where it really is, if its name is a link.

@@ -196,6 +196,9 @@ fn a_guest_of_another_user_is_carried() {
     let mut there = machine.incoming(&lab, "there");
     let (a, b): (Host, Host) = (world.host("a"), world.host("b"));
     let tls = world.tls();
+    let listen = ["--listen", "tcp:127.0.0.1:0", "--plain", "--sandbox", "require"];
+    let required = b.run(&[&["receive", "--qemu", text(&there.qmp)], &listen[..]].concat());
+    required.failed(16, "as `require` asks");
     let (mut receiving, address) = b.receive(&[
         "--qemu",
         text(&there.qmp),

@@ -1,22 +1,23 @@
-//! Dropping all capabilities, of this thread and those that it will start.
+//! Dropping capabilities, of this thread and those that it will start.
 //!
-//! None is kept: what needs one (a port below 1024, another user's QEMU, its memory's files) is done before, or by
-//! a process that reads nothing from the network.
+//! What needs one (a port below 1024, another user's memory files) is done before, or by a process that reads nothing
+//! from the network. But for the sockets of another user's QEMU, which is connected to when a guest comes: for those
+//! `CAP_DAC_OVERRIDE` may be kept.
 
 use rustix::io::Errno;
 use rustix::thread::{
-    CapabilitySet, CapabilitySets, capability_is_in_bounding_set, clear_ambient_capability_set,
-    remove_capability_from_bounding_set, set_capabilities,
+    CapabilitySet, CapabilitySets, capabilities, capability_is_in_bounding_set,
+    clear_ambient_capability_set, remove_capability_from_bounding_set, set_capabilities,
 };
 
 use crate::error::SandboxError;
 
-/// Empties the ambient, effective, permitted and inheritable sets; and the bounding one, of a process that may
-/// (`CAP_SETPCAP`).
+/// Empties the ambient, effective, permitted and inheritable sets, but for one that is to be kept and is there; and the
+/// bounding one, of a process that may (`CAP_SETPCAP`).
 ///
 /// # Errors
 /// If the kernel refuses.
-pub fn drop_all() -> Result<(), SandboxError> {
+pub fn drop_all_but(kept: CapabilitySet) -> Result<(), SandboxError> {
     let refused =
         |errno: Errno| SandboxError::Refused { what: "to drop capabilities", source: errno.into() };
     for bit in 0..u64::BITS {
@@ -36,7 +37,9 @@ pub fn drop_all() -> Result<(), SandboxError> {
         }
     }
     clear_ambient_capability_set().map_err(refused)?;
-    let none = CapabilitySet::empty();
-    set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })
+    let had = capabilities(None).map_err(refused)?;
+    let kept = had.permitted & kept;
+    let inheritable = CapabilitySet::empty();
+    set_capabilities(None, CapabilitySets { effective: kept, permitted: kept, inheritable })
         .map_err(refused)
 }

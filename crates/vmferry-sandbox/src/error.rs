@@ -30,6 +30,12 @@ pub enum SandboxError {
          or use `auto`"
     )]
     CoreLimit,
+    /// A capability must be kept.
+    #[error(
+        "this process can't be restricted as `require` asks: it connects to sockets of another user's process, and root does \
+         that by a capability: run it as that user, or use `auto`"
+    )]
+    OthersSockets,
     /// A path that the process shall keep can't be looked at.
     #[error("{path} is to stay reachable for the restricted process and can't be looked at")]
     Path {

@@ -37,6 +37,7 @@ use std::path::PathBuf;
 
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, setrlimit};
+use rustix::thread::CapabilitySet;
 use serde::Serialize;
 
 pub use error::SandboxError;
@@ -60,6 +61,8 @@ pub struct Sandbox {
     pub work: Work,
     /// The files that it needs.
     pub files: Files,
+    /// Whether it connects to sockets of another user, to which only `CAP_DAC_OVERRIDE` lets it: that one is kept then.
+    pub others_sockets: bool,
 }
 
 /// How much is wanted.
@@ -105,6 +108,7 @@ impl Restrictions {
         let landlock = format!("Landlock {}", self.landlock_abi);
         let parts = [
             (self.no_capabilities, "no capabilities"),
+            (!self.no_capabilities, "one capability"),
             (self.landlock_abi > 0, landlock.as_str()),
             (self.seccomp, "seccomp"),
             (self.no_core_dumps, "no core dumps"),
@@ -169,8 +173,17 @@ pub fn apply(sandbox: &Sandbox, wanted: Wanted) -> Result<Restrictions, SandboxE
         let text = "a hard limit for core dumps of 1 or more (0 is none to the program that core_pattern names)";
         restrictions.missing.push(text.to_owned());
     }
-    capabilities::drop_all()?;
-    restrictions.no_capabilities = true;
+    if sandbox.others_sockets {
+        if wanted == Wanted::Require {
+            return Err(SandboxError::OthersSockets);
+        }
+        let text = "to go without CAP_DAC_OVERRIDE, by which the sockets of another user's process are reached";
+        restrictions.missing.push(text.to_owned());
+    }
+    let kept =
+        if sandbox.others_sockets { CapabilitySet::DAC_OVERRIDE } else { CapabilitySet::empty() };
+    capabilities::drop_all_but(kept)?;
+    restrictions.no_capabilities = !sandbox.others_sockets;
     rustix::thread::set_no_new_privs(true).map_err(|errno| SandboxError::Refused {
         what: "to forbid new privileges",
         source: errno.into(),

@@ -50,7 +50,8 @@ fn reach_out(restricted: bool) {
     let Scene { accepted: [first, second], _peers, outside, address } = Scene::new();
     let mut landlock = 0;
     if restricted {
-        let sandbox = Sandbox { work: Work::Beside, files: Files::default() };
+        let sandbox =
+            Sandbox { work: Work::Beside, files: Files::default(), others_sockets: false };
         let restrictions = apply(&sandbox, Wanted::Auto).unwrap();
         assert!(restrictions.seccomp);
         landlock = restrictions.landlock_abi;

@@ -40,7 +40,7 @@ pub fn run(options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
         machine: None,
     };
     let files = Files { devices: vec!["/dev/kvm".into()], ..Files::default() };
-    let restrictions = restrict(options, listener.local_address(), Work::Machine, files)?;
+    let restrictions = restrict(options, listener.local_address(), Work::Machine, files, false)?;
     let ending = ending();
     let (stop, ended) = (Stop::default(), ending.0.clone());
     let stopping = stop.clone();

@@ -48,7 +48,7 @@ pub fn run(options: &ResolveOptions, output: &Output) -> Result<(), Failure> {
             let (its, others): (Vec<_>, Vec<_>) =
                 meant.into_iter().partition(|session| is_of(session, &status));
             if is_about_others(&options.guest, &status, &its, &others) {
-                output.note(&format!(
+                output.note(format!(
                     "Another guest called {name} runs here (UUID {}): this is not about that one.",
                     status["uuid"].as_str().unwrap_or_default()
                 ));

@@ -1,5 +1,6 @@
 //! `vmferry receive --qemu` and `--exec`: a guest comes to a QEMU that waits for it.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
@@ -43,7 +44,7 @@ pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result
     let mut files = files(destination.place());
     // Whether its process is stopped.
     files.read.push(PathBuf::from(format!("/proc/{pid}/stat")));
-    let waiting = Waiting::begin(&listener, options, files, output)?;
+    let waiting = Waiting::begin(&listener, options, files, is_of_another_user(pid), output)?;
     waiting.watch(pid)?;
     let owned = waiting.receive(listener, destination, output)?;
     // QMP is somebody else's from now on.
@@ -67,7 +68,8 @@ pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Resu
     let starter = starter::spawn(command, &qmp)?;
     let destination = StartedQemu::start_by(Box::new(starter), &qmp, expected(options))?;
     // Whether a QEMU is stopped the starter looks, which knows the next ones too.
-    let waiting = Waiting::begin(&listener, options, files(destination.place()), output)?;
+    let files = files(destination.place());
+    let waiting = Waiting::begin(&listener, options, files, false, output)?;
     let owned = waiting.receive(listener, destination, output)?;
     let (qemu, witness, started) = waiting.received(owned, &qmp, output);
     let pid = qemu.pid();
@@ -104,6 +106,13 @@ fn files(place: Option<&Path>) -> Files {
     }
 }
 
+/// Whether a process is another user's, whose sockets only root may connect to, and only by a capability. One that is gone
+/// is nobody's.
+fn is_of_another_user(pid: u32) -> bool {
+    std::fs::metadata(format!("/proc/{pid}"))
+        .is_ok_and(|process| process.uid() != rustix::process::geteuid().as_raw())
+}
+
 fn expected(options: &ReceiveOptions) -> Expected {
     Expected { name: options.expect_name.clone(), uuid: options.expect_uuid }
 }
@@ -121,10 +130,12 @@ impl Waiting {
         listener: &vmferry_transport::Listener,
         options: &ReceiveOptions,
         files: Files,
+        others_sockets: bool,
         output: &Output,
     ) -> Result<Self, Failure> {
         let config = config(options, directory()?.journals(), output)?;
-        let restrictions = restrict(options, listener.local_address(), Work::Beside, files)?;
+        let restrictions =
+            restrict(options, listener.local_address(), Work::Beside, files, others_sockets)?;
         let (over, is_over) = channel();
         let stop = Stop::default();
         let (stopping, told) = (stop.clone(), over.clone());
