@@ -255,6 +255,8 @@ fn a_full_disk_at_the_source() {
     let commit = Record::Commit.encode().len() as u64;
     let tls = scene.certificate(commit + NOTHING);
     let (mut destination, address) = scene.receive(&tls);
+    // A restricted process keeps the directories open that it may reach, such as that of its certificates.
+    let listening = descriptors_at_rest(destination.child.id());
     let mut send = scene.send(&address, &tls);
     send.event("connected");
     scene.here.fill();
@@ -264,7 +266,11 @@ fn a_full_disk_at_the_source() {
     assert_eq!(scene.guest.finish_by_ref().code, Some(0));
     scene.b.check_guest("web");
     let pid = destination.child.id();
-    let living = Living { host: &scene.b, pid, descriptors: of_a_destination() };
+    let mut descriptors = of_a_destination();
+    for (kind, count) in listening {
+        descriptors.entry(kind).or_insert(count);
+    }
+    let living = Living { host: &scene.b, pid, descriptors };
     let ends = (&sent, "runs the guest");
     scene.note(living, "source: disk full", "GIVEN", ends, Owner::Destination);
     let status = run_ok(&scene.a, &["status"]);
