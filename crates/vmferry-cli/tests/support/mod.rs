@@ -16,6 +16,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -259,7 +260,11 @@ pub fn in_parallel<T: Send>(cases: Vec<T>, run: impl Fn(T) + Sync) {
 
 /// Runs cases so many at a time, in the order given; the first that fails fails all.
 pub fn several_at_once<T: Send>(at_once: usize, cases: Vec<T>, run: impl Fn(T) + Sync) {
-    let left = std::sync::Mutex::new(cases.into_iter());
+    /// Two matrices at a time would have each other's processors.
+    static ONE_MATRIX: Mutex<()> = Mutex::new(());
+    let _alone =
+        (cases.len() > 1).then(|| ONE_MATRIX.lock().unwrap_or_else(PoisonError::into_inner));
+    let left = Mutex::new(cases.into_iter());
     std::thread::scope(|scope| {
         for _ in 0..at_once {
             scope.spawn(|| {

@@ -1,16 +1,14 @@
 //! `vmferry receive` gives up what it does not need, and everything that it does need goes on.
 
-mod support;
-
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 
+use crate::support::inject::{Argument, call, call_and_leave};
+use crate::support::{Host, Running, World, has_kvm, run_ok, text};
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, setrlimit};
 use rustix::thread::{CapabilitySet, remove_capability_from_bounding_set};
 use serde_json::Value;
-use support::inject::{Argument, call, call_and_leave};
-use support::{Host, Running, World, has_kvm, run_ok, text};
 
 use Argument::{Bytes, Number, Strings};
 

@@ -1,15 +1,13 @@
 //! The receiver beside a QEMU is restricted too, and whoever starts that QEMU is another process.
 
-mod support;
-
 use std::os::unix::process::ExitStatusExt;
 
+use crate::support::inject::{Argument, call, call_and_leave};
+use crate::support::scene::{Scene, Way};
+use crate::support::stops::{Stopped, guardian};
+use crate::support::{Running, in_parallel, skipped, text};
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::json;
-use support::inject::{Argument, call, call_and_leave};
-use support::scene::{Scene, Way};
-use support::stops::{Stopped, guardian};
-use support::{Running, in_parallel, skipped, text};
 use vmferry_qemu::{Qmp, wait_for_end};
 use vmferry_qemu_lab::Version;
 

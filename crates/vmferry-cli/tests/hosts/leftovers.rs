@@ -1,13 +1,11 @@
 //! The check for what a migration has left behind finds what is left on purpose.
 
-mod support;
-
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use support::World;
-use support::leftovers::{Living, descriptors_at_rest, left, look, processes};
-use support::trial::{GUEST, claim};
+use crate::support::World;
+use crate::support::leftovers::{Living, descriptors_at_rest, left, look, processes};
+use crate::support::trial::{GUEST, claim};
 use vmferry::journal::{FileJournal, Journal, Record, Side};
 use vmferry_wire::{GuestIdentity, SessionId};
 

@@ -1,10 +1,8 @@
 //! `send --qemu` with real QEMUs whose guests can't be attached and are carried: the same faults as for those that can, with
 //! the same outcomes, and what is different.
 
-mod support;
-
-use support::scene::{Scene, Way};
-use support::{Host, World, all, faults, text};
+use crate::support::scene::{Scene, Way};
+use crate::support::{Host, World, all, faults, text};
 use vmferry_qemu_lab::{Backend, Machine, Version, World as Lab};
 
 fn private(version: Version) -> Machine {

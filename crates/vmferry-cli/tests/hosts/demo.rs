@@ -1,8 +1,6 @@
 //! What a new user sees first.
 
-mod support;
-
-use support::World;
+use crate::support::World;
 
 #[test]
 fn the_demo_moves_a_guest_and_says_all_that_is_promised() {

@@ -1,11 +1,9 @@
 //! The link breaks while a guest of the microvm is migrated, and comes back.
 
-mod support;
-
+use crate::support::outcomes::{Outcome, Owner};
+use crate::support::proxy::Proxy;
+use crate::support::{World, all, has_kvm};
 use serde_json::Value;
-use support::outcomes::{Outcome, Owner};
-use support::proxy::Proxy;
-use support::{World, all, has_kvm};
 
 /// Cuts the link in the middle of a round and heals it. The cap makes rounds last long enough for that, and
 /// each of several dirty logs protects pages at another time.

@@ -3,17 +3,15 @@
 //!
 //! `make test` does a sample, and VMFERRY_TEST_ALL=1 the whole.
 
-mod support;
-
 use std::time::Duration;
 
-use rustix::process::Signal;
-use serde_json::Value;
-use support::trial::{
+use crate::support::trial::{
     COMMIT, CONNECTED, DOUBT, FIRST_ROUND, PAUSED, Phase, READY, ROUNDS, RUNNING, SECOND_ROUND,
     STATE, Trial, side_by_side,
 };
-use support::{all, has_kvm, run_ok};
+use crate::support::{all, has_kvm, run_ok};
+use rustix::process::Signal;
+use serde_json::Value;
 
 /// For how long a process is stopped, or a link away, that is to be waited for: less than any patience.
 const SHORT: Duration = Duration::from_secs(2);

@@ -1,15 +1,13 @@
 //! Hosts of two releases: each version of the protocol on either side by processes, and what a command and a VMM of
 //! different releases say to each other.
 
-mod support;
-
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 
+use crate::support::proxy::Proxy;
+use crate::support::scene::{Scene, Way};
+use crate::support::{Host, World, has_kvm, skipped, text};
 use serde_json::{Value, json};
-use support::proxy::Proxy;
-use support::scene::{Scene, Way};
-use support::{Host, World, has_kvm, skipped, text};
 use vmferry_qemu_lab::Version;
 
 /// What `send` and `receive` are told, and the version that is spoken then.

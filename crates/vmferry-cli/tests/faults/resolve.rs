@@ -1,15 +1,13 @@
 //! What only a person can decide, and what a person is kept from.
 
-mod support;
-
 use std::io::Write;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use crate::support::trial::{DOUBT, GUEST, RUNNING, Trial};
+use crate::support::{Host, World, run_ok};
 use rustix::process::Signal;
 use serde_json::Value;
-use support::trial::{DOUBT, GUEST, RUNNING, Trial};
-use support::{Host, World, run_ok};
 use vmferry::journal::{FileJournal, Journal, Record, Side};
 use vmferry_wire::{GuestIdentity, SessionId};
 

@@ -1,18 +1,16 @@
 //! A host's clock jumps by hours, forward and back, while a guest moves and between two moves. What measures time is not
 //! touched by that, as in the kernel.
 
-mod support;
-
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use support::outcomes::{Outcome, Owner};
-use support::trial::{
+use crate::support::outcomes::{Outcome, Owner};
+use crate::support::trial::{
     COMMIT, GUEST, PAUSED, Phase, Place, SECOND_ROUND, Trial, claim, side_by_side,
 };
-use support::{Host, Running, World, all, run_ok, text};
+use crate::support::{Host, Running, World, all, run_ok, text};
 
 const SIX_HOURS: i64 = 6 * 3600;
 

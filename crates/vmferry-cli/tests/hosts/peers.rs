@@ -1,13 +1,11 @@
 //! Peers that are who they say and do not do what they should, by name and by what they say inside TLS.
 
-mod support;
-
 use std::io::{Read, Write};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use support::{Host, Running, World, run_ok, text};
+use crate::support::{Host, Running, World, run_ok, text};
 use vmferry_transport::{Address, Dialer, Listener, TlsIdentity};
 
 fn source(world: &World) -> (Host, Running) {

@@ -1,17 +1,15 @@
 //! `send --qemu`, `receive --qemu` and `receive --exec` with real QEMUs, and what happens when somebody
 //! dies, phase after phase.
 
-mod support;
-
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::support::scene::{Scene, Way};
+use crate::support::{Host, World, text};
+use crate::support::{all, faults};
 use serde_json::json;
-use support::scene::{Scene, Way};
-use support::{Host, World, text};
-use support::{all, faults};
 use vmferry_qemu::Qmp;
 use vmferry_qemu_lab::{Machine, Version, World as Lab};
 

@@ -1,13 +1,11 @@
 //! Real migrations, recorded at both sides and inspected; and what `inspect` says of damage.
 
-mod support;
-
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use crate::support::{World, text};
 use serde_json::Value;
-use support::{World, text};
 
 /// What a side has recorded, and the events of it that were told there.
 struct Side {

@@ -1,8 +1,6 @@
 //! `--compress` and what goes with it, and `vmferry set`.
 
-mod support;
-
-use support::{World, run_ok};
+use crate::support::{World, run_ok};
 
 const WORKLOAD: [&str; 4] = ["--memory", "64M", "--workload", "ticks fill=24,text hot=8,random"];
 

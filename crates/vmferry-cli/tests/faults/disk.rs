@@ -3,8 +3,6 @@
 //!
 //! A small tmpfs is the disk, filled up at the moment; so this needs root.
 
-mod support;
-
 use std::cell::Cell;
 use std::fs::File;
 use std::io::Write;
@@ -12,11 +10,11 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
+use crate::support::leftovers::{Descriptors, Living, descriptors_at_rest, left};
+use crate::support::outcomes::{Outcome, Owner};
+use crate::support::trial::{GUEST, SLOW, claim, of_a_destination};
+use crate::support::{Ended, Host, Running, World, run_ok, text};
 use serde_json::Value;
-use support::leftovers::{Descriptors, Living, descriptors_at_rest, left};
-use support::outcomes::{Outcome, Owner};
-use support::trial::{GUEST, SLOW, claim, of_a_destination};
-use support::{Ended, Host, Running, World, run_ok, text};
 use vmferry::journal::Record;
 
 /// What a tmpfs allocates at once: a record that fits into what is allocated is written on a full disk, too.

@@ -1,10 +1,8 @@
 //! Who may send what, by the command: policies, revocation, a destination's URI, and renewal without a restart.
 
-mod support;
-
 use std::path::Path;
 
-use support::{Host, Running, World, run_ok, text};
+use crate::support::{Host, Running, World, run_ok, text};
 
 fn source(world: &World) -> (Host, Running) {
     let host = world.host("a");

@@ -1,13 +1,11 @@
 //! A guest moved over every transport, with every byte compared.
 
-mod support;
-
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
+use crate::support::{World, text};
 use rustix::io::{FdFlags, fcntl_setfd};
 use serde_json::Value;
-use support::{World, text};
 
 /// Moves a hot guest over two lanes; `send_to` makes the source's address of the destination's.
 fn moves(listen: &str, tls: bool, send_to: impl Fn(&str) -> String) {

@@ -1,13 +1,11 @@
 //! The destination runs out of memory: refused where it can be known, and else killed by the kernel. The guest stays.
 
-mod support;
-
 use std::path::{Path, PathBuf};
 
-use support::leftovers::{Descriptors, Living, descriptors_at_rest, left};
-use support::outcomes::{Outcome, Owner};
-use support::trial::{SLOW, claim};
-use support::{Ended, Host, Running, World, run_ok};
+use crate::support::leftovers::{Descriptors, Living, descriptors_at_rest, left};
+use crate::support::outcomes::{Outcome, Owner};
+use crate::support::trial::{SLOW, claim};
+use crate::support::{Ended, Host, Running, World, run_ok};
 
 /// Moves a guest to a destination that is started under other programs, and lacks memory.
 struct Scene {

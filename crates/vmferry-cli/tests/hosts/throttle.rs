@@ -1,8 +1,6 @@
 //! A guest that writes faster than the link carries, which takes a throttle to move.
 
-mod support;
-
-use support::{World, has_kvm};
+use crate::support::{World, has_kvm};
 
 /// A page gets another word that can't be compressed in each of the guest's rounds over it, and has 512:
 /// by then compression is no way out.

@@ -3,15 +3,13 @@
 //!
 //! Needs root. `make test` does a sample, and VMFERRY_TEST_ALL=1 the whole.
 
-mod support;
-
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::time::Duration;
 
-use support::all;
-use support::trial::{
+use crate::support::all;
+use crate::support::trial::{
     COMMIT, CONNECTED, DOUBT, FIRST_ROUND, PAUSED, Phase, Place, READY, RUNNING, SECOND_ROUND,
     Trial, side_by_side,
 };

@@ -1,9 +1,7 @@
 //! One guest, moved to and fro between two hosts, with every dirty log and workload.
 
-mod support;
-
+use crate::support::{World, all, has_kvm};
 use serde_json::Value;
-use support::{World, all, has_kvm};
 
 /// Moves a hot guest `times` times, each time verified whole, and looks at it in the end.
 fn move_around(flags: &[&str], log: &str, times: usize) {

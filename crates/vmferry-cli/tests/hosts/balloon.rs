@@ -1,8 +1,6 @@
 //! A guest's balloon, by the command.
 
-mod support;
-
-use support::{World, has_kvm};
+use crate::support::{World, has_kvm};
 
 #[test]
 fn a_guest_of_threads_has_no_balloon() {

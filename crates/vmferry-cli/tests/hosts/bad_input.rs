@@ -1,11 +1,9 @@
 //! Everything that can be wrong, each with its exit status and words, and the guest unharmed.
 
-mod support;
-
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 
-use support::{Host, Running, World, run_ok, text};
+use crate::support::{Host, Running, World, run_ok, text};
 
 const HOT: [&str; 4] = ["--memory", "64M", "--workload", "hot=8,random"];
 

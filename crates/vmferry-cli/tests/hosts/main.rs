@@ -1,0 +1,19 @@
+//! The command between two hosts: migrations there and back with what belongs to them, and everything that is said and refused.
+//! One program, so that what they share is compiled once and what waits waits side by side.
+
+mod back_and_forth;
+mod bad_input;
+mod balloon;
+mod compress;
+mod demo;
+mod inspect;
+mod leftovers;
+mod peers;
+mod sandbox;
+#[path = "../support/mod.rs"]
+mod support;
+mod systemd;
+mod throttle;
+mod transports;
+mod trust;
+mod upgrade;

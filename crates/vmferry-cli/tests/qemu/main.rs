@@ -1,0 +1,11 @@
+//! `send --qemu` and `receive --qemu` with real QEMUs: attached, carried, restricted, and with everything that goes wrong.
+
+mod attached;
+mod carried;
+mod cases;
+mod demo;
+mod network;
+mod sandbox;
+mod stops;
+#[path = "../support/mod.rs"]
+mod support;
