@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use crate::support::faults::{exit, note};
+use crate::support::faults::{exit, guardian_answers, note};
 use crate::support::outcomes::Owner;
 use crate::support::scene::{Scene, Way};
 use crate::support::stops::{Stopped, Who, guardian};
@@ -108,7 +108,7 @@ fn the_source_s_qemu_sleeps(way: Way, (phase, moment): Moment) {
     assert_ne!(received.code, Some(0), "{phase}: {received:?}");
     // Nobody has woken it, and somebody answers for it.
     assert!(stopped.is_still());
-    assert_eq!(scene.a.status("tested")["guest"], "qemu");
+    guardian_answers(&scene.a);
     stopped.wake();
     nothing_is_left(&[&scene.a], &[&scene.here]);
     scene.runs_on_here();

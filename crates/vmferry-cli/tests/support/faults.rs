@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use serde_json::json;
+use serde_json::{Value, json};
 use vmferry_qemu::Qmp;
 use vmferry_qemu_lab::{Qemu, Version};
 
@@ -75,11 +75,19 @@ pub fn in_doubt(scene: &mut Scene) -> (Qemu, Running, Running, Proxy) {
 }
 
 /// Waits until the guardian has taken over, and answers for the guest.
+pub fn guardian_answers(host: &Host) {
+    guardian_says(host, |_| true);
+}
+
 fn guardian_is_in_doubt(host: &Host) {
+    guardian_says(host, |status| status["migration"]["in_doubt"] == true);
+}
+
+fn guardian_says(host: &Host, wanted: impl Fn(&Value) -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
         let asked = host.run(&["status", "tested"]);
-        if asked.code == Some(0) && asked.last()["migration"]["in_doubt"] == true {
+        if asked.code == Some(0) && wanted(asked.last()) {
             assert_eq!(asked.last()["guest"], "qemu", "{asked:?}");
             return;
         }

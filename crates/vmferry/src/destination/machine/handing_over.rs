@@ -37,6 +37,9 @@ impl Destination {
             }
             _ => {
                 if self.handover == DestinationState::Ready {
+                    // A source that was still to compare memories keeps its guest when the link is lost: COMMIT is said
+                    // by now, or never.
+                    self.waiting_since = self.waiting_since.min(now);
                     self.actions.push_back(Action::Report(Report::WaitingForWord));
                 } else if self.failure.is_none() && !self.handover.is_final() {
                     self.failure = Some(error);

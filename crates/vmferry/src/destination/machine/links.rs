@@ -171,4 +171,22 @@ mod tests {
         let sums = destination.actions.iter().filter(|action| matches!(action, Action::SumDigest));
         assert_eq!(sums.count(), 1);
     }
+
+    /// Whoever has a long time to compare memories has none once the link is lost.
+    #[test]
+    fn a_link_that_is_lost_while_memories_are_compared_is_waited_for_as_any_other() {
+        let (now, timeouts) = (Duration::from_secs(5), Timeouts::default());
+        let mut destination =
+            Destination::new(timeouts, Token([1; 16]), DestinationSide::default(), Duration::ZERO);
+        (destination.phase, destination.handover) = (Phase::Deciding, DestinationState::Ready);
+        destination.last_heard = now;
+        let verify = Input::Control { link: LinkId::CONTROL, message: ControlMessage::Verify {} };
+        destination.handle(now, verify);
+        let (deadline, what, _) = destination.deadline().unwrap();
+        assert_eq!((deadline, what), (now + timeouts.verify + timeouts.commit, "COMMIT"));
+        let error = MigrateError::Cancelled { during: "a test" };
+        destination.handle(now + Duration::from_secs(1), Input::LinkLost(error));
+        let (deadline, ..) = destination.deadline().unwrap();
+        assert_eq!(deadline, now + Duration::from_secs(1) + timeouts.commit);
+    }
 }
