@@ -1,13 +1,15 @@
 //! What came of each fault, for the table of `docs/reliability.md`.
 //!
 //! A test that injects a fault checks what came of it, and then notes it here: it must be in the table, exit statuses and
-//! all. With `VMFERRY_OUTCOMES=FILE` it is appended to that file instead, as one JSON object in a line, which
+//! all; but in the sample of a machine that may be slow, the destination's may be another one. With `VMFERRY_OUTCOMES=FILE` it is appended to that file instead, as one JSON object in a line, which
 //! `scripts/reliability` makes the table of.
 
 use std::fs::OpenOptions;
 use std::io::Write;
 
 use serde::Serialize;
+
+use super::all;
 
 /// Who has the guest after a fault, when everything has come to rest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -63,8 +65,10 @@ impl Outcome<'_> {
         let known: Vec<[&str; 3]> = rows.collect();
         let owner = serde_json::to_value(self.owner).unwrap();
         let found = [owner.as_str().unwrap(), &self.source, &self.destination];
+        // Which of two waits of one length ends first is told by a word of the destination's, and not by where the guest is.
+        let compared = if all() { 3 } else { 2 };
         assert!(
-            known.contains(&found),
+            known.iter().any(|row| row[..compared] == found[..compared]),
             "docs/reliability.md knows {known:?} of this, and not {self:?}; `make reliability` makes its tables anew"
         );
     }
