@@ -75,7 +75,7 @@ const ID: Kind = Kind {
 };
 const CHAIN: Kind = Kind {
     word: "chain",
-    told: 15,
+    told: 14,
     warnings: &[
         "in the free page queue is malformed",
         "a buffer in the free page queue has 3 bytes",
@@ -239,7 +239,10 @@ fn assert_lost_there_alone(kind: &Kind, here: &SharedMachine, there: &SharedMach
         with(machine, |machine| machine.memory().read_at(lost.gpa, &mut page).unwrap());
         page
     };
-    assert_eq!(page(here)[..8], lost.expected.to_le_bytes());
+    // A guest that was stopped amid its check of this page found the word where it went on.
+    let here = page(here);
+    let mut words = here.chunks_exact(8);
+    assert!(words.any(|word| word == lost.expected.to_le_bytes()), "{lost:x?}: {here:x?}");
     assert!(page(there) == [0; PAGE_SIZE], "hinted, so it was not sent");
 }
 

@@ -154,7 +154,7 @@ fn a_clock_that_is_before_every_certificate_is_told_of_before_anything_happens()
     guest.event("serving");
     a.wait_for("web", |status| status["report"]["populated"] == true);
     let tls = world.tls();
-    let (_destination, address) = b.receive(&["--listen", "127.0.0.1:0", "--tls", &tls]);
+    let (mut destination, address) = b.receive(&["--listen", "127.0.0.1:0", "--tls", &tls]);
     let send = || a.run(&["send", "web", "--to", &address, "--tls", &tls]);
     let sent = send();
     sent.failed(4, "clock");
@@ -171,5 +171,6 @@ fn a_clock_that_is_before_every_certificate_is_told_of_before_anything_happens()
     // Set right, it works at once.
     clock.set(0);
     assert_eq!(send().code, Some(0));
+    destination.event("serving");
     b.check_guest("web");
 }

@@ -99,7 +99,7 @@ fn a_link_that_says_nothing_ends_no_guest_and_makes_no_second_one() {
         return;
     }
     let mut trials = vec![
-        (Fault::BlackHoleUntilGivenUp(Both), SECOND_ROUND),
+        (Fault::BlackHoleUntilGivenUp(Both), FIRST_ROUND),
         (Fault::BlackHole(ToDestination), COMMIT),
         (Fault::BlackHole(ToSource), RUNNING),
         (Fault::Pulled, PAUSED),
