@@ -81,7 +81,7 @@ fn nothing_is_decided_behind_the_back_of_a_vmm_that_is_stopped() {
     let journal = find("web")["journal"].as_str().unwrap();
     assert!(journal.contains("IN DOUBT"), "{journal}");
     run_ok(&trial.a, &["quit", "other"]);
-    drop(other);
+    assert_eq!(other.finish().code, Some(0));
     trial.guest.signal(Signal::CONT);
     trial.proxy.heal();
     trial.arrives();
