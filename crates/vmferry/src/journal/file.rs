@@ -353,6 +353,7 @@ mod tests {
         let (ours, other) = (open(), open());
         other.lock_shared().unwrap();
         let looking = thread::spawn(move || {
+            // For so long it looks: less than is waited for.
             thread::sleep(Duration::from_millis(20));
             other.unlock().unwrap();
             other

@@ -188,8 +188,11 @@ pub fn sessions_of(
     directory: &Path,
     guest: &GuestIdentity,
 ) -> Result<Vec<SessionSummary>, JournalError> {
-    let others = |path: &Path| matches!(order::first_record(path), Some(Record::Open { guest: of, .. }) if of != *guest);
-    let mut sessions = sessions_where(directory, |path| !others(path))?;
+    let may_be_its = |path: &Path| match order::first_record(path) {
+        Some(Record::Open { guest: its, .. }) => its == *guest,
+        _ => true,
+    };
+    let mut sessions = sessions_where(directory, may_be_its)?;
     sessions.retain(|session| session.guest() == Some(guest));
     Ok(sessions)
 }

@@ -147,7 +147,7 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
-    use crate::journal::{FileJournal, Journal, sessions};
+    use crate::journal::{FileJournal, Journal, sessions, sessions_of};
 
     fn guest() -> GuestIdentity {
         GuestIdentity { uuid: uuid::Uuid::nil(), name: "web".into() }
@@ -270,6 +270,29 @@ mod tests {
         assert_eq!(what(), Since::Unclear(session(3)));
         write(path, 4, Side::Source, (4_000_000_000, 0), &[Record::Commit]);
         assert_eq!(what(), Since::SentAgain(session(4)), "somebody may still run it there");
+    }
+
+    #[test]
+    fn a_damaged_journal_of_another_guest_is_no_hindrance() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path();
+        begin(path, 1, Side::Source, &[Record::Commit]);
+        let other = GuestIdentity { uuid: uuid::Uuid::max(), name: "db".into() };
+        let damage = |number: u8, guest: &GuestIdentity| {
+            let peer = ("host-b", [].as_slice());
+            let begun =
+                FileJournal::begin(path, session(number), Side::Source, guest.clone(), peer);
+            let file = begun.unwrap().path().to_owned();
+            let mut bytes = std::fs::read(&file).unwrap();
+            bytes.extend_from_slice(b"00000000 {}\n00000000 {}\n");
+            std::fs::write(file, bytes).unwrap();
+        };
+        damage(2, &other);
+        assert!(sessions(path).is_err());
+        let its = sessions_of(path, &guest()).unwrap();
+        assert_eq!(its.iter().map(|one| one.session).collect::<Vec<_>>(), [session(1)]);
+        damage(3, &guest());
+        assert!(sessions_of(path, &guest()).is_err(), "this one may have given it away");
     }
 
     #[test]

@@ -114,7 +114,7 @@ fn settle_unfinished(
     let identity = abandoned.identity()?;
     let name = super::socket_name(&identity, abandoned.pid()?);
     let mut settled = HashSet::new();
-    // One after the other, the last first: it knows most. What it has overtaken is looked at again when it is settled.
+    // What a later session has overtaken comes when that one is settled: the last word counts.
     while let Some(session) = next_unfinished(&config.journal_directory, &identity, &settled)? {
         settled.insert(session);
         let finishing = json!({ "event": "finishing-session", "session": session });
