@@ -157,3 +157,44 @@ impl<V: Resume> Recovery<V> {
 fn no_reason() -> VmError {
     "its VMM gives no reason".into()
 }
+
+#[cfg(test)]
+mod tests {
+    use vmferry_transport::Address;
+    use vmferry_wire::SessionId;
+
+    use super::*;
+    use crate::journal::{Verdict, sessions};
+
+    struct Guest {
+        wakes: bool,
+    }
+
+    impl Resume for Guest {
+        fn resume(&mut self) -> Result<(), VmError> {
+            if self.wakes { Ok(()) } else { Err("it sleeps".into()) }
+        }
+    }
+
+    /// Whoever finds a guest that stood still and could not be resumed must find its session left open.
+    #[test]
+    fn a_guest_that_can_not_be_resumed_is_not_written_off() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut config = SourceConfig::new(directory.path().to_owned());
+        config.session = SessionId([7; 16]);
+        let guest = GuestIdentity { uuid: uuid::Uuid::nil(), name: "web".into() };
+        let (at, side) = (directory.path(), Side::Source);
+        drop(FileJournal::begin(at, config.session, side, guest, ("b", &[])).unwrap());
+        let dialer = Dialer::new(Address::Unix(at.join("nobody")), None);
+        let recover = |wakes: bool| {
+            recover(Guest { wakes }, &dialer, config.clone(), &Orders::new(), &mut |_| {})
+                .unwrap_or_else(|(_, error)| panic!("{error}"))
+        };
+        let found = || sessions(at).unwrap().remove(0);
+        assert!(matches!(recover(false), Recovered::Stuck(..)));
+        assert!(found().is_unfinished_source(), "{:?}", found());
+        assert!(matches!(recover(true), Recovered::Kept(_)));
+        assert!(!found().is_unfinished_source());
+        assert_eq!(found().verdict, Verdict::Here);
+    }
+}
