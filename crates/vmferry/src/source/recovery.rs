@@ -113,8 +113,6 @@ impl<V: Resume> Recovery<V> {
                     return Some(Input::LinkLost(lost("control", during, &error)));
                 }
             }
-            // A guest that could not be resumed is not taken care of yet: whoever finds the session left open tries again.
-            Action::WriteOutcome { kept: true, .. } if self.failure.is_some() => {}
             Action::WriteOutcome { kept, by_operator } => {
                 let record =
                     if kept { Record::Kept { by_operator } } else { Record::Given { by_operator } };
