@@ -102,6 +102,12 @@ pub enum ConfigError {
     /// No rounds.
     #[error("at least one round is needed")]
     Rounds,
+    /// A VMM that streams its guest decides itself when that stands still.
+    #[error(
+        "a guest that its VMM streams can't be held short of the switchover, as the VMM decides when to stop it: leave \
+         --pause-before-switchover out, or attach to it"
+    )]
+    NothingToHold,
     /// Versions of the protocol that this release does not speak.
     #[error(
         "protocol versions {oldest} to {newest}: this release speaks {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION_MAX}"
@@ -137,6 +143,9 @@ pub struct SourceConfig {
     pub timeout: Option<Duration>,
     /// What to do when neither suffices. Default refuse.
     pub when_stuck: WhenStuck,
+    /// Hold the migration when the rest fits the downtime limit, with the guest running and kept in step, until
+    /// [`Orders::switch_over`](crate::source::Orders::switch_over). Default off.
+    pub pause_before_switchover: bool,
     /// Per cent of their time that the vCPUs may lose when a round does not shorten the next one, at
     /// most 99. Default 0: never.
     pub throttle: u8,
@@ -166,6 +175,7 @@ impl SourceConfig {
             max_rounds: 30,
             timeout: None,
             when_stuck: WhenStuck::Refuse,
+            pause_before_switchover: false,
             throttle: 0,
             compression: CompressionConfig::default(),
             free_page_hints: true,
@@ -185,13 +195,9 @@ impl SourceConfig {
             return Err(ConfigError::Channels(self.channels));
         }
         check_bandwidth(self.max_bandwidth)?;
-        if self.throttle > 99 {
-            return Err(ConfigError::Throttle(self.throttle));
-        }
+        check_throttle(self.throttle)?;
         check_workers(self.compression.workers)?;
-        if self.max_rounds == 0 {
-            return Err(ConfigError::Rounds);
-        }
+        check_rounds(self.max_rounds)?;
         check_protocol(&self.protocol)
     }
 
@@ -210,6 +216,14 @@ pub(crate) fn check_bandwidth(cap: Option<u64>) -> Result<(), ConfigError> {
         Some(cap) if cap < 64 << 10 => Err(ConfigError::Bandwidth(cap)),
         _ => Ok(()),
     }
+}
+
+pub(crate) fn check_throttle(percent: u8) -> Result<(), ConfigError> {
+    if percent > 99 { Err(ConfigError::Throttle(percent)) } else { Ok(()) }
+}
+
+pub(crate) fn check_rounds(rounds: u32) -> Result<(), ConfigError> {
+    if rounds == 0 { Err(ConfigError::Rounds) } else { Ok(()) }
 }
 
 /// All versions of the protocol that this release speaks.

@@ -5,6 +5,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use vmferry_memory::PAGE_SIZE;
 
+use crate::forecast::{Advice, Forecast};
 use crate::vm::StateEstimate;
 
 /// What the pause costs besides the pages: leaving `KVM_RUN`, saving and loading some hundred
@@ -85,6 +86,8 @@ pub struct NotConverging {
     pub compression_ratio: f64,
     /// What the vCPUs lose of their time by now, in per cent.
     pub throttle_percent: u8,
+    /// The cap on the data channels, in bytes per second.
+    pub max_bandwidth: Option<u64>,
     /// The downtime that a hand-over now would cost, in milliseconds.
     pub predicted_downtime_ms: f64,
     /// The limit, in milliseconds.
@@ -97,71 +100,16 @@ pub struct NotConverging {
 
 impl std::fmt::Display for NotConverging {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let mb = |bytes: f64| bytes / 1e6;
         write!(
             f,
             "after {} rounds ({:.1} s) a hand-over would stop the guest for {:.1} ms, and the \
-             limit is {:.1} ms: ",
+             limit is {:.1} ms: {}",
             self.rounds,
             self.elapsed_ms / 1e3,
             self.predicted_downtime_ms,
             self.downtime_limit_ms,
-        )?;
-        if self.fixed_cost_ms >= self.downtime_limit_ms {
-            write!(
-                f,
-                "the hand-over itself takes about {:.1} ms, however little memory is left{}; use \
-                 --downtime-limit {}ms or more",
-                self.fixed_cost_ms,
-                StateWords(self.state_bytes),
-                (self.fixed_cost_ms * 1.5).ceil()
-            )
-        } else {
-            write!(
-                f,
-                "the guest writes {:.0} MB/s and the link carries {:.0} MB/s of that{}{}; use \
-                 --downtime-limit {}ms or more, raise --max-bandwidth, take more time from the guest with \
-                 --throttle, or accept the downtime with --when-stuck switch-over",
-                mb(self.dirty_bytes_per_s),
-                mb(self.link_bytes_per_s),
-                RatioWords(self.compression_ratio),
-                ThrottleWords(self.throttle_percent),
-                (self.predicted_downtime_ms * 1.2).ceil()
-            )
-        }
-    }
-}
-
-/// The state, if it is large enough to be a reason.
-struct StateWords(u64);
-
-impl std::fmt::Display for StateWords {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        if self.0 < MEASURABLE_BYTES {
-            return Ok(());
-        }
-        write!(f, " ({:.1} MB of device state travel in it)", self.0 as f64 / 1e6)
-    }
-}
-
-/// What compression does, if it does something.
-struct RatioWords(f64);
-
-impl std::fmt::Display for RatioWords {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        if self.0 < 1.1 { Ok(()) } else { write!(f, " (compressed {:.1} to 1)", self.0) }
-    }
-}
-
-/// What throttling does, if it does something.
-struct ThrottleWords(u8);
-
-impl std::fmt::Display for ThrottleWords {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self.0 {
-            0 => Ok(()),
-            percent => write!(f, ", with {percent} % of its time taken from it"),
-        }
+            Advice(self)
+        )
     }
 }
 
@@ -207,6 +155,11 @@ impl Predictor {
     /// stands until a round has measured anew, but is not believed beyond the cap.
     pub fn set_cap(&mut self, max_bandwidth: Option<u64>) {
         self.max_bandwidth = max_bandwidth;
+    }
+
+    /// Takes other limits.
+    pub fn set_limits(&mut self, limits: Limits) {
+        self.limits = limits;
     }
 
     /// Takes what the vCPUs lose of their time, in per cent, for the verdict.
@@ -273,6 +226,14 @@ impl Predictor {
         }
     }
 
+    /// What whoever watches is told of a harvest. `before` are the pages of the round that was just sent, and
+    /// `may_throttle` says whether more of the guest's time can be taken.
+    #[must_use]
+    pub fn forecast(&self, harvest: Harvest, before: Option<u64>, may_throttle: bool) -> Forecast {
+        let numbers = self.verdict(harvest, self.predict(harvest.pending_pages));
+        Forecast::new(&numbers, harvest.pending_pages, before, may_throttle)
+    }
+
     fn fixed_cost(&self) -> Duration {
         // The state travels as it is, on a channel of its own.
         let wire = self.link_bytes_per_s() / self.compression_ratio();
@@ -290,6 +251,7 @@ impl Predictor {
             link_bytes_per_s: self.link_bytes_per_s(),
             compression_ratio: self.compression_ratio(),
             throttle_percent: self.throttle_percent,
+            max_bandwidth: self.max_bandwidth,
             predicted_downtime_ms: ms(predicted),
             downtime_limit_ms: ms(self.limits.downtime),
             fixed_cost_ms: ms(self.fixed_cost()),
@@ -323,6 +285,27 @@ impl Throttle {
     #[must_use]
     pub fn percent(&self) -> u8 {
         self.percent
+    }
+
+    /// The most per cent that may be taken.
+    #[must_use]
+    pub fn most(&self) -> u8 {
+        self.most
+    }
+
+    /// Whether more may be taken than is.
+    #[must_use]
+    pub fn has_more(&self) -> bool {
+        self.percent < self.most
+    }
+
+    /// Allows up to `most` per cent from now on, and returns the new setting if it must change.
+    pub fn set_most(&mut self, most: u8) -> Option<u8> {
+        self.most = most;
+        (self.percent > most).then(|| {
+            self.percent = most;
+            most
+        })
     }
 
     /// Takes what a harvest found before another round is sent, and returns the new setting if it must

@@ -13,7 +13,7 @@ use vmferry::compression::{CompressionConfig, CompressionWay, DEFAULT_DELTA_MEMO
 use vmferry::config::ConfigError;
 use vmferry::convergence::WhenStuck;
 use vmferry::error::ErrorClass;
-use vmferry::source::{Orders, Report, SourceOutcome};
+use vmferry::source::{Change, Orders, Report, SourceOutcome};
 use vmferry::stats::{FrameReasons, PageCounts, SourceStats};
 use vmferry::{MigrateError, SourceConfig, SourceVm, chain};
 use vmferry_codec::{CompressError, Compressors, EncodeError, Method};
@@ -228,6 +228,10 @@ fn a_compressor_that_hangs_holds_up_nothing_but_its_frame() {
     assert_eq!((stats.digest_match, stats.verify_match), (Some(true), Some(true)));
 }
 
+fn capped(cap: Option<u64>) -> Change {
+    Change { max_bandwidth: Some(cap), ..Change::default() }
+}
+
 #[test]
 fn a_cap_can_be_lifted_under_way() {
     let mut scenario = Scenario::new();
@@ -240,9 +244,9 @@ fn a_cap_can_be_lifted_under_way() {
             while orders.progress().sent_bytes == 0 {
                 std::thread::yield_now();
             }
-            let refused = orders.set_max_bandwidth(Some((64 << 10) - 1));
+            let refused = orders.change(capped(Some((64 << 10) - 1)));
             assert_eq!(refused, Err(ConfigError::Bandwidth((64 << 10) - 1)));
-            orders.set_max_bandwidth(None).unwrap();
+            orders.change(capped(None)).unwrap();
         });
         let (outcome, received) =
             scenario.run(mixed_guest(100), DestinationGuest::default(), |_| {});
@@ -253,10 +257,10 @@ fn a_cap_can_be_lifted_under_way() {
 
 #[test]
 fn settings_out_of_range_are_refused_before_anything_happens() {
-    let refused = Orders::new().set_max_bandwidth(Some(1));
+    let refused = Orders::new().change(capped(Some(1)));
     assert_eq!(refused, Err(ConfigError::Bandwidth(1)));
-    type Change = fn(&mut SourceConfig);
-    let changes: [(Change, &str); 4] = [
+    type Setting = fn(&mut SourceConfig);
+    let changes: [(Setting, &str); 4] = [
         (|config| config.max_bandwidth = Some((64 << 10) - 1), "65535 bytes/s is below 64 KiB/s"),
         (|config| config.compression.workers = Some(0), "0 workers"),
         (|config| config.channels = 17, "17 channels"),

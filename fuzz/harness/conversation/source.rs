@@ -316,6 +316,7 @@ impl SourceHost {
             | Action::PackWith(_)
             | Action::Throttle { .. }
             | Action::SwitchOver
+            | Action::LimitDowntime(_)
             | Action::Report(_) => {}
         }
     }

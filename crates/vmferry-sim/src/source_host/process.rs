@@ -164,6 +164,7 @@ impl Process {
             // No guest of the simulation is streamed by its VMM.
             Action::Throttle { .. }
             | Action::SwitchOver
+            | Action::LimitDowntime(_)
             | Action::Cap(_)
             | Action::FitWindows { .. } => None,
             Action::Pause => Some(self.pause()),

@@ -93,9 +93,12 @@ pub fn migrate_streamed<V: StreamedVm>(
     watch: &mut dyn FnMut(&Report),
 ) -> SourceOutcome<V> {
     config.channels = vm.streams();
-    if config.verify {
-        let error = ConfigError::NothingToVerify.into();
-        return SourceOutcome::Kept { vm, error, stats: Box::default() };
+    let unfit = [
+        (config.verify, ConfigError::NothingToVerify),
+        (config.pause_before_switchover, ConfigError::NothingToHold),
+    ];
+    if let Some((_, error)) = unfit.into_iter().find(|(wanted, _)| *wanted) {
+        return SourceOutcome::Kept { vm, error: error.into(), stats: Box::default() };
     }
     let (guest, state) = (vm.describe(), vm.state_estimate());
     let our_side = SourceSide { vmm: vm.release(), streams: true, ..SourceSide::new("VMM") };
@@ -277,9 +280,7 @@ impl<'a, V: Resume> Core<'a, V> {
             while let Some(action) = self.machine.next_action() {
                 self.orders.publish(self.machine.phase_name(), self.machine.handover());
                 if let Action::Report(report) = &action {
-                    if let Report::RoundStarted { round, pages, .. } = report {
-                        self.orders.publish_round(*round, *pages);
-                    }
+                    self.orders.publish_report(report);
                     watch(report);
                 }
                 if let Some(input) = self.execute(side, action) {

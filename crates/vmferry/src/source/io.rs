@@ -5,8 +5,10 @@ use std::time::Duration;
 use vmferry_memory::WholeHash;
 use vmferry_wire::{AlgorithmSet, ControlMessage, Release, Token};
 
+use super::change::Change;
 use super::rounds::LaneTotals;
 use crate::error::MigrateError;
+use crate::forecast::Forecast;
 use crate::handover::OperatorWord;
 use crate::streamed::StreamEvent;
 
@@ -139,8 +141,10 @@ pub enum Input {
     Failed(MigrateError),
     /// The user wants to end the migration.
     Cancel,
-    /// The user caps the data channels anew, in bytes per second.
-    MaxBandwidth(Option<u64>),
+    /// The user wants other limits.
+    Change(Change),
+    /// The user lets a held migration switch over.
+    SwitchOver,
     /// The operator decides a hand-over in doubt.
     Operator(OperatorWord),
     /// Time has passed.
@@ -198,6 +202,8 @@ pub enum Action {
     PackWith(AlgorithmSet),
     /// Cap the data channels, in bytes per second.
     Cap(Option<u64>),
+    /// Have a VMM that streams its guest keep to another downtime.
+    LimitDowntime(Duration),
     /// Leave the vCPUs so much less of their time.
     Throttle {
         /// Per cent of it.
@@ -295,6 +301,13 @@ pub enum Report {
     },
     /// A round is placed at the destination.
     RoundDone(crate::stats::RoundStats),
+    /// What a harvest says of how it will go on.
+    Forecast(Forecast),
+    /// The rest fits the downtime limit, and the user is waited for: the guest runs on and is kept in step.
+    Held {
+        /// The downtime that a switchover now would cost, in milliseconds.
+        predicted_downtime_ms: f64,
+    },
     /// The guest's vCPUs lose a part of their time from now on.
     Throttled {
         /// Per cent of it.

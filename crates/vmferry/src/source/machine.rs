@@ -15,7 +15,10 @@
 
 mod accepted;
 mod clock;
+#[cfg(test)]
+mod fixture;
 mod handing_over;
+mod holding;
 mod links;
 mod passes;
 mod rounds;
@@ -27,6 +30,7 @@ use vmferry_memory::WholeHash;
 use vmferry_wire::{AlgorithmSet, ControlMessage, Release, SessionWord};
 
 use self::accepted::from_release;
+use self::holding::Hold;
 use self::links::Links;
 use super::io::{Action, Ending, Input};
 use super::rounds::RoundTracker;
@@ -110,6 +114,7 @@ pub struct Source {
     /// Since when it stands still for the hand-over.
     stopped_at: Option<Duration>,
     throttle: Throttle,
+    hold: Hold,
     last_sent: Duration,
     verify_since: Duration,
     state: Option<Vec<u8>>,
@@ -209,6 +214,7 @@ impl Source {
             stood_still: Duration::ZERO,
             stopped_at: None,
             throttle: Throttle::new(config.throttle),
+            hold: Hold::new(config.pause_before_switchover),
             last_sent: now,
             verify_since: now,
             state: None,
@@ -248,10 +254,8 @@ impl Source {
             Input::Resent { lane, frames, bytes } => self.on_resent(lane, frames, bytes),
             Input::Failed(error) => self.fail(now, error),
             Input::Cancel => self.on_cancel(now),
-            Input::MaxBandwidth(cap) => {
-                self.predictor.set_cap(cap);
-                self.act(Action::Cap(cap));
-            }
+            Input::Change(change) => self.on_change(change),
+            Input::SwitchOver => self.on_switch_over(now),
             Input::Operator(word) => {
                 self.by_operator = true;
                 self.hand_over(now, SourceEvent::Operator(word));
@@ -280,7 +284,7 @@ impl Source {
         let silence = self.listens().then(|| self.last_heard + self.timeouts().silence);
         let ping = self.listens().then_some(self.next_ping);
         let loss = self.links.deadline(self.patience());
-        [deadline, silence, ping, loss].into_iter().flatten().min()
+        [deadline, silence, ping, loss, self.rests_until()].into_iter().flatten().min()
     }
 
     /// How it ended, once it has. Takes the reason out.

@@ -9,6 +9,7 @@ pub mod machine;
 pub mod plan;
 pub mod rounds;
 
+mod change;
 mod connect;
 mod control;
 mod driver;
@@ -22,6 +23,7 @@ mod signal;
 mod streams;
 mod window;
 
+pub use change::Change;
 pub use driver::{SourceOutcome, migrate, migrate_streamed};
 pub use io::Report;
 pub use orders::{Orders, Progress};

@@ -1,15 +1,18 @@
 //! What the user can do to a migration under way, and see of it, from any thread.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use crossbeam_channel::Sender;
 use serde::Serialize;
 
 use vmferry_codec::FrameCounts;
 
-use super::io::Input;
-use crate::config::{ConfigError, check_bandwidth};
+use super::change::Change;
+use super::io::{Input, Report};
+use crate::config::ConfigError;
+use crate::forecast::Forecast;
 use crate::handover::{OperatorWord, SourceState};
 
 /// A handle on one migration. Orders given before it starts are kept.
@@ -46,19 +49,30 @@ impl SentCounters {
 struct Shared {
     inbox: Mutex<Inbox>,
     sent: Arc<SentCounters>,
-    progress: Mutex<Progress>,
+    progress: Mutex<Shown>,
+}
+
+/// What is shown, and what it is reckoned from.
+#[derive(Debug, Default)]
+struct Shown {
+    progress: Progress,
+    began: Option<Instant>,
+    /// Pages that were sent before the round under way.
+    sent_before: u64,
 }
 
 #[derive(Debug, Default)]
 struct Inbox {
     sender: Option<Sender<Input>>,
     cancelled: bool,
-    /// The cap that was asked for, if any was.
-    cap: Option<Option<u64>>,
+    /// What was asked for before the migration starts.
+    change: Change,
+    /// A migration that is to be held need not be.
+    released: bool,
 }
 
 /// A glance at a migration.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Progress {
     /// What it is doing, in words.
     pub phase: &'static str,
@@ -66,6 +80,10 @@ pub struct Progress {
     pub round: u32,
     /// Pages of that round.
     pub round_pages: u64,
+    /// Of these, pages that were handed to the data channels; those that the guest hinted free are in neither.
+    pub round_sent_pages: u64,
+    /// Since the migration began, in milliseconds.
+    pub elapsed_ms: f64,
     /// Bytes handed to the data channels since the start.
     pub sent_bytes: u64,
     /// Pages with content handed to the data channels since the start.
@@ -74,6 +92,10 @@ pub struct Progress {
     pub sent_zero_pages: u64,
     /// COMMIT is journalled and nothing is known of the destination: the guest is paused.
     pub in_doubt: bool,
+    /// Everything but the switchover is done, and the user is waited for.
+    pub held: bool,
+    /// What the last harvest says of how it will go on.
+    pub forecast: Option<Forecast>,
 }
 
 impl Orders {
@@ -92,18 +114,28 @@ impl Orders {
         }
     }
 
-    /// Caps all data channels together from now on, in bytes per second; `None` takes the cap back.
+    /// Sets other limits from now on.
     ///
     /// # Errors
-    /// A cap that no migration ends under.
-    pub fn set_max_bandwidth(&self, cap: Option<u64>) -> Result<(), ConfigError> {
-        check_bandwidth(cap)?;
+    /// A setting that is out of its range; nothing has changed then.
+    pub fn change(&self, change: Change) -> Result<(), ConfigError> {
+        change.check()?;
         let mut inbox = self.inbox();
-        inbox.cap = Some(cap);
+        inbox.change.join(&change);
         if let Some(sender) = &inbox.sender {
-            let _ = sender.send(Input::MaxBandwidth(cap));
+            let _ = sender.send(Input::Change(change));
         }
         Ok(())
+    }
+
+    /// Lets a migration that is held before its switchover
+    /// ([`pause_before_switchover`](crate::SourceConfig::pause_before_switchover)) go on.
+    pub fn switch_over(&self) {
+        let mut inbox = self.inbox();
+        inbox.released = true;
+        if let Some(sender) = &inbox.sender {
+            let _ = sender.send(Input::SwitchOver);
+        }
     }
 
     /// Decides a hand-over that is in doubt; whether there is one.
@@ -120,19 +152,29 @@ impl Orders {
     /// How far it is.
     #[must_use]
     pub fn progress(&self) -> Progress {
-        let mut progress = self.0.progress.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let (mut progress, began, before) = {
+            let shown = self.shown();
+            (shown.progress.clone(), shown.began, shown.sent_before)
+        };
         let sent = &self.0.sent;
+        progress.elapsed_ms = began.map_or(0.0, |began| began.elapsed().as_secs_f64() * 1e3);
         progress.sent_bytes = sent.bytes.load(Ordering::Relaxed);
         progress.sent_content_pages = sent.content_pages.load(Ordering::Relaxed);
         progress.sent_zero_pages = sent.zero_pages.load(Ordering::Relaxed);
+        let round_sent =
+            (progress.sent_content_pages + progress.sent_zero_pages).saturating_sub(before);
+        progress.round_sent_pages = round_sent.min(progress.round_pages);
         progress
     }
 
     /// Connects the handle to the migration that starts now; whether it is cancelled already.
     pub(super) fn attach(&self, sender: Sender<Input>) -> bool {
         let mut inbox = self.inbox();
-        if let Some(cap) = inbox.cap {
-            let _ = sender.send(Input::MaxBandwidth(cap));
+        if inbox.change != Change::default() {
+            let _ = sender.send(Input::Change(inbox.change));
+        }
+        if inbox.released {
+            let _ = sender.send(Input::SwitchOver);
         }
         inbox.sender = Some(sender);
         inbox.cancelled
@@ -147,18 +189,35 @@ impl Orders {
     }
 
     pub(super) fn publish(&self, phase: &'static str, state: SourceState) {
-        let mut progress = self.0.progress.lock().unwrap_or_else(PoisonError::into_inner);
-        progress.phase = phase;
-        progress.in_doubt = matches!(state, SourceState::InDoubt { .. });
+        let mut shown = self.shown();
+        shown.began.get_or_insert_with(Instant::now);
+        shown.progress.phase = phase;
+        shown.progress.in_doubt = matches!(state, SourceState::InDoubt { .. });
     }
 
-    pub(super) fn publish_round(&self, round: u32, pages: u64) {
-        let mut progress = self.0.progress.lock().unwrap_or_else(PoisonError::into_inner);
-        progress.round = round;
-        progress.round_pages = pages;
+    /// Takes what whoever watches is told.
+    pub(super) fn publish_report(&self, report: &Report) {
+        let mut shown = self.shown();
+        let progress = &mut shown.progress;
+        match report {
+            Report::RoundStarted { round, pages, .. } => {
+                (progress.round, progress.round_pages) = (*round, *pages);
+                let sent = &self.0.sent;
+                shown.sent_before = sent.content_pages.load(Ordering::Relaxed)
+                    + sent.zero_pages.load(Ordering::Relaxed);
+            }
+            Report::Forecast(forecast) => progress.forecast = Some(forecast.clone()),
+            Report::Held { .. } => progress.held = true,
+            Report::Paused { .. } => progress.held = false,
+            _ => {}
+        }
     }
 
-    fn inbox(&self) -> std::sync::MutexGuard<'_, Inbox> {
+    fn shown(&self) -> MutexGuard<'_, Shown> {
+        self.0.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn inbox(&self) -> MutexGuard<'_, Inbox> {
         self.0.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -47,6 +47,9 @@ impl Found {
             Reached::Carried { .. } if options.verify => {
                 return Err(Failure::of(Code::Usage, ConfigError::NothingToVerify));
             }
+            Reached::Carried { .. } if options.migration.pause_before_switchover => {
+                return Err(Failure::of(Code::Usage, ConfigError::NothingToHold));
+            }
             Reached::Carried { source: carried, why } => {
                 if carried.must_stand_still() && options.migration.when_stuck == WhenStuck::Refuse {
                     let version = carried.version();

@@ -141,6 +141,15 @@ impl<V: StreamedVm> GuestSide<V> for StreamedGuest {
                 let failed = |source| MigrateError::Vm { action: "let it stop the guest", source };
                 running.set_downtime(ANY_DOWNTIME).err().map(|error| Input::Failed(failed(error)))
             }
+            Action::LimitDowntime(limit) => {
+                core.config.downtime_limit = limit;
+                // One that stands still already has its reason.
+                let Held::Running(running) = &mut core.held else { return None };
+                let failed =
+                    |source| MigrateError::Vm { action: "keep to another downtime", source };
+                let set = running.set_downtime(stated_downtime(limit));
+                set.err().map(|error| Input::Failed(failed(error)))
+            }
             Action::Save => {
                 let Held::Paused(paused) = &mut core.held else { return None };
                 self.finishing = Instant::now();

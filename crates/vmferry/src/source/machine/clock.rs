@@ -59,6 +59,9 @@ impl Source {
             self.fail_by(now, SourceEvent::LinkLost, MigrateError::TimedOut { what, after });
             return;
         }
+        if self.rests_until().is_some_and(|until| now >= until) {
+            self.go_on(now);
+        }
         if let Some(error) = self.links.take_overdue(now, self.patience()) {
             self.fail_by(now, SourceEvent::LinkLost, error);
             return;

@@ -269,45 +269,23 @@ impl Source {
 
 #[cfg(test)]
 mod tests {
-    use vmferry_memory::{SlotId, SlotLayout};
-    use vmferry_wire::GuestIdentity;
-
+    use super::super::fixture::{after_one_round, harvested, sent};
     use super::*;
     use crate::config::SourceConfig;
     use crate::convergence::WhenStuck;
-    use crate::peer::SourceSide;
     use crate::source::io::Input;
-    use crate::source::rounds::LaneTotals;
-    use crate::vm::GuestDescription;
 
     const DIGEST: u64 = 7;
 
     /// A machine that has sent FINAL.
     fn awaiting_ready() -> Source {
         let mut config = SourceConfig::new("unused".into());
-        (config.channels, config.max_rounds) = (1, 1);
+        config.max_rounds = 1;
         (config.downtime_limit, config.when_stuck) = (Duration::ZERO, WhenStuck::SwitchOver);
-        let guest = GuestDescription {
-            identity: GuestIdentity { uuid: uuid::Uuid::nil(), name: String::new() },
-            vmm: String::new(),
-            config: Vec::new(),
-            layout: vec![SlotLayout { slot: SlotId(0), gpa: 0, pages: 1 }],
-        };
-        let mut source = Source::new(config, guest, SourceSide::new("none"), Duration::ZERO);
+        let mut source = after_one_round(config);
         let (took, stood_still) = (Duration::ZERO, Duration::ZERO);
-        let sent =
-            |end_sequence| Input::LaneSent { lane: 0, end_sequence, totals: LaneTotals::default() };
         for input in [
-            Input::LogStarted { populated_pages: 1, stood_still },
-            Input::Control(ControlMessage::Accept {
-                token: Token([1; 16]),
-                release: None,
-                algorithms: None,
-            }),
-            Input::LanesJoined,
-            sent(1),
-            Input::Control(ControlMessage::Placed { lane: 0, sequence: 1 }),
-            Input::Harvested { pages: 1, took, stood_still },
+            harvested(1),
             Input::Paused { stood_still },
             Input::LastHarvest { pages: 1, took },
             sent(2),

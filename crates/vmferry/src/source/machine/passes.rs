@@ -32,6 +32,7 @@ impl Source {
             pending_pages: pass.pages,
             dirtied_in: now.saturating_sub(began),
         };
+        self.foretell(harvest);
         match self.predictor.decide(harvest) {
             Decision::AnotherRound => {}
             // If it fits the VMM will see that for itself.

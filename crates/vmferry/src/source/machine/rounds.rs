@@ -144,7 +144,8 @@ impl Source {
     /// Begins the next round if the one before is placed, and the destination knows that another one comes.
     pub(super) fn go_on(&mut self, now: Duration) {
         let ours = !self.our_side.streams && self.withdrawn.is_none();
-        if self.phase == Phase::Sending && !self.rounds.is_open() && ours {
+        let rests = self.rests_until().is_some_and(|until| now < until);
+        if self.phase == Phase::Sending && !self.rounds.is_open() && ours && !rests {
             self.harvest(now);
         }
     }
@@ -161,8 +162,9 @@ impl Source {
             pending_pages: pages,
             dirtied_in: now.saturating_sub(self.last_harvest),
         };
+        self.foretell(harvest);
         let decision = if self.links.are_up() {
-            self.predictor.decide(harvest)
+            self.decide(harvest)
         } else {
             // The guest is not paused for a link that is not there.
             Decision::AnotherRound
@@ -186,6 +188,13 @@ impl Source {
             Decision::GiveUp(why) => self.fail(now, MigrateError::NotConverging(why)),
         }
         self.last_harvest = now;
+    }
+
+    /// Tells whoever watches what a harvest means.
+    pub(super) fn foretell(&mut self, harvest: Harvest) {
+        let before = self.stats.rounds.last().map(|round| round.pages);
+        let forecast = self.predictor.forecast(harvest, before, self.throttle.has_more());
+        self.act(Action::Report(Report::Forecast(forecast)));
     }
 
     pub(super) fn send_final(&mut self, now: Duration) {
