@@ -2,9 +2,11 @@
 
 mod inspect;
 mod migration;
+mod migrations;
 mod receive;
 mod record;
 mod send;
+mod units;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -15,9 +17,13 @@ use vmferry_memory::MemoryKind;
 
 pub use inspect::InspectOptions;
 pub use migration::{MigrationOptions, WhenStuck};
+pub use migrations::{EstimateOptions, MetricsOptions, SetOptions};
 pub use receive::{ReceiveOptions, StarterOptions};
 pub use record::RecordOptions;
 pub use send::SendOptions;
+pub use units::Cap;
+
+use units::{parse_bytes, parse_duration};
 
 /// Live migration for KVM virtual machines.
 #[derive(Debug, Parser)]
@@ -34,6 +40,9 @@ pub struct Arguments {
     /// Print JSON: one object, or one object per line for commands that go on.
     #[arg(long, global = true)]
     pub json: bool,
+    /// Print results and failures only.
+    #[arg(long, short, global = true)]
+    pub quiet: bool,
     /// What to do.
     #[command(subcommand)]
     pub command: Command,
@@ -54,8 +63,14 @@ pub enum Command {
     Status(StatusOptions),
     /// Change a migration that is under way.
     Set(SetOptions),
+    /// Let a migration switch over that was sent with --pause-before-switchover.
+    SwitchOver(GuestOption),
     /// End the migration of a guest, which stays here.
     Cancel(GuestOption),
+    /// Watch a running guest and say what a migration would cost, without migrating it.
+    Estimate(EstimateOptions),
+    /// Print or serve metrics of this host's guests and migrations for Prometheus.
+    Metrics(MetricsOptions),
     /// Show a guest's balloon and memory statistics, or say how large the balloon shall be.
     Balloon(BalloonOptions),
     /// Pause a guest.
@@ -166,20 +181,6 @@ pub struct TlsOptions {
     pub plain: bool,
 }
 
-/// `vmferry set`.
-#[derive(Debug, Args)]
-#[command(after_help = "\
-Examples:
-  vmferry set web --max-bandwidth 50M
-  vmferry set web --max-bandwidth none")]
-pub struct SetOptions {
-    /// Name of the guest that is being sent, or path of its control socket.
-    pub guest: String,
-    /// Cap in bytes per second from now on, such as 100M; none takes the cap back.
-    #[arg(long, value_parser = parse_cap, value_name = "BYTES_PER_S")]
-    pub max_bandwidth: Cap,
-}
-
 /// `vmferry balloon`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -198,10 +199,6 @@ pub struct BalloonOptions {
     #[arg(value_parser = parse_bytes, value_name = "SIZE")]
     pub size: Option<u64>,
 }
-
-/// A cap, or none.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Cap(pub Option<u64>);
 
 /// `vmferry status`.
 #[derive(Debug, Args)]
@@ -341,27 +338,6 @@ pub struct DemoOptions {
     pub no_verify: bool,
 }
 
-fn parse_bytes(text: &str) -> Result<u64, String> {
-    // People who write 256M of memory mean MiB, so a unit without `B` is binary.
-    let binary = match text.strip_suffix(['K', 'M', 'G', 'T', 'k', 'm', 'g', 't']) {
-        Some(number) => format!("{number}{}iB", text[number.len()..].to_uppercase()),
-        None => text.to_owned(),
-    };
-    binary
-        .parse::<bytesize::ByteSize>()
-        .map(|size| size.as_u64())
-        .map_err(|_| format!("`{text}` is no size: use bytes, or a unit such as 64M or 8G"))
-}
-
-fn parse_cap(text: &str) -> Result<Cap, String> {
-    if text == "none" { Ok(Cap(None)) } else { parse_bytes(text).map(|cap| Cap(Some(cap))) }
-}
-
-fn parse_duration(text: &str) -> Result<Duration, String> {
-    humantime::parse_duration(text)
-        .map_err(|_| format!("`{text}` is no time: use a unit such as 50ms or 10s"))
-}
-
 #[cfg(test)]
 mod tests {
     use clap::CommandFactory;
@@ -371,16 +347,5 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Arguments::command().debug_assert();
-    }
-
-    #[test]
-    fn sizes_are_binary() {
-        assert_eq!(parse_bytes("256M"), Ok(256 << 20));
-        assert_eq!(parse_bytes("8g"), Ok(8 << 30));
-        assert_eq!(parse_bytes("4096"), Ok(4096));
-        assert_eq!(parse_bytes("1MiB"), Ok(1 << 20));
-        assert!(parse_bytes("lots").unwrap_err().contains("64M"));
-        assert_eq!(parse_cap("none"), Ok(Cap(None)));
-        assert_eq!(parse_cap("1M"), Ok(Cap(Some(1 << 20))));
     }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use vmferry_microvm::control::{ClientError, ControlError, ErrorCode};
+use vmferry_control::{ClientError, ControlError, ErrorCode};
 use vmferry_sandbox::SandboxError;
 use vmferry_transport::TransportError;
 
@@ -93,7 +93,7 @@ impl Code {
 impl From<ErrorCode> for Code {
     fn from(code: ErrorCode) -> Self {
         match code {
-            ErrorCode::BadRequest => Self::Usage,
+            ErrorCode::BadRequest | ErrorCode::NoSuchRequest => Self::Usage,
             ErrorCode::WrongState => Self::WrongState,
             ErrorCode::Connect => Self::Connect,
             ErrorCode::Authentication => Self::Authentication,
@@ -128,6 +128,15 @@ impl Failure {
     /// Wraps an error and its causes.
     pub fn of(code: Code, error: impl Into<anyhow::Error>) -> Self {
         Self { code, error: error.into() }
+    }
+}
+
+impl Failure {
+    /// The failure for machines.
+    pub fn facts(&self) -> serde_json::Value {
+        serde_json::json!({
+            "code": self.code.name(), "exit": self.code.number(), "message": self.to_string(),
+        })
     }
 }
 

@@ -6,7 +6,9 @@ mod args;
 mod commands;
 mod exit;
 mod output;
+mod progress;
 mod restrict;
+mod saved_run;
 mod signals;
 mod tables;
 
@@ -19,7 +21,7 @@ use output::Output;
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    let output = Output::new(arguments.json);
+    let output = Output::new(arguments.json, arguments.quiet);
     let result = match arguments.command {
         Command::Demo(options) => commands::demo::run(&options, &output),
         Command::Run(options) => commands::run::run(&options, &output),
@@ -27,7 +29,10 @@ fn main() -> ExitCode {
         Command::Send(options) => commands::send::run(&options, &output),
         Command::Status(options) => commands::status::run(&options, &output),
         Command::Set(options) => commands::simple::set(&options, &output),
+        Command::SwitchOver(options) => commands::simple::switch_over(&options, &output),
         Command::Cancel(options) => commands::simple::cancel(&options, &output),
+        Command::Estimate(options) => commands::estimate::run(&options, &output),
+        Command::Metrics(options) => commands::metrics::run(&options, &output),
         Command::Balloon(options) => commands::balloon::run(&options, &output),
         Command::Pause(options) => commands::simple::pause(&options, &output),
         Command::Resume(options) => commands::simple::resume(&options, &output),

@@ -1,9 +1,11 @@
 //! What the command prints: tables and sentences for people, JSON for machines.
 
 use std::io::{IsTerminal, Write};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::SystemTime;
 
 use serde::Serialize;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::exit::Failure;
 
@@ -11,13 +13,17 @@ use crate::exit::Failure;
 #[derive(Clone, Debug)]
 pub struct Output {
     json: bool,
+    quiet: bool,
     terminal: bool,
+    /// The migration that events are about, since one has said it.
+    run: Arc<Mutex<Option<Value>>>,
 }
 
 impl Output {
-    /// For people, or with `json` for machines.
-    pub fn new(json: bool) -> Self {
-        Self { json, terminal: std::io::stderr().is_terminal() }
+    /// For people, or with `json` for machines; `quiet` leaves out what is neither a result nor a failure.
+    pub fn new(json: bool, quiet: bool) -> Self {
+        let terminal = std::io::stderr().is_terminal();
+        Self { json, quiet, terminal, run: Arc::default() }
     }
 
     /// Whether machines read it.
@@ -25,9 +31,9 @@ impl Output {
         self.json
     }
 
-    /// Whether a progress line can be redrawn.
+    /// Whether progress can be redrawn.
     pub fn is_terminal(&self) -> bool {
-        self.terminal && !self.json
+        self.terminal && !self.json && !self.quiet
     }
 
     /// The result: one JSON object, or the text.
@@ -42,15 +48,38 @@ impl Output {
         let _ = writeln!(std::io::stdout(), "{}", line.trim_end());
     }
 
-    /// One event of a long-running command: a JSON line, or the text.
+    /// One event of a long-running command: a JSON line with its time and its migration, or the text.
     pub fn event(&self, value: &impl Serialize, text: impl FnOnce() -> String) {
-        self.result(value, text);
+        let stamped = if self.json { self.stamped(value) } else { Value::Null };
+        self.result(&stamped, text);
         let _ = std::io::stdout().flush();
+    }
+
+    /// An event with `time` (RFC 3339, UTC) and, of a migration, `run`: the session's number, which both hosts have.
+    pub fn stamped(&self, value: &impl Serialize) -> Value {
+        let mut value = serde_json::to_value(value).unwrap_or_default();
+        let mut run = self.run.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(said) = value.get("run") {
+            *run = Some(said.clone());
+        }
+        if let Value::Object(members) = &mut value {
+            let now = humantime::format_rfc3339_millis(SystemTime::now());
+            members.insert("time".into(), now.to_string().into());
+            if let Some(run) = &*run {
+                members.insert("run".into(), run.clone());
+            }
+        }
+        value
+    }
+
+    /// What comes is about another migration, or none.
+    pub fn end_of_run(&self) {
+        *self.run.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     /// A remark for people; machines get nothing.
     pub fn note(&self, text: impl AsRef<str>) {
-        if !self.json {
+        if !self.json && !self.quiet {
             let _ = writeln!(std::io::stderr(), "{}", text.as_ref());
         }
     }
@@ -59,13 +88,26 @@ impl Output {
     pub fn failure(&self, failure: &Failure) {
         let message = failure.to_string();
         if self.json {
-            let error = json!({
-                "ok": false,
-                "error": { "code": failure.code.name(), "exit": failure.code.number(), "message": message },
-            });
+            let error = json!({ "ok": false, "error": failure.facts() });
             let _ = writeln!(std::io::stdout(), "{error}");
         } else {
             let _ = writeln!(std::io::stderr(), "vmferry: {message}");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn events_bear_their_time_and_once_it_is_known_their_migration() {
+        let output = Output::new(true, false);
+        let before = output.stamped(&json!({ "event": "listening" }));
+        assert!(before["run"].is_null() && before["time"].as_str().unwrap().ends_with('Z'));
+        output.stamped(&json!({ "event": "started", "run": "x" }));
+        assert_eq!(output.clone().stamped(&json!({ "event": "ready" }))["run"], "x");
+        output.end_of_run();
+        assert!(output.stamped(&json!({ "event": "listening" }))["run"].is_null());
     }
 }

@@ -12,7 +12,6 @@
 pub mod account;
 mod backend;
 pub mod config;
-pub mod control;
 pub mod embed;
 mod error;
 mod heartbeat;

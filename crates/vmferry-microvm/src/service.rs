@@ -6,6 +6,7 @@
 //! guest runs on here.
 
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -13,21 +14,26 @@ use std::time::Duration;
 use serde::Serialize;
 use serde_json::{Value, json};
 use vmferry::SourceConfig;
+use vmferry::estimate::{self, Estimate};
 use vmferry::handover::OperatorWord;
 use vmferry::source::{Orders, Progress, SourceOutcome, migrate};
 use vmferry_transport::{Address, Dialer, Recorder, RecordingSide};
 
-use crate::control::{
-    Answer, ControlError, ErrorCode, Handler, MigrateRequest, RecordRequest, Replies, Request,
-};
 use crate::embed::MigratingMachine;
 use crate::error::MachineError;
 use crate::machine::{SharedMachine, lock};
 use crate::report::Report;
 use crate::virtio::BalloonStatus;
+use vmferry_control::{
+    Answer, ChangeRequest, ControlError, ErrorCode, EstimateRequest, Handler, MigrateRequest,
+    RecordRequest, Replies, Request, Started,
+};
 
 /// How often a client is told how far its migration is.
 const PROGRESS_PERIOD: Duration = Duration::from_millis(200);
+
+/// Watching a guest for longer says nothing more.
+const LONGEST_ESTIMATE: Duration = Duration::from_secs(600);
 
 /// How long a guest has for its statistics: its driver answers in milliseconds if it runs at all.
 const STATISTICS_PATIENCE: Duration = Duration::from_millis(500);
@@ -80,11 +86,35 @@ pub struct Status {
     pub balloon: Option<BalloonStatus>,
 }
 
+/// What is being done to the guest's memory. One at a time: there is one dirty log.
+#[derive(Default)]
+enum Busy {
+    #[default]
+    Idle,
+    Migrating(Orders),
+    Estimating,
+}
+
+impl Busy {
+    fn refuse(&self) -> Result<(), ControlError> {
+        let text = match self {
+            Self::Idle => return Ok(()),
+            Self::Migrating(_) => {
+                "a migration of this guest is under way: `vmferry status` shows it, `vmferry cancel` ends it"
+            }
+            Self::Estimating => {
+                "this guest is watched by `vmferry estimate`: wait until that has ended"
+            }
+        };
+        Err(ControlError::new(ErrorCode::Busy, text))
+    }
+}
+
 /// Answers for one guest.
 pub struct GuestService {
     machine: SharedMachine,
     journal_directory: PathBuf,
-    migration: Mutex<Option<Orders>>,
+    busy: Mutex<Busy>,
     ended: Sender<End>,
 }
 
@@ -92,12 +122,12 @@ impl GuestService {
     /// A service for a machine. `ended` hears when the process shall end.
     #[must_use]
     pub fn new(machine: SharedMachine, journal_directory: PathBuf, ended: Sender<End>) -> Self {
-        Self { machine, journal_directory, migration: Mutex::new(None), ended }
+        Self { machine, journal_directory, busy: Mutex::default(), ended }
     }
 
     /// Ends the migration under way, if it can still be ended.
     pub fn cancel(&self) {
-        if let Some(orders) = &*self.migration() {
+        if let Some(orders) = self.orders() {
             orders.cancel();
         }
     }
@@ -105,7 +135,7 @@ impl GuestService {
     /// How far the migration under way is.
     #[must_use]
     pub fn progress(&self) -> Option<Progress> {
-        self.migration().as_ref().map(Orders::progress)
+        self.orders().as_ref().map(Orders::progress)
     }
 
     /// A glance at the guest.
@@ -136,17 +166,32 @@ impl GuestService {
         })
     }
 
-    fn migration(&self) -> MutexGuard<'_, Option<Orders>> {
-        self.migration.lock().unwrap_or_else(PoisonError::into_inner)
+    fn busy(&self) -> MutexGuard<'_, Busy> {
+        self.busy.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The migration under way.
+    fn orders(&self) -> Option<Orders> {
+        match &*self.busy() {
+            Busy::Migrating(orders) => Some(orders.clone()),
+            Busy::Idle | Busy::Estimating => None,
+        }
     }
 
     fn migrate(&self, request: &MigrateRequest, replies: &Replies) -> Result<Answer, ControlError> {
         let mut dialer = dialer(request, replies)?;
         let (said, ends) = std::sync::mpsc::channel();
         dialer.recorder = recorder(request, said)?;
-        let config = self.source_config(request);
+        let config = request.source_config(self.journal_directory.clone());
         config.check().map_err(|error| bad_request(&error))?;
         let orders = self.begin()?;
+        let started = {
+            let machine = lock(&self.machine);
+            let (name, memory) =
+                (&machine.config().identity.name, machine.config().guest.memory_bytes);
+            Started::new(name, memory, &request.to, &config)
+        };
+        let _ = replies.event(&started);
         let result = self.migrate_with(&dialer, config, &orders, replies);
         // The client may look at the files once it has its answer. Where the guest runs is settled.
         if let Some(recorder) = &dialer.recorder {
@@ -157,7 +202,7 @@ impl GuestService {
         }
         if !matches!(result, Ok(SourceOutcome::Given { .. })) {
             // Given away, the migration stays on record, so that no second one begins.
-            *self.migration() = None;
+            *self.busy() = Busy::Idle;
         }
         match result? {
             SourceOutcome::Given { stats, .. } => Ok(self.end_after(json!(stats), End::Migrated)),
@@ -167,20 +212,52 @@ impl GuestService {
 
     /// Takes the place of the one migration that there may be.
     fn begin(&self) -> Result<Orders, ControlError> {
-        let mut migration = self.migration();
-        if migration.is_some() {
-            let text = "a migration of this guest is under way: `vmferry status` shows it, \
-                        `vmferry cancel` ends it";
-            return Err(ControlError::new(ErrorCode::Busy, text));
-        }
+        let mut busy = self.idle_and_running()?;
+        let orders = Orders::new();
+        *busy = Busy::Migrating(orders.clone());
+        Ok(orders)
+    }
+
+    /// The place that a migration or an estimate takes.
+    fn idle_and_running(&self) -> Result<MutexGuard<'_, Busy>, ControlError> {
+        let busy = self.busy();
+        busy.refuse()?;
         let machine = lock(&self.machine);
         if !machine.is_running() {
             let text = format!("the guest is {}: `vmferry resume` it first", machine.phase());
             return Err(ControlError::new(ErrorCode::WrongState, text));
         }
-        let orders = Orders::new();
-        *migration = Some(orders.clone());
-        Ok(orders)
+        drop(machine);
+        Ok(busy)
+    }
+
+    /// Watches the guest for some time. A client that goes away ends it.
+    fn estimate(
+        &self,
+        request: EstimateRequest,
+        replies: &Replies,
+    ) -> Result<Answer, ControlError> {
+        if request.time > LONGEST_ESTIMATE {
+            let text = format!("a guest is watched for at most {} s", LONGEST_ESTIMATE.as_secs());
+            return Err(ControlError::new(ErrorCode::BadRequest, text));
+        }
+        *self.idle_and_running()? = Busy::Estimating;
+        let estimate = self.watch(request, replies);
+        *self.busy() = Busy::Idle;
+        Ok(json!(estimate?).into())
+    }
+
+    fn watch(&self, request: EstimateRequest, replies: &Replies) -> Result<Estimate, ControlError> {
+        let ended = Arc::new(AtomicBool::new(false));
+        let gone = Arc::clone(&ended);
+        let _lease = replies
+            .when_gone(move || gone.store(true, Ordering::Release))
+            .map_err(|error| ControlError::new(ErrorCode::Internal, error.to_string()))?;
+        let (memory, log) = {
+            let machine = lock(&self.machine);
+            (machine.memory().clone(), machine.dirty_log().map_err(machine_error)?)
+        };
+        estimate::watch(&memory, &*log, request.time, &ended).map_err(|error| (&error).into())
     }
 
     fn migrate_with(
@@ -212,36 +289,19 @@ impl GuestService {
         })
     }
 
-    fn source_config(&self, request: &MigrateRequest) -> SourceConfig {
-        let mut config = SourceConfig::new(self.journal_directory.clone());
-        config.channels = request.channels;
-        config.downtime_limit = request.downtime_limit;
-        config.max_bandwidth = request.max_bandwidth;
-        config.max_rounds = request.max_rounds;
-        config.timeouts.reconnect = request.reconnect_timeout;
-        config.timeout = request.timeout;
-        config.when_stuck = request.when_stuck;
-        config.throttle = request.throttle;
-        config.compression.way = request.compress;
-        config.compression.when_busy = request.when_busy;
-        config.compression.workers = request.workers;
-        config.compression.delta_memory = request.delta_memory;
-        config.free_page_hints = request.free_page_hints;
-        config.verify = request.verify;
-        if let Some(version) = request.protocol {
-            config.protocol = version..=version;
-        }
-        config
-    }
-
     fn cancel_request(&self) -> Result<Answer, ControlError> {
         self.under_way()?.cancel();
         Ok(json!({ "cancelling": true }).into())
     }
 
-    fn set(&self, max_bandwidth: Option<u64>) -> Result<Answer, ControlError> {
-        self.under_way()?.set_max_bandwidth(max_bandwidth).map_err(|error| bad_request(&error))?;
-        Ok(json!({ "max_bandwidth": max_bandwidth }).into())
+    fn change(&self, request: ChangeRequest) -> Result<Answer, ControlError> {
+        self.under_way()?.change(request.into()).map_err(|error| bad_request(&error))?;
+        Ok(json!(request).into())
+    }
+
+    fn switch_over(&self) -> Result<Answer, ControlError> {
+        self.under_way()?.switch_over();
+        Ok(json!({ "switching_over": true }).into())
     }
 
     fn balloon(&self, target_bytes: Option<u64>) -> Result<Answer, ControlError> {
@@ -261,11 +321,11 @@ impl GuestService {
 
     fn under_way(&self) -> Result<Orders, ControlError> {
         let text = "no migration of this guest is under way";
-        self.migration().clone().ok_or_else(|| ControlError::new(ErrorCode::WrongState, text))
+        self.orders().ok_or_else(|| ControlError::new(ErrorCode::WrongState, text))
     }
 
     fn resolve(&self, word: OperatorWord) -> Result<Answer, ControlError> {
-        let decided = self.migration().as_ref().is_some_and(|orders| orders.decide(word));
+        let decided = self.orders().is_some_and(|orders| orders.decide(word));
         if decided {
             Ok(json!({ "decided": word }).into())
         } else {
@@ -279,16 +339,15 @@ impl GuestService {
         &self,
         act: impl FnOnce(&mut crate::Machine) -> Result<(), MachineError>,
     ) -> Result<Answer, ControlError> {
-        let migration = self.migration();
-        if migration.is_some() {
-            return Err(ControlError::new(ErrorCode::Busy, "the guest is being migrated"));
-        }
+        let busy = self.busy();
+        busy.refuse()?;
         act(&mut lock(&self.machine)).map_err(machine_error)?;
+        drop(busy);
         Ok(json!({}).into())
     }
 
     fn quit(&self) -> Result<Answer, ControlError> {
-        if let Some(orders) = &*self.migration() {
+        if let Some(orders) = self.orders() {
             if orders.progress().in_doubt {
                 let text = "this guest is in doubt: `vmferry resolve` decides first";
                 return Err(ControlError::new(ErrorCode::InDoubt, text));
@@ -311,14 +370,17 @@ impl GuestService {
 impl Handler for GuestService {
     fn handle(&self, request: Request, replies: &Replies) -> Result<Answer, ControlError> {
         match request {
-            Request::Status {} => Ok(json!(self.status().map_err(machine_error)?).into()),
-            Request::Pause {} => self.unless_migrating(crate::Machine::pause),
-            Request::Resume {} => self.unless_migrating(crate::Machine::resume),
-            Request::Quit {} => self.quit(),
+            Request::Status => Ok(json!(self.status().map_err(machine_error)?).into()),
+            Request::Pause => self.unless_migrating(crate::Machine::pause),
+            Request::Resume => self.unless_migrating(crate::Machine::resume),
+            Request::Quit => self.quit(),
             Request::Migrate(request) => self.migrate(&request, replies),
-            Request::Set { max_bandwidth } => self.set(max_bandwidth),
-            Request::Cancel {} => self.cancel_request(),
-            Request::Balloon { target_bytes } => self.balloon(target_bytes),
+            Request::Change(request) => self.change(request),
+            Request::SwitchOver => self.switch_over(),
+            Request::Estimate(request) => self.estimate(request, replies),
+            Request::Cancel => self.cancel_request(),
+            Request::Balloon => self.balloon(None),
+            Request::SetBalloon { target_bytes } => self.balloon(Some(target_bytes)),
             Request::Resolve { word } => self.resolve(word),
         }
     }

@@ -23,6 +23,9 @@ const ASSUMED_BYTES_PER_S: f64 = 117e6;
 /// A shorter round says more about latency than about the link.
 const MEASURABLE_BYTES: u64 = 1 << 20;
 
+/// A round that differs by less than this part from the one before is as long.
+const REWRITTEN_PART: u64 = 20;
+
 /// What to do when the guest writes faster than the link carries.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -88,6 +91,10 @@ pub struct NotConverging {
     pub throttle_percent: u8,
     /// The cap on the data channels, in bytes per second.
     pub max_bandwidth: Option<u64>,
+    /// What is left to be sent, in bytes of whole pages.
+    pub pending_bytes: f64,
+    /// Whether that is as much as the round before had to send: the guest writes all of it again in less than a round.
+    pub rewrites_all: bool,
     /// The downtime that a hand-over now would cost, in milliseconds.
     pub predicted_downtime_ms: f64,
     /// The limit, in milliseconds.
@@ -120,6 +127,8 @@ pub struct Predictor {
     round_trip: Duration,
     /// What the last round did.
     measured: Measured,
+    /// Pages with content of the last round.
+    round_pages: Option<u64>,
     max_bandwidth: Option<u64>,
     state: StateEstimate,
     throttle_percent: u8,
@@ -145,6 +154,7 @@ impl Predictor {
                 pages_per_s: ASSUMED_BYTES_PER_S / PAGE_SIZE as f64,
                 bytes_per_page: PAGE_SIZE as f64,
             },
+            round_pages: None,
             max_bandwidth,
             state: StateEstimate::default(),
             throttle_percent: 0,
@@ -180,6 +190,7 @@ impl Predictor {
     /// Takes a round: its pages with content, the bytes that they were on the channels, and the time until
     /// all of them were placed. The pages to come are taken to shrink as these did.
     pub fn measured_round(&mut self, content_pages: u64, wire_bytes: u64, took: Duration) {
+        self.round_pages = Some(content_pages);
         let took = took.saturating_sub(self.round_trip).as_secs_f64();
         if content_pages * PAGE_SIZE as u64 >= MEASURABLE_BYTES && took > 0.0 {
             self.measured = Measured {
@@ -226,12 +237,11 @@ impl Predictor {
         }
     }
 
-    /// What whoever watches is told of a harvest. `before` are the pages of the round that was just sent, and
-    /// `may_throttle` says whether more of the guest's time can be taken.
+    /// What whoever watches is told of a harvest. `may_throttle` says whether more of the guest's time can be taken.
     #[must_use]
-    pub fn forecast(&self, harvest: Harvest, before: Option<u64>, may_throttle: bool) -> Forecast {
+    pub fn forecast(&self, harvest: Harvest, may_throttle: bool) -> Forecast {
         let numbers = self.verdict(harvest, self.predict(harvest.pending_pages));
-        Forecast::new(&numbers, harvest.pending_pages, before, may_throttle)
+        Forecast::new(&numbers, harvest.pending_pages, self.round_pages, may_throttle)
     }
 
     fn fixed_cost(&self) -> Duration {
@@ -252,6 +262,10 @@ impl Predictor {
             compression_ratio: self.compression_ratio(),
             throttle_percent: self.throttle_percent,
             max_bandwidth: self.max_bandwidth,
+            pending_bytes: dirtied_bytes,
+            rewrites_all: self.round_pages.is_some_and(|before| {
+                harvest.pending_pages.abs_diff(before) <= before / REWRITTEN_PART
+            }),
             predicted_downtime_ms: ms(predicted),
             downtime_limit_ms: ms(self.limits.downtime),
             fixed_cost_ms: ms(self.fixed_cost()),

@@ -131,18 +131,32 @@ impl std::fmt::Display for Advice<'_> {
                 (it.fixed_cost_ms * 1.5).ceil()
             );
         }
+        if it.rewrites_all {
+            // Its rate says no more than that: pages that are written twice in a round count once.
+            write!(
+                f,
+                "the guest writes all of {:.0} MB again while they are sent",
+                mb(it.pending_bytes)
+            )?;
+        } else {
+            write!(f, "the guest writes {:.0} MB/s", mb(it.dirty_bytes_per_s))?;
+        }
         write!(
             f,
-            "the guest writes {:.0} MB/s and the link carries {:.0} MB/s of that{}{}; ",
-            mb(it.dirty_bytes_per_s),
+            " and the link carries {:.0} MB/s of that{}{}; ",
             mb(it.link_bytes_per_s),
             RatioWords(it.compression_ratio),
             ThrottleWords(it.throttle_percent),
         )?;
         if let Some(cap) = it.max_bandwidth {
-            // As much as the guest writes, and a quarter more, as it is on the link.
-            let wanted = (it.dirty_bytes_per_s * 1.25 / it.compression_ratio.max(1.0))
-                .max(cap as f64 * 1.25);
+            // What is written all the time must fit the downtime; else as much as the guest writes, and a quarter more.
+            let spare_s = (it.downtime_limit_ms - it.fixed_cost_ms) / 1e3;
+            let needed = if it.rewrites_all {
+                it.pending_bytes / spare_s
+            } else {
+                it.dirty_bytes_per_s * 1.25
+            };
+            let wanted = (needed / it.compression_ratio.max(1.0)).max(cap as f64 * 1.25);
             write!(f, "raise --max-bandwidth to {}MiB/s, ", (wanted / 1_048_576.0).ceil())?;
         }
         write!(
@@ -204,6 +218,8 @@ mod tests {
             compression_ratio: 1.0,
             throttle_percent: 0,
             max_bandwidth: Some(100_000_000),
+            pending_bytes: pending_ms * 1e5,
+            rewrites_all: false,
             predicted_downtime_ms: 4.0 + pending_ms,
             downtime_limit_ms: 300.0,
             fixed_cost_ms: 4.0,
@@ -249,6 +265,19 @@ mod tests {
     fn a_round_as_long_as_the_one_before_is_a_sign_too() {
         let forecast = Forecast::new(&numbers(60e6, 1000.0), 24_000, Some(24_414), false);
         assert_eq!(forecast.verdict, Verdict::NotConverging);
+    }
+
+    #[test]
+    fn what_is_written_again_and_again_must_fit_the_downtime() {
+        let mut numbers = numbers(60e6, 1000.0);
+        numbers.rewrites_all = true;
+        let advice = Advice(&numbers).to_string();
+        assert!(
+            advice.contains("the guest writes all of 100 MB again while they are sent"),
+            "{advice}"
+        );
+        // 100 MB in 296 ms.
+        assert!(advice.contains("--max-bandwidth to 323MiB/s"), "{advice}");
     }
 
     #[test]

@@ -23,6 +23,7 @@ pub mod config;
 pub mod convergence;
 pub mod destination;
 pub mod error;
+pub mod estimate;
 pub mod forecast;
 pub mod free_pages;
 pub mod handover;

@@ -1,5 +1,6 @@
 //! The options of everything that migrates.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::builder::RangedI64ValueParser;
@@ -7,7 +8,7 @@ use clap::{Args, ValueEnum};
 use vmferry::compression::CompressionWay;
 use vmferry_wire::{PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN};
 
-use super::{parse_bytes, parse_duration};
+use super::units::{parse_bytes, parse_duration, parse_rate};
 
 /// Limits and ways of a migration.
 #[derive(Clone, Debug, Args)]
@@ -18,8 +19,8 @@ pub struct MigrationOptions {
     /// Longest accepted downtime.
     #[arg(long, default_value = "300ms", value_parser = parse_duration, value_name = "TIME")]
     pub downtime_limit: Duration,
-    /// Cap in bytes per second, such as 100M.
-    #[arg(long, value_parser = parse_bytes, value_name = "BYTES_PER_S")]
+    /// Cap in bytes per second, such as 100M or 350MiB/s, or in bits, as in 1Gbit/s.
+    #[arg(long, value_parser = parse_rate, value_name = "RATE")]
     pub max_bandwidth: Option<u64>,
     /// Most rounds with the guest running.
     #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..))]
@@ -34,6 +35,10 @@ pub struct MigrationOptions {
     /// When rounds or time are used up.
     #[arg(long, value_enum, default_value_t = WhenStuck::Refuse)]
     pub when_stuck: WhenStuck,
+    /// Do everything but the switchover until `vmferry switch-over` allows it. The guest runs on here meanwhile and is kept
+    /// in step, a round a second.
+    #[arg(long)]
+    pub pause_before_switchover: bool,
     /// Take up to so much of the vCPUs' time, in per cent, from a guest that writes faster than the link
     /// carries; of a QEMU by a control group. 0 takes none.
     #[arg(long, default_value_t = 0, value_name = "PERCENT",
@@ -61,6 +66,9 @@ pub struct MigrationOptions {
     /// Send free pages too, even if the guest has a balloon whose driver would say which these are.
     #[arg(long)]
     pub no_free_page_hints: bool,
+    /// Write what happens into this file, one JSON object per line, for `vmferry report`.
+    #[arg(long, value_name = "FILE")]
+    pub save_run: Option<PathBuf>,
 }
 
 /// A version of the protocol that this release speaks.

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use bytesize::ByteSize;
 use serde_json::Value;
-use vmferry_microvm::control::{Request, call};
+use vmferry_control::{Request, call};
 
 use super::socket;
 use crate::args::BalloonOptions;
@@ -23,7 +23,8 @@ const EVENTS: [&str; 6] = [
 
 /// Sets the size if one is given, and shows the balloon.
 pub fn run(options: &BalloonOptions, output: &Output) -> Result<(), Failure> {
-    let request = Request::Balloon { target_bytes: options.size };
+    let request =
+        options.size.map_or(Request::Balloon, |target_bytes| Request::SetBalloon { target_bytes });
     let status = call(&socket(&options.guest)?, &request, &mut |_| {})?;
     output.result(&status, || describe(&options.guest, &status));
     Ok(())

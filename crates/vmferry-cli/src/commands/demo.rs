@@ -6,12 +6,12 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use vmferry_microvm::control::{Request, TlsFiles, call};
+use vmferry_control::{Request, TlsFiles, call};
 use vmferry_microvm::report::Report;
 use vmferry_transport::pki;
 
 use self::children::Child;
-use super::send::{migrate, migrate_request};
+use super::send::{migrate, migrate_request, saved_run};
 use crate::args::{DemoOptions, Transport};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
@@ -57,15 +57,16 @@ pub fn run(options: &DemoOptions, output: &Output) -> Result<(), Failure> {
 
     output.note(format!("migrating over {to}"));
     let request = migrate_request(to, link.tls.clone(), &options.migration, !options.no_verify);
-    let stats = match migrate(&source_socket, request, output, false) {
-        Ok(stats) => stats,
-        Err(failure) => {
-            let before = report(&source_socket)?;
-            wait_for(&source_socket, "go on", |now| goes_on(&before, now))?;
-            output.note("the guest runs on at the source, undamaged");
-            return Err(failure);
-        }
-    };
+    let stats =
+        match migrate(&source_socket, request, output, false, saved_run(&options.migration)?) {
+            Ok(stats) => stats,
+            Err(failure) => {
+                let before = report(&source_socket)?;
+                wait_for(&source_socket, "go on", |now| goes_on(&before, now))?;
+                output.note("the guest runs on at the source, undamaged");
+                return Err(failure);
+            }
+        };
     let received = destination.event("received")?;
     let source_rss = source.event("ended")?["peak_rss_bytes"].clone();
     source.wait()?;
@@ -73,7 +74,7 @@ pub fn run(options: &DemoOptions, output: &Output) -> Result<(), Failure> {
     let destination_socket = destination_dir.join(format!("{NAME}.sock"));
     destination.event("serving")?;
     let (after, checked_all) = check_all(&destination_socket)?;
-    call(&destination_socket, &Request::Quit {}, &mut |_| {})?;
+    call(&destination_socket, &Request::Quit, &mut |_| {})?;
     destination.wait()?;
 
     let whole =
@@ -164,7 +165,7 @@ fn run_arguments(options: &DemoOptions, workload: &str) -> Vec<String> {
 }
 
 fn report(socket: &Path) -> Result<Report, Failure> {
-    let mut status = call(socket, &Request::Status {}, &mut |_| {})?;
+    let mut status = call(socket, &Request::Status, &mut |_| {})?;
     if let Some(crash) = status["crash"].as_str() {
         return Err(Failure::new(Code::Corrupt, format!("the guest has crashed: {crash}")));
     }

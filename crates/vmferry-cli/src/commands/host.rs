@@ -5,8 +5,8 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
+use vmferry_control::{RuntimeDirectory, Server, ServerError};
 use vmferry_microvm::SharedMachine;
-use vmferry_microvm::control::{RuntimeDirectory, Server, ServerError};
 use vmferry_microvm::service::{End, GuestService, peak_rss_bytes};
 
 use crate::exit::{Code, Failure};

@@ -2,8 +2,10 @@
 
 pub mod balloon;
 pub mod demo;
+pub mod estimate;
 mod host;
 pub mod inspect;
+pub mod metrics;
 pub mod pki;
 pub mod qemu;
 pub mod receive;
@@ -19,7 +21,7 @@ use std::process::{Child, ExitStatus};
 use std::time::{Duration, Instant};
 
 use uuid::Uuid;
-use vmferry_microvm::control::{RuntimeDirectory, runtime_directory};
+use vmferry_control::{RuntimeDirectory, runtime_directory};
 use vmferry_wire::GuestIdentity;
 
 use crate::exit::{Code, Failure};

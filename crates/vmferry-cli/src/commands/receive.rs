@@ -57,7 +57,7 @@ pub fn run(options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
 
 fn run_received(
     owned: Owned<IncomingMachine>,
-    directory: &vmferry_microvm::control::RuntimeDirectory,
+    directory: &vmferry_control::RuntimeDirectory,
     ending: super::host::Ending,
     output: &Output,
 ) -> Result<(), Failure> {
@@ -140,7 +140,9 @@ pub fn listen(options: &ReceiveOptions, output: &Output) -> Result<Listener, Fai
 /// Shows what happens.
 pub fn tell(notice: &Notice, output: &Output) {
     output.event(notice, || match notice {
-        Notice::Session(Report::Accepted { name, memory_bytes, lanes, protocol, source }) => {
+        Notice::Session(Report::Accepted {
+            name, memory_bytes, lanes, protocol, source, ..
+        }) => {
             let mib = memory_bytes >> 20;
             let of = source.as_ref().map_or_else(String::new, |source| format!(", from {source}"));
             format!("{name} is coming: {mib} MiB over {lanes} channels, protocol {protocol}{of}")
@@ -167,4 +169,7 @@ pub fn tell(notice: &Notice, output: &Output) {
         Notice::TurnedAway { peer, reason } => format!("turned {peer} away: {reason}"),
         Notice::AttemptFailed { reason } => format!("still waiting: {reason}"),
     });
+    if matches!(notice, Notice::AttemptFailed { .. }) {
+        output.end_of_run();
+    }
 }

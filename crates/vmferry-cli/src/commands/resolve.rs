@@ -8,7 +8,7 @@ use vmferry::handover::OperatorWord;
 use vmferry::journal::{
     self, FileJournal, Journal, JournalError, Record, SessionSummary, Side, Verdict,
 };
-use vmferry_microvm::control::{ClientError, Request, call};
+use vmferry_control::{ClientError, Request, call};
 
 use super::directory;
 use super::status::{began, guest_name, peer, promise};
@@ -43,7 +43,7 @@ pub fn run(options: &ResolveOptions, output: &Output) -> Result<(), Failure> {
         None => options.guest.clone(),
     };
     let socket = directory.socket(&name);
-    let doubt = match call(&socket, &Request::Status {}, &mut |_| {}) {
+    let doubt = match call(&socket, &Request::Status, &mut |_| {}) {
         Ok(status) => {
             let (its, others): (Vec<_>, Vec<_>) =
                 meant.into_iter().partition(|session| is_of(session, &status));

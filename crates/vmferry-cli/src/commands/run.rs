@@ -14,7 +14,7 @@ use crate::output::Output;
 pub fn run(options: &RunOptions, output: &Output) -> Result<(), Failure> {
     check_name(&options.name).map_err(|error| Failure::of(Code::Usage, error))?;
     let directory = directory()?;
-    if vmferry_microvm::control::is_live(&directory.socket(&options.name)) {
+    if vmferry_control::is_live(&directory.socket(&options.name)) {
         let text = format!(
             "a guest {} runs already: choose another name, or end that guest with `vmferry quit`",
             options.name

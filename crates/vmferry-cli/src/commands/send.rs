@@ -5,14 +5,16 @@ use std::time::Duration;
 
 use serde_json::Value;
 use vmferry::config::PROTOCOL_VERSIONS;
-use vmferry_microvm::control::{MigrateRequest, RecordRequest, Request, TlsFiles, call};
+use vmferry_control::{MigrateRequest, RecordRequest, Request, TlsFiles, call};
 use vmferry_transport::{Address, Dialer, IdentityFiles, Recorder, RecordingSide};
 
 use super::socket;
 use crate::args::{MigrationOptions, RecordOptions, SendOptions, TlsOptions, WhenStuck};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
-use crate::tables::{Progress, outcome};
+use crate::progress::Progress;
+use crate::saved_run::SavedRun;
+use crate::tables::outcome;
 
 /// Asks the guest's VMM to migrate, shows how it goes, and what came of it. While this runs it
 /// holds the migration's lease: ended before COMMIT, the guest stays.
@@ -32,28 +34,36 @@ pub fn run(options: &SendOptions, output: &Output) -> Result<(), Failure> {
     let socket = socket(options.guest.as_deref().unwrap_or_default())?;
     // A VMM that may be restricted can't look a name up. One of the release before, which does not say what it is, can,
     // and knows no such member.
-    if call(&socket, &Request::Status {}, &mut |_| {})?["release"].is_string() {
+    if call(&socket, &Request::Status, &mut |_| {})?["release"].is_string() {
         request.addresses = address.look_up()?;
     }
-    let stats = migrate(&socket, request, output, true)?;
+    let saved = saved_run(&options.migration)?;
+    let stats = migrate(&socket, request, output, true, saved)?;
     output.result(&stats, || outcome(&stats));
     Ok(())
 }
 
-/// Migrates by a guest's control socket with a progress line, for machines as `events` if they
-/// want them, and returns the statistics.
+/// The record that the options ask for, if they do.
+pub fn saved_run(options: &MigrationOptions) -> Result<Option<SavedRun>, Failure> {
+    options.save_run.as_deref().map(SavedRun::create).transpose()
+}
+
+/// Migrates by a guest's control socket and shows how it goes, to machines as `events` if they want them, and returns
+/// the statistics.
 pub fn migrate(
     socket: &std::path::Path,
     request: MigrateRequest,
     output: &Output,
     events: bool,
+    saved: Option<SavedRun>,
 ) -> Result<Value, Failure> {
-    let progress = Progress::new(output, events);
+    let progress = Progress::new(output, events, saved);
     let result = call(socket, &Request::Migrate(Box::new(request)), &mut |event| {
         progress.event(&event);
     });
-    progress.finish();
-    Ok(result?)
+    let result = result.map_err(Failure::from);
+    progress.finish(result.as_ref());
+    result
 }
 
 /// The request for the options of a migration.
@@ -74,6 +84,7 @@ pub fn migrate_request(
         reconnect_timeout: options.reconnect_timeout,
         timeout: options.timeout,
         when_stuck: when_stuck(options.when_stuck),
+        pause_before_switchover: options.pause_before_switchover,
         throttle: options.throttle,
         compress: options.compress,
         when_busy: options.when_busy.into(),

@@ -1,7 +1,9 @@
-//! Commands that are one request: `set`, `cancel`, `pause`, `resume`, `quit`.
+//! Commands that are one request: `set`, `switch-over`, `cancel`, `pause`, `resume`, `quit`.
+
+use std::time::Duration;
 
 use serde_json::Value;
-use vmferry_microvm::control::{Request, call};
+use vmferry_control::{ChangeRequest, Request, call};
 
 use super::socket;
 use crate::args::{Cap, GuestOption, SetOptions};
@@ -10,33 +12,54 @@ use crate::output::Output;
 
 /// `vmferry cancel`.
 pub fn cancel(options: &GuestOption, output: &Output) -> Result<(), Failure> {
-    request(options, &Request::Cancel {}, output, "the migration is being cancelled")
+    request(options, &Request::Cancel, output, "the migration is being cancelled")
 }
 
 /// `vmferry set`.
 pub fn set(options: &SetOptions, output: &Output) -> Result<(), Failure> {
-    let Cap(max_bandwidth) = options.max_bandwidth;
     let guest = GuestOption { guest: options.guest.clone() };
-    let done = max_bandwidth.map_or_else(
-        || "no bandwidth cap any more".to_owned(),
-        |cap| format!("at most {}/s from now on", bytesize::ByteSize(cap)),
-    );
-    request(&guest, &Request::Set { max_bandwidth }, output, &done)
+    let change = ChangeRequest {
+        max_bandwidth: options.max_bandwidth.map(|Cap(cap)| cap),
+        downtime_limit: options.downtime_limit.map(|limit| limit.max(Duration::from_micros(1))),
+        max_rounds: options.max_rounds,
+        throttle: options.throttle,
+    };
+    let done = [
+        change.max_bandwidth.map(|cap| {
+            let capped = |cap| format!("at most {}/s", bytesize::ByteSize(cap));
+            cap.map_or_else(|| "no bandwidth cap any more".to_owned(), capped)
+        }),
+        change.downtime_limit.map(|limit| format!("a downtime of up to {limit:?}")),
+        change.max_rounds.map(|rounds| format!("up to {rounds} rounds")),
+        change.throttle.map(|percent| format!("up to {percent} % of the vCPUs' time taken")),
+    ];
+    let done: Vec<String> = done.into_iter().flatten().collect();
+    request(&guest, &Request::Change(change), output, &format!("{} from now on", done.join(", ")))
+}
+
+/// `vmferry switch-over`.
+pub fn switch_over(options: &GuestOption, output: &Output) -> Result<(), Failure> {
+    request(
+        options,
+        &Request::SwitchOver,
+        output,
+        "it switches over as soon as the rest fits the downtime limit",
+    )
 }
 
 /// `vmferry pause`.
 pub fn pause(options: &GuestOption, output: &Output) -> Result<(), Failure> {
-    request(options, &Request::Pause {}, output, "paused")
+    request(options, &Request::Pause, output, "paused")
 }
 
 /// `vmferry resume`.
 pub fn resume(options: &GuestOption, output: &Output) -> Result<(), Failure> {
-    request(options, &Request::Resume {}, output, "running")
+    request(options, &Request::Resume, output, "running")
 }
 
 /// `vmferry quit`.
 pub fn quit(options: &GuestOption, output: &Output) -> Result<(), Failure> {
-    request(options, &Request::Quit {}, output, "ended")
+    request(options, &Request::Quit, output, "ended")
 }
 
 fn request(

@@ -6,7 +6,7 @@ use bytesize::ByteSize;
 use comfy_table::{Table, presets};
 use serde_json::{Value, json};
 use vmferry::journal::{self, Record, SessionSummary, Side, Verdict};
-use vmferry_microvm::control::{ClientError, Request, RuntimeDirectory, call};
+use vmferry_control::{ClientError, Request, RuntimeDirectory, call};
 
 use super::{directory, socket};
 use crate::args::StatusOptions;
@@ -23,7 +23,7 @@ pub fn run(options: &StatusOptions, output: &Output) -> Result<(), Failure> {
 }
 
 fn one(guest: &str, output: &Output) -> Result<(), Failure> {
-    let status = match call(&socket(guest)?, &Request::Status {}, &mut |_| {}) {
+    let status = match call(&socket(guest)?, &Request::Status, &mut |_| {}) {
         Err(error @ ClientError::Silent { .. }) => {
             let journals = directory()?.journals();
             let known = journal::sessions(&journals).ok().and_then(|all| last_word(&all, guest));
@@ -44,13 +44,12 @@ fn last_word(sessions: &[SessionSummary], guest: &str) -> Option<String> {
 }
 
 /// Asks all guests at once, so that those that are stopped cost the wait for one.
-fn ask_all(
+pub fn ask_all(
     directory: &RuntimeDirectory,
     sessions: &[SessionSummary],
 ) -> Result<Vec<Value>, Failure> {
     let names = directory.guests()?;
-    let ask = |name: &String| match call(&directory.socket(name), &Request::Status {}, &mut |_| {})
-    {
+    let ask = |name: &String| match call(&directory.socket(name), &Request::Status, &mut |_| {}) {
         Ok(status) => status,
         Err(error @ ClientError::Silent { .. }) => json!({
             "name": name, "phase": "not answering", "error": error.to_string(),

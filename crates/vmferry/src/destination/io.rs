@@ -165,6 +165,8 @@ pub enum Action {
 pub enum Report {
     /// A guest was announced and accepted.
     Accepted {
+        /// The migration's session, which the source has as well.
+        run: SessionId,
         /// Its name.
         name: String,
         /// Its memory in bytes.

@@ -112,14 +112,19 @@ impl Found {
         }
     }
 
+    /// The guest's memory in bytes.
+    pub fn memory_bytes(&self) -> u64 {
+        match &self.0 {
+            Reached::Attached(attached) => attached.ram().carried().map(|block| block.bytes).sum(),
+            Reached::Carried { source: carried, .. } => carried.memory_bytes(),
+        }
+    }
+
     /// What `status` says of it.
     pub fn about(&self, name: &str) -> Value {
-        let (memory_bytes, kind) = match &self.0 {
-            Reached::Attached(attached) => {
-                let bytes = attached.ram().carried().map(|block| block.bytes).sum::<u64>();
-                (bytes, "shared")
-            }
-            Reached::Carried { source: carried, .. } => (carried.memory_bytes(), "QEMU's"),
+        let kind = match &self.0 {
+            Reached::Attached(_) => "shared",
+            Reached::Carried { .. } => "QEMU's",
         };
         json!({
             "name": name,
@@ -128,7 +133,7 @@ impl Found {
             "guest": "qemu",
             "mode": self.mode(),
             "choice": format!("QEMU {}, {}", self.version(), self.machine().kind),
-            "memory_bytes": memory_bytes,
+            "memory_bytes": self.memory_bytes(),
             "memory_kind": kind,
             "vcpus": self.machine().vcpus,
             "pid": self.pid(),

@@ -16,7 +16,7 @@ use serde_json::Value;
 use vmferry::journal::JournalError;
 use vmferry::source::{Orders, Recovered, recover};
 use vmferry::{SourceConfig, VmError};
-use vmferry_microvm::control::{Handler, Server, ServerError, TlsFiles};
+use vmferry_control::{Handler, Server, ServerError, TlsFiles};
 use vmferry_qemu::{AbandonedQemu, QemuError, Settings, wait_for_end};
 use vmferry_wire::SessionId;
 
@@ -130,7 +130,8 @@ fn leave_with_qemu(order: &GuardOrder, output: &Output) -> Result<(), Failure> {
 
 /// Answers for the guest. Without that there is no `vmferry resolve`, and everything else goes on.
 fn bind(order: &GuardOrder, orders: &Orders, deadline: Instant) -> Option<Server> {
-    let service = Arc::new(QemuService { about: order.about.clone(), orders: orders.clone() });
+    let service =
+        Arc::new(QemuService { about: order.about.clone(), orders: orders.clone(), throttle: 0 });
     loop {
         match Server::bind(&order.socket, Arc::clone(&service) as Arc<dyn Handler>) {
             Ok(server) => return Some(server),

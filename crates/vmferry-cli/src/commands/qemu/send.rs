@@ -10,7 +10,7 @@ use serde_json::json;
 use vmferry::SourceConfig;
 use vmferry::journal::{self, Since};
 use vmferry::source::{Orders, Recovered, recover};
-use vmferry_microvm::control::{RuntimeDirectory, Server, ServerError};
+use vmferry_control::{RuntimeDirectory, Server, ServerError, Started};
 use vmferry_qemu::{AbandonedQemu, QemuError};
 use vmferry_transport::{Dialer, RecordingSide};
 use vmferry_wire::{GuestIdentity, SessionId};
@@ -20,10 +20,11 @@ use super::guard::{GuardOrder, Guardian};
 use super::service::QemuService;
 use crate::args::SendOptions;
 use crate::commands::directory;
-use crate::commands::send::{address, dialer, protocol, recorder, source_files, when_stuck};
+use crate::commands::send::{address, dialer, migrate_request, recorder, saved_run, source_files};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
-use crate::tables::{Progress, outcome};
+use crate::progress::Progress;
+use crate::tables::outcome;
 
 /// How often it is shown how far the migration is.
 const PROGRESS_PERIOD: Duration = Duration::from_millis(200);
@@ -34,6 +35,7 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
     let to = address(&options.to, &options.tls)?;
     let mut dialer = dialer(&to, tls.as_ref())?;
     dialer.recorder = recorder(&options.record, RecordingSide::Source, output)?;
+    let saved = saved_run(&options.migration)?;
     let directory = directory()?;
     let config = source_config(options, directory.journals())?;
     settle_unfinished(qmp, &config, &dialer, &directory, output)?;
@@ -43,7 +45,8 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
     let about = found.about(&name);
     let orders = Orders::new();
     let socket = directory.socket(&name);
-    let service = QemuService { about: about.clone(), orders: orders.clone() };
+    let throttle = options.migration.throttle;
+    let service = QemuService { about: about.clone(), orders: orders.clone(), throttle };
     let server = Server::bind(&socket, Arc::new(service)).map_err(|error| match error {
         ServerError::InUse { .. } => Failure::of(Code::Busy, error),
         error => Failure::of(Code::Internal, error),
@@ -64,14 +67,22 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
     })?;
     let facts = found.facts();
     found.tell(output);
-    let progress = Progress::new(output, true);
+    let progress = Progress::new(output, true, saved);
+    progress.event(&json!(Started::new(
+        &identity.name,
+        found.memory_bytes(),
+        &options.to,
+        &config
+    )));
     let moved = with_progress(&orders, &progress, || {
         found.migrate(&dialer, config, &orders, &mut |report| progress.event(&json!(report)))
     });
-    progress.finish();
     drop(server);
     match moved {
         Ok(Moved { quit, stats }) => {
+            let mut stats = json!(stats);
+            stats["qemu"] = facts;
+            progress.finish(Ok(&stats));
             // One that has died meanwhile has ended too; and the guest is elsewhere in any case.
             let ended = if options.keep_source { Ok(()) } else { quit() };
             if let Err(error) = &ended {
@@ -86,18 +97,18 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
                 Err(error) if error.is_timeout() => guardian.hand_over(),
                 _ => guardian.dismiss(),
             }
-            let mut stats = json!(stats);
-            stats["qemu"] = facts;
             output.result(&stats, || outcome(&stats));
             Ok(())
         }
         Err(NotMoved { error, runs }) => {
+            let failure = Failure::from(error);
+            progress.finish(Err(&failure));
             if runs {
                 guardian.dismiss();
             } else {
                 guardian.hand_over();
             }
-            Err(error.into())
+            Err(failure)
         }
     }
 }
@@ -125,7 +136,7 @@ fn settle_unfinished(
         let orders = Orders::new();
         let about =
             json!({ "name": name, "uuid": identity.uuid, "guest": "qemu", "phase": "stopped" });
-        let service = Arc::new(QemuService { about, orders: orders.clone() });
+        let service = Arc::new(QemuService { about, orders: orders.clone(), throttle: 0 });
         // For `vmferry resolve`: in doubt, this waits.
         let _server = Server::bind(&directory.socket(&name), service)
             .map_err(|error| Failure::of(Code::Busy, error))?;
@@ -172,23 +183,8 @@ fn source_config(
     options: &SendOptions,
     journals: std::path::PathBuf,
 ) -> Result<SourceConfig, Failure> {
-    let mut config = SourceConfig::new(journals);
-    let limits = &options.migration;
-    config.channels = limits.channels;
-    config.downtime_limit = limits.downtime_limit.max(Duration::from_micros(1));
-    config.max_bandwidth = limits.max_bandwidth;
-    config.max_rounds = limits.max_rounds;
-    config.timeouts.reconnect = limits.reconnect_timeout;
-    config.timeout = limits.timeout;
-    config.when_stuck = when_stuck(limits.when_stuck);
-    config.throttle = limits.throttle;
-    config.compression.way = limits.compress;
-    config.compression.when_busy = limits.when_busy.into();
-    config.compression.workers = limits.workers;
-    config.compression.delta_memory = limits.delta_memory;
-    config.free_page_hints = !limits.no_free_page_hints;
-    config.verify = options.verify;
-    config.protocol = protocol(limits.protocol);
+    let request = migrate_request(String::new(), None, &options.migration, options.verify);
+    let config = request.source_config(journals);
     config.check().map_err(|error| Failure::of(Code::Usage, error))?;
     Ok(config)
 }

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 use vmferry::handover::OperatorWord;
 use vmferry::source::Orders;
-use vmferry_microvm::control::{Answer, ControlError, ErrorCode, Handler, Replies, Request};
+use vmferry_control::{Answer, ControlError, ErrorCode, Handler, Replies, Request};
 
 /// Answers for one guest, in the process that sends it or that takes over from it.
 pub struct QemuService {
@@ -11,31 +11,50 @@ pub struct QemuService {
     pub about: Value,
     /// The migration.
     pub orders: Orders,
+    /// The most per cent of its time that the migration may take from the guest.
+    pub throttle: u8,
 }
 
 impl Handler for QemuService {
     fn handle(&self, request: Request, _replies: &Replies) -> Result<Answer, ControlError> {
         match request {
-            Request::Status {} => {
+            Request::Status => {
                 let mut status = self.about.clone();
                 status["migration"] = json!(self.orders.progress());
                 Ok(status.into())
             }
-            Request::Set { max_bandwidth } => {
-                let set = self.orders.set_max_bandwidth(max_bandwidth);
-                set.map_err(|error| ControlError::new(ErrorCode::BadRequest, error.to_string()))?;
-                Ok(json!({ "max_bandwidth": max_bandwidth }).into())
+            Request::Change(change) if change.throttle.is_some_and(|most| most > self.throttle) => {
+                let text = format!(
+                    "this QEMU's migration was begun with --throttle {}, and a QEMU can't be throttled more than that \
+                     later",
+                    self.throttle
+                );
+                Err(ControlError::new(ErrorCode::WrongState, text))
             }
-            Request::Cancel {} => {
+            Request::Change(change) => {
+                let changed = self.orders.change(change.into());
+                changed
+                    .map_err(|error| ControlError::new(ErrorCode::BadRequest, error.to_string()))?;
+                Ok(json!(change).into())
+            }
+            Request::SwitchOver => {
+                self.orders.switch_over();
+                Ok(json!({ "switching_over": true }).into())
+            }
+            Request::Cancel => {
                 self.orders.cancel();
                 Ok(json!({ "cancelling": true }).into())
             }
             Request::Resolve { word } => self.resolve(word),
-            Request::Migrate(_) => {
+            Request::Migrate(_) | Request::Estimate(_) => {
                 let text = "the guest is being migrated: `vmferry status` shows it";
                 Err(ControlError::new(ErrorCode::Busy, text))
             }
-            Request::Pause {} | Request::Resume {} | Request::Quit {} | Request::Balloon { .. } => {
+            Request::Pause
+            | Request::Resume
+            | Request::Quit
+            | Request::Balloon
+            | Request::SetBalloon { .. } => {
                 let text = "this guest is a QEMU's: use QEMU's own monitor";
                 Err(ControlError::new(ErrorCode::WrongState, text))
             }

@@ -46,6 +46,7 @@ impl Destination {
         let lanes = announced.lanes;
         self.lane_ends = vec![0; usize::from(lanes)];
         let report = Report::Accepted {
+            run: announced.session,
             name: announced.name.clone(),
             memory_bytes: announced.layout.iter().map(|slot| slot.pages).sum::<u64>()
                 * vmferry_memory::PAGE_SIZE as u64,

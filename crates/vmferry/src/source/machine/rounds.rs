@@ -192,8 +192,7 @@ impl Source {
 
     /// Tells whoever watches what a harvest means.
     pub(super) fn foretell(&mut self, harvest: Harvest) {
-        let before = self.stats.rounds.last().map(|round| round.pages);
-        let forecast = self.predictor.forecast(harvest, before, self.throttle.has_more());
+        let forecast = self.predictor.forecast(harvest, self.throttle.has_more());
         self.act(Action::Report(Report::Forecast(forecast)));
     }
 

@@ -1,6 +1,6 @@
 //! The server's side of the control socket, in the VMM's process.
 
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -16,9 +16,10 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use vmferry_transport::{SocketFile, connect_unix, listen_unix};
 
-use super::MAX_LINE_BYTES;
-use super::descriptors::Receiver;
-use super::request::{ControlError, ErrorCode, Request};
+use crate::descriptors::Receiver;
+use crate::error::{ControlError, ErrorCode};
+use crate::http::{HttpError, answer_head, read_request};
+use crate::request::{OPENAPI_PATH, Request};
 
 /// How long a client may take for its request, and to take an answer.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -176,20 +177,39 @@ fn serve(stream: UnixStream, handler: &dyn Handler) {
     if bounded.is_err() {
         return;
     }
-    let replies = Replies { stream, descriptors: Mutex::default() };
+    let replies =
+        Replies { stream, descriptors: Mutex::default(), streaming: AtomicBool::new(false) };
     let answer = match replies.request() {
         Ok(request) => handler.handle(request, &replies),
-        Err(error) => Err(error),
-    };
-    let (line, afterwards) = match answer {
-        Ok(answer) => (json!({ "ok": answer.value }), answer.afterwards),
-        Err(error) => (json!({ "error": error }), None),
+        Err(NoRequest::OpenApi) => {
+            let _ = replies.body(200, crate::OPENAPI.as_bytes());
+            return;
+        }
+        Err(NoRequest::Http(error)) => {
+            let refused = ControlError::new(ErrorCode::BadRequest, vmferry::chain(&error));
+            let _ = replies.refuse(error.status(), &refused);
+            return;
+        }
+        Err(NoRequest::Unknown(error)) => Err(error),
     };
     // A client that has gone does not want the answer.
-    let _ = replies.line(&line);
-    if let Some(afterwards) = afterwards {
+    let _ = match &answer {
+        Ok(answer) => replies.accept(&answer.value),
+        Err(error) => replies.refuse(error.code.status(), error),
+    };
+    if let Some(afterwards) = answer.ok().and_then(|answer| answer.afterwards) {
         afterwards();
     }
+}
+
+/// Why there is nothing to carry out.
+enum NoRequest {
+    /// The document is asked for.
+    OpenApi,
+    /// It can't be read.
+    Http(HttpError),
+    /// It is none that this release knows.
+    Unknown(ControlError),
 }
 
 /// The way back to the client of one request.
@@ -197,22 +217,44 @@ fn serve(stream: UnixStream, handler: &dyn Handler) {
 pub struct Replies {
     stream: UnixStream,
     descriptors: Mutex<Vec<OwnedFd>>,
+    /// The answer has begun: it is lines from now on.
+    streaming: AtomicBool,
 }
 
 impl Replies {
-    fn request(&self) -> Result<Request, ControlError> {
-        let bad = |text: String| ControlError::new(ErrorCode::BadRequest, text);
-        let mut line = String::new();
+    fn request(&self) -> Result<Request, NoRequest> {
         let mut receiver = Receiver::new(&self.stream);
-        let mut reader = BufReader::new((&mut receiver).take(MAX_LINE_BYTES as u64));
-        reader
-            .read_line(&mut line)
-            .map_err(|error| bad(format!("the request could not be read: {error}")))?;
-        *self.descriptors() = receiver.descriptors;
-        if !line.ends_with('\n') {
-            return Err(bad(format!("a request is one line of at most {MAX_LINE_BYTES} bytes")));
+        let go_on = || (&self.stream).write_all(b"HTTP/1.1 100 Continue\r\n\r\n");
+        let read = read_request(&mut receiver, go_on);
+        *self.descriptors() = std::mem::take(&mut receiver.descriptors);
+        let raw = read.map_err(NoRequest::Http)?;
+        if (raw.method.as_str(), raw.path.as_str()) == ("GET", OPENAPI_PATH) {
+            return Err(NoRequest::OpenApi);
         }
-        Request::read(&line)
+        Request::read(&raw).map_err(NoRequest::Unknown)
+    }
+
+    /// Answers with a value, as the last line if there were others.
+    fn accept(&self, value: &Value) -> io::Result<()> {
+        if self.streaming.load(Ordering::Acquire) {
+            return self.line(&json!({ "ok": value }));
+        }
+        self.body(200, format!("{value}\n").as_bytes())
+    }
+
+    /// Answers with a failure, as the last line if there were others.
+    fn refuse(&self, status: u16, error: &ControlError) -> io::Result<()> {
+        let error = json!({ "error": error });
+        if self.streaming.load(Ordering::Acquire) {
+            return self.line(&error);
+        }
+        self.body(status, format!("{error}\n").as_bytes())
+    }
+
+    fn body(&self, status: u16, body: &[u8]) -> io::Result<()> {
+        let mut answer = answer_head(status, "application/json", Some(body.len())).into_bytes();
+        answer.extend_from_slice(body);
+        (&self.stream).write_all(&answer)
     }
 
     fn descriptors(&self) -> MutexGuard<'_, Vec<OwnedFd>> {
@@ -240,10 +282,18 @@ impl Replies {
         Ok(poll(&mut polled, Some(&Timespec::default()))? > 0)
     }
 
+    /// Sends a line, the first one behind the head of the answer.
     fn line(&self, value: &Value) -> io::Result<()> {
         let mut line = value.to_string();
         line.push('\n');
-        (&self.stream).write_all(line.as_bytes())
+        // The lock keeps the head before every line; it is not held by whoever waits for something else.
+        let descriptors = self.descriptors();
+        if !self.streaming.swap(true, Ordering::AcqRel) {
+            line.insert_str(0, &answer_head(200, "application/x-ndjson", None));
+        }
+        let written = (&self.stream).write_all(line.as_bytes());
+        drop(descriptors);
+        written
     }
 
     /// Calls `gone` once, from another thread, when the client closes its connection or dies.
@@ -291,8 +341,8 @@ impl Drop for Lease {
 mod tests {
     use std::sync::Barrier;
 
-    use super::super::call;
     use super::*;
+    use crate::call;
 
     /// Says who it is.
     struct Named(usize);
@@ -304,7 +354,7 @@ mod tests {
     }
 
     fn who_answers(path: &Path) -> Option<usize> {
-        let answer = call(path, &Request::Status {}, &mut |_| {}).ok()?;
+        let answer = call(path, &Request::Status, &mut |_| {}).ok()?;
         answer.as_u64().map(|number| number as usize)
     }
 
@@ -365,7 +415,11 @@ mod tests {
     fn a_client_that_reads_nothing_holds_no_migration_up() {
         let (near, _far) = UnixStream::pair().unwrap();
         near.set_write_timeout(Some(Duration::from_millis(1))).unwrap();
-        let replies = Replies { stream: near, descriptors: Mutex::default() };
+        let replies = Replies {
+            stream: near,
+            descriptors: Mutex::default(),
+            streaming: AtomicBool::new(false),
+        };
         let event = json!({ "event": "progress", "phase": "x".repeat(200) });
         for _ in 0..10_000 {
             replies.event(&event).unwrap();

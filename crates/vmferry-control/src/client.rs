@@ -10,12 +10,17 @@ use std::time::Duration;
 use serde_json::Value;
 use vmferry_transport::{Address, TransportError, connect_unix, connected_socket};
 
-use super::MAX_LINE_BYTES;
-use super::descriptors::{self, MAX_DESCRIPTORS};
-use super::request::{ControlError, Request, TlsFiles};
+use crate::descriptors::{self, MAX_DESCRIPTORS};
+use crate::error::ControlError;
+use crate::http::{answer_status, request_text};
+use crate::migrate::TlsFiles;
+use crate::request::Request;
 
 /// How long a VMM may take to answer: it takes milliseconds, or 0.5 s where its guest is asked for statistics.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Longest line of an answer, in bytes: the statistics of a migration have half a kilobyte for each round.
+const MAX_LINE_BYTES: u64 = 64 << 20;
 
 /// How long a migration may say nothing: it tells five times a second how far it is.
 const PROGRESS_TIMEOUT: Duration = Duration::from_secs(60);
@@ -100,6 +105,7 @@ pub fn call(
 ) -> Result<Value, ClientError> {
     let timeout = match request {
         Request::Migrate(_) => PROGRESS_TIMEOUT,
+        Request::Estimate(estimate) => estimate.time + ANSWER_TIMEOUT,
         _ => ANSWER_TIMEOUT,
     };
     let failed = |source| ClientError::Io { path: path.to_owned(), source };
@@ -114,34 +120,92 @@ pub fn call(
     stream.set_read_timeout(Some(timeout)).map_err(failed)?;
     stream.set_write_timeout(Some(timeout)).map_err(failed)?;
     let bad = |reason: String| ClientError::BadAnswer { path: path.to_owned(), reason };
-    let mut line = serde_json::to_string(request).map_err(|error| bad(error.to_string()))?;
-    line.push('\n');
-    descriptors::send(&stream, line.as_bytes(), &companions(request)?).map_err(failed)?;
-    let mut reader = BufReader::new(&stream);
+    let (method, target, body) = request.parts();
+    let text = request_text(method, target, &body);
+    descriptors::send(&stream, text.as_bytes(), &companions(request)?).map_err(failed)?;
+    let mut answer = Answer { path, timeout, reader: BufReader::new(&stream) };
+    let status = answer.head()?;
+    let mut line = String::new();
     loop {
         line.clear();
-        match reader.by_ref().take(MAX_LINE_BYTES as u64).read_line(&mut line) {
-            Ok(0) => return Err(ClientError::Vanished { path: path.to_owned() }),
-            Ok(_) => {}
+        if answer.line(&mut line)? == 0 {
+            return Err(ClientError::Vanished { path: path.to_owned() });
+        }
+        let value: Value = serde_json::from_str(&line).map_err(|error| bad(error.to_string()))?;
+        match Line::of(value, status, matches!(request, Request::Migrate(_))) {
+            Line::Event(value) => event(value),
+            Line::Done(value) => return Ok(value),
+            Line::Refused(value) => {
+                let error = serde_json::from_value(value);
+                return Err(error.map_or_else(|error| bad(error.to_string()), ClientError::Refused));
+            }
+        }
+    }
+}
+
+/// A line of an answer.
+enum Line {
+    Event(Value),
+    Done(Value),
+    Refused(Value),
+}
+
+impl Line {
+    /// What a line is. A request that is not answered with lines of events has its value as the whole answer.
+    fn of(mut value: Value, status: u16, streamed: bool) -> Self {
+        if let Some(error) = value.get_mut("error").filter(|_| status != 200 || streamed) {
+            return Self::Refused(error.take());
+        }
+        if streamed {
+            if let Some(event) = value.get_mut("event") {
+                return Self::Event(event.take());
+            }
+            if let Some(done) = value.get_mut("ok") {
+                return Self::Done(done.take());
+            }
+        }
+        Self::Done(value)
+    }
+}
+
+/// What comes back.
+struct Answer<'a> {
+    path: &'a Path,
+    timeout: Duration,
+    reader: BufReader<&'a UnixStream>,
+}
+
+impl Answer<'_> {
+    /// Reads the head, and returns the status.
+    fn head(&mut self) -> Result<u16, ClientError> {
+        let mut head = String::new();
+        loop {
+            if self.line(&mut head)? == 0 {
+                return Err(ClientError::Vanished { path: self.path.to_owned() });
+            }
+            let read = answer_status(head.as_bytes()).map_err(|reason| ClientError::BadAnswer {
+                path: self.path.to_owned(),
+                reason: format!("{reason}: a VMM of another release may listen there"),
+            })?;
+            if let Some((_, status)) = read {
+                return Ok(status);
+            }
+        }
+    }
+
+    /// Appends a line; returns its length, 0 at the end.
+    fn line(&mut self, into: &mut String) -> Result<usize, ClientError> {
+        let path = || self.path.to_owned();
+        match self.reader.by_ref().take(MAX_LINE_BYTES).read_line(into) {
+            Ok(read) => Ok(read),
             Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
-                return Err(ClientError::Vanished { path: path.to_owned() });
+                Err(ClientError::Vanished { path: path() })
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                return Err(silent(listener(&stream)));
+                let process = listener(self.reader.get_ref());
+                Err(ClientError::Silent { path: path(), process, after: self.timeout })
             }
-            Err(error) => return Err(failed(error)),
-        }
-        let mut answer: Value =
-            serde_json::from_str(&line).map_err(|error| bad(error.to_string()))?;
-        if let Some(value) = answer.get_mut("event") {
-            event(value.take());
-        } else if let Some(value) = answer.get_mut("ok") {
-            return Ok(value.take());
-        } else if let Some(value) = answer.get_mut("error") {
-            let error = serde_json::from_value(value.take());
-            return Err(error.map_or_else(|error| bad(error.to_string()), ClientError::Refused));
-        } else {
-            return Err(bad("neither event, ok nor error".into()));
+            Err(source) => Err(ClientError::Io { path: path(), source }),
         }
     }
 }

@@ -1,0 +1,221 @@
+//! Events and rates in words.
+
+use std::fmt::Write;
+
+use bytesize::ByteSize;
+use serde_json::Value;
+use vmferry_wire::Release;
+
+use super::{PAGE_BYTES, Seen};
+
+/// What happened, in a line.
+pub fn describe(event: &Value) -> Option<String> {
+    let number = |name: &str| event[name].as_f64().unwrap_or_default();
+    let bytes = |name: &str| ByteSize(event[name].as_u64().unwrap_or_default());
+    Some(match event["event"].as_str()? {
+        "connected" => connected(event),
+        "unknown-fields" => format!(
+            "the destination is newer: left out of its {}: fields {}",
+            event["message"].as_str().unwrap_or_default(),
+            event["fields"]
+        ),
+        "recording" => event["message"].as_str()?.to_owned(),
+        "started" => format!(
+            "{} to {}, run {}",
+            event["guest"].as_str().unwrap_or_default(),
+            event["to"].as_str().unwrap_or_default(),
+            event["run"].as_str().unwrap_or_default()
+        ),
+        "round-done" => format!(
+            "round {}: {} in {:.0} ms, {:.0} MB/s{}",
+            number("round"),
+            ByteSize(number("pages") as u64 * PAGE_BYTES),
+            number("ms"),
+            number("bytes_per_s") / 1e6,
+            if event["paused"] == true { ", guest paused" } else { "" }
+        ),
+        "held" => format!(
+            "everything but the switchover is done, which would take {:.0} ms: the guest runs on here until `vmferry \
+             switch-over`",
+            number("predicted_downtime_ms")
+        ),
+        "throttled" => {
+            format!("the guest outruns the link: its vCPUs lose {} %", number("percent"))
+        }
+        "paused" => {
+            format!("guest paused, {:.1} ms expected", number("predicted_downtime_ms"))
+        }
+        "link-lost" => format!(
+            "{}: {}; making it again",
+            event["channel"].as_str().unwrap_or_default(),
+            event["reason"].as_str().unwrap_or_default()
+        ),
+        "link-restored" => format!(
+            "{} is there again after {:.1} s",
+            event["channel"].as_str().unwrap_or_default(),
+            number("after_ms") / 1e3
+        ),
+        "resent" => format!(
+            "lane {}: {} frames sent again, {}",
+            number("lane"),
+            number("frames"),
+            bytes("bytes")
+        ),
+        "recalled" => {
+            "the link was lost while the guest was paused: it runs on here, to be paused again"
+                .to_owned()
+        }
+        "ready" => "the destination is ready".to_owned(),
+        "committed" => "committed".to_owned(),
+        "in-doubt" => format!(
+            "IN DOUBT: {}. The guest stays paused and the destination is asked again and again; \
+             `vmferry resolve` decides",
+            event["reason"].as_str().unwrap_or_default()
+        ),
+        "too-late-to-cancel" => "too late to cancel: the hand-over is under way".to_owned(),
+        "resumed" => "the guest runs on here".to_owned(),
+        _ => return None,
+    })
+}
+
+fn connected(event: &Value) -> String {
+    let round_trip = event["round_trip_ms"].as_f64().unwrap_or_default();
+    let mut text = format!("connected, round trip {round_trip:.2} ms");
+    // A VMM of another release may say less.
+    if let Some(protocol) = event["protocol"].as_u64() {
+        let _ = write!(text, ", protocol {protocol}");
+    }
+    if let Ok(release) = serde_json::from_value::<Release>(event["destination"].clone()) {
+        let _ = write!(text, ", to {release}");
+    }
+    text
+}
+
+/// Who goes where, and what is being done.
+pub fn headline(seen: &Seen) -> String {
+    let progress = &seen.progress;
+    let number = |name: &str| progress[name].as_f64().unwrap_or_default();
+    let phase = if progress["held"] == true {
+        "held before the switchover"
+    } else {
+        progress["phase"].as_str().unwrap_or("connecting")
+    };
+    let mut text = format!("{} to {}: {phase}", seen.guest, seen.to);
+    if number("round") > 0.0 {
+        let _ = write!(text, ", round {}", number("round"));
+    }
+    let _ = write!(text, ", {:.1} s", number("elapsed_ms") / 1e3);
+    text
+}
+
+/// How fast it goes, and how it looks.
+pub fn rates(seen: &Seen) -> String {
+    let forecast = &seen.forecast;
+    let number = |name: &str| forecast[name].as_f64().unwrap_or_default();
+    let mut text = format!("{:.0} MB/s sent", seen.sent_per_s / 1e6);
+    if forecast.is_null() {
+        let _ = write!(text, ", downtime limit {:.0} ms", seen.downtime_limit_ms);
+        return text;
+    }
+    if number("compression_ratio") >= 1.1 {
+        let _ = write!(text, " ({:.1}:1)", number("compression_ratio"));
+    }
+    let _ = write!(
+        text,
+        ", {:.0} MB/s dirty, downtime {:.0} of {:.0} ms",
+        number("dirty_bytes_per_s") / 1e6,
+        number("predicted_downtime_ms"),
+        number("downtime_limit_ms"),
+    );
+    if number("throttle_percent") > 0.0 {
+        let _ = write!(text, ", throttled {} %", number("throttle_percent"));
+    }
+    if let Some(eta) = forecast["eta_ms"].as_f64() {
+        let _ = write!(text, ", ETA {}", time(eta));
+    }
+    text
+}
+
+/// Milliseconds as people say them.
+fn time(ms: f64) -> String {
+    match ms / 1e3 {
+        s if s < 1.0 => format!("{ms:.0} ms"),
+        s if s < 120.0 => format!("{s:.0} s"),
+        s => format!("{:.0} min", s / 60.0),
+    }
+}
+
+/// The verdict on a migration that does not converge, once, and that it does again.
+pub fn verdict(event: &Value, seen: &mut Seen) -> Option<String> {
+    if event["event"] != "forecast" {
+        return None;
+    }
+    let stuck = event["verdict"] == "not-converging";
+    if stuck == seen.advised {
+        return None;
+    }
+    seen.advised = stuck;
+    let advice = event["advice"].as_str();
+    Some(match advice.filter(|_| stuck) {
+        Some(advice) => format!("does not converge: {advice}"),
+        None => "it converges again".to_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn seen() -> Seen {
+        let mut seen = Seen::default();
+        for event in [
+            json!({ "event": "started", "guest": "web", "to": "tls:b:7001", "limits": { "downtime_limit_ms": 300.0 } }),
+            json!({ "event": "progress", "phase": "pre-copy", "round": 1, "elapsed_ms": 1000.0, "sent_bytes": 0 }),
+            json!({ "event": "progress", "phase": "pre-copy", "round": 2, "elapsed_ms": 2000.0, "sent_bytes": 64_000_000 }),
+        ] {
+            seen.take(&event);
+        }
+        seen
+    }
+
+    fn forecast(verdict: &str, eta_ms: Value, advice: Value) -> Value {
+        json!({
+            "event": "forecast", "verdict": verdict, "eta_ms": eta_ms, "advice": advice, "compression_ratio": 2.1,
+            "dirty_bytes_per_s": 12e6, "predicted_downtime_ms": 420.0, "downtime_limit_ms": 300.0,
+            "throttle_percent": 20,
+        })
+    }
+
+    #[test]
+    fn what_is_redrawn_fits_a_narrow_terminal() {
+        let mut seen = seen();
+        assert_eq!(headline(&seen), "web to tls:b:7001: pre-copy, round 2, 2.0 s");
+        assert_eq!(rates(&seen), "64 MB/s sent, downtime limit 300 ms");
+        seen.take(&forecast("converging", 4200.0.into(), Value::Null));
+        let text = rates(&seen);
+        assert_eq!(
+            text,
+            "64 MB/s sent (2.1:1), 12 MB/s dirty, downtime 420 of 300 ms, throttled 20 %, ETA 4 s"
+        );
+        seen.progress["held"] = true.into();
+        assert!(headline(&seen).contains("held before the switchover"));
+    }
+
+    #[test]
+    fn a_verdict_is_said_when_it_changes() {
+        let mut seen = seen();
+        let stuck = forecast("not-converging", Value::Null, "raise it".into());
+        assert_eq!(verdict(&stuck, &mut seen).unwrap(), "does not converge: raise it");
+        assert_eq!(verdict(&stuck, &mut seen), None);
+        let well = forecast("converging", Value::Null, Value::Null);
+        assert_eq!(verdict(&well, &mut seen).unwrap(), "it converges again");
+        assert_eq!(verdict(&well, &mut seen), None);
+    }
+
+    #[test]
+    fn times_are_short() {
+        assert_eq!([time(90.4), time(4200.0), time(600_000.0)], ["90 ms", "4 s", "10 min"]);
+    }
+}

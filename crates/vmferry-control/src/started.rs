@@ -1,0 +1,56 @@
+//! The first event of a migration: what is going to be done, and the number that everything about it has.
+
+use serde::Serialize;
+use vmferry::SourceConfig;
+use vmferry_wire::SessionId;
+
+/// A migration that begins.
+#[derive(Clone, Debug, Serialize)]
+pub struct Started {
+    event: &'static str,
+    /// The migration's session, which both hosts' journals, logs and reports have.
+    run: SessionId,
+    guest: String,
+    to: String,
+    /// The guest's memory in bytes.
+    memory_bytes: u64,
+    release: &'static str,
+    limits: StartedLimits,
+    compression: String,
+    channels: u8,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct StartedLimits {
+    downtime_limit_ms: f64,
+    /// Bytes per second.
+    max_bandwidth: Option<u64>,
+    max_rounds: u32,
+    /// Per cent.
+    throttle: u8,
+    timeout_ms: Option<f64>,
+}
+
+impl Started {
+    /// What is known before anything is done.
+    #[must_use]
+    pub fn new(guest: &str, memory_bytes: u64, to: &str, config: &SourceConfig) -> Self {
+        Self {
+            event: "started",
+            run: config.session,
+            guest: guest.to_owned(),
+            to: to.to_owned(),
+            memory_bytes,
+            release: env!("CARGO_PKG_VERSION"),
+            limits: StartedLimits {
+                downtime_limit_ms: config.downtime_limit.as_secs_f64() * 1e3,
+                max_bandwidth: config.max_bandwidth,
+                max_rounds: config.max_rounds,
+                throttle: config.throttle,
+                timeout_ms: config.timeout.map(|time| time.as_secs_f64() * 1e3),
+            },
+            compression: config.compression.way.to_string(),
+            channels: config.channels,
+        }
+    }
+}

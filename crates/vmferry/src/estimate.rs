@@ -1,0 +1,310 @@
+//! What a migration would cost, without one: the running guest's dirty log is read for some seconds, and a sample of its
+//! pages is compressed. What was seen is then put beside a link and the user's limits.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use vmferry_codec::{CompressError, Compressors, Method};
+use vmferry_dirty::DirtyLog;
+use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun, PageSet, is_zero};
+
+use crate::convergence::FIXED_COST;
+use crate::error::MigrateError;
+
+/// From one look at the dirty log to the next: as long as a short round, so that a page which is written all the time
+/// counts as often as a migration would meet it.
+const INTERVAL: Duration = Duration::from_millis(100);
+
+/// Pages of the sample.
+const SAMPLED_PAGES: u64 = 2048;
+
+/// What was seen of a guest.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Estimate {
+    /// The guest's memory in bytes, populated or not.
+    pub memory_bytes: u64,
+    /// Pages that hold anything.
+    pub populated_pages: u64,
+    /// Of a sample of these, all zero, in per cent.
+    pub zero_percent: f64,
+    /// Bytes of a sample of pages with content over what LZ4 makes of them, at least 1.
+    pub compression_ratio: f64,
+    /// For how long the guest was watched, in milliseconds.
+    pub watched_ms: f64,
+    /// What the guest writes in the intervals of the samples, in bytes of whole pages per second.
+    pub dirty_bytes_per_s: f64,
+    /// Bytes of all pages that were written meanwhile.
+    pub hot_bytes: u64,
+    /// Each interval.
+    pub samples: Vec<Sample>,
+}
+
+/// An interval in which the guest was watched.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Sample {
+    /// Its length in milliseconds.
+    pub ms: f64,
+    /// Pages that were written in it.
+    pub pages: u64,
+}
+
+/// Watches a running guest for some time. The log is stopped at the end, whatever comes; `ended` ends it early.
+///
+/// # Errors
+/// What the dirty log or the memory says.
+pub fn watch(
+    memory: &GuestMemory,
+    log: &dyn DirtyLog,
+    time: Duration,
+    ended: &AtomicBool,
+) -> Result<Estimate, MigrateError> {
+    log.start()?;
+    let seen = look(memory, log, time, ended);
+    log.stop()?;
+    seen
+}
+
+fn look(
+    memory: &GuestMemory,
+    log: &dyn DirtyLog,
+    time: Duration,
+    ended: &AtomicBool,
+) -> Result<Estimate, MigrateError> {
+    let populated = memory.populated()?;
+    let mut estimate = Estimate {
+        memory_bytes: memory.total_pages() * PAGE_SIZE as u64,
+        populated_pages: populated.count(),
+        ..Estimate::default()
+    };
+    (estimate.zero_percent, estimate.compression_ratio) = sample(memory, &populated)?;
+    let (mut pages, mut hot) = (PageSet::for_memory(memory), PageSet::for_memory(memory));
+    // What was written while pages were sampled belongs to no interval.
+    collect(log, &mut pages)?;
+    let begun = Instant::now();
+    let mut last = begun;
+    while last.duration_since(begun) < time && !ended.load(Ordering::Acquire) {
+        std::thread::sleep(INTERVAL.min(time.saturating_sub(last.duration_since(begun))));
+        collect(log, &mut pages)?;
+        let now = Instant::now();
+        let ms = now.duration_since(last).as_secs_f64() * 1e3;
+        estimate.samples.push(Sample { ms, pages: pages.count() });
+        hot.union_with(&pages);
+        last = now;
+    }
+    estimate.watched_ms = last.duration_since(begun).as_secs_f64() * 1e3;
+    estimate.hot_bytes = hot.count() * PAGE_SIZE as u64;
+    let dirtied: u64 = estimate.samples.iter().map(|sample| sample.pages).sum();
+    estimate.dirty_bytes_per_s =
+        (dirtied * PAGE_SIZE as u64) as f64 / (estimate.watched_ms / 1e3).max(1e-3);
+    Ok(estimate)
+}
+
+/// The pages written since the last time, which are protected again.
+fn collect(log: &dyn DirtyLog, pages: &mut PageSet) -> Result<(), MigrateError> {
+    pages.clear_all();
+    log.collect(pages)?;
+    for (slot, bitmap) in pages.iter() {
+        let words = bitmap.words();
+        for block in (0..words.len()).step_by(64) {
+            let words = &words[block..words.len().min(block + 64)];
+            if words.iter().any(|word| *word != 0) {
+                log.rearm(slot, block, words)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Per cent of zeros, and the ratio of LZ4 for the others, of pages spread over all that are populated.
+fn sample(memory: &GuestMemory, populated: &PageSet) -> Result<(f64, f64), MigrateError> {
+    let step = (populated.count() / SAMPLED_PAGES).max(1);
+    let compressors = Compressors::default();
+    let failed = |error: CompressError| MigrateError::Compression {
+        channel: "the sample of an estimate".into(),
+        source: error.into(),
+    };
+    let mut lz4 = compressors.make(Method::lz4()).map_err(failed)?;
+    let (mut seen, mut zeros, mut content, mut packed) = (0_u64, 0_u64, 0_u64, 0_u64);
+    let (mut page, mut output) = (vec![0; PAGE_SIZE], vec![0; PAGE_SIZE]);
+    let mut next = 0;
+    let mut before = 0;
+    for run in populated.runs() {
+        while next < before + run.pages {
+            let first = run.first + (next - before);
+            memory.copy_out(PageRun { slot: run.slot, first, pages: 1 }, &mut page)?;
+            seen += 1;
+            if is_zero(&page) {
+                zeros += 1;
+            } else {
+                let length = lz4.compress(&page, &mut output).map_err(failed)?;
+                content += PAGE_SIZE as u64;
+                packed += length.unwrap_or(PAGE_SIZE) as u64;
+            }
+            next += step;
+        }
+        before += run.pages;
+    }
+    let zero_percent = zeros as f64 * 100.0 / seen.max(1) as f64;
+    Ok((zero_percent, if packed == 0 { 1.0 } else { content as f64 / packed as f64 }))
+}
+
+/// The link and the limits that a migration would have.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Plan {
+    /// What the link carries, in bytes per second.
+    pub link_bytes_per_s: f64,
+    /// Longest accepted downtime.
+    pub downtime_limit: Duration,
+    /// Most rounds with the guest running.
+    pub max_rounds: u32,
+}
+
+/// What a migration would cost.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Outlook {
+    /// Whether it would arrive within the limits.
+    pub converges: bool,
+    /// Rounds, the one with the guest paused among them.
+    pub rounds: u32,
+    /// From the first page to the guest at the destination, in milliseconds.
+    pub total_ms: f64,
+    /// For how long the guest would stand still, in milliseconds.
+    pub downtime_ms: f64,
+    /// Bytes on the link.
+    pub sent_bytes: u64,
+    /// The slowest link that it would converge on, in bytes per second, if this one is too slow.
+    pub needed_bytes_per_s: Option<f64>,
+}
+
+impl Estimate {
+    /// What a migration would cost over this link.
+    #[must_use]
+    pub fn outlook(&self, plan: Plan) -> Outlook {
+        let mut outlook = self.run(plan);
+        if !outlook.converges {
+            // Twice as fast each time, then between the last two.
+            let converges = |rate: f64| self.run(Plan { link_bytes_per_s: rate, ..plan }).converges;
+            let fast =
+                std::iter::successors(Some(plan.link_bytes_per_s * 2.0), |rate| Some(rate * 2.0));
+            if let Some(fast) = fast.take(20).find(|rate| converges(*rate)) {
+                let (mut slow, mut fast) = (fast / 2.0, fast);
+                for _ in 0..10 {
+                    let middle = f64::midpoint(slow, fast);
+                    *(if converges(middle) { &mut fast } else { &mut slow }) = middle;
+                }
+                outlook.needed_bytes_per_s = Some(fast);
+            }
+        }
+        outlook
+    }
+
+    /// Rounds as the engine sends them: each as long as its pages take, which leaves what the guest writes in it.
+    fn run(&self, plan: Plan) -> Outlook {
+        let link = plan.link_bytes_per_s.max(1.0) * self.compression_ratio.max(1.0);
+        let populated = self.populated_pages as f64 * PAGE_SIZE as f64;
+        let mut pending = populated * (1.0 - self.zero_percent / 100.0);
+        let (mut total, mut sent, mut rounds) = (0.0, 0.0, 0);
+        let spare = plan.downtime_limit.saturating_sub(FIXED_COST).as_secs_f64();
+        loop {
+            let took = pending / link;
+            let fits = rounds > 0 && took <= spare;
+            let over = fits || rounds >= plan.max_rounds;
+            rounds += 1;
+            total += took;
+            sent += pending;
+            if over {
+                let downtime = FIXED_COST.as_secs_f64() + took;
+                return Outlook {
+                    converges: fits && spare > 0.0,
+                    rounds,
+                    total_ms: (total + FIXED_COST.as_secs_f64()) * 1e3,
+                    downtime_ms: downtime * 1e3,
+                    sent_bytes: (sent / self.compression_ratio.max(1.0)) as u64,
+                    needed_bytes_per_s: None,
+                };
+            }
+            pending = self.dirtied_in(took);
+        }
+    }
+
+    /// Bytes of pages that the guest writes in some seconds: at first as fast as was seen, and never more than all that
+    /// it was seen to write, which it comes nearer to as it writes pages again.
+    fn dirtied_in(&self, seconds: f64) -> f64 {
+        let hot = self.hot_bytes as f64;
+        if hot <= 0.0 {
+            return 0.0;
+        }
+        // The rate was measured over intervals in which pages were written twice already.
+        let interval = INTERVAL.as_secs_f64();
+        let share = (self.dirty_bytes_per_s * interval / hot).min(0.999);
+        let rate = -(1.0 - share).ln() / interval;
+        hot * (1.0 - (-rate * seconds).exp())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn guest(dirty_bytes_per_s: f64, hot_bytes: u64) -> Estimate {
+        Estimate {
+            memory_bytes: 1 << 30,
+            populated_pages: 100_000,
+            zero_percent: 0.0,
+            compression_ratio: 1.0,
+            watched_ms: 5000.0,
+            dirty_bytes_per_s,
+            hot_bytes,
+            samples: Vec::new(),
+        }
+    }
+
+    fn plan(link_bytes_per_s: f64) -> Plan {
+        Plan { link_bytes_per_s, downtime_limit: Duration::from_millis(300), max_rounds: 30 }
+    }
+
+    #[test]
+    fn an_idle_guest_takes_as_long_as_its_memory() {
+        let outlook = guest(0.0, 0).outlook(plan(100e6));
+        assert!(outlook.converges && outlook.rounds == 2, "{outlook:?}");
+        assert!((outlook.total_ms - 4100.0).abs() < 1.0, "{outlook:?}");
+        assert_eq!(outlook.sent_bytes, 409_600_000);
+        assert_eq!(outlook.downtime_ms, 4.0);
+    }
+
+    #[test]
+    fn a_guest_that_outruns_the_link_needs_a_faster_one() {
+        let slow = guest(500e6, 200_000_000).outlook(plan(100e6));
+        assert!(!slow.converges && slow.rounds == 31, "{slow:?}");
+        let needed = slow.needed_bytes_per_s.unwrap();
+        // All that is hot within what the limit leaves.
+        assert!((200e6..700e6).contains(&needed), "{needed}");
+        assert!(guest(500e6, 200_000_000).outlook(plan(needed)).converges);
+        assert!(!guest(500e6, 200_000_000).outlook(plan(needed * 0.9)).converges);
+    }
+
+    #[test]
+    fn compression_makes_the_link_faster() {
+        let mut guest = guest(0.0, 0);
+        guest.compression_ratio = 4.0;
+        let outlook = guest.outlook(plan(100e6));
+        assert!((outlook.total_ms - 1028.0).abs() < 1.0, "{outlook:?}");
+        assert_eq!(outlook.sent_bytes, 102_400_000);
+    }
+
+    #[test]
+    fn what_is_written_is_never_more_than_what_is_hot() {
+        let guest = guest(100e6, 20_000_000);
+        assert!((guest.dirtied_in(0.1) - 10e6).abs() < 1e5, "as it was seen");
+        assert!(guest.dirtied_in(0.2) < 16e6, "pages are written again");
+        assert!(guest.dirtied_in(100.0) <= 20e6);
+    }
+
+    #[test]
+    fn a_limit_that_nothing_fits_is_not_met_by_any_link() {
+        let plan = Plan { downtime_limit: Duration::from_millis(1), ..plan(100e6) };
+        let outlook = guest(10e6, 20_000_000).outlook(plan);
+        assert!(!outlook.converges && outlook.needed_bytes_per_s.is_none(), "{outlook:?}");
+    }
+}
