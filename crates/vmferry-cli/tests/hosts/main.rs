@@ -8,6 +8,7 @@ mod compress;
 mod demo;
 mod inspect;
 mod leftovers;
+mod live;
 mod peers;
 mod sandbox;
 #[path = "../support/mod.rs"]
