@@ -1,9 +1,11 @@
 //! One file per subcommand.
 
 pub mod balloon;
+pub mod completions;
 pub mod demo;
 mod host;
 pub mod inspect;
+pub mod man;
 pub mod pki;
 pub mod qemu;
 pub mod receive;
