@@ -150,6 +150,7 @@ fn certificate(directory: &Path, host: &str) -> Result<Arc<TlsIdentity>, VmError
     Ok(Arc::new(TlsIdentity::new(IdentityFiles::in_directory(&out))?))
 }
 
+/// Two hosts, a guest, and what became of it.
 pub fn main() -> Result<(), VmError> {
     let directory = tempfile::tempdir()?;
     let at = |name: &str| directory.path().join(name);
