@@ -4,7 +4,7 @@ PROFILE ?= release
 VMFERRY := target/$(if $(filter release,$(PROFILE)),release,debug)/vmferry
 PROFILE_FLAG := $(if $(filter release,$(PROFILE)),--release,)
 
-.PHONY: help setup build demo demo-qemu test test-all lint model soak reliability fuzz bench clean
+.PHONY: help setup build demo demo-qemu test test-all lint model soak reliability fuzz bench package package-test clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -47,6 +47,12 @@ fuzz: setup ## Fuzz the decoders for SECONDS=60 each (needs nightly Rust and car
 
 bench: build ## Run a benchmark (NAME=engine, qemu, carried, place, socket, bitmap, dirty-log, compression, free-pages or transport)
 	@. scripts/environment && $(CARGO) run --locked --release --package vmferry-bench -- $(or $(NAME),engine) $(BENCH_FLAGS)
+
+package: setup ## Make the Debian package, in target/package
+	@. scripts/environment && scripts/package
+
+package-test: package ## Install the package into a clean Debian, use it there, and remove it (root)
+	@scripts/package-test
 
 clean: ## Remove what was built
 	$(CARGO) clean

@@ -1,5 +1,6 @@
 //! The command line.
 
+mod documents;
 mod inspect;
 mod migration;
 mod migrations;
@@ -15,6 +16,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use vmferry_dirty::{LogChoice, SoftwareWay};
 use vmferry_memory::MemoryKind;
 
+pub use documents::{CompletionsOptions, ManOptions, public_command};
 pub use inspect::InspectOptions;
 pub use migration::{MigrationOptions, WhenStuck};
 pub use migrations::{EstimateOptions, MetricsOptions, SetOptions};
@@ -85,6 +87,10 @@ pub enum Command {
     Pki(PkiOptions),
     /// Print what is in a recorded channel, a journal or a saved state, and where it is broken.
     Inspect(InspectOptions),
+    /// Print the completions of a shell.
+    Completions(CompletionsOptions),
+    /// Print the manual page, or write one for each command.
+    Man(ManOptions),
     /// Wait beside a `send --qemu`, and take over when it dies. Its order comes by standard input.
     #[command(hide = true)]
     Guard,

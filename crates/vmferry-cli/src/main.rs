@@ -42,6 +42,8 @@ fn main() -> ExitCode {
         Command::StartQemu(options) => commands::qemu::starter::run(&options),
         Command::Pki(options) => commands::pki::run(&options, &output),
         Command::Inspect(options) => commands::inspect::run(&options, &output),
+        Command::Completions(options) => commands::completions::run(&options),
+        Command::Man(options) => commands::man::run(&options, &output),
     };
     vmferry_transport::finish_recordings();
     match result {

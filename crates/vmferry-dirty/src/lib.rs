@@ -40,6 +40,26 @@ pub use userfaultfd::UffdLog;
 use vmferry_memory::{PageSet, SlotId};
 
 /// A log of writes to guest memory.
+///
+/// ```
+/// use vmferry_dirty::{DirtyLog, UffdLog};
+/// use vmferry_memory::{GuestMemory, MemoryKind, PageSet, SlotId, SlotLayout};
+///
+/// let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages: 1024 }];
+/// let memory = GuestMemory::allocate(&layout, MemoryKind::Private)?;
+/// let log = UffdLog::new(&memory)?;
+/// log.start()?;
+/// memory.write_at(5 << 12, b"written")?;
+///
+/// let mut dirty = PageSet::for_memory(&memory);
+/// log.collect(&mut dirty)?;
+/// assert!(dirty.bitmap(SlotId(0)).is_set(5));
+/// dirty.clear_all();
+/// log.collect(&mut dirty)?;
+/// assert!(dirty.is_empty(), "nothing was written since");
+/// log.stop()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub trait DirtyLog: Send + Sync {
     /// The log's name in statistics, such as `kvm-clear`.
     fn name(&self) -> &'static str;

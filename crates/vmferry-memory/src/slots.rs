@@ -89,6 +89,24 @@ impl Slot {
 }
 
 /// All memory slots of a guest. Cheap to clone; the mapping lives as long as any clone.
+///
+/// ```
+/// use vmferry_memory::{GuestMemory, MemoryKind, SlotId, SlotLayout};
+///
+/// // 4 MiB at 0, and 4 MiB at 4 GiB.
+/// let layout = [
+///     SlotLayout { slot: SlotId(0), gpa: 0, pages: 1024 },
+///     SlotLayout { slot: SlotId(1), gpa: 4 << 30, pages: 1024 },
+/// ];
+/// let memory = GuestMemory::allocate(&layout, MemoryKind::Private)?;
+/// memory.write_at((4 << 30) + 0x2000, b"firebird")?;
+///
+/// // What was never touched takes no memory, and is not sent.
+/// let populated = memory.populated()?;
+/// assert!(populated.bitmap(SlotId(0)).is_empty());
+/// assert!(populated.bitmap(SlotId(1)).is_set(2));
+/// # Ok::<(), vmferry_memory::MemoryError>(())
+/// ```
 #[derive(Clone)]
 pub struct GuestMemory {
     inner: Arc<Inner>,

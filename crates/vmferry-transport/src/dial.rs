@@ -25,6 +25,30 @@ use crate::tls::{Tls, TlsSession};
 use crate::unix;
 
 /// Makes channels to one destination.
+///
+/// ```
+/// use std::io::{Read, Write};
+/// use std::os::unix::net::UnixStream;
+/// use std::time::Duration;
+///
+/// use vmferry_transport::{Dialer, Listener};
+///
+/// // Sockets of the caller; `Dialer::new` connects to an address.
+/// let (here, there) = UnixStream::pair()?;
+/// let dialer = Dialer::over([here.into()])?;
+/// let listener = Listener::over([there.into()])?;
+///
+/// let (_reader, mut writer) = dialer.connect()?.split();
+/// writer.write_all(b"hello")?;
+/// writer.finish()?;
+///
+/// let pending = listener.accept()?.expect("it is not closed");
+/// let (mut reader, _writer) = pending.handshake(Duration::from_secs(10))?.split();
+/// let mut said = String::new();
+/// reader.read_to_string(&mut said)?;
+/// assert_eq!(said, "hello");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Dialer {
     /// Where to.

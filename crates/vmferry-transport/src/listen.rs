@@ -29,6 +29,19 @@ use crate::transport::Close;
 use crate::unix::{self, SocketFile};
 
 /// A listening socket. A Unix socket's file is removed when it is dropped.
+///
+/// ```
+/// use vmferry_transport::{Address, Listener};
+///
+/// let listener = Listener::bind(&"tcp:127.0.0.1:0".parse()?, None)?;
+/// let Address::Tcp { port, .. } = listener.local_address() else { unreachable!() };
+/// assert_ne!(*port, 0, "a real one was chosen");
+///
+/// let closer = listener.closer(); // For another thread.
+/// closer.close();
+/// assert!(listener.accept()?.is_none());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct Listener {
     door: Door,

@@ -127,6 +127,20 @@ pub enum ConfigError {
 }
 
 /// How the source migrates.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use vmferry::SourceConfig;
+///
+/// let mut config = SourceConfig::new("/var/lib/firebird/journals".into());
+/// config.downtime_limit = Duration::from_millis(50);
+/// config.max_bandwidth = Some(500 << 20);
+/// config.check()?;
+/// config.channels = 17;
+/// assert_eq!(config.check().unwrap_err().to_string(), "17 channels: choose 1 to 16");
+/// # Ok::<(), vmferry::config::ConfigError>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct SourceConfig {
     /// The migration's number; random by default and used once.

@@ -61,6 +61,60 @@ impl Default for StateEstimate {
 ///
 /// The engine owns the value while it migrates. Whoever drops it without resuming it leaves
 /// the guest in the state that it was in.
+///
+/// ```
+/// use std::sync::Arc;
+/// use std::time::Duration;
+///
+/// use vmferry::{GuestDescription, Resume, SourceVm, VmError};
+/// use vmferry_dirty::DirtyLog;
+/// use vmferry_memory::GuestMemory;
+/// use vmferry_wire::GuestIdentity;
+///
+/// /// A guest that is on its way; `Vcpus` is the VMM's own.
+/// struct Leaving {
+///     identity: GuestIdentity,
+///     memory: GuestMemory,
+///     log: Arc<dyn DirtyLog>,
+///     vcpus: Vcpus,
+/// }
+///
+/// impl Resume for Leaving {
+///     fn resume(&mut self) -> Result<(), VmError> {
+///         self.vcpus.run()
+///     }
+/// }
+///
+/// impl SourceVm for Leaving {
+///     fn describe(&self) -> GuestDescription {
+///         GuestDescription {
+///             identity: self.identity.clone(),
+///             vmm: "firebird/3".into(),
+///             config: self.vcpus.count().to_le_bytes().into(),
+///             layout: self.memory.layout(),
+///         }
+///     }
+///     fn memory(&self) -> GuestMemory {
+///         self.memory.clone()
+///     }
+///     fn dirty_log(&self) -> Arc<dyn DirtyLog> {
+///         Arc::clone(&self.log)
+///     }
+///     fn pause(&mut self) -> Result<Duration, VmError> {
+///         self.vcpus.pause() // Nothing writes memory any more, and has not for so long.
+///     }
+///     fn save(&mut self) -> Result<Vec<u8>, VmError> {
+///         self.vcpus.state()
+///     }
+/// }
+/// # struct Vcpus;
+/// # impl Vcpus {
+/// #     fn run(&mut self) -> Result<(), VmError> { Ok(()) }
+/// #     fn pause(&mut self) -> Result<Duration, VmError> { Ok(Duration::ZERO) }
+/// #     fn state(&self) -> Result<Vec<u8>, VmError> { Ok(Vec::new()) }
+/// #     fn count(&self) -> u32 { 1 }
+/// # }
+/// ```
 pub trait SourceVm: Resume {
     /// Describes the guest. Called once, before anything is sent.
     fn describe(&self) -> GuestDescription;
@@ -148,6 +202,42 @@ pub enum Landing {
 }
 
 /// A machine to be, as the engine needs it at the destination.
+///
+/// ```
+/// use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
+/// use vmferry_memory::{GuestMemory, MemoryKind};
+///
+/// /// A machine that a guest may come to; `Machine` is the VMM's own.
+/// #[derive(Default)]
+/// struct Arriving(Option<Machine>);
+///
+/// impl DestinationVm for Arriving {
+///     fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
+///         if guest.vmm != "firebird/3" {
+///             return Err(PrepareError::Incompatible(format!("this is firebird/3, not {}", guest.vmm)));
+///         }
+///         let memory = GuestMemory::allocate(&guest.layout, MemoryKind::Private)
+///             .map_err(|error| PrepareError::Vm(error.into()))?;
+///         self.0 = Some(Machine::new(&memory));
+///         Ok(Landing::Memory(memory))
+///     }
+///     fn load(&mut self, state: &[u8]) -> Result<(), VmError> {
+///         self.0.as_mut().ok_or("no guest was announced")?.load(state)
+///     }
+///     fn discard(&mut self) {
+///         self.0 = None;
+///     }
+///     fn run(&mut self) -> Result<(), VmError> {
+///         self.0.as_mut().ok_or("no guest was announced")?.run()
+///     }
+/// }
+/// # struct Machine;
+/// # impl Machine {
+/// #     fn new(_: &GuestMemory) -> Self { Self }
+/// #     fn load(&mut self, _: &[u8]) -> Result<(), VmError> { Ok(()) }
+/// #     fn run(&mut self) -> Result<(), VmError> { Ok(()) }
+/// # }
+/// ```
 pub trait DestinationVm: Send + 'static {
     /// Checks that this host can run the described guest, and makes what it is to be put into.
     ///

@@ -1,11 +1,13 @@
 //! One file per subcommand.
 
 pub mod balloon;
+pub mod completions;
 pub mod demo;
 pub mod estimate;
 mod host;
 pub mod inspect;
 pub mod metrics;
+pub mod man;
 pub mod pki;
 pub mod qemu;
 pub mod receive;

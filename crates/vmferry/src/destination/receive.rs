@@ -101,6 +101,26 @@ impl Stop {
 /// Connections that are not authenticated, speak something else or come at a bad time are turned
 /// away with a [`Notice`]. After an attempt that failed, listening goes on unless
 /// [`DestinationConfig::once`] is set or the VMM is [spent](DestinationVm::is_spent).
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use vmferry::destination::{Owned, Received, Stop, receive};
+/// use vmferry::{DestinationConfig, DestinationVm};
+/// use vmferry_transport::{IdentityFiles, Listener, TlsIdentity};
+///
+/// /// Waits for a guest. What it returns is to be kept as long as the guest is here: its witness answers for it.
+/// fn wait<V: DestinationVm>(vm: V, stop: &Stop) -> Result<Owned<V>, Box<dyn std::error::Error>> {
+///     let files = IdentityFiles::in_directory("/etc/vmferry/tls".as_ref());
+///     let identity = Arc::new(TlsIdentity::new(files)?);
+///     let listener = Listener::bind(&"tls:0.0.0.0:7001".parse()?, Some(identity))?;
+///     let config = DestinationConfig::new("/var/lib/firebird/journals".into());
+///     match receive(listener, vm, &config, stop, &mut |notice| println!("{notice:?}")) {
+///         Received::Owns(owned) => Ok(*owned),
+///         Received::Nothing { error, .. } => Err(error.into()),
+///     }
+/// }
+/// ```
 pub fn receive<V: DestinationVm>(
     listener: Listener,
     mut vm: V,

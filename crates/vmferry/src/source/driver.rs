@@ -66,6 +66,33 @@ pub enum SourceOutcome<V> {
 ///
 /// `watch` is called with every report, between two steps; it should be quick. `orders` cancels
 /// from other threads, and decides a hand-over that is in doubt.
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use vmferry::source::{Orders, SourceOutcome, migrate};
+/// use vmferry::{SourceConfig, SourceVm, chain};
+/// use vmferry_transport::{Dialer, IdentityFiles, TlsIdentity};
+///
+/// /// Sends a guest; gives its VMM back if the guest stays.
+/// fn send<V: SourceVm>(vm: V, orders: &Orders) -> Result<Option<V>, Box<dyn std::error::Error>> {
+///     let files = IdentityFiles::in_directory("/etc/vmferry/tls".as_ref());
+///     let identity = Arc::new(TlsIdentity::new(files)?);
+///     let dialer = Dialer::new("tls:host-b.example:7001".parse()?, Some(identity));
+///     let config = SourceConfig::new("/var/lib/firebird/journals".into());
+///     match migrate(vm, &dialer, config, orders, &mut |report| println!("{report:?}")) {
+///         SourceOutcome::Given { vm, stats } => {
+///             drop(vm); // It is the destination's, and never runs here again.
+///             println!("downtime {:.1} ms", stats.downtime_ms);
+///             Ok(None)
+///         }
+///         SourceOutcome::Kept { vm, error, .. } => {
+///             eprintln!("it runs on here: {}", chain(&error));
+///             Ok(Some(vm))
+///         }
+///     }
+/// }
+/// ```
 pub fn migrate<V: SourceVm>(
     vm: V,
     dialer: &Dialer,

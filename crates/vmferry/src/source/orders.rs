@@ -16,6 +16,18 @@ use crate::forecast::Forecast;
 use crate::handover::{OperatorWord, SourceState};
 
 /// A handle on one migration. Orders given before it starts are kept.
+///
+/// ```
+/// use vmferry::source::Orders;
+///
+/// let orders = Orders::new();
+/// let handle = orders.clone(); // For another thread, such as a control socket's.
+/// handle.set_max_bandwidth(Some(500 << 20))?;
+/// assert!(handle.set_max_bandwidth(Some(1)).is_err(), "no migration ends under such a cap");
+/// assert!(!handle.progress().in_doubt);
+/// handle.cancel();
+/// # Ok::<(), vmferry::config::ConfigError>(())
+/// ```
 #[derive(Clone, Debug, Default)]
 pub struct Orders(Arc<Shared>);
 

@@ -1,0 +1,37 @@
+//! `vmferry completions`: what a shell needs to complete the command line.
+
+use std::io::{self, Write};
+
+use crate::args::{CompletionsOptions, public_command};
+use crate::exit::Failure;
+
+/// Prints the completions of one shell.
+pub fn run(options: &CompletionsOptions) -> Result<(), Failure> {
+    let mut script = Vec::new();
+    clap_complete::generate(options.shell, &mut public_command(), "vmferry", &mut script);
+    io::stdout().write_all(&script)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::ValueEnum;
+    use clap_complete::Shell;
+
+    use crate::args::public_command;
+
+    #[test]
+    fn every_shell_gets_the_public_commands_and_no_others() {
+        for shell in Shell::value_variants() {
+            let mut script = Vec::new();
+            clap_complete::generate(*shell, &mut public_command(), "vmferry", &mut script);
+            let script = String::from_utf8(script).unwrap();
+            for command in public_command().get_subcommands() {
+                assert!(script.contains(command.get_name()), "{shell}: {}", command.get_name());
+            }
+            for hidden in ["guard", "start-qemu"] {
+                assert!(!script.contains(hidden), "{shell}: {hidden}");
+            }
+        }
+    }
+}

@@ -1,0 +1,23 @@
+//! What the command says of itself, put before those who read it: shells and the manual's formatter.
+
+mod completions;
+mod man;
+mod operations;
+
+use std::process::{Command, Output};
+
+/// Runs the command, which must succeed.
+fn vmferry(arguments: &[&str]) -> Output {
+    let output = Command::new(env!("CARGO_BIN_EXE_vmferry")).args(arguments).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    output
+}
+
+/// Whether a program is installed; says so if not.
+fn has(program: &str) -> bool {
+    let found = Command::new(program).arg("--version").output();
+    if let Err(error) = &found {
+        println!("SKIPPED: {program}: {error}");
+    }
+    found.is_ok()
+}
