@@ -4,6 +4,7 @@ mod inspect;
 mod migration;
 mod receive;
 mod record;
+mod report;
 mod send;
 
 use std::path::PathBuf;
@@ -17,6 +18,7 @@ pub use inspect::InspectOptions;
 pub use migration::{MigrationOptions, WhenStuck};
 pub use receive::{ReceiveOptions, StarterOptions};
 pub use record::RecordOptions;
+pub use report::ReportOptions;
 pub use send::SendOptions;
 
 /// Live migration for KVM virtual machines.
@@ -70,6 +72,8 @@ pub enum Command {
     Pki(PkiOptions),
     /// Print what is in a recorded channel, a journal or a saved state, and where it is broken.
     Inspect(InspectOptions),
+    /// Make a page with plots of a migration, of two side by side, or of benchmarks.
+    Report(ReportOptions),
     /// Wait beside a `send --qemu`, and take over when it dies. Its order comes by standard input.
     #[command(hide = true)]
     Guard,

@@ -37,6 +37,7 @@ fn main() -> ExitCode {
         Command::StartQemu(options) => commands::qemu::starter::run(&options),
         Command::Pki(options) => commands::pki::run(&options, &output),
         Command::Inspect(options) => commands::inspect::run(&options, &output),
+        Command::Report(options) => commands::report::run(&options, &output),
     };
     vmferry_transport::finish_recordings();
     match result {

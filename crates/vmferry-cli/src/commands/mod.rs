@@ -7,6 +7,7 @@ pub mod inspect;
 pub mod pki;
 pub mod qemu;
 pub mod receive;
+pub mod report;
 pub mod resolve;
 pub mod run;
 pub mod send;

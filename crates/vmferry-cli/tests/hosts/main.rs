@@ -9,6 +9,7 @@ mod demo;
 mod inspect;
 mod leftovers;
 mod peers;
+mod report;
 mod sandbox;
 #[path = "../support/mod.rs"]
 mod support;
