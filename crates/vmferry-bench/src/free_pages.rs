@@ -78,12 +78,7 @@ fn yes_or_no(hints: bool) -> &'static str {
 const BUILD_RATE: u64 = 20_000;
 
 const CASES: [Case; 4] = [
-    Case {
-        name: "idle_8g",
-        memory_mib: 8 << 10,
-        used_mib: 8 << 10,
-        work: Work::Idle { mib: 256 },
-    },
+    Case { name: "idle_8g", memory_mib: 8 << 10, used_mib: 8 << 10, work: Work::Idle { mib: 256 } },
     Case {
         name: "busy_8g",
         memory_mib: 8 << 10,
@@ -106,12 +101,7 @@ const CASES: [Case; 4] = [
 
 /// The same, so small that they show nothing but that it works.
 const QUICK_CASES: [Case; 2] = [
-    Case {
-        name: "idle_8g",
-        memory_mib: 192,
-        used_mib: 192,
-        work: Work::Idle { mib: 16 },
-    },
+    Case { name: "idle_8g", memory_mib: 192, used_mib: 192, work: Work::Idle { mib: 16 } },
     Case {
         name: "busy_8g",
         memory_mib: 192,

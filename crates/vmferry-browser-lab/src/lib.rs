@@ -142,6 +142,9 @@ fn url(path: &Path) -> String {
 /// Runs the browser to its end.
 fn browse(arguments: &[&str]) -> Output {
     let root = packages().join("root/usr/lib");
+    let libraries = root.join("x86_64-linux-gnu");
+    // Pulse's own library lies in a directory of its own, and Chromium links to it.
+    let path = format!("{0}:{0}/pulseaudio", libraries.display());
     let profile = tempfile::tempdir().unwrap();
     let browser = root.join("chromium/chromium-headless-shell");
     let is_root = rustix::process::geteuid().is_root();
@@ -158,7 +161,7 @@ fn browse(arguments: &[&str]) -> Output {
         .args(["--disable-background-networking", "--host-resolver-rules=MAP * ~NOTFOUND"])
         .arg(format!("--user-data-dir={}", profile.path().display()))
         .args(arguments)
-        .env("LD_LIBRARY_PATH", root.join("x86_64-linux-gnu"))
+        .env("LD_LIBRARY_PATH", path)
         .env("FONTCONFIG_FILE", packages().join("fonts.conf"))
         .env("HOME", profile.path())
         .output()

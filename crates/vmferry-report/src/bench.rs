@@ -140,6 +140,9 @@ mod tests {
         let mut newer = object;
         newer.insert("version".into(), 2.into());
         let error = read("a.json", newer).unwrap_err().to_string();
-        assert_eq!(error, "a.json has version 2 of a benchmark's results, and only 1 is known here");
+        assert_eq!(
+            error,
+            "a.json has version 2 of a benchmark's results, and only 1 is known here"
+        );
     }
 }

@@ -31,7 +31,9 @@ pub enum ReportError {
         source: serde_json::Error,
     },
     /// A result of a benchmark in a version of the shape that is not known.
-    #[error("{file} has version {version} of a benchmark's results, and only {known} is known here")]
+    #[error(
+        "{file} has version {version} of a benchmark's results, and only {known} is known here"
+    )]
     Version {
         /// The file.
         file: String,

@@ -28,7 +28,8 @@ use serde_json::Value;
 pub use error::ReportError;
 pub use page::{benchmarks, compare, run};
 pub use run::{
-    Downtime, Encoded, Ending, Event, Failure, Forecast, Limits, Number, Round, Run, Sample, Started, Stats,
+    Downtime, Encoded, Ending, Event, Failure, Forecast, Limits, Number, Round, Run, Sample,
+    Started, Stats,
 };
 
 /// What a file is.

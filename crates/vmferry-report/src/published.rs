@@ -102,10 +102,10 @@ impl Table {
     /// Our figure beside a published one.
     #[must_use]
     pub fn beside(&self, figure: &Figure, ours: &Ours, results: &Results) -> Option<f64> {
-        let rows = if self.list == "rows" { &results.rows } else { results.more.get(&self.list)? };
-        let matches = |row: &&Row| {
-            figure.matching.iter().all(|(name, value)| row.get(name) == Some(value))
-        };
+        let rows =
+            if self.list == "rows" { &results.rows } else { results.more.get(&self.list)? };
+        let matches =
+            |row: &&Row| figure.matching.iter().all(|(name, value)| row.get(name) == Some(value));
         let column = figure.value.as_ref().unwrap_or(&ours.value);
         rows.iter().find(matches)?.get(column)?.as_f64()
     }
@@ -130,7 +130,8 @@ impl Figure {
     pub fn median(&self) -> Option<f64> {
         let mut sorted = self.published.clone();
         sorted.sort_by(f64::total_cmp);
-        let (least, most) = (sorted.get(sorted.len().checked_sub(1)? / 2)?, sorted.get(sorted.len() / 2)?);
+        let (least, most) =
+            (sorted.get(sorted.len().checked_sub(1)? / 2)?, sorted.get(sorted.len() / 2)?);
         Some(f64::midpoint(*least, *most))
     }
 }

@@ -12,14 +12,21 @@ const WIDTHS: [u32; 2] = [1280, 400];
 fn check(page: &str, width: u32, scheme: Scheme) -> Measured {
     let measured = measure(page, width, scheme);
     assert_eq!(measured.width, f64::from(width));
-    assert!(measured.scroll_width <= measured.width, "wider than the window: {:?}", measured.too_wide);
+    assert!(
+        measured.scroll_width <= measured.width,
+        "wider than the window: {:?}",
+        measured.too_wide
+    );
     assert!(measured.too_wide.is_empty(), "{:?}", measured.too_wide);
     assert!(measured.fetched.is_empty(), "{:?}", measured.fetched);
     assert_eq!(measured.scripts, 0);
     assert!(!measured.harmed);
     for plot in &measured.plots {
         assert!(plot.marks > 0 && plot.texts >= 6, "{plot:?}");
-        assert!(plot.height > 80.0 && plot.width > 0.8 * (f64::from(width) / 2.0 - 80.0), "{plot:?}");
+        assert!(
+            plot.height > 80.0 && plot.width > 0.8 * (f64::from(width) / 2.0 - 80.0),
+            "{plot:?}"
+        );
         assert_eq!((plot.texts_outside, plot.texts_overlapping), (0, 0), "{plot:?}");
         assert!(plot.letters_px >= 8.0, "too small to be read: {plot:?}");
     }
@@ -39,7 +46,8 @@ fn a_migration_is_laid_out_for_desk_and_pocket() {
         assert_eq!(measured.plots.len(), 5, "{:?}", measured.plots);
         assert!(measured.bars.len() >= 7 && measured.bars.iter().all(|width| *width > 0.0));
         // Tiles stand side by side where there is room, two in a row where there is little.
-        let first_row = measured.tiles.iter().filter(|tile| tile.top == measured.tiles[0].top).count();
+        let first_row =
+            measured.tiles.iter().filter(|tile| tile.top == measured.tiles[0].top).count();
         assert_eq!(first_row, if width == 400 { 2 } else { 6 }, "{:?}", measured.tiles);
         let facts: Value = serde_json::from_str(&measured.facts).unwrap();
         assert_eq!(facts["outcome"], "moved");
@@ -49,7 +57,11 @@ fn a_migration_is_laid_out_for_desk_and_pocket() {
 
 /// The red, green and blue of `rgb(1, 2, 3)`, added.
 fn light_of(colour: &str) -> u32 {
-    colour.split(|letter: char| !letter.is_ascii_digit()).filter_map(|part| part.parse::<u32>().ok()).take(3).sum()
+    colour
+        .split(|letter: char| !letter.is_ascii_digit())
+        .filter_map(|part| part.parse::<u32>().ok())
+        .take(3)
+        .sum()
 }
 
 #[test]
@@ -65,9 +77,11 @@ fn a_dark_screen_has_a_dark_page() {
 
 #[test]
 fn two_migrations_and_benchmarks_are_laid_out_too() {
-    let [a, b] = [1.0, 2.0].map(|speed| support::run(&support::file(&support::record("web", speed))));
+    let [a, b] =
+        [1.0, 2.0].map(|speed| support::run(&support::file(&support::record("web", speed))));
     let compared = vmferry_report::compare(&a, &b).unwrap();
-    let failed = vmferry_report::run(&support::run(&support::file(&support::failed("web")))).unwrap();
+    let failed =
+        vmferry_report::run(&support::run(&support::file(&support::failed("web")))).unwrap();
     let benchmarks = vmferry_report::benchmarks(&[support::benchmark()]).unwrap();
     for width in WIDTHS {
         assert_eq!(check(&compared, width, Scheme::Light).plots.len(), 10);
@@ -81,7 +95,8 @@ fn two_migrations_and_benchmarks_are_laid_out_too() {
 
 #[test]
 fn a_hostile_guest_is_text() {
-    let name = "<script>window.harmed=1;parent.harmed=1</script><img src=x onerror=parent.harmed=1>";
+    let name =
+        "<script>window.harmed=1;parent.harmed=1</script><img src=x onerror=parent.harmed=1>";
     let mut lines = support::record(name, 1.0);
     lines.insert(1, json!({ "event": "link-lost", "channel": name, "reason": "x".repeat(500) }));
     let page = vmferry_report::run(&support::run(&support::file(&lines))).unwrap();

@@ -36,7 +36,8 @@ fn every_member_that_is_read_is_written() {
 
 #[test]
 fn what_the_engine_writes_is_shown() {
-    let round = RoundStats { round: 1, pages: 1000, bytes: 4_100_000, ms: 50.0, ..RoundStats::default() };
+    let round =
+        RoundStats { round: 1, pages: 1000, bytes: 4_100_000, ms: 50.0, ..RoundStats::default() };
     let stats = SourceStats {
         rounds: vec![round],
         total_ms: 61.0,
@@ -45,8 +46,10 @@ fn what_the_engine_writes_is_shown() {
         compression_ratio: f64::NAN,
         ..SourceStats::default()
     };
-    let line = format!("{{\"event\":\"done\",\"stats\":{}}}\n", serde_json::to_string(&stats).unwrap());
-    let Ok(vmferry_report::Document::Run(run)) = vmferry_report::read("run.json", line.as_bytes()) else {
+    let line =
+        format!("{{\"event\":\"done\",\"stats\":{}}}\n", serde_json::to_string(&stats).unwrap());
+    let Ok(vmferry_report::Document::Run(run)) = vmferry_report::read("run.json", line.as_bytes())
+    else {
         panic!("{line} is a run")
     };
     let page = vmferry_report::run(&run).unwrap();

@@ -11,13 +11,27 @@ const HOSTILE: &str = "<script>harmed=1</script>\"'&<img src=x onerror=harmed=1>
 
 #[test]
 fn a_page_has_everything_and_fetches_nothing() {
-    let page = vmferry_report::run(&support::run(&support::file(&support::record("web", 1.0)))).unwrap();
+    let page =
+        vmferry_report::run(&support::run(&support::file(&support::record("web", 1.0)))).unwrap();
     for part in [
-        "web moved in ", "within its limit of 300 ms", "Throughput and dirty rate over time",
-        "Predicted downtime over time", "Where the downtime went", "saving the state, meanwhile",
-        "Bytes by round", "Dirty pages by round", "How pages travelled, by round", "CPU time of the engine",
-        "round 1: 60,000 pages", "cap of 64", "committed: no way back", "05050505", "hashed whole",
-        "2026-09-21T14:", "prefers-color-scheme: dark", "@media print",
+        "web moved in ",
+        "within its limit of 300 ms",
+        "Throughput and dirty rate over time",
+        "Predicted downtime over time",
+        "Where the downtime went",
+        "saving the state, meanwhile",
+        "Bytes by round",
+        "Dirty pages by round",
+        "How pages travelled, by round",
+        "CPU time of the engine",
+        "round 1: 60,000 pages",
+        "cap of 64",
+        "committed: no way back",
+        "05050505",
+        "hashed whole",
+        "2026-09-21T14:",
+        "prefers-color-scheme: dark",
+        "@media print",
     ] {
         assert!(page.contains(part), "{part}");
     }
@@ -25,17 +39,29 @@ fn a_page_has_everything_and_fetches_nothing() {
         assert!(!page.contains(fetched), "{fetched}");
     }
     // Links stay in the page.
-    assert!(page.split("href=\"").skip(1).all(|href| href.starts_with('#') || href.starts_with("data:,")));
+    assert!(
+        page.split("href=\"")
+            .skip(1)
+            .all(|href| href.starts_with('#') || href.starts_with("data:,"))
+    );
     let plots = page.matches("class=\"plot\"").count();
     assert!(plots >= 5, "{plots}");
-    assert_eq!(page.matches("role=\"img\"").count(), page.matches("<title id=").count(), "each has its words");
+    assert_eq!(
+        page.matches("role=\"img\"").count(),
+        page.matches("<title id=").count(),
+        "each has its words"
+    );
 }
 
 #[test]
 fn a_failure_has_its_rounds_and_advice() {
     let page = vmferry_report::run(&support::run(&support::file(&support::failed("web")))).unwrap();
     for part in [
-        "web stayed where it was", "exit status 10", "410 MB/s", "Advice: give it --throttle 80", "Bytes by round",
+        "web stayed where it was",
+        "exit status 10",
+        "410 MB/s",
+        "Advice: give it --throttle 80",
+        "Bytes by round",
         "with 6 rounds finished",
     ] {
         assert!(page.contains(part), "{part}");
@@ -54,16 +80,24 @@ fn a_record_of_a_killed_writer_is_shown_as_far_as_it_goes() {
 
 #[test]
 fn two_runs_stand_side_by_side() {
-    let [a, b] = [1.0, 2.0].map(|speed| support::run(&support::file(&support::record("web", speed))));
+    let [a, b] =
+        [1.0, 2.0].map(|speed| support::run(&support::file(&support::record("web", speed))));
     let page = vmferry_report::compare(&a, &b).unwrap();
-    for part in ["B has 0.50 times the downtime", "B / A", "▲ better", "A: Bytes by round", "B: Bytes by round"] {
+    for part in [
+        "B has 0.50 times the downtime",
+        "B / A",
+        "▲ better",
+        "A: Bytes by round",
+        "B: Bytes by round",
+    ] {
         assert!(page.contains(part), "{part}");
     }
     // The same axes: both have the labels of the slower one.
     let axis = |name: &str| {
         let plot = page.split(name).nth(1).unwrap().split("</svg>").next().unwrap();
         let labels = plot.split("<text").skip(1).map(|text| text.split('>').nth(1).unwrap().trim());
-        let labels: Vec<String> = labels.map(|label| label.split('<').next().unwrap().trim().to_owned()).collect();
+        let labels: Vec<String> =
+            labels.map(|label| label.split('<').next().unwrap().trim().to_owned()).collect();
         labels
     };
     let title = |name| format!("-t\">{name}: Throughput and dirty rate over time</title>");
@@ -74,7 +108,15 @@ fn two_runs_stand_side_by_side() {
 #[test]
 fn published_figures_stand_beside_ours() {
     let page = vmferry_report::benchmarks(&[support::benchmark()]).unwrap();
-    for part in ["Free-page hints of a balloon (2018)", "41,651", "3,774", "34 ×", "4.79 ×", "1 of 1 met", "A processor"] {
+    for part in [
+        "Free-page hints of a balloon (2018)",
+        "41,651",
+        "3,774",
+        "34 ×",
+        "4.79 ×",
+        "1 of 1 met",
+        "A processor",
+    ] {
         assert!(page.contains(part), "{part}");
     }
 }
@@ -92,10 +134,15 @@ fn poison(value: &mut Value) {
 #[test]
 fn text_from_a_file_is_never_structure() {
     let mut lines = support::record(HOSTILE, 1.0);
-    lines.extend([json!({ "event": HOSTILE, HOSTILE: HOSTILE }), json!({ "event": "link-lost", "channel": HOSTILE, "reason": HOSTILE })]);
+    lines.extend([
+        json!({ "event": HOSTILE, HOSTILE: HOSTILE }),
+        json!({ "event": "link-lost", "channel": HOSTILE, "reason": HOSTILE }),
+    ]);
     let lines_before_end = lines.len() - 3;
     lines.swap(lines_before_end, lines_before_end + 2);
-    for line in lines.iter_mut().filter(|line| line["event"] == "done" || line["event"] == "started") {
+    for line in
+        lines.iter_mut().filter(|line| line["event"] == "done" || line["event"] == "started")
+    {
         let event = line["event"].take();
         poison(line);
         line["event"] = event;
@@ -123,17 +170,53 @@ fn text_from_a_file_is_never_structure() {
 /// Lines much like those of a record, and much unlike them.
 fn line() -> impl Strategy<Value = String> {
     let names = prop::sample::select(vec![
-        "started", "connected", "progress", "forecast", "round-started", "round-done", "paused", "committed", "done",
-        "failed", "throttled", "link-lost", "resent", "unheard-of",
+        "started",
+        "connected",
+        "progress",
+        "forecast",
+        "round-started",
+        "round-done",
+        "paused",
+        "committed",
+        "done",
+        "failed",
+        "throttled",
+        "link-lost",
+        "resent",
+        "unheard-of",
     ]);
     let members = prop::sample::select(vec![
-        "round", "pages", "bytes", "ms", "elapsed_ms", "sent_bytes", "predicted_downtime_ms", "dirty_bytes_per_s", "time",
-        "run", "guest", "limits", "stats", "error", "rounds", "downtime_ms", "paused", "encoded", "downtime", "ok",
-        "dirty_pages_per_s", "harvest_ms", "downtime_limit_ms", "total_ms",
+        "round",
+        "pages",
+        "bytes",
+        "ms",
+        "elapsed_ms",
+        "sent_bytes",
+        "predicted_downtime_ms",
+        "dirty_bytes_per_s",
+        "time",
+        "run",
+        "guest",
+        "limits",
+        "stats",
+        "error",
+        "rounds",
+        "downtime_ms",
+        "paused",
+        "encoded",
+        "downtime",
+        "ok",
+        "dirty_pages_per_s",
+        "harvest_ms",
+        "downtime_limit_ms",
+        "total_ms",
     ]);
     let number = prop_oneof![
         any::<f64>().prop_filter("JSON has no others", |it| it.is_finite()),
-        Just(1e308), Just(-1e308), Just(0.0), 0.0..1e6
+        Just(1e308),
+        Just(-1e308),
+        Just(0.0),
+        0.0..1e6
     ];
     let leaf = prop_oneof![
         4 => number.prop_map(|it| json!(it)),
@@ -144,12 +227,16 @@ fn line() -> impl Strategy<Value = String> {
     ];
     let value = leaf.prop_recursive(3, 24, 5, {
         let members = members.clone();
-        move |inner| prop_oneof![
-            vec(inner.clone(), 0..4).prop_map(Value::Array),
-            vec((members.clone(), inner), 0..5).prop_map(|all| {
-                Value::Object(all.into_iter().map(|(name, value)| (name.to_owned(), value)).collect())
-            }),
-        ]
+        move |inner| {
+            prop_oneof![
+                vec(inner.clone(), 0..4).prop_map(Value::Array),
+                vec((members.clone(), inner), 0..5).prop_map(|all| {
+                    Value::Object(
+                        all.into_iter().map(|(name, value)| (name.to_owned(), value)).collect(),
+                    )
+                }),
+            ]
+        }
     });
     let event = (names, vec((members, value), 0..8)).prop_map(|(name, members)| {
         let mut line: serde_json::Map<String, Value> =

@@ -34,8 +34,9 @@ pub fn run(options: &ReportOptions, output: &Output) -> Result<(), Failure> {
             _ => Ok(()),
         };
     };
-    std::fs::write(&to, page)
-        .map_err(|error| Failure::new(Code::Internal, format!("{} can't be written: {error}", to.display())))?;
+    std::fs::write(&to, page).map_err(|error| {
+        Failure::new(Code::Internal, format!("{} can't be written: {error}", to.display()))
+    })?;
     let result = json!({ "output": to.display().to_string(), "bytes": bytes, "kind": kind });
     output.result(&result, || format!("{} has the report", to.display()));
     Ok(())
@@ -73,15 +74,20 @@ fn target(options: &ReportOptions, output: &Output) -> Result<Option<PathBuf>, F
         }
         (Some(path), _) => path.clone(),
         (None, [file]) => file.with_extension("html"),
-        (None, _) => return Err(usage("which file shall have the page of these? Add -o FILE".into())),
+        (None, _) => {
+            return Err(usage("which file shall have the page of these? Add -o FILE".into()));
+        }
     };
     // By whatever name and link it is reached.
     let same = |path: &PathBuf| {
         let (one, other) = (std::fs::metadata(path), std::fs::metadata(&to));
-        one.is_ok_and(|one| other.is_ok_and(|other| (one.dev(), one.ino()) == (other.dev(), other.ino())))
+        one.is_ok_and(|one| {
+            other.is_ok_and(|other| (one.dev(), one.ino()) == (other.dev(), other.ino()))
+        })
     };
     if let Some(input) = options.files.iter().find(|path| same(path)) {
-        let text = format!("the page would overwrite {}: name another file with -o", input.display());
+        let text =
+            format!("the page would overwrite {}: name another file with -o", input.display());
         return Err(usage(text));
     }
     Ok(Some(to))
@@ -89,13 +95,12 @@ fn target(options: &ReportOptions, output: &Output) -> Result<Option<PathBuf>, F
 
 fn content(path: &Path) -> Result<Vec<u8>, Failure> {
     let mut content = Vec::new();
-    File::open(path)
-        .and_then(|file| file.take(FILE_LIMIT + 1).read_to_end(&mut content))
-        .map_err(|error| {
-            Failure::new(Code::Usage, format!("{} can't be read: {error}", path.display()))
-        })?;
+    File::open(path).and_then(|file| file.take(FILE_LIMIT + 1).read_to_end(&mut content)).map_err(
+        |error| Failure::new(Code::Usage, format!("{} can't be read: {error}", path.display())),
+    )?;
     if content.len() as u64 > FILE_LIMIT {
-        let text = format!("{} has more than {FILE_LIMIT} bytes: that is no record", path.display());
+        let text =
+            format!("{} has more than {FILE_LIMIT} bytes: that is no record", path.display());
         return Err(Failure::new(Code::Protocol, text));
     }
     Ok(content)

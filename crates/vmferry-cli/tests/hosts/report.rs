@@ -22,8 +22,21 @@ fn text(bytes: &[u8]) -> &str {
 fn a_real_migration_has_a_page() {
     let directory = tempfile::tempdir().unwrap();
     let here = directory.path();
-    let demo = ["demo", "--json", "--guest", "process", "--memory", "64M", "--hot", "8M", "--transport", "unix"];
-    for (name, more) in [("one.json", &["--compress", "none"][..]), ("two.json", &["--max-bandwidth", "64M"])] {
+    let demo = [
+        "demo",
+        "--json",
+        "--guest",
+        "process",
+        "--memory",
+        "64M",
+        "--hot",
+        "8M",
+        "--transport",
+        "unix",
+    ];
+    for (name, more) in
+        [("one.json", &["--compress", "none"][..]), ("two.json", &["--max-bandwidth", "64M"])]
+    {
         let output = vmferry(&[&demo, more].concat(), here);
         assert!(output.status.success(), "{}", text(&output.stderr));
         std::fs::write(here.join(name), output.stdout).unwrap();
@@ -33,12 +46,16 @@ fn a_real_migration_has_a_page() {
     let said: Value = serde_json::from_slice(&output.stdout).unwrap();
     let page = std::fs::read_to_string(here.join("one.html")).unwrap();
     assert_eq!(said["output"], "one.html");
-    assert_eq!((said["kind"].as_str(), said["bytes"].as_u64()), (Some("run"), Some(page.len() as u64)));
+    assert_eq!(
+        (said["kind"].as_str(), said["bytes"].as_u64()),
+        (Some("run"), Some(page.len() as u64))
+    );
     let measured = measure(&page, 1280, Scheme::Light);
     assert!(measured.headline.contains(" moved in "), "{}", measured.headline);
     assert!(measured.plots.len() >= 3 && measured.too_wide.is_empty(), "{measured:?}");
     let facts: Value = serde_json::from_str(&measured.facts).unwrap();
-    let demo: Value = serde_json::from_slice(&std::fs::read(here.join("one.json")).unwrap()).unwrap();
+    let demo: Value =
+        serde_json::from_slice(&std::fs::read(here.join("one.json")).unwrap()).unwrap();
     assert_eq!(facts["numbers"]["downtime_ms"], demo["downtime_ms"]);
 
     let output = vmferry(&["report", "--compare", "one.json", "two.json", "-o", "-"], here);
@@ -54,7 +71,13 @@ fn what_can_not_be_shown_is_refused_by_name() {
     let here = directory.path();
     let run = "{\"event\":\"ready\"}\n{\"event\":\"committed\"}\n";
     let bench = r#"{"name":"place","machine":{},"rows":[],"ratios":{}}"#;
-    let files = [("run.json", run), ("bench.json", bench), ("broken.json", "{\"event\":\"ready\"}\nno\n{}\n"), ("empty.json", ""), ("page.html", run)];
+    let files = [
+        ("run.json", run),
+        ("bench.json", bench),
+        ("broken.json", "{\"event\":\"ready\"}\nno\n{}\n"),
+        ("empty.json", ""),
+        ("page.html", run),
+    ];
     for (name, content) in files {
         std::fs::write(here.join(name), content).unwrap();
     }
@@ -79,9 +102,14 @@ fn what_can_not_be_shown_is_refused_by_name() {
         assert_eq!(output.status.code(), Some(status), "{arguments:?}: {said}");
         assert!(said.contains(message), "{arguments:?}: {said}");
     }
-    assert_eq!(std::fs::read_to_string(here.join("run.json")).unwrap(), run, "inputs are as they were");
+    assert_eq!(
+        std::fs::read_to_string(here.join("run.json")).unwrap(),
+        run,
+        "inputs are as they were"
+    );
     assert!(!here.join("x.html").exists());
-    for (files, kind) in [(&["run.json"][..], "run"), (&["bench.json", "bench.json"], "benchmarks")] {
+    for (files, kind) in [(&["run.json"][..], "run"), (&["bench.json", "bench.json"], "benchmarks")]
+    {
         let output = vmferry(&[&["report", "--json", "-o", "x.html"], files].concat(), here);
         let said: Value = serde_json::from_slice(&output.stdout).unwrap();
         assert_eq!(said["kind"], kind);

@@ -24,26 +24,29 @@ pub struct Dots<'a> {
 }
 
 const WIDTH: u32 = 1100;
-const LINE: u32 = 40;
+const LINE: u32 = 42;
 
 impl Dots<'_> {
     /// Draws it.
     pub fn draw(&self) -> Result<Markup, ReportError> {
-        let points = || self.series.iter().flat_map(|(_, points)| points).map(|point| tame(point.1));
+        let points =
+            || self.series.iter().flat_map(|(_, points)| points).map(|point| tame(point.1));
         let (least, most) = points()
             .filter(|number| *number > 0.0)
-            .fold((1.0_f64, 1.0_f64), |(least, most), number| (least.min(number), most.max(number)));
+            .fold((1.0_f64, 1.0_f64), |(least, most), number| {
+                (least.min(number), most.max(number))
+            });
         let range = (least * 0.6).max(1e-6)..(most * 1.6).min(1e12);
         let lines = self.names.len();
-        let size = (WIDTH, LINE * lines as u32 + 110);
+        let size = (WIDTH, LINE * lines as u32 + 124);
         let mut svg = String::new();
         {
             let area = SVGBackend::with_string(&mut svg, size).into_drawing_area();
             let mut chart = ChartBuilder::on(&area)
                 .margin_top(14)
                 .margin_right(30)
-                .x_label_area_size(76)
-                .y_label_area_size(420)
+                .x_label_area_size(88)
+                .y_label_area_size(480)
                 .build_cartesian_2d(range.log_scale(), 0.0..lines as f64)
                 .map_err(|error| failed(&error))?;
             chart
@@ -64,7 +67,10 @@ impl Dots<'_> {
             // Behind the name of a line comes the line of its points.
             let place = |line: usize| chart.backend_coord(&(1.0, height(line))).1;
             let places: Vec<i32> = (0..lines).map(place).collect();
-            let unit = LineSeries::new([(1.0, 0.0), (1.0, lines as f64)], Tone::Grey.colour().stroke_width(3));
+            let unit = LineSeries::new(
+                [(1.0, 0.0), (1.0, lines as f64)],
+                Tone::Grey.colour().stroke_width(3),
+            );
             chart.draw_series(unit).map_err(|error| failed(&error))?;
             for (index, (tone, points)) in self.series.iter().enumerate() {
                 let colour = tone.colour().filled();
@@ -72,7 +78,9 @@ impl Dots<'_> {
                     let at = (tame(*number).max(1e-6), height(*line));
                     // Shapes differ as well as colours.
                     if index == 0 {
-                        chart.draw_series([Circle::new(at, 10, colour)]).map_err(|error| failed(&error))?;
+                        chart
+                            .draw_series([Circle::new(at, 10, colour)])
+                            .map_err(|error| failed(&error))?;
                     } else {
                         chart
                             .draw_series([TriangleMarker::new(at, 13, colour)])
@@ -82,9 +90,11 @@ impl Dots<'_> {
             }
             drop(chart);
             use plotters::style::text_anchor::{HPos, Pos, VPos};
-            let style = ("sans-serif", LETTERS).into_text_style(&area).pos(Pos::new(HPos::Right, VPos::Center));
+            let style = ("sans-serif", LETTERS)
+                .into_text_style(&area)
+                .pos(Pos::new(HPos::Right, VPos::Center));
             for (name, place) in self.names.iter().zip(places) {
-                area.draw_text(name, &style, (408, place)).map_err(|error| failed(&error))?;
+                area.draw_text(name, &style, (466, place)).map_err(|error| failed(&error))?;
             }
             area.present().map_err(|error| failed(&error))?;
         }

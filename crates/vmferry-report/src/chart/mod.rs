@@ -60,9 +60,9 @@ impl Tone {
 /// Lines of the grid.
 const GRID: RGBColor = RGBColor(0xDD, 0xDD, 0xDE);
 
-/// Twice the size in pixels of a plot on a desk's screen, and of its letters.
-const SIZE: (u32, u32) = (880, 430);
-const LETTERS: u32 = 22;
+/// Twice the size in pixels of a plot on a desk's screen, and of its letters with the space between their lines.
+const SIZE: (u32, u32) = (880, 450);
+const LETTERS: u32 = 28;
 
 /// More points than this are not seen on a plot of that width.
 const POINTS: usize = 600;
@@ -152,8 +152,8 @@ impl Figure<'_> {
             let mut chart = ChartBuilder::on(area)
                 .margin_top(14)
                 .margin_right(24)
-                .x_label_area_size(72)
-                .y_label_area_size(104)
+                .x_label_area_size(86)
+                .y_label_area_size(116)
                 .build_cartesian_2d(self.x.range(), self.y.range())
                 .map_err(|error| failed(&error))?;
             chart
@@ -172,8 +172,13 @@ impl Figure<'_> {
                 .draw()
                 .map_err(|error| failed(&error))?;
             let end = self.y.range().end;
-            for mark in marks.iter().map(|mark| tame(*mark)).filter(|at| self.x.range().contains(at)) {
-                let upright = LineSeries::new([(mark, 0.0), (mark, end)], Tone::Grey.colour().stroke_width(3));
+            for mark in
+                marks.iter().map(|mark| tame(*mark)).filter(|at| self.x.range().contains(at))
+            {
+                let upright = LineSeries::new(
+                    [(mark, 0.0), (mark, end)],
+                    Tone::Grey.colour().stroke_width(3),
+                );
                 chart.draw_series(upright).map_err(|error| failed(&error))?;
             }
             for line in lines {
@@ -181,7 +186,8 @@ impl Figure<'_> {
                 let colour = line.tone.colour();
                 let alone = points.len() == 1;
                 let dots = points.iter().filter(|_| alone || line.points.len() <= 40);
-                let dots: Vec<_> = dots.map(|point| Circle::new(*point, 6, colour.filled())).collect();
+                let dots: Vec<_> =
+                    dots.map(|point| Circle::new(*point, 6, colour.filled())).collect();
                 chart
                     .draw_series(LineSeries::new(points, colour.stroke_width(4)))
                     .map_err(|error| failed(&error))?;
@@ -198,12 +204,13 @@ impl Figure<'_> {
             let mut chart = ChartBuilder::on(area)
                 .margin_top(14)
                 .margin_right(24)
-                .x_label_area_size(72)
-                .y_label_area_size(104)
+                .x_label_area_size(86)
+                .y_label_area_size(116)
                 .build_cartesian_2d(across, self.y.range())
                 .map_err(|error| failed(&error))?;
             // A round has no half.
-            let whole = |x: &f64| if x.fract().abs() < 1e-6 { human::count(*x) } else { String::new() };
+            let whole =
+                |x: &f64| if x.fract().abs() < 1e-6 { human::count(*x) } else { String::new() };
             chart
                 .configure_mesh()
                 .disable_x_mesh()
@@ -239,7 +246,9 @@ impl Figure<'_> {
     /// Draws, and says in words what was drawn.
     fn draw(
         &self,
-        with: impl FnOnce(&DrawingArea<SVGBackend<'_>, plotters::coord::Shift>) -> Result<(), ReportError>,
+        with: impl FnOnce(
+            &DrawingArea<SVGBackend<'_>, plotters::coord::Shift>,
+        ) -> Result<(), ReportError>,
     ) -> Result<Markup, ReportError> {
         let mut svg = String::new();
         {
@@ -255,7 +264,8 @@ impl Figure<'_> {
 fn named(id: &str, title: &str, description: &str, svg: &str) -> Markup {
     let (head, body) = svg.split_once('>').unwrap_or((svg, ""));
     let head = head.replacen("<svg", "", 1);
-    let names = format!(r#"class="plot" role="img" aria-labelledby="{id}-t" aria-describedby="{id}-d""#);
+    let names =
+        format!(r#"class="plot" role="img" aria-labelledby="{id}-t" aria-describedby="{id}-d""#);
     html! {
         (PreEscaped(format!("<svg {names}{head}>")))
         title id=(format!("{id}-t")) { (title) }
@@ -275,7 +285,9 @@ fn thinned(points: &[(f64, f64)], top: f64, end: f64) -> Vec<(f64, f64)> {
         .chunks(each)
         .map(|some| {
             let length = some.len() as f64;
-            let sum = some.iter().fold((0.0, 0.0), |sum, point| (sum.0 + tame(point.0), sum.1 + tame(point.1)));
+            let sum = some
+                .iter()
+                .fold((0.0, 0.0), |sum, point| (sum.0 + tame(point.0), sum.1 + tame(point.1)));
             ((sum.0 / length).min(end), (sum.1 / length).min(top))
         })
         .collect();
@@ -309,11 +321,19 @@ mod tests {
     fn a_plot_has_its_words_and_tones() {
         let lines = [Line { tone: Tone::Blue, points: vec![(0.0, 1e6), (3000.0, 2e6)] }];
         let svg = figure(3e6).lines(&lines, &[100.0]).unwrap().into_string();
-        for word in ["role=\"img\"", "A title &amp; more", "What is &lt;seen&gt;", "sent (MB)", "time (s)", "#0072B2"] {
+        for word in [
+            "role=\"img\"",
+            "A title &amp; more",
+            "What is &lt;seen&gt;",
+            "sent (MB)",
+            "time (s)",
+            "#0072B2",
+        ] {
             assert!(svg.contains(word), "{word}: {svg}");
         }
         assert_eq!(svg.matches("<svg").count(), 1);
-        let svg = figure(3.0).bars(&[vec![(Tone::Green, 2.0), (Tone::Pale, 0.0)]]).unwrap().into_string();
+        let svg =
+            figure(3.0).bars(&[vec![(Tone::Green, 2.0), (Tone::Pale, 0.0)]]).unwrap().into_string();
         assert!(svg.contains("#009E73") && !svg.contains("#D0D0D2"), "nothing is drawn of nothing");
     }
 

@@ -85,7 +85,11 @@ fn headline(metrics: &[Vec<Metric>; 2]) -> String {
             format!("{} times the {label}", human::digits(ratio))
         })
     };
-    let words = [word("downtime_ms", "downtime"), word("total_ms", "total time"), word("sent_bytes", "bytes")];
+    let words = [
+        word("downtime_ms", "downtime"),
+        word("total_ms", "total time"),
+        word("sent_bytes", "bytes"),
+    ];
     let words: Vec<String> = words.into_iter().flatten().collect();
     match words.as_slice() {
         [] => "A and B have no number in common".to_owned(),
@@ -137,7 +141,9 @@ fn machine_readable(runs: [&Run; 2], metrics: &[Vec<Metric>; 2]) -> serde_json::
         .iter()
         .zip(&metrics[1])
         .filter(|(a, b)| a.value.is_some() || b.value.is_some())
-        .map(|(a, b)| (a.key.to_owned(), json!({ "a": a.value, "b": b.value, "b_over_a": ratio(a, b) })))
+        .map(|(a, b)| {
+            (a.key.to_owned(), json!({ "a": a.value, "b": b.value, "b_over_a": ratio(a, b) }))
+        })
         .collect();
     json!({ "kind": "compare", "a": runs[0].file, "b": runs[1].file, "numbers": numbers })
 }

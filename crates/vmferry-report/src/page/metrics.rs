@@ -83,7 +83,13 @@ pub fn of(run: &Run) -> Vec<Metric> {
     let metric = |key, label, value, unit, better| Metric { key, label, value, unit, better };
     let content_gb = content_bytes(run).map(|bytes| bytes / 1e9);
     vec![
-        metric("downtime_ms", "Downtime", stats.downtime_ms.filter(|_| was_paused(run)), Unit::Ms, Less),
+        metric(
+            "downtime_ms",
+            "Downtime",
+            stats.downtime_ms.filter(|_| was_paused(run)),
+            Unit::Ms,
+            Less,
+        ),
         metric("predicted_downtime_ms", "Downtime, predicted", predicted(run), Unit::Ms, Neither),
         metric("downtime_limit_ms", "Downtime, limit", run.downtime_limit_ms(), Unit::Ms, Neither),
         metric("total_ms", "Total time", total_ms(run), Unit::Ms, Less),
@@ -96,11 +102,29 @@ pub fn of(run: &Run) -> Vec<Metric> {
         metric("free_pages", "Free pages left out", stats.free_pages, Unit::Count, Neither),
         metric("engine_cpu_s", "CPU at the source", stats.engine_cpu_s, Unit::CpuSeconds, Less),
         metric("planning_cpu_s", "CPU of planning", stats.planning_cpu_s, Unit::CpuSeconds, Less),
-        metric("destination_cpu_s", "CPU at the destination", run.destination_cpu_s, Unit::CpuSeconds, Less),
-        metric("engine_cpu_s_per_gb", "CPU per GB of pages", over(stats.engine_cpu_s, content_gb), Unit::CpuSecondsPerGb, Less),
+        metric(
+            "destination_cpu_s",
+            "CPU at the destination",
+            run.destination_cpu_s,
+            Unit::CpuSeconds,
+            Less,
+        ),
+        metric(
+            "engine_cpu_s_per_gb",
+            "CPU per GB of pages",
+            over(stats.engine_cpu_s, content_gb),
+            Unit::CpuSecondsPerGb,
+            Less,
+        ),
         metric("throttle_percent", "vCPU time taken, at most", throttle(run), Unit::Percent, Less),
         metric("round_trip_ms", "Round trip", run.round_trip_ms, Unit::Ms, Neither),
-        metric("state_bytes", "State of vCPUs and devices", stats.state_bytes, Unit::Bytes, Neither),
+        metric(
+            "state_bytes",
+            "State of vCPUs and devices",
+            stats.state_bytes,
+            Unit::Bytes,
+            Neither,
+        ),
         metric("reconnections", "Channels made again", stats.reconnections, Unit::Count, Less),
         metric("resent_bytes", "Sent again", stats.resent_bytes, Unit::Bytes, Less),
         metric("link_down_ms", "Without all channels", stats.link_down_ms, Unit::Ms, Less),

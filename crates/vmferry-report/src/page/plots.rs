@@ -69,7 +69,8 @@ fn by_round(
         _ => used.iter().map(|(tone, name, _)| (*tone, false, (*name).to_owned())).collect(),
     };
     let mut figures = Vec::new();
-    for (index, named) in runs.iter().enumerate().filter(|(_, named)| !named.run.rounds.is_empty()) {
+    for (index, named) in runs.iter().enumerate().filter(|(_, named)| !named.run.rounds.is_empty())
+    {
         let told = named.run.rounds.iter().enumerate().map(|(index, round)| {
             format!("round {}: {}", index + 1, whole(round).map_or_else(|| "unknown".into(), &text))
         });
@@ -86,7 +87,9 @@ fn by_round(
             .run
             .rounds
             .iter()
-            .map(|round| used.iter().map(|(tone, _, of)| (*tone, of(round).unwrap_or_default())).collect())
+            .map(|round| {
+                used.iter().map(|(tone, _, of)| (*tone, of(round).unwrap_or_default())).collect()
+            })
             .collect();
         figures.push(framed(&title, &legend, &figure.bars(&bars)?));
     }
@@ -96,7 +99,14 @@ fn by_round(
 /// Bytes sent by round.
 pub fn bytes(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
     let axis = |top| Axis::bytes("sent", "B", top);
-    by_round(runs, "Bytes by round", "bytes", axis, &[(Tone::Blue, "sent", |round| round.bytes)], human::bytes)
+    by_round(
+        runs,
+        "Bytes by round",
+        "bytes",
+        axis,
+        &[(Tone::Blue, "sent", |round| round.bytes)],
+        human::bytes,
+    )
 }
 
 /// Pages by round: what had to be sent, and what of it cost next to nothing.
@@ -139,7 +149,8 @@ fn throughput(run: &Run) -> Vec<(f64, f64)> {
         .samples
         .windows(2)
         .filter_map(|pair| {
-            let (ms, sent) = (pair[1].at_ms - pair[0].at_ms, pair[1].sent_bytes - pair[0].sent_bytes);
+            let (ms, sent) =
+                (pair[1].at_ms - pair[0].at_ms, pair[1].sent_bytes - pair[0].sent_bytes);
             (ms > 1.0).then(|| (pair[1].at_ms, sent.max(0.0) / ms * 1e3))
         })
         .collect();
@@ -163,8 +174,10 @@ fn dirty_rate(run: &Run) -> Vec<(f64, f64)> {
         return forecasts;
     }
     let spans = run.spans();
+    // What was written before the first round is not known, and while the guest stands still nothing is.
     let rounds = run.rounds.iter().zip(spans).skip(1);
     rounds
+        .filter(|(round, _)| !round.paused)
         .filter_map(|(round, (begin, _))| Some((begin, round.dirty_pages_per_s? * PAGE_BYTES)))
         .collect()
 }
@@ -172,12 +185,14 @@ fn dirty_rate(run: &Run) -> Vec<(f64, f64)> {
 fn paused_at(run: &Run) -> Option<f64> {
     let event = run.events.iter().rev().find(|event| event.name == "paused");
     let round = run.rounds.iter().zip(run.spans()).find(|(round, _)| round.paused);
-    event.and_then(|event| event.at_ms).or(round.map(|(_, (begin, _))| begin))
+    let exact = event.filter(|event| !event.is_about).and_then(|event| event.at_ms);
+    exact.or(round.map(|(_, (begin, _))| begin)).or(event.and_then(|event| event.at_ms))
 }
 
 /// Throughput and dirty rate over time, a plot for each run.
 pub fn rates(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
-    let curves: Vec<_> = runs.iter().map(|named| (throughput(named.run), dirty_rate(named.run))).collect();
+    let curves: Vec<_> =
+        runs.iter().map(|named| (throughput(named.run), dirty_rate(named.run))).collect();
     let points = || curves.iter().flat_map(|(carried, dirty)| carried.iter().chain(dirty));
     let (end, top) = (most(points().map(|p| Some(p.0))), most(points().map(|p| Some(p.1))));
     let mut figures = Vec::new();
@@ -224,7 +239,10 @@ pub fn rates(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
 /// The downtime that each harvest's forecast predicted, beside its limit.
 pub fn forecasts(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
     let points = |run: &Run| -> Vec<(f64, f64)> {
-        run.forecasts.iter().filter_map(|one| one.elapsed_ms.zip(one.predicted_downtime_ms)).collect()
+        run.forecasts
+            .iter()
+            .filter_map(|one| one.elapsed_ms.zip(one.predicted_downtime_ms))
+            .collect()
     };
     let curves: Vec<_> = runs.iter().map(|named| points(named.run)).collect();
     let all = || curves.iter().flatten();

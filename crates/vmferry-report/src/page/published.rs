@@ -19,7 +19,8 @@ struct Line<'a> {
 
 /// The table, and a plot of what each way gains over the base.
 pub fn beside(table: &Table, index: usize, results: &Results) -> Result<Markup, ReportError> {
-    let lines: Vec<Line<'_>> = table.figures.iter().map(|figure| line(table, figure, results)).collect();
+    let lines: Vec<Line<'_>> =
+        table.figures.iter().map(|figure| line(table, figure, results)).collect();
     Ok(html! {
         section.published {
             h3 { (table.title) " (" (table.year) ")" }
@@ -48,10 +49,17 @@ fn line<'a>(table: &'a Table, figure: &'a Figure, results: &Results) -> Line<'a>
     }
 }
 
-fn plot(table: &Table, index: usize, results: &Results, lines: &[Line<'_>]) -> Result<Markup, ReportError> {
+fn plot(
+    table: &Table,
+    index: usize,
+    results: &Results,
+    lines: &[Line<'_>],
+) -> Result<Markup, ReportError> {
     let shown: Vec<&Line<'_>> = lines
         .iter()
-        .filter(|line| line.published_gain.is_some() || line.ours.iter().any(|ours| ours.1.is_some()))
+        .filter(|line| {
+            line.published_gain.is_some() || line.ours.iter().any(|ours| ours.1.is_some())
+        })
         .collect();
     if shown.is_empty() {
         return Ok(html! {});
@@ -75,12 +83,19 @@ fn plot(table: &Table, index: usize, results: &Results, lines: &[Line<'_>]) -> R
         legend.push((tone, format!("▲ {}", ours.name)));
     }
     let told = shown.iter().zip(&names).map(|(line, name)| {
-        format!("{name}: published {}, here {}", times(line.published_gain), times(line.ours.first().and_then(|ours| ours.1)))
+        format!(
+            "{name}: published {}, here {}",
+            times(line.published_gain),
+            times(line.ours.first().and_then(|ours| ours.1))
+        )
     });
     let title = format!("{}: times as good as {}", table.title, table.base);
     let across = format!("times as good as {} (right of 1: better)", table.base);
     let dots = Dots {
-        id: &format!("published-{}-{index}", results.name.replace(|letter: char| !letter.is_ascii_alphanumeric(), "-")),
+        id: &format!(
+            "published-{}-{index}",
+            results.name.replace(|letter: char| !letter.is_ascii_alphanumeric(), "-")
+        ),
         title: &title,
         description: told.collect::<Vec<_>>().join("; "),
         across: &across,
@@ -139,6 +154,7 @@ fn numbers(table: &Table, lines: &[Line<'_>]) -> Markup {
 
 /// All published figures, if there are several.
 fn all(figure: &Figure) -> Option<String> {
-    let figures: Vec<String> = figure.published.iter().map(|number| human::digits(*number)).collect();
+    let figures: Vec<String> =
+        figure.published.iter().map(|number| human::digits(*number)).collect();
     (figures.len() > 1).then(|| format!("all: {}", figures.join("; ")))
 }

@@ -61,8 +61,10 @@ pub fn run(run: &Run) -> Result<String, ReportError> {
 /// The numbers that most people ask for.
 fn tiles(run: &Run, metrics: &[Metric]) -> Markup {
     let text = |key| find(metrics, key).filter(|metric| metric.value.is_some()).map(Metric::text);
-    let said = |key, before: &str, behind: &str| text(key).map(|text| format!("{before}{text}{behind}"));
-    let downtime = [said("downtime_limit_ms", "limit ", ""), said("predicted_downtime_ms", "predicted ", "")];
+    let said =
+        |key, before: &str, behind: &str| text(key).map(|text| format!("{before}{text}{behind}"));
+    let downtime =
+        [said("downtime_limit_ms", "limit ", ""), said("predicted_downtime_ms", "predicted ", "")];
     let downtime = downtime.into_iter().flatten().collect::<Vec<_>>().join(", ");
     let tiles = [
         ("downtime_ms", downtime),
@@ -92,7 +94,7 @@ fn events(events: &[Event]) -> Markup {
         ol.events {
             @for event in events {
                 li class=(event.name) {
-                    span.time { @match event.at_ms { Some(at) => (offset(at)), None => "" } }
+                    span.time { @if let Some(at) = event.at_ms { @if event.is_about { "≈ " } (offset(at)) } }
                     span { (event.text) }
                 }
             }

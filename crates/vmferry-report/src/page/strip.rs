@@ -67,7 +67,9 @@ pub fn strips(
     }
 }
 
-fn placed<'a>(parts: &'a [(Tone, &'a str, f64)]) -> impl Iterator<Item = (Tone, &'a str, f64, f64)> {
+fn placed<'a>(
+    parts: &'a [(Tone, &'a str, f64)],
+) -> impl Iterator<Item = (Tone, &'a str, f64, f64)> {
     parts.iter().scan(0.0, |end, (tone, name, size)| {
         let begin = *end;
         *end += size;

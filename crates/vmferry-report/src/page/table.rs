@@ -41,11 +41,17 @@ pub fn rounds(rounds: &[Round]) -> Markup {
         ("Speed", true, &|round| number(round.bytes_per_s, human::rate)),
         ("Dirty pages/s", true, &|round| count(round.dirty_pages_per_s)),
         ("Harvest", true, &|round| number(round.harvest_ms, human::ms)),
-        ("Throttle", true, &|round| number(round.throttle_percent, |percent| format!("{percent} %"))),
+        ("Throttle", true, &|round| {
+            number(round.throttle_percent, |percent| format!("{percent} %"))
+        }),
         ("How pages travelled", false, &encoded),
         ("Guest", false, &|round| {
             let state = if round.paused { "paused" } else { "running" };
-            if round.interrupted { format!("{state}, link lost meanwhile") } else { state.to_owned() }
+            if round.interrupted {
+                format!("{state}, link lost meanwhile")
+            } else {
+                state.to_owned()
+            }
         }),
     ];
     table("Rounds", &columns, rounds)

@@ -59,7 +59,11 @@ pub fn of(run: &Run, metrics: &[Metric]) -> Verdict {
             let exit = failure.exit.map(|exit| format!(", exit status {exit}")).unwrap_or_default();
             Verdict {
                 mood: Mood::Bad,
-                headline: format!("{} stayed where it was: {}{exit}", run.guest(), reason(&failure.code)),
+                headline: format!(
+                    "{} stayed where it was: {}{exit}",
+                    run.guest(),
+                    reason(&failure.code)
+                ),
                 sentences: vec![failure.message.clone()],
             }
         }
@@ -71,7 +75,9 @@ pub fn of(run: &Run, metrics: &[Metric]) -> Verdict {
     }
     if run.stats.digest_match == Some(false) || run.stats.verify_match == Some(false) {
         verdict.mood = Mood::Bad;
-        verdict.sentences.push("The memory that arrived is not the memory that was sent.".to_owned());
+        verdict
+            .sentences
+            .push("The memory that arrived is not the memory that was sent.".to_owned());
     }
     if run.cut_off {
         let text = "The record ends in the middle of a line: whoever wrote it was killed or is still writing. What \
@@ -126,16 +132,21 @@ fn moved(run: &Run, metrics: &[Metric]) -> Verdict {
     }
     match (run.stats.verify_match, run.stats.digest_match) {
         (Some(true), _) => {
-            sentences.push("Both memories, hashed whole while the guest was paused, are equal.".to_owned());
+            sentences.push(
+                "Both memories, hashed whole while the guest was paused, are equal.".to_owned(),
+            );
         }
         (None, Some(true)) => {
-            sentences.push("The digests of what was sent and of what arrived are equal.".to_owned());
+            sentences
+                .push("The digests of what was sent and of what arrived are equal.".to_owned());
         }
         _ => {}
     }
     if let Some(again) = run.stats.reconnections.filter(|again| *again > 0.0) {
         let down = text("link_down_ms");
-        sentences.push(format!("The link was lost: {again} channels were made again, {down} without all of them."));
+        sentences.push(format!(
+            "The link was lost: {again} channels were made again, {down} without all of them."
+        ));
     }
     Verdict { mood, headline, sentences }
 }
@@ -164,7 +175,11 @@ fn so_far(run: &Run, metrics: &[Metric]) -> Option<String> {
         1 => "1 round".to_owned(),
         rounds => format!("{rounds} rounds"),
     };
-    Some(format!("Until then {} were sent in {}, with {rounds} finished.", sent.text(), total.text()))
+    Some(format!(
+        "Until then {} were sent in {}, with {rounds} finished.",
+        sent.text(),
+        total.text()
+    ))
 }
 
 /// A failure's code in words.
@@ -225,7 +240,8 @@ mod tests {
 
     #[test]
     fn one_that_stayed_says_why_and_what_to_do() {
-        let failure = Failure { code: "not-converging".into(), exit: Some(10.0), message: "why".into() };
+        let failure =
+            Failure { code: "not-converging".into(), exit: Some(10.0), message: "why".into() };
         let forecast = Forecast { advice: Some("use --throttle".into()), ..Forecast::default() };
         let run = Run { ending: Ending::Failed(failure), forecasts: vec![forecast], ..web() };
         let said = verdict(&run);

@@ -73,7 +73,11 @@ pub fn sentence(event: &Map<String, Value>) -> String {
             });
             let members: Vec<String> =
                 members.map(|(name, value)| format!("{name} {}", plain(value))).collect();
-            if members.is_empty() { other.to_owned() } else { format!("{other}: {}", members.join(", ")) }
+            if members.is_empty() {
+                other.to_owned()
+            } else {
+                format!("{other}: {}", members.join(", "))
+            }
         }
     }
 }
@@ -94,7 +98,10 @@ fn plain(value: &Value) -> String {
         Value::String(text) => text.clone(),
         Value::Object(members) => {
             let words = members.iter().filter(|(_, value)| !value.is_null());
-            words.map(|(name, value)| format!("{name} {}", plain(value))).collect::<Vec<_>>().join(", ")
+            words
+                .map(|(name, value)| format!("{name} {}", plain(value)))
+                .collect::<Vec<_>>()
+                .join(", ")
         }
         other => other.to_string(),
     }
@@ -112,12 +119,15 @@ mod tests {
     #[test]
     fn events_are_told_with_their_numbers() {
         let cases = [
-            (r#"{"event":"round-started","round":2,"pages":1335,"paused":true}"#, "round 2: 1,335 pages, guest paused"),
-            (r#"{"event":"throttled","percent":40}"#, "the guest outruns the link: its vCPUs lose 40 %"),
             (
-                r#"{"event":"link-lost","channel":"lane 1","reason":"reset"}"#,
-                "lane 1 lost: reset",
+                r#"{"event":"round-started","round":2,"pages":1335,"paused":true}"#,
+                "round 2: 1,335 pages, guest paused",
             ),
+            (
+                r#"{"event":"throttled","percent":40}"#,
+                "the guest outruns the link: its vCPUs lose 40 %",
+            ),
+            (r#"{"event":"link-lost","channel":"lane 1","reason":"reset"}"#, "lane 1 lost: reset"),
             (
                 r#"{"event":"connected","round_trip_ms":0.2,"destination":{"vmferry":"0.1.0","vmm":null}}"#,
                 "connected, round trip 0.20 ms, to vmferry 0.1.0",

@@ -115,6 +115,8 @@ pub struct Forecast {
 pub struct Event {
     /// Milliseconds since the start, if that is known.
     pub at_ms: Number,
+    /// The record does not say when it was: `at_ms` is of the progress before it.
+    pub is_about: bool,
     /// Its name in the file.
     pub name: String,
     /// In words.

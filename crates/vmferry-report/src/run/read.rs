@@ -18,14 +18,16 @@ type Line = Map<String, Value>;
 
 /// Reads a record. One that ends within a line is read up to there.
 pub fn read(file: &str, bytes: &[u8]) -> Result<Run, ReportError> {
-    let mut reader = Reader { run: Run { file: file.to_owned(), ..Run::default() }, ..Reader::default() };
+    let mut reader =
+        Reader { run: Run { file: file.to_owned(), ..Run::default() }, ..Reader::default() };
     let mut lines = bytes.split(|byte| *byte == b'\n').enumerate().peekable();
     while let Some((index, line)) = lines.next() {
         let is_last = lines.peek().is_none();
         if line.trim_ascii().is_empty() {
             continue;
         }
-        let failed = |reason: String| ReportError::Line { file: file.to_owned(), line: index + 1, reason };
+        let failed =
+            |reason: String| ReportError::Line { file: file.to_owned(), line: index + 1, reason };
         let object = match serde_json::from_slice(line) {
             Ok(Value::Object(object)) => object,
             // Behind the last line's end is nothing, so what is there was not finished.
@@ -47,7 +49,8 @@ pub fn read(file: &str, bytes: &[u8]) -> Result<Run, ReportError> {
 /// A run from the one object that `vmferry demo --json` prints, or that a failed command does.
 pub fn of_object(file: &str, object: &Line) -> Result<Run, ReportError> {
     let failed = |reason: String| ReportError::Line { file: file.to_owned(), line: 1, reason };
-    let mut reader = Reader { run: Run { file: file.to_owned(), ..Run::default() }, ..Reader::default() };
+    let mut reader =
+        Reader { run: Run { file: file.to_owned(), ..Run::default() }, ..Reader::default() };
     reader.line(object.clone()).map_err(failed)?;
     Ok(reader.finish())
 }
@@ -62,8 +65,10 @@ struct Reader {
     rounds: Vec<Round>,
     /// The clock's time of each event and forecast.
     times: Vec<Option<OffsetDateTime>>,
-    /// What was known of the time since the start when each event came, in milliseconds.
+    /// The time since the start that each of them says, in milliseconds.
     elapsed: Vec<Option<f64>>,
+    /// That of the progress before each of them.
+    sampled: Vec<Option<f64>>,
     /// A moment by the clock and since the start.
     anchor: Option<(OffsetDateTime, f64)>,
 }
@@ -116,16 +121,18 @@ impl Reader {
             _ => {}
         }
         let text = sentence(&line);
-        self.run.events.push(Event { at_ms: None, name, text });
+        self.run.events.push(Event { at_ms: None, is_about: false, name, text });
         self.times.push(time);
-        let last = self.run.samples.last().map(|sample| sample.at_ms);
-        self.elapsed.push(elapsed.or(last));
+        self.elapsed.push(elapsed);
+        self.sampled.push(self.run.samples.last().map(|sample| sample.at_ms));
         Ok(())
     }
 
     /// What a command prints at its end: no event.
     fn end_of_output(&mut self, line: Line) -> Result<(), String> {
-        if let (Some(false), Some(error)) = (line.get("ok").and_then(Value::as_bool), line.get("error")) {
+        if let (Some(false), Some(error)) =
+            (line.get("ok").and_then(Value::as_bool), line.get("error"))
+        {
             let failure = failure(Some(error))?;
             return self.end(Ending::Failed(failure), Value::Null);
         }
@@ -165,13 +172,14 @@ impl Reader {
         self.run.rounds = if told.len() >= self.rounds.len() { told } else { self.rounds };
         let first = self.times.iter().flatten().next().copied();
         let anchor = self.anchor.or(first.map(|time| (time, 0.0)));
-        for ((event, time), elapsed) in
-            self.run.events.iter_mut().zip(&self.times).zip(&self.elapsed)
-        {
-            let by_clock = time.zip(anchor).map(|(time, (anchor, at))| {
-                (time - anchor).as_seconds_f64() * 1e3 + at
-            });
-            event.at_ms = by_clock.or(*elapsed);
+        let known = self.times.iter().zip(&self.elapsed).zip(&self.sampled);
+        for (event, ((time, elapsed), sampled)) in self.run.events.iter_mut().zip(known) {
+            let by_clock = time
+                .zip(anchor)
+                .map(|(time, (anchor, at))| (time - anchor).as_seconds_f64() * 1e3 + at);
+            let exact = by_clock.or(*elapsed);
+            event.at_ms = exact.or(*sampled);
+            event.is_about = exact.is_none();
         }
         let stats = &self.run.stats;
         self.run.round_trip_ms = self.run.round_trip_ms.or(stats.round_trip_ms);
@@ -193,7 +201,8 @@ mod tests {
     use super::*;
 
     const STARTED: &str = r#"{"event":"started","time":"2026-01-02T03:04:05.000Z","run":"r1","guest":"web","limits":{"downtime_limit_ms":300.0,"max_bandwidth":null}}"#;
-    const DONE: &str = r#"{"event":"done","stats":{"rounds":[{"round":1,"pages":3}],"total_ms":12.5}}"#;
+    const DONE: &str =
+        r#"{"event":"done","stats":{"rounds":[{"round":1,"pages":3}],"total_ms":12.5}}"#;
 
     fn lines(lines: &[&str]) -> Result<Run, ReportError> {
         read("run.json", (lines.join("\n") + "\n").as_bytes())
@@ -243,6 +252,6 @@ mod tests {
         let progress = r#"{"event":"progress","sent_bytes":10}"#;
         let run = lines(&[progress, progress, r#"{"event":"paused"}"#]).unwrap();
         assert_eq!(run.samples[1].at_ms, 400.0, "five a second");
-        assert_eq!(run.events[0].at_ms, Some(400.0));
+        assert_eq!((run.events[0].at_ms, run.events[0].is_about), (Some(400.0), true));
     }
 }

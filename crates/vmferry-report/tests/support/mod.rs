@@ -25,7 +25,9 @@ pub fn record(guest: &str, speed: f64) -> Vec<Value> {
         if last {
             lines.push(json!({ "event": "paused", "predicted_downtime_ms": 210.0 }));
         }
-        lines.push(json!({ "event": "round-started", "round": round, "pages": pages, "paused": last }));
+        lines.push(
+            json!({ "event": "round-started", "round": round, "pages": pages, "paused": last }),
+        );
         let steps = (ms / 200.0) as u64;
         for step in 1..=steps {
             let elapsed_ms = at_ms + step as f64 * 200.0;
@@ -104,7 +106,9 @@ pub fn failed(guest: &str) -> Vec<Value> {
 /// Results of a benchmark that was published.
 pub fn benchmark() -> bench::Results {
     let row = |value: Value| value.as_object().unwrap().clone();
-    let cell = |guest: &str, hints: &str, ms: f64| row(json!({ "guest": guest, "hints": hints, "total_ms": ms, "runs": 3 }));
+    let cell = |guest: &str, hints: &str, ms: f64| {
+        row(json!({ "guest": guest, "hints": hints, "total_ms": ms, "runs": 3 }))
+    };
     let value = json!({
         "name": "free-pages", "machine": { "cpu": "A processor", "cores": 2, "kernel": "6.18", "kvm": "kvm_intel", "tcp": "cubic" },
         "rows": [
