@@ -106,6 +106,14 @@ fn two_runs_stand_side_by_side() {
 }
 
 #[test]
+fn one_that_moved_is_no_better_than_one_that_stayed() {
+    let moved = support::run(&support::file(&support::record("web", 1.0)));
+    let stayed = support::run(&support::file(&support::failed("web")));
+    let page = vmferry_report::compare(&moved, &stayed).unwrap();
+    assert!(page.contains("<h1>A moved, and B stayed</h1>") && !page.contains("▲ better"));
+}
+
+#[test]
 fn published_figures_stand_beside_ours() {
     let page = vmferry_report::benchmarks(&[support::benchmark()]).unwrap();
     for part in [
@@ -264,7 +272,8 @@ proptest! {
     #[test]
     fn any_bytes_are_a_page_or_an_error(bytes in vec(any::<u8>(), 0..200)) {
         let read = vmferry_report::read("any.json", &bytes);
-        prop_assert!(read.is_err() || bytes.contains(&b'{'));
+        let object = bytes.contains(&b'{');
+        prop_assert!(read.is_err() || object, "a page of no object");
     }
 
     /// Wherever a writer is killed, what it wrote before is shown.

@@ -151,6 +151,7 @@ impl Figure<'_> {
         self.draw(|area| {
             let mut chart = ChartBuilder::on(area)
                 .margin_top(14)
+                .margin_left(10)
                 .margin_right(24)
                 .x_label_area_size(86)
                 .y_label_area_size(116)
@@ -203,6 +204,7 @@ impl Figure<'_> {
         self.draw(|area| {
             let mut chart = ChartBuilder::on(area)
                 .margin_top(14)
+                .margin_left(10)
                 .margin_right(24)
                 .x_label_area_size(86)
                 .y_label_area_size(116)

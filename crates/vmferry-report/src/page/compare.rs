@@ -8,7 +8,7 @@ use super::plots::{self, Named};
 use super::{facts, page, table, verdict};
 use crate::error::ReportError;
 use crate::human;
-use crate::run::Run;
+use crate::run::{Ending, Run};
 
 /// Makes the page.
 ///
@@ -18,7 +18,8 @@ pub fn compare(a: &Run, b: &Run) -> Result<String, ReportError> {
     let runs = [Named { name: "A", run: a }, Named { name: "B", run: b }];
     let metrics = [metrics::of(a), metrics::of(b)];
     let verdicts = [verdict::of(a, &metrics[0]), verdict::of(b, &metrics[1])];
-    let headline = headline(&metrics);
+    let both_moved = [a, b].iter().all(|run| run.ending == Ending::Moved);
+    let headline = if both_moved { headline(&metrics) } else { outcomes([a, b]) };
     let content = html! {
         header {
             p.kind { "Two migrations compared" }
@@ -35,7 +36,7 @@ pub fn compare(a: &Run, b: &Run) -> Result<String, ReportError> {
         }
         section {
             h2 { "Key numbers" }
-            (key_numbers(&metrics))
+            (key_numbers(&metrics, both_moved))
         }
         section {
             h2 { "Plots" }
@@ -75,6 +76,17 @@ fn ratio(a: &Metric, b: &Metric) -> Option<f64> {
 /// What differs by so little is alike.
 const ALIKE: f64 = 0.02;
 
+/// Who has moved, where not both have: then their numbers are of different things.
+fn outcomes(runs: [&Run; 2]) -> String {
+    let words = runs.map(|run| match &run.ending {
+        Ending::Moved => "moved",
+        Ending::Failed(failure) if failure.is_in_doubt() => "is in doubt",
+        Ending::Failed(_) => "stayed",
+        Ending::Unknown => "is not known to have moved",
+    });
+    format!("A {}, and B {}", words[0], words[1])
+}
+
 fn headline(metrics: &[Vec<Metric>; 2]) -> String {
     let word = |key, label: &str| {
         let pair = metrics.each_ref().map(|metrics| metrics::find(metrics, key));
@@ -98,16 +110,18 @@ fn headline(metrics: &[Vec<Metric>; 2]) -> String {
     }
 }
 
-fn key_numbers(metrics: &[Vec<Metric>; 2]) -> Markup {
-    let pairs = || metrics[0].iter().zip(&metrics[1]);
+fn key_numbers(metrics: &[Vec<Metric>; 2], both_moved: bool) -> Markup {
+    // What neither of them had is no news.
+    let is_there = |metric: &Metric| metric.value.is_some_and(|value| value != 0.0);
+    let pairs = metrics[0].iter().zip(&metrics[1]).filter(|(a, b)| is_there(a) || is_there(b));
     html! {
         div.scroll tabindex="0" role="region" aria-label="Key numbers" {
             table.key {
                 thead { tr { th scope="col" { "" } th.n scope="col" { "A" } th.n scope="col" { "B" } th.n scope="col" { "B / A" } th scope="col" { "" } } }
                 tbody {
-                    @for (a, b) in pairs().filter(|(a, b)| a.value.is_some() || b.value.is_some()) {
+                    @for (a, b) in pairs {
                         @let ratio = ratio(a, b);
-                        @let better = ratio.and_then(|ratio| better(a.better, ratio));
+                        @let better = ratio.filter(|_| both_moved).and_then(|ratio| better(a.better, ratio));
                         tr {
                             th scope="row" { (a.label) }
                             td.n { (a.text()) }
