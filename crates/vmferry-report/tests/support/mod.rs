@@ -94,7 +94,7 @@ pub fn run(bytes: &[u8]) -> Run {
 /// The record of one that failed.
 pub fn failed(guest: &str) -> Vec<Value> {
     let mut lines = record(guest, 1.0);
-    lines.truncate(lines.len() - 4);
+    lines.truncate(lines.len() - 3);
     let message = "the guest writes 410 MB/s and the link carries 64 MB/s of it";
     let last = lines.last_mut().unwrap();
     last["advice"] = "give it --throttle 80, or --downtime-limit 2s".into();
