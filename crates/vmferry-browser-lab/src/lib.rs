@@ -68,7 +68,7 @@ pub struct Plot {
     pub texts_outside: u64,
     /// Pairs of these that lie over each other.
     pub texts_overlapping: u64,
-    /// Height of the smallest letters in pixels.
+    /// Size of the smallest letters in pixels, as the screen has them.
     pub letters_px: f64,
 }
 

@@ -94,7 +94,7 @@ pub fn of(run: &Run) -> Vec<Metric> {
         metric("downtime_limit_ms", "Downtime, limit", run.downtime_limit_ms(), Unit::Ms, Neither),
         metric("total_ms", "Total time", total_ms(run), Unit::Ms, Less),
         metric("sent_bytes", "Sent", sent_bytes(run), Unit::Bytes, Less),
-        metric("throughput_bytes_per_s", "Throughput", throughput(run), Unit::Rate, More),
+        metric("throughput_bytes_per_s", "Throughput", throughput(run), Unit::Rate, Neither),
         metric("compression_ratio", "Compression", stats.compression_ratio, Unit::Ratio, More),
         metric("rounds", "Rounds", Some(run.rounds.len() as f64), Unit::Count, Less),
         metric("memory_bytes", "Guest memory", memory_bytes(run), Unit::Memory, Neither),

@@ -16,6 +16,9 @@ pub struct Named<'a> {
     pub run: &'a Run,
 }
 
+/// A part of a round's bar: its tone, its name, and its size.
+type Part = (Tone, &'static str, fn(&Round) -> Number);
+
 /// The largest of some numbers.
 fn most(numbers: impl Iterator<Item = Number>) -> f64 {
     numbers.flatten().fold(0.0, f64::max)
@@ -49,7 +52,7 @@ fn by_round(
     what: &str,
     id: &str,
     upwards: impl Fn(f64) -> Axis,
-    parts: &[(Tone, &str, fn(&Round) -> Number)],
+    parts: &[Part],
     text: impl Fn(f64) -> String,
 ) -> Result<Markup, ReportError> {
     let whole = |round: &Round| {
@@ -116,7 +119,7 @@ pub fn pages(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
         round.pages.map(|pages| (pages - less).max(0.0))
     }
     let axis = |top| Axis::count("pages", top);
-    let parts: [(Tone, &str, fn(&Round) -> Number); 3] = [
+    let parts: [Part; 3] = [
         (Tone::Blue, "with content", rest),
         (Tone::Grey, "zero: as a mark", |round| round.zero_pages),
         (Tone::Pale, "free: not sent", |round| round.free_pages),
@@ -127,7 +130,7 @@ pub fn pages(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
 /// How pages travelled, by round.
 pub fn codecs(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
     let axis = |top| Axis::count("pages", top);
-    let parts: [(Tone, &str, fn(&Round) -> Number); 7] = [
+    let parts: [Part; 7] = [
         (Tone::Blue, "raw", |round| round.encoded.raw),
         (Tone::Orange, "delta", |round| round.encoded.delta),
         (Tone::Green, "lz4", |round| round.encoded.lz4),
