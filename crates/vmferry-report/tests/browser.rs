@@ -86,10 +86,7 @@ fn two_migrations_and_benchmarks_are_laid_out_too() {
     for width in WIDTHS {
         assert_eq!(check(&compared, width, Scheme::Light).plots.len(), 10);
         assert_eq!(check(&failed, width, Scheme::Light).plots.len(), 5);
-        // The names of the lines need the room of a desk.
-        if width > 1000 {
-            assert_eq!(check(&benchmarks, width, Scheme::Light).plots.len(), 1);
-        }
+        assert_eq!(check(&benchmarks, width, Scheme::Light).plots.len(), 1);
     }
 }
 

@@ -23,7 +23,7 @@ pub struct Dots<'a> {
     pub series: &'a [(Tone, Vec<(usize, f64)>)],
 }
 
-const WIDTH: u32 = 1100;
+const WIDTH: u32 = 1500;
 const LINE: u32 = 42;
 
 impl Dots<'_> {
@@ -46,7 +46,7 @@ impl Dots<'_> {
                 .margin_top(14)
                 .margin_right(30)
                 .x_label_area_size(88)
-                .y_label_area_size(480)
+                .y_label_area_size(640)
                 .build_cartesian_2d(range.log_scale(), 0.0..lines as f64)
                 .map_err(|error| failed(&error))?;
             chart
@@ -94,7 +94,7 @@ impl Dots<'_> {
                 .into_text_style(&area)
                 .pos(Pos::new(HPos::Right, VPos::Center));
             for (name, place) in self.names.iter().zip(places) {
-                area.draw_text(name, &style, (466, place)).map_err(|error| failed(&error))?;
+                area.draw_text(name, &style, (626, place)).map_err(|error| failed(&error))?;
             }
             area.present().map_err(|error| failed(&error))?;
         }

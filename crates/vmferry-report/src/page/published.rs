@@ -107,7 +107,7 @@ fn plot(
             figcaption {
                 ul.legend { @for (tone, name) in &legend { li { (swatch(*tone, false)) (name) } } }
             }
-            (dots.draw()?)
+            div.scroll.bare tabindex="0" role="region" aria-label=(title) { (dots.draw()?) }
         }
     })
 }
