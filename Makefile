@@ -45,8 +45,12 @@ reliability: setup ## Strike migrations with every fault at every moment, and re
 fuzz: setup ## Fuzz the decoders for SECONDS=60 each (needs nightly Rust and cargo-fuzz, see fuzz/README.md)
 	@. scripts/environment && scripts/fuzz $(or $(SECONDS),60) $(TARGET)
 
-bench: build ## Run a benchmark (NAME=engine, qemu, carried, place, socket, bitmap, dirty-log, compression, free-pages or transport)
-	@. scripts/environment && $(CARGO) run --locked --release --package vmferry-bench -- $(or $(NAME),engine) $(BENCH_FLAGS)
+bench: build ## Run all benchmarks and make target/bench/index.html (QUICK=1: small), or the one that NAME says (engine, qemu, carried, …)
+ifdef NAME
+	@. scripts/environment && $(CARGO) run --locked --release --package vmferry-bench -- $(NAME) $(if $(QUICK),--quick) $(BENCH_FLAGS)
+else
+	@. scripts/environment && CARGO="$(CARGO)" scripts/bench-all $(if $(QUICK),--quick) $(BENCH_FLAGS)
+endif
 
 package: setup ## Make the Debian package, in target/package
 	@. scripts/environment && scripts/package

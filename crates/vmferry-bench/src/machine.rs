@@ -1,6 +1,6 @@
 //! What the benchmark ran on.
 
-use serde::Serialize;
+use vmferry_report::bench::Machine;
 
 /// The time stamp counter, when all that came before is done; nanoseconds where there is none.
 ///
@@ -48,43 +48,26 @@ pub fn process_cpu_s() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
-/// The machine.
-#[derive(Debug, Serialize)]
-pub struct Machine {
-    /// The CPU's model name.
-    pub cpu: String,
-    /// Cores that this process may use.
-    pub cores: usize,
-    /// Linux's release.
-    pub kernel: String,
-    /// `kvm_intel`, `kvm_amd`, `kvm_pvm` or `none`.
-    pub kvm: String,
-    /// TCP's congestion control, unless a socket asks for another.
-    pub tcp: String,
-}
-
-impl Machine {
-    /// This one.
-    pub fn here() -> Self {
-        let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
-        let cpu = read("/proc/cpuinfo")
-            .lines()
-            .find_map(|line| line.strip_prefix("model name")?.split_once(':'))
-            .map_or_else(|| "unknown".to_owned(), |(_, name)| name.trim().to_owned());
-        let kvm = ["kvm_intel", "kvm_amd", "kvm_pvm"]
-            .into_iter()
-            .find(|module| std::path::Path::new("/sys/module").join(module).exists());
-        let kvm = match kvm {
-            Some(module) => module,
-            None if std::path::Path::new("/dev/kvm").exists() => "unknown",
-            None => "none",
-        };
-        Self {
-            cpu,
-            cores: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
-            kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
-            kvm: kvm.to_owned(),
-            tcp: read("/proc/sys/net/ipv4/tcp_congestion_control").trim().to_owned(),
-        }
+/// The machine that this runs on.
+pub fn here() -> Machine {
+    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+    let cpu = read("/proc/cpuinfo")
+        .lines()
+        .find_map(|line| line.strip_prefix("model name")?.split_once(':'))
+        .map_or_else(|| "unknown".to_owned(), |(_, name)| name.trim().to_owned());
+    let kvm = ["kvm_intel", "kvm_amd", "kvm_pvm"]
+        .into_iter()
+        .find(|module| std::path::Path::new("/sys/module").join(module).exists());
+    let kvm = match kvm {
+        Some(module) => module,
+        None if std::path::Path::new("/dev/kvm").exists() => "unknown",
+        None => "none",
+    };
+    Machine {
+        cpu,
+        cores: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+        kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
+        kvm: kvm.to_owned(),
+        tcp: read("/proc/sys/net/ipv4/tcp_congestion_control").trim().to_owned(),
     }
 }

@@ -109,9 +109,26 @@ fn main() -> anyhow::Result<()> {
             .with_context(|| format!("the plots can't be drawn into {}", path.display()))?;
     }
     if arguments.json {
-        println!("{}", serde_json::to_string(&results)?);
+        println!("{}", serde_json::to_string(&results.into_shape())?);
     } else {
         println!("{}", results.as_text());
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_benchmarks_are_run_in_turn() {
+        let script = include_str!("../../../scripts/bench-all");
+        let line = script.lines().find_map(|line| line.strip_prefix("names=\"")).unwrap();
+        let mut listed: Vec<&str> = line.trim_end_matches('"').split(' ').collect();
+        let names = Name::value_variants().iter().map(|name| name.to_possible_value().unwrap());
+        let mut names: Vec<String> = names.map(|name| name.get_name().to_owned()).collect();
+        listed.sort_unstable();
+        names.sort_unstable();
+        assert_eq!(listed, names);
+    }
 }

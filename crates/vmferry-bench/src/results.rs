@@ -1,16 +1,18 @@
-//! The shape that every benchmark's results have.
+//! What every benchmark measures, with the plots of it; its shape in files is `vmferry_report::bench`.
 
 use std::collections::BTreeMap;
 
 use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
 use serde_json::Value;
+use vmferry_report::bench::{self, Machine};
 
-use crate::machine::Machine;
+use crate::machine;
 use crate::plot::Plot;
 
+pub use vmferry_report::bench::Row;
+
 /// The results of one benchmark.
-#[derive(Serialize)]
 pub struct Results {
     /// The benchmark.
     pub name: &'static str,
@@ -19,19 +21,14 @@ pub struct Results {
     /// One for each way and case.
     pub rows: Vec<Row>,
     /// Rows of other measures, each by its name.
-    #[serde(flatten)]
     pub more: BTreeMap<&'static str, Vec<Row>>,
     /// Physical limits, measured in the same run: name with unit, and number.
     pub yardsticks: BTreeMap<String, f64>,
     /// How the ways compare: name and number.
     pub ratios: BTreeMap<String, f64>,
     /// For people to look at.
-    #[serde(skip)]
     pub plots: Vec<Plot>,
 }
-
-/// One way in one case, over all repetitions: what it is, and numbers with their units in the key.
-pub type Row = serde_json::Map<String, Value>;
 
 impl Results {
     /// Measured on this machine.
@@ -41,8 +38,23 @@ impl Results {
         yardsticks: BTreeMap<String, f64>,
         ratios: BTreeMap<String, f64>,
     ) -> Self {
-        let (machine, more, plots) = (Machine::here(), BTreeMap::new(), Vec::new());
+        let (machine, more, plots) = (machine::here(), BTreeMap::new(), Vec::new());
         Self { name, machine, rows, more, yardsticks, ratios, plots }
+    }
+
+    /// As they are written and read.
+    pub fn into_shape(self) -> bench::Results {
+        let Self { name, machine, rows, more, yardsticks, ratios, plots: _ } = self;
+        bench::Results {
+            format: bench::FORMAT.to_owned(),
+            version: bench::VERSION,
+            name: name.to_owned(),
+            machine,
+            rows,
+            more: more.into_iter().map(|(name, rows)| (name.to_owned(), rows)).collect(),
+            yardsticks,
+            ratios,
+        }
     }
 
     /// Tables with median and spread, then the yardsticks and ratios.

@@ -6,6 +6,7 @@ mod migration;
 mod migrations;
 mod receive;
 mod record;
+mod report;
 mod send;
 mod units;
 
@@ -22,6 +23,7 @@ pub use migration::{MigrationOptions, WhenStuck};
 pub use migrations::{EstimateOptions, MetricsOptions, SetOptions};
 pub use receive::{ReceiveOptions, StarterOptions};
 pub use record::RecordOptions;
+pub use report::ReportOptions;
 pub use send::SendOptions;
 pub use units::Cap;
 
@@ -91,6 +93,8 @@ pub enum Command {
     Completions(CompletionsOptions),
     /// Print the manual page, or write one for each command.
     Man(ManOptions),
+    /// Make a page with plots of a migration, of two side by side, or of benchmarks.
+    Report(ReportOptions),
     /// Wait beside a `send --qemu`, and take over when it dies. Its order comes by standard input.
     #[command(hide = true)]
     Guard,

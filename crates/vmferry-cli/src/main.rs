@@ -44,6 +44,7 @@ fn main() -> ExitCode {
         Command::Inspect(options) => commands::inspect::run(&options, &output),
         Command::Completions(options) => commands::completions::run(&options),
         Command::Man(options) => commands::man::run(&options, &output),
+        Command::Report(options) => commands::report::run(&options, &output),
     };
     vmferry_transport::finish_recordings();
     match result {

@@ -17,7 +17,8 @@ fn words() {
 #[test]
 fn every_help_is_pinned() {
     let pinned = std::fs::read_to_string("tests/pinned/help.trycmd").unwrap();
-    let help = std::process::Command::new(env!("CARGO_BIN_EXE_vmferry")).arg("--help").output().unwrap();
+    let help =
+        std::process::Command::new(env!("CARGO_BIN_EXE_vmferry")).arg("--help").output().unwrap();
     let help = String::from_utf8(help.stdout).unwrap();
     let (_, commands) = help.split_once("Commands:\n").unwrap();
     let (commands, _) = commands.split_once("\n\n").unwrap();

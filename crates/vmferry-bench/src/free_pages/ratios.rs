@@ -26,8 +26,9 @@ pub fn of(cases: &[Case], samples: &BTreeMap<(usize, bool), Vec<Sample>>) -> Rat
         };
         let name = format!("{}_reduction", case.name);
         ratios.aim(&name, reduction, Wanted::AtLeast(aim), "of the total time, by hints");
-        let (with, without) = case.published_ms;
-        ratios.values.insert(format!("{name}_published"), 1.0 - with / without);
+        if let Some((with, without)) = case.published_ms(true).zip(case.published_ms(false)) {
+            ratios.values.insert(format!("{name}_published"), 1.0 - with / without);
+        }
         let nonfree = of(true, |sample| sample.page_bytes / sample.nonfree_bytes);
         ratios.values.insert(format!("{}_sent_over_nonfree", case.name), nonfree);
         over_nonfree.push(nonfree);

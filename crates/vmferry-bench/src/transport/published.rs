@@ -2,6 +2,7 @@
 //! can be compared is each way with plain.
 
 use serde::Serialize;
+use vmferry_report::published::{Figure, of_benchmark};
 
 use super::DEFAULT_CHANNELS;
 use super::case::{Case, Link, Place, Way};
@@ -25,25 +26,34 @@ pub struct Beside {
     uncapped_idle_percent_mean: f64,
 }
 
-/// Way, name, seconds and idle per cent of the host.
-const PUBLISHED: [(Way, &str, f64, &str); 4] = [
-    (Way::Plain, "1 plain: tcp", 29.0, "33-97"),
-    (Way::Tls, "2 TLS side channel: tls", 44.0, "about 0"),
-    (Way::GrpcAcknowledged, "3 RPC, acknowledged: grpc-ack", 42.0, "12-48"),
-    (Way::GrpcStreamed, "4 RPC, fire and forget: grpc", 112.0, "18-50"),
+/// Ways in the order of the published table.
+const WAYS: [(Way, &str); 4] = [
+    (Way::Plain, "1 plain: tcp"),
+    (Way::Tls, "2 TLS side channel: tls"),
+    (Way::GrpcAcknowledged, "3 RPC, acknowledged: grpc-ack"),
+    (Way::GrpcStreamed, "4 RPC, fire and forget: grpc"),
 ];
+
+/// The published figure that our row of this name stands beside.
+fn published(name: &str) -> Option<&'static Figure> {
+    let mut figures = of_benchmark("transport").flat_map(|table| &table.figures);
+    figures.find(|figure| figure.matching.get("way").is_some_and(|way| way == name))
+}
 
 /// At the default number of channels. Ways that are not in this program are left out.
 pub fn beside(cells: &Cells, place: Place) -> Vec<Beside> {
     let cell = |link, way| cells.get(&Case { place, link, channels: DEFAULT_CHANNELS, way });
-    let row = |(way, name, published_s, idle): &(Way, &'static str, f64, &'static str)| {
+    let plain_s = published(WAYS[0].1).and_then(Figure::median);
+    let row = |(way, name): &(Way, &'static str)| {
+        let figure = published(name)?;
+        let published_s = figure.median()?;
         let (capped, uncapped) = (cell(Link::Capped, *way)?, cell(Link::Uncapped, *way)?);
         let over_plain = |ours: &Cell, link| Some(ours.total_ms / cell(link, Way::Plain)?.total_ms);
         Some(Beside {
             way: name,
-            published_s: *published_s,
-            published_over_plain: published_s / PUBLISHED[0].2,
-            published_idle_percent: idle,
+            published_s,
+            published_over_plain: published_s / plain_s?,
+            published_idle_percent: &figure.idle_percent,
             capped_s: capped.total_ms / 1e3,
             capped_over_plain: over_plain(capped, Link::Capped)?,
             capped_idle_percent: range(capped),
@@ -54,9 +64,20 @@ pub fn beside(cells: &Cells, place: Place) -> Vec<Beside> {
             uncapped_idle_percent_mean: uncapped.idle_cpu_percent_mean,
         })
     };
-    PUBLISHED.iter().filter_map(row).collect()
+    WAYS.iter().filter_map(row).collect()
 }
 
 fn range(cell: &Cell) -> String {
     format!("{:.0}-{:.0}", cell.idle_cpu_percent_min, cell.idle_cpu_percent_max)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_way_has_its_published_figure() {
+        let seconds = WAYS.map(|(_, name)| published(name).and_then(Figure::median).unwrap());
+        assert_eq!(seconds, [29.0, 44.0, 42.0, 112.0]);
+    }
 }

@@ -10,6 +10,7 @@ mod inspect;
 mod leftovers;
 mod live;
 mod peers;
+mod report;
 mod sandbox;
 #[path = "../support/mod.rs"]
 mod support;

@@ -1,0 +1,176 @@
+//! Two runs side by side.
+
+use maud::{Markup, html};
+use serde_json::json;
+
+use super::metrics::{self, Better, Metric};
+use super::plots::{self, Named};
+use super::{facts, page, table, verdict};
+use crate::error::ReportError;
+use crate::human;
+use crate::run::{Ending, Run};
+
+/// Makes the page.
+///
+/// # Errors
+/// A plot that can't be drawn.
+pub fn compare(a: &Run, b: &Run) -> Result<String, ReportError> {
+    let runs = [Named { name: "A", run: a }, Named { name: "B", run: b }];
+    let metrics = [metrics::of(a), metrics::of(b)];
+    let verdicts = [verdict::of(a, &metrics[0]), verdict::of(b, &metrics[1])];
+    let both_moved = [a, b].iter().all(|run| run.ending == Ending::Moved);
+    let headline = if both_moved { headline(&metrics) } else { outcomes([a, b]) };
+    let content = html! {
+        header {
+            p.kind { "Two migrations compared" }
+            h1 { (headline) }
+            div.two {
+                @for (named, verdict) in runs.iter().zip(&verdicts) {
+                    div class=(verdict.mood.class()) {
+                        p.kind { span.sign { (verdict.mood.sign()) } " " b { (named.name) } " " (named.run.file) }
+                        p { b { (verdict.headline) } }
+                        @for sentence in &verdict.sentences { p { (sentence) } }
+                    }
+                }
+            }
+        }
+        section {
+            h2 { "Key numbers" }
+            (key_numbers(&metrics, both_moved))
+        }
+        section {
+            h2 { "Plots" }
+            p.hint { "Both of a pair have the same axes." }
+            div.plots {
+                (plots::downtime(&runs))
+                (plots::rates(&runs)?)
+                (plots::forecasts(&runs)?)
+                (plots::bytes(&runs)?)
+                (plots::pages(&runs)?)
+                (plots::codecs(&runs)?)
+                (plots::cpu(&runs))
+            }
+        }
+        section {
+            h2 { "Rounds" }
+            @for named in &runs {
+                @if !named.run.rounds.is_empty() {
+                    h3 { (named.name) }
+                    (table::rounds(&named.run.rounds))
+                }
+            }
+        }
+        section {
+            (facts(&machine_readable([a, b], &metrics)))
+        }
+    };
+    Ok(page(&format!("{headline} – vmferry report"), &content))
+}
+
+/// B over A, if both are known.
+fn ratio(a: &Metric, b: &Metric) -> Option<f64> {
+    let (a, b) = a.value.zip(b.value)?;
+    (a > 0.0).then_some(b / a)
+}
+
+/// What differs by so little is alike.
+const ALIKE: f64 = 0.02;
+
+/// Who has moved, where not both have: then their numbers are of different things.
+fn outcomes(runs: [&Run; 2]) -> String {
+    let words = runs.map(|run| match &run.ending {
+        Ending::Moved => "moved",
+        Ending::Failed(failure) if failure.is_in_doubt() => "is in doubt",
+        Ending::Failed(_) => "stayed",
+        Ending::Unknown => "is not known to have moved",
+    });
+    format!("A {}, and B {}", words[0], words[1])
+}
+
+fn headline(metrics: &[Vec<Metric>; 2]) -> String {
+    let word = |key, label: &str| {
+        let pair = metrics.each_ref().map(|metrics| metrics::find(metrics, key));
+        let ratio = ratio(pair[0]?, pair[1]?)?;
+        Some(if (ratio - 1.0).abs() < ALIKE {
+            format!("the same {label}")
+        } else {
+            format!("{} times the {label}", human::digits(ratio))
+        })
+    };
+    let words = [
+        word("downtime_ms", "downtime"),
+        word("total_ms", "total time"),
+        word("sent_bytes", "bytes"),
+    ];
+    let words: Vec<String> = words.into_iter().flatten().collect();
+    match words.as_slice() {
+        [] => "A and B have no number in common".to_owned(),
+        [one] => format!("B has {one} of A"),
+        [all @ .., last] => format!("B has {} and {last} of A", all.join(", ")),
+    }
+}
+
+fn key_numbers(metrics: &[Vec<Metric>; 2], both_moved: bool) -> Markup {
+    // What neither of them had is no news.
+    let is_there = |metric: &Metric| metric.value.is_some_and(|value| value != 0.0);
+    let pairs = metrics[0].iter().zip(&metrics[1]).filter(|(a, b)| is_there(a) || is_there(b));
+    html! {
+        div.scroll tabindex="0" role="region" aria-label="Key numbers" {
+            table.key {
+                thead { tr { th scope="col" { "" } th.n scope="col" { "A" } th.n scope="col" { "B" } th.n scope="col" { "B / A" } th scope="col" { "" } } }
+                tbody {
+                    @for (a, b) in pairs {
+                        @let ratio = ratio(a, b);
+                        @let better = ratio.filter(|_| both_moved).and_then(|ratio| better(a.better, ratio));
+                        tr {
+                            th scope="row" { (a.label) }
+                            td.n { (a.text()) }
+                            td.n { (b.text()) }
+                            td.n { @if let Some(ratio) = ratio { (human::digits(ratio)) } }
+                            td { @if let Some(is_better) = better {
+                                span class=(if is_better { "better" } else { "worse" }) { (if is_better { "▲ better" } else { "▼ worse" }) }
+                            } }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Whether a ratio of B over A is in B's favour; nothing if both are alike or it is no matter of favour.
+fn better(better: Better, ratio: f64) -> Option<bool> {
+    if (ratio - 1.0).abs() < ALIKE {
+        return None;
+    }
+    match better {
+        Better::Less => Some(ratio < 1.0),
+        Better::More => Some(ratio > 1.0),
+        Better::Neither => None,
+    }
+}
+
+fn machine_readable(runs: [&Run; 2], metrics: &[Vec<Metric>; 2]) -> serde_json::Value {
+    let numbers: serde_json::Map<_, _> = metrics[0]
+        .iter()
+        .zip(&metrics[1])
+        .filter(|(a, b)| a.value.is_some() || b.value.is_some())
+        .map(|(a, b)| {
+            (a.key.to_owned(), json!({ "a": a.value, "b": b.value, "b_over_a": ratio(a, b) }))
+        })
+        .collect();
+    json!({ "kind": "compare", "a": runs[0].file, "b": runs[1].file, "numbers": numbers })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn favour_goes_by_what_is_better() {
+        assert_eq!(better(Better::Less, 0.5), Some(true));
+        assert_eq!(better(Better::More, 0.5), Some(false));
+        assert_eq!(better(Better::Less, 1.01), None);
+        assert_eq!(better(Better::Neither, 9.0), None);
+    }
+}

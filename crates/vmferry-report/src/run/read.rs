@@ -1,0 +1,257 @@
+//! Reading a record: one object a line, as the engine's events come.
+
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
+
+use super::events::sentence;
+use super::{Ending, Event, Failure, Round, Run, Sample, Stats};
+use crate::error::ReportError;
+
+/// Time between two progress events that do not say when they were.
+const PROGRESS_MS: f64 = 200.0;
+
+/// A line's object.
+type Line = Map<String, Value>;
+
+/// Reads a record. One that ends within a line is read up to there.
+pub fn read(file: &str, bytes: &[u8]) -> Result<Run, ReportError> {
+    let mut reader =
+        Reader { run: Run { file: file.to_owned(), ..Run::default() }, ..Reader::default() };
+    let mut lines = bytes.split(|byte| *byte == b'\n').enumerate().peekable();
+    while let Some((index, line)) = lines.next() {
+        let is_last = lines.peek().is_none();
+        if line.trim_ascii().is_empty() {
+            continue;
+        }
+        let failed =
+            |reason: String| ReportError::Line { file: file.to_owned(), line: index + 1, reason };
+        let object = match serde_json::from_slice(line) {
+            Ok(Value::Object(object)) => object,
+            // Behind the last line's end is nothing, so what is there was not finished.
+            _ if is_last && reader.lines > 0 => {
+                reader.run.cut_off = true;
+                break;
+            }
+            Ok(_) => return Err(failed("no object".to_owned())),
+            Err(error) => return Err(failed(format!("no JSON: {error}"))),
+        };
+        reader.line(object).map_err(failed)?;
+    }
+    if reader.lines == 0 {
+        return Err(ReportError::Unknown { file: file.to_owned() });
+    }
+    Ok(reader.finish())
+}
+
+/// A run from the one object that `vmferry demo --json` prints, or that a failed command does.
+pub fn of_object(file: &str, object: &Line) -> Result<Run, ReportError> {
+    let failed = |reason: String| ReportError::Line { file: file.to_owned(), line: 1, reason };
+    let mut reader =
+        Reader { run: Run { file: file.to_owned(), ..Run::default() }, ..Reader::default() };
+    reader.line(object.clone()).map_err(failed)?;
+    Ok(reader.finish())
+}
+
+/// What has been read.
+#[derive(Default)]
+struct Reader {
+    run: Run,
+    lines: usize,
+    ended: bool,
+    /// Rounds of which the record itself told.
+    rounds: Vec<Round>,
+    /// The clock's time of each event and forecast.
+    times: Vec<Option<OffsetDateTime>>,
+    /// The time since the start that each of them says, in milliseconds.
+    elapsed: Vec<Option<f64>>,
+    /// That of the progress before each of them.
+    sampled: Vec<Option<f64>>,
+    /// A moment by the clock and since the start.
+    anchor: Option<(OffsetDateTime, f64)>,
+}
+
+impl Reader {
+    fn line(&mut self, mut line: Line) -> Result<(), String> {
+        self.lines += 1;
+        let time = line.get("time").and_then(Value::as_str);
+        if self.run.begun.is_none() {
+            self.run.begun = time.map(str::to_owned);
+        }
+        let time = time.and_then(|text| OffsetDateTime::parse(text, &Rfc3339).ok());
+        if let Some(id) = line.get("run").and_then(Value::as_str) {
+            match &self.run.id {
+                Some(known) if known != id => {
+                    return Err(format!("another run begins here: {id} after {known}"));
+                }
+                Some(_) => {}
+                None => self.run.id = Some(id.to_owned()),
+            }
+        }
+        let Some(name) = line.get("event").and_then(Value::as_str).map(str::to_owned) else {
+            return self.end_of_output(line);
+        };
+        let elapsed = line.get("elapsed_ms").and_then(Value::as_f64);
+        if let (None, Some(time), Some(elapsed)) = (self.anchor, time, elapsed) {
+            self.anchor = Some((time, elapsed));
+        }
+        match name.as_str() {
+            "progress" => {
+                self.sample(&line, elapsed);
+                return Ok(());
+            }
+            "started" => self.run.started = parse(&line)?,
+            "connected" => {
+                self.run.round_trip_ms = line.get("round_trip_ms").and_then(Value::as_f64);
+            }
+            "forecast" => self.run.forecasts.push(parse(&line)?),
+            "round-done" => self.rounds.push(parse(&line)?),
+            "committed" => self.run.committed = true,
+            "done" => {
+                let stats = line.remove("stats").unwrap_or_default();
+                self.end(Ending::Moved, stats)?;
+            }
+            "failed" => {
+                let stats = line.remove("stats").unwrap_or_default();
+                let failure = failure(line.get("error"))?;
+                self.end(Ending::Failed(failure), stats)?;
+            }
+            _ => {}
+        }
+        let text = sentence(&line);
+        self.run.events.push(Event { at_ms: None, is_about: false, name, text });
+        self.times.push(time);
+        self.elapsed.push(elapsed);
+        self.sampled.push(self.run.samples.last().map(|sample| sample.at_ms));
+        Ok(())
+    }
+
+    /// What a command prints at its end: no event.
+    fn end_of_output(&mut self, line: Line) -> Result<(), String> {
+        if let (Some(false), Some(error)) =
+            (line.get("ok").and_then(Value::as_bool), line.get("error"))
+        {
+            let failure = failure(Some(error))?;
+            return self.end(Ending::Failed(failure), Value::Null);
+        }
+        if !line.get("rounds").is_some_and(Value::is_array) {
+            return Err("neither an event nor the statistics of a migration".to_owned());
+        }
+        // A demo says what its guest ran on, and its CPU times by other names.
+        let number = |name: &str| line.get(name).and_then(Value::as_f64);
+        self.run.destination_cpu_s = number("destination_cpu_s");
+        let source_cpu_s = number("source_cpu_s");
+        self.end(Ending::Moved, Value::Object(line))?;
+        self.run.stats.engine_cpu_s = self.run.stats.engine_cpu_s.or(source_cpu_s);
+        Ok(())
+    }
+
+    fn end(&mut self, ending: Ending, stats: Value) -> Result<(), String> {
+        if std::mem::replace(&mut self.ended, true) {
+            return Err("the record has ended before".to_owned());
+        }
+        self.run.ending = ending;
+        if !stats.is_null() {
+            self.run.stats = Stats::deserialize(stats).map_err(|error| error.to_string())?;
+        }
+        Ok(())
+    }
+
+    fn sample(&mut self, line: &Line, elapsed: Option<f64>) {
+        let last = self.run.samples.last();
+        let next = last.map_or(PROGRESS_MS, |last| last.at_ms + PROGRESS_MS);
+        let sent_bytes = line.get("sent_bytes").and_then(Value::as_f64).unwrap_or_default();
+        self.run.samples.push(Sample { at_ms: elapsed.unwrap_or(next), sent_bytes });
+    }
+
+    fn finish(mut self) -> Run {
+        // What is written at the end has every round; a record without it has what was told of meanwhile.
+        let told = std::mem::take(&mut self.run.stats.rounds);
+        self.run.rounds = if told.len() >= self.rounds.len() { told } else { self.rounds };
+        let first = self.times.iter().flatten().next().copied();
+        let anchor = self.anchor.or(first.map(|time| (time, 0.0)));
+        let known = self.times.iter().zip(&self.elapsed).zip(&self.sampled);
+        for (event, ((time, elapsed), sampled)) in self.run.events.iter_mut().zip(known) {
+            let by_clock = time
+                .zip(anchor)
+                .map(|(time, (anchor, at))| (time - anchor).as_seconds_f64() * 1e3 + at);
+            let exact = by_clock.or(*elapsed);
+            event.at_ms = exact.or(*sampled);
+            event.is_about = exact.is_none();
+        }
+        let stats = &self.run.stats;
+        self.run.round_trip_ms = self.run.round_trip_ms.or(stats.round_trip_ms);
+        self.run
+    }
+}
+
+fn failure(error: Option<&Value>) -> Result<Failure, String> {
+    let Some(error) = error.filter(|error| !error.is_null()) else { return Ok(Failure::default()) };
+    Failure::deserialize(error).map_err(|error| error.to_string())
+}
+
+fn parse<T: DeserializeOwned>(line: &Line) -> Result<T, String> {
+    T::deserialize(line).map_err(|error| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STARTED: &str = r#"{"event":"started","time":"2026-01-02T03:04:05.000Z","run":"r1","guest":"web","limits":{"downtime_limit_ms":300.0,"max_bandwidth":null}}"#;
+    const DONE: &str =
+        r#"{"event":"done","stats":{"rounds":[{"round":1,"pages":3}],"total_ms":12.5}}"#;
+
+    fn lines(lines: &[&str]) -> Result<Run, ReportError> {
+        read("run.json", (lines.join("\n") + "\n").as_bytes())
+    }
+
+    #[test]
+    fn both_forms_of_an_end_are_read() {
+        let run = lines(&[STARTED, DONE]).unwrap();
+        assert_eq!((run.ending, run.stats.total_ms), (Ending::Moved, Some(12.5)));
+        assert_eq!(run.started.guest.as_deref(), Some("web"));
+        let run = lines(&[r#"{"event":"ready"}"#, r#"{"rounds":[],"total_ms":7}"#]).unwrap();
+        assert_eq!((run.ending, run.stats.total_ms), (Ending::Moved, Some(7.0)));
+        let error = r#"{"ok":false,"error":{"code":"not-converging","exit":10,"message":"no"}}"#;
+        let round = r#"{"event":"round-done","round":1,"pages":5}"#;
+        let run = lines(&[round, error]).unwrap();
+        let Ending::Failed(failure) = run.ending else { panic!("it has failed") };
+        assert_eq!((failure.code.as_str(), failure.exit), ("not-converging", Some(10.0)));
+        assert_eq!(run.rounds[0].pages, Some(5.0), "rounds so far");
+    }
+
+    #[test]
+    fn a_cut_line_ends_the_record_and_a_broken_one_is_an_error() {
+        let cut = format!("{STARTED}\n{}", &DONE[..40]);
+        let run = read("run.json", cut.as_bytes()).unwrap();
+        assert!(run.cut_off && run.ending == Ending::Unknown);
+        let error = lines(&[STARTED, "{oops", DONE]).unwrap_err().to_string();
+        assert!(error.starts_with("run.json, line 2: no JSON: "), "{error}");
+        let error = lines(&[STARTED, r#"{"event":"round-done","pages":"many"}"#]).unwrap_err();
+        assert!(error.to_string().starts_with("run.json, line 2: "), "{error}");
+        assert!(matches!(lines(&[""]), Err(ReportError::Unknown { .. })));
+        assert!(lines(&[DONE, DONE]).is_err(), "it ends once");
+        let other = STARTED.replace("r1", "r2");
+        let error = lines(&[STARTED, &other]).unwrap_err().to_string();
+        assert!(error.contains("r2 after r1"), "{error}");
+    }
+
+    #[test]
+    fn time_is_counted_from_the_same_moment_by_either_clock() {
+        let run = lines(&[
+            STARTED,
+            r#"{"event":"progress","time":"2026-01-02T03:04:05.900Z","elapsed_ms":800.0,"sent_bytes":10}"#,
+            r#"{"event":"paused","time":"2026-01-02T03:04:06.100Z"}"#,
+        ])
+        .unwrap();
+        let at: Vec<_> = run.events.iter().map(|event| event.at_ms.unwrap().round()).collect();
+        assert_eq!(at, [-100.0, 1000.0]);
+        let progress = r#"{"event":"progress","sent_bytes":10}"#;
+        let run = lines(&[progress, progress, r#"{"event":"paused"}"#]).unwrap();
+        assert_eq!(run.samples[1].at_ms, 400.0, "five a second");
+        assert_eq!((run.events[0].at_ms, run.events[0].is_about), (Some(400.0), true));
+    }
+}
