@@ -4,9 +4,9 @@
 #[test]
 fn words() {
     let directory = tempfile::tempdir().unwrap();
-    let runtime = directory.path().join("runtime");
+    let runtime = directory.path().join("runtime").to_str().unwrap().to_owned();
     trycmd::TestCases::new()
-        .env("VMFERRY_RUNTIME_DIR", runtime.to_str().unwrap())
+        .env("VMFERRY_RUNTIME_DIR", &runtime)
         .env("COLUMNS", "100")
         .insert_var("[RUNTIME]", runtime)
         .unwrap()

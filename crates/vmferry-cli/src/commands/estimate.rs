@@ -18,7 +18,9 @@ use crate::output::Output;
 
 /// Watches the guest, and reckons.
 pub fn run(options: &EstimateOptions, output: &Output) -> Result<(), Failure> {
-    output.note(format!("watching the guest for {:?}", options.time));
+    if output.is_terminal() {
+        output.note(format!("watching the guest for {:?}", options.time));
+    }
     let estimate = match &options.qemu {
         Some(qmp) => watch_qemu(qmp, options)?,
         None => watch_guest(options.guest.as_deref().unwrap_or_default(), options)?,

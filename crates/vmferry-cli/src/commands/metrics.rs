@@ -30,7 +30,11 @@ pub fn run(options: &MetricsOptions, output: &Output) -> Result<(), Failure> {
         output.result(&json!({ "metrics": text }), || text.clone());
         return Ok(());
     };
-    let failed = |error| {
+    let failed = |error: std::io::Error| {
+        if error.kind() == std::io::ErrorKind::InvalidInput {
+            let text = format!("`{address}` is no address: use HOST:PORT, such as 127.0.0.1:9188");
+            return Failure::new(Code::Usage, text);
+        }
         Failure::of(
             Code::Busy,
             anyhow::Error::new(error).context(format!("can't listen on {address}")),
