@@ -5,7 +5,7 @@ use std::fs::{read_dir, read_to_string};
 use std::path::{Path, PathBuf};
 
 /// Crates whose errors reach people.
-const CRATES: [&str; 12] = [
+const CRATES: [&str; 14] = [
     "vmferry",
     "vmferry-balloon",
     "vmferry-cli",
@@ -13,7 +13,9 @@ const CRATES: [&str; 12] = [
     "vmferry-dirty",
     "vmferry-inspect",
     "vmferry-memory",
+    "vmferry-control",
     "vmferry-microvm",
+    "vmferry-report",
     "vmferry-qemu",
     "vmferry-sandbox",
     "vmferry-transport",
