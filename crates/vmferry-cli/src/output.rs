@@ -96,6 +96,13 @@ impl Output {
     }
 }
 
+/// Columns of the terminal that standard output is, if it is one.
+pub fn columns() -> Option<usize> {
+    let stdout = std::io::stdout();
+    let size = rustix::termios::tcgetwinsize(&stdout).ok()?;
+    (size.ws_col > 0).then_some(usize::from(size.ws_col))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -57,52 +57,83 @@ pub fn outcome(stats: &Value) -> String {
     text
 }
 
-/// The table of rounds.
+/// A column of the table of rounds.
+struct Column {
+    name: &'static str,
+    is_number: bool,
+    cell: fn(&Value) -> String,
+}
+
+/// A member of a round as a number.
+fn number(round: &Value, name: &str) -> f64 {
+    round[name].as_f64().unwrap_or_default()
+}
+
+const COLUMNS: [Column; 11] = [
+    Column { name: "round", is_number: true, cell: |it| number(it, "round").to_string() },
+    Column { name: "pages", is_number: true, cell: |it| number(it, "pages").to_string() },
+    Column { name: "zero", is_number: true, cell: |it| number(it, "zero_pages").to_string() },
+    Column { name: "free", is_number: true, cell: |it| number(it, "free_pages").to_string() },
+    Column { name: "encoded", is_number: false, cell: |it| encoded(&it["encoded"]) },
+    Column { name: "bytes", is_number: true, cell: |it| number(it, "bytes").to_string() },
+    Column { name: "ms", is_number: true, cell: |it| format!("{:.1}", number(it, "ms")) },
+    Column { name: "MB/s", is_number: true, cell: |it| format!("{:.0}", number(it, "bytes_per_s") / 1e6) },
+    Column {
+        name: "dirty pages/s",
+        is_number: true,
+        cell: |it| format!("{:.0}", number(it, "dirty_pages_per_s")),
+    },
+    Column {
+        name: "harvest ms",
+        is_number: true,
+        cell: |it| format!("{:.2} ({:.1} %)", number(it, "harvest_ms"), number(it, "harvest_percent")),
+    },
+    Column {
+        name: "guest",
+        is_number: false,
+        cell: |it| match number(it, "throttle_percent") {
+            _ if it["paused"] == true => "paused".to_owned(),
+            0.0 => "running".to_owned(),
+            lost => format!("running, -{lost} %"),
+        },
+    },
+];
+
+/// Columns that a narrow terminal does without, the first one first.
+const DISPENSABLE: [&str; 4] = ["harvest ms", "free", "zero", "encoded"];
+
+/// The table of rounds, as wide as standard output has room.
 pub fn rounds(stats: &Value) -> String {
+    rounds_within(stats, crate::output::columns().unwrap_or(usize::MAX))
+}
+
+fn rounds_within(stats: &Value, width: usize) -> String {
+    let mut columns: Vec<&Column> = COLUMNS.iter().collect();
+    let mut dispensable = DISPENSABLE.into_iter();
+    loop {
+        let text = rounds_in(stats, &columns);
+        let fits = text.lines().all(|line| line.chars().count() <= width);
+        match dispensable.next() {
+            Some(name) if !fits => columns.retain(|column| column.name != name),
+            _ => return text,
+        }
+    }
+}
+
+fn rounds_in(stats: &Value, columns: &[&Column]) -> String {
     let mut table = Table::new();
     table.load_style(presets::ASCII_BORDERS_ONLY_CONDENSED);
-    table.set_header([
-        "round",
-        "pages",
-        "zero",
-        "free",
-        "encoded",
-        "bytes",
-        "ms",
-        "MB/s",
-        "dirty pages/s",
-        "harvest ms",
-        "guest",
-    ]);
+    table.set_header(columns.iter().map(|column| column.name));
     for round in stats["rounds"].as_array().into_iter().flatten() {
-        let number = |name: &str| round[name].as_f64().unwrap_or_default();
-        table.add_row([
-            format!("{}", number("round")),
-            format!("{}", number("pages")),
-            format!("{}", number("zero_pages")),
-            format!("{}", number("free_pages")),
-            encoded(&round["encoded"]),
-            format!("{}", number("bytes")),
-            format!("{:.1}", number("ms")),
-            format!("{:.0}", number("bytes_per_s") / 1e6),
-            format!("{:.0}", number("dirty_pages_per_s")),
-            format!("{:.2} ({:.1} %)", number("harvest_ms"), number("harvest_percent")),
-            match number("throttle_percent") {
-                _ if round["paused"] == true => "paused".to_owned(),
-                0.0 => "running".to_owned(),
-                lost => format!("running, -{lost} %"),
-            },
-        ]);
+        table.add_row(columns.iter().map(|column| (column.cell)(round)));
     }
-    for (index, column) in table.column_iter_mut().take(10).enumerate() {
-        if index != ENCODED_COLUMN {
-            column.set_cell_alignment(CellAlignment::Right);
+    for (column, shown) in columns.iter().zip(table.column_iter_mut()) {
+        if column.is_number {
+            shown.set_cell_alignment(CellAlignment::Right);
         }
     }
     format!("{table}\n")
 }
-
-const ENCODED_COLUMN: usize = 4;
 
 /// How most pages with content of a round travelled, and how the rest did, such as `lz4 90 %, raw 10 %`.
 fn encoded(counts: &Value) -> String {
@@ -115,4 +146,26 @@ fn encoded(counts: &Value) -> String {
     let words: Vec<String> =
         shown.take(3).map(|(pages, way)| format!("{way} {} %", part(*pages))).collect();
     words.join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_narrow_terminal_has_fewer_columns_and_none_is_cut() {
+        let round = json!({
+            "round": 12, "pages": 262_144, "bytes": 1_073_741_824, "ms": 12345.6, "bytes_per_s": 350e6,
+            "dirty_pages_per_s": 12345.6, "harvest_ms": 12.34, "harvest_percent": 1.0,
+            "encoded": { "delta": 58, "raw": 21, "zstd": 21 },
+        });
+        let stats = json!({ "rounds": [round] });
+        let wide = rounds_within(&stats, usize::MAX);
+        assert!(wide.contains("harvest ms") && wide.contains("delta 58 %"), "{wide}");
+        let narrow = rounds_within(&stats, 80);
+        assert!(narrow.lines().all(|line| line.len() <= 80), "{narrow}");
+        assert!(narrow.contains("dirty pages/s") && !narrow.contains("harvest ms"), "{narrow}");
+    }
 }

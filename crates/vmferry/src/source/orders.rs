@@ -18,12 +18,13 @@ use crate::handover::{OperatorWord, SourceState};
 /// A handle on one migration. Orders given before it starts are kept.
 ///
 /// ```
-/// use vmferry::source::Orders;
+/// use vmferry::source::{Change, Orders};
 ///
 /// let orders = Orders::new();
 /// let handle = orders.clone(); // For another thread, such as a control socket's.
-/// handle.set_max_bandwidth(Some(500 << 20))?;
-/// assert!(handle.set_max_bandwidth(Some(1)).is_err(), "no migration ends under such a cap");
+/// let capped = |cap| Change { max_bandwidth: Some(cap), ..Change::default() };
+/// handle.change(capped(Some(500 << 20)))?;
+/// assert!(handle.change(capped(Some(1))).is_err(), "no migration ends under such a cap");
 /// assert!(!handle.progress().in_doubt);
 /// handle.cancel();
 /// # Ok::<(), vmferry::config::ConfigError>(())

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use vmferry::destination::{Notice, receive};
 use vmferry::policy::Policy;
-use vmferry::source::{Report, SourceOutcome, migrate};
+use vmferry::source::{Change, Report, SourceOutcome, migrate};
 use vmferry::stats::SourceStats;
 use vmferry_transport::pki::{self, IssueRequest, Validity};
 use vmferry_transport::{Address, Dialer, IdentityFiles, Listener, TlsIdentity};
@@ -218,7 +218,7 @@ struct EndOfAttack<'a>(&'a Scenario);
 
 impl Drop for EndOfAttack<'_> {
     fn drop(&mut self) {
-        self.0.orders.set_max_bandwidth(None).unwrap();
+        self.0.orders.change(Change { max_bandwidth: Some(None), ..Change::default() }).unwrap();
     }
 }
 
