@@ -13,25 +13,25 @@ pub fn outcome(stats: &Value) -> String {
     let downtime = &stats["downtime"];
     let _ = writeln!(
         text,
-        "downtime {:.1} ms (pause {:.1}, harvest {:.1}, last round {:.1}, ready {:.1}, commit {:.1}); \
-         predicted {:.1}",
+        "downtime {:.1} ms, predicted {:.1}\n  \
+         pause {:.1}, harvest {:.1}, last round {:.1}, ready {:.1}, commit {:.1}",
         number(&stats["downtime_ms"]),
+        number(&stats["predicted_downtime_ms"]),
         number(&downtime["pause_ms"]),
         number(&downtime["harvest_ms"]),
         number(&downtime["send_ms"]),
         number(&downtime["ready_ms"]),
         number(&downtime["commit_ms"]),
-        number(&stats["predicted_downtime_ms"]),
     );
     let _ = writeln!(
         text,
-        "total {:.0} ms, {} sent (compression {}, {:.1} to 1) for {} of guest memory, dirty log {}, {} \
-         channels, {}",
+        "total {:.0} ms, {} sent for {} of guest memory\n  \
+         compression {} ({:.1} to 1), dirty log {}, {} channels\n  {}",
         number(&stats["total_ms"]),
         ByteSize(stats["sent_bytes"].as_u64().unwrap_or_default()),
+        ByteSize(stats["memory_bytes"].as_u64().unwrap_or_default()),
         stats["compression"].as_str().unwrap_or_default(),
         number(&stats["compression_ratio"]),
-        ByteSize(stats["memory_bytes"].as_u64().unwrap_or_default()),
         stats["dirty_log"].as_str().unwrap_or_default(),
         number(&stats["channels"]),
         stats["transport"].as_str().unwrap_or_default(),
@@ -77,7 +77,11 @@ const COLUMNS: [Column; 11] = [
     Column { name: "encoded", is_number: false, cell: |it| encoded(&it["encoded"]) },
     Column { name: "bytes", is_number: true, cell: |it| number(it, "bytes").to_string() },
     Column { name: "ms", is_number: true, cell: |it| format!("{:.1}", number(it, "ms")) },
-    Column { name: "MB/s", is_number: true, cell: |it| format!("{:.0}", number(it, "bytes_per_s") / 1e6) },
+    Column {
+        name: "MB/s",
+        is_number: true,
+        cell: |it| format!("{:.0}", number(it, "bytes_per_s") / 1e6),
+    },
     Column {
         name: "dirty pages/s",
         is_number: true,
@@ -86,7 +90,9 @@ const COLUMNS: [Column; 11] = [
     Column {
         name: "harvest ms",
         is_number: true,
-        cell: |it| format!("{:.2} ({:.1} %)", number(it, "harvest_ms"), number(it, "harvest_percent")),
+        cell: |it| {
+            format!("{:.2} ({:.1} %)", number(it, "harvest_ms"), number(it, "harvest_percent"))
+        },
     },
     Column {
         name: "guest",
