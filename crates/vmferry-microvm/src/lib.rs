@@ -4,7 +4,7 @@
 //! [`Machine`] is a guest: memory, a back end that runs its vCPUs ([`kvm`], or threads of this
 //! process where there is no KVM), and a device of its own, a heartbeat, that
 //! writes guest memory. [`embed`] is all that it takes to make it migratable. [`service`] is what
-//! a VMM's process does around it: a control socket ([`control`]) by which the `vmferry` command
+//! a VMM's process does around it: a control socket ([`vmferry_control`]) by which the `vmferry` command
 //! finds the guest, asks about it and has it migrated.
 //!
 //! `unsafe` is confined to `kvm` (ioctls and memory slots) and `process` (the guest's C code).
