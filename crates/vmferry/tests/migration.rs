@@ -11,7 +11,7 @@ use support::{
     DestinationGuest, ForgetfulLog, Scenario, journals, kept, nothing, owned, running_guest,
 };
 use vmferry::error::ErrorClass;
-use vmferry::journal::Verdict;
+use vmferry::journal::{Record, Side, Verdict};
 use vmferry::source::{Report, SourceOutcome};
 use vmferry::{MigrateError, SourceVm};
 use vmferry_dirty::UffdLog;
@@ -138,6 +138,30 @@ fn a_refused_guest_runs_on_and_nothing_is_left_behind() {
     let sessions = journals(scenario.directory.path());
     assert_eq!(sessions.len(), 1, "the destination has no journal of it");
     assert_eq!(sessions[0].verdict, Verdict::Here);
+}
+
+/// That it stays is not written down as the end of it: whoever finds the session open tries to resume it again.
+#[test]
+fn a_guest_that_can_t_be_resumed_is_not_written_off() {
+    for stuck in [true, false] {
+        let scenario = Scenario::new();
+        let destination = DestinationGuest { fail_load: true, ..DestinationGuest::default() };
+        let mut guest = running_guest(100);
+        guest.stuck = stuck;
+        let (outcome, received) = scenario.run(guest, destination, |_| {});
+        let (vm, error) = kept(outcome);
+        let said = matches!(error, MigrateError::Vm { action: "resume the guest", .. });
+        assert_eq!(said, stuck, "that it stands still is what is said: {error}");
+        nothing(received);
+        let sessions = journals(scenario.directory.path());
+        let ours = sessions.iter().find(|session| session.side == Side::Source).unwrap();
+        let written = ours.records.iter().any(|record| matches!(record, Record::Kept { .. }));
+        assert_eq!(written, !stuck, "{:?}", ours.records);
+        if !stuck {
+            vm.guest.wait_for_work();
+            vm.guest.pause();
+        }
+    }
 }
 
 #[test]

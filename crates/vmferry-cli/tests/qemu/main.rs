@@ -4,6 +4,7 @@ mod attached;
 mod carried;
 mod cases;
 mod demo;
+mod estimate;
 mod network;
 mod sandbox;
 mod stops;

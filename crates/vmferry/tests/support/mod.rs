@@ -127,10 +127,15 @@ pub struct SourceGuest {
     pub name: String,
     /// Who knows of its free pages.
     pub free: Vec<Arc<dyn FreePages>>,
+    /// Its VMM can't let it run on any more.
+    pub stuck: bool,
 }
 
 impl Resume for SourceGuest {
     fn resume(&mut self) -> Result<(), VmError> {
+        if self.stuck {
+            return Err("its vCPUs are gone".into());
+        }
         self.guest.start();
         Ok(())
     }
@@ -309,7 +314,7 @@ pub fn running_guest(hot: u64) -> SourceGuest {
     let guest = Guest::new(memory.clone(), hot);
     guest.start();
     let log = Arc::new(UffdLog::new(&memory).unwrap());
-    SourceGuest { guest, log, name: "web".into(), free: Vec::new() }
+    SourceGuest { guest, log, name: "web".into(), free: Vec::new(), stuck: false }
 }
 
 /// One migration between two threads of this process.
