@@ -141,7 +141,7 @@ fn url(path: &Path) -> String {
 
 /// Runs the browser to its end.
 fn browse(arguments: &[&str]) -> Output {
-    let root = packages().join("root/usr/lib");
+    let root = packages().join("chromium/usr/lib");
     let libraries = root.join("x86_64-linux-gnu");
     // Pulse's own library lies in a directory of its own, and Chromium links to it.
     let path = format!("{0}:{0}/pulseaudio", libraries.display());
