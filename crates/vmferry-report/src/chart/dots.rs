@@ -3,7 +3,7 @@
 use maud::Markup;
 use plotters::prelude::*;
 
-use super::{GRID, LETTERS, Tone, failed, named, tame};
+use super::{LETTERS, Tone, dressed, failed, named, tame};
 use crate::error::ReportError;
 use crate::human;
 
@@ -49,20 +49,15 @@ impl Dots<'_> {
                 .y_label_area_size(640)
                 .build_cartesian_2d(range.log_scale(), 0.0..lines as f64)
                 .map_err(|error| failed(&error))?;
-            chart
-                .configure_mesh()
-                .disable_y_mesh()
-                .y_labels(0)
-                .x_labels(8)
-                .x_desc(self.across)
-                .x_label_formatter(&|x| human::digits(*x))
-                .label_style(("sans-serif", LETTERS))
-                .axis_desc_style(("sans-serif", LETTERS))
-                .bold_line_style(GRID)
-                .light_line_style(TRANSPARENT)
-                .axis_style(Tone::Grey.colour())
-                .draw()
-                .map_err(|error| failed(&error))?;
+            dressed(
+                chart
+                    .configure_mesh()
+                    .disable_y_mesh()
+                    .y_labels(0)
+                    .x_labels(8)
+                    .x_desc(self.across)
+                    .x_label_formatter(&|x| human::digits(*x)),
+            )?;
             let height = |line: usize| lines as f64 - line as f64 - 0.5;
             // Behind the name of a line comes the line of its points.
             let place = |line: usize| chart.backend_coord(&(1.0, height(line))).1;

@@ -7,6 +7,8 @@
 mod dots;
 
 use maud::{Markup, PreEscaped, html};
+use plotters::chart::MeshStyle;
+use plotters::coord::ranged1d::ValueFormatter;
 use plotters::prelude::*;
 
 use crate::error::ReportError;
@@ -149,29 +151,19 @@ impl Figure<'_> {
     /// Lines over time, and upright marks where something happened.
     pub fn lines(&self, lines: &[Line], marks: &[f64]) -> Result<Markup, ReportError> {
         self.draw(|area| {
-            let mut chart = ChartBuilder::on(area)
-                .margin_top(14)
-                .margin_left(10)
-                .margin_right(24)
-                .x_label_area_size(86)
-                .y_label_area_size(116)
+            let mut chart = builder(area)
                 .build_cartesian_2d(self.x.range(), self.y.range())
                 .map_err(|error| failed(&error))?;
-            chart
-                .configure_mesh()
-                .x_labels(6)
-                .y_labels(5)
-                .x_desc(&self.x.title)
-                .y_desc(&self.y.title)
-                .x_label_formatter(&|x| self.x.label(*x))
-                .y_label_formatter(&|y| self.y.label(*y))
-                .label_style(("sans-serif", LETTERS))
-                .axis_desc_style(("sans-serif", LETTERS))
-                .bold_line_style(GRID)
-                .light_line_style(TRANSPARENT)
-                .axis_style(Tone::Grey.colour())
-                .draw()
-                .map_err(|error| failed(&error))?;
+            dressed(
+                chart
+                    .configure_mesh()
+                    .x_labels(6)
+                    .y_labels(5)
+                    .x_desc(&self.x.title)
+                    .y_desc(&self.y.title)
+                    .x_label_formatter(&|x| self.x.label(*x))
+                    .y_label_formatter(&|y| self.y.label(*y)),
+            )?;
             let end = self.y.range().end;
             for mark in
                 marks.iter().map(|mark| tame(*mark)).filter(|at| self.x.range().contains(at))
@@ -202,33 +194,23 @@ impl Figure<'_> {
     pub fn bars(&self, bars: &[Vec<(Tone, f64)>]) -> Result<Markup, ReportError> {
         let across = 0.4..self.x.max.max(1.0) + 0.6;
         self.draw(|area| {
-            let mut chart = ChartBuilder::on(area)
-                .margin_top(14)
-                .margin_left(10)
-                .margin_right(24)
-                .x_label_area_size(86)
-                .y_label_area_size(116)
+            let mut chart = builder(area)
                 .build_cartesian_2d(across, self.y.range())
                 .map_err(|error| failed(&error))?;
             // A round has no half.
             let whole =
                 |x: &f64| if x.fract().abs() < 1e-6 { human::count(*x) } else { String::new() };
-            chart
-                .configure_mesh()
-                .disable_x_mesh()
-                .x_labels(12)
-                .y_labels(5)
-                .x_desc(&self.x.title)
-                .y_desc(&self.y.title)
-                .x_label_formatter(&whole)
-                .y_label_formatter(&|y| self.y.label(*y))
-                .label_style(("sans-serif", LETTERS))
-                .axis_desc_style(("sans-serif", LETTERS))
-                .bold_line_style(GRID)
-                .light_line_style(TRANSPARENT)
-                .axis_style(Tone::Grey.colour())
-                .draw()
-                .map_err(|error| failed(&error))?;
+            dressed(
+                chart
+                    .configure_mesh()
+                    .disable_x_mesh()
+                    .x_labels(12)
+                    .y_labels(5)
+                    .x_desc(&self.x.title)
+                    .y_desc(&self.y.title)
+                    .x_label_formatter(&whole)
+                    .y_label_formatter(&|y| self.y.label(*y)),
+            )?;
             for (index, parts) in bars.iter().enumerate() {
                 let x = index as f64 + 1.0;
                 let mut y = 0.0;
@@ -274,6 +256,32 @@ fn named(id: &str, title: &str, description: &str, svg: &str) -> Markup {
         desc id=(format!("{id}-d")) { (description) }
         (PreEscaped(body))
     }
+}
+
+/// A plot with room for its axes.
+fn builder<'a, 'b: 'a>(
+    area: &'a DrawingArea<SVGBackend<'b>, plotters::coord::Shift>,
+) -> ChartBuilder<'a, 'b, SVGBackend<'b>> {
+    let mut builder = ChartBuilder::on(area);
+    builder.margin_top(14).margin_left(10).margin_right(24);
+    builder.x_label_area_size(86).y_label_area_size(116);
+    builder
+}
+
+/// Draws axes and grid in letters and colours of the page.
+fn dressed<X, Y, DB>(mesh: &mut MeshStyle<'_, '_, X, Y, DB>) -> Result<(), ReportError>
+where
+    X: Ranged<ValueType = f64> + ValueFormatter<f64>,
+    Y: Ranged<ValueType = f64> + ValueFormatter<f64>,
+    DB: DrawingBackend,
+{
+    mesh.label_style(("sans-serif", LETTERS))
+        .axis_desc_style(("sans-serif", LETTERS))
+        .bold_line_style(GRID)
+        .light_line_style(TRANSPARENT)
+        .axis_style(Tone::Grey.colour())
+        .draw()
+        .map_err(|error| failed(&error))
 }
 
 fn failed(error: &dyn std::fmt::Display) -> ReportError {

@@ -42,13 +42,7 @@ pub fn compare(a: &Run, b: &Run) -> Result<String, ReportError> {
             h2 { "Plots" }
             p.hint { "Both of a pair have the same axes." }
             div.plots {
-                (plots::downtime(&runs))
-                (plots::rates(&runs)?)
-                (plots::forecasts(&runs)?)
-                (plots::bytes(&runs)?)
-                (plots::pages(&runs)?)
-                (plots::codecs(&runs)?)
-                (plots::cpu(&runs))
+                (plots::all(&runs)?)
             }
         }
         section {
@@ -81,6 +75,7 @@ fn outcomes(runs: [&Run; 2]) -> String {
     let words = runs.map(|run| match &run.ending {
         Ending::Moved => "moved",
         Ending::Failed(failure) if failure.is_in_doubt() => "is in doubt",
+        Ending::Failed(failure) if run.is_unheard(failure) => "is not known to have moved",
         Ending::Failed(_) => "stayed",
         Ending::Unknown => "is not known to have moved",
     });

@@ -99,8 +99,21 @@ fn by_round(
     Ok(html! { @for figure in figures { (figure) } })
 }
 
+/// Every plot, those that most people look for first.
+pub fn all(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
+    Ok(html! {
+        (downtime(runs))
+        (rates(runs)?)
+        (forecasts(runs)?)
+        (bytes(runs)?)
+        (pages(runs)?)
+        (codecs(runs)?)
+        (cpu(runs))
+    })
+}
+
 /// Bytes sent by round.
-pub fn bytes(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
+fn bytes(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
     let axis = |top| Axis::bytes("sent", "B", top);
     by_round(
         runs,
@@ -113,7 +126,7 @@ pub fn bytes(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
 }
 
 /// Pages by round: what had to be sent, and what of it cost next to nothing.
-pub fn pages(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
+fn pages(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
     fn rest(round: &Round) -> Number {
         let less = round.zero_pages.unwrap_or_default() + round.free_pages.unwrap_or_default();
         round.pages.map(|pages| (pages - less).max(0.0))
@@ -128,7 +141,7 @@ pub fn pages(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
 }
 
 /// How pages travelled, by round.
-pub fn codecs(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
+fn codecs(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
     let axis = |top| Axis::count("pages", top);
     let parts: [Part; 7] = [
         (Tone::Blue, "raw", |round| round.encoded.raw),
@@ -193,7 +206,7 @@ fn paused_at(run: &Run) -> Option<f64> {
 }
 
 /// Throughput and dirty rate over time, a plot for each run.
-pub fn rates(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
+fn rates(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
     let curves: Vec<_> =
         runs.iter().map(|named| (throughput(named.run), dirty_rate(named.run))).collect();
     let points = || curves.iter().flat_map(|(carried, dirty)| carried.iter().chain(dirty));
@@ -240,7 +253,7 @@ pub fn rates(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
 }
 
 /// The downtime that each harvest's forecast predicted, beside its limit.
-pub fn forecasts(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
+fn forecasts(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
     let points = |run: &Run| -> Vec<(f64, f64)> {
         run.forecasts
             .iter()
@@ -278,7 +291,7 @@ pub fn forecasts(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
 }
 
 /// Where the downtime went.
-pub fn downtime(runs: &[Named<'_>]) -> Markup {
+fn downtime(runs: &[Named<'_>]) -> Markup {
     let known = || runs.iter().filter(|named| super::metrics::was_paused(named.run));
     if known().next().is_none() {
         return html! {};
@@ -314,7 +327,7 @@ pub fn downtime(runs: &[Named<'_>]) -> Markup {
 }
 
 /// What the processors did.
-pub fn cpu(runs: &[Named<'_>]) -> Markup {
+fn cpu(runs: &[Named<'_>]) -> Markup {
     let known = |named: &&Named<'_>| named.run.stats.engine_cpu_s.is_some();
     if runs.iter().find(known).is_none() {
         return html! {};

@@ -28,13 +28,7 @@ pub fn run(run: &Run) -> Result<String, ReportError> {
         section {
             h2 { "Plots" }
             div.plots {
-                (plots::downtime(&runs))
-                (plots::rates(&runs)?)
-                (plots::forecasts(&runs)?)
-                (plots::bytes(&runs)?)
-                (plots::pages(&runs)?)
-                (plots::codecs(&runs)?)
-                (plots::cpu(&runs))
+                (plots::all(&runs)?)
             }
         }
         @if !run.rounds.is_empty() {
@@ -147,6 +141,7 @@ fn machine_readable(run: &Run, metrics: &[Metric], headline: &str) -> serde_json
     let outcome = match &run.ending {
         Ending::Moved => "moved",
         Ending::Failed(failure) if failure.is_in_doubt() => "in-doubt",
+        Ending::Failed(failure) if run.is_unheard(failure) => "unknown",
         Ending::Failed(_) => "stayed",
         Ending::Unknown => "unknown",
     };

@@ -55,6 +55,14 @@ pub fn of(run: &Run, metrics: &[Metric]) -> Verdict {
             headline: format!("It is in doubt which host has {}", name(run)),
             sentences: vec![failure.message.clone()],
         },
+        Ending::Failed(failure) if run.is_unheard(failure) => Verdict {
+            mood: Mood::Bad,
+            headline: format!("The record does not say who has {}", name(run)),
+            sentences: vec![
+                failure.message.clone(),
+                "Whoever wrote it did not hear how it ended. `vmferry status` on both hosts says more.".to_owned(),
+            ],
+        },
         Ending::Failed(failure) => {
             let exit = failure.exit.map(|exit| format!(", exit status {exit}")).unwrap_or_default();
             Verdict {
@@ -201,7 +209,7 @@ fn reason(code: &str) -> String {
 mod tests {
     use super::*;
     use crate::page::metrics;
-    use crate::run::{Failure, Forecast, Round, Started, Stats};
+    use crate::run::{Event, Failure, Forecast, Round, Started, Stats};
 
     fn verdict(run: &Run) -> Verdict {
         of(run, &metrics::of(run))
@@ -248,6 +256,30 @@ mod tests {
         assert_eq!(said.mood, Mood::Bad);
         assert!(said.headline.starts_with("web stayed where it was: it writes faster"), "{said:?}");
         assert_eq!(said.sentences[..2], ["why", "Advice: use --throttle"]);
+    }
+
+    /// A sender that has lost the guest's VMM knows nothing of what that did since.
+    #[test]
+    fn nobody_is_said_to_have_a_guest_of_which_nothing_was_heard() {
+        for code in ["not-answering", "internal"] {
+            let failure = Failure { code: code.into(), ..Failure::default() };
+            let mut run = Run { ending: Ending::Failed(failure), ..web() };
+            assert_eq!(verdict(&run).headline, "The record does not say who has web");
+            let resumed =
+                Event { at_ms: None, is_about: false, name: "resumed".into(), text: String::new() };
+            run.events.push(resumed);
+            assert!(verdict(&run).headline.starts_with("web stayed where it was"), "it was heard");
+        }
+    }
+
+    /// What was advised on the way is no advice any more once it converged.
+    #[test]
+    fn advice_of_the_past_is_not_given() {
+        let failure = Failure { code: "link-lost".into(), ..Failure::default() };
+        let advised = Forecast { advice: Some("use --throttle".into()), ..Forecast::default() };
+        let forecasts = vec![advised, Forecast::default()];
+        let said = verdict(&Run { ending: Ending::Failed(failure), forecasts, ..web() });
+        assert!(!said.sentences.iter().any(|text| text.starts_with("Advice")), "{said:?}");
     }
 
     #[test]

@@ -38,6 +38,10 @@ pub fn sentence(event: &Map<String, Value>) -> String {
                 verdict(text("verdict"))
             )
         }
+        "held" => format!(
+            "held before the switchover, which would take {}",
+            human::ms(number("predicted_downtime_ms"))
+        ),
         "throttled" => {
             format!("the guest outruns the link: its vCPUs lose {} %", number("percent"))
         }

@@ -169,10 +169,18 @@ impl Run {
         self.started.limits.downtime_limit_ms.or_else(forecast)
     }
 
-    /// The last advice that was given.
+    /// The advice that stood when it ended.
     #[must_use]
     pub fn advice(&self) -> Option<&str> {
-        self.forecasts.iter().rev().find_map(|one| one.advice.as_deref())
+        self.forecasts.last()?.advice.as_deref()
+    }
+
+    /// Whether a failure leaves open who has the guest: whoever wrote the record lost the guest's VMM, and did not hear
+    /// that the guest was resumed.
+    #[must_use]
+    pub fn is_unheard(&self, failure: &Failure) -> bool {
+        let lost = matches!(failure.code.as_str(), "" | "internal" | "not-answering");
+        lost && !self.events.iter().any(|event| event.name == "resumed")
     }
 
     /// When each round began and ended, in milliseconds since the start: their times one after the other.
