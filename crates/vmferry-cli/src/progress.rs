@@ -16,7 +16,7 @@ mod words;
 
 use words::{describe, headline, rates, verdict};
 
-const PAGE_BYTES: u64 = 4096;
+const PAGE_BYTES: u64 = vmferry_memory::PAGE_SIZE as u64;
 
 /// How often the spinner turns.
 const TICK: Duration = Duration::from_millis(120);

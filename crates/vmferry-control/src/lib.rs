@@ -12,7 +12,7 @@ mod client;
 mod descriptors;
 mod directory;
 mod error;
-mod http;
+pub mod http;
 mod migrate;
 mod request;
 mod server;

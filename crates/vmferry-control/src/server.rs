@@ -177,8 +177,7 @@ fn serve(stream: UnixStream, handler: &dyn Handler) {
     if bounded.is_err() {
         return;
     }
-    let replies =
-        Replies { stream, descriptors: Mutex::default(), streaming: AtomicBool::new(false) };
+    let replies = Replies { stream, descriptors: Mutex::default(), streaming: Mutex::default() };
     let answer = match replies.request() {
         Ok(request) => handler.handle(request, &replies),
         Err(NoRequest::OpenApi) => {
@@ -217,8 +216,9 @@ enum NoRequest {
 pub struct Replies {
     stream: UnixStream,
     descriptors: Mutex<Vec<OwnedFd>>,
-    /// The answer has begun: it is lines from now on.
-    streaming: AtomicBool,
+    /// Whether the answer has begun, so that it is lines from now on. Held while something is written: the head comes
+    /// first, and lines come whole.
+    streaming: Mutex<bool>,
 }
 
 impl Replies {
@@ -236,7 +236,7 @@ impl Replies {
 
     /// Answers with a value, as the last line if there were others.
     fn accept(&self, value: &Value) -> io::Result<()> {
-        if self.streaming.load(Ordering::Acquire) {
+        if *self.streaming() {
             return self.line(&json!({ "ok": value }));
         }
         self.body(200, format!("{value}\n").as_bytes())
@@ -245,7 +245,7 @@ impl Replies {
     /// Answers with a failure, as the last line if there were others.
     fn refuse(&self, status: u16, error: &ControlError) -> io::Result<()> {
         let error = json!({ "error": error });
-        if self.streaming.load(Ordering::Acquire) {
+        if *self.streaming() {
             return self.line(&error);
         }
         self.body(status, format!("{error}\n").as_bytes())
@@ -255,6 +255,10 @@ impl Replies {
         let mut answer = answer_head(status, "application/json", Some(body.len())).into_bytes();
         answer.extend_from_slice(body);
         (&self.stream).write_all(&answer)
+    }
+
+    fn streaming(&self) -> MutexGuard<'_, bool> {
+        self.streaming.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn descriptors(&self) -> MutexGuard<'_, Vec<OwnedFd>> {
@@ -286,14 +290,11 @@ impl Replies {
     fn line(&self, value: &Value) -> io::Result<()> {
         let mut line = value.to_string();
         line.push('\n');
-        // The lock keeps the head before every line; it is not held by whoever waits for something else.
-        let descriptors = self.descriptors();
-        if !self.streaming.swap(true, Ordering::AcqRel) {
+        let mut streaming = self.streaming();
+        if !std::mem::replace(&mut *streaming, true) {
             line.insert_str(0, &answer_head(200, "application/x-ndjson", None));
         }
-        let written = (&self.stream).write_all(line.as_bytes());
-        drop(descriptors);
-        written
+        (&self.stream).write_all(line.as_bytes())
     }
 
     /// Calls `gone` once, from another thread, when the client closes its connection or dies.
@@ -415,11 +416,8 @@ mod tests {
     fn a_client_that_reads_nothing_holds_no_migration_up() {
         let (near, _far) = UnixStream::pair().unwrap();
         near.set_write_timeout(Some(Duration::from_millis(1))).unwrap();
-        let replies = Replies {
-            stream: near,
-            descriptors: Mutex::default(),
-            streaming: AtomicBool::new(false),
-        };
+        let replies =
+            Replies { stream: near, descriptors: Mutex::default(), streaming: Mutex::default() };
         let event = json!({ "event": "progress", "phase": "x".repeat(200) });
         for _ in 0..10_000 {
             replies.event(&event).unwrap();

@@ -1,8 +1,8 @@
 //! `vmferry metrics`: this host's guests and migrations, as Prometheus reads them.
 
-use std::io::Write;
+use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use prometheus_client::encoding::{EncodeLabelSet, text::encode};
 use prometheus_client::metrics::family::Family;
@@ -10,6 +10,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::{Registry, Unit};
 use serde_json::{Value, json};
 use vmferry::journal::{self, Side, Verdict};
+use vmferry_control::http::{answer_head, read_request};
 
 use super::directory;
 use super::status::ask_all;
@@ -17,11 +18,11 @@ use crate::args::MetricsOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// How long a scraper may take for its request and its answer.
-const SCRAPE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a scraper may take for its request, and again to take the answer: others wait meanwhile.
+const SCRAPE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Longest head of a scraper's request, in bytes.
-const MAX_HEAD_BYTES: usize = 16 << 10;
+/// Prometheus's text format, of which OpenMetrics' further lines are comments.
+const TEXT_FORMAT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// Prints the metrics, or serves them until the process is ended.
 pub fn run(options: &MetricsOptions, output: &Output) -> Result<(), Failure> {
@@ -57,42 +58,30 @@ pub fn run(options: &MetricsOptions, output: &Output) -> Result<(), Failure> {
 
 /// Answers one request, whatever it asks for.
 fn serve(mut stream: TcpStream) -> std::io::Result<()> {
-    stream.set_read_timeout(Some(SCRAPE_TIMEOUT))?;
     stream.set_write_timeout(Some(SCRAPE_TIMEOUT))?;
-    let (status, body) = match head(&stream)? {
-        Some(path) if path == "/metrics" => match text() {
-            Ok(text) => ("200 OK", text),
-            Err(failure) => ("500 Internal Server Error", format!("{failure}\n")),
+    let mut until = Until(&stream, Instant::now() + SCRAPE_TIMEOUT);
+    let (status, body) = match read_request(&mut until, || Ok(())) {
+        Ok(request) if request.path == "/metrics" => match text() {
+            Ok(text) => (200, text),
+            Err(failure) => (500, format!("{failure}\n")),
         },
-        Some(_) => ("404 Not Found", "metrics are at /metrics\n".to_owned()),
-        None => ("400 Bad Request", "this is no HTTP/1.1 request\n".to_owned()),
+        Ok(_) => (404, "metrics are at /metrics\n".to_owned()),
+        Err(error) => (error.status(), format!("{}\n", vmferry::chain(&error))),
     };
-    write!(
-        stream,
-        "HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\nContent-Length: {}\r\nConnection: \
-         close\r\n\r\n{body}",
-        body.len()
-    )
+    stream.write_all(answer_head(status, TEXT_FORMAT, Some(body.len())).as_bytes())?;
+    stream.write_all(body.as_bytes())
 }
 
-/// The path that is asked for.
-fn head(mut stream: &TcpStream) -> std::io::Result<Option<String>> {
-    use std::io::Read;
+/// A scraper that must have said everything by then.
+struct Until<'a>(&'a TcpStream, Instant);
 
-    let mut bytes = Vec::new();
-    let mut piece = [0; 1024];
-    while bytes.len() < MAX_HEAD_BYTES {
-        let read = stream.read(&mut piece)?;
-        bytes.extend_from_slice(&piece[..read]);
-        let mut headers = [httparse::EMPTY_HEADER; 64];
-        let mut request = httparse::Request::new(&mut headers);
-        match request.parse(&bytes) {
-            Ok(httparse::Status::Complete(_)) => return Ok(request.path.map(str::to_owned)),
-            Ok(httparse::Status::Partial) if read > 0 => {}
-            _ => return Ok(None),
-        }
+impl Read for Until<'_> {
+    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
+        let left = self.1.saturating_duration_since(Instant::now());
+        // None would be without a bound.
+        self.0.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+        if left.is_zero() { Err(std::io::ErrorKind::TimedOut.into()) } else { self.0.read(into) }
     }
-    Ok(None)
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]

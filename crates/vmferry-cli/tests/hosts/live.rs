@@ -176,6 +176,22 @@ fn an_estimate_says_what_a_migration_would_cost_and_leaves_the_guest_alone() {
     a.run(&["estimate", "web"]).failed(9, "`vmferry resume` it first");
 }
 
+/// Nobody waits for what was seen: the guest is free again.
+#[test]
+fn an_estimate_ends_with_its_client() {
+    let Scene { world: _world, a, b: _b, vmm: _vmm, receiver: _receiver, address: _ } = scene();
+    let mut watching = a.start(&["estimate", "web", "--time", "10min"]);
+    while a.run(&["pause", "web"]).code == Some(0) {
+        run_ok(&a, &["resume", "web"]);
+    }
+    a.run(&["pause", "web"]).failed(7, "is watched by `vmferry estimate`");
+    watching.kill();
+    // Until it is heard that the client has gone; the test's own time is the bound.
+    while a.run(&["pause", "web"]).code != Some(0) {}
+    run_ok(&a, &["resume", "web"]);
+    a.check_guest("web");
+}
+
 #[test]
 fn metrics_are_served_to_prometheus() {
     use std::io::{Read, Write};
@@ -201,6 +217,9 @@ fn metrics_are_served_to_prometheus() {
     let mut answer = String::new();
     nonsense.read_to_string(&mut answer).unwrap();
     assert!(answer.starts_with("HTTP/1.1 400"), "{answer}");
+    // One that says nothing is answered for, and the next one's turn comes.
+    let silent = std::net::TcpStream::connect(&address).unwrap();
     assert!(get("/metrics").contains("vmferry_guest_answers"));
+    drop(silent);
     server.kill();
 }

@@ -146,6 +146,7 @@ impl Orders {
     pub fn switch_over(&self) {
         let mut inbox = self.inbox();
         inbox.released = true;
+        self.shown().progress.held = false;
         if let Some(sender) = &inbox.sender {
             let _ = sender.send(Input::SwitchOver);
         }
