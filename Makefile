@@ -22,6 +22,9 @@ demo-qemu: build ## Move a Linux guest from QEMU to QEMU between two network nam
 	@. scripts/environment && $(CARGO) build --locked $(PROFILE_FLAG) --package vmferry-qemu-lab
 	@scripts/demo-qemu $(MODE)
 
+# Most tests wait for processes, links and guests more than they compute.
+test test-all: export RUST_TEST_THREADS ?= $(shell echo $$((2 * $$(nproc))))
+
 test: setup ## Run all tests, with a sample of the long matrices
 	@. scripts/environment && $(CARGO) test --locked --workspace
 

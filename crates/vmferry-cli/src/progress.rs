@@ -14,6 +14,7 @@ use crate::saved_run::SavedRun;
 
 mod words;
 
+pub use words::outlook;
 use words::{describe, headline, rates, verdict};
 
 const PAGE_BYTES: u64 = vmferry_memory::PAGE_SIZE as u64;

@@ -81,6 +81,8 @@ pub struct Status {
     pub report: Report,
     /// The migration under way.
     pub migration: Option<Progress>,
+    /// Whether it is watched for an estimate.
+    pub watched: bool,
     /// Its balloon, if it has one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub balloon: Option<BalloonStatus>,
@@ -144,6 +146,7 @@ impl GuestService {
     /// If its memory can't be read.
     pub fn status(&self) -> Result<Status, MachineError> {
         let migration = self.progress();
+        let watched = matches!(*self.busy(), Busy::Estimating);
         let machine = lock(&self.machine);
         let config = machine.config();
         Ok(Status {
@@ -162,6 +165,7 @@ impl GuestService {
             crash: machine.crash(),
             report: machine.report()?,
             migration,
+            watched,
             balloon: machine.balloon().map(|balloon| balloon.status()),
         })
     }

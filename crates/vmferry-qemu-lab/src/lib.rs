@@ -1,5 +1,6 @@
 //! Real QEMU processes with a real Linux in them, as `scripts/setup-qemu` has fetched them.
 
+mod booted;
 mod huge;
 mod initramfs;
 mod machine;

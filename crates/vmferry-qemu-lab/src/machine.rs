@@ -73,22 +73,30 @@ impl Machine {
 
     /// Starts it.
     pub fn start(&self, world: &World, name: &str) -> Qemu {
-        let qmp = world.path(&format!("{name}.qmp"));
-        let socket = format!("unix:{},server=on,wait=off", qmp.display());
-        self.spawn(world, name, qmp, &["-qmp", &socket])
+        self.spawn(world, name, &[])
     }
 
     /// One that waits for a guest.
     pub fn incoming(&self, world: &World, name: &str) -> Qemu {
-        let qmp = world.path(&format!("{name}.qmp"));
-        let socket = format!("unix:{},server=on,wait=off", qmp.display());
-        self.spawn(world, name, qmp, &["-qmp", &socket, "-incoming", "defer"])
+        self.spawn(world, name, &["-incoming", "defer"])
     }
 
-    fn spawn(&self, world: &World, name: &str, qmp: PathBuf, extra: &[&str]) -> Qemu {
+    pub(crate) fn spawn(&self, world: &World, name: &str, extra: &[&str]) -> Qemu {
+        self.spawn_with(world, name, extra, Stdio::null())
+    }
+
+    pub(crate) fn spawn_with(
+        &self,
+        world: &World,
+        name: &str,
+        extra: &[&str],
+        input: Stdio,
+    ) -> Qemu {
+        let qmp = world.path(&format!("{name}.qmp"));
         let line = self.command_line(world, name);
         let mut command = Command::new(&line[0]);
         command.args(&line[1..]).args(extra);
+        command.arg("-qmp").arg(format!("unix:{},server=on,wait=off", qmp.display()));
         if let Some(libraries) = self.libraries() {
             command.env("LD_LIBRARY_PATH", libraries);
         }
@@ -98,7 +106,7 @@ impl Machine {
         let log_path = world.path(&format!("{name}.log"));
         let log = File::create(&log_path).expect("a log can be made");
         let child = command
-            .stdin(Stdio::null())
+            .stdin(input)
             .stdout(log.try_clone().expect("a descriptor can be duplicated"))
             .stderr(log)
             .spawn()
@@ -207,7 +215,7 @@ fn console(world: &World, name: &str) -> PathBuf {
     world.path(&format!("{name}.out"))
 }
 
-fn kernel() -> PathBuf {
+pub(crate) fn kernel() -> PathBuf {
     let boot: &Path = &packages().join("kernel/boot");
     let mut found = std::fs::read_dir(boot).expect("a kernel").flatten().map(|entry| entry.path());
     found.find(|path| path.to_string_lossy().contains("vmlinuz")).expect("a kernel's image")

@@ -26,10 +26,8 @@ pub struct Estimate {
     pub memory_bytes: u64,
     /// Pages that hold anything.
     pub populated_pages: u64,
-    /// Of a sample of these, all zero, in per cent.
-    pub zero_percent: f64,
-    /// Bytes of a sample of pages with content over what LZ4 makes of them, at least 1.
-    pub compression_ratio: f64,
+    /// What these hold; `None` if nobody could look into them, and then they are taken to be as large on the link as they are.
+    pub contents: Option<Contents>,
     /// For how long the guest was watched, in milliseconds.
     pub watched_ms: f64,
     /// What the guest writes in the intervals of the samples, in bytes of whole pages per second.
@@ -38,6 +36,15 @@ pub struct Estimate {
     pub hot_bytes: u64,
     /// Each interval.
     pub samples: Vec<Sample>,
+}
+
+/// What a sample of the pages that hold anything says of all of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Contents {
+    /// All zero, in per cent.
+    pub zero_percent: f64,
+    /// Bytes of the others over what LZ4 makes of them, at least 1.
+    pub compression_ratio: f64,
 }
 
 /// An interval in which the guest was watched.
@@ -77,7 +84,7 @@ fn look(
         populated_pages: populated.count(),
         ..Estimate::default()
     };
-    (estimate.zero_percent, estimate.compression_ratio) = sample(memory, &populated)?;
+    estimate.contents = Some(sample(memory, &populated)?);
     let (mut pages, mut hot) = (PageSet::for_memory(memory), PageSet::for_memory(memory));
     // What was written while pages were sampled belongs to no interval.
     collect(log, &mut pages)?;
@@ -94,10 +101,16 @@ fn look(
     }
     estimate.watched_ms = last.duration_since(begun).as_secs_f64() * 1e3;
     estimate.hot_bytes = hot.count() * PAGE_SIZE as u64;
-    let dirtied: u64 = estimate.samples.iter().map(|sample| sample.pages).sum();
-    estimate.dirty_bytes_per_s =
-        (dirtied * PAGE_SIZE as u64) as f64 / (estimate.watched_ms / 1e3).max(1e-3);
+    estimate.dirty_bytes_per_s = rate(&estimate.samples);
     Ok(estimate)
+}
+
+/// Bytes of whole pages per second over these intervals.
+#[must_use]
+pub fn rate(samples: &[Sample]) -> f64 {
+    let pages: u64 = samples.iter().map(|sample| sample.pages).sum();
+    let ms: f64 = samples.iter().map(|sample| sample.ms).sum();
+    (pages * PAGE_SIZE as u64) as f64 / (ms / 1e3).max(1e-3)
 }
 
 /// The pages written since the last time, which are protected again.
@@ -116,8 +129,8 @@ fn collect(log: &dyn DirtyLog, pages: &mut PageSet) -> Result<(), MigrateError> 
     Ok(())
 }
 
-/// Per cent of zeros, and the ratio of LZ4 for the others, of pages spread over all that are populated.
-fn sample(memory: &GuestMemory, populated: &PageSet) -> Result<(f64, f64), MigrateError> {
+/// Looks into pages spread over all that are populated.
+fn sample(memory: &GuestMemory, populated: &PageSet) -> Result<Contents, MigrateError> {
     let step = (populated.count() / SAMPLED_PAGES).max(1);
     let compressors = Compressors::default();
     let failed = |error: CompressError| MigrateError::Compression {
@@ -145,8 +158,10 @@ fn sample(memory: &GuestMemory, populated: &PageSet) -> Result<(f64, f64), Migra
         }
         before += run.pages;
     }
-    let zero_percent = zeros as f64 * 100.0 / seen.max(1) as f64;
-    Ok((zero_percent, if packed == 0 { 1.0 } else { content as f64 / packed as f64 }))
+    Ok(Contents {
+        zero_percent: zeros as f64 * 100.0 / seen.max(1) as f64,
+        compression_ratio: if packed == 0 { 1.0 } else { content as f64 / packed as f64 },
+    })
 }
 
 /// The link and the limits that a migration would have.
@@ -158,6 +173,8 @@ pub struct Plan {
     pub downtime_limit: Duration,
     /// Most rounds with the guest running.
     pub max_rounds: u32,
+    /// Whether the guest must stand still for the whole of its migration.
+    pub stands_still: bool,
 }
 
 /// What a migration would cost.
@@ -201,15 +218,18 @@ impl Estimate {
 
     /// Rounds as the engine sends them: each as long as its pages take, which leaves what the guest writes in it.
     fn run(&self, plan: Plan) -> Outlook {
-        let link = plan.link_bytes_per_s.max(1.0) * self.compression_ratio.max(1.0);
+        let unknown = Contents { zero_percent: 0.0, compression_ratio: 1.0 };
+        let contents = self.contents.unwrap_or(unknown);
+        let ratio = contents.compression_ratio.max(1.0);
+        let link = plan.link_bytes_per_s.max(1.0) * ratio;
         let populated = self.populated_pages as f64 * PAGE_SIZE as f64;
-        let mut pending = populated * (1.0 - self.zero_percent / 100.0);
+        let mut pending = populated * (1.0 - contents.zero_percent / 100.0);
         let (mut total, mut sent, mut rounds) = (0.0, 0.0, 0);
         let spare = plan.downtime_limit.saturating_sub(FIXED_COST).as_secs_f64();
         loop {
             let took = pending / link;
-            let fits = rounds > 0 && took <= spare;
-            let over = fits || rounds >= plan.max_rounds;
+            let fits = (rounds > 0 || plan.stands_still) && took <= spare;
+            let over = fits || rounds >= plan.max_rounds || plan.stands_still;
             rounds += 1;
             total += took;
             sent += pending;
@@ -220,7 +240,7 @@ impl Estimate {
                     rounds,
                     total_ms: (total + FIXED_COST.as_secs_f64()) * 1e3,
                     downtime_ms: downtime * 1e3,
-                    sent_bytes: (sent / self.compression_ratio.max(1.0)) as u64,
+                    sent_bytes: (sent / ratio) as u64,
                     needed_bytes_per_s: None,
                 };
             }
@@ -236,7 +256,11 @@ impl Estimate {
             return 0.0;
         }
         // The rate was measured over intervals in which pages were written twice already.
-        let interval = INTERVAL.as_secs_f64();
+        let watched: f64 = self.samples.iter().map(|sample| sample.ms / 1e3).sum();
+        let interval = match self.samples.len() {
+            0 => INTERVAL.as_secs_f64(),
+            intervals => watched / intervals as f64,
+        };
         let share = (self.dirty_bytes_per_s * interval / hot).min(0.999);
         let rate = -(1.0 - share).ln() / interval;
         hot * (1.0 - (-rate * seconds).exp())
@@ -251,8 +275,7 @@ mod tests {
         Estimate {
             memory_bytes: 1 << 30,
             populated_pages: 100_000,
-            zero_percent: 0.0,
-            compression_ratio: 1.0,
+            contents: None,
             watched_ms: 5000.0,
             dirty_bytes_per_s,
             hot_bytes,
@@ -261,7 +284,8 @@ mod tests {
     }
 
     fn plan(link_bytes_per_s: f64) -> Plan {
-        Plan { link_bytes_per_s, downtime_limit: Duration::from_millis(300), max_rounds: 30 }
+        let downtime_limit = Duration::from_millis(300);
+        Plan { link_bytes_per_s, downtime_limit, max_rounds: 30, stands_still: false }
     }
 
     #[test]
@@ -285,12 +309,24 @@ mod tests {
     }
 
     #[test]
-    fn compression_makes_the_link_faster() {
+    fn zeros_are_not_sent_and_compression_makes_the_link_faster() {
         let mut guest = guest(0.0, 0);
-        guest.compression_ratio = 4.0;
+        guest.contents = Some(Contents { zero_percent: 50.0, compression_ratio: 4.0 });
         let outlook = guest.outlook(plan(100e6));
-        assert!((outlook.total_ms - 1028.0).abs() < 1.0, "{outlook:?}");
-        assert_eq!(outlook.sent_bytes, 102_400_000);
+        assert!((outlook.total_ms - 516.0).abs() < 1.0, "{outlook:?}");
+        assert_eq!(outlook.sent_bytes, 51_200_000);
+    }
+
+    #[test]
+    fn a_guest_that_stands_still_is_sent_once_and_all_of_that_is_downtime() {
+        let plan = Plan { stands_still: true, ..plan(100e6) };
+        let outlook = guest(500e6, 200_000_000).outlook(plan);
+        assert!(!outlook.converges && outlook.rounds == 1, "{outlook:?}");
+        assert_eq!(outlook.downtime_ms, outlook.total_ms);
+        assert_eq!(outlook.sent_bytes, 409_600_000);
+        // All that it has, in 296 ms.
+        let needed = outlook.needed_bytes_per_s.unwrap();
+        assert!((1.38e9..1.40e9).contains(&needed), "{needed}");
     }
 
     #[test]
@@ -299,6 +335,20 @@ mod tests {
         assert!((guest.dirtied_in(0.1) - 10e6).abs() < 1e5, "as it was seen");
         assert!(guest.dirtied_in(0.2) < 16e6, "pages are written again");
         assert!(guest.dirtied_in(100.0) <= 20e6);
+    }
+
+    /// The same guest, seen through longer intervals, in which it writes more pages twice.
+    #[test]
+    fn the_length_of_the_intervals_is_not_taken_for_the_guest() {
+        let seen = |ms: f64, bytes: f64| {
+            let pages = (bytes / PAGE_SIZE as f64) as u64;
+            let samples = vec![Sample { ms, pages }; 3];
+            Estimate { samples: samples.clone(), ..guest(rate(&samples), 40_000_000) }
+        };
+        // A page stays clean for 100 ms with 0.7: for 200 with 0.49.
+        let short = seen(100.0, 12e6).dirtied_in(0.05);
+        let long = seen(200.0, 20.4e6).dirtied_in(0.05);
+        assert!((short - long).abs() < 1e4, "{short} {long}");
     }
 
     #[test]

@@ -48,7 +48,7 @@ pub struct EstimateOptions {
     /// Name of the guest, or path of its control socket.
     #[arg(required_unless_present = "qemu", conflicts_with = "qemu")]
     pub guest: Option<String>,
-    /// Watch the guest of the QEMU that has this QMP socket. It must be one that can be attached to.
+    /// Watch the guest of the QEMU that has this QMP socket. For one that can't be attached to QEMU says what it writes.
     #[arg(long, value_name = "QMP_SOCKET")]
     pub qemu: Option<PathBuf>,
     /// For how long the guest is watched, at most 10 minutes.

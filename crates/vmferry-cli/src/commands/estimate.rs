@@ -16,63 +16,103 @@ use crate::args::EstimateOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
+/// What was seen, and how.
+struct Watched {
+    estimate: Estimate,
+    /// Why it is carried, if it is.
+    carried: Option<String>,
+    /// A carried guest of a QEMU that would lose what it writes meanwhile.
+    stands_still: bool,
+}
+
 /// Watches the guest, and reckons.
 pub fn run(options: &EstimateOptions, output: &Output) -> Result<(), Failure> {
     if output.is_terminal() {
         output.note(format!("watching the guest for {:?}", options.time));
     }
-    let estimate = match &options.qemu {
+    let watched = match &options.qemu {
         Some(qmp) => watch_qemu(qmp, options)?,
         None => watch_guest(options.guest.as_deref().unwrap_or_default(), options)?,
     };
-    let outlook = estimate.outlook(Plan {
+    let outlook = watched.estimate.outlook(Plan {
         link_bytes_per_s: options.max_bandwidth as f64,
         downtime_limit: options.downtime_limit,
         max_rounds: options.max_rounds,
+        stands_still: watched.stands_still,
     });
     let result = json!({
-        "seen": estimate,
+        "seen": watched.estimate,
+        "carried": watched.carried,
+        "stands_still": watched.stands_still,
         "link_bytes_per_s": options.max_bandwidth,
         "downtime_limit_ms": options.downtime_limit.as_secs_f64() * 1e3,
         "outlook": outlook,
     });
-    output.result(&result, || describe(&estimate, &outlook, options));
+    output.result(&result, || describe(&watched, &outlook, options));
     Ok(())
 }
 
-fn watch_guest(guest: &str, options: &EstimateOptions) -> Result<Estimate, Failure> {
+fn watch_guest(guest: &str, options: &EstimateOptions) -> Result<Watched, Failure> {
     let request = Request::Estimate(EstimateRequest { time: options.time });
     let seen = call(&socket(guest)?, &request, &mut |_| {})?;
-    serde_json::from_value(seen).map_err(|error| Failure::of(Code::Internal, error))
+    let estimate =
+        serde_json::from_value(seen).map_err(|error| Failure::of(Code::Internal, error))?;
+    Ok(Watched { estimate, carried: None, stands_still: false })
 }
 
-fn watch_qemu(qmp: &Path, options: &EstimateOptions) -> Result<Estimate, Failure> {
-    let Reached::Attached(source) = Reached::by(qmp, Mode::Attached, 0)? else {
-        return Err(Failure::new(Code::Internal, "attached to, and not attached"));
-    };
+fn watch_qemu(qmp: &Path, options: &EstimateOptions) -> Result<Watched, Failure> {
     let ended = Arc::new(AtomicBool::new(false));
     let on_signal = Arc::clone(&ended);
+    let reached = Reached::by(qmp, Mode::Auto, 0)?;
     crate::signals::on_end(move || on_signal.store(true, Ordering::Release))?;
-    Ok(estimate::watch(&source.memory(), &*source.dirty_log(), options.time, &ended)?)
+    match reached {
+        Reached::Attached(source) => {
+            let (memory, log) = (source.memory(), source.dirty_log());
+            let estimate = estimate::watch(&memory, &*log, options.time, &ended)?;
+            Ok(Watched { estimate, carried: None, stands_still: false })
+        }
+        Reached::Carried { source, why } => Ok(Watched {
+            estimate: source.estimate(options.time, &ended)?,
+            carried: why.as_ref().map(ToString::to_string),
+            stands_still: source.must_stand_still(),
+        }),
+    }
 }
 
-fn describe(seen: &Estimate, outlook: &Outlook, options: &EstimateOptions) -> String {
+fn describe(watched: &Watched, outlook: &Outlook, options: &EstimateOptions) -> String {
     let mb = |bytes: f64| bytes / 1e6;
-    let mut lines = vec![
+    let seen = &watched.estimate;
+    let mut lines: Vec<String> = Vec::new();
+    if let Some(why) = &watched.carried {
+        lines.push(format!("this guest would be carried: {why}"));
+    }
+    lines.extend([
         format!(
-            "{} of {} hold anything, {:.0} % of that zeros, the rest compresses {:.1} to 1",
+            "{} of {} hold {}",
             ByteSize(seen.populated_pages * vmferry_memory::PAGE_SIZE as u64),
             ByteSize(seen.memory_bytes),
-            seen.zero_percent,
-            seen.compression_ratio,
+            seen.contents.map_or_else(
+                || "anything at most; what it is can't be seen from outside".to_owned(),
+                |it| format!(
+                    "anything, {:.0} % of that zeros, the rest compresses {:.1} to 1",
+                    it.zero_percent, it.compression_ratio
+                )
+            ),
         ),
         format!(
-            "in {:.1} s the guest wrote {:.0} MB/s, on {} in all",
+            "in {:.1} s the guest wrote {:.0} MB/s, on {} in all{}",
             seen.watched_ms / 1e3,
             mb(seen.dirty_bytes_per_s),
             ByteSize(seen.hot_bytes),
+            if watched.carried.is_some() { ", as QEMU reckons from a sample of pages" } else { "" },
         ),
-    ];
+    ]);
+    if watched.stands_still {
+        lines.push(
+            "this QEMU would lose a part of what its guest writes: the guest stands still from the first page to the last"
+                .to_owned(),
+        );
+    }
     let link = mb(options.max_bandwidth as f64);
     let limit = options.downtime_limit.as_secs_f64() * 1e3;
     if outlook.converges {
@@ -92,11 +132,15 @@ fn describe(seen: &Estimate, outlook: &Outlook, options: &EstimateOptions) -> St
         ));
         lines.push(match outlook.needed_bytes_per_s {
             Some(needed) => format!(
-                "it converges from about {:.0} MB/s on, with --downtime-limit {}ms, or with --throttle",
+                "it converges from about {:.0} MB/s on, {}with --downtime-limit {}ms{}",
                 mb(needed),
+                if watched.stands_still { "or " } else { "" },
                 (outlook.downtime_ms * 1.2).ceil(),
+                if watched.stands_still { "" } else { ", or with --throttle" },
             ),
-            None => "no link is fast enough for that limit: allow more with --downtime-limit".to_owned(),
+            None => {
+                "no link is fast enough for that limit: allow more with --downtime-limit".to_owned()
+            }
         });
     }
     lines.join("\n")

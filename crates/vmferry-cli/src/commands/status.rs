@@ -12,6 +12,7 @@ use super::{directory, socket};
 use crate::args::StatusOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
+use crate::progress::outlook;
 
 /// One guest, or all.
 pub fn run(options: &StatusOptions, output: &Output) -> Result<(), Failure> {
@@ -113,15 +114,28 @@ fn describe(status: &Value) -> String {
     if !status["crash"].is_null() {
         lines.push(format!("  CRASHED: {}", text(&status["crash"])));
     }
+    if status["watched"] == true {
+        lines.push("  watched by `vmferry estimate`".to_owned());
+    }
     let migration = &status["migration"];
     if !migration.is_null() {
         lines.push(format!(
             "  migrating: {}, round {}, {} sent{}",
-            text(&migration["phase"]),
+            if migration["held"] == true {
+                "held before the switchover".to_owned()
+            } else {
+                text(&migration["phase"])
+            },
             migration["round"],
             ByteSize(migration["sent_bytes"].as_u64().unwrap_or_default()),
             if migration["in_doubt"] == true { ", IN DOUBT: `vmferry resolve`" } else { "" }
         ));
+        if !migration["forecast"].is_null() {
+            lines.push(format!("  {}", outlook(&migration["forecast"])));
+        }
+        if let Some(advice) = migration["forecast"]["advice"].as_str() {
+            lines.push(format!("  does not converge: {advice}"));
+        }
     }
     lines.join("\n")
 }

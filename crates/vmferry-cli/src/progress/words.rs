@@ -120,9 +120,15 @@ pub fn rates(seen: &Seen) -> String {
     if number("compression_ratio") >= 1.1 {
         let _ = write!(text, " ({:.1}:1)", number("compression_ratio"));
     }
-    let _ = write!(
-        text,
-        ", {:.0} MB/s dirty, downtime {:.0} of {:.0} ms",
+    let _ = write!(text, ", {}", outlook(forecast));
+    text
+}
+
+/// What the last forecast says of the guest and of what is left.
+pub fn outlook(forecast: &Value) -> String {
+    let number = |name: &str| forecast[name].as_f64().unwrap_or_default();
+    let mut text = format!(
+        "{:.0} MB/s dirty, downtime {:.0} of {:.0} ms",
         number("dirty_bytes_per_s") / 1e6,
         number("predicted_downtime_ms"),
         number("downtime_limit_ms"),

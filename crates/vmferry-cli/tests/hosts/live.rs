@@ -181,13 +181,12 @@ fn an_estimate_says_what_a_migration_would_cost_and_leaves_the_guest_alone() {
 fn an_estimate_ends_with_its_client() {
     let Scene { world: _world, a, b: _b, vmm: _vmm, receiver: _receiver, address: _ } = scene();
     let mut watching = a.start(&["estimate", "web", "--time", "10min"]);
-    while a.run(&["pause", "web"]).code == Some(0) {
-        run_ok(&a, &["resume", "web"]);
-    }
+    a.wait_for("web", |status| status["watched"] == true);
     a.run(&["pause", "web"]).failed(7, "is watched by `vmferry estimate`");
     watching.kill();
-    // Until it is heard that the client has gone; the test's own time is the bound.
-    while a.run(&["pause", "web"]).code != Some(0) {}
+    // It is heard that the client has gone.
+    a.wait_for("web", |status| status["watched"] == false);
+    run_ok(&a, &["pause", "web"]);
     run_ok(&a, &["resume", "web"]);
     a.check_guest("web");
 }

@@ -12,6 +12,7 @@ mod live;
 mod peers;
 mod report;
 mod sandbox;
+mod shapes;
 #[path = "../support/mod.rs"]
 mod support;
 mod systemd;

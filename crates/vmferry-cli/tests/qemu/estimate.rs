@@ -1,4 +1,4 @@
-//! `estimate --qemu` with real QEMUs: what is seen of a guest that can be attached, and that nothing is left on it.
+//! `estimate --qemu` with real QEMUs: what is seen of a guest, attached or not, and that nothing is left on it.
 
 use vmferry_qemu_lab::Version;
 
@@ -20,10 +20,32 @@ fn a_qemu_is_watched_and_left_as_it_was() {
     scene.is_clean();
 }
 
-#[test]
-fn a_qemu_that_can_t_be_attached_says_why() {
-    let mut scene = Scene::new(Version::V10_0, Way::Carried);
+/// QEMU itself says what the guest writes, in seconds or milliseconds as its version takes them.
+fn a_carried_qemu_is_estimated(version: Version, stands_still: bool) {
+    let mut scene = Scene::new(version, Way::Carried);
     let qmp = text(&scene.here.qmp).to_owned();
-    scene.a.run(&["estimate", "--qemu", &qmp, "--time", "1s"]).failed(6, "private");
+    let estimate = run_ok(&scene.a, &["estimate", "--qemu", &qmp, "--time", "3s"]);
+    assert!(estimate["carried"].as_str().unwrap().contains("private"), "{estimate}");
+    assert_eq!(estimate["stands_still"], stands_still, "{estimate}");
+    let seen = &estimate["seen"];
+    assert!(seen["memory_bytes"].as_u64().unwrap() >> 20 >= 128, "{estimate}");
+    assert!(seen["populated_pages"].as_u64().unwrap() > 2048, "{estimate}");
+    assert_eq!(seen["contents"], serde_json::Value::Null, "{estimate}");
+    // The guest rewrites 8 MiB without pause; QEMU sees a sample of it.
+    let hot = seen["hot_bytes"].as_u64().unwrap();
+    assert!((4 << 20..64 << 20).contains(&hot), "{estimate}");
+    assert!(seen["dirty_bytes_per_s"].as_f64().unwrap() > 0.0, "{estimate}");
+    assert_eq!(estimate["outlook"]["rounds"] == 1, stands_still, "{estimate}");
     scene.here.check_guest();
+    scene.is_clean();
+}
+
+#[test]
+fn a_qemu_that_can_t_be_attached_is_asked() {
+    a_carried_qemu_is_estimated(Version::V10_0, false);
+}
+
+#[test]
+fn an_older_qemu_that_can_t_be_attached_is_asked() {
+    a_carried_qemu_is_estimated(Version::V7_2, true);
 }

@@ -1,7 +1,5 @@
 //! Two hosts with a QEMU guest, for the tests of `send --qemu`.
 
-use std::sync::{Mutex, PoisonError};
-
 use serde_json::json;
 use vmferry_qemu::Qmp;
 use vmferry_qemu_lab::{Backend, Machine, Qemu, Version, World as Lab};
@@ -9,8 +7,6 @@ use vmferry_qemu_lab::{Backend, Machine, Qemu, Version, World as Lab};
 use super::proxy::Proxy;
 use super::traces::{Traces, nothing_is_left};
 use super::{Host, Running, World, text};
-
-static BOOTING: Mutex<()> = Mutex::new(());
 
 /// How the guest is moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,13 +43,8 @@ impl Scene {
     pub fn of(machine: Machine, way: Way) -> Self {
         let (world, lab) = (World::new(), Lab::new());
         let (a, b) = (world.host("a"), world.host("b"));
-        let here = {
-            // A guest that boots wants a whole processor: of several at once none would come up in time.
-            let _alone = BOOTING.lock().unwrap_or_else(PoisonError::into_inner);
-            let mut here = machine.start(&lab, "here");
-            here.check_guest();
-            here
-        };
+        let mut here = machine.start_booted(&lab, "here");
+        here.check_guest();
         let before = Traces::of(&here);
         Self { world, lab, a, b, machine, way, here, before, destinations: 0 }
     }

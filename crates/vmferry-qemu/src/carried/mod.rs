@@ -15,6 +15,7 @@
 mod arrival;
 mod channels;
 mod description;
+mod estimate;
 mod monitor;
 mod sleep;
 mod source;

@@ -24,7 +24,7 @@ use crate::stream::{Blocks, MainStream, MultifdChannel};
 /// A QEMU whose guest is to be carried. Dropped, it is left as it is: a guest that was not
 /// [resumed](Resume::resume) may run elsewhere.
 pub struct CarriedSource {
-    monitor: Arc<Monitor>,
+    pub(super) monitor: Arc<Monitor>,
     version: Version,
     pid: u32,
     identity: GuestIdentity,

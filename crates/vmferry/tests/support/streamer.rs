@@ -9,6 +9,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use rustix::net::{RecvFlags, recv};
 use vmferry::streamed::{
     Marks, OutgoingStream, PageMark, Recogniser, StreamEvent, StreamEvents, StreamedVm,
 };
@@ -39,6 +40,8 @@ pub struct Plan {
     pub recognised: usize,
     /// After the last pass it goes on with passes until this is set.
     pub until: Arc<AtomicBool>,
+    /// To end its migration it writes the rest and reads it itself, as far as nobody else does.
+    pub drains: bool,
 }
 
 impl Default for Plan {
@@ -54,6 +57,7 @@ impl Default for Plan {
             noise: 5000,
             recognised,
             until,
+            drains: false,
         }
     }
 }
@@ -70,6 +74,8 @@ pub struct Streamer {
     plan: Plan,
     gate: Arc<Gate>,
     cut: Vec<UnixStream>,
+    /// What the engine reads from.
+    read: Vec<UnixStream>,
     threads: Vec<JoinHandle<()>>,
     /// What each stream was given, byte by byte.
     pub written: Arc<Mutex<Vec<Vec<u8>>>>,
@@ -87,12 +93,18 @@ impl Streamer {
         self.threads.is_empty()
     }
 
+    fn open_gate(&self) {
+        *self.gate.open.lock().unwrap() = true;
+        self.gate.changed.notify_all();
+    }
+
     pub fn new(plan: Plan) -> Self {
         let written = vec![Vec::new(); usize::from(plan.streams)];
         Self {
             plan,
             gate: Arc::default(),
             cut: Vec::new(),
+            read: Vec::new(),
             threads: Vec::new(),
             written: Arc::new(Mutex::new(written)),
             so_far: Arc::default(),
@@ -110,11 +122,17 @@ pub fn description(plan: &Plan) -> GuestDescription {
 
 impl Resume for Streamer {
     fn resume(&mut self) -> Result<(), VmError> {
+        while self.plan.drains && !self.threads.iter().all(JoinHandle::is_finished) {
+            self.open_gate();
+            for socket in &self.read {
+                // The engine may have taken all that there was.
+                let _ = recv(socket, &mut [0; 5000], RecvFlags::DONTWAIT);
+            }
+        }
         for socket in &self.cut {
             let _ = socket.shutdown(Shutdown::Both);
         }
-        *self.gate.open.lock().unwrap() = true;
-        self.gate.changed.notify_all();
+        self.open_gate();
         self.threads.drain(..).for_each(|thread| thread.join().unwrap());
         self.runs.store(true, Ordering::SeqCst);
         Ok(())
@@ -143,6 +161,7 @@ impl StreamedVm for Streamer {
         for number in 0..self.plan.streams {
             let (theirs, ours) = UnixStream::pair()?;
             self.cut.push(ours.try_clone()?);
+            self.read.push(theirs.try_clone()?);
             let (stream, left) = (number.into(), self.plan.recognised);
             let recogniser: Box<dyn Recogniser> = Box::new(Records { stream, left });
             streams.push(OutgoingStream { socket: theirs, recogniser });
@@ -175,8 +194,7 @@ impl StreamedVm for Streamer {
     }
 
     fn finish(&mut self) -> Result<(), VmError> {
-        *self.gate.open.lock().unwrap() = true;
-        self.gate.changed.notify_all();
+        self.open_gate();
         Ok(())
     }
 

@@ -59,7 +59,7 @@ pub struct Tally {
     pub pass: AtomicU32,
     /// Wrapping sum of the hashes of all pieces.
     pub digest: AtomicU64,
-    /// The guest stays, and no stream is to come to its end.
+    /// The guest stays, and no stream is to go on or to come to its end.
     pub given_up: AtomicBool,
 }
 
@@ -120,10 +120,10 @@ impl Streams {
         self.tally.pass.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// No stream comes to its end from now on: a destination whose VMM was told that there is no more would say that its load has
-    /// failed, before it hears why.
+    /// No stream goes on from now on, and none comes to its end: a destination whose VMM was told that there is no more, or
+    /// got a stream of which the VMM here has thrown a part away, would say that its load has failed, before it hears why.
     pub fn give_up(&self) {
-        self.tally.given_up.store(true, Ordering::Relaxed);
+        self.tally.given_up.store(true, Ordering::Release);
     }
 
     /// The digest of everything that was read; of all of it once the lanes have sent all.

@@ -86,7 +86,9 @@ impl StreamReader {
                 action: "read the stream of the guest's VMM",
                 source,
             })?;
-            if bytes > 0 {
+            // Looked at after the read: the VMM may read its own end empty from then on, and what comes out here has
+            // holes. The other side keeps a beginning of the stream.
+            if bytes > 0 && !self.tally.given_up.load(Ordering::Acquire) {
                 let round = self.tally.pass.load(Ordering::Relaxed);
                 let zero_pages = marks.zero_pages;
                 let piece = Piece { offset, bytes, pages: &marks.pages, zero_pages, round };
@@ -218,7 +220,7 @@ impl StreamReader {
 
     /// Says on the lane that the stream is over.
     fn end(&self, ticket: u64) {
-        if self.tally.given_up.load(Ordering::Relaxed) {
+        if self.tally.given_up.load(Ordering::Acquire) {
             return;
         }
         let Some(mut frame) = self.acquire() else { return };

@@ -1,0 +1,111 @@
+//! Guests that have booted before: Linux takes five seconds of a processor until its program runs, and a state that was
+//! saved then is loaded in half a second.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::{Mutex, PoisonError};
+
+use crate::machine::kernel;
+use crate::{Machine, Qemu, World, initramfs, packages};
+
+/// A guest that boots wants a whole processor: of several at once none would come up in time.
+static BOOTING: Mutex<()> = Mutex::new(());
+
+impl Machine {
+    /// Starts a QEMU whose guest goes on from where one like it had come to after its boot. One whose devices are files of
+    /// the test's, or which runs as another user, is booted.
+    pub fn start_booted(&self, world: &World, name: &str) -> Qemu {
+        if self.user.is_some() || self.devices.iter().any(|device| device.contains('/')) {
+            let _alone = BOOTING.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut qemu = self.start(world, name);
+            works(&mut qemu);
+            return qemu;
+        }
+        let from = format!("exec:cat '{}'", self.saved().display());
+        let mut qemu = self.spawn(world, name, &["-incoming", &from]);
+        run_on(&mut qemu);
+        works(&mut qemu);
+        qemu
+    }
+
+    /// The state of such a guest, saved the first time that it is wanted.
+    fn saved(&self) -> PathBuf {
+        let _alone = BOOTING.lock().unwrap_or_else(PoisonError::into_inner);
+        let directory = directory();
+        let mut key = DefaultHasher::new();
+        let any = Machine { memory_directory: None, ..self.clone() };
+        format!("{any:?}").hash(&mut key);
+        let path = directory.join(format!("{:016x}", key.finish()));
+        if !path.exists() {
+            let unique = path.with_extension(std::process::id().to_string());
+            any.boot_and_save(&unique);
+            // Several programs may do this at once: each puts a state of the same guest there.
+            std::fs::rename(&unique, &path).expect("a state can be put in its place");
+        }
+        path
+    }
+
+    fn boot_and_save(&self, path: &Path) {
+        let world = World::new();
+        let monitor = ["-monitor", "stdio"];
+        let mut qemu = self.spawn_with(&world, "booting", &monitor, Stdio::piped());
+        works(&mut qemu);
+        let mut orders = qemu.child.stdin.take().expect("it has a monitor");
+        // Stopped first: an emulated guest of QEMU 7.2 would lose writes. The order returns when all is saved.
+        let lines = format!(
+            "stop\nmigrate_set_parameter max-bandwidth 100G\nmigrate \"exec:cat > '{}'\"\ninfo migrate\nquit\n",
+            path.display()
+        );
+        orders.write_all(lines.as_bytes()).expect("its monitor listens");
+        qemu.child.wait().expect("it ends");
+        let said = qemu.last_words();
+        assert!(said.contains("completed"), "the guest was not saved: {said}");
+    }
+}
+
+/// Where states of these guests are; those of earlier programs, kernels and releases are removed.
+fn directory() -> PathBuf {
+    let mut content = DefaultHasher::new();
+    std::fs::read(initramfs::path(packages())).expect("the initramfs is there").hash(&mut content);
+    std::fs::read(kernel()).expect("the kernel is there").hash(&mut content);
+    let name = format!("booted-{:016x}", content.finish());
+    let directory = packages().join(&name);
+    if !directory.exists() {
+        let others = std::fs::read_dir(packages()).expect("packages were fetched").flatten();
+        for other in others.filter(|it| it.file_name().to_string_lossy().starts_with("booted-")) {
+            // Another program may do the same.
+            let _ = std::fs::remove_dir_all(other.path());
+        }
+        std::fs::create_dir_all(&directory).expect("a directory can be made");
+    }
+    directory
+}
+
+/// Its program goes over its memory.
+fn works(qemu: &mut Qemu) {
+    qemu.wait_for("works", |said| said.get("checked") > 0);
+}
+
+/// Lets a guest that was saved while it was stopped run, once it is loaded.
+fn run_on(qemu: &mut Qemu) {
+    let stream = UnixStream::connect(&qemu.qmp).expect("QMP listens");
+    let mut answers = BufReader::new(stream.try_clone().expect("a descriptor can be duplicated"));
+    let mut execute = |command: &str| {
+        let order = format!("{{\"execute\":\"{command}\"}}\n");
+        (&stream).write_all(order.as_bytes()).expect("QMP takes orders");
+        loop {
+            let mut line = String::new();
+            let read = answers.read_line(&mut line).expect("QMP answers");
+            assert!(read > 0 && !line.contains("\"error\""), "{command}: {line}");
+            if line.contains("\"return\"") {
+                return line;
+            }
+        }
+    };
+    execute("qmp_capabilities");
+    qemu.wait_until("has loaded its state", |_| execute("query-status").contains("\"paused\""));
+    execute("cont");
+}
