@@ -9,7 +9,7 @@ use std::process::Stdio;
 use std::sync::{Mutex, PoisonError};
 
 use crate::machine::kernel;
-use crate::{Machine, Qemu, World, initramfs, packages};
+use crate::{Backend, Machine, Qemu, World, initramfs, packages};
 
 /// A guest that boots wants a whole processor: of several at once none would come up in time.
 static BOOTING: Mutex<()> = Mutex::new(());
@@ -36,7 +36,9 @@ impl Machine {
         let _alone = BOOTING.lock().unwrap_or_else(PoisonError::into_inner);
         let directory = directory();
         let mut key = DefaultHasher::new();
-        let any = Machine { memory_directory: None, ..self.clone() };
+        // What memory is made of is not in a state, but its blocks are.
+        let backend = if self.backend == Backend::TwoNodes { self.backend } else { Backend::File };
+        let any = Machine { memory_directory: None, backend, ..self.clone() };
         format!("{any:?}").hash(&mut key);
         let path = directory.join(format!("{:016x}", key.finish()));
         if !path.exists() {

@@ -6,6 +6,11 @@ use support::{attach_fails, hop, migrate_between};
 use vmferry::error::ErrorClass;
 use vmferry_qemu_lab::{Backend, HugePages, Machine, Mounted, Version, World};
 
+/// The guest of most tests, which has booted before.
+fn usual(version: Version) -> Machine {
+    Machine { mib: 128, ..Machine::new(version, "dirty=8") }
+}
+
 /// Moves a guest from QEMU to QEMU, and looks after it on each.
 fn travel(machine: &Machine, hops: u32) {
     travel_in(&World::new(), machine, hops);
@@ -87,15 +92,15 @@ fn guests_of_huge_pages_travel() {
 fn a_guest_that_can_t_be_attached_is_refused_before_it_is_touched() {
     for version in Version::ALL {
         let world = World::new();
-        let private = Machine { backend: Backend::Private, ..Machine::new(version, "dirty=5") };
-        let mut qemu = private.start(&world, "private");
+        let private = Machine { backend: Backend::Private, ..usual(version) };
+        let mut qemu = private.start_booted(&world, "private");
         let text = attach_fails(&qemu);
         assert!(text.contains("memory-backend-file"), "{text}");
         qemu.check_guest();
     }
     let world = World::new();
-    let memfd = Machine { backend: Backend::Memfd, ..Machine::new(Version::V10_0, "dirty=5") };
-    let mut qemu = memfd.start(&world, "memfd");
+    let memfd = Machine { backend: Backend::Memfd, ..usual(Version::V10_0) };
+    let mut qemu = memfd.start_booted(&world, "memfd");
     let text = attach_fails(&qemu);
     assert!(text.contains("is a memfd") && text.contains("mem-path"), "{text}");
     qemu.check_guest();
@@ -108,7 +113,7 @@ fn what_others_write_or_both_have_is_refused() {
         "memory-backend-file,id=shared,size=1M,share=on,mem-path={}",
         world.path_on_tmpfs("shared").display()
     );
-    let machine = Machine::new(Version::V10_0, "dirty=5");
+    let machine = usual(Version::V10_0);
     // QEMU itself forbids the first, and vmferry the second.
     for (role, says) in [("off", "peer mode"), ("on", "device_del")] {
         let device = format!("ivshmem-plain,memdev=shared,master={role}");
@@ -120,7 +125,7 @@ fn what_others_write_or_both_have_is_refused() {
     }
 
     // The destination's memory is the source's, by another name.
-    let here = machine.start(&world, "here");
+    let here = machine.start_booted(&world, "here");
     std::os::unix::fs::symlink(world.path_on_tmpfs("here-ram"), world.path_on_tmpfs("there-ram"))
         .unwrap();
     let there = machine.incoming(&world, "there");
@@ -131,11 +136,11 @@ fn what_others_write_or_both_have_is_refused() {
 #[test]
 fn a_destination_of_another_kind_is_refused_and_the_guest_goes_on() {
     let world = World::new();
-    let machine = Machine::new(Version::V10_0, "dirty=10");
-    let mut here = machine.start(&world, "here");
+    let machine = usual(Version::V10_0);
+    let mut here = machine.start_booted(&world, "here");
     here.check_guest();
 
-    let small = Machine { mib: 128, ..machine.clone() };
+    let small = Machine { mib: 64, ..machine.clone() };
     let there = small.incoming(&world, "small");
     let error = migrate_between(&world, 1, &here, &there).unwrap_err();
     assert_eq!(error.class(), ErrorClass::Incompatible, "{error}");
