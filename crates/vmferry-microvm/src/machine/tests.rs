@@ -98,9 +98,8 @@ fn check_all(machine: &Machine) -> Report {
 }
 
 fn copy(set: &PageSet, from: &GuestMemory, to: &GuestMemory) {
-    let mut bytes = Vec::new();
     for run in set.runs() {
-        bytes.resize(run.pages as usize * vmferry_memory::PAGE_SIZE, 0);
+        let mut bytes = vec![0; run.pages as usize * vmferry_memory::PAGE_SIZE];
         from.copy_out(run, &mut bytes).unwrap();
         to.copy_in(run, &bytes).unwrap();
     }
