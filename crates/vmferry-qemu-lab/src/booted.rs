@@ -6,7 +6,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use crate::machine::kernel;
 use crate::{Backend, Machine, Qemu, World, initramfs, packages};
@@ -34,13 +34,12 @@ impl Machine {
     /// The state of such a guest, saved the first time that it is wanted.
     fn saved(&self) -> PathBuf {
         let _alone = BOOTING.lock().unwrap_or_else(PoisonError::into_inner);
-        let directory = directory();
         let mut key = DefaultHasher::new();
         // What memory is made of is not in a state, but its blocks are.
         let backend = if self.backend == Backend::TwoNodes { self.backend } else { Backend::File };
         let any = Machine { memory_directory: None, backend, ..self.clone() };
         format!("{any:?}").hash(&mut key);
-        let path = directory.join(format!("{:016x}", key.finish()));
+        let path = directory().join(format!("{:016x}", key.finish()));
         if !path.exists() {
             let unique = path.with_extension(std::process::id().to_string());
             any.boot_and_save(&unique);
@@ -68,22 +67,26 @@ impl Machine {
     }
 }
 
-/// Where states of these guests are; those of earlier programs, kernels and releases are removed.
-fn directory() -> PathBuf {
-    let mut content = DefaultHasher::new();
-    std::fs::read(initramfs::path(packages())).expect("the initramfs is there").hash(&mut content);
-    std::fs::read(kernel()).expect("the kernel is there").hash(&mut content);
-    let name = format!("booted-{:016x}", content.finish());
-    let directory = packages().join(&name);
-    if !directory.exists() {
-        let others = std::fs::read_dir(packages()).expect("packages were fetched").flatten();
-        for other in others.filter(|it| it.file_name().to_string_lossy().starts_with("booted-")) {
-            // Another program may do the same.
-            let _ = std::fs::remove_dir_all(other.path());
+/// Where states of these guests are; those of earlier programs and kernels are removed.
+fn directory() -> &'static Path {
+    static MADE: OnceLock<PathBuf> = OnceLock::new();
+    MADE.get_or_init(|| {
+        let mut content = DefaultHasher::new();
+        for file in [initramfs::path(packages()), &kernel()] {
+            std::fs::read(file).expect("what the guest boots is there").hash(&mut content);
         }
-        std::fs::create_dir_all(&directory).expect("a directory can be made");
-    }
-    directory
+        let directory = packages().join(format!("booted-{:016x}", content.finish()));
+        if !directory.exists() {
+            let others = std::fs::read_dir(packages()).expect("packages were fetched").flatten();
+            for other in others.filter(|it| it.file_name().to_string_lossy().starts_with("booted-"))
+            {
+                // Another program may do the same.
+                let _ = std::fs::remove_dir_all(other.path());
+            }
+            std::fs::create_dir_all(&directory).expect("a directory can be made");
+        }
+        directory
+    })
 }
 
 /// Its program goes over its memory.

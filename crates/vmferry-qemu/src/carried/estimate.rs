@@ -61,10 +61,9 @@ impl CarriedSource {
             ..Estimate::default()
         };
         for _ in 0..intervals {
-            if let Some(bytes) = self.written_in(interval, ended)? {
-                let pages = bytes / PAGE_SIZE as u64;
-                estimate.samples.push(Sample { ms: interval.as_secs_f64() * 1e3, pages });
-            }
+            let Some(bytes) = self.written_in(interval, ended)? else { break };
+            let pages = bytes / PAGE_SIZE as u64;
+            estimate.samples.push(Sample { ms: interval.as_secs_f64() * 1e3, pages });
         }
         let rest = time.saturating_sub(begun.elapsed()).clamp(SECOND, LONGEST);
         let hot = self.written_in(Duration::from_secs(rest.as_secs()), ended)?.unwrap_or_default();
@@ -77,6 +76,10 @@ impl CarriedSource {
 
     /// Bytes of pages that the guest writes in some time, a page counting once. `None` if it was ended before.
     fn written_in(&self, time: Duration, ended: &AtomicBool) -> Result<Option<u64>, QemuError> {
+        if ended.load(Ordering::Acquire) {
+            // QEMU may still be measuring, and would refuse to begin anew.
+            return Ok(None);
+        }
         let gib = self.memory_bytes().div_ceil(1 << 30).max(1);
         let (least, most) = SAMPLES_OF_A_GIB.into_inner();
         let samples = (SAMPLED_PAGES / gib).clamp(least, most);
