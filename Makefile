@@ -26,10 +26,10 @@ demo-qemu: build ## Move a Linux guest from QEMU to QEMU between two network nam
 test test-all: export RUST_TEST_THREADS ?= $(shell echo $$((2 * $$(nproc))))
 
 test: setup ## Run all tests, with a sample of the long matrices
-	@. scripts/environment && $(CARGO) test --locked --workspace
+	@. scripts/environment && $(CARGO) test --locked --workspace --no-fail-fast
 
 test-all: setup ## Run all tests and the whole of the long matrices
-	@. scripts/environment && VMFERRY_TEST_ALL=1 $(CARGO) test --locked --workspace
+	@. scripts/environment && VMFERRY_TEST_ALL=1 $(CARGO) test --locked --workspace --no-fail-fast
 
 lint: setup ## Formatting, clippy and documentation, without a warning
 	@. scripts/environment && $(CARGO) fmt --all --check

@@ -34,6 +34,8 @@ pub struct Estimate {
     pub dirty_bytes_per_s: f64,
     /// Bytes of all pages that were written meanwhile.
     pub hot_bytes: u64,
+    /// What these hold, which is seldom like the rest; `None` as for `contents`.
+    pub hot_contents: Option<Contents>,
     /// Each interval.
     pub samples: Vec<Sample>,
 }
@@ -102,6 +104,7 @@ fn look(
     estimate.watched_ms = last.duration_since(begun).as_secs_f64() * 1e3;
     estimate.hot_bytes = hot.count() * PAGE_SIZE as u64;
     estimate.dirty_bytes_per_s = rate(&estimate.samples);
+    estimate.hot_contents = Some(sample(memory, &hot)?);
     Ok(estimate)
 }
 
@@ -218,12 +221,14 @@ impl Estimate {
 
     /// Rounds as the engine sends them: each as long as its pages take, which leaves what the guest writes in it.
     fn run(&self, plan: Plan) -> Outlook {
-        let unknown = Contents { zero_percent: 0.0, compression_ratio: 1.0 };
-        let contents = self.contents.unwrap_or(unknown);
-        let ratio = contents.compression_ratio.max(1.0);
-        let link = plan.link_bytes_per_s.max(1.0) * ratio;
+        let link = plan.link_bytes_per_s.max(1.0);
+        // Of bytes of pages, those that travel.
+        let on_the_link = |pages: f64, contents: Option<Contents>| {
+            let known = contents.unwrap_or(Contents { zero_percent: 0.0, compression_ratio: 1.0 });
+            pages * (1.0 - known.zero_percent / 100.0) / known.compression_ratio.max(1.0)
+        };
         let populated = self.populated_pages as f64 * PAGE_SIZE as f64;
-        let mut pending = populated * (1.0 - contents.zero_percent / 100.0);
+        let mut pending = on_the_link(populated, self.contents);
         let (mut total, mut sent, mut rounds) = (0.0, 0.0, 0);
         let spare = plan.downtime_limit.saturating_sub(FIXED_COST).as_secs_f64();
         loop {
@@ -240,11 +245,11 @@ impl Estimate {
                     rounds,
                     total_ms: (total + FIXED_COST.as_secs_f64()) * 1e3,
                     downtime_ms: downtime * 1e3,
-                    sent_bytes: (sent / ratio) as u64,
+                    sent_bytes: sent as u64,
                     needed_bytes_per_s: None,
                 };
             }
-            pending = self.dirtied_in(took);
+            pending = on_the_link(self.dirtied_in(took), self.hot_contents);
         }
     }
 
@@ -276,6 +281,7 @@ mod tests {
             memory_bytes: 1 << 30,
             populated_pages: 100_000,
             contents: None,
+            hot_contents: None,
             watched_ms: 5000.0,
             dirty_bytes_per_s,
             hot_bytes,
@@ -315,6 +321,20 @@ mod tests {
         let outlook = guest.outlook(plan(100e6));
         assert!((outlook.total_ms - 516.0).abs() < 1.0, "{outlook:?}");
         assert_eq!(outlook.sent_bytes, 51_200_000);
+    }
+
+    /// Text around a hot set that does not shrink: the last round is as long as that is.
+    #[test]
+    fn hot_pages_shrink_as_they_do_and_not_as_the_rest() {
+        let mut guest = guest(500e6, 20_000_000);
+        guest.contents = Some(Contents { zero_percent: 0.0, compression_ratio: 10.0 });
+        let plain = Contents { zero_percent: 0.0, compression_ratio: 1.0 };
+        guest.hot_contents = Some(plain);
+        let outlook = guest.outlook(plan(100e6));
+        assert!((outlook.downtime_ms - 204.0).abs() < 1.0, "{outlook:?}");
+        guest.hot_contents = Some(Contents { compression_ratio: 2.0, ..plain });
+        let outlook = guest.outlook(plan(100e6));
+        assert!((outlook.downtime_ms - 104.0).abs() < 1.0, "{outlook:?}");
     }
 
     #[test]

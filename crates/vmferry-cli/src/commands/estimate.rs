@@ -100,10 +100,14 @@ fn describe(watched: &Watched, outlook: &Outlook, options: &EstimateOptions) -> 
             ),
         ),
         format!(
-            "in {:.1} s the guest wrote {:.0} MB/s, on {} in all{}",
+            "in {:.1} s the guest wrote {:.0} MB/s, on {} in all{}{}",
             seen.watched_ms / 1e3,
             mb(seen.dirty_bytes_per_s),
             ByteSize(seen.hot_bytes),
+            seen.hot_contents.map_or_else(String::new, |it| format!(
+                " (compresses {:.1} to 1)",
+                it.compression_ratio
+            )),
             if watched.carried.is_some() { ", as QEMU reckons from a sample of pages" } else { "" },
         ),
     ]);

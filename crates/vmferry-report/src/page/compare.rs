@@ -64,7 +64,7 @@ pub fn compare(a: &Run, b: &Run) -> Result<String, ReportError> {
 /// B over A, if both are known.
 fn ratio(a: &Metric, b: &Metric) -> Option<f64> {
     let (a, b) = a.value.zip(b.value)?;
-    (a > 0.0).then_some(b / a)
+    Some(b / a).filter(|ratio| a > 0.0 && ratio.is_finite())
 }
 
 /// What differs by so little is alike.

@@ -143,7 +143,8 @@ pub fn was_paused(run: &Run) -> bool {
 }
 
 fn over(number: Number, by: Number) -> Number {
-    number.zip(by.filter(|by| *by > 0.0)).map(|(number, by)| number / by)
+    let quotient = number.zip(by.filter(|by| *by > 0.0)).map(|(number, by)| number / by);
+    quotient.filter(|quotient| quotient.is_finite())
 }
 
 fn predicted(run: &Run) -> Number {

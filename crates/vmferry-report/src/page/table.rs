@@ -67,12 +67,12 @@ fn encoded(round: &Round) -> String {
         ("zstd", ways.zstd),
         ("zlib", ways.zlib),
     ]
-    .map(|(name, pages)| (name, pages.unwrap_or_default()));
+    .map(|(name, pages)| (name, pages.unwrap_or_default().max(0.0)));
     ways.sort_by(|a, b| b.1.total_cmp(&a.1));
     let all: f64 = ways.iter().map(|(_, pages)| pages).sum();
     let shown = ways.iter().filter(|(_, pages)| *pages > 0.0);
     let words: Vec<String> = shown
-        .map(|(name, pages)| match pages * 100.0 / all {
+        .map(|(name, pages)| match pages / all * 100.0 {
             percent if percent < 0.5 => format!("{name} < 1 %"),
             percent => format!("{name} {percent:.0} %"),
         })

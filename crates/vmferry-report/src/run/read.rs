@@ -13,6 +13,9 @@ use crate::error::ReportError;
 /// Time between two progress events that do not say when they were.
 const PROGRESS_MS: f64 = 200.0;
 
+/// Beyond every 64-bit count. Sums and quotients of what is below it are numbers still.
+const MOST: f64 = 2e19;
+
 /// A line's object.
 type Line = Map<String, Value>;
 
@@ -76,6 +79,7 @@ struct Reader {
 impl Reader {
     fn line(&mut self, mut line: Line) -> Result<(), String> {
         self.lines += 1;
+        line.iter().try_for_each(|(name, value)| possible(name, value))?;
         let time = line.get("time").and_then(Value::as_str);
         if self.run.begun.is_none() {
             self.run.begun = time.map(str::to_owned);
@@ -187,6 +191,18 @@ impl Reader {
     }
 }
 
+/// Whether all numbers of a member are such as a migration has.
+fn possible(name: &str, value: &Value) -> Result<(), String> {
+    match value {
+        Value::Number(number) if number.as_f64().is_none_or(|number| number.abs() > MOST) => {
+            Err(format!("{name} is {number}, more than anything that is counted"))
+        }
+        Value::Array(parts) => parts.iter().try_for_each(|part| possible(name, part)),
+        Value::Object(parts) => parts.iter().try_for_each(|(name, part)| possible(name, part)),
+        _ => Ok(()),
+    }
+}
+
 fn failure(error: Option<&Value>) -> Result<Failure, String> {
     let Some(error) = error.filter(|error| !error.is_null()) else { return Ok(Failure::default()) };
     Failure::deserialize(error).map_err(|error| error.to_string())
@@ -234,6 +250,9 @@ mod tests {
         assert!(error.to_string().starts_with("run.json, line 2: "), "{error}");
         assert!(matches!(lines(&[""]), Err(ReportError::Unknown { .. })));
         assert!(lines(&[DONE, DONE]).is_err(), "it ends once");
+        let error = lines(&[r#"{"event":"round-done","encoded":{"raw":1e308}}"#]).unwrap_err();
+        let words = "run.json, line 1: raw is 1e+308, more than anything that is counted";
+        assert_eq!(error.to_string(), words);
         let other = STARTED.replace("r1", "r2");
         let error = lines(&[STARTED, &other]).unwrap_err().to_string();
         assert!(error.contains("r2 after r1"), "{error}");
