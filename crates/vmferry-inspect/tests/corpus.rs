@@ -7,6 +7,7 @@ mod input;
 mod inspect;
 #[path = "../../../fuzz/harness/replay.rs"]
 mod replay;
+#[path = "sessions/support/mod.rs"]
 mod support;
 
 use inspect::{RUNS, SEALED};

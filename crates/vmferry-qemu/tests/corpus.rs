@@ -8,7 +8,7 @@ mod qemu_stream;
 #[path = "../../../fuzz/harness/replay.rs"]
 mod replay;
 #[allow(dead_code, reason = "seeds use a part of it")]
-#[path = "stream/samples.rs"]
+#[path = "qemus/stream/samples.rs"]
 mod samples;
 #[path = "corpus/seeds.rs"]
 mod seeds;

@@ -4,6 +4,7 @@
 
 #[path = "../../vmferry-codec/tests/counting/mod.rs"]
 mod counting;
+#[path = "engine/support/mod.rs"]
 mod support;
 
 use std::io::Cursor;

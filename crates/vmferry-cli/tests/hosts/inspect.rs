@@ -166,7 +166,8 @@ fn a_recording_ends_at_its_limit_and_the_migration_does_not() {
 /// The files and the text are those of the inspector's own test.
 #[test]
 fn the_text_of_a_recording_is_pinned() {
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../vmferry-inspect/tests/golden");
+    let golden =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../vmferry-inspect/tests/sessions/golden");
     let mut files: Vec<String> = std::fs::read_dir(&golden)
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())

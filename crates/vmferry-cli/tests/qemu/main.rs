@@ -1,5 +1,6 @@
 //! `send --qemu` and `receive --qemu` with real QEMUs: attached, carried, restricted, and with everything that goes wrong.
 
+mod asleep;
 mod attached;
 mod carried;
 mod cases;
@@ -7,6 +8,5 @@ mod demo;
 mod estimate;
 mod network;
 mod sandbox;
-mod stops;
 #[path = "../support/mod.rs"]
 mod support;

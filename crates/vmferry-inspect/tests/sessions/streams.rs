@@ -1,0 +1,190 @@
+//! A VMM's own stream in a recording: what is told of it, each way of damaging it, and what can't be known.
+
+use crate::support::{Recorded, VERSIONS, change_header, seal};
+use vmferry_inspect::{End, Inspector};
+use vmferry_transport::RECORDING_HEADER_BYTES;
+use vmferry_wire::{FRAME_HEADER_BYTES, FrameHeader, SEGMENT_TABLE_HEAD_BYTES};
+
+/// Where a piece's payload begins in its frame.
+fn payload_of(frame: &[u8]) -> usize {
+    let header = FrameHeader::parse(frame.first_chunk().unwrap()).unwrap();
+    FRAME_HEADER_BYTES + header.table_bytes()
+}
+
+/// With a piece changed, and the checksums right.
+fn changed(good: &Recorded, piece: usize, change: impl FnOnce(&mut [u8])) -> Recorded {
+    let mut bad = good.clone();
+    let length = good.frame(piece).len();
+    let frame = &mut bad.data[good.frames[piece]..][..length];
+    change(frame);
+    seal(frame);
+    bad
+}
+
+#[track_caller]
+fn found(recorded: &Recorded, offset: usize, problem: &str) {
+    let (outcomes, told, _) = recorded.inspect();
+    let End::Broken(broken) = &outcomes[2].end else { panic!("nothing is wrong:\n{told}") };
+    assert_eq!(broken.offset as usize, offset, "{broken:?}");
+    assert!(broken.problem.contains(problem), "{broken:?}");
+}
+
+#[test]
+fn a_stream_that_is_right_is_whole_and_told_of_segment_by_segment() {
+    for version in VERSIONS {
+        let (outcomes, told, disagreements) = Recorded::carried(version).inspect();
+        assert!(outcomes.iter().all(|one| one.end == End::Whole), "{told}");
+        assert!(disagreements.is_empty(), "{disagreements:?}");
+        assert!(!told.contains("unchecked"), "{told}");
+        let count = |wanted: &str| told.matches(wanted).count();
+        assert_eq!(count(" piece "), 5, "{told}");
+        assert_eq!(count("encoding=kept-raw "), 3, "{told}");
+        assert_eq!(count("encoding=kept-packed "), 3, "{told}");
+        assert_eq!(count("encoding=delta "), 12, "{told}");
+        assert!(count("encoding=raw") > 3 && count("encoding=packed") > 3, "{told}");
+        assert!(told.contains("algorithm=zstd") && told.contains("zero_pages=2"), "{told}");
+    }
+}
+
+#[test]
+fn segments_stand_where_they_are_said_to() {
+    let recorded = Recorded::carried(2);
+    let mut wanted = Vec::new();
+    for frame in 0..recorded.frames.len() {
+        let runs = FrameHeader::parse(recorded.frame(frame).first_chunk().unwrap()).unwrap().runs;
+        let first = recorded.frames[frame] + FRAME_HEADER_BYTES + SEGMENT_TABLE_HEAD_BYTES;
+        wanted.extend((0..runs as usize).map(|index| (first + 8 * index) as u64));
+    }
+    let mut found = Vec::new();
+    let mut inspector = Inspector::new(1 << 20, true);
+    let outcome = inspector.file("file", &recorded.data[..], &mut |record| {
+        if record.record == "segment" {
+            found.push(record.offset);
+        }
+        Ok(())
+    });
+    assert_eq!(outcome.unwrap().end, End::Whole);
+    assert_eq!(found, wanted);
+    // And nobody is told of them who has not asked.
+    let mut told = 0;
+    let outcome = Inspector::new(1 << 20, false).file("file", &recorded.data[..], &mut |record| {
+        told += usize::from(record.record == "segment");
+        Ok(())
+    });
+    assert_eq!((outcome.unwrap().end, told), (End::Whole, 0));
+}
+
+#[test]
+fn damage_to_a_stream_is_found() {
+    let good = Recorded::carried(2);
+    let table = |piece: usize| good.frames[piece] + FRAME_HEADER_BYTES;
+    let payload = |piece: usize| good.frames[piece] + payload_of(good.frame(piece));
+    // The piece's hash, and a byte of a page that is kept as it is.
+    found(&changed(&good, 0, |frame| frame[FRAME_HEADER_BYTES] ^= 1), payload(0), "hash");
+    let bad = changed(&good, 0, |frame| frame[payload_of(frame) + 900] ^= 1);
+    found(&bad, payload(0), "hash");
+    // An entry that is beyond the lane's, and one that was never kept.
+    let last_segment = |frame: &[u8]| payload_of(frame) - 16;
+    let entry = |entry: u32| {
+        changed(&good, 2, |frame| {
+            let at = last_segment(frame) + 4;
+            frame[at..at + 4].copy_from_slice(&entry.to_le_bytes());
+        })
+    };
+    found(&entry(1 << 18), table(2), "entry 262144 of 262144");
+    found(&entry(700), payload(2), "700");
+    // Changes that lead out of the page, and a packed part that is none.
+    let bad = changed(&good, 2, |frame| {
+        let at = payload_of(frame);
+        frame[at..].fill(0xff);
+    });
+    let (outcomes, told, _) = bad.inspect();
+    assert!(matches!(outcomes[2].end, End::Broken(_)), "{told}");
+    let bad = changed(&good, 4, |frame| {
+        let at = payload_of(frame);
+        frame[at..].fill(0);
+    });
+    let (outcomes, told, _) = bad.inspect();
+    assert!(matches!(outcomes[2].end, End::Broken(_)), "{told}");
+}
+
+#[test]
+fn a_stream_whose_beginning_was_not_recorded_is_no_damage() {
+    let mut late = Recorded::carried(2);
+    late.data.drain(late.frames[0]..late.frames[2]);
+    // The channel was made anew, so it may begin anywhere.
+    late.data[RECORDING_HEADER_BYTES + 32] = 1;
+    let (outcomes, told, _) = late.inspect();
+    assert!(outcomes.iter().all(|one| one.end == End::Whole), "{told}");
+    assert_eq!(told.matches("unchecked=true").count(), 3, "{told}");
+}
+
+/// What a lane keeps counts as much as the pages of guests.
+#[test]
+fn without_memory_a_good_stream_is_not_called_broken() {
+    let good = Recorded::carried(2);
+    for (bytes, unchecked) in [(0, 2), (8 << 10, 2), (1 << 20, 0)] {
+        let (outcomes, told, _) = good.inspect_with(Inspector::new(bytes, true), "file");
+        assert!(outcomes.iter().all(|one| one.end == End::Whole), "{bytes}: {told}");
+        assert_eq!(told.matches("unchecked=true").count(), unchecked, "{bytes}: {told}");
+    }
+}
+
+/// The second file of a lane that the link was lost on goes on where the first one ended.
+#[test]
+fn a_stream_goes_on_after_its_link_was_lost() {
+    let whole = Recorded::carried(2);
+    let again = whole.frames[1]..whole.data.len();
+    let mut second = whole.data[..whole.frames[0]].to_vec();
+    second[RECORDING_HEADER_BYTES + 32] = 1;
+    second.extend_from_slice(&whole.data[again]);
+    let read = |first: &[u8]| {
+        let (mut inspector, mut told) = (Inspector::new(1 << 20, false), String::new());
+        let ends = [first, &second[..]].map(|file| {
+            let outcome = inspector.file("file", file, &mut |record| {
+                told += &format!("{record}\n");
+                Ok(())
+            });
+            outcome.unwrap().end
+        });
+        (ends, told)
+    };
+    let (ends, told) = read(&whole.data[..whole.frames[3]]);
+    assert_eq!(ends, [End::Whole, End::Whole], "{told}");
+    assert_eq!(told.matches("again=true").count(), 2, "{told}");
+    assert!(!told.contains("unchecked"), "{told}");
+    // The same if the first one is damaged at its end: what the damaged piece held is not known then.
+    let mut damaged = whole.data[..whole.frames[3]].to_vec();
+    *damaged.last_mut().unwrap() ^= 1;
+    let ([first, second], told) = read(&damaged);
+    assert!(matches!(first, End::Broken(_)), "{told}");
+    assert_eq!(second, End::Whole, "{told}");
+    assert_eq!(told.matches("unchecked=true").count(), 2, "{told}");
+}
+
+/// A number can be as high as it may be, and then nothing follows.
+#[test]
+fn the_highest_number_is_the_last() {
+    let mut late = Recorded::new(2, 1);
+    late.data[RECORDING_HEADER_BYTES + 32] = 1;
+    let frames = late.frames.clone();
+    late.data.truncate(frames[2]);
+    for (frame, next) in [(frames[0], frames[1]), (frames[1], frames[2])] {
+        let sequence = u64::MAX;
+        change_header(&mut late.data[frame..next], |head| FrameHeader { sequence, ..head });
+    }
+    let mut inspector = Inspector::new(1 << 20, false);
+    let read = |inspector: &mut Inspector, file: &[u8]| {
+        inspector.file("file", file, &mut |_| Ok(())).unwrap().end
+    };
+    let End::Broken(broken) = read(&mut inspector, &late.data) else { panic!("it is the last") };
+    assert_eq!(broken.offset as usize, frames[1] + 16);
+    let problem = "number 18446744073709551615 of lane 0, and none can follow";
+    assert!(broken.problem.contains(problem), "{broken:?}");
+    // The same of a channel that begins behind it.
+    let mut next = late.data[..frames[0]].to_vec();
+    next[RECORDING_HEADER_BYTES + 32] = 0;
+    next.extend_from_slice(&Recorded::new(2, 1).data[frames[0]..]);
+    let End::Broken(broken) = read(&mut inspector, &next) else { panic!("nothing can follow") };
+    assert!(broken.problem.contains("none can follow"), "{broken:?}");
+}

@@ -1,0 +1,4 @@
+//! What tests with carried guests share.
+
+pub mod guests;
+pub mod relay;

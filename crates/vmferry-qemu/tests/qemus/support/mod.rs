@@ -1,0 +1,126 @@
+//! A migration from one QEMU to another, by the engine.
+
+use std::thread::JoinHandle;
+
+use vmferry::destination::{Received, Stop, receive};
+use vmferry::source::{Orders, SourceOutcome, migrate, migrate_streamed};
+use vmferry::stats::SourceStats;
+use vmferry::{DestinationConfig, MigrateError, SourceConfig};
+use vmferry_qemu::{CarriedSource, Expected, QemuDestination, QemuSource};
+use vmferry_transport::{Address, Dialer, Listener};
+
+use vmferry_qemu_lab::{Qemu, World};
+
+/// Moves a guest and ends the QEMU that it has left.
+pub fn hop(world: &World, number: u32, from: &Qemu, to: &Qemu) -> SourceStats {
+    hop_with(world, number, from, to, |_| {})
+}
+
+/// The same with other settings.
+pub fn hop_with(
+    world: &World,
+    number: u32,
+    from: &Qemu,
+    to: &Qemu,
+    change: impl FnOnce(&mut SourceConfig),
+) -> SourceStats {
+    migrate_with(world, number, from, to, change)
+        .unwrap_or_else(|error| panic!("kept: {}", vmferry::chain(&error)))
+}
+
+/// Moves a guest, or says why not; both QEMUs are left as the engine leaves them.
+pub fn migrate_between(
+    world: &World,
+    number: u32,
+    from: &Qemu,
+    to: &Qemu,
+) -> Result<SourceStats, MigrateError> {
+    migrate_with(world, number, from, to, |_| {})
+}
+
+/// The same with other settings.
+pub fn migrate_with(
+    world: &World,
+    number: u32,
+    from: &Qemu,
+    to: &Qemu,
+    change: impl FnOnce(&mut SourceConfig),
+) -> Result<SourceStats, MigrateError> {
+    let (address, receiving) = receive_into(world, number, to);
+    let mut source = QemuSource::attach(&from.qmp).unwrap();
+    let mut config = SourceConfig::new(world.path("here"));
+    config.verify = true;
+    change(&mut config);
+    if config.throttle > 0 {
+        source.allow_throttling().unwrap();
+    }
+    let dialer = Dialer::new(address, None);
+    let outcome = migrate(source, &dialer, config, &Orders::default(), &mut |_| {});
+    let (vm, stats) = ended(outcome, receiving)?;
+    vm.quit().unwrap();
+    Ok(stats)
+}
+
+/// What attaching to a QEMU says that can't be moved.
+pub fn attach_fails(qemu: &Qemu) -> String {
+    match QemuSource::attach(&qemu.qmp) {
+        Ok(_) => panic!("it can be attached"),
+        Err(error) => vmferry::chain(&error),
+    }
+}
+
+/// The destination's half, in a thread, and where it listens.
+fn receive_into(
+    world: &World,
+    number: u32,
+    to: &Qemu,
+) -> (Address, JoinHandle<Received<QemuDestination>>) {
+    let address = Address::Unix(world.path(&format!("link-{number}")));
+    let listener = Listener::bind(&address, None).unwrap();
+    let destination = QemuDestination::attach(&to.qmp, Expected::default()).unwrap();
+    let directory = world.path("there");
+    let receiving = std::thread::spawn(move || {
+        let mut config = DestinationConfig::new(directory);
+        config.once = true;
+        receive(listener, destination, &config, &Stop::default(), &mut |_| {})
+    });
+    (address, receiving)
+}
+
+/// Carries a guest and ends the QEMU that it has left; or says why not, with both QEMUs as the engine leaves them.
+pub fn carry(
+    world: &World,
+    number: u32,
+    from: &Qemu,
+    to: &Qemu,
+    channels: u8,
+    change: impl FnOnce(&mut SourceConfig),
+) -> Result<SourceStats, MigrateError> {
+    let (address, receiving) = receive_into(world, number, to);
+    let source = CarriedSource::attach(&from.qmp, channels).unwrap();
+    let mut config = SourceConfig::new(world.path("here"));
+    change(&mut config);
+    let dialer = Dialer::new(address, None);
+    let outcome = migrate_streamed(source, &dialer, config, &Orders::default(), &mut |_| {});
+    let (vm, stats) = ended(outcome, receiving)?;
+    vm.quit().unwrap();
+    Ok(stats)
+}
+
+/// The QEMU that the guest has left; or why it did not, which both sides agree on.
+fn ended<V>(
+    outcome: SourceOutcome<V>,
+    receiving: JoinHandle<Received<QemuDestination>>,
+) -> Result<(V, SourceStats), MigrateError> {
+    match (outcome, receiving.join().unwrap()) {
+        (SourceOutcome::Given { vm, stats }, Received::Owns(owned)) => {
+            assert!(owned.crash.is_none(), "{:?}", owned.crash);
+            Ok((vm, *stats))
+        }
+        (SourceOutcome::Kept { error, .. }, Received::Nothing { error: there, .. }) => {
+            println!("destination: {}", vmferry::chain(&there));
+            Err(error)
+        }
+        _ => panic!("both have it, or none"),
+    }
+}

@@ -1,0 +1,249 @@
+//! A migration that is kept under way while its destination is attacked.
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpStream};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use vmferry::destination::{Notice, receive};
+use vmferry::policy::Policy;
+use vmferry::source::{Change, Report, SourceOutcome, migrate};
+use vmferry::stats::SourceStats;
+use vmferry_transport::pki::{self, IssueRequest, Validity};
+use vmferry_transport::{Address, Dialer, IdentityFiles, Listener, TlsIdentity};
+use vmferry_wire::{
+    ControlMessage, HELLO_REPLY_BYTES, Hello, HelloReply, HelloStatus, PROTOCOL_VERSION_MAX,
+    PROTOCOL_VERSION_MIN, Role, SessionId, Token,
+};
+
+use super::recorder::Recorder;
+use crate::support::{DestinationGuest, Scenario, kept, owned, running_guest};
+
+/// Bounds every wait: a failure, not a measurement.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// So slow that the rounds never get shorter, and several pass in a second.
+const CAP: u64 = 8 << 20;
+
+/// Where hostile connections come from, if not from where the source is.
+pub const ELSEWHERE: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 2);
+
+/// Authorities and hosts' certificates.
+pub struct Pki {
+    directory: tempfile::TempDir,
+}
+
+impl Pki {
+    pub fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        pki::init(&directory.path().join("ca"), "siege", Validity::days(9)).unwrap();
+        Self { directory }
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    pub fn files(&self, name: &str, validity: Validity) -> IdentityFiles {
+        let out = self.path(name);
+        if !out.exists() {
+            let mut request = IssueRequest::new(name, validity);
+            request.addresses = vec!["127.0.0.1".into()];
+            pki::issue(&self.path("ca"), &out, &request).unwrap();
+        }
+        IdentityFiles::in_directory(&out)
+    }
+
+    pub fn identity(&self, name: &str) -> Arc<TlsIdentity> {
+        load(self.files(name, Validity::days(1)))
+    }
+
+    pub fn revoke(&self, name: &str) -> PathBuf {
+        let validity = Validity { from_days: -1, until_days: 9 };
+        pki::revoke(&self.path("ca"), &[name.into()], validity).unwrap().path
+    }
+}
+
+pub fn load(files: IdentityFiles) -> Arc<TlsIdentity> {
+    Arc::new(TlsIdentity::new(files).unwrap())
+}
+
+/// What an attacker sees of the migration, and what is said of the attack.
+pub struct Siege<'a> {
+    /// Where the destination listens.
+    pub address: Address,
+    pub pki: &'a Pki,
+    /// What the source has said.
+    pub recorder: Recorder,
+    notices: Mutex<Receiver<Notice>>,
+    rounds: Mutex<Receiver<()>>,
+}
+
+impl Siege<'_> {
+    /// Somebody is turned away for this reason.
+    pub fn turned_away(&self, reason: &str) -> String {
+        let mut heard = Vec::new();
+        loop {
+            match self.notices.lock().unwrap().recv_timeout(PATIENCE) {
+                Ok(Notice::TurnedAway { reason: said, .. }) if said.contains(reason) => {
+                    return said;
+                }
+                Ok(other) => heard.push(other),
+                Err(error) => panic!("nobody was turned away for `{reason}` ({error}): {heard:?}"),
+            }
+        }
+    }
+
+    /// The migration goes on: whole rounds are placed from now on.
+    pub fn goes_on(&self) {
+        let rounds = self.rounds.lock().unwrap();
+        while rounds.try_recv().is_ok() {}
+        // One may have been on its way.
+        for _ in 0..2 {
+            rounds.recv_timeout(PATIENCE).expect("the migration goes on");
+        }
+    }
+
+    pub fn socket(&self) -> SocketAddr {
+        socket(&self.address)
+    }
+
+    /// A connection from an address of this host.
+    pub fn connect_from(&self, from: Ipv4Addr) -> TcpStream {
+        use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, connect, socket_with};
+        let flags = SocketFlags::CLOEXEC;
+        let socket = socket_with(AddressFamily::INET, SocketType::STREAM, flags, None).unwrap();
+        bind(&socket, &SocketAddrV4::new(from, 0)).unwrap();
+        connect(&socket, &self.socket()).unwrap();
+        TcpStream::from(socket)
+    }
+
+    pub fn dialer(&self, identity: Arc<TlsIdentity>) -> Dialer {
+        Dialer::new(self.address.clone(), Some(identity))
+    }
+
+    /// An honest source asks about a session of which the destination knows nothing, and is answered.
+    pub fn is_served(&self, identity: Arc<TlsIdentity>) {
+        let (mut reader, mut writer) = self.dialer(identity).connect().unwrap().split();
+        reader.set_timeout(Some(PATIENCE)).unwrap();
+        let mut question = Vec::new();
+        ControlMessage::Query { session: SessionId([9; 16]) }
+            .encode(PROTOCOL_VERSION_MAX, &mut question);
+        assert_eq!(
+            greet(&mut reader, &mut writer, hello(Role::Query, 0, Token([0; 16]))),
+            HelloStatus::Ok
+        );
+        writer.write_all(&question).unwrap();
+        reader.read_exact(&mut [0; 16]).expect("a word");
+    }
+}
+
+pub fn hello(role: Role, lane: u8, token: Token) -> Hello {
+    let (version_min, version_max) = (PROTOCOL_VERSION_MIN, PROTOCOL_VERSION_MAX);
+    Hello { version_min, version_max, role, lane, token, attempt: 0 }
+}
+
+/// Says hello, and what is answered.
+pub fn greet(reader: &mut impl Read, writer: &mut impl Write, hello: Hello) -> HelloStatus {
+    writer.write_all(&hello.encode()).unwrap();
+    let mut reply = [0; HELLO_REPLY_BYTES];
+    reader.read_exact(&mut reply).unwrap();
+    HelloReply::parse(&reply).unwrap().status
+}
+
+/// Migrates a guest whose memory is rewritten all the time, attacks the destination meanwhile, and then lets
+/// the migration end, which must be as good as any.
+pub fn withstand(mut scenario: Scenario, attack: impl FnOnce(&Siege) + Send) -> SourceStats {
+    let pki = Pki::new();
+    scenario.source.max_bandwidth = Some(CAP);
+    scenario.source.max_rounds = u32::MAX;
+    scenario.source.compression.way = vmferry::compression::CompressionWay::Off;
+    let tls = matches!(scenario.listen_at, Address::Tls { .. });
+    let mut files = pki.files("destination", Validity::days(1));
+    pki.files("revoked", Validity::days(1));
+    files.revocations = vec![pki.revoke("revoked")];
+    if tls {
+        scenario.destination.policy = Some(Arc::new(policy(&pki.path("policy.toml"))));
+    }
+    let identity = tls.then(|| load(files));
+    let listener = Listener::bind(&scenario.listen_at, identity).unwrap();
+    let address = listener.local_address().clone();
+    let recorder = Recorder::start(socket(&address));
+    let dialer = Dialer::new(through(&recorder, &address), tls.then(|| pki.identity("source")));
+    let (said, notices) = channel();
+    let (placed, rounds) = channel();
+    let (notices, rounds) = (Mutex::new(notices), Mutex::new(rounds));
+    let siege = Siege { address, pki: &pki, recorder, notices, rounds };
+    let vm = running_guest(1000);
+    vm.guest.wait_for_work();
+    let scenario = &scenario;
+    let (outcome, received) = std::thread::scope(|scope| {
+        let receiving = scope.spawn(move || {
+            let mut watch = |notice: &Notice| drop(said.send(notice.clone()));
+            let vm = DestinationGuest::default();
+            receive(listener, vm, &scenario.destination, &scenario.stop, &mut watch)
+        });
+        let attacking = scope.spawn(|| {
+            // An attack that fails ends the test, and not only its own thread.
+            let _ended = EndOfAttack(scenario);
+            siege.goes_on();
+            attack(&siege);
+            siege.goes_on();
+        });
+        let outcome =
+            migrate(vm, &dialer, scenario.source.clone(), &scenario.orders, &mut |report| {
+                if matches!(report, Report::RoundDone(_)) {
+                    let _ = placed.send(());
+                }
+            });
+        // Wakes an attacker that waits for it.
+        drop(placed);
+        attacking.join().unwrap();
+        (outcome, receiving.join().unwrap())
+    });
+    let SourceOutcome::Given { stats, .. } = outcome else {
+        panic!("kept: {}", vmferry::chain(&kept(outcome).1))
+    };
+    assert_eq!((stats.digest_match, stats.verify_match), (Some(true), Some(true)));
+    let received = owned(received);
+    let guest = received.vm.guest.as_ref().unwrap();
+    guest.wait_for_work();
+    guest.pause();
+    *stats
+}
+
+struct EndOfAttack<'a>(&'a Scenario);
+
+impl Drop for EndOfAttack<'_> {
+    fn drop(&mut self) {
+        self.0.orders.change(Change { max_bandwidth: Some(None), ..Change::default() }).unwrap();
+    }
+}
+
+/// The source may send anything, and nobody else.
+fn policy(path: &Path) -> Policy {
+    let text = "[[allow]]\nsource = \"spiffe://vmferry/host/source\"\nguests = [\"*\"]\n";
+    std::fs::write(path, text).unwrap();
+    Policy::load(path).unwrap()
+}
+
+fn socket(address: &Address) -> SocketAddr {
+    let (Address::Tls { port, .. } | Address::Tcp { port, .. }) = address else { panic!("no TCP") };
+    SocketAddr::from((Ipv4Addr::LOCALHOST, *port))
+}
+
+/// The way to `address` by the recorder.
+fn through(recorder: &Recorder, address: &Address) -> Address {
+    let (host, port) = ("127.0.0.1".to_owned(), recorder.address.port());
+    match address {
+        Address::Tls { .. } => Address::Tls { host, port },
+        _ => Address::Tcp { host, port },
+    }
+}
+
+/// Waits for a word of a thread.
+pub fn hear<T>(from: &Receiver<T>) -> T {
+    from.recv_timeout(PATIENCE).unwrap_or_else(|error: RecvTimeoutError| panic!("{error}"))
+}

@@ -1,0 +1,193 @@
+//! Whole migrations of a guest that writes its memory all the time.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use crate::support::content::let_work_between_rounds;
+use crate::support::{
+    DestinationGuest, ForgetfulLog, Scenario, journals, kept, nothing, owned, running_guest,
+};
+use vmferry::error::ErrorClass;
+use vmferry::journal::{Record, Side, Verdict};
+use vmferry::source::{Report, SourceOutcome};
+use vmferry::{MigrateError, SourceVm};
+use vmferry_dirty::UffdLog;
+
+#[test]
+fn a_writing_guest_arrives_whole_and_goes_on() {
+    for (channels, hot) in [(1, 300), (2, 4096), (4, 1000), (16, 3000)] {
+        let mut scenario = Scenario::new();
+        scenario.source.channels = channels;
+        let vm = running_guest(hot);
+        vm.guest.wait_for_work();
+        let guest = vm.guest.clone();
+        let (outcome, received) = scenario.run(vm, DestinationGuest::default(), |_| {});
+        let SourceOutcome::Given { stats, .. } = outcome else {
+            panic!("kept: {:?}", kept(outcome).1)
+        };
+        assert!(!guest.is_running(), "the source's guest stands still");
+        assert_eq!((stats.digest_match, stats.verify_match), (Some(true), Some(true)));
+        assert!(stats.rounds.len() >= 2, "{stats:?}");
+        assert!(stats.rounds.last().is_some_and(|round| round.paused));
+        assert!(stats.downtime_ms > 0.0 && stats.total_ms >= stats.downtime_ms, "{stats:?}");
+        let received = owned(received);
+        let there = received.vm.guest.as_ref().unwrap();
+        there.wait_for_work();
+        there.pause();
+        let sessions = journals(scenario.directory.path());
+        let verdicts: Vec<Verdict> = sessions.iter().map(|session| session.verdict).collect();
+        assert_eq!(verdicts, [Verdict::There, Verdict::Here], "the destination has it");
+        assert!(received.stats.content_pages + received.stats.zero_pages > 0);
+    }
+}
+
+/// A destination that is inside its VMM for longer than silence is borne gives signs of life, and hears those of the
+/// source afterwards.
+#[test]
+fn a_vmm_that_is_slow_to_prepare_and_to_load_is_waited_for() {
+    let mut scenario = Scenario::new();
+    for timeouts in [&mut scenario.source.timeouts, &mut scenario.destination.timeouts] {
+        timeouts.silence = Duration::from_secs(3);
+    }
+    let destination =
+        DestinationGuest { slow: Duration::from_millis(4_500), ..DestinationGuest::default() };
+    let (outcome, received) = scenario.run(running_guest(100), destination, |_| {});
+    let SourceOutcome::Given { stats, .. } = outcome else { panic!("kept: {:?}", kept(outcome).1) };
+    assert_eq!((stats.reconnections, stats.recalls), (0, 0), "the link was taken for lost");
+    owned(received).vm.guest.unwrap().pause();
+}
+
+#[test]
+fn a_page_that_the_log_forgets_is_found_by_verify_and_the_source_runs_on() {
+    let scenario = Scenario::new();
+    let mut vm = running_guest(500);
+    let armed = Arc::new(AtomicBool::new(false));
+    let log = UffdLog::new(&vm.memory()).unwrap();
+    vm.log = Arc::new(ForgetfulLog { log, armed: Arc::clone(&armed) });
+    let guest = vm.guest.clone();
+    let (outcome, received) = scenario.run(vm, DestinationGuest::default(), |report| {
+        // A page that was written before it was copied only is not missed.
+        let_work_between_rounds(&guest, report);
+        if matches!(report, Report::Paused { .. }) {
+            armed.store(true, Ordering::Release);
+        }
+    });
+    let (vm, error) = kept(outcome);
+    assert!(matches!(error, MigrateError::VerifyMismatch { log: "forgetful", .. }), "{error}");
+    assert_eq!(error.class(), ErrorClass::Corrupt);
+    vm.guest.wait_for_work();
+    assert_eq!(nothing(received).class(), ErrorClass::Corrupt);
+    vm.guest.pause();
+}
+
+#[test]
+fn cancelled_in_each_phase_the_guest_stays_and_can_be_migrated_again() {
+    let moments: [fn(&Report) -> bool; 6] = [
+        |report| matches!(report, Report::Connected { .. }),
+        |report| matches!(report, Report::RoundStarted { round: 1, .. }),
+        |report| matches!(report, Report::RoundDone(round) if round.round == 2),
+        |report| matches!(report, Report::Paused { .. }),
+        |report| matches!(report, Report::RoundStarted { paused: true, .. }),
+        |report| matches!(report, Report::Ready),
+    ];
+    let mut vm = running_guest(2000);
+    for moment in moments {
+        let scenario = Scenario::new();
+        let orders = scenario.orders.clone();
+        let (outcome, received) = scenario.run(vm, DestinationGuest::default(), |report| {
+            if moment(report) {
+                orders.cancel();
+            }
+        });
+        let (kept, error) = kept(outcome);
+        assert!(matches!(error, MigrateError::Cancelled { .. }), "{error}");
+        kept.guest.wait_for_work();
+        assert_eq!(nothing(received).class(), ErrorClass::Cancelled);
+        vm = kept;
+    }
+    let (outcome, received) = Scenario::new().run(vm, DestinationGuest::default(), |_| {});
+    assert!(matches!(outcome, SourceOutcome::Given { .. }));
+    owned(received).vm.guest.unwrap().pause();
+}
+
+#[test]
+fn cancelled_before_it_starts_nothing_happens() {
+    let scenario = Scenario::new();
+    scenario.orders.cancel();
+    scenario.stop.stop();
+    let (outcome, _) = scenario.run(running_guest(10), DestinationGuest::default(), |_| {});
+    let (vm, error) = kept(outcome);
+    assert!(matches!(error, MigrateError::Cancelled { .. }), "{error}");
+    vm.guest.pause();
+}
+
+#[test]
+fn a_refused_guest_runs_on_and_nothing_is_left_behind() {
+    let scenario = Scenario::new();
+    let destination = DestinationGuest { refuse: Some("db"), ..DestinationGuest::default() };
+    let (outcome, received) = scenario.run(running_guest(100), destination, |_| {});
+    let (vm, error) = kept(outcome);
+    assert_eq!(error.class(), ErrorClass::Incompatible);
+    assert!(error.to_string().contains("expects guest db"), "{error}");
+    assert_eq!(nothing(received).class(), ErrorClass::Incompatible);
+    vm.guest.wait_for_work();
+    vm.guest.pause();
+    let sessions = journals(scenario.directory.path());
+    assert_eq!(sessions.len(), 1, "the destination has no journal of it");
+    assert_eq!(sessions[0].verdict, Verdict::Here);
+}
+
+/// That it stays is not written down as the end of it: whoever finds the session open tries to resume it again.
+#[test]
+fn a_guest_that_can_t_be_resumed_is_not_written_off() {
+    for stuck in [true, false] {
+        let scenario = Scenario::new();
+        let destination = DestinationGuest { fail_load: true, ..DestinationGuest::default() };
+        let mut guest = running_guest(100);
+        guest.stuck = stuck;
+        let (outcome, received) = scenario.run(guest, destination, |_| {});
+        let (vm, error) = kept(outcome);
+        let said = matches!(error, MigrateError::Vm { action: "resume the guest", .. });
+        assert_eq!(said, stuck, "that it stands still is what is said: {error}");
+        nothing(received);
+        let sessions = journals(scenario.directory.path());
+        let ours = sessions.iter().find(|session| session.side == Side::Source).unwrap();
+        let written = ours.records.iter().any(|record| matches!(record, Record::Kept { .. }));
+        assert_eq!(written, !stuck, "{:?}", ours.records);
+        if !stuck {
+            vm.guest.wait_for_work();
+            vm.guest.pause();
+        }
+    }
+}
+
+#[test]
+fn state_that_does_not_load_leaves_the_guest_at_the_source() {
+    let scenario = Scenario::new();
+    let destination = DestinationGuest { fail_load: true, ..DestinationGuest::default() };
+    let (outcome, received) = scenario.run(running_guest(100), destination, |_| {});
+    let (vm, error) = kept(outcome);
+    assert!(error.to_string().contains("load the guest's state"), "{error}");
+    vm.guest.wait_for_work();
+    vm.guest.pause();
+    assert!(vmferry::chain(&nothing(received)).contains("section `cpu` is damaged"));
+}
+
+#[test]
+fn a_guest_that_writes_too_fast_is_refused_in_words() {
+    let mut scenario = Scenario::new();
+    scenario.source.when_stuck = vmferry::convergence::WhenStuck::Refuse;
+    scenario.source.max_bandwidth = Some(4 << 20);
+    scenario.source.downtime_limit = std::time::Duration::from_millis(20);
+    scenario.source.max_rounds = 2;
+    scenario.source.compression.way = vmferry::compression::CompressionWay::Off;
+    let (outcome, received) =
+        scenario.run(running_guest(2000), DestinationGuest::default(), |_| {});
+    let (vm, error) = kept(outcome);
+    assert_eq!(error.class(), ErrorClass::NotConverging);
+    assert!(error.to_string().contains("--downtime-limit"), "{error}");
+    vm.guest.wait_for_work();
+    vm.guest.pause();
+    nothing(received);
+}
