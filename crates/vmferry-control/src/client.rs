@@ -122,7 +122,12 @@ pub fn call(
     let bad = |reason: String| ClientError::BadAnswer { path: path.to_owned(), reason };
     let (method, target, body) = request.parts();
     let text = request_text(method, target, &body);
-    descriptors::send(&stream, text.as_bytes(), &companions(request)?).map_err(failed)?;
+    descriptors::send(&stream, text.as_bytes(), &companions(request)?).map_err(|error| {
+        // It has ended between the connection and the request.
+        let gone =
+            matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset);
+        if gone { ClientError::NoGuest { path: path.to_owned() } } else { failed(error) }
+    })?;
     let mut answer = Answer { path, timeout, reader: BufReader::new(&stream) };
     let status = answer.head()?;
     let mut line = String::new();
@@ -198,8 +203,9 @@ impl Answer<'_> {
         let path = || self.path.to_owned();
         match self.reader.by_ref().take(MAX_LINE_BYTES).read_line(into) {
             Ok(read) => Ok(read),
+            // What a Unix socket says whose other end was closed with something unread, which was the request.
             Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
-                Err(ClientError::Vanished { path: path() })
+                Err(ClientError::NoGuest { path: path() })
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 let process = listener(self.reader.get_ref());
@@ -214,4 +220,46 @@ impl Answer<'_> {
 fn listener(stream: &UnixStream) -> Option<i32> {
     let credentials = rustix::net::sockopt::socket_peercred(stream).ok()?;
     Some(credentials.pid.as_raw_nonzero().get())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    /// Asks a VMM of which only this is left.
+    fn ask(vmm: impl FnOnce(UnixListener) + Send) -> ClientError {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("web.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| vmm(listener));
+            call(&path, &Request::Status, &mut |_| {}).unwrap_err()
+        })
+    }
+
+    #[test]
+    fn a_vmm_that_ended_before_it_read_the_request_is_no_guest() {
+        // Closed before or behind the request: a connection that waits is the listener's, too.
+        for _ in 0..50 {
+            let error = ask(|listener| drop(listener.accept().unwrap()));
+            assert!(matches!(error, ClientError::NoGuest { .. }), "{error:?}");
+            let error = ask(drop);
+            assert!(matches!(error, ClientError::NoGuest { .. }), "{error:?}");
+        }
+    }
+
+    #[test]
+    fn a_vmm_that_has_read_it_may_have_done_it() {
+        for answer in ["", "HTTP/1.1 200 OK\r\n\r\n"] {
+            let error = ask(|listener| {
+                let mut stream = listener.accept().unwrap().0;
+                assert_ne!(stream.read(&mut [0; 4096]).unwrap(), 0);
+                stream.write_all(answer.as_bytes()).unwrap();
+            });
+            assert!(matches!(error, ClientError::Vanished { .. }), "{error:?}");
+        }
+    }
 }
