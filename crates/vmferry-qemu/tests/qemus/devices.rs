@@ -59,7 +59,6 @@ fn a_disk_s_direct_io_loses_nothing() {
             // Many rounds, each with a harvest that could miss something.
             let stats = hop_with(&world, number, &here, &there, |config| {
                 config.downtime_limit = Duration::from_millis(17);
-                config.when_stuck = WhenStuck::SwitchOver;
                 config.max_rounds = 12;
             });
             println!("{way}: {:.1} ms of pauses for harvests", stats.harvest_pauses_ms);
@@ -196,6 +195,7 @@ fn a_guest_that_writes_too_fast_is_throttled() {
         config.compression.way = CompressionWay::Off;
         config.downtime_limit = Duration::from_millis(100);
         config.max_rounds = 12;
+        config.when_stuck = WhenStuck::Refuse;
     };
     let there = machine.incoming(&world, "kept");
     let error = migrate_with(&world, 1, &here, &there, slow).unwrap_err();

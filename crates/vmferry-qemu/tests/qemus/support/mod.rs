@@ -2,6 +2,7 @@
 
 use std::thread::JoinHandle;
 
+use vmferry::convergence::WhenStuck;
 use vmferry::destination::{Received, Stop, receive};
 use vmferry::source::{Orders, SourceOutcome, migrate, migrate_streamed};
 use vmferry::stats::SourceStats;
@@ -48,7 +49,7 @@ pub fn migrate_with(
 ) -> Result<SourceStats, MigrateError> {
     let (address, receiving) = receive_into(world, number, to);
     let mut source = QemuSource::attach(&from.qmp).unwrap();
-    let mut config = SourceConfig::new(world.path("here"));
+    let mut config = config(world);
     config.verify = true;
     change(&mut config);
     if config.throttle > 0 {
@@ -67,6 +68,11 @@ pub fn attach_fails(qemu: &Qemu) -> String {
         Ok(_) => panic!("it can be attached"),
         Err(error) => vmferry::chain(&error),
     }
+}
+
+/// How much a guest writes while its pages are sent is the machine's business: it moves, unless a test says otherwise.
+fn config(world: &World) -> SourceConfig {
+    SourceConfig { when_stuck: WhenStuck::SwitchOver, ..SourceConfig::new(world.path("here")) }
 }
 
 /// The destination's half, in a thread, and where it listens.
@@ -98,7 +104,7 @@ pub fn carry(
 ) -> Result<SourceStats, MigrateError> {
     let (address, receiving) = receive_into(world, number, to);
     let source = CarriedSource::attach(&from.qmp, channels).unwrap();
-    let mut config = SourceConfig::new(world.path("here"));
+    let mut config = config(world);
     change(&mut config);
     let dialer = Dialer::new(address, None);
     let outcome = migrate_streamed(source, &dialer, config, &Orders::default(), &mut |_| {});
