@@ -150,7 +150,8 @@ static int deflate_on_demand(struct balloon *balloon)
     heap->header->wanted = 0;
     if (!(balloon->device->features & BALLOON_F_DEFLATE_ON_OOM) || !heap_count(heap, LIST_INFLATED))
         return 0;
-    is_adjusting = 0; /* until the host says again what it wants */
+    /* Nothing is inflated until the host says again what it wants; what it wants back it gets all the same. */
+    is_adjusting = heap_count(heap, LIST_INFLATED) > target;
     balloon->report->deflated_on_demand++;
     deflate(balloon, 1);
     return 1;
