@@ -54,7 +54,7 @@ fn carried_prints_one_object_of_the_promised_shape() {
     let result: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(result["name"], "carried");
     let rows = result["rows"].as_array().unwrap();
-    assert_eq!(rows.len(), 16, "two links, two guests, two ways of QEMU's and two of vmferry's");
+    assert_eq!(rows.len(), 24, "two links, three guests, two ways of QEMU's and two of vmferry's");
     let sent = |link: &str, guest: &str, way: &str| {
         let wanted = |row: &&Value| {
             row["link"] == link
@@ -74,7 +74,7 @@ fn carried_prints_one_object_of_the_promised_shape() {
     for ratio in ["total_uncapped", "total_capped", "cpu_uncapped", "carried_of_raw_rustls"] {
         assert!(result["ratios"][ratio].as_f64() > Some(0.0), "{ratio}");
     }
-    for guest in ["program", "hot"] {
+    for guest in ["program", "hot", "hot_random"] {
         for figure in ["total_uncapped", "total_capped", "cpu_uncapped", "downtime_capped"] {
             let ratio = format!("{figure}_{guest}");
             assert!(result["ratios"][&ratio].as_f64() > Some(0.0), "{ratio}");

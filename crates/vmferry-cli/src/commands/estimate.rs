@@ -104,10 +104,10 @@ fn describe(watched: &Watched, outlook: &Outlook, options: &EstimateOptions) -> 
             seen.watched_ms / 1e3,
             mb(seen.dirty_bytes_per_s),
             ByteSize(seen.hot_bytes),
-            seen.hot_contents.map_or_else(String::new, |it| format!(
-                " (compresses {:.1} to 1)",
-                it.compression_ratio
-            )),
+            seen.hot_contents.filter(|_| seen.hot_bytes > 0).map_or_else(
+                String::new,
+                |it| format!(" (compresses {:.1} to 1)", it.compression_ratio)
+            ),
             if watched.carried.is_some() { ", as QEMU reckons from a sample of pages" } else { "" },
         ),
     ]);

@@ -195,7 +195,7 @@ impl Reader {
 fn possible(name: &str, value: &Value) -> Result<(), String> {
     match value {
         Value::Number(number) if number.as_f64().is_none_or(|number| number.abs() > MOST) => {
-            Err(format!("{name} is {number}, more than anything that is counted"))
+            Err(format!("{name} is {number}, beyond anything that is counted"))
         }
         Value::Array(parts) => parts.iter().try_for_each(|part| possible(name, part)),
         Value::Object(parts) => parts.iter().try_for_each(|(name, part)| possible(name, part)),
@@ -251,7 +251,7 @@ mod tests {
         assert!(matches!(lines(&[""]), Err(ReportError::Unknown { .. })));
         assert!(lines(&[DONE, DONE]).is_err(), "it ends once");
         let error = lines(&[r#"{"event":"round-done","encoded":{"raw":1e308}}"#]).unwrap_err();
-        let words = "run.json, line 1: raw is 1e+308, more than anything that is counted";
+        let words = "run.json, line 1: raw is 1e+308, beyond anything that is counted";
         assert_eq!(error.to_string(), words);
         let other = STARTED.replace("r1", "r2");
         let error = lines(&[STARTED, &other]).unwrap_err().to_string();

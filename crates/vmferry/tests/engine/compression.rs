@@ -1,23 +1,18 @@
 //! Whole migrations with every way of encoding pages, and with what can go wrong in it at the source.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::support::compressors::{Gate, breaking};
 use crate::support::content::{let_work_between_rounds, mixed_guest, random_guest, text_guest};
-use crate::support::{
-    DestinationGuest, ForgetfulLog, Scenario, SourceGuest, kept, nothing, owned, test_all,
-};
+use crate::support::{DestinationGuest, Scenario, SourceGuest, kept, nothing, owned, test_all};
 use vmferry::compression::{CompressionConfig, CompressionWay, DEFAULT_DELTA_MEMORY, WhenBusy};
 use vmferry::config::ConfigError;
 use vmferry::convergence::WhenStuck;
 use vmferry::error::ErrorClass;
-use vmferry::source::{Change, Orders, Report, SourceOutcome};
+use vmferry::source::{Change, Orders, SourceOutcome};
 use vmferry::stats::{FrameReasons, PageCounts, SourceStats};
-use vmferry::{MigrateError, SourceConfig, SourceVm, chain};
+use vmferry::{MigrateError, SourceConfig, chain};
 use vmferry_codec::{CompressError, Compressors, EncodeError, Method};
-use vmferry_dirty::UffdLog;
 
 const WAYS: [&str; 7] = ["none", "delta", "zlib:1", "lz4", "zstd:1", "zstd:3", "auto"];
 
@@ -316,17 +311,7 @@ fn a_page_that_the_log_forgets_is_found_behind_compression_and_deltas() {
         let mut scenario = Scenario::new();
         scenario.source.compression.way = way;
         scenario.source.downtime_limit = Duration::ZERO;
-        let mut vm = mixed_guest(500);
-        let armed = Arc::new(AtomicBool::new(false));
-        let log = UffdLog::new(&vm.memory()).unwrap();
-        vm.log = Arc::new(ForgetfulLog { log, armed: Arc::clone(&armed) });
-        let guest = vm.guest.clone();
-        let (outcome, received) = scenario.run(vm, DestinationGuest::default(), |report| {
-            let_work_between_rounds(&guest, report);
-            if matches!(report, Report::Paused { .. }) {
-                armed.store(true, Ordering::Release);
-            }
-        });
+        let (outcome, received) = scenario.run_forgetful(mixed_guest(500));
         let (vm, error) = match outcome {
             SourceOutcome::Kept { vm, error, stats } => {
                 assert!(stats.encoded.delta > 0, "{stats:?}");

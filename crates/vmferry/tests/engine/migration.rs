@@ -1,18 +1,12 @@
 //! Whole migrations of a guest that writes its memory all the time.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use crate::support::content::let_work_between_rounds;
-use crate::support::{
-    DestinationGuest, ForgetfulLog, Scenario, journals, kept, nothing, owned, running_guest,
-};
+use crate::support::{DestinationGuest, Scenario, journals, kept, nothing, owned, running_guest};
+use vmferry::MigrateError;
 use vmferry::error::ErrorClass;
 use vmferry::journal::{Record, Side, Verdict};
 use vmferry::source::{Report, SourceOutcome};
-use vmferry::{MigrateError, SourceVm};
-use vmferry_dirty::UffdLog;
 
 #[test]
 fn a_writing_guest_arrives_whole_and_goes_on() {
@@ -61,18 +55,7 @@ fn a_vmm_that_is_slow_to_prepare_and_to_load_is_waited_for() {
 #[test]
 fn a_page_that_the_log_forgets_is_found_by_verify_and_the_source_runs_on() {
     let scenario = Scenario::new();
-    let mut vm = running_guest(500);
-    let armed = Arc::new(AtomicBool::new(false));
-    let log = UffdLog::new(&vm.memory()).unwrap();
-    vm.log = Arc::new(ForgetfulLog { log, armed: Arc::clone(&armed) });
-    let guest = vm.guest.clone();
-    let (outcome, received) = scenario.run(vm, DestinationGuest::default(), |report| {
-        // A page that was written before it was copied only is not missed.
-        let_work_between_rounds(&guest, report);
-        if matches!(report, Report::Paused { .. }) {
-            armed.store(true, Ordering::Release);
-        }
-    });
+    let (outcome, received) = scenario.run_forgetful(running_guest(500));
     let (vm, error) = kept(outcome);
     assert!(matches!(error, MigrateError::VerifyMismatch { log: "forgetful", .. }), "{error}");
     assert_eq!(error.class(), ErrorClass::Corrupt);

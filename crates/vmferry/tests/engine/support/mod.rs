@@ -224,10 +224,10 @@ impl DestinationVm for DestinationGuest {
 }
 
 /// A log that forgets one page of the last harvest: what a broken dirty log does.
-pub struct ForgetfulLog {
-    pub log: UffdLog,
+struct ForgetfulLog {
+    log: UffdLog,
     /// Forgets from then on.
-    pub armed: Arc<AtomicBool>,
+    armed: Arc<AtomicBool>,
 }
 
 impl DirtyLog for ForgetfulLog {
@@ -378,7 +378,25 @@ impl Scenario {
         })
     }
 
-    /// The same with a guest that its VMM streams.
+    /// Runs both sides with a log that forgets a page as soon as the guest is paused.
+    pub fn run_forgetful(
+        &self,
+        mut vm: SourceGuest,
+    ) -> (SourceOutcome<SourceGuest>, Received<DestinationGuest>) {
+        let armed = Arc::new(AtomicBool::new(false));
+        let log = UffdLog::new(&vm.memory()).unwrap();
+        vm.log = Arc::new(ForgetfulLog { log, armed: Arc::clone(&armed) });
+        let guest = vm.guest.clone();
+        self.run(vm, DestinationGuest::default(), |report| {
+            // A page that was written before it was copied only is not missed.
+            content::let_work_between_rounds(&guest, report);
+            if matches!(report, Report::Paused { .. }) {
+                armed.store(true, Ordering::Release);
+            }
+        })
+    }
+
+    /// The same as [`run`](Self::run) with a guest that its VMM streams.
     pub fn run_streamed<D: DestinationVm>(
         &self,
         vm: Streamer,
