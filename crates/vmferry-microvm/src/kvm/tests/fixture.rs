@@ -147,20 +147,35 @@ pub(super) fn kinds() -> impl Iterator<Item = &'static crate::state::SectionKind
     KvmBackend::sections().iter().copied().flatten()
 }
 
-/// The sections in which two states differ, apart from what time alone changes.
+/// The sections in which two states differ, with what differs in each, apart from what time alone
+/// changes and what KVM computes anew.
 pub(super) fn differences(one: &[u8], other: &[u8]) -> Vec<String> {
     let (one, other) = (StateReader::parse(one).unwrap(), StateReader::parse(other).unwrap());
     assert_eq!(one.sections().len(), other.sections().len());
-    let pairs = one.sections().iter().zip(other.sections());
-    let different = pairs.filter(|(one, other)| timeless(one) != timeless(other));
-    different.map(|(section, _)| format!("{}[{}]", section.name(), section.instance())).collect()
+    let mut differences = Vec::new();
+    for (section, other) in one.sections().iter().zip(other.sections()) {
+        let (one, other) = (comparable(section), comparable(other));
+        let bytes = one.iter().zip(&other).enumerate().filter(|(_, (one, other))| one != other);
+        let mut named: Vec<_> =
+            bytes.map(|(at, (one, other))| format!("{at:#x}: {one:#x} is {other:#x}")).collect();
+        if one.len() != other.len() {
+            named.push(format!("{} bytes are {}", one.len(), other.len()));
+        }
+        if !named.is_empty() {
+            let (name, instance) = (section.name(), section.instance());
+            differences.push(format!("{name}[{instance}] {}", named.join(", ")));
+        }
+    }
+    differences
 }
 
-fn timeless(section: &crate::state::Section<'_>) -> Vec<u8> {
+fn comparable(section: &crate::state::Section<'_>) -> Vec<u8> {
     let mut bytes = section.payload().to_vec();
     match section.name() {
-        // The timer's current count.
-        "vcpu.lapic" => bytes[0x390..0x394].fill(0),
+        // The timer's current count; and the processor priority, which KVM computes from TPR and ISR
+        // whenever it needs it: behind KVM_SET_LAPIC it is 0 until then, also with an interrupt in
+        // service (kvm_apic_set_state in arch/x86/kvm/lapic.c computes it before it counts the ISR).
+        "vcpu.lapic" => [0x390, 0xa0].into_iter().for_each(|at| bytes[at..at + 4].fill(0)),
         // MSR 0x10 is the TSC; an entry is {index u32, reserved u32, data u64}.
         "vcpu.msrs" => {
             let tsc = bytes
