@@ -162,24 +162,29 @@ fn accept(listener: &UnixListener, handler: &Arc<dyn Handler>, closing: &AtomicB
             return;
         }
         let Ok(stream) = stream else { continue };
+        let Ok(replies) = Replies::new(stream).map(Arc::new) else { continue };
         let handler = Arc::clone(handler);
-        // Without a thread the client sees its connection closed.
-        let _ = std::thread::Builder::new()
+        let served = Arc::clone(&replies);
+        let spawned = std::thread::Builder::new()
             .name("control-client".into())
-            .spawn(move || serve(stream, handler.as_ref()));
+            .spawn(move || serve(&served, handler.as_ref()));
+        if let Err(error) = spawned {
+            refuse_for_want_of_a_thread(&replies, &error);
+        }
     }
 }
 
-fn serve(stream: UnixStream, handler: &dyn Handler) {
-    let bounded = stream
-        .set_read_timeout(Some(CLIENT_TIMEOUT))
-        .and_then(|()| stream.set_write_timeout(Some(CLIENT_TIMEOUT)));
-    if bounded.is_err() {
-        return;
-    }
-    let replies = Replies { stream, descriptors: Mutex::default(), streaming: Mutex::default() };
+/// Says so: a client whose connection is merely closed takes the guest for gone.
+fn refuse_for_want_of_a_thread(replies: &Replies, error: &io::Error) {
+    // It is read first: whoever is still sending does not look for an answer.
+    let _ = replies.request();
+    let message = format!("the guest's VMM has no thread for the request, try again: {error}");
+    let _ = replies.refuse(503, &ControlError::new(ErrorCode::Internal, message));
+}
+
+fn serve(replies: &Replies, handler: &dyn Handler) {
     let answer = match replies.request() {
-        Ok(request) => handler.handle(request, &replies),
+        Ok(request) => handler.handle(request, replies),
         Err(NoRequest::OpenApi) => {
             let _ = replies.body(200, crate::OPENAPI.as_bytes());
             return;
@@ -222,6 +227,12 @@ pub struct Replies {
 }
 
 impl Replies {
+    fn new(stream: UnixStream) -> io::Result<Self> {
+        stream.set_read_timeout(Some(CLIENT_TIMEOUT))?;
+        stream.set_write_timeout(Some(CLIENT_TIMEOUT))?;
+        Ok(Self { stream, descriptors: Mutex::default(), streaming: Mutex::default() })
+    }
+
     fn request(&self) -> Result<Request, NoRequest> {
         let mut receiver = Receiver::new(&self.stream);
         let go_on = || (&self.stream).write_all(b"HTTP/1.1 100 Continue\r\n\r\n");
@@ -343,7 +354,7 @@ mod tests {
     use std::sync::Barrier;
 
     use super::*;
-    use crate::call;
+    use crate::{ClientError, call};
 
     /// Says who it is.
     struct Named(usize);
@@ -413,11 +424,27 @@ mod tests {
     }
 
     #[test]
+    fn a_client_for_whom_there_is_no_thread_is_told() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("web.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        let error = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let replies = Replies::new(listener.accept().unwrap().0).unwrap();
+                refuse_for_want_of_a_thread(&replies, &rustix::io::Errno::AGAIN.into());
+            });
+            call(&path, &Request::Status, &mut |_| {}).unwrap_err()
+        });
+        let ClientError::Refused(error) = error else { panic!("{error:?}") };
+        assert_eq!(error.code, ErrorCode::Internal);
+        assert!(error.message.contains("no thread for the request, try again"), "{error}");
+    }
+
+    #[test]
     fn a_client_that_reads_nothing_holds_no_migration_up() {
         let (near, _far) = UnixStream::pair().unwrap();
-        near.set_write_timeout(Some(Duration::from_millis(1))).unwrap();
-        let replies =
-            Replies { stream: near, descriptors: Mutex::default(), streaming: Mutex::default() };
+        let replies = Replies::new(near).unwrap();
+        replies.stream.set_write_timeout(Some(Duration::from_millis(1))).unwrap();
         let event = json!({ "event": "progress", "phase": "x".repeat(200) });
         for _ in 0..10_000 {
             replies.event(&event).unwrap();
