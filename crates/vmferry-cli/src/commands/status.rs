@@ -44,7 +44,8 @@ fn last_word(sessions: &[SessionSummary], guest: &str) -> Option<String> {
     Some(format!("of session {}: this host {}", last.session, promise(last)))
 }
 
-/// Asks all guests at once, so that those that are stopped cost the wait for one.
+/// Asks all guests at once, so that those that are stopped cost the wait for one. One is gone only where nobody listens:
+/// whoever answers anything else, or nothing, may be running it.
 pub fn ask_all(
     directory: &RuntimeDirectory,
     sessions: &[SessionSummary],
@@ -52,11 +53,13 @@ pub fn ask_all(
     let names = directory.guests()?;
     let ask = |name: &String| match call(&directory.socket(name), &Request::Status, &mut |_| {}) {
         Ok(status) => status,
-        Err(error @ ClientError::Silent { .. }) => json!({
-            "name": name, "phase": "not answering", "error": error.to_string(),
+        Err(error @ (ClientError::NoGuest { .. } | ClientError::Vanished { .. })) => {
+            json!({ "name": name, "phase": "gone", "error": error.to_string() })
+        }
+        Err(error) => json!({
+            "name": name, "phase": "not answering", "error": vmferry::chain(&error),
             "journal": last_word(sessions, name),
         }),
-        Err(error) => json!({ "name": name, "phase": "gone", "error": error.to_string() }),
     };
     Ok(std::thread::scope(|scope| {
         let asked: Vec<_> = names.iter().map(|name| scope.spawn(|| ask(name))).collect();
@@ -157,25 +160,12 @@ fn all(output: &Output) -> Result<(), Failure> {
         .map(|session| json!({ "session": session.session, "guest": guest_name(session), "vmm_lives": live(session) }))
         .collect();
     output.result(&json!({ "guests": guests, "in_doubt": doubtful }), || {
-        let mut table = Table::new();
-        table.load_style(presets::ASCII_BORDERS_ONLY_CONDENSED);
-        table.set_header(["guest", "phase", "on", "memory", "vCPUs", "corruptions"]);
-        for guest in &guests {
-            table.add_row([
-                text(&guest["name"]),
-                phase(guest),
-                text(&guest["guest"]),
-                guest["memory_bytes"]
-                    .as_u64()
-                    .map_or_else(String::new, |bytes| ByteSize(bytes).to_string()),
-                text(&guest["vcpus"]),
-                guest["report"]["corruptions"].as_u64().map_or_else(String::new, |n| n.to_string()),
-            ]);
-        }
         let mut shown = if guests.is_empty() {
-            "no guests on this host: `vmferry run NAME` starts one".to_owned()
+            "no guests of vmferry's own VMM on this host: `vmferry run NAME` starts one (which guests came into QEMUs, \
+             `vmferry status --sessions` says)"
+                .to_owned()
         } else {
-            table.to_string()
+            table(&guests)
         };
         for guest in guests.iter().filter(|guest| guest["phase"] == "not answering") {
             let journal = guest["journal"].as_str().unwrap_or("nothing of a migration");
@@ -194,6 +184,25 @@ fn all(output: &Output) -> Result<(), Failure> {
     Ok(())
 }
 
+/// A line for each guest.
+fn table(guests: &[Value]) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::ASCII_BORDERS_ONLY_CONDENSED);
+    table.set_header(["guest", "phase", "on", "memory", "vCPUs", "corruptions"]);
+    for guest in guests {
+        let memory = guest["memory_bytes"].as_u64();
+        table.add_row([
+            text(&guest["name"]),
+            phase(guest),
+            text(&guest["guest"]),
+            memory.map_or_else(String::new, |bytes| ByteSize(bytes).to_string()),
+            text(&guest["vcpus"]),
+            text(&guest["report"]["corruptions"]),
+        ]);
+    }
+    table.to_string()
+}
+
 /// What a guest is doing. One in doubt stands still and must not be resumed, which is more than paused.
 fn phase(status: &Value) -> String {
     if status["migration"]["in_doubt"] == true {
@@ -202,9 +211,13 @@ fn phase(status: &Value) -> String {
     text(&status["phase"])
 }
 
-/// A value without the quotes of JSON.
+/// A value without the quotes of JSON; nothing for one that is not known.
 fn text(value: &Value) -> String {
-    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+    match value {
+        Value::Null => String::new(),
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    }
 }
 
 /// What the journals know, for whoever must decide who has a guest.
@@ -281,5 +294,41 @@ pub fn began(session: &SessionSummary) -> String {
         }
         // The clock has jumped back since.
         Err(_) => format!("{} by a clock that was ahead", humantime::format_rfc3339_seconds(at)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+    use std::sync::Arc;
+
+    use vmferry_control::{Answer, ControlError, ErrorCode, Handler, Replies, Server};
+
+    use super::*;
+
+    /// A VMM that lives and can't answer.
+    struct Hindered;
+
+    impl Handler for Hindered {
+        fn handle(&self, _: Request, _: &Replies) -> Result<Answer, ControlError> {
+            Err(ControlError::new(ErrorCode::Internal, "no thread for the request"))
+        }
+    }
+
+    #[test]
+    fn only_where_nobody_listens_a_guest_is_gone() {
+        let directory = tempfile::tempdir().unwrap();
+        let directory = RuntimeDirectory::at(directory.path().to_owned()).unwrap();
+        // As a VMM that was killed leaves it.
+        drop(UnixListener::bind(directory.socket("killed")).unwrap());
+        let _server = Server::bind(&directory.socket("living"), Arc::new(Hindered)).unwrap();
+        let guests = ask_all(&directory, &[]).unwrap();
+        let phases: Vec<_> =
+            guests.iter().map(|guest| (text(&guest["name"]), text(&guest["phase"]))).collect();
+        let expected = [("killed", "gone"), ("living", "not answering")];
+        assert_eq!(phases, expected.map(|(name, phase)| (name.to_owned(), phase.to_owned())));
+        assert!(text(&guests[1]["error"]).contains("no thread"), "{guests:?}");
+        let shown = table(&guests);
+        assert!(shown.contains("gone") && !shown.contains("null"), "{shown}");
     }
 }
