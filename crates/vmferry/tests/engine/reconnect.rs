@@ -146,7 +146,7 @@ fn a_link_that_falls_silent_is_made_again() {
         scenario.source.downtime_limit = Duration::ZERO;
         for timeouts in [&mut scenario.source.timeouts, &mut scenario.destination.timeouts] {
             // A ping leaves each second.
-            timeouts.silence = Duration::from_millis(1_500);
+            timeouts.silence = Duration::from_secs(3);
         }
         let (mut reports, mut pulled) = (Vec::new(), None);
         let (outcome, received) =
@@ -161,7 +161,7 @@ fn a_link_that_falls_silent_is_made_again() {
                     namespaces.set_cable(false).unwrap();
                     let namespaces = Arc::clone(&namespaces);
                     pulled = Some(std::thread::spawn(move || {
-                        std::thread::sleep(lasts().max(Duration::from_secs(3)));
+                        std::thread::sleep(lasts().max(Duration::from_secs(5)));
                         namespaces.set_cable(true).unwrap();
                     }));
                 }
