@@ -283,8 +283,8 @@ fn what_does_not_converge_raw_converges_with_auto() {
         let mut scenario = Scenario::new();
         scenario.source.compression.way = way;
         scenario.source.when_stuck = WhenStuck::Refuse;
-        scenario.source.max_bandwidth = Some(2 << 20);
-        // What is rewritten takes 590 ms as it is.
+        scenario.source.max_bandwidth = Some(1 << 20);
+        // What is rewritten takes 1170 ms as it is.
         scenario.source.downtime_limit = Duration::from_millis(450);
         scenario.source.max_rounds = 3;
         let vm = random_guest(300);

@@ -45,7 +45,7 @@ fn a_vmm_that_is_slow_to_prepare_and_to_load_is_waited_for() {
         timeouts.silence = Duration::from_secs(6);
     }
     let destination =
-        DestinationGuest { slow: Duration::from_secs(8), ..DestinationGuest::default() };
+        DestinationGuest { slow: Duration::from_secs(9), ..DestinationGuest::default() };
     let (outcome, received) = scenario.run(running_guest(100), destination, |_| {});
     let SourceOutcome::Given { stats, .. } = outcome else { panic!("kept: {:?}", kept(outcome).1) };
     assert_eq!((stats.reconnections, stats.recalls), (0, 0), "the link was taken for lost");

@@ -161,7 +161,7 @@ fn a_link_that_falls_silent_is_made_again() {
                     namespaces.set_cable(false).unwrap();
                     let namespaces = Arc::clone(&namespaces);
                     pulled = Some(std::thread::spawn(move || {
-                        std::thread::sleep(lasts().max(Duration::from_secs(5)));
+                        std::thread::sleep(lasts().max(Duration::from_secs(6)));
                         namespaces.set_cable(true).unwrap();
                     }));
                 }

@@ -251,6 +251,11 @@ fn what_does_not_converge_is_ended_or_forced() {
     let error = assert_kept(refusing.run_streamed(Streamer::new(plan()), Taker::default(), |_| {}));
     let MigrateError::NotConverging(why) = &error else { panic!("{error}") };
     assert!(why.rounds == 3 && why.link_bytes_per_s > 0.0, "{why:?}");
+    // However fast the machine is, the prediction is what is left, at that rate, and what no round lowers.
+    let pending_ms = why.pending_bytes / why.link_bytes_per_s * 1e3;
+    let predicted_ms = pending_ms + why.fixed_cost_ms;
+    assert!((why.predicted_downtime_ms - predicted_ms).abs() < 1.0, "{predicted_ms}: {why:?}");
+    assert!(why.pending_bytes >= 4096.0 * 900.0, "{why:?}");
 
     let forcing = slow();
     let vm = Streamer::new(plan());
