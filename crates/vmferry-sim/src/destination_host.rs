@@ -24,6 +24,10 @@ use crate::network::{ChannelId, Event, Network};
 use crate::plan::{Host, Sabotage};
 use crate::source_host::brief;
 
+/// For how long a thread of the destination may be kept from saying what it has done, in microseconds: a few times
+/// what a round of an idle guest takes.
+const LONGEST_SLEEP_US: u64 = 5_000;
+
 /// The destination's host.
 pub struct DestinationHost {
     /// The guest, which dies with the process.
@@ -137,8 +141,14 @@ impl DestinationHost {
     pub fn deliver(&mut self, channel: ChannelId, bytes: &[u8], network: &mut Network) {
         if let Some(session) = &mut self.session {
             if let Some(lane) = session.lane_of(channel) {
-                if let Some(input) = session.place(lane, bytes, &self.guest, network) {
-                    self.tell(input, network);
+                match session.place(lane, bytes, &self.guest, network) {
+                    // Whoever has placed the last frame of a round may sleep before saying so, and others go on.
+                    Some(ended @ Input::LaneEnded { .. }) if network.rng.bool() => {
+                        let sleeps = Duration::from_micros(network.rng.u64(..LONGEST_SLEEP_US));
+                        network.after(sleeps, Event::Destination(self.number, ended));
+                    }
+                    Some(input) => self.tell(input, network),
+                    None => {}
                 }
                 return;
             }

@@ -160,7 +160,8 @@ impl Destination {
             Input::Opened(result) => self.on_opened(result),
             Input::LaneEnded { lane, sequence } => {
                 if let Some(end) = self.lane_ends.get_mut(usize::from(lane)) {
-                    *end = sequence;
+                    // Whoever placed the last frame of a round may come to say so after the next one has ended.
+                    *end = sequence.max(*end);
                 }
                 self.check_placed(now);
             }
@@ -412,6 +413,21 @@ mod tests {
     use vmferry_wire::GuestIdentity;
 
     use super::*;
+
+    /// Several threads place a lane's frames, and each says what it has finished when it is woken.
+    #[test]
+    fn the_end_of_an_older_round_may_be_told_last() {
+        let (now, side) = (Duration::ZERO, DestinationSide::default());
+        let mut machine = Destination::new(Timeouts::default(), Token([1; 16]), side, now);
+        (machine.phase, machine.lane_ends) = (Phase::Receiving, vec![0]);
+        for sequence in [9, 7] {
+            machine.handle(now, Input::LaneEnded { lane: 0, sequence });
+        }
+        let (lane_sequences, state) = (vec![9], Vec::new());
+        let message = ControlMessage::Final { lane_sequences, digest: 0, state };
+        machine.handle(now, Input::Control { link: LinkId::CONTROL, message });
+        assert_eq!(machine.phase, Phase::Loading);
+    }
 
     #[test]
     fn pages_to_leave_out_must_be_the_guests() {
