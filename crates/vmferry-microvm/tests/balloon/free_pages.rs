@@ -68,6 +68,9 @@ fn many_rounds(config: &mut SourceConfig) {
     config.when_stuck = vmferry::convergence::WhenStuck::SwitchOver;
 }
 
+/// Two do, nearly always.
+const MOST_MOVES: u32 = 10;
+
 #[test]
 fn a_guest_that_uses_hinted_memory_again_at_every_stage_loses_nothing() {
     let test = "a_guest_that_uses_hinted_memory_again_at_every_stage_loses_nothing";
@@ -84,7 +87,13 @@ fn a_guest_that_uses_hinted_memory_again_at_every_stage_loses_nothing() {
             let log = *log;
             eprintln!("{workload}, {log:?}");
             let Some(mut machine) = guest(test, workload, log, kind) else { return };
-            for _ in 0..2 {
+            let mut moves = 0;
+            // Each move rewrites before the command id is seen, while it hints, after STOP and after DONE, if a block is
+            // free then.
+            while moves < 2 || report(&machine).balloon.expect("its driver").rewrites < 4 {
+                let driver = report(&machine).balloon;
+                assert!(moves < MOST_MOVES, "{workload}: hardly ever a free block: {driver:?}");
+                moves += 1;
                 let moved = move_on(&machine, log, kind, false, many_rounds);
                 // A buffer that was allocated and is not written yet counts as in use, and may hold anything: so
                 // the whole memories say nothing here. The guest knows every word that it wrote.
@@ -100,9 +109,6 @@ fn a_guest_that_uses_hinted_memory_again_at_every_stage_loses_nothing() {
                 });
                 assert_eq!(report(&machine).corruptions, 0, "{workload} {log:?}");
             }
-            // Before the command id is seen, while it hints, after STOP and after DONE.
-            let driver = report(&machine).balloon.expect("its driver");
-            assert!(driver.rewrites >= 4, "{workload}: {driver:?}");
         }
     }
 }
