@@ -9,6 +9,7 @@ mod dirty_log;
 mod engine;
 mod free_pages;
 mod guest;
+mod interrupt;
 mod machine;
 mod place;
 mod plot;
@@ -23,6 +24,8 @@ use std::path::PathBuf;
 
 use anyhow::{Context, ensure};
 use clap::{Parser, ValueEnum};
+
+use crate::results::Results;
 
 /// Benchmarks of vmferry.
 #[derive(Parser)]
@@ -88,7 +91,28 @@ fn main() -> anyhow::Result<()> {
     );
     let is_compression = matches!(arguments.name, Name::Compression);
     ensure!(!arguments.full || is_compression, "only `compression` has a full size");
-    let results = match arguments.name {
+    if matches!(arguments.name, Name::Qemu | Name::Carried) {
+        interrupt::ends_all_processes()?;
+    }
+    let results = match measure(&arguments) {
+        // It was said what has happened.
+        Err(_) if interrupt::came() => std::process::exit(130),
+        results => results?,
+    };
+    if let Some(path) = &arguments.svg {
+        plot::draw(&results.plots, path)
+            .with_context(|| format!("the plots can't be drawn into {}", path.display()))?;
+    }
+    if arguments.json {
+        println!("{}", serde_json::to_string(&results.into_shape())?);
+    } else {
+        println!("{}", results.as_text());
+    }
+    Ok(())
+}
+
+fn measure(arguments: &Arguments) -> anyhow::Result<Results> {
+    Ok(match arguments.name {
         Name::Engine => engine::run(arguments.quick)?,
         Name::Qemu => qemu::run(arguments.quick)?,
         Name::Carried => carried::run(arguments.quick)?,
@@ -103,17 +127,7 @@ fn main() -> anyhow::Result<()> {
             (_, true) => compression::Size::Full,
             _ => compression::Size::Usual,
         })?,
-    };
-    if let Some(path) = &arguments.svg {
-        plot::draw(&results.plots, path)
-            .with_context(|| format!("the plots can't be drawn into {}", path.display()))?;
-    }
-    if arguments.json {
-        println!("{}", serde_json::to_string(&results.into_shape())?);
-    } else {
-        println!("{}", results.as_text());
-    }
-    Ok(())
+    })
 }
 
 #[cfg(test)]

@@ -46,6 +46,9 @@ fn qemu_prints_one_object_of_the_promised_shape() {
 /// Needs the `vmferry` command beside it, as well.
 #[test]
 fn carried_prints_one_object_of_the_promised_shape() {
+    if skipped() {
+        return;
+    }
     let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
         .args(["carried", "--json", "--quick"])
         .output()
@@ -388,6 +391,49 @@ fn an_interrupted_benchmark_leaves_nothing() {
     for side in sides {
         let command = std::fs::read(format!("/proc/{side}/cmdline")).unwrap_or_default();
         assert!(!String::from_utf8_lossy(&command).contains("transport"), "{side} still runs");
+    }
+}
+
+/// Needs the `vmferry` command beside it, as well.
+#[test]
+fn an_interrupted_benchmark_of_qemus_leaves_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
+        .args(["carried", "--quick"])
+        .env("TMPDIR", directory.path())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let command_of = |process: &str| {
+        let bytes = std::fs::read(format!("/proc/{process}/cmdline")).unwrap_or_default();
+        String::from_utf8_lossy(&bytes).into_owned()
+    };
+    let path = format!("/proc/{0}/task/{0}/children", child.id());
+    let qemus = loop {
+        assert_eq!(child.try_wait().unwrap(), None, "it has begun");
+        let children = std::fs::read_to_string(&path).unwrap_or_default();
+        let qemus = children.split_whitespace().filter(|it| command_of(it).contains("qemu-system"));
+        let qemus: Vec<(String, String)> =
+            qemus.map(|it| (it.to_owned(), command_of(it))).collect();
+        if qemus.len() > 1 {
+            break qemus;
+        }
+        // Nobody tells of processes that are started.
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    };
+    let number = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(number, rustix::process::Signal::TERM).unwrap();
+    let output = child.wait_with_output().unwrap();
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && told.contains("interrupted"), "{told}");
+    assert!(!told.contains("panicked"), "{told}");
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "no files are left");
+    for (process, command) in qemus {
+        assert_ne!(command_of(&process), command, "{process} still runs");
+        for word in command.split([',', '=', '\0']).filter(|word| word.starts_with("/dev/shm/")) {
+            assert!(!std::path::Path::new(word).exists(), "{word} is left");
+        }
     }
 }
 

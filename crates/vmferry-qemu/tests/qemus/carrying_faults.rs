@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::carried::guests::{CHANNELS, DOWNTIME, check, each, machine, settings};
+use crate::carried::guests::{DOWNTIME, cases, check, each, machine, settings};
 use crate::carried::relay::{Carried, Flow, begin, hop_of};
 use vmferry::streamed::StreamedVm;
 use vmferry::{DestinationVm, Resume};
@@ -101,26 +101,24 @@ fn another_process_lets_an_abandoned_guest_run_on() {
 /// An operator cancels QEMU's migration, by another monitor.
 #[test]
 fn a_migration_that_somebody_else_ends_is_told() {
-    for version in Version::ALL {
-        for channels in CHANNELS {
-            let world = World::new();
-            let other = world.path("other.qmp");
-            let socket = format!("unix:{},server=on,wait=off", other.display());
-            let machine = machine(&world, version);
-            let mut here = machine.clone().with(&["-qmp", &socket]).start(&world, "here");
+    for (version, channels) in cases() {
+        let world = World::new();
+        let other = world.path("other.qmp");
+        let socket = format!("unix:{},server=on,wait=off", other.display());
+        let machine = machine(&world, version);
+        let mut here = machine.clone().with(&["-qmp", &socket]).start(&world, "here");
+        check(&mut here);
+        for stage in [Stage::Active, Stage::Stopped] {
+            let there = machine.incoming(&world, &format!("{stage:?}"));
+            let source = CarriedSource::attach(&here.qmp, channels).unwrap();
+            let mut carried = reach(source, &there, stage);
+            let mut qmp = Qmp::connect(&other).unwrap();
+            qmp.execute("migrate_cancel", serde_json::json!({})).unwrap();
+            carried.flow(Flow::Free);
+            let why = carried.wait_failed();
+            assert!(why.to_string().contains("given its migration up"), "{why}");
+            carried.give_up();
             check(&mut here);
-            for stage in [Stage::Active, Stage::Stopped] {
-                let there = machine.incoming(&world, &format!("{stage:?}"));
-                let source = CarriedSource::attach(&here.qmp, channels).unwrap();
-                let mut carried = reach(source, &there, stage);
-                let mut qmp = Qmp::connect(&other).unwrap();
-                qmp.execute("migrate_cancel", serde_json::json!({})).unwrap();
-                carried.flow(Flow::Free);
-                let why = carried.wait_failed();
-                assert!(why.to_string().contains("given its migration up"), "{why}");
-                carried.give_up();
-                check(&mut here);
-            }
         }
     }
 }
@@ -208,7 +206,7 @@ fn a_destination_of_another_kind_is_refused() {
 
 #[test]
 fn a_guest_that_qemu_can_t_load_runs_on() {
-    for version in Version::ALL {
+    for (version, channels) in cases() {
         let world = World::new();
         // The number of a device's vectors is in no list.
         let with = |vectors: u32| {
@@ -217,20 +215,18 @@ fn a_guest_that_qemu_can_t_load_runs_on() {
         };
         let mut here = with(2).start(&world, "here");
         check(&mut here);
-        for channels in CHANNELS {
-            let mut there = with(4).incoming(&world, &format!("there-{channels}"));
-            let source = CarriedSource::attach(&here.qmp, channels).unwrap();
-            let mut carried = begin(source, &there, Flow::Free, DOWNTIME).unwrap();
-            carried.wait_stopped();
-            carried.source.finish().unwrap();
-            let error = carried.destination.load(&[]).unwrap_err();
-            let lives_on = version == Version::V10_0;
-            let says = if lives_on { "load of migration failed" } else { "has ended" };
-            assert!(vmferry::chain(&*error).contains(says), "{error}");
-            assert!(carried.destination.is_spent());
-            carried.give_up();
-            assert!(!there.child.wait().unwrap().success() || lives_on);
-            check(&mut here);
-        }
+        let mut there = with(4).incoming(&world, "there");
+        let source = CarriedSource::attach(&here.qmp, channels).unwrap();
+        let mut carried = begin(source, &there, Flow::Free, DOWNTIME).unwrap();
+        carried.wait_stopped();
+        carried.source.finish().unwrap();
+        let error = carried.destination.load(&[]).unwrap_err();
+        let lives_on = version == Version::V10_0;
+        let says = if lives_on { "load of migration failed" } else { "has ended" };
+        assert!(vmferry::chain(&*error).contains(says), "{error}");
+        assert!(carried.destination.is_spent());
+        carried.give_up();
+        assert!(!there.child.wait().unwrap().success() || lives_on);
+        check(&mut here);
     }
 }
