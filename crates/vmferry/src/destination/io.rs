@@ -61,7 +61,8 @@ pub enum Input {
     Prepared(Result<(), MigrateError>),
     /// OPEN is on disk, or is not.
     Opened(Result<(), MigrateError>),
-    /// A lane has placed everything up to the end of a round.
+    /// A lane has placed everything up to the end of a round. Several threads place its frames, so that this may be told
+    /// after the end of a later round.
     LaneEnded {
         /// The lane.
         lane: u8,
