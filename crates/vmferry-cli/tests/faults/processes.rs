@@ -155,6 +155,8 @@ fn source_stopped_until_it_is_given_up(phase: Phase) {
         trial.restart_destination();
     }
     trial.guest.signal(Signal::CONT);
+    // The command has given up waiting. The VMM asks the destination's new process, which is to be there until then.
+    trial.a.wait_for("web", |status| status["migration"].is_null());
     trial.stays();
 }
 

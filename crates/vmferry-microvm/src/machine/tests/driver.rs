@@ -197,6 +197,9 @@ fn migrate_with_hints(mut source: Machine, config: &MachineConfig, forgets: bool
     target
 }
 
+/// Three do, nearly always.
+const MOST_MOVES: u32 = 12;
+
 const BUSY: &str = "ticks hot=4,rate=20000 freed=160 churn=40 pressure rewrite";
 
 #[test]
@@ -207,7 +210,11 @@ fn nothing_is_lost_by_hints_however_the_guest_writes_to_what_it_has_hinted() {
     for line in [BUSY.to_owned(), format!("{BUSY} poison"), format!("{BUSY} poison reporting")] {
         let config = config_of(288 * MIB, 2, &line);
         let mut machine = started(config.clone());
-        for _ in 0..3 {
+        let mut moves = 0;
+        // Under pressure there is not always a free block to write to.
+        while moves < 3 || driver(&machine).rewrites <= 15 || account(&machine).taken_early <= 10 {
+            assert!(moves < MOST_MOVES, "{line}: {:?}", driver(&machine));
+            moves += 1;
             machine = migrate_with_hints(machine, &config, false);
             await_driver(&machine, "done", |driver| {
                 driver.command == DONE && driver.held_blocks == 0
@@ -220,8 +227,6 @@ fn nothing_is_lost_by_hints_however_the_guest_writes_to_what_it_has_hinted() {
             let report = machine.report().unwrap();
             assert_eq!(report.corruptions, 0, "{line}: {report:?}");
         }
-        assert!(driver(&machine).rewrites > 15, "{:?}", driver(&machine));
-        assert!(account(&machine).taken_early > 10, "{line}");
     }
 }
 
