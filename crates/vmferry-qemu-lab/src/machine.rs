@@ -18,7 +18,7 @@ pub struct Machine {
     /// Memory.
     pub mib: u64,
     /// So much less memory, in KiB. QEMU before 9.0 loses writes of an emulated guest in its own migration if the size
-    /// of its memory is a multiple of 256 KiB.
+    /// of its memory is a multiple of 256 KiB, and later ones do if it has two nodes of such a size.
     pub less_kib: u64,
     /// Number of vCPUs.
     pub vcpus: u32,

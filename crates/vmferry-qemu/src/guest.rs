@@ -18,8 +18,8 @@ const FOLLOW_TIMEOUT: Duration = Duration::from_secs(2);
 /// the locks of the guest's disks back.
 const RUN_ON_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// From this version on QEMU's own migration sees all that an emulated guest writes.
-const SEES_EMULATED_WRITES: Version = Version { major: 9, minor: 0, micro: 0 };
+/// From this version on QEMU's own migration sees all that an emulated guest writes to its first block of memory.
+const SEES_THE_FIRST_BLOCK: Version = Version { major: 9, minor: 0, micro: 0 };
 
 /// Bytes that a word of QEMU's dirty log stands for.
 const WHOLE_WORD: u64 = 64 * 4096;
@@ -66,20 +66,25 @@ pub fn must_be_migratable(qmp: &mut Qmp) -> Result<(), QemuError> {
 /// Whether QEMU loses a part of what its guest writes while it migrates it.
 ///
 /// QEMU before 9.0 forgets to tell emulated vCPUs that a page is clean again when it takes the log of whole words,
-/// which it does for blocks of a multiple of 64 pages: what they write from then on is not sent. Seen with 7.2:
-/// now and then a guest arrives corrupted. Source: QEMU `include/exec/ram_addr.h`,
-/// `cpu_physical_memory_sync_dirty_bitmap`; the commit "physmem: Fix migration dirty bitmap coherency with TCG memory
-/// access" of 2024. With KVM the kernel keeps the log.
+/// which it does for blocks of a multiple of 64 pages: what they write from then on is not sent. Since 9.0 it tells them,
+/// by the block's own addresses where those of all memory are meant, so that it is right for the first block only. Seen
+/// with 7.2, and with 10.0 and two blocks: now and then a guest arrives corrupted. Source: QEMU `include/exec/ram_addr.h`,
+/// `cpu_physical_memory_sync_dirty_bitmap`, and what it gives to `cpu_physical_memory_dirty_bits_cleared`; the commit
+/// "physmem: Fix migration dirty bitmap coherency with TCG memory access" of 2024. With KVM the kernel keeps the log.
 pub fn loses_writes(qmp: &mut Qmp) -> Result<bool, QmpError> {
-    if qmp.version() >= SEES_EMULATED_WRITES
-        || qmp.execute("query-kvm", json!({}))?["enabled"] == true
-    {
+    if qmp.execute("query-kvm", json!({}))?["enabled"] == true {
         return Ok(false);
     }
     let backends = qmp.execute("query-memdev", json!({}))?;
-    let mut sizes =
-        backends.as_array().into_iter().flatten().filter_map(|one| one["size"].as_u64());
-    Ok(sizes.any(|bytes| bytes.is_multiple_of(WHOLE_WORD)))
+    let sizes: Vec<u64> = backends
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter_map(|backend| backend["size"].as_u64())
+        .collect();
+    // Which of several is the first one is not said.
+    let first_alone = qmp.version() >= SEES_THE_FIRST_BLOCK && sizes.len() < 2;
+    Ok(!first_alone && sizes.iter().any(|bytes| bytes.is_multiple_of(WHOLE_WORD)))
 }
 
 /// This host, for as long as it runs.

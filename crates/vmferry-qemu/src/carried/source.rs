@@ -98,7 +98,7 @@ impl CarriedSource {
     }
 
     /// Whether the guest must stand still for the whole of its migration, because QEMU would lose a part of what it writes
-    /// meanwhile: QEMUs before 9.0 do without KVM, with memory of a usual size.
+    /// meanwhile: without KVM QEMUs before 9.0 do, with memory of a usual size, and later ones with several backends of it.
     #[must_use]
     pub fn must_stand_still(&self) -> bool {
         self.must_stand_still

@@ -61,7 +61,7 @@ fn linux_guests_are_carried_from_qemu_to_qemu() {
         for machine in [
             of(Backend::Memfd, "static=60 dirty=20"),
             Machine { mib: 512, vcpus: 2, ..of(Backend::Private, "dirty=100") },
-            // Half of it is of an even size: of 7.2 it stands still all the time.
+            // Of 10.0, where the nodes are of an even size, it stands still all the time.
             Machine { kind: "pc", ..of(Backend::TwoNodes, "static=40 dirty=20") },
             Machine { mib: 4096, ..of(Backend::Private, "dirty=10") },
         ] {

@@ -214,14 +214,18 @@ fn a_guest_is_carried_where_it_can_t_be_attached() {
 #[test]
 fn a_guest_whose_writes_qemu_would_lose_is_to_stand_still() {
     let world = World::new();
-    for (version, less_kib, stands_still) in
-        [(Version::V7_2, 0, true), (Version::V7_2, 8, false), (Version::V10_0, 0, false)]
-    {
-        let machine =
-            Machine { backend: Backend::Private, less_kib, ..Machine::new(version, "dirty=5") };
-        let mut qemu = machine.start(&world, &format!("{version:?}-{less_kib}"));
+    for (backend, version, less_kib, stands_still) in [
+        (Backend::Private, Version::V7_2, 0, true),
+        (Backend::Private, Version::V7_2, 8, false),
+        (Backend::Private, Version::V10_0, 0, false),
+        (Backend::TwoNodes, Version::V10_0, 0, true),
+        (Backend::TwoNodes, Version::V10_0, 8, false),
+    ] {
+        let machine = Machine { backend, less_kib, ..Machine::new(version, "dirty=5") };
+        let name = format!("{backend:?}-{version:?}-{less_kib}");
+        let mut qemu = machine.start(&world, &name);
         let source = CarriedSource::attach(&qemu.qmp, 0).unwrap();
-        assert_eq!(source.must_stand_still(), stands_still, "{version:?} less {less_kib} KiB");
+        assert_eq!(source.must_stand_still(), stands_still, "{name}");
         drop(source);
         qemu.check_guest();
     }

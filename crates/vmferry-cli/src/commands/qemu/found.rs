@@ -59,7 +59,7 @@ impl Found {
                         Code::NotConverging,
                         format!(
                             "QEMU {version} without KVM loses a part of what its guest writes while QEMU migrates it \
-                             (mended in QEMU 9.0), so it would have to stand still for the whole move: allow that \
+                             (mended in QEMU 9.0 for memory of one backend), so it would have to stand still for the whole move: allow that \
                              with --when-stuck switch-over, or give it memory whose size is no multiple of 256 KiB{}",
                             else_attach.unwrap_or_default()
                         ),
