@@ -18,7 +18,8 @@ const LOOK: Duration = Duration::from_millis(50);
 
 static CAME: AtomicBool = AtomicBool::new(false);
 
-/// Listens for the signals. For benchmarks that do nothing for long without one of their processes.
+/// Listens for the signals. For benchmarks that do nothing for long without one of their processes, and start none to clean
+/// up: those would be ended too (`transport` takes namespaces away by commands, and looks for a signal itself).
 ///
 /// # Errors
 /// The system's.

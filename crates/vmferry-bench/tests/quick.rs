@@ -399,7 +399,7 @@ fn an_interrupted_benchmark_leaves_nothing() {
 fn an_interrupted_benchmark_of_qemus_leaves_nothing() {
     let directory = tempfile::tempdir().unwrap();
     let mut child = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
-        .args(["carried", "--quick"])
+        .args(["qemu", "--quick"])
         .env("TMPDIR", directory.path())
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
@@ -429,12 +429,14 @@ fn an_interrupted_benchmark_of_qemus_leaves_nothing() {
     assert!(!output.status.success() && told.contains("interrupted"), "{told}");
     assert!(!told.contains("panicked"), "{told}");
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "no files are left");
-    for (process, command) in qemus {
-        assert_ne!(command_of(&process), command, "{process} still runs");
-        for word in command.split([',', '=', '\0']).filter(|word| word.starts_with("/dev/shm/")) {
-            assert!(!std::path::Path::new(word).exists(), "{word} is left");
-        }
+    let mut memory = Vec::new();
+    for (process, command) in &qemus {
+        assert_ne!(command_of(process), *command, "{process} still runs");
+        memory.extend(command.split([',', '=', '\0']).filter(|word| word.starts_with("/dev/shm/")));
     }
+    assert!(!memory.is_empty(), "guests whose memory is in files: {qemus:?}");
+    let left: Vec<_> = memory.iter().filter(|file| std::path::Path::new(file).exists()).collect();
+    assert!(left.is_empty(), "{left:?}");
 }
 
 #[test]
