@@ -206,7 +206,7 @@ fn a_destination_of_another_kind_is_refused() {
 
 #[test]
 fn a_guest_that_qemu_can_t_load_runs_on() {
-    for (version, channels) in cases() {
+    for version in Version::ALL {
         let world = World::new();
         // The number of a device's vectors is in no list.
         let with = |vectors: u32| {
@@ -215,18 +215,20 @@ fn a_guest_that_qemu_can_t_load_runs_on() {
         };
         let mut here = with(2).start(&world, "here");
         check(&mut here);
-        let mut there = with(4).incoming(&world, "there");
-        let source = CarriedSource::attach(&here.qmp, channels).unwrap();
-        let mut carried = begin(source, &there, Flow::Free, DOWNTIME).unwrap();
-        carried.wait_stopped();
-        carried.source.finish().unwrap();
-        let error = carried.destination.load(&[]).unwrap_err();
-        let lives_on = version == Version::V10_0;
-        let says = if lives_on { "load of migration failed" } else { "has ended" };
-        assert!(vmferry::chain(&*error).contains(says), "{error}");
-        assert!(carried.destination.is_spent());
-        carried.give_up();
-        assert!(!there.child.wait().unwrap().success() || lives_on);
-        check(&mut here);
+        for (_, channels) in cases().into_iter().filter(|(of, _)| *of == version) {
+            let mut there = with(4).incoming(&world, &format!("there-{channels}"));
+            let source = CarriedSource::attach(&here.qmp, channels).unwrap();
+            let mut carried = begin(source, &there, Flow::Free, DOWNTIME).unwrap();
+            carried.wait_stopped();
+            carried.source.finish().unwrap();
+            let error = carried.destination.load(&[]).unwrap_err();
+            let lives_on = version == Version::V10_0;
+            let says = if lives_on { "load of migration failed" } else { "has ended" };
+            assert!(vmferry::chain(&*error).contains(says), "{error}");
+            assert!(carried.destination.is_spent());
+            carried.give_up();
+            assert!(!there.child.wait().unwrap().success() || lives_on);
+            check(&mut here);
+        }
     }
 }
