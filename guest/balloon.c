@@ -104,7 +104,7 @@ static int begin(uint64_t address, uint32_t flags)
         return 0;
     }
     if (device.features & BALLOON_F_PAGE_POISON)
-        virtio_write(&device, CONFIG_POISON, (uint32_t)POISON_WORD);
+        virtio_write(&device, CONFIG_POISON, (uint32_t)heap_poison(flags));
     virtio_ready(&device);
     return 1;
 }

@@ -107,7 +107,10 @@ static volatile const char *read_flag(volatile const char *at, volatile struct g
             return after;
         }
     }
-    return 0;
+    volatile const char *after = skip(at, "init-on-free");
+    if (after)
+        report->flags |= FLAG_POISON | FLAG_ZERO_FREED;
+    return after;
 }
 
 static volatile const char *read_lie(volatile const char *at, volatile struct guest_report *report)

@@ -65,6 +65,7 @@ int heap_open(struct heap *heap, const struct guest_view *view, uint32_t vcpu)
     heap->header = heap_header(view);
     heap->report = vcpu_report(view, vcpu);
     heap->vcpu = vcpu;
+    heap->poison = heap_poison(guest->flags);
     /* One by one: their sum may overflow. */
     if (guest->fill_pages > pages || guest->read_pages > pages || guest->hot_pages > pages || taken > pages) {
         report_corruption(heap->report, REPORT_ADDRESS, pages, taken);
@@ -383,7 +384,7 @@ void heap_poison_page(const struct heap *heap, uint64_t gpa)
 {
     volatile uint64_t *page = words_at(heap->view, gpa);
     for (uint64_t index = 0; index < PAGE_WORDS; index++)
-        page[index] = POISON_WORD;
+        page[index] = heap->poison;
 }
 
 void heap_check_poison(const struct heap *heap, uint64_t gpa)
@@ -391,8 +392,8 @@ void heap_check_poison(const struct heap *heap, uint64_t gpa)
     volatile uint64_t *page = words_at(heap->view, gpa);
     for (uint64_t index = 0; index < PAGE_WORDS; index++) {
         uint64_t found = page[index];
-        if (found != POISON_WORD) {
-            report_corruption(heap->report, gpa, POISON_WORD, found);
+        if (found != heap->poison) {
+            report_corruption(heap->report, gpa, heap->poison, found);
             break;
         }
     }

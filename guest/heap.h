@@ -33,7 +33,7 @@
 #define HEAP_BITMAP_WORDS (HEAP_BLOCK_PAGES / 64)
 #define HEAP_MAX_BLOCKS 65536u /* 256 GiB */
 
-#define POISON_WORD 0xaaaaaaaaaaaaaaaaull /* what Linux's page_poisoning writes */
+#define POISON_WORD 0xaaaaaaaaaaaaaaaaull /* what Linux's page_poisoning writes; its init_on_free writes 0 */
 
 /* Who has a block; the VMM counts all but BLOCK_WHOLE, and of BLOCK_SPLIT what its bitmap says, as free. */
 enum block_state {
@@ -114,6 +114,7 @@ struct heap {
     volatile struct heap_header *header;
     volatile struct vcpu_report *report; /* where damage is reported */
     uint32_t vcpu;
+    uint64_t poison; /* what free pages hold with FLAG_POISON */
     uint32_t blocks, low_blocks;
     uint64_t low_first, high_first;
 };
@@ -156,6 +157,12 @@ int heap_allocate_newest(struct heap *heap, uint32_t pages, struct heap_run *run
 void heap_free(struct heap *heap, uint64_t gpa, uint32_t pages);
 /* Makes a block that is on the list of this vCPU's split blocks ready for that. */
 void heap_split(struct heap *heap, uint32_t block);
+
+/* What free pages hold if they are poisoned. */
+static inline uint64_t heap_poison(uint32_t flags)
+{
+    return flags & FLAG_ZERO_FREED ? 0 : POISON_WORD;
+}
 
 void heap_poison_page(const struct heap *heap, uint64_t gpa);
 void heap_check_poison(const struct heap *heap, uint64_t gpa);

@@ -10,20 +10,12 @@
 #include <stdint.h>
 
 #include "balloon.h"
-#include "kernel.h"
+#include "machine.h"
+#include "network.h"
+#include "paravirt.h"
 #include "report.h"
+#include "serial_report.h"
 #include "workload.h"
-
-struct boot_parameters {
-    uint64_t magic;
-    uint32_t version;
-    uint32_t vcpus;
-    uint64_t low_bytes;  /* RAM from 0, at most 3 GiB */
-    uint64_t high_bytes; /* RAM from 4 GiB */
-    uint64_t has_display; /* 1 if the slots from DISPLAY_ADDRESS exist */
-    uint64_t balloon_address; /* registers of a virtio-mmio balloon; 0 if there is none */
-};
-_Static_assert(sizeof(struct boot_parameters) == 48, "the VMM writes it");
 
 struct table_pointer {
     uint16_t limit;
@@ -51,39 +43,19 @@ struct exception_frame {
 };
 
 extern uint64_t gdt[GDT_ENTRIES];
-extern uint8_t cpu_pages[MAX_VCPUS][CPU_PAGE_BYTES];
 extern void (*const exception_entries[20])(void);
-extern uint8_t trampoline[], trampoline_end[];
 void timer_entry(void);
+void pvh_timer_entry(void);
 void spurious_entry(void);
 void balloon_entry(void);
 void load_descriptors(const struct table_pointer *gdt, const struct table_pointer *idt, uint16_t tss);
 _Noreturn void enter_user(void (*entry)(uint32_t), const void *stack_top, uint32_t vcpu);
-
-uint32_t vcpus_started; /* secondary vCPUs, counted by start.S */
 
 /* One per vCPU: all of them start at once, and none may see a gate that another is still writing. */
 static struct gate idts[MAX_VCPUS][IDT_ENTRIES] __attribute__((aligned(16)));
 static struct task_state task_states[MAX_VCPUS] __attribute__((aligned(16)));
 static uint8_t user_stacks[MAX_VCPUS][USER_STACK_BYTES] __attribute__((aligned(16)));
 static volatile uint32_t workload_ready;
-
-static inline void out8(uint16_t port, uint8_t value)
-{
-    __asm__ volatile("outb %0, %1" : : "a"(value), "Nd"(port));
-}
-
-static inline void lapic_write(uint32_t offset, uint32_t value)
-{
-    *(volatile uint32_t *)(uintptr_t)(LAPIC_BASE + offset) = value;
-}
-
-static volatile struct boot_parameters *boot_parameters(void)
-{
-    uintptr_t address = BOOT_PARAMETERS_ADDRESS;
-    __asm__("" : "+r"(address)); /* not a constant: GCC takes low constants for null pointers */
-    return (volatile struct boot_parameters *)address;
-}
 
 /* The compiler may call these wherever it copies or clears a structure. */
 void *memcpy(void *to, const void *from, size_t bytes)
@@ -128,6 +100,7 @@ static _Noreturn void user_main(uint32_t vcpu)
     if (vcpu == 0) {
         workload_init(&view, boot->vcpus);
         balloon_init(&view, boot->balloon_address, (volatile uint64_t *)(cpu_pages[0] + CPU_INTERRUPTS));
+        network_init();
         __atomic_store_n(&workload_ready, 1, __ATOMIC_RELEASE);
     }
     while (!__atomic_load_n(&workload_ready, __ATOMIC_ACQUIRE))
@@ -136,6 +109,11 @@ static _Noreturn void user_main(uint32_t vcpu)
         int is_idle = workload_step(&view, vcpu, kernel_ticks(vcpu));
         if (vcpu == 0)
             is_idle &= balloon_step(&view, kernel_ticks(vcpu));
+        paravirt_step(&view, vcpu, kernel_ticks(vcpu));
+        if (vcpu == 0) {
+            network_step(&view, kernel_ticks(vcpu));
+            serial_report_step(&view, kernel_ticks(vcpu));
+        }
         if (is_idle)
             idle();
     }
@@ -215,7 +193,7 @@ static void load_tables(uint32_t vcpu)
 
     for (unsigned vector = 0; vector < 20; vector++)
         set_gate(&idt[vector], exception_entries[vector]);
-    set_gate(&idt[VECTOR_TIMER], timer_entry);
+    set_gate(&idt[VECTOR_TIMER], booted_by_pvh ? pvh_timer_entry : timer_entry);
     set_gate(&idt[VECTOR_BALLOON], balloon_entry);
     set_gate(&idt[VECTOR_SPURIOUS], spurious_entry);
 
@@ -226,7 +204,7 @@ static void load_tables(uint32_t vcpu)
     load_descriptors(&gdt_pointer, &idt_pointer, selector);
 }
 
-/* One tick per millisecond on KVM, whose LAPIC counts nanoseconds. */
+/* A tick is a millisecond on KVM, whose LAPIC counts nanoseconds. */
 static void start_timer(void)
 {
     lapic_write(0x0f0, 0x100 | VECTOR_SPURIOUS); /* software enable */
@@ -235,7 +213,7 @@ static void start_timer(void)
     lapic_write(0x350, 0x10000);                 /* LINT0, LINT1 masked */
     lapic_write(0x360, 0x10000);
     lapic_write(0x320, 0x20000 | VECTOR_TIMER);  /* periodic */
-    lapic_write(0x380, 1000000);
+    lapic_write(0x380, 1000000 * (booted_by_pvh ? PVH_TICKS : 1));
 }
 
 static void ioapic_write(uint32_t index, uint32_t value)
@@ -267,92 +245,9 @@ _Noreturn void kernel_main(uint32_t vcpu)
         serial_text("vmferry guest\r\n");
     }
     load_tables(vcpu);
+    paravirt_enable(vcpu);
     start_timer();
     if (vcpu == 0 && boot->balloon_address)
         route_balloon();
     enter_user(user_main, user_stacks[vcpu] + USER_STACK_BYTES - 8, vcpu);
-}
-
-/* ---- PVH boot ---- */
-
-struct start_info {
-    uint32_t magic, version, flags, modules;
-    uint64_t module_list, command_line, rsdp, memory_map;
-    uint32_t memory_map_entries, reserved;
-};
-
-struct memory_map_entry {
-    uint64_t address, bytes;
-    uint32_t type, reserved;
-};
-
-/* Maps RAM above 4 GiB, whose first 4 GiB of tables start.S has made. */
-static void map_high_memory(uint64_t high_bytes)
-{
-    uint64_t *pdpt = (uint64_t *)PDPT_ADDRESS;
-    uint64_t gib = 4 + ((high_bytes + (1u << 30) - 1) >> 30);
-
-    for (uint64_t index = 4; index < gib && index < 512; index++) {
-        uint64_t *directory = (uint64_t *)(PAGE_DIRECTORIES_ADDRESS + index * 4096);
-        for (uint64_t entry = 0; entry < 512; entry++)
-            directory[entry] = index << 30 | entry << 21 | 0x87;
-        pdpt[index] = (uint64_t)directory | 7;
-    }
-}
-
-/* INIT and SIPI to all others, who count themselves; those not there after 20 ms do not exist. */
-static uint32_t start_secondaries(void)
-{
-    volatile uint8_t *to = (volatile uint8_t *)TRAMPOLINE_ADDRESS;
-    volatile uint32_t *now = (volatile uint32_t *)(uintptr_t)(LAPIC_BASE + 0x390);
-
-    for (uint8_t *from = trampoline; from < trampoline_end; from++)
-        *to++ = *from;
-    lapic_write(0x0f0, 0x100 | VECTOR_SPURIOUS);
-    lapic_write(0x3e0, 0xb);
-    lapic_write(0x320, 0x10000 | VECTOR_TIMER); /* masked, one shot: a stopwatch in nanoseconds */
-    lapic_write(0x300, 0xc4500);                /* INIT to all but self */
-    lapic_write(0x380, 10000000);
-    while (*now)
-        __asm__ volatile("pause");
-    lapic_write(0x300, 0xc4600 | TRAMPOLINE_ADDRESS >> 12);
-    lapic_write(0x380, 20000000);
-    while (*now)
-        __asm__ volatile("pause");
-    return __atomic_load_n(&vcpus_started, __ATOMIC_ACQUIRE);
-}
-
-void pvh_main(const struct start_info *info)
-{
-    volatile struct boot_parameters *boot = boot_parameters();
-    const struct memory_map_entry *map = (const struct memory_map_entry *)info->memory_map;
-    const char *from = (const char *)info->command_line;
-    volatile char *to = (volatile char *)COMMAND_LINE_ADDRESS;
-    uint64_t low_bytes = 0, high_bytes = 0;
-    unsigned length = 0;
-
-    for (uint32_t index = 0; index < info->memory_map_entries; index++) {
-        uint64_t end = map[index].address + map[index].bytes;
-        if (map[index].type != 1)
-            continue;
-        if (map[index].address >= 1ull << 32)
-            high_bytes = end - (1ull << 32) > high_bytes ? end - (1ull << 32) : high_bytes;
-        else if (end > low_bytes)
-            low_bytes = end;
-    }
-    for (; from && from[length] && length < COMMAND_LINE_BYTES - 1; length++)
-        to[length] = from[length];
-    to[length] = 0;
-    map_high_memory(high_bytes);
-
-    boot->low_bytes = low_bytes & ~4095ull;
-    boot->high_bytes = high_bytes & ~4095ull;
-    boot->has_display = 0;
-    boot->balloon_address = 0;
-    boot->version = BOOT_VERSION;
-    boot->vcpus = 1;
-    boot->magic = BOOT_MAGIC;
-    /* Secondaries go straight to ring 3 and wait there until vCPU 0 has made the workload. */
-    uint32_t secondaries = start_secondaries();
-    boot->vcpus = 1 + (secondaries < MAX_VCPUS ? secondaries : MAX_VCPUS - 1);
 }

@@ -41,6 +41,9 @@
 #define CPU_PAGE_BYTES 4096
 #define CPU_TICKS 0
 #define CPU_INTERRUPTS 8 /* of the balloon, on vCPU 0 */
+#define CPU_EOI 16       /* bit 0: KVM has taken the end of the interrupt as told (paravirt.h) */
+#define CPU_EOIS_SAVED 24
+#define PVH_TICKS 4 /* milliseconds from one timer interrupt to the next, after a PVH boot: each costs several exits */
 #define USER_STACK_BYTES 16384
 
 #define VECTOR_TIMER 0x30

@@ -72,6 +72,7 @@ enum report_flag {
     FLAG_PRESSURE = 1 << 1,  /* hinted blocks are taken back into use all the time */
     FLAG_REPORTING = 1 << 2, /* free blocks are reported to the balloon */
     FLAG_REWRITE = 1 << 3,   /* hinted blocks are written at each stage of the protocol */
+    FLAG_ZERO_FREED = 1 << 4, /* with FLAG_POISON: the poison is 0, as with Linux's init_on_free */
 };
 /* Above the flags: the word `lie`, which says how the driver of the balloon lies (balloon_lies.c). */
 #define LIE_SHIFT 8

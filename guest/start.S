@@ -77,7 +77,8 @@ spurious_entry:
 
 /*
  * Ring 3 idles by executing `hlt`, which faults: step over it, halt here until the next interrupt
- * has been handled, and go back. Any other general protection fault is a bug.
+ * has been handled, and go back. `wrmsr`, `rdmsr` and `rep outsb` fault too, and are executed here with
+ * the registers that they have in ring 3. Any other general protection fault is a bug.
  */
     .globl protection_entry
 protection_entry:
@@ -94,10 +95,49 @@ protection_entry:
     hlt
     cli
     iretq
-1:  pop %rax
+1:  cmpw $0x300f, (%rax)
+    jne 2f
+    addq $2, 16(%rsp)
+    pop %rax
+    add $8, %rsp
+    wrmsr
+    iretq
+2:  cmpw $0x320f, (%rax)
+    jne 3f
+    addq $2, 16(%rsp)
+    pop %rax
+    add $8, %rsp
+    rdmsr
+    iretq
+3:  cmpw $0x6ef3, (%rax)
+    jne 4f
+    addq $2, 16(%rsp)
+    pop %rax
+    add $8, %rsp
+    rep outsb
+    iretq
+4:  pop %rax
 panic13:
     push $13
     jmp panic_common
+
+/* A tick after a PVH boot: an interrupt is several, and KVM may have said in memory that the LAPIC
+   need not be told. */
+    .globl pvh_timer_entry
+pvh_timer_entry:
+    push %rax
+    mov %rsp, %rax
+    and $-CPU_PAGE_BYTES, %rax
+    addq $PVH_TICKS, CPU_TICKS(%rax)
+    btrl $0, CPU_EOI(%rax)
+    jc 1f
+    mov $LAPIC_BASE, %eax
+    movl $0, LAPIC_EOI(%rax)
+    pop %rax
+    iretq
+1:  incq CPU_EOIS_SAVED(%rax)
+    pop %rax
+    iretq
 
 /* The balloon has something to say: its driver, in ring 3, sees the count. */
     .globl balloon_entry

@@ -4,8 +4,8 @@
  *
  * Command line: words separated by spaces, of `idle`, `ticks`, `display`, `read=MIB`,
  * `fill=MIB,incompressible|text|zero`, `hot=MIB[,rate=PAGES_PER_S][,random|sequential]`, `freed=MIB`,
- * `churn=MIB[,rate=PAGES_PER_S]`, `poison`, `pressure`, `reporting`, `rewrite` and
- * `lie=outside|overlap|used|endless|never|id|chain|unmap`. The VMM has checked it (config.rs); what makes no
+ * `churn=MIB[,rate=PAGES_PER_S]`, `poison`, `init-on-free`, `pressure`, `reporting`,
+ * `rewrite` and `lie=outside|overlap|used|endless|never|id|chain|unmap`. The VMM has checked it (config.rs); what makes no
  * sense here is ignored.
  *
  * `fill` is written once and checked in passing; `read` is written once and then checked without

@@ -48,6 +48,10 @@ const WORKLOAD: &[&str] = &["workload.c", "command_line.c", "heap.c", "churn.c"]
 const MACHINE: &[&str] = &[
     "start.S",
     "kernel.c",
+    "pvh.c",
+    "paravirt.c",
+    "network.c",
+    "serial_report.c",
     "virtqueue.c",
     "balloon.c",
     "balloon_hints.c",

@@ -73,7 +73,7 @@ impl BalloonHost for Host {
         if seen.discards_fail { Err(io::ErrorKind::Other.into()) } else { Ok(()) }
     }
 
-    fn hint(&mut self, range: GuestRange, id: CommandId, poison: u32) {
+    fn hint(&mut self, range: GuestRange, id: CommandId, poison: Option<u32>) {
         self.expect(&[QueueKind::FreePage]);
         let hint = |page| Event::Hint { page, id: id.number(), poison };
         check(range);

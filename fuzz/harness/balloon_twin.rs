@@ -11,7 +11,7 @@ pub const PAGE: u64 = 4096;
 /// What the device reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    Hint { page: u64, id: u32, poison: u32 },
+    Hint { page: u64, id: u32, poison: Option<u32> },
     Complete(u32),
 }
 
@@ -198,7 +198,7 @@ impl Twin {
         if !self.started {
             return;
         }
-        let poison = if self.has(Features::PAGE_POISON) { self.poison } else { 0 };
+        let poison = self.has(Features::PAGE_POISON).then_some(self.poison);
         for (start, bytes) in &chain.writable {
             let end = start.saturating_add(*bytes);
             for page in

@@ -1,10 +1,10 @@
-//! Any bytes, taken for greetings and control messages.
+//! Any bytes, taken for greetings, control messages and messages of a probe.
 
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, ControlMessage, HELLO_BYTES, HELLO_REPLY_BYTES, Hello,
     HelloReply, MAX_BODY_BYTES, MAX_CONFIG_BYTES, MAX_FREE_RUNS, MAX_LANES, MAX_NAME_BYTES,
-    MAX_REASON_BYTES, MAX_SLOTS, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, Reason, WireError,
-    table_checksum,
+    MAX_REASON_BYTES, MAX_SLOTS, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, ProbeHeader,
+    ProbeMessage, Reason, WireError, table_checksum,
 };
 
 use super::input::Input;
@@ -35,6 +35,31 @@ fn plain(mut data: &[u8]) {
     for version in PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION_MAX {
         messages(version, data);
     }
+    probes(data);
+}
+
+/// Messages of a probe, up to one that is none.
+fn probes(mut data: &[u8]) {
+    while let Some((head, rest)) = data.split_first_chunk::<CONTROL_HEADER_BYTES>() {
+        let Ok(header) = ProbeHeader::parse(head) else { return };
+        let Some((body, rest)) = rest.split_at_checked(header.body_bytes()) else { return };
+        let Ok(message) = header.decode(body) else { return };
+        check_probe(&message);
+        data = rest;
+    }
+}
+
+/// What was read can be said again.
+fn check_probe(message: &ProbeMessage) {
+    let mut again = Vec::new();
+    message.encode(&mut again);
+    let (head, body) = again.split_first_chunk().unwrap();
+    assert_eq!(ProbeHeader::parse(head).unwrap().decode(body).as_ref(), Ok(message));
+}
+
+/// The message of a probe that has this number and body, by way of a header that fits it.
+pub fn decode_probe(number: u16, body: &[u8]) -> Result<ProbeMessage, WireError> {
+    ProbeHeader::parse(&head_of(number, body))?.decode(body)
 }
 
 /// Messages as they are in a version of the protocol, up to one that is none there.
@@ -53,6 +78,10 @@ fn sealed(mut input: Input<'_>) {
         let number = u16::from(input.byte());
         let length = usize::from(input.word());
         let body = input.bytes(length);
+        match decode_probe(number, body) {
+            Ok(message) => check_probe(&message),
+            Err(error) => assert!(!error.to_string().is_empty()),
+        }
         let read = (PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION_MAX).map(|version| {
             let read = decode(version, number, body);
             match &read {
@@ -72,11 +101,15 @@ fn sealed(mut input: Input<'_>) {
 
 /// The message of a body in a version of the protocol, by way of a header that fits it.
 pub fn decode(version: u16, number: u16, body: &[u8]) -> Result<ControlMessage, WireError> {
+    Ok(ControlHeader::parse(&head_of(number, body))?.decode(version, body)?.message)
+}
+
+fn head_of(number: u16, body: &[u8]) -> [u8; CONTROL_HEADER_BYTES] {
     let mut head = [0; CONTROL_HEADER_BYTES];
     head[..4].copy_from_slice(&(body.len() as u32).to_le_bytes());
     head[4..6].copy_from_slice(&number.to_le_bytes());
     head[8..].copy_from_slice(&table_checksum(body).to_le_bytes());
-    Ok(ControlHeader::parse(&head)?.decode(version, body)?.message)
+    head
 }
 
 /// What was read is within its limits, and can be said again.

@@ -61,7 +61,7 @@ fn verdict(records: Vec<Record>, side: Side) -> Verdict {
             assert!(!matches!(state, SourceState::InDoubt { recovered: false }));
         }
         Side::Destination => {
-            let state = recover_destination(&records);
+            let state = recover_destination(&records).map(|(state, _)| state);
             let owns = state == Some(DestinationState::Owns);
             assert_eq!(owns, has("run-intent") && !has("aborted"), "{records:?}");
             assert_eq!(state.is_none(), records.is_empty(), "{records:?}");
@@ -114,6 +114,7 @@ fn record(input: &mut Input<'_>, side: Side) -> Record {
             peer_names: (0..input.below(3)).map(|_| text(input)).collect(),
             at: input.number(),
             order: input.number(),
+            process: input.byte().is_multiple_of(2).then(|| text(input)),
         },
         (1, Side::Source) => Record::Commit,
         (2, Side::Source) if input.byte().is_multiple_of(2) => Record::Given { by_operator },

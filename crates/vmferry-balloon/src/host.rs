@@ -29,9 +29,10 @@ pub trait BalloonHost {
     fn discard(&mut self, range: GuestRange) -> io::Result<()>;
 
     /// A range was free at some time since command `id` was given out. The guest may have written to it since,
-    /// which then counts. `poison` is what the driver says free pages are filled with, repeated; 0 for zeros or
-    /// if it does not say.
-    fn hint(&mut self, range: GuestRange, id: CommandId, poison: u32) {
+    /// which then counts. `poison` is what the driver says free pages are filled with, repeated. The guest relies
+    /// on that content, zeros included (Linux with `init_on_free=1`). `None` if the driver does not say: then the guest
+    /// relies on nothing.
+    fn hint(&mut self, range: GuestRange, id: CommandId, poison: Option<u32>) {
         let _ = (range, id, poison);
     }
 

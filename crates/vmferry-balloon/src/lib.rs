@@ -66,7 +66,7 @@
 //!         Ok(())
 //!     }
 //!
-//!     fn hint(&mut self, range: GuestRange, id: CommandId, _poison: u32) {
+//!     fn hint(&mut self, range: GuestRange, id: CommandId, _poison: Option<u32>) {
 //!         println!("{range:?} need not be sent, if it was not written since {id} was given out");
 //!     }
 //! }

@@ -1,6 +1,8 @@
 //! The command line.
 
+mod doctor;
 mod documents;
+mod hook;
 mod inspect;
 mod migration;
 mod migrations;
@@ -17,7 +19,9 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use vmferry_dirty::{LogChoice, SoftwareWay};
 use vmferry_memory::MemoryKind;
 
+pub use doctor::DoctorOptions;
 pub use documents::{CompletionsOptions, ManOptions, public_command};
+pub use hook::{HookOptions, HookRunnerOptions};
 pub use inspect::InspectOptions;
 pub use migration::{MigrationOptions, WhenStuck};
 pub use migrations::{EstimateOptions, MetricsOptions, SetOptions};
@@ -37,7 +41,7 @@ Exit status: 0 done, 1 internal failure, 2 usage, 3 no connection, 4 authenticat
 5 protocol or version, 6 incompatible machine, memory layout or guest identity, 7 in use or busy,
 8 unknown guest, 9 wrong state, 10 does not converge, 11 cancelled, 12 link lost, 13 memory or
 guest corrupted, 14 in doubt, 15 the guest's VMM does not answer, 16 this process can't be
-restricted as --sandbox require asks.
+restricted as --sandbox require asks, 17 doctor has warnings, 18 doctor has found errors.
 
 Try `vmferry demo` first: it migrates a guest between two processes on this machine.")]
 pub struct Arguments {
@@ -83,6 +87,8 @@ pub enum Command {
     Resume(GuestOption),
     /// End a guest and its VMM.
     Quit(GuestOption),
+    /// Look for what keeps guests from moving, here and on another host, and say what to do.
+    Doctor(DoctorOptions),
     /// Decide, as the operator, who has a guest whose hand-over is in doubt.
     Resolve(ResolveOptions),
     /// Make the certificates of mutual TLS.
@@ -101,6 +107,9 @@ pub enum Command {
     /// Start the QEMU of a `receive --exec` when that asks for it, by standard input.
     #[command(hide = true)]
     StartQemu(StarterOptions),
+    /// Run the hook of a `receive` when that asks for it, by standard input.
+    #[command(hide = true)]
+    RunHook(HookRunnerOptions),
 }
 
 /// One guest of this host.

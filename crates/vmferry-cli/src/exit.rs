@@ -42,6 +42,10 @@ pub enum Code {
     NotAnswering,
     /// 16: the process can't be restricted, or not as it was required.
     Sandbox,
+    /// 17: `doctor` has found something that should be mended.
+    Warnings,
+    /// 18: `doctor` has found what keeps guests from moving.
+    Errors,
 }
 
 impl Code {
@@ -64,6 +68,8 @@ impl Code {
             Self::InDoubt => 14,
             Self::NotAnswering => 15,
             Self::Sandbox => 16,
+            Self::Warnings => 17,
+            Self::Errors => 18,
         }
     }
 
@@ -86,6 +92,8 @@ impl Code {
             Self::InDoubt => "in-doubt",
             Self::NotAnswering => "not-answering",
             Self::Sandbox => "sandbox",
+            Self::Warnings => "warnings",
+            Self::Errors => "errors",
         }
     }
 }
@@ -229,6 +237,8 @@ mod tests {
             Code::InDoubt => ("in doubt", "in doubt"),
             Code::NotAnswering => ("the guest's VMM does not answer", "the guest's VMM does not"),
             Code::Sandbox => ("this process can't be restricted as", "the process can't be"),
+            Code::Warnings => ("doctor has warnings", "`doctor` has warnings"),
+            Code::Errors => ("doctor has found errors", "`doctor` has found errors"),
         }
     }
 

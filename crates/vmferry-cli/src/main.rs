@@ -37,9 +37,15 @@ fn main() -> ExitCode {
         Command::Pause(options) => commands::simple::pause(&options, &output),
         Command::Resume(options) => commands::simple::resume(&options, &output),
         Command::Quit(options) => commands::simple::quit(&options, &output),
+        Command::Doctor(options) => match commands::doctor::run(&options, &output) {
+            // What was found is said by then.
+            Ok(Some(code)) => return ExitCode::from(code.number()),
+            found => found.map(drop),
+        },
         Command::Resolve(options) => commands::resolve::run(&options, &output),
         Command::Guard => commands::qemu::guard::run(&output),
         Command::StartQemu(options) => commands::qemu::starter::run(&options),
+        Command::RunHook(options) => commands::qemu::hook::serve(&options),
         Command::Pki(options) => commands::pki::run(&options, &output),
         Command::Inspect(options) => commands::inspect::run(&options, &output),
         Command::Completions(options) => commands::completions::run(&options),

@@ -6,14 +6,16 @@ use vmferry_sandbox::{Files, Restrictions, Sandbox, Work, apply};
 use vmferry_transport::Address;
 
 use crate::args::ReceiveOptions;
-use crate::commands::directory;
+use crate::commands::directories;
 use crate::commands::send::tls_files;
 use crate::exit::Failure;
 
 /// What every receiver reads about itself and the machine, and its allocator: its page table, its peak memory, its share of the
-/// processors; random numbers, where the call for them is missing; and how many huge pages there are.
-const ABOUT: [&str; 7] = [
+/// processors; random numbers, where the call for them is missing; and how much memory and how many huge pages there are, for whoever
+/// asks.
+const ABOUT: [&str; 8] = [
     "/proc/self",
+    "/proc/meminfo",
     "/proc/sys/kernel/random/boot_id",
     "/proc/sys/vm/overcommit_memory",
     "/sys/fs/cgroup",
@@ -36,27 +38,27 @@ pub fn restrict(
     // Certificates, lists and the policy are read again when they are replaced.
     if let Some(tls) = tls_files(&options.tls)? {
         for path in tls.files().paths() {
-            files.read.extend(directories(path));
+            files.read.extend(directories_of(path));
         }
     }
     if let Some(policy) = &options.policy {
-        files.read.extend(directories(policy));
+        files.read.extend(directories_of(policy));
     }
     // Journals and control sockets. Journals may be on another disk, where a link leads.
-    let directory = directory()?;
-    files.write.extend(std::fs::canonicalize(directory.journals()));
-    files.write.push(directory.path().to_owned());
+    let places = directories()?;
+    files.write.extend(std::fs::canonicalize(places.journals()));
+    files.write.extend([places.runtime().to_owned(), places.state().to_owned()]);
     // Recordings: the directory was made by now.
     files.write.extend(options.record.record.clone());
     if let Address::Unix(path) = listening {
         // The socket is removed in the end.
-        files.remove_files.extend(directories(path));
+        files.remove_files.extend(directories_of(path));
     }
     Ok(apply(&Sandbox { work, files, others_sockets }, options.sandbox.into())?)
 }
 
 /// The directory in which a file is replaced, and the one where it really is, if its name is a link.
-fn directories(path: &Path) -> Vec<PathBuf> {
+fn directories_of(path: &Path) -> Vec<PathBuf> {
     let parent = |path: &Path| match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
         _ => PathBuf::from("."),

@@ -6,7 +6,9 @@
 
 use std::io::{self, Read};
 
-use vmferry_memory::{GuestMemory, MemoryError, PAGE_SIZE, SlotId, page_hash, zero_page_hash};
+use vmferry_memory::{
+    GuestBytes, GuestMemory, MemoryError, PAGE_SIZE, SlotId, page_hash, zero_page_hash,
+};
 use vmferry_wire::{
     Encoding, FRAME_HEADER_BYTES, FrameHeader, FrameKind, Run, RunTable, WireError,
 };
@@ -162,7 +164,7 @@ pub enum CodecError {
 pub struct Frame {
     header: Option<FrameHeader>,
     /// Run table, then payload.
-    bytes: Vec<u8>,
+    bytes: GuestBytes,
 }
 
 /// Why no frame was read.
@@ -231,9 +233,7 @@ impl Frame {
 
     /// Reads on from `from`, so that there are `bytes`.
     fn read_to(&mut self, bytes: usize, from: usize, reader: &mut impl Read) -> io::Result<()> {
-        if self.bytes.len() < bytes {
-            self.bytes.resize(bytes, 0);
-        }
+        self.bytes.extend_to(bytes);
         reader.read_exact(&mut self.bytes[from..bytes])
     }
 
@@ -268,7 +268,7 @@ pub struct PlacedPages {
 pub struct Decoder {
     pub(crate) decompressors: Decompressors,
     /// The packed part, decompressed: packed pages, then records of delta runs.
-    pub(crate) unpacked: Vec<u8>,
+    pub(crate) unpacked: GuestBytes,
     /// Pages of delta runs.
     changed: Vec<u8>,
     /// Hashes of the frame's pages, kept from the check to the recording.
@@ -393,7 +393,7 @@ impl<'a> Content<'a> {
 /// The packed part of the payload as it was before compression.
 pub(crate) fn unpack<'a>(
     decompressors: &mut Decompressors,
-    unpacked: &'a mut Vec<u8>,
+    unpacked: &'a mut GuestBytes,
     header: &FrameHeader,
     table: &RunTable<'_>,
     packed: &'a [u8],
@@ -403,9 +403,7 @@ pub(crate) fn unpack<'a>(
     if bytes == 0 {
         return Ok(&[]);
     }
-    if unpacked.len() < bytes {
-        unpacked.resize(bytes, 0);
-    }
+    unpacked.extend_to(bytes);
     let into = &mut unpacked[..bytes];
     decompressors.decompress(algorithm, packed, into).map_err(|source| {
         let packed = |run: &Run| matches!(run.encoding, Encoding::Packed | Encoding::Delta);

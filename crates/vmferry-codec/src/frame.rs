@@ -2,7 +2,7 @@
 
 use std::io::{self, IoSlice, Write};
 
-use vmferry_memory::PAGE_SIZE;
+use vmferry_memory::{GuestBytes, PAGE_SIZE};
 use vmferry_wire::{FRAME_HEADER_BYTES, FrameHeader};
 
 use crate::stream::Division;
@@ -14,13 +14,13 @@ pub struct EncodedFrame {
     /// Header and table.
     pub(crate) head: Vec<u8>,
     /// The copy, in the order of the pages given to [`Encoder::encode`](crate::Encoder::encode).
-    copy: Vec<u8>,
+    copy: GuestBytes,
     /// Pieces of the copy that are the raw part of the payload, as bytes of the copy.
     pub(crate) raw: Vec<(usize, usize)>,
     /// Of a piece of a stream: how it is divided, and what the deltas of its pages are.
     pub(crate) division: Division,
     /// The packed part of the payload, in the first bytes.
-    pub(crate) packed: Vec<u8>,
+    pub(crate) packed: GuestBytes,
     pub(crate) packed_bytes: usize,
     header: Option<FrameHeader>,
 }
@@ -39,9 +39,7 @@ impl EncodedFrame {
 
     /// The same buffer for `bytes` bytes of a stream.
     pub fn bytes_mut(&mut self, bytes: usize) -> &mut [u8] {
-        if self.copy.len() < bytes {
-            self.copy.resize(bytes, 0);
-        }
+        self.copy.extend_to(bytes);
         &mut self.copy[..bytes]
     }
 
@@ -65,9 +63,7 @@ impl EncodedFrame {
 
     /// The copy and the place for the packed bytes, at the same time.
     pub(crate) fn copy_and_packed(&mut self, longest: usize) -> (&[u8], &mut [u8]) {
-        if self.packed.len() < longest {
-            self.packed.resize(longest, 0);
-        }
+        self.packed.extend_to(longest);
         (&self.copy, &mut self.packed[..longest])
     }
 

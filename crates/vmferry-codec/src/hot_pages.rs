@@ -12,7 +12,7 @@
 use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use vmferry_memory::{PAGE_SIZE, SlotId};
+use vmferry_memory::{GuestBytes, PAGE_SIZE, SlotId};
 use zerocopy::FromZeros;
 
 use crate::delta::{apply_delta, encode_delta};
@@ -66,7 +66,7 @@ struct Shard {
     hashes: Vec<u64>,
     /// Round of last use.
     rounds: Vec<u32>,
-    contents: Vec<u8>,
+    contents: GuestBytes,
     held: u64,
 }
 
@@ -211,7 +211,7 @@ impl Shard {
             tags: u64::new_vec_zeroed(entries).ok()?,
             hashes: u64::new_vec_zeroed(entries).ok()?,
             rounds: u32::new_vec_zeroed(entries).ok()?,
-            contents: u8::new_vec_zeroed(entries.checked_mul(PAGE_SIZE)?).ok()?,
+            contents: GuestBytes::zeroed(entries.checked_mul(PAGE_SIZE)?)?,
             held: 0,
         })
     }

@@ -85,6 +85,7 @@ impl From<vmferry::ErrorClass> for ErrorCode {
             Class::LinkLost => Self::LinkLost,
             Class::NotConverging => Self::NotConverging,
             Class::Cancelled => Self::Cancelled,
+            Class::GuestState => Self::WrongState,
             Class::Corrupt => Self::Corrupt,
             Class::Internal => Self::Internal,
         }

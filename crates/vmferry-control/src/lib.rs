@@ -19,7 +19,7 @@ mod server;
 mod started;
 
 pub use client::{ClientError, call};
-pub use directory::{RuntimeDirectory, runtime_directory};
+pub use directory::{Directories, DirectoryError};
 pub use error::{ControlError, ErrorCode};
 pub use migrate::{ChangeRequest, EstimateRequest, MigrateRequest, RecordRequest, TlsFiles};
 pub use request::Request;

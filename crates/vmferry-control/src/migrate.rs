@@ -31,6 +31,13 @@ pub struct MigrateRequest {
     /// Longest accepted downtime.
     #[serde(rename = "downtime_limit_ms", with = "ms")]
     pub downtime_limit: Duration,
+    /// How long the guest may stand still before the migration is given up; none: by the downtime limit.
+    #[serde(
+        rename = "downtime_abort_ms",
+        with = "optional_ms",
+        skip_serializing_if = "Option::is_none"
+    )]
+    pub downtime_abort: Option<Duration>,
     /// Cap in bytes per second.
     pub max_bandwidth: Option<u64>,
     /// Most rounds with the guest running.
@@ -76,6 +83,7 @@ impl Default for MigrateRequest {
             addresses: Vec::new(),
             channels: config.channels,
             downtime_limit: config.downtime_limit,
+            downtime_abort: config.downtime_abort,
             max_bandwidth: config.max_bandwidth,
             max_rounds: config.max_rounds,
             reconnect_timeout: config.timeouts.reconnect,
@@ -102,6 +110,7 @@ impl MigrateRequest {
         let mut config = SourceConfig::new(journal_directory);
         config.channels = self.channels;
         config.downtime_limit = self.downtime_limit;
+        config.downtime_abort = self.downtime_abort;
         config.max_bandwidth = self.max_bandwidth;
         config.max_rounds = self.max_rounds;
         config.timeouts.reconnect = self.reconnect_timeout;

@@ -320,13 +320,26 @@ impl Replies {
         let ended = Arc::clone(&over);
         let watching = stream.try_clone()?;
         let watcher = std::thread::Builder::new().name("lease".into()).spawn(move || {
-            // A client says nothing after its request: whatever ends this read ends the lease.
-            let _ = (&watching).read(&mut [0]);
+            await_end(&watching);
             if !ended.load(Ordering::Acquire) {
                 gone();
             }
         })?;
         Ok(Lease { stream, over, watcher: Some(watcher) })
+    }
+}
+
+/// Returns when the client has closed its connection or has died. What it sends after its request is read and left
+/// alone: a connection carries one request, and a client that sends more is still there.
+fn await_end(mut client: &UnixStream) {
+    let mut ignored = [0; 4096];
+    loop {
+        match client.read(&mut ignored) {
+            Ok(0) => return,
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(_) => return,
+        }
     }
 }
 
@@ -438,6 +451,44 @@ mod tests {
         let ClientError::Refused(error) = error else { panic!("{error:?}") };
         assert_eq!(error.code, ErrorCode::Internal);
         assert!(error.message.contains("no thread for the request, try again"), "{error}");
+    }
+
+    /// A lease on a client, and what tells that the lease has ended.
+    fn leased(near: &Replies) -> (Lease, std::sync::mpsc::Receiver<()>) {
+        let (gone, is_gone) = std::sync::mpsc::channel();
+        (near.when_gone(move || gone.send(()).unwrap()).unwrap(), is_gone)
+    }
+
+    #[test]
+    fn lease_goes_on_whatever_the_client_sends_and_ends_with_its_connection() {
+        let (near, mut far) = UnixStream::pair().unwrap();
+        let near = Replies::new(near).unwrap();
+        let (_lease, is_gone) = leased(&near);
+        // More than a socket holds: all of it is sent only while it is read.
+        far.set_write_timeout(Some(CLIENT_TIMEOUT)).unwrap();
+        far.write_all(&b"PATCH /api/v1/migration HTTP/1.1\r\n\r\n".repeat(100_000)).unwrap();
+        assert_eq!(is_gone.try_recv(), Err(std::sync::mpsc::TryRecvError::Empty));
+        drop(far);
+        is_gone.recv_timeout(CLIENT_TIMEOUT).expect("the end of the connection ends the lease");
+    }
+
+    #[test]
+    fn lease_ends_when_the_client_sends_no_more() {
+        let (near, far) = UnixStream::pair().unwrap();
+        let near = Replies::new(near).unwrap();
+        let (_lease, is_gone) = leased(&near);
+        far.shutdown(std::net::Shutdown::Write).unwrap();
+        is_gone.recv_timeout(CLIENT_TIMEOUT).expect("as of one that was killed");
+    }
+
+    #[test]
+    fn lease_that_is_dropped_is_not_ended() {
+        let (near, mut far) = UnixStream::pair().unwrap();
+        let near = Replies::new(near).unwrap();
+        let (lease, is_gone) = leased(&near);
+        far.write_all(b"more").unwrap();
+        drop(lease);
+        assert!(is_gone.recv().is_err(), "nobody was told of an end");
     }
 
     #[test]

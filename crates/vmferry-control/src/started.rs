@@ -23,6 +23,8 @@ pub struct Started {
 #[derive(Clone, Debug, Serialize)]
 struct StartedLimits {
     downtime_limit_ms: f64,
+    /// How long the guest may stand still before COMMIT.
+    downtime_abort_ms: Option<f64>,
     /// Bytes per second.
     max_bandwidth: Option<u64>,
     max_rounds: u32,
@@ -44,6 +46,7 @@ impl Started {
             release: env!("CARGO_PKG_VERSION"),
             limits: StartedLimits {
                 downtime_limit_ms: config.downtime_limit.as_secs_f64() * 1e3,
+                downtime_abort_ms: config.downtime_abort().map(|time| time.as_secs_f64() * 1e3),
                 max_bandwidth: config.max_bandwidth,
                 max_rounds: config.max_rounds,
                 throttle: config.throttle,

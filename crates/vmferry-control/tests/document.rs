@@ -131,7 +131,8 @@ fn requests_are_as_their_schemas_say() {
     let members =
         document["components"]["schemas"]["MigrateRequest"]["properties"].as_object().unwrap();
     for name in members.keys() {
-        let optional = ["addresses", "protocol", "record"].contains(&name.as_str());
+        let optional =
+            ["addresses", "downtime_abort_ms", "protocol", "record"].contains(&name.as_str());
         assert!(optional || body.get(name).is_some(), "{name}");
     }
     assert!(body.as_object().unwrap().keys().all(|name| members.contains_key(name)), "{body}");

@@ -7,7 +7,7 @@ use vmferry_microvm::state::StateReader;
 use vmferry_transport::{Direction, RecordingHeader};
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, ControlMessage, Decoded, HELLO_BYTES, HELLO_REPLY_BYTES,
-    Hello, HelloReply, PROTOCOL_VERSION_MAX, Role,
+    Hello, HelloReply, PROTOCOL_VERSION_MAX, ProbeHeader, Role,
 };
 
 use crate::bytes::{Bytes, Stop};
@@ -30,7 +30,7 @@ impl Inspector {
         match hello.role {
             Role::Data => return self.data(header, &hello, bytes, tell),
             Role::Resume => self.sessions.join(header, hello.token),
-            Role::Control | Role::Query => {}
+            Role::Control | Role::Query | Role::Probe => {}
             Role::Other(number) => {
                 let problem = format!("role {number}, which this release does not know");
                 let what = "the source's greeting".into();
@@ -66,8 +66,17 @@ impl Inspector {
         while !bytes.is_at_end()? {
             let offset = bytes.offset();
             let what = "the header of a message";
-            let head = ControlHeader::parse(&bytes.array::<CONTROL_HEADER_BYTES>(what)?)
-                .map_err(|error| broken(offset, what, &error))?;
+            let head = bytes.array::<CONTROL_HEADER_BYTES>(what)?;
+            if let Ok(head) = ProbeHeader::parse(&head) {
+                let body = bytes.take(head.body_bytes(), "a message", offset)?;
+                let message = head
+                    .decode(&body)
+                    .map_err(|error| broken(offset, "a message of a probe", &error))?;
+                let length = bytes.offset() - offset;
+                tell(&Record::new(offset, length, message.name(), message::probe(&message)))?;
+                continue;
+            }
+            let head = ControlHeader::parse(&head).map_err(|error| broken(offset, what, &error))?;
             let body = bytes.take(head.body_bytes(), "a message", offset)?;
             // Without fields a message is the same in every version.
             let Decoded { message, ignored } =

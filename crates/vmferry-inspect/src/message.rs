@@ -3,9 +3,22 @@
 use serde_json::{Value, json};
 use vmferry_microvm::state::StateReader;
 use vmferry_transport::{Direction, RECORDING_HEADER_BYTES, RecordingHeader, RecordingSide};
-use vmferry_wire::{ControlMessage, Hello, HelloReply, HelloStatus, Reason, Role};
+use vmferry_wire::{ControlMessage, Hello, HelloReply, HelloStatus, ProbeMessage, Reason, Role};
 
 use crate::record::Record;
+
+/// A message of a probe.
+pub fn probe(message: &ProbeMessage) -> Value {
+    match message {
+        ProbeMessage::Ask { guest } => json!({ "guest": guest }),
+        ProbeMessage::Tell { refusal, facts } => json!({
+            "refusal": refusal, "facts": serde_json::from_slice::<Value>(facts).ok(),
+        }),
+        ProbeMessage::Echo { nonce } => json!({ "nonce": nonce }),
+        ProbeMessage::Echoed { nonce, clock_us } => json!({ "nonce": nonce, "clock_us": clock_us }),
+        ProbeMessage::Load { filler } => json!({ "bytes": filler.len() }),
+    }
+}
 
 /// A recording's header.
 pub fn recording(header: &RecordingHeader) -> Record {
@@ -32,6 +45,7 @@ pub fn hello(hello: &Hello) -> Value {
             Role::Data => "data".to_owned(),
             Role::Query => "query".to_owned(),
             Role::Resume => "resumed-control".to_owned(),
+            Role::Probe => "probe".to_owned(),
             Role::Other(number) => format!("role {number}"),
         },
         "versions": [hello.version_min, hello.version_max],
@@ -78,6 +92,7 @@ pub fn control(message: &ControlMessage) -> Value {
             reconnect_ms,
             release,
             streams,
+            ..
         } => {
             let pages = layout.iter().fold(0_u64, |sum, slot| sum.saturating_add(slot.pages));
             json!({
@@ -87,8 +102,12 @@ pub fn control(message: &ControlMessage) -> Value {
                 "release": release, "streams": streams,
             })
         }
-        ControlMessage::Accept { release, .. } => {
-            json!({ "token": "(secret)", "release": release })
+        ControlMessage::Accept { release, verifies_placed, .. } => {
+            let mut accept = json!({ "token": "(secret)", "release": release });
+            if *verifies_placed {
+                accept["verifies_placed"] = true.into();
+            }
+            accept
         }
         ControlMessage::Refuse { reason: why, .. } | ControlMessage::Abort { reason: why } => {
             reason(why)

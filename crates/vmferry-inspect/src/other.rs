@@ -67,10 +67,16 @@ pub fn journal<R: Read>(name: &str, bytes: &mut Bytes<R>, tell: &mut Tell<'_>) -
 
 fn fields(promise: &Promise) -> Value {
     match promise {
-        Promise::Open { guest, peer, peer_names, at, order } => json!({
-            "guest": guest.name, "uuid": guest.uuid, "peer": peer, "peer_names": peer_names,
-            "at": at, "order": order,
-        }),
+        Promise::Open { guest, peer, peer_names, at, order, process } => {
+            let mut fields = json!({
+                "guest": guest.name, "uuid": guest.uuid, "peer": peer, "peer_names": peer_names,
+                "at": at, "order": order,
+            });
+            if let Some(process) = process {
+                fields["process"] = json!(process);
+            }
+            fields
+        }
         Promise::Given { by_operator } | Promise::Kept { by_operator } => {
             json!({ "by_operator": by_operator })
         }

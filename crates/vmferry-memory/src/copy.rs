@@ -8,7 +8,10 @@
 
 use std::io;
 
+use rustix::io::Errno;
+
 use crate::error::MemoryError;
+use crate::room::Room;
 use crate::slots::{GuestMemory, Slot};
 use crate::units::{PAGE_SIZE, PageRun};
 
@@ -106,11 +109,7 @@ impl GuestMemory {
                 rustix::mm::Advice::LinuxPopulateWrite,
             )
         };
-        populated.map_err(|errno| MemoryError::Slot {
-            what: "populating pages",
-            slot: run.slot,
-            source: io::Error::from(errno),
-        })
+        populated.map_err(|errno| refused(slot, errno))
     }
 
     /// Reads bytes at a guest-physical address; the range must lie within one slot.
@@ -155,6 +154,19 @@ impl GuestMemory {
                 (end <= slot.len_bytes()).then(|| slot.host_address().wrapping_add(offset))
             })
             .ok_or(MemoryError::NoMemoryAt { gpa, bytes })
+    }
+}
+
+/// Why pages could not be populated. A file that is full says so by EFAULT, as a store would by SIGBUS.
+fn refused(slot: &Slot, errno: Errno) -> MemoryError {
+    let (source, id) = (io::Error::from(errno), slot.id());
+    let is_full = matches!(errno, Errno::FAULT | Errno::NOMEM | Errno::NOSPC);
+    match slot.fullest().filter(|_| is_full) {
+        Some(Room { place, free_bytes, .. }) => {
+            let bytes = slot.len_bytes() as u64;
+            MemoryError::NoRoom { slot: id, bytes, place, free_bytes, source }
+        }
+        None => MemoryError::Slot { what: "populating pages", slot: id, source },
     }
 }
 

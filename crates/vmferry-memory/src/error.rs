@@ -2,6 +2,7 @@
 
 use std::io;
 
+use crate::room::{Bytes, Place};
 use crate::units::{PageRun, SlotId};
 
 /// An error about guest memory, with the slot or run that it is about.
@@ -73,6 +74,21 @@ pub enum MemoryError {
         unclaimed: u64,
         /// Huge pages that the host should have in all.
         reserve: u64,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+    /// A page that was to be filled could not be had.
+    #[error("no page could be had for {slot} of {}: {place} has {} left", Bytes(*bytes), Bytes(*free_bytes))]
+    NoRoom {
+        /// The slot.
+        slot: SlotId,
+        /// Its length.
+        bytes: u64,
+        /// Where its pages come from.
+        place: Place,
+        /// Bytes that are left there.
+        free_bytes: u64,
         /// What the system said.
         #[source]
         source: io::Error,

@@ -11,17 +11,20 @@
 //! socket or a hypervisor.
 //!
 //! `unsafe` is confined to `copy` (raw copies between slots and buffers), `slots` (the promise
-//! that a mapping is valid), `discard` (one `madvise`), `pagemap` (one ioctl) and `traverse` (instructions found at run time, and the positions that they have written).
+//! that a mapping is valid), `discard` (one `madvise`), `guest_bytes` (buffers that
+//! core dumps leave out), `pagemap` (one ioctl) and `traverse` (instructions found at run time, and the positions that they have written).
 
 mod bitmap;
 mod copy;
 mod discard;
 mod error;
+mod guest_bytes;
 mod hash;
 mod huge;
 mod map;
 pub mod pagemap;
 mod populated;
+mod room;
 mod set;
 mod sink;
 mod slots;
@@ -30,11 +33,13 @@ mod units;
 
 pub use bitmap::{Held, PageBitmap};
 pub use error::MemoryError;
+pub use guest_bytes::GuestBytes;
 pub use hash::{
     WholeHash, is_zero, page_hash, stream_hash, whole_hash, whole_hash_except, zero_page_hash,
 };
 pub use map::{MemoryKind, map_slots};
 pub use populated::data_extents;
+pub use room::{Place, Room, Shortage};
 pub use set::PageSet;
 pub use sink::PageSink;
 pub use slots::{Backing, GuestMemory, Slot};

@@ -216,7 +216,7 @@ fn check_command_line(text: &str) -> Result<Wanted, MachineError> {
             return Err(bad(format!("`{name}` has no `{unknown}`; {GRAMMAR}")));
         }
         match name {
-            "idle" | "ticks" | "display" | "poison" if word == name => {}
+            "idle" | "ticks" | "display" | "poison" | "init-on-free" if word == name => {}
             "lie" if LIES.contains(&mib) => wanted.driver = Some("lie"),
             _ if DRIVER_WORDS.contains(&word) => {
                 wanted.driver = DRIVER_WORDS.into_iter().find(|driver| *driver == word);
@@ -245,7 +245,7 @@ const LIES: [&str; 8] = ["outside", "overlap", "used", "endless", "never", "id",
 const GRAMMAR: &str = "use words of: idle, ticks, display, read=MIB, \
                        fill=MIB,incompressible|text|zero, \
                        hot=MIB[,rate=PAGES_PER_S][,random|sequential], freed=MIB, \
-                       churn=MIB[,rate=PAGES_PER_S], poison, pressure, reporting, rewrite, \
+                       churn=MIB[,rate=PAGES_PER_S], poison, init-on-free, pressure, reporting, rewrite, \
                        lie=outside|overlap|used|endless|never|id|chain|unmap";
 
 /// Checks a guest's name: it becomes a file name.
@@ -316,6 +316,7 @@ mod tests {
         config(64 << 20, 8, "idle ticks fill=8,zero hot=40,rate=100,random").check().unwrap();
         config(64 << 20, 8, "read=48 display").check().unwrap();
         config(64 << 20, 2, "freed=48 churn=40,rate=9 poison").check().unwrap();
+        config(64 << 20, 2, "churn=40 init-on-free").check().unwrap();
         let without = config(64 << 20, 1, "fill=3,zero freed=44 pressure reporting rewrite");
         let error = without.check().unwrap_err().to_string();
         assert!(error.contains("`rewrite` is of a guest with a balloon"), "{error}");

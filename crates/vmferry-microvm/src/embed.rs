@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use vmferry::free_pages::FreePages;
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, Resume, SourceVm, VmError};
 use vmferry_dirty::{DirtyLog, LogChoice, SoftwareWay};
-use vmferry_memory::{GuestMemory, MemoryKind};
+use vmferry_memory::{GuestMemory, MemoryError, MemoryKind};
 use vmferry_wire::PROTOCOL_VERSION_MAX;
 
 use crate::config::{GuestConfig, GuestKind, MachineConfig, check_name};
@@ -152,7 +152,12 @@ impl DestinationVm for IncomingMachine {
             dirty_log: self.dirty_log,
             device_log: self.device_log,
         })
-        .map_err(|error| PrepareError::Vm(error.into()))?;
+        .map_err(|error| match error {
+            MachineError::Memory(
+                full @ (MemoryError::HugePages { .. } | MemoryError::Map { .. }),
+            ) => PrepareError::NoRoom(vmferry::chain(&full)),
+            error => PrepareError::Vm(error.into()),
+        })?;
         let memory = lock(&machine).memory().clone();
         self.machine = Some(machine);
         Ok(Landing::Memory(memory))

@@ -68,6 +68,8 @@ pub enum Action {
     DestinationRestarts,
     /// The destination's host is lost for good.
     DestinationIsLost,
+    /// The guest that runs at the destination is moved to a third host by another session.
+    GuestMovesOn,
     /// The operator decides.
     OperatorSays(OperatorWord),
     /// From now on there are no faults; what was on its way is lost.
@@ -114,6 +116,7 @@ impl fmt::Display for Action {
             Self::SourceRestarts => f.write_str("source: its process comes back"),
             Self::DestinationRestarts => f.write_str("destination: its process comes back"),
             Self::DestinationIsLost => f.write_str("destination: its host is lost for good"),
+            Self::GuestMovesOn => f.write_str("destination: the guest is moved to a third host"),
             Self::OperatorSays(word) => write!(f, "operator: says {word:?}"),
             Self::FaultsEnd => f.write_str("faults end; what was on its way is lost"),
         }

@@ -1,8 +1,8 @@
 //! What comes of an action: the engine's transition functions, and the world around them.
 
 use vmferry::handover::{
-    DestinationEffect, DestinationEvent, DestinationState, SourceEffect, SourceEvent, SourceState,
-    recover_destination, recover_source,
+    DestinationEffect, DestinationEvent, DestinationState, OperatorWord, SourceEffect, SourceEvent,
+    SourceState, recover_destination, recover_source,
 };
 use vmferry_wire::SessionWord;
 
@@ -70,11 +70,12 @@ impl Handover {
                 crash_destination(world);
             }
             Action::SourceRestarts => self.restart_source(world),
-            Action::DestinationRestarts => restart_destination(world),
+            Action::DestinationRestarts => self.restart_destination(world),
             Action::DestinationIsLost => {
-                crash_destination(world);
                 world.destination.lost = true;
+                crash_destination(world);
             }
+            Action::GuestMovesOn => world.destination.guest = DestinationGuest::MovedOn,
             Action::OperatorSays(word) => self.source_event(world, SourceEvent::Operator(word)),
             Action::FaultsEnd => {
                 world.healed = true;
@@ -139,6 +140,12 @@ impl Handover {
             (Some(Broken::EndOfLinkIsSuccess), SourceState::Committed, SourceEvent::LinkLost) => {
                 (SourceState::Given, &[SourceEffect::WriteGiven, SourceEffect::Release][..])
             }
+            (
+                Some(Broken::KeptBeforeResumed),
+                SourceState::Committed | SourceState::InDoubt { .. },
+                SourceEvent::Word(SessionWord::Aborted)
+                | SourceEvent::Operator(OperatorWord::SourceResumes),
+            ) => (SourceState::Kept, &[SourceEffect::WriteKept, SourceEffect::Resume][..]),
             (_, state, event) => state.step(event),
         };
         process.state = state;
@@ -189,7 +196,11 @@ impl Handover {
     fn restart_source(&self, world: &mut World) {
         let (committed, kept, given) =
             (world.source.committed, world.source.kept, world.source.given);
-        let (mut state, effects) = recover_source(committed, kept, given);
+        let (mut state, mut effects) = recover_source(committed, kept, given);
+        if kept || given {
+            // Its journal says how it ended: nobody takes such a session up.
+            effects = &[];
+        }
         if self.broken == Some(Broken::RestartedSendsCommit)
             && matches!(state, SourceState::InDoubt { .. })
         {
@@ -202,9 +213,32 @@ impl Handover {
     fn destination_event(&self, world: &mut World, event: DestinationEvent) {
         let Some(process) = &mut world.destination.process else { return };
         let Some(state) = process.session else { return };
-        let (state, effects) = state.step(event);
-        process.session = Some(state);
+        let (next, effects) = match (self.broken, state, event) {
+            (
+                Some(Broken::StuckDiscards),
+                DestinationState::IntentWriting,
+                DestinationEvent::JournalFailed,
+            ) => (DestinationState::Stuck, &[DestinationEffect::Discard][..]),
+            _ => state.step(event),
+        };
+        process.session = Some(next);
         process.todo.extend(effects);
+    }
+
+    fn restart_destination(&self, world: &mut World) {
+        let destination = &mut world.destination;
+        let recovered =
+            recover_destination(destination.opened, destination.intent, destination.aborted);
+        let session = recovered.map(|(state, _)| state);
+        let mut todo = recovered.map_or(Vec::new(), |(_, effects)| effects.to_vec());
+        match self.broken {
+            Some(Broken::NotFinishedAfterRestart) => {
+                todo.retain(|effect| *effect != DestinationEffect::Run);
+            }
+            Some(Broken::RunsWithoutLooking) => todo.insert(0, DestinationEffect::Run),
+            _ => {}
+        }
+        destination.process = Some(DestinationProcess { session, todo, writing: None });
     }
 
     fn destination_does(&self, world: &mut World, effect: DestinationEffect) {
@@ -217,11 +251,7 @@ impl Handover {
             }
             DestinationEffect::WriteIntent => begin_write(world, DestinationRecord::RunIntent),
             DestinationEffect::WriteAborted => begin_write(world, DestinationRecord::Aborted),
-            DestinationEffect::Run => {
-                world.destination.guest = DestinationGuest::Running;
-                world.ran_there = true;
-                world.ran_from_the_past |= world.went_on_here;
-            }
+            DestinationEffect::Run => self.destination_runs(world),
             DestinationEffect::SendRunning => {
                 world.network.insert(Message::Running);
             }
@@ -232,6 +262,22 @@ impl Handover {
             DestinationEffect::Answer(word) => {
                 world.network.insert(Message::Answer(word));
             }
+        }
+    }
+
+    /// Runs a guest that never ran here. Nothing is done to one that has, whatever it does now.
+    fn destination_runs(&self, world: &mut World) {
+        match world.destination.guest {
+            DestinationGuest::Loaded => {
+                world.destination.guest = DestinationGuest::Running;
+                world.ran_there = true;
+                world.ran_from_the_past |= world.went_on_here;
+            }
+            DestinationGuest::MovedOn if self.broken == Some(Broken::RunsWhatMovedOn) => {
+                world.destination.guest = DestinationGuest::Running;
+                world.ran_from_the_past = true;
+            }
+            _ => {}
         }
     }
 
@@ -286,17 +332,12 @@ fn begin_write(world: &mut World, record: DestinationRecord) {
 
 fn crash_destination(world: &mut World) {
     world.destination.process = None;
+    if world.outlives && !world.destination.lost {
+        return;
+    }
     world.destination.guest = match world.destination.guest {
         DestinationGuest::Running | DestinationGuest::Crashed => DestinationGuest::Crashed,
         DestinationGuest::Absent | DestinationGuest::Loaded => DestinationGuest::Absent,
+        DestinationGuest::MovedOn => DestinationGuest::MovedOn,
     };
-}
-
-fn restart_destination(world: &mut World) {
-    let destination = &mut world.destination;
-    let session = recover_destination(destination.opened, destination.intent, destination.aborted);
-    // What is left open is closed before a word is said of it.
-    let writing =
-        (session == Some(DestinationState::AbortWriting)).then_some(DestinationRecord::Aborted);
-    destination.process = Some(DestinationProcess { session, todo: Vec::new(), writing });
 }

@@ -17,6 +17,10 @@
 //!    was lost until then, exactly one host ends up with the guest: there is always a way there, so
 //!    that a fair schedule finds it.
 //!
+//! All of this twice: for a guest that dies with the process that received it, as a microvm's does, and for one that
+//! outlives that process, as a QEMU does. Such a guest must run in the end, and may have been moved on before the process
+//! comes back.
+//!
 //! An operator who decides a hand-over in doubt is taken to have looked: the model lets one say
 //! only what is true.
 //!

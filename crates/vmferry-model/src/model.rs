@@ -29,11 +29,21 @@ pub enum Broken {
     RestartedSendsCommit,
     /// The end of the link after COMMIT is taken for success.
     EndOfLinkIsSuccess,
+    /// A restarted destination only gives its word, and runs no guest that outlived its process.
+    NotFinishedAfterRestart,
+    /// A restarted destination runs a loaded guest without looking for RUN-INTENT.
+    RunsWithoutLooking,
+    /// A restarted destination also runs a guest that has run there and was moved on since.
+    RunsWhatMovedOn,
+    /// A destination that does not know whether RUN-INTENT is on disk throws the guest away.
+    StuckDiscards,
+    /// KEPT is written before the guest that comes back is resumed.
+    KeptBeforeResumed,
 }
 
 impl Broken {
     /// All of them.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 12] = [
         Self::NoCommitInJournal,
         Self::ResumeAfterCommit,
         Self::UnknownIsAborted,
@@ -41,6 +51,11 @@ impl Broken {
         Self::FailedWriteIsWritten,
         Self::RestartedSendsCommit,
         Self::EndOfLinkIsSuccess,
+        Self::NotFinishedAfterRestart,
+        Self::RunsWithoutLooking,
+        Self::RunsWhatMovedOn,
+        Self::StuckDiscards,
+        Self::KeptBeforeResumed,
     ];
 
     /// In words.
@@ -54,6 +69,15 @@ impl Broken {
             Self::FailedWriteIsWritten => "a failed write of RUN-INTENT is taken for a good one",
             Self::RestartedSendsCommit => "a restarted source sends COMMIT",
             Self::EndOfLinkIsSuccess => "the end of the link after COMMIT is taken for success",
+            Self::NotFinishedAfterRestart => {
+                "a restarted destination does not finish what RUN-INTENT promises"
+            }
+            Self::RunsWithoutLooking => {
+                "a restarted destination runs a loaded guest without RUN-INTENT"
+            }
+            Self::RunsWhatMovedOn => "a restarted destination runs a guest that has moved on",
+            Self::StuckDiscards => "the guest is thrown away when RUN-INTENT may be on disk",
+            Self::KeptBeforeResumed => "KEPT is written before the guest is resumed",
         }
     }
 }
@@ -125,6 +149,9 @@ impl Handover {
         if faults {
             actions.push(Action::DestinationIsLost);
         }
+        if world.outlives && world.destination.guest == DestinationGuest::Running {
+            actions.push(Action::GuestMovesOn);
+        }
         let Some(process) = &world.destination.process else {
             actions.push(Action::DestinationRestarts);
             return;
@@ -173,7 +200,7 @@ impl Model for Handover {
     type Action = Action;
 
     fn init_states(&self) -> Vec<World> {
-        vec![World::start()]
+        vec![World::start(false), World::start(true)]
     }
 
     fn actions(&self, world: &World, actions: &mut Vec<Action>) {
@@ -205,6 +232,13 @@ impl Model for Handover {
                 world.destination.guest == DestinationGuest::Running
                     && world.source.guest == SourceGuest::Released
             }),
+            Property::sometimes(
+                "the destination's process dies and its guest runs on",
+                |_, world: &World| {
+                    world.destination.process.is_none()
+                        && world.destination.guest == DestinationGuest::Running
+                },
+            ),
             Property::sometimes("the source takes a committed guest back", |_, world: &World| {
                 world.source.committed
                     && world.source.guest == SourceGuest::Running

@@ -15,6 +15,9 @@ pub struct World {
     /// Everything that was ever sent. A message may arrive at any time, again and again, or never:
     /// that is a network that delays, reorders, repeats and loses.
     pub network: BTreeSet<Message>,
+    /// The guest at the destination outlives the process that receives it, as a QEMU does; otherwise
+    /// it dies with that process.
+    pub outlives: bool,
     /// No more faults.
     pub healed: bool,
     /// The guest has run at the destination.
@@ -81,7 +84,7 @@ pub struct Destination {
     pub lost: bool,
 }
 
-/// The process that receives, which the guest lives and dies with.
+/// The process that receives.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DestinationProcess {
     /// The engine's own state; `None` if the process does not know the session.
@@ -114,6 +117,8 @@ pub enum DestinationGuest {
     Running,
     /// Ran, or was promised to, and died with its process.
     Crashed,
+    /// Ran here and was moved to a third host. Its VMM is still here, paused.
+    MovedOn,
 }
 
 /// A message of the session.
@@ -148,7 +153,7 @@ impl Message {
 impl World {
     /// The guest runs at the source, and the destination's process listens.
     #[must_use]
-    pub fn start() -> Self {
+    pub fn start(outlives: bool) -> Self {
         Self {
             source: Source {
                 process: Some(SourceProcess {
@@ -171,6 +176,7 @@ impl World {
                 lost: false,
             },
             network: BTreeSet::new(),
+            outlives,
             healed: false,
             ran_there: false,
             went_on_here: false,
@@ -195,7 +201,13 @@ impl World {
         };
         let destination = match (self.destination.guest, &self.destination.process) {
             (DestinationGuest::Running, _) => "the destination runs it",
-            (DestinationGuest::Loaded, _) => "the destination waits for COMMIT",
+            (DestinationGuest::MovedOn, _) => "a third host runs it",
+            (DestinationGuest::Loaded, Some(process))
+                if process.session == Some(DestinationState::Owns) =>
+            {
+                "the destination owns it and has it paused"
+            }
+            (DestinationGuest::Loaded, _) => "the destination has it loaded and paused",
             (_, Some(process)) if process.session == Some(DestinationState::Owns) => {
                 "the destination's journal says that it is the destination's"
             }
@@ -205,8 +217,9 @@ impl World {
         format!("{source}, {destination}{past}")
     }
 
-    /// Whether everything is decided, and exactly one host has the guest. A guest that crashed after
-    /// RUN-INTENT is the destination's: that is a crash of the guest, and no failed migration.
+    /// Whether everything is decided, exactly one host has the guest, and the guest runs. A guest that
+    /// died with its process after RUN-INTENT is the destination's: that is a crash of the guest, and no
+    /// failed migration. A guest that outlives its process has no such excuse.
     #[must_use]
     pub fn is_settled(&self) -> bool {
         let (Some(source), Some(destination)) = (&self.source.process, &self.destination.process)
@@ -223,7 +236,19 @@ impl World {
         );
         let here = source.state == SourceState::Kept && self.source.guest == SourceGuest::Running;
         let there = destination.session == Some(DestinationState::Owns);
-        idle && source.state.is_final() && decided_there && here != there
+        let runs_there = match self.destination.guest {
+            DestinationGuest::Running | DestinationGuest::MovedOn | DestinationGuest::Crashed => {
+                true
+            }
+            DestinationGuest::Absent => !self.outlives,
+            DestinationGuest::Loaded => false,
+        };
+        let is_left_over = self.destination.guest == DestinationGuest::Loaded && !there;
+        idle && source.state.is_final()
+            && decided_there
+            && here != there
+            && (runs_there || !there)
+            && !is_left_over
     }
 }
 

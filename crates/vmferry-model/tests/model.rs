@@ -18,10 +18,15 @@ fn each_broken_rule_does_damage() {
         (Broken::NoCommitInJournal, &[TWO, PAST, END][..]),
         (Broken::ResumeAfterCommit, &[TWO, PAST, END]),
         (Broken::UnknownIsAborted, &[TWO, PAST, END]),
-        (Broken::NoRunIntent, &[PAST, END]),
-        (Broken::FailedWriteIsWritten, &[PAST, END]),
+        (Broken::NoRunIntent, &[TWO, PAST, END]),
+        (Broken::FailedWriteIsWritten, &[TWO, PAST, END]),
         (Broken::RestartedSendsCommit, &[TWO, PAST]),
         (Broken::EndOfLinkIsSuccess, &[END]),
+        (Broken::NotFinishedAfterRestart, &[END]),
+        (Broken::RunsWithoutLooking, &[TWO, PAST]),
+        (Broken::RunsWhatMovedOn, &[PAST]),
+        (Broken::StuckDiscards, &[END]),
+        (Broken::KeptBeforeResumed, &[END]),
     ] {
         let outcome = check(Some(rule));
         let mut found: Vec<&str> =

@@ -20,6 +20,18 @@ pub const SOURCE_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 7, 1);
 /// See [`SOURCE_ADDRESS`].
 pub const DESTINATION_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 7, 2);
 
+/// The tap of a guest, in each namespace.
+pub const TAP: &str = "guest";
+
+/// A guest behind [`Namespaces::add_taps`].
+#[derive(Clone, Copy, Debug)]
+pub struct TapGuest {
+    /// Its address.
+    pub address: Ipv4Addr,
+    /// Its network device's.
+    pub mac: &'static str,
+}
+
 /// Which way packets are lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
@@ -62,6 +74,28 @@ impl Namespaces {
         Ok(namespaces)
     }
 
+    /// Puts a bridge into each namespace, between its end of the cable and a tap for a guest there: what a guest sends by
+    /// either tap reaches the source's address, and what is sent from there reaches the guest, wherever it is.
+    ///
+    /// # Errors
+    /// What `ip` says.
+    pub fn add_taps(&self, guest: &TapGuest) -> anyhow::Result<()> {
+        for (namespace, interface) in [(&self.source, "source"), (&self.destination, "destination")]
+        {
+            // Without a delay, and so without a minute in which nothing passes.
+            ip(namespace, "link add bridge type bridge forward_delay 0")?;
+            ip(namespace, &format!("tuntap add dev {TAP} mode tap"))?;
+            ip(namespace, &format!("address flush dev {interface}"))?;
+            for port in [interface, TAP] {
+                ip(namespace, &format!("link set {port} master bridge up"))?;
+            }
+            ip(namespace, "link set bridge up")?;
+        }
+        ip(&self.source, &format!("address add {SOURCE_ADDRESS}/24 dev bridge"))?;
+        let TapGuest { address, mac } = guest;
+        ip(&self.source, &format!("neigh add {address} lladdr {mac} dev bridge nud permanent"))
+    }
+
     /// Plugs the cable in, or pulls it out: what is sent meanwhile is lost, and no connection hears of it.
     ///
     /// # Errors
@@ -79,6 +113,20 @@ impl Namespaces {
     pub fn black_hole(&self, direction: Direction) -> anyhow::Result<()> {
         for (namespace, interface) in self.senders(direction) {
             run(namespace, "tc", &format!("qdisc add dev {interface} root blackhole"))?;
+        }
+        Ok(())
+    }
+
+    /// Lets what goes this way through at so many kilobits per second, from now on.
+    ///
+    /// # Errors
+    /// What `tc` says.
+    pub fn slow_down(&self, direction: Direction, kbit_per_s: u32) -> anyhow::Result<()> {
+        for (namespace, interface) in self.senders(direction) {
+            let rate = format!(
+                "qdisc replace dev {interface} root tbf rate {kbit_per_s}kbit burst 16kb latency 200ms"
+            );
+            run(namespace, "tc", &rate)?;
         }
         Ok(())
     }

@@ -9,23 +9,30 @@ use std::process::Stdio;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use crate::machine::kernel;
-use crate::{Backend, Machine, Qemu, World, initramfs, packages};
+use crate::{Backend, Machine, Qemu, World, bare_metal, initramfs, packages};
 
 /// A guest that boots wants a whole processor: of several at once none would come up in time.
 static BOOTING: Mutex<()> = Mutex::new(());
 
 impl Machine {
-    /// Starts a QEMU whose guest goes on from where one like it had come to after its boot. One whose devices are files of
-    /// the test's, or which runs as another user, is booted.
+    /// Starts a QEMU whose guest goes on from where one like it had come to after its boot. One is booted whose devices are
+    /// files of the test's, or which runs as another user or in another network.
     pub fn start_booted(&self, world: &World, name: &str) -> Qemu {
-        if self.user.is_some() || self.devices.iter().any(|device| device.contains('/')) {
+        let elsewhere = self.user.is_some() || self.namespace.is_some();
+        if elsewhere || self.devices.iter().any(|device| device.contains('/')) {
             let _alone = BOOTING.lock().unwrap_or_else(PoisonError::into_inner);
             let mut qemu = self.start(world, name);
             works(&mut qemu);
             return qemu;
         }
+        self.start_booted_under(world, name, &[])
+    }
+
+    /// The same under a program with its arguments that becomes QEMU or stays its parent, such as `unshare --pid --fork`.
+    pub fn start_booted_under(&self, world: &World, name: &str, under: &[&str]) -> Qemu {
         let from = format!("exec:cat '{}'", self.saved().display());
-        let mut qemu = self.spawn(world, name, &["-incoming", &from]);
+        let extra = ["-incoming", &from];
+        let mut qemu = self.spawn_with(world, name, &extra, Stdio::null(), under);
         run_on(&mut qemu);
         works(&mut qemu);
         qemu
@@ -37,7 +44,7 @@ impl Machine {
         let mut key = DefaultHasher::new();
         // What memory is made of is not in a state, but its blocks are.
         let backend = if self.backend == Backend::TwoNodes { self.backend } else { Backend::File };
-        let any = Machine { memory_directory: None, backend, ..self.clone() };
+        let any = Machine { memory_directory: None, backend, backend_options: "", ..self.clone() };
         format!("{any:?}").hash(&mut key);
         let path = directory().join(format!("{:016x}", key.finish()));
         if !path.exists() {
@@ -52,7 +59,7 @@ impl Machine {
     fn boot_and_save(&self, path: &Path) {
         let world = World::new();
         let monitor = ["-monitor", "stdio"];
-        let mut qemu = self.spawn_with(&world, "booting", &monitor, Stdio::piped());
+        let mut qemu = self.spawn_with(&world, "booting", &monitor, Stdio::piped(), &[]);
         works(&mut qemu);
         let mut orders = qemu.child.stdin.take().expect("it has a monitor");
         // Stopped first: an emulated guest of QEMU 7.2 would lose writes. The order returns when all is saved.
@@ -72,7 +79,7 @@ fn directory() -> &'static Path {
     static MADE: OnceLock<PathBuf> = OnceLock::new();
     MADE.get_or_init(|| {
         let mut content = DefaultHasher::new();
-        for file in [initramfs::path(packages()), &kernel()] {
+        for file in [initramfs::path(packages()), bare_metal::path(packages()), &kernel()] {
             std::fs::read(file).expect("what the guest boots is there").hash(&mut content);
         }
         let directory = packages().join(format!("booted-{:016x}", content.finish()));

@@ -1,5 +1,6 @@
 //! Memory files made of huge pages: a file system of one's own, which only root can mount.
 
+use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -10,6 +11,8 @@ const POOL: &str = "/proc/sys/vm/nr_hugepages";
 /// A kind of huge pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HugePages {
+    /// None: a tmpfs of small ones.
+    None,
     /// Transparent ones, of a tmpfs.
     Transparent,
     /// Those of hugetlbfs, of 2 MiB.
@@ -20,8 +23,8 @@ pub enum HugePages {
 #[derive(Debug)]
 pub struct Mounted {
     directory: PathBuf,
-    /// What the pool of huge pages was before.
-    pool: Option<String>,
+    /// Huge pages that the pool has for this.
+    pages: u64,
 }
 
 impl Mounted {
@@ -31,17 +34,15 @@ impl Mounted {
     /// Where that is not permitted, or there are no huge pages to be had.
     pub fn new(directory: &Path, kind: HugePages, mib: u64) -> io::Result<Self> {
         std::fs::create_dir_all(directory)?;
-        let mut mounted = Self { directory: directory.to_owned(), pool: None };
+        let mut mounted = Self { directory: directory.to_owned(), pages: 0 };
         let (file_system, options) = match kind {
+            HugePages::None => ("tmpfs", format!("size={mib}M")),
             HugePages::Transparent => ("tmpfs", format!("huge=always,size={mib}M")),
             HugePages::Hugetlb => {
-                let before = std::fs::read_to_string(POOL)?;
-                let pages: u64 = before.trim().parse().unwrap_or_default();
-                let wanted = pages + mib / 2;
-                std::fs::write(POOL, wanted.to_string())?;
-                mounted.pool = Some(before.clone());
-                let now: u64 = std::fs::read_to_string(POOL)?.trim().parse().unwrap_or_default();
-                if now < wanted {
+                let wanted = mib / 2;
+                let (before, now) = change_pool(|pages| pages + wanted)?;
+                mounted.pages = now - before;
+                if mounted.pages < wanted {
                     return Err(io::Error::other(format!("the kernel has {now} huge pages only")));
                 }
                 ("hugetlbfs", "pagesize=2M".to_owned())
@@ -62,8 +63,21 @@ impl Drop for Mounted {
     fn drop(&mut self) {
         // Not mounted, there is nothing to take away.
         let _ = Command::new("umount").arg(&self.directory).output();
-        if let Some(pool) = &self.pool {
-            let _ = std::fs::write(POOL, pool.trim());
+        if self.pages > 0 {
+            let _ = change_pool(|pages| pages.saturating_sub(self.pages));
         }
     }
+}
+
+/// Changes the size of the pool, which other tests change too; says what it was and is.
+fn change_pool(change: impl FnOnce(u64) -> u64) -> io::Result<(u64, u64)> {
+    let lock = File::create(std::env::temp_dir().join("vmferry-huge-pages.lock"))?;
+    lock.lock()?;
+    let read = || -> io::Result<u64> {
+        let text = std::fs::read_to_string(POOL)?;
+        text.trim().parse().map_err(io::Error::other)
+    };
+    let before = read()?;
+    std::fs::write(POOL, change(before).to_string())?;
+    Ok((before, read()?))
 }

@@ -1,5 +1,7 @@
-//! Real QEMU processes with a real Linux in them, as `scripts/setup-qemu` has fetched them.
+//! Real QEMU processes as `scripts/setup-qemu` has fetched them, with a real Linux in them that is emulated, or with the
+//! bare-metal guest of `guest/` on KVM. Both say on the serial port how they are ([`Said`]).
 
+mod bare_metal;
 mod booted;
 mod huge;
 mod initramfs;
@@ -7,7 +9,7 @@ mod machine;
 mod slow_disk;
 
 pub use huge::{HugePages, Mounted};
-pub use machine::{Backend, Fixture, Machine};
+pub use machine::{Backend, Fixture, Guest, Machine};
 pub use slow_disk::SlowDisk;
 
 use std::collections::BTreeMap;
@@ -97,6 +99,36 @@ impl World {
         path
     }
 
+    /// The same as a qcow2 image, which has no data yet.
+    ///
+    /// Source: QEMU `docs/interop/qcow2.rst`; version 2, clusters of 64 KiB: header, table of reference counts, their
+    /// block, and the first level's table, which says that there is nothing.
+    pub fn qcow2(&self, name: &str, mib: u64) -> PathBuf {
+        const CLUSTER: u64 = 64 << 10;
+        let mut image = b"QFI\xfb".to_vec();
+        image.extend(2_u32.to_be_bytes());
+        // No backing file.
+        image.extend([0; 12]);
+        image.extend(16_u32.to_be_bytes());
+        image.extend((mib << 20).to_be_bytes());
+        // No encryption; entries of the first level's table, of which each stands for 512 MiB.
+        image.extend(0_u32.to_be_bytes());
+        image.extend((mib.div_ceil(512) as u32).to_be_bytes());
+        image.extend((3 * CLUSTER).to_be_bytes());
+        image.extend(CLUSTER.to_be_bytes());
+        image.extend(1_u32.to_be_bytes());
+        // No snapshots.
+        image.extend([0; 12]);
+        image.resize(CLUSTER as usize, 0);
+        image.extend((2 * CLUSTER).to_be_bytes());
+        image.resize(2 * CLUSTER as usize, 0);
+        image.extend([1_u16; 4].map(u16::to_be_bytes).concat());
+        image.resize(4 * CLUSTER as usize, 0);
+        let path = self.path(name);
+        std::fs::write(&path, image).expect("a disk can be made");
+        path
+    }
+
     /// A file on a tmpfs.
     pub fn path_on_tmpfs(&self, name: &str) -> PathBuf {
         self.memory.path().join(name)
@@ -166,7 +198,7 @@ impl Qemu {
             let ended = self.child.try_wait().unwrap();
             let log = || std::fs::read_to_string(&self.log).unwrap_or_default();
             assert!(ended.is_none(), "QEMU has ended before it {what}: {ended:?}: {}", log());
-            let console = || std::fs::read_to_string(&self.console).unwrap_or_default();
+            let console = || last_lines(&self.console, 5);
             assert!(Instant::now() < deadline, "never {what}: {} {}", log(), console());
             // Files and sockets wake nobody.
             std::thread::sleep(Duration::from_millis(10));
@@ -187,6 +219,13 @@ impl Qemu {
         assert_eq!(after.get("corruptions"), 0, "{after:?}");
         after
     }
+}
+
+/// The end of a file, which may be long.
+fn last_lines(path: &Path, count: usize) -> String {
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    let lines: Vec<&str> = text.lines().collect();
+    lines[lines.len().saturating_sub(count)..].join("\n")
 }
 
 impl Drop for Qemu {

@@ -2,18 +2,21 @@
 
 use std::ffi::OsString;
 use std::fs::File;
+use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 
-use crate::{Qemu, Version, World, initramfs, packages};
+use crate::{Qemu, Version, World, bare_metal, initramfs, packages};
 
 /// What a QEMU is started with.
 #[derive(Clone, Debug)]
 pub struct Machine {
     /// QEMU's version.
     pub version: Version,
-    /// `q35` or `pc`.
+    /// What runs in it, and on which accelerator.
+    pub guest: Guest,
+    /// `q35`, `pc` or `microvm`.
     pub kind: &'static str,
     /// Memory.
     pub mib: u64,
@@ -24,7 +27,10 @@ pub struct Machine {
     pub vcpus: u32,
     /// What its memory is made of.
     pub backend: Backend,
-    /// The kernel's command line, beyond what every guest has.
+    /// Further options of its memory backends, each after a comma.
+    pub backend_options: &'static str,
+    /// The guest's command line: of Linux, beyond what every guest has (`guest/linux/main.c`), or that of the
+    /// bare-metal guest (`guest/workload.h`).
     pub workload: String,
     /// Further arguments: devices, a sandbox.
     pub devices: Vec<String>,
@@ -32,6 +38,18 @@ pub struct Machine {
     pub memory_directory: Option<PathBuf>,
     /// The user that it runs as, if it is another.
     pub user: Option<u32>,
+    /// The network namespace that it runs in, if it is another.
+    pub namespace: Option<PathBuf>,
+}
+
+/// What runs in a QEMU, and on which accelerator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Guest {
+    /// Linux, emulated (TCG): for what needs drivers.
+    Linux,
+    /// The bare-metal guest of `guest/`, with KVM. It boots in a fraction of the time, and writes and checks memory
+    /// as fast as the processor can.
+    BareMetal,
 }
 
 /// What a QEMU's memory is made of.
@@ -41,6 +59,8 @@ pub enum Backend {
     File,
     /// A memfd.
     Memfd,
+    /// Shared memory of QEMU's own making, since 9.1.
+    Shm,
     /// Memory of QEMU's own.
     Private,
     /// Two NUMA nodes with a file each.
@@ -52,16 +72,24 @@ impl Machine {
     pub fn new(version: Version, workload: &str) -> Self {
         Self {
             version,
+            guest: Guest::Linux,
             kind: "q35",
             mib: 256,
             less_kib: 0,
             vcpus: 1,
             backend: Backend::File,
+            backend_options: "",
             workload: workload.to_owned(),
             devices: Vec::new(),
             memory_directory: None,
             user: None,
+            namespace: None,
         }
+    }
+
+    /// One of 128 MiB with one vCPU, on KVM.
+    pub fn on_kvm(version: Version, workload: &str) -> Self {
+        Self { guest: Guest::BareMetal, mib: 128, ..Self::new(version, workload) }
     }
 
     /// The same with further devices.
@@ -82,7 +110,7 @@ impl Machine {
     }
 
     pub(crate) fn spawn(&self, world: &World, name: &str, extra: &[&str]) -> Qemu {
-        self.spawn_with(world, name, extra, Stdio::null())
+        self.spawn_with(world, name, extra, Stdio::null(), &[])
     }
 
     pub(crate) fn spawn_with(
@@ -91,11 +119,13 @@ impl Machine {
         name: &str,
         extra: &[&str],
         input: Stdio,
+        under: &[&str],
     ) -> Qemu {
         let qmp = world.path(&format!("{name}.qmp"));
         let line = self.command_line(world, name);
-        let mut command = Command::new(&line[0]);
-        command.args(&line[1..]).args(extra);
+        let mut words = under.iter().map(OsString::from).chain(line);
+        let mut command = Command::new(words.next().expect("QEMU's program is named"));
+        command.args(words).args(extra);
         command.arg("-qmp").arg(format!("unix:{},server=on,wait=off", qmp.display()));
         if let Some(libraries) = self.libraries() {
             command.env("LD_LIBRARY_PATH", libraries);
@@ -105,12 +135,11 @@ impl Machine {
         }
         let log_path = world.path(&format!("{name}.log"));
         let log = File::create(&log_path).expect("a log can be made");
-        let child = command
+        command
             .stdin(input)
             .stdout(log.try_clone().expect("a descriptor can be duplicated"))
-            .stderr(log)
-            .spawn()
-            .expect("QEMU can be started");
+            .stderr(log);
+        let child = self.spawn_inside(command);
         let memory =
             ["ram", "node0", "node1"].map(|part| self.memory_file(world, name, part)).into();
         let console = console(world, name);
@@ -119,6 +148,18 @@ impl Machine {
             std::os::unix::net::UnixStream::connect(&qemu.qmp).is_ok()
         });
         qemu
+    }
+
+    /// Starts QEMU in its namespace: from a thread that goes there.
+    fn spawn_inside(&self, mut command: Command) -> Child {
+        let spawn = || {
+            if let Some(path) = &self.namespace {
+                let namespace = File::open(path).expect("the namespace is there");
+                vmferry_net_lab::enter(namespace.as_fd()).expect("it can be entered");
+            }
+            command.spawn().expect("QEMU can be started")
+        };
+        std::thread::scope(|scope| scope.spawn(spawn).join().expect("QEMU can be started"))
     }
 
     /// Where this QEMU's libraries are.
@@ -149,26 +190,37 @@ impl Machine {
                 file(id).display()
             ),
             Backend::Memfd => format!("memory-backend-memfd,id={id},size={kib}K,share=on"),
+            Backend::Shm => format!("memory-backend-shm,id={id},size={kib}K,share=on"),
             Backend::Private => format!("memory-backend-ram,id={id},size={kib}K"),
         };
         if self.backend == Backend::TwoNodes {
             let half = kib / 2;
             add(&[&"-machine", &self.kind]);
             for node in ["node0", "node1"] {
-                add(&[&"-object", &backend(node, half)]);
+                add(&[&"-object", &(backend(node, half) + self.backend_options)]);
             }
-            add(&[&"-numa", &"node,nodeid=0,memdev=node0,cpus=0"]);
+            let cpus = format!("node,nodeid=0,memdev=node0,cpus=0-{}", self.vcpus - 1);
+            add(&[&"-numa", &cpus]);
             add(&[&"-numa", &"node,nodeid=1,memdev=node1"]);
         } else {
             add(&[&"-machine", &format!("{},memory-backend=ram", self.kind)]);
-            add(&[&"-object", &backend("ram", kib)]);
+            add(&[&"-object", &(backend("ram", kib) + self.backend_options)]);
         }
-        add(&[&"-accel", &"tcg", &"-display", &"none", &"-nodefaults", &"-no-user-config"]);
+        add(&[&"-display", &"none", &"-nodefaults", &"-no-user-config"]);
         add(&[&"-name", &"tested", &"-uuid", &"6b1f7a4c-0000-4000-8000-000000000007"]);
         add(&[&"-m", &format!("{kib}K"), &"-smp", &self.vcpus.to_string()]);
         add(&[&"-serial", &format!("file:{}", console(world, name).display())]);
-        add(&[&"-kernel", &kernel(), &"-initrd", &initramfs::path(crate::packages())]);
-        add(&[&"-append", &format!("console=ttyS0 quiet panic=-1 {}", self.workload)]);
+        match self.guest {
+            Guest::Linux => {
+                add(&[&"-accel", &"tcg"]);
+                add(&[&"-kernel", &kernel(), &"-initrd", &initramfs::path(crate::packages())]);
+                add(&[&"-append", &format!("console=ttyS0 quiet panic=-1 {}", self.workload)]);
+            }
+            Guest::BareMetal => {
+                add(&[&"-accel", &"kvm", &"-kernel", &bare_metal::path(crate::packages())]);
+                add(&[&"-append", &self.workload]);
+            }
+        }
         for device in &self.devices {
             add(&[device]);
         }

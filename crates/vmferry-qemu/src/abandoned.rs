@@ -1,6 +1,7 @@
 //! A QEMU whose guest was being migrated by a process that has died.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde_json::json;
 use vmferry::journal::{self, SessionSummary, Since};
@@ -8,17 +9,26 @@ use vmferry::{Resume, VmError};
 use vmferry_wire::{GuestIdentity, SessionId};
 
 use crate::error::QemuError;
-use crate::guest::{self, end_migration, run_on};
+use crate::guest::{self, end_migration};
 use crate::inject;
+use crate::lock::Lock;
+use crate::memory_file::{Leaving, Release};
+use crate::process;
 use crate::qmp::Qmp;
 use crate::settings::Settings;
+use crate::starter::DirectView;
 use crate::throttle::Throttle;
+
+/// How long the kernel may take to let go of what a process had that has just died.
+const DEATH_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A QEMU that some other process has attached to, and that is in whatever state that process left it.
 #[derive(Debug)]
 pub struct AbandonedQemu {
     socket: PathBuf,
     settings: Settings,
+    /// The guest was paused by somebody else than vmferry when it was attached to.
+    was_paused: bool,
     /// The process that it must be, and the session that it was left in.
     left: Option<Left>,
 }
@@ -26,7 +36,7 @@ pub struct AbandonedQemu {
 /// What the process that takes over was told.
 #[derive(Debug)]
 struct Left {
-    pid: u32,
+    pid: Option<u32>,
     session: SessionId,
     journals: PathBuf,
 }
@@ -36,14 +46,26 @@ impl AbandonedQemu {
     /// if nobody knows.
     #[must_use]
     pub fn new(socket: &Path, settings: Option<Settings>) -> Self {
-        Self { socket: socket.to_owned(), settings: settings.unwrap_or_default(), left: None }
+        Self {
+            socket: socket.to_owned(),
+            settings: settings.unwrap_or_default(),
+            was_paused: false,
+            left: None,
+        }
     }
 
-    /// Touches the guest only if it is in process `pid` still, and if it was in no other migration since that session, as
+    /// Says whether somebody else than vmferry had paused the guest when it was attached to: it stays paused.
+    #[must_use]
+    pub fn was_paused(mut self, was_paused: bool) -> Self {
+        self.was_paused = was_paused;
+        self
+    }
+
+    /// Touches the guest only if it is in process `pid` still, as far as that is seen, and if it was in no other migration since that session, as
     /// the journals in this directory say. Whoever takes over may have been stopped for long: the guest may be another
     /// one's, or promised away.
     #[must_use]
-    pub fn left_in(mut self, pid: u32, session: SessionId, journals: &Path) -> Self {
+    pub fn left_in(mut self, pid: Option<u32>, session: SessionId, journals: &Path) -> Self {
         self.left = Some(Left { pid, session, journals: journals.to_owned() });
         self
     }
@@ -56,12 +78,21 @@ impl AbandonedQemu {
         guest::identity(&mut Qmp::connect(&self.socket)?)
     }
 
-    /// The process.
+    /// The process, if it is seen from here.
     ///
     /// # Errors
     /// QMP's.
-    pub fn pid(&self) -> Result<u32, QemuError> {
+    pub fn pid(&self) -> Result<Option<u32>, QemuError> {
         Ok(Qmp::connect(&self.socket)?.pid())
+    }
+
+    /// Whether its guest runs.
+    ///
+    /// # Errors
+    /// QMP's.
+    pub fn is_running(&self) -> Result<bool, QemuError> {
+        let status = Qmp::connect(&self.socket)?.execute("query-status", json!({}))?;
+        Ok(status["running"] == true)
     }
 
     /// Ends it.
@@ -69,8 +100,20 @@ impl AbandonedQemu {
     /// # Errors
     /// QMP's.
     pub fn quit(&self) -> Result<(), QemuError> {
-        self.connect()?.execute("quit", json!({}))?;
+        let (mut qmp, _lock) = self.connect()?;
+        qmp.execute("quit", json!({}))?;
         Ok(())
+    }
+
+    /// Ends it, as its guest runs elsewhere, and gives the pages of its memory files back.
+    ///
+    /// # Errors
+    /// QMP's.
+    pub fn leave(&self) -> Result<Release, QemuError> {
+        let (mut qmp, _lock) = self.connect()?;
+        let leaving = Leaving::of(&mut qmp, &mut DirectView);
+        qmp.execute("quit", json!({}))?;
+        Ok(Release::by(leaving))
     }
 
     /// Takes away what is left in QEMU of a vmferry that has died before it wrote its journal; nothing, while another
@@ -79,35 +122,43 @@ impl AbandonedQemu {
     /// # Errors
     /// QMP's, and the journals'.
     pub fn tidy(&self) -> Result<(), QemuError> {
-        let mut qmp = self.connect()?;
+        let (mut qmp, lock) = self.connect()?;
         if !self.sessions(&mut qmp)?.iter().any(|session| session.led) {
-            leave_nothing(qmp.pid());
+            leave_nothing(qmp.pid(), lock.as_ref());
         }
         Ok(())
     }
 
-    /// Whoever has the connection has QEMU: what is found from then on holds until it is given up.
-    fn connect(&self) -> Result<Qmp, QemuError> {
+    /// Whoever has the connection and the lock has QEMU: what is found from then on holds until both are given up.
+    fn connect(&self) -> Result<(Qmp, Option<Lock>), QemuError> {
         let qmp = Qmp::connect(&self.socket)?;
-        match &self.left {
-            Some(Left { pid: wanted, .. }) if *wanted != qmp.pid() => {
-                Err(QemuError::Another { found: qmp.pid(), wanted: *wanted })
-            }
-            _ => Ok(qmp),
+        let wanted = self.left.as_ref().and_then(|left| left.pid);
+        if let (Some(found), Some(wanted)) = (qmp.pid(), wanted)
+            && found != wanted
+        {
+            return Err(QemuError::Another { found, wanted });
         }
+        let lock = match qmp.pid().map(|pid| Lock::take_within(pid, DEATH_TIMEOUT)) {
+            Some(Err(QemuError::Process { .. })) | None => None,
+            Some(taken) => Some(taken?),
+        };
+        Ok((qmp, lock))
     }
 
     /// The guest's sessions on this host, if it is known where they are.
     fn sessions(&self, qmp: &mut Qmp) -> Result<Vec<SessionSummary>, QemuError> {
         let Some(Left { journals, .. }) = &self.left else { return Ok(Vec::new()) };
-        journal::sessions_of(journals, &guest::identity(qmp)?).map_err(|error| QemuError::Local {
+        let process = qmp.pid().and_then(process::process_name);
+        let guest = guest::identity(qmp)?;
+        let sessions = journal::sessions_in(journals, &guest, process.as_deref());
+        sessions.map_err(|error| QemuError::Local {
             action: "read the journals of this guest",
             source: std::io::Error::other(error),
         })
     }
 
     fn run_on(&mut self) -> Result<(), QemuError> {
-        let mut qmp = self.connect()?;
+        let (mut qmp, lock) = self.connect()?;
         if let Some(left) = &self.left {
             match journal::since(&self.sessions(&mut qmp)?, left.session) {
                 Since::Nothing => {}
@@ -115,18 +166,26 @@ impl AbandonedQemu {
                 Since::Unclear(session) => return Err(QemuError::MayBeGiven { session }),
             }
         }
-        let pid = qmp.pid();
         end_migration(&mut qmp, false)?;
-        run_on(&mut qmp)?;
+        if self.was_paused {
+            qmp.found_paused();
+        } else if guest::loses_writes(&mut qmp)? {
+            // Such a guest is stopped by `stop` for the whole of its migration.
+            qmp.may_have_stopped();
+        }
+        qmp.continue_guest()?;
+        qmp.announce();
         // The guest runs. What is left is tidying, and worth no failure.
-        leave_nothing(pid);
+        leave_nothing(qmp.pid(), lock.as_ref());
         let _ = self.settings.restore(&mut qmp);
         Ok(())
     }
 }
 
-/// No limit of its vCPUs, and no userfaultfd.
-fn leave_nothing(pid: u32) {
+/// No limit of its vCPUs, and no userfaultfd. In a process that is not seen, or may not be looked into, vmferry has left
+/// neither.
+fn leave_nothing(pid: Option<u32>, lock: Option<&Lock>) {
+    let (Some(pid), Some(_)) = (pid, lock) else { return };
     let _ = Throttle::lift(pid);
     let _ = inject::close_leftovers(pid);
 }

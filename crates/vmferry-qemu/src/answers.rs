@@ -4,7 +4,7 @@ use crate::carried::Description;
 use crate::error::QemuError;
 use crate::qmp::Qmp;
 use crate::settings::Settings;
-use crate::{guest, machine, ram, state};
+use crate::{guest, machine, ram, state, writers};
 
 /// How many [`read`] knows.
 pub const READERS: u8 = 11;
@@ -16,7 +16,7 @@ pub const READERS: u8 = 11;
 pub fn read(qmp: &mut Qmp, reader: u8) -> Result<String, QemuError> {
     Ok(match reader % READERS {
         0 => format!("{:?}", machine::look(qmp)?),
-        1 => format!("{:?}", machine::no_unseen_writers(qmp)?),
+        1 => format!("{:?}", writers::all_seen(qmp)?),
         2 => format!("{:?}", machine::vcpu_threads(qmp)?),
         3 => format!("{:?}", ram::list_with_addresses(qmp)?),
         4 => format!("{:?}", guest::identity(qmp)?),

@@ -9,18 +9,24 @@ use serde::de::DeserializeOwned;
 use serde_json::json;
 use uuid::Uuid;
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
-use vmferry_wire::GuestIdentity;
+use vmferry_memory::Backing;
+use vmferry_wire::{GuestIdentity, SessionId};
 
+use crate::arrived::{Note, Whereabouts};
 use crate::carried::{self, Arrival, Description, Place};
 use crate::error::QemuError;
 use crate::guest::{self, host};
+use crate::lock::Lock;
 use crate::machine::{self, Machine};
+use crate::memory_file::{self, Examiner, MemoryFiles};
+use crate::process::ProcessIdentity;
 use crate::qmp::Qmp;
-use crate::ram::{Block, Carrier, Ram};
+use crate::ram::{Block, Carrier, Located, Ram};
 use crate::settings::Settings;
 use crate::source::VMM;
 use crate::starter::{DirectView, Looker, View};
 use crate::state;
+use crate::vcpu::{self, Vcpu};
 
 /// How long QEMU may take to answer. The source waits for 30 s until its guest is loaded, and would blame the link before
 /// it heard that QEMU does not answer.
@@ -32,7 +38,10 @@ pub struct QemuDestination {
     qmp: Qmp,
     /// The memory that can be filled from outside, or why there is none.
     ram: Result<Ram, QemuError>,
+    /// The files that its memory is in; none if the process can't be looked into.
+    files: Option<MemoryFiles>,
     description: Description,
+    vcpu: Option<Vcpu>,
     settings: Settings,
     expected: Expected,
     /// A carried guest, on its way.
@@ -43,6 +52,14 @@ pub struct QemuDestination {
     looker: Looker,
     /// A state was loaded, or tried to be: this QEMU can take no other guest.
     used: bool,
+    /// If it is seen from here.
+    process: Option<ProcessIdentity>,
+    /// The receiver that this QEMU belongs to, for the one that comes after it.
+    receiver: Option<String>,
+    note: Option<Note>,
+    _lock: Option<Lock>,
+    /// The guest was paused at the source, and stays so.
+    stays_paused: bool,
 }
 
 /// The guest that is welcome; any, by default.
@@ -98,6 +115,7 @@ impl QemuDestination {
         place: Option<Arc<Place>>,
     ) -> Result<Self, QemuError> {
         let mut qmp = Qmp::connect(socket)?;
+        let lock = Lock::take_if_seen(qmp.pid())?;
         qmp.be_patient_for(ANSWER_TIMEOUT);
         let status = qmp.execute("query-status", json!({}))?;
         if status["status"] != "inmigrate" {
@@ -114,13 +132,39 @@ impl QemuDestination {
             expected.uuid = Some(own);
         }
         let description = Description::read(&mut qmp, 0)?;
-        let ram = Ram::find(&mut qmp, view);
+        let (ram, files) = find_memory(&mut qmp, view)?;
+        let vcpu = Vcpu::read(&mut qmp)?;
         let settings = Settings::read(&mut qmp)?;
         let arrival = None;
         // Without one, guests whose QEMU sends several streams are refused when they come.
         let place = place.or_else(|| Place::new(&qmp).ok().map(Arc::new));
         let looker = view.looker();
-        Ok(Self { qmp, ram, description, settings, expected, arrival, place, looker, used: false })
+        let process = view.process(&qmp).map(|pid| view.identify(pid)).transpose()?;
+        Ok(Self {
+            qmp,
+            ram,
+            files,
+            description,
+            vcpu,
+            settings,
+            expected,
+            arrival,
+            place,
+            looker,
+            used: false,
+            process,
+            receiver: None,
+            note: None,
+            _lock: lock,
+            stays_paused: false,
+        })
+    }
+
+    /// Names the receiver that this QEMU belongs to: the next one of that name [finds](crate::Arrived::find) the guest.
+    #[must_use]
+    pub fn received_by(mut self, receiver: &str) -> Self {
+        self.receiver = Some(receiver.to_owned());
+        self
     }
 
     /// The QMP socket.
@@ -129,9 +173,9 @@ impl QemuDestination {
         self.qmp.path()
     }
 
-    /// The QEMU process.
+    /// The QEMU process, if it is seen from here.
     #[must_use]
-    pub fn pid(&self) -> u32 {
+    pub fn pid(&self) -> Option<u32> {
         self.qmp.pid()
     }
 
@@ -147,6 +191,13 @@ impl QemuDestination {
         self.place.clone()
     }
 
+    /// Has somebody else look whose the memory files are from now on: this process may be about to lose the right to.
+    pub fn examine_by(&mut self, examiner: Examiner) {
+        if let Some(files) = &mut self.files {
+            files.examine_by(examiner);
+        }
+    }
+
     /// Ends the QEMU.
     ///
     /// # Errors
@@ -154,6 +205,18 @@ impl QemuDestination {
     pub fn quit(&mut self) -> Result<(), QemuError> {
         self.qmp.execute("quit", json!({}))?;
         Ok(())
+    }
+
+    /// Makes sure that this QEMU's vCPUs have what the source's guest knows of. Where both sides say what they have, that
+    /// counts, and the name that `offered` has for them does not.
+    fn compare_vcpus(&self, config: &[u8], offered: &mut Machine) -> Result<(), PrepareError> {
+        let theirs: Option<Vcpu> = vmferry::newer::optional(config, vcpu::MEMBER);
+        let (Some(theirs), Some(ours)) = (theirs, &self.vcpu) else { return Ok(()) };
+        let model = offered.cpu.take().unwrap_or_default();
+        match theirs.misses(ours, &model) {
+            Some(difference) => Err(PrepareError::Incompatible(difference)),
+            None => Ok(()),
+        }
     }
 
     /// Makes this QEMU's memory what a guest that is attached is put into.
@@ -167,7 +230,8 @@ impl QemuDestination {
                 return Err(PrepareError::Incompatible(text));
             }
         };
-        let offered: Offered = parse(config)?;
+        let mut offered: Offered = parse(config)?;
+        self.compare_vcpus(config, &mut offered.machine)?;
         if let Some(difference) = machine::difference(&offered.machine, &self.description.machine) {
             return Err(PrepareError::Incompatible(difference));
         }
@@ -182,7 +246,7 @@ impl QemuDestination {
                 }
             }
         }
-        punch(ram).map_err(|error| PrepareError::Vm(error.into()))?;
+        empty(ram, self.files.as_ref()).map_err(not_ours)?;
         // Now, and not while the guest stands still.
         Settings::for_loading(&mut self.qmp)
             .map_err(|error| PrepareError::Vm(QemuError::from(error).into()))?;
@@ -191,8 +255,12 @@ impl QemuDestination {
 
     /// Lets this QEMU take the streams of one that is carried.
     fn prepare_streams(&mut self, config: &[u8]) -> Result<Landing, PrepareError> {
-        let offered: Description = parse(config)?;
+        let mut offered: Description = parse(config)?;
+        self.compare_vcpus(config, &mut offered.machine)?;
         self.description.check(&offered)?;
+        if let Some(files) = &self.files {
+            files.nobody_else_is_seen().map_err(not_ours)?;
+        }
         self.used = true;
         let place = self.place.as_deref();
         let begun =
@@ -203,12 +271,57 @@ impl QemuDestination {
     }
 }
 
-/// Frees every page, so that nothing of an earlier guest or of the firmware is left.
-fn punch(ram: &Ram) -> Result<(), QemuError> {
-    ram.memory.punch().map_err(|error| QemuError::Local {
-        action: "empty the memory files",
-        source: std::io::Error::other(error),
-    })
+/// The memory of a QEMU that waits, and the files that it is in.
+///
+/// # Errors
+/// If another process has one of the files mapped: no guest may come here then, in whatever way.
+fn find_memory(
+    qmp: &mut Qmp,
+    view: &mut dyn View,
+) -> Result<(Result<Ram, QemuError>, Option<MemoryFiles>), QemuError> {
+    let located = match Located::find(qmp, view) {
+        Ok(located) => located,
+        Err(error) => return Ok((Err(error), None)),
+    };
+    let files = MemoryFiles::of(&located, view.examiner());
+    files.nobody_else_is_seen()?;
+    let ram = Ram::of(&located, qmp, view).and_then(|ram| {
+        may_be_emptied(&located, &ram)?;
+        files.are_ours_alone()?;
+        Ok(ram)
+    });
+    Ok((ram, Some(files)))
+}
+
+/// Makes sure that the blocks that guests are put into may be emptied by what they are.
+fn may_be_emptied(located: &Located, ram: &Ram) -> Result<(), QemuError> {
+    for (block, slot) in ram.carried().zip(ram.memory.slots()) {
+        let found = located.blocks.iter().find(|(listed, _)| listed.name == block.name);
+        let (Some((_, Some(mapping))), Backing::File { file, .. }) = (found, slot.backing()) else {
+            continue;
+        };
+        let used = located.backends.use_of(&block.name);
+        memory_file::may_be_emptied(&block.name, &used, mapping, file)?;
+    }
+    Ok(())
+}
+
+/// Empties the memory, so that nothing of an earlier guest or of the firmware is left.
+fn empty(ram: &Ram, files: Option<&MemoryFiles>) -> Result<(), QemuError> {
+    match files {
+        Some(files) => files.empty(&ram.memory),
+        None => Ok(()),
+    }
+}
+
+/// Why a memory file is left alone, for the source.
+fn not_ours(error: QemuError) -> PrepareError {
+    match error {
+        QemuError::FileInUse { .. } | QemuError::Unproved { .. } => {
+            PrepareError::InUse(vmferry::chain(&error))
+        }
+        other => PrepareError::Vm(other.into()),
+    }
 }
 
 fn parse<T: DeserializeOwned>(config: &[u8]) -> Result<T, PrepareError> {
@@ -238,6 +351,26 @@ impl DestinationVm for QemuDestination {
         self.qmp.release()
     }
 
+    fn opened(&mut self, session: SessionId, journals: &Path) -> Result<(), VmError> {
+        let (Some(receiver), Some(process)) = (self.receiver.clone(), self.process.clone()) else {
+            return Ok(());
+        };
+        let monitor = self.qmp.path().to_owned();
+        // Whoever comes next may be started in another directory.
+        let monitor = std::path::absolute(&monitor).unwrap_or(monitor);
+        self.note =
+            Some(Note::leave(journals, session, Whereabouts { receiver, process, monitor })?);
+        Ok(())
+    }
+
+    fn stay_paused(&mut self) -> Result<(), VmError> {
+        self.stays_paused = true;
+        if let Some(note) = &mut self.note {
+            note.stays_paused()?;
+        }
+        Ok(())
+    }
+
     fn load(&mut self, bytes: &[u8]) -> Result<(), VmError> {
         if let Some(arrival) = &self.arrival {
             return Ok(arrival.complete(&mut self.qmp)?);
@@ -255,14 +388,22 @@ impl DestinationVm for QemuDestination {
         if let Some(arrival) = self.arrival.take() {
             arrival.end();
         }
-        // One that has loaded a state can't take another; one that has not can be filled anew.
+        if let Some(note) = self.note.take() {
+            note.remove();
+        }
+        self.stays_paused = false;
+        // One that has loaded a state can't take another; one that has not can be filled again, if its memory is still
+        // its own.
+        let emptied = match &self.ram {
+            Ok(ram) if !self.used => empty(ram, self.files.as_ref()),
+            _ => Ok(()),
+        };
+        self.used |= emptied.is_err();
+        // What fails here is seen by the next guest.
         let _ = if self.used {
             self.quit()
         } else {
-            self.ram.as_ref().map_or(Ok(()), punch).and_then(|()| {
-                self.settings.restore(&mut self.qmp)?;
-                Ok(())
-            })
+            self.settings.restore(&mut self.qmp).map_err(QemuError::from)
         };
     }
 
@@ -271,8 +412,15 @@ impl DestinationVm for QemuDestination {
     }
 
     fn run(&mut self) -> Result<(), VmError> {
-        self.qmp.execute("cont", json!({}))?;
-        // The guest runs. Settings are worth no failure.
+        if !self.stays_paused {
+            self.qmp.run_arrived()?;
+        }
+        // The guest is here. Notes and settings are worth no failure.
+        if let Some(note) = &mut self.note
+            && !self.stays_paused
+        {
+            let _ = note.run();
+        }
         let _ = self.settings.restore(&mut self.qmp);
         Ok(())
     }
@@ -328,7 +476,7 @@ mod tests {
             block("pc.ram", 128 << 20, Carrier::Vmferry, (27, 9)),
             block("pc.bios", 256 << 10, Carrier::Qemu, (0, 0)),
         ];
-        let written = ram::describe(&machine(), &blocks, "boot");
+        let written = ram::describe(&machine(), None, &blocks, "boot");
         let written: serde_json::Value = serde_json::from_slice(&written).unwrap();
         assert_eq!(written, serde_json::from_str::<serde_json::Value>(ATTACHED).unwrap());
         let read: Offered = parse(ATTACHED.as_bytes()).unwrap();
@@ -336,6 +484,18 @@ mod tests {
             (read.host.as_str(), read.machine, &read.blocks[..]),
             ("boot", machine(), &blocks[..])
         );
+    }
+
+    #[test]
+    fn golden_description_with_vcpus_is_read_by_older_releases() {
+        let features = ["avx2".to_owned()].into();
+        let vcpu = Vcpu { vendor: "GenuineIntel".into(), features };
+        let written = ram::describe(&machine(), Some(&vcpu), &[], "boot");
+        let text = String::from_utf8(written.clone()).unwrap();
+        let member = r#""optional":{"vcpu":{"vendor":"GenuineIntel","features":["avx2"]}}"#;
+        assert!(text.contains(member), "{text}");
+        assert_eq!(parse::<Offered>(&written).unwrap().machine, machine());
+        assert_eq!(vmferry::newer::optional(&written, vcpu::MEMBER), Some(vcpu));
     }
 
     #[test]

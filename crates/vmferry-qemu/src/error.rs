@@ -49,6 +49,30 @@ pub enum QemuError {
         /// What it should be, and how to get there.
         wanted: &'static str,
     },
+    /// Its process is not seen from here.
+    #[error(
+        "the process of the QEMU at {path} can't be found from here: it is in another PID namespace, or its files in /proc \
+         may not be read. Run vmferry where that process is seen, and as root or as QEMU's user"
+    )]
+    Unseen {
+        /// The QMP socket.
+        path: PathBuf,
+    },
+    /// Another vmferry works on it.
+    #[error(
+        "QEMU's process {pid} is in the hands of {}: one vmferry at a time works on a QEMU, whichever of its sockets it uses. \
+         Wait until that one has ended",
+        holder(*by)
+    )]
+    Locked {
+        /// QEMU.
+        pid: u32,
+        /// Who has it, if it is seen from here.
+        by: Option<u32>,
+    },
+    /// The guest has powered off.
+    #[error("there is nothing to move")]
+    PoweredOff(#[source] vmferry::PoweredOff),
     /// Its process stands still.
     #[error(
         "QEMU's process {pid} is stopped for {} s now, and goes on with `kill -CONT {pid}`", after.as_secs()
@@ -59,7 +83,7 @@ pub enum QemuError {
         /// For how long it was waited for.
         after: Duration,
     },
-    /// Another QEMU is behind the socket.
+    /// Another QEMU answers at the socket.
     #[error("the QEMU at this socket is process {found}, and the guest was in process {wanted}")]
     Another {
         /// The process there.
@@ -111,6 +135,40 @@ pub enum QemuError {
         /// The file.
         path: PathBuf,
     },
+    /// Another process has a memory file mapped.
+    #[error(
+        "the memory file {} of `{}` is another process's too: {pid} ({}) has it mapped, and may run a guest on it: give \
+         this QEMU a memory file of its own (`mem-path`), or end that process",
+        shown(path),
+        shown(block),
+        shown(name)
+    )]
+    FileInUse {
+        /// QEMU's name of the RAM block.
+        block: String,
+        /// The file.
+        path: String,
+        /// The other process.
+        pid: u32,
+        /// Its name.
+        name: String,
+    },
+    /// It can't be known whether anybody else has a memory file mapped.
+    #[error(
+        "the memory file {} of `{}` may be another process's too, and is not emptied: {}. \
+         Run vmferry as root, where it sees all processes of this machine",
+        shown(path),
+        shown(block),
+        shown(why)
+    )]
+    Unproved {
+        /// QEMU's name of the RAM block.
+        block: String,
+        /// The file.
+        path: String,
+        /// Why not.
+        why: String,
+    },
     /// A QEMU that was started has ended at once.
     #[error("QEMU has ended before it could take a guest ({status}): its own message says why")]
     Ended {
@@ -126,6 +184,14 @@ pub enum QemuError {
         #[source]
         source: std::io::Error,
     },
+}
+
+/// Who has a QEMU.
+fn holder(by: Option<u32>) -> String {
+    by.map_or_else(
+        || "a process that can't be seen from here".to_owned(),
+        |by| format!("process {by}"),
+    )
 }
 
 impl QemuError {
@@ -169,19 +235,24 @@ impl QemuError {
     pub fn is_of_attaching(&self) -> bool {
         match self {
             Self::Memory { .. }
+            | Self::Unseen { .. }
+            | Self::Unproved { .. }
             | Self::Unattachable(_)
             | Self::Process { .. }
             | Self::Inject { .. } => true,
             Self::Qmp(_)
             | Self::Unsupported(_)
             | Self::State { .. }
+            | Self::PoweredOff(_)
             | Self::Stopped { .. }
+            | Self::Locked { .. }
             | Self::Another { .. }
             | Self::SentAgain { .. }
             | Self::MayBeGiven { .. }
             | Self::GivenUp { .. }
             | Self::EndedTaking
             | Self::SameFile { .. }
+            | Self::FileInUse { .. }
             | Self::Ended { .. }
             | Self::Local { .. } => false,
         }

@@ -1,5 +1,6 @@
-//! What vmferry asks of any QEMU that has a guest: who it is, whether it can be migrated, and that it runs on.
+//! What vmferry asks of any QEMU that has a guest: who it is, and whether it can be migrated.
 
+use std::os::unix::fs::MetadataExt;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
@@ -14,39 +15,31 @@ const CANCEL_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long QEMU may take to follow an order to go on.
 const FOLLOW_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long QEMU may refuse to run a guest on: it tidies up after a migration, or another QEMU is about to give
-/// the locks of the guest's disks back.
-const RUN_ON_TIMEOUT: Duration = Duration::from_secs(10);
-
 /// From this version on QEMU's own migration sees all that an emulated guest writes to its first block of memory.
 const SEES_THE_FIRST_BLOCK: Version = Version { major: 9, minor: 0, micro: 0 };
 
 /// Bytes that a word of QEMU's dirty log stands for.
 const WHOLE_WORD: u64 = 64 * 4096;
 
-/// How long an event is awaited that may have come before this connection did.
-const LOOK_PERIOD: Duration = Duration::from_millis(50);
-
 /// The guest's name and UUID, as QEMU was told them.
 pub fn identity(qmp: &mut Qmp) -> Result<GuestIdentity, QemuError> {
     let name = qmp.execute("query-name", json!({}))?;
     let uuid = qmp.execute("query-uuid", json!({}))?;
-    let pid = qmp.pid();
     let uuid = uuid["UUID"].as_str().and_then(|text| text.parse().ok()).unwrap_or_default();
     // One without a name must not be taken for another one.
-    let unnamed = || format!("qemu-{pid}");
+    let unnamed = || stand_in(qmp);
     Ok(GuestIdentity { uuid, name: name["name"].as_str().map_or_else(unnamed, str::to_owned) })
+}
+
+/// The name of a guest that has none of its own: by QEMU's process, or where that is not seen by its socket.
+fn stand_in(qmp: &Qmp) -> String {
+    let socket = || std::fs::metadata(qmp.path()).map_or(0, |about| about.ino());
+    qmp.pid().map_or_else(|| format!("qemu-at-{}", socket()), |pid| format!("qemu-{pid}"))
 }
 
 /// What QEMU itself says against a migration.
 pub fn must_be_migratable(qmp: &mut Qmp) -> Result<(), QemuError> {
-    let status = qmp.execute("query-status", json!({}))?;
-    if status["status"] != "running" {
-        return Err(QemuError::State {
-            found: status["status"].as_str().unwrap_or_default().to_owned(),
-            wanted: "running: where `vmferry status --sessions` says that it is this host's, `cont` continues a paused guest",
-        });
-    }
+    qmp.take_custody()?;
     let migration = qmp.execute("query-migrate", json!({}))?;
     if let Some(reasons) = migration["blocked-reasons"].as_array()
         && !reasons.is_empty()
@@ -118,33 +111,7 @@ pub fn end_migration(qmp: &mut Qmp, told_to_finish: bool) -> Result<(), QemuErro
         } else if begun.elapsed() >= CANCEL_TIMEOUT {
             return Err(qmp.timed_out("cancel its migration", CANCEL_TIMEOUT).into());
         }
-        look_for(qmp, "cancel its migration", "MIGRATION")?;
-    }
-}
-
-/// Lets a guest run, if it stands still.
-pub fn run_on(qmp: &mut Qmp) -> Result<(), QemuError> {
-    let deadline = Instant::now() + RUN_ON_TIMEOUT;
-    loop {
-        let status = qmp.execute("query-status", json!({}))?;
-        if status["running"] == true {
-            return Ok(());
-        }
-        match qmp.execute("cont", json!({})) {
-            Ok(_) => return Ok(()),
-            Err(QmpError::Refused { .. }) if Instant::now() < deadline => {
-                look_for(qmp, "run its guest", "RESUME")?;
-            }
-            Err(error) => return Err(error.into()),
-        }
-    }
-}
-
-/// Waits a moment for an event, which need not come.
-fn look_for(qmp: &mut Qmp, what: &str, name: &str) -> Result<(), QemuError> {
-    match qmp.wait_for(what, LOOK_PERIOD, |event| event["event"] == name) {
-        Ok(_) | Err(QmpError::TimedOut { .. }) => Ok(()),
-        Err(error) => Err(error.into()),
+        qmp.look_for("cancel its migration", "MIGRATION")?;
     }
 }
 

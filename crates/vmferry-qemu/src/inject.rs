@@ -27,6 +27,7 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
 
 use crate::error::QemuError;
 use crate::process;
+use crate::qmp::processes;
 
 /// For how long it is tried, thread after thread: one that just runs in user space is passed over.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -69,8 +70,11 @@ pub struct Injected {
 
 impl Drop for Injected {
     fn drop(&mut self) {
-        // A process that has died has closed it; in any other a descriptor is leaked, no more.
-        let _ = system_call(self.pid, libc::SYS_close, self.number as u64);
+        // QEMU may have closed it, and have another file there now. A process that has died has closed it too; in any
+        // other a descriptor is leaked, no more.
+        if is_same(self.pid, self.number, std::process::id(), self.descriptor.as_raw_fd()) {
+            let _ = system_call(self.pid, libc::SYS_close, self.number as u64);
+        }
     }
 }
 
@@ -88,16 +92,39 @@ pub fn userfaultfd(pid: u32) -> Result<Injected, QemuError> {
     Ok(Injected { pid, number, descriptor })
 }
 
-/// Closes every userfaultfd that process `pid` has: what a vmferry that was killed has left there, and
-/// with it the write protection of the guest's memory.
+/// What the link of a userfaultfd reads.
+const USERFAULTFD: &str = "anon_inode:[userfaultfd]";
+
+/// Closes every userfaultfd that process `pid` has and nobody else: what a vmferry that was killed has left there, and
+/// with it the write protection of the guest's memory. Whoever calls this has the process [locked](crate::lock::Lock).
 ///
 /// # Errors
-/// As [`userfaultfd`].
+/// As [`userfaultfd`]; or that another process uses one of them, which is left alone.
 pub fn close_leftovers(pid: u32) -> Result<(), QemuError> {
-    for number in process::descriptors(pid, "anon_inode:[userfaultfd]")? {
+    for number in process::descriptors(pid, USERFAULTFD)? {
+        if let Some(by) = other_user(pid, number) {
+            return Err(QemuError::Locked { pid, by: Some(by) });
+        }
         system_call(pid, libc::SYS_close, number as u64)?;
     }
     Ok(())
+}
+
+/// Another process that has a descriptor of the same userfaultfd.
+fn other_user(pid: u32, number: i32) -> Option<u32> {
+    processes().filter(|other| *other != pid).find(|other| {
+        let theirs = process::descriptors(*other, USERFAULTFD).unwrap_or_default();
+        theirs.into_iter().any(|their| is_same(pid, number, *other, their))
+    })
+}
+
+/// Whether two descriptors are of one open file. Where the kernel can't say (`CONFIG_KCMP`), they are not.
+fn is_same(pid: u32, number: i32, other: u32, others_number: i32) -> bool {
+    const KCMP_FILE: libc::c_long = 0;
+    // SAFETY: it compares what the kernel knows of two processes, and touches no memory of this one.
+    let compared =
+        unsafe { libc::syscall(libc::SYS_kcmp, pid, other, KCMP_FILE, number, others_number) };
+    compared == 0
 }
 
 /// Lets a thread of process `pid` make a system call with one argument.

@@ -18,13 +18,19 @@
 mod abandoned;
 #[doc(hidden)]
 pub mod answers;
+mod arrived;
 mod carried;
+mod custody;
 mod destination;
+mod disks;
 mod error;
 mod guest;
 mod inject;
+mod lock;
 mod machine;
+mod memory_file;
 mod mode;
+mod parts;
 mod process;
 mod qmp;
 mod ram;
@@ -35,18 +41,24 @@ mod starter;
 mod state;
 mod stream;
 mod throttle;
+mod vcpu;
+mod writers;
 
 pub use abandoned::AbandonedQemu;
+pub use arrived::{Arrived, Finished};
 pub use carried::CarriedSource;
 pub use destination::{Expected, QemuDestination};
 pub use error::QemuError;
 pub use machine::{Habits, Machine};
+pub use memory_file::{Examiner, KeptFile, Mapper, Release, Sharing};
 pub use mode::{Mode, Reached};
-pub use process::{Mapping, wait_for_end};
-pub use qmp::{Qmp, QmpError, Version};
+pub use process::{Mapping, ProcessIdentity, process_name, wait_for_end, wait_until_gone};
+pub use qmp::{Client, Qmp, QmpError, Version};
 pub use ram::{Block, Carrier, Ram};
 pub use settings::Settings;
 pub use source::QemuSource;
 pub use started::StartedQemu;
-pub use starter::{LocalStarter, Looker, Starter, StarterProcess, View, serve as serve_starter};
+pub use starter::{
+    Keep, LocalStarter, Looker, Starter, StarterProcess, View, serve as serve_starter,
+};
 pub use stream::{Blocks, MainStream, MultifdChannel};

@@ -35,53 +35,11 @@ pub struct Habits {
     pub gives_pages_back: bool,
 }
 
-/// Devices whose backends are other processes, or hardware, that write guest memory unseen; and what
-/// to use instead.
-const UNSEEN_WRITERS: [(&str, &str); 5] = [
-    (
-        "vfio-",
-        "a device that is passed through writes memory by DMA: detach it first (`device_del`)",
-    ),
-    ("vhost-user-", "its backend is another process: use the device without `vhost-user`"),
-    ("vhost-vdpa-", "its backend is hardware: use a device of QEMU's own"),
-    ("ivshmem", "other processes write its memory: detach it first (`device_del`)"),
-    ("x-pci-proxy-dev", "its backend is another process: use a device of QEMU's own"),
-];
-
-/// Network backends of the same sort, in `info network`.
-const UNSEEN_NETWORKS: [&str; 2] = ["type=vhost-user", "type=vhost-vdpa"];
-
-/// SCSI pass-through: the kernel moves data between the disk and pinned guest pages (`SG_IO`).
-const PASS_THROUGH: [&str; 2] = ["scsi-block", "scsi-generic"];
-
-/// Devices through which a guest gives pages back.
-const BALLOONS: [&str; 2] = ["virtio-balloon-device", "virtio-mem"];
-
-/// Makes sure that nothing writes guest memory where no log sees it.
-///
-/// # Errors
-/// Devices with which no guest can be attached, by name, and QMP's errors.
-pub fn no_unseen_writers(qmp: &mut Qmp) -> Result<(), QemuError> {
-    for (name, _) in devices(&qmp.human("info qtree")?) {
-        if let Some((_, why)) = UNSEEN_WRITERS.iter().find(|(kind, _)| name.starts_with(kind)) {
-            return Err(QemuError::Unattachable(format!("it has a device `{name}`, and {why}")));
-        }
-    }
-    let networks = qmp.human("info network")?;
-    if let Some(kind) = UNSEEN_NETWORKS.iter().find(|kind| networks.contains(*kind)) {
-        return Err(QemuError::Unattachable(format!(
-            "it has a network backend with {kind}, which writes guest memory from outside: use `tap` \
-             (vhost=on is no hindrance) or `user`"
-        )));
-    }
-    Ok(())
-}
-
 /// Looks at a QEMU.
 ///
 /// # Errors
 /// QMP's.
-pub fn look(qmp: &mut Qmp) -> Result<(Machine, Habits), QemuError> {
+pub fn look(qmp: &mut Qmp) -> Result<Machine, QemuError> {
     let devices = devices(&qmp.human("info qtree")?);
     let kind = qmp.execute("qom-get", json!({ "path": "/machine", "property": "type" }))?;
     let kind = kind.as_str().unwrap_or_default();
@@ -97,23 +55,12 @@ pub fn look(qmp: &mut Qmp) -> Result<(Machine, Habits), QemuError> {
         .filter_map(|(name, address)| Some(format!("{name} at {}", address.as_deref()?)))
         .collect();
     pci.sort();
-    let blocks = qmp.execute("query-block", json!({}))?;
-    let direct = |block: &serde_json::Value| block["inserted"]["cache"]["direct"] == true;
-    let has = |kinds: &[&str]| {
-        devices.iter().any(|(name, _)| kinds.iter().any(|kind| name.starts_with(kind)))
-    };
-    let habits = Habits {
-        pins_pages: has(&PASS_THROUGH)
-            || blocks.as_array().is_some_and(|all| all.iter().any(direct)),
-        gives_pages_back: has(&BALLOONS),
-    };
-    let machine = Machine {
+    Ok(Machine {
         kind: kind.strip_suffix("-machine").unwrap_or(kind).to_owned(),
         vcpus: vcpus.as_array().map_or(0, Vec::len),
         cpu,
         devices: pci,
-    };
-    Ok((machine, habits))
+    })
 }
 
 /// The threads of the vCPUs.
@@ -149,7 +96,11 @@ pub fn difference(theirs: &Machine, ours: &Machine) -> Option<String> {
         ));
     }
     let only = |here: &Machine, there: &Machine| {
-        let missing = here.devices.iter().find(|device| !there.devices.contains(device));
+        let mut left: Vec<_> = there.devices.iter().map(|device| without_bus(device)).collect();
+        let missing = here.devices.iter().find(|device| {
+            let found = left.iter().position(|one| *one == without_bus(device));
+            found.map(|at| left.swap_remove(at)).is_none()
+        });
         missing.cloned()
     };
     if let Some(device) = only(theirs, ours) {
@@ -160,6 +111,13 @@ pub fn difference(theirs: &Machine, ours: &Machine) -> Option<String> {
     only(ours, theirs).map(|device| {
         format!("the source has no `{device}` as the destination: use the same devices")
     })
+}
+
+/// A device without the number of its bus. The guest's firmware numbers buses when it boots: behind a bridge that is 01 at
+/// the source, and 00 at a destination that has not booted.
+fn without_bus(device: &str) -> (&str, &str) {
+    let (name, address) = device.split_once(" at ").unwrap_or((device, ""));
+    (name, address.rsplit_once(':').map_or(address, |(_, place)| place))
 }
 
 /// The devices of `info qtree`, with their addresses if they are on a PCI bus. A device is
@@ -221,5 +179,10 @@ mod tests {
                 .contains("lacks the source's `c at 3`")
         );
         assert!(says(machine("q35", 2, &["a at 1"])).contains("has no `b at 2`"));
+        let behind = |places: &[&str]| machine("q35", 2, places);
+        let booted = behind(&["a at 01:00.0", "a at 02:00.0"]);
+        assert_eq!(difference(&booted, &behind(&["a at 00:00.0", "a at 00:00.0"])), None);
+        let why = difference(&booted, &behind(&["a at 00:00.0"])).unwrap();
+        assert!(why.contains("lacks the source's `a at 02:00.0`"), "{why}");
     }
 }

@@ -1,14 +1,23 @@
 //! What `/proc` says of a QEMU process.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Read};
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use serde::{Deserialize, Serialize};
 
 use crate::error::QemuError;
+
+/// How often a QEMU whose process is not seen is asked whether it is there: for milliseconds nobody else is served then.
+const LOOK_PERIOD: Duration = Duration::from_secs(2);
 
 /// A line of `/proc/PID/maps`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -65,7 +74,8 @@ pub fn pagemap(pid: u32) -> Result<File, QemuError> {
     })
 }
 
-fn parse(line: &str) -> Option<Mapping> {
+/// Reads a line of `/proc/PID/maps`.
+pub fn parse(line: &str) -> Option<Mapping> {
     let mut words = line.splitn(6, ' ');
     let (start, end) = words.next()?.split_once('-')?;
     let hex = |text: &str| u64::from_str_radix(text, 16).ok();
@@ -80,26 +90,98 @@ fn parse(line: &str) -> Option<Mapping> {
     Some(Mapping { range, shared, writable, offset, file: (device, inode), path })
 }
 
-/// Opens the file behind a mapping for reading and writing, by the descriptor that the process has. Devices are left
-/// alone: to open one may be an order to it, and no guest's memory that can be filled from outside is one.
+/// The numbers of the descriptors that a process has of a mapping's file, if they can be read and written. Devices are
+/// left alone: to open one may be an order to it, and no guest's memory that can be filled from outside is one.
+fn descriptors_of(pid: u32, mapping: &Mapping) -> io::Result<Vec<i32>> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(format!("/proc/{pid}/fd"))?.flatten() {
+        let Ok(metadata) = std::fs::metadata(entry.path()) else { continue };
+        let number = entry.file_name().to_str().and_then(|name| name.parse().ok());
+        let Some(number) = number else { continue };
+        if (metadata.dev(), metadata.ino()) == mapping.file
+            && metadata.is_file()
+            && is_open_for_writing(pid, number)
+        {
+            found.push(number);
+        }
+    }
+    Ok(found)
+}
+
+/// Whether a process has opened a file for reading and writing, as `/proc/PID/fdinfo` says (proc(5)).
+fn is_open_for_writing(pid: u32, descriptor: i32) -> bool {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{descriptor}"));
+    let text = text.unwrap_or_default();
+    let flags = text.lines().find_map(|line| line.strip_prefix("flags:"));
+    let flags = flags.and_then(|flags| i32::from_str_radix(flags.trim(), 8).ok());
+    flags.is_some_and(|flags| flags & libc::O_ACCMODE == libc::O_RDWR)
+}
+
+/// Opens the file behind a mapping for reading and writing, by a descriptor that the process has for both.
 ///
 /// # Errors
 /// If the process has none that may be opened so.
 pub fn open_file(pid: u32, mapping: &Mapping) -> Result<File, QemuError> {
     let failed = |source| QemuError::Process { action: "open the memory file", pid, source };
-    let directory = PathBuf::from(format!("/proc/{pid}/fd"));
     let mut last = io::Error::from(io::ErrorKind::NotFound);
-    for entry in std::fs::read_dir(&directory).map_err(failed)?.flatten() {
-        let Ok(metadata) = std::fs::metadata(entry.path()) else { continue };
-        if (metadata.dev(), metadata.ino()) != mapping.file || !metadata.is_file() {
-            continue;
-        }
-        match File::options().read(true).write(true).open(entry.path()) {
+    for descriptor in descriptors_of(pid, mapping).map_err(failed)? {
+        let path = format!("/proc/{pid}/fd/{descriptor}");
+        match File::options().read(true).write(true).open(path) {
             Ok(file) => return Ok(file),
             Err(error) => last = error,
         }
     }
     Err(failed(last))
+}
+
+/// The process's own descriptor of the file behind a mapping: the same open file description, no further one.
+///
+/// # Errors
+/// If it has none for reading and writing, or it may not be had.
+pub fn own_descriptor(pid: u32, mapping: &Mapping) -> io::Result<File> {
+    let process = pidfd(pid)?;
+    let mut last = io::Error::from(io::ErrorKind::NotFound);
+    for descriptor in descriptors_of(pid, mapping)? {
+        match pidfd_getfd(&process, descriptor, PidfdGetfdFlags::empty()) {
+            // What is there now need not be what was listed.
+            Ok(fetched) => {
+                let file = File::from(fetched);
+                let metadata = file.metadata()?;
+                if (metadata.dev(), metadata.ino()) == mapping.file {
+                    return Ok(file);
+                }
+            }
+            Err(errno) => last = errno.into(),
+        }
+    }
+    Err(last)
+}
+
+/// A descriptor of a process, which stays that process's when its number is another one's.
+///
+/// # Errors
+/// If there is no such process.
+pub fn pidfd(pid: u32) -> io::Result<OwnedFd> {
+    let pid = Pid::from_raw(pid as i32).ok_or(io::ErrorKind::InvalidInput)?;
+    Ok(pidfd_open(pid, PidfdFlags::empty())?)
+}
+
+/// Waits until a process has ended, and no longer than that; whether it has.
+///
+/// # Errors
+/// The system's.
+pub fn has_ended_within(process: &OwnedFd, patience: Duration) -> io::Result<bool> {
+    let deadline = Instant::now() + patience;
+    let mut polled = [PollFd::new(process, PollFlags::IN)];
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec::try_from(left).map_err(io::Error::other)?;
+        match poll(&mut polled, Some(&left)) {
+            Ok(ready) => return Ok(ready > 0),
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
 }
 
 /// The numbers of the descriptors of a process whose link in `/proc/PID/fd` reads so.
@@ -121,24 +203,106 @@ pub fn descriptors(pid: u32, link: &str) -> Result<Vec<i32>, QemuError> {
 /// # Errors
 /// If there is no such process.
 pub fn wait_for_end(pid: u32) -> io::Result<()> {
-    let pid = rustix::process::Pid::from_raw(pid as i32).ok_or(io::ErrorKind::InvalidInput)?;
-    let process = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty())?;
-    let mut polled = [rustix::event::PollFd::new(&process, rustix::event::PollFlags::IN)];
+    let process = pidfd(pid)?;
+    let mut polled = [PollFd::new(&process, PollFlags::IN)];
     loop {
-        match rustix::event::poll(&mut polled, None) {
+        match poll(&mut polled, None) {
             Ok(_) => return Ok(()),
-            Err(rustix::io::Errno::INTR) => {}
+            Err(Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
         }
     }
 }
 
+/// A process, told from others that have its number before or after it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessIdentity {
+    /// Its number.
+    pub pid: u32,
+    /// When it was started, in clock ticks since the host was.
+    pub started: u64,
+    /// The run of the host.
+    pub boot: String,
+}
+
+impl ProcessIdentity {
+    /// A process that lives.
+    ///
+    /// # Errors
+    /// If there is none of that number.
+    pub fn of(pid: u32) -> Result<Self, QemuError> {
+        let failed = |source| QemuError::Process { action: "read the start time", pid, source };
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).map_err(failed)?;
+        let started = start_time(&stat).ok_or_else(|| failed(io::ErrorKind::InvalidData.into()))?;
+        Ok(Self { pid, started, boot: crate::guest::host() })
+    }
+
+    /// Whether it is there still. One that has ended, and whose parent has not looked yet, is not.
+    #[must_use]
+    pub fn lives(&self) -> bool {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid)).unwrap_or_default();
+        let is_dead = matches!(state(&stat), None | Some('Z' | 'X'));
+        !is_dead && start_time(&stat) == Some(self.started) && self.boot == crate::guest::host()
+    }
+}
+
+/// What follows the name in a line of `/proc/PID/stat`: the name in parentheses may hold anything.
+fn behind_name(stat: &str) -> Option<&str> {
+    stat.rsplit_once(") ").map(|(_, rest)| rest)
+}
+
+fn state(stat: &str) -> Option<char> {
+    behind_name(stat)?.chars().next()
+}
+
+/// Field 22 of proc_pid_stat(5).
+fn start_time(stat: &str) -> Option<u64> {
+    behind_name(stat)?.split(' ').nth(22 - 3)?.parse().ok()
+}
+
+/// Waits until the QEMU behind a QMP socket has ended: by its process, or where that is not seen from here by the socket,
+/// which refuses clients then. A QEMU that serves somebody else keeps this one in its queue.
+pub fn wait_until_gone(pid: Option<u32>, socket: &Path) {
+    if let Some(pid) = pid {
+        // A process that is gone already has ended too.
+        let _ = wait_for_end(pid);
+        return;
+    }
+    loop {
+        match UnixStream::connect(socket) {
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound
+                ) =>
+            {
+                return;
+            }
+            // The first byte of a greeting, or the end: then the next attempt shows whether that was QEMU's.
+            Ok(mut stream) => drop(stream.read(&mut [0])),
+            Err(_) => {}
+        }
+        std::thread::sleep(LOOK_PERIOD);
+    }
+}
+
+/// What no other process is ever called: by the host's boot, the process's number in its own namespace, and its start.
+pub fn process_name(pid: u32) -> Option<String> {
+    let ProcessIdentity { started, boot, .. } = ProcessIdentity::of(pid).ok()?;
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    Some(format!("{boot}/{}/{started}", innermost(&status)?))
+}
+
+/// The number of a process or thread in its own, the innermost, namespace, by its `status`.
+pub fn innermost(status: &str) -> Option<u32> {
+    let numbers = |name: &str| status.lines().find_map(|line| line.strip_prefix(name));
+    numbers("NSpid:").or_else(|| numbers("Pid:"))?.split_whitespace().last()?.parse().ok()
+}
+
 /// Whether a process stands still, as after `SIGSTOP` or in a debugger. One that can't be seen does not.
 pub fn is_stopped(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The name in parentheses may hold anything.
-    let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
-    matches!(state, Some('T' | 't'))
+    matches!(state(&stat), Some('T' | 't'))
 }
 
 /// The threads of a process, its first one first.
@@ -174,6 +338,25 @@ mod tests {
         assert!(read_only.shared && !read_only.writable);
         assert_eq!(anonymous.path, "");
         assert!(parse("nonsense").is_none());
+    }
+
+    #[test]
+    fn the_number_of_a_process_is_that_of_its_own_namespace() {
+        assert_eq!(innermost("Name:\tCPU 0\nPid:\t812\nNSpid:\t812\t17\t5\n"), Some(5));
+        assert_eq!(innermost("Name:\tCPU 0\nPid:\t812\nNSpid:\t812\n"), Some(812));
+        assert_eq!(innermost("Name:\tCPU 0\nPid:\t812\n"), Some(812), "without namespaces");
+        assert_eq!(innermost(""), None);
+    }
+
+    #[test]
+    fn a_process_name_is_one_process_alone() {
+        let own = process_name(std::process::id()).unwrap();
+        assert_eq!(process_name(std::process::id()), Some(own.clone()));
+        let mut other = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        assert_ne!(process_name(other.id()).unwrap(), own);
+        other.kill().unwrap();
+        other.wait().unwrap();
+        assert_eq!(process_name(other.id()), None);
     }
 
     #[test]

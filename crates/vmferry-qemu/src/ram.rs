@@ -9,6 +9,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 use serde_json::json;
+use vmferry::newer;
 use vmferry_memory::pagemap::{
     PAGE_IS_PFNZERO, PAGE_IS_PRESENT, PAGE_IS_SWAPPED, PageRegion, Query, scan,
 };
@@ -16,9 +17,11 @@ use vmferry_memory::{GuestMemory, PAGE_SIZE, SlotId, SlotLayout};
 
 use crate::error::QemuError;
 use crate::machine::Machine;
+use crate::memory_file::{Backends, READ_ONLY};
 use crate::process::Mapping;
 use crate::qmp::{Qmp, QmpError, Version};
 use crate::starter::View;
+use crate::vcpu::{self, Vcpu};
 
 /// Blocks that QEMU migrates with the device state may have so many bytes together: they travel
 /// while the guest stands still.
@@ -79,40 +82,84 @@ pub struct Listed {
     address: Option<u64>,
 }
 
+/// All blocks of a QEMU, and where they are.
+pub struct Located {
+    /// QEMU's process.
+    pub pid: u32,
+    /// The blocks, and the mappings of those that are in shared files.
+    pub blocks: Vec<(Listed, Option<Mapping>)>,
+    /// What they are made of.
+    pub backends: Backends,
+}
+
+impl Located {
+    /// Looks at a QEMU.
+    ///
+    /// # Errors
+    /// QMP's, or if the process can't be looked into.
+    pub fn find(qmp: &mut Qmp, view: &mut dyn View) -> Result<Self, QemuError> {
+        let unseen = || QemuError::Unseen { path: qmp.path().to_owned() };
+        let pid = view.process(qmp).ok_or_else(unseen)?;
+        let listed = list_with_addresses(qmp)?;
+        let mappings = view.shared_mappings(pid)?;
+        let place_of = |block: &Listed| {
+            let at = block.address?;
+            mappings.iter().find(|mapping| mapping.range.contains(&at)).cloned()
+        };
+        let blocks = listed.into_iter().map(|block| {
+            let mapping = place_of(&block);
+            (block, mapping)
+        });
+        Ok(Self { pid, blocks: blocks.collect(), backends: Backends::read(qmp)? })
+    }
+}
+
 impl Ram {
     /// Finds the blocks of a QEMU, and maps those that are ours.
     ///
     /// # Errors
     /// If memory can't be carried: what is wrong with it, and what to change on QEMU's command line.
     pub fn find(qmp: &mut Qmp, view: &mut dyn View) -> Result<Self, QemuError> {
-        let pid = qmp.pid();
-        let listed = list_with_addresses(qmp)?;
-        let mappings = view.shared_mappings(pid)?;
+        let located = Located::find(qmp, view)?;
+        Self::of(&located, qmp, view)
+    }
+
+    /// The same, of a QEMU whose blocks were found before.
+    ///
+    /// # Errors
+    /// As [`find`](Self::find).
+    pub fn of(located: &Located, qmp: &mut Qmp, view: &mut dyn View) -> Result<Self, QemuError> {
+        let pid = located.pid;
         let named_only = qmp.version() >= NAMED_FILES_ONLY;
+        let backends = &located.backends;
         let mut blocks = Vec::new();
         let mut ours: Vec<(Listed, Mapping)> = Vec::new();
         let (mut state_bytes, mut state_bytes_in_use) = (0, 0);
         let pagemap = view.pagemap(pid)?;
-        for block in listed {
-            let mapping = mappings
-                .iter()
-                .find(|mapping| block.address.is_some_and(|at| mapping.range.contains(&at)));
-            let named = mapping.is_some_and(|mapping| !mapping.path.starts_with("/memfd:"));
-            let ignored = mapping.is_some() && (named || !named_only);
+        for (block, mapping) in &located.blocks {
+            let ignored = mapping.is_some() && (backends.is_named_file(&block.name) || !named_only);
             blocks.push(Block {
                 name: block.name.clone(),
                 bytes: block.used,
                 carrier: if ignored { Carrier::Vmferry } else { Carrier::Qemu },
-                file: mapping.map_or((0, 0), |mapping| mapping.file),
+                file: mapping.as_ref().map_or((0, 0), |mapping| mapping.file),
             });
             match mapping {
-                Some(mapping) if ignored => ours.push((block, mapping.clone())),
+                Some(mapping) if ignored => {
+                    let why = backends.use_of(&block.name).why_not();
+                    let read_only = (!mapping.writable).then(|| READ_ONLY.to_owned());
+                    if let Some(why) = why.or(read_only) {
+                        return Err(QemuError::Memory { block: block.name.clone(), why });
+                    }
+                    ours.push((block.clone(), mapping.clone()));
+                }
                 found => {
                     if block.used > MAX_STATE_BYTES {
-                        return Err(not_carried(&block, found.is_some(), qmp.version()));
+                        let kind = found.as_ref().and_then(|_| backends.kind(&block.name));
+                        return Err(not_carried(block, kind, qmp.version()));
                     }
                     state_bytes += block.used;
-                    state_bytes_in_use += bytes_in_use(&pagemap, &block);
+                    state_bytes_in_use += bytes_in_use(&pagemap, block);
                 }
             }
         }
@@ -181,13 +228,16 @@ fn bytes_in_use(pagemap: &File, block: &Listed) -> u64 {
 const ADVICE: &str = "start QEMU with `-object memory-backend-file,id=ram,size=SIZE,\
                       mem-path=/dev/shm/NAME,share=on -machine memory-backend=ram`";
 
-fn not_carried(block: &Listed, shared: bool, version: Version) -> QemuError {
-    let why = if shared {
-        format!(
-            "is a memfd, which QEMU {version} would send itself while the guest stands still: {ADVICE}"
-        )
-    } else {
-        format!("is private to QEMU: {ADVICE}")
+fn not_carried(block: &Listed, shared: Option<&str>, version: Version) -> QemuError {
+    let why = match shared {
+        Some(kind) => format!(
+            "is a {}, which QEMU {version} would send itself while the guest stands still: {ADVICE}",
+            match kind.strip_prefix("memory-backend-") {
+                Some("memfd") | None => "memfd",
+                Some(_) => kind,
+            }
+        ),
+        None => format!("is private to QEMU: {ADVICE}"),
     };
     QemuError::Memory { block: block.name.clone(), why }
 }
@@ -283,8 +333,12 @@ fn parse_block(line: &str) -> Option<Listed> {
 }
 
 /// What the other side must know of the machine and its blocks, to see whether it has the same.
-pub fn describe(machine: &Machine, blocks: &[Block], host: &str) -> Vec<u8> {
-    json!({ "host": host, "machine": machine, "blocks": blocks }).to_string().into_bytes()
+pub fn describe(machine: &Machine, vcpu: Option<&Vcpu>, blocks: &[Block], host: &str) -> Vec<u8> {
+    let mut description = json!({ "host": host, "machine": machine, "blocks": blocks });
+    if let Some(vcpu) = vcpu {
+        newer::add_optional(&mut description, vcpu::MEMBER, vcpu);
+    }
+    description.to_string().into_bytes()
 }
 
 #[cfg(test)]

@@ -14,7 +14,9 @@ use crate::qmp::{Qmp, QmpError};
 const FOR_SAVING: [&str; 3] = ["pause-before-switchover", "x-ignore-shared", "events"];
 
 /// Capabilities that loading it needs.
-const FOR_LOADING: [&str; 2] = ["x-ignore-shared", "events"];
+/// Without `late-block-activate`, QEMU before 10.0 takes the locks of the guest's disks as soon as it has loaded: a
+/// source that has lost the link then could not let its guest run on.
+const FOR_LOADING: [&str; 3] = ["x-ignore-shared", "events", "late-block-activate"];
 
 /// Parameters that may be changed here, those of newer QEMUs among them.
 const PARAMETERS: [&str; 11] = [
@@ -149,8 +151,6 @@ impl Settings {
     /// # Errors
     /// QMP's.
     pub fn for_taking_streams(&self, qmp: &mut Qmp, channels: u8) -> Result<(), QmpError> {
-        // Without the last one, QEMU 7.2 takes the locks of the guest's disks as soon as it has loaded, and the
-        // source can't let its guest run on.
         let mut wanted = vec!["events", "late-block-activate"];
         let parameters = self.for_channels(channels, &mut wanted);
         set_capabilities(qmp, &wanted)?;

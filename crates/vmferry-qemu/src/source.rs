@@ -2,7 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::json;
 use vmferry::free_pages::{FreePages, PunchedPages};
@@ -11,16 +11,22 @@ use vmferry_dirty::{DirtyLog, UffdLog};
 use vmferry_memory::{GuestMemory, PAGE_SIZE, SlotLayout};
 use vmferry_wire::GuestIdentity;
 
+use crate::disks::Disks;
 use crate::error::QemuError;
-use crate::guest::{self, end_migration, host, run_on};
+use crate::guest::{self, end_migration, host};
 use crate::inject::{self, Injected};
+use crate::lock::Lock;
 use crate::machine::{self, Habits, Machine};
-use crate::qmp::{Qmp, Version};
-use crate::ram::{self, Ram};
+use crate::memory_file::{Leaving, MemoryFiles, Release};
+use crate::parts::Parts;
+use crate::qmp::{Qmp, Version, threads_here};
+use crate::ram::{self, Located, Ram};
 use crate::settings::Settings;
-use crate::starter::DirectView;
+use crate::starter::{DirectView, View};
 use crate::state::Saving;
 use crate::throttle::Throttle;
+use crate::vcpu::Vcpu;
+use crate::writers;
 
 /// The name of this kind of machine, which source and destination must agree on.
 pub const VMM: &str = "qemu";
@@ -28,18 +34,21 @@ pub const VMM: &str = "qemu";
 /// What stopping, saving, loading and starting take, measured with QEMU 7.2 and 10.0: 10 to 20 ms.
 const HANDLING: Duration = Duration::from_millis(15);
 
-/// Times that a guest that stands still is asked to run on.
-const CONT_ATTEMPTS: u32 = 3;
-
 /// A QEMU that vmferry is attached to. Dropped, it is detached: nothing is left in it.
 pub struct QemuSource {
     qmp: Qmp,
+    pid: u32,
     ram: Ram,
     log: Arc<UffdLog>,
     /// Closed in QEMU when this is dropped.
     _userfaultfd: Injected,
+    /// Given back after that.
+    _lock: Lock,
     identity: GuestIdentity,
     machine: Machine,
+    vcpu: Option<Vcpu>,
+    /// What the destination was told to have.
+    parts: Parts,
     habits: Habits,
     settings: Settings,
     vcpu_threads: Vec<u32>,
@@ -57,12 +66,20 @@ impl QemuSource {
     /// What can't be moved, and what to change.
     pub fn attach(socket: &Path) -> Result<Self, QemuError> {
         let mut qmp = Qmp::connect(socket)?;
+        let pid = qmp.pid().ok_or_else(|| QemuError::Unseen { path: socket.to_owned() })?;
+        let lock = Lock::take(pid)?;
         guest::must_be_migratable(&mut qmp)?;
-        machine::no_unseen_writers(&mut qmp)?;
-        let (machine, habits) = machine::look(&mut qmp)?;
-        let vcpu_threads = machine::vcpu_threads(&mut qmp)?;
-        let ram = Ram::find(&mut qmp, &mut DirectView)?;
-        let pid = qmp.pid();
+        let habits = writers::all_seen(&mut qmp)?;
+        let parts = Parts::read(&mut qmp)?;
+        let machine = machine::look(&mut qmp)?;
+        let vcpu = Vcpu::read(&mut qmp)?;
+        let vcpu_threads = threads_here(pid, &machine::vcpu_threads(&mut qmp)?);
+        let located = Located::find(&mut qmp, &mut DirectView)?;
+        // Nothing that another process writes is in the log, whatever it has the memory for.
+        MemoryFiles::of(&located, DirectView.examiner())
+            .nobody_else_is_seen()
+            .map_err(written_by)?;
+        let ram = Ram::of(&located, &mut qmp, &mut DirectView)?;
         let settings = Settings::read(&mut qmp)?;
         // QEMU makes one itself only while it migrates, which it does not.
         inject::close_leftovers(pid)?;
@@ -80,8 +97,12 @@ impl QemuSource {
             ram,
             log,
             _userfaultfd: userfaultfd,
+            _lock: lock,
+            pid,
             identity,
             machine,
+            vcpu,
+            parts,
             habits,
             settings,
             vcpu_threads,
@@ -97,13 +118,16 @@ impl QemuSource {
         &self.ram
     }
 
-    /// Ends the QEMU, whose guest runs elsewhere.
+    /// Ends the QEMU, whose guest runs elsewhere, and gives the pages of its memory files back, as far as they are its
+    /// alone.
     ///
     /// # Errors
     /// QMP's.
-    pub fn quit(mut self) -> Result<(), QemuError> {
+    pub fn quit(mut self) -> Result<Release, QemuError> {
+        let leaving = Leaving::of(&mut self.qmp, &mut DirectView);
         self.qmp.execute("quit", json!({}))?;
-        Ok(())
+        drop(self);
+        Ok(Release::by(leaving))
     }
 
     /// QEMU's version.
@@ -135,15 +159,20 @@ impl QemuSource {
     /// # Errors
     /// If the control groups do not allow it.
     pub fn allow_throttling(&mut self) -> Result<(), QemuError> {
-        let pid = self.qmp.pid();
-        self.throttle = Some(Throttle::prepare(pid, self.vcpu_threads.clone())?);
+        self.throttle = Some(Throttle::prepare(self.pid, self.vcpu_threads.clone())?);
         Ok(())
     }
 
     /// The QEMU process.
     #[must_use]
     pub fn pid(&self) -> u32 {
-        self.qmp.pid()
+        self.pid
+    }
+
+    /// Whether somebody else than vmferry has paused the guest, so that it stays paused.
+    #[must_use]
+    pub fn is_paused(&self) -> bool {
+        self.qmp.is_paused_by_others()
     }
 
     /// Whether the guest runs; false also if QEMU does not answer.
@@ -159,15 +188,29 @@ impl QemuSource {
 }
 
 impl Resume for QemuSource {
+    fn is_paused_by_others(&self) -> bool {
+        self.is_paused()
+    }
+
     fn resume(&mut self) -> Result<(), VmError> {
+        let resumed = self.run_on();
+        Ok(self.qmp.unless_powered_off(resumed)?)
+    }
+}
+
+impl QemuSource {
+    fn run_on(&mut self) -> Result<(), QemuError> {
         match self.saving.take() {
             Some(saving) => saving.cancel(&mut self.qmp)?,
             // One that was begun and never reached its pause would pause the guest later.
             None => end_migration(&mut self.qmp, self.told_to_finish)?,
         }
-        self.told_to_finish = false;
-        run_on(&mut self.qmp)?;
-        // The guest runs. Settings are worth no failure.
+        self.qmp.continue_guest()?;
+        if std::mem::take(&mut self.told_to_finish) {
+            // The destination may have loaded it, and have told the switches so.
+            self.qmp.announce();
+        }
+        // The guest runs, or is paused as it was. Settings are worth no failure.
         let _ = self.settings.restore(&mut self.qmp);
         Ok(())
     }
@@ -178,7 +221,7 @@ impl SourceVm for QemuSource {
         GuestDescription {
             identity: self.identity.clone(),
             vmm: VMM.into(),
-            config: ram::describe(&self.machine, &self.ram.blocks, &host()),
+            config: ram::describe(&self.machine, self.vcpu.as_ref(), &self.ram.blocks, &host()),
             layout: layout(&self.ram.memory),
         }
     }
@@ -196,15 +239,28 @@ impl SourceVm for QemuSource {
     }
 
     fn pause(&mut self) -> Result<Duration, VmError> {
-        let (saving, stood_still) = Saving::begin(&mut self.qmp)?;
-        self.saving = Some(saving);
-        Ok(stood_still)
+        // While the guest runs this costs it nothing; once QEMU has saved its state, nobody can change it any more.
+        self.parts.must_be_as_before(&mut self.qmp)?;
+        match Saving::begin(&mut self.qmp) {
+            Ok((saving, stood_still)) => {
+                self.saving = Some(saving);
+                Ok(stood_still)
+            }
+            Err(error) => Err(self.qmp.explain(error).into()),
+        }
     }
 
     fn save(&mut self) -> Result<Vec<u8>, VmError> {
         let saving = self.saving.take().ok_or("the guest is not paused")?;
         self.told_to_finish = true;
-        Ok(saving.finish(&mut self.qmp)?)
+        match saving.finish(&mut self.qmp) {
+            Ok(state) => {
+                self.qmp.learn_from_state(&state);
+                self.parts.must_be_as_before(&mut self.qmp)?;
+                Ok(state)
+            }
+            Err(error) => Err(self.qmp.explain(error).into()),
+        }
     }
 
     fn state_estimate(&self) -> StateEstimate {
@@ -212,23 +268,11 @@ impl SourceVm for QemuSource {
     }
 
     fn quiesced(&mut self, harvest: &mut dyn FnMut()) -> Result<Duration, VmError> {
-        if !self.habits.pins_pages {
-            harvest();
-            return Ok(Duration::ZERO);
-        }
-        let begun = Instant::now();
-        // On return all I/O is done: `stop` drains every disk.
-        self.qmp.execute("stop", json!({}))?;
-        harvest();
-        let mut resumed = self.qmp.execute("cont", json!({}));
-        for _ in 1..CONT_ATTEMPTS {
-            if resumed.is_ok() {
-                break;
-            }
-            resumed = self.qmp.execute("cont", json!({}));
-        }
-        resumed?;
-        Ok(begun.elapsed())
+        self.qmp.must_be_alive()?;
+        let disks = Disks { pin_pages: self.habits.pins_pages };
+        let settled = disks.settle(&mut self.qmp, harvest);
+        self.qmp.must_be_alive()?;
+        Ok(settled?)
     }
 
     fn throttle(&mut self, percent: u8) -> Result<(), VmError> {
@@ -246,6 +290,17 @@ impl SourceVm for QemuSource {
         } else {
             Vec::new()
         }
+    }
+}
+
+/// Another process that has the guest's memory mapped is a reason to carry the guest, not an error of its own.
+fn written_by(error: QemuError) -> QemuError {
+    match error {
+        QemuError::FileInUse { block, path, pid, name } => QemuError::Unattachable(format!(
+            "process {pid} ({name}) has its memory file {path} of {block} mapped too, and can write it where \
+             the dirty log does not see it"
+        )),
+        error => error,
     }
 }
 

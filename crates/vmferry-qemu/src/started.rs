@@ -5,17 +5,18 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
+use vmferry_wire::SessionId;
 
 use crate::carried::Place;
 use crate::destination::{Expected, QemuDestination};
 use crate::error::QemuError;
-use crate::starter::{LocalStarter, Starter};
+use crate::starter::{Keep, LocalStarter, Starter};
 
 /// How long QEMU may take until it listens.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A destination whose QEMU is started from a command line, and anew after each attempt that has used it
-/// up. Dropped, the QEMU is ended, unless it was [taken](Self::into_starter).
+/// A destination whose QEMU is started from a command line, and again after each attempt that has used it
+/// up. Dropped, the QEMU is ended, unless it was [taken](Self::into_starter) or has a guest.
 pub struct StartedQemu {
     starter: Option<Box<dyn Starter>>,
     socket: PathBuf,
@@ -23,6 +24,9 @@ pub struct StartedQemu {
     qemu: Option<QemuDestination>,
     pid: u32,
     place: Option<Arc<Place>>,
+    receiver: Option<String>,
+    /// A guest was loaded into it.
+    has_guest: bool,
 }
 
 impl StartedQemu {
@@ -52,10 +56,20 @@ impl StartedQemu {
             qemu: None,
             pid: 0,
             place: None,
+            receiver: None,
+            has_guest: false,
         };
         let qemu = started.qemu()?;
         started.place = qemu.share_place();
         Ok(started)
+    }
+
+    /// See [`QemuDestination::received_by`].
+    #[must_use]
+    pub fn received_by(mut self, receiver: &str) -> Self {
+        self.qemu = self.qemu.take().map(|qemu| qemu.received_by(receiver));
+        self.receiver = Some(receiver.to_owned());
+        self
     }
 
     /// Its QMP socket.
@@ -89,7 +103,12 @@ impl StartedQemu {
             let starter = self.starter.as_deref_mut().ok_or_else(no_starter)?;
             self.pid = starter.start()?;
             match attach(starter, &self.socket, self.expected.clone(), self.place.clone()) {
-                Ok(qemu) => self.qemu = Some(qemu),
+                Ok(qemu) => {
+                    self.qemu = Some(match &self.receiver {
+                        Some(receiver) => qemu.received_by(receiver),
+                        None => qemu,
+                    });
+                }
                 Err(error) => {
                     starter.end();
                     return Err(error);
@@ -115,6 +134,14 @@ impl StartedQemu {
             QemuError::look_again_in(&mut error, starter);
         }
         error
+    }
+
+    /// Says whether the QEMU outlives this process.
+    fn keep_qemu(&mut self, keep: Keep) {
+        self.has_guest = keep == Keep::WithGuest;
+        if let Some(starter) = &mut self.starter {
+            starter.keep_qemu(keep);
+        }
     }
 
     fn end(&mut self) {
@@ -157,7 +184,8 @@ fn no_starter() -> QemuError {
 
 impl Drop for StartedQemu {
     fn drop(&mut self) {
-        if self.starter.is_some() {
+        // One that has a guest is the next receiver's: this one may not know whether it has promised to run it.
+        if self.starter.is_some() && !self.has_guest {
             self.end();
             let _ = std::fs::remove_file(&self.socket);
         }
@@ -181,10 +209,21 @@ impl DestinationVm for StartedQemu {
     }
 
     fn load(&mut self, state: &[u8]) -> Result<(), VmError> {
-        self.order(|qemu| qemu.load(state))
+        self.order(|qemu| qemu.load(state))?;
+        self.keep_qemu(Keep::WithGuest);
+        Ok(())
+    }
+
+    fn stay_paused(&mut self) -> Result<(), VmError> {
+        self.order(QemuDestination::stay_paused)
+    }
+
+    fn opened(&mut self, session: SessionId, journals: &Path) -> Result<(), VmError> {
+        self.order(|qemu| qemu.opened(session, journals))
     }
 
     fn discard(&mut self) {
+        self.keep_qemu(Keep::Nothing);
         let spent = self.qemu.as_mut().is_some_and(|qemu| {
             qemu.discard();
             qemu.is_spent()

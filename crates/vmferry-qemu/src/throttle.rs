@@ -1,13 +1,15 @@
 //! Taking time from a QEMU's vCPU threads, by a control group of their own.
 //!
-//! With cgroup v2 the group is a threaded child of the one that QEMU is in, and `cpu.max` is its limit;
-//! where the `cpu` controller is still of v1, it is a child with `cpu.cfs_quota_us`. vmferry needs to be
+//! With cgroup v2 the group is a threaded child of the one that the thread is in, and `cpu.max` is its limit;
+//! where the `cpu` controller is still of v1, it is a child with `cpu.cfs_quota_us`. So what else limits the thread goes on
+//! to do so, and it returns to where it was: libvirt keeps each vCPU in a group of its own. vmferry needs to be
 //! allowed to write there, which is the operator's decision (`Delegate=yes` in a systemd unit, or
 //! root). The group goes when the limit does.
 //!
 //! Source: Linux `Documentation/admin-guide/cgroup-v2.rst` ("Threads") and `cgroup-v1`,
 //! `Documentation/scheduler/sched-bwc.rst`.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -32,21 +34,31 @@ enum Hierarchy {
 #[derive(Debug)]
 pub struct Throttle {
     hierarchy: Hierarchy,
+    groups: Vec<Group>,
+}
+
+/// Threads that are in one control group, and are limited in a child of that group.
+#[derive(Debug)]
+struct Group {
+    /// Where they are without a limit. libvirt has a group of its own for each vCPU.
     parent: PathBuf,
-    group: PathBuf,
+    child: PathBuf,
     threads: Vec<u32>,
 }
 
 impl Throttle {
-    /// Finds out whether the threads of process `pid` can be limited, by making the group for them.
+    /// Finds out whether these threads of process `pid` can be limited, by making the groups for them.
     ///
     /// # Errors
     /// If there is no `cpu` controller, or it may not be used.
     pub fn prepare(pid: u32, threads: Vec<u32>) -> Result<Self, QemuError> {
-        let (hierarchy, parent) = group_of(pid).map_err(refused)?;
-        let group = parent.join(name(pid));
-        let throttle = Self { hierarchy, parent, group, threads };
-        throttle.make().map_err(refused)?;
+        let (hierarchy, parents) = parents(pid, &threads).map_err(refused)?;
+        let groups = parents.into_iter().map(|(parent, threads)| {
+            let child = parent.join(name(pid));
+            Group { parent, child, threads }
+        });
+        let throttle = Self { hierarchy, groups: groups.collect() };
+        throttle.groups.iter().try_for_each(|group| group.make(hierarchy)).map_err(refused)?;
         Ok(throttle)
     }
 
@@ -55,65 +67,75 @@ impl Throttle {
     /// # Errors
     /// What the control group says.
     pub fn set(&self, percent: u8) -> Result<(), QemuError> {
-        self.limit(percent).map_err(refused)
+        let limit = |group: &Group| group.limit(self.hierarchy, percent);
+        self.groups.iter().try_for_each(limit).map_err(refused)
     }
 
-    /// Takes back the limit that another process, which has died, has left.
+    /// Takes back the limit that another process, which has died, has left: each thread returns to the group above.
     ///
     /// # Errors
     /// What the control group says.
     pub fn lift(pid: u32) -> io::Result<()> {
-        let Some((hierarchy, at)) = cpu_groups(pid)? else { return Ok(()) };
-        // While the limit holds, the first thread is in the parent and the vCPUs are in the child.
-        let group = at.join(name(pid));
-        if !group.exists() {
-            return Ok(());
+        let threads = crate::process::threads(pid).map_err(io::Error::other)?;
+        let (hierarchy, parents) = match parents(pid, &threads) {
+            // Where there is no such controller nothing was limited.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            found => found?,
+        };
+        let mut lifted = Ok(());
+        for (parent, _) in parents {
+            let child = parent.join(name(pid));
+            if child.exists() {
+                let threads = read_numbers(&child.join(threads_file(hierarchy)))?;
+                lifted = lifted.and(Group { parent, child, threads }.remove(hierarchy));
+            }
         }
-        let threads = read_numbers(&group.join(threads_file(hierarchy)))?;
-        Self { hierarchy, parent: at, group, threads }.remove()
+        lifted
     }
+}
 
-    fn make(&self) -> io::Result<()> {
-        if let Err(error) = fs::create_dir(&self.group)
+impl Group {
+    fn make(&self, hierarchy: Hierarchy) -> io::Result<()> {
+        if let Err(error) = fs::create_dir(&self.child)
             && error.kind() != io::ErrorKind::AlreadyExists
         {
             return Err(error);
         }
-        if self.hierarchy == Hierarchy::V2 {
-            fs::write(self.group.join("cgroup.type"), "threaded")?;
+        if hierarchy == Hierarchy::V2 {
+            fs::write(self.child.join("cgroup.type"), "threaded")?;
             fs::write(self.parent.join("cgroup.subtree_control"), "+cpu")?;
         }
         Ok(())
     }
 
-    fn limit(&self, percent: u8) -> io::Result<()> {
+    fn limit(&self, hierarchy: Hierarchy, percent: u8) -> io::Result<()> {
         if percent == 0 {
-            return self.remove();
+            return self.remove(hierarchy);
         }
-        self.make()?;
+        self.make(hierarchy)?;
         let (quota, period) = quota_us(percent, self.threads.len());
-        match self.hierarchy {
+        match hierarchy {
             Hierarchy::V2 => {
-                fs::write(self.group.join("cpu.max"), format!("{quota} {period}"))?;
+                fs::write(self.child.join("cpu.max"), format!("{quota} {period}"))?;
             }
             Hierarchy::V1 => {
-                fs::write(self.group.join("cpu.cfs_period_us"), period.to_string())?;
-                fs::write(self.group.join("cpu.cfs_quota_us"), quota.to_string())?;
+                fs::write(self.child.join("cpu.cfs_period_us"), period.to_string())?;
+                fs::write(self.child.join("cpu.cfs_quota_us"), quota.to_string())?;
             }
         }
-        self.move_threads(&self.group)
+        self.move_threads(hierarchy, &self.child)
     }
 
-    fn remove(&self) -> io::Result<()> {
-        if !self.group.exists() {
+    fn remove(&self, hierarchy: Hierarchy) -> io::Result<()> {
+        if !self.child.exists() {
             return Ok(());
         }
-        self.move_threads(&self.parent)?;
-        fs::remove_dir(&self.group)
+        self.move_threads(hierarchy, &self.parent)?;
+        fs::remove_dir(&self.child)
     }
 
-    fn move_threads(&self, to: &Path) -> io::Result<()> {
-        let file = to.join(threads_file(self.hierarchy));
+    fn move_threads(&self, hierarchy: Hierarchy, to: &Path) -> io::Result<()> {
+        let file = to.join(threads_file(hierarchy));
         for thread in &self.threads {
             match fs::write(&file, thread.to_string()) {
                 // A vCPU that was unplugged meanwhile.
@@ -128,7 +150,9 @@ impl Throttle {
 impl Drop for Throttle {
     fn drop(&mut self) {
         // A QEMU that has ended has left the group, and any other is none the worse for an empty one.
-        let _ = self.remove();
+        for group in &self.groups {
+            let _ = group.remove(self.hierarchy);
+        }
     }
 }
 
@@ -150,17 +174,31 @@ fn threads_file(hierarchy: Hierarchy) -> &'static str {
     }
 }
 
-fn group_of(pid: u32) -> io::Result<(Hierarchy, PathBuf)> {
-    cpu_groups(pid)?.ok_or_else(|| {
-        io::Error::new(io::ErrorKind::NotFound, "no `cpu` controller of a control group is mounted")
-    })
-}
-
-/// The group of the process that the `cpu` controller goes by, of v1 if that is where it is.
-fn cpu_groups(pid: u32) -> io::Result<Option<(Hierarchy, PathBuf)>> {
-    let groups = fs::read_to_string(format!("/proc/{pid}/cgroup"))?;
+/// The groups that the `cpu` controller goes by, of v1 if that is where it is, and which of these threads of a process are
+/// in each. One that is limited counts where it was before.
+fn parents(pid: u32, threads: &[u32]) -> io::Result<(Hierarchy, BTreeMap<PathBuf, Vec<u32>>)> {
     let mounts = fs::read_to_string("/proc/self/mountinfo")?;
-    Ok(find(&groups, &mounts))
+    let mut found = BTreeMap::<PathBuf, Vec<u32>>::new();
+    let mut hierarchy = None;
+    for thread in threads {
+        let groups = match fs::read_to_string(format!("/proc/{pid}/task/{thread}/cgroup")) {
+            // It has ended.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            groups => groups?,
+        };
+        let Some((kind, group)) = find(&groups, &mounts) else { break };
+        let parent = match group.parent() {
+            Some(parent) if group.ends_with(name(pid)) => parent.to_owned(),
+            _ => group,
+        };
+        hierarchy = Some(kind);
+        found.entry(parent).or_default().push(*thread);
+    }
+    let none = || {
+        let text = "no `cpu` controller of a control group is mounted";
+        io::Error::new(io::ErrorKind::NotFound, text)
+    };
+    Ok((hierarchy.ok_or_else(none)?, found))
 }
 
 /// Reads `/proc/PID/cgroup` and `/proc/self/mountinfo`.
@@ -219,6 +257,71 @@ mod tests {
             Some((Hierarchy::V2, "/sys/fs/cgroup/unified/machine.slice/web.scope".into()))
         );
         assert_eq!(find("0::/\n", ""), None);
+    }
+
+    /// A thread of this process that waits, in a control group of its own, as libvirt has a vCPU.
+    struct Placed {
+        thread: u32,
+        home: PathBuf,
+        _going_on: std::sync::mpsc::Sender<()>,
+    }
+
+    fn place(hierarchy: Hierarchy, home: PathBuf) -> Placed {
+        fs::create_dir_all(&home).unwrap();
+        if hierarchy == Hierarchy::V2 {
+            fs::write(home.join("cgroup.type"), "threaded").unwrap();
+        }
+        let (going_on, is_over) = std::sync::mpsc::channel::<()>();
+        let (tell, told) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            tell.send(rustix::thread::gettid().as_raw_nonzero().get() as u32).unwrap();
+            let _ = is_over.recv();
+        });
+        let thread: u32 = told.recv().unwrap();
+        fs::write(home.join(threads_file(hierarchy)), thread.to_string()).unwrap();
+        Placed { thread, home, _going_on: going_on }
+    }
+
+    /// In this host's own hierarchy, which takes root.
+    #[test]
+    fn threads_are_limited_below_their_own_groups_and_return_there() {
+        let pid = std::process::id();
+        let own = crate::process::threads(pid).unwrap();
+        let (hierarchy, parents) = parents(pid, &own[..1]).unwrap();
+        let at = parents.keys().next().unwrap().join(format!("vmferry-test-{pid}"));
+        let placed = [0, 1].map(|vcpu| place(hierarchy, at.join(format!("vcpu{vcpu}"))));
+        let is_in = |group: &Path, thread: u32| {
+            read_numbers(&group.join(threads_file(hierarchy))).unwrap().contains(&thread)
+        };
+        let all_home = || {
+            placed
+                .iter()
+                .all(|one| is_in(&one.home, one.thread) && !one.home.join(name(pid)).exists())
+        };
+        let threads = || placed.iter().map(|one| one.thread).collect::<Vec<_>>();
+        let throttle = Throttle::prepare(pid, threads()).unwrap();
+        for _ in 0..2 {
+            throttle.set(50).unwrap();
+            for one in &placed {
+                assert!(is_in(&one.home.join(name(pid)), one.thread), "below its own group");
+            }
+            throttle.set(0).unwrap();
+            assert!(all_home());
+        }
+        // Whoever limited them was killed: the next one prepares, or takes the limit back.
+        throttle.set(80).unwrap();
+        std::mem::forget(throttle);
+        let next = Throttle::prepare(pid, threads()).unwrap();
+        next.set(50).unwrap();
+        std::mem::forget(next);
+        Throttle::lift(pid).unwrap();
+        assert!(all_home());
+        let homes = placed.each_ref().map(|one| one.home.clone());
+        for one in placed {
+            fs::write(at.parent().unwrap().join(threads_file(hierarchy)), one.thread.to_string())
+                .unwrap();
+        }
+        homes.iter().chain([&at]).for_each(|group| fs::remove_dir(group).unwrap());
     }
 
     #[test]

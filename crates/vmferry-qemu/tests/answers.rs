@@ -41,6 +41,7 @@ fn seeds() -> Vec<(String, Vec<u8>)> {
     let begun = [greeting.clone(), of(json!({})), of(cpus.clone())];
     let tree = "bus: main-system-bus\r\n  dev: virtio-blk-pci, id \"disk\"\r\n    class SCSI controller, \
                 addr 00:03.0, pci id 1af4:1001\r\n  dev: vhost-user-fs-pci, id \"\"\r\n";
+    let seen = tree.replace("vhost-user-fs-pci", "virtio-9p-pci");
     let blocks = "Block Name PSize Offset Used Total HVA RO\n ram 4 KiB 0x0 0x20000000 0x20000000 \
                   0x7f54c7fff000 rw\n a b 2 MiB 0x20080000 0x20000 0x200000\n \
                   c 18446744073709551615 GiB 0x0 0xffffffffffffffff 0x1 0xffffffffffffffff rw\n";
@@ -54,8 +55,19 @@ fn seeds() -> Vec<(String, Vec<u8>)> {
         "blocked-reasons": ["a device"],
     });
     let answers: [Vec<Value>; READERS as usize] = [
-        vec![of(json!(tree)), of(json!("pc-q35-10.0-machine")), of(cpus.clone()), of(json!([]))],
-        vec![of(json!(tree)), of(json!("type=vhost-user"))],
+        vec![of(json!(tree)), of(json!("pc-q35-10.0-machine")), of(cpus.clone())],
+        vec![
+            of(json!(seen)),
+            of(json!([{ "name": "disk", "type": "child<virtio-blk-pci>" }])),
+            of(json!([])),
+            of(json!([{ "name": "io", "type": "child<iothread>" }])),
+            of(json!("n: index=0,type=tap,ifname=tap0\r\n")),
+            of(json!({ "enabled": true })),
+            of(json!([{ "qom-path": "/machine/unattached/device[0]" }])),
+            of(json!(false)),
+            of(json!(false)),
+            of(json!([{ "node-name": "d", "drv": "file", "cache": { "direct": true } }])),
+        ],
         vec![of(cpus)],
         vec![of(json!(blocks)), of(json!(mtree)), of(json!(hva)), of(json!("none"))],
         vec![of(json!({ "name": "web" })), of(json!({ "UUID": "x" }))],
@@ -65,7 +77,6 @@ fn seeds() -> Vec<(String, Vec<u8>)> {
         vec![
             of(json!(tree)),
             of(json!("q35-machine")),
-            of(json!([])),
             of(json!([])),
             of(json!(blocks)),
             of(json!([{ "id": "ram", "share": true }])),

@@ -3,25 +3,28 @@
 mod lanes;
 mod session;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use vmferry::destination::io::{Action, Ending, Input, LinkId};
 use vmferry::destination::machine::Destination;
-use vmferry::handover::DestinationState;
+use vmferry::handover::{DestinationEffect, DestinationState};
 use vmferry::journal::{Journal, Record, recover_destination};
-use vmferry::link::{ControlReader, channel_name, lost};
+use vmferry::link::{ControlReader, FinalDue, Speaker, channel_name, lost};
 use vmferry::peer::DestinationSide;
-use vmferry::{MigrateError, Timeouts};
+use vmferry::{DestinationVm, MigrateError, Timeouts};
 use vmferry_wire::{
     ControlMessage, HELLO_BYTES, Hello, HelloReply, HelloStatus, PROTOCOL_VERSION_MIN, Role,
-    SessionId, SessionWord, Token, common_version,
+    SessionId, SessionWord, Token, common_version, number as numbers,
 };
 
 use self::session::Session;
+use crate::absence::Absence;
 use crate::disk::Disk;
 use crate::guest::Guest;
+use crate::hostile::forge;
 use crate::network::{ChannelId, Event, Network};
-use crate::plan::{Host, Sabotage};
+use crate::plan::{Host, Plan, Sabotage, Step};
 use crate::source_host::brief;
 
 /// For how long a thread of the destination may be kept from saying what it has done, in microseconds: a few times
@@ -30,8 +33,11 @@ const LONGEST_SLEEP_US: u64 = 5_000;
 
 /// The destination's host.
 pub struct DestinationHost {
-    /// The guest, which dies with the process.
+    /// The guest.
     pub guest: Guest,
+    /// The guest lives on when the process dies.
+    outlives: bool,
+    sabotage: Option<Sabotage>,
     disk: Disk,
     session_number: SessionId,
     /// The process listens.
@@ -46,6 +52,8 @@ pub struct DestinationHost {
     pub ready_at: Option<Duration>,
     /// When it last heard that the guest runs on at the source.
     pub withdrawn_at: Duration,
+    /// Slow steps of its process.
+    pub absence: Absence<Input>,
 }
 
 impl DestinationHost {
@@ -56,15 +64,17 @@ impl DestinationHost {
         session_number: SessionId,
         timeouts: Timeouts,
         control: ChannelId,
-        sabotage: Option<Sabotage>,
+        plan: &Plan,
         network: &mut Network,
     ) -> Self {
         let token = Token(network.rng.u128(..).to_le_bytes());
         let our_side = DestinationSide { protocol: network.protocol, ..DestinationSide::default() };
         let machine = Destination::new(timeouts, token, our_side, network.now());
-        let session = Session::new(machine, guest.attach(), token, control, sabotage);
+        let session = Session::new(machine, guest.attach(), token, control, plan.sabotage);
         Self {
             guest,
+            outlives: plan.outlives,
+            sabotage: plan.sabotage,
             disk,
             session_number,
             listens: true,
@@ -74,6 +84,7 @@ impl DestinationHost {
             timeouts,
             ready_at: None,
             withdrawn_at: Duration::ZERO,
+            absence: Absence::new(Host::Destination, plan.sabotage),
         }
     }
 
@@ -89,6 +100,9 @@ impl DestinationHost {
 
     /// When the machine wants to be told the time.
     pub fn next_tick(&self) -> Option<Duration> {
+        if self.absence.is_away() {
+            return None;
+        }
         self.session.as_ref().and_then(|session| session.machine.next_tick())
     }
 
@@ -99,14 +113,15 @@ impl DestinationHost {
 
     /// The word of this host's journal, as a process that starts now would read it.
     pub fn recovered(&self) -> Option<DestinationState> {
-        recover_destination(&self.disk.records(self.session_number))
+        recover_destination(&self.disk.records(self.session_number)).map(|(state, _)| state)
     }
 
-    /// The process dies, and with it the guest.
+    /// The process dies, and with it the guest, unless that outlives it.
     pub fn crash(&mut self, network: &mut Network) {
         self.listens = false;
         self.number += 1;
-        self.guest.detach(true);
+        self.guest.detach(!self.outlives);
+        self.absence.forget();
         if let Some(session) = self.session.take() {
             session.close(network);
         }
@@ -120,6 +135,29 @@ impl DestinationHost {
         let records = self.disk.records(self.session_number);
         network.note(|| format!("destination: restarts with {records:?}"));
         self.listens = true;
+        if !self.outlives || self.sabotage == Some(Sabotage::LeaveUnfinished) {
+            return;
+        }
+        // What outlived the process before is finished: run, or closed and thrown away.
+        if self.recovered_word(self.session_number, network).is_none() {
+            if self.listens {
+                // It ends with an error, and is started again.
+                self.crash(network);
+                network.after(Duration::from_secs(3), Event::Restart(Host::Destination));
+            }
+            return;
+        }
+        let recovered = recover_destination(&self.disk.records(self.session_number));
+        let mut vm = self.guest.attach();
+        for effect in recovered.map_or(&[][..], |(_, effects)| effects) {
+            network.note(|| format!("destination: finishes with {effect:?}"));
+            match effect {
+                // One that can't be run has crashed.
+                DestinationEffect::Run if self.guest.waits() => drop(vm.run()),
+                DestinationEffect::Discard => vm.discard(),
+                _ => {}
+            }
+        }
     }
 
     /// Something happened.
@@ -132,8 +170,31 @@ impl DestinationHost {
         }
     }
 
+    /// A slow step is over. Returns what has happened meanwhile.
+    pub fn step_ended(&mut self, process: u64, network: &mut Network) -> Vec<Event> {
+        let Some(back) = self.absence.end(process, network.now()) else { return Vec::new() };
+        if let (Some(result), Some(session)) = (back.result, &mut self.session) {
+            session.machine.handle(network.now(), result);
+        }
+        self.pump(network);
+        back.heard
+    }
+
+    /// The session's other thread looks whether to give a sign of life.
+    pub fn sign_of_life(&self, process: u64, network: &mut Network) {
+        if self.absence.says_that_it_lives(process, network)
+            && let Some(session) = &self.session
+            && let Some(control) = session.links.get(&LinkId::CONTROL)
+        {
+            send(network, *control, &ControlMessage::Ping { nonce: 0 });
+        }
+    }
+
     /// Time has passed, or the user wants something.
     pub fn tell(&mut self, input: Input, network: &mut Network) {
+        if self.absence.is_away() && matches!(input, Input::Tick) {
+            return;
+        }
         self.input(self.number, input, network);
     }
 
@@ -164,23 +225,43 @@ impl DestinationHost {
         self.greet(channel, bytes, network);
     }
 
+    /// The source says what it may not say now.
+    pub fn forged(&mut self, number: u16, network: &mut Network) {
+        let Some(session) = &self.session else { return };
+        let Some(channel) = session.links.get(&LinkId::CONTROL).copied() else { return };
+        if number == numbers::COMMIT && session.machine.handover() == DestinationState::Ready {
+            return;
+        }
+        network.note(|| format!("destination: hears a forged message {number}"));
+        let mut bytes = Vec::new();
+        forge(number, self.session_number).encode(network.protocol, &mut bytes);
+        self.deliver(channel, &bytes, network);
+    }
+
     fn heard(&mut self, link: LinkId, bytes: &[u8], network: &mut Network) {
         let Some(session) = &mut self.session else { return };
-        let input =
-            match ControlReader::new(bytes, network.protocol).receive("waiting for the source") {
-                Ok(message) => {
-                    match &message {
-                        ControlMessage::Withdraw {} => self.withdrawn_at = network.now(),
-                        ControlMessage::Final { .. } => session.heard_final = Some(message.clone()),
-                        _ => {}
-                    }
-                    Input::Control { link, message }
+        let speaker = match link {
+            LinkId::CONTROL => {
+                Speaker::Source(FinalDue::of(&Arc::new(session.machine.wants_final().into())))
+            }
+            _ => Speaker::InDoubt,
+        };
+        let input = match ControlReader::new(bytes, network.protocol, speaker)
+            .receive("waiting for the source")
+        {
+            Ok(message) => {
+                match &message {
+                    ControlMessage::Withdraw {} => self.withdrawn_at = network.now(),
+                    ControlMessage::Final { .. } => session.heard_final = Some(message.clone()),
+                    _ => {}
                 }
-                // A query channel that ends, or speaks nonsense, has been answered.
-                Err(_) if link != LinkId::CONTROL => return,
-                Err(error @ MigrateError::Protocol { .. }) => Input::Failed(error),
-                Err(error) => return self.control_lost(error, network),
-            };
+                Input::Control { link, message }
+            }
+            // A query channel that ends, or speaks nonsense, has been answered.
+            Err(_) if link != LinkId::CONTROL => return,
+            Err(error @ MigrateError::Protocol { .. }) => Input::Failed(error),
+            Err(error) => return self.control_lost(error, network),
+        };
         self.tell(input, network);
     }
 
@@ -267,8 +348,8 @@ impl DestinationHost {
 
     /// A source in doubt asks.
     fn asked(&mut self, channel: ChannelId, bytes: &[u8], network: &mut Network) {
-        let asked =
-            ControlReader::new(bytes, network.protocol).receive("a question about a session");
+        let asked = ControlReader::new(bytes, network.protocol, Speaker::Asker)
+            .receive("a question about a session");
         let Ok(ControlMessage::Query { session }) = asked else {
             return network.close(channel, Host::Destination);
         };
@@ -296,7 +377,7 @@ impl DestinationHost {
         };
         match recover_destination(&records) {
             None => Some(SessionWord::Unknown),
-            Some(DestinationState::AbortWriting) => {
+            Some((DestinationState::AbortWriting, _)) => {
                 let reason = "the destination was restarted".to_owned();
                 let written = journal.append(&Record::Aborted { reason });
                 if self.disk.takes_the_process_along() {
@@ -305,7 +386,7 @@ impl DestinationHost {
                 }
                 written.is_ok().then_some(SessionWord::Aborted)
             }
-            Some(state) => Some(state.word()),
+            Some((state, _)) => Some(state.word()),
         }
     }
 
@@ -331,13 +412,18 @@ impl DestinationHost {
     /// Carries out what the machine wants, to the session's end.
     pub fn pump(&mut self, network: &mut Network) {
         loop {
+            if self.absence.is_away() {
+                return;
+            }
             let Some(session) = &mut self.session else { return };
             let Some(action) = session.machine.next_action() else { break };
             if matches!(&action, Action::Send { message: ControlMessage::Ready { .. }, .. }) {
                 self.ready_at.get_or_insert(network.now());
             }
             network.note(|| format!("destination: {}", brief(&format!("{action:?}"))));
+            let step = step_of(&action);
             let input = session.execute(action, self.number, &self.disk, network);
+            let input = self.absence.after(step, self.number, input, network);
             if self.disk.takes_the_process_along() {
                 network.note(|| "destination: dies with its write".into());
                 self.crash(network);
@@ -362,6 +448,18 @@ impl DestinationHost {
                 network.after(self.timeouts.commit, Event::Restart(Host::Destination));
             }
         }
+    }
+}
+
+/// What an action is, if it may take long.
+fn step_of(action: &Action) -> Option<Step> {
+    match action {
+        Action::Prepare { .. } => Some(Step::Prepare),
+        Action::Open(_) => Some(Step::Open),
+        Action::Load { .. } => Some(Step::Load),
+        Action::WriteIntent => Some(Step::WriteIntent),
+        Action::Run => Some(Step::Run),
+        _ => None,
     }
 }
 

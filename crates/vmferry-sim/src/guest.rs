@@ -64,6 +64,9 @@ impl Ledger {
 /// A page: which slot, and which page of it.
 type Page = (u16, u64);
 
+/// What a VMM writes when it loads a state.
+const OPTION_ROM: Page = (1, 599);
+
 /// The guest on one host. Clones are the same guest.
 #[derive(Clone)]
 pub struct Guest(Arc<Mutex<State>>);
@@ -76,6 +79,8 @@ struct State {
     hints: bool,
     balloon: Balloon,
     running: bool,
+    /// A state is loaded that has never run here.
+    waits: bool,
     quiet: bool,
     /// The version of each page that was ever written; 0 for one that was zeroed.
     written: BTreeMap<Page, u64>,
@@ -83,6 +88,8 @@ struct State {
     /// Of the state that is loaded: the stretch of the source's in which it was saved.
     stretch: u64,
     faults: Vec<VmCall>,
+    /// Loading the state writes memory.
+    load_writes: bool,
     /// Which process the VMM listens to; the calls of one that has died do nothing.
     process: u64,
     ledger: Arc<Mutex<Ledger>>,
@@ -98,11 +105,13 @@ impl Guest {
             hints: false,
             balloon: Balloon::default(),
             running: false,
+            waits: false,
             quiet: false,
             written: BTreeMap::new(),
             next_version: 1,
             stretch: 0,
             faults: Vec::new(),
+            load_writes: false,
             process: 0,
             ledger: Arc::clone(ledger),
         })))
@@ -129,6 +138,11 @@ impl Guest {
         self.lock().log.forget();
     }
 
+    /// From now on its VMM writes memory when it loads a state, as QEMU does for its VAPIC.
+    pub fn load_writes(&self) {
+        self.lock().load_writes = true;
+    }
+
     /// Makes a call of the VMM fail.
     pub fn fail(&self, call: VmCall) {
         self.lock().faults.push(call);
@@ -150,6 +164,7 @@ impl Guest {
         state.process += 1;
         if with_guest {
             state.set_running(false);
+            state.waits = false;
             state.memory = None;
             state.written.clear();
             state.balloon = Balloon::default();
@@ -159,6 +174,11 @@ impl Guest {
     /// Whether it runs.
     pub fn is_running(&self) -> bool {
         self.lock().running
+    }
+
+    /// Whether a state is loaded that has never run here.
+    pub fn waits(&self) -> bool {
+        self.lock().waits
     }
 
     /// Writes some pages, if it runs.
@@ -212,6 +232,7 @@ impl State {
                 }
             }
         }
+        // Never `OPTION_ROM`.
         let page: Page = match rng.u32(..10) {
             0..6 => (0, 500 + rng.u64(..24)),
             6..8 => (1, rng.u64(..40)),
@@ -242,7 +263,7 @@ impl State {
         for run in populated.runs() {
             for page in run.first..run.first + run.pages {
                 let page = (run.slot.0, page);
-                if self.balloon.is_free(page) {
+                if self.balloon.is_free(page) || page == OPTION_ROM {
                     continue;
                 }
                 let gpa = (u64::from(page.0) << 32) + page.1 * PAGE_SIZE as u64;
@@ -380,15 +401,25 @@ impl DestinationVm for Vm {
             .collect();
         let [next_version, stretch, rest @ ..] = &words[..] else { return Err("no state".into()) };
         (state.next_version, state.stretch) = (*next_version, *stretch);
+        state.waits = true;
         let pages = rest.chunks_exact(3).map(|page| ((page[0] as u16, page[1]), page[2]));
         let (free, written): (Vec<_>, Vec<_>) = pages.partition(|(_, version)| *version == FREE);
         state.written = written.into_iter().collect();
         free.into_iter().for_each(|(page, _)| state.balloon.frees(page));
+        if state.load_writes
+            && let Some(memory) = &state.memory
+        {
+            memory.write_at(
+                (u64::from(OPTION_ROM.0) << 32) + OPTION_ROM.1 * PAGE_SIZE as u64,
+                &[0x5a; 2],
+            )?;
+        }
         Ok(())
     }
 
     fn discard(&mut self) {
         if let Ok(mut state) = self.state() {
+            state.waits = false;
             state.memory = None;
             state.written.clear();
             state.balloon = Balloon::default();
@@ -399,6 +430,7 @@ impl DestinationVm for Vm {
         let mut state = self.state()?;
         // Once it was told to, the guest is this host's, and a failure is a crash of the guest.
         state.ledger().runs_there(state.stretch);
+        state.waits = false;
         state.fails(VmCall::Run)?;
         state.set_running(true);
         if let Err(text) = state.check() {

@@ -52,6 +52,17 @@ pub enum Event {
         /// Why.
         error: MigrateError,
     },
+    /// A host hears what its peer, or nobody, may say.
+    Forged {
+        /// Which host.
+        to: Host,
+        /// The message's number.
+        number: u16,
+    },
+    /// A slow step of a host's process is over. The number is the process's.
+    StepEnds(Host, u64),
+    /// A host's process is within a slow step, and its other thread may say that it lives.
+    SignOfLife(Host, u64),
     /// A host's process dies.
     Crash(Host, Duration),
     /// It is started again.
@@ -60,6 +71,21 @@ pub enum Event {
     Cancel(Host),
     /// All faults end.
     Heal,
+}
+
+impl Event {
+    /// Which host's process must listen for it.
+    pub fn listener(&self) -> Option<Host> {
+        match self {
+            Self::Deliver { to: host, .. }
+            | Self::Closed { at: host, .. }
+            | Self::Forged { to: host, .. }
+            | Self::Cancel(host) => Some(*host),
+            Self::Source(..) | Self::DialFailed { .. } => Some(Host::Source),
+            Self::Destination(..) => Some(Host::Destination),
+            _ => None,
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -240,8 +266,12 @@ impl Network {
                 self.after(Duration::ZERO, Event::Crash(host, back_after));
             }
             Fault::Cancel { host, .. } => self.after(Duration::ZERO, Event::Cancel(host)),
+            Fault::Forge { to, number, .. } => {
+                let delay = self.delay();
+                self.after(delay, Event::Forged { to, number });
+            }
             Fault::Stranger { lasts, .. } => self.stranger_until = self.now + lasts,
-            Fault::Write { .. } | Fault::Vm { .. } => {}
+            Fault::Write { .. } | Fault::Vm { .. } | Fault::Slow { .. } => {}
         }
     }
 

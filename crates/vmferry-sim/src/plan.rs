@@ -1,6 +1,7 @@
 //! What goes wrong in a schedule, and when: everything follows from its number.
 
 mod faults;
+mod step;
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,6 +11,7 @@ use fastrand::Rng;
 use vmferry_wire::{PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN};
 
 use self::faults::{boundary_kinds, random_cut, random_fault, write_faults};
+pub use self::step::Step;
 
 /// One of the two hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -143,10 +145,15 @@ pub enum Fault {
     Cancel { host: Host, message: u64 },
     /// For some time somebody else answers at the destination's address, and knows nothing.
     Stranger { message: u64, lasts: Duration },
+    /// Beside the message, the session's control channel brings another one, of this number, to a host: its peer does not
+    /// keep the protocol.
+    Forge { message: u64, to: Host, number: u16 },
     /// A write to a journal fails, counted from 0 for each host. `crash`: the process dies with it.
     Write { host: Host, number: u64, how: WriteFault, crash: bool },
     /// A VMM's call fails.
     Vm { call: VmCall },
+    /// A step takes so long, once: the process listens to nobody meanwhile.
+    Slow { step: Step, takes: Duration },
 }
 
 /// The proof that the checks can fail: something is broken that no correct engine breaks.
@@ -178,6 +185,12 @@ pub enum Sabotage {
     HintAcrossHarvest,
     /// Hints are asked for before the pages of the round are protected again.
     HintUnprotected,
+    /// A receiver that is restarted leaves a guest that outlived the one before as it is.
+    LeaveUnfinished,
+    /// A process that is within a slow step gives no sign of life.
+    NoLife,
+    /// The source takes the time of its own slow step for its peer's silence.
+    CountOwnTime,
 }
 
 /// A schedule.
@@ -199,6 +212,8 @@ pub struct Plan {
     pub reconnect: Duration,
     /// Whether the guest writes nothing during the migration: what is saved is past all the same once it ran on.
     pub quiet: bool,
+    /// Whether the guest at the destination outlives the process that receives it.
+    pub outlives: bool,
     /// What goes wrong.
     pub faults: Vec<Fault>,
     /// What is broken on purpose.
@@ -212,6 +227,9 @@ pub const MESSAGES: u64 = 96;
 const WRITES: u64 = 4;
 
 const SECOND: Duration = Duration::from_secs(1);
+
+/// What a slow step takes: more than a peer's silence is borne for, less than any wait for a step.
+const SLOW: Duration = Duration::from_secs(22);
 
 impl Plan {
     /// The schedule of a number.
@@ -241,20 +259,33 @@ impl Plan {
             rounds: rng.u32(1..4),
             reconnect,
             quiet: rng.u32(..8) == 0,
+            outlives: outlives(number),
             faults,
             sabotage: None,
         }
     }
 
     /// Whether the link is all that goes wrong, and is back each time before anybody gives up: all losses
-    /// together, and what it takes to make the channels again, are shorter than that.
+    /// together, and what it takes to make the channels again, are shorter than that. Or a step that takes long, which
+    /// the other side bears up to its own limit for that step.
     #[must_use]
     pub fn is_mild(&self) -> bool {
         let away = self.faults.iter().try_fold(Duration::ZERO, |sum, fault| match fault {
             Fault::Cut { away, .. } => Some(sum + *away + SECOND),
             _ => None,
         });
-        away.is_some_and(|away| away < self.reconnect)
+        let slow = matches!(self.faults[..], [Fault::Slow { .. }]);
+        slow || away.is_some_and(|away| away < self.reconnect)
+    }
+
+    /// Whether nothing happens but a step that takes long, and that the other side waits for without a doubt. The
+    /// wait for RUNNING is a short one.
+    #[must_use]
+    pub fn is_borne(&self) -> bool {
+        matches!(
+            self.faults[..],
+            [Fault::Slow { step, .. }] if !matches!(step, Step::WriteIntent | Step::Run)
+        )
     }
 
     /// How many boundary schedules there are.
@@ -262,7 +293,7 @@ impl Plan {
     pub fn boundaries() -> u64 {
         let kinds = boundary_kinds(0).len() as u64;
         SHAPES.len() as u64
-            * (kinds * MESSAGES + write_faults().len() as u64 + VM_CALLS.len() as u64)
+            * (kinds * MESSAGES + (write_faults().len() + VM_CALLS.len() + Step::ALL.len()) as u64)
     }
 
     fn boundary(seed: Seed, number: u64) -> Self {
@@ -278,8 +309,14 @@ impl Plan {
             match writes.get(rest) {
                 Some(faults) => faults.clone(),
                 None => {
-                    let call = VM_CALLS[(rest - writes.len()) % VM_CALLS.len()];
-                    vec![Fault::Vm { call }]
+                    let rest = rest - writes.len();
+                    match VM_CALLS.get(rest) {
+                        Some(&call) => vec![Fault::Vm { call }],
+                        None => {
+                            let step = Step::ALL[(rest - VM_CALLS.len()) % Step::ALL.len()];
+                            vec![Fault::Slow { step, takes: SLOW }]
+                        }
+                    }
                 }
             }
         };
@@ -293,6 +330,7 @@ impl Plan {
             rounds: 2,
             reconnect,
             quiet: false,
+            outlives: outlives(number),
             faults,
             sabotage: None,
         }
@@ -304,6 +342,12 @@ fn protocol(number: u64) -> u16 {
     let versions = u64::from(PROTOCOL_VERSION_MAX - PROTOCOL_VERSION_MIN) + 1;
     // Kinds of faults come in an order of their own, with an even period.
     PROTOCOL_VERSION_MIN + ((number + number / 7) % versions) as u16
+}
+
+/// In a third of all schedules the guest outlives its receiver, whatever else they are about.
+fn outlives(number: u64) -> bool {
+    // Three goes into no other period.
+    (number + number / 11).is_multiple_of(3)
 }
 
 /// Data channels, whether both memories are hashed whole, and for how many seconds a lost channel is made again.
@@ -332,8 +376,9 @@ impl Fault {
             | Self::Damage { message, .. }
             | Self::Crash { message, .. }
             | Self::Cancel { message, .. }
+            | Self::Forge { message, .. }
             | Self::Stranger { message, .. } => Some(message),
-            Self::Write { .. } | Self::Vm { .. } => None,
+            Self::Write { .. } | Self::Vm { .. } | Self::Slow { .. } => None,
         }
     }
 }

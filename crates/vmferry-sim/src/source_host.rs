@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use vmferry::handover::SourceState;
 use vmferry::journal::{Journal, Record};
-use vmferry::link::{ControlReader, lost};
+use vmferry::link::{ControlReader, Speaker, lost};
 use vmferry::peer::SourceSide;
 use vmferry::source::io::{Action, Ending, Input, Report};
 use vmferry::source::machine::Source;
@@ -19,10 +19,12 @@ use vmferry_wire::{ControlMessage, Role, SessionWord, Token};
 
 pub use self::dialling::Dial;
 use self::process::{Process, Start};
-use crate::disk::Disk;
-use crate::guest::Guest;
+use crate::absence::Absence;
+use crate::disk::{Disk, SimJournal};
+use crate::guest::{Guest, Vm};
+use crate::hostile::forge;
 use crate::network::{ChannelId, Event, Network};
-use crate::plan::{Host, Sabotage};
+use crate::plan::{Host, Sabotage, Step};
 
 /// The source's host.
 pub struct SourceHost {
@@ -37,9 +39,13 @@ pub struct SourceHost {
     pub ended: Option<SourceEnd>,
     /// Whether the source was ever in doubt.
     pub was_in_doubt: bool,
+    /// Whether it was because nothing was heard.
+    pub doubted_silence: bool,
     /// What it knows of its channels.
     pub links: LinkRecord,
     sabotage: Option<Sabotage>,
+    /// Slow steps of its process.
+    pub absence: Absence<Input>,
 }
 
 /// How the migration ended at the source.
@@ -105,15 +111,24 @@ impl SourceHost {
             number: 0,
             ended: None,
             was_in_doubt: false,
+            doubted_silence: false,
             links: LinkRecord::default(),
             sabotage,
+            absence: Absence::new(Host::Source, sabotage),
         };
         let vm = host.guest.attach();
         let journal = host.disk.create(host.config.session).and_then(|mut journal| {
             let guest = vm.describe().identity;
             let peer = "destination".to_owned();
             let peer_names = Vec::new();
-            journal.append(&Record::Open { guest, peer, peer_names, at: 0, order: 0 })?;
+            journal.append(&Record::Open {
+                guest,
+                peer,
+                peer_names,
+                at: 0,
+                order: 0,
+                process: None,
+            })?;
             Ok(journal)
         });
         match journal {
@@ -146,7 +161,7 @@ impl SourceHost {
 
     /// When the machine wants to be told the time.
     pub fn next_tick(&self) -> Option<Duration> {
-        if self.sabotage == Some(Sabotage::NoClock) {
+        if self.sabotage == Some(Sabotage::NoClock) || self.absence.is_away() {
             return None;
         }
         self.process.as_ref().and_then(|process| process.machine.next_tick())
@@ -169,6 +184,7 @@ impl SourceHost {
     /// its journal again as well: whoever starts next does not know that it was done.
     pub fn crash(&mut self, network: &mut Network) {
         self.guest.detach(false);
+        self.absence.forget();
         self.ended = self.ended.filter(|ended| *ended == SourceEnd::Given);
         // The next process knows nothing of channels.
         self.links.away.clear();
@@ -191,9 +207,33 @@ impl SourceHost {
             Err(error) => panic!("the simulated disk never damages a whole line: {error}"),
         };
         network.note(|| format!("source: restarts with {records:?}"));
+        // Nobody takes up a session whose journal says how it ended.
+        self.ended = records.iter().find_map(|record| match record {
+            Record::Kept { .. } => Some(SourceEnd::Kept),
+            Record::Given { .. } => Some(SourceEnd::Given),
+            _ => None,
+        });
+        if self.ended.is_none() {
+            self.take_up(vm, journal, &records, network);
+        }
+        if self.ended == Some(SourceEnd::Kept) && network.reaches() && !network.is_away() {
+            let newcomer = network.open();
+            let hello = dialling::hello(Role::Control, 0, Token([0; 16]));
+            network.send(newcomer, Host::Destination, "greeting", hello);
+        }
+    }
+
+    /// A process that was started again goes on with the session.
+    fn take_up(
+        &mut self,
+        vm: Vm,
+        journal: Option<SimJournal>,
+        records: &[Record],
+        network: &mut Network,
+    ) {
         let config = self.config.clone();
         let now = network.now();
-        let machine = Source::recovered(config, &vm.describe(), &records, now);
+        let machine = Source::recovered(config, &vm.describe(), records, now);
         let mut process = Process::new(Start {
             number: self.number,
             machine,
@@ -207,11 +247,6 @@ impl SourceHost {
         process.recover(&self.guest);
         self.process = Some(process);
         self.pump(network);
-        if self.ended == Some(SourceEnd::Kept) && network.reaches() && !network.is_away() {
-            let newcomer = network.open();
-            let hello = dialling::hello(Role::Control, 0, Token([0; 16]));
-            network.send(newcomer, Host::Destination, "greeting", hello);
-        }
     }
 
     /// Something happened.
@@ -232,8 +267,35 @@ impl SourceHost {
         self.pump(network);
     }
 
+    /// A slow step is over. Returns what has happened meanwhile.
+    pub fn step_ended(&mut self, process: u64, network: &mut Network) -> Vec<Event> {
+        let Some(back) = self.absence.end(process, network.now()) else { return Vec::new() };
+        if let Some(process) = &mut self.process {
+            if self.sabotage != Some(Sabotage::CountOwnTime) {
+                process.machine.handle(network.now(), Input::Away { took: back.took });
+            }
+            if let Some(result) = back.result {
+                process.machine.handle(network.now(), result);
+            }
+        }
+        self.pump(network);
+        back.heard
+    }
+
+    /// The process's other thread looks whether to give a sign of life.
+    pub fn sign_of_life(&self, process: u64, network: &mut Network) {
+        if self.absence.says_that_it_lives(process, network)
+            && let Some(control) = self.process.as_ref().and_then(|process| process.control)
+        {
+            send(network, control, &ControlMessage::Ping { nonce: 0 });
+        }
+    }
+
     /// Time has passed, or the user wants something.
     pub fn tell(&mut self, input: Input, network: &mut Network) {
+        if self.absence.is_away() && matches!(input, Input::Tick) {
+            return;
+        }
         self.input(self.number, input, network);
     }
 
@@ -245,7 +307,7 @@ impl SourceHost {
         } else if let Some(lane) = process.lane_of(channel) {
             process.heard_on_lane(lane, bytes)
         } else if process.control == Some(channel) {
-            vec![match ControlReader::new(bytes, network.protocol)
+            vec![match ControlReader::new(bytes, network.protocol, Speaker::Destination)
                 .receive("waiting for the destination")
             {
                 Ok(message) => Input::Control(self.sabotaged(message)),
@@ -259,6 +321,17 @@ impl SourceHost {
         for input in inputs {
             self.tell(input, network);
         }
+    }
+
+    /// The destination says what it may not say now.
+    pub fn forged(&mut self, number: u16, network: &mut Network) {
+        let Some(channel) = self.process.as_ref().and_then(|process| process.control) else {
+            return;
+        };
+        network.note(|| format!("source: hears a forged message {number}"));
+        let mut bytes = Vec::new();
+        forge(number, self.config.session).encode(network.protocol, &mut bytes);
+        self.deliver(channel, &bytes, network);
     }
 
     fn sabotaged(&self, message: ControlMessage) -> ControlMessage {
@@ -298,14 +371,20 @@ impl SourceHost {
 
     fn pump(&mut self, network: &mut Network) {
         loop {
+            if self.absence.is_away() {
+                return;
+            }
             let Some(process) = &mut self.process else { return };
             let Some(action) = process.machine.next_action() else { break };
-            if let Action::Report(Report::InDoubt { .. }) = &action {
+            if let Action::Report(Report::InDoubt { reason }) = &action {
                 self.was_in_doubt = true;
+                self.doubted_silence |= reason.contains("any sign of life");
             }
             self.links.note(&action, network.now());
             network.note(|| format!("source: {}", brief(&format!("{action:?}"))));
+            let step = step_of(&action);
             let input = process.execute(action, &self.guest, network);
+            let input = self.absence.after(step, self.number, input, network);
             if self.disk.takes_the_process_along() {
                 network.note(|| "source: dies with its write".into());
                 self.crash(network);
@@ -327,6 +406,19 @@ impl SourceHost {
                 process.close(network);
             }
         }
+    }
+}
+
+/// What an action is, if it may take long.
+fn step_of(action: &Action) -> Option<Step> {
+    match action {
+        Action::StartLog => Some(Step::StartLog),
+        Action::Harvest => Some(Step::Harvest),
+        Action::Pause => Some(Step::Pause),
+        Action::HarvestLast => Some(Step::HarvestLast),
+        Action::Save => Some(Step::Save),
+        Action::WriteCommit => Some(Step::WriteCommit),
+        _ => None,
     }
 }
 

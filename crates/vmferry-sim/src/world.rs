@@ -69,6 +69,9 @@ struct World {
     ledger: Arc<Mutex<Ledger>>,
     write_faults: u64,
     mild: bool,
+    outlives: bool,
+    /// All that happens is one step that takes long, and the source must not notice.
+    slow: bool,
     /// The guest was seen to wait for the link.
     waited: bool,
 }
@@ -97,6 +100,10 @@ impl World {
             here.be_quiet();
         }
         let there = Guest::absent(Host::Destination, &ledger);
+        if plan.protocol > 1 {
+            // In version 1 memories are compared after that.
+            there.load_writes();
+        }
         let disks = [Disk::new(Side::Source), Disk::new(Side::Destination)];
         for fault in &plan.faults {
             match *fault {
@@ -119,20 +126,31 @@ impl World {
         }
         let control = network.open();
         let [disk_here, disk_there] = disks;
-        let destination = DestinationHost::new(
-            there,
-            disk_there,
-            session,
-            timeouts,
-            control,
-            plan.sabotage,
-            &mut network,
-        );
-        let source = SourceHost::new(here, disk_here, config, control, plan.sabotage, &network);
+        let mut destination =
+            DestinationHost::new(there, disk_there, session, timeouts, control, plan, &mut network);
+        let mut source = SourceHost::new(here, disk_here, config, control, plan.sabotage, &network);
+        for fault in &plan.faults {
+            if let Fault::Slow { step, takes } = *fault {
+                match step.host() {
+                    Host::Source => source.absence.slow_down(step, takes),
+                    Host::Destination => destination.absence.slow_down(step, takes),
+                }
+            }
+        }
         let write_faults =
             plan.faults.iter().filter(|fault| fault.message().is_none()).count() as u64;
-        let mild = plan.is_mild();
-        Self { network, source, destination, ledger, write_faults, mild, waited: false }
+        let (mild, slow) = (plan.is_mild(), plan.is_borne());
+        Self {
+            network,
+            source,
+            destination,
+            ledger,
+            write_faults,
+            mild,
+            slow,
+            outlives: plan.outlives,
+            waited: false,
+        }
     }
 
     fn run(mut self) -> Outcome {
@@ -189,6 +207,12 @@ impl World {
     }
 
     fn happens(&mut self, event: Event) {
+        let event = match event.listener() {
+            Some(Host::Source) => self.source.absence.keep(event),
+            Some(Host::Destination) => self.destination.absence.keep(event),
+            None => Some(event),
+        };
+        let Some(event) = event else { return };
         let network = &mut self.network;
         match event {
             Event::Deliver { channel, to, bytes } if network.carries(channel, to) => match to {
@@ -211,6 +235,10 @@ impl World {
             Event::DialFailed { process, dial, error } => {
                 self.source.dial_failed(process, dial, error, network);
             }
+            Event::Forged { to: Host::Source, number } => self.source.forged(number, network),
+            Event::Forged { to: Host::Destination, number } => {
+                self.destination.forged(number, network);
+            }
             Event::Crash(host, back_after) => {
                 network.note(|| format!("{host:?}: crashes"));
                 network.after(back_after, Event::Restart(host));
@@ -226,6 +254,19 @@ impl World {
             }
             Event::Cancel(Host::Destination) => {
                 self.destination.tell(destination::io::Input::Cancel, network);
+            }
+            Event::StepEnds(host, process) => {
+                let heard = match host {
+                    Host::Source => self.source.step_ended(process, network),
+                    Host::Destination => self.destination.step_ended(process, network),
+                };
+                heard.into_iter().for_each(|event| self.happens(event));
+            }
+            Event::SignOfLife(Host::Source, process) => {
+                self.source.sign_of_life(process, network);
+            }
+            Event::SignOfLife(Host::Destination, process) => {
+                self.destination.sign_of_life(process, network);
             }
             Event::Heal => network.heal(),
         }
@@ -260,7 +301,10 @@ impl World {
 
     fn end(mut self, settled: Option<Duration>) -> Outcome {
         self.source.guest.check();
-        self.destination.guest.check();
+        // What was still coming when its receiver died is no guest.
+        if self.destination.guest.is_running() || self.destination.guest.waits() {
+            self.destination.guest.check();
+        }
         let owns = self.destination.recovered() == Some(DestinationState::Owns);
         let here = self.source.guest.is_running();
         if here == owns {
@@ -274,6 +318,15 @@ impl World {
         let must_be_given = self.must_be_given();
         if must_be_given && end != SourceEnd::Given {
             self.violation("the link was away for a while, and the guest was not given".into());
+        }
+        if self.outlives && owns && self.destination.guest.waits() {
+            self.violation("the guest outlived its receiver, and nobody ran it".into());
+        }
+        if !owns && self.destination.guest.waits() {
+            self.violation("a guest that never runs is left at the destination".into());
+        }
+        if self.slow && (self.source.doubted_silence || self.source.links.restored > 0) {
+            self.violation("a host within a slow step was taken for one that is away".into());
         }
         let crashed_there = owns && !self.destination.guest.is_running();
         let violations = std::mem::take(

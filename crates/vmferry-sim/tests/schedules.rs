@@ -2,7 +2,9 @@
 
 use std::sync::atomic::AtomicBool;
 
-use vmferry_sim::{Fault, Plan, Sabotage, Seed, SourceEnd, Where, run, run_all};
+use vmferry_sim::{
+    Fault, Host, Plan, Sabotage, Seed, SourceEnd, Step, Where, WriteFault, forgeries, run, run_all,
+};
 
 /// Random schedules beside those of every boundary.
 const RANDOM: u64 = 12_000;
@@ -53,6 +55,32 @@ fn without_faults_the_guest_moves_and_every_message_is_a_boundary() {
     }
 }
 
+/// A peer that does not keep the protocol ends its own session at most: in the end one host has the guest, whole.
+#[test]
+fn a_message_out_of_turn_breaks_no_promise_whoever_says_it_and_whenever() {
+    let mut struck = 0;
+    for to in [Host::Source, Host::Destination] {
+        for number in forgeries(to) {
+            for message in (0..vmferry_sim::MESSAGES).step_by(3) {
+                // The shapes of the boundaries: lanes, with and without `--verify`, with and without reconnection.
+                for shape in 0..6 {
+                    let mut plan = Plan::new(Seed::Boundary(shape));
+                    plan.rng = message;
+                    plan.faults = vec![Fault::Forge { message, to, number }];
+                    let outcome = run(&plan, false);
+                    assert!(
+                        outcome.violations.is_empty(),
+                        "{number} to {to:?} at {message}, shape {shape}: {:?}",
+                        outcome.violations
+                    );
+                    struck += outcome.struck;
+                }
+            }
+        }
+    }
+    assert!(struck > 3000, "only {struck} messages were forged");
+}
+
 /// What is broken here no correct engine breaks, and the checks see it.
 #[test]
 fn sabotage_is_found_out() {
@@ -94,6 +122,36 @@ fn a_broken_rule_of_reconnection_is_found_out() {
     }
 }
 
+/// A VMM's call, or a write to a journal, that takes longer than silence is borne ends nothing, on either side; and
+/// each rule that makes it so is needed.
+#[test]
+fn slow_steps_end_no_migration_and_each_rule_of_theirs_is_needed() {
+    let takes = std::time::Duration::from_secs(22);
+    let schedules = |sabotage| {
+        Step::ALL.into_iter().flat_map(move |step| {
+            (0..24).map(move |shape| {
+                let mut plan = Plan::new(Seed::Boundary(shape));
+                (plan.faults, plan.sabotage) = (vec![Fault::Slow { step, takes }], sabotage);
+                (step, run(&plan, false))
+            })
+        })
+    };
+    for (step, outcome) in schedules(None) {
+        assert_eq!(outcome.violations, [""; 0], "{step:?}");
+        assert_eq!(outcome.end, SourceEnd::Given, "{step:?}");
+    }
+    let (not_given, away) = ("the guest was not given", "was taken for one that is away");
+    for (sabotage, violation) in [
+        (Sabotage::NoLife, not_given),
+        (Sabotage::CountOwnTime, not_given),
+        (Sabotage::CountOwnTime, away),
+    ] {
+        let found = schedules(Some(sabotage))
+            .any(|(_, outcome)| outcome.violations.iter().any(|text| text.contains(violation)));
+        assert!(found, "{sabotage:?}: {violation}");
+    }
+}
+
 /// Each rule of free-page hints, broken, loses a page that was used again.
 #[test]
 fn a_broken_rule_of_hints_is_found_out() {
@@ -107,6 +165,33 @@ fn a_broken_rule_of_hints_is_found_out() {
         });
         assert!(found, "{sabotage:?} was not found out");
     }
+}
+
+/// A receiver that dies once RUN-INTENT is on disk, and whose guest outlives it.
+fn dies_after_run_intent() -> Plan {
+    let mut plan = Plan::new(Seed::Boundary(1));
+    plan.outlives = true;
+    let (host, number, how) = (Host::Destination, 1, WriteFault::OnDisk);
+    plan.faults = vec![Fault::Write { host, number, how, crash: true }];
+    plan
+}
+
+#[test]
+fn restarted_receiver_runs_the_guest_that_outlived_the_one_before() {
+    let outcome = run(&dies_after_run_intent(), false);
+    assert_eq!((outcome.end, &outcome.violations[..]), (SourceEnd::Given, &[][..]));
+    assert!(!outcome.crashed_there, "{outcome:?}");
+    let mut dies_with_it = dies_after_run_intent();
+    dies_with_it.outlives = false;
+    assert!(run(&dies_with_it, false).crashed_there);
+}
+
+#[test]
+fn restarted_receiver_that_leaves_the_guest_is_found_out() {
+    let mut plan = dies_after_run_intent();
+    plan.sabotage = Some(Sabotage::LeaveUnfinished);
+    let outcome = run(&plan, false);
+    assert_eq!(outcome.violations, ["the guest outlived its receiver, and nobody ran it"]);
 }
 
 /// A page that the log forgets arrives stale: the guest finds it, unless both memories are compared.

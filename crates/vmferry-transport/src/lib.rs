@@ -39,7 +39,9 @@ pub use channel::{Channel, ChannelCloser, ChannelReader, ChannelWriter, PeerIden
 pub use dial::Dialer;
 pub use error::TransportError;
 pub use given::connected_socket;
-pub use identity::{IdentityFiles, TlsIdentity, certificates_of, names_of, revocation_lists_of};
+pub use identity::{
+    IdentityFiles, TlsIdentity, certificates_of, names_of, revocation_lists_of, validity_of,
+};
 pub use listen::{Listener, ListenerCloser, Pending};
 pub use rate::RateLimiter;
 pub use recording::{

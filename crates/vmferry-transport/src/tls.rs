@@ -65,7 +65,7 @@ pub fn peer_of(connection: &Connection, address: String) -> PeerIdentity {
     let certificates = connection.peer_certificates().unwrap_or_default();
     let names = certificates
         .first()
-        .map(|certificate| crate::identity::names_of(certificate))
+        .map(|certificate| crate::identity::names_or_key_of(certificate))
         .unwrap_or_default();
     let group = connection.negotiated_key_exchange_group();
     let key_exchange = group.map(|group| format!("{:?}", group.name()));

@@ -25,8 +25,18 @@ const RELEASE: u16 = 1;
 const VMM_RELEASE: u16 = 2;
 /// BEGIN, mandatory, without content: the VMM streams the guest, one stream on each lane.
 const STREAMS: u16 = 3;
+/// BEGIN: bytes that the guest uses of each slot, a u64 for each; [`UNKNOWN_BYTES`] where they are not known.
+const USED_BYTES: u16 = 4;
+/// Stands for a number of bytes that is not known.
+const UNKNOWN_BYTES: u64 = u64::MAX;
+/// Slots of which it is said at most, so that the message keeps to its limit.
+const MAX_USED_SLOTS: usize = 1024;
+/// FINAL, mandatory, without content: the guest was paused by somebody, and stays so.
+const PAUSED: u16 = 1;
 /// ACCEPT: what the destination can decode, a bit for the number of each algorithm (u32).
 const ALGORITHMS: u16 = 3;
+/// ACCEPT, without content: the destination takes VERIFY before FINAL.
+const VERIFIES_PLACED: u16 = 4;
 
 #[derive(Serialize, Deserialize)]
 struct Begin {
@@ -48,6 +58,15 @@ struct Final {
     digest: u64,
     #[serde(with = "serde_bytes")]
     state: Vec<u8>,
+}
+
+/// FINAL up to its state.
+#[derive(Deserialize)]
+struct FinalHead {
+    #[serde(deserialize_with = "lane_sequences")]
+    lane_sequences: Vec<u64>,
+    digest: u64,
+    state_bytes: u64,
 }
 
 /// Reads the numbers of the lanes' last frames. A body of FINAL may be long, and numbers grow to eight times their
@@ -112,7 +131,7 @@ impl ControlMessage {
             Self::Accept { token, .. } => put(into, token),
             Self::Refuse { reason, .. } | Self::Abort { reason } => put(into, reason),
             Self::Placed { lane, sequence } => put(into, &(lane, sequence)),
-            Self::Final { lane_sequences, digest, state } => {
+            Self::Final { lane_sequences, digest, state, .. } => {
                 put(into, &(lane_sequences, digest, serde_bytes::Bytes::new(state)));
             }
             Self::Ready { digest, load_us } => put(into, &(digest, load_us)),
@@ -129,19 +148,28 @@ impl ControlMessage {
 
     fn encode_fields(&self, into: &mut Vec<u8>) {
         match self {
-            Self::Begin { release, streams, .. } => {
+            Self::Begin { release, streams, used_bytes, .. } => {
                 put_release(into, release.as_ref());
                 if *streams {
                     put_mandatory(into, STREAMS, &[]);
                 }
+                if (1..=MAX_USED_SLOTS).contains(&used_bytes.len()) {
+                    let all = used_bytes.iter().map(|bytes| bytes.unwrap_or(UNKNOWN_BYTES));
+                    let content: Vec<u8> = all.flat_map(u64::to_le_bytes).collect();
+                    put_optional(into, USED_BYTES, &content);
+                }
             }
-            Self::Accept { release, algorithms, .. } => {
+            Self::Accept { release, algorithms, verifies_placed, .. } => {
                 put_release(into, release.as_ref());
                 if let Some(algorithms) = algorithms {
                     put_optional(into, ALGORITHMS, &algorithms.bits().to_le_bytes());
                 }
+                if *verifies_placed {
+                    put_optional(into, VERIFIES_PLACED, &[]);
+                }
             }
             Self::Refuse { release, .. } => put_release(into, release.as_ref()),
+            Self::Final { paused: true, .. } => put_mandatory(into, PAUSED, &[]),
             _ => {}
         }
     }
@@ -152,7 +180,35 @@ impl ControlMessage {
         version: u16,
         body: &[u8],
     ) -> Result<(Self, Vec<u16>), WireError> {
-        let (mut message, rest) = Self::decode_tuple(number, body)?;
+        let (message, rest) = Self::decode_tuple(number, body)?;
+        message.finish(version, rest)
+    }
+
+    /// The same, with the state of FINAL in the body's own memory.
+    pub(crate) fn decode_whole(
+        number: u16,
+        version: u16,
+        mut body: Vec<u8>,
+    ) -> Result<(Self, Vec<u16>), WireError> {
+        if number != crate::number::FINAL {
+            return Self::decode_body(number, version, &body);
+        }
+        let (FinalHead { lane_sequences, digest, state_bytes }, rest) = get(number, &body)?;
+        let behind = rest.len();
+        let Some(behind) = usize::try_from(state_bytes).ok().and_then(|n| behind.checked_sub(n))
+        else {
+            return Err(WireError::BadBody { message: "FINAL", detail: "it is cut short".into() });
+        };
+        let state_begins = body.len() - rest.len();
+        let fields = body.split_off(body.len() - behind);
+        body.drain(..state_begins);
+        let message = Self::Final { lane_sequences, digest, state: body, paused: false };
+        message.finish(version, &fields)
+    }
+
+    /// Reads what stands behind the tuple, and checks the whole.
+    fn finish(mut self, version: u16, rest: &[u8]) -> Result<(Self, Vec<u16>), WireError> {
+        let message = &mut self;
         let mut ignored = Vec::new();
         if version >= FIELDS_SINCE {
             ignored =
@@ -162,7 +218,7 @@ impl ControlMessage {
             return Err(WireError::BadBody { message: message.name(), detail });
         }
         message.check()?;
-        Ok((message, ignored))
+        Ok((self, ignored))
     }
 
     /// A message as version 1 has it, and the bytes behind it.
@@ -176,11 +232,16 @@ impl ControlMessage {
         }
         match number {
             1 => tuple!(begin => Begin::into_message(begin)),
-            2 => tuple!(token => Self::Accept { token, release: None, algorithms: None }),
+            2 => tuple!(token => Self::Accept {
+                token,
+                release: None,
+                algorithms: None,
+                verifies_placed: false,
+            }),
             3 => tuple!(reason => Self::Refuse { reason: cleaned(reason), release: None }),
             4 => tuple!((lane, sequence) => Self::Placed { lane, sequence }),
             5 => tuple!(Final { lane_sequences, digest, state } =>
-                Self::Final { lane_sequences, digest, state }),
+                Self::Final { lane_sequences, digest, state, paused: false }),
             6 => tuple!((digest, load_us) => Self::Ready { digest, load_us }),
             7 => tuple!(() => Self::Verify {}),
             8 => tuple!((hash, pages, elapsed_us) => Self::Verified { hash, pages, elapsed_us }),
@@ -220,10 +281,30 @@ impl ControlMessage {
                 need = Need::Mandatory;
             }
             (Self::Begin { .. }, STREAMS) => return Err("it has no content".into()),
+            (Self::Begin { used_bytes, .. }, USED_BYTES) => {
+                let (all, rest) = content.as_chunks();
+                if all.is_empty() || all.len() > MAX_USED_SLOTS || !rest.is_empty() {
+                    return Err(format!("it has 8 to {} bytes", 8 * MAX_USED_SLOTS));
+                }
+                let all = all.iter().map(|bytes| u64::from_le_bytes(*bytes));
+                *used_bytes =
+                    all.map(|bytes| Some(bytes).filter(|bytes| *bytes != UNKNOWN_BYTES)).collect();
+            }
+            (Self::Final { paused, .. }, PAUSED) if content.is_empty() => {
+                *paused = true;
+                need = Need::Mandatory;
+            }
+            (Self::Final { .. }, PAUSED) => {
+                return Err("it has no content".into());
+            }
             (Self::Accept { algorithms, .. }, ALGORITHMS) => {
                 let bits = content.try_into().map_err(|_| "it has 4 bytes".to_owned())?;
                 *algorithms = Some(AlgorithmSet::from_bits(u32::from_le_bytes(bits)));
             }
+            (Self::Accept { verifies_placed, .. }, VERIFIES_PLACED) if content.is_empty() => {
+                *verifies_placed = true;
+            }
+            (Self::Accept { .. }, VERIFIES_PLACED) => return Err("it has no content".into()),
             _ => return Ok(None),
         }
         Ok(Some(need))
@@ -272,6 +353,7 @@ impl Begin {
             reconnect_ms: self.reconnect_ms,
             release: None,
             streams: false,
+            used_bytes: Vec::new(),
         }
     }
 }

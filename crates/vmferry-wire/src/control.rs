@@ -2,6 +2,7 @@
 
 use crate::error::WireError;
 use crate::message::{ControlMessage, name_of};
+use crate::number::FINAL;
 use crate::{crc32c, field};
 
 /// Length of the header before every control message.
@@ -11,8 +12,6 @@ pub const MAX_BODY_BYTES: u32 = 64 << 10;
 /// Longest body of FINAL, which carries the device state: QEMU's is under 1 MiB, and a machine
 /// with 1024 vCPUs and AMX state stays under this.
 pub const MAX_FINAL_BYTES: u32 = 64 << 20;
-
-const FINAL: u16 = 5;
 
 /// A checked header.
 ///
@@ -56,6 +55,18 @@ impl ControlHeader {
         Ok(header)
     }
 
+    /// The type's [number](crate::number).
+    #[must_use]
+    pub fn number(&self) -> u16 {
+        self.number
+    }
+
+    /// The type's name, as `docs/protocol.md` has it.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        name_of(self.number).unwrap_or("UNKNOWN")
+    }
+
     /// Length of the body in bytes.
     #[must_use]
     pub fn body_bytes(&self) -> usize {
@@ -68,6 +79,23 @@ impl ControlHeader {
     /// # Errors
     /// A checksum that does not fit, a body that is not exactly this message, or a field that must not be ignored.
     pub fn decode(&self, version: u16, body: &[u8]) -> Result<Decoded, WireError> {
+        self.check(body)?;
+        let (message, ignored) = ControlMessage::decode_body(self.number, version, body)?;
+        Ok(Decoded { message, ignored })
+    }
+
+    /// The same of a body that is not needed any more: the state of FINAL stays in its memory, so that there is never
+    /// a second one.
+    ///
+    /// # Errors
+    /// As [`decode`](Self::decode).
+    pub fn decode_whole(&self, version: u16, body: Vec<u8>) -> Result<Decoded, WireError> {
+        self.check(&body)?;
+        let (message, ignored) = ControlMessage::decode_whole(self.number, version, body)?;
+        Ok(Decoded { message, ignored })
+    }
+
+    fn check(&self, body: &[u8]) -> Result<(), WireError> {
         let expected = crc32c(body);
         if body.len() != self.body_bytes() || expected != self.checksum {
             return Err(WireError::Checksum {
@@ -76,8 +104,7 @@ impl ControlHeader {
                 found: self.checksum,
             });
         }
-        let (message, ignored) = ControlMessage::decode_body(self.number, version, body)?;
-        Ok(Decoded { message, ignored })
+        Ok(())
     }
 }
 

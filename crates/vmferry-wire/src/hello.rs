@@ -39,6 +39,9 @@ pub enum Role {
     Query,
     /// 4: the control channel of a session that goes on after its link was lost.
     Resume,
+    /// 5: a channel without a session, on which a host is asked what it has; see
+    /// [`ProbeMessage`](crate::ProbeMessage).
+    Probe,
     /// A role of a newer release.
     Other(u8),
 }
@@ -50,6 +53,7 @@ impl From<u8> for Role {
             2 => Self::Data,
             3 => Self::Query,
             4 => Self::Resume,
+            5 => Self::Probe,
             other => Self::Other(other),
         }
     }
@@ -62,6 +66,7 @@ impl From<Role> for u8 {
             Role::Data => 2,
             Role::Query => 3,
             Role::Resume => 4,
+            Role::Probe => 5,
             Role::Other(other) => other,
         }
     }

@@ -23,6 +23,8 @@ mod fields;
 mod frame;
 mod hello;
 mod message;
+pub mod number;
+mod probe;
 mod reason;
 mod release;
 mod runs;
@@ -40,6 +42,7 @@ pub use hello::{
     PROTOCOL_VERSION_MIN, Role, common_version,
 };
 pub use message::{ControlMessage, MAX_CONFIG_BYTES, MAX_FREE_RUNS, MAX_LANES, MAX_SLOTS};
+pub use probe::{MAX_FACTS_BYTES, MAX_PROBE_BYTES, MAX_REFUSAL_BYTES, ProbeHeader, ProbeMessage};
 pub use reason::{MAX_REASON_BYTES, Reason, ReasonCode};
 pub use release::{MAX_RELEASE_BYTES, Release};
 pub use runs::{

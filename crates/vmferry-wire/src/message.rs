@@ -3,6 +3,7 @@
 use vmferry_memory::{SlotId, SlotLayout};
 
 use crate::algorithm::AlgorithmSet;
+use crate::number;
 use crate::reason::Reason;
 use crate::release::Release;
 use crate::session::{GuestIdentity, SessionId, SessionWord, Token};
@@ -43,6 +44,8 @@ pub enum ControlMessage {
         /// Since version 2: whether the VMM streams the guest, one stream on each lane. A destination that does not know
         /// of streams must refuse. In version 1 only `vmm` says it.
         streams: bool,
+        /// Since version 2: bytes that the guest uses of each slot, as far as they are known. Empty if it is not said.
+        used_bytes: Vec<Option<u64>>,
     },
     /// D: takes the guest; data channels show the token.
     Accept {
@@ -52,6 +55,9 @@ pub enum ControlMessage {
         release: Option<Release>,
         /// Since version 2: what the destination can decode. Unsaid, it is [`AlgorithmSet::VERSION_1`].
         algorithms: Option<AlgorithmSet>,
+        /// Since version 2: whether the destination takes VERIFY before FINAL, and then hashes its memory as it
+        /// was placed, before it loads the state.
+        verifies_placed: bool,
     },
     /// D: does not take the guest.
     Refuse {
@@ -75,6 +81,9 @@ pub enum ControlMessage {
         digest: u64,
         /// The device state.
         state: Vec<u8>,
+        /// Since version 2: whether somebody has paused the guest, which is to stay so. A destination that does not know
+        /// of that must refuse.
+        paused: bool,
     },
     /// D: everything is placed, the state is loaded; waits for COMMIT.
     Ready {
@@ -83,7 +92,8 @@ pub enum ControlMessage {
         /// Time that loading the state took, in microseconds.
         load_us: u64,
     },
-    /// S: hash your memory whole, as I do mine.
+    /// S: hash your memory whole, as I do mine. Before FINAL, to a destination that has said `verifies_placed`:
+    /// once all of it is placed, and before the state is loaded. After READY, to any other: at once.
     Verify {},
     /// D: the hash of the whole memory.
     Verified {
@@ -157,24 +167,24 @@ impl ControlMessage {
     #[must_use]
     pub fn number(&self) -> u16 {
         match self {
-            Self::Begin { .. } => 1,
-            Self::Accept { .. } => 2,
-            Self::Refuse { .. } => 3,
-            Self::Placed { .. } => 4,
-            Self::Final { .. } => 5,
-            Self::Ready { .. } => 6,
-            Self::Verify {} => 7,
-            Self::Verified { .. } => 8,
-            Self::Commit { .. } => 9,
-            Self::Running { .. } => 10,
-            Self::Aborted { .. } => 11,
-            Self::Abort { .. } => 12,
-            Self::Ping { .. } => 13,
-            Self::Pong { .. } => 14,
-            Self::Query { .. } => 15,
-            Self::Answer { .. } => 16,
-            Self::Withdraw {} => 17,
-            Self::Free { .. } => 18,
+            Self::Begin { .. } => number::BEGIN,
+            Self::Accept { .. } => number::ACCEPT,
+            Self::Refuse { .. } => number::REFUSE,
+            Self::Placed { .. } => number::PLACED,
+            Self::Final { .. } => number::FINAL,
+            Self::Ready { .. } => number::READY,
+            Self::Verify {} => number::VERIFY,
+            Self::Verified { .. } => number::VERIFIED,
+            Self::Commit { .. } => number::COMMIT,
+            Self::Running { .. } => number::RUNNING,
+            Self::Aborted { .. } => number::ABORTED,
+            Self::Abort { .. } => number::ABORT,
+            Self::Ping { .. } => number::PING,
+            Self::Pong { .. } => number::PONG,
+            Self::Query { .. } => number::QUERY,
+            Self::Answer { .. } => number::ANSWER,
+            Self::Withdraw {} => number::WITHDRAW,
+            Self::Free { .. } => number::FREE,
         }
     }
 
@@ -188,24 +198,24 @@ impl ControlMessage {
 /// The name of a type number, if it has one.
 pub(crate) fn name_of(number: u16) -> Option<&'static str> {
     Some(match number {
-        1 => "BEGIN",
-        2 => "ACCEPT",
-        3 => "REFUSE",
-        4 => "PLACED",
-        5 => "FINAL",
-        6 => "READY",
-        7 => "VERIFY",
-        8 => "VERIFIED",
-        9 => "COMMIT",
-        10 => "RUNNING",
-        11 => "ABORTED",
-        12 => "ABORT",
-        13 => "PING",
-        14 => "PONG",
-        15 => "QUERY",
-        16 => "ANSWER",
-        17 => "WITHDRAW",
-        18 => "FREE",
+        number::BEGIN => "BEGIN",
+        number::ACCEPT => "ACCEPT",
+        number::REFUSE => "REFUSE",
+        number::PLACED => "PLACED",
+        number::FINAL => "FINAL",
+        number::READY => "READY",
+        number::VERIFY => "VERIFY",
+        number::VERIFIED => "VERIFIED",
+        number::COMMIT => "COMMIT",
+        number::RUNNING => "RUNNING",
+        number::ABORTED => "ABORTED",
+        number::ABORT => "ABORT",
+        number::PING => "PING",
+        number::PONG => "PONG",
+        number::QUERY => "QUERY",
+        number::ANSWER => "ANSWER",
+        number::WITHDRAW => "WITHDRAW",
+        number::FREE => "FREE",
         _ => return None,
     })
 }

@@ -39,6 +39,8 @@ pub enum ReasonCode {
     VmRefused,
     /// 14: the peer is not allowed to do that.
     Unauthorised,
+    /// 15: the guest has powered off.
+    PoweredOff,
     /// A number from a newer release.
     Other(u16),
 }
@@ -60,6 +62,7 @@ impl From<u16> for ReasonCode {
             12 => Self::Internal,
             13 => Self::VmRefused,
             14 => Self::Unauthorised,
+            15 => Self::PoweredOff,
             other => Self::Other(other),
         }
     }
@@ -82,6 +85,7 @@ impl From<ReasonCode> for u16 {
             ReasonCode::Internal => 12,
             ReasonCode::VmRefused => 13,
             ReasonCode::Unauthorised => 14,
+            ReasonCode::PoweredOff => 15,
             ReasonCode::Other(other) => other,
         }
     }

@@ -12,8 +12,8 @@ use uuid::Uuid;
 use vmferry_memory::{SlotId, SlotLayout};
 use vmferry_wire::{
     AlgorithmSet, CONTROL_HEADER_BYTES, ControlMessage, GuestIdentity, Hello, HelloReply,
-    HelloStatus, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, Reason, ReasonCode, Release, Role,
-    SessionId, SessionWord, Token,
+    HelloStatus, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, ProbeMessage, Reason, ReasonCode,
+    Release, Role, SessionId, SessionWord, Token,
 };
 
 #[test]
@@ -29,6 +29,12 @@ fn every_seed_cut_and_damaged_is_handled() {
 /// The fuzzer begins behind the headers, not before them.
 #[test]
 fn the_seeds_are_messages() {
+    for (number, message) in probes() {
+        let mut bytes = Vec::new();
+        message.encode(&mut bytes);
+        let body = bytes.split_off(CONTROL_HEADER_BYTES);
+        assert_eq!(control::decode_probe(number.into(), &body), Ok(message));
+    }
     for message in messages() {
         let body = body(&message);
         assert_eq!(control::decode(PROTOCOL_VERSION_MAX, message.number(), &body), Ok(message));
@@ -67,6 +73,19 @@ fn seeds() -> Vec<(String, Vec<u8>)> {
         all_sealed.extend_from_slice(&sealed[1..]);
         seeds.push((format!("{name}-sealed"), sealed));
     }
+    let mut all_plain = vec![0];
+    for (number, message) in probes() {
+        let name = format!("probe-{}-sealed", message.name().to_lowercase());
+        let mut plain = Vec::new();
+        message.encode(&mut plain);
+        let body = &plain[CONTROL_HEADER_BYTES..];
+        let mut sealed = vec![1, number];
+        sealed.extend_from_slice(&(body.len() as u16).to_le_bytes());
+        sealed.extend_from_slice(body);
+        seeds.push((name, sealed));
+        all_plain.extend(plain);
+    }
+    seeds.push(("probe-all".to_owned(), all_plain));
     seeds.push(("all-sealed".to_owned(), all_sealed));
     for version in PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION_MAX {
         let mut all = Vec::new();
@@ -81,6 +100,19 @@ fn seeds() -> Vec<(String, Vec<u8>)> {
         seeds.push((format!("reply-and-all-{version}"), seed(&reply.encode())));
     }
     seeds
+}
+
+/// The messages of a probe, with their numbers.
+fn probes() -> [(u8, ProbeMessage); 5] {
+    let guest = Some(GuestIdentity { uuid: Uuid::from_u128(2), name: "web".into() });
+    let facts = br#"{"kernel":"6.12"}"#.to_vec();
+    [
+        (32, ProbeMessage::Ask { guest }),
+        (33, ProbeMessage::Tell { refusal: Some("no".into()), facts }),
+        (34, ProbeMessage::Echo { nonce: 300 }),
+        (35, ProbeMessage::Echoed { nonce: 300, clock_us: 1 << 50 }),
+        (36, ProbeMessage::Load { filler: vec![7; 40] }),
+    ]
 }
 
 fn messages() -> Vec<ControlMessage> {
@@ -102,15 +134,22 @@ fn messages() -> Vec<ControlMessage> {
             reconnect_ms: 30_000,
             release: Some(release.clone()),
             streams: true,
+            used_bytes: Vec::new(),
         },
         ControlMessage::Accept {
             token: Token([3; 16]),
             release: Some(release.clone()),
             algorithms: Some(AlgorithmSet::VERSION_1),
+            verifies_placed: false,
         },
         ControlMessage::Refuse { reason: reason.clone(), release: Some(release) },
         ControlMessage::Placed { lane: 1, sequence: 300 },
-        ControlMessage::Final { lane_sequences: vec![7, 9], digest: u64::MAX, state: vec![1; 40] },
+        ControlMessage::Final {
+            lane_sequences: vec![7, 9],
+            digest: u64::MAX,
+            state: vec![1; 40],
+            paused: true,
+        },
         ControlMessage::Ready { digest: 5, load_us: 600 },
         ControlMessage::Verify {},
         ControlMessage::Verified { hash: 1 << 60, pages: 2, elapsed_us: 3 },

@@ -11,6 +11,7 @@ use vmferry_wire::{AlgorithmSet, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, Ses
 use crate::compression::{CompressionConfig, MOST_WORKERS};
 use crate::convergence::{Limits, WhenStuck};
 use crate::policy::Admission;
+use crate::probe::HostFacts;
 
 /// Pages in one frame: 256 KiB keeps a frame within a core's second-level cache on both sides,
 /// and a header of 48 bytes costs nothing beside it.
@@ -41,6 +42,14 @@ const LEAST_WINDOW_FRAMES: usize = 4;
 
 /// The fastest link that a window is meant for, in bytes per second: 40 Gbit/s.
 const FASTEST_LINK: f64 = 5e9;
+
+/// A pause of so many times the downtime limit is given up unless the user has chosen another bound: what made the
+/// prediction wrong by that much goes on, and the guest is better off at the source.
+const DOWNTIME_ABORT_FACTOR: u32 = 10;
+
+/// No shorter pause is given up unless the user says so: a host that is busy for a moment adds as much, and a migration
+/// that is given up costs the guest another pause.
+const LEAST_DOWNTIME_ABORT: Duration = Duration::from_secs(5);
 
 /// How long the engine waits. Every wait in it has one of these bounds.
 #[derive(Clone, Copy, Debug)]
@@ -149,6 +158,9 @@ pub struct SourceConfig {
     pub channels: u8,
     /// Longest accepted downtime. Default 300 ms.
     pub downtime_limit: Duration,
+    /// How long the guest may stand still before COMMIT, whatever was predicted: then the migration is given up, and
+    /// the guest runs on. Default none: see [`downtime_abort`](Self::downtime_abort).
+    pub downtime_abort: Option<Duration>,
     /// Cap over all data channels in bytes per second, in the paused round too. Default none.
     pub max_bandwidth: Option<u64>,
     /// Rounds with the guest running. Default 30.
@@ -173,6 +185,9 @@ pub struct SourceConfig {
     pub protocol: RangeInclusive<u16>,
     /// Directory of the journals.
     pub journal_directory: PathBuf,
+    /// The process of the guest's VMM, if that outlives this one, as no other process is ever called: what the journal says
+    /// is about the guest in it. Default none.
+    pub process: Option<String>,
     /// Bounds of all waits.
     pub timeouts: Timeouts,
 }
@@ -185,6 +200,7 @@ impl SourceConfig {
             session: new_session(),
             channels: 2,
             downtime_limit: Duration::from_millis(300),
+            downtime_abort: None,
             max_bandwidth: None,
             max_rounds: 30,
             timeout: None,
@@ -196,6 +212,7 @@ impl SourceConfig {
             verify: false,
             protocol: PROTOCOL_VERSIONS,
             journal_directory,
+            process: None,
             timeouts: Timeouts::default(),
         }
     }
@@ -213,6 +230,18 @@ impl SourceConfig {
         check_workers(self.compression.workers)?;
         check_rounds(self.max_rounds)?;
         check_protocol(&self.protocol)
+    }
+
+    /// How long the guest may stand still before COMMIT: what was chosen, but no less than the downtime limit; else ten
+    /// times that limit, and at least 5 s. Whoever hands over at any price has no bound unless one is chosen.
+    #[must_use]
+    pub fn downtime_abort(&self) -> Option<Duration> {
+        let usual = || {
+            (self.when_stuck == WhenStuck::Refuse).then(|| {
+                LEAST_DOWNTIME_ABORT.max(self.downtime_limit.saturating_mul(DOWNTIME_ABORT_FACTOR))
+            })
+        };
+        self.downtime_abort.or_else(usual).map(|bound| bound.max(self.downtime_limit))
     }
 
     pub(crate) fn limits(&self) -> Limits {
@@ -285,6 +314,8 @@ pub struct DestinationConfig {
     pub protocol: RangeInclusive<u16>,
     /// Bounds of all waits.
     pub timeouts: Timeouts,
+    /// What a source that is admitted is told of this host when it [asks](crate::probe). Default nothing.
+    pub host: HostFacts,
 }
 
 impl DestinationConfig {
@@ -301,6 +332,7 @@ impl DestinationConfig {
             algorithms: AlgorithmSet::ALL,
             protocol: PROTOCOL_VERSIONS,
             timeouts: Timeouts { reconnect: Duration::from_secs(600), ..Timeouts::default() },
+            host: HostFacts::default(),
         }
     }
 
@@ -339,6 +371,21 @@ pub fn new_session() -> SessionId {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn downtime_abort_follows_the_limit_unless_it_is_chosen() {
+        let second = Duration::from_secs(1);
+        let mut config = SourceConfig::new("unused".into());
+        assert_eq!(config.downtime_abort(), Some(second * 5));
+        config.downtime_limit = second * 2;
+        assert_eq!(config.downtime_abort(), Some(second * 20));
+        config.when_stuck = WhenStuck::SwitchOver;
+        assert_eq!(config.downtime_abort(), None);
+        config.downtime_abort = Some(second * 3);
+        assert_eq!(config.downtime_abort(), Some(second * 3));
+        config.downtime_limit = second * 4;
+        assert_eq!(config.downtime_abort(), Some(second * 4));
+    }
 
     #[test]
     fn a_window_fits_the_link() {

@@ -1,5 +1,6 @@
 //! When to hand over: the downtime that would follow, predicted after every harvest.
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -22,6 +23,10 @@ const ASSUMED_BYTES_PER_S: f64 = 117e6;
 
 /// A shorter round says more about latency than about the link.
 const MEASURABLE_BYTES: u64 = 1 << 20;
+
+/// Rounds of which the fastest says what the link carries: one that the machine was slow in does not decide, and so many
+/// do.
+const LINK_ROUNDS: usize = 8;
 
 /// A round that differs by less than this part from the one before is as long.
 const REWRITTEN_PART: u64 = 20;
@@ -131,8 +136,13 @@ pub struct Predictor {
     measured_again: bool,
     /// Pages with content of the last round.
     round_pages: Option<u64>,
+    /// Bytes per second on the channels in each of the last rounds. What travels compressed is bounded by the
+    /// processors too: a round says what the link carries at least.
+    wire_rates: VecDeque<f64>,
     max_bandwidth: Option<u64>,
     state: StateEstimate,
+    /// For how long the last two harvests waited for devices.
+    device_waits: [Duration; 2],
     throttle_percent: u8,
 }
 
@@ -158,8 +168,10 @@ impl Predictor {
             },
             measured_again: false,
             round_pages: None,
+            wire_rates: VecDeque::with_capacity(LINK_ROUNDS),
             max_bandwidth,
             state: StateEstimate::default(),
+            device_waits: [Duration::ZERO; 2],
             throttle_percent: 0,
         }
     }
@@ -180,6 +192,12 @@ impl Predictor {
         self.throttle_percent = percent;
     }
 
+    /// Takes for how long a harvest waited for requests of devices: the switchover waits for such requests too. Of the last
+    /// two harvests the shorter wait counts, so that a single slow request decides nothing.
+    pub fn waited_for_devices(&mut self, wait: Duration) {
+        self.device_waits = [self.device_waits[1], wait];
+    }
+
     /// Takes what the VMM knows of its state.
     pub fn expect_state(&mut self, state: StateEstimate) {
         self.state = state;
@@ -194,14 +212,35 @@ impl Predictor {
     /// all of them were placed. The pages to come are taken to shrink as these did, if these had been sent before too.
     pub fn measured_round(&mut self, content_pages: u64, wire_bytes: u64, took: Duration) {
         let again = self.round_pages.replace(content_pages).is_some();
-        let took = took.saturating_sub(self.round_trip).as_secs_f64();
-        if content_pages * PAGE_SIZE as u64 >= MEASURABLE_BYTES && took > 0.0 {
-            self.measured = Measured {
-                pages_per_s: content_pages as f64 / took,
-                bytes_per_page: wire_bytes as f64 / content_pages as f64,
-            };
-            self.measured_again = again;
+        if content_pages * PAGE_SIZE as u64 >= MEASURABLE_BYTES {
+            let took = took.saturating_sub(self.round_trip).as_secs_f64();
+            if took > 0.0 {
+                self.measured = Measured {
+                    pages_per_s: content_pages as f64 / took,
+                    bytes_per_page: wire_bytes as f64 / content_pages as f64,
+                };
+                self.measured_again = again;
+                if self.wire_rates.len() == LINK_ROUNDS {
+                    self.wire_rates.pop_front();
+                }
+                self.wire_rates.push_back(wire_bytes as f64 / took);
+            }
+        } else if !took.is_zero() {
+            // Most of its time was latency, and the link carries at least that: a round that was slow for another
+            // reason is not believed for ever because those after it are short.
+            let took = took.as_secs_f64();
+            self.measured.pages_per_s = self.measured.pages_per_s.max(content_pages as f64 / took);
+            if let Some(last) = self.wire_rates.back_mut() {
+                *last = last.max(wire_bytes as f64 / took);
+            }
         }
+    }
+
+    /// What the link carries, in bytes per second, as far as it was seen.
+    fn wire_bytes_per_s(&self) -> f64 {
+        let fastest = self.wire_rates.iter().copied().reduce(f64::max);
+        let capped = self.max_bandwidth.map_or(f64::INFINITY, |cap| cap as f64);
+        fastest.unwrap_or(ASSUMED_BYTES_PER_S).min(capped)
     }
 
     /// What migrates, as it is known now, in bytes of whole pages per second.
@@ -256,9 +295,12 @@ impl Predictor {
 
     fn fixed_cost(&self) -> Duration {
         // The state travels as it is, on a channel of its own.
-        let wire = self.link_bytes_per_s() / self.compression_ratio();
-        let transfer = self.state.bytes as f64 / wire.max(1.0);
-        self.state.handling + self.round_trip * ROUND_TRIPS + Duration::from_secs_f64(transfer)
+        let transfer = self.state.bytes as f64 / self.wire_bytes_per_s().max(1.0);
+        let [before, last] = self.device_waits;
+        self.state.handling
+            + before.min(last)
+            + self.round_trip * ROUND_TRIPS
+            + Duration::from_secs_f64(transfer)
     }
 
     fn verdict(&self, harvest: Harvest, predicted: Duration) -> NotConverging {
@@ -426,6 +468,40 @@ mod tests {
         assert_eq!(predictor.link_bytes_per_s(), before);
     }
 
+    /// Of a guest whose pages travel as deltas: the slow round said nothing of the link.
+    #[test]
+    fn one_slow_round_does_not_decide_what_the_handover_takes() {
+        let mut predictor = Predictor::new(limits(), None);
+        predictor
+            .expect_state(StateEstimate { bytes: 350_000, handling: Duration::from_millis(15) });
+        predictor.measured_round(16_384, 16_384 * 4096, Duration::from_millis(600));
+        // 1 MB of deltas in 1.3 s, while the machine was busy with something else.
+        predictor.measured_round(16_384, 1_000_000, Duration::from_millis(1300));
+        assert!(predictor.fixed_cost() < Duration::from_millis(30), "{predictor:?}");
+        assert_eq!(predictor.decide(harvest(2, 200)), Decision::SwitchOver);
+        // It is believed once that is what all rounds say.
+        for _ in 0..LINK_ROUNDS {
+            predictor.measured_round(16_384, 1_000_000, Duration::from_millis(1300));
+        }
+        assert!(predictor.fixed_cost() > Duration::from_millis(400), "{predictor:?}");
+        assert!(matches!(predictor.decide(harvest(3, 200)), Decision::GiveUp(_)));
+    }
+
+    /// The rounds after it are too short to measure, and each shows that the link carries more.
+    #[test]
+    fn slow_round_is_not_believed_for_ever_when_short_ones_follow() {
+        let mut predictor = Predictor::new(limits(), None);
+        predictor
+            .expect_state(StateEstimate { bytes: 350_000, handling: Duration::from_millis(15) });
+        predictor.measured_round(500, 500 * 4096, Duration::from_secs(4));
+        assert_eq!(predictor.decide(harvest(1, 200)), Decision::AnotherRound);
+        predictor.measured_round(200, 200 * 4096, Duration::from_millis(10));
+        assert_eq!(predictor.decide(harvest(2, 200)), Decision::SwitchOver);
+        // What a slower one says it says of latency.
+        predictor.measured_round(1, 4096, Duration::from_millis(10));
+        assert_eq!(predictor.decide(harvest(3, 200)), Decision::SwitchOver);
+    }
+
     #[test]
     fn gives_up_in_words_after_the_last_round() {
         let predictor = Predictor::new(limits(), None);
@@ -455,6 +531,20 @@ mod tests {
         assert_eq!(predictor.predict(0), Duration::from_millis(1615));
         let Decision::GiveUp(why) = predictor.decide(harvest(2, 0)) else { panic!() };
         assert!(why.to_string().contains("16.0 MB of device state"), "{why}");
+    }
+
+    #[test]
+    fn predictor_counts_waits_for_devices_unless_only_one_was_long() {
+        let mut predictor = Predictor::new(limits(), None);
+        let before = predictor.predict(0);
+        let [short, long] = [2, 400].map(Duration::from_millis);
+        for (wait, counts) in [(long, Duration::ZERO), (short, short), (long, short), (long, long)]
+        {
+            predictor.waited_for_devices(wait);
+            assert_eq!(predictor.predict(0), before + counts);
+        }
+        let Decision::GiveUp(why) = predictor.decide(harvest(2, 0)) else { panic!() };
+        assert!(why.predicted_downtime_ms >= 400.0, "{why}");
     }
 
     #[test]

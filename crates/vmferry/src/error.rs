@@ -10,7 +10,8 @@ use vmferry_wire::{Algorithm, AlgorithmSet, Reason, ReasonCode};
 use crate::config::ConfigError;
 use crate::convergence::NotConverging;
 use crate::journal::JournalError;
-use crate::vm::VmError;
+use crate::told::Told;
+use crate::vm::{PoweredOff, VmError};
 
 /// Why a migration did not happen. The guest is where the outcome says, never in two places.
 #[derive(Debug, thiserror::Error)]
@@ -79,6 +80,21 @@ pub enum MigrateError {
     /// The guest writes faster than the limits allow.
     #[error("the migration does not converge: {0}")]
     NotConverging(Box<NotConverging>),
+    /// The guest was paused for the handover, and that took too long.
+    #[error(
+        "the guest stood still for {} before COMMIT, in {during}, and the migration is given up after {}: the link or a \
+         host became slower at the switchover; the source keeps the guest",
+        humantime_seconds(*.paused),
+        humantime_seconds(*.bound)
+    )]
+    PauseTooLong {
+        /// What the migration was doing.
+        during: &'static str,
+        /// For how long the guest stood still.
+        paused: Duration,
+        /// For how long it may.
+        bound: Duration,
+    },
     /// The user ended it.
     #[error("cancelled during {during}")]
     Cancelled {
@@ -98,8 +114,9 @@ pub enum MigrateError {
     /// The paused memories differ: a write escaped the dirty log.
     #[error(
         "--verify found different memory: {source_pages} pages hash to {source_hash:#018x} at the \
-         source, {destination_pages} to {destination_hash:#018x} at the destination; a write \
-         escaped the dirty log {log}; the source keeps the guest"
+         source, {destination_pages} to {destination_hash:#018x} at the destination; {}; the source \
+         keeps the guest",
+        mismatch_cause(*.compared, .log)
     )]
     VerifyMismatch {
         /// Non-zero pages at the source.
@@ -112,6 +129,8 @@ pub enum MigrateError {
         destination_hash: u64,
         /// The dirty log in use.
         log: &'static str,
+        /// When the destination hashed its memory.
+        compared: Compared,
     },
     /// Pages could not be compressed.
     #[error("compression failed on {channel}")]
@@ -137,6 +156,15 @@ pub enum MigrateError {
         #[source]
         source: VmError,
     },
+    /// The guest has powered off by itself.
+    #[error("the guest has powered off: there is nothing to move")]
+    PoweredOff,
+    /// The guest is paused, and the destination would run it.
+    #[error(
+        "the guest is paused, and the destination's release (protocol version 1) would run it: upgrade vmferry there, or \
+         continue the guest first"
+    )]
+    PausedForOldPeer,
     /// The journal failed, so nothing was promised.
     #[error("no promise could be made")]
     Journal(#[from] JournalError),
@@ -151,6 +179,26 @@ pub enum MigrateError {
     },
 }
 
+/// When a destination hashes its memory for `--verify`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Compared {
+    /// Once all of it was placed, and before the state was loaded.
+    BeforeLoad,
+    /// After the state was loaded, which may have written memory: a destination of an earlier release.
+    AfterLoad,
+}
+
+/// What a mismatch can come from.
+fn mismatch_cause(compared: Compared, log: &str) -> String {
+    match compared {
+        Compared::BeforeLoad => format!("a write escaped the dirty log {log}"),
+        Compared::AfterLoad => format!(
+            "a write escaped the dirty log {log}, or the destination wrote memory while it loaded the \
+             state, since it compares after that: upgrade vmferry there"
+        ),
+    }
+}
+
 /// Errors by what a caller does about them; the command's exit codes follow these.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ErrorClass {
@@ -160,7 +208,7 @@ pub enum ErrorClass {
     Authentication,
     /// The peer does not keep the protocol, or another version of it.
     Protocol,
-    /// Another machine, memory layout or guest identity.
+    /// Another machine, memory layout or guest identity, or too little memory for the guest.
     Incompatible,
     /// Someone else is at it.
     Busy,
@@ -172,11 +220,18 @@ pub enum ErrorClass {
     Cancelled,
     /// Memory differs.
     Corrupt,
+    /// The guest is not in a state in which it can be moved.
+    GuestState,
     /// This host or the other one failed.
     Internal,
 }
 
 impl MigrateError {
+    /// The VMM could not do something; or the guest has powered off.
+    pub(crate) fn of_vm(action: &'static str, source: VmError) -> Self {
+        if PoweredOff::is_in(&source) { Self::PoweredOff } else { Self::Vm { action, source } }
+    }
+
     /// What kind of failure it is.
     #[must_use]
     pub fn class(&self) -> ErrorClass {
@@ -184,6 +239,10 @@ impl MigrateError {
             Self::Transport(error) if error.is_authentication() => ErrorClass::Authentication,
             Self::Transport(TransportError::AddressInUse { .. }) => ErrorClass::Busy,
             Self::Transport(_) => ErrorClass::Connect,
+            // It has too little for this guest.
+            Self::Refused { reason: Reason { code: ReasonCode::Memory, .. }, .. } => {
+                ErrorClass::Incompatible
+            }
             Self::Refused { reason, .. } | Self::EndedByPeer { reason, .. } => match reason.code {
                 ReasonCode::Cancelled => ErrorClass::Cancelled,
                 ReasonCode::Incompatible
@@ -194,14 +253,19 @@ impl MigrateError {
                 ReasonCode::DigestMismatch => ErrorClass::Corrupt,
                 ReasonCode::TimedOut => ErrorClass::LinkLost,
                 ReasonCode::Unauthorised => ErrorClass::Authentication,
+                ReasonCode::PoweredOff => ErrorClass::GuestState,
                 _ => ErrorClass::Internal,
             },
             Self::Protocol { .. } => ErrorClass::Protocol,
-            Self::Undecodable { .. } => ErrorClass::Incompatible,
+            Self::Undecodable { .. } | Self::PausedForOldPeer => ErrorClass::Incompatible,
+            Self::PoweredOff => ErrorClass::GuestState,
             Self::LinkLost { .. } | Self::TimedOut { .. } => ErrorClass::LinkLost,
-            Self::NotConverging(_) => ErrorClass::NotConverging,
+            Self::NotConverging(_) | Self::PauseTooLong { .. } => ErrorClass::NotConverging,
             Self::Cancelled { .. } => ErrorClass::Cancelled,
             Self::DigestMismatch { .. } | Self::VerifyMismatch { .. } => ErrorClass::Corrupt,
+            Self::Vm { source, .. } if Told::of(source).is_some_and(Told::is_incompatible) => {
+                ErrorClass::Incompatible
+            }
             Self::Config(_)
             | Self::Compression { .. }
             | Self::DirtyLog(_)
@@ -212,14 +276,16 @@ impl MigrateError {
         }
     }
 
-    /// What the peer is told: a code and one line of text, without this host's paths or causes.
+    /// What the peer is told: a code and one line of text, without this host's paths or causes, but for the place that is
+    /// full.
     #[must_use]
     pub fn reason_for_peer(&self) -> Reason {
         let code = match self {
             Self::Cancelled { .. } => ReasonCode::Cancelled,
-            Self::NotConverging(_) => ReasonCode::Cancelled,
+            Self::NotConverging(_) | Self::PauseTooLong { .. } => ReasonCode::Cancelled,
             Self::Protocol { .. } => ReasonCode::Protocol,
-            Self::Undecodable { .. } => ReasonCode::Incompatible,
+            Self::Undecodable { .. } | Self::PausedForOldPeer => ReasonCode::Incompatible,
+            Self::PoweredOff => ReasonCode::PoweredOff,
             Self::TimedOut { .. } | Self::LinkLost { .. } => ReasonCode::TimedOut,
             Self::DigestMismatch { .. } | Self::VerifyMismatch { .. } => ReasonCode::DigestMismatch,
             Self::DirtyLog(_) | Self::Memory(_) => ReasonCode::Memory,
@@ -231,8 +297,18 @@ impl MigrateError {
             | Self::Local { .. }
             | Self::Compression { .. } => ReasonCode::Internal,
         };
+        if let Self::Memory(full @ MemoryError::NoRoom { .. }) = self {
+            return Reason::new(code, &full.to_string());
+        }
         if let Self::Journal(_) = self {
             return Reason::new(code, "its journal can't be used: see what it says itself");
+        }
+        if let Self::Vm { source, .. } = self
+            && let Some(told) = Told::of(source)
+        {
+            let code =
+                if told.is_incompatible() { ReasonCode::Incompatible } else { ReasonCode::State };
+            return Reason::new(code, &format!("{self}: {told}"));
         }
         Reason::new(code, &self.to_string())
     }

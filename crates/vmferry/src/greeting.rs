@@ -197,6 +197,7 @@ fn channel_name(role: Role, lane: u8) -> String {
         Role::Data => format!("lane {lane}"),
         Role::Query => "query".into(),
         Role::Resume => "resumed control".into(),
+        Role::Probe => "probe".into(),
         Role::Other(role) => format!("role {role}"),
     }
 }

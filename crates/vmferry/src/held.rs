@@ -239,6 +239,11 @@ impl<V: StreamedVm> Paused<V> {
 }
 
 impl<V: Resume> Paused<V> {
+    /// See [`Resume::is_paused_by_others`].
+    pub fn is_paused_by_others(&self) -> bool {
+        self.0.as_ref().is_some_and(Resume::is_paused_by_others)
+    }
+
     /// Lets the guest run on. A VMM that can't do it once may do it when asked again: the guest's life
     /// hangs on it.
     ///

@@ -33,17 +33,20 @@ pub mod link;
 pub mod newer;
 pub mod peer;
 pub mod policy;
+pub mod probe;
 pub mod source;
 pub mod stats;
 pub mod streamed;
+pub mod told;
 
 mod cpu;
 mod greeting;
+mod life;
 mod vm;
 
 pub use config::{DestinationConfig, SourceConfig, Timeouts};
 pub use error::{ErrorClass, MigrateError, chain};
 pub use vm::{
-    DestinationVm, GuestDescription, Landing, PrepareError, Resume, SourceVm, StateEstimate,
-    VmError,
+    DestinationVm, GuestDescription, Landing, PoweredOff, PrepareError, Resume, SourceVm,
+    StateEstimate, VmError,
 };

@@ -1,6 +1,7 @@
 //! A control channel: typed messages over a channel's two halves; and what is said of channels that are lost.
 
 use std::io::{self, Read, Write};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -43,6 +44,26 @@ impl<W: Write> ControlWriter<W> {
 }
 
 impl ControlWriter<ChannelWriter> {
+    /// Sends a message to a peer that may take no longer than `patience` to receive it; `usual` is what others may take.
+    ///
+    /// # Errors
+    /// The channel's.
+    pub fn send_within(
+        &self,
+        message: &ControlMessage,
+        patience: Duration,
+        usual: Duration,
+    ) -> io::Result<()> {
+        self.set_timeout(patience)?;
+        self.send(message)?;
+        self.set_timeout(usual)
+    }
+
+    fn set_timeout(&self, timeout: Duration) -> io::Result<()> {
+        let mut outgoing = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        outgoing.writer.set_timeout(Some(timeout)).map_err(io::Error::other)
+    }
+
     /// Says that nothing follows; what was sent before still arrives.
     ///
     /// # Errors
@@ -63,6 +84,11 @@ impl ControlSlot {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some((writer, closer));
     }
 
+    /// No channel, until there is another one.
+    pub fn clear(&self) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
     /// Sends a message if there is a channel. One that fails is closed, which its reader notices.
     pub fn send(&self, message: &ControlMessage) {
         let mut slot = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -75,10 +101,98 @@ impl ControlSlot {
     }
 }
 
+/// How long a peer may take to receive an answer. All of them are short, and fit into the buffers of any channel that is
+/// read: whoever leaves them longer is not reading, and the thread that waits leads a migration.
+pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Who speaks on a control channel, and so which messages may come on it. The type of a message is looked at before
+/// anything is read or allocated for its body.
+#[derive(Clone, Debug)]
+pub enum Speaker {
+    /// The source, on the control channel of a session. FINAL, the one long message, is read only when it is due.
+    Source(FinalDue),
+    /// The destination.
+    Destination,
+    /// A source that is to be refused.
+    Applicant,
+    /// Somebody whose question was not asked yet.
+    Asker,
+    /// A source in doubt that has asked about a session.
+    InDoubt,
+}
+
+impl Speaker {
+    fn may_say(&self, message: u16) -> bool {
+        use vmferry_wire::number as is;
+        let of_source = !matches!(
+            message,
+            is::ACCEPT
+                | is::REFUSE
+                | is::PLACED
+                | is::READY
+                | is::VERIFIED
+                | is::RUNNING
+                | is::ABORTED
+                | is::ANSWER
+        );
+        match self {
+            Self::Source(due) if message == is::FINAL => due.is_due(),
+            Self::Source(_) => of_source,
+            Self::Destination => !of_source || matches!(message, is::PING | is::PONG | is::ABORT),
+            Self::Applicant => of_source && message != is::FINAL,
+            Self::Asker => message == is::QUERY,
+            Self::InDoubt => {
+                matches!(message, is::QUERY | is::COMMIT | is::ABORT | is::PING | is::PONG)
+            }
+        }
+    }
+}
+
+/// Whether the destination waits for a FINAL on a control channel. Only one is read at a time, and none before the guest
+/// is accepted: it may have 64 MiB.
+#[derive(Clone, Debug, Default)]
+pub struct FinalDue {
+    /// The session takes one: the guest is accepted, and nothing is decided yet.
+    wanted: Arc<AtomicBool>,
+    /// One was read on this channel, and not withdrawn since.
+    said: bool,
+}
+
+impl FinalDue {
+    /// For a channel of a session that says when it wants one.
+    #[must_use]
+    pub fn of(wanted: &Arc<AtomicBool>) -> Self {
+        Self { wanted: Arc::clone(wanted), said: false }
+    }
+
+    /// Always, where nothing but a channel's own order counts.
+    #[must_use]
+    pub fn any_time() -> Self {
+        Self { wanted: Arc::new(AtomicBool::new(true)), said: false }
+    }
+
+    fn is_due(&self) -> bool {
+        self.wanted.load(Ordering::Acquire) && !self.said
+    }
+
+    fn heard(&mut self, message: &ControlMessage) {
+        match message {
+            ControlMessage::Final { .. } => self.said = true,
+            ControlMessage::Withdraw {} => self.said = false,
+            _ => {}
+        }
+    }
+}
+
+/// How much room is made for a message at first. A longer one gets more as it comes, at most twice what has come: what a
+/// peer says that it will send costs nothing.
+const FIRST_BYTES: usize = 16 << 10;
+
 /// The receiving half.
 #[derive(Debug)]
 pub struct ControlReader<R> {
     reader: R,
+    speaker: Speaker,
     /// Of the protocol.
     version: u16,
     offset: u64,
@@ -88,8 +202,8 @@ pub struct ControlReader<R> {
 
 impl<R: Read> ControlReader<R> {
     /// Wraps the receiving half of a channel on which a version of the protocol was agreed on.
-    pub fn new(reader: R, version: u16) -> Self {
-        Self { reader, version, offset: 0, body: Vec::new(), ignored: Vec::new() }
+    pub fn new(reader: R, version: u16, speaker: Speaker) -> Self {
+        Self { reader, speaker, version, offset: 0, body: Vec::new(), ignored: Vec::new() }
     }
 
     /// Fields of the last message that this release does not know, and that were left out.
@@ -110,18 +224,34 @@ impl<R: Read> ControlReader<R> {
             reason: error.to_string(),
         };
         let header = ControlHeader::parse(&header).map_err(|error| protocol(self.offset, error))?;
+        if !self.speaker.may_say(header.number()) {
+            let reason = format!("{} came out of turn: this side was {during}", header.name());
+            let channel = "control".into();
+            return Err(MigrateError::Protocol { channel, offset: self.offset, reason });
+        }
         self.offset += CONTROL_HEADER_BYTES as u64;
         // `parse` has checked the length against the limit of the message's type.
         let mut body = std::mem::take(&mut self.body);
-        body.resize(header.body_bytes(), 0);
-        let filled = self.fill(&mut body, during);
-        self.body = body;
-        filled?;
-        let decoded = header
-            .decode(self.version, &self.body)
-            .map_err(|error| protocol(self.offset, error))?;
-        self.offset += self.body.len() as u64;
+        body.clear();
+        while body.len() < header.body_bytes() {
+            let (filled, left) = (body.len(), header.body_bytes() - body.len());
+            body.resize(filled + left.min(filled.max(FIRST_BYTES)), 0);
+            self.fill(&mut body[filled..], during)?;
+        }
+        let bytes = body.len() as u64;
+        // A body that was long is not kept, nor copied.
+        let decoded = if body.len() > FIRST_BYTES {
+            header.decode_whole(self.version, body)
+        } else {
+            self.body = body;
+            header.decode(self.version, &self.body)
+        };
+        let decoded = decoded.map_err(|error| protocol(self.offset, error))?;
+        self.offset += bytes;
         self.ignored = decoded.ignored;
+        if let Speaker::Source(due) = &mut self.speaker {
+            due.heard(&decoded.message);
+        }
         Ok(decoded.message)
     }
 

@@ -3,6 +3,7 @@
 //! A member that this release does not know is refused by name: it may be what keeps a guest safe. What may be left out
 //! stands in a member of its own, `optional`, whose content a release reads as far as it knows it.
 
+use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
@@ -19,6 +20,18 @@ pub fn read<T: DeserializeOwned>(json: &[u8]) -> serde_json::Result<T> {
         members.remove(OPTIONAL);
     }
     serde_json::from_value(value)
+}
+
+/// Reads a member of what may be left out; none where it is not there, or is something else by that name.
+#[must_use]
+pub fn optional<T: DeserializeOwned>(json: &[u8], member: &str) -> Option<T> {
+    let mut value: Value = serde_json::from_slice(json).ok()?;
+    serde_json::from_value(value.get_mut(OPTIONAL)?.get_mut(member)?.take()).ok()
+}
+
+/// Adds a member that may be left out to an object.
+pub fn add_optional(object: &mut Value, member: &str, value: &impl Serialize) {
+    object[OPTIONAL][member] = serde_json::json!(value);
 }
 
 #[cfg(test)]
@@ -38,6 +51,13 @@ mod tests {
         for json in [r#"{"a":1}"#, r#"{"a":1,"optional":{"b":2}}"#, r#"{"optional":7,"a":1}"#] {
             assert_eq!(read::<Known>(json.as_bytes()).unwrap(), Known { a: 1 }, "{json}");
         }
+        let mut written = serde_json::json!({ "a": 1 });
+        add_optional(&mut written, "b", &2);
+        let written = written.to_string();
+        assert_eq!(written, r#"{"a":1,"optional":{"b":2}}"#);
+        assert_eq!(optional::<u8>(written.as_bytes(), "b"), Some(2));
+        assert_eq!(optional::<String>(written.as_bytes(), "b"), None);
+        assert_eq!(optional::<u8>(br#"{"a":1}"#, "b"), None);
         let error = read::<Known>(br#"{"a":1,"b":2}"#).unwrap_err().to_string();
         assert!(error.contains("unknown field `b`"), "{error}");
         for bad in [&b""[..], b"[]", b"{}", b"{\"a\":1} x"] {

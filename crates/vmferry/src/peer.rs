@@ -11,6 +11,8 @@ pub struct SourceSide {
     pub vmm: String,
     /// Whether the VMM [streams](crate::streamed) the guest, and decides on rounds and on the pause.
     pub streams: bool,
+    /// Bytes that the guest uses of each slot, as far as they are known.
+    pub used_bytes: Vec<Option<u64>>,
     /// The version of the protocol that was agreed on.
     pub protocol: u16,
 }
@@ -19,7 +21,8 @@ impl SourceSide {
     /// A guest whose memory the engine reads, written to by what this log sees, on a channel of the newest protocol.
     #[must_use]
     pub fn new(log: &'static str) -> Self {
-        Self { log, vmm: String::new(), streams: false, protocol: PROTOCOL_VERSION_MAX }
+        let (vmm, used_bytes) = (String::new(), Vec::new());
+        Self { log, vmm, streams: false, used_bytes, protocol: PROTOCOL_VERSION_MAX }
     }
 }
 

@@ -5,12 +5,13 @@
 //! never looks into the device state and never knows what hypervisor is below.
 
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use vmferry_dirty::DirtyLog;
 use vmferry_memory::{GuestMemory, SlotLayout};
-use vmferry_wire::GuestIdentity;
+use vmferry_wire::{GuestIdentity, SessionId};
 
 use crate::free_pages::FreePages;
 
@@ -39,6 +40,32 @@ pub trait Resume: Send + 'static {
     /// # Errors
     /// Whatever keeps a vCPU or a device from starting.
     fn resume(&mut self) -> Result<(), VmError>;
+
+    /// Whether somebody else than the engine has paused the guest, such as an operator. [`resume`](Self::resume) leaves
+    /// such a guest paused, and it arrives paused. Asked once its state is saved.
+    fn is_paused_by_others(&self) -> bool {
+        false
+    }
+}
+
+/// The guest has powered off by itself: there is nothing to move. An error of a VMM with this one in its chain ends the
+/// migration with these words on both sides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the guest has powered off")]
+pub struct PoweredOff;
+
+impl PoweredOff {
+    /// Whether a VMM says that.
+    pub(crate) fn is_in(error: &VmError) -> bool {
+        let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&**error);
+        while let Some(error) = cause {
+            if error.is::<Self>() {
+                return true;
+            }
+            cause = error.source();
+        }
+        false
+    }
 }
 
 /// What the state of vCPUs and devices will cost, as far as the VMM knows before the guest stops.
@@ -161,15 +188,17 @@ pub trait SourceVm: Resume {
         StateEstimate::default()
     }
 
-    /// Runs `harvest` while nothing writes memory behind the dirty log's back, and returns for how long
-    /// the guest stood still for it.
+    /// Runs `harvest`, and returns when every request of a device that was under way at its end is over: for how long
+    /// the guest may have stood still for it. No page of this harvest is copied before.
     ///
-    /// A device that pins guest pages (`O_DIRECT`, registered buffers) writes them later without a
-    /// fault, so that no write protection sees it: with such devices the guest is stopped, which
-    /// drains them, for each harvest. Otherwise `harvest` is all that is to be done.
+    /// A device that pins guest pages for a request (`O_DIRECT`) writes them later without a fault, so
+    /// that no write protection sees it. To pin a page for writing is a write, though: the page is in
+    /// this harvest or in an earlier one, and what is copied once the request is over has what it
+    /// brought. Without such devices `harvest` is all that is to be done. A device that writes pages
+    /// which it has pinned for good is not made safe by this: its guest can't be migrated so.
     ///
     /// # Errors
-    /// A guest that could not be stopped, or not be let run again. `harvest` was run or not.
+    /// Requests that could not be waited for; the guest runs. `harvest` was run or not.
     fn quiesced(&mut self, harvest: &mut dyn FnMut()) -> Result<Duration, VmError> {
         harvest();
         Ok(Duration::ZERO)
@@ -182,6 +211,12 @@ pub trait SourceVm: Resume {
     /// If this VMM can't, or is not allowed to.
     fn throttle(&mut self, percent: u8) -> Result<(), VmError> {
         if percent == 0 { Ok(()) } else { Err("this VMM can't throttle its vCPUs".into()) }
+    }
+
+    /// Bytes that the guest uses of each slot of its memory, as far as they are known: a destination that has less refuses it
+    /// before anything is sent. By default, the populated pages that hold anything, by a sample.
+    fn used_bytes(&self) -> Vec<Option<u64>> {
+        self.memory().used_bytes()
     }
 
     /// All who know which pages need not be sent, beside those that were never populated: a balloon whose guest hints its
@@ -245,6 +280,25 @@ pub trait DestinationVm: Send + 'static {
     /// A description that does not fit: the text goes to the source and to the operator.
     fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError>;
 
+    /// The guest comes by this session, whose journal is in this directory. A VMM that outlives this process leaves
+    /// a note there by which the next process finds it: a restarted host runs a guest that it was given, and ends one
+    /// that it was not. The default does nothing, for a guest that dies with the process.
+    ///
+    /// # Errors
+    /// If the note can't be left: the guest is refused.
+    fn opened(&mut self, _session: SessionId, _journals: &Path) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    /// The guest was paused at the source, by somebody else than the engine: [`run`](Self::run) takes it over and leaves it
+    /// paused. Called before [`load`](Self::load).
+    ///
+    /// # Errors
+    /// A VMM that takes no paused guest, which the default is: the migration ends and the guest stays at the source.
+    fn stay_paused(&mut self) -> Result<(), VmError> {
+        Err("the guest is paused, and this VMM takes running guests only".into())
+    }
+
     /// Loads the state that [`SourceVm::save`] wrote. All memory is placed by then. With streams there is none, and
     /// the VMM has been given every byte: on return it has taken them. The guest must not run yet.
     ///
@@ -297,6 +351,12 @@ pub enum PrepareError {
     /// Another VMM, another machine type, or a configuration that this build does not know.
     #[error("incompatible machine: {0}")]
     Incompatible(String),
+    /// This host has too little memory for the guest.
+    #[error("too little memory at the destination: {0}")]
+    NoRoom(String),
+    /// What the guest was to be put into is in use, or may be.
+    #[error("in use: {0}")]
+    InUse(String),
     /// This host failed.
     #[error("the destination machine could not be made")]
     Vm(#[source] VmError),

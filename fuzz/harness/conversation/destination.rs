@@ -61,7 +61,7 @@ impl DestinationHost {
     pub fn handover(&self) -> Option<DestinationState> {
         match &self.machine {
             Some(machine) => Some(machine.handover()),
-            None => recover_destination(&self.journal),
+            None => recover_destination(&self.journal).map(|(state, _)| state),
         }
     }
 
@@ -155,12 +155,12 @@ impl DestinationHost {
     fn word_of_the_journal(&mut self) -> SessionWord {
         match recover_destination(&self.journal) {
             None => SessionWord::Unknown,
-            Some(DestinationState::AbortWriting) => {
+            Some((DestinationState::AbortWriting, _)) => {
                 self.journal.push(Record::Aborted { reason: "restarted".into() });
                 self.check_the_journal();
                 SessionWord::Aborted
             }
-            Some(state) => state.word(),
+            Some((state, _)) => state.word(),
         }
     }
 
@@ -243,7 +243,7 @@ impl DestinationHost {
             Action::Prepare { .. } => self.tasks.push(Task::Prepare),
             Action::Open(_) => self.tasks.push(Task::Open),
             Action::SumDigest => self.tasks.push(Task::Sum),
-            Action::Load(_) => self.tasks.push(Task::Load),
+            Action::Load { .. } => self.tasks.push(Task::Load),
             Action::Hash { .. } => self.tasks.push(Task::Hash),
             Action::WriteIntent => {
                 assert!(self.loaded, "RUN-INTENT for a guest that is not whole");

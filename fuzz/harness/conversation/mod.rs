@@ -194,7 +194,14 @@ fn guest() -> GuestIdentity {
 }
 
 fn open() -> Record {
-    Record::Open { guest: guest(), peer: String::new(), peer_names: Vec::new(), at: 0, order: 1 }
+    Record::Open {
+        guest: guest(),
+        peer: String::new(),
+        peer_names: Vec::new(),
+        at: 0,
+        order: 1,
+        process: None,
+    }
 }
 
 fn failure() -> MigrateError {

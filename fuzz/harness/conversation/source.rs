@@ -31,7 +31,7 @@ enum Task {
     LastHarvest,
     Save,
     Sum,
-    Hash,
+    Hash(u32),
     Commit,
     Ask,
 }
@@ -233,9 +233,11 @@ impl SourceHost {
                 What::Paused { stood_still: took }
             }
             Task::LastHarvest => What::LastHarvest { pages: outcome.into(), took },
-            Task::Save => What::Saved { state: vec![outcome; 3], took },
+            Task::Save => What::Saved { state: vec![outcome; 3], took, paused: false },
             Task::Sum => What::Digest(DIGEST),
-            Task::Hash => What::Hashed(WholeHash { hash: DIGEST, pages: 1 }),
+            Task::Hash(attempt) => {
+                What::Hashed { attempt, hash: WholeHash { hash: DIGEST, pages: 1 } }
+            }
         };
         self.handle(now, what, wire);
     }
@@ -278,7 +280,7 @@ impl SourceHost {
             Action::HarvestLast => self.tasks.push(Task::LastHarvest),
             Action::Save => self.tasks.push(Task::Save),
             Action::SumDigest => self.tasks.push(Task::Sum),
-            Action::Hash => self.tasks.push(Task::Hash),
+            Action::Hash { attempt } => self.tasks.push(Task::Hash(attempt)),
             Action::WriteCommit => {
                 assert!(!self.recovered && !self.runs);
                 self.tasks.push(Task::Commit);

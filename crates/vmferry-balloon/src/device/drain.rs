@@ -226,7 +226,7 @@ where
         let kind = QueueKind::Reporting;
         self.expect(kind, buffer.readable.is_empty());
         // A page that is discarded reads as zeros, and this one must keep its poison.
-        let keeps_content = self.poison() != 0;
+        let keeps_content = self.poison().is_some_and(|poison| poison != 0);
         for segment in &buffer.writable {
             self.take_range(memory, kind, segment.start, segment.bytes.into(), |this, range| {
                 if !keeps_content {
@@ -286,7 +286,7 @@ where
         }
     }
 
-    fn poison(&self) -> u32 {
-        if self.negotiated().contains(Features::PAGE_POISON) { self.poison } else { 0 }
+    fn poison(&self) -> Option<u32> {
+        self.negotiated().contains(Features::PAGE_POISON).then_some(self.poison)
     }
 }

@@ -12,7 +12,7 @@ const DONE: u32 = 1;
 const PLAIN: Features = Features::ALL.without(Features::EVENT_IDX);
 
 fn hint(start: u64, bytes: u64, id: u32) -> Event {
-    Event::Hint { start, bytes, id, poison: 0 }
+    Event::Hint { start, bytes, id, poison: Some(0) }
 }
 
 fn without_interrupts(mut events: Vec<Event>) -> Vec<Event> {
@@ -42,6 +42,26 @@ fn hints_count_between_the_command_and_stop() {
     assert_eq!(events[4..], [Event::Complete(id)]);
     assert_eq!(driver.used(FREE_PAGE).len(), 8);
     assert_eq!(driver.device.awaited_hints(), None);
+}
+
+/// Section 5.5.6: a driver that negotiates `PAGE_POISON` relies on the content of its free pages, zeros included.
+#[test]
+fn hints_come_with_the_poison_if_the_driver_has_one_and_zero_is_one() {
+    for (features, written, expected) in [
+        (PLAIN, 0, Some(0)),
+        (PLAIN, 0xaaaa_aaaa, Some(0xaaaa_aaaa)),
+        (PLAIN.without(Features::PAGE_POISON), 0xaaaa_aaaa, None),
+    ] {
+        let mut driver = Driver::unnegotiated(Features::ALL);
+        driver.negotiate(features);
+        driver.device.write_config(12, &u32::to_le_bytes(written));
+        driver.activate(&[0, 1, 2, 3, 4]);
+        let id = driver.device.start_hints().unwrap().number();
+        driver.command(id);
+        driver.hint(0x3000, 0x1000);
+        let expected = Event::Hint { start: 0x3000, bytes: 0x1000, id, poison: expected };
+        assert_eq!(without_interrupts(driver.kick(FREE_PAGE)), [expected]);
+    }
 }
 
 #[test]

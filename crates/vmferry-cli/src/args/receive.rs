@@ -8,7 +8,7 @@ use vmferry_memory::MemoryKind;
 use vmferry_sandbox::Wanted;
 
 use super::migration::parse_protocol;
-use super::{RecordOptions, TlsOptions, parse_bytes};
+use super::{HookOptions, RecordOptions, TlsOptions, parse_bytes};
 
 /// `vmferry receive`.
 #[derive(Debug, Args)]
@@ -67,6 +67,9 @@ pub struct ReceiveOptions {
     /// End after the first attempt that fails.
     #[arg(long)]
     pub once: bool,
+    /// Who is told.
+    #[command(flatten)]
+    pub hook: HookOptions,
     /// What is recorded.
     #[command(flatten)]
     pub record: RecordOptions,
@@ -101,8 +104,12 @@ impl From<SandboxOption> for Wanted {
 #[derive(Debug, Args)]
 pub struct StarterOptions {
     /// Where QEMU is to have its QMP socket.
-    #[arg(long, value_name = "QMP_SOCKET")]
-    pub qmp: PathBuf,
+    #[arg(long, value_name = "QMP_SOCKET", required_unless_present = "beside")]
+    pub qmp: Option<PathBuf>,
+    /// Start nothing, and look into this QEMU process, which runs already.
+    #[arg(long, value_name = "PID", conflicts_with_all = ["qmp", "command"])]
+    pub beside: Option<u32>,
     /// QEMU's command line.
-    pub command: String,
+    #[arg(required_unless_present = "beside")]
+    pub command: Option<String>,
 }

@@ -29,7 +29,7 @@ mod tests {
             for command in public_command().get_subcommands() {
                 assert!(script.contains(command.get_name()), "{shell}: {}", command.get_name());
             }
-            for hidden in ["guard", "start-qemu"] {
+            for hidden in ["guard", "start-qemu", "run-hook"] {
                 assert!(!script.contains(hidden), "{shell}: {hidden}");
             }
         }

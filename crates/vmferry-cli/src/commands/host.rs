@@ -5,7 +5,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use vmferry_control::{RuntimeDirectory, Server, ServerError};
+use vmferry_control::{Directories, Server, ServerError};
 use vmferry_microvm::SharedMachine;
 use vmferry_microvm::service::{End, GuestService, peak_rss_bytes};
 
@@ -32,7 +32,7 @@ pub fn ending() -> Ending {
 /// Serves the guest's control socket until the guest ends.
 pub fn host(
     machine: &SharedMachine,
-    directory: &RuntimeDirectory,
+    directory: &Directories,
     (ended, is_over): Ending,
     output: &Output,
 ) -> Result<(), Failure> {
@@ -99,7 +99,7 @@ pub fn host(
 }
 
 fn bind(
-    directory: &RuntimeDirectory,
+    directory: &Directories,
     name: &str,
     service: &Arc<GuestService>,
 ) -> Result<Server, Failure> {

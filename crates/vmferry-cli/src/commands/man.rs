@@ -168,7 +168,11 @@ mod tests {
             let (_, page) = pages.iter().find(|(page, _)| *page == name).unwrap();
             // An apostrophe is a string that the page defines, as formatters differ in it.
             let plain = page.replace(r"\*(Aq", "'").replace('\\', "");
-            for word in after.to_string().split_whitespace().filter(|word| *word != "Examples:") {
+            let after = after.to_string();
+            assert_eq!(after.contains("Exit status:"), plain.contains("EXIT STATUS"), "{name}");
+            // These words are headings of the page.
+            let after = after.replace("Exit status:", "").replace("Examples:", "");
+            for word in after.split_whitespace() {
                 assert!(plain.contains(&ascii(word).replace('\\', "")), "{name}: {word}");
             }
         }

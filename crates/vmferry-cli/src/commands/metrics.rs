@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use vmferry::journal::{self, Side, Verdict};
 use vmferry_control::http::{answer_head, read_request};
 
-use super::directory;
+use super::directories;
 use super::status::ask_all;
 use crate::args::MetricsOptions;
 use crate::exit::{Code, Failure};
@@ -190,7 +190,7 @@ fn verdict_name(verdict: Verdict) -> &'static str {
 
 /// The metrics in Prometheus's text format.
 fn text() -> Result<String, Failure> {
-    let directory = directory()?;
+    let directory = directories()?;
     let sessions = journal::sessions(&directory.journals())
         .map_err(|error| Failure::of(Code::Internal, error))?;
     let guests = ask_all(&directory, &sessions)?;

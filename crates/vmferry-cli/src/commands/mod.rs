@@ -3,6 +3,7 @@
 pub mod balloon;
 pub mod completions;
 pub mod demo;
+pub mod doctor;
 pub mod estimate;
 mod host;
 pub mod inspect;
@@ -24,25 +25,30 @@ use std::process::{Child, ExitStatus};
 use std::time::{Duration, Instant};
 
 use uuid::Uuid;
-use vmferry_control::{RuntimeDirectory, runtime_directory};
+use vmferry_control::{Directories, DirectoryError};
 use vmferry_wire::GuestIdentity;
 
 use crate::exit::{Code, Failure};
 
-/// The directory of this user's guests.
-pub fn directory() -> Result<RuntimeDirectory, Failure> {
-    runtime_directory().map_err(|error| {
-        Failure::of(
-            Code::Internal,
-            anyhow::Error::new(error)
-                .context("the runtime directory can't be used: set VMFERRY_RUNTIME_DIR to another"),
-        )
-    })
+/// The directories of this user's guests, as they are: a command that only looks makes nothing.
+pub fn directories() -> Result<Directories, Failure> {
+    Directories::of_this_user().map_err(unusable)
+}
+
+/// The same for a command that has a guest or moves one: what is missing is made.
+pub fn prepared_directories() -> Result<Directories, Failure> {
+    directories()?.prepare().map_err(unusable)
+}
+
+fn unusable(error: DirectoryError) -> Failure {
+    let said = "the directory of control sockets or journals can't be used: mend it, or name others by \
+                VMFERRY_RUNTIME_DIR and VMFERRY_STATE_DIR";
+    Failure::of(Code::Internal, anyhow::Error::new(error).context(said))
 }
 
 /// The control socket of a guest.
 pub fn socket(guest: &str) -> Result<PathBuf, Failure> {
-    Ok(directory()?.socket(guest))
+    Ok(directories()?.socket(guest))
 }
 
 /// Who a new guest is.

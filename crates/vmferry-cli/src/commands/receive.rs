@@ -12,8 +12,8 @@ use vmferry_microvm::service::{End, peak_rss_bytes};
 use vmferry_sandbox::{Files, Restrictions, Work};
 use vmferry_transport::{Address, Listener, RecordingSide};
 
-use super::directory;
 use super::host::{ending, host};
+use super::prepared_directories;
 use super::send::{address, protocol, recorder, tls_files};
 use crate::args::ReceiveOptions;
 use crate::exit::{Code, Failure};
@@ -25,9 +25,9 @@ pub fn run(options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
     match (&options.qemu, &options.exec) {
         (Some(qmp), _) => return super::qemu::receive::attached(qmp, options, output),
         (None, Some(command)) => return super::qemu::receive::started(command, options, output),
-        (None, None) => {}
+        (None, None) => super::qemu::hook::must_be_of_a_qemu(&options.hook)?,
     }
-    let directory = directory()?;
+    let directory = prepared_directories()?;
     let listener = listen(options, output)?;
     let config = config(options, directory.journals(), output)?;
     let incoming = IncomingMachine {
@@ -57,11 +57,11 @@ pub fn run(options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
 
 fn run_received(
     owned: Owned<IncomingMachine>,
-    directory: &vmferry_control::RuntimeDirectory,
+    directory: &vmferry_control::Directories,
     ending: super::host::Ending,
     output: &Output,
 ) -> Result<(), Failure> {
-    let Owned { vm, session, guest, crash, stats, witness } = owned;
+    let Owned { vm, session, guest, crash, stats, witness, .. } = owned;
     let received = json!({
         "event": "received", "guest": guest, "session": session, "stats": stats,
         "peak_rss_bytes": peak_rss_bytes(),
@@ -102,6 +102,7 @@ pub fn config(
     config.once = options.once;
     config.workers = options.workers;
     config.protocol = protocol(options.protocol);
+    config.host = super::doctor::this_host();
     if let Some(path) = &options.policy {
         let policy = Policy::load(path).map_err(|error| Failure::of(Code::Usage, error))?;
         let output = output.clone();
@@ -161,6 +162,9 @@ pub fn tell(notice: &Notice, output: &Output) {
             "the link is lost; waiting for the source's word".to_owned()
         }
         Notice::Session(Report::Running) => "the guest runs here".to_owned(),
+        Notice::Session(Report::Paused) => {
+            "the guest is here, and paused as it was at the source".to_owned()
+        }
         Notice::Authenticated { peer, names, key_exchange } => {
             let name = names.first().map_or("a certificate without a name", String::as_str);
             let keys = key_exchange.as_deref().unwrap_or("unknown");

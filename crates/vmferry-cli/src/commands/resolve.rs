@@ -10,7 +10,7 @@ use vmferry::journal::{
 };
 use vmferry_control::{ClientError, Request, call};
 
-use super::directory;
+use super::directories;
 use super::status::{began, guest_name, peer, promise};
 use crate::args::ResolveOptions;
 use crate::exit::{Code, Failure};
@@ -32,7 +32,7 @@ pub fn run(options: &ResolveOptions, output: &Output) -> Result<(), Failure> {
     } else {
         OperatorWord::SourceResumes
     };
-    let directory = directory()?;
+    let directory = directories()?;
     let journals = directory.journals();
     let sessions = journal::sessions(&journals).map_err(internal)?;
     let meant: Vec<SessionSummary> =

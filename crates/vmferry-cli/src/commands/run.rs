@@ -5,7 +5,7 @@ use vmferry_microvm::service::End;
 use vmferry_microvm::{Machine, MachineConfig, MachineError};
 
 use super::host::{ending, host};
-use super::{directory, guest_identity};
+use super::{guest_identity, prepared_directories};
 use crate::args::{MachineOptions, RunOptions};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
@@ -13,7 +13,7 @@ use crate::output::Output;
 /// Makes the guest, starts it and hosts it until it ends.
 pub fn run(options: &RunOptions, output: &Output) -> Result<(), Failure> {
     check_name(&options.name).map_err(|error| Failure::of(Code::Usage, error))?;
-    let directory = directory()?;
+    let directory = prepared_directories()?;
     if vmferry_control::is_live(&directory.socket(&options.name)) {
         let text = format!(
             "a guest {} runs already: choose another name, or end that guest with `vmferry quit`",

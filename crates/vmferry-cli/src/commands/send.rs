@@ -22,6 +22,7 @@ pub fn run(options: &SendOptions, output: &Output) -> Result<(), Failure> {
     if let Some(qmp) = &options.qemu {
         return super::qemu::send::run(qmp, options, output);
     }
+    super::qemu::hook::must_be_of_a_qemu(&options.hook)?;
     let tls = source_files(options)?;
     let to = address(&options.to, &options.tls)?;
     let mut request = migrate_request(to, tls, &options.migration, options.verify);
@@ -79,6 +80,7 @@ pub fn migrate_request(
         addresses: Vec::new(),
         channels: options.channels,
         downtime_limit: options.downtime_limit.max(Duration::from_micros(1)),
+        downtime_abort: options.downtime_abort,
         max_bandwidth: options.max_bandwidth,
         max_rounds: options.max_rounds,
         reconnect_timeout: options.reconnect_timeout,

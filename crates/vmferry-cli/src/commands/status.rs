@@ -1,14 +1,15 @@
 //! `vmferry status`: the guests of this host, and what is in doubt.
 
+use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use bytesize::ByteSize;
 use comfy_table::{Table, presets};
 use serde_json::{Value, json};
 use vmferry::journal::{self, Record, SessionSummary, Side, Verdict};
-use vmferry_control::{ClientError, Request, RuntimeDirectory, call};
+use vmferry_control::{ClientError, Directories, Request, call};
 
-use super::{directory, socket};
+use super::{directories, socket};
 use crate::args::StatusOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
@@ -26,7 +27,7 @@ pub fn run(options: &StatusOptions, output: &Output) -> Result<(), Failure> {
 fn one(guest: &str, output: &Output) -> Result<(), Failure> {
     let status = match call(&socket(guest)?, &Request::Status, &mut |_| {}) {
         Err(error @ ClientError::Silent { .. }) => {
-            let journals = directory()?.journals();
+            let journals = directories()?.journals();
             let known = journal::sessions(&journals).ok().and_then(|all| last_word(&all, guest));
             let known = known.unwrap_or_else(|| "nothing of a migration".into());
             let error = anyhow::Error::new(error).context(format!("the journal says {known}"));
@@ -47,7 +48,7 @@ fn last_word(sessions: &[SessionSummary], guest: &str) -> Option<String> {
 /// Asks all guests at once, so that those that are stopped cost the wait for one. One is gone only where nobody listens:
 /// whoever answers anything else, or nothing, may be running it.
 pub fn ask_all(
-    directory: &RuntimeDirectory,
+    directory: &Directories,
     sessions: &[SessionSummary],
 ) -> Result<Vec<Value>, Failure> {
     let names = directory.guests()?;
@@ -144,7 +145,7 @@ fn describe(status: &Value) -> String {
 }
 
 fn all(output: &Output) -> Result<(), Failure> {
-    let directory = directory()?;
+    let directory = directories()?;
     let sessions = journal::sessions(&directory.journals())
         .map_err(|error| Failure::of(Code::Internal, error))?;
     let guests = ask_all(&directory, &sessions)?;
@@ -159,7 +160,11 @@ fn all(output: &Output) -> Result<(), Failure> {
         .filter(|session| session.verdict == Verdict::InDoubt)
         .map(|session| json!({ "session": session.session, "guest": guest_name(session), "vmm_lives": live(session) }))
         .collect();
-    output.result(&json!({ "guests": guests, "in_doubt": doubtful }), || {
+    let older = older_journals(&directory);
+    let value = json!({
+        "guests": guests, "in_doubt": doubtful, "directories": places(&directory), "older": older,
+    });
+    output.result(&value, || {
         let mut shown = if guests.is_empty() {
             "no guests of vmferry's own VMM on this host: `vmferry run NAME` starts one (which guests came into QEMUs, \
              `vmferry status --sessions` says)"
@@ -179,6 +184,14 @@ fn all(output: &Output) -> Result<(), Failure> {
                 text(&session["session"])
             ));
         }
+        for older in &older {
+            shown.push_str(&format!("\n{}", about_older(older)));
+        }
+        shown.push_str(&format!(
+            "\njournals are in {}, control sockets in {}",
+            directory.journals().display(),
+            directory.runtime().display()
+        ));
         shown
     });
     Ok(())
@@ -222,31 +235,102 @@ fn text(value: &Value) -> String {
 
 /// What the journals know, for whoever must decide who has a guest.
 fn sessions(output: &Output) -> Result<(), Failure> {
-    let directory = directory()?.journals();
+    let places = directories()?;
+    let directory = places.journals();
     let found =
         journal::sessions(&directory).map_err(|error| Failure::of(Code::Internal, error))?;
-    output.result(&json!({ "sessions": found }), || {
-        if found.is_empty() {
-            return format!("no migration is known in {}", directory.display());
+    let older = older_journals(&places);
+    let value = json!({ "sessions": found, "directory": directory, "older": older });
+    output.result(&value, || {
+        let mut shown = session_table(&directory, &found);
+        for older in &older {
+            shown.push_str(&format!("\n{}", about_older(older)));
         }
-        let mut table = Table::new();
-        table.load_style(presets::ASCII_BORDERS_ONLY_CONDENSED);
-        table.set_header(["guest", "session", "this host was", "the other", "and"]);
-        for session in &found {
-            table.add_row([
-                guest_name(session).unwrap_or("?").to_owned(),
-                session.session.to_string(),
-                match session.side {
-                    Side::Source => "source".into(),
-                    Side::Destination => "destination".into(),
-                },
-                peer(session).unwrap_or("?").to_owned(),
-                promise(session).to_owned(),
-            ]);
-        }
-        table.to_string()
+        shown
     });
     Ok(())
+}
+
+/// A line for each session of a directory.
+fn session_table(directory: &Path, found: &[SessionSummary]) -> String {
+    if found.is_empty() {
+        return format!("no migration is known in {}", directory.display());
+    }
+    let mut table = Table::new();
+    table.load_style(presets::ASCII_BORDERS_ONLY_CONDENSED);
+    table.set_header(["guest", "session", "this host was", "the other", "and"]);
+    let boot = boot_time();
+    for session in found {
+        let since = if began_before(session, boot) { before_restart(session) } else { "" };
+        table.add_row([
+            guest_name(session).unwrap_or("?").to_owned(),
+            session.session.to_string(),
+            match session.side {
+                Side::Source => "source".into(),
+                Side::Destination => "destination".into(),
+            },
+            peer(session).unwrap_or("?").to_owned(),
+            format!("{}{since}", promise(session)),
+        ]);
+    }
+    format!("{table}\nby the journals in {}", directory.display())
+}
+
+/// Where this user's sockets and journals are.
+fn places(directory: &Directories) -> Value {
+    json!({ "journals": directory.journals(), "sockets": directory.runtime() })
+}
+
+/// The journals that a release before has left in the places where it kept them.
+fn older_journals(directory: &Directories) -> Vec<Value> {
+    let of = |state: PathBuf| match journal::sessions(&state.join("journal")) {
+        Ok(sessions) if sessions.is_empty() => None,
+        Ok(sessions) => Some(json!({ "directory": state, "sessions": sessions })),
+        Err(error) => Some(json!({ "directory": state, "error": vmferry::chain(&error) })),
+    };
+    directory.older().into_iter().filter_map(of).collect()
+}
+
+/// What an operator is told of them.
+fn about_older(older: &Value) -> String {
+    let state = text(&older["directory"]);
+    if let Some(error) = older["error"].as_str() {
+        return format!("journals of an earlier release in {state} can't be read: {error}");
+    }
+    let found = older["sessions"].as_array().map_or(&[][..], Vec::as_slice);
+    let doubtful = found.iter().filter(|session| session["verdict"] == "in-doubt").count();
+    format!(
+        "{} more sessions, {doubtful} of them IN DOUBT, in {state}, where an earlier release kept them: `VMFERRY_STATE_DIR={state} vmferry status \
+         --sessions` shows what they promise, and `receive` and `resolve` go on with them in the same way",
+        found.len()
+    )
+}
+
+/// When this host was started, in seconds since 1970 by its clock; none where the system does not say.
+fn boot_time() -> Option<u64> {
+    let stat = std::fs::read_to_string("/proc/stat").ok()?;
+    stat.lines().find_map(|line| line.strip_prefix("btime "))?.trim().parse().ok()
+}
+
+fn began_before(session: &SessionSummary, boot: Option<u64>) -> bool {
+    let at = session.records.iter().find_map(|record| match record {
+        Record::Open { at, .. } => Some(*at),
+        _ => None,
+    });
+    matches!((at, boot), (Some(at), Some(boot)) if at < boot) && !session.led
+}
+
+/// What a restart of this host has added to its promise: no guest outlives it.
+fn before_restart(session: &SessionSummary) -> &'static str {
+    match (session.side, session.verdict) {
+        (Side::Source, Verdict::There) | (Side::Destination, Verdict::There) => "",
+        (Side::Source, Verdict::InDoubt) => {
+            "; since then this host was restarted, and the guest is not paused here any more"
+        }
+        (_, Verdict::Here) | (Side::Destination, Verdict::InDoubt) => {
+            "; since then this host was restarted, which ended the guest"
+        }
+    }
 }
 
 /// What this host promised in a session, in words.
@@ -316,9 +400,37 @@ mod tests {
     }
 
     #[test]
+    fn a_restart_ends_guests_and_no_promise() {
+        let guest = vmferry_wire::GuestIdentity { uuid: uuid::Uuid::nil(), name: "web".into() };
+        let session = |at, more: &[Record], side| {
+            let open = Record::Open {
+                guest: guest.clone(),
+                peer: "b".into(),
+                peer_names: vec![],
+                at,
+                order: 1,
+                process: None,
+            };
+            let records = [&[open], more].concat();
+            SessionSummary::new(vmferry_wire::SessionId([1; 16]), side, records, false)
+        };
+        let boot = boot_time().expect("Linux says when it was started");
+        let before = |session: &SessionSummary| began_before(session, Some(boot));
+        let owns = session(boot - 1, &[Record::RunIntent], Side::Destination);
+        assert!(before(&owns) && !before(&session(boot + 1, &[], Side::Source)));
+        assert_eq!(owns.verdict, Verdict::Here, "its word is still OWNS");
+        assert!(before_restart(&owns).contains("ended the guest"));
+        let doubt = session(boot - 1, &[Record::Commit], Side::Source);
+        assert!(before_restart(&doubt).contains("not paused here"));
+        let given = session(boot - 1, &[Record::Given { by_operator: false }], Side::Source);
+        assert_eq!(before_restart(&given), "");
+    }
+
+    #[test]
     fn only_where_nobody_listens_a_guest_is_gone() {
         let directory = tempfile::tempdir().unwrap();
-        let directory = RuntimeDirectory::at(directory.path().to_owned()).unwrap();
+        let place = directory.path().join("vmferry");
+        let directory = Directories::at(place.clone(), place).unwrap().prepare().unwrap();
         // As a VMM that was killed leaves it.
         drop(UnixListener::bind(directory.socket("killed")).unwrap());
         let _server = Server::bind(&directory.socket("living"), Arc::new(Hindered)).unwrap();

@@ -34,7 +34,8 @@ fn bash_completes() {
     let parsed = Command::new("bash").arg("-n").arg(&script).output().unwrap();
     assert!(parsed.status.success() && parsed.stderr.is_empty(), "{parsed:?}");
     assert_eq!(completed(&script, &["vmferry", "sen"]), ["send"]);
-    assert_eq!(completed(&script, &["vmferry", "send", "web", "--down"]), ["--downtime-limit"]);
+    let downtime = completed(&script, &["vmferry", "send", "web", "--down"]);
+    assert_eq!(downtime, ["--downtime-limit", "--downtime-abort"]);
     assert_eq!(completed(&script, &["vmferry", "pki", "re"]), ["revoke"]);
     let ways = completed(&script, &["vmferry", "send", "--when-stuck", ""]);
     assert_eq!(ways, ["refuse", "switch-over"]);

@@ -1,55 +1,14 @@
 //! A host's clock jumps by hours, forward and back, while a guest moves and between two moves. What measures time is not
 //! touched by that, as in the kernel.
 
-use std::fs::OpenOptions;
-use std::io::Write;
-use std::path::{Path, PathBuf};
-use std::process::Command;
-
+use crate::support::clock::Clock;
 use crate::support::outcomes::{Outcome, Owner};
 use crate::support::trial::{
     COMMIT, GUEST, PAUSED, Phase, Place, SECOND_ROUND, Trial, claim, side_by_side,
 };
-use crate::support::{Host, Running, World, all, run_ok, text};
+use crate::support::{Host, Running, World, all, run_ok};
 
 const SIX_HOURS: i64 = 6 * 3600;
-
-/// A clock that can be set, of the processes that are started with it.
-struct Clock {
-    file: PathBuf,
-    prefix: Vec<String>,
-}
-
-impl Clock {
-    fn make(directory: &Path, name: &str) -> Self {
-        let library = directory.join("clock.so");
-        if !library.exists() {
-            let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support/clock.c");
-            let compiled = Command::new("cc")
-                .args(["-shared", "-fPIC", "-O2", "-Wall", "-Werror", "-o", text(&library)])
-                .arg(&source)
-                .status();
-            assert!(compiled.unwrap().success(), "cc");
-        }
-        let file = directory.join(name);
-        let prefix = vec![
-            "env".into(),
-            format!("LD_PRELOAD={}", library.display()),
-            format!("VMFERRY_TEST_CLOCK={}", file.display()),
-        ];
-        let clock = Self { file, prefix };
-        clock.set(0);
-        clock
-    }
-
-    /// So many seconds off.
-    fn set(&self, offset: i64) {
-        // In place, since processes have mapped it, and in one write.
-        let mut file = OpenOptions::new();
-        let mut file = file.write(true).create(true).truncate(false).open(&self.file).unwrap();
-        file.write_all(format!("{offset:<31}\n").as_bytes()).unwrap();
-    }
-}
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Whose {

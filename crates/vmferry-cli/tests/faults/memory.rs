@@ -138,6 +138,22 @@ impl Drop for Group {
 }
 
 #[test]
+fn a_guest_that_needs_more_than_the_control_group_leaves_is_refused() {
+    let group = Group::with_limit(48 << 20).expect("a memory control group can be made");
+    let flags =
+        ["--memory", "256M", "--workload", "fill=128,incompressible hot=1,sequential ticks"];
+    let scene = Scene::new(&flags);
+    let ended = scene.send(&group.prefix(), &["--memory-kind", "memfd"]);
+    for ended in [&ended.0, &ended.1] {
+        assert_eq!(ended.code, Some(6), "{ended:?}");
+        let said = ended.last()["error"]["message"].as_str().unwrap();
+        assert!(said.contains("control group") && said.contains("(limit 48.0 MiB)"), "{said}");
+    }
+    assert_eq!(group.killed(), 0, "nothing was sent that it had no room for");
+    scene.stays("destination: its control group is too small", "announced", &ended);
+}
+
+#[test]
 fn a_destination_that_the_kernel_kills_for_its_memory_costs_nothing() {
     let Some(group) = Group::with_limit(48 << 20) else {
         eprintln!("SKIPPED: no memory control group can be made here");
@@ -147,7 +163,8 @@ fn a_destination_that_the_kernel_kills_for_its_memory_costs_nothing() {
         ["--memory", "256M", "--workload", "fill=128,incompressible hot=1,sequential ticks"];
     let scene = Scene::new(&flags);
     let mut arguments = vec!["receive", "--listen", "tcp:127.0.0.1:0", "--plain", "--once"];
-    arguments.extend(["--memory-kind", "memfd"]);
+    // A source of that version does not say how much its guest uses, so that nothing is refused.
+    arguments.extend(["--memory-kind", "memfd", "--protocol", "1"]);
     let mut destination = scene.b.start_under(&group.prefix(), &arguments);
     let address = destination.event("listening")["address"].as_str().unwrap().to_owned();
     let sent = scene.a.run(&[

@@ -6,6 +6,8 @@ mod bad_input;
 mod balloon;
 mod compress;
 mod demo;
+mod directories;
+mod doctor;
 mod inspect;
 mod leftovers;
 mod live;

@@ -1,5 +1,6 @@
 //! `vmferry receive` gives up what it does not need, and everything that it does need goes on.
 
+use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 
@@ -366,7 +367,7 @@ fn journals_may_be_on_another_disk() {
     let (a, b) = (world.host("a"), world.host("b"));
     let disk = world.path("disk");
     for directory in [&disk, &b.runtime] {
-        std::fs::create_dir(directory).unwrap();
+        std::fs::DirBuilder::new().mode(0o700).create(directory).unwrap();
     }
     std::os::unix::fs::symlink(&disk, b.runtime.join("journal")).unwrap();
     let (_running, _) = receiver(&b, &world.path("s"), "auto");

@@ -74,7 +74,8 @@ fn the_command_line_is_understood() {
     let words = line.split_whitespace().skip(1);
     let output = Command::new(env!("CARGO_BIN_EXE_vmferry"))
         .args(words.map(|word| if word == TLS { none.as_str() } else { word }))
-        .env("VMFERRY_RUNTIME_DIR", directory.path())
+        .env("VMFERRY_RUNTIME_DIR", directory.path().join("runtime"))
+        .env_remove("VMFERRY_STATE_DIR")
         .output()
         .unwrap();
     assert_eq!(output.status.code(), Some(4), "{output:?}");

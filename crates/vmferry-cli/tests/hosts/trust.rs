@@ -12,7 +12,7 @@ fn source(world: &World) -> (Host, Running) {
 
 /// A certificate for 127.0.0.1, of the world's own authority.
 fn issue(world: &World, name: &str) -> String {
-    let (authority, out) = (world.path("ca"), world.path(name));
+    let (authority, out) = (world.path("ca"), world.path(&format!("tls-{name}")));
     let arguments = [
         "pki",
         "issue",
@@ -87,7 +87,7 @@ fn a_revoked_host_is_refused_without_a_restart() {
     let list = run_ok(&world.host("pki"), &revoke);
     assert_eq!((&list["added"], &list["number"]), (&1.into(), &1.into()), "{list}");
     let crl = std::fs::read_to_string(authority.join("crl.pem")).unwrap();
-    replace(&world.path("host-b/crl.pem"), &crl);
+    replace(&world.path("tls-host-b/crl.pem"), &crl);
     a.run(&["send", "web", "--to", &address, "--tls", &stolen]).failed(4, "it was revoked");
     destination.event("certificates");
     let said = destination.event_where(|event| event["reason"].is_string());

@@ -173,7 +173,7 @@ fn a_command_of_a_newer_release_is_answered_in_words() {
 /// A QEMU's guest, attached and carried, to a host that is pinned to the version of the release before, and from one.
 fn qemu(way: Way) {
     for (send, receive, version) in &PAIRS[1..] {
-        let mut scene = Scene::new(Version::V10_0, way);
+        let mut scene = Scene::emulated(Version::V10_0, way);
         let link = ["--listen", "tcp:127.0.0.1:0", "--plain"];
         let (mut there, mut receiving, address) = scene.receive(&[&link[..], receive].concat());
         let mode = if way == Way::Carried { "carried" } else { "attached" };

@@ -6,7 +6,7 @@ use crate::support::{Host, World, all, faults, text};
 use vmferry_qemu_lab::{Backend, Machine, Version, World as Lab};
 
 fn private(version: Version) -> Machine {
-    Machine { mib: 128, backend: Backend::Private, ..Machine::new(version, "dirty=8") }
+    Machine { backend: Backend::Private, ..Machine::on_kvm(version, "hot=8,rate=40000") }
 }
 
 #[test]
@@ -151,7 +151,7 @@ fn how_a_guest_is_moved_is_said_with_the_reason() {
 /// QEMU 7.2 without KVM loses writes in its own migrations: its guest stands still, or stays.
 #[test]
 fn a_guest_that_qemu_would_damage_is_not_moved_while_it_runs() {
-    let mut scene = Scene::of(private(Version::V7_2), Way::Carried);
+    let mut scene = Scene::emulated(Version::V7_2, Way::Carried);
     let tls = scene.world.tls();
     let (mut there, mut receiving, address) = scene.receive_tls();
     let qmp = scene.here.qmp.clone();
@@ -188,7 +188,9 @@ fn a_guest_of_another_user_is_carried() {
     }
     let (world, lab) = (World::new(), Lab::new());
     lab.give_to(NOBODY).unwrap();
-    let machine = Machine { user: Some(NOBODY), ..private(Version::V10_0) };
+    // That user may not open /dev/kvm.
+    let emulated = Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8") };
+    let machine = Machine { user: Some(NOBODY), backend: Backend::Private, ..emulated };
     let mut here = machine.start(&lab, "here");
     here.check_guest();
     let mut there = machine.incoming(&lab, "there");

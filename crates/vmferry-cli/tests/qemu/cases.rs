@@ -132,7 +132,7 @@ fn a_destination_of_another_kind_is_refused_by_name() {
         ("machine type", |m| Machine { kind: "pc", ..m }, "-machine"),
         ("QEMU version", |m| Machine { version: Version::V7_2, ..m }, "-machine"),
         ("device", |m| m.with(&["-device", "virtio-rng-pci"]), "virtio-rng-pci"),
-        ("CPU", |m| m.with(&["-cpu", "Nehalem"]), "-cpu qemu64"),
+        ("CPU", |m| m.with(&["-cpu", "qemu64,-kvm-steal-time"]), "lack `kvm-steal-time`"),
     ];
     in_parallel(ways(Way::Attached), |way| {
         let mut scene = Scene::new(Version::V10_0, way);

@@ -114,16 +114,18 @@ fn a_receiver_that_starts_a_program_ends_and_its_qemu_does_not_start_it() {
     let status = receiving.child.wait().unwrap();
     assert_eq!(status.signal(), Some(libc::SIGSYS), "{status}");
     assert!(!marker.exists());
-    // Whoever waits for a guest in that QEMU waits in vain: it is ended here.
+    // The starter ends a QEMU without a guest; one that it has not ended yet is told to end here.
     let qmp = std::fs::read_dir(&scene.b.runtime).unwrap().flatten().map(|entry| entry.path());
     for socket in qmp.filter(|path| path.extension().is_some_and(|end| end == "qmp")) {
-        let mut monitor = Qmp::connect(&socket).unwrap();
-        monitor.execute("quit", json!({})).unwrap();
+        if let Ok(mut monitor) = Qmp::connect(&socket) {
+            // It may end before its answer is read.
+            let _ = monitor.execute("quit", json!({}));
+        }
     }
 }
 
 /// The one child of a process.
-fn child(pid: u32) -> u32 {
+pub fn child(pid: u32) -> u32 {
     let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
     children.trim().parse().unwrap_or_else(|_| panic!("{pid} has these children: {children}"))
 }
@@ -161,9 +163,9 @@ fn a_qemu_that_was_started_and_sleeps_is_named() {
     });
 }
 
-/// What was started may be a script that does more than to run QEMU, and QEMU itself may hang.
+/// What was started may be a script that does more than to run QEMU.
 #[test]
-fn a_started_qemu_that_does_not_end_is_not_waited_for_for_ever() {
+fn started_qemu_that_has_a_guest_is_left_when_the_receiver_is_told_to_end() {
     if skipped() {
         return;
     }
@@ -181,10 +183,11 @@ fn a_started_qemu_that_does_not_end_is_not_waited_for_for_ever() {
     assert_eq!(sent.code, Some(0), "{sent:?}");
     receiving.event("received");
     receiving.signal(Signal::TERM);
-    receiving.event_where(|event| event["error"].is_object());
+    let ended = receiving.finish();
     let pid: i32 = std::fs::read_to_string(&pid_file).unwrap().trim().parse().unwrap();
     let left = kill_process_group(Pid::from_raw(pid).unwrap(), Signal::KILL);
-    let ended = receiving.finish();
-    ended.failed(15, &format!("process {pid}, is left to itself: it was told to end, and has not"));
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    let why = ended.last()["why"].as_str().unwrap();
+    assert!(why.contains(&format!("left to its QEMU, process {pid}")), "{why}");
     assert!(left.is_ok(), "it was left as it was");
 }

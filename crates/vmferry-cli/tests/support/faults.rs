@@ -14,9 +14,8 @@ use super::trial::claim;
 use super::{BEFORE_COMMIT, Ended, Host, Moment, Running, all, run_ok};
 
 /// The versions of the long matrix, or one of them.
-fn versions(way: Way) -> &'static [Version] {
-    // QEMU 7.2 without KVM is carried with the guest standing still: other tests do that.
-    if all() && way == Way::Attached { &Version::ALL } else { &Version::ALL[1..] }
+fn versions() -> &'static [Version] {
+    if all() { &Version::ALL } else { &Version::ALL[1..] }
 }
 
 /// All moments, or the last one, at which the most hangs on it.
@@ -98,7 +97,7 @@ fn guardian_says(host: &Host, wanted: impl Fn(&Value) -> bool) {
 }
 
 pub fn the_sender_is_killed_in_each_phase_and_the_guest_runs_on(way: Way) {
-    for version in versions(way) {
+    for version in versions() {
         let mut scene = Scene::new(*version, way);
         for (name, moment) in moments() {
             println!("{version:?}: {name}");
@@ -149,7 +148,7 @@ pub fn sender_and_guardian_are_killed_and_the_next_sender_tidies_up(way: Way) {
 }
 
 pub fn the_receiver_or_its_qemu_is_killed_in_each_phase(way: Way) {
-    for version in versions(way) {
+    for version in versions() {
         let mut scene = Scene::new(*version, way);
         for (name, moment) in moments() {
             println!("{version:?}: the receiver at {name}");

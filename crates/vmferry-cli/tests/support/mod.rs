@@ -2,6 +2,7 @@
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 
+pub mod clock;
 pub mod faults;
 pub mod inject;
 pub mod leftovers;
@@ -166,6 +167,7 @@ impl Host {
             }
         };
         command.arg("--json").args(arguments).env("VMFERRY_RUNTIME_DIR", &self.runtime);
+        command.env_remove("VMFERRY_STATE_DIR");
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::inherit());
         command
     }

@@ -15,6 +15,13 @@ pub enum Way {
     Carried,
 }
 
+fn backend(way: Way) -> Backend {
+    match way {
+        Way::Attached => Backend::File,
+        Way::Carried => Backend::Private,
+    }
+}
+
 /// Two hosts, and a QEMU guest on the first.
 pub struct Scene {
     pub world: World,
@@ -30,14 +37,16 @@ pub struct Scene {
 }
 
 impl Scene {
-    /// A guest that can be attached, or one that can't and is carried.
+    /// A guest on KVM that can be attached, or one that can't and is carried. It has written 48 MiB, and rewrites 8.
     pub fn new(version: Version, way: Way) -> Self {
-        let backend = match way {
-            Way::Attached => Backend::File,
-            Way::Carried => Backend::Private,
-        };
-        let machine = Machine { mib: 128, backend, ..Machine::new(version, "dirty=8") };
-        Self::of(machine, way)
+        let machine = Machine::on_kvm(version, "freed=40 hot=8,rate=40000");
+        Self::of(Machine { backend: backend(way), ..machine }, way)
+    }
+
+    /// The same with an emulated guest: Linux.
+    pub fn emulated(version: Version, way: Way) -> Self {
+        let machine = Machine { mib: 128, ..Machine::new(version, "dirty=8") };
+        Self::of(Machine { backend: backend(way), ..machine }, way)
     }
 
     pub fn of(machine: Machine, way: Way) -> Self {

@@ -1,6 +1,6 @@
 //! Frames to pieces of a stream.
 
-use vmferry_memory::stream_hash;
+use vmferry_memory::{GuestBytes, stream_hash};
 use vmferry_wire::{
     FrameHeader, FrameKind, PieceSummary, SegmentEncoding, SegmentTable, WireError,
 };
@@ -42,7 +42,7 @@ impl StreamDecoder {
     #[must_use]
     pub fn new(decompressors: Decompressors, entries: u32) -> Self {
         let kept = KeptPages::new(entries);
-        let buffers = Buffers { decompressors, unpacked: Vec::new(), piece: Vec::new() };
+        let buffers = Buffers { decompressors, unpacked: GuestBytes::new(), piece: Vec::new() };
         Self { buffers, kept, offset: 0 }
     }
 
@@ -102,7 +102,7 @@ fn header_of(frame: &Frame) -> Result<&FrameHeader, WireError> {
 struct Buffers {
     decompressors: Decompressors,
     /// The packed part, decompressed.
-    unpacked: Vec<u8>,
+    unpacked: GuestBytes,
     /// The piece, if it does not stand in the frame.
     piece: Vec<u8>,
 }
@@ -142,9 +142,7 @@ impl Buffers {
             None => packed,
             Some(algorithm) => {
                 let bytes = table.packed_content_bytes() + header.delta_bytes as usize;
-                if self.unpacked.len() < bytes {
-                    self.unpacked.resize(bytes, 0);
-                }
+                self.unpacked.extend_to(bytes);
                 let into = &mut self.unpacked[..bytes];
                 self.decompressors
                     .decompress(algorithm, packed, into)

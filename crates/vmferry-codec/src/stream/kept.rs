@@ -1,6 +1,6 @@
 //! The destination's copies of the pages that the source keeps too.
 
-use vmferry_memory::PAGE_SIZE;
+use vmferry_memory::{GuestBytes, PAGE_SIZE};
 
 use super::decode::Kept;
 
@@ -16,7 +16,7 @@ pub(super) struct KeptPages {
 
 #[derive(Debug)]
 struct Chunk {
-    contents: Vec<u8>,
+    contents: GuestBytes,
     held: [bool; CHUNK_PAGES],
 }
 
@@ -38,9 +38,10 @@ impl Kept for KeptPages {
     fn keep(&mut self, entry: u32, content: &[u8]) {
         let (chunk, place) = (entry as usize / CHUNK_PAGES, entry as usize % CHUNK_PAGES);
         let Some(chunk) = self.chunks.get_mut(chunk) else { return };
-        let chunk = chunk.get_or_insert_with(|| Chunk {
-            contents: vec![0; CHUNK_PAGES * PAGE_SIZE],
-            held: [false; CHUNK_PAGES],
+        let chunk = chunk.get_or_insert_with(|| {
+            let mut contents = GuestBytes::new();
+            contents.extend_to(CHUNK_PAGES * PAGE_SIZE);
+            Chunk { contents, held: [false; CHUNK_PAGES] }
         });
         chunk.held[place] = true;
         chunk.contents[place * PAGE_SIZE..][..PAGE_SIZE].copy_from_slice(content);

@@ -15,8 +15,9 @@ use vm_memory::{ByteValued, Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::{KvmError, MemorySlot};
 
-/// The bare-metal guest, built from `guest/` by this crate's build script.
-pub(super) static GUEST_ELF: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/guest.elf"));
+/// The bare-metal guest, built from `guest/` by this crate's build script: an ELF that other VMMs
+/// boot by its PVH note.
+pub static GUEST_ELF: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/guest.elf"));
 
 /// RAM above this address starts again at [`HIGH_RAM`]: the hole is for the LAPIC and the IOAPIC.
 pub const LOW_RAM_END: u64 = 3 << 30;

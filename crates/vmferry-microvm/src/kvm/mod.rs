@@ -21,7 +21,7 @@ mod vcpu_state;
 mod vm;
 mod vm_state;
 
-pub use boot::{DISPLAY, DISPLAY_BYTES, HIGH_RAM, LOW_RAM_END, STILL};
+pub use boot::{DISPLAY, DISPLAY_BYTES, GUEST_ELF, HIGH_RAM, LOW_RAM_END, STILL};
 pub use error::KvmError;
 pub use mmio::{InterruptPin, MmioDevice, MmioWiring};
 pub use stop::{GuestStop, StopCause};

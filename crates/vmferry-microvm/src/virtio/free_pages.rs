@@ -93,7 +93,7 @@ impl FreePages for BalloonPages {
 }
 
 impl BalloonListener for Told {
-    fn hint(&self, run: PageRun, poison: u32) {
+    fn hint(&self, run: PageRun, poison: Option<u32>) {
         let Ok(slot) = self.memory.slot(run.slot) else { return };
         if let Some(hints) = &self.lock().hints {
             let page = PAGE_SIZE as u64;

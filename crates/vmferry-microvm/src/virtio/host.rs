@@ -12,8 +12,8 @@ use vmferry_memory::{GuestMemory, MemoryError, PageRun};
 /// the device locked: it must be quick, and must not use the device itself.
 pub trait BalloonListener: Send + Sync {
     /// The guest has said that these pages were free at some time since the round of hints began. `poison` is what
-    /// they are filled with, repeated; 0 for zeros or if the guest does not say.
-    fn hint(&self, run: PageRun, poison: u32);
+    /// they are filled with, repeated, if the guest says so.
+    fn hint(&self, run: PageRun, poison: Option<u32>);
 
     /// These pages have lost their content and read as zeros: no dirty log knows.
     fn discarded(&self, run: PageRun);
@@ -91,7 +91,7 @@ impl BalloonHost for Host {
         }
     }
 
-    fn hint(&mut self, range: GuestRange, id: CommandId, poison: u32) {
+    fn hint(&mut self, range: GuestRange, id: CommandId, poison: Option<u32>) {
         let round = self.hints.get_or_insert_default();
         round.id = id.number();
         round.ranges += 1;

@@ -293,7 +293,7 @@ fn inflating_gives_memory_back_and_leaves_marks_for_the_dirty_log() {
 struct Listener(Mutex<Vec<(&'static str, u64, u64)>>);
 
 impl BalloonListener for Listener {
-    fn hint(&self, run: PageRun, _: u32) {
+    fn hint(&self, run: PageRun, _: Option<u32>) {
         self.0.lock().unwrap().push(("hint", run.first, run.pages));
     }
 
@@ -438,7 +438,7 @@ struct Endless {
 }
 
 impl BalloonListener for Endless {
-    fn hint(&self, _: PageRun, _: u32) {
+    fn hint(&self, _: PageRun, _: Option<u32>) {
         let index = self.offered.fetch_add(1, Ordering::SeqCst).wrapping_add(1);
         self.mapped.write_obj(index, GuestAddress(available(FREE_PAGE) + 2)).unwrap();
     }

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use super::channels::{self, Place};
+use super::channels;
+use super::place::Place;
 use super::sleep::Sleep;
 use crate::error::QemuError;
 use crate::qmp::{Qmp, QmpError};
@@ -23,8 +24,8 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
 pub struct Arrival {
     /// Our ends of its streams.
     sockets: Vec<UnixStream>,
-    /// Sees that QEMU sleeps.
-    sleep: Sleep,
+    /// Sees that QEMU sleeps, if its process is seen.
+    sleep: Option<Sleep>,
 }
 
 impl Arrival {
@@ -46,7 +47,9 @@ impl Arrival {
             let copies: Result<Vec<_>, _> = streams.iter().map(UnixStream::try_clone).collect();
             copies.map_err(|source| QemuError::Local { action: "duplicate a socket", source })
         };
-        let sleep = Sleep::watch(qmp.pid(), Arc::clone(looker), copies()?)?;
+        let watched = qmp.pid().or_else(|| qmp.listener());
+        let sleep = watched.map(|pid| Sleep::watch(pid, Arc::clone(looker), copies()?));
+        let sleep = sleep.transpose()?;
         Ok((Self { sockets: copies()?, sleep }, streams))
     }
 
@@ -55,7 +58,7 @@ impl Arrival {
     /// # Errors
     /// Why QEMU could not; it is of no use any more.
     pub fn complete(&self, qmp: &mut Qmp) -> Result<(), QemuError> {
-        if let Some(asleep) = self.sleep.error() {
+        if let Some(asleep) = self.sleep.as_ref().and_then(Sleep::error) {
             return Err(asleep);
         }
         let wanted = |status: &str| matches!(status, "completed" | "failed");

@@ -1,19 +1,16 @@
 //! The sockets that a QEMU's migration goes through.
 
-use std::fs::Permissions;
 use std::os::fd::AsFd;
-use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{RecvFlags, recv};
 use serde_json::{Value, json};
-use tempfile::TempDir;
 
+use super::place::Place;
 use crate::error::QemuError;
-use crate::qmp::{Qmp, QmpError, Version};
+use crate::qmp::{Qmp, Version};
 use crate::state;
 
 /// The name of a descriptor within QEMU.
@@ -52,10 +49,9 @@ pub fn open_outgoing(
     }
     let place = Place::new(qmp)?;
     let failed = |action| move |source| QemuError::Local { action, source };
-    let listener = UnixListener::bind(place.socket()).map_err(failed("listen for QEMU"))?;
-    place.give(&place.socket())?;
+    let listener = place.listen()?;
     listener.set_nonblocking(true).map_err(failed("listen for QEMU"))?;
-    qmp.execute("migrate", json!({ "uri": place.uri() }))?;
+    qmp.execute("migrate", json!({ "uri": place.our_uri() }))?;
     let deadline = Instant::now() + CONNECT_TIMEOUT;
     // The main stream always comes first; the others come as QEMU's threads do.
     let mut numbers: Vec<u8> = Vec::new();
@@ -124,13 +120,12 @@ pub fn open_incoming(
         }
     };
     // One of a QEMU that had it before would be taken for the new one's.
-    let _ = std::fs::remove_file(place.socket());
-    let order = order(place.uri());
+    place.clear();
+    let order = order(place.their_uri());
     qmp.execute("migrate-incoming", order)?;
     // QEMU 7.2 takes the first one for the main stream, whatever comes out of it.
-    let connect = |_| UnixStream::connect(place.socket());
-    let connected: Result<_, _> = (0..=channels).map(connect).collect();
-    let _ = std::fs::remove_file(place.socket());
+    let connected: Result<_, _> = (0..=channels).map(|_| place.connect()).collect();
+    place.clear();
     connected.map_err(|source| QemuError::Local { action: "connect to QEMU", source })
 }
 
@@ -210,63 +205,4 @@ fn wait_readable(
         Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
         Err(errno) => Err(errno.into()),
     }
-}
-
-/// A directory for one socket, which only QEMU's user may enter.
-#[derive(Debug)]
-pub struct Place {
-    directory: TempDir,
-    /// QEMU's user, if it is another.
-    user: Option<u32>,
-}
-
-impl Place {
-    /// Makes one for a QEMU, below `$TMPDIR`.
-    ///
-    /// # Errors
-    /// What the system says.
-    pub fn new(qmp: &Qmp) -> Result<Self, QemuError> {
-        let directory = tempfile::Builder::new()
-            .prefix("vmferry-")
-            .permissions(Permissions::from_mode(0o700))
-            .tempdir()
-            .map_err(|source| QemuError::Local { action: "make a directory", source })?;
-        let theirs = effective_user(qmp)?;
-        let user = (theirs != rustix::process::geteuid().as_raw()).then_some(theirs);
-        let place = Self { directory, user };
-        place.give(place.directory.path())?;
-        Ok(place)
-    }
-
-    /// The directory.
-    pub fn path(&self) -> &Path {
-        self.directory.path()
-    }
-
-    fn socket(&self) -> PathBuf {
-        self.directory.path().join("stream")
-    }
-
-    fn uri(&self) -> String {
-        format!("unix:{}", self.socket().display())
-    }
-
-    /// Makes a file QEMU's own.
-    fn give(&self, path: &Path) -> Result<(), QemuError> {
-        let Some(user) = self.user else { return Ok(()) };
-        chown(path, Some(user), None).map_err(|source| QemuError::Local {
-            action: "give QEMU's user a socket: run vmferry as root or as that user, or without \
-                     further channels",
-            source,
-        })
-    }
-}
-
-/// The user that QEMU runs as: by the process, which anybody may ask; or by its QMP socket, if it can't be seen.
-fn effective_user(qmp: &Qmp) -> Result<u32, QmpError> {
-    let status = std::fs::read_to_string(format!("/proc/{}/status", qmp.pid()));
-    let line = status.iter().flat_map(|text| text.lines()).find_map(|l| l.strip_prefix("Uid:"));
-    // Real, effective, saved and file system's.
-    let effective = line.and_then(|ids| ids.split_whitespace().nth(1)?.parse().ok());
-    effective.map_or_else(|| qmp.user(), Ok)
 }

@@ -4,7 +4,7 @@ use std::os::unix::fs::MetadataExt;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use vmferry::PrepareError;
+use vmferry::{PrepareError, newer};
 use vmferry_memory::{PAGE_SIZE, SlotId, SlotLayout};
 use vmferry_wire::{GuestIdentity, MAX_LANES};
 
@@ -13,6 +13,7 @@ use crate::guest::host;
 use crate::machine::{self, Machine};
 use crate::qmp::{Qmp, QmpError};
 use crate::ram;
+use crate::vcpu::{self, Vcpu};
 
 /// Channels beside the main stream, at most: each has a lane, and so has the main stream.
 pub const MAX_CHANNELS: u8 = MAX_LANES - 1;
@@ -51,7 +52,7 @@ impl Description {
     /// # Errors
     /// QMP's.
     pub fn read(qmp: &mut Qmp, multifd: u8) -> Result<Self, QemuError> {
-        let (machine, _) = machine::look(qmp)?;
+        let machine = machine::look(qmp)?;
         let blocks = ram::list(qmp)?.into_iter().map(|block| StreamedBlock {
             name: block.name,
             bytes: block.used,
@@ -153,11 +154,19 @@ fn shared_files(qmp: &mut Qmp) -> Result<Vec<(u64, u64)>, QmpError> {
 }
 
 /// Whose guest it is, and what it is: what the engine tells the destination.
-pub fn describe(identity: &GuestIdentity, own: &Description) -> vmferry::GuestDescription {
+pub fn describe(
+    identity: &GuestIdentity,
+    own: &Description,
+    vcpu: Option<&Vcpu>,
+) -> vmferry::GuestDescription {
+    let mut config = json!(own);
+    if let Some(vcpu) = vcpu {
+        newer::add_optional(&mut config, vcpu::MEMBER, vcpu);
+    }
     vmferry::GuestDescription {
         identity: identity.clone(),
         vmm: super::VMM.into(),
-        config: json!(own).to_string().into_bytes(),
+        config: config.to_string().into_bytes(),
         layout: own.layout(),
     }
 }

@@ -110,7 +110,8 @@ impl CarriedSource {
 
     /// What the process has of memory, in bytes: the guest's populated pages and what QEMU needs for itself.
     fn resident_bytes(&self) -> Result<u64, QemuError> {
-        let pid = self.pid();
+        let path = || self.monitor.orders().path().to_owned();
+        let pid = self.pid().ok_or_else(|| QemuError::Unseen { path: path() })?;
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).map_err(|source| {
             QemuError::Process { action: "read how much memory it has", pid, source }
         })?;

@@ -6,7 +6,7 @@
 //! memory, devices and permissions there are, all that counts is whether QEMU itself can migrate.
 //!
 //! * Without `multifd` there is one stream. QEMU gets one end of a socket pair, so it needs no path that both see.
-//! * With it QEMU connects the further channels by itself, to a socket in a directory that only its user may enter
+//! * With it QEMU connects the further channels by itself, to a socket in a directory that only its user may reach
 //!   and that is gone when they have come.
 //!
 //! Source: QEMU `docs/devel/migration`, `qapi/migration.json`, `migration/socket.c`, `migration/multifd.c`; and
@@ -17,15 +17,16 @@ mod channels;
 mod description;
 mod estimate;
 mod monitor;
+mod place;
 mod sleep;
 mod source;
 mod watch;
 
 pub use arrival::Arrival;
-pub use channels::Place;
 pub use description::Description;
 #[cfg(test)]
 pub use description::StreamedBlock;
+pub use place::Place;
 pub use source::CarriedSource;
 
 /// The name of this kind of machine, which source and destination must agree on.

@@ -16,7 +16,7 @@ const LISTEN_PERIOD: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 /// for them too.
 pub struct Monitor {
     qmp: Mutex<Qmp>,
-    pid: u32,
+    pid: Option<u32>,
     connection: OwnedFd,
     woken: OwnedFd,
 }
@@ -41,8 +41,8 @@ impl Monitor {
         Ok(Self { qmp: Mutex::new(qmp), pid, connection, woken })
     }
 
-    /// The QEMU process.
-    pub fn pid(&self) -> u32 {
+    /// The QEMU process, if it is seen from here.
+    pub fn pid(&self) -> Option<u32> {
         self.pid
     }
 

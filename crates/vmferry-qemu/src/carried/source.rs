@@ -15,24 +15,32 @@ use super::description::{Description, MAX_CHANNELS, describe};
 use super::monitor::Monitor;
 use super::watch::Watch;
 use crate::error::QemuError;
-use crate::guest::{self, end_migration, run_on};
+use crate::guest::{self, end_migration};
+use crate::lock::Lock;
 use crate::machine::Machine;
+use crate::memory_file::{Leaving, Release};
+use crate::parts::Parts;
 use crate::qmp::{Qmp, Version};
 use crate::settings::{self, Settings, Streaming};
+use crate::starter::DirectView;
 use crate::stream::{Blocks, MainStream, MultifdChannel};
+use crate::vcpu::Vcpu;
 
 /// A QEMU whose guest is to be carried. Dropped, it is left as it is: a guest that was not
 /// [resumed](Resume::resume) may run elsewhere.
 pub struct CarriedSource {
     pub(super) monitor: Arc<Monitor>,
     version: Version,
-    pid: u32,
+    pid: Option<u32>,
     identity: GuestIdentity,
     description: Description,
+    vcpu: Option<Vcpu>,
+    parts: Parts,
     settings: Settings,
     throttle: u8,
     must_stand_still: bool,
     under_way: Option<UnderWay>,
+    _lock: Option<Lock>,
 }
 
 /// QEMU's migration.
@@ -56,8 +64,11 @@ impl CarriedSource {
             )));
         }
         let mut qmp = Qmp::connect(socket)?;
+        let lock = Lock::take_if_seen(qmp.pid())?;
         guest::must_be_migratable(&mut qmp)?;
+        let parts = Parts::read(&mut qmp)?;
         let description = Description::read(&mut qmp, channels)?;
+        let vcpu = Vcpu::read(&mut qmp)?;
         let settings = Settings::read(&mut qmp)?;
         let identity = guest::identity(&mut qmp)?;
         let (version, pid) = (qmp.version(), qmp.pid());
@@ -69,20 +80,30 @@ impl CarriedSource {
             pid,
             identity,
             description,
+            vcpu,
+            parts,
             settings,
             throttle: 0,
             must_stand_still,
             under_way: None,
+            _lock: lock,
         })
     }
 
-    /// Ends the QEMU, whose guest runs elsewhere.
+    /// Ends the QEMU, whose guest runs elsewhere, and gives the pages of its memory files back, as far as they are its
+    /// alone.
     ///
     /// # Errors
     /// QMP's.
-    pub fn quit(self) -> Result<(), QemuError> {
-        self.monitor.orders().execute("quit", json!({}))?;
-        Ok(())
+    pub fn quit(self) -> Result<Release, QemuError> {
+        let leaving = {
+            let mut qmp = self.monitor.orders();
+            let leaving = Leaving::of(&mut qmp, &mut DirectView);
+            qmp.execute("quit", json!({}))?;
+            leaving
+        };
+        drop(self);
+        Ok(Release::by(leaving))
     }
 
     /// QEMU's version.
@@ -122,10 +143,16 @@ impl CarriedSource {
         &self.settings
     }
 
-    /// The QEMU process.
+    /// The QEMU process, if it is seen from here.
     #[must_use]
-    pub fn pid(&self) -> u32 {
+    pub fn pid(&self) -> Option<u32> {
         self.pid
+    }
+
+    /// Whether somebody else than vmferry has paused the guest, so that it stays paused.
+    #[must_use]
+    pub fn is_paused(&self) -> bool {
+        self.monitor.orders().is_paused_by_others()
     }
 
     /// Whether the guest runs; false also if QEMU does not answer.
@@ -156,11 +183,14 @@ impl CarriedSource {
         {
             let mut qmp = self.monitor.orders();
             if self.must_stand_still {
-                qmp.execute("stop", json!({}))?;
+                qmp.pause_guest()?;
             }
             self.settings.for_streaming(&mut qmp, &streaming)?;
             let blocks = Arc::new(Blocks::new(self.description.blocks()));
             channels::open_outgoing(&mut qmp, channels, &mut under_way.sockets)?;
+            // Who has paused it since it was looked at was heard by nobody yet, and QEMU does not stop it before somebody
+            // reads.
+            qmp.heard_stop()?;
             for (at, socket) in under_way.sockets.iter().enumerate() {
                 let socket = socket
                     .try_clone()
@@ -184,7 +214,11 @@ impl CarriedSource {
             self.under_way.as_mut().is_some_and(|under_way| under_way.end(&self.monitor));
         let mut qmp = self.monitor.orders();
         end_migration(&mut qmp, told_to_finish)?;
-        run_on(&mut qmp)?;
+        qmp.continue_guest()?;
+        if told_to_finish {
+            // The destination may have loaded it, and have told the switches so.
+            qmp.announce();
+        }
         // The guest runs. Settings are worth no failure.
         let _ = self.settings.restore(&mut qmp);
         drop(qmp);
@@ -214,14 +248,19 @@ impl Drop for CarriedSource {
 }
 
 impl Resume for CarriedSource {
+    fn is_paused_by_others(&self) -> bool {
+        self.is_paused()
+    }
+
     fn resume(&mut self) -> Result<(), VmError> {
-        Ok(self.run_on()?)
+        let resumed = self.run_on();
+        Ok(self.monitor.orders().unless_powered_off(resumed)?)
     }
 }
 
 impl StreamedVm for CarriedSource {
     fn describe(&self) -> GuestDescription {
-        describe(&self.identity, &self.description)
+        describe(&self.identity, &self.description, self.vcpu.as_ref())
     }
 
     fn release(&self) -> String {
@@ -252,6 +291,8 @@ impl StreamedVm for CarriedSource {
     }
 
     fn finish(&mut self) -> Result<(), VmError> {
+        // QEMU itself refuses other devices while it migrates, but nothing of its disks.
+        self.parts.must_be_as_before(&mut self.monitor.orders())?;
         let order = json!({ "state": "pre-switchover" });
         // Even if no answer comes, it may be followed.
         if let Some(under_way) = &mut self.under_way {

@@ -97,7 +97,8 @@ impl Watcher {
     }
 
     /// A QEMU whose process is stopped says nothing, and sends nothing.
-    fn must_not_sleep(&mut self, pid: u32) -> Result<(), QemuError> {
+    fn must_not_sleep(&mut self, pid: Option<u32>) -> Result<(), QemuError> {
+        let Some(pid) = pid else { return Ok(()) };
         if !process::is_stopped(pid) {
             self.asleep = None;
         } else if self.asleep.get_or_insert_with(Instant::now).elapsed() >= STOPPED_TIMEOUT {
@@ -115,13 +116,21 @@ impl Watcher {
         if self.is_over() {
             return Ok(Vec::new());
         }
+        // One that has powered off, and its QEMU with it, has said so before.
+        qmp.must_be_alive()?;
         let events = qmp.events()?;
         let last_pass = events.iter().rposition(|event| event["event"] == "MIGRATION_PASS");
         let mut stopped = None;
         let mut news = Vec::new();
         for (at, event) in events.iter().enumerate() {
             match event["event"].as_str() {
-                Some("STOP") => stopped = state::age(&event["timestamp"]),
+                Some("STOP") => {
+                    stopped = state::age(&event["timestamp"]);
+                    // While it sends the rest QEMU does not answer.
+                    if !self.held {
+                        qmp.heard_stop()?;
+                    }
+                }
                 // The pass that sends the rest is not asked about: QEMU does not answer until it is done.
                 Some("MIGRATION_PASS") if Some(at) == last_pass && !self.held => {
                     news.extend(self.pass(qmp, &event["data"]["pass"])?);

@@ -40,6 +40,41 @@ fn a_process_that_waits_gives_a_userfaultfd_and_goes_on() {
 }
 
 #[test]
+fn a_number_that_has_become_another_file_is_left_alone() {
+    let (mut child, _input, _output) = echoing();
+    let pid = child.id();
+    let injected = userfaultfd(pid).unwrap();
+    let number = injected.number as u64;
+    system_call(pid, libc::SYS_close, number).unwrap();
+    // Its standard input, under the number that has become free.
+    assert_eq!(system_call(pid, libc::SYS_dup, 0).unwrap(), number as i64);
+    drop(injected);
+    assert!(std::fs::exists(format!("/proc/{pid}/fd/{number}")).unwrap());
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
+fn leftovers_are_closed_unless_another_process_uses_them() {
+    let (mut child, _input, _output) = echoing();
+    let pid = child.id();
+    let injected = userfaultfd(pid).unwrap();
+    let there = format!("/proc/{pid}/fd/{}", injected.number);
+    let error = close_leftovers(pid).unwrap_err();
+    let own = std::process::id();
+    assert!(matches!(error, QemuError::Locked { by: Some(by), .. } if by == own), "{error:?}");
+    assert!(std::fs::exists(&there).unwrap());
+    drop(injected);
+    // One of a sender that was killed: only the process itself has it still.
+    let flags = libc::O_CLOEXEC | UFFD_USER_MODE_ONLY;
+    let number = system_call(pid, libc::SYS_userfaultfd, flags as u64).unwrap();
+    close_leftovers(pid).unwrap();
+    assert!(!std::fs::exists(format!("/proc/{pid}/fd/{number}")).unwrap());
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
 fn a_process_that_is_gone_is_an_error() {
     let mut child = Command::new("true").spawn().unwrap();
     let pid = child.id();

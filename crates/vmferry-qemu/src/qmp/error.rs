@@ -52,6 +52,18 @@ pub enum QmpError {
         /// What came.
         text: String,
     },
+    /// Somebody else is connected, and QMP takes one client at a time.
+    #[error(
+        "QMP at {path} is in use by {}, and takes one client at a time{}",
+        holders(clients),
+        advice(clients)
+    )]
+    Busy {
+        /// The socket.
+        path: PathBuf,
+        /// Who is connected, as far as that is seen from here.
+        clients: Vec<Client>,
+    },
     /// Something did not happen in time.
     #[error(
         "{} at {path} did not {what} in {} s{}", process(*pid), after.as_secs(), hint(*stopped, *pid)
@@ -74,7 +86,7 @@ impl QmpError {
     /// Whether QEMU may just not have got to it yet.
     #[must_use]
     pub fn is_timeout(&self) -> bool {
-        matches!(self, Self::TimedOut { .. })
+        matches!(self, Self::TimedOut { .. } | Self::Busy { .. })
     }
 
     /// Looks whether the process that does nothing stands still, for whoever could not see that when it was waited for.
@@ -82,6 +94,39 @@ impl QmpError {
         if let Self::TimedOut { pid: Some(pid), stopped, .. } = self {
             *stopped |= view.is_stopped(*pid);
         }
+    }
+}
+
+/// A process that is connected to a QMP socket.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Client {
+    /// The process.
+    pub pid: u32,
+    /// Its name, as the kernel has it.
+    pub name: String,
+}
+
+impl Client {
+    fn is_libvirt(&self) -> bool {
+        matches!(self.name.as_str(), "libvirtd" | "virtqemud")
+    }
+}
+
+fn holders(clients: &[Client]) -> String {
+    if clients.is_empty() {
+        return "a process that can't be seen from here".to_owned();
+    }
+    let one = |client: &Client| format!("process {} (`{}`)", client.pid, client.name);
+    clients.iter().map(one).collect::<Vec<_>>().join(", ")
+}
+
+/// What an operator can do about a socket that is in use.
+fn advice(clients: &[Client]) -> &'static str {
+    if clients.iter().any(Client::is_libvirt) {
+        ": libvirt manages this QEMU and keeps its monitor. Have libvirt migrate the guest, or give the guest a second QMP \
+         socket (`<qemu:commandline>` with `-qmp unix:PATH,server=on,wait=off`) and name that one"
+    } else {
+        ": end that process or wait until it has gone, or start QEMU with a second `-qmp` socket and name that one"
     }
 }
 

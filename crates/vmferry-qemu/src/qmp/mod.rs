@@ -7,7 +7,9 @@ mod error;
 mod events;
 mod lines;
 mod open;
+mod process;
 mod socket;
+mod sockets;
 #[cfg(test)]
 mod tests;
 
@@ -21,11 +23,14 @@ use rustix::net::RecvFlags;
 use serde_json::{Value, json};
 
 pub(crate) use error::shown;
-pub use error::{QmpError, Version};
+pub use error::{Client, QmpError, Version};
 use events::Events;
 use lines::Lines;
+pub(crate) use process::threads_here;
+pub(crate) use sockets::{credentials, processes};
 
-use crate::process;
+use crate::custody::Life;
+use crate::process as proc;
 
 /// So many bytes are read at a time.
 const CHUNK: usize = 16 << 10;
@@ -49,8 +54,11 @@ pub struct Qmp {
     stream: UnixStream,
     lines: Lines,
     version: Version,
-    pid: u32,
+    /// The process that listens, until it is known which one QEMU is.
+    pid: Option<u32>,
     events: Events,
+    /// What it has said of its guest.
+    pub(crate) life: Life,
     /// How long it may take to answer.
     patience: Duration,
     /// The number of the last command; its answer has it too.
@@ -78,10 +86,15 @@ impl Qmp {
         format!("QEMU {}", self.version)
     }
 
-    /// The QEMU process.
+    /// The QEMU process, if it is proven which one it is. In another PID namespace it can't be seen.
     #[must_use]
-    pub fn pid(&self) -> u32 {
+    pub fn pid(&self) -> Option<u32> {
         self.pid
+    }
+
+    /// The process that listens on the socket, which need not be QEMU.
+    pub(crate) fn listener(&self) -> Option<u32> {
+        sockets::listener(&self.stream)
     }
 
     /// Waits for each answer so long from now on.
@@ -155,10 +168,10 @@ impl Qmp {
     pub fn timed_out(&self, what: &str, after: Duration) -> QmpError {
         QmpError::TimedOut {
             path: self.path.clone(),
-            pid: Some(self.pid),
+            pid: self.pid,
             what: what.to_owned(),
             after,
-            stopped: process::is_stopped(self.pid),
+            stopped: self.pid.is_some_and(proc::is_stopped),
         }
     }
 
@@ -312,9 +325,9 @@ impl Qmp {
     /// # Errors
     /// The system's.
     pub fn user(&self) -> Result<u32, QmpError> {
-        rustix::net::sockopt::socket_peercred(&self.stream)
-            .map(|credentials| credentials.uid.as_raw())
-            .map_err(|errno| self.io("find the process", errno.into()))
+        sockets::credentials(&self.stream)
+            .map(|credentials| credentials.uid)
+            .map_err(|error| self.io("find the process", error))
     }
 
     fn take_bytes(&mut self, bytes: &[u8]) -> Result<(), QmpError> {
@@ -350,6 +363,7 @@ impl Qmp {
 
     fn keep_event(&mut self, message: Value, bytes: usize) {
         if message.get("event").is_some() {
+            self.life.hear(&message);
             self.events.keep(message, bytes);
         }
     }

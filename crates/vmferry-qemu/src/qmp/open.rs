@@ -4,11 +4,16 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::events::Events;
 use super::lines::Lines;
-use super::{ANSWER_TIMEOUT, Qmp, QmpError, Version, socket};
+use super::{ANSWER_TIMEOUT, Qmp, QmpError, Version, process, socket, sockets};
+use crate::custody::Life;
+
+/// How long another client may take to make room. One that is about to end does in milliseconds, and one that stays,
+/// such as libvirt, never does.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Qmp {
     /// Connects and negotiates.
@@ -21,11 +26,21 @@ impl Qmp {
 
     /// The same with another patience for this and each later answer.
     pub(super) fn connect_within(path: &Path, patience: Duration) -> Result<Self, QmpError> {
-        let connected = socket::connect(path, patience).map_err(|source| {
-            let path = path.to_owned();
-            QmpError::Io { path, action: "connect", source }
-        })?;
+        let connect = |patience| {
+            socket::connect(path, patience).map_err(|source| {
+                let path = path.to_owned();
+                QmpError::Io { path, action: "connect", source }
+            })
+        };
         // A QEMU that is stopped keeps those in its queue that have gone away again: it need not be many that wait.
+        let mut connected = connect(patience.min(BUSY_TIMEOUT))?;
+        if connected.is_none() {
+            must_be_free(path, None)?;
+            let left = patience.saturating_sub(BUSY_TIMEOUT);
+            if !left.is_zero() {
+                connected = connect(left)?;
+            }
+        }
         let stream = connected.ok_or_else(|| QmpError::TimedOut {
             path: path.to_owned(),
             // The system tells who listens to those only that have a place.
@@ -50,27 +65,29 @@ impl Qmp {
         path: &Path,
         patience: Duration,
     ) -> Result<Self, QmpError> {
-        let io = |action| {
-            let path = path.to_owned();
-            move |source| QmpError::Io { path, action, source }
-        };
-        let listener = rustix::net::sockopt::socket_peercred(&stream)
-            .map_err(|errno| io("find the process")(errno.into()))?;
         let mut qmp = Self {
             path: path.to_owned(),
             stream,
             lines: Lines::default(),
             version: Version { major: 0, minor: 0, micro: 0 },
-            pid: listener.pid.as_raw_nonzero().get().unsigned_abs(),
+            pid: None,
             events: Events::default(),
+            life: Life::default(),
             patience,
             number: 0,
             silent: false,
         };
-        let deadline = Instant::now() + patience;
+        qmp.pid = qmp.listener();
+        let begun = Instant::now();
+        let mut looked = false;
         let greeting = loop {
-            let Some((message, _)) = qmp.read(deadline)? else {
-                return Err(qmp.timed_out("greet a client", patience));
+            let until = if looked { patience } else { patience.min(BUSY_TIMEOUT) };
+            let Some((message, _)) = qmp.read(begun + until)? else {
+                if std::mem::replace(&mut looked, true) {
+                    return Err(qmp.timed_out("greet a client", patience));
+                }
+                must_be_free(path, Some(&qmp.stream))?;
+                continue;
             };
             // QEMU 10.0 may send an event first to whoever comes directly behind another client.
             if message.get("event").is_none() {
@@ -89,18 +106,19 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// The process that listens on the socket, as the system says; or, if a management tool has made the
-    /// socket and passed it on, the one that the first vCPU's thread belongs to.
-    fn find_pid(&mut self) -> Result<u32, QmpError> {
-        let listener = self.pid;
+    /// See [`process::find`].
+    fn find_pid(&mut self) -> Result<Option<u32>, QmpError> {
         let vcpus = self.execute("query-cpus-fast", json!({}))?;
-        let Some(thread) = vcpus[0]["thread-id"].as_u64() else { return Ok(listener) };
-        if Path::new(&format!("/proc/{listener}/task/{thread}")).exists() {
-            return Ok(listener);
-        }
-        let status = std::fs::read_to_string(format!("/proc/{thread}/status")).unwrap_or_default();
-        let process =
-            status.lines().find_map(|line| line.strip_prefix("Tgid:")?.trim().parse().ok());
-        Ok(process.unwrap_or(listener))
+        let number = |vcpu: &Value| vcpu["thread-id"].as_u64().and_then(|id| id.try_into().ok());
+        let threads = vcpus.as_array().into_iter().flatten().filter_map(number).collect();
+        Ok(process::find(&self.stream, &threads))
+    }
+}
+
+/// QMP takes one client at a time. Fails if that is somebody else, whoever waits here.
+fn must_be_free(path: &Path, waiting: Option<&UnixStream>) -> Result<(), QmpError> {
+    match sockets::others_at(path, waiting) {
+        Some(clients) => Err(QmpError::Busy { path: path.to_owned(), clients }),
+        None => Ok(()),
     }
 }

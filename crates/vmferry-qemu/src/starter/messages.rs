@@ -14,7 +14,8 @@ use rustix::net::{
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::process::Mapping;
+use crate::memory_file::Sharing;
+use crate::process::{Mapping, ProcessIdentity};
 
 /// Longest line: QEMU's shared mappings are a few dozen.
 const MAX_LINE_BYTES: usize = 1 << 20;
@@ -39,6 +40,12 @@ pub enum Ask {
     OpenFile(u32, Mapping),
     /// Does a process stand still?
     IsStopped(u32),
+    /// Which process is it?
+    Identify(u32),
+    /// Whether QEMU has a guest, so that it outlives whoever asks.
+    KeepQemu(bool),
+    /// Whose is the file behind a mapping of a process?
+    Examine(u32, Mapping),
 }
 
 /// What a starter answers.
@@ -55,6 +62,10 @@ pub enum Answer {
     Mappings(Vec<Mapping>),
     /// Whether it stands still.
     Stopped(bool),
+    /// The process.
+    Identity(ProcessIdentity),
+    /// Whose it is.
+    Examined(Sharing),
     /// It could not be done: why, and the system's error number, if it was the system.
     Failed(String, Option<i32>),
 }

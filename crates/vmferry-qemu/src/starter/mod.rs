@@ -12,6 +12,7 @@ mod tests;
 
 use std::fs::File;
 use std::io;
+use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -19,10 +20,17 @@ use std::sync::Arc;
 
 pub use self::process::{StarterProcess, serve};
 use crate::error::QemuError;
-use crate::process::{self as proc, Mapping};
+use crate::memory_file::{self, Examiner};
+use crate::process::{self as proc, Mapping, ProcessIdentity};
+use crate::qmp::Qmp;
 
 /// How a QEMU process is looked into.
 pub trait View {
+    /// The process of a QEMU, if it is seen.
+    fn process(&self, qmp: &Qmp) -> Option<u32> {
+        qmp.pid()
+    }
+
     /// Its mappings of shared files.
     ///
     /// # Errors
@@ -41,8 +49,17 @@ pub trait View {
     /// If it may not be opened so.
     fn open_file(&mut self, pid: u32, mapping: &Mapping) -> Result<File, QemuError>;
 
+    /// Which process it is.
+    ///
+    /// # Errors
+    /// If there is none.
+    fn identify(&mut self, pid: u32) -> Result<ProcessIdentity, QemuError>;
+
     /// How any thread sees whether it stands still.
     fn looker(&self) -> Looker;
+
+    /// How any thread sees whose its memory files are.
+    fn examiner(&self) -> Examiner;
 
     /// Whether it stands still.
     fn is_stopped(&self, pid: u32) -> bool {
@@ -75,6 +92,19 @@ pub trait Starter: View + Send {
 
     /// Ends it at once. One that has ended already needs nothing.
     fn end(&mut self);
+
+    /// Says whether QEMU has a guest. One that has outlives whoever has it started; one that has none would wait for
+    /// ever, and ends with that process.
+    fn keep_qemu(&mut self, keep: Keep);
+}
+
+/// What becomes of a QEMU when whoever has it started is gone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keep {
+    /// It has a guest, and goes on.
+    WithGuest,
+    /// It has none, and ends.
+    Nothing,
 }
 
 /// Looks from this process.
@@ -91,26 +121,45 @@ impl View for DirectView {
     }
 
     fn open_file(&mut self, pid: u32, mapping: &Mapping) -> Result<File, QemuError> {
-        proc::open_file(pid, mapping)
+        memory_file::open(pid, mapping)
+    }
+
+    fn identify(&mut self, pid: u32) -> Result<ProcessIdentity, QemuError> {
+        ProcessIdentity::of(pid)
     }
 
     fn looker(&self) -> Looker {
         Arc::new(proc::is_stopped)
     }
+
+    fn examiner(&self) -> Examiner {
+        Arc::new(|pid, mapping| memory_file::examine(pid, mapping, &[std::process::id()]))
+    }
 }
 
-/// Starts QEMU from this process. Dropped, it leaves a QEMU that runs alone.
+/// Starts QEMU from this process. Dropped, it leaves a QEMU that has a guest alone, and ends another.
 pub struct LocalStarter {
-    command: String,
+    command: Option<String>,
     socket: PathBuf,
     child: Option<Child>,
+    keep: Keep,
+    /// A QEMU that somebody else has started.
+    running: Option<u32>,
 }
 
 impl LocalStarter {
     /// For this command line of a shell, to which `-incoming defer -S` and a QMP socket at `socket` are added.
     #[must_use]
     pub fn new(command: &str, socket: &Path) -> Self {
-        Self { command: command.to_owned(), socket: socket.to_owned(), child: None }
+        let (command, socket) = (Some(command.to_owned()), socket.to_owned());
+        Self { command, socket, child: None, keep: Keep::Nothing, running: None }
+    }
+
+    /// One that starts nothing, and looks into a QEMU that runs already.
+    #[must_use]
+    pub fn beside(pid: u32) -> Self {
+        let (socket, running) = (PathBuf::new(), Some(pid));
+        Self { command: None, socket, child: None, keep: Keep::Nothing, running }
     }
 
     fn child(&mut self) -> Result<&mut Child, QemuError> {
@@ -120,6 +169,9 @@ impl LocalStarter {
 
     /// Whether a process is the one that was started, or comes from it: a shell may stand between.
     fn is_ours(&self, pid: u32) -> bool {
+        if self.running == Some(pid) {
+            return true;
+        }
         let Some(child) = &self.child else { return false };
         let mut at = pid;
         for _ in 0..8 {
@@ -150,27 +202,39 @@ impl View for LocalStarter {
         DirectView.open_file(pid, mapping)
     }
 
+    fn identify(&mut self, pid: u32) -> Result<ProcessIdentity, QemuError> {
+        DirectView.identify(pid)
+    }
+
     fn looker(&self) -> Looker {
         DirectView.looker()
+    }
+
+    fn examiner(&self) -> Examiner {
+        DirectView.examiner()
     }
 }
 
 impl Starter for LocalStarter {
     fn start(&mut self) -> Result<u32, QemuError> {
+        let source = || io::Error::from(io::ErrorKind::Unsupported);
+        let command = self.command.as_ref().ok_or_else(|| local("start QEMU")(source()))?;
         // A socket of one that was killed would be taken for the new one's.
         let _ = std::fs::remove_file(&self.socket);
         let line = format!(
-            "exec {} -incoming defer -S -qmp \"unix:$VMFERRY_QMP,server=on,wait=off\"",
-            self.command
+            "exec {command} -incoming defer -S -qmp \"unix:$VMFERRY_QMP,server=on,wait=off\""
         );
         let child = Command::new("/bin/sh")
             .args(["-c", &line])
             .env("VMFERRY_QMP", &self.socket)
             .stdin(Stdio::null())
+            // Standard output is vmferry's own, which may end before QEMU does.
+            .stdout(io::stderr().as_fd().try_clone_to_owned().map_err(local("start QEMU"))?)
             // A guest must not die of what was typed at vmferry's terminal.
             .process_group(0)
             .spawn()
             .map_err(local("start QEMU"))?;
+        self.keep = Keep::Nothing;
         Ok(self.child.insert(child).id())
     }
 
@@ -187,6 +251,18 @@ impl Starter for LocalStarter {
             // One that has ended already needs no signal.
             let _ = child.kill();
             let _ = child.wait();
+        }
+    }
+
+    fn keep_qemu(&mut self, keep: Keep) {
+        self.keep = keep;
+    }
+}
+
+impl Drop for LocalStarter {
+    fn drop(&mut self) {
+        if self.keep == Keep::Nothing {
+            self.end();
         }
     }
 }

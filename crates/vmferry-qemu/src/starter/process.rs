@@ -9,12 +9,14 @@ use std::process::{Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::messages::{Answer, Ask, receive, send};
-use super::{LocalStarter, Looker, Starter, View, local};
+use super::{Keep, LocalStarter, Looker, Starter, View, local};
 use crate::error::QemuError;
-use crate::process::Mapping;
+use crate::memory_file::{self, Examiner};
+use crate::process::{Mapping, ProcessIdentity};
+use crate::qmp::Qmp;
 
 /// A starter in another process, by the socket to it. When this is dropped, or this process dies, the other one ends; a
-/// QEMU that it has started goes on.
+/// QEMU that it has started goes on if it [has a guest](Starter::keep_qemu), and ends if not.
 ///
 /// One question is asked at a time, whichever thread has it.
 pub struct StarterProcess(Arc<Mutex<UnixStream>>);
@@ -69,6 +71,11 @@ fn unexpected() -> QemuError {
 }
 
 impl View for StarterProcess {
+    /// A process that was restricted meanwhile sees no other: the starter knows whether the listener is its own.
+    fn process(&self, qmp: &Qmp) -> Option<u32> {
+        qmp.pid().or_else(|| qmp.listener())
+    }
+
     fn shared_mappings(&mut self, pid: u32) -> Result<Vec<Mapping>, QemuError> {
         match self.ask(&Ask::SharedMappings(pid))? {
             (Answer::Mappings(mappings), _) => Ok(mappings),
@@ -84,10 +91,25 @@ impl View for StarterProcess {
         self.file(&Ask::OpenFile(pid, mapping.clone()))
     }
 
+    fn identify(&mut self, pid: u32) -> Result<ProcessIdentity, QemuError> {
+        match self.ask(&Ask::Identify(pid))? {
+            (Answer::Identity(process), _) => Ok(process),
+            _ => Err(unexpected()),
+        }
+    }
+
     fn looker(&self) -> Looker {
         let starter = Self(Arc::clone(&self.0));
         Arc::new(move |pid| {
             matches!(starter.ask(&Ask::IsStopped(pid)), Ok((Answer::Stopped(true), _)))
+        })
+    }
+
+    fn examiner(&self) -> Examiner {
+        let starter = Self(Arc::clone(&self.0));
+        Arc::new(move |pid, mapping| match starter.ask(&Ask::Examine(pid, mapping.clone()))? {
+            (Answer::Examined(sharing), _) => Ok(sharing),
+            _ => Err(unexpected()),
         })
     }
 }
@@ -118,9 +140,14 @@ impl Starter for StarterProcess {
         // A starter that has died can't end it, and nobody else may.
         let _ = self.ask(&Ask::End);
     }
+
+    fn keep_qemu(&mut self, keep: Keep) {
+        // A starter that has died ends nothing.
+        let _ = self.ask(&Ask::KeepQemu(keep == Keep::WithGuest));
+    }
 }
 
-/// Does what is asked on `stream` until whoever asks is gone. A QEMU that runs then goes on.
+/// Does what is asked on `stream` until whoever asks is gone. A QEMU that has a guest then goes on, and another ends.
 ///
 /// # Errors
 /// What the socket says, or a question that can't be read.
@@ -152,7 +179,9 @@ fn answer(starter: &mut LocalStarter, ask: Ask) -> Result<(Answer, Option<File>)
     if let Ask::SharedMappings(pid)
     | Ask::Pagemap(pid)
     | Ask::OpenFile(pid, _)
-    | Ask::IsStopped(pid) = &ask
+    | Ask::IsStopped(pid)
+    | Ask::Identify(pid)
+    | Ask::Examine(pid, _) = &ask
         && !starter.is_ours(*pid)
     {
         return refused("look into a process that is none", *pid);
@@ -174,16 +203,36 @@ fn answer(starter: &mut LocalStarter, ask: Ask) -> Result<(Answer, Option<File>)
         Ask::Pagemap(pid) => (Answer::Done, Some(starter.pagemap(pid)?)),
         Ask::OpenFile(pid, asked) => {
             // Nor does it get more than the memory: QEMU has its disks open too, some of them for reading only.
-            let seen = starter.shared_mappings(pid)?;
-            let Some(memory) =
-                seen.iter().find(|seen| may_be_memory(seen) && is_same(seen, &asked))
-            else {
-                return refused("open a file that is no memory", pid);
-            };
-            (Answer::Done, Some(starter.open_file(pid, memory)?))
+            match memory_of(starter, pid, &asked)? {
+                Some(memory) => (Answer::Done, Some(starter.open_file(pid, &memory)?)),
+                None => return refused("open a file that is no memory", pid),
+            }
         }
+        Ask::Examine(pid, asked) => match memory_of(starter, pid, &asked)? {
+            Some(memory) => {
+                // Whoever asks has the memory mapped too.
+                let ours = [std::process::id(), std::os::unix::process::parent_id()];
+                (Answer::Examined(memory_file::examine(pid, &memory, &ours)?), None)
+            }
+            None => return refused("look at a file that is no memory", pid),
+        },
         Ask::IsStopped(pid) => (Answer::Stopped(starter.is_stopped(pid)), None),
+        Ask::Identify(pid) => (Answer::Identity(starter.identify(pid)?), None),
+        Ask::KeepQemu(keep) => {
+            starter.keep_qemu(if keep { Keep::WithGuest } else { Keep::Nothing });
+            (Answer::Done, None)
+        }
     })
+}
+
+/// The mapping that is asked for, if a guest's memory may be there.
+fn memory_of(
+    starter: &mut LocalStarter,
+    pid: u32,
+    asked: &Mapping,
+) -> Result<Option<Mapping>, QemuError> {
+    let seen = starter.shared_mappings(pid)?;
+    Ok(seen.into_iter().find(|seen| may_be_memory(seen) && is_same(seen, asked)))
 }
 
 /// Whether a guest's memory may be there. QEMU can write to the file already, then: whoever gets it gets no more than

@@ -2,11 +2,12 @@
 
 use crate::support::{attach_fails, hop, migrate_between};
 use vmferry::error::ErrorClass;
+use vmferry_qemu::{Expected, QemuDestination};
 use vmferry_qemu_lab::{Backend, HugePages, Machine, Mounted, Version, World};
 
-/// The guest of most tests, which has booted before.
+/// The guest of most tests, on KVM.
 fn usual(version: Version) -> Machine {
-    Machine { mib: 128, ..Machine::new(version, "dirty=8") }
+    Machine::on_kvm(version, "hot=8,rate=40000")
 }
 
 /// Moves a guest from QEMU to QEMU, and looks after it on each.
@@ -15,7 +16,7 @@ fn travel(machine: &Machine, hops: u32) {
 }
 
 fn travel_in(world: &World, machine: &Machine, hops: u32) {
-    let mut here = machine.start(world, "qemu-0");
+    let mut here = machine.start_booted(world, "qemu-0");
     here.check_guest();
     for number in 1..=hops {
         let there = machine.incoming(world, &format!("qemu-{number}"));
@@ -70,16 +71,10 @@ fn guests_of_huge_pages_travel() {
     for kind in [HugePages::Transparent, HugePages::Hugetlb] {
         let world = World::new();
         let directory = world.path("huge");
-        let mounted = match Mounted::new(&directory, kind, 640) {
-            Ok(mounted) => mounted,
-            Err(error) => {
-                println!("SKIPPED: {kind:?}: {error}");
-                continue;
-            }
-        };
+        let mounted = Mounted::new(&directory, kind, 2 * 128 + 2).unwrap();
         let machine = Machine {
             memory_directory: Some(directory),
-            ..Machine::new(Version::V10_0, "static=40 dirty=20")
+            ..Machine::on_kvm(Version::V10_0, "fill=40,incompressible hot=20")
         };
         travel_in(&world, &machine, 3);
         drop(mounted);
@@ -102,6 +97,12 @@ fn a_guest_that_can_t_be_attached_is_refused_before_it_is_touched() {
     let text = attach_fails(&qemu);
     assert!(text.contains("is a memfd") && text.contains("mem-path"), "{text}");
     qemu.check_guest();
+    // QEMU sends it itself, though it is in a shared file: it has no name.
+    let shm = Machine { backend: Backend::Shm, ..usual(Version::V10_0) };
+    let mut qemu = shm.start_booted(&world, "shm");
+    let text = attach_fails(&qemu);
+    assert!(text.contains("is a memory-backend-shm") && text.contains("mem-path"), "{text}");
+    qemu.check_guest();
 }
 
 #[test]
@@ -123,12 +124,14 @@ fn what_others_write_or_both_have_is_refused() {
     }
 
     // The destination's memory is the source's, by another name.
-    let here = machine.start_booted(&world, "here");
+    let mut here = machine.start_booted(&world, "here");
     std::os::unix::fs::symlink(world.path_on_tmpfs("here-ram"), world.path_on_tmpfs("there-ram"))
         .unwrap();
     let there = machine.incoming(&world, "there");
-    let error = migrate_between(&world, 1, &here, &there).unwrap_err();
-    assert!(vmferry::chain(&error).contains("a file of its own"), "{error}");
+    let error = QemuDestination::attach(&there.qmp, Expected::default()).err().unwrap();
+    let (text, pid) = (vmferry::chain(&error), here.child.id().to_string());
+    assert!(text.contains("file of its own") && text.contains(&pid), "{text}");
+    here.check_guest();
 }
 
 #[test]

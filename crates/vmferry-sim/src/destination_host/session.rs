@@ -100,7 +100,7 @@ impl Session {
             Action::SumDigest => {
                 Some(Input::Digest(self.memory.as_ref().map_or(0, |(_, hashes)| hashes.sum())))
             }
-            Action::Load(state) => Some(Input::Loaded(
+            Action::Load { state, .. } => Some(Input::Loaded(
                 self.vm
                     .load(&state)
                     .map(|()| Duration::from_micros(100))
@@ -162,7 +162,14 @@ impl Session {
             };
             let peer = "source".to_owned();
             let peer_names = Vec::new();
-            journal.append(&Record::Open { guest, peer, peer_names, at: 0, order: 0 })?;
+            journal.append(&Record::Open {
+                guest,
+                peer,
+                peer_names,
+                at: 0,
+                order: 0,
+                process: None,
+            })?;
             Ok(journal)
         });
         match opened {

@@ -53,7 +53,7 @@ impl Balloon {
         if !self.on_the_way.is_empty() && rng.u32(..2) == 0 {
             let ((slot, page), hints) =
                 self.on_the_way.swap_remove(rng.usize(..self.on_the_way.len()));
-            hints.free((u64::from(slot) << 32) + page * PAGE_SIZE as u64, PAGE_SIZE as u64, 0);
+            hints.free((u64::from(slot) << 32) + page * PAGE_SIZE as u64, PAGE_SIZE as u64, None);
         }
     }
 }

@@ -174,16 +174,18 @@ impl Process {
                 let took = Duration::from_micros(100);
                 Some(paused.save(network.protocol).map_or_else(
                     |source| Input::Failed(MigrateError::Vm { action: "save its state", source }),
-                    |state| Input::Saved { state, took },
+                    |state| Input::Saved { state, took, paused: false },
                 ))
             }
             Action::SumDigest => Some(Input::Digest(self.hashes.sum())),
             Action::TellFree => free_messages(self.freed.free())
                 .into_iter()
                 .find_map(|message| self.execute(Action::Send(message), guest, network)),
-            Action::Hash => {
-                let input = whole_hash_except(&self.memory, self.freed.free())
-                    .map_or_else(|error| Input::Failed(error.into()), Input::Hashed);
+            Action::Hash { attempt } => {
+                let input = whole_hash_except(&self.memory, self.freed.free()).map_or_else(
+                    |error| Input::Failed(error.into()),
+                    |hash| Input::Hashed { attempt, hash },
+                );
                 let takes = Duration::from_millis(network.rng.u64(1..2_000));
                 network.after(takes, Event::Source(self.number, input));
                 None

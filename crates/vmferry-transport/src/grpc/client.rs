@@ -90,13 +90,16 @@ async fn open(
             .max_send_buf_size(CHUNK_BYTES)
             .handshake(socket)
             .await?;
-        tokio::spawn(connection);
+        let connection = tokio::spawn(async {
+            // Its error reaches the flow through the socket and the call.
+            let _ = connection.await;
+        });
         let response = calls.send_request(request).await?;
-        Ok((calls, response))
+        Ok((calls, connection, response))
     };
-    let (calls, response) =
+    let (calls, connection, response) =
         opened.await.map_err(|error: hyper::Error| flow.cause(Failure::of_call(&error)))?;
-    tokio::spawn(dismiss(calls, Arc::clone(&flow), stream));
+    tokio::spawn(dismiss(calls, connection, Arc::clone(&flow), stream));
     check(&response).inspect_err(|failure| flow.fail(failure.clone()))?;
     tokio::spawn(pump(response.into_body(), flow));
     Ok(())

@@ -40,8 +40,8 @@ pub fn answer(
     let flow = Arc::new(Flow::default());
     let socket = TlsSocket::new(socket, connection, Arc::clone(&flow));
     let (called, calls) = mpsc::sync_channel(1);
-    runtime.spawn(serve(socket, Arc::clone(&flow), called));
-    runtime.spawn(dismiss((), Arc::clone(&flow), Arc::clone(&stream)));
+    let connection = runtime.spawn(serve(socket, Arc::clone(&flow), called));
+    runtime.spawn(dismiss((), connection, Arc::clone(&flow), Arc::clone(&stream)));
     let left = deadline.saturating_duration_since(Instant::now());
     let error = match calls.recv_timeout(left) {
         Ok(Ok(())) => return Ok(Call::new(flow, stream)),

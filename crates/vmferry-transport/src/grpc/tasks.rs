@@ -1,25 +1,86 @@
 //! The tasks of a call: one body is sent, the other one received.
 
+use std::collections::VecDeque;
 use std::future::poll_fn;
+use std::io;
 use std::net::Shutdown;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue};
 use hyper::body::{Body, Frame, Incoming};
+use tokio::task::JoinHandle;
 use tonic::{Code, Status};
 
 use super::failure::Failure;
 use super::flow::{Flow, Outgoing};
 use super::message::{Decoder, Part};
+use super::{runtime, to_tokio};
 use crate::stream::Stream;
 
-/// For how long a connection that this side has done with waits for the peer's end: what is on
-/// its way to the peer would be lost if the socket was closed with something unread.
+/// How long a connection that this side no longer needs may wait for its call, and then for the
+/// peer's end of the connection.
 const LINGER: Duration = Duration::from_secs(10);
+
+/// Connections of this process that may linger at the same time. One whose peer behaves lingers for
+/// a round trip, so these are the ends of several migrations at once.
+const MOST_LINGERING: usize = 64;
+
+static LINGERING: Lingering = Lingering::new(MOST_LINGERING);
+
+/// The connections that linger, in the order in which they began. When there are too many, the one
+/// that has lingered longest is closed: its peer has had more time than any other to end it.
+struct Lingering {
+    most: usize,
+    streams: Mutex<VecDeque<Arc<Stream>>>,
+}
+
+impl Lingering {
+    const fn new(most: usize) -> Self {
+        Self { most, streams: Mutex::new(VecDeque::new()) }
+    }
+
+    fn streams(&self) -> MutexGuard<'_, VecDeque<Arc<Stream>>> {
+        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn enter(&self, stream: &Arc<Stream>) {
+        let mut streams = self.streams();
+        streams.push_back(Arc::clone(stream));
+        if streams.len() > self.most
+            && let Some(oldest) = streams.pop_front()
+        {
+            close(&oldest);
+        }
+    }
+
+    fn leave(&self, stream: &Arc<Stream>) {
+        self.streams().retain(|other| !Arc::ptr_eq(other, stream));
+    }
+}
+
+/// Discards what the peer still sends until it closes: closing a socket with data unread would
+/// also discard what this side has sent and the peer has not received.
+async fn await_end(stream: &Stream) {
+    let socket = runtime().and_then(|runtime| to_tokio(runtime, stream));
+    let Ok(socket) = socket else { return };
+    let mut discarded = [0; 4096];
+    while socket.readable().await.is_ok() {
+        match socket.try_read(&mut discarded) {
+            Ok(0) => return,
+            Err(error) if error.kind() != io::ErrorKind::WouldBlock => return,
+            Ok(_) | Err(_) => {}
+        }
+    }
+}
+
+fn close(stream: &Stream) {
+    // A socket that is closed already needs nothing.
+    let _ = stream.shutdown(Shutdown::Both);
+}
 
 /// The body of a request or a response: what this side sends. None is an empty body.
 #[derive(Debug, Default)]
@@ -135,12 +196,59 @@ async fn take(decoder: &mut Decoder, mut data: Bytes, flow: &Flow) -> Result<(),
     Ok(())
 }
 
-/// Waits until nobody holds the channel any more, lets go of the connection, so that it closes
-/// when the call is over, and closes it if the call does not end.
-pub async fn dismiss<C>(connection: C, flow: Arc<Flow>, stream: Arc<Stream>) {
+/// Waits until nobody holds the channel any more and drops `calls`, after which the connection ends
+/// with its call. Closes the connection if it has not ended after [`LINGER`].
+///
+/// `connection` is the task that drives the connection.
+pub async fn dismiss<C>(
+    calls: C,
+    connection: JoinHandle<()>,
+    flow: Arc<Flow>,
+    stream: Arc<Stream>,
+) {
     poll_fn(|context| flow.poll_over(context)).await;
-    drop(connection);
-    tokio::time::sleep(LINGER).await;
-    // A socket that is closed already needs nothing.
-    let _ = stream.shutdown(Shutdown::Both);
+    drop(calls);
+    LINGERING.enter(&stream);
+    let ended = async {
+        // Its error, if any, was reported to the flow.
+        let _ = connection.await;
+        await_end(&stream).await;
+    };
+    // A call that has not ended by then is cut.
+    let _ = tokio::time::timeout(LINGER, ended).await;
+    LINGERING.leave(&stream);
+    close(&stream);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    fn is_open(peer: &mut UnixStream) -> bool {
+        peer.set_nonblocking(true).unwrap();
+        peer.read(&mut [0]).is_err()
+    }
+
+    #[test]
+    fn lingering_closes_the_oldest_connection_when_there_are_too_many() {
+        let lingering = Lingering::new(2);
+        let pair = || {
+            let (near, far) = UnixStream::pair().unwrap();
+            (Arc::new(Stream::Unix(near)), far)
+        };
+        let (mut first, mut second, mut third) = (pair(), pair(), pair());
+        lingering.enter(&first.0);
+        lingering.enter(&second.0);
+        assert!(is_open(&mut first.1) && is_open(&mut second.1));
+        lingering.enter(&third.0);
+        assert!(!is_open(&mut first.1), "it has lingered longest");
+        lingering.leave(&third.0);
+        let mut fourth = pair();
+        lingering.enter(&fourth.0);
+        let open = [&mut second, &mut third, &mut fourth].map(|pair| is_open(&mut pair.1));
+        assert_eq!(open, [true; 3], "one that has left makes room");
+    }
 }

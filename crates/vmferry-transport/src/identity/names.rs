@@ -1,5 +1,7 @@
 //! The names in a certificate.
 
+use std::time::{Duration, SystemTime};
+
 use x509_parser::extensions::GeneralName;
 
 /// The names in a certificate (X.509, DER), none in what is not one: URIs (SPIFFE) first, then DNS names and IP addresses. Policies and people go by
@@ -35,11 +37,50 @@ pub fn names_of(certificate: &[u8]) -> Vec<String> {
     uris
 }
 
+/// From when until when a certificate (X.509, DER) is valid; none for what is not one.
+#[must_use]
+pub fn validity_of(certificate: &[u8]) -> Option<(SystemTime, SystemTime)> {
+    let (_, parsed) = x509_parser::parse_x509_certificate(certificate).ok()?;
+    // One from before 1970 is as good as of then.
+    let at = |seconds: i64| {
+        SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds.max(0).unsigned_abs()))
+    };
+    let validity = parsed.validity();
+    Some((at(validity.not_before.timestamp())?, at(validity.not_after.timestamp())?))
+}
+
+/// The names of a peer that has shown this certificate: those in it, or, where none can be used, the key that it is for,
+/// as `key:sha256:` and the hexadecimal SHA-256 of its SubjectPublicKeyInfo. So two peers whose certificates name nobody
+/// are two, and one of them is the same when its certificate is renewed for its key.
+pub fn names_or_key_of(certificate: &[u8]) -> Vec<String> {
+    let names = names_of(certificate);
+    if !names.is_empty() {
+        return names;
+    }
+    let key = x509_parser::parse_x509_certificate(certificate).map_or_else(
+        // rustls has verified it; what this parser does not read is still one certificate and no other.
+        |_| sha256(certificate),
+        |(_, parsed)| sha256(parsed.tbs_certificate.subject_pki.raw),
+    );
+    vec![format!("{KEY_SCHEME}:sha256:{key}")]
+}
+
+fn sha256(bytes: &[u8]) -> String {
+    let suite = rustls::crypto::aws_lc_rs::cipher_suite::TLS13_AES_128_GCM_SHA256;
+    let Some(suite) = suite.tls13() else { unreachable!("it is a suite of TLS 1.3") };
+    let hash = suite.common.hash_provider.hash(bytes);
+    hash.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// What the name of a peer without names begins with. No certificate gives a name of this scheme.
+const KEY_SCHEME: &str = "key";
+
 /// Whether a text is a URI, and neither an IPv6 address nor meant by a pattern of some: what stands before the first
-/// colon could not be the beginning of one.
+/// colon could not be the beginning of one. Nor the name that a key gives.
 fn is_no_address(uri: &str) -> bool {
     let Some((scheme, _)) = uri.split_once(':') else { return false };
-    !(scheme.len() <= 4 && scheme.bytes().all(|byte| byte.is_ascii_hexdigit()))
+    let is_hexadecimal = scheme.len() <= 4 && scheme.bytes().all(|byte| byte.is_ascii_hexdigit());
+    !is_hexadecimal && !scheme.eq_ignore_ascii_case(KEY_SCHEME)
 }
 
 /// Whether a text looks like an IPv4 address: no domain is a number.
@@ -65,6 +106,23 @@ mod tests {
     }
 
     #[test]
+    fn a_certificate_without_names_is_named_by_its_key() {
+        let key = rcgen::KeyPair::generate().unwrap();
+        let signed = |common_name: &str| {
+            let mut params = rcgen::CertificateParams::new(Vec::new()).unwrap();
+            params.distinguished_name.push(rcgen::DnType::CommonName, common_name);
+            params.self_signed(&key).unwrap().der().to_vec()
+        };
+        let (first, renewed) = (signed("a"), signed("b"));
+        assert_ne!(first, renewed);
+        let names = names_or_key_of(&first);
+        assert_eq!(names.len(), 1);
+        assert_eq!(names[0].len(), "key:sha256:".len() + 64, "{names:?}");
+        assert_eq!(names_or_key_of(&renewed), names, "the key is the same");
+        assert_ne!(names_or_key_of(&certificate(Vec::new())), names, "that is another one");
+    }
+
+    #[test]
     fn a_name_is_not_taken_for_one_of_another_kind() {
         let uri = |text: &str| rcgen::SanType::URI(text.try_into().unwrap());
         let dns = |text: &str| rcgen::SanType::DnsName(text.try_into().unwrap());
@@ -78,6 +136,7 @@ mod tests {
             address("2001:db8::8"),
             uri("2001:db8::7"),
             uri("::7"),
+            uri("key:sha256:00"),
             uri("fe80:anything"),
             uri("urn:uuid:7"),
             uri("spiffe://vmferry/host/b"),

@@ -191,7 +191,9 @@ fn a_writer_learns_that_the_other_side_has_gone() {
         let (_near, mut writer) = dialled.split();
         drop(accepted);
         let error = write_error(&mut writer);
-        assert!(error.contains("closed before the end was announced"), "{error}");
+        // The end of what comes is seen first, or that what goes is not taken.
+        let says = ["closed before the end was announced", "the call was cut"];
+        assert!(says.iter().any(|says| error.contains(says)), "{error}");
     }
 }
 

@@ -42,6 +42,33 @@ impl Pki {
         Arc::new(load(&out).unwrap())
     }
 
+    /// A host whose certificate has a common name only.
+    fn nameless(&self, name: &str) -> Arc<TlsIdentity> {
+        let out = self.directory.path().join(format!("nameless-{name}"));
+        if !out.exists() {
+            let ca = self.directory.path().join("ca");
+            let read = |name: &str| std::fs::read_to_string(ca.join(name)).unwrap();
+            let authority = rcgen::KeyPair::from_pem(&read("ca.key")).unwrap();
+            let issuer = rcgen::Issuer::from_ca_cert_pem(&read("ca.pem"), authority).unwrap();
+            let mut params = rcgen::CertificateParams::new(Vec::new()).unwrap();
+            params.distinguished_name.push(rcgen::DnType::CommonName, name);
+            params.extended_key_usages = vec![
+                rcgen::ExtendedKeyUsagePurpose::ClientAuth,
+                rcgen::ExtendedKeyUsagePurpose::ServerAuth,
+            ];
+            let key = rcgen::KeyPair::generate().unwrap();
+            let certificate = params.signed_by(&key, &issuer).unwrap();
+            std::fs::create_dir(&out).unwrap();
+            std::fs::write(out.join("ca.pem"), read("ca.pem")).unwrap();
+            std::fs::write(out.join("host.pem"), certificate.pem()).unwrap();
+            let mut options = std::fs::OpenOptions::new();
+            std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+            let mut file = options.write(true).create_new(true).open(out.join("host.key")).unwrap();
+            file.write_all(key.serialize_pem().as_bytes()).unwrap();
+        }
+        Arc::new(load(&out).unwrap())
+    }
+
     pub(crate) fn local(&self, name: &str) -> Arc<TlsIdentity> {
         self.host(name, &["127.0.0.1", "localhost"], Validity::days(1))
     }

@@ -67,6 +67,24 @@ fn the_name_that_counts_can_be_said_and_addresses_are_names_too() {
     assert!(matches!(error, TransportError::ServerName { .. }), "{error:?}");
 }
 
+#[test]
+fn peers_whose_certificates_name_nobody_are_the_same_by_their_keys_only() {
+    let pki = Pki::new();
+    let server = pki.local("server");
+    for address in authenticated() {
+        let listener = listen(address, Some(server.clone()));
+        let seen = |name: &str| {
+            let identity = pki.nameless(name);
+            let dialer = Dialer::new(listener.local_address().clone(), Some(identity));
+            pair(&listener, &dialer).0.peer().clone()
+        };
+        let (a, again, b) = (seen("a"), seen("a"), seen("b"));
+        assert!(a.tls && a.is_same_as(&again), "{address}: {a} {again}");
+        assert!(!a.is_same_as(&b), "{address}: {a} {b}");
+        assert!(a.names[0].starts_with("key:sha256:"), "{a}");
+    }
+}
+
 /// What both sides say when a client of another make connects.
 fn meet(listener: &Listener, client: ClientConfig) -> (TransportError, TransportError) {
     let Address::Tls { port, .. } = listener.local_address().clone() else { unreachable!() };

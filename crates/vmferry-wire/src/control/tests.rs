@@ -55,11 +55,11 @@ impl Golden {
     fn as_version_1(&self) -> ControlMessage {
         let mut message = self.message.clone();
         match &mut message {
-            ControlMessage::Begin { release, streams, .. } => {
-                (*release, *streams) = (None, false);
+            ControlMessage::Begin { release, streams, used_bytes, .. } => {
+                (*release, *streams, *used_bytes) = (None, false, Vec::new());
             }
-            ControlMessage::Accept { release, algorithms, .. } => {
-                (*release, *algorithms) = (None, None);
+            ControlMessage::Accept { release, algorithms, verifies_placed, .. } => {
+                (*release, *algorithms, *verifies_placed) = (None, None, false);
             }
             ControlMessage::Refuse { release, .. } => *release = None,
             _ => {}
@@ -93,24 +93,28 @@ fn goldens() -> Vec<Golden> {
                 reconnect_ms: 300,
                 release: release.clone(),
                 streams: true,
+                used_bytes: vec![Some(4096), None],
             },
             tuple: "01010101010101010101010101010101020202020202020202020202020202020377656203782f7902\
                     090901\
                     0000ac020201ac02",
             fields: "010005000000302e312e30\
                      02000100000051\
-                     038000000000",
+                     038000000000\
+                     0400100000000010000000000000ffffffffffffffff",
         },
         Golden {
             message: ControlMessage::Accept {
                 token: Token([3; 16]),
                 release: release.clone(),
                 algorithms: Some(AlgorithmSet::ALL),
+                verifies_placed: true,
             },
             tuple: "03030303030303030303030303030303",
             fields: "010005000000302e312e30\
                      02000100000051\
-                     0300040000000e000000",
+                     0300040000000e000000\
+                     040000000000",
         },
         Golden {
             message: ControlMessage::Refuse { reason: reason.clone(), release },
@@ -120,7 +124,12 @@ fn goldens() -> Vec<Golden> {
         },
         plain(ControlMessage::Placed { lane: 1, sequence: 300 }, "01ac02"),
         plain(
-            ControlMessage::Final { lane_sequences: vec![7], digest: 1, state: vec![0xee] },
+            ControlMessage::Final {
+                lane_sequences: vec![7],
+                digest: 1,
+                state: vec![0xee],
+                paused: false,
+            },
             "01070101ee",
         ),
         plain(ControlMessage::Ready { digest: 5, load_us: 6 }, "0506"),
@@ -281,6 +290,7 @@ fn a_field_with_another_content_is_refused() {
         (0, 3, b"?"),
         (1, 3, &[0; 3]),
         (1, 3, &[0; 5]),
+        (1, 4, b"?"),
         (2, 1, &[b'9'; 65]),
     ] {
         let mut body = encoded(1, &golden[index].message).split_off(CONTROL_HEADER_BYTES);
@@ -294,7 +304,7 @@ fn a_field_with_another_content_is_refused() {
 /// Numbers and contents of fields, ascending, that no message of this release has.
 fn unknown_fields() -> impl Strategy<Value = Vec<(u16, Vec<u8>)>> {
     let content = prop::collection::vec(any::<u8>(), 0..40);
-    prop::collection::btree_map(4_u16..0x8000, content, 1..6)
+    prop::collection::btree_map(5_u16..0x8000, content, 1..6)
         .prop_map(|fields| fields.into_iter().collect())
 }
 

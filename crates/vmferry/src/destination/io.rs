@@ -69,6 +69,8 @@ pub enum Input {
         /// The sequence number of the round's last frame.
         sequence: u64,
     },
+    /// Bytes have come on data channels since the last time, if not whole frames.
+    Arriving,
     /// The VMM takes no more of a stream: for the driver, which asks it why.
     StreamRefused {
         /// What the socket says.
@@ -128,6 +130,8 @@ pub enum Action {
         guest: GuestDescription,
         /// Whether its VMM streams it; unsaid in version 1 of the protocol.
         streams: Option<bool>,
+        /// Bytes that it uses of each slot, as far as they are known.
+        used_bytes: Vec<Option<u64>>,
     },
     /// Make the session's journal and append OPEN: `Opened`.
     Open(SessionId),
@@ -139,7 +143,12 @@ pub enum Action {
     /// Sum up the hashes of all pages as last placed: `Digest`.
     SumDigest,
     /// Load the state: `Loaded`.
-    Load(Vec<u8>),
+    Load {
+        /// The state.
+        state: Vec<u8>,
+        /// Whether the guest is to stay paused.
+        paused: bool,
+    },
     /// Hash the memory whole, beside everything else: `Hashed`.
     Hash {
         /// Without these pages.
@@ -206,6 +215,8 @@ pub enum Report {
     WaitingForWord,
     /// The guest runs here.
     Running,
+    /// The guest is here, and paused as it was at the source.
+    Paused,
 }
 
 /// How it ended.

@@ -16,7 +16,9 @@ use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter};
 use vmferry_wire::{ControlMessage, FrameHeader, FrameKind};
 
 use super::io::Input;
-use super::place::{FrameReader, LaneProgress, MOST_IN_MAKING, Placer, is_placed_at_once};
+use super::place::{
+    Arriving, FrameReader, LaneProgress, MOST_IN_MAKING, Placer, is_placed_at_once,
+};
 use super::target::{LaneContext, LaneSet, MemoryTarget};
 use crate::compression::worker_threads;
 use crate::config::DestinationConfig;
@@ -139,7 +141,11 @@ impl LaneSet for Lanes {
         let placed = known.shared.lock().progress.placed();
         let receiving = ReceivingThread {
             lane: Arc::clone(&known.shared),
-            frames: FrameReader::after(lane, reader, placed),
+            frames: FrameReader::after(
+                lane,
+                Arriving::new(reader, Arc::clone(&self.context.placed)),
+                placed,
+            ),
             closer: closer.clone(),
             placer: placer(&self.context, &self.target, Decompressors::default()),
             attempt: known.attempt,
@@ -286,7 +292,7 @@ impl LaneState {
 
 struct ReceivingThread {
     lane: Arc<LaneState>,
-    frames: FrameReader<ChannelReader>,
+    frames: FrameReader<Arriving<ChannelReader>>,
     placer: Placer,
     closer: ChannelCloser,
     attempt: u64,
@@ -419,7 +425,7 @@ impl LaneContext {
             self.control.send(&ControlMessage::Placed { lane: number, sequence });
         }
         if let Some(sequence) = placed.ended {
-            let _ = self.results.send(Input::LaneEnded { lane: number, sequence });
+            self.end_of_round(number, sequence);
         }
     }
 }

@@ -1,25 +1,28 @@
 //! The destination's side of a migration, sans-IO.
 //!
 //! ```text
-//!  AwaitBegin -> Preparing -> Opening -> Receiving -> Placing -> Loading -> Deciding
-//!                                                                              |
-//!                                              hand-over (see crate::handover) +
+//!  AwaitBegin -> Preparing -> Opening -> Receiving -> Placing -> [Hashing] -> Loading -> Deciding
+//!                                                                                           |
+//!                                                           hand-over (see crate::handover) +
 //! ```
+//! `Hashing` is there if the source asked for `--verify` before FINAL: the memory is hashed as it was placed.
 //! A guest that is refused while preparing leaves nothing behind. From `Opening` on the journal
 //! knows the session, so that this host can give its word about it for ever.
 
 mod announcement;
 mod clock;
 mod handing_over;
+mod hashing;
 mod links;
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use vmferry_memory::{PageSet, SlotId, SlotLayout};
+use vmferry_memory::SlotLayout;
 use vmferry_wire::{ControlMessage, Reason, ReasonCode, SessionId, Token};
 
 use self::announcement::check_layout;
+use self::hashing::Hashing;
 use self::links::Losses;
 use super::io::{Action, Ending, Input, LinkId};
 use crate::config::Timeouts;
@@ -36,6 +39,7 @@ enum Phase {
     Opening,
     Receiving,
     Placing,
+    Hashing,
     Loading,
     Deciding,
     Refused,
@@ -48,6 +52,7 @@ impl Phase {
             Self::Preparing | Self::Opening => "the preparation of the machine",
             Self::Receiving => "pre-copy",
             Self::Placing => "the placing of the last pages",
+            Self::Hashing => "the hash of the memory",
             Self::Loading => "the loading of the state",
             Self::Deciding => "the hand-over",
             Self::Refused => "the end",
@@ -70,6 +75,7 @@ struct Final {
     lane_sequences: Vec<u64>,
     digest: u64,
     state: Vec<u8>,
+    paused: bool,
 }
 
 /// The machine.
@@ -86,8 +92,9 @@ pub struct Destination {
     last: Option<Final>,
     lane_ends: Vec<u64>,
     digest: u64,
-    /// Pages that the hash of the memory is to leave out.
-    free: Option<PageSet>,
+    hashing: Hashing,
+    /// Somebody has paused the guest at the source, and it stays so.
+    paused: bool,
     load: Duration,
     failure: Option<MigrateError>,
     waiting_since: Duration,
@@ -97,7 +104,17 @@ pub struct Destination {
     losses: Losses,
     link_up: bool,
     committed_at: Duration,
+    verification: Verification,
     stats: DestinationStats,
+}
+
+/// Whether both memories are compared. The time for it counts from READY, whenever VERIFY comes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Verification {
+    None,
+    /// VERIFY may come once.
+    Announced,
+    Asked,
 }
 
 impl Destination {
@@ -116,7 +133,8 @@ impl Destination {
             last: None,
             lane_ends: Vec::new(),
             digest: 0,
-            free: None,
+            hashing: Hashing::default(),
+            paused: false,
             load: Duration::ZERO,
             failure: None,
             waiting_since: now,
@@ -125,6 +143,7 @@ impl Destination {
             losses: Losses::default(),
             link_up: true,
             committed_at: now,
+            verification: Verification::None,
             stats: DestinationStats { protocol: our_side.protocol, ..DestinationStats::default() },
             our_side,
         }
@@ -167,14 +186,7 @@ impl Destination {
             }
             Input::Digest(digest) => self.on_digest(now, digest),
             Input::Loaded(result) => self.on_loaded(now, result),
-            Input::Hashed(hash, took) => self.actions.push_back(Action::Send {
-                link: LinkId::CONTROL,
-                message: ControlMessage::Verified {
-                    hash: hash.hash,
-                    pages: hash.pages,
-                    elapsed_us: micros(took),
-                },
-            }),
+            Input::Hashed(hash, took) => self.on_hashed(now, hash, took),
             Input::IntentWritten(result) => {
                 self.on_journal(now, result, DestinationEvent::IntentWritten)
             }
@@ -187,7 +199,9 @@ impl Destination {
                     self.failure = Some(error);
                 }
             }
-            Input::StreamRefused { .. } | Input::Tick => {}
+            // The last frames are on their way, however slowly.
+            Input::Arriving if self.phase == Phase::Placing => self.waiting_since = now,
+            Input::Arriving | Input::StreamRefused { .. } | Input::Tick => {}
         }
         self.watch_the_clock(now);
     }
@@ -231,6 +245,12 @@ impl Destination {
         self.handover
     }
 
+    /// Whether the guest stays paused, as somebody has paused it at the source.
+    #[must_use]
+    pub fn stays_paused(&self) -> bool {
+        self.paused
+    }
+
     /// The session, once it is announced.
     #[must_use]
     pub fn session(&self) -> Option<SessionId> {
@@ -241,6 +261,13 @@ impl Destination {
     #[must_use]
     pub fn stats(&self) -> &DestinationStats {
         &self.stats
+    }
+
+    /// Whether FINAL may come: the guest is accepted, and nothing is decided. One that was heard may be withdrawn.
+    #[must_use]
+    pub fn wants_final(&self) -> bool {
+        matches!(self.phase, Phase::Receiving | Phase::Placing)
+            && self.handover == DestinationState::Receiving
     }
 
     /// What the migration is doing, in words.
@@ -260,10 +287,11 @@ impl Destination {
                     config,
                     layout,
                     lanes,
-                    verify: _,
+                    verify,
                     reconnect_ms,
                     release,
                     streams,
+                    used_bytes,
                 },
                 Phase::AwaitBegin,
             ) => {
@@ -279,12 +307,15 @@ impl Destination {
                     lanes,
                     layout: layout.clone(),
                 });
+                if verify {
+                    self.verification = Verification::Announced;
+                }
                 self.phase = Phase::Preparing;
                 let streams = (self.our_side.protocol > 1).then_some(streams);
                 let guest = GuestDescription { identity: guest, vmm, config, layout };
-                self.actions.push_back(Action::Prepare { guest, streams });
+                self.actions.push_back(Action::Prepare { guest, streams, used_bytes });
             }
-            (ControlMessage::Final { lane_sequences, digest, state }, Phase::Receiving) => {
+            (ControlMessage::Final { lane_sequences, digest, state, paused }, Phase::Receiving) => {
                 if lane_sequences.len() != self.lane_ends.len() {
                     let reason = format!(
                         "the last message names {} lanes of {}",
@@ -293,27 +324,26 @@ impl Destination {
                     );
                     return self.fail(now, protocol(reason));
                 }
-                self.last = Some(Final { lane_sequences, digest, state });
+                self.last = Some(Final { lane_sequences, digest, state, paused });
                 self.phase = Phase::Placing;
                 self.waiting_since = now;
                 self.check_placed(now);
             }
-            (ControlMessage::Withdraw {}, Phase::Receiving | Phase::Placing) => self.withdraw(),
-            (ControlMessage::Verify {}, Phase::Deciding)
-                if self.handover == DestinationState::Ready =>
-            {
-                // The source hashes as well; no COMMIT can come before both are done.
-                self.waiting_since = now + self.timeouts.verify;
-                let except = self.free.take().unwrap_or_else(|| PageSet::for_layout(self.layout()));
-                self.actions.push_back(Action::Hash { except });
+            (ControlMessage::Withdraw {}, Phase::Receiving | Phase::Placing | Phase::Hashing) => {
+                self.withdraw()
             }
-            (ControlMessage::Free { slot, runs }, Phase::Deciding)
-                if self.handover == DestinationState::Ready =>
-            {
-                self.waiting_since = now;
+            (ControlMessage::Verify {}, _) if self.takes_verify() => self.on_verify(),
+            (ControlMessage::Free { slot, runs }, _) if self.takes_verify() => {
                 if let Err(reason) = self.leave_out(slot, &runs) {
                     self.fail(now, protocol(reason));
                 }
+            }
+            // The guest is not whole here, and a source that keeps the protocol knows that.
+            (ControlMessage::Commit { session }, phase)
+                if Some(session) == ours && self.handover == DestinationState::Receiving =>
+            {
+                let reason = format!("COMMIT does not belong into {}", phase.name());
+                self.fail(now, protocol(reason));
             }
             (ControlMessage::Commit { session }, _) if Some(session) == ours => {
                 self.committed_at = now;
@@ -341,25 +371,6 @@ impl Destination {
         self.announced.as_ref().map_or(&[], |announced| &announced.layout)
     }
 
-    /// Takes pages that need not be as the source has them.
-    fn leave_out(&mut self, slot: SlotId, runs: &[(u64, u64)]) -> Result<(), String> {
-        let Some(layout) = self.announced.as_ref().map(|announced| &announced.layout) else {
-            return Err("FREE before the guest was announced".into());
-        };
-        let Some(in_slot) = layout.get(usize::from(slot.0)) else {
-            return Err(format!("FREE names {slot}, and the guest has {} slots", layout.len()));
-        };
-        let free = self.free.get_or_insert_with(|| PageSet::for_layout(layout)).bitmap_mut(slot);
-        for &(first, pages) in runs {
-            if first.checked_add(pages).is_none_or(|end| end > in_slot.pages) {
-                let all = in_slot.pages;
-                return Err(format!("FREE names pages {first}+{pages} of {slot}, which has {all}"));
-            }
-            free.set_run(first, pages);
-        }
-        Ok(())
-    }
-
     fn check_placed(&mut self, now: Duration) {
         let Some(last) = &self.last else { return };
         if self.is_waiting_for_source() {
@@ -377,12 +388,22 @@ impl Destination {
         if self.phase != Phase::Loading {
             return;
         }
-        let Some(last) = self.last.take() else { return };
+        let Some(last) = &self.last else { return };
         self.digest = placed;
         if placed != last.digest {
-            return self.fail(now, MigrateError::DigestMismatch { sent: last.digest, placed });
+            let sent = last.digest;
+            return self.fail(now, MigrateError::DigestMismatch { sent, placed });
         }
-        self.actions.push_back(Action::Load(last.state));
+        if self.hashing.is_asked() { self.hash_placed() } else { self.load() }
+    }
+
+    /// Has the VMM load the state: from here on nothing can be withdrawn.
+    fn load(&mut self) {
+        if let Some(last) = self.last.take() {
+            self.phase = Phase::Loading;
+            self.paused = last.paused;
+            self.actions.push_back(Action::Load { state: last.state, paused: last.paused });
+        }
     }
 
     fn on_loaded(&mut self, now: Duration, result: Result<Duration, MigrateError>) {
@@ -410,6 +431,7 @@ fn micros(time: Duration) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use vmferry_memory::SlotId;
     use vmferry_wire::GuestIdentity;
 
     use super::*;
@@ -424,7 +446,7 @@ mod tests {
             machine.handle(now, Input::LaneEnded { lane: 0, sequence });
         }
         let (lane_sequences, state) = (vec![9], Vec::new());
-        let message = ControlMessage::Final { lane_sequences, digest: 0, state };
+        let message = ControlMessage::Final { lane_sequences, digest: 0, state, paused: false };
         machine.handle(now, Input::Control { link: LinkId::CONTROL, message });
         assert_eq!(machine.phase, Phase::Loading);
     }
@@ -449,6 +471,7 @@ mod tests {
             reconnect_ms: 0,
             release: None,
             streams: false,
+            used_bytes: Vec::new(),
         };
         machine.handle(Duration::ZERO, Input::Control { link: LinkId::CONTROL, message: begin });
         machine.leave_out(SlotId(0), &[(0, 2), (9, 1)]).unwrap();
@@ -456,7 +479,7 @@ mod tests {
             let reason = machine.leave_out(SlotId(slot), &[run]).unwrap_err();
             assert!(reason.starts_with("FREE names"), "{reason}");
         }
-        let left_out: Vec<_> = machine.free.as_ref().unwrap().runs().collect();
+        let left_out: Vec<_> = machine.hashing.free().as_ref().unwrap().runs().collect();
         assert_eq!(left_out.len(), 2, "{left_out:?}");
         // Not before READY: nobody compares memories then.
         let free = ControlMessage::Free { slot: SlotId(0), runs: vec![(0, 1)] };

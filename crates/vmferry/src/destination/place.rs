@@ -20,7 +20,7 @@ use vmferry_wire::{FrameHeader, FrameKind, Run};
 use crate::config::{LANE_STRIPE_PAGES, lane_of};
 use crate::error::{MigrateError, chain};
 use crate::link::lost;
-pub use direct::{PageSource, is_placed_at_once};
+pub use direct::{Arriving, PageSource, is_placed_at_once};
 
 /// Frames between two acknowledgements, fewer than the smallest window has. One for each frame would wake the source's
 /// threads four times as often: measured, that is 6 % of the CPU time of both sides.
@@ -37,6 +37,8 @@ pub struct PlacedCounters {
     pub zero_pages: AtomicU64,
     /// Bytes read.
     pub bytes: AtomicU64,
+    /// Bytes read, those of frames that have not come whole among them.
+    pub arrived: AtomicU64,
 }
 
 /// Reads a lane's frames, each whole, in the order of their numbers.

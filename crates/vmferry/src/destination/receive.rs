@@ -69,6 +69,8 @@ pub struct Owned<V> {
     pub session: Option<SessionId>,
     /// The guest.
     pub guest: Option<GuestIdentity>,
+    /// Whether it stays paused, as somebody has paused it at the source.
+    pub paused: bool,
     /// The guest was handed over but could not be started: a crash of the guest.
     pub crash: Option<MigrateError>,
     /// The figures.
@@ -154,16 +156,16 @@ pub fn receive<V: DestinationVm>(
         let session = Session::begin(&mut vm, config, &reception, &stop.1, connection);
         let failure = match session.map(|session| session.run(watch)) {
             Err(error) => (error, false),
-            Ok(Ended { ending: Ending::Owns(crash), session, guest, stats, .. }) => {
+            Ok(Ended { ending: Ending::Owns(crash), session, guest, paused, stats, .. }) => {
                 let witness = Witness::start(reception, config.journal_directory.clone());
-                let owned = Owned { vm, session, guest, crash, stats, witness };
+                let owned = Owned { vm, session, guest, paused, crash, stats, witness };
                 return Received::Owns(Box::new(owned));
             }
             Ok(Ended { ending: Ending::Stuck(error), .. }) => (error, true),
             // A guest that its source may not send is no attempt that could fail.
-            Ok(Ended { ending: Ending::Refused(error), successor: next, .. })
-                if is_unauthorised(&error) =>
-            {
+            Ok(Ended {
+                ending: Ending::Refused(error), successor: next, stopped: false, ..
+            }) if is_unauthorised(&error) => {
                 reception.tell_of(&Notice::turned_away(&peer, &error));
                 successor = next;
                 continue;
@@ -171,11 +173,11 @@ pub fn receive<V: DestinationVm>(
             Ok(Ended {
                 ending: Ending::Aborted(error) | Ending::Refused(error),
                 successor: next,
+                stopped,
                 ..
             }) => {
                 successor = next;
-                let cancelled_here = matches!(error, MigrateError::Cancelled { .. });
-                (error, cancelled_here)
+                (error, stopped)
             }
         };
         let (error, last) = failure;
@@ -223,6 +225,18 @@ pub struct Witness {
 }
 
 impl Witness {
+    /// Answers for the sessions in the journals, and takes no guest: for a host whose guest came to a process before
+    /// this one.
+    ///
+    /// # Errors
+    /// A configuration that makes no sense, or a system without a thread left.
+    pub fn listen(listener: Listener, config: &DestinationConfig) -> Result<Self, MigrateError> {
+        config.check()?;
+        let reception = Reception::open(listener, config)
+            .map_err(|source| MigrateError::Local { action: "start a thread", source })?;
+        Ok(Self::start(reception, config.journal_directory.clone()))
+    }
+
     fn start(reception: Reception, journal_directory: PathBuf) -> Self {
         let (stop, stopped) = crossbeam_channel::bounded::<()>(0);
         let spawned = std::thread::Builder::new().name("witness".into()).spawn(move || {

@@ -2,7 +2,9 @@
 //! threads, and arrives at the engine by its role.
 //!
 //! ```text
-//!  listener --accept--> room (silent, 128) --doorman--> greeting (16 threads) --arrivals--> session
+//!  listener --accept--> room (silent, 128) --doorman--> greeting (18 threads) --arrivals--> session
+//!                                                           ^                                  |
+//!                                                           +------- whom it turns away -------+
 //! ```
 //! For a peer that has not begun to speak there is a socket and nothing else. One that is slow, or of an
 //! address that has many, makes room for others. So neither silence nor slowness nor a crowd keeps an honest
@@ -24,21 +26,23 @@ use vmferry_transport::{ChannelCloser, Listener, ListenerCloser, Pending};
 
 use self::complaints::Complaints;
 use self::room::{Origin, Room, Waiting, most};
-use super::arrivals::{Arrival, receive_greeting};
+use super::arrivals::{Arrival, Probes, receive_greeting};
 use super::receive::Notice;
 use crate::config::DestinationConfig;
 use crate::error::{MigrateError, chain};
 use crate::policy::Admission;
+use crate::probe::Gate;
 
 /// Connections that may be silent at the same time. A source's channels speak at once, so that an honest one
 /// is hardly ever among them.
 const SEATS: usize = 128;
 
 /// Connections that may be in their handshake and greeting at the same time: the channels of one migration, so
-/// that it need not wait for itself, and at 0.6 MB of buffers each no more than 10 MB.
+/// that it need not wait for itself, and at 0.6 MB of buffers each no more than 11 MB. They keep their places until the
+/// engine has taken them, or they are turned away.
 const MAX_GREETING: usize = 18;
 
-/// Greeted connections that the engine has not taken yet.
+/// Greeted connections and notices that the engine has not taken yet.
 const MAX_ARRIVED: usize = 64;
 
 /// After so long a handshake may be ended for another connection that is ready to speak. A good one takes two
@@ -64,6 +68,7 @@ struct Shared {
     policy: Option<Arc<dyn Admission>>,
     versions: RangeInclusive<u16>,
     patience: Duration,
+    probes: Probes,
 }
 
 struct State {
@@ -110,6 +115,7 @@ impl Reception {
             policy: config.policy.clone(),
             versions: config.protocol.clone(),
             patience: config.greeting_timeout,
+            probes: Probes { gate: Gate::default(), host: config.host.clone() },
         });
         // What is begun already is ended when this is dropped.
         let mut reception = Self { arrivals, closer, shared, threads: Vec::new() };
@@ -275,7 +281,8 @@ impl Shared {
         let (shared, name) = (Arc::clone(self), peer.clone());
         let spawned = std::thread::Builder::new().name("greet".into()).spawn(move || {
             let policy = shared.policy.as_deref();
-            let greeted = receive_greeting(pending, shared.patience, &shared.versions, policy);
+            let (patience, versions) = (shared.patience, &shared.versions);
+            let greeted = receive_greeting(pending, patience, versions, policy, &shared.probes);
             shared.finish(number, origin, name, greeted);
         });
         if let Err(error) = spawned {
@@ -289,22 +296,33 @@ impl Shared {
         number: u64,
         origin: Origin,
         peer: String,
-        greeted: Result<Arrival, MigrateError>,
+        greeted: Result<Option<Arrival>, MigrateError>,
     ) {
         let cut = {
             let mut state = self.state();
-            let entry = state.greeting.iter_mut().find(|greeting| greeting.number == number);
-            entry.and_then(|greeting| {
+            state.greeting_of(number).and_then(|greeting| {
                 greeting.done = true;
                 greeting.cut
             })
         };
         match (greeted, cut) {
-            (Ok(arrival), None) => {
+            (Ok(None), None) => {}
+            (Ok(Some(mut arrival)), None) => {
                 // Waits while the engine is at something else, and keeps its place meanwhile.
+                let (back, given_back) = crossbeam_channel::bounded(1);
+                arrival.give_back_to(back);
                 let arrivals = self.state().arrivals.clone();
                 if let Some(arrivals) = arrivals {
                     let _ = arrivals.send(arrival);
+                }
+                if let Ok((connection, words)) = given_back.recv() {
+                    // From now on it takes a place that others may need.
+                    if let Some(greeting) = self.state().greeting_of(number) {
+                        (greeting.done, greeting.since) = (false, Instant::now());
+                    }
+                    self.ring();
+                    // Whoever does not wait for the answer has lost nothing.
+                    let _ = connection.dismiss(&words, self.patience);
                 }
             }
             (_, Some(why)) => self.complain(origin, peer, why.to_owned()),
@@ -316,6 +334,10 @@ impl Shared {
 }
 
 impl State {
+    fn greeting_of(&mut self, number: u64) -> Option<&mut Greeting> {
+        self.greeting.iter_mut().find(|greeting| greeting.number == number)
+    }
+
     /// Ends greetings that take too long, and takes somebody out of the room who has begun to speak, if there
     /// is a place for it.
     fn serve(&mut self, now: Instant, patience: Duration) -> Option<(u64, Origin, Pending)> {

@@ -2,30 +2,29 @@
 //! threads and channels.
 
 mod guest;
-mod life;
 mod links;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
 use vmferry_transport::{ChannelCloser, ChannelWriter, PeerIdentity};
 use vmferry_wire::{GuestIdentity, HelloStatus, SessionId, Token};
 
-use self::life::Life;
 use super::arrivals::{Arrival, Connection, reply};
 use super::io::{Action, Ending, Input, LinkId};
 use super::machine::Destination;
 use super::place::PlacedCounters;
 use super::receive::Notice;
 use super::reception::Reception;
-use super::target::{LaneSet, Target};
+use super::target::{LaneEnds, LaneSet, Target};
 use crate::config::DestinationConfig;
 use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
 use crate::journal::{FileJournal, Record};
+use crate::life::Life;
 use crate::link::{ControlSlot, ControlWriter};
 use crate::peer::DestinationSide;
 use crate::stats::DestinationStats;
@@ -44,10 +43,14 @@ pub struct Ended {
     pub session: Option<SessionId>,
     /// The guest, if it was announced.
     pub guest: Option<GuestIdentity>,
+    /// Whether it stays paused, as it was at the source.
+    pub paused: bool,
     /// The figures.
     pub stats: DestinationStats,
     /// The source is here again, and begins anew.
     pub successor: Option<Connection>,
+    /// The user wants no guest any more.
+    pub stopped: bool,
 }
 
 /// What a control channel has brought: what an old one still says is not heard.
@@ -69,8 +72,15 @@ pub struct Session<'a, V> {
     inputs: (Sender<Input>, Receiver<Input>),
     links: BTreeMap<LinkId, Link>,
     next_link: u64,
-    /// What the control channel brings.
+    /// What the control channel brings. There is no queue: its reader goes on when a message was taken, so that a source
+    /// that says more than is heard waits.
     heard: (Sender<FromControl>, Receiver<FromControl>),
+    /// What query channels bring, in the same way.
+    asked: (Sender<Input>, Receiver<Input>),
+    /// Whether the control channel may bring FINAL.
+    wants_final: Arc<AtomicBool>,
+    /// What the lanes have placed whole, told once until it is taken.
+    ends: Arc<LaneEnds>,
     /// How often the control channel was dialled before.
     attempt: u64,
     /// The control channel for those who acknowledge.
@@ -83,6 +93,9 @@ pub struct Session<'a, V> {
     expected_lanes: u8,
     lanes: Option<Box<dyn LaneSet>>,
     placed: Arc<PlacedCounters>,
+    /// Bytes that had arrived when the source was told so last.
+    arrived: u64,
+    arrival_told: Instant,
     cpu: CpuMeter,
     stopping: bool,
 }
@@ -121,7 +134,10 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             inputs: crossbeam_channel::unbounded(),
             links: BTreeMap::new(),
             next_link: LinkId::CONTROL.0 + 1,
-            heard: crossbeam_channel::unbounded(),
+            heard: crossbeam_channel::bounded(0),
+            asked: crossbeam_channel::bounded(0),
+            wants_final: Arc::default(),
+            ends: Arc::default(),
             attempt: 0,
             control,
             life,
@@ -132,6 +148,8 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             expected_lanes: 0,
             lanes: None,
             placed: Arc::default(),
+            arrived: 0,
+            arrival_told: Instant::now(),
             cpu: CpuMeter::default(),
             stopping: false,
         };
@@ -148,6 +166,8 @@ impl<'a, V: DestinationVm> Session<'a, V> {
                     watch(&Notice::Session(report.clone()));
                 }
                 self.life.step();
+                // Before it hears that it may say it.
+                self.wants_final.store(self.machine.wants_final(), Ordering::Release);
                 let result = self.execute(action);
                 self.life.step();
                 if let Some(input) = result {
@@ -158,7 +178,11 @@ impl<'a, V: DestinationVm> Session<'a, V> {
                 break ending;
             }
             let input = self.await_input(watch);
+            if self.tell_what_arrives() {
+                self.machine.handle(self.started.elapsed(), Input::Arriving);
+            }
             self.machine.handle(self.started.elapsed(), input);
+            self.wants_final.store(self.machine.wants_final(), Ordering::Release);
             if self.machine.is_waiting_for_source()
                 && let Some(control) = self.links.get(&LinkId::CONTROL)
             {
@@ -179,15 +203,33 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             ending,
             session: self.machine.session(),
             guest: self.guest.take(),
+            paused: self.machine.stays_paused(),
             stats,
             successor: self.successor.take(),
+            stopped: self.stopping,
         }
+    }
+
+    /// Says now and then that frames arrive, and how far the lanes are, where the link is too slow for whole ones: a
+    /// source takes a destination that places nothing for one that hangs. Whether anything has arrived.
+    fn tell_what_arrives(&mut self) -> bool {
+        if self.arrival_told.elapsed() < ARRIVAL_INTERVAL {
+            return false;
+        }
+        self.arrival_told = Instant::now();
+        let arrived = self.placed.arrived.load(Ordering::Relaxed);
+        let more = std::mem::replace(&mut self.arrived, arrived) != arrived;
+        if more && let Some(lanes) = &self.lanes {
+            lanes.acknowledge();
+        }
+        more
     }
 
     fn await_input(&mut self, watch: &mut dyn FnMut(&Notice)) -> Input {
         let tick = self.machine.next_tick().map(|at| self.started + at);
-        let wait =
-            tick.map_or(Duration::from_secs(1), |at| at.saturating_duration_since(Instant::now()));
+        let wait = tick
+            .map_or(ARRIVAL_INTERVAL, |at| at.saturating_duration_since(Instant::now()))
+            .min(ARRIVAL_INTERVAL);
         crossbeam_channel::select! {
             recv(self.heard.1) -> from => match from {
                 // What still comes on a channel that is given up may be out of date.
@@ -200,10 +242,14 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             },
             recv(self.inputs.1) -> input => match input {
                 Ok(Input::LaneLost { lane, attempt, .. }) if !self.is_at(lane, attempt) => Input::Tick,
+                Ok(Input::LaneEnded { lane, .. }) => {
+                    Input::LaneEnded { lane, sequence: self.ends.take(lane) }
+                }
                 Ok(Input::StreamRefused { source }) => Input::Failed(self.why_refused(source)),
                 Ok(input) => input,
                 Err(_) => Input::Tick,
             },
+            recv(self.asked.1) -> asked => asked.unwrap_or(Input::Tick),
             recv(self.door.arrivals) -> arrival => match arrival {
                 Ok(Arrival::TurnedAway(notice)) => {
                     watch(&notice);
@@ -230,8 +276,8 @@ impl<'a, V: DestinationVm> Session<'a, V> {
                 let links: Vec<LinkId> = self.links.keys().copied().collect();
                 links.into_iter().filter_map(|link| self.send(link, &message)).next()
             }
-            Action::Prepare { guest, streams } => {
-                Some(Input::Prepared(self.prepare(&guest, streams)))
+            Action::Prepare { guest, streams, used_bytes } => {
+                Some(Input::Prepared(self.prepare(&guest, streams, &used_bytes)))
             }
             Action::Open(session) => Some(Input::Opened(self.open(session))),
             Action::ExpectLanes { lanes } => {
@@ -241,9 +287,10 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             Action::SumDigest => {
                 Some(Input::Digest(self.target.as_ref().map_or(0, Target::digest)))
             }
-            Action::Load(state) => {
+            Action::Load { state, paused } => {
                 let begun = Instant::now();
-                let loaded = self.vm.load(&state).map(|()| begun.elapsed());
+                let ready = if paused { self.vm.stay_paused() } else { Ok(()) };
+                let loaded = ready.and_then(|()| self.vm.load(&state)).map(|()| begun.elapsed());
                 Some(Input::Loaded(loaded.map_err(|source| MigrateError::Vm {
                     action: "load the guest's state",
                     source,
@@ -271,6 +318,9 @@ impl<'a, V: DestinationVm> Session<'a, V> {
         }
     }
 }
+
+/// How often a source is told that frames arrive: a fraction of any time-out.
+const ARRIVAL_INTERVAL: Duration = Duration::from_secs(1);
 
 static NEVER: std::sync::LazyLock<Receiver<()>> =
     std::sync::LazyLock::new(crossbeam_channel::never);

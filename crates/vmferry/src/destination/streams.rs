@@ -18,7 +18,7 @@ use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter};
 use vmferry_wire::{ControlMessage, FrameHeader, FrameKind, MAX_KEPT_PAGES};
 
 use super::io::Input;
-use super::place::{ACKNOWLEDGE_FRAMES, FrameReader};
+use super::place::{ACKNOWLEDGE_FRAMES, Arriving, FrameReader};
 use super::target::{LaneContext, LaneSet, StreamTarget, lock};
 use crate::error::{MigrateError, chain};
 
@@ -154,7 +154,11 @@ impl LaneSet for StreamLanes {
             lane,
             attempt: known.attempt,
             queue: Arc::clone(&known.queue),
-            frames: FrameReader::after(lane, reader, sequence),
+            frames: FrameReader::after(
+                lane,
+                Arriving::new(reader, Arc::clone(&self.context.placed)),
+                sequence,
+            ),
             closer: closer.clone(),
             context: self.context.clone(),
         };
@@ -267,7 +271,7 @@ struct ReceivingThread {
     lane: u8,
     attempt: u64,
     queue: Arc<Queue>,
-    frames: FrameReader<ChannelReader>,
+    frames: FrameReader<Arriving<ChannelReader>>,
     closer: ChannelCloser,
     context: LaneContext,
 }
@@ -374,7 +378,7 @@ impl WritingThread {
             self.context.control.send(&ControlMessage::Placed { lane, sequence });
         }
         if ended {
-            let _ = self.context.results.send(Input::LaneEnded { lane, sequence });
+            self.context.end_of_round(lane, sequence);
         }
     }
 }

@@ -1,13 +1,14 @@
 //! Where what the lanes bring goes.
 
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crossbeam_channel::Sender;
 use vmferry_codec::PageHashes;
 use vmferry_memory::GuestMemory;
 use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter};
+use vmferry_wire::MAX_LANES;
 
 use super::io::Input;
 use super::lanes::Lanes;
@@ -25,12 +26,53 @@ pub struct LaneContext {
     pub control: Arc<ControlSlot>,
     /// Where results go.
     pub results: Sender<Input>,
+    /// Ends of rounds, of which one for each lane is among the results.
+    pub ends: Arc<LaneEnds>,
     /// CPU time of the threads.
     pub cpu: CpuMeter,
     /// What was placed.
     pub placed: Arc<PlacedCounters>,
     /// Number of lanes.
     pub lanes: u8,
+}
+
+/// How far each lane is: the end of the last round that it has placed whole. A source may end any number of rounds while
+/// the session's thread is busy, and waits in no queue with them.
+#[derive(Debug, Default)]
+pub struct LaneEnds([LaneEnd; MAX_LANES as usize]);
+
+#[derive(Debug, Default)]
+struct LaneEnd {
+    sequence: AtomicU64,
+    told: AtomicBool,
+}
+
+impl LaneEnds {
+    /// The end of a round of a lane; whether the session is to be told.
+    #[must_use]
+    pub fn reach(&self, lane: u8, sequence: u64) -> bool {
+        self.0.get(usize::from(lane)).is_some_and(|end| {
+            end.sequence.fetch_max(sequence, Ordering::AcqRel);
+            !end.told.swap(true, Ordering::AcqRel)
+        })
+    }
+
+    /// How far a lane is. From now on the session is told again.
+    pub fn take(&self, lane: u8) -> u64 {
+        self.0.get(usize::from(lane)).map_or(0, |end| {
+            end.told.store(false, Ordering::Release);
+            end.sequence.load(Ordering::Acquire)
+        })
+    }
+}
+
+impl LaneContext {
+    /// Tells the session that a lane has placed everything up to the end of a round.
+    pub fn end_of_round(&self, lane: u8, sequence: u64) {
+        if self.ends.reach(lane, sequence) {
+            let _ = self.results.send(Input::LaneEnded { lane, sequence });
+        }
+    }
 }
 
 /// All lanes of a session at work. Dropped, none of its threads is left.
@@ -149,4 +191,20 @@ impl Target {
 /// After a panic too: what is guarded is changed by single assignments.
 pub fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ends_of_rounds_are_told_once_until_they_are_taken() {
+        let ends = LaneEnds::default();
+        let told = (1..100_000).filter(|sequence| ends.reach(3, *sequence)).count();
+        assert_eq!((told, ends.take(3)), (1, 99_999));
+        // An older one that is told late changes nothing, and is heard.
+        assert!(ends.reach(3, 5));
+        assert_eq!(ends.take(3), 99_999);
+        assert!(!ends.reach(MAX_LANES, 1), "there is no such lane");
+    }
 }

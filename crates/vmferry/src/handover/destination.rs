@@ -18,7 +18,7 @@ pub enum DestinationState {
     /// ABORTED is on disk: the guest never runs here.
     Aborted,
     /// The journal failed, so that nobody knows which record is on disk. The guest does not run
-    /// in this process; the next one to read the journal knows.
+    /// in this process; the next one to read the journal knows. A guest that outlives the process waits for that one.
     Stuck,
 }
 
@@ -54,13 +54,13 @@ pub enum DestinationEffect {
     WriteIntent,
     /// Append ABORTED, synced, and report `AbortWritten` or `JournalFailed`.
     WriteAborted,
-    /// Run the guest's first instruction.
+    /// Run the guest, unless it has run on this host before. After a restart it may have.
     Run,
     /// Tell the source that the guest runs here.
     SendRunning,
     /// Tell the source that the guest never ran here and never will.
     SendAborted,
-    /// Throw the guest's memory and state away.
+    /// Throw away what is here of the guest's memory and state.
     Discard,
     /// Answer the query with this word.
     Answer(SessionWord),
@@ -120,7 +120,9 @@ impl DestinationState {
 
             (S::IntentWriting, On::IntentWritten) => (S::Owns, &[Do::Run, Do::SendRunning]),
             (S::AbortWriting, On::AbortWritten) => (S::Aborted, &[Do::SendAborted, Do::Discard]),
-            (S::IntentWriting | S::AbortWriting, On::JournalFailed) => (S::Stuck, &[Do::Discard]),
+            (S::AbortWriting, On::JournalFailed) => (S::Stuck, &[Do::Discard]),
+            // RUN-INTENT may be on disk: the next process needs the guest then.
+            (S::IntentWriting, On::JournalFailed) => (S::Stuck, &[]),
 
             // COMMIT again: the answer to the first one was lost.
             (S::Owns, On::Commit) => (S::Owns, &[Do::SendRunning]),
@@ -131,18 +133,27 @@ impl DestinationState {
     }
 }
 
-/// The state of a session after a restart of the destination, from what its journal holds: `None` when the journal
-/// does not know it. `AbortWriting` means that ABORTED must be written before it is said.
+/// The state of a session after a restart of the destination, from what its journal holds, and what must be done:
+/// `None` when the journal does not know the session.
+///
+/// A guest may outlive the process that received it. One that was promised to run is run if it never has, and what is
+/// left of one that never will is thrown away.
 #[must_use]
-pub fn recover_destination(opened: bool, intent: bool, aborted: bool) -> Option<DestinationState> {
-    match (opened, intent, aborted) {
-        (_, true, false) => Some(DestinationState::Owns),
-        (_, false, true) => Some(DestinationState::Aborted),
-        (true, false, false) => Some(DestinationState::AbortWriting),
-        (false, false, false) => None,
+pub fn recover_destination(
+    opened: bool,
+    intent: bool,
+    aborted: bool,
+) -> Option<(DestinationState, &'static [DestinationEffect])> {
+    use DestinationEffect as Do;
+    Some(match (opened, intent, aborted) {
+        (_, true, false) => (DestinationState::Owns, &[Do::Run]),
+        (_, false, true) => (DestinationState::Aborted, &[Do::Discard]),
+        // ABORTED must be on disk before it is said.
+        (true, false, false) => (DestinationState::AbortWriting, &[Do::WriteAborted]),
+        (false, false, false) => return None,
         // Written by no version of this code. Neither word may be given.
-        (_, true, true) => Some(DestinationState::Stuck),
-    }
+        (_, true, true) => (DestinationState::Stuck, &[]),
+    })
 }
 
 #[cfg(test)]
@@ -221,11 +232,30 @@ mod tests {
     }
 
     #[test]
-    fn a_restart_reads_the_journal() {
-        assert_eq!(recover_destination(true, true, false), Some(DestinationState::Owns));
-        assert_eq!(recover_destination(true, false, true), Some(DestinationState::Aborted));
-        assert_eq!(recover_destination(true, false, false), Some(DestinationState::AbortWriting));
-        assert_eq!(recover_destination(false, false, false), None);
-        assert_eq!(recover_destination(true, true, true), Some(DestinationState::Stuck));
+    fn stuck_keeps_a_guest_that_may_be_promised() {
+        let failed = DestinationEvent::JournalFailed;
+        assert_eq!(
+            DestinationState::IntentWriting.step(failed),
+            (DestinationState::Stuck, &[][..])
+        );
+        assert_eq!(
+            DestinationState::AbortWriting.step(failed),
+            (DestinationState::Stuck, &[DestinationEffect::Discard][..])
+        );
+    }
+
+    #[test]
+    fn recover_destination_follows_the_journal() {
+        use DestinationEffect as Do;
+        for (journal, recovered) in [
+            ((true, true, false), Some((DestinationState::Owns, &[Do::Run][..]))),
+            ((true, false, true), Some((DestinationState::Aborted, &[Do::Discard]))),
+            ((true, false, false), Some((DestinationState::AbortWriting, &[Do::WriteAborted]))),
+            ((false, false, false), None),
+            ((true, true, true), Some((DestinationState::Stuck, &[]))),
+        ] {
+            let (opened, intent, aborted) = journal;
+            assert_eq!(recover_destination(opened, intent, aborted), recovered);
+        }
     }
 }

@@ -32,6 +32,8 @@
 //! 4. A destination's journal never holds both RUN-INTENT and ABORTED.
 //! 5. A source that was restarted asks, and never sends COMMIT.
 //! 6. A session that a destination does not know is not aborted: the word is `Unknown`.
+//! 7. A guest may outlive the process that received it. A destination that is restarted runs it if
+//!    RUN-INTENT is on disk and the guest has never run there, and throws it away after ABORTED.
 
 mod destination;
 mod source;

@@ -128,7 +128,7 @@ impl SourceState {
                 (S::Given, &[Do::WriteGiven, Do::Release])
             }
             (S::Committed | S::InDoubt { .. }, On::Word(SessionWord::Aborted)) => {
-                (S::Kept, &[Do::WriteKept, Do::Resume])
+                (S::Kept, &[Do::Resume, Do::WriteKept])
             }
             (S::Committed, On::LinkLost | On::Failed) => {
                 (S::InDoubt { recovered: false }, &[Do::Ask])
@@ -146,7 +146,7 @@ impl SourceState {
                 (S::Given, &[Do::WriteGiven, Do::Release])
             }
             (S::InDoubt { .. }, On::Operator(OperatorWord::SourceResumes)) => {
-                (S::Kept, &[Do::WriteKept, Do::Resume])
+                (S::Kept, &[Do::Resume, Do::WriteKept])
             }
 
             (state, _) => (state, &[]),
@@ -214,6 +214,19 @@ mod tests {
                     "{state:?} resumed on {event:?}"
                 );
                 assert!(allowed || !next.may_run(), "{state:?} + {event:?} = {next:?}");
+            }
+        }
+    }
+
+    /// Nobody takes up a session whose journal says KEPT: a process that dies must not leave a paused guest with it.
+    #[test]
+    fn kept_is_written_after_the_guest_is_resumed() {
+        for (state, event) in STATES.into_iter().flat_map(|s| EVENTS.map(|event| (s, event))) {
+            let (_, effects) = state.step(event);
+            let at = |wanted| effects.iter().position(|effect| *effect == wanted);
+            if let Some(kept) = at(SourceEffect::WriteKept) {
+                let resumed = at(SourceEffect::Resume);
+                assert!(resumed.is_some_and(|at| at < kept), "{state:?} {event:?} {effects:?}");
             }
         }
     }

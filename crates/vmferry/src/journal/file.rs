@@ -2,7 +2,7 @@
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Write};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -78,6 +78,20 @@ impl FileJournal {
         session: SessionId,
         side: Side,
         guest: GuestIdentity,
+        peer: (&str, &[String]),
+    ) -> Result<Self, JournalError> {
+        Self::begin_for(directory, session, side, (guest, None), peer)
+    }
+
+    /// The same of a guest that is in this process of a VMM.
+    ///
+    /// # Errors
+    /// As [`begin`](Self::begin).
+    pub fn begin_for(
+        directory: &Path,
+        session: SessionId,
+        side: Side,
+        (guest, process): (GuestIdentity, Option<String>),
         (peer, peer_names): (&str, &[String]),
     ) -> Result<Self, JournalError> {
         make_directory(directory)?;
@@ -88,6 +102,7 @@ impl FileJournal {
             peer_names: peer_names.to_vec(),
             at: order::now_seconds(),
             order,
+            process,
         };
         Self::make(directory, session, side, |journal, directory| {
             journal.settle(directory)?;
@@ -217,7 +232,8 @@ fn lock(file: &File, path: &Path) -> Result<(), JournalError> {
     }
 }
 
-/// Makes a directory that survives a crash: each new name is synced in the directory above it.
+/// Makes a directory that survives a crash: each new name is synced in the directory above it. Nobody else may look
+/// into it: a journal says who decides about a guest.
 fn make_directory(directory: &Path) -> Result<(), JournalError> {
     if directory.is_dir() {
         return Ok(());
@@ -227,7 +243,7 @@ fn make_directory(directory: &Path) -> Result<(), JournalError> {
         _ => Path::new("."),
     };
     make_directory(above)?;
-    match std::fs::create_dir(directory) {
+    match std::fs::DirBuilder::new().mode(0o700).create(directory) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(JournalError::Io {
             action: "make the directory of",
             path: directory.to_owned(),

@@ -12,7 +12,12 @@ enum By {
 
 /// The kind of a record, and its JSON. A record that gets a member more gets a line more, and the line before is
 /// no longer [`By::This`].
-const LINES: [(&str, By, &str); 10] = [
+const LINES: [(&str, By, &str); 11] = [
+    (
+        "open",
+        By::This,
+        r#"9745582e {"record":"open","guest":{"uuid":"01010101-0101-0101-0101-010101010101","name":"web"},"peer":"tls:b:7001","peer_names":["spiffe://vmferry/host/b"],"at":1760000000,"order":7,"process":"0b6f6d2e-6a5c-4d0e-9a7e-2f6f4f1f9f00/812/104733"}"#,
+    ),
     (
         "open",
         By::This,

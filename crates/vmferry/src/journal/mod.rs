@@ -17,9 +17,9 @@ use vmferry_wire::{GuestIdentity, SessionId, SessionWord};
 
 pub use self::file::FileJournal;
 use self::file::{parse_name, path_of};
-pub use self::order::{Order, Since, since, unfinished};
+pub use self::order::{Order, Since, since, since_arrival, unfinished};
 pub use self::record::{BadLine, BadRecord, Record, Side, decode, decode_line};
-use crate::handover::{self, DestinationState, SourceEffect, SourceState};
+use crate::handover::{self, DestinationEffect, DestinationState, SourceEffect, SourceState};
 
 /// Where records go. The engine uses [`FileJournal`]; simulations bring a disk of their own.
 pub trait Journal: Send {
@@ -136,7 +136,7 @@ impl SessionSummary {
                 _ => Verdict::Here,
             },
             Side::Destination => match recover_destination(&records) {
-                Some(DestinationState::Owns) => Verdict::Here,
+                Some((DestinationState::Owns, _)) => Verdict::Here,
                 _ => Verdict::There,
             },
         };
@@ -148,6 +148,15 @@ impl SessionSummary {
     pub fn guest(&self) -> Option<&GuestIdentity> {
         self.records.iter().find_map(|record| match record {
             Record::Open { guest, .. } => Some(guest),
+            _ => None,
+        })
+    }
+
+    /// The process of the guest's VMM, if the first record says which one it was.
+    #[must_use]
+    pub fn process(&self) -> Option<&str> {
+        self.records.iter().find_map(|record| match record {
+            Record::Open { process, .. } => process.as_deref(),
             _ => None,
         })
     }
@@ -197,6 +206,24 @@ pub fn sessions_of(
     Ok(sessions)
 }
 
+/// The sessions of the guest that is in this process of a VMM. Names and UUIDs come again: what a process has promised that
+/// is known to be another one was about a guest of before.
+///
+/// # Errors
+/// As [`sessions_of`].
+pub fn sessions_in(
+    directory: &Path,
+    guest: &GuestIdentity,
+    process: Option<&str>,
+) -> Result<Vec<SessionSummary>, JournalError> {
+    let mut sessions = sessions_of(directory, guest)?;
+    sessions.retain(|session| match (session.process(), process) {
+        (Some(its), Some(process)) => its == process,
+        _ => true,
+    });
+    Ok(sessions)
+}
+
 fn sessions_where(
     directory: &Path,
     wanted: impl Fn(&Path) -> bool,
@@ -224,6 +251,14 @@ fn sessions_where(
     Ok(summaries)
 }
 
+/// The place of a destination's session among those of this host.
+///
+/// # Errors
+/// As [`read`].
+pub fn order_of(directory: &Path, session: SessionId) -> Result<Order, JournalError> {
+    Ok(Order::of(&read(directory, session, Side::Destination)?))
+}
+
 /// The records of one session; empty if there is no such journal.
 ///
 /// # Errors
@@ -238,10 +273,12 @@ pub fn read(directory: &Path, session: SessionId, side: Side) -> Result<Vec<Reco
     }
 }
 
-/// Where a session stands at a destination that has only its journal, after a restart: `None` if
-/// the journal does not know it.
+/// Where a session stands at a destination that has only its journal, after a restart, and what whoever has the guest
+/// now must do: `None` if the journal does not know the session.
 #[must_use]
-pub fn recover_destination(records: &[Record]) -> Option<DestinationState> {
+pub fn recover_destination(
+    records: &[Record],
+) -> Option<(DestinationState, &'static [DestinationEffect])> {
     let has = |wanted: fn(&Record) -> bool| records.iter().any(wanted);
     handover::recover_destination(
         has(|r| matches!(r, Record::Open { .. })),
@@ -272,8 +309,8 @@ pub fn recover_source(records: &[Record]) -> (SourceState, &'static [SourceEffec
 pub fn recovered_word(directory: &Path, session: SessionId) -> Result<SessionWord, JournalError> {
     match recover_destination(&read(directory, session, Side::Destination)?) {
         None => Ok(SessionWord::Unknown),
-        Some(DestinationState::AbortWriting) => close_session(directory, session),
-        Some(state) => Ok(state.word()),
+        Some((DestinationState::AbortWriting, _)) => close_session(directory, session),
+        Some((state, _)) => Ok(state.word()),
     }
 }
 
@@ -297,11 +334,11 @@ fn close_session(directory: &Path, session: SessionId) -> Result<SessionWord, Jo
     };
     // Whoever held the lock may have written its word since the first look.
     match recover_destination(&records) {
-        Some(DestinationState::AbortWriting) => {
+        Some((DestinationState::AbortWriting, _)) => {
             journal.append(&Record::Aborted { reason: "the destination was restarted".into() })?;
             Ok(SessionWord::Aborted)
         }
-        state => Ok(state.map_or(SessionWord::Unknown, DestinationState::word)),
+        recovered => Ok(recovered.map_or(SessionWord::Unknown, |(state, _)| state.word())),
     }
 }
 

@@ -119,7 +119,17 @@ pub enum Since {
 /// What became of the guest of a source's session since.
 #[must_use]
 pub fn since(sessions: &[SessionSummary], session: SessionId) -> Since {
-    let ours = |one: &&SessionSummary| one.session == session && one.side == Side::Source;
+    since_side(sessions, session, Side::Source)
+}
+
+/// What became of the guest of a destination's session since it came.
+#[must_use]
+pub fn since_arrival(sessions: &[SessionSummary], session: SessionId) -> Since {
+    since_side(sessions, session, Side::Destination)
+}
+
+fn since_side(sessions: &[SessionSummary], session: SessionId, side: Side) -> Since {
+    let ours = |one: &&SessionSummary| one.session == session && one.side == side;
     let Some(ours) = sessions.iter().find(ours) else { return Since::Nothing };
     let Some(guest) = ours.guest() else { return Since::Nothing };
     let has = |one: &SessionSummary, wanted: fn(&Record) -> bool| one.records.iter().any(wanted);
@@ -161,7 +171,7 @@ mod tests {
     fn write(directory: &Path, number: u8, side: Side, (at, order): (u64, u64), then: &[Record]) {
         let mut journal = FileJournal::create(directory, session(number), side).unwrap();
         let (peer, peer_names) = ("host-b".into(), vec![]);
-        let open = Record::Open { guest: guest(), peer, peer_names, at, order };
+        let open = Record::Open { guest: guest(), peer, peer_names, at, order, process: None };
         std::iter::once(&open).chain(then).for_each(|record| journal.append(record).unwrap());
     }
 
@@ -191,6 +201,36 @@ mod tests {
         assert!(left_open(&directory).is_empty(), "the guest is here by a later promise");
         begin(path, 5, Side::Source, &[]);
         assert_eq!(left_open(&directory), [session(5)], "its process has died before COMMIT");
+    }
+
+    /// Guests without a UUID, or a guest that was started again: one process after another has the same name.
+    #[test]
+    fn what_another_process_has_promised_concerns_no_guest_of_that_name() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path();
+        let peer = ("host-b", [].as_slice());
+        let begin_in = |number: u8, process: &str| {
+            let guest = (guest(), Some(process.to_owned()));
+            let side = Side::Source;
+            FileJournal::begin_for(path, session(number), side, guest, peer).unwrap()
+        };
+        begin_in(1, "boot/7/100").append(&Record::Commit).unwrap();
+        let open_in = |process: Option<&str>| {
+            let sessions = super::super::sessions_in(path, &guest(), process).unwrap();
+            let open = unfinished(&sessions, &guest());
+            open.iter().map(|one| one.session).collect::<Vec<_>>()
+        };
+        assert_eq!(open_in(Some("boot/7/100")), [session(1)]);
+        assert_eq!(open_in(Some("boot/7/900")), [], "its number has come again");
+        assert_eq!(open_in(None), [session(1)], "nobody knows which process it is");
+
+        // Nor is a guest that was paused and promised by nobody taken for one that was sent again.
+        begin_in(2, "boot/8/200").append(&Record::Commit).unwrap();
+        let sessions = super::super::sessions_in(path, &guest(), Some("boot/7/100")).unwrap();
+        assert_eq!(since(&sessions, session(1)), Since::Nothing);
+        // One of a release that wrote no process may be any.
+        begin(path, 3, Side::Source, &[Record::Commit]);
+        assert_eq!(open_in(Some("boot/7/900")), [session(3)]);
     }
 
     #[test]
@@ -255,6 +295,20 @@ mod tests {
         begin(path, 6, Side::Source, &[]);
         assert_eq!(what(), Since::SentAgain(session(6)), "one that is under way");
         assert_eq!(since(&[], session(2)), Since::Nothing, "nothing is known");
+    }
+
+    #[test]
+    fn since_arrival_finds_the_session_that_sent_the_guest_on() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path();
+        let what = || since_arrival(&sessions(path).unwrap(), session(2));
+        begin(path, 1, Side::Source, &[Record::Commit]);
+        begin(path, 2, Side::Destination, &[Record::RunIntent]);
+        assert_eq!(what(), Since::Nothing, "it was sent away before it came back");
+        begin(path, 3, Side::Source, &[Record::Kept { by_operator: false }]);
+        assert_eq!(what(), Since::Nothing, "an attempt that failed");
+        begin(path, 4, Side::Source, &[Record::Commit]);
+        assert_eq!(what(), Since::SentAgain(session(4)));
     }
 
     #[test]

@@ -25,6 +25,10 @@ pub enum Record {
         /// which had none.
         #[serde(default)]
         order: u64,
+        /// The process of the guest's VMM on this host, if it is one that outlives whoever leads the session: by the host's
+        /// boot, its number and its start, so that no other process is ever called so. Old versions wrote none.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        process: Option<String>,
     },
     /// Source: the guest never runs here again, unless the destination says ABORTED.
     Commit,

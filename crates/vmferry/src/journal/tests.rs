@@ -13,6 +13,7 @@ fn open() -> Record {
         peer_names: vec![],
         at: 1,
         order: 1,
+        process: None,
     }
 }
 

@@ -16,7 +16,7 @@ use crate::config::SourceConfig;
 use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
 use crate::greeting::Purpose;
-use crate::link::ControlWriter;
+use crate::link::{ANSWER_TIMEOUT, ControlSlot, ControlWriter};
 use vmferry_codec::EncodedFrame;
 
 /// How long a finished migration waits for the destination to hear its last message and hang up.
@@ -31,7 +31,9 @@ pub struct ControlLink {
     /// The lanes' windows, which acknowledgements free.
     windows: Vec<Arc<Window<EncodedFrame>>>,
     cpu: CpuMeter,
-    channel: Option<(ControlWriter<ChannelWriter>, ChannelCloser)>,
+    channel: Option<(Arc<ControlWriter<ChannelWriter>>, ChannelCloser)>,
+    /// The channel of the session, for signs of life.
+    slot: Arc<ControlSlot>,
     /// The number of the channel in use: what an old one still says is not heard.
     number: u64,
     heard: (Sender<FromLink>, Receiver<FromLink>),
@@ -70,11 +72,17 @@ impl ControlLink {
             windows,
             cpu,
             channel: None,
+            slot: Arc::default(),
             number: 0,
-            heard: crossbeam_channel::unbounded(),
+            heard: crossbeam_channel::bounded(connect::MOST_HEARD),
             dialling: None,
             dialled: crossbeam_channel::unbounded(),
         }
+    }
+
+    /// The channel of the session at the moment.
+    pub fn slot(&self) -> Arc<ControlSlot> {
+        Arc::clone(&self.slot)
     }
 
     /// What channels bring; for [`take_heard`](Self::take_heard).
@@ -97,7 +105,10 @@ impl ControlLink {
         if dialled.link != self.number {
             return Input::Tick;
         }
-        let begun = dialled.channel.and_then(|channel| self.begin(channel));
+        let begun = dialled.channel.and_then(|channel| match dialled.what_for {
+            WhatFor::Resume(_) => self.begin(channel),
+            WhatFor::Ask => self.listen(channel),
+        });
         match (dialled.what_for, begun) {
             (WhatFor::Resume(_), Ok(())) => Input::Resumed,
             (WhatFor::Resume(_), Err(error)) => Input::NotResumed(error),
@@ -111,6 +122,14 @@ impl ControlLink {
     /// # Errors
     /// If the system has no thread left.
     pub fn begin(&mut self, channel: ControlChannel) -> Result<(), MigrateError> {
+        self.listen(channel)?;
+        if let Some((writer, closer)) = &self.channel {
+            self.slot.set(Arc::clone(writer), closer.clone());
+        }
+        Ok(())
+    }
+
+    fn listen(&mut self, channel: ControlChannel) -> Result<(), MigrateError> {
         self.number += 1;
         let (link, inputs) = (self.number, self.heard.0.clone());
         let (windows, cpu) = (self.windows.clone(), self.cpu.clone());
@@ -119,7 +138,7 @@ impl ControlLink {
             let _cpu = cpu.count_this_thread();
             connect::read_control(reader, link, &windows, &inputs);
         });
-        self.channel = Some((channel.writer, channel.closer));
+        self.channel = Some((Arc::new(channel.writer), channel.closer));
         spawned
             .map(|_| ())
             .map_err(|source| MigrateError::Local { action: "start a thread", source })
@@ -130,7 +149,14 @@ impl ControlLink {
     /// # Errors
     /// The channel's.
     pub fn send(&self, message: &ControlMessage) -> std::io::Result<()> {
-        self.channel.as_ref().map_or(Ok(()), |(writer, _)| writer.send(message))
+        let Some((writer, _)) = &self.channel else { return Ok(()) };
+        match message {
+            // As many as the destination asks for.
+            ControlMessage::Pong { .. } => {
+                writer.send_within(message, ANSWER_TIMEOUT, self.silence)
+            }
+            _ => writer.send(message),
+        }
     }
 
     /// Gives up the channel, and asks on a new one after a while.
@@ -146,6 +172,7 @@ impl ControlLink {
 
     fn dial(&mut self, what_for: WhatFor, delay: Duration) {
         self.close();
+        self.slot.clear();
         self.channel = None;
         self.number += 1;
         let (stop, stopped) = crossbeam_channel::bounded(1);

@@ -33,6 +33,7 @@ use crate::greeting::Purpose;
 use crate::handover::SourceState;
 use crate::held::{Held, Running, write_commit};
 use crate::journal::{FileJournal, Journal, Record, Side};
+use crate::life::Life;
 use crate::peer::SourceSide;
 use crate::stats::SourceStats;
 use crate::streamed::{StreamEvent, StreamedVm};
@@ -103,7 +104,8 @@ pub fn migrate<V: SourceVm>(
     let guest = vm.describe();
     let (memory, log, free_pages) = (vm.memory(), vm.dirty_log(), vm.free_pages());
     let state = vm.state_estimate();
-    let our_side = SourceSide { vmm: vm.release(), ..SourceSide::new(log.name()) };
+    let (vmm, used_bytes) = (vm.release(), vm.used_bytes());
+    let our_side = SourceSide { vmm, used_bytes, ..SourceSide::new(log.name()) };
     conduct(vm, (guest, our_side), dialer, config, orders, watch, |core| {
         core.machine.expect_state(state);
         MemoryGuest::new(memory, log, free_pages, core)
@@ -221,6 +223,7 @@ struct Core<'a, V: Resume> {
     resume_failure: Option<VmError>,
     journal: FileJournal,
     control: ControlLink,
+    life: Life,
     inputs: (Sender<Input>, Receiver<Input>),
     /// What those wait on that make frames.
     signal: Arc<Signal>,
@@ -231,6 +234,8 @@ struct Core<'a, V: Resume> {
     chooser: Arc<Chooser>,
     cpu: CpuMeter,
     transport: String,
+    /// Frames that data channels had taken when that was asked last.
+    sent_frames: u64,
 }
 
 impl<'a, V: Resume> Core<'a, V> {
@@ -252,11 +257,11 @@ impl<'a, V: Resume> Core<'a, V> {
         let (purpose, silence) = (Purpose::control(Role::Control), config.timeouts.silence);
         let made =
             connect::control(dialer, purpose, &config.protocol, silence).and_then(|channel| {
-                let journal = FileJournal::begin(
+                let journal = FileJournal::begin_for(
                     &config.journal_directory,
                     config.session,
                     Side::Source,
-                    guest.identity.clone(),
+                    (guest.identity.clone(), config.process.clone()),
                     (&channel.transport, &channel.peer_names),
                 )?;
                 Ok((channel, journal))
@@ -272,6 +277,14 @@ impl<'a, V: Resume> Core<'a, V> {
         let windows: Vec<_> = (0..config.channels)
             .map(|_| Arc::new(Window::new(frames, Arc::clone(&signal))))
             .collect();
+        let control = ControlLink::new(dialer, &config, windows.clone(), cpu.clone());
+        let life = match Life::begin(control.slot()) {
+            Ok(life) => life,
+            Err(source) => {
+                let error = MigrateError::Local { action: "start a thread", source };
+                return Err((vm, Box::new(error)));
+            }
+        };
         let mut core = Self {
             machine: Source::new(config.clone(), guest, our_side, Duration::ZERO),
             held: Held::Running(Running::new(vm)),
@@ -280,7 +293,8 @@ impl<'a, V: Resume> Core<'a, V> {
             started: Instant::now(),
             resume_failure: None,
             journal,
-            control: ControlLink::new(dialer, &config, windows.clone(), cpu.clone()),
+            control,
+            life,
             inputs,
             signal,
             windows,
@@ -294,6 +308,7 @@ impl<'a, V: Resume> Core<'a, V> {
             )),
             cpu: cpu.clone(),
             transport: channel.transport.clone(),
+            sent_frames: 0,
             config,
         };
         if let Err(error) = core.control.begin(channel) {
@@ -306,11 +321,17 @@ impl<'a, V: Resume> Core<'a, V> {
         loop {
             while let Some(action) = self.machine.next_action() {
                 self.orders.publish(self.machine.phase_name(), self.machine.handover());
+                let begun = self.now();
+                self.life.step();
                 if let Action::Report(report) = &action {
                     self.orders.publish_report(report);
                     watch(report);
                 }
-                if let Some(input) = self.execute(side, action) {
+                let input = self.execute(side, action);
+                self.life.step();
+                let took = self.now() - begun;
+                self.machine.handle(self.now(), Input::Away { took });
+                if let Some(input) = input {
                     self.machine.handle(self.now(), input);
                 }
             }
@@ -318,12 +339,21 @@ impl<'a, V: Resume> Core<'a, V> {
                 return ending;
             }
             let input = self.await_input(side);
+            if self.has_sent() {
+                self.machine.handle(self.now(), Input::Flowing);
+            }
             self.machine.handle(self.now(), input);
         }
     }
 
     fn now(&self) -> Duration {
         self.started.elapsed()
+    }
+
+    /// Whether data channels have taken frames since this was asked last.
+    fn has_sent(&mut self) -> bool {
+        let (_, frames) = self.orders.sent().so_far();
+        std::mem::replace(&mut self.sent_frames, frames) != frames
     }
 
     fn await_input(&mut self, side: &mut impl GuestSide<V>) -> Input {

@@ -4,7 +4,7 @@
 //! meet in bitmaps of atomic words, of which parts exist only where something was hinted that the round would send.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use vmferry_memory::traverse::{BLOCK_PAGES, BLOCK_WORDS, WORD_BITS};
@@ -17,13 +17,16 @@ const PART_WORDS: usize = 512;
 const PART_BLOCKS: usize = PART_WORDS / BLOCK_WORDS;
 const PAGE: u64 = PAGE_SIZE as u64;
 
+/// No 32-bit word: the guest expects nothing.
+const NO_POISON: u64 = u64::MAX;
+
 /// Hinted pages of all slots.
 pub struct Hinted {
     slots: Vec<HintedSlot>,
     /// Held by whoever takes a hint, so that none comes after the round has been closed.
     gate: Mutex<Gate>,
-    /// What the guest expects in free pages of this round; 0 for nothing. Written before any bit is.
-    poison: AtomicU32,
+    /// What the guest expects in free pages of this round, or [`NO_POISON`]. Written before any bit is.
+    poison: AtomicU64,
     /// Pages of the round that were hinted.
     useful: AtomicU64,
     /// Lanes send nothing that may be hinted yet.
@@ -38,8 +41,8 @@ struct Gate {
     id: u64,
     /// Those that are being sent, while hints are taken.
     pages: Option<Arc<PageSet>>,
-    /// What the guest expects in free pages, since the first hint of the round.
-    poison: Option<u32>,
+    /// What the guest expects in free pages, if it expects anything; known since the first hint of the round.
+    poison: Option<Option<u32>>,
     /// Whether it has said that this is all.
     complete: bool,
 }
@@ -65,7 +68,7 @@ impl Hinted {
         Self {
             slots: layout.iter().map(slot).collect(),
             gate: Mutex::default(),
-            poison: AtomicU32::new(0),
+            poison: AtomicU64::new(NO_POISON),
             useful: AtomicU64::new(0),
             held: AtomicBool::new(false),
             signal,
@@ -95,11 +98,11 @@ impl Hinted {
                 into.bitmap_mut(slot).or_words(number * PART_WORDS, &words);
             }
         }
-        self.poison.store(0, Ordering::Relaxed);
+        self.poison.store(NO_POISON, Ordering::Relaxed);
     }
 
     /// See [`FreePageHints::free`](crate::free_pages::FreePageHints::free). `id` is what [`open`](Self::open) returned.
-    pub fn free(&self, id: u64, gpa: u64, bytes: u64, poison: u32) {
+    pub fn free(&self, id: u64, gpa: u64, bytes: u64, poison: Option<u32>) {
         let mut gate = self.gate();
         let gate = &mut *gate;
         let Some(pages) = gate.pages.as_ref().filter(|_| gate.id == id) else { return };
@@ -107,7 +110,7 @@ impl Hinted {
             // A guest has one poison. Which of the two it expects nobody knows.
             return;
         }
-        self.poison.store(poison, Ordering::Relaxed);
+        self.poison.store(poison.map_or(NO_POISON, u64::from), Ordering::Relaxed);
         let mut useful = 0;
         let end = gpa.saturating_add(bytes);
         for (slot, hinted) in (0..).map(SlotId).zip(&self.slots) {
@@ -162,7 +165,7 @@ impl Hinted {
     /// What the guest expects in every 32-bit word of the pages that it hinted, if it does: they are to be sent
     /// like this.
     pub fn poison(&self) -> Option<u32> {
-        Some(self.poison.load(Ordering::Relaxed)).filter(|poison| *poison != 0)
+        u32::try_from(self.poison.load(Ordering::Relaxed)).ok()
     }
 
     /// Pages of the round that were hinted so far.
@@ -283,7 +286,7 @@ mod tests {
             let hinted = hinted();
             let id = hinted.open(all());
             for (gpa, bytes) in &hints {
-                hinted.free(id, *gpa, *bytes, 0);
+                hinted.free(id, *gpa, *bytes, None);
             }
             let mut expected = PageSet::for_layout(&layout());
             for slot in layout() {
@@ -321,15 +324,15 @@ mod tests {
     #[test]
     fn a_hint_counts_in_its_round_only() {
         let hinted = hinted();
-        hinted.free(0, 0, PAGE, 0);
+        hinted.free(0, 0, PAGE, None);
         let first = hinted.open(all());
-        hinted.free(first, 0, PAGE, 0);
+        hinted.free(first, 0, PAGE, None);
         assert_eq!(closed(&hinted).count(), 1);
-        hinted.free(first, 0, PAGE, 0);
+        hinted.free(first, 0, PAGE, None);
         let second = hinted.open(all());
-        hinted.free(first, 0, PAGE, 0);
+        hinted.free(first, 0, PAGE, None);
         assert!(!hinted.is_set(SlotId(0), 0), "stale");
-        hinted.free(second, PAGE, PAGE, 0);
+        hinted.free(second, PAGE, PAGE, None);
         assert!(hinted.is_set(SlotId(0), 1));
     }
 
@@ -338,8 +341,8 @@ mod tests {
         let hinted = hinted();
         let id = hinted.open(all());
         assert_eq!(hinted.poison(), None);
-        hinted.free(id, 0, PAGE, 0xaaaa_aaaa);
-        hinted.free(id, PAGE, PAGE, 0x5555_5555);
+        hinted.free(id, 0, PAGE, Some(0xaaaa_aaaa));
+        hinted.free(id, PAGE, PAGE, Some(0x5555_5555));
         assert_eq!(hinted.poison(), Some(0xaaaa_aaaa));
         let mut words = [u64::MAX; BLOCK_WORDS];
         assert_eq!(hinted.take_out(SlotId(0), 0, &mut words), 0);
@@ -347,8 +350,20 @@ mod tests {
         assert!(hinted.is_set(SlotId(0), 0) && !hinted.is_set(SlotId(0), 1), "of one poison only");
         closed(&hinted);
         let id = hinted.open(all());
-        hinted.free(id, PAGE, PAGE, 0);
+        hinted.free(id, PAGE, PAGE, None);
         assert_eq!(hinted.poison(), None, "of the next round");
+    }
+
+    #[test]
+    fn a_poison_of_zero_is_a_poison() {
+        let hinted = hinted();
+        let id = hinted.open(all());
+        hinted.free(id, 0, PAGE, Some(0));
+        hinted.free(id, PAGE, PAGE, None);
+        assert_eq!(hinted.poison(), Some(0));
+        let mut words = [u64::MAX; BLOCK_WORDS];
+        assert_eq!(hinted.take_out(SlotId(0), 0, &mut words), 0, "its content counts");
+        assert!(hinted.is_set(SlotId(0), 0) && !hinted.is_set(SlotId(0), 1), "of one poison only");
     }
 
     #[test]

@@ -130,13 +130,27 @@ pub enum Input {
         state: Vec<u8>,
         /// How long it took.
         took: Duration,
+        /// Whether somebody else has paused the guest.
+        paused: bool,
     },
     /// The digest of everything that was sent; asked for when all lanes have sent.
     Digest(u64),
     /// This side's whole-memory hash.
-    Hashed(WholeHash),
+    Hashed {
+        /// The action's.
+        attempt: u32,
+        /// The hash.
+        hash: WholeHash,
+    },
     /// The COMMIT record is on disk, or is not.
     CommitWritten(Result<(), MigrateError>),
+    /// The driver's thread has carried out an action and heard nobody for so long: inside the VMM, or the disk.
+    Away {
+        /// For how long.
+        took: Duration,
+    },
+    /// Data channels have taken frames since the last time: the destination reads, whatever it has placed.
+    Flowing,
     /// An action failed.
     Failed(MigrateError),
     /// The user wants to end the migration.
@@ -222,7 +236,10 @@ pub enum Action {
     /// Send [`ControlMessage::Free`] for the pages that the destination need not have as they are here.
     TellFree,
     /// Hash the paused memory whole but for those pages, beside everything else: `Hashed`.
-    Hash,
+    Hash {
+        /// Which hash it is: one of a pause that was withdrawn counts for nothing.
+        attempt: u32,
+    },
     /// Append COMMIT to the journal: `CommitWritten`.
     WriteCommit,
     /// Append KEPT or GIVEN to the journal, as far as it can be done.

@@ -11,10 +11,15 @@
 //!                                                                                            |
 //!                           hand-over (see crate::handover)  <-  [Verifying]  <--------------+
 //! ```
+//! With `--verify` both sides hash their memory while READY is awaited, the destination before it loads
+//! the state; `Verifying` follows if this side's hash takes longer than that, or if the destination is of a
+//! release that hashes after the load only.
+//!
 //! Before COMMIT is journalled every failure leads to `Kept`: the guest resumes at the source.
 
 mod accepted;
 mod clock;
+mod comparison;
 #[cfg(test)]
 mod fixture;
 mod handing_over;
@@ -30,6 +35,7 @@ use vmferry_memory::WholeHash;
 use vmferry_wire::{AlgorithmSet, ControlMessage, Release, SessionWord};
 
 use self::accepted::from_release;
+use self::comparison::Comparison;
 use self::holding::Hold;
 use self::links::Links;
 use super::io::{Action, Ending, Input};
@@ -116,11 +122,11 @@ pub struct Source {
     throttle: Throttle,
     hold: Hold,
     last_sent: Duration,
-    verify_since: Duration,
+    comparison: Comparison,
     state: Option<Vec<u8>>,
     digest: Option<u64>,
-    our_hash: Option<WholeHash>,
-    their_hash: Option<WholeHash>,
+    /// Somebody else has paused the guest.
+    guest_is_paused: bool,
     unknown_fields: UnknownFields,
 }
 
@@ -134,7 +140,7 @@ impl Source {
         now: Duration,
     ) -> Self {
         let release = Some(Release::of_this(&our_side.vmm));
-        let streams = our_side.streams;
+        let (streams, used_bytes) = (our_side.streams, our_side.used_bytes.clone());
         let mut machine = Self::at_rest(config, &guest, our_side, now);
         machine.act(Action::Send(ControlMessage::Begin {
             session: machine.config.session,
@@ -153,6 +159,7 @@ impl Source {
                 .unwrap_or(u32::MAX),
             release,
             streams,
+            used_bytes,
         }));
         // While the destination makes its machine and data channels are opened, the guest hints its free pages.
         machine.act(Action::StartLog);
@@ -216,11 +223,10 @@ impl Source {
             throttle: Throttle::new(config.throttle),
             hold: Hold::new(config.pause_before_switchover),
             last_sent: now,
-            verify_since: now,
+            comparison: Comparison::default(),
             state: None,
             digest: None,
-            our_hash: None,
-            their_hash: None,
+            guest_is_paused: false,
             unknown_fields: UnknownFields::default(),
             our_side,
             config,
@@ -261,6 +267,8 @@ impl Source {
                 self.hand_over(now, SourceEvent::Operator(word));
                 self.by_operator = self.handover.is_final();
             }
+            Input::Away { took } => self.on_away(now, took),
+            Input::Flowing => self.on_flow(now),
             Input::Tick => {}
             Input::CommitWritten(result) => self.on_commit_written(now, result),
             other if self.handover == SourceState::Holding => self.on_progress(now, other),
@@ -284,7 +292,10 @@ impl Source {
         let silence = self.listens().then(|| self.last_heard + self.timeouts().silence);
         let ping = self.listens().then_some(self.next_ping);
         let loss = self.links.deadline(self.patience());
-        [deadline, silence, ping, loss, self.rests_until()].into_iter().flatten().min()
+        [deadline, silence, ping, loss, self.rests_until(), self.pause_deadline()]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
     /// How it ended, once it has. Takes the reason out.
@@ -345,8 +356,12 @@ impl Source {
 
     fn on_message(&mut self, now: Duration, message: ControlMessage) {
         match (message, self.phase) {
-            (ControlMessage::Accept { token, release, algorithms }, Phase::Announced) => {
+            (
+                ControlMessage::Accept { token, release, algorithms, verifies_placed },
+                Phase::Announced,
+            ) => {
                 self.stats.destination = release;
+                self.comparison.expect(verifies_placed);
                 self.on_accept(now, token, algorithms.unwrap_or(AlgorithmSet::VERSION_1));
             }
             (ControlMessage::Refuse { reason, release }, Phase::Announced | Phase::Joining) => {
@@ -355,16 +370,21 @@ impl Source {
                 self.fail(now, MigrateError::Refused { peer: "destination", reason });
             }
             (ControlMessage::Placed { lane, sequence }, _) => {
-                if self.rounds.placed(lane, sequence) {
-                    self.waiting_since = now;
-                }
+                self.rounds.placed(lane, sequence);
+                // One that is no news says that frames arrive, if slowly.
+                self.on_flow(now);
                 self.finish_round(now);
             }
             (ControlMessage::Ready { digest, .. }, Phase::AwaitReady) => self.on_ready(now, digest),
-            (ControlMessage::Verified { hash, pages, .. }, Phase::Verifying) => {
-                self.their_hash = Some(WholeHash { hash, pages });
-                self.compare_hashes(now);
+            (
+                ControlMessage::Verified { hash, pages, elapsed_us },
+                Phase::AwaitReady | Phase::Verifying,
+            ) if self.comparison.is_asked() => {
+                let took = Duration::from_micros(elapsed_us);
+                self.on_verified(now, WholeHash { hash, pages }, took);
             }
+            // It crossed a WITHDRAW.
+            (ControlMessage::Verified { .. }, Phase::Sending) if self.withdrawn.is_some() => {}
             (ControlMessage::Abort { reason }, _) => {
                 self.fail(now, MigrateError::EndedByPeer { peer: "destination", reason });
             }

@@ -447,7 +447,7 @@ mod tests {
         assert_eq!(pages, (0..100).collect::<Vec<_>>(), "these can't be free");
         assert!(matches!(then, Some(Task::Wait)));
         assert!(matches!(sent(&mut plan), (none, Some(Task::Wait)) if none.is_empty()));
-        hinted.free(id, 50 << 12, 450 << 12, 0);
+        hinted.free(id, 50 << 12, 450 << 12, None);
         hinted.complete(id);
         let (pages, then) = sent(&mut plan);
         assert_eq!(pages, (500..900).collect::<Vec<_>>());

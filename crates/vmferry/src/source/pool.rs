@@ -262,7 +262,7 @@ fn encode(
     if decision.turned {
         signal.raise();
     }
-    if batch.poisoned.is_some() {
+    if batch.poisoned.as_ref().is_some_and(|hinted| hinted.poison() != Some(0)) {
         // Pages that are one word again and again: nothing is quicker with them, and nothing is left of them.
         decision.choice.pack = Some(Method::lz4());
     }

@@ -113,6 +113,8 @@ impl<V: Resume> Recovery<V> {
                     return Some(Input::LinkLost(lost("control", during, &error)));
                 }
             }
+            // Whoever finds a session whose guest could not be resumed left open tries again.
+            Action::WriteOutcome { kept: true, .. } if self.failure.is_some() => {}
             Action::WriteOutcome { kept, by_operator } => {
                 let record =
                     if kept { Record::Kept { by_operator } } else { Record::Given { by_operator } };
@@ -164,14 +166,74 @@ mod tests {
     use super::*;
     use crate::journal::{Verdict, sessions};
 
+    #[derive(Debug)]
     struct Guest {
         wakes: bool,
+    }
+
+    /// A destination that answers for its journals, and is never announced a guest.
+    struct NoVm;
+
+    impl crate::DestinationVm for NoVm {
+        fn prepare(&mut self, _: &GuestDescription) -> Result<crate::Landing, crate::PrepareError> {
+            Err(crate::PrepareError::Vm("there is no VMM".into()))
+        }
+
+        fn load(&mut self, _: &[u8]) -> Result<(), VmError> {
+            Err("there is no VMM".into())
+        }
+
+        fn discard(&mut self) {}
+
+        fn run(&mut self) -> Result<(), VmError> {
+            Err("there is no VMM".into())
+        }
     }
 
     impl Resume for Guest {
         fn resume(&mut self) -> Result<(), VmError> {
             if self.wakes { Ok(()) } else { Err("it sleeps".into()) }
         }
+    }
+
+    /// The destination has given a committed guest back, and its VMM can't let it run: the session is left open.
+    #[test]
+    fn committed_guest_that_can_not_be_resumed_is_not_written_off() {
+        let directory = tempfile::tempdir().unwrap();
+        let (here, there) = (directory.path().join("a"), directory.path().join("b"));
+        let mut config = SourceConfig::new(here.clone());
+        config.session = SessionId([7; 16]);
+        let guest = || GuestIdentity { uuid: uuid::Uuid::nil(), name: "web".into() };
+        let begin = |at: &std::path::Path, side| {
+            FileJournal::begin(at, config.session, side, guest(), ("peer", &[])).unwrap()
+        };
+        begin(&here, Side::Source).append(&Record::Commit).unwrap();
+        // A destination that was restarted before COMMIT came: ABORTED.
+        drop(begin(&there, Side::Destination));
+        let address = Address::Unix(directory.path().join("in.sock"));
+        let listener = vmferry_transport::Listener::bind(&address, None).unwrap();
+        let (stop, receiver) = (crate::destination::Stop::default(), there.clone());
+        std::thread::scope(|scope| {
+            let stop_it = &stop;
+            scope.spawn(move || {
+                let config = crate::DestinationConfig::new(receiver);
+                crate::destination::receive(listener, NoVm, &config, stop_it, &mut |_| {})
+            });
+            let dialer = Dialer::new(address.clone(), None);
+            let recover = |wakes: bool| {
+                recover(Guest { wakes }, &dialer, config.clone(), &Orders::new(), &mut |_| {})
+                    .unwrap_or_else(|(_, error)| panic!("{error}"))
+            };
+            let found = || sessions(&here).unwrap().remove(0);
+            let stuck = recover(false);
+            let left_open = found().is_unfinished_source();
+            let kept = recover(true);
+            let closed = !found().is_unfinished_source();
+            stop.stop();
+            assert!(matches!(stuck, Recovered::Stuck(..)), "{stuck:?}");
+            assert!(left_open, "it counts as finished, and its guest stands still");
+            assert!(matches!(kept, Recovered::Kept(_)) && closed, "{kept:?}");
+        });
     }
 
     /// Whoever finds a guest that stood still and could not be resumed must find its session left open.

@@ -48,6 +48,7 @@ pub fn journals() -> Seeds {
         peer_names: vec!["spiffe://vmferry/host/host-b".into()],
         at: 1_790_000_000,
         order: 3,
+        process: None,
     };
     let by_operator = false;
     let aborted = Record::Aborted { reason: "no COMMIT came in time".into() };

@@ -121,11 +121,11 @@ fn is_free(page: u64) -> bool {
     FREE.iter().any(|free| free.contains(&page))
 }
 
-fn hint_all(hints: &FreePageHints, poison: u32) {
+fn hint_all(hints: &FreePageHints, poison: Option<u32>) {
     hint_all_but(&[], hints, poison);
 }
 
-fn hint_all_but(used: &[u64], hints: &FreePageHints, poison: u32) {
+fn hint_all_but(used: &[u64], hints: &FreePageHints, poison: Option<u32>) {
     for page in FREE.iter().cloned().flatten().filter(|page| !used.contains(page)) {
         hints.free(address(page), PAGE, poison);
     }
@@ -150,12 +150,12 @@ fn free_pages_stay_behind_and_those_used_again_arrive_as_they_are() {
                     let before = (1..round).flat_map(|round| STAGES.map(|stage| (round, stage)));
                     let used: Vec<u64> =
                         before.flat_map(|(round, stage)| reused(round, stage)).collect();
-                    hint_all_but(&used, now, 0);
+                    hint_all_but(&used, now, None);
                 }
                 // Too late to count.
                 Stage::Stopped => {
                     for stale in &state.hints {
-                        stale.free(address(HOT), 50 * PAGE, 0);
+                        stale.free(address(HOT), 50 * PAGE, None);
                     }
                 }
             }
@@ -210,7 +210,7 @@ fn free_pages_stay_behind_and_those_used_again_arrive_as_they_are() {
 fn a_page_in_use_that_is_hinted_is_lost_and_only_the_guest_is_to_blame() {
     let (vm, _) = guest(|_, _, stage, state| {
         if stage == Stage::Hinted {
-            state.hints.last().unwrap().free(0, u64::MAX, 0);
+            state.hints.last().unwrap().free(0, u64::MAX, None);
         }
     });
     let here = vm.memory();
@@ -235,7 +235,7 @@ fn pages_with_a_poison_arrive_poisoned() {
                     guest.write(page, 0xaa);
                 }
             }
-            hint_all(state.hints.last().unwrap(), POISON);
+            hint_all(state.hints.last().unwrap(), Some(POISON));
         }
     });
     let (outcome, received) = scenario().run(vm, DestinationGuest::default(), |_| {});
@@ -250,11 +250,42 @@ fn pages_with_a_poison_arrive_poisoned() {
     assert_eq!(stats.rounds[0].free_pages, 0, "they were sent");
 }
 
+/// A guest with `init_on_free`: what it relies on is that free pages are zero, also those that were sent with content.
+#[test]
+fn pages_zeroed_and_hinted_after_they_were_sent_arrive_as_zeros() {
+    let (vm, _) = guest(|guest, round, stage, state| {
+        let hints = state.hints.last().unwrap();
+        match (stage, round) {
+            // Their content is sent.
+            (Stage::Hinted, 1) => hints.complete(),
+            (Stage::Stopped, 1) => {
+                for page in FREE.iter().cloned().flatten() {
+                    guest.write(page, 0);
+                }
+            }
+            (Stage::Hinted, _) => hint_all(hints, Some(0)),
+            _ => {}
+        }
+    });
+    let here = vm.memory();
+    for page in FREE.iter().cloned().flatten() {
+        assert!(content(&here, page) != [0; PAGE_SIZE], "page {page}");
+    }
+    let (outcome, received) = scenario().run(vm, DestinationGuest::default(), |_| {});
+    let stats = given(outcome);
+    let there = owned(received).vm.guest.unwrap();
+    there.pause();
+    for page in FREE.iter().cloned().flatten() {
+        assert!(content(&there.memory, page) == [0; PAGE_SIZE], "page {page}");
+    }
+    assert_eq!((stats.verify_match, stats.free_pages), (Some(true), 0));
+}
+
 #[test]
 fn a_guest_that_stays_gets_its_pages_back_and_may_be_asked_again() {
     let (mut vm, balloon) = guest(|_, _, stage, state| {
         if stage == Stage::Hinted {
-            hint_all(state.hints.last().unwrap(), 0);
+            hint_all(state.hints.last().unwrap(), None);
         }
     });
     let destination = DestinationGuest { fail_load: true, ..DestinationGuest::default() };

@@ -9,3 +9,4 @@ mod reconnect;
 mod streams;
 mod support;
 mod upgrade;
+mod verify;

@@ -243,6 +243,7 @@ impl Newer {
             reconnect_ms: 0,
             release: None,
             streams: false,
+            used_bytes: Vec::new(),
         };
         let mut bytes = Vec::new();
         begin.encode(2, &mut bytes);

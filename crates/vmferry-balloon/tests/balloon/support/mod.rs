@@ -25,7 +25,7 @@ const CONTENT: u64 = 0x4_0000;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     Discard(u64, u64),
-    Hint { start: u64, bytes: u64, id: u32, poison: u32 },
+    Hint { start: u64, bytes: u64, id: u32, poison: Option<u32> },
     Complete(u32),
     Deflated(u64, u64),
     Statistics(Box<Statistics>),
@@ -56,7 +56,7 @@ impl BalloonHost for Host {
         }
     }
 
-    fn hint(&mut self, range: GuestRange, id: CommandId, poison: u32) {
+    fn hint(&mut self, range: GuestRange, id: CommandId, poison: Option<u32>) {
         let GuestRange { start, bytes } = range;
         self.note(Event::Hint { start: start.0, bytes, id: id.number(), poison });
     }

@@ -30,6 +30,7 @@ impl Child {
             .arg("--json")
             .args(arguments)
             .env("VMFERRY_RUNTIME_DIR", directory)
+            .env_remove("VMFERRY_STATE_DIR")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()?;

@@ -8,7 +8,7 @@ use vmferry::source::{Orders, Report, SourceOutcome, migrate, migrate_streamed};
 use vmferry::stats::SourceStats;
 use vmferry::streamed::StreamedVm;
 use vmferry::{MigrateError, SourceConfig};
-use vmferry_qemu::{Machine, QemuError, Reached, Settings, Version};
+use vmferry_qemu::{Machine, QemuError, Reached, Release, Settings, Version};
 use vmferry_transport::Dialer;
 use vmferry_wire::GuestIdentity;
 
@@ -21,8 +21,8 @@ pub struct Found(Reached);
 
 /// A guest that runs elsewhere.
 pub struct Moved {
-    /// Ends the QEMU that it has left.
-    pub quit: Box<dyn FnOnce() -> Result<(), QemuError>>,
+    /// Ends the QEMU that it has left, and gives its memory files' pages back.
+    pub quit: Box<dyn FnOnce() -> Result<Release, QemuError>>,
     /// What was done.
     pub stats: Box<SourceStats>,
 }
@@ -33,6 +33,8 @@ pub struct NotMoved {
     pub error: MigrateError,
     /// Whether it runs.
     pub runs: bool,
+    /// Whether somebody else than vmferry has paused it, so that it stays paused.
+    pub stays_paused: bool,
 }
 
 impl Found {
@@ -82,11 +84,19 @@ impl Found {
         }
     }
 
-    /// The QEMU process.
-    pub fn pid(&self) -> u32 {
+    /// The QEMU process, if it is seen from here.
+    pub fn pid(&self) -> Option<u32> {
         match &self.0 {
-            Reached::Attached(attached) => attached.pid(),
+            Reached::Attached(attached) => Some(attached.pid()),
             Reached::Carried { source: carried, .. } => carried.pid(),
+        }
+    }
+
+    /// Whether somebody else than vmferry has paused it.
+    pub fn is_paused(&self) -> bool {
+        match &self.0 {
+            Reached::Attached(attached) => attached.is_paused(),
+            Reached::Carried { source: carried, .. } => carried.is_paused(),
         }
     }
 
@@ -112,6 +122,11 @@ impl Found {
         }
     }
 
+    /// Whether its switchover can be held.
+    pub fn can_be_held(&self) -> bool {
+        matches!(self.0, Reached::Attached(_))
+    }
+
     /// The guest's memory in bytes.
     pub fn memory_bytes(&self) -> u64 {
         match &self.0 {
@@ -129,7 +144,7 @@ impl Found {
         json!({
             "name": name,
             "uuid": self.identity().uuid,
-            "phase": "migrating",
+            "phase": if self.is_paused() { "paused" } else { "migrating" },
             "guest": "qemu",
             "mode": self.mode(),
             "choice": format!("QEMU {}, {}", self.version(), self.machine().kind),
@@ -175,6 +190,10 @@ impl Found {
     /// Tells people what was found, and how the guest is moved.
     pub fn tell(&self, output: &Output) {
         let (version, machine) = (self.version(), &self.machine().kind);
+        if self.is_paused() {
+            output
+                .note("the guest is paused, and arrives paused: `cont` by QMP continues it there");
+        }
         match &self.0 {
             Reached::Attached(attached) => {
                 let ram = attached.ram();
@@ -192,8 +211,8 @@ impl Found {
                 ));
                 if attached.habits().pins_pages {
                     output.note(
-                        "a disk is used without the host's cache (cache=none or direct): the guest is stopped for a \
-                         few milliseconds in each round, because such a disk writes memory unseen",
+                        "a disk is used without the host's cache (cache=none or direct): each round waits until its \
+                         requests under way are over, because it writes memory unseen",
                     );
                 }
             }
@@ -231,10 +250,10 @@ impl Found {
                         Ok(Moved { quit: Box::new(move || vm.quit()), stats })
                     }
                     SourceOutcome::Kept { error, mut vm, .. } => {
-                        let runs = vm.is_running();
+                        let (runs, stays_paused) = (vm.is_running(), vm.is_paused());
                         // Detached before it is said, so that a guardian that must take over finds QMP free.
                         drop(vm);
-                        Err(NotMoved { error, runs })
+                        Err(NotMoved { error, runs, stays_paused })
                     }
                 }
             }
@@ -244,9 +263,9 @@ impl Found {
                         Ok(Moved { quit: Box::new(move || vm.quit()), stats })
                     }
                     SourceOutcome::Kept { error, vm, .. } => {
-                        let runs = vm.is_running();
+                        let (runs, stays_paused) = (vm.is_running(), vm.is_paused());
                         drop(vm);
-                        Err(NotMoved { error, runs })
+                        Err(NotMoved { error, runs, stays_paused })
                     }
                 }
             }

@@ -17,9 +17,10 @@ use vmferry::journal::JournalError;
 use vmferry::source::{Orders, Recovered, recover};
 use vmferry::{SourceConfig, VmError};
 use vmferry_control::{Handler, Server, ServerError, TlsFiles};
-use vmferry_qemu::{AbandonedQemu, QemuError, Settings, wait_for_end};
+use vmferry_qemu::{AbandonedQemu, QemuError, Settings, wait_until_gone};
 use vmferry_wire::SessionId;
 
+use super::hook::{Call, Hook, Outcome, Phase};
 use super::service::QemuService;
 use crate::commands::send::dialer;
 use crate::exit::{Code, Failure};
@@ -43,8 +44,8 @@ const RETRY_PERIOD: Duration = Duration::from_secs(1);
 pub struct GuardOrder {
     /// The guest's QMP socket.
     pub qmp: PathBuf,
-    /// The QEMU process.
-    pub pid: u32,
+    /// The QEMU process, if it is seen from here.
+    pub pid: Option<u32>,
     /// The session.
     pub session: SessionId,
     /// Where the session's journal is.
@@ -59,8 +60,12 @@ pub struct GuardOrder {
     pub tls: Option<TlsFiles>,
     /// QEMU's settings before.
     pub settings: Settings,
+    /// Somebody else had paused the guest before, and it stays so.
+    pub paused: bool,
     /// Leave QEMU alone once its guest is the destination's.
     pub keep_source: bool,
+    /// Who is told where the guest is, and of what.
+    pub hook: Option<(Hook, Call)>,
 }
 
 /// A guardian at work, as the process sees it that it guards.
@@ -118,10 +123,9 @@ pub fn run(output: &Output) -> Result<(), Failure> {
 
 /// Ends this process when the QEMU does: there is no guest left to look after, in doubt or not.
 fn leave_with_qemu(order: &GuardOrder, output: &Output) -> Result<(), Failure> {
-    let (pid, output) = (order.pid, output.clone());
+    let (pid, qmp, output) = (order.pid, order.qmp.clone(), output.clone());
     std::thread::Builder::new().name("qemu-end".into()).spawn(move || {
-        // A process that is gone already has ended too.
-        let _ = wait_for_end(pid);
+        wait_until_gone(pid, &qmp);
         output.note("the QEMU that the guest was in has ended: nothing of it runs on this host");
         std::process::exit(Code::Internal.number().into());
     })?;
@@ -130,8 +134,12 @@ fn leave_with_qemu(order: &GuardOrder, output: &Output) -> Result<(), Failure> {
 
 /// Answers for the guest. Without that there is no `vmferry resolve`, and everything else goes on.
 fn bind(order: &GuardOrder, orders: &Orders, deadline: Instant) -> Option<Server> {
-    let service =
-        Arc::new(QemuService { about: order.about.clone(), orders: orders.clone(), throttle: 0 });
+    let service = Arc::new(QemuService {
+        about: order.about.clone(),
+        orders: orders.clone(),
+        throttle: 0,
+        gate: None,
+    });
     loop {
         match Server::bind(&order.socket, Arc::clone(&service) as Arc<dyn Handler>) {
             Ok(server) => return Some(server),
@@ -150,11 +158,9 @@ fn take_over(order: &GuardOrder, output: &Output) -> Result<(), Failure> {
     let mut config = SourceConfig::new(order.journals.clone());
     config.session = order.session;
     let dialer = dialer(&order.to, order.tls.as_ref())?;
-    let mut qemu = AbandonedQemu::new(&order.qmp, Some(order.settings.clone())).left_in(
-        order.pid,
-        order.session,
-        &order.journals,
-    );
+    let mut qemu = AbandonedQemu::new(&order.qmp, Some(order.settings.clone()))
+        .was_paused(order.paused)
+        .left_in(order.pid, order.session, &order.journals);
     let mut asleep = Asleep::new(output);
     let recovered = loop {
         match recover(qemu, &dialer, config.clone(), &orders, &mut |_| {}) {
@@ -179,9 +185,17 @@ fn take_over(order: &GuardOrder, output: &Output) -> Result<(), Failure> {
     };
     drop(server);
     match recovered {
-        Recovered::Kept(_) => output.note("vmferry has given the guest up; it runs on here"),
+        Recovered::Kept(_) => {
+            output.note(if order.paused {
+                "vmferry has given the guest up; it stays here, paused as it was"
+            } else {
+                "vmferry has given the guest up; it runs on here"
+            });
+            after(order, Outcome::Kept, output);
+        }
         Recovered::Given(qemu) => {
             output.note("the guest was handed over: it runs at the destination");
+            after(order, Outcome::Moved, output);
             if !order.keep_source {
                 end(&qemu, &mut asleep)?;
             }
@@ -199,12 +213,20 @@ fn take_over(order: &GuardOrder, output: &Output) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Ends a QEMU whose guest runs elsewhere, as soon as it can be told.
+/// Tells the hook where the guest is. Nobody knows whether it was told before.
+fn after(order: &GuardOrder, result: Outcome, output: &Output) {
+    if let Some((hook, call)) = &order.hook {
+        let call = Call { phase: Phase::After, result: Some(result), ..call.clone() };
+        hook.run_after(&call, output);
+    }
+}
+
+/// Ends a QEMU whose guest runs elsewhere, as soon as it can be told, and gives its memory back.
 fn end(qemu: &AbandonedQemu, asleep: &mut Asleep<'_>) -> Result<(), Failure> {
     loop {
-        match qemu.quit() {
+        match qemu.leave() {
             Err(error) if error.is_timeout() => asleep.wait(&error.into())?,
-            other => return Ok(other?),
+            other => return Ok(other.map(|_| ())?),
         }
     }
 }

@@ -2,34 +2,34 @@
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
 use vmferry::destination::{Owned, Received, Stop, Witness, receive};
 use vmferry::{DestinationConfig, DestinationVm, MigrateError};
-use vmferry_qemu::{
-    AbandonedQemu, Expected, QemuDestination, QemuError, StartedQemu, Starter, wait_for_end,
-};
+use vmferry_qemu::{Expected, QemuDestination, QemuError, StartedQemu, View, wait_until_gone};
 use vmferry_sandbox::{Files, Work};
 
+use super::arrived::{self, Left};
+use super::hook::{Hook, HookRunner, Outcome};
+use super::hooked::Hooked;
 use super::starter;
 use crate::args::ReceiveOptions;
-use crate::commands::directory;
+use crate::commands::prepared_directories;
 use crate::commands::receive::{config, listen, tell};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 use crate::restrict::restrict;
 
 /// For how long a guest that is this host's is to be started in a QEMU that does not answer, and how often it is tried.
-const START_TIMEOUT: Duration = Duration::from_secs(3600);
-const RETRY_PERIOD: Duration = Duration::from_secs(1);
-
-/// How long a QEMU that was told to end may take: it writes out what its disks' caches hold.
-const END_TIMEOUT: Duration = Duration::from_secs(30);
+pub(super) const START_TIMEOUT: Duration = Duration::from_secs(3600);
+pub(super) const RETRY_PERIOD: Duration = Duration::from_secs(1);
 
 /// What ends the wait beside a guest.
-enum Over {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Over {
     /// Its QEMU has ended.
     QemuEnded,
     /// A signal.
@@ -39,34 +39,47 @@ enum Over {
 /// Receives into a QEMU that somebody has started.
 pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
     let listener = listen(options, output)?;
-    let destination = QemuDestination::attach(qmp, expected(options))?;
+    let receiver = format!("qemu {}", std::path::absolute(qmp)?.display());
+    match arrived::find(&receiver, Some(qmp), output)? {
+        Left::Guest(arrived) => return arrived::answer_for(arrived, listener, options, output),
+        Left::EndedQemu(pid) => {
+            return arrived::answer_without_qemu((pid, qmp), listener, options, output);
+        }
+        Left::Nothing => {}
+    }
+    let mut destination = QemuDestination::attach(qmp, expected(options))?.received_by(&receiver);
     let pid = destination.pid();
+    // Once restricted, this process sees no other one: whose the memory files are then, another one looks.
+    if let Some(pid) = pid {
+        destination.examine_by(starter::beside(pid)?.examiner());
+    }
     let mut files = files(destination.place());
     // Whether its process is stopped.
-    files.read.push(PathBuf::from(format!("/proc/{pid}/stat")));
-    let waiting = Waiting::begin(&listener, options, files, is_of_another_user(pid), output)?;
-    waiting.watch(pid)?;
+    files.read.extend(pid.map(|pid| PathBuf::from(format!("/proc/{pid}/stat"))));
+    let others = pid.is_none_or(is_of_another_user);
+    let waiting = Waiting::begin(&listener, options, files, others, output)?;
+    waiting.watch(pid, qmp)?;
     let owned = waiting.receive(listener, destination, output)?;
     // QMP is somebody else's from now on.
     let (destination, witness, started) = waiting.received(owned, qmp, output);
     drop(destination);
     started?;
-    let ended = waiting.is_over.recv();
+    waiting.await_end(qmp, pid, output);
     drop(witness);
-    match ended {
-        Ok(Over::QemuEnded) => say_end(output, "its QEMU has ended"),
-        _ => say_end(output, "left to its QEMU, which goes on"),
-    }
     Ok(())
 }
 
 /// Starts a QEMU and receives into it.
 pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
     let listener = listen(options, output)?;
-    let directory = directory()?;
-    let qmp: PathBuf = directory.path().join(format!("qemu-{}.qmp", std::process::id()));
+    let receiver = format!("exec {} {command}", options.listen);
+    if let Left::Guest(arrived) = arrived::find(&receiver, None, output)? {
+        return arrived::answer_for(arrived, listener, options, output);
+    }
+    let qmp = free_socket(prepared_directories()?.runtime());
     let starter = starter::spawn(command, &qmp)?;
-    let destination = StartedQemu::start_by(Box::new(starter), &qmp, expected(options))?;
+    let destination =
+        StartedQemu::start_by(Box::new(starter), &qmp, expected(options))?.received_by(&receiver);
     // Whether a QEMU is stopped the starter looks, which knows the next ones too.
     let files = files(destination.place());
     let waiting = Waiting::begin(&listener, options, files, false, output)?;
@@ -77,21 +90,29 @@ pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Resu
     let mut starter =
         qemu.into_starter().ok_or_else(|| Failure::new(Code::Internal, "there is no QEMU"))?;
     started?;
-    waiting.watch(pid)?;
-    if let Ok(Over::Told) = waiting.is_over.recv() {
-        // As Ctrl-C ends a guest that `vmferry run` has started.
-        waiting.end(&qmp, pid, starter.as_ref())?;
+    waiting.watch(Some(pid), &qmp)?;
+    let over = waiting.await_end(&qmp, Some(pid), output);
+    drop(witness);
+    if over == Over::Told {
+        return Ok(());
     }
     let status = starter.wait()?;
-    drop(witness);
     // QEMU removes it itself when it ends in order.
     let _ = std::fs::remove_file(&qmp);
     if status.success() {
-        say_end(output, "its QEMU has ended");
         Ok(())
     } else {
         Err(Failure::new(Code::Internal, format!("the guest's QEMU has ended: {status}")))
     }
+}
+
+/// A name for the QMP socket of a QEMU that is to be started. One that outlived a process of this number has its own still.
+fn free_socket(directory: &Path) -> PathBuf {
+    let first = directory.join(format!("qemu-{}.qmp", std::process::id()));
+    let others =
+        (1..).map(|number| directory.join(format!("qemu-{}-{number}.qmp", std::process::id())));
+    let is_free = |path: &PathBuf| std::os::unix::net::UnixStream::connect(path).is_err();
+    std::iter::once(first.clone()).chain(others).find(is_free).unwrap_or(first)
 }
 
 /// What receiving into a QEMU needs beside what every receiver does: to tidy up the directory of the socket that is
@@ -108,7 +129,7 @@ fn files(place: Option<&Path>) -> Files {
 
 /// Whether a process is another user's, whose sockets only root may connect to, and only by a capability. One that is gone
 /// is nobody's.
-fn is_of_another_user(pid: u32) -> bool {
+pub(super) fn is_of_another_user(pid: u32) -> bool {
     std::fs::metadata(format!("/proc/{pid}"))
         .is_ok_and(|process| process.uid() != rustix::process::geteuid().as_raw())
 }
@@ -118,22 +139,25 @@ fn expected(options: &ReceiveOptions) -> Expected {
 }
 
 /// Signals, and the end of the QEMU.
-struct Waiting {
-    config: DestinationConfig,
+pub(super) struct Waiting {
+    pub(super) config: DestinationConfig,
+    hook: Option<Arc<HookRunner>>,
     stop: Stop,
     over: Sender<Over>,
-    is_over: Receiver<Over>,
+    pub(super) is_over: Receiver<Over>,
 }
 
 impl Waiting {
-    fn begin(
+    pub(super) fn begin(
         listener: &vmferry_transport::Listener,
         options: &ReceiveOptions,
         files: Files,
         others_sockets: bool,
         output: &Output,
     ) -> Result<Self, Failure> {
-        let config = config(options, directory()?.journals(), output)?;
+        let config = config(options, prepared_directories()?.journals(), output)?;
+        // While this process may start one.
+        let hook = Hook::of(&options.hook)?.map(|hook| HookRunner::spawn(&hook)).transpose()?;
         let restrictions =
             restrict(options, listener.local_address(), Work::Beside, files, others_sockets)?;
         let (over, is_over) = channel();
@@ -145,7 +169,7 @@ impl Waiting {
             let _ = told.send(Over::Told);
         })?;
         crate::commands::receive::announce(listener, &restrictions, output);
-        Ok(Self { config, stop, over, is_over })
+        Ok(Self { config, hook: hook.map(Arc::new), stop, over, is_over })
     }
 
     fn receive<V: DestinationVm>(
@@ -153,7 +177,8 @@ impl Waiting {
         listener: vmferry_transport::Listener,
         vm: V,
         output: &Output,
-    ) -> Result<Owned<V>, Failure> {
+    ) -> Result<Owned<Hooked<V>>, Failure> {
+        let vm = Hooked::new(vm, self.hook.clone(), output);
         match receive(listener, vm, &self.config, &self.stop, &mut |notice| tell(notice, output)) {
             Received::Nothing { error, .. } => Err(error.into()),
             Received::Owns(owned) => Ok(*owned),
@@ -163,11 +188,11 @@ impl Waiting {
     /// Tells of the guest that has come; with it comes whether it runs.
     fn received<V: DestinationVm>(
         &self,
-        owned: Owned<V>,
+        owned: Owned<Hooked<V>>,
         qmp: &Path,
         output: &Output,
     ) -> (V, Witness, Result<(), Failure>) {
-        let Owned { mut vm, session, guest, crash, stats, witness } = owned;
+        let Owned { mut vm, session, guest, paused, crash, stats, witness } = owned;
         if let Some(error) = crash
             && let Err(error) = self.insist(&mut vm, error, output)
         {
@@ -177,19 +202,22 @@ impl Waiting {
                 vmferry::chain(&error),
                 qmp.display()
             );
-            return (vm, witness, Err(Failure::new(Code::Corrupt, text)));
+            return (vm.vm, witness, Err(Failure::new(Code::Corrupt, text)));
         }
         let event = json!({
             "event": "received", "guest": guest, "session": session, "stats": stats, "qmp": qmp,
+            "paused": paused,
         });
         output.event(&event, || {
             let name = guest.as_ref().map_or_else(|| "the guest".to_owned(), ToString::to_string);
             format!(
-                "{name} runs here, QMP at {}; this host's word about it is given until its QEMU ends",
+                "{name} {}, QMP at {}; this host's word about it is given until its QEMU ends",
+                if paused { "is here, paused as it was at the source" } else { "runs here" },
                 qmp.display()
             )
         });
-        (vm, witness, Ok(()))
+        vm.after(Outcome::Moved);
+        (vm.vm, witness, Ok(()))
     }
 
     /// Starts a guest that is this host's once more, as long as its QEMU just does not answer. Meanwhile the source
@@ -224,49 +252,38 @@ impl Waiting {
         }
     }
 
-    /// Ends the QEMU that was started, whose end is [watched](Self::watch) for, and waits for that: not for ever, and not
-    /// against a second signal. One that does not end is left as it is: to kill it could cost what its disks' caches hold.
-    fn end(&self, qmp: &Path, pid: u32, starter: &dyn Starter) -> Result<(), Failure> {
-        let why = match AbandonedQemu::new(qmp, None).quit() {
-            Ok(()) => match self.is_over.recv_timeout(END_TIMEOUT) {
-                Ok(Over::QemuEnded) => return Ok(()),
-                Ok(Over::Told) => "it was told to end, and has not yet".to_owned(),
-                Err(_) if starter.is_stopped(pid) => {
-                    format!(
-                        "it was told to end, and is stopped: it goes on with `kill -CONT {pid}`"
-                    )
-                }
-                Err(_) => format!("it was told to end, and has not in {} s", END_TIMEOUT.as_secs()),
-            },
-            // One that ends by itself just now does not answer either.
-            Err(mut error) => match self.is_over.recv_timeout(RETRY_PERIOD) {
-                Ok(Over::QemuEnded) => return Ok(()),
-                _ => {
-                    error.look_again(starter);
-                    vmferry::chain(&error)
-                }
-            },
-        };
-        let text = format!(
-            "the guest's QEMU, process {pid}, is left to itself: {why}. `quit` by QMP at {} ends it, or `kill -KILL {pid}` \
-             if nothing else does",
-            qmp.display()
-        );
-        Err(Failure::new(Code::NotAnswering, text))
+    /// Waits until QEMU has ended, which is [watched](Self::watch) for, or a signal has come: the guest outlives this
+    /// process.
+    pub(super) fn await_end(&self, qmp: &Path, pid: Option<u32>, output: &Output) -> Over {
+        match self.is_over.recv() {
+            Ok(Over::QemuEnded) => {
+                say_end(output, "its QEMU has ended");
+                Over::QemuEnded
+            }
+            _ => {
+                let pid = pid.map_or_else(|| "unknown".to_owned(), |pid| pid.to_string());
+                let text = format!(
+                    "left to its QEMU, process {pid}, which goes on: this command started again answers for it, and \
+                     `quit` by QMP at {} ends it",
+                    qmp.display()
+                );
+                say_end(output, &text);
+                Over::Told
+            }
+        }
     }
 
     /// Hears of the end of QEMU from now on.
-    fn watch(&self, pid: u32) -> Result<(), Failure> {
-        let over = self.over.clone();
+    pub(super) fn watch(&self, pid: Option<u32>, qmp: &Path) -> Result<(), Failure> {
+        let (over, qmp) = (self.over.clone(), qmp.to_owned());
         std::thread::Builder::new().name("qemu-end".into()).spawn(move || {
-            // A process that is gone already has ended too.
-            let _ = wait_for_end(pid);
+            wait_until_gone(pid, &qmp);
             let _ = over.send(Over::QemuEnded);
         })?;
         Ok(())
     }
 }
 
-fn say_end(output: &Output, why: &str) {
+pub(super) fn say_end(output: &Output, why: &str) {
     output.event(&json!({ "event": "ended", "why": why }), || why.to_owned());
 }

@@ -8,18 +8,20 @@ use std::time::Duration;
 
 use serde_json::json;
 use vmferry::SourceConfig;
-use vmferry::journal::{self, Since};
-use vmferry::source::{Orders, Recovered, recover};
-use vmferry_control::{RuntimeDirectory, Server, ServerError, Started};
-use vmferry_qemu::{AbandonedQemu, QemuError};
+use vmferry::journal::{self, Record, SessionSummary, Since, Verdict};
+use vmferry::source::{Orders, Recovered, Report, recover};
+use vmferry_control::{Directories, Server, ServerError, Started};
+use vmferry_qemu::{AbandonedQemu, QemuError, Release, process_name};
 use vmferry_transport::{Dialer, RecordingSide};
 use vmferry_wire::{GuestIdentity, SessionId};
 
 use super::found::{Found, Moved, NotMoved};
 use super::guard::{GuardOrder, Guardian};
+use super::hook::{Call, Hook, Outcome, Phase, Side};
+use super::hooked::Gate;
 use super::service::QemuService;
 use crate::args::SendOptions;
-use crate::commands::directory;
+use crate::commands::prepared_directories;
 use crate::commands::send::{address, dialer, migrate_request, recorder, saved_run, source_files};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
@@ -36,17 +38,28 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
     let mut dialer = dialer(&to, tls.as_ref())?;
     dialer.recorder = recorder(&options.record, RecordingSide::Source, output)?;
     let saved = saved_run(&options.migration)?;
-    let directory = directory()?;
-    let config = source_config(options, directory.journals())?;
+    let directory = prepared_directories()?;
+    let mut config = source_config(options, directory.journals())?;
     settle_unfinished(qmp, &config, &dialer, &directory, output)?;
     let found = Found::look(qmp, options)?;
     let (identity, pid) = (found.identity().clone(), found.pid());
+    config.process = pid.and_then(process_name);
+    if found.is_paused() {
+        must_be_ours(&identity, &config)?;
+    }
     let name = super::socket_name(&identity, pid);
     let about = found.about(&name);
     let orders = Orders::new();
     let socket = directory.socket(&name);
     let throttle = options.migration.throttle;
-    let service = QemuService { about: about.clone(), orders: orders.clone(), throttle };
+    let held = options.migration.pause_before_switchover;
+    let hook = Hook::of(&options.hook)?.map(|hook| (hook, before(&identity, &config, &to)));
+    let gate = hook.clone().map(|(hook, call)| {
+        config.pause_before_switchover = found.can_be_held();
+        Gate::new(hook, call, orders.clone(), held, output)
+    });
+    let service =
+        QemuService { about: about.clone(), orders: orders.clone(), throttle, gate: gate.clone() };
     let server = Server::bind(&socket, Arc::new(service)).map_err(|error| match error {
         ServerError::InUse { .. } => Failure::of(Code::Busy, error),
         error => Failure::of(Code::Internal, error),
@@ -63,7 +76,9 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
         to,
         tls,
         settings: found.settings().clone(),
+        paused: found.is_paused(),
         keep_source: options.keep_source,
+        hook,
     })?;
     let facts = found.facts();
     found.tell(output);
@@ -75,7 +90,19 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
         &config
     )));
     let moved = with_progress(&orders, &progress, || {
-        found.migrate(&dialer, config, &orders, &mut |report| progress.event(&json!(report)))
+        if let Some(gate) = gate.as_ref().filter(|_| !found.can_be_held()) {
+            gate.run_at_once();
+        }
+        found.migrate(&dialer, config, &orders, &mut |report| match &gate {
+            Some(gate) => {
+                gate.watch(report);
+                // It is the hook that is waited for, which says so itself.
+                if held || !matches!(report, Report::Held { .. }) {
+                    progress.event(&json!(report));
+                }
+            }
+            None => progress.event(&json!(report)),
+        })
     });
     drop(server);
     match moved {
@@ -83,8 +110,12 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
             let mut stats = json!(stats);
             stats["qemu"] = facts;
             progress.finish(Ok(&stats));
+            // Before its QEMU ends, which others may be watching.
+            if let Some(gate) = &gate {
+                gate.run_after(Outcome::Moved);
+            }
             // One that has died meanwhile has ended too; and the guest is elsewhere in any case.
-            let ended = if options.keep_source { Ok(()) } else { quit() };
+            let ended = if options.keep_source { Ok(Release::default()) } else { quit() };
             if let Err(error) = &ended {
                 let reason = vmferry::chain(error);
                 output.event(&json!({ "event": "not-ended", "reason": reason }), || {
@@ -95,16 +126,25 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
             }
             match ended {
                 Err(error) if error.is_timeout() => guardian.hand_over(),
-                _ => guardian.dismiss(),
+                Err(_) => guardian.dismiss(),
+                Ok(release) => {
+                    guardian.dismiss();
+                    tell_kept(&release, output);
+                    stats["qemu"]["freed_bytes"] = json!(release.freed_bytes);
+                }
             }
             output.result(&stats, || outcome(&stats));
             Ok(())
         }
-        Err(NotMoved { error, runs }) => {
-            let failure = Failure::from(error);
+        Err(NotMoved { error, runs, stays_paused }) => {
+            let by_hook = gate.as_ref().and_then(|gate| gate.failure());
+            let failure = by_hook.unwrap_or_else(|| Failure::from(error));
             progress.finish(Err(&failure));
-            if runs {
+            if runs || stays_paused {
                 guardian.dismiss();
+                if let Some(gate) = &gate {
+                    gate.run_after(Outcome::Kept);
+                }
             } else {
                 guardian.hand_over();
             }
@@ -113,21 +153,77 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
     }
 }
 
+/// Says which memory files of the source's keep their pages.
+fn tell_kept(release: &Release, output: &Output) {
+    for kept in &release.kept {
+        let (path, why) = (&kept.path, &kept.why);
+        output.event(&json!({ "event": "memory-kept", "path": path, "reason": why }), || {
+            format!("{path} keeps the pages of the guest that has left: {why}")
+        });
+    }
+}
+
+/// What a hook is told first.
+fn before(guest: &GuestIdentity, config: &SourceConfig, to: &str) -> Call {
+    Call {
+        phase: Phase::Before,
+        side: Side::Source,
+        guest: guest.clone(),
+        session: Some(config.session.to_string()),
+        peer: Some(to.to_owned()),
+        result: None,
+    }
+}
+
+/// Makes sure that a paused guest is this host's: one that is being received stands still too, and may run at its source.
+fn must_be_ours(guest: &GuestIdentity, config: &SourceConfig) -> Result<(), Failure> {
+    let sessions = journal::sessions_of(&config.journal_directory, guest)
+        .map_err(|error| Failure::of(Code::Internal, error))?;
+    match sessions.last() {
+        Some(last) if last.side == journal::Side::Destination && last.verdict != Verdict::Here => {
+            let text = format!(
+                "the guest in this QEMU came by session {} and never ran here: it is its source's. Start `vmferry receive` \
+                 again, which ends this QEMU",
+                last.session
+            );
+            Err(Failure::new(Code::WrongState, text))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Finishes what a vmferry has left that was killed together with its guardian.
 fn settle_unfinished(
     qmp: &Path,
     config: &SourceConfig,
     dialer: &Dialer,
-    directory: &RuntimeDirectory,
+    directory: &Directories,
     output: &Output,
 ) -> Result<(), Failure> {
     let abandoned = AbandonedQemu::new(qmp, None);
     let identity = abandoned.identity()?;
-    let name = super::socket_name(&identity, abandoned.pid()?);
+    let pid = abandoned.pid()?;
+    let process = pid.and_then(process_name);
+    let name = super::socket_name(&identity, pid);
     let mut settled = HashSet::new();
     // What a later session has overtaken comes when that one is settled: the last word counts.
-    while let Some(session) = next_unfinished(&config.journal_directory, &identity, &settled)? {
+    while let Some(unfinished) =
+        next_unfinished(&config.journal_directory, (&identity, process.as_deref()), &settled)?
+    {
+        let session = unfinished.session;
         settled.insert(session);
+        // vmferry leaves no guest running that it has promised away.
+        let is_given = unfinished.records.contains(&Record::Commit);
+        let is_its = process.is_some() && unfinished.process() == process.as_deref();
+        if is_given && !is_its && abandoned.is_running()? {
+            let text = format!(
+                "session {session} has promised a guest of this name and UUID away, and a guest runs in this QEMU, which the \
+                 session's journal does not tell from that one. Look at the other host. If this guest is another one, \
+                 decide session {session} by `vmferry resolve`, and give guests UUIDs of their own; if it is the same, and the \
+                 other host has it too, end one of the two"
+            );
+            return Err(Failure::new(Code::WrongState, text));
+        }
         let finishing = json!({ "event": "finishing-session", "session": session });
         output
             .event(&finishing, || format!("finishing session {session}, whose vmferry was killed"));
@@ -136,7 +232,8 @@ fn settle_unfinished(
         let orders = Orders::new();
         let about =
             json!({ "name": name, "uuid": identity.uuid, "guest": "qemu", "phase": "stopped" });
-        let service = Arc::new(QemuService { about, orders: orders.clone(), throttle: 0 });
+        let service =
+            Arc::new(QemuService { about, orders: orders.clone(), throttle: 0, gate: None });
         // For `vmferry resolve`: in doubt, this waits.
         let _server = Server::bind(&directory.socket(&name), service)
             .map_err(|error| Failure::of(Code::Busy, error))?;
@@ -160,15 +257,15 @@ fn settle_unfinished(
 /// A session of the guest that nobody has brought to its end, and that no later one has overtaken.
 fn next_unfinished(
     journals: &Path,
-    guest: &GuestIdentity,
+    (guest, process): (&GuestIdentity, Option<&str>),
     settled: &HashSet<SessionId>,
-) -> Result<Option<SessionId>, Failure> {
-    let sessions = journal::sessions_of(journals, guest)
+) -> Result<Option<SessionSummary>, Failure> {
+    let sessions = journal::sessions_in(journals, guest, process)
         .map_err(|error| Failure::of(Code::Internal, error))?;
     for one in journal::unfinished(&sessions, guest) {
         match journal::since(&sessions, one.session) {
             _ if settled.contains(&one.session) => {}
-            Since::Nothing => return Ok(Some(one.session)),
+            Since::Nothing => return Ok(Some(one.clone())),
             Since::SentAgain(_) => {}
             Since::Unclear(session) => {
                 let error = QemuError::MayBeGiven { session };

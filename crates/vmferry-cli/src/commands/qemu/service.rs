@@ -1,9 +1,13 @@
 //! What a QEMU guest that is being sent answers on its control socket: `status`, `cancel`, `resolve`.
 
+use std::sync::Arc;
+
 use serde_json::{Value, json};
 use vmferry::handover::OperatorWord;
 use vmferry::source::Orders;
 use vmferry_control::{Answer, ControlError, ErrorCode, Handler, Replies, Request};
+
+use super::hooked::Gate;
 
 /// Answers for one guest, in the process that sends it or that takes over from it.
 pub struct QemuService {
@@ -13,6 +17,8 @@ pub struct QemuService {
     pub orders: Orders,
     /// The most per cent of its time that the migration may take from the guest.
     pub throttle: u8,
+    /// What its switchover waits for beside the user.
+    pub gate: Option<Arc<Gate>>,
 }
 
 impl Handler for QemuService {
@@ -38,7 +44,10 @@ impl Handler for QemuService {
                 Ok(json!(change).into())
             }
             Request::SwitchOver => {
-                self.orders.switch_over();
+                match &self.gate {
+                    Some(gate) => gate.switch_over(),
+                    None => self.orders.switch_over(),
+                }
                 Ok(json!({ "switching_over": true }).into())
             }
             Request::Cancel => {

@@ -1,7 +1,8 @@
-//! The process that starts the QEMU of `vmferry receive --exec`.
+//! The process that starts the QEMU of `vmferry receive --exec`, and that looks into the QEMU of `vmferry receive --qemu`.
 //!
-//! The receiver reads from the network and is restricted: it can't start a program. So this process, which reads from nobody
-//! but the receiver, is begun before, with the one command that it may run.
+//! The receiver reads from the network and is restricted: it can neither start a program nor see other processes. So this
+//! process, which reads from nobody but the receiver, is begun before, with the one command that it may run or the one QEMU
+//! that it may look into.
 
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -20,10 +21,21 @@ pub fn spawn(command: &str, qmp: &Path) -> Result<StarterProcess, Failure> {
     Ok(StarterProcess::spawn(program)?)
 }
 
+/// Begins one that looks into a QEMU which runs already.
+pub fn beside(pid: u32) -> Result<StarterProcess, Failure> {
+    let mut program = Command::new(std::env::current_exe()?);
+    program.arg("start-qemu").arg("--beside").arg(pid.to_string());
+    Ok(StarterProcess::spawn(program)?)
+}
+
 /// `vmferry start-qemu`.
 pub fn run(options: &StarterOptions) -> Result<(), Failure> {
     // It ends when the receiver does, which its standard input tells.
     crate::signals::ignore()?;
     let socket = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
-    Ok(serve_starter(&socket, LocalStarter::new(&options.command, &options.qmp))?)
+    let starter = match (options.beside, &options.command, &options.qmp) {
+        (None, Some(command), Some(qmp)) => LocalStarter::new(command, qmp),
+        (pid, ..) => LocalStarter::beside(pid.unwrap_or_default()),
+    };
+    Ok(serve_starter(&socket, starter)?)
 }

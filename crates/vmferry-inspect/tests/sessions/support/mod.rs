@@ -90,8 +90,14 @@ impl Recorded {
                 reconnect_ms: 30_000,
                 release: release.clone(),
                 streams: streams && version > 1,
+                used_bytes: Vec::new(),
             },
-            ControlMessage::Final { lane_sequences: vec![last], digest: 7, state: state() },
+            ControlMessage::Final {
+                lane_sequences: vec![last],
+                digest: 7,
+                state: state(),
+                paused: false,
+            },
             ControlMessage::Commit { session: SESSION },
         ] {
             messages.push(control.len());
@@ -100,7 +106,12 @@ impl Recorded {
         let mut control_back = [begin(Direction::ToSource, 0), reply(version)].concat();
         let mut messages_back = Vec::new();
         for message in [
-            ControlMessage::Accept { token: TOKEN, release, algorithms: None },
+            ControlMessage::Accept {
+                token: TOKEN,
+                release,
+                algorithms: None,
+                verifies_placed: false,
+            },
             ControlMessage::Placed { lane: 0, sequence: last },
             ControlMessage::Ready { digest: 7, load_us: 80 },
             ControlMessage::Running { session: SESSION, start_us: 90 },

@@ -38,11 +38,11 @@ fn account(machine: &Machine) -> FreeAccount {
 /// Collects hints.
 struct Hints {
     pages: Mutex<PageSet>,
-    poison: Mutex<Vec<u32>>,
+    poison: Mutex<Vec<Option<u32>>>,
 }
 
 impl BalloonListener for Hints {
-    fn hint(&self, run: PageRun, poison: u32) {
+    fn hint(&self, run: PageRun, poison: Option<u32>) {
         self.pages.lock().unwrap().bitmap_mut(run.slot).set_run(run.first, run.pages);
         let mut seen = self.poison.lock().unwrap();
         if !seen.contains(&poison) {
@@ -84,9 +84,11 @@ fn all_that_is_hinted_is_free_and_all_that_is_free_is_hinted_until_the_host_is_d
     if !has_kvm(test) {
         return;
     }
-    for (line, poison) in
-        [("ticks fill=20,text freed=60", 0), ("ticks freed=60 poison", 0xaaaa_aaaa)]
-    {
+    for (line, poison) in [
+        ("ticks fill=20,text freed=60", None),
+        ("ticks freed=60 poison", Some(0xaaaa_aaaa)),
+        ("ticks freed=60 init-on-free", Some(0)),
+    ] {
         let mut machine = started(config_of(128 * MIB, 2, line));
         let (hints, balloon) = Hints::listen(&machine);
         for round in 1..4 {
@@ -124,7 +126,7 @@ fn the_blocks_that_were_used_are_hinted_first() {
     #[derive(Default)]
     struct Order(Mutex<Vec<PageRun>>);
     impl BalloonListener for Order {
-        fn hint(&self, run: PageRun, _: u32) {
+        fn hint(&self, run: PageRun, _: Option<u32>) {
             self.0.lock().unwrap().push(run);
         }
         fn discarded(&self, _: PageRun) {}
@@ -154,7 +156,7 @@ fn migrate_with_hints(mut source: Machine, config: &MachineConfig, forgets: bool
     hint_all(&source, &balloon);
     let hinted = hints.take(&source);
     assert!(!hinted.is_empty());
-    let poison = [hints.poison.lock().unwrap()[0] as u8; PAGE_SIZE];
+    let poison = [hints.poison.lock().unwrap()[0].unwrap_or(0) as u8; PAGE_SIZE];
     if poison[0] != 0 {
         for run in hinted.runs() {
             for page in 0..run.pages {

@@ -6,7 +6,7 @@ use vmferry::convergence::WhenStuck;
 use vmferry::destination::{Received, Stop, receive};
 use vmferry::source::{Orders, SourceOutcome, migrate, migrate_streamed};
 use vmferry::stats::SourceStats;
-use vmferry::{DestinationConfig, MigrateError, SourceConfig};
+use vmferry::{DestinationConfig, MigrateError, SourceConfig, SourceVm};
 use vmferry_qemu::{CarriedSource, Expected, QemuDestination, QemuSource};
 use vmferry_transport::{Address, Dialer, Listener};
 
@@ -47,19 +47,75 @@ pub fn migrate_with(
     to: &Qemu,
     change: impl FnOnce(&mut SourceConfig),
 ) -> Result<SourceStats, MigrateError> {
-    let (address, receiving) = receive_into(world, number, to);
+    let destination = QemuDestination::attach(&to.qmp, Expected::default()).unwrap();
+    migrate_to(world, number, from, destination, change)
+}
+
+/// The same to a destination that was attached before.
+pub fn migrate_to(
+    world: &World,
+    number: u32,
+    from: &Qemu,
+    to: QemuDestination,
+    change: impl FnOnce(&mut SourceConfig),
+) -> Result<SourceStats, MigrateError> {
     let mut source = QemuSource::attach(&from.qmp).unwrap();
-    let mut config = config(world);
-    config.verify = true;
-    change(&mut config);
-    if config.throttle > 0 {
-        source.allow_throttling().unwrap();
-    }
-    let dialer = Dialer::new(address, None);
-    let outcome = migrate(source, &dialer, config, &Orders::default(), &mut |_| {});
-    let (vm, stats) = ended(outcome, receiving)?;
+    let (vm, stats) = migrate_source_to(world, number, to, |config| {
+        change(config);
+        if config.throttle > 0 {
+            source.allow_throttling().unwrap();
+        }
+        source
+    })?;
     vm.quit().unwrap();
     Ok(stats)
+}
+
+/// Moves the guest of a source that the test has made, and leaves its QEMU as the engine does.
+pub fn migrate_source<V: SourceVm>(
+    world: &World,
+    number: u32,
+    to: &Qemu,
+    make: impl FnOnce(&mut SourceConfig) -> V,
+) -> Result<(V, SourceStats), MigrateError> {
+    let to = QemuDestination::attach(&to.qmp, Expected::default()).unwrap();
+    migrate_source_to(world, number, to, make)
+}
+
+fn migrate_source_to<V: SourceVm>(
+    world: &World,
+    number: u32,
+    to: QemuDestination,
+    make: impl FnOnce(&mut SourceConfig) -> V,
+) -> Result<(V, SourceStats), MigrateError> {
+    let (address, receiving) = receive_with(world, number, to);
+    let mut config = config(world);
+    config.verify = true;
+    let source = make(&mut config);
+    let dialer = Dialer::new(address, None);
+    let outcome = migrate(source, &dialer, config, &Orders::default(), &mut |_| {});
+    ended(outcome, receiving)
+}
+
+/// A migration that fails because of what is done after the source has described its guest: what both sides say.
+pub fn migrate_after(
+    world: &World,
+    number: u32,
+    from: &Qemu,
+    to: &Qemu,
+    meanwhile: impl FnOnce(),
+) -> (MigrateError, MigrateError) {
+    let (address, receiving) = receive_into(world, number, to);
+    let source = QemuSource::attach(&from.qmp).unwrap();
+    meanwhile();
+    let dialer = Dialer::new(address, None);
+    let outcome = migrate(source, &dialer, config(world), &Orders::default(), &mut |_| {});
+    match (outcome, receiving.join().unwrap()) {
+        (SourceOutcome::Kept { error, .. }, Received::Nothing { error: there, .. }) => {
+            (error, there)
+        }
+        _ => panic!("it is moved"),
+    }
 }
 
 /// What attaching to a QEMU says that can't be moved.
@@ -71,19 +127,26 @@ pub fn attach_fails(qemu: &Qemu) -> String {
 }
 
 /// How much a guest writes while its pages are sent is the machine's business: it moves, unless a test says otherwise.
-fn config(world: &World) -> SourceConfig {
+pub fn config(world: &World) -> SourceConfig {
     SourceConfig { when_stuck: WhenStuck::SwitchOver, ..SourceConfig::new(world.path("here")) }
 }
 
 /// The destination's half, in a thread, and where it listens.
-fn receive_into(
+pub fn receive_into(
     world: &World,
     number: u32,
     to: &Qemu,
 ) -> (Address, JoinHandle<Received<QemuDestination>>) {
+    receive_with(world, number, QemuDestination::attach(&to.qmp, Expected::default()).unwrap())
+}
+
+fn receive_with(
+    world: &World,
+    number: u32,
+    destination: QemuDestination,
+) -> (Address, JoinHandle<Received<QemuDestination>>) {
     let address = Address::Unix(world.path(&format!("link-{number}")));
     let listener = Listener::bind(&address, None).unwrap();
-    let destination = QemuDestination::attach(&to.qmp, Expected::default()).unwrap();
     let directory = world.path("there");
     let receiving = std::thread::spawn(move || {
         let mut config = DestinationConfig::new(directory);
@@ -114,7 +177,7 @@ pub fn carry(
 }
 
 /// The QEMU that the guest has left; or why it did not, which both sides agree on.
-fn ended<V>(
+pub fn ended<V>(
     outcome: SourceOutcome<V>,
     receiving: JoinHandle<Received<QemuDestination>>,
 ) -> Result<(V, SourceStats), MigrateError> {

@@ -62,6 +62,7 @@ impl Destination {
                 token: self.token,
                 release: Some(self.release()),
                 algorithms: Some(self.our_side.algorithms),
+                verifies_placed: self.verification != super::Verification::None,
             },
         });
         self.actions.push_back(Action::Report(report));

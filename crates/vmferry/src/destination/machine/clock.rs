@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Destination, Phase};
+use super::{Destination, Phase, Verification};
 use crate::destination::io::LinkId;
 use crate::error::MigrateError;
 use crate::handover::{DestinationEvent, DestinationState};
@@ -17,6 +17,13 @@ impl Destination {
             (Phase::AwaitBegin, _) => ("the announcement of a guest", self.timeouts.accept),
             (Phase::Placing, DestinationState::Receiving) if self.losses.is_empty() => {
                 ("the last frames", self.timeouts.stall)
+            }
+            // Both sides hash first where the source has announced it. A source that was lost keeps its guest, unless it
+            // has said COMMIT by now.
+            (Phase::Deciding, DestinationState::Ready)
+                if self.link_up && self.verification != Verification::None =>
+            {
+                ("COMMIT", self.timeouts.verify + self.timeouts.commit)
             }
             (Phase::Deciding, DestinationState::Ready) => ("COMMIT", self.timeouts.commit),
             _ => return None,

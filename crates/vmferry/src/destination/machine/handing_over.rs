@@ -5,7 +5,7 @@ use std::time::Duration;
 use vmferry_wire::{ControlMessage, Reason, ReasonCode};
 
 use super::links::Losses;
-use super::{Destination, Phase, micros};
+use super::{Destination, Phase, Verification, micros};
 use crate::destination::io::{Action, LinkId, Report};
 use crate::error::MigrateError;
 use crate::handover::{DestinationEffect, DestinationEvent, DestinationState};
@@ -28,7 +28,7 @@ impl Destination {
     }
 
     pub(super) fn on_link_lost(&mut self, now: Duration, error: MigrateError) {
-        self.link_up = false;
+        let was_up = std::mem::replace(&mut self.link_up, false);
         self.losses = Losses::default();
         match self.phase {
             Phase::AwaitBegin | Phase::Preparing | Phase::Opening => {
@@ -39,7 +39,9 @@ impl Destination {
                 if self.handover == DestinationState::Ready {
                     // A source that was still to compare memories keeps its guest when the link is lost: COMMIT is said
                     // by now, or never.
-                    self.waiting_since = self.waiting_since.min(now);
+                    if was_up && self.verification != Verification::None {
+                        self.waiting_since = now;
+                    }
                     self.actions.push_back(Action::Report(Report::WaitingForWord));
                 } else if self.failure.is_none() && !self.handover.is_final() {
                     self.failure = Some(error);
@@ -87,7 +89,9 @@ impl Destination {
                 DestinationEffect::WriteIntent => Action::WriteIntent,
                 DestinationEffect::WriteAborted => Action::WriteAborted { reason: self.why() },
                 DestinationEffect::Run => {
-                    self.actions.push_back(Action::Report(Report::Running));
+                    let paused = self.paused;
+                    let report = if paused { Report::Paused } else { Report::Running };
+                    self.actions.push_back(Action::Report(report));
                     Action::Run
                 }
                 DestinationEffect::SendRunning => {
@@ -112,8 +116,11 @@ impl Destination {
     }
 
     pub(super) fn why(&self) -> String {
-        self.failure
-            .as_ref()
-            .map_or_else(|| "no COMMIT came in time".to_owned(), ToString::to_string)
+        match &self.failure {
+            None => "no COMMIT came in time".to_owned(),
+            // It names the place that is full.
+            Some(error @ MigrateError::Memory(_)) => error.reason_for_peer().text,
+            Some(error) => error.to_string(),
+        }
     }
 }

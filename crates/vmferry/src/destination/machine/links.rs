@@ -52,7 +52,7 @@ impl Destination {
     /// Whether a source that has lost its control channel may go on with this session on another one.
     #[must_use]
     pub fn may_resume(&self) -> bool {
-        matches!(self.phase, Phase::Receiving | Phase::Placing)
+        matches!(self.phase, Phase::Receiving | Phase::Placing | Phase::Hashing)
             && self.handover == DestinationState::Receiving
             && !self.reconnect.is_zero()
     }
@@ -69,6 +69,7 @@ impl Destination {
     }
 
     pub(super) fn on_control_lost(&mut self, now: Duration, error: MigrateError) {
+        self.put_off_load();
         if !self.may_resume() {
             return self.on_link_lost(now, error);
         }
@@ -91,6 +92,7 @@ impl Destination {
     /// Goes on receiving: the guest runs on at the source.
     pub(super) fn withdraw(&mut self) {
         self.last = None;
+        self.withdraw_verify();
         self.phase = Phase::Receiving;
     }
 
@@ -139,6 +141,7 @@ impl Destination {
 mod tests {
     use vmferry_wire::{ControlMessage, Token};
 
+    use super::super::Verification;
     use super::*;
     use crate::config::Timeouts;
     use crate::destination::io::{Action, Input, LinkId};
@@ -158,6 +161,7 @@ mod tests {
                 lane_sequences: vec![2],
                 digest: 7,
                 state: Vec::new(),
+                paused: false,
             },
         };
         destination.handle(now, last());
@@ -179,14 +183,20 @@ mod tests {
         let mut destination =
             Destination::new(timeouts, Token([1; 16]), DestinationSide::default(), Duration::ZERO);
         (destination.phase, destination.handover) = (Phase::Deciding, DestinationState::Ready);
-        destination.last_heard = now;
+        (destination.last_heard, destination.verification) = (now, Verification::Announced);
+        let before = destination.deadline();
         let verify = Input::Control { link: LinkId::CONTROL, message: ControlMessage::Verify {} };
         destination.handle(now, verify);
         let (deadline, what, _) = destination.deadline().unwrap();
-        assert_eq!((deadline, what), (now + timeouts.verify + timeouts.commit, "COMMIT"));
+        assert_eq!((deadline, what), (timeouts.verify + timeouts.commit, "COMMIT"));
+        assert_eq!(destination.deadline(), before, "VERIFY moves no deadline");
         let error = MigrateError::Cancelled { during: "a test" };
         destination.handle(now + Duration::from_secs(1), Input::LinkLost(error));
         let (deadline, ..) = destination.deadline().unwrap();
         assert_eq!(deadline, now + Duration::from_secs(1) + timeouts.commit);
+        // Nor does a link that is lost again.
+        let error = MigrateError::Cancelled { during: "a test" };
+        destination.handle(now + Duration::from_secs(2), Input::LinkLost(error));
+        assert_eq!(destination.deadline().unwrap().0, deadline);
     }
 }

@@ -2,13 +2,15 @@
 
 use std::io::{self, BufRead, Cursor, Read};
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use vmferry_codec::{Frame, is_direct};
 use vmferry_memory::PageSink;
 use vmferry_transport::ChannelReader;
 use vmferry_wire::{FrameHeader, FrameKind};
 
-use super::{FrameReader, Placer, refused, run_belongs};
+use super::{FrameReader, PlacedCounters, Placer, refused, run_belongs};
 use crate::error::MigrateError;
 
 /// A channel from which pages are received in place.
@@ -21,6 +23,46 @@ pub trait PageSource: Read {
     /// # Errors
     /// Those of a read.
     fn read_in_place(&mut self, take: &mut dyn FnMut(&[u8]) -> usize) -> io::Result<usize>;
+
+    /// Notes that bytes were read, from the descriptor perhaps.
+    fn note_read(&self, bytes: usize) {
+        let _ = bytes;
+    }
+}
+
+/// A lane's channel, and what counts the bytes that come on it.
+pub struct Arriving<R> {
+    reader: R,
+    placed: Arc<PlacedCounters>,
+}
+
+impl<R> Arriving<R> {
+    /// Counts what is read from a channel.
+    pub fn new(reader: R, placed: Arc<PlacedCounters>) -> Self {
+        Self { reader, placed }
+    }
+}
+
+impl<R: Read> Read for Arriving<R> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let read = self.reader.read(into)?;
+        self.placed.arrived.fetch_add(read as u64, Ordering::Relaxed);
+        Ok(read)
+    }
+}
+
+impl<R: PageSource> PageSource for Arriving<R> {
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        self.reader.descriptor()
+    }
+
+    fn read_in_place(&mut self, take: &mut dyn FnMut(&[u8]) -> usize) -> io::Result<usize> {
+        self.reader.read_in_place(take)
+    }
+
+    fn note_read(&self, bytes: usize) {
+        self.placed.arrived.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
 }
 
 impl PageSource for ChannelReader {
@@ -92,7 +134,7 @@ fn fill(sink: &mut PageSink<'_>, from: &mut impl PageSource) -> io::Result<()> {
         };
         match received {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(_) => {}
+            Ok(bytes) => from.note_read(bytes),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }

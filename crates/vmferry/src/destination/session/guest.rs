@@ -17,6 +17,7 @@ impl<V: DestinationVm> Session<'_, V> {
         &mut self,
         guest: &GuestDescription,
         streams: Option<bool>,
+        used_bytes: &[Option<u64>],
     ) -> Result<(), MigrateError> {
         if let Some(policy) = &self.config.policy {
             policy
@@ -33,7 +34,14 @@ impl<V: DestinationVm> Session<'_, V> {
             return Err(refused(ReasonCode::Incompatible, other_way(made)));
         }
         self.target = Some(match landing {
-            Landing::Memory(memory) if memory.layout() == guest.layout => Target::memory(memory),
+            Landing::Memory(memory) if memory.layout() == guest.layout => {
+                if let Err(shortage) = memory.check_room(used_bytes) {
+                    drop(memory);
+                    self.vm.discard();
+                    return Err(refusal(PrepareError::NoRoom(shortage.to_string())));
+                }
+                Target::memory(memory)
+            }
             Landing::Memory(_) => {
                 self.vm.discard();
                 let text = "the destination VMM made other memory slots than those announced";
@@ -52,7 +60,11 @@ impl<V: DestinationVm> Session<'_, V> {
     }
 
     pub(super) fn open(&mut self, session: SessionId) -> Result<(), MigrateError> {
-        let opened = self.open_journal(session);
+        let opened = self.open_journal(session).and_then(|()| {
+            self.vm
+                .opened(session, &self.config.journal_directory)
+                .map_err(|source| MigrateError::Vm { action: "note where the guest is", source })
+        });
         if opened.is_err() {
             self.target = None;
             self.vm.discard();
@@ -123,6 +135,8 @@ fn refusal(error: PrepareError) -> MigrateError {
         PrepareError::Identity { .. } => ReasonCode::IdentityMismatch,
         PrepareError::Layout { .. } => ReasonCode::LayoutMismatch,
         PrepareError::Incompatible(_) => ReasonCode::Incompatible,
+        PrepareError::NoRoom(_) => ReasonCode::Memory,
+        PrepareError::InUse(_) => ReasonCode::Busy,
         PrepareError::Vm(_) => ReasonCode::VmRefused,
     };
     refused(code, &crate::error::chain(&error))

@@ -12,8 +12,12 @@ use crate::destination::io::{Input, LinkId};
 use crate::destination::receive::Notice;
 use crate::destination::target::LaneContext;
 use crate::error::MigrateError;
-use crate::link::{ControlReader, ControlWriter};
+use crate::link::{ControlReader, ControlWriter, FinalDue, Speaker};
 use crate::vm::DestinationVm;
+
+/// Channels on which a source in doubt may ask about a session at the same time: a source gives up the one before when it
+/// asks again.
+const MOST_QUERIES: usize = 2;
 
 /// How long a finished session waits for the source to hear its last message and hang up.
 const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -111,6 +115,7 @@ impl<V: DestinationVm> Session<'_, V> {
                 let context = LaneContext {
                     control: Arc::clone(&self.control),
                     results: self.inputs.0.clone(),
+                    ends: Arc::clone(&self.ends),
                     cpu: self.cpu.clone(),
                     placed: Arc::clone(&self.placed),
                     lanes: self.expected_lanes,
@@ -182,7 +187,8 @@ impl<V: DestinationVm> Session<'_, V> {
     /// Listens to the session's control channel.
     pub(super) fn begin_control(&mut self, connection: Connection) -> Result<(), MigrateError> {
         let (heard, attempt) = (self.heard.0.clone(), self.attempt);
-        let link = self.listen(LinkId::CONTROL, connection, move |input| {
+        let speaker = Speaker::Source(FinalDue::of(&self.wants_final));
+        let link = self.listen(LinkId::CONTROL, connection, speaker, move |input| {
             heard.send(FromControl { attempt, input }).is_ok()
         })?;
         self.control.set(Arc::clone(&link.writer), link.closer.clone());
@@ -190,14 +196,21 @@ impl<V: DestinationVm> Session<'_, V> {
         Ok(())
     }
 
-    /// Listens to a query channel.
+    /// Listens to a query channel, and no longer to the oldest one if there are many.
     fn add_link(&mut self, connection: Connection) -> Result<LinkId, MigrateError> {
         let id = LinkId(self.next_link);
         self.next_link += 1;
-        let inputs = self.inputs.0.clone();
-        let link = self.listen(id, connection, move |input| {
+        let mut queries = self.links.keys().copied().filter(|link| *link != LinkId::CONTROL);
+        if let Some(oldest) = queries.next()
+            && queries.count() + 1 >= MOST_QUERIES
+            && let Some(old) = self.links.remove(&oldest)
+        {
+            old.closer.close();
+        }
+        let asked = self.asked.0.clone();
+        let link = self.listen(id, connection, Speaker::InDoubt, move |input| {
             // A query channel that ends has been answered.
-            matches!(input, Input::Control { .. }) && inputs.send(input).is_ok()
+            matches!(input, Input::Control { .. }) && asked.send(input).is_ok()
         })?;
         self.links.insert(id, link);
         Ok(id)
@@ -207,6 +220,7 @@ impl<V: DestinationVm> Session<'_, V> {
         &self,
         id: LinkId,
         connection: Connection,
+        speaker: Speaker,
         hear: impl Fn(Input) -> bool + Send + 'static,
     ) -> Result<Link, MigrateError> {
         let Connection { mut reader, writer, closer, versions, .. } = connection;
@@ -217,7 +231,7 @@ impl<V: DestinationVm> Session<'_, V> {
             .name("control-read".into())
             .spawn(move || {
                 let _cpu = cpu.count_this_thread();
-                read_link(ControlReader::new(reader, version), id, &hear);
+                read_link(ControlReader::new(reader, version, speaker), id, &hear);
             })
             .map_err(|source| MigrateError::Local { action: "start a thread", source })?;
         Ok(Link { writer: Arc::new(ControlWriter::new(writer, version)), closer })
@@ -226,6 +240,7 @@ impl<V: DestinationVm> Session<'_, V> {
     /// A message that can't be sent on the control channel is a lost link; on a query channel it
     /// is the asker's loss, and it asks again.
     pub(super) fn send(&mut self, id: LinkId, message: &ControlMessage) -> Option<Input> {
+        // One that was given up since.
         let link = self.links.get(&id)?;
         let error = link.writer.send(message).err()?;
         link.closer.close();

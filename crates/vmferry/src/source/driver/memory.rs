@@ -95,7 +95,7 @@ impl<V: SourceVm> GuestSide<V> for MemoryGuest {
             Action::Save => Some(save(core)),
             Action::SumDigest => Some(Input::Digest(self.hashes.sum())),
             Action::TellFree => self.tell_free(core),
-            Action::Hash => self.hash(core),
+            Action::Hash { attempt } => self.hash(core, attempt),
             // The others are not the guest's.
             _ => None,
         }
@@ -276,13 +276,15 @@ impl MemoryGuest {
         messages.iter().find_map(|message| core.send(message))
     }
 
-    fn hash<V: Resume>(&mut self, core: &Core<'_, V>) -> Option<Input> {
+    fn hash<V: Resume>(&mut self, core: &Core<'_, V>, attempt: u32) -> Option<Input> {
         let (memory, results) = (self.memory.clone(), core.inputs.0.clone());
         let free = self.freed.free().clone();
         let spawned = std::thread::Builder::new().name("verify".into()).spawn(move || {
             let hash = whole_hash_except(&memory, &free);
-            let _ =
-                results.send(hash.map_or_else(|error| Input::Failed(error.into()), Input::Hashed));
+            let _ = results.send(hash.map_or_else(
+                |error| Input::Failed(error.into()),
+                |hash| Input::Hashed { attempt, hash },
+            ));
         });
         spawned
             .err()
@@ -295,7 +297,7 @@ fn quiesced<V: SourceVm, R>(
     core: &mut Core<'_, V>,
     act: impl FnOnce() -> R,
 ) -> Result<(R, Duration), MigrateError> {
-    let failed = |source| MigrateError::Vm { action: "stop the guest for a harvest", source };
+    let failed = |source| MigrateError::of_vm("stop the guest for a harvest", source);
     let Held::Running(running) = &mut core.held else { return Ok((act(), Duration::ZERO)) };
     let (mut act, mut result) = (Some(act), None);
     let stood_still = running
@@ -312,7 +314,7 @@ fn quiesced<V: SourceVm, R>(
 fn pause<V: SourceVm>(core: &mut Core<'_, V>) -> Input {
     match core.held.pause() {
         Some(Ok(stood_still)) => Input::Paused { stood_still },
-        Some(Err(source)) => Input::Failed(MigrateError::Vm { action: "pause the guest", source }),
+        Some(Err(source)) => Input::Failed(MigrateError::of_vm("pause the guest", source)),
         None => Input::Tick,
     }
 }
@@ -321,7 +323,10 @@ fn save<V: SourceVm>(core: &mut Core<'_, V>) -> Input {
     let begun = Instant::now();
     let Held::Paused(paused) = &mut core.held else { return Input::Tick };
     match paused.save(core.machine.protocol()) {
-        Ok(state) => Input::Saved { state, took: begun.elapsed() },
-        Err(source) => Input::Failed(MigrateError::Vm { action: "save its state", source }),
+        Ok(state) => {
+            let paused = paused.is_paused_by_others();
+            Input::Saved { state, took: begun.elapsed(), paused }
+        }
+        Err(source) => Input::Failed(MigrateError::of_vm("save its state", source)),
     }
 }

@@ -194,10 +194,14 @@ impl<V: StreamedVm> GuestSide<V> for StreamedGuest {
                 Input::Stopped { stood_still, expected, totals }
             }
             StreamEvent::Completed => {
-                Input::Saved { state: Vec::new(), took: self.finishing.elapsed() }
+                let paused = match &core.held {
+                    Held::Paused(paused) => paused.is_paused_by_others(),
+                    _ => false,
+                };
+                Input::Saved { state: Vec::new(), took: self.finishing.elapsed(), paused }
             }
             StreamEvent::Failed(source) => {
-                Input::Failed(MigrateError::Vm { action: "stream the guest", source })
+                Input::Failed(MigrateError::of_vm("stream the guest", source))
             }
         }
     }

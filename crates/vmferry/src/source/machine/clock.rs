@@ -37,8 +37,14 @@ impl Source {
             Phase::Sending | Phase::LastRound => {
                 ("the destination to place frames", timeouts.stall)
             }
+            Phase::AwaitReady if self.comparison.awaits_verified() => {
+                ("the hash of the destination's memory", timeouts.verify)
+            }
             Phase::AwaitReady => ("READY", timeouts.ready),
-            Phase::Verifying => ("the hash of the destination's memory", timeouts.verify),
+            Phase::Verifying if self.comparison.awaits_verified() => {
+                ("the hash of the destination's memory", timeouts.verify)
+            }
+            Phase::Verifying => ("the hash of this host's memory", timeouts.verify),
             Phase::HandingOver => ("RUNNING", timeouts.running),
             Phase::Asking => ("the destination's word", timeouts.running),
             // Bounded by the VMM and the kernel, which the engine calls and awaits.
@@ -48,9 +54,40 @@ impl Source {
         Some((self.waiting_since + after, what, after))
     }
 
+    /// When a guest that stands still before COMMIT has done so for too long. The comparison of both memories, which the
+    /// user has asked for, does not count.
+    pub(super) fn pause_deadline(&self) -> Option<Duration> {
+        let bound = self.config.downtime_abort()?;
+        let counts = self.handover == SourceState::Holding
+            && self.phase != Phase::Verifying
+            && !self.comparison.awaits_verified();
+        let verify = Duration::from_secs_f64(self.stats.verify_ms / 1e3);
+        self.stopped_at.filter(|_| counts).map(|stopped_at| stopped_at + bound + verify)
+    }
+
+    /// This side heard nobody for so long, and what was said meanwhile is still to be read: nobody was silent.
+    pub(super) fn on_away(&mut self, now: Duration, took: Duration) {
+        self.last_heard = now.min(self.last_heard + took);
+        self.waiting_since = now.max(self.waiting_since).min(self.waiting_since + took);
+        self.links.were_unheard(now, took);
+    }
+
+    /// Frames are on their way, however slowly.
+    pub(super) fn on_flow(&mut self, now: Duration) {
+        if matches!(self.phase, Phase::Sending | Phase::LastRound | Phase::AwaitReady) {
+            self.waiting_since = now;
+        }
+    }
+
     pub(super) fn watch_the_clock(&mut self, now: Duration) {
         if self.phase == Phase::Done {
             return;
+        }
+        if self.pause_deadline().is_some_and(|at| now >= at)
+            && let (Some(stopped_at), Some(bound)) = (self.stopped_at, self.config.downtime_abort())
+        {
+            let (during, paused) = (self.phase.name(), now.saturating_sub(stopped_at));
+            return self.fail(now, MigrateError::PauseTooLong { during, paused, bound });
         }
         if let Some((at, what, after)) = self.deadline()
             && now >= at
@@ -109,5 +146,73 @@ impl Source {
             let connected = Report::Connected { round_trip_ms, protocol, destination };
             self.act(Action::Report(connected));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixture::awaiting_ready;
+    use super::*;
+    use crate::config::SourceConfig;
+    use crate::source::io::{Ending, Input};
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn bounded(verify: bool) -> Source {
+        let mut config = SourceConfig::new("unused".into());
+        (config.downtime_abort, config.verify) = (Some(SECOND * 3), verify);
+        awaiting_ready(config, true)
+    }
+
+    #[test]
+    fn pause_that_is_too_long_is_given_up_before_commit() {
+        let mut source = bounded(false);
+        assert!(source.next_tick().is_some_and(|tick| tick <= SECOND * 3));
+        source.handle(SECOND * 3 - Duration::from_millis(1), Input::Tick);
+        assert_eq!(source.handover(), SourceState::Holding);
+        source.handle(SECOND * 3, Input::Tick);
+        let Some(Ending::Kept(error)) = source.ending() else { panic!("{source:?}") };
+        assert!(matches!(error, MigrateError::PauseTooLong { bound, .. } if bound == SECOND * 3));
+        assert_eq!(source.stats.downtime_ms, 3000.0);
+    }
+
+    #[test]
+    fn comparison_that_was_asked_for_does_not_count_as_pause() {
+        let mut source = bounded(true);
+        let verified = ControlMessage::Verified { hash: 1, pages: 1, elapsed_us: 60_000_000 };
+        // Signs of life, as it would hear.
+        for second in 1..=61 {
+            source.handle(SECOND * second, Input::Control(ControlMessage::Pong { nonce: 0 }));
+        }
+        source.handle(SECOND * 61, Input::Control(verified));
+        assert_eq!(source.handover(), SourceState::Holding);
+        source.handle(SECOND * 63, Input::Tick);
+        assert_eq!(source.handover(), SourceState::Kept, "60 s of 63 do not count");
+    }
+
+    /// A call of its own VMM, or a write of its own, is not its peer's silence.
+    #[test]
+    fn time_that_this_side_was_away_is_nobodys_silence() {
+        let silence = SourceConfig::new("unused".into()).timeouts.silence;
+        let later = silence * 3;
+        let mut source = awaiting_ready(SourceConfig::new("unused".into()), false);
+        source.handle(later, Input::Away { took: later });
+        assert!(source.listens());
+        source.handle(later + silence, Input::Tick);
+        assert!(!source.listens(), "it is silent now");
+    }
+
+    #[test]
+    fn acknowledgement_without_news_is_a_sign_that_frames_arrive() {
+        let mut config = SourceConfig::new("unused".into());
+        config.timeouts.ready = SECOND * 5;
+        let mut source = awaiting_ready(config, false);
+        let placed = || Input::Control(ControlMessage::Placed { lane: 0, sequence: 1 });
+        for second in [4, 8] {
+            source.handle(SECOND * second, placed());
+        }
+        assert_eq!(source.phase, Phase::AwaitReady);
+        source.handle(SECOND * 13, Input::Tick);
+        assert_eq!(source.handover(), SourceState::Kept);
     }
 }

@@ -5,8 +5,9 @@ use std::time::Duration;
 use vmferry_memory::{SlotId, SlotLayout};
 use vmferry_wire::{ControlMessage, GuestIdentity, Token};
 
-use super::Source;
+use super::{Phase, Source};
 use crate::config::SourceConfig;
+use crate::convergence::WhenStuck;
 use crate::peer::SourceSide;
 use crate::source::io::Input;
 use crate::source::rounds::LaneTotals;
@@ -27,8 +28,35 @@ pub fn harvested(pages: u64) -> Input {
     Input::Harvested { pages, took: Duration::ZERO, stood_still: Duration::ZERO }
 }
 
+/// The digest of everything that was sent.
+pub const DIGEST: u64 = 7;
+
+/// A machine that has sent FINAL, at 0. `verifies_placed`: what the destination says of itself.
+pub fn awaiting_ready(mut config: SourceConfig, verifies_placed: bool) -> Source {
+    config.max_rounds = 1;
+    (config.downtime_limit, config.when_stuck) = (Duration::ZERO, WhenStuck::SwitchOver);
+    let mut source = after_one_round_to(config, verifies_placed);
+    let (took, stood_still) = (Duration::ZERO, Duration::ZERO);
+    for input in [
+        harvested(1),
+        Input::Paused { stood_still },
+        Input::LastHarvest { pages: 1, took },
+        sent(2),
+        Input::Saved { state: Vec::new(), took, paused: false },
+        Input::Digest(DIGEST),
+    ] {
+        source.handle(Duration::ZERO, input);
+    }
+    assert_eq!(source.phase, Phase::AwaitReady);
+    source
+}
+
 /// A machine whose first round is placed, at 0: it harvests.
-pub fn after_one_round(mut config: SourceConfig) -> Source {
+pub fn after_one_round(config: SourceConfig) -> Source {
+    after_one_round_to(config, false)
+}
+
+fn after_one_round_to(mut config: SourceConfig, verifies_placed: bool) -> Source {
     config.channels = 1;
     let guest = GuestDescription {
         identity: GuestIdentity { uuid: uuid::Uuid::nil(), name: String::new() },
@@ -43,6 +71,7 @@ pub fn after_one_round(mut config: SourceConfig) -> Source {
             token: Token([1; 16]),
             release: None,
             algorithms: None,
+            verifies_placed,
         }),
         Input::LanesJoined,
         sent(1),

@@ -77,6 +77,15 @@ impl Links {
         self.all().filter_map(|link| link.loss.as_ref()).map(|loss| loss.since + patience).min()
     }
 
+    /// For so long nobody could say here that a channel is there again.
+    pub(super) fn were_unheard(&mut self, now: Duration, took: Duration) {
+        for link in std::iter::once(&mut self.control).chain(&mut self.lanes) {
+            if let Some(loss) = &mut link.loss {
+                loss.since = now.min(loss.since + took);
+            }
+        }
+    }
+
     /// Why the migration ends, if a channel has been gone for too long.
     pub(super) fn take_overdue(
         &mut self,
@@ -202,6 +211,8 @@ impl Source {
         }
         self.state = None;
         self.digest = None;
+        self.comparison.withdraw();
+        (self.stats.verify_ms, self.stats.verify_match) = (0.0, None);
         self.stats.recalls += 1;
         if let Some(stopped_at) = self.stopped_at.take() {
             self.stats.recalled_pause_ms += ms(now.saturating_sub(stopped_at));
@@ -269,38 +280,14 @@ impl Source {
 
 #[cfg(test)]
 mod tests {
-    use super::super::fixture::{after_one_round, harvested, sent};
+    use super::super::fixture::{DIGEST, awaiting_ready};
     use super::*;
     use crate::config::SourceConfig;
-    use crate::convergence::WhenStuck;
     use crate::source::io::Input;
-
-    const DIGEST: u64 = 7;
-
-    /// A machine that has sent FINAL.
-    fn awaiting_ready() -> Source {
-        let mut config = SourceConfig::new("unused".into());
-        config.max_rounds = 1;
-        (config.downtime_limit, config.when_stuck) = (Duration::ZERO, WhenStuck::SwitchOver);
-        let mut source = after_one_round(config);
-        let (took, stood_still) = (Duration::ZERO, Duration::ZERO);
-        for input in [
-            harvested(1),
-            Input::Paused { stood_still },
-            Input::LastHarvest { pages: 1, took },
-            sent(2),
-            Input::Saved { state: Vec::new(), took },
-            Input::Digest(DIGEST),
-        ] {
-            source.handle(Duration::ZERO, input);
-        }
-        assert_eq!(source.phase, Phase::AwaitReady);
-        source
-    }
 
     /// One that has then lost its lane, so that the guest ran on. All of it is placed since.
     fn recalled() -> Source {
-        let mut source = awaiting_ready();
+        let mut source = awaiting_ready(SourceConfig::new("unused".into()), false);
         source.handle(Duration::ZERO, lane_lost());
         source.handle(Duration::ZERO, Input::LaneRejoined { lane: 0, placed: 2 });
         assert_eq!((source.phase, source.stats.recalls), (Phase::Sending, 1));
@@ -332,7 +319,7 @@ mod tests {
 
     #[test]
     fn a_lane_that_was_lost_when_it_was_done_is_made_again_once_it_is_needed() {
-        let mut source = awaiting_ready();
+        let mut source = awaiting_ready(SourceConfig::new("unused".into()), false);
         let placed = Input::Control(ControlMessage::Placed { lane: 0, sequence: 2 });
         source.handle(Duration::ZERO, placed);
         source.handle(Duration::ZERO, lane_lost());

@@ -13,6 +13,9 @@ use crate::source::io::{Action, Input, Report};
 use crate::source::rounds::RoundStart;
 use crate::stats::RoundStats;
 
+/// The first version of the protocol in which a guest can be said to stay paused.
+const PAUSED_SINCE: u16 = 2;
+
 impl Source {
     pub(super) fn on_progress(&mut self, now: Duration, input: Input) {
         match (input, self.phase) {
@@ -43,6 +46,7 @@ impl Source {
             }
             (Input::Harvested { pages, took, stood_still }, Phase::Harvesting) => {
                 self.stood_still = stood_still;
+                self.predictor.waited_for_devices(stood_still);
                 self.on_harvested(now, pages, took);
             }
             (Input::Paused { stood_still }, Phase::Pausing) => {
@@ -62,7 +66,13 @@ impl Source {
                     self.recall(now);
                 }
             }
-            (Input::Saved { state, took }, Phase::LastRound) => {
+            (Input::Saved { paused: true, .. }, Phase::LastRound)
+                if self.protocol() < PAUSED_SINCE =>
+            {
+                self.fail(now, MigrateError::PausedForOldPeer);
+            }
+            (Input::Saved { state, took, paused }, Phase::LastRound) => {
+                self.guest_is_paused = paused;
                 self.stats.downtime.save_ms = ms(took);
                 self.stats.state_bytes = state.len() as u64;
                 self.stats.sent_bytes += state.len() as u64;
@@ -73,9 +83,8 @@ impl Source {
                 self.digest = Some(digest);
                 self.send_final(now);
             }
-            (Input::Hashed(hash), Phase::Verifying) => {
-                self.our_hash = Some(hash);
-                self.compare_hashes(now);
+            (Input::Hashed { attempt, hash }, Phase::AwaitReady | Phase::Verifying) => {
+                self.on_hashed(now, attempt, hash);
             }
             _ => {}
         }
@@ -199,10 +208,14 @@ impl Source {
     pub(super) fn send_final(&mut self, now: Duration) {
         let (Some(digest), true) = (self.digest, self.state.is_some()) else { return };
         let Some(state) = self.state.take() else { return };
+        if self.config.verify && self.comparison.is_before_load() {
+            self.ask_to_verify(now);
+        }
         self.act(Action::Send(ControlMessage::Final {
             lane_sequences: self.rounds.end_sequences(),
             digest,
             state,
+            paused: self.guest_is_paused,
         }));
         self.last_sent = now;
         self.stats.downtime.send_ms = ms(now.saturating_sub(self.rounds.started()));
@@ -213,38 +226,14 @@ impl Source {
         // READY is said after everything was placed; a lost Placed must not leave a round open.
         self.rounds.placed_everything();
         self.finish_round(now);
-        self.stats.downtime.ready_ms = ms(now.saturating_sub(self.last_sent));
+        self.stats.downtime.ready_ms =
+            ms(now.saturating_sub(self.last_sent)) - self.stats.verify_ms;
         let sent = self.digest.unwrap_or_default();
         self.stats.digest_match = Some(sent == placed);
         if sent != placed {
             return self.fail(now, MigrateError::DigestMismatch { sent, placed });
         }
         self.act(Action::Report(Report::Ready));
-        if self.config.verify {
-            self.verify_since = now;
-            self.enter(now, Phase::Verifying);
-            self.act(Action::TellFree);
-            self.act(Action::Send(ControlMessage::Verify {}));
-            self.act(Action::Hash);
-        } else {
-            self.commit(now);
-        }
-    }
-
-    pub(super) fn compare_hashes(&mut self, now: Duration) {
-        let (Some(ours), Some(theirs)) = (self.our_hash, self.their_hash) else { return };
-        self.stats.verify_ms = ms(now.saturating_sub(self.verify_since));
-        self.stats.verify_match = Some(ours == theirs);
-        if ours != theirs {
-            let error = MigrateError::VerifyMismatch {
-                source_pages: ours.pages,
-                source_hash: ours.hash,
-                destination_pages: theirs.pages,
-                destination_hash: theirs.hash,
-                log: self.our_side.log,
-            };
-            return self.fail(now, error);
-        }
-        self.commit(now);
+        if self.config.verify { self.compare_at_ready(now) } else { self.commit(now) }
     }
 }

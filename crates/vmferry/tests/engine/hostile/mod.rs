@@ -1,6 +1,9 @@
 //! Hostile peers, each while a migration is under way: they are refused and told of with the reason, and the
 //! migration goes on and ends as if they were not there.
 
+mod by_hand;
+mod deaf;
+mod phases;
 mod recorder;
 mod siege;
 
@@ -11,19 +14,26 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::support::{self, Scenario};
+use by_hand::{Pki, SESSION, announcement, greet, hello, load, message};
+use deaf::DeafCall;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
-use siege::{ELSEWHERE, Pki, Siege, greet, hello, load, withstand};
+use siege::{ELSEWHERE, Siege, withstand};
 use vmferry_transport::pki::Validity;
 use vmferry_transport::{Address, Dialer, IdentityFiles, TlsIdentity, TransportError};
 use vmferry_wire::{
-    CONTROL_HEADER_BYTES, ControlHeader, ControlMessage, GuestIdentity, HELLO_REPLY_BYTES,
-    HelloReply, HelloStatus, PROTOCOL_VERSION_MAX, ReasonCode, Role, SessionId, Token,
+    ControlMessage, HELLO_REPLY_BYTES, HelloReply, HelloStatus, PROTOCOL_VERSION_MAX, ReasonCode,
+    Role, Token,
 };
 
-fn over_tls() -> Scenario {
+/// A scenario over each kind of channel whose peers are authenticated.
+fn authenticated() -> impl Iterator<Item = Scenario> {
+    ["tls:127.0.0.1:0", "grpc:127.0.0.1:0"].into_iter().map(over)
+}
+
+fn over(address: &str) -> Scenario {
     let mut scenario = Scenario::new();
-    scenario.listen_at = Address::Tls { host: "127.0.0.1".into(), port: 0 };
+    scenario.listen_at = address.parse().unwrap();
     scenario
 }
 
@@ -62,131 +72,122 @@ fn self_signed(pki: &Pki) -> IdentityFiles {
 
 #[test]
 fn certificates_that_are_wrong() {
-    withstand(over_tls(), |siege| {
-        let pki = siege.pki;
-        let other = Pki::new();
-        let mut stranger = other.files("source", Validity::days(1));
-        stranger.ca = pki.path("ca/ca.pem");
-        refused(siege, load(stranger), "that this host does not trust", "does not accept");
-        refused(siege, load(self_signed(pki)), "that this host does not trust", "does not accept");
-        let expired = pki.files("expired", Validity { from_days: -9, until_days: -2 });
-        refused(siege, load(expired), "expired on 20", "it has expired");
-        refused(siege, pki.identity("revoked"), "was revoked by its authority", "it was revoked");
-    });
+    for scenario in authenticated() {
+        withstand(scenario, |siege| {
+            let pki = siege.pki;
+            let other = Pki::new();
+            let mut stranger = other.files("source", Validity::days(1));
+            stranger.ca = pki.path("ca/ca.pem");
+            refused(siege, load(stranger), "that this host does not trust", "does not accept");
+            refused(
+                siege,
+                load(self_signed(pki)),
+                "that this host does not trust",
+                "does not accept",
+            );
+            let expired = pki.files("expired", Validity { from_days: -9, until_days: -2 });
+            refused(siege, load(expired), "expired on 20", "it has expired");
+            refused(
+                siege,
+                pki.identity("revoked"),
+                "was revoked by its authority",
+                "it was revoked",
+            );
+        });
+    }
 }
 
 #[test]
 fn a_right_chain_and_a_wrong_name_either_way() {
-    withstand(over_tls(), |siege| {
-        // The destination is not who the source looks for.
-        let mut dialer = siege.dialer(siege.pki.identity("source"));
-        dialer.destination_id = Some("spiffe://vmferry/host/another".into());
-        let error = refusal(&dialer);
-        assert!(error.to_string().contains("not for spiffe://vmferry/host/another"), "{error}");
-        siege.turned_away("does not accept this host's certificate");
-        dialer.destination_id = None;
-        dialer.server_name = Some("another".into());
-        let error = refusal(&dialer);
-        assert!(matches!(error, TransportError::NameMismatch { .. }), "{error:?}");
-        siege.turned_away("does not accept this host's certificate");
-        siege.goes_on();
+    for scenario in authenticated() {
+        withstand(scenario, |siege| {
+            // The destination is not who the source looks for.
+            let mut dialer = siege.dialer(siege.pki.identity("source"));
+            dialer.destination_id = Some("spiffe://vmferry/host/another".into());
+            let error = refusal(&dialer);
+            assert!(error.to_string().contains("not for spiffe://vmferry/host/another"), "{error}");
+            siege.turned_away("does not accept this host's certificate");
+            dialer.destination_id = None;
+            dialer.server_name = Some("another".into());
+            let error = refusal(&dialer);
+            assert!(matches!(error, TransportError::NameMismatch { .. }), "{error:?}");
+            siege.turned_away("does not accept this host's certificate");
+            siege.goes_on();
 
-        // The source is not one that may send anything: it announces its guest and hears why not.
-        let (mut reader, mut writer) =
-            siege.dialer(siege.pki.identity("another")).connect().unwrap().split();
-        reader.set_timeout(Some(Duration::from_secs(60))).unwrap();
-        let control = hello(Role::Control, 0, Token([0; 16]));
-        assert_eq!(greet(&mut reader, &mut writer, control), HelloStatus::Ok);
-        writer.write_all(&announcement()).unwrap();
-        let ControlMessage::Refuse { reason, .. } = message(&mut reader) else {
-            panic!("no refusal")
-        };
-        assert_eq!(reason.code, ReasonCode::Unauthorised);
-        let words = "spiffe://vmferry/host/another may not send guests here";
-        assert!(reason.text.contains(words), "{}", reason.text);
-        drop((reader, writer));
-        siege.turned_away(words);
-    });
-}
-
-fn announcement() -> Vec<u8> {
-    let mut begin = Vec::new();
-    ControlMessage::Begin {
-        session: SessionId([3; 16]),
-        guest: GuestIdentity { uuid: uuid::Uuid::from_u128(3), name: "stolen".into() },
-        vmm: "threads".into(),
-        config: Vec::new(),
-        layout: support::Guest::layout(),
-        lanes: 1,
-        verify: false,
-        reconnect_ms: 0,
-        release: None,
-        streams: false,
+            // The source is not one that may send anything: it announces its guest and hears why not.
+            let (mut reader, mut writer) =
+                siege.dialer(siege.pki.identity("another")).connect().unwrap().split();
+            reader.set_timeout(Some(Duration::from_secs(60))).unwrap();
+            let control = hello(Role::Control, 0, Token([0; 16]));
+            assert_eq!(greet(&mut reader, &mut writer, control), HelloStatus::Ok);
+            writer.write_all(&announcement(SESSION)).unwrap();
+            let ControlMessage::Refuse { reason, .. } = message(&mut reader) else {
+                panic!("no refusal")
+            };
+            assert_eq!(reason.code, ReasonCode::Unauthorised);
+            let words = "spiffe://vmferry/host/another may not send guests here";
+            assert!(reason.text.contains(words), "{}", reason.text);
+            drop((reader, writer));
+            siege.turned_away(words);
+        });
     }
-    .encode(PROTOCOL_VERSION_MAX, &mut begin);
-    begin
-}
-
-fn message(reader: &mut impl Read) -> ControlMessage {
-    let mut header = [0; CONTROL_HEADER_BYTES];
-    reader.read_exact(&mut header).unwrap();
-    let header = ControlHeader::parse(&header).unwrap();
-    let mut body = vec![0; header.body_bytes()];
-    reader.read_exact(&mut body).unwrap();
-    header.decode(PROTOCOL_VERSION_MAX, &body).unwrap().message
 }
 
 #[test]
 fn no_certificate_and_no_tls() {
-    withstand(over_tls(), |siege| {
-        let mut roots = rustls::RootCertStore::empty();
-        let path = siege.pki.path("ca/ca.pem");
-        roots.add(CertificateDer::from_pem_file(path).unwrap()).unwrap();
-        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-        let mut bare = rustls::ClientConfig::builder_with_provider(provider)
-            .with_protocol_versions(&[&rustls::version::TLS13])
-            .unwrap()
-            .with_root_certificates(roots)
-            .with_no_client_auth();
-        bare.alpn_protocols = vec![b"vmferry/1".to_vec()];
-        let name = ServerName::try_from("127.0.0.1").unwrap();
-        let client = rustls::ClientConnection::new(Arc::new(bare), name).unwrap();
-        let mut stream =
-            rustls::StreamOwned::new(client, TcpStream::connect(siege.socket()).unwrap());
-        stream.write_all(b"let me in").unwrap();
-        let error = stream.read(&mut [0; 1]).unwrap_err();
-        assert!(error.to_string().contains("CertificateRequired"), "{error}");
-        siege.turned_away("has sent no certificate");
+    for scenario in authenticated() {
+        withstand(scenario, |siege| {
+            let mut roots = rustls::RootCertStore::empty();
+            let path = siege.pki.path("ca/ca.pem");
+            roots.add(CertificateDer::from_pem_file(path).unwrap()).unwrap();
+            let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+            let mut bare = rustls::ClientConfig::builder_with_provider(provider)
+                .with_protocol_versions(&[&rustls::version::TLS13])
+                .unwrap()
+                .with_root_certificates(roots)
+                .with_no_client_auth();
+            let grpc = matches!(siege.address, Address::Grpc { .. });
+            bare.alpn_protocols = vec![if grpc { b"h2".to_vec() } else { b"vmferry/1".to_vec() }];
+            let name = ServerName::try_from("127.0.0.1").unwrap();
+            let client = rustls::ClientConnection::new(Arc::new(bare), name).unwrap();
+            let mut stream =
+                rustls::StreamOwned::new(client, TcpStream::connect(siege.socket()).unwrap());
+            stream.write_all(b"let me in").unwrap();
+            let error = stream.read(&mut [0; 1]).unwrap_err();
+            assert!(error.to_string().contains("CertificateRequired"), "{error}");
+            siege.turned_away("has sent no certificate");
 
-        // A session's token is worth nothing without a certificate, whatever it is.
-        let mut thief = TcpStream::connect(siege.socket()).unwrap();
-        thief.write_all(&hello(Role::Data, 0, Token([1; 16])).encode()).unwrap();
-        siege.turned_away("speaks plain vmferry");
-    });
+            // A session's token is worth nothing without a certificate, whatever it is.
+            let mut thief = TcpStream::connect(siege.socket()).unwrap();
+            thief.write_all(&hello(Role::Data, 0, Token([1; 16])).encode()).unwrap();
+            siege.turned_away("speaks plain vmferry");
+        });
+    }
 }
 
 #[test]
 fn handshakes_that_are_begun_and_never_ended() {
-    let mut scenario = over_tls();
-    scenario.destination.greeting_timeout = Duration::from_secs(5);
-    withstand(scenario, |siege| {
-        // More of them than are greeted at a time: some make room for others, the rest are ended in time.
-        let slow: Vec<TcpStream> = (0..40)
-            .map(|_| {
-                let mut stream = siege.connect_from(ELSEWHERE);
-                // A handshake record of 16 KiB, of which no more comes.
-                stream.write_all(&[0x16, 3, 1, 0x40, 0, 1, 0, 0x3f, 0xfc]).unwrap();
-                stream
-            })
-            .collect();
-        siege.is_served(siege.pki.identity("source"));
-        siege.goes_on();
-        siege.turned_away("its handshake and greeting took long");
-        for mut stream in slow {
-            // Closed, with or without a reset.
-            let _ = stream.read_to_end(&mut Vec::new());
-        }
-    });
+    for mut scenario in authenticated() {
+        scenario.destination.greeting_timeout = Duration::from_secs(5);
+        withstand(scenario, |siege| {
+            // More of them than are greeted at a time: some make room for others, the rest are ended in time.
+            let slow: Vec<TcpStream> = (0..40)
+                .map(|_| {
+                    let mut stream = siege.connect_from(ELSEWHERE);
+                    // A handshake record of 16 KiB, of which no more comes.
+                    stream.write_all(&[0x16, 3, 1, 0x40, 0, 1, 0, 0x3f, 0xfc]).unwrap();
+                    stream
+                })
+                .collect();
+            siege.is_served(siege.pki.identity("source"));
+            siege.goes_on();
+            siege.turned_away("its handshake and greeting took long");
+            for mut stream in slow {
+                // Closed, with or without a reset.
+                let _ = stream.read_to_end(&mut Vec::new());
+            }
+        });
+    }
 }
 
 #[test]
@@ -195,19 +196,21 @@ fn a_thousand_connections_that_say_nothing() {
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
     setrlimit(Resource::Nofile, limit).unwrap();
-    withstand(over_tls(), |siege| {
-        let idle: Vec<TcpStream> = (0..1000).map(|_| siege.connect_from(ELSEWHERE)).collect();
-        siege.is_served(siege.pki.identity("source"));
-        siege.goes_on();
-        let said = siege.turned_away("more connections from 127.0.0.2");
-        assert!(said.contains("it said nothing, and 128 connections wait already"), "{said}");
-        // From the source's own address too: whoever speaks is heard.
-        let near: Vec<TcpStream> =
-            (0..1000).map(|_| siege.connect_from(Ipv4Addr::LOCALHOST)).collect();
-        siege.is_served(siege.pki.identity("source"));
-        siege.goes_on();
-        drop((idle, near));
-    });
+    for scenario in authenticated() {
+        withstand(scenario, |siege| {
+            let idle: Vec<TcpStream> = (0..1000).map(|_| siege.connect_from(ELSEWHERE)).collect();
+            siege.is_served(siege.pki.identity("source"));
+            siege.goes_on();
+            let said = siege.turned_away("more connections from 127.0.0.2");
+            assert!(said.contains("it said nothing, and 128 connections wait already"), "{said}");
+            // From the source's own address too: whoever speaks is heard.
+            let near: Vec<TcpStream> =
+                (0..1000).map(|_| siege.connect_from(Ipv4Addr::LOCALHOST)).collect();
+            siege.is_served(siege.pki.identity("source"));
+            siege.goes_on();
+            drop((idle, near));
+        });
+    }
 }
 
 #[test]
@@ -234,22 +237,44 @@ fn a_recorded_channel_sent_again() {
 
 #[test]
 fn a_recorded_tls_channel_sent_again() {
-    withstand(over_tls(), |siege| {
-        for recording in &siege.recorder.recordings()[1..] {
-            let mut thief = TcpStream::connect(siege.socket()).unwrap();
-            let _ = thief.write_all(&recording.said());
-            let _ = thief.read_to_end(&mut Vec::new());
-            // Its keys are for the numbers that the destination drew then, and it draws others each time.
-            siege.turned_away("TLS with 127.0.0.1");
-            siege.goes_on();
-        }
+    for scenario in authenticated() {
+        withstand(scenario, |siege| {
+            for recording in &siege.recorder.recordings()[1..] {
+                let mut thief = TcpStream::connect(siege.socket()).unwrap();
+                let _ = thief.write_all(&recording.said());
+                let _ = thief.read_to_end(&mut Vec::new());
+                // Its keys are for the numbers that the destination drew then, and it draws others each time.
+                siege.turned_away("TLS with 127.0.0.1");
+                siege.goes_on();
+            }
+        });
+    }
+}
+
+/// Whoever does not read holds up nobody but itself.
+#[test]
+fn deaf_grpc_callers_that_are_turned_away_hold_up_nobody() {
+    let mut scenario = over("grpc:127.0.0.1:0");
+    // Longer than anything here: it is not this that ends them.
+    scenario.destination.greeting_timeout = by_hand::PATIENCE * 2;
+    withstand(scenario, |siege| {
+        let said = hello(Role::Data, 0, Token([7; 16])).encode();
+        let call = || DeafCall::open(siege.connect_from(ELSEWHERE), siege.pki, "source", &said);
+        let mut deaf: Vec<DeafCall> = (0..12).map(|_| call()).collect();
+        siege.turned_away("its token is not this session's");
+        siege.is_served(siege.pki.identity("source"));
+        siege.goes_on();
+        assert!(deaf.iter_mut().all(DeafCall::is_open), "the others had not to wait for them");
     });
 }
 
 #[test]
 fn a_stolen_token_with_another_hosts_certificate() {
+    authenticated().for_each(steal_a_token);
+}
+
+fn steal_a_token(scenario: Scenario) {
     let pki = Pki::new();
-    let scenario = over_tls();
     let listener =
         vmferry_transport::Listener::bind(&scenario.listen_at, Some(pki.identity("destination")))
             .unwrap();
@@ -279,7 +304,7 @@ fn a_stolen_token_with_another_hosts_certificate() {
         let (mut reader, mut writer) = dial("source");
         let control = hello(Role::Control, 0, Token([0; 16]));
         assert_eq!(greet(&mut reader, &mut writer, control), HelloStatus::Ok);
-        writer.write_all(&announcement()).unwrap();
+        writer.write_all(&announcement(SESSION)).unwrap();
         let ControlMessage::Accept { token, .. } = message(&mut reader) else { panic!("refused") };
 
         let (mut thief_reads, mut thief_writes) = dial("thief");
@@ -287,7 +312,7 @@ fn a_stolen_token_with_another_hosts_certificate() {
         assert_eq!(greet(&mut thief_reads, &mut thief_writes, lane), HelloStatus::BadToken);
         loop {
             use vmferry::destination::Notice;
-            if let Notice::TurnedAway { reason, .. } = siege::hear(&notices) {
+            if let Notice::TurnedAway { reason, .. } = by_hand::hear(&notices) {
                 assert!(reason.contains("spiffe://vmferry/host/thief"), "{reason}");
                 assert!(reason.contains("spiffe://vmferry/host/source"), "{reason}");
                 break;
@@ -298,8 +323,7 @@ fn a_stolen_token_with_another_hosts_certificate() {
         let query = hello(Role::Query, 0, Token([0; 16]));
         assert_eq!(greet(&mut thief_reads, &mut thief_writes, query), HelloStatus::Ok);
         let mut question = Vec::new();
-        ControlMessage::Query { session: SessionId([3; 16]) }
-            .encode(PROTOCOL_VERSION_MAX, &mut question);
+        ControlMessage::Query { session: SESSION }.encode(PROTOCOL_VERSION_MAX, &mut question);
         thief_writes.write_all(&question).unwrap();
         assert!(thief_reads.read_exact(&mut [0; 1]).is_err(), "no word");
 
@@ -327,8 +351,7 @@ fn a_stolen_token_with_another_hosts_certificate() {
             let query = hello(Role::Query, 0, Token([0; 16]));
             assert_eq!(greet(&mut reader, &mut writer, query), HelloStatus::Ok);
             let mut question = Vec::new();
-            ControlMessage::Query { session: SessionId([3; 16]) }
-                .encode(PROTOCOL_VERSION_MAX, &mut question);
+            ControlMessage::Query { session: SESSION }.encode(PROTOCOL_VERSION_MAX, &mut question);
             writer.write_all(&question).unwrap();
             reader.read_exact(&mut [0; 1])
         };

@@ -2,73 +2,25 @@
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpStream};
-use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use vmferry::destination::{Notice, receive};
-use vmferry::policy::Policy;
 use vmferry::source::{Change, Report, SourceOutcome, migrate};
 use vmferry::stats::SourceStats;
-use vmferry_transport::pki::{self, IssueRequest, Validity};
-use vmferry_transport::{Address, Dialer, IdentityFiles, Listener, TlsIdentity};
-use vmferry_wire::{
-    ControlMessage, HELLO_REPLY_BYTES, Hello, HelloReply, HelloStatus, PROTOCOL_VERSION_MAX,
-    PROTOCOL_VERSION_MIN, Role, SessionId, Token,
-};
+use vmferry_transport::pki::Validity;
+use vmferry_transport::{Address, Dialer, Listener, TlsIdentity};
+use vmferry_wire::{ControlMessage, HelloStatus, PROTOCOL_VERSION_MAX, Role, SessionId, Token};
 
+use super::by_hand::{PATIENCE, Pki, greet, hello, load, policy};
 use super::recorder::Recorder;
 use crate::support::{DestinationGuest, Scenario, kept, owned, running_guest};
-
-/// Bounds every wait: a failure, not a measurement.
-const PATIENCE: Duration = Duration::from_secs(60);
 
 /// So slow that the rounds never get shorter, and several pass in a second.
 const CAP: u64 = 8 << 20;
 
 /// Where hostile connections come from, if not from where the source is.
 pub const ELSEWHERE: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 2);
-
-/// Authorities and hosts' certificates.
-pub struct Pki {
-    directory: tempfile::TempDir,
-}
-
-impl Pki {
-    pub fn new() -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        pki::init(&directory.path().join("ca"), "siege", Validity::days(9)).unwrap();
-        Self { directory }
-    }
-
-    pub fn path(&self, name: &str) -> PathBuf {
-        self.directory.path().join(name)
-    }
-
-    pub fn files(&self, name: &str, validity: Validity) -> IdentityFiles {
-        let out = self.path(name);
-        if !out.exists() {
-            let mut request = IssueRequest::new(name, validity);
-            request.addresses = vec!["127.0.0.1".into()];
-            pki::issue(&self.path("ca"), &out, &request).unwrap();
-        }
-        IdentityFiles::in_directory(&out)
-    }
-
-    pub fn identity(&self, name: &str) -> Arc<TlsIdentity> {
-        load(self.files(name, Validity::days(1)))
-    }
-
-    pub fn revoke(&self, name: &str) -> PathBuf {
-        let validity = Validity { from_days: -1, until_days: 9 };
-        pki::revoke(&self.path("ca"), &[name.into()], validity).unwrap().path
-    }
-}
-
-pub fn load(files: IdentityFiles) -> Arc<TlsIdentity> {
-    Arc::new(TlsIdentity::new(files).unwrap())
-}
 
 /// What an attacker sees of the migration, and what is said of the attack.
 pub struct Siege<'a> {
@@ -140,19 +92,6 @@ impl Siege<'_> {
     }
 }
 
-pub fn hello(role: Role, lane: u8, token: Token) -> Hello {
-    let (version_min, version_max) = (PROTOCOL_VERSION_MIN, PROTOCOL_VERSION_MAX);
-    Hello { version_min, version_max, role, lane, token, attempt: 0 }
-}
-
-/// Says hello, and what is answered.
-pub fn greet(reader: &mut impl Read, writer: &mut impl Write, hello: Hello) -> HelloStatus {
-    writer.write_all(&hello.encode()).unwrap();
-    let mut reply = [0; HELLO_REPLY_BYTES];
-    reader.read_exact(&mut reply).unwrap();
-    HelloReply::parse(&reply).unwrap().status
-}
-
 /// Migrates a guest whose memory is rewritten all the time, attacks the destination meanwhile, and then lets
 /// the migration end, which must be as good as any.
 pub fn withstand(mut scenario: Scenario, attack: impl FnOnce(&Siege) + Send) -> SourceStats {
@@ -160,12 +99,12 @@ pub fn withstand(mut scenario: Scenario, attack: impl FnOnce(&Siege) + Send) -> 
     scenario.source.max_bandwidth = Some(CAP);
     scenario.source.max_rounds = u32::MAX;
     scenario.source.compression.way = vmferry::compression::CompressionWay::Off;
-    let tls = matches!(scenario.listen_at, Address::Tls { .. });
+    let tls = matches!(scenario.listen_at, Address::Tls { .. } | Address::Grpc { .. });
     let mut files = pki.files("destination", Validity::days(1));
     pki.files("revoked", Validity::days(1));
     files.revocations = vec![pki.revoke("revoked")];
     if tls {
-        scenario.destination.policy = Some(Arc::new(policy(&pki.path("policy.toml"))));
+        scenario.destination.policy = Some(policy(&pki.path("policy.toml")));
     }
     let identity = tls.then(|| load(files));
     let listener = Listener::bind(&scenario.listen_at, identity).unwrap();
@@ -222,15 +161,12 @@ impl Drop for EndOfAttack<'_> {
     }
 }
 
-/// The source may send anything, and nobody else.
-fn policy(path: &Path) -> Policy {
-    let text = "[[allow]]\nsource = \"spiffe://vmferry/host/source\"\nguests = [\"*\"]\n";
-    std::fs::write(path, text).unwrap();
-    Policy::load(path).unwrap()
-}
-
 fn socket(address: &Address) -> SocketAddr {
-    let (Address::Tls { port, .. } | Address::Tcp { port, .. }) = address else { panic!("no TCP") };
+    let (Address::Tls { port, .. } | Address::Grpc { port, .. } | Address::Tcp { port, .. }) =
+        address
+    else {
+        panic!("no TCP")
+    };
     SocketAddr::from((Ipv4Addr::LOCALHOST, *port))
 }
 
@@ -239,11 +175,7 @@ fn through(recorder: &Recorder, address: &Address) -> Address {
     let (host, port) = ("127.0.0.1".to_owned(), recorder.address.port());
     match address {
         Address::Tls { .. } => Address::Tls { host, port },
+        Address::Grpc { way, .. } => Address::Grpc { host, port, way: *way },
         _ => Address::Tcp { host, port },
     }
-}
-
-/// Waits for a word of a thread.
-pub fn hear<T>(from: &Receiver<T>) -> T {
-    from.recv_timeout(PATIENCE).unwrap_or_else(|error: RecvTimeoutError| panic!("{error}"))
 }

@@ -97,7 +97,14 @@ pub fn guest_of(hot: u64, pages: impl Iterator<Item = (u64, Vec<u8>)>) -> Source
     let guest = Guest::new(memory.clone(), hot);
     guest.start();
     let log = Arc::new(UffdLog::new(&memory).unwrap());
-    SourceGuest { guest, log, name: "web".into(), free: Vec::new(), stuck: false }
+    SourceGuest {
+        guest,
+        log,
+        name: "web".into(),
+        free: Vec::new(),
+        stuck: false,
+        slow: std::time::Duration::ZERO,
+    }
 }
 
 /// Holds the migration up after each round until the guest has written all of its hot pages again.

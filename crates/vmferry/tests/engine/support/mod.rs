@@ -129,6 +129,8 @@ pub struct SourceGuest {
     pub free: Vec<Arc<dyn FreePages>>,
     /// Its VMM can't let it run on any more.
     pub stuck: bool,
+    /// How long it takes to pause, and to save, at least.
+    pub slow: Duration,
 }
 
 impl Resume for SourceGuest {
@@ -162,10 +164,12 @@ impl SourceVm for SourceGuest {
     fn pause(&mut self) -> Result<Duration, VmError> {
         let begun = Instant::now();
         self.guest.pause();
+        std::thread::sleep(self.slow);
         Ok(begun.elapsed())
     }
 
     fn save(&mut self) -> Result<Vec<u8>, VmError> {
+        std::thread::sleep(self.slow);
         Ok(self.guest.hot_pages.to_le_bytes().to_vec())
     }
 
@@ -183,6 +187,8 @@ pub struct DestinationGuest {
     pub fail_load: bool,
     /// How long it takes to prepare, and to load, at least.
     pub slow: Duration,
+    /// Loading the state writes guest memory, as QEMU's VAPIC does.
+    pub load_writes: bool,
 }
 
 impl DestinationVm for DestinationGuest {
@@ -210,6 +216,10 @@ impl DestinationVm for DestinationGuest {
         let hot_pages = u64::from_le_bytes(state.try_into()?);
         let guest = self.guest.as_mut().ok_or("not prepared")?;
         guest.hot_pages = hot_pages;
+        if self.load_writes {
+            // A page that no guest of these tests writes.
+            guest.memory.write_at(address(PAGES - 1), &[0x5a; 2])?;
+        }
         Ok(())
     }
 
@@ -314,7 +324,14 @@ pub fn running_guest(hot: u64) -> SourceGuest {
     let guest = Guest::new(memory.clone(), hot);
     guest.start();
     let log = Arc::new(UffdLog::new(&memory).unwrap());
-    SourceGuest { guest, log, name: "web".into(), free: Vec::new(), stuck: false }
+    SourceGuest {
+        guest,
+        log,
+        name: "web".into(),
+        free: Vec::new(),
+        stuck: false,
+        slow: Duration::ZERO,
+    }
 }
 
 /// One migration between two threads of this process.

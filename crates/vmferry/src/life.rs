@@ -1,8 +1,8 @@
-//! Signs of life while the session's thread is inside the VMM or the disk, and answers nobody.
+//! Signs of life while a side's thread is inside its VMM or its disk, and answers nobody.
 //!
-//! A VMM may take longer to make a machine or to load its state than the source bears silence
-//! ([`Timeouts::silence`](crate::config::Timeouts::silence)). What bounds such a step is the source's own limit for
-//! it (`accept`, `ready`, `running`), so that meanwhile it hears PINGs.
+//! A VMM may take longer to make a machine, to harvest, to save or to load its state than the other side bears silence
+//! ([`Timeouts::silence`](crate::config::Timeouts::silence)), and a disk to write a promise. What bounds such a step is
+//! the other side's own limit for it (`accept`, `ready`, `commit`, `running`), so that meanwhile it hears PINGs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,6 +13,9 @@ use crossbeam_channel::{RecvTimeoutError, Sender};
 use vmferry_wire::ControlMessage;
 
 use crate::link::ControlSlot;
+
+/// The number of its PINGs: none that is waited for.
+const NONCE: u64 = 0;
 
 /// How often a sign of life is given.
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -39,7 +42,7 @@ impl Life {
             while ended.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
                 let step = seen.load(Ordering::Relaxed);
                 if step % 2 == 1 && step == last {
-                    control.send(&ControlMessage::Ping { nonce: step });
+                    control.send(&ControlMessage::Ping { nonce: NONCE });
                 }
                 last = step;
             }
@@ -57,7 +60,7 @@ impl Drop for Life {
     fn drop(&mut self) {
         self.end = None;
         if let Some(thread) = self.thread.take() {
-            // It is at most in a send on a channel that the session has closed.
+            // It is at most in a send on a channel that was closed.
             let _ = thread.join();
         }
     }

@@ -1,0 +1,185 @@
+//! `vmferry doctor`: what keeps a guest from being moved, or will slow it down, and what to do about it.
+
+mod certificates;
+mod guest;
+mod host;
+mod peer;
+
+use std::fmt;
+
+use comfy_table::{ContentArrangement, Table, presets};
+use serde::Serialize;
+use serde_json::{Value, json};
+use vmferry::probe::HostFacts;
+
+use crate::args::DoctorOptions;
+use crate::exit::{Code, Failure};
+use crate::output::{Output, columns};
+
+/// How much a finding matters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum Level {
+    /// As it should be.
+    Ok,
+    /// Worth knowing; nothing is wrong.
+    Note,
+    /// Guests can move, and something will be slower, or fail later.
+    Warning,
+    /// A guest can't be moved.
+    Error,
+}
+
+impl fmt::Display for Level {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Ok => "ok",
+            Self::Note => "note",
+            Self::Warning => "WARNING",
+            Self::Error => "ERROR",
+        })
+    }
+}
+
+/// What was found out about one thing.
+#[derive(Debug, Serialize)]
+struct Finding {
+    /// What was looked at, for machines.
+    check: &'static str,
+    level: Level,
+    /// Which host, file or setting.
+    object: String,
+    /// What is so, and why it matters.
+    why: String,
+    /// What to do about it.
+    remedy: Option<String>,
+}
+
+/// All that was found, in order.
+#[derive(Debug, Default)]
+struct Findings(Vec<Finding>);
+
+impl Findings {
+    fn ok(&mut self, check: &'static str, object: impl fmt::Display, why: impl fmt::Display) {
+        self.add(check, Level::Ok, object, why, None);
+    }
+
+    fn note(&mut self, check: &'static str, object: impl fmt::Display, why: impl fmt::Display) {
+        self.add(check, Level::Note, object, why, None);
+    }
+
+    /// What should be mended.
+    fn bad(
+        &mut self,
+        check: &'static str,
+        level: Level,
+        object: impl fmt::Display,
+        why: impl fmt::Display,
+        remedy: impl fmt::Display,
+    ) {
+        self.add(check, level, object, why, Some(remedy.to_string()));
+    }
+
+    fn add(
+        &mut self,
+        check: &'static str,
+        level: Level,
+        object: impl fmt::Display,
+        why: impl fmt::Display,
+        remedy: Option<String>,
+    ) {
+        let (object, why) = (object.to_string(), why.to_string());
+        self.0.push(Finding { check, level, object, why, remedy });
+    }
+
+    fn worst(&self) -> Level {
+        self.0.iter().map(|finding| finding.level).max().unwrap_or(Level::Ok)
+    }
+}
+
+/// Looks at everything that was asked for, and tells. The code is the exit status.
+pub fn run(options: &DoctorOptions, output: &Output) -> Result<Option<Code>, Failure> {
+    let mut findings = Findings::default();
+    let host = this_host();
+    host::look(&host, &mut findings);
+    if let Some(memory) = options.memory {
+        host::look_for_room(&host, "this host", memory, options.memory_kind, &mut findings);
+    }
+    certificates::look(&options.tls, &mut findings)?;
+    if let Some(policy) = &options.policy {
+        host::look_at_policy(policy, &mut findings);
+    }
+    let guest = match (&options.guest, &options.qemu) {
+        (Some(guest), _) => guest::own(guest, &mut findings)?,
+        (None, Some(qmp)) => guest::of_qemu(qmp, &mut findings),
+        (None, None) => None,
+    };
+    let other = match &options.to {
+        Some(to) => peer::look(to, options, &host, guest.as_ref(), output, &mut findings)?,
+        None => Value::Null,
+    };
+    let worst = findings.worst();
+    let result = json!({
+        "ok": worst < Level::Warning, "worst": worst, "findings": findings.0, "host": host, "other": other,
+    });
+    output.result(&result, || table(&findings));
+    Ok(match worst {
+        Level::Ok | Level::Note => None,
+        Level::Warning => Some(Code::Warnings),
+        Level::Error => Some(Code::Errors),
+    })
+}
+
+/// This host, as it is told to others who ask.
+pub fn this_host() -> HostFacts {
+    let mut host = HostFacts::of_this_host();
+    host.kvm = Some(vmferry_microvm::kvm::KvmBackend::available().is_ok());
+    host.journals_on_disk = host::journals_on_disk();
+    host
+}
+
+fn table(findings: &Findings) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::ASCII_BORDERS_ONLY_CONDENSED);
+    table.set_content_arrangement(ContentArrangement::Dynamic);
+    table.set_width(
+        columns().map_or(120, |columns| u16::try_from(columns.max(60)).unwrap_or(u16::MAX)),
+    );
+    table.set_header(["", "what", "where", "found"]);
+    for finding in &findings.0 {
+        let what = finding.check.replace('-', " ");
+        let why = match &finding.remedy {
+            Some(remedy) => format!("{}\n-> {remedy}", finding.why),
+            None => finding.why.clone(),
+        };
+        table.add_row([finding.level.to_string(), what, finding.object.clone(), why]);
+    }
+    let count = |level| findings.0.iter().filter(|finding| finding.level == level).count();
+    format!(
+        "{table}\n{} errors, {} warnings, {} notes, {} ok",
+        count(Level::Error),
+        count(Level::Warning),
+        count(Level::Note),
+        count(Level::Ok)
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn worst_finding_decides() {
+        let mut findings = Findings::default();
+        assert_eq!(findings.worst(), Level::Ok);
+        findings.note("clock", "host b", "2 ms ahead");
+        assert_eq!(findings.worst(), Level::Note);
+        findings.bad("kvm", Level::Error, "/dev/kvm", "is missing", "load kvm_intel or kvm_amd");
+        findings.bad("policy", Level::Warning, "p", "x", "y");
+        assert_eq!(findings.worst(), Level::Error);
+        let shown = table(&findings);
+        for words in ["ERROR", "load kvm_intel", "1 errors, 1 warnings, 1 notes, 0 ok"] {
+            assert!(shown.contains(words), "{shown}");
+        }
+    }
+}

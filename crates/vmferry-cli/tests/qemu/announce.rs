@@ -1,0 +1,171 @@
+//! What a guest's network hears of a migration: where the guest is, as soon as it runs, on whichever side.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use vmferry_net_lab::{Namespaces, TAP, TapGuest, enter};
+use vmferry_qemu_lab::{Backend, Machine, Version};
+
+use crate::support::proxy::{Message, Proxy};
+use crate::support::scene::{Scene, Way};
+
+const MAC: &str = "52:54:00:77:07:03";
+const MAC_BYTES: [u8; 6] = [0x52, 0x54, 0, 0x77, 7, 3];
+
+/// Bounds the wait for a frame: a failure, not a measurement.
+const PATIENCE_S: u64 = 60;
+
+/// QEMU announces a guest five times in a second when it has loaded it: after so long a silence it is done.
+const SILENCE_S: u64 = 3;
+
+/// The frames that come out of a guest's tap.
+struct Tap(OwnedFd);
+
+impl Tap {
+    /// Listens in a network namespace.
+    fn listen(namespace: &Path) -> Self {
+        let namespace = File::open(namespace).unwrap();
+        // From a thread that goes there.
+        std::thread::spawn(move || {
+            enter(namespace.as_fd()).unwrap();
+            Self::open().unwrap()
+        })
+        .join()
+        .unwrap()
+    }
+
+    fn open() -> io::Result<Self> {
+        let protocol = (libc::ETH_P_ALL as u16).to_be();
+        // SAFETY: a system call without pointers.
+        let socket = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW, i32::from(protocol)) };
+        if socket < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: it was made just now, and is nobody else's.
+        let socket = unsafe { OwnedFd::from_raw_fd(socket) };
+        let name = std::ffi::CString::new(TAP).unwrap();
+        // SAFETY: the name ends with a zero, and lives until the call is over.
+        let index = unsafe { libc::if_nametoindex(name.as_ptr()) };
+        // SAFETY: an address of zeros is a valid one.
+        let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+        address.sll_family = libc::AF_PACKET as u16;
+        address.sll_protocol = protocol;
+        address.sll_ifindex = index as i32;
+        let length = size_of::<libc::sockaddr_ll>() as u32;
+        // SAFETY: the address is of this length, and lives until the call is over.
+        let bound = unsafe {
+            libc::bind(
+                std::os::fd::AsRawFd::as_raw_fd(&socket),
+                (&raw const address).cast(),
+                length,
+            )
+        };
+        if bound < 0 { Err(io::Error::last_os_error()) } else { Ok(Self(socket)) }
+    }
+
+    /// The next announcement of the guest, a RARP frame of its own address; none if nothing comes for so long.
+    fn announcement(&self, seconds: u64) -> Option<()> {
+        let mut frame = [0; 2048];
+        let until = Instant::now() + Duration::from_secs(seconds);
+        loop {
+            let mut polled = [PollFd::new(&self.0, PollFlags::IN)];
+            let left = until.saturating_duration_since(Instant::now());
+            let left = Timespec::try_from(left).unwrap();
+            if poll(&mut polled, Some(&left)).unwrap() == 0 {
+                return None;
+            }
+            let (read, is_from_guest) = self.frame(&mut frame);
+            if is_from_guest
+                && read >= 14
+                && frame[6..12] == MAC_BYTES
+                && frame[12..14] == [0x80, 0x35]
+            {
+                return Some(());
+            }
+        }
+    }
+
+    /// The next frame, and whether it is from the guest: the bridge sends those of others to it.
+    fn frame(&self, into: &mut [u8]) -> (usize, bool) {
+        // SAFETY: an address of zeros is a valid one.
+        let mut from: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+        let mut length = size_of::<libc::sockaddr_ll>() as u32;
+        // SAFETY: both buffers are of the lengths that are given, and live until the call is over.
+        let read = unsafe {
+            libc::recvfrom(
+                std::os::fd::AsRawFd::as_raw_fd(&self.0),
+                into.as_mut_ptr().cast(),
+                into.len(),
+                0,
+                (&raw mut from).cast(),
+                &raw mut length,
+            )
+        };
+        assert!(read >= 0, "{}", io::Error::last_os_error());
+        (read as usize, from.sll_pkttype != libc::PACKET_OUTGOING)
+    }
+
+    /// Takes what has come and still comes, until there is silence; how many.
+    fn drain(&self) -> u32 {
+        let mut count = 0;
+        while self.announcement(SILENCE_S).is_some() {
+            count += 1;
+        }
+        count
+    }
+}
+
+/// A guest with a tap in the first of two networks, whose READY is held up.
+fn held_at_ready() -> (Scene, Namespaces, [Tap; 2]) {
+    let network = Namespaces::make().unwrap();
+    network.add_taps(&TapGuest { address: [10, 77, 7, 3].into(), mac: MAC }).unwrap();
+    let taps = [network.source_path(), network.destination_path()].map(|path| Tap::listen(&path));
+    let netdev = format!("tap,id=net,ifname={TAP},script=no,downscript=no");
+    let device = format!("virtio-net-pci,netdev=net,mac={MAC}");
+    let machine = Machine {
+        backend: Backend::File,
+        namespace: Some(network.source_path()),
+        ..Machine::on_kvm(Version::V10_0, "freed=40 hot=8,rate=40000")
+    };
+    let machine = machine.with(&["-netdev", &netdev, "-device", &device]);
+    let mut scene = Scene::of(machine, Way::Attached);
+    scene.machine.namespace = Some(network.destination_path());
+    (scene, network, taps)
+}
+
+#[test]
+fn guest_is_announced_at_the_destination_when_it_runs_there() {
+    let (mut scene, _network, [_, there_tap]) = held_at_ready();
+    let (mut there, mut receiving, address) = scene.receive_plain();
+    let proxy = Proxy::holding(&address, "127.0.0.1", Some(Message::Ready));
+    let send = scene.send(&proxy.address, &["--plain"]);
+    proxy.await_held();
+    // What QEMU says by itself, when the guest is loaded and may never run here.
+    println!("{} announcements of a guest that is loaded", there_tap.drain());
+    proxy.release();
+    assert_eq!(send.finish().code, Some(0));
+    receiving.event("received");
+    there_tap.announcement(PATIENCE_S).expect("nobody was told that the guest runs here");
+    there.check_guest();
+}
+
+#[test]
+fn guest_is_announced_at_the_source_when_it_runs_on_there_after_the_load() {
+    let (mut scene, _network, [here_tap, _]) = held_at_ready();
+    let (_there, mut receiving, address) = scene.receive_plain();
+    let proxy = Proxy::holding(&address, "127.0.0.1", Some(Message::Ready));
+    let send = scene.send(&proxy.address, &["--plain", "--reconnect-timeout", "1s"]);
+    proxy.await_held();
+    // What was said before the guest was stopped does not count.
+    here_tap.drain();
+    proxy.cut();
+    assert_ne!(send.finish().code, Some(0));
+    here_tap.announcement(PATIENCE_S).expect("the switches still send to the destination");
+    // It would wait for COMMIT.
+    receiving.kill();
+    scene.here.check_guest();
+}

@@ -1,0 +1,139 @@
+//! Whose the memory files of QEMUs are, as `send --qemu`, `receive --qemu` and `receive --exec` see it.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use vmferry_memory::{GuestMemory, SlotId, SlotLayout};
+use vmferry_qemu_lab::{HugePages, Mounted, Version};
+
+use crate::support::scene::{Scene, Way};
+use crate::support::text;
+
+/// Maps a file into this process, which no vmferry knows.
+fn map(path: &Path) -> GuestMemory {
+    let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+    let layout = SlotLayout { slot: SlotId(0), gpa: 0, pages: 1 };
+    GuestMemory::map_files(vec![(layout, file, 0)]).unwrap()
+}
+
+fn blocks(path: &Path) -> u64 {
+    std::fs::metadata(path).unwrap().blocks()
+}
+
+fn send<'a>(qmp: &'a Path, address: &'a str) -> Vec<&'a str> {
+    // How fast a loaded machine sends is not what is tested.
+    let moves = ["--when-stuck", "switch-over"];
+    [&["send", "--qemu", text(qmp), "--to", address, "--plain"], &moves[..]].concat()
+}
+
+/// Another receiver with the same memory file, while the guest that came to the first one runs on it. (One that is started
+/// again by the same command line finds its guest.)
+#[test]
+fn a_receiver_leaves_the_guest_alone_that_has_come_to_the_same_memory_file() {
+    let mut scene = Scene::new(Version::V10_0, Way::Attached);
+    let command = scene.command("started");
+    let listen = ["--listen", "tcp:127.0.0.1:0", "--plain", "--exec", &command];
+    let (mut receiving, address) = scene.b.receive(&listen);
+    let sent = scene.a.run(&send(&scene.here.qmp, &address));
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let received = receiving.event("received");
+    let qmp = PathBuf::from(received["qmp"].as_str().unwrap());
+    receiving.kill();
+    let other = ["receive", "--listen", "tcp:127.0.0.2:0", "--plain", "--exec", &command];
+    scene.b.run(&other).failed(7, "may run a guest on it");
+    // It runs on, and all its memory is what it was.
+    let (mut there, mut receiving, address) = scene.receive_plain();
+    let sent = scene.b.run(&send(&qmp, &address));
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    receiving.event("received");
+    there.check_guest();
+}
+
+#[test]
+fn a_guest_is_refused_on_both_sides_when_the_memory_file_is_another_process_s_too() {
+    for way in [Way::Attached, Way::Carried] {
+        let mut scene = Scene::new(Version::V10_0, Way::Attached);
+        let (_there, receiving, address) = scene.receive_plain();
+        let file = scene.lab.path_on_tmpfs("there-1-ram");
+        let mapped = map(&file);
+        mapped.write_at(0, b"somebody's").unwrap();
+        let mut arguments = send(&scene.here.qmp, &address);
+        if way == Way::Carried {
+            arguments.extend(["--mode", "carried"]);
+        }
+        let says = format!("{} (", std::process::id());
+        let sent = scene.a.run(&arguments);
+        sent.failed(7, &says);
+        receiving.finish().failed(7, &says);
+        let mut content = [0; 10];
+        mapped.read_at(0, &mut content).unwrap();
+        assert_eq!(&content, b"somebody's", "{way:?}");
+        drop(mapped);
+        scene.runs_on_here();
+    }
+}
+
+#[test]
+fn a_guest_that_needs_more_memory_than_there_is_is_refused_on_both_sides() {
+    let mut scene = Scene::new(Version::V10_0, Way::Attached);
+    let directory = scene.lab.path("small");
+    let mounted = Mounted::new(&directory, HugePages::None, 16).unwrap();
+    scene.machine.memory_directory = Some(directory);
+    let (there, receiving, address) = scene.receive_plain();
+    let sent = scene.a.run(&send(&scene.here.qmp, &address));
+    for ended in [sent, receiving.finish()] {
+        ended.failed(6, "there-1-ram (16.0 MiB) has room for 1");
+        ended.failed(6, "the guest uses");
+    }
+    drop((there, mounted));
+    scene.runs_on_here();
+}
+
+#[test]
+fn a_source_s_memory_file_is_empty_after_its_guest_has_moved() {
+    // Carried as well: its memory is a file that stays.
+    for way in ["attached", "carried"] {
+        let mut scene = Scene::new(Version::V10_0, Way::Attached);
+        let file = scene.lab.path_on_tmpfs("here-ram");
+        let used = blocks(&file) * 512;
+        assert!(used > 16 << 20, "{used}");
+        let (mut there, mut receiving, address) = scene.receive_plain();
+        let mut arguments = send(&scene.here.qmp, &address);
+        arguments.extend(["--mode", way]);
+        let sent = scene.a.run(&arguments);
+        assert_eq!(sent.code, Some(0), "{sent:?}");
+        receiving.event("received");
+        assert_eq!(blocks(&file), 0, "{way}");
+        let freed = sent.last()["qemu"]["freed_bytes"].as_u64().unwrap();
+        // What QEMU itself has freed when it ended is not counted.
+        assert!(freed > used / 2, "{freed} of {used}");
+        there.check_guest();
+    }
+}
+
+#[test]
+fn a_source_s_memory_file_keeps_its_pages_if_it_is_to_or_another_process_has_it() {
+    for keep in [true, false] {
+        let mut scene = Scene::new(Version::V10_0, Way::Attached);
+        let file = scene.lab.path_on_tmpfs("here-ram");
+        let used = blocks(&file);
+        let (mut there, mut receiving, address) = scene.receive_plain();
+        let mut arguments = send(&scene.here.qmp, &address);
+        let mapped = (!keep).then(|| map(&file));
+        if keep {
+            arguments.push("--keep-source");
+        }
+        let sent = scene.a.run(&arguments);
+        assert_eq!(sent.code, Some(0), "{sent:?}");
+        receiving.event("received");
+        assert!(blocks(&file) >= used, "--keep-source: {keep}");
+        let kept = sent.lines.iter().find(|line| line["event"] == "memory-kept");
+        assert_eq!(kept.is_some(), !keep, "{sent:?}");
+        if let Some(kept) = kept {
+            let why = kept["reason"].as_str().unwrap();
+            assert!(why.contains(&std::process::id().to_string()), "{why}");
+        }
+        drop(mapped);
+        there.check_guest();
+    }
+}

@@ -1,0 +1,200 @@
+//! Guests that somebody else than vmferry has paused, or that power off: before a migration and during one.
+
+use std::path::PathBuf;
+
+use serde_json::{Value, json};
+use vmferry_qemu::Qmp;
+use vmferry_qemu_lab::{Backend, Machine, Qemu, Version, World as Lab};
+
+use crate::support::scene::{Scene, Way};
+use crate::support::{BEFORE_COMMIT, Running, all, in_parallel, run_ok, text};
+
+fn ways() -> Vec<Way> {
+    vec![Way::Attached, Way::Carried]
+}
+
+/// It writes 48 MiB, and goes on to write 8 of them: none of its migrations at 1 MB/s ends before it is paused.
+const WORKLOAD: &str = "freed=40 hot=8,rate=40000";
+
+/// A guest whose QEMU has a second monitor, of an operator, and what becomes of it.
+struct Operated {
+    scene: Scene,
+    operator: Qmp,
+    _directory: tempfile::TempDir,
+}
+
+impl Operated {
+    /// One on KVM that has written 48 MiB.
+    fn new(way: Way) -> Self {
+        Self::of(Machine::on_kvm(Version::V10_0, WORKLOAD), way)
+    }
+
+    /// The same with a disk that writes memory past every page table, so that every harvest waits for QEMU's disks.
+    fn with_direct_disk() -> (Self, Lab) {
+        let lab = Lab::new();
+        let disk = format!("file={},format=raw,if=virtio,cache=none", lab.disk(8).display());
+        let machine = Machine::on_kvm(Version::V10_0, WORKLOAD);
+        (Self::of(machine.with(&["-drive", &disk]), Way::Attached), lab)
+    }
+
+    /// An emulated one whose kernel panics when it is told to, and that ends with that: its QEMU hears a shutdown.
+    fn mortal(way: Way, more: &[&str]) -> Self {
+        let machine = Machine::new(Version::V10_0, "dirty=8 unknown_nmi_panic=1");
+        Self::of(Machine { mib: 128, ..machine }.with(more), way)
+    }
+
+    fn of(machine: Machine, way: Way) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let path: PathBuf = directory.path().join("operator.qmp");
+        let backend = match way {
+            Way::Attached => Backend::File,
+            Way::Carried => Backend::Private,
+        };
+        let monitor = format!("unix:{},server=on,wait=off", path.display());
+        let machine = Machine { backend, ..machine }.with(&["-qmp", &monitor]);
+        let scene = Scene::of(machine, way);
+        // The next QEMU takes the socket's place; this connection stays.
+        let operator = Qmp::connect(&path).unwrap();
+        Self { scene, operator, _directory: directory }
+    }
+
+    /// A migration whose first round lasts for a minute, until it is [hurried](Self::hurry).
+    fn send_slowly(&self, address: &str) -> Running {
+        let tls = self.scene.world.tls();
+        let link = ["--tls", &tls, "--reconnect-timeout", "2s"];
+        self.scene.send_capped(address, &link, "1M")
+    }
+
+    fn hurry(&self) {
+        run_ok(&self.scene.a, &["set", "tested", "--max-bandwidth", "none"]);
+    }
+
+    fn stop(&mut self) {
+        self.operator.execute("stop", json!({})).unwrap();
+    }
+
+    fn status(&mut self) -> Value {
+        self.operator.execute("query-status", json!({})).unwrap()["status"].take()
+    }
+}
+
+fn status(qemu: &Qemu) -> Value {
+    let mut qmp = Qmp::connect(&qemu.qmp).unwrap();
+    qmp.execute("query-status", json!({})).unwrap()["status"].take()
+}
+
+fn cont(qemu: &Qemu) {
+    Qmp::connect(&qemu.qmp).unwrap().execute("cont", json!({})).unwrap();
+}
+
+#[test]
+fn paused_guest_arrives_paused_and_stays_so() {
+    let versions = if all() { &Version::ALL[..] } else { &Version::ALL[1..] };
+    for version in versions {
+        // QEMU 7.2 without KVM is carried with the guest paused by vmferry: another test.
+        let ways = if *version == Version::V10_0 { ways() } else { vec![Way::Attached] };
+        in_parallel(ways, |way| {
+            let mut scene = Scene::new(*version, way);
+            Qmp::connect(&scene.here.qmp).unwrap().execute("stop", json!({})).unwrap();
+            let (mut there, mut receiving, address) = scene.receive_tls();
+            let sent = scene.send_tls(&address).finish();
+            assert_eq!(sent.code, Some(0), "{sent:?}");
+            receiving.event_where(|event| event["event"] == "paused");
+            assert_eq!(receiving.event("received")["paused"], true);
+            assert_eq!(status(&there), "paused");
+            assert!(scene.here.child.wait().unwrap().success());
+            // The next receiver does not continue it either.
+            receiving.kill();
+            let tls = scene.world.tls();
+            let arguments = ["--qemu", text(&there.qmp), "--listen", "127.0.0.1:0", "--tls", &tls];
+            let (mut next, _) = scene.b.receive(&arguments);
+            assert_eq!(next.event("found")["running"], false);
+            assert_eq!(status(&there), "paused");
+            cont(&there);
+            there.check_guest();
+        });
+    }
+}
+
+#[test]
+fn guest_that_is_paused_during_the_migration_arrives_paused() {
+    let cases = [Some(Way::Attached), Some(Way::Carried), None];
+    in_parallel(cases.to_vec(), |way| {
+        let (mut operated, _lab) = match way {
+            Some(way) => (Operated::new(way), None),
+            None => {
+                let (operated, lab) = Operated::with_direct_disk();
+                (operated, Some(lab))
+            }
+        };
+        let (mut there, mut receiving, address) = operated.scene.receive_tls();
+        let mut send = operated.send_slowly(&address);
+        send.event_where(BEFORE_COMMIT[1].1);
+        operated.stop();
+        assert_eq!(operated.status(), "paused", "before the switchover");
+        operated.hurry();
+        let sent = send.finish();
+        assert_eq!(sent.code, Some(0), "{way:?}: {sent:?}");
+        assert_eq!(receiving.event("received")["paused"], true, "{way:?}");
+        assert_eq!(status(&there), "paused", "{way:?}");
+        cont(&there);
+        there.check_guest();
+    });
+}
+
+#[test]
+fn pause_of_an_operator_outlives_a_migration_that_is_cancelled() {
+    in_parallel(vec![Some(Way::Carried), None], |way| {
+        let (mut operated, _lab) = match way {
+            Some(way) => (Operated::new(way), None),
+            None => {
+                let (operated, lab) = Operated::with_direct_disk();
+                (operated, Some(lab))
+            }
+        };
+        let (_there, receiving, address) = operated.scene.receive_tls();
+        let mut send = operated.send_slowly(&address);
+        send.event_where(BEFORE_COMMIT[1].1);
+        operated.stop();
+        assert_eq!(operated.status(), "paused", "before the switchover");
+        run_ok(&operated.scene.a, &["cancel", "tested"]);
+        let sent = send.finish();
+        assert_eq!(sent.code, Some(11), "{way:?}: {sent:?}");
+        assert_eq!(receiving.finish().code, Some(11));
+        assert_eq!(operated.status(), "paused", "{way:?}");
+        cont(&operated.scene.here);
+        operated.scene.here.check_guest();
+    });
+}
+
+#[test]
+fn guest_that_shuts_down_ends_the_migration_with_these_words_on_both_sides() {
+    in_parallel(ways(), |way| {
+        let mut operated = Operated::mortal(way, &["-no-reboot"]);
+        let (_there, receiving, address) = operated.scene.receive_tls();
+        let mut send = operated.scene.send_tls(&address);
+        send.event_where(BEFORE_COMMIT[1].1);
+        operated.operator.execute("inject-nmi", json!({})).unwrap();
+        send.finish().failed(9, "the guest has powered off");
+        receiving.finish().failed(9, "the guest has powered off");
+        operated.scene.here.child.wait().unwrap();
+    });
+}
+
+#[test]
+fn guest_that_has_shut_down_is_left_as_it_is() {
+    let mut operated = Operated::mortal(Way::Attached, &["-no-reboot", "-no-shutdown"]);
+    let (_there, receiving, address) = operated.scene.receive_tls();
+    let mut send = operated.scene.send_tls(&address);
+    send.event_where(BEFORE_COMMIT[1].1);
+    operated.operator.execute("inject-nmi", json!({})).unwrap();
+    send.finish().failed(9, "the guest has powered off");
+    receiving.finish().failed(9, "the guest has powered off");
+    assert_eq!(operated.status(), "shutdown");
+    // Nor is it sent afterwards.
+    let tls = operated.scene.world.tls();
+    let qmp = text(&operated.scene.here.qmp).to_owned();
+    let send = ["send", "--qemu", &qmp, "--to", "127.0.0.1:1", "--tls", &tls];
+    operated.scene.a.run(&send).failed(9, "the guest has powered off");
+    assert_eq!(operated.status(), "shutdown");
+}

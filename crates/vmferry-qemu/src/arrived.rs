@@ -1,0 +1,314 @@
+//! Guests that came to a QEMU by a process that has ended since.
+//!
+//! A QEMU outlives the vmferry that received its guest. So the receiver leaves a note beside the session's journal:
+//! which process it is, where its monitor is, and which receiver it belongs to. The next receiver finds it there. What
+//! it does with the guest is decided by the journal alone: the note promises nothing.
+//!
+//! A note is a file `SESSION.guest`. Each line is a JSON object of one of the kinds of [`Line`], appended and synced.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use vmferry::journal::{self, Since};
+use vmferry_wire::{GuestIdentity, SessionId};
+
+use crate::error::QemuError;
+use crate::guest;
+use crate::process::{ProcessIdentity, wait_for_end};
+use crate::qmp::Qmp;
+
+/// The end of a note's name.
+const SUFFIX: &str = ".guest";
+
+/// A line of a note.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Line {
+    /// The guest comes to this QEMU.
+    Arriving(Whereabouts),
+    /// It was paused at the source by somebody else than vmferry, and stays so.
+    StaysPaused,
+    /// It was run here, so that it is not vmferry's to run any more.
+    Run,
+}
+
+/// Where a guest is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Whereabouts {
+    /// The receiver, by what it was started with.
+    pub receiver: String,
+    /// The QEMU.
+    pub process: ProcessIdentity,
+    /// Its QMP socket.
+    pub monitor: PathBuf,
+}
+
+/// A note of a session that is under way.
+#[derive(Debug)]
+pub(crate) struct Note {
+    path: PathBuf,
+    file: File,
+}
+
+impl Note {
+    /// Leaves one.
+    pub fn leave(
+        journals: &Path,
+        session: SessionId,
+        whereabouts: Whereabouts,
+    ) -> Result<Self, QemuError> {
+        let path = journals.join(format!("{session}{SUFFIX}"));
+        let file = OpenOptions::new().append(true).create_new(true).open(&path);
+        let mut note = Self { file: file.map_err(failed(MAKE))?, path };
+        let written = note.append(&Line::Arriving(whereabouts));
+        let synced = written.and_then(|()| {
+            File::open(journals).and_then(|directory| directory.sync_all()).map_err(failed(SYNC))
+        });
+        synced.inspect_err(|_| note.remove())?;
+        Ok(note)
+    }
+
+    /// The guest is to stay paused.
+    pub fn stays_paused(&mut self) -> Result<(), QemuError> {
+        self.append(&Line::StaysPaused)
+    }
+
+    /// The guest was run.
+    pub fn run(&mut self) -> Result<(), QemuError> {
+        self.append(&Line::Run)
+    }
+
+    /// Takes it away: the guest never runs here.
+    pub fn remove(&self) {
+        // One that is left names a process that is gone.
+        let _ = std::fs::remove_file(&self.path);
+    }
+
+    fn append(&mut self, line: &Line) -> Result<(), QemuError> {
+        let mut bytes = serde_json::to_vec(line).map_err(|error| failed(WRITE)(error.into()))?;
+        bytes.push(b'\n');
+        self.file.write_all(&bytes).and_then(|()| self.file.sync_data()).map_err(failed(WRITE))
+    }
+}
+
+/// A guest whose QEMU lives, and whose receiver has ended.
+#[derive(Debug)]
+pub struct Arrived {
+    session: SessionId,
+    whereabouts: Whereabouts,
+    stays_paused: bool,
+    was_run: bool,
+    path: PathBuf,
+}
+
+/// How a guest is that was [finished](Arrived::finish).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Finished {
+    /// It ran already.
+    RunsAlready,
+    /// It was continued.
+    Continued,
+    /// It stands still, and is not vmferry's to continue.
+    StandsStill,
+}
+
+impl Arrived {
+    /// The guests of this receiver whose QEMUs live, in the order in which they came. Notes of QEMUs that have ended are
+    /// removed.
+    ///
+    /// # Errors
+    /// Files that can't be read.
+    pub fn find(journals: &Path, receiver: &str) -> Result<Vec<Self>, QemuError> {
+        let entries = match std::fs::read_dir(journals) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            other => other.map_err(failed(LIST))?,
+        };
+        let mut found = Vec::new();
+        for entry in entries {
+            let path = entry.map_err(failed(LIST))?.path();
+            let Some(one) = Self::read(&path)? else { continue };
+            if !one.whereabouts.process.lives() {
+                let _ = std::fs::remove_file(&path);
+            } else if one.whereabouts.receiver == receiver {
+                let order = journal::order_of(journals, one.session)
+                    .map_err(|error| failed(SESSIONS)(io::Error::other(error)))?;
+                found.push((order, one));
+            }
+        }
+        found.sort_by_key(|(order, _)| *order);
+        Ok(found.into_iter().map(|(_, one)| one).collect())
+    }
+
+    /// Reads a file, if it is a note that says where the guest is.
+    fn read(path: &Path) -> Result<Option<Self>, QemuError> {
+        let name = path.file_name().and_then(|name| name.to_str());
+        let Some(session) = name.and_then(|name| name.strip_suffix(SUFFIX)?.parse().ok()) else {
+            return Ok(None);
+        };
+        let text = match std::fs::read_to_string(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            other => other.map_err(failed(READ))?,
+        };
+        // What has no end was torn while it was written, and lines that this release does not know are a newer one's.
+        let whole = text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n'));
+        let lines: Vec<Line> = whole.filter_map(|line| serde_json::from_str(line).ok()).collect();
+        let whereabouts = lines.iter().find_map(|line| match line {
+            Line::Arriving(whereabouts) => Some(whereabouts.clone()),
+            _ => None,
+        });
+        Ok(whereabouts.map(|whereabouts| Self {
+            session,
+            whereabouts,
+            stays_paused: lines.contains(&Line::StaysPaused),
+            was_run: lines.contains(&Line::Run),
+            path: path.to_owned(),
+        }))
+    }
+
+    /// The session that it came by.
+    #[must_use]
+    pub fn session(&self) -> SessionId {
+        self.session
+    }
+
+    /// The QEMU process.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.whereabouts.process.pid
+    }
+
+    /// The QMP socket.
+    #[must_use]
+    pub fn monitor(&self) -> &Path {
+        &self.whereabouts.monitor
+    }
+
+    /// Does what is left to do for a guest that is this host's by the session's journal: continues it, unless it has run
+    /// here before or was paused at the source.
+    ///
+    /// # Errors
+    /// QMP's, another QEMU behind the socket, and the journals'.
+    pub fn finish(&mut self, journals: &Path) -> Result<(GuestIdentity, Finished), QemuError> {
+        let mut qmp = self.connect()?;
+        let identity = guest::identity(&mut qmp)?;
+        let status = qmp.execute("query-status", json!({}))?;
+        let finished = if status["running"] == true {
+            Finished::RunsAlready
+        } else if self.was_run || self.stays_paused || status["status"] != "paused" {
+            // Somebody has paused it since, or it is what its migration to another host has left.
+            Finished::StandsStill
+        } else if self.was_sent_on(journals, &identity)? {
+            Finished::StandsStill
+        } else {
+            qmp.run_arrived()?;
+            Finished::Continued
+        };
+        if finished != Finished::StandsStill && !self.was_run {
+            self.was_run = true;
+            let file = OpenOptions::new().append(true).open(&self.path).map_err(failed(WRITE))?;
+            Note { path: self.path.clone(), file }.run()?;
+        }
+        Ok((identity, finished))
+    }
+
+    /// Whether a later session has the guest, so that this one's word no longer counts.
+    fn was_sent_on(&self, journals: &Path, guest: &GuestIdentity) -> Result<bool, QemuError> {
+        let sessions = journal::sessions_of(journals, guest)
+            .map_err(|error| failed(SESSIONS)(io::Error::other(error)))?;
+        Ok(journal::since_arrival(&sessions, self.session) != Since::Nothing)
+    }
+
+    /// Whether QEMU still waits for a guest: nothing was loaded into it.
+    ///
+    /// # Errors
+    /// As [`end`](Self::end).
+    pub fn waits(&self) -> Result<bool, QemuError> {
+        Ok(self.connect()?.execute("query-status", json!({}))?["status"] == "inmigrate")
+    }
+
+    /// Ends the QEMU, whose guest never runs here, and waits until it has ended.
+    ///
+    /// # Errors
+    /// QMP's, and another QEMU behind the socket.
+    pub fn end(self) -> Result<(), QemuError> {
+        self.connect()?.execute("quit", json!({}))?;
+        // One that is gone already has ended too.
+        let _ = wait_for_end(self.pid());
+        self.forget();
+        Ok(())
+    }
+
+    /// Removes the note: the QEMU has no guest.
+    pub fn forget(self) {
+        let _ = std::fs::remove_file(&self.path);
+    }
+
+    fn connect(&self) -> Result<Qmp, QemuError> {
+        let qmp = Qmp::connect(&self.whereabouts.monitor)?;
+        let wanted = self.whereabouts.process.pid;
+        match qmp.pid() {
+            Some(found) if found == wanted => Ok(qmp),
+            Some(found) => Err(QemuError::Another { found, wanted }),
+            // A process that is restricted sees no more than that the QEMU of the note still lives.
+            None if self.whereabouts.process.lives() => Ok(qmp),
+            None => Err(QemuError::Unseen { path: self.whereabouts.monitor.clone() }),
+        }
+    }
+}
+
+const MAKE: &str = "make the note of where the guest is, beside its journal";
+const READ: &str = "read the note of where the guest is, beside its journal";
+const WRITE: &str = "write the note of where the guest is, beside its journal";
+const LIST: &str = "list the directory of the journals";
+const SYNC: &str = "sync the directory of the journals";
+const SESSIONS: &str = "read the journals of this guest";
+
+fn failed(action: &'static str) -> impl Fn(io::Error) -> QemuError {
+    move |source| QemuError::Local { action, source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SESSION: SessionId = SessionId([7; 16]);
+
+    fn whereabouts(process: ProcessIdentity) -> Whereabouts {
+        Whereabouts { receiver: "exec".into(), process, monitor: "/nowhere/qmp".into() }
+    }
+
+    #[test]
+    fn note_is_found_while_its_process_lives() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        let process = ProcessIdentity::of(child.id()).unwrap();
+        let mut note =
+            Note::leave(directory.path(), SESSION, whereabouts(process.clone())).unwrap();
+        let find = |receiver: &str| Arrived::find(directory.path(), receiver).unwrap();
+        assert!(find("another").is_empty());
+        let [found] = &find("exec")[..] else { panic!("one guest") };
+        assert_eq!((found.session(), found.pid()), (SESSION, child.id()));
+        assert!(!found.was_run && !found.stays_paused);
+        note.append(&Line::StaysPaused).unwrap();
+        note.run().unwrap();
+        // A line that was torn, and one of a newer release.
+        note.file.write_all(b"\"later\"\n\"ru").unwrap();
+        assert!(find("exec")[0].was_run && find("exec")[0].stays_paused);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(find("exec").is_empty());
+        assert!(!note.path.exists(), "nobody needs it any more");
+    }
+
+    #[test]
+    fn process_that_took_the_number_is_another_one() {
+        let ours = ProcessIdentity::of(std::process::id()).unwrap();
+        assert!(ours.lives());
+        let older = ProcessIdentity { started: ours.started - 1, ..ours.clone() };
+        assert!(!older.lives());
+        assert!(!ProcessIdentity { boot: "another".into(), ..ours }.lives());
+    }
+}

@@ -1,0 +1,144 @@
+//! What QEMU's memory backends are, and what they are used for.
+
+use serde_json::{Value, json};
+
+use crate::qmp::{Qmp, QmpError};
+
+/// What a block of memory is to the guest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Use {
+    /// RAM.
+    Ram,
+    /// What a device keeps in a file: an `nvdimm`, for instance.
+    Storage(String),
+    /// A device's that exists to be shared with others, such as `ivshmem`'s.
+    Shared,
+}
+
+impl Use {
+    /// Why vmferry neither moves nor empties it.
+    pub fn why_not(&self) -> Option<String> {
+        let device = match self {
+            Self::Ram => return None,
+            Self::Storage(device) => device.as_str(),
+            Self::Shared => "a device",
+        };
+        Some(format!(
+            "belongs to {device}, whose file is data and not RAM: vmferry does not empty it, and leaves it to QEMU's own \
+             migration"
+        ))
+    }
+}
+
+/// A memory backend object.
+#[derive(Clone, Debug, Default)]
+struct Backend {
+    id: String,
+    /// Such as `memory-backend-file`.
+    kind: String,
+}
+
+/// All memory backends, and the memory devices that use them.
+#[derive(Clone, Debug, Default)]
+pub struct Backends {
+    all: Vec<Backend>,
+    /// Ids of backends, and the types of the memory devices that have them.
+    devices: Vec<(String, String)>,
+}
+
+/// Memory devices whose memory is RAM.
+const RAM_DEVICES: [&str; 2] = ["dimm", "virtio-mem"];
+
+impl Backends {
+    /// Asks QEMU.
+    ///
+    /// # Errors
+    /// QMP's.
+    pub fn read(qmp: &mut Qmp) -> Result<Self, QmpError> {
+        let objects = qmp.execute("qom-list", json!({ "path": "/objects" }))?;
+        let all = objects.as_array().into_iter().flatten().filter_map(|object| {
+            let kind = object["type"].as_str()?.strip_prefix("child<")?.strip_suffix('>')?;
+            let id = object["name"].as_str()?;
+            let is_memory = kind.starts_with("memory-backend-");
+            is_memory.then(|| Backend { id: id.to_owned(), kind: kind.to_owned() })
+        });
+        let devices = match qmp.execute("query-memory-devices", json!({})) {
+            Ok(devices) => devices,
+            // A machine that can have none.
+            Err(QmpError::Refused { .. }) => Value::Null,
+            Err(error) => return Err(error),
+        };
+        let devices = devices.as_array().into_iter().flatten().filter_map(|device| {
+            let id = device["data"]["memdev"].as_str()?.rsplit('/').next()?;
+            Some((id.to_owned(), device["type"].as_str().unwrap_or_default().to_owned()))
+        });
+        Ok(Self { all: all.collect(), devices: devices.collect() })
+    }
+
+    /// Whether QEMU knows a block by the name of its file, so that its migration can leave it out: memory that QEMU
+    /// made a file for itself (`memory-backend-shm`, a memfd) it does not.
+    pub fn is_named_file(&self, block: &str) -> bool {
+        self.find(block).is_some_and(|backend| backend.kind == "memory-backend-file")
+    }
+
+    /// What a block is made of, for people.
+    pub fn kind(&self, block: &str) -> Option<&str> {
+        self.find(block).map(|backend| backend.kind.as_str())
+    }
+
+    /// What a block is to the guest. A device's memory has the device's address in its name.
+    pub fn use_of(&self, block: &str) -> Use {
+        let id = id_of(block);
+        let device = self.devices.iter().find(|(memdev, _)| memdev == id);
+        match device {
+            Some((_, kind)) if RAM_DEVICES.contains(&kind.as_str()) => Use::Ram,
+            Some((_, kind)) => Use::Storage(format!("a device `{kind}`")),
+            None if self.find(block).is_none() => Use::Storage("no memory backend".to_owned()),
+            None if block == id || block.starts_with("/objects/") => Use::Ram,
+            None => Use::Shared,
+        }
+    }
+
+    fn find(&self, block: &str) -> Option<&Backend> {
+        self.all.iter().find(|backend| backend.id == id_of(block))
+    }
+}
+
+/// The backend's id: a block is named by it, by its path, or by a device's address and it.
+fn id_of(block: &str) -> &str {
+    block.rsplit('/').next().unwrap_or(block)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn use_of_a_block_is_ram_only_where_no_device_keeps_data_in_it() {
+        let backend = |id: &str, kind: &str| Backend {
+            id: id.into(),
+            kind: format!("memory-backend-{kind}"),
+        };
+        let backends = Backends {
+            all: vec![
+                backend("ram", "file"),
+                backend("anon", "shm"),
+                backend("dd", "file"),
+                backend("nv0", "file"),
+                backend("sh", "file"),
+                backend("vm", "memfd"),
+            ],
+            devices: [("dd", "dimm"), ("nv0", "nvdimm"), ("vm", "virtio-mem")]
+                .map(|(id, kind)| (id.to_owned(), kind.to_owned()))
+                .to_vec(),
+        };
+        for block in ["ram", "/objects/ram", "dd", "0000:00:02.0/vm"] {
+            assert_eq!(backends.use_of(block), Use::Ram, "{block}");
+        }
+        assert_eq!(backends.use_of("0000:00:01.0/sh"), Use::Shared);
+        assert_eq!(backends.use_of("nv0"), Use::Storage("a device `nvdimm`".into()));
+        assert!(matches!(backends.use_of("pc.bios"), Use::Storage(_)));
+        assert!(backends.is_named_file("ram") && backends.is_named_file("/objects/ram"));
+        assert!(!backends.is_named_file("anon") && !backends.is_named_file("pc.bios"));
+    }
+}

@@ -1,0 +1,60 @@
+//! vCPUs of real QEMUs: a guest goes where all features are that it was started with, whatever the model is called.
+
+use vmferry::{DestinationVm, PrepareError, SourceVm};
+use vmferry_qemu::{CarriedSource, Expected, QemuDestination, QemuSource};
+use vmferry_qemu_lab::{Machine, Version, World};
+
+/// What a destination with `there` says of a guest with `here`, attached or carried, before anything is sent.
+fn offer(machine: &Machine, here: &str, there: &str) -> [Result<(), String>; 2] {
+    let world = World::new();
+    let source = machine.clone().with(&["-cpu", here]).start(&world, "here");
+    let attached = QemuSource::attach(&source.qmp).unwrap().describe();
+    let carried = {
+        use vmferry::streamed::StreamedVm;
+        CarriedSource::attach(&source.qmp, 0).unwrap().describe()
+    };
+    let mut number = 0;
+    [attached, carried].map(|guest| {
+        number += 1;
+        let waiting = machine.clone().with(&["-cpu", there]);
+        let waiting = waiting.incoming(&world, &format!("there-{number}"));
+        let mut there = QemuDestination::attach(&waiting.qmp, Expected::default()).unwrap();
+        match there.prepare(&guest) {
+            Ok(_) => Ok(()),
+            Err(PrepareError::Incompatible(why)) => Err(why),
+            Err(error) => panic!("{error}"),
+        }
+    })
+}
+
+#[test]
+fn a_guest_goes_where_its_features_are_whatever_the_model_is_called() {
+    for version in Version::ALL {
+        let machine = Machine::new(version, "");
+        for (here, there) in [("qemu64", "qemu64-v1"), ("qemu64", "qemu64,+popcnt,+sse4.1")] {
+            assert_eq!(offer(&machine, here, there), [Ok(()), Ok(())], "{version:?}: {there}");
+        }
+        // The same name, and features that differ.
+        for why in offer(&machine, "max", "max,-avx2,-rdrand") {
+            let why = why.unwrap_err();
+            assert!(why.contains("lack `avx2`, `rdrand` of the source's features"), "{why}");
+        }
+        for why in offer(&machine, "qemu64", "Nehalem") {
+            let why = why.unwrap_err();
+            assert!(why.contains("`AuthenticAMD`") && why.contains("`GenuineIntel`"), "{why}");
+        }
+    }
+}
+
+/// What KVM gives its guests is a feature of the vCPU, too.
+#[test]
+fn a_guest_of_kvm_goes_where_kvm_s_features_are() {
+    for version in Version::ALL {
+        let machine = Machine::on_kvm(version, "");
+        assert_eq!(offer(&machine, "host", "host"), [Ok(()), Ok(())], "{version:?}");
+        for why in offer(&machine, "host", "host,-kvm-pv-eoi,-kvm-steal-time") {
+            let why = why.unwrap_err();
+            assert!(why.contains("lack `kvm-pv-eoi`, `kvm-steal-time` of"), "{why}");
+        }
+    }
+}

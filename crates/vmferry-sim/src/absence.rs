@@ -1,0 +1,109 @@
+//! A process that is within a call of its VMM, or a write to its disk, and listens to nobody.
+
+use std::time::Duration;
+
+use crate::network::{Event, Network};
+use crate::plan::{Host, Sabotage, Step};
+
+/// How often a sign of life is given meanwhile.
+const LIFE_INTERVAL: Duration = Duration::from_secs(1);
+
+/// The steps that are to take long, and the one that does at the moment.
+#[derive(Debug)]
+pub struct Absence<I> {
+    host: Host,
+    slow: Vec<(Step, Duration)>,
+    silent: bool,
+    away: Option<Away<I>>,
+}
+
+#[derive(Debug)]
+struct Away<I> {
+    process: u64,
+    since: Duration,
+    /// What the step came to.
+    result: Option<I>,
+    /// What has happened meanwhile.
+    heard: Vec<Event>,
+}
+
+/// What a slow step came to.
+#[derive(Debug)]
+pub struct Return<I> {
+    /// How long it took.
+    pub took: Duration,
+    /// Its result.
+    pub result: Option<I>,
+    /// What has happened meanwhile.
+    pub heard: Vec<Event>,
+}
+
+impl<I> Absence<I> {
+    /// No step is slow.
+    pub fn new(host: Host, sabotage: Option<Sabotage>) -> Self {
+        let silent = sabotage == Some(Sabotage::NoLife);
+        Self { host, slow: Vec::new(), silent, away: None }
+    }
+
+    /// The next time a step takes so long.
+    pub fn slow_down(&mut self, step: Step, takes: Duration) {
+        self.slow.push((step, takes));
+    }
+
+    /// Whether the process is within a slow step.
+    pub fn is_away(&self) -> bool {
+        self.away.is_some()
+    }
+
+    /// A step was carried out. Returns its result, unless it is still to come.
+    pub fn after(
+        &mut self,
+        step: Option<Step>,
+        process: u64,
+        result: Option<I>,
+        network: &mut Network,
+    ) -> Option<I> {
+        let at = self.slow.iter().position(|(slow, _)| Some(*slow) == step);
+        let Some(at) = at else { return result };
+        let (step, takes) = self.slow.swap_remove(at);
+        network.note(|| format!("{:?}: {step:?} takes {takes:?}", self.host));
+        self.away = Some(Away { process, since: network.now(), result, heard: Vec::new() });
+        network.after(takes, Event::StepEnds(self.host, process));
+        if !self.silent {
+            network.after(LIFE_INTERVAL, Event::SignOfLife(self.host, process));
+        }
+        None
+    }
+
+    /// Keeps what happens for later, if nobody listens.
+    pub fn keep(&mut self, event: Event) -> Option<Event> {
+        match &mut self.away {
+            Some(away) => {
+                away.heard.push(event);
+                None
+            }
+            None => Some(event),
+        }
+    }
+
+    /// Whether a process that is still within its step is to say that it lives; if so it is asked again later.
+    pub fn says_that_it_lives(&self, process: u64, network: &mut Network) -> bool {
+        let lives = self.away.as_ref().is_some_and(|away| away.process == process);
+        if lives {
+            network.after(LIFE_INTERVAL, Event::SignOfLife(self.host, process));
+        }
+        lives
+    }
+
+    /// The step is over, if the process has not died meanwhile.
+    pub fn end(&mut self, process: u64, now: Duration) -> Option<Return<I>> {
+        let away = self.away.take_if(|away| away.process == process)?;
+        let took = now.saturating_sub(away.since);
+        Some(Return { took, result: away.result, heard: away.heard })
+    }
+
+    /// The process dies.
+    pub fn forget(&mut self) {
+        self.away = None;
+    }
+}
