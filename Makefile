@@ -36,7 +36,7 @@ lint: setup ## Formatting, clippy and documentation, without a warning
 	@. scripts/environment && $(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 	@. scripts/environment && RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace --no-deps
 
-model: setup ## Check the hand-over in every state that it can be in, and with each rule broken
+model: setup ## Check the handover in every state that it can be in, and with each rule broken
 	@. scripts/environment && $(CARGO) run --locked --release --quiet --package vmferry-model -- $(MODEL_FLAGS)
 
 soak: setup ## Run simulated schedules of faults for MINUTES=10

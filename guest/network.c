@@ -87,7 +87,7 @@ static void make_frame(struct frame *frame, uint64_t number)
 
     __builtin_memset(frame, 0, sizeof *frame);
     for (unsigned index = 0; index < 6; index++) {
-        frame->to[index] = 0xff; /* whoever has the peer's address */
+        frame->to[index] = 0xff; /* broadcast: the peer has the address */
         frame->from[index] = guest[index];
     }
     put16(frame->type, IPV4);

@@ -28,10 +28,10 @@ pub trait BalloonHost {
     /// What the system says. The device warns once and goes on; nothing is lost by a range that stays.
     fn discard(&mut self, range: GuestRange) -> io::Result<()>;
 
-    /// A range was free at some time since command `id` was given out. The guest may have written to it since,
-    /// which then counts. `poison` is what the driver says free pages are filled with, repeated. The guest relies
-    /// on that content, zeros included (Linux with `init_on_free=1`). `None` if the driver does not say: then the guest
-    /// relies on nothing.
+    /// A range was free at some time since command `id` was given out. The guest may have written
+    /// to it since, which then counts. `poison` is what the driver says free pages are filled with,
+    /// repeated. The guest relies on that content, zeros included (Linux with `init_on_free=1`).
+    /// `None` if the driver does not say: then the guest relies on nothing.
     fn hint(&mut self, range: GuestRange, id: CommandId, poison: Option<u32>) {
         let _ = (range, id, poison);
     }

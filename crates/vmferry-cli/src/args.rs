@@ -89,7 +89,7 @@ pub enum Command {
     Quit(GuestOption),
     /// Look for what keeps guests from moving, here and on another host, and say what to do.
     Doctor(DoctorOptions),
-    /// Decide, as the operator, who has a guest whose hand-over is in doubt.
+    /// Decide, as the operator, who has a guest whose handover is in doubt.
     Resolve(ResolveOptions),
     /// Make the certificates of mutual TLS.
     Pki(PkiOptions),

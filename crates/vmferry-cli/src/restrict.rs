@@ -10,9 +10,9 @@ use crate::commands::directories;
 use crate::commands::send::tls_files;
 use crate::exit::Failure;
 
-/// What every receiver reads about itself and the machine, and its allocator: its page table, its peak memory, its share of the
-/// processors; random numbers, where the call for them is missing; and how much memory and how many huge pages there are, for whoever
-/// asks.
+/// What every receiver reads about itself and the machine, and its allocator: its page table, its
+/// peak memory, its share of the processors; random numbers, where the call for them is missing;
+/// and how much memory and how many huge pages there are, for peers that ask.
 const ABOUT: [&str; 8] = [
     "/proc/self",
     "/proc/meminfo",

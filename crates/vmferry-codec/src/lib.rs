@@ -5,7 +5,7 @@
 //! builds the frame's header and run table around it; pages that go raw are sent from the copy. The
 //! destination's [`Decoder`] decodes and checks a whole frame beside the guest's memory before it places a
 //! single page, but for frames of raw pages, which are received in place and checked there. Both note the hash of each page in [`PageHashes`], whose sum is the digest that the two
-//! sides compare before the hand-over.
+//! sides compare before the handover.
 //!
 //! Of a VMM's own migration stream a frame carries a piece. [`StreamEncoder`] and [`StreamDecoder`] give the same bytes
 //! at the other end, whatever they are; pages that were recognised in it are encoded like others, with deltas against

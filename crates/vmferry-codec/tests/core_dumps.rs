@@ -1,4 +1,5 @@
-//! Copies of what a guest knows are in no core dump: a child that holds some crashes, and its dump is searched.
+//! Copies of what a guest knows are in no core dump: a child that holds some crashes, and its dump
+//! is searched.
 
 #[path = "../../vmferry-memory/tests/dumps/mod.rs"]
 mod dumps;

@@ -1,7 +1,8 @@
 //! Where the control sockets and the journals of this host's guests are.
 //!
-//! Journals are promises, so they are on a disk, in one place for each user, whichever way that user has come to the
-//! host: by a login, `sudo`, a timer or a service. Control sockets are only of use while their processes live.
+//! Journals are promises, so they are on a disk, in one place for each user, whichever way that
+//! user has come to the host: by a login, `sudo`, a timer or a service. Control sockets are only of
+//! use while their processes live.
 
 mod private;
 
@@ -30,7 +31,7 @@ pub enum DirectoryError {
         #[source]
         source: io::Error,
     },
-    /// Whoever can change the link would say where the directory is.
+    /// A user who can change the link would decide where the directory is.
     #[error("{path} is a symbolic link: name the directory that it leads to")]
     Link {
         /// The link.
@@ -54,7 +55,8 @@ pub enum DirectoryError {
     },
     /// Others may look into it or change it.
     #[error(
-        "{path} has mode {mode:04o}, so other users can get at what is in it: look at its files, then `chmod {wanted:04o}`"
+        "{path} has mode {mode:04o}, so other users can get at what is in it: look at its files, \
+         then `chmod {wanted:04o}`"
     )]
     Mode {
         /// The directory.
@@ -66,7 +68,8 @@ pub enum DirectoryError {
     },
     /// Others may put another directory in its place.
     #[error(
-        "{above} (user {owner}, mode {mode:04o}) is above {path}, and others than this user and root may change it"
+        "{above} (user {owner}, mode {mode:04o}) is above {path}, and others than this user and \
+         root may change it"
     )]
     Above {
         /// The directory above.
@@ -141,7 +144,8 @@ impl Surroundings {
             (None, Some(of_state)) => of_state.join("vmferry"),
             (None, None) => return Err(DirectoryError::NoHome { user: self.user }),
         };
-        // The directory of a login vanishes when the user's last session ends, so root's sockets are never there.
+        // The directory of a login vanishes when the user's last session ends, so root's sockets
+        // are never there.
         let runtime = match in_login {
             _ if self.user == 0 => "/run/vmferry".into(),
             Some(in_login) => in_login,
@@ -168,13 +172,15 @@ fn older_places(user: u32, in_login: Option<&Path>) -> Vec<PathBuf> {
 impl Directories {
     /// The directories of this process's user. Nothing is made; what is there is checked.
     ///
-    /// Sockets: `$VMFERRY_RUNTIME_DIR`, or `/run/vmferry` for root and `$XDG_RUNTIME_DIR/vmferry` for others, or where
-    /// there is no such variable the directory of the state. Journals: `journal` in `$VMFERRY_STATE_DIR`, or in
-    /// `$VMFERRY_RUNTIME_DIR`, or in `/var/lib/vmferry` for root and `$XDG_STATE_HOME/vmferry` for others, which is
-    /// `~/.local/state/vmferry` if that variable is not set.
+    /// Sockets: `$VMFERRY_RUNTIME_DIR`, or `/run/vmferry` for root and `$XDG_RUNTIME_DIR/vmferry`
+    /// for others, or where there is no such variable the directory of the state. Journals:
+    /// `journal` in `$VMFERRY_STATE_DIR`, or in `$VMFERRY_RUNTIME_DIR`, or in `/var/lib/vmferry`
+    /// for root and `$XDG_STATE_HOME/vmferry` for others, which is `~/.local/state/vmferry` if that
+    /// variable is not set.
     ///
     /// # Errors
-    /// If one of them is another user's, or can be changed or read by others, or there is no place for it.
+    /// If one of them is another user's, or can be changed or read by others, or there is no place
+    /// for it.
     pub fn of_this_user() -> Result<Self, DirectoryError> {
         Surroundings::of_this_process().directories()?.checked()
     }
@@ -226,8 +232,8 @@ impl Directories {
         self.state.join("journal")
     }
 
-    /// Where a release before may have left journals of this user: the directories that [`state`](Self::state) had
-    /// then. Those that are there and are this user's alone.
+    /// Where a release before may have left journals of this user: the directories that
+    /// [`state`](Self::state) had then. Those that are there and are this user's alone.
     #[must_use]
     pub fn older(&self) -> Vec<PathBuf> {
         let is_older = |path: &&PathBuf| {

@@ -31,7 +31,8 @@ pub struct MigrateRequest {
     /// Longest accepted downtime.
     #[serde(rename = "downtime_limit_ms", with = "ms")]
     pub downtime_limit: Duration,
-    /// How long the guest may stand still before the migration is given up; none: by the downtime limit.
+    /// How long the guest may be paused before the migration is given up; none: by the downtime
+    /// limit.
     #[serde(
         rename = "downtime_abort_ms",
         with = "optional_ms",

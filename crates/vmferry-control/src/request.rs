@@ -36,7 +36,7 @@ pub enum Request {
         /// Bytes that the guest shall do without.
         target_bytes: u64,
     },
-    /// Decides a hand-over that is in doubt.
+    /// Decides a handover that is in doubt.
     Resolve {
         /// Who has the guest.
         word: OperatorWord,

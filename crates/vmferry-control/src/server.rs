@@ -329,8 +329,9 @@ impl Replies {
     }
 }
 
-/// Returns when the client has closed its connection or has died. What it sends after its request is read and left
-/// alone: a connection carries one request, and a client that sends more is still there.
+/// Returns when the client has closed its connection or has died. What it sends after its request
+/// is read and left alone: a connection carries one request, and a client that sends more is still
+/// there.
 fn await_end(mut client: &UnixStream) {
     let mut ignored = [0; 4096];
     loop {

@@ -23,7 +23,7 @@ pub struct Started {
 #[derive(Clone, Debug, Serialize)]
 struct StartedLimits {
     downtime_limit_ms: f64,
-    /// How long the guest may stand still before COMMIT.
+    /// How long the guest may be paused before COMMIT.
     downtime_abort_ms: Option<f64>,
     /// Bytes per second.
     max_bandwidth: Option<u64>,

@@ -157,7 +157,8 @@ impl GuestMemory {
     }
 }
 
-/// Why pages could not be populated. A file that is full says so by EFAULT, as a store would by SIGBUS.
+/// Why pages could not be populated. A file that is full says so by EFAULT, as a store would by
+/// SIGBUS.
 fn refused(slot: &Slot, errno: Errno) -> MemoryError {
     let (source, id) = (io::Error::from(errno), slot.id());
     let is_full = matches!(errno, Errno::FAULT | Errno::NOMEM | Errno::NOSPC);

@@ -49,10 +49,11 @@ impl GuestMemory {
         })
     }
 
-    /// Makes memory that is made of files read as zeros, as [`punch`](Self::punch) does, but leaves a file of huge pages
-    /// (hugetlbfs) the pages that it has: a hole there would give them and their reservation back to the pool, from which
-    /// another process may take them before the guest needs them. They are zeroed where they are not zero, which is read
-    /// from the file, as that populates nothing.
+    /// Makes memory that is made of files read as zeros, as [`punch`](Self::punch) does, but leaves
+    /// a file of huge pages (hugetlbfs) the pages that it has: a hole there would give them and
+    /// their reservation back to the pool, from which another process may take them before the
+    /// guest needs them. They are zeroed where they are not zero, which is read from the file, as
+    /// that populates nothing.
     ///
     /// # Errors
     /// As [`punch`](Self::punch).
@@ -78,8 +79,9 @@ impl GuestMemory {
         Ok(())
     }
 
-    /// Zeroes the pages that hold something, and populates none. By several threads: one takes 0.2 s a GiB, and a source waits
-    /// meanwhile. (A hole and MADV_POPULATE_WRITE take 0.12 s, in which another process may take the pages.)
+    /// Zeroes the pages that hold something, and populates none. By several threads: one takes 0.2
+    /// s a GiB, and a source waits meanwhile. (A hole and MADV_POPULATE_WRITE take 0.12 s, in which
+    /// another process may take the pages.)
     fn zero_in_place(&self, slot: &Slot, file: &File, offset: u64) -> io::Result<()> {
         let pieces = (slot.len_bytes() as u64).div_ceil(ZEROED_AT_ONCE);
         let next = AtomicU64::new(0);
@@ -126,7 +128,8 @@ impl GuestMemory {
 /// Threads that zero huge pages, at most: more of them would wait for the same memory.
 const MOST_ZEROING: usize = 8;
 
-/// Bytes of a huge page, of which a file of larger ones has several: a piece that is in no cache twice.
+/// Bytes of a huge page, of which a file of larger ones has several: a piece that is in no cache
+/// twice.
 const ZEROED_AT_ONCE: u64 = 2 << 20;
 
 fn punch(file: &File, offset: u64, bytes: u64) -> io::Result<()> {

@@ -79,7 +79,8 @@ pub enum MemoryError {
         source: io::Error,
     },
     /// A page that was to be filled could not be had.
-    #[error("no page could be had for {slot} of {}: {place} has {} left", Bytes(*bytes), Bytes(*free_bytes))]
+    #[error("no page could be had for {slot} of {}: {place} has {} \
+             left", Bytes(*bytes), Bytes(*free_bytes))]
     NoRoom {
         /// The slot.
         slot: SlotId,

@@ -1,11 +1,12 @@
 //! Copies of what a guest knows, outside its memory: frames, copies of pages, device state.
 //!
-//! They have mappings of their own, which the kernel leaves out of core dumps. A buffer from the allocator would not do:
-//! what is asked of the kernel counts for whole pages, and the allocator gives their neighbours to others.
+//! They have mappings of their own, which the kernel leaves out of core dumps. A buffer from the
+//! allocator would not do: what is asked of the kernel counts for whole pages, and the allocator
+//! gives their neighbours to others.
 //!
-//! The rules that `unsafe` upholds here: `begin` is the first byte of a mapping of `capacity` bytes, readable, writable,
-//! private to this value and zeroed by the kernel when it is made, or dangles while `capacity` is 0; `length` is at most
-//! `capacity`.
+//! The rules that `unsafe` upholds here: `begin` is the first byte of a mapping of `capacity`
+//! bytes, readable, writable, private to this value and zeroed by the kernel when it is made, or
+//! dangles while `capacity` is 0; `length` is at most `capacity`.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -35,7 +36,7 @@ impl GuestBytes {
         Self { begin: NonNull::dangling(), capacity: 0, length: 0 }
     }
 
-    /// So many zeros; `None` if the system refuses the address space.
+    /// Returns `length` zeros; `None` if the system refuses the address space.
     #[must_use]
     pub fn zeroed(length: usize) -> Option<Self> {
         if length == 0 {
@@ -100,7 +101,8 @@ impl DerefMut for GuestBytes {
 impl Drop for GuestBytes {
     fn drop(&mut self) {
         if self.capacity > 0 {
-            // SAFETY: the range is this mapping, whole, and nothing refers to it any more. Unmapping it does not fail.
+            // SAFETY: the range is this mapping, whole, and nothing refers to it any more.
+            // Unmapping it does not fail.
             let _ = unsafe { munmap(self.begin.as_ptr().cast(), self.capacity) };
         }
     }
@@ -131,7 +133,9 @@ mod tests {
     proptest! {
         /// As a `Vec` that is resized with zeros, and written to.
         #[test]
-        fn guest_bytes_are_what_a_vec_is(steps in prop::collection::vec((0_usize..100_000, any::<u8>()), 1..20)) {
+        fn guest_bytes_are_what_a_vec_is(
+            steps in prop::collection::vec((0_usize..100_000, any::<u8>()), 1..20),
+        ) {
             let (mut bytes, mut twin) = (GuestBytes::new(), Vec::new());
             for (length, byte) in steps {
                 bytes.extend_to(length);

@@ -10,9 +10,10 @@
 //! [`PAGE_SIZE`] bytes. Guest-physical addresses ([`Gpa`]) are bytes. Nothing here knows a log, a
 //! socket or a hypervisor.
 //!
-//! `unsafe` is confined to `copy` (raw copies between slots and buffers), `slots` (the promise
-//! that a mapping is valid), `discard` (one `madvise`), `guest_bytes` (buffers that
-//! core dumps leave out), `pagemap` (one ioctl) and `traverse` (instructions found at run time, and the positions that they have written).
+//! `unsafe` is confined to `copy` (raw copies between slots and buffers), `slots` (the promise that
+//! a mapping is valid), `discard` (one `madvise`), `guest_bytes` (buffers that core dumps leave
+//! out), `pagemap` (one ioctl) and `traverse` (instructions found at run time, and the positions
+//! that they have written).
 
 mod bitmap;
 mod copy;

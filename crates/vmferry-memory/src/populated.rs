@@ -62,9 +62,9 @@ impl GuestMemory {
 const SAMPLES: u64 = 2048;
 
 impl GuestMemory {
-    /// Bytes that the guest uses of each slot: of its populated pages those that hold anything, which is judged by a sample,
-    /// and rather too few than too many. None where it is not known which are populated, as of huge pages that another
-    /// process has populated.
+    /// Bytes that the guest uses of each slot: of its populated pages those that hold anything,
+    /// which is judged by a sample, and rather too few than too many. None where it is not known
+    /// which are populated, as of huge pages that another process has populated.
     #[must_use]
     pub fn used_bytes(&self) -> Vec<Option<u64>> {
         let Ok(populated) = self.populated() else { return Vec::new() };
@@ -208,7 +208,8 @@ mod tests {
             for (pages, most_too_few) in [(1000, 0), (9000, 600)] {
                 let memory = memory(kind, 2 * pages);
                 assert_eq!(memory.used_bytes(), [Some(0)]);
-                // A third of what is populated holds nothing, and half of the memory is not populated.
+                // A third of what is populated holds nothing, and half of the memory is not
+                // populated.
                 for page in 0..pages {
                     memory.write_at(2 * page * PAGE, &[u8::from(page % 3 > 0)]).unwrap();
                 }

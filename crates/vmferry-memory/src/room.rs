@@ -1,7 +1,9 @@
-//! How much memory there is for a guest, and where: on a tmpfs, among the huge pages, in the control group, on the host.
+//! How much memory there is for a guest, and where: on a tmpfs, among the huge pages, in the
+//! control group, on the host.
 //!
-//! What is found is an upper bound, so that a guest that fits is never refused: pages of huge pages that are promised to
-//! others count as free, and so do caches and swap. Nothing is reserved, so that a guest that seemed to fit may still not.
+//! What is found is an upper bound, so that a guest that fits is never refused: pages of huge pages
+//! that are promised to others count as free, and so do caches and swap. Nothing is reserved, so
+//! that a guest that seemed to fit may still not.
 //!
 //! Sources: Linux `Documentation/filesystems/tmpfs.rst`, `proc.rst` (`MemAvailable`),
 //! `admin-guide/mm/hugetlbpage.rst`, `admin-guide/cgroup-v2.rst` and `cgroup-v1/memory.rst`.
@@ -71,7 +73,11 @@ impl fmt::Display for Place {
 
 /// A guest that does not fit.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the guest uses {} of memory, and {place} has room for {}", Bytes(*needed_bytes), Bytes(*free_bytes))]
+#[error(
+    "the guest uses {} of memory, and {place} has room for {}",
+    Bytes(*needed_bytes),
+    Bytes(*free_bytes)
+)]
 pub struct Shortage {
     /// Bytes that the guest needs there.
     pub needed_bytes: u64,
@@ -108,8 +114,8 @@ impl fmt::Display for Bytes {
 }
 
 impl GuestMemory {
-    /// Makes sure that there is room for so many bytes in each slot, as far as they are known. What cannot be found out
-    /// is taken for enough.
+    /// Makes sure that there is room for this number of bytes in each slot, as far as they are
+    /// known. What cannot be found out is taken for enough.
     ///
     /// # Errors
     /// The first place that has too little.
@@ -255,7 +261,8 @@ mod tests {
         let shortage = Shortage { needed_bytes: 190 << 20, free_bytes: 60 << 10, place };
         assert_eq!(
             shortage.to_string(),
-            "the guest uses 190.0 MiB of memory, and the file system of /mnt/ram (64.0 MiB) has room for 60 KiB"
+            "the guest uses 190.0 MiB of memory, and the file system of /mnt/ram (64.0 MiB) has \
+             room for 60 KiB"
         );
     }
 }

@@ -243,10 +243,9 @@ const DRIVER_WORDS: [&str; 3] = ["pressure", "reporting", "rewrite"];
 const LIES: [&str; 8] = ["outside", "overlap", "used", "endless", "never", "id", "chain", "unmap"];
 
 const GRAMMAR: &str = "use words of: idle, ticks, display, read=MIB, \
-                       fill=MIB,incompressible|text|zero, \
-                       hot=MIB[,rate=PAGES_PER_S][,random|sequential], freed=MIB, \
-                       churn=MIB[,rate=PAGES_PER_S], poison, init-on-free, pressure, reporting, rewrite, \
-                       lie=outside|overlap|used|endless|never|id|chain|unmap";
+     fill=MIB,incompressible|text|zero, hot=MIB[,rate=PAGES_PER_S][,random|sequential], freed=MIB, \
+     churn=MIB[,rate=PAGES_PER_S], poison, init-on-free, pressure, reporting, rewrite, \
+     lie=outside|overlap|used|endless|never|id|chain|unmap";
 
 /// Checks a guest's name: it becomes a file name.
 ///

@@ -47,7 +47,7 @@ impl MigratingMachine {
 impl Resume for MigratingMachine {
     fn resume(&mut self) -> Result<(), VmError> {
         let mut machine = lock(&self.machine);
-        // The hand-over that the guest was slow for has failed.
+        // The handover that the guest was slow for has failed.
         machine.throttle(0)?;
         Ok(machine.resume()?)
     }

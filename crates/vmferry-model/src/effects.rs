@@ -84,7 +84,7 @@ impl Handover {
         }
     }
 
-    /// As the engine's machines do with a message, before and after the hand-over's part of it.
+    /// As the engine's machines do with a message, before and after the handover's part of it.
     fn deliver(&self, world: &mut World, message: Message) {
         let busy = if message.is_to_destination() {
             world.destination.process.as_ref().is_none_or(|process| !process.todo.is_empty())

@@ -1,4 +1,4 @@
-//! The hand-over, checked exhaustively.
+//! The handover, checked exhaustively.
 //!
 //! The model is a source and a destination whose every step is the engine's own transition function
 //! ([`SourceState::step`](vmferry::handover::SourceState::step) and
@@ -17,11 +17,11 @@
 //!    was lost until then, exactly one host ends up with the guest: there is always a way there, so
 //!    that a fair schedule finds it.
 //!
-//! All of this twice: for a guest that dies with the process that received it, as a microvm's does, and for one that
-//! outlives that process, as a QEMU does. Such a guest must run in the end, and may have been moved on before the process
-//! comes back.
+//! All of this twice: for a guest that dies with the process that received it, as a microvm's does,
+//! and for one that outlives that process, as a QEMU does. Such a guest must run in the end, and
+//! may have been moved on before the process comes back.
 //!
-//! An operator who decides a hand-over in doubt is taken to have looked: the model lets one say
+//! An operator who decides a handover in doubt is taken to have looked: the model lets one say
 //! only what is true.
 //!
 //! [`Broken`] breaks one rule at a time, which shows that the checks can fail and prints how.

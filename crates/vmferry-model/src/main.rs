@@ -1,4 +1,4 @@
-//! `vmferry-model`: checks the hand-over exhaustively, then with each rule broken.
+//! `vmferry-model`: checks the handover exhaustively, then with each rule broken.
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -7,9 +7,9 @@ use clap::Parser;
 use serde_json::json;
 use vmferry_model::{Broken, Finding, Outcome, check};
 
-/// Checks the hand-over of a guest between two hosts exhaustively: never two hosts that run it, never
-/// a guest that goes on from a past, and in the end exactly one host that has it. Then breaks one
-/// rule after the other, and shows the shortest way to the damage.
+/// Checks the handover of a guest between two hosts exhaustively: never two hosts that run it,
+/// never a guest that goes on from a past, and in the end exactly one host that has it. Then breaks
+/// one rule after the other, and shows the shortest way to the damage.
 #[derive(Parser)]
 #[command(
     version,
@@ -48,7 +48,7 @@ fn main() -> ExitCode {
 
 fn print_whole(outcome: &Outcome, seconds: f64) {
     println!(
-        "the hand-over: {} states and {} transitions, the farthest {} steps from the start, all \
+        "the handover: {} states and {} transitions, the farthest {} steps from the start, all \
          explored in {seconds:.2} s",
         outcome.states, outcome.transitions, outcome.depth
     );

@@ -82,7 +82,7 @@ impl Broken {
     }
 }
 
-/// The model of the hand-over.
+/// The model of the handover.
 #[derive(Debug, Default)]
 pub struct Handover {
     /// The rule that is broken, if any.

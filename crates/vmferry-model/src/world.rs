@@ -15,8 +15,8 @@ pub struct World {
     /// Everything that was ever sent. A message may arrive at any time, again and again, or never:
     /// that is a network that delays, reorders, repeats and loses.
     pub network: BTreeSet<Message>,
-    /// The guest at the destination outlives the process that receives it, as a QEMU does; otherwise
-    /// it dies with that process.
+    /// The guest at the destination outlives the process that receives it, as a QEMU does;
+    /// otherwise it dies with that process.
     pub outlives: bool,
     /// No more faults.
     pub healed: bool,
@@ -217,9 +217,9 @@ impl World {
         format!("{source}, {destination}{past}")
     }
 
-    /// Whether everything is decided, exactly one host has the guest, and the guest runs. A guest that
-    /// died with its process after RUN-INTENT is the destination's: that is a crash of the guest, and no
-    /// failed migration. A guest that outlives its process has no such excuse.
+    /// Whether everything is decided, exactly one host has the guest, and the guest runs. A guest
+    /// that died with its process after RUN-INTENT is the destination's: that is a crash of the
+    /// guest, and no failed migration. A guest that outlives its process has no such excuse.
     #[must_use]
     pub fn is_settled(&self) -> bool {
         let (Some(source), Some(destination)) = (&self.source.process, &self.destination.process)

@@ -74,8 +74,9 @@ impl Namespaces {
         Ok(namespaces)
     }
 
-    /// Puts a bridge into each namespace, between its end of the cable and a tap for a guest there: what a guest sends by
-    /// either tap reaches the source's address, and what is sent from there reaches the guest, wherever it is.
+    /// Puts a bridge into each namespace, between its end of the cable and a tap for a guest there:
+    /// what a guest sends by either tap reaches the source's address, and what is sent from there
+    /// reaches the guest, wherever it is.
     ///
     /// # Errors
     /// What `ip` says.
@@ -117,14 +118,15 @@ impl Namespaces {
         Ok(())
     }
 
-    /// Lets what goes this way through at so many kilobits per second, from now on.
+    /// Limits this direction to a rate in kilobits per second from now on.
     ///
     /// # Errors
     /// What `tc` says.
     pub fn slow_down(&self, direction: Direction, kbit_per_s: u32) -> anyhow::Result<()> {
         for (namespace, interface) in self.senders(direction) {
             let rate = format!(
-                "qdisc replace dev {interface} root tbf rate {kbit_per_s}kbit burst 16kb latency 200ms"
+                "qdisc replace dev {interface} root tbf rate {kbit_per_s}kbit burst 16kb latency \
+                 200ms"
             );
             run(namespace, "tc", &rate)?;
         }

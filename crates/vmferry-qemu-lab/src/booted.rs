@@ -15,8 +15,9 @@ use crate::{Backend, Machine, Qemu, World, bare_metal, initramfs, packages};
 static BOOTING: Mutex<()> = Mutex::new(());
 
 impl Machine {
-    /// Starts a QEMU whose guest goes on from where one like it had come to after its boot. One is booted whose devices are
-    /// files of the test's, or which runs as another user or in another network.
+    /// Starts a QEMU whose guest goes on from where one like it had come to after its boot. One is
+    /// booted whose devices are files of the test's, or which runs as another user or in another
+    /// network.
     pub fn start_booted(&self, world: &World, name: &str) -> Qemu {
         let elsewhere = self.user.is_some() || self.namespace.is_some();
         if elsewhere || self.devices.iter().any(|device| device.contains('/')) {
@@ -28,7 +29,8 @@ impl Machine {
         self.start_booted_under(world, name, &[])
     }
 
-    /// The same under a program with its arguments that becomes QEMU or stays its parent, such as `unshare --pid --fork`.
+    /// The same under a program with its arguments that becomes QEMU or stays its parent, such as
+    /// `unshare --pid --fork`.
     pub fn start_booted_under(&self, world: &World, name: &str, under: &[&str]) -> Qemu {
         let from = format!("exec:cat '{}'", self.saved().display());
         let extra = ["-incoming", &from];

@@ -1,5 +1,6 @@
-//! Real QEMU processes as `scripts/setup-qemu` has fetched them, with a real Linux in them that is emulated, or with the
-//! bare-metal guest of `guest/` on KVM. Both say on the serial port how they are ([`Said`]).
+//! Real QEMU processes as `scripts/setup-qemu` has fetched them, with a real Linux in them that is
+//! emulated, or with the bare-metal guest of `guest/` on KVM. Both say on the serial port how they
+//! are ([`Said`]).
 
 mod bare_metal;
 mod booted;
@@ -101,8 +102,9 @@ impl World {
 
     /// The same as a qcow2 image, which has no data yet.
     ///
-    /// Source: QEMU `docs/interop/qcow2.rst`; version 2, clusters of 64 KiB: header, table of reference counts, their
-    /// block, and the first level's table, which says that there is nothing.
+    /// Source: QEMU `docs/interop/qcow2.rst`; version 2, clusters of 64 KiB: header, table of
+    /// reference counts, their block, and the first level's table, which says that there is
+    /// nothing.
     pub fn qcow2(&self, name: &str, mib: u64) -> PathBuf {
         const CLUSTER: u64 = 64 << 10;
         let mut image = b"QFI\xfb".to_vec();

@@ -29,8 +29,8 @@ pub struct Machine {
     pub backend: Backend,
     /// Further options of its memory backends, each after a comma.
     pub backend_options: &'static str,
-    /// The guest's command line: of Linux, beyond what every guest has (`guest/linux/main.c`), or that of the
-    /// bare-metal guest (`guest/workload.h`).
+    /// The guest's command line: of Linux, beyond what every guest has (`guest/linux/main.c`), or
+    /// that of the bare-metal guest (`guest/workload.h`).
     pub workload: String,
     /// Further arguments: devices, a sandbox.
     pub devices: Vec<String>,
@@ -47,8 +47,8 @@ pub struct Machine {
 pub enum Guest {
     /// Linux, emulated (TCG): for what needs drivers.
     Linux,
-    /// The bare-metal guest of `guest/`, with KVM. It boots in a fraction of the time, and writes and checks memory
-    /// as fast as the processor can.
+    /// The bare-metal guest of `guest/`, with KVM. It boots in a fraction of the time, and writes
+    /// and checks memory as fast as the processor can.
     BareMetal,
 }
 

@@ -54,16 +54,17 @@ impl AbandonedQemu {
         }
     }
 
-    /// Says whether somebody else than vmferry had paused the guest when it was attached to: it stays paused.
+    /// Says whether somebody else than vmferry had paused the guest when it was attached to: it
+    /// stays paused.
     #[must_use]
     pub fn was_paused(mut self, was_paused: bool) -> Self {
         self.was_paused = was_paused;
         self
     }
 
-    /// Touches the guest only if it is in process `pid` still, as far as that is seen, and if it was in no other migration since that session, as
-    /// the journals in this directory say. Whoever takes over may have been stopped for long: the guest may be another
-    /// one's, or promised away.
+    /// Touches the guest only if it is in process `pid` still, as far as that is seen, and if it
+    /// was in no other migration since that session, as the journals in this directory say. Whoever
+    /// takes over may have been stopped for long: the guest may be another one's, or promised away.
     #[must_use]
     pub fn left_in(mut self, pid: Option<u32>, session: SessionId, journals: &Path) -> Self {
         self.left = Some(Left { pid, session, journals: journals.to_owned() });
@@ -129,7 +130,8 @@ impl AbandonedQemu {
         Ok(())
     }
 
-    /// Whoever has the connection and the lock has QEMU: what is found from then on holds until both are given up.
+    /// Whoever has the connection and the lock has QEMU: what is found from then on holds until
+    /// both are given up.
     fn connect(&self) -> Result<(Qmp, Option<Lock>), QemuError> {
         let qmp = Qmp::connect(&self.socket)?;
         let wanted = self.left.as_ref().and_then(|left| left.pid);
@@ -182,8 +184,8 @@ impl AbandonedQemu {
     }
 }
 
-/// No limit of its vCPUs, and no userfaultfd. In a process that is not seen, or may not be looked into, vmferry has left
-/// neither.
+/// No limit of its vCPUs, and no userfaultfd. In a process that is not seen, or may not be looked
+/// into, vmferry has left neither.
 fn leave_nothing(pid: Option<u32>, lock: Option<&Lock>) {
     let (Some(pid), Some(_)) = (pid, lock) else { return };
     let _ = Throttle::lift(pid);

@@ -1,10 +1,12 @@
 //! Guests that came to a QEMU by a process that has ended since.
 //!
-//! A QEMU outlives the vmferry that received its guest. So the receiver leaves a note beside the session's journal:
-//! which process it is, where its monitor is, and which receiver it belongs to. The next receiver finds it there. What
-//! it does with the guest is decided by the journal alone: the note promises nothing.
+//! A QEMU outlives the vmferry that received its guest. So the receiver leaves a note beside the
+//! session's journal: which process it is, where its monitor is, and which receiver it belongs to.
+//! The next receiver finds it there. What it does with the guest is decided by the journal alone:
+//! the note promises nothing.
 //!
-//! A note is a file `SESSION.guest`. Each line is a JSON object of one of the kinds of [`Line`], appended and synced.
+//! A note is a file `SESSION.guest`. Each line is a JSON object of one of the kinds of [`Line`],
+//! appended and synced.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -111,13 +113,13 @@ pub enum Finished {
     RunsAlready,
     /// It was continued.
     Continued,
-    /// It stands still, and is not vmferry's to continue.
+    /// It is paused, and vmferry must not continue it.
     StandsStill,
 }
 
 impl Arrived {
-    /// The guests of this receiver whose QEMUs live, in the order in which they came. Notes of QEMUs that have ended are
-    /// removed.
+    /// The guests of this receiver whose QEMUs live, in the order in which they came. Notes of
+    /// QEMUs that have ended are removed.
     ///
     /// # Errors
     /// Files that can't be read.
@@ -152,7 +154,8 @@ impl Arrived {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             other => other.map_err(failed(READ))?,
         };
-        // What has no end was torn while it was written, and lines that this release does not know are a newer one's.
+        // What has no end was torn while it was written, and lines that this release does not know
+        // are a newer one's.
         let whole = text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n'));
         let lines: Vec<Line> = whole.filter_map(|line| serde_json::from_str(line).ok()).collect();
         let whereabouts = lines.iter().find_map(|line| match line {
@@ -186,8 +189,8 @@ impl Arrived {
         &self.whereabouts.monitor
     }
 
-    /// Does what is left to do for a guest that is this host's by the session's journal: continues it, unless it has run
-    /// here before or was paused at the source.
+    /// Does what is left to do for a guest that is this host's by the session's journal: continues
+    /// it, unless it has run here before or was paused at the source.
     ///
     /// # Errors
     /// QMP's, another QEMU behind the socket, and the journals'.

@@ -1,11 +1,12 @@
 //! Whether a QEMU's guest may be continued, and by whom.
 //!
-//! vmferry pauses guests: for a harvest, and by QEMU's own migration. Others pause them too: an operator's `stop`, a disk
-//! with `werror=stop`, a watchdog or a panic whose action is to pause, a guest that has powered off under
-//! `-no-shutdown`. vmferry continues only what it has paused itself. All `cont`s go through here.
+//! vmferry pauses guests: for a harvest, and by QEMU's own migration. Others pause them too: an
+//! operator's `stop`, a disk with `werror=stop`, a watchdog or a panic whose action is to pause, a
+//! guest that has powered off under `-no-shutdown`. vmferry continues only what it has paused
+//! itself. All `cont`s go through here.
 //!
-//! Every connection has a [`Life`], which hears all events from its beginning. What it can't tell is an operator's `stop`
-//! while vmferry has paused the guest itself: QEMU says nothing of it.
+//! Every connection has a [`Life`], which hears all events from its beginning. What it can't tell
+//! is an operator's `stop` while vmferry has paused the guest itself: QEMU says nothing of it.
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -15,15 +16,15 @@ use vmferry::PoweredOff;
 use crate::error::QemuError;
 use crate::qmp::{Qmp, QmpError};
 
-/// How long QEMU may refuse to run a guest on: it tidies up after a migration, or another QEMU is about to give
-/// the locks of the guest's disks back.
+/// How long QEMU may refuse to run a guest on: it tidies up after a migration, or another QEMU is
+/// about to give the locks of the guest's disks back.
 const CONTINUE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long an event is awaited that may have come before this connection did.
 const LOOK_PERIOD: Duration = Duration::from_millis(50);
 
-/// The section of QEMU's state that says whether the guest ran: its name, and the bytes between the name and the text.
-/// Source: QEMU `migration/global_state.c`.
+/// The section of QEMU's state that says whether the guest ran: its name, and the bytes between the
+/// name and the text. Source: QEMU `migration/global_state.c`.
 const GLOBAL_STATE: &[u8] = b"\x0bglobalstate";
 const BEFORE_TEXT: usize = 4 + 4 + 4;
 
@@ -50,7 +51,7 @@ impl Life {
             Some("STOP") => self.stopped_at = stamp(event),
             Some("RESUME") => {
                 (self.stopped_at, self.failed, self.powered_off) = (None, false, false);
-                // Whoever has paused it has continued it.
+                // The client that paused it has continued it.
                 self.paused_by_others = false;
             }
             Some("BLOCK_IO_ERROR") if action == Some("stop") => self.failed = true,
@@ -62,7 +63,7 @@ impl Life {
 
 /// What is done with the guest of a connection.
 impl Qmp {
-    /// Looks at a guest that is to be moved: it runs, or somebody has paused it, and it stays so.
+    /// Looks at the guest to move: it runs, or another client has paused it, and it stays so.
     ///
     /// # Errors
     /// One that has powered off, or can't be moved as it is.
@@ -77,8 +78,8 @@ impl Qmp {
             _ => {
                 return Err(QemuError::State {
                     found: status,
-                    wanted: "running, or paused by somebody: where `vmferry status --sessions` says that a guest is this \
-                             host's, `cont` continues it",
+                    wanted: "running, or paused by somebody: where `vmferry status --sessions` \
+                         says that a guest is this host's, `cont` continues it",
                 });
             }
         }
@@ -107,7 +108,8 @@ impl Qmp {
         Ok(heard?)
     }
 
-    /// What came of the attempt to let the guest run on, which is no failure where it has powered off.
+    /// What came of the attempt to let the guest run on, which is no failure where it has powered
+    /// off.
     ///
     /// # Errors
     /// As it came.
@@ -142,7 +144,8 @@ impl Qmp {
         let asked = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         self.life.failed = false;
         self.execute("stop", json!({}))?;
-        // One that was stopped before it was asked was stopped by somebody else, between the two orders.
+        // One that was stopped before it was asked was stopped by somebody else, between the two
+        // orders.
         if self.life.stopped_at.is_some_and(|stopped| stopped < asked) || self.life.failed {
             self.life.paused_by_others = true;
         } else {
@@ -151,8 +154,8 @@ impl Qmp {
         Ok(())
     }
 
-    /// Continues a guest that [`pause_guest`](Self::pause_guest) has paused; not one that somebody has paused, or whose
-    /// I/O has failed meanwhile.
+    /// Continues a guest that [`pause_guest`](Self::pause_guest) has paused; not one that somebody
+    /// has paused, or whose I/O has failed meanwhile.
     ///
     /// # Errors
     /// What QEMU says last.
@@ -167,7 +170,8 @@ impl Qmp {
         self.continue_guest()
     }
 
-    /// Takes from a guest's state what QEMU itself says: whether the guest ran when QEMU stopped it.
+    /// Takes from a guest's state what QEMU itself says: whether the guest ran when QEMU stopped
+    /// it.
     pub(crate) fn learn_from_state(&mut self, state: &[u8]) {
         if let Some(runs) = ran_by(state) {
             self.life.paused_by_others = !runs && !self.life.our_stop;
@@ -185,7 +189,8 @@ impl Qmp {
         Ok(())
     }
 
-    /// Continues a guest that vmferry, or QEMU's migration, has paused, and leaves every other as it is.
+    /// Continues a guest that vmferry, or QEMU's migration, has paused, and leaves every other as
+    /// it is.
     ///
     /// # Errors
     /// QMP's, and QEMU's refusal after some time.

@@ -160,7 +160,8 @@ impl QemuDestination {
         })
     }
 
-    /// Names the receiver that this QEMU belongs to: the next one of that name [finds](crate::Arrived::find) the guest.
+    /// Names the receiver that this QEMU belongs to: the next one of that name
+    /// [finds](crate::Arrived::find) the guest.
     #[must_use]
     pub fn received_by(mut self, receiver: &str) -> Self {
         self.receiver = Some(receiver.to_owned());
@@ -191,7 +192,8 @@ impl QemuDestination {
         self.place.clone()
     }
 
-    /// Has somebody else look whose the memory files are from now on: this process may be about to lose the right to.
+    /// Has somebody else look whose the memory files are from now on: this process may be about to
+    /// lose the right to.
     pub fn examine_by(&mut self, examiner: Examiner) {
         if let Some(files) = &mut self.files {
             files.examine_by(examiner);
@@ -207,8 +209,8 @@ impl QemuDestination {
         Ok(())
     }
 
-    /// Makes sure that this QEMU's vCPUs have what the source's guest knows of. Where both sides say what they have, that
-    /// counts, and the name that `offered` has for them does not.
+    /// Makes sure that this QEMU's vCPUs have what the source's guest knows of. Where both sides
+    /// say what they have, that counts, and the name that `offered` has for them does not.
     fn compare_vcpus(&self, config: &[u8], offered: &mut Machine) -> Result<(), PrepareError> {
         let theirs: Option<Vcpu> = vmferry::newer::optional(config, vcpu::MEMBER);
         let (Some(theirs), Some(ours)) = (theirs, &self.vcpu) else { return Ok(()) };
@@ -356,7 +358,7 @@ impl DestinationVm for QemuDestination {
             return Ok(());
         };
         let monitor = self.qmp.path().to_owned();
-        // Whoever comes next may be started in another directory.
+        // The next receiver may be started in another directory.
         let monitor = std::path::absolute(&monitor).unwrap_or(monitor);
         self.note =
             Some(Note::leave(journals, session, Whereabouts { receiver, process, monitor })?);
@@ -392,8 +394,8 @@ impl DestinationVm for QemuDestination {
             note.remove();
         }
         self.stays_paused = false;
-        // One that has loaded a state can't take another; one that has not can be filled again, if its memory is still
-        // its own.
+        // One that has loaded a state can't take another; one that has not can be filled again, if
+        // its memory is still its own.
         let emptied = match &self.ram {
             Ok(ram) if !self.used => empty(ram, self.files.as_ref()),
             _ => Ok(()),

@@ -1,17 +1,18 @@
 //! What a QEMU's disks do to guest memory, and how requests under way are waited for.
 //!
-//! A read that goes through the host's page cache is copied into guest memory by a processor, through
-//! QEMU's own page table, where the dirty log sees it. A read past the cache (`cache.direct=on`,
-//! SCSI pass-through) goes into pages that the kernel has pinned when the request was made. Each node
-//! of QEMU's block graph has a flag of its own; the node at the top says nothing about the nodes below.
+//! A read that goes through the host's page cache is copied into guest memory by a processor,
+//! through QEMU's own page table, where the dirty log sees it. A read past the cache
+//! (`cache.direct=on`, SCSI pass-through) goes into pages that the kernel has pinned when the
+//! request was made. Each node of QEMU's block graph has a flag of its own; the node at the top
+//! says nothing about the nodes below.
 //!
 //! # Why a harvest needs no pause
 //!
-//! To pin a page for writing is a write to the dirty log: the page is in the next harvest. So a request
-//! that is under way at a harvest has its pages either in this harvest or in an earlier one. If all
-//! requests that were under way at a harvest have ended before its pages are copied, and before the
-//! next harvest, every copy has what they have brought. [`Disks::settle`] waits for that while the
-//! guest runs on: nothing is flushed, and nobody is sent `STOP` and `RESUME`.
+//! To pin a page for writing is a write to the dirty log: the page is in the next harvest. So a
+//! request that is under way at a harvest has its pages either in this harvest or in an earlier
+//! one. If all requests that were under way at a harvest have ended before its pages are copied,
+//! and before the next harvest, every copy has what they have brought. [`Disks::settle`] waits for
+//! that while the guest runs on: nothing is flushed, and nobody is sent `STOP` and `RESUME`.
 
 use std::time::{Duration, Instant};
 
@@ -23,8 +24,8 @@ use crate::qmp::{Qmp, Version};
 /// Drivers that open a file or a device of the host: the node's own flag says how.
 const OF_THE_HOST: [&str; 3] = ["file", "host_cdrom", "host_device"];
 
-/// Drivers whose data a processor copies into guest memory, whoever has brought it: formats, filters, and
-/// clients of networks that read from sockets.
+/// Drivers whose data a processor copies into guest memory, whoever has brought it: formats,
+/// filters, and clients of networks that read from sockets.
 const COPYING: &[&str] = &[
     "blkdebug",
     "blklogwrites",
@@ -77,8 +78,9 @@ const COPYING: &[&str] = &[
 /// Devices that hand the guest's commands to the kernel (`SG_IO`), which pins the pages of each.
 const PASS_THROUGH: [&str; 2] = ["scsi-block", "scsi-generic"];
 
-/// From this version on nobody has looked whether an empty `transaction` waits for requests under way. Source:
-/// QEMU `blockdev.c`, `qmp_transaction`, which begins with `bdrv_drain_all`; tried with 7.2 and 10.0.
+/// From this version on nobody has looked whether an empty `transaction` waits for requests under
+/// way. Source: QEMU `blockdev.c`, `qmp_transaction`, which begins with `bdrv_drain_all`; tried
+/// with 7.2 and 10.0.
 const UNKNOWN_DRAIN: Version = Version { major: 11, minor: 0, micro: 0 };
 
 /// How QEMU's disks reach guest memory.
@@ -100,8 +102,8 @@ enum Way {
 }
 
 impl Disks {
-    /// Looks at all nodes of the block graph, whether a device uses them or not, and at the devices, whose type
-    /// names these are.
+    /// Looks at all nodes of the block graph, whether a device uses them or not, and at the
+    /// devices, whose type names these are.
     ///
     /// # Errors
     /// [`QemuError::Unattachable`] where some disk may write guest memory unseen; QMP's.
@@ -119,9 +121,9 @@ impl Disks {
                 Way::Unseen => {
                     let text = |member: &str| node[member].as_str().unwrap_or("?").to_owned();
                     return Err(QemuError::Unattachable(format!(
-                        "its block node `{}` has the driver `{}`, which is not known to write guest \
-                         memory only where the dirty log sees it: use `file`, `host_device` or a \
-                         network driver",
+                        "its block node `{}` has the driver `{}`, which is not known to write \
+                         guest memory only where the dirty log sees it: use `file`, `host_device` \
+                         or a network driver",
                         text("node-name"),
                         text("drv")
                     )));
@@ -131,11 +133,12 @@ impl Disks {
         Ok(Self { pin_pages })
     }
 
-    /// Runs `harvest`, and returns when all requests that were under way at its end are over: for how
-    /// long QEMU's disks, and it may be the guest, have waited for that.
+    /// Runs `harvest`, and returns when all requests that were under way at its end are over: for
+    /// how long QEMU's disks, and it may be the guest, have waited for that.
     ///
     /// # Errors
-    /// QMP's, also if a request takes longer than any command may. The guest runs, or goes on by itself.
+    /// QMP's, also if a request takes longer than any command may. The guest runs, or goes on by
+    /// itself.
     pub fn settle(self, qmp: &mut Qmp, harvest: &mut dyn FnMut()) -> Result<Duration, QemuError> {
         if !self.pin_pages {
             harvest();
@@ -151,7 +154,8 @@ impl Disks {
     }
 }
 
-/// The same with the guest stopped, if it runs: `stop` waits for requests under way, and flushes all disks.
+/// The same with the guest stopped, if it runs: `stop` waits for requests under way, and flushes
+/// all disks.
 fn stop_for(qmp: &mut Qmp, harvest: &mut dyn FnMut()) -> Result<Duration, QemuError> {
     let begun = Instant::now();
     qmp.pause_guest()?;

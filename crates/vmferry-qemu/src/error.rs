@@ -51,8 +51,9 @@ pub enum QemuError {
     },
     /// Its process is not seen from here.
     #[error(
-        "the process of the QEMU at {path} can't be found from here: it is in another PID namespace, or its files in /proc \
-         may not be read. Run vmferry where that process is seen, and as root or as QEMU's user"
+        "the process of the QEMU at {path} can't be found from here: it is in another PID \
+         namespace, or its files in /proc may not be read. Run vmferry where that process is seen, \
+         and as root or as QEMU's user"
     )]
     Unseen {
         /// The QMP socket.
@@ -60,8 +61,8 @@ pub enum QemuError {
     },
     /// Another vmferry works on it.
     #[error(
-        "QEMU's process {pid} is in the hands of {}: one vmferry at a time works on a QEMU, whichever of its sockets it uses. \
-         Wait until that one has ended",
+        "QEMU's process {pid} is in the hands of {}: one vmferry at a time works on a QEMU, \
+         whichever of its sockets it uses. Wait until that one has ended",
         holder(*by)
     )]
     Locked {
@@ -137,8 +138,9 @@ pub enum QemuError {
     },
     /// Another process has a memory file mapped.
     #[error(
-        "the memory file {} of `{}` is another process's too: {pid} ({}) has it mapped, and may run a guest on it: give \
-         this QEMU a memory file of its own (`mem-path`), or end that process",
+        "the memory file {} of `{}` is another process's too: {pid} ({}) has it mapped, and may \
+         run a guest on it: give this QEMU a memory file of its own (`mem-path`), or end that \
+         process",
         shown(path),
         shown(block),
         shown(name)

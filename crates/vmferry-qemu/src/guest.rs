@@ -31,7 +31,8 @@ pub fn identity(qmp: &mut Qmp) -> Result<GuestIdentity, QemuError> {
     Ok(GuestIdentity { uuid, name: name["name"].as_str().map_or_else(unnamed, str::to_owned) })
 }
 
-/// The name of a guest that has none of its own: by QEMU's process, or where that is not seen by its socket.
+/// The name of a guest that has none of its own: by QEMU's process, or where that is not seen by
+/// its socket.
 fn stand_in(qmp: &Qmp) -> String {
     let socket = || std::fs::metadata(qmp.path()).map_or(0, |about| about.ino());
     qmp.pid().map_or_else(|| format!("qemu-at-{}", socket()), |pid| format!("qemu-{pid}"))

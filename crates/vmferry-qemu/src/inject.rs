@@ -70,8 +70,8 @@ pub struct Injected {
 
 impl Drop for Injected {
     fn drop(&mut self) {
-        // QEMU may have closed it, and have another file there now. A process that has died has closed it too; in any
-        // other a descriptor is leaked, no more.
+        // QEMU may have closed it, and have another file there now. A process that has died has
+        // closed it too; in any other a descriptor is leaked, no more.
         if is_same(self.pid, self.number, std::process::id(), self.descriptor.as_raw_fd()) {
             let _ = system_call(self.pid, libc::SYS_close, self.number as u64);
         }
@@ -95,8 +95,9 @@ pub fn userfaultfd(pid: u32) -> Result<Injected, QemuError> {
 /// What the link of a userfaultfd reads.
 const USERFAULTFD: &str = "anon_inode:[userfaultfd]";
 
-/// Closes every userfaultfd that process `pid` has and nobody else: what a vmferry that was killed has left there, and
-/// with it the write protection of the guest's memory. Whoever calls this has the process [locked](crate::lock::Lock).
+/// Closes every userfaultfd that process `pid` has and nobody else: what a vmferry that was killed
+/// has left there, and with it the write protection of the guest's memory. Whoever calls this has
+/// the process [locked](crate::lock::Lock).
 ///
 /// # Errors
 /// As [`userfaultfd`]; or that another process uses one of them, which is left alone.
@@ -118,10 +119,12 @@ fn other_user(pid: u32, number: i32) -> Option<u32> {
     })
 }
 
-/// Whether two descriptors are of one open file. Where the kernel can't say (`CONFIG_KCMP`), they are not.
+/// Whether two descriptors are of one open file. Where the kernel can't say (`CONFIG_KCMP`), they
+/// are not.
 fn is_same(pid: u32, number: i32, other: u32, others_number: i32) -> bool {
     const KCMP_FILE: libc::c_long = 0;
-    // SAFETY: it compares what the kernel knows of two processes, and touches no memory of this one.
+    // SAFETY: it compares what the kernel knows of two processes, and touches no memory of this
+    // one.
     let compared =
         unsafe { libc::syscall(libc::SYS_kcmp, pid, other, KCMP_FILE, number, others_number) };
     compared == 0

@@ -1,8 +1,9 @@
 //! One vmferry at a time works on a QEMU, whichever of its QMP sockets it came by.
 //!
-//! The lock is one of `flock(2)` on a file of the process in `/proc`, so it belongs to that very process, is the same
-//! from each runtime directory, and is gone with whoever had it. The file is one that only those may open who may
-//! trace the process: nobody else can keep a guest from being moved.
+//! The lock is one of `flock(2)` on a file of the process in `/proc`, so it belongs to that very
+//! process, is the same from each runtime directory, and is released when the process that holds it
+//! ends. The file is one that only those may open who may trace the process: nobody else can keep a
+//! guest from being moved.
 
 use std::fs::{File, TryLockError};
 use std::os::unix::fs::MetadataExt;
@@ -20,7 +21,7 @@ pub struct Lock {
 }
 
 impl Lock {
-    /// Takes it, if nobody has it.
+    /// Takes the lock if it is free.
     ///
     /// # Errors
     /// Who has it; or that this process may not look into QEMU.
@@ -52,7 +53,8 @@ impl Lock {
         }
     }
 
-    /// The lock of a QEMU that may not be seen: there is none then, and nothing is done in that process.
+    /// The lock of a QEMU that may not be seen: there is none then, and nothing is done in that
+    /// process.
     ///
     /// # Errors
     /// Who has it.

@@ -113,8 +113,8 @@ pub fn difference(theirs: &Machine, ours: &Machine) -> Option<String> {
     })
 }
 
-/// A device without the number of its bus. The guest's firmware numbers buses when it boots: behind a bridge that is 01 at
-/// the source, and 00 at a destination that has not booted.
+/// A device without the number of its bus. The guest's firmware numbers buses when it boots: behind
+/// a bridge that is 01 at the source, and 00 at a destination that has not booted.
 fn without_bus(device: &str) -> (&str, &str) {
     let (name, address) = device.split_once(" at ").unwrap_or((device, ""));
     (name, address.rsplit_once(':').map_or(address, |(_, place)| place))

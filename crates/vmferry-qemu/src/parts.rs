@@ -1,9 +1,9 @@
 //! What of a QEMU can be changed by QMP while its guest is migrated: devices and disks.
 //!
 //! To QEMU no migration runs while vmferry is attached: it lets anybody add a device, which the
-//! destination lacks, or put a snapshot on top of a disk, of which the destination has the old image
-//! open. So both are read when the guest is described, and again before the state is given away. From
-//! QEMU's own `migrate` on it refuses other devices by itself.
+//! destination lacks, or put a snapshot on top of a disk, of which the destination has the old
+//! image open. So both are read when the guest is described, and again before the state is given
+//! away. From QEMU's own `migrate` on it refuses other devices by itself.
 
 use serde_json::{Value, json};
 use vmferry::VmError;

@@ -16,7 +16,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::QemuError;
 
-/// How often a QEMU whose process is not seen is asked whether it is there: for milliseconds nobody else is served then.
+/// How often a QEMU whose process is not seen is asked whether it is there: for milliseconds nobody
+/// else is served then.
 const LOOK_PERIOD: Duration = Duration::from_secs(2);
 
 /// A line of `/proc/PID/maps`.
@@ -90,8 +91,9 @@ pub fn parse(line: &str) -> Option<Mapping> {
     Some(Mapping { range, shared, writable, offset, file: (device, inode), path })
 }
 
-/// The numbers of the descriptors that a process has of a mapping's file, if they can be read and written. Devices are
-/// left alone: to open one may be an order to it, and no guest's memory that can be filled from outside is one.
+/// The numbers of the descriptors that a process has of a mapping's file, if they can be read and
+/// written. Devices are left alone: to open one may be an order to it, and no guest's memory that
+/// can be filled from outside is one.
 fn descriptors_of(pid: u32, mapping: &Mapping) -> io::Result<Vec<i32>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(format!("/proc/{pid}/fd"))?.flatten() {
@@ -108,7 +110,8 @@ fn descriptors_of(pid: u32, mapping: &Mapping) -> io::Result<Vec<i32>> {
     Ok(found)
 }
 
-/// Whether a process has opened a file for reading and writing, as `/proc/PID/fdinfo` says (proc(5)).
+/// Whether a process has opened a file for reading and writing, as `/proc/PID/fdinfo` says
+/// (proc(5)).
 fn is_open_for_writing(pid: u32, descriptor: i32) -> bool {
     let text = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{descriptor}"));
     let text = text.unwrap_or_default();
@@ -117,7 +120,8 @@ fn is_open_for_writing(pid: u32, descriptor: i32) -> bool {
     flags.is_some_and(|flags| flags & libc::O_ACCMODE == libc::O_RDWR)
 }
 
-/// Opens the file behind a mapping for reading and writing, by a descriptor that the process has for both.
+/// Opens the file behind a mapping for reading and writing, by a descriptor that the process has
+/// for both.
 ///
 /// # Errors
 /// If the process has none that may be opened so.
@@ -134,7 +138,8 @@ pub fn open_file(pid: u32, mapping: &Mapping) -> Result<File, QemuError> {
     Err(failed(last))
 }
 
-/// The process's own descriptor of the file behind a mapping: the same open file description, no further one.
+/// The process's own descriptor of the file behind a mapping: the same open file description, no
+/// further one.
 ///
 /// # Errors
 /// If it has none for reading and writing, or it may not be had.
@@ -260,8 +265,9 @@ fn start_time(stat: &str) -> Option<u64> {
     behind_name(stat)?.split(' ').nth(22 - 3)?.parse().ok()
 }
 
-/// Waits until the QEMU behind a QMP socket has ended: by its process, or where that is not seen from here by the socket,
-/// which refuses clients then. A QEMU that serves somebody else keeps this one in its queue.
+/// Waits until the QEMU behind a QMP socket has ended: by its process, or where that is not seen
+/// from here by the socket, which refuses clients then. A QEMU that serves somebody else keeps this
+/// one in its queue.
 pub fn wait_until_gone(pid: Option<u32>, socket: &Path) {
     if let Some(pid) = pid {
         // A process that is gone already has ended too.
@@ -278,7 +284,8 @@ pub fn wait_until_gone(pid: Option<u32>, socket: &Path) {
             {
                 return;
             }
-            // The first byte of a greeting, or the end: then the next attempt shows whether that was QEMU's.
+            // The first byte of a greeting, or the end: then the next attempt shows whether that
+            // was QEMU's.
             Ok(mut stream) => drop(stream.read(&mut [0])),
             Err(_) => {}
         }
@@ -286,7 +293,8 @@ pub fn wait_until_gone(pid: Option<u32>, socket: &Path) {
     }
 }
 
-/// What no other process is ever called: by the host's boot, the process's number in its own namespace, and its start.
+/// What no other process is ever called: by the host's boot, the process's number in its own
+/// namespace, and its start.
 pub fn process_name(pid: u32) -> Option<String> {
     let ProcessIdentity { started, boot, .. } = ProcessIdentity::of(pid).ok()?;
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;

@@ -231,7 +231,8 @@ const ADVICE: &str = "start QEMU with `-object memory-backend-file,id=ram,size=S
 fn not_carried(block: &Listed, shared: Option<&str>, version: Version) -> QemuError {
     let why = match shared {
         Some(kind) => format!(
-            "is a {}, which QEMU {version} would send itself while the guest stands still: {ADVICE}",
+            "is a {}, which QEMU {version} would send itself while the guest is paused: \
+             {ADVICE}",
             match kind.strip_prefix("memory-backend-") {
                 Some("memfd") | None => "memfd",
                 Some(_) => kind,

@@ -13,9 +13,9 @@ use crate::qmp::{Qmp, QmpError};
 /// Capabilities that saving a state without shared memory needs.
 const FOR_SAVING: [&str; 3] = ["pause-before-switchover", "x-ignore-shared", "events"];
 
-/// Capabilities that loading it needs.
-/// Without `late-block-activate`, QEMU before 10.0 takes the locks of the guest's disks as soon as it has loaded: a
-/// source that has lost the link then could not let its guest run on.
+/// Capabilities that loading it needs. Without `late-block-activate`, QEMU before 10.0 takes the
+/// locks of the guest's disks as soon as it has loaded: a source that has lost the link then could
+/// not let its guest run on.
 const FOR_LOADING: [&str; 3] = ["x-ignore-shared", "events", "late-block-activate"];
 
 /// Parameters that may be changed here, those of newer QEMUs among them.

@@ -118,8 +118,8 @@ impl QemuSource {
         &self.ram
     }
 
-    /// Ends the QEMU, whose guest runs elsewhere, and gives the pages of its memory files back, as far as they are its
-    /// alone.
+    /// Ends the QEMU, whose guest runs elsewhere, and gives the pages of its memory files back, as
+    /// far as they are its alone.
     ///
     /// # Errors
     /// QMP's.
@@ -239,7 +239,8 @@ impl SourceVm for QemuSource {
     }
 
     fn pause(&mut self) -> Result<Duration, VmError> {
-        // While the guest runs this costs it nothing; once QEMU has saved its state, nobody can change it any more.
+        // While the guest runs this costs it nothing; once QEMU has saved its state, nobody can
+        // change it any more.
         self.parts.must_be_as_before(&mut self.qmp)?;
         match Saving::begin(&mut self.qmp) {
             Ok((saving, stood_still)) => {
@@ -293,12 +294,13 @@ impl SourceVm for QemuSource {
     }
 }
 
-/// Another process that has the guest's memory mapped is a reason to carry the guest, not an error of its own.
+/// Another process that has the guest's memory mapped is a reason to carry the guest, not an error
+/// of its own.
 fn written_by(error: QemuError) -> QemuError {
     match error {
         QemuError::FileInUse { block, path, pid, name } => QemuError::Unattachable(format!(
-            "process {pid} ({name}) has its memory file {path} of {block} mapped too, and can write it where \
-             the dirty log does not see it"
+            "process {pid} ({name}) has its memory file {path} of {block} mapped too, and can \
+             write it where the dirty log does not see it"
         )),
         error => error,
     }

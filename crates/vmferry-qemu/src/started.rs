@@ -15,8 +15,9 @@ use crate::starter::{Keep, LocalStarter, Starter};
 /// How long QEMU may take until it listens.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A destination whose QEMU is started from a command line, and again after each attempt that has used it
-/// up. Dropped, the QEMU is ended, unless it was [taken](Self::into_starter) or has a guest.
+/// A destination whose QEMU is started from a command line, and again after each attempt that has
+/// used it up. Dropped, the QEMU is ended, unless it was [taken](Self::into_starter) or has a
+/// guest.
 pub struct StartedQemu {
     starter: Option<Box<dyn Starter>>,
     socket: PathBuf,
@@ -184,7 +185,8 @@ fn no_starter() -> QemuError {
 
 impl Drop for StartedQemu {
     fn drop(&mut self) {
-        // One that has a guest is the next receiver's: this one may not know whether it has promised to run it.
+        // One that has a guest is the next receiver's: this one may not know whether it has
+        // promised to run it.
         if self.starter.is_some() && !self.has_guest {
             self.end();
             let _ = std::fs::remove_file(&self.socket);

@@ -1,10 +1,10 @@
 //! Taking time from a QEMU's vCPU threads, by a control group of their own.
 //!
-//! With cgroup v2 the group is a threaded child of the one that the thread is in, and `cpu.max` is its limit;
-//! where the `cpu` controller is still of v1, it is a child with `cpu.cfs_quota_us`. So what else limits the thread goes on
-//! to do so, and it returns to where it was: libvirt keeps each vCPU in a group of its own. vmferry needs to be
-//! allowed to write there, which is the operator's decision (`Delegate=yes` in a systemd unit, or
-//! root). The group goes when the limit does.
+//! With cgroup v2 the group is a threaded child of the one that the thread is in, and `cpu.max` is
+//! its limit; where the `cpu` controller is still of v1, it is a child with `cpu.cfs_quota_us`. So
+//! what else limits the thread goes on to do so, and it returns to where it was: libvirt keeps each
+//! vCPU in a group of its own. vmferry needs to be allowed to write there, which is the operator's
+//! decision (`Delegate=yes` in a systemd unit, or root). The group goes when the limit does.
 //!
 //! Source: Linux `Documentation/admin-guide/cgroup-v2.rst` ("Threads") and `cgroup-v1`,
 //! `Documentation/scheduler/sched-bwc.rst`.
@@ -47,7 +47,8 @@ struct Group {
 }
 
 impl Throttle {
-    /// Finds out whether these threads of process `pid` can be limited, by making the groups for them.
+    /// Finds out whether these threads of process `pid` can be limited, by making the groups for
+    /// them.
     ///
     /// # Errors
     /// If there is no `cpu` controller, or it may not be used.
@@ -71,7 +72,8 @@ impl Throttle {
         self.groups.iter().try_for_each(limit).map_err(refused)
     }
 
-    /// Takes back the limit that another process, which has died, has left: each thread returns to the group above.
+    /// Takes back the limit that another process, which has died, has left: each thread returns to
+    /// the group above.
     ///
     /// # Errors
     /// What the control group says.
@@ -174,8 +176,8 @@ fn threads_file(hierarchy: Hierarchy) -> &'static str {
     }
 }
 
-/// The groups that the `cpu` controller goes by, of v1 if that is where it is, and which of these threads of a process are
-/// in each. One that is limited counts where it was before.
+/// The groups that the `cpu` controller goes by, of v1 if that is where it is, and which of these
+/// threads of a process are in each. One that is limited counts where it was before.
 fn parents(pid: u32, threads: &[u32]) -> io::Result<(Hierarchy, BTreeMap<PathBuf, Vec<u32>>)> {
     let mounts = fs::read_to_string("/proc/self/mountinfo")?;
     let mut found = BTreeMap::<PathBuf, Vec<u32>>::new();
@@ -308,7 +310,7 @@ mod tests {
             throttle.set(0).unwrap();
             assert!(all_home());
         }
-        // Whoever limited them was killed: the next one prepares, or takes the limit back.
+        // The process that limited them was killed: the next one prepares, or takes the limit back.
         throttle.set(80).unwrap();
         std::mem::forget(throttle);
         let next = Throttle::prepare(pid, threads()).unwrap();

@@ -1,9 +1,10 @@
 //! What a guest sees of its vCPUs: the features that the processor that it goes to must have too.
 //!
-//! A model's name says little: `host` is another set of features on each host, and `-cpu` may add features to any model
-//! and take them away. QEMU loads a guest's state whatever the features are; the guest dies later, of an instruction
-//! that is not there. So the source says which features the guest was started with, by the names that `-cpu`
-//! knows them by, and the destination's vCPUs must have all of them. What they have more is no hindrance.
+//! A model's name says little: `host` is another set of features on each host, and `-cpu` may add
+//! features to any model and take them away. QEMU loads a guest's state whatever the features are;
+//! the guest dies later, of an instruction that is not there. So the source says which features the
+//! guest was started with, by the names that `-cpu` knows them by, and the destination's vCPUs must
+//! have all of them. What they have more is no hindrance.
 
 use std::collections::BTreeSet;
 
@@ -12,18 +13,19 @@ use serde_json::{Value, json};
 
 use crate::qmp::{Qmp, QmpError};
 
-/// Properties of QEMU's vCPUs that are on or off and no features: how QEMU behaves, and what follows from the machine
-/// type.
+/// Properties of QEMU's vCPUs that are on or off and no features: how QEMU behaves, and what
+/// follows from the machine type.
 const NO_FEATURES: &str = "
-    check cpuid-0xb enforce fill-mtrr-mask full-cpuid-auto-level host-cache-info host-phys-bits hotpluggable hotplugged
-    hv-enforce-cpuid hv-passthrough kvm-no-smi-migration l3-cache legacy-cache legacy-multi-node migratable realized
-    start-powered-off tcg-cpuid vmware-cpuid-freq xen-vapic
+    check cpuid-0xb enforce fill-mtrr-mask full-cpuid-auto-level host-cache-info host-phys-bits
+    hotpluggable hotplugged hv-enforce-cpuid hv-passthrough kvm-no-smi-migration l3-cache
+    legacy-cache legacy-multi-node migratable realized start-powered-off tcg-cpuid
+    vmware-cpuid-freq xen-vapic
 ";
 
 /// Second names of features.
 const SECOND_NAMES: &str = "ffxsr i64 pclmuldq sse3 xd";
 
-/// So many missing features are named.
+/// How many missing features are named.
 const MOST_NAMED: usize = 12;
 
 /// The member of a guest's description that says it, of those that may be left out.
@@ -78,7 +80,8 @@ impl Vcpu {
         Ok(Some(Self { vendor, features }))
     }
 
-    /// What a guest with these vCPUs would miss of those, in words. `model` is the source's, for `-cpu`.
+    /// What a guest with these vCPUs would miss of those, in words. `model` is the source's, for
+    /// `-cpu`.
     #[must_use]
     pub fn misses(&self, of: &Self, model: &str) -> Option<String> {
         if self.vendor != of.vendor {
@@ -99,14 +102,15 @@ impl Vcpu {
         }
         let more = if missing.len() > MOST_NAMED { " and more" } else { "" };
         Some(format!(
-            "the destination's vCPUs lack {}{more} of the source's features: start it with `-cpu {model}` and \
-             the same features, on a processor that has them",
+            "the destination's vCPUs lack {}{more} of the source's features: start it with `-cpu \
+             {model}` and the same features, on a processor that has them",
             missing[..missing.len().min(MOST_NAMED)].join(", ")
         ))
     }
 }
 
-/// Of several spellings (`sse4.1`, `sse4-1`, `sse4_1`) the one with hyphens counts, or that with a dot.
+/// Of several spellings (`sse4.1`, `sse4-1`, `sse4_1`) the one with hyphens counts, or that with a
+/// dot.
 fn is_feature(name: &str) -> bool {
     let is_in = |list: &str| list.split_whitespace().any(|listed| listed == name);
     !name.contains('_')

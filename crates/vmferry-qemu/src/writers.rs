@@ -1,14 +1,14 @@
 //! Who writes a guest's memory, and whether the dirty log sees it.
 //!
-//! The log sees what is written through QEMU's own mapping: by vCPUs, by QEMU's own devices, and by the
-//! kernel's vhost, which copies as QEMU would. It does not see hardware that writes by DMA, nor other
-//! processes that have the memory mapped. So a guest is attached only if each of its devices and
-//! back ends is on a list of those that write through QEMU's mapping alone. Any other one is carried:
-//! QEMU's own migration asks its back ends for their logs.
+//! The log sees what is written through QEMU's own mapping: by vCPUs, by QEMU's own devices, and by
+//! the kernel's vhost, which copies as QEMU would. It does not see hardware that writes by DMA, nor
+//! other processes that have the memory mapped. So a guest is attached only if each of its devices
+//! and back ends is on a list of those that write through QEMU's mapping alone. Any other one is
+//! carried: QEMU's own migration asks its back ends for their logs.
 //!
-//! Source of the lists: `-device help`, `-object help` and `-netdev help` of QEMU 7.2 and 10.0, and what each of
-//! these does with guest memory. Devices that a machine type brings along are parts of QEMU; those that
-//! users add are listed below `/machine/peripheral`.
+//! Source of the lists: `-device help`, `-object help` and `-netdev help` of QEMU 7.2 and 10.0, and
+//! what each of these does with guest memory. Devices that a machine type brings along are parts of
+//! QEMU; those that users add are listed below `/machine/peripheral`.
 
 use serde_json::{Value, json};
 
@@ -18,9 +18,9 @@ use crate::machine::Habits;
 use crate::qmp::{Qmp, QmpError};
 
 /// Types of devices that write guest memory through QEMU's mapping alone. `-transitional` and
-/// `-non-transitional` variants of virtio's count as these. In order: buses; disks; network, of which a tap's
-/// `vhost=on` is the kernel's; displays; input; sound; USB, where libusb copies of a host's device; serial ports; memory;
-/// the rest of a computer.
+/// `-non-transitional` variants of virtio's count as these. In order: buses; disks; network, of
+/// which a tap's `vhost=on` is the kernel's; displays; input; sound; USB, where libusb copies of a
+/// host's device; serial ports; memory; the rest of a computer.
 const DEVICES: &str = "
     i82801b11-bridge ioh3420 pci-bridge pci-bridge-seat pcie-pci-bridge pcie-root-port pxb
     pxb-pcie x3130-upstream xio3130-downstream ipoctal232 tpci200
@@ -69,7 +69,8 @@ const OBJECTS: &str = "
     tls-creds-x509
 ";
 
-/// Network back ends whose packets QEMU, or the kernel's vhost, copies; as `info network` calls them.
+/// Network back ends whose packets QEMU, or the kernel's vhost, copies; as `info network` calls
+/// them.
 const NETWORKS: &str = "
     af-xdp bridge dgram hubport l2tpv3 netmap nic none socket stream tap user
     vde
@@ -97,7 +98,8 @@ const UNKNOWN: &str = "it is not known to write guest memory only where the dirt
 /// Features of a vCPU with which a guest runs guests of its own.
 const NESTING: [&str; 2] = ["vmx", "svm"];
 
-/// Makes sure that nothing writes guest memory where no log sees it; how the devices behave that were found.
+/// Makes sure that nothing writes guest memory where no log sees it; how the devices behave that
+/// were found.
 ///
 /// # Errors
 /// What forbids to attach the guest, by name, and QMP's errors.
@@ -185,9 +187,9 @@ fn check_networks(networks: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// A guest of KVM that may run guests of its own is refused: for those the processor itself writes pages that KVM has
-/// pinned (the virtual APIC's, posted interrupts), which KVM's own log knows of and a userfaultfd does not. An
-/// emulated guest's are written by QEMU.
+/// A guest of KVM that may run guests of its own is refused: for those the processor itself writes
+/// pages that KVM has pinned (the virtual APIC's, posted interrupts), which KVM's own log knows of
+/// and a userfaultfd does not. An emulated guest's are written by QEMU.
 fn runs_no_guests(qmp: &mut Qmp) -> Result<(), QemuError> {
     if qmp.execute("query-kvm", json!({}))?["enabled"] != true {
         return Ok(());
@@ -209,8 +211,9 @@ fn runs_no_guests(qmp: &mut Qmp) -> Result<(), QemuError> {
 fn may_nest(feature: &str, has: bool) -> Result<(), String> {
     if has {
         return Err(format!(
-            "its vCPUs have `{feature}`, so it may run guests of its own, for which the processor writes \
-             pages that no write protection sees: start QEMU with `-cpu …,{feature}=off` if it runs none"
+            "its vCPUs have `{feature}`, so it may run guests of its own, for which the processor \
+             writes pages that no write protection sees: start QEMU with `-cpu …,{feature}=off` if \
+             it runs none"
         ));
     }
     Ok(())
@@ -244,8 +247,9 @@ mod tests {
 
     #[test]
     fn networks_that_are_on_no_list_are_refused_by_name() {
-        let seen = "n0: index=0,type=nic,model=virtio-net-pci,macaddr=52:54:00:12:34:56\r\n \
-                    \\ h: index=0,type=tap,ifname=tap0,script=no\r\nfilters:\r\n  - f0: type=filter-dump,file=x\r\n";
+        let seen = "n0: index=0,type=nic,model=virtio-net-pci,macaddr=52:54:00:12:34:56\r\n \\ h: \
+             index=0,type=tap,ifname=tap0,script=no\r\nfilters:\r\n  - f0: \
+             type=filter-dump,file=x\r\n";
         assert_eq!(check_networks(seen), Ok(()));
         for kind in ["vhost-user", "vhost-vdpa", "passt"] {
             let line =

@@ -86,7 +86,8 @@ impl<I> Absence<I> {
         }
     }
 
-    /// Whether a process that is still within its step is to say that it lives; if so it is asked again later.
+    /// Whether a process that is still within its step is to say that it lives; if so it is asked
+    /// again later.
     pub fn says_that_it_lives(&self, process: u64, network: &mut Network) -> bool {
         let lives = self.away.as_ref().is_some_and(|away| away.process == process);
         if lives {

@@ -7,9 +7,9 @@ use vmferry_wire::{
 
 use crate::plan::Host;
 
-/// Every message that a host may hear out of turn, by its number, but the words that end a hand-over: a source that says
-/// COMMIT without its journal, or a destination that says ABORTED or RUNNING without its own, gives its guest to two hosts
-/// or to none, and nobody else can help that.
+/// Every message that a host may hear out of turn, by its number, but the words that end a
+/// handover: a source that says COMMIT without its journal, or a destination that says ABORTED or
+/// RUNNING without its own, gives its guest to two hosts or to none, and nobody else can help that.
 #[must_use]
 pub fn forgeries(to: Host) -> Vec<u16> {
     (number::BEGIN..=number::FREE)

@@ -145,8 +145,8 @@ pub enum Fault {
     Cancel { host: Host, message: u64 },
     /// For some time somebody else answers at the destination's address, and knows nothing.
     Stranger { message: u64, lasts: Duration },
-    /// Beside the message, the session's control channel brings another one, of this number, to a host: its peer does not
-    /// keep the protocol.
+    /// Beside the message, the session's control channel brings another one, of this number, to a
+    /// host: its peer does not keep the protocol.
     Forge { message: u64, to: Host, number: u16 },
     /// A write to a journal fails, counted from 0 for each host. `crash`: the process dies with it.
     Write { host: Host, number: u64, how: WriteFault, crash: bool },
@@ -265,9 +265,9 @@ impl Plan {
         }
     }
 
-    /// Whether the link is all that goes wrong, and is back each time before anybody gives up: all losses
-    /// together, and what it takes to make the channels again, are shorter than that. Or a step that takes long, which
-    /// the other side bears up to its own limit for that step.
+    /// Whether the link is all that goes wrong, and is back each time before anybody gives up: all
+    /// losses together, and what it takes to make the channels again, are shorter than that. Or a
+    /// step that takes long, which the other side bears up to its own limit for that step.
     #[must_use]
     pub fn is_mild(&self) -> bool {
         let away = self.faults.iter().try_fold(Duration::ZERO, |sum, fault| match fault {
@@ -278,8 +278,8 @@ impl Plan {
         slow || away.is_some_and(|away| away < self.reconnect)
     }
 
-    /// Whether nothing happens but a step that takes long, and that the other side waits for without a doubt. The
-    /// wait for RUNNING is a short one.
+    /// Whether nothing happens but a step that takes long, and that the other side waits for
+    /// without a doubt. The wait for RUNNING is a short one.
     #[must_use]
     pub fn is_borne(&self) -> bool {
         matches!(

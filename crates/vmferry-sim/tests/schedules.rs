@@ -55,14 +55,16 @@ fn without_faults_the_guest_moves_and_every_message_is_a_boundary() {
     }
 }
 
-/// A peer that does not keep the protocol ends its own session at most: in the end one host has the guest, whole.
+/// A peer that does not keep the protocol ends its own session at most: in the end one host has the
+/// guest, whole.
 #[test]
 fn a_message_out_of_turn_breaks_no_promise_whoever_says_it_and_whenever() {
     let mut struck = 0;
     for to in [Host::Source, Host::Destination] {
         for number in forgeries(to) {
             for message in (0..vmferry_sim::MESSAGES).step_by(3) {
-                // The shapes of the boundaries: lanes, with and without `--verify`, with and without reconnection.
+                // The shapes of the boundaries: lanes, with and without `--verify`, with and
+                // without reconnection.
                 for shape in 0..6 {
                     let mut plan = Plan::new(Seed::Boundary(shape));
                     plan.rng = message;
@@ -122,8 +124,8 @@ fn a_broken_rule_of_reconnection_is_found_out() {
     }
 }
 
-/// A VMM's call, or a write to a journal, that takes longer than silence is borne ends nothing, on either side; and
-/// each rule that makes it so is needed.
+/// A VMM's call, or a write to a journal, that takes longer than silence is borne ends nothing, on
+/// either side; and each rule that makes it so is needed.
 #[test]
 fn slow_steps_end_no_migration_and_each_rule_of_theirs_is_needed() {
     let takes = std::time::Duration::from_secs(22);

@@ -25,7 +25,8 @@ const RELEASE: u16 = 1;
 const VMM_RELEASE: u16 = 2;
 /// BEGIN, mandatory, without content: the VMM streams the guest, one stream on each lane.
 const STREAMS: u16 = 3;
-/// BEGIN: bytes that the guest uses of each slot, a u64 for each; [`UNKNOWN_BYTES`] where they are not known.
+/// BEGIN: bytes that the guest uses of each slot, a u64 for each; [`UNKNOWN_BYTES`] where they are
+/// not known.
 const USED_BYTES: u16 = 4;
 /// Stands for a number of bytes that is not known.
 const UNKNOWN_BYTES: u64 = u64::MAX;

@@ -84,8 +84,8 @@ impl ControlHeader {
         Ok(Decoded { message, ignored })
     }
 
-    /// The same of a body that is not needed any more: the state of FINAL stays in its memory, so that there is never
-    /// a second one.
+    /// The same of a body that is not needed any more: the state of FINAL stays in its memory, so
+    /// that there is never a second one.
     ///
     /// # Errors
     /// As [`decode`](Self::decode).

@@ -44,7 +44,8 @@ pub enum ControlMessage {
         /// Since version 2: whether the VMM streams the guest, one stream on each lane. A destination that does not know
         /// of streams must refuse. In version 1 only `vmm` says it.
         streams: bool,
-        /// Since version 2: bytes that the guest uses of each slot, as far as they are known. Empty if it is not said.
+        /// Since version 2: bytes that the guest uses of each slot, as far as they are known. Empty
+        /// if it is not said.
         used_bytes: Vec<Option<u64>>,
     },
     /// D: takes the guest; data channels show the token.
@@ -55,8 +56,8 @@ pub enum ControlMessage {
         release: Option<Release>,
         /// Since version 2: what the destination can decode. Unsaid, it is [`AlgorithmSet::VERSION_1`].
         algorithms: Option<AlgorithmSet>,
-        /// Since version 2: whether the destination takes VERIFY before FINAL, and then hashes its memory as it
-        /// was placed, before it loads the state.
+        /// Since version 2: whether the destination takes VERIFY before FINAL, and then hashes its
+        /// memory as it was placed, before it loads the state.
         verifies_placed: bool,
     },
     /// D: does not take the guest.
@@ -81,8 +82,8 @@ pub enum ControlMessage {
         digest: u64,
         /// The device state.
         state: Vec<u8>,
-        /// Since version 2: whether somebody has paused the guest, which is to stay so. A destination that does not know
-        /// of that must refuse.
+        /// Since version 2: whether somebody has paused the guest, which is to stay so. A
+        /// destination that does not know of that must refuse.
         paused: bool,
     },
     /// D: everything is placed, the state is loaded; waits for COMMIT.
@@ -92,8 +93,9 @@ pub enum ControlMessage {
         /// Time that loading the state took, in microseconds.
         load_us: u64,
     },
-    /// S: hash your memory whole, as I do mine. Before FINAL, to a destination that has said `verifies_placed`:
-    /// once all of it is placed, and before the state is loaded. After READY, to any other: at once.
+    /// S: hash your memory whole, as I do mine. Before FINAL, to a destination that has said
+    /// `verifies_placed`: once all of it is placed, and before the state is loaded. After READY, to
+    /// any other: at once.
     Verify {},
     /// D: the hash of the whole memory.
     Verified {

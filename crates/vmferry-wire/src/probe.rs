@@ -1,8 +1,8 @@
-//! The messages of a probe: a channel of role 5, on which a source that has no session asks a destination what it has,
-//! whether it would be admitted, and how fast the link is.
+//! The messages of a probe: a channel of role 5, on which a source that has no session asks a
+//! destination what it has, whether it would be admitted, and how fast the link is.
 //!
-//! Their form and numbers are the same in every version of the protocol, and no other message is spoken on such a
-//! channel.
+//! Their form and numbers are the same in every version of the protocol, and no other message is
+//! spoken on such a channel.
 
 use serde::{Deserialize, Serialize};
 
@@ -214,7 +214,8 @@ impl ProbeMessage {
     }
 }
 
-/// Appends a value. Writing to a vector fails only for a value that has no such form, and these have one.
+/// Appends a value. Writing to a vector fails only for a value that has no such form, and these
+/// have one.
 fn put(value: &impl Serialize, into: &mut Vec<u8>) {
     match postcard::to_extend(value, std::mem::take(into)) {
         Ok(longer) => *into = longer,
@@ -312,7 +313,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_a_message_or_an_error(number in ASK - 1..LOAD + 2, body in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn any_bytes_are_a_message_or_an_error(
+            number in ASK - 1..LOAD + 2,
+            body in proptest::collection::vec(any::<u8>(), 0..200),
+        ) {
             let mut bytes = vec![0; CONTROL_HEADER_BYTES];
             bytes[0..4].copy_from_slice(&u32::try_from(body.len()).unwrap().to_le_bytes());
             bytes[4..6].copy_from_slice(&number.to_le_bytes());

@@ -43,12 +43,13 @@ const LEAST_WINDOW_FRAMES: usize = 4;
 /// The fastest link that a window is meant for, in bytes per second: 40 Gbit/s.
 const FASTEST_LINK: f64 = 5e9;
 
-/// A pause of so many times the downtime limit is given up unless the user has chosen another bound: what made the
-/// prediction wrong by that much goes on, and the guest is better off at the source.
+/// A migration whose pause lasts this many times the downtime limit is given up unless the user has
+/// chosen another bound: what made the prediction wrong by that much goes on, and the guest is
+/// better off at the source.
 const DOWNTIME_ABORT_FACTOR: u32 = 10;
 
-/// No shorter pause is given up unless the user says so: a host that is busy for a moment adds as much, and a migration
-/// that is given up costs the guest another pause.
+/// No shorter pause is given up unless the user says so: a host that is busy for a moment adds as
+/// much, and a migration that is given up costs the guest another pause.
 const LEAST_DOWNTIME_ABORT: Duration = Duration::from_secs(5);
 
 /// How long the engine waits. Every wait in it has one of these bounds.
@@ -158,8 +159,9 @@ pub struct SourceConfig {
     pub channels: u8,
     /// Longest accepted downtime. Default 300 ms.
     pub downtime_limit: Duration,
-    /// How long the guest may stand still before COMMIT, whatever was predicted: then the migration is given up, and
-    /// the guest runs on. Default none: see [`downtime_abort`](Self::downtime_abort).
+    /// How long the guest may be paused before COMMIT, whatever was predicted: then the migration
+    /// is given up, and the guest runs on. Default none: see
+    /// [`downtime_abort`](Self::downtime_abort).
     pub downtime_abort: Option<Duration>,
     /// Cap over all data channels in bytes per second, in the paused round too. Default none.
     pub max_bandwidth: Option<u64>,
@@ -185,8 +187,8 @@ pub struct SourceConfig {
     pub protocol: RangeInclusive<u16>,
     /// Directory of the journals.
     pub journal_directory: PathBuf,
-    /// The process of the guest's VMM, if that outlives this one, as no other process is ever called: what the journal says
-    /// is about the guest in it. Default none.
+    /// The process of the guest's VMM, if that outlives this one, as no other process is ever
+    /// called: what the journal says is about the guest in it. Default none.
     pub process: Option<String>,
     /// Bounds of all waits.
     pub timeouts: Timeouts,
@@ -232,8 +234,9 @@ impl SourceConfig {
         check_protocol(&self.protocol)
     }
 
-    /// How long the guest may stand still before COMMIT: what was chosen, but no less than the downtime limit; else ten
-    /// times that limit, and at least 5 s. Whoever hands over at any price has no bound unless one is chosen.
+    /// How long the guest may be paused before COMMIT: what was chosen, but no less than the
+    /// downtime limit; else ten times that limit, and at least 5 s. Whoever hands over at any price
+    /// has no bound unless one is chosen.
     #[must_use]
     pub fn downtime_abort(&self) -> Option<Duration> {
         let usual = || {
@@ -314,7 +317,8 @@ pub struct DestinationConfig {
     pub protocol: RangeInclusive<u16>,
     /// Bounds of all waits.
     pub timeouts: Timeouts,
-    /// What a source that is admitted is told of this host when it [asks](crate::probe). Default nothing.
+    /// What a source that is admitted is told of this host when it [asks](crate::probe). Default
+    /// nothing.
     pub host: HostFacts,
 }
 

@@ -24,8 +24,8 @@ const ASSUMED_BYTES_PER_S: f64 = 117e6;
 /// A shorter round says more about latency than about the link.
 const MEASURABLE_BYTES: u64 = 1 << 20;
 
-/// Rounds of which the fastest says what the link carries: one that the machine was slow in does not decide, and so many
-/// do.
+/// Rounds of which the fastest says what the link carries: one that the machine was slow in does
+/// not decide, and this many do.
 const LINK_ROUNDS: usize = 8;
 
 /// A round that differs by less than this part from the one before is as long.
@@ -100,7 +100,7 @@ pub struct NotConverging {
     pub pending_bytes: f64,
     /// Whether that is as much as the round before had to send: the guest writes all of it again in less than a round.
     pub rewrites_all: bool,
-    /// The downtime that a hand-over now would cost, in milliseconds.
+    /// The downtime that a handover now would cost, in milliseconds.
     pub predicted_downtime_ms: f64,
     /// The limit, in milliseconds.
     pub downtime_limit_ms: f64,
@@ -114,7 +114,7 @@ impl std::fmt::Display for NotConverging {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
-            "after {} rounds ({:.1} s) a hand-over would stop the guest for {:.1} ms, and the \
+            "after {} rounds ({:.1} s) a handover would stop the guest for {:.1} ms, and the \
              limit is {:.1} ms: {}",
             self.rounds,
             self.elapsed_ms / 1e3,
@@ -136,8 +136,8 @@ pub struct Predictor {
     measured_again: bool,
     /// Pages with content of the last round.
     round_pages: Option<u64>,
-    /// Bytes per second on the channels in each of the last rounds. What travels compressed is bounded by the
-    /// processors too: a round says what the link carries at least.
+    /// Bytes per second on the channels in each of the last rounds. What travels compressed is
+    /// bounded by the processors too: a round says what the link carries at least.
     wire_rates: VecDeque<f64>,
     max_bandwidth: Option<u64>,
     state: StateEstimate,
@@ -192,8 +192,9 @@ impl Predictor {
         self.throttle_percent = percent;
     }
 
-    /// Takes for how long a harvest waited for requests of devices: the switchover waits for such requests too. Of the last
-    /// two harvests the shorter wait counts, so that a single slow request decides nothing.
+    /// Takes for how long a harvest waited for requests of devices: the switchover waits for such
+    /// requests too. Of the last two harvests the shorter wait counts, so that a single slow
+    /// request decides nothing.
     pub fn waited_for_devices(&mut self, wait: Duration) {
         self.device_waits = [self.device_waits[1], wait];
     }
@@ -226,8 +227,8 @@ impl Predictor {
                 self.wire_rates.push_back(wire_bytes as f64 / took);
             }
         } else if !took.is_zero() {
-            // Most of its time was latency, and the link carries at least that: a round that was slow for another
-            // reason is not believed for ever because those after it are short.
+            // Most of its time was latency, and the link carries at least that: a round that was
+            // slow for another reason is not believed for ever because those after it are short.
             let took = took.as_secs_f64();
             self.measured.pages_per_s = self.measured.pages_per_s.max(content_pages as f64 / took);
             if let Some(last) = self.wire_rates.back_mut() {
@@ -520,7 +521,7 @@ mod tests {
         let predictor = Predictor::new(limits, None);
         assert_eq!(predictor.decide(harvest(1, 0)), Decision::AnotherRound);
         let Decision::GiveUp(why) = predictor.decide(harvest(2, 0)) else { panic!() };
-        assert!(why.to_string().contains("the hand-over itself takes"));
+        assert!(why.to_string().contains("the handover itself takes"));
     }
 
     #[test]

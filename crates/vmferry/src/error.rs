@@ -82,8 +82,8 @@ pub enum MigrateError {
     NotConverging(Box<NotConverging>),
     /// The guest was paused for the handover, and that took too long.
     #[error(
-        "the guest stood still for {} before COMMIT, in {during}, and the migration is given up after {}: the link or a \
-         host became slower at the switchover; the source keeps the guest",
+        "the guest stood still for {} before COMMIT, in {during}, and the migration is given up \
+         after {}: the link or a host became slower at the switchover; the source keeps the guest",
         humantime_seconds(*.paused),
         humantime_seconds(*.bound)
     )]
@@ -114,8 +114,8 @@ pub enum MigrateError {
     /// The paused memories differ: a write escaped the dirty log.
     #[error(
         "--verify found different memory: {source_pages} pages hash to {source_hash:#018x} at the \
-         source, {destination_pages} to {destination_hash:#018x} at the destination; {}; the source \
-         keeps the guest",
+         source, {destination_pages} to {destination_hash:#018x} at the destination; {}; the \
+         source keeps the guest",
         mismatch_cause(*.compared, .log)
     )]
     VerifyMismatch {
@@ -161,8 +161,8 @@ pub enum MigrateError {
     PoweredOff,
     /// The guest is paused, and the destination would run it.
     #[error(
-        "the guest is paused, and the destination's release (protocol version 1) would run it: upgrade vmferry there, or \
-         continue the guest first"
+        "the guest is paused, and the destination's release (protocol version 1) would run it: \
+         upgrade vmferry there, or continue the guest first"
     )]
     PausedForOldPeer,
     /// The journal failed, so nothing was promised.
@@ -184,7 +184,8 @@ pub enum MigrateError {
 pub enum Compared {
     /// Once all of it was placed, and before the state was loaded.
     BeforeLoad,
-    /// After the state was loaded, which may have written memory: a destination of an earlier release.
+    /// After the state was loaded, which may have written memory: a destination of an earlier
+    /// release.
     AfterLoad,
 }
 
@@ -193,8 +194,8 @@ fn mismatch_cause(compared: Compared, log: &str) -> String {
     match compared {
         Compared::BeforeLoad => format!("a write escaped the dirty log {log}"),
         Compared::AfterLoad => format!(
-            "a write escaped the dirty log {log}, or the destination wrote memory while it loaded the \
-             state, since it compares after that: upgrade vmferry there"
+            "a write escaped the dirty log {log}, or the destination wrote memory while it loaded \
+             the state, since it compares after that: upgrade vmferry there"
         ),
     }
 }
@@ -276,8 +277,8 @@ impl MigrateError {
         }
     }
 
-    /// What the peer is told: a code and one line of text, without this host's paths or causes, but for the place that is
-    /// full.
+    /// What the peer is told: a code and one line of text, without this host's paths or causes, but
+    /// for the place that is full.
     #[must_use]
     pub fn reason_for_peer(&self) -> Reason {
         let code = match self {

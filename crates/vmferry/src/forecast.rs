@@ -22,7 +22,7 @@ pub struct Forecast {
     pub compression_ratio: f64,
     /// What the vCPUs lose of their time, in per cent.
     pub throttle_percent: u8,
-    /// The downtime that a hand-over now would cost, in milliseconds.
+    /// The downtime that a handover now would cost, in milliseconds.
     pub predicted_downtime_ms: f64,
     /// The limit, in milliseconds.
     pub downtime_limit_ms: f64,
@@ -124,7 +124,7 @@ impl std::fmt::Display for Advice<'_> {
         if it.fixed_cost_ms >= it.downtime_limit_ms {
             return write!(
                 f,
-                "the hand-over itself takes about {:.1} ms, however little memory is left{}; use --downtime-limit \
+                "the handover itself takes about {:.1} ms, however little memory is left{}; use --downtime-limit \
                  {}ms or more",
                 it.fixed_cost_ms,
                 StateWords(it.state_bytes),

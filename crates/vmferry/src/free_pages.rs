@@ -94,8 +94,8 @@ impl FreePageHints {
     /// The guest does not need what `bytes` bytes from guest-physical address `gpa` on hold. Whole pages within memory
     /// slots count, the rest does not.
     ///
-    /// `poison` is what the guest expects in each 32-bit word of its free pages, which may be 0; `None` if it expects
-    /// nothing.
+    /// `poison` is what the guest expects in each 32-bit word of its free pages, which may be 0;
+    /// `None` if it expects nothing.
     pub fn free(&self, gpa: u64, bytes: u64, poison: Option<u32>) {
         self.hinted.free(self.id, gpa, bytes, poison);
     }

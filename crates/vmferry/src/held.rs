@@ -6,7 +6,7 @@
 //!    +-----resume------+  +------take_back(Returned)-------+
 //! ```
 //! A [`Committed`] guest has no method that resumes it. `Returned`, the proof that it is this host's
-//! again, is made of nothing but the state of the hand-over.
+//! again, is made of nothing but the state of the handover.
 //!
 //! Whoever moves a guest has it as [`Held`], in one of these types at a time.
 
@@ -59,7 +59,7 @@ struct Returned(());
 
 impl<V: Resume> Held<V> {
     /// A guest that stands still, as a process finds it that was started again after another one has died: it
-    /// may be resumed only where the hand-over says so.
+    /// may be resumed only where the handover says so.
     pub fn found(vm: V, state: SourceState) -> Self {
         if state.may_run() {
             Self::Paused(Paused(Some(vm)))
@@ -77,7 +77,7 @@ impl<V: Resume> Held<V> {
     }
 
     /// Lets the guest run, if it stands still here and is this host's. One that was promised away is this host's
-    /// only if the hand-over says so.
+    /// only if the handover says so.
     ///
     /// # Errors
     /// What the VMM said last; the guest stands still.
@@ -308,7 +308,7 @@ pub fn write_commit(journal: &mut dyn Journal) -> Result<CommitWritten, JournalE
     Ok(CommitWritten(()))
 }
 
-/// The proof that the guest is this host's, if the hand-over says so.
+/// The proof that the guest is this host's, if the handover says so.
 fn returned(state: SourceState) -> Option<Returned> {
     (state == SourceState::Kept).then_some(Returned(()))
 }

@@ -2,7 +2,7 @@
 //!
 //! A VMM that implements [`SourceVm`] hands its guest to [`source::migrate`]; a VMM that
 //! implements [`DestinationVm`] gets it from [`destination::receive`]. In between: pre-copy rounds
-//! over the lanes of a session, a prediction of the downtime after each, and a hand-over
+//! over the lanes of a session, a prediction of the downtime after each, and a handover
 //! ([`handover`]) that never lets two hosts run the guest.
 //!
 //! ```text

@@ -1,8 +1,9 @@
 //! Signs of life while a side's thread is inside its VMM or its disk, and answers nobody.
 //!
-//! A VMM may take longer to make a machine, to harvest, to save or to load its state than the other side bears silence
-//! ([`Timeouts::silence`](crate::config::Timeouts::silence)), and a disk to write a promise. What bounds such a step is
-//! the other side's own limit for it (`accept`, `ready`, `commit`, `running`), so that meanwhile it hears PINGs.
+//! A VMM may take longer to make a machine, to harvest, to save or to load its state than the other
+//! side bears silence ([`Timeouts::silence`](crate::config::Timeouts::silence)), and a disk to
+//! write a promise. What bounds such a step is the other side's own limit for it (`accept`,
+//! `ready`, `commit`, `running`), so that meanwhile it hears PINGs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

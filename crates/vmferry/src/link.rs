@@ -44,7 +44,8 @@ impl<W: Write> ControlWriter<W> {
 }
 
 impl ControlWriter<ChannelWriter> {
-    /// Sends a message to a peer that may take no longer than `patience` to receive it; `usual` is what others may take.
+    /// Sends a message to a peer that may take no longer than `patience` to receive it; `usual` is
+    /// what others may take.
     ///
     /// # Errors
     /// The channel's.
@@ -101,19 +102,21 @@ impl ControlSlot {
     }
 }
 
-/// How long a peer may take to receive an answer. All of them are short, and fit into the buffers of any channel that is
-/// read: whoever leaves them longer is not reading, and the thread that waits leads a migration.
+/// How long a peer may take to receive an answer. All of them are short, and fit into the buffers
+/// of any channel that is read: a peer that leaves them longer is not reading, and the thread that
+/// waits leads a migration.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Who speaks on a control channel, and so which messages may come on it. The type of a message is looked at before
-/// anything is read or allocated for its body.
+/// Who speaks on a control channel, and so which messages may come on it. The type of a message is
+/// looked at before anything is read or allocated for its body.
 #[derive(Clone, Debug)]
 pub enum Speaker {
-    /// The source, on the control channel of a session. FINAL, the one long message, is read only when it is due.
+    /// The source, on the control channel of a session. FINAL, the one long message, is read only
+    /// when it is due.
     Source(FinalDue),
     /// The destination.
     Destination,
-    /// A source that is to be refused.
+    /// A source to refuse.
     Applicant,
     /// Somebody whose question was not asked yet.
     Asker,
@@ -148,8 +151,8 @@ impl Speaker {
     }
 }
 
-/// Whether the destination waits for a FINAL on a control channel. Only one is read at a time, and none before the guest
-/// is accepted: it may have 64 MiB.
+/// Whether the destination waits for a FINAL on a control channel. Only one is read at a time, and
+/// none before the guest is accepted: it may have 64 MiB.
 #[derive(Clone, Debug, Default)]
 pub struct FinalDue {
     /// The session takes one: the guest is accepted, and nothing is decided yet.
@@ -184,8 +187,8 @@ impl FinalDue {
     }
 }
 
-/// How much room is made for a message at first. A longer one gets more as it comes, at most twice what has come: what a
-/// peer says that it will send costs nothing.
+/// How much room is made for a message at first. A longer one gets more as it comes, at most twice
+/// what has come: what a peer says that it will send costs nothing.
 const FIRST_BYTES: usize = 16 << 10;
 
 /// The receiving half.

@@ -22,7 +22,8 @@ pub fn read<T: DeserializeOwned>(json: &[u8]) -> serde_json::Result<T> {
     serde_json::from_value(value)
 }
 
-/// Reads a member of what may be left out; none where it is not there, or is something else by that name.
+/// Reads a member of what may be left out; none where it is not there, or is something else by that
+/// name.
 #[must_use]
 pub fn optional<T: DeserializeOwned>(json: &[u8], member: &str) -> Option<T> {
     let mut value: Value = serde_json::from_slice(json).ok()?;

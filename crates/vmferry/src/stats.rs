@@ -111,8 +111,8 @@ pub struct RoundStats {
     pub rearm_ms: f64,
     /// The dirty log that these pages are from.
     pub dirty_log: &'static str,
-    /// For how long its devices, and it may be the guest, waited for it, in milliseconds: 0 unless devices
-    /// write memory that no log sees otherwise.
+    /// For how long its devices, and it may be the guest, waited for it, in milliseconds: 0 unless
+    /// devices write memory that no log sees otherwise.
     pub harvest_pause_ms: f64,
     /// What the guest wrote before this round, in pages per second; 0 for the first.
     pub dirty_pages_per_s: f64,

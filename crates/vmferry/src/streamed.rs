@@ -1,10 +1,11 @@
 //! Guests whose VMM moves them by a migration of its own, as byte streams that this engine carries.
 //!
-//! Such a VMM reads its guest's memory itself, decides what is sent again and when the guest is stopped. The
-//! engine takes the bytes from local sockets, recognises the pages in them to encode them, carries them over the
-//! lanes of a session, and writes the very same bytes into the sockets of a VMM at the destination. The hand-over is
-//! the same as for any guest: the VMM holds its migration when the guest stands still, and the VMM at the
-//! destination does not run it before COMMIT.
+//! Such a VMM reads its guest's memory itself, decides what is sent again and when the guest is
+//! stopped. The engine takes the bytes from local sockets, recognises the pages in them to encode
+//! them, carries them over the lanes of a session, and writes the very same bytes into the sockets
+//! of a VMM at the destination. The handover is the same as for any guest: the VMM holds its
+//! migration when the guest stands still, and the VMM at the destination does not run it before
+//! COMMIT.
 
 use std::os::unix::net::UnixStream;
 use std::time::Duration;

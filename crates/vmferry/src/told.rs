@@ -1,7 +1,7 @@
 //! Errors of a VMM that both hosts are told of in the VMM's own words.
 //!
-//! A peer is told what has failed, without this host's paths and causes. Where only the cause says what an operator
-//! must change, a VMM returns a [`Told`].
+//! A peer is told what has failed, without this host's paths and causes. Where only the cause says
+//! what an operator must change, a VMM returns a [`Told`].
 
 use crate::VmError;
 

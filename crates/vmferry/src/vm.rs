@@ -41,15 +41,16 @@ pub trait Resume: Send + 'static {
     /// Whatever keeps a vCPU or a device from starting.
     fn resume(&mut self) -> Result<(), VmError>;
 
-    /// Whether somebody else than the engine has paused the guest, such as an operator. [`resume`](Self::resume) leaves
-    /// such a guest paused, and it arrives paused. Asked once its state is saved.
+    /// Whether somebody else than the engine has paused the guest, such as an operator.
+    /// [`resume`](Self::resume) leaves such a guest paused, and it arrives paused. Asked once its
+    /// state is saved.
     fn is_paused_by_others(&self) -> bool {
         false
     }
 }
 
-/// The guest has powered off by itself: there is nothing to move. An error of a VMM with this one in its chain ends the
-/// migration with these words on both sides.
+/// The guest has powered off by itself: there is nothing to move. An error of a VMM with this one
+/// in its chain ends the migration with these words on both sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the guest has powered off")]
 pub struct PoweredOff;
@@ -188,14 +189,16 @@ pub trait SourceVm: Resume {
         StateEstimate::default()
     }
 
-    /// Runs `harvest`, and returns when every request of a device that was under way at its end is over: for how long
-    /// the guest may have stood still for it. No page of this harvest is copied before.
+    /// Runs `harvest`, and returns when every request of a device that was under way at its end is
+    /// over: for how long the guest may have stood still for it. No page of this harvest is copied
+    /// before.
     ///
-    /// A device that pins guest pages for a request (`O_DIRECT`) writes them later without a fault, so
-    /// that no write protection sees it. To pin a page for writing is a write, though: the page is in
-    /// this harvest or in an earlier one, and what is copied once the request is over has what it
-    /// brought. Without such devices `harvest` is all that is to be done. A device that writes pages
-    /// which it has pinned for good is not made safe by this: its guest can't be migrated so.
+    /// A device that pins guest pages for a request (`O_DIRECT`) writes them later without a fault,
+    /// so that no write protection sees it. To pin a page for writing is a write, though: the page
+    /// is in this harvest or in an earlier one, and what is copied once the request is over has
+    /// what it brought. Without such devices `harvest` does everything. A device that
+    /// writes pages which it has pinned for good is not made safe by this: its guest can't be
+    /// migrated so.
     ///
     /// # Errors
     /// Requests that could not be waited for; the guest runs. `harvest` was run or not.
@@ -213,8 +216,9 @@ pub trait SourceVm: Resume {
         if percent == 0 { Ok(()) } else { Err("this VMM can't throttle its vCPUs".into()) }
     }
 
-    /// Bytes that the guest uses of each slot of its memory, as far as they are known: a destination that has less refuses it
-    /// before anything is sent. By default, the populated pages that hold anything, by a sample.
+    /// Bytes that the guest uses of each slot of its memory, as far as they are known: a
+    /// destination that has less refuses it before anything is sent. By default, the populated
+    /// pages that hold anything, by a sample.
     fn used_bytes(&self) -> Vec<Option<u64>> {
         self.memory().used_bytes()
     }
@@ -280,9 +284,10 @@ pub trait DestinationVm: Send + 'static {
     /// A description that does not fit: the text goes to the source and to the operator.
     fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError>;
 
-    /// The guest comes by this session, whose journal is in this directory. A VMM that outlives this process leaves
-    /// a note there by which the next process finds it: a restarted host runs a guest that it was given, and ends one
-    /// that it was not. The default does nothing, for a guest that dies with the process.
+    /// The guest comes by this session, whose journal is in this directory. A VMM that outlives
+    /// this process leaves a note there by which the next process finds it: a restarted host runs a
+    /// guest that it was given, and ends one that it was not. The default does nothing, for a guest
+    /// that dies with the process.
     ///
     /// # Errors
     /// If the note can't be left: the guest is refused.
@@ -290,11 +295,12 @@ pub trait DestinationVm: Send + 'static {
         Ok(())
     }
 
-    /// The guest was paused at the source, by somebody else than the engine: [`run`](Self::run) takes it over and leaves it
-    /// paused. Called before [`load`](Self::load).
+    /// The guest was paused at the source, by somebody else than the engine: [`run`](Self::run)
+    /// takes it over and leaves it paused. Called before [`load`](Self::load).
     ///
     /// # Errors
-    /// A VMM that takes no paused guest, which the default is: the migration ends and the guest stays at the source.
+    /// A VMM that takes no paused guest, which the default is: the migration ends and the guest
+    /// stays at the source.
     fn stay_paused(&mut self) -> Result<(), VmError> {
         Err("the guest is paused, and this VMM takes running guests only".into())
     }
@@ -321,7 +327,7 @@ pub trait DestinationVm: Send + 'static {
         false
     }
 
-    /// Runs the guest. Called at most once, and only after the hand-over is journalled.
+    /// Runs the guest. Called at most once, and only after the handover is journalled.
     ///
     /// # Errors
     /// The guest is this host's from now on, so an error here is a crash of the guest and not a

@@ -36,8 +36,8 @@ fn every_seed_cut_and_damaged_is_handled() {
     }
 }
 
-/// The fuzzer begins behind the negotiation, not before it: some seeds end with a hand-over, some in doubt, some
-/// with the guest where it was.
+/// The fuzzer begins behind the negotiation, not before it: some seeds end with a handover, some in
+/// doubt, some with the guest where it was.
 #[test]
 fn the_seeds_of_conversations_reach_each_end() {
     let ends: Vec<_> =

@@ -1,5 +1,6 @@
-//! What hostile peers can make a host allocate. The host that is attacked is another process, so that what is measured is
-//! its own: the most memory that it has held (`VmHWM`) since the attack began.
+//! What hostile peers can make a host allocate. The host that is attacked is another process, so
+//! that what is measured is its own: the most memory that it has held (`VmHWM`) since the attack
+//! began.
 
 #[path = "engine/hostile/by_hand.rs"]
 mod by_hand;
@@ -241,7 +242,8 @@ fn a_state_that_is_said_again_and_again_is_held_once() {
     for way in WAYS {
         let mut victim = Victim::destination(&pki, way);
         let last = longest_final();
-        // Withdrawn each time, as a source may: the next one is read while the one before is let go.
+        // Withdrawn each time, as a source may: the next one is read while the one before is let
+        // go.
         let (mut line, _) = accepted(&victim.address, &pki, "source");
         victim.is_attacked();
         line.give_up_writing_when_stuck();

@@ -131,7 +131,7 @@ impl SourceHost {
         }
     }
 
-    /// An operator can decide a hand-over in doubt. Whether one has.
+    /// An operator can decide a handover in doubt. Whether one has.
     pub fn operator_speaks(
         &mut self,
         now: Duration,

@@ -44,7 +44,8 @@ fn hints_count_between_the_command_and_stop() {
     assert_eq!(driver.device.awaited_hints(), None);
 }
 
-/// Section 5.5.6: a driver that negotiates `PAGE_POISON` relies on the content of its free pages, zeros included.
+/// Section 5.5.6: a driver that negotiates `PAGE_POISON` relies on the content of its free pages,
+/// zeros included.
 #[test]
 fn hints_come_with_the_poison_if_the_driver_has_one_and_zero_is_one() {
     for (features, written, expected) in [

@@ -51,7 +51,7 @@ pub struct ConvergeRow {
     pub sent_mb: f64,
     /// Of which in the last round with the guest running.
     pub last_round_mb: f64,
-    /// What a hand-over would have cost, or was to cost.
+    /// What a handover would have cost, or was to cost.
     pub predicted_ms: f64,
     /// What it cost.
     pub downtime_ms: f64,
@@ -64,7 +64,7 @@ pub struct ConvergeRow {
 /// Migrates in each way.
 ///
 /// # Errors
-/// A migration that ends otherwise than by a hand-over or a refusal, or a memory that differs.
+/// A migration that ends otherwise than by a handover or a refusal, or a memory that differs.
 pub fn measure(case: Case, directory: &Path) -> anyhow::Result<Vec<ConvergeRow>> {
     let pages = case.hot_pages + case.cold_pages;
     let pool = Pool::new(Content::Program, pages as usize * PAGE_SIZE)?;

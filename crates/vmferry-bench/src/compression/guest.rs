@@ -199,7 +199,7 @@ impl DirtyLog for RewrittenLog {
         self.wait_until_rewritten();
         self.log.collect(into)?;
         if self.released.load(Ordering::Relaxed) {
-            // The few pages that were rewritten by now would make a hand-over look cheap.
+            // The few pages that were rewritten by now would make a handover look cheap.
             into.bitmap_mut(SlotId(0)).set_run(0, self.pages);
         }
         *lock(&self.since) = self.written();
@@ -259,8 +259,9 @@ impl SourceVm for Bare {
     }
 }
 
-/// What the guests have that are never handed over. Their limits are below what their pages take, but a limit
-/// below what a hand-over takes without pages would be refused at once: round trips, on a busy machine, are enough.
+/// What the guests have that are never handed over. Their limits are below what their pages take,
+/// but a limit below what a handover takes without pages would be refused at once: round trips, on
+/// a busy machine, are enough.
 pub const NO_STATE: StateEstimate = StateEstimate { bytes: 0, handling: Duration::ZERO };
 
 /// Locks what no panic leaves half done.

@@ -85,7 +85,7 @@ fn one(
     let when_busy = WhenBusy::Wait;
     setup.source.compression = CompressionConfig { way, when_busy, delta_memory, ..default };
     setup.source.max_rounds = ROUNDS;
-    // What has changed is random, so that all of it travels in any way: no hand-over is as short.
+    // What has changed is random, so that all of it travels in any way: no handover is as short.
     let least = here.total_pages() as f64 * (PLACES * BYTES) as f64 / cap as f64;
     setup.source.downtime_limit = Duration::from_secs_f64(least);
     let log = Arc::new(UffdLog::new(here)?);

@@ -11,10 +11,12 @@ use super::units::parse_bytes;
 /// `vmferry doctor`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Nothing is changed on either host, and no guest is touched. With --to the link is loaded for two seconds, through the
+Nothing is changed on either host, and no guest is touched. With --to the link is loaded for two \
+seconds, through the
 `vmferry receive` that waits or hosts a guest there.
 
-Exit status: 0 if all is well, 17 if there is a warning, 18 if there is an error, which keeps guests from moving.
+Exit status: 0 if all is well, 17 if there is a warning, 18 if there is an error, which keeps
+guests from moving.
 
 Examples:
   vmferry doctor
@@ -51,7 +53,7 @@ pub struct DoctorOptions {
     /// Memory of a guest that shall come to this host, such as 8G.
     #[arg(long, value_parser = parse_bytes, value_name = "BYTES", conflicts_with = "to")]
     pub memory: Option<u64>,
-    /// What that guest's memory is to be made of: private, memfd, thp or hugetlb.
+    /// What to make that guest's memory of: private, memfd, thp or hugetlb.
     #[arg(long, default_value = "private", value_name = "KIND", requires = "memory")]
     pub memory_kind: MemoryKind,
 }

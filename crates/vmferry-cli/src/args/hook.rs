@@ -10,8 +10,8 @@ use super::parse_duration;
 /// A hook.
 #[derive(Clone, Debug, Args)]
 pub struct HookOptions {
-    /// Run this program with `before` ahead of a QEMU guest's handover, which does not take place if it fails, and with
-    /// `after` when it is decided where the guest is (docs/ha.md).
+    /// Run this program with `before` ahead of a QEMU guest's handover, which does not take place
+    /// if it fails, and with `after` when it is decided where the guest is (docs/ha.md).
     #[arg(long, value_name = "PROGRAM")]
     pub hook: Option<PathBuf>,
     /// How long the program may take; then it is ended and counts as failed.

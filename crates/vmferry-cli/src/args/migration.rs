@@ -19,9 +19,9 @@ pub struct MigrationOptions {
     /// Longest accepted downtime.
     #[arg(long, default_value = "300ms", value_parser = parse_duration, value_name = "TIME")]
     pub downtime_limit: Duration,
-    /// How long the guest may stand still before COMMIT, whatever was predicted: then the migration is given up and the
-    /// guest runs on here. By default ten times --downtime-limit, at least 5s; with --when-stuck switch-over there
-    /// is no bound.
+    /// How long the guest may be paused before COMMIT, whatever was predicted: then the migration
+    /// is given up and the guest runs on here. By default ten times --downtime-limit, at least 5s;
+    /// with --when-stuck switch-over there is no bound.
     #[arg(long, value_parser = parse_duration, value_name = "TIME")]
     pub downtime_abort: Option<Duration>,
     /// Cap in bytes per second, such as 100M or 350MiB/s, or in bits, as in 1Gbit/s.

@@ -35,8 +35,8 @@ pub struct SendOptions {
     /// each; by default it has one stream.
     #[arg(long, value_name = "STREAMS", requires = "qemu", value_parser = clap::value_parser!(u8).range(1..=15))]
     pub multifd: Option<u8>,
-    /// Leave the QEMU that the guest has left as it is, stopped, and its memory files with all their pages; by default it
-    /// is ended, and the pages are given back.
+    /// Leave the QEMU that the guest has left as it is, stopped, and its memory files with all
+    /// their pages; by default it is ended, and the pages are given back.
     #[arg(long, requires = "qemu")]
     pub keep_source: bool,
     /// Where to: HOST:PORT (TLS), grpc:HOST:PORT or grpc-ack:HOST:PORT (gRPC over TLS, streamed or

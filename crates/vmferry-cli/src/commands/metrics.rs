@@ -125,7 +125,7 @@ fn measures() -> Vec<Measure> {
         measure("migration_active", "Whether a migration of the guest is under way", None, |it| {
             it["pid"].is_number().then(|| f64::from(u8::from(it["migration"].is_object())))
         }),
-        measure("migration_in_doubt", "Whether its hand-over is in doubt", None, |it| {
+        measure("migration_in_doubt", "Whether its handover is in doubt", None, |it| {
             truth(&it["migration"]["in_doubt"])
         }),
         measure("migration_held", "Whether it waits for `vmferry switch-over`", None, |it| {

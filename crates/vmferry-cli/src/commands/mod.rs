@@ -41,8 +41,8 @@ pub fn prepared_directories() -> Result<Directories, Failure> {
 }
 
 fn unusable(error: DirectoryError) -> Failure {
-    let said = "the directory of control sockets or journals can't be used: mend it, or name others by \
-                VMFERRY_RUNTIME_DIR and VMFERRY_STATE_DIR";
+    let said = "the directory of control sockets or journals can't be used: mend it, or name \
+                others by VMFERRY_RUNTIME_DIR and VMFERRY_STATE_DIR";
     Failure::of(Code::Internal, anyhow::Error::new(error).context(said))
 }
 

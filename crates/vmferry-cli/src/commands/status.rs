@@ -300,13 +300,15 @@ fn about_older(older: &Value) -> String {
     let found = older["sessions"].as_array().map_or(&[][..], Vec::as_slice);
     let doubtful = found.iter().filter(|session| session["verdict"] == "in-doubt").count();
     format!(
-        "{} more sessions, {doubtful} of them IN DOUBT, in {state}, where an earlier release kept them: `VMFERRY_STATE_DIR={state} vmferry status \
-         --sessions` shows what they promise, and `receive` and `resolve` go on with them in the same way",
+        "{} more sessions, {doubtful} of them IN DOUBT, in {state}, where an earlier release kept \
+         them: `VMFERRY_STATE_DIR={state} vmferry status --sessions` shows what they promise, and \
+         `receive` and `resolve` go on with them in the same way",
         found.len()
     )
 }
 
-/// When this host was started, in seconds since 1970 by its clock; none where the system does not say.
+/// When this host was started, in seconds since 1970 by its clock; none where the system does not
+/// say.
 fn boot_time() -> Option<u64> {
     let stat = std::fs::read_to_string("/proc/stat").ok()?;
     stat.lines().find_map(|line| line.strip_prefix("btime "))?.trim().parse().ok()

@@ -72,7 +72,7 @@ pub fn describe(event: &Value) -> Option<String> {
              `vmferry resolve` decides",
             event["reason"].as_str().unwrap_or_default()
         ),
-        "too-late-to-cancel" => "too late to cancel: the hand-over is under way".to_owned(),
+        "too-late-to-cancel" => "too late to cancel: the handover is under way".to_owned(),
         "resumed" => "the guest runs on here".to_owned(),
         _ => return None,
     })

@@ -271,7 +271,7 @@ fn a_downtime_limit_that_cannot_be_met() {
     let mut send = vec!["send", "web", "--to", &address, "--plain", "--compress", "none"];
     send.push("--downtime-limit");
     let sent = a.run(&[&send[..], &["1us"]].concat());
-    sent.failed(10, "the hand-over itself takes about");
+    sent.failed(10, "the handover itself takes about");
     a.check_guest("web");
     let sent =
         a.run(&[&send[..], &["50ms", "--max-rounds", "3", "--max-bandwidth", "16M"]].concat());

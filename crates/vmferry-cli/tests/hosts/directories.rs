@@ -1,5 +1,5 @@
-//! Where journals and sockets are by default, in a mount namespace whose `/var/lib` and `/run` are this test's own; and
-//! which directories are refused.
+//! Where journals and sockets are by default, in a mount namespace whose `/var/lib` and `/run` are
+//! this test's own; and which directories are refused.
 
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt, chown, symlink};
 use std::os::unix::process::CommandExt;

@@ -97,7 +97,8 @@ fn journals_in_memory_on_a_full_disk_or_open_to_others_are_told_of() {
     let world = World::without_certificates();
     let host = world.host("a");
     std::fs::create_dir(&host.runtime).unwrap();
-    let script = "mount -t tmpfs -o mode=0700,size=64k none \"$1\" && mkdir -m 700 \"$1/journal\" && shift && exec \"$@\"";
+    let script = "mount -t tmpfs -o mode=0700,size=64k none \"$1\" && mkdir -m 700 \"$1/journal\" \
+         && shift && exec \"$@\"";
     let mut command = Command::new("unshare");
     command.args(["--mount", "sh", "-c", script, "sh"]).arg(&host.runtime);
     command.args([env!("CARGO_BIN_EXE_vmferry"), "--json", "doctor"]);

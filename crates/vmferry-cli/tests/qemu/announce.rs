@@ -1,4 +1,5 @@
-//! What a guest's network hears of a migration: where the guest is, as soon as it runs, on whichever side.
+//! What a guest's network hears of a migration: where the guest is, as soon as it runs, on
+//! whichever side.
 
 use std::fs::File;
 use std::io;
@@ -19,7 +20,8 @@ const MAC_BYTES: [u8; 6] = [0x52, 0x54, 0, 0x77, 7, 3];
 /// Bounds the wait for a frame: a failure, not a measurement.
 const PATIENCE_S: u64 = 60;
 
-/// QEMU announces a guest five times in a second when it has loaded it: after so long a silence it is done.
+/// QEMU announces a guest five times in a second when it has loaded it: after so long a silence it
+/// is done.
 const SILENCE_S: u64 = 3;
 
 /// The frames that come out of a guest's tap.
@@ -67,7 +69,8 @@ impl Tap {
         if bound < 0 { Err(io::Error::last_os_error()) } else { Ok(Self(socket)) }
     }
 
-    /// The next announcement of the guest, a RARP frame of its own address; none if nothing comes for so long.
+    /// The next announcement of the guest, a RARP frame of its own address; none if nothing comes
+    /// for so long.
     fn announcement(&self, seconds: u64) -> Option<()> {
         let mut frame = [0; 2048];
         let until = Instant::now() + Duration::from_secs(seconds);

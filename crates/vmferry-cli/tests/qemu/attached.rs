@@ -104,7 +104,7 @@ fn the_link_breaks_and_comes_back() {
     let (mut there, mut receiving, mut send, proxy) = scene.cut_in_the_first_round();
     proxy.heal();
     send.event("link-restored");
-    // While it is paused: QEMU runs on and is paused once more, or the hand-over asks again.
+    // While it is paused: QEMU runs on and is paused once more, or the handover asks again.
     send.event_where(|event| event["event"] == "round-started" && event["paused"] == true);
     proxy.cut();
     proxy.heal();

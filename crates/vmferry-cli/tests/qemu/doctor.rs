@@ -1,5 +1,5 @@
-//! `doctor --qemu` with real QEMUs: whether they can be attached, what their command line lacks, and that nothing is left
-//! on them.
+//! `doctor --qemu` with real QEMUs: whether they can be attached, what their command line lacks,
+//! and that nothing is left on them.
 
 use serde_json::Value;
 use vmferry_qemu_lab::Version;

@@ -20,8 +20,8 @@ fn a_qemu_is_watched_and_left_as_it_was() {
     scene.is_clean();
 }
 
-/// QEMU itself says what the guest writes, in seconds or milliseconds as its version takes them. An emulated guest of an older
-/// one would have to stand still.
+/// QEMU itself says what the guest writes, in seconds or milliseconds as its version takes them. An
+/// emulated guest of an older one would have to be paused.
 fn a_carried_qemu_is_estimated(version: Version, stands_still: bool) {
     let mut scene = if stands_still {
         Scene::emulated(version, Way::Carried)

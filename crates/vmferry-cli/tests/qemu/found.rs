@@ -1,4 +1,5 @@
-//! Which QEMU a command works on: two senders at once, and a vmferry that does not see QEMU's process.
+//! Which QEMU a command works on: two senders at once, and a vmferry that does not see QEMU's
+//! process.
 
 use crate::support::scene::{Scene, Way};
 use crate::support::{BEFORE_COMMIT, run_ok, text};
@@ -51,7 +52,8 @@ fn a_session_of_another_qemu_of_that_name_is_left_alone() {
         std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap().trim()
     );
     open(1, Some(gone)).append(&Record::Commit).unwrap();
-    // One that names no process may be this guest's: nobody is told to end a QEMU that runs, and nothing is done.
+    // One that names no process may be this guest's: nobody is told to end a QEMU that runs, and
+    // nothing is done.
     let mut older = open(2, None);
     older.append(&Record::Commit).unwrap();
     drop(older);

@@ -76,7 +76,8 @@ fn a_hook_that_fails_before_the_handover_leaves_the_guest_at_the_source() {
     }
 }
 
-/// What the source's manager was told must be taken back, though whoever told it was killed.
+/// What the source's manager was told must be taken back, though the process that told it was
+/// killed.
 #[test]
 fn a_hook_is_told_by_the_guardian_that_the_guest_has_stayed() {
     let mut scene = Scene::new(Version::V10_0, Way::Attached);

@@ -1,4 +1,5 @@
-//! Guests on KVM, moved there and back by `send --qemu` and `receive --qemu`. They write without pause.
+//! Guests on KVM, moved there and back by `send --qemu` and `receive --qemu`. They write without
+//! pause.
 
 use crate::support::scene::Way;
 use crate::support::{Running, World, in_parallel, text};

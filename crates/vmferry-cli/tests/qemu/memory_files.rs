@@ -1,4 +1,5 @@
-//! Whose the memory files of QEMUs are, as `send --qemu`, `receive --qemu` and `receive --exec` see it.
+//! Whose the memory files of QEMUs are, as `send --qemu`, `receive --qemu` and `receive --exec` see
+//! it.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -26,8 +27,8 @@ fn send<'a>(qmp: &'a Path, address: &'a str) -> Vec<&'a str> {
     [&["send", "--qemu", text(qmp), "--to", address, "--plain"], &moves[..]].concat()
 }
 
-/// Another receiver with the same memory file, while the guest that came to the first one runs on it. (One that is started
-/// again by the same command line finds its guest.)
+/// Another receiver with the same memory file, while the guest that came to the first one runs on
+/// it. (One that is started again by the same command line finds its guest.)
 #[test]
 fn a_receiver_leaves_the_guest_alone_that_has_come_to_the_same_memory_file() {
     let mut scene = Scene::new(Version::V10_0, Way::Attached);

@@ -1,4 +1,5 @@
-//! Guests that outlive the vmferry that received them: it is killed or told to end, and started again with the same command.
+//! Guests that outlive the vmferry that received them: it is killed or told to end, and started
+//! again with the same command.
 
 use std::path::{Path, PathBuf};
 
@@ -35,7 +36,8 @@ fn restarted(scene: &Scene, there: &Qemu, proxy: &Proxy) -> Running {
     scene.b.receive(&arguments).0
 }
 
-/// What a receiver leaves that dies as soon as RUN-INTENT is on disk, before it says a word to its QEMU.
+/// What a receiver leaves that dies as soon as RUN-INTENT is on disk, before it says a word to its
+/// QEMU.
 fn write_run_intent(scene: &Scene) {
     let journals = scene.b.runtime.join("journal");
     let [session] = &sessions(&journals).unwrap()[..] else { panic!("one session") };
@@ -136,7 +138,8 @@ impl Drop for Started {
     }
 }
 
-/// A guest that has come to a QEMU of `--exec`: the receiver's command line, the receiver, the QEMU, and its monitor.
+/// A guest that has come to a QEMU of `--exec`: the receiver's command line, the receiver, the
+/// QEMU, and its monitor.
 fn received(scene: &Scene) -> (Vec<String>, Running, Started, PathBuf) {
     // An address of its own, which the next process listens at too.
     let link = format!("unix:{}", scene.world.path("link").display());
@@ -171,7 +174,7 @@ fn exec_receiver_that_is_told_to_end_leaves_its_guest_to_the_next() {
         let found = next.event("found");
         assert_eq!((&found["continued"], &found["running"]), (&json!(false), &json!(true)));
         assert_eq!(found["qmp"], text(&qmp), "{found}");
-        // Killed, too, and with whoever started the QEMU.
+        // Killed, too, and with the process that started the QEMU.
         next.kill();
         assert!(qemu.lives());
         let mut next = receive(&scene, &arguments);
@@ -201,7 +204,8 @@ fn exec_receiver_killed_with_running_on_its_way_is_finished_by_the_next() {
     receiving.kill();
     write_run_intent(&scene);
     let target = proxy.target();
-    // A port that the system chose is another one in the command line that follows: its guest is not found by that.
+    // A port that the system chose is another one in the command line that follows: its guest is
+    // not found by that.
     let arguments = ["--listen", "tcp:127.0.0.1:0", "--plain", "--exec", &command];
     let (mut next, address) = scene.b.receive(&arguments);
     assert_ne!(address, target);

@@ -1,4 +1,5 @@
-//! Guests that somebody else than vmferry has paused, or that power off: before a migration and during one.
+//! Guests that somebody else than vmferry has paused, or that power off: before a migration and
+//! during one.
 
 use std::path::PathBuf;
 
@@ -13,7 +14,8 @@ fn ways() -> Vec<Way> {
     vec![Way::Attached, Way::Carried]
 }
 
-/// It writes 48 MiB, and goes on to write 8 of them: none of its migrations at 1 MB/s ends before it is paused.
+/// It writes 48 MiB, and goes on to write 8 of them: none of its migrations at 1 MB/s ends before
+/// it is paused.
 const WORKLOAD: &str = "freed=40 hot=8,rate=40000";
 
 /// A guest whose QEMU has a second monitor, of an operator, and what becomes of it.
@@ -29,7 +31,8 @@ impl Operated {
         Self::of(Machine::on_kvm(Version::V10_0, WORKLOAD), way)
     }
 
-    /// The same with a disk that writes memory past every page table, so that every harvest waits for QEMU's disks.
+    /// The same with a disk that writes memory past every page table, so that every harvest waits
+    /// for QEMU's disks.
     fn with_direct_disk() -> (Self, Lab) {
         let lab = Lab::new();
         let disk = format!("file={},format=raw,if=virtio,cache=none", lab.disk(8).display());
@@ -37,7 +40,8 @@ impl Operated {
         (Self::of(machine.with(&["-drive", &disk]), Way::Attached), lab)
     }
 
-    /// An emulated one whose kernel panics when it is told to, and that ends with that: its QEMU hears a shutdown.
+    /// An emulated one whose kernel panics when it is told to, and that ends with that: its QEMU
+    /// hears a shutdown.
     fn mortal(way: Way, more: &[&str]) -> Self {
         let machine = Machine::new(Version::V10_0, "dirty=8 unknown_nmi_panic=1");
         Self::of(Machine { mib: 128, ..machine }.with(more), way)

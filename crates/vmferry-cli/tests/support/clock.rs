@@ -36,7 +36,7 @@ impl Clock {
         clock
     }
 
-    /// So many seconds off.
+    /// The offset in seconds.
     pub fn set(&self, offset: i64) {
         // In place, since processes have mapped it, and in one write.
         let mut file = OpenOptions::new();

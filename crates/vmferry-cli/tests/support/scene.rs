@@ -37,7 +37,8 @@ pub struct Scene {
 }
 
 impl Scene {
-    /// A guest on KVM that can be attached, or one that can't and is carried. It has written 48 MiB, and rewrites 8.
+    /// A guest on KVM that can be attached, or one that can't and is carried. It has written 48
+    /// MiB, and rewrites 8.
     pub fn new(version: Version, way: Way) -> Self {
         let machine = Machine::on_kvm(version, "freed=40 hot=8,rate=40000");
         Self::of(Machine { backend: backend(way), ..machine }, way)

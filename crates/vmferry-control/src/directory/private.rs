@@ -1,8 +1,9 @@
 //! Directories that no other user can change or read, made and looked at by descriptors.
 //!
-//! A path is walked from the root, a directory at a time, and no symbolic link is followed on the way, so that what was
-//! looked at is what the path leads to for as long as only this user and root can change it. Links in the part above
-//! are resolved first; the path without them is what is returned and used from then on.
+//! A path is walked from the root, a directory at a time, and no symbolic link is followed on the
+//! way, so that what was looked at is what the path leads to for as long as only this user and root
+//! can change it. Links in the part above are resolved first; the path without them is what is
+//! returned and used from then on.
 
 use std::fs::File;
 use std::io;
@@ -19,8 +20,8 @@ const GROUP_WRITES: u32 = 0o020;
 const OTHERS_WRITE: u32 = 0o002;
 const STICKY: u32 = 0o1000;
 
-/// Checks a directory that only this user may look into: its owner, its mode, and all directories above it. Returns its
-/// path without symbolic links.
+/// Checks a directory that only this user may look into: its owner, its mode, and all directories
+/// above it. Returns its path without symbolic links.
 pub fn check_private(path: &Path) -> Result<PathBuf, DirectoryError> {
     let (path, found) = walk(path)?;
     check_owner(&path, &found)?;
@@ -32,8 +33,8 @@ pub fn check_private(path: &Path) -> Result<PathBuf, DirectoryError> {
     }
 }
 
-/// Checks the directory of journals in a private one. It may be a link to another disk, whose directories are checked
-/// then: others may list them there, and not change them.
+/// Checks the directory of journals in a private one. It may be a link to another disk, whose
+/// directories are checked then: others may list them there, and not change them.
 pub fn check_journals(path: &Path) -> Result<(), DirectoryError> {
     let real = std::fs::canonicalize(path).map_err(failed("open", path))?;
     let (path, found) = walk(&real)?;
@@ -49,7 +50,7 @@ pub fn check_journals(path: &Path) -> Result<(), DirectoryError> {
 /// Makes a directory of mode 0700, and those above it that are missing, and syncs each new name.
 pub fn make_private(path: &Path) -> Result<(), DirectoryError> {
     let path = &std::path::absolute(path).map_err(failed("find", path))?;
-    // What else has the name is found out by whoever checks it.
+    // The caller finds out what else has the name.
     if path.symlink_metadata().is_ok() {
         return Ok(());
     }
@@ -110,8 +111,9 @@ fn stat(directory: impl AsFd, at: &Path) -> Result<Stat, DirectoryError> {
     fstat(directory).map_err(|error| failed("look at", at)(error.into()))
 }
 
-/// Whether nobody but this user and root can exchange what is in a directory above. In a sticky one, as `/tmp`, others
-/// can't exchange what is this user's or root's; what is in it is looked at next.
+/// Whether nobody but this user and root can exchange what is in a directory above. In a sticky
+/// one, as `/tmp`, others can't exchange what is this user's or root's; what is in it is looked at
+/// next.
 fn check_above(above: &Path, path: &Path, found: &Stat) -> Result<(), DirectoryError> {
     let mode = found.st_mode & 0o7777;
     let owned = [0, rustix::process::geteuid().as_raw()].contains(&found.st_uid);

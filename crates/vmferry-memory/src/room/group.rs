@@ -40,8 +40,8 @@ impl Version {
     }
 }
 
-/// The group with the least left, from this process's up to the root: its directory, its limit, and what is left, in bytes. None
-/// if there is no limit, or it can't be read.
+/// The group with the least left, from this process's up to the root: its directory, its limit, and
+/// what is left, in bytes. None if there is no limit, or it can't be read.
 pub(super) fn tightest() -> Option<(PathBuf, u64, u64)> {
     let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     ROOTS.iter().find_map(|(root, version)| {
@@ -51,7 +51,8 @@ pub(super) fn tightest() -> Option<(PathBuf, u64, u64)> {
     })
 }
 
-/// What a group leaves: its limit, less what is used and can't be dropped, and the swap that it may use.
+/// What a group leaves: its limit, less what is used and can't be dropped, and the swap that it may
+/// use.
 fn left_in(group: &Path, version: Version) -> Option<(PathBuf, u64, u64)> {
     let read = |name: &str| std::fs::read_to_string(group.join(name)).ok();
     let number = |name: &str| read(name)?.trim().parse::<u64>().ok();

@@ -7,10 +7,11 @@ use vmferry_memory::PAGE_SIZE;
 
 pub const PAGES: u64 = 64;
 
-/// Says to the child what to hold, and whether its protection is to be undone.
+/// Says to the child what to hold, and whether to undo its protection.
 pub const CHILD: &str = "VMFERRY_TEST_CORE_DUMP";
 
-/// What stands at the beginning of a page, like nothing else: not in the program, and not in its stack for long.
+/// What stands at the beginning of a page, like nothing else: not in the program, and not in its
+/// stack for long.
 pub fn pattern(page: u64) -> [u8; 64] {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(page + 1);
     std::array::from_fn(|_| {
@@ -48,14 +49,15 @@ pub fn pages_in_dump(kind: &str, undone: bool) -> Option<usize> {
     Some((0..PAGES).filter(|page| found.contains(&pattern(*page)[..])).count())
 }
 
-/// Nothing of what the child holds is in its dump; without the protection it is, and the search finds it.
+/// Nothing of what the child holds is in its dump; without the protection it is, and the search
+/// finds it.
 pub fn is_kept_out(kind: &str) {
     let Some(protected) = pages_in_dump(kind, false) else { return };
     assert_eq!(protected, 0, "{kind}: what a guest knows is in the core dump");
     assert_eq!(pages_in_dump(kind, true), Some(PAGES as usize), "{kind}");
 }
 
-/// What the child is to do: the kind, and whether the protection is to be undone.
+/// What the child must do: the kind, and whether to undo the protection.
 pub fn order() -> Option<(String, bool)> {
     let order = std::env::var(CHILD).ok()?;
     let (kind, undone) = order.split_once(' ').unwrap();
@@ -76,8 +78,8 @@ pub fn undo() {
             range = number(begin)..number(end);
         } else if line.starts_with("VmFlags:") && line.split(' ').any(|flag| flag == "dd") {
             let begin = range.start as *mut std::ffi::c_void;
-            // SAFETY: the range is a mapping of this process; the advice changes no content. What is the kernel's own
-            // (the data of the vDSO) is refused.
+            // SAFETY: the range is a mapping of this process; the advice changes no content. What
+            // is the kernel's own (the data of the vDSO) is refused.
             let _ =
                 unsafe { rustix::mm::madvise(begin, range.len(), rustix::mm::Advice::LinuxDoDump) };
         }

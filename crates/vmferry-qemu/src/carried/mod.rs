@@ -6,8 +6,8 @@
 //! memory, devices and permissions there are, all that counts is whether QEMU itself can migrate.
 //!
 //! * Without `multifd` there is one stream. QEMU gets one end of a socket pair, so it needs no path that both see.
-//! * With it QEMU connects the further channels by itself, to a socket in a directory that only its user may reach
-//!   and that is gone when they have come.
+//! * With it QEMU connects the further channels by itself, to a socket in a directory that only its
+//!   user may reach and that is gone when they have come.
 //!
 //! Source: QEMU `docs/devel/migration`, `qapi/migration.json`, `migration/socket.c`, `migration/multifd.c`; and
 //! what QEMU 7.2 and 10.0 were seen to do.

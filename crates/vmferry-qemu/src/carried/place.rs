@@ -1,11 +1,13 @@
 //! A directory for the sockets between vmferry and a QEMU that may run as another user.
 //!
-//! vmferry may be root, and QEMU's user is not trusted. Two rules keep that user from pointing root at another file:
+//! vmferry may be root, and QEMU's user is not trusted. Two rules keep that user from pointing root
+//! at another file:
 //!
-//! * vmferry makes and changes names only in the outer directory, which stays its own, and only relative to the
-//!   descriptor that it holds of it. QEMU's user may pass through this directory and no more.
-//! * QEMU listens in an inner directory, which is its user's. Of that one vmferry opens the socket without
-//!   following a link, connects to what it has opened, and looks whose process answers.
+//! * vmferry makes and changes names only in the outer directory, which stays its own, and only
+//!   relative to the descriptor that it holds of it. QEMU's user may pass through this directory
+//!   and no more.
+//! * QEMU listens in an inner directory, which is its user's. Of that one vmferry opens the socket
+//!   without following a link, connects to what it has opened, and looks whose process answers.
 
 use std::fs::Permissions;
 use std::io;
@@ -148,7 +150,8 @@ fn not_given(errno: rustix::io::Errno) -> QemuError {
     }
 }
 
-/// The user that QEMU runs as: by the process, which anybody may ask; or by its QMP socket, if it can't be seen.
+/// The user that QEMU runs as: by the process, which anybody may ask; or by its QMP socket, if it
+/// can't be seen.
 fn effective_user(qmp: &Qmp) -> Result<u32, QmpError> {
     let status = qmp.pid().map(|pid| std::fs::read_to_string(format!("/proc/{pid}/status")));
     let line =

@@ -90,8 +90,8 @@ impl CarriedSource {
         })
     }
 
-    /// Ends the QEMU, whose guest runs elsewhere, and gives the pages of its memory files back, as far as they are its
-    /// alone.
+    /// Ends the QEMU, whose guest runs elsewhere, and gives the pages of its memory files back, as
+    /// far as they are its alone.
     ///
     /// # Errors
     /// QMP's.
@@ -188,8 +188,8 @@ impl CarriedSource {
             self.settings.for_streaming(&mut qmp, &streaming)?;
             let blocks = Arc::new(Blocks::new(self.description.blocks()));
             channels::open_outgoing(&mut qmp, channels, &mut under_way.sockets)?;
-            // Who has paused it since it was looked at was heard by nobody yet, and QEMU does not stop it before somebody
-            // reads.
+            // Who has paused it since it was looked at was heard by nobody yet, and QEMU does not
+            // stop it before somebody reads.
             qmp.heard_stop()?;
             for (at, socket) in under_way.sockets.iter().enumerate() {
                 let socket = socket

@@ -24,8 +24,8 @@ impl Use {
             Self::Shared => "a device",
         };
         Some(format!(
-            "belongs to {device}, whose file is data and not RAM: vmferry does not empty it, and leaves it to QEMU's own \
-             migration"
+            "belongs to {device}, whose file is data and not RAM: vmferry does not empty it, and \
+             leaves it to QEMU's own migration"
         ))
     }
 }
@@ -75,8 +75,8 @@ impl Backends {
         Ok(Self { all: all.collect(), devices: devices.collect() })
     }
 
-    /// Whether QEMU knows a block by the name of its file, so that its migration can leave it out: memory that QEMU
-    /// made a file for itself (`memory-backend-shm`, a memfd) it does not.
+    /// Whether QEMU knows a block by the name of its file, so that its migration can leave it out:
+    /// memory that QEMU made a file for itself (`memory-backend-shm`, a memfd) it does not.
     pub fn is_named_file(&self, block: &str) -> bool {
         self.find(block).is_some_and(|backend| backend.kind == "memory-backend-file")
     }

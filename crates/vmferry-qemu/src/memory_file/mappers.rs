@@ -28,8 +28,8 @@ const LOOK_PERIOD: Duration = Duration::from_millis(20);
 const FIRST_NAMESPACES: [(&str, &str); 2] =
     [("pid", "pid:[4026531836]"), ("user", "user:[4026531837]")];
 
-/// Looks for processes that have a file mapped, shared or private, by device and inode as `/proc` prints them;
-/// `is_known` are left out.
+/// Looks for processes that have a file mapped, shared or private, by device and inode as `/proc`
+/// prints them; `is_known` are left out.
 ///
 /// # Errors
 /// If there is no `/proc` to be read.
@@ -64,8 +64,8 @@ pub fn find(file: (u64, u64), is_known: impl Fn(u32) -> bool) -> Result<Seen, Qe
     Ok(Seen { mapper: None, unseen })
 }
 
-/// Whether something is so for longer than a process needs that is about to start a program: until then it has the
-/// mappings of the process that it came from, which may be a known one.
+/// Whether something is so for longer than a process needs that is about to start a program: until
+/// then it has the mappings of the process that it came from, which may be a known one.
 fn stays(is_so: impl Fn() -> io::Result<bool>) -> bool {
     (0..LOOKS).all(|_| {
         std::thread::sleep(LOOK_PERIOD);
@@ -94,7 +94,8 @@ fn is_limited() -> Option<String> {
         let own = std::fs::read_link(Path::new("/proc/self/ns").join(kind));
         if own.is_ok_and(|own| own.as_os_str() != first) {
             return Some(format!(
-                "vmferry runs in a {kind} namespace of its own, from which other processes are not seen"
+                "vmferry runs in a {kind} namespace of its own, from which other processes are not \
+                 seen"
             ));
         }
     }

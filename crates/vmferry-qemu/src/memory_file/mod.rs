@@ -1,21 +1,26 @@
 //! Whether the file that a guest's memory is made of may be emptied, and emptying it.
 //!
-//! A destination empties its QEMU's memory files before a guest is placed in them, and again when an attempt has failed; a
-//! source gives the pages of the files back once its guest runs elsewhere. Each of them destroys whatever else is in such
-//! a file. So a file is emptied only if all of this holds, and is left alone otherwise:
+//! A destination empties its QEMU's memory files before a guest is placed in them, and again when
+//! an attempt has failed; a source gives the pages of the files back once its guest runs elsewhere.
+//! Each of them destroys whatever else is in such a file. So a file is emptied only if all of this
+//! holds, and is left alone otherwise:
 //!
-//! 1. *It is plain RAM* ([`Backends::use_of`]): the machine's memory, a NUMA node's, or a DIMM's. What an `nvdimm`, a
-//!    `virtio-pmem` or any other device keeps in a file is data, and may be somebody else's too.
-//! 2. *It is memory of this host* ([`kind_of`]): a tmpfs, hugetlbfs or a memfd. Other hosts may share a file on any other
-//!    file system, and nothing here can see them.
-//! 3. *QEMU has it mapped shared and writable.* A file that QEMU may only read is never opened for writing.
-//! 4. *It is this QEMU's alone* ([`examine`]): no other process has it mapped, and either the kernel grants a write lease on
-//!    QEMU's own descriptor, which it does only if nobody else anywhere has the file open or mapped, whatever user, PID
-//!    namespace or overlay they come from; or every process of this machine could be looked at. What can't be looked at is
-//!    no proof, but for a memfd that this QEMU has made: it has no name, and only QEMU can give it to others.
+//! 1. *It is plain RAM* ([`Backends::use_of`]): the machine's memory, a NUMA node's, or a DIMM's.
+//!    What an `nvdimm`, a `virtio-pmem` or any other device keeps in a file is data, and may be
+//!    somebody else's too.
+//! 2. *It is memory of this host* ([`kind_of`]): a tmpfs, hugetlbfs or a memfd. Other hosts may
+//!    share a file on any other file system, and nothing here can see them.
+//! 3. *QEMU has it mapped shared and writable.* A file that QEMU may only read is never opened for
+//!    writing.
+//! 4. *It is this QEMU's alone* ([`examine`]): no other process has it mapped, and either the
+//!    kernel grants a write lease on QEMU's own descriptor, which it does only if nobody else
+//!    anywhere has the file open or mapped, whatever user, PID namespace or overlay they come from;
+//!    or every process of this machine could be looked at. What can't be looked at is no proof, but
+//!    for a memfd that this QEMU has made: it has no name, and only QEMU can give it to others.
 //! 5. *A source's QEMU has ended.*
 //!
-//! Rule 4 is checked when a QEMU is attached, so that a mistake is told at once, and again just before each emptying.
+//! Rule 4 is checked when a QEMU is attached, so that a mistake is told at once, and again just
+//! before each emptying.
 
 mod backends;
 mod lease;
@@ -57,10 +62,12 @@ pub struct Mapper {
     pub name: String,
 }
 
-/// Looks whose a mapping of QEMU's is, from any thread and at any time: `examine`, with the rights that it takes.
+/// Looks whose a mapping of QEMU's is, from any thread and at any time: `examine`, with the rights
+/// that it takes.
 pub type Examiner = Arc<dyn Fn(u32, &Mapping) -> Result<Sharing, QemuError> + Send + Sync>;
 
-/// Looks whose the file behind a mapping of QEMU is. `ours` are vmferry's own processes, which may have it mapped.
+/// Looks whose the file behind a mapping of QEMU is. `ours` are vmferry's own processes, which may
+/// have it mapped.
 ///
 /// # Errors
 /// If the processes of this host can't be listed.
@@ -102,7 +109,8 @@ struct BlockFile {
     /// QEMU's name of the block.
     block: String,
     mapping: Mapping,
-    /// QEMU has made the file itself, and it has no name: whoever has it was given it by this QEMU.
+    /// QEMU has made the file itself, and it has no name: another process can only have it from
+    /// this QEMU.
     is_made_by_qemu: bool,
 }
 
@@ -115,7 +123,8 @@ pub struct MemoryFiles {
 }
 
 impl MemoryFiles {
-    /// Those of QEMU's memory backends that are shared files, but for those that devices share with others on purpose.
+    /// Those of QEMU's memory backends that are shared files, but for those that devices share with
+    /// others on purpose.
     pub fn of(located: &Located, examiner: Examiner) -> Self {
         let shared = located.blocks.iter().filter_map(|(block, mapping)| {
             let (used, kind) =
@@ -135,8 +144,8 @@ impl MemoryFiles {
         self.examiner = examiner;
     }
 
-    /// Makes sure that no other process is seen to have them mapped: nothing may be written there then, by
-    /// whomever.
+    /// Makes sure that no other process is seen to have them mapped: nothing may be written there
+    /// then, by whomever.
     ///
     /// # Errors
     /// The process and the file.
@@ -201,8 +210,8 @@ pub fn may_be_emptied(
     match kind_of(file) {
         Ok(Some(_)) => Ok(()),
         Ok(None) => refused(format!(
-            "is {}, on a file system that other hosts may share, and a destination empties its memory files: put it on a \
-             tmpfs or hugetlbfs (`mem-path=/dev/shm/NAME`)",
+            "is {}, on a file system that other hosts may share, and a destination empties its \
+             memory files: put it on a tmpfs or hugetlbfs (`mem-path=/dev/shm/NAME`)",
             mapping.path
         )),
         Err(source) => Err(QemuError::Local { action: "look at the memory file", source }),
@@ -212,8 +221,9 @@ pub fn may_be_emptied(
 /// Why a block is not moved by vmferry whose file may not be written.
 pub const READ_ONLY: &str = "is a file that QEMU may only read, which vmferry does not write";
 
-/// Opens the file of a mapping that QEMU can write: QEMU's own descriptor of it if that can be had, so that there is no
-/// second one beside it (which would keep the kernel from granting a lease), and else one of the same file.
+/// Opens the file of a mapping that QEMU can write: QEMU's own descriptor of it if that can be had,
+/// so that there is no second one beside it (which would keep the kernel from granting a lease),
+/// and else one of the same file.
 ///
 /// # Errors
 /// If the mapping is not shared and writable, or no descriptor may be had.

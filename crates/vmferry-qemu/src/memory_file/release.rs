@@ -1,4 +1,5 @@
-//! Giving the pages of a source's memory files back, once its guest runs elsewhere and its QEMU has ended.
+//! Giving the pages of a source's memory files back, once its guest runs elsewhere and its QEMU has
+//! ended.
 
 use std::fs::File;
 use std::ops::Range;
@@ -56,7 +57,8 @@ pub struct KeptFile {
 }
 
 impl Release {
-    /// What was given back of a QEMU that was told to end; nothing, if its files could not be found before.
+    /// What was given back of a QEMU that was told to end; nothing, if its files could not be found
+    /// before.
     #[must_use]
     pub fn by(leaving: Result<Leaving, QemuError>) -> Self {
         match leaving {
@@ -70,8 +72,8 @@ impl Release {
 }
 
 impl Leaving {
-    /// Opens the memory files of a QEMU while it still has them. What is no RAM is left out, and so is what has no name: that
-    /// ends with its process.
+    /// Opens the memory files of a QEMU while it still has them. What is no RAM is left out, and so
+    /// is what has no name: that ends with its process.
     ///
     /// # Errors
     /// If the process can't be looked into, or QMP's.

@@ -39,7 +39,8 @@ fn mapping_at(address: u64) -> Mapping {
     own.into_iter().find(|mapping| mapping.range.contains(&address)).unwrap()
 }
 
-/// Not a test, but what is begun as another process: it maps a file and says so, or maps it and says whose it is.
+/// Not a test, but what is begun as another process: it maps a file and says so, or maps it and
+/// says whose it is.
 #[test]
 fn stand_in() {
     let Some(order) = std::env::var_os(STAND_IN) else { return };
@@ -48,7 +49,7 @@ fn stand_in() {
     let file = File::options().read(true).write(true).open(path).unwrap();
     let at = map(&file, libc::PROT_READ | libc::PROT_WRITE);
     if order == "examine" {
-        // No parent, as whoever asks may be outside the namespace.
+        // No parent, since the process that asks may be outside the namespace.
         let pid = std::process::id();
         println!("\nsays {:?}", examine(pid, &mapping_at(at), &[pid]).unwrap());
         return;
@@ -100,14 +101,18 @@ fn examine_finds_another_process_that_has_the_file_mapped() {
     let other = Other::start(&[], "map", &path);
     let seen = examine(own, &mapping, &[own]).unwrap();
     assert!(
-        matches!(&seen, Sharing::Mapped(mapper) if mapper.pid == other.child.id() && !mapper.name.is_empty()),
+        matches!(
+            &seen,
+            Sharing::Mapped(mapper) if mapper.pid == other.child.id() && !mapper.name.is_empty()
+        ),
         "{seen:?}"
     );
     drop(other);
     assert_eq!(examine(own, &mapping, &[own]).unwrap(), Sharing::Alone);
 }
 
-/// From another PID namespace the process that has the file mapped can't be seen: the kernel's word counts.
+/// From another PID namespace the process that has the file mapped can't be seen: the kernel's word
+/// counts.
 #[test]
 fn examine_from_a_pid_namespace_takes_what_it_can_t_see_for_no_proof() {
     let unshare = ["unshare", "--pid", "--fork", "--mount-proc"];

@@ -123,10 +123,12 @@ fn holders(clients: &[Client]) -> String {
 /// What an operator can do about a socket that is in use.
 fn advice(clients: &[Client]) -> &'static str {
     if clients.iter().any(Client::is_libvirt) {
-        ": libvirt manages this QEMU and keeps its monitor. Have libvirt migrate the guest, or give the guest a second QMP \
-         socket (`<qemu:commandline>` with `-qmp unix:PATH,server=on,wait=off`) and name that one"
+        ": libvirt manages this QEMU and keeps its monitor. Have libvirt migrate the guest, or \
+         give the guest a second QMP socket (`<qemu:commandline>` with `-qmp \
+         unix:PATH,server=on,wait=off`) and name that one"
     } else {
-        ": end that process or wait until it has gone, or start QEMU with a second `-qmp` socket and name that one"
+        ": end that process or wait until it has gone, or start QEMU with a second `-qmp` socket \
+         and name that one"
     }
 }
 

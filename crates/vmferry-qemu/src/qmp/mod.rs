@@ -86,7 +86,8 @@ impl Qmp {
         format!("QEMU {}", self.version)
     }
 
-    /// The QEMU process, if it is proven which one it is. In another PID namespace it can't be seen.
+    /// The QEMU process, if it is proven which one it is. In another PID namespace it can't be
+    /// seen.
     #[must_use]
     pub fn pid(&self) -> Option<u32> {
         self.pid

@@ -11,8 +11,8 @@ use super::lines::Lines;
 use super::{ANSWER_TIMEOUT, Qmp, QmpError, Version, process, socket, sockets};
 use crate::custody::Life;
 
-/// How long another client may take to make room. One that is about to end does in milliseconds, and one that stays,
-/// such as libvirt, never does.
+/// How long another client may take to make room. One that is about to end does in milliseconds,
+/// and one that stays, such as libvirt, never does.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Qmp {

@@ -1,7 +1,8 @@
 //! Which process a QEMU is, as it is seen from here.
 //!
-//! vmferry and QEMU may be in different PID namespaces, and who listens on a socket need not be who answers: management
-//! tools make QEMU's sockets and pass them on. A process that is taken for QEMU may be traced, so it must be proven.
+//! vmferry and QEMU may be in different PID namespaces, and who listens on a socket need not be who
+//! answers: management tools make QEMU's sockets and pass them on. A process that is taken for QEMU
+//! may be traced, so it must be proven.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::net::UnixStream;
@@ -9,11 +10,12 @@ use std::os::unix::net::UnixStream;
 use super::sockets;
 use crate::process::innermost;
 
-/// The process at the other end of this connection, whose threads are these in its own namespace; `None` if none that
-/// is seen from here is proven to be it.
+/// The process at the other end of this connection, whose threads are these in its own namespace;
+/// `None` if none that is seen from here is proven to be it.
 ///
-/// Proof is that the process has the other end open and has these threads. Where its descriptors may not be looked
-/// at, the kernel's word that it listens on the socket takes the place of the first.
+/// Proof is that the process has the other end open and has these threads. Where its descriptors
+/// may not be looked at, the kernel's word that it listens on the socket takes the place of the
+/// first.
 pub fn find(stream: &UnixStream, threads: &BTreeSet<u32>) -> Option<u32> {
     let end = sockets::peer(stream);
     let holds = |pid| end.and_then(|end| sockets::holds(pid, end));
@@ -29,8 +31,8 @@ pub fn find(stream: &UnixStream, threads: &BTreeSet<u32>) -> Option<u32> {
     sockets::processes().find(|pid| holds(*pid) == Some(true) && has_threads(*pid, threads))
 }
 
-/// The numbers that threads of a process have here, which are these in its own namespace. Those that have ended are left
-/// out.
+/// The numbers that threads of a process have here, which are these in its own namespace. Those
+/// that have ended are left out.
 pub fn threads_here(pid: u32, inside: &[u32]) -> Vec<u32> {
     let found = threads(pid);
     inside.iter().filter_map(|thread| found.get(thread).copied()).collect()

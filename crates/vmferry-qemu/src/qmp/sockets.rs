@@ -1,7 +1,9 @@
-//! What the kernel says about Unix sockets: which one is at the other end, and who is connected to a listener.
+//! What the kernel says about Unix sockets: which one is at the other end, and who is connected to
+//! a listener.
 //!
-//! By `NETLINK_SOCK_DIAG` (Linux `include/uapi/linux/unix_diag.h`), which describes the sockets of one network namespace
-//! to anybody. Where it is missing or forbidden nothing is known, which is never an error.
+//! By `NETLINK_SOCK_DIAG` (Linux `include/uapi/linux/unix_diag.h`), which describes the sockets of
+//! one network namespace to anybody. Where it is missing or forbidden nothing is known, which is
+//! never an error.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -35,8 +37,8 @@ struct Described {
     peer: Option<u32>,
 }
 
-/// The credentials of the process that listens on the other end: its PID, 0 if it is in a namespace that is not
-/// seen from here, and its user.
+/// The credentials of the process that listens on the other end: its PID, 0 if it is in a namespace
+/// that is not seen from here, and its user.
 ///
 /// # Errors
 /// The system's.
@@ -56,8 +58,8 @@ pub fn credentials(stream: &UnixStream) -> io::Result<libc::ucred> {
     if done == 0 { Ok(found) } else { Err(io::Error::last_os_error()) }
 }
 
-/// The process that listens on the other end, if it is seen from here: by a descriptor of the process, which can't
-/// become another one's, or before Linux 6.5 by its number.
+/// The process that listens on the other end, if it is seen from here: by a descriptor of the
+/// process, which can't become another one's, or before Linux 6.5 by its number.
 pub fn listener(stream: &UnixStream) -> Option<u32> {
     const SO_PEERPIDFD: libc::c_int = 77;
     let mut number: libc::c_int = -1;
@@ -92,8 +94,8 @@ pub fn peer(stream: &UnixStream) -> Option<u32> {
     described.into_iter().find(|socket| socket.inode == own)?.peer.filter(|peer| *peer != 0)
 }
 
-/// Who is connected to the listener at `path` already, if nobody has accepted `stream`; none if that is not so, or not
-/// known.
+/// Who is connected to the listener at `path` already, if nobody has accepted `stream`; none if
+/// that is not so, or not known.
 pub fn others_at(path: &Path, stream: Option<&UnixStream>) -> Option<Vec<Client>> {
     if stream.is_some_and(|stream| peer(stream).is_some()) {
         return None;

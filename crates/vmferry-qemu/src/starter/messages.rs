@@ -42,7 +42,7 @@ pub enum Ask {
     IsStopped(u32),
     /// Which process is it?
     Identify(u32),
-    /// Whether QEMU has a guest, so that it outlives whoever asks.
+    /// Whether QEMU has a guest, so that it outlives the receiver.
     KeepQemu(bool),
     /// Whose is the file behind a mapping of a process?
     Examine(u32, Mapping),

@@ -93,12 +93,12 @@ pub trait Starter: View + Send {
     /// Ends it at once. One that has ended already needs nothing.
     fn end(&mut self);
 
-    /// Says whether QEMU has a guest. One that has outlives whoever has it started; one that has none would wait for
-    /// ever, and ends with that process.
+    /// Says whether QEMU has a guest. One that has outlives the receiver; one that has
+    /// none would wait for ever, and ends with that process.
     fn keep_qemu(&mut self, keep: Keep);
 }
 
-/// What becomes of a QEMU when whoever has it started is gone.
+/// What becomes of a QEMU when the receiver has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keep {
     /// It has a guest, and goes on.
@@ -137,7 +137,8 @@ impl View for DirectView {
     }
 }
 
-/// Starts QEMU from this process. Dropped, it leaves a QEMU that has a guest alone, and ends another.
+/// Starts QEMU from this process. Dropped, it leaves a QEMU that has a guest alone, and ends
+/// another.
 pub struct LocalStarter {
     command: Option<String>,
     socket: PathBuf,

@@ -71,7 +71,8 @@ fn unexpected() -> QemuError {
 }
 
 impl View for StarterProcess {
-    /// A process that was restricted meanwhile sees no other: the starter knows whether the listener is its own.
+    /// A process that was restricted meanwhile sees no other: the starter knows whether the
+    /// listener is its own.
     fn process(&self, qmp: &Qmp) -> Option<u32> {
         qmp.pid().or_else(|| qmp.listener())
     }
@@ -147,7 +148,8 @@ impl Starter for StarterProcess {
     }
 }
 
-/// Does what is asked on `stream` until whoever asks is gone. A QEMU that has a guest then goes on, and another ends.
+/// Does what is asked on `stream` until the receiver has ended. A QEMU that has a guest then goes
+/// on, and another ends.
 ///
 /// # Errors
 /// What the socket says, or a question that can't be read.
@@ -210,7 +212,7 @@ fn answer(starter: &mut LocalStarter, ask: Ask) -> Result<(Answer, Option<File>)
         }
         Ask::Examine(pid, asked) => match memory_of(starter, pid, &asked)? {
             Some(memory) => {
-                // Whoever asks has the memory mapped too.
+                // The receiver has the memory mapped too.
                 let ours = [std::process::id(), std::os::unix::process::parent_id()];
                 (Answer::Examined(memory_file::examine(pid, &memory, &ours)?), None)
             }

@@ -24,6 +24,12 @@ fn order(monitor: &Path, order: &str) {
     }
 }
 
+/// QMP that plugs a device in.
+const ADD: &str = r#"{
+    "execute": "device_add",
+    "arguments": {"driver": "virtio-rng-pci", "id": "odd", "bus": "spare"}
+}"#;
+
 /// To QEMU no migration is under way: it takes such orders, of which the destination knows nothing.
 #[test]
 fn a_device_or_a_disk_that_changes_ends_the_migration_and_is_named_on_both_sides() {
@@ -44,14 +50,20 @@ fn a_device_or_a_disk_that_changes_ends_the_migration_and_is_named_on_both_sides
         ]);
         let mut here = machine.clone().with(&["-qmp", &socket]).start(&world, "here");
         here.check_guest();
-        let add = r#"{"execute":"device_add","arguments":{"driver":"virtio-rng-pci","id":"odd","bus":"spare"}}"#;
         let cover = format!(
-            r#"{{"execute":"blockdev-snapshot-sync","arguments":{{"node-name":"disk","snapshot-file":"{}","snapshot-node-name":"top"}}}}"#,
+            r#"{{
+                "execute": "blockdev-snapshot-sync",
+                "arguments": {{
+                    "node-name": "disk",
+                    "snapshot-file": "{}",
+                    "snapshot-node-name": "top"
+                }}
+            }}"#,
             snapshot.display()
         );
         let changes = [
             (cover.as_str(), "the disk `/machine/peripheral/root/virtio-backend` was changed from"),
-            (add, "the device `virtio-rng-pci` (`odd`) was added"),
+            (ADD, "the device `virtio-rng-pci` (`odd`) was added"),
         ];
         for (number, (change, says)) in (1..).zip(changes) {
             let there = machine.incoming(&world, &format!("there-{number}"));
@@ -76,8 +88,7 @@ fn a_device_that_was_added_before_is_moved() {
         .with(&["-device", "pcie-root-port,id=spare,chassis=1"]);
     let mut here = machine.clone().with(&["-qmp", &socket]).start(&world, "here");
     here.check_guest();
-    let add = r#"{"execute":"device_add","arguments":{"driver":"virtio-rng-pci","id":"odd","bus":"spare"}}"#;
-    order(&monitor, add);
+    order(&monitor, ADD);
     let mut there =
         machine.with(&["-device", "virtio-rng-pci,id=odd,bus=spare"]).incoming(&world, "there");
     hop(&world, 1, &here, &there);

@@ -1,4 +1,5 @@
-//! Disks of real QEMUs: how they reach guest memory, whom a harvest disturbs, and who has their locks.
+//! Disks of real QEMUs: how they reach guest memory, whom a harvest disturbs, and who has their
+//! locks.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -102,7 +103,8 @@ impl Listener {
     }
 }
 
-/// What a disk reads past the cache below a format node arrives, and nobody hears of a pause but that of the switchover.
+/// What a disk reads past the cache below a format node arrives, and nobody hears of a pause but
+/// that of the switchover.
 #[test]
 fn harvests_wait_for_direct_io_and_stop_no_guest() {
     for version in Version::ALL {
@@ -146,7 +148,8 @@ fn copy(from: &GuestMemory, to: &GuestMemory) {
     }
 }
 
-/// The link may be lost between the load and COMMIT: then the source's guest runs on, and the destination does not know.
+/// The link may be lost between the load and COMMIT: then the source's guest runs on, and the
+/// destination does not know.
 #[test]
 fn a_destination_that_has_loaded_leaves_the_disks_to_the_source() {
     for (version, format) in

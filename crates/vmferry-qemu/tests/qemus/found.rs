@@ -1,4 +1,5 @@
-//! Which process a QEMU is, and who works on it: namespaces, sockets that were passed on, and several at once.
+//! Which process a QEMU is, and who works on it: namespaces, sockets that were passed on, and
+//! several at once.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -73,7 +74,7 @@ fn a_second_sender_is_refused_and_the_first_ones_migration_is_undisturbed() {
     drop(source);
     assert_eq!(userfaultfds(pid), 0);
     there.check_guest();
-    // Given back: whoever comes now is told of the guest's state, and of no other sender.
+    // Given back: the next sender is told of the guest's state, and of no other sender.
     let error = refusal(QemuSource::attach(&second));
     assert!(matches!(error, QemuError::State { .. }), "{error:?}");
     assert!(here.child.try_wait().unwrap().is_none());
@@ -116,7 +117,7 @@ fn a_socket_that_another_process_has_made_leads_to_qemu_and_not_to_that_process(
     let chardev = format!("socket,id=passed,fd={number},server=on,wait=off");
     let machine = machine().with(&["-chardev", &chardev, "-mon", "chardev=passed,mode=control"]);
     let here = machine.start(&world, "here");
-    // Whoever listened last is what the kernel says.
+    // The kernel names the process that listened last.
     rustix::net::listen(&listener, 1).unwrap();
     assert_eq!(Qmp::connect(&socket).unwrap().pid(), Some(here.child.id()));
 }

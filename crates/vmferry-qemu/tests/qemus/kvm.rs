@@ -1,5 +1,6 @@
-//! Guests of QEMUs on KVM, moved five times each: machines, memory, both ways, numbers of vCPUs. They write without pause,
-//! and have KVM itself write their memory: clock, stolen time, ends of interrupts.
+//! Guests of QEMUs on KVM, moved five times each: machines, memory, both ways, numbers of vCPUs.
+//! They write without pause, and have KVM itself write their memory: clock, stolen time, ends of
+//! interrupts.
 
 use crate::support::{carry, hop};
 use vmferry_qemu_lab::{Backend, HugePages, Machine, Mounted, Qemu, Said, Version, World};
@@ -108,7 +109,8 @@ impl Case {
     }
 }
 
-/// The guest has gone over all of its memory and found nothing wrong, in what KVM writes neither; and KVM goes on writing it.
+/// The guest has gone over all of its memory and found nothing wrong, in what KVM writes neither;
+/// and KVM goes on writing it.
 fn check(qemu: &mut Qemu, before: &Said) -> Said {
     qemu.check_guest();
     let said = qemu.wait_for("sees what KVM writes", |said| {
@@ -126,7 +128,8 @@ fn check(qemu: &mut Qemu, before: &Said) -> Said {
     said
 }
 
-/// The whole matrix of this kind of machine with `VMFERRY_TEST_ALL`, the given part of it otherwise.
+/// The whole matrix of this kind of machine with `VMFERRY_TEST_ALL`, the given part of it
+/// otherwise.
 fn travel(kind: &'static str, sample: &[(Version, Memory, Way, u32)]) {
     if std::env::var_os("VMFERRY_TEST_ALL").is_some() {
         return cases(kind).iter().for_each(Case::run);
@@ -173,7 +176,8 @@ fn microvm_guests_travel() {
 
 /// Whether KVM lets the guest leave out what it tells the LAPIC at the end of an interrupt.
 #[test]
-#[ignore = "needs a KVM that runs ring 0 natively: one that emulates it (PVM) takes each offer back before the guest sees it"]
+#[ignore = "needs a KVM that runs ring 0 natively: one that emulates it (PVM) takes each offer \
+     back before the guest sees it"]
 fn the_ends_of_interrupts_are_not_told() {
     let world = World::new();
     let mut qemu = Machine::on_kvm(Version::V10_0, "hot=8").start_booted(&world, "qemu");

@@ -1,5 +1,6 @@
-//! The negative controls of the tests with KVM: pages that a dirty log forgets, one that the guest writes and two that KVM
-//! writes, are found by the guest where they arrive, and by `verify` before it goes there.
+//! The negative controls of the tests with KVM: pages that a dirty log forgets, one that the guest
+//! writes and two that KVM writes, are found by the guest where they arrive, and by `verify` before
+//! it goes there.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -88,8 +89,8 @@ impl SourceVm for Forgetful {
 const WORKLOAD: &str = "fill=8,incompressible hot=8";
 const HOT_ADDRESS: u64 = 24 << 20;
 
-/// So that KVM writes its pages often after they were copied: it writes the whole clock anew when the guest is continued,
-/// and an older one shows in its version alone.
+/// So that KVM writes its pages often after they were copied: it writes the whole clock again when
+/// the guest is continued, and an older one shows in its version alone.
 const SLOW: u64 = 8 << 20;
 
 /// Moves a guest by a log that forgets the page at this address.

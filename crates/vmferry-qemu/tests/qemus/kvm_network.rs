@@ -1,5 +1,6 @@
-//! Guests of QEMUs on KVM that talk to the network all the time, by virtio-net and taps in two network namespaces: what QEMU, or
-//! the kernel for it (vhost-net), writes into guest memory is checked by the guest, when it comes and later.
+//! Guests of QEMUs on KVM that talk to the network all the time, by virtio-net and taps in two
+//! network namespaces: what QEMU, or the kernel for it (vhost-net), writes into guest memory is
+//! checked by the guest, when it comes and later.
 
 use std::fs::File;
 use std::net::{Ipv4Addr, UdpSocket};

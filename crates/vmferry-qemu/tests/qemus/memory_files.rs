@@ -75,7 +75,8 @@ fn files_that_are_data_are_neither_moved_nor_emptied() {
         let here = machine.start(&world, &format!("here-{name}"));
         let text = attach_fails(&here);
         assert!(text.contains("`nv`") && text.contains("nvdimm"), "{text}");
-        // One that waits says so to each guest that is to be put into its memory, and touches nothing.
+        // A QEMU that waits says so for each guest that would be put into its memory, and touches
+        // nothing.
         let plain = usual().start_booted(&world, &format!("plain-{name}"));
         let there = machine.incoming(&world, &format!("there-{name}"));
         drop(here);

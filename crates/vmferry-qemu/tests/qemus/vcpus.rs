@@ -1,10 +1,12 @@
-//! vCPUs of real QEMUs: a guest goes where all features are that it was started with, whatever the model is called.
+//! vCPUs of real QEMUs: a guest goes where all features are that it was started with, whatever the
+//! model is called.
 
 use vmferry::{DestinationVm, PrepareError, SourceVm};
 use vmferry_qemu::{CarriedSource, Expected, QemuDestination, QemuSource};
 use vmferry_qemu_lab::{Machine, Version, World};
 
-/// What a destination with `there` says of a guest with `here`, attached or carried, before anything is sent.
+/// What a destination with `there` says of a guest with `here`, attached or carried, before
+/// anything is sent.
 fn offer(machine: &Machine, here: &str, there: &str) -> [Result<(), String>; 2] {
     let world = World::new();
     let source = machine.clone().with(&["-cpu", here]).start(&world, "here");

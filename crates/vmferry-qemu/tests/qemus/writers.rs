@@ -1,4 +1,5 @@
-//! Who writes a real QEMU's guest memory: which devices and back ends a guest may have to be attached.
+//! Who writes a real QEMU's guest memory: which devices and back ends a guest may have to be
+//! attached.
 
 use vmferry_qemu::{Mode, QemuSource, Reached};
 use vmferry_qemu_lab::{Machine, Version, World};

@@ -137,7 +137,7 @@ pub fn find<'a>(metrics: &'a [Metric], key: &str) -> Option<&'a Metric> {
     metrics.iter().find(|metric| metric.key == key)
 }
 
-/// Whether the guest ever stood still for its hand-over.
+/// Whether the guest ever stood still for its handover.
 pub fn was_paused(run: &Run) -> bool {
     run.stats.downtime_ms.is_some_and(|ms| ms > 0.0)
 }

@@ -2,7 +2,8 @@
 
 use super::Host;
 
-/// What a host's process does itself, and may take long for: calls into a VMM, and writes to a journal.
+/// What a host's process does itself, and may take long for: calls into a VMM, and writes to a
+/// journal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// The source starts the dirty log.

@@ -49,16 +49,18 @@ pub fn validity_of(certificate: &[u8]) -> Option<(SystemTime, SystemTime)> {
     Some((at(validity.not_before.timestamp())?, at(validity.not_after.timestamp())?))
 }
 
-/// The names of a peer that has shown this certificate: those in it, or, where none can be used, the key that it is for,
-/// as `key:sha256:` and the hexadecimal SHA-256 of its SubjectPublicKeyInfo. So two peers whose certificates name nobody
-/// are two, and one of them is the same when its certificate is renewed for its key.
+/// The names of a peer that has shown this certificate: those in it, or, where none can be used,
+/// the key that it is for, as `key:sha256:` and the hexadecimal SHA-256 of its
+/// SubjectPublicKeyInfo. So two peers whose certificates name nobody are two, and one of them is
+/// the same when its certificate is renewed for its key.
 pub fn names_or_key_of(certificate: &[u8]) -> Vec<String> {
     let names = names_of(certificate);
     if !names.is_empty() {
         return names;
     }
     let key = x509_parser::parse_x509_certificate(certificate).map_or_else(
-        // rustls has verified it; what this parser does not read is still one certificate and no other.
+        // rustls has verified it; what this parser does not read is still one certificate and no
+        // other.
         |_| sha256(certificate),
         |(_, parsed)| sha256(parsed.tbs_certificate.subject_pki.raw),
     );

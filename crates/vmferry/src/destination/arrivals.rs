@@ -29,7 +29,8 @@ pub struct Connection {
     pub peer: PeerIdentity,
     /// The versions of the protocol that this side speaks, and the one that both do.
     pub versions: Versions,
-    /// To the thread that has greeted it, which turns it away if that is wanted. Dropped, it is taken.
+    /// To the thread that has greeted it, which turns it away if that is wanted. Dropped, it is
+    /// taken.
     back: Option<Sender<(Connection, LastWords)>>,
 }
 
@@ -43,7 +44,8 @@ pub enum LastWords {
 }
 
 impl Connection {
-    /// Gives it back to the thread that has greeted it: a peer that does not read the answer holds up nobody else.
+    /// Gives it back to the thread that has greeted it: a peer that does not read the answer holds
+    /// up nobody else.
     fn give_back(mut self, words: LastWords) {
         if let Some(back) = self.back.take() {
             // Without that thread it is closed without an answer.
@@ -51,7 +53,8 @@ impl Connection {
         }
     }
 
-    /// Says the last words, for which the peer may take so long, and closes the connection in order.
+    /// Says the last words, for which the peer may take so long, and closes the connection in
+    /// order.
     ///
     /// # Errors
     /// The link's.
@@ -110,7 +113,7 @@ pub enum Arrival {
     TurnedAway(Notice),
 }
 
-/// What this host says to whoever [asks](crate::probe) what it has.
+/// What this host answers when a peer [asks](crate::probe) what it has.
 #[derive(Debug)]
 pub struct Probes {
     /// One at a time.
@@ -120,8 +123,8 @@ pub struct Probes {
 }
 
 impl Arrival {
-    /// Makes it ready for the session's thread, which answers from now on, and says where its connection goes if it is
-    /// turned away.
+    /// Makes it ready for the session's thread, which answers from now on, and says where its
+    /// connection goes if it is turned away.
     pub fn give_back_to(&mut self, back: Sender<(Connection, LastWords)>) {
         match self {
             Self::Control(connection)
@@ -137,9 +140,10 @@ impl Arrival {
     }
 }
 
-/// Authenticates a connection and hears what it wants, for so long at each step; whoever calls bounds the
-/// whole. A source that `policy` has nothing for is told so. `versions`: of the protocol, that this side speaks. One that
-/// has only asked what this host has is answered here, and nothing arrives.
+/// Authenticates a connection and hears what it wants, for so long at each step; whoever calls
+/// bounds the whole. A source that `policy` has nothing for is told so. `versions`: of the
+/// protocol, that this side speaks. One that has only asked what this host has is answered here,
+/// and nothing arrives.
 ///
 /// # Errors
 /// What is wrong with the peer.
@@ -188,7 +192,7 @@ pub fn receive_greeting(
         }
         Role::Probe => {
             let Some(_pass) = probes.gate.enter() else {
-                // Whoever does not wait for the answer has lost nothing.
+                // A peer that does not wait for the answer loses nothing.
                 let _ = connection.dismiss(&LastWords::Status(HelloStatus::Busy), timeout);
                 let reason = Reason::new(ReasonCode::Busy, "another host is asking");
                 return Err(MigrateError::Refused { peer: "destination", reason });
@@ -213,7 +217,8 @@ pub fn receive_greeting(
 fn refuse_source(mut connection: Connection, refusal: &str) -> MigrateError {
     let reason = Reason::new(ReasonCode::Unauthorised, refusal);
     let refused = MigrateError::Refused { peer: "destination", reason: reason.clone() };
-    // It listens once it has announced its guest. Whoever does not wait for the answer has lost nothing.
+    // It listens once it has announced its guest. A peer that does not wait for the answer loses
+    // nothing.
     let version = connection.versions.version;
     let mut reader = ControlReader::new(&mut connection.reader, version, Speaker::Applicant);
     if answer(&mut connection.writer, &connection.versions, HelloStatus::Ok, 0).is_ok()
@@ -248,7 +253,8 @@ pub fn turn_away(connection: Connection, status: HelloStatus) {
     connection.give_back(LastWords::Status(status));
 }
 
-/// Has a question about a session that is not live answered with what the journals say, in another thread.
+/// Has a question about a session that is not live answered with what the journals say, in another
+/// thread.
 pub fn give_word(
     directory: &std::path::Path,
     session: SessionId,

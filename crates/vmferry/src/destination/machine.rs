@@ -3,11 +3,11 @@
 //! ```text
 //!  AwaitBegin -> Preparing -> Opening -> Receiving -> Placing -> [Hashing] -> Loading -> Deciding
 //!                                                                                           |
-//!                                                           hand-over (see crate::handover) +
+//!                                                           handover (see crate::handover) +
 //! ```
-//! `Hashing` is there if the source asked for `--verify` before FINAL: the memory is hashed as it was placed.
-//! A guest that is refused while preparing leaves nothing behind. From `Opening` on the journal
-//! knows the session, so that this host can give its word about it for ever.
+//! `Hashing` is there if the source asked for `--verify` before FINAL: the memory is hashed as it
+//! was placed. A guest that is refused while preparing leaves nothing behind. From `Opening` on the
+//! journal knows the session, so that this host can give its word about it for ever.
 
 mod announcement;
 mod clock;
@@ -54,7 +54,7 @@ impl Phase {
             Self::Placing => "the placing of the last pages",
             Self::Hashing => "the hash of the memory",
             Self::Loading => "the loading of the state",
-            Self::Deciding => "the hand-over",
+            Self::Deciding => "the handover",
             Self::Refused => "the end",
         }
     }
@@ -239,7 +239,7 @@ impl Destination {
         }
     }
 
-    /// Where the hand-over stands.
+    /// Where the handover stands.
     #[must_use]
     pub fn handover(&self) -> DestinationState {
         self.handover
@@ -263,7 +263,8 @@ impl Destination {
         &self.stats
     }
 
-    /// Whether FINAL may come: the guest is accepted, and nothing is decided. One that was heard may be withdrawn.
+    /// Whether FINAL may come: the guest is accepted, and nothing is decided. One that was heard
+    /// may be withdrawn.
     #[must_use]
     pub fn wants_final(&self) -> bool {
         matches!(self.phase, Phase::Receiving | Phase::Placing)
@@ -342,7 +343,7 @@ impl Destination {
             (ControlMessage::Commit { session }, phase)
                 if Some(session) == ours && self.handover == DestinationState::Receiving =>
             {
-                let reason = format!("COMMIT does not belong into {}", phase.name());
+                let reason = format!("COMMIT does not belong in {}", phase.name());
                 self.fail(now, protocol(reason));
             }
             (ControlMessage::Commit { session }, _) if Some(session) == ours => {
@@ -361,7 +362,7 @@ impl Destination {
             }
             (ControlMessage::Pong { .. }, _) => {}
             (message, phase) => {
-                let reason = format!("{} does not belong into {}", message.name(), phase.name());
+                let reason = format!("{} does not belong in {}", message.name(), phase.name());
                 self.fail(now, protocol(reason));
             }
         }
@@ -485,6 +486,6 @@ mod tests {
         let free = ControlMessage::Free { slot: SlotId(0), runs: vec![(0, 1)] };
         machine.handle(Duration::ZERO, Input::Control { link: LinkId::CONTROL, message: free });
         let failure = machine.failure.as_ref().expect("a protocol error").to_string();
-        assert!(failure.contains("FREE does not belong into"), "{failure}");
+        assert!(failure.contains("FREE does not belong in"), "{failure}");
     }
 }

@@ -225,8 +225,8 @@ pub struct Witness {
 }
 
 impl Witness {
-    /// Answers for the sessions in the journals, and takes no guest: for a host whose guest came to a process before
-    /// this one.
+    /// Answers for the sessions in the journals, and takes no guest: for a host whose guest came to
+    /// a process before this one.
     ///
     /// # Errors
     /// A configuration that makes no sense, or a system without a thread left.

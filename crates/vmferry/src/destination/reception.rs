@@ -2,9 +2,9 @@
 //! threads, and arrives at the engine by its role.
 //!
 //! ```text
-//!  listener --accept--> room (silent, 128) --doorman--> greeting (18 threads) --arrivals--> session
-//!                                                           ^                                  |
-//!                                                           +------- whom it turns away -------+
+//! listener --accept--> room (silent, 128) --doorman--> greeting (18 threads) --arrivals--> session
+//!                                                          ^                                  |
+//!                                                          +------- refused arrivals ---------+
 //! ```
 //! For a peer that has not begun to speak there is a socket and nothing else. One that is slow, or of an
 //! address that has many, makes room for others. So neither silence nor slowness nor a crowd keeps an honest
@@ -37,9 +37,9 @@ use crate::probe::Gate;
 /// is hardly ever among them.
 const SEATS: usize = 128;
 
-/// Connections that may be in their handshake and greeting at the same time: the channels of one migration, so
-/// that it need not wait for itself, and at 0.6 MB of buffers each no more than 11 MB. They keep their places until the
-/// engine has taken them, or they are turned away.
+/// Connections that may be in their handshake and greeting at the same time: the channels of one
+/// migration, so that it need not wait for itself, and at 0.6 MB of buffers each no more than 11
+/// MB. They keep their places until the engine has taken them, or they are turned away.
 const MAX_GREETING: usize = 18;
 
 /// Greeted connections and notices that the engine has not taken yet.
@@ -321,7 +321,7 @@ impl Shared {
                         (greeting.done, greeting.since) = (false, Instant::now());
                     }
                     self.ring();
-                    // Whoever does not wait for the answer has lost nothing.
+                    // A peer that does not wait for the answer loses nothing.
                     let _ = connection.dismiss(&words, self.patience);
                 }
             }

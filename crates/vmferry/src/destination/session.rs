@@ -72,8 +72,8 @@ pub struct Session<'a, V> {
     inputs: (Sender<Input>, Receiver<Input>),
     links: BTreeMap<LinkId, Link>,
     next_link: u64,
-    /// What the control channel brings. There is no queue: its reader goes on when a message was taken, so that a source
-    /// that says more than is heard waits.
+    /// What the control channel brings. There is no queue: its reader goes on when a message was
+    /// taken, so that a source that says more than is heard waits.
     heard: (Sender<FromControl>, Receiver<FromControl>),
     /// What query channels bring, in the same way.
     asked: (Sender<Input>, Receiver<Input>),
@@ -210,8 +210,9 @@ impl<'a, V: DestinationVm> Session<'a, V> {
         }
     }
 
-    /// Says now and then that frames arrive, and how far the lanes are, where the link is too slow for whole ones: a
-    /// source takes a destination that places nothing for one that hangs. Whether anything has arrived.
+    /// Says now and then that frames arrive, and how far the lanes are, where the link is too slow
+    /// for whole ones: a source takes a destination that places nothing for one that hangs. Whether
+    /// anything has arrived.
     fn tell_what_arrives(&mut self) -> bool {
         if self.arrival_told.elapsed() < ARRIVAL_INTERVAL {
             return false;

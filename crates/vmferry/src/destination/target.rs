@@ -36,8 +36,8 @@ pub struct LaneContext {
     pub lanes: u8,
 }
 
-/// How far each lane is: the end of the last round that it has placed whole. A source may end any number of rounds while
-/// the session's thread is busy, and waits in no queue with them.
+/// How far each lane is: the end of the last round that it has placed whole. A source may end any
+/// number of rounds while the session's thread is busy, and waits in no queue with them.
 #[derive(Debug, Default)]
 pub struct LaneEnds([LaneEnd; MAX_LANES as usize]);
 
@@ -48,7 +48,7 @@ struct LaneEnd {
 }
 
 impl LaneEnds {
-    /// The end of a round of a lane; whether the session is to be told.
+    /// The end of a round of a lane; whether to tell the session.
     #[must_use]
     pub fn reach(&self, lane: u8, sequence: u64) -> bool {
         self.0.get(usize::from(lane)).is_some_and(|end| {

@@ -1,4 +1,4 @@
-//! The destination's half of the hand-over.
+//! The destination's half of the handover.
 
 use vmferry_wire::SessionWord;
 
@@ -17,8 +17,9 @@ pub enum DestinationState {
     AbortWriting,
     /// ABORTED is on disk: the guest never runs here.
     Aborted,
-    /// The journal failed, so that nobody knows which record is on disk. The guest does not run
-    /// in this process; the next one to read the journal knows. A guest that outlives the process waits for that one.
+    /// The journal failed, so that nobody knows which record is on disk. The guest does not run in
+    /// this process; the next one to read the journal knows. A guest that outlives the process
+    /// waits for that one.
     Stuck,
 }
 
@@ -73,7 +74,7 @@ impl DestinationState {
         self == Self::Owns
     }
 
-    /// Whether the hand-over is over on this side.
+    /// Whether the handover is over on this side.
     #[must_use]
     pub fn is_final(self) -> bool {
         matches!(self, Self::Owns | Self::Aborted | Self::Stuck)
@@ -133,11 +134,11 @@ impl DestinationState {
     }
 }
 
-/// The state of a session after a restart of the destination, from what its journal holds, and what must be done:
-/// `None` when the journal does not know the session.
+/// The state of a session after a restart of the destination, from what its journal holds, and what
+/// must be done: `None` when the journal does not know the session.
 ///
-/// A guest may outlive the process that received it. One that was promised to run is run if it never has, and what is
-/// left of one that never will is thrown away.
+/// A guest may outlive the process that received it. One that was promised to run is run if it
+/// never has, and what is left of one that never will is thrown away.
 #[must_use]
 pub fn recover_destination(
     opened: bool,

@@ -1,4 +1,4 @@
-//! The hand-over: who may run the guest, decided by two small pure machines.
+//! The handover: who may run the guest, decided by two small pure machines.
 //!
 //! Neither machine does I/O. Each takes one event, changes its state and names the effects that
 //! the driver must carry out, in order. The engine's source and destination use exactly these

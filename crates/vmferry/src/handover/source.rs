@@ -1,4 +1,4 @@
-//! The source's half of the hand-over.
+//! The source's half of the handover.
 
 use serde::{Deserialize, Serialize};
 use vmferry_wire::SessionWord;
@@ -45,7 +45,7 @@ pub enum SourceEvent {
     LinkLost,
     /// A failure on this side or told by the destination before COMMIT, or the user's wish.
     Failed,
-    /// The operator decides a hand-over in doubt.
+    /// The operator decides a handover in doubt.
     Operator(OperatorWord),
 }
 
@@ -93,7 +93,7 @@ impl SourceState {
         matches!(self, Self::Committed | Self::InDoubt { .. })
     }
 
-    /// Whether the hand-over is over on this side.
+    /// Whether the handover is over on this side.
     #[must_use]
     pub fn is_final(self) -> bool {
         matches!(self, Self::Given | Self::Kept)
@@ -218,7 +218,8 @@ mod tests {
         }
     }
 
-    /// Nobody takes up a session whose journal says KEPT: a process that dies must not leave a paused guest with it.
+    /// Nobody takes up a session whose journal says KEPT: a process that dies must not leave a
+    /// paused guest with it.
     #[test]
     fn kept_is_written_after_the_guest_is_resumed() {
         for (state, event) in STATES.into_iter().flat_map(|s| EVENTS.map(|event| (s, event))) {

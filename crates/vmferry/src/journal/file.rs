@@ -232,8 +232,8 @@ fn lock(file: &File, path: &Path) -> Result<(), JournalError> {
     }
 }
 
-/// Makes a directory that survives a crash: each new name is synced in the directory above it. Nobody else may look
-/// into it: a journal says who decides about a guest.
+/// Makes a directory that survives a crash: each new name is synced in the directory above it.
+/// Nobody else may look into it: a journal says who decides about a guest.
 fn make_directory(directory: &Path) -> Result<(), JournalError> {
     if directory.is_dir() {
         return Ok(());

@@ -206,8 +206,8 @@ pub fn sessions_of(
     Ok(sessions)
 }
 
-/// The sessions of the guest that is in this process of a VMM. Names and UUIDs come again: what a process has promised that
-/// is known to be another one was about a guest of before.
+/// The sessions of the guest that is in this process of a VMM. Names and UUIDs come again: what a
+/// process has promised that is known to be another one was about a guest of before.
 ///
 /// # Errors
 /// As [`sessions_of`].
@@ -273,8 +273,8 @@ pub fn read(directory: &Path, session: SessionId, side: Side) -> Result<Vec<Reco
     }
 }
 
-/// Where a session stands at a destination that has only its journal, after a restart, and what whoever has the guest
-/// now must do: `None` if the journal does not know the session.
+/// Where a session stands at a destination that has only its journal, after a restart, and what
+/// the process that has the guest now must do: `None` if the journal does not know the session.
 #[must_use]
 pub fn recover_destination(
     records: &[Record],
@@ -288,7 +288,7 @@ pub fn recover_destination(
 }
 
 /// Where a session stands at a source that has only its journal, after the process that led it has
-/// died, and what whoever has the guest now must do.
+/// died, and what the process that has the guest now must do.
 #[must_use]
 pub fn recover_source(records: &[Record]) -> (SourceState, &'static [SourceEffect]) {
     let has = |wanted: fn(&Record) -> bool| records.iter().any(wanted);

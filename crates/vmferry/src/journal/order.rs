@@ -203,7 +203,8 @@ mod tests {
         assert_eq!(left_open(&directory), [session(5)], "its process has died before COMMIT");
     }
 
-    /// Guests without a UUID, or a guest that was started again: one process after another has the same name.
+    /// Guests without a UUID, or a guest that was started again: one process after another has the
+    /// same name.
     #[test]
     fn what_another_process_has_promised_concerns_no_guest_of_that_name() {
         let directory = tempfile::tempdir().unwrap();

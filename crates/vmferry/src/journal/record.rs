@@ -25,8 +25,9 @@ pub enum Record {
         /// which had none.
         #[serde(default)]
         order: u64,
-        /// The process of the guest's VMM on this host, if it is one that outlives whoever leads the session: by the host's
-        /// boot, its number and its start, so that no other process is ever called so. Old versions wrote none.
+        /// The process of the guest's VMM on this host, if it is one that outlives the process that
+        /// leads the session: by the host's boot, its number and its start, so that no other
+        /// process is ever called so. Old versions wrote none.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         process: Option<String>,
     },

@@ -34,8 +34,8 @@ impl Drop for Pass<'_> {
 /// Answers a probe whose greeting was answered, until the other side has heard enough.
 ///
 /// # Errors
-/// [`MigrateError::Refused`] for a source that the policy does not admit, which is told so and gets nothing else; and
-/// what else is wrong with it.
+/// [`MigrateError::Refused`] for a source that the policy does not admit, which is told so and gets
+/// nothing else; and what else is wrong with it.
 pub fn answer(
     reader: &mut ChannelReader,
     writer: &mut ChannelWriter,
@@ -52,7 +52,7 @@ pub fn answer(
     let refused = policy.and_then(|policy| policy.check_source(peer).err());
     let is_refused = refused.is_some();
     let refusal = refused.or_else(|| check_guest(policy, peer, guest.as_ref()));
-    // Whoever may send nothing here is told that, and nothing about this host.
+    // A peer that may send nothing here is told that, and nothing about this host.
     let facts = if is_refused { Vec::new() } else { told(host) };
     let shown = refusal.as_deref().map(bounded);
     send(writer, &ProbeMessage::Tell { refusal: shown, facts })?;
@@ -70,7 +70,7 @@ pub fn answer(
         messages.reader.set_timeout(Some(left))?;
         let message = match messages.receive() {
             Ok(message) => message,
-            // Whoever has heard enough goes.
+            // A peer that has heard enough closes.
             Err(MigrateError::LinkLost { .. }) => return Ok(()),
             Err(error) => return Err(error),
         };

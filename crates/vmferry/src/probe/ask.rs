@@ -62,15 +62,16 @@ impl LinkFigures {
     /// What one channel carries, in bytes per second.
     #[must_use]
     pub fn bytes_per_s(&self) -> f64 {
-        // The answer is half a round trip behind the last byte, and the first byte as much behind the start.
+        // The answer is half a round trip behind the last byte, and the first byte as much behind
+        // the start.
         let ms = (self.load_ms - self.round_trip_ms).max(self.load_ms / 2.0).max(1e-3);
         self.bytes as f64 / (ms / 1e3)
     }
 }
 
-/// Asks the host that `dialer` reaches, whether about a `guest` or not, and loads the link for `load`, at most
-/// [`LOAD_TIME`](super::LOAD_TIME). `watch` is told now and then for how long that has gone on, and how many bytes
-/// were sent.
+/// Asks the host that `dialer` reaches, whether about a `guest` or not, and loads the link for
+/// `load`, at most [`LOAD_TIME`](super::LOAD_TIME). `watch` is told now and then for how long that
+/// has gone on, and how many bytes were sent.
 ///
 /// # Errors
 /// See [`ProbeError`].

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-/// A host, by what its kernel says. Each is none, or empty, where that is not known, or where the release that tells
-/// it does not know the member.
+/// A host, by what its kernel says. Each is none, or empty, where that is not known, or where the
+/// release that tells it does not know the member.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct HostFacts {
@@ -39,7 +39,7 @@ pub struct HugePages {
     pub bytes: u64,
     /// How many there are.
     pub total: u64,
-    /// How many of them nobody has.
+    /// How many of them are free.
     pub free: u64,
 }
 

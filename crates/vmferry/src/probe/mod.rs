@@ -1,8 +1,10 @@
-//! Asking another host what it has, before a guest is sent there: whether it admits this host and the guest, what its
-//! machine is, how its clock differs, and how fast the link is. No session is begun, and nothing is promised.
+//! Asking another host what it has, before a guest is sent there: whether it admits this host and
+//! the guest, what its machine is, how its clock differs, and how fast the link is. No session is
+//! begun, and nothing is promised.
 //!
-//! [`probe`] asks. A destination answers by itself, in the thread that greets the connection, so that a
-//! migration under way does not notice: one probe at a time, whose bytes and time are bounded.
+//! [`probe`] asks. A destination answers by itself, in the thread that greets the connection, so
+//! that a migration under way does not notice: one probe at a time, whose bytes and time are
+//! bounded.
 
 mod answer;
 mod ask;
@@ -23,7 +25,8 @@ use crate::error::MigrateError;
 pub const LOAD_TIME: Duration = Duration::from_secs(2);
 /// The most bytes that it is loaded with: two seconds of a link of 32 Gbit/s.
 pub const MOST_LOAD_BYTES: u64 = 8 << 30;
-/// The longest time that a probe takes at the host that is asked: less than a greeting may take as a whole.
+/// The longest time that a probe takes at the host that is asked: less than a greeting may take as
+/// a whole.
 const PROBE_TIME: Duration = Duration::from_secs(9);
 /// The most messages beside LOAD that one side of a probe answers.
 const MOST_ECHOES: u32 = 64;

@@ -121,9 +121,9 @@ pub struct FromLink {
 /// progress, and to wake it for each costs as much as to free the frames.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Messages that the conductor has not taken yet, of which the longest has some 20 KB. The reader of the channel waits then,
-/// and at last the destination. While the conductor is busy for seconds nothing comes but signs of life and progress, of
-/// which half is left for what must be told.
+/// Messages that the conductor has not taken yet, of which the longest has some 20 KB. The reader
+/// of the channel waits then, and at last the destination. While the conductor is busy for seconds
+/// nothing comes but signs of life and progress, of which half is left for what must be told.
 pub const MOST_HEARD: usize = 256;
 
 /// Reads the control channel until it ends. Acknowledgements free the lanes' windows at once. The conductor hears of

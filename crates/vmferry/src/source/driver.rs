@@ -1,7 +1,7 @@
 //! The driver of the source: carries the machine's actions out with a VMM, threads and channels.
 //!
 //! What is done to the guest differs by how it is moved (`memory`: the engine reads its memory; `streams`: its VMM
-//! streams it); channels, journal, hand-over and orders are the same.
+//! streams it); channels, journal, handover and orders are the same.
 
 mod links;
 mod memory;
@@ -66,7 +66,7 @@ pub enum SourceOutcome<V> {
 /// Migrates a guest to the destination that `dialer` reaches, on the calling thread.
 ///
 /// `watch` is called with every report, between two steps; it should be quick. `orders` cancels
-/// from other threads, and decides a hand-over that is in doubt.
+/// from other threads, and decides a handover that is in doubt.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -184,7 +184,7 @@ fn conduct<V: Resume, G: GuestSide<V>>(
     }
 }
 
-/// The hand-over's types leave no such end: it is either running, paused or released.
+/// The handover's types leave no such end: it is either running, paused or released.
 fn gone<V>() -> V {
     unreachable!("a migration ends with the guest in somebody's hands")
 }

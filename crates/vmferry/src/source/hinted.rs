@@ -25,7 +25,8 @@ pub struct Hinted {
     slots: Vec<HintedSlot>,
     /// Held by whoever takes a hint, so that none comes after the round has been closed.
     gate: Mutex<Gate>,
-    /// What the guest expects in free pages of this round, or [`NO_POISON`]. Written before any bit is.
+    /// What the guest expects in free pages of this round, or [`NO_POISON`]. Written before any bit
+    /// is.
     poison: AtomicU64,
     /// Pages of the round that were hinted.
     useful: AtomicU64,
@@ -41,7 +42,8 @@ struct Gate {
     id: u64,
     /// Those that are being sent, while hints are taken.
     pages: Option<Arc<PageSet>>,
-    /// What the guest expects in free pages, if it expects anything; known since the first hint of the round.
+    /// What the guest expects in free pages, if it expects anything; known since the first hint of
+    /// the round.
     poison: Option<Option<u32>>,
     /// Whether it has said that this is all.
     complete: bool,

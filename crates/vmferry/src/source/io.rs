@@ -144,12 +144,14 @@ pub enum Input {
     },
     /// The COMMIT record is on disk, or is not.
     CommitWritten(Result<(), MigrateError>),
-    /// The driver's thread has carried out an action and heard nobody for so long: inside the VMM, or the disk.
+    /// The driver's thread has carried out an action and heard nobody for so long: inside the VMM,
+    /// or the disk.
     Away {
         /// For how long.
         took: Duration,
     },
-    /// Data channels have taken frames since the last time: the destination reads, whatever it has placed.
+    /// Data channels have taken frames since the last time: the destination reads, whatever it has
+    /// placed.
     Flowing,
     /// An action failed.
     Failed(MigrateError),
@@ -159,7 +161,7 @@ pub enum Input {
     Change(Change),
     /// The user lets a held migration switch over.
     SwitchOver,
-    /// The operator decides a hand-over in doubt.
+    /// The operator decides a handover in doubt.
     Operator(OperatorWord),
     /// Time has passed.
     Tick,

@@ -9,11 +9,11 @@
 //!                                                     | the rest fits the downtime limit
 //!                                                  Pausing -> LastHarvest -> LastRound -> AwaitReady
 //!                                                                                            |
-//!                           hand-over (see crate::handover)  <-  [Verifying]  <--------------+
+//!                           handover (see crate::handover)  <-  [Verifying]  <--------------+
 //! ```
-//! With `--verify` both sides hash their memory while READY is awaited, the destination before it loads
-//! the state; `Verifying` follows if this side's hash takes longer than that, or if the destination is of a
-//! release that hashes after the load only.
+//! With `--verify` both sides hash their memory while READY is awaited, the destination before it
+//! loads the state; `Verifying` follows if this side's hash takes longer than that, or if the
+//! destination is of a release that hashes after the load only.
 //!
 //! Before COMMIT is journalled every failure leads to `Kept`: the guest resumes at the source.
 
@@ -74,7 +74,7 @@ impl Phase {
             Self::LastRound => "the last round",
             Self::AwaitReady => "the wait for READY",
             Self::Verifying => "the comparison of both memories",
-            Self::HandingOver | Self::Asking => "the hand-over",
+            Self::HandingOver | Self::Asking => "the handover",
             Self::Done => "the end",
         }
     }
@@ -117,7 +117,7 @@ pub struct Source {
     last_harvest: Duration,
     /// For how long the guest stood still for the last harvest.
     stood_still: Duration,
-    /// Since when it stands still for the hand-over.
+    /// Since when it stands still for the handover.
     stopped_at: Option<Duration>,
     throttle: Throttle,
     hold: Hold,
@@ -311,7 +311,7 @@ impl Source {
         }
     }
 
-    /// Where the hand-over stands.
+    /// Where the handover stands.
     #[must_use]
     pub fn handover(&self) -> SourceState {
         self.handover
@@ -421,7 +421,7 @@ impl Source {
                 let error = MigrateError::Protocol {
                     channel: "control".into(),
                     offset: 0,
-                    reason: format!("{} does not belong into {}", message.name(), phase.name()),
+                    reason: format!("{} does not belong in {}", message.name(), phase.name()),
                 };
                 self.fail(now, error);
             }

@@ -152,7 +152,7 @@ impl Orders {
         }
     }
 
-    /// Decides a hand-over that is in doubt; whether there is one.
+    /// Decides a handover that is in doubt; whether there is one.
     pub fn decide(&self, word: OperatorWord) -> bool {
         if !self.progress().in_doubt {
             return false;

@@ -113,7 +113,8 @@ impl<V: Resume> Recovery<V> {
                     return Some(Input::LinkLost(lost("control", during, &error)));
                 }
             }
-            // Whoever finds a session whose guest could not be resumed left open tries again.
+            // A session whose guest could not be resumed stays open, and the next recovery tries
+            // again.
             Action::WriteOutcome { kept: true, .. } if self.failure.is_some() => {}
             Action::WriteOutcome { kept, by_operator } => {
                 let record =
@@ -196,7 +197,8 @@ mod tests {
         }
     }
 
-    /// The destination has given a committed guest back, and its VMM can't let it run: the session is left open.
+    /// The destination has given a committed guest back, and its VMM can't let it run: the session
+    /// is left open.
     #[test]
     fn committed_guest_that_can_not_be_resumed_is_not_written_off() {
         let directory = tempfile::tempdir().unwrap();
@@ -231,7 +233,7 @@ mod tests {
             let closed = !found().is_unfinished_source();
             stop.stop();
             assert!(matches!(stuck, Recovered::Stuck(..)), "{stuck:?}");
-            assert!(left_open, "it counts as finished, and its guest stands still");
+            assert!(left_open, "it counts as finished, and its guest is paused");
             assert!(matches!(kept, Recovered::Kept(_)) && closed, "{kept:?}");
         });
     }

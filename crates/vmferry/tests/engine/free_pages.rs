@@ -250,7 +250,8 @@ fn pages_with_a_poison_arrive_poisoned() {
     assert_eq!(stats.rounds[0].free_pages, 0, "they were sent");
 }
 
-/// A guest with `init_on_free`: what it relies on is that free pages are zero, also those that were sent with content.
+/// A guest with `init_on_free`: what it relies on is that free pages are zero, also those that were
+/// sent with content.
 #[test]
 fn pages_zeroed_and_hinted_after_they_were_sent_arrive_as_zeros() {
     let (vm, _) = guest(|guest, round, stage, state| {

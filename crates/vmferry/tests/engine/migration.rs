@@ -59,7 +59,8 @@ fn a_vmm_that_is_slow_to_prepare_and_to_load_is_waited_for() {
     owned(received).vm.guest.unwrap().pause();
 }
 
-/// The other direction: neither does the source take its peer for silent, nor the destination the source.
+/// The other direction: neither does the source take its peer for silent, nor the destination the
+/// source.
 #[test]
 fn vmm_that_is_slow_to_pause_and_to_save_is_waited_for() {
     let mut scenario = Scenario::new();
@@ -90,7 +91,7 @@ fn data_that_flows_slowly_over_many_channels_is_no_stall() {
     owned(received).vm.guest.unwrap().pause();
 }
 
-/// Real namespaces, and a cable that carries next to nothing as soon as the guest stands still.
+/// Real namespaces, and a cable that carries next to nothing as soon as the guest is paused.
 #[test]
 fn pause_on_a_link_that_slows_down_at_the_switchover_is_given_up() {
     let namespaces = Arc::new(Namespaces::make().expect("root, and `ip`"));

@@ -35,7 +35,8 @@ fn dropped_page_is_found_before_the_load() {
     vm.guest.pause();
 }
 
-/// A destination that speaks version 1 compares after the load, and the error says what that may mean.
+/// A destination that speaks version 1 compares after the load, and the error says what that may
+/// mean.
 #[test]
 fn version_1_compares_after_the_load_and_says_so() {
     let mut scenario = Scenario::new();

@@ -10,7 +10,7 @@ use crate::args::TlsOptions;
 use crate::commands::send::tls_files;
 use crate::exit::Failure;
 
-/// A certificate that ends so soon is to be renewed.
+/// A certificate that ends sooner than this should be renewed.
 const SOON: Duration = Duration::from_secs(30 * 24 * 3600);
 
 /// Looks at the files that the options name; nothing, if they name none.

@@ -1,4 +1,4 @@
-//! A guest that is to be moved: its state, and which way it goes.
+//! The guest to move: its state, and whether it can be attached or is carried.
 
 use std::path::Path;
 
@@ -76,7 +76,8 @@ pub fn of_qemu(qmp: &Path, findings: &mut Findings) -> Option<Guest> {
                 Level::Error,
                 object,
                 chain(&error),
-                "no guest can be sent from this QEMU before that is mended: the operations guide has each message",
+                "no guest can be sent from this QEMU before that is mended: the operations guide \
+                 has each message",
             );
             return None;
         }
@@ -94,7 +95,10 @@ pub fn of_qemu(qmp: &Path, findings: &mut Findings) -> Option<Guest> {
                 "qemu",
                 Level::Warning,
                 &object,
-                format!("QEMU {version} ({kind}) can't be attached, and is carried, which costs more: {why}"),
+                format!(
+                    "QEMU {version} ({kind}) can't be attached, and is carried, which costs more: \
+                     {why}"
+                ),
                 "change its command line as it says, at its next start",
             );
             if source.must_stand_still() {
@@ -102,7 +106,10 @@ pub fn of_qemu(qmp: &Path, findings: &mut Findings) -> Option<Guest> {
                     "qemu",
                     Level::Warning,
                     &object,
-                    format!("QEMU {version} without KVM would lose writes: the guest stands still meanwhile"),
+                    format!(
+                        "QEMU {version} without KVM would lose writes: the guest is paused \
+                         meanwhile"
+                    ),
                     "use KVM, let it be attached, or allow it with --when-stuck switch-over",
                 );
             }

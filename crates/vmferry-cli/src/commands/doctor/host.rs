@@ -51,7 +51,8 @@ fn look_at_kvm(findings: &mut Findings) {
             Level::Warning,
             "/dev/kvm",
             chain(&error),
-            "load kvm_intel or kvm_amd, and be in the group of /dev/kvm; guests of other kinds need none",
+            "load kvm_intel or kvm_amd, and be in the group of /dev/kvm; guests of other kinds \
+             need none",
         ),
     }
 }
@@ -77,8 +78,8 @@ fn look_at_kernel(host: &HostFacts, findings: &mut Findings) {
                 Level::Warning,
                 format!("Linux {kernel}"),
                 format!("{why} (vm.unprivileged_userfaultfd is {sysctl})"),
-                "attaching to a QEMU, and guests without KVM, need Linux 6.7 and root, the sysctl at 1, or access to \
-                 /dev/userfaultfd; QEMU guests are carried without it",
+                "attaching to a QEMU, and guests without KVM, need Linux 6.7 and root, the sysctl \
+                 at 1, or access to /dev/userfaultfd; QEMU guests are carried without it",
             );
         }
     }
@@ -154,8 +155,10 @@ fn look_at_journals(findings: &mut Findings) {
             "journals",
             Level::Warning,
             object,
-            "is in memory (tmpfs): a reboot forgets what this host has promised, and a guest stays in doubt",
-            "set VMFERRY_STATE_DIR to a directory on a disk, or leave it and VMFERRY_RUNTIME_DIR unset",
+            "is in memory (tmpfs): a reboot forgets what this host has promised, and a guest stays \
+             in doubt",
+            "set VMFERRY_STATE_DIR to a directory on a disk, or leave it and VMFERRY_RUNTIME_DIR \
+             unset",
         );
     } else if there == journals {
         findings.ok("journals", object, "is this user's alone, and on a disk");
@@ -231,8 +234,9 @@ fn look_at_sessions(directories: &Directories, findings: &mut Findings) {
                     "session",
                     Level::Warning,
                     one.session,
-                    "is in doubt: its guest stands still, or is lost with its VMM",
-                    "look at the other host with `vmferry status --sessions`, then `vmferry resolve`",
+                    "is in doubt: its guest is paused, or is lost with its VMM",
+                    "look at the other host with `vmferry status --sessions`, then `vmferry \
+                     resolve`",
                 );
             }
         }
@@ -323,11 +327,14 @@ fn look_at_control_groups(findings: &mut Findings) {
     };
     let writable = rustix::fs::access(root, rustix::fs::Access::WRITE_OK).is_ok();
     match (has_cpu, writable) {
-        (true, true) => findings.ok("control-groups", root.display(), "vCPUs of a QEMU can be throttled"),
+        (true, true) => {
+            findings.ok("control-groups", root.display(), "vCPUs of a QEMU can be throttled")
+        }
         (true, false) => findings.note(
             "control-groups",
             root.display(),
-            "is not this user's: --throttle for a QEMU needs its group delegated (Delegate=yes) or root",
+            "is not this user's: --throttle for a QEMU needs its group delegated (Delegate=yes) or \
+             root",
         ),
         (false, _) => findings.note(
             "control-groups",

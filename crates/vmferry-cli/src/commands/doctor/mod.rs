@@ -1,4 +1,5 @@
-//! `vmferry doctor`: what keeps a guest from being moved, or will slow it down, and what to do about it.
+//! `vmferry doctor`: what keeps a guest from being moved, or will slow it down, and what to do
+//! about it.
 
 mod certificates;
 mod guest;
@@ -120,7 +121,8 @@ pub fn run(options: &DoctorOptions, output: &Output) -> Result<Option<Code>, Fai
     };
     let worst = findings.worst();
     let result = json!({
-        "ok": worst < Level::Warning, "worst": worst, "findings": findings.0, "host": host, "other": other,
+        "ok": worst < Level::Warning, "worst": worst, "findings": findings.0, "host": host,
+        "other": other,
     });
     output.result(&result, || table(&findings));
     Ok(match worst {

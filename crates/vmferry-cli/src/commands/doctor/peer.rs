@@ -16,7 +16,8 @@ use crate::commands::send::{address, dialer, tls_files};
 use crate::exit::Failure;
 use crate::output::Output;
 
-/// Clocks that differ by less are taken for the same, in milliseconds: nothing depends on them but dates.
+/// Clocks that differ by less are taken for the same, in milliseconds: nothing depends on them but
+/// dates.
 const SAME_CLOCK_MS: f64 = 1000.0;
 
 /// Features that are named, of those that the other processors lack.
@@ -73,7 +74,8 @@ pub fn look(
     }
     let rate = probed.link.filter(|_| !options.no_load).map(|link| link.bytes_per_s());
     Ok(json!({
-        "name": name, "refusal": probed.refusal, "host": probed.host, "link": probed.link, "bytes_per_s": rate,
+        "name": name, "refusal": probed.refusal, "host": probed.host, "link": probed.link,
+        "bytes_per_s": rate,
     }))
 }
 
@@ -83,23 +85,20 @@ fn could_not_ask(to: &str, error: &ProbeError, findings: &mut Findings) {
             "other-host",
             Level::Warning,
             to,
-            "its vmferry is older than this one, and answers no questions: it was reached and is trusted, no more is known",
+            "its vmferry is older than this one, and answers no questions: it was reached and is \
+             trusted, no more is known",
             "upgrade vmferry there, or run `vmferry doctor` there",
         ),
-        ProbeError::Busy => findings.bad(
-            "other-host",
-            Level::Warning,
-            to,
-            error,
-            "ask again in some seconds",
-        ),
+        ProbeError::Busy => {
+            findings.bad("other-host", Level::Warning, to, error, "ask again in some seconds")
+        }
         ProbeError::Failed(cause) => findings.bad(
             "other-host",
             Level::Error,
             to,
             chain(cause),
-            "start `vmferry receive` there, and look at names, certificates and firewalls: the operations guide has each \
-             message",
+            "start `vmferry receive` there, and look at names, certificates and firewalls: the \
+             operations guide has each message",
         ),
     }
 }
@@ -151,7 +150,8 @@ fn look_at_host(
             "journals",
             Level::Warning,
             name,
-            "keeps its journals in memory (tmpfs): after a reboot it would not know whose a guest is",
+            "keeps its journals in memory (tmpfs): after a reboot it would not know whose a guest \
+             is",
             "set VMFERRY_STATE_DIR of its receiver to a directory on a disk",
         );
     }
@@ -168,7 +168,10 @@ fn look_at_host(
         findings.note(
             "congestion-control",
             name,
-            format!("uses {theirs} for TCP, and this host {ours}: links are filled differently in each direction"),
+            format!(
+                "uses {theirs} for TCP, and this host {ours}: links are filled differently in each \
+                 direction"
+            ),
         );
     }
 }
@@ -211,7 +214,8 @@ fn look_at_processors(
             Level::Warning,
             name,
             format!("{why}: a guest that uses what is lacking crashes there"),
-            "move between equal processors, or give a QEMU guest a CPU model that both have (`-cpu`)",
+            "move between equal processors, or give a QEMU guest a CPU model that both have \
+             (`-cpu`)",
         ),
     }
 }
@@ -253,7 +257,8 @@ fn look_at_link(
     if let Some(guest) = guest {
         let seconds = guest.memory_bytes as f64 / rate.max(1.0);
         why.push_str(&format!(
-            ": all of the guest's {} take up to {seconds:.0} s, uncompressed; `vmferry estimate` knows what it writes",
+            ": all of the guest's {} take up to {seconds:.0} s, uncompressed; `vmferry estimate` \
+             knows what it writes",
             ByteSize(guest.memory_bytes)
         ));
     }

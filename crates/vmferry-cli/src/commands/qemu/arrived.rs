@@ -17,7 +17,8 @@ use crate::commands::directories;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// For how long a source in doubt is answered where no other guest can be taken: it asks once a second.
+/// For how long a source in doubt is answered where no other guest can be taken: it asks once a
+/// second.
 const ANSWER_TIME: Duration = Duration::from_secs(60);
 
 /// What the receiver before this one has left.
@@ -32,7 +33,8 @@ pub enum Left {
 
 /// Finds what the receiver before this one has left. A QEMU whose guest never runs here is ended.
 ///
-/// `qmp` is the socket of a QEMU that somebody else has started: only the one that is there now counts.
+/// `qmp` is the socket of a QEMU that somebody else has started: only the one that is there now
+/// counts.
 pub fn find(receiver: &str, qmp: Option<&Path>, output: &Output) -> Result<Left, Failure> {
     let journals = directories()?.journals();
     let mut all = Arrived::find(&journals, receiver)?;
@@ -55,8 +57,8 @@ pub fn find(receiver: &str, qmp: Option<&Path>, output: &Output) -> Result<Left,
                 let event = json!({ "event": "ended-qemu", "session": session, "pid": pid });
                 output.event(&event, || {
                     format!(
-                        "QEMU process {pid} is ended: its guest, which came by session {session}, never ran here and \
-                         never will"
+                        "QEMU process {pid} is ended: its guest, which came by session {session}, \
+                         never ran here and never will"
                     )
                 });
                 one.end()?;
@@ -66,15 +68,17 @@ pub fn find(receiver: &str, qmp: Option<&Path>, output: &Output) -> Result<Left,
             }
             SessionWord::Pending => {
                 let text = format!(
-                    "another vmferry is receiving into QEMU process {pid}, by session {session}: let it finish, or end it"
+                    "another vmferry is receiving into QEMU process {pid}, by session {session}: \
+                     let it finish, or end it"
                 );
                 return Err(Failure::new(Code::WrongState, text));
             }
             SessionWord::Unknown => {
                 let text = format!(
-                    "QEMU process {pid} has a guest that came by session {session}, and the session's journal does not say \
-                     whose the guest is: look at the source with `vmferry status --sessions`; where the guest runs there, \
-                     end this QEMU, and otherwise continue the guest with `cont` by QMP at {}",
+                    "QEMU process {pid} has a guest that came by session {session}, and the \
+                     session's journal does not say whose the guest is: look at the source with \
+                     `vmferry status --sessions`; where the guest runs there, end this QEMU, and \
+                     otherwise continue the guest with `cont` by QMP at {}",
                     one.monitor().display()
                 );
                 return Err(Failure::new(Code::WrongState, text));
@@ -115,8 +119,9 @@ pub fn answer_for(
     });
     output.event(&event, || {
         format!(
-            "{guest} came before this process was started, is in QEMU process {pid}, QMP at {}, and {how}; this host's \
-             word about it is given until its QEMU ends, and no other guest is taken before",
+            "{guest} came before this process was started, is in QEMU process {pid}, QMP at {}, \
+             and {how}; this host's word about it is given until its QEMU ends, and no other guest \
+             is taken before",
             qmp.display()
         )
     });
@@ -138,14 +143,15 @@ pub fn answer_without_qemu(
     let _ = waiting.is_over.recv_timeout(ANSWER_TIME);
     drop(witness);
     let text = format!(
-        "QEMU process {pid} was ended, since its guest never runs here: start another QEMU with `-incoming defer` and the \
-         QMP socket {}, then this command again",
+        "QEMU process {pid} was ended, since its guest never runs here: start another QEMU with \
+         `-incoming defer` and the QMP socket {}, then this command again",
         qmp.display()
     );
     Err(Failure::new(Code::WrongState, text))
 }
 
-/// Finishes it, again and again while its QEMU does not answer; none if that has ended, or a signal has come.
+/// Finishes it, again and again while its QEMU does not answer; none if that has ended, or a signal
+/// has come.
 fn finish(
     arrived: &mut Arrived,
     waiting: &Waiting,

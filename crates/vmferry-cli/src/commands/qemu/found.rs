@@ -211,8 +211,9 @@ impl Found {
                 ));
                 if attached.habits().pins_pages {
                     output.note(
-                        "a disk is used without the host's cache (cache=none or direct): each round waits until its \
-                         requests under way are over, because it writes memory unseen",
+                        "a disk is used without the host's cache (cache=none or direct): each \
+                         round waits until its requests under way are over, because it writes \
+                         memory unseen",
                     );
                 }
             }

@@ -1,12 +1,13 @@
-//! Hooks: a program that is told before a guest changes hosts and afterwards, such as to keep an HA manager from starting
-//! the guest again at the source.
+//! Hooks: a program that is told before a guest changes hosts and afterwards, such as to keep an HA
+//! manager from starting the guest again at the source.
 //!
-//! * *before*: the guest runs at the source, and nobody has promised anything. Where the program fails or takes too long, the
-//!   migration ends and the guest stays.
+//! * *before*: the guest runs at the source, and no promise about it was made. Where the program
+//!   fails or takes too long, the migration ends and the guest stays.
 //! * *after*: it is decided where the guest is. What the program says changes nothing.
 //!
-//! Neither runs while the guest is paused. A receiver is [restricted](crate::restrict) and can't start programs, so a
-//! process that is begun before does it, which runs this one program and reads from nobody but the receiver.
+//! Neither runs while the guest is paused. A receiver is [restricted](crate::restrict) and can't
+//! start programs, so a process that is begun before does it, which runs this one program and reads
+//! from nobody but the receiver.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -25,7 +26,8 @@ use crate::args::{HookOptions, HookRunnerOptions};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// How often is looked whether the program has ended. A child wakes nobody who also waits for a time.
+/// How often is looked whether the program has ended. A child wakes nobody who also waits for a
+/// time.
 const LOOK_PERIOD: Duration = Duration::from_millis(5);
 
 /// When the program runs.
@@ -130,7 +132,8 @@ impl Hook {
         options.hook.as_ref().map(absolute).transpose()
     }
 
-    /// Runs the program to its end. What it prints as errors comes where this process prints its own.
+    /// Runs the program to its end. What it prints as errors comes where this process prints its
+    /// own.
     ///
     /// # Errors
     /// If it does not end well, or in time.
@@ -168,7 +171,8 @@ impl Hook {
             .env("VMFERRY_RESULT", call.result.as_ref().map(word).unwrap_or_default())
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            // What ends vmferry from its terminal must not end it midway, and all of it is ended if it takes too long.
+            // What ends vmferry from its terminal must not end it midway, and all of it is ended if
+            // it takes too long.
             .process_group(0);
         command
     }

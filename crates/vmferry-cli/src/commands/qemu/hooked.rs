@@ -13,8 +13,8 @@ use super::hook::{Call, Hook, HookError, HookRunner, Outcome, Phase, Side};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// The source's side: a migration is held before its switchover until the hook has run, and the user has said so if that
-/// was asked for.
+/// The source's side: a migration is held before its switchover until the hook has run, and the
+/// user has said so if that was asked for.
 pub struct Gate {
     hook: Hook,
     call: Call,

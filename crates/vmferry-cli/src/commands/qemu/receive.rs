@@ -49,7 +49,8 @@ pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result
     }
     let mut destination = QemuDestination::attach(qmp, expected(options))?.received_by(&receiver);
     let pid = destination.pid();
-    // Once restricted, this process sees no other one: whose the memory files are then, another one looks.
+    // Once restricted, this process sees no other one: whose the memory files are then, another one
+    // looks.
     if let Some(pid) = pid {
         destination.examine_by(starter::beside(pid)?.examiner());
     }
@@ -106,7 +107,8 @@ pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Resu
     }
 }
 
-/// A name for the QMP socket of a QEMU that is to be started. One that outlived a process of this number has its own still.
+/// A name for the QMP socket of a QEMU to start. One that outlived a process of this
+/// number has its own still.
 fn free_socket(directory: &Path) -> PathBuf {
     let first = directory.join(format!("qemu-{}.qmp", std::process::id()));
     let others =
@@ -252,8 +254,8 @@ impl Waiting {
         }
     }
 
-    /// Waits until QEMU has ended, which is [watched](Self::watch) for, or a signal has come: the guest outlives this
-    /// process.
+    /// Waits until QEMU has ended, which is [watched](Self::watch) for, or a signal has come: the
+    /// guest outlives this process.
     pub(super) fn await_end(&self, qmp: &Path, pid: Option<u32>, output: &Output) -> Over {
         match self.is_over.recv() {
             Ok(Over::QemuEnded) => {
@@ -263,8 +265,8 @@ impl Waiting {
             _ => {
                 let pid = pid.map_or_else(|| "unknown".to_owned(), |pid| pid.to_string());
                 let text = format!(
-                    "left to its QEMU, process {pid}, which goes on: this command started again answers for it, and \
-                     `quit` by QMP at {} ends it",
+                    "left to its QEMU, process {pid}, which goes on: this command started again \
+                     answers for it, and `quit` by QMP at {} ends it",
                     qmp.display()
                 );
                 say_end(output, &text);

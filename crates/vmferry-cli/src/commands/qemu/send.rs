@@ -175,15 +175,16 @@ fn before(guest: &GuestIdentity, config: &SourceConfig, to: &str) -> Call {
     }
 }
 
-/// Makes sure that a paused guest is this host's: one that is being received stands still too, and may run at its source.
+/// Makes sure that a paused guest is this host's: one that is being received is paused too, and
+/// may run at its source.
 fn must_be_ours(guest: &GuestIdentity, config: &SourceConfig) -> Result<(), Failure> {
     let sessions = journal::sessions_of(&config.journal_directory, guest)
         .map_err(|error| Failure::of(Code::Internal, error))?;
     match sessions.last() {
         Some(last) if last.side == journal::Side::Destination && last.verdict != Verdict::Here => {
             let text = format!(
-                "the guest in this QEMU came by session {} and never ran here: it is its source's. Start `vmferry receive` \
-                 again, which ends this QEMU",
+                "the guest in this QEMU came by session {} and never ran here: it is its source's. \
+                 Start `vmferry receive` again, which ends this QEMU",
                 last.session
             );
             Err(Failure::new(Code::WrongState, text))
@@ -217,9 +218,10 @@ fn settle_unfinished(
         let is_its = process.is_some() && unfinished.process() == process.as_deref();
         if is_given && !is_its && abandoned.is_running()? {
             let text = format!(
-                "session {session} has promised a guest of this name and UUID away, and a guest runs in this QEMU, which the \
-                 session's journal does not tell from that one. Look at the other host. If this guest is another one, \
-                 decide session {session} by `vmferry resolve`, and give guests UUIDs of their own; if it is the same, and the \
+                "session {session} has promised a guest of this name and UUID away, and a guest \
+                 runs in this QEMU, which the session's journal does not tell from that one. Look \
+                 at the other host. If this guest is another one, decide session {session} by \
+                 `vmferry resolve`, and give guests UUIDs of their own; if it is the same, and the \
                  other host has it too, end one of the two"
             );
             return Err(Failure::new(Code::WrongState, text));

@@ -1,8 +1,9 @@
-//! The process that starts the QEMU of `vmferry receive --exec`, and that looks into the QEMU of `vmferry receive --qemu`.
+//! The process that starts the QEMU of `vmferry receive --exec`, and that looks into the QEMU of
+//! `vmferry receive --qemu`.
 //!
-//! The receiver reads from the network and is restricted: it can neither start a program nor see other processes. So this
-//! process, which reads from nobody but the receiver, is begun before, with the one command that it may run or the one QEMU
-//! that it may look into.
+//! The receiver reads from the network and is restricted: it can neither start a program nor see
+//! other processes. So this process, which reads from nobody but the receiver, is begun before,
+//! with the one command that it may run or the one QEMU that it may look into.
 
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;

@@ -1,4 +1,5 @@
-//! A thread of QEMU's user at work against root. They need root, as the users of these directories have it.
+//! A thread of QEMU's user at work against root. They need root, as the users of these directories
+//! have it.
 
 use std::os::unix::fs::{MetadataExt, symlink};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,14 +9,16 @@ use super::*;
 /// Nobody's user.
 const USER: u32 = 65_534;
 
-/// How often the attack is tried. In a directory that is given away first, the socket's name is taken within some attempts.
+/// How often the attack is tried. In a directory that is given away first, the socket's name is
+/// taken within some attempts.
 const ATTEMPTS: usize = 2_000;
 
 /// Runs `work` as [`USER`], without any capability: Linux keeps credentials for each thread.
 fn as_another_user<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
-            // SAFETY: these calls change the credentials of this thread alone, which ends with `work`.
+            // SAFETY: these calls change the credentials of this thread alone, which ends with
+            // `work`.
             let changed = unsafe {
                 libc::syscall(libc::SYS_setgroups, 0, std::ptr::null::<libc::gid_t>()) == 0
                     && libc::syscall(libc::SYS_setresgid, USER, USER, USER) == 0

@@ -97,7 +97,8 @@ fn migrate_source_to<V: SourceVm>(
     ended(outcome, receiving)
 }
 
-/// A migration that fails because of what is done after the source has described its guest: what both sides say.
+/// A migration that fails because of what is done after the source has described its guest: what
+/// both sides say.
 pub fn migrate_after(
     world: &World,
     number: u32,

@@ -18,8 +18,8 @@ impl Destination {
             (Phase::Placing, DestinationState::Receiving) if self.losses.is_empty() => {
                 ("the last frames", self.timeouts.stall)
             }
-            // Both sides hash first where the source has announced it. A source that was lost keeps its guest, unless it
-            // has said COMMIT by now.
+            // Both sides hash first where the source has announced it. A source that was lost keeps
+            // its guest, unless it has said COMMIT by now.
             (Phase::Deciding, DestinationState::Ready)
                 if self.link_up && self.verification != Verification::None =>
             {

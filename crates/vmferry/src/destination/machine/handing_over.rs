@@ -1,4 +1,4 @@
-//! The destination's machine around the hand-over: promises, the last word, and every failure.
+//! The destination's machine around the handover: promises, the last word, and every failure.
 
 use std::time::Duration;
 

@@ -1,7 +1,8 @@
-//! The destination's machine and `--verify`: when the memory is hashed, and what becomes of the hash.
+//! The destination's machine and `--verify`: when the memory is hashed, and what becomes of the
+//! hash.
 //!
-//! A source of this release asks before FINAL, and the memory is hashed as it was placed: a VMM that loads the state
-//! may write guest memory. One of an earlier release asks after READY.
+//! A source of this release asks before FINAL, and the memory is hashed as it was placed: a VMM
+//! that loads the state may write guest memory. One of an earlier release asks after READY.
 
 use std::time::Duration;
 
@@ -12,7 +13,7 @@ use super::{Destination, Phase, Verification, micros};
 use crate::destination::io::{Action, LinkId};
 use crate::handover::DestinationState;
 
-/// What is to be hashed, and what is being hashed.
+/// The hash that is requested, and the one under way.
 #[derive(Debug, Default)]
 pub(super) struct Hashing {
     /// The source wants the hash before the state is loaded.
@@ -26,7 +27,7 @@ pub(super) struct Hashing {
 }
 
 impl Hashing {
-    /// Whether the memory is to be hashed before the state is loaded.
+    /// Whether to hash the memory before the state is loaded.
     pub(super) fn is_asked(&self) -> bool {
         self.asked
     }
@@ -42,7 +43,8 @@ impl Hashing {
 }
 
 impl Destination {
-    /// Whether VERIFY belongs here, and FREE, which comes ahead of it: once for each FINAL, where BEGIN has announced it.
+    /// Whether VERIFY belongs here, and FREE, which comes ahead of it: once for each FINAL, where
+    /// BEGIN has announced it.
     pub(super) fn takes_verify(&self) -> bool {
         let belongs = match self.phase {
             Phase::Receiving => self.handover == DestinationState::Receiving,
@@ -84,7 +86,8 @@ impl Destination {
         self.actions.push_back(Action::Hash { except });
     }
 
-    /// The control channel is gone. Where VERIFIED was to be sent on it, the load that follows has not begun.
+    /// The control channel is gone. Where VERIFIED was to be sent on it, the load that follows has
+    /// not begun.
     pub(super) fn put_off_load(&mut self) {
         let before = self.actions.len();
         self.actions.retain(|action| !matches!(action, Action::Load { .. }));
@@ -253,6 +256,6 @@ mod tests {
         destination.verification = Verification::None;
         heard(&mut destination, ControlMessage::Verify {});
         let failure = destination.failure.as_ref().map(ToString::to_string).unwrap_or_default();
-        assert!(failure.contains("VERIFY does not belong into pre-copy"), "{failure}");
+        assert!(failure.contains("VERIFY does not belong in pre-copy"), "{failure}");
     }
 }

@@ -15,8 +15,8 @@ use crate::error::MigrateError;
 use crate::link::{ControlReader, ControlWriter, FinalDue, Speaker};
 use crate::vm::DestinationVm;
 
-/// Channels on which a source in doubt may ask about a session at the same time: a source gives up the one before when it
-/// asks again.
+/// Channels on which a source in doubt may ask about a session at the same time: a source gives up
+/// the one before when it asks again.
 const MOST_QUERIES: usize = 2;
 
 /// How long a finished session waits for the source to hear its last message and hang up.

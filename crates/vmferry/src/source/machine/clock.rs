@@ -54,8 +54,8 @@ impl Source {
         Some((self.waiting_since + after, what, after))
     }
 
-    /// When a guest that stands still before COMMIT has done so for too long. The comparison of both memories, which the
-    /// user has asked for, does not count.
+    /// When a guest that is paused before COMMIT has been so for too long. The comparison of
+    /// both memories, which the user has asked for, does not count.
     pub(super) fn pause_deadline(&self) -> Option<Duration> {
         let bound = self.config.downtime_abort()?;
         let counts = self.handover == SourceState::Holding
@@ -65,7 +65,8 @@ impl Source {
         self.stopped_at.filter(|_| counts).map(|stopped_at| stopped_at + bound + verify)
     }
 
-    /// This side heard nobody for so long, and what was said meanwhile is still to be read: nobody was silent.
+    /// This side heard nobody for so long, and what was said meanwhile is still to be read: nobody
+    /// was silent.
     pub(super) fn on_away(&mut self, now: Duration, took: Duration) {
         self.last_heard = now.min(self.last_heard + took);
         self.waiting_since = now.max(self.waiting_since).min(self.waiting_since + took);

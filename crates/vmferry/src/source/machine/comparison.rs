@@ -1,8 +1,9 @@
 //! The source's machine and `--verify`: both paused memories, hashed whole and compared.
 //!
-//! The destination hashes its memory as it was placed, before it loads the state: a VMM that loads the state of its
-//! devices may write guest memory. FREE and VERIFY are sent ahead of FINAL then, and VERIFIED comes ahead of READY.
-//! A destination of an earlier release takes VERIFY after READY only.
+//! The destination hashes its memory as it was placed, before it loads the state: a VMM that loads
+//! the state of its devices may write guest memory. FREE and VERIFY are sent ahead of FINAL then,
+//! and VERIFIED comes ahead of READY. A destination of an earlier release takes VERIFY after READY
+//! only.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! The source's machine around the hand-over: COMMIT, the destination's word, and every failure.
+//! The source's machine around the handover: COMMIT, the destination's word, and every failure.
 
 use std::time::Duration;
 
@@ -73,7 +73,7 @@ impl Source {
         self.follow(now, next, effects);
     }
 
-    /// Takes the hand-over's next state and what it asks for.
+    /// Takes the handover's next state and what it asks for.
     pub(super) fn follow(
         &mut self,
         now: Duration,

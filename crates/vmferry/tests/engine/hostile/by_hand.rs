@@ -23,7 +23,8 @@ use crate::support;
 /// Bounds every wait: a failure, not a measurement.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// After so long without room a writer gives up: the other side does not read, and closes at some time.
+/// After so long without room a writer gives up: the other side does not read, and closes at some
+/// time.
 const STUCK: Duration = Duration::from_secs(3);
 
 /// The session of a guest that is announced by hand.

@@ -114,7 +114,8 @@ fn a_right_chain_and_a_wrong_name_either_way() {
             siege.turned_away("does not accept this host's certificate");
             siege.goes_on();
 
-            // The source is not one that may send anything: it announces its guest and hears why not.
+            // The source is not one that may send anything: it announces its guest and hears why
+            // not.
             let (mut reader, mut writer) =
                 siege.dialer(siege.pki.identity("another")).connect().unwrap().split();
             reader.set_timeout(Some(Duration::from_secs(60))).unwrap();
@@ -170,7 +171,8 @@ fn handshakes_that_are_begun_and_never_ended() {
     for mut scenario in authenticated() {
         scenario.destination.greeting_timeout = Duration::from_secs(5);
         withstand(scenario, |siege| {
-            // More of them than are greeted at a time: some make room for others, the rest are ended in time.
+            // More of them than are greeted at a time: some make room for others, the rest are
+            // ended in time.
             let slow: Vec<TcpStream> = (0..40)
                 .map(|_| {
                     let mut stream = siege.connect_from(ELSEWHERE);
@@ -203,7 +205,7 @@ fn a_thousand_connections_that_say_nothing() {
             siege.goes_on();
             let said = siege.turned_away("more connections from 127.0.0.2");
             assert!(said.contains("it said nothing, and 128 connections wait already"), "{said}");
-            // From the source's own address too: whoever speaks is heard.
+            // From the source's own address too: a peer that speaks is heard.
             let near: Vec<TcpStream> =
                 (0..1000).map(|_| siege.connect_from(Ipv4Addr::LOCALHOST)).collect();
             siege.is_served(siege.pki.identity("source"));
@@ -243,7 +245,8 @@ fn a_recorded_tls_channel_sent_again() {
                 let mut thief = TcpStream::connect(siege.socket()).unwrap();
                 let _ = thief.write_all(&recording.said());
                 let _ = thief.read_to_end(&mut Vec::new());
-                // Its keys are for the numbers that the destination drew then, and it draws others each time.
+                // Its keys are for the numbers that the destination drew then, and it draws others
+                // each time.
                 siege.turned_away("TLS with 127.0.0.1");
                 siege.goes_on();
             }
@@ -251,7 +254,7 @@ fn a_recorded_tls_channel_sent_again() {
     }
 }
 
-/// Whoever does not read holds up nobody but itself.
+/// A peer that does not read holds up nobody but itself.
 #[test]
 fn deaf_grpc_callers_that_are_turned_away_hold_up_nobody() {
     let mut scenario = over("grpc:127.0.0.1:0");

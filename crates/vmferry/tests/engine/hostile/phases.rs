@@ -1,5 +1,5 @@
-//! Messages that come when they are not due: each ends its own session, in words that say why, and the receiver takes
-//! the next one.
+//! Messages that come when they are not due: each ends its own session, in words that say why, and
+//! the receiver takes the next one.
 
 use std::sync::mpsc::Receiver;
 
@@ -144,9 +144,9 @@ fn commit_before_ready_ends_that_session_and_the_receiver_listens() {
     spoken_to(|destination| {
         let (mut line, _) = destination.accepted();
         line.say(&ControlMessage::Commit { session: SESSION });
-        is_aborted(&mut line, "COMMIT does not belong into pre-copy");
+        is_aborted(&mut line, "COMMIT does not belong in pre-copy");
         drop(line);
-        assert!(destination.failed().contains("COMMIT does not belong into pre-copy"));
+        assert!(destination.failed().contains("COMMIT does not belong in pre-copy"));
         assert_eq!(destination.word(), SessionWord::Aborted);
     });
 }
@@ -161,8 +161,8 @@ fn commit_by_a_question_before_ready_ends_that_session_and_the_receiver_listens(
         asking.say(&ControlMessage::Query { session: SESSION });
         assert!(matches!(asking.hear(), ControlMessage::Answer { word: SessionWord::Pending, .. }));
         asking.say(&ControlMessage::Commit { session: SESSION });
-        is_aborted(&mut line, "COMMIT does not belong into pre-copy");
-        is_aborted(&mut asking, "COMMIT does not belong into pre-copy");
+        is_aborted(&mut line, "COMMIT does not belong in pre-copy");
+        is_aborted(&mut asking, "COMMIT does not belong in pre-copy");
         drop((line, asking));
         destination.failed();
     });
@@ -257,14 +257,14 @@ fn verify_is_answered_once_and_only_to_a_source_that_announced_it() {
         let (mut line, _lane) = destination.ready(true);
         line.say(&ControlMessage::Verify {});
         line.say(&ControlMessage::Verify {});
-        is_aborted(&mut line, "VERIFY does not belong into the hand-over");
+        is_aborted(&mut line, "VERIFY does not belong in the handover");
         drop(line);
         destination.failed();
     });
     spoken_to(|destination| {
         let (mut line, _lane) = destination.ready(false);
         line.say(&ControlMessage::Verify {});
-        is_aborted(&mut line, "VERIFY does not belong into the hand-over");
+        is_aborted(&mut line, "VERIFY does not belong in the handover");
         drop(line);
         destination.failed();
     });

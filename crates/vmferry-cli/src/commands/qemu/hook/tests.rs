@@ -31,7 +31,8 @@ fn a_hook_is_told_what_happens_and_no_word_is_a_shells() {
     let directory = tempfile::tempdir().unwrap();
     let told = directory.path().join("told");
     let script = format!(
-        "echo \"$1|$VMFERRY_HOOK|$VMFERRY_SIDE|$VMFERRY_GUEST|$VMFERRY_UUID|$VMFERRY_SESSION|$VMFERRY_PEER|$VMFERRY_RESULT\" >{}",
+        "echo \"$1|$VMFERRY_HOOK|$VMFERRY_SIDE|$VMFERRY_GUEST|$VMFERRY_UUID|\
+         $VMFERRY_SESSION|$VMFERRY_PEER|$VMFERRY_RESULT\" >{}",
         told.display()
     );
     hook(directory.path(), &script, LONG).run(&call()).unwrap();
