@@ -78,8 +78,8 @@ impl Qmp {
             _ => {
                 return Err(QemuError::State {
                     found: status,
-                    wanted: "running, or paused by somebody: where `vmferry status --sessions` \
-                         says that a guest is this host's, `cont` continues it",
+                    wanted: "running, or paused by another client: if the journals say that \
+                         the guest is this host's, continue it with `cont` by QMP",
                 });
             }
         }

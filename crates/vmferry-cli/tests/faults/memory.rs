@@ -155,10 +155,7 @@ fn a_guest_that_needs_more_than_the_control_group_leaves_is_refused() {
 
 #[test]
 fn a_destination_that_the_kernel_kills_for_its_memory_costs_nothing() {
-    let Some(group) = Group::with_limit(48 << 20) else {
-        eprintln!("SKIPPED: no memory control group can be made here");
-        return;
-    };
+    let group = Group::with_limit(48 << 20).expect("a memory control group can be made");
     let flags =
         ["--memory", "256M", "--workload", "fill=128,incompressible hot=1,sequential ticks"];
     let scene = Scene::new(&flags);
