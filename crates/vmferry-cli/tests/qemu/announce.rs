@@ -13,6 +13,7 @@ use vmferry_qemu_lab::{Backend, Machine, Version};
 
 use crate::support::proxy::{Message, Proxy};
 use crate::support::scene::{Scene, Way};
+use crate::support::{Running, in_parallel};
 
 const MAC: &str = "52:54:00:77:07:03";
 const MAC_BYTES: [u8; 6] = [0x52, 0x54, 0, 0x77, 7, 3];
@@ -23,6 +24,9 @@ const PATIENCE_S: u64 = 60;
 /// QEMU announces a guest five times in a second when it has loaded it: after so long a silence it
 /// is done.
 const SILENCE_S: u64 = 3;
+
+/// Announcements that QEMU itself makes of a guest that it has loaded.
+const OF_A_LOAD: u32 = 5;
 
 /// The frames that come out of a guest's tap.
 struct Tap(OwnedFd);
@@ -122,8 +126,8 @@ impl Tap {
     }
 }
 
-/// A guest with a tap in the first of two networks, whose READY is held up.
-fn held_at_ready() -> (Scene, Namespaces, [Tap; 2]) {
+/// A guest with a tap in the first of two networks.
+fn network_of(way: Way) -> (Scene, Namespaces, [Tap; 2]) {
     let network = Namespaces::make().unwrap();
     network.add_taps(&TapGuest { address: [10, 77, 7, 3].into(), mac: MAC }).unwrap();
     let taps = [network.source_path(), network.destination_path()].map(|path| Tap::listen(&path));
@@ -135,40 +139,59 @@ fn held_at_ready() -> (Scene, Namespaces, [Tap; 2]) {
         ..Machine::on_kvm(Version::V10_0, "freed=40 hot=8,rate=40000")
     };
     let machine = machine.with(&["-netdev", &netdev, "-device", &device]);
-    let mut scene = Scene::of(machine, Way::Attached);
+    let mut scene = Scene::of(machine, way);
     scene.machine.namespace = Some(network.destination_path());
     (scene, network, taps)
 }
 
 #[test]
 fn guest_is_announced_at_the_destination_when_it_runs_there() {
-    let (mut scene, _network, [_, there_tap]) = held_at_ready();
+    let (mut scene, _network, [_, there_tap]) = network_of(Way::Attached);
     let (mut there, mut receiving, address) = scene.receive_plain();
     let proxy = Proxy::holding(&address, "127.0.0.1", Some(Message::Ready));
     let send = scene.send(&proxy.address, &["--plain"]);
     proxy.await_held();
-    // What QEMU says by itself, when the guest is loaded and may never run here.
-    println!("{} announcements of a guest that is loaded", there_tap.drain());
+    // The guest may never run here. The frames that QEMU itself makes when it has loaded the guest
+    // wait until the guest runs.
+    assert_eq!(there_tap.drain(), 0, "a guest that is paused was announced");
     proxy.release();
     assert_eq!(send.finish().code, Some(0));
     receiving.event("received");
     there_tap.announcement(PATIENCE_S).expect("nobody was told that the guest runs here");
+    let announced = 1 + there_tap.drain();
+    println!("{announced} announcements of a guest that runs");
+    assert!(announced > OF_A_LOAD, "{announced}: only those of the load");
     there.check_guest();
 }
 
-#[test]
-fn guest_is_announced_at_the_source_when_it_runs_on_there_after_the_load() {
-    let (mut scene, _network, [here_tap, _]) = held_at_ready();
+/// `end` ends the migration of a guest that was loaded at the destination: the guest runs on at
+/// the source.
+fn is_announced_here_after(way: Way, end: impl FnOnce(Running, &Proxy)) {
+    let (mut scene, _network, [here_tap, _]) = network_of(way);
     let (_there, mut receiving, address) = scene.receive_plain();
     let proxy = Proxy::holding(&address, "127.0.0.1", Some(Message::Ready));
     let send = scene.send(&proxy.address, &["--plain", "--reconnect-timeout", "1s"]);
     proxy.await_held();
     // What was said before the guest was stopped does not count.
     here_tap.drain();
-    proxy.cut();
-    assert_ne!(send.finish().code, Some(0));
+    end(send, &proxy);
     here_tap.announcement(PATIENCE_S).expect("the switches still send to the destination");
     // It would wait for COMMIT.
     receiving.kill();
     scene.here.check_guest();
+}
+
+#[test]
+fn guest_is_announced_at_the_source_when_it_runs_on_there_after_the_load() {
+    in_parallel(vec![Way::Attached, Way::Carried], |way| {
+        is_announced_here_after(way, |send, proxy| {
+            proxy.cut();
+            assert_ne!(send.finish().code, Some(0));
+        });
+    });
+}
+
+#[test]
+fn guest_is_announced_at_the_source_when_the_guardian_has_continued_it() {
+    is_announced_here_after(Way::Attached, |mut send, _| send.kill());
 }
