@@ -31,7 +31,10 @@ fn a_hook_runs_on_both_sides_before_the_handover_and_when_it_is_decided() {
         let mut scene = Scene::new(Version::V10_0, way);
         // QEMU must live when it is told that its guest has gone: a manager would see it end first.
         let pid = scene.here.child.id();
-        let (program, log) = hook(&scene, "hook", &format!("kill -0 {pid} || exit 9"));
+        // One that has ended is a zombie until this test waits for it.
+        let lives = format!("grep -q '^State:.[^ZX]' /proc/{pid}/status");
+        let check = format!("[ $VMFERRY_SIDE = destination ] || {lives} || exit 9");
+        let (program, log) = hook(&scene, "hook", &check);
         let listen = ["--listen", "tcp:127.0.0.1:0", "--plain", "--hook", text(&program)];
         let (mut there, mut receiving, address) = scene.receive(&listen);
         let sent = scene.send(&address, &["--plain", "--hook", text(&program)]).finish();
