@@ -18,6 +18,8 @@ fn ways() -> Vec<Way> {
 /// it is paused.
 const WORKLOAD: &str = "freed=40 hot=8,rate=40000";
 
+const HELD: fn(&Value) -> bool = |event| event["event"] == "held";
+
 /// A guest whose QEMU has a second monitor, of an operator, and what becomes of it.
 struct Operated {
     scene: Scene,
@@ -67,6 +69,13 @@ impl Operated {
         let tls = self.scene.world.tls();
         let link = ["--tls", &tls, "--reconnect-timeout", "2s"];
         self.scene.send_capped(address, &link, "1M")
+    }
+
+    /// A migration that is held before its switchover, and harvests once a second.
+    fn send_held(&self, address: &str) -> Running {
+        let tls = self.scene.world.tls();
+        let link = ["--tls", &tls, "--pause-before-switchover"];
+        self.scene.send_capped(address, &link, "1G")
     }
 
     fn hurry(&self) {
@@ -157,9 +166,17 @@ fn pause_of_an_operator_outlives_a_migration_that_is_cancelled() {
             }
         };
         let (_there, receiving, address) = operated.scene.receive_tls();
-        let mut send = operated.send_slowly(&address);
-        send.event_where(BEFORE_COMMIT[1].1);
+        let mut send = match way {
+            Some(_) => operated.send_slowly(&address),
+            None => operated.send_held(&address),
+        };
+        send.event_where(if way.is_some() { BEFORE_COMMIT[1].1 } else { HELD });
         operated.stop();
+        if way.is_none() {
+            // Harvests after the operator's pause, each of which waits for the disk. The first of
+            // these rounds may have begun before it.
+            (0..3).for_each(|_| drop(send.event("round-started")));
+        }
         assert_eq!(operated.status(), "paused", "before the switchover");
         run_ok(&operated.scene.a, &["cancel", "tested"]);
         let sent = send.finish();
