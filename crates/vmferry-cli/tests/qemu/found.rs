@@ -33,7 +33,20 @@ fn a_second_send_is_refused_with_the_first_ones_process_and_leaves_it_alone() {
     there.check_guest();
 }
 
-/// Guests of one name without a UUID, one after the other: the first one's QEMU is gone.
+#[test]
+fn a_qemu_whose_socket_is_in_use_is_refused_with_the_clients_process() {
+    let machine = Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8") };
+    let mut scene = Scene::of(machine, Way::Attached);
+    let client = Qmp::connect(&scene.here.qmp).unwrap();
+    let holder = format!("process {} (", std::process::id());
+    scene.send("127.0.0.1:1", &["--plain"]).finish().failed(7, &holder);
+    let receive = ["receive", "--qemu", text(&scene.here.qmp), "--listen", "127.0.0.1:0"];
+    scene.b.run(&[&receive[..], &["--plain"]].concat()).failed(7, &holder);
+    drop(client);
+    scene.runs_on_here();
+}
+
+/// Guests of one name without a UUID: the QEMU of one session has ended.
 #[test]
 fn a_session_of_another_qemu_of_that_name_is_left_alone() {
     let none = "00000000-0000-0000-0000-000000000000";
@@ -51,16 +64,15 @@ fn a_session_of_another_qemu_of_that_name_is_left_alone() {
         "{}/7/100",
         std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap().trim()
     );
-    open(1, Some(gone)).append(&Record::Commit).unwrap();
-    // One that names no process may be this guest's: nobody is told to end a QEMU that runs, and
-    // nothing is done.
-    let mut older = open(2, None);
-    older.append(&Record::Commit).unwrap();
-    drop(older);
+    // A session that names no process may be this guest's. Nobody is told to end a QEMU that runs.
+    open(1, None).append(&Record::Commit).unwrap();
+    // The later session is of a QEMU that has ended. It neither overtakes the first session nor
+    // counts by itself.
+    open(2, Some(gone)).append(&Record::Commit).unwrap();
     let (mut there, mut receiving, address) = scene.receive_plain();
-    scene.send(&address, &["--plain"]).finish().failed(9, "decide session 0202");
+    scene.send(&address, &["--plain"]).finish().failed(9, "decide session 0101");
     scene.runs_on_here();
-    let resolve = ["resolve", &SessionId([2; 16]).to_string(), "--destination-owns", "--yes"];
+    let resolve = ["resolve", &SessionId([1; 16]).to_string(), "--destination-owns", "--yes"];
     run_ok(&scene.a, &resolve);
     let sent = scene.send(&address, &["--plain"]).finish();
     assert_eq!(sent.code, Some(0), "{sent:?}");
