@@ -6,9 +6,10 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::support::proxy::{Message, Proxy};
 use crate::support::scene::{Scene, Way};
 use crate::support::{Host, World, text};
-use crate::support::{all, faults};
+use crate::support::{all, faults, in_parallel};
 use serde_json::json;
 use vmferry_qemu::Qmp;
 use vmferry_qemu_lab::{Machine, Version, World as Lab};
@@ -222,4 +223,18 @@ fn what_can_t_be_done_is_said() {
         scene.a.run(&receive).failed(1, says);
     }
     scene.runs_on_here();
+}
+
+/// READY does not come: the guest has stood still for too long before anybody has promised it.
+#[test]
+fn pause_longer_than_the_user_allows_is_given_up() {
+    in_parallel(vec![Way::Attached, Way::Carried], |way| {
+        let mut scene = Scene::new(Version::V10_0, way);
+        let (_there, _receiving, address) = scene.receive_plain();
+        let proxy = Proxy::holding(&address, "127.0.0.1", Some(Message::Ready));
+        let send = scene.send(&proxy.address, &["--plain", "--downtime-abort", "2s"]);
+        proxy.await_held();
+        send.finish().failed(10, "the migration is given up after 2.0 s");
+        scene.runs_on_here();
+    });
 }
