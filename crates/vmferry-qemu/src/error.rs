@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use vmferry::told::Told;
 use vmferry_wire::SessionId;
 
 use crate::qmp::{QmpError, shown};
@@ -110,16 +111,27 @@ pub enum QemuError {
     },
     /// QEMU's own migration has failed.
     #[error(
-        "QEMU has given its migration up: {} (what it has printed may say more)",
-        shown(reason)
+        "QEMU has given its migration up: {}{}",
+        shown(reason),
+        unless(printed, " (what it has printed may say more)")
     )]
     GivenUp {
         /// QEMU's reason.
         reason: String,
+        /// What QEMU has printed, if it is known here.
+        #[source]
+        printed: Option<Told>,
     },
     /// QEMU has ended while it took a guest.
-    #[error("QEMU could not take the guest and has ended: what it has printed says why")]
-    EndedTaking,
+    #[error(
+        "QEMU could not take the guest and has ended{}",
+        unless(printed, ": what it has printed says why")
+    )]
+    EndedTaking {
+        /// What QEMU has printed, if it is known here.
+        #[source]
+        printed: Option<Told>,
+    },
     /// A thread of QEMU could not be made to make a system call.
     #[error("no userfaultfd could be had from QEMU's process {pid}: {}", shown(why))]
     Inject {
@@ -171,11 +183,14 @@ pub enum QemuError {
         /// Why not.
         why: String,
     },
-    /// A QEMU that was started has ended at once.
-    #[error("QEMU has ended before it could take a guest ({status}): its own message says why")]
+    /// A QEMU that was started has ended by itself.
+    #[error("QEMU has ended ({status}){}", unless(printed, ": its own message says why"))]
     Ended {
         /// How.
         status: std::process::ExitStatus,
+        /// What QEMU has printed, if it is known here.
+        #[source]
+        printed: Option<Told>,
     },
     /// Local files and sockets.
     #[error("can't {action}")]
@@ -186,6 +201,11 @@ pub enum QemuError {
         #[source]
         source: std::io::Error,
     },
+}
+
+/// Where to look for what QEMU has printed, unless it follows.
+fn unless<'a>(printed: &Option<Told>, hint: &'a str) -> &'a str {
+    if printed.is_some() { "" } else { hint }
 }
 
 /// Who has a QEMU.
@@ -214,6 +234,28 @@ impl QemuError {
     #[must_use]
     pub fn is_sent_again(error: &vmferry::VmError) -> bool {
         matches!(error.downcast_ref(), Some(Self::SentAgain { .. }))
+    }
+
+    /// Of a QEMU that was taking a guest: its connection ends when it does, since a QEMU that can't load a guest prints why
+    /// and ends.
+    pub(crate) fn while_taking(self) -> Self {
+        match self {
+            Self::Qmp(QmpError::Io { .. }) => Self::EndedTaking { printed: None },
+            other => other,
+        }
+    }
+
+    /// Adds what the QEMU has printed last, for both hosts, where it has failed.
+    #[must_use]
+    pub(crate) fn with_words(mut self, words: impl FnOnce() -> Option<String>) -> Self {
+        if let Self::GivenUp { printed, .. }
+        | Self::EndedTaking { printed }
+        | Self::Ended { printed, .. } = &mut self
+            && printed.is_none()
+        {
+            *printed = words().map(|words| Told::failed(format!("QEMU has printed: {words}")));
+        }
+        self
     }
 
     /// See [`QmpError::look_again`].
@@ -252,7 +294,7 @@ impl QemuError {
             | Self::SentAgain { .. }
             | Self::MayBeGiven { .. }
             | Self::GivenUp { .. }
-            | Self::EndedTaking
+            | Self::EndedTaking { .. }
             | Self::SameFile { .. }
             | Self::FileInUse { .. }
             | Self::Ended { .. }

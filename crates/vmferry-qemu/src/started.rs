@@ -1,6 +1,7 @@
 //! A QEMU that vmferry starts to take a guest.
 
 use std::path::{Path, PathBuf};
+use std::process::ExitStatus;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,10 +11,17 @@ use vmferry_wire::SessionId;
 use crate::carried::Place;
 use crate::destination::{Expected, QemuDestination};
 use crate::error::QemuError;
+use crate::qmp::QmpError;
 use crate::starter::{Keep, LocalStarter, Starter};
 
 /// How long QEMU may take until it listens.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How long QEMU may take to end once it has closed its monitor: that is a part of its end.
+const END_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How often is looked whether something has come about that wakes nobody.
+const LOOK_PERIOD: Duration = Duration::from_millis(5);
 
 /// A destination whose QEMU is started from a command line, and again after each attempt that has
 /// used it up. Dropped, the QEMU is ended, unless it was [taken](Self::into_starter) or has a
@@ -111,6 +119,7 @@ impl StartedQemu {
                     });
                 }
                 Err(error) => {
+                    let error = with_cause(error, starter);
                     starter.end();
                     return Err(error);
                 }
@@ -129,12 +138,15 @@ impl StartedQemu {
         done.map_err(|error| self.seen(error))
     }
 
-    /// See [`order`](Self::order).
+    /// See [`order`](Self::order). Nor does this process see how a QEMU has ended.
     fn seen(&mut self, mut error: VmError) -> VmError {
-        if let Some(starter) = self.starter.as_deref() {
-            QemuError::look_again_in(&mut error, starter);
+        let Some(starter) = self.starter.as_deref_mut() else { return error };
+        QemuError::look_again_in(&mut error, starter);
+        let error = error.downcast::<QmpError>().map(|error| Box::new(QemuError::Qmp(*error)));
+        match error.or_else(|error| error.downcast::<QemuError>()) {
+            Ok(error) => with_cause(*error, starter).into(),
+            Err(error) => error,
         }
-        error
     }
 
     /// Says whether the QEMU outlives this process.
@@ -163,7 +175,7 @@ fn attach(
     let deadline = Instant::now() + START_TIMEOUT;
     loop {
         if let Some(status) = starter.try_wait()? {
-            return Err(QemuError::Ended { status });
+            return Err(QemuError::Ended { status, printed: None });
         }
         if std::os::unix::net::UnixStream::connect(socket).is_ok() {
             break;
@@ -173,9 +185,31 @@ fn attach(
             return Err(QemuError::Local { action: "reach QEMU by QMP", source });
         }
         // A socket that appears wakes nobody.
-        std::thread::sleep(Duration::from_millis(5));
+        std::thread::sleep(LOOK_PERIOD);
     }
     QemuDestination::attach_by(socket, expected, starter, place)
+}
+
+/// An error of a QEMU that was started, with how it has ended and what it has printed, if that may be the cause.
+fn with_cause(error: QemuError, starter: &mut dyn Starter) -> QemuError {
+    let ended = match &error {
+        QemuError::Qmp(QmpError::Io { .. }) => ended(starter),
+        _ => None,
+    };
+    let error = ended.map_or(error, |status| QemuError::Ended { status, printed: None });
+    error.with_words(|| starter.last_words())
+}
+
+/// How a QEMU that has closed its monitor has ended.
+fn ended(starter: &mut dyn Starter) -> Option<ExitStatus> {
+    let deadline = Instant::now() + END_TIMEOUT;
+    loop {
+        match starter.try_wait() {
+            Ok(None) if Instant::now() < deadline => std::thread::sleep(LOOK_PERIOD),
+            Ok(status) => return status,
+            Err(_) => return None,
+        }
+    }
 }
 
 fn no_starter() -> QemuError {

@@ -103,6 +103,10 @@ impl Saving {
 /// # Errors
 /// A state that can't be loaded; this QEMU is of no use any more then.
 pub fn load(qmp: &mut Qmp, state: &[u8]) -> Result<(), QemuError> {
+    load_into(qmp, state).map_err(QemuError::while_taking)
+}
+
+fn load_into(qmp: &mut Qmp, state: &[u8]) -> Result<(), QemuError> {
     let (mut ours, theirs) = pair()?;
     qmp.give_descriptor(DESCRIPTOR, &theirs)?;
     drop(theirs);
@@ -128,10 +132,7 @@ fn await_status(qmp: &mut Qmp, what: &'static str, wanted: &[&str]) -> Result<()
     if wanted.contains(&status) {
         return Ok(());
     }
-    Err(QemuError::State {
-        found: format!("{status}: {}", reason(qmp)?),
-        wanted: "able to migrate its own devices",
-    })
+    Err(given_up(qmp)?)
 }
 
 /// Why QEMU's migration has failed, in its own words.
@@ -145,7 +146,7 @@ fn reason(qmp: &mut Qmp) -> Result<String, QemuError> {
 /// # Errors
 /// QMP's.
 pub fn given_up(qmp: &mut Qmp) -> Result<QemuError, QemuError> {
-    Ok(QemuError::GivenUp { reason: reason(qmp)? })
+    Ok(QemuError::GivenUp { reason: reason(qmp)?, printed: None })
 }
 
 /// How long ago an event was, by its time stamp.

@@ -32,9 +32,16 @@ impl Told {
         self.incompatible
     }
 
-    /// Such an error in what a VMM has said.
+    /// Such an error in what a VMM has said, or among its causes.
     #[must_use]
     pub fn of(error: &VmError) -> Option<&Self> {
-        error.downcast_ref()
+        let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&**error);
+        while let Some(error) = cause {
+            if let Some(told) = error.downcast_ref() {
+                return Some(told);
+            }
+            cause = error.source();
+        }
+        None
     }
 }

@@ -18,3 +18,4 @@ mod pauses;
 mod sandbox;
 #[path = "../support/mod.rs"]
 mod support;
+mod words;

@@ -11,7 +11,7 @@ use super::channels;
 use super::place::Place;
 use super::sleep::Sleep;
 use crate::error::QemuError;
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::Qmp;
 use crate::settings::Settings;
 use crate::starter::Looker;
 use crate::state;
@@ -65,9 +65,9 @@ impl Arrival {
         let event = qmp.wait_for("load the guest", LOAD_TIMEOUT, |event| {
             event["event"] == "MIGRATION" && event["data"]["status"].as_str().is_some_and(wanted)
         });
-        let event = event.map_err(QemuError::from).map_err(ended)?;
+        let event = event.map_err(QemuError::from).map_err(QemuError::while_taking)?;
         if event["data"]["status"] != "completed" {
-            return Err(state::given_up(qmp).unwrap_or_else(ended));
+            return Err(state::given_up(qmp).unwrap_or_else(QemuError::while_taking));
         }
         let status = qmp.execute("query-status", json!({}))?;
         if status["running"] == true {
@@ -85,13 +85,5 @@ impl Arrival {
             // One that QEMU has closed can't be shut any more.
             let _ = socket.shutdown(Shutdown::Both);
         }
-    }
-}
-
-/// A QEMU that can't load what it gets prints why, and ends.
-fn ended(error: QemuError) -> QemuError {
-    match error {
-        QemuError::Qmp(QmpError::Io { .. }) => QemuError::EndedTaking,
-        other => other,
     }
 }

@@ -46,6 +46,8 @@ pub enum Ask {
     KeepQemu(bool),
     /// Whose is the file behind a mapping of a process?
     Examine(u32, Mapping),
+    /// What has QEMU printed last?
+    LastWords,
 }
 
 /// What a starter answers.
@@ -66,6 +68,8 @@ pub enum Answer {
     Identity(ProcessIdentity),
     /// Whose it is.
     Examined(Sharing),
+    /// The last lines, if there are any.
+    Words(Option<String>),
     /// It could not be done: why, and the system's error number, if it was the system.
     Failed(String, Option<i32>),
 }

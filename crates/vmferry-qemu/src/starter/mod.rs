@@ -7,6 +7,7 @@
 
 mod messages;
 mod process;
+mod relay;
 #[cfg(test)]
 mod tests;
 
@@ -19,6 +20,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 
 pub use self::process::{StarterProcess, serve};
+use self::relay::Relay;
 use crate::error::QemuError;
 use crate::memory_file::{self, Examiner};
 use crate::process::{self as proc, Mapping, ProcessIdentity};
@@ -93,6 +95,12 @@ pub trait Starter: View + Send {
     /// Ends it at once. One that has ended already needs nothing.
     fn end(&mut self);
 
+    /// The last lines that the QEMU started last has printed on its standard error, in one line
+    /// without control characters. `None` if it has printed nothing, or if that is not known.
+    fn last_words(&mut self) -> Option<String> {
+        None
+    }
+
     /// Says whether QEMU has a guest. One that has outlives the receiver; one that has
     /// none would wait for ever, and ends with that process.
     fn keep_qemu(&mut self, keep: Keep);
@@ -138,11 +146,14 @@ impl View for DirectView {
 }
 
 /// Starts QEMU from this process. Dropped, it leaves a QEMU that has a guest alone, and ends
-/// another.
+/// another. What QEMU prints on its standard error is printed by this process, and lost once that
+/// has ended.
 pub struct LocalStarter {
     command: Option<String>,
     socket: PathBuf,
     child: Option<Child>,
+    /// Reads what the QEMU that was started last prints.
+    relay: Option<Relay>,
     keep: Keep,
     /// A QEMU that somebody else has started.
     running: Option<u32>,
@@ -153,14 +164,28 @@ impl LocalStarter {
     #[must_use]
     pub fn new(command: &str, socket: &Path) -> Self {
         let (command, socket) = (Some(command.to_owned()), socket.to_owned());
-        Self { command, socket, child: None, keep: Keep::Nothing, running: None }
+        Self { command, socket, child: None, relay: None, keep: Keep::Nothing, running: None }
     }
 
     /// One that starts nothing, and looks into a QEMU that runs already.
     #[must_use]
     pub fn beside(pid: u32) -> Self {
         let (socket, running) = (PathBuf::new(), Some(pid));
-        Self { command: None, socket, child: None, keep: Keep::Nothing, running }
+        Self { command: None, socket, child: None, relay: None, keep: Keep::Nothing, running }
+    }
+
+    /// Prints what a QEMU that has a guest prints, until it has ended.
+    fn stay_with_guest(mut self) {
+        if self.keep == Keep::Nothing {
+            return;
+        }
+        if let Some(child) = &mut self.child {
+            // A parent takes note of its child's end, or its number is not free.
+            let _ = child.wait();
+        }
+        if let Some(relay) = self.relay.take() {
+            relay.join();
+        }
     }
 
     fn child(&mut self) -> Result<&mut Child, QemuError> {
@@ -222,20 +247,24 @@ impl Starter for LocalStarter {
         let command = self.command.as_ref().ok_or_else(|| local("start QEMU")(source()))?;
         // A socket of one that was killed would be taken for the new one's.
         let _ = std::fs::remove_file(&self.socket);
+        let (relay, stderr) = Relay::begin().map_err(local("start QEMU"))?;
+        // QEMU does not die of a broken pipe by itself; what it is wrapped in might.
         let line = format!(
-            "exec {command} -incoming defer -S -qmp \"unix:$VMFERRY_QMP,server=on,wait=off\""
+            "trap '' PIPE; exec {command} -incoming defer -S -qmp \"unix:$VMFERRY_QMP,server=on,wait=off\""
         );
         let child = Command::new("/bin/sh")
             .args(["-c", &line])
             .env("VMFERRY_QMP", &self.socket)
             .stdin(Stdio::null())
-            // Standard output is vmferry's own, which may end before QEMU does.
+            // Standard output is vmferry's own, which may end before QEMU does. What comes there may be the guest's words,
+            // which are none of QEMU's.
             .stdout(io::stderr().as_fd().try_clone_to_owned().map_err(local("start QEMU"))?)
+            .stderr(stderr)
             // A guest must not die of what was typed at vmferry's terminal.
             .process_group(0)
             .spawn()
             .map_err(local("start QEMU"))?;
-        self.keep = Keep::Nothing;
+        (self.keep, self.relay) = (Keep::Nothing, Some(relay));
         Ok(self.child.insert(child).id())
     }
 
@@ -253,6 +282,10 @@ impl Starter for LocalStarter {
             let _ = child.kill();
             let _ = child.wait();
         }
+    }
+
+    fn last_words(&mut self) -> Option<String> {
+        self.relay.as_ref()?.last_words()
     }
 
     fn keep_qemu(&mut self, keep: Keep) {

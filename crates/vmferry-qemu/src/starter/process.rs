@@ -15,8 +15,9 @@ use crate::memory_file::{self, Examiner};
 use crate::process::{Mapping, ProcessIdentity};
 use crate::qmp::Qmp;
 
-/// A starter in another process, by the socket to it. When this is dropped, or this process dies, the other one ends; a
-/// QEMU that it has started goes on if it [has a guest](Starter::keep_qemu), and ends if not.
+/// A starter in another process, by the socket to it. When this is dropped, or this process dies, the other one ends with a
+/// QEMU that it has started. A QEMU that [has a guest](Starter::keep_qemu) goes on, and the other process with it, which
+/// prints what QEMU prints.
 ///
 /// One question is asked at a time, whichever thread has it.
 pub struct StarterProcess(Arc<Mutex<UnixStream>>);
@@ -30,6 +31,8 @@ impl StarterProcess {
         let (ours, theirs) = UnixStream::pair().map_err(local("make a socket pair"))?;
         command
             .stdin(Stdio::from(OwnedFd::from(theirs)))
+            // It may outlive this process, whose output must end with it.
+            .stdout(Stdio::null())
             // It ends when this process does, and not with it by a signal of the terminal.
             .process_group(0)
             .spawn()
@@ -142,6 +145,13 @@ impl Starter for StarterProcess {
         let _ = self.ask(&Ask::End);
     }
 
+    fn last_words(&mut self) -> Option<String> {
+        match self.ask(&Ask::LastWords) {
+            Ok((Answer::Words(words), _)) => words,
+            _ => None,
+        }
+    }
+
     fn keep_qemu(&mut self, keep: Keep) {
         // A starter that has died ends nothing.
         let _ = self.ask(&Ask::KeepQemu(keep == Keep::WithGuest));
@@ -149,13 +159,19 @@ impl Starter for StarterProcess {
 }
 
 /// Does what is asked on `stream` until the receiver has ended. A QEMU that has a guest then goes
-/// on, and another ends.
+/// on, and what it prints is printed until it has ended; another is ended.
 ///
 /// # Errors
 /// What the socket says, or a question that can't be read.
 pub fn serve(stream: &UnixStream, mut starter: LocalStarter) -> io::Result<()> {
+    let served = answer_all(stream, &mut starter);
+    starter.stay_with_guest();
+    served
+}
+
+fn answer_all(stream: &UnixStream, starter: &mut LocalStarter) -> io::Result<()> {
     while let Some((ask, _)) = receive::<Ask>(stream)? {
-        let (answer, file) = match answer(&mut starter, ask) {
+        let (answer, file) = match answer(starter, ask) {
             Ok(answer) => answer,
             Err(error) => {
                 let number = match &error {
@@ -220,6 +236,7 @@ fn answer(starter: &mut LocalStarter, ask: Ask) -> Result<(Answer, Option<File>)
         },
         Ask::IsStopped(pid) => (Answer::Stopped(starter.is_stopped(pid)), None),
         Ask::Identify(pid) => (Answer::Identity(starter.identify(pid)?), None),
+        Ask::LastWords => (Answer::Words(starter.last_words()), None),
         Ask::KeepQemu(keep) => {
             starter.keep_qemu(if keep { Keep::WithGuest } else { Keep::Nothing });
             (Answer::Done, None)

@@ -46,7 +46,7 @@ impl From<QemuError> for Failure {
             QemuError::Process { .. }
             | QemuError::Inject { .. }
             | QemuError::Ended { .. }
-            | QemuError::EndedTaking
+            | QemuError::EndedTaking { .. }
             | QemuError::GivenUp { .. }
             | QemuError::Local { .. } => Code::Internal,
         };

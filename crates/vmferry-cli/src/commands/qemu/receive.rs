@@ -101,10 +101,13 @@ pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Resu
     // QEMU removes it itself when it ends in order.
     let _ = std::fs::remove_file(&qmp);
     if status.success() {
-        Ok(())
-    } else {
-        Err(Failure::new(Code::Internal, format!("the guest's QEMU has ended: {status}")))
+        return Ok(());
     }
+    let how = match starter.last_words() {
+        Some(words) => format!("{status}: QEMU has printed: {words}"),
+        None => status.to_string(),
+    };
+    Err(Failure::new(Code::Internal, format!("the guest's QEMU has ended: {how}")))
 }
 
 /// A name for the QMP socket of a QEMU to start. One that outlived a process of this

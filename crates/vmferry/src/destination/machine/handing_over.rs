@@ -118,8 +118,10 @@ impl Destination {
     pub(super) fn why(&self) -> String {
         match &self.failure {
             None => "no COMMIT came in time".to_owned(),
-            // It names the place that is full.
-            Some(error @ MigrateError::Memory(_)) => error.reason_for_peer().text,
+            // It names the place that is full, or has the VMM's own words.
+            Some(error @ (MigrateError::Memory(_) | MigrateError::Vm { .. })) => {
+                error.reason_for_peer().text
+            }
             Some(error) => error.to_string(),
         }
     }
