@@ -180,6 +180,11 @@ impl QemuDestination {
         self.qmp.pid()
     }
 
+    /// The QEMU process, if it is seen from here or by a starter.
+    pub(crate) fn known_process(&self) -> Option<u32> {
+        self.pid().or_else(|| Some(self.process.as_ref()?.pid))
+    }
+
     /// The directory that is kept for a socket between QEMU and this process: a process that is restricted must be able
     /// to remove files from it, and the directory itself.
     #[must_use]

@@ -259,18 +259,18 @@ impl QemuError {
     }
 
     /// See [`QmpError::look_again`].
-    pub fn look_again(&mut self, view: &dyn View) {
+    pub fn look_again(&mut self, view: &dyn View, process: Option<u32>) {
         if let Self::Qmp(error) = self {
-            error.look_again(view);
+            error.look_again(view, process);
         }
     }
 
     /// The same in what an embedder is told.
-    pub fn look_again_in(error: &mut vmferry::VmError, view: &dyn View) {
+    pub fn look_again_in(error: &mut vmferry::VmError, view: &dyn View, process: Option<u32>) {
         if let Some(error) = error.downcast_mut::<Self>() {
-            error.look_again(view);
+            error.look_again(view, process);
         } else if let Some(error) = error.downcast_mut::<QmpError>() {
-            error.look_again(view);
+            error.look_again(view, process);
         }
     }
 

@@ -141,7 +141,8 @@ impl StartedQemu {
     /// See [`order`](Self::order). Nor does this process see how a QEMU has ended.
     fn seen(&mut self, mut error: VmError) -> VmError {
         let Some(starter) = self.starter.as_deref_mut() else { return error };
-        QemuError::look_again_in(&mut error, starter);
+        let process = self.qemu.as_ref().and_then(QemuDestination::known_process);
+        QemuError::look_again_in(&mut error, starter, process);
         let error = error.downcast::<QmpError>().map(|error| Box::new(QemuError::Qmp(*error)));
         match error.or_else(|error| error.downcast::<QemuError>()) {
             Ok(error) => with_cause(*error, starter).into(),

@@ -90,9 +90,11 @@ impl QmpError {
     }
 
     /// Looks whether the process that does nothing stands still, for whoever could not see that when it was waited for.
-    pub fn look_again(&mut self, view: &dyn View) {
-        if let Self::TimedOut { pid: Some(pid), stopped, .. } = self {
-            *stopped |= view.is_stopped(*pid);
+    /// `process` is QEMU's, where this connection could not know it.
+    pub fn look_again(&mut self, view: &dyn View, process: Option<u32>) {
+        if let Self::TimedOut { pid, stopped, .. } = self {
+            *pid = pid.or(process);
+            *stopped |= pid.is_some_and(|pid| view.is_stopped(pid));
         }
     }
 }
