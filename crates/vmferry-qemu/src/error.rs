@@ -236,8 +236,8 @@ impl QemuError {
         matches!(error.downcast_ref(), Some(Self::SentAgain { .. }))
     }
 
-    /// Of a QEMU that was taking a guest: its connection ends when it does, since a QEMU that can't load a guest prints why
-    /// and ends.
+    /// Of a QEMU that was taking a guest: its connection ends when it does, since a QEMU that can't
+    /// load a guest prints why and ends.
     pub(crate) fn while_taking(self) -> Self {
         match self {
             Self::Qmp(QmpError::Io { .. }) => Self::EndedTaking { printed: None },

@@ -191,7 +191,8 @@ fn attach(
     QemuDestination::attach_by(socket, expected, starter, place)
 }
 
-/// An error of a QEMU that was started, with how it has ended and what it has printed, if that may be the cause.
+/// An error of a QEMU that was started, with how it has ended and what it has printed, if that may
+/// be the cause.
 fn with_cause(error: QemuError, starter: &mut dyn Starter) -> QemuError {
     let ended = match &error {
         QemuError::Qmp(QmpError::Io { .. }) => ended(starter),

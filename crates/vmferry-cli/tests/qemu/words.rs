@@ -1,5 +1,5 @@
-//! What a QEMU that vmferry has started prints: it is in the errors of both sides, it is printed at once for as long as that
-//! QEMU lives, and a QEMU waits for nobody who reads it.
+//! What a QEMU that vmferry has started prints: it is in the errors of both sides, it is printed at
+//! once for as long as that QEMU lives, and a QEMU waits for nobody who reads it.
 
 use std::fs::{File, read_to_string};
 use std::path::{Path, PathBuf};
@@ -18,7 +18,8 @@ use crate::support::{Host, Running, World, all, in_parallel};
 /// How long a line may take through the relay: a failure after that.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A guest on KVM whose machine has a virtio-rng with so many vectors, which no description names, but QEMU's state does.
+/// A guest on KVM whose machine has a virtio-rng with so many vectors, which no description names,
+/// but QEMU's state does.
 fn with_vectors(version: Version, way: Way, vectors: u32) -> Machine {
     let backend = match way {
         Way::Attached => Backend::File,

@@ -250,14 +250,15 @@ impl Starter for LocalStarter {
         let (relay, stderr) = Relay::begin().map_err(local("start QEMU"))?;
         // QEMU does not die of a broken pipe by itself; what it is wrapped in might.
         let line = format!(
-            "trap '' PIPE; exec {command} -incoming defer -S -qmp \"unix:$VMFERRY_QMP,server=on,wait=off\""
+            "trap '' PIPE; exec {command} -incoming defer -S \
+             -qmp \"unix:$VMFERRY_QMP,server=on,wait=off\""
         );
         let child = Command::new("/bin/sh")
             .args(["-c", &line])
             .env("VMFERRY_QMP", &self.socket)
             .stdin(Stdio::null())
-            // Standard output is vmferry's own, which may end before QEMU does. What comes there may be the guest's words,
-            // which are none of QEMU's.
+            // Standard output is vmferry's own, which may end before QEMU does. What comes there
+            // may be the guest's words, which are none of QEMU's.
             .stdout(io::stderr().as_fd().try_clone_to_owned().map_err(local("start QEMU"))?)
             .stderr(stderr)
             // A guest must not die of what was typed at vmferry's terminal.

@@ -15,9 +15,10 @@ use crate::memory_file::{self, Examiner};
 use crate::process::{Mapping, ProcessIdentity};
 use crate::qmp::Qmp;
 
-/// A starter in another process, by the socket to it. When this is dropped, or this process dies, the other one ends with a
-/// QEMU that it has started. A QEMU that [has a guest](Starter::keep_qemu) goes on, and the other process with it, which
-/// prints what QEMU prints.
+/// A starter in another process, by the socket to it. When this is dropped, or this process dies,
+/// the other one ends with a QEMU that it has started. A QEMU that [has a
+/// guest](Starter::keep_qemu) goes on, and the other process with it, which prints what QEMU
+/// prints.
 ///
 /// One question is asked at a time, whichever thread has it.
 pub struct StarterProcess(Arc<Mutex<UnixStream>>);

@@ -1,9 +1,11 @@
-//! What a started QEMU prints on its standard error: forwarded at once, and its last lines kept for an error.
+//! What a started QEMU prints on its standard error: forwarded at once, and its last lines kept for
+//! an error.
 //!
-//! QEMU's standard error is a pipe, and a thread of the process that has started QEMU writes what comes to its own standard
-//! error. So a terminal or the journal sees every line for as long as that process lives, and nothing grows: a file would,
-//! in the months of a guest, and nobody would see its lines. QEMU never waits for the reader, and does not die of one that
-//! has gone: its end of the pipe does not block, and QEMU ignores SIGPIPE. It loses lines then.
+//! QEMU's standard error is a pipe, and a thread of the process that has started QEMU writes what
+//! comes to its own standard error. So a terminal or the journal sees every line for as long as
+//! that process lives, and nothing grows: a file would, in the months of a guest, and nobody would
+//! see its lines. QEMU never waits for the reader, and does not die of one that has gone: its end
+//! of the pipe does not block, and QEMU ignores SIGPIPE. It loses lines then.
 
 use std::collections::VecDeque;
 use std::io;
@@ -16,7 +18,8 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::{Errno, ioctl_fionread, read, write};
 use rustix::pipe::{PipeFlags, pipe_with};
 
-/// So many lines are kept. QEMU says first which value it can't load, and then of each level above that it failed.
+/// So many lines are kept. QEMU says first which value it can't load, and then of each level above
+/// that it failed.
 const MOST_LINES: usize = 6;
 
 /// So long may these be together: with the words around them they fit into a message to the peer.
@@ -25,7 +28,8 @@ const MOST_WORDS: usize = 600;
 /// So many bytes are kept, of which the lines are made.
 const MOST_BYTES: usize = 4096;
 
-/// How long the thread may take to read what is in the pipe already: it waits only for its own standard error.
+/// How long the thread may take to read what is in the pipe already: it waits only for its own
+/// standard error.
 const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The pipe that a QEMU prints into, and its reader.
@@ -57,8 +61,8 @@ impl Relay {
         Ok((Self { shared, thread }, theirs))
     }
 
-    /// The last lines of what has been printed until now, in one line without control characters; none if nothing was
-    /// printed.
+    /// The last lines of what has been printed until now, in one line without control characters;
+    /// none if nothing was printed.
     pub fn last_words(&self) -> Option<String> {
         let deadline = Instant::now() + READ_TIMEOUT;
         let mut tail = self.shared.tail();
@@ -116,7 +120,8 @@ fn pipe() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok(pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?)
 }
 
-/// Writes to this process's standard error. Where that takes nothing the bytes are lost, as QEMU's own would be.
+/// Writes to this process's standard error. Where that takes nothing the bytes are lost, as QEMU's
+/// own would be.
 fn print(mut bytes: &[u8]) {
     while !bytes.is_empty() {
         match write(io::stderr(), bytes) {
