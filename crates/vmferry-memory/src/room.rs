@@ -20,6 +20,9 @@ use std::path::PathBuf;
 use crate::huge::huge_page_bytes;
 use crate::slots::{Backing, GuestMemory, Slot};
 
+/// `f_type` of tmpfs, and of a memfd (`linux/magic.h`).
+const TMPFS_MAGIC: i64 = 0x0102_1994;
+
 /// Unit of `st_blocks`.
 const BLOCK_BYTES: u64 = 512;
 
@@ -162,13 +165,11 @@ impl Slot {
         let (mut rooms, mut own_bytes) = (Vec::new(), 0);
         if let Backing::File { file, .. } = self.backing() {
             own_bytes = file.metadata().map_or(0, |metadata| metadata.blocks() * BLOCK_BYTES);
-            let room = room_of(file);
-            if let Ok(Some(room)) = room {
-                let is_huge = matches!(room.place, Place::HugePages { .. });
+            if let Ok(Some(room)) = room_of(file) {
                 rooms.push(SlotRoom { room, own_bytes });
-                if is_huge {
-                    return rooms;
-                }
+            }
+            if !is_in_memory(file) {
+                return rooms;
             }
         }
         let id = 0;
@@ -188,6 +189,12 @@ impl Slot {
         let rooms = self.rooms().into_iter().map(|room| room.room);
         rooms.min_by_key(|room| room.free_bytes)
     }
+}
+
+/// Whether a file's pages are taken from the host's memory and this process's control group. Huge
+/// pages are set apart, and the pages of a file on a disk can be written back to it.
+fn is_in_memory(file: &File) -> bool {
+    rustix::fs::fstatfs(file).is_ok_and(|stat| stat.f_type == TMPFS_MAGIC)
 }
 
 /// What the file system of a file has; `None` if it has no bound of its own.
@@ -253,6 +260,19 @@ mod tests {
             assert!(shortage.free_bytes > 1 << 20, "{shortage}");
             assert!(shortage.to_string().contains("1024.0 GiB"), "{shortage}");
         }
+    }
+
+    /// A page of a file on a disk can be written back: the disk's room is its bound.
+    #[test]
+    fn check_room_holds_a_file_on_a_disk_to_its_file_system_only() {
+        let file = tempfile::tempfile_in("/var/tmp").unwrap();
+        assert!(!is_in_memory(&file), "this test needs /var/tmp on a disk");
+        file.set_len(1 << 30).unwrap();
+        let layout = SlotLayout { slot: SlotId(0), gpa: 0, pages: 1 << 18 };
+        let memory = GuestMemory::map_files(vec![(layout, file, 0)]).unwrap();
+        let rooms: Vec<Place> =
+            memory.slots()[0].rooms().into_iter().map(|room| room.room.place).collect();
+        assert!(matches!(rooms[..], [Place::FileSystem { .. }]), "{rooms:?}");
     }
 
     #[test]

@@ -44,27 +44,6 @@ impl<W: Write> ControlWriter<W> {
 }
 
 impl ControlWriter<ChannelWriter> {
-    /// Sends a message to a peer that may take no longer than `patience` to receive it; `usual` is
-    /// what others may take.
-    ///
-    /// # Errors
-    /// The channel's.
-    pub fn send_within(
-        &self,
-        message: &ControlMessage,
-        patience: Duration,
-        usual: Duration,
-    ) -> io::Result<()> {
-        self.set_timeout(patience)?;
-        self.send(message)?;
-        self.set_timeout(usual)
-    }
-
-    fn set_timeout(&self, timeout: Duration) -> io::Result<()> {
-        let mut outgoing = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        outgoing.writer.set_timeout(Some(timeout)).map_err(io::Error::other)
-    }
-
     /// Says that nothing follows; what was sent before still arrives.
     ///
     /// # Errors
@@ -166,12 +145,6 @@ impl FinalDue {
     #[must_use]
     pub fn of(wanted: &Arc<AtomicBool>) -> Self {
         Self { wanted: Arc::clone(wanted), said: false }
-    }
-
-    /// Always, where nothing but a channel's own order counts.
-    #[must_use]
-    pub fn any_time() -> Self {
-        Self { wanted: Arc::new(AtomicBool::new(true)), said: false }
     }
 
     fn is_due(&self) -> bool {

@@ -100,6 +100,11 @@ pub struct Session<'a, V> {
     stopping: bool,
 }
 
+/// Messages of the source that may wait while the session's thread waits for its VMM. None of them
+/// has more than 64 KiB but FINAL, of which there is one. Over `grpc-ack:` the source can say
+/// nothing, PING included, before the message ahead of it was read.
+const MOST_HEARD: usize = 64;
+
 impl<'a, V: DestinationVm> Session<'a, V> {
     /// A session on a connection whose greeting is not yet answered.
     ///
@@ -134,7 +139,7 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             inputs: crossbeam_channel::unbounded(),
             links: BTreeMap::new(),
             next_link: LinkId::CONTROL.0 + 1,
-            heard: crossbeam_channel::bounded(0),
+            heard: crossbeam_channel::bounded(MOST_HEARD),
             asked: crossbeam_channel::bounded(0),
             wants_final: Arc::default(),
             ends: Arc::default(),

@@ -12,6 +12,9 @@ pub struct SourcePattern {
     is_uri: bool,
 }
 
+/// What the transport calls a peer whose certificate names nobody begins with this.
+const KEY_PREFIX: &str = "key:";
+
 /// A guest's name, in which a `*` stands for anything.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(transparent)]
@@ -32,6 +35,11 @@ impl TryFrom<String> for SourcePattern {
 impl SourcePattern {
     /// Whether this name of a certificate is meant.
     pub fn matches(&self, name: &str) -> bool {
+        // The name of a key is its hash. A star that is meant for host names must not admit every
+        // certificate that names no host.
+        if name.starts_with(KEY_PREFIX) {
+            return self.text == name;
+        }
         match (self.is_uri, name.contains("://")) {
             (true, true) => matches(&self.text, name, Some(b'/')),
             (false, false) => matches(&self.text, &name.to_ascii_lowercase(), Some(b'.')),
@@ -88,6 +96,10 @@ mod tests {
             ("spiffe://vmferry/host/a", "spiffe://vmferry/host/A", false),
             ("spiffe://vmferry/host/*", "spiffe://vmferry/host/a", true),
             ("spiffe://vmferry/host/*", "spiffe://vmferry/host/a/b", false),
+            ("*", "key:sha256:00ff", false),
+            ("key:*", "key:sha256:00ff", false),
+            ("key:sha256:00ff", "key:sha256:00ff", true),
+            ("key:sha256:00FF", "key:sha256:00ff", true),
             ("spiffe://vmferry/*", "spiffe://vmferry/host/a", false),
             ("spiffe://*/host/a", "spiffe://evil/x/host/a", false),
             ("spiffe://vmferry/host/rack*-b", "spiffe://vmferry/host/rack1-2-b", true),

@@ -16,7 +16,7 @@ use crate::config::SourceConfig;
 use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
 use crate::greeting::Purpose;
-use crate::link::{ANSWER_TIMEOUT, ControlSlot, ControlWriter};
+use crate::link::{ControlSlot, ControlWriter};
 use vmferry_codec::EncodedFrame;
 
 /// How long a finished migration waits for the destination to hear its last message and hang up.
@@ -150,13 +150,7 @@ impl ControlLink {
     /// The channel's.
     pub fn send(&self, message: &ControlMessage) -> std::io::Result<()> {
         let Some((writer, _)) = &self.channel else { return Ok(()) };
-        match message {
-            // As many as the destination asks for.
-            ControlMessage::Pong { .. } => {
-                writer.send_within(message, ANSWER_TIMEOUT, self.silence)
-            }
-            _ => writer.send(message),
-        }
+        writer.send(message)
     }
 
     /// Gives up the channel, and asks on a new one after a while.

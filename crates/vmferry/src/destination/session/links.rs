@@ -185,7 +185,10 @@ impl<V: DestinationVm> Session<'_, V> {
     }
 
     /// Listens to the session's control channel.
-    pub(super) fn begin_control(&mut self, connection: Connection) -> Result<(), MigrateError> {
+    pub(super) fn begin_control(&mut self, mut connection: Connection) -> Result<(), MigrateError> {
+        // From here on it is the session's own source that a late message costs: a host that was
+        // suspended for less than the silence that is borne keeps its channel.
+        connection.writer.set_timeout(Some(self.config.timeouts.silence))?;
         let (heard, attempt) = (self.heard.0.clone(), self.attempt);
         let speaker = Speaker::Source(FinalDue::of(&self.wants_final));
         let link = self.listen(LinkId::CONTROL, connection, speaker, move |input| {

@@ -54,13 +54,15 @@ impl Source {
         Some((self.waiting_since + after, what, after))
     }
 
-    /// When a guest that is paused before COMMIT has been so for too long. The comparison of
-    /// both memories, which the user has asked for, does not count.
+    /// When a guest that is paused before COMMIT has been so for too long. The comparison of both
+    /// memories, which the user has asked for, does not count, and a guest that another client has
+    /// paused waits for nothing.
     pub(super) fn pause_deadline(&self) -> Option<Duration> {
         let bound = self.config.downtime_abort()?;
         let counts = self.handover == SourceState::Holding
             && self.phase != Phase::Verifying
-            && !self.comparison.awaits_verified();
+            && !self.comparison.awaits_verified()
+            && !self.guest_is_paused;
         let verify = Duration::from_secs_f64(self.stats.verify_ms / 1e3);
         self.stopped_at.filter(|_| counts).map(|stopped_at| stopped_at + bound + verify)
     }
@@ -155,6 +157,7 @@ mod tests {
     use super::super::fixture::awaiting_ready;
     use super::*;
     use crate::config::SourceConfig;
+    use crate::convergence::WhenStuck;
     use crate::source::io::{Ending, Input};
 
     const SECOND: Duration = Duration::from_secs(1);
@@ -215,5 +218,40 @@ mod tests {
         assert_eq!(source.phase, Phase::AwaitReady);
         source.handle(SECOND * 13, Input::Tick);
         assert_eq!(source.handover(), SourceState::Kept);
+    }
+
+    #[test]
+    fn acknowledgements_without_news_do_not_keep_the_guest_waiting_for_ever() {
+        let mut config = SourceConfig::new("unused".into());
+        config.downtime_abort = None;
+        config.when_stuck = WhenStuck::SwitchOver;
+        config.timeouts.ready = SECOND * 5;
+        config.timeouts.stall = SECOND;
+        let mut source = awaiting_ready(config, false);
+        let placed = || Input::Control(ControlMessage::Placed { lane: 0, sequence: 1 });
+        let kept = (1..=30).find(|second| {
+            source.handle(SECOND * *second, placed());
+            source.handover() == SourceState::Kept
+        });
+        assert_eq!(kept, Some(14), "the last one that counts comes after 9 s");
+    }
+
+    #[test]
+    fn a_second_verified_makes_the_pause_no_longer() {
+        let mut source = bounded(true);
+        let verified =
+            |elapsed_us| Input::Control(ControlMessage::Verified { hash: 1, pages: 1, elapsed_us });
+        source.handle(SECOND, verified(1_000_000));
+        let deadline = source.pause_deadline();
+        source.handle(SECOND * 2, verified(2_000_000));
+        assert_eq!(source.pause_deadline(), deadline);
+    }
+
+    #[test]
+    fn pause_of_a_guest_that_was_paused_already_has_no_bound() {
+        let mut source = bounded(false);
+        source.guest_is_paused = true;
+        source.handle(SECOND * 4, Input::Tick);
+        assert_eq!(source.handover(), SourceState::Holding);
     }
 }

@@ -71,6 +71,10 @@ impl Source {
 
     /// The destination has hashed its memory, in so much time.
     pub(super) fn on_verified(&mut self, now: Duration, hash: WholeHash, took: Duration) {
+        // A second one would restart the wait, and count as time that the user has asked for.
+        if !self.comparison.awaits_verified() {
+            return;
+        }
         self.comparison.theirs = Some(hash);
         if self.phase == Phase::AwaitReady {
             // Of this wait it was a part, whatever the destination says.

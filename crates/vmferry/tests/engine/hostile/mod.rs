@@ -1,7 +1,7 @@
 //! Hostile peers, each while a migration is under way: they are refused and told of with the reason, and the
 //! migration goes on and ends as if they were not there.
 
-mod by_hand;
+pub mod by_hand;
 mod deaf;
 mod phases;
 mod recorder;

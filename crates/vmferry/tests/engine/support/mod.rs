@@ -28,7 +28,7 @@ use vmferry::{
 use vmferry_dirty::{DirtyLog, DirtyLogError, UffdLog};
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageSet, SlotId, SlotLayout};
 use vmferry_net_lab::{Namespaces, enter};
-use vmferry_transport::{Address, Dialer, Listener};
+use vmferry_transport::{Address, Dialer, Listener, TlsIdentity};
 use vmferry_wire::GuestIdentity;
 
 pub const PAGES: u64 = 4096;
@@ -347,6 +347,8 @@ pub struct Scenario {
     pub dial: Option<Address>,
     /// The network namespaces of source and destination, if they have some of their own.
     pub namespaces: Option<Arc<Namespaces>>,
+    /// Certificates of source and destination.
+    pub identities: Option<[Arc<TlsIdentity>; 2]>,
 }
 
 /// Whether the long matrices are to be run whole.
@@ -374,6 +376,7 @@ impl Scenario {
             listen_at,
             dial: None,
             namespaces: None,
+            identities: None,
         }
     }
 
@@ -436,7 +439,8 @@ impl Scenario {
                 if let Some(namespaces) = &self.namespaces {
                     enter(File::open(namespaces.destination_path()).unwrap().as_fd()).unwrap();
                 }
-                let listener = Listener::bind(&self.listen_at, None).unwrap();
+                let identity = self.identities.as_ref().map(|[_, there]| Arc::clone(there));
+                let listener = Listener::bind(&self.listen_at, identity).unwrap();
                 bound.send(listener.local_address().clone()).unwrap();
                 receive(listener, destination, &self.destination, &self.stop, &mut |notice| {
                     eprintln!("destination: {notice:?}");
@@ -446,7 +450,8 @@ impl Scenario {
                 enter(File::open(namespaces.source_path()).unwrap().as_fd()).unwrap();
             }
             let bound = address.recv().unwrap();
-            let dialer = Dialer::new(self.dial.clone().unwrap_or(bound), None);
+            let identity = self.identities.as_ref().map(|[here, _]| Arc::clone(here));
+            let dialer = Dialer::new(self.dial.clone().unwrap_or(bound), identity);
             (send(&dialer), receiving.join().unwrap())
         })
     }
