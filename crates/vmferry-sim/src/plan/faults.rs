@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use fastrand::Rng;
 
+use crate::hostile::forgeries;
+
 use super::{Fault, Host, MESSAGES, SECOND, Step, VM_CALLS, WRITES, Ways, Where, WriteFault};
 
 /// Everything that can happen once, at one message.
@@ -93,7 +95,7 @@ pub(super) fn random_fault(rng: &mut Rng) -> Fault {
     let message = rng.u64(..MESSAGES);
     let host = if rng.bool() { Host::Source } else { Host::Destination };
     let lasts = SECOND * rng.u32(..130);
-    match rng.u32(..18) {
+    match rng.u32(..19) {
         0..3 => random_cut(rng, SECOND * 40),
         3..5 => {
             let ways = if rng.bool() { Ways::Both } else { Ways::To(host) };
@@ -109,7 +111,11 @@ pub(super) fn random_fault(rng: &mut Rng) -> Fault {
             let how = [WriteFault::Lost, WriteFault::Torn, WriteFault::OnDisk][rng.usize(..3)];
             Fault::Write { host, number: rng.u64(..WRITES), how, crash: rng.bool() }
         }
-        15 => Fault::Vm { call: VM_CALLS[rng.usize(..VM_CALLS.len())] },
+        15 => {
+            let numbers = forgeries(host);
+            Fault::Forge { message, to: host, number: numbers[rng.usize(..numbers.len())] }
+        }
+        16 => Fault::Vm { call: VM_CALLS[rng.usize(..VM_CALLS.len())] },
         _ => {
             let step = Step::ALL[rng.usize(..Step::ALL.len())];
             Fault::Slow { step, takes: SECOND * rng.u32(1..25) }
