@@ -9,8 +9,9 @@ mod support;
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
+use std::time::Duration;
 
-use by_hand::{Line, Pki, SESSION, accepted, announcement, hello, policy};
+use by_hand::{Line, Pki, SESSION, accepted, announcement, begin, hello, policy};
 use support::{DestinationGuest, Scenario, running_guest};
 use vmferry::destination::receive;
 use vmferry::source::{SourceOutcome, migrate};
@@ -38,6 +39,9 @@ const STATE: u64 = 64 * MIB;
 /// The type number of FINAL.
 const FINAL: u8 = 5;
 
+/// Longer than any test takes: the process is killed before.
+const PREPARES: Duration = Duration::from_secs(3600);
+
 /// Says to the child what it is.
 const CHILD: &str = "VMFERRY_TEST_HOSTILE_MEMORY";
 
@@ -53,6 +57,12 @@ impl Victim {
     /// A destination that listens at an address of this kind.
     fn destination(pki: &Pki, at: &str) -> Self {
         let order = format!("destination {} {at}", pki.path("").display());
+        Self::start(&order)
+    }
+
+    /// The same, with a VMM that takes [`PREPARES`] to prepare for a guest.
+    fn slow_destination(pki: &Pki, at: &str) -> Self {
+        let order = format!("slow-destination {} {at}", pki.path("").display());
         Self::start(&order)
     }
 
@@ -131,7 +141,8 @@ fn the_child() {
     println!("address {}", listener.local_address());
     scenario.destination.once = false;
     scenario.destination.policy = tls.then(|| policy(&pki.path("policy.toml")) as _);
-    let vm = DestinationGuest::default();
+    let slow = if words[0] == "slow-destination" { PREPARES } else { Duration::ZERO };
+    let vm = DestinationGuest { slow, ..DestinationGuest::default() };
     receive(listener, vm, &scenario.destination, &scenario.stop, &mut |_| {});
 }
 
@@ -235,14 +246,28 @@ fn a_source_whose_answers_are_not_read_fills_no_queue_with_states() {
         line.give_up_writing_when_stuck();
         let pings: Vec<u8> =
             (0..10_000).flat_map(|nonce| said(&ControlMessage::Ping { nonce })).collect();
-        // The largest message that may come at any time has 64 KiB.
-        let runs = (0..4000).map(|run| (2 * run, 1)).collect();
-        let free = said(&ControlMessage::Free { slot: SlotId(0), runs });
-        let _ = (0..10).all(|_| line.try_write(&pings))
-            && (0..8000).all(|_| line.try_write(&free))
-            && (0..16).all(|_| line.try_write(&last));
+        let _ = (0..10).all(|_| line.try_write(&pings)) && (0..16).all(|_| line.try_write(&last));
         line.read_to_end();
         victim.has_held_at_most(STATE + 32 * MIB);
+    }
+}
+
+/// The session's thread is inside its VMM, so that nothing is answered or refused.
+#[test]
+fn a_source_that_talks_while_its_guest_is_prepared_fills_no_queue() {
+    let pki = Pki::new();
+    for way in WAYS {
+        let mut victim = Victim::slow_destination(&pki, way);
+        let mut line = Line::dial(&victim.address, Some(&pki.identity("source")));
+        assert_eq!(line.greet(hello(Role::Control, 0, Token([0; 16]))), HelloStatus::Ok);
+        line.say(&begin(SESSION));
+        victim.is_attacked();
+        line.give_up_writing_when_stuck();
+        // No message that may come at any time is larger.
+        let runs = (0..4000).map(|run| (2 * run, 1)).collect();
+        let free = said(&ControlMessage::Free { slot: SlotId(0), runs });
+        let _ = (0..8000).all(|_| line.try_write(&free));
+        victim.has_held_at_most(32 * MIB);
     }
 }
 
