@@ -19,7 +19,7 @@ use vmferry_memory::SlotId;
 use vmferry_transport::{Address, Dialer, Listener};
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlMessage, HELLO_BYTES, Hello, HelloReply, HelloStatus,
-    MAX_FINAL_BYTES, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, Role, Token,
+    MAX_FINAL_BYTES, MAX_FREE_RUNS, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, Role, Token,
 };
 
 const MIB: u64 = 1 << 20;
@@ -264,7 +264,7 @@ fn a_source_that_talks_while_its_guest_is_prepared_fills_no_queue() {
         victim.is_attacked();
         line.give_up_writing_when_stuck();
         // No message that may come at any time is larger.
-        let runs = (0..4000).map(|run| (2 * run, 1)).collect();
+        let runs = (0..MAX_FREE_RUNS as u64).map(|run| (2 * run, 1)).collect();
         let free = said(&ControlMessage::Free { slot: SlotId(0), runs });
         let _ = (0..8000).all(|_| line.try_write(&free));
         victim.has_held_at_most(32 * MIB);
