@@ -112,8 +112,7 @@ impl AbandonedQemu {
     /// QMP's.
     pub fn leave(&self) -> Result<Release, QemuError> {
         let (mut qmp, _lock) = self.connect()?;
-        let leaving = Leaving::of(&mut qmp, &mut DirectView);
-        qmp.execute("quit", json!({}))?;
+        let leaving = Leaving::quit(&mut qmp, &mut DirectView)?;
         Ok(Release::by(leaving))
     }
 

@@ -124,8 +124,7 @@ impl QemuSource {
     /// # Errors
     /// QMP's.
     pub fn quit(mut self) -> Result<Release, QemuError> {
-        let leaving = Leaving::of(&mut self.qmp, &mut DirectView);
-        self.qmp.execute("quit", json!({}))?;
+        let leaving = Leaving::quit(&mut self.qmp, &mut DirectView)?;
         drop(self);
         Ok(Release::by(leaving))
     }

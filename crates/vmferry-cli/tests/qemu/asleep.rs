@@ -1,6 +1,7 @@
 //! `send --qemu` and `receive --qemu` whose processes, or whose QEMUs, are stopped (`SIGSTOP`) in each phase, and woken
 //! before and after the others have given up: never two guests, in the end one, and nothing left behind.
 
+use std::os::unix::fs::MetadataExt;
 use std::time::Duration;
 
 use crate::support::faults::{exit, guardian_answers, note};
@@ -171,6 +172,10 @@ fn given_away_by_a_qemu_that_sleeps(way: Way) {
     stopped.wake();
     assert!(scene.here.child.wait().unwrap().success(), "it was ended in order");
     nothing_is_left(&[&scene.a], &[]);
+    if way == Way::Attached {
+        let file = scene.lab.path_on_tmpfs("here-ram");
+        assert_eq!(std::fs::metadata(&file).unwrap().blocks(), 0, "its memory was given back");
+    }
     let fault = "the source's QEMU: SIGSTOP, woken late";
     let ends = (exit(&sent), "has the guest".into());
     note(&mut scene, &mut there, fault, "committed", ends, Owner::Destination);
@@ -195,6 +200,7 @@ fn woken_late_the_guest_is_where_it_was_promised() {
     } else {
         cases.push((Way::Attached, the_source_s_qemu_sleeps, second));
         cases.push((Way::Attached, |way, _| promised_to_a_qemu_that_sleeps(way), connected));
+        cases.push((Way::Attached, |way, _| given_away_by_a_qemu_that_sleeps(way), connected));
     }
     in_parallel(cases, |(way, case, moment)| case(way, moment));
 }

@@ -96,12 +96,7 @@ impl CarriedSource {
     /// # Errors
     /// QMP's.
     pub fn quit(self) -> Result<Release, QemuError> {
-        let leaving = {
-            let mut qmp = self.monitor.orders();
-            let leaving = Leaving::of(&mut qmp, &mut DirectView);
-            qmp.execute("quit", json!({}))?;
-            leaving
-        };
+        let leaving = Leaving::quit(&mut self.monitor.orders(), &mut DirectView)?;
         drop(self);
         Ok(Release::by(leaving))
     }

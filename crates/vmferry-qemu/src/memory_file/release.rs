@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use rustix::fs::FallocateFlags;
 use serde::Serialize;
+use serde_json::json;
 
 use super::{Use, kind_of, lease, mappers};
 use crate::error::QemuError;
@@ -72,12 +73,26 @@ impl Release {
 }
 
 impl Leaving {
+    /// Finds the memory files of a QEMU and tells it to end. If the files can't be found, it is
+    /// told all the same; but not if it does not answer, so that somebody who asks again finds them.
+    ///
+    /// # Errors
+    /// QMP's.
+    pub fn quit(qmp: &mut Qmp, view: &mut dyn View) -> Result<Result<Self, QemuError>, QemuError> {
+        let leaving = match Self::of(qmp, view) {
+            Err(error) if error.is_timeout() => return Err(error),
+            found => found,
+        };
+        qmp.execute("quit", json!({}))?;
+        Ok(leaving)
+    }
+
     /// Opens the memory files of a QEMU while it still has them. What is no RAM is left out, and so
     /// is what has no name: that ends with its process.
     ///
     /// # Errors
     /// If the process can't be looked into, or QMP's.
-    pub fn of(qmp: &mut Qmp, view: &mut dyn View) -> Result<Self, QemuError> {
+    fn of(qmp: &mut Qmp, view: &mut dyn View) -> Result<Self, QemuError> {
         let located = Located::find(qmp, view)?;
         let pid = located.pid;
         let process = process::pidfd(pid).map_err(|source| QemuError::Process {

@@ -8,7 +8,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -17,10 +17,11 @@ use vmferry::journal::JournalError;
 use vmferry::source::{Orders, Recovered, recover};
 use vmferry::{SourceConfig, VmError};
 use vmferry_control::{Handler, Server, ServerError, TlsFiles};
-use vmferry_qemu::{AbandonedQemu, QemuError, Settings, wait_until_gone};
+use vmferry_qemu::{AbandonedQemu, QemuError, Release, Settings, wait_until_gone};
 use vmferry_wire::SessionId;
 
 use super::hook::{Call, Hook, Outcome, Phase};
+use super::send::tell_kept;
 use super::service::QemuService;
 use crate::commands::send::dialer;
 use crate::exit::{Code, Failure};
@@ -117,19 +118,37 @@ pub fn run(output: &Output) -> Result<(), Failure> {
         serde_json::from_str(&line).map_err(|error| Failure::of(Code::Usage, error))?;
     // Nothing more is written: it ends with the sender, or when that hands over.
     input.read_to_string(&mut String::new())?;
-    leave_with_qemu(&order, output)?;
-    take_over(&order, output)
+    let undecided = Undecided::begin(&order, output)?;
+    take_over(&order, undecided, output)
 }
 
-/// Ends this process when the QEMU does: there is no guest left to look after, in doubt or not.
-fn leave_with_qemu(order: &GuardOrder, output: &Output) -> Result<(), Failure> {
-    let (pid, qmp, output) = (order.pid, order.qmp.clone(), output.clone());
-    std::thread::Builder::new().name("qemu-end".into()).spawn(move || {
-        wait_until_gone(pid, &qmp);
-        output.note("the QEMU that the guest was in has ended: nothing of it runs on this host");
-        std::process::exit(Code::Internal.number().into());
-    })?;
-    Ok(())
+/// While it is not decided where the guest is, this process ends when the QEMU does: there is no
+/// guest left to look after, in doubt or not.
+struct Undecided(Arc<Mutex<bool>>);
+
+impl Undecided {
+    fn begin(order: &GuardOrder, output: &Output) -> Result<Self, Failure> {
+        let (pid, qmp, output) = (order.pid, order.qmp.clone(), output.clone());
+        let undecided = Arc::new(Mutex::new(true));
+        let watched = Arc::clone(&undecided);
+        std::thread::Builder::new().name("qemu-end".into()).spawn(move || {
+            wait_until_gone(pid, &qmp);
+            // Held to the end: nobody decides any more.
+            let undecided = watched.lock().unwrap_or_else(PoisonError::into_inner);
+            if *undecided {
+                output.note(
+                    "the QEMU that the guest was in has ended: nothing of it runs on this host",
+                );
+                std::process::exit(Code::Internal.number().into());
+            }
+        })?;
+        Ok(Self(undecided))
+    }
+
+    /// It is decided. What is left to do outlasts the QEMU.
+    fn end(self) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = false;
+    }
 }
 
 /// Answers for the guest. Without that there is no `vmferry resolve`, and everything else goes on.
@@ -151,7 +170,7 @@ fn bind(order: &GuardOrder, orders: &Orders, deadline: Instant) -> Option<Server
     }
 }
 
-fn take_over(order: &GuardOrder, output: &Output) -> Result<(), Failure> {
+fn take_over(order: &GuardOrder, undecided: Undecided, output: &Output) -> Result<(), Failure> {
     let deadline = Instant::now() + DEATH_TIMEOUT;
     let orders = Orders::new();
     let server = bind(order, &orders, deadline);
@@ -184,6 +203,7 @@ fn take_over(order: &GuardOrder, output: &Output) -> Result<(), Failure> {
         }
     };
     drop(server);
+    undecided.end();
     match recovered {
         Recovered::Kept(_) => {
             output.note(if order.paused {
@@ -197,7 +217,8 @@ fn take_over(order: &GuardOrder, output: &Output) -> Result<(), Failure> {
             output.note("the guest was handed over: it runs at the destination");
             after(order, Outcome::Moved, output);
             if !order.keep_source {
-                end(&qemu, &mut asleep)?;
+                let release = end(&qemu, &mut asleep)?;
+                tell_kept(&release, output);
             }
         }
         // A later session has it in hand.
@@ -222,11 +243,11 @@ fn after(order: &GuardOrder, result: Outcome, output: &Output) {
 }
 
 /// Ends a QEMU whose guest runs elsewhere, as soon as it can be told, and gives its memory back.
-fn end(qemu: &AbandonedQemu, asleep: &mut Asleep<'_>) -> Result<(), Failure> {
+fn end(qemu: &AbandonedQemu, asleep: &mut Asleep<'_>) -> Result<Release, Failure> {
     loop {
         match qemu.leave() {
             Err(error) if error.is_timeout() => asleep.wait(&error.into())?,
-            other => return Ok(other.map(|_| ())?),
+            other => return Ok(other?),
         }
     }
 }

@@ -154,7 +154,7 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
 }
 
 /// Says which memory files of the source's keep their pages.
-fn tell_kept(release: &Release, output: &Output) {
+pub(super) fn tell_kept(release: &Release, output: &Output) {
     for kept in &release.kept {
         let (path, why) = (&kept.path, &kept.why);
         output.event(&json!({ "event": "memory-kept", "path": path, "reason": why }), || {
