@@ -107,7 +107,7 @@ pub enum Command {
     /// Start the QEMU of a `receive --exec` when that asks for it, by standard input.
     #[command(hide = true)]
     StartQemu(StarterOptions),
-    /// Run the hook of a `receive` when that asks for it, by standard input.
+    /// Run the hook of a `send` or `receive` when that asks for it, by standard input.
     #[command(hide = true)]
     RunHook(HookRunnerOptions),
 }

@@ -14,7 +14,8 @@ pub struct HookOptions {
     /// if it fails, and with `after` when it is decided where the guest is (docs/ha.md).
     #[arg(long, value_name = "PROGRAM")]
     pub hook: Option<PathBuf>,
-    /// How long the program may take; then it is ended and counts as failed.
+    /// How long the program may take; then it is ended and counts as failed. `before` at the
+    /// destination may take 20 s at most: the source waits for an answer.
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = parse_duration)]
     pub hook_timeout: Duration,
 }

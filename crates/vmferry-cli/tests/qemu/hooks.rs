@@ -2,10 +2,15 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::{Duration, Instant};
 
+use rustix::process::Signal;
+use vmferry_qemu_lab::{Qemu, Version};
+
+use crate::outlives::write_run_intent;
+use crate::support::proxy::{Message, Proxy};
 use crate::support::scene::{Scene, Way};
-use crate::support::{BEFORE_COMMIT, text};
-use vmferry_qemu_lab::Version;
+use crate::support::{BEFORE_COMMIT, Running, text};
 
 /// A hook that notes what it is told, and then does this.
 fn hook(scene: &Scene, name: &str, then: &str) -> (PathBuf, PathBuf) {
@@ -91,4 +96,129 @@ fn a_hook_is_told_by_the_guardian_that_the_guest_has_stayed() {
     send.kill();
     scene.runs_on_here();
     assert_eq!(lines(&log), ["source after tested kept"]);
+}
+
+/// Waits until a hook has noted this.
+fn await_line(log: &Path, wanted: &str) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !lines(log).iter().any(|line| line == wanted) {
+        assert!(Instant::now() < deadline, "no `{wanted}`: {:?}", lines(log));
+        // A file that is written wakes nobody.
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// A hook whose `before` does not end, and whose `after` notes if that still goes on.
+fn endless(scene: &Scene, name: &str) -> (PathBuf, PathBuf) {
+    let pid = scene.world.path(&format!("{name}.pid"));
+    let (pid, log) = (pid.display(), scene.world.path(&format!("{name}.log")));
+    let before = format!("echo $$ >'{pid}'; echo begun >>'{}'; exec sleep 1000", log.display());
+    let after = format!("kill -0 $(cat '{pid}') && echo together >>'{}'", log.display());
+    hook(scene, name, &format!("case $1 in before) {before} ;; *) {after} ;; esac\ntrue"))
+}
+
+#[test]
+fn a_hook_that_runs_when_the_migration_is_cancelled_is_ended_before_the_next() {
+    for way in [Way::Attached, Way::Carried] {
+        let mut scene = Scene::new(Version::V10_0, way);
+        let (program, log) = endless(&scene, "endless");
+        let (_there, _receiving, address) = scene.receive_plain();
+        let send = scene.send(&address, &["--plain", "--hook", text(&program)]);
+        await_line(&log, "begun");
+        send.signal(Signal::INT);
+        let sent = send.finish();
+        sent.failed(11, "cancelled");
+        assert_eq!(lines(&log), ["source before tested", "begun", "source after tested kept"]);
+        scene.runs_on_here();
+    }
+}
+
+#[test]
+fn a_hook_that_runs_when_its_sender_is_killed_is_ended_before_the_guardian_s() {
+    let mut scene = Scene::new(Version::V10_0, Way::Attached);
+    let (program, log) = endless(&scene, "endless");
+    let (_there, _receiving, address) = scene.receive_plain();
+    let mut send = scene.send(&address, &["--plain", "--hook", text(&program)]);
+    await_line(&log, "begun");
+    send.kill();
+    scene.runs_on_here();
+    assert_eq!(lines(&log), ["source before tested", "begun", "source after tested kept"]);
+}
+
+#[test]
+fn a_hook_at_the_destination_ends_before_the_source_gives_up() {
+    let mut scene = Scene::new(Version::V10_0, Way::Attached);
+    let (program, log) = endless(&scene, "endless");
+    let listen = ["--listen", "tcp:127.0.0.1:0", "--plain", "--hook", text(&program)];
+    let (_there, receiving, address) = scene.receive(&listen);
+    let sent = scene.send(&address, &["--plain"]).finish();
+    receiving.finish().failed(1, "endless has not ended in 20 s");
+    assert!(!sent.last()["error"]["message"].as_str().unwrap().contains("30"), "{sent:?}");
+    let told = ["destination before tested", "begun", "destination after tested kept"];
+    assert_eq!(lines(&log), told);
+    scene.runs_on_here();
+}
+
+#[test]
+fn a_hook_is_told_that_the_guest_stays_when_its_receiver_is_killed_before_it_has_come() {
+    let mut scene = Scene::new(Version::V10_0, Way::Attached);
+    let (program, log) = endless(&scene, "endless");
+    let listen = ["--listen", "tcp:127.0.0.1:0", "--plain", "--hook", text(&program)];
+    let (_there, mut receiving, address) = scene.receive(&listen);
+    let send = scene.send(&address, &["--plain", "--reconnect-timeout", "1s"]);
+    await_line(&log, "begun");
+    receiving.kill();
+    await_line(&log, "destination after tested kept");
+    let told = ["destination before tested", "begun", "destination after tested kept"];
+    assert_eq!(lines(&log), told);
+    assert_ne!(send.finish().code, Some(0));
+    scene.runs_on_here();
+}
+
+/// A migration whose COMMIT is held up on its way to a receiver with a hook.
+fn held_at_commit(scene: &mut Scene, program: &Path) -> (Qemu, Running, Running, Proxy) {
+    let listen = ["--listen", "tcp:127.0.0.1:0", "--plain", "--hook", text(program)];
+    let (there, receiving, address) = scene.receive(&listen);
+    let proxy = Proxy::holding(&address, "127.0.0.1", Some(Message::Commit));
+    let send = scene.send(&proxy.address, &["--plain"]);
+    proxy.await_held();
+    (there, receiving, send, proxy)
+}
+
+fn restarted(scene: &Scene, there: &Qemu, proxy: &Proxy, program: &Path) -> Running {
+    let (address, hook) = (proxy.target(), ["--hook", text(program)]);
+    let listen = ["--qemu", text(&there.qmp), "--once", "--listen", &address, "--plain"];
+    scene.b.receive(&[&listen[..], &hook[..]].concat()).0
+}
+
+#[test]
+fn a_hook_is_told_by_the_next_receiver_that_the_guest_has_come() {
+    let mut scene = Scene::new(Version::V10_0, Way::Attached);
+    let (program, log) = hook(&scene, "hook", "");
+    let (mut there, mut receiving, send, proxy) = held_at_commit(&mut scene, &program);
+    receiving.kill();
+    write_run_intent(&scene);
+    let mut next = restarted(&scene, &there, &proxy, &program);
+    assert_eq!(next.event("found")["continued"], true);
+    await_line(&log, "destination after tested moved");
+    proxy.lose();
+    assert_eq!(send.finish().code, Some(0));
+    there.check_guest();
+    assert_eq!(lines(&log), ["destination before tested", "destination after tested moved"]);
+}
+
+#[test]
+fn a_hook_is_told_by_the_next_receiver_that_the_guest_has_stayed() {
+    let mut scene = Scene::new(Version::V10_0, Way::Attached);
+    let (program, log) = hook(&scene, "hook", "");
+    let (there, mut receiving, send, proxy) = held_at_commit(&mut scene, &program);
+    receiving.kill();
+    let next = restarted(&scene, &there, &proxy, &program);
+    await_line(&log, "destination after tested kept");
+    proxy.lose();
+    assert_ne!(send.finish().code, Some(0));
+    scene.runs_on_here();
+    next.signal(Signal::TERM);
+    next.finish();
+    assert_eq!(lines(&log), ["destination before tested", "destination after tested kept"]);
 }

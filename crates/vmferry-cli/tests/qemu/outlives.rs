@@ -38,7 +38,7 @@ fn restarted(scene: &Scene, there: &Qemu, proxy: &Proxy) -> Running {
 
 /// What a receiver leaves that dies as soon as RUN-INTENT is on disk, before it says a word to its
 /// QEMU.
-fn write_run_intent(scene: &Scene) {
+pub fn write_run_intent(scene: &Scene) {
     let journals = scene.b.runtime.join("journal");
     let [session] = &sessions(&journals).unwrap()[..] else { panic!("one session") };
     let (mut journal, _) =

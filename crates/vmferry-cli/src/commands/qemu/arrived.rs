@@ -5,12 +5,13 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 use vmferry::destination::Witness;
-use vmferry::journal::recovered_word;
+use vmferry::journal::{self, Record, Side, Since, recovered_word};
 use vmferry_qemu::{Arrived, Finished, Qmp};
 use vmferry_sandbox::Files;
 use vmferry_transport::Listener;
-use vmferry_wire::{GuestIdentity, SessionWord};
+use vmferry_wire::{GuestIdentity, SessionId, SessionWord};
 
+use super::hook::{self, Call, Outcome, Phase};
 use super::receive::{Over, RETRY_PERIOD, START_TIMEOUT, Waiting, is_of_another_user, say_end};
 use crate::args::ReceiveOptions;
 use crate::commands::directories;
@@ -20,6 +21,14 @@ use crate::output::Output;
 /// For how long a source in doubt is answered where no other guest can be taken: it asks once a
 /// second.
 const ANSWER_TIME: Duration = Duration::from_secs(60);
+
+/// What was found of the receiver before this one.
+pub struct Found {
+    /// What it has left.
+    pub left: Left,
+    /// What a hook is to be told: these guests never run here.
+    pub kept: Vec<Call>,
+}
 
 /// What the receiver before this one has left.
 pub enum Left {
@@ -35,7 +44,7 @@ pub enum Left {
 ///
 /// `qmp` is the socket of a QEMU that somebody else has started: only the one that is there now
 /// counts.
-pub fn find(receiver: &str, qmp: Option<&Path>, output: &Output) -> Result<Left, Failure> {
+pub fn find(receiver: &str, qmp: Option<&Path>, output: &Output) -> Result<Found, Failure> {
     let journals = directories()?.journals();
     let mut all = Arrived::find(&journals, receiver)?;
     if let Some(qmp) = qmp
@@ -44,11 +53,14 @@ pub fn find(receiver: &str, qmp: Option<&Path>, output: &Output) -> Result<Left,
         let pid = Qmp::connect(qmp).map_err(vmferry_qemu::QemuError::from)?.pid();
         all.retain(|one| Some(one.pid()) == pid);
     }
-    let mut left = Left::Nothing;
+    let (mut left, mut kept) = (Left::Nothing, Vec::new());
     for one in all {
         let (session, pid) = (one.session(), one.pid());
         let word = recovered_word(&journals, session)
             .map_err(|error| Failure::of(Code::Internal, error))?;
+        if word == SessionWord::Aborted {
+            kept.extend(after(&journals, session, Outcome::Kept));
+        }
         match word {
             SessionWord::Owns => left = Left::Guest(one),
             // Into one that still waits the next guest can come.
@@ -85,12 +97,35 @@ pub fn find(receiver: &str, qmp: Option<&Path>, output: &Output) -> Result<Left,
             }
         }
     }
-    Ok(left)
+    Ok(Found { left, kept })
+}
+
+/// What a hook is told of a session when it is decided where its guest is.
+fn after(journals: &Path, session: SessionId, result: Outcome) -> Option<Call> {
+    let records = journal::read(journals, session, Side::Destination).ok()?;
+    let guest = records.into_iter().find_map(|record| match record {
+        Record::Open { guest, .. } => Some(guest),
+        _ => None,
+    })?;
+    Some(Call {
+        phase: Phase::After,
+        side: hook::Side::Destination,
+        guest,
+        session: Some(session.to_string()),
+        peer: None,
+        result: Some(result),
+    })
+}
+
+/// Whether the guest that came by a session is this host's still.
+fn is_here(journals: &Path, session: SessionId, guest: &GuestIdentity) -> bool {
+    let sessions = journal::sessions_of(journals, guest);
+    sessions.is_ok_and(|all| journal::since_arrival(&all, session) == Since::Nothing)
 }
 
 /// Does what is left to do for a guest that is this host's, and answers for it until its QEMU ends.
 pub fn answer_for(
-    mut arrived: Arrived,
+    (mut arrived, kept): (Arrived, Vec<Call>),
     listener: Listener,
     options: &ReceiveOptions,
     output: &Output,
@@ -101,6 +136,7 @@ pub fn answer_for(
     files.read.push(format!("/proc/{pid}/stat").into());
     let waiting = Waiting::begin(&listener, options, files, is_of_another_user(pid), output)?;
     waiting.watch(Some(pid), &qmp)?;
+    waiting.tell_kept(kept, output)?;
     // A source in doubt hears at once that the guest is here.
     let witness = Witness::listen(listener, &waiting.config)?;
     let Some((guest, finished)) = finish(&mut arrived, &waiting, output)? else {
@@ -125,6 +161,11 @@ pub fn answer_for(
             qmp.display()
         )
     });
+    // The receiver before this one may have been killed before it was told, or afterwards.
+    let (journals, session) = (directories()?.journals(), arrived.session());
+    if finished != Finished::StandsStill || is_here(&journals, session, &guest) {
+        waiting.run_after(after(&journals, session, Outcome::Moved), output);
+    }
     waiting.await_end(&qmp, Some(pid), output);
     drop(witness);
     Ok(())
@@ -132,12 +173,13 @@ pub fn answer_for(
 
 /// Answers for the sessions of a QEMU that was ended, until a source that is in doubt has asked.
 pub fn answer_without_qemu(
-    (pid, qmp): (u32, &Path),
+    (pid, qmp, kept): (u32, &Path, Vec<Call>),
     listener: Listener,
     options: &ReceiveOptions,
     output: &Output,
 ) -> Result<(), Failure> {
     let waiting = Waiting::begin(&listener, options, Files::default(), false, output)?;
+    waiting.tell_kept(kept, output)?;
     let witness = Witness::listen(listener, &waiting.config)?;
     // A signal, or nothing.
     let _ = waiting.is_over.recv_timeout(ANSWER_TIME);

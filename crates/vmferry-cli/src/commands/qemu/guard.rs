@@ -17,10 +17,10 @@ use vmferry::journal::JournalError;
 use vmferry::source::{Orders, Recovered, recover};
 use vmferry::{SourceConfig, VmError};
 use vmferry_control::{Handler, Server, ServerError, TlsFiles};
-use vmferry_qemu::{AbandonedQemu, QemuError, Release, Settings, wait_until_gone};
+use vmferry_qemu::{AbandonedQemu, ProcessIdentity, QemuError, Release, Settings, wait_until_gone};
 use vmferry_wire::SessionId;
 
-use super::hook::{Call, Hook, Outcome, Phase};
+use super::hook::{Call, Hook, Outcome};
 use super::send::tell_kept;
 use super::service::QemuService;
 use crate::commands::send::dialer;
@@ -67,6 +67,8 @@ pub struct GuardOrder {
     pub keep_source: bool,
     /// Who is told where the guest is, and of what.
     pub hook: Option<(Hook, Call)>,
+    /// The process that runs `before`, which it ends when the sender has gone.
+    pub hook_runner: Option<ProcessIdentity>,
 }
 
 /// A guardian at work, as the process sees it that it guards.
@@ -237,8 +239,14 @@ fn take_over(order: &GuardOrder, undecided: Undecided, output: &Output) -> Resul
 /// Tells the hook where the guest is. Nobody knows whether it was told before.
 fn after(order: &GuardOrder, result: Outcome, output: &Output) {
     if let Some((hook, call)) = &order.hook {
-        let call = Call { phase: Phase::After, result: Some(result), ..call.clone() };
-        hook.run_after(&call, output);
+        // It ends the hook that the sender has left.
+        let deadline = Instant::now() + DEATH_TIMEOUT;
+        while order.hook_runner.as_ref().is_some_and(ProcessIdentity::lives)
+            && Instant::now() < deadline
+        {
+            std::thread::sleep(LOOK_PERIOD);
+        }
+        hook.run_after(&call.after(result), output);
     }
 }
 

@@ -5,30 +5,31 @@
 //!   fails or takes too long, the migration ends and the guest stays.
 //! * *after*: it is decided where the guest is. What the program says changes nothing.
 //!
-//! Neither runs while the guest is paused. A receiver is [restricted](crate::restrict) and can't
-//! start programs, so a process that is begun before does it, which runs this one program and reads
-//! from nobody but the receiver.
+//! Neither runs while the guest is paused. `before` is run by a [process of its own](HookRunner).
 
-use std::io::{BufRead, BufReader, Write};
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixStream;
+mod runner;
+
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use vmferry_wire::GuestIdentity;
 
-use crate::args::{HookOptions, HookRunnerOptions};
+pub use self::runner::{HookRunner, serve};
+use crate::args::HookOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
 /// How often is looked whether the program has ended. A child wakes nobody who also waits for a
 /// time.
 const LOOK_PERIOD: Duration = Duration::from_millis(5);
+
+/// How long `before` may take at the destination, at most: a source waits for the answer to its
+/// announcement for 30 s ([`vmferry::Timeouts::accept`]), and the memory is made after the hook.
+const ARRIVAL_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// When the program runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -77,6 +78,13 @@ pub struct Call {
     pub result: Option<Outcome>,
 }
 
+impl Call {
+    /// The call that follows this one when it is decided where the guest is.
+    pub fn after(&self, result: Outcome) -> Self {
+        Self { phase: Phase::After, result: Some(result), ..self.clone() }
+    }
+}
+
 /// A program and how long it may take.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Hook {
@@ -112,7 +120,7 @@ pub enum HookError {
         /// For how long it was waited for.
         after: Duration,
     },
-    /// The process that runs it for a receiver says so.
+    /// The process that runs it says so.
     #[error("{0}")]
     There(String),
 }
@@ -138,15 +146,29 @@ impl Hook {
     /// # Errors
     /// If it does not end well, or in time.
     pub fn run(&self, call: &Call) -> Result<(), HookError> {
-        let failed = |source| HookError::Run { program: self.program.clone(), source };
+        self.run_while(call, || true)
+    }
+
+    /// The same; the program is ended when it is not wanted any more.
+    fn run_while(&self, call: &Call, is_wanted: impl Fn() -> bool) -> Result<(), HookError> {
+        let program = || self.program.clone();
+        let failed = |source| HookError::Run { program: program(), source };
+        let after = self.timeout_of(call);
         let mut child = self.command(call).spawn().map_err(failed)?;
-        match wait(&mut child, self.timeout).map_err(failed)? {
+        match wait(&mut child, after, is_wanted).map_err(failed)? {
             Some(status) if status.success() => Ok(()),
-            Some(status) => Err(HookError::Failed { program: self.program.clone(), status }),
+            Some(status) => Err(HookError::Failed { program: program(), status }),
             None => {
                 end(&mut child);
-                Err(HookError::TimedOut { program: self.program.clone(), after: self.timeout })
+                Err(HookError::TimedOut { program: program(), after })
             }
+        }
+    }
+
+    fn timeout_of(&self, call: &Call) -> Duration {
+        match (call.phase, call.side) {
+            (Phase::Before, Side::Destination) => self.timeout.min(ARRIVAL_TIMEOUT),
+            _ => self.timeout,
         }
     }
 
@@ -191,11 +213,16 @@ fn word(value: &impl Serialize) -> String {
     json!(value).as_str().unwrap_or_default().to_owned()
 }
 
-fn wait(child: &mut Child, timeout: Duration) -> std::io::Result<Option<ExitStatus>> {
+/// Waits for the end of the program; none if it takes too long, or is not wanted any more.
+fn wait(
+    child: &mut Child,
+    timeout: Duration,
+    is_wanted: impl Fn() -> bool,
+) -> std::io::Result<Option<ExitStatus>> {
     let deadline = Instant::now() + timeout;
     loop {
         match child.try_wait()? {
-            None if Instant::now() < deadline => std::thread::sleep(LOOK_PERIOD),
+            None if Instant::now() < deadline && is_wanted() => std::thread::sleep(LOOK_PERIOD),
             ended => return Ok(ended),
         }
     }
@@ -208,67 +235,6 @@ fn end(child: &mut Child) {
         let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
     }
     let _ = child.wait();
-}
-
-/// The process that runs a receiver's hook. It ends when this does.
-pub struct HookRunner(Mutex<UnixStream>);
-
-impl HookRunner {
-    /// Begins it, before the receiver is restricted.
-    pub fn spawn(hook: &Hook) -> Result<Self, Failure> {
-        let (ours, theirs) = UnixStream::pair()?;
-        Command::new(std::env::current_exe()?)
-            .arg("run-hook")
-            .arg("--timeout-ms")
-            .arg(hook.timeout.as_millis().to_string())
-            .arg("--")
-            .arg(&hook.program)
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
-            .process_group(0)
-            .spawn()?;
-        Ok(Self(Mutex::new(ours)))
-    }
-
-    /// See [`Hook::run`].
-    ///
-    /// # Errors
-    /// As there.
-    pub fn run(&self, call: &Call) -> Result<(), HookError> {
-        let lost = |error: std::io::Error| {
-            HookError::There(format!("the process that runs the hook can't be asked: {error}"))
-        };
-        let stream = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        writeln!(&*stream, "{}", json!(call)).map_err(lost)?;
-        let mut line = String::new();
-        BufReader::new(&*stream).read_line(&mut line).map_err(lost)?;
-        match serde_json::from_str(&line) {
-            Ok(None::<String>) => Ok(()),
-            Ok(Some(reason)) => Err(HookError::There(reason)),
-            Err(_) => Err(lost(std::io::ErrorKind::UnexpectedEof.into())),
-        }
-    }
-
-    /// See [`Hook::run_after`].
-    pub fn run_after(&self, call: &Call, output: &Output) {
-        if let Err(error) = self.run(call) {
-            tell_failure(&error, output);
-        }
-    }
-}
-
-/// `vmferry run-hook`: what a receiver asks for, until it has gone.
-pub fn serve(options: &HookRunnerOptions) -> Result<(), Failure> {
-    crate::signals::ignore()?;
-    let timeout = Duration::from_millis(options.timeout_ms);
-    let hook = Hook { program: options.program.clone(), timeout };
-    let stream = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
-    for line in BufReader::new(stream.try_clone()?).lines() {
-        let call: Call =
-            serde_json::from_str(&line?).map_err(|error| Failure::of(Code::Internal, error))?;
-        let reason = hook.run(&call).err().map(|error| vmferry::chain(&error));
-        writeln!(&stream, "{}", json!(reason))?;
-    }
-    Ok(())
 }
 
 #[cfg(test)]

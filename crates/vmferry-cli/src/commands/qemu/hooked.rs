@@ -2,11 +2,13 @@
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 
 use serde_json::json;
 use vmferry::source::{Orders, Report};
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
+use vmferry_qemu::ProcessIdentity;
 use vmferry_wire::{GuestIdentity, SessionId};
 
 use super::hook::{Call, Hook, HookError, HookRunner, Outcome, Phase, Side};
@@ -20,6 +22,12 @@ pub struct Gate {
     call: Call,
     orders: Orders,
     output: Output,
+    /// Runs `before`.
+    runner: HookRunner,
+    /// Waits for it.
+    thread: Mutex<Option<JoinHandle<()>>>,
+    /// `before` counts for nothing any more.
+    is_over: AtomicBool,
     hook_is_done: AtomicBool,
     user_is_done: AtomicBool,
     begun: AtomicBool,
@@ -28,17 +36,31 @@ pub struct Gate {
 
 impl Gate {
     /// For a migration with these orders. `asked`: whether the user is waited for too.
-    pub fn new(hook: Hook, call: Call, orders: Orders, asked: bool, output: &Output) -> Arc<Self> {
-        Arc::new(Self {
+    pub fn new(
+        hook: Hook,
+        call: Call,
+        orders: Orders,
+        asked: bool,
+        output: &Output,
+    ) -> Result<Arc<Self>, Failure> {
+        Ok(Arc::new(Self {
+            runner: HookRunner::spawn(&hook)?,
             hook,
             call,
             orders,
             output: output.clone(),
+            thread: Mutex::new(None),
+            is_over: AtomicBool::new(false),
             hook_is_done: AtomicBool::new(false),
             user_is_done: AtomicBool::new(!asked),
             begun: AtomicBool::new(false),
             failure: Mutex::new(None),
-        })
+        }))
+    }
+
+    /// The process that runs `before`.
+    pub fn runner(&self) -> ProcessIdentity {
+        self.runner.process().clone()
     }
 
     /// The user's word.
@@ -53,8 +75,11 @@ impl Gate {
             let gate = Arc::clone(self);
             let begun =
                 std::thread::Builder::new().name("hook".into()).spawn(move || gate.run_before());
-            if let Err(source) = begun {
-                self.fail(HookError::There(format!("no thread for the hook: {source}")));
+            match begun {
+                Ok(thread) => *locked(&self.thread) = Some(thread),
+                Err(source) => {
+                    self.fail(HookError::There(format!("no thread for the hook: {source}")));
+                }
             }
         }
     }
@@ -69,17 +94,19 @@ impl Gate {
         self.output.event(&json!({ "event": "hook", "phase": "before" }), || {
             "running the hook before the switchover".to_owned()
         });
-        match self.hook.run(&self.call) {
+        match self.runner.run(&self.call) {
             Ok(()) => {
                 self.hook_is_done.store(true, Ordering::SeqCst);
                 self.open();
             }
+            // What ended it is the reason, which others tell.
+            Err(_) if self.is_over.load(Ordering::SeqCst) => {}
             Err(error) => self.fail(error),
         }
     }
 
     fn fail(&self, error: HookError) {
-        *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+        *locked(&self.failure) = Some(error);
         self.orders.cancel();
     }
 
@@ -89,19 +116,39 @@ impl Gate {
         }
     }
 
-    /// Tells the hook where the guest is, if it was told of its going.
+    /// Ends a `before` that runs: the migration is cancelled.
+    pub fn stop(&self) {
+        self.is_over.store(true, Ordering::SeqCst);
+        self.runner.stop();
+    }
+
+    /// The migration is over. On return `before` has ended.
+    pub fn end(&self) {
+        self.stop();
+        if let Some(thread) = locked(&self.thread).take() {
+            // One that has panicked has ended.
+            let _ = thread.join();
+        }
+        self.runner.wait();
+    }
+
+    /// Tells the hook where the guest is, if it was told of its going. `before` has
+    /// [ended](Self::end).
     pub fn run_after(&self, result: Outcome) {
         if self.begun.load(Ordering::SeqCst) {
-            let call = Call { phase: Phase::After, result: Some(result), ..self.call.clone() };
-            self.hook.run_after(&call, &self.output);
+            self.hook.run_after(&self.call.after(result), &self.output);
         }
     }
 
     /// Why the migration was ended, if the hook has ended it.
     pub fn failure(&self) -> Option<Failure> {
-        let error = self.failure.lock().unwrap_or_else(PoisonError::into_inner).take()?;
+        let error = locked(&self.failure).take()?;
         Some(Failure::of(Code::Cancelled, error))
     }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The destination's side: a VM whose guests are announced to a hook.
@@ -142,8 +189,7 @@ impl<V> Hooked<V> {
     /// Tells the hook where the guest is, if it was told of its coming.
     pub fn after(&mut self, result: Outcome) {
         if let (Some(runner), Some(call)) = (&self.runner, self.told.take()) {
-            let call = Call { phase: Phase::After, result: Some(result), ..call };
-            runner.run_after(&call, &self.output);
+            runner.run_after(&call.after(result), &self.output);
         }
     }
 }
@@ -163,7 +209,11 @@ impl<V: DestinationVm> DestinationVm for Hooked<V> {
         if let Some(call) = &mut self.told {
             call.session.clone_from(&self.session);
         }
-        self.vm.opened(session, journals)
+        self.vm.opened(session, journals)?;
+        if let Some(runner) = &self.runner {
+            runner.opened();
+        }
+        Ok(())
     }
 
     fn stay_paused(&mut self) -> Result<(), VmError> {

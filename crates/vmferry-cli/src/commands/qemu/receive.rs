@@ -12,8 +12,8 @@ use vmferry::{DestinationConfig, DestinationVm, MigrateError};
 use vmferry_qemu::{Expected, QemuDestination, QemuError, StartedQemu, View, wait_until_gone};
 use vmferry_sandbox::{Files, Work};
 
-use super::arrived::{self, Left};
-use super::hook::{Hook, HookRunner, Outcome};
+use super::arrived::{self, Found, Left};
+use super::hook::{Call, Hook, HookRunner, Outcome};
 use super::hooked::Hooked;
 use super::starter;
 use crate::args::ReceiveOptions;
@@ -40,10 +40,13 @@ pub(super) enum Over {
 pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
     let listener = listen(options, output)?;
     let receiver = format!("qemu {}", std::path::absolute(qmp)?.display());
-    match arrived::find(&receiver, Some(qmp), output)? {
-        Left::Guest(arrived) => return arrived::answer_for(arrived, listener, options, output),
+    let Found { left, kept } = arrived::find(&receiver, Some(qmp), output)?;
+    match left {
+        Left::Guest(arrived) => {
+            return arrived::answer_for((arrived, kept), listener, options, output);
+        }
         Left::EndedQemu(pid) => {
-            return arrived::answer_without_qemu((pid, qmp), listener, options, output);
+            return arrived::answer_without_qemu((pid, qmp, kept), listener, options, output);
         }
         Left::Nothing => {}
     }
@@ -60,6 +63,7 @@ pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result
     let others = pid.is_none_or(is_of_another_user);
     let waiting = Waiting::begin(&listener, options, files, others, output)?;
     waiting.watch(pid, qmp)?;
+    waiting.tell_kept(kept, output)?;
     let owned = waiting.receive(listener, destination, output)?;
     // QMP is somebody else's from now on.
     let (destination, witness, started) = waiting.received(owned, qmp, output);
@@ -74,8 +78,9 @@ pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result
 pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
     let listener = listen(options, output)?;
     let receiver = format!("exec {} {command}", options.listen);
-    if let Left::Guest(arrived) = arrived::find(&receiver, None, output)? {
-        return arrived::answer_for(arrived, listener, options, output);
+    let Found { left, kept } = arrived::find(&receiver, None, output)?;
+    if let Left::Guest(arrived) = left {
+        return arrived::answer_for((arrived, kept), listener, options, output);
     }
     let qmp = free_socket(prepared_directories()?.runtime());
     let starter = starter::spawn(command, &qmp)?;
@@ -84,6 +89,7 @@ pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Resu
     // Whether a QEMU is stopped the starter looks, which knows the next ones too.
     let files = files(destination.place());
     let waiting = Waiting::begin(&listener, options, files, false, output)?;
+    waiting.tell_kept(kept, output)?;
     let owned = waiting.receive(listener, destination, output)?;
     let (qemu, witness, started) = waiting.received(owned, &qmp, output);
     let pid = qemu.pid();
@@ -175,6 +181,23 @@ impl Waiting {
         })?;
         crate::commands::receive::announce(listener, &restrictions, output);
         Ok(Self { config, hook: hook.map(Arc::new), stop, over, is_over })
+    }
+
+    /// Tells the hook of guests that never run here, beside everything else: a source that waits for
+    /// this host's word has paused its guest.
+    pub(super) fn tell_kept(&self, kept: Vec<Call>, output: &Output) -> Result<(), Failure> {
+        let (Some(hook), false) = (self.hook.clone(), kept.is_empty()) else { return Ok(()) };
+        let output = output.clone();
+        let tell = move || kept.iter().for_each(|call| hook.run_after(call, &output));
+        std::thread::Builder::new().name("hook".into()).spawn(tell)?;
+        Ok(())
+    }
+
+    /// Tells the hook where a guest is.
+    pub(super) fn run_after(&self, call: Option<Call>, output: &Output) {
+        if let (Some(hook), Some(call)) = (&self.hook, call) {
+            hook.run_after(&call, output);
+        }
     }
 
     fn receive<V: DestinationVm>(

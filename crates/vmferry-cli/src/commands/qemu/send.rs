@@ -58,14 +58,20 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
         config.pause_before_switchover = found.can_be_held();
         Gate::new(hook, call, orders.clone(), held, output)
     });
+    let gate = gate.transpose()?;
     let service =
         QemuService { about: about.clone(), orders: orders.clone(), throttle, gate: gate.clone() };
     let server = Server::bind(&socket, Arc::new(service)).map_err(|error| match error {
         ServerError::InUse { .. } => Failure::of(Code::Busy, error),
         error => Failure::of(Code::Internal, error),
     })?;
-    let on_signal = orders.clone();
-    crate::signals::on_end(move || on_signal.cancel())?;
+    let (on_signal, hook_on_signal) = (orders.clone(), gate.clone());
+    crate::signals::on_end(move || {
+        on_signal.cancel();
+        if let Some(gate) = hook_on_signal {
+            gate.stop();
+        }
+    })?;
     let guardian = Guardian::start(&GuardOrder {
         qmp: std::path::absolute(qmp)?,
         pid,
@@ -79,6 +85,7 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
         paused: found.is_paused(),
         keep_source: options.keep_source,
         hook,
+        hook_runner: gate.as_ref().map(|gate| gate.runner()),
     })?;
     let facts = found.facts();
     found.tell(output);
@@ -105,6 +112,9 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
         })
     });
     drop(server);
+    if let Some(gate) = &gate {
+        gate.end();
+    }
     match moved {
         Ok(Moved { quit, stats }) => {
             let mut stats = json!(stats);
@@ -141,10 +151,11 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
             let failure = by_hook.unwrap_or_else(|| Failure::from(error));
             progress.finish(Err(&failure));
             if runs || stays_paused {
-                guardian.dismiss();
+                // If this process is killed meanwhile, the guardian does it.
                 if let Some(gate) = &gate {
                     gate.run_after(Outcome::Kept);
                 }
+                guardian.dismiss();
             } else {
                 guardian.hand_over();
             }

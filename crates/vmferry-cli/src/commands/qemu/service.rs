@@ -52,6 +52,9 @@ impl Handler for QemuService {
             }
             Request::Cancel => {
                 self.orders.cancel();
+                if let Some(gate) = &self.gate {
+                    gate.stop();
+                }
                 Ok(json!({ "cancelling": true }).into())
             }
             Request::Resolve { word } => self.resolve(word),
