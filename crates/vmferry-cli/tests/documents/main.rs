@@ -3,6 +3,7 @@
 mod completions;
 mod man;
 mod operations;
+mod recipes;
 
 use std::process::{Command, Output};
 
