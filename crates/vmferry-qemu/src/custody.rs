@@ -5,8 +5,10 @@
 //! guest that has powered off under `-no-shutdown`. vmferry continues only what it has paused
 //! itself. All `cont`s go through here.
 //!
-//! Every connection has a [`Life`], which hears all events from its beginning. What it can't tell
-//! is an operator's `stop` while vmferry has paused the guest itself: QEMU says nothing of it.
+//! Every connection has a [`Life`], which hears all events from its beginning. Whether the guest
+//! ran when QEMU's migration stopped it is in the state that QEMU saves, which has the last word.
+//! What nobody can tell is an operator's `stop` while vmferry or QEMU's migration has paused the
+//! guest already: QEMU says nothing of it.
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -15,6 +17,7 @@ use vmferry::PoweredOff;
 
 use crate::error::QemuError;
 use crate::qmp::{Qmp, QmpError};
+use crate::stream::is_paused;
 
 /// How long QEMU may refuse to run a guest on: it tidies up after a migration, or another QEMU is
 /// about to give the locks of the guest's disks back.
@@ -178,6 +181,13 @@ impl Qmp {
         }
     }
 
+    /// The guest was paused already when QEMU's migration stopped it, by what QEMU says in its
+    /// state.
+    pub(crate) fn was_paused(&mut self) {
+        // By vmferry, for the whole of its migration, if not by somebody else.
+        self.life.paused_by_others |= !self.life.our_stop;
+    }
+
     /// The guest may have been stopped: whether somebody else than QEMU's migration did it.
     ///
     /// # Errors
@@ -266,7 +276,7 @@ fn ran_by(state: &[u8]) -> Option<bool> {
     // Instance and version of the section, and the length of the text.
     let text = state.get(at + GLOBAL_STATE.len() + BEFORE_TEXT..)?;
     let end = text.iter().take(100).position(|&byte| byte == 0)?;
-    Some(&text[..end] == b"running")
+    Some(!is_paused(&text[..end]))
 }
 
 fn stamp(event: &Value) -> Option<Duration> {

@@ -2,6 +2,7 @@
 //! during one.
 
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use vmferry_qemu::Qmp;
@@ -19,6 +20,9 @@ fn ways() -> Vec<Way> {
 const WORKLOAD: &str = "freed=40 hot=8,rate=40000";
 
 const HELD: fn(&Value) -> bool = |event| event["event"] == "held";
+
+/// How long a guest may run on until it is paused: a failure after that.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A guest whose QEMU has a second monitor, of an operator, and what becomes of it.
 struct Operated {
@@ -152,6 +156,104 @@ fn guest_that_is_paused_during_the_migration_arrives_paused() {
         assert_eq!(status(&there), "paused", "{way:?}");
         cont(&there);
         there.check_guest();
+    });
+}
+
+/// Why QEMU pauses a guest by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Cause {
+    /// A write to a disk has failed (`werror=stop`).
+    Disk,
+    /// The guest's kernel has panicked (`-action panic=pause`).
+    Panic,
+    /// The guest's watchdog has run out (`-action watchdog=pause`).
+    Watchdog,
+}
+
+impl Cause {
+    fn operated(self, way: Way, lab: &Lab) -> Operated {
+        let on_kvm = Machine::on_kvm(Version::V10_0, WORKLOAD);
+        match self {
+            Self::Disk => {
+                // The first write after zeros were written fails, and that is the operator's.
+                let rules = "file.set-state.0.event=pwritev_zero,file.set-state.0.new_state=2,\
+                             file.inject-error.0.event=pwritev,file.inject-error.0.iotype=write,\
+                             file.inject-error.0.state=2,file.inject-error.0.once=on";
+                let disk = format!(
+                    "if=none,id=disk,driver=raw,werror=stop,file.driver=blkdebug,\
+                     file.image.driver=file,file.image.filename={},{rules}",
+                    lab.disk(DISK_MIB).display()
+                );
+                let devices = ["-drive", &disk, "-device", "virtio-blk-pci,drive=disk"];
+                let machine = Machine::new(Version::V10_0, "dirty=8 disk=4").with(&devices);
+                Operated::of(Machine { mib: 128, ..machine }, way)
+            }
+            Self::Panic => {
+                let devices = ["-device", "pvpanic", "-action", "panic=pause"];
+                Operated::of(on_kvm.with(&devices), way)
+            }
+            Self::Watchdog => {
+                let devices = ["-device", "ib700", "-action", "watchdog=pause"];
+                Operated::of(on_kvm.with(&devices), way)
+            }
+        }
+    }
+
+    /// The order of QEMU's human monitor by which it comes about.
+    fn order(self) -> String {
+        match self {
+            // The guest does not use the end of its disk.
+            Self::Disk => format!("qemu-io disk \"write -z {} 4k\"", (DISK_MIB << 20) - 4096),
+            // As if the guest wrote to the device's port.
+            Self::Panic => "o /b 0x505 1".to_owned(),
+            Self::Watchdog => "o /b 0x443 0xf".to_owned(),
+        }
+    }
+
+    fn status(self) -> &'static str {
+        match self {
+            Self::Disk => "io-error",
+            Self::Panic => "guest-panicked",
+            Self::Watchdog => "watchdog",
+        }
+    }
+}
+
+/// Six times what the guest is told to use.
+const DISK_MIB: u64 = 24;
+
+#[test]
+fn guest_that_qemu_itself_pauses_during_the_migration_arrives_paused() {
+    let causes = [Cause::Disk, Cause::Panic, Cause::Watchdog];
+    let cases = causes.iter().flat_map(|&cause| ways().into_iter().map(move |way| (cause, way)));
+    in_parallel(cases.collect(), |(cause, way): (Cause, Way)| {
+        let lab = Lab::new();
+        let mut operated = cause.operated(way, &lab);
+        let (mut there, mut receiving, address) = operated.scene.receive_tls();
+        let mut send = operated.send_slowly(&address);
+        send.event_where(BEFORE_COMMIT[1].1);
+        operated.operator.human(&cause.order()).unwrap();
+        let deadline = Instant::now() + PATIENCE;
+        while operated.status() != cause.status() {
+            assert!(Instant::now() < deadline, "{cause:?}: {}", operated.status());
+            // A harvest may have paused it, too.
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        operated.hurry();
+        let sent = send.finish();
+        assert_eq!(sent.code, Some(0), "{cause:?} {way:?}: {sent:?}");
+        assert_eq!(receiving.event("received")["paused"], true, "{cause:?} {way:?}");
+        let arrived = status(&there);
+        assert!(arrived != "running", "{cause:?} {way:?}");
+        println!("{cause:?} {way:?}: {arrived}");
+        cont(&there);
+        let said = there.check_guest();
+        if cause == Cause::Disk {
+            // What had failed is done here.
+            let said = there
+                .wait_for("uses its disk", |now| now.get("disk_rounds") > said.get("disk_rounds"));
+            assert_eq!((said.get("disk_errors"), said.get("corruptions")), (0, 0), "{said:?}");
+        }
     });
 }
 

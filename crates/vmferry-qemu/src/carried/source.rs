@@ -3,6 +3,7 @@
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
@@ -13,7 +14,7 @@ use vmferry_wire::GuestIdentity;
 use super::channels;
 use super::description::{Description, MAX_CHANNELS, describe};
 use super::monitor::Monitor;
-use super::watch::Watch;
+use super::watch::{Begun, Watch};
 use crate::error::QemuError;
 use crate::guest::{self, end_migration};
 use crate::lock::Lock;
@@ -170,7 +171,9 @@ impl CarriedSource {
         }
         let channels = self.description.multifd;
         let streaming = Streaming { channels, downtime, throttle: self.throttle };
-        let begun = Instant::now();
+        let at = Instant::now();
+        let (tell_paused, paused) = channel();
+        let mut tell_paused = Some(tell_paused);
         // From here on there is something to be put right again.
         let nothing = UnderWay { watch: None, sockets: Vec::new(), told_to_finish: false };
         let under_way = self.under_way.insert(nothing);
@@ -186,20 +189,23 @@ impl CarriedSource {
             // Who has paused it since it was looked at was heard by nobody yet, and QEMU does not
             // stop it before somebody reads.
             qmp.heard_stop()?;
-            for (at, socket) in under_way.sockets.iter().enumerate() {
+            for socket in &under_way.sockets {
                 let socket = socket
                     .try_clone()
                     .map_err(|source| QemuError::Local { action: "duplicate a socket", source })?;
-                let recogniser: Box<dyn Recogniser> = match at {
-                    0 => Box::new(MainStream::new(Arc::clone(&blocks))),
-                    _ => Box::new(MultifdChannel::new(Arc::clone(&blocks))),
+                let blocks = Arc::clone(&blocks);
+                // The main stream is the first.
+                let recogniser: Box<dyn Recogniser> = match tell_paused.take() {
+                    Some(tell) => Box::new(MainStream::new(blocks).telling_paused(tell)),
+                    None => Box::new(MultifdChannel::new(blocks)),
                 };
                 streams.push(OutgoingStream { socket, recogniser });
             }
         }
         let pages = self.description.blocks().map(|(_, pages)| pages).sum();
-        let stopped = self.must_stand_still.then_some(begun);
-        let watch = Watch::start(Arc::clone(&self.monitor), (begun, stopped), pages, events)?;
+        let stopped = self.must_stand_still.then_some(at);
+        let begun = Begun { at, stopped, pages, paused };
+        let watch = Watch::start(Arc::clone(&self.monitor), begun, events)?;
         under_way.watch = Some(watch);
         Ok(streams)
     }
@@ -274,6 +280,8 @@ impl StreamedVm for CarriedSource {
         match self.stream(downtime, events) {
             Ok(streams) => Ok(streams),
             Err(error) => {
+                // One that has powered off, and its QEMU with it, can't begin.
+                let error = self.monitor.orders().explain(error);
                 // Nothing is left of what was begun, and one that had to stand still runs on. The reason is what counts.
                 let _ = self.run_on();
                 Err(error.into())

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -18,20 +19,32 @@ use crate::state;
 /// destination.
 pub const STOPPED_TIMEOUT: Duration = Duration::from_secs(20);
 
+/// How often is looked whether the end of the stream is still of interest.
+const LOOK_PERIOD: Duration = Duration::from_millis(500);
+
 /// A thread that tells the engine what QEMU says of its migration, until that has ended.
 #[derive(Debug)]
 pub struct Watch {
     over: Arc<AtomicBool>,
 }
 
+/// A migration that QEMU was told to begin.
+#[derive(Debug)]
+pub struct Begun {
+    /// When it was told.
+    pub at: Instant,
+    /// When the guest was stopped, if that was before QEMU began.
+    pub stopped: Option<Instant>,
+    /// Pages of all blocks.
+    pub pages: u64,
+    /// Says whether the guest was paused already when QEMU stopped it, once the stream has said so.
+    pub paused: Receiver<bool>,
+}
+
 /// What the thread knows.
 struct Watcher {
     over: Arc<AtomicBool>,
-    begun: Instant,
-    /// When the guest was stopped, if that was before QEMU began.
-    stopped: Option<Instant>,
-    /// Pages of all blocks.
-    pages: u64,
+    begun: Begun,
     /// QEMU has stopped the guest.
     held: bool,
     /// Since when QEMU's process is known to be stopped.
@@ -39,20 +52,17 @@ struct Watcher {
 }
 
 impl Watch {
-    /// Listens from now on; `begun` is when QEMU was told to migrate, with it comes when the guest was stopped if that was
-    /// before, and `pages` is the guest's size.
+    /// Listens from now on.
     ///
     /// # Errors
     /// The system's.
     pub fn start(
         monitor: Arc<Monitor>,
-        (begun, stopped): (Instant, Option<Instant>),
-        pages: u64,
+        begun: Begun,
         tell: StreamEvents,
     ) -> Result<Self, QemuError> {
         let over = Arc::new(AtomicBool::new(false));
-        let mut watcher =
-            Watcher { over: Arc::clone(&over), begun, stopped, pages, held: false, asleep: None };
+        let mut watcher = Watcher { over: Arc::clone(&over), begun, held: false, asleep: None };
         std::thread::Builder::new()
             .name("qemu-events".into())
             .spawn(move || watcher.listen(&monitor, &tell))
@@ -74,6 +84,9 @@ impl Watcher {
             let news = self.news(&mut monitor.orders());
             let news = news.unwrap_or_else(|error| vec![StreamEvent::Failed(error.into())]);
             for event in news {
+                if matches!(event, StreamEvent::Completed) {
+                    self.learn_from_stream(monitor);
+                }
                 if self.is_over() {
                     return;
                 }
@@ -92,6 +105,21 @@ impl Watcher {
             if let Err(error) = listened.and_then(|()| self.must_not_sleep(monitor.pid())) {
                 tell(StreamEvent::Failed(error.into()));
                 return;
+            }
+        }
+    }
+
+    /// Takes from the stream, all of which has left QEMU, whether somebody had paused the guest
+    /// when QEMU stopped it. By events that can't be told: when the pause was heard of, QEMU may
+    /// have stopped the guest too, and says so of its run state from then on.
+    fn learn_from_stream(&self, monitor: &Monitor) {
+        loop {
+            match self.begun.paused.recv_timeout(LOOK_PERIOD) {
+                Ok(true) => return monitor.orders().was_paused(),
+                Ok(false) | Err(RecvTimeoutError::Disconnected) => return,
+                // Its reader waits for the link.
+                Err(RecvTimeoutError::Timeout) if self.is_over() => return,
+                Err(RecvTimeoutError::Timeout) => {}
             }
         }
     }
@@ -160,7 +188,7 @@ impl Watcher {
         let pages =
             ram["remaining"].as_u64().filter(|_| number > 1).map(|left| left / PAGE_SIZE as u64);
         let dirty_pages_per_s = ram["dirty-pages-rate"].as_f64().unwrap_or_default();
-        let pages = pages.unwrap_or(self.pages);
+        let pages = pages.unwrap_or(self.begun.pages);
         Ok(Some(StreamEvent::Pass { number, pages, dirty_pages_per_s }))
     }
 
@@ -169,10 +197,10 @@ impl Watcher {
         self.held = true;
         let migration = qmp.execute("query-migrate", json!({}))?;
         let expected = migration["expected-downtime"].as_u64().unwrap_or_default();
-        let since_begun = self.begun.elapsed();
+        let since_begun = self.begun.at.elapsed();
         let age = age.map_or(Duration::ZERO, |age| age.min(since_begun));
         Ok(StreamEvent::Stopped {
-            stood_still: self.stopped.map_or(age, |at| at.elapsed()),
+            stood_still: self.begun.stopped.map_or(age, |at| at.elapsed()),
             expected_downtime: Duration::from_millis(expected),
         })
     }

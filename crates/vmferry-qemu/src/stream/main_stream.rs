@@ -3,6 +3,7 @@
 //! Source: QEMU's `docs/devel/migration/main.rst` ("Stream structure"), `migration/savevm.c` and `migration/ram.c`.
 
 use std::sync::Arc;
+use std::sync::mpsc::Sender;
 
 use vmferry::streamed::{Marks, PageMark, Recogniser};
 
@@ -19,11 +20,19 @@ const EOF: u8 = 0x00;
 const SECTION_START: u8 = 0x01;
 const SECTION_PART: u8 = 0x02;
 const SECTION_END: u8 = 0x03;
+const SECTION_FULL: u8 = 0x04;
 const COMMAND: u8 = 0x08;
 const SECTION_FOOTER: u8 = 0x7e;
 
 /// What follows on the number of RAM's section when it is started: name, instance, version.
 const RAM: &[u8; 12] = b"\x03ram\0\0\0\0\0\0\0\x04";
+
+/// What follows on the number of the section that says what QEMU did with the guest before it
+/// stopped it: name, instance, version. Source: `migration/global_state.c`.
+const GLOBAL_STATE: &[u8; 20] = b"\x0bglobalstate\0\0\0\0\0\0\0\x01";
+
+/// The longest text of that section, with its zero.
+const MAX_RUN_STATE: usize = 100;
 
 /// Finds pages in the main stream.
 #[derive(Debug)]
@@ -38,6 +47,8 @@ pub struct MainStream {
     block: Option<Known>,
     /// Whether the section that is being read is RAM's last.
     last: bool,
+    /// Who is told whether the guest was paused when QEMU stopped it.
+    tell_paused: Option<Sender<bool>>,
 }
 
 /// What comes next.
@@ -55,7 +66,9 @@ enum Place {
     Record,
     /// A section of something else, of which nobody knows where it ends; or what is not understood.
     Elsewhere,
-    /// No page.
+    /// The sections of devices, after RAM's last one.
+    Devices,
+    /// Nothing that is of interest.
     End,
 }
 
@@ -63,7 +76,16 @@ impl MainStream {
     /// For the stream of a guest with these blocks, from its first byte.
     #[must_use]
     pub fn new(blocks: Arc<Blocks>) -> Self {
-        Self { blocks, place: Place::Header, skip: 0, section: 0, block: None, last: false }
+        let (place, skip, section, block) = (Place::Header, 0, 0, None);
+        Self { blocks, place, skip, section, block, last: false, tell_paused: None }
+    }
+
+    /// Says to `tell`, too, whether the guest was paused already when QEMU stopped it, as soon as
+    /// the stream says so. If it never does, `tell` is dropped with this.
+    #[must_use]
+    pub fn telling_paused(mut self, tell: Sender<bool>) -> Self {
+        self.tell_paused = Some(tell);
+        self
     }
 }
 
@@ -125,6 +147,7 @@ impl MainStream {
                 Found::Whole(record.length)
             }
             Place::Elsewhere => self.find_record(bytes),
+            Place::Devices => self.find_run_state(bytes),
             Place::End => some(bytes.len()),
         }
     }
@@ -183,7 +206,7 @@ impl MainStream {
         match record.kind {
             Kind::Mark | Kind::Packed => {}
             Kind::Table(bytes) => self.place = Place::Table(bytes),
-            Kind::End if self.last => self.place = Place::End,
+            Kind::End if self.last => self.place = Place::Devices,
             Kind::End => self.place = Place::Section,
             Kind::Zero => marks.zero_pages += 1,
             Kind::Page => {
@@ -194,6 +217,36 @@ impl MainStream {
                 }
             }
         }
+    }
+
+    /// The section that has the guest's state before QEMU stopped it, wherever it is.
+    fn find_run_state(&mut self, bytes: &[u8]) -> Found<usize> {
+        let Some(tell) = &self.tell_paused else {
+            self.place = Place::End;
+            return Found::Whole(0);
+        };
+        let is_needle = |byte| byte == SECTION_FULL;
+        let found = search(bytes, is_needle, |bytes| {
+            // Sections have small numbers.
+            if found!(be16(bytes, 1)) != 0 {
+                return Found::Other;
+            }
+            found!(expect(bytes, 5, GLOBAL_STATE));
+            let at = 5 + GLOBAL_STATE.len();
+            let length = found!(be32(bytes, at)) as usize;
+            if !(1..=MAX_RUN_STATE).contains(&length) {
+                return Found::Other;
+            }
+            let end = at + 4 + length;
+            let Some(text) = bytes.get(at + 4..end) else { return Found::Short };
+            // Nobody waits for it any more.
+            let _ = tell.send(is_paused(text));
+            Found::Whole(end)
+        });
+        if let Found::Whole((_, true)) = found {
+            (self.place, self.tell_paused) = (Place::End, None);
+        }
+        found.map(|(taken, _)| taken)
     }
 
     /// The end of a foreign section, or a command, behind which a section of RAM begins.
@@ -238,6 +291,13 @@ impl MainStream {
         };
         if first.offset / (PAGE as u64) < pages { Found::Whole(()) } else { Found::Other }
     }
+}
+
+/// Whether a guest was paused by a run state's name, which ends with a zero. A guest that sleeps is
+/// not.
+pub(crate) fn is_paused(name: &[u8]) -> bool {
+    let name = name.split(|&byte| byte == 0).next().unwrap_or_default();
+    !matches!(name, b"running" | b"suspended")
 }
 
 /// Takes bytes up to a place that fits, with what fits, and says whether there was one. Without one it takes all that can't be

@@ -16,6 +16,7 @@ mod record;
 
 pub use blocks::Blocks;
 pub use main_stream::MainStream;
+pub(crate) use main_stream::is_paused;
 pub use multifd::MultifdChannel;
 
 /// The bytes of a page of the guest (`TARGET_PAGE_SIZE`), always 4 KiB on x86-64.

@@ -1,9 +1,10 @@
 //! Guests of real QEMUs whose own migration is carried, without an engine.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::carried::guests::{CHANNELS, DOWNTIME, check, each, machine, settings};
 use crate::carried::relay::{Flow, begin, begin_into, hop};
+use serde_json::{Value, json};
 use vmferry::streamed::StreamedVm;
 use vmferry::{DestinationVm, Resume};
 use vmferry_qemu::{CarriedSource, Expected, Mode, Qmp, Reached, StartedQemu};
@@ -90,6 +91,47 @@ fn a_guest_that_writes_too_fast_is_throttled() {
     carried.give_up();
     here.check_guest();
     assert_eq!(settings(&here.qmp), before);
+}
+
+/// QEMU says `finish-migrate` of a guest that somebody had paused before, too.
+#[test]
+fn pause_of_an_operator_that_is_heard_of_after_qemu_s_own_stays() {
+    for version in Version::ALL {
+        for channels in CHANNELS {
+            let world = World::new();
+            let operator = world.path("operator.qmp");
+            let monitor = format!("unix:{},server=on,wait=off", operator.display());
+            let machine = Machine::on_kvm(version, "hot=8,rate=40000").with(&["-qmp", &monitor]);
+            let machine = Machine { backend: Backend::Private, ..machine };
+            let mut here = machine.start_booted(&world, "here");
+            here.check_guest();
+            let mut operator = Qmp::connect(&operator).unwrap();
+            let mut there = machine.incoming(&world, "there");
+            let source = CarriedSource::attach(&here.qmp, channels).unwrap();
+            let slow = Flow::Slow(Duration::from_micros(1500));
+            let mut carried = begin(source, &there, slow, DOWNTIME).unwrap();
+            carried.hold_news();
+            operator.execute("stop", json!({})).unwrap();
+            carried.flow(Flow::Free);
+            let deadline = Instant::now() + Duration::from_secs(30);
+            while status(&mut operator) != "finish-migrate" {
+                assert!(Instant::now() < deadline, "{version:?}: QEMU never stops the guest");
+                // Nobody is told of it who does not listen to vmferry's monitor.
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            carried.let_news_go_on();
+            carried.carry_all().unwrap();
+            assert!(carried.source.is_paused(), "{version:?} with {channels} channels");
+            carried.destination.run().unwrap();
+            Resume::resume(&mut carried.source).unwrap();
+            assert!(!carried.source.is_running(), "nor is it continued here");
+            there.check_guest();
+        }
+    }
+}
+
+fn status(operator: &mut Qmp) -> Value {
+    operator.execute("query-status", json!({})).unwrap()["status"].take()
 }
 
 /// The command line is the source's own.

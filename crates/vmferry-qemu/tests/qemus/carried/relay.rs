@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use vmferry::streamed::{StreamEvent, StreamedVm};
+use vmferry::streamed::{Marks, OutgoingStream, StreamEvent, StreamedVm};
 use vmferry::{DestinationVm, Landing, PrepareError, VmError};
 use vmferry_qemu::{CarriedSource, Expected, QemuDestination};
 use vmferry_qemu_lab::Qemu;
@@ -48,6 +48,40 @@ impl Gate {
     }
 }
 
+/// Holds up whoever tells of an event: QEMU is not listened to meanwhile.
+#[derive(Clone, Default)]
+struct News(Arc<(Mutex<Told>, Condvar)>);
+
+#[derive(Default)]
+struct Told {
+    held: bool,
+    waits: bool,
+}
+
+impl News {
+    fn pass(&self) {
+        let mut told = self.0.0.lock().unwrap();
+        while told.held {
+            told.waits = true;
+            self.0.1.notify_all();
+            told = self.0.1.wait(told).unwrap();
+        }
+        told.waits = false;
+    }
+
+    fn hold(&self) {
+        let mut told = self.0.0.lock().unwrap();
+        told.held = true;
+        let waited = self.0.1.wait_timeout_while(told, PATIENCE, |told| !told.waits).unwrap();
+        assert!(!waited.1.timed_out(), "nothing is told");
+    }
+
+    fn go_on(&self) {
+        self.0.0.lock().unwrap().held = false;
+        self.0.1.notify_all();
+    }
+}
+
 /// A guest on its way.
 pub struct Carried<D = QemuDestination> {
     pub source: CarriedSource,
@@ -56,6 +90,7 @@ pub struct Carried<D = QemuDestination> {
     /// What the source said of each pass: number and pages.
     pub passes: Vec<(u32, u64)>,
     gate: Gate,
+    news: News,
     pumps: Vec<JoinHandle<u64>>,
     /// Our ends, to be cut.
     ends: Vec<UnixStream>,
@@ -83,9 +118,12 @@ pub fn begin_into<D: DestinationVm>(
         panic!("a carried guest lands in streams");
     };
     let (sender, events) = channel();
+    let news = News::default();
+    let held = news.clone();
     let tell = move |event| {
         // The test may have seen enough.
         let _ = sender.send(event);
+        held.pass();
     };
     let streams = source.begin(downtime, Box::new(tell)).unwrap();
     assert_eq!(streams.len(), usize::from(source.streams()));
@@ -97,15 +135,16 @@ pub fn begin_into<D: DestinationVm>(
         ends.push(from.socket.try_clone().unwrap());
         ends.push(to.try_clone().unwrap());
         let gate = gate.clone();
-        pumps.push(std::thread::spawn(move || pump(from.socket, to, &gate)));
+        pumps.push(std::thread::spawn(move || pump(from, to, &gate)));
     }
-    Ok(Carried { source, destination, events, passes: Vec::new(), gate, pumps, ends })
+    Ok(Carried { source, destination, events, passes: Vec::new(), gate, news, pumps, ends })
 }
 
 /// Carries one stream to its end, and returns its bytes.
-fn pump(mut from: UnixStream, mut to: UnixStream, gate: &Gate) -> u64 {
+fn pump(from: OutgoingStream, mut to: UnixStream, gate: &Gate) -> u64 {
+    let OutgoingStream { socket: mut from, mut recogniser } = from;
     let mut bytes = vec![0; 256 << 10];
-    let mut carried = 0;
+    let (mut carried, mut marks, mut unseen) = (0, Marks::default(), Vec::new());
     loop {
         let flow = gate.pass();
         let most = if flow == Flow::Free { bytes.len() } else { SLOW_PIECE };
@@ -114,6 +153,10 @@ fn pump(mut from: UnixStream, mut to: UnixStream, gate: &Gate) -> u64 {
             return carried;
         }
         carried += read as u64;
+        unseen.extend_from_slice(&bytes[..read]);
+        let seen = recogniser.look(&unseen, &mut marks);
+        unseen.drain(..seen);
+        marks.clear();
         if let Flow::Slow(pause) = flow {
             // This is what a slow link is.
             std::thread::sleep(pause);
@@ -124,6 +167,15 @@ fn pump(mut from: UnixStream, mut to: UnixStream, gate: &Gate) -> u64 {
 impl<D: DestinationVm> Carried<D> {
     pub fn flow(&self, flow: Flow) {
         self.gate.set(flow);
+    }
+
+    /// Whoever listens to QEMU is held up when it tells of an event. On return it is.
+    pub fn hold_news(&self) {
+        self.news.hold();
+    }
+
+    pub fn let_news_go_on(&self) {
+        self.news.go_on();
     }
 
     /// The next event but the passes.

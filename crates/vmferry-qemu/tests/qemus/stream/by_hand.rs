@@ -6,7 +6,8 @@ use std::time::Instant;
 
 use super::fixtures;
 use super::samples::{
-    OTHER, OTHER_SECTION, Packet, RAM, RAM_SECTION, ROM, Sample, look, look_in_pieces, recogniser,
+    OTHER, OTHER_SECTION, Packet, RAM, RAM_SECTION, ROM, Sample, blocks, look, look_in_pieces,
+    recogniser,
 };
 use proptest::prelude::*;
 use vmferry::streamed::{Marks, Recogniser};
@@ -45,6 +46,47 @@ fn whole() -> Sample {
 #[test]
 fn a_whole_migration() {
     assert_found(false, &whole());
+}
+
+/// What is told of the guest by a stream, however it is cut.
+fn paused(bytes: &[u8]) -> Option<bool> {
+    let mut told = [1, 7, 4096, 256 << 10].map(|piece| {
+        let (tell, paused) = std::sync::mpsc::channel();
+        let mut stream = MainStream::new(blocks()).telling_paused(tell);
+        let (_, taken) = look_in_pieces(&mut stream, bytes, &[piece]);
+        // At the end of a stream what may begin there is left, too.
+        assert!(bytes.len() - taken < 200);
+        drop(stream);
+        paused.iter().collect::<Vec<bool>>()
+    });
+    let first = told[0].clone();
+    told.iter_mut().for_each(|told| assert_eq!(*told, first));
+    assert!(first.len() < 2);
+    first.first().copied()
+}
+
+#[test]
+fn run_state_is_told_once_wherever_it_is_among_devices() {
+    let of = |name: &[u8], length: u32| {
+        let mut sample = Sample::default();
+        sample.beginning().last().page(Some(RAM.0), 0, 4).end();
+        sample.section(4, 5, "timer", 2).put(&[4; 3000]).footer(5);
+        sample.section(4, 6, "globalstate", 1).put(&length.to_be_bytes()).put(name);
+        sample.put(&vec![0; 100 - name.len()]).footer(6);
+        sample.section(4, 7, "globalstate", 1).put(&[0, 0, 0, 8]).put(b"running\0").footer(7);
+        paused(&sample.put(&[0]).bytes)
+    };
+    assert_eq!(of(b"running\0", 8), Some(false));
+    assert_eq!(of(b"suspended\0", 10), Some(false));
+    for name in ["paused", "io-error", "watchdog", "guest-panicked", "prelaunch"] {
+        assert_eq!(of(&[name.as_bytes(), b"\0"].concat(), name.len() as u32 + 1), Some(true));
+    }
+    // One of impossible length is none.
+    assert_eq!(of(b"paused\0", 101), Some(false));
+    assert_eq!(paused(&whole().bytes), None);
+    for fixture in fixtures::read() {
+        assert_eq!(paused(&fixture.streams[0]), Some(true), "{}: prelaunch", fixture.name);
+    }
 }
 
 #[test]

@@ -66,8 +66,8 @@ impl StreamedGuest {
             let _ = inputs.send(Input::Vmm(event));
         });
         let begun = running.begin(stated_downtime(core.config.downtime_limit), events);
-        let streams = begun
-            .map_err(|source| MigrateError::Vm { action: "begin its own migration", source })?;
+        let streams =
+            begun.map_err(|source| MigrateError::of_vm("begin its own migration", source))?;
         self.begun = true;
         if streams.len() != self.queues.len() {
             let source =
