@@ -1,6 +1,9 @@
 //! Which QEMU a command works on: two senders at once, and a vmferry that does not see QEMU's
 //! process.
 
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt;
+
 use crate::support::scene::{Scene, Way};
 use crate::support::{BEFORE_COMMIT, run_ok, text};
 use vmferry::journal::{FileJournal, Journal, Record, Side};
@@ -55,6 +58,8 @@ fn a_session_of_another_qemu_of_that_name_is_left_alone() {
     let identity = GuestIdentity { uuid: uuid::Uuid::nil(), name: "tested".into() };
     let peer = ("tcp:127.0.0.1:1", [].as_slice());
     let journals = scene.a.runtime.join("journal");
+    // As vmferry makes it: a directory that others may read is refused.
+    DirBuilder::new().recursive(true).mode(0o700).create(&journals).unwrap();
     let open = |number: u8, process: Option<String>| {
         let guest = (identity.clone(), process);
         let side = Side::Source;
