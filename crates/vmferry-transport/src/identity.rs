@@ -24,7 +24,7 @@ use self::files::Contents;
 pub use self::files::IdentityFiles;
 pub use self::files::{certificates_of, revocation_lists_of};
 pub(crate) use self::names::names_or_key_of;
-pub use self::names::{names_of, validity_of};
+pub use self::names::{names_of, next_update_of, validity_of};
 pub(crate) use self::verify::WrongIdentity;
 use self::verify::{ExpectedUri, Tolerant};
 use crate::error::TransportError;

@@ -19,21 +19,21 @@ use vmferry_wire::{
 use crate::support::{Ended, Host, Running, World, text};
 
 /// A user that no test machine has.
-const STRANGER: u32 = 65_432;
+pub const STRANGER: u32 = 65_432;
 
-fn doctor(host: &Host, more: &[&str]) -> Ended {
+pub fn doctor(host: &Host, more: &[&str]) -> Ended {
     host.run(&[&["doctor"], more].concat())
 }
 
 /// What was found of a kind; the last of several.
-fn found<'a>(ended: &'a Ended, check: &str) -> &'a Value {
+pub fn found<'a>(ended: &'a Ended, check: &str) -> &'a Value {
     let findings = ended.last()["findings"].as_array().expect("findings");
     let found = findings.iter().rfind(|finding| finding["check"] == check);
     found.unwrap_or_else(|| panic!("nothing of {check}: {ended:?}"))
 }
 
 /// A finding that is not as it should be, with words of it, and a remedy.
-fn is_bad(ended: &Ended, check: &str, level: &str, words: &str) {
+pub fn is_bad(ended: &Ended, check: &str, level: &str, words: &str) {
     let finding = found(ended, check);
     assert_eq!(finding["level"], level, "{finding}");
     assert!(finding["why"].as_str().unwrap().contains(words), "{finding}");
@@ -44,7 +44,7 @@ fn is_bad(ended: &Ended, check: &str, level: &str, words: &str) {
 }
 
 /// A host whose directories are on the disk that the sources are on.
-fn host_on_disk(world: &World) -> Host {
+pub fn host_on_disk(world: &World) -> Host {
     let host = world.host("a");
     std::fs::DirBuilder::new()
         .mode(0o700)

@@ -8,6 +8,7 @@ mod compress;
 mod demo;
 mod directories;
 mod doctor;
+mod doctor_host;
 mod inspect;
 mod leftovers;
 mod live;

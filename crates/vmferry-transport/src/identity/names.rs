@@ -49,6 +49,14 @@ pub fn validity_of(certificate: &[u8]) -> Option<(SystemTime, SystemTime)> {
     Some((at(validity.not_before.timestamp())?, at(validity.not_after.timestamp())?))
 }
 
+/// Until when a revocation list (DER) counts; `None` if it does not say, or is none.
+#[must_use]
+pub fn next_update_of(list: &[u8]) -> Option<SystemTime> {
+    let (_, parsed) = x509_parser::parse_x509_crl(list).ok()?;
+    let seconds = parsed.next_update()?.timestamp().max(0).unsigned_abs();
+    SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds))
+}
+
 /// The names of a peer that has shown this certificate: those in it, or, where none can be used,
 /// the key that it is for, as `key:sha256:` and the hexadecimal SHA-256 of its
 /// SubjectPublicKeyInfo. So two peers whose certificates name nobody are two, and one of them is

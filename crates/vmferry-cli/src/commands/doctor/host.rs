@@ -78,8 +78,9 @@ fn look_at_kernel(host: &HostFacts, findings: &mut Findings) {
                 Level::Warning,
                 format!("Linux {kernel}"),
                 format!("{why} (vm.unprivileged_userfaultfd is {sysctl})"),
-                "attaching to a QEMU, and guests without KVM, need Linux 6.7 and root, the sysctl \
-                 at 1, or access to /dev/userfaultfd; QEMU guests are carried without it",
+                "attaching to a QEMU, and guests without KVM, need Linux 6.7, no seccomp filter \
+                 against userfaultfd (as containers have), and root, the sysctl at 1, or access \
+                 to /dev/userfaultfd; QEMU guests are carried without it",
             );
         }
     }
