@@ -1,7 +1,7 @@
 //! Any bytes, taken for the changes of pages.
 
 use vmferry_codec::{apply_delta, encode_delta};
-use vmferry_memory::{PAGE_SIZE, SlotId};
+use vmferry_memory::{GuestBytes, PAGE_SIZE, SlotId};
 
 use super::input::Input;
 use super::world::base_page;
@@ -29,7 +29,7 @@ pub fn run(data: &[u8]) {
             }
         }
         // The way back: the shortest record for the same change.
-        let mut made = Vec::new();
+        let mut made = GuestBytes::new();
         assert!(encode_delta(&base, &page, &mut made, 2 * PAGE_SIZE), "a limit beyond any record");
         let mut again = base.clone();
         let mut rest = &made[..];

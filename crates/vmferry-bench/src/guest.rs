@@ -7,7 +7,7 @@ use anyhow::anyhow;
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, Resume, SourceVm, VmError};
 use vmferry_dirty::{DirtyLog, UffdLog};
 use vmferry_memory::{
-    GuestMemory, MemoryError, MemoryKind, PAGE_SIZE, PageRun, SlotId, SlotLayout,
+    GuestBytes, GuestMemory, MemoryError, MemoryKind, PAGE_SIZE, PageRun, SlotId, SlotLayout,
 };
 use vmferry_wire::GuestIdentity;
 
@@ -111,8 +111,8 @@ impl SourceVm for StillGuest {
         Ok(Duration::ZERO)
     }
 
-    fn save(&mut self) -> Result<Vec<u8>, VmError> {
-        Ok(Vec::new())
+    fn save(&mut self) -> Result<GuestBytes, VmError> {
+        Ok(GuestBytes::new())
     }
 }
 

@@ -1,10 +1,13 @@
 //! A receiver that crashes leaves nothing of its guest on the disk.
 
+#[path = "../../vmferry-memory/tests/dumps/mod.rs"]
+mod dumps;
 mod support;
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 
+use dumps::{Mapping, mappings};
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, setrlimit};
 use support::inject::fault;
 use support::{Host, Running, World, text};
@@ -12,24 +15,26 @@ use support::{Host, Running, World, text};
 /// Memory of the guest that holds something, in MiB.
 const FILLED_MIB: u64 = 24;
 
-/// Whether a crash leaves a file in the working directory; says so if not.
+/// Whether this system writes dumps into the working directory. Where it gives them to a program or
+/// has a place for all, the receiver's memory is looked at instead.
 fn dumps_are_files() -> bool {
     let target = std::fs::read_to_string("/proc/sys/kernel/core_pattern").unwrap();
     if target.starts_with(['|', '@']) || target.contains('/') {
-        eprintln!("SKIPPED: core dumps of this system go to {}", target.trim());
         return false;
     }
     // Whoever starts a receiver may want dumps: these limits are inherited.
     let hard = getrlimit(Resource::Core).maximum;
+    assert!(
+        hard.is_none_or(|bytes| bytes >= 1 << 30),
+        "this test needs core dumps, which are limited to {hard:?} bytes here (`ulimit -Hc \
+         unlimited`)"
+    );
     setrlimit(Resource::Core, Rlimit { current: hard, maximum: hard }).unwrap();
-    if hard.is_some_and(|bytes| bytes < 1 << 30) {
-        eprintln!("SKIPPED: core dumps are limited to {hard:?} bytes here");
-        return false;
-    }
     true
 }
 
-/// A receiver in a directory of its own, to which a guest has come; and what the guest's memory began with there.
+/// A receiver in a directory of its own, to which a guest has come; and what the guest's memory
+/// began with there.
 fn received(world: &World, name: &str, how: &str) -> (Running, PathBuf) {
     let (a, b) = (world.host(&format!("a-{name}")), world.host(name));
     let workload = format!("fill={FILLED_MIB},incompressible");
@@ -46,8 +51,9 @@ fn received(world: &World, name: &str, how: &str) -> (Running, PathBuf) {
     (receiving, directory)
 }
 
-/// Crashes a process; its dump, if it leaves one.
-fn crash(mut running: Running, signal: Signal, directory: &Path) -> Option<PathBuf> {
+/// Crashes a process; whether the kernel has written a dump, and the one that it leaves in its
+/// directory.
+fn crash(mut running: Running, signal: Signal, directory: &Path) -> (bool, Option<PathBuf>) {
     let pid = running.child.id();
     if signal == Signal::SEGV {
         // By a fault: the standard library's handler takes a signal that somebody sends for none.
@@ -58,8 +64,7 @@ fn crash(mut running: Running, signal: Signal, directory: &Path) -> Option<PathB
     let status = running.child.wait().unwrap();
     assert_eq!(status.signal(), Some(signal.as_raw()), "{status}");
     let dump = std::fs::read_dir(directory).unwrap().next().map(|entry| entry.unwrap().path());
-    assert_eq!(dump.is_some(), status.core_dumped(), "{status}");
-    dump
+    (status.core_dumped(), dump)
 }
 
 /// Bytes of the file that are stored: a dump has holes.
@@ -69,18 +74,29 @@ fn stored_bytes(path: &Path) -> u64 {
 
 #[test]
 fn a_receiver_that_crashes_leaves_no_dump() {
-    if !dumps_are_files() {
-        return;
-    }
+    let are_files = dumps_are_files();
     let world = World::new();
     for (name, signal) in [("segv", Signal::SEGV), ("abort", Signal::ABORT)] {
         let (running, directory) = received(&world, name, "auto");
-        assert_eq!(crash(running, signal, &directory), None, "{signal:?}");
+        assert_eq!(crash(running, signal, &directory), (false, None), "{signal:?}");
     }
-    // Without the sandbox there is one; but the guest is not in it (`vmferry-memory/tests/core_dumps.rs` looks for
-    // each page, and finds it where the protection is undone).
+    // Without the sandbox there is one; but the guest is not in it
+    // (`vmferry-memory/tests/core_dumps.rs` looks for each page, and finds it where the protection
+    // is undone).
     let (running, directory) = received(&world, "off", "off");
-    let dump = crash(running, Signal::SEGV, &directory).expect("a dump, without the sandbox");
+    let resident = |which: fn(&Mapping) -> bool| -> u64 {
+        let mappings = mappings(&running.child.id().to_string());
+        mappings.iter().filter(|one| which(one)).map(|one| one.resident_bytes).sum()
+    };
+    let (left_out, dumped) = (resident(Mapping::is_left_out), resident(Mapping::is_dumped));
+    assert!(left_out >= FILLED_MIB << 20, "{left_out} bytes are left out of dumps");
+    assert!(dumped < FILLED_MIB << 20, "{dumped} bytes are dumped: the guest's memory is in it");
+    let (written, dump) = crash(running, Signal::SEGV, &directory);
+    if !are_files {
+        return;
+    }
+    assert!(written, "without the sandbox there is a dump");
+    let dump = dump.expect("a dump in the working directory");
     let bytes = std::fs::read(&dump).unwrap();
     let has = |needle: &[u8]| bytes.windows(needle.len()).any(|window| window == needle);
     assert!(has(text(&world.path("s-off")).as_bytes()), "it is of this process");

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use flate2::{Compression, FlushCompress, Status};
 use lz4::block::CompressionMode;
+use vmferry_memory::GuestBytes;
 use vmferry_wire::Algorithm;
 use zstd_safe::zstd_sys::ZSTD_ErrorCode;
 use zstd_safe::{CCtx, CParameter};
@@ -102,7 +103,7 @@ fn kept(method: Method) -> Result<Box<dyn Compress>, CompressError> {
     Ok(match method.algorithm() {
         Algorithm::Zlib => Box::new(Zlib::new(method)),
         Algorithm::Zstd => Box::new(Zstd::new(method)?),
-        Algorithm::Lz4 => Box::new(Lz4 { method, scratch: Vec::new() }),
+        Algorithm::Lz4 => Box::new(Lz4 { method, scratch: GuestBytes::new() }),
     })
 }
 
@@ -219,7 +220,7 @@ struct Lz4 {
     method: Method,
     /// The binding tells an output that is too small by an error that it allocates, and does not
     /// tell it from others; here everything fits, so that whatever fails is an error.
-    scratch: Vec<u8>,
+    scratch: GuestBytes,
 }
 
 impl Lz4 {
@@ -242,7 +243,7 @@ impl Compress for Lz4 {
             return made.map(Some).map_err(|error| self.failed(&error));
         }
         if self.scratch.len() < bound {
-            self.scratch.resize(bound, 0);
+            self.scratch.extend_to(bound);
         }
         let made = lz4::block::compress_to_buffer(input, mode, false, &mut self.scratch);
         let length = made.map_err(|error| self.failed(&error))?;

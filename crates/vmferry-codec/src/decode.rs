@@ -270,11 +270,11 @@ pub struct Decoder {
     /// The packed part, decompressed: packed pages, then records of delta runs.
     pub(crate) unpacked: GuestBytes,
     /// Pages of delta runs.
-    changed: Vec<u8>,
+    changed: GuestBytes,
     /// Hashes of the frame's pages, kept from the check to the recording.
     pub(crate) page_hashes: Vec<u64>,
     /// One page of the guest, to be hashed.
-    pub(crate) page: Vec<u8>,
+    pub(crate) page: GuestBytes,
 }
 
 impl Decoder {
@@ -415,7 +415,7 @@ pub(crate) fn unpack<'a>(
 
 /// Makes the pages of all delta runs from the pages that are here.
 fn apply_deltas(
-    changed: &mut Vec<u8>,
+    changed: &mut GuestBytes,
     header: &FrameHeader,
     table: &RunTable<'_>,
     mut records: &[u8],
@@ -437,7 +437,7 @@ fn apply_deltas(
             return Err(CodecError::DeltaBase { sequence, slot, page, pages, expected, found });
         }
         let at = changed.len();
-        changed.resize(at + run.content_bytes(), 0);
+        changed.extend_to(at + run.content_bytes());
         let run_pages = &mut changed[at..];
         memory.copy_out(run.in_slot(slot), run_pages)?;
         for (page, content) in run.range().zip(run_pages.chunks_exact_mut(PAGE_SIZE)) {

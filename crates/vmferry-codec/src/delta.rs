@@ -5,7 +5,7 @@
 //! its bytes. Numbers are little-endian base 128 of one or two bytes. A page that did not change
 //! is the one byte 0.
 
-use vmferry_memory::PAGE_SIZE;
+use vmferry_memory::{GuestBytes, PAGE_SIZE};
 
 /// Bytes that are compared at once: one bit of a word for each.
 const BLOCK: usize = 64;
@@ -17,7 +17,7 @@ const MERGED_GAP: usize = 2;
 /// Appends the record that makes `page` from `base`, both of [`PAGE_SIZE`] bytes, to `into`;
 /// `false`, with nothing appended, if it would be longer than `limit` bytes, or if a page is of
 /// another size. It never needs more room than `limit` bytes.
-pub fn encode_delta(base: &[u8], page: &[u8], into: &mut Vec<u8>, limit: usize) -> bool {
+pub fn encode_delta(base: &[u8], page: &[u8], into: &mut GuestBytes, limit: usize) -> bool {
     if base.len() != PAGE_SIZE || page.len() != PAGE_SIZE || limit == 0 {
         return false;
     }
@@ -25,7 +25,7 @@ pub fn encode_delta(base: &[u8], page: &[u8], into: &mut Vec<u8>, limit: usize) 
     let end = begin.saturating_add(limit);
     let mut record = Record { page, into, end, patches: 0, at: 0 };
     // One byte for the number of patches; a second one is squeezed in if it needs two.
-    record.into.push(0);
+    record.into.extend_from_slice(&[0]);
     let made = record.add_all(base);
     let patches = record.patches;
     let two = patches >= 0x80;
@@ -33,17 +33,19 @@ pub fn encode_delta(base: &[u8], page: &[u8], into: &mut Vec<u8>, limit: usize) 
         into.truncate(begin);
         return false;
     }
-    let ([low, high], _) = varint(patches);
-    into[begin] = low;
+    let (count, bytes) = varint(patches);
     if two {
-        into.insert(begin + 1, high);
+        let made = into.len();
+        into.extend_from_slice(&[0]);
+        into.copy_within(begin + 1..made, begin + 2);
     }
+    into[begin..begin + bytes].copy_from_slice(&count[..bytes]);
     true
 }
 
 struct Record<'a> {
     page: &'a [u8],
-    into: &'a mut Vec<u8>,
+    into: &'a mut GuestBytes,
     /// Where `into` must end.
     end: usize,
     patches: usize,

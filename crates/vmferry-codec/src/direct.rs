@@ -66,7 +66,7 @@ impl Decoder {
         let slot = header.slot;
         let table = checked_table(frame, header, memory, |_| true)?;
         self.page_hashes.clear();
-        self.page.resize(PAGE_SIZE, 0);
+        self.page.extend_to(PAGE_SIZE);
         for run in table.runs() {
             let from = self.page_hashes.len();
             for page in run.range() {

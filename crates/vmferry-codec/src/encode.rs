@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use vmferry_memory::{PAGE_SIZE, SlotId, is_zero, page_hash, zero_page_hash};
+use vmferry_memory::{GuestBytes, PAGE_SIZE, SlotId, is_zero, page_hash, zero_page_hash};
 use vmferry_wire::{Algorithm, Encoding, FrameHeader, FrameKind, Run, table_checksum};
 
 use crate::compress::{Compress, CompressError, Compressors};
@@ -100,9 +100,9 @@ pub struct Encoder {
     hot: Arc<HotPages>,
     runs: Vec<Run>,
     /// Records of delta runs.
-    deltas: Vec<u8>,
+    deltas: GuestBytes,
     /// What is compressed, where it does not stand together in the copy.
-    gathered: Vec<u8>,
+    gathered: GuestBytes,
     /// Where the present run's base sum stands in `deltas`, and what it is.
     base_sum: (usize, u64),
 }
@@ -127,8 +127,8 @@ impl Encoder {
             made: Vec::new(),
             hot,
             runs: Vec::new(),
-            deltas: Vec::new(),
-            gathered: Vec::new(),
+            deltas: GuestBytes::new(),
+            gathered: GuestBytes::new(),
             base_sum: (0, 0),
         }
     }
@@ -335,7 +335,7 @@ struct Look<'a> {
 
 /// The packed pages and the deltas in one piece of `length` bytes.
 fn gather<'a>(
-    gathered: &'a mut Vec<u8>,
+    gathered: &'a mut GuestBytes,
     runs: &[Run],
     deltas: &[u8],
     copy: &'a [u8],

@@ -103,7 +103,7 @@ impl HotPages {
         sent_hash: u64,
         new_hash: u64,
         content: &[u8],
-        into: &mut Vec<u8>,
+        into: &mut GuestBytes,
         limit: usize,
     ) -> Delta {
         let Some((mut shard, set, tag)) = self.find(slot, page, content) else {
@@ -139,7 +139,7 @@ impl HotPages {
         page: (SlotId, u64),
         round: u32,
         content: &[u8],
-        into: &mut Vec<u8>,
+        into: &mut GuestBytes,
         limit: usize,
     ) -> Exchange {
         let Some((mut shard, set, tag)) = self.find(page.0, page.1, content) else {

@@ -26,7 +26,7 @@ fn keep(store: &HotPages, page: u64, round: u32) {
 
 /// Keeps a page that was never sent.
 fn keep_content(store: &HotPages, slot: SlotId, page: u64, round: u32, hash: u64, content: &[u8]) {
-    let found = store.delta(slot, page, round, 0, hash, content, &mut Vec::new(), PAGE_SIZE);
+    let found = store.delta(slot, page, round, 0, hash, content, &mut GuestBytes::new(), PAGE_SIZE);
     assert_eq!(found, Delta::NotHeld);
 }
 
@@ -49,7 +49,7 @@ impl Source<'_> {
     fn send(&mut self, slot: SlotId, page: u64, round: u32, content: &[u8], limit: usize) {
         let new_hash = page_hash(content, slot, page);
         let (base, sent_hash) = self.sent.get(&(slot, page)).cloned().unwrap_or_default();
-        let mut into = b"before".to_vec();
+        let mut into = GuestBytes::from(*b"before");
         let (store, hashes) = (self.store, (sent_hash, new_hash));
         match store.delta(slot, page, round, hashes.0, hashes.1, content, &mut into, limit) {
             Delta::Made => {
@@ -117,7 +117,7 @@ fn a_kept_page_makes_a_delta() {
 #[test]
 fn a_page_of_too_many_changes_is_kept_for_the_next_time() {
     let store = store(8);
-    let mut into = Vec::new();
+    let mut into = GuestBytes::new();
     let mut delta = |round, sent, new: u64, limit| {
         store.delta(SLOT, 1, round, sent, new, &content(new), &mut into, limit)
     };
@@ -183,7 +183,7 @@ fn the_same_pages_of_slots_do_not_share_their_sets() {
 fn nothing_is_held_without_room_nor_of_another_size() {
     for store in [HotPages::new(0), HotPages::new(PAGE_SIZE as u64 - 1)] {
         keep(&store, 1, 1);
-        let mut into = Vec::new();
+        let mut into = GuestBytes::new();
         let found = store.delta(SLOT, 1, 2, 2, 3, &[0; PAGE_SIZE], &mut into, PAGE_SIZE);
         assert_eq!((found, store.held_pages(), into.len()), (Delta::NotHeld, 0, 0));
     }

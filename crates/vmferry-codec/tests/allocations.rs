@@ -9,7 +9,7 @@ use counting::allocations;
 use vmferry_codec::{
     Compressors, Decompressors, HotPages, Method, apply_delta, encode_delta, looks_random,
 };
-use vmferry_memory::{PAGE_SIZE, SlotId};
+use vmferry_memory::{GuestBytes, PAGE_SIZE, SlotId};
 
 const METHODS: [Method; 7] = [
     Method::lz4(),
@@ -93,7 +93,7 @@ fn contexts_per_call_allocate_in_every_call() {
 #[test]
 fn deltas_and_hot_pages_allocate_nothing() {
     let store = HotPages::new(64 * PAGE_SIZE as u64);
-    let mut into = Vec::with_capacity(PAGE_SIZE);
+    let mut into = GuestBytes::zeroed(PAGE_SIZE).unwrap();
     let mut page = noise(1, PAGE_SIZE);
     let mut base = page.clone();
     let made = allocations(|| {

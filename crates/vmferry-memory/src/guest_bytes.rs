@@ -6,13 +6,17 @@
 //!
 //! The rules that `unsafe` upholds here: `begin` is the first byte of a mapping of `capacity`
 //! bytes, readable, writable, private to this value and zeroed by the kernel when it is made, or
-//! dangles while `capacity` is 0; `length` is at most `capacity`.
+//! dangles while `capacity` is 0; `length` is at most `written`, which is at most `capacity`. Bytes
+//! from `written` on are zero.
 
 use std::fmt;
+use std::io;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use rustix::mm::{
+    Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap_anonymous, mremap, munmap,
+};
 
 /// Least size of a mapping: the table of a frame fits in.
 const LEAST_BYTES: usize = 16 << 10;
@@ -22,6 +26,8 @@ pub struct GuestBytes {
     begin: NonNull<u8>,
     capacity: usize,
     length: usize,
+    /// The greatest length that it had.
+    written: usize,
 }
 
 // SAFETY: it owns its mapping, as a `Vec` owns its buffer.
@@ -33,7 +39,7 @@ impl GuestBytes {
     /// None, and no mapping.
     #[must_use]
     pub const fn new() -> Self {
-        Self { begin: NonNull::dangling(), capacity: 0, length: 0 }
+        Self { begin: NonNull::dangling(), capacity: 0, length: 0, written: 0 }
     }
 
     /// Returns `length` zeros; `None` if the system refuses the address space.
@@ -49,7 +55,7 @@ impl GuestBytes {
         let mapped =
             unsafe { mmap_anonymous(std::ptr::null_mut(), capacity, protection, flags) }.ok()?;
         let begin = NonNull::new(mapped.cast())?;
-        let bytes = Self { begin, capacity, length };
+        let bytes = Self { begin, capacity, length, written: length };
         // SAFETY: the range is this mapping, whole, and the advice changes no content.
         unsafe { madvise(mapped, capacity, Advice::LinuxDontDump) }.ok()?;
         Some(bytes)
@@ -63,16 +69,136 @@ impl GuestBytes {
         if length <= self.length {
             return;
         }
-        if length > self.capacity {
-            let wanted = length.max(self.capacity.saturating_mul(2));
-            let Some(mut longer) = Self::zeroed(wanted) else {
-                let layout = std::alloc::Layout::array::<u8>(length);
-                std::alloc::handle_alloc_error(layout.unwrap_or(std::alloc::Layout::new::<u8>()));
-            };
-            longer[..self.length].copy_from_slice(self);
-            *self = longer;
-        }
+        let (begin, stale) = (self.length, self.written.min(length));
+        self.reserve_to(length);
         self.length = length;
+        self.written = self.written.max(length);
+        if begin < stale {
+            self[begin..stale].fill(0);
+        }
+    }
+
+    /// Appends bytes.
+    ///
+    /// # Panics
+    /// As [`extend_to`](Self::extend_to).
+    #[inline]
+    pub fn extend_from_slice(&mut self, bytes: &[u8]) {
+        let begin = self.length;
+        let length = begin.saturating_add(bytes.len());
+        self.reserve_to(length);
+        self.length = length;
+        self.written = self.written.max(length);
+        self[begin..].copy_from_slice(bytes);
+    }
+
+    /// Makes it at most so long. Its memory is kept.
+    #[inline]
+    pub fn truncate(&mut self, length: usize) {
+        self.length = self.length.min(length);
+    }
+
+    /// Makes it empty. Its memory is kept.
+    #[inline]
+    pub fn clear(&mut self) {
+        self.length = 0;
+    }
+
+    /// Appends what `reader` gives until its end, but at most `most` bytes; how many these were.
+    ///
+    /// # Errors
+    /// The reader's. What came before stays.
+    pub fn read_to_end(&mut self, reader: &mut impl io::Read, most: usize) -> io::Result<usize> {
+        let begin = self.length;
+        while self.length - begin < most {
+            let filled = self.length;
+            let room = (filled - begin).max(LEAST_BYTES).min(most - (filled - begin));
+            self.extend_to(filled + room);
+            let read = reader.read(&mut self[filled..]);
+            self.truncate(filled + read.as_ref().map_or(0, |read| *read));
+            match read {
+                Ok(0) => break,
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(self.length - begin)
+    }
+
+    /// Makes room, so that it can be so long.
+    #[inline]
+    fn reserve_to(&mut self, length: usize) {
+        if length > self.capacity {
+            self.grow(length);
+        }
+    }
+
+    #[cold]
+    fn grow(&mut self, length: usize) {
+        let wanted = length.max(self.capacity.saturating_mul(2));
+        if self.try_grow(wanted).is_none() {
+            let layout = std::alloc::Layout::array::<u8>(length);
+            std::alloc::handle_alloc_error(layout.unwrap_or(std::alloc::Layout::new::<u8>()));
+        }
+    }
+
+    /// Moves the pages, so that there are never two copies, to a mapping that core dumps leave out
+    /// as before.
+    fn try_grow(&mut self, wanted: usize) -> Option<()> {
+        if self.capacity == 0 {
+            *self = Self::zeroed(wanted)?;
+            (self.length, self.written) = (0, 0);
+            return Some(());
+        }
+        let capacity = wanted.checked_next_multiple_of(crate::PAGE_SIZE)?;
+        let (begin, flags) = (self.begin.as_ptr().cast(), MremapFlags::MAYMOVE);
+        // SAFETY: the range is this mapping, whole, and `self` is borrowed exclusively, so that
+        // nothing else refers to it. What the kernel adds is zero.
+        let moved = unsafe { mremap(begin, self.capacity, capacity, flags) }.ok()?;
+        self.begin = NonNull::new(moved.cast())?;
+        self.capacity = capacity;
+        Some(())
+    }
+}
+
+impl From<&[u8]> for GuestBytes {
+    fn from(bytes: &[u8]) -> Self {
+        let mut copy = Self::new();
+        copy.extend_from_slice(bytes);
+        copy
+    }
+}
+
+impl<const N: usize> From<[u8; N]> for GuestBytes {
+    fn from(bytes: [u8; N]) -> Self {
+        Self::from(&bytes[..])
+    }
+}
+
+impl Clone for GuestBytes {
+    fn clone(&self) -> Self {
+        Self::from(&self[..])
+    }
+}
+
+impl PartialEq for GuestBytes {
+    fn eq(&self, other: &Self) -> bool {
+        self[..] == other[..]
+    }
+}
+
+impl Eq for GuestBytes {}
+
+impl io::Write for GuestBytes {
+    #[inline]
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 
@@ -130,22 +256,62 @@ mod tests {
         assert!(GuestBytes::zeroed(usize::MAX - 5).is_none());
     }
 
+    /// One thing that is done with bytes.
+    #[derive(Clone, Debug)]
+    enum Step {
+        ExtendTo(usize, u8),
+        Append(Vec<u8>),
+        Truncate(usize),
+        Clear,
+        Read(Vec<u8>, usize),
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        let some = || prop::collection::vec(any::<u8>(), 0..40_000);
+        prop_oneof![
+            (0_usize..100_000, any::<u8>()).prop_map(|(length, last)| Step::ExtendTo(length, last)),
+            some().prop_map(Step::Append),
+            (0_usize..100_000).prop_map(Step::Truncate),
+            Just(Step::Clear),
+            (some(), 0_usize..50_000).prop_map(|(bytes, most)| Step::Read(bytes, most)),
+        ]
+    }
+
     proptest! {
-        /// As a `Vec` that is resized with zeros, and written to.
+        /// As a `Vec` that is resized with zeros, written to, appended to and cut.
         #[test]
-        fn guest_bytes_are_what_a_vec_is(
-            steps in prop::collection::vec((0_usize..100_000, any::<u8>()), 1..20),
-        ) {
+        fn guest_bytes_are_what_a_vec_is(steps in prop::collection::vec(step(), 1..20)) {
             let (mut bytes, mut twin) = (GuestBytes::new(), Vec::new());
-            for (length, byte) in steps {
-                bytes.extend_to(length);
-                if twin.len() < length {
-                    twin.resize(length, 0);
-                }
-                if let Some(last) = length.checked_sub(1) {
-                    (bytes[last], twin[last]) = (byte, byte);
+            for step in steps {
+                match step {
+                    Step::ExtendTo(length, last) => {
+                        bytes.extend_to(length);
+                        twin.resize(length.max(twin.len()), 0);
+                        if let Some(at) = length.checked_sub(1) {
+                            (bytes[at], twin[at]) = (last, last);
+                        }
+                    }
+                    Step::Append(more) => {
+                        bytes.extend_from_slice(&more);
+                        twin.extend_from_slice(&more);
+                    }
+                    Step::Truncate(length) => {
+                        bytes.truncate(length);
+                        twin.truncate(length);
+                    }
+                    Step::Clear => {
+                        bytes.clear();
+                        twin.clear();
+                    }
+                    Step::Read(from, most) => {
+                        let read = bytes.read_to_end(&mut &from[..], most).unwrap();
+                        prop_assert_eq!(read, from.len().min(most));
+                        twin.extend_from_slice(&from[..read]);
+                    }
                 }
                 prop_assert!(bytes[..] == twin[..]);
+                prop_assert!(bytes.length <= bytes.written && bytes.written <= bytes.capacity);
+                prop_assert!(bytes == bytes.clone() && bytes == GuestBytes::from(&twin[..]));
             }
         }
     }

@@ -2,7 +2,7 @@
 
 mod dumps;
 
-use dumps::{PAGES, is_kept_out, order, pattern, undo};
+use dumps::{PAGES, PATTERN, fill, hold, is_kept_out, order};
 use vmferry_memory::{Backing, GuestBytes, GuestMemory, MemoryKind, PAGE_SIZE, SlotId, SlotLayout};
 
 #[test]
@@ -47,16 +47,17 @@ fn the_child() {
     for page in 0..PAGES {
         let at = page as usize * PAGE_SIZE;
         match &memory {
-            Some(memory) => memory.write_at(at as u64, &pattern(page)).unwrap(),
+            Some(memory) => {
+                bytes.extend_to(PATTERN);
+                fill(page, &mut bytes);
+                memory.write_at(at as u64, &bytes).unwrap();
+            }
             None => {
-                // It grows, so that what it was before is gone too.
+                // It grows, and is moved for it.
                 bytes.extend_to(at + PAGE_SIZE);
-                bytes[at..][..64].copy_from_slice(&pattern(page));
+                fill(page, &mut bytes[at..]);
             }
         }
     }
-    if undone {
-        undo();
-    }
-    std::process::abort();
+    hold(undone);
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use vmferry::free_pages::FreePages;
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, Resume, SourceVm, VmError};
 use vmferry_dirty::{DirtyLog, LogChoice, SoftwareWay};
-use vmferry_memory::{GuestMemory, MemoryError, MemoryKind};
+use vmferry_memory::{GuestBytes, GuestMemory, MemoryError, MemoryKind};
 use vmferry_wire::PROTOCOL_VERSION_MAX;
 
 use crate::config::{GuestConfig, GuestKind, MachineConfig, check_name};
@@ -85,11 +85,11 @@ impl SourceVm for MigratingMachine {
         Ok(begun.elapsed())
     }
 
-    fn save(&mut self) -> Result<Vec<u8>, VmError> {
+    fn save(&mut self) -> Result<GuestBytes, VmError> {
         self.save_for(PROTOCOL_VERSION_MAX)
     }
 
-    fn save_for(&mut self, protocol: u16) -> Result<Vec<u8>, VmError> {
+    fn save_for(&mut self, protocol: u16) -> Result<GuestBytes, VmError> {
         Ok(lock(&self.machine).save_for(protocol)?)
     }
 

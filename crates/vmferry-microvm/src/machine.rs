@@ -6,7 +6,7 @@ use vm_memory::GuestMemoryMmap;
 use vmferry_dirty::{
     DEFAULT_RING_ENTRIES, DirtyBitmap, DirtyLog, LogChoice, RING_FROM_BYTES, SoftwareLog, UnionLog,
 };
-use vmferry_memory::{GuestMemory, map_slots};
+use vmferry_memory::{GuestBytes, GuestMemory, map_slots};
 use vmferry_wire::PROTOCOL_VERSION_MAX;
 
 use crate::backend::Backend;
@@ -209,7 +209,7 @@ impl Machine {
     ///
     /// # Errors
     /// If it is not paused, or what the back end says.
-    pub fn save(&mut self) -> Result<Vec<u8>, MachineError> {
+    pub fn save(&mut self) -> Result<GuestBytes, MachineError> {
         self.save_for(PROTOCOL_VERSION_MAX)
     }
 
@@ -217,7 +217,7 @@ impl Machine {
     ///
     /// # Errors
     /// As [`save`](Self::save).
-    pub fn save_for(&mut self, protocol: u16) -> Result<Vec<u8>, MachineError> {
+    pub fn save_for(&mut self, protocol: u16) -> Result<GuestBytes, MachineError> {
         self.must_be(Phase::Paused)?;
         let mut out = StateWriter::for_protocol(protocol);
         self.backend.save(&mut out)?;

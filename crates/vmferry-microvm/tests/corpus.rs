@@ -46,7 +46,7 @@ fn saved(kind: GuestKind, vcpus: u8, balloon: bool) -> Vec<u8> {
     .unwrap();
     machine.start().unwrap();
     machine.pause().unwrap();
-    machine.save().unwrap()
+    machine.save().unwrap().to_vec()
 }
 
 /// Machines of which there are seeds: name, kind, vCPUs, and whether it has a balloon.
@@ -92,7 +92,7 @@ fn write_the_seeds() {
 /// A state of each machine, and of none, as it is and to be sealed.
 fn seeds(state: impl Fn(GuestKind, u8, bool) -> Vec<u8>) -> Vec<(String, Vec<u8>)> {
     let machines = MACHINES.map(|(name, kind, vcpus, balloon)| (name, state(kind, vcpus, balloon)));
-    let empty = ("empty", StateWriter::new().finish());
+    let empty = ("empty", StateWriter::new().finish().to_vec());
     let states = machines.into_iter().chain([empty]);
     let ways = |(name, state): (&str, Vec<u8>)| {
         ["as-it-is", "sealed"]

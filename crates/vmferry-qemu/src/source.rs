@@ -8,7 +8,7 @@ use serde_json::json;
 use vmferry::free_pages::{FreePages, PunchedPages};
 use vmferry::{GuestDescription, Resume, SourceVm, StateEstimate, VmError};
 use vmferry_dirty::{DirtyLog, UffdLog};
-use vmferry_memory::{GuestMemory, PAGE_SIZE, SlotLayout};
+use vmferry_memory::{GuestBytes, GuestMemory, PAGE_SIZE, SlotLayout};
 use vmferry_wire::GuestIdentity;
 
 use crate::disks::Disks;
@@ -250,7 +250,7 @@ impl SourceVm for QemuSource {
         }
     }
 
-    fn save(&mut self) -> Result<Vec<u8>, VmError> {
+    fn save(&mut self) -> Result<GuestBytes, VmError> {
         let saving = self.saving.take().ok_or("the guest is not paused")?;
         self.told_to_finish = true;
         match saving.finish(&mut self.qmp) {

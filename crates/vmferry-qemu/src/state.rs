@@ -6,12 +6,13 @@
 //!
 //! Source: QEMU `qapi/migration.json`, `migration/ram.c`.
 
-use std::io::{Read, Write};
+use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
+use vmferry_memory::GuestBytes;
 
 use crate::error::QemuError;
 use crate::qmp::Qmp;
@@ -24,11 +25,11 @@ const DESCRIPTOR: &str = "vmferry-state";
 const PHASE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A state may have so many bytes: far more than any that was seen, and less than a message may have.
-const MAX_STATE_BYTES: u64 = 60 << 20;
+const MAX_STATE_BYTES: usize = 60 << 20;
 
 /// QEMU's migration at the source, begun and held.
 pub struct Saving {
-    reader: JoinHandle<std::io::Result<Vec<u8>>>,
+    reader: JoinHandle<std::io::Result<GuestBytes>>,
     /// Ends the reading, whatever QEMU does.
     ours: UnixStream,
 }
@@ -49,8 +50,8 @@ impl Saving {
         let reader = std::thread::Builder::new()
             .name("qemu-state".into())
             .spawn(move || {
-                let mut bytes = Vec::new();
-                (&mut source).take(MAX_STATE_BYTES).read_to_end(&mut bytes)?;
+                let mut bytes = GuestBytes::new();
+                bytes.read_to_end(&mut source, MAX_STATE_BYTES)?;
                 Ok(bytes)
             })
             .map_err(local("start a thread"))?;
@@ -68,7 +69,7 @@ impl Saving {
     ///
     /// # Errors
     /// What QEMU or the socket says; the guest stays stopped.
-    pub fn finish(self, qmp: &mut Qmp) -> Result<Vec<u8>, QemuError> {
+    pub fn finish(self, qmp: &mut Qmp) -> Result<GuestBytes, QemuError> {
         qmp.execute("migrate-continue", json!({ "state": "pre-switchover" }))?;
         await_status(qmp, "save its state", &["completed"])?;
         // QEMU closes its end with the state's last byte.
@@ -77,7 +78,7 @@ impl Saving {
             Ok(read) => read.map_err(local("read the state"))?,
             Err(panic) => std::panic::resume_unwind(panic),
         };
-        if bytes.len() as u64 == MAX_STATE_BYTES {
+        if bytes.len() == MAX_STATE_BYTES {
             let text = "its device state has more than 60 MiB".to_owned();
             return Err(QemuError::Unsupported(text));
         }

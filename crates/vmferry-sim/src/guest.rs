@@ -12,7 +12,7 @@ use vmferry::free_pages::FreePages;
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, Resume, SourceVm, VmError};
 use vmferry_codec::{CompressError, Compressors};
 use vmferry_dirty::DirtyLog;
-use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, SlotId, SlotLayout};
+use vmferry_memory::{GuestBytes, GuestMemory, MemoryKind, PAGE_SIZE, SlotId, SlotLayout};
 use vmferry_wire::GuestIdentity;
 
 use self::balloon::Balloon;
@@ -362,10 +362,10 @@ impl SourceVm for Vm {
         Ok(Duration::from_micros(300))
     }
 
-    fn save(&mut self) -> Result<Vec<u8>, VmError> {
+    fn save(&mut self) -> Result<GuestBytes, VmError> {
         let mut state = self.state()?;
         state.fails(VmCall::Save)?;
-        let mut bytes = state.next_version.to_le_bytes().to_vec();
+        let mut bytes = GuestBytes::from(state.next_version.to_le_bytes());
         bytes.extend_from_slice(&state.ledger().stretch.to_le_bytes());
         let written = state.written.iter().map(|(page, version)| (*page, *version));
         for ((slot, page), version) in written.chain(state.balloon.pages().map(|page| (page, FREE)))

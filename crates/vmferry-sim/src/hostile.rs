@@ -49,7 +49,7 @@ pub fn forge(message: u16, session: SessionId) -> ControlMessage {
         number::FINAL => ControlMessage::Final {
             lane_sequences: vec![1],
             digest: 1,
-            state: vec![1],
+            state: [1].into(),
             paused: false,
         },
         number::READY => ControlMessage::Ready { digest: 1, load_us: 0 },

@@ -6,6 +6,8 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use vmferry_memory::GuestBytes;
+
 use crate::error::TransportError;
 use crate::recording::Recorder;
 use crate::transport::{Close, Receive, Transmit, Transport};
@@ -124,7 +126,7 @@ impl Channel {
 #[derive(Debug)]
 pub struct ChannelReader {
     half: Box<dyn Receive>,
-    buffer: Box<[u8]>,
+    buffer: GuestBytes,
     /// The part of the buffer that was received and not read.
     unread: Range<usize>,
     peer: String,
@@ -132,7 +134,8 @@ pub struct ChannelReader {
 
 impl ChannelReader {
     fn new(half: Box<dyn Receive>, peer: String) -> Self {
-        let buffer = vec![0; half.buffer_bytes()].into_boxed_slice();
+        let mut buffer = GuestBytes::new();
+        buffer.extend_to(half.buffer_bytes());
         Self { half, buffer, unread: 0..0, peer }
     }
 

@@ -40,7 +40,8 @@ pub use dial::Dialer;
 pub use error::TransportError;
 pub use given::connected_socket;
 pub use identity::{
-    IdentityFiles, TlsIdentity, certificates_of, names_of, revocation_lists_of, validity_of,
+    IdentityFiles, TlsIdentity, certificates_of, names_of, next_update_of, revocation_lists_of,
+    validity_of,
 };
 pub use listen::{Listener, ListenerCloser, Pending};
 pub use rate::RateLimiter;

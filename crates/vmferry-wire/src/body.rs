@@ -4,9 +4,10 @@ use std::fmt;
 
 use serde::de::{Error as _, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
-use vmferry_memory::SlotLayout;
+use vmferry_memory::{GuestBytes, SlotLayout};
 
 use crate::algorithm::AlgorithmSet;
+use crate::control::Buffer;
 use crate::error::WireError;
 use crate::fields::{self, FIELDS_SINCE, Need, put_mandatory, put_optional};
 use crate::message::{
@@ -52,13 +53,13 @@ struct Begin {
     reconnect_ms: u32,
 }
 
-#[derive(Serialize, Deserialize)]
-struct Final {
+#[derive(Deserialize)]
+struct Final<'a> {
     #[serde(deserialize_with = "lane_sequences")]
     lane_sequences: Vec<u64>,
     digest: u64,
-    #[serde(with = "serde_bytes")]
-    state: Vec<u8>,
+    #[serde(borrow)]
+    state: &'a [u8],
 }
 
 /// FINAL up to its state.
@@ -97,14 +98,14 @@ fn lane_sequences<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u64>
 
 impl ControlMessage {
     /// Appends the message's body, without header.
-    pub(crate) fn encode_body(&self, version: u16, into: &mut Vec<u8>) {
+    pub(crate) fn encode_body(&self, version: u16, into: &mut impl Buffer) {
         self.encode_tuple(into);
         if version >= FIELDS_SINCE {
             self.encode_fields(into);
         }
     }
 
-    fn encode_tuple(&self, into: &mut Vec<u8>) {
+    fn encode_tuple(&self, into: &mut impl Buffer) {
         match self {
             Self::Begin {
                 session,
@@ -147,7 +148,7 @@ impl ControlMessage {
         }
     }
 
-    fn encode_fields(&self, into: &mut Vec<u8>) {
+    fn encode_fields(&self, into: &mut impl Buffer) {
         match self {
             Self::Begin { release, streams, used_bytes, .. } => {
                 put_release(into, release.as_ref());
@@ -189,7 +190,7 @@ impl ControlMessage {
     pub(crate) fn decode_whole(
         number: u16,
         version: u16,
-        mut body: Vec<u8>,
+        mut body: GuestBytes,
     ) -> Result<(Self, Vec<u16>), WireError> {
         if number != crate::number::FINAL {
             return Self::decode_body(number, version, &body);
@@ -200,9 +201,10 @@ impl ControlMessage {
         else {
             return Err(WireError::BadBody { message: "FINAL", detail: "it is cut short".into() });
         };
-        let state_begins = body.len() - rest.len();
-        let fields = body.split_off(body.len() - behind);
-        body.drain(..state_begins);
+        let state = body.len() - rest.len()..body.len() - behind;
+        let fields = body[state.end..].to_vec();
+        body.copy_within(state.clone(), 0);
+        body.truncate(state.len());
         let message = Self::Final { lane_sequences, digest, state: body, paused: false };
         message.finish(version, &fields)
     }
@@ -242,7 +244,7 @@ impl ControlMessage {
             3 => tuple!(reason => Self::Refuse { reason: cleaned(reason), release: None }),
             4 => tuple!((lane, sequence) => Self::Placed { lane, sequence }),
             5 => tuple!(Final { lane_sequences, digest, state } =>
-                Self::Final { lane_sequences, digest, state, paused: false }),
+                Self::Final { lane_sequences, digest, state: state.into(), paused: false }),
             6 => tuple!((digest, load_us) => Self::Ready { digest, load_us }),
             7 => tuple!(() => Self::Verify {}),
             8 => tuple!((hash, pages, elapsed_us) => Self::Verified { hash, pages, elapsed_us }),
@@ -363,7 +365,7 @@ fn cleaned(reason: Reason) -> Reason {
     reason.cleaned()
 }
 
-fn put_release(into: &mut Vec<u8>, release: Option<&Release>) {
+fn put_release(into: &mut impl Buffer, release: Option<&Release>) {
     let Some(release) = release else { return };
     for (number, name) in [(RELEASE, &release.vmferry), (VMM_RELEASE, &release.vmm)] {
         if !name.is_empty() {
@@ -372,9 +374,8 @@ fn put_release(into: &mut Vec<u8>, release: Option<&Release>) {
     }
 }
 
-fn put(into: &mut Vec<u8>, value: &impl Serialize) {
-    let bytes = std::mem::take(into);
-    *into = postcard::to_extend(value, bytes)
+fn put(into: &mut impl Buffer, value: &impl Serialize) {
+    postcard::to_io(value, into)
         .expect("writing to memory does not fail, and these types have no unsized sequences");
 }
 

@@ -1,5 +1,10 @@
 //! The header of a control message, and the two ways through it.
 
+use std::io::Write;
+use std::ops::DerefMut;
+
+use vmferry_memory::GuestBytes;
+
 use crate::error::WireError;
 use crate::message::{ControlMessage, name_of};
 use crate::number::FINAL;
@@ -73,8 +78,8 @@ impl ControlHeader {
         self.body_bytes as usize
     }
 
-    /// The message, from its whole body, as a version of the protocol has it: the one that was agreed on in the channel's
-    /// greeting.
+    /// The message, from its whole body, as a version of the protocol has it: the one that was
+    /// agreed on in the channel's greeting.
     ///
     /// # Errors
     /// A checksum that does not fit, a body that is not exactly this message, or a field that must not be ignored.
@@ -89,7 +94,7 @@ impl ControlHeader {
     ///
     /// # Errors
     /// As [`decode`](Self::decode).
-    pub fn decode_whole(&self, version: u16, body: Vec<u8>) -> Result<Decoded, WireError> {
+    pub fn decode_whole(&self, version: u16, body: GuestBytes) -> Result<Decoded, WireError> {
         self.check(&body)?;
         let (message, ignored) = ControlMessage::decode_whole(self.number, version, body)?;
         Ok(Decoded { message, ignored })
@@ -117,11 +122,30 @@ pub struct Decoded {
     pub ignored: Vec<u16>,
 }
 
+/// What messages are appended to. Where FINAL may come, with what a guest knows, it is
+/// [`GuestBytes`].
+pub trait Buffer: Write + DerefMut<Target = [u8]> {
+    /// Appends bytes.
+    fn append(&mut self, bytes: &[u8]);
+}
+
+impl Buffer for Vec<u8> {
+    fn append(&mut self, bytes: &[u8]) {
+        self.extend_from_slice(bytes);
+    }
+}
+
+impl Buffer for GuestBytes {
+    fn append(&mut self, bytes: &[u8]) {
+        self.extend_from_slice(bytes);
+    }
+}
+
 impl ControlMessage {
     /// Appends the message with its header, as a version of the protocol has it.
-    pub fn encode(&self, version: u16, into: &mut Vec<u8>) {
+    pub fn encode(&self, version: u16, into: &mut impl Buffer) {
         let start = into.len();
-        into.extend_from_slice(&[0; CONTROL_HEADER_BYTES]);
+        into.append(&[0; CONTROL_HEADER_BYTES]);
         self.encode_body(version, into);
         let (header, body) = into[start..].split_at_mut(CONTROL_HEADER_BYTES);
         // A longer body than a header can tell is refused by the peer's limit anyway.

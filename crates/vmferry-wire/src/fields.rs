@@ -9,6 +9,7 @@
 //! They stand in ascending order of their numbers, each at most once, to the end of the body, and a reader that knows one
 //! knows whether it is mandatory, so that the same fields have one form only. It leaves out an optional one that it does not know, and refuses the message for a mandatory one.
 
+use crate::control::Buffer;
 use crate::error::WireError;
 use crate::field;
 
@@ -37,21 +38,21 @@ impl std::fmt::Display for Need {
 }
 
 /// Appends a field that a reader may ignore. The caller keeps to the order of numbers.
-pub(crate) fn put_optional(into: &mut Vec<u8>, number: u16, content: &[u8]) {
+pub(crate) fn put_optional(into: &mut impl Buffer, number: u16, content: &[u8]) {
     put(into, number & !MANDATORY, content);
 }
 
 /// Appends a field that a reader must know.
-pub(crate) fn put_mandatory(into: &mut Vec<u8>, number: u16, content: &[u8]) {
+pub(crate) fn put_mandatory(into: &mut impl Buffer, number: u16, content: &[u8]) {
     put(into, number | MANDATORY, content);
 }
 
-fn put(into: &mut Vec<u8>, number: u16, content: &[u8]) {
+fn put(into: &mut impl Buffer, number: u16, content: &[u8]) {
     // A longer content than the length can tell is beyond the limit of every message.
     let length = u32::try_from(content.len()).unwrap_or(u32::MAX);
-    into.extend_from_slice(&number.to_le_bytes());
-    into.extend_from_slice(&length.to_le_bytes());
-    into.extend_from_slice(content);
+    into.append(&number.to_le_bytes());
+    into.append(&length.to_le_bytes());
+    into.append(content);
 }
 
 /// Reads all fields of a message. `take` is shown number and content of each, and says how the field stands in the message

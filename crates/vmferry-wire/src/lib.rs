@@ -32,7 +32,9 @@ mod segments;
 mod session;
 
 pub use algorithm::{Algorithm, AlgorithmSet};
-pub use control::{CONTROL_HEADER_BYTES, ControlHeader, Decoded, MAX_BODY_BYTES, MAX_FINAL_BYTES};
+pub use control::{
+    Buffer, CONTROL_HEADER_BYTES, ControlHeader, Decoded, MAX_BODY_BYTES, MAX_FINAL_BYTES,
+};
 pub use error::WireError;
 pub use frame::{
     FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_PAYLOAD_BYTES, MAX_FRAME_RUNS,

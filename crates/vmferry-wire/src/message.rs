@@ -1,6 +1,6 @@
 //! The messages of the control channel.
 
-use vmferry_memory::{SlotId, SlotLayout};
+use vmferry_memory::{GuestBytes, SlotId, SlotLayout};
 
 use crate::algorithm::AlgorithmSet;
 use crate::number;
@@ -81,7 +81,7 @@ pub enum ControlMessage {
         /// Sum of the hashes of all pages as last sent.
         digest: u64,
         /// The device state.
-        state: Vec<u8>,
+        state: GuestBytes,
         /// Since version 2: whether somebody has paused the guest, which is to stay so. A
         /// destination that does not know of that must refuse.
         paused: bool,

@@ -147,7 +147,7 @@ fn messages() -> Vec<ControlMessage> {
         ControlMessage::Final {
             lane_sequences: vec![7, 9],
             digest: u64::MAX,
-            state: vec![1; 40],
+            state: [1; 40].into(),
             paused: true,
         },
         ControlMessage::Ready { digest: 5, load_us: 600 },

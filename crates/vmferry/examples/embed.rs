@@ -15,7 +15,7 @@ use vmferry::source::{Orders, Report, SourceOutcome, migrate};
 use vmferry::{DestinationConfig, DestinationVm, GuestDescription, Landing, PrepareError};
 use vmferry::{Resume, SourceConfig, SourceVm, VmError};
 use vmferry_dirty::{DirtyLog, UffdLog};
-use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, SlotId, SlotLayout};
+use vmferry_memory::{GuestBytes, GuestMemory, MemoryKind, PAGE_SIZE, SlotId, SlotLayout};
 use vmferry_transport::{Address, Dialer, IdentityFiles, Listener, TlsIdentity, pki};
 use vmferry_wire::GuestIdentity;
 
@@ -108,8 +108,8 @@ impl SourceVm for Machine {
         Ok(begun.elapsed())
     }
 
-    fn save(&mut self) -> Result<Vec<u8>, VmError> {
-        Ok(self.register.load(Ordering::Acquire).to_le_bytes().to_vec())
+    fn save(&mut self) -> Result<GuestBytes, VmError> {
+        Ok(self.register.load(Ordering::Acquire).to_le_bytes().into())
     }
 }
 

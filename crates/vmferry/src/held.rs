@@ -12,6 +12,8 @@
 
 use std::time::Duration;
 
+use vmferry_memory::GuestBytes;
+
 use crate::handover::SourceState;
 use crate::journal::{Journal, JournalError, Record};
 use crate::streamed::{OutgoingStream, StreamEvents, StreamedVm};
@@ -223,7 +225,7 @@ impl<V: SourceVm> Paused<V> {
     ///
     /// # Errors
     /// What the VMM says; the guest stays paused.
-    pub fn save(&mut self, protocol: u16) -> Result<Vec<u8>, VmError> {
+    pub fn save(&mut self, protocol: u16) -> Result<GuestBytes, VmError> {
         self.0.as_mut().map_or_else(|| Err("the guest is gone".into()), |vm| vm.save_for(protocol))
     }
 }

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use vmferry_memory::GuestBytes;
 use vmferry_transport::{ChannelCloser, ChannelWriter};
 use vmferry_wire::{CONTROL_HEADER_BYTES, ControlHeader, ControlMessage};
 
@@ -20,13 +21,13 @@ struct Outgoing<W> {
     /// Of the protocol.
     version: u16,
     /// Kept, so that acknowledgements allocate nothing.
-    bytes: Vec<u8>,
+    bytes: GuestBytes,
 }
 
 impl<W: Write> ControlWriter<W> {
     /// Wraps the sending half of a channel on which a version of the protocol was agreed on.
     pub fn new(writer: W, version: u16) -> Self {
-        Self(Mutex::new(Outgoing { writer, version, bytes: Vec::new() }))
+        Self(Mutex::new(Outgoing { writer, version, bytes: GuestBytes::new() }))
     }
 
     /// Sends one message whole, flushed.
@@ -172,14 +173,14 @@ pub struct ControlReader<R> {
     /// Of the protocol.
     version: u16,
     offset: u64,
-    body: Vec<u8>,
+    body: GuestBytes,
     ignored: Vec<u16>,
 }
 
 impl<R: Read> ControlReader<R> {
     /// Wraps the receiving half of a channel on which a version of the protocol was agreed on.
     pub fn new(reader: R, version: u16, speaker: Speaker) -> Self {
-        Self { reader, speaker, version, offset: 0, body: Vec::new(), ignored: Vec::new() }
+        Self { reader, speaker, version, offset: 0, body: GuestBytes::new(), ignored: Vec::new() }
     }
 
     /// Fields of the last message that this release does not know, and that were left out.
@@ -211,7 +212,7 @@ impl<R: Read> ControlReader<R> {
         body.clear();
         while body.len() < header.body_bytes() {
             let (filled, left) = (body.len(), header.body_bytes() - body.len());
-            body.resize(filled + left.min(filled.max(FIRST_BYTES)), 0);
+            body.extend_to(filled + left.min(filled.max(FIRST_BYTES)));
             self.fill(&mut body[filled..], during)?;
         }
         let bytes = body.len() as u64;

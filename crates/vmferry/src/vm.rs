@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vmferry_dirty::DirtyLog;
-use vmferry_memory::{GuestMemory, SlotLayout};
+use vmferry_memory::{GuestBytes, GuestMemory, SlotLayout};
 use vmferry_wire::{GuestIdentity, SessionId};
 
 use crate::free_pages::FreePages;
@@ -96,7 +96,7 @@ impl Default for StateEstimate {
 ///
 /// use vmferry::{GuestDescription, Resume, SourceVm, VmError};
 /// use vmferry_dirty::DirtyLog;
-/// use vmferry_memory::GuestMemory;
+/// use vmferry_memory::{GuestBytes, GuestMemory};
 /// use vmferry_wire::GuestIdentity;
 ///
 /// /// A guest that is on its way; `Vcpus` is the VMM's own.
@@ -131,7 +131,7 @@ impl Default for StateEstimate {
 ///     fn pause(&mut self) -> Result<Duration, VmError> {
 ///         self.vcpus.pause() // Nothing writes memory any more, and has not for so long.
 ///     }
-///     fn save(&mut self) -> Result<Vec<u8>, VmError> {
+///     fn save(&mut self) -> Result<GuestBytes, VmError> {
 ///         self.vcpus.state()
 ///     }
 /// }
@@ -139,7 +139,7 @@ impl Default for StateEstimate {
 /// # impl Vcpus {
 /// #     fn run(&mut self) -> Result<(), VmError> { Ok(()) }
 /// #     fn pause(&mut self) -> Result<Duration, VmError> { Ok(Duration::ZERO) }
-/// #     fn state(&self) -> Result<Vec<u8>, VmError> { Ok(Vec::new()) }
+/// #     fn state(&self) -> Result<GuestBytes, VmError> { Ok(GuestBytes::new()) }
 /// #     fn count(&self) -> u32 { 1 }
 /// # }
 /// ```
@@ -164,18 +164,19 @@ pub trait SourceVm: Resume {
     fn pause(&mut self) -> Result<Duration, VmError>;
 
     /// Saves the state of vCPUs, interrupt controllers, clocks and devices of the paused guest,
-    /// without memory.
+    /// without memory. Core dumps leave the returned bytes out, on their whole way to
+    /// [`DestinationVm::load`]; what a VMM collects them in is its own to protect.
     ///
     /// # Errors
     /// The guest stays paused and unchanged.
-    fn save(&mut self) -> Result<Vec<u8>, VmError>;
+    fn save(&mut self) -> Result<GuestBytes, VmError>;
 
     /// The same, for a destination that speaks this version of the protocol: what a release of that version reads. A VMM
     /// whose state has not changed since version 1 need not care.
     ///
     /// # Errors
     /// As [`save`](Self::save).
-    fn save_for(&mut self, _protocol: u16) -> Result<Vec<u8>, VmError> {
+    fn save_for(&mut self, _protocol: u16) -> Result<GuestBytes, VmError> {
         self.save()
     }
 

@@ -233,7 +233,7 @@ impl SourceHost {
                 What::Paused { stood_still: took }
             }
             Task::LastHarvest => What::LastHarvest { pages: outcome.into(), took },
-            Task::Save => What::Saved { state: vec![outcome; 3], took, paused: false },
+            Task::Save => What::Saved { state: [outcome; 3].into(), took, paused: false },
             Task::Sum => What::Digest(DIGEST),
             Task::Hash(attempt) => {
                 What::Hashed { attempt, hash: WholeHash { hash: DIGEST, pages: 1 } }

@@ -16,7 +16,7 @@ use vmferry::source::{Orders, SourceOutcome, migrate};
 use vmferry::{DestinationConfig, GuestDescription, Resume, SourceConfig, SourceVm, VmError};
 use vmferry_dirty::{DirtyLog, DirtyLogError, LogChoice, SoftwareWay};
 use vmferry_memory::traverse::{baseline, flat_runs};
-use vmferry_memory::{GuestMemory, MemoryKind, PageBitmap, PageSet, SlotId};
+use vmferry_memory::{GuestBytes, GuestMemory, MemoryKind, PageBitmap, PageSet, SlotId};
 use vmferry_microvm::config::GuestConfig;
 use vmferry_microvm::embed::{IncomingMachine, MigratingMachine};
 use vmferry_microvm::{GuestKind, Machine, MachineConfig};
@@ -261,7 +261,7 @@ impl SourceVm for Recorded {
         self.vm.pause()
     }
 
-    fn save(&mut self) -> Result<Vec<u8>, VmError> {
+    fn save(&mut self) -> Result<GuestBytes, VmError> {
         self.vm.save()
     }
 }

@@ -13,7 +13,7 @@ use vmferry::compression::{CompressionConfig, CompressionWay, WhenBusy};
 use vmferry::{GuestDescription, MigrateError, Resume, SourceVm, VmError};
 use vmferry_codec::Method;
 use vmferry_dirty::{DirtyLog, UffdLog};
-use vmferry_memory::{GuestMemory, PAGE_SIZE};
+use vmferry_memory::{GuestBytes, GuestMemory, PAGE_SIZE};
 
 use super::content::{Content, Pool, Random};
 use super::guest::{fill, lock};
@@ -213,7 +213,7 @@ impl SourceVm for BusyGuest {
         Ok(Duration::ZERO)
     }
 
-    fn save(&mut self) -> Result<Vec<u8>, VmError> {
-        Ok(Vec::new())
+    fn save(&mut self) -> Result<GuestBytes, VmError> {
+        Ok(GuestBytes::new())
     }
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use vmferry::{GuestDescription, Resume, SourceVm, StateEstimate, VmError};
 use vmferry_dirty::{DirtyLog, DirtyLogError, UffdLog};
-use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun, PageSet, SlotId};
+use vmferry_memory::{GuestBytes, GuestMemory, PAGE_SIZE, PageRun, PageSet, SlotId};
 
 use super::content::{CHUNK_PAGES, Pool, Random};
 use super::system::{run_when_idle, this_thread};
@@ -250,8 +250,8 @@ impl SourceVm for Bare {
         Err("this guest is never handed over".into())
     }
 
-    fn save(&mut self) -> Result<Vec<u8>, VmError> {
-        Ok(Vec::new())
+    fn save(&mut self) -> Result<GuestBytes, VmError> {
+        Ok(GuestBytes::new())
     }
 
     fn state_estimate(&self) -> StateEstimate {

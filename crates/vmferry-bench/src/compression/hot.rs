@@ -11,7 +11,7 @@ use vmferry::compression::{CompressionConfig, CompressionWay, WhenBusy};
 use vmferry::{GuestDescription, MigrateError, Resume, SourceVm, StateEstimate, VmError};
 use vmferry_codec::Method;
 use vmferry_dirty::{DirtyLog, UffdLog};
-use vmferry_memory::{GuestMemory, PAGE_SIZE};
+use vmferry_memory::{GuestBytes, GuestMemory, PAGE_SIZE};
 
 use super::content::{Content, Pool, Random};
 use super::guest::{NO_STATE, fill};
@@ -168,8 +168,8 @@ impl SourceVm for HotGuest {
         Err("this guest is never handed over".into())
     }
 
-    fn save(&mut self) -> Result<Vec<u8>, VmError> {
-        Ok(Vec::new())
+    fn save(&mut self) -> Result<GuestBytes, VmError> {
+        Ok(GuestBytes::new())
     }
 
     fn state_estimate(&self) -> StateEstimate {

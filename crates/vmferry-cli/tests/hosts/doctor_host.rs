@@ -1,5 +1,5 @@
-//! `vmferry doctor` on hosts that lack something: processes without rights, journals that can't be written, promises in
-//! doubt, revocation lists that are out of date.
+//! `vmferry doctor` on hosts that lack something: processes without rights, journals that can't be
+//! written, promises in doubt, revocation lists that are out of date.
 
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::process::{Command, Stdio};
@@ -56,7 +56,8 @@ fn user_without_rights_is_told_of_userfaultfd_and_control_groups() {
     assert!(groups["why"].as_str().unwrap().contains("Delegate=yes"), "{groups}");
 }
 
-/// A place for Yama's setting as the kernel has it, in a mount namespace: not every kernel has Yama.
+/// A place for Yama's setting as the kernel has it, in a mount namespace: not every kernel has
+/// Yama.
 fn with_ptrace_scope(scope: &str) -> [String; 7] {
     let script = "mount -t tmpfs none /proc/sys/kernel && mkdir /proc/sys/kernel/yama && \
                   echo \"$1\" > /proc/sys/kernel/yama/ptrace_scope && shift && exec \"$@\"";

@@ -42,7 +42,8 @@ impl StreamDecoder {
     #[must_use]
     pub fn new(decompressors: Decompressors, entries: u32) -> Self {
         let kept = KeptPages::new(entries);
-        let buffers = Buffers { decompressors, unpacked: GuestBytes::new(), piece: Vec::new() };
+        let (unpacked, piece) = (GuestBytes::new(), GuestBytes::new());
+        let buffers = Buffers { decompressors, unpacked, piece };
         Self { buffers, kept, offset: 0 }
     }
 
@@ -104,7 +105,7 @@ struct Buffers {
     /// The packed part, decompressed.
     unpacked: GuestBytes,
     /// The piece, if it does not stand in the frame.
-    piece: Vec<u8>,
+    piece: GuestBytes,
 }
 
 impl Buffers {
@@ -152,7 +153,6 @@ impl Buffers {
         };
         let (mut packed, mut deltas) = unpacked.split_at(table.packed_content_bytes());
         self.piece.clear();
-        self.piece.reserve(table.piece_bytes());
         for segment in table.segments() {
             let from =
                 match segment.encoding {

@@ -1,6 +1,6 @@
 //! Where a piece of a stream is divided, and the deltas of its pages.
 
-use vmferry_memory::{PAGE_SIZE, SlotId};
+use vmferry_memory::{GuestBytes, PAGE_SIZE, SlotId};
 
 use crate::encode::{Choice, DeltaUse, FrameCounts, LONGEST_DELTA, LONGEST_DELTA_BESIDE_PACKING};
 use crate::frame::EncodedFrame;
@@ -54,7 +54,7 @@ pub(crate) struct Division {
     /// Parts and their lengths, which make the piece.
     pub(super) parts: Vec<(Part, usize)>,
     /// Records of the parts that are deltas.
-    pub(super) deltas: Vec<u8>,
+    pub(super) deltas: GuestBytes,
     pub(super) counts: FrameCounts,
 }
 

@@ -1,6 +1,6 @@
 //! Divided pieces to frames.
 
-use vmferry_memory::stream_hash;
+use vmferry_memory::{GuestBytes, stream_hash};
 use vmferry_wire::{
     Algorithm, FrameHeader, FrameKind, PieceSummary, Segment, SegmentEncoding, table_checksum,
 };
@@ -21,14 +21,14 @@ pub struct StreamEncoder {
     made: Made,
     segments: Vec<Segment>,
     /// Packed segments, then deltas.
-    gathered: Vec<u8>,
+    gathered: GuestBytes,
 }
 
 impl StreamEncoder {
     /// An encoder without contexts; they are made at first use.
     #[must_use]
     pub fn new(compressors: Compressors) -> Self {
-        Self { compressors, made: Vec::new(), segments: Vec::new(), gathered: Vec::new() }
+        Self { compressors, made: Vec::new(), segments: Vec::new(), gathered: GuestBytes::new() }
     }
 
     /// Makes the frame of the piece that was [divided](EncodedFrame::divide) in it, packed with `method` as far as it

@@ -6,7 +6,7 @@ use vmferry_codec::{
     Batch, Choice, Compressors, DeltaUse, EncodedFrame, Encoder, HotPages, Method, PageHashes,
     encode_delta,
 };
-use vmferry_memory::{PAGE_SIZE, PageRun, SlotId};
+use vmferry_memory::{GuestBytes, PAGE_SIZE, PageRun, SlotId};
 
 use crate::harness::world::{World, base_page, noise, read_all};
 
@@ -41,17 +41,17 @@ fn deltas() -> Vec<(String, Vec<u8>)> {
         for (first, length) in patches {
             page[*first..first + length].iter_mut().for_each(|byte| *byte ^= 0x55);
         }
-        let mut seed = vec![number as u8];
+        let mut seed = GuestBytes::from([number as u8]);
         assert!(encode_delta(&base, &page, &mut seed, 2 * PAGE_SIZE));
         // A second one follows.
         assert!(encode_delta(&page, &base, &mut seed, 2 * PAGE_SIZE));
-        seeds.push((name.to_owned(), seed));
+        seeds.push((name.to_owned(), seed.to_vec()));
     }
     let mut page = base_page(SlotId(0), 0);
     page.iter_mut().step_by(7).for_each(|byte| *byte ^= 1);
-    let mut many = vec![0];
+    let mut many = GuestBytes::from([0]);
     assert!(encode_delta(&base_page(SlotId(0), 0), &page, &mut many, 2 * PAGE_SIZE));
-    seeds.push(("more-than-127-patches".to_owned(), many));
+    seeds.push(("more-than-127-patches".to_owned(), many.to_vec()));
     seeds
 }
 

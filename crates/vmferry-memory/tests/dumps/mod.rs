@@ -1,87 +1,294 @@
-//! Children that crash, and what of their memory is in their core dumps.
+//! Children that hold something and crash, and what of their memory core dumps have.
+//!
+//! A child is looked at twice: while it still runs, as the kernel would dump it (all mappings that
+//! are not marked `dd`, which stands for `VM_DONTDUMP`), which depends on no setting of the system;
+//! then it crashes, and where this system writes dumps into the working directory
+//! (`kernel.core_pattern`), the kernel's own is searched too.
+//!
+//! Sources: Linux `Documentation/filesystems/proc.rst` (`VmFlags`), `fs/coredump.c`
+//! (`vma_dump_size`), core(5).
 
+#![allow(dead_code, reason = "each test uses a part of it")]
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Lines, Read, Write};
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::Command;
+use std::process::{Child, ChildStdout, Command, Stdio};
 
-use vmferry_memory::PAGE_SIZE;
+use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, setrlimit};
 
 pub const PAGES: u64 = 64;
 
-/// Says to the child what to hold, and whether to undo its protection.
-pub const CHILD: &str = "VMFERRY_TEST_CORE_DUMP";
+/// Says to the child what to hold, and whether its protection is to be undone.
+const CHILD: &str = "VMFERRY_TEST_CORE_DUMP";
 
-/// What stands at the beginning of a page, like nothing else: not in the program, and not in its
-/// stack for long.
-pub fn pattern(page: u64) -> [u8; 64] {
+/// The child says so when it holds what it was told to.
+const HELD: &str = "held";
+
+/// Bytes of a pattern.
+pub const PATTERN: usize = 64;
+
+/// The first bytes of a needle, by which it is found.
+const KEY: usize = 8;
+
+/// Writes what stands at the beginning of a page, like nothing else: not in the program, and
+/// nowhere else in the child, which makes it where it is to be.
+pub fn fill(page: u64, into: &mut [u8]) {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(page + 1);
-    std::array::from_fn(|_| {
+    for byte in &mut into[..PATTERN] {
         state =
             state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 56) as u8
-    })
+        *byte = (state >> 56) as u8;
+    }
 }
 
-/// How many of the pages are in the dump of a child; none if this system writes no dumps to files.
-pub fn pages_in_dump(kind: &str, undone: bool) -> Option<usize> {
-    let target = std::fs::read_to_string("/proc/sys/kernel/core_pattern").unwrap();
-    if target.starts_with(['|', '@']) || target.contains('/') {
-        eprintln!("SKIPPED: core dumps of this system go to {}", target.trim());
-        return None;
-    }
-    let directory = tempfile::tempdir().unwrap();
-    let status = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "the_child", "--nocapture"])
-        .env(CHILD, format!("{kind} {undone}"))
-        .current_dir(directory.path())
-        .process_group(0)
-        .status()
-        .unwrap();
-    assert_eq!(status.signal(), Some(libc::SIGABRT), "{status}");
-    if !status.core_dumped() {
-        eprintln!("SKIPPED: this system writes no core dumps");
-        return None;
-    }
-    let file = std::fs::read_dir(directory.path()).unwrap().next().unwrap().unwrap();
-    let dump = std::fs::read(file.path()).unwrap();
-    // The dump's segments are whole pages, and a page's pattern stands at its beginning.
-    let found: std::collections::HashSet<&[u8]> =
-        dump.chunks(PAGE_SIZE).filter_map(|page| page.get(..64)).collect();
-    Some((0..PAGES).filter(|page| found.contains(&pattern(*page)[..])).count())
+/// The patterns of the first pages.
+pub fn patterns(pages: u64) -> Vec<Vec<u8>> {
+    let pattern = |page| {
+        let mut bytes = vec![0; PATTERN];
+        fill(page, &mut bytes);
+        bytes
+    };
+    (0..pages).map(pattern).collect()
 }
 
 /// Nothing of what the child holds is in its dump; without the protection it is, and the search
 /// finds it.
 pub fn is_kept_out(kind: &str) {
-    let Some(protected) = pages_in_dump(kind, false) else { return };
-    assert_eq!(protected, 0, "{kind}: what a guest knows is in the core dump");
-    assert_eq!(pages_in_dump(kind, true), Some(PAGES as usize), "{kind}");
+    are_kept_out(kind, &patterns(PAGES), |_| ());
+}
+
+/// The same for other things than [`PAGES`] patterns, with a child that needs somebody who does
+/// `meanwhile`.
+pub fn are_kept_out(kind: &str, needles: &[Vec<u8>], meanwhile: impl Fn(&mut Crashing)) {
+    for undone in [false, true] {
+        is_as_protected(kind, undone, needles, &meanwhile);
+    }
+}
+
+/// Nothing is in the dump of one child; or all, if its protection is undone.
+pub fn is_as_protected(
+    kind: &str,
+    undone: bool,
+    needles: &[Vec<u8>],
+    meanwhile: impl Fn(&mut Crashing),
+) {
+    let mut child = Crashing::start(kind, undone);
+    meanwhile(&mut child);
+    child.says(HELD);
+    let expected = if undone { needles.len() } else { 0 };
+    let found = child.to_be_dumped(needles);
+    assert_eq!(found, expected, "{kind}, undone: {undone}: found in memory that is dumped");
+    if let Some(found) = child.crash(needles) {
+        assert_eq!(found, expected, "{kind}, undone: {undone}: found in the core dump");
+    }
+}
+
+/// A child that will crash.
+pub struct Crashing {
+    child: Child,
+    lines: Lines<BufReader<ChildStdout>>,
+    directory: tempfile::TempDir,
+}
+
+impl Crashing {
+    /// Starts `the_child` of this program.
+    fn start(kind: &str, undone: bool) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "the_child", "--nocapture"])
+            .env(CHILD, format!("{kind} {undone}"))
+            .current_dir(directory.path())
+            .process_group(0)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        Self { child, lines, directory }
+    }
+
+    /// Waits until it says this.
+    pub fn says(&mut self, wanted: &str) {
+        // The test runner has begun the first line.
+        let said = self.lines.by_ref().any(|line| line.unwrap().ends_with(wanted));
+        assert!(said, "the child has ended without {wanted:?}");
+    }
+
+    /// Lets it go on where it waits for that.
+    pub fn go_on(&mut self) {
+        self.child.stdin.as_mut().unwrap().write_all(b"\n").unwrap();
+    }
+
+    /// How many of the needles are in memory that a dump would have.
+    fn to_be_dumped(&self, needles: &[Vec<u8>]) -> usize {
+        let pid = self.child.id();
+        let memory = File::open(format!("/proc/{pid}/mem")).unwrap();
+        let mut search = Search::new(needles);
+        // None of its threads goes on meanwhile.
+        self.signal(Signal::STOP);
+        for mapping in mappings(&pid.to_string()).into_iter().filter(Mapping::is_dumped) {
+            let mut bytes = vec![0; mapping.range.len()];
+            // What can't be read is the kernel's own.
+            if memory.read_exact_at(&mut bytes, mapping.range.start as u64).is_ok() {
+                search.look_at(&bytes);
+            }
+        }
+        self.signal(Signal::CONT);
+        search.found.len()
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    /// Lets it crash: how many of the needles are in its dump, if there is one.
+    fn crash(mut self, needles: &[Vec<u8>]) -> Option<usize> {
+        drop(self.child.stdin.take());
+        let status = self.child.wait().unwrap();
+        assert_eq!(status.signal(), Some(Signal::ABORT.as_raw()), "{status}");
+        let mut files = std::fs::read_dir(self.directory.path()).unwrap();
+        let file = files.next().filter(|_| status.core_dumped())?;
+        let (mut search, dump) =
+            (Search::new(needles), std::fs::read(file.unwrap().path()).unwrap());
+        segments(&dump).into_iter().for_each(|segment| search.look_at(&dump[segment]));
+        Some(search.found.len())
+    }
+}
+
+impl Drop for Crashing {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The memory in a core dump. Its notes have each thread's registers: 64 bytes of what was copied
+/// last may be in one.
+fn segments(dump: &[u8]) -> Vec<Range<usize>> {
+    const LOAD: usize = 1;
+    let number = |at: usize, bytes: usize| {
+        let digits = dump[at..at + bytes].iter().rev();
+        digits.fold(0, |number, byte| number << 8 | usize::from(*byte))
+    };
+    // elf(5): e_phoff, e_phnum, e_phentsize; p_type, p_offset, p_filesz.
+    let (headers, size, count) = (number(32, 8), number(54, 2), number(56, 2));
+    let loaded = (0..count).map(|index| headers + index * size).filter(|at| number(*at, 4) == LOAD);
+    loaded.map(|at| number(at + 8, 8)..number(at + 8, 8) + number(at + 32, 8)).collect()
+}
+
+/// Needles, and which of them were found.
+struct Search<'a> {
+    needles: &'a [Vec<u8>],
+    /// Whether a needle begins with these two bytes.
+    begins: Vec<bool>,
+    found: HashSet<usize>,
+}
+
+impl<'a> Search<'a> {
+    fn new(needles: &'a [Vec<u8>]) -> Self {
+        let mut begins = vec![false; 1 << 16];
+        for needle in needles {
+            assert!(needle.len() >= KEY);
+            begins[usize::from(u16::from_le_bytes([needle[0], needle[1]]))] = true;
+        }
+        Self { needles, begins, found: HashSet::new() }
+    }
+
+    fn look_at(&mut self, bytes: &[u8]) {
+        for (at, first) in bytes.windows(2).enumerate() {
+            if self.begins[usize::from(u16::from_le_bytes([first[0], first[1]]))] {
+                let here = |(_, needle): &(usize, &Vec<u8>)| bytes[at..].starts_with(needle);
+                let found = self.needles.iter().enumerate().filter(here).map(|(number, _)| number);
+                self.found.extend(found);
+            }
+        }
+    }
+}
+
+/// A part of a process's address space.
+pub struct Mapping {
+    range: Range<usize>,
+    /// Bytes that are populated.
+    pub resident_bytes: u64,
+    /// Pages that may differ from those of a file: the kernel dumps no others.
+    is_own: bool,
+    flags: Vec<String>,
+}
+
+impl Mapping {
+    fn has(&self, flag: &str) -> bool {
+        self.flags.iter().any(|known| known == flag)
+    }
+
+    /// Whether the kernel leaves it out of every dump.
+    pub fn is_left_out(&self) -> bool {
+        self.has("dd")
+    }
+
+    pub fn is_dumped(&self) -> bool {
+        self.is_own && self.has("rd") && !self.is_left_out() && !self.has("io")
+    }
+}
+
+/// Those of a process, by its number or `self`.
+pub fn mappings(process: &str) -> Vec<Mapping> {
+    let mut mappings: Vec<Mapping> = Vec::new();
+    for line in std::fs::read_to_string(format!("/proc/{process}/smaps")).unwrap().lines() {
+        let mut words = line.split_whitespace();
+        let first = words.next().unwrap();
+        if let Some((begin, end)) = first.split_once('-') {
+            let number = |text| usize::from_str_radix(text, 16).unwrap();
+            let is_writable = words.next().unwrap().contains('w');
+            let has_file = words.nth(2).unwrap() != "0";
+            mappings.push(Mapping {
+                range: number(begin)..number(end),
+                resident_bytes: 0,
+                is_own: is_writable || !has_file,
+                flags: Vec::new(),
+            });
+        } else if let Some(mapping) = mappings.last_mut() {
+            match first {
+                "Rss:" => {
+                    mapping.resident_bytes = words.next().unwrap().parse::<u64>().unwrap() << 10;
+                }
+                "VmFlags:" => mapping.flags = words.map(str::to_owned).collect(),
+                _ => {}
+            }
+        }
+    }
+    mappings
 }
 
 /// What the child must do: the kind, and whether to undo the protection.
 pub fn order() -> Option<(String, bool)> {
     let order = std::env::var(CHILD).ok()?;
-    let (kind, undone) = order.split_once(' ').unwrap();
-    let unlimited = rustix::process::Rlimit { current: None, maximum: None };
-    // Where the hard limit is lower, there is no dump, and the parent says so.
-    let _ = rustix::process::setrlimit(rustix::process::Resource::Core, unlimited);
+    let (kind, undone) = order.rsplit_once(' ').unwrap();
+    let unlimited = Rlimit { current: None, maximum: None };
+    // Where the hard limit is lower, there is no dump to be searched.
+    let _ = setrlimit(Resource::Core, unlimited);
     Some((kind.to_owned(), undone == "true"))
 }
 
+/// The child holds what it was told to: it is looked at, and crashes.
+pub fn hold(undone: bool) -> ! {
+    if undone {
+        undo();
+    }
+    println!("{HELD}");
+    let _ = std::io::stdin().read(&mut [0]);
+    std::process::abort();
+}
+
 /// Undoes the protection of everything in this process.
-pub fn undo() {
-    let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
-    let mut range = 0..0;
-    for line in maps.lines() {
-        let first = line.split(' ').next().unwrap();
-        if let Some((begin, end)) = first.split_once('-') {
-            let number = |text| usize::from_str_radix(text, 16).unwrap();
-            range = number(begin)..number(end);
-        } else if line.starts_with("VmFlags:") && line.split(' ').any(|flag| flag == "dd") {
-            let begin = range.start as *mut std::ffi::c_void;
-            // SAFETY: the range is a mapping of this process; the advice changes no content. What
-            // is the kernel's own (the data of the vDSO) is refused.
-            let _ =
-                unsafe { rustix::mm::madvise(begin, range.len(), rustix::mm::Advice::LinuxDoDump) };
-        }
+fn undo() {
+    for Mapping { range, .. } in mappings("self").into_iter().filter(Mapping::is_left_out) {
+        let begin = range.start as *mut std::ffi::c_void;
+        // SAFETY: the range is a mapping of this process; the advice changes no content. What is
+        // the kernel's own (the data of the vDSO) is refused.
+        let _ = unsafe { rustix::mm::madvise(begin, range.len(), rustix::mm::Advice::LinuxDoDump) };
     }
 }

@@ -9,6 +9,7 @@ use std::io;
 
 use kvm_bindings::{KVM_CAP_XSAVE2, KVMIO, kvm_dtable, kvm_segment, kvm_sregs2, kvm_xsave};
 use kvm_ioctls::{VcpuFd, VmFd};
+use vmferry_memory::GuestBytes;
 use vmm_sys_util::ioctl::{ioctl_with_mut_ptr, ioctl_with_mut_ref, ioctl_with_ptr, ioctl_with_ref};
 use vmm_sys_util::{ioctl_ior_nr, ioctl_iow_nr};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
@@ -60,8 +61,9 @@ pub(super) fn set_sregs2(fd: &VcpuFd, sregs: &Sregs2) -> io::Result<()> {
 }
 
 /// The vCPU's XSAVE area, `bytes` long, which must be what [`xsave_bytes`] said.
-pub(super) fn xsave(fd: &VcpuFd, bytes: usize) -> io::Result<Vec<u8>> {
-    let mut area = vec![0u8; bytes.max(XSAVE_BYTES)];
+pub(super) fn xsave(fd: &VcpuFd, bytes: usize) -> io::Result<GuestBytes> {
+    let mut area = GuestBytes::new();
+    area.extend_to(bytes.max(XSAVE_BYTES));
     let request = if bytes > XSAVE_BYTES { KVM_GET_XSAVE2() } else { KVM_GET_XSAVE() };
     // SAFETY: GET_XSAVE writes 4,096 bytes, and GET_XSAVE2 as many as `KVM_CAP_XSAVE2` says, which
     // the caller passes on; the area is that large.
@@ -72,8 +74,8 @@ pub(super) fn xsave(fd: &VcpuFd, bytes: usize) -> io::Result<Vec<u8>> {
 /// Sets the vCPU's XSAVE area. `area` may be shorter than this host's (`bytes`): the rest is then
 /// zero, which is the initial state of the components that it holds.
 pub(super) fn set_xsave(fd: &VcpuFd, area: &[u8], bytes: usize) -> io::Result<()> {
-    let mut padded = area.to_vec();
-    padded.resize(padded.len().max(bytes).max(XSAVE_BYTES), 0);
+    let mut padded = GuestBytes::from(area);
+    padded.extend_to(bytes.max(XSAVE_BYTES));
     // SAFETY: The kernel reads at most as many bytes as `KVM_CAP_XSAVE2` says; `padded` has them.
     done(unsafe { ioctl_with_ptr(fd, KVM_SET_XSAVE(), padded.as_ptr()) })
 }

@@ -5,6 +5,7 @@ use kvm_bindings::{
     kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_vcpu_events, kvm_xcrs,
 };
 use kvm_ioctls::VcpuFd;
+use vmferry_memory::GuestBytes;
 use zerocopy::IntoBytes;
 
 use super::KvmError;
@@ -58,7 +59,7 @@ pub(super) struct VcpuState {
     mp_state: kvm_mp_state,
     regs: kvm_regs,
     sregs: SystemRegisters,
-    xsave: Vec<u8>,
+    xsave: GuestBytes,
     xcrs: kvm_xcrs,
     lapic: kvm_lapic_state,
     msrs: Vec<kvm_msr_entry>,
@@ -182,7 +183,7 @@ impl VcpuState {
             mp_state: from.section(&MP_STATE, vcpu)?.abi()?,
             regs: from.section(&REGS, vcpu)?.abi()?,
             sregs,
-            xsave: xsave.payload().to_vec(),
+            xsave: xsave.payload().into(),
             xcrs: from.section(&XCRS, vcpu)?.abi()?,
             lapic: from.section(&LAPIC, vcpu)?.abi()?,
             msrs: from.section(&MSRS, vcpu)?.abi_list(MSRS_MAX)?,

@@ -12,7 +12,7 @@ fn sample() -> Vec<u8> {
     writer.abi(&A, 0, &[1u64, 2, 3]).unwrap();
     writer.section(&A, 1, &[]).unwrap();
     writer.section(&B, 0, b"something else").unwrap();
-    writer.finish()
+    writer.finish().to_vec()
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Writes a container.
 
+use vmferry_memory::GuestBytes;
 use vmferry_wire::PROTOCOL_VERSION_MAX;
 use zerocopy::{Immutable, IntoBytes};
 
@@ -12,7 +13,7 @@ use super::{
 /// bytes.
 #[derive(Debug)]
 pub struct StateWriter {
-    bytes: Vec<u8>,
+    bytes: GuestBytes,
     sections: u32,
     /// The version of the protocol that the reader speaks.
     protocol: u16,
@@ -34,7 +35,7 @@ impl StateWriter {
     /// An empty container for a host that speaks this version of the migration protocol.
     #[must_use]
     pub fn for_protocol(protocol: u16) -> Self {
-        Self { bytes: vec![0; HEADER_BYTES], sections: 0, protocol }
+        Self { bytes: [0; HEADER_BYTES].into(), sections: 0, protocol }
     }
 
     /// The version in which the content of a section is to be written.
@@ -89,7 +90,7 @@ impl StateWriter {
 
     /// The container.
     #[must_use]
-    pub fn finish(mut self) -> Vec<u8> {
+    pub fn finish(mut self) -> GuestBytes {
         self.bytes[0..8].copy_from_slice(&MAGIC);
         self.bytes[8..10].copy_from_slice(&FORMAT_VERSION.to_le_bytes());
         self.bytes[12..16].copy_from_slice(&self.sections.to_le_bytes());

@@ -9,7 +9,7 @@ use crate::support::migrate_source;
 use vmferry::free_pages::FreePages;
 use vmferry::{GuestDescription, MigrateError, Resume, SourceVm, StateEstimate, VmError};
 use vmferry_dirty::{DirtyLog, DirtyLogError};
-use vmferry_memory::{GuestMemory, PAGE_SIZE, PageSet, SlotId};
+use vmferry_memory::{GuestBytes, GuestMemory, PAGE_SIZE, PageSet, SlotId};
 use vmferry_qemu::QemuSource;
 use vmferry_qemu_lab::{Machine, Qemu, Version, World};
 
@@ -68,7 +68,7 @@ impl SourceVm for Forgetful {
         self.source.pause()
     }
 
-    fn save(&mut self) -> Result<Vec<u8>, VmError> {
+    fn save(&mut self) -> Result<GuestBytes, VmError> {
         self.source.save()
     }
 

@@ -127,7 +127,7 @@ fn goldens() -> Vec<Golden> {
             ControlMessage::Final {
                 lane_sequences: vec![7],
                 digest: 1,
-                state: vec![0xee],
+                state: [0xee].into(),
                 paused: false,
             },
             "01070101ee",

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use vmferry_memory::{PageSet, WholeHash};
+use vmferry_memory::{GuestBytes, PageSet, WholeHash};
 use vmferry_wire::{ControlMessage, Release, SessionId};
 
 use crate::error::MigrateError;
@@ -145,7 +145,7 @@ pub enum Action {
     /// Load the state: `Loaded`.
     Load {
         /// The state.
-        state: Vec<u8>,
+        state: GuestBytes,
         /// Whether the guest is to stay paused.
         paused: bool,
     },

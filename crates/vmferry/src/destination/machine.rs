@@ -18,7 +18,7 @@ mod links;
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use vmferry_memory::SlotLayout;
+use vmferry_memory::{GuestBytes, SlotLayout};
 use vmferry_wire::{ControlMessage, Reason, ReasonCode, SessionId, Token};
 
 use self::announcement::check_layout;
@@ -74,7 +74,7 @@ struct Announced {
 struct Final {
     lane_sequences: Vec<u64>,
     digest: u64,
-    state: Vec<u8>,
+    state: GuestBytes,
     paused: bool,
 }
 
@@ -446,7 +446,7 @@ mod tests {
         for sequence in [9, 7] {
             machine.handle(now, Input::LaneEnded { lane: 0, sequence });
         }
-        let (lane_sequences, state) = (vec![9], Vec::new());
+        let (lane_sequences, state) = (vec![9], GuestBytes::new());
         let message = ControlMessage::Final { lane_sequences, digest: 0, state, paused: false };
         machine.handle(now, Input::Control { link: LinkId::CONTROL, message });
         assert_eq!(machine.phase, Phase::Loading);

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use vmferry_memory::WholeHash;
+use vmferry_memory::{GuestBytes, WholeHash};
 use vmferry_wire::{AlgorithmSet, ControlMessage, Release, Token};
 
 use super::change::Change;
@@ -127,7 +127,7 @@ pub enum Input {
     /// The state is saved, or a VMM that streams its guest has sent the last byte.
     Saved {
         /// The VMM's state.
-        state: Vec<u8>,
+        state: GuestBytes,
         /// How long it took.
         took: Duration,
         /// Whether somebody else has paused the guest.

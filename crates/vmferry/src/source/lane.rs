@@ -39,7 +39,7 @@ pub struct LaneContext {
 /// Where a lane's frames come from.
 pub enum FrameSource {
     /// Workers, and the lane's sender itself.
-    Maker(Maker),
+    Maker(Box<Maker>),
     /// Others, by this queue.
     Queue(Arc<Outgoing<Finished>>),
 }

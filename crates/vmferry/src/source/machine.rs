@@ -31,7 +31,7 @@ mod rounds;
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use vmferry_memory::WholeHash;
+use vmferry_memory::{GuestBytes, WholeHash};
 use vmferry_wire::{AlgorithmSet, ControlMessage, Release, SessionWord};
 
 use self::accepted::from_release;
@@ -125,7 +125,7 @@ pub struct Source {
     hold: Hold,
     last_sent: Duration,
     comparison: Comparison,
-    state: Option<Vec<u8>>,
+    state: Option<GuestBytes>,
     digest: Option<u64>,
     /// Somebody else has paused the guest.
     guest_is_paused: bool,

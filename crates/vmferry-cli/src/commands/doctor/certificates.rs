@@ -1,4 +1,5 @@
-//! This host's certificates and revocation lists: whether they can be used, by whom, and for how long.
+//! This host's certificates and revocation lists: whether they can be used, by whom, and for how
+//! long.
 
 use std::path::Path;
 use std::time::{Duration, SystemTime};
@@ -16,7 +17,8 @@ use crate::exit::Failure;
 /// A certificate that ends sooner than this should be renewed.
 const SOON: Duration = Duration::from_secs(30 * 24 * 3600);
 
-/// A revocation list that ends so soon is to be renewed. They are made for shorter times than certificates.
+/// A revocation list that ends so soon is to be renewed. They are made for shorter times than
+/// certificates.
 const SOON_FOR_LISTS: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// Looks at the files that the options name; nothing, if they name none.
@@ -64,13 +66,15 @@ fn look_at_revocations(path: &Path, skew: Duration, findings: &mut Findings) {
     let (now, object) = (SystemTime::now(), path.display());
     for until in lists.iter().filter_map(|(_, list)| next_update_of(list)) {
         let date = humantime::format_rfc3339_seconds(until);
-        let remedy = "make a new one with `vmferry pki revoke` where the authority is, and copy it to each host";
+        let remedy = "make a new one with `vmferry pki revoke` where the authority is, and copy it \
+                      to each host";
         let mut bad = |level, why: String| {
             findings.bad("revocations", level, &object, why, remedy);
         };
         if until + skew < now {
             let why = format!(
-                "the revocation list is out of date since {date}: no peer of its authority is accepted"
+                "the revocation list is out of date since {date}: no peer of its authority is \
+                 accepted"
             );
             bad(Level::Error, why);
         } else if until < now + SOON_FOR_LISTS {

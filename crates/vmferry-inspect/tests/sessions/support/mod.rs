@@ -9,7 +9,7 @@ use vmferry_codec::{
     PageMark, Piece, StreamEncoder,
 };
 use vmferry_inspect::{Inspector, Outcome};
-use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, SlotId, SlotLayout};
+use vmferry_memory::{GuestBytes, GuestMemory, MemoryKind, PAGE_SIZE, PageRun, SlotId, SlotLayout};
 use vmferry_microvm::state::{SectionKind, StateWriter};
 use vmferry_transport::{Direction, RecordingHeader, RecordingSide};
 use vmferry_wire::{
@@ -185,7 +185,7 @@ pub fn seal(frame: &mut [u8]) {
     change_header(frame, |header| FrameHeader { table_checksum: table, ..header });
 }
 
-pub fn state() -> Vec<u8> {
+pub fn state() -> GuestBytes {
     let mut writer = StateWriter::new();
     writer.section(&SectionKind::mandatory("vcpu.regs", 1), 0, &[1; 32]).unwrap();
     writer.section(&SectionKind::mandatory("serial", 1), 0, &[2; 9]).unwrap();

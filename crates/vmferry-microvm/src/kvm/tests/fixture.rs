@@ -112,7 +112,7 @@ impl Guest {
     pub(super) fn save(&mut self) -> Vec<u8> {
         let mut writer = StateWriter::new();
         self.backend.save(&mut writer).unwrap();
-        writer.finish()
+        writer.finish().to_vec()
     }
 
     pub(super) fn load(&mut self, state: &[u8]) -> Result<(), KvmError> {

@@ -30,7 +30,7 @@ fn again(state: &[u8]) -> Vec<u8> {
     VcpuState::read(0, &reader, &has).unwrap().write(0, &mut out).unwrap();
     VmState::read(&reader).unwrap().write(&mut out).unwrap();
     devices::write_serial(&devices::read_serial(&reader).unwrap(), &mut out).unwrap();
-    out.finish()
+    out.finish().to_vec()
 }
 
 fn of<'a>(reader: &StateReader<'a>, name: &str) -> Section<'a> {
@@ -45,7 +45,7 @@ fn with(state: &[u8], other: impl Fn(&Section<'_>) -> Option<(&'static str, Vec<
             .unwrap_or_else(|| (kind(section.name()).name, section.payload().to_vec()));
         out.section(kind(name), section.instance(), &payload).unwrap();
     }
-    out.finish()
+    out.finish().to_vec()
 }
 
 fn kind(name: &str) -> &'static crate::state::SectionKind {

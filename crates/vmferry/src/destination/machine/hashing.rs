@@ -163,7 +163,7 @@ mod tests {
     /// Says FINAL for the frame that is placed, and its digest.
     fn finish(destination: &mut Destination) {
         heard(destination, ControlMessage::Verify {});
-        let (lane_sequences, state) = (vec![1], vec![5]);
+        let (lane_sequences, state) = (vec![1], [5].into());
         heard(
             destination,
             ControlMessage::Final { lane_sequences, digest: DIGEST, state, paused: false },

@@ -139,6 +139,7 @@ impl Destination {
 
 #[cfg(test)]
 mod tests {
+    use vmferry_memory::GuestBytes;
     use vmferry_wire::{ControlMessage, Token};
 
     use super::super::Verification;
@@ -160,7 +161,7 @@ mod tests {
             message: ControlMessage::Final {
                 lane_sequences: vec![2],
                 digest: 7,
-                state: Vec::new(),
+                state: GuestBytes::new(),
                 paused: false,
             },
         };

@@ -108,13 +108,13 @@ impl<V: SourceVm> GuestSide<V> for MemoryGuest {
         let signal = Arc::clone(&core.signal);
         let pool_lane = Arc::new(PoolLane::new(plan, window, workers + FRAMES_AHEAD, signal));
         self.lanes.push(Arc::clone(&pool_lane));
-        FrameSource::Maker(Maker::new(
+        FrameSource::Maker(Box::new(Maker::new(
             lane,
             pool_lane,
             Arc::clone(&core.chooser),
             self.encoder(core),
             Arc::clone(&core.signal),
-        ))
+        )))
     }
 
     fn lanes_are_open(&mut self, core: &Core<'_, V>) -> Result<(), MigrateError> {

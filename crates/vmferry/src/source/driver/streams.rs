@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use vmferry_memory::GuestBytes;
+
 use super::{Core, GuestSide};
 use crate::compression::worker_threads;
 use crate::config::window_frames;
@@ -198,7 +200,7 @@ impl<V: StreamedVm> GuestSide<V> for StreamedGuest {
                     Held::Paused(paused) => paused.is_paused_by_others(),
                     _ => false,
                 };
-                Input::Saved { state: Vec::new(), took: self.finishing.elapsed(), paused }
+                Input::Saved { state: GuestBytes::new(), took: self.finishing.elapsed(), paused }
             }
             StreamEvent::Failed(source) => {
                 Input::Failed(MigrateError::of_vm("stream the guest", source))

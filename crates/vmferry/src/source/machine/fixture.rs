@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use vmferry_memory::{SlotId, SlotLayout};
+use vmferry_memory::{GuestBytes, SlotId, SlotLayout};
 use vmferry_wire::{ControlMessage, GuestIdentity, Token};
 
 use super::{Phase, Source};
@@ -42,7 +42,7 @@ pub fn awaiting_ready(mut config: SourceConfig, verifies_placed: bool) -> Source
         Input::Paused { stood_still },
         Input::LastHarvest { pages: 1, took },
         sent(2),
-        Input::Saved { state: Vec::new(), took, paused: false },
+        Input::Saved { state: GuestBytes::new(), took, paused: false },
         Input::Digest(DIGEST),
     ] {
         source.handle(Duration::ZERO, input);

@@ -9,6 +9,7 @@ use std::time::Duration;
 use crossbeam_channel::Sender;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vmferry_codec::{EncodedFrame, HotPages, Piece, StreamEncoder};
+use vmferry_memory::GuestBytes;
 
 use super::Tally;
 use super::in_order::InOrder;
@@ -77,7 +78,7 @@ impl StreamReader {
     }
 
     fn read_all(&mut self) -> Result<(), MigrateError> {
-        let (mut marks, mut rest) = (Marks::default(), Vec::with_capacity(LONGEST_RECORD));
+        let (mut marks, mut rest) = (Marks::default(), GuestBytes::new());
         let (mut offset, mut ticket) = (0, 0);
         loop {
             let Some(mut frame) = self.acquire() else { return Ok(()) };
@@ -125,7 +126,7 @@ impl StreamReader {
         &mut self,
         frame: &mut EncodedFrame,
         marks: &mut Marks,
-        rest: &mut Vec<u8>,
+        rest: &mut GuestBytes,
     ) -> std::io::Result<Cut> {
         let buffer = frame.bytes_mut(BUFFER_BYTES);
         let (mut filled, mut taken) = (rest.len(), 0);

@@ -43,7 +43,7 @@ impl Destination {
         let mut lane = Line::dial(&self.address, Some(&self.pki.identity("source")));
         assert_eq!(lane.greet(hello(Role::Data, 0, token)), HelloStatus::Ok);
         lane.write(&FrameHeader::end_of_round(1, 1).encode());
-        let state = 0_u64.to_le_bytes().to_vec();
+        let state = 0_u64.to_le_bytes().into();
         control.say(&ControlMessage::Final {
             lane_sequences: vec![1],
             digest: 0,
@@ -172,7 +172,7 @@ fn of_source() -> Vec<ControlMessage> {
     let last = ControlMessage::Final {
         lane_sequences: vec![1],
         digest: 0,
-        state: vec![1; 100],
+        state: [1; 100].into(),
         paused: false,
     };
     let free = ControlMessage::Free { slot: SlotId(0), runs: vec![(0, 1)] };
@@ -235,16 +235,16 @@ fn messages_out_of_phase_in_pre_copy_end_the_session_and_the_receiver_listens() 
 fn a_second_final_that_was_not_withdrawn_is_not_read() {
     spoken_to(|destination| {
         let (mut line, _) = destination.accepted();
-        let last = |state| ControlMessage::Final {
+        let last = |content: u8| ControlMessage::Final {
             lane_sequences: vec![9],
             digest: 0,
-            state,
+            state: [content; 8].into(),
             paused: false,
         };
-        line.say(&last(vec![1; 8]));
+        line.say(&last(1));
         line.say(&ControlMessage::Withdraw {});
-        line.say(&last(vec![2; 8]));
-        line.say(&last(vec![3; 8]));
+        line.say(&last(2));
+        line.say(&last(3));
         is_aborted(&mut line, "FINAL came out of turn");
         drop(line);
         destination.failed();

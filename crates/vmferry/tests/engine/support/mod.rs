@@ -26,7 +26,7 @@ use vmferry::{
     SourceConfig, SourceVm, VmError,
 };
 use vmferry_dirty::{DirtyLog, DirtyLogError, UffdLog};
-use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageSet, SlotId, SlotLayout};
+use vmferry_memory::{GuestBytes, GuestMemory, MemoryKind, PAGE_SIZE, PageSet, SlotId, SlotLayout};
 use vmferry_net_lab::{Namespaces, enter};
 use vmferry_transport::{Address, Dialer, Listener, TlsIdentity};
 use vmferry_wire::GuestIdentity;
@@ -168,9 +168,9 @@ impl SourceVm for SourceGuest {
         Ok(begun.elapsed())
     }
 
-    fn save(&mut self) -> Result<Vec<u8>, VmError> {
+    fn save(&mut self) -> Result<GuestBytes, VmError> {
         std::thread::sleep(self.slow);
-        Ok(self.guest.hot_pages.to_le_bytes().to_vec())
+        Ok(self.guest.hot_pages.to_le_bytes().into())
     }
 
     fn free_pages(&self) -> Vec<Arc<dyn FreePages>> {
