@@ -30,6 +30,7 @@ test: setup ## Run all tests, with a sample of the long matrices
 
 test-all: setup ## Run all tests and the whole of the long matrices
 	@. scripts/environment && VMFERRY_TEST_ALL=1 $(CARGO) test --locked --workspace --no-fail-fast
+	@. scripts/environment && $(CARGO) test --locked --workspace --test quick -- --ignored
 
 lint: setup ## Formatting, clippy and documentation, without a warning
 	@. scripts/environment && $(CARGO) fmt --all --check

@@ -5,21 +5,10 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
-/// Whether a test is left to `make test-all`, which it says then: each benchmark takes its seconds, quick or not.
-fn skipped() -> bool {
-    let skipped = std::env::var_os("VMFERRY_TEST_ALL").is_none();
-    if skipped {
-        println!("SKIPPED: a part of the long matrix (`make test-all`)");
-    }
-    skipped
-}
-
 /// Needs the `vmferry` command beside it, which the workspace's tests build.
 #[test]
+#[ignore = "takes its time: `make test-all` runs it"]
 fn qemu_prints_one_object_of_the_promised_shape() {
-    if skipped() {
-        return;
-    }
     let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
         .args(["qemu", "--json", "--quick"])
         .output()
@@ -45,10 +34,8 @@ fn qemu_prints_one_object_of_the_promised_shape() {
 
 /// Needs the `vmferry` command beside it, as well.
 #[test]
+#[ignore = "takes its time: `make test-all` runs it"]
 fn carried_prints_one_object_of_the_promised_shape() {
-    if skipped() {
-        return;
-    }
     let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
         .args(["carried", "--json", "--quick"])
         .output()
@@ -87,10 +74,8 @@ fn carried_prints_one_object_of_the_promised_shape() {
 }
 
 #[test]
+#[ignore = "takes its time: `make test-all` runs it"]
 fn place_prints_one_object_of_the_promised_shape() {
-    if skipped() {
-        return;
-    }
     let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
         .args(["place", "--json", "--quick"])
         .output()
@@ -129,14 +114,9 @@ fn engine_prints_one_object_of_the_promised_shape() {
 
 /// Needs KVM: the guest of threads has no balloon.
 #[test]
+#[ignore = "takes its time: `make test-all` runs it"]
 fn free_pages_prints_one_object_of_the_promised_shape() {
-    if skipped() {
-        return;
-    }
-    if !std::path::Path::new("/dev/kvm").exists() {
-        eprintln!("SKIPPED free_pages_prints_one_object_of_the_promised_shape: no /dev/kvm");
-        return;
-    }
+    assert!(std::path::Path::new("/dev/kvm").exists(), "this benchmark needs /dev/kvm");
     let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
         .args(["free-pages", "--json", "--quick"])
         .output()
@@ -159,10 +139,8 @@ fn free_pages_prints_one_object_of_the_promised_shape() {
 }
 
 #[test]
+#[ignore = "takes its time: `make test-all` runs it"]
 fn socket_prints_one_object_of_the_promised_shape() {
-    if skipped() {
-        return;
-    }
     let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
         .args(["socket", "--json", "--quick"])
         .output()
@@ -233,10 +211,8 @@ fn bitmap_prints_one_object_of_the_promised_shape() {
 }
 
 #[test]
+#[ignore = "takes its time: `make test-all` runs it"]
 fn dirty_log_prints_one_object_of_the_promised_shape() {
-    if skipped() {
-        return;
-    }
     let result = with_plots("dirty-log");
     assert_eq!(result["name"], "dirty-log");
     let rows = result["rows"].as_array().unwrap();
@@ -296,10 +272,8 @@ fn compression_prints_one_object_of_the_promised_shape() {
 }
 
 #[test]
+#[ignore = "takes its time: `make test-all` runs it"]
 fn transport_prints_one_object_of_the_promised_shape() {
-    if skipped() {
-        return;
-    }
     let output = Command::new(env!("CARGO_BIN_EXE_vmferry-bench"))
         .args(["transport", "--json", "--quick"])
         .output()
