@@ -8,6 +8,7 @@ use vmferry::journal::{self, SessionSummary, Since};
 use vmferry::{Resume, VmError};
 use vmferry_wire::{GuestIdentity, SessionId};
 
+use crate::disks::Disks;
 use crate::error::QemuError;
 use crate::guest::{self, end_migration};
 use crate::inject;
@@ -18,6 +19,7 @@ use crate::qmp::Qmp;
 use crate::settings::Settings;
 use crate::starter::DirectView;
 use crate::throttle::Throttle;
+use crate::writers;
 
 /// How long the kernel may take to let go of what a process had that has just died.
 const DEATH_TIMEOUT: Duration = Duration::from_secs(5);
@@ -170,8 +172,7 @@ impl AbandonedQemu {
         end_migration(&mut qmp, false)?;
         if self.was_paused {
             qmp.found_paused();
-        } else if guest::loses_writes(&mut qmp)? {
-            // Such a guest is stopped by `stop` for the whole of its migration.
+        } else if stops_guest(&mut qmp)? {
             qmp.may_have_stopped();
         }
         qmp.continue_guest()?;
@@ -180,6 +181,23 @@ impl AbandonedQemu {
         leave_nothing(qmp.pid(), lock.as_ref());
         let _ = self.settings.restore(&mut qmp);
         Ok(())
+    }
+}
+
+/// Whether vmferry pauses such a guest by `stop`, as others do: for the whole of its migration, or
+/// for each harvest.
+fn stops_guest(qmp: &mut Qmp) -> Result<bool, QemuError> {
+    if guest::loses_writes(qmp)? {
+        return Ok(true);
+    }
+    if !(Disks { pin_pages: true }).stop_the_guest(qmp.version()) {
+        return Ok(false);
+    }
+    match writers::all_seen(qmp) {
+        Ok(habits) => Ok(Disks { pin_pages: habits.pins_pages }.stop_the_guest(qmp.version())),
+        // It was carried.
+        Err(error) if error.is_of_attaching() => Ok(false),
+        Err(error) => Err(error),
     }
 }
 

@@ -19,7 +19,7 @@ use vmferry_wire::{GuestIdentity, SessionId};
 
 use crate::error::QemuError;
 use crate::guest;
-use crate::process::{ProcessIdentity, wait_for_end};
+use crate::process::{END_TIMEOUT, ProcessIdentity, has_ended_within, pidfd};
 use crate::qmp::Qmp;
 
 /// The end of a note's name.
@@ -118,8 +118,9 @@ pub enum Finished {
 }
 
 impl Arrived {
-    /// The guests of this receiver whose QEMUs live, in the order in which they came. Notes of
-    /// QEMUs that have ended are removed.
+    /// The guests of this receiver whose QEMUs live, in the order in which they came. Its notes of
+    /// QEMUs that have ended are removed; those of other receivers, and of QEMUs in other PID
+    /// namespaces, are left alone.
     ///
     /// # Errors
     /// Files that can't be read.
@@ -132,9 +133,13 @@ impl Arrived {
         for entry in entries {
             let path = entry.map_err(failed(LIST))?.path();
             let Some(one) = Self::read(&path)? else { continue };
-            if !one.whereabouts.process.lives() {
+            let Whereabouts { receiver: of, process, .. } = &one.whereabouts;
+            if of != receiver || !process.can_be_seen() {
+                continue;
+            }
+            if !process.lives() {
                 let _ = std::fs::remove_file(&path);
-            } else if one.whereabouts.receiver == receiver {
+            } else {
                 let order = journal::order_of(journals, one.session)
                     .map_err(|error| failed(SESSIONS)(io::Error::other(error)))?;
                 found.push((order, one));
@@ -235,11 +240,19 @@ impl Arrived {
     /// Ends the QEMU, whose guest never runs here, and waits until it has ended.
     ///
     /// # Errors
-    /// QMP's, and another QEMU behind the socket.
+    /// QMP's, another QEMU behind the socket, and that it does not end in 30 s: it waits for its
+    /// disks. The note is left then.
     pub fn end(self) -> Result<(), QemuError> {
-        self.connect()?.execute("quit", json!({}))?;
-        // One that is gone already has ended too.
-        let _ = wait_for_end(self.pid());
+        let pid = self.pid();
+        let mut qmp = self.connect()?;
+        let process = pidfd(pid);
+        qmp.execute("quit", json!({}))?;
+        let action = "wait for the end";
+        match process.and_then(|process| has_ended_within(&process, END_TIMEOUT)) {
+            Ok(true) => {}
+            Ok(false) => return Err(QemuError::NotEnded { pid, after: END_TIMEOUT }),
+            Err(source) => return Err(QemuError::Process { action, pid, source }),
+        }
         self.forget();
         Ok(())
     }
@@ -304,6 +317,36 @@ mod tests {
         child.wait().unwrap();
         assert!(find("exec").is_empty());
         assert!(!note.path.exists(), "nobody needs it any more");
+    }
+
+    #[test]
+    fn notes_of_others_are_left_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        let dead = ProcessIdentity::of(child.id()).unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let ours = ProcessIdentity::of(std::process::id()).unwrap();
+        let elsewhere = dead.namespace.map(|inode| inode + 1);
+        let leave = |number: u8, receiver: &str, process: &ProcessIdentity| {
+            let process = process.clone();
+            let whereabouts = Whereabouts { receiver: receiver.into(), ..whereabouts(process) };
+            Note::leave(directory.path(), SessionId([number; 16]), whereabouts).unwrap().path
+        };
+        let others = leave(1, "another", &dead);
+        let dead_there = ProcessIdentity { namespace: elsewhere, ..dead.clone() };
+        let hidden = leave(2, "exec", &dead_there);
+        // The number is another process's here.
+        let also_hidden = leave(3, "exec", &ProcessIdentity { namespace: elsewhere, ..ours });
+        // Of a run of the host before this one, and of a release that noted no namespace.
+        let before = leave(4, "exec", &ProcessIdentity { boot: "before".into(), ..dead_there });
+        let older = leave(5, "exec", &ProcessIdentity { namespace: None, ..dead });
+        assert!(Arrived::find(directory.path(), "exec").unwrap().is_empty());
+        for (path, is_left) in
+            [(others, true), (hidden, true), (also_hidden, true), (before, false), (older, false)]
+        {
+            assert_eq!(path.exists(), is_left, "{}", path.display());
+        }
     }
 
     #[test]

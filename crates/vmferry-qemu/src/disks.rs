@@ -4,7 +4,8 @@
 //! through QEMU's own page table, where the dirty log sees it. A read past the cache
 //! (`cache.direct=on`, SCSI pass-through) goes into pages that the kernel has pinned when the
 //! request was made. Each node of QEMU's block graph has a flag of its own; the node at the top
-//! says nothing about the nodes below.
+//! says nothing about the nodes below. Some file systems read past the cache without being asked
+//! to ([`Cache`]).
 //!
 //! # Why a harvest needs no pause
 //!
@@ -19,6 +20,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use crate::error::QemuError;
+use crate::process::{self, OpenFile};
 use crate::qmp::{Qmp, Version};
 
 /// Drivers that open a file or a device of the host: the node's own flag says how.
@@ -90,6 +92,44 @@ pub struct Disks {
     pub pin_pages: bool,
 }
 
+/// Whether a file that is not opened for direct I/O is read through the host's page cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Cache {
+    /// It is.
+    Used,
+    /// Some file that QEMU has open is on a file system that may read past it, or that can't be
+    /// known. To wait for requests costs little, so it is not asked how that one is mounted.
+    Unsure,
+}
+
+/// File systems that may read past the page cache: those of FUSE by `FOPEN_DIRECT_IO`, of which a
+/// server need tell nobody, the others by how they are mounted and by what their servers allow. The
+/// names are those of `/proc/PID/mountinfo`.
+const PAST_THE_CACHE: [&str; 5] = ["9p", "cifs", "fuseblk", "smb3", "virtiofs"];
+
+/// The same by `statfs`, for mounts that QEMU's mount namespace has no more
+/// (`include/uapi/linux/magic.h`).
+const MAGICS_PAST_THE_CACHE: [u64; 4] = [0x6573_5546, 0x0102_1997, 0xff53_4d42, 0xfe53_4d42];
+
+impl Cache {
+    fn of(qmp: &Qmp) -> Self {
+        let files = qmp.pid().map(process::open_files);
+        match files {
+            Some(Ok(files)) if !files.iter().any(is_past_the_cache) => Self::Used,
+            _ => Self::Unsure,
+        }
+    }
+}
+
+fn is_past_the_cache(file: &OpenFile) -> bool {
+    match file {
+        OpenFile::Mounted(kind) => {
+            kind == "fuse" || kind.starts_with("fuse.") || PAST_THE_CACHE.contains(&kind.as_str())
+        }
+        OpenFile::Elsewhere(magic) => magic.is_none_or(|it| MAGICS_PAST_THE_CACHE.contains(&it)),
+    }
+}
+
 /// How a driver's data comes into guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
@@ -109,13 +149,13 @@ impl Disks {
     /// [`QemuError::Unattachable`] where some disk may write guest memory unseen; QMP's.
     pub fn look(qmp: &mut Qmp, devices: &[String]) -> Result<Self, QemuError> {
         let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
-        Self::of(&nodes, devices)
+        Self::of(&nodes, devices, Cache::of(qmp))
     }
 
-    fn of(nodes: &Value, devices: &[String]) -> Result<Self, QemuError> {
+    fn of(nodes: &Value, devices: &[String], cache: Cache) -> Result<Self, QemuError> {
         let mut pin_pages = devices.iter().any(|device| PASS_THROUGH.contains(&device.as_str()));
         for node in nodes.as_array().into_iter().flatten() {
-            match way(node) {
+            match way(node, cache) {
                 Way::Copied => {}
                 Way::Pinned => pin_pages = true,
                 Way::Unseen => {
@@ -133,6 +173,12 @@ impl Disks {
         Ok(Self { pin_pages })
     }
 
+    /// Whether a QEMU of this version has its guest stopped for each harvest.
+    #[must_use]
+    pub fn stop_the_guest(self, version: Version) -> bool {
+        self.pin_pages && version >= UNKNOWN_DRAIN
+    }
+
     /// Runs `harvest`, and returns when all requests that were under way at its end are over: for
     /// how long QEMU's disks, and it may be the guest, have waited for that.
     ///
@@ -144,7 +190,7 @@ impl Disks {
             harvest();
             return Ok(Duration::ZERO);
         }
-        if qmp.version() >= UNKNOWN_DRAIN {
+        if self.stop_the_guest(qmp.version()) {
             return stop_for(qmp, harvest);
         }
         harvest();
@@ -164,11 +210,14 @@ fn stop_for(qmp: &mut Qmp, harvest: &mut dyn FnMut()) -> Result<Duration, QemuEr
     Ok(begun.elapsed())
 }
 
-fn way(node: &Value) -> Way {
+fn way(node: &Value, cache: Cache) -> Way {
     let driver = node["drv"].as_str().unwrap_or_default();
     if OF_THE_HOST.contains(&driver) {
-        // One that does not say how it reads is taken to pin.
-        return if node["cache"]["direct"] == false { Way::Copied } else { Way::Pinned };
+        // One that does not say how it reads is taken to pin. A device has the page cache whatever
+        // file system its name is on.
+        let is_cached = driver != "file" || cache == Cache::Used;
+        let is_copied = is_cached && node["cache"]["direct"] == false;
+        return if is_copied { Way::Copied } else { Way::Pinned };
     }
     if COPYING.contains(&driver) { Way::Copied } else { Way::Unseen }
 }
@@ -185,7 +234,7 @@ mod tests {
     fn disks_of_any_node_of_the_graph_are_looked_at() {
         let pins = |nodes: Value, devices: &[&str]| {
             let devices: Vec<String> = devices.iter().map(|&name| name.into()).collect();
-            Disks::of(&nodes, &devices).unwrap().pin_pages
+            Disks::of(&nodes, &devices, Cache::Used).unwrap().pin_pages
         };
         assert!(!pins(json!([]), &["virtio-blk-pci"]));
         assert!(pins(json!([node("qcow2", false), node("file", true)]), &[]));
@@ -198,9 +247,35 @@ mod tests {
     }
 
     #[test]
+    fn disks_on_file_systems_that_may_read_past_the_page_cache_pin_pages() {
+        let pins = |driver: &str| {
+            Disks::of(&json!([node(driver, false)]), &[], Cache::Unsure).unwrap().pin_pages
+        };
+        assert!(pins("file") && !pins("host_device") && !pins("nbd"));
+        for kind in ["fuse", "fuse.sshfs", "fuseblk", "virtiofs", "9p", "cifs"] {
+            assert!(is_past_the_cache(&OpenFile::Mounted(kind.into())), "{kind}");
+        }
+        for kind in ["ext4", "fusectl", "nfs4", "overlay", "tmpfs"] {
+            assert!(!is_past_the_cache(&OpenFile::Mounted(kind.into())), "{kind}");
+        }
+        assert!(is_past_the_cache(&OpenFile::Elsewhere(Some(0x6573_5546))));
+        assert!(is_past_the_cache(&OpenFile::Elsewhere(None)));
+        assert!(!is_past_the_cache(&OpenFile::Elsewhere(Some(0x0102_1994))));
+    }
+
+    #[test]
+    fn disks_that_pin_pages_stop_the_guests_of_qemus_that_nobody_has_looked_at() {
+        let stop = |pin_pages, major| {
+            Disks { pin_pages }.stop_the_guest(Version { major, minor: 0, micro: 0 })
+        };
+        assert!(stop(true, 11) && !stop(true, 10) && !stop(false, 11));
+    }
+
+    #[test]
     fn disks_of_unknown_drivers_are_refused_by_name() {
         for driver in ["nvme", "io_uring", "virtio-blk-vfio-pci", "iser", ""] {
-            let error = Disks::of(&json!([node(driver, false)]), &[]).unwrap_err();
+            let nodes = json!([node(driver, false)]);
+            let error = Disks::of(&nodes, &[], Cache::Used).unwrap_err();
             assert!(error.is_of_attaching());
             assert!(
                 error.to_string().contains(&format!("`n` has the driver `{driver}`")),

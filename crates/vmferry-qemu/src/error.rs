@@ -85,6 +85,18 @@ pub enum QemuError {
         /// For how long it was waited for.
         after: Duration,
     },
+    /// It was told to end, and has not.
+    #[error(
+        "QEMU's process {pid} was told to end and has not ended within {} s: it waits for its \
+         disks. Look at their storage, or end it with `kill -KILL {pid}`",
+        after.as_secs()
+    )]
+    NotEnded {
+        /// The process.
+        pid: u32,
+        /// For how long it was waited for.
+        after: Duration,
+    },
     /// Another QEMU answers at the socket.
     #[error("the QEMU at this socket is process {found}, and the guest was in process {wanted}")]
     Another {
@@ -220,7 +232,11 @@ impl QemuError {
     /// Whether QEMU may just not have got to it yet: it may be tried again.
     #[must_use]
     pub fn is_timeout(&self) -> bool {
-        matches!(self, Self::Qmp(error) if error.is_timeout())
+        match self {
+            Self::Qmp(error) => error.is_timeout(),
+            Self::NotEnded { .. } => true,
+            _ => false,
+        }
     }
 
     /// The same of what an embedder was told.
@@ -289,6 +305,7 @@ impl QemuError {
             | Self::State { .. }
             | Self::PoweredOff(_)
             | Self::Stopped { .. }
+            | Self::NotEnded { .. }
             | Self::Locked { .. }
             | Self::Another { .. }
             | Self::SentAgain { .. }

@@ -20,6 +20,9 @@ use crate::error::QemuError;
 /// else is served then.
 const LOOK_PERIOD: Duration = Duration::from_secs(2);
 
+/// How long a QEMU that was told to end may take: it writes out what its disks' caches hold.
+pub const END_TIMEOUT: Duration = Duration::from_secs(30);
+
 /// A line of `/proc/PID/maps`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mapping {
@@ -203,6 +206,53 @@ pub fn descriptors(pid: u32, link: &str) -> Result<Vec<i32>, QemuError> {
         .collect())
 }
 
+/// Where a file is that a process has open.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum OpenFile {
+    /// On a mount of the process's mount namespace, of this type.
+    Mounted(String),
+    /// On none of these mounts: a socket, a memfd, or a file of another namespace; with what
+    /// `statfs` says of its file system, if anything.
+    Elsewhere(Option<u64>),
+}
+
+/// Where all files are that a process has open.
+///
+/// The mounts are looked at first: a server's answer to `statfs` may name the file system that it
+/// has itself (9p), and need not come.
+///
+/// # Errors
+/// If they may not be looked at.
+pub fn open_files(pid: u32) -> io::Result<Vec<OpenFile>> {
+    let mounts = std::fs::read_to_string(format!("/proc/{pid}/mountinfo"))?;
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(format!("/proc/{pid}/fd"))? {
+        let path = entry?.path();
+        let number = path.file_name().unwrap_or_default().to_string_lossy();
+        let about = match std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}")) {
+            // It was closed meanwhile.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            other => other?,
+        };
+        let mount = about.lines().find_map(|line| line.strip_prefix("mnt_id:"));
+        let kind = mount.and_then(|id| type_of_mount(&mounts, id.trim()));
+        found.push(match kind {
+            Some(kind) => OpenFile::Mounted(kind.to_owned()),
+            None => {
+                let found = rustix::fs::statfs(&path).ok();
+                OpenFile::Elsewhere(found.map(|found| found.f_type as u64))
+            }
+        });
+    }
+    Ok(found)
+}
+
+/// The type of a mount's file system (proc_pid_mountinfo(5)).
+fn type_of_mount<'a>(mounts: &'a str, id: &str) -> Option<&'a str> {
+    let line = mounts.lines().find(|line| line.split(' ').next() == Some(id))?;
+    line.split_once(" - ")?.1.split(' ').next()
+}
+
 /// Waits until a process has ended.
 ///
 /// # Errors
@@ -228,6 +278,9 @@ pub struct ProcessIdentity {
     pub started: u64,
     /// The run of the host.
     pub boot: String,
+    /// The PID namespace that the number is of, by its inode; none if it was not noted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub namespace: Option<u64>,
 }
 
 impl ProcessIdentity {
@@ -239,7 +292,16 @@ impl ProcessIdentity {
         let failed = |source| QemuError::Process { action: "read the start time", pid, source };
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).map_err(failed)?;
         let started = start_time(&stat).ok_or_else(|| failed(io::ErrorKind::InvalidData.into()))?;
-        Ok(Self { pid, started, boot: crate::guest::host() })
+        Ok(Self { pid, started, boot: crate::guest::host(), namespace: own_namespace() })
+    }
+
+    /// Whether [`lives`](Self::lives) says something about it: in another PID namespace its number
+    /// is another process's. One of an earlier run of the host has ended, wherever it was.
+    #[must_use]
+    pub fn can_be_seen(&self) -> bool {
+        let own = own_namespace();
+        let is_elsewhere = self.namespace.is_some() && own.is_some() && self.namespace != own;
+        !is_elsewhere || self.boot != crate::guest::host()
     }
 
     /// Whether it is there still. One that has ended, and whose parent has not looked yet, is not.
@@ -249,6 +311,12 @@ impl ProcessIdentity {
         let is_dead = matches!(state(&stat), None | Some('Z' | 'X'));
         !is_dead && start_time(&stat) == Some(self.started) && self.boot == crate::guest::host()
     }
+}
+
+/// The PID namespace of this process. A process that is restricted may look at it, too.
+fn own_namespace() -> Option<u64> {
+    let link = std::fs::read_link("/proc/self/ns/pid").ok()?;
+    link.to_str()?.strip_prefix("pid:[")?.strip_suffix(']')?.parse().ok()
 }
 
 /// What follows the name in a line of `/proc/PID/stat`: the name in parentheses may hold anything.
@@ -373,6 +441,15 @@ mod tests {
         let here = &raw const LINE as u64;
         assert!(mappings(pid).unwrap().iter().any(|mapping| mapping.range.contains(&here)));
         assert_eq!(threads(pid).unwrap()[0], pid);
+    }
+
+    #[test]
+    fn type_of_mount_is_read() {
+        let mounts = "36 35 98:0 /mnt1 /mnt\\0402 rw,noatime master:1 - ext3 /dev/root rw\n\
+                      361 35 0:60 / /img rw - fuse.sshfs host:/img rw\n";
+        assert_eq!(type_of_mount(mounts, "36"), Some("ext3"));
+        assert_eq!(type_of_mount(mounts, "361"), Some("fuse.sshfs"));
+        assert_eq!(type_of_mount(mounts, "35"), None);
     }
 
     static LINE: u8 = 1;

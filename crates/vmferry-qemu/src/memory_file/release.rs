@@ -5,7 +5,6 @@ use std::fs::File;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
-use std::time::Duration;
 
 use rustix::fs::FallocateFlags;
 use serde::Serialize;
@@ -13,13 +12,10 @@ use serde_json::json;
 
 use super::{Use, kind_of, lease, mappers};
 use crate::error::QemuError;
-use crate::process;
+use crate::process::{self, END_TIMEOUT};
 use crate::qmp::Qmp;
 use crate::ram::Located;
 use crate::starter::View;
-
-/// How long a QEMU that was told to end may take: it writes out what its disks' caches hold.
-const END_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Unit of `st_blocks`.
 const BLOCK_BYTES: u64 = 512;

@@ -9,8 +9,9 @@ use std::time::Duration;
 use crate::support::{hop, hop_with};
 use vmferry::{DestinationVm, Landing, Resume, SourceVm};
 use vmferry_memory::{GuestMemory, PAGE_SIZE};
-use vmferry_qemu::{Expected, QemuDestination, QemuSource};
+use vmferry_qemu::{Arrived, Expected, QemuDestination, QemuSource, Qmp};
 use vmferry_qemu_lab::{Machine, Qemu, SlowDisk, Version, World};
+use vmferry_wire::SessionId;
 
 /// A machine with the disk `disk`, whose block nodes these are.
 fn with_nodes(version: Version, workload: &str, nodes: &[String]) -> Machine {
@@ -84,6 +85,55 @@ fn direct_io_of_any_block_node_is_seen() {
         let qemu = machine.start(&world, &format!("{version:?}-drive"));
         assert!(QemuSource::attach(&qemu.qmp).unwrap().habits().pins_pages, "{version:?}: -drive");
     }
+}
+
+/// A disk's image on a file system of FUSE, read past the page cache (`FOPEN_DIRECT_IO`). Gone when
+/// dropped.
+struct OnFuse {
+    server: std::process::Child,
+    mounted: PathBuf,
+}
+
+impl OnFuse {
+    fn new(world: &World, image: &Path, libraries: &Path) -> Self {
+        let mounted = world.path("mounted");
+        std::fs::write(&mounted, "").unwrap();
+        let node = format!("driver=file,node-name=image,filename={},locking=off", image.display());
+        let export =
+            format!("type=fuse,id=export,node-name=image,mountpoint={}", mounted.display());
+        let server = std::process::Command::new(libraries.join("../../bin/qemu-storage-daemon"))
+            .env("LD_LIBRARY_PATH", libraries)
+            .args(["--blockdev", &node, "--export", &export])
+            .spawn()
+            .unwrap();
+        let mut on_fuse = Self { server, mounted };
+        while std::fs::metadata(&on_fuse.mounted).map_or(0, |file| file.len()) == 0 {
+            let ended = on_fuse.server.try_wait().unwrap();
+            assert!(ended.is_none(), "it serves no image: {ended:?}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        on_fuse
+    }
+}
+
+impl Drop for OnFuse {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount").arg("-l").arg(&self.mounted).status();
+        let _ = self.server.kill();
+        let _ = self.server.wait();
+    }
+}
+
+#[test]
+fn direct_io_of_a_file_system_is_seen() {
+    let world = World::new();
+    let version = Version::V7_2;
+    let libraries = Machine::new(version, "").libraries().unwrap();
+    let on_fuse = OnFuse::new(&world, &world.disk(16), &libraries);
+    let path = on_fuse.mounted.display();
+    let node = format!("driver=file,node-name=disk,filename={path},read-only=on,locking=off");
+    let qemu = with_nodes(version, "", &[node]).start(&world, "on-fuse");
+    assert!(QemuSource::attach(&qemu.qmp).unwrap().habits().pins_pages);
 }
 
 /// A second monitor of a QEMU, which hears every event.
@@ -187,4 +237,37 @@ fn a_destination_that_has_loaded_leaves_the_disks_to_the_source() {
         reads_on(&mut there, 2);
         there.check_guest();
     }
+}
+
+/// A request of its disk is never answered, and a QEMU that is told to end waits for it.
+#[test]
+fn end_of_a_qemu_whose_disk_hangs_is_an_error_that_names_the_process() {
+    let world = World::new();
+    let drive = format!(
+        "if=none,id=disk,driver=raw,file.driver=blkdebug,file.image.driver=file,\
+         file.image.filename={}",
+        world.disk(16).display()
+    );
+    let machine = Machine::new(Version::V10_0, "");
+    let machine = machine.with(&["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"]);
+    let mut there = machine.incoming(&world, "there");
+    let journals = world.path("journals");
+    std::fs::create_dir(&journals).unwrap();
+    let destination = QemuDestination::attach(&there.qmp, Expected::default()).unwrap();
+    let mut destination = destination.received_by("this one");
+    destination.opened(SessionId([7; 16]), &journals).unwrap();
+    drop(destination);
+    let mut qmp = Qmp::connect(&there.qmp).unwrap();
+    for order in ["break read_aio held", "aio_read 0 512"] {
+        qmp.human(&format!("qemu-io disk \"{order}\"")).unwrap();
+    }
+    drop(qmp);
+    let find = || Arrived::find(&journals, "this one").unwrap();
+    let error = find().remove(0).end().unwrap_err();
+    assert!(error.is_timeout(), "{error}");
+    // QEMU hangs before it answers, or after that.
+    let text = format!("QEMU's process {}", there.child.id());
+    assert!(error.to_string().contains(&text), "{error}");
+    assert!(there.child.try_wait().unwrap().is_none(), "it hangs");
+    assert_eq!(find().len(), 1, "the next receiver finds it too");
 }

@@ -53,8 +53,12 @@ fn a_guest_goes_where_its_features_are_whatever_the_model_is_called() {
 fn a_guest_of_kvm_goes_where_kvm_s_features_are() {
     for version in Version::ALL {
         let machine = Machine::on_kvm(version, "");
-        assert_eq!(offer(&machine, "host", "host"), [Ok(()), Ok(())], "{version:?}");
-        for why in offer(&machine, "host", "host,-kvm-pv-eoi,-kvm-steal-time") {
+        // A guest that may run guests of its own is not attached, and either vendor's QEMU knows
+        // both names. QEMU 7.2 can't set the capabilities (MSR 0x10a) that some hosts have.
+        let host = "host,vmx=off,svm=off,arch-capabilities=off";
+        let lacking = format!("{host},-kvm-pv-eoi,-kvm-steal-time");
+        assert_eq!(offer(&machine, host, host), [Ok(()), Ok(())], "{version:?}");
+        for why in offer(&machine, host, &lacking) {
             let why = why.unwrap_err();
             assert!(why.contains("lack `kvm-pv-eoi`, `kvm-steal-time` of"), "{why}");
         }

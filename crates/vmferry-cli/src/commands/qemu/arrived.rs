@@ -36,7 +36,7 @@ pub enum Left {
     Nothing,
     /// A guest that is this host's.
     Guest(Arrived),
-    /// A QEMU whose guest never runs here. It was ended.
+    /// A QEMU whose guest never runs here. It was ended, or at least told to end.
     EndedQemu(u32),
 }
 
@@ -73,7 +73,15 @@ pub fn find(receiver: &str, qmp: Option<&Path>, output: &Output) -> Result<Found
                          never ran here and never will"
                     )
                 });
-                one.end()?;
+                match one.end() {
+                    // The source, which may be in doubt, is answered in any case.
+                    Err(error) if error.is_timeout() => {
+                        let reason = vmferry::chain(&error);
+                        let event = json!({ "event": "not-ended", "reason": reason });
+                        output.event(&event, || reason.clone());
+                    }
+                    ended => ended?,
+                }
                 if !matches!(left, Left::Guest(_)) {
                     left = Left::EndedQemu(pid);
                 }
@@ -185,8 +193,8 @@ pub fn answer_without_qemu(
     let _ = waiting.is_over.recv_timeout(ANSWER_TIME);
     drop(witness);
     let text = format!(
-        "QEMU process {pid} was ended, since its guest never runs here: start another QEMU with \
-         `-incoming defer` and the QMP socket {}, then this command again",
+        "QEMU process {pid} was told to end, since its guest never runs here: start another QEMU \
+         with `-incoming defer` and the QMP socket {}, then this command again",
         qmp.display()
     );
     Err(Failure::new(Code::WrongState, text))

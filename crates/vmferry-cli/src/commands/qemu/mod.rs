@@ -40,6 +40,7 @@ impl From<QemuError> for Failure {
             QemuError::State { .. }
             | QemuError::PoweredOff(_)
             | QemuError::Stopped { .. }
+            | QemuError::NotEnded { .. }
             | QemuError::SentAgain { .. }
             | QemuError::MayBeGiven { .. } => Code::WrongState,
             QemuError::Another { .. } | QemuError::Unseen { .. } => Code::UnknownGuest,
