@@ -42,8 +42,10 @@ enum Line {
 pub(crate) struct Whereabouts {
     /// The receiver, by what it was started with.
     pub receiver: String,
-    /// The QEMU.
-    pub process: ProcessIdentity,
+    /// The QEMU; none if its process is not seen by the receiver. The next one doesn't find the
+    /// guest then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub process: Option<ProcessIdentity>,
     /// Its QMP socket.
     pub monitor: PathBuf,
 }
@@ -62,7 +64,7 @@ impl Note {
         session: SessionId,
         whereabouts: Whereabouts,
     ) -> Result<Self, QemuError> {
-        let path = journals.join(format!("{session}{SUFFIX}"));
+        let path = note_path(journals, session);
         let file = OpenOptions::new().append(true).create_new(true).open(&path);
         let mut note = Self { file: file.map_err(failed(MAKE))?, path };
         let written = note.append(&Line::Arriving(whereabouts));
@@ -100,7 +102,9 @@ impl Note {
 #[derive(Debug)]
 pub struct Arrived {
     session: SessionId,
-    whereabouts: Whereabouts,
+    receiver: String,
+    process: ProcessIdentity,
+    monitor: PathBuf,
     stays_paused: bool,
     was_run: bool,
     path: PathBuf,
@@ -133,11 +137,10 @@ impl Arrived {
         for entry in entries {
             let path = entry.map_err(failed(LIST))?.path();
             let Some(one) = Self::read(&path)? else { continue };
-            let Whereabouts { receiver: of, process, .. } = &one.whereabouts;
-            if of != receiver || !process.can_be_seen() {
+            if one.receiver != receiver || !one.process.can_be_seen() {
                 continue;
             }
-            if !process.lives() {
+            if !one.process.lives() {
                 let _ = std::fs::remove_file(&path);
             } else {
                 let order = journal::order_of(journals, one.session)
@@ -149,31 +152,45 @@ impl Arrived {
         Ok(found.into_iter().map(|(_, one)| one).collect())
     }
 
-    /// Reads a file, if it is a note that says where the guest is.
+    /// Reads a file, if it is a note that says which process the guest is in.
     fn read(path: &Path) -> Result<Option<Self>, QemuError> {
         let name = path.file_name().and_then(|name| name.to_str());
         let Some(session) = name.and_then(|name| name.strip_suffix(SUFFIX)?.parse().ok()) else {
             return Ok(None);
         };
-        let text = match std::fs::read_to_string(path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            other => other.map_err(failed(READ))?,
+        let lines = read_lines(path)?.unwrap_or_default();
+        let Some(Whereabouts { receiver, process: Some(process), monitor }) = whereabouts(&lines)
+        else {
+            return Ok(None);
         };
-        // What has no end was torn while it was written, and lines that this release does not know
-        // are a newer one's.
-        let whole = text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n'));
-        let lines: Vec<Line> = whole.filter_map(|line| serde_json::from_str(line).ok()).collect();
-        let whereabouts = lines.iter().find_map(|line| match line {
-            Line::Arriving(whereabouts) => Some(whereabouts.clone()),
-            _ => None,
-        });
-        Ok(whereabouts.map(|whereabouts| Self {
+        Ok(Some(Self {
             session,
-            whereabouts,
+            receiver,
+            process,
+            monitor,
             stays_paused: lines.contains(&Line::StaysPaused),
             was_run: lines.contains(&Line::Run),
             path: path.to_owned(),
         }))
+    }
+
+    /// Whether the guest that comes by this session, or came, may be in this process. The note is
+    /// removed when nothing of the guest is left.
+    ///
+    /// # Errors
+    /// A note that can't be read.
+    pub fn may_be_in(
+        journals: &Path,
+        session: SessionId,
+        pid: Option<u32>,
+    ) -> Result<bool, QemuError> {
+        let Some(pid) = pid else { return Ok(true) };
+        let Some(lines) = read_lines(&note_path(journals, session))? else { return Ok(false) };
+        let process = whereabouts(&lines).and_then(|whereabouts| whereabouts.process);
+        let is_other = |process: ProcessIdentity| {
+            process.can_be_seen() && (process.pid != pid || !process.lives())
+        };
+        Ok(!process.is_some_and(is_other))
     }
 
     /// The session that it came by.
@@ -185,13 +202,13 @@ impl Arrived {
     /// The QEMU process.
     #[must_use]
     pub fn pid(&self) -> u32 {
-        self.whereabouts.process.pid
+        self.process.pid
     }
 
     /// The QMP socket.
     #[must_use]
     pub fn monitor(&self) -> &Path {
-        &self.whereabouts.monitor
+        &self.monitor
     }
 
     /// Does what is left to do for a guest that is this host's by the session's journal: continues
@@ -263,16 +280,39 @@ impl Arrived {
     }
 
     fn connect(&self) -> Result<Qmp, QemuError> {
-        let qmp = Qmp::connect(&self.whereabouts.monitor)?;
-        let wanted = self.whereabouts.process.pid;
+        let qmp = Qmp::connect(&self.monitor)?;
+        let wanted = self.process.pid;
         match qmp.pid() {
             Some(found) if found == wanted => Ok(qmp),
             Some(found) => Err(QemuError::Another { found, wanted }),
             // A process that is restricted sees no more than that the QEMU of the note still lives.
-            None if self.whereabouts.process.lives() => Ok(qmp),
-            None => Err(QemuError::Unseen { path: self.whereabouts.monitor.clone() }),
+            None if self.process.lives() => Ok(qmp),
+            None => Err(QemuError::Unseen { path: self.monitor.clone() }),
         }
     }
+}
+
+fn note_path(journals: &Path, session: SessionId) -> PathBuf {
+    journals.join(format!("{session}{SUFFIX}"))
+}
+
+/// The lines of a note, if it is there.
+fn read_lines(path: &Path) -> Result<Option<Vec<Line>>, QemuError> {
+    let text = match std::fs::read_to_string(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        other => other.map_err(failed(READ))?,
+    };
+    // What has no end was torn while it was written, and lines that this release does not know
+    // are a newer one's.
+    let whole = text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n'));
+    Ok(Some(whole.filter_map(|line| serde_json::from_str(line).ok()).collect()))
+}
+
+fn whereabouts(lines: &[Line]) -> Option<Whereabouts> {
+    lines.iter().find_map(|line| match line {
+        Line::Arriving(whereabouts) => Some(whereabouts.clone()),
+        _ => None,
+    })
 }
 
 const MAKE: &str = "make the note of where the guest is, beside its journal";
@@ -292,7 +332,8 @@ mod tests {
 
     const SESSION: SessionId = SessionId([7; 16]);
 
-    fn whereabouts(process: ProcessIdentity) -> Whereabouts {
+    fn in_process(process: ProcessIdentity) -> Whereabouts {
+        let process = Some(process);
         Whereabouts { receiver: "exec".into(), process, monitor: "/nowhere/qmp".into() }
     }
 
@@ -301,8 +342,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
         let process = ProcessIdentity::of(child.id()).unwrap();
-        let mut note =
-            Note::leave(directory.path(), SESSION, whereabouts(process.clone())).unwrap();
+        let mut note = Note::leave(directory.path(), SESSION, in_process(process.clone())).unwrap();
         let find = |receiver: &str| Arrived::find(directory.path(), receiver).unwrap();
         assert!(find("another").is_empty());
         let [found] = &find("exec")[..] else { panic!("one guest") };
@@ -330,7 +370,7 @@ mod tests {
         let elsewhere = dead.namespace.map(|inode| inode + 1);
         let leave = |number: u8, receiver: &str, process: &ProcessIdentity| {
             let process = process.clone();
-            let whereabouts = Whereabouts { receiver: receiver.into(), ..whereabouts(process) };
+            let whereabouts = Whereabouts { receiver: receiver.into(), ..in_process(process) };
             Note::leave(directory.path(), SessionId([number; 16]), whereabouts).unwrap().path
         };
         let others = leave(1, "another", &dead);
@@ -346,6 +386,32 @@ mod tests {
             [(others, true), (hidden, true), (also_hidden, true), (before, false), (older, false)]
         {
             assert_eq!(path.exists(), is_left, "{}", path.display());
+        }
+    }
+
+    #[test]
+    fn note_says_which_process_a_guest_may_be_in() {
+        let directory = tempfile::tempdir().unwrap();
+        let own = std::process::id();
+        let may_be_in = |pid| Arrived::may_be_in(directory.path(), SESSION, pid).unwrap();
+        assert!(!may_be_in(Some(own)), "nothing is left of it");
+        assert!(may_be_in(None), "no process is seen");
+        let ours = ProcessIdentity::of(own).unwrap();
+        let before = ProcessIdentity { started: ours.started - 1, ..ours.clone() };
+        let elsewhere = ours.namespace.map(|inode| inode + 1);
+        let elsewhere = ProcessIdentity { namespace: elsewhere, ..ours.clone() };
+        for (process, is_in) in [
+            (Some(ours), true),
+            (Some(ProcessIdentity::of(1).unwrap()), false),
+            (Some(before), false),
+            (Some(elsewhere), true),
+            (None, true),
+        ] {
+            let monitor = "/nowhere/qmp".into();
+            let whereabouts = Whereabouts { receiver: "exec".into(), process, monitor };
+            let note = Note::leave(directory.path(), SESSION, whereabouts).unwrap();
+            assert_eq!(may_be_in(Some(own)), is_in);
+            note.remove();
         }
     }
 

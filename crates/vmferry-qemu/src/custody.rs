@@ -78,6 +78,15 @@ impl Qmp {
                 self.life.paused_by_others = true;
             }
             "shutdown" => return Err(QemuError::PoweredOff(PoweredOff)),
+            "postmigrate" => {
+                return Err(QemuError::State {
+                    found: status,
+                    wanted: "running, or paused by another client. A migration of it has come to \
+                         its end, and QEMU allows no other one before the guest has run. If the \
+                         journals say that the guest is this host's, continue it with `cont` by \
+                         QMP; `stop` right after that pauses it again",
+                });
+            }
             _ => {
                 return Err(QemuError::State {
                     found: status,

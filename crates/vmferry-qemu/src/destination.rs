@@ -359,9 +359,8 @@ impl DestinationVm for QemuDestination {
     }
 
     fn opened(&mut self, session: SessionId, journals: &Path) -> Result<(), VmError> {
-        let (Some(receiver), Some(process)) = (self.receiver.clone(), self.process.clone()) else {
-            return Ok(());
-        };
+        let Some(receiver) = self.receiver.clone() else { return Ok(()) };
+        let process = self.process.clone();
         let monitor = self.qmp.path().to_owned();
         // The next receiver may be started in another directory.
         let monitor = std::path::absolute(&monitor).unwrap_or(monitor);

@@ -8,7 +8,7 @@ use crate::support::scene::{Scene, Way};
 use crate::support::{BEFORE_COMMIT, run_ok, text};
 use vmferry::journal::{FileJournal, Journal, Record, Side};
 use vmferry_qemu::Qmp;
-use vmferry_qemu_lab::{Machine, Version, World as Lab};
+use vmferry_qemu_lab::{Backend, Machine, Version, World as Lab};
 use vmferry_wire::{GuestIdentity, SessionId};
 
 /// By another QMP socket, and from another runtime directory.
@@ -93,10 +93,12 @@ fn apart() -> Vec<String> {
 #[test]
 fn a_qemu_whose_process_is_not_seen_is_carried_and_its_end_is_noticed() {
     let machine = Machine { mib: 128, less_kib: 64, ..Machine::new(Version::V10_0, "dirty=8") };
+    let machine = Machine { backend: Backend::Private, ..machine };
     let mut scene = Scene::of(machine, Way::Carried);
     let there = scene.machine.incoming(&scene.lab, "apart");
     let listen = ["receive", "--qemu", text(&there.qmp), "--once", "--listen", "tcp:127.0.0.1:0"];
     let mut receiving = scene.b.start_under(&apart(), &[&listen[..], &["--plain"]].concat());
+    receiving.event("qemu-unseen");
     let address = receiving.event("listening")["address"].as_str().unwrap().to_owned();
     let here = scene.here.qmp.clone();
     let to = ["send", "--qemu", text(&here), "--to", &address, "--plain"];
@@ -124,6 +126,8 @@ fn a_qemu_whose_process_is_not_seen_is_carried_and_its_end_is_noticed() {
     let sent = scene.a.start_under(&apart(), &to).finish();
     assert_eq!(sent.code, Some(0), "{sent:?}");
     assert_eq!(sent.last()["qemu"]["mode"], "carried");
+    let kept = sent.lines.iter().find(|line| line["event"] == "memory-kept");
+    assert_eq!(kept, None, "its memory is private");
     receiving.event("received");
     assert!(scene.here.child.wait().unwrap().success(), "the source's QEMU has ended in order");
     again.check_guest();

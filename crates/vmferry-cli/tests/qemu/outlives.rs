@@ -14,7 +14,7 @@ use crate::support::faults::{exit, note};
 use crate::support::outcomes::Owner;
 use crate::support::proxy::{Message, Proxy};
 use crate::support::scene::{Scene, Way};
-use crate::support::{Running, all, in_parallel, text};
+use crate::support::{Running, all, in_parallel, run_ok, text};
 
 fn ways() -> Vec<Way> {
     if all() { vec![Way::Attached, Way::Carried] } else { vec![Way::Attached] }
@@ -110,6 +110,28 @@ fn receiver_killed_at_ready_gives_the_guest_back_when_it_is_back() {
         let fault = "the receiver: SIGKILL, started again";
         note(&mut scene, &mut there, fault, "COMMIT on its way", ends, Owner::Source);
     });
+}
+
+/// What has come to one QEMU says nothing of a guest in another.
+#[test]
+fn guest_that_never_ran_here_is_not_sent_on_and_one_of_another_qemu_is() {
+    let mut scene = Scene::new(Version::V10_0, Way::Attached);
+    let (there, mut receiving, send, proxy) = held_at(&mut scene, Message::Ready);
+    receiving.kill();
+    let sends = |qmp: &Path| {
+        scene.b.run(&["send", "--qemu", text(qmp), "--to", "tcp:127.0.0.1:1", "--plain"])
+    };
+    sends(&there.qmp).failed(9, "never ran here: it is its source's");
+    assert_eq!(status(&there.qmp)["status"], "paused");
+    // Nothing was promised.
+    proxy.cut();
+    run_ok(&scene.a, &["cancel", "tested"]);
+    assert_eq!(send.finish().code, Some(11));
+    Qmp::connect(&scene.here.qmp).unwrap().execute("stop", json!({})).unwrap();
+    let tried = sends(&scene.here.qmp);
+    let said = tried.last()["error"]["message"].as_str().unwrap().to_owned();
+    assert!(said.contains("127.0.0.1:1"), "nobody listens there: {said}");
+    assert_eq!(status(&scene.here.qmp)["status"], "paused");
 }
 
 fn status(qmp: &Path) -> Value {

@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use vmferry_qemu::Qmp;
 use vmferry_qemu_lab::{Backend, Machine, Qemu, Version, World as Lab};
 
+use crate::support::proxy::{Message, Proxy};
 use crate::support::scene::{Scene, Way};
 use crate::support::{BEFORE_COMMIT, Running, all, in_parallel, run_ok, text};
 
@@ -320,4 +321,36 @@ fn guest_that_has_shut_down_is_left_as_it_is() {
     let send = ["send", "--qemu", &qmp, "--to", "127.0.0.1:1", "--tls", &tls];
     operated.scene.a.run(&send).failed(9, "the guest has powered off");
     assert_eq!(operated.status(), "shutdown");
+}
+
+/// QEMU has migrated it by then, and the guest has not run since.
+#[test]
+fn paused_guest_whose_migration_fails_late_is_sent_again_once_it_ran() {
+    in_parallel(Version::ALL.to_vec(), |version| {
+        let mut scene = Scene::new(version, Way::Attached);
+        let mut operator = Qmp::connect(&scene.here.qmp).unwrap();
+        operator.execute("stop", json!({})).unwrap();
+        drop(operator);
+        let (_there, _receiving, address) = scene.receive_plain();
+        let proxy = Proxy::holding(&address, "127.0.0.1", Some(Message::Ready));
+        let link = ["--plain", "--reconnect-timeout", "2s"];
+        let send = scene.send(&proxy.address, &link);
+        proxy.await_held();
+        proxy.cut();
+        let sent = send.finish();
+        assert_ne!(sent.code, Some(0), "{version:?}: {sent:?}");
+        assert_eq!(status(&scene.here), "postmigrate", "{version:?}");
+        let (mut there, mut receiving, address) = scene.receive_plain();
+        scene.send(&address, &link).finish().failed(9, "`stop` right after that pauses it again");
+        let mut operator = Qmp::connect(&scene.here.qmp).unwrap();
+        for order in ["cont", "stop"] {
+            operator.execute(order, json!({})).unwrap();
+        }
+        drop(operator);
+        let sent = scene.send(&address, &link).finish();
+        assert_eq!(sent.code, Some(0), "{version:?}: {sent:?}");
+        assert_eq!(receiving.event("received")["paused"], true, "{version:?}");
+        cont(&there);
+        there.check_guest();
+    });
 }

@@ -46,6 +46,9 @@ pub struct Backends {
     devices: Vec<(String, String)>,
 }
 
+/// The kind of a backend that is a file with a name.
+const FILE: &str = "memory-backend-file";
+
 /// Memory devices whose memory is RAM.
 const RAM_DEVICES: [&str; 2] = ["dimm", "virtio-mem"];
 
@@ -75,10 +78,25 @@ impl Backends {
         Ok(Self { all: all.collect(), devices: devices.collect() })
     }
 
+    /// Whether some of them is a file with a name that is mapped shared, so that its pages stay when
+    /// QEMU ends.
+    ///
+    /// # Errors
+    /// QMP's.
+    pub fn have_shared_files(&self, qmp: &mut Qmp) -> Result<bool, QmpError> {
+        for backend in self.all.iter().filter(|backend| backend.kind == FILE) {
+            let path = format!("/objects/{}", backend.id);
+            if qmp.execute("qom-get", json!({ "path": path, "property": "share" }))? == true {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
     /// Whether QEMU knows a block by the name of its file, so that its migration can leave it out:
     /// memory that QEMU made a file for itself (`memory-backend-shm`, a memfd) it does not.
     pub fn is_named_file(&self, block: &str) -> bool {
-        self.find(block).is_some_and(|backend| backend.kind == "memory-backend-file")
+        self.find(block).is_some_and(|backend| backend.kind == FILE)
     }
 
     /// What a block is made of, for people.

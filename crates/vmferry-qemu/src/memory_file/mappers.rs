@@ -2,7 +2,7 @@
 
 use std::io;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::thread::CapabilitySet;
 
@@ -19,8 +19,11 @@ pub struct Seen {
     pub unseen: Option<String>,
 }
 
-/// How often, and how soon again, is looked whether a process goes on having a file mapped.
-const LOOKS: u32 = 5;
+/// How long a copy of a known process may take to start a program, on a machine that is loaded
+/// heavily. One that takes longer is another process that has the file.
+const START_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How often is looked whether it has.
 const LOOK_PERIOD: Duration = Duration::from_millis(20);
 
 /// The namespaces in which all processes of a machine are seen, and a right holds for all of them
@@ -49,7 +52,7 @@ pub fn find(file: (u64, u64), is_known: impl Fn(u32) -> bool) -> Result<Seen, Qe
             Ok::<_, io::Error>(has_mapped(&String::from_utf8_lossy(&maps), &inode, file))
         };
         match has_mapped() {
-            Ok(true) if stays(has_mapped) => {
+            Ok(true) if stays(pid, &is_known, has_mapped) => {
                 return Ok(Seen { mapper: Some(Mapper { pid, name: name_of(pid) }), unseen });
             }
             Ok(_) => {}
@@ -64,13 +67,47 @@ pub fn find(file: (u64, u64), is_known: impl Fn(u32) -> bool) -> Result<Seen, Qe
     Ok(Seen { mapper: None, unseen })
 }
 
-/// Whether something is so for longer than a process needs that is about to start a program: until
-/// then it has the mappings of the process that it came from, which may be a known one.
-fn stays(is_so: impl Fn() -> io::Result<bool>) -> bool {
-    (0..LOOKS).all(|_| {
+/// Whether a process goes on having a file mapped, as it `has`. Between `fork` and `exec` a process
+/// has the mappings of the one that it came from: for a copy of a known process it is waited until
+/// it has started a program, or has ended.
+fn stays(pid: u32, is_known: &impl Fn(u32) -> bool, has: impl Fn() -> io::Result<bool>) -> bool {
+    let deadline = Instant::now() + START_TIMEOUT;
+    while is_copy_of(pid, is_known) && Instant::now() < deadline {
         std::thread::sleep(LOOK_PERIOD);
-        is_so().unwrap_or(false)
-    })
+    }
+    has().unwrap_or(false)
+}
+
+/// Whether a process is a copy of a known one that it comes from, made by `fork`.
+fn is_copy_of(pid: u32, is_known: &impl Fn(u32) -> bool) -> bool {
+    let Some(own) = Image::of(pid) else { return false };
+    let mut parent = own.parent;
+    while let Some(image) = Image::of(parent).filter(|image| image.places == own.places) {
+        if is_known(parent) {
+            return true;
+        }
+        parent = image.parent;
+    }
+    false
+}
+
+/// The program that a process runs.
+struct Image {
+    parent: u32,
+    /// Where its code begins and ends, and where its stack began: each `exec` puts them elsewhere.
+    places: [u64; 3],
+}
+
+impl Image {
+    /// Fields 4 and 26 to 28 of proc_pid_stat(5).
+    fn of(pid: u32) -> Option<Self> {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        // The name in parentheses may hold anything; the next field is the third.
+        let fields: Vec<&str> = stat.rsplit_once(") ")?.1.split(' ').collect();
+        let number = |field: usize| fields.get(field - 3)?.parse::<u64>().ok();
+        let parent = number(4)?.try_into().ok()?;
+        Some(Self { parent, places: [number(26)?, number(27)?, number(28)?] })
+    }
 }
 
 fn has_mapped(maps: &str, inode: &str, file: (u64, u64)) -> bool {

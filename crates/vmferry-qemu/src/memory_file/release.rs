@@ -10,7 +10,7 @@ use rustix::fs::FallocateFlags;
 use serde::Serialize;
 use serde_json::json;
 
-use super::{Use, kind_of, lease, mappers};
+use super::{Backends, Use, kind_of, lease, mappers};
 use crate::error::QemuError;
 use crate::process::{self, END_TIMEOUT};
 use crate::qmp::Qmp;
@@ -54,12 +54,12 @@ pub struct KeptFile {
 }
 
 impl Release {
-    /// What was given back of a QEMU that was told to end; nothing, if its files could not be found
-    /// before.
+    /// What was given back of a QEMU that was told to end; nothing, if it has no files or they could
+    /// not be found before.
     #[must_use]
-    pub fn by(leaving: Result<Leaving, QemuError>) -> Self {
+    pub fn by(leaving: Result<Option<Leaving>, QemuError>) -> Self {
         match leaving {
-            Ok(leaving) => leaving.give_back(),
+            Ok(leaving) => leaving.map(Leaving::give_back).unwrap_or_default(),
             Err(error) => {
                 let (path, why) = ("its memory".to_owned(), vmferry::chain(&error));
                 Self { freed_bytes: 0, kept: vec![KeptFile { path, why }] }
@@ -74,7 +74,10 @@ impl Leaving {
     ///
     /// # Errors
     /// QMP's.
-    pub fn quit(qmp: &mut Qmp, view: &mut dyn View) -> Result<Result<Self, QemuError>, QemuError> {
+    pub fn quit(
+        qmp: &mut Qmp,
+        view: &mut dyn View,
+    ) -> Result<Result<Option<Self>, QemuError>, QemuError> {
         let leaving = match Self::of(qmp, view) {
             Err(error) if error.is_timeout() => return Err(error),
             found => found,
@@ -83,12 +86,16 @@ impl Leaving {
         Ok(leaving)
     }
 
-    /// Opens the memory files of a QEMU while it still has them. What is no RAM is left out, and so
-    /// is what has no name: that ends with its process.
+    /// Opens the memory files of a QEMU while it still has them; none if it says that it has no
+    /// shared one with a name. What is no RAM is left out, and so is what has no name: that ends
+    /// with its process.
     ///
     /// # Errors
     /// If the process can't be looked into, or QMP's.
-    fn of(qmp: &mut Qmp, view: &mut dyn View) -> Result<Self, QemuError> {
+    fn of(qmp: &mut Qmp, view: &mut dyn View) -> Result<Option<Self>, QemuError> {
+        if !Backends::read(qmp)?.have_shared_files(qmp)? {
+            return Ok(None);
+        }
         let located = Located::find(qmp, view)?;
         let pid = located.pid;
         let process = process::pidfd(pid).map_err(|source| QemuError::Process {
@@ -110,7 +117,7 @@ impl Leaving {
             let range = mapping.offset..mapping.offset.saturating_add(bytes);
             files.push(MemoryFile { path: mapping.path, id: mapping.file, file, range });
         }
-        Ok(Self { process, files })
+        Ok(Some(Self { process, files }))
     }
 
     /// Waits until the QEMU has ended, and empties those files that nobody else has.

@@ -2,6 +2,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::os::fd::AsRawFd;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
@@ -109,6 +110,29 @@ fn examine_finds_another_process_that_has_the_file_mapped() {
     );
     drop(other);
     assert_eq!(examine(own, &mapping, &[own]).unwrap(), Sharing::Alone);
+}
+
+/// Between `fork` and `exec` it has what this process has mapped.
+#[test]
+fn examine_waits_for_a_copy_that_is_about_to_start_a_program() {
+    let (_path, file) = file();
+    let own = std::process::id();
+    let mapping = mapping_at(map(&file, libc::PROT_READ | libc::PROT_WRITE));
+    let mut command = Command::new("sleep");
+    command.arg("1000");
+    let wait = || {
+        std::thread::sleep(std::time::Duration::from_secs(1));
+        Ok(())
+    };
+    // SAFETY: after `fork` it sleeps, which takes no lock and allocates nothing.
+    unsafe { command.pre_exec(wait) };
+    let starting = std::thread::spawn(move || command.spawn().unwrap());
+    while !starting.is_finished() {
+        assert_eq!(examine(own, &mapping, &[own]).unwrap(), Sharing::Alone);
+    }
+    let mut started = starting.join().unwrap();
+    started.kill().unwrap();
+    started.wait().unwrap();
 }
 
 /// From another PID namespace the process that has the file mapped can't be seen: the kernel's word

@@ -319,6 +319,30 @@ pub fn look_for_room(
     }
 }
 
+/// The same where it is not known whether the guest will have huge pages: its QEMU there says. What
+/// is reserved for these is no room for others.
+pub fn look_for_any_room(host: &HostFacts, place: &str, bytes: u64, findings: &mut Findings) {
+    let huge = host.huge_pages.iter().map(|pages| pages.bytes.saturating_mul(pages.free));
+    let huge = huge.max().unwrap_or(0);
+    match host.memory_available {
+        Some(available) if available < bytes && huge >= bytes => findings.bad(
+            "room",
+            Level::Warning,
+            place,
+            format!(
+                "the guest has {}, and {} can be used there beside {} of free huge pages, which \
+                 are enough",
+                ByteSize(bytes),
+                ByteSize(available),
+                ByteSize(huge)
+            ),
+            "give its QEMU there memory on huge pages (`hugetlb=on`, or a `mem-path` on a \
+             hugetlbfs), or choose another host",
+        ),
+        _ => look_for_room(host, place, bytes, MemoryKind::Private, findings),
+    }
+}
+
 fn look_at_control_groups(findings: &mut Findings) {
     let root = Path::new("/sys/fs/cgroup");
     let controllers = std::fs::read_to_string(root.join("cgroup.controllers"));
@@ -387,5 +411,20 @@ mod tests {
         assert_eq!(level((1 << 30) + 1, MemoryKind::Private), Level::Error);
         assert_eq!(level(8 << 20, MemoryKind::Hugetlb), Level::Ok);
         assert_eq!(level((8 << 20) + 1, MemoryKind::Hugetlb), Level::Error);
+    }
+
+    #[test]
+    fn room_of_a_qemu_may_be_in_huge_pages() {
+        let huge_pages = vec![HugePages { bytes: 2 << 20, total: 900, free: 800 }];
+        let host =
+            HostFacts { memory_available: Some(1 << 30), huge_pages, ..HostFacts::default() };
+        let level = |bytes| {
+            let mut findings = Findings::default();
+            look_for_any_room(&host, "b", bytes, &mut findings);
+            findings.worst()
+        };
+        assert_eq!(level(1 << 30), Level::Ok);
+        assert_eq!(level(1600 << 20), Level::Warning);
+        assert_eq!(level((1600 << 20) + 1), Level::Error);
     }
 }

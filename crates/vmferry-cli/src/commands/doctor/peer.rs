@@ -9,7 +9,7 @@ use vmferry::probe::{HostFacts, LOAD_TIME, LinkFigures, ProbeError, Probed, prob
 use vmferry_memory::MemoryKind;
 
 use super::guest::Guest;
-use super::host::look_for_room;
+use super::host::{look_for_any_room, look_for_room};
 use super::{Findings, Level};
 use crate::args::DoctorOptions;
 use crate::commands::send::{address, dialer, tls_files};
@@ -158,9 +158,15 @@ fn look_at_host(
     look_at_processors(name, theirs, ours, guest, findings);
     if let Some(guest) = guest {
         // A guest that has huge pages here need not have them there, and often should.
-        let hugetlb = guest.memory_kind == Some(MemoryKind::Hugetlb);
-        let kind = if hugetlb { MemoryKind::Hugetlb } else { MemoryKind::Private };
-        look_for_room(theirs, name, guest.memory_bytes, kind, findings);
+        match guest.memory_kind {
+            Some(MemoryKind::Hugetlb) => {
+                look_for_room(theirs, name, guest.memory_bytes, MemoryKind::Hugetlb, findings);
+            }
+            Some(_) => {
+                look_for_room(theirs, name, guest.memory_bytes, MemoryKind::Private, findings);
+            }
+            None => look_for_any_room(theirs, name, guest.memory_bytes, findings),
+        }
     }
     if let (Some(ours), Some(theirs)) = (&ours.congestion_control, &theirs.congestion_control)
         && ours != theirs

@@ -52,6 +52,9 @@ pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result
     }
     let mut destination = QemuDestination::attach(qmp, expected(options))?.received_by(&receiver);
     let pid = destination.pid();
+    if pid.is_none() {
+        tell_unseen(qmp, output);
+    }
     // Once restricted, this process sees no other one: whose the memory files are then, another one
     // looks.
     if let Some(pid) = pid {
@@ -72,6 +75,16 @@ pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result
     waiting.await_end(qmp, pid, output);
     drop(witness);
     Ok(())
+}
+
+/// Says what is lost where QEMU's process is not seen.
+fn tell_unseen(qmp: &Path, output: &Output) {
+    output.event(&json!({ "event": "qemu-unseen", "qmp": qmp }), || {
+        "QEMU's process is not seen from here: a receiver that is started after this one does not \
+         find the guest. Run vmferry where that process is seen (the host's PID namespace, or one \
+         that is shared)"
+            .to_owned()
+    });
 }
 
 /// Starts a QEMU and receives into it.

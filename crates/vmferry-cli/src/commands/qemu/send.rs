@@ -11,7 +11,7 @@ use vmferry::SourceConfig;
 use vmferry::journal::{self, Record, SessionSummary, Since, Verdict};
 use vmferry::source::{Orders, Recovered, Report, recover};
 use vmferry_control::{Directories, Server, ServerError, Started};
-use vmferry_qemu::{AbandonedQemu, QemuError, Release, process_name};
+use vmferry_qemu::{AbandonedQemu, Arrived, QemuError, Release, process_name};
 use vmferry_transport::{Dialer, RecordingSide};
 use vmferry_wire::{GuestIdentity, SessionId};
 
@@ -45,7 +45,7 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
     let (identity, pid) = (found.identity().clone(), found.pid());
     config.process = pid.and_then(process_name);
     if found.is_paused() {
-        must_be_ours(&identity, &config)?;
+        must_be_ours((&identity, pid), &config)?;
     }
     let name = super::socket_name(&identity, pid);
     let about = found.about(&name);
@@ -187,21 +187,28 @@ fn before(guest: &GuestIdentity, config: &SourceConfig, to: &str) -> Call {
 }
 
 /// Makes sure that a paused guest is this host's: one that is being received is paused too, and
-/// may run at its source.
-fn must_be_ours(guest: &GuestIdentity, config: &SourceConfig) -> Result<(), Failure> {
-    let sessions = journal::sessions_of(&config.journal_directory, guest)
+/// may run at its source. What has come to other QEMUs does not matter.
+fn must_be_ours(
+    (guest, pid): (&GuestIdentity, Option<u32>),
+    config: &SourceConfig,
+) -> Result<(), Failure> {
+    let journals = &config.journal_directory;
+    let sessions = journal::sessions_of(journals, guest)
         .map_err(|error| Failure::of(Code::Internal, error))?;
-    match sessions.last() {
-        Some(last) if last.side == journal::Side::Destination && last.verdict != Verdict::Here => {
+    for last in sessions.iter().rev() {
+        if last.side != journal::Side::Destination || last.verdict == Verdict::Here {
+            break;
+        }
+        if Arrived::may_be_in(journals, last.session, pid)? {
             let text = format!(
                 "the guest in this QEMU came by session {} and never ran here: it is its source's. \
                  Start `vmferry receive` again, which ends this QEMU",
                 last.session
             );
-            Err(Failure::new(Code::WrongState, text))
+            return Err(Failure::new(Code::WrongState, text));
         }
-        _ => Ok(()),
     }
+    Ok(())
 }
 
 /// Finishes what a vmferry has left that was killed together with its guardian.
