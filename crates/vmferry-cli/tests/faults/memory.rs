@@ -1,6 +1,7 @@
 //! The destination runs out of memory: refused where it can be known, and else killed by the kernel. The guest stays.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::support::leftovers::{Descriptors, Living, descriptors_at_rest, left};
 use crate::support::outcomes::{Outcome, Owner};
@@ -99,7 +100,9 @@ struct Group(PathBuf);
 
 impl Group {
     fn with_limit(bytes: u64) -> Option<Self> {
-        let name = format!("vmferry-test-{}", std::process::id());
+        static MADE: AtomicU32 = AtomicU32::new(0);
+        let number = MADE.fetch_add(1, Ordering::Relaxed);
+        let name = format!("vmferry-test-{}-{number}", std::process::id());
         let old = Path::new("/sys/fs/cgroup/memory");
         let (path, limits) = if old.is_dir() {
             (old.join(name), ["memory.limit_in_bytes", "memory.memsw.limit_in_bytes"])

@@ -233,13 +233,9 @@ fn lock(file: &File, path: &Path) -> Result<(), JournalError> {
 }
 
 /// Makes a directory that survives a crash: each new name is synced in the directory above it.
-/// Nobody else may look into it: a journal says who decides about a guest. The directories above
-/// it, which may be the embedder's for other things too, follow the umask.
+/// Nobody else may look into it, or change what is above it: a journal says who decides about a
+/// guest.
 fn make_directory(directory: &Path) -> Result<(), JournalError> {
-    make_directory_of(directory, 0o700)
-}
-
-fn make_directory_of(directory: &Path, mode: u32) -> Result<(), JournalError> {
     if directory.is_dir() {
         return Ok(());
     }
@@ -247,8 +243,8 @@ fn make_directory_of(directory: &Path, mode: u32) -> Result<(), JournalError> {
         Some(above) if !above.as_os_str().is_empty() => above,
         _ => Path::new("."),
     };
-    make_directory_of(above, 0o777)?;
-    match std::fs::DirBuilder::new().mode(mode).create(directory) {
+    make_directory(above)?;
+    match std::fs::DirBuilder::new().mode(0o700).create(directory) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(JournalError::Io {
             action: "make the directory of",
             path: directory.to_owned(),
