@@ -331,7 +331,7 @@ fn a_qemu_that_does_not_answer_is_named() {
     scene.a.run(&send).failed(9, &format!("it is stopped, and goes on with `kill -CONT {pid}`"));
     stopped.wake();
     let held = Qmp::connect(&scene.here.qmp).unwrap();
-    scene.a.run(&send).failed(9, "does somebody else use this socket");
+    scene.a.run(&send).failed(7, &format!("process {} (", std::process::id()));
     drop(held);
     scene.is_clean();
 }

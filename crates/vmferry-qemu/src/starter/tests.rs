@@ -16,7 +16,7 @@ fn served(command: &str) -> (StarterProcess, std::thread::JoinHandle<io::Result<
 
 #[test]
 fn it_starts_looks_and_ends_at_another_s_word() {
-    let (mut starter, serving) = served("sh -c 'sleep 1000' sh");
+    let (mut starter, serving) = served("sh -c 'exec sleep 1000' sh");
     let pid = starter.start().unwrap();
     assert_eq!(starter.try_wait().unwrap(), None);
     // The page table is open here, though it may be looked at there only.
