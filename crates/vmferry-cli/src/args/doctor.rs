@@ -11,8 +11,8 @@ use super::units::parse_bytes;
 /// `vmferry doctor`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Nothing is changed on either host, and no guest is touched. With --to the link is loaded for two \
-seconds, through the
+No guest is moved or paused. With --qemu vmferry attaches to QEMU for a moment, as at the beginning
+of a migration, and lets go of it again. With --to the link is loaded for two seconds, through the
 `vmferry receive` that waits or hosts a guest there.
 
 Exit status: 0 if all is well, 17 if there is a warning, 18 if there is an error, which keeps
