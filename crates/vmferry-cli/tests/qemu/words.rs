@@ -112,12 +112,12 @@ impl Received {
         read_to_string(&self.errors).unwrap()
     }
 
-    /// A line with this word comes.
+    /// A line with this word comes. Lines are lost while the pipe is full, so QEMU prints it again.
     fn prints(&mut self, word: &str) {
-        self.monitor.human(&format!("info {word}")).unwrap();
         let deadline = Instant::now() + PATIENCE;
         while !self.printed().contains(word) {
             assert!(Instant::now() < deadline, "{word} is never printed");
+            self.monitor.human(&format!("info {word}")).unwrap();
             // A file that grows wakes nobody.
             std::thread::sleep(Duration::from_millis(5));
         }
