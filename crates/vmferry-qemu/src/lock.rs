@@ -18,7 +18,15 @@ const LOOK_PERIOD: Duration = Duration::from_millis(5);
 /// The right to work on a QEMU. Given back when dropped.
 #[derive(Debug)]
 pub struct Lock {
-    _file: File,
+    file: File,
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Closing is not enough: a process that another thread has forked, and that has not started
+        // its program yet, has the same open file. That it fails means that there is no lock.
+        let _ = self.file.unlock();
+    }
 }
 
 impl Lock {
@@ -30,7 +38,7 @@ impl Lock {
         let failed = |source| QemuError::Process { action: "take the lock", pid, source };
         let file = File::open(format!("/proc/{pid}/environ")).map_err(failed)?;
         match file.try_lock() {
-            Ok(()) => Ok(Self { _file: file }),
+            Ok(()) => Ok(Self { file }),
             Err(TryLockError::WouldBlock) => {
                 Err(QemuError::Locked { pid, by: holder(&file).filter(|by| *by != 0) })
             }
@@ -95,10 +103,12 @@ mod tests {
         assert!(matches!(error, QemuError::Locked { by: Some(by), .. } if by == own), "{error:?}");
         // Another process is another lock.
         Lock::take(own).unwrap();
+        // As a forked process has it.
+        let copy = lock.file.try_clone().unwrap();
         let waiting = std::thread::spawn(move || Lock::take_within(pid, Duration::from_secs(60)));
         drop(lock);
         let lock = waiting.join().unwrap().unwrap();
-        drop(lock);
+        drop((lock, copy));
         process.kill().unwrap();
         process.wait().unwrap();
         assert!(matches!(Lock::take(pid), Err(QemuError::Process { .. })));

@@ -13,8 +13,15 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use crate::error::QemuError;
+
+/// How long a thread that is ending may take to leave its control group.
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How often is looked whether it has left.
+const LOOK_PERIOD: Duration = Duration::from_millis(5);
 
 /// The limit's period, unless the quota would be too small: short, so that a throttled guest is slow and does
 /// not stand still.
@@ -125,28 +132,42 @@ impl Group {
                 fs::write(self.child.join("cpu.cfs_quota_us"), quota.to_string())?;
             }
         }
-        self.move_threads(hierarchy, &self.child)
+        move_threads(hierarchy, &self.threads, &self.child)
     }
 
     fn remove(&self, hierarchy: Hierarchy) -> io::Result<()> {
         if !self.child.exists() {
             return Ok(());
         }
-        self.move_threads(hierarchy, &self.parent)?;
-        fs::remove_dir(&self.child)
-    }
-
-    fn move_threads(&self, hierarchy: Hierarchy, to: &Path) -> io::Result<()> {
-        let file = to.join(threads_file(hierarchy));
-        for thread in &self.threads {
-            match fs::write(&file, thread.to_string()) {
-                // A vCPU that was unplugged meanwhile.
-                Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {}
-                other => other?,
+        let deadline = Instant::now() + LEAVE_TIMEOUT;
+        loop {
+            // Also threads that a limited one has started.
+            let inside = read_numbers(&self.child.join(threads_file(hierarchy)))?;
+            move_threads(hierarchy, &inside, &self.parent)?;
+            match fs::remove_dir(&self.child) {
+                // A thread that is ending leaves by itself, and the kernel tells nobody.
+                Err(error)
+                    if error.kind() == io::ErrorKind::ResourceBusy && Instant::now() < deadline =>
+                {
+                    std::thread::sleep(LOOK_PERIOD);
+                }
+                removed => return removed,
             }
         }
-        Ok(())
     }
+}
+
+/// Moves threads into a group.
+fn move_threads(hierarchy: Hierarchy, threads: &[u32], to: &Path) -> io::Result<()> {
+    let file = to.join(threads_file(hierarchy));
+    for thread in threads {
+        match fs::write(&file, thread.to_string()) {
+            // A vCPU that was unplugged meanwhile.
+            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {}
+            other => other?,
+        }
+    }
+    Ok(())
 }
 
 impl Drop for Throttle {
