@@ -59,15 +59,13 @@ impl From<Value> for Answer {
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {
     /// Someone listens there.
-    #[error(
-        "a guest listens on {path} already: choose another --name, or end that guest with `vmferry quit`"
-    )]
+    #[error("a guest listens on {path} already: choose another name, or end that guest")]
     InUse {
         /// The socket.
         path: PathBuf,
     },
     /// A file that is no socket stands there.
-    #[error("{path} exists and is no socket: remove it or choose another --name")]
+    #[error("{path} exists and is no socket: remove it or choose another name")]
     NotASocket {
         /// The file.
         path: PathBuf,

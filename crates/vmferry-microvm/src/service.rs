@@ -311,7 +311,7 @@ impl GuestService {
     fn balloon(&self, target_bytes: Option<u64>) -> Result<Answer, ControlError> {
         // The machine is free while the guest is waited for.
         let balloon = lock(&self.machine).balloon().ok_or_else(|| {
-            let text = "this guest has no balloon: it is made with one by `vmferry run --balloon`";
+            let text = "this guest has no balloon: it can be given one when it is started";
             ControlError::new(ErrorCode::WrongState, text)
         })?;
         if let Some(bytes) = target_bytes {

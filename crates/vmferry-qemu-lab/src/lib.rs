@@ -113,7 +113,7 @@ impl World {
         image.extend([0; 12]);
         image.extend(16_u32.to_be_bytes());
         image.extend((mib << 20).to_be_bytes());
-        // No encryption; entries of the first level's table, of which each stands for 512 MiB.
+        // No encryption; entries of the first level's table, each of which maps 512 MiB.
         image.extend(0_u32.to_be_bytes());
         image.extend((mib.div_ceil(512) as u32).to_be_bytes());
         image.extend((3 * CLUSTER).to_be_bytes());

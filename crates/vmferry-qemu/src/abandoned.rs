@@ -65,8 +65,9 @@ impl AbandonedQemu {
     }
 
     /// Touches the guest only if it is in process `pid` still, as far as that is seen, and if it
-    /// was in no other migration since that session, as the journals in this directory say. Whoever
-    /// takes over may have been stopped for long: the guest may be another one's, or promised away.
+    /// was in no other migration since that session, as the journals in this directory say. The
+    /// process that takes over may have been stopped for long: the guest may be another one's, or
+    /// promised away.
     #[must_use]
     pub fn left_in(mut self, pid: Option<u32>, session: SessionId, journals: &Path) -> Self {
         self.left = Some(Left { pid, session, journals: journals.to_owned() });
@@ -131,8 +132,8 @@ impl AbandonedQemu {
         Ok(())
     }
 
-    /// Whoever has the connection and the lock has QEMU: what is found from then on holds until
-    /// both are given up.
+    /// The holder of the connection and the lock has QEMU to itself: what is found from then on
+    /// holds until both are given up.
     fn connect(&self) -> Result<(Qmp, Option<Lock>), QemuError> {
         let qmp = Qmp::connect(&self.socket)?;
         let wanted = self.left.as_ref().and_then(|left| left.pid);

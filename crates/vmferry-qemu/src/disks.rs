@@ -26,7 +26,7 @@ use crate::qmp::{Qmp, Version};
 /// Drivers that open a file or a device of the host: the node's own flag says how.
 const OF_THE_HOST: [&str; 3] = ["file", "host_cdrom", "host_device"];
 
-/// Drivers whose data a processor copies into guest memory, whoever has brought it: formats,
+/// Drivers whose data a processor copies into guest memory, wherever it comes from: formats,
 /// filters, and clients of networks that read from sockets.
 const COPYING: &[&str] = &[
     "blkdebug",

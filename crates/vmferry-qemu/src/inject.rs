@@ -96,8 +96,8 @@ pub fn userfaultfd(pid: u32) -> Result<Injected, QemuError> {
 const USERFAULTFD: &str = "anon_inode:[userfaultfd]";
 
 /// Closes every userfaultfd that process `pid` has and nobody else: what a vmferry that was killed
-/// has left there, and with it the write protection of the guest's memory. Whoever calls this has
-/// the process [locked](crate::lock::Lock).
+/// has left there, and with it the write protection of the guest's memory. The caller has the
+/// process [locked](crate::lock::Lock).
 ///
 /// # Errors
 /// As [`userfaultfd`]; or that another process uses one of them, which is left alone.

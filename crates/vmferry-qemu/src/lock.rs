@@ -2,9 +2,9 @@
 //!
 //! The lock is one of `flock(2)` on a file of the process in `/proc`, so it belongs to that very
 //! process, is the same from each runtime directory, and is released when the process that holds it
-//! ends. Only processes that may trace QEMU can open the file, so no other user can keep a guest from
-//! being moved. A lock on a pidfd would hold in each mount of `/proc`, which this one does not, but
-//! any user could take it.
+//! ends. Only processes that may trace QEMU can open the file, so no other user can keep a guest
+//! from being moved. A lock on a pidfd would hold in each mount of `/proc`, which this one does
+//! not, but any user could take it.
 
 use std::fs::{File, TryLockError};
 use std::os::unix::fs::MetadataExt;

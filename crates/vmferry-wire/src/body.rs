@@ -29,7 +29,7 @@ const STREAMS: u16 = 3;
 /// BEGIN: bytes that the guest uses of each slot, a u64 for each; [`UNKNOWN_BYTES`] where they are
 /// not known.
 const USED_BYTES: u16 = 4;
-/// Stands for a number of bytes that is not known.
+/// Encodes a number of bytes that is not known.
 const UNKNOWN_BYTES: u64 = u64::MAX;
 /// Slots of which it is said at most, so that the message keeps to its limit.
 const MAX_USED_SLOTS: usize = 1024;
@@ -209,7 +209,7 @@ impl ControlMessage {
         message.finish(version, &fields)
     }
 
-    /// Reads what stands behind the tuple, and checks the whole.
+    /// Reads the fields after the tuple, and checks the whole.
     fn finish(mut self, version: u16, rest: &[u8]) -> Result<(Self, Vec<u16>), WireError> {
         let message = &mut self;
         let mut ignored = Vec::new();

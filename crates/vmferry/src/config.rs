@@ -235,8 +235,8 @@ impl SourceConfig {
     }
 
     /// How long the guest may be paused before COMMIT: what was chosen, but no less than the
-    /// downtime limit; else ten times that limit, and at least 5 s. Whoever hands over at any price
-    /// has no bound unless one is chosen.
+    /// downtime limit; else ten times that limit, and at least 5 s. A migration that hands over at
+    /// any price has no bound unless one is chosen.
     #[must_use]
     pub fn downtime_abort(&self) -> Option<Duration> {
         let usual = || {

@@ -4,7 +4,7 @@
 //! stopped. The engine takes the bytes from local sockets, recognises the pages in them to encode
 //! them, carries them over the lanes of a session, and writes the very same bytes into the sockets
 //! of a VMM at the destination. The handover is the same as for any guest: the VMM holds its
-//! migration when the guest stands still, and the VMM at the destination does not run it before
+//! migration when the guest is paused, and the VMM at the destination does not run it before
 //! COMMIT.
 
 use std::os::unix::net::UnixStream;

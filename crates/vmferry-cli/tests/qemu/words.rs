@@ -18,8 +18,8 @@ use crate::support::{Host, Running, World, all, in_parallel};
 /// How long a line may take through the relay: a failure after that.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A guest on KVM whose machine has a virtio-rng with so many vectors, which no description names,
-/// but QEMU's state does.
+/// A guest on KVM whose machine has a virtio-rng with this number of vectors, which no description
+/// names, but QEMU's state does.
 fn with_vectors(version: Version, way: Way, vectors: u32) -> Machine {
     let backend = match way {
         Way::Attached => Backend::File,

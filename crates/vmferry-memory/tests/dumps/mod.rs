@@ -1,7 +1,7 @@
 //! Children that hold something and crash, and what of their memory core dumps have.
 //!
 //! A child is looked at twice: while it still runs, as the kernel would dump it (all mappings that
-//! are not marked `dd`, which stands for `VM_DONTDUMP`), which depends on no setting of the system;
+//! are not marked `dd`, which means `VM_DONTDUMP`), which depends on no setting of the system;
 //! then it crashes, and where this system writes dumps into the working directory
 //! (`kernel.core_pattern`), the kernel's own is searched too.
 //!
@@ -22,7 +22,7 @@ use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, setrlimit};
 
 pub const PAGES: u64 = 64;
 
-/// Says to the child what to hold, and whether its protection is to be undone.
+/// Says to the child what to hold, and whether to undo its protection.
 const CHILD: &str = "VMFERRY_TEST_CORE_DUMP";
 
 /// The child says so when it holds what it was told to.

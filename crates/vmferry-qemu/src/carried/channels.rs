@@ -189,7 +189,7 @@ fn number_of(channel: &UnixStream, deadline: Instant) -> Result<u8, QemuError> {
 
 fn unknown_channel() -> QemuError {
     QemuError::Unsupported(
-        "its multifd channels are none that vmferry knows: leave `--multifd` out".into(),
+        "its multifd channels are none that vmferry knows: carry it over one stream".into(),
     )
 }
 

@@ -78,8 +78,8 @@ impl Backends {
         Ok(Self { all: all.collect(), devices: devices.collect() })
     }
 
-    /// Whether some of them is a file with a name that is mapped shared, so that its pages stay when
-    /// QEMU ends.
+    /// Whether some of them is a file with a name that is mapped shared, so that its pages stay
+    /// when QEMU ends.
     ///
     /// # Errors
     /// QMP's.

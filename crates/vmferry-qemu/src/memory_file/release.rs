@@ -54,8 +54,8 @@ pub struct KeptFile {
 }
 
 impl Release {
-    /// What was given back of a QEMU that was told to end; nothing, if it has no files or they could
-    /// not be found before.
+    /// What was given back of a QEMU that was told to end; nothing, if it has no files or they
+    /// could not be found before.
     #[must_use]
     pub fn by(leaving: Result<Option<Leaving>, QemuError>) -> Self {
         match leaving {
@@ -70,7 +70,8 @@ impl Release {
 
 impl Leaving {
     /// Finds the memory files of a QEMU and tells it to end. If the files can't be found, it is
-    /// told all the same; but not if it does not answer, so that somebody who asks again finds them.
+    /// told all the same; but not if it does not answer, so that somebody who asks again finds
+    /// them.
     ///
     /// # Errors
     /// QMP's.

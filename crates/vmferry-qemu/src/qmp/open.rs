@@ -115,7 +115,7 @@ impl Qmp {
     }
 }
 
-/// QMP takes one client at a time. Fails if that is somebody else, whoever waits here.
+/// QMP takes one client at a time. Fails if another client has it, however long this one waits.
 fn must_be_free(path: &Path, waiting: Option<&UnixStream>) -> Result<(), QmpError> {
     match sockets::others_at(path, waiting) {
         Some(clients) => Err(QmpError::Busy { path: path.to_owned(), clients }),

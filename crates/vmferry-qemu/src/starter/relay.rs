@@ -18,14 +18,15 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::{Errno, ioctl_fionread, read, write};
 use rustix::pipe::{PipeFlags, pipe_with};
 
-/// So many lines are kept. QEMU says first which value it can't load, and then of each level above
+/// How many lines are kept. QEMU says first which value it can't load, and then of each level above
 /// that it failed.
 const MOST_LINES: usize = 6;
 
-/// So long may these be together: with the words around them they fit into a message to the peer.
+/// How many bytes these may have together: with the words around them they fit into a message to
+/// the peer.
 const MOST_WORDS: usize = 600;
 
-/// So many bytes are kept, of which the lines are made.
+/// How many bytes are kept, from which the lines are made.
 const MOST_BYTES: usize = 4096;
 
 /// How long the thread may take to read what is in the pipe already: it waits only for its own

@@ -140,7 +140,7 @@ impl Arrival {
     }
 }
 
-/// Authenticates a connection and hears what it wants, for so long at each step; whoever calls
+/// Authenticates a connection and hears what it wants, for `timeout` at each step; the caller
 /// bounds the whole. A source that `policy` has nothing for is told so. `versions`: of the
 /// protocol, that this side speaks. One that has only asked what this host has is answered here,
 /// and nothing arrives.

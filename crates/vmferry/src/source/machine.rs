@@ -119,7 +119,7 @@ pub struct Source {
     last_harvest: Duration,
     /// For how long the guest stood still for the last harvest.
     stood_still: Duration,
-    /// Since when it stands still for the handover.
+    /// Since when it is paused for the handover.
     stopped_at: Option<Duration>,
     throttle: Throttle,
     hold: Hold,

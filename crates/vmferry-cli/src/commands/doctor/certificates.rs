@@ -17,8 +17,8 @@ use crate::exit::Failure;
 /// A certificate that ends sooner than this should be renewed.
 const SOON: Duration = Duration::from_secs(30 * 24 * 3600);
 
-/// A revocation list that ends so soon is to be renewed. They are made for shorter times than
-/// certificates.
+/// A revocation list that ends sooner than this should be renewed. They are made for shorter times
+/// than certificates.
 const SOON_FOR_LISTS: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// Looks at the files that the options name; nothing, if they name none.

@@ -26,7 +26,7 @@ const ANSWER_TIME: Duration = Duration::from_secs(60);
 pub struct Found {
     /// What it has left.
     pub left: Left,
-    /// What a hook is to be told: these guests never run here.
+    /// What the hook must be told: these guests never run here.
     pub kept: Vec<Call>,
 }
 

@@ -196,8 +196,8 @@ impl Waiting {
         Ok(Self { config, hook: hook.map(Arc::new), stop, over, is_over })
     }
 
-    /// Tells the hook of guests that never run here, beside everything else: a source that waits for
-    /// this host's word has paused its guest.
+    /// Tells the hook of guests that never run here, beside everything else: a source that waits
+    /// for this host's word has paused its guest.
     pub(super) fn tell_kept(&self, kept: Vec<Call>, output: &Output) -> Result<(), Failure> {
         let (Some(hook), false) = (self.hook.clone(), kept.is_empty()) else { return Ok(()) };
         let output = output.clone();

@@ -48,7 +48,7 @@ impl Gate {
     }
 }
 
-/// Holds up whoever tells of an event: QEMU is not listened to meanwhile.
+/// Holds up the thread that tells of an event: QEMU is not listened to meanwhile.
 #[derive(Clone, Default)]
 struct News(Arc<(Mutex<Told>, Condvar)>);
 
@@ -169,7 +169,7 @@ impl<D: DestinationVm> Carried<D> {
         self.gate.set(flow);
     }
 
-    /// Whoever listens to QEMU is held up when it tells of an event. On return it is.
+    /// The thread that listens to QEMU is held up when it tells of an event. On return it is.
     pub fn hold_news(&self) {
         self.news.hold();
     }

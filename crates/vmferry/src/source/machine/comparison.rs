@@ -196,9 +196,10 @@ mod tests {
             panic!("{source:?}")
         };
         let compared = Compared::BeforeLoad;
-        assert!(
-            matches!(error, MigrateError::VerifyMismatch { compared: found, .. } if found == compared)
-        );
+        assert!(matches!(
+            error,
+            MigrateError::VerifyMismatch { compared: found, .. } if found == compared
+        ));
     }
 
     #[test]
