@@ -1,0 +1,365 @@
+//! The command line.
+
+mod doctor;
+mod documents;
+mod hook;
+mod inspect;
+mod migration;
+mod migrations;
+mod receive;
+mod record;
+mod report;
+mod send;
+mod units;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use vmferry_dirty::{LogChoice, SoftwareWay};
+use vmferry_memory::MemoryKind;
+
+pub use doctor::DoctorOptions;
+pub use documents::{CompletionsOptions, ManOptions, public_command};
+pub use hook::{HookOptions, HookRunnerOptions};
+pub use inspect::InspectOptions;
+pub use migration::{MigrationOptions, WhenStuck};
+pub use migrations::{EstimateOptions, MetricsOptions, SetOptions};
+pub use receive::{ReceiveOptions, StarterOptions};
+pub use record::RecordOptions;
+pub use report::ReportOptions;
+pub use send::SendOptions;
+pub use units::Cap;
+
+use units::{parse_bytes, parse_duration};
+
+/// Live migration for KVM virtual machines.
+#[derive(Debug, Parser)]
+#[command(name = "vmferry", version, max_term_width = 100, propagate_version = true)]
+#[command(after_help = format!(
+    "{}\n\nTry `vmferry demo` first: it migrates a guest between two processes on this machine.",
+    crate::exit::help()
+))]
+pub struct Arguments {
+    /// Print JSON: one object, or one object per line for commands that go on.
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// Print results and failures only.
+    #[arg(long, short, global = true)]
+    pub quiet: bool,
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// Subcommands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Migrate a guest between two processes on this machine and show what happened.
+    Demo(DemoOptions),
+    /// Run a guest until it ends, is quit, or has moved to another host.
+    Run(RunOptions),
+    /// Wait for a guest from another host and run it.
+    Receive(ReceiveOptions),
+    /// Move a running guest to a waiting host.
+    Send(SendOptions),
+    /// Show the guests of this host, one guest, and migrations that are in doubt.
+    Status(StatusOptions),
+    /// Change a migration that is under way.
+    Set(SetOptions),
+    /// Let a migration switch over that was sent with --pause-before-switchover.
+    SwitchOver(GuestOption),
+    /// End the migration of a guest, which stays here.
+    Cancel(GuestOption),
+    /// Watch a running guest and say what a migration would cost, without migrating it.
+    Estimate(EstimateOptions),
+    /// Print or serve metrics of this host's guests and migrations for Prometheus.
+    Metrics(MetricsOptions),
+    /// Show a guest's balloon and memory statistics, or say how large the balloon shall be.
+    Balloon(BalloonOptions),
+    /// Pause a guest.
+    Pause(GuestOption),
+    /// Let a paused guest run on.
+    Resume(GuestOption),
+    /// End a guest and its VMM.
+    Quit(GuestOption),
+    /// Look for what keeps guests from moving, here and on another host, and say what to do.
+    Doctor(DoctorOptions),
+    /// Decide, as the operator, who has a guest whose handover is in doubt.
+    Resolve(ResolveOptions),
+    /// Make the certificates of mutual TLS.
+    Pki(PkiOptions),
+    /// Print what is in a recorded channel, a journal or a saved state, and where it is broken.
+    Inspect(InspectOptions),
+    /// Print the completions of a shell.
+    Completions(CompletionsOptions),
+    /// Print the manual page, or write one for each command.
+    Man(ManOptions),
+    /// Make a page with plots of a migration, of two side by side, or of benchmarks.
+    Report(ReportOptions),
+    /// Wait beside a `send --qemu`, and take over when it dies. Its order comes by standard input.
+    #[command(hide = true)]
+    Guard,
+    /// Start the QEMU of a `receive --exec` when that asks for it, by standard input.
+    #[command(hide = true)]
+    StartQemu(StarterOptions),
+    /// Run the hook of a `send` or `receive` when that asks for it, by standard input.
+    #[command(hide = true)]
+    RunHook(HookRunnerOptions),
+}
+
+/// One guest of this host.
+#[derive(Debug, Args)]
+pub struct GuestOption {
+    /// Name of the guest, or path of its control socket.
+    pub guest: String,
+}
+
+/// A guest to be made.
+#[derive(Clone, Debug, Args)]
+pub struct MachineOptions {
+    /// kvm, process (threads that write memory, where /dev/kvm is missing), or auto.
+    #[arg(long, default_value = "auto", value_name = "KIND")]
+    pub guest: vmferry_microvm::GuestKind,
+    /// Guest memory, such as 256M or 8G.
+    #[arg(long, default_value = "256M", value_parser = parse_bytes, value_name = "BYTES")]
+    pub memory: u64,
+    /// What the memory is made of: private, memfd, thp, or hugetlb (reserved huge pages).
+    #[arg(long, default_value = "private", value_name = "KIND")]
+    pub memory_kind: MemoryKind,
+    /// Number of vCPUs, 1 to 8.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]
+    pub vcpus: u8,
+    /// The dirty log: auto, bitmap, clear (bitmap with manual clear), ring (KVM's dirty
+    /// ring), or uffd.
+    #[arg(long, default_value = "auto", value_name = "LOG")]
+    pub dirty_log: LogChoice,
+    /// How the log of what its devices write is read: switch, or to compare get.opt and get.org.
+    #[arg(long, default_value = "switch", value_name = "WAY")]
+    pub device_log: SoftwareWay,
+    /// Give the guest a balloon (virtio-balloon on virtio-mmio). Takes a guest on KVM.
+    #[arg(long)]
+    pub balloon: bool,
+}
+
+/// `vmferry run`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Workloads, combined with spaces: idle | fill=MIB,incompressible|text|zero |
+read=MIB | hot=MIB[,rate=PAGES_PER_S][,random|sequential] | display | ticks |
+freed=MIB | churn=MIB[,rate=PAGES_PER_S] | poison | pressure | reporting | rewrite
+
+Examples:
+  vmferry run web --memory 1G --vcpus 2 --workload \"fill=256,text hot=64,random\"
+  vmferry run web --guest process --workload hot=16,rate=20000
+  vmferry run kiosk --workload \"display read=64\"
+  vmferry run builder --memory 4G --vcpus 2 --balloon --workload \"freed=3000 churn=500 poison\"")]
+pub struct RunOptions {
+    /// Name of the guest.
+    pub name: String,
+    /// The guest.
+    #[command(flatten)]
+    pub machine: MachineOptions,
+    /// What the guest does.
+    #[arg(long, default_value = "idle", value_name = "WORDS")]
+    pub workload: String,
+    /// The guest's UUID; random by default.
+    #[arg(long)]
+    pub uuid: Option<uuid::Uuid>,
+}
+
+/// Files for `tls:` and `grpc:` addresses.
+#[derive(Clone, Debug, Args)]
+pub struct TlsOptions {
+    /// Directory with ca.pem, host.pem and host.key, as `vmferry pki` makes it.
+    #[arg(long, value_name = "DIR", env = "VMFERRY_TLS", conflicts_with_all = ["ca", "cert", "key"])]
+    pub tls: Option<PathBuf>,
+    /// Certificates that peers are trusted by (PEM).
+    #[arg(long, value_name = "FILE", requires_all = ["cert", "key"])]
+    pub ca: Option<PathBuf>,
+    /// This host's certificate (PEM).
+    #[arg(long, value_name = "FILE", requires = "ca")]
+    pub cert: Option<PathBuf>,
+    /// This host's private key (PEM, mode 0600).
+    #[arg(long, value_name = "FILE", requires = "ca")]
+    pub key: Option<PathBuf>,
+    /// Revocation list of an authority (PEM); may be said several times. With --tls, DIR/crl.pem counts as
+    /// well if it is there.
+    #[arg(long, value_name = "FILE")]
+    pub crl: Vec<PathBuf>,
+    /// How far out of date a certificate or revocation list may be, for clocks that differ.
+    #[arg(long, default_value = "5m", value_parser = parse_duration, value_name = "TIME")]
+    pub clock_skew: Duration,
+    /// Allow tcp:, which anyone on the way can read and change.
+    #[arg(long)]
+    pub plain: bool,
+}
+
+/// `vmferry balloon`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+The guest gives as much as it can, and keeps what it needs; `actual` is what it has given.
+
+Examples:
+  vmferry run web --memory 1G --balloon
+  vmferry balloon web                 # statistics, as the guest's driver tells them
+  vmferry balloon web 256M            # do without 256 MiB
+  vmferry balloon web 0               # take it all back
+  vmferry balloon web --json")]
+pub struct BalloonOptions {
+    /// Name of the guest, or path of its control socket.
+    pub guest: String,
+    /// How much memory the guest shall do without, such as 256M; 0 for none.
+    #[arg(value_parser = parse_bytes, value_name = "SIZE")]
+    pub size: Option<u64>,
+}
+
+/// `vmferry status`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmferry status
+  vmferry status web
+  vmferry status --sessions    # on the other host, before `vmferry resolve`")]
+pub struct StatusOptions {
+    /// Name of a guest, or path of its control socket; all guests by default.
+    pub guest: Option<String>,
+    /// Show every migration that this host's journals know, and what this host promised in it.
+    #[arg(long, conflicts_with = "guest")]
+    pub sessions: bool,
+}
+
+/// `vmferry resolve`.
+#[derive(Debug, Args)]
+#[command(group = clap::ArgGroup::new("word").required(true))]
+#[command(after_help = "\
+Look at the other host first. If you say that the source resumes while the destination runs the
+guest, two hosts run it and its data is lost. This shows what the journal knows and asks before
+anything is decided; where there is no terminal, --yes says that all of it is done.
+
+Examples:
+  vmferry resolve web --destination-owns
+  vmferry resolve web --source-resumes
+  vmferry resolve web --source-resumes --yes --json    # in a script that has fenced the other host")]
+pub struct ResolveOptions {
+    /// Name of the guest, path of its control socket, or number of the session.
+    pub guest: String,
+    /// The other host runs the guest: give it up here.
+    #[arg(long, group = "word")]
+    pub destination_owns: bool,
+    /// The other host does not run the guest and never will: let it run here.
+    #[arg(long, group = "word")]
+    pub source_resumes: bool,
+    /// The other host was looked at, or is fenced: don't ask.
+    #[arg(long, short)]
+    pub yes: bool,
+}
+
+/// `vmferry pki`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmferry pki init --dir pki
+  vmferry pki issue host-a --dir pki --out tls-a --address host-a.example --address 192.0.2.1
+  vmferry pki revoke host-a --dir pki    # then copy pki/crl.pem to each host's directory")]
+pub struct PkiOptions {
+    /// What to make.
+    #[command(subcommand)]
+    pub command: PkiCommand,
+}
+
+/// Subcommands of `vmferry pki`.
+#[derive(Debug, Subcommand)]
+pub enum PkiCommand {
+    /// Make a certificate authority.
+    Init {
+        /// Directory for ca.pem and ca.key.
+        #[arg(long, value_name = "DIR")]
+        dir: PathBuf,
+        /// Days that it is valid.
+        #[arg(long, default_value_t = 3650)]
+        days: u32,
+    },
+    /// Issue a host's certificate.
+    Issue {
+        /// Name of the host.
+        name: String,
+        /// The authority's directory.
+        #[arg(long, value_name = "DIR")]
+        dir: PathBuf,
+        /// Directory for ca.pem, host.pem and host.key.
+        #[arg(long, value_name = "DIR")]
+        out: PathBuf,
+        /// Names and IP addresses that the host is reached by; its name by default.
+        #[arg(long = "address", value_name = "NAME_OR_IP")]
+        addresses: Vec<String>,
+        /// Days that it is valid.
+        #[arg(long, default_value_t = 365)]
+        days: u32,
+    },
+    /// Revoke certificates: make the authority's revocation list, or renew it.
+    Revoke {
+        /// Names of hosts, all of whose certificates are revoked, or files with one; none renews the list.
+        hosts: Vec<String>,
+        /// The authority's directory; the list is crl.pem in it.
+        #[arg(long, value_name = "DIR")]
+        dir: PathBuf,
+        /// Days until the list is to be renewed. Hosts that have an older one accept nobody.
+        #[arg(long, default_value_t = 30)]
+        days: u32,
+    },
+}
+
+/// How the demo's two processes are joined.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Transport {
+    /// Mutual TLS 1.3 over TCP, with certificates made for the occasion.
+    Tls,
+    /// Plain TCP.
+    Tcp,
+    /// A Unix socket.
+    Unix,
+}
+
+/// `vmferry demo`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmferry demo
+  vmferry demo --memory 1G --vcpus 4 --hot 128M --channels 4
+  vmferry demo --guest process --transport unix --json
+  vmferry demo --workload display
+  vmferry demo --workload \"fill=128,text\" --max-bandwidth 20M --compress zstd:3
+  vmferry demo --max-bandwidth 20M --downtime-limit 20ms    # does not converge, and says why")]
+pub struct DemoOptions {
+    /// The guest.
+    #[command(flatten)]
+    pub machine: MachineOptions,
+    /// What the guest does; by default it fills a quarter of its memory and rewrites --hot.
+    #[arg(long, value_name = "WORDS")]
+    pub workload: Option<String>,
+    /// Memory that the guest rewrites for ever.
+    #[arg(long, default_value = "32M", value_parser = parse_bytes, value_name = "BYTES", conflicts_with = "workload")]
+    pub hot: u64,
+    /// How the two processes are joined.
+    #[arg(long, value_enum, default_value_t = Transport::Tls)]
+    pub transport: Transport,
+    /// Limits and ways.
+    #[command(flatten)]
+    pub migration: MigrationOptions,
+    /// Don't hash both paused memories whole.
+    #[arg(long)]
+    pub no_verify: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Arguments::command().debug_assert();
+    }
+}

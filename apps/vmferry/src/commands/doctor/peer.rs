@@ -1,0 +1,317 @@
+//! The other host, through its receiver, and the link to it.
+
+use std::time::Duration;
+
+use bytesize::ByteSize;
+use serde_json::{Value, json};
+use vmferry::chain;
+use vmferry::probe::{HostFacts, LOAD_TIME, LinkFigures, ProbeError, Probed, probe};
+use vmferry_memory::MemoryKind;
+
+use super::guest::Guest;
+use super::host::{look_for_any_room, look_for_room};
+use super::{Findings, Level};
+use crate::args::DoctorOptions;
+use crate::commands::link::{address, dialer, tls_files};
+use crate::exit::Failure;
+use crate::output::Output;
+
+/// Clocks that differ by less are taken for the same, in milliseconds: nothing depends on them but
+/// dates.
+const SAME_CLOCK_MS: f64 = 1000.0;
+
+/// Features that are named, of those that the other processors lack.
+const NAMED_FLAGS: usize = 12;
+
+/// Asks the host at `to`; returns what it has told, and what was measured.
+pub fn look(
+    to: &str,
+    options: &DoctorOptions,
+    host: &HostFacts,
+    guest: Option<&Guest>,
+    output: &Output,
+    findings: &mut Findings,
+) -> Result<Value, Failure> {
+    let mut tls = tls_files(&options.tls)?;
+    if let Some(files) = &mut tls {
+        files.server_name.clone_from(&options.server_name);
+        files.destination_id.clone_from(&options.destination_id);
+    }
+    let to = address(to, &options.tls)?;
+    let dialer = match dialer(&to, tls.as_ref()) {
+        Ok(dialer) => dialer,
+        Err(failure) => {
+            let remedy = "mend it, and ask again";
+            findings.bad("other-host", Level::Error, &to, failure, remedy);
+            return Ok(Value::Null);
+        }
+    };
+    let load = if options.no_load { Duration::ZERO } else { LOAD_TIME };
+    let identity = guest.map(|guest| &guest.identity);
+    let mut watch = |time: Duration, bytes: u64| {
+        if output.is_terminal() {
+            let rate = ByteSize((bytes as f64 / time.as_secs_f64().max(1e-3)) as u64);
+            eprint!("\rmeasuring the link to {to}: {:.1} s, {rate}/s   ", time.as_secs_f64());
+        }
+    };
+    let asked = probe(&dialer, identity, load, &mut watch);
+    if output.is_terminal() && load > Duration::ZERO {
+        eprintln!();
+    }
+    let probed = match asked {
+        Ok(probed) => probed,
+        Err(error) => {
+            could_not_ask(&to, &error, findings);
+            return Ok(Value::Null);
+        }
+    };
+    let name = probed.peer.names.first().cloned().unwrap_or_else(|| to.clone());
+    look_at_admission(&name, &probed, guest, findings);
+    look_at_host(&name, &probed.host, host, guest, findings);
+    if let Some(link) = &probed.link {
+        look_at_clock(&name, link, options.tls.clock_skew, findings);
+        look_at_link(&to, link, !options.no_load, guest, findings);
+    }
+    let rate = probed.link.filter(|_| !options.no_load).map(|link| link.bytes_per_s());
+    Ok(json!({
+        "name": name, "refusal": probed.refusal, "host": probed.host, "link": probed.link,
+        "bytes_per_s": rate,
+    }))
+}
+
+fn could_not_ask(to: &str, error: &ProbeError, findings: &mut Findings) {
+    match error {
+        ProbeError::Older => findings.bad(
+            "other-host",
+            Level::Warning,
+            to,
+            "its vmferry is older than this one, and answers no questions: it was reached and is \
+             trusted, no more is known",
+            "upgrade vmferry there, or run `vmferry doctor` there",
+        ),
+        ProbeError::Busy => {
+            findings.bad("other-host", Level::Warning, to, error, "ask again in some seconds")
+        }
+        ProbeError::Failed(cause) => findings.bad(
+            "other-host",
+            Level::Error,
+            to,
+            chain(cause),
+            "start `vmferry receive` there, and look at names, certificates and firewalls: the \
+             operations guide has each message",
+        ),
+    }
+}
+
+fn look_at_admission(name: &str, probed: &Probed, guest: Option<&Guest>, findings: &mut Findings) {
+    let what = guest
+        .map_or_else(|| "this host".into(), |guest| format!("{} from this host", guest.identity));
+    match &probed.refusal {
+        None => {
+            findings.ok("admission", name, format!("would take {what}, as far as its policy goes"))
+        }
+        Some(refusal) => findings.bad(
+            "admission",
+            Level::Error,
+            name,
+            format!("would not take {what}: {refusal}"),
+            "add a rule to the policy there (`receive --policy`), which counts at once",
+        ),
+    }
+}
+
+fn look_at_host(
+    name: &str,
+    theirs: &HostFacts,
+    ours: &HostFacts,
+    guest: Option<&Guest>,
+    findings: &mut Findings,
+) {
+    if *theirs == HostFacts::default() {
+        findings.note("other-host", name, "tells nothing about itself to this host");
+        return;
+    }
+    if let Some(release) = &theirs.release {
+        let kernel = theirs.kernel.as_deref().unwrap_or("unknown");
+        findings.ok("other-host", name, format!("runs vmferry {release} on Linux {kernel}"));
+    }
+    if theirs.kvm == Some(false) {
+        let needed = guest.and_then(|guest| guest.on_kvm) == Some(true);
+        findings.bad(
+            "kvm",
+            if needed { Level::Error } else { Level::Warning },
+            name,
+            "can't run guests on KVM",
+            "load kvm_intel or kvm_amd there, and let the receiver's user open /dev/kvm",
+        );
+    }
+    if theirs.journals_on_disk == Some(false) {
+        findings.bad(
+            "journals",
+            Level::Warning,
+            name,
+            "keeps its journals in memory (tmpfs): after a reboot it would not know whose a guest \
+             is",
+            "set VMFERRY_STATE_DIR of its receiver to a directory on a disk",
+        );
+    }
+    look_at_processors(name, theirs, ours, guest, findings);
+    if let Some(guest) = guest {
+        // A guest that has huge pages here need not have them there, and often should.
+        match guest.memory_kind {
+            Some(MemoryKind::Hugetlb) => {
+                look_for_room(theirs, name, guest.memory_bytes, MemoryKind::Hugetlb, findings);
+            }
+            Some(_) => {
+                look_for_room(theirs, name, guest.memory_bytes, MemoryKind::Private, findings);
+            }
+            None => look_for_any_room(theirs, name, guest.memory_bytes, findings),
+        }
+    }
+    if let (Some(ours), Some(theirs)) = (&ours.congestion_control, &theirs.congestion_control)
+        && ours != theirs
+    {
+        findings.note(
+            "congestion-control",
+            name,
+            format!(
+                "uses {theirs} for TCP, and this host {ours}: links are filled differently in each \
+                 direction"
+            ),
+        );
+    }
+}
+
+fn look_at_processors(
+    name: &str,
+    theirs: &HostFacts,
+    ours: &HostFacts,
+    guest: Option<&Guest>,
+    findings: &mut Findings,
+) {
+    let missing = ours.cpu_flags_missing_at(theirs);
+    let model = |host: &HostFacts| host.cpu_model.clone().unwrap_or_else(|| "unknown".into());
+    let same_vendor = ours.cpu_vendor == theirs.cpu_vendor;
+    if missing.is_empty() && same_vendor {
+        findings.ok(
+            "processor",
+            name,
+            format!("has all features of this host's ({})", model(theirs)),
+        );
+        return;
+    }
+    let named: Vec<&str> = missing.iter().take(NAMED_FLAGS).map(String::as_str).collect();
+    let more = missing.len().saturating_sub(NAMED_FLAGS);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    let lacks = if missing.is_empty() {
+        String::new()
+    } else {
+        format!(", and lacks {}{more}", named.join(" "))
+    };
+    let why = format!("has {}, this host {}{lacks}", model(theirs), model(ours));
+    match guest.and_then(|guest| guest.cpu_model.as_ref()) {
+        Some(model) => findings.note(
+            "processor",
+            name,
+            format!("{why}; the guest sees the CPU model {model}, which both must be able to give"),
+        ),
+        None => findings.bad(
+            "processor",
+            Level::Warning,
+            name,
+            format!("{why}: a guest that uses what is lacking crashes there"),
+            "move between equal processors, or give a QEMU guest a CPU model that both have \
+             (`-cpu`)",
+        ),
+    }
+}
+
+fn look_at_clock(name: &str, link: &LinkFigures, skew: Duration, findings: &mut Findings) {
+    let ms = link.clock_ahead_ms;
+    let direction = if ms < 0.0 { "behind" } else { "ahead" };
+    let why = if ms.abs() < 10.0 {
+        "its clock is this host's, within 10 ms".to_owned()
+    } else {
+        format!("its clock is {:.2} s {direction}", ms.abs() / 1e3)
+    };
+    let remedy = "set both clocks (NTP)";
+    if ms.abs() > skew.as_secs_f64() * 1e3 {
+        let why = format!("{why}, more than certificates are allowed to be out of date");
+        findings.bad("clock", Level::Error, name, why, remedy);
+    } else if ms.abs() > SAME_CLOCK_MS + link.round_trip_ms {
+        let why =
+            format!("{why}: the times in both hosts' logs don't fit, and a guest's clock may jump");
+        findings.bad("clock", Level::Warning, name, why, remedy);
+    } else {
+        findings.ok("clock", name, why);
+    }
+}
+
+fn look_at_link(
+    to: &str,
+    link: &LinkFigures,
+    loaded: bool,
+    guest: Option<&Guest>,
+    findings: &mut Findings,
+) {
+    findings.ok("round-trip", to, format!("{:.2} ms", link.round_trip_ms));
+    if !loaded {
+        return;
+    }
+    let rate = link.bytes_per_s();
+    let mut why = format!("one channel carries {:.1} MB/s", rate / 1e6);
+    if let Some(guest) = guest {
+        let seconds = guest.memory_bytes as f64 / rate.max(1.0);
+        why.push_str(&format!(
+            ": all of the guest's {} take up to {seconds:.0} s, uncompressed; `vmferry estimate` \
+             knows what it writes",
+            ByteSize(guest.memory_bytes)
+        ));
+    }
+    findings.ok("throughput", to, why);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn link(clock_ahead_ms: f64) -> LinkFigures {
+        LinkFigures { round_trip_ms: 1.0, clock_ahead_ms, bytes: 1_000_000, load_ms: 101.0 }
+    }
+
+    #[test]
+    fn clock_that_differs_is_a_warning_and_more_than_certificates_allow_an_error() {
+        let level = |ms| {
+            let mut findings = Findings::default();
+            look_at_clock("b", &link(ms), Duration::from_secs(300), &mut findings);
+            (findings.worst(), findings.0[0].why.clone())
+        };
+        assert_eq!(level(-3.0).0, Level::Ok);
+        assert_eq!(level(900.0).0, Level::Ok);
+        let (warned, why) = level(-5000.0);
+        assert!(warned == Level::Warning && why.contains("5.00 s behind"), "{why}");
+        assert_eq!(level(400_000.0).0, Level::Error);
+    }
+
+    #[test]
+    fn processors_that_lack_features_are_named() {
+        let host = |flags: &[&str]| HostFacts {
+            cpu_vendor: Some("x".into()),
+            cpu_flags: flags.iter().map(|flag| (*flag).to_owned()).collect(),
+            ..HostFacts::default()
+        };
+        let mut findings = Findings::default();
+        look_at_processors("b", &host(&["avx"]), &host(&["avx", "avx512f"]), None, &mut findings);
+        assert!(findings.0[0].why.contains("lacks avx512f"), "{findings:?}");
+        assert_eq!(findings.worst(), Level::Warning);
+        let mut findings = Findings::default();
+        look_at_processors("b", &host(&["avx", "sse"]), &host(&["avx"]), None, &mut findings);
+        assert_eq!(findings.worst(), Level::Ok);
+    }
+
+    #[test]
+    fn throughput_is_of_the_bytes_that_were_read_there() {
+        // 1 MB in 100 ms, behind which the answer takes a round trip.
+        assert!((link(0.0).bytes_per_s() - 10e6).abs() < 1.0);
+    }
+}

@@ -1,0 +1,58 @@
+//! Guests of QEMU processes: `send --qemu`, `receive --qemu`, `receive --exec` and the process that starts its QEMU, and
+//! the guardian of a guest that is being sent.
+
+mod arrived;
+mod found;
+pub mod guard;
+pub mod hook;
+mod hooked;
+mod kept;
+pub mod receive;
+pub mod send;
+mod service;
+pub mod starter;
+mod waiting;
+
+use vmferry_microvm::config::check_name;
+use vmferry_qemu::{QemuError, QmpError};
+use vmferry_wire::GuestIdentity;
+
+use crate::exit::{Code, Failure};
+
+/// The name that a QEMU guest goes by on this host while it is sent: its own, if it can name a socket.
+pub fn socket_name(guest: &GuestIdentity, pid: Option<u32>) -> String {
+    if check_name(&guest.name).is_ok() {
+        return guest.name.clone();
+    }
+    pid.map_or_else(|| format!("qemu-{}", guest.uuid.simple()), |pid| format!("qemu-{pid}"))
+}
+
+impl From<QemuError> for Failure {
+    fn from(error: QemuError) -> Self {
+        let code = match &error {
+            QemuError::Locked { .. } | QemuError::Qmp(QmpError::Busy { .. }) => Code::Busy,
+            error if error.is_timeout() => Code::WrongState,
+            QemuError::Qmp(_) => Code::UnknownGuest,
+            QemuError::Memory { .. }
+            | QemuError::Unsupported(_)
+            | QemuError::Unattachable(_)
+            | QemuError::Unproved { .. }
+            | QemuError::SameFile { .. } => Code::Incompatible,
+            QemuError::FileInUse { .. } => Code::Busy,
+            QemuError::State { .. }
+            | QemuError::PoweredOff(_)
+            | QemuError::Stopped { .. }
+            | QemuError::NotEnded { .. }
+            | QemuError::SentAgain { .. }
+            | QemuError::MayBeGiven { .. } => Code::WrongState,
+            QemuError::Another { .. } | QemuError::Unseen { .. } => Code::UnknownGuest,
+            QemuError::Process { .. }
+            | QemuError::Inject { .. }
+            | QemuError::Ended { .. }
+            | QemuError::EndedTaking { .. }
+            | QemuError::GivenUp { .. }
+            | QemuError::Local { .. } => Code::Internal,
+        };
+        Self::of(code, error)
+    }
+}

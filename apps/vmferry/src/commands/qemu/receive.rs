@@ -1,0 +1,135 @@
+//! `vmferry receive --qemu` and `--exec`: a guest comes to a QEMU that waits for it.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::json;
+use vmferry_qemu::{Expected, QemuDestination, StartedQemu, View};
+use vmferry_sandbox::Files;
+
+use super::arrived::{self, Found, Left};
+use super::starter;
+use super::waiting::{Over, Waiting, is_of_another_user};
+use crate::args::ReceiveOptions;
+use crate::commands::prepared_directories;
+use crate::commands::reception::listen;
+use crate::exit::{Code, Failure};
+use crate::output::Output;
+
+/// Receives into a QEMU that somebody has started.
+pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
+    let listener = listen(options, output)?;
+    let receiver = format!("qemu {}", std::path::absolute(qmp)?.display());
+    let Found { left, kept } = arrived::find(&receiver, Some(qmp), output)?;
+    match left {
+        Left::Guest(arrived) => {
+            return arrived::answer_for((arrived, kept), listener, options, output);
+        }
+        Left::EndedQemu(pid) => {
+            return arrived::answer_without_qemu((pid, qmp, kept), listener, options, output);
+        }
+        Left::Nothing => {}
+    }
+    let mut destination = QemuDestination::attach(qmp, expected(options))?.received_by(&receiver);
+    let pid = destination.pid();
+    if pid.is_none() {
+        tell_unseen(qmp, output);
+    }
+    // Once restricted, this process sees no other one: whose the memory files are then, another one
+    // looks.
+    if let Some(pid) = pid {
+        destination.examine_by(starter::beside(pid)?.examiner());
+    }
+    let mut files = files(destination.place());
+    // Whether its process is stopped.
+    files.read.extend(pid.map(|pid| PathBuf::from(format!("/proc/{pid}/stat"))));
+    let others = pid.is_none_or(is_of_another_user);
+    let waiting = Waiting::begin(&listener, options, files, others, output)?;
+    waiting.watch(pid, qmp)?;
+    waiting.tell_kept(kept, output)?;
+    let owned = waiting.receive(listener, destination, output)?;
+    // QMP is somebody else's from now on.
+    let (destination, witness, started) = waiting.received(owned, qmp, output);
+    drop(destination);
+    started?;
+    waiting.await_end(qmp, pid, output);
+    drop(witness);
+    Ok(())
+}
+
+/// Says what is lost where QEMU's process is not seen.
+fn tell_unseen(qmp: &Path, output: &Output) {
+    output.event(&json!({ "event": "qemu-unseen", "qmp": qmp }), || {
+        "QEMU's process is not seen from here: a receiver that is started after this one does not \
+         find the guest. Run vmferry where that process is seen (the host's PID namespace, or one \
+         that is shared)"
+            .to_owned()
+    });
+}
+
+/// Starts a QEMU and receives into it.
+pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
+    let listener = listen(options, output)?;
+    let receiver = format!("exec {} {command}", options.listen);
+    let Found { left, kept } = arrived::find(&receiver, None, output)?;
+    if let Left::Guest(arrived) = left {
+        return arrived::answer_for((arrived, kept), listener, options, output);
+    }
+    let qmp = free_socket(prepared_directories()?.runtime());
+    let starter = starter::spawn(command, &qmp)?;
+    let destination =
+        StartedQemu::start_by(Box::new(starter), &qmp, expected(options))?.received_by(&receiver);
+    // Whether a QEMU is stopped the starter looks, which knows the next ones too.
+    let files = files(destination.place());
+    let waiting = Waiting::begin(&listener, options, files, false, output)?;
+    waiting.tell_kept(kept, output)?;
+    let owned = waiting.receive(listener, destination, output)?;
+    let (qemu, witness, started) = waiting.received(owned, &qmp, output);
+    let pid = qemu.pid();
+    // From here on it has a guest, and is not ended with this process.
+    let mut starter =
+        qemu.into_starter().ok_or_else(|| Failure::new(Code::Internal, "there is no QEMU"))?;
+    started?;
+    waiting.watch(Some(pid), &qmp)?;
+    let over = waiting.await_end(&qmp, Some(pid), output);
+    drop(witness);
+    if over == Over::Told {
+        return Ok(());
+    }
+    let status = starter.wait()?;
+    // QEMU removes it itself when it ends in order.
+    let _ = std::fs::remove_file(&qmp);
+    if status.success() {
+        return Ok(());
+    }
+    let how = match starter.last_words() {
+        Some(words) => format!("{status}: QEMU has printed: {words}"),
+        None => status.to_string(),
+    };
+    Err(Failure::new(Code::Internal, format!("the guest's QEMU has ended: {how}")))
+}
+
+/// A name for the QMP socket of a QEMU to start. One that outlived a process of this
+/// number has its own still.
+fn free_socket(directory: &Path) -> PathBuf {
+    let first = directory.join(format!("qemu-{}.qmp", std::process::id()));
+    let others =
+        (1..).map(|number| directory.join(format!("qemu-{}-{number}.qmp", std::process::id())));
+    let is_free = |path: &PathBuf| std::os::unix::net::UnixStream::connect(path).is_err();
+    std::iter::once(first.clone()).chain(others).find(is_free).unwrap_or(first)
+}
+
+/// What receiving into a QEMU needs beside what every receiver does: to tidy up the directory of the socket that is
+/// between the two. QEMU's memory files are open by now, or a starter opens them.
+fn files(place: Option<&Path>) -> Files {
+    let within = place.map(Path::to_owned);
+    Files {
+        read: within.iter().cloned().collect(),
+        remove_files: within.iter().cloned().collect(),
+        remove_directories: within.iter().filter_map(|path| Some(path.parent()?.into())).collect(),
+        ..Files::default()
+    }
+}
+
+fn expected(options: &ReceiveOptions) -> Expected {
+    Expected { name: options.expect_name.clone(), uuid: options.expect_uuid }
+}

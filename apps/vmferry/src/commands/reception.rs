@@ -1,0 +1,111 @@
+//! Listening for guests, as options describe it, and what is said of it.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use serde_json::json;
+use vmferry::DestinationConfig;
+use vmferry::config::policy::Policy;
+use vmferry::destination::{Notice, Report};
+use vmferry_sandbox::Restrictions;
+use vmferry_transport::{Address, Listener, RecordingSide};
+
+use super::link::{address, protocol, recorder, tls_files};
+use crate::args::ReceiveOptions;
+use crate::exit::{Code, Failure};
+use crate::output::Output;
+
+/// Says where it listens, and what it has given up.
+pub fn announce(listener: &Listener, restrictions: &Restrictions, output: &Output) {
+    let at = listener.local_address().to_string();
+    let event = json!({
+        "event": "listening", "address": at, "pid": std::process::id(), "sandbox": restrictions,
+    });
+    output.event(&event, || format!("waiting for a guest on {at} ({})", restrictions.summary()));
+}
+
+/// What the options say about receiving.
+pub fn config(
+    options: &ReceiveOptions,
+    journals: PathBuf,
+    output: &Output,
+) -> Result<DestinationConfig, Failure> {
+    let mut config = DestinationConfig::new(journals);
+    config.once = options.once;
+    config.workers = options.workers;
+    config.protocol = protocol(options.protocol);
+    config.host = super::doctor::this_host();
+    if let Some(path) = &options.policy {
+        let policy = Policy::load(path).map_err(|error| Failure::of(Code::Usage, error))?;
+        let output = output.clone();
+        policy.tell(move |said| remark("policy", said, &output));
+        config.policy = Some(Arc::new(policy));
+    }
+    Ok(config)
+}
+
+/// Says what has become of files that have changed.
+fn remark(about: &str, said: &str, output: &Output) {
+    output.event(&json!({ "event": about, "message": said }), || said.to_owned());
+}
+
+/// Listens where the options say.
+pub fn listen(options: &ReceiveOptions, output: &Output) -> Result<Listener, Failure> {
+    let text = address(&options.listen, &options.tls)?;
+    let address: Address = text.parse().map_err(|error| Failure::of(Code::Usage, error))?;
+    let tls = match tls_files(&options.tls)? {
+        Some(files) => {
+            let identity = files.identity()?;
+            let output = output.clone();
+            identity.tell(move |said| remark("certificates", said, &output));
+            Some(Arc::new(identity))
+        }
+        None => None,
+    };
+    let recorder = recorder(&options.record, RecordingSide::Destination, output)?;
+    let mut listener = Listener::bind(&address, tls)?;
+    if let Some(recorder) = recorder {
+        listener.record(recorder);
+    }
+    Ok(listener)
+}
+
+/// Shows what happens.
+pub fn tell(notice: &Notice, output: &Output) {
+    output.event(notice, || match notice {
+        Notice::Session(Report::Accepted {
+            name, memory_bytes, lanes, protocol, source, ..
+        }) => {
+            let mib = memory_bytes >> 20;
+            let of = source.as_ref().map_or_else(String::new, |source| format!(", from {source}"));
+            format!("{name} is coming: {mib} MiB over {lanes} channels, protocol {protocol}{of}")
+        }
+        Notice::Session(Report::UnknownFields { message, fields }) => {
+            format!("the source is newer: left out of its {message}: fields {fields:?}")
+        }
+        Notice::Session(Report::LinkLost { channel, reason }) => {
+            format!("{channel}: {reason}; waiting for the source to make it again")
+        }
+        Notice::Session(Report::LinkRestored { channel, after_ms }) => {
+            format!("{channel} is there again after {:.1} s", after_ms / 1e3)
+        }
+        Notice::Session(Report::Ready) => "everything is here, waiting for COMMIT".to_owned(),
+        Notice::Session(Report::WaitingForWord) => {
+            "the link is lost; waiting for the source's word".to_owned()
+        }
+        Notice::Session(Report::Running) => "the guest runs here".to_owned(),
+        Notice::Session(Report::Paused) => {
+            "the guest is here, and paused as it was at the source".to_owned()
+        }
+        Notice::Authenticated { peer, names, key_exchange } => {
+            let name = names.first().map_or("a certificate without a name", String::as_str);
+            let keys = key_exchange.as_deref().unwrap_or("unknown");
+            format!("{peer} is {name} (TLS 1.3, key exchange {keys})")
+        }
+        Notice::TurnedAway { peer, reason } => format!("turned {peer} away: {reason}"),
+        Notice::AttemptFailed { reason } => format!("still waiting: {reason}"),
+    });
+    if matches!(notice, Notice::AttemptFailed { .. }) {
+        output.end_of_run();
+    }
+}

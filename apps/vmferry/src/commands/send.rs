@@ -1,0 +1,40 @@
+//! `vmferry send`: moves a running guest.
+
+use vmferry_control::{RecordRequest, Request, call};
+use vmferry_transport::Address;
+
+use super::link::{address, source_files};
+use super::migration::{migrate, migrate_request, saved_run};
+use super::socket;
+use crate::args::SendOptions;
+use crate::exit::{Code, Failure};
+use crate::output::Output;
+use crate::tables::{outcome, recorded};
+
+/// Asks the guest's VMM to migrate, shows how it goes, and what came of it. While this runs it
+/// holds the migration's lease: ended before COMMIT, the guest stays.
+pub fn run(options: &SendOptions, output: &Output) -> Result<(), Failure> {
+    if let Some(qmp) = &options.qemu {
+        return super::qemu::send::run(qmp, options, output);
+    }
+    super::qemu::hook::must_be_of_a_qemu(&options.hook)?;
+    let tls = source_files(options)?;
+    let to = address(&options.to, &options.tls)?;
+    let mut request = migrate_request(to, tls, &options.migration, options.verify);
+    let address: Address = request.to.parse().map_err(|error| Failure::of(Code::Usage, error))?;
+    // The VMM writes the files, in a directory of its own.
+    if let Some(directory) = &options.record.record {
+        let directory = std::path::absolute(directory)?;
+        request.record = Some(RecordRequest { directory, limit: options.record.record_limit });
+    }
+    let socket = socket(options.guest.as_deref().unwrap_or_default())?;
+    // A VMM that may be restricted can't look a name up. One of the release before, which does not say what it is, can,
+    // and knows no such member.
+    if call(&socket, &Request::Status, &mut |_| {})?["release"].is_string() {
+        request.addresses = address.look_up()?;
+    }
+    let saved = saved_run(&options.migration)?;
+    let stats = migrate(&socket, request, output, true, saved)?;
+    output.result(&stats, || outcome(&recorded(&stats)));
+    Ok(())
+}

@@ -1,0 +1,381 @@
+//! The disk under a journal is full, read-only, or gone, on either side, at every record: nothing is promised that is not
+//! written, and what can't be written is said.
+//!
+//! A small tmpfs is the disk, filled up at the moment; so this needs root.
+
+use std::cell::Cell;
+use std::fs::File;
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use crate::support::leftovers::{Descriptors, Living, descriptors_at_rest, left};
+use crate::support::outcomes::{Outcome, Owner};
+use crate::support::trial::{GUEST, SLOW, claim, of_a_destination};
+use crate::support::{Ended, Host, Running, World, run_ok, text};
+use serde_json::Value;
+use vmferry_handover::journal::Record;
+
+/// What a tmpfs allocates at once: a record that fits into what is allocated is written on a full disk, too.
+const BLOCK_BYTES: u64 = 4096;
+
+/// A disk of a host, unmounted when dropped; and the file that fills it up, which has no name there.
+struct Disk(PathBuf, Cell<Option<File>>);
+
+impl Disk {
+    /// One of 256 KiB in the place of a host's runtime directory; none for whoever may not mount.
+    fn under(host: &Host) -> Option<Self> {
+        std::fs::create_dir(&host.runtime).unwrap();
+        let disk = Self(host.runtime.clone(), Cell::new(None));
+        disk.mount(&["-t", "tmpfs", "-o", "size=256k,mode=0700", "none"]).then_some(disk)
+    }
+
+    fn mount(&self, arguments: &[&str]) -> bool {
+        let mounted = Command::new("mount").args(arguments).arg(&self.0).output();
+        mounted.is_ok_and(|output| output.status.success())
+    }
+
+    fn fill(&self) {
+        let mut file = tempfile::tempfile_in(&self.0).unwrap();
+        let block = [0xff; BLOCK_BYTES as usize];
+        while file.write_all(&block).is_ok() {}
+        self.1.set(Some(file));
+    }
+
+    fn free(&self) {
+        self.1.set(None);
+    }
+
+    /// Read-only from now on, or writable again. Not while a file is open for writing.
+    fn set_writable(&self, writable: bool) {
+        let how = if writable { "remount,rw" } else { "remount,ro" };
+        assert!(self.mount(&["-o", how]), "{how}");
+    }
+
+    /// The journals that are on it.
+    fn journals(&self) -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(self.0.join("journal")).into_iter().flatten().flatten();
+        entries.map(|entry| entry.path()).collect()
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("--lazy").arg(&self.0).output();
+    }
+}
+
+/// Two hosts whose disks are small, and a guest.
+struct Scene {
+    world: World,
+    a: Host,
+    b: Host,
+    here: Disk,
+    there: Disk,
+    guest: Running,
+    /// What the guest's VMM had open before anybody came.
+    before: Descriptors,
+}
+
+impl Scene {
+    fn new() -> Option<Self> {
+        let world = World::new();
+        let (a, b) = (world.host("a"), world.host("b"));
+        let (Some(here), Some(there)) = (Disk::under(&a), Disk::under(&b)) else {
+            panic!("this test needs root: it mounts a small tmpfs");
+        };
+        let guest = a.guest("web", &GUEST);
+        let before = descriptors_at_rest(guest.child.id());
+        Some(Self { world, a, b, here, there, guest, before })
+    }
+
+    /// Certificates with names that fill the first record of a journal up, so that so many bytes are left in its block:
+    /// a record has the names of the other side.
+    fn certificate(&self, left: u64) -> String {
+        let issue = |name: &str, padding: u64| {
+            let (from, out) = (self.world.path("ca"), self.world.path(name));
+            let mut arguments =
+                vec!["pki", "issue", "test-host", "--dir", text(&from), "--out", text(&out)];
+            arguments.extend(["--address", "127.0.0.1"]);
+            let names = names(padding);
+            names.iter().for_each(|name| arguments.extend(["--address", name]));
+            run_ok(&self.a, &arguments);
+            out.display().to_string()
+        };
+        self.remove_journals();
+        // What a record takes with a known padding tells what is missing.
+        let known = 300;
+        let bytes = self.first_record_bytes(&issue(&format!("trial-{left}"), known));
+        let padding = known + (BLOCK_BYTES - left).checked_sub(bytes).expect("a short record");
+        let tls = issue(&format!("filling-{left}"), padding);
+        assert_eq!(self.first_record_bytes(&tls), BLOCK_BYTES - left);
+        tls
+    }
+
+    /// By a migration that is cancelled, after which the journals are removed.
+    fn first_record_bytes(&self, tls: &str) -> u64 {
+        let (destination, address) = self.receive(tls);
+        let mut send = self.send(&address, tls);
+        send.event("connected");
+        let lengths: Vec<u64> = [&self.here, &self.there]
+            .iter()
+            .flat_map(|disk| disk.journals())
+            .map(|journal| std::fs::metadata(journal).unwrap().len())
+            .collect();
+        run_ok(&self.a, &["cancel", "web"]);
+        send.finish();
+        destination.finish();
+        self.remove_journals();
+        // The source's has the address that it was told, and the destination's the one that it sees.
+        let [here, there] = lengths[..] else { panic!("{lengths:?}") };
+        assert!(there <= here && here - there < 8, "both have the same names: {lengths:?}");
+        here
+    }
+
+    fn remove_journals(&self) {
+        for journal in self.here.journals().into_iter().chain(self.there.journals()) {
+            std::fs::remove_file(journal).unwrap();
+        }
+    }
+
+    fn receive(&self, tls: &str) -> (Running, String) {
+        self.b.receive(&["--listen", "127.0.0.1:0", "--tls", tls, "--once"])
+    }
+
+    fn send(&self, address: &str, tls: &str) -> Running {
+        let mut arguments = vec!["send", "web", "--to", address, "--tls", tls];
+        arguments.extend(["--reconnect-timeout", "1s"]);
+        arguments.extend(SLOW);
+        self.a.start(&arguments)
+    }
+
+    /// The guest is the source's, and nothing is left.
+    fn stays(&self, fault: &str, phase: &str, sent: &Ended, received: &str) {
+        self.a.check_guest("web");
+        let (host, pid, descriptors) = (&self.a, self.guest.child.id(), self.before.clone());
+        let living = Living { host, pid, descriptors };
+        self.note(living, fault, phase, (sent, received), Owner::Source);
+    }
+
+    fn note(
+        &self,
+        living: Living<'_>,
+        fault: &str,
+        phase: &str,
+        (sent, received): (&Ended, &str),
+        owner: Owner,
+    ) {
+        let (here, there) = (claim(&self.a), claim(&self.b));
+        assert!(!(here.runs && there.runs), "TWO OWNERS: {here:?}, {there:?}");
+        assert_eq!((here.runs, there.runs), (owner == Owner::Source, owner == Owner::Destination));
+        let left = left(self.world.directory.path(), &[&self.a, &self.b], &[living], &[]);
+        assert!(left.is_empty(), "{fault}, {phase}: {left:#?}");
+        let source = format!("exit {}", sent.code.unwrap());
+        let destination = received.to_owned();
+        Outcome { guest: "microvm", fault, phase, source, destination, owner }.note();
+    }
+}
+
+/// Names that take so many bytes in a record: each its letters, quotes and a comma.
+fn names(bytes: u64) -> Vec<String> {
+    const AROUND: u64 = 3;
+    const LONGEST: u64 = 60 + AROUND;
+    let mut names = Vec::new();
+    let mut missing = bytes;
+    while missing > 0 {
+        // What remains must suffice for a name.
+        let this = match missing {
+            many if many > LONGEST + AROUND => LONGEST,
+            some if some > LONGEST => some / 2,
+            few => few,
+        };
+        names.push("a".repeat((this - AROUND) as usize));
+        missing -= this;
+    }
+    names
+}
+
+fn exit(ended: &Ended) -> String {
+    format!("exit {}", ended.code.unwrap())
+}
+
+/// Too little for any record.
+const NOTHING: u64 = 12;
+
+/// A source in doubt asks several times meanwhile, over TLS, where nobody can count its questions: `resolve.rs` does that.
+const ASKED: Duration = Duration::from_secs(4);
+
+#[test]
+fn a_full_disk_at_the_source() {
+    let Some(mut scene) = Scene::new() else { return };
+    let tls = scene.certificate(NOTHING);
+
+    // OPEN: nothing is begun, and nothing is left.
+    scene.here.fill();
+    let (destination, address) = scene.receive(&tls);
+    let sent = scene.send(&address, &tls).finish();
+    sent.failed(1, "writable and not full");
+    let received = destination.finish();
+    assert_ne!(received.code, Some(0));
+    assert!(scene.here.journals().is_empty(), "{:?}", scene.here.journals());
+    scene.stays("source: disk full", "OPEN", &sent, &exit(&received));
+    scene.here.free();
+
+    // COMMIT: it was never sent.
+    let (destination, address) = scene.receive(&tls);
+    let mut send = scene.send(&address, &tls);
+    send.event("connected");
+    scene.here.fill();
+    let sent = send.finish();
+    sent.failed(1, "writable and not full");
+    assert!(!sent.lines.iter().any(|event| event["event"] == "committed"), "{sent:?}");
+    let received = destination.finish();
+    assert_ne!(received.code, Some(0));
+    scene.stays("source: disk full", "COMMIT", &sent, &exit(&received));
+    assert_eq!(claim(&scene.a).verdict.as_deref(), Some("here"));
+
+    // KEPT is for people: the guest is here without it.
+    scene.here.free();
+    let (destination, address) = scene.receive(&tls);
+    let mut send = scene.send(&address, &tls);
+    send.event("connected");
+    scene.here.fill();
+    run_ok(&scene.a, &["cancel", "web"]);
+    let sent = send.finish();
+    assert_eq!(sent.code, Some(11), "{sent:?}");
+    let received = destination.finish();
+    scene.stays("source: disk full", "KEPT", &sent, &exit(&received));
+    scene.here.free();
+
+    // GIVEN, likewise; but COMMIT alone is doubt for whoever reads it, until somebody notes what the other host says.
+    let commit = Record::Commit.encode().len() as u64;
+    let tls = scene.certificate(commit + NOTHING);
+    let (mut destination, address) = scene.receive(&tls);
+    // A restricted process keeps the directories open that it may reach, such as that of its certificates.
+    let listening = descriptors_at_rest(destination.child.id());
+    let mut send = scene.send(&address, &tls);
+    send.event("connected");
+    scene.here.fill();
+    destination.event("serving");
+    let sent = send.finish();
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    assert_eq!(scene.guest.finish_by_ref().code, Some(0));
+    scene.b.check_guest("web");
+    let pid = destination.child.id();
+    let mut descriptors = of_a_destination();
+    for (kind, count) in listening {
+        descriptors.entry(kind).or_insert(count);
+    }
+    let living = Living { host: &scene.b, pid, descriptors };
+    let ends = (&sent, "runs the guest");
+    scene.note(living, "source: disk full", "GIVEN", ends, Owner::Destination);
+    let status = run_ok(&scene.a, &["status"]);
+    assert_eq!(status["in_doubt"][0]["guest"], "web", "{status}");
+    assert_eq!(claim(&scene.b).verdict.as_deref(), Some("here"));
+    scene.here.free();
+    run_ok(&scene.a, &["resolve", "web", "--destination-owns", "--yes"]);
+    assert_eq!(run_ok(&scene.a, &["status"])["in_doubt"], Value::Array(vec![]));
+}
+
+#[test]
+fn a_full_disk_at_the_destination() {
+    let Some(scene) = Scene::new() else { return };
+    let tls = scene.certificate(NOTHING);
+
+    // OPEN
+    scene.there.fill();
+    let (destination, address) = scene.receive(&tls);
+    let sent = scene.send(&address, &tls).finish();
+    assert_ne!(sent.code, Some(0), "{sent:?}");
+    let received = destination.finish();
+    received.failed(1, "writable and not full");
+    assert!(scene.there.journals().is_empty(), "{:?}", scene.there.journals());
+    scene.stays("destination: disk full", "OPEN", &sent, &exit(&received));
+    scene.there.free();
+
+    // ABORTED: no word is given, and the next process gives it.
+    let (destination, address) = scene.receive(&tls);
+    let mut send = scene.send(&address, &tls);
+    send.event("connected");
+    scene.there.fill();
+    run_ok(&scene.a, &["cancel", "web"]);
+    let sent = send.finish();
+    assert_eq!(sent.code, Some(11), "{sent:?}");
+    let received = destination.finish();
+    received.failed(1, "writable and not full");
+    scene.stays("destination: disk full", "ABORTED", &sent, &exit(&received));
+    assert_eq!(claim(&scene.b).verdict.as_deref(), Some("there"), "it never ran there");
+    scene.there.free();
+
+    // RUN-INTENT: the guest does not run, and the source waits for a word.
+    let (destination, address) = scene.receive(&tls);
+    let mut send = scene.send(&address, &tls);
+    send.event("connected");
+    scene.there.fill();
+    let received = destination.finish();
+    received.failed(1, "writable and not full");
+    assert!(!received.lines.iter().any(|event| event["event"] == "running"), "{received:?}");
+    send.event("in-doubt");
+    assert_eq!(scene.a.status("web")["phase"], "paused");
+    scene.there.free();
+    let (mut successor, _) = scene.b.receive(&["--listen", &address, "--tls", &tls]);
+    let sent = send.finish();
+    sent.failed(1, "ABORTED");
+    successor.kill();
+    let received = format!("{}, started again", exit(&received));
+    scene.stays("destination: disk full", "RUN-INTENT", &sent, &received);
+}
+
+#[test]
+fn a_disk_that_is_read_only_or_a_directory_that_is_gone() {
+    let Some(scene) = Scene::new() else { return };
+    let tls = scene.world.tls();
+
+    scene.here.set_writable(false);
+    let (destination, address) = scene.receive(&tls);
+    let sent = scene.send(&address, &tls).finish();
+    sent.failed(1, "writable and not full");
+    let received = destination.finish();
+    scene.here.set_writable(true);
+    scene.stays("source: disk read-only", "OPEN", &sent, &exit(&received));
+
+    scene.there.set_writable(false);
+    let (destination, address) = scene.receive(&tls);
+    let sent = scene.send(&address, &tls).finish();
+    assert_ne!(sent.code, Some(0), "{sent:?}");
+    let received = destination.finish();
+    received.failed(1, "writable and not full");
+    scene.there.set_writable(true);
+    scene.stays("destination: disk read-only", "OPEN", &sent, &exit(&received));
+
+    // COMMIT in a file that nobody finds is no promise.
+    let (destination, address) = scene.receive(&tls);
+    let mut send = scene.send(&address, &tls);
+    send.event("connected");
+    std::fs::remove_dir_all(scene.a.runtime.join("journal")).unwrap();
+    let sent = send.finish();
+    sent.failed(1, "was removed or replaced");
+    let received = destination.finish();
+    scene.stays("source: journals removed", "COMMIT", &sent, &exit(&received));
+
+    // Nor is RUN-INTENT; and a host that has lost its journals knows nothing of the session.
+    let (destination, address) = scene.receive(&tls);
+    let mut send = scene.send(&address, &tls);
+    send.event("connected");
+    std::fs::remove_dir_all(scene.b.runtime.join("journal")).unwrap();
+    let received = destination.finish();
+    received.failed(1, "was removed or replaced");
+    assert!(!received.lines.iter().any(|event| event["event"] == "running"), "{received:?}");
+    send.event("in-doubt");
+    let (mut successor, _) = scene.b.receive(&["--listen", &address, "--tls", &tls]);
+    // It is asked once a second, and UNKNOWN ends no doubt.
+    std::thread::sleep(ASKED);
+    assert_eq!(scene.a.status("web")["migration"]["in_doubt"], true);
+    successor.kill();
+    run_ok(&scene.a, &["resolve", "web", "--source-resumes", "--yes"]);
+    let sent = send.finish();
+    assert_ne!(sent.code, Some(0), "{sent:?}");
+    let received = format!("{}, the operator decides", exit(&received));
+    scene.stays("destination: journals removed", "RUN-INTENT", &sent, &received);
+}

@@ -1,0 +1,188 @@
+//! The destination runs out of memory: refused where it can be known, and else killed by the kernel. The guest stays.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::support::leftovers::{Descriptors, Living, descriptors_at_rest, left};
+use crate::support::outcomes::{Outcome, Owner};
+use crate::support::trial::{SLOW, claim};
+use crate::support::{Ended, Host, Running, World, run_ok};
+
+/// Moves a guest to a destination that is started under other programs, and lacks memory.
+struct Scene {
+    world: World,
+    a: Host,
+    b: Host,
+    guest: Running,
+    /// What the guest's VMM had open before anybody came.
+    before: Descriptors,
+}
+
+impl Scene {
+    fn new(guest: &[&str]) -> Self {
+        let world = World::without_certificates();
+        let (a, b) = (world.host("a"), world.host("b"));
+        let guest = a.guest("web", guest);
+        let before = descriptors_at_rest(guest.child.id());
+        Self { world, a, b, guest, before }
+    }
+
+    /// What the source says, and what the destination does.
+    fn send(&self, prefix: &[String], flags: &[&str]) -> (Ended, Ended) {
+        let mut arguments = vec!["receive", "--listen", "tcp:127.0.0.1:0", "--plain", "--once"];
+        arguments.extend(flags);
+        let mut destination = self.b.start_under(prefix, &arguments);
+        let address = destination.event("listening")["address"].as_str().unwrap().to_owned();
+        let mut arguments = vec!["send", "web", "--to", &address, "--plain"];
+        arguments.extend(["--reconnect-timeout", "1s"]);
+        arguments.extend(SLOW);
+        let sent = self.a.run(&arguments);
+        (sent, destination.finish())
+    }
+
+    fn stays(mut self, fault: &str, phase: &str, (sent, received): &(Ended, Ended)) {
+        self.a.check_guest("web");
+        let (here, there) = (claim(&self.a), claim(&self.b));
+        assert!(here.runs && here.has && !there.runs && !there.has, "{here:?}, {there:?}");
+        let end = |ended: &Ended| {
+            ended.code.map_or_else(|| "killed by the kernel".into(), |code| format!("exit {code}"))
+        };
+        let (source, destination) = (end(sent), end(received));
+        Outcome { guest: "microvm", fault, phase, source, destination, owner: Owner::Source }
+            .note();
+        let (host, pid, descriptors) = (&self.a, self.guest.child.id(), self.before.clone());
+        let living = Living { host, pid, descriptors };
+        let left = left(self.world.directory.path(), &[&self.a, &self.b], &[living], &[]);
+        assert!(left.is_empty(), "{fault}: {left:#?}");
+        assert_eq!(run_ok(&self.a, &["status"])["in_doubt"].as_array().map(Vec::len), Some(0));
+        // To a destination that lacks nothing it moves.
+        let (mut destination, address) =
+            self.b.receive(&["--listen", "tcp:127.0.0.1:0", "--plain", "--once"]);
+        let sent = self.a.run(&["send", "web", "--to", &address, "--plain"]);
+        assert_eq!(sent.code, Some(0), "{sent:?}");
+        destination.event("serving");
+        self.b.check_guest("web");
+        assert_eq!(self.guest.finish_by_ref().code, Some(0));
+    }
+}
+
+#[test]
+fn a_guest_that_does_not_fit_into_the_address_space_is_refused() {
+    let scene = Scene::new(&["--memory", "4G", "--workload", "ticks"]);
+    // Threads have their stacks, and the guest has no room.
+    let prefix = ["prlimit", "--as=2147483648"].map(String::from);
+    let ended = scene.send(&prefix, &[]);
+    let said = ended.0.last()["error"]["message"].as_str().unwrap();
+    assert!(said.contains("memory"), "{said}");
+    assert_ne!(ended.0.code, Some(0), "{ended:?}");
+    assert_ne!(ended.1.code, Some(0), "{ended:?}");
+    scene.stays("destination: no address space", "announced", &ended);
+}
+
+#[test]
+fn a_guest_for_which_there_are_no_huge_pages_is_refused() {
+    let free = std::fs::read_to_string("/proc/meminfo").unwrap();
+    let free = free.lines().find_map(|line| line.strip_prefix("HugePages_Free:")).unwrap();
+    if free.trim() != "0" {
+        panic!("this test needs a machine without free huge pages");
+    }
+    let scene = Scene::new(&["--memory", "64M", "--workload", "ticks"]);
+    let ended = scene.send(&[], &["--memory-kind", "hugetlb"]);
+    let said = ended.0.last()["error"]["message"].as_str().unwrap();
+    assert!(said.contains("huge"), "{said}");
+    assert_ne!(ended.1.code, Some(0), "{ended:?}");
+    scene.stays("destination: no huge pages", "announced", &ended);
+}
+
+/// A memory control group of either version; removed when dropped.
+struct Group(PathBuf);
+
+impl Group {
+    fn with_limit(bytes: u64) -> Option<Self> {
+        static MADE: AtomicU32 = AtomicU32::new(0);
+        let number = MADE.fetch_add(1, Ordering::Relaxed);
+        let name = format!("vmferry-test-{}-{number}", std::process::id());
+        let old = Path::new("/sys/fs/cgroup/memory");
+        let (path, limits) = if old.is_dir() {
+            (old.join(name), ["memory.limit_in_bytes", "memory.memsw.limit_in_bytes"])
+        } else {
+            (Path::new("/sys/fs/cgroup").join(name), ["memory.max", "memory.swap.max"])
+        };
+        std::fs::create_dir(&path).ok()?;
+        let group = Self(path);
+        std::fs::write(group.0.join(limits[0]), bytes.to_string()).ok()?;
+        // Of a kernel without swap accounting there is nothing to limit.
+        let swap = if limits[1] == "memory.swap.max" { 0 } else { bytes };
+        let _ = std::fs::write(group.0.join(limits[1]), swap.to_string());
+        Some(group)
+    }
+
+    /// Becomes a member, and then the program.
+    fn prefix(&self) -> Vec<String> {
+        let join = format!("echo $$ > {}/cgroup.procs && exec \"$@\"", self.0.display());
+        ["sh", "-c", &join, "sh"].map(String::from).to_vec()
+    }
+
+    /// How many processes the kernel has killed in it.
+    fn killed(&self) -> u64 {
+        let files = ["memory.oom_control", "memory.events"].map(|name| self.0.join(name));
+        let text: String =
+            files.iter().filter_map(|file| std::fs::read_to_string(file).ok()).collect();
+        let count = text.lines().find_map(|line| line.strip_prefix("oom_kill "));
+        count.and_then(|count| count.trim().parse().ok()).unwrap_or_default()
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir(&self.0);
+    }
+}
+
+#[test]
+fn a_guest_that_needs_more_than_the_control_group_leaves_is_refused() {
+    let group = Group::with_limit(48 << 20).expect("a memory control group can be made");
+    let flags =
+        ["--memory", "256M", "--workload", "fill=128,incompressible hot=1,sequential ticks"];
+    let scene = Scene::new(&flags);
+    let ended = scene.send(&group.prefix(), &["--memory-kind", "memfd"]);
+    for ended in [&ended.0, &ended.1] {
+        assert_eq!(ended.code, Some(6), "{ended:?}");
+        let said = ended.last()["error"]["message"].as_str().unwrap();
+        assert!(said.contains("control group") && said.contains("(limit 48.0 MiB)"), "{said}");
+    }
+    assert_eq!(group.killed(), 0, "nothing was sent that it had no room for");
+    scene.stays("destination: its control group is too small", "announced", &ended);
+}
+
+#[test]
+fn a_destination_that_the_kernel_kills_for_its_memory_costs_nothing() {
+    let group = Group::with_limit(48 << 20).expect("a memory control group can be made");
+    let flags =
+        ["--memory", "256M", "--workload", "fill=128,incompressible hot=1,sequential ticks"];
+    let scene = Scene::new(&flags);
+    let mut arguments = vec!["receive", "--listen", "tcp:127.0.0.1:0", "--plain", "--once"];
+    // A source of that version does not say how much its guest uses, so that nothing is refused.
+    arguments.extend(["--memory-kind", "memfd", "--protocol", "1"]);
+    let mut destination = scene.b.start_under(&group.prefix(), &arguments);
+    let address = destination.event("listening")["address"].as_str().unwrap().to_owned();
+    let sent = scene.a.run(&[
+        "send",
+        "web",
+        "--to",
+        &address,
+        "--plain",
+        "--reconnect-timeout",
+        "1s",
+        "--compress",
+        "none",
+    ]);
+    assert_eq!(sent.code, Some(12), "{sent:?}");
+    let received = destination.finish();
+    assert_eq!(received.code, None, "{received:?}");
+    assert!(group.killed() > 0, "the kernel has killed it");
+    scene.stays("destination: killed for its memory", "first round", &(sent, received));
+    let path = group.0.clone();
+    drop(group);
+    assert!(!path.exists(), "nobody is left in the control group");
+}

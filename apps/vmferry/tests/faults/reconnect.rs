@@ -1,0 +1,88 @@
+//! The link breaks while a guest of the microvm is migrated, and comes back.
+
+use vmferry_kit::need_kvm;
+
+use crate::support::outcomes::{Outcome, Owner};
+use crate::support::proxy::Proxy;
+use crate::support::{World, all};
+use serde_json::Value;
+
+/// Cuts the link in the middle of a round and heals it. The cap makes rounds last long enough for that, and
+/// each of several dirty logs protects pages at another time.
+fn cut_and_heal(log: &str, flags: &[&str], paused: bool) {
+    let world = World::new();
+    let (a, b) = (world.host("a"), world.host("b"));
+    let workload = ["--memory", "64M", "--workload", "hot=2,random ticks", "--dirty-log", log];
+    let guest = a.guest("web", &[&workload, flags].concat());
+    let (mut destination, address) =
+        b.receive(&["--listen", "tcp:127.0.0.1:0", "--plain", "--once", "--dirty-log", log]);
+    let proxy = Proxy::before(&address);
+    let mut send = a.start(&[
+        "send",
+        "web",
+        "--to",
+        &proxy.address,
+        "--plain",
+        "--verify",
+        "--compress",
+        "none",
+        "--max-bandwidth",
+        "1M",
+        "--downtime-limit",
+        "5s",
+        "--max-rounds",
+        "2",
+        "--when-stuck",
+        "switch-over",
+    ]);
+    send.event_where(|event| event["event"] == "round-started" && event["paused"] == paused);
+    let sent_before = send.event("progress")["sent_bytes"].as_u64();
+    proxy.cut();
+    send.event("link-lost");
+    if paused {
+        send.event("recalled");
+        assert_eq!(a.status("web")["phase"], "running", "the guest does not wait");
+    }
+    proxy.heal();
+    let restored = send.event("link-restored");
+    assert!(restored["after_ms"].as_f64().unwrap() > 0.0, "{restored}");
+    let sent = send.finish();
+    assert_eq!(sent.code, Some(0), "{log}: {sent:?}");
+    let stats: &Value = sent.last();
+    assert_eq!((&stats["digest_match"], &stats["verify_match"]), (&true.into(), &true.into()));
+    assert!(stats["reconnections"].as_u64() > Some(0), "{stats}");
+    assert!(stats["sent_bytes"].as_u64() > sent_before, "{stats}");
+    assert_eq!(stats["recalls"], u64::from(paused), "{stats}");
+    assert_eq!(guest.finish().code, Some(0));
+    destination.event("link-lost");
+    destination.event("serving");
+    b.check_guest("web");
+    Outcome {
+        guest: "microvm",
+        fault: &format!("link: cut, and back, with the dirty log {log}"),
+        phase: if paused { "paused" } else { "first round" },
+        source: "exit 0".into(),
+        destination: "runs the guest".into(),
+        owner: Owner::Destination,
+    }
+    .note();
+}
+
+#[test]
+fn manual_clear() {
+    need_kvm();
+    // Pages are protected just before they are read, and those of the last round are not.
+    cut_and_heal("clear", &["--guest", "kvm"], true);
+    cut_and_heal("clear", &["--guest", "kvm"], false);
+}
+
+#[test]
+fn other_logs() {
+    need_kvm();
+    if all() {
+        for log in ["bitmap", "ring", "uffd"] {
+            cut_and_heal(log, &["--guest", "kvm"], true);
+        }
+    }
+    cut_and_heal("uffd", &["--guest", "process"], true);
+}

@@ -1,0 +1,213 @@
+//! Real migrations, recorded at both sides and inspected; and what `inspect` says of damage.
+
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use crate::support::{World, text};
+use serde_json::Value;
+
+/// What a side has recorded, and the events of it that were told there.
+struct Side {
+    directory: PathBuf,
+    events: Vec<Value>,
+}
+
+/// Sends a guest whose pages change, recorded at both sides.
+fn recorded(world: &World, address: &str, flags: &[&str], limit: &str) -> [Side; 2] {
+    let tls = world.tls();
+    let (a, b) = (world.host("a"), world.host("b"));
+    let arguments =
+        ["--guest", "process", "--memory", "64M", "--workload", "fill=8,text hot=4,random ticks"];
+    let vmm = a.guest("web", &arguments);
+    let [here, there] = [world.path("source-record"), world.path("destination-record")];
+    let record = |directory: &Path| {
+        ["--record", text(directory), "--record-limit", limit].map(str::to_owned)
+    };
+    let (records_here, records_there) = (record(&here), record(&there));
+    let mut receive = vec!["--listen", address, "--tls", &tls, "--once"];
+    receive.extend(records_there.iter().map(String::as_str));
+    let (mut next, to) = b.receive(&receive);
+    let mut send = vec!["send", "web", "--to", &to, "--tls", &tls, "--verify"];
+    send.extend(["--downtime-limit", "1ms", "--when-stuck", "switch-over", "--max-rounds", "4"]);
+    send.extend(records_here.iter().map(String::as_str));
+    send.extend(flags);
+    let sent = a.run(&send);
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    assert_eq!(sent.last()["verify_match"], true, "{sent:?}");
+    assert_eq!(vmm.finish().code, Some(0));
+    next.event("serving");
+    assert_eq!(b.run(&["quit", "web"]).code, Some(0));
+    let received = next.finish();
+    [(here, sent), (there, received)].map(|(directory, ended)| {
+        let events = ended.lines.into_iter().filter(|line| line["event"] == "recording").collect();
+        Side { directory, events }
+    })
+}
+
+/// The recordings of a directory, by name.
+fn files(directory: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(directory).unwrap();
+    let mut files: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    files
+}
+
+/// The exit status and the output of `vmferry inspect`.
+fn inspect(flags: &[&str], files: &[PathBuf]) -> (Option<i32>, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_vmferry"))
+        .arg("inspect")
+        .args(flags)
+        .args(files)
+        .output()
+        .unwrap();
+    (output.status.code(), String::from_utf8(output.stdout).unwrap())
+}
+
+#[test]
+fn a_migration_over_tls_is_recorded_and_whole_at_both_sides() {
+    let world = World::new();
+    let both = recorded(&world, "tls:127.0.0.1:0", &["--compress", "zstd:3"], "1G");
+    for Side { directory, events } in &both {
+        assert_eq!(events, &[] as &[Value]);
+        // A control channel, two data channels and their ways back.
+        let files = files(directory);
+        assert!(files.len() >= 6, "{files:?}");
+        let (code, told) = inspect(&["--pages"], &files);
+        assert_eq!(code, Some(0), "{told}");
+        for wanted in ["BEGIN", "ACCEPT", "FINAL", "COMMIT", "RUNNING", "algorithm=zstd", "section"]
+        {
+            assert!(told.contains(wanted), "{wanted} is not in what {directory:?} holds");
+        }
+        let whole = told.lines().filter(|line| line.ends_with(" bytes, whole")).count();
+        assert_eq!(whole, files.len(), "{told}");
+        assert!(!told.contains("unchecked"), "every frame was recorded");
+    }
+    // Both sides have the same bytes of each channel, whatever numbers they gave them.
+    let contents = |directory: &Path| {
+        let read = |path: &PathBuf| std::fs::read(path).unwrap().split_off(24);
+        let mut contents: Vec<Vec<u8>> = files(directory).iter().map(read).collect();
+        contents.sort();
+        contents
+    };
+    assert!(contents(&both[0].directory) == contents(&both[1].directory), "the recordings differ");
+    // Journals are told by their name.
+    for host in ["host-a", "host-b"] {
+        let journals = files(&world.path(host).join("journal"));
+        let (code, told) = inspect(&[], &journals);
+        assert_eq!(code, Some(0), "{told}");
+        assert!(told.contains("verdict"), "{told}");
+    }
+}
+
+#[test]
+fn deltas_over_grpc_are_checked_and_damage_is_found() {
+    let world = World::new();
+    let [here, there] = recorded(&world, "grpc:127.0.0.1:0", &["--compress", "delta"], "1G");
+    for Side { directory, .. } in [&here, &there] {
+        let (code, told) = inspect(&[], &files(directory));
+        assert_eq!(code, Some(0), "{told}");
+        assert!(told.contains(" delta=") && !told.contains("unchecked"), "{told}");
+    }
+    let files = files(&here.directory);
+    let largest = files.iter().max_by_key(|path| path.metadata().unwrap().len()).unwrap();
+    let good = std::fs::read(largest).unwrap();
+    // The middle of a frame in the middle of the largest file.
+    let (code, told) = inspect(&["--json"], std::slice::from_ref(largest));
+    assert_eq!(code, Some(0), "{told}");
+    let records = told.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let frames: Vec<(usize, usize)> = records
+        .filter(|record| record["record"] == "frame")
+        .map(|frame| ["offset", "bytes"].map(|name| frame[name].as_u64().unwrap() as usize))
+        .map(|[offset, bytes]| (offset, bytes))
+        .collect();
+    let (offset, bytes) = frames[frames.len() / 2];
+    let at = offset + bytes / 2;
+    let mut bad = good.clone();
+    bad[at] ^= 1;
+    std::fs::write(largest, &bad).unwrap();
+    let (code, told) = inspect(&["--summary"], &files);
+    assert_eq!(code, Some(5), "{told}");
+    let broken = told.lines().find(|line| line.contains("broken at byte")).expect(&told);
+    assert!(broken.starts_with(text(largest)), "{broken}");
+    // It is in the frame that the byte is in, and no later one was read.
+    let place: usize =
+        broken.split("broken at byte ").nth(1).unwrap().split(',').next().unwrap().parse().unwrap();
+    assert!((offset..=at).contains(&place), "{at} in the frame at {offset}: {broken}");
+    // What ends before the damage is cut off, and that is none.
+    std::fs::write(largest, &bad[..at]).unwrap();
+    let (code, told) = inspect(&["--summary"], &files);
+    assert_eq!(code, Some(0), "{told}");
+    let cut = told.lines().find(|line| line.starts_with(text(largest))).expect(&told);
+    assert!(cut.contains(" cut off in record "), "{cut}");
+    let end = format!("a frame at byte {offset}: {} of {bytes} bytes are there", bytes / 2);
+    assert!(cut.ends_with(&end), "{cut} does not end with: {end}");
+}
+
+#[test]
+fn a_recording_ends_at_its_limit_and_the_migration_does_not() {
+    let world = World::new();
+    let socket = format!("unix:{}", text(&world.path("in.sock")));
+    for Side { directory, events } in recorded(&world, &socket, &["--compress", "none"], "1M") {
+        let [event] = &events[..] else { panic!("it is told of once: {events:?}") };
+        let message = event["message"].as_str().unwrap();
+        assert!(message.contains(text(&directory)), "{message}");
+        assert!(message.contains("its limit of 1048576 bytes is reached"), "{message}");
+        let bytes: u64 = files(&directory).iter().map(|path| path.metadata().unwrap().len()).sum();
+        assert!(bytes <= 1 << 20, "{bytes}");
+        let (code, told) = inspect(&[], &files(&directory));
+        assert_eq!(code, Some(0), "{told}");
+        // The guest was announced while there was room, and handed over when there was none.
+        assert!(told.contains(" BEGIN ") && told.contains(" frame "), "{told}");
+        assert!(!told.contains(" FINAL ") && !told.contains(" COMMIT "), "{told}");
+    }
+}
+
+/// The files and the text are those of the inspector's own test.
+#[test]
+fn the_text_of_a_recording_is_pinned() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../inspect/tests/sessions/golden");
+    let mut files: Vec<String> = std::fs::read_dir(&golden)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .filter(|name| name.ends_with(".vmftrace"))
+        .collect();
+    files.sort();
+    for (flags, name) in [(&[][..], "inspect.txt"), (&["--pages"][..], "inspect-pages.txt")] {
+        let output = Command::new(env!("CARGO_BIN_EXE_vmferry"))
+            .arg("inspect")
+            .args(flags)
+            .args(&files)
+            .current_dir(&golden)
+            .output()
+            .unwrap();
+        assert_eq!(output.status.code(), Some(0), "{output:?}");
+        let expected = std::fs::read_to_string(golden.join(name)).unwrap();
+        assert_eq!(String::from_utf8(output.stdout).unwrap(), expected, "{name}");
+    }
+}
+
+#[test]
+fn whoever_closes_the_output_is_served() {
+    let world = World::new();
+    let journal = world.path("x.source.journal");
+    let record = vmferry_handover::journal::Record::Commit.encode();
+    std::fs::write(&journal, record.repeat(200_000)).unwrap();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_vmferry"))
+        .args(["inspect", text(&journal)])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut first = [0; 100];
+    child.stdout.take().unwrap().read_exact(&mut first).unwrap();
+    let mut said = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert_eq!((child.wait().unwrap().code(), said.as_str()), (Some(0), ""));
+    // And a file that is none of ours ends with 5.
+    let other = world.path("other");
+    std::fs::write(&other, b"GIF89a").unwrap();
+    let (code, told) = inspect(&[], &[other]);
+    assert_eq!(code, Some(5));
+    assert!(told.contains("broken at byte 0"), "{told}");
+}

@@ -1,0 +1,238 @@
+//! `send --qemu`, `receive --qemu` and `receive --exec` with real QEMUs, and what happens when somebody
+//! dies, phase after phase.
+
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::support::proxy::{Message, Proxy};
+use crate::support::scene::{Scene, Way};
+use crate::support::{Host, World, text};
+use crate::support::{all, faults, in_parallel};
+use serde_json::json;
+use vmferry_qemu::Qmp;
+use vmferry_qemu_lab::{Machine, Version, World as Lab};
+
+/// The versions of the long matrix, or one of them.
+fn versions() -> &'static [Version] {
+    if all() { &Version::ALL } else { &Version::ALL[1..] }
+}
+
+#[test]
+fn there_and_back_and_into_a_qemu_that_vmferry_starts() {
+    for version in versions() {
+        let mut scene = Scene::new(*version, Way::Attached);
+        let (there, mut receiving, address) = scene.receive_tls();
+        let tls = scene.world.tls();
+        let send = |host: &Host, qmp: &str, address: &str| {
+            let sent =
+                host.run(&["send", "--qemu", qmp, "--to", address, "--tls", &tls, "--verify"]);
+            assert_eq!(sent.code, Some(0), "{sent:?}");
+            sent.last().clone()
+        };
+        let stats = send(&scene.a, text(&scene.here.qmp), &address);
+        assert_eq!(stats["verify_match"], true, "{stats}");
+        assert!(stats["state_bytes"].as_u64().unwrap() > 10_000, "{stats}");
+        assert_eq!(stats["dirty_log"], "userfaultfd", "{stats}");
+        receiving.event("received");
+        assert!(scene.here.child.wait().unwrap().success());
+        scene.here = there;
+        scene.here.check_guest();
+
+        // Into a QEMU that vmferry starts, from the same command line, over gRPC.
+        let command = scene.command("started");
+        let (mut started, address) =
+            scene.a.receive(&["--listen", "grpc:127.0.0.1:0", "--tls", &tls, "--exec", &command]);
+        send(&scene.b, text(&scene.here.qmp), &address);
+        let received = started.event("received");
+        let qmp = PathBuf::from(received["qmp"].as_str().unwrap());
+        // The vmferry that gave its word ends with its QEMU.
+        assert_eq!(receiving.finish().code, Some(0));
+        let mut monitor = Qmp::connect(&qmp).unwrap();
+        assert_eq!(monitor.execute("query-status", json!({})).unwrap()["status"], "running");
+        monitor.execute("quit", json!({})).unwrap();
+        assert_eq!(started.finish().code, Some(0));
+    }
+}
+
+#[test]
+fn the_sender_is_killed_in_each_phase_and_the_guest_runs_on() {
+    faults::the_sender_is_killed_in_each_phase_and_the_guest_runs_on(Way::Attached);
+}
+
+/// The attach stops a thread of QEMU for microseconds and lets it make a system call. Whatever moment the
+/// sender is killed at, QEMU and its guest go on, and the next attach works.
+#[test]
+fn killed_at_any_moment_of_the_attach_it_harms_nothing() {
+    let mut scene = Scene::new(Version::V10_0, Way::Attached);
+    let tls = scene.world.tls();
+    for attempt in 0..if all() { 300 } else { 20 } {
+        let arguments =
+            ["send", "--qemu", text(&scene.here.qmp), "--to", "127.0.0.1:1", "--tls", &tls];
+        let mut send = scene.a.start(&arguments);
+        // From before its QMP connection until after its end.
+        std::thread::sleep(Duration::from_micros(attempt * 211 % 12_000));
+        send.kill();
+    }
+    scene.here.check_guest();
+    scene.arrives();
+}
+
+#[test]
+fn sender_and_guardian_are_killed_and_the_next_sender_tidies_up() {
+    faults::sender_and_guardian_are_killed_and_the_next_sender_tidies_up(Way::Attached);
+}
+
+#[test]
+fn the_receiver_or_its_qemu_is_killed_in_each_phase() {
+    faults::the_receiver_or_its_qemu_is_killed_in_each_phase(Way::Attached);
+}
+
+#[test]
+fn the_source_s_qemu_is_killed_in_each_phase_and_never_half_a_guest_runs() {
+    faults::the_source_s_qemu_is_killed_in_each_phase_and_never_half_a_guest_runs(Way::Attached);
+}
+
+#[test]
+fn the_link_is_cut_in_each_phase() {
+    faults::the_link_is_cut_in_each_phase(Way::Attached);
+}
+
+#[test]
+fn the_link_breaks_and_comes_back() {
+    let mut scene = Scene::new(Version::V10_0, Way::Attached);
+    let (mut there, mut receiving, mut send, proxy) = scene.cut_in_the_first_round();
+    proxy.heal();
+    send.event("link-restored");
+    // While it is paused: QEMU runs on and is paused once more, or the handover asks again.
+    send.event_where(|event| event["event"] == "round-started" && event["paused"] == true);
+    proxy.cut();
+    proxy.heal();
+    let sent = send.finish();
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let stats = sent.last();
+    assert_eq!((&stats["digest_match"], &stats["verify_match"]), (&true.into(), &true.into()));
+    assert!(stats["reconnections"].as_u64() >= Some(3), "{stats}");
+    receiving.event("link-restored");
+    receiving.event("received");
+    assert!(scene.here.child.wait().unwrap().success(), "the source's QEMU has ended in order");
+    there.check_guest();
+}
+
+#[test]
+fn cancelled_by_the_operator_it_runs_on() {
+    faults::cancelled_by_the_operator_it_runs_on(Way::Attached);
+}
+
+#[test]
+fn commit_is_lost_and_the_link_heals() {
+    faults::commit_is_lost_and_the_link_heals(Way::Attached);
+}
+
+#[test]
+fn commit_is_lost_and_the_sender_killed_and_the_guardian_asks() {
+    faults::commit_is_lost_and_the_sender_killed_and_the_guardian_asks(Way::Attached);
+}
+
+#[test]
+fn commit_is_lost_and_the_operator_decides() {
+    faults::commit_is_lost_and_the_operator_decides(Way::Attached);
+}
+
+/// The user that has nothing, on every Linux.
+const NOBODY: u32 = 65534;
+
+#[test]
+fn an_ordinary_user_moves_a_guest_of_their_own() {
+    if !rustix::process::geteuid().is_root() {
+        panic!("this test needs root: it becomes another user");
+    }
+    let binary = std::process::Command::new(env!("CARGO_BIN_EXE_vmferry"))
+        .arg("--version")
+        .uid(NOBODY)
+        .output();
+    if !binary.is_ok_and(|output| output.status.success()) {
+        panic!("this test needs a checkout that other users may enter");
+    }
+    let (world, lab) = (World::new(), Lab::new());
+    lab.give_to(NOBODY).unwrap();
+    let machine =
+        Machine { mib: 128, user: Some(NOBODY), ..Machine::new(Version::V10_0, "dirty=8") };
+    let mut here = machine.start(&lab, "here");
+    here.check_guest();
+    let mut there = machine.incoming(&lab, "there");
+    // Runtime directories and link where that user may make them.
+    let host = |name: &str| Host { runtime: lab.path(&format!("host-{name}")) };
+    let link = format!("unix:{}", lab.path("link").display());
+    let mut receiving = host("b")
+        .start_as(NOBODY, &["receive", "--qemu", text(&there.qmp), "--listen", &link, "--once"]);
+    receiving.event("listening");
+    let send = ["send", "--qemu", text(&here.qmp), "--to", &link, "--verify"];
+    let sent = host("a").start_as(NOBODY, &send).finish();
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    assert_eq!(sent.last()["verify_match"], true);
+    receiving.event("received");
+    there.check_guest();
+    drop(world);
+
+    // Nor may they attach to somebody else's: the QEMU of root. Who is let into its monitor may carry it.
+    let mut theirs = Machine { user: None, ..machine.clone() }.start(&lab, "root");
+    theirs.check_guest();
+    std::fs::set_permissions(&theirs.qmp, std::fs::Permissions::from_mode(0o777)).unwrap();
+    let mut there = machine.incoming(&lab, "there-too");
+    let link = format!("unix:{}", lab.path("link-too").display());
+    let mut receiving = host("b")
+        .start_as(NOBODY, &["receive", "--qemu", text(&there.qmp), "--listen", &link, "--once"]);
+    receiving.event("listening");
+    let send = ["send", "--qemu", text(&theirs.qmp), "--to", &link];
+    let attached = [&send[..], &["--mode", "attached"]].concat();
+    host("a").start_as(NOBODY, &attached).finish().failed(1, "ptrace");
+    let sent = host("a").start_as(NOBODY, &send).finish();
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let why = sent.last()["qemu"]["not_attached"].as_str().unwrap_or_default();
+    assert!(why.contains("ptrace"), "{sent:?}");
+    receiving.event("received");
+    there.check_guest();
+}
+
+#[test]
+fn what_can_t_be_done_is_said() {
+    let mut scene = Scene::new(Version::V10_0, Way::Attached);
+    let tls = scene.world.tls();
+    let nowhere = scene.world.path("nowhere.qmp");
+    let send = |scene: &Scene, qmp: &str| {
+        scene.a.run(&["send", "--qemu", qmp, "--to", "127.0.0.1:1", "--tls", &tls])
+    };
+    send(&scene, text(&nowhere)).failed(8, "-qmp unix:");
+    // Nobody listens at the destination.
+    send(&scene, text(&scene.here.qmp)).failed(3, "127.0.0.1:1");
+    scene.runs_on_here();
+    // A QEMU that runs a guest is no destination.
+    let running =
+        ["receive", "--qemu", text(&scene.here.qmp), "--listen", "127.0.0.1:0", "--tls", &tls];
+    scene.a.run(&running).failed(9, "-incoming defer");
+    // A QEMU that waits for a guest has none to send.
+    let empty = scene.machine.incoming(&scene.lab, "empty");
+    send(&scene, text(&empty.qmp)).failed(9, "must be running");
+    // A command that is no QEMU, and one that refuses its arguments.
+    for (command, says) in [("true", "has ended"), ("no-such-qemu", "has ended")] {
+        let receive = ["receive", "--exec", command, "--listen", "127.0.0.1:0", "--tls", &tls];
+        scene.a.run(&receive).failed(1, says);
+    }
+    scene.runs_on_here();
+}
+
+/// READY does not come: the guest has stood still for too long before anybody has promised it.
+#[test]
+fn pause_longer_than_the_user_allows_is_given_up() {
+    in_parallel(vec![Way::Attached, Way::Carried], |way| {
+        let mut scene = Scene::new(Version::V10_0, way);
+        let (_there, _receiving, address) = scene.receive_plain();
+        let proxy = Proxy::holding(&address, "127.0.0.1", Some(Message::Ready));
+        let send = scene.send(&proxy.address, &["--plain", "--downtime-abort", "2s"]);
+        proxy.await_held();
+        send.finish().failed(10, "the migration is given up after 2.0 s");
+        scene.runs_on_here();
+    });
+}

@@ -1,0 +1,138 @@
+//! Which QEMU a command works on: two senders at once, and a vmferry that does not see QEMU's
+//! process.
+
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt;
+
+use crate::support::scene::{Scene, Way};
+use crate::support::{BEFORE_COMMIT, run_ok, text};
+use vmferry_handover::journal::{FileJournal, Journal, Record, Side};
+use vmferry_qemu::Qmp;
+use vmferry_qemu_lab::{Backend, Machine, Version, World as Lab};
+use vmferry_wire::{GuestIdentity, SessionId};
+
+/// By another QMP socket, and from another runtime directory.
+#[test]
+fn a_second_send_is_refused_with_the_first_ones_process_and_leaves_it_alone() {
+    let second = Lab::new();
+    let socket = second.path("second.qmp");
+    let machine = Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8") };
+    let listening = format!("unix:{},server=on,wait=off", text(&socket));
+    let mut scene = Scene::of(machine.clone().with(&["-qmp", &listening]), Way::Attached);
+    scene.machine = machine;
+    let (mut there, mut receiving, address) = scene.receive_plain();
+    let mut first = scene.send(&address, &["--plain"]);
+    first.event_where(|event| event["event"] == "round-started");
+    let other = scene.world.host("other");
+    for mode in ["auto", "attached", "carried"] {
+        let to = ["send", "--qemu", text(&socket), "--to", &address, "--plain", "--mode", mode];
+        let refused = other.run(&to);
+        refused.failed(7, &format!("in the hands of process {}", first.child.id()));
+    }
+    let sent = first.finish();
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    assert_eq!(sent.last()["verify_match"], true);
+    receiving.event("received");
+    there.check_guest();
+}
+
+#[test]
+fn a_qemu_whose_socket_is_in_use_is_refused_with_the_clients_process() {
+    let machine = Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8") };
+    let mut scene = Scene::of(machine, Way::Attached);
+    let client = Qmp::connect(&scene.here.qmp).unwrap();
+    let holder = format!("process {} (", std::process::id());
+    scene.send("127.0.0.1:1", &["--plain"]).finish().failed(7, &holder);
+    let receive = ["receive", "--qemu", text(&scene.here.qmp), "--listen", "127.0.0.1:0"];
+    scene.b.run(&[&receive[..], &["--plain"]].concat()).failed(7, &holder);
+    drop(client);
+    scene.runs_on_here();
+}
+
+/// Guests of one name without a UUID: the QEMU of one session has ended.
+#[test]
+fn a_session_of_another_qemu_of_that_name_is_left_alone() {
+    let none = "00000000-0000-0000-0000-000000000000";
+    let machine = Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8") };
+    let mut scene = Scene::of(machine.with(&["-uuid", none]), Way::Attached);
+    let identity = GuestIdentity { uuid: uuid::Uuid::nil(), name: "tested".into() };
+    let peer = ("tcp:127.0.0.1:1", [].as_slice());
+    let journals = scene.a.runtime.join("journal");
+    // As vmferry makes it: a directory that others may read is refused.
+    DirBuilder::new().recursive(true).mode(0o700).create(&journals).unwrap();
+    let open = |number: u8, process: Option<String>| {
+        let guest = (identity.clone(), process);
+        let side = Side::Source;
+        FileJournal::begin_for(&journals, SessionId([number; 16]), side, guest, peer).unwrap()
+    };
+    let gone = format!(
+        "{}/7/100",
+        std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap().trim()
+    );
+    // A session that names no process may be this guest's. Nobody is told to end a QEMU that runs.
+    open(1, None).append(&Record::Commit).unwrap();
+    // The later session is of a QEMU that has ended. It neither overtakes the first session nor
+    // counts by itself.
+    open(2, Some(gone)).append(&Record::Commit).unwrap();
+    let (mut there, mut receiving, address) = scene.receive_plain();
+    scene.send(&address, &["--plain"]).finish().failed(9, "decide session 0101");
+    scene.runs_on_here();
+    let resolve = ["resolve", &SessionId([1; 16]).to_string(), "--destination-owns", "--yes"];
+    run_ok(&scene.a, &resolve);
+    let sent = scene.send(&address, &["--plain"]).finish();
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    receiving.event("received");
+    there.check_guest();
+}
+
+/// As a container beside QEMU's has it, which shares the sockets' directory.
+fn apart() -> Vec<String> {
+    ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"].map(str::to_owned).to_vec()
+}
+
+#[test]
+fn a_qemu_whose_process_is_not_seen_is_carried_and_its_end_is_noticed() {
+    let machine = Machine { mib: 128, less_kib: 64, ..Machine::new(Version::V10_0, "dirty=8") };
+    let machine = Machine { backend: Backend::Private, ..machine };
+    let mut scene = Scene::of(machine, Way::Carried);
+    let there = scene.machine.incoming(&scene.lab, "apart");
+    let listen = ["receive", "--qemu", text(&there.qmp), "--once", "--listen", "tcp:127.0.0.1:0"];
+    let mut receiving = scene.b.start_under(&apart(), &[&listen[..], &["--plain"]].concat());
+    receiving.event("qemu-unseen");
+    let address = receiving.event("listening")["address"].as_str().unwrap().to_owned();
+    let here = scene.here.qmp.clone();
+    let to = ["send", "--qemu", text(&here), "--to", &address, "--plain"];
+
+    // Attaching would trace a process that is not proven.
+    let refused = [&to[..], &["--mode", "attached"]].concat();
+    let refused = scene.a.start_under(&apart(), &refused).finish();
+    refused.failed(8, "in another PID namespace");
+    scene.runs_on_here();
+
+    // One that is given up before COMMIT runs on.
+    let slow = [&to[..], &["--max-bandwidth", "10M", "--when-stuck", "switch-over"]].concat();
+    let mut send = scene.a.start_under(&apart(), &slow);
+    send.event_where(BEFORE_COMMIT[0].1);
+    run_ok(&scene.a, &["cancel", "tested"]);
+    assert_eq!(send.finish().code, Some(11));
+    scene.runs_on_here();
+    assert_eq!(receiving.finish().code, Some(11));
+
+    let mut again = scene.machine.incoming(&scene.lab, "apart-again");
+    let listen = ["receive", "--qemu", text(&again.qmp), "--once", "--listen", "tcp:127.0.0.1:0"];
+    let mut receiving = scene.b.start_under(&apart(), &[&listen[..], &["--plain"]].concat());
+    let address = receiving.event("listening")["address"].as_str().unwrap().to_owned();
+    let to = ["send", "--qemu", text(&here), "--to", &address, "--plain"];
+    let sent = scene.a.start_under(&apart(), &to).finish();
+    assert_eq!(sent.code, Some(0), "{sent:?}");
+    assert_eq!(sent.last()["qemu"]["mode"], "carried");
+    let kept = sent.lines.iter().find(|line| line["event"] == "memory-kept");
+    assert_eq!(kept, None, "its memory is private");
+    receiving.event("received");
+    assert!(scene.here.child.wait().unwrap().success(), "the source's QEMU has ended in order");
+    again.check_guest();
+    // Nobody but the socket can tell the receiver.
+    let _ = Qmp::connect(&again.qmp).unwrap().execute("quit", serde_json::json!({}));
+    let ended = receiving.finish();
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+}

@@ -1,0 +1,363 @@
+//! Hosts, as directories of their own, and the `vmferry` processes on them.
+
+#![allow(dead_code, reason = "each test uses a part of it")]
+
+pub mod clock;
+pub mod faults;
+pub mod inject;
+pub mod leftovers;
+pub mod outcomes;
+pub mod proxy;
+pub mod scene;
+pub mod stops;
+pub mod traces;
+pub mod trial;
+
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use tempfile::TempDir;
+use vmferry_microvm::report::Report;
+
+/// A moment in a migration, by the source's events. The rounds are slow enough to be met.
+pub type Moment = (&'static str, fn(&Value) -> bool);
+
+pub const BEFORE_COMMIT: [Moment; 4] = [
+    ("connected", |event| event["event"] == "connected"),
+    ("first round", |event| event["event"] == "round-started" && event["round"] == 1),
+    ("second round", |event| event["event"] == "round-started" && event["round"] == 2),
+    ("paused", |event| event["event"] == "round-started" && event["paused"] == true),
+];
+
+/// Bounds every wait: a failure, not a measurement.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Bounds the wait for what a process says next: longer than any wait of its own, the longest of which is the 60 s of
+/// a destination that waits for COMMIT.
+const SILENCE: Duration = Duration::from_secs(150);
+
+/// Whether the long matrices are wanted (`make test-all`).
+pub fn all() -> bool {
+    std::env::var_os("VMFERRY_TEST_ALL").is_some()
+}
+
+/// Several hosts on one machine, and certificates for them.
+pub struct World {
+    pub directory: TempDir,
+}
+
+impl World {
+    /// One without certificates.
+    pub fn without_certificates() -> Self {
+        Self { directory: tempfile::tempdir().unwrap() }
+    }
+
+    pub fn new() -> Self {
+        let world = Self::without_certificates();
+        world.authority("ca");
+        world.certificate("ca", "good");
+        world
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    pub fn host(&self, name: &str) -> Host {
+        Host { runtime: self.path(&format!("host-{name}")) }
+    }
+
+    pub fn authority(&self, name: &str) {
+        let directory = self.path(name);
+        run_ok(&self.host("pki"), &["pki", "init", "--dir", text(&directory)]);
+    }
+
+    /// A certificate for 127.0.0.1, in a directory that is returned.
+    pub fn certificate(&self, authority: &str, name: &str) -> PathBuf {
+        let (from, out) = (self.path(authority), self.path(name));
+        let arguments = [
+            "pki",
+            "issue",
+            "test-host",
+            "--dir",
+            text(&from),
+            "--out",
+            text(&out),
+            "--address",
+            "127.0.0.1",
+        ];
+        run_ok(&self.host("pki"), &arguments);
+        out
+    }
+
+    pub fn tls(&self) -> String {
+        self.path("good").display().to_string()
+    }
+}
+
+pub fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+/// A host: the directory of its guests.
+#[derive(Clone)]
+pub struct Host {
+    pub runtime: PathBuf,
+}
+
+/// How a command ended.
+#[derive(Debug)]
+pub struct Ended {
+    pub code: Option<i32>,
+    pub lines: Vec<Value>,
+}
+
+impl Ended {
+    /// The last object that it printed.
+    pub fn last(&self) -> &Value {
+        self.lines.last().expect("the command printed something")
+    }
+
+    /// Checks a failure: its exit status and a part of its message.
+    pub fn failed(&self, code: i32, message: &str) {
+        assert_eq!(self.code, Some(code), "{self:?}");
+        let said = self.last()["error"]["message"].as_str().unwrap_or_default();
+        assert!(said.contains(message), "`{said}` does not say `{message}`");
+    }
+}
+
+impl Host {
+    pub fn command(&self, arguments: &[&str]) -> Command {
+        self.command_under(&[], arguments)
+    }
+
+    /// The same under programs that change something and then become it, such as `nsenter --net=PATH`.
+    pub fn command_under(&self, prefix: &[String], arguments: &[&str]) -> Command {
+        let vmferry = env!("CARGO_BIN_EXE_vmferry");
+        let mut command = match prefix.split_first() {
+            None => Command::new(vmferry),
+            Some((program, rest)) => {
+                let mut command = Command::new(program);
+                command.args(rest).arg(vmferry);
+                command
+            }
+        };
+        command.arg("--json").args(arguments).env("VMFERRY_RUNTIME_DIR", &self.runtime);
+        command.env_remove("VMFERRY_STATE_DIR");
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::inherit());
+        command
+    }
+
+    /// Runs a command to its end.
+    pub fn run(&self, arguments: &[&str]) -> Ended {
+        self.start(arguments).finish()
+    }
+
+    /// Starts a command that goes on.
+    pub fn start(&self, arguments: &[&str]) -> Running {
+        Self::spawn(self.command(arguments))
+    }
+
+    /// The same as another user.
+    pub fn start_as(&self, user: u32, arguments: &[&str]) -> Running {
+        let mut command = self.command(arguments);
+        command.uid(user).gid(user);
+        Self::spawn(command)
+    }
+
+    /// The same as [`start`](Self::start) under other programs.
+    pub fn start_under(&self, prefix: &[String], arguments: &[&str]) -> Running {
+        Self::spawn(self.command_under(prefix, arguments))
+    }
+
+    /// Starts a command of one's own making.
+    pub fn spawn(mut command: Command) -> Running {
+        let mut child = command.spawn().unwrap();
+        let stdout = child.stdout.take().unwrap();
+        Running { child, lines: BufReader::new(stdout), seen: Vec::new() }
+    }
+
+    /// Starts a guest and waits until its memory is populated.
+    pub fn guest(&self, name: &str, flags: &[&str]) -> Running {
+        let mut arguments = vec!["run", name];
+        arguments.extend(flags);
+        let mut guest = self.start(&arguments);
+        guest.event("serving");
+        self.wait_for(name, |status| status["report"]["populated"] == true);
+        guest
+    }
+
+    /// Starts a destination and returns it with its address.
+    pub fn receive(&self, flags: &[&str]) -> (Running, String) {
+        let mut arguments = vec!["receive"];
+        arguments.extend(flags);
+        let mut destination = self.start(&arguments);
+        let listening = destination.event("listening");
+        let address = listening["address"].as_str().unwrap().to_owned();
+        (destination, address)
+    }
+
+    pub fn status(&self, name: &str) -> Value {
+        run_ok(self, &["status", name])
+    }
+
+    /// Looks at a guest until it is as wanted.
+    pub fn wait_for(&self, name: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let status = self.status(name);
+            if wanted(&status) {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "never came: {status}");
+            // The guest reports by its memory, which wakes nobody.
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// The guest runs, checks all its memory once more, and has found nothing wrong.
+    pub fn check_guest(&self, name: &str) {
+        let report = |status: &Value| -> Report {
+            serde_json::from_value(status["report"].clone()).unwrap()
+        };
+        let before = self.wait_for(name, |status| status["migration"].is_null());
+        assert_eq!(before["phase"], "running", "{before}");
+        let before = report(&before);
+        let after = self.wait_for(name, |status| report(status).has_checked_all_since(&before));
+        assert_eq!(after["report"]["corruptions"], 0, "{after}");
+        assert_eq!(after["crash"], Value::Null);
+    }
+}
+
+/// Runs cases with QEMUs, which mostly wait, side by side.
+pub fn in_parallel<T: Send>(cases: Vec<T>, run: impl Fn(T) + Sync) {
+    /// More QEMUs at once would wait for each other's processors.
+    const AT_ONCE: usize = 5;
+    several_at_once(AT_ONCE, cases, run);
+}
+
+/// Runs cases so many at a time, in the order given; the first that fails fails all.
+pub fn several_at_once<T: Send>(at_once: usize, cases: Vec<T>, run: impl Fn(T) + Sync) {
+    /// Two matrices at a time would have each other's processors.
+    static ONE_MATRIX: Mutex<()> = Mutex::new(());
+    let _alone =
+        (cases.len() > 1).then(|| ONE_MATRIX.lock().unwrap_or_else(PoisonError::into_inner));
+    let left = Mutex::new(cases.into_iter());
+    std::thread::scope(|scope| {
+        for _ in 0..at_once {
+            scope.spawn(|| {
+                loop {
+                    let next = left.lock().unwrap().next();
+                    let Some(case) = next else { return };
+                    run(case);
+                }
+            });
+        }
+    });
+}
+
+pub fn run_ok(host: &Host, arguments: &[&str]) -> Value {
+    let ended = host.run(arguments);
+    assert_eq!(ended.code, Some(0), "{arguments:?}: {ended:?}");
+    ended.last().clone()
+}
+
+/// A process that goes on; ended when dropped.
+pub struct Running {
+    pub child: Child,
+    lines: BufReader<ChildStdout>,
+    seen: Vec<Value>,
+}
+
+impl Running {
+    /// The next line that it prints, or `None` at its end.
+    pub fn line(&mut self) -> Option<Value> {
+        if self.lines.buffer().is_empty() {
+            let mut polled = [PollFd::new(self.lines.get_ref(), PollFlags::IN)];
+            let timeout = Timespec::try_from(SILENCE).unwrap();
+            let heard = poll(&mut polled, Some(&timeout)).unwrap();
+            assert!(heard > 0, "it hangs; it said last: {:?}", self.seen.last());
+        }
+        let mut line = String::new();
+        if self.lines.read_line(&mut line).unwrap() == 0 {
+            return None;
+        }
+        let value: Value =
+            serde_json::from_str(&line).unwrap_or_else(|_| panic!("no JSON: {line}"));
+        self.seen.push(value.clone());
+        Some(value)
+    }
+
+    /// Waits for an event by name.
+    pub fn event(&mut self, name: &str) -> Value {
+        self.event_where(|event| event["event"] == name)
+    }
+
+    /// Waits for an event.
+    pub fn event_where(&mut self, wanted: impl Fn(&Value) -> bool) -> Value {
+        loop {
+            match self.line() {
+                Some(event) if wanted(&event) => return event,
+                Some(_) => {}
+                None => panic!("it ended before its event: {:?}", self.seen),
+            }
+        }
+    }
+
+    /// Stops it, or lets it go on.
+    pub fn signal(&self, signal: Signal) {
+        let pid = Pid::from_raw(self.child.id().try_into().unwrap()).unwrap();
+        kill_process(pid, signal).unwrap();
+    }
+
+    /// Ends it as a crash would.
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// Reads everything it has to say and waits for its end.
+    pub fn finish(mut self) -> Ended {
+        self.finish_by_ref()
+    }
+
+    /// The same.
+    pub fn finish_by_ref(&mut self) -> Ended {
+        while self.line().is_some() {}
+        self.ended()
+    }
+
+    /// Waits for its end; what it said was read before.
+    pub fn ended(&mut self) -> Ended {
+        let deadline = Instant::now() + PATIENCE;
+        let code = loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                break status.code();
+            }
+            assert!(
+                Instant::now() < deadline,
+                "it has closed its output and does not end: {:?}",
+                self.seen
+            );
+            // A child's end wakes nobody but the one call that has no bound.
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        Ended { code, lines: std::mem::take(&mut self.seen) }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // One that has ended needs neither.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = self.lines.read_to_end(&mut Vec::new());
+    }
+}

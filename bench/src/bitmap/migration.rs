@@ -1,0 +1,268 @@
+//! The original measure: how often dirty bitmaps are gone through in real migrations of a guest of 512 MB,
+//! one that reads much and one that writes much, and what that takes in all, in each way.
+//!
+//! The bitmaps are kept as the dirty log gives them, and then gone through in each way by turns: so all
+//! ways have the same ones.
+
+use std::hint::black_box;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use serde::Serialize;
+use vmferry::config::WhenStuck;
+use vmferry::destination::{Received, Stop, receive};
+use vmferry::source::{Orders, SourceOutcome, migrate};
+use vmferry::{DestinationConfig, GuestDescription, Resume, SourceConfig, SourceVm, VmError};
+use vmferry_dirty::{DirtyLog, DirtyLogError, LogChoice, SoftwareWay};
+use vmferry_memory::traverse::flat_runs;
+use vmferry_memory::{GuestBytes, GuestMemory, MemoryKind, PageBitmap, PageSet, SlotId};
+use vmferry_microvm::config::GuestConfig;
+use vmferry_microvm::embed::{IncomingMachine, MigratingMachine};
+use vmferry_microvm::{GuestKind, Machine, MachineConfig};
+use vmferry_transport::{Address, Dialer, Listener};
+use vmferry_wire::GuestIdentity;
+
+use super::Found;
+use super::baseline;
+use crate::results::{Row, median, row};
+
+/// A guest that reads much, and one that writes much.
+const GUESTS: [(&str, &str); 2] =
+    [("reads", "read=384 ticks"), ("writes", "fill=128,text hot=256,random")];
+
+/// Bytes per second: so slow that a guest that writes has many rounds.
+const BANDWIDTH: u64 = 350_000_000;
+
+#[derive(Serialize)]
+struct MigrationRow {
+    guest: &'static str,
+    migration: usize,
+    dirty_log: String,
+    calls: usize,
+    dirty_pages: u64,
+    byte_ms: f64,
+    word_ms: f64,
+    simd_ms: f64,
+    summary_ms: f64,
+    byte_over_word: f64,
+    byte_over_summary: f64,
+}
+
+/// Three migrations of each guest, as published; `quick` one, of a smaller guest.
+pub fn measure(quick: bool) -> anyhow::Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    for (guest, workload) in GUESTS {
+        for migration in 1..=if quick { 1 } else { 3 } {
+            let (kept, log) = if quick {
+                migrate_once(64 << 20, "hot=16,random", 2)?
+            } else {
+                migrate_once(512 << 20, workload, 12)?
+            };
+            rows.push(row(&compare(guest, migration, log, &kept))?);
+            eprintln!("bitmap: migration {migration} of a guest that {guest} done");
+        }
+    }
+    Ok(rows)
+}
+
+fn compare(
+    guest: &'static str,
+    migration: usize,
+    dirty_log: String,
+    kept: &[PageBitmap],
+) -> MigrationRow {
+    let bytes: Vec<Vec<u8>> = kept
+        .iter()
+        .map(|bitmap| bitmap.words().iter().flat_map(|word| word.to_le_bytes()).collect())
+        .collect();
+    let mut samples: [Vec<f64>; 4] = Default::default();
+    for _ in 0..7 {
+        let begun = Instant::now();
+        for bytes in &bytes {
+            let mut found = Found::default();
+            baseline::by_byte(black_box(bytes), |page| found.page(page));
+            black_box(found);
+        }
+        samples[0].push(begun.elapsed().as_secs_f64());
+        let begun = Instant::now();
+        for bitmap in kept {
+            let mut found = Found::default();
+            baseline::by_word(black_box(bitmap).words(), |page| found.page(page));
+            black_box(found);
+        }
+        samples[1].push(begun.elapsed().as_secs_f64());
+        let begun = Instant::now();
+        for bitmap in kept {
+            let mut found = Found::default();
+            let runs = flat_runs(black_box(bitmap).words());
+            runs.for_each(|(first, count)| found.run(first, count));
+            black_box(found);
+        }
+        samples[2].push(begun.elapsed().as_secs_f64());
+        let begun = Instant::now();
+        for bitmap in kept {
+            let mut found = Found::default();
+            black_box(bitmap).runs().for_each(|(first, count)| found.run(first, count));
+            black_box(found);
+        }
+        samples[3].push(begun.elapsed().as_secs_f64());
+    }
+    let [byte, word, simd, summary] = samples.map(|samples| median(samples) * 1e3);
+    MigrationRow {
+        guest,
+        migration,
+        dirty_log,
+        calls: kept.len(),
+        dirty_pages: kept.iter().map(PageBitmap::count).sum(),
+        byte_ms: byte,
+        word_ms: word,
+        simd_ms: simd,
+        summary_ms: summary,
+        byte_over_word: byte / word,
+        byte_over_summary: byte / summary,
+    }
+}
+
+/// Migrates a guest between two machines of this process, over a real socket, and returns every bitmap
+/// that its dirty log gave, and that log's name.
+fn migrate_once(
+    memory_bytes: u64,
+    workload: &str,
+    rounds: u32,
+) -> anyhow::Result<(Vec<PageBitmap>, String)> {
+    let directory = tempfile::tempdir()?;
+    let machine = Machine::shared(MachineConfig {
+        identity: GuestIdentity { uuid: uuid::Uuid::new_v4(), name: "bench".into() },
+        guest: GuestConfig {
+            memory_bytes,
+            vcpus: 2,
+            command_line: workload.into(),
+            balloon: false,
+        },
+        kind: GuestKind::Auto,
+        memory_kind: MemoryKind::Private,
+        dirty_log: LogChoice::Auto,
+        device_log: SoftwareWay::Switch,
+    })?;
+    let locked = || machine.lock().unwrap_or_else(PoisonError::into_inner);
+    locked().start()?;
+    let deadline = Instant::now() + Duration::from_secs(120);
+    while !locked().report()?.populated {
+        if Instant::now() > deadline {
+            bail!("the guest has not populated its memory in two minutes");
+        }
+        // The guest reports by its memory, which wakes nobody.
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let vm = MigratingMachine::new(Arc::clone(&machine))?;
+    let kept = Arc::new(Recording { log: vm.dirty_log(), kept: Mutex::default() });
+    let vm = Recorded { vm, log: Arc::clone(&kept) };
+    let address = Address::Tcp { host: "127.0.0.1".into(), port: 0 };
+    let listener = Listener::bind(&address, None)?;
+    let dialer = Dialer::new(listener.local_address().clone(), None);
+    let mut config = SourceConfig::new(directory.path().join("source"));
+    config.max_bandwidth = Some(BANDWIDTH);
+    config.max_rounds = rounds;
+    config.when_stuck = WhenStuck::SwitchOver;
+    config.downtime_limit = Duration::from_millis(30);
+    let mut there = DestinationConfig::new(directory.path().join("destination"));
+    there.once = true;
+    let (outcome, received) = std::thread::scope(|scope| {
+        let stop = Stop::default();
+        let incoming = IncomingMachine::default();
+        let receiving =
+            scope.spawn(move || receive(listener, incoming, &there, &stop, &mut |_| {}));
+        (migrate(vm, &dialer, config, &Orders::new(), &mut |_| {}), receiving.join())
+    });
+    let stats = match outcome {
+        SourceOutcome::Given { stats, .. } => stats,
+        SourceOutcome::Kept { error, .. } => return Err(error).context("the migration failed"),
+    };
+    let Ok(Received::Owns(_)) = received else { bail!("the destination has no guest") };
+    let mut logs: Vec<&str> = stats.rounds.iter().map(|round| round.dirty_log.as_str()).collect();
+    logs.dedup();
+    let kept = std::mem::take(&mut *kept.kept.lock().unwrap_or_else(PoisonError::into_inner));
+    Ok((kept, logs.join(", ")))
+}
+
+/// A dirty log that keeps what it gives.
+struct Recording {
+    log: Arc<dyn DirtyLog>,
+    kept: Mutex<Vec<PageBitmap>>,
+}
+
+impl Recording {
+    fn keep(&self, pages: &PageSet) {
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.extend(pages.iter().map(|(_, bitmap)| bitmap.clone()));
+    }
+}
+
+impl DirtyLog for Recording {
+    fn name(&self) -> &'static str {
+        self.log.name()
+    }
+
+    fn start(&self) -> Result<(), DirtyLogError> {
+        self.log.start()
+    }
+
+    fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
+        self.log.collect(into)?;
+        self.keep(into);
+        Ok(())
+    }
+
+    fn collect_last(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
+        self.log.collect_last(into)?;
+        self.keep(into);
+        Ok(())
+    }
+
+    fn rearm(&self, slot: SlotId, first_word: usize, words: &[u64]) -> Result<(), DirtyLogError> {
+        self.log.rearm(slot, first_word, words)
+    }
+
+    fn give_back(&self, pages: &PageSet) {
+        self.log.give_back(pages);
+    }
+
+    fn stop(&self) -> Result<(), DirtyLogError> {
+        self.log.stop()
+    }
+}
+
+/// A machine whose dirty log is recorded.
+struct Recorded {
+    vm: MigratingMachine,
+    log: Arc<Recording>,
+}
+
+impl Resume for Recorded {
+    fn resume(&mut self) -> Result<(), VmError> {
+        self.vm.resume()
+    }
+}
+
+impl SourceVm for Recorded {
+    fn describe(&self) -> GuestDescription {
+        self.vm.describe()
+    }
+
+    fn memory(&self) -> GuestMemory {
+        self.vm.memory()
+    }
+
+    fn dirty_log(&self) -> Arc<dyn DirtyLog> {
+        Arc::clone(&self.log) as Arc<dyn DirtyLog>
+    }
+
+    fn pause(&mut self) -> Result<Duration, VmError> {
+        self.vm.pause()
+    }
+
+    fn save(&mut self) -> Result<GuestBytes, VmError> {
+        self.vm.save()
+    }
+}

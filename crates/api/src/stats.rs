@@ -1,0 +1,264 @@
+//! What a migration did, for people and machines.
+
+use serde::{Deserialize, Serialize};
+
+use crate::release::Release;
+use crate::sparse::Recorded;
+
+/// Declares each struct of statistics once, in two forms: the one that the engine fills, and the one
+/// that is read from a record, of which every number may be missing.
+macro_rules! statistics {
+    ($(
+        $(#[$about:meta])*
+        pub struct $name:ident / $recorded:ident {
+            $($(#[$member_about:meta])* pub $member:ident: $kind:ty,)*
+        }
+    )*) => {$(
+        $(#[$about])*
+        #[derive(Clone, Debug, Default, PartialEq, Serialize)]
+        #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+        pub struct $name {
+            $($(#[$member_about])* pub $member: $kind,)*
+        }
+
+        $(#[$about])*
+        ///
+        /// As it is read from a record: what is missing there is `None`.
+        #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
+        #[serde(default)]
+        pub struct $recorded {
+            $($(#[$member_about])* pub $member: <$kind as Recorded>::Sparse,)*
+        }
+
+        impl Recorded for $name {
+            type Sparse = $recorded;
+
+            fn sparse(self) -> $recorded {
+                $recorded { $($member: self.$member.sparse(),)* }
+            }
+        }
+    )*};
+}
+
+statistics! {
+    /// Pages by how they were sent.
+    pub struct PageCounts / RecordedPages {
+        /// As a marker: all zero.
+        pub zero: u64,
+        /// Uncompressed.
+        pub raw: u64,
+        /// As a delta to what was sent before.
+        pub delta: u64,
+        /// Compressed with LZ4.
+        pub lz4: u64,
+        /// Compressed with Zstandard.
+        pub zstd: u64,
+        /// Compressed with zlib.
+        pub zlib: u64,
+        /// Of the uncompressed pages: those that looked random.
+        pub random: u64,
+        /// Of the uncompressed pages: those whose compressed form was not smaller.
+        pub grown: u64,
+    }
+
+    /// Frames by the reason for their encoding.
+    pub struct FrameReasons / RecordedReasons {
+        /// The user has fixed the encoding.
+        pub fixed: u64,
+        /// This encoding moves the most pages, by measurement.
+        pub best: u64,
+        /// The channel was idle, and this encoding delivered the frame sooner.
+        pub waiting: u64,
+        /// To measure another encoding.
+        pub trial: u64,
+    }
+
+    /// One pre-copy round, or the last round with the guest paused.
+    pub struct RoundStats / RecordedRound {
+        /// Number, from 1.
+        pub round: u32,
+        /// Pages that the round had to send: the populated ones in the first round, dirty ones later.
+        pub pages: u64,
+        /// Of these, pages that were all zero and were sent as a marker.
+        pub zero_pages: u64,
+        /// Of these, pages that were not sent because the guest had hinted that they are free.
+        pub free_pages: u64,
+        /// All pages by how they were sent.
+        pub encoded: PageCounts,
+        /// Frames by the reason for their encoding.
+        pub frames: FrameReasons,
+        /// Bytes on the data channels, including frame headers and markers, before TLS.
+        pub bytes: u64,
+        /// From the start of the round until the destination had placed everything, in milliseconds.
+        pub ms: f64,
+        /// Duration of the harvest that found these pages (all of it dirty-log calls), in milliseconds.
+        pub harvest_ms: f64,
+        /// The harvest's share of the time of harvest and round together, in per cent.
+        pub harvest_percent: f64,
+        /// Time for write-protecting pages again just before they were read, summed over all lanes, in
+        /// milliseconds. It is part of `ms`, and 0 for logs that do not do this.
+        pub rearm_ms: f64,
+        /// The dirty log that found these pages.
+        pub dirty_log: String,
+        /// For how long the harvest waited for devices, during which the guest may have been paused, in
+        /// milliseconds. 0 unless devices write memory in a way that no log sees.
+        pub harvest_pause_ms: f64,
+        /// The rate at which the guest dirtied pages before this round, in pages per second; 0 for the
+        /// first.
+        pub dirty_pages_per_s: f64,
+        /// Bytes of pages with content divided by the round's time, in bytes per second.
+        pub bytes_per_s: f64,
+        /// The throttling of the vCPUs in this round, in per cent of their time.
+        pub throttle_percent: u8,
+        /// Whether the guest was paused.
+        pub paused: bool,
+        /// Whether a channel was lost and reestablished during the round.
+        pub interrupted: bool,
+    }
+
+    /// The parts of the downtime, in milliseconds of the source's clock.
+    pub struct DowntimeStats / RecordedDowntime {
+        /// From the guest's last instruction until every vCPU and device was quiesced.
+        pub pause_ms: f64,
+        /// The last harvest.
+        pub harvest_ms: f64,
+        /// Saving the vCPU and device state while the last round was being sent.
+        pub save_ms: f64,
+        /// From the last harvest until pages, state and digest were all sent.
+        pub send_ms: f64,
+        /// From there until READY: the destination places, loads and compares.
+        pub ready_ms: f64,
+        /// From writing COMMIT until RUNNING was received.
+        pub commit_ms: f64,
+    }
+
+    /// Statistics of one migration, as seen by the source.
+    pub struct SourceStats / RecordedSource {
+        /// Every round in order, the paused one last.
+        pub rounds: Vec<RoundStats>,
+        /// From the start of the dirty log to RUNNING or to the failure, without `verify_ms`.
+        pub total_ms: f64,
+        /// From the pause of the guest until RUNNING was received, without `verify_ms`. This is an
+        /// upper bound of the guest's downtime, by half a round trip. 0 if the guest was never paused.
+        pub downtime_ms: f64,
+        /// All earlier pauses for harvests together, in milliseconds.
+        pub harvest_pauses_ms: f64,
+        /// The downtime predicted when the guest was paused.
+        pub predicted_downtime_ms: f64,
+        /// The parts of the downtime.
+        pub downtime: DowntimeStats,
+        /// Bytes on the data channels plus the size of the state.
+        pub sent_bytes: u64,
+        /// The guest's memory, populated or not.
+        pub memory_bytes: u64,
+        /// Size of the state of vCPUs and devices.
+        pub state_bytes: u64,
+        /// Whether the digests of what was sent and of what was placed agree; absent before READY.
+        pub digest_match: Option<bool>,
+        /// Whether the hashes of both paused memories agree; absent unless requested.
+        pub verify_match: Option<bool>,
+        /// Additional pause for `--verify`, in milliseconds.
+        pub verify_ms: f64,
+        /// CPU seconds of the engine's threads, not of the guest's vCPUs.
+        pub engine_cpu_s: f64,
+        /// Of these, the migration thread's: it conducts the rounds and finds the pages of each frame.
+        pub planning_cpu_s: f64,
+        /// The chosen encoding of pages that are not zero: `auto`, `none`, `delta` or a method.
+        pub compression: String,
+        /// Pages of all rounds by how they were sent.
+        pub encoded: PageCounts,
+        /// Pages of all rounds that were not sent because the guest had hinted that they are free.
+        pub free_pages: u64,
+        /// Bytes of all pages with content, divided by the bytes sent for them.
+        pub compression_ratio: f64,
+        /// Which dirty log was used.
+        pub dirty_log: String,
+        /// Number of data channels.
+        pub channels: u8,
+        /// The kind of link, such as `tls 127.0.0.1:7001`.
+        pub transport: String,
+        /// The negotiated protocol version.
+        pub protocol: u16,
+        /// The destination's release, if it has announced it (protocol version 2 and later).
+        pub destination: Option<Release>,
+        /// Fields of a newer release in the destination's messages that were ignored.
+        pub unknown_fields: u64,
+        /// Round trip on the control channel, in milliseconds.
+        pub round_trip_ms: f64,
+        /// How often a lost channel was reestablished.
+        pub reconnections: u32,
+        /// Bytes of frames that were sent again after a reconnection. Part of neither `sent_bytes` nor
+        /// a round's bytes.
+        pub resent_bytes: u64,
+        /// For how long at least one channel was missing, in milliseconds.
+        pub link_down_ms: f64,
+        /// How often the guest was paused and then resumed here because the link was lost before
+        /// everything had arrived.
+        pub recalls: u32,
+        /// For how long the guest was paused by these recalls, in milliseconds. Not part of
+        /// `downtime_ms`.
+        pub recalled_pause_ms: f64,
+    }
+
+    /// Statistics of one migration, as seen by the destination.
+    pub struct DestinationStats / RecordedDestination {
+        /// Frames placed.
+        pub frames: u64,
+        /// Pages placed with content.
+        pub content_pages: u64,
+        /// Pages marked as zero.
+        pub zero_pages: u64,
+        /// Bytes read from the data channels.
+        pub received_bytes: u64,
+        /// Duration of loading the vCPU and device state, in milliseconds.
+        pub load_ms: f64,
+        /// From COMMIT to the guest's first instruction, including the journal, in milliseconds.
+        pub start_ms: f64,
+        /// CPU seconds of the engine's threads, not of the guest's vCPUs.
+        pub engine_cpu_s: f64,
+        /// The negotiated protocol version.
+        pub protocol: u16,
+        /// The source's release, if it has announced it (protocol version 2 and later).
+        pub source: Option<Release>,
+        /// Fields of a newer release in the source's messages that were ignored.
+        pub unknown_fields: u64,
+    }
+}
+
+impl Copy for PageCounts {}
+
+impl Eq for PageCounts {}
+
+impl Copy for FrameReasons {}
+
+impl Eq for FrameReasons {}
+
+impl PageCounts {
+    /// Pages with content.
+    #[must_use]
+    pub fn content(&self) -> u64 {
+        self.raw + self.delta + self.lz4 + self.zstd + self.zlib
+    }
+
+    /// Adds the counts of other pages.
+    pub fn add(&mut self, other: &Self) {
+        self.zero += other.zero;
+        self.raw += other.raw;
+        self.delta += other.delta;
+        self.lz4 += other.lz4;
+        self.zstd += other.zstd;
+        self.zlib += other.zlib;
+        self.random += other.random;
+        self.grown += other.grown;
+    }
+}
+
+impl FrameReasons {
+    /// Adds the counts of other frames.
+    pub fn add(&mut self, other: &Self) {
+        self.fixed += other.fixed;
+        self.best += other.best;
+        self.waiting += other.waiting;
+        self.trial += other.trial;
+    }
+}

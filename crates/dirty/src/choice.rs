@@ -1,0 +1,74 @@
+//! The choice of a dirty log.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// The size of guest memory from which [`LogChoice::Auto`] uses KVM's dirty ring. From this size
+/// on, reading even a clean bitmap takes long enough to show in a downtime of milliseconds
+/// (`vmferry-bench dirty-log`). KVM must know the choice before vCPUs are created.
+pub const RING_FROM_BYTES: u64 = 32 << 30;
+
+/// The user's choice of a dirty log.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum LogChoice {
+    /// The best log for the guest, chosen by the size of its memory. From [`RING_FROM_BYTES`] on it
+    /// is KVM's dirty ring, whose cost depends on the pages written. Below that it is KVM's bitmap,
+    /// with manual clear while few pages are dirty and without while many are, as each harvest
+    /// measures. For guests without KVM it is userfaultfd.
+    #[default]
+    #[serde(rename = "auto")]
+    Auto,
+    /// KVM's bitmap, which protects every reported page at each collect.
+    #[serde(rename = "bitmap")]
+    KvmBitmap,
+    /// KVM's bitmap with manual clear, which protects pages just before they are read.
+    #[serde(rename = "clear")]
+    KvmClear,
+    /// KVM's dirty ring, whose harvest costs depend on the pages written, not on the size of
+    /// memory. The machine must be created for it.
+    #[serde(rename = "ring")]
+    KvmRing,
+    /// userfaultfd's asynchronous write protection.
+    #[serde(rename = "uffd")]
+    Userfaultfd,
+}
+
+impl fmt::Display for LogChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::KvmBitmap => "bitmap",
+            Self::KvmClear => "clear",
+            Self::KvmRing => "ring",
+            Self::Userfaultfd => "uffd",
+        })
+    }
+}
+
+impl FromStr for LogChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        [Self::Auto, Self::KvmBitmap, Self::KvmClear, Self::KvmRing, Self::Userfaultfd]
+            .into_iter()
+            .find(|choice| choice.to_string() == text)
+            .ok_or_else(|| {
+                format!("`{text}` is no dirty log: choose auto, bitmap, clear, ring or uffd")
+            })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn choices_read_as_they_are_printed() {
+        for text in ["auto", "bitmap", "clear", "ring", "uffd"] {
+            assert_eq!(text.parse::<LogChoice>().unwrap().to_string(), text);
+        }
+        assert!("rings".parse::<LogChoice>().is_err());
+    }
+}

@@ -1,0 +1,4 @@
+//! The data path: what the source's lanes send, and what the destination's lanes place.
+
+pub mod destination;
+pub mod source;

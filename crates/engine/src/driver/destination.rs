@@ -1,0 +1,8 @@
+//! The destination's driver: listening (`reception`, `arrivals`), and consecutive sessions, each of
+//! which carries out its machine's actions.
+
+mod arrivals;
+pub(crate) mod notice;
+pub(crate) mod receive;
+mod reception;
+mod session;

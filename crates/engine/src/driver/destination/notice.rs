@@ -1,0 +1,52 @@
+//! Notifications of a destination while it listens and receives.
+
+use serde::Serialize;
+use vmferry_transport::PeerIdentity;
+
+use crate::causes::chain;
+use crate::error::MigrateError;
+use crate::machine::destination::io::Report;
+
+/// A notification of a destination.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(untagged)]
+pub enum Notice {
+    /// Progress of the session.
+    Session(Report),
+    /// A source whose certificate was verified wants to migrate a guest.
+    Authenticated {
+        /// The source's address.
+        peer: String,
+        /// The names in its certificate.
+        names: Vec<String>,
+        /// The key exchange of its channel, such as `X25519MLKEM768`.
+        key_exchange: Option<String>,
+    },
+    /// A connection was turned away, and listening continues. There is at most one notice per
+    /// address and second, which includes the number of further connections that it stands for.
+    TurnedAway {
+        /// The peer's address.
+        peer: String,
+        /// The reason.
+        reason: String,
+    },
+    /// An attempt failed without leaving anything behind, and listening continues.
+    AttemptFailed {
+        /// The reason.
+        reason: String,
+    },
+}
+
+impl Notice {
+    pub(crate) fn authenticated(peer: &PeerIdentity) -> Self {
+        Self::Authenticated {
+            peer: peer.address.clone(),
+            names: peer.names.clone(),
+            key_exchange: peer.key_exchange.clone(),
+        }
+    }
+
+    pub(crate) fn turned_away(peer: &str, error: &MigrateError) -> Self {
+        Self::TurnedAway { peer: peer.to_owned(), reason: chain(error) }
+    }
+}

@@ -1,0 +1,92 @@
+//! The channels of the source's driver.
+
+use std::sync::Arc;
+use std::time::Duration;
+use vmferry_handover::Resume;
+
+use vmferry_wire::{ControlMessage, Role, Token};
+
+use super::{Core, GuestSide};
+use crate::data::source::lane::{Lane, LaneContext};
+use crate::driver::greeting::Purpose;
+use crate::driver::source::connect;
+use crate::driver::source::redial::Redialled;
+use crate::error::MigrateError;
+use crate::link::lost;
+use crate::machine::source::io::Input;
+
+impl<V: Resume> Core<'_, V> {
+    pub(super) fn send(&mut self, message: &ControlMessage) -> Option<Input> {
+        match self.control.send(message) {
+            Ok(()) => None,
+            // A source that keeps its guest only has to try to notify the peer.
+            Err(_) if self.machine.handover().is_final() => None,
+            Err(error) => {
+                let error = lost("control", self.machine.phase_name(), &error);
+                Some(Input::LinkLost(error))
+            }
+        }
+    }
+
+    pub(super) fn open_lanes(
+        &mut self,
+        side: &mut impl GuestSide<V>,
+        token: &Token,
+    ) -> Result<(), MigrateError> {
+        let context = LaneContext {
+            limiter: self.limiter.clone(),
+            chooser: Arc::clone(&self.chooser),
+            results: self.inputs.0.clone(),
+            cpu: self.cpu.clone(),
+            sent: self.orders.sent(),
+        };
+        for lane in 0..self.config.channels {
+            let purpose = Purpose { role: Role::Data, lane, token: *token, attempt: 0 };
+            let versions = &self.config.protocol;
+            let channel = connect::data(&self.dialer, purpose, versions, &self.config.timeouts)?;
+            let frames = side.frames_of(self, lane);
+            let window = Arc::clone(&self.windows[usize::from(lane)]);
+            let lane = Lane::start(lane, frames, window, context.clone(), channel);
+            let no_thread = |source| MigrateError::Local { action: "start a thread", source };
+            self.lanes.push(lane.map_err(no_thread)?);
+        }
+        side.lanes_are_open(self)
+    }
+
+    /// Whether a lane's present channel is the one that was dialed this number of times before.
+    pub(super) fn is_at(&self, lane: u8, attempt: u64) -> bool {
+        self.lanes.get(usize::from(lane)).is_some_and(|lane| lane.attempt() == attempt)
+    }
+
+    /// Closes a lane's channel and redials it.
+    pub(super) fn redial(&mut self, lane: u8, token: Token, attempt: u64, delay: Duration) {
+        if let Some(lane) = self.lanes.get(usize::from(lane)) {
+            lane.close();
+        }
+        self.redialler.dial(Purpose { role: Role::Data, lane, token, attempt }, delay);
+    }
+
+    /// Continues a lane on the redialed channel, unless it was redialed again meanwhile.
+    pub(super) fn rejoin(&mut self, redialled: Redialled) -> Input {
+        let Redialled { lane, attempt, channel } = redialled;
+        if !self.redialler.is_latest(lane, attempt) {
+            return Input::Tick;
+        }
+        let Some(joined) = self.lanes.get_mut(usize::from(lane)) else { return Input::Tick };
+        match channel {
+            Ok(channel) => {
+                let placed = channel.placed;
+                if let Some(window) = self.windows.get(usize::from(lane)) {
+                    window.placed(placed);
+                }
+                match joined.attach(attempt, channel) {
+                    Ok(()) => Input::LaneRejoined { lane, placed },
+                    Err(source) => {
+                        Input::Failed(MigrateError::Local { action: "start a thread", source })
+                    }
+                }
+            }
+            Err(error) => Input::LaneNotRejoined { lane, error },
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! Guests whose memory the engine reads: dirty log, rounds and state.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vmferry_codec::{HotPages, PageHashes};
+use vmferry_dirty::DirtyLog;
+use vmferry_memory::{GuestMemory, whole_hash_except};
+
+use super::{Core, GuestSide};
+use crate::config::compression::worker_threads;
+use crate::data::source::encode::PageEncoder;
+use crate::data::source::lane::FrameSource;
+use crate::data::source::plan::LanePlan;
+use crate::data::source::pool::{Maker, Pool, PoolLane};
+use crate::error::MigrateError;
+use crate::machine::source::io::{Action, Input};
+use crate::rounds::freed::{Freed, free_messages};
+use crate::rounds::harvester::Harvester;
+use crate::vmm::SourceVm;
+use crate::vmm::free_pages::FreePages;
+use crate::vmm::streamed::StreamEvent;
+use vmferry_handover::{Resume, SourceGuest};
+
+/// Frames that a lane has ready besides those in progress: one is being sent while the next waits.
+const FRAMES_AHEAD: usize = 2;
+
+/// Memory, dirty log, and the state of sending them.
+pub(super) struct MemoryGuest {
+    harvester: Harvester,
+    lanes: Vec<Arc<PoolLane>>,
+    pool: Option<Pool>,
+    hashes: Arc<PageHashes>,
+    hot: Arc<HotPages>,
+    throttled: bool,
+}
+
+impl MemoryGuest {
+    pub(super) fn new<V: Resume>(
+        memory: GuestMemory,
+        log: Arc<dyn DirtyLog>,
+        free_pages: Vec<Arc<dyn FreePages>>,
+        core: &Core<'_, V>,
+    ) -> Self {
+        let freed = Freed::new(free_pages, &memory, Arc::clone(&core.signal))
+            .hinted_if(core.config.free_page_hints);
+        Self {
+            lanes: Vec::new(),
+            pool: None,
+            hashes: Arc::new(PageHashes::for_memory(&memory)),
+            hot: Arc::new(HotPages::new(core.config.compression.delta_memory)),
+            throttled: false,
+            harvester: Harvester::new(memory, log, freed),
+        }
+    }
+
+    fn encoder<V: Resume>(&self, core: &Core<'_, V>) -> PageEncoder {
+        let (memory, hashes) = (self.harvester.memory().clone(), Arc::clone(&self.hashes));
+        let compressors = core.config.compression.compressors.clone();
+        PageEncoder::new(memory, hashes, compressors, Arc::clone(&self.hot))
+    }
+}
+
+impl<V: SourceVm> GuestSide<V> for MemoryGuest {
+    fn execute(&mut self, core: &mut Core<'_, V>, action: Action) -> Option<Input> {
+        match action {
+            Action::Recall => self.recall(core),
+            Action::StartLog => Some(self.start_log(core).unwrap_or_else(Input::Failed)),
+            Action::SendRound { round, rearm } => {
+                self.send_round(core, round, rearm).err().map(Input::Failed)
+            }
+            Action::Harvest => Some(self.harvest(core).unwrap_or_else(Input::Failed)),
+            Action::Throttle { percent } => self.throttle(core, percent),
+            Action::Pause => Some(pause(core)),
+            Action::HarvestLast => Some(self.harvest_last().unwrap_or_else(Input::Failed)),
+            Action::Save => Some(save(core)),
+            Action::SumDigest => Some(Input::Digest(self.hashes.sum())),
+            Action::TellFree => self.tell_free(core),
+            Action::Hash { attempt } => self.hash(core, attempt),
+            // The other actions do not concern the guest.
+            _ => None,
+        }
+    }
+
+    fn frames_of(&mut self, core: &Core<'_, V>, lane: u8) -> FrameSource {
+        let workers = worker_threads(core.config.compression.workers);
+        let plan = LanePlan::new(lane, core.config.channels, Arc::clone(self.harvester.log()));
+        let window = Arc::clone(&core.windows[usize::from(lane)]);
+        let signal = Arc::clone(&core.signal);
+        let pool_lane = Arc::new(PoolLane::new(plan, window, workers + FRAMES_AHEAD, signal));
+        self.lanes.push(Arc::clone(&pool_lane));
+        FrameSource::Maker(Box::new(Maker::new(
+            lane,
+            pool_lane,
+            Arc::clone(&core.chooser),
+            self.encoder(core),
+            Arc::clone(&core.signal),
+        )))
+    }
+
+    fn lanes_are_open(&mut self, core: &Core<'_, V>) -> Result<(), MigrateError> {
+        let workers = worker_threads(core.config.compression.workers);
+        let pool = Pool::start(
+            std::mem::take(&mut self.lanes),
+            Arc::clone(&core.signal),
+            Arc::clone(&core.chooser),
+            (0..workers).map(|_| self.encoder(core)).collect(),
+            core.inputs.0.clone(),
+            core.cpu.clone(),
+        );
+        let no_thread = |source| MigrateError::Local { action: "start a thread", source };
+        self.pool = Some(pool.map_err(no_thread)?);
+        Ok(())
+    }
+
+    fn heard(&mut self, _core: &mut Core<'_, V>, _event: StreamEvent) -> Input {
+        Input::Tick
+    }
+
+    fn review(&mut self, _core: &mut Core<'_, V>) -> Option<Duration> {
+        self.harvester.freed().review()
+    }
+
+    fn give_up(&mut self) {}
+
+    fn stop(&mut self, core: &mut Core<'_, V>) {
+        if self.throttled
+            && let SourceGuest::Running(running) = &mut core.guest
+            && let Err(error) = running.vm().throttle(0)
+        {
+            core.resume_failure.get_or_insert(error);
+        }
+        let keeps = !matches!(core.guest, SourceGuest::Released(_));
+        self.harvester.stop(keeps, matches!(core.guest, SourceGuest::Running(_)));
+    }
+}
+
+impl MemoryGuest {
+    fn start_log<V: SourceVm>(&mut self, core: &mut Core<'_, V>) -> Result<Input, MigrateError> {
+        let log = Arc::clone(self.harvester.log());
+        let (result, stood_still) = quiesced(core, move || log.start())?;
+        result?;
+        Ok(Input::LogStarted { populated_pages: self.harvester.started()?, stood_still })
+    }
+
+    fn harvest<V: SourceVm>(&mut self, core: &mut Core<'_, V>) -> Result<Input, MigrateError> {
+        let begun = Instant::now();
+        let (pages, stood_still) = self.harvester.harvest(|log, pages| {
+            let (result, stood_still) = quiesced(core, || log.collect(pages))?;
+            result?;
+            Ok(stood_still)
+        })?;
+        Ok(Input::Harvested { pages, took: begun.elapsed(), stood_still })
+    }
+
+    /// Gives the pool its work.
+    fn send_round<V: Resume>(
+        &mut self,
+        core: &Core<'_, V>,
+        round: u32,
+        rearm: bool,
+    ) -> Result<(), MigrateError> {
+        let Some(pool) = &self.pool else { return Ok(()) };
+        let job = self.harvester.job(round, rearm)?;
+        if round == 1 {
+            self.harvester.freed().hold(core.config.max_bandwidth);
+        }
+        pool.send_round(&job);
+        Ok(())
+    }
+
+    fn throttle<V: SourceVm>(&mut self, core: &mut Core<'_, V>, percent: u8) -> Option<Input> {
+        let SourceGuest::Running(running) = &mut core.guest else { return None };
+        self.throttled = true;
+        let throttled = running.vm().throttle(percent);
+        throttled.err().map(|source| {
+            Input::Failed(MigrateError::Vm { action: "throttle the guest's vCPUs", source })
+        })
+    }
+
+    fn harvest_last(&mut self) -> Result<Input, MigrateError> {
+        let begun = Instant::now();
+        let pages = self.harvester.harvest_last()?;
+        Ok(Input::LastHarvest { pages, took: begun.elapsed() })
+    }
+
+    /// Resumes the guest after its last harvest.
+    fn recall<V: SourceVm>(&mut self, core: &mut Core<'_, V>) -> Option<Input> {
+        self.harvester.recall();
+        let source = core.guest.resume(core.machine.handover()).err()?;
+        Some(Input::Failed(MigrateError::Vm { action: "let the guest run on", source }))
+    }
+
+    /// Reports to the destination the pages whose content need not match.
+    fn tell_free<V: Resume>(&mut self, core: &mut Core<'_, V>) -> Option<Input> {
+        let messages = free_messages(self.harvester.free());
+        messages.iter().find_map(|message| core.send(message))
+    }
+
+    fn hash<V: Resume>(&mut self, core: &Core<'_, V>, attempt: u32) -> Option<Input> {
+        let (memory, results) = (self.harvester.memory().clone(), core.inputs.0.clone());
+        let free = self.harvester.free().clone();
+        let spawned = std::thread::Builder::new().name("verify".into()).spawn(move || {
+            let hash = whole_hash_except(&memory, &free);
+            let _ = results.send(hash.map_or_else(
+                |error| Input::Failed(error.into()),
+                |hash| Input::Hashed { attempt, hash },
+            ));
+        });
+        spawned
+            .err()
+            .map(|source| Input::Failed(MigrateError::Local { action: "start a thread", source }))
+    }
+}
+
+/// Runs an operation that must not miss writes of devices. Returns for how long the guest was
+/// paused for it.
+fn quiesced<V: SourceVm, R>(
+    core: &mut Core<'_, V>,
+    act: impl FnOnce() -> R,
+) -> Result<(R, Duration), MigrateError> {
+    let failed = |source| MigrateError::of_vm("stop the guest for a harvest", source);
+    let SourceGuest::Running(running) = &mut core.guest else { return Ok((act(), Duration::ZERO)) };
+    let (mut act, mut result) = (Some(act), None);
+    let stood_still = running
+        .vm()
+        .quiesced(&mut || {
+            if let Some(act) = act.take() {
+                result = Some(act());
+            }
+        })
+        .map_err(failed)?;
+    let result = result.ok_or_else(|| failed("the VMM did not harvest".into()))?;
+    Ok((result, stood_still))
+}
+
+fn pause<V: SourceVm>(core: &mut Core<'_, V>) -> Input {
+    match core.guest.pause(SourceVm::pause) {
+        Some(Ok(stood_still)) => Input::Paused { stood_still },
+        Some(Err(source)) => Input::Failed(MigrateError::of_vm("pause the guest", source)),
+        None => Input::Tick,
+    }
+}
+
+fn save<V: SourceVm>(core: &mut Core<'_, V>) -> Input {
+    let begun = Instant::now();
+    let SourceGuest::Paused(paused) = &mut core.guest else { return Input::Tick };
+    let protocol = core.machine.protocol();
+    match paused.with_vm(|vm| vm.save_for(protocol)) {
+        Ok(state) => {
+            let paused = paused.is_paused_by_others();
+            Input::Saved { state, took: begun.elapsed(), paused }
+        }
+        Err(source) => Input::Failed(MigrateError::of_vm("save its state", source)),
+    }
+}

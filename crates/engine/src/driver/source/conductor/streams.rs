@@ -1,0 +1,244 @@
+//! Carried guests: their VMM streams them.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use vmferry_handover::Resume;
+
+use vmferry_memory::GuestBytes;
+
+use super::{Core, GuestSide};
+use crate::config::compression::worker_threads;
+use crate::config::window_frames;
+use crate::data::source::lane::{FrameSource, Lane};
+use crate::data::source::outgoing::Outgoing;
+use crate::data::source::pool::Finished;
+use crate::data::source::streams::{StreamContext, Streams};
+use crate::error::MigrateError;
+use crate::machine::source::io::{Action, Input};
+use crate::rounds::tracker::LaneTotals;
+use crate::vmm::streamed::{StreamEvent, StreamedVm};
+use vmferry_handover::SourceGuest;
+
+/// Frames that a lane has ready besides those being packed.
+const FRAMES_AHEAD: usize = 2;
+
+/// How often the limit of data in flight is adjusted.
+const REVIEW: Duration = Duration::from_millis(100);
+
+/// Data in flight when the guest is stopped adds to the downtime. It is limited to what the link
+/// carries in this fraction of the downtime limit ...
+const ON_THE_WAY_PART: u32 = 4;
+
+/// ... and at most in this time.
+const LONGEST_ON_THE_WAY: Duration = Duration::from_millis(100);
+
+/// The downtime that is passed to a VMM when the user accepts any downtime.
+const ANY_DOWNTIME: Duration = Duration::from_secs(2000);
+
+/// The VMM's streams, and the state of sending them.
+pub(super) struct StreamedGuest {
+    queues: Vec<Arc<Outgoing<Finished>>>,
+    streams: Option<Streams>,
+    /// The VMM has started its own migration, which must be ended whatever happens to its streams.
+    begun: bool,
+    reviewed: Instant,
+    /// Bytes and frames sent until then.
+    sent: (u64, u64),
+    finishing: Instant,
+}
+
+impl StreamedGuest {
+    pub(super) fn new<V: Resume>(_core: &Core<'_, V>) -> Self {
+        let now = Instant::now();
+        Self {
+            queues: Vec::new(),
+            streams: None,
+            begun: false,
+            reviewed: now,
+            sent: (0, 0),
+            finishing: now,
+        }
+    }
+
+    fn begin<V: StreamedVm>(&mut self, core: &mut Core<'_, V>) -> Result<(), MigrateError> {
+        let SourceGuest::Running(running) = &mut core.guest else { return Ok(()) };
+        let inputs = core.inputs.0.clone();
+        let events = Box::new(move |event| {
+            // The receiver is gone once the migration is over.
+            let _ = inputs.send(Input::Vmm(event));
+        });
+        let begun = running.vm().begin(stated_downtime(core.config.downtime_limit), events);
+        let streams =
+            begun.map_err(|source| MigrateError::of_vm("begin its own migration", source))?;
+        self.begun = true;
+        if streams.len() != self.queues.len() {
+            let source =
+                format!("{} streams instead of {}", streams.len(), self.queues.len()).into();
+            return Err(MigrateError::Vm { action: "stream the guest", source });
+        }
+        let context = StreamContext {
+            chooser: Arc::clone(&core.chooser),
+            signal: Arc::clone(&core.signal),
+            windows: core.windows.clone(),
+            queues: self.queues.clone(),
+            results: core.inputs.0.clone(),
+            cpu: core.cpu.clone(),
+            compressors: core.config.compression.compressors.clone(),
+            workers: worker_threads(core.config.compression.workers),
+            kept_bytes: core.config.compression.delta_memory,
+        };
+        let no_thread = |source| MigrateError::Local { action: "start a thread", source };
+        self.streams = Some(Streams::start(streams, &context).map_err(no_thread)?);
+        Ok(())
+    }
+
+    /// Adjusts the windows so that data in flight fits the downtime limit at the present rate.
+    fn fit_windows<V: Resume>(&mut self, core: &Core<'_, V>) {
+        let (bytes, frames) = core.orders.sent().so_far();
+        let (bytes_before, frames_before) = std::mem::replace(&mut self.sent, (bytes, frames));
+        let Some(bytes_per_s) = core.chooser.link_bytes_per_s() else { return };
+        if frames == frames_before {
+            return;
+        }
+        let frame_bytes = (bytes - bytes_before) as f64 / (frames - frames_before) as f64;
+        let round_trip = core.machine.round_trip();
+        let time = on_the_way(core.config.downtime_limit) + round_trip * 2;
+        let frames = bytes_per_s * time.as_secs_f64() / frame_bytes;
+        let lanes = core.windows.len().max(1);
+        let workers = worker_threads(core.config.compression.workers);
+        let most = window_frames(core.config.channels, workers, round_trip);
+        // One frame is being sent while another one is in flight or being made.
+        let frames = ((frames / lanes as f64) as usize).clamp(2, most);
+        core.windows.iter().for_each(|window| window.set_limit(frames));
+    }
+}
+
+/// The limit of data in flight when the guest is stopped, as a time.
+fn on_the_way(downtime_limit: Duration) -> Duration {
+    (downtime_limit / ON_THE_WAY_PART).min(LONGEST_ON_THE_WAY)
+}
+
+/// The downtime that is passed to the VMM, which does not know of data in flight beyond its socket.
+fn stated_downtime(limit: Duration) -> Duration {
+    (limit - on_the_way(limit)).max(Duration::from_millis(1))
+}
+
+fn taken<V: Resume>(core: &Core<'_, V>) -> LaneTotals {
+    let mut totals = LaneTotals::default();
+    core.lanes.iter().map(Lane::take_totals).for_each(|lane| totals.join(&lane));
+    totals
+}
+
+impl<V: StreamedVm> GuestSide<V> for StreamedGuest {
+    fn execute(&mut self, core: &mut Core<'_, V>, action: Action) -> Option<Input> {
+        match action {
+            Action::StartLog => Some(Input::LogStarted {
+                populated_pages: core.machine.stats().memory_bytes
+                    / vmferry_memory::PAGE_SIZE as u64,
+                stood_still: Duration::ZERO,
+            }),
+            Action::SendRound { .. } => self.begin(core).err().map(Input::Failed),
+            Action::SwitchOver => {
+                let SourceGuest::Running(running) = &mut core.guest else { return None };
+                let failed = |source| MigrateError::Vm { action: "let it stop the guest", source };
+                running
+                    .vm()
+                    .set_downtime(ANY_DOWNTIME)
+                    .err()
+                    .map(|error| Input::Failed(failed(error)))
+            }
+            Action::LimitDowntime(limit) => {
+                core.config.downtime_limit = limit;
+                // A guest that is already stopped is not affected.
+                let SourceGuest::Running(running) = &mut core.guest else { return None };
+                let failed =
+                    |source| MigrateError::Vm { action: "keep to another downtime", source };
+                let set = running.vm().set_downtime(stated_downtime(limit));
+                set.err().map(|error| Input::Failed(failed(error)))
+            }
+            Action::Save => {
+                let SourceGuest::Paused(paused) = &mut core.guest else { return None };
+                self.finishing = Instant::now();
+                let failed = |source| MigrateError::Vm { action: "send what is left", source };
+                paused.with_vm(StreamedVm::finish).err().map(|error| Input::Failed(failed(error)))
+            }
+            Action::SumDigest => {
+                Some(Input::Digest(self.streams.as_ref().map_or(0, Streams::digest)))
+            }
+            // The other actions do not apply to carried guests.
+            _ => None,
+        }
+    }
+
+    fn frames_of(&mut self, core: &Core<'_, V>, _lane: u8) -> FrameSource {
+        let workers = worker_threads(core.config.compression.workers);
+        let queue = Arc::new(Outgoing::new(workers + FRAMES_AHEAD, Arc::clone(&core.signal)));
+        self.queues.push(Arc::clone(&queue));
+        FrameSource::Queue(queue)
+    }
+
+    fn lanes_are_open(&mut self, _core: &Core<'_, V>) -> Result<(), MigrateError> {
+        Ok(())
+    }
+
+    fn heard(&mut self, core: &mut Core<'_, V>, event: StreamEvent) -> Input {
+        match event {
+            // The last round is the machine's own, and begins when the guest is stopped.
+            StreamEvent::Pass { .. } if !matches!(core.guest, SourceGuest::Running(_)) => {
+                Input::Tick
+            }
+            StreamEvent::Pass { number, pages, dirty_pages_per_s } => {
+                if let Some(streams) = &self.streams {
+                    streams.set_pass(number);
+                }
+                Input::Pass { round: number, pages, dirty_pages_per_s, totals: taken(core) }
+            }
+            StreamEvent::Stopped { stood_still, expected_downtime } => {
+                core.guest.paused_by_vmm();
+                if let Some(streams) = &self.streams {
+                    streams.next_pass();
+                }
+                let (expected, totals) = (expected_downtime, taken(core));
+                Input::Stopped { stood_still, expected, totals }
+            }
+            StreamEvent::Completed => {
+                let paused = match &core.guest {
+                    SourceGuest::Paused(paused) => paused.is_paused_by_others(),
+                    _ => false,
+                };
+                Input::Saved { state: GuestBytes::new(), took: self.finishing.elapsed(), paused }
+            }
+            StreamEvent::Failed(source) => {
+                Input::Failed(MigrateError::of_vm("stream the guest", source))
+            }
+        }
+    }
+
+    fn review(&mut self, core: &mut Core<'_, V>) -> Option<Duration> {
+        self.streams.as_ref()?;
+        let left = REVIEW.saturating_sub(self.reviewed.elapsed());
+        if !left.is_zero() {
+            return Some(left);
+        }
+        self.reviewed = Instant::now();
+        self.fit_windows(core);
+        Some(REVIEW)
+    }
+
+    fn give_up(&mut self) {
+        if let Some(streams) = &self.streams {
+            streams.give_up();
+        }
+    }
+
+    fn stop(&mut self, core: &mut Core<'_, V>) {
+        // The VMM first: its remaining output may have to be read until it has aborted.
+        if self.begun
+            && let SourceGuest::Running(running) = &mut core.guest
+            && let Err(error) = running.vm().resume()
+        {
+            core.resume_failure.get_or_insert(error);
+        }
+        self.streams = None;
+    }
+}

@@ -1,0 +1,223 @@
+//! The source's control channel: the first one of the migration, those that are reestablished after
+//! a loss, and those on which a source in doubt queries the destination.
+
+use std::ops::RangeInclusive;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, Sender};
+use vmferry_transport::{ChannelCloser, ChannelWriter, Dialer};
+use vmferry_wire::{ControlMessage, Role, SessionId, Token};
+
+use super::connect;
+use super::connect::{ControlChannel, FromLink};
+use crate::config::SourceConfig;
+use crate::cpu::CpuMeter;
+use crate::data::source::window::Window;
+use crate::driver::greeting::Purpose;
+use crate::error::MigrateError;
+use crate::link::{ControlSlot, ControlWriter};
+use crate::machine::source::io::Input;
+use vmferry_codec::EncodedFrame;
+
+/// How long a finished migration waits for the destination to receive the last message and close
+/// the channel.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// The channel in use, and the threads that read it and that dial another one.
+pub struct ControlLink {
+    dialer: Dialer,
+    session: SessionId,
+    versions: RangeInclusive<u16>,
+    silence: Duration,
+    /// The lanes' windows, which acknowledgements free.
+    windows: Vec<Arc<Window<EncodedFrame>>>,
+    cpu: CpuMeter,
+    channel: Option<(Arc<ControlWriter<ChannelWriter>>, ChannelCloser)>,
+    /// The session's channel, for keepalives.
+    slot: Arc<ControlSlot>,
+    /// The number of the channel in use: inputs of an old one are ignored.
+    number: u64,
+    heard: (Sender<FromLink>, Receiver<FromLink>),
+    dialling: Option<Sender<()>>,
+    dialled: (Sender<Dialled>, Receiver<Dialled>),
+}
+
+/// The result of dialing, and its purpose.
+pub struct Dialled {
+    link: u64,
+    what_for: WhatFor,
+    channel: Result<ControlChannel, MigrateError>,
+}
+
+#[derive(Clone, Copy)]
+enum WhatFor {
+    /// To resume the session.
+    Resume(Purpose),
+    /// To query the destination.
+    Ask,
+}
+
+impl ControlLink {
+    /// A link without a channel.
+    pub fn new(
+        dialer: &Dialer,
+        config: &SourceConfig,
+        windows: Vec<Arc<Window<EncodedFrame>>>,
+        cpu: CpuMeter,
+    ) -> Self {
+        Self {
+            dialer: dialer.clone(),
+            session: config.session,
+            versions: config.protocol.clone(),
+            silence: config.timeouts.silence,
+            windows,
+            cpu,
+            channel: None,
+            slot: Arc::default(),
+            number: 0,
+            heard: crossbeam_channel::bounded(connect::MOST_HEARD),
+            dialling: None,
+            dialled: crossbeam_channel::unbounded(),
+        }
+    }
+
+    /// The session's present channel.
+    pub fn slot(&self) -> Arc<ControlSlot> {
+        Arc::clone(&self.slot)
+    }
+
+    /// Inputs of channels; for [`take_heard`](Self::take_heard).
+    pub fn heard(&self) -> &Receiver<FromLink> {
+        &self.heard.1
+    }
+
+    /// Results of dialing; for [`take_dialled`](Self::take_dialled).
+    pub fn dialled(&self) -> &Receiver<Dialled> {
+        &self.dialled.1
+    }
+
+    /// The input, if it is from the channel in use.
+    pub fn take_heard(&self, from: FromLink) -> Input {
+        if from.link == self.number { from.input } else { Input::Tick }
+    }
+
+    /// Continues on the dialed channel, unless another one was dialed meanwhile.
+    pub fn take_dialled(&mut self, dialled: Dialled) -> Input {
+        if dialled.link != self.number {
+            return Input::Tick;
+        }
+        let begun = dialled.channel.and_then(|channel| match dialled.what_for {
+            WhatFor::Resume(_) => self.begin(channel),
+            WhatFor::Ask => self.listen(channel),
+        });
+        match (dialled.what_for, begun) {
+            (WhatFor::Resume(_), Ok(())) => Input::Resumed,
+            (WhatFor::Resume(_), Err(error)) => Input::NotResumed(error),
+            (WhatFor::Ask, Ok(())) => Input::Tick,
+            (WhatFor::Ask, Err(error)) => Input::LinkLost(error),
+        }
+    }
+
+    /// Starts reading a channel, and uses it for sending from now on.
+    ///
+    /// # Errors
+    /// The system can't create a thread.
+    pub fn begin(&mut self, channel: ControlChannel) -> Result<(), MigrateError> {
+        self.listen(channel)?;
+        if let Some((writer, closer)) = &self.channel {
+            self.slot.set(Arc::clone(writer), closer.clone());
+        }
+        Ok(())
+    }
+
+    fn listen(&mut self, channel: ControlChannel) -> Result<(), MigrateError> {
+        self.number += 1;
+        let (link, inputs) = (self.number, self.heard.0.clone());
+        let (windows, cpu) = (self.windows.clone(), self.cpu.clone());
+        let reader = channel.reader;
+        let spawned = std::thread::Builder::new().name("control-read".into()).spawn(move || {
+            let _cpu = cpu.count_this_thread();
+            connect::read_control(reader, link, &windows, &inputs);
+        });
+        self.channel = Some((Arc::new(channel.writer), channel.closer));
+        spawned
+            .map(|_| ())
+            .map_err(|source| MigrateError::Local { action: "start a thread", source })
+    }
+
+    /// Sends a message, if there is a channel.
+    ///
+    /// # Errors
+    /// The channel's error.
+    pub fn send(&self, message: &ControlMessage) -> std::io::Result<()> {
+        let Some((writer, _)) = &self.channel else { return Ok(()) };
+        writer.send(message)
+    }
+
+    /// Drops the channel, and queries on a new one after a delay.
+    pub fn ask(&mut self, delay: Duration) {
+        self.dial(WhatFor::Ask, delay);
+    }
+
+    /// Drops the channel, and resumes the session on a new one after a delay.
+    pub fn resume(&mut self, token: Token, attempt: u64, delay: Duration) {
+        let purpose = Purpose { role: Role::Resume, lane: 0, token, attempt };
+        self.dial(WhatFor::Resume(purpose), delay);
+    }
+
+    fn dial(&mut self, what_for: WhatFor, delay: Duration) {
+        self.close();
+        self.slot.clear();
+        self.channel = None;
+        self.number += 1;
+        let (stop, stopped) = crossbeam_channel::bounded(1);
+        self.dialling = Some(stop);
+        let (dialer, answers, link) = (self.dialer.clone(), self.dialled.0.clone(), self.number);
+        let (session, versions, silence) = (self.session, self.versions.clone(), self.silence);
+        let spawned = std::thread::Builder::new().name("dial".into()).spawn(move || {
+            if connect::wait(delay, &stopped) {
+                let channel = match what_for {
+                    WhatFor::Resume(purpose) => {
+                        connect::control(&dialer, purpose, &versions, silence)
+                    }
+                    WhatFor::Ask => connect::ask(&dialer, session, &versions, silence),
+                };
+                let _ = answers.send(Dialled { link, what_for, channel });
+            }
+        });
+        if let Err(source) = spawned {
+            let channel = Err(MigrateError::Local { action: "start a thread", source });
+            let _ = self.dialled.0.send(Dialled { link, what_for, channel });
+        }
+    }
+
+    /// Stops dialing.
+    pub fn stop_dialling(&mut self) {
+        drop(self.dialling.take());
+    }
+
+    /// Lets the last message reach the destination. Closing the channel while the peer is still
+    /// sending would reset it, and data sent before would be lost. The guest runs meanwhile.
+    pub fn say_goodbye(&mut self) {
+        let Some((writer, _)) = &self.channel else { return };
+        if writer.finish().is_err() {
+            return;
+        }
+        let deadline = Instant::now() + LAST_WORDS;
+        while let Ok(from) = self.heard.1.recv_deadline(deadline) {
+            if from.link == self.number
+                && matches!(from.input, Input::LinkLost(_) | Input::Failed(_))
+            {
+                return;
+            }
+        }
+    }
+
+    /// Closes the channel in use.
+    pub fn close(&self) {
+        if let Some((_, closer)) = &self.channel {
+            closer.close();
+        }
+    }
+}

@@ -1,0 +1,240 @@
+//! The user's control over a running migration, and its progress, from any thread.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use crossbeam_channel::Sender;
+use serde::Serialize;
+
+use vmferry_codec::FrameCounts;
+
+use crate::config::ConfigError;
+use crate::machine::source::change::Change;
+use crate::machine::source::io::{Input, Report};
+use crate::stats::forecast::Forecast;
+use vmferry_handover::{OperatorWord, SourceState};
+
+/// A handle to one migration. Orders given before it starts are kept.
+///
+/// ```
+/// use vmferry::source::{Change, Orders};
+///
+/// let orders = Orders::new();
+/// let handle = orders.clone(); // For another thread, such as a control socket's.
+/// let capped = |cap| Change { max_bandwidth: Some(cap), ..Change::default() };
+/// handle.change(capped(Some(500 << 20)))?;
+/// assert!(handle.change(capped(Some(1))).is_err(), "no migration ends under such a cap");
+/// assert!(!handle.progress().in_doubt);
+/// handle.cancel();
+/// # Ok::<(), vmferry::config::ConfigError>(())
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct Orders(Arc<Shared>);
+
+/// What the lanes have passed to their channels so far.
+#[derive(Debug, Default)]
+pub(crate) struct SentCounters {
+    bytes: AtomicU64,
+    frames: AtomicU64,
+    content_pages: AtomicU64,
+    zero_pages: AtomicU64,
+}
+
+impl SentCounters {
+    pub(crate) fn frame(&self, bytes: u64) {
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.frames.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Bytes and frames so far.
+    pub(crate) fn so_far(&self) -> (u64, u64) {
+        (self.bytes.load(Ordering::Relaxed), self.frames.load(Ordering::Relaxed))
+    }
+
+    pub(crate) fn pages(&self, counts: &FrameCounts) {
+        self.content_pages.fetch_add(counts.content_pages(), Ordering::Relaxed);
+        self.zero_pages.fetch_add(counts.zero_pages, Ordering::Relaxed);
+    }
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    inbox: Mutex<Inbox>,
+    sent: Arc<SentCounters>,
+    progress: Mutex<Shown>,
+}
+
+/// The progress shown, and the values that it is computed from.
+#[derive(Debug, Default)]
+struct Shown {
+    progress: Progress,
+    began: Option<Instant>,
+    /// Pages that were sent before the present round.
+    sent_before: u64,
+}
+
+#[derive(Debug, Default)]
+struct Inbox {
+    sender: Option<Sender<Input>>,
+    cancelled: bool,
+    /// Changes requested before the migration starts.
+    change: Change,
+    /// The hold was released before the migration starts.
+    released: bool,
+}
+
+/// The progress of a migration.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct Progress {
+    /// The phase in words.
+    pub phase: &'static str,
+    /// The present round, from 1; 0 before the first.
+    pub round: u32,
+    /// Pages of that round.
+    pub round_pages: u64,
+    /// Of these, pages that were passed to the data channels. Neither number includes pages that
+    /// the guest hinted free.
+    pub round_sent_pages: u64,
+    /// Time since the migration began, in milliseconds.
+    pub elapsed_ms: f64,
+    /// Bytes passed to the data channels since the start.
+    pub sent_bytes: u64,
+    /// Pages with content passed to the data channels since the start.
+    pub sent_content_pages: u64,
+    /// Zero pages announced on them.
+    pub sent_zero_pages: u64,
+    /// COMMIT is journaled and the destination's answer is unknown: the guest is paused.
+    pub in_doubt: bool,
+    /// Everything except the switchover is done, and the migration is held.
+    pub held: bool,
+    /// The forecast after the last harvest.
+    pub forecast: Option<Forecast>,
+}
+
+impl Orders {
+    /// A handle to a future migration.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Cancels the migration; the guest stays at the source. Has no effect after COMMIT.
+    pub fn cancel(&self) {
+        let mut inbox = self.inbox();
+        inbox.cancelled = true;
+        if let Some(sender) = &inbox.sender {
+            let _ = sender.send(Input::Cancel);
+        }
+    }
+
+    /// Changes settings from now on.
+    ///
+    /// # Errors
+    /// A setting that is out of its range. Nothing has changed then.
+    pub fn change(&self, change: Change) -> Result<(), ConfigError> {
+        change.check()?;
+        let mut inbox = self.inbox();
+        inbox.change.join(&change);
+        if let Some(sender) = &inbox.sender {
+            let _ = sender.send(Input::Change(change));
+        }
+        Ok(())
+    }
+
+    /// Releases a migration that is held before its switchover
+    /// ([`pause_before_switchover`](crate::SourceConfig::pause_before_switchover)).
+    pub fn switch_over(&self) {
+        let mut inbox = self.inbox();
+        inbox.released = true;
+        self.shown().progress.held = false;
+        if let Some(sender) = &inbox.sender {
+            let _ = sender.send(Input::SwitchOver);
+        }
+    }
+
+    /// Resolves a handover that is in doubt. Returns whether there is one.
+    pub fn decide(&self, word: OperatorWord) -> bool {
+        if !self.progress().in_doubt {
+            return false;
+        }
+        self.inbox()
+            .sender
+            .as_ref()
+            .is_some_and(|sender| sender.send(Input::Operator(word)).is_ok())
+    }
+
+    /// The progress so far.
+    #[must_use]
+    pub fn progress(&self) -> Progress {
+        let (mut progress, began, before) = {
+            let shown = self.shown();
+            (shown.progress.clone(), shown.began, shown.sent_before)
+        };
+        let sent = &self.0.sent;
+        progress.elapsed_ms = began.map_or(0.0, |began| began.elapsed().as_secs_f64() * 1e3);
+        progress.sent_bytes = sent.bytes.load(Ordering::Relaxed);
+        progress.sent_content_pages = sent.content_pages.load(Ordering::Relaxed);
+        progress.sent_zero_pages = sent.zero_pages.load(Ordering::Relaxed);
+        let round_sent =
+            (progress.sent_content_pages + progress.sent_zero_pages).saturating_sub(before);
+        progress.round_sent_pages = round_sent.min(progress.round_pages);
+        progress
+    }
+
+    /// Connects the handle to the migration that starts now. Returns whether it is already
+    /// canceled.
+    pub(crate) fn attach(&self, sender: Sender<Input>) -> bool {
+        let mut inbox = self.inbox();
+        if inbox.change != Change::default() {
+            let _ = sender.send(Input::Change(inbox.change));
+        }
+        if inbox.released {
+            let _ = sender.send(Input::SwitchOver);
+        }
+        inbox.sender = Some(sender);
+        inbox.cancelled
+    }
+
+    pub(crate) fn detach(&self) {
+        self.inbox().sender = None;
+    }
+
+    pub(crate) fn sent(&self) -> Arc<SentCounters> {
+        Arc::clone(&self.0.sent)
+    }
+
+    pub(crate) fn publish(&self, phase: &'static str, state: SourceState) {
+        let mut shown = self.shown();
+        shown.began.get_or_insert_with(Instant::now);
+        shown.progress.phase = phase;
+        shown.progress.in_doubt = matches!(state, SourceState::InDoubt { .. });
+    }
+
+    /// Updates the progress from a report.
+    pub(crate) fn publish_report(&self, report: &Report) {
+        let mut shown = self.shown();
+        let progress = &mut shown.progress;
+        match report {
+            Report::RoundStarted { round, pages, .. } => {
+                (progress.round, progress.round_pages) = (*round, *pages);
+                let sent = &self.0.sent;
+                shown.sent_before = sent.content_pages.load(Ordering::Relaxed)
+                    + sent.zero_pages.load(Ordering::Relaxed);
+            }
+            Report::Forecast(forecast) => progress.forecast = Some(forecast.clone()),
+            Report::Held { .. } => progress.held = true,
+            Report::Paused { .. } => progress.held = false,
+            _ => {}
+        }
+    }
+
+    fn shown(&self) -> MutexGuard<'_, Shown> {
+        self.0.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn inbox(&self) -> MutexGuard<'_, Inbox> {
+        self.0.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,264 @@
+//! Recovery of a session whose source process has died while the guest lived on.
+//!
+//! If the VMM is the migrating process itself, its guest dies with it and there is nothing to
+//! recover. If the VMM is another process (QEMU), the guest may be left paused, and the recovering
+//! process reads the journal. Without COMMIT the guest is resumed. With COMMIT the destination is
+//! queried until its answer is known.
+
+use std::time::{Duration, Instant};
+use vmferry_handover::{Resume, VmError};
+
+use vmferry_transport::Dialer;
+use vmferry_wire::GuestIdentity;
+
+use super::control::ControlLink;
+use super::orders::Orders;
+use crate::config::SourceConfig;
+use crate::cpu::CpuMeter;
+use crate::link::lost;
+use crate::machine::source::Source;
+use crate::machine::source::io::{Action, Ending, Input, Report};
+use crate::vmm::GuestDescription;
+use vmferry_handover::SourceGuest;
+use vmferry_handover::journal::{FileJournal, Journal, JournalError, Record, Side};
+
+/// The owner of the guest.
+#[derive(Debug)]
+pub enum Recovered<V> {
+    /// This host owns the guest, and it runs here.
+    Kept(V),
+    /// The destination owns the guest. The VMM has to be torn down.
+    Given(V),
+    /// This host owns the guest, but it could not be resumed.
+    Stuck(V, VmError),
+}
+
+/// Finishes the session of a source process that has died. Blocks until the guest's owner is known:
+/// in doubt, the destination that `dialer` reaches is queried, and `orders` can decide.
+///
+/// # Errors
+/// Errors of the VMM or the journal: [`JournalError::InUse`] while the process is still alive.
+pub fn recover<V: Resume>(
+    vm: V,
+    dialer: &Dialer,
+    config: SourceConfig,
+    orders: &Orders,
+    watch: &mut dyn FnMut(&Report),
+) -> Result<Recovered<V>, (V, JournalError)> {
+    let reopened = FileJournal::reopen(&config.journal_directory, config.session, Side::Source);
+    let (journal, records) = match reopened {
+        Ok(reopened) => reopened,
+        Err(error) => return Err((vm, error)),
+    };
+    // A recovered source depends on its journal alone.
+    let guest = GuestDescription {
+        identity: GuestIdentity { uuid: uuid::Uuid::nil(), name: String::new() },
+        vmm: String::new(),
+        config: Vec::new(),
+        layout: Vec::new(),
+    };
+    let inputs = crossbeam_channel::unbounded();
+    orders.attach(inputs.0);
+    let control = ControlLink::new(dialer, &config, Vec::new(), CpuMeter::default());
+    let machine = Source::recovered(config, &guest, &records, Duration::ZERO);
+    let guest = SourceGuest::recovered(vm, machine.handover());
+    let started = Instant::now();
+    let mut recovery = Recovery { machine, control, journal, guest, failure: None };
+    loop {
+        while let Some(action) = recovery.machine.next_action() {
+            orders.publish(recovery.machine.phase_name(), recovery.machine.handover());
+            if let Action::Report(report) = &action {
+                watch(report);
+            }
+            if let Some(input) = recovery.execute(action) {
+                recovery.machine.handle(started.elapsed(), input);
+            }
+        }
+        if let Some(ending) = recovery.machine.ending() {
+            orders.detach();
+            return Ok(recovery.finish(&ending));
+        }
+        let tick = recovery.machine.next_tick().unwrap_or(Duration::from_secs(1));
+        let wait = tick.saturating_sub(started.elapsed());
+        let control = &mut recovery.control;
+        let input = crossbeam_channel::select! {
+            recv(control.heard()) -> from => {
+                from.map_or(Input::Tick, |from| control.take_heard(from))
+            }
+            recv(control.dialled()) -> dialled => {
+                dialled.map_or(Input::Tick, |dialled| control.take_dialled(dialled))
+            }
+            recv(inputs.1) -> input => input.unwrap_or(Input::Tick),
+            default(wait) => Input::Tick,
+        };
+        recovery.machine.handle(started.elapsed(), input);
+    }
+}
+
+struct Recovery<V: Resume> {
+    machine: Source,
+    control: ControlLink,
+    journal: FileJournal,
+    guest: SourceGuest<V>,
+    failure: Option<VmError>,
+}
+
+impl<V: Resume> Recovery<V> {
+    fn execute(&mut self, action: Action) -> Option<Input> {
+        match action {
+            Action::Ask { delay } => self.control.ask(delay),
+            Action::Send(message) => {
+                if let Err(error) = self.control.send(&message)
+                    && !self.machine.handover().is_final()
+                {
+                    let during = self.machine.phase_name();
+                    return Some(Input::LinkLost(lost("control", during, &error)));
+                }
+            }
+            // A session whose guest could not be resumed stays open, so that the next recovery
+            // tries again.
+            Action::WriteOutcome { kept: true, .. } if self.failure.is_some() => {}
+            Action::WriteOutcome { kept, by_operator } => {
+                let record =
+                    if kept { Record::Kept { by_operator } } else { Record::Given { by_operator } };
+                // The decisive promise is already written; this record is for `vmferry status`.
+                let _ = self.journal.append(&record);
+            }
+            Action::Resume => {
+                if let Err(error) = self.guest.resume(self.machine.handover()) {
+                    self.failure = Some(error);
+                }
+            }
+            // A guest that was given away is not touched, and a recovered source does nothing else.
+            _ => {}
+        }
+        None
+    }
+
+    fn finish(mut self, ending: &Ending) -> Recovered<V> {
+        self.control.stop_dialling();
+        self.control.say_goodbye();
+        self.control.close();
+        match (self.guest, ending, self.failure) {
+            (SourceGuest::Running(running), ..) => {
+                // The session had no outcome yet: the guest is here.
+                let _ = self.journal.append(&Record::Kept { by_operator: false });
+                Recovered::Kept(running.into_vm())
+            }
+            (SourceGuest::Committed(committed), ..) => Recovered::Given(committed.release()),
+            (SourceGuest::Paused(paused), Ending::Kept(_), failure) => match paused.into_vm() {
+                Some(vm) => Recovered::Stuck(vm, failure.unwrap_or_else(no_reason)),
+                None => unreachable!("a paused guest is in somebody's hands"),
+            },
+            (SourceGuest::Paused(_) | SourceGuest::Released(_) | SourceGuest::Moving, ..) => {
+                unreachable!("a recovery ends with the guest in somebody's hands")
+            }
+        }
+    }
+}
+
+fn no_reason() -> VmError {
+    "its VMM gives no reason".into()
+}
+
+#[cfg(test)]
+mod tests {
+    use vmferry_transport::Address;
+    use vmferry_wire::SessionId;
+
+    use super::*;
+    use vmferry_handover::journal::{Verdict, sessions};
+
+    #[derive(Debug)]
+    struct Guest {
+        wakes: bool,
+    }
+
+    /// A destination that answers from its journals and is never announced a guest.
+    struct NoVm;
+
+    impl crate::DestinationVm for NoVm {
+        fn prepare(&mut self, _: &GuestDescription) -> Result<crate::Landing, crate::PrepareError> {
+            Err(crate::PrepareError::Vm("there is no VMM".into()))
+        }
+
+        fn load(&mut self, _: &[u8]) -> Result<(), VmError> {
+            Err("there is no VMM".into())
+        }
+
+        fn discard(&mut self) {}
+
+        fn run(&mut self) -> Result<(), VmError> {
+            Err("there is no VMM".into())
+        }
+    }
+
+    impl Resume for Guest {
+        fn resume(&mut self) -> Result<(), VmError> {
+            if self.wakes { Ok(()) } else { Err("it sleeps".into()) }
+        }
+    }
+
+    /// The destination has returned a committed guest, and its VMM can't resume it: the session is
+    /// left open.
+    #[test]
+    fn committed_guest_that_can_not_be_resumed_is_not_written_off() {
+        let directory = tempfile::tempdir().unwrap();
+        let (here, there) = (directory.path().join("a"), directory.path().join("b"));
+        let mut config = SourceConfig::new(here.clone());
+        config.session = SessionId([7; 16]);
+        let guest = || GuestIdentity { uuid: uuid::Uuid::nil(), name: "web".into() };
+        let begin = |at: &std::path::Path, side| {
+            FileJournal::begin(at, config.session, side, guest(), ("peer", &[])).unwrap()
+        };
+        begin(&here, Side::Source).append(&Record::Commit).unwrap();
+        // A destination that was restarted before COMMIT arrived: ABORTED.
+        drop(begin(&there, Side::Destination));
+        let address = Address::Unix(directory.path().join("in.sock"));
+        let listener = vmferry_transport::Listener::bind(&address, None).unwrap();
+        let (stop, receiver) = (crate::destination::Stop::default(), there.clone());
+        std::thread::scope(|scope| {
+            let stop_it = &stop;
+            scope.spawn(move || {
+                let config = crate::DestinationConfig::new(receiver);
+                crate::destination::receive(listener, NoVm, &config, stop_it, &mut |_| {})
+            });
+            let dialer = Dialer::new(address.clone(), None);
+            let recover = |wakes: bool| {
+                recover(Guest { wakes }, &dialer, config.clone(), &Orders::new(), &mut |_| {})
+                    .unwrap_or_else(|(_, error)| panic!("{error}"))
+            };
+            let found = || sessions(&here).unwrap().remove(0);
+            let stuck = recover(false);
+            let left_open = found().is_unfinished_source();
+            let kept = recover(true);
+            let closed = !found().is_unfinished_source();
+            stop.stop();
+            assert!(matches!(stuck, Recovered::Stuck(..)), "{stuck:?}");
+            assert!(left_open, "it counts as finished, and its guest is paused");
+            assert!(matches!(kept, Recovered::Kept(_)) && closed, "{kept:?}");
+        });
+    }
+
+    /// A paused guest that could not be resumed must have its session left open.
+    #[test]
+    fn a_guest_that_can_not_be_resumed_is_not_written_off() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut config = SourceConfig::new(directory.path().to_owned());
+        config.session = SessionId([7; 16]);
+        let guest = GuestIdentity { uuid: uuid::Uuid::nil(), name: "web".into() };
+        let (at, side) = (directory.path(), Side::Source);
+        drop(FileJournal::begin(at, config.session, side, guest, ("b", &[])).unwrap());
+        let dialer = Dialer::new(Address::Unix(at.join("nobody")), None);
+        let recover = |wakes: bool| {
+            recover(Guest { wakes }, &dialer, config.clone(), &Orders::new(), &mut |_| {})
+                .unwrap_or_else(|(_, error)| panic!("{error}"))
+        };
+        let found = || sessions(at).unwrap().remove(0);
+        assert!(matches!(recover(false), Recovered::Stuck(..)));
+        assert!(found().is_unfinished_source(), "{:?}", found());
+        assert!(matches!(recover(true), Recovered::Kept(_)));
+        assert!(!found().is_unfinished_source());
+        assert_eq!(found().verdict, Verdict::Here);
+    }
+}

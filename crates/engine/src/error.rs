@@ -1,0 +1,322 @@
+//! Errors of the engine, sorted by whose fault they are.
+
+use std::time::Duration;
+use vmferry_handover::VmError;
+
+use vmferry_dirty::DirtyLogError;
+use vmferry_memory::MemoryError;
+use vmferry_transport::TransportError;
+use vmferry_wire::{Algorithm, AlgorithmSet, Reason, ReasonCode};
+
+use crate::config::ConfigError;
+use crate::stats::forecast::NotConverging;
+use crate::vmm::PoweredOff;
+use crate::vmm::told::Told;
+use vmferry_handover::journal::JournalError;
+
+/// Why a migration did not succeed. The outcome says which host has the guest; it is never both.
+#[derive(Debug, thiserror::Error)]
+pub enum MigrateError {
+    /// A setting is out of its range. Nothing was started.
+    #[error("bad settings")]
+    Config(#[from] ConfigError),
+    /// The link could not be established, or the peer was not authenticated.
+    #[error(transparent)]
+    Transport(#[from] TransportError),
+    /// The peer refuses this migration.
+    #[error("the {peer} refused: {reason}")]
+    Refused {
+        /// The side that refused.
+        peer: &'static str,
+        /// Its code and text.
+        reason: Reason,
+    },
+    /// The peer ended the migration.
+    #[error("the {peer} ended the migration: {reason}")]
+    EndedByPeer {
+        /// The side that ended it.
+        peer: &'static str,
+        /// Its code and text.
+        reason: Reason,
+    },
+    /// The peer violated the protocol.
+    #[error("protocol error on {channel} at byte {offset}: {reason}")]
+    Protocol {
+        /// `control` or `lane N`.
+        channel: String,
+        /// Bytes read from that channel before the bad message.
+        offset: u64,
+        /// What is wrong.
+        reason: String,
+    },
+    /// The destination can't decode the compression method that the user has chosen.
+    #[error(
+        "the destination can't decode {algorithm}, only: {known}; choose one of these or none, let it be \
+         measured, or upgrade vmferry there"
+    )]
+    Undecodable {
+        /// The chosen algorithm.
+        algorithm: Algorithm,
+        /// The algorithms that the destination can decode.
+        known: AlgorithmSet,
+    },
+    /// A channel was lost.
+    #[error("the link was lost ({channel}, {during}): {detail}")]
+    LinkLost {
+        /// `control` or `lane N`.
+        channel: String,
+        /// What the migration was doing.
+        during: &'static str,
+        /// The error of the operating system.
+        detail: String,
+    },
+    /// The peer was silent for too long.
+    #[error("waited {} for {what} and gave up: the other host hangs or the network drops packets", humantime_seconds(*.after))]
+    TimedOut {
+        /// What was awaited.
+        what: &'static str,
+        /// For how long.
+        after: Duration,
+    },
+    /// The guest writes too fast for the limits.
+    #[error("the migration does not converge: {0}")]
+    NotConverging(Box<NotConverging>),
+    /// The guest was paused for the handover for too long.
+    #[error(
+        "the guest stood still for {} before COMMIT, in {during}, and the migration is given up \
+         after {}: the link or a host became slower at the switchover; the source keeps the guest",
+        humantime_seconds(*.paused),
+        humantime_seconds(*.bound)
+    )]
+    PauseTooLong {
+        /// What the migration was doing.
+        during: &'static str,
+        /// For how long the guest was paused.
+        paused: Duration,
+        /// The longest pause allowed.
+        bound: Duration,
+    },
+    /// The user canceled the migration.
+    #[error("cancelled during {during}")]
+    Cancelled {
+        /// What the migration was doing.
+        during: &'static str,
+    },
+    /// The destination placed something other than what was sent.
+    #[error(
+        "the digests differ: sent {sent:#018x}, placed {placed:#018x}; the source keeps the guest"
+    )]
+    DigestMismatch {
+        /// Sum of the hashes of all pages as last sent.
+        sent: u64,
+        /// Sum of the hashes of all pages as last placed.
+        placed: u64,
+    },
+    /// The paused memories differ: a write escaped the dirty log.
+    #[error(
+        "verification found different memory: {source_pages} pages hash to {source_hash:#018x} at the \
+         source, {destination_pages} to {destination_hash:#018x} at the destination; {}; the \
+         source keeps the guest",
+        mismatch_cause(*.compared, .log)
+    )]
+    VerifyMismatch {
+        /// Non-zero pages at the source.
+        source_pages: u64,
+        /// Their hash.
+        source_hash: u64,
+        /// Non-zero pages at the destination.
+        destination_pages: u64,
+        /// Their hash.
+        destination_hash: u64,
+        /// The dirty log in use.
+        log: &'static str,
+        /// When the destination hashed its memory.
+        compared: Compared,
+    },
+    /// Compressing pages failed.
+    #[error("compression failed on {channel}")]
+    Compression {
+        /// `lane N`.
+        channel: String,
+        /// The pages, as far as they are known, and the cause.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// The dirty log failed.
+    #[error("the dirty log failed")]
+    DirtyLog(#[from] DirtyLogError),
+    /// Reading or writing guest memory failed.
+    #[error("guest memory failed")]
+    Memory(#[from] MemoryError),
+    /// The VMM failed.
+    #[error("the VMM could not {action}")]
+    Vm {
+        /// The action requested.
+        action: &'static str,
+        /// The VMM's error.
+        #[source]
+        source: VmError,
+    },
+    /// The guest has powered off by itself.
+    #[error("the guest has powered off: there is nothing to move")]
+    PoweredOff,
+    /// The guest is paused, and the destination would run it anyway.
+    #[error(
+        "the guest is paused, and the destination's release (protocol version 1) would run it: \
+         upgrade vmferry there, or continue the guest first"
+    )]
+    PausedForOldPeer,
+    /// The journal failed, so no promise was made.
+    #[error("no promise could be made")]
+    Journal(#[from] JournalError),
+    /// The operating system lacks threads or other resources.
+    #[error("this host could not {action}")]
+    Local {
+        /// The action attempted.
+        action: &'static str,
+        /// The error of the operating system.
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+/// When the destination hashes its memory for `--verify`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Compared {
+    /// After all of memory was placed and before the state was loaded.
+    BeforeLoad,
+    /// After the state was loaded, which may have written memory. Destinations of an earlier
+    /// release do this.
+    AfterLoad,
+}
+
+/// The possible causes of a mismatch.
+fn mismatch_cause(compared: Compared, log: &str) -> String {
+    match compared {
+        Compared::BeforeLoad => format!("a write escaped the dirty log {log}"),
+        Compared::AfterLoad => format!(
+            "a write escaped the dirty log {log}, or the destination wrote memory while it loaded \
+             the state, since it compares after that: upgrade vmferry there"
+        ),
+    }
+}
+
+/// Errors by the caller's reaction. The command's exit codes follow these classes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ErrorClass {
+    /// No link could be established.
+    Connect,
+    /// The peer was not authenticated or not authorized, or TLS failed.
+    Authentication,
+    /// The peer violates the protocol, or speaks another version of it.
+    Protocol,
+    /// Another machine, memory layout or guest identity, or too little memory for the guest.
+    Incompatible,
+    /// An address, a guest or the destination is already in use.
+    Busy,
+    /// The link was lost, or the peer went silent.
+    LinkLost,
+    /// The guest writes too fast.
+    NotConverging,
+    /// The user canceled it.
+    Cancelled,
+    /// The memories or digests differ.
+    Corrupt,
+    /// The guest is in a state in which it can't be migrated.
+    GuestState,
+    /// This host or the other one failed.
+    Internal,
+}
+
+impl MigrateError {
+    /// A VMM error as `MigrateError::PoweredOff` if that is its cause, else as
+    /// `MigrateError::Vm`.
+    pub(crate) fn of_vm(action: &'static str, source: VmError) -> Self {
+        if PoweredOff::is_in(&source) { Self::PoweredOff } else { Self::Vm { action, source } }
+    }
+
+    /// The class of the failure.
+    #[must_use]
+    pub fn class(&self) -> ErrorClass {
+        match self {
+            Self::Transport(error) if error.is_authentication() => ErrorClass::Authentication,
+            Self::Transport(TransportError::AddressInUse { .. }) => ErrorClass::Busy,
+            Self::Transport(_) => ErrorClass::Connect,
+            // The destination has too little memory for this guest.
+            Self::Refused { reason: Reason { code: ReasonCode::Memory, .. }, .. } => {
+                ErrorClass::Incompatible
+            }
+            Self::Refused { reason, .. } | Self::EndedByPeer { reason, .. } => match reason.code {
+                ReasonCode::Cancelled => ErrorClass::Cancelled,
+                ReasonCode::Incompatible
+                | ReasonCode::IdentityMismatch
+                | ReasonCode::LayoutMismatch => ErrorClass::Incompatible,
+                ReasonCode::Busy => ErrorClass::Busy,
+                ReasonCode::Protocol => ErrorClass::Protocol,
+                ReasonCode::DigestMismatch => ErrorClass::Corrupt,
+                ReasonCode::TimedOut => ErrorClass::LinkLost,
+                ReasonCode::Unauthorised => ErrorClass::Authentication,
+                ReasonCode::PoweredOff => ErrorClass::GuestState,
+                _ => ErrorClass::Internal,
+            },
+            Self::Protocol { .. } => ErrorClass::Protocol,
+            Self::Undecodable { .. } | Self::PausedForOldPeer => ErrorClass::Incompatible,
+            Self::PoweredOff => ErrorClass::GuestState,
+            Self::LinkLost { .. } | Self::TimedOut { .. } => ErrorClass::LinkLost,
+            Self::NotConverging(_) | Self::PauseTooLong { .. } => ErrorClass::NotConverging,
+            Self::Cancelled { .. } => ErrorClass::Cancelled,
+            Self::DigestMismatch { .. } | Self::VerifyMismatch { .. } => ErrorClass::Corrupt,
+            Self::Vm { source, .. } if Told::of(source).is_some_and(Told::is_incompatible) => {
+                ErrorClass::Incompatible
+            }
+            Self::Config(_)
+            | Self::Compression { .. }
+            | Self::DirtyLog(_)
+            | Self::Memory(_)
+            | Self::Vm { .. }
+            | Self::Journal(_)
+            | Self::Local { .. } => ErrorClass::Internal,
+        }
+    }
+
+    /// The reason to send to the peer: a code and one line of text, without this host's paths or
+    /// causes. The exception is a full memory back end, which is named.
+    #[must_use]
+    pub fn reason_for_peer(&self) -> Reason {
+        let code = match self {
+            Self::Cancelled { .. } => ReasonCode::Cancelled,
+            Self::NotConverging(_) | Self::PauseTooLong { .. } => ReasonCode::Cancelled,
+            Self::Protocol { .. } => ReasonCode::Protocol,
+            Self::Undecodable { .. } | Self::PausedForOldPeer => ReasonCode::Incompatible,
+            Self::PoweredOff => ReasonCode::PoweredOff,
+            Self::TimedOut { .. } | Self::LinkLost { .. } => ReasonCode::TimedOut,
+            Self::DigestMismatch { .. } | Self::VerifyMismatch { .. } => ReasonCode::DigestMismatch,
+            Self::DirtyLog(_) | Self::Memory(_) => ReasonCode::Memory,
+            Self::Vm { .. } => ReasonCode::State,
+            Self::Journal(_) => ReasonCode::Journal,
+            Self::Refused { reason, .. } | Self::EndedByPeer { reason, .. } => reason.code,
+            Self::Config(_)
+            | Self::Transport(_)
+            | Self::Local { .. }
+            | Self::Compression { .. } => ReasonCode::Internal,
+        };
+        if let Self::Memory(full @ MemoryError::NoRoom { .. }) = self {
+            return Reason::new(code, &full.to_string());
+        }
+        if let Self::Journal(_) = self {
+            return Reason::new(code, "its journal can't be used: see what it says itself");
+        }
+        if let Self::Vm { source, .. } = self
+            && let Some(told) = Told::of(source)
+        {
+            let code =
+                if told.is_incompatible() { ReasonCode::Incompatible } else { ReasonCode::State };
+            return Reason::new(code, &format!("{self}: {told}"));
+        }
+        Reason::new(code, &self.to_string())
+    }
+}
+
+fn humantime_seconds(time: Duration) -> String {
+    format!("{:.1} s", time.as_secs_f64())
+}

@@ -1,0 +1,233 @@
+//! Events and actions of the destination's machine.
+
+use std::time::Duration;
+
+use vmferry_memory::{GuestBytes, PageSet, WholeHash};
+use vmferry_wire::{ControlMessage, Release, SessionId};
+
+use crate::error::MigrateError;
+use crate::vmm::GuestDescription;
+
+/// A connection with control messages: the session's control channel, or a channel on which a
+/// source in doubt asks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct LinkId(pub u64);
+
+impl LinkId {
+    /// The session's control channel.
+    pub const CONTROL: Self = Self(0);
+}
+
+/// An event.
+#[derive(Debug)]
+pub enum Input {
+    /// A message on a control channel.
+    Control {
+        /// The connection that it came from.
+        link: LinkId,
+        /// The message.
+        message: ControlMessage,
+    },
+    /// Unknown fields of the message that comes next. They were ignored.
+    UnknownFields {
+        /// The message's name.
+        message: &'static str,
+        /// Their numbers.
+        fields: Vec<u16>,
+    },
+    /// The control channel was lost.
+    LinkLost(MigrateError),
+    /// The source has reestablished the control channel. Only valid where
+    /// [`may_resume`](super::Destination::may_resume) returns true.
+    Resumed,
+    /// A data channel was lost.
+    LaneLost {
+        /// Its lane.
+        lane: u8,
+        /// Identifies the lane's channel: how often it had been dialed before. The driver only
+        /// forwards the loss of the present channel.
+        attempt: u64,
+        /// The cause.
+        error: MigrateError,
+    },
+    /// A lane has a data channel, for the first time or again.
+    LaneJoined {
+        /// The lane.
+        lane: u8,
+    },
+    /// The source has reconnected with the announcement of a guest, and abandons this session.
+    Superseded,
+    /// The VMM has allocated the machine's memory, or refuses.
+    Prepared(Result<(), MigrateError>),
+    /// OPEN is on disk, or is not.
+    Opened(Result<(), MigrateError>),
+    /// A lane has placed everything up to the end of a round. Several threads place its frames, so
+    /// this may be reported after the end of a later round.
+    LaneEnded {
+        /// The lane.
+        lane: u8,
+        /// The sequence number of the round's last frame.
+        sequence: u64,
+    },
+    /// Bytes have arrived on data channels since the last time, possibly not whole frames.
+    Arriving,
+    /// The VMM has stopped reading a stream. Handled by the driver, which asks the VMM why.
+    StreamRefused,
+    /// The digest of everything that was placed.
+    Digest(u64),
+    /// The state is loaded, or could not be.
+    Loaded(Result<Duration, MigrateError>),
+    /// This side's whole-memory hash, and how long it took.
+    Hashed(WholeHash, Duration),
+    /// RUN-INTENT is on disk. With an error this is unknown.
+    IntentWritten(Result<(), MigrateError>),
+    /// ABORTED is on disk. With an error this is unknown.
+    AbortWritten(Result<(), MigrateError>),
+    /// The guest's vCPUs were started, or could not be.
+    Started(Result<(), MigrateError>),
+    /// An action failed.
+    Failed(MigrateError),
+    /// The user cancels.
+    Cancel,
+    /// Time has passed.
+    Tick,
+}
+
+impl Input {
+    /// Whether this is the result of an action that the session's thread carries out itself.
+    pub(crate) fn answers_action(&self) -> bool {
+        matches!(
+            self,
+            Self::Prepared(_)
+                | Self::Opened(_)
+                | Self::Digest(_)
+                | Self::Loaded(_)
+                | Self::IntentWritten(_)
+                | Self::AbortWritten(_)
+                | Self::Started(_)
+        )
+    }
+}
+
+/// An action. The input named after the colon reports its result.
+#[derive(Debug)]
+pub enum Action {
+    /// Send a message on one control channel.
+    Send {
+        /// The connection to send on.
+        link: LinkId,
+        /// The message.
+        message: ControlMessage,
+    },
+    /// Send a message on every control channel that is open.
+    Broadcast(ControlMessage),
+    /// Let the VMM check the guest and allocate its memory: `Prepared`.
+    Prepare {
+        /// The guest.
+        guest: GuestDescription,
+        /// Whether the guest is carried; unknown in protocol version 1.
+        streams: Option<bool>,
+        /// Bytes that the guest uses of each slot, as far as they are known.
+        used_bytes: Vec<Option<u64>>,
+    },
+    /// Create the session's journal and append OPEN: `Opened`.
+    Open(SessionId),
+    /// Accept this number of data channels and place what they receive: `LaneEnded` after each
+    /// round.
+    ExpectLanes {
+        /// The number of lanes.
+        lanes: u8,
+    },
+    /// Sum up the hashes of all pages as last placed: `Digest`.
+    SumDigest,
+    /// Load the state: `Loaded`.
+    Load {
+        /// The state.
+        state: GuestBytes,
+        /// Whether the guest must stay paused.
+        paused: bool,
+    },
+    /// Hash the whole memory concurrently: `Hashed`.
+    Hash {
+        /// Pages to leave out.
+        except: PageSet,
+    },
+    /// Append RUN-INTENT: `IntentWritten`.
+    WriteIntent,
+    /// Append ABORTED: `AbortWritten`.
+    WriteAborted {
+        /// Why, for people.
+        reason: String,
+    },
+    /// Run the guest: `Started`.
+    Run,
+    /// Discard the guest's memory and state.
+    Discard,
+    /// Notify the observer.
+    Report(Report),
+}
+
+/// A notification for the observer.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+#[serde(tag = "event", rename_all = "kebab-case")]
+pub enum Report {
+    /// A guest was announced and accepted.
+    Accepted {
+        /// The session ID, which is the same at the source.
+        run: SessionId,
+        /// The guest's name.
+        name: String,
+        /// The guest's memory in bytes.
+        memory_bytes: u64,
+        /// Number of data channels.
+        lanes: u8,
+        /// The protocol version.
+        protocol: u16,
+        /// The source's release, if it has announced it.
+        source: Option<Release>,
+    },
+    /// The source sent fields of a newer release that may be ignored. Reported once for each type
+    /// of message.
+    UnknownFields {
+        /// The message's name.
+        message: &'static str,
+        /// The field numbers.
+        fields: Vec<u16>,
+    },
+    /// A channel was lost, and the source may reestablish it.
+    LinkLost {
+        /// `control` or `lane N`.
+        channel: String,
+        /// The cause, in words.
+        reason: String,
+    },
+    /// The channel was reestablished.
+    LinkRestored {
+        /// `control` or `lane N`.
+        channel: String,
+        /// For how long it was missing, in milliseconds.
+        after_ms: f64,
+    },
+    /// Everything has arrived; waiting for COMMIT.
+    Ready,
+    /// The link was lost after READY: waiting for the source to reconnect until the commit timeout.
+    WaitingForWord,
+    /// The guest runs here.
+    Running,
+    /// The guest is here, paused as it was at the source.
+    Paused,
+}
+
+/// How the session ended.
+#[derive(Debug)]
+pub enum Ending {
+    /// The guest runs here. An error means that the guest crashed; this host still owns it.
+    Owns(Option<MigrateError>),
+    /// The guest never ran here, and the journal says so.
+    Aborted(MigrateError),
+    /// Nothing was promised: the announced guest was refused before the journal was created.
+    Refused(MigrateError),
+    /// The journal failed. This process does not run the guest; after a restart it is determined
+    /// who has it.
+    Stuck(MigrateError),
+}

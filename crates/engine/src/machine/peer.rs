@@ -1,0 +1,69 @@
+//! Properties of each side of a migration, which are exchanged since protocol version 2.
+
+use vmferry_wire::{AlgorithmSet, PROTOCOL_VERSION_MAX};
+
+/// The source's side: how its guest is moved, beyond the user's settings.
+#[derive(Clone, Debug)]
+pub struct SourceSide {
+    /// Name of the dirty log.
+    pub log: &'static str,
+    /// The VMM and its release, for people; empty if it is not announced.
+    pub vmm: String,
+    /// Whether the guest is carried: its VMM [streams](crate::vmm::streamed) it, and decides on
+    /// rounds and on the pause.
+    pub streams: bool,
+    /// Bytes that the guest uses of each slot, as far as they are known.
+    pub used_bytes: Vec<Option<u64>>,
+    /// The negotiated protocol version.
+    pub protocol: u16,
+}
+
+impl SourceSide {
+    /// A guest whose memory the engine reads and whose writes this dirty log records, with the
+    /// newest protocol version.
+    #[must_use]
+    pub fn new(log: &'static str) -> Self {
+        let (vmm, used_bytes) = (String::new(), Vec::new());
+        Self { log, vmm, streams: false, used_bytes, protocol: PROTOCOL_VERSION_MAX }
+    }
+}
+
+/// The destination's side.
+#[derive(Clone, Debug)]
+pub struct DestinationSide {
+    /// The VMM and its release, for people; empty if it is not announced.
+    pub vmm: String,
+    /// Algorithms that this side can decode.
+    pub algorithms: AlgorithmSet,
+    /// The negotiated protocol version.
+    pub protocol: u16,
+}
+
+impl Default for DestinationSide {
+    /// A VMM without a name, with the newest protocol version.
+    fn default() -> Self {
+        Self { vmm: String::new(), algorithms: AlgorithmSet::ALL, protocol: PROTOCOL_VERSION_MAX }
+    }
+}
+
+/// Fields of a newer release that were ignored.
+#[derive(Debug, Default)]
+pub(crate) struct UnknownFields {
+    /// Their number.
+    pub count: u64,
+    /// The messages that were already reported.
+    told: Vec<&'static str>,
+}
+
+impl UnknownFields {
+    /// Counts the fields of a message. Returns whether to report them, which is done once for each
+    /// type of message.
+    pub fn note(&mut self, message: &'static str, fields: &[u16]) -> bool {
+        self.count += fields.len() as u64;
+        let news = !self.told.contains(&message);
+        if news {
+            self.told.push(message);
+        }
+        news
+    }
+}

@@ -1,0 +1,38 @@
+//! Changes of the settings of a running migration.
+
+use std::time::Duration;
+
+use crate::config::{ConfigError, check_bandwidth, check_rounds, check_throttle};
+
+/// The settings to change. A setting that is `None` is not changed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Change {
+    /// The cap on all data channels together, in bytes per second; `Some(None)` removes it.
+    pub max_bandwidth: Option<Option<u64>>,
+    /// The longest accepted downtime.
+    pub downtime_limit: Option<Duration>,
+    /// The most rounds with the guest running, including those already sent.
+    pub max_rounds: Option<u32>,
+    /// The most per cent of their time that the vCPUs may lose; 0 removes the throttling.
+    pub throttle: Option<u8>,
+}
+
+impl Change {
+    /// Checks the ranges.
+    ///
+    /// # Errors
+    /// The first setting that is out of its range.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        check_bandwidth(self.max_bandwidth.flatten())?;
+        self.max_rounds.map_or(Ok(()), check_rounds)?;
+        self.throttle.map_or(Ok(()), check_throttle)
+    }
+
+    /// Merges a later change into this one.
+    pub(crate) fn join(&mut self, later: &Self) {
+        self.max_bandwidth = later.max_bandwidth.or(self.max_bandwidth);
+        self.downtime_limit = later.downtime_limit.or(self.downtime_limit);
+        self.max_rounds = later.max_rounds.or(self.max_rounds);
+        self.throttle = later.throttle.or(self.throttle);
+    }
+}

@@ -1,0 +1,249 @@
+//! The source's machine: changed settings, and the hold before the switchover.
+//!
+//! A held migration does everything except the switchover. When the rest fits the downtime limit it
+//! continues with one round per [`PERIOD`], so that the switchover stays as short whenever it is
+//! allowed.
+
+use std::time::Duration;
+
+use super::change::Change;
+use super::io::{Action, Report};
+use super::{Source, ms};
+use crate::rounds::convergence::{Decision, Harvest};
+
+/// Interval of harvests while the migration is held: short enough that little is left to send, long
+/// enough that a guest that writes little costs almost nothing.
+const PERIOD: Duration = Duration::from_secs(1);
+
+/// Whether the switchover must wait for the user.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Hold {
+    /// The user has requested a hold.
+    wanted: bool,
+    /// Since when the migration is held, and the rounds that were sent before.
+    since: Option<(Duration, u32)>,
+    /// Time and rounds that do not count for the user's limits.
+    spent: (Duration, u32),
+}
+
+impl Hold {
+    pub(super) fn new(wanted: bool) -> Self {
+        Self { wanted, ..Self::default() }
+    }
+
+    /// The harvest without time and rounds that do not count for the limits.
+    fn without(&self, harvest: Harvest) -> Harvest {
+        let (time, rounds) = self.spent;
+        Harvest {
+            rounds: harvest.rounds.saturating_sub(rounds),
+            elapsed: harvest.elapsed.saturating_sub(time),
+            ..harvest
+        }
+    }
+
+    fn release(&mut self, elapsed: Duration, rounds: u32) {
+        self.wanted = false;
+        if let Some((since, before)) = self.since.take() {
+            self.spent = (elapsed.saturating_sub(since), rounds - before);
+        }
+    }
+}
+
+impl Source {
+    /// Decides what to do after a harvest, subject to the hold.
+    pub(super) fn decide(&mut self, harvest: Harvest) -> Decision {
+        let decision = self.predictor.decide(self.hold.without(harvest));
+        match decision {
+            Decision::SwitchOver if self.hold.wanted => {
+                if self.hold.since.is_none() {
+                    self.hold.since = Some((harvest.elapsed, harvest.rounds));
+                    let predicted_downtime_ms = ms(self.predictor.predict(harvest.pending_pages));
+                    self.act(Action::Report(Report::Held { predicted_downtime_ms }));
+                }
+                Decision::AnotherRound
+            }
+            // The limits were met before the hold began.
+            Decision::GiveUp(_) if self.hold.since.is_some() => Decision::AnotherRound,
+            other => other,
+        }
+    }
+
+    /// The time of the next harvest of a held migration.
+    pub(super) fn rests_until(&self) -> Option<Duration> {
+        (self.hold.since.is_some() && !self.rounds.is_open()).then(|| self.last_harvest + PERIOD)
+    }
+
+    pub(super) fn on_switch_over(&mut self, now: Duration) {
+        self.hold.release(now.saturating_sub(self.log_started), self.rounds.round());
+        self.go_on(now);
+    }
+
+    pub(super) fn on_change(&mut self, change: Change) {
+        if let Some(cap) = change.max_bandwidth {
+            self.predictor.set_cap(cap);
+            self.act(Action::Cap(cap));
+        }
+        if let Some(limit) = change.downtime_limit {
+            self.config.downtime_limit = limit;
+            if self.our_side.streams {
+                self.act(Action::LimitDowntime(limit));
+            }
+        }
+        self.config.max_rounds = change.max_rounds.unwrap_or(self.config.max_rounds);
+        self.predictor.set_limits(self.config.limits());
+        if let Some(percent) = change.throttle.and_then(|most| self.throttle.set_most(most)) {
+            self.predictor.throttled(percent);
+            self.act(Action::Throttle { percent });
+            self.act(Action::Report(Report::Throttled { percent }));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixture::{after_one_round, harvested, placed, sent};
+    use super::*;
+    use crate::config::{ConfigError, SourceConfig};
+    use crate::machine::source::Phase;
+    use crate::machine::source::io::Input;
+    use crate::stats::forecast::Verdict;
+
+    fn held(max_rounds: u32) -> Source {
+        let mut config = SourceConfig::new("unused".into());
+        (config.pause_before_switchover, config.max_rounds) = (true, max_rounds);
+        after_one_round(config)
+    }
+
+    fn reports(source: &mut Source) -> Vec<Report> {
+        let actions = std::iter::from_fn(|| source.next_action());
+        let report = |action| if let Action::Report(report) = action { Some(report) } else { None };
+        actions.filter_map(report).collect()
+    }
+
+    /// Lets the source send rounds of 1 page for these seconds.
+    fn rounds_for(source: &mut Source, seconds: std::ops::Range<u64>) {
+        for second in seconds {
+            let now = Duration::from_secs(second);
+            source.handle(now, harvested(1));
+            source.handle(now, sent(second + 2));
+            source.handle(now, placed(second + 2));
+            assert_eq!(source.phase, Phase::Sending, "it rests");
+            let next = now + PERIOD;
+            assert_eq!(source.rests_until(), Some(next));
+            assert!(source.next_tick().is_some_and(|tick| tick <= next));
+            source.handle(next - Duration::from_millis(1), Input::Tick);
+            assert_eq!(source.phase, Phase::Sending, "it still rests");
+            source.handle(next, Input::Tick);
+            assert_eq!(source.phase, Phase::Harvesting);
+        }
+    }
+
+    #[test]
+    fn a_held_migration_goes_on_until_it_is_let_go() {
+        let mut source = held(2);
+        // Far more than the round limit.
+        rounds_for(&mut source, 0..8);
+        let told = reports(&mut source);
+        let helds = told.iter().filter(|report| matches!(report, Report::Held { .. })).count();
+        assert_eq!(helds, 1, "told once");
+        assert!(!told.iter().any(|report| matches!(report, Report::Paused { .. })));
+        source.handle(Duration::from_secs(8), Input::SwitchOver);
+        source.handle(Duration::from_secs(8), harvested(1));
+        assert_eq!(source.phase, Phase::Pausing);
+    }
+
+    #[test]
+    fn letting_go_ends_its_rest() {
+        let mut source = held(2);
+        for input in [harvested(1), sent(2), placed(2)] {
+            source.handle(Duration::ZERO, input);
+        }
+        assert!(source.rests_until().is_some());
+        source.handle(Duration::ZERO, Input::SwitchOver);
+        assert_eq!(source.phase, Phase::Harvesting);
+    }
+
+    #[test]
+    fn one_that_is_let_go_before_it_is_held_is_not_held() {
+        let mut source = held(2);
+        source.handle(Duration::ZERO, Input::SwitchOver);
+        source.handle(Duration::ZERO, harvested(1));
+        assert_eq!(source.phase, Phase::Pausing);
+    }
+
+    /// Rounds during the hold do not count.
+    #[test]
+    fn limits_count_from_where_it_is_let_go() {
+        let mut source = held(3);
+        rounds_for(&mut source, 0..8);
+        source.handle(Duration::from_secs(8), Input::SwitchOver);
+        // More pages than fit the limit: a second and a third round are still allowed.
+        for round in [10, 11] {
+            source.handle(Duration::from_secs(9), harvested(1 << 20));
+            assert_eq!(source.phase, Phase::Sending, "round {round}");
+            source.handle(Duration::from_secs(9), sent(round));
+            source.handle(Duration::from_secs(9), placed(round));
+        }
+        source.handle(Duration::from_secs(9), harvested(1 << 20));
+        assert_eq!(source.phase, Phase::Done);
+    }
+
+    #[test]
+    fn other_limits_count_at_once() {
+        let mut config = SourceConfig::new("unused".into());
+        config.downtime_limit = Duration::from_millis(20);
+        let mut source = after_one_round(config);
+        let huge = || harvested(1 << 16);
+        source.handle(Duration::from_secs(1), huge());
+        assert_eq!(source.phase, Phase::Sending);
+        source.handle(Duration::from_secs(2), sent(2));
+        let change = Change { downtime_limit: Some(Duration::from_secs(60)), ..Change::default() };
+        source.handle(Duration::from_secs(2), Input::Change(change));
+        source.handle(Duration::from_secs(2), placed(2));
+        source.handle(Duration::from_secs(2), huge());
+        assert_eq!(source.phase, Phase::Pausing);
+        let forecasts: Vec<Verdict> = reports(&mut source)
+            .into_iter()
+            .filter_map(|report| match report {
+                Report::Forecast(forecast) => Some(forecast.verdict),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(forecasts.last(), Some(&Verdict::Fits));
+        assert_ne!(forecasts[0], Verdict::Fits);
+    }
+
+    #[test]
+    fn what_is_taken_from_the_guest_can_be_given_back() {
+        let mut config = SourceConfig::new("unused".into());
+        (config.downtime_limit, config.throttle) = (Duration::from_millis(20), 99);
+        let mut source = after_one_round(config);
+        for sequence in 2..6 {
+            source.handle(Duration::ZERO, harvested(1 << 16));
+            source.handle(Duration::ZERO, sent(sequence));
+            source.handle(Duration::ZERO, placed(sequence));
+        }
+        assert!(source.throttle.percent() > 0);
+        let _ = reports(&mut source);
+        let change = Change { throttle: Some(0), ..Change::default() };
+        source.handle(Duration::ZERO, Input::Change(change));
+        assert_eq!(reports(&mut source), [Report::Throttled { percent: 0 }]);
+        assert_eq!(source.throttle.percent(), 0);
+    }
+
+    #[test]
+    fn changes_out_of_range_are_refused() {
+        for (change, error) in [
+            (Change { throttle: Some(100), ..Change::default() }, ConfigError::Throttle(100)),
+            (Change { max_rounds: Some(0), ..Change::default() }, ConfigError::Rounds),
+            (
+                Change { max_bandwidth: Some(Some(1)), ..Change::default() },
+                ConfigError::Bandwidth(1),
+            ),
+        ] {
+            assert_eq!(change.check(), Err(error));
+        }
+        let all_off = Change { max_bandwidth: Some(None), throttle: Some(0), ..Change::default() };
+        assert_eq!(all_off.check(), Ok(()));
+    }
+}

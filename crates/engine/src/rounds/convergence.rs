@@ -1,0 +1,506 @@
+//! Decides when to hand over, by predicting the downtime after every harvest.
+
+use crate::config::{Limits, WhenStuck};
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use vmferry_memory::PAGE_SIZE;
+
+use crate::stats::forecast::{Forecast, Measures, NotConverging};
+use crate::vmm::StateEstimate;
+
+/// Round trips between the pause and the first instruction at the destination: one for the end of
+/// the last round with the state and READY, one for COMMIT and RUNNING.
+const ROUND_TRIPS: u32 = 2;
+
+/// Throughput assumed until a round has measured it: gigabit Ethernet.
+const ASSUMED_BYTES_PER_S: f64 = 117e6;
+
+/// A round with fewer bytes measures latency rather than the link.
+const MEASURABLE_BYTES: u64 = 1 << 20;
+
+/// Number of recent rounds of which the fastest gives the link's rate. One round during which the
+/// machine was slow does not decide, and this many do.
+const LINK_ROUNDS: usize = 8;
+
+/// A round counts as being as long as the previous one if it differs by less than this fraction.
+const REWRITTEN_PART: u64 = 20;
+
+/// The state right after a harvest, with the guest running.
+#[derive(Clone, Copy, Debug)]
+pub struct Harvest {
+    /// Rounds sent so far.
+    pub rounds: u32,
+    /// Time since the first round began.
+    pub elapsed: Duration,
+    /// Pages to send.
+    pub pending_pages: u64,
+    /// Time in which the guest dirtied these pages.
+    pub dirtied_in: Duration,
+}
+
+/// What to do after a harvest.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Decision {
+    /// Send the pages with the guest running.
+    AnotherRound,
+    /// Pause the guest and send the rest.
+    SwitchOver,
+    /// The migration can't finish within the limits.
+    GiveUp(Box<NotConverging>),
+}
+
+/// Measures the link and the guest, and predicts the downtime.
+#[derive(Clone, Debug)]
+pub struct Predictor {
+    limits: Limits,
+    round_trip: Duration,
+    /// Measurements of the last round.
+    measured: Measured,
+    /// Whether these are from a round of pages that were sent before.
+    measured_again: bool,
+    /// Pages with content in the last round.
+    round_pages: Option<u64>,
+    /// Bytes per second on the channels in each of the last rounds. Compressed rounds are bounded
+    /// by the processors too, so each value is a lower bound of the link's rate.
+    wire_rates: VecDeque<f64>,
+    max_bandwidth: Option<u64>,
+    state: StateEstimate,
+    /// For how long each of the last two harvests waited for devices.
+    device_waits: [Duration; 2],
+    throttle_percent: u8,
+}
+
+/// What a round tells about link and compression.
+#[derive(Clone, Copy, Debug)]
+struct Measured {
+    /// Pages with content.
+    pages_per_s: f64,
+    /// Bytes on the channels per page with content.
+    bytes_per_page: f64,
+}
+
+impl Predictor {
+    /// A predictor that has measured nothing yet.
+    #[must_use]
+    pub fn new(limits: Limits, max_bandwidth: Option<u64>) -> Self {
+        Self {
+            limits,
+            round_trip: Duration::ZERO,
+            measured: Measured {
+                pages_per_s: ASSUMED_BYTES_PER_S / PAGE_SIZE as f64,
+                bytes_per_page: PAGE_SIZE as f64,
+            },
+            measured_again: false,
+            round_pages: None,
+            wire_rates: VecDeque::with_capacity(LINK_ROUNDS),
+            max_bandwidth,
+            state: StateEstimate::default(),
+            device_waits: [Duration::ZERO; 2],
+            throttle_percent: 0,
+        }
+    }
+
+    /// Sets a new cap on the data channels, in bytes per second. Measurements under another cap are
+    /// kept until a round has been measured under this one, but are limited to the cap.
+    pub fn set_cap(&mut self, max_bandwidth: Option<u64>) {
+        self.max_bandwidth = max_bandwidth;
+    }
+
+    /// Replaces the limits.
+    pub fn set_limits(&mut self, limits: Limits) {
+        self.limits = limits;
+    }
+
+    /// Sets the present throttling of the vCPUs in per cent, for the verdict.
+    pub fn throttled(&mut self, percent: u8) {
+        self.throttle_percent = percent;
+    }
+
+    /// Records for how long a harvest waited for device requests: the switchover waits for such
+    /// requests too. The shorter wait of the last two harvests counts, so that a single slow
+    /// request does not decide.
+    pub fn waited_for_devices(&mut self, wait: Duration) {
+        self.device_waits = [self.device_waits[1], wait];
+    }
+
+    /// Sets the VMM's estimate of its state.
+    pub fn expect_state(&mut self, state: StateEstimate) {
+        self.state = state;
+    }
+
+    /// Records a measured round trip on the control channel.
+    pub fn measured_round_trip(&mut self, round_trip: Duration) {
+        self.round_trip = round_trip;
+    }
+
+    /// Records a round: its pages with content, their bytes on the channels, and the time until all
+    /// of them were placed. Later pages are assumed to compress as well as these if these had been
+    /// sent before, too.
+    pub fn measured_round(&mut self, content_pages: u64, wire_bytes: u64, took: Duration) {
+        let again = self.round_pages.replace(content_pages).is_some();
+        if content_pages * PAGE_SIZE as u64 >= MEASURABLE_BYTES {
+            let took = took.saturating_sub(self.round_trip).as_secs_f64();
+            if took > 0.0 {
+                self.measured = Measured {
+                    pages_per_s: content_pages as f64 / took,
+                    bytes_per_page: wire_bytes as f64 / content_pages as f64,
+                };
+                self.measured_again = again;
+                if self.wire_rates.len() == LINK_ROUNDS {
+                    self.wire_rates.pop_front();
+                }
+                self.wire_rates.push_back(wire_bytes as f64 / took);
+            }
+        } else if !took.is_zero() {
+            // Most of its time was latency, so the link carries at least this rate. This corrects
+            // the rate of a round that was slow for another reason when only short rounds follow.
+            let took = took.as_secs_f64();
+            self.measured.pages_per_s = self.measured.pages_per_s.max(content_pages as f64 / took);
+            if let Some(last) = self.wire_rates.back_mut() {
+                *last = last.max(wire_bytes as f64 / took);
+            }
+        }
+    }
+
+    /// The highest measured rate of the link in bytes per second, limited by the cap.
+    fn wire_bytes_per_s(&self) -> f64 {
+        let fastest = self.wire_rates.iter().copied().reduce(f64::max);
+        let capped = self.max_bandwidth.map_or(f64::INFINITY, |cap| cap as f64);
+        fastest.unwrap_or(ASSUMED_BYTES_PER_S).min(capped)
+    }
+
+    /// The present rate of migration, in bytes of whole pages per second.
+    #[must_use]
+    pub fn link_bytes_per_s(&self) -> f64 {
+        let Measured { pages_per_s, bytes_per_page } = self.measured;
+        let capped = self.max_bandwidth.map_or(f64::INFINITY, |cap| cap as f64 / bytes_per_page);
+        pages_per_s.min(capped) * PAGE_SIZE as f64
+    }
+
+    /// The predicted downtime if the guest were paused now with this number of pages to send.
+    ///
+    /// The pages that are written all the time seldom compress like the rest of memory. Text that
+    /// compresses ten to one around an incompressible working set led to five times the predicted
+    /// downtime. So pages are assumed to be incompressible until a round of pages that were sent
+    /// before has been measured.
+    #[must_use]
+    pub fn predict(&self, pending_pages: u64) -> Duration {
+        let bytes = pending_pages as f64 * PAGE_SIZE as f64;
+        let shrinks = if self.measured_again { 1.0 } else { self.compression_ratio().max(1.0) };
+        self.fixed_cost()
+            + Duration::from_secs_f64(bytes * shrinks / self.link_bytes_per_s().max(1.0))
+    }
+
+    fn compression_ratio(&self) -> f64 {
+        PAGE_SIZE as f64 / self.measured.bytes_per_page.max(1.0)
+    }
+
+    /// Decides what to do after a harvest.
+    #[must_use]
+    pub fn decide(&self, harvest: Harvest) -> Decision {
+        let predicted = self.predict(harvest.pending_pages);
+        if predicted <= self.limits.downtime {
+            return Decision::SwitchOver;
+        }
+        let out_of_time = self.limits.time.is_some_and(|limit| harvest.elapsed >= limit);
+        let hopeless = self.fixed_cost() > self.limits.downtime && harvest.rounds >= 2;
+        if harvest.rounds < self.limits.rounds && !out_of_time && !hopeless {
+            return Decision::AnotherRound;
+        }
+        match self.limits.when_stuck {
+            WhenStuck::SwitchOver => Decision::SwitchOver,
+            WhenStuck::Refuse => {
+                let measures = self.measures(harvest, predicted);
+                Decision::GiveUp(Box::new(NotConverging { measures }))
+            }
+        }
+    }
+
+    /// The forecast after a harvest. `may_throttle` says whether the vCPUs can be throttled
+    /// further.
+    #[must_use]
+    pub fn forecast(&self, harvest: Harvest, may_throttle: bool) -> Forecast {
+        let measures = self.measures(harvest, self.predict(harvest.pending_pages));
+        Forecast::new(&measures, harvest.pending_pages, self.round_pages, may_throttle)
+    }
+
+    fn fixed_cost(&self) -> Duration {
+        // The state is sent uncompressed, on the control channel.
+        let transfer = self.state.bytes as f64 / self.wire_bytes_per_s().max(1.0);
+        let [before, last] = self.device_waits;
+        self.state.handling
+            + before.min(last)
+            + self.round_trip * ROUND_TRIPS
+            + Duration::from_secs_f64(transfer)
+    }
+
+    fn measures(&self, harvest: Harvest, predicted: Duration) -> Measures {
+        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+        let dirtied_bytes = harvest.pending_pages as f64 * PAGE_SIZE as f64;
+        Measures {
+            rounds: harvest.rounds,
+            elapsed_ms: ms(harvest.elapsed),
+            dirty_bytes_per_s: dirtied_bytes / harvest.dirtied_in.as_secs_f64().max(1e-6),
+            link_bytes_per_s: self.link_bytes_per_s(),
+            compression_ratio: self.compression_ratio(),
+            throttle_percent: self.throttle_percent,
+            max_bandwidth: self.max_bandwidth,
+            pending_bytes: dirtied_bytes,
+            rewrites_all: self.round_pages.is_some_and(|before| {
+                harvest.pending_pages.abs_diff(before) <= before / REWRITTEN_PART
+            }),
+            predicted_downtime_ms: ms(predicted),
+            downtime_limit_ms: ms(self.limits.downtime),
+            fixed_cost_ms: ms(self.fixed_cost()),
+            state_bytes: self.state.bytes,
+        }
+    }
+}
+
+/// The throttling of the vCPUs when the guest writes faster than the link carries.
+///
+/// QEMU's auto-converge begins with 20 % and adds 10 % at a time up to 99 % (`migration/ram.c`,
+/// `mig_throttle_guest_down`). Here a step is 20 %, because each step follows a measured round
+/// rather than a fixed period.
+#[derive(Clone, Copy, Debug)]
+pub struct Throttle {
+    most: u8,
+    percent: u8,
+    pages_before: Option<u64>,
+}
+
+/// The increment of one step, in per cent.
+const THROTTLE_STEP: u8 = 20;
+
+impl Throttle {
+    /// Throttles up to `most` per cent; 0 never throttles.
+    #[must_use]
+    pub fn new(most: u8) -> Self {
+        Self { most, percent: 0, pages_before: None }
+    }
+
+    /// The present setting in per cent.
+    #[must_use]
+    pub fn percent(&self) -> u8 {
+        self.percent
+    }
+
+    /// The upper limit in per cent.
+    #[must_use]
+    pub fn most(&self) -> u8 {
+        self.most
+    }
+
+    /// Whether the throttling can be increased.
+    #[must_use]
+    pub fn has_more(&self) -> bool {
+        self.percent < self.most
+    }
+
+    /// Changes the upper limit to `most` per cent, and returns the new setting if it must change.
+    pub fn set_most(&mut self, most: u8) -> Option<u8> {
+        self.most = most;
+        (self.percent > most).then(|| {
+            self.percent = most;
+            most
+        })
+    }
+
+    /// Processes a harvest that another round follows, and returns the new setting if it must
+    /// change: it increases when a round left more than three quarters of what the previous round
+    /// had to send.
+    pub fn next(&mut self, pending_pages: u64) -> Option<u8> {
+        let stuck = self
+            .pages_before
+            .replace(pending_pages)
+            .is_some_and(|before| pending_pages > before - before / 4);
+        if !stuck || self.percent >= self.most {
+            return None;
+        }
+        self.percent = self.percent.saturating_add(THROTTLE_STEP).min(self.most);
+        Some(self.percent)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn limits() -> Limits {
+        Limits {
+            downtime: Duration::from_millis(300),
+            rounds: 5,
+            time: None,
+            when_stuck: WhenStuck::Refuse,
+        }
+    }
+
+    fn harvest(rounds: u32, pending_pages: u64) -> Harvest {
+        Harvest {
+            rounds,
+            elapsed: Duration::from_secs(1),
+            pending_pages,
+            dirtied_in: Duration::from_secs(1),
+        }
+    }
+
+    #[test]
+    fn hands_over_when_the_rest_fits_the_limit() {
+        let mut predictor = Predictor::new(limits(), None);
+        predictor.measured_round(25_600, 100 << 20, Duration::from_millis(1000));
+        // 100 MiB/s carries 29.6 MiB in 296 ms.
+        assert_eq!(predictor.decide(harvest(1, 7500)), Decision::SwitchOver);
+        assert_eq!(predictor.decide(harvest(1, 7700)), Decision::AnotherRound);
+    }
+
+    #[test]
+    fn a_cap_bounds_the_throughput_that_is_believed() {
+        let mut predictor = Predictor::new(limits(), Some(1 << 20));
+        predictor.measured_round(25_600, 100 << 20, Duration::from_millis(10));
+        assert_eq!(predictor.link_bytes_per_s(), f64::from(1 << 20));
+    }
+
+    #[test]
+    fn what_compression_saves_is_counted() {
+        let mut predictor = Predictor::new(limits(), Some(10_000_000));
+        // 256,000,000 bytes of pages in 64,000,000 on the wire, in 6.4 s.
+        predictor.measured_round(62_500, 64_000_000, Duration::from_millis(6400));
+        assert_eq!(predictor.link_bytes_per_s(), 40e6);
+        predictor.set_cap(Some(5_000_000));
+        assert_eq!(predictor.link_bytes_per_s(), 20e6);
+        predictor.set_cap(None);
+        assert_eq!(predictor.link_bytes_per_s(), 40e6, "until another round is measured");
+        predictor.throttled(40);
+        let Decision::GiveUp(why) = predictor.decide(harvest(5, 1 << 20)) else { panic!() };
+        let text = why.to_string();
+        assert!(
+            text.contains("compressed 4.0 to 1") && text.contains("40 % of its time"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn what_all_of_memory_shrinks_to_is_not_believed_of_what_is_written_all_the_time() {
+        let mut predictor = Predictor::new(limits(), None);
+        // Text that compresses ten to one: 10 MB/s on the link for 100 MB/s of pages.
+        predictor.measured_round(50_000, 20_480_000, Duration::from_secs(2));
+        assert_eq!(predictor.predict(2500), Duration::from_millis(4 + 1000));
+        // Incompressible pages at 10 MB/s.
+        predictor.measured_round(2500, 10_240_000, Duration::from_secs(1));
+        assert_eq!(predictor.predict(2500), Duration::from_millis(4 + 1000));
+        // These pages compress two to one after all.
+        predictor.measured_round(2500, 5_120_000, Duration::from_millis(500));
+        assert_eq!(predictor.predict(2500), Duration::from_millis(4 + 500));
+    }
+
+    #[test]
+    fn small_rounds_do_not_teach_throughput() {
+        let mut predictor = Predictor::new(limits(), None);
+        let before = predictor.link_bytes_per_s();
+        predictor.measured_round(2, 8192, Duration::from_millis(5));
+        assert_eq!(predictor.link_bytes_per_s(), before);
+    }
+
+    /// A guest whose pages are sent as deltas. The slow round is not evidence about the link.
+    #[test]
+    fn one_slow_round_does_not_decide_what_the_handover_takes() {
+        let mut predictor = Predictor::new(limits(), None);
+        predictor
+            .expect_state(StateEstimate { bytes: 350_000, handling: Duration::from_millis(15) });
+        predictor.measured_round(16_384, 16_384 * 4096, Duration::from_millis(600));
+        // 1 MB of deltas in 1.3 s, while the machine was busy.
+        predictor.measured_round(16_384, 1_000_000, Duration::from_millis(1300));
+        assert!(predictor.fixed_cost() < Duration::from_millis(30), "{predictor:?}");
+        assert_eq!(predictor.decide(harvest(2, 200)), Decision::SwitchOver);
+        // The low rate counts once all recent rounds have shown it.
+        for _ in 0..LINK_ROUNDS {
+            predictor.measured_round(16_384, 1_000_000, Duration::from_millis(1300));
+        }
+        assert!(predictor.fixed_cost() > Duration::from_millis(400), "{predictor:?}");
+        assert!(matches!(predictor.decide(harvest(3, 200)), Decision::GiveUp(_)));
+    }
+
+    /// The rounds after the slow one are too short to measure, and each shows that the link carries
+    /// more.
+    #[test]
+    fn slow_round_is_not_believed_for_ever_when_short_ones_follow() {
+        let mut predictor = Predictor::new(limits(), None);
+        predictor
+            .expect_state(StateEstimate { bytes: 350_000, handling: Duration::from_millis(15) });
+        predictor.measured_round(500, 500 * 4096, Duration::from_secs(4));
+        assert_eq!(predictor.decide(harvest(1, 200)), Decision::AnotherRound);
+        predictor.measured_round(200, 200 * 4096, Duration::from_millis(10));
+        assert_eq!(predictor.decide(harvest(2, 200)), Decision::SwitchOver);
+        // A slower short round is evidence of latency only.
+        predictor.measured_round(1, 4096, Duration::from_millis(10));
+        assert_eq!(predictor.decide(harvest(3, 200)), Decision::SwitchOver);
+    }
+
+    #[test]
+    fn gives_up_in_words_after_the_last_round() {
+        let predictor = Predictor::new(limits(), None);
+        let Decision::GiveUp(why) = predictor.decide(harvest(5, 1 << 20)) else {
+            panic!("must give up")
+        };
+        let text = why.to_string();
+        assert!(text.contains("after 5 rounds"), "{text}");
+        assert!(text.contains("allow a downtime of"), "{text}");
+    }
+
+    #[test]
+    fn a_limit_below_the_fixed_cost_is_refused_early_and_said() {
+        let mut limits = limits();
+        limits.downtime = Duration::from_micros(1);
+        let predictor = Predictor::new(limits, None);
+        assert_eq!(predictor.decide(harvest(1, 0)), Decision::AnotherRound);
+        let Decision::GiveUp(why) = predictor.decide(harvest(2, 0)) else { panic!() };
+        assert!(why.to_string().contains("the handover itself takes"));
+    }
+
+    #[test]
+    fn a_large_state_counts_and_is_named() {
+        let mut predictor = Predictor::new(limits(), Some(10_000_000));
+        let state = StateEstimate { bytes: 16_000_000, handling: Duration::from_millis(15) };
+        predictor.expect_state(state);
+        assert_eq!(predictor.predict(0), Duration::from_millis(1615));
+        let Decision::GiveUp(why) = predictor.decide(harvest(2, 0)) else { panic!() };
+        assert!(why.to_string().contains("16.0 MB of device state"), "{why}");
+    }
+
+    #[test]
+    fn predictor_counts_waits_for_devices_unless_only_one_was_long() {
+        let mut predictor = Predictor::new(limits(), None);
+        let before = predictor.predict(0);
+        let [short, long] = [2, 400].map(Duration::from_millis);
+        for (wait, counts) in [(long, Duration::ZERO), (short, short), (long, short), (long, long)]
+        {
+            predictor.waited_for_devices(wait);
+            assert_eq!(predictor.predict(0), before + counts);
+        }
+        let Decision::GiveUp(why) = predictor.decide(harvest(2, 0)) else { panic!() };
+        assert!(why.measures.predicted_downtime_ms >= 400.0, "{why}");
+    }
+
+    #[test]
+    fn a_guest_that_outruns_the_link_is_throttled_step_by_step() {
+        let mut throttle = Throttle::new(50);
+        assert_eq!(throttle.next(1000), None, "nothing to compare with");
+        assert_eq!(throttle.next(500), None, "it converges");
+        assert_eq!(throttle.next(400), Some(20));
+        assert_eq!(throttle.next(400), Some(40));
+        assert_eq!(throttle.next(200), None);
+        assert_eq!(throttle.next(200), Some(50));
+        assert_eq!(throttle.next(200), None, "the most that is allowed");
+        let mut never = Throttle::new(0);
+        assert_eq!((never.next(9), never.next(9)), (None, None));
+    }
+
+    #[test]
+    fn switches_over_anyway_when_told_to() {
+        let mut limits = limits();
+        limits.when_stuck = WhenStuck::SwitchOver;
+        let predictor = Predictor::new(limits, None);
+        assert_eq!(predictor.decide(harvest(5, 1 << 20)), Decision::SwitchOver);
+    }
+}

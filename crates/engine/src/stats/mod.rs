@@ -1,0 +1,7 @@
+//! What a migration reports: its statistics, and forecasts on the way.
+
+pub mod forecast;
+
+pub use vmferry_api::{
+    DestinationStats, DowntimeStats, FrameReasons, PageCounts, RoundStats, SourceStats,
+};

@@ -1,0 +1,143 @@
+//! Carried guests: their VMM runs its own migration, whose byte streams this engine transports.
+//!
+//! Such a VMM reads its guest's memory itself and decides what to send again and when to stop the
+//! guest. The engine reads the bytes from local sockets, recognizes the pages in them to encode
+//! them, transports them over the lanes of a session, and writes exactly the same bytes into the
+//! sockets of a VMM at the destination. The handover is the same as for any guest: the VMM waits
+//! when it has paused the guest, and the VMM at the destination does not run it before COMMIT.
+
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+use vmferry_handover::{Resume, VmError};
+
+use super::{GuestDescription, StateEstimate};
+
+pub use vmferry_codec::PageMark;
+
+/// What a [`Recogniser`] finds in a part of a stream.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Marks {
+    /// Pages with content, in the order of the stream.
+    pub pages: Vec<PageMark>,
+    /// Pages that the stream marks as zero.
+    pub zero_pages: u64,
+}
+
+impl Marks {
+    /// Removes everything.
+    pub fn clear(&mut self) {
+        self.pages.clear();
+        self.zero_pages = 0;
+    }
+}
+
+/// Finds the pages in a VMM's stream. The stream arrives at the destination byte by byte unchanged,
+/// whatever is found: a page that is not recognized is transported as plain bytes.
+pub trait Recogniser: Send + 'static {
+    /// Parses the next bytes of the stream, starting after those that earlier calls consumed.
+    /// Appends the pages found to `marks`, with offsets from the beginning of `bytes`, and returns
+    /// the number of bytes consumed, which is a number of whole records. Bytes that are not
+    /// consumed are passed again with more data after them. Of [`LONGEST_RECORD`] bytes at least
+    /// one must be consumed. A recognizer that consumes nothing of far more bytes is not called
+    /// again, and the rest of its stream is transported as plain bytes.
+    fn look(&mut self, bytes: &[u8], marks: &mut Marks) -> usize;
+}
+
+/// Upper limit of the bytes that a recognizer leaves unconsumed.
+pub const LONGEST_RECORD: usize = 16 << 10;
+
+/// One of the byte streams of a VMM.
+pub struct OutgoingStream {
+    /// The socket to read from. The VMM closes its end after the last byte.
+    pub socket: UnixStream,
+    /// Finds the pages in the stream.
+    pub recogniser: Box<dyn Recogniser>,
+}
+
+/// An event of a VMM's own migration.
+#[derive(Debug)]
+pub enum StreamEvent {
+    /// A pass over the guest's memory begins: the first one, or one over the pages written since.
+    Pass {
+        /// Its number, from 1.
+        number: u32,
+        /// Pages to send.
+        pages: u64,
+        /// The rate at which the guest dirties pages, in pages per second; 0 if it is not known
+        /// yet.
+        dirty_pages_per_s: f64,
+    },
+    /// The guest is paused, and the VMM waits for [`StreamedVm::finish`].
+    Stopped {
+        /// For how long the guest has been paused.
+        stood_still: Duration,
+        /// The downtime that the VMM expects.
+        expected_downtime: Duration,
+    },
+    /// The VMM has sent the last byte.
+    Completed,
+    /// The VMM has aborted its migration. The guest runs, or can be resumed.
+    Failed(VmError),
+}
+
+/// Callback for a VMM's events. May be called from any thread.
+pub type StreamEvents = Box<dyn Fn(StreamEvent) + Send + Sync>;
+
+/// A running carried guest at the source, as the engine uses it.
+///
+/// The engine never shuts down the sockets of the streams. When it aborts a migration it stops
+/// reading them and calls [`resume`](Resume::resume). If the VMM blocks on its output, `resume`
+/// must drain it through its own duplicates of the sockets.
+pub trait StreamedVm: Resume {
+    /// Describes the guest. Called once, before anything is sent. The layout is that of the VMM's
+    /// memory blocks, which [`PageMark`]s refer to.
+    fn describe(&self) -> GuestDescription;
+
+    /// The VMM and its release, such as `QEMU 10.0.2`, for messages about incompatible releases.
+    /// Empty by default.
+    fn release(&self) -> String {
+        String::new()
+    }
+
+    /// The number of streams. Each is transported on one lane.
+    fn streams(&self) -> u8;
+
+    /// The cost of stopping and starting the guest, without memory.
+    fn state_estimate(&self) -> StateEstimate {
+        StateEstimate::default()
+    }
+
+    /// Starts the VMM's own migration and returns its streams, in the order in which the
+    /// destination's VMM expects them. The VMM must stop the guest when the remaining data can be
+    /// sent within `downtime`, and then wait.
+    ///
+    /// # Errors
+    /// The VMM refuses. The guest runs on.
+    fn begin(
+        &mut self,
+        downtime: Duration,
+        events: StreamEvents,
+    ) -> Result<Vec<OutgoingStream>, VmError>;
+
+    /// Changes the downtime limit: from now on the VMM stops the guest when the remaining data can
+    /// be sent within `downtime`.
+    ///
+    /// # Errors
+    /// The VMM's error. Nothing has changed then.
+    fn set_downtime(&mut self, downtime: Duration) -> Result<(), VmError>;
+
+    /// Lets the VMM, which has stopped the guest, send the remaining data.
+    /// [`StreamEvent::Completed`] follows.
+    ///
+    /// # Errors
+    /// The VMM's error. The guest stays paused.
+    fn finish(&mut self) -> Result<(), VmError>;
+
+    /// Allows the VMM to throttle the guest's vCPUs by its own means, down to `100 - percent` per
+    /// cent of their time, while the guest writes faster than the link can send. Called before
+    /// [`begin`](Self::begin).
+    ///
+    /// # Errors
+    /// This VMM can't throttle.
+    fn allow_throttling(&mut self, percent: u8) -> Result<(), VmError>;
+}

@@ -1,0 +1,330 @@
+//! Whole migrations with every encoding of pages, and with its possible failures at the source.
+
+use std::time::Duration;
+
+use crate::support::compressors::{Gate, breaking};
+use crate::support::content::{let_work_between_rounds, mixed_guest, random_guest, text_guest};
+use crate::support::{DestinationGuest, Scenario, SourceGuest, kept, nothing, owned, test_all};
+use vmferry::ErrorClass;
+use vmferry::config::ConfigError;
+use vmferry::config::WhenStuck;
+use vmferry::config::compression::{
+    CompressionConfig, CompressionWay, DEFAULT_DELTA_MEMORY, WhenBusy,
+};
+use vmferry::source::{Change, Orders, SourceOutcome};
+use vmferry::stats::{FrameReasons, PageCounts, SourceStats};
+use vmferry::{MigrateError, SourceConfig, chain};
+use vmferry_codec::{CompressError, Compressors, EncodeError, Method};
+
+const WAYS: [&str; 7] = ["none", "delta", "zlib:1", "lz4", "zstd:1", "zstd:3", "auto"];
+
+struct Case {
+    way: &'static str,
+    workers: u8,
+    channels: u8,
+    delta_memory: u64,
+}
+
+/// All cases, or a subset with each encoding and each parameter value.
+fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (index, way) in WAYS.into_iter().enumerate() {
+        for bits in 0..8 {
+            let pick = |bit: usize| bits >> bit & 1;
+            let (workers, channels) = ([1, 3][pick(0)], [1, 3][pick(1)]);
+            let delta_memory = [DEFAULT_DELTA_MEMORY, 0][pick(2)];
+            // Each encoding with deltas by default, and some without.
+            if test_all() || bits == index % 4 || bits == index + 2 {
+                cases.push(Case { way, workers, channels, delta_memory });
+            }
+        }
+    }
+    cases
+}
+
+#[test]
+fn a_guest_arrives_whole_in_every_way() {
+    for (number, case) in cases().into_iter().enumerate() {
+        let scenario = Scenario::new();
+        let mut scenario = if number % 2 == 0 { scenario } else { scenario.over_tcp() };
+        scenario.source.channels = case.channels;
+        scenario.source.compression = CompressionConfig {
+            way: case.way.parse().unwrap(),
+            workers: Some(case.workers),
+            delta_memory: case.delta_memory,
+            ..CompressionConfig::default()
+        };
+        scenario.destination.workers = Some(case.workers);
+        // Two rounds with the guest running and one with it paused: a page is kept when it is sent
+        // for the second time, and is sent as a delta after that.
+        scenario.source.downtime_limit = Duration::ZERO;
+        let vm = mixed_guest(600);
+        let guest = vm.guest.clone();
+        let (outcome, received) = scenario.run(vm, DestinationGuest::default(), |report| {
+            let_work_between_rounds(&guest, report);
+        });
+        let stats = given(outcome);
+        assert_eq!((stats.digest_match, stats.verify_match), (Some(true), Some(true)));
+        check_statistics(&case, &stats);
+        let there = owned(received).vm.guest.unwrap();
+        there.wait_for_work();
+        there.pause();
+    }
+}
+
+fn given(outcome: SourceOutcome<SourceGuest>) -> SourceStats {
+    match outcome {
+        SourceOutcome::Given { stats, .. } => *stats,
+        SourceOutcome::Kept { error, .. } => panic!("kept: {}", chain(&error)),
+    }
+}
+
+/// The pages were encoded as configured, and all of them are counted.
+fn check_statistics(case: &Case, stats: &SourceStats) {
+    let (mut pages, mut frames) = (PageCounts::default(), FrameReasons::default());
+    for round in &stats.rounds {
+        assert_eq!(round.encoded.zero + round.encoded.content(), round.pages, "{round:?}");
+        assert_eq!(round.encoded.zero, round.zero_pages);
+        pages.add(&round.encoded);
+        frames.add(&round.frames);
+    }
+    let name = format!("{} {} {} {}", case.way, case.workers, case.channels, case.delta_memory);
+    assert_eq!(stats.encoded, pages, "{name}");
+    assert_eq!(stats.compression, case.way);
+    assert!(stats.rounds.len() >= 3 && pages.zero > 0, "{name}: {stats:?}");
+    let FrameReasons { fixed, best, waiting, trial } = frames;
+    let of_algorithms = [pages.zlib, pages.lz4, pages.zstd];
+    let deltas = case.delta_memory > 0;
+    match case.way.parse().unwrap() {
+        CompressionWay::Off => {
+            assert_eq!((pages.raw, pages.delta), (pages.content(), 0), "{name}");
+            assert_eq!((pages.random, pages.grown), (0, 0), "{name}: none was tried");
+        }
+        CompressionWay::Delta => {
+            assert_eq!((of_algorithms, pages.delta > 0), ([0; 3], deltas), "{name}");
+            assert!(pages.raw > 0);
+        }
+        CompressionWay::Fixed(method) => {
+            let mut own = [false; 3];
+            own[usize::from(method.algorithm().number()) - 1] = true;
+            // In the order of the algorithms' numbers.
+            let by_number = [pages.zlib, pages.zstd, pages.lz4];
+            assert_eq!(by_number.map(|pages| pages > 0), own, "{name}: {pages:?}");
+            assert_eq!(pages.delta > 0, deltas, "{name}: {pages:?}");
+            assert!(pages.random > 0, "{name}: {pages:?}");
+        }
+        CompressionWay::Auto => {
+            // On a link without a cap deltas may not be worthwhile.
+            assert!(deltas || pages.delta == 0, "{name}: {pages:?}");
+            assert!(fixed == 0 && best + waiting + trial > 0, "{name}: {frames:?}");
+            return;
+        }
+    }
+    assert!(fixed > 0 && best + trial == 0, "{name}: {frames:?}");
+    let may_wait = matches!(case.way.parse(), Ok(CompressionWay::Fixed(_)));
+    assert!(may_wait || waiting == 0, "{name}: {frames:?}");
+}
+
+#[test]
+fn a_compressor_that_fails_leaves_the_guest_running_and_is_named() {
+    let none = Compressors::new(|method| {
+        let reason = "no card in this host".to_owned();
+        Err(CompressError::Unavailable { method, reason })
+    });
+    for (compressors, says) in [
+        (breaking(1), "the card is on fire"),
+        (breaking(7), "the card is on fire"),
+        (none, "no card in this host"),
+    ] {
+        let mut scenario = Scenario::new();
+        scenario.source.compression.way = CompressionWay::Fixed(Method::zstd(1));
+        // Otherwise the later calls might never happen.
+        scenario.source.compression.when_busy = WhenBusy::Wait;
+        scenario.source.compression.compressors = compressors;
+        let (outcome, received) =
+            scenario.run(text_guest(1000, 300), DestinationGuest::default(), |_| {});
+        let (vm, error) = kept(outcome);
+        vm.guest.wait_for_work();
+        assert_eq!(error.class(), ErrorClass::Internal);
+        let MigrateError::Compression { source, .. } = &error else { panic!("{error}") };
+        let source = source.downcast_ref::<EncodeError>().unwrap();
+        let said = chain(&error);
+        for part in ["lane ", "slot 0", &format!("page {} of", source.page), "zstd:1", says] {
+            assert!(said.contains(part), "{part}: {said}");
+        }
+        assert!(source.page < 1000, "{said}");
+        let ended = nothing(received);
+        assert_eq!(ended.class(), ErrorClass::Internal);
+        assert!(chain(&ended).contains("compression failed on lane"), "{}", chain(&ended));
+        // The same guest can be migrated later.
+        let mut scenario = Scenario::new();
+        scenario.source.compression.way = CompressionWay::Fixed(Method::zstd(1));
+        let (outcome, received) = scenario.run(vm, DestinationGuest::default(), |_| {});
+        assert_eq!(given(outcome).verify_match, Some(true));
+        owned(received).vm.guest.unwrap().pause();
+    }
+}
+
+#[test]
+fn with_wait_nothing_goes_until_the_compressors_have_done_it() {
+    let gate = Gate::default();
+    let mut scenario = Scenario::new();
+    scenario.source.compression = CompressionConfig {
+        way: CompressionWay::Fixed(Method::lz4()),
+        when_busy: WhenBusy::Wait,
+        workers: Some(2),
+        compressors: gate.holds_all(),
+        ..CompressionConfig::default()
+    };
+    let orders = scenario.orders.clone();
+    let stats = std::thread::scope(|scope| {
+        let held = scope.spawn(|| {
+            gate.await_waiting(2);
+            let sent = orders.progress().sent_content_pages;
+            gate.open(usize::MAX);
+            sent
+        });
+        let (outcome, received) =
+            scenario.run(text_guest(1000, 300), DestinationGuest::default(), |_| {});
+        owned(received).vm.guest.unwrap().pause();
+        assert_eq!(held.join().unwrap(), 0, "both workers were held with the first frames");
+        given(outcome)
+    });
+    assert_eq!(stats.encoded.raw, stats.encoded.grown, "{:?}", stats.encoded);
+    assert!(stats.rounds.iter().all(|round| round.frames.waiting == 0));
+}
+
+/// One worker is blocked for as long as the other one takes for the rest of the round.
+#[test]
+fn a_compressor_that_hangs_holds_up_nothing_but_its_frame() {
+    let gate = Gate::default();
+    let mut scenario = Scenario::new();
+    scenario.source.channels = 2;
+    scenario.source.compression = CompressionConfig {
+        way: CompressionWay::Fixed(Method::lz4()),
+        when_busy: WhenBusy::Raw,
+        workers: Some(2),
+        compressors: gate.holds_first(),
+        ..CompressionConfig::default()
+    };
+    let orders = scenario.orders.clone();
+    let stats = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            gate.await_waiting(1);
+            // All but one frame of 64 pages, including those of its own lane.
+            while orders.progress().sent_content_pages < 1024 - 64 {
+                std::thread::yield_now();
+            }
+            gate.open(usize::MAX);
+        });
+        let (outcome, received) =
+            scenario.run(text_guest(1024, 300), DestinationGuest::default(), |_| {});
+        owned(received).vm.guest.unwrap().pause();
+        given(outcome)
+    });
+    assert_eq!((stats.digest_match, stats.verify_match), (Some(true), Some(true)));
+}
+
+fn capped(cap: Option<u64>) -> Change {
+    Change { max_bandwidth: Some(cap), ..Change::default() }
+}
+
+#[test]
+fn a_cap_can_be_lifted_under_way() {
+    let mut scenario = Scenario::new();
+    // Under this cap the migration would take minutes.
+    scenario.source.max_bandwidth = Some(64 << 10);
+    scenario.source.compression.way = CompressionWay::Off;
+    let orders = scenario.orders.clone();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while orders.progress().sent_bytes == 0 {
+                std::thread::yield_now();
+            }
+            let refused = orders.change(capped(Some((64 << 10) - 1)));
+            assert_eq!(refused, Err(ConfigError::Bandwidth((64 << 10) - 1)));
+            orders.change(capped(None)).unwrap();
+        });
+        let (outcome, received) =
+            scenario.run(mixed_guest(100), DestinationGuest::default(), |_| {});
+        assert_eq!(given(outcome).verify_match, Some(true));
+        owned(received).vm.guest.unwrap().pause();
+    });
+}
+
+#[test]
+fn settings_out_of_range_are_refused_before_anything_happens() {
+    let refused = Orders::new().change(capped(Some(1)));
+    assert_eq!(refused, Err(ConfigError::Bandwidth(1)));
+    type Setting = fn(&mut SourceConfig);
+    let changes: [(Setting, &str); 4] = [
+        (|config| config.max_bandwidth = Some((64 << 10) - 1), "65535 bytes/s is below 64 KiB/s"),
+        (|config| config.compression.workers = Some(0), "0 workers"),
+        (|config| config.channels = 17, "17 channels"),
+        (|config| config.max_rounds = 0, "at least one round"),
+    ];
+    for (change, says) in changes {
+        let mut scenario = Scenario::new();
+        change(&mut scenario.source);
+        // The destination is never contacted.
+        scenario.stop.stop();
+        let (outcome, received) =
+            scenario.run(text_guest(10, 10), DestinationGuest::default(), |_| {});
+        let (vm, error) = kept(outcome);
+        assert!(chain(&error).contains(says), "{error}");
+        nothing(received);
+        vm.guest.wait_for_work();
+        vm.guest.pause();
+    }
+}
+
+/// The hot pages take over half a second uncompressed, and almost no time as deltas.
+#[test]
+fn what_does_not_converge_raw_converges_with_auto() {
+    let attempt = |way| {
+        let mut scenario = Scenario::new();
+        scenario.source.compression.way = way;
+        scenario.source.when_stuck = WhenStuck::Refuse;
+        scenario.source.max_bandwidth = Some(1 << 20);
+        // The rewritten pages take 1170 ms uncompressed.
+        scenario.source.downtime_limit = Duration::from_millis(450);
+        scenario.source.max_rounds = 3;
+        let vm = random_guest(300);
+        let guest = vm.guest.clone();
+        scenario.run(vm, DestinationGuest::default(), |report| {
+            let_work_between_rounds(&guest, report);
+        })
+    };
+    let (outcome, received) = attempt(CompressionWay::Off);
+    let (vm, error) = kept(outcome);
+    assert_eq!(error.class(), ErrorClass::NotConverging, "{error}");
+    vm.guest.wait_for_work();
+    vm.guest.pause();
+    nothing(received);
+
+    let (outcome, received) = attempt(CompressionWay::Auto);
+    let stats = given(outcome);
+    assert!(stats.encoded.delta > 0 && stats.verify_match == Some(true), "{stats:?}");
+    owned(received).vm.guest.unwrap().pause();
+}
+
+#[test]
+fn a_page_that_the_log_forgets_is_found_behind_compression_and_deltas() {
+    for way in [CompressionWay::Delta, CompressionWay::Fixed(Method::zstd(1))] {
+        let mut scenario = Scenario::new();
+        scenario.source.compression.way = way;
+        scenario.source.downtime_limit = Duration::ZERO;
+        let (outcome, received) = scenario.run_forgetful(mixed_guest(500));
+        let (vm, error) = match outcome {
+            SourceOutcome::Kept { vm, error, stats } => {
+                assert!(stats.encoded.delta > 0, "{stats:?}");
+                (vm, error)
+            }
+            SourceOutcome::Given { .. } => panic!("{way}: not found"),
+        };
+        assert!(matches!(error, MigrateError::VerifyMismatch { .. }), "{error}");
+        vm.guest.wait_for_work();
+        vm.guest.pause();
+        assert_eq!(nothing(received).class(), ErrorClass::Corrupt);
+    }
+}

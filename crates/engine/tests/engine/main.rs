@@ -1,0 +1,13 @@
+//! Tests of the whole engine: migrations of guests that write continuously, under all kinds of
+//! failures.
+
+mod compression;
+mod damage;
+mod free_pages;
+mod hostile;
+mod migration;
+mod reconnect;
+mod streams;
+mod support;
+mod upgrade;
+mod verify;

@@ -1,0 +1,490 @@
+//! A guest without a VMM for tests of the engine: threads that write memory, tracked by
+//! userfaultfd, over real channels.
+
+#![allow(dead_code, reason = "each test uses a part of it")]
+
+pub mod compressors;
+pub mod content;
+pub mod cutter;
+pub mod relay;
+pub mod streamer;
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use streamer::Streamer;
+use vmferry::destination::{Owned, Received, Stop, receive};
+use vmferry::source::{Orders, Report, SourceOutcome, migrate, migrate_streamed};
+use vmferry::vmm::free_pages::FreePages;
+use vmferry::{
+    DestinationConfig, DestinationVm, GuestDescription, Landing, PrepareError, Resume,
+    SourceConfig, SourceVm, VmError,
+};
+use vmferry_dirty::{DirtyLog, DirtyLogError, UffdLog};
+use vmferry_memory::{GuestBytes, GuestMemory, MemoryKind, PAGE_SIZE, PageSet, SlotId, SlotLayout};
+use vmferry_net_lab::{Namespaces, enter};
+use vmferry_transport::{Address, Dialer, Listener, TlsIdentity};
+use vmferry_wire::GuestIdentity;
+
+pub const PAGES: u64 = 4096;
+
+/// Threads that rewrite memory. Page `n` has a count that only increases and is written by one
+/// thread.
+#[derive(Clone)]
+pub struct Guest {
+    pub memory: GuestMemory,
+    run: Arc<Mutex<Option<Run>>>,
+    /// Passes of each thread over all of its pages.
+    rounds: Arc<[AtomicU64; 2]>,
+    pub hot_pages: u64,
+}
+
+struct Run {
+    stop: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Guest {
+    pub fn new(memory: GuestMemory, hot_pages: u64) -> Self {
+        Self { memory, run: Arc::default(), rounds: Arc::default(), hot_pages }
+    }
+
+    pub fn layout() -> Vec<SlotLayout> {
+        vec![
+            SlotLayout { slot: SlotId(0), gpa: 0, pages: PAGES / 2 },
+            SlotLayout { slot: SlotId(1), gpa: 1 << 32, pages: PAGES / 2 },
+        ]
+    }
+
+    pub fn is_running(&self) -> bool {
+        self.run.lock().unwrap().is_some()
+    }
+
+    pub fn start(&self) {
+        let mut run = self.run.lock().unwrap();
+        if run.is_some() {
+            return;
+        }
+        let stop = Arc::new(AtomicBool::new(false));
+        let threads = (0..self.rounds.len())
+            .map(|thread| {
+                let (guest, stop) = (self.clone(), Arc::clone(&stop));
+                std::thread::spawn(move || guest.work(thread, &stop))
+            })
+            .collect();
+        *run = Some(Run { stop, threads });
+    }
+
+    pub fn pause(&self) {
+        if let Some(run) = self.run.lock().unwrap().take() {
+            run.stop.store(true, Ordering::Release);
+            run.threads.into_iter().for_each(|thread| thread.join().unwrap());
+        }
+    }
+
+    fn work(&self, thread: usize, stop: &AtomicBool) {
+        loop {
+            for page in (thread as u64..self.hot_pages).step_by(self.rounds.len()) {
+                if stop.load(Ordering::Acquire) {
+                    return;
+                }
+                let at = address(page);
+                let mut count = [0; 8];
+                self.memory.read_at(at, &mut count).unwrap();
+                let next = u64::from_le_bytes(count) + 1;
+                self.memory.write_at(at, &next.to_le_bytes()).unwrap();
+                self.memory.write_at(at + 4088, &next.to_le_bytes()).unwrap();
+            }
+            self.rounds[thread].fetch_add(1, Ordering::Release);
+        }
+    }
+
+    /// Waits until the guest has written all of its pages again.
+    pub fn wait_for_work(&self) {
+        let done = |thread: &AtomicU64| thread.load(Ordering::Acquire);
+        // The present pass began before this call.
+        let until: Vec<u64> = self.rounds.iter().map(|thread| done(thread) + 2).collect();
+        while self.rounds.iter().zip(&until).any(|(thread, until)| done(thread) < *until) {
+            assert!(self.is_running(), "the guest does not run");
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// The guest-physical address of a page. Half of the pages are in each slot.
+pub fn address(page: u64) -> u64 {
+    let half = PAGES / 2;
+    if page < half { page * PAGE_SIZE as u64 } else { (1 << 32) + (page - half) * PAGE_SIZE as u64 }
+}
+
+pub struct SourceGuest {
+    pub guest: Guest,
+    pub log: Arc<dyn DirtyLog>,
+    pub name: String,
+    /// Sources of information about its free pages.
+    pub free: Vec<Arc<dyn FreePages>>,
+    /// Its VMM can't resume it any more.
+    pub stuck: bool,
+    /// Minimum time to pause and to save.
+    pub slow: Duration,
+}
+
+impl Resume for SourceGuest {
+    fn resume(&mut self) -> Result<(), VmError> {
+        if self.stuck {
+            return Err("its vCPUs are gone".into());
+        }
+        self.guest.start();
+        Ok(())
+    }
+}
+
+impl SourceVm for SourceGuest {
+    fn describe(&self) -> GuestDescription {
+        GuestDescription {
+            identity: GuestIdentity { uuid: uuid::Uuid::from_u128(7), name: self.name.clone() },
+            vmm: "threads".into(),
+            config: vec![1, 2, 3],
+            layout: self.guest.memory.layout(),
+        }
+    }
+
+    fn memory(&self) -> GuestMemory {
+        self.guest.memory.clone()
+    }
+
+    fn dirty_log(&self) -> Arc<dyn DirtyLog> {
+        Arc::clone(&self.log)
+    }
+
+    fn pause(&mut self) -> Result<Duration, VmError> {
+        let begun = Instant::now();
+        self.guest.pause();
+        std::thread::sleep(self.slow);
+        Ok(begun.elapsed())
+    }
+
+    fn save(&mut self) -> Result<GuestBytes, VmError> {
+        std::thread::sleep(self.slow);
+        Ok(self.guest.hot_pages.to_le_bytes().into())
+    }
+
+    fn free_pages(&self) -> Vec<Arc<dyn FreePages>> {
+        self.free.clone()
+    }
+}
+
+#[derive(Default)]
+pub struct DestinationGuest {
+    pub guest: Option<Guest>,
+    /// The memory prepared, kept when the guest is discarded.
+    pub prepared: Arc<Mutex<Option<GuestMemory>>>,
+    pub refuse: Option<&'static str>,
+    pub fail_load: bool,
+    /// Minimum time to prepare and to load.
+    pub slow: Duration,
+    /// Loading the state writes guest memory, as QEMU's VAPIC does.
+    pub load_writes: bool,
+}
+
+impl DestinationVm for DestinationGuest {
+    fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
+        if let Some(expected) = self.refuse {
+            return Err(PrepareError::Identity {
+                expected: expected.into(),
+                offered: guest.identity.to_string(),
+            });
+        }
+        // A VMM with much to do, such as reserving huge pages.
+        std::thread::sleep(self.slow);
+        let memory = GuestMemory::allocate(&guest.layout, MemoryKind::Private)
+            .map_err(|error| PrepareError::Vm(error.into()))?;
+        *self.prepared.lock().unwrap() = Some(memory.clone());
+        self.guest = Some(Guest::new(memory.clone(), 0));
+        Ok(Landing::Memory(memory))
+    }
+
+    fn load(&mut self, state: &[u8]) -> Result<(), VmError> {
+        if self.fail_load {
+            return Err("section `cpu` is damaged".into());
+        }
+        std::thread::sleep(self.slow);
+        let hot_pages = u64::from_le_bytes(state.try_into()?);
+        let guest = self.guest.as_mut().ok_or("not prepared")?;
+        guest.hot_pages = hot_pages;
+        if self.load_writes {
+            // A page that no guest of these tests writes.
+            guest.memory.write_at(address(PAGES - 1), &[0x5a; 2])?;
+        }
+        Ok(())
+    }
+
+    fn discard(&mut self) {
+        self.guest = None;
+    }
+
+    fn run(&mut self) -> Result<(), VmError> {
+        self.guest.as_ref().ok_or("not prepared")?.start();
+        Ok(())
+    }
+}
+
+/// A broken dirty log that loses one page of the last harvest.
+struct ForgetfulLog {
+    log: UffdLog,
+    /// Loses a page from then on.
+    armed: Arc<AtomicBool>,
+}
+
+impl DirtyLog for ForgetfulLog {
+    fn name(&self) -> &'static str {
+        "forgetful"
+    }
+
+    fn start(&self) -> Result<(), DirtyLogError> {
+        self.log.start()
+    }
+
+    fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
+        self.log.collect(into)?;
+        if self.armed.load(Ordering::Acquire) {
+            let first = into.bitmap(SlotId(0)).runs().next();
+            if let Some((page, _)) = first {
+                into.bitmap_mut(SlotId(0)).clear(page);
+            }
+        }
+        Ok(())
+    }
+
+    fn stop(&self) -> Result<(), DirtyLogError> {
+        self.log.stop()
+    }
+}
+
+/// A log that sees writes to a harvested page only once it was re-armed, as the contract of
+/// [`DirtyLog::rearm`] allows. No real log is as hard on the engine.
+pub struct LateLog {
+    log: UffdLog,
+    unarmed: Mutex<PageSet>,
+}
+
+impl LateLog {
+    pub fn new(memory: &GuestMemory) -> Self {
+        let unarmed = Mutex::new(PageSet::for_memory(memory));
+        Self { log: UffdLog::new(memory).unwrap(), unarmed }
+    }
+}
+
+impl DirtyLog for LateLog {
+    fn name(&self) -> &'static str {
+        "late"
+    }
+
+    fn start(&self) -> Result<(), DirtyLogError> {
+        self.log.start()
+    }
+
+    fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
+        let mut unarmed = self.unarmed.lock().unwrap();
+        let mut seen = unarmed.clone();
+        seen.clear_all();
+        self.log.collect(&mut seen)?;
+        seen.subtract(&unarmed);
+        unarmed.union_with(&seen);
+        into.union_with(&seen);
+        Ok(())
+    }
+
+    fn rearm(&self, slot: SlotId, first_word: usize, words: &[u64]) -> Result<(), DirtyLogError> {
+        let mut unarmed = self.unarmed.lock().unwrap();
+        let pages = unarmed.bitmap_mut(slot);
+        for (index, word) in (first_word..).zip(words) {
+            (0..64).filter(|bit| word >> bit & 1 == 1).for_each(|bit| {
+                pages.clear(index as u64 * 64 + bit);
+            });
+        }
+        Ok(())
+    }
+
+    fn stop(&self) -> Result<(), DirtyLogError> {
+        self.log.stop()
+    }
+}
+
+/// A running guest with content in a quarter of its pages, which rewrites `hot` pages.
+pub fn running_guest(hot: u64) -> SourceGuest {
+    let memory = GuestMemory::allocate(&Guest::layout(), MemoryKind::Private).unwrap();
+    for page in 0..PAGES / 4 {
+        memory.write_at(address(page * 3) + 100, &(page * 77 + 1).to_le_bytes()).unwrap();
+    }
+    let guest = Guest::new(memory.clone(), hot);
+    guest.start();
+    let log = Arc::new(UffdLog::new(&memory).unwrap());
+    SourceGuest {
+        guest,
+        log,
+        name: "web".into(),
+        free: Vec::new(),
+        stuck: false,
+        slow: Duration::ZERO,
+    }
+}
+
+/// One migration between two threads of this process.
+pub struct Scenario {
+    pub directory: tempfile::TempDir,
+    pub orders: Orders,
+    pub stop: Stop,
+    pub source: SourceConfig,
+    pub destination: DestinationConfig,
+    /// The address on which the destination listens.
+    pub listen_at: Address,
+    /// The address that the source dials, if it is a different one.
+    pub dial: Option<Address>,
+    /// The network namespaces of source and destination, if they have their own.
+    pub namespaces: Option<Arc<Namespaces>>,
+    /// Certificates of source and destination.
+    pub identities: Option<[Arc<TlsIdentity>; 2]>,
+}
+
+/// Whether to run the long test matrices completely.
+pub fn test_all() -> bool {
+    std::env::var_os("VMFERRY_TEST_ALL").is_some()
+}
+
+impl Scenario {
+    pub fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let mut source = SourceConfig::new(directory.path().join("a"));
+        source.verify = true;
+        source.when_stuck = vmferry::config::WhenStuck::SwitchOver;
+        source.max_rounds = 6;
+        let mut destination = DestinationConfig::new(directory.path().join("b"));
+        destination.once = true;
+        let listen_at = Address::Unix(directory.path().join("in.sock"));
+        let (orders, stop) = (Orders::new(), Stop::default());
+        Self {
+            directory,
+            orders,
+            stop,
+            source,
+            destination,
+            listen_at,
+            dial: None,
+            namespaces: None,
+            identities: None,
+        }
+    }
+
+    /// Over TCP instead of a Unix socket.
+    pub fn over_tcp(mut self) -> Self {
+        self.listen_at = Address::Tcp { host: "127.0.0.1".into(), port: 0 };
+        self
+    }
+
+    /// Runs both sides. `watch` receives the source's reports. With namespaces the calling thread
+    /// moves into one.
+    pub fn run(
+        &self,
+        vm: SourceGuest,
+        destination: DestinationGuest,
+        mut watch: impl FnMut(&Report),
+    ) -> (SourceOutcome<SourceGuest>, Received<DestinationGuest>) {
+        self.between(destination, |dialer| {
+            migrate(vm, dialer, self.source.clone(), &self.orders, &mut watch)
+        })
+    }
+
+    /// Runs both sides with a log that loses a page as soon as the guest is paused.
+    pub fn run_forgetful(
+        &self,
+        mut vm: SourceGuest,
+    ) -> (SourceOutcome<SourceGuest>, Received<DestinationGuest>) {
+        let armed = Arc::new(AtomicBool::new(false));
+        let log = UffdLog::new(&vm.memory()).unwrap();
+        vm.log = Arc::new(ForgetfulLog { log, armed: Arc::clone(&armed) });
+        let guest = vm.guest.clone();
+        self.run(vm, DestinationGuest::default(), |report| {
+            // The loss of a page that was only written before it was copied would not be noticed.
+            content::let_work_between_rounds(&guest, report);
+            if matches!(report, Report::Paused { .. }) {
+                armed.store(true, Ordering::Release);
+            }
+        })
+    }
+
+    /// The same as [`run`](Self::run) for a carried guest.
+    pub fn run_streamed<D: DestinationVm>(
+        &self,
+        vm: Streamer,
+        destination: D,
+        mut watch: impl FnMut(&Report),
+    ) -> (SourceOutcome<Streamer>, Received<D>) {
+        self.between(destination, |dialer| {
+            migrate_streamed(vm, dialer, self.source.clone(), &self.orders, &mut watch)
+        })
+    }
+
+    fn between<D: DestinationVm, R>(
+        &self,
+        destination: D,
+        send: impl FnOnce(&Dialer) -> R,
+    ) -> (R, Received<D>) {
+        let (bound, address) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            let receiving = scope.spawn(move || {
+                if let Some(namespaces) = &self.namespaces {
+                    enter(File::open(namespaces.destination_path()).unwrap().as_fd()).unwrap();
+                }
+                let identity = self.identities.as_ref().map(|[_, there]| Arc::clone(there));
+                let listener = Listener::bind(&self.listen_at, identity).unwrap();
+                bound.send(listener.local_address().clone()).unwrap();
+                receive(listener, destination, &self.destination, &self.stop, &mut |notice| {
+                    eprintln!("destination: {notice:?}");
+                })
+            });
+            if let Some(namespaces) = &self.namespaces {
+                enter(File::open(namespaces.source_path()).unwrap().as_fd()).unwrap();
+            }
+            let bound = address.recv().unwrap();
+            let identity = self.identities.as_ref().map(|[here, _]| Arc::clone(here));
+            let dialer = Dialer::new(self.dial.clone().unwrap_or(bound), identity);
+            (send(&dialer), receiving.join().unwrap())
+        })
+    }
+}
+
+pub fn kept<V>(outcome: SourceOutcome<V>) -> (V, vmferry::MigrateError) {
+    match outcome {
+        SourceOutcome::Kept { vm, error, .. } => (vm, error),
+        SourceOutcome::Given { stats, .. } => panic!("the guest was given away: {stats:?}"),
+    }
+}
+
+pub fn owned<V>(received: Received<V>) -> Owned<V> {
+    match received {
+        Received::Owns(owned) => *owned,
+        Received::Nothing { error, .. } => panic!("no guest came: {}", vmferry::chain(&error)),
+    }
+}
+
+pub fn nothing<V>(received: Received<V>) -> vmferry::MigrateError {
+    match received {
+        Received::Nothing { error, .. } => error,
+        Received::Owns(_) => panic!("the guest runs at the destination"),
+    }
+}
+
+/// The state of both sides' sessions according to their journals.
+pub fn journals(directory: &Path) -> Vec<vmferry_handover::journal::SessionSummary> {
+    let mut all = vmferry_handover::journal::sessions(&directory.join("a")).unwrap();
+    all.extend(vmferry_handover::journal::sessions(&directory.join("b")).unwrap());
+    all
+}
+
+pub const SHORT: Duration = Duration::from_millis(300);

@@ -1,0 +1,94 @@
+//! What a migration is called: the session and the guest, on every host.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use uuid::Uuid;
+
+/// Longest name of a guest, in bytes.
+pub const MAX_NAME_BYTES: usize = 128;
+
+/// The number of one attempt to migrate a guest: random, and used once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SessionId(pub [u8; 16]);
+
+impl fmt::Display for SessionId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", Uuid::from_bytes(self.0))
+    }
+}
+
+impl FromStr for SessionId {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Uuid::from_str(text)
+            .map(|uuid| Self(*uuid.as_bytes()))
+            .map_err(|error| format!("`{text}` is no session: {error}"))
+    }
+}
+
+// As text where people read it (journals, `--json`), as 16 bytes on the wire.
+impl Serialize for SessionId {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        if serializer.is_human_readable() {
+            serializer.collect_str(self)
+        } else {
+            self.0.serialize(serializer)
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for SessionId {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        if deserializer.is_human_readable() {
+            String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+        } else {
+            <[u8; 16]>::deserialize(deserializer).map(Self)
+        }
+    }
+}
+
+/// Who a guest is, on every host that it visits.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GuestIdentity {
+    /// Never changes.
+    pub uuid: Uuid,
+    /// For people; at most [`MAX_NAME_BYTES`].
+    pub name: String,
+}
+
+impl fmt::Display for GuestIdentity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({})", self.name, self.uuid)
+    }
+}
+
+/// What a destination knows of a session. It never gives another word later, except that
+/// `Pending` ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SessionWord {
+    /// It has no record of the session. This is *not* [`Aborted`](Self::Aborted): the record may
+    /// be on another host, or lost.
+    Unknown,
+    /// It has neither run the guest nor given it up: it waits for COMMIT.
+    Pending,
+    /// It has journalled that it will never run the guest.
+    Aborted,
+    /// It has journalled that it runs the guest.
+    Owns,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_session_reads_as_it_prints() {
+        let session = SessionId([0xab; 16]);
+        assert_eq!(session.to_string().parse(), Ok(session));
+        assert!("x".parse::<SessionId>().unwrap_err().contains("no session"));
+    }
+}

@@ -1,0 +1,219 @@
+//! All that it takes to make a VMM migratable: the worked example.
+//!
+//! [`MigratingMachine`] lends a machine to [`vmferry::source::migrate`], and [`IncomingMachine`]
+//! makes one for [`vmferry::destination::receive`].
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vmferry::vmm::free_pages::FreePages;
+use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, Resume, SourceVm, VmError};
+use vmferry_dirty::{DirtyLog, LogChoice, SoftwareWay};
+use vmferry_memory::{GuestBytes, GuestMemory, MemoryError, MemoryKind};
+use vmferry_wire::PROTOCOL_VERSION_MAX;
+
+use crate::config::{GuestConfig, GuestKind, MachineConfig, check_name};
+use crate::error::MachineError;
+use crate::kvm::KvmBackend;
+use crate::machine::{Machine, SharedMachine, lock};
+use crate::virtio::BalloonPages;
+
+/// What the other side is told of this VMM.
+const RELEASE: &str = concat!("microvm ", env!("CARGO_PKG_VERSION"));
+
+/// A machine on its way to another host. Once it is dropped, the machine is no longer throttled.
+pub struct MigratingMachine {
+    machine: SharedMachine,
+    log: Arc<dyn DirtyLog>,
+    balloon: Option<Arc<BalloonPages>>,
+}
+
+impl MigratingMachine {
+    /// Makes the machine's dirty log.
+    ///
+    /// # Errors
+    /// If this host lacks the log that the machine's configuration names.
+    pub fn new(machine: SharedMachine) -> Result<Self, MachineError> {
+        let (log, balloon) = {
+            let machine = lock(&machine);
+            let balloon = machine.balloon();
+            let balloon = balloon.map(|it| Arc::new(BalloonPages::new(it, machine.memory())));
+            (machine.dirty_log()?, balloon)
+        };
+        Ok(Self { machine, log, balloon })
+    }
+}
+
+impl Resume for MigratingMachine {
+    fn resume(&mut self) -> Result<(), VmError> {
+        let mut machine = lock(&self.machine);
+        // The handover that the guest was slow for has failed.
+        machine.throttle(0)?;
+        Ok(machine.resume()?)
+    }
+}
+
+impl Drop for MigratingMachine {
+    fn drop(&mut self) {
+        // A vCPU that has ended is the only cause of failure, and told of by the machine itself.
+        let _ = lock(&self.machine).throttle(0);
+    }
+}
+
+impl SourceVm for MigratingMachine {
+    fn describe(&self) -> GuestDescription {
+        let machine = lock(&self.machine);
+        GuestDescription {
+            identity: machine.config().identity.clone(),
+            vmm: format!("microvm/{}", machine.kind()),
+            config: serde_json::to_vec(&machine.config().guest).unwrap_or_default(),
+            layout: machine.memory().layout(),
+        }
+    }
+
+    fn memory(&self) -> GuestMemory {
+        lock(&self.machine).memory().clone()
+    }
+
+    fn dirty_log(&self) -> Arc<dyn DirtyLog> {
+        Arc::clone(&self.log)
+    }
+
+    fn pause(&mut self) -> Result<Duration, VmError> {
+        let begun = Instant::now();
+        lock(&self.machine).pause()?;
+        Ok(begun.elapsed())
+    }
+
+    fn save(&mut self) -> Result<GuestBytes, VmError> {
+        self.save_for(PROTOCOL_VERSION_MAX)
+    }
+
+    fn save_for(&mut self, protocol: u16) -> Result<GuestBytes, VmError> {
+        Ok(lock(&self.machine).save_for(protocol)?)
+    }
+
+    fn release(&self) -> String {
+        RELEASE.into()
+    }
+
+    fn throttle(&mut self, percent: u8) -> Result<(), VmError> {
+        Ok(lock(&self.machine).throttle(percent)?)
+    }
+
+    fn free_pages(&self) -> Vec<Arc<dyn FreePages>> {
+        self.balloon.iter().map(|balloon| Arc::clone(balloon) as Arc<dyn FreePages>).collect()
+    }
+}
+
+/// A machine that a guest may come to, and what is expected of that guest.
+#[derive(Default)]
+pub struct IncomingMachine {
+    /// The guest's name, if only one is welcome.
+    pub expect_name: Option<String>,
+    /// The guest's UUID, if only one is welcome.
+    pub expect_uuid: Option<uuid::Uuid>,
+    /// The guest's memory in bytes, if only one size is welcome.
+    pub expect_memory: Option<u64>,
+    /// What its memory is made of here.
+    pub memory_kind: MemoryKind,
+    /// The dirty log of its next migration.
+    pub dirty_log: LogChoice,
+    /// How the log of its devices' writes is read then.
+    pub device_log: SoftwareWay,
+    /// The machine, once a guest was announced.
+    pub machine: Option<SharedMachine>,
+}
+
+impl DestinationVm for IncomingMachine {
+    fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
+        self.check_identity(guest)?;
+        let kind = match guest.vmm.as_str() {
+            "microvm/kvm" => GuestKind::Kvm,
+            "microvm/process" => GuestKind::Process,
+            other => {
+                return Err(PrepareError::Incompatible(format!("this is a microvm, not {other}")));
+            }
+        };
+        let config: GuestConfig = vmferry::vmm::newer::read(&guest.config)
+            .map_err(|error| PrepareError::Incompatible(format!("its configuration: {error}")))?;
+        self.check_layout(guest, &config)?;
+        check_name(&guest.identity.name).map_err(incompatible)?;
+        if kind == GuestKind::Kvm {
+            KvmBackend::available().map_err(|error| {
+                PrepareError::Incompatible(format!("this host can't run a guest on KVM: {error}"))
+            })?;
+        }
+        let machine = Machine::shared(MachineConfig {
+            identity: guest.identity.clone(),
+            guest: config,
+            kind,
+            memory_kind: self.memory_kind,
+            dirty_log: self.dirty_log,
+            device_log: self.device_log,
+        })
+        .map_err(|error| match error {
+            MachineError::Memory(
+                full @ (MemoryError::HugePages { .. } | MemoryError::Map { .. }),
+            ) => PrepareError::NoRoom(vmferry::chain(&full)),
+            error => PrepareError::Vm(error.into()),
+        })?;
+        let memory = lock(&machine).memory().clone();
+        self.machine = Some(machine);
+        Ok(Landing::Memory(memory))
+    }
+
+    fn load(&mut self, state: &[u8]) -> Result<(), VmError> {
+        let machine = self.machine.as_ref().ok_or("no guest was announced")?;
+        Ok(lock(machine).load(state)?)
+    }
+
+    fn release(&self) -> String {
+        RELEASE.into()
+    }
+
+    fn discard(&mut self) {
+        self.machine = None;
+    }
+
+    fn run(&mut self) -> Result<(), VmError> {
+        let machine = self.machine.as_ref().ok_or("no guest was announced")?;
+        Ok(lock(machine).resume()?)
+    }
+}
+
+impl IncomingMachine {
+    fn check_identity(&self, guest: &GuestDescription) -> Result<(), PrepareError> {
+        let identity = &guest.identity;
+        let wrong =
+            |expected: String| PrepareError::Identity { expected, offered: identity.to_string() };
+        match (&self.expect_name, &self.expect_uuid) {
+            (Some(name), _) if *name != identity.name => Err(wrong(name.clone())),
+            (_, Some(uuid)) if *uuid != identity.uuid => Err(wrong(uuid.to_string())),
+            _ => Ok(()),
+        }
+    }
+
+    fn check_layout(
+        &self,
+        guest: &GuestDescription,
+        config: &GuestConfig,
+    ) -> Result<(), PrepareError> {
+        let bytes = |bytes: u64| format!("{} MiB", bytes >> 20);
+        if let Some(expected) = self.expect_memory.filter(|size| *size != config.memory_bytes) {
+            let (expected, offered) = (bytes(expected), bytes(config.memory_bytes));
+            return Err(PrepareError::Layout { expected, offered });
+        }
+        config.check().map_err(incompatible)?;
+        if config.layout() != guest.layout {
+            let expected = format!("the slots of {}", bytes(config.memory_bytes));
+            let offered = format!("{:?}", guest.layout);
+            return Err(PrepareError::Layout { expected, offered });
+        }
+        Ok(())
+    }
+}
+
+fn incompatible(error: MachineError) -> PrepareError {
+    PrepareError::Incompatible(error.to_string())
+}

@@ -1,0 +1,182 @@
+//! Each log of a machine.
+
+use vmferry_dirty::DirtyLogError;
+use vmferry_kit::HugePages;
+use vmferry_memory::PAGE_SIZE;
+
+use super::*;
+
+#[test]
+fn the_dirty_log_sees_every_write_of_guest_and_device() {
+    // For both machines of a migration.
+    let bytes: u64 = config(GuestKind::Process, 1, WORKLOAD)
+        .guest
+        .layout()
+        .iter()
+        .map(|slot| slot.pages * 4096)
+        .sum();
+    let _pool = HugePages::reserve(2 * bytes / (2 * MIB));
+    let logs =
+        [LogChoice::Userfaultfd, LogChoice::KvmBitmap, LogChoice::KvmClear, LogChoice::KvmRing];
+    for kind in KINDS {
+        for dirty_log in logs {
+            if kind == GuestKind::Process && dirty_log != LogChoice::Userfaultfd {
+                continue;
+            }
+            let cases = [
+                (MemoryKind::Private, WORKLOAD),
+                (MemoryKind::Memfd, WORKLOAD),
+                (MemoryKind::Thp, WORKLOAD),
+                (MemoryKind::Hugetlb, WORKLOAD),
+                (MemoryKind::Private, "display read=8 hot=4,rate=100000"),
+                (MemoryKind::Memfd, "display"),
+            ];
+            for (memory_kind, workload) in cases {
+                let config = MachineConfig { dirty_log, memory_kind, ..config(kind, 2, workload) };
+                let (name, report) = migrate(&config, |machine| machine.dirty_log().unwrap());
+                assert_eq!(report.corruptions, 0, "{kind} {name} {memory_kind}: {report:?}");
+            }
+        }
+    }
+}
+
+/// The vCPUs' threads make room in their rings while the log harvests them.
+#[test]
+fn the_device_s_writes_are_seen_however_their_log_is_read() {
+    for device_log in SoftwareWay::ALL {
+        let config = MachineConfig { device_log, ..config(GuestKind::Kvm, 1, "ticks hot=4") };
+        let (name, report) = migrate(&config, |machine| machine.dirty_log().unwrap());
+        assert_eq!(report.corruptions, 0, "{name} {device_log}: {report:?}");
+    }
+}
+
+#[test]
+fn the_log_goes_by_the_size_of_the_guest_unless_one_is_asked_for() {
+    for (memory_bytes, dirty_log, expected) in [
+        (64 * MIB, LogChoice::Auto, "kvm-clear"),
+        (RING_FROM_BYTES - 2 * MIB, LogChoice::Auto, "kvm-clear"),
+        (RING_FROM_BYTES, LogChoice::Auto, "kvm-ring"),
+        (RING_FROM_BYTES, LogChoice::KvmBitmap, "kvm-bitmap"),
+        (64 * MIB, LogChoice::KvmRing, "kvm-ring"),
+    ] {
+        let mut config = MachineConfig { dirty_log, ..config(GuestKind::Kvm, 1, "idle") };
+        config.guest.memory_bytes = memory_bytes;
+        let machine = Machine::new(config).unwrap();
+        let log = machine.dirty_log().unwrap();
+        assert_eq!(log.name(), expected, "{dirty_log} of {} MiB", memory_bytes / MIB);
+        log.start().unwrap();
+        let mut pages = PageSet::for_memory(machine.memory());
+        log.collect(&mut pages).unwrap();
+        assert!(pages.is_empty(), "nobody has written");
+        log.stop().unwrap();
+    }
+}
+
+#[test]
+fn a_dirty_ring_that_gets_full_loses_nothing() {
+    let config = MachineConfig {
+        dirty_log: LogChoice::KvmRing,
+        ..config(GuestKind::Kvm, 2, "ticks fill=4,incompressible hot=24,random")
+    };
+    let mut source = Machine::new(config.clone()).unwrap();
+    let kvm = KvmConfig {
+        vcpus: 2,
+        command_line: config.guest.command_line.clone(),
+        dirty_ring: DirtyRing::Required(1024),
+        ..Default::default()
+    };
+    let backend = KvmBackend::new(kvm, Arc::clone(&source.mapped)).unwrap();
+    let rings = Arc::clone(backend.rings().unwrap());
+    source.backend = Box::new(backend);
+    let (name, report) =
+        migrate_from(start(source), &config, |machine| machine.dirty_log().unwrap());
+    assert_eq!((name.as_str(), report.corruptions), ("kvm-ring", 0), "{report:?}");
+    assert!(rings.full_exits() > 0, "6,144 pages fill rings of 1,024 entries");
+}
+
+#[test]
+fn a_machine_that_was_made_without_rings_has_no_log_of_them() {
+    let mut machine = Machine::new(config(GuestKind::Kvm, 1, "idle")).unwrap();
+    machine.config.dirty_log = LogChoice::KvmRing;
+    let error = machine.dirty_log().err().unwrap().to_string();
+    assert!(error.contains("dirty-log") && error.contains("not made for it"), "{error}");
+}
+
+/// The check has teeth: a log that misses the device's writes, or all, is found out.
+/// A log that has nothing of the workload's memory. (One that has nothing at all loses the guest's stacks
+/// too, and the guest may crash before it can report.)
+struct Forgets(Arc<dyn DirtyLog>);
+
+impl DirtyLog for Forgets {
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    fn start(&self) -> Result<(), DirtyLogError> {
+        self.0.start()
+    }
+
+    fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
+        const FIRST: u64 = 16 * MIB / PAGE_SIZE as u64;
+        self.0.collect(into)?;
+        let pages = into.bitmap_mut(SlotId(0));
+        pages.clear_run(FIRST, pages.pages() - FIRST);
+        Ok(())
+    }
+
+    fn rearm(&self, slot: SlotId, first_word: usize, words: &[u64]) -> Result<(), DirtyLogError> {
+        self.0.rearm(slot, first_word, words)
+    }
+
+    fn stop(&self) -> Result<(), DirtyLogError> {
+        self.0.stop()
+    }
+}
+
+#[test]
+fn a_dirty_log_that_forgets_is_found_out() {
+    for kind in KINDS {
+        let config = config(kind, 2, WORKLOAD);
+        let (_, report) =
+            migrate(&config, |machine| Arc::new(Forgets(machine.dirty_log().unwrap())));
+        assert!(report.corruptions > 100, "{kind}: {report:?}");
+    }
+    let config = config(GuestKind::Kvm, 2, WORKLOAD);
+    let (_, report) = migrate(&config, |machine| {
+        machine.backend.dirty_log(LogChoice::KvmBitmap, &machine.memory).unwrap().0
+    });
+    let first = report.first_corruption.expect("KVM does not log the device's writes");
+    assert!((0x2_0000..0x3_0000).contains(&first.gpa), "{report:?}");
+}
+
+#[test]
+fn the_device_s_writes_and_no_others_are_in_the_software_log() {
+    let mut machine = Machine::new(config(GuestKind::Process, 1, "idle")).unwrap();
+    let log = SoftwareLog::new(&machine.mapped);
+    let mut seen = PageSet::for_memory(machine.memory());
+    log.start().unwrap();
+    machine.heartbeat.run(true);
+    let deadline = Instant::now() + PATIENCE;
+    while seen.count() < 16 {
+        assert!(Instant::now() < deadline);
+        log.collect(&mut seen).unwrap();
+    }
+    let pages: Vec<_> = seen.runs().map(|run| (run.slot, run.first, run.pages)).collect();
+    assert_eq!(pages, [(SlotId(0), 0x20, 16)]);
+    machine.heartbeat.run(false);
+    log.collect(&mut seen).unwrap();
+    seen.clear_all();
+    std::thread::sleep(Duration::from_millis(20));
+    log.collect(&mut seen).unwrap();
+    assert!(seen.is_empty(), "a quiet device wrote");
+    machine.start().unwrap();
+}
+
+#[test]
+fn a_kvm_log_for_a_guest_without_kvm_is_refused() {
+    for dirty_log in [LogChoice::KvmClear, LogChoice::KvmRing] {
+        let config = MachineConfig { dirty_log, ..config(GuestKind::Process, 1, "idle") };
+        let error = Machine::new(config).unwrap().dirty_log().err().unwrap().to_string();
+        assert!(error.contains("dirty-log") && error.contains("use uffd"), "{error}");
+    }
+}

@@ -1,0 +1,202 @@
+//! Guests with a balloon, and how they are migrated from one machine to another.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use vmferry::destination::{Received, Stop, receive};
+use vmferry::source::{Orders, SourceOutcome, migrate};
+use vmferry::stats::SourceStats;
+use vmferry::{
+    DestinationConfig, DestinationVm, GuestDescription, Landing, PrepareError, SourceConfig,
+    VmError,
+};
+use vmferry_dirty::{LogChoice, SoftwareWay};
+use vmferry_kit::need_kvm;
+use vmferry_memory::{GuestMemory, MemoryKind, PageRun, whole_hash_except};
+use vmferry_microvm::account::FreeAccount;
+use vmferry_microvm::config::GuestConfig;
+use vmferry_microvm::embed::{IncomingMachine, MigratingMachine};
+use vmferry_microvm::report::Report;
+use vmferry_microvm::{GuestKind, Machine, MachineConfig, SharedMachine};
+use vmferry_transport::{Address, Dialer, Listener};
+use vmferry_wire::GuestIdentity;
+
+/// Far more than anything here takes: a limit for what hangs, not a measure.
+/// A busy host's kernel alone may take ten seconds and more until a machine is made: KVM waits for all CPUs when slots and
+/// eventfds are added.
+pub const PATIENCE: Duration = Duration::from_secs(120);
+/// 2^20 bytes.
+pub const MIB: u64 = 1 << 20;
+
+/// A guest with a balloon that runs and has used all of the memory that it is told to.
+pub fn guest(workload: &str, log: LogChoice, kind: MemoryKind) -> SharedMachine {
+    need_kvm();
+    let machine = Machine::shared(MachineConfig {
+        identity: GuestIdentity { uuid: uuid::Uuid::from_u128(8), name: "hints".into() },
+        guest: GuestConfig {
+            memory_bytes: 256 * MIB,
+            vcpus: 2,
+            command_line: workload.into(),
+            balloon: true,
+        },
+        kind: GuestKind::Kvm,
+        memory_kind: kind,
+        dirty_log: log,
+        device_log: SoftwareWay::Switch,
+    })
+    .unwrap();
+    with(&machine, |machine| machine.start().unwrap());
+    wait_for(&machine, "populated, its driver ready", |report| {
+        report.populated && report.balloon.is_some()
+    });
+    machine
+}
+
+/// Does something with a machine that nobody else uses meanwhile.
+pub fn with<T>(machine: &SharedMachine, act: impl FnOnce(&mut Machine) -> T) -> T {
+    act(&mut machine.lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// What the guest says of itself. It must not have crashed.
+pub fn report(machine: &SharedMachine) -> Report {
+    with(machine, |machine| {
+        assert_eq!(machine.crash(), None);
+        machine.report().unwrap()
+    })
+}
+
+/// Waits until the guest says so.
+pub fn wait_for(machine: &SharedMachine, what: &str, done: impl Fn(&Report) -> bool) {
+    let begun = Instant::now();
+    loop {
+        let report = report(machine);
+        if done(&report) {
+            return;
+        }
+        assert!(begun.elapsed() < PATIENCE, "not {what}: {report:?}");
+        // The guest reports by its memory, which wakes nobody.
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// What the guest says of its free pages, in its own memory.
+pub fn account(memory: &GuestMemory) -> FreeAccount {
+    FreeAccount::read(memory).unwrap().expect("the guest keeps an account")
+}
+
+/// A destination that looks at the guest's memory once more before it runs it.
+struct Watched {
+    incoming: IncomingMachine,
+    source: SharedMachine,
+    /// Breaks a page that is in use, to see that it is seen.
+    breaks: bool,
+    /// Whether all that is not free was equal on both sides, as seen before the guest ran.
+    equal: Arc<Mutex<Option<bool>>>,
+}
+
+impl DestinationVm for Watched {
+    fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
+        self.incoming.prepare(guest)
+    }
+
+    fn load(&mut self, state: &[u8]) -> Result<(), VmError> {
+        self.incoming.load(state)
+    }
+
+    fn discard(&mut self) {
+        self.incoming.discard();
+    }
+
+    /// The source's guest is paused for good by now.
+    fn run(&mut self) -> Result<(), VmError> {
+        let here = with(&self.source, |machine| machine.memory().clone());
+        let there = self.incoming.machine.as_ref().ok_or("no machine")?;
+        let there = with(there, |machine| machine.memory().clone());
+        let free = account(&here).pages;
+        if self.breaks {
+            let mut in_use = here.populated()?;
+            in_use.subtract(&free);
+            let run = in_use.runs().last().ok_or("nothing is in use")?;
+            there.zero(PageRun { pages: 1, ..run })?;
+        }
+        let equal = whole_hash_except(&here, &free)? == whole_hash_except(&there, &free)?;
+        *self.equal.lock().unwrap() = Some(equal);
+        self.incoming.run()
+    }
+}
+
+/// A guest that has moved.
+pub struct Moved {
+    /// Where it runs now.
+    pub machine: SharedMachine,
+    /// The source's figures.
+    pub stats: SourceStats,
+    /// Whether all that is not free was equal on both sides, as seen before the guest ran.
+    pub equal: bool,
+}
+
+/// How one attempt to migrate a guest has ended.
+pub struct Attempt {
+    pub outcome: SourceOutcome<MigratingMachine>,
+    received: Received<Watched>,
+    equal: Arc<Mutex<Option<bool>>>,
+}
+
+/// Migrates a guest to a new machine.
+pub fn move_on(
+    source: &SharedMachine,
+    log: LogChoice,
+    kind: MemoryKind,
+    breaks: bool,
+    set: impl FnOnce(&mut SourceConfig),
+) -> Moved {
+    let attempt = attempt(source, log, kind, breaks, set, |_| {});
+    let stats = match attempt.outcome {
+        SourceOutcome::Given { stats, .. } => *stats,
+        SourceOutcome::Kept { error, .. } => panic!("kept: {}", vmferry::chain(&error)),
+    };
+    let Received::Owns(owned) = attempt.received else { panic!("no guest came") };
+    let equal = attempt.equal.lock().unwrap().take().expect("both memories were compared");
+    Moved { machine: owned.vm.incoming.machine.expect("a machine"), stats, equal }
+}
+
+/// Migrates a guest, or tries to, while `meanwhile` gives orders.
+pub fn attempt(
+    source: &SharedMachine,
+    log: LogChoice,
+    kind: MemoryKind,
+    breaks: bool,
+    set: impl FnOnce(&mut SourceConfig),
+    meanwhile: impl FnOnce(&Orders) + Send,
+) -> Attempt {
+    let directory = tempfile::tempdir().unwrap();
+    let mut config = SourceConfig::new(directory.path().join("source"));
+    config.verify = true;
+    config.timeouts.silence = PATIENCE;
+    set(&mut config);
+    let address = Address::Unix(directory.path().join("in.sock"));
+    let listener = Listener::bind(&address, None).unwrap();
+    let dialer = Dialer::new(address, None);
+    let mut receiving = DestinationConfig {
+        once: true,
+        ..DestinationConfig::new(directory.path().join("destination"))
+    };
+    receiving.timeouts.silence = PATIENCE;
+    let equal = Arc::new(Mutex::new(None));
+    let incoming = Watched {
+        incoming: IncomingMachine { memory_kind: kind, dirty_log: log, ..Default::default() },
+        source: Arc::clone(source),
+        breaks,
+        equal: Arc::clone(&equal),
+    };
+    let machine = MigratingMachine::new(Arc::clone(source)).unwrap();
+    let orders = Orders::new();
+    let (outcome, received) = std::thread::scope(|scope| {
+        let destination =
+            scope.spawn(|| receive(listener, incoming, &receiving, &Stop::default(), &mut |_| {}));
+        scope.spawn(|| meanwhile(&orders));
+        let outcome = migrate(machine, &dialer, config, &orders, &mut |_| {});
+        (outcome, destination.join().unwrap())
+    });
+    Attempt { outcome, received, equal }
+}

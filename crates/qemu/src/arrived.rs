@@ -1,0 +1,427 @@
+//! Guests in QEMUs whose receiver has ended.
+//!
+//! A QEMU outlives the vmferry that received its guest. So the receiver leaves a note next to the
+//! session's journal: which process the QEMU is, where its monitor is, and which receiver it
+//! belongs to. The next process of that receiver finds the note. Only the journal decides what is
+//! done with the guest: the note promises nothing.
+//!
+//! A note is a file `SESSION.guest`. Each line is a JSON object of one of the kinds of [`Line`],
+//! appended and synced.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use vmferry_handover::journal::{self, Since};
+use vmferry_wire::{GuestIdentity, SessionId};
+
+use crate::error::QemuError;
+use crate::guest;
+use crate::identity::ProcessIdentity;
+use crate::process::{END_TIMEOUT, has_ended_within, pidfd};
+use crate::qmp::Qmp;
+
+/// The suffix of a note's name.
+const SUFFIX: &str = ".guest";
+
+/// A line of a note.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Line {
+    /// The guest is being received by this QEMU.
+    Arriving(Whereabouts),
+    /// It was paused at the source, not by vmferry, and stays paused.
+    StaysPaused,
+    /// It ran here, so vmferry must not continue it again.
+    Run,
+}
+
+/// Where a guest is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Whereabouts {
+    /// The receiver, named by the options that it was started with.
+    pub receiver: String,
+    /// The QEMU; `None` if its process is not visible to the receiver. The receiver's next process
+    /// does not find the guest then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub process: Option<ProcessIdentity>,
+    /// Its QMP socket.
+    pub monitor: PathBuf,
+}
+
+/// The note of a session that is under way.
+#[derive(Debug)]
+pub(crate) struct Note {
+    path: PathBuf,
+    file: File,
+}
+
+impl Note {
+    /// Creates the note.
+    pub fn leave(
+        journals: &Path,
+        session: SessionId,
+        whereabouts: Whereabouts,
+    ) -> Result<Self, QemuError> {
+        let path = note_path(journals, session);
+        let file = OpenOptions::new().append(true).create_new(true).open(&path);
+        let mut note = Self { file: file.map_err(failed(MAKE))?, path };
+        let written = note.append(&Line::Arriving(whereabouts));
+        let synced = written.and_then(|()| {
+            File::open(journals).and_then(|directory| directory.sync_all()).map_err(failed(SYNC))
+        });
+        synced.inspect_err(|_| note.remove())?;
+        Ok(note)
+    }
+
+    /// Records that the guest must stay paused.
+    pub fn stays_paused(&mut self) -> Result<(), QemuError> {
+        self.append(&Line::StaysPaused)
+    }
+
+    /// Records that the guest was continued.
+    pub fn run(&mut self) -> Result<(), QemuError> {
+        self.append(&Line::Run)
+    }
+
+    /// Removes the note: the guest never runs here.
+    pub fn remove(&self) {
+        // A note that is left behind names a process that is gone.
+        let _ = std::fs::remove_file(&self.path);
+    }
+
+    fn append(&mut self, line: &Line) -> Result<(), QemuError> {
+        let mut bytes = serde_json::to_vec(line).map_err(|error| failed(WRITE)(error.into()))?;
+        bytes.push(b'\n');
+        self.file.write_all(&bytes).and_then(|()| self.file.sync_data()).map_err(failed(WRITE))
+    }
+}
+
+/// A guest whose QEMU is running, and whose receiver has ended.
+#[derive(Debug)]
+pub struct Arrived {
+    session: SessionId,
+    receiver: String,
+    process: ProcessIdentity,
+    monitor: PathBuf,
+    stays_paused: bool,
+    was_run: bool,
+    path: PathBuf,
+}
+
+/// The state of a guest after [`finish`](Arrived::finish).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Finished {
+    /// It was already running.
+    RunsAlready,
+    /// It was continued.
+    Continued,
+    /// It is paused, and vmferry must not continue it.
+    StandsStill,
+}
+
+impl Arrived {
+    /// The guests of this receiver whose QEMUs are running, in the order in which they arrived.
+    /// Removes this receiver's notes of QEMUs that have ended. Notes of other receivers, and of
+    /// QEMUs in other PID namespaces, are left alone.
+    ///
+    /// # Errors
+    /// If a file can't be read.
+    pub fn find(journals: &Path, receiver: &str) -> Result<Vec<Self>, QemuError> {
+        let entries = match std::fs::read_dir(journals) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            other => other.map_err(failed(LIST))?,
+        };
+        let mut found = Vec::new();
+        for entry in entries {
+            let path = entry.map_err(failed(LIST))?.path();
+            let Some(one) = Self::read(&path)? else { continue };
+            if one.receiver != receiver || !one.process.can_be_seen() {
+                continue;
+            }
+            if !one.process.lives() {
+                let _ = std::fs::remove_file(&path);
+            } else {
+                let order = journal::order_of(journals, one.session)
+                    .map_err(|error| failed(SESSIONS)(io::Error::other(error)))?;
+                found.push((order, one));
+            }
+        }
+        found.sort_by_key(|(order, _)| *order);
+        Ok(found.into_iter().map(|(_, one)| one).collect())
+    }
+
+    /// Reads a file, if it is a note that names the guest's process.
+    fn read(path: &Path) -> Result<Option<Self>, QemuError> {
+        let name = path.file_name().and_then(|name| name.to_str());
+        let Some(session) = name.and_then(|name| name.strip_suffix(SUFFIX)?.parse().ok()) else {
+            return Ok(None);
+        };
+        let lines = read_lines(path)?.unwrap_or_default();
+        let Some(Whereabouts { receiver, process: Some(process), monitor }) = whereabouts(&lines)
+        else {
+            return Ok(None);
+        };
+        Ok(Some(Self {
+            session,
+            receiver,
+            process,
+            monitor,
+            stays_paused: lines.contains(&Line::StaysPaused),
+            was_run: lines.contains(&Line::Run),
+            path: path.to_owned(),
+        }))
+    }
+
+    /// Whether the guest of this session may be in this process. The note is removed when nothing
+    /// of the guest is left.
+    ///
+    /// # Errors
+    /// If the note can't be read.
+    pub fn may_be_in(
+        journals: &Path,
+        session: SessionId,
+        pid: Option<u32>,
+    ) -> Result<bool, QemuError> {
+        let Some(pid) = pid else { return Ok(true) };
+        let Some(lines) = read_lines(&note_path(journals, session))? else { return Ok(false) };
+        let process = whereabouts(&lines).and_then(|whereabouts| whereabouts.process);
+        let is_other = |process: ProcessIdentity| {
+            process.can_be_seen() && (process.pid != pid || !process.lives())
+        };
+        Ok(!process.is_some_and(is_other))
+    }
+
+    /// The session by which it arrived.
+    #[must_use]
+    pub fn session(&self) -> SessionId {
+        self.session
+    }
+
+    /// The QEMU process.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.process.pid
+    }
+
+    /// The QMP socket.
+    #[must_use]
+    pub fn monitor(&self) -> &Path {
+        &self.monitor
+    }
+
+    /// Completes the arrival of a guest that belongs to this host by the session's journal:
+    /// continues it, unless it has run here before or was paused at the source.
+    ///
+    /// # Errors
+    /// QMP errors, another QEMU behind the socket, and journal errors.
+    pub fn finish(&mut self, journals: &Path) -> Result<(GuestIdentity, Finished), QemuError> {
+        let mut qmp = self.connect()?;
+        let identity = guest::identity(&mut qmp)?;
+        let status = qmp.execute("query-status", json!({}))?;
+        let finished = if status["running"] == true {
+            Finished::RunsAlready
+        } else if self.was_run || self.stays_paused || status["status"] != "paused" {
+            // Somebody has paused it since, or it is the remainder of a migration to another host.
+            Finished::StandsStill
+        } else if self.was_sent_on(journals, &identity)? {
+            Finished::StandsStill
+        } else {
+            qmp.run_arrived()?;
+            Finished::Continued
+        };
+        if finished != Finished::StandsStill && !self.was_run {
+            self.was_run = true;
+            let file = OpenOptions::new().append(true).open(&self.path).map_err(failed(WRITE))?;
+            Note { path: self.path.clone(), file }.run()?;
+        }
+        Ok((identity, finished))
+    }
+
+    /// Whether a later session has the guest, so that this session's journal no longer counts.
+    fn was_sent_on(&self, journals: &Path, guest: &GuestIdentity) -> Result<bool, QemuError> {
+        let sessions = journal::sessions_of(journals, guest)
+            .map_err(|error| failed(SESSIONS)(io::Error::other(error)))?;
+        Ok(journal::since_arrival(&sessions, self.session) != Since::Nothing)
+    }
+
+    /// Whether QEMU still waits for a guest, so that nothing was loaded into it.
+    ///
+    /// # Errors
+    /// As [`end`](Self::end).
+    pub fn waits(&self) -> Result<bool, QemuError> {
+        Ok(self.connect()?.execute("query-status", json!({}))?["status"] == "inmigrate")
+    }
+
+    /// Quits the QEMU, whose guest never runs here, and waits until it has ended.
+    ///
+    /// # Errors
+    /// QMP errors, another QEMU behind the socket, and that it does not end in 30 s because it
+    /// waits for its disks. The note is kept then.
+    pub fn end(self) -> Result<(), QemuError> {
+        let pid = self.pid();
+        let mut qmp = self.connect()?;
+        let process = pidfd(pid);
+        qmp.execute("quit", json!({}))?;
+        let action = "wait for the end";
+        match process.and_then(|process| has_ended_within(&process, END_TIMEOUT)) {
+            Ok(true) => {}
+            Ok(false) => return Err(QemuError::NotEnded { pid, after: END_TIMEOUT }),
+            Err(source) => return Err(QemuError::Process { action, pid, source }),
+        }
+        self.forget();
+        Ok(())
+    }
+
+    /// Removes the note: the QEMU has no guest.
+    pub fn forget(self) {
+        let _ = std::fs::remove_file(&self.path);
+    }
+
+    fn connect(&self) -> Result<Qmp, QemuError> {
+        let qmp = Qmp::connect(&self.monitor)?;
+        let wanted = self.process.pid;
+        match qmp.pid() {
+            Some(found) if found == wanted => Ok(qmp),
+            Some(found) => Err(QemuError::Another { found, wanted }),
+            // A sandboxed process can only see that the QEMU of the note is still running.
+            None if self.process.lives() => Ok(qmp),
+            None => Err(QemuError::Unseen { path: self.monitor.clone() }),
+        }
+    }
+}
+
+fn note_path(journals: &Path, session: SessionId) -> PathBuf {
+    journals.join(format!("{session}{SUFFIX}"))
+}
+
+/// The lines of a note, if it is there.
+fn read_lines(path: &Path) -> Result<Option<Vec<Line>>, QemuError> {
+    let text = match std::fs::read_to_string(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        other => other.map_err(failed(READ))?,
+    };
+    // A line without an end was torn during a write. Lines that this release does not know are from
+    // a newer one.
+    let whole = text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n'));
+    Ok(Some(whole.filter_map(|line| serde_json::from_str(line).ok()).collect()))
+}
+
+fn whereabouts(lines: &[Line]) -> Option<Whereabouts> {
+    lines.iter().find_map(|line| match line {
+        Line::Arriving(whereabouts) => Some(whereabouts.clone()),
+        _ => None,
+    })
+}
+
+const MAKE: &str = "make the note of where the guest is, beside its journal";
+const READ: &str = "read the note of where the guest is, beside its journal";
+const WRITE: &str = "write the note of where the guest is, beside its journal";
+const LIST: &str = "list the directory of the journals";
+const SYNC: &str = "sync the directory of the journals";
+const SESSIONS: &str = "read the journals of this guest";
+
+fn failed(action: &'static str) -> impl Fn(io::Error) -> QemuError {
+    move |source| QemuError::Local { action, source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SESSION: SessionId = SessionId([7; 16]);
+
+    fn in_process(process: ProcessIdentity) -> Whereabouts {
+        let process = Some(process);
+        Whereabouts { receiver: "exec".into(), process, monitor: "/nowhere/qmp".into() }
+    }
+
+    #[test]
+    fn note_is_found_while_its_process_lives() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        let process = ProcessIdentity::of(child.id()).unwrap();
+        let mut note = Note::leave(directory.path(), SESSION, in_process(process.clone())).unwrap();
+        let find = |receiver: &str| Arrived::find(directory.path(), receiver).unwrap();
+        assert!(find("another").is_empty());
+        let [found] = &find("exec")[..] else { panic!("one guest") };
+        assert_eq!((found.session(), found.pid()), (SESSION, child.id()));
+        assert!(!found.was_run && !found.stays_paused);
+        note.append(&Line::StaysPaused).unwrap();
+        note.run().unwrap();
+        // A torn line, and a line of a newer release.
+        note.file.write_all(b"\"later\"\n\"ru").unwrap();
+        assert!(find("exec")[0].was_run && find("exec")[0].stays_paused);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(find("exec").is_empty());
+        assert!(!note.path.exists(), "nobody needs it any more");
+    }
+
+    #[test]
+    fn notes_of_others_are_left_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        let dead = ProcessIdentity::of(child.id()).unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let ours = ProcessIdentity::of(std::process::id()).unwrap();
+        let elsewhere = dead.namespace.map(|inode| inode + 1);
+        let leave = |number: u8, receiver: &str, process: &ProcessIdentity| {
+            let process = process.clone();
+            let whereabouts = Whereabouts { receiver: receiver.into(), ..in_process(process) };
+            Note::leave(directory.path(), SessionId([number; 16]), whereabouts).unwrap().path
+        };
+        let others = leave(1, "another", &dead);
+        let dead_there = ProcessIdentity { namespace: elsewhere, ..dead.clone() };
+        let hidden = leave(2, "exec", &dead_there);
+        // Here the PID names another process.
+        let also_hidden = leave(3, "exec", &ProcessIdentity { namespace: elsewhere, ..ours });
+        // Of an earlier boot, and of a release that recorded no namespace.
+        let before = leave(4, "exec", &ProcessIdentity { boot: "before".into(), ..dead_there });
+        let older = leave(5, "exec", &ProcessIdentity { namespace: None, ..dead });
+        assert!(Arrived::find(directory.path(), "exec").unwrap().is_empty());
+        for (path, is_left) in
+            [(others, true), (hidden, true), (also_hidden, true), (before, false), (older, false)]
+        {
+            assert_eq!(path.exists(), is_left, "{}", path.display());
+        }
+    }
+
+    #[test]
+    fn note_says_which_process_a_guest_may_be_in() {
+        let directory = tempfile::tempdir().unwrap();
+        let own = std::process::id();
+        let may_be_in = |pid| Arrived::may_be_in(directory.path(), SESSION, pid).unwrap();
+        assert!(!may_be_in(Some(own)), "nothing is left of it");
+        assert!(may_be_in(None), "no process is seen");
+        let ours = ProcessIdentity::of(own).unwrap();
+        let before = ProcessIdentity { started: ours.started - 1, ..ours.clone() };
+        let elsewhere = ours.namespace.map(|inode| inode + 1);
+        let elsewhere = ProcessIdentity { namespace: elsewhere, ..ours.clone() };
+        for (process, is_in) in [
+            (Some(ours), true),
+            (Some(ProcessIdentity::of(1).unwrap()), false),
+            (Some(before), false),
+            (Some(elsewhere), true),
+            (None, true),
+        ] {
+            let monitor = "/nowhere/qmp".into();
+            let whereabouts = Whereabouts { receiver: "exec".into(), process, monitor };
+            let note = Note::leave(directory.path(), SESSION, whereabouts).unwrap();
+            assert_eq!(may_be_in(Some(own)), is_in);
+            note.remove();
+        }
+    }
+
+    #[test]
+    fn process_that_took_the_number_is_another_one() {
+        let ours = ProcessIdentity::of(std::process::id()).unwrap();
+        assert!(ours.lives());
+        let older = ProcessIdentity { started: ours.started - 1, ..ours.clone() };
+        assert!(!older.lives());
+        assert!(!ProcessIdentity { boot: "another".into(), ..ours }.lives());
+    }
+}

@@ -1,0 +1,133 @@
+//! Attacks by a thread of QEMU's user against root. The tests need root, as a vmferry that uses
+//! such directories does.
+
+use std::os::unix::fs::{MetadataExt, symlink};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::*;
+
+/// The user `nobody`.
+const USER: u32 = 65_534;
+
+/// How often the attack is tried. If the directory's owner is changed first, the attack succeeds
+/// within a few attempts.
+const ATTEMPTS: usize = 2_000;
+
+/// Runs `work` as [`USER`], without any capability: Linux keeps credentials per thread.
+fn as_another_user<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            // SAFETY: these calls change the credentials of this thread alone, which ends with
+            // `work`.
+            let changed = unsafe {
+                libc::syscall(libc::SYS_setgroups, 0, std::ptr::null::<libc::gid_t>()) == 0
+                    && libc::syscall(libc::SYS_setresgid, USER, USER, USER) == 0
+                    && libc::syscall(libc::SYS_setresuid, USER, USER, USER) == 0
+            };
+            assert!(changed, "this test needs root: {}", io::Error::last_os_error());
+            work()
+        });
+        thread.join().unwrap()
+    })
+}
+
+fn place() -> Place {
+    Place::for_user(Some(Uid::from_raw(USER))).unwrap()
+}
+
+#[test]
+fn listen_hands_over_the_socket_and_nothing_else() {
+    let place = place();
+    let listener = place.listen().unwrap();
+    let outer = std::fs::metadata(place.path()).unwrap();
+    assert_eq!((outer.uid(), outer.mode() & 0o777), (0, 0o711));
+    let socket = place.path().join(SOCKET);
+    assert_eq!(std::fs::metadata(&socket).unwrap().uid(), USER);
+    as_another_user(|| {
+        assert!(std::fs::remove_file(&socket).is_err());
+        assert!(std::fs::rename(&socket, place.path().join("moved")).is_err());
+        assert!(symlink("/etc/hostname", place.path().join("link")).is_err());
+        UnixStream::connect(&socket).unwrap();
+    });
+    listener.accept().unwrap();
+}
+
+/// QEMU's user puts a link in the place of the socket, as often as it can while root listens.
+#[test]
+fn listen_never_changes_the_owner_of_what_a_link_names() {
+    let victim = tempfile::NamedTempFile::new().unwrap();
+    let is_over = AtomicBool::new(false);
+    let (sent, places) = std::sync::mpsc::channel::<PathBuf>();
+    std::thread::scope(|scope| {
+        let (is_over, victim) = (&is_over, victim.path());
+        scope.spawn(move || {
+            as_another_user(move || {
+                let mut place = PathBuf::new();
+                while !is_over.load(Ordering::Relaxed) {
+                    if let Some(newest) = places.try_iter().last() {
+                        place = newest;
+                    }
+                    // Each step fails while nothing is there, or where it is not permitted.
+                    for directory in [place.clone(), place.join(INNER)] {
+                        let _ = std::fs::remove_file(directory.join(SOCKET));
+                        let _ = symlink(victim, directory.join(SOCKET));
+                    }
+                }
+            });
+        });
+        let attempt = |_| {
+            let place = place();
+            sent.send(place.path().to_owned()).unwrap();
+            // This never fails, as no other user can write there.
+            let listening = place.listen();
+            place.clear();
+            listening.map(drop)
+        };
+        let attempts: Result<(), _> = (0..ATTEMPTS).try_for_each(attempt);
+        is_over.store(true, Ordering::Relaxed);
+        attempts.unwrap();
+    });
+    assert_eq!(victim.as_file().metadata().unwrap().uid(), 0);
+    assert!(victim.path().exists());
+}
+
+#[test]
+fn connect_reaches_qemu_and_follows_no_link_to_others() {
+    let place = place();
+    let theirs = PathBuf::from(place.their_uri().strip_prefix("unix:").unwrap());
+    let listener = as_another_user(|| UnixListener::bind(&theirs).unwrap());
+    place.connect().unwrap();
+    listener.accept().unwrap();
+    place.clear();
+    assert!(!theirs.exists());
+
+    // A socket of root, such as that of a service, which that user may not connect to.
+    let private = tempfile::tempdir().unwrap();
+    let other = private.path().join("other");
+    let service = UnixListener::bind(&other).unwrap();
+    service.set_nonblocking(true).unwrap();
+    as_another_user(|| symlink(&other, &theirs).unwrap());
+    assert!(place.connect().is_err());
+    assert_eq!(service.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock);
+
+    // It is not taken for QEMU's either when it really has the expected name.
+    place.clear();
+    std::fs::rename(&other, &theirs).unwrap();
+    let error = place.connect().unwrap_err().to_string();
+    assert!(error.contains("user 0 listens there"), "{error}");
+
+    place.clear();
+    as_another_user(|| std::fs::write(&theirs, "").unwrap());
+    assert!(place.connect().unwrap_err().to_string().contains("no socket"));
+}
+
+#[test]
+fn a_place_for_the_same_user_is_that_users_alone() {
+    let place = Place::for_user(None).unwrap();
+    assert_eq!(std::fs::metadata(place.path()).unwrap().mode() & 0o777, 0o700);
+    let _listener = place.listen().unwrap();
+    UnixStream::connect(place.path().join(SOCKET)).unwrap();
+    let path = place.path().to_owned();
+    drop(place);
+    assert!(!path.exists());
+}

@@ -1,0 +1,210 @@
+//! Listens for the events of a QEMU that migrates.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use vmferry::vmm::streamed::{StreamEvent, StreamEvents};
+use vmferry_memory::PAGE_SIZE;
+
+use super::monitor::Monitor;
+use crate::error::QemuError;
+use crate::proc_stat;
+use crate::qmp::{Qmp, QmpError};
+use crate::state;
+
+/// How long QEMU's process may be stopped while it streams. It must be less than the 30 s for which
+/// the engine waits for a frame: after these it would blame the destination.
+pub const STOPPED_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// How often the wait checks whether the end of the stream still matters.
+const LOOK_PERIOD: Duration = Duration::from_millis(500);
+
+/// A thread that reports QEMU's migration events to the engine, until the migration has ended.
+#[derive(Debug)]
+pub struct Watch {
+    over: Arc<AtomicBool>,
+}
+
+/// A migration that QEMU was told to start.
+#[derive(Debug)]
+pub struct Begun {
+    /// When QEMU was told.
+    pub at: Instant,
+    /// When the guest was paused, if that was before QEMU began.
+    pub stopped: Option<Instant>,
+    /// Pages of all blocks.
+    pub pages: u64,
+    /// Receives whether the guest was already paused when QEMU stopped it, once the stream has said
+    /// so.
+    pub paused: Receiver<bool>,
+}
+
+/// The state of the thread.
+struct Watcher {
+    over: Arc<AtomicBool>,
+    begun: Begun,
+    /// QEMU has stopped the guest.
+    held: bool,
+    /// Since when QEMU's process is known to be stopped.
+    asleep: Option<Instant>,
+}
+
+impl Watch {
+    /// Starts listening.
+    ///
+    /// # Errors
+    /// System call errors.
+    pub fn start(
+        monitor: Arc<Monitor>,
+        begun: Begun,
+        tell: StreamEvents,
+    ) -> Result<Self, QemuError> {
+        let over = Arc::new(AtomicBool::new(false));
+        let mut watcher = Watcher { over: Arc::clone(&over), begun, held: false, asleep: None };
+        std::thread::Builder::new()
+            .name("qemu-events".into())
+            .spawn(move || watcher.listen(&monitor, &tell))
+            .map_err(|source| QemuError::Local { action: "start a thread", source })?;
+        Ok(Self { over })
+    }
+
+    /// Stops reporting. May be called from within a report.
+    pub fn end(&self, monitor: &Monitor) {
+        self.over.store(true, Ordering::Release);
+        monitor.wake();
+    }
+}
+
+impl Watcher {
+    fn listen(&mut self, monitor: &Monitor, tell: &StreamEvents) {
+        loop {
+            // The lock must be free when the engine is notified: the engine may send commands
+            // itself.
+            let news = self.news(&mut monitor.orders());
+            let news = news.unwrap_or_else(|error| vec![StreamEvent::Failed(error.into())]);
+            for event in news {
+                if matches!(event, StreamEvent::Completed) {
+                    self.learn_from_stream(monitor);
+                }
+                if self.is_over() {
+                    return;
+                }
+                let last = matches!(event, StreamEvent::Completed | StreamEvent::Failed(_));
+                tell(event);
+                if last {
+                    return;
+                }
+            }
+            if self.is_over() {
+                return;
+            }
+            let listened = monitor
+                .listen()
+                .map_err(|source| QemuError::Local { action: "listen to QEMU", source });
+            if let Err(error) = listened.and_then(|()| self.must_not_sleep(monitor.pid())) {
+                tell(StreamEvent::Failed(error.into()));
+                return;
+            }
+        }
+    }
+
+    /// Learns from the stream, all of which has left QEMU, whether the guest was already paused
+    /// when QEMU stopped it. Events can't tell: by the time the pause is noticed QEMU may have
+    /// stopped the guest too, and reports only its own run state from then on.
+    fn learn_from_stream(&self, monitor: &Monitor) {
+        loop {
+            match self.begun.paused.recv_timeout(LOOK_PERIOD) {
+                Ok(true) => return monitor.orders().was_paused(),
+                Ok(false) | Err(RecvTimeoutError::Disconnected) => return,
+                // The reader of the stream is waiting for the link.
+                Err(RecvTimeoutError::Timeout) if self.is_over() => return,
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+        }
+    }
+
+    /// A QEMU whose process is stopped reports nothing, and sends nothing.
+    fn must_not_sleep(&mut self, pid: Option<u32>) -> Result<(), QemuError> {
+        let Some(pid) = pid else { return Ok(()) };
+        if !proc_stat::is_stopped(pid) {
+            self.asleep = None;
+        } else if self.asleep.get_or_insert_with(Instant::now).elapsed() >= STOPPED_TIMEOUT {
+            return Err(QemuError::Stopped { pid, after: STOPPED_TIMEOUT });
+        }
+        Ok(())
+    }
+
+    fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+
+    /// The events since the last call, in order.
+    fn news(&mut self, qmp: &mut Qmp) -> Result<Vec<StreamEvent>, QemuError> {
+        if self.is_over() {
+            return Ok(Vec::new());
+        }
+        // A guest that has powered off, together with its QEMU, has reported so before.
+        qmp.must_be_alive()?;
+        let events = qmp.events()?;
+        let last_pass = events.iter().rposition(|event| event["event"] == "MIGRATION_PASS");
+        let mut stopped = None;
+        let mut news = Vec::new();
+        for (at, event) in events.iter().enumerate() {
+            match event["event"].as_str() {
+                Some("STOP") => {
+                    stopped = state::age(&event["timestamp"]);
+                    // QEMU does not answer while it sends the last pages.
+                    if !self.held {
+                        qmp.heard_stop()?;
+                    }
+                }
+                // The last pass is not queried: QEMU does not answer until it is done.
+                Some("MIGRATION_PASS") if Some(at) == last_pass && !self.held => {
+                    news.extend(self.pass(qmp, &event["data"]["pass"])?);
+                }
+                Some("MIGRATION") => match event["data"]["status"].as_str() {
+                    Some("pre-switchover") => news.push(self.stopped(qmp, stopped)?),
+                    Some("completed") => news.push(StreamEvent::Completed),
+                    Some("failed" | "cancelled") => {
+                        news.push(StreamEvent::Failed(state::given_up(qmp)?.into()));
+                    }
+                    _ => {}
+                },
+                _ => {}
+            }
+        }
+        Ok(news)
+    }
+
+    /// A pass over memory begins.
+    fn pass(&self, qmp: &mut Qmp, number: &Value) -> Result<Option<StreamEvent>, QmpError> {
+        let Some(number) = number.as_u64().and_then(|number| u32::try_from(number).ok()) else {
+            return Ok(None);
+        };
+        let migration = qmp.execute("query-migrate", json!({}))?;
+        let ram = &migration["ram"];
+        // In the first pass everything is to be sent, and QEMU may have no figures yet.
+        let pages =
+            ram["remaining"].as_u64().filter(|_| number > 1).map(|left| left / PAGE_SIZE as u64);
+        let dirty_pages_per_s = ram["dirty-pages-rate"].as_f64().unwrap_or_default();
+        let pages = pages.unwrap_or(self.begun.pages);
+        Ok(Some(StreamEvent::Pass { number, pages, dirty_pages_per_s }))
+    }
+
+    /// The guest has been paused for `age`, by the clock that QEMU stamps events with, which can be
+    /// set meanwhile.
+    fn stopped(&mut self, qmp: &mut Qmp, age: Option<Duration>) -> Result<StreamEvent, QmpError> {
+        self.held = true;
+        let migration = qmp.execute("query-migrate", json!({}))?;
+        let expected = migration["expected-downtime"].as_u64().unwrap_or_default();
+        let since_begun = self.begun.at.elapsed();
+        let age = age.map_or(Duration::ZERO, |age| age.min(since_begun));
+        Ok(StreamEvent::Stopped {
+            stood_still: self.begun.stopped.map_or(age, |at| at.elapsed()),
+            expected_downtime: Duration::from_millis(expected),
+        })
+    }
+}

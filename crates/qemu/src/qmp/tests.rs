@@ -1,0 +1,89 @@
+//! The client's view of QEMUs that do not answer, or send too much.
+
+use std::io::Write;
+use std::os::unix::net::UnixListener;
+use std::thread::JoinHandle;
+
+use super::*;
+
+/// How long the tests wait for answers that do not come.
+const PATIENCE: Duration = Duration::from_millis(300);
+
+/// How long a fake QEMU keeps sending: far beyond every deadline, so that a missed deadline ends in
+/// a closed connection and not in a test that hangs.
+const TALKS_FOR: Duration = Duration::from_secs(60);
+
+/// A fake QEMU that greets its client, answers two commands, and then repeats `said` until the
+/// client is gone.
+fn endless(said: &'static str) -> (UnixStream, JoinHandle<()>) {
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    let talking = std::thread::spawn(move || {
+        let begun =
+            json!({ "QMP": { "version": { "qemu": { "major": 10, "minor": 0, "micro": 2 } } } });
+        let answers = [json!({ "return": {}, "id": 1 }), json!({ "return": [], "id": 2 })];
+        writeln!(theirs, "{begun}\n{}\n{}", answers[0], answers[1]).unwrap();
+        let since = Instant::now();
+        while since.elapsed() < TALKS_FOR && theirs.write_all(said.as_bytes()).is_ok() {}
+    });
+    (ours, talking)
+}
+
+#[test]
+fn a_qemu_whose_queue_is_full_may_just_not_have_got_to_it_yet() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("qmp");
+    let listener = UnixListener::bind(&path).unwrap();
+    // The same backlog as QEMU's.
+    rustix::net::listen(&listener, 1).unwrap();
+    // Clients that have given up keep their places, as nothing accepts them.
+    let pids: Vec<Option<u32>> = (0..5)
+        .map(|number| {
+            let Err(error) = Qmp::connect_within(&path, Duration::from_millis(20)) else {
+                panic!("nobody has answered")
+            };
+            assert!(error.is_timeout(), "attempt {number}: {error}");
+            assert!(crate::QemuError::from(error).is_timeout());
+            let Err(error) = Qmp::connect_within(&path, Duration::from_millis(20)) else {
+                panic!("nobody has answered")
+            };
+            let QmpError::TimedOut { pid, .. } = error else { panic!("{error}") };
+            pid
+        })
+        .collect();
+    assert_eq!(pids[0], Some(std::process::id()), "it had a place");
+    assert_eq!(pids[1..], [None; 4], "the queue was full");
+    let Err(error) = Qmp::connect_within(&path, Duration::from_millis(20)) else { panic!() };
+    assert!(error.to_string().contains("`kill -CONT`"), "{error}");
+}
+
+/// Waiting for an answer, or for an event, takes no longer because other events come.
+#[test]
+fn deadlines_hold_while_events_come_without_end() {
+    let (stream, talking) = endless("{\"event\":\"BALLOON_CHANGE\",\"data\":{\"actual\":1}}\n");
+    let mut qmp = Qmp::over_within(stream, Path::new("fake"), PATIENCE).unwrap();
+    let error = qmp.execute("query-status", json!({})).unwrap_err();
+    assert!(error.is_timeout(), "{error}");
+    let error = qmp.wait_for("stop", PATIENCE, |event| event["event"] == "STOP").unwrap_err();
+    assert!(error.is_timeout(), "{error}");
+    drop(qmp);
+    talking.join().unwrap();
+}
+
+/// An event may be kept as long as the connection exists.
+#[test]
+fn events_of_any_length_take_no_more_than_their_room() {
+    let pad = "x".repeat(20 << 10);
+    let said: &'static str = format!("{{\"event\":\"LONG\",\"data\":\"{pad}\"}}\n").leak();
+    let (stream, talking) = endless(said);
+    let mut qmp = Qmp::over_within(stream, Path::new("fake"), PATIENCE).unwrap();
+    let mut most = 0;
+    for _ in 0..20 {
+        let kept: usize = qmp.look_at_events().unwrap().map(|event| event.to_string().len()).sum();
+        most = most.max(kept);
+        let waited = qmp.wait_for("stop", PATIENCE / 20, |event| event["event"] == "STOP");
+        assert!(waited.unwrap_err().is_timeout());
+    }
+    assert!(most > 1 << 19 && most <= 1 << 20, "{most} bytes");
+    drop(qmp);
+    talking.join().unwrap();
+}

@@ -1,0 +1,4 @@
+//! Support for tests with carried guests.
+
+pub mod guests;
+pub mod relay;

@@ -1,0 +1,195 @@
+//! Guests of QEMUs on KVM, moved five times each: machine types, kinds of memory, attached and
+//! carried, numbers of vCPUs. They write continuously, and KVM itself writes their memory: clock,
+//! steal time, end-of-interrupt flags.
+
+use crate::support::{carry, hop};
+use vmferry_qemu_lab::{Backend, HugePages, Machine, Mounted, Qemu, Said, Version, World};
+
+/// Hops of each guest.
+const HOPS: u32 = 5;
+
+/// How a guest is moved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    Attached,
+    Carried,
+}
+
+/// The kind of a guest's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Memory {
+    Of(Backend),
+    /// A file of huge pages.
+    Hugetlbfs,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    version: Version,
+    kind: &'static str,
+    memory: Memory,
+    way: Way,
+    vcpus: u32,
+}
+
+/// All combinations that are possible with this machine type.
+fn cases(kind: &'static str) -> Vec<Case> {
+    let mut cases = Vec::new();
+    let memories = [Backend::File, Backend::Memfd, Backend::Private, Backend::TwoNodes];
+    let memories = memories.map(Memory::Of).into_iter().chain([Memory::Hugetlbfs]);
+    for version in Version::ALL {
+        for memory in memories.clone() {
+            for way in [Way::Attached, Way::Carried] {
+                let case = Case { version, kind, memory, way, vcpus: 1 };
+                let each = [1, 2, 4].map(|vcpus| Case { vcpus, ..case });
+                cases.extend(each.into_iter().filter(Case::is_possible));
+            }
+        }
+    }
+    cases
+}
+
+impl Case {
+    fn is_possible(&self) -> bool {
+        // By QEMU: `microvm` has no NUMA nodes. By vmferry: see docs/qemu.md.
+        let has_nodes = self.kind != "microvm";
+        let can_be_attached = match self.memory {
+            Memory::Of(Backend::Private) => false,
+            Memory::Of(Backend::Memfd) => self.version == Version::V7_2,
+            _ => true,
+        };
+        (has_nodes || self.memory != Memory::Of(Backend::TwoNodes))
+            && (can_be_attached || self.way == Way::Carried)
+    }
+
+    fn run(&self) {
+        println!("{self:?}");
+        let world = World::new();
+        let mut machine = Machine {
+            kind: self.kind,
+            vcpus: self.vcpus,
+            ..Machine::on_kvm(self.version, "fill=16,incompressible hot=24,random")
+        };
+        let mut mounted = None;
+        match self.memory {
+            Memory::Of(backend) => machine.backend = backend,
+            Memory::Hugetlbfs => {
+                let directory = world.path("huge");
+                // Two guests at a time, and one more page because QEMU rounds up.
+                mounted = Some(Mounted::new(&directory, HugePages::Hugetlb, 2 * 128 + 2).unwrap());
+                machine.memory_directory = Some(directory);
+            }
+        }
+        self.travel(&world, &machine);
+        drop(mounted);
+    }
+
+    fn travel(&self, world: &World, machine: &Machine) {
+        let mut here = machine.start_booted(world, "qemu-0");
+        let mut before = check(&mut here, &Said::default());
+        assert_eq!(before.get("vcpus"), u64::from(self.vcpus));
+        for number in 1..=HOPS {
+            let there = machine.incoming(world, &format!("qemu-{number}"));
+            match self.way {
+                Way::Attached => {
+                    let stats = hop(world, number, &here, &there);
+                    let same = (stats.digest_match, stats.verify_match);
+                    assert_eq!(same, (Some(true), Some(true)), "{self:?}");
+                }
+                Way::Carried => {
+                    let channels = if number % 2 == 1 { 2 } else { 0 };
+                    let stats = carry(world, number, &here, &there, channels, |_| {}).unwrap();
+                    assert_eq!(stats.digest_match, Some(true), "{self:?}");
+                }
+            }
+            here.child.wait().unwrap();
+            here = there;
+            before = check(&mut here, &before);
+        }
+    }
+}
+
+/// Waits until the guest has checked all of its memory, including what KVM writes, without an
+/// error, and until KVM has written to it again.
+fn check(qemu: &mut Qemu, before: &Said) -> Said {
+    qemu.check_guest();
+    let said = qemu.wait_for("sees what KVM writes", |said| {
+        let grown = |name: &str, by: u64| said.get(name) >= before.get(name) + by;
+        grown("clock_updates", 2) && grown("clock_us", 1) && grown("steal_updates", 2)
+    });
+    for feature in ["has_clock", "has_steal", "has_eoi"] {
+        assert_eq!(
+            said.get(feature),
+            1,
+            "this KVM offers its guests less than these tests need: {said:?}"
+        );
+    }
+    assert_eq!(said.get("corruptions"), 0, "{said:?}");
+    said
+}
+
+/// Runs the whole matrix of this machine type with `VMFERRY_TEST_ALL`, otherwise the given sample.
+fn travel(kind: &'static str, sample: &[(Version, Memory, Way, u32)]) {
+    if std::env::var_os("VMFERRY_TEST_ALL").is_some() {
+        return cases(kind).iter().for_each(Case::run);
+    }
+    for &(version, memory, way, vcpus) in sample {
+        let case = Case { version, kind, memory, way, vcpus };
+        assert!(case.is_possible(), "{case:?}");
+        case.run();
+    }
+}
+
+#[test]
+fn q35_guests_travel() {
+    travel(
+        "q35",
+        &[
+            (Version::V10_0, Memory::Of(Backend::File), Way::Attached, 2),
+            (Version::V7_2, Memory::Of(Backend::Memfd), Way::Attached, 4),
+        ],
+    );
+}
+
+#[test]
+fn pc_guests_travel() {
+    travel(
+        "pc",
+        &[
+            (Version::V7_2, Memory::Of(Backend::TwoNodes), Way::Attached, 2),
+            (Version::V10_0, Memory::Of(Backend::Private), Way::Carried, 4),
+        ],
+    );
+}
+
+#[test]
+fn microvm_guests_travel() {
+    travel(
+        "microvm",
+        &[
+            (Version::V10_0, Memory::Hugetlbfs, Way::Attached, 4),
+            (Version::V7_2, Memory::Of(Backend::File), Way::Carried, 1),
+        ],
+    );
+}
+
+/// Whether KVM lets the guest skip the end-of-interrupt write to the LAPIC.
+#[test]
+#[ignore = "needs a KVM that runs ring 0 natively: one that emulates it (PVM) takes each offer \
+     back before the guest sees it"]
+fn the_ends_of_interrupts_are_not_told() {
+    let world = World::new();
+    let mut qemu = Machine::on_kvm(Version::V10_0, "hot=8").start_booted(&world, "qemu");
+    qemu.wait_for("saves ends of interrupts", |said| said.get("eois_saved") > 0);
+}
+
+/// KVM writes that word of memory in any case, and the other vCPU sees it.
+#[test]
+fn the_ends_of_interrupts_are_offered() {
+    let world = World::new();
+    let machine = Machine { vcpus: 2, ..Machine::on_kvm(Version::V10_0, "hot=8") };
+    let mut qemu = machine.start_booted(&world, "qemu");
+    let said =
+        qemu.wait_for("sees offers", |said| said.get("eois_offered") + said.get("eois_saved") > 0);
+    assert_eq!((said.get("has_eoi"), said.get("corruptions")), (1, 0), "{said:?}");
+}

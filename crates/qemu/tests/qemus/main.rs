@@ -1,0 +1,20 @@
+//! Real QEMUs whose guests are moved by the library: attached, carried, and with recognized
+//! streams.
+
+mod carried;
+mod carried_guests;
+mod carrying;
+mod carrying_faults;
+mod changes;
+mod devices;
+mod disks;
+mod found;
+mod kvm;
+mod kvm_lost_pages;
+mod kvm_network;
+mod memory_files;
+mod migration;
+mod stream;
+mod support;
+mod vcpus;
+mod writers;

@@ -1,4 +1,0 @@
-//! What tests with carried guests share.
-
-pub mod guests;
-pub mod relay;

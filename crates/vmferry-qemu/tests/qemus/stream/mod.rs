@@ -1,7 +1,0 @@
-//! What is found in the streams of QEMU's migration.
-
-mod by_hand;
-mod capture;
-mod fixtures;
-mod live;
-pub mod samples;

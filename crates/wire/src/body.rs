@@ -1,0 +1,390 @@
+//! The bodies of control messages as bytes: a tuple that never changes, and since version 2 fields behind it.
+
+use std::fmt;
+
+use serde::de::{Error as _, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
+use vmferry_memory::{GuestBytes, SlotLayout};
+
+use crate::algorithm::AlgorithmSet;
+use crate::control::Buffer;
+use crate::error::WireError;
+use crate::fields::{self, FIELDS_SINCE, Need, put_mandatory, put_optional};
+use crate::message::{
+    ControlMessage, MAX_CONFIG_BYTES, MAX_FREE_RUNS, MAX_LANES, MAX_SLOTS, name_of,
+};
+use crate::reason::Reason;
+use crate::release::checked_name;
+use vmferry_api::Release;
+use vmferry_handover::{GuestIdentity, MAX_NAME_BYTES, SessionId};
+
+const MAX_VMM_BYTES: usize = 64;
+
+/// Numbers of fields: never reused, and of one meaning for each message. BEGIN, ACCEPT and REFUSE: the release of vmferry, as
+/// text.
+const RELEASE: u16 = 1;
+/// BEGIN, ACCEPT and REFUSE: the VMM and its release, as text.
+const VMM_RELEASE: u16 = 2;
+/// BEGIN, mandatory, without content: the VMM streams the guest, one stream on each lane.
+const STREAMS: u16 = 3;
+/// BEGIN: bytes that the guest uses of each slot, a u64 for each; [`UNKNOWN_BYTES`] where they are
+/// not known.
+const USED_BYTES: u16 = 4;
+/// Encodes a number of bytes that is not known.
+const UNKNOWN_BYTES: u64 = u64::MAX;
+/// Slots of which it is said at most, so that the message keeps to its limit.
+const MAX_USED_SLOTS: usize = 1024;
+/// FINAL, mandatory, without content: the guest was paused by somebody, and stays so.
+const PAUSED: u16 = 1;
+/// ACCEPT: what the destination can decode, a bit for the number of each algorithm (u32).
+const ALGORITHMS: u16 = 3;
+/// ACCEPT, without content: the destination takes VERIFY before FINAL.
+const VERIFIES_PLACED: u16 = 4;
+
+#[derive(Serialize, Deserialize)]
+struct Begin {
+    session: SessionId,
+    guest: (uuid::Bytes, String),
+    vmm: String,
+    #[serde(with = "serde_bytes")]
+    config: Vec<u8>,
+    layout: Vec<SlotLayout>,
+    lanes: u8,
+    verify: bool,
+    reconnect_ms: u32,
+}
+
+#[derive(Deserialize)]
+struct Final<'a> {
+    #[serde(deserialize_with = "lane_sequences")]
+    lane_sequences: Vec<u64>,
+    digest: u64,
+    #[serde(borrow)]
+    state: &'a [u8],
+}
+
+/// FINAL up to its state.
+#[derive(Deserialize)]
+struct FinalHead {
+    #[serde(deserialize_with = "lane_sequences")]
+    lane_sequences: Vec<u64>,
+    digest: u64,
+    state_bytes: u64,
+}
+
+/// Reads the numbers of the lanes' last frames. A body of FINAL may be long, and numbers grow to eight times their
+/// bytes when they are read: one that is too many ends the reading.
+fn lane_sequences<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u64>, D::Error> {
+    struct Lanes;
+    impl<'de> Visitor<'de> for Lanes {
+        type Value = Vec<u64>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            write!(f, "at most {MAX_LANES} lanes")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut lanes: A) -> Result<Vec<u64>, A::Error> {
+            let mut sequences = Vec::with_capacity(MAX_LANES.into());
+            while let Some(sequence) = lanes.next_element()? {
+                if sequences.len() == usize::from(MAX_LANES) {
+                    return Err(A::Error::custom("there are more than 16 lanes"));
+                }
+                sequences.push(sequence);
+            }
+            Ok(sequences)
+        }
+    }
+    deserializer.deserialize_seq(Lanes)
+}
+
+impl ControlMessage {
+    /// Appends the message's body, without header.
+    pub(crate) fn encode_body(&self, version: u16, into: &mut impl Buffer) {
+        self.encode_tuple(into);
+        if version >= FIELDS_SINCE {
+            self.encode_fields(into);
+        }
+    }
+
+    fn encode_tuple(&self, into: &mut impl Buffer) {
+        match self {
+            Self::Begin {
+                session,
+                guest,
+                vmm,
+                config,
+                layout,
+                lanes,
+                verify,
+                reconnect_ms,
+                ..
+            } => {
+                let begin = Begin {
+                    session: *session,
+                    guest: (*guest.uuid.as_bytes(), guest.name.clone()),
+                    vmm: vmm.clone(),
+                    config: config.clone(),
+                    layout: layout.clone(),
+                    lanes: *lanes,
+                    verify: *verify,
+                    reconnect_ms: *reconnect_ms,
+                };
+                put(into, &begin);
+            }
+            Self::Accept { token, .. } => put(into, token),
+            Self::Refuse { reason, .. } | Self::Abort { reason } => put(into, reason),
+            Self::Placed { lane, sequence } => put(into, &(lane, sequence)),
+            Self::Final { lane_sequences, digest, state, .. } => {
+                put(into, &(lane_sequences, digest, serde_bytes::Bytes::new(state)));
+            }
+            Self::Ready { digest, load_us } => put(into, &(digest, load_us)),
+            Self::Verify {} | Self::Withdraw {} => {}
+            Self::Verified { hash, pages, elapsed_us } => put(into, &(hash, pages, elapsed_us)),
+            Self::Commit { session } | Self::Query { session } => put(into, session),
+            Self::Running { session, start_us } => put(into, &(session, start_us)),
+            Self::Aborted { session, reason } => put(into, &(session, reason)),
+            Self::Ping { nonce } | Self::Pong { nonce } => put(into, nonce),
+            Self::Answer { session, word } => put(into, &(session, word)),
+            Self::Free { slot, runs } => put(into, &(slot, runs)),
+        }
+    }
+
+    fn encode_fields(&self, into: &mut impl Buffer) {
+        match self {
+            Self::Begin { release, streams, used_bytes, .. } => {
+                put_release(into, release.as_ref());
+                if *streams {
+                    put_mandatory(into, STREAMS, &[]);
+                }
+                if (1..=MAX_USED_SLOTS).contains(&used_bytes.len()) {
+                    let all = used_bytes.iter().map(|bytes| bytes.unwrap_or(UNKNOWN_BYTES));
+                    let content: Vec<u8> = all.flat_map(u64::to_le_bytes).collect();
+                    put_optional(into, USED_BYTES, &content);
+                }
+            }
+            Self::Accept { release, algorithms, verifies_placed, .. } => {
+                put_release(into, release.as_ref());
+                if let Some(algorithms) = algorithms {
+                    put_optional(into, ALGORITHMS, &algorithms.bits().to_le_bytes());
+                }
+                if *verifies_placed {
+                    put_optional(into, VERIFIES_PLACED, &[]);
+                }
+            }
+            Self::Refuse { release, .. } => put_release(into, release.as_ref()),
+            Self::Final { paused: true, .. } => put_mandatory(into, PAUSED, &[]),
+            _ => {}
+        }
+    }
+
+    /// A message from its type number and whole body, and the numbers of the fields that were left out.
+    pub(crate) fn decode_body(
+        number: u16,
+        version: u16,
+        body: &[u8],
+    ) -> Result<(Self, Vec<u16>), WireError> {
+        let (message, rest) = Self::decode_tuple(number, body)?;
+        message.finish(version, rest)
+    }
+
+    /// The same, with the state of FINAL in the body's own memory.
+    pub(crate) fn decode_whole(
+        number: u16,
+        version: u16,
+        mut body: GuestBytes,
+    ) -> Result<(Self, Vec<u16>), WireError> {
+        if number != crate::number::FINAL {
+            return Self::decode_body(number, version, &body);
+        }
+        let (FinalHead { lane_sequences, digest, state_bytes }, rest) = get(number, &body)?;
+        let behind = rest.len();
+        let Some(behind) = usize::try_from(state_bytes).ok().and_then(|n| behind.checked_sub(n))
+        else {
+            return Err(WireError::BadBody { message: "FINAL", detail: "it is cut short".into() });
+        };
+        let state = body.len() - rest.len()..body.len() - behind;
+        let fields = body[state.end..].to_vec();
+        body.copy_within(state.clone(), 0);
+        body.truncate(state.len());
+        let message = Self::Final { lane_sequences, digest, state: body, paused: false };
+        message.finish(version, &fields)
+    }
+
+    /// Reads the fields after the tuple, and checks the whole.
+    fn finish(mut self, version: u16, rest: &[u8]) -> Result<(Self, Vec<u16>), WireError> {
+        let message = &mut self;
+        let mut ignored = Vec::new();
+        if version >= FIELDS_SINCE {
+            ignored =
+                fields::read(message.name(), rest, |field, bytes| message.take(field, bytes))?;
+        } else if !rest.is_empty() {
+            let detail = format!("{} bytes are left over", rest.len());
+            return Err(WireError::BadBody { message: message.name(), detail });
+        }
+        message.check()?;
+        Ok((self, ignored))
+    }
+
+    /// A message as version 1 has it, and the bytes behind it.
+    fn decode_tuple(number: u16, body: &[u8]) -> Result<(Self, &[u8]), WireError> {
+        let (message, rest);
+        macro_rules! tuple {
+            ($pattern:pat => $message:expr) => {{
+                let ($pattern, left) = get(number, body)?;
+                (message, rest) = ($message, left);
+            }};
+        }
+        match number {
+            1 => tuple!(begin => Begin::into_message(begin)),
+            2 => tuple!(token => Self::Accept {
+                token,
+                release: None,
+                algorithms: None,
+                verifies_placed: false,
+            }),
+            3 => tuple!(reason => Self::Refuse { reason: cleaned(reason), release: None }),
+            4 => tuple!((lane, sequence) => Self::Placed { lane, sequence }),
+            5 => tuple!(Final { lane_sequences, digest, state } =>
+                Self::Final { lane_sequences, digest, state: state.into(), paused: false }),
+            6 => tuple!((digest, load_us) => Self::Ready { digest, load_us }),
+            7 => tuple!(() => Self::Verify {}),
+            8 => tuple!((hash, pages, elapsed_us) => Self::Verified { hash, pages, elapsed_us }),
+            9 => tuple!(session => Self::Commit { session }),
+            10 => tuple!((session, start_us) => Self::Running { session, start_us }),
+            11 => tuple!((session, reason) =>
+                Self::Aborted { session, reason: cleaned(reason) }),
+            12 => tuple!(reason => Self::Abort { reason: cleaned(reason) }),
+            13 => tuple!(nonce => Self::Ping { nonce }),
+            14 => tuple!(nonce => Self::Pong { nonce }),
+            15 => tuple!(session => Self::Query { session }),
+            16 => tuple!((session, word) => Self::Answer { session, word }),
+            17 => tuple!(() => Self::Withdraw {}),
+            18 => tuple!((slot, runs) => Self::Free { slot, runs }),
+            other => return Err(WireError::UnknownMessage(other)),
+        }
+        Ok((message, rest))
+    }
+
+    /// Takes a field; how it stands in the message if that has one of this number.
+    fn take(&mut self, field: u16, content: &[u8]) -> Result<Option<Need>, String> {
+        let mut need = Need::Optional;
+        match (self, field) {
+            (
+                Self::Begin { release, .. }
+                | Self::Accept { release, .. }
+                | Self::Refuse { release, .. },
+                RELEASE | VMM_RELEASE,
+            ) => {
+                let text = checked_name(content)?;
+                let release = release
+                    .get_or_insert_with(|| Release { vmferry: String::new(), vmm: String::new() });
+                *(if field == RELEASE { &mut release.vmferry } else { &mut release.vmm }) = text;
+            }
+            (Self::Begin { streams, .. }, STREAMS) if content.is_empty() => {
+                *streams = true;
+                need = Need::Mandatory;
+            }
+            (Self::Begin { .. }, STREAMS) => return Err("it has no content".into()),
+            (Self::Begin { used_bytes, .. }, USED_BYTES) => {
+                let (all, rest) = content.as_chunks();
+                if all.is_empty() || all.len() > MAX_USED_SLOTS || !rest.is_empty() {
+                    return Err(format!("it has 8 to {} bytes", 8 * MAX_USED_SLOTS));
+                }
+                let all = all.iter().map(|bytes| u64::from_le_bytes(*bytes));
+                *used_bytes =
+                    all.map(|bytes| Some(bytes).filter(|bytes| *bytes != UNKNOWN_BYTES)).collect();
+            }
+            (Self::Final { paused, .. }, PAUSED) if content.is_empty() => {
+                *paused = true;
+                need = Need::Mandatory;
+            }
+            (Self::Final { .. }, PAUSED) => {
+                return Err("it has no content".into());
+            }
+            (Self::Accept { algorithms, .. }, ALGORITHMS) => {
+                let bits = content.try_into().map_err(|_| "it has 4 bytes".to_owned())?;
+                *algorithms = Some(AlgorithmSet::from_bits(u32::from_le_bytes(bits)));
+            }
+            (Self::Accept { verifies_placed, .. }, VERIFIES_PLACED) if content.is_empty() => {
+                *verifies_placed = true;
+            }
+            (Self::Accept { .. }, VERIFIES_PLACED) => return Err("it has no content".into()),
+            _ => return Ok(None),
+        }
+        Ok(Some(need))
+    }
+
+    fn check(&self) -> Result<(), WireError> {
+        let detail = match self {
+            Self::Begin { guest, vmm, config, layout, lanes, .. } => {
+                if guest.name.len() > MAX_NAME_BYTES || guest.name.chars().any(char::is_control) {
+                    "the guest's name is too long or not printable"
+                } else if vmm.len() > MAX_VMM_BYTES || vmm.chars().any(char::is_control) {
+                    "the VMM's name is too long or not printable"
+                } else if config.len() > MAX_CONFIG_BYTES {
+                    "the configuration is too long"
+                } else if layout.is_empty() || layout.len() > MAX_SLOTS {
+                    "there are no memory slots, or too many"
+                } else if !(1..=MAX_LANES).contains(lanes) {
+                    "the number of data channels is not 1 to 16"
+                } else {
+                    return Ok(());
+                }
+            }
+            Self::Final { lane_sequences, .. }
+                if !(1..=usize::from(MAX_LANES)).contains(&lane_sequences.len()) =>
+            {
+                "the number of lanes is not 1 to 16"
+            }
+            Self::Free { runs, .. } if runs.len() > MAX_FREE_RUNS => "it has too many runs",
+            _ => return Ok(()),
+        };
+        Err(WireError::BadBody { message: self.name(), detail: detail.into() })
+    }
+}
+
+impl Begin {
+    fn into_message(self) -> ControlMessage {
+        let (uuid, name) = self.guest;
+        ControlMessage::Begin {
+            session: self.session,
+            guest: GuestIdentity { uuid: uuid::Uuid::from_bytes(uuid), name },
+            vmm: self.vmm,
+            config: self.config,
+            layout: self.layout,
+            lanes: self.lanes,
+            verify: self.verify,
+            reconnect_ms: self.reconnect_ms,
+            release: None,
+            streams: false,
+            used_bytes: Vec::new(),
+        }
+    }
+}
+
+fn cleaned(reason: Reason) -> Reason {
+    reason.cleaned()
+}
+
+fn put_release(into: &mut impl Buffer, release: Option<&Release>) {
+    let Some(release) = release else { return };
+    for (number, name) in [(RELEASE, &release.vmferry), (VMM_RELEASE, &release.vmm)] {
+        if !name.is_empty() {
+            put_optional(into, number, name.as_bytes());
+        }
+    }
+}
+
+fn put(into: &mut impl Buffer, value: &impl Serialize) {
+    postcard::to_io(value, into)
+        .expect("writing to memory does not fail, and these types have no unsized sequences");
+}
+
+fn get<'de, T: Deserialize<'de>>(
+    number: u16,
+    body: &'de [u8],
+) -> Result<(T, &'de [u8]), WireError> {
+    let message = name_of(number).unwrap_or("UNKNOWN");
+    let bad = |detail: String| WireError::BadBody { message, detail };
+    postcard::take_from_bytes(body).map_err(|error| bad(error.to_string()))
+}

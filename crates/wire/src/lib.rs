@@ -1,0 +1,68 @@
+//! The wire format, sans-IO: bytes in, typed values out, and back.
+//!
+//! A channel begins with a [`Hello`] and its [`HelloReply`], whose layouts are frozen for ever so
+//! that any two releases can tell each other their versions. A control channel then carries
+//! [`ControlMessage`]s in both directions, each behind a [`ControlHeader`]; a data channel carries
+//! frames from source to destination, each a [`FrameHeader`], a table and a payload: pages
+//! ([`RunTable`]), or pieces of a VMM's own stream ([`SegmentTable`]). `docs/protocol.md` is the specification.
+//!
+//! Two sides speak the newest version of the protocol that both know ([`common_version`]): it decides how the bodies
+//! of control messages are read and written, and nothing else differs between versions 1 and 2.
+//!
+//! Nothing from the wire is trusted: a length is checked against the limit of its kind before
+//! anything is allocated, every number before it is used, and whatever is left over is an error.
+//! All integers are little-endian.
+
+#![forbid(unsafe_code)]
+
+mod algorithm;
+mod body;
+mod control;
+mod error;
+mod fields;
+mod frame;
+mod hello;
+mod message;
+pub mod number;
+mod probe;
+mod reason;
+mod release;
+mod runs;
+mod segments;
+mod session;
+mod sizes;
+
+pub use algorithm::{Algorithm, AlgorithmSet};
+pub use control::{
+    Buffer, CONTROL_HEADER_BYTES, ControlHeader, Decoded, MAX_BODY_BYTES, MAX_FINAL_BYTES,
+};
+pub use error::WireError;
+pub use frame::{FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_RUNS};
+pub use hello::{
+    HELLO_BYTES, HELLO_REPLY_BYTES, Hello, HelloReply, HelloStatus, PROTOCOL_VERSION_MAX,
+    PROTOCOL_VERSION_MIN, Role, common_version,
+};
+pub use message::{ControlMessage, MAX_CONFIG_BYTES, MAX_FREE_RUNS, MAX_LANES, MAX_SLOTS};
+pub use probe::{MAX_FACTS_BYTES, MAX_PROBE_BYTES, MAX_REFUSAL_BYTES, ProbeHeader, ProbeMessage};
+pub use reason::{MAX_REASON_BYTES, Reason, ReasonCode};
+pub use runs::{Encoding, MAX_FRAME_CONTENT_PAGES, Run, RunTable, table_checksum};
+pub use segments::{MAX_KEPT_PAGES, PieceSummary, Segment, SegmentEncoding, SegmentTable};
+pub use session::Token;
+pub use sizes::{
+    MAX_FRAME_PAYLOAD_BYTES, RUN_HEADER_BYTES, SEGMENT_BYTES, SEGMENT_TABLE_HEAD_BYTES,
+};
+pub use vmferry_api::{MAX_RELEASE_BYTES, Release};
+pub use vmferry_handover::{GuestIdentity, MAX_NAME_BYTES, SessionId, SessionWord};
+
+/// CRC-32C (Castagnoli), the checksum of headers and control messages.
+pub(crate) fn crc32c(bytes: &[u8]) -> u32 {
+    // The algorithm's 32 bits stand in the low half.
+    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
+}
+
+/// `N` bytes at an offset of a fixed-size header. The offsets are constants of this crate.
+pub(crate) fn field<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+    let mut field = [0; N];
+    field.copy_from_slice(&bytes[at..at + N]);
+    field
+}

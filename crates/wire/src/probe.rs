@@ -1,0 +1,332 @@
+//! The messages of a probe: a channel of role 5, on which a source that has no session asks a
+//! destination what it has, whether it would be admitted, and how fast the link is.
+//!
+//! Their form and numbers are the same in every version of the protocol, and no other message is
+//! spoken on such a channel.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::WireError;
+use crate::{CONTROL_HEADER_BYTES, crc32c, field};
+use vmferry_handover::{GuestIdentity, MAX_NAME_BYTES};
+
+/// Longest body of any message of a probe.
+pub const MAX_PROBE_BYTES: u32 = 64 << 10;
+/// Longest text about a host (JSON).
+pub const MAX_FACTS_BYTES: usize = 32 << 10;
+/// Longest reason for which a source or a guest would not be admitted.
+pub const MAX_REFUSAL_BYTES: usize = 1024;
+
+/// A message of a probe.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ProbeMessage {
+    /// 32, source: what are you, and would you take this guest from me?
+    Ask {
+        /// The guest, if it is about one.
+        guest: Option<GuestIdentity>,
+    },
+    /// 33, destination: the answer.
+    Tell {
+        /// Why the policy would refuse the source or the guest; none if it would not.
+        refusal: Option<String>,
+        /// What the host has, as JSON; a reader leaves out members that it does not know.
+        facts: Vec<u8>,
+    },
+    /// 34, source: answer at once.
+    Echo {
+        /// Comes back.
+        nonce: u64,
+    },
+    /// 35, destination: the answer.
+    Echoed {
+        /// What was sent.
+        nonce: u64,
+        /// The destination's clock: microseconds since 1970.
+        clock_us: u64,
+    },
+    /// 36, source: bytes that mean nothing, to measure the link with.
+    Load {
+        /// They are not looked at.
+        filler: Vec<u8>,
+    },
+}
+
+/// A checked header. Its form is that of a control message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProbeHeader {
+    body_bytes: u32,
+    number: u16,
+    checksum: u32,
+}
+
+/// Numbers of control messages are below.
+const ASK: u16 = 32;
+const TELL: u16 = 33;
+const ECHO: u16 = 34;
+const ECHOED: u16 = 35;
+const LOAD: u16 = 36;
+
+fn name_of(number: u16) -> Option<&'static str> {
+    let names = ["ASK", "TELL", "ECHO", "ECHOED", "LOAD"];
+    names.get(usize::from(number.checked_sub(ASK)?)).copied()
+}
+
+impl ProbeHeader {
+    /// Reads a header, and checks the length before anything is allocated for the body.
+    ///
+    /// # Errors
+    /// An unknown type, reserved bits, or a body that is too long.
+    pub fn parse(bytes: &[u8; CONTROL_HEADER_BYTES]) -> Result<Self, WireError> {
+        let header = Self {
+            body_bytes: u32::from_le_bytes(field(bytes, 0)),
+            number: u16::from_le_bytes(field(bytes, 4)),
+            checksum: u32::from_le_bytes(field(bytes, 8)),
+        };
+        let message = name_of(header.number).ok_or(WireError::UnknownMessage(header.number))?;
+        if bytes[6..8] != [0, 0] {
+            return Err(WireError::Reserved("a header of a probe"));
+        }
+        if header.body_bytes > MAX_PROBE_BYTES {
+            let (bytes, limit) = (header.body_bytes.into(), MAX_PROBE_BYTES.into());
+            return Err(WireError::TooLong { message, bytes, limit });
+        }
+        Ok(header)
+    }
+
+    /// Length of the body in bytes.
+    #[must_use]
+    pub fn body_bytes(&self) -> usize {
+        self.body_bytes as usize
+    }
+
+    /// The message, from its whole body.
+    ///
+    /// # Errors
+    /// A checksum that does not fit, or a body that is not exactly this message.
+    pub fn decode(&self, body: &[u8]) -> Result<ProbeMessage, WireError> {
+        let message = name_of(self.number).unwrap_or("a message");
+        let expected = crc32c(body);
+        if body.len() != self.body_bytes() || expected != self.checksum {
+            let found = self.checksum;
+            return Err(WireError::Checksum { what: message, expected, found });
+        }
+        let bad = |detail: String| WireError::BadBody { message, detail };
+        match self.number {
+            LOAD => Ok(ProbeMessage::Load { filler: body.to_vec() }),
+            number => Body::read(number, body).map_err(bad)?.message().map_err(bad),
+        }
+    }
+}
+
+/// The bodies as they are encoded, but for LOAD's, which are its bytes.
+enum Body {
+    Ask(Option<(uuid::Bytes, String)>),
+    Tell(Option<String>, Vec<u8>),
+    Echo(u64),
+    Echoed(u64, u64),
+}
+
+impl Body {
+    fn read(number: u16, body: &[u8]) -> Result<Self, String> {
+        fn whole<'a, T: Deserialize<'a>>(body: &'a [u8]) -> Result<T, String> {
+            let (value, left) = postcard::take_from_bytes(body).map_err(|it| it.to_string())?;
+            if left.is_empty() { Ok(value) } else { Err(format!("{} bytes left over", left.len())) }
+        }
+        Ok(match number {
+            ASK => Self::Ask(whole(body)?),
+            TELL => {
+                let (refusal, facts): (_, serde_bytes::ByteBuf) = whole(body)?;
+                Self::Tell(refusal, facts.into_vec())
+            }
+            ECHO => Self::Echo(whole(body)?),
+            _ => {
+                let (nonce, clock_us) = whole(body)?;
+                Self::Echoed(nonce, clock_us)
+            }
+        })
+    }
+
+    fn message(self) -> Result<ProbeMessage, String> {
+        Ok(match self {
+            Self::Ask(guest) => {
+                let guest = guest
+                    .map(|(uuid, name)| GuestIdentity { uuid: uuid::Uuid::from_bytes(uuid), name });
+                let bad = |guest: &GuestIdentity| {
+                    guest.name.len() > MAX_NAME_BYTES || guest.name.chars().any(char::is_control)
+                };
+                if guest.as_ref().is_some_and(bad) {
+                    return Err("the guest's name is too long or not printable".into());
+                }
+                ProbeMessage::Ask { guest }
+            }
+            Self::Tell(refusal, facts) => {
+                let too_long = |text: &String| text.len() > MAX_REFUSAL_BYTES;
+                if facts.len() > MAX_FACTS_BYTES || refusal.as_ref().is_some_and(too_long) {
+                    return Err("a text is too long".into());
+                }
+                ProbeMessage::Tell { refusal, facts }
+            }
+            Self::Echo(nonce) => ProbeMessage::Echo { nonce },
+            Self::Echoed(nonce, clock_us) => ProbeMessage::Echoed { nonce, clock_us },
+        })
+    }
+}
+
+impl ProbeMessage {
+    fn number(&self) -> u16 {
+        match self {
+            Self::Ask { .. } => ASK,
+            Self::Tell { .. } => TELL,
+            Self::Echo { .. } => ECHO,
+            Self::Echoed { .. } => ECHOED,
+            Self::Load { .. } => LOAD,
+        }
+    }
+
+    /// The message's name in the specification.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        name_of(self.number()).unwrap_or("?")
+    }
+
+    /// Appends the message with its header.
+    pub fn encode(&self, into: &mut Vec<u8>) {
+        let start = into.len();
+        into.extend_from_slice(&[0; CONTROL_HEADER_BYTES]);
+        match self {
+            Self::Ask { guest } => {
+                let guest = guest.as_ref().map(|it| (*it.uuid.as_bytes(), it.name.as_str()));
+                put(&guest, into);
+            }
+            Self::Tell { refusal, facts } => {
+                put(&(refusal, serde_bytes::Bytes::new(facts)), into);
+            }
+            Self::Echo { nonce } => put(nonce, into),
+            Self::Echoed { nonce, clock_us } => put(&(nonce, clock_us), into),
+            Self::Load { filler } => into.extend_from_slice(filler),
+        }
+        let (header, body) = into[start..].split_at_mut(CONTROL_HEADER_BYTES);
+        // A longer body than a header can tell is refused by the peer's limit anyway.
+        let body_bytes = u32::try_from(body.len()).unwrap_or(u32::MAX);
+        header[0..4].copy_from_slice(&body_bytes.to_le_bytes());
+        header[4..6].copy_from_slice(&self.number().to_le_bytes());
+        header[8..12].copy_from_slice(&crc32c(body).to_le_bytes());
+    }
+}
+
+/// Appends a value. Writing to a vector fails only for a value that has no such form, and these
+/// have one.
+fn put(value: &impl Serialize, into: &mut Vec<u8>) {
+    match postcard::to_extend(value, std::mem::take(into)) {
+        Ok(longer) => *into = longer,
+        Err(error) => debug_assert!(false, "{error}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn decode(bytes: &[u8]) -> Result<ProbeMessage, WireError> {
+        let header = ProbeHeader::parse(&field(bytes, 0))?;
+        header.decode(&bytes[CONTROL_HEADER_BYTES..])
+    }
+
+    /// Frozen: if this test fails, the code is wrong.
+    #[test]
+    fn golden_bytes() {
+        let guest = GuestIdentity { uuid: uuid::Uuid::from_bytes([1; 16]), name: "web".into() };
+        let cases = [
+            (ProbeMessage::Ask { guest: None }, "010000002000000051537d52", "00"),
+            (
+                ProbeMessage::Ask { guest: Some(guest) },
+                "",
+                "010101010101010101010101010101010103776562",
+            ),
+            (
+                ProbeMessage::Tell { refusal: Some("no".into()), facts: b"{}".to_vec() },
+                "",
+                "01026e6f027b7d",
+            ),
+            (ProbeMessage::Tell { refusal: None, facts: vec![] }, "", "0000"),
+            (ProbeMessage::Echo { nonce: 300 }, "", "ac02"),
+            (ProbeMessage::Echoed { nonce: 1, clock_us: 128 }, "", "018001"),
+            (ProbeMessage::Load { filler: vec![7, 8] }, "", "0708"),
+        ];
+        for (message, header, body) in cases {
+            let mut bytes = Vec::new();
+            message.encode(&mut bytes);
+            let hex = |bytes: &[u8]| bytes.iter().map(|it| format!("{it:02x}")).collect::<String>();
+            assert_eq!(hex(&bytes[CONTROL_HEADER_BYTES..]), body, "{}", message.name());
+            if !header.is_empty() {
+                assert_eq!(hex(&bytes[..CONTROL_HEADER_BYTES]), header);
+            }
+            assert_eq!(bytes[4..8], [u8::try_from(message.number()).unwrap(), 0, 0, 0]);
+            assert_eq!(decode(&bytes), Ok(message));
+        }
+    }
+
+    #[test]
+    fn header_refuses_what_is_too_long_or_unknown_before_a_body_is_read() {
+        let header = |bytes: u32, number: u16, reserved: u8| {
+            let mut header = [0; CONTROL_HEADER_BYTES];
+            header[..4].copy_from_slice(&bytes.to_le_bytes());
+            header[4..6].copy_from_slice(&number.to_le_bytes());
+            header[6] = reserved;
+            ProbeHeader::parse(&header)
+        };
+        assert!(header(MAX_PROBE_BYTES, LOAD, 0).is_ok());
+        assert!(matches!(header(MAX_PROBE_BYTES + 1, LOAD, 0), Err(WireError::TooLong { .. })));
+        for number in [0, 1, 18, ASK - 1, LOAD + 1, u16::MAX] {
+            assert_eq!(header(0, number, 0), Err(WireError::UnknownMessage(number)));
+        }
+        assert!(matches!(header(0, ASK, 1), Err(WireError::Reserved(_))));
+    }
+
+    #[test]
+    fn decode_refuses_what_is_damaged_left_over_or_out_of_bounds() {
+        let mut bytes = Vec::new();
+        ProbeMessage::Echo { nonce: 9 }.encode(&mut bytes);
+        let mut damaged = bytes.clone();
+        damaged[CONTROL_HEADER_BYTES] ^= 1;
+        assert!(matches!(decode(&damaged), Err(WireError::Checksum { .. })));
+        bytes.push(0);
+        assert!(matches!(decode(&bytes), Err(WireError::Checksum { .. })));
+        let long = "x".repeat(MAX_NAME_BYTES + 1);
+        for message in [
+            ProbeMessage::Ask {
+                guest: Some(GuestIdentity { uuid: uuid::Uuid::nil(), name: long }),
+            },
+            ProbeMessage::Ask {
+                guest: Some(GuestIdentity { uuid: uuid::Uuid::nil(), name: "a\nb".into() }),
+            },
+            ProbeMessage::Tell { refusal: None, facts: vec![0; MAX_FACTS_BYTES + 1] },
+            ProbeMessage::Tell { refusal: Some("x".repeat(1025)), facts: vec![] },
+        ] {
+            let mut bytes = Vec::new();
+            message.encode(&mut bytes);
+            assert!(matches!(decode(&bytes), Err(WireError::BadBody { .. })), "{message:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_message_or_an_error(
+            number in ASK - 1..LOAD + 2,
+            body in proptest::collection::vec(any::<u8>(), 0..200),
+        ) {
+            let mut bytes = vec![0; CONTROL_HEADER_BYTES];
+            bytes[0..4].copy_from_slice(&u32::try_from(body.len()).unwrap().to_le_bytes());
+            bytes[4..6].copy_from_slice(&number.to_le_bytes());
+            bytes[8..12].copy_from_slice(&crc32c(&body).to_le_bytes());
+            bytes.extend(&body);
+            if let Ok(message) = decode(&bytes) {
+                let mut again = Vec::new();
+                message.encode(&mut again);
+                prop_assert_eq!(decode(&again), Ok(message));
+            }
+        }
+    }
+}

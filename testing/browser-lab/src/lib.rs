@@ -1,0 +1,186 @@
+//! A real browser, as `scripts/setup-browser` has fetched it: Chromium without a window, which lays a page out and
+//! measures it, draws it and prints it.
+//!
+//! The page is shown in a frame in which no script runs; a page of the lab around it does the measuring. As root the
+//! browser has a network namespace of its own, so that nothing can be fetched; otherwise no name leads anywhere.
+
+#![forbid(unsafe_code)]
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use serde::Deserialize;
+
+/// What the lab's page found.
+#[derive(Debug, Deserialize)]
+pub struct Measured {
+    /// The page's title.
+    pub title: String,
+    /// Its first heading.
+    pub headline: String,
+    /// Everything that can be read.
+    pub text: String,
+    /// The text for machines.
+    pub facts: String,
+    /// The window's width in pixels.
+    pub width: f64,
+    /// How wide the page is.
+    pub scroll_width: f64,
+    /// How high the page is.
+    pub height: f64,
+    /// Elements that reach beyond the window, and do not scroll.
+    pub too_wide: Vec<String>,
+    /// Plots.
+    pub plots: Vec<Plot>,
+    /// Tiles with numbers.
+    pub tiles: Vec<Area>,
+    /// Widths of the parts of bars that lie.
+    pub bars: Vec<f64>,
+    /// Elements that could execute or fetch something.
+    pub scripts: u64,
+    /// Whether a script of the page has set `harmed`.
+    pub harmed: bool,
+    /// What the page has asked the network or the disk for.
+    pub fetched: Vec<String>,
+    /// Colour of the letters.
+    pub ink: String,
+    /// Colour behind them.
+    pub paper: String,
+}
+
+/// A plot.
+#[derive(Debug, Deserialize)]
+pub struct Plot {
+    /// Its title.
+    pub title: String,
+    /// Width in pixels.
+    pub width: f64,
+    /// Height in pixels.
+    pub height: f64,
+    /// Bars, lines and points.
+    pub marks: u64,
+    /// Pieces of text.
+    pub texts: u64,
+    /// Of these, not all within the plot.
+    pub texts_outside: u64,
+    /// Pairs of these that lie over each other.
+    pub texts_overlapping: u64,
+    /// Size of the smallest letters in pixels, as the screen has them.
+    pub letters_px: f64,
+}
+
+/// Where something is, in pixels.
+#[derive(Debug, Deserialize)]
+pub struct Area {
+    /// Its left edge.
+    pub left: f64,
+    /// Its upper edge.
+    pub top: f64,
+    /// Its right edge.
+    pub right: f64,
+    /// Its lower edge.
+    pub bottom: f64,
+}
+
+/// What the page is shown on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scheme {
+    /// White paper.
+    Light,
+    /// A dark screen.
+    Dark,
+}
+
+/// Lays a page out in a window of that width and measures it.
+pub fn measure(page: &str, width: u32, scheme: Scheme) -> Measured {
+    let directory = tempfile::tempdir().unwrap();
+    let scheme = match scheme {
+        Scheme::Light => "light",
+        Scheme::Dark => "dark",
+    };
+    let harness = include_str!("harness.html");
+    let harness = harness.replace("WIDTH", &width.to_string()).replace("SCHEME", scheme);
+    std::fs::write(directory.path().join("harness.html"), harness).unwrap();
+    std::fs::write(directory.path().join("page.html"), page).unwrap();
+    let url = url(&directory.path().join("harness.html"));
+    let size = format!("--window-size={},1000", width + 40);
+    let output = browse(&["--allow-file-access-from-files", &size, "--dump-dom", &url]);
+    let dom = String::from_utf8(output.stdout).unwrap();
+    let encoded = dom.split("measured:").nth(1).and_then(|rest| rest.split(":end").next());
+    let told = String::from_utf8_lossy(&output.stderr);
+    let encoded = encoded.unwrap_or_else(|| panic!("nothing was measured: {told}\n{dom}"));
+    serde_json::from_slice(&STANDARD.decode(encoded).unwrap()).unwrap()
+}
+
+/// Draws the upper part of a page into a PNG file.
+pub fn draw(page: &Path, (width, height): (u32, u32), scheme: Scheme, to: &Path) {
+    let size = format!("--window-size={width},{height}");
+    let file = format!("--screenshot={}", to.display());
+    let scheme = match scheme {
+        Scheme::Light => "--blink-settings=preferredColorScheme=1",
+        Scheme::Dark => "--blink-settings=preferredColorScheme=0",
+    };
+    browse(&["--hide-scrollbars", scheme, &size, &file, &url(page)]);
+}
+
+/// Prints a page, and returns the PDF file's bytes.
+pub fn print(page: &str) -> Vec<u8> {
+    let directory = tempfile::tempdir().unwrap();
+    let (from, to) = (directory.path().join("page.html"), directory.path().join("page.pdf"));
+    std::fs::write(&from, page).unwrap();
+    browse(&["--no-pdf-header-footer", &format!("--print-to-pdf={}", to.display()), &url(&from)]);
+    std::fs::read(to).unwrap()
+}
+
+fn url(path: &Path) -> String {
+    format!("file://{}", path.canonicalize().unwrap().display())
+}
+
+/// Runs the browser to its end.
+fn browse(arguments: &[&str]) -> Output {
+    let root = packages().join("chromium/usr/lib");
+    let libraries = root.join("x86_64-linux-gnu");
+    // Pulse's own library lies in a directory of its own, and Chromium links to it.
+    let path = format!("{0}:{0}/pulseaudio", libraries.display());
+    let profile = tempfile::tempdir().unwrap();
+    let browser = root.join("chromium/chromium-headless-shell");
+    let is_root = rustix::process::geteuid().is_root();
+    // Chromium's own sandbox does not work for root. The pages are ours, and there is no network.
+    let mut command = if is_root {
+        let mut command = Command::new("unshare");
+        command.arg("--net").arg(&browser).arg("--no-sandbox");
+        command
+    } else {
+        Command::new(&browser)
+    };
+    let output = command
+        .args(["--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"])
+        .args(["--disable-background-networking", "--host-resolver-rules=MAP * ~NOTFOUND"])
+        .arg(format!("--user-data-dir={}", profile.path().display()))
+        .args(arguments)
+        .env("LD_LIBRARY_PATH", path)
+        .env("FONTCONFIG_FILE", packages().join("fonts.conf"))
+        .env("HOME", profile.path())
+        .output()
+        .unwrap();
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "the browser failed: {}: {told}", output.status);
+    output
+}
+
+/// Where `scripts/setup-tests` has unpacked the packages.
+fn packages() -> &'static Path {
+    static FOUND: OnceLock<PathBuf> = OnceLock::new();
+    FOUND.get_or_init(|| {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap();
+        let packages = root.join("target/browser");
+        assert!(
+            packages.join("done").exists(),
+            "run `make setup-tests` first: {packages:?} is not there"
+        );
+        packages
+    })
+}

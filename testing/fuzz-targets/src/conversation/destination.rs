@@ -1,0 +1,278 @@
+//! The destination: its machine, its journal, and what it does for the machine.
+
+use std::time::Duration;
+
+use vmferry::Timeouts;
+use vmferry::machine::destination::Destination;
+use vmferry::machine::destination::io::{Action, Ending, Input as What, LinkId};
+use vmferry::machine::peer::DestinationSide;
+use vmferry_handover::DestinationState;
+use vmferry_handover::journal::{Record, recover_destination};
+use vmferry_memory::WholeHash;
+use vmferry_wire::{ControlMessage, SessionWord};
+
+use super::{SESSION, TOKEN, Wire, carried, failure, link_lost, open};
+use crate::input::Input;
+
+/// An action whose result is awaited.
+enum Task {
+    Prepare,
+    Open,
+    Sum,
+    Load,
+    Hash,
+    Intent,
+    Aborted(String),
+    Start,
+}
+
+pub struct DestinationHost {
+    /// None once its process has died: another one answers by the journal.
+    machine: Option<Destination>,
+    journal: Vec<Record>,
+    tasks: Vec<Task>,
+    placed: [u64; 2],
+    /// The guest has run here.
+    ran: bool,
+    loaded: bool,
+}
+
+impl DestinationHost {
+    pub fn new() -> Self {
+        Self {
+            machine: Some(Destination::new(
+                Timeouts::default(),
+                TOKEN,
+                DestinationSide::default(),
+                Duration::ZERO,
+            )),
+            journal: Vec::new(),
+            tasks: Vec::new(),
+            placed: [0; 2],
+            ran: false,
+            loaded: false,
+        }
+    }
+
+    pub fn has_run(&self) -> bool {
+        self.ran
+    }
+
+    pub fn handover(&self) -> Option<DestinationState> {
+        match &self.machine {
+            Some(machine) => Some(machine.handover()),
+            None => recover_destination(&self.journal).map(|(state, _)| state),
+        }
+    }
+
+    /// Whether somebody answers who asks.
+    pub fn is_there(&self) -> bool {
+        self.machine.is_none() || !self.journal.is_empty()
+    }
+
+    pub fn placed(&self, lane: u8) -> u64 {
+        self.placed[usize::from(lane)]
+    }
+
+    fn has(&self, wanted: fn(&Record) -> bool) -> bool {
+        self.journal.iter().any(wanted)
+    }
+
+    fn handle(&mut self, now: Duration, what: What, wire: &mut Wire) {
+        let Some(machine) = &mut self.machine else { return };
+        machine.handle(now, what);
+        let mut budget = 1000;
+        while let Some(action) = self.machine.as_mut().and_then(Destination::next_action) {
+            budget -= 1;
+            assert!(budget > 0, "the destination goes on and on");
+            self.do_it(action, wire);
+        }
+    }
+
+    pub fn hear(&mut self, now: Duration, message: ControlMessage, wire: &mut Wire) {
+        if self.machine.is_none() {
+            if message == (ControlMessage::Query { session: SESSION }) {
+                let word = self.word_of_the_journal();
+                self.say(&ControlMessage::Answer { session: SESSION, word }, wire);
+            }
+            return;
+        }
+        self.handle(now, What::Control { link: LinkId::CONTROL, message }, wire);
+    }
+
+    pub fn tick(&mut self, now: Duration, wire: &mut Wire) {
+        self.handle(now, What::Tick, wire);
+    }
+
+    pub fn cancel(&mut self, now: Duration, wire: &mut Wire) {
+        self.handle(now, What::Cancel, wire);
+    }
+
+    pub fn lose_the_link(&mut self, now: Duration, wire: &mut Wire) {
+        self.handle(now, What::LinkLost(link_lost()), wire);
+    }
+
+    pub fn lose_a_lane(&mut self, now: Duration, lane: u8, wire: &mut Wire) {
+        self.handle(now, What::LaneLost { lane, attempt: 0, error: link_lost() }, wire);
+    }
+
+    /// Lets the source go on with its session, if it may.
+    pub fn resume(&mut self, now: Duration, wire: &mut Wire) -> bool {
+        let may = self.machine.as_ref().is_some_and(Destination::may_resume);
+        if may {
+            self.handle(now, What::Resumed, wire);
+        }
+        may
+    }
+
+    pub fn rejoin(&mut self, now: Duration, lane: u8, wire: &mut Wire) {
+        self.handle(now, What::LaneJoined { lane }, wire);
+    }
+
+    pub fn end_of_round(&mut self, now: Duration, lane: u8, sequence: u64, wire: &mut Wire) {
+        self.placed[usize::from(lane)] = sequence;
+        self.say(&ControlMessage::Placed { lane, sequence }, wire);
+        self.handle(now, What::LaneEnded { lane, sequence }, wire);
+    }
+
+    /// The process dies. The next one knows what is on disk, and closes what was left open.
+    pub fn die_and_recover(&mut self, input: &mut Input<'_>) {
+        for task in std::mem::take(&mut self.tasks) {
+            let record = match task {
+                Task::Open => open(),
+                Task::Intent => Record::RunIntent,
+                Task::Aborted(reason) => Record::Aborted { reason },
+                _ => continue,
+            };
+            if input.byte().is_multiple_of(2) {
+                self.journal.push(record);
+            }
+        }
+        self.machine = None;
+        self.check_the_journal();
+    }
+
+    fn word_of_the_journal(&mut self) -> SessionWord {
+        match recover_destination(&self.journal) {
+            None => SessionWord::Unknown,
+            Some((DestinationState::AbortWriting, _)) => {
+                self.journal.push(Record::Aborted { reason: "restarted".into() });
+                self.check_the_journal();
+                SessionWord::Aborted
+            }
+            Some((state, _)) => state.word(),
+        }
+    }
+
+    fn check_the_journal(&self) {
+        let intent = self.has(|record| matches!(record, Record::RunIntent));
+        let aborted = self.has(|record| matches!(record, Record::Aborted { .. }));
+        assert!(!(intent && aborted), "both words are in the journal");
+    }
+
+    /// Ends one of the actions that are under way, well or badly.
+    pub fn finish_a_task(&mut self, now: Duration, input: &mut Input<'_>, wire: &mut Wire) {
+        if self.tasks.is_empty() {
+            return;
+        }
+        let task = self.tasks.remove(usize::from(input.byte()) % self.tasks.len());
+        let outcome = input.byte();
+        let well = outcome < 0xe0;
+        let result = || if well { Ok(()) } else { Err(failure()) };
+        // A write that failed may be on disk.
+        let on_disk = well || outcome.is_multiple_of(2);
+        let what = match task {
+            Task::Prepare => What::Prepared(result()),
+            Task::Open => {
+                if on_disk {
+                    self.journal.push(open());
+                }
+                What::Opened(result())
+            }
+            Task::Sum => What::Digest(if well { 7 } else { 8 }),
+            Task::Load => {
+                self.loaded = well;
+                What::Loaded(result().map(|()| Duration::ZERO))
+            }
+            Task::Hash => {
+                What::Hashed(WholeHash { hash: if well { 7 } else { 8 }, pages: 1 }, Duration::ZERO)
+            }
+            Task::Intent => {
+                if on_disk {
+                    self.journal.push(Record::RunIntent);
+                }
+                What::IntentWritten(result())
+            }
+            Task::Aborted(reason) => {
+                if on_disk {
+                    self.journal.push(Record::Aborted { reason });
+                }
+                What::AbortWritten(result())
+            }
+            Task::Start => What::Started(result()),
+        };
+        self.check_the_journal();
+        self.handle(now, what, wire);
+    }
+
+    fn say(&mut self, message: &ControlMessage, wire: &mut Wire) {
+        let intent = self.has(|record| matches!(record, Record::RunIntent));
+        let aborted = self.has(|record| matches!(record, Record::Aborted { .. }));
+        match message {
+            ControlMessage::Running { .. }
+            | ControlMessage::Answer { word: SessionWord::Owns, .. } => {
+                assert!(intent && !aborted, "{} before it is written", message.name());
+            }
+            ControlMessage::Aborted { .. }
+            | ControlMessage::Answer { word: SessionWord::Aborted, .. } => {
+                assert!(aborted && !intent, "{} before it is written", message.name());
+            }
+            ControlMessage::Ready { .. } => {
+                assert!(self.loaded, "READY before the state is loaded")
+            }
+            _ => {}
+        }
+        if wire.ends[1] {
+            wire.to_source.push_back(carried(message));
+        }
+    }
+
+    fn do_it(&mut self, action: Action, wire: &mut Wire) {
+        match action {
+            Action::Send { message, .. } | Action::Broadcast(message) => self.say(&message, wire),
+            Action::Prepare { .. } => self.tasks.push(Task::Prepare),
+            Action::Open(_) => self.tasks.push(Task::Open),
+            Action::SumDigest => self.tasks.push(Task::Sum),
+            Action::Load { .. } => self.tasks.push(Task::Load),
+            Action::Hash { .. } => self.tasks.push(Task::Hash),
+            Action::WriteIntent => {
+                assert!(self.loaded, "RUN-INTENT for a guest that is not whole");
+                self.tasks.push(Task::Intent);
+            }
+            Action::WriteAborted { reason } => self.tasks.push(Task::Aborted(reason)),
+            Action::Run => {
+                let intent = self.has(|record| matches!(record, Record::RunIntent));
+                assert!(intent && !self.ran, "it runs before RUN-INTENT is written, or twice");
+                self.ran = true;
+                self.tasks.push(Task::Start);
+            }
+            Action::Discard => assert!(!self.ran, "a running guest is thrown away"),
+            Action::ExpectLanes { .. } | Action::Report(_) => {}
+        }
+    }
+
+    pub fn end(&mut self) {
+        let Some(machine) = &mut self.machine else { return };
+        let handover = machine.handover();
+        assert_eq!(machine.next_action().map(|_| ()), None);
+        match machine.ending() {
+            Some(Ending::Owns(_)) => assert!(self.ran && handover == DestinationState::Owns),
+            Some(Ending::Aborted(_)) => {
+                assert!(!self.ran && handover == DestinationState::Aborted);
+            }
+            Some(Ending::Stuck(_)) => assert!(!self.ran && handover == DestinationState::Stuck),
+            Some(Ending::Refused(_)) => assert!(!self.ran && self.journal.len() <= 1),
+            None => {}
+        }
+    }
+}

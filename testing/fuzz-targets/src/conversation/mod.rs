@@ -1,0 +1,214 @@
+//! Any bytes, taken for what happens to a source and a destination: messages delivered or lost, actions that succeed
+//! or fail, channels that break, time that passes, processes that die, and, from a peer of ill will, any message at any time.
+//!
+//! What must hold of each side whatever its peer says: no journal has both RUN-INTENT and ABORTED, nothing is said or
+//! done before it is journalled, and a source that has written COMMIT lets its guest run again on ABORTED, or an
+//! operator's order, and on nothing else. While nobody lies and no operator errs, at most one host runs the guest.
+
+mod destination;
+mod source;
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use vmferry::MigrateError;
+use vmferry_handover::journal::Record;
+use vmferry_handover::{DestinationState, SourceState};
+use vmferry_memory::{SlotId, SlotLayout};
+use vmferry_wire::{
+    CONTROL_HEADER_BYTES, ControlHeader, ControlMessage, GuestIdentity, PROTOCOL_VERSION_MAX,
+    SessionId, Token,
+};
+
+use self::destination::DestinationHost;
+use self::source::SourceHost;
+use super::control;
+use super::input::Input;
+
+/// All zeros, so that a forged message is easily one of this session.
+const SESSION: SessionId = SessionId([0; 16]);
+const TOKEN: Token = Token([0; 16]);
+/// Longer than any conversation of worth.
+const MOST_STEPS: usize = 600;
+
+/// What is under way between the hosts: on the control channel, or on the one by which a source asks.
+#[derive(Default)]
+pub struct Wire {
+    /// Whether the source has the channel open, and whether the destination has.
+    ends: [bool; 2],
+    to_source: VecDeque<ControlMessage>,
+    to_destination: VecDeque<ControlMessage>,
+    /// Ends of rounds on the data channels.
+    rounds: VecDeque<(u8, u64)>,
+}
+
+impl Wire {
+    fn cut(&mut self) {
+        self.ends = [false; 2];
+        self.to_source.clear();
+        self.to_destination.clear();
+    }
+}
+
+/// Both hosts, and what is true of them together.
+struct World {
+    now: Duration,
+    wire: Wire,
+    source: SourceHost,
+    destination: DestinationHost,
+    /// Nobody has forged a message, and no operator has said anything.
+    honest: bool,
+}
+
+/// Does what the bytes say until there are none.
+pub fn run(data: &[u8]) {
+    outcome(data);
+}
+
+/// The same; where both sides stand then, the destination by its journal if its process has died.
+pub fn outcome(data: &[u8]) -> (SourceState, Option<DestinationState>) {
+    let mut input = Input(data);
+    let mut world = World::new(&mut input);
+    for _ in 0..MOST_STEPS {
+        if input.is_empty() {
+            break;
+        }
+        world.step(&mut input);
+        world.check();
+    }
+    world.end();
+    (world.source.handover(), world.destination.handover())
+}
+
+impl World {
+    fn new(input: &mut Input<'_>) -> Self {
+        let mut wire = Wire { ends: [true; 2], ..Wire::default() };
+        let source = SourceHost::new(input, &mut wire);
+        let destination = DestinationHost::new();
+        Self { now: Duration::ZERO, wire, source, destination, honest: true }
+    }
+
+    fn step(&mut self, input: &mut Input<'_>) {
+        let Self { now, wire, source, destination, honest } = self;
+        match input.byte() % 16 {
+            0..3 => {
+                if let Some(message) = wire.to_destination.pop_front() {
+                    destination.hear(*now, message, wire);
+                }
+            }
+            3..6 => {
+                if let Some(message) = wire.to_source.pop_front() {
+                    source.hear(*now, message, wire);
+                }
+            }
+            6 | 7 => source.finish_a_task(*now, input, wire, destination),
+            8 | 9 => destination.finish_a_task(*now, input, wire),
+            10 => {
+                if let Some((lane, sequence)) = wire.rounds.pop_front() {
+                    destination.end_of_round(*now, lane, sequence, wire);
+                }
+            }
+            11 => {
+                *now += Duration::from_millis(input.below(1 << 14));
+                source.tick(*now, wire);
+                destination.tick(*now, wire);
+            }
+            12 => {
+                // Either side may be late to notice.
+                let noticed = input.byte();
+                wire.cut();
+                if !noticed.is_multiple_of(3) {
+                    source.lose_the_link(*now, wire);
+                }
+                if noticed % 3 != 1 {
+                    destination.lose_the_link(*now, wire);
+                }
+            }
+            13 => {
+                let lane = input.byte() % 2;
+                wire.rounds.retain(|(other, _)| *other != lane);
+                source.lose_a_lane(*now, lane, wire);
+                destination.lose_a_lane(*now, lane, wire);
+            }
+            14 => match input.byte() % 6 {
+                0 => source.cancel(*now, wire),
+                1 => destination.cancel(*now, wire),
+                2 => {
+                    wire.cut();
+                    source.die_and_recover(*now, input, wire);
+                }
+                3 => {
+                    wire.cut();
+                    destination.die_and_recover(input);
+                }
+                _ if source.operator_speaks(*now, input, wire) => *honest = false,
+                _ => {}
+            },
+            _ => {
+                let number = u16::from(input.byte());
+                let length = usize::from(input.byte());
+                let body = input.bytes(length);
+                let Ok(message) = control::decode(PROTOCOL_VERSION_MAX, number, body) else {
+                    return;
+                };
+                *honest = false;
+                if input.byte().is_multiple_of(2) {
+                    source.hear(*now, message, wire);
+                } else {
+                    destination.hear(*now, message, wire);
+                }
+            }
+        }
+    }
+
+    fn check(&self) {
+        if self.honest {
+            let both = self.source.guest_runs() && self.destination.has_run();
+            assert!(!both, "two hosts run the guest");
+        }
+    }
+
+    fn end(&mut self) {
+        self.source.end();
+        self.destination.end();
+    }
+}
+
+/// A message as it comes out at the other end.
+fn carried(message: &ControlMessage) -> ControlMessage {
+    let mut bytes = Vec::new();
+    message.encode(PROTOCOL_VERSION_MAX, &mut bytes);
+    let (head, body) = bytes.split_at(CONTROL_HEADER_BYTES);
+    let header = ControlHeader::parse(head.try_into().unwrap()).expect("what a side says is right");
+    let read = header.decode(PROTOCOL_VERSION_MAX, body).expect("what a side says is right");
+    assert_eq!((&read.message, read.ignored.len()), (message, 0));
+    read.message
+}
+
+fn layout() -> Vec<SlotLayout> {
+    vec![SlotLayout { slot: SlotId(0), gpa: 0, pages: 1024 }]
+}
+
+fn guest() -> GuestIdentity {
+    GuestIdentity { uuid: uuid::Uuid::from_u128(7), name: "web".into() }
+}
+
+fn open() -> Record {
+    Record::Open {
+        guest: guest(),
+        peer: String::new(),
+        peer_names: Vec::new(),
+        at: 0,
+        order: 1,
+        process: None,
+    }
+}
+
+fn failure() -> MigrateError {
+    MigrateError::Cancelled { during: "fuzzing" }
+}
+
+fn link_lost() -> MigrateError {
+    let detail = "cut".into();
+    MigrateError::LinkLost { channel: "control".into(), during: "fuzzing", detail }
+}

@@ -1,0 +1,51 @@
+//! The host's pool of huge pages of 2 MiB, which tests enlarge and put back.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+const POOL: &str = "/proc/sys/vm/nr_hugepages";
+
+static POOL_USER: Mutex<()> = Mutex::new(());
+
+/// Huge pages for one test at a time; the pool shrinks again when this is dropped.
+#[derive(Debug)]
+pub struct HugePages {
+    enlarged_by: u64,
+    _alone: MutexGuard<'static, ()>,
+}
+
+impl HugePages {
+    /// Enlarges the pool by this number of pages.
+    ///
+    /// # Panics
+    /// If fewer than that are free then.
+    #[must_use]
+    pub fn reserve(pages: u64) -> Self {
+        let alone = POOL_USER.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = size();
+        // Free huge pages may be somebody else's.
+        let written = std::fs::write(POOL, (before + pages).to_string());
+        let pool = Self { enlarged_by: size().saturating_sub(before), _alone: alone };
+        assert!(free() >= pages, "this test needs {pages} free huge pages of 2 MiB: {written:?}");
+        pool
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        if self.enlarged_by > 0 {
+            // As much is removed as was added: somebody else may have changed the pool meanwhile.
+            let _ = std::fs::write(POOL, size().saturating_sub(self.enlarged_by).to_string());
+        }
+    }
+}
+
+fn size() -> u64 {
+    let text = std::fs::read_to_string(POOL).unwrap_or_default();
+    text.trim().parse().unwrap_or_default()
+}
+
+fn free() -> u64 {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("HugePages_Free:"));
+    line.and_then(|number| number.trim().parse().ok()).unwrap_or_default()
+}

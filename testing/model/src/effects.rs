@@ -1,0 +1,343 @@
+//! What comes of an action: the engine's transition functions, and the world around them.
+
+use vmferry_handover::SessionWord;
+use vmferry_handover::{
+    DestinationEffect, DestinationEvent, DestinationState, OperatorWord, SourceEffect, SourceEvent,
+    SourceState, recover_destination, recover_source,
+};
+
+use crate::action::Action;
+use crate::model::{Broken, Handover};
+use crate::world::{
+    DestinationGuest, DestinationProcess, DestinationRecord, Message, SourceGuest, SourceProcess,
+    World,
+};
+
+impl Handover {
+    pub(crate) fn apply(&self, world: &mut World, action: Action) {
+        match action {
+            Action::DestinationOpens => {
+                if let Some(process) = &mut world.destination.process {
+                    process.writing = Some(DestinationRecord::Open);
+                }
+            }
+            Action::SourceSendsAll => {
+                world.source.guest = SourceGuest::Paused;
+                world.source.sent_final = true;
+                world.network.insert(Message::Final);
+            }
+            Action::Deliver(message) => self.deliver(world, message),
+            Action::StrangerAnswers => {
+                world.network.insert(Message::Answer(SessionWord::Unknown));
+            }
+            Action::SourceDoes { effect, fails } => {
+                if let Some(process) = &mut world.source.process {
+                    process.todo.remove(0);
+                }
+                self.source_does(world, effect, fails);
+            }
+            Action::DestinationDoes(effect) => {
+                if let Some(process) = &mut world.destination.process {
+                    process.todo.remove(0);
+                }
+                self.destination_does(world, effect);
+            }
+            Action::SourceWrote { fails, on_disk } => {
+                self.end_source_write(world, on_disk);
+                let event =
+                    if fails { SourceEvent::CommitFailed } else { SourceEvent::CommitWritten };
+                self.source_event(world, event);
+            }
+            Action::DestinationWrote { record, fails, on_disk } => {
+                self.end_destination_write(world, on_disk);
+                self.destination_wrote(world, record, fails);
+            }
+            Action::SourceLosesLink => self.source_event(world, SourceEvent::LinkLost),
+            Action::SourceFails => self.source_event(world, SourceEvent::Failed),
+            Action::DestinationLosesLink => {
+                self.destination_event(world, DestinationEvent::LinkLost);
+            }
+            Action::DestinationFails => self.destination_event(world, DestinationEvent::Failed),
+            Action::CommitTimesOut => {
+                self.destination_event(world, DestinationEvent::CommitTimeout);
+            }
+            Action::SourceCrashes { on_disk } => {
+                self.end_source_write(world, on_disk);
+                world.source.process = None;
+            }
+            Action::DestinationCrashes { on_disk } => {
+                self.end_destination_write(world, on_disk);
+                crash_destination(world);
+            }
+            Action::SourceRestarts => self.restart_source(world),
+            Action::DestinationRestarts => self.restart_destination(world),
+            Action::DestinationIsLost => {
+                world.destination.lost = true;
+                crash_destination(world);
+            }
+            Action::GuestMovesOn => world.destination.guest = DestinationGuest::MovedOn,
+            Action::OperatorSays(word) => self.source_event(world, SourceEvent::Operator(word)),
+            Action::FaultsEnd => {
+                world.healed = true;
+                world.network.clear();
+            }
+        }
+    }
+
+    /// As the engine's machines do with a message, before and after the handover's part of it.
+    fn deliver(&self, world: &mut World, message: Message) {
+        let busy = if message.is_to_destination() {
+            world.destination.process.as_ref().is_none_or(|process| !process.todo.is_empty())
+        } else {
+            world.source.process.as_ref().is_none_or(|process| !process.todo.is_empty())
+        };
+        if busy {
+            return;
+        }
+        match message {
+            Message::Final => {
+                if session(world) == Some(DestinationState::Receiving) {
+                    world.destination.guest = DestinationGuest::Loaded;
+                    self.destination_event(world, DestinationEvent::Loaded);
+                }
+            }
+            Message::Commit => self.destination_event(world, DestinationEvent::Commit),
+            Message::Abort => self.destination_event(world, DestinationEvent::Failed),
+            Message::Query => {
+                if session(world).is_some() {
+                    self.destination_event(world, DestinationEvent::Query);
+                } else {
+                    world.network.insert(Message::Answer(SessionWord::Unknown));
+                }
+            }
+            Message::Ready => {
+                let holds = world.source.process.as_ref().is_some_and(|process| {
+                    process.state == SourceState::Holding && world.source.sent_final
+                });
+                if holds {
+                    self.source_event(world, SourceEvent::Ready);
+                }
+            }
+            Message::Running => self.source_event(world, SourceEvent::Running),
+            Message::Aborted => self.source_event(world, aborted_said(world)),
+            Message::Answer(SessionWord::Unknown)
+                if self.broken == Some(Broken::UnknownIsAborted) =>
+            {
+                self.source_event(world, SourceEvent::Word(SessionWord::Aborted));
+            }
+            Message::Answer(word) => self.source_event(world, SourceEvent::Word(word)),
+        }
+    }
+
+    fn source_event(&self, world: &mut World, event: SourceEvent) {
+        let Some(process) = &mut world.source.process else { return };
+        let (state, effects) = match (self.broken, process.state, event) {
+            (
+                Some(Broken::ResumeAfterCommit),
+                SourceState::Committed,
+                SourceEvent::LinkLost | SourceEvent::Failed,
+            ) => (SourceState::Kept, &[SourceEffect::Resume][..]),
+            (Some(Broken::EndOfLinkIsSuccess), SourceState::Committed, SourceEvent::LinkLost) => {
+                (SourceState::Given, &[SourceEffect::WriteGiven, SourceEffect::Release][..])
+            }
+            (
+                Some(Broken::KeptBeforeResumed),
+                SourceState::Committed | SourceState::InDoubt { .. },
+                SourceEvent::Word(SessionWord::Aborted)
+                | SourceEvent::Operator(OperatorWord::SourceResumes),
+            ) => (SourceState::Kept, &[SourceEffect::WriteKept, SourceEffect::Resume][..]),
+            (_, state, event) => state.step(event),
+        };
+        process.state = state;
+        process.todo.extend(effects);
+    }
+
+    fn source_does(&self, world: &mut World, effect: SourceEffect, fails: bool) {
+        match effect {
+            SourceEffect::WriteCommit => {
+                if self.broken == Some(Broken::NoCommitInJournal) {
+                    return self.source_event(world, SourceEvent::CommitWritten);
+                }
+                if let Some(process) = &mut world.source.process {
+                    process.writing = true;
+                }
+            }
+            SourceEffect::SendCommit => {
+                world.network.insert(Message::Commit);
+            }
+            SourceEffect::SendAbort => {
+                world.network.insert(Message::Abort);
+            }
+            SourceEffect::Ask => {
+                world.network.insert(Message::Query);
+            }
+            SourceEffect::WriteKept => world.source.kept |= !fails,
+            SourceEffect::WriteGiven => world.source.given |= !fails,
+            SourceEffect::Resume => {
+                if world.source.guest == SourceGuest::Paused {
+                    world.source.guest = SourceGuest::Running;
+                    world.went_on_here = true;
+                    // An operator who said so has seen that the destination is lost.
+                    world.ran_from_the_past |= world.ran_there;
+                }
+            }
+            SourceEffect::Release => world.source.guest = SourceGuest::Released,
+        }
+    }
+
+    fn end_source_write(&self, world: &mut World, on_disk: bool) {
+        if let Some(process) = &mut world.source.process
+            && std::mem::take(&mut process.writing)
+        {
+            world.source.committed |= on_disk;
+        }
+    }
+
+    fn restart_source(&self, world: &mut World) {
+        let (committed, kept, given) =
+            (world.source.committed, world.source.kept, world.source.given);
+        let (mut state, mut effects) = recover_source(committed, kept, given);
+        if kept || given {
+            // Its journal says how it ended: nobody takes such a session up.
+            effects = &[];
+        }
+        if self.broken == Some(Broken::RestartedSendsCommit)
+            && matches!(state, SourceState::InDoubt { .. })
+        {
+            state = SourceState::InDoubt { recovered: false };
+        }
+        world.source.process =
+            Some(SourceProcess { state, todo: effects.to_vec(), writing: false });
+    }
+
+    fn destination_event(&self, world: &mut World, event: DestinationEvent) {
+        let Some(process) = &mut world.destination.process else { return };
+        let Some(state) = process.session else { return };
+        let (next, effects) = match (self.broken, state, event) {
+            (
+                Some(Broken::StuckDiscards),
+                DestinationState::IntentWriting,
+                DestinationEvent::JournalFailed,
+            ) => (DestinationState::Stuck, &[DestinationEffect::Discard][..]),
+            _ => state.step(event),
+        };
+        process.session = Some(next);
+        process.todo.extend(effects);
+    }
+
+    fn restart_destination(&self, world: &mut World) {
+        let destination = &mut world.destination;
+        let recovered =
+            recover_destination(destination.opened, destination.intent, destination.aborted);
+        let session = recovered.map(|(state, _)| state);
+        let mut todo = recovered.map_or(Vec::new(), |(_, effects)| effects.to_vec());
+        match self.broken {
+            Some(Broken::NotFinishedAfterRestart) => {
+                todo.retain(|effect| *effect != DestinationEffect::Run);
+            }
+            Some(Broken::RunsWithoutLooking) => todo.insert(0, DestinationEffect::Run),
+            _ => {}
+        }
+        destination.process = Some(DestinationProcess { session, todo, writing: None });
+    }
+
+    fn destination_does(&self, world: &mut World, effect: DestinationEffect) {
+        match effect {
+            DestinationEffect::SendReady => {
+                world.network.insert(Message::Ready);
+            }
+            DestinationEffect::WriteIntent if self.broken == Some(Broken::NoRunIntent) => {
+                self.destination_event(world, DestinationEvent::IntentWritten);
+            }
+            DestinationEffect::WriteIntent => begin_write(world, DestinationRecord::RunIntent),
+            DestinationEffect::WriteAborted => begin_write(world, DestinationRecord::Aborted),
+            DestinationEffect::Run => self.destination_runs(world),
+            DestinationEffect::SendRunning => {
+                world.network.insert(Message::Running);
+            }
+            DestinationEffect::SendAborted => {
+                world.network.insert(Message::Aborted);
+            }
+            DestinationEffect::Discard => world.destination.guest = DestinationGuest::Absent,
+            DestinationEffect::Answer(word) => {
+                world.network.insert(Message::Answer(word));
+            }
+        }
+    }
+
+    /// Runs a guest that never ran here. Nothing is done to one that has, whatever it does now.
+    fn destination_runs(&self, world: &mut World) {
+        match world.destination.guest {
+            DestinationGuest::Loaded => {
+                world.destination.guest = DestinationGuest::Running;
+                world.ran_there = true;
+                world.ran_from_the_past |= world.went_on_here;
+            }
+            DestinationGuest::MovedOn if self.broken == Some(Broken::RunsWhatMovedOn) => {
+                world.destination.guest = DestinationGuest::Running;
+                world.ran_from_the_past = true;
+            }
+            _ => {}
+        }
+    }
+
+    fn end_destination_write(&self, world: &mut World, on_disk: bool) {
+        let Some(process) = &mut world.destination.process else { return };
+        match process.writing.take() {
+            Some(DestinationRecord::Open) => world.destination.opened |= on_disk,
+            Some(DestinationRecord::RunIntent) => world.destination.intent |= on_disk,
+            Some(DestinationRecord::Aborted) => world.destination.aborted |= on_disk,
+            None => {}
+        }
+    }
+
+    fn destination_wrote(&self, world: &mut World, record: DestinationRecord, fails: bool) {
+        let fails = fails
+            && !(record == DestinationRecord::RunIntent
+                && self.broken == Some(Broken::FailedWriteIsWritten));
+        let event = match record {
+            DestinationRecord::Open => {
+                // A guest whose OPEN can't be written is refused, and nothing is left of it.
+                if let Some(process) = &mut world.destination.process
+                    && !fails
+                {
+                    process.session = Some(DestinationState::Receiving);
+                }
+                return;
+            }
+            _ if fails => DestinationEvent::JournalFailed,
+            DestinationRecord::RunIntent => DestinationEvent::IntentWritten,
+            DestinationRecord::Aborted => DestinationEvent::AbortWritten,
+        };
+        self.destination_event(world, event);
+    }
+}
+
+fn session(world: &World) -> Option<DestinationState> {
+    world.destination.process.as_ref().and_then(|process| process.session)
+}
+
+/// ABORTED ends a migration that was not committed, and gives a committed guest back.
+fn aborted_said(world: &World) -> SourceEvent {
+    let holds =
+        world.source.process.as_ref().is_some_and(|process| process.state == SourceState::Holding);
+    if holds { SourceEvent::Failed } else { SourceEvent::Word(SessionWord::Aborted) }
+}
+
+fn begin_write(world: &mut World, record: DestinationRecord) {
+    if let Some(process) = &mut world.destination.process {
+        process.writing = Some(record);
+    }
+}
+
+fn crash_destination(world: &mut World) {
+    world.destination.process = None;
+    if world.outlives && !world.destination.lost {
+        return;
+    }
+    world.destination.guest = match world.destination.guest {
+        DestinationGuest::Running | DestinationGuest::Crashed => DestinationGuest::Crashed,
+        DestinationGuest::Absent | DestinationGuest::Loaded => DestinationGuest::Absent,
+        DestinationGuest::MovedOn => DestinationGuest::MovedOn,
+    };
+}

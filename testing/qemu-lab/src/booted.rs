@@ -1,0 +1,126 @@
+//! Guests that are already booted. Linux takes five seconds of CPU time until its program runs; a
+//! state that was saved at that point loads in half a second.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use crate::machine::kernel;
+use crate::{Backend, Machine, Qemu, World, bare_metal, initramfs, packages};
+
+/// A booting guest needs a whole CPU: several at once would not be up in time.
+static BOOTING: Mutex<()> = Mutex::new(());
+
+impl Machine {
+    /// Starts a QEMU whose guest continues from the saved state of an equal guest after its boot.
+    /// The guest is booted instead if its devices use files of the test, or if it runs as another
+    /// user or in another network.
+    pub fn start_booted(&self, world: &World, name: &str) -> Qemu {
+        let elsewhere = self.user.is_some() || self.namespace.is_some();
+        if elsewhere || self.devices.iter().any(|device| device.contains('/')) {
+            let _alone = BOOTING.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut qemu = self.start(world, name);
+            works(&mut qemu);
+            return qemu;
+        }
+        self.start_booted_under(world, name, &[])
+    }
+
+    /// The same, started by a program with arguments that becomes QEMU or stays its parent, such as
+    /// `unshare --pid --fork`.
+    pub fn start_booted_under(&self, world: &World, name: &str, under: &[&str]) -> Qemu {
+        let from = format!("exec:cat '{}'", self.saved().display());
+        let extra = ["-incoming", &from];
+        let mut qemu = self.spawn_with(world, name, &extra, Stdio::null(), under);
+        run_on(&mut qemu);
+        works(&mut qemu);
+        qemu
+    }
+
+    /// The state of such a guest, saved on first use.
+    fn saved(&self) -> PathBuf {
+        let _alone = BOOTING.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut key = DefaultHasher::new();
+        // A state does not depend on the backends of the memory, but on its blocks.
+        let backend = if self.backend == Backend::TwoNodes { self.backend } else { Backend::File };
+        let any = Machine { memory_directory: None, backend, backend_options: "", ..self.clone() };
+        format!("{any:?}").hash(&mut key);
+        let path = directory().join(format!("{:016x}", key.finish()));
+        if !path.exists() {
+            let unique = path.with_extension(std::process::id().to_string());
+            any.boot_and_save(&unique);
+            // Several programs may do this at the same time: each writes a state of the same guest.
+            std::fs::rename(&unique, &path).expect("a state can be put in its place");
+        }
+        path
+    }
+
+    fn boot_and_save(&self, path: &Path) {
+        let world = World::new();
+        let monitor = ["-monitor", "stdio"];
+        let mut qemu = self.spawn_with(&world, "booting", &monitor, Stdio::piped(), &[]);
+        works(&mut qemu);
+        let mut orders = qemu.child.stdin.take().expect("it has a monitor");
+        // Stopped first: an emulated guest of QEMU 7.2 would lose writes. The command returns once
+        // all is saved.
+        let lines = format!(
+            "stop\nmigrate_set_parameter max-bandwidth 100G\nmigrate \"exec:cat > '{}'\"\ninfo migrate\nquit\n",
+            path.display()
+        );
+        orders.write_all(lines.as_bytes()).expect("its monitor listens");
+        qemu.child.wait().expect("it ends");
+        let said = qemu.last_words();
+        assert!(said.contains("completed"), "the guest was not saved: {said}");
+    }
+}
+
+/// The directory of the saved states. Those of earlier programs and kernels are removed.
+fn directory() -> &'static Path {
+    static MADE: OnceLock<PathBuf> = OnceLock::new();
+    MADE.get_or_init(|| {
+        let mut content = DefaultHasher::new();
+        for file in [initramfs::path(packages()), bare_metal::path(packages()), &kernel()] {
+            std::fs::read(file).expect("what the guest boots is there").hash(&mut content);
+        }
+        let directory = packages().join(format!("booted-{:016x}", content.finish()));
+        if !directory.exists() {
+            let others = std::fs::read_dir(packages()).expect("packages were fetched").flatten();
+            for other in others.filter(|it| it.file_name().to_string_lossy().starts_with("booted-"))
+            {
+                // Another program may do the same.
+                let _ = std::fs::remove_dir_all(other.path());
+            }
+            std::fs::create_dir_all(&directory).expect("a directory can be made");
+        }
+        directory
+    })
+}
+
+/// Waits until the guest's program checks memory.
+fn works(qemu: &mut Qemu) {
+    qemu.wait_for("works", |said| said.get("checked") > 0);
+}
+
+/// Continues a guest that was saved while it was stopped, once it is loaded.
+fn run_on(qemu: &mut Qemu) {
+    let stream = UnixStream::connect(&qemu.qmp).expect("QMP listens");
+    let mut answers = BufReader::new(stream.try_clone().expect("a descriptor can be duplicated"));
+    let mut execute = |command: &str| {
+        let order = format!("{{\"execute\":\"{command}\"}}\n");
+        (&stream).write_all(order.as_bytes()).expect("QMP takes orders");
+        loop {
+            let mut line = String::new();
+            let read = answers.read_line(&mut line).expect("QMP answers");
+            assert!(read > 0 && !line.contains("\"error\""), "{command}: {line}");
+            if line.contains("\"return\"") {
+                return line;
+            }
+        }
+    };
+    execute("qmp_capabilities");
+    qemu.wait_until("has loaded its state", |_| execute("query-status").contains("\"paused\""));
+    execute("cont");
+}

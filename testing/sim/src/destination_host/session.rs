@@ -1,0 +1,197 @@
+//! A session at the destination: what it has in its hands, and how it carries the machine's actions out.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use vmferry::link::lost;
+use vmferry::machine::destination::Destination;
+use vmferry::machine::destination::io::{Action, Input, LinkId};
+use vmferry::{DestinationVm, Landing, MigrateError};
+use vmferry_codec::PageHashes;
+use vmferry_handover::journal::{Journal, Record};
+use vmferry_memory::{GuestMemory, whole_hash_except};
+use vmferry_wire::{ControlMessage, Reason, ReasonCode, SessionId, Token};
+
+use super::lane::Lane;
+use super::send;
+use crate::disk::{Disk, SimJournal};
+use crate::guest::Vm;
+use crate::network::{ChannelId, Event, Network};
+use crate::plan::{Host, Sabotage};
+
+pub(super) struct Session {
+    pub(super) machine: Destination,
+    vm: Vm,
+    pub(super) token: Token,
+    pub(super) links: BTreeMap<LinkId, ChannelId>,
+    /// How often the control channel was dialled before.
+    pub(super) attempt: u64,
+    journal: Option<SimJournal>,
+    pub(super) memory: Option<(GuestMemory, Arc<PageHashes>)>,
+    pub(super) expected_lanes: u8,
+    pub(super) lanes: BTreeMap<u8, Lane>,
+    /// The FINAL that was heard last, for those who are told to remember it.
+    pub(super) heard_final: Option<ControlMessage>,
+    pub(super) sabotage: Option<Sabotage>,
+}
+
+impl Session {
+    pub(super) fn new(
+        machine: Destination,
+        vm: Vm,
+        token: Token,
+        control: ChannelId,
+        sabotage: Option<Sabotage>,
+    ) -> Self {
+        Self {
+            machine,
+            vm,
+            token,
+            links: BTreeMap::from([(LinkId::CONTROL, control)]),
+            attempt: 0,
+            journal: None,
+            memory: None,
+            expected_lanes: 0,
+            lanes: BTreeMap::new(),
+            heard_final: None,
+            sabotage,
+        }
+    }
+
+    pub(super) fn close(self, network: &mut Network) {
+        for channel in self.lanes.values().map(|lane| lane.channel).chain(self.links.into_values())
+        {
+            network.close(channel, Host::Destination);
+        }
+    }
+
+    pub(super) fn execute(
+        &mut self,
+        action: Action,
+        number: u64,
+        disk: &Disk,
+        network: &mut Network,
+    ) -> Option<Input> {
+        match action {
+            Action::Send { link, message } => self.send(link, &message, network),
+            Action::Broadcast(message) => {
+                let links: Vec<LinkId> = self.links.keys().copied().collect();
+                links.into_iter().filter_map(|link| self.send(link, &message, network)).next()
+            }
+            Action::Prepare { guest, .. } => Some(Input::Prepared(
+                self.vm
+                    .prepare(&guest)
+                    .map(|landing| {
+                        let Landing::Memory(memory) = landing else { return };
+                        let hashes = Arc::new(PageHashes::for_memory(&memory));
+                        self.memory = Some((memory, hashes));
+                    })
+                    .map_err(|error| MigrateError::Refused {
+                        peer: "destination",
+                        reason: Reason::new(ReasonCode::VmRefused, &error.to_string()),
+                    }),
+            )),
+            Action::Open(session) => Some(Input::Opened(self.open(session, disk))),
+            Action::ExpectLanes { lanes } => {
+                self.expected_lanes = lanes;
+                None
+            }
+            Action::SumDigest => {
+                Some(Input::Digest(self.memory.as_ref().map_or(0, |(_, hashes)| hashes.sum())))
+            }
+            Action::Load { state, .. } => Some(Input::Loaded(
+                self.vm
+                    .load(&state)
+                    .map(|()| Duration::from_micros(100))
+                    .map_err(|source| MigrateError::Vm { action: "load the state", source }),
+            )),
+            Action::Hash { except } => {
+                let (memory, _) = self.memory.as_ref()?;
+                let takes = Duration::from_millis(network.rng.u64(1..2_000));
+                let input = whole_hash_except(memory, &except).map_or_else(
+                    |error| Input::Failed(error.into()),
+                    |hash| Input::Hashed(hash, takes),
+                );
+                network.after(takes, Event::Destination(number, input));
+                None
+            }
+            Action::WriteIntent => Some(Input::IntentWritten(self.write(&Record::RunIntent))),
+            Action::WriteAborted { reason } => {
+                Some(Input::AbortWritten(self.write(&Record::Aborted { reason })))
+            }
+            Action::Run => Some(Input::Started(
+                self.vm
+                    .run()
+                    .map_err(|source| MigrateError::Vm { action: "start the guest", source }),
+            )),
+            Action::Discard => {
+                for lane in std::mem::take(&mut self.lanes).into_values() {
+                    network.close(lane.channel, Host::Destination);
+                }
+                self.memory = None;
+                self.vm.discard();
+                None
+            }
+            Action::Report(_) => None,
+        }
+    }
+
+    fn send(
+        &mut self,
+        link: LinkId,
+        message: &ControlMessage,
+        network: &mut Network,
+    ) -> Option<Input> {
+        let channel = *self.links.get(&link)?;
+        if send(network, channel, message) {
+            return None;
+        }
+        self.links.remove(&link);
+        network.close(channel, Host::Destination);
+        let broken = std::io::ErrorKind::BrokenPipe.into();
+        (link == LinkId::CONTROL && !self.machine.handover().is_final())
+            .then(|| Input::LinkLost(lost("control", "sending", &broken)))
+    }
+
+    fn open(&mut self, session: SessionId, disk: &Disk) -> Result<(), MigrateError> {
+        let opened = disk.create(session).and_then(|mut journal| {
+            let guest = vmferry_wire::GuestIdentity {
+                uuid: uuid::Uuid::from_u128(9),
+                name: "simulated".into(),
+            };
+            let peer = "source".to_owned();
+            let peer_names = Vec::new();
+            journal.append(&Record::Open {
+                guest,
+                peer,
+                peer_names,
+                at: 0,
+                order: 0,
+                process: None,
+            })?;
+            Ok(journal)
+        });
+        match opened {
+            Ok(journal) => {
+                self.journal = Some(journal);
+                Ok(())
+            }
+            Err(error) => {
+                self.memory = None;
+                self.vm.discard();
+                Err(error.into())
+            }
+        }
+    }
+
+    fn write(&mut self, record: &Record) -> Result<(), MigrateError> {
+        match &mut self.journal {
+            Some(journal) => Ok(journal.append(record)?),
+            None => Err(MigrateError::Local {
+                action: "write a journal that was never opened",
+                source: std::io::ErrorKind::NotFound.into(),
+            }),
+        }
+    }
+}

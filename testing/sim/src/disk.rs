@@ -1,0 +1,135 @@
+//! A disk that holds journals, and fails as it is told.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use vmferry_handover::journal::{Journal, JournalError, Record, Side, decode};
+use vmferry_wire::SessionId;
+
+use crate::plan::WriteFault;
+
+/// One host's disk. Clones are the same disk, which outlives the host's processes.
+#[derive(Clone, Debug)]
+pub struct Disk {
+    state: Arc<Mutex<State>>,
+    /// Whose journals it holds.
+    side: Side,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    files: BTreeMap<[u8; 16], Vec<u8>>,
+    writes: u64,
+    faults: Vec<(u64, WriteFault, bool)>,
+    /// The process must die now: its write was cut off.
+    crash: bool,
+    lies: bool,
+}
+
+impl Disk {
+    /// An empty disk of this side's host.
+    #[must_use]
+    pub fn new(side: Side) -> Self {
+        Self { state: Arc::default(), side }
+    }
+
+    /// The write of this number fails. `crash`: with it the process dies.
+    pub fn fail(&self, number: u64, how: WriteFault, crash: bool) {
+        self.lock().faults.push((number, how, crash));
+    }
+
+    /// From now on it says that a write is done and forgets it.
+    pub fn lie(&self) {
+        self.lock().lies = true;
+    }
+
+    /// Whether the process that wrote is to die; asked once.
+    pub fn takes_the_process_along(&self) -> bool {
+        std::mem::take(&mut self.lock().crash)
+    }
+
+    /// Makes a session's journal.
+    ///
+    /// # Errors
+    /// If there is one.
+    pub fn create(&self, session: SessionId) -> Result<SimJournal, JournalError> {
+        let mut state = self.lock();
+        if state.files.insert(session.0, Vec::new()).is_some() {
+            return Err(JournalError::Exists { path: path() });
+        }
+        Ok(SimJournal { disk: self.clone(), session, poisoned: false })
+    }
+
+    /// Opens a session's journal as a process does that was started again.
+    ///
+    /// # Errors
+    /// If it is damaged.
+    pub fn reopen(
+        &self,
+        session: SessionId,
+    ) -> Result<Option<(SimJournal, Vec<Record>)>, JournalError> {
+        let mut state = self.lock();
+        let Some(bytes) = state.files.get_mut(&session.0) else { return Ok(None) };
+        let (records, whole) = decode(bytes, self.side).map_err(|bad| JournalError::Damaged {
+            path: path(),
+            line: bad.line,
+            reason: bad.reason.to_string(),
+        })?;
+        bytes.truncate(whole);
+        Ok(Some((SimJournal { disk: self.clone(), session, poisoned: false }, records)))
+    }
+
+    /// What a session's journal holds.
+    #[must_use]
+    pub fn records(&self, session: SessionId) -> Vec<Record> {
+        let state = self.lock();
+        let bytes = state.files.get(&session.0).map_or(&[][..], Vec::as_slice);
+        decode(bytes, self.side).map_or_else(|_| Vec::new(), |(records, _)| records)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A session's journal on such a disk.
+#[derive(Debug)]
+pub struct SimJournal {
+    disk: Disk,
+    session: SessionId,
+    poisoned: bool,
+}
+
+impl Journal for SimJournal {
+    fn append(&mut self, record: &Record) -> Result<(), JournalError> {
+        if self.poisoned {
+            return Err(JournalError::Poisoned { path: path() });
+        }
+        let line = record.encode();
+        let mut state = self.disk.lock();
+        let number = state.writes;
+        state.writes += 1;
+        let fault = state.faults.iter().find(|(at, ..)| *at == number).copied();
+        let kept = match fault {
+            Some((_, WriteFault::Lost, _)) => 0,
+            Some((_, WriteFault::Torn, _)) => line.len() / 2,
+            Some((_, WriteFault::OnDisk, _)) => line.len(),
+            None if state.lies => 0,
+            None => line.len(),
+        };
+        if let Some(file) = state.files.get_mut(&self.session.0) {
+            file.extend_from_slice(&line[..kept]);
+        }
+        let Some((_, _, crash)) = fault else { return Ok(()) };
+        state.crash |= crash;
+        self.poisoned = true;
+        let source = io::Error::other("the simulated disk fails");
+        Err(JournalError::Io { action: "write", path: path(), source })
+    }
+}
+
+fn path() -> PathBuf {
+    "simulated".into()
+}

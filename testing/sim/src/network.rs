@@ -1,0 +1,386 @@
+//! Simulated time and network: channels that are ordered streams, each with a delay of its own, until
+//! something cuts, swallows, delays, repeats or damages what is on them.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use fastrand::Rng;
+use vmferry::MigrateError;
+use vmferry::machine::{destination, source};
+
+use crate::dial::Dial;
+use crate::plan::{Fault, Host, Plan, Ways, Where};
+
+/// A channel's number.
+pub type ChannelId = usize;
+
+/// What happens at a time.
+#[derive(Debug)]
+pub enum Event {
+    /// Bytes arrive at a host.
+    Deliver {
+        /// On which channel.
+        channel: ChannelId,
+        /// At which host.
+        to: Host,
+        /// What was sent at once.
+        bytes: Vec<u8>,
+    },
+    /// A host notices that a channel has ended.
+    Closed {
+        /// Which one.
+        channel: ChannelId,
+        /// Which host.
+        at: Host,
+    },
+    /// An action of the source's process has a result. The number is the process's.
+    Source(u64, source::io::Input),
+    /// An action of the destination's session has a result.
+    Destination(u64, destination::io::Input),
+    /// A process of the source's dials the destination.
+    Dial {
+        /// The process.
+        process: u64,
+        /// What for.
+        dial: Dial,
+    },
+    /// Nothing came of it, if it still waits.
+    DialFailed {
+        /// The process.
+        process: u64,
+        /// What for.
+        dial: Dial,
+        /// Why.
+        error: MigrateError,
+    },
+    /// A host hears what its peer, or nobody, may say.
+    Forged {
+        /// Which host.
+        to: Host,
+        /// The message's number.
+        number: u16,
+    },
+    /// A slow step of a host's process is over. The number is the process's.
+    StepEnds(Host, u64),
+    /// A host's process is within a slow step, and its other thread may say that it lives.
+    SignOfLife(Host, u64),
+    /// A host's process dies.
+    Crash(Host, Duration),
+    /// It is started again.
+    Restart(Host),
+    /// The user cancels.
+    Cancel(Host),
+    /// All faults end.
+    Heal,
+}
+
+impl Event {
+    /// Which host's process must listen for it.
+    pub fn listener(&self) -> Option<Host> {
+        match self {
+            Self::Deliver { to: host, .. }
+            | Self::Closed { at: host, .. }
+            | Self::Forged { to: host, .. }
+            | Self::Cancel(host) => Some(*host),
+            Self::Source(..) | Self::DialFailed { .. } => Some(Host::Source),
+            Self::Destination(..) => Some(Host::Destination),
+            _ => None,
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Channel {
+    /// Cut, and when: nothing arrives after that.
+    cut: Option<Duration>,
+    /// Which ends have closed it.
+    closed: [bool; 2],
+    /// When the last byte for each host arrives.
+    last: [Duration; 2],
+}
+
+#[derive(Debug)]
+struct Silence {
+    until: Duration,
+    ways: Ways,
+    lost: bool,
+}
+
+/// A cut that has struck.
+#[derive(Clone, Copy, Debug)]
+pub struct Cut {
+    /// When.
+    pub at: Duration,
+    /// By then the source has noticed.
+    pub noticed: Duration,
+}
+
+/// Time, what is to come, and the channels.
+pub struct Network {
+    now: Duration,
+    events: BTreeMap<(Duration, u64), Event>,
+    count: u64,
+    channels: Vec<Channel>,
+    silence: Option<Silence>,
+    stranger_until: Duration,
+    /// Until then no channel can be made.
+    away_until: Duration,
+    /// Cuts that have struck.
+    pub cuts: Vec<Cut>,
+    faults: Vec<Fault>,
+    /// Messages sent so far.
+    pub messages: u64,
+    /// Faults that have struck.
+    pub struck: u64,
+    /// Everything random that is not in the plan.
+    pub rng: Rng,
+    /// The version of the protocol that was agreed on.
+    pub protocol: u16,
+    /// What happened, if anybody wants to read it.
+    pub trace: Option<Vec<String>>,
+}
+
+impl Network {
+    /// A silent start at time 0.
+    pub fn new(plan: &Plan, traced: bool) -> Self {
+        Self {
+            now: Duration::ZERO,
+            events: BTreeMap::new(),
+            count: 0,
+            channels: Vec::new(),
+            silence: None,
+            stranger_until: Duration::ZERO,
+            away_until: Duration::ZERO,
+            cuts: Vec::new(),
+            faults: plan.faults.clone(),
+            messages: 0,
+            struck: 0,
+            rng: Rng::with_seed(plan.rng),
+            protocol: plan.protocol,
+            trace: traced.then(Vec::new),
+        }
+    }
+
+    /// The simulated time.
+    pub fn now(&self) -> Duration {
+        self.now
+    }
+
+    /// Notes what happened.
+    pub fn note(&mut self, text: impl FnOnce() -> String) {
+        if let Some(trace) = &mut self.trace {
+            trace.push(format!("{:>12.6} {}", self.now.as_secs_f64(), text()));
+        }
+    }
+
+    /// Something is to happen after a time.
+    pub fn after(&mut self, delay: Duration, event: Event) {
+        self.at(self.now + delay, event);
+    }
+
+    fn at(&mut self, time: Duration, event: Event) {
+        self.count += 1;
+        self.events.insert((time.max(self.now), self.count), event);
+    }
+
+    /// When something is to happen next.
+    pub fn next_time(&self) -> Option<Duration> {
+        self.events.first_key_value().map(|((time, _), _)| *time)
+    }
+
+    /// The next event, if it comes by `limit`; time goes on to it, or to `limit`.
+    pub fn next(&mut self, limit: Option<Duration>) -> Option<Event> {
+        match (self.next_time(), limit) {
+            (Some(time), limit) if limit.is_none_or(|limit| time <= limit) => {
+                let (_, event) = self.events.pop_first()?;
+                self.now = self.now.max(time);
+                Some(event)
+            }
+            (_, Some(limit)) => {
+                self.now = self.now.max(limit);
+                None
+            }
+            (_, None) => None,
+        }
+    }
+
+    /// Whether an event's channel still carries it.
+    pub fn carries(&self, channel: ChannelId, to: Host) -> bool {
+        let channel = &self.channels[channel];
+        !self.is_cut(channel) && !channel.closed[to as usize]
+    }
+
+    fn is_cut(&self, channel: &Channel) -> bool {
+        channel.cut.is_some_and(|at| at < self.now)
+    }
+
+    /// A channel whose ends both exist at once; whether they hear of each other is another matter.
+    pub fn open(&mut self) -> ChannelId {
+        self.channels.push(Channel::default());
+        self.channels.len() - 1
+    }
+
+    /// Sends bytes to a host; `false` if the sender knows that the channel has ended.
+    pub fn send(&mut self, id: ChannelId, to: Host, what: &'static str, bytes: Vec<u8>) -> bool {
+        let channel = &self.channels[id];
+        if channel.cut.is_some_and(|at| at <= self.now)
+            || channel.closed[to.peer() as usize]
+            || channel.closed[to as usize]
+        {
+            return false;
+        }
+        let number = self.messages;
+        self.messages += 1;
+        self.note(|| format!("message {number} to {to:?}: {what}"));
+        let mut message = Message { bytes, delay: self.delay(), copies: 1, cut: None };
+        let strikes: Vec<Fault> =
+            self.faults.iter().copied().filter(|fault| fault.message() == Some(number)).collect();
+        for fault in strikes {
+            self.strike(fault, &mut message);
+        }
+        self.put(id, to, message);
+        true
+    }
+
+    /// What a fault does to the message at which it strikes, and to everything else.
+    fn strike(&mut self, fault: Fault, message: &mut Message) {
+        self.struck += 1;
+        self.note(|| format!("FAULT {fault:?}"));
+        match fault {
+            Fault::Cut { place, all, away, .. } => {
+                message.cut = Some((place, all));
+                self.away_until = self.away_until.max(self.now + away);
+            }
+            Fault::Silence { ways, lasts, lost, .. } => {
+                self.silence = Some(Silence { until: self.now + lasts, ways, lost });
+            }
+            Fault::Repeat { .. } => message.copies = 2,
+            Fault::Delay { by, .. } => message.delay += by,
+            Fault::Damage { bit, .. } => {
+                let bits = message.bytes.len() as u32 * 8;
+                let bit = bit % bits.max(1);
+                if let Some(byte) = message.bytes.get_mut((bit / 8) as usize) {
+                    *byte ^= 1 << (bit % 8);
+                }
+            }
+            Fault::Crash { host, back_after, .. } => {
+                self.after(Duration::ZERO, Event::Crash(host, back_after));
+            }
+            Fault::Cancel { host, .. } => self.after(Duration::ZERO, Event::Cancel(host)),
+            Fault::Forge { to, number, .. } => {
+                let delay = self.delay();
+                self.after(delay, Event::Forged { to, number });
+            }
+            Fault::Stranger { lasts, .. } => self.stranger_until = self.now + lasts,
+            Fault::Write { .. } | Fault::Vm { .. } | Fault::Slow { .. } => {}
+        }
+    }
+
+    fn put(&mut self, id: ChannelId, to: Host, message: Message) {
+        let Message { mut bytes, delay, copies, cut } = message;
+        if let Some((Where::Within, _)) = cut {
+            bytes.truncate(bytes.len() / 2);
+        }
+        let mut arrives = (self.now + delay).max(self.channels[id].last[to as usize]);
+        let swallowed = self.silenced(to);
+        if let Some(Silence { until, lost: false, .. }) = swallowed {
+            arrives = arrives.max(*until + delay);
+        }
+        let lost = swallowed.is_some_and(|silence| silence.lost)
+            || matches!(cut, Some((Where::Before, _)))
+            || self.channels[id].cut.is_some_and(|at| at < arrives);
+        self.channels[id].last[to as usize] = arrives;
+        if !lost {
+            for _ in 0..copies {
+                self.at(arrives, Event::Deliver { channel: id, to, bytes: bytes.clone() });
+            }
+        }
+        match cut {
+            Some((Where::Before, all)) => self.cut(id, all, self.now),
+            // What arrives before the end still does.
+            Some((_, all)) => self.cut(id, all, arrives),
+            None => {}
+        }
+    }
+
+    fn cut(&mut self, id: ChannelId, all: bool, when: Duration) {
+        let cut: Vec<ChannelId> = if all { (0..self.channels.len()).collect() } else { vec![id] };
+        let mut noticed = when;
+        for channel in cut {
+            let ends: Vec<Host> = [Host::Source, Host::Destination]
+                .into_iter()
+                .filter(|end| !self.channels[channel].closed[*end as usize])
+                .collect();
+            if self.channels[channel].cut.is_some() || ends.is_empty() {
+                continue;
+            }
+            self.channels[channel].cut = Some(if channel == id { when } else { self.now });
+            for at in ends {
+                let notices = when + self.delay();
+                noticed = noticed.max(notices);
+                self.at(notices, Event::Closed { channel, at });
+            }
+        }
+        self.cuts.push(Cut { at: self.now, noticed });
+    }
+
+    /// A host closes its end: what it sent before still arrives, and then the end.
+    pub fn close(&mut self, id: ChannelId, by: Host) {
+        let to = by.peer();
+        if std::mem::replace(&mut self.channels[id].closed[by as usize], true)
+            || self.channels[id].cut.is_some()
+        {
+            return;
+        }
+        let lost = self.silenced(to).is_some_and(|silence| silence.lost);
+        if !lost {
+            let held = self.silenced(to).map_or(Duration::ZERO, |silence| silence.until);
+            let delay = self.delay();
+            let arrives = (self.now + delay).max(self.channels[id].last[to as usize]).max(held);
+            self.at(arrives, Event::Closed { channel: id, at: to });
+        }
+    }
+
+    fn silenced(&self, to: Host) -> Option<&Silence> {
+        self.silence.as_ref().filter(|silence| silence.until > self.now && silence.ways.cover(to))
+    }
+
+    /// Whether a new connection can be made; an unanswered one is noticed by its time-out.
+    pub fn reaches(&self) -> bool {
+        self.silenced(Host::Source).is_none() && self.silenced(Host::Destination).is_none()
+    }
+
+    /// Whether every connection is refused at once.
+    pub fn is_away(&self) -> bool {
+        self.now < self.away_until
+    }
+
+    /// Whether somebody else has the destination's address now.
+    pub fn is_stranger(&self) -> bool {
+        self.now < self.stranger_until
+    }
+
+    /// The faults end.
+    pub fn heal(&mut self) {
+        self.faults.clear();
+        self.silence = None;
+        self.stranger_until = Duration::ZERO;
+        self.away_until = Duration::ZERO;
+    }
+
+    /// A delay of the network.
+    pub fn delay(&mut self) -> Duration {
+        Duration::from_micros(if self.rng.u32(..20) == 0 {
+            self.rng.u64(1_000..200_000)
+        } else {
+            self.rng.u64(50..1_000)
+        })
+    }
+}
+
+struct Message {
+    bytes: Vec<u8>,
+    delay: Duration,
+    copies: u32,
+    cut: Option<(Where, bool)>,
+}

@@ -1,0 +1,433 @@
+//! The source: its guest, its disk, and a process that drives the engine's machine.
+
+mod dialling;
+mod guest_side;
+mod lanes;
+mod process;
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use vmferry::link::{ControlReader, Speaker, lost};
+use vmferry::machine::peer::SourceSide;
+use vmferry::machine::source::Source;
+use vmferry::machine::source::io::{Action, Ending, Input, Report};
+use vmferry::{MigrateError, SourceConfig, SourceVm};
+use vmferry_handover::SourceState;
+use vmferry_handover::journal::{Journal, Record};
+use vmferry_wire::{ControlMessage, Role, SessionWord, Token};
+
+use self::process::{Process, Start};
+use crate::absence::Absence;
+use crate::disk::{Disk, SimJournal};
+use crate::guest::{Guest, Vm};
+use crate::hostile::forge;
+use crate::network::{ChannelId, Event, Network};
+use crate::plan::{Host, Sabotage, Step};
+
+/// The source's host.
+pub struct SourceHost {
+    /// The guest, which outlives the process.
+    pub guest: Guest,
+    disk: Disk,
+    config: SourceConfig,
+    process: Option<Process>,
+    /// Counts the processes.
+    number: u64,
+    /// How the migration ended here, once it has.
+    pub ended: Option<SourceEnd>,
+    /// Whether the source was ever in doubt.
+    pub was_in_doubt: bool,
+    /// Whether it was because nothing was heard.
+    pub doubted_silence: bool,
+    /// What it knows of its channels.
+    pub links: LinkRecord,
+    sabotage: Option<Sabotage>,
+    /// Slow steps of its process.
+    pub absence: Absence<Input>,
+}
+
+/// How the migration ended at the source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum SourceEnd {
+    /// The guest is the destination's.
+    Given,
+    /// The guest runs here.
+    Kept,
+}
+
+/// What the source knows of its channels, as it reports it.
+#[derive(Clone, Debug, Default)]
+pub struct LinkRecord {
+    /// Since when a lost channel can be made again.
+    pub begun: Option<Duration>,
+    /// Channels that are gone and being made again.
+    pub away: BTreeSet<String>,
+    /// Since when all are there again, after the last loss.
+    pub whole_since: Duration,
+    /// How often a channel was made again.
+    pub restored: u64,
+    /// How often a paused guest ran on.
+    pub recalls: u64,
+    /// Frames that were sent again.
+    pub resent: u64,
+}
+
+impl LinkRecord {
+    fn note(&mut self, action: &Action, now: Duration) {
+        match action {
+            Action::SendRound { round: 1, .. } => self.begun = Some(now),
+            Action::Report(Report::LinkLost { channel, .. }) => {
+                self.away.insert(channel.clone());
+            }
+            Action::Report(Report::LinkRestored { channel, .. }) => {
+                self.away.remove(channel);
+                self.whole_since = now;
+                self.restored += 1;
+            }
+            Action::Report(Report::Recalled) => self.recalls += 1,
+            Action::Report(Report::Resent { frames, .. }) => self.resent += frames,
+            _ => {}
+        }
+    }
+}
+
+impl SourceHost {
+    /// A host whose guest runs, and a process that is about to announce it on a greeted channel.
+    pub fn new(
+        guest: Guest,
+        disk: Disk,
+        config: SourceConfig,
+        control: ChannelId,
+        sabotage: Option<Sabotage>,
+        network: &Network,
+    ) -> Self {
+        let mut host = Self {
+            guest,
+            disk,
+            config,
+            process: None,
+            number: 0,
+            ended: None,
+            was_in_doubt: false,
+            doubted_silence: false,
+            links: LinkRecord::default(),
+            sabotage,
+            absence: Absence::new(Host::Source, sabotage),
+        };
+        let vm = host.guest.attach();
+        let journal = host.disk.create(host.config.session).and_then(|mut journal| {
+            let guest = vm.describe().identity;
+            let peer = "destination".to_owned();
+            let peer_names = Vec::new();
+            journal.append(&Record::Open {
+                guest,
+                peer,
+                peer_names,
+                at: 0,
+                order: 0,
+                process: None,
+            })?;
+            Ok(journal)
+        });
+        match journal {
+            Ok(journal) => {
+                let config = host.config.clone();
+                let protocol = network.protocol;
+                let our_side = SourceSide { protocol, ..SourceSide::new("simulated") };
+                let machine = Source::new(config, vm.describe(), our_side, network.now());
+                host.process = Some(Process::new(Start {
+                    number: host.number,
+                    machine,
+                    vm,
+                    journal: Some(journal),
+                    control: Some(control),
+                    session: host.config.session,
+                    channels: host.config.channels,
+                    sabotage,
+                }));
+            }
+            // Nothing was sent, and the guest was not touched.
+            Err(_) => host.ended = Some(SourceEnd::Kept),
+        }
+        host
+    }
+
+    /// Whether a process lives, and is not done.
+    pub fn is_busy(&self) -> bool {
+        self.process.is_some()
+    }
+
+    /// When the machine wants to be told the time.
+    pub fn next_tick(&self) -> Option<Duration> {
+        if self.sabotage == Some(Sabotage::NoClock) || self.absence.is_away() {
+            return None;
+        }
+        self.process.as_ref().and_then(|process| process.machine.next_tick())
+    }
+
+    /// What the migration is doing.
+    pub fn phase(&self) -> &'static str {
+        self.process.as_ref().map_or("nothing", |process| process.machine.phase_name())
+    }
+
+    /// Whether the guest stands still though it is this host's, and the source knows that the link is away.
+    pub fn lets_the_guest_wait(&self) -> bool {
+        let holds = |process: &Process| process.machine.handover() == SourceState::Holding;
+        !self.links.away.is_empty()
+            && self.process.as_ref().is_some_and(holds)
+            && !self.guest.is_running()
+    }
+
+    /// The process dies. The guest does not. One that had kept its guest and was done is read from
+    /// its journal again as well: whoever starts next does not know that it was done.
+    pub fn crash(&mut self, network: &mut Network) {
+        self.guest.detach(false);
+        self.absence.forget();
+        self.ended = self.ended.filter(|ended| *ended == SourceEnd::Given);
+        // The next process knows nothing of channels.
+        self.links.away.clear();
+        if let Some(process) = self.process.take() {
+            process.close(network);
+        }
+    }
+
+    /// A process is started again beside the guest and reads the journal. If the guest is there, its user tries
+    /// once more.
+    pub fn restart(&mut self, network: &mut Network) {
+        if self.process.is_some() || self.ended.is_some() {
+            return;
+        }
+        self.number += 1;
+        let vm = self.guest.attach();
+        let (journal, records) = match self.disk.reopen(self.config.session) {
+            Ok(Some((journal, records))) => (Some(journal), records),
+            Ok(None) => (None, Vec::new()),
+            Err(error) => panic!("the simulated disk never damages a whole line: {error}"),
+        };
+        network.note(|| format!("source: restarts with {records:?}"));
+        // Nobody takes up a session whose journal says how it ended.
+        self.ended = records.iter().find_map(|record| match record {
+            Record::Kept { .. } => Some(SourceEnd::Kept),
+            Record::Given { .. } => Some(SourceEnd::Given),
+            _ => None,
+        });
+        if self.ended.is_none() {
+            self.take_up(vm, journal, &records, network);
+        }
+        if self.ended == Some(SourceEnd::Kept) && network.reaches() && !network.is_away() {
+            let newcomer = network.open();
+            let hello = dialling::hello(Role::Control, 0, Token([0; 16]));
+            network.send(newcomer, Host::Destination, "greeting", hello);
+        }
+    }
+
+    /// A process that was started again goes on with the session.
+    fn take_up(
+        &mut self,
+        vm: Vm,
+        journal: Option<SimJournal>,
+        records: &[Record],
+        network: &mut Network,
+    ) {
+        let config = self.config.clone();
+        let now = network.now();
+        let machine = Source::recovered(config, &vm.describe(), records, now);
+        let mut process = Process::new(Start {
+            number: self.number,
+            machine,
+            vm,
+            journal,
+            control: None,
+            session: self.config.session,
+            channels: self.config.channels,
+            sabotage: self.sabotage,
+        });
+        process.recover(&self.guest);
+        self.process = Some(process);
+        self.pump(network);
+    }
+
+    /// Something happened.
+    pub fn input(&mut self, number: u64, input: Input, network: &mut Network) {
+        if number != self.number {
+            return;
+        }
+        let Some(process) = &mut self.process else { return };
+        if let Input::LaneLost { lane, attempt, .. } = &input
+            && !process.is_at(*lane, *attempt)
+        {
+            return;
+        }
+        if let Input::Control(ControlMessage::Placed { lane, sequence }) = &input {
+            process.placed(*lane, *sequence);
+        }
+        process.machine.handle(network.now(), input);
+        self.pump(network);
+    }
+
+    /// A slow step is over. Returns what has happened meanwhile.
+    pub fn step_ended(&mut self, process: u64, network: &mut Network) -> Vec<Event> {
+        let Some(back) = self.absence.end(process, network.now()) else { return Vec::new() };
+        if let Some(process) = &mut self.process {
+            if self.sabotage != Some(Sabotage::CountOwnTime) {
+                process.machine.handle(network.now(), Input::Away { took: back.took });
+            }
+            if let Some(result) = back.result {
+                process.machine.handle(network.now(), result);
+            }
+        }
+        self.pump(network);
+        back.heard
+    }
+
+    /// The process's other thread looks whether to give a sign of life.
+    pub fn sign_of_life(&self, process: u64, network: &mut Network) {
+        if self.absence.says_that_it_lives(process, network)
+            && let Some(control) = self.process.as_ref().and_then(|process| process.control)
+        {
+            send(network, control, &ControlMessage::Ping { nonce: 0 });
+        }
+    }
+
+    /// Time has passed, or the user wants something.
+    pub fn tell(&mut self, input: Input, network: &mut Network) {
+        if self.absence.is_away() && matches!(input, Input::Tick) {
+            return;
+        }
+        self.input(self.number, input, network);
+    }
+
+    /// Bytes have arrived.
+    pub fn deliver(&mut self, channel: ChannelId, bytes: &[u8], network: &mut Network) {
+        let Some(process) = &mut self.process else { return };
+        let inputs = if process.is_dialling(channel) {
+            process.dialled(channel, bytes, network).into_iter().collect()
+        } else if let Some(lane) = process.lane_of(channel) {
+            process.heard_on_lane(lane, bytes)
+        } else if process.control == Some(channel) {
+            vec![match ControlReader::new(bytes, network.protocol, Speaker::Destination)
+                .receive("waiting for the destination")
+            {
+                Ok(message) => Input::Control(self.sabotaged(message)),
+                Err(error @ MigrateError::Protocol { .. }) => Input::Failed(error),
+                Err(error) => Input::LinkLost(error),
+            }]
+        } else {
+            // What an old channel still says is not heard.
+            Vec::new()
+        };
+        for input in inputs {
+            self.tell(input, network);
+        }
+    }
+
+    /// The destination says what it may not say now.
+    pub fn forged(&mut self, number: u16, network: &mut Network) {
+        let Some(channel) = self.process.as_ref().and_then(|process| process.control) else {
+            return;
+        };
+        network.note(|| format!("source: hears a forged message {number}"));
+        let mut bytes = Vec::new();
+        forge(number, self.config.session).encode(network.protocol, &mut bytes);
+        self.deliver(channel, &bytes, network);
+    }
+
+    fn sabotaged(&self, message: ControlMessage) -> ControlMessage {
+        match message {
+            ControlMessage::Answer { session, word: SessionWord::Unknown }
+                if self.sabotage == Some(Sabotage::UnknownIsAborted) =>
+            {
+                ControlMessage::Answer { session, word: SessionWord::Aborted }
+            }
+            message => message,
+        }
+    }
+
+    /// A channel has ended.
+    pub fn closed(&mut self, channel: ChannelId, network: &mut Network) {
+        let Some(process) = &mut self.process else { return };
+        if self.sabotage == Some(Sabotage::NoClock) {
+            return;
+        }
+        let input = if process.is_dialling(channel) {
+            process.dialled_in_vain(channel)
+        } else if let Some(lane) = process.lane_of(channel) {
+            if process.runs_on_before_ready() {
+                return;
+            }
+            process.lane_ended(lane)
+        } else if process.control == Some(channel) {
+            let end = std::io::ErrorKind::UnexpectedEof.into();
+            Some(Input::LinkLost(lost("control", process.machine.phase_name(), &end)))
+        } else {
+            None
+        };
+        if let Some(input) = input {
+            self.tell(input, network);
+        }
+    }
+
+    fn pump(&mut self, network: &mut Network) {
+        loop {
+            if self.absence.is_away() {
+                return;
+            }
+            let Some(process) = &mut self.process else { return };
+            let Some(action) = process.machine.next_action() else { break };
+            if let Action::Report(Report::InDoubt { reason }) = &action {
+                self.was_in_doubt = true;
+                self.doubted_silence |= reason.contains("any sign of life");
+            }
+            self.links.note(&action, network.now());
+            network.note(|| format!("source: {}", brief(&format!("{action:?}"))));
+            let step = step_of(&action);
+            let input = process.execute(action, &self.guest, network);
+            let input = self.absence.after(step, self.number, input, network);
+            if self.disk.takes_the_process_along() {
+                network.note(|| "source: dies with its write".into());
+                self.crash(network);
+                network.after(Duration::from_secs(3), Event::Restart(Host::Source));
+                return;
+            }
+            if let (Some(input), Some(process)) = (input, &mut self.process) {
+                process.machine.handle(network.now(), input);
+            }
+        }
+        let Some(process) = &mut self.process else { return };
+        if let Some(ending) = process.machine.ending() {
+            network.note(|| format!("source: ended {ending:?}"));
+            self.ended = Some(match ending {
+                Ending::Given => SourceEnd::Given,
+                Ending::Kept(_) => SourceEnd::Kept,
+            });
+            if let Some(process) = self.process.take() {
+                process.close(network);
+            }
+        }
+    }
+}
+
+/// What an action is, if it may take long.
+fn step_of(action: &Action) -> Option<Step> {
+    match action {
+        Action::StartLog => Some(Step::StartLog),
+        Action::Harvest => Some(Step::Harvest),
+        Action::Pause => Some(Step::Pause),
+        Action::HarvestLast => Some(Step::HarvestLast),
+        Action::Save => Some(Step::Save),
+        Action::WriteCommit => Some(Step::WriteCommit),
+        _ => None,
+    }
+}
+
+fn send(network: &mut Network, channel: ChannelId, message: &ControlMessage) -> bool {
+    let mut bytes = Vec::new();
+    message.encode(network.protocol, &mut bytes);
+    network.send(channel, Host::Destination, message.name(), bytes)
+}
+
+/// A line of a trace.
+pub fn brief(text: &str) -> String {
+    text.chars().take(120).collect()
+}

@@ -1,0 +1,178 @@
+//! The source's attempts to reach the destination: to ask, to go on with its session, to make a lane again.
+
+use std::time::Duration;
+
+use vmferry::MigrateError;
+use vmferry::link::lost;
+use vmferry::machine::source::io::Input;
+use vmferry_wire::{
+    ControlMessage, HELLO_REPLY_BYTES, HelloReply, HelloStatus, Reason, ReasonCode, Role,
+    SessionWord, Token,
+};
+
+use super::{Process, SourceHost, send};
+use crate::dial::Dial;
+use crate::network::{ChannelId, Event, Network};
+use crate::plan::Host;
+
+/// How long a dialled host may not answer.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// An attempt that waits for its time or for its answer.
+pub(super) struct Dialling {
+    dial: Dial,
+    pub(super) channel: Option<ChannelId>,
+}
+
+impl Process {
+    /// Dials after a while, and gives up the attempt before at the same channel.
+    pub(super) fn dial(
+        &mut self,
+        role: Role,
+        lane: u8,
+        (token, attempt): (Token, u64),
+        delay: Duration,
+        network: &mut Network,
+    ) {
+        self.dials += 1;
+        let dial = Dial { role, lane, token, attempt, number: self.dials };
+        let (replaced, others) =
+            self.dialling.drain(..).partition(|known| dial.replaces(&known.dial));
+        self.dialling = others;
+        for channel in replaced.into_iter().filter_map(|replaced: Dialling| replaced.channel) {
+            network.close(channel, Host::Source);
+        }
+        self.dialling.push(Dialling { dial, channel: None });
+        network.after(delay, Event::Dial { process: self.number, dial });
+    }
+
+    fn take_dialling(&mut self, wanted: impl Fn(&Dialling) -> bool) -> Option<Dialling> {
+        let at = self.dialling.iter().position(wanted)?;
+        Some(self.dialling.swap_remove(at))
+    }
+
+    /// The channel that is being dialled has ended.
+    pub(super) fn dialled_in_vain(&mut self, channel: ChannelId) -> Option<Input> {
+        let dialling = self.take_dialling(|known| known.channel == Some(channel))?;
+        let end = std::io::ErrorKind::UnexpectedEof.into();
+        Some(dialling.dial.failed(lost("dialled", "the greeting", &end)))
+    }
+
+    /// Whether the answer to a greeting is awaited on a channel.
+    pub(super) fn is_dialling(&self, channel: ChannelId) -> bool {
+        self.dialling.iter().any(|known| known.channel == Some(channel))
+    }
+
+    /// The answer has come.
+    pub(super) fn dialled(
+        &mut self,
+        channel: ChannelId,
+        bytes: &[u8],
+        network: &mut Network,
+    ) -> Option<Input> {
+        let Dialling { dial, .. } = self.take_dialling(|known| known.channel == Some(channel))?;
+        let placed = match greeted(bytes) {
+            Ok(placed) => placed,
+            Err(error) => {
+                network.close(channel, Host::Source);
+                return Some(dial.failed(error));
+            }
+        };
+        match dial.role {
+            Role::Data => Some(self.rejoin(dial.lane, dial.attempt, channel, placed, network)),
+            Role::Resume => {
+                self.control = Some(channel);
+                Some(Input::Resumed)
+            }
+            _ => {
+                self.control = Some(channel);
+                let message = ControlMessage::Query { session: self.session };
+                let broken = std::io::ErrorKind::BrokenPipe.into();
+                (!send(network, channel, &message))
+                    .then(|| Input::LinkLost(lost("query", "asking", &broken)))
+            }
+        }
+    }
+}
+
+impl SourceHost {
+    /// Dials the destination.
+    pub fn dial(
+        &mut self,
+        number: u64,
+        dial: Dial,
+        destination_listens: bool,
+        network: &mut Network,
+    ) {
+        let session = self.config.session;
+        let silence = self.config.timeouts.silence;
+        let Some(process) = self.process.as_mut().filter(|_| number == self.number) else { return };
+        let Some(dialling) = process.dialling.iter_mut().find(|known| known.dial == dial) else {
+            return;
+        };
+        let (wait, error) = if network.is_stranger() {
+            let wait = Duration::from_millis(2);
+            if dial.role == Role::Query {
+                process.dialling.retain(|known| known.dial != dial);
+                let message = ControlMessage::Answer { session, word: SessionWord::Unknown };
+                let input = Input::Control(self.sabotaged(message));
+                return network.after(wait, Event::Source(number, input));
+            }
+            (wait, refused(HelloStatus::BadToken))
+        } else if network.is_away() {
+            let refused = std::io::ErrorKind::ConnectionRefused.into();
+            (Duration::from_millis(1), lost("dialled", "the connection", &refused))
+        } else if !network.reaches() || !destination_listens {
+            let wait = if network.reaches() { Duration::from_millis(1) } else { CONNECT_TIMEOUT };
+            (wait, MigrateError::TimedOut { what: "a connection", after: CONNECT_TIMEOUT })
+        } else {
+            let channel = network.open();
+            dialling.channel = Some(channel);
+            network.send(channel, Host::Destination, "greeting", dial.hello());
+            (silence, MigrateError::TimedOut { what: "the answer to a greeting", after: silence })
+        };
+        network.after(wait, Event::DialFailed { process: number, dial, error });
+    }
+
+    /// Nothing has come of it, unless something has.
+    pub fn dial_failed(
+        &mut self,
+        number: u64,
+        dial: Dial,
+        error: MigrateError,
+        network: &mut Network,
+    ) {
+        let Some(process) = self.process.as_mut().filter(|_| number == self.number) else { return };
+        let Some(dialling) = process.take_dialling(|known| known.dial == dial) else { return };
+        if let Some(channel) = dialling.channel {
+            network.close(channel, Host::Source);
+        }
+        self.tell(dial.failed(error), network);
+    }
+}
+
+/// The greeting of a channel that was not dialled before.
+pub(super) fn hello(role: Role, lane: u8, token: Token) -> Vec<u8> {
+    Dial { role, lane, token, attempt: 0, number: 0 }.hello()
+}
+
+/// What the destination answers to a greeting: how far it is with a lane.
+pub(super) fn greeted(bytes: &[u8]) -> Result<u64, MigrateError> {
+    let end = std::io::ErrorKind::UnexpectedEof.into();
+    let bytes: &[u8; HELLO_REPLY_BYTES] =
+        bytes.try_into().map_err(|_| lost("dialled", "the greeting", &end))?;
+    let reply = HelloReply::parse(bytes).map_err(|error| MigrateError::Protocol {
+        channel: "greeting".into(),
+        offset: 0,
+        reason: error.to_string(),
+    })?;
+    match reply.status {
+        HelloStatus::Ok => Ok(reply.placed),
+        status => Err(refused(status)),
+    }
+}
+
+fn refused(status: HelloStatus) -> MigrateError {
+    let reason = Reason::new(ReasonCode::Unauthorised, &format!("it answers {status:?}"));
+    MigrateError::Refused { peer: "destination", reason }
+}

@@ -1,0 +1,221 @@
+//! A process of the source: what it has in its hands, and how it carries the machine's actions out.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use vmferry::MigrateError;
+use vmferry::SourceVm;
+use vmferry::data::source::encode::PageEncoder;
+use vmferry::link::lost;
+use vmferry::machine::source::Source;
+use vmferry::machine::source::io::{Action, Input};
+use vmferry::rounds::freed::{Freed, free_messages};
+use vmferry::rounds::harvester::{Harvester, Omission};
+use vmferry_codec::{HotPages, PageHashes};
+use vmferry_handover::journal::{Journal, Record};
+use vmferry_handover::{Running, SourceGuest};
+use vmferry_memory::whole_hash_except;
+use vmferry_wire::{ControlMessage, Role, SessionId, Token};
+
+use super::dialling::Dialling;
+use super::lanes::Lane;
+use super::send;
+use crate::disk::SimJournal;
+use crate::guest::{Guest, Vm};
+use crate::network::{ChannelId, Event, Network};
+use crate::plan::{Host, Sabotage};
+
+/// Fewer copies of pages than the guest has hot ones, so that some are not held.
+const HOT_BYTES: u64 = 32 * 4096;
+
+pub(super) struct Process {
+    /// Its number.
+    pub(super) number: u64,
+    pub(super) machine: Source,
+    pub(super) held: SourceGuest<Vm>,
+    pub(super) harvester: Harvester,
+    hashes: Arc<PageHashes>,
+    pub(super) journal: Option<SimJournal>,
+    pub(super) session: SessionId,
+    /// The control channel, or the one on which it asks.
+    pub(super) control: Option<ChannelId>,
+    /// Channels that are being made.
+    pub(super) dialling: Vec<Dialling>,
+    pub(super) dials: u64,
+    /// How many lanes there are to be.
+    pub(super) channels: u8,
+    pub(super) lanes: Vec<Lane>,
+    /// One worker for all lanes.
+    pub(super) encoder: PageEncoder,
+    pub(super) sabotage: Option<Sabotage>,
+}
+
+/// What a process is begun with.
+pub(super) struct Start {
+    pub(super) number: u64,
+    pub(super) machine: Source,
+    pub(super) vm: Vm,
+    pub(super) journal: Option<SimJournal>,
+    pub(super) control: Option<ChannelId>,
+    pub(super) session: SessionId,
+    pub(super) channels: u8,
+    pub(super) sabotage: Option<Sabotage>,
+}
+
+impl Process {
+    pub(super) fn new(start: Start) -> Self {
+        let Start { number, machine, vm, journal, control, session, channels, sabotage } = start;
+        let memory = vm.memory();
+        let hashes = Arc::new(PageHashes::for_memory(&memory));
+        let hot = Arc::new(HotPages::new(HOT_BYTES));
+        let encoder = PageEncoder::new(memory.clone(), Arc::clone(&hashes), vm.compressors(), hot);
+        let freed = Freed::new(vm.free_pages(), &memory, Arc::default());
+        let mut harvester = Harvester::new(memory, vm.dirty_log(), freed);
+        match sabotage {
+            Some(Sabotage::HintAcrossHarvest) => harvester.omit(Omission::StopOfHints),
+            Some(Sabotage::HintUnprotected) => harvester.omit(Omission::ProtectionOfHints),
+            Some(Sabotage::ForgetRecalled) => harvester.omit(Omission::RecalledPages),
+            _ => {}
+        }
+        Self {
+            number,
+            machine,
+            held: SourceGuest::Running(Running::new(vm)),
+            harvester,
+            hashes,
+            journal,
+            session,
+            control,
+            dialling: Vec::new(),
+            dials: 0,
+            channels,
+            lanes: Vec::new(),
+            encoder,
+            sabotage,
+        }
+    }
+
+    pub(super) fn close(mut self, network: &mut Network) {
+        self.harvester.freed().end();
+        let dialled = self.dialling.iter().filter_map(|dialling| dialling.channel);
+        let lanes = self.lanes.iter().map(|lane| lane.channel);
+        for channel in lanes.chain(self.control).chain(dialled) {
+            network.close(channel, Host::Source);
+        }
+    }
+
+    /// Gives up the control channel, and makes another one after a while.
+    fn dial_control(
+        &mut self,
+        role: Role,
+        token: (Token, u64),
+        delay: Duration,
+        network: &mut Network,
+    ) {
+        if let Some(channel) = self.control.take() {
+            network.close(channel, Host::Source);
+        }
+        self.dial(role, 0, token, delay, network);
+    }
+
+    pub(super) fn execute(
+        &mut self,
+        action: Action,
+        guest: &Guest,
+        network: &mut Network,
+    ) -> Option<Input> {
+        match action {
+            Action::Send(ControlMessage::Withdraw {})
+                if self.sabotage == Some(Sabotage::ForgetWithdraw) =>
+            {
+                None
+            }
+            Action::Send(message) => {
+                let sent = self.control.is_none_or(|channel| send(network, channel, &message));
+                let phase = self.machine.phase_name();
+                let end = || lost("control", phase, &std::io::ErrorKind::BrokenPipe.into());
+                (!sent && !self.machine.handover().is_final()).then(|| Input::LinkLost(end()))
+            }
+            Action::OpenLanes(token) => {
+                self.open_lanes(token, network);
+                None
+            }
+            Action::ResumeControl { token, attempt, delay } => {
+                self.dial_control(Role::Resume, (token, attempt), delay, network);
+                None
+            }
+            Action::RejoinLane { lane, token, attempt, delay } => {
+                network.close(self.lanes[usize::from(lane)].channel, Host::Source);
+                self.dial(Role::Data, lane, (token, attempt), delay, network);
+                None
+            }
+            Action::Recall => self.recall(),
+            Action::StartLog => Some(self.start_log().unwrap_or_else(Input::Failed)),
+            Action::SendRound { round, rearm } => {
+                self.send_round(round, rearm, guest, network).err().map(Input::Failed)
+            }
+            Action::Harvest => {
+                let writes = network.rng.usize(..30);
+                guest.work(&mut network.rng, writes);
+                Some(self.harvest().unwrap_or_else(Input::Failed))
+            }
+            // No guest of the simulation is streamed by its VMM.
+            Action::Throttle { .. }
+            | Action::SwitchOver
+            | Action::LimitDowntime(_)
+            | Action::Cap(_)
+            | Action::FitWindows { .. } => None,
+            Action::Pause => Some(self.pause()),
+            Action::HarvestLast => Some(self.harvest_last().unwrap_or_else(Input::Failed)),
+            Action::Save => {
+                let SourceGuest::Paused(paused) = &mut self.held else { return None };
+                let took = Duration::from_micros(100);
+                Some(paused.with_vm(|vm| vm.save_for(network.protocol)).map_or_else(
+                    |source| Input::Failed(MigrateError::Vm { action: "save its state", source }),
+                    |state| Input::Saved { state, took, paused: false },
+                ))
+            }
+            Action::SumDigest => Some(Input::Digest(self.hashes.sum())),
+            Action::TellFree => free_messages(self.harvester.free())
+                .into_iter()
+                .find_map(|message| self.execute(Action::Send(message), guest, network)),
+            Action::Hash { attempt } => {
+                let input = whole_hash_except(self.harvester.memory(), self.harvester.free())
+                    .map_or_else(
+                        |error| Input::Failed(error.into()),
+                        |hash| Input::Hashed { attempt, hash },
+                    );
+                let takes = Duration::from_millis(network.rng.u64(1..2_000));
+                network.after(takes, Event::Source(self.number, input));
+                None
+            }
+            Action::WriteCommit => Some(self.commit()),
+            Action::WriteOutcome { kept, by_operator } => {
+                if let Some(journal) = &mut self.journal {
+                    // The promise that counts is written already.
+                    let _ = journal.append(&if kept {
+                        Record::Kept { by_operator }
+                    } else {
+                        Record::Given { by_operator }
+                    });
+                }
+                None
+            }
+            Action::Resume => {
+                // Nobody is here to be told why it could not.
+                let _ = self.held.resume(self.machine.handover());
+                None
+            }
+            Action::Release => {
+                self.held.release();
+                None
+            }
+            Action::Ask { delay } => {
+                self.dial_control(Role::Query, (Token([0; 16]), 0), delay, network);
+                None
+            }
+            // The frames of this source are packed with what every destination knows.
+            Action::Report(_) | Action::PackWith(_) => None,
+        }
+    }
+}

@@ -1,0 +1,352 @@
+//! A schedule, run from its start until nothing is left to happen.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use vmferry::config::WhenStuck;
+use vmferry::machine::{destination, source};
+use vmferry::{SourceConfig, Timeouts};
+use vmferry_handover::DestinationState;
+use vmferry_handover::journal::Side;
+use vmferry_wire::SessionId;
+
+use crate::destination_host::DestinationHost;
+use crate::disk::Disk;
+use crate::guest::{Guest, Ledger};
+use crate::network::{Event, Network};
+use crate::plan::{Fault, Host, Plan, Sabotage, VmCall};
+use crate::source_host::{SourceEnd, SourceHost};
+
+/// When all faults end: long after the last one has begun.
+const HEAL_AT: Duration = Duration::from_secs(600);
+
+/// From then on everything must be decided within this time: the longest chain of bounded waits.
+const SETTLED_AFTER: Duration = Duration::from_secs(300);
+
+/// More events than any schedule has; beyond it something goes round in circles.
+const MAX_EVENTS: u64 = 50_000;
+
+/// How a schedule ended.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// Where the guest is in the end.
+    pub end: SourceEnd,
+    /// Whether the source was in doubt on the way.
+    pub was_in_doubt: bool,
+    /// Whether the guest crashed with the destination's process.
+    pub crashed_there: bool,
+    /// Faults that struck.
+    pub struck: u64,
+    /// Messages that were sent.
+    pub messages: u64,
+    /// Cuts that struck.
+    pub cuts: u64,
+    /// Channels that were made again.
+    pub restored: u64,
+    /// How often a paused guest ran on.
+    pub recalls: u64,
+    /// Frames that were sent again.
+    pub resent: u64,
+    /// Whether only the link was away, and never for too long: the guest must be given.
+    pub must_be_given: bool,
+    /// The simulated time until everything was decided.
+    pub took: Duration,
+    /// What must never happen and did; empty if all is well.
+    pub violations: Vec<String>,
+    /// What happened, if it was asked for.
+    pub trace: Vec<String>,
+}
+
+/// Runs a schedule. `traced` keeps what happened.
+#[must_use]
+pub fn run(plan: &Plan, traced: bool) -> Outcome {
+    World::new(plan, traced).run()
+}
+
+struct World {
+    network: Network,
+    source: SourceHost,
+    destination: DestinationHost,
+    ledger: Arc<Mutex<Ledger>>,
+    write_faults: u64,
+    mild: bool,
+    outlives: bool,
+    /// All that happens is one step that takes long, and the source must not notice.
+    slow: bool,
+    /// The guest was seen to wait for the link.
+    waited: bool,
+}
+
+impl World {
+    fn new(plan: &Plan, traced: bool) -> Self {
+        let mut network = Network::new(plan, traced);
+        let ledger = Arc::new(Mutex::new(Ledger::default()));
+        let session = SessionId(*b"a simulated one!");
+        let mut config = SourceConfig::new("simulated".into());
+        config.session = session;
+        config.channels = plan.lanes;
+        config.verify = plan.verify;
+        // Never met, so that every schedule of a kind has the same rounds.
+        config.downtime_limit = Duration::from_nanos(1);
+        config.max_rounds = plan.rounds;
+        config.when_stuck = WhenStuck::SwitchOver;
+        config.timeouts = Timeouts {
+            verify: Duration::from_secs(60),
+            reconnect: plan.reconnect,
+            ..Timeouts::default()
+        };
+        let timeouts = config.timeouts;
+        let here = Guest::running(&ledger, &mut network.rng);
+        if plan.quiet {
+            here.be_quiet();
+        }
+        let there = Guest::absent(Host::Destination, &ledger);
+        if plan.protocol > 1 {
+            // In version 1 memories are compared after that.
+            there.load_writes();
+        }
+        let disks = [Disk::new(Side::Source), Disk::new(Side::Destination)];
+        for fault in &plan.faults {
+            match *fault {
+                Fault::Write { host, number, how, crash } => {
+                    disks[host as usize].fail(number, how, crash);
+                }
+                Fault::Vm {
+                    call: call @ (VmCall::Pause | VmCall::Save | VmCall::Resume | VmCall::Compress),
+                } => {
+                    here.fail(call);
+                }
+                Fault::Vm { call } => there.fail(call),
+                _ => {}
+            }
+        }
+        match plan.sabotage {
+            Some(Sabotage::ForgetPages) => here.forget_pages(),
+            Some(Sabotage::LyingDisk) => disks[Host::Destination as usize].lie(),
+            _ => {}
+        }
+        let control = network.open();
+        let [disk_here, disk_there] = disks;
+        let mut destination =
+            DestinationHost::new(there, disk_there, session, timeouts, control, plan, &mut network);
+        let mut source = SourceHost::new(here, disk_here, config, control, plan.sabotage, &network);
+        for fault in &plan.faults {
+            if let Fault::Slow { step, takes } = *fault {
+                match step.host() {
+                    Host::Source => source.absence.slow_down(step, takes),
+                    Host::Destination => destination.absence.slow_down(step, takes),
+                }
+            }
+        }
+        let write_faults =
+            plan.faults.iter().filter(|fault| fault.message().is_none()).count() as u64;
+        let (mild, slow) = (plan.is_mild(), plan.is_borne());
+        Self {
+            network,
+            source,
+            destination,
+            ledger,
+            write_faults,
+            mild,
+            slow,
+            outlives: plan.outlives,
+            waited: false,
+        }
+    }
+
+    fn run(mut self) -> Outcome {
+        self.network.after(HEAL_AT, Event::Heal);
+        self.source.tell(source::io::Input::Tick, &mut self.network);
+        let mut settled = None;
+        for event in 0.. {
+            self.destination.pump(&mut self.network);
+            self.check_pause();
+            self.work();
+            let rest = !self.source.is_busy() && !self.destination.is_busy();
+            let decided = rest && self.source.ended.is_some() && self.destination.listens();
+            if decided && settled.is_none() {
+                settled = Some(self.network.now());
+            }
+            if decided && self.network.next_time().is_none_or(|next| next > HEAL_AT) {
+                break;
+            }
+            if self.network.now() > HEAL_AT + SETTLED_AFTER || event > MAX_EVENTS {
+                let text = format!(
+                    "nothing is decided after {:?} and {event} events: the source is in {}, the \
+                     destination in {}",
+                    self.network.now(),
+                    self.source.phase(),
+                    self.destination.phase()
+                );
+                self.violation(text);
+                break;
+            }
+            let ticks = [self.source.next_tick(), self.destination.next_tick()];
+            let tick = ticks.into_iter().flatten().min();
+            match self.network.next(tick) {
+                Some(event) => self.happens(event),
+                None if tick.is_some() => {
+                    self.source.tell(source::io::Input::Tick, &mut self.network);
+                    self.destination.tell(destination::io::Input::Tick, &mut self.network);
+                }
+                None if decided => break,
+                None => {
+                    self.violation("nothing is left to happen, and nothing is decided".into());
+                    break;
+                }
+            }
+        }
+        self.end(settled)
+    }
+
+    /// Guests that run, write.
+    fn work(&mut self) {
+        for guest in [&self.source.guest, &self.destination.guest] {
+            let writes = self.network.rng.usize(..3);
+            guest.work(&mut self.network.rng, writes);
+        }
+    }
+
+    fn happens(&mut self, event: Event) {
+        let event = match event.listener() {
+            Some(Host::Source) => self.source.absence.keep(event),
+            Some(Host::Destination) => self.destination.absence.keep(event),
+            None => Some(event),
+        };
+        let Some(event) = event else { return };
+        let network = &mut self.network;
+        match event {
+            Event::Deliver { channel, to, bytes } if network.carries(channel, to) => match to {
+                Host::Source => self.source.deliver(channel, &bytes, network),
+                Host::Destination if self.destination.listens() => {
+                    self.destination.deliver(channel, &bytes, network);
+                }
+                Host::Destination => network.close(channel, Host::Destination),
+            },
+            Event::Deliver { .. } => {}
+            Event::Closed { channel, at: Host::Source } => self.source.closed(channel, network),
+            Event::Closed { channel, at: Host::Destination } => {
+                self.destination.closed(channel, network);
+            }
+            Event::Source(process, input) => self.source.input(process, input, network),
+            Event::Destination(process, input) => self.destination.input(process, input, network),
+            Event::Dial { process, dial } => {
+                self.source.dial(process, dial, self.destination.listens(), network);
+            }
+            Event::DialFailed { process, dial, error } => {
+                self.source.dial_failed(process, dial, error, network);
+            }
+            Event::Forged { to: Host::Source, number } => self.source.forged(number, network),
+            Event::Forged { to: Host::Destination, number } => {
+                self.destination.forged(number, network);
+            }
+            Event::Crash(host, back_after) => {
+                network.note(|| format!("{host:?}: crashes"));
+                network.after(back_after, Event::Restart(host));
+                match host {
+                    Host::Source => self.source.crash(network),
+                    Host::Destination => self.destination.crash(network),
+                }
+            }
+            Event::Restart(Host::Source) => self.source.restart(network),
+            Event::Restart(Host::Destination) => self.destination.restart(network),
+            Event::Cancel(Host::Source) => {
+                self.source.tell(source::io::Input::Cancel, network);
+            }
+            Event::Cancel(Host::Destination) => {
+                self.destination.tell(destination::io::Input::Cancel, network);
+            }
+            Event::StepEnds(host, process) => {
+                let heard = match host {
+                    Host::Source => self.source.step_ended(process, network),
+                    Host::Destination => self.destination.step_ended(process, network),
+                };
+                heard.into_iter().for_each(|event| self.happens(event));
+            }
+            Event::SignOfLife(Host::Source, process) => {
+                self.source.sign_of_life(process, network);
+            }
+            Event::SignOfLife(Host::Destination, process) => {
+                self.destination.sign_of_life(process, network);
+            }
+            Event::Heal => network.heal(),
+        }
+    }
+
+    /// A guest that is the source's never stands still for a link that is known to be away.
+    fn check_pause(&mut self) {
+        if self.source.lets_the_guest_wait() && !std::mem::replace(&mut self.waited, true) {
+            self.violation("the guest waits for a link that is away".into());
+        }
+    }
+
+    /// Whether nothing but the link was away, shorter than the source tries to make it again, and only while
+    /// what was lost can be sent again: from the start of the dirty log until the destination is READY. The
+    /// destination can't undo that it has loaded the state, so whatever the source has not noticed, or the
+    /// destination not been told, before READY is too late.
+    fn must_be_given(&self) -> bool {
+        let cuts = &self.network.cuts;
+        let begun = |at: Duration| self.source.links.begun.is_some_and(|begun| begun < at);
+        let noticed = cuts.iter().map(|cut| cut.noticed).max().unwrap_or_default();
+        let links = &self.source.links;
+        let whole = if links.away.is_empty() { links.whole_since } else { Duration::MAX };
+        let settled = noticed.max(whole).max(self.destination.withdrawn_at);
+        self.mild
+            && cuts.iter().all(|cut| begun(cut.at))
+            && self.destination.ready_at.is_none_or(|ready| ready > settled)
+    }
+
+    fn violation(&self, text: String) {
+        self.ledger.lock().unwrap_or_else(PoisonError::into_inner).violations.push(text);
+    }
+
+    fn end(mut self, settled: Option<Duration>) -> Outcome {
+        self.source.guest.check();
+        // What was still coming when its receiver died is no guest.
+        if self.destination.guest.is_running() || self.destination.guest.waits() {
+            self.destination.guest.check();
+        }
+        let owns = self.destination.recovered() == Some(DestinationState::Owns);
+        let here = self.source.guest.is_running();
+        if here == owns {
+            let who = if here { "both hosts have the guest" } else { "no host has the guest" };
+            self.violation(format!("in the end {who}"));
+        }
+        let end = if owns { SourceEnd::Given } else { SourceEnd::Kept };
+        if self.source.ended.is_some_and(|ended| ended != end) {
+            self.violation(format!("the source says {:?}, and it is {end:?}", self.source.ended));
+        }
+        let must_be_given = self.must_be_given();
+        if must_be_given && end != SourceEnd::Given {
+            self.violation("the link was away for a while, and the guest was not given".into());
+        }
+        if self.outlives && owns && self.destination.guest.waits() {
+            self.violation("the guest outlived its receiver, and nobody ran it".into());
+        }
+        if !owns && self.destination.guest.waits() {
+            self.violation("a guest that never runs is left at the destination".into());
+        }
+        if self.slow && (self.source.doubted_silence || self.source.links.restored > 0) {
+            self.violation("a host within a slow step was taken for one that is away".into());
+        }
+        let crashed_there = owns && !self.destination.guest.is_running();
+        let violations = std::mem::take(
+            &mut self.ledger.lock().unwrap_or_else(PoisonError::into_inner).violations,
+        );
+        Outcome {
+            end,
+            was_in_doubt: self.source.was_in_doubt,
+            crashed_there,
+            struck: self.network.struck + self.write_faults,
+            messages: self.network.messages,
+            cuts: self.network.cuts.len() as u64,
+            restored: self.source.links.restored,
+            recalls: self.source.links.recalls,
+            resent: self.source.links.resent,
+            must_be_given,
+            took: settled.unwrap_or(self.network.now()),
+            violations,
+            trace: self.network.trace.take().unwrap_or_default(),
+        }
+    }
+}
