@@ -201,7 +201,8 @@ fn a_vmm_that_refuses_its_stream_says_why() {
 #[test]
 fn vmm_that_has_loaded_its_guest_may_close_its_streams() {
     let taker = Taker { loaded_after: Some(1 << 20), ..Taker::default() };
-    let (outcome, received) = scenario().run_streamed(Streamer::new(Plan::default()), taker, |_| {});
+    let (outcome, received) =
+        scenario().run_streamed(Streamer::new(Plan::default()), taker, |_| {});
     let SourceOutcome::Given { stats, .. } = outcome else { panic!("it was kept") };
     assert_eq!(stats.digest_match, Some(true));
     assert!(owned(received).vm.runs.load(Ordering::SeqCst));
