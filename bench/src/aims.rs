@@ -1,48 +1,48 @@
-//! Ratios, and what was aimed at with some of them.
+//! Ratios between measurements, and the targets for some of them.
 
 use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-/// A ratio with an aim.
+/// A ratio that has a target.
 #[derive(Clone, Debug, Serialize)]
 pub struct Aim {
-    /// Its name.
+    /// The ratio's name.
     pub ratio: String,
-    /// What it is.
+    /// The measured value.
     pub value: f64,
-    /// What it should be.
+    /// The target, such as `>= 2`.
     pub aim: String,
-    /// Whether it is.
+    /// `yes` if the value meets the target, otherwise `no`.
     pub met: &'static str,
-    /// What it says.
+    /// One line that explains the ratio.
     pub meaning: &'static str,
 }
 
-/// All ratios, and those with an aim once more.
+/// All ratios. Those with a target are also listed in `aims`.
 #[derive(Clone, Debug, Default)]
 pub struct Ratios {
-    /// By name.
+    /// Every ratio by name.
     pub values: BTreeMap<String, f64>,
-    /// In an order for reading.
+    /// The ratios with a target, in reading order.
     pub aims: Vec<Aim>,
 }
 
-/// What is aimed at.
+/// The target for a ratio.
 #[derive(Clone, Copy, Debug)]
-pub enum Wanted {
-    /// This, or more.
+pub enum Target {
+    /// The ratio should be at least this.
     AtLeast(f64),
-    /// This, or less.
+    /// The ratio should be at most this.
     AtMost(f64),
 }
 
 impl Ratios {
-    /// Adds a ratio with an aim.
-    pub fn aim(&mut self, ratio: &str, value: f64, wanted: Wanted, meaning: &'static str) {
-        let (met, aim) = match wanted {
-            Wanted::AtLeast(least) => (value >= least, format!(">= {least}")),
-            Wanted::AtMost(most) => (value <= most, format!("<= {most}")),
+    /// Adds a ratio that has a target.
+    pub fn aim(&mut self, ratio: &str, value: f64, target: Target, meaning: &'static str) {
+        let (met, aim) = match target {
+            Target::AtLeast(least) => (value >= least, format!(">= {least}")),
+            Target::AtMost(most) => (value <= most, format!("<= {most}")),
         };
         let met = if met { "yes" } else { "no" };
         self.values.insert(ratio.to_owned(), value);

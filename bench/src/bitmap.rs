@@ -1,6 +1,8 @@
-//! `bitmap`: traversal of dirty bitmaps by byte and by word, as published, flat with SIMD, and with a
-//! summary; from guests of 32 KiB to 1 TiB, at densities from 0 to 100 %, clustered and scattered,
-//! beside the bandwidth of memory.
+//! `bitmap`: traversal of dirty bitmaps for guests of 32 KiB to 1 TiB, with 0 to 100 % dirty pages,
+//! clustered and scattered.
+//!
+//! Four methods are compared: by byte and by word as published, flat with SIMD, and with a summary.
+//! Memory bandwidth is measured in the same run as the limit.
 
 pub mod baseline;
 mod limit;
@@ -21,7 +23,7 @@ use self::pattern::{Pattern, bitmap};
 use crate::plot::{Plot, number};
 use crate::results::{Results, Row, median, row};
 
-/// A way through a bitmap.
+/// A traversal method.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Way {
     Byte,
@@ -56,7 +58,7 @@ struct BitmapRow {
     runs: usize,
 }
 
-/// A guest and how much of it is dirty.
+/// A guest size and a pattern of dirty pages.
 #[derive(Clone, Copy)]
 struct Case {
     guest: &'static str,
@@ -74,10 +76,10 @@ const GUESTS: [(&str, u64); 5] = [
     ("1 TiB", TIB_PAGES),
 ];
 
-/// The guest of the ratios: that of the published migration.
+/// The guest size that the ratios use. It is the size of the guest in the published migration.
 const RATIO_GUEST: &str = "4 GiB";
 
-/// Runs it. `quick` takes each case once, and leaves the largest guests out.
+/// Runs the benchmark. `quick` measures each case once and skips the largest guests.
 pub fn run(quick: bool) -> anyhow::Result<Results> {
     let guests = if quick { &GUESTS[..3] } else { &GUESTS[..] };
     let repetitions = if quick { 1 } else { 7 };
@@ -106,13 +108,13 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
     ratios.insert("flat_simd_of_memory_bandwidth_1tib".into(), flat_gb_per_s / limit.read_gb_per_s);
     ratios.insert("union_of_memory_bandwidth".into(), limit.union_gb_per_s / limit.or_gb_per_s);
     let plots = plots(&rows);
-    // Other columns than the traversals have, so a table of their own for people.
+    // The migrations have other columns than the traversals, so they get their own table.
     let migrations = migration::measure(quick)?;
     let more = BTreeMap::from([("migrations", migrations)]);
     Ok(Results { more, plots, ..Results::new("bitmap", rows, yardsticks, ratios) })
 }
 
-/// Time by guest and by density.
+/// Plots of the traversal time by guest size and by dirty percentage.
 fn plots(rows: &[Row]) -> Vec<Plot> {
     let is = |row: &Row, name: &str, value: &str| row.get(name).is_some_and(|v| v == value);
     let gib = |row: &Row| {
@@ -148,7 +150,7 @@ fn plots(rows: &[Row]) -> Vec<Plot> {
 
 type Times = BTreeMap<Way, Vec<f64>>;
 
-/// What a traversal found: pages, and the sum of their numbers.
+/// Checksum of a traversal: the number of dirty pages and the sum of their page numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Found {
     pages: u64,
@@ -170,11 +172,11 @@ impl Found {
     }
 }
 
-/// Words of all the bitmaps of one case together: so many that a processor can't learn by heart where their
-/// bits are, as it does with a small one that is gone through again and again.
+/// Total words in the bitmaps of one case. With several bitmaps, the branch predictor cannot learn
+/// the positions of the set bits, as it would when one small bitmap is traversed repeatedly.
 const WORDS_TOGETHER: u64 = 1 << 18;
 
-/// Seconds of one traversal, for each way, interleaved.
+/// Measures the seconds per traversal for each method. The methods are interleaved.
 fn measure(case: Case, repetitions: usize) -> anyhow::Result<Times> {
     let turns = (WORDS_TOGETHER / case.pages.div_ceil(64)).clamp(1, 128);
     let kept: Vec<PageBitmap> =
@@ -213,13 +215,13 @@ fn measure(case: Case, repetitions: usize) -> anyhow::Result<Times> {
     Ok(times)
 }
 
-/// Seconds that one call takes: of so many that the clock's own cost does not count.
+/// Returns the seconds per call. The call is repeated until the clock's own cost is negligible.
 fn time(mut call: impl FnMut() -> bool) -> anyhow::Result<f64> {
     let mut calls = 1_u32;
     loop {
         let begun = Instant::now();
         for _ in 0..calls {
-            ensure!(call(), "a traversal has found other pages");
+            ensure!(call(), "a traversal found the wrong pages");
         }
         let took = begun.elapsed().as_secs_f64();
         if took > 500e-6 || calls >= 1 << 20 {
@@ -244,7 +246,7 @@ fn row_of(case: Case, way: Way, samples: &[f64], byte: f64) -> BitmapRow {
     }
 }
 
-/// Ours is the summary: what the engine uses for the bitmaps that it keeps.
+/// vmferry's traversal is the summary, which the engine uses for the bitmaps it keeps.
 fn add_ratios(ratios: &mut BTreeMap<String, f64>, case: Case, times: &Times) {
     let of = |way| median(times[&way].clone());
     let best = of(Way::Summary).min(of(Way::Simd));

@@ -1,16 +1,20 @@
-//! `carried`: guests that can't be attached. QEMU's own migration over TLS, and the same migration carried by vmferry over
-//! TLS.
+//! `carried`: guests that vmferry cannot attach to. QEMU's own migration over TLS is compared with
+//! the same migration carried by vmferry over TLS.
 //!
-//! The guests' memory is private. It is full of what programs have in theirs (which zstd -1 makes 1/2.4), or 100 MiB of it are
-//! rewritten all the time: pages of programs of which a few words change, and the same with incompressible pages. What
-//! is measured and how: see [`qemus`](crate::qemus).
+//! The guests' memory is private. One guest's memory is full of program pages (zstd level 1
+//! compresses them to 1/2.4). The others rewrite 100 MiB all the time: program pages in which a few
+//! words change, or incompressible pages. The module [`qemus`](crate::qemus) explains how the time
+//! is measured.
 //!
-//! Capped means QEMU's `max-bandwidth` and vmferry's `--max-bandwidth`. A capped guest that writes faster than the link
-//! carries is handed over after the same number of passes over memory by both: there, vmferry is told `--when-stuck switch-over
-//! --max-rounds`, and QEMU's downtime limit is raised as soon as the next pass begins. Three things favour QEMU in these rows, and
-//! are left as they are: what QEMU sends while the guest stands still has no cap, so its downtime is not that of a link of
-//! 350 Mbit/s; its cap is over all `multifd` channels together, and they were seen to exceed it by 10 to 20 %; and the clock of
-//! vmferry includes starting the command.
+//! "Capped" sets QEMU's `max-bandwidth` and vmferry's `--max-bandwidth`. A capped guest that writes
+//! faster than the link carries is switched over after the same number of rounds by both: vmferry
+//! runs with `--when-stuck switch-over --max-rounds`, and QEMU's downtime limit is raised when the
+//! next round begins.
+//!
+//! Three effects favor QEMU in these rows and are not corrected. QEMU does not apply its cap while
+//! the guest is paused, so its downtime is not that of a 350 Mbit/s link. QEMU's cap covers all
+//! `multifd` channels together, and they exceeded it by 10 to 20 %. The time of vmferry includes
+//! starting the command.
 
 mod ratios;
 
@@ -23,16 +27,16 @@ use vmferry_qemu_lab::Backend;
 
 use crate::guest::memory;
 use crate::qemus::{By, Guest, Lab, Order, Sample, Summary};
-use crate::raw;
+use crate::raw::{self, Sockets};
 use crate::results::{Results, Row, row};
 
-/// 350 Mbit/s in bytes.
+/// The cap, 350 Mbit/s, in bytes per second.
 const CAP_BYTES_PER_S: u64 = 43_750_000;
 
-/// Passes over memory after which a guest is stopped that writes faster than it is sent.
+/// Rounds after which a guest that writes faster than the link carries is switched over.
 const PASSES: u32 = 3;
 
-/// How the guest is moved.
+/// How the guest is migrated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Way {
     Qemu,
@@ -67,7 +71,7 @@ impl Way {
     }
 }
 
-/// What is between the hosts.
+/// The link between the hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Link {
     Uncapped,
@@ -89,7 +93,7 @@ impl Link {
     }
 }
 
-/// What the guest's memory is.
+/// What the guest does with its memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Work {
     Program,
@@ -108,13 +112,13 @@ impl Work {
         }
     }
 
-    /// The guest's memory in MiB, and how much of it is used for what.
+    /// Returns the guest's memory and the part that the workload uses, both in MiB.
     fn size(self, link: Link, quick: bool) -> (u64, u64) {
         match (self, link) {
             (Self::Program, _) if quick => (256, 48),
             (_, _) if quick => (256, 20),
             (Self::Program, Link::Uncapped) => (1280, 1024),
-            // QEMU takes 10 s to send it.
+            // At the cap, QEMU needs 10 s to send 352 MiB.
             (Self::Program, Link::Capped) => (512, 352),
             (_, Link::Uncapped) => (1280, 100),
             (_, Link::Capped) => (256, 100),
@@ -130,10 +134,10 @@ impl Work {
     }
 }
 
-/// What was measured, by link, guest and way.
+/// A measured case: link, guest and method.
 type Key = (Link, Work, Way);
 
-/// Runs it. `quick` moves small guests once in each way.
+/// Runs the benchmark. `quick` migrates small guests once with each method.
 pub fn run(quick: bool) -> anyhow::Result<Results> {
     let lab = Lab::new()?;
     let mut samples: BTreeMap<Key, Vec<Sample>> = BTreeMap::new();
@@ -142,11 +146,11 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
             let repetitions = match (link, work) {
                 _ if quick => 1,
                 (Link::Uncapped, _) => 3,
-                // No aim is about it.
+                // No target uses this case.
                 (Link::Capped, Work::HotRandom) => 1,
                 (Link::Capped, _) => 2,
             };
-            move_about(&lab, (link, work), quick, repetitions, &mut samples)
+            move_in_turn(&lab, (link, work), quick, repetitions, &mut samples)
                 .with_context(|| format!("{}, {}", link.name(), work.name()))?;
         }
     }
@@ -177,8 +181,8 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
     Ok(results)
 }
 
-/// Moves one guest in all ways in turn, each time beginning with another one.
-fn move_about(
+/// Migrates one guest with each method in turn. Each pass begins with another method.
+fn move_in_turn(
     lab: &Lab,
     (link, work): (Link, Work),
     quick: bool,
@@ -207,11 +211,11 @@ fn move_about(
             samples.entry((link, work, way)).or_default().push(sample);
         }
     }
-    ensure!(guest.corruptions()? == 0, "the guest has found its memory corrupted");
+    ensure!(guest.corruptions()? == 0, "the guest found its memory corrupted");
     Ok(())
 }
 
-/// One way, of one guest, over one link.
+/// A row: one method, one guest, one link.
 #[derive(Serialize)]
 struct CarriedRow {
     link: &'static str,
@@ -221,7 +225,8 @@ struct CarriedRow {
     took: Summary,
 }
 
-/// What two channels of TLS carry from memory to memory, and nothing else, in MB per second: the best of three.
+/// Returns the throughput of a plain memory copy over two TLS channels, in MB/s: the best of three
+/// runs.
 fn raw_rustls(lab: &Lab, quick: bool) -> anyhow::Result<f64> {
     let mib = if quick { 64 } else { 512 };
     let pages = mib << 8;
@@ -229,7 +234,8 @@ fn raw_rustls(lab: &Lab, quick: bool) -> anyhow::Result<f64> {
     let tls = raw::Tls::load(&lab.tls)?;
     let mut best = f64::INFINITY;
     for _ in 0..3 {
-        best = best.min(raw::copy_here(&source, &destination, 2, Some(&tls), true)?.total_s);
+        best =
+            best.min(raw::copy_here(&source, &destination, 2, Some(&tls), Sockets::Tuned)?.total_s);
     }
     Ok((pages * PAGE_SIZE as u64) as f64 / 1e6 / best)
 }

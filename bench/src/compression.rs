@@ -1,11 +1,13 @@
-//! `compression`: guest pages per second with each way to compress, by content and link, beside the published
-//! old way (a context allocated for each page, in the one thread that migrates).
+//! `compression`: guest pages per second with each compression method, by content and link.
 //!
-//! The guest of the published test had 6 GB that eight threads rewrote again and again, over a link capped at
-//! 350: here that is 350 Mbit/s and 350 MB/s, and no cap. The guest is this process's own memory, which
-//! `--full` makes as large; each way is given a window of time, by turns. Its threads run at the lowest priority,
-//! and a harvest waits, outside of the time that is measured, until they have rewritten everything: see
-//! [`guest::RewrittenLog`].
+//! The published old method is included: one migration thread that allocates a context for each
+//! page.
+//!
+//! In the published test, eight threads rewrote a guest of 6 GB repeatedly, over a link capped at
+//! 350. The unit was not given, so both 350 Mbit/s and 350 MB/s are measured, and no cap. The guest
+//! is this process's own memory; `--full` gives it 6 GiB. The methods take turns, and each gets a
+//! window of time. The guest's threads run at the lowest priority. A harvest waits until they have
+//! rewritten everything, and the wait is not counted: see [`guest::RewrittenLog`].
 
 mod allocations;
 mod content;
@@ -34,32 +36,32 @@ use crate::results::{Results, row};
 use content::{Content, Pool, pools};
 use ratios::Measured;
 use way::Way;
-use window::{Hosts, Sample, Window, look};
+use window::{Hosts, Sample, Window, measure};
 
-/// How much of it.
+/// The size of the benchmark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Size {
-    /// To see that it works.
+    /// Shows that the benchmark works.
     Quick,
-    /// Some minutes.
+    /// Takes some minutes.
     Usual,
-    /// With memory and windows as published.
+    /// Uses the memory size of the published test, and longer windows.
     Full,
 }
 
-/// A cap on the link.
+/// The cap on the link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Link {
     /// 350 Mbit/s.
     Mbit350,
     /// 350 MB/s.
     Mb350,
-    /// Loopback, as it is.
+    /// Loopback without a cap.
     Uncapped,
 }
 
 impl Link {
-    /// In tables, and in the names of ratios.
+    /// The name in tables and in ratio names.
     pub fn name(self) -> &'static str {
         match self {
             Self::Mbit350 => "350mbit",
@@ -68,7 +70,7 @@ impl Link {
         }
     }
 
-    /// In bytes per second.
+    /// The cap in bytes per second.
     pub fn cap(self) -> Option<u64> {
         match self {
             Self::Mbit350 => Some(350_000_000 / 8),
@@ -78,23 +80,24 @@ impl Link {
     }
 }
 
-/// Content, link and way.
+/// A measured case: content, link and method.
 pub type Key = (Content, Link, Way);
 
-/// What is measured.
+/// The cases and sizes to measure.
 struct Plan {
     pages: u64,
     pool_bytes: usize,
     contents: &'static [Content],
     links: &'static [Link],
-    /// For every case under a cap, and for those without, where a round is over soon: what the first and
-    /// the second one cost once should not be all that is seen.
+    /// The window for every capped case and for the uncapped ones. An uncapped round is short, so
+    /// its window must be long enough to see more than the one-time costs of the first and second
+    /// rounds.
     capped: Window,
     uncapped: Window,
-    /// For the published comparison: program-like pages at 350 Mbit/s and without a cap.
+    /// The window for the published comparison: program pages at 350 Mbit/s and without a cap.
     published: Window,
     repetitions: usize,
-    /// Pages that change a little, and the cap on the link in bytes per second.
+    /// The number of hot pages, and the cap on the link in bytes per second.
     hot: (u64, u64),
     converge: converge::Case,
 }
@@ -153,7 +156,7 @@ impl Plan {
         }
     }
 
-    /// The ways of a case, and for how long each.
+    /// The methods for a case, and the window for each.
     fn ways(&self, content: Content, link: Link) -> (&'static [Way], Window) {
         if content == Content::Program && link != Link::Mb350 {
             (&Way::PUBLISHED, self.published)
@@ -163,12 +166,12 @@ impl Plan {
     }
 }
 
-/// Runs it.
+/// Runs the benchmark.
 ///
 /// # Errors
-/// A case that could not be measured: none is left out.
+/// A case could not be measured. No case is skipped.
 pub fn run(size: Size) -> anyhow::Result<Results> {
-    ensure!(allocations::SEEN, "allocations can't be counted with this C library");
+    ensure!(allocations::SUPPORTED, "allocations can be counted only with glibc");
     let plan = Plan::new(size);
     let directory = tempfile::tempdir()?;
     let pools = pools(plan.contents, plan.pool_bytes)?;
@@ -180,7 +183,7 @@ pub fn run(size: Size) -> anyhow::Result<Results> {
     let hot = hot::measure(plan.hot.0, plan.hot.1, directory.path())?;
     eprintln!("compression: hot pages done");
     let converge = converge::measure(plan.converge, directory.path())?;
-    eprintln!("compression: the guest that changes a little done");
+    eprintln!("compression: convergence done");
     let (samples, copy_mb_per_s) = grid(&plan, pools, directory.path())?;
 
     let cells = rows::cells(&samples, |content, link| plan.ways(content, link).1);
@@ -212,7 +215,7 @@ pub fn run(size: Size) -> anyhow::Result<Results> {
 
 type Samples = BTreeMap<Key, Vec<Sample>>;
 
-/// Every case, by turns; and what copying the guest's memory once yields.
+/// Measures every case in turn. Also returns the throughput of one copy of the guest's memory.
 fn grid(
     plan: &Plan,
     pools: Vec<(Content, Pool)>,
@@ -231,7 +234,7 @@ fn grid(
             for link in plan.links {
                 let (ways, window) = plan.ways(*content, *link);
                 for way in ways {
-                    let sample = look(&hosts, *way, link.cap(), window).with_context(|| {
+                    let sample = measure(&hosts, *way, link.cap(), window).with_context(|| {
                         format!("{}, {}, {}", content.name(), link.name(), way.name())
                     })?;
                     samples.entry((*content, *link, *way)).or_default().push(sample);
@@ -245,7 +248,7 @@ fn grid(
 }
 
 fn copy_bandwidth(here: &GuestMemory, there: &GuestMemory) -> anyhow::Result<f64> {
-    // More tells no more.
+    // Copying more than 512 MiB does not change the result.
     let pages = here.total_pages().min((512 << 20) / 4096);
     crate::engine::copy_bandwidth(here, there, PageRun { slot: SlotId(0), first: 0, pages })
 }

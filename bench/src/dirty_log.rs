@@ -1,11 +1,13 @@
-//! `dirty-log`: what a harvest costs, in cycles of the time stamp counter, with each log that there is:
-//! the three published ways, `vm-memory`'s bitmap, KVM's three, and userfaultfd.
+//! `dirty-log`: the cost of a harvest in time stamp counter cycles, for each dirty log.
 //!
-//! `gui` and `live` have the published slots: a display of 32 KiB that is redrawn beside one that is not,
-//! and a guest of 4 GB under a loop that writes 1 GB. `display` is the same display as a guest has it, `length`
-//! has a clean slot from 32 KiB to a terabyte, and `density` slots of 32 KiB and 4 GiB from clean to wholly
-//! dirty. KVM's logs and userfaultfd are written by a real guest, the software logs by threads that mark
-//! what they would have written.
+//! The logs are the three published methods, `vm-memory`'s bitmap, KVM's three logs, and
+//! userfaultfd.
+//!
+//! The tables `gui` and `live` have the published slots: a display of 32 KiB that is redrawn next
+//! to one that is not, and a guest of 4 GB in which a loop writes 1 GB. `display` is the same
+//! display in a real guest. `length` has clean slots from 32 KiB to 1 TiB. `density` has slots of
+//! 32 KiB and 4 GiB, from clean to fully dirty. A real guest writes for KVM's logs and userfaultfd.
+//! For the software logs, threads mark the pages that they would have written.
 
 mod density;
 mod display;
@@ -33,41 +35,41 @@ use crate::results::{Results, Row, row};
 const KIB_32: u64 = 32 << 10;
 const GIB_4: u64 = 4 << 30;
 
-/// The published slots of a guest that migrates, in bytes.
+/// Slot sizes of the published guest that migrates, in bytes.
 const LIVE: [u64; 9] =
     [655_360, 3_757_047_808, 637_534_208, 131_072, 131_072, 131_072, 16_777_216, KIB_32, KIB_32];
 
-/// The slot of these that the loop writes, and how much of it.
+/// The slot that the loop writes, and the bytes it writes there.
 const LOOP_SLOT: usize = 1;
 const LOOP_BYTES: u64 = 1 << 30;
 
-/// The logs that are marked, for slots of these lengths in bytes.
-fn marked(slots: &[u64]) -> Vec<Box<dyn Subject>> {
+/// The software logs, for slots of these lengths in bytes.
+fn software_logs(slots: &[u64]) -> Vec<Box<dyn Subject>> {
     let mut subjects: Vec<Box<dyn Subject>> = SoftwareSubject::all(slots);
     subjects.push(Box::new(AtomicSubject::new(slots)));
     subjects
 }
 
-/// The logs of a real guest with slots of these lengths in bytes, those that this machine has.
-fn guests(slots: &[u64]) -> anyhow::Result<Vec<Box<dyn Subject>>> {
+/// The logs of a real guest that work on this machine, for slots of these lengths in bytes.
+fn guest_logs(slots: &[u64]) -> anyhow::Result<Vec<Box<dyn Subject>>> {
     let mut subjects: Vec<Box<dyn Subject>> = Vec::new();
     let memory = guest::memory(slots)?;
     for log in GuestLog::ALL {
         match GuestSubject::new(log, &memory) {
             Ok(subject) => subjects.push(Box::new(subject)),
-            Err(error) => eprintln!("dirty-log: without {}: {error:#}", log.name()),
+            Err(error) => eprintln!("dirty-log: {} is not available: {error:#}", log.name()),
         }
     }
     Ok(subjects)
 }
 
-fn all(slots: &[u64]) -> anyhow::Result<Vec<Box<dyn Subject>>> {
-    let mut subjects = marked(slots);
-    subjects.extend(guests(slots)?);
+fn all_logs(slots: &[u64]) -> anyhow::Result<Vec<Box<dyn Subject>>> {
+    let mut subjects = software_logs(slots);
+    subjects.extend(guest_logs(slots)?);
     Ok(subjects)
 }
 
-/// Runs it. `quick` has small slots, once.
+/// Runs the benchmark. `quick` uses small slots and runs once.
 pub fn run(quick: bool) -> anyhow::Result<Results> {
     let mut rows = gui(if quick { 2 } else { 5 })?;
     rows.extend(display(if quick { 2 } else { 20 })?);
@@ -91,14 +93,14 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
 fn gui(rounds: usize) -> anyhow::Result<Vec<Row>> {
     let pages: Vec<u64> = (0..KIB_32 / 4096).collect();
     let mut rows = Vec::new();
-    for mut subject in all(&[KIB_32, KIB_32])? {
+    for mut subject in all_logs(&[KIB_32, KIB_32])? {
         let mut samples: BTreeMap<usize, Samples> = BTreeMap::new();
         subject.start()?;
         for round in 0..=rounds {
             subject.write(0, &pages)?;
             for index in 0..subject.units().len() {
                 let sample = subject.harvest(index)?;
-                // The first one warms up.
+                // The first round warms up and is not counted.
                 if round > 0 {
                     samples.entry(index).or_default().0.push(sample);
                 }
@@ -118,14 +120,14 @@ fn gui(rounds: usize) -> anyhow::Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// The same display as a guest of the microvm has it.
+/// The same display, drawn by a guest in a microvm.
 fn display(rounds: usize) -> anyhow::Result<Vec<Row>> {
     let mut rows = Vec::new();
     for log in GuestLog::ALL {
         let harvests = match display::measure(log, rounds) {
             Ok(harvests) => harvests,
             Err(error) => {
-                eprintln!("dirty-log: no display with {}: {error:#}", log.name());
+                eprintln!("dirty-log: display with {} failed: {error:#}", log.name());
                 continue;
             }
         };
@@ -142,20 +144,20 @@ fn display(rounds: usize) -> anyhow::Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// The published migration: a loop writes 1 GB of slot 1 all the time.
+/// The published migration: a loop keeps writing 1 GB of slot 1.
 fn live(quick: bool) -> anyhow::Result<Vec<Row>> {
     let slots = if quick { vec![655_360, 16 << 20, KIB_32] } else { LIVE.to_vec() };
     let pages = (slots[LOOP_SLOT].min(LOOP_BYTES)) / 4096;
     let (rounds, interval) = if quick { (1, 20) } else { (3, 700) };
     let mut rows = Vec::new();
-    for mut subject in all(&slots)? {
+    for mut subject in all_logs(&slots)? {
         let name = subject.name();
         let units = subject.units().to_vec();
         let mut samples: Vec<Samples> = units.iter().map(|_| Samples::default()).collect();
         subject.start()?;
         let mut round = |subject: &mut dyn Subject| {
             for _ in 0..rounds {
-                // A round of a migration: while it lasts, the loop writes.
+                // This sleep is one round of a migration, during which the loop writes.
                 std::thread::sleep(Duration::from_millis(interval));
                 for (index, samples) in samples.iter_mut().enumerate() {
                     samples.0.push(subject.harvest(index)?);
@@ -163,7 +165,7 @@ fn live(quick: bool) -> anyhow::Result<Vec<Row>> {
             }
             Ok(())
         };
-        subject.write_for_ever(LOOP_SLOT, pages, &mut round)?;
+        subject.write_during(LOOP_SLOT, pages, &mut round)?;
         subject.stop()?;
         for (index, (unit, samples)) in units.iter().zip(samples).enumerate() {
             let dirty = if index == LOOP_SLOT || units.len() == 1 { "write loop" } else { "clean" };
@@ -174,8 +176,9 @@ fn live(quick: bool) -> anyhow::Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// The call that switches a clean slot, by the slot's length: by turns, and each after the same work has
-/// taken the slot out of the nearest cache, as everything that comes between two harvests does.
+/// Measures the call that switches a clean slot's bitmap, by slot length. The slots take turns.
+/// Before each call the same work evicts the slot from the L1 cache, as other work between two
+/// harvests would.
 fn lengths(
     passes: usize,
     quick: bool,
@@ -195,18 +198,18 @@ fn lengths(
     subject.stop()?;
     let call =
         |bytes| slots.iter().position(|slot| *slot == bytes).map(|unit| samples[unit].call());
-    let over = call(GIB_4).zip(call(KIB_32)).context("no such lengths")?;
+    let over = call(GIB_4).zip(call(KIB_32)).context("a slot length was not measured")?;
     ratios.insert("switch_clean_4g_over_32k".into(), over.0 / over.1);
     let rows = subject.units().iter().zip(&samples).map(|(unit, samples)| {
         let mut columns = samples.row("length", unit, "clean", "switch");
-        // Thousands.
+        // There are thousands of calls; the row would be too long.
         columns.calls.clear();
         row(&columns)
     });
     rows.collect()
 }
 
-/// A whole harvest of the large slot, by density.
+/// Plots of a whole harvest of the large slot, by dirty percentage.
 fn plots(rows: &[Row], large: u64) -> Vec<Plot> {
     let plot = |pattern: &str| {
         let title = format!("A harvest of a slot of {} GiB, {pattern} pages", large >> 30);

@@ -1,11 +1,10 @@
-//! `engine`: guest pages per second through the whole path, at 1, 2 and 4 channels, plain and TLS.
+//! `engine`: guest pages per second through the engine, with 1, 2 and 4 channels, plain and TLS.
 //!
-//! The guest is memory full of incompressible pages. The yardstick moves the same memory over the
-//! same kind of socket with one thread per channel and side, and does nothing else: no copy of a
-//! page, no zero test, no hash, no frame; with rustls, it encrypts and decrypts in addition. It is there with sockets as
-//! the system has them, and tuned: with the engine's option and length of a call. All
-//! receivers write into memory of the same kind that is populated already, and is overwritten
-//! with zeros before each run.
+//! The guest's memory is full of incompressible pages. The yardstick moves the same memory over the
+//! same kind of socket, with one thread per channel and side. It does not copy, test or hash pages
+//! and has no frames; with rustls, it also encrypts and decrypts. It is measured with default
+//! sockets and with tuned ones, which use the engine's socket option and write size. All receivers
+//! write into populated memory of the same kind, which is zeroed before each run.
 
 mod guest;
 
@@ -17,13 +16,13 @@ use serde::Serialize;
 use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun, whole_hash};
 
 use crate::guest::{clear, fill_incompressible, memory, whole};
-use crate::raw;
+use crate::raw::{self, Sockets};
 use crate::results::{Results, median, row};
 use guest::Links;
 
 const CHANNELS: [u8; 3] = [1, 2, 4];
 
-/// The command's default, which the ratios without a number are for.
+/// The command's default. Ratios without a number in the name are for it.
 const DEFAULT_CHANNELS: u8 = 2;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -58,7 +57,7 @@ impl Way {
     }
 }
 
-/// One way at one number of channels.
+/// A row: one method with one number of channels.
 #[derive(Serialize)]
 struct EngineRow {
     way: &'static str,
@@ -68,27 +67,27 @@ struct EngineRow {
     total_ms: f64,
     total_ms_min: f64,
     total_ms_max: f64,
-    /// Of the whole process, both sides.
+    /// CPU time of the whole process, which has both sides.
     cpu_s: f64,
-    /// Of the engine's source side; absent for yardsticks.
+    /// CPU time of the engine's source side. Yardsticks have none.
     source_cpu_s: Option<f64>,
-    /// Of the engine's destination side; absent for yardsticks.
+    /// CPU time of the engine's destination side. Yardsticks have none.
     destination_cpu_s: Option<f64>,
     runs: usize,
 }
 
-/// What one run took.
+/// The cost of one run.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Sample {
     /// Wall time in seconds.
     pub total_s: f64,
     /// CPU time of this process in seconds.
     pub cpu_s: f64,
-    /// CPU time of the engine's sides in seconds.
+    /// CPU time of the engine's source and destination, in seconds.
     pub sides_cpu_s: Option<(f64, f64)>,
 }
 
-/// Runs it. `quick` moves 32 MiB once; otherwise 1 GiB, five times each.
+/// Runs the benchmark. `quick` moves 32 MiB once; otherwise 1 GiB is moved five times.
 pub fn run(quick: bool) -> anyhow::Result<Results> {
     let (mib, repetitions) = if quick { (32, 1) } else { (1024, 5) };
     let pages = mib << 8;
@@ -98,29 +97,29 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
     let links = Links::new()?;
 
     let mut samples: BTreeMap<(u8, Way), Vec<Sample>> = BTreeMap::new();
-    // The first pass warms everything up and is not counted.
+    // The first pass warms up and is not counted.
     for repetition in 0..=repetitions {
         for channels in CHANNELS {
             for way in Way::ALL {
                 clear(&destination)?;
-                let raw = |tls, tuned| {
-                    let copied = raw::copy_here(&source, &destination, channels, tls, tuned)?;
-                    // Both sides are this process.
+                let raw = |tls, sockets| {
+                    let copied = raw::copy_here(&source, &destination, channels, tls, sockets)?;
+                    // Both sides run in this process.
                     Ok(Sample { total_s: copied.total_s, cpu_s: copied.cpu_s, sides_cpu_s: None })
                 };
                 let engine = |tls| guest::migrate(&source, &destination, channels, &links, tls);
                 let sample = match way {
-                    Way::RawSocket => raw(None, false),
-                    Way::TunedSocket => raw(None, true),
-                    Way::RawRustls => raw(Some(&links.raw), false),
-                    Way::TunedRustls => raw(Some(&links.raw), true),
+                    Way::RawSocket => raw(None, Sockets::Default),
+                    Way::TunedSocket => raw(None, Sockets::Tuned),
+                    Way::RawRustls => raw(Some(&links.raw), Sockets::Default),
+                    Way::TunedRustls => raw(Some(&links.raw), Sockets::Tuned),
                     Way::EnginePlain => engine(false),
                     Way::EngineTls => engine(true),
                 }
                 .with_context(|| format!("{} over {channels} channels", way.name()))?;
                 ensure!(
                     whole_hash(&destination)? == expected,
-                    "{} over {channels} channels has not moved the memory",
+                    "{} over {channels} channels: the destination's memory differs",
                     way.name()
                 );
                 if repetition > 0 || quick {
@@ -188,8 +187,8 @@ fn results(
     Ok(Results::new("engine", rows, yardsticks, ratios))
 }
 
-/// One thread that copies the memory once, through a buffer that stays in the cache: the least
-/// that an engine does which looks at a page before it sends it.
+/// Copies the memory once with one thread, through a buffer that stays in the cache. This is the
+/// least work for an engine that reads a page before it sends it.
 pub fn copy_bandwidth(
     source: &GuestMemory,
     destination: &GuestMemory,

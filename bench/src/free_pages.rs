@@ -1,12 +1,13 @@
-//! `free-pages`: what free-page hints save: guests that have used their memory once and freed most of it,
-//! migrated without hints and with them, by the same engine.
+//! `free-pages`: the time that free-page hints save, for guests that have freed most of their
+//! memory.
 //!
-//! A guest of four vCPUs writes 8 GB of its memory and frees all but its working set. It is then idle with 256 MiB, or
-//! works as a build does on 1 GiB: it allocates, writes, reads and frees buffers all the time. Then it moves twice over
-//! loopback TCP: first without hints, to a machine that has to take all of it, and from there with hints. So
-//! both begin with the same memory, populated in the same way, and pairs alternate until each case has its runs.
-//! Before each move the memory that the destination may need is fetched from the system once and given back.
-//! The clock is the engine's: from the start of the dirty log until the guest runs at the other side.
+//! A guest of four vCPUs writes 8 GB of its memory and frees all but its working set. Then it is
+//! idle with 256 MiB, or works on 1 GiB as a build does: it allocates, writes, reads and frees
+//! buffers. It migrates twice over loopback TCP: first without hints, to a machine that receives
+//! all of its memory, and from there with hints. Both migrations thus begin with the same memory,
+//! populated in the same way. The pairs repeat until each case has its runs. Before each migration,
+//! the memory that the destination may need is allocated once and freed. The engine measures the
+//! time: from the start of the dirty log until the guest runs at the destination.
 
 mod guest;
 mod ratios;
@@ -20,30 +21,32 @@ use vmferry_report::published::{Figure, of_benchmark};
 use self::guest::{Guest, Sample};
 use crate::results::{Results, Row, median, row};
 
-/// A guest. What was published for its like stands under its name in `vmferry_report::published`.
+/// A guest. `vmferry_report::published` has the published figures for a similar guest, by this
+/// name.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     name: &'static str,
     memory_mib: u64,
-    /// Written once, and freed but for the working set.
+    /// Memory that the guest writes once. It then frees all but the working set.
     used_mib: u64,
     work: Work,
 }
 
-/// What the guest does while it moves.
+/// What the guest does while it migrates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Work {
-    /// Nothing; so many MiB are in use.
+    /// Nothing. `mib` MiB are in use.
     Idle { mib: u64 },
-    /// Allocates, writes, reads and frees buffers of so many MiB together, and writes so many pages per second.
+    /// Allocates, writes, reads and frees buffers of `mib` MiB in total, and writes `rate` pages
+    /// per second.
     Churn { mib: u64, rate: u64 },
 }
 
-/// Below this the guest's memory is not its heap's: its kernel, and what is rounded up to blocks of 4 MiB.
+/// Memory that is not the guest's heap: its kernel, and the rounding to blocks of 4 MiB.
 const KERNEL_MIB: u64 = 32;
 
 impl Case {
-    /// The total time that was published for a guest like it, in milliseconds.
+    /// The published total time for a similar guest, in milliseconds.
     fn published_ms(&self, hints: bool) -> Option<f64> {
         let mut figures = of_benchmark("free-pages").flat_map(|table| &table.figures);
         let says = |figure: &Figure, name: &str, value: &str| {
@@ -55,7 +58,7 @@ impl Case {
         figures.find(is_it)?.median()
     }
 
-    /// What the guest is told to do.
+    /// The guest's kernel command line.
     fn workload(&self) -> String {
         match self.work {
             Work::Idle { mib } => {
@@ -74,7 +77,7 @@ fn yes_or_no(hints: bool) -> &'static str {
     if hints { "yes" } else { "no" }
 }
 
-/// Pages per second that a build writes here, on two cores: 80 MB/s.
+/// Pages per second that a build writes on two cores: 80 MB/s.
 const BUILD_RATE: u64 = 20_000;
 
 const CASES: [Case; 4] = [
@@ -99,7 +102,7 @@ const CASES: [Case; 4] = [
     },
 ];
 
-/// The same, so small that they show nothing but that it works.
+/// The same guests, but small: they only show that the benchmark works.
 const QUICK_CASES: [Case; 2] = [
     Case { name: "idle_8g", memory_mib: 192, used_mib: 192, work: Work::Idle { mib: 16 } },
     Case {
@@ -110,7 +113,7 @@ const QUICK_CASES: [Case; 2] = [
     },
 ];
 
-/// One way of moving one guest, over all its runs.
+/// A row: one guest, with or without hints, over all its runs.
 #[derive(Serialize)]
 struct FreePagesRow {
     guest: &'static str,
@@ -121,18 +124,19 @@ struct FreePagesRow {
     downtime_ms: f64,
     rounds: f64,
     sent_mb: f64,
-    /// Guest pages that were sent with content.
+    /// Guest pages sent with their content.
     sent_pages_mb: f64,
-    /// Populated pages that the guest counts as in use, when it was paused.
+    /// Populated pages that the guest counted as in use when it was paused.
     nonfree_mb: f64,
-    /// Free pages in blocks of 4 MiB of which others are in use: no driver hints those.
+    /// Free pages in blocks of 4 MiB that are partly in use. The balloon driver does not hint
+    /// those.
     fragments_mb: f64,
-    /// Pages that were not sent because they were hinted.
+    /// Pages skipped because they were hinted.
     hinted_mb: f64,
-    /// What the guest has done per second, before and during the migration.
+    /// The guest's work per second before the migration and during it.
     work_per_s_before: f64,
     work_per_s_during: f64,
-    /// The same over the time that the move without hints took.
+    /// The same over the time of the migration without hints.
     work_per_s_in_span: f64,
     source_cpu_s: f64,
     destination_cpu_s: f64,
@@ -140,14 +144,15 @@ struct FreePagesRow {
     runs: usize,
 }
 
-/// Runs it. `quick` moves two small guests once.
+/// Runs the benchmark. `quick` migrates two small guests once.
 pub fn run(quick: bool) -> anyhow::Result<Results> {
     let (cases, pairs): (&[Case], _) = if quick { (&QUICK_CASES, 1) } else { (&CASES, 3) };
     let mut samples: BTreeMap<(usize, bool), Vec<Sample>> = BTreeMap::new();
     for pair in 1..=pairs {
         for (index, case) in cases.iter().enumerate() {
             let mut guest = Guest::start(case).with_context(|| format!("guest {}", case.name))?;
-            // As long as the move without hints took: only over the same time is the guest's loss comparable.
+            // The duration of the migration without hints. The guest's loss is comparable only over
+            // the same time.
             let mut span = 0.0;
             for hints in [false, true] {
                 let (next, sample) = guest
@@ -157,7 +162,7 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
                 eprintln!("free-pages: {}, hints: {hints}: {:.0} ms", case.name, sample.total_ms);
                 samples.entry((index, hints)).or_default().push(sample);
             }
-            guest.check().with_context(|| format!("guest {}, moved twice", case.name))?;
+            guest.check().with_context(|| format!("guest {}, migrated twice", case.name))?;
             eprintln!("free-pages: {}, pair {pair} of {pairs}", case.name);
         }
     }
@@ -193,7 +198,9 @@ fn as_row(case: &Case, hints: bool, samples: &[Sample]) -> anyhow::Result<Row> {
         work_per_s_in_span: mid(|sample| sample.work_per_s_in_span),
         source_cpu_s: mid(|sample| sample.source_cpu_s),
         destination_cpu_s: mid(|sample| sample.destination_cpu_s),
-        published_ms: case.published_ms(hints).context("no figure was published for this guest")?,
+        published_ms: case
+            .published_ms(hints)
+            .context("there is no published figure for this guest")?,
         runs: samples.len(),
     })
 }
@@ -203,7 +210,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_guest_has_its_published_figures() {
+    fn cases_have_published_figures() {
         for case in CASES.iter().chain(&QUICK_CASES) {
             let [with, without] = [true, false].map(|hints| case.published_ms(hints).unwrap());
             assert!(with < without, "{}", case.name);

@@ -1,17 +1,25 @@
-//! Guests without a machine, for benchmarks of the engine: memory, and nothing that runs.
+//! Guests that consist only of memory, for benchmarks of the engine.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::anyhow;
-use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, Resume, SourceVm, VmError};
+use anyhow::{Context, anyhow, bail};
+use fastrand::Rng;
+use vmferry::destination::{Owned, Received, Stop, receive};
+use vmferry::source::{Orders, SourceOutcome, migrate};
+use vmferry::stats::SourceStats;
+use vmferry::{
+    DestinationConfig, DestinationVm, GuestDescription, Landing, PrepareError, Resume,
+    SourceConfig, SourceVm, StateEstimate, VmError,
+};
 use vmferry_dirty::{DirtyLog, UffdLog};
 use vmferry_memory::{
     GuestBytes, GuestMemory, MemoryError, MemoryKind, PAGE_SIZE, PageRun, SlotId, SlotLayout,
 };
+use vmferry_transport::{Dialer, Listener};
 use vmferry_wire::GuestIdentity;
 
-/// Memory of so many pages, populated, so that no measurement is of the kernel making pages.
+/// Allocates and populates `pages` pages, so that no measurement includes page faults.
 pub fn memory(pages: u64) -> anyhow::Result<GuestMemory> {
     let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages }];
     let memory = GuestMemory::allocate(&layout, MemoryKind::Private)?;
@@ -19,28 +27,23 @@ pub fn memory(pages: u64) -> anyhow::Result<GuestMemory> {
     Ok(memory)
 }
 
-/// All pages of a memory with one slot.
+/// All pages of a memory that has one slot.
 pub fn whole(memory: &GuestMemory) -> PageRun {
     PageRun { slot: SlotId(0), first: 0, pages: memory.total_pages() }
 }
 
-/// Fills memory with pages that no codec shortens.
+/// Fills memory with incompressible pages.
 pub fn fill_incompressible(memory: &GuestMemory) -> anyhow::Result<()> {
-    let mut page = vec![0_u8; PAGE_SIZE];
-    let mut random = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut page = vec![0; PAGE_SIZE];
+    let mut random = Rng::with_seed(1);
     for first in 0..memory.total_pages() {
-        for word in page.chunks_exact_mut(8) {
-            random ^= random << 13;
-            random ^= random >> 7;
-            random ^= random << 17;
-            word.copy_from_slice(&random.to_le_bytes());
-        }
+        random.fill(&mut page);
         memory.copy_in(PageRun { slot: SlotId(0), first, pages: 1 }, &page)?;
     }
     Ok(())
 }
 
-/// Writes zeros over all of a memory, with a thread for each processor.
+/// Zeroes the memory with one thread per processor.
 pub fn clear(memory: &GuestMemory) -> anyhow::Result<()> {
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get) as u64;
     let pages = memory.total_pages();
@@ -54,49 +57,116 @@ pub fn clear(memory: &GuestMemory) -> anyhow::Result<()> {
             .collect();
         for thread in clearing {
             let cleared: Result<(), MemoryError> =
-                thread.join().map_err(|_| anyhow!("a thread has failed"))?;
+                thread.join().map_err(|_| anyhow!("a thread panicked"))?;
             cleared?;
         }
         Ok(())
     })
 }
 
-/// A guest with this memory.
-pub fn describe(memory: &GuestMemory) -> GuestDescription {
-    GuestDescription {
-        identity: GuestIdentity { uuid: uuid::Uuid::nil(), name: "bench".into() },
-        vmm: "bench".into(),
-        config: Vec::new(),
-        layout: memory.layout(),
+/// Migrates a guest between two threads of this process. Returns what both sides report.
+///
+/// # Errors
+/// The migration failed.
+pub fn migrate_here<S: SourceVm, D: DestinationVm + Send>(
+    (vm, dialer, source): (S, &Dialer, SourceConfig),
+    (incoming, listener, destination): (D, Listener, &DestinationConfig),
+) -> anyhow::Result<(Box<SourceStats>, Box<Owned<D>>)> {
+    let (outcome, received) = std::thread::scope(|scope| {
+        let receiving = scope
+            .spawn(move || receive(listener, incoming, destination, &Stop::default(), &mut |_| {}));
+        (migrate(vm, dialer, source, &Orders::new(), &mut |_| {}), receiving.join())
+    });
+    let stats = match outcome {
+        SourceOutcome::Given { stats, .. } => stats,
+        SourceOutcome::Kept { error, .. } => return Err(error).context("the migration failed"),
+    };
+    match received {
+        Ok(Received::Owns(owned)) => Ok((stats, owned)),
+        _ => bail!("the destination does not own the guest"),
     }
 }
 
-/// A guest that stands still.
-pub struct StillGuest {
+/// A source guest that consists only of its memory. `B` says what the guest does.
+pub struct MemoryGuest<B = ()> {
     memory: GuestMemory,
     log: Arc<dyn DirtyLog>,
+    behavior: B,
 }
 
-impl StillGuest {
-    /// With userfaultfd's log; where there is none, nothing writes the memory all the same.
-    pub fn new(memory: &GuestMemory) -> Self {
+/// What a [`MemoryGuest`] does while it migrates. The guest `()` does nothing.
+pub trait Behavior: Send + 'static {
+    /// Pauses the guest. After this it does not write its memory.
+    ///
+    /// # Errors
+    /// The guest cannot be paused.
+    fn pause(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    /// Resumes the guest.
+    fn resume(&mut self) {}
+
+    /// Does the guest's work between two rounds.
+    ///
+    /// # Errors
+    /// The memory cannot be written.
+    fn between_rounds(&mut self, _memory: &GuestMemory) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    /// Estimates the state besides the memory.
+    fn state_estimate(&self) -> StateEstimate {
+        StateEstimate::default()
+    }
+}
+
+impl Behavior for () {}
+
+/// State estimate of guests that are never handed over. Their downtime limits are so low that their
+/// pages never fit. The engine would refuse a limit below the cost of a handover without pages, so
+/// this estimate leaves only the round trips.
+pub const NO_STATE: StateEstimate = StateEstimate { bytes: 0, handling: Duration::ZERO };
+
+/// The error when the engine pauses a guest that must never be handed over.
+pub fn never_paused() -> VmError {
+    "this guest must not be handed over".into()
+}
+
+impl MemoryGuest {
+    /// An idle guest. If userfaultfd is missing it has no dirty log; nothing writes its memory
+    /// anyway.
+    pub fn idle(memory: &GuestMemory) -> Self {
         let log: Arc<dyn DirtyLog> = match UffdLog::new(memory) {
             Ok(log) => Arc::new(log),
             Err(_) => Arc::new(()),
         };
-        Self { memory: memory.clone(), log }
+        Self::new(memory, log, ())
     }
 }
 
-impl Resume for StillGuest {
+impl<B: Behavior> MemoryGuest<B> {
+    /// A guest with this memory, dirty log and behavior.
+    pub fn new(memory: &GuestMemory, log: Arc<dyn DirtyLog>, behavior: B) -> Self {
+        Self { memory: memory.clone(), log, behavior }
+    }
+}
+
+impl<B: Behavior> Resume for MemoryGuest<B> {
     fn resume(&mut self) -> Result<(), VmError> {
+        self.behavior.resume();
         Ok(())
     }
 }
 
-impl SourceVm for StillGuest {
+impl<B: Behavior> SourceVm for MemoryGuest<B> {
     fn describe(&self) -> GuestDescription {
-        describe(&self.memory)
+        GuestDescription {
+            identity: GuestIdentity { uuid: uuid::Uuid::nil(), name: "bench".into() },
+            vmm: "bench".into(),
+            config: Vec::new(),
+            layout: self.memory.layout(),
+        }
     }
 
     fn memory(&self) -> GuestMemory {
@@ -108,15 +178,26 @@ impl SourceVm for StillGuest {
     }
 
     fn pause(&mut self) -> Result<Duration, VmError> {
+        self.behavior.pause()?;
         Ok(Duration::ZERO)
     }
 
     fn save(&mut self) -> Result<GuestBytes, VmError> {
         Ok(GuestBytes::new())
     }
+
+    fn state_estimate(&self) -> StateEstimate {
+        self.behavior.state_estimate()
+    }
+
+    fn quiesced(&mut self, harvest: &mut dyn FnMut()) -> Result<Duration, VmError> {
+        self.behavior.between_rounds(&self.memory)?;
+        harvest();
+        Ok(Duration::ZERO)
+    }
 }
 
-/// The destination's side: memory that is populated already.
+/// A destination whose memory is already populated.
 pub struct Incoming(pub GuestMemory);
 
 impl DestinationVm for Incoming {

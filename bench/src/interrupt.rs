@@ -1,5 +1,5 @@
-//! A signal ends a benchmark together with the processes that it has started: they are ended, the benchmark fails for want
-//! of them, and what they had on disk and in memory is taken away on its way out.
+//! Cleanup after a signal. A signal kills the processes that the benchmark has started. The
+//! benchmark then fails and removes its files and shared memory on the way out.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -10,51 +10,55 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level::emulate_default_handler;
 
-/// For a benchmark to notice that it has no processes any more. It is ended after that, as by a second signal.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// Time for a benchmark to notice that its processes are gone. After that it is ended as by a
+/// second signal.
+const CLEANUP_LIMIT: Duration = Duration::from_secs(20);
 
-/// So often it is looked whether more processes were started.
-const LOOK: Duration = Duration::from_millis(50);
+/// Interval between checks for new child processes.
+const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
-static CAME: AtomicBool = AtomicBool::new(false);
+static RECEIVED: AtomicBool = AtomicBool::new(false);
 
-/// Listens for the signals. For benchmarks that do nothing for long without one of their processes, and start none to clean
-/// up: those would be ended too (`transport` takes namespaces away by commands, and looks for a signal itself).
+/// Starts a thread that kills all child processes when a signal arrives.
+///
+/// This suits benchmarks that always depend on a child process and start none to clean up, because
+/// those would be killed too. The `transport` benchmark deletes namespaces with commands, so it
+/// handles signals itself.
 ///
 /// # Errors
-/// The system's.
-pub fn ends_all_processes() -> anyhow::Result<()> {
+/// The signal handlers or the thread could not be set up.
+pub fn kill_children_on_signal() -> anyhow::Result<()> {
     let mut signals =
-        Signals::new([SIGINT, SIGTERM, SIGHUP]).context("signals can't be listened for")?;
+        Signals::new([SIGINT, SIGTERM, SIGHUP]).context("could not listen for signals")?;
     std::thread::Builder::new()
         .name("interrupt".into())
         .spawn(move || {
             let Some(signal) = signals.forever().next() else { return };
-            CAME.store(true, Ordering::Relaxed);
-            eprintln!("interrupted: ending what was started");
-            // What fails from now on, fails because of this.
+            RECEIVED.store(true, Ordering::Relaxed);
+            eprintln!("interrupted: ending the processes that this benchmark started");
+            // All later failures are consequences of the signal.
             std::panic::set_hook(Box::new(|_| ()));
             let begun = Instant::now();
-            while begun.elapsed() < PATIENCE && signals.pending().next().is_none() {
+            while begun.elapsed() < CLEANUP_LIMIT && signals.pending().next().is_none() {
                 children().for_each(|child| {
-                    // One that has ended meanwhile is all right.
+                    // The child may have ended already.
                     let _ = kill_process(child, Signal::KILL);
                 });
-                std::thread::sleep(LOOK);
+                std::thread::sleep(CHECK_INTERVAL);
             }
             let _ = emulate_default_handler(signal);
         })
-        .context("no thread")?;
+        .context("could not start a thread")?;
     Ok(())
 }
 
-/// Whether one has come.
-pub fn came() -> bool {
-    CAME.load(Ordering::Relaxed)
+/// Whether a signal has arrived.
+pub fn received() -> bool {
+    RECEIVED.load(Ordering::Relaxed)
 }
 
-/// The processes that any thread of this one has started (`proc_pid_children(5)`). Those that have ended are among
-/// them until they are waited for, so that no number is another's.
+/// The child processes of every thread of this process (`proc_pid_children(5)`). Children that have
+/// ended are listed until they are waited for, so no PID is reused.
 fn children() -> impl Iterator<Item = Pid> {
     let threads = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     threads

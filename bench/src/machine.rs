@@ -1,10 +1,11 @@
-//! What the benchmark ran on.
+//! The machine that the benchmark runs on, and its clocks.
 
 use vmferry_report::bench::Machine;
 
-/// The time stamp counter, when all that came before is done; nanoseconds where there is none.
+/// Reads the time stamp counter after all earlier instructions have completed. Other architectures
+/// return nanoseconds.
 ///
-/// `unsafe`: the one instruction that no safe function has.
+/// `unsafe`: these instructions have no safe wrapper.
 #[inline]
 pub fn cycles() -> u64 {
     #[cfg(target_arch = "x86_64")]
@@ -24,7 +25,7 @@ pub fn cycles() -> u64 {
     }
 }
 
-/// What [`cycles`] itself costs, of which the benchmarks take one from each measurement.
+/// The cost of [`cycles`] itself, which [`cycles_since`] subtracts once per measurement.
 pub fn clock_cycles() -> u64 {
     static COST: std::sync::LazyLock<u64> = std::sync::LazyLock::new(|| {
         let once = |_| {
@@ -36,7 +37,7 @@ pub fn clock_cycles() -> u64 {
     *COST
 }
 
-/// Cycles since an earlier reading, without the clock's own.
+/// Cycles since an earlier reading, without the cost of the clock.
 #[inline]
 pub fn cycles_since(begun: u64) -> u64 {
     cycles().saturating_sub(begun).saturating_sub(clock_cycles())
@@ -48,7 +49,7 @@ pub fn process_cpu_s() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
-/// The machine that this runs on.
+/// Describes the machine that this process runs on.
 pub fn here() -> Machine {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let cpu = read("/proc/cpuinfo")

@@ -1,5 +1,5 @@
-//! `vmferry-bench NAME`: one file per benchmark, each with its physical limit measured in the same
-//! run.
+//! The `vmferry-bench NAME` command. Each benchmark has its own module and measures its physical
+//! limit in the same run.
 
 mod aims;
 mod bitmap;
@@ -31,21 +31,21 @@ use crate::results::Results;
 #[derive(Parser)]
 #[command(version)]
 struct Arguments {
-    /// Which benchmark.
+    /// The benchmark to run.
     name: Name,
-    /// Print one JSON object and nothing else.
+    /// Print the results as one JSON object instead of tables.
     #[arg(long)]
     json: bool,
-    /// Small and once: shows that it works, and measures nothing.
+    /// Run once on a small input. This shows that the benchmark works; the numbers mean nothing.
     #[arg(long)]
     quick: bool,
-    /// With as much memory and time as in the published test (compression).
+    /// Use as much memory and time as the published test (compression only).
     #[arg(long, conflicts_with = "quick")]
     full: bool,
     /// Draw the plots into this file (bitmap, dirty-log, compression).
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// The transport benchmark starts itself again with these two.
+    /// Internal: the transport benchmark starts itself again with these two options.
     #[arg(long, hide = true, requires = "directory")]
     role: Option<transport::Role>,
     #[arg(long, hide = true)]
@@ -54,54 +54,58 @@ struct Arguments {
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Name {
-    /// Guest pages per second through the whole path, beside a raw socket and raw rustls.
+    /// Engine throughput, compared with a raw socket and raw rustls.
     Engine,
-    /// QEMU's own migration and vmferry's, of the same guests.
+    /// QEMU's own migration and vmferry's, on the same guests.
     Qemu,
-    /// QEMU's own migration over TLS, and the same carried by vmferry, capped and not.
+    /// QEMU's own migration over TLS, direct and carried by vmferry, with and without a bandwidth
+    /// cap.
     Carried,
-    /// Ways to bring pages into an empty memory file.
+    /// Ways to put pages into an empty memory file.
     Place,
-    /// Ways to hand frames to a TCP socket: calls, options, lengths of frames and of TLS batches (as root also
-    /// between two network namespaces).
+    /// Ways to send frames over a TCP socket: system calls, socket options, frame lengths and TLS
+    /// batch lengths. As root, also between two network namespaces.
     Socket,
-    /// Traversal of dirty bitmaps by byte, by word, with SIMD and with a summary.
+    /// Traversal of dirty bitmaps: by byte, by word, with SIMD, and with a summary.
     Bitmap,
-    /// What a harvest costs with each dirty log.
+    /// The cost of a harvest with each dirty log.
     DirtyLog,
-    /// Pages per second with each way to compress, by content and link.
+    /// Pages per second with each compression method, by content and link.
     Compression,
-    /// Total time with and without free-page hints, idle and busy guests of 8 and 128 GB (5 minutes and 18 GiB of
-    /// memory).
+    /// Total time with and without free-page hints, for idle and busy guests of 8 and 128 GB. Takes
+    /// 5 minutes and 18 GiB of memory.
     FreePages,
-    /// Total time and idle processors with each transport, capped and not, and under attack (20 minutes and
-    /// 7 GiB of memory; as root also between two network namespaces).
+    /// Total time and idle CPU time with each transport, with and without a cap, and under attack.
+    /// Takes 20 minutes and 7 GiB of memory. As root, also between two network namespaces.
     Transport,
 }
 
 fn main() -> anyhow::Result<()> {
     let arguments = Arguments::parse();
     if let (Some(role), Some(directory)) = (arguments.role, &arguments.directory) {
-        return transport::be(role, directory);
+        return transport::run_role(role, directory);
     }
     let has_plots = matches!(arguments.name, Name::Bitmap | Name::DirtyLog | Name::Compression);
     ensure!(
         arguments.svg.is_none() || has_plots,
-        "only `bitmap`, `dirty-log` and `compression` have plots"
+        "--svg works only with `bitmap`, `dirty-log` and `compression`"
     );
     let is_compression = matches!(arguments.name, Name::Compression);
-    ensure!(!arguments.full || is_compression, "only `compression` has a full size");
+    ensure!(
+        !arguments.full || is_compression,
+        "--full works only with `compression`, which has a full size"
+    );
     if matches!(arguments.name, Name::Qemu | Name::Carried) {
-        interrupt::ends_all_processes()?;
+        interrupt::kill_children_on_signal()?;
     }
     let results = match measure(&arguments) {
-        // It was said what has happened.
-        Err(_) if interrupt::came() => std::process::exit(130),
+        // The interrupt handler has already printed why.
+        Err(_) if interrupt::received() => std::process::exit(130),
         results => results?,
     };
     if let Some(path) = &arguments.svg {
         plot::draw(&results.plots, path)
-            .with_context(|| format!("the plots can't be drawn into {}", path.display()))?;
+            .with_context(|| format!("could not write the plots to {}", path.display()))?;
     }
     if arguments.json {
         println!("{}", serde_json::to_string(&results.into_shape())?);
@@ -135,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_benchmarks_are_run_in_turn() {
+    fn bench_all_script_lists_every_benchmark() {
         let script = include_str!("../../scripts/bench-all");
         let line = script.lines().find_map(|line| line.strip_prefix("names=\"")).unwrap();
         let mut listed: Vec<&str> = line.trim_end_matches('"').split(' ').collect();

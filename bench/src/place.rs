@@ -1,6 +1,9 @@
-//! `place`: the ways to bring pages into a memory file that nothing is in yet, which is what limits the first
-//! round at a destination: by the page faults of a store, by `pwrite`, populated run by run or whole ahead, and in
-//! huge pages. One and two threads, in runs of 256 KiB as frames have, each with stripes of its own.
+//! `place`: the ways to put pages into an empty memory file. This limits the first round at a
+//! destination.
+//!
+//! Compared are page faults by stores, `pwrite`, populating run by run or everything ahead, and
+//! huge pages. One and two threads each have their own stripes and place runs of 256 KiB, as in
+//! frames.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -15,10 +18,10 @@ use vmferry_qemu_lab::{HugePages, Mounted, World};
 
 use crate::results::{Results, median, row};
 
-/// Pages of a run.
+/// Pages per run.
 const RUN_PAGES: u64 = 64;
 
-/// Pages that one thread owns before the next one's begin, as lanes have them.
+/// Pages per stripe. Stripes alternate between the threads, as they do between lanes.
 const STRIPE_PAGES: u64 = 512;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -69,7 +72,7 @@ struct PlaceRow {
     runs: usize,
 }
 
-/// Runs it. `quick` places 32 MiB once; otherwise 1 GiB, five times each.
+/// Runs the benchmark. `quick` places 32 MiB once; otherwise 1 GiB is placed five times.
 pub fn run(quick: bool) -> anyhow::Result<Results> {
     let (mib, repetitions) = if quick { (32, 1) } else { (1024, 5) };
     let pages = mib << 8;
@@ -77,10 +80,10 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
     let huge = world.path("huge");
     let mounted = Mounted::new(&huge, HugePages::Transparent, mib + 64);
     if let Err(error) = &mounted {
-        eprintln!("place: no huge pages here: {error}");
+        eprintln!("place: huge pages are not available: {error}");
     }
     let small = world.path_on_tmpfs("");
-    let mut samples: BTreeMap<(Way, u64), Vec<(f64, f64)>> = BTreeMap::new();
+    let mut samples: BTreeMap<(Way, u64), Vec<Sample>> = BTreeMap::new();
     for pass in 1..=repetitions {
         for way in Way::ALL.into_iter().filter(|way| mounted.is_ok() || !way.is_huge()) {
             for threads in [1, 2] {
@@ -95,16 +98,17 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
     let mut rows = Vec::new();
     let mut medians = BTreeMap::new();
     for ((way, threads), samples) in &samples {
-        let total_s = median(samples.iter().map(|sample| sample.0).collect());
+        let total_s = median(samples.iter().map(|sample| sample.total_s).collect());
         medians.insert((*way, *threads), total_s);
         rows.push(row(&PlaceRow {
             way: way.name(),
             threads: *threads,
             total_ms: total_s * 1e3,
-            total_ms_min: samples.iter().map(|sample| sample.0).fold(f64::INFINITY, f64::min) * 1e3,
-            total_ms_max: samples.iter().map(|sample| sample.0).fold(0.0, f64::max) * 1e3,
+            total_ms_min: samples.iter().map(|sample| sample.total_s).fold(f64::INFINITY, f64::min)
+                * 1e3,
+            total_ms_max: samples.iter().map(|sample| sample.total_s).fold(0.0, f64::max) * 1e3,
             mb_per_s: pages as f64 * PAGE_SIZE as f64 / total_s / 1e6,
-            cpu_s: median(samples.iter().map(|sample| sample.1).collect()),
+            cpu_s: median(samples.iter().map(|sample| sample.cpu_s).collect()),
             runs: samples.len(),
         })?);
     }
@@ -124,12 +128,18 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
     Ok(Results::new("place", rows, yardsticks, ratios))
 }
 
-/// Fills a new file in this way; wall and CPU time in seconds.
-fn place(directory: &Path, way: Way, pages: u64, threads: u64) -> anyhow::Result<(f64, f64)> {
+/// The cost of one run.
+struct Sample {
+    total_s: f64,
+    cpu_s: f64,
+}
+
+/// Fills a new file with this method.
+fn place(directory: &Path, way: Way, pages: u64, threads: u64) -> anyhow::Result<Sample> {
     warm_up(pages)?;
     let path = directory.join("placed");
     let file = File::options().read(true).write(true).create_new(true).open(&path)?;
-    // Gone with its last user, whatever happens.
+    // The file disappears with its last user, even after an error.
     std::fs::remove_file(&path)?;
     file.set_len(pages * PAGE_SIZE as u64)?;
     let layout = SlotLayout { slot: SlotId(0), gpa: 0, pages };
@@ -145,16 +155,17 @@ fn place(directory: &Path, way: Way, pages: u64, threads: u64) -> anyhow::Result
             })
             .collect();
         workers.into_iter().try_for_each(|worker| {
-            worker.join().map_err(|_| anyhow::anyhow!("a thread has panicked"))?
+            worker.join().map_err(|_| anyhow::anyhow!("a thread panicked"))?
         })
     })?;
-    let sample = (begun.elapsed().as_secs_f64(), crate::machine::process_cpu_s() - cpu_before);
+    let total_s = begun.elapsed().as_secs_f64();
+    let sample = Sample { total_s, cpu_s: crate::machine::process_cpu_s() - cpu_before };
     let found = whole_hash(&memory)?;
-    ensure!(found.pages == pages, "{} of {pages} pages are there", found.pages);
+    ensure!(found.pages == pages, "only {} of {pages} pages were placed", found.pages);
     Ok(sample)
 }
 
-/// One thread's stripes.
+/// Fills one thread's stripes.
 fn fill(
     way: Way,
     memory: &GuestMemory,
@@ -183,7 +194,8 @@ fn fill(
     Ok(())
 }
 
-/// Memory that was free for long has gone back to the host of a virtual machine such as this one.
+/// Allocates memory once and frees it. A virtual machine returns memory that was free for long to
+/// its host, and getting it back is slow.
 fn warm_up(pages: u64) -> anyhow::Result<()> {
     let pages = pages * 2;
     let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages }];

@@ -1,30 +1,30 @@
-//! Plots as SVG: lines over logarithmic axes.
+//! Plots as SVG with logarithmic axes.
 
 use std::path::Path;
 
 use anyhow::anyhow;
 use plotters::prelude::*;
 use serde_json::Value;
-
 use vmferry_report::bench::Row;
+use vmferry_report::human;
 
-/// One plot.
+/// A plot.
 pub struct Plot {
-    /// What is shown.
+    /// The title.
     pub title: String,
-    /// What the axis across means, with its unit.
+    /// The label of the x axis, with the unit.
     pub across: &'static str,
-    /// What the axis upwards means, with its unit.
+    /// The label of the y axis, with the unit.
     pub upwards: &'static str,
-    /// Where no line is.
+    /// The position of the legend.
     pub legend: SeriesLabelPosition,
-    /// Lines: name and points, all above 0.
+    /// The lines: name and points. All coordinates are above 0.
     pub lines: Vec<(String, Vec<(f64, f64)>)>,
 }
 
 impl Plot {
-    /// A plot of rows: one line for each value of `by`, with points (`across`, `upwards`) of those that are
-    /// `wanted`. What is 0 is drawn at `zero`.
+    /// Adds the lines of a table: one line per value of the column `by`, with the `point` of each
+    /// row that is `wanted`. An x of 0 is drawn at `zero`.
     pub fn of_rows(
         mut self,
         rows: &[Row],
@@ -49,7 +49,7 @@ impl Plot {
     }
 }
 
-/// A number of a row; 0 if it has none of that name.
+/// Reads a number from a row. Returns 0 if the row has no such number.
 pub fn number(row: &Row, name: &str) -> f64 {
     row.get(name).and_then(Value::as_f64).unwrap_or_default()
 }
@@ -57,8 +57,8 @@ pub fn number(row: &Row, name: &str) -> f64 {
 const WIDTH: u32 = 900;
 const HEIGHT: u32 = 460;
 
-/// Colours that people who see few colours can tell apart (Okabe and Ito).
-const COLOURS: [RGBColor; 8] = [
+/// Colors that color-blind people can tell apart (Okabe and Ito).
+const COLORS: [RGBColor; 8] = [
     RGBColor(0, 114, 178),
     RGBColor(230, 159, 0),
     RGBColor(0, 158, 115),
@@ -69,11 +69,11 @@ const COLOURS: [RGBColor; 8] = [
     RGBColor(150, 140, 40),
 ];
 
-/// Draws plots, one below the other.
+/// Draws plots one below the other.
 pub fn draw(plots: &[Plot], path: &Path) -> anyhow::Result<()> {
     let size = (WIDTH, HEIGHT * plots.len().max(1) as u32);
     let root = SVGBackend::new(path, size).into_drawing_area();
-    // The backend's errors borrow it.
+    // The backend's errors borrow the drawing area, so they are converted to text.
     let failed = |error: &dyn std::fmt::Display| anyhow!("{error}");
     root.fill(&WHITE).map_err(|error| failed(&error))?;
     for (area, plot) in root.split_evenly((plots.len().max(1), 1)).iter().zip(plots) {
@@ -104,16 +104,16 @@ pub fn draw(plots: &[Plot], path: &Path) -> anyhow::Result<()> {
             .draw()
             .map_err(|error| failed(&error))?;
         for (index, (name, points)) in plot.lines.iter().enumerate() {
-            let colour = COLOURS[index % COLOURS.len()];
+            let color = COLORS[index % COLORS.len()];
             chart
-                .draw_series(LineSeries::new(points.iter().copied(), colour.stroke_width(2)))
+                .draw_series(LineSeries::new(points.iter().copied(), color.stroke_width(2)))
                 .map_err(|error| failed(&error))?
                 .label(name)
                 .legend(move |(x, y)| {
-                    PathElement::new([(x, y), (x + 18, y)], colour.stroke_width(3))
+                    PathElement::new([(x, y), (x + 18, y)], color.stroke_width(3))
                 });
             chart
-                .draw_series(points.iter().map(|point| Circle::new(*point, 3, colour.filled())))
+                .draw_series(points.iter().map(|point| Circle::new(*point, 3, color.filled())))
                 .map_err(|error| failed(&error))?;
         }
         chart
@@ -127,15 +127,12 @@ pub fn draw(plots: &[Plot], path: &Path) -> anyhow::Result<()> {
     root.present().map_err(|error| failed(&error))
 }
 
-/// A number with its thousands as people write them.
+/// Formats a number with a unit prefix.
 fn short(number: f64) -> String {
-    let (number, unit) = match number {
-        n if n >= 0.999e9 => (n / 1e9, "G"),
-        n if n >= 0.999e6 => (n / 1e6, "M"),
-        n if n >= 0.999e3 => (n / 1e3, "k"),
-        n if n < 0.999e-3 => return format!("{n:.0e}"),
-        n => (n, ""),
-    };
+    if number < 0.999e-3 {
+        return format!("{number:.0e}");
+    }
+    let (number, unit) = human::scaled(number);
     let text = format!("{number:.3}");
     format!("{}{unit}", text.trim_end_matches('0').trim_end_matches('.'))
 }
@@ -145,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_short() {
+    fn short_uses_unit_prefixes() {
         for (number, text) in
             [(1.0, "1"), (0.01, "0.01"), (0.0001, "1e-4"), (20_000.0, "20k"), (1.5e9, "1.5G")]
         {
@@ -154,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plot_is_an_svg_with_its_words() {
+    fn draw_writes_an_svg_with_title_and_labels() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("plot.svg");
         let lines = vec![("a way".to_owned(), vec![(1.0, 2.0), (10.0, 200.0)])];

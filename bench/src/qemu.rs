@@ -1,6 +1,7 @@
-//! `qemu`: QEMU's own migration and vmferry's, the same QEMU binary and the same guests.
+//! `qemu`: QEMU's own migration and vmferry's, with the same QEMU binary and the same guests.
 //!
-//! The guest's memory is a shared file, so vmferry attaches to QEMU. What is measured and how: see [`qemus`](crate::qemus).
+//! The guest's memory is a shared file, so vmferry attaches to QEMU. The module
+//! [`qemus`](crate::qemus) explains how the time is measured.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +12,7 @@ use vmferry_qemu_lab::Backend;
 use crate::qemus::{By, Guest, Lab, Order, Sample, Summary};
 use crate::results::{Results, row};
 
-/// How the guest is moved.
+/// How the guest is migrated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Way {
     Qemu,
@@ -20,9 +21,10 @@ enum Way {
 }
 
 impl Way {
-    /// In the order of a pass. Each way finds the guest's memory as the one before has left it at its
-    /// destination. QEMU with one stream populates pages of zeros there, multifd and vmferry do not: the
-    /// former comes last, so that all begin with a guest of the same kind.
+    /// The methods in the order of a pass. Each method finds the guest's memory as the previous one
+    /// left it at its destination. QEMU with one stream populates zero pages there; multifd and
+    /// vmferry do not. So QEMU with one stream comes last, and all methods start with the same kind
+    /// of guest.
     const ALL: [Self; 7] = [
         Self::QemuMultifd { channels: 2, tls: false },
         Self::Vmferry { channels: 2, tls: false },
@@ -33,7 +35,7 @@ impl Way {
         Self::Qemu,
     ];
 
-    /// Not measured: takes the pages of zeros away again.
+    /// A migration that is not measured. It removes the zero pages again.
     const RESET: Self = Self::Vmferry { channels: 2, tls: false };
 
     fn name(self) -> &'static str {
@@ -73,10 +75,10 @@ impl Way {
     }
 }
 
-/// What the guest does, by the name that the ratios have.
+/// The guests' workloads. The first item is the name in the ratios.
 const CASES: [(&str, &str); 3] = [("idle", ""), ("static", "static=1024"), ("hot", "dirty=100")];
 
-/// Runs it. `quick` moves a small guest once in each way.
+/// Runs the benchmark. `quick` migrates a small guest once with each method.
 pub fn run(quick: bool) -> anyhow::Result<Results> {
     let (mib, repetitions) = if quick { (256, 1) } else { (2048, 3) };
     let lab = Lab::new()?;
@@ -91,7 +93,7 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
             if pass <= 2 {
                 guest = guest.move_on(Way::RESET.order())?.0;
             }
-            // One stream is QEMU's slowest way by far: once is enough to see it.
+            // One stream is by far QEMU's slowest method, so it runs only once.
             for way in Way::ALL.into_iter().filter(|way| pass == 1 || *way != Way::Qemu) {
                 let label = || format!("{name}: {} over {} channels", way.name(), way.channels());
                 let (next, sample) = guest.move_on(way.order()).with_context(label)?;
@@ -100,12 +102,12 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
             }
             eprintln!("qemu: {name}, pass {pass} of {repetitions}");
         }
-        ensure!(guest.corruptions()? == 0, "the guest has found its memory corrupted");
+        ensure!(guest.corruptions()? == 0, "the guest found its memory corrupted");
     }
     results(&samples)
 }
 
-/// One way in one case.
+/// A row: one method and one guest.
 #[derive(Serialize)]
 struct QemuRow {
     guest: &'static str,
@@ -127,8 +129,8 @@ fn results(samples: &BTreeMap<(usize, Way), Vec<Sample>>) -> anyhow::Result<Resu
     Ok(Results::new("qemu", rows, BTreeMap::new(), ratios(&medians)))
 }
 
-/// vmferry with its default of two channels over the best of QEMU's ways of the same security, figure by
-/// figure.
+/// The ratios of vmferry with its default of two channels to QEMU's best method with the same
+/// security.
 fn ratios(medians: &BTreeMap<(usize, Way), Summary>) -> BTreeMap<String, f64> {
     let mut ratios = BTreeMap::new();
     for (case, (name, _)) in CASES.iter().enumerate() {

@@ -1,10 +1,11 @@
-//! QEMUs that a guest wanders between, each time in another way: QEMU's own migration, ordered by QMP, or the
+//! A guest that migrates between QEMU processes, by QEMU's own migration over QMP or by the
 //! `vmferry` command.
 //!
-//! The clock runs from the order (`migrate` by QMP; the start of the `vmferry send` process) until the guest is
-//! heard at the destination. How long it stood still is heard too: it writes to a debug port all the time, and the host's
-//! clock measures the gap between the last byte there and the first here. CPU time is that of both QEMU
-//! processes and both vmferry processes, without the vCPU threads.
+//! The total time starts with the order (`migrate` over QMP, or the start of the `vmferry send`
+//! process) and ends when the guest is heard at the destination. The guest writes to a debug port
+//! all the time. The downtime is the gap between the last byte at the source and the first at the
+//! destination, by the host's clock. CPU time is that of both QEMU processes and both vmferry
+//! processes, without the vCPU threads.
 
 mod beats;
 mod ferry;
@@ -23,33 +24,33 @@ use crate::results::median;
 pub use guest::Guest;
 pub use lab::Lab;
 
-/// How long anything may take.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// Timeout for any single operation.
+const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// The downtime that both QEMU and vmferry may take, in milliseconds: QEMU's default.
+/// The downtime limit of QEMU and vmferry in milliseconds: QEMU's default.
 const DOWNTIME_LIMIT_MS: u64 = 300;
 
-/// Who moves the guest.
+/// Who migrates the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum By {
-    /// QEMU itself: one stream, or `multifd` with so many channels beside it.
+    /// QEMU itself: one stream, or `multifd` with this number of channels.
     Qemu { multifd: Option<u8> },
-    /// `vmferry send`, with its default of channels or so many.
+    /// `vmferry send`, with its default number of channels or this one.
     Vmferry { carried: bool, channels: Option<u8> },
 }
 
-/// An order to move a guest.
+/// How to migrate a guest.
 #[derive(Clone, Copy, Debug)]
 pub struct Order {
     pub by: By,
     pub tls: bool,
-    /// Bytes per second, at most.
+    /// The bandwidth cap in bytes per second.
     pub max_bandwidth: Option<u64>,
-    /// After so many passes over memory the guest is stopped, whatever downtime it costs.
+    /// The number of rounds after which the guest is switched over, whatever the downtime is.
     pub passes: Option<u32>,
 }
 
-/// What one migration took.
+/// The cost of one migration.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Sample {
     pub total_ms: f64,
@@ -58,9 +59,9 @@ pub struct Sample {
     pub cpu_s: f64,
 }
 
-/// What a way of migrating reports.
+/// What a migration method reports.
 struct Moved {
-    /// When it was ordered.
+    /// When the migration was ordered.
     begun: Instant,
     /// Bytes sent.
     bytes: f64,
@@ -68,7 +69,7 @@ struct Moved {
     vmferry_cpu_s: f64,
 }
 
-/// Several samples of the same.
+/// Summary of the samples of one case.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Summary {
     pub total_ms: f64,
@@ -83,7 +84,7 @@ pub struct Summary {
 }
 
 impl Summary {
-    /// Medians and spread.
+    /// Computes medians and spread.
     pub fn of(samples: &[Sample]) -> Self {
         let all = |part: fn(&Sample) -> f64| samples.iter().map(part);
         let mid = |part: fn(&Sample) -> f64| median(all(part).collect());

@@ -1,10 +1,9 @@
-//! The yardsticks of transports: memory to memory over a socket, and nothing else. One thread per
-//! channel and side; no copy of a page, no zero test, no hash, no frame. With rustls, it encrypts and
-//! decrypts in addition.
+//! The yardsticks of the transports: memory is copied over a socket, with one thread per channel
+//! and side. Pages are not copied, tested or hashed, and there are no frames. With rustls, the data
+//! is also encrypted and decrypted.
 //!
-//! Why `unsafe`: the copy goes from the mapping to the socket and from the socket to the mapping,
-//! without a buffer between. Why sound: each thread has a part of its own, and nothing else
-//! touches the two memories meanwhile.
+//! Why `unsafe`: the data goes directly between the mapping and the socket, without a buffer. Why
+//! sound: each thread has its own part, and nothing else accesses the two memories during the copy.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -21,39 +20,39 @@ use vmferry_memory::GuestMemory;
 
 use crate::machine::process_cpu_s;
 
-/// As much as the engine puts into a frame. With sockets as the system has them, writes of 16 KiB to 1 MiB are at most
-/// 4 % faster.
+/// Bytes per write: the engine's frame size. With default sockets, writes of 16 KiB to 1 MiB are at
+/// most 4 % faster.
 const PIECE_BYTES: usize = 256 << 10;
 
-/// The same with rustls, where of 16, 48, 60, 256 and 1024 KiB this is the fastest.
+/// Bytes per write with rustls: the fastest of 16, 48, 60, 256 and 1024 KiB.
 const TLS_PIECE_BYTES: usize = 48 << 10;
 
-/// What the engine hands over in one call, and what it lets wait in a socket beyond what is on its way.
+/// The engine's write size, and its limit of unsent bytes in a socket.
 const TUNED_PIECE_BYTES: usize = 60 << 10;
 const TUNED_UNSENT_BYTES: u32 = 256 << 10;
 
-/// What a copy took at one side, from the moment that all channels were ready.
+/// The cost of a copy on one side, measured from when all channels were ready.
 #[derive(Clone, Copy, Debug)]
 pub struct Copied {
-    /// Until the receiver had everything, in seconds.
+    /// Seconds until the receiver had everything.
     pub total_s: f64,
     /// CPU time of this process in seconds.
     pub cpu_s: f64,
 }
 
-/// How rustls is set up: with the engine's versions, ciphers and certificates on both sides.
+/// The rustls configuration: the engine's versions, ciphers and certificates on both sides.
 pub struct Tls {
-    /// Who connects.
+    /// The connecting side.
     pub client: Arc<ClientConfig>,
-    /// Who is connected to.
+    /// The listening side.
     pub server: Arc<ServerConfig>,
 }
 
 impl Tls {
-    /// From a directory of `vmferry pki issue`.
+    /// Loads the certificates from a directory made by `vmferry pki issue`.
     ///
     /// # Errors
-    /// Files that are not there, or not what they should be.
+    /// The files are missing or invalid.
     pub fn load(host: &Path) -> anyhow::Result<Self> {
         let chain = vec![CertificateDer::from_pem_file(host.join("host.pem"))?];
         let key = PrivateKeyDer::from_pem_file(host.join("host.key"))?;
@@ -75,23 +74,25 @@ impl Tls {
             .with_protocol_versions(&versions)?
             .with_client_cert_verifier(verifier)
             .with_single_cert(chain, key)?;
-        // As in the engine; and a sender that closes with tickets unread would reset the connection.
+        // The engine sends no tickets either. A sender that closes with unread tickets would reset
+        // the connection.
         server.send_tls13_tickets = 0;
         Ok(Self { client: Arc::new(client), server: Arc::new(server) })
     }
 }
 
-/// Makes so many connections. They wait in the listener's queue until they are accepted.
+/// Opens `channels` connections. They wait in the listener's queue until they are accepted.
 pub fn connect(address: SocketAddr, channels: u8) -> anyhow::Result<Vec<TcpStream>> {
     let connect = |_| {
-        let stream = TcpStream::connect(address).with_context(|| format!("no way to {address}"))?;
+        let stream = TcpStream::connect(address)
+            .with_context(|| format!("could not connect to {address}"))?;
         stream.set_nodelay(true)?;
         Ok(stream)
     };
     (0..channels).map(connect).collect()
 }
 
-/// Accepts so many connections, and no more.
+/// Accepts exactly `channels` connections.
 pub fn accept(listener: &TcpListener, channels: u8) -> anyhow::Result<Vec<TcpStream>> {
     let accept = |_| {
         let (stream, _) = listener.accept()?;
@@ -101,42 +102,50 @@ pub fn accept(listener: &TcpListener, channels: u8) -> anyhow::Result<Vec<TcpStr
     (0..channels).map(accept).collect()
 }
 
-/// Copies a memory into another one over so many channels, between two threads of this process, whose CPU time is that of
-/// both sides.
+/// The socket options of a copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Sockets {
+    /// The system's defaults.
+    Default,
+    /// The engine's write size and limit of unsent bytes.
+    Tuned,
+}
+
+/// Copies a memory over `channels` channels between two threads of this process. The CPU time is
+/// that of both sides.
 ///
 /// # Errors
-/// The sockets'.
+/// A socket failed.
 pub fn copy_here(
     source: &GuestMemory,
     destination: &GuestMemory,
     channels: u8,
     tls: Option<&Tls>,
-    tuned: bool,
+    sockets: Sockets,
 ) -> anyhow::Result<Copied> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let out = connect(listener.local_addr()?, channels)?;
     let into = accept(&listener, channels)?;
     std::thread::scope(|scope| {
         let receiving = scope.spawn(|| receive(destination, into, tls));
-        let copied = send(source, out, tls, tuned);
-        receiving.join().map_err(|_| anyhow!("a thread has failed"))??;
+        let copied = send(source, out, tls, sockets);
+        receiving.join().map_err(|_| anyhow!("a thread panicked"))??;
         copied
     })
 }
 
-/// Sends a memory, a part on each channel, and waits until the other side says that it has it. The sockets are as the
-/// system has them, or `tuned` as the engine's are.
+/// Sends a memory, one part per channel, and waits until the receiver confirms it.
 ///
 /// # Errors
-/// The sockets'.
+/// A socket failed.
 pub fn send(
     memory: &GuestMemory,
     streams: Vec<TcpStream>,
     tls: Option<&Tls>,
-    tuned: bool,
+    sockets: Sockets,
 ) -> anyhow::Result<Copied> {
     let mut piece_bytes = PIECE_BYTES;
-    if tuned {
+    if sockets == Sockets::Tuned {
         piece_bytes = TUNED_PIECE_BYTES;
         for stream in &streams {
             SockRef::from(stream).set_tcp_notsent_lowat(TUNED_UNSENT_BYTES)?;
@@ -156,7 +165,7 @@ pub fn send(
 /// Receives a memory.
 ///
 /// # Errors
-/// The sockets'.
+/// A socket failed.
 pub fn receive(
     memory: &GuestMemory,
     streams: Vec<TcpStream>,
@@ -176,7 +185,7 @@ fn send_over<S: Read + Write + Send>(
     mut streams: Vec<S>,
     piece_bytes: usize,
 ) -> anyhow::Result<Copied> {
-    // A byte each way: whatever has to be agreed on is agreed on before the clock starts, as with the engine.
+    // One byte in each direction completes the handshake before the clock starts, as in the engine.
     for stream in &mut streams {
         stream.write_all(&[1])?;
         stream.flush()?;
@@ -210,7 +219,7 @@ fn receive_over<S: Read + Write + Send>(
     })
 }
 
-/// Does it on each channel with its part of the memory, in a thread each.
+/// Copies each channel's part of the memory in its own thread.
 fn on_each<S: Send>(
     memory: &GuestMemory,
     streams: Vec<S>,
@@ -225,14 +234,14 @@ fn on_each<S: Send>(
         };
         let threads: Vec<_> = streams.into_iter().enumerate().map(start).collect();
         for thread in threads {
-            thread.join().map_err(|_| anyhow!("a thread has failed"))??;
+            thread.join().map_err(|_| anyhow!("a thread panicked"))??;
         }
         anyhow::Ok(())
     })?;
     Ok(Copied { total_s: begun.elapsed().as_secs_f64(), cpu_s: process_cpu_s() - cpu_before })
 }
 
-/// A channel's share of a memory.
+/// A channel's part of a memory.
 struct Part {
     address: usize,
     bytes: usize,
@@ -246,14 +255,15 @@ fn part(memory: &GuestMemory, index: usize, parts: usize) -> Part {
 
 impl Part {
     fn as_slice(&self) -> &[u8] {
-        // SAFETY: the range is a part of a mapped slot, whose memory the caller holds; during the
-        // copy nobody writes the source.
+        // SAFETY: the range is part of a mapped slot, whose memory the caller holds. Nothing writes
+        // the source during the copy.
         unsafe { std::slice::from_raw_parts(self.address as *const u8, self.bytes) }
     }
 
     #[expect(clippy::mut_from_ref, reason = "the slice is of the mapping, not of `self`")]
     fn as_mut_slice(&self) -> &mut [u8] {
-        // SAFETY: as above; parts are disjoint, each belongs to one thread, which calls this once.
+        // SAFETY: as above. The parts are disjoint, and each belongs to one thread, which calls
+        // this once.
         unsafe { std::slice::from_raw_parts_mut(self.address as *mut u8, self.bytes) }
     }
 }

@@ -1,4 +1,4 @@
-//! What every benchmark measures, with the plots of it; its shape in files is `vmferry_report::bench`.
+//! The results of a benchmark and their plots. `vmferry_report::bench` defines the file format.
 
 use std::collections::BTreeMap;
 
@@ -14,24 +14,24 @@ pub use vmferry_report::bench::Row;
 
 /// The results of one benchmark.
 pub struct Results {
-    /// The benchmark.
+    /// The name of the benchmark.
     pub name: &'static str,
-    /// What it ran on.
+    /// The machine it ran on.
     pub machine: Machine,
-    /// One for each way and case.
+    /// One row per method and case.
     pub rows: Vec<Row>,
-    /// Rows of other measures, each by its name.
+    /// Additional tables, by name.
     pub more: BTreeMap<&'static str, Vec<Row>>,
-    /// Physical limits, measured in the same run: name with unit, and number.
+    /// Physical limits measured in the same run, by name with the unit.
     pub yardsticks: BTreeMap<String, f64>,
-    /// How the ways compare: name and number.
+    /// Ratios between the methods, by name.
     pub ratios: BTreeMap<String, f64>,
-    /// For people to look at.
+    /// Plots for `--svg`.
     pub plots: Vec<Plot>,
 }
 
 impl Results {
-    /// Measured on this machine.
+    /// Results measured on this machine.
     pub fn new(
         name: &'static str,
         rows: Vec<Row>,
@@ -42,7 +42,7 @@ impl Results {
         Self { name, machine, rows, more, yardsticks, ratios, plots }
     }
 
-    /// As they are written and read.
+    /// Converts the results to the file format.
     pub fn into_shape(self) -> bench::Results {
         let Self { name, machine, rows, more, yardsticks, ratios, plots: _ } = self;
         bench::Results {
@@ -57,7 +57,7 @@ impl Results {
         }
     }
 
-    /// Tables with median and spread, then the yardsticks and ratios.
+    /// Formats the tables, then the yardsticks and ratios.
     pub fn as_text(&self) -> String {
         let machine = &self.machine;
         let mut text = format!(
@@ -83,7 +83,7 @@ impl Results {
     }
 }
 
-/// The columns are those of the first row.
+/// Makes a table with the columns of the first row.
 fn table(rows: &[Row]) -> Table {
     let mut table = Table::new();
     table.load_style(presets::ASCII_BORDERS_ONLY_CONDENSED);
@@ -104,7 +104,7 @@ fn table(rows: &[Row]) -> Table {
     table
 }
 
-/// A number with as many digits as mean something.
+/// Formats a cell. Numbers get three to four significant digits.
 fn cell(value: Option<&Value>) -> String {
     match value {
         Some(Value::String(text)) => text.clone(),
@@ -118,18 +118,18 @@ fn cell(value: Option<&Value>) -> String {
     }
 }
 
-/// A row from a structure whose fields are its columns.
+/// Makes a row from a structure whose fields are the columns.
 ///
 /// # Errors
-/// A structure that is no JSON object.
+/// The structure does not serialize to a JSON object.
 pub fn row(fields: &impl Serialize) -> anyhow::Result<Row> {
     match serde_json::to_value(fields)? {
         Value::Object(row) => Ok(row),
-        other => anyhow::bail!("no row: {other}"),
+        other => anyhow::bail!("not a row: {other}"),
     }
 }
 
-/// The median of some numbers; 0 of none.
+/// The median of the numbers; 0 if there are none.
 pub fn median(mut numbers: Vec<f64>) -> f64 {
     numbers.sort_by(f64::total_cmp);
     match numbers.len() {
@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_median_is_in_the_middle() {
+    fn median_of_an_even_count_is_the_mean_of_the_middle_two() {
         assert_eq!(median(vec![3.0, 1.0, 2.0]), 2.0);
         assert_eq!(median(vec![4.0, 1.0, 2.0, 3.0]), 2.5);
         assert_eq!(median(vec![]), 0.0);

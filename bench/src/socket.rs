@@ -1,11 +1,12 @@
-//! `socket`: ways to hand frames of 256 KiB to a TCP socket. Which system calls, options of sockets, lengths of frames
-//! and, with TLS, of batches help, and which do not.
+//! `socket`: ways to send frames of 256 KiB over a TCP socket. Compares system calls, socket
+//! options, frame lengths and, with TLS, batch lengths.
 //!
-//! Two channels, with a thread for each side and channel, as the engine has them. The sender copies the pages of a frame
-//! out of the memory into one of (mostly) 16 buffers, and hands head and pages over. The receiver reads the head through a
-//! small buffer and the pages into memory that is populated, and says on the same socket that the frame has come;
-//! before that its buffer is not used again. No zero test, no hash. The raw socket is the limit: it copies nothing
-//! and waits for nothing.
+//! There are two channels, with one thread per side and channel, as in the engine. The sender
+//! copies the pages of a frame from the memory into one of (usually) 16 buffers and writes head and
+//! pages. The receiver reads the head through a small buffer and the pages into populated memory.
+//! It acknowledges the frame on the same socket, and only then is the sender's buffer used again.
+//! Pages are not tested or hashed. The raw socket is the limit: it copies nothing and does not wait
+//! for acknowledgements.
 
 mod frame;
 mod kernel;
@@ -29,41 +30,48 @@ use vmferry_memory::{GuestMemory, whole_hash};
 
 use crate::guest::{clear, fill_incompressible, memory, whole};
 use crate::machine::process_cpu_s;
-use crate::raw::{self, Tls};
+use crate::raw::{self, Sockets, Tls};
 use crate::results::Results;
 use crate::transport::certificates;
 use kernel::Ring;
 use lab::{Lab, Place};
-use outlet::Outlet;
+use outlet::{Notices, Outlet};
 use receive::Inlet;
 use way::{Call, Tuning, WAYS, Way};
 
-/// As many as the command has by default.
+/// The command's default number of channels.
 const CHANNELS: u64 = 2;
 
-/// For anything that a socket is waited for.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Timeout for every wait on a socket.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What one run took.
+/// The cost of one run.
 #[derive(Clone, Debug, Default)]
 struct Sample {
     /// Wall time in seconds.
     total_s: f64,
     /// CPU time of this process in seconds.
     cpu_s: f64,
-    /// Frames that were out, of all channels, in the mean.
+    /// Mean number of unacknowledged frames over all channels.
     frames_out: f64,
-    /// `SO_SNDBUF` and `SO_RCVBUF` at the end, which the kernel has made longer if it was let: the mean of all
-    /// channels in bytes.
-    buffers: (f64, f64),
+    /// Mean `SO_SNDBUF` and `SO_RCVBUF` per channel at the end, in bytes. The kernel may have
+    /// enlarged them.
+    buffers: BufferBytes,
     /// See [`Outlet::notices`].
-    notices: Option<(u64, u64)>,
+    notices: Option<Notices>,
 }
 
-/// All runs by place and number of the way.
+/// Sizes of the socket buffers of one channel.
+#[derive(Clone, Copy, Debug, Default)]
+struct BufferBytes {
+    send: f64,
+    receive: f64,
+}
+
+/// All runs by place and method number.
 type Samples = BTreeMap<(Place, usize), Vec<Sample>>;
 
-/// Runs it. `quick` moves 32 MiB once; otherwise 1 GiB, five times each.
+/// Runs the benchmark. `quick` moves 32 MiB once; otherwise 1 GiB is moved five times.
 pub fn run(quick: bool) -> anyhow::Result<Results> {
     let (mib, repetitions) = if quick { (32, 1) } else { (1024, 5) };
     let pages = mib << 8;
@@ -77,12 +85,12 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
     let missing: Vec<_> = WAYS.iter().map(|way| missing(way, &lab)).collect();
 
     let check = |what: &str| {
-        ensure!(whole_hash(&destination)? == expected, "{what} has not moved the memory");
+        ensure!(whole_hash(&destination)? == expected, "{what}: the destination's memory differs");
         Ok(())
     };
     let mut samples = Samples::new();
     let mut limits: BTreeMap<Place, Vec<f64>> = BTreeMap::new();
-    // The first pass warms everything up and is not counted.
+    // The first pass warms up and is not counted.
     for pass in usize::from(quick)..=repetitions {
         for place in lab.places() {
             clear(&destination)?;
@@ -107,14 +115,14 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
     let mut results = rows::results(&samples, &missing, &limits, pages, copied)?;
     let places = lab.places().into_iter().map(|place| {
         let streams = lab.connect(place, Tuning::NONE, 1)?;
-        let (out, _) = streams.first().context("one was asked for")?;
+        let (out, _) = streams.first().context("there is no connection")?;
         rows::place(place, tcp_congestion(out)?)
     });
     results.more.insert("places", places.collect::<anyhow::Result<_>>()?);
     Ok(results)
 }
 
-/// What this kernel has not, of what a way needs.
+/// Why this kernel cannot run the method, if it cannot.
 fn missing(way: &Way, lab: &Lab) -> Option<String> {
     let tried = match way.call {
         Call::Ring { zero_copy } => Ring::new(zero_copy).map(drop).map_err(Into::into),
@@ -126,7 +134,7 @@ fn missing(way: &Way, lab: &Lab) -> Option<String> {
     tried.err().map(|error| format!("not here: {error:#}"))
 }
 
-/// The yardstick; wall time in seconds.
+/// Runs the yardstick. Returns the wall time in seconds.
 fn raw_socket(
     source: &GuestMemory,
     destination: &GuestMemory,
@@ -136,8 +144,8 @@ fn raw_socket(
     let (out, into) = lab.connect(place, Tuning::NONE, CHANNELS)?.into_iter().unzip();
     let copied = std::thread::scope(|scope| {
         let receiving = scope.spawn(|| raw::receive(destination, into, None));
-        let copied = raw::send(source, out, None, false);
-        receiving.join().map_err(|_| anyhow!("a thread has failed"))??;
+        let copied = raw::send(source, out, None, Sockets::Default);
+        receiving.join().map_err(|_| anyhow!("a thread panicked"))??;
         copied
     });
     Ok(copied?.total_s)
@@ -147,7 +155,7 @@ fn raw_socket(
 struct Channel {
     outlet: Box<dyn Outlet>,
     inlet: Box<dyn Inlet>,
-    /// To ask them about their buffers.
+    /// Clones of the sockets, to read their buffer sizes.
     streams: (TcpStream, TcpStream),
 }
 
@@ -163,7 +171,7 @@ fn channel(way: &Way, tls: &Tls, streams: (TcpStream, TcpStream)) -> anyhow::Res
     Ok(Channel { outlet, inlet, streams: asked })
 }
 
-/// Moves the memory in this way.
+/// Moves the memory with this method.
 fn copy(
     way: &Way,
     source: &GuestMemory,
@@ -187,18 +195,18 @@ fn copy(
             let streams = &*streams;
             let receiving = scope.spawn(move || {
                 let received = receive::receive(destination, &mut **inlet, frames);
-                ended(streams, received)
+                close_on_error(streams, received)
             });
             let sending = scope.spawn(move || {
                 let sent = send::send(source, &mut **outlet, buffers, runs);
-                ended(streams, sent)
+                close_on_error(streams, sent)
             });
             sides.push((sending, receiving));
         }
         let mut frames_out = 0.0;
         for (sending, receiving) in sides {
             let (sent, received) = (sending.join(), receiving.join());
-            let failed = |_| anyhow!("a thread has failed");
+            let failed = |_| anyhow!("a thread panicked");
             match (sent.map_err(failed)?, received.map_err(failed)?) {
                 (Ok(out), Ok(())) => frames_out += out,
                 (Err(error), Ok(())) => return Err(error.context("the sender")),
@@ -213,22 +221,23 @@ fn copy(
     let (total_s, cpu_s) = (begun.elapsed().as_secs_f64(), process_cpu_s() - cpu_before);
     let mut sample = Sample { total_s, cpu_s, frames_out, ..Sample::default() };
     for Channel { outlet, streams, .. } in &channels {
-        sample.buffers.0 += socket_send_buffer_size(&streams.0)? as f64 / CHANNELS as f64;
-        sample.buffers.1 += socket_recv_buffer_size(&streams.1)? as f64 / CHANNELS as f64;
-        if let Some((all, copied)) = outlet.notices() {
-            let notices = sample.notices.get_or_insert_default();
-            notices.0 += all;
-            notices.1 += copied;
+        sample.buffers.send += socket_send_buffer_size(&streams.0)? as f64 / CHANNELS as f64;
+        sample.buffers.receive += socket_recv_buffer_size(&streams.1)? as f64 / CHANNELS as f64;
+        if let Some(notices) = outlet.notices() {
+            *sample.notices.get_or_insert_default() += notices;
         }
     }
     Ok(sample)
 }
 
-/// A side that fails ends the other, which would wait for it.
-fn ended<T>((out, into): &(TcpStream, TcpStream), result: anyhow::Result<T>) -> anyhow::Result<T> {
+/// If one side fails, closes the sockets so that the other side does not wait for it.
+fn close_on_error<T>(
+    (out, into): &(TcpStream, TcpStream),
+    result: anyhow::Result<T>,
+) -> anyhow::Result<T> {
     if result.is_err() {
         for stream in [out, into] {
-            // It may have ended by itself.
+            // The socket may be closed already.
             let _ = stream.shutdown(std::net::Shutdown::Both);
         }
     }

@@ -1,11 +1,12 @@
-//! `transport`: a guest's memory over each transport, beside the published comparison of plain, TLS and two kinds of
-//! RPC, and beside a copy over a bare socket and over bare rustls.
+//! `transport`: a guest's memory over each transport, next to the published comparison of plain
+//! TCP, TLS and two kinds of RPC, and next to a copy over a raw socket and raw rustls.
 //!
-//! The guest has 3 GiB, all of it incompressible, and stands still. Source and destination are processes of their
-//! own, so that CPU time is theirs, and keep their memory over all runs: it is populated, the destination's is
-//! overwritten with zeros before each run, and what has come is compared after it. Nothing is compressed. All ways take turns, over
-//! loopback and between two network namespaces, with 1, 2 and 4 channels, under the published cap and without.
-//! `docs/transports.md` says what each number means.
+//! The guest is idle and has 3 GiB of incompressible memory. Source and destination are separate
+//! processes, so their CPU times are separate. They keep their memory for all runs: it is
+//! populated, the destination's memory is zeroed before each run, and the received content is
+//! compared afterwards. Nothing is compressed. The methods take turns, over loopback and between
+//! two network namespaces, with 1, 2 and 4 channels, with the published cap and without.
+//! `docs/transports.md` explains the numbers.
 
 mod attack;
 mod attacker;
@@ -32,17 +33,17 @@ use crate::results::{Results, Row, row};
 use case::{Case, Link, Place, Way};
 use run::{Bench, Run};
 
-/// The command's default, which the ratios without a number are for.
+/// The command's default. Ratios without a number in the name are for it.
 const DEFAULT_CHANNELS: u8 = 2;
 
-/// What a process of the benchmark is.
+/// The role of a benchmark process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Role {
-    /// Has the guest.
+    /// Runs the source.
     Source,
-    /// Gets it.
+    /// Runs the destination.
     Destination,
-    /// Wants to disturb.
+    /// Attacks the destination.
     Attacker,
 }
 
@@ -56,31 +57,31 @@ impl fmt::Display for Role {
     }
 }
 
-/// Is such a process, until its standard input ends.
+/// Runs a process of the benchmark until its standard input ends.
 ///
 /// # Errors
-/// What keeps it from its work; what happens in a run is an answer.
-pub fn be(role: Role, directory: &Path) -> anyhow::Result<()> {
+/// The process cannot work. Errors of a run are sent as replies.
+pub fn run_role(role: Role, directory: &Path) -> anyhow::Result<()> {
     side::run(role, directory)
 }
 
-/// What is measured.
+/// The cases and sizes to measure.
 pub struct Plan {
     pages: u64,
-    /// In bytes per second, where there is a cap.
+    /// The cap of the capped cases, in bytes per second.
     cap: u64,
     channels: &'static [u8],
-    /// Runs without a cap, with the default number of channels.
+    /// Repetitions without a cap, with the default number of channels.
     uncapped: usize,
-    /// The same with other numbers.
+    /// Repetitions without a cap, with other numbers of channels.
     uncapped_others: usize,
-    /// Runs under it, with the default number: each takes 9 s.
+    /// Repetitions with a cap, with the default number of channels. Each takes 9 s.
     capped: usize,
-    /// The same with other numbers, which change little there.
+    /// Repetitions with a cap, with other numbers of channels, which make little difference there.
     capped_others: usize,
-    /// Runs without a cap that are not counted, for all that is slower the first time.
+    /// Whether to run the uncapped cases once without counting them.
     warm_up: bool,
-    /// Each with and without an attack, and how often.
+    /// The links on which an attack is measured, and the repetitions.
     attack: &'static [(Link, usize)],
     idle_connections: usize,
 }
@@ -109,14 +110,15 @@ impl Plan {
             uncapped: 1,
             capped: 1,
             warm_up: false,
-            // Without a cap it would be over before the attack has begun.
+            // Without a cap, the migration would end before the attack has begun.
             attack: &[(Link::Capped, 1)],
             idle_connections: 100,
             ..usual
         }
     }
 
-    /// How often a case runs. The yardsticks know no cap, and a Unix socket leaves no host.
+    /// Repetitions of a case. The yardsticks do not support a cap, and a Unix socket stays on one
+    /// host.
     fn runs(&self, case: Case) -> usize {
         match (case.way, case.link) {
             (Way::RawSocket | Way::RawRustls | Way::Unix, Link::Capped) => 0,
@@ -128,7 +130,7 @@ impl Plan {
         }
     }
 
-    /// All cases at these places and in these ways, in the order in which they run.
+    /// All cases with these places and methods, in the order in which they run.
     fn cases(&self, places: &[Place], ways: &[Way]) -> Vec<Case> {
         let mut cases = Vec::new();
         for place in places.iter().copied() {
@@ -146,17 +148,17 @@ impl Plan {
         (link == Link::Capped).then_some(self.cap)
     }
 
-    /// The guest's memory.
+    /// Bytes of the guest's memory.
     fn bytes(&self) -> f64 {
         self.pages as f64 * PAGE_SIZE as f64
     }
 }
 
-/// Runs it. `quick` moves 32 MiB once in each way, with 2 channels only.
+/// Runs the benchmark. `quick` moves 32 MiB once with each method, with 2 channels only.
 ///
 /// # Errors
-/// A case that could not be measured: none is left out but for ways that were not compiled in, and namespaces where
-/// they are not allowed, which is said.
+/// A case could not be measured. Only transports that were not compiled in, and namespaces that the
+/// process may not create, are skipped, with a message.
 pub fn run(quick: bool) -> anyhow::Result<Results> {
     let plan = Plan::new(quick);
     let mut bench = Bench::start(plan.pages)?;
@@ -173,7 +175,7 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
     let mut results = Results::new("transport", rows, yardsticks, ratios.values);
     results.more = BTreeMap::from([
         ("aims", table(&ratios.aims)?),
-        ("published", table(published::beside(&cells, places[0]))?),
+        ("published", table(published::compare(&cells, places[0]))?),
         ("under_attack", table(&attacked)?),
     ]);
     Ok(results)
@@ -185,14 +187,14 @@ fn table<T: Serialize>(rows: impl IntoIterator<Item = T>) -> anyhow::Result<Vec<
 
 type Samples = BTreeMap<Case, Vec<Run>>;
 
-/// Every case, by turns.
+/// Measures every case in turn.
 fn grid(plan: &Plan, bench: &mut Bench, places: &[Place], ways: &[Way]) -> anyhow::Result<Samples> {
     let cases = plan.cases(places, ways);
     if plan.warm_up {
         let is_warm_up =
             |case: &&Case| case.link == Link::Uncapped && case.channels == DEFAULT_CHANNELS;
         for case in cases.iter().filter(is_warm_up) {
-            bench.once(*case, None, 0)?;
+            bench.run(*case, None, 0)?;
         }
         eprintln!("transport: warmed up");
     }
@@ -200,7 +202,7 @@ fn grid(plan: &Plan, bench: &mut Bench, places: &[Place], ways: &[Way]) -> anyho
     let mut samples = Samples::new();
     for pass in 1..=passes {
         for case in cases.iter().filter(|case| plan.runs(**case) >= pass) {
-            let run = bench.once(*case, plan.cap_of(case.link), 0)?;
+            let run = bench.run(*case, plan.cap_of(case.link), 0)?;
             let seconds = run.total_s;
             eprintln!("transport: pass {pass} of {passes}: {case}: {seconds:.2} s");
             samples.entry(*case).or_default().push(run);
@@ -214,7 +216,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_way_runs_everywhere_it_can() {
+    fn plan_covers_every_possible_case() {
         let plan = Plan::new(false);
         let both = [Place::Namespaces, Place::Loopback];
         let cases = plan.cases(&both, &Way::ALL);

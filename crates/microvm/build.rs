@@ -2,15 +2,15 @@
 //! (embedded with `include_bytes!(concat!(env!("OUT_DIR"), "/guest.elf"))`), and its workload as a
 //! host library, `vmferry_workload`, that the process guest runs in threads.
 //!
-//! Needs `gcc` (or what `CC` names) and binutils; nothing else, and no network.
+//! Needs only `gcc` (or the compiler in `CC`) and binutils, and no network.
 
 use std::env;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// For the bare-metal guest: no red zone and no vector registers, because interrupts arrive on the
-/// stack in use and save nothing; no unwinding tables, no stack protector, because there is no
-/// runtime; no loop-to-memset conversion, so that every store is the one that the source says.
+/// Flags for the bare-metal guest. No red zone and no vector registers, because interrupts use the
+/// current stack and save nothing. No unwind tables and no stack protector, because there is no
+/// runtime. No conversion of loops to memset, so that every store is the one in the source.
 const GUEST_FLAGS: &[&str] = &[
     "-std=gnu11",
     "-O2",
@@ -29,7 +29,7 @@ const GUEST_FLAGS: &[&str] = &[
     "-fno-tree-loop-distribute-patterns",
 ];
 
-/// For the linker, through the compiler driver.
+/// Flags for linking through the compiler driver.
 const LINK_FLAGS: &[&str] = &[
     "-nostdlib",
     "-static",
@@ -39,12 +39,13 @@ const LINK_FLAGS: &[&str] = &[
     "-Wl,--build-id=none",
 ];
 
-/// For the process guest: an ordinary library; Rust links position-independent executables.
+/// Flags for the process guest, which is an ordinary library. Rust links position-independent
+/// executables.
 const HOST_FLAGS: &[&str] = &["-std=gnu11", "-O2", "-Wall", "-Wextra", "-fPIC"];
 
-/// What the process guest runs, too.
-const WORKLOAD: &[&str] = &["workload.c", "command_line.c", "heap.c", "churn.c"];
-/// Of the bare-metal guest alone.
+/// Sources that both guests use.
+const WORKLOAD: &[&str] = &["workload.c", "command_line.c", "rate.c", "heap.c", "churn.c"];
+/// Sources of the bare-metal guest alone.
 const MACHINE: &[&str] = &[
     "start.S",
     "kernel.c",
@@ -62,7 +63,7 @@ const MACHINE: &[&str] = &[
 
 fn main() {
     if let Err(text) = build() {
-        // Not a panic: the text is for people, and a backtrace would hide it.
+        // Not a panic, because a backtrace would hide the message.
         eprintln!("error: {text}");
         std::process::exit(1);
     }
@@ -98,7 +99,7 @@ fn build() -> Result<(), String> {
         objects.push(object);
     }
     let archive = out.join("libvmferry_workload.a");
-    // `ar` only ever adds to an archive: one left by an earlier build must go first.
+    // `ar` only adds to an archive, so the archive of an earlier build is removed first.
     match std::fs::remove_file(&archive) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
             return Err(format!("cannot remove {}: {error}", archive.display()));
@@ -137,7 +138,8 @@ fn run(command: &mut Command) -> Result<(), String> {
     let output = command.output().map_err(|error| {
         format!(
             "cannot run `{program}`: {error}. The test guest is C and assembly: \
-             install gcc and binutils (Debian, Ubuntu: `apt-get install gcc`; Fedora: `dnf install gcc`), or set CC (and AR)"
+             install gcc and binutils (Debian, Ubuntu: `apt-get install gcc`; Fedora: \
+             `dnf install gcc`), or set CC (and AR)"
         )
     })?;
     let messages = String::from_utf8_lossy(&output.stderr);

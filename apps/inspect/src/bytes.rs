@@ -1,18 +1,18 @@
-//! A file's bytes in order, with the offset of each, and what ends the reading.
+//! Reads a file sequentially and counts the offset.
 
 use std::io::{self, BufRead, BufReader, Read};
 
-/// So much is read at a time.
+/// Bytes per read.
 const BUFFER_BYTES: usize = 256 << 10;
 
-/// Why the reading of a file ends before its end.
+/// Why reading stopped before the end of the file.
 #[derive(Debug)]
 pub enum Stop {
-    /// The file can't be read, or whoever is told does not want more.
+    /// The file cannot be read, or the callback failed.
     Io(io::Error),
     /// The file ends within a record.
     Cut { offset: u64, what: String, needed: u64, found: u64 },
-    /// Something is wrong.
+    /// The content is invalid.
     Broken { offset: u64, what: String, problem: String },
 }
 
@@ -22,7 +22,7 @@ impl From<io::Error> for Stop {
     }
 }
 
-/// A file that is read once.
+/// A file that is read once, from start to end.
 pub struct Bytes<R> {
     inner: BufReader<R>,
     offset: u64,
@@ -33,31 +33,31 @@ impl<R: Read> Bytes<R> {
         Self { inner: BufReader::with_capacity(BUFFER_BYTES, from), offset: 0 }
     }
 
-    /// Bytes that were read.
+    /// The number of bytes read so far.
     pub fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// The next bytes, at most so many, without reading on.
+    /// Returns the next bytes, at most `most`, without consuming them.
     pub fn peek(&mut self, most: usize) -> io::Result<&[u8]> {
-        // The first read of a file fills what there is of it, up to the buffer's length.
+        // The first read fills the buffer, unless the file is shorter.
         let bytes = self.inner.fill_buf()?;
         Ok(&bytes[..bytes.len().min(most)])
     }
 
-    /// Whether nothing follows.
+    /// Whether the end of the file is reached.
     pub fn is_at_end(&mut self) -> io::Result<bool> {
         Ok(self.inner.fill_buf()?.is_empty())
     }
 
-    /// The next `N` bytes, which `what` begins with.
+    /// Reads the next `N` bytes, the beginning of a record `what`.
     pub fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], Stop> {
         let mut bytes = [0; N];
         self.fill(&mut bytes, what, self.offset)?;
         Ok(bytes)
     }
 
-    /// Fills `into` with bytes of a record that has begun at `from`.
+    /// Fills `into` with bytes of a record that started at `from`.
     pub fn fill(&mut self, into: &mut [u8], what: &str, from: u64) -> Result<(), Stop> {
         let mut filled = 0;
         while filled < into.len() {
@@ -75,7 +75,8 @@ impl<R: Read> Bytes<R> {
         Ok(())
     }
 
-    /// `length` bytes of a record that has begun at `from`. Memory is taken as they come: a length may be wrong.
+    /// Reads `length` bytes of a record that started at `from`. The memory grows with the bytes
+    /// read, because the length may be wrong.
     pub fn take(&mut self, length: usize, what: &str, from: u64) -> Result<Vec<u8>, Stop> {
         let mut bytes = Vec::new();
         let end = self.offset + length as u64;
@@ -87,7 +88,8 @@ impl<R: Read> Bytes<R> {
         Err(Stop::Cut { offset: from, what: what.into(), needed, found })
     }
 
-    /// The next line with its end, or what there is without one, at most `most` bytes.
+    /// Reads the next line with its newline, at most `most` bytes. The last line may have no
+    /// newline.
     pub fn line(&mut self, most: u64) -> io::Result<Vec<u8>> {
         let mut line = Vec::new();
         let read = self.inner.by_ref().take(most).read_until(b'\n', &mut line)?;
@@ -95,7 +97,7 @@ impl<R: Read> Bytes<R> {
         Ok(line)
     }
 
-    /// All that is left, at most `most` bytes of it.
+    /// Reads the rest of the file, at most `most` bytes.
     pub fn rest(&mut self, most: u64) -> io::Result<Vec<u8>> {
         let mut rest = Vec::new();
         self.inner.by_ref().take(most).read_to_end(&mut rest)?;

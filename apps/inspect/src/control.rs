@@ -1,4 +1,4 @@
-//! Control channels.
+//! Decodes control channels.
 
 use std::io::Read;
 
@@ -15,7 +15,7 @@ use crate::record::Record;
 use crate::{Inspector, Tell, message};
 
 impl Inspector {
-    /// What the source has sent on a channel: its greeting says which.
+    /// Decodes what the source sent on a channel. The greeting gives the kind of channel.
     pub(crate) fn read_from_source<R: Read>(
         &mut self,
         header: &RecordingHeader,
@@ -32,7 +32,7 @@ impl Inspector {
             Role::Resume => self.sessions.join(header, hello.token),
             Role::Control | Role::Query | Role::Probe => {}
             Role::Other(number) => {
-                let problem = format!("role {number}, which this release does not know");
+                let problem = format!("unknown role {number}");
                 let what = "the source's greeting".into();
                 return Err(Stop::Broken { offset: offset + 12, what, problem });
             }
@@ -40,7 +40,8 @@ impl Inspector {
         self.messages(header, bytes, tell)
     }
 
-    /// What the destination has sent on a channel: an answer to the greeting, and on a control channel messages.
+    /// Decodes what the destination sent on a channel: the reply to the greeting, and on a control
+    /// channel messages.
     pub(crate) fn read_from_destination<R: Read>(
         &mut self,
         header: &RecordingHeader,
@@ -49,8 +50,8 @@ impl Inspector {
     ) -> Result<(), Stop> {
         let offset = bytes.offset();
         let reply =
-            HelloReply::parse(&bytes.array::<HELLO_REPLY_BYTES>("the answer to the greeting")?)
-                .map_err(|error| broken(offset, "the answer to the greeting", &error))?;
+            HelloReply::parse(&bytes.array::<HELLO_REPLY_BYTES>("the reply to the greeting")?)
+                .map_err(|error| broken(offset, "the reply to the greeting", &error))?;
         let fields = message::reply(&reply);
         tell(&Record::new(offset, HELLO_REPLY_BYTES as u64, "reply", fields))?;
         self.messages(header, bytes, tell)
@@ -78,7 +79,7 @@ impl Inspector {
             }
             let head = ControlHeader::parse(&head).map_err(|error| broken(offset, what, &error))?;
             let body = bytes.take(head.body_bytes(), "a message", offset)?;
-            // Without fields a message is the same in every version.
+            // Messages differ between versions only by their fields.
             let Decoded { message, ignored } =
                 head.decode(PROTOCOL_VERSION_MAX, &body).map_err(|error| {
                     broken(offset + CONTROL_HEADER_BYTES as u64, "a message", &error)
@@ -88,12 +89,12 @@ impl Inspector {
             let from_source = header.direction == Direction::ToDestination;
             if message::is_of_source(&message).is_some_and(|side| side != from_source) {
                 let side = if from_source { "source" } else { "destination" };
-                return Err(wrong(format!("it is never said by the {side}, which has sent it")));
+                return Err(wrong(format!("the {side} must not send it")));
             }
             if matches!(message, ControlMessage::Begin { .. })
                 && std::mem::replace(&mut begun, true)
             {
-                return Err(wrong("a guest was announced on this channel before".into()));
+                return Err(wrong("this channel already has a BEGIN".into()));
             }
             self.note(header, &message);
             let length = bytes.offset() - offset;
@@ -103,14 +104,14 @@ impl Inspector {
             }
             tell(&Record::new(offset, length, message.name(), fields))?;
             if let ControlMessage::Final { state, .. } = &message {
-                // The state is the body's end.
+                // The state is at the end of the body.
                 self.final_state(bytes.offset() - state.len() as u64, state, tell)?;
             }
         }
         Ok(())
     }
 
-    /// The sections of a state that FINAL has brought, if it is one of this project's machines.
+    /// Reports the sections of the state in FINAL, if a vmferry microvm saved it.
     fn final_state(&self, at: u64, state: &[u8], tell: &mut Tell<'_>) -> Result<(), Stop> {
         if !state.starts_with(b"VMFSTATE") {
             return Ok(());
@@ -130,7 +131,7 @@ impl Inspector {
         Ok(())
     }
 
-    /// Remembers what a message says of the session's other channels.
+    /// Remembers what a message says about the session's other channels.
     fn note(&mut self, header: &RecordingHeader, message: &ControlMessage) {
         match message {
             ControlMessage::Begin { session, layout, lanes, .. } => {
@@ -152,7 +153,7 @@ impl Inspector {
     }
 }
 
-/// Something that a decoder refuses.
+/// Makes a [`Stop`] from a decoder's error.
 pub fn broken(offset: u64, what: &str, error: &(impl std::error::Error + 'static)) -> Stop {
     Stop::Broken { offset, what: what.into(), problem: vmferry::chain(error) }
 }

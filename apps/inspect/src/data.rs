@@ -1,4 +1,4 @@
-//! Data channels: frames of pages, and pieces of a VMM's own stream.
+//! Decodes data channels: frames of pages, and pieces of a VMM's migration stream.
 
 use std::io::Read;
 
@@ -20,17 +20,17 @@ use crate::{Inspector, Tell, message};
 
 const WHAT: &str = "a frame";
 
-/// The reading of one lane's file.
+/// The state of reading one lane's file.
 pub(crate) struct LaneFile<'a> {
     pub session: &'a mut Session,
     pub seen: &'a mut SeenPages,
     pub number: u8,
     decoder: Decoder,
-    /// Made for the first piece of a stream; what that keeps is among the pages that were seen.
+    /// Created for the first piece of a stream. The pages that it keeps are in `seen`.
     pub stream: Option<StreamDecoder>,
-    /// The number of the frame before, in this file.
+    /// The sequence number of the previous frame in this file.
     before: Option<u64>,
-    /// How often the channel was dialled before.
+    /// The number of earlier connections of this channel.
     attempt: u64,
     runs: bool,
 }
@@ -44,7 +44,8 @@ impl Inspector {
         tell: &mut Tell<'_>,
     ) -> Result<(), Stop> {
         if hello.lane >= MAX_LANES {
-            let problem = format!("lane {}, and there are at most {MAX_LANES}", hello.lane);
+            let problem =
+                format!("lane {} is out of range; there are at most {MAX_LANES} lanes", hello.lane);
             let (offset, what) = (bytes.offset() - 27, "the source's greeting".into());
             return Err(Stop::Broken { offset, what, problem });
         }
@@ -71,7 +72,7 @@ impl Inspector {
 }
 
 impl LaneFile<'_> {
-    /// Reads a frame, checks it, and tells of it.
+    /// Reads, checks and reports a frame.
     fn next<R: Read>(
         &mut self,
         frame: &mut Frame,
@@ -123,8 +124,8 @@ impl LaneFile<'_> {
         }
     }
 
-    /// A lane's frames are numbered without gaps, and its rounds go up. Whether the frame came before, on a channel that was
-    /// lost.
+    /// Checks that a lane's frames are numbered without gaps and that its rounds increase. Returns
+    /// whether the frame was received before, on a connection that was lost.
     fn check_order(&mut self, offset: u64, header: &FrameHeader) -> Result<bool, Stop> {
         let lane = self.session.lanes.entry(self.number).or_default();
         let sequence = header.sequence;
@@ -132,7 +133,7 @@ impl LaneFile<'_> {
             |at, problem| Err(Stop::Broken { offset: offset + at, what: WHAT.into(), problem });
         let expected = match self.before {
             Some(before) => before.checked_add(1),
-            // A channel that was made anew begins behind what was placed.
+            // A reconnected channel starts after the frames that were placed.
             None if self.attempt > 0 && (lane.highest == 0 || sequence <= lane.highest) => {
                 Some(sequence.max(1))
             }
@@ -140,7 +141,7 @@ impl LaneFile<'_> {
         };
         let Some(expected) = expected else {
             let problem = format!(
-                "number {sequence} of lane {}, and none can follow {}",
+                "found number {sequence} of lane {} after {}, the highest number",
                 self.number,
                 u64::MAX
             );
@@ -185,8 +186,11 @@ impl LaneFile<'_> {
             Some((layout, _)) => match layout.get(usize::from(header.slot.0)) {
                 Some(slot) => Some(slot.pages),
                 None => {
-                    let problem =
-                        format!("{}, and the guest has {} slots", header.slot, layout.len());
+                    let problem = format!(
+                        "{} does not exist: the guest has {} slots",
+                        header.slot,
+                        layout.len()
+                    );
                     return Err(Stop::Broken { offset: offset + 6, what: WHAT.into(), problem });
                 }
             },
@@ -227,7 +231,7 @@ impl LaneFile<'_> {
         Ok(())
     }
 
-    /// A page belongs to one lane.
+    /// Checks that every page belongs to this lane.
     fn check_runs(&self, table_at: u64, frame: &Frame, header: &FrameHeader) -> Result<(), Stop> {
         let Some((_, lanes)) = self.session.announced else { return Ok(()) };
         let Ok(table) = RunTable::parse(header, frame.table(header), u64::MAX / PAGE_SIZE as u64)
@@ -243,7 +247,7 @@ impl LaneFile<'_> {
                 let offset = table_at + (index * vmferry_wire::RUN_HEADER_BYTES) as u64;
                 let other = if first == ours { last } else { first };
                 let problem = format!(
-                    "expected pages of lane {ours} of {lanes}, found {} of {} of lane {other}",
+                    "expected pages of lane {ours} of {lanes}, found page {} of {} of lane {other}",
                     run.first, header.slot
                 );
                 return Err(Stop::Broken { offset, what: WHAT.into(), problem });
@@ -280,7 +284,7 @@ pub(crate) fn algorithm(header: &FrameHeader) -> Value {
     header.algorithm.map_or_else(|| json!("none"), |one| json!(one.to_string()))
 }
 
-/// Where in a frame's table and payload an error is, from the table's beginning.
+/// The offset of an error from the start of the frame's table.
 pub(crate) fn place_of(error: &CodecError, frame: &Frame, header: &FrameHeader) -> u64 {
     let table = header.table_bytes() as u64;
     let packed = table + u64::from(header.payload_bytes) - u64::from(header.packed_bytes);
@@ -299,7 +303,7 @@ pub(crate) fn place_of(error: &CodecError, frame: &Frame, header: &FrameHeader) 
                 match run.encoding {
                     Encoding::Raw if run.first == *page => return at,
                     Encoding::Raw => at += run.content_bytes() as u64,
-                    // Nothing but the sum in the table stands for zeros.
+                    // Only the sum in the table represents zero pages.
                     Encoding::Zero if run.first == *page => {
                         return (index * vmferry_wire::RUN_HEADER_BYTES) as u64;
                     }

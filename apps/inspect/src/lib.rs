@@ -1,14 +1,15 @@
-//! What is in a file that vmferry has written, record by record, and where it is broken: recorded channels
+//! Prints and checks the files that vmferry writes, record by record: recorded channels
 //! ([`vmferry_transport::Recorder`]), journals, and saved states.
 //!
-//! Goes in: bytes, file by file. Comes out: a [`Record`] for each thing that was read, with its offset, and an [`Outcome`]
-//! for each file: whole, cut off at its end, or broken, and then where and how. Nothing is taken on trust: what a
-//! destination would check of a frame is checked here, as far as the pages are known that a delta changes. Files of one
-//! session are held against each other ([`Inspector::disagreements`]).
+//! The input is the bytes of each file. The output is a [`Record`] with an offset for everything
+//! that was read, and an [`Outcome`] for each file: whole, cut off at its end, or broken at a
+//! certain byte. Nothing is trusted: everything that a destination would check in a frame is
+//! checked here, as far as the pages that a delta changes are known. Files of one session are
+//! compared with each other ([`Inspector::disagreements`]).
 //!
-//! Memory is bounded by [`Inspector::new`]'s argument, whatever stands in the files, besides a few MiB for the frame that is
-//! read, the longest message (64 MiB, as a saved state), and the records of a journal. A recording is read once, from
-//! its beginning to its end.
+//! Memory is bounded by the argument of [`Inspector::new`], whatever the files contain. A few MiB
+//! for the current frame, the longest message (64 MiB, as is a saved state) and the records of a
+//! journal are in addition. A recording is read once, from start to end.
 
 #![forbid(unsafe_code)]
 
@@ -31,34 +32,35 @@ use self::pages::SeenPages;
 pub use self::record::{Break, End, Kind, Outcome, Record};
 use self::session::Sessions;
 
-/// Whoever is told of each record. An error of its own ends the reading.
+/// The callback for each record. An error from it stops the reading.
 pub type Tell<'a> = dyn FnMut(&Record) -> io::Result<()> + 'a;
 
-/// So much of a file's beginning says what it is, and when its turn is.
+/// Bytes at the start of a file that [`kind_of`] and [`turn_of`] need.
 pub const HEAD_BYTES: usize = 64;
 
-/// Reads files, and remembers what those of one session say of each other.
+/// Reads files, and remembers what the files of one session say about each other.
 #[derive(Debug)]
 pub struct Inspector {
     sessions: Sessions,
     seen: SeenPages,
-    /// Tell of each run of pages.
+    /// Whether to report each run of pages.
     runs: bool,
 }
 
 impl Inspector {
-    /// One that takes at most so many bytes of memory for what it knows of pages, of all sessions together, to check deltas
-    /// with. `runs`: tell of each run of pages and each segment of a piece, and not of each frame only.
+    /// Makes an inspector that uses at most `page_bytes` bytes of memory for the pages of all
+    /// sessions, which it needs to check deltas. With `runs` it also reports each run of pages and
+    /// each segment of a piece.
     #[must_use]
     pub fn new(page_bytes: u64, runs: bool) -> Self {
         Self { sessions: Sessions::default(), seen: SeenPages::new(page_bytes), runs }
     }
 
-    /// Reads a file and tells of each record. `hint` is the file's path: a journal's name says whose it is, and channels of one
-    /// session are in one directory.
+    /// Reads a file and reports each record. `hint` is the file's path: a journal's name gives its
+    /// side, and the channels of one session are in one directory.
     ///
     /// # Errors
-    /// The reader's and `tell`'s. What is wrong with the file is in the outcome.
+    /// The reader or `tell` failed. Errors in the file's content are in the outcome.
     pub fn file(
         &mut self,
         hint: &str,
@@ -89,7 +91,7 @@ impl Inspector {
                 offset: 0,
                 what: "the file".into(),
                 problem: format!(
-                    "it begins with {}: it is no recording, journal or saved state of vmferry",
+                    "not a recording, journal or saved state of vmferry: it begins with {}",
                     bytes.peek(8)?.escape_ascii()
                 ),
             }),
@@ -107,7 +109,7 @@ impl Inspector {
         Ok(Outcome { kind, records, bytes: bytes.offset(), end })
     }
 
-    /// Where the files that were read contradict each other, each in a line.
+    /// The contradictions between the files that were read, one per line.
     #[must_use]
     pub fn disagreements(&self) -> Vec<String> {
         self.sessions.disagreements()
@@ -133,7 +135,7 @@ impl Inspector {
     }
 }
 
-/// What a file is, by its first bytes. An empty one may have been to become anything.
+/// The kind of a file, from its first bytes. An empty file can be of any kind.
 #[must_use]
 pub fn kind_of(head: &[u8]) -> Kind {
     let begins =
@@ -152,8 +154,8 @@ pub fn kind_of(head: &[u8]) -> Kind {
     }
 }
 
-/// When a file's turn is, by its first [`HEAD_BYTES`]: what the control channel says is needed to check frames, and a
-/// channel must not come before the one that it follows. Files are best read in this order.
+/// The sort key for the order of reading, from the first [`HEAD_BYTES`]. The control channel is
+/// needed to check frames, and a channel must come before the channel that replaces it.
 #[must_use]
 pub fn turn_of(head: &[u8]) -> (u8, u32, u8) {
     let Some((head, rest)) = head.split_first_chunk::<RECORDING_HEADER_BYTES>() else {
@@ -161,7 +163,7 @@ pub fn turn_of(head: &[u8]) -> (u8, u32, u8) {
     };
     let Ok(header) = RecordingHeader::parse(head) else { return (9, 0, 0) };
     let to_source = header.direction == Direction::ToSource;
-    // The role in the greeting: 2 is a data channel.
+    // The role in the greeting; 2 is a data channel.
     let is_data = !to_source && rest.get(12) == Some(&2);
     (u8::from(is_data), header.connection, u8::from(to_source))
 }

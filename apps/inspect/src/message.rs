@@ -1,4 +1,4 @@
-//! What greetings, messages and frames say, as fields. A token is never told.
+//! Converts greetings, messages and frames to fields. Tokens are never printed.
 
 use serde_json::{Value, json};
 use vmferry_microvm::state::StateReader;
@@ -7,7 +7,7 @@ use vmferry_wire::{ControlMessage, Hello, HelloReply, HelloStatus, ProbeMessage,
 
 use crate::record::Record;
 
-/// A message of a probe.
+/// The fields of a probe message.
 pub fn probe(message: &ProbeMessage) -> Value {
     match message {
         ProbeMessage::Ask { guest } => json!({ "guest": guest }),
@@ -20,7 +20,7 @@ pub fn probe(message: &ProbeMessage) -> Value {
     }
 }
 
-/// A recording's header.
+/// The record of a recording's header.
 pub fn recording(header: &RecordingHeader) -> Record {
     let side = match header.side {
         RecordingSide::Source => "source",
@@ -37,7 +37,7 @@ pub fn recording(header: &RecordingHeader) -> Record {
     Record::new(0, RECORDING_HEADER_BYTES as u64, "recording", fields)
 }
 
-/// A greeting.
+/// The fields of a greeting.
 pub fn hello(hello: &Hello) -> Value {
     let mut fields = json!({
         "role": match hello.role {
@@ -59,7 +59,7 @@ pub fn hello(hello: &Hello) -> Value {
     fields
 }
 
-/// Its answer.
+/// The fields of the reply to a greeting.
 pub fn reply(reply: &HelloReply) -> Value {
     let status = match reply.status {
         HelloStatus::Ok => "ok".to_owned(),
@@ -77,7 +77,7 @@ pub fn reply(reply: &HelloReply) -> Value {
     })
 }
 
-/// A control message.
+/// The fields of a control message.
 pub fn control(message: &ControlMessage) -> Value {
     let reason = |reason: &Reason| json!({ "code": u16::from(reason.code), "text": reason.text });
     match message {
@@ -144,7 +144,8 @@ pub fn control(message: &ControlMessage) -> Value {
     }
 }
 
-/// Whether the source says it, and not the destination; both say PING and PONG.
+/// Whether only the source sends this message (`true`) or only the destination (`false`). `None` if
+/// both do.
 pub fn is_of_source(message: &ControlMessage) -> Option<bool> {
     Some(match message {
         ControlMessage::Ping { .. } | ControlMessage::Pong { .. } => return None,
@@ -160,12 +161,12 @@ pub fn is_of_source(message: &ControlMessage) -> Option<bool> {
     })
 }
 
-/// A number that is compared and not counted with.
+/// Formats a number that is only compared, such as a hash.
 pub fn hex(number: u64) -> String {
     format!("{number:#018x}")
 }
 
-/// The sections of a state of a machine of this project; another VMM's is none of ours.
+/// The number of sections in a microvm's state. `null` for other VMMs.
 fn sections(state: &[u8]) -> Value {
     if !state.starts_with(b"VMFSTATE") {
         return Value::Null;

@@ -1,4 +1,4 @@
-//! Journals and saved states.
+//! Decodes journals and saved states.
 
 use std::io::Read;
 
@@ -11,10 +11,11 @@ use crate::Tell;
 use crate::bytes::{Bytes, Stop};
 use crate::record::Record;
 
-/// A journal's line is far shorter.
+/// A limit far above the length of a journal's line.
 const MOST_LINE_BYTES: u64 = 1 << 20;
 
-/// Reads a journal. Its side is in its name; in any other name the records tell, if one of them is of one side only.
+/// Reads a journal. The file name gives its side. Otherwise the side comes from the first record
+/// that only one side writes.
 pub fn journal<R: Read>(name: &str, bytes: &mut Bytes<R>, tell: &mut Tell<'_>) -> Result<(), Stop> {
     let mut side = match name {
         name if name.ends_with(".source.journal") => Some(Side::Source),
@@ -44,7 +45,7 @@ pub fn journal<R: Read>(name: &str, bytes: &mut Bytes<R>, tell: &mut Tell<'_>) -
         };
         match side {
             Some(side) if !promise.is_of(side) => {
-                let problem = format!("a {} never writes `{}`", side.name(), promise.name());
+                let problem = format!("a {} must not write `{}`", side.name(), promise.name());
                 return Err(wrong(problem));
             }
             None if promise.name() != "open" => {
@@ -56,7 +57,7 @@ pub fn journal<R: Read>(name: &str, bytes: &mut Bytes<R>, tell: &mut Tell<'_>) -
         tell(&Record::new(offset, line.len() as u64, promise.name(), fields(&promise)))?;
         promises.push(promise);
     };
-    // What both sides may have written says nothing of whose it is.
+    // Records that both sides write do not show whose journal it is.
     if let Some(side) = side {
         let verdict = SessionSummary::new(SessionId([0; 16]), side, promises, false).verdict;
         let fields = json!({ "side": side.name(), "guest": verdict });
@@ -85,7 +86,7 @@ fn fields(promise: &Promise) -> Value {
     }
 }
 
-/// Reads a saved state, of at most the length that FINAL may carry.
+/// Reads a saved state, up to the maximum length of FINAL.
 pub fn state<R: Read>(bytes: &mut Bytes<R>, tell: &mut Tell<'_>) -> Result<(), Stop> {
     let state = bytes.rest(u64::from(MAX_FINAL_BYTES) + 1)?;
     let reader = StateReader::parse(&state).map_err(|error| match error {

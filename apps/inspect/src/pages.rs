@@ -1,4 +1,4 @@
-//! The pages that were seen, of all sessions' guests and streams, within one limit of memory.
+//! Remembers the pages of all sessions' guests and streams within one memory limit.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
@@ -6,46 +6,50 @@ use std::collections::{BTreeMap, HashMap};
 use vmferry_codec::{Base, Kept, PageFound, Pages};
 use vmferry_memory::{PAGE_SIZE, SlotId};
 
-/// What it costs to remember a page at all: an entry of the map, at the moment at which the map grows and is there twice.
+/// Memory per page: an entry of the map while the map grows and exists twice.
 const ENTRY_BYTES: u64 = 256;
-/// What it costs to hold its content.
+/// Memory for the content of a page.
 const CONTENT_BYTES: u64 = PAGE_SIZE as u64 + 128;
-/// Kept pages of a lane's stream are told from those of slots by this.
+/// Distinguishes the kept pages of a lane's stream from the pages of slots.
 const STREAM: u32 = 1 << 16;
 
 static ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
 
-/// A page's session, its slot or its lane's stream, and its number there.
+/// The session of a page, its slot or the lane of its stream, and its number there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Key(u32, u32, u64);
+struct PageKey {
+    session: u32,
+    space: u32,
+    page: u64,
+}
 
 #[derive(Debug)]
 enum Held {
     Zero,
-    /// With its place in the order.
+    /// The content and its position in the eviction order.
     Content(Box<[u8; PAGE_SIZE]>, u64),
-    /// The content is not known any more, or never was.
-    No,
+    /// The content is not known.
+    Unknown,
 }
 
 #[derive(Debug)]
 struct Page {
     hash: Option<u64>,
     held: Held,
-    /// The round in which it came last; 0 for a page that a stream keeps.
+    /// The last round in which the page was sent; 0 for the kept pages of a stream.
     round: u32,
 }
 
-/// Pages of all sessions. What is remembered of them takes at most half of the memory, so that the rest is for contents,
-/// which are held of those that came last.
+/// The pages of all sessions. Entries use at most half of the memory; the rest holds the contents
+/// of the pages that were sent last.
 #[derive(Debug)]
 pub struct SeenPages {
-    pages: HashMap<Key, Page>,
-    /// Those whose content is held, the longest unchanged one first.
-    order: BTreeMap<u64, Key>,
+    pages: HashMap<PageKey, Page>,
+    /// Pages whose content is held, the least recently changed first.
+    order: BTreeMap<u64, PageKey>,
     next: u64,
     most_bytes: u64,
-    /// Some page was not remembered.
+    /// Whether a page could not be remembered.
     full: bool,
 }
 
@@ -55,18 +59,18 @@ impl SeenPages {
         Self { pages, order, next: 0, most_bytes, full: false }
     }
 
-    /// Memory that is taken, in bytes.
+    /// Bytes of memory in use.
     fn bytes(&self) -> u64 {
         self.pages.len() as u64 * ENTRY_BYTES + self.order.len() as u64 * CONTENT_BYTES
     }
 
-    /// Remembers a page. Returns the round in which it came before, 0 if that is not known.
-    fn put(&mut self, key: Key, content: PageFound<'_>, hash: Option<u64>, round: u32) -> u32 {
+    /// Remembers a page. Returns the round in which it was sent before, or 0 if that is not known.
+    fn put(&mut self, key: PageKey, content: PageFound<'_>, hash: Option<u64>, round: u32) -> u32 {
         let has_room = (self.pages.len() as u64 + 1) * ENTRY_BYTES <= self.most_bytes / 2;
         let page = match self.pages.entry(key) {
             Entry::Occupied(page) => page.into_mut(),
             Entry::Vacant(place) if has_room => {
-                place.insert(Page { hash: None, held: Held::No, round: 0 })
+                place.insert(Page { hash: None, held: Held::Unknown, round: 0 })
             }
             Entry::Vacant(_) => {
                 self.full = true;
@@ -75,7 +79,7 @@ impl SeenPages {
         };
         let before = std::mem::replace(&mut page.round, round);
         page.hash = hash;
-        let held = std::mem::replace(&mut page.held, Held::No);
+        let held = std::mem::replace(&mut page.held, Held::Unknown);
         if let Held::Content(_, place) = &held {
             self.order.remove(place);
         }
@@ -99,20 +103,20 @@ impl SeenPages {
             && let Some((_, oldest)) = self.order.pop_first()
         {
             if let Some(page) = self.pages.get_mut(&oldest) {
-                page.held = Held::No;
+                page.held = Held::Unknown;
             }
         }
         before
     }
 }
 
-/// The pages of a session's guest, while a frame is read.
+/// The pages of a session's guest while a frame is decoded.
 pub struct GuestPages<'a> {
     seen: &'a mut SeenPages,
     session: u32,
-    /// The frame's round.
+    /// The round of the frame.
     round: u32,
-    /// A page that has come in this round before.
+    /// A page that was already sent in this round.
     pub twice: Option<(SlotId, u64)>,
 }
 
@@ -121,8 +125,8 @@ impl<'a> GuestPages<'a> {
         Self { seen, session, round, twice: None }
     }
 
-    fn key(&self, slot: SlotId, page: u64) -> Key {
-        Key(self.session, slot.0.into(), page)
+    fn key(&self, slot: SlotId, page: u64) -> PageKey {
+        PageKey { session: self.session, space: slot.0.into(), page }
     }
 }
 
@@ -132,7 +136,7 @@ impl Pages for GuestPages<'_> {
         match (page.hash, &page.held) {
             (Some(hash), Held::Zero) => Base::Content(&ZEROS, hash),
             (Some(hash), Held::Content(content, _)) => Base::Content(content, hash),
-            (Some(hash), Held::No) => Base::Hash(hash),
+            (Some(hash), Held::Unknown) => Base::Hash(hash),
             (None, _) => Base::Unknown,
         }
     }
@@ -145,7 +149,7 @@ impl Pages for GuestPages<'_> {
     }
 }
 
-/// For frames that came before: no page is known, and none is kept.
+/// For repeated frames: no page is known and none is remembered.
 pub struct NoPages;
 
 impl Pages for NoPages {
@@ -156,16 +160,16 @@ impl Pages for NoPages {
     fn found(&mut self, _: SlotId, _: u64, _: PageFound<'_>, _: Option<u64>) {}
 }
 
-/// The pages that a lane's stream keeps, while a piece is read.
+/// The pages that a lane's stream keeps, while a piece is decoded.
 pub struct StreamPages<'a> {
     seen: &'a mut SeenPages,
     session: u32,
     lane: u8,
-    /// Pages may have been kept that nobody has seen here.
+    /// Whether frames are missing that may have kept pages.
     gap: bool,
-    /// Changes of pages that are not held: nobody knows what they are now.
+    /// Number of changes to pages whose content is not held.
     pub unknown: u64,
-    /// Takes the changes of those.
+    /// The target of those changes.
     scratch: [u8; PAGE_SIZE],
 }
 
@@ -174,8 +178,9 @@ impl<'a> StreamPages<'a> {
         Self { seen, session, lane, gap, unknown: 0, scratch: [0; PAGE_SIZE] }
     }
 
-    fn key(&self, entry: u32) -> Key {
-        Key(self.session, STREAM | u32::from(self.lane), entry.into())
+    fn key(&self, entry: u32) -> PageKey {
+        let space = STREAM | u32::from(self.lane);
+        PageKey { session: self.session, space, page: entry.into() }
     }
 }
 
@@ -216,28 +221,31 @@ mod tests {
         [byte; PAGE_SIZE]
     }
 
-    /// What an entry is said to cost is what a map takes that has just grown.
+    /// The cost per entry is that of a map that has just grown.
     #[test]
-    fn an_entry_costs_what_is_charged() {
-        let bucket = size_of::<(Key, Page)>() as u64 + 1;
+    fn entry_cost_covers_a_growing_map() {
+        let bucket = size_of::<(PageKey, Page)>() as u64 + 1;
         assert!(3 * bucket * 8 / 7 <= ENTRY_BYTES, "{bucket}");
     }
 
     #[test]
-    fn zeros_without_end_take_no_more_than_the_limit() {
+    fn zero_pages_stay_within_the_limit() {
         let mut seen = SeenPages::new(1 << 20);
         let mut guest = GuestPages::new(&mut seen, 0, 1);
         guest.found(SLOT, u64::MAX, PageFound::Content(&content(1)), Some(1));
         for page in 0..100_000 {
             guest.found(SLOT, page, PageFound::Zero, Some(page));
         }
-        assert!(matches!(guest.base(SLOT, u64::MAX), Base::Content(..)), "the other half is its");
+        assert!(
+            matches!(guest.base(SLOT, u64::MAX), Base::Content(..)),
+            "the other half is for contents"
+        );
         assert!(matches!(guest.base(SLOT, 99_999), Base::Unknown));
         assert!(seen.bytes() <= 1 << 20 && seen.full);
     }
 
     #[test]
-    fn guests_and_streams_of_all_sessions_share_the_limit() {
+    fn sessions_share_the_limit() {
         let mut seen = SeenPages::new(1 << 20);
         for session in 0..3 {
             for page in 0..200 {
@@ -248,7 +256,7 @@ mod tests {
                 assert!(seen.bytes() <= 1 << 20);
             }
         }
-        // What came last is held, and of the rest it is known that it was there.
+        // The last pages are held; of the others only the existence is known.
         let mut stream = StreamPages::new(&mut seen, 2, 7, false);
         assert_eq!(stream.page_mut(199), Some(&mut content(2)[..]));
         assert_eq!(stream.unknown, 0);
@@ -258,9 +266,9 @@ mod tests {
         assert!(matches!(GuestPages::new(&mut seen, 0, 2).base(SLOT, 3), Base::Hash(1)));
     }
 
-    /// Each change of a page from zeros to content is one place in the order, and no more.
+    /// A page has at most one position in the eviction order, however often it changes.
     #[test]
-    fn a_page_that_comes_and_goes_is_one_page() {
+    fn changing_page_has_one_entry() {
         let mut seen = SeenPages::new(1 << 20);
         for round in 1..1000 {
             let mut guest = GuestPages::new(&mut seen, 0, round);
@@ -275,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn without_memory_nothing_is_held() {
+    fn nothing_is_held_without_memory() {
         let mut seen = SeenPages::new(0);
         GuestPages::new(&mut seen, 0, 1).found(SLOT, 1, PageFound::Zero, Some(1));
         StreamPages::new(&mut seen, 0, 0, false).keep(1, &content(1));

@@ -1,4 +1,4 @@
-//! Pieces of a VMM's own stream.
+//! Decodes pieces of a VMM's migration stream.
 
 use serde_json::{Value, json};
 use vmferry_codec::{Decompressors, Frame, StreamDecoder};
@@ -15,7 +15,7 @@ use crate::pages::StreamPages;
 use crate::record::Record;
 
 impl LaneFile<'_> {
-    /// Decodes a piece, and says of it what there is to say.
+    /// Decodes a piece and adds its fields.
     pub fn piece(
         &mut self,
         offset: u64,
@@ -63,14 +63,15 @@ impl LaneFile<'_> {
         Ok(())
     }
 
-    /// How many pages the lane may have kept. Without the control channel nobody knows the number of lanes, and then a good
-    /// recording must not be called broken: what is held is bounded by itself.
+    /// The number of pages that the lane may keep. Without the control channel the number of lanes
+    /// is unknown; then the highest limit applies, so that a valid recording is not reported as
+    /// broken. The memory limit still holds.
     fn entries(&self) -> u32 {
         let lanes = self.session.announced.as_ref().map_or(1, |(_, lanes)| u32::from(*lanes));
         MAX_KEPT_PAGES / lanes.max(1)
     }
 
-    /// Whether the piece's bytes could be compared with their hash, which is right then.
+    /// Decodes a piece. Returns whether its hash could be checked.
     fn decode(&mut self, table_at: u64, frame: &Frame, header: &FrameHeader) -> Result<bool, Stop> {
         let entries = self.entries();
         let lane = self.session.lanes.entry(self.number).or_default();
@@ -99,7 +100,7 @@ impl LaneFile<'_> {
         }
     }
 
-    /// Tells of each segment of a piece.
+    /// Reports each segment of a piece.
     pub fn tell_of_segments(
         &self,
         table_at: u64,

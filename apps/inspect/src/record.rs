@@ -1,26 +1,26 @@
-//! What is told.
+//! The output of an inspection.
 
 use std::fmt;
 
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-/// Something that was read whole, and is right.
+/// A record that was read completely and is valid.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Record {
-    /// Where it begins, in bytes.
+    /// The offset of the record in bytes.
     pub offset: u64,
-    /// Its length in bytes.
+    /// The length in bytes.
     pub bytes: u64,
-    /// What it is: `hello`, `BEGIN`, `frame` and so on.
+    /// The kind of record: `hello`, `BEGIN`, `frame` and so on.
     pub record: &'static str,
-    /// What it says.
+    /// The record's fields.
     #[serde(flatten)]
     pub fields: Map<String, Value>,
 }
 
 impl Record {
-    /// A record whose fields are those of an object.
+    /// Makes a record whose fields are the members of an object.
     pub(crate) fn new(offset: u64, bytes: u64, record: &'static str, fields: Value) -> Self {
         let Value::Object(fields) = fields else { unreachable!("fields are an object") };
         Self { offset, bytes, record, fields }
@@ -40,7 +40,7 @@ impl fmt::Display for Record {
     }
 }
 
-/// What a file is.
+/// The kind of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {
@@ -50,7 +50,7 @@ pub enum Kind {
     Journal,
     /// The saved state of a machine.
     State,
-    /// Nothing that vmferry writes.
+    /// Not a file of vmferry.
     Unknown,
 }
 
@@ -65,16 +65,16 @@ impl fmt::Display for Kind {
     }
 }
 
-/// What came of a file.
+/// The result of reading a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Outcome {
-    /// What it is.
+    /// The kind of the file.
     pub kind: Kind,
-    /// Records that are right, up to the end or the break.
+    /// Number of valid records before the end or the break.
     pub records: u64,
-    /// Bytes that were read.
+    /// Number of bytes read.
     pub bytes: u64,
-    /// How it ends.
+    /// The end of the file.
     #[serde(flatten)]
     pub end: End,
 }
@@ -86,39 +86,39 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// How a file ends.
+/// The end of a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "end", rename_all = "kebab-case")]
 pub enum End {
-    /// With its last record.
+    /// The file ends after its last record.
     Whole,
-    /// Within a record, of which everything that is there may be right: the recording, or the write, was cut off.
+    /// The file ends within a record: the recording or the write was cut off.
     CutOff {
-        /// Where the record begins.
+        /// The offset of the record.
         offset: u64,
-        /// Its number, from 1.
+        /// The number of the record, from 1.
         record: u64,
-        /// What it is.
+        /// The kind of record.
         what: String,
-        /// Bytes that it needs, as far as that is known.
+        /// Bytes that the record needs, as far as known.
         needed: u64,
-        /// Bytes of them that are there.
+        /// Bytes of the record in the file.
         found: u64,
     },
-    /// With something that is wrong.
+    /// The file has invalid content.
     Broken(Break),
 }
 
-/// What is wrong, and where.
+/// An error and its place.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Break {
-    /// The offset in bytes of what is wrong.
+    /// The offset of the error in bytes.
     pub offset: u64,
     /// The number of the record, from 1.
     pub record: u64,
-    /// What it is.
+    /// The kind of record.
     pub what: String,
-    /// What is wrong with it: what was expected, and what was found.
+    /// The error: what was expected and what was found.
     pub problem: String,
 }
 
@@ -128,7 +128,8 @@ impl fmt::Display for End {
             Self::Whole => f.write_str("whole"),
             Self::CutOff { offset, record, what, needed, found } => write!(
                 f,
-                "cut off in record {record}, {what} at byte {offset}: {found} of {needed} bytes are there"
+                "cut off in record {record}, {what} at byte {offset}: \
+                 {found} of {needed} bytes are there"
             ),
             Self::Broken(Break { offset, record, what, problem }) => {
                 write!(f, "broken at byte {offset}, in record {record}, {what}: {problem}")

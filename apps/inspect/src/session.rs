@@ -1,4 +1,4 @@
-//! What the files of a session say of each other.
+//! Compares the files of a session with each other.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -7,17 +7,17 @@ use vmferry_memory::SlotLayout;
 use vmferry_transport::{RecordingHeader, RecordingSide};
 use vmferry_wire::{SessionId, Token};
 
-/// A session, as one side has recorded it.
+/// A session as recorded by one side.
 #[derive(Debug)]
 pub struct Session {
-    /// Its number among all.
+    /// The number of the session among all sessions.
     pub number: u32,
-    /// Who has recorded it, for people.
+    /// The side that recorded it.
     side: RecordingSide,
     pub id: Option<SessionId>,
-    /// The announced guest's memory, and the number of data channels.
+    /// The memory layout of the guest, and the number of lanes.
     pub announced: Option<(Vec<SlotLayout>, u8)>,
-    /// The last frame of each lane, by the last FINAL that was not withdrawn.
+    /// The last frame of each lane, from the last FINAL that was not withdrawn.
     pub last: Option<Vec<u64>>,
     pub lanes: BTreeMap<u8, Lane>,
 }
@@ -25,23 +25,23 @@ pub struct Session {
 /// A lane of a session.
 #[derive(Debug, Default)]
 pub struct Lane {
-    /// The highest number of a frame that was read whole.
+    /// The highest sequence number that was read completely.
     pub highest: u64,
-    /// The round of that one.
+    /// The round of that frame.
     pub round: u32,
-    /// The highest number that the destination has called placed.
+    /// The highest sequence number that the destination reported as placed.
     pub placed: u64,
-    /// Whether a file of its frames was read, and all of them to the end of the last.
+    /// Whether a file of the lane was read, and whether the last file was whole.
     pub read: bool,
     pub whole: bool,
-    /// Frames are missing or broken: what they held of a VMM's own stream is not known.
+    /// Whether frames are missing or broken, so that parts of the VMM's stream are unknown.
     pub gap: bool,
-    /// Where the next piece of that begins in it, if there is no gap.
+    /// The offset of the next piece in the stream, if there is no gap.
     pub stream_offset: u64,
 }
 
-/// A channel. Each recorder counts its own from 0, so that neither its number alone nor its side says which it is; both
-/// directions were made at the same time.
+/// Identifies a channel. Each recorder counts its channels from 0, so number and side are not
+/// unique. Both directions of a channel have the same time.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Connection {
     directory: PathBuf,
@@ -50,10 +50,10 @@ struct Connection {
     at: u64,
 }
 
-/// All sessions of the files.
+/// The sessions of all files.
 #[derive(Debug, Default)]
 pub struct Sessions {
-    /// Where the file is that is being read.
+    /// The directory of the current file.
     directory: PathBuf,
     all: Vec<Session>,
     by_connection: HashMap<Connection, usize>,
@@ -61,12 +61,12 @@ pub struct Sessions {
 }
 
 impl Sessions {
-    /// A file begins.
+    /// Starts a file.
     pub fn read_from(&mut self, path: &str) {
         self.directory = Path::new(path).parent().unwrap_or(Path::new("")).to_owned();
     }
 
-    /// The session of a control channel, by the channel.
+    /// The session of a control channel.
     pub fn of_connection(&mut self, header: &RecordingHeader) -> &mut Session {
         let connection = self.connection(header);
         let next = self.all.len();
@@ -81,7 +81,7 @@ impl Sessions {
         self.get(index, header.side)
     }
 
-    /// A control channel is of the session that this token is of.
+    /// Associates a control channel with the session of this token.
     pub fn join(&mut self, header: &RecordingHeader, token: Token) {
         let connection = self.connection(header);
         let token = (side(header), token.0);
@@ -135,20 +135,21 @@ impl Session {
         };
         let name = self.id.map_or_else(|| "a session".to_owned(), |id| format!("session {id}"));
         let mut found = Vec::new();
-        let mut say = |text: String| found.push(format!("{name}, as the {side} has it: {text}"));
+        let mut report =
+            |text: String| found.push(format!("{name}, recorded by the {side}: {text}"));
         for (number, lane) in &self.lanes {
-            // A lane whose recording is torn may have had more frames.
+            // A lane whose recording is cut off may have had more frames.
             let complete = lane.read && lane.whole;
             if complete && lane.placed > lane.highest {
-                say(format!(
-                    "PLACED says {} of lane {number}, and its last frame is {}",
+                report(format!(
+                    "PLACED names frame {} of lane {number}, but its last frame is {}",
                     lane.placed, lane.highest
                 ));
             }
             let last = self.last.as_ref().and_then(|last| last.get(usize::from(*number)));
             if let Some(last) = last.filter(|last| complete && **last != lane.highest) {
-                say(format!(
-                    "FINAL says that {last} is the last frame of lane {number}, and that is {}",
+                report(format!(
+                    "FINAL names {last} as the last frame of lane {number}, but that is {}",
                     lane.highest
                 ));
             }

@@ -1,4 +1,4 @@
-//! The shape of a benchmark's results, for whoever writes and for whoever reads them.
+//! The file format of benchmark results, for the writer and the reader.
 
 use std::collections::BTreeMap;
 
@@ -7,54 +7,54 @@ use serde_json::{Map, Value};
 
 use crate::error::ReportError;
 
-/// The name of the shape.
+/// The name of the format.
 pub const FORMAT: &str = "vmferry-bench";
 
-/// Its version. Members are added without a new one.
+/// The version of the format. New members do not change it.
 pub const VERSION: u64 = 1;
 
-/// One way in one case, over all repetitions: what it is, and numbers with their units in the key.
+/// A table row: one method in one case, over all repetitions. Number keys contain the unit.
 pub type Row = Map<String, Value>;
 
 /// The results of one benchmark.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Results {
-    /// [`FORMAT`]. Results of the release before do not say it.
+    /// [`FORMAT`]. The previous release did not write it.
     #[serde(default = "format")]
     pub format: String,
     /// [`VERSION`].
     #[serde(default = "version")]
     pub version: u64,
-    /// The benchmark.
+    /// The name of the benchmark.
     pub name: String,
-    /// What it ran on.
+    /// The machine it ran on.
     pub machine: Machine,
-    /// One for each way and case.
+    /// One row per method and case.
     pub rows: Vec<Row>,
-    /// Rows of other measures, each by its name.
+    /// Additional tables, by name.
     #[serde(flatten, deserialize_with = "lists_of_rows")]
     pub more: BTreeMap<String, Vec<Row>>,
-    /// Physical limits, measured in the same run: name with unit, and number.
+    /// Physical limits measured in the same run, by name with the unit.
     #[serde(default, deserialize_with = "numbers")]
     pub yardsticks: BTreeMap<String, f64>,
-    /// How the ways compare: name and number.
+    /// Ratios between the methods, by name.
     #[serde(default, deserialize_with = "numbers")]
     pub ratios: BTreeMap<String, f64>,
 }
 
-/// The machine.
+/// The machine that ran a benchmark.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Machine {
     /// The CPU's model name.
     pub cpu: String,
-    /// Cores that the process could use.
+    /// Cores available to the process.
     pub cores: usize,
-    /// Linux's release.
+    /// The Linux release.
     pub kernel: String,
     /// `kvm_intel`, `kvm_amd`, `kvm_pvm` or `none`.
     pub kvm: String,
-    /// TCP's congestion control, unless a socket asked for another.
+    /// The default TCP congestion control.
     pub tcp: String,
 }
 
@@ -66,7 +66,7 @@ fn version() -> u64 {
     VERSION
 }
 
-/// What a newer release adds and is no list of rows is left out.
+/// Members that are not lists of rows, as a newer release may add, are ignored.
 fn lists_of_rows<'de, D: Deserializer<'de>>(
     from: D,
 ) -> Result<BTreeMap<String, Vec<Row>>, D::Error> {
@@ -82,23 +82,23 @@ fn lists_of_rows<'de, D: Deserializer<'de>>(
     Ok(lists.collect())
 }
 
-/// What was no number when it was written is `null` in JSON, and left out.
+/// Numbers that are not finite are `null` in JSON. They are left out.
 fn numbers<'de, D: Deserializer<'de>>(from: D) -> Result<BTreeMap<String, f64>, D::Error> {
     let all = BTreeMap::<String, Option<f64>>::deserialize(from)?;
     Ok(all.into_iter().filter_map(|(name, number)| Some((name, number?))).collect())
 }
 
-/// Whether an object is the result of a benchmark.
+/// Whether an object is a benchmark result.
 pub(crate) fn is_results(object: &Row) -> bool {
     let says = object.get("format").is_some_and(|format| format == FORMAT);
     let looks = ["name", "machine", "rows", "ratios"].iter().all(|name| object.contains_key(*name));
     says || looks
 }
 
-/// Reads one.
+/// Parses a benchmark result.
 pub(crate) fn read(file: &str, object: Row) -> Result<Results, ReportError> {
     let known = VERSION;
-    // Looked at first: the rest may be of another shape then.
+    // The version is checked first, because another version may have another structure.
     if let Some(version) = object.get("version").and_then(Value::as_u64).filter(|it| *it != known) {
         return Err(ReportError::Version { file: file.to_owned(), version, known });
     }
@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read() {
+    fn results_survive_writing_and_reading() {
         let row: Row = serde_json::from_str(r#"{"way":"raw","ms":1.5}"#).unwrap();
         let written = Results {
             format: format(),
@@ -126,13 +126,14 @@ mod tests {
         let Ok(Value::Object(object)) = serde_json::to_value(&written) else { panic!("an object") };
         assert!(is_results(&object));
         assert_eq!(object["format"], FORMAT);
-        assert_eq!(object["aims"][0]["way"], "raw", "lists of rows stand beside the others");
+        assert_eq!(object["aims"][0]["way"], "raw", "additional tables are top-level members");
         assert_eq!(read("a.json", object).unwrap(), written);
     }
 
     #[test]
-    fn what_a_release_adds_is_left_out_and_another_version_is_refused() {
-        let text = r#"{"name":"x","machine":{"new":1},"rows":[],"ratios":{"a":null,"b":1},"added":{"c":1}}"#;
+    fn read_ignores_new_members_and_rejects_other_versions() {
+        let text = r#"{"name":"x","machine":{"new":1},"rows":[],
+            "ratios":{"a":null,"b":1},"added":{"c":1}}"#;
         let object: Row = serde_json::from_str(text).unwrap();
         let read_back = read("a.json", object.clone()).unwrap();
         assert_eq!(read_back.ratios.len(), 1);
@@ -142,7 +143,7 @@ mod tests {
         let error = read("a.json", newer).unwrap_err().to_string();
         assert_eq!(
             error,
-            "a.json has version 2 of a benchmark's results, and only 1 is known here"
+            "a.json has version 2 of the benchmark format, but this release reads only version 1"
         );
     }
 }

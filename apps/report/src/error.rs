@@ -1,48 +1,49 @@
-//! What can be wrong with a file.
+//! Errors of reading a file and of drawing a page.
 
 use thiserror::Error;
 
-/// Why a file can't be shown.
+/// Why a file cannot be shown.
 #[derive(Debug, Error)]
 pub enum ReportError {
-    /// A line that is no JSON, or whose members are not what they should be.
+    /// A line is not JSON, or its members have the wrong type.
     #[error("{file}, line {line}: {reason}")]
     Line {
         /// The file.
         file: String,
-        /// The line, from 1.
+        /// The line number, from 1.
         line: usize,
-        /// What is wrong with it.
+        /// What is wrong.
         reason: String,
     },
-    /// Nothing in it is known.
+    /// The file has no known content.
     #[error("{file} is neither the record of a migration nor the result of a benchmark")]
     Unknown {
         /// The file.
         file: String,
     },
-    /// A result of a benchmark that is not of the shape.
-    #[error("{file} is no result of a benchmark")]
+    /// A benchmark result has the wrong structure.
+    #[error("{file} is not a valid benchmark result")]
     Benchmark {
         /// The file.
         file: String,
-        /// What is wrong with it.
+        /// What is wrong.
         #[source]
         source: serde_json::Error,
     },
-    /// A result of a benchmark in a version of the shape that is not known.
+    /// A benchmark result has an unknown version of the format.
     #[error(
-        "{file} has version {version} of a benchmark's results, and only {known} is known here"
+        "{file} has version {version} of the benchmark format, but this release reads only \
+         version {known}"
     )]
     Version {
         /// The file.
         file: String,
-        /// Its version.
+        /// The version in the file.
         version: u64,
-        /// The version that is known.
+        /// The version that this release reads.
         known: u64,
     },
-    /// A plot that can't be drawn.
-    #[error("a plot can't be drawn: {0}")]
+    /// A plot cannot be drawn.
+    #[error("could not draw a plot: {0}")]
     Plot(String),
 }

@@ -1,6 +1,6 @@
-//! Numbers as people read them.
+//! Formats numbers for people.
 
-/// A whole number with its thousands apart.
+/// Formats a whole number with thousands separators.
 #[must_use]
 pub fn count(number: f64) -> String {
     let text = format!("{:.0}", number.abs());
@@ -14,7 +14,7 @@ pub fn count(number: f64) -> String {
     if number <= -0.5 { format!("-{grouped}") } else { grouped }
 }
 
-/// A number with as many digits as mean something.
+/// Formats a number with about three significant digits.
 #[must_use]
 pub fn digits(number: f64) -> String {
     let size = number.abs();
@@ -31,7 +31,7 @@ pub fn digits(number: f64) -> String {
     }
 }
 
-/// A time that is given in milliseconds.
+/// Formats a duration given in milliseconds.
 #[must_use]
 pub fn ms(ms: f64) -> String {
     match ms.abs() {
@@ -48,7 +48,7 @@ pub fn ms(ms: f64) -> String {
     }
 }
 
-/// Bytes on a link or disk, in units of 1000.
+/// Formats bytes on a link or disk with units of 1000.
 #[must_use]
 pub fn bytes(bytes: f64) -> String {
     let (number, unit) = scaled(bytes);
@@ -59,7 +59,7 @@ pub fn bytes(bytes: f64) -> String {
     }
 }
 
-/// Memory, in units of 1024.
+/// Formats bytes of memory with units of 1024.
 #[must_use]
 pub fn memory(bytes: f64) -> String {
     let units = [(f64::from(1 << 30), "GiB"), (f64::from(1 << 20), "MiB"), (1024.0, "KiB")];
@@ -69,20 +69,20 @@ pub fn memory(bytes: f64) -> String {
     }
 }
 
-/// Bytes per second.
+/// Formats a rate in bytes per second.
 #[must_use]
 pub fn rate(bytes_per_s: f64) -> String {
     format!("{}/s", bytes(bytes_per_s))
 }
 
-/// A number in the unit of 1000 that leaves it short, and that unit's letter.
+/// Scales a number to the best unit of 1000. Returns the scaled number and the unit's letter.
 #[must_use]
 pub fn scaled(number: f64) -> (f64, &'static str) {
     let (divisor, letter) = scale_of(number);
     (number / divisor, letter)
 }
 
-/// The unit of 1000 that leaves a number short: its size, and its letter.
+/// The best unit of 1000 for a number: its size and its letter.
 #[must_use]
 pub fn scale_of(number: f64) -> (f64, &'static str) {
     let units = [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")];
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn thousands_are_apart() {
+    fn count_separates_thousands() {
         for (number, text) in [
             (0.0, "0"),
             (999.0, "999"),
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_have_their_units() {
+    fn units_fit_the_magnitude() {
         assert_eq!(ms(0.0), "0 ms");
         assert_eq!(ms(0.25), "0.25 ms");
         assert_eq!(ms(22.64), "22.6 ms");

@@ -1,14 +1,15 @@
-//! Records of migrations and results of benchmarks as pages for people.
+//! HTML reports of recorded migrations and of benchmark results.
 //!
-//! In goes what a file holds: the record of a run, one JSON object a line as the engine's events come, or the one object
-//! that a benchmark prints. Out comes one HTML page that needs nothing else: no script, no picture, no font, no network.
-//! Whatever stands in a file is text in the page, and never a part of its structure.
+//! The input is the content of a file: the record of a migration, with one JSON object per line as
+//! the engine emits its events, or the JSON object that a benchmark prints. The output is one HTML
+//! page without scripts, images, fonts or network access. Text from a file is always escaped.
 //!
 //! ```
 //! let record = br#"{"event":"started","guest":"web"}
 //! {"event":"done","stats":{"rounds":[{"round":1,"pages":512,"ms":9.5}],"total_ms":12.5}}
 //! "#;
-//! let vmferry_report::Document::Run(run) = vmferry_report::read("run.json", record)? else { panic!() };
+//! let document = vmferry_report::read("run.json", record)?;
+//! let vmferry_report::Document::Run(run) = document else { panic!() };
 //! assert!(vmferry_report::run(&run)?.contains("web moved in 12.5 ms"));
 //! # Ok::<(), vmferry_report::ReportError>(())
 //! ```
@@ -32,7 +33,7 @@ pub use run::{
     Started, Stats,
 };
 
-/// What a file is.
+/// The content of a file.
 #[derive(Clone, Debug)]
 pub enum Document {
     /// The record of a migration.
@@ -41,12 +42,13 @@ pub enum Document {
     Benchmark(Box<bench::Results>),
 }
 
-/// Reads a file, whose name is for messages and for the page.
+/// Parses a file. Its name is used in messages and on the page.
 ///
 /// # Errors
-/// A file that is neither, or is broken: which line, and why. A record that ends within a line is not broken.
+/// The file is neither kind of document, or a line is invalid. A record that ends within a line is
+/// accepted.
 pub fn read(file: &str, bytes: &[u8]) -> Result<Document, ReportError> {
-    // One object over several lines, or all in one: a benchmark, a demo, or a record of one event.
+    // A single object is a benchmark result, a demo result, or a record with one event.
     if let Ok(Value::Object(object)) = serde_json::from_slice(bytes) {
         if bench::is_results(&object) {
             return Ok(Document::Benchmark(Box::new(bench::read(file, object)?)));

@@ -1,7 +1,7 @@
-//! Published figures that benchmarks repeat, and where ours stand beside them.
+//! Published figures that the benchmarks repeat, and how to find the measured values for them.
 //!
-//! They are data, in `published.toml`: facts of the publications, and for each figure the columns by which our row for
-//! it is found.
+//! The data is in `published.toml`: facts of the publications, and for each figure the columns that
+//! identify the measured row.
 
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
@@ -15,61 +15,61 @@ use crate::bench::{Results, Row};
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Table {
-    /// The benchmark that repeats it.
+    /// The benchmark that repeats the measurement.
     pub benchmark: String,
-    /// What it is about.
+    /// The title.
     pub title: String,
-    /// When it was published.
+    /// The year of publication.
     pub year: u16,
-    /// What was measured, on what, and what ours differs in.
+    /// The setting of the published measurement, and how this benchmark differs.
     pub setting: String,
-    /// The unit of its figures.
+    /// The unit of the figures.
     pub unit: String,
-    /// The way that the others are compared with.
+    /// The method that the others are compared with.
     pub base: String,
-    /// Whether more is better: a speed, and not a time.
+    /// Whether larger figures are better, as for a speed.
     #[serde(default)]
     pub more_is_better: bool,
-    /// The list of our rows.
+    /// The table of the results that has the measured rows.
     #[serde(default = "rows")]
     pub list: String,
-    /// Our columns.
+    /// The columns of the measured values.
     pub ours: Vec<Ours>,
-    /// Its figures.
+    /// The figures.
     #[serde(rename = "row")]
     pub figures: Vec<Figure>,
 }
 
-/// One of our columns.
+/// A column of measured values.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Ours {
-    /// What is special about it.
+    /// The name of the column.
     pub name: String,
-    /// Its unit.
+    /// The unit.
     pub unit: String,
-    /// The column of our row; a figure may have another one.
+    /// The column of the measured row. A figure may override it.
     pub value: String,
 }
 
-/// A figure.
+/// A published figure.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Figure {
-    /// What it is of.
+    /// The case.
     pub case: String,
-    /// What was compared.
+    /// The method.
     pub way: String,
-    /// All that was published, in order; nothing if only ours has this way.
+    /// All published figures in order. Empty if only this benchmark has the method.
     #[serde(default)]
     pub published: Vec<f64>,
-    /// The share of the host's time that its processors were idle, where that was published.
+    /// The published idle time of the host's processors, if there is one.
     #[serde(default)]
     pub idle_percent: String,
-    /// What our row has in which columns.
+    /// The values that identify the measured row, by column.
     #[serde(rename = "where")]
     pub matching: BTreeMap<String, Value>,
-    /// The column of our row, if it is another one than the table's.
+    /// The column of the measured row, if it is not that of the table.
     pub value: Option<String>,
 }
 
@@ -83,11 +83,12 @@ struct File {
 }
 
 static TABLES: LazyLock<Vec<Table>> = LazyLock::new(|| {
-    let file: File = toml::from_str(include_str!("published.toml")).expect("a test reads it, too");
+    let file: File =
+        toml::from_str(include_str!("published.toml")).expect("a test parses the file");
     file.table
 });
 
-/// Every table.
+/// All tables.
 #[must_use]
 pub fn tables() -> &'static [Table] {
     &TABLES
@@ -99,9 +100,9 @@ pub fn of_benchmark(name: &str) -> impl Iterator<Item = &'static Table> {
 }
 
 impl Table {
-    /// Our figure beside a published one.
+    /// The measured value for a published figure.
     #[must_use]
-    pub fn beside(&self, figure: &Figure, ours: &Ours, results: &Results) -> Option<f64> {
+    pub fn measured(&self, figure: &Figure, ours: &Ours, results: &Results) -> Option<f64> {
         let rows =
             if self.list == "rows" { &results.rows } else { results.more.get(&self.list)? };
         let matches =
@@ -110,14 +111,14 @@ impl Table {
         rows.iter().find(matches)?.get(column)?.as_f64()
     }
 
-    /// How much better a figure is than that of its case's base: 2 is twice as fast.
+    /// How many times better a figure is than that of the base: 2 is twice as fast.
     #[must_use]
     pub fn gain(&self, figure: f64, base: f64) -> Option<f64> {
         let gain = if self.more_is_better { figure / base } else { base / figure };
         (gain.is_finite() && gain > 0.0).then_some(gain)
     }
 
-    /// The figure that another of the same case is compared with.
+    /// The figure of the base in the same case.
     #[must_use]
     pub fn base_of(&self, figure: &Figure) -> Option<&Figure> {
         self.figures.iter().find(|other| other.case == figure.case && other.way == self.base)
@@ -125,7 +126,7 @@ impl Table {
 }
 
 impl Figure {
-    /// The median of what was published.
+    /// The median of the published figures.
     #[must_use]
     pub fn median(&self) -> Option<f64> {
         let mut sorted = self.published.clone();
@@ -141,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_figure_has_its_base_and_is_found_once() {
+    fn figures_are_unique_and_have_a_base() {
         assert!(tables().len() >= 6);
         for table in tables() {
             for figure in &table.figures {
@@ -158,14 +159,15 @@ mod tests {
     }
 
     #[test]
-    fn ours_is_found_by_its_columns() {
+    fn measured_value_is_found_by_its_columns() {
         let table = of_benchmark("transport").next().unwrap();
         let text = r#"{"name":"transport","machine":{},"rows":[],"ratios":{},
-            "published":[{"way":"1 plain: tcp","capped_s":9.2},{"way":"2 TLS side channel: tls","capped_s":9.4}]}"#;
+            "published":[{"way":"1 plain: tcp","capped_s":9.2},
+                {"way":"2 TLS side channel: tls","capped_s":9.4}]}"#;
         let results: Results = serde_json::from_str(text).unwrap();
         let tls = &table.figures[1];
-        assert_eq!(table.beside(tls, &table.ours[0], &results), Some(9.4));
-        assert_eq!(table.beside(tls, &table.ours[1], &results), None, "that was not measured");
+        assert_eq!(table.measured(tls, &table.ours[0], &results), Some(9.4));
+        assert_eq!(table.measured(tls, &table.ours[1], &results), None, "that was not measured");
         assert_eq!(tls.median(), Some(44.0));
         let base = table.base_of(tls).unwrap().median().unwrap();
         assert!((table.gain(44.0, base).unwrap() - 0.659).abs() < 0.001);

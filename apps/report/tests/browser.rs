@@ -1,14 +1,15 @@
-//! Pages in a real browser: laid out for a desk and for a pocket, in light and in dark, and printed.
+//! Checks pages in a real browser: layout at desktop and phone widths, light and dark themes,
+//! printing.
 
 mod support;
 
 use serde_json::{Value, json};
 use vmferry_browser_lab::{Measured, Scheme, measure, print};
 
-/// A desk's screen, and a phone.
+/// Widths of a desktop screen and of a phone.
 const WIDTHS: [u32; 2] = [1280, 400];
 
-/// What holds for every page, whatever is on it.
+/// Checks what holds for every page.
 fn check(page: &str, width: u32, scheme: Scheme) -> Measured {
     let measured = measure(page, width, scheme);
     assert_eq!(measured.width, f64::from(width));
@@ -38,14 +39,14 @@ fn migration() -> String {
 }
 
 #[test]
-fn a_migration_is_laid_out_for_desk_and_pocket() {
+fn migration_page_fits_desktop_and_phone() {
     let page = migration();
     for width in WIDTHS {
         let measured = check(&page, width, Scheme::Light);
         assert!(measured.headline.starts_with("web moved in "), "{}", measured.headline);
         assert_eq!(measured.plots.len(), 5, "{:?}", measured.plots);
         assert!(measured.bars.len() >= 7 && measured.bars.iter().all(|width| *width > 0.0));
-        // Tiles stand side by side where there is room, two in a row where there is little.
+        // Tiles are in one row on a wide screen, and two per row on a narrow one.
         let first_row =
             measured.tiles.iter().filter(|tile| tile.top == measured.tiles[0].top).count();
         assert_eq!(first_row, if width == 400 { 2 } else { 6 }, "{:?}", measured.tiles);
@@ -55,9 +56,9 @@ fn a_migration_is_laid_out_for_desk_and_pocket() {
     }
 }
 
-/// The red, green and blue of `rgb(1, 2, 3)`, added.
-fn light_of(colour: &str) -> u32 {
-    colour
+/// The sum of red, green and blue of `rgb(1, 2, 3)`.
+fn brightness(color: &str) -> u32 {
+    color
         .split(|letter: char| !letter.is_ascii_digit())
         .filter_map(|part| part.parse::<u32>().ok())
         .take(3)
@@ -65,18 +66,18 @@ fn light_of(colour: &str) -> u32 {
 }
 
 #[test]
-fn a_dark_screen_has_a_dark_page() {
+fn page_follows_the_color_scheme() {
     let page = migration();
     for (scheme, is_dark) in [(Scheme::Light, false), (Scheme::Dark, true)] {
         let measured = check(&page, 1280, scheme);
-        let (ink, paper) = (light_of(&measured.ink), light_of(&measured.paper));
+        let (ink, paper) = (brightness(&measured.ink), brightness(&measured.paper));
         assert_eq!(ink > paper, is_dark, "{} on {}", measured.ink, measured.paper);
         assert!(ink.abs_diff(paper) > 400, "{} on {}", measured.ink, measured.paper);
     }
 }
 
 #[test]
-fn two_migrations_and_benchmarks_are_laid_out_too() {
+fn comparison_and_benchmark_pages_fit_desktop_and_phone() {
     let [a, b] =
         [1.0, 2.0].map(|speed| support::run(&support::file(&support::record("web", speed))));
     let compared = vmferry_report::compare(&a, &b).unwrap();
@@ -91,7 +92,7 @@ fn two_migrations_and_benchmarks_are_laid_out_too() {
 }
 
 #[test]
-fn a_hostile_guest_is_text() {
+fn hostile_guest_name_is_escaped() {
     let name =
         "<script>window.harmed=1;parent.harmed=1</script><img src=x onerror=parent.harmed=1>";
     let mut lines = support::record(name, 1.0);
@@ -102,7 +103,7 @@ fn a_hostile_guest_is_text() {
 }
 
 #[test]
-fn a_page_can_be_printed() {
+fn page_prints_on_a_few_sheets() {
     let pdf = print(&migration());
     assert!(pdf.starts_with(b"%PDF-") && pdf.len() > 20_000, "{} bytes", pdf.len());
     let pages = String::from_utf8_lossy(&pdf).matches("/Type /Page\n").count();

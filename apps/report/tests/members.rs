@@ -1,4 +1,4 @@
-//! The names that are read are those that the engine writes.
+//! The report reads only members that the engine writes.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -23,19 +23,19 @@ fn names(of: &impl Serialize) -> Vec<String> {
 }
 
 #[test]
-fn every_member_that_is_read_is_written() {
+fn members_read_are_written_by_the_engine() {
     let written = SourceStats { rounds: vec![RoundStats::default()], ..SourceStats::default() };
     let written_names = names(&written);
     let read = Stats { rounds: vec![Round::default()], ..Stats::default() };
     let read_names = names(&read);
     assert!(read_names.len() > 40, "{read_names:?}");
     for name in &read_names {
-        assert!(written_names.contains(name), "{name} is written nowhere");
+        assert!(written_names.contains(name), "the engine does not write {name}");
     }
 }
 
 #[test]
-fn what_the_engine_writes_is_shown() {
+fn engine_statistics_are_shown() {
     let round =
         RoundStats { round: 1, pages: 1000, bytes: 4_100_000, ms: 50.0, ..RoundStats::default() };
     let stats = SourceStats {

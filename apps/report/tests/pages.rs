@@ -1,4 +1,4 @@
-//! What stands in a page, and that no file does harm.
+//! The content of pages, and robustness against hostile files.
 
 mod support;
 
@@ -6,11 +6,11 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-/// Text that is part of the page's structure if it is not escaped.
+/// Text that would be part of the page's structure if it were not escaped.
 const HOSTILE: &str = "<script>harmed=1</script>\"'&<img src=x onerror=harmed=1>";
 
 #[test]
-fn a_page_has_everything_and_fetches_nothing() {
+fn run_page_is_complete_and_self_contained() {
     let page =
         vmferry_report::run(&support::run(&support::file(&support::record("web", 1.0)))).unwrap();
     for part in [
@@ -18,17 +18,17 @@ fn a_page_has_everything_and_fetches_nothing() {
         "within its limit of 300 ms",
         "Throughput and dirty rate over time",
         "Predicted downtime over time",
-        "Where the downtime went",
-        "saving the state, meanwhile",
+        "Parts of the downtime",
+        "saving the state (in parallel)",
         "Bytes by round",
         "Dirty pages by round",
-        "How pages travelled, by round",
+        "Page encodings by round",
         "CPU time of the engine",
         "round 1: 60,000 pages",
         "cap of 64",
-        "committed: no way back",
+        "committed: the source cannot resume",
         "05050505",
-        "hashed whole",
+        "hashes of both memories",
         "2026-09-21T14:",
         "prefers-color-scheme: dark",
         "@media print",
@@ -38,7 +38,7 @@ fn a_page_has_everything_and_fetches_nothing() {
     for fetched in ["src=", "<script", "@import", "<link rel=\"stylesheet", "url(http", "onload="] {
         assert!(!page.contains(fetched), "{fetched}");
     }
-    // Links stay in the page.
+    // Links stay within the page.
     assert!(
         page.split("href=\"")
             .skip(1)
@@ -49,15 +49,15 @@ fn a_page_has_everything_and_fetches_nothing() {
     assert_eq!(
         page.matches("role=\"img\"").count(),
         page.matches("<title id=").count(),
-        "each has its words"
+        "an image has no title"
     );
 }
 
 #[test]
-fn a_failure_has_its_rounds_and_advice() {
+fn run_page_of_a_failure_has_rounds_and_advice() {
     let page = vmferry_report::run(&support::run(&support::file(&support::failed("web")))).unwrap();
     for part in [
-        "web stayed where it was",
+        "web stayed at the source",
         "exit status 10",
         "410 MB/s",
         "Advice: give it --throttle 80",
@@ -66,11 +66,11 @@ fn a_failure_has_its_rounds_and_advice() {
     ] {
         assert!(page.contains(part), "{part}");
     }
-    assert!(!page.contains("Where the downtime went"), "there was none");
+    assert!(!page.contains("Parts of the downtime"), "the guest was not paused");
 }
 
 #[test]
-fn a_record_of_a_killed_writer_is_shown_as_far_as_it_goes() {
+fn run_page_of_a_cut_record_shows_the_part_before() {
     let bytes = support::file(&support::record("web", 1.0));
     let cut = &bytes[..bytes.len() / 2];
     assert_ne!(cut.last(), Some(&b'\n'));
@@ -79,7 +79,7 @@ fn a_record_of_a_killed_writer_is_shown_as_far_as_it_goes() {
 }
 
 #[test]
-fn two_runs_stand_side_by_side() {
+fn compare_page_has_ratios_and_equal_axes() {
     let [a, b] =
         [1.0, 2.0].map(|speed| support::run(&support::file(&support::record("web", speed))));
     let page = vmferry_report::compare(&a, &b).unwrap();
@@ -92,7 +92,7 @@ fn two_runs_stand_side_by_side() {
     ] {
         assert!(page.contains(part), "{part}");
     }
-    // The same axes: both have the labels of the slower one.
+    // The axes are equal: both have the labels of the slower run.
     let axis = |name: &str| {
         let plot = page.split(name).nth(1).unwrap().split("</svg>").next().unwrap();
         let labels = plot.split("<text").skip(1).map(|text| text.split('>').nth(1).unwrap().trim());
@@ -106,15 +106,16 @@ fn two_runs_stand_side_by_side() {
 }
 
 #[test]
-fn one_that_moved_is_no_better_than_one_that_stayed() {
+fn compare_page_does_not_judge_a_failed_run() {
     let moved = support::run(&support::file(&support::record("web", 1.0)));
     let stayed = support::run(&support::file(&support::failed("web")));
     let page = vmferry_report::compare(&moved, &stayed).unwrap();
-    assert!(page.contains("<h1>A moved, and B stayed</h1>") && !page.contains("▲ better"));
+    assert!(page.contains("<h1>A moved, and B stayed at the source</h1>"));
+    assert!(!page.contains("▲ better"));
 }
 
 #[test]
-fn published_figures_stand_beside_ours() {
+fn benchmark_page_has_published_figures() {
     let page = vmferry_report::benchmarks(&[support::benchmark()]).unwrap();
     for part in [
         "Free-page hints of a balloon (2018)",
@@ -129,7 +130,7 @@ fn published_figures_stand_beside_ours() {
     }
 }
 
-/// Every text of a value.
+/// Appends the hostile text to every string in a value.
 fn poison(value: &mut Value) {
     match value {
         Value::String(text) => *text = format!("{text}{HOSTILE}"),
@@ -140,7 +141,7 @@ fn poison(value: &mut Value) {
 }
 
 #[test]
-fn text_from_a_file_is_never_structure() {
+fn pages_escape_text_from_files() {
     let mut lines = support::record(HOSTILE, 1.0);
     lines.extend([
         json!({ "event": HOSTILE, HOSTILE: HOSTILE }),
@@ -170,12 +171,12 @@ fn text_from_a_file_is_never_structure() {
         vmferry_report::compare(&run, &run).unwrap(),
         vmferry_report::benchmarks(&[results]).unwrap(),
     ] {
-        assert!(page.contains("&lt;script&gt;"), "it is shown");
-        assert!(!page.contains("<script") && !page.contains("<img"), "as text");
+        assert!(page.contains("&lt;script&gt;"), "the text is shown");
+        assert!(!page.contains("<script") && !page.contains("<img"), "the text is escaped");
     }
 }
 
-/// Lines much like those of a record, and much unlike them.
+/// Lines that are similar to those of a record, and lines that are not.
 fn line() -> impl Strategy<Value = String> {
     let names = prop::sample::select(vec![
         "started",
@@ -220,7 +221,7 @@ fn line() -> impl Strategy<Value = String> {
         "total_ms",
     ]);
     let number = prop_oneof![
-        1 => any::<f64>().prop_filter("JSON has no others", |it| it.is_finite()),
+        1 => any::<f64>().prop_filter("JSON has only finite numbers", |it| it.is_finite()),
         8 => prop::sample::select(vec![0.0, -0.0, 1e-308, 1e-9, 1e18, -1e18, 2e19, -2e19]),
         16 => 0.0..1e6
     ];
@@ -257,30 +258,31 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(if cfg!(debug_assertions) { 300 } else { 2000 }))]
 
     #[test]
-    fn any_lines_are_a_page_or_an_error(lines in vec(line(), 0..12)) {
+    fn read_of_any_lines_gives_a_page_or_an_error(lines in vec(line(), 0..12)) {
         let bytes = lines.join("\n").into_bytes();
         if let Ok(vmferry_report::Document::Run(run)) = vmferry_report::read("any.json", &bytes) {
             let page = vmferry_report::run(&run).unwrap();
             prop_assert!(page.ends_with("</html>"));
             let page = vmferry_report::compare(&run, &run).unwrap();
-            prop_assert!(!page.contains("NaN") && !page.contains("inf "), "numbers are numbers");
+            prop_assert!(!page.contains("NaN") && !page.contains("inf "), "numbers are finite");
         }
     }
 
     #[test]
-    fn any_bytes_are_a_page_or_an_error(bytes in vec(any::<u8>(), 0..200)) {
+    fn read_of_any_bytes_gives_a_page_or_an_error(bytes in vec(any::<u8>(), 0..200)) {
         let read = vmferry_report::read("any.json", &bytes);
         let object = bytes.contains(&b'{');
-        prop_assert!(read.is_err() || object, "a page of no object");
+        prop_assert!(read.is_err() || object, "a page without an object");
     }
 
-    /// Wherever a writer is killed, what it wrote before is shown.
+    /// A record may end anywhere.
     #[test]
-    fn a_record_may_be_cut_anywhere(part in 0.0..1.0_f64) {
+    fn read_accepts_a_record_cut_anywhere(part in 0.0..1.0_f64) {
         let bytes = support::file(&support::record("web", 1.0));
         let length = (bytes.len() as f64 * part) as usize;
         let first_line = bytes.iter().position(|byte| *byte == b'\n').unwrap();
-        if let Ok(vmferry_report::Document::Run(run)) = vmferry_report::read("cut.json", &bytes[..length]) {
+        let document = vmferry_report::read("cut.json", &bytes[..length]);
+        if let Ok(vmferry_report::Document::Run(run)) = document {
             prop_assert!(vmferry_report::run(&run).unwrap().ends_with("</html>"));
         } else {
             prop_assert!(length < first_line, "{length}");

@@ -1,8 +1,10 @@
-//! Which system calls can be made: seccomp.
+//! The system calls that a restricted process may make: seccomp filters.
 //!
-//! Made of what vmferry, the standard library, the C library (glibc) and its TLS library call, seen with `strace -f` over a guest's
-//! whole life (received, run, asked by its control socket, migrated away) and read in their sources where a path was not
-//! taken. For x86-64. Not for musl, whose `pthread_kill` and `raise` make a call that is not on the list (`tkill`).
+//! The list covers what vmferry, the standard library, the C library (glibc) and its TLS library
+//! call. It was traced with `strace -f` over a guest's whole life (received, run, queried through
+//! its control socket, migrated away) and completed from their sources for paths that were not
+//! taken. It is for x86-64, and not for musl, whose `pthread_kill` and `raise` call `tkill`, which
+//! is not on the list.
 
 use std::collections::BTreeMap;
 
@@ -15,9 +17,9 @@ use seccompiler::{
 use crate::error::SandboxError;
 use crate::{Work, ioctls};
 
-/// Calls that end the process: none of them is anywhere in its code.
+/// Calls that kill the process. None of them occurs in vmferry's code.
 pub const FATAL: &[c::c_long] = &[
-    // Other programs, and other processes.
+    // Other programs and processes.
     c::SYS_execve,
     c::SYS_execveat,
     c::SYS_fork,
@@ -27,7 +29,7 @@ pub const FATAL: &[c::c_long] = &[
     c::SYS_process_vm_writev,
     c::SYS_pidfd_getfd,
     c::SYS_kcmp,
-    // Another view of the system.
+    // Mounts and namespaces.
     c::SYS_mount,
     c::SYS_umount2,
     c::SYS_pivot_root,
@@ -60,7 +62,7 @@ pub const FATAL: &[c::c_long] = &[
     c::SYS_acct,
     c::SYS_settimeofday,
     c::SYS_clock_settime,
-    // Its own rights.
+    // The process's own privileges.
     c::SYS_setuid,
     c::SYS_setgid,
     c::SYS_setreuid,
@@ -76,7 +78,7 @@ pub const FATAL: &[c::c_long] = &[
     c::SYS_keyctl,
 ];
 
-/// Calls that may be made with any arguments.
+/// Calls that are allowed with any arguments.
 const PLAIN: &[c::c_long] = &[
     // Descriptors.
     c::SYS_read,
@@ -103,7 +105,7 @@ const PLAIN: &[c::c_long] = &[
     c::SYS_epoll_wait,
     c::SYS_epoll_pwait,
     c::SYS_epoll_pwait2,
-    // Files: which ones, Landlock decides.
+    // Files. Landlock decides which ones are accessible.
     c::SYS_openat,
     c::SYS_openat2,
     c::SYS_open,
@@ -134,9 +136,10 @@ const PLAIN: &[c::c_long] = &[
     c::SYS_rename,
     c::SYS_renameat,
     c::SYS_renameat2,
-    // By a descriptor only: Landlock has nothing to say about the mode of a file that is named.
+    // Only by descriptor: Landlock does not check changes of the mode of a named file.
     c::SYS_fchmod,
-    // Sockets: which ones, `socket` below and Landlock decide. What sends is below.
+    // Sockets. The rule for `socket` below and Landlock decide which ones. Rules for sending are
+    // below.
     c::SYS_bind,
     c::SYS_listen,
     c::SYS_accept,
@@ -149,7 +152,7 @@ const PLAIN: &[c::c_long] = &[
     c::SYS_setsockopt,
     c::SYS_recvfrom,
     c::SYS_recvmsg,
-    // Memory, but what can be executed: that is below.
+    // Memory. Rules for executable mappings are below.
     c::SYS_brk,
     c::SYS_munmap,
     c::SYS_mremap,
@@ -181,7 +184,7 @@ const PLAIN: &[c::c_long] = &[
     c::SYS_time,
     c::SYS_times,
     c::SYS_getrusage,
-    // What it and the system are.
+    // Identity of the process and the system.
     c::SYS_getpid,
     c::SYS_getppid,
     c::SYS_getuid,
@@ -192,25 +195,26 @@ const PLAIN: &[c::c_long] = &[
     c::SYS_getcpu,
     c::SYS_uname,
     c::SYS_sysinfo,
-    // The end of another process is waited for by this; it gives no right over that process.
+    // Used to wait for the end of another process; it gives no rights over that process.
     c::SYS_pidfd_open,
 ];
 
-/// Calls that only whoever runs a guest makes, with any arguments.
+/// Calls that only a process with a guest makes, with any arguments.
 const MACHINE: &[c::c_long] = &[c::SYS_memfd_create];
 
 /// Restricts this thread.
 ///
 /// # Errors
-/// If the filter can't be made or installed.
+/// The filter cannot be made or installed.
 pub fn restrict(work: Work) -> Result<(), SandboxError> {
     let (fatal, allowed) = programs(work, std::process::id())?;
-    // Both hold, and the harsher one counts; the second forbids to install another.
+    // The kernel applies both filters and takes the stricter result. The second one forbids
+    // installing more.
     apply_filter(&fatal)?;
     Ok(apply_filter(&allowed)?)
 }
 
-/// The filter that ends the process `pid`, and the one that says what it may do.
+/// The filter that kills the process `pid`, and the filter of the allowed calls.
 fn programs(work: Work, pid: u32) -> Result<(BpfProgram, BpfProgram), BackendError> {
     let fatal = FATAL.iter().map(|call| (*call, Vec::new())).collect();
     let fatal = SeccompFilter::new(
@@ -239,17 +243,18 @@ fn rules(work: Work, pid: u32) -> Result<BTreeMap<c::c_long, Vec<SeccompRule>>, 
     let unix = c::AF_UNIX as u64;
     rules.insert(c::SYS_socketpair, vec![all([is(0, unix), of_kind(c::SOCK_STREAM)])?]);
 
-    // A TCP socket is connected by `connect` only, where Landlock sees it: not by a first packet that carries data, for which
-    // a connection that was accepted can be used once it is dissolved.
+    // A TCP socket may be connected only by `connect`, which Landlock checks. `MSG_FASTOPEN` would
+    // connect with the first packet; an accepted socket could be reused for this after it is
+    // disconnected.
     for (call, flags) in [(c::SYS_sendto, 3), (c::SYS_sendmsg, 2)] {
         rules.insert(call, vec![all([masked(flags, c::MSG_FASTOPEN as u64, 0)])?]);
     }
-    // No memory can be executed but the program itself.
+    // No memory besides the program itself can become executable.
     for call in [c::SYS_mmap, c::SYS_mprotect] {
         rules.insert(call, vec![all([masked(2, c::PROT_EXEC as u64, 0)])?]);
     }
-    // Threads, and no processes. `clone3` has its flags in memory, where no filter sees them: without it the C
-    // library uses this one.
+    // Threads are allowed, processes are not. `clone3` has its flags in memory, where a filter
+    // cannot see them; without it the C library uses `clone`.
     let thread = (c::CLONE_THREAD | c::CLONE_VM) as u64;
     let apart = (c::CLONE_NEWNS
         | c::CLONE_NEWCGROUP
@@ -259,9 +264,9 @@ fn rules(work: Work, pid: u32) -> Result<BTreeMap<c::c_long, Vec<SeccompRule>>, 
         | c::CLONE_NEWPID
         | c::CLONE_NEWNET) as u64;
     rules.insert(c::SYS_clone, vec![all([masked(0, thread | apart, thread)])?]);
-    // Signals to itself: vCPUs are called by them, and `abort` is one.
+    // Signals to the process itself: they interrupt vCPUs, and `abort` sends one.
     rules.insert(c::SYS_tgkill, vec![all([is(0, pid.into())])?]);
-    // Limits are read only.
+    // Limits may only be read.
     rules.insert(c::SYS_prlimit64, vec![all([pointer(2, 0)])?]);
     rules.insert(c::SYS_getrlimit, Vec::new());
     let options = [c::PR_SET_NAME, c::PR_GET_NAME, PR_SET_VMA, PR_GET_AUXV];
@@ -279,23 +284,24 @@ fn rules(work: Work, pid: u32) -> Result<BTreeMap<c::c_long, Vec<SeccompRule>>, 
 
     if work == Work::Machine {
         rules.extend(MACHINE.iter().map(|call| (*call, Vec::new())));
-        // With faults of its own code only, as every user may.
+        // Only for faults from user mode, which every user may handle.
         let own = UFFD_USER_MODE_ONLY;
         rules.insert(c::SYS_userfaultfd, vec![all([masked(0, own, own)])?]);
     }
     Ok(rules)
 }
 
-/// `include/uapi/linux/prctl.h`: names of mappings, which the C library gives to its heaps.
+/// `include/uapi/linux/prctl.h`: names of mappings, which the C library sets for its heaps.
 const PR_SET_VMA: c::c_int = 0x5356_4d41;
 
-/// The same: what the kernel told the process at its start, such as the size of a page.
+/// `include/uapi/linux/prctl.h`: the auxiliary vector, which contains the page size and other
+/// values.
 const PR_GET_AUXV: c::c_int = 0x4155_5856;
 
 /// `include/uapi/linux/userfaultfd.h`.
 const UFFD_USER_MODE_ONLY: u64 = 1;
 
-/// Stream sockets: TCP, and on this host.
+/// Rules for stream sockets: Unix sockets, and TCP for a machine.
 fn sockets(work: Work) -> Result<Vec<SeccompRule>, BackendError> {
     let mut rules = vec![all([is(0, c::AF_UNIX as u64), of_kind(c::SOCK_STREAM)])?];
     if work == Work::Machine {
@@ -310,14 +316,14 @@ fn sockets(work: Work) -> Result<Vec<SeccompRule>, BackendError> {
     Ok(rules)
 }
 
-/// A rule for arguments that are all as said.
+/// A rule that matches if all conditions hold.
 fn all<const N: usize>(
     conditions: [Result<SeccompCondition, BackendError>; N],
 ) -> Result<SeccompRule, BackendError> {
     SeccompRule::new(conditions.into_iter().collect::<Result<_, _>>()?)
 }
 
-/// Rules for an argument that is one of these.
+/// Rules that match one of these values of an argument.
 fn any<const N: usize>(argument: u8, values: [u64; N]) -> Result<Vec<SeccompRule>, BackendError> {
     values.into_iter().map(|value| all([is(argument, value)])).collect()
 }
@@ -334,7 +340,7 @@ fn masked(argument: u8, mask: u64, value: u64) -> Result<SeccompCondition, Backe
     SeccompCondition::new(argument, SeccompCmpArgLen::Dword, SeccompCmpOp::MaskedEq(mask), value)
 }
 
-/// A kind of socket, with whatever flags (`SOCK_TYPE_MASK` of the kernel).
+/// The socket type, with any flags (the kernel's `SOCK_TYPE_MASK`).
 fn of_kind(kind: c::c_int) -> Result<SeccompCondition, BackendError> {
     masked(1, 0xf, kind as u64)
 }
@@ -344,10 +350,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_filters_can_be_made_and_do_not_contradict_each_other() {
-        for work in [Work::Machine, Work::Beside] {
+    fn filters_are_valid_and_disjoint() {
+        for work in [Work::Machine, Work::MemoryOnly] {
             let (fatal, allowed) = programs(work, 1).unwrap();
-            // BPF_MAXINSNS: the kernel takes no longer ones.
+            // The kernel's limit, BPF_MAXINSNS.
             assert!(fatal.len() < 4096 && allowed.len() < 4096, "{}", allowed.len());
             let rules = rules(work, 1).unwrap();
             let both: Vec<_> = FATAL.iter().filter(|call| rules.contains_key(call)).collect();
@@ -356,12 +362,12 @@ mod tests {
     }
 
     #[test]
-    fn whoever_runs_no_guest_may_do_less() {
-        let beside = rules(Work::Beside, 1).unwrap();
+    fn memory_only_allows_less_than_machine() {
+        let memory_only = rules(Work::MemoryOnly, 1).unwrap();
         let machine = rules(Work::Machine, 1).unwrap();
         for call in [c::SYS_userfaultfd, c::SYS_memfd_create] {
-            assert!(machine.contains_key(&call) && !beside.contains_key(&call));
+            assert!(machine.contains_key(&call) && !memory_only.contains_key(&call));
         }
-        assert!(beside[&c::SYS_socket].len() < machine[&c::SYS_socket].len());
+        assert!(memory_only[&c::SYS_socket].len() < machine[&c::SYS_socket].len());
     }
 }

@@ -1,8 +1,8 @@
-//! Dropping capabilities, of this thread and those that it will start.
+//! Drops the capabilities of this thread and of the threads that it will start.
 //!
-//! What needs one (a port below 1024, another user's memory files) is done before, or by a process that reads nothing
-//! from the network. But for the sockets of another user's QEMU, which is connected to when a guest comes: for those
-//! `CAP_DAC_OVERRIDE` may be kept.
+//! Work that needs a capability (a port below 1024, another user's memory files) is done earlier,
+//! or by a process that does not read from the network. The exception is the socket of another
+//! user's QEMU, which is connected to when a guest arrives: `CAP_DAC_OVERRIDE` may be kept for it.
 
 use rustix::io::Errno;
 use rustix::thread::{
@@ -12,11 +12,11 @@ use rustix::thread::{
 
 use crate::error::SandboxError;
 
-/// Empties the ambient, effective, permitted and inheritable sets, but for one that is to be kept and is there; and the
-/// bounding one, of a process that may (`CAP_SETPCAP`).
+/// Empties the ambient, effective, permitted and inheritable sets, except for capabilities in
+/// `kept` that the process has. Also empties the bounding set if the process may (`CAP_SETPCAP`).
 ///
 /// # Errors
-/// If the kernel refuses.
+/// The kernel refused.
 pub fn drop_all_but(kept: CapabilitySet) -> Result<(), SandboxError> {
     let refused =
         |errno: Errno| SandboxError::Refused { what: "to drop capabilities", source: errno.into() };
@@ -25,12 +25,12 @@ pub fn drop_all_but(kept: CapabilitySet) -> Result<(), SandboxError> {
         match capability_is_in_bounding_set(one) {
             Ok(false) => continue,
             Ok(true) => {}
-            // Beyond the kernel's last capability.
+            // After the kernel's last capability.
             Err(_) => break,
         }
         match remove_capability_from_bounding_set(one) {
-            // A user without CAP_SETPCAP keeps the bounding set, which is a bound of what `execve` may give. Without
-            // new privileges, and by the filter, it gives nothing.
+            // Without CAP_SETPCAP the bounding set stays. It only limits what `execve` may grant.
+            // That is nothing, because new privileges are off and the filter forbids `execve`.
             Err(Errno::PERM) => break,
             Ok(()) => {}
             Err(errno) => return Err(refused(errno)),

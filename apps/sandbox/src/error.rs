@@ -1,64 +1,67 @@
-//! Why a process could not be restricted.
+//! Errors of restricting a process.
 
 use std::io;
 use std::path::PathBuf;
 
-/// See [`apply`](crate::apply).
+/// The error of [`apply`](crate::apply).
 #[derive(Debug, thiserror::Error)]
 pub enum SandboxError {
-    /// The restrictions would not hold for all of its threads.
+    /// The process has several threads, and the restrictions would not apply to all of them.
     #[error(
-        "this process has {threads} threads and can only be restricted with one: restrict it before others are started"
+        "this process has {threads} threads and can be restricted only while it has one: \
+         restrict it before it starts others"
     )]
     Threads {
-        /// How many it has.
+        /// The number of threads.
         threads: usize,
     },
-    /// The kernel lacks something that is required.
+    /// The kernel lacks a required feature.
     #[error(
-        "this process can't be restricted as `require` asks, for this kernel has no {missing}: use a newer one (Linux 6.12 \
-         with Landlock enabled), or `auto`"
+        "this process can't be restricted as `require` demands: this kernel has no {missing}; \
+         use a newer kernel (Linux 6.12 with Landlock enabled), or `auto`"
     )]
     Missing {
-        /// What is missing.
+        /// The missing features.
         missing: String,
     },
-    /// Core dumps can't be forbidden as it is required.
+    /// Core dumps cannot be disabled as required.
     #[error(
-        "this process can't be restricted as `require` asks: its hard limit for core dumps is 0, which is none to the \
-         program that core_pattern names, and 1 is: raise the hard limit (`ulimit -Hc unlimited`, or systemd's `LimitCORE=1`), \
-         or use `auto`"
+        "this process can't be restricted as `require` demands: its hard limit for core dumps is \
+         0, which does not stop a dump to a program in core_pattern (a limit of 1 does); raise the \
+         hard limit (`ulimit -Hc unlimited`, or systemd's `LimitCORE=1`), or use `auto`"
     )]
     CoreLimit,
-    /// A capability must be kept.
+    /// The process needs a capability.
     #[error(
-        "this process can't be restricted as `require` asks: it connects to sockets of another user's process, and root does \
-         that by a capability: run it as that user, or use `auto`"
+        "this process can't be restricted as `require` demands: it connects to sockets of another \
+         user's process, for which it needs a capability; run it as that user, or use `auto`"
     )]
     OthersSockets,
-    /// A path that the process shall keep can't be looked at.
-    #[error("{path} is to stay reachable for the restricted process and can't be looked at")]
+    /// A path that must stay accessible cannot be opened.
+    #[error("the restricted process needs {path}, which cannot be opened")]
     Path {
         /// The path.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
-    /// The kernel refuses a restriction that it should have.
-    #[error("this process can't be restricted: the kernel refuses {what}; `off` goes without")]
+    /// The kernel refused a restriction that it should support.
+    #[error(
+        "this process can't be restricted: the kernel refused {what}; `off` disables the sandbox"
+    )]
     Refused {
         /// The restriction.
         what: &'static str,
-        /// What the system said.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
-    /// Landlock's rules can't be made.
-    #[error("this process can't be restricted by Landlock; `off` goes without")]
+    /// The Landlock rules cannot be made.
+    #[error("this process can't be restricted by Landlock; `off` disables the sandbox")]
     Landlock(#[from] landlock::RulesetError),
-    /// The filter can't be made or installed.
-    #[error("this process's system calls can't be filtered; `off` goes without")]
+    /// The filter cannot be made or installed.
+    #[error("this process's system calls can't be filtered; `off` disables the sandbox")]
     Seccomp(#[from] seccompiler::Error),
 }
 

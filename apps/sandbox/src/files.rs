@@ -1,4 +1,4 @@
-//! Which files, ports and processes can be reached: Landlock.
+//! The files, ports and processes that a restricted process can access: Landlock.
 
 use std::io;
 use std::os::fd::{AsFd, IntoRawFd, OwnedFd};
@@ -14,25 +14,29 @@ use rustix::fs::{Mode, OFlags};
 use crate::error::SandboxError;
 use crate::{Sandbox, Work};
 
-/// The newest rights that are asked for. Those of ABI 9 would take the way to Unix sockets, which is needed.
+/// The newest Landlock version that is used. ABI 9 would also restrict Unix sockets, which are
+/// needed.
 const NEWEST: ABI = ABI::V7;
 
-/// Files that a restricted process may reach, each with all that is beneath it. Those that do not exist are left out.
+/// Files that a restricted process may access. A directory includes everything below it. Paths that
+/// do not exist are skipped.
 #[derive(Clone, Debug, Default)]
 pub struct Files {
-    /// To be read. Name the directory of a file that may be replaced: a rule is about what is there now.
+    /// Files and directories to read. For a file that may be replaced, name its directory: a rule
+    /// applies to the existing file.
     pub read: Vec<PathBuf>,
-    /// Devices to be opened for reading and writing, and controlled.
+    /// Devices to open for reading and writing, and to control.
     pub devices: Vec<PathBuf>,
-    /// Directories in which files, directories and sockets are made, read, written and removed.
+    /// Directories in which files, directories and sockets may be created, read, written and
+    /// removed.
     pub write: Vec<PathBuf>,
-    /// Directories from which files may be removed, and nothing else.
+    /// Directories from which files may only be removed.
     pub remove_files: Vec<PathBuf>,
-    /// Directories from which empty directories may be removed, and nothing else.
+    /// Directories from which empty directories may only be removed.
     pub remove_directories: Vec<PathBuf>,
 }
 
-/// What this kernel's Landlock can't do, for people; empty if it can do all that is asked for.
+/// The features that this kernel's Landlock lacks, for people. Empty if it has all that are used.
 pub fn missing() -> Vec<String> {
     let ask = || Ruleset::default().set_compatibility(CompatLevel::HardRequirement);
     let files = |abi| ask().handle_access(AccessFs::from_all(abi)).is_ok();
@@ -47,23 +51,23 @@ pub fn missing() -> Vec<String> {
         (ask().scope(scopes).is_ok(), "Landlock 6 (signals and abstract sockets)"),
     ]
     .into_iter()
-    .filter(|(there, _)| !there)
+    .filter(|(available, _)| !available)
     .map(|(_, what)| what.to_owned())
     .collect()
 }
 
-/// Restricts this thread; the version in force.
+/// Restricts this thread. Returns the Landlock version in force.
 ///
 /// # Errors
-/// A path that can't be looked at, or the kernel's refusal.
+/// A path cannot be opened, or the kernel refused.
 pub fn restrict(sandbox: &Sandbox) -> Result<u32, SandboxError> {
     let mut ruleset = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(NEWEST))?
-        // No port may be bound: the process listens already.
+        // No port may be bound: the process already listens.
         .handle_access(AccessNet::BindTcp)?
         .scope(Scope::AbstractUnixSocket | Scope::Signal)?;
-    if sandbox.work == Work::Beside {
+    if sandbox.work == Work::MemoryOnly {
         ruleset = ruleset.handle_access(AccessNet::ConnectTcp)?;
     }
     let mut ruleset = ruleset.create()?;
@@ -113,11 +117,11 @@ fn allow(
     };
     let stat = rustix::fs::fstat(&opened).map_err(|errno| failed(errno.into()))?;
     let is_directory = rustix::fs::FileType::from_raw_mode(stat.st_mode).is_dir();
-    // A right that only directories have makes no rule for a file.
+    // Rights that only directories have are invalid in a rule for a file.
     let access = if is_directory { access } else { access & AccessFs::from_file(NEWEST) };
     let ruleset = ruleset.add_rule(PathBeneath::new(opened.as_fd(), access))?;
-    // A rule is about an inode, and `/proc` makes a new one for the same process when the kernel was short of memory. An
-    // open descriptor keeps the one that the rule is about.
+    // A rule applies to an inode. When the kernel is short of memory, `/proc` replaces the inode of
+    // a process. The open descriptor keeps the inode of the rule alive.
     let _ = opened.into_raw_fd();
     Ok(ruleset)
 }

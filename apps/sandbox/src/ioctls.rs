@@ -1,7 +1,8 @@
-//! The requests that may be made of devices and files by `ioctl`.
+//! The `ioctl` requests that a restricted process may make.
 //!
-//! KVM's are all those that vmferry makes, on whatever processor and kind of KVM, and not those that one machine was seen to need. Source: Linux
-//! `include/uapi/linux/kvm.h`, `userfaultfd.h`, `fs.h`, `asm-generic/ioctls.h`.
+//! The KVM requests are all that vmferry makes on any processor and KVM module, not only those
+//! observed on one machine. Source: Linux `include/uapi/linux/kvm.h`, `userfaultfd.h`, `fs.h`,
+//! `asm-generic/ioctls.h`.
 
 use kvm_bindings as kvm;
 
@@ -31,7 +32,7 @@ const fn iowr<T>(number: u8) -> u64 {
     request::<T>(READ | WRITE, kvm::KVMIO as u8, number)
 }
 
-/// Descriptors and terminals: what the standard library and the C library ask.
+/// Descriptors and terminals: requests of the standard library and the C library.
 const PLAIN: &[u64] = &[
     0x5451, // FIOCLEX
     0x5421, // FIONBIO
@@ -40,13 +41,14 @@ const PLAIN: &[u64] = &[
     0x5413, // TIOCGWINSZ
 ];
 
-/// Finding populated and written pages, in this process or, by a descriptor opened before, in another.
+/// Finding populated and written pages, in this process or in another one by a descriptor opened
+/// before.
 const PAGES: &[u64] = &[
     0xc060_6610, // PAGEMAP_SCAN
     0xc068_6611, // PROCMAP_QUERY
 ];
 
-/// A userfaultfd's.
+/// Requests of userfaultfd.
 const USERFAULTFD: &[u64] = &[
     0xc018_aa3f, // UFFDIO_API
     0xc020_aa00, // UFFDIO_REGISTER
@@ -54,10 +56,10 @@ const USERFAULTFD: &[u64] = &[
     0xc018_aa06, // UFFDIO_WRITEPROTECT
 ];
 
-/// KVM's, the most frequent one first.
+/// Requests of KVM, the most frequent one first.
 const KVM: &[u64] = &[
     io(0x80), // KVM_RUN
-    // The system.
+    // The system descriptor.
     io(0x00),                        // KVM_GET_API_VERSION
     io(0x01),                        // KVM_CREATE_VM
     iowr::<kvm::kvm_msr_list>(0x02), // KVM_GET_MSR_INDEX_LIST
@@ -116,7 +118,7 @@ const KVM: &[u64] = &[
 pub fn allowed(work: Work) -> Vec<u64> {
     let of: &[&[u64]] = match work {
         Work::Machine => &[KVM, PLAIN, PAGES, USERFAULTFD],
-        Work::Beside => &[PLAIN, PAGES],
+        Work::MemoryOnly => &[PLAIN, PAGES],
     };
     of.concat()
 }
@@ -125,9 +127,9 @@ pub fn allowed(work: Work) -> Vec<u64> {
 mod tests {
     use super::*;
 
-    /// Against the numbers that vmferry's own modules and a compiled `linux/kvm.h` have.
+    /// The numbers are from vmferry's own modules and from a compiled `linux/kvm.h`.
     #[test]
-    fn the_numbers_are_the_kernel_s() {
+    fn numbers_match_the_kernel_headers() {
         let all = allowed(Work::Machine);
         for known in [
             0xae80,
@@ -156,6 +158,6 @@ mod tests {
         ] {
             assert!(all.contains(&known), "{known:#x}");
         }
-        assert!(allowed(Work::Beside).iter().all(|request| request >> 8 & 0xff != 0xae));
+        assert!(allowed(Work::MemoryOnly).iter().all(|request| request >> 8 & 0xff != 0xae));
     }
 }

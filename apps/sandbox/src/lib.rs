@@ -1,29 +1,31 @@
-//! Takes from a process what it no longer needs.
+//! Restricts a process to what it still needs.
 //!
-//! A process that reads from the network gets ready first (it listens, opens, starts what it must), says in a
-//! [`Sandbox`] what it will still do, and calls [`apply`]. From then on, whatever code runs in it, the kernel refuses the
-//! rest:
+//! A process that will read from the network first prepares itself: it listens, opens files and
+//! starts other processes. It then describes its remaining work in a [`Sandbox`] and calls
+//! [`apply`]. From then on the kernel refuses everything else, whatever code runs in the process:
 //!
-//! | layer | what it takes |
+//! | layer | what it removes |
 //! | --- | --- |
-//! | no new privileges, capabilities | all capabilities (but those that bound what `execve` may give, where only root may empty that set), and every way to get one back |
-//! | Landlock | all files but those named, new TCP ports, signals to and abstract sockets of other processes |
-//! | seccomp | all system calls but a list, some of them with certain arguments only |
-//! | `RLIMIT_CORE` | core dumps, to files and to programs |
+//! | no new privileges, capabilities | all capabilities and every way to regain one |
+//! | Landlock | files not listed, new TCP ports, signals and abstract sockets of other processes |
+//! | seccomp | system calls that are not listed, or not with these arguments |
+//! | `RLIMIT_CORE` | core dumps to files and to programs |
 //!
-//! The layers overlap on purpose: a kernel that lacks one still has the others, and [`Restrictions`] says which are in
-//! force.
+//! Only root may empty the bounding set of capabilities, which limits what `execve` may grant. The
+//! layers overlap on purpose: a kernel that lacks one still has the others. [`Restrictions`] lists
+//! those in force.
 //!
-//! # What a refused call does
+//! # Refused calls
 //!
-//! Calls that only an intruder makes (`execve`, `ptrace`, `mount`, `bpf` and their like, see [`calls`]) end the process:
-//! nothing in it is trustworthy any more. Every other call that is not on the list fails with `ENOSYS`, as on a kernel that does
-//! not have it: a guest may live in this process, and the C library takes that answer for a reason to use an older call.
+//! Calls that only an attacker would make (`execve`, `ptrace`, `mount`, `bpf` and others, see
+//! [`calls`]) kill the process, because nothing in it can be trusted any more. All other calls that
+//! are not on the list fail with `ENOSYS`, as on a kernel without them: a guest may run in this
+//! process, and the C library falls back to an older call.
 //!
 //! # Threads
 //!
-//! Capabilities and Landlock belong to a thread and are inherited by those that it starts. So [`apply`] is for a
-//! process with one thread, and refuses any other.
+//! Capabilities and Landlock belong to a thread and are inherited by the threads that it starts. So
+//! [`apply`] requires a process with one thread.
 
 #![forbid(unsafe_code)]
 
@@ -43,66 +45,68 @@ use serde::Serialize;
 pub use error::SandboxError;
 pub use files::Files;
 
-/// What a process does after it was restricted, which decides about its system calls.
+/// The work of a process after it is restricted. It determines the allowed system calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
-    /// It runs a guest, on KVM or as threads, and may migrate it away: it makes KVM machines, dirty logs, memory, and
-    /// TCP connections.
+    /// It runs a guest, on KVM or as threads, and may migrate it away: it creates KVM machines,
+    /// dirty logs, memory, and TCP connections.
     Machine,
-    /// It fills the memory of a guest that another process runs: it neither makes machines nor connects to
-    /// anybody but by Unix sockets.
-    Beside,
+    /// It fills the memory of a guest that another process runs. It creates no machines and
+    /// connects only to Unix sockets.
+    MemoryOnly,
 }
 
 /// What a process may still do.
 #[derive(Clone, Debug)]
 pub struct Sandbox {
-    /// What kind of work it does.
+    /// The kind of work.
     pub work: Work,
     /// The files that it needs.
     pub files: Files,
-    /// Whether it connects to sockets of another user, to which only `CAP_DAC_OVERRIDE` lets it: that one is kept then.
+    /// Whether it connects to sockets of another user, which requires `CAP_DAC_OVERRIDE`. This
+    /// capability is kept then.
     pub others_sockets: bool,
 }
 
-/// How much is wanted.
+/// How strict the sandbox is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Wanted {
-    /// All that the kernel has.
+pub enum SandboxMode {
+    /// Apply what the kernel supports.
     #[default]
     Auto,
-    /// All there is, or an error.
+    /// Apply everything, or fail.
     Require,
-    /// Nothing.
+    /// Do not restrict the process.
     Off,
 }
 
-/// What is in force.
+/// The restrictions in force.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Restrictions {
-    /// How much was wanted.
-    pub wanted: Wanted,
-    /// No program that the process could start has more rights than it.
+    /// The requested strictness.
+    pub wanted: SandboxMode,
+    /// No program that the process could start has more privileges than it.
     pub no_new_privileges: bool,
-    /// It has no capability, in no set but the bounding one, for users who may not empty it: that is a bound of what
-    /// `execve` gives, which can't be called, and without new privileges would give nothing.
+    /// It has no capabilities. A user who may not empty the bounding set keeps that one; it only
+    /// limits what `execve` may grant.
     pub no_capabilities: bool,
-    /// The version of Landlock that restricts it; 0 for none. 4 refuses TCP ports, 5 device calls, 6 signals.
+    /// The version of Landlock in force; 0 for none. Version 4 restricts TCP ports, 5 device calls,
+    /// 6 signals.
     pub landlock_abi: u32,
     /// System calls are filtered.
     pub seccomp: bool,
     /// A crash leaves no core dump.
     pub no_core_dumps: bool,
-    /// What this kernel can't do, or the limits that the process was started with, for people.
+    /// What is missing in this kernel or in the limits of the process, for people.
     pub missing: Vec<String>,
 }
 
 impl Restrictions {
-    /// What is in force, in a line for people.
+    /// A one-line summary for people.
     #[must_use]
     pub fn summary(&self) -> String {
-        if self.wanted == Wanted::Off {
+        if self.wanted == SandboxMode::Off {
             return "not restricted".to_owned();
         }
         let landlock = format!("Landlock {}", self.landlock_abi);
@@ -116,20 +120,20 @@ impl Restrictions {
         let parts: Vec<_> = parts.iter().filter(|(on, _)| *on).map(|(_, name)| *name).collect();
         let mut text = format!("restricted: {}", parts.join(", "));
         if !self.missing.is_empty() {
-            text += &format!("; missing here: {}", self.missing.join("; "));
+            text += &format!("; missing: {}", self.missing.join("; "));
         }
         text
     }
 }
 
-/// Lets a crash leave no dump; whether that is so for dumps to programs too.
+/// Disables core dumps. Returns whether this includes dumps to programs.
 fn forbid_core_dumps() -> Result<bool, SandboxError> {
-    // Not 0: with a program as core_pattern the kernel ignores the limit, but for 1, and to a file a dump
-    // needs a page at least (core(5); Linux fs/coredump.c).
+    // The limit is 1 and not 0: if core_pattern is a program, the kernel ignores every limit except
+    // 1. A dump to a file needs at least a page (core(5); Linux fs/coredump.c).
     let limit = Rlimit { current: Some(1), maximum: Some(1) };
     match setrlimit(Resource::Core, limit) {
         Ok(()) => Ok(true),
-        // Somebody has set the hard limit to 0, which will do where dumps are files.
+        // The hard limit is already 0, which is sufficient if dumps are files.
         Err(Errno::PERM) => {
             let pattern = std::fs::read_to_string("/proc/sys/kernel/core_pattern");
             Ok(pattern.is_ok_and(|pattern| dumps_are_files(&pattern)))
@@ -140,19 +144,20 @@ fn forbid_core_dumps() -> Result<bool, SandboxError> {
     }
 }
 
-/// Whether a `core_pattern` names a file, and neither a program nor a socket (core(5)).
+/// Whether a `core_pattern` names a file, and not a program or a socket (core(5)).
 fn dumps_are_files(pattern: &str) -> bool {
     !pattern.starts_with(['|', '@'])
 }
 
-/// Restricts this process, for good. The files of [`Sandbox::files`] must exist by now, or are not reachable later.
+/// Restricts this process permanently. The files in [`Sandbox::files`] must already exist; later
+/// files are not accessible.
 ///
 /// # Errors
-/// If the process has several threads, a path can't be looked at, or the kernel refuses what it should
-/// have. With [`Wanted::Require`] also if this kernel lacks anything.
-pub fn apply(sandbox: &Sandbox, wanted: Wanted) -> Result<Restrictions, SandboxError> {
+/// The process has several threads, a path cannot be opened, or the kernel refused a restriction
+/// that it should support. With [`SandboxMode::Require`], also if anything is missing.
+pub fn apply(sandbox: &Sandbox, wanted: SandboxMode) -> Result<Restrictions, SandboxError> {
     let mut restrictions = Restrictions { wanted, ..Restrictions::default() };
-    if wanted == Wanted::Off {
+    if wanted == SandboxMode::Off {
         return Ok(restrictions);
     }
     let threads = std::fs::read_dir("/proc/self/task")
@@ -163,21 +168,22 @@ pub fn apply(sandbox: &Sandbox, wanted: Wanted) -> Result<Restrictions, SandboxE
     }
     restrictions.no_core_dumps = forbid_core_dumps()?;
     restrictions.missing = files::missing();
-    if wanted == Wanted::Require && !restrictions.missing.is_empty() {
+    if wanted == SandboxMode::Require && !restrictions.missing.is_empty() {
         return Err(SandboxError::Missing { missing: restrictions.missing.join("; ") });
     }
     if !restrictions.no_core_dumps {
-        if wanted == Wanted::Require {
+        if wanted == SandboxMode::Require {
             return Err(SandboxError::CoreLimit);
         }
-        let text = "a hard limit for core dumps of 1 or more (0 is none to the program that core_pattern names)";
+        let text = "a hard limit for core dumps of 1 or more (0 does not stop a dump to a \
+                    program in core_pattern)";
         restrictions.missing.push(text.to_owned());
     }
     if sandbox.others_sockets {
-        if wanted == Wanted::Require {
+        if wanted == SandboxMode::Require {
             return Err(SandboxError::OthersSockets);
         }
-        let text = "to go without CAP_DAC_OVERRIDE, by which the sockets of another user's process are reached";
+        let text = "dropping CAP_DAC_OVERRIDE (it is needed for sockets of another user's process)";
         restrictions.missing.push(text.to_owned());
     }
     let kept =
@@ -200,7 +206,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dumps_to_programs_and_sockets_are_no_files() {
+    fn dumps_to_programs_and_sockets_are_not_files() {
         for file in ["core\n", "", "/var/crash/%e.%p\n", "%e|x\n"] {
             assert!(dumps_are_files(file), "{file}");
         }
@@ -210,8 +216,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_said_with_its_way_out() {
-        let said = SandboxError::CoreLimit.to_string();
-        assert!(said.contains("ulimit -Hc") && !said.contains("kernel has no"), "{said}");
+    fn core_limit_error_says_how_to_raise_the_limit() {
+        let message = SandboxError::CoreLimit.to_string();
+        assert!(message.contains("ulimit -Hc") && !message.contains("kernel has no"), "{message}");
     }
 }

@@ -1,4 +1,4 @@
-//! Whoever fills the memory of another process's guest connects to nobody by TCP, by whatever way.
+//! A process that fills the memory of another process's guest cannot connect by TCP in any way.
 
 use std::io::{ErrorKind, IoSlice};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -6,26 +6,26 @@ use std::process::Command;
 
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags, connect_unspec, send, sendmsg_addr, sendto};
-use vmferry_sandbox::{Files, Sandbox, Wanted, Work, apply};
+use vmferry_sandbox::{Files, Sandbox, SandboxMode, Work, apply};
 
-/// Says to the child whether to restrict itself.
+/// Tells the child whether to restrict itself.
 const CHILD: &str = "VMFERRY_TEST_REACHING_OUT";
 
-/// Without the harness, whose tests run in threads of their own: only a process with one thread can be restricted. The
-/// control is another process that does the same.
+/// This test has no harness, because only a process with one thread can be restricted. The
+/// unrestricted child is the control.
 fn main() {
     if let Ok(how) = std::env::var(CHILD) {
-        return reach_out(how == "restricted");
+        return try_to_connect(how == "restricted");
     }
     for how in ["restricted", "free"] {
         let this = std::env::current_exe().unwrap();
         let status = Command::new(this).env(CHILD, how).status().unwrap();
         assert!(status.success(), "{how}: {status}");
     }
-    println!("an accepted connection is no way out: ok");
+    println!("accepted connections cannot be reconnected: ok");
 }
 
-/// Two connections that somebody has made, and the address of somebody else who waits.
+/// Two accepted connections, and a listener that must not be reached.
 struct Scene {
     accepted: [TcpStream; 2],
     _peers: [TcpStream; 2],
@@ -46,20 +46,20 @@ impl Scene {
     }
 }
 
-fn reach_out(restricted: bool) {
+fn try_to_connect(restricted: bool) {
     let Scene { accepted: [first, second], _peers, outside, address } = Scene::new();
     let mut landlock = 0;
     if restricted {
         let sandbox =
-            Sandbox { work: Work::Beside, files: Files::default(), others_sockets: false };
-        let restrictions = apply(&sandbox, Wanted::Auto).unwrap();
+            Sandbox { work: Work::MemoryOnly, files: Files::default(), others_sockets: false };
+        let restrictions = apply(&sandbox, SandboxMode::Auto).unwrap();
         assert!(restrictions.seccomp);
         landlock = restrictions.landlock_abi;
     }
-    // What it is there for goes on.
+    // The connection itself still works.
     assert_eq!(send(&first, b"x", SendFlags::NOSIGNAL), Ok(1));
 
-    // The straight way is Landlock's to refuse.
+    // Landlock refuses `connect`.
     for socket in [&first, &second] {
         connect_unspec(socket).unwrap();
     }
@@ -69,7 +69,7 @@ fn reach_out(restricted: bool) {
         panic!("this test needs Landlock 4, and this kernel has {landlock}");
     }
 
-    // A first packet with data connects a socket too, and what looks at `connect` does not see it.
+    // `MSG_FASTOPEN` connects a socket with its first packet, and `connect` is not called.
     let fast_open = SendFlags::from_bits_retain(libc::MSG_FASTOPEN as u32) | SendFlags::NOSIGNAL;
     let data = [IoSlice::new(b"secret")];
     let nothing = &mut SendAncillaryBuffer::default();

@@ -83,7 +83,7 @@ fn render(mut outcomes: Vec<Outcome>) -> String {
         let faults = guests.entry(outcome.guest.clone()).or_default();
         faults.entry(outcome.fault.clone()).or_default().push(outcome);
     }
-    let mut text = format!("\n{count} faults at their moments.\n");
+    let mut text = format!("\n{count} combinations of fault, phase and outcome.\n");
     for (guest, faults) in guests {
         let _ = write!(text, "\n### {guest}\n\n");
         text.push_str("| fault | when | the guest | source | destination |\n");

@@ -41,13 +41,13 @@ use units::{parse_bytes, parse_duration};
     crate::exit::help()
 ))]
 pub struct Arguments {
-    /// Print JSON: one object, or one object per line for commands that go on.
+    /// Print JSON: one object, or one object per line for long-running commands.
     #[arg(long, global = true)]
     pub json: bool,
     /// Print results and failures only.
     #[arg(long, short, global = true)]
     pub quiet: bool,
-    /// What to do.
+    /// The subcommand.
     #[command(subcommand)]
     pub command: Command,
 }
@@ -57,53 +57,54 @@ pub struct Arguments {
 pub enum Command {
     /// Migrate a guest between two processes on this machine and show what happened.
     Demo(DemoOptions),
-    /// Run a guest until it ends, is quit, or has moved to another host.
+    /// Run a guest until it ends, is quit, or moves to another host.
     Run(RunOptions),
     /// Wait for a guest from another host and run it.
     Receive(ReceiveOptions),
     /// Move a running guest to a waiting host.
     Send(SendOptions),
-    /// Show the guests of this host, one guest, and migrations that are in doubt.
+    /// Show the guests of this host, one guest, or migrations that are in doubt.
     Status(StatusOptions),
-    /// Change a migration that is under way.
+    /// Change the limits of a running migration.
     Set(SetOptions),
-    /// Let a migration switch over that was sent with --pause-before-switchover.
+    /// Release a migration that --pause-before-switchover holds.
     SwitchOver(GuestOption),
-    /// End the migration of a guest, which stays here.
+    /// Cancel the migration of a guest; the guest stays on this host.
     Cancel(GuestOption),
-    /// Watch a running guest and say what a migration would cost, without migrating it.
+    /// Watch a running guest and estimate what a migration would cost, without migrating it.
     Estimate(EstimateOptions),
     /// Print or serve metrics of this host's guests and migrations for Prometheus.
     Metrics(MetricsOptions),
-    /// Show a guest's balloon and memory statistics, or say how large the balloon shall be.
+    /// Show a guest's balloon and memory statistics, or set the size of the balloon.
     Balloon(BalloonOptions),
     /// Pause a guest.
     Pause(GuestOption),
-    /// Let a paused guest run on.
+    /// Resume a paused guest.
     Resume(GuestOption),
     /// End a guest and its VMM.
     Quit(GuestOption),
-    /// Look for what keeps guests from moving, here and on another host, and say what to do.
+    /// Check hosts and a guest for what prevents a migration, and say what to do.
     Doctor(DoctorOptions),
-    /// Decide, as the operator, who has a guest whose handover is in doubt.
+    /// Decide, as the operator, which host has a guest whose handover is in doubt.
     Resolve(ResolveOptions),
-    /// Make the certificates of mutual TLS.
+    /// Issue and revoke the certificates of mutual TLS.
     Pki(PkiOptions),
-    /// Print what is in a recorded channel, a journal or a saved state, and where it is broken.
+    /// Decode a recorded channel, a journal or a saved state, and show where it is damaged.
     Inspect(InspectOptions),
-    /// Print the completions of a shell.
+    /// Print the completions for a shell.
     Completions(CompletionsOptions),
     /// Print the manual page, or write one for each command.
     Man(ManOptions),
-    /// Make a page with plots of a migration, of two side by side, or of benchmarks.
+    /// Make an HTML page with plots of one migration, of two side by side, or of benchmarks.
     Report(ReportOptions),
-    /// Wait beside a `send --qemu`, and take over when it dies. Its order comes by standard input.
+    /// Guard the guest of a `send --qemu` and take over if that process dies. Reads its order from
+    /// standard input.
     #[command(hide = true)]
     Guard,
-    /// Start the QEMU of a `receive --exec` when that asks for it, by standard input.
+    /// Start the QEMU of a `receive --exec`, which sends requests through standard input.
     #[command(hide = true)]
     StartQemu(StarterOptions),
-    /// Run the hook of a `send` or `receive` when that asks for it, by standard input.
+    /// Run the hook of a `send` or `receive`, which sends requests through standard input.
     #[command(hide = true)]
     RunHook(HookRunnerOptions),
 }
@@ -115,16 +116,16 @@ pub struct GuestOption {
     pub guest: String,
 }
 
-/// A guest to be made.
+/// A guest to create.
 #[derive(Clone, Debug, Args)]
 pub struct MachineOptions {
-    /// kvm, process (threads that write memory, where /dev/kvm is missing), or auto.
+    /// kvm, process (threads that write memory, for hosts without /dev/kvm), or auto.
     #[arg(long, default_value = "auto", value_name = "KIND")]
     pub guest: vmferry_microvm::GuestKind,
     /// Guest memory, such as 256M or 8G.
     #[arg(long, default_value = "256M", value_parser = parse_bytes, value_name = "BYTES")]
     pub memory: u64,
-    /// What the memory is made of: private, memfd, thp, or hugetlb (reserved huge pages).
+    /// Kind of guest memory: private, memfd, thp, or hugetlb (reserved huge pages).
     #[arg(long, default_value = "private", value_name = "KIND")]
     pub memory_kind: MemoryKind,
     /// Number of vCPUs, 1 to 8.
@@ -134,10 +135,10 @@ pub struct MachineOptions {
     /// ring), or uffd.
     #[arg(long, default_value = "auto", value_name = "LOG")]
     pub dirty_log: LogChoice,
-    /// How the log of what its devices write is read: switch, or to compare get.opt and get.org.
+    /// How the dirty log of device writes is read: switch, or for comparison get.opt or get.org.
     #[arg(long, default_value = "switch", value_name = "WAY")]
     pub device_log: SoftwareWay,
-    /// Give the guest a balloon (virtio-balloon on virtio-mmio). Takes a guest on KVM.
+    /// Give the guest a balloon (virtio-balloon on virtio-mmio). Requires a guest on KVM.
     #[arg(long)]
     pub balloon: bool,
 }
@@ -145,7 +146,7 @@ pub struct MachineOptions {
 /// `vmferry run`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Workloads, combined with spaces: idle | fill=MIB,incompressible|text|zero |
+Workloads, separated by spaces: idle | fill=MIB,incompressible|text|zero |
 read=MIB | hot=MIB[,rate=PAGES_PER_S][,random|sequential] | display | ticks |
 freed=MIB | churn=MIB[,rate=PAGES_PER_S] | poison | pressure | reporting | rewrite
 
@@ -160,7 +161,7 @@ pub struct RunOptions {
     /// The guest.
     #[command(flatten)]
     pub machine: MachineOptions,
-    /// What the guest does.
+    /// The guest's workloads.
     #[arg(long, default_value = "idle", value_name = "WORDS")]
     pub workload: String,
     /// The guest's UUID; random by default.
@@ -171,10 +172,11 @@ pub struct RunOptions {
 /// Files for `tls:` and `grpc:` addresses.
 #[derive(Clone, Debug, Args)]
 pub struct TlsOptions {
-    /// Directory with ca.pem, host.pem and host.key, as `vmferry pki` makes it.
-    #[arg(long, value_name = "DIR", env = "VMFERRY_TLS", conflicts_with_all = ["ca", "cert", "key"])]
+    /// Directory with ca.pem, host.pem and host.key, as made by `vmferry pki`.
+    #[arg(long, value_name = "DIR", env = "VMFERRY_TLS",
+          conflicts_with_all = ["ca", "cert", "key"])]
     pub tls: Option<PathBuf>,
-    /// Certificates that peers are trusted by (PEM).
+    /// Certificates of the trusted authorities (PEM).
     #[arg(long, value_name = "FILE", requires_all = ["cert", "key"])]
     pub ca: Option<PathBuf>,
     /// This host's certificate (PEM).
@@ -183,14 +185,15 @@ pub struct TlsOptions {
     /// This host's private key (PEM, mode 0600).
     #[arg(long, value_name = "FILE", requires = "ca")]
     pub key: Option<PathBuf>,
-    /// Revocation list of an authority (PEM); may be said several times. With --tls, DIR/crl.pem counts as
-    /// well if it is there.
+    /// Revocation list of an authority (PEM); may be given several times. With --tls, DIR/crl.pem
+    /// is used as well if it exists.
     #[arg(long, value_name = "FILE")]
     pub crl: Vec<PathBuf>,
-    /// How far out of date a certificate or revocation list may be, for clocks that differ.
+    /// How long a certificate or revocation list is accepted outside its dates, to allow for
+    /// differing clocks.
     #[arg(long, default_value = "5m", value_parser = parse_duration, value_name = "TIME")]
     pub clock_skew: Duration,
-    /// Allow tcp:, which anyone on the way can read and change.
+    /// Allow tcp:, which anyone on the network path can read and change.
     #[arg(long)]
     pub plain: bool,
 }
@@ -198,18 +201,18 @@ pub struct TlsOptions {
 /// `vmferry balloon`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-The guest gives as much as it can, and keeps what it needs; `actual` is what it has given.
+The guest's driver gives up as much memory as it can; `actual` is what it has given up.
 
 Examples:
   vmferry run web --memory 1G --balloon
-  vmferry balloon web                 # statistics, as the guest's driver tells them
-  vmferry balloon web 256M            # do without 256 MiB
-  vmferry balloon web 0               # take it all back
+  vmferry balloon web                 # statistics, as the guest's driver reports them
+  vmferry balloon web 256M            # take 256 MiB from the guest
+  vmferry balloon web 0               # give all of it back
   vmferry balloon web --json")]
 pub struct BalloonOptions {
     /// Name of the guest, or path of its control socket.
     pub guest: String,
-    /// How much memory the guest shall do without, such as 256M; 0 for none.
+    /// Memory to take from the guest, such as 256M; 0 gives all of it back.
     #[arg(value_parser = parse_bytes, value_name = "SIZE")]
     pub size: Option<u64>,
 }
@@ -222,9 +225,9 @@ Examples:
   vmferry status web
   vmferry status --sessions    # on the other host, before `vmferry resolve`")]
 pub struct StatusOptions {
-    /// Name of a guest, or path of its control socket; all guests by default.
+    /// Name of a guest, or path of its control socket; by default all guests.
     pub guest: Option<String>,
-    /// Show every migration that this host's journals know, and what this host promised in it.
+    /// Show every migration in this host's journals, and what this host promised in it.
     #[arg(long, conflicts_with = "guest")]
     pub sessions: bool,
 }
@@ -233,24 +236,24 @@ pub struct StatusOptions {
 #[derive(Debug, Args)]
 #[command(group = clap::ArgGroup::new("word").required(true))]
 #[command(after_help = "\
-Look at the other host first. If you say that the source resumes while the destination runs the
-guest, two hosts run it and its data is lost. This shows what the journal knows and asks before
-anything is decided; where there is no terminal, --yes says that all of it is done.
+Look at the other host first. If the source resumes while the destination runs the guest, two hosts
+run it and its data is lost. The command shows what the journal says and asks before it decides
+anything. Without a terminal, --yes confirms that the other host was looked at or fenced.
 
 Examples:
   vmferry resolve web --destination-owns
   vmferry resolve web --source-resumes
-  vmferry resolve web --source-resumes --yes --json    # in a script that has fenced the other host")]
+  vmferry resolve web --source-resumes --yes --json    # after a script has fenced the other host")]
 pub struct ResolveOptions {
     /// Name of the guest, path of its control socket, or number of the session.
     pub guest: String,
-    /// The other host runs the guest: give it up here.
+    /// The other host runs the guest: give it up on this host.
     #[arg(long, group = "word")]
     pub destination_owns: bool,
-    /// The other host does not run the guest and never will: let it run here.
+    /// The other host does not run the guest and never will: resume it on this host.
     #[arg(long, group = "word")]
     pub source_resumes: bool,
-    /// The other host was looked at, or is fenced: don't ask.
+    /// Don't ask: the other host was looked at, or is fenced.
     #[arg(long, short)]
     pub yes: bool,
 }
@@ -263,7 +266,7 @@ Examples:
   vmferry pki issue host-a --dir pki --out tls-a --address host-a.example --address 192.0.2.1
   vmferry pki revoke host-a --dir pki    # then copy pki/crl.pem to each host's directory")]
 pub struct PkiOptions {
-    /// What to make.
+    /// What to do.
     #[command(subcommand)]
     pub command: PkiCommand,
 }
@@ -276,7 +279,7 @@ pub enum PkiCommand {
         /// Directory for ca.pem and ca.key.
         #[arg(long, value_name = "DIR")]
         dir: PathBuf,
-        /// Days that it is valid.
+        /// Validity in days.
         #[arg(long, default_value_t = 3650)]
         days: u32,
     },
@@ -290,30 +293,31 @@ pub enum PkiCommand {
         /// Directory for ca.pem, host.pem and host.key.
         #[arg(long, value_name = "DIR")]
         out: PathBuf,
-        /// Names and IP addresses that the host is reached by; its name by default.
+        /// DNS names and IP addresses of the host; by default its name.
         #[arg(long = "address", value_name = "NAME_OR_IP")]
         addresses: Vec<String>,
-        /// Days that it is valid.
+        /// Validity in days.
         #[arg(long, default_value_t = 365)]
         days: u32,
     },
-    /// Revoke certificates: make the authority's revocation list, or renew it.
+    /// Revoke certificates: make or renew the authority's revocation list.
     Revoke {
-        /// Names of hosts, all of whose certificates are revoked, or files with one; none renews the list.
+        /// Hosts whose certificates are all revoked, or files with one certificate each; without
+        /// any, the list is only renewed.
         hosts: Vec<String>,
         /// The authority's directory; the list is crl.pem in it.
         #[arg(long, value_name = "DIR")]
         dir: PathBuf,
-        /// Days until the list is to be renewed. Hosts that have an older one accept nobody.
+        /// Days until the list must be renewed. A host with an expired list accepts no peer.
         #[arg(long, default_value_t = 30)]
         days: u32,
     },
 }
 
-/// How the demo's two processes are joined.
+/// How the demo's two processes are connected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Transport {
-    /// Mutual TLS 1.3 over TCP, with certificates made for the occasion.
+    /// Mutual TLS 1.3 over TCP, with temporary certificates.
     Tls,
     /// Plain TCP.
     Tcp,
@@ -335,19 +339,20 @@ pub struct DemoOptions {
     /// The guest.
     #[command(flatten)]
     pub machine: MachineOptions,
-    /// What the guest does; by default it fills a quarter of its memory and rewrites --hot.
+    /// The guest's workloads; by default it fills a quarter of its memory and rewrites --hot.
     #[arg(long, value_name = "WORDS")]
     pub workload: Option<String>,
-    /// Memory that the guest rewrites for ever.
-    #[arg(long, default_value = "32M", value_parser = parse_bytes, value_name = "BYTES", conflicts_with = "workload")]
+    /// Memory that the guest rewrites continuously.
+    #[arg(long, default_value = "32M", value_parser = parse_bytes, value_name = "BYTES",
+          conflicts_with = "workload")]
     pub hot: u64,
-    /// How the two processes are joined.
+    /// How the two processes are connected.
     #[arg(long, value_enum, default_value_t = Transport::Tls)]
     pub transport: Transport,
-    /// Limits and ways.
+    /// Limits and settings.
     #[command(flatten)]
     pub migration: MigrationOptions,
-    /// Don't hash both paused memories whole.
+    /// Don't hash and compare all guest memory.
     #[arg(long)]
     pub no_verify: bool,
 }

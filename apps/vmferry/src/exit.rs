@@ -1,4 +1,4 @@
-//! Exit codes. They are part of the interface: numbers are never reused.
+//! Exit statuses. They are part of the interface: numbers are never reused.
 
 use std::fmt;
 
@@ -7,8 +7,8 @@ use vmferry_control::{ClientError, ControlError, ErrorCode};
 use vmferry_sandbox::SandboxError;
 use vmferry_transport::TransportError;
 
-/// The exit statuses, each declared here and nowhere else: the number, the word of `--json` (the
-/// variant's name), and in the comment what `--help` says.
+/// The exit statuses. The number is the discriminant, the word in `--json` is the variant's name,
+/// and the text in `--help` is the doc comment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, EnumIter, EnumMessage, IntoStaticStr)]
 #[strum(serialize_all = "kebab-case")]
 #[repr(u8)]
@@ -43,7 +43,7 @@ pub enum Code {
     InDoubt = 14,
     /// the guest's VMM does not answer
     NotAnswering = 15,
-    /// this process can't be restricted as --sandbox require asks
+    /// can't restrict this process as --sandbox require demands
     Sandbox = 16,
     /// doctor has warnings
     Warnings = 17,
@@ -57,12 +57,12 @@ impl Code {
         self as u8
     }
 
-    /// The word in `--json`.
+    /// The code in `--json`.
     pub fn name(self) -> &'static str {
         self.into()
     }
 
-    /// The options that the advice in such a failure is about.
+    /// The command's options that the advice in such a failure refers to.
     pub fn options(self) -> Option<&'static str> {
         match self {
             Self::NotConverging => {
@@ -73,7 +73,7 @@ impl Code {
     }
 }
 
-/// What `--help` says of the exit statuses, in lines of at most 100 columns.
+/// The exit statuses for `--help`, in lines of at most 100 columns.
 pub fn help() -> String {
     let codes = Code::iter()
         .map(|code| format!("{} {}", code.number(), code.get_documentation().unwrap_or_default()));
@@ -113,12 +113,12 @@ impl From<ErrorCode> for Code {
 pub struct Failure {
     /// For the exit status.
     pub code: Code,
-    /// For people.
+    /// The message and its causes.
     pub error: anyhow::Error,
 }
 
 impl Failure {
-    /// A failure in one line.
+    /// A failure without a cause.
     pub fn new(code: Code, text: impl fmt::Display) -> Self {
         Self { code, error: anyhow::anyhow!("{text}") }
     }
@@ -130,7 +130,7 @@ impl Failure {
 }
 
 impl Failure {
-    /// The failure for machines.
+    /// The failure as JSON.
     pub fn facts(&self) -> serde_json::Value {
         serde_json::json!({
             "code": self.code.name(), "exit": self.code.number(), "message": self.to_string(),
@@ -223,17 +223,18 @@ mod tests {
         assert!(help.contains(&super::help()), "{help}");
         numbers.sort_unstable();
         numbers.dedup();
-        assert_eq!(numbers.len(), Code::iter().count(), "no number is for two");
+        assert_eq!(numbers.len(), Code::iter().count(), "no number is used twice");
     }
 
-    /// What would not start a second time either.
+    /// A wrong command line and a failing sandbox would fail at the next start as well.
     #[test]
-    fn the_unit_is_not_started_again_in_vain() {
+    fn unit_is_not_restarted_after_permanent_failures() {
         let unit = file("dist/systemd/vmferry-receive.service");
         let (usage, sandbox) = (Code::Usage.number(), Code::Sandbox.number());
         let line = format!("\nRestartPreventExitStatus={usage} {sandbox}\n");
         assert!(unit.contains(&line), "{line}");
-        for part in [format!("can't restrict ({sandbox})"), format!("line is wrong ({usage})")] {
+        for part in [format!("cannot restrict it ({sandbox})"), format!("line is wrong ({usage})")]
+        {
             assert!(unit.contains(&part), "the comment says {part}");
         }
     }

@@ -38,7 +38,7 @@ fn main() -> ExitCode {
         Command::Resume(options) => commands::simple::resume(&options, &output),
         Command::Quit(options) => commands::simple::quit(&options, &output),
         Command::Doctor(options) => match commands::doctor::run(&options, &output) {
-            // What was found is said by then.
+            // The findings were printed already.
             Ok(Some(code)) => return ExitCode::from(code.number()),
             found => found.map(drop),
         },

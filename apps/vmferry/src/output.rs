@@ -1,9 +1,10 @@
 //! What the command prints: tables and sentences for people, JSON for machines.
 
 use std::io::{IsTerminal, Write};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::SystemTime;
 
+use parking_lot::Mutex;
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -15,18 +16,19 @@ pub struct Output {
     json: bool,
     quiet: bool,
     terminal: bool,
-    /// The migration that events are about, since one has said it.
+    /// The migration (`run`) that events belong to; set by the first event that names one.
     run: Arc<Mutex<Option<Value>>>,
 }
 
 impl Output {
-    /// For people, or with `json` for machines; `quiet` leaves out what is neither a result nor a failure.
+    /// For people, or with `json` for machines. `quiet` suppresses everything but results and
+    /// failures.
     pub fn new(json: bool, quiet: bool) -> Self {
         let terminal = std::io::stderr().is_terminal();
         Self { json, quiet, terminal, run: Arc::default() }
     }
 
-    /// Whether machines read it.
+    /// Whether the output is JSON.
     pub fn is_json(&self) -> bool {
         self.json
     }
@@ -44,21 +46,23 @@ impl Output {
         } else {
             text()
         };
-        // Whoever closed standard output does not want it.
+        // A reader that closed standard output does not want the result.
         let _ = writeln!(std::io::stdout(), "{}", line.trim_end());
     }
 
-    /// One event of a long-running command: a JSON line with its time and its migration, or the text.
+    /// One event of a long-running command: a JSON line with its time and its migration, or the
+    /// text.
     pub fn event(&self, value: &impl Serialize, text: impl FnOnce() -> String) {
         let stamped = if self.json { self.stamped(value) } else { Value::Null };
         self.result(&stamped, text);
         let _ = std::io::stdout().flush();
     }
 
-    /// An event with `time` (RFC 3339, UTC) and, of a migration, `run`: the session's number, which both hosts have.
+    /// Adds `time` (RFC 3339, UTC) and, during a migration, `run` to an event. `run` is the
+    /// session's number, which is the same on both hosts.
     pub fn stamped(&self, value: &impl Serialize) -> Value {
         let mut value = serde_json::to_value(value).unwrap_or_default();
-        let mut run = self.run.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut run = self.run.lock();
         if let Some(said) = value.get("run") {
             *run = Some(said.clone());
         }
@@ -72,12 +76,12 @@ impl Output {
         value
     }
 
-    /// What comes is about another migration, or none.
+    /// Later events belong to another migration, or to none.
     pub fn end_of_run(&self) {
-        *self.run.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *self.run.lock() = None;
     }
 
-    /// A remark for people; machines get nothing.
+    /// A remark for people. It is left out of JSON output.
     pub fn note(&self, text: impl AsRef<str>) {
         if !self.json && !self.quiet {
             let _ = writeln!(std::io::stderr(), "{}", text.as_ref());
@@ -98,7 +102,7 @@ impl Output {
     }
 }
 
-/// Columns of the terminal that standard output is, if it is one.
+/// Width of the terminal on standard output, or `None` if it is not a terminal.
 pub fn columns() -> Option<usize> {
     let stdout = std::io::stdout();
     let size = rustix::termios::tcgetwinsize(&stdout).ok()?;
@@ -110,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn events_bear_their_time_and_once_it_is_known_their_migration() {
+    fn event_has_its_time_and_once_known_its_migration() {
         let output = Output::new(true, false);
         let before = output.stamped(&json!({ "event": "listening" }));
         assert!(before["run"].is_null() && before["time"].as_str().unwrap().ends_with('Z'));

@@ -1,11 +1,11 @@
-//! How a migration is shown while it goes on: three lines that are redrawn on a terminal, a line for what happens
-//! elsewhere, every event for machines.
+//! Shows a running migration: three lines that are redrawn on a terminal, one line per event
+//! elsewhere, and every event as JSON for machines.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use bytesize::ByteSize;
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use parking_lot::Mutex;
 use serde_json::Value;
 
 use crate::exit::Failure;
@@ -22,11 +22,19 @@ const PAGE_BYTES: u64 = vmferry_memory::PAGE_SIZE as u64;
 /// How often the spinner turns.
 const TICK: Duration = Duration::from_millis(120);
 
+/// The events of a migration in JSON output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum JsonEvents {
+    /// Every event is printed.
+    All,
+    /// No event is printed, only the result.
+    None,
+}
+
 /// The progress of one migration.
 pub struct Progress<'a> {
     output: &'a Output,
-    /// Whether machines want every event, or one object at the end.
-    events: bool,
+    json_events: JsonEvents,
     state: Mutex<State>,
 }
 
@@ -36,7 +44,7 @@ struct State {
     seen: Seen,
 }
 
-/// What the last events have said.
+/// What the last events reported.
 #[derive(Debug, Default)]
 pub struct Seen {
     guest: String,
@@ -44,14 +52,22 @@ pub struct Seen {
     downtime_limit_ms: f64,
     progress: Value,
     forecast: Value,
-    /// Bytes per second that left lately, and what that is reckoned from: time and bytes of an earlier progress.
+    /// Bytes per second that were sent lately.
     sent_per_s: f64,
-    before: Option<(f64, f64)>,
-    /// The advice that stands on the screen.
+    /// An earlier progress event, to compute `sent_per_s`.
+    earlier: Option<Sample>,
+    /// Whether the last verdict shown was that the migration does not converge.
     advised: bool,
 }
 
-/// What is redrawn.
+/// The time and the sent bytes of a progress event.
+#[derive(Clone, Copy, Debug)]
+struct Sample {
+    ms: f64,
+    bytes: f64,
+}
+
+/// The lines that are redrawn.
 struct Lines {
     all: MultiProgress,
     head: ProgressBar,
@@ -88,7 +104,7 @@ impl Lines {
     }
 
     fn say(&self, text: &str) {
-        // Without a terminal any more, there is nobody to read it.
+        // If the terminal is gone, nobody can read it.
         let _ = self.all.println(text);
     }
 
@@ -100,19 +116,20 @@ impl Lines {
 }
 
 impl<'a> Progress<'a> {
-    /// A progress on standard error if that is a terminal, of which a record is kept as well if there is one.
-    pub fn new(output: &'a Output, events: bool, saved: Option<SavedRun>) -> Self {
+    /// Shows progress on standard error if that is a terminal, and writes a record if there is one.
+    pub fn new(output: &'a Output, json_events: JsonEvents, saved: Option<SavedRun>) -> Self {
         let lines = output.is_terminal().then(Lines::new);
-        Self { output, events, state: Mutex::new(State { lines, saved, seen: Seen::default() }) }
+        let state = State { lines, saved, seen: Seen::default() };
+        Self { output, json_events, state: Mutex::new(state) }
     }
 
-    /// Takes an event of the migration.
+    /// Handles an event of the migration.
     pub fn event(&self, event: &Value) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock();
         if let Some(saved) = &mut state.saved {
             saved.event(&self.output.stamped(event));
         }
-        if self.events && self.output.is_json() {
+        if self.json_events == JsonEvents::All && self.output.is_json() {
             self.output.event(event, String::new);
             return;
         }
@@ -121,7 +138,7 @@ impl<'a> Progress<'a> {
         let said = verdict(event, seen);
         match lines {
             Some(lines) => {
-                // What is redrawn says the rest.
+                // The redrawn lines cover the other events.
                 let lasting = matches!(
                     event["event"].as_str(),
                     Some(
@@ -148,9 +165,9 @@ impl<'a> Progress<'a> {
         }
     }
 
-    /// Removes what is redrawn, and ends the record.
+    /// Clears the redrawn lines and completes the record.
     pub fn finish(self, result: Result<&Value, &Failure>) {
-        let state = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let state = self.state.into_inner();
         if let Some(lines) = &state.lines {
             lines.clear();
         }
@@ -176,7 +193,7 @@ impl Seen {
                 self.progress = event.clone();
                 self.measure();
             }
-            // The bar begins anew before the next progress says so.
+            // Resets the bar before the next progress event.
             Some("round-started") if self.progress.is_object() => {
                 self.progress["round"] = event["round"].clone();
                 self.progress["round_pages"] = event["pages"].clone();
@@ -186,20 +203,23 @@ impl Seen {
         }
     }
 
-    /// What left in the last second or so.
+    /// Updates the rate at which bytes were sent during the last second or so.
     fn measure(&mut self) {
-        let now = self.progress["elapsed_ms"].as_f64().unwrap_or_default();
-        let bytes = self.progress["sent_bytes"].as_f64().unwrap_or_default();
-        match self.before {
-            Some((then, sent)) if now - then >= 900.0 => {
-                self.sent_per_s = (bytes - sent) * 1e3 / (now - then);
-                self.before = Some((now, bytes));
-            }
-            Some((then, sent)) if self.sent_per_s == 0.0 && now > then => {
-                self.sent_per_s = (bytes - sent) * 1e3 / (now - then);
-            }
-            None => self.before = Some((now, bytes)),
-            Some(_) => {}
+        let now = Sample {
+            ms: self.progress["elapsed_ms"].as_f64().unwrap_or_default(),
+            bytes: self.progress["sent_bytes"].as_f64().unwrap_or_default(),
+        };
+        let Some(earlier) = self.earlier else {
+            self.earlier = Some(now);
+            return;
+        };
+        let passed = now.ms - earlier.ms;
+        let rate = (now.bytes - earlier.bytes) * 1e3 / passed;
+        if passed >= 900.0 {
+            self.sent_per_s = rate;
+            self.earlier = Some(now);
+        } else if self.sent_per_s == 0.0 && passed > 0.0 {
+            self.sent_per_s = rate;
         }
     }
 }

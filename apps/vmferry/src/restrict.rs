@@ -1,4 +1,5 @@
-//! What `vmferry receive` keeps when it restricts itself, before anybody can connect.
+//! What `vmferry receive` may still access after it restricts itself. It does so before it accepts
+//! connections.
 
 use std::path::{Path, PathBuf};
 
@@ -10,10 +11,10 @@ use crate::commands::directories;
 use crate::commands::link::tls_files;
 use crate::exit::Failure;
 
-/// What every receiver reads about itself and the machine, and its allocator: its page table, its
-/// peak memory, its share of the processors; random numbers, where the call for them is missing;
-/// and how much memory and how many huge pages there are, for peers that ask.
-const ABOUT: [&str; 8] = [
+/// Files that every receiver and its allocator read: its own page table and peak memory, its share
+/// of the processors, random numbers where `getrandom` is missing, and the host's memory and huge
+/// pages, which it reports to peers that ask.
+const HOST_FACTS: [&str; 8] = [
     "/proc/self",
     "/proc/meminfo",
     "/proc/sys/kernel/random/boot_id",
@@ -24,8 +25,8 @@ const ABOUT: [&str; 8] = [
     "/dev/urandom",
 ];
 
-/// Restricts this process, which listens at `listening`, for `work`. `more` are files that the work itself needs;
-/// `others_sockets` says whether it connects to sockets of another user.
+/// Restricts this process, which listens at `listening`, to what `work` needs. `more` are the files
+/// that the work itself uses; `others_sockets` says whether it connects to another user's sockets.
 pub fn restrict(
     options: &ReceiveOptions,
     listening: &Address,
@@ -34,8 +35,8 @@ pub fn restrict(
     others_sockets: bool,
 ) -> Result<Restrictions, Failure> {
     let mut files = more;
-    files.read.extend(ABOUT.map(PathBuf::from));
-    // Certificates, lists and the policy are read again when they are replaced.
+    files.read.extend(HOST_FACTS.map(PathBuf::from));
+    // Certificates, revocation lists and the policy are reloaded when their files are replaced.
     if let Some(tls) = tls_files(&options.tls)? {
         for path in tls.files().paths() {
             files.read.extend(directories_of(path));
@@ -44,20 +45,21 @@ pub fn restrict(
     if let Some(policy) = &options.policy {
         files.read.extend(directories_of(policy));
     }
-    // Journals and control sockets. Journals may be on another disk, where a link leads.
+    // Journals and control sockets. `journal` may be a symbolic link to another disk.
     let places = directories()?;
     files.write.extend(std::fs::canonicalize(places.journals()));
     files.write.extend([places.runtime().to_owned(), places.state().to_owned()]);
-    // Recordings: the directory was made by now.
+    // Recordings: the directory exists by now.
     files.write.extend(options.record.record.clone());
     if let Address::Unix(path) = listening {
-        // The socket is removed in the end.
+        // The socket is removed at the end.
         files.remove_files.extend(directories_of(path));
     }
     Ok(apply(&Sandbox { work, files, others_sockets }, options.sandbox.into())?)
 }
 
-/// The directory in which a file is replaced, and the one where it really is, if its name is a link.
+/// The directory that contains a path, and the one that contains its target if it is a symbolic
+/// link.
 fn directories_of(path: &Path) -> Vec<PathBuf> {
     let parent = |path: &Path| match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),

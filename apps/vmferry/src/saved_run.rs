@@ -1,4 +1,5 @@
-//! The record of a migration that `--save-run` keeps: what `--json` prints, line by line, and how it ended.
+//! The record of a migration that `--save-run` writes: the events that `--json` prints, a line
+//! each, and then the result.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -13,12 +14,13 @@ use crate::exit::{Code, Failure};
 pub struct SavedRun {
     path: PathBuf,
     file: BufWriter<File>,
-    /// What could not be written; told once, at the end: a migration does not fail for its record.
+    /// The first write error. It is reported once, at the end: a migration does not fail because of
+    /// its record.
     failed: Option<std::io::Error>,
 }
 
 impl SavedRun {
-    /// Makes the file, or begins it anew.
+    /// Creates the file, or truncates an existing one.
     pub fn create(path: &Path) -> Result<Self, Failure> {
         let file = File::create(path).map_err(|error| {
             Failure::new(
@@ -32,13 +34,13 @@ impl SavedRun {
     /// Adds an event.
     pub fn event(&mut self, event: &Value) {
         if self.failed.is_none() {
-            // One at a time: what is there when the process is killed counts.
+            // Flushed after each event, so that a killed process leaves a usable record.
             let written = writeln!(self.file, "{event}").and_then(|()| self.file.flush());
             self.failed = written.err();
         }
     }
 
-    /// Adds how it ended, and says what of all this could not be written.
+    /// Adds the result. Returns a message if an event or the result could not be written.
     pub fn end(
         mut self,
         result: Result<&Value, &Failure>,
@@ -50,6 +52,6 @@ impl SavedRun {
         };
         self.event(&stamp(&last));
         let (path, error) = (self.path, self.failed?);
-        Some(format!("the run is not, or not whole, in {}: {error}", path.display()))
+        Some(format!("the run could not be saved completely in {}: {error}", path.display()))
     }
 }

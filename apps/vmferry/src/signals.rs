@@ -1,4 +1,4 @@
-//! Ending a long-running command in order, on SIGINT, SIGTERM or SIGHUP.
+//! Orderly termination of a long-running command on SIGINT, SIGTERM or SIGHUP.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicBool;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-/// Calls `ended` at the first of these signals, from a thread of its own.
+/// Calls `ended` on the first of these signals, from a separate thread.
 ///
 /// # Errors
 /// If the handlers can't be installed.
@@ -20,15 +20,15 @@ pub fn on_end(ended: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Calls `told` at each of these signals, from a thread of its own.
+/// Calls `signaled` on each of these signals, from a separate thread.
 ///
 /// # Errors
 /// If the handlers can't be installed.
-pub fn on_each(mut told: impl FnMut() + Send + 'static) -> std::io::Result<()> {
+pub fn on_each(mut signaled: impl FnMut() + Send + 'static) -> std::io::Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
     std::thread::Builder::new().name("signals".into()).spawn(move || {
         for _ in signals.forever() {
-            told();
+            signaled();
         }
     })?;
     Ok(())
@@ -40,7 +40,7 @@ pub fn on_each(mut told: impl FnMut() + Send + 'static) -> std::io::Result<()> {
 /// If the handlers can't be installed.
 pub fn ignore() -> std::io::Result<()> {
     for signal in [SIGINT, SIGTERM, SIGHUP] {
-        // A flag that nobody looks at: the handler does nothing else.
+        // The handler only sets this flag, which is never read.
         signal_hook::flag::register(signal, Arc::new(AtomicBool::new(false)))?;
     }
     Ok(())

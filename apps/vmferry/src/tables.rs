@@ -1,4 +1,4 @@
-//! Tables and verdicts for people.
+//! Tables and results as text.
 
 use std::fmt::Write;
 
@@ -10,11 +10,11 @@ use vmferry_api::{RecordedPages, RecordedRound, RecordedSource};
 
 /// The statistics in the answer of a VMM, which may be of another release.
 pub fn recorded(stats: &Value) -> RecordedSource {
-    // What an older release does not say is shown as 0.
+    // Numbers that an older release does not report are shown as 0.
     RecordedSource::deserialize(stats).unwrap_or_default()
 }
 
-/// The rounds and the verdict of a migration, from its statistics.
+/// The rounds and the result of a migration, from its statistics.
 pub fn outcome(stats: &RecordedSource) -> String {
     let bytes = |bytes: Option<f64>| ByteSize(number(bytes) as u64);
     let mut text = rounds(&stats.rounds);
@@ -47,7 +47,8 @@ pub fn outcome(stats: &RecordedSource) -> String {
     if stats.verify_match == Some(true) {
         let _ = writeln!(
             text,
-            "both paused memories hashed whole and equal ({:.0} ms, not counted above)",
+            "verified: all guest memory hashes to the same value on both sides ({:.0} ms, not \
+             counted above)",
             number(stats.verify_ms)
         );
     }
@@ -55,8 +56,8 @@ pub fn outcome(stats: &RecordedSource) -> String {
     if again > 0.0 {
         let _ = writeln!(
             text,
-            "the link was lost: {again} channels made again, {:.1} s without all of them, {} sent again; the \
-             paused guest ran on {} times",
+            "the link was lost: {again} channels reconnected, {:.1} s with channels missing, {} \
+             resent; the paused guest was resumed {} times",
             number(stats.link_down_ms) / 1e3,
             bytes(stats.resent_bytes),
             number(stats.recalls),
@@ -73,7 +74,7 @@ struct Column {
     cell: fn(&RecordedRound) -> String,
 }
 
-/// A number of the statistics.
+/// A number of the statistics, 0 if it is missing.
 fn number(number: Option<f64>) -> f64 {
     number.unwrap_or_default()
 }
@@ -112,10 +113,10 @@ const COLUMNS: [Column; 11] = [
     },
 ];
 
-/// Columns that a narrow terminal does without, the first one first.
+/// Columns that are left out on a narrow terminal, in this order.
 const DISPENSABLE: [&str; 4] = ["harvest ms", "free", "zero", "encoded"];
 
-/// The table of rounds, as wide as standard output has room.
+/// The table of rounds, with the columns that fit the width of standard output.
 pub fn rounds(rounds: &[RecordedRound]) -> String {
     rounds_within(rounds, crate::output::columns().unwrap_or(usize::MAX))
 }
@@ -148,7 +149,7 @@ fn rounds_in(rounds: &[RecordedRound], columns: &[&Column]) -> String {
     format!("{table}\n")
 }
 
-/// How most pages with content of a round travelled, and how the rest did, such as `lz4 90 %, raw 10 %`.
+/// The most frequent encodings of a round's pages with content, such as `lz4 90 %, raw 10 %`.
 fn encoded(counts: &RecordedPages) -> String {
     let RecordedPages { raw, delta, lz4, zstd, zlib, .. } = *counts;
     let ways = [(raw, "raw"), (delta, "delta"), (lz4, "lz4"), (zstd, "zstd"), (zlib, "zlib")];
@@ -169,10 +170,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_narrow_terminal_has_fewer_columns_and_none_is_cut() {
+    fn rounds_within_a_narrow_terminal_leave_out_columns() {
         let round = json!({
-            "round": 12, "pages": 262_144, "bytes": 1_073_741_824, "ms": 12345.6, "bytes_per_s": 350e6,
-            "dirty_pages_per_s": 12345.6, "harvest_ms": 12.34, "harvest_percent": 1.0,
+            "round": 12, "pages": 262_144, "bytes": 1_073_741_824, "ms": 12345.6,
+            "bytes_per_s": 350e6, "dirty_pages_per_s": 12345.6, "harvest_ms": 12.34,
+            "harvest_percent": 1.0,
             "encoded": { "delta": 58, "raw": 21, "zstd": 21 },
         });
         let stats = recorded(&json!({ "rounds": [round] })).rounds;

@@ -1,4 +1,4 @@
-//! A receiver that crashes leaves nothing of its guest on the disk.
+//! A receiver that crashes leaves no guest memory on the disk.
 
 #[path = "../../../crates/memory/tests/dumps/mod.rs"]
 mod dumps;
@@ -12,17 +12,17 @@ use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, se
 use support::inject::fault;
 use support::{Host, Running, World, text};
 
-/// Memory of the guest that holds something, in MiB.
+/// The part of the guest's memory that is filled, in MiB.
 const FILLED_MIB: u64 = 24;
 
-/// Whether this system writes dumps into the working directory. Where it gives them to a program or
-/// has a place for all, the receiver's memory is looked at instead.
+/// Whether this system writes core dumps into the working directory. If it pipes them to a program
+/// or has one directory for all, the test reads the receiver's memory instead.
 fn dumps_are_files() -> bool {
     let target = std::fs::read_to_string("/proc/sys/kernel/core_pattern").unwrap();
     if target.starts_with(['|', '@']) || target.contains('/') {
         return false;
     }
-    // Whoever starts a receiver may want dumps: these limits are inherited.
+    // The caller of a receiver may want dumps: the limits are inherited.
     let hard = getrlimit(Resource::Core).maximum;
     assert!(
         hard.is_none_or(|bytes| bytes >= 1 << 30),
@@ -33,8 +33,8 @@ fn dumps_are_files() -> bool {
     true
 }
 
-/// A receiver in a directory of its own, to which a guest has come; and what the guest's memory
-/// began with there.
+/// A receiver in its own directory that has received a guest, and the first bytes of the guest's
+/// memory there.
 fn received(world: &World, name: &str, how: &str) -> (Running, PathBuf) {
     let (a, b) = (world.host(&format!("a-{name}")), world.host(name));
     let workload = format!("fill={FILLED_MIB},incompressible");
@@ -51,12 +51,11 @@ fn received(world: &World, name: &str, how: &str) -> (Running, PathBuf) {
     (receiving, directory)
 }
 
-/// Crashes a process; whether the kernel has written a dump, and the one that it leaves in its
-/// directory.
+/// Crashes a process. Returns whether the kernel has written a dump, and the dump in its directory.
 fn crash(mut running: Running, signal: Signal, directory: &Path) -> (bool, Option<PathBuf>) {
     let pid = running.child.id();
     if signal == Signal::SEGV {
-        // By a fault: the standard library's handler takes a signal that somebody sends for none.
+        // By a fault: the standard library's handler ignores a signal that was sent with kill.
         fault(pid);
     } else {
         kill_process(Pid::from_raw(pid as i32).unwrap(), signal).unwrap();
@@ -73,16 +72,16 @@ fn stored_bytes(path: &Path) -> u64 {
 }
 
 #[test]
-fn a_receiver_that_crashes_leaves_no_dump() {
+fn crashing_receiver_leaves_no_dump() {
     let are_files = dumps_are_files();
     let world = World::new();
     for (name, signal) in [("segv", Signal::SEGV), ("abort", Signal::ABORT)] {
         let (running, directory) = received(&world, name, "auto");
         assert_eq!(crash(running, signal, &directory), (false, None), "{signal:?}");
     }
-    // Without the sandbox there is one; but the guest is not in it
-    // (`crates/memory/tests/core_dumps.rs` looks for each page, and finds it where the protection
-    // is undone).
+    // Without the sandbox there is a dump, but the guest is not in it.
+    // (`crates/memory/tests/core_dumps.rs` searches the dump for each page, and finds the pages
+    // where the protection is undone.)
     let (running, directory) = received(&world, "off", "off");
     let resident = |which: fn(&Mapping) -> bool| -> u64 {
         let mappings = mappings(&running.child.id().to_string());

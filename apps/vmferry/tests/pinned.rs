@@ -1,5 +1,5 @@
-//! What the command prints, word for word: every `--help`, errors, and `--json`. A change of words is seen in review;
-//! `TRYCMD=overwrite` writes the new ones.
+//! What the command prints, word for word: every `--help`, errors, and `--json`. A change of words
+//! is seen in review; `TRYCMD=overwrite` writes the new ones.
 
 #[test]
 fn words() {

@@ -1,5 +1,5 @@
-//! Two published ways to traverse a bitmap, for comparison: by byte, as the first migration code
-//! did, and by machine word (PUBLISHED.md, system 2). Both report single pages.
+//! Two published bitmap traversals, for comparison: by byte, as the first migration code did, and
+//! by machine word (PUBLISHED.md, system 2). Both report single pages.
 
 /// Tests each byte, and each bit of a byte that is not zero. Bit `b` of byte `i` is page `8 * i +
 /// b`.
@@ -32,7 +32,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_ways_find_the_same_pages() {
+    fn by_byte_and_by_word_find_the_same_pages() {
         let words = [0b1001, 0, 1 << 63, u64::MAX];
         let bytes: Vec<u8> = words.iter().flat_map(|word: &u64| word.to_le_bytes()).collect();
         let (mut bytewise, mut wordwise) = (Vec::new(), Vec::new());

@@ -1,5 +1,5 @@
-//! What memory allows: bitmaps that come from memory each time, because together they are larger than
-//! any cache.
+//! The limit set by memory bandwidth. The bitmaps are larger than any cache in total, so each
+//! traversal reads from memory.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -10,27 +10,27 @@ use vmferry_memory::traverse::next_nonzero;
 
 use crate::results::median;
 
-/// All bitmaps that take turns.
+/// Total size of the bitmaps that take turns.
 const TOGETHER_BYTES: u64 = 1 << 30;
 
-/// Bytes of bitmap per second, in 1e9.
+/// Throughput in GB (1e9 bytes) of bitmap per second.
 pub struct Limit {
-    /// Memory read and summed, the fastest that one thread can look at a bitmap.
+    /// Memory read and summed: the fastest that one thread can read a bitmap.
     pub read_gb_per_s: f64,
-    /// Memory ored into other memory.
+    /// Memory combined with other memory by OR.
     pub or_gb_per_s: f64,
     pub flat_clean_gb_per_s: f64,
-    /// Of two full bitmaps.
+    /// Union of two full bitmaps.
     pub union_gb_per_s: f64,
     pub subtract_gb_per_s: f64,
 }
 
-/// With bitmaps of so many pages.
+/// Measures with bitmaps of `pages` pages.
 pub fn measure(pages: u64, repetitions: usize) -> anyhow::Result<Limit> {
     let words = (pages / 64) as usize;
     let turns = (TOGETHER_BYTES / (pages / 8)).clamp(2, 32) as usize;
     let mut clean: Vec<Vec<u64>> = (0..turns).map(|_| vec![1; words]).collect();
-    // Written twice, so that each has memory of its own and not the system's page of zeros.
+    // Written twice, so that each bitmap has its own memory instead of the kernel's zero page.
     clean.iter_mut().for_each(|words| words.fill(0));
     let mut full: Vec<PageBitmap> = (0..turns).map(|_| PageBitmap::new(pages)).collect();
     full.iter_mut().for_each(PageBitmap::set_all);
@@ -42,7 +42,10 @@ pub fn measure(pages: u64, repetitions: usize) -> anyhow::Result<Limit> {
             black_box(black_box(words).iter().fold(0, |sum: u64, word| sum.wrapping_add(*word)));
             samples[0].push(begun.elapsed().as_secs_f64());
             let begun = Instant::now();
-            ensure!(next_nonzero(black_box(other), 0) == other.len(), "a clean bitmap is not");
+            ensure!(
+                next_nonzero(black_box(other), 0) == other.len(),
+                "a clean bitmap is not clean"
+            );
             samples[1].push(begun.elapsed().as_secs_f64());
         }
         for index in 0..turns / 2 {

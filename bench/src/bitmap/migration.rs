@@ -1,18 +1,17 @@
-//! The original measure: how often dirty bitmaps are gone through in real migrations of a guest of 512 MB,
-//! one that reads much and one that writes much, and what that takes in all, in each way.
+//! The original measurement: how often real migrations of a 512 MB guest traverse dirty bitmaps,
+//! and the total time that takes with each method. One guest mostly reads, the other mostly writes.
 //!
-//! The bitmaps are kept as the dirty log gives them, and then gone through in each way by turns: so all
-//! ways have the same ones.
+//! The bitmaps of the dirty log are recorded and then traversed with each method in turn, so that
+//! all methods get the same bitmaps.
 
 use std::hint::black_box;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
+use anyhow::bail;
+use parking_lot::Mutex;
 use serde::Serialize;
 use vmferry::config::WhenStuck;
-use vmferry::destination::{Received, Stop, receive};
-use vmferry::source::{Orders, SourceOutcome, migrate};
 use vmferry::{DestinationConfig, GuestDescription, Resume, SourceConfig, SourceVm, VmError};
 use vmferry_dirty::{DirtyLog, DirtyLogError, LogChoice, SoftwareWay};
 use vmferry_memory::traverse::flat_runs;
@@ -25,13 +24,14 @@ use vmferry_wire::GuestIdentity;
 
 use super::Found;
 use super::baseline;
+use crate::guest::migrate_here;
 use crate::results::{Row, median, row};
 
-/// A guest that reads much, and one that writes much.
+/// A guest that mostly reads, and one that mostly writes.
 const GUESTS: [(&str, &str); 2] =
     [("reads", "read=384 ticks"), ("writes", "fill=128,text hot=256,random")];
 
-/// Bytes per second: so slow that a guest that writes has many rounds.
+/// Bandwidth in bytes per second. It is low, so that the guest that writes needs many rounds.
 const BANDWIDTH: u64 = 350_000_000;
 
 #[derive(Serialize)]
@@ -49,7 +49,7 @@ struct MigrationRow {
     byte_over_summary: f64,
 }
 
-/// Three migrations of each guest, as published; `quick` one, of a smaller guest.
+/// Migrates each guest three times, as published. `quick` migrates a smaller guest once.
 pub fn measure(quick: bool) -> anyhow::Result<Vec<Row>> {
     let mut rows = Vec::new();
     for (guest, workload) in GUESTS {
@@ -60,7 +60,7 @@ pub fn measure(quick: bool) -> anyhow::Result<Vec<Row>> {
                 migrate_once(512 << 20, workload, 12)?
             };
             rows.push(row(&compare(guest, migration, log, &kept))?);
-            eprintln!("bitmap: migration {migration} of a guest that {guest} done");
+            eprintln!("bitmap: migration {migration} of the guest that {guest} done");
         }
     }
     Ok(rows)
@@ -124,8 +124,8 @@ fn compare(
     }
 }
 
-/// Migrates a guest between two machines of this process, over a real socket, and returns every bitmap
-/// that its dirty log gave, and that log's name.
+/// Migrates a guest between two machines of this process over a real socket. Returns every bitmap
+/// that the dirty log returned, and the log's name.
 fn migrate_once(
     memory_bytes: u64,
     workload: &str,
@@ -145,14 +145,14 @@ fn migrate_once(
         dirty_log: LogChoice::Auto,
         device_log: SoftwareWay::Switch,
     })?;
-    let locked = || machine.lock().unwrap_or_else(PoisonError::into_inner);
+    let locked = || machine.lock();
     locked().start()?;
     let deadline = Instant::now() + Duration::from_secs(120);
     while !locked().report()?.populated {
         if Instant::now() > deadline {
-            bail!("the guest has not populated its memory in two minutes");
+            bail!("the guest did not populate its memory within two minutes");
         }
-        // The guest reports by its memory, which wakes nobody.
+        // The guest reports in its memory, so there is nothing to wait on.
         std::thread::sleep(Duration::from_millis(10));
     }
     let vm = MigratingMachine::new(Arc::clone(&machine))?;
@@ -168,25 +168,15 @@ fn migrate_once(
     config.downtime_limit = Duration::from_millis(30);
     let mut there = DestinationConfig::new(directory.path().join("destination"));
     there.once = true;
-    let (outcome, received) = std::thread::scope(|scope| {
-        let stop = Stop::default();
-        let incoming = IncomingMachine::default();
-        let receiving =
-            scope.spawn(move || receive(listener, incoming, &there, &stop, &mut |_| {}));
-        (migrate(vm, &dialer, config, &Orders::new(), &mut |_| {}), receiving.join())
-    });
-    let stats = match outcome {
-        SourceOutcome::Given { stats, .. } => stats,
-        SourceOutcome::Kept { error, .. } => return Err(error).context("the migration failed"),
-    };
-    let Ok(Received::Owns(_)) = received else { bail!("the destination has no guest") };
+    let incoming = IncomingMachine::default();
+    let (stats, _) = migrate_here((vm, &dialer, config), (incoming, listener, &there))?;
     let mut logs: Vec<&str> = stats.rounds.iter().map(|round| round.dirty_log.as_str()).collect();
     logs.dedup();
-    let kept = std::mem::take(&mut *kept.kept.lock().unwrap_or_else(PoisonError::into_inner));
+    let kept = std::mem::take(&mut *kept.kept.lock());
     Ok((kept, logs.join(", ")))
 }
 
-/// A dirty log that keeps what it gives.
+/// A dirty log that records the bitmaps it returns.
 struct Recording {
     log: Arc<dyn DirtyLog>,
     kept: Mutex<Vec<PageBitmap>>,
@@ -194,7 +184,7 @@ struct Recording {
 
 impl Recording {
     fn keep(&self, pages: &PageSet) {
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.kept.lock();
         kept.extend(pages.iter().map(|(_, bitmap)| bitmap.clone()));
     }
 }

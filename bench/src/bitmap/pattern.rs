@@ -1,14 +1,15 @@
-//! Which pages are dirty.
+//! Patterns of dirty pages.
 
+use fastrand::Rng;
 use vmferry_memory::PageBitmap;
 
-/// How much is dirty, and how it lies.
+/// The number of dirty pages and their distribution.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Pattern {
     Clean,
-    /// Part of the pages, in runs of 64 to 1,024 pages as buffers have them.
+    /// This fraction of the pages, in runs of 64 to 1,024 pages, as buffers have them.
     Clustered(f64),
-    /// Part of the pages, each by itself.
+    /// This fraction of the pages, each at random.
     Scattered(f64),
     Full,
 }
@@ -44,35 +45,11 @@ impl Pattern {
     }
 }
 
-/// Numbers that look random, the same in each run.
-#[derive(Clone, Debug)]
-pub struct Random(u64);
-
-impl Random {
-    pub fn new(seed: u64) -> Self {
-        Self(seed)
-    }
-
-    /// SplitMix64.
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ z >> 31
-    }
-
-    /// Below `limit`.
-    pub fn below(&mut self, limit: u64) -> u64 {
-        ((u128::from(self.next()) * u128::from(limit)) >> 64) as u64
-    }
-}
-
-/// A bitmap of so many pages in which that part is set, as near as whole pages allow: another one for each
-/// seed.
+/// Makes a bitmap of `pages` pages with this pattern, rounded to whole pages. The seed selects the
+/// positions.
 pub fn bitmap(pages: u64, pattern: Pattern, seed: u64) -> PageBitmap {
     let mut bitmap = PageBitmap::new(pages);
-    let mut random = Random::new(seed);
+    let mut random = Rng::with_seed(seed);
     let wanted = (pages as f64 * pattern.percent() / 100.0).round() as u64;
     match pattern {
         Pattern::Clean => {}
@@ -80,7 +57,7 @@ pub fn bitmap(pages: u64, pattern: Pattern, seed: u64) -> PageBitmap {
         Pattern::Scattered(_) => {
             let mut left = wanted;
             while left > 0 {
-                let page = random.below(pages);
+                let page = random.u64(..pages);
                 if !bitmap.is_set(page) {
                     bitmap.set(page);
                     left -= 1;
@@ -90,9 +67,10 @@ pub fn bitmap(pages: u64, pattern: Pattern, seed: u64) -> PageBitmap {
         Pattern::Clustered(_) => {
             let mut left = wanted;
             while left > 0 {
-                let length = (64 + random.below(961)).min(left);
-                let first = random.below(pages - length + 1);
-                // Where another one is already, less is added; what is missing is added elsewhere.
+                let length = (64 + random.u64(..961)).min(left);
+                let first = random.u64(..pages - length + 1);
+                // Pages that were already set do not count; the loop adds the missing ones
+                // elsewhere.
                 let fresh = (first..first + length).filter(|page| !bitmap.is_set(*page)).count();
                 bitmap.set_run(first, length);
                 left -= fresh as u64;
@@ -107,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn as_many_are_set_as_are_wanted() {
+    fn bitmap_sets_the_requested_fraction() {
         for pattern in Pattern::ALL {
             for pages in [8, 131_072] {
                 let wanted = (pages as f64 * pattern.percent() / 100.0).round() as u64;

@@ -1,15 +1,15 @@
-//! Carried over QEMU's best of the same security, figure by figure.
+//! Ratios of a carried migration to QEMU's best with the same security.
 
 use std::collections::BTreeMap;
 
 use super::{Key, Link, Way, Work};
-use crate::aims::{Ratios, Wanted};
+use crate::aims::{Ratios, Target};
 use crate::qemus::Summary;
 
-/// The guests that the aims are about: hot memory of a real guest is no random numbers.
+/// The guests that the targets are about. Real guests do not fill hot memory with random numbers.
 const AIMED_AT: [Work; 2] = [Work::Program, Work::Hot];
 
-/// Of the medians.
+/// Computes the ratios from the medians.
 pub fn of(medians: &BTreeMap<Key, Summary>) -> Ratios {
     let mut ratios = Ratios::default();
     for link in Link::ALL {
@@ -40,12 +40,12 @@ pub fn of(medians: &BTreeMap<Key, Summary>) -> Ratios {
         ),
     ] {
         let worst = AIMED_AT.into_iter().filter_map(|work| ratio(medians, (link, work), part));
-        ratios.aim(name, worst.fold(0.0, f64::max), Wanted::AtMost(most), meaning);
+        ratios.aim(name, worst.fold(0.0, f64::max), Target::AtMost(most), meaning);
     }
     ratios
 }
 
-/// A figure and where it is.
+/// A figure's name and how to read it.
 type Figure = (&'static str, fn(&Summary) -> f64);
 
 const FIGURES: [Figure; 3] = [
@@ -54,13 +54,13 @@ const FIGURES: [Figure; 3] = [
     ("downtime", |summary| summary.downtime_ms),
 ];
 
-/// With vmferry's default, which is one stream.
+/// The ratio for vmferry's default, which is one stream.
 fn ratio(
     medians: &BTreeMap<Key, Summary>,
     (link, work): (Link, Work),
     part: fn(&Summary) -> f64,
 ) -> Option<f64> {
     let figure = |way| medians.get(&(link, work, way)).map(part);
-    let theirs = Way::ALL.into_iter().filter(|way| way.is_qemus()).filter_map(figure);
-    Some(figure(Way::Carried)? / theirs.reduce(f64::min)?)
+    let qemu = Way::ALL.into_iter().filter(|way| way.is_qemus()).filter_map(figure);
+    Some(figure(Way::Carried)? / qemu.reduce(f64::min)?)
 }

@@ -1,10 +1,10 @@
-//! How often memory was allocated, by whatever runs in this process.
+//! Counts memory allocations of everything in this process.
 //!
-//! Why `unsafe`: this program's `malloc`, `calloc` and so on stand before the C library's, count, and
-//! call that. A `#[global_allocator]` would see what Rust allocates only, and the contexts of zlib and
-//! zstd, which are what this is about, are not allocated by Rust's allocator. Why sound: each
-//! function has the signature and the meaning of the one that it stands for, as every call goes on to
-//! the C library's own, whose `free` is the one that is called.
+//! Why `unsafe`: this program defines `malloc`, `calloc` and so on, which count and then call the C
+//! library's functions. A `#[global_allocator]` would see only Rust's allocations, but the point is
+//! the contexts of zlib and zstd, which C code allocates. Why sound: each function has the
+//! signature and the meaning of the function it replaces, because every call goes to the C
+//! library's own function. `free` is not replaced.
 
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 mod counted {
@@ -21,17 +21,17 @@ mod counted {
     }
 
     fn count() {
-        // The one load is all that this costs while nobody counts.
+        // When counting is off, this load is the only cost.
         if COUNTING.load(Ordering::Relaxed) {
             ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
         }
     }
 
-    // SAFETY: nothing else in the program has these names; they are the C library's functions.
+    // SAFETY: nothing else in the program defines these names; they are the C library's functions.
     #[unsafe(no_mangle)]
     unsafe extern "C" fn malloc(size: usize) -> *mut c_void {
         count();
-        // SAFETY: the same call.
+        // SAFETY: the call is passed on unchanged.
         unsafe { __libc_malloc(size) }
     }
 
@@ -39,7 +39,7 @@ mod counted {
     #[unsafe(no_mangle)]
     unsafe extern "C" fn calloc(number: usize, size: usize) -> *mut c_void {
         count();
-        // SAFETY: the same call.
+        // SAFETY: the call is passed on unchanged.
         unsafe { __libc_calloc(number, size) }
     }
 
@@ -47,7 +47,7 @@ mod counted {
     #[unsafe(no_mangle)]
     unsafe extern "C" fn realloc(old: *mut c_void, size: usize) -> *mut c_void {
         count();
-        // SAFETY: the same call; `old` is from the same heap.
+        // SAFETY: the call is passed on unchanged; `old` is from the same heap.
         unsafe { __libc_realloc(old, size) }
     }
 
@@ -55,7 +55,7 @@ mod counted {
     #[unsafe(no_mangle)]
     unsafe extern "C" fn memalign(align: usize, size: usize) -> *mut c_void {
         count();
-        // SAFETY: the same call.
+        // SAFETY: the call is passed on unchanged.
         unsafe { __libc_memalign(align, size) }
     }
 
@@ -63,7 +63,7 @@ mod counted {
     #[unsafe(no_mangle)]
     unsafe extern "C" fn aligned_alloc(align: usize, size: usize) -> *mut c_void {
         count();
-        // SAFETY: what the C library's `aligned_alloc` is.
+        // SAFETY: the C library's `aligned_alloc` is this function.
         unsafe { __libc_memalign(align, size) }
     }
 
@@ -78,12 +78,12 @@ mod counted {
             return libc::EINVAL;
         }
         count();
-        // SAFETY: the alignment is one.
+        // SAFETY: the alignment was checked above.
         let memory = unsafe { __libc_memalign(align, size) };
         if memory.is_null() {
             return libc::ENOMEM;
         }
-        // SAFETY: the caller's pointer, which the function is given to write to.
+        // SAFETY: the caller passes a valid pointer for the result.
         unsafe { *into = memory };
         0
     }
@@ -94,31 +94,31 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 static COUNTING: AtomicBool = AtomicBool::new(false);
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 
-/// Counts from now on.
+/// Starts counting.
 pub fn begin() {
     ALLOCATIONS.store(0, Ordering::Relaxed);
     COUNTING.store(true, Ordering::Relaxed);
 }
 
-/// Counts no more; how often memory was allocated, or made longer, meanwhile.
+/// Stops counting. Returns how often memory was allocated or reallocated since [`begin`].
 pub fn end() -> u64 {
     COUNTING.store(false, Ordering::Relaxed);
     ALLOCATIONS.load(Ordering::Relaxed)
 }
 
-/// Whether allocations are seen at all: there are C libraries without what this needs.
-pub const SEEN: bool = cfg!(all(target_os = "linux", target_env = "gnu"));
+/// Whether allocations can be counted. This needs glibc.
+pub const SUPPORTED: bool = cfg!(all(target_os = "linux", target_env = "gnu"));
 
 #[cfg(test)]
 mod tests {
     use std::hint::black_box;
 
     #[test]
-    fn allocations_are_seen_in_rust_and_in_libraries() {
-        if !super::SEEN {
+    fn allocations_of_rust_and_of_c_libraries_are_counted() {
+        if !super::SUPPORTED {
             return;
         }
-        // Other tests of this process may allocate meanwhile: at least so many.
+        // Other tests of this process may allocate at the same time, so these are lower bounds.
         super::begin();
         for size in 1..=100_usize {
             drop(black_box(Vec::<u8>::with_capacity(size)));

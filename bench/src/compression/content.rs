@@ -1,39 +1,40 @@
-//! What is in the guest's pages: pools that its threads copy from.
+//! The content of the guest's pages: pools that its threads copy from.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, ensure};
+use fastrand::Rng;
 use vmferry_memory::PAGE_SIZE;
 
-/// Consecutive pages of a pool that are copied together: 64 KiB, as the cache of a guest's file system
-/// has some of a file's pages next to each other and not all of them.
+/// Pages of a pool that are copied together: 64 KiB. A guest's page cache likewise has some
+/// neighboring pages of a file but not all.
 pub const CHUNK_PAGES: usize = 16;
 
-/// Bytes of such.
+/// Bytes of a chunk.
 pub const CHUNK_BYTES: usize = CHUNK_PAGES * PAGE_SIZE;
 
 /// A class of content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Content {
-    /// Words as in prose.
+    /// English-like words.
     Text,
     /// Files of `/usr/bin` and shared libraries.
     Program,
-    /// Half of each page random, half text.
+    /// Half of each page is random, half is text.
     HalfRandom,
-    /// Random.
+    /// Random bytes.
     Incompressible,
-    /// Three pages of four are zero, the fourth is program-like.
+    /// Three of four pages are zero; the fourth is from a program.
     ZeroHeavy,
 }
 
 impl Content {
-    /// All of them.
+    /// Every class.
     pub const ALL: [Self; 5] =
         [Self::Text, Self::Program, Self::HalfRandom, Self::Incompressible, Self::ZeroHeavy];
 
-    /// In tables.
+    /// The name in tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::Text => "text",
@@ -44,27 +45,27 @@ impl Content {
         }
     }
 
-    /// In the names of ratios.
+    /// The name in ratio names.
     pub fn key(self) -> String {
         self.name().replace(' ', "_")
     }
 
-    /// Whether a codec gains something.
+    /// Whether a codec can shrink it.
     pub fn is_compressible(self) -> bool {
         self != Self::Incompressible
     }
 }
 
-/// Pages of one class. They repeat only after so many bytes that no codec sees it.
+/// Pages of one class. The pool is so large that no codec's window reaches a repetition.
 pub struct Pool {
     bytes: Vec<u8>,
 }
 
 impl Pool {
-    /// Of about so many bytes, at least one chunk.
+    /// Makes a pool of about `bytes` bytes, at least one chunk.
     ///
     /// # Errors
-    /// No program files on this system.
+    /// The system has no program files.
     pub fn new(content: Content, bytes: usize) -> anyhow::Result<Self> {
         let bytes = bytes.next_multiple_of(CHUNK_BYTES);
         let bytes = match content {
@@ -92,10 +93,9 @@ impl Pool {
         Ok(Self { bytes })
     }
 
-    /// A chunk that this random number chooses.
-    pub fn chunk(&self, random: u64) -> &[u8] {
-        let chunks = (self.bytes.len() / CHUNK_BYTES) as u64;
-        let at = (random % chunks) as usize * CHUNK_BYTES;
+    /// Returns a random chunk.
+    pub fn chunk(&self, random: &mut Rng) -> &[u8] {
+        let at = random.usize(..self.bytes.len() / CHUNK_BYTES) * CHUNK_BYTES;
         &self.bytes[at..at + CHUNK_BYTES]
     }
 }
@@ -105,40 +105,13 @@ pub fn has_content(page: &&[u8]) -> bool {
     page.iter().any(|byte| *byte != 0)
 }
 
-/// Numbers that look random (xorshift64*).
-#[derive(Clone, Debug)]
-pub struct Random(u64);
-
-impl Random {
-    /// From a seed.
-    pub fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
-    }
-
-    /// The next one.
-    pub fn next(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
-    }
-
-    /// From 0 to below 1.
-    fn fraction(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1_u64 << 53) as f64
-    }
-
-    fn pick<'a, T>(&mut self, from: &'a [T]) -> &'a T {
-        &from[(self.next() % from.len() as u64) as usize]
-    }
-}
-
 fn random(bytes: usize) -> Vec<u8> {
-    let mut random = Random::new(1);
-    (0..bytes / 8).flat_map(|_| random.next().to_le_bytes()).collect()
+    let mut random = vec![0; bytes];
+    Rng::with_seed(1).fill(&mut random);
+    random
 }
 
-/// Words by syllables, each as frequent as its rank says (Zipf), in sentences and paragraphs.
+/// Makes text of sentences and paragraphs. Word frequencies follow Zipf's law.
 fn text(bytes: usize) -> Vec<u8> {
     const WORDS: usize = 20_000;
     const SYLLABLES: [&str; 40] = [
@@ -146,27 +119,27 @@ fn text(bytes: usize) -> Vec<u8> {
         "ge", "hi", "i", "in", "ing", "la", "le", "ly", "ma", "men", "mo", "ne", "o", "on", "pa",
         "per", "re", "ri", "sen", "sta", "te", "ti", "tion", "un", "ver",
     ];
-    let mut random = Random::new(2);
+    let mut random = Rng::with_seed(2);
     let words: Vec<String> = (0..WORDS)
         .map(|rank| {
             // Frequent words are short.
-            let syllables = 1 + rank.checked_ilog2().unwrap_or(0) / 5 + (random.next() % 3) as u32;
-            (0..syllables).map(|_| *random.pick(&SYLLABLES)).collect()
+            let syllables = 1 + rank.checked_ilog2().unwrap_or(0) / 5 + random.u32(..3);
+            (0..syllables).map(|_| SYLLABLES[random.usize(..SYLLABLES.len())]).collect()
         })
         .collect();
     let mut text = Vec::with_capacity(bytes + 64);
     let mut rest_of_sentence = 0;
     while text.len() < bytes {
-        let rank = (WORDS as f64).powf(random.fraction()) as usize - 1;
+        let rank = (WORDS as f64).powf(random.f64()) as usize - 1;
         let word = &words[rank.min(WORDS - 1)];
         let begin = text.len();
         text.extend_from_slice(word.as_bytes());
         if rest_of_sentence == 0 {
-            rest_of_sentence = 4 + random.next() % 20;
+            rest_of_sentence = 4 + random.u64(..20);
             text[begin..=begin].make_ascii_uppercase();
         }
         rest_of_sentence -= 1;
-        let after: &[u8] = match (rest_of_sentence, random.next() % 16) {
+        let after: &[u8] = match (rest_of_sentence, random.u64(..16)) {
             (0, 0..4) => b".\n\n",
             (0, _) => b". ",
             (_, 0) => b", ",
@@ -179,14 +152,14 @@ fn text(bytes: usize) -> Vec<u8> {
     text
 }
 
-/// Files of programs, whole and from a page's beginning on each, as they are mapped. A system with few of
-/// them has them repeated.
+/// Reads whole program files, each padded to a page, as they would be mapped. If the system has too
+/// few of them, they repeat.
 fn programs(bytes: usize) -> anyhow::Result<Vec<u8>> {
     let mut pages = Vec::with_capacity(bytes);
     for directory in ["/usr/bin", "/usr/lib"] {
         collect(Path::new(directory), bytes, 6, &mut pages);
     }
-    ensure!(!pages.is_empty(), "no program files in /usr/bin and /usr/lib");
+    ensure!(!pages.is_empty(), "there are no program files in /usr/bin and /usr/lib");
     let found = pages.len();
     if found < bytes {
         eprintln!("compression: only {} MiB of program files", found >> 20);
@@ -198,8 +171,8 @@ fn programs(bytes: usize) -> anyhow::Result<Vec<u8>> {
     Ok(pages)
 }
 
-/// Appends the program files below a directory, in the order of their names, until there are enough.
-/// What can't be read is left out.
+/// Appends the program files below a directory, in name order, until there are enough bytes. Files
+/// that cannot be read are skipped.
 fn collect(directory: &Path, enough: usize, depth: usize, pages: &mut Vec<u8>) {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let mut paths: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
@@ -208,7 +181,7 @@ fn collect(directory: &Path, enough: usize, depth: usize, pages: &mut Vec<u8>) {
         if pages.len() >= enough {
             return;
         }
-        // Not what links point to: it would be there twice.
+        // Symbolic links are not followed; their targets would be read twice.
         let Ok(metadata) = fs::symlink_metadata(&path) else { continue };
         if metadata.is_dir() && depth > 0 {
             collect(&path, enough, depth - 1, pages);
@@ -228,11 +201,11 @@ fn is_program(path: &Path) -> bool {
     path.starts_with("/usr/bin") || name.ends_with(".so") || name.contains(".so.")
 }
 
-/// A pool of each class.
+/// Makes a pool of each class.
 pub fn pools(contents: &[Content], bytes: usize) -> anyhow::Result<Vec<(Content, Pool)>> {
     let pool = |content: &Content| {
         let pool = Pool::new(*content, bytes);
-        Ok((*content, pool.with_context(|| format!("no {} pages", content.name()))?))
+        Ok((*content, pool.with_context(|| format!("could not make {} pages", content.name()))?))
     };
     contents.iter().map(pool).collect()
 }
@@ -244,7 +217,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_class_is_as_compressible_as_its_name_says() {
+    fn content_classes_compress_as_named() {
         let mut zstd = Compressors::default().make(Method::zstd(1)).unwrap();
         for (content, pool) in pools(&Content::ALL, 1 << 20).unwrap() {
             let pages: Vec<u8> =
@@ -265,9 +238,9 @@ mod tests {
     }
 
     #[test]
-    fn chunks_are_whole() {
+    fn pool_is_rounded_up_to_whole_chunks() {
         let pool = Pool::new(Content::Text, CHUNK_BYTES + 1).unwrap();
-        assert_eq!(pool.chunk(u64::MAX).len(), CHUNK_BYTES);
-        assert_ne!(pool.chunk(0), pool.chunk(1));
+        assert_eq!(pool.bytes.len(), 2 * CHUNK_BYTES);
+        assert_eq!(pool.chunk(&mut Rng::with_seed(1)).len(), CHUNK_BYTES);
     }
 }

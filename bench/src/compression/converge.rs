@@ -1,80 +1,87 @@
-//! A guest that changes a few bytes of many pages all the time, under a cap: as it is it writes faster than
-//! the link carries whole pages, and its migration is refused; with deltas it is handed over.
+//! A guest that changes a few bytes of many pages all the time, under a bandwidth cap. It dirties
+//! whole pages faster than the link carries them, so its migration is refused. With deltas it is
+//! handed over.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
+use fastrand::Rng;
+use parking_lot::Mutex;
 use serde::Serialize;
-use vmferry::config::compression::{CompressionConfig, CompressionWay, WhenBusy};
-use vmferry::{GuestDescription, MigrateError, Resume, SourceVm, VmError};
+use vmferry::config::compression::CompressionWay;
+use vmferry::{MigrateError, VmError};
 use vmferry_codec::Method;
-use vmferry_dirty::{DirtyLog, UffdLog};
-use vmferry_memory::{GuestBytes, GuestMemory, PAGE_SIZE};
+use vmferry_dirty::UffdLog;
+use vmferry_memory::{GuestMemory, PAGE_SIZE};
 
-use super::content::{Content, Pool, Random};
-use super::guest::{fill, lock};
-use super::run::{Setup, migrate_while};
-use crate::guest::{describe, memory};
+use super::content::{Content, Pool};
+use super::guest::fill;
+use super::run::{Deltas, Setup, migrate_while};
+use crate::guest::{Behavior, MemoryGuest, memory};
 
-/// How it is made.
+/// The parameters of the test.
 #[derive(Clone, Copy, Debug)]
 pub struct Case {
-    /// Pages that change.
+    /// Pages that the guest changes.
     pub hot_pages: u64,
-    /// Pages that do not.
+    /// Pages that the guest does not change.
     pub cold_pages: u64,
-    /// In bytes per second.
+    /// The bandwidth cap in bytes per second.
     pub cap: u64,
-    /// Rounds after which it is refused.
+    /// The number of rounds after which the migration is refused.
     pub max_rounds: u32,
 }
 
-/// So long the guest takes to change every hot page once.
+/// Time in which the guest changes every hot page once.
 const PERIOD: Duration = Duration::from_millis(250);
 
-/// Bytes that change in each of so many places.
+/// Bytes that change in each place, and the number of places per page.
 const BYTES: usize = 16;
 const PLACES: u64 = 4;
 
-/// One way to migrate it.
+/// A row: one compression method.
 #[derive(Debug, Serialize)]
 pub struct ConvergeRow {
-    /// The way.
+    /// The method.
     pub way: String,
-    /// Rounds, the last one included.
+    /// Rounds, including the last one.
     pub rounds: usize,
     /// Bytes on the wire.
     pub sent_mb: f64,
-    /// Of which in the last round with the guest running.
+    /// Bytes of the last round while the guest was running.
     pub last_round_mb: f64,
-    /// What a handover would have cost, or was to cost.
+    /// The predicted downtime.
     pub predicted_ms: f64,
-    /// What it cost.
+    /// The measured downtime.
     pub downtime_ms: f64,
-    /// In all.
+    /// The total time.
     pub total_ms: f64,
-    /// How it ended.
+    /// The outcome.
     pub outcome: &'static str,
 }
 
-/// Migrates in each way.
+/// Migrates once with each method.
 ///
 /// # Errors
-/// A migration that ends otherwise than by a handover or a refusal, or a memory that differs.
+/// A migration ended in another way than a handover or a refusal, or the memories differ.
 pub fn measure(case: Case, directory: &Path) -> anyhow::Result<Vec<ConvergeRow>> {
     let pages = case.hot_pages + case.cold_pages;
     let pool = Pool::new(Content::Program, pages as usize * PAGE_SIZE)?;
     let (here, there) = (memory(pages)?, memory(pages)?);
     let zstd = CompressionWay::Fixed(Method::zstd(1));
-    let ways = [(CompressionWay::Off, false), (zstd, false), (CompressionWay::Auto, true)];
-    let measure = |(way, deltas): (CompressionWay, bool)| {
+    let ways = [
+        (CompressionWay::Off, Deltas::Off),
+        (zstd, Deltas::Off),
+        (CompressionWay::Auto, Deltas::On),
+    ];
+    let measure = |(way, deltas): (CompressionWay, Deltas)| {
         fill(&here, &pool)?;
         one(case, &here, &there, way, deltas, directory)
-            .with_context(|| format!("the guest that changes a little, {way}"))
+            .with_context(|| format!("convergence with {way}"))
     };
     ways.into_iter().map(measure).collect()
 }
@@ -84,17 +91,15 @@ fn one(
     here: &GuestMemory,
     there: &GuestMemory,
     way: CompressionWay,
-    deltas: bool,
+    deltas: Deltas,
     directory: &Path,
 ) -> anyhow::Result<ConvergeRow> {
     let mut setup = Setup::new(directory, Some(case.cap));
-    let default = CompressionConfig::default();
-    let delta_memory = if deltas { default.delta_memory } else { 0 };
-    let when_busy = WhenBusy::Wait;
-    setup.source.compression = CompressionConfig { way, when_busy, delta_memory, ..default };
+    setup.compress(way, deltas);
     setup.source.max_rounds = case.max_rounds;
     setup.source.verify = true;
-    let vm = BusyGuest::start(here, case.hot_pages)?;
+    let writer = HotPageWriter::start(here, case.hot_pages)?;
+    let vm = MemoryGuest::new(here, Arc::new(UffdLog::new(here)?), writer);
     let ((), ended) = migrate_while(vm, there, setup, false, |_, _| Ok(()))?;
     let stats = &ended.stats;
     let (outcome, predicted_ms) = match &ended.error {
@@ -102,9 +107,12 @@ fn one(
         Some(MigrateError::NotConverging(why)) => ("refused", why.measures.predicted_downtime_ms),
         Some(error) => anyhow::bail!("the migration failed: {error}"),
     };
-    ensure!(stats.verify_match != Some(false), "the memories differ");
+    ensure!(
+        stats.verify_match != Some(false),
+        "the destination's memory differs from the source's"
+    );
     let last = stats.rounds.iter().rev().find(|round| !round.paused);
-    let name = if deltas || way == CompressionWay::Off {
+    let name = if deltas == Deltas::On || way == CompressionWay::Off {
         way.to_string()
     } else {
         format!("{way}, no deltas")
@@ -122,10 +130,8 @@ fn one(
     })
 }
 
-/// A guest with one thread that goes over its hot pages again and again.
-struct BusyGuest {
-    memory: GuestMemory,
-    log: Arc<UffdLog>,
+/// A guest with one thread that rewrites its hot pages repeatedly.
+struct HotPageWriter {
     running: Arc<Running>,
     thread: Option<JoinHandle<()>>,
 }
@@ -133,51 +139,50 @@ struct BusyGuest {
 #[derive(Default)]
 struct Running {
     ended: AtomicBool,
-    /// Held while pages are changed; whether the guest is paused.
+    /// Whether the guest is paused. The writer holds the lock while it changes pages.
     paused: Mutex<bool>,
 }
 
-impl BusyGuest {
+impl HotPageWriter {
     fn start(memory: &GuestMemory, hot_pages: u64) -> anyhow::Result<Self> {
         let running = Arc::new(Running::default());
-        let log = Arc::new(UffdLog::new(memory)?);
         let (mine, theirs) = (memory.clone(), Arc::clone(&running));
         let thread = std::thread::Builder::new()
             .name("guest".into())
             .spawn(move || write(&mine, hot_pages, &theirs))?;
-        Ok(Self { memory: memory.clone(), log, running, thread: Some(thread) })
+        Ok(Self { running, thread: Some(thread) })
     }
 }
 
-impl Drop for BusyGuest {
+impl Drop for HotPageWriter {
     fn drop(&mut self) {
         self.running.ended.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
-            // One that has panicked has said so.
+            // A panic was already reported.
             let _ = thread.join();
         }
     }
 }
 
 fn write(memory: &GuestMemory, hot_pages: u64, running: &Running) {
-    // Short pieces, so that the guest pauses at once and never writes in bursts.
+    // Short pieces let the guest pause at once and keep it from writing in bursts.
     const PIECES: u64 = 64;
-    let mut random = Random::new(11);
+    let mut random = Rng::with_seed(11);
     let begun = Instant::now();
     let mut done: u32 = 0;
     while !running.ended.load(Ordering::Relaxed) {
         let due = PERIOD * done / PIECES as u32;
-        // The pace of the run: a piece is written when it is due.
+        // The sleep sets the guest's pace: each piece is written when it is due.
         std::thread::sleep(due.saturating_sub(begun.elapsed()).max(Duration::from_micros(100)));
-        let paused = lock(&running.paused);
+        let paused = running.paused.lock();
         if *paused {
             continue;
         }
         let piece = u64::from(done) % PIECES;
         for page in hot_pages * piece / PIECES..hot_pages * (piece + 1) / PIECES {
             for place in 0..PLACES {
-                let within = place * 1024 + random.next() % (1024 - BYTES as u64);
-                let bytes = [(); BYTES].map(|()| random.next() as u8);
+                let within = place * 1024 + random.u64(..1024 - BYTES as u64);
+                let bytes = [(); BYTES].map(|()| random.u8(..));
                 if memory.write_at(page * PAGE_SIZE as u64 + within, &bytes).is_err() {
                     return;
                 }
@@ -187,33 +192,14 @@ fn write(memory: &GuestMemory, hot_pages: u64, running: &Running) {
     }
 }
 
-impl Resume for BusyGuest {
-    fn resume(&mut self) -> Result<(), VmError> {
-        *lock(&self.running.paused) = false;
+impl Behavior for HotPageWriter {
+    fn pause(&mut self) -> Result<(), VmError> {
+        // The writer holds the lock while it writes, so it has stopped when the lock is acquired.
+        *self.running.paused.lock() = true;
         Ok(())
     }
-}
 
-impl SourceVm for BusyGuest {
-    fn describe(&self) -> GuestDescription {
-        describe(&self.memory)
-    }
-
-    fn memory(&self) -> GuestMemory {
-        self.memory.clone()
-    }
-
-    fn dirty_log(&self) -> Arc<dyn DirtyLog> {
-        Arc::clone(&self.log) as Arc<dyn DirtyLog>
-    }
-
-    fn pause(&mut self) -> Result<Duration, VmError> {
-        // Whoever has the lock writes nothing any more.
-        *lock(&self.running.paused) = true;
-        Ok(Duration::ZERO)
-    }
-
-    fn save(&mut self) -> Result<GuestBytes, VmError> {
-        Ok(GuestBytes::new())
+    fn resume(&mut self) {
+        *self.running.paused.lock() = false;
     }
 }

@@ -1,57 +1,61 @@
-//! A guest without a machine: memory that eight threads rewrite again and again, each page with another one
-//! of its class.
+//! A guest that consists of memory which eight threads rewrite repeatedly with other pages of its
+//! class.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use vmferry::{GuestDescription, Resume, SourceVm, StateEstimate, VmError};
+use fastrand::Rng;
+use parking_lot::Mutex;
+use vmferry::{StateEstimate, VmError};
 use vmferry_dirty::{DirtyLog, DirtyLogError, UffdLog};
-use vmferry_memory::{GuestBytes, GuestMemory, PAGE_SIZE, PageRun, PageSet, SlotId};
+use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun, PageSet, SlotId};
 
-use super::content::{CHUNK_PAGES, Pool, Random};
+use super::content::{CHUNK_PAGES, Pool};
 use super::system::{run_when_idle, this_thread};
-use crate::guest::describe;
+use crate::guest::{Behavior, NO_STATE, never_paused};
 
-/// As many as the published guest had vCPUs.
+/// The published guest had this many vCPUs.
 const WRITERS: u64 = 8;
 
 /// Fills memory with pages of a pool.
 pub fn fill(memory: &GuestMemory, pool: &Pool) -> anyhow::Result<()> {
-    let mut random = Random::new(3);
+    let mut random = Rng::with_seed(3);
     for first in (0..memory.total_pages()).step_by(CHUNK_PAGES) {
         let pages = (memory.total_pages() - first).min(CHUNK_PAGES as u64);
-        let chunk = &pool.chunk(random.next())[..pages as usize * PAGE_SIZE];
+        let chunk = &pool.chunk(&mut random)[..pages as usize * PAGE_SIZE];
         memory.copy_in(PageRun { slot: SlotId(0), first, pages }, chunk)?;
     }
     Ok(())
 }
 
-/// What the threads have done, and what they are to do.
+/// Progress of the threads, and the request to stop.
 #[derive(Debug, Default)]
 struct Writing {
     stop: AtomicBool,
-    /// Pages that each has rewritten.
+    /// Pages that each thread has rewritten.
     pages: [AtomicU64; WRITERS as usize],
 }
 
-/// The threads, until they are dropped. They run only when the processors have nothing else to do: how
-/// processors are shared between the guest and the migration is not what is measured.
+/// The threads that write the guest's memory. They stop when this is dropped.
+///
+/// They run only when the processors are otherwise idle. How the processors are shared between the
+/// guest and the migration is not measured.
 pub struct Writers {
     writing: Arc<Writing>,
     pages_each: u64,
     threads: Vec<JoinHandle<()>>,
-    /// Their numbers.
+    /// The thread IDs.
     pub numbers: Vec<i32>,
 }
 
 impl Writers {
-    /// Starts them.
+    /// Starts the threads.
     ///
     /// # Errors
-    /// No threads, or none of low priority.
+    /// The threads cannot be started, or cannot get idle priority.
     pub fn start(memory: &GuestMemory, pool: &Arc<Pool>) -> anyhow::Result<Self> {
         let writing = Arc::new(Writing::default());
         let pages_each = memory.total_pages() / WRITERS;
@@ -76,23 +80,27 @@ impl Writers {
         }
         drop(tell);
         for _ in 0..WRITERS {
-            writers.numbers.push(told.recv().context("a guest's thread has gone")??);
+            writers.numbers.push(told.recv().context("a guest thread ended early")??);
         }
         Ok(writers)
     }
 
-    /// A dirty log for one migration of their memory.
+    /// Makes a dirty log for one migration of this memory.
     ///
     /// # Errors
-    /// No userfaultfd.
+    /// userfaultfd is not available.
     pub fn log(&self, memory: &GuestMemory) -> anyhow::Result<Arc<RewrittenLog>> {
         Ok(Arc::new(RewrittenLog {
-            log: UffdLog::new(memory).context("no dirty log: userfaultfd")?,
+            log: UffdLog::new(memory).context("the userfaultfd dirty log is not available")?,
             writing: Arc::clone(&self.writing),
             pages: memory.total_pages(),
             pages_each: self.pages_each,
             since: Mutex::new([0; WRITERS as usize]),
-            waits: Mutex::new(Waits { begun: Instant::now(), over: Duration::ZERO, since: None }),
+            waits: Mutex::new(WaitTimes {
+                begun: Instant::now(),
+                over: Duration::ZERO,
+                since: None,
+            }),
             released: AtomicBool::new(false),
         }))
     }
@@ -102,19 +110,19 @@ impl Drop for Writers {
     fn drop(&mut self) {
         self.writing.stop.store(true, Ordering::Relaxed);
         for thread in self.threads.drain(..) {
-            // One that has panicked has said so.
+            // A panic was already reported.
             let _ = thread.join();
         }
     }
 }
 
 fn write(writer: u64, pages: u64, memory: &GuestMemory, pool: &Pool, writing: &Writing) {
-    let mut random = Random::new(100 + writer);
+    let mut random = Rng::with_seed(100 + writer);
     let mut at = 0;
     while !writing.stop.load(Ordering::Relaxed) {
         let count = (pages - at).min(CHUNK_PAGES as u64);
         let run = PageRun { slot: SlotId(0), first: writer * pages + at, pages: count };
-        let chunk = &pool.chunk(random.next())[..count as usize * PAGE_SIZE];
+        let chunk = &pool.chunk(&mut random)[..count as usize * PAGE_SIZE];
         if memory.copy_in(run, chunk).is_err() {
             return;
         }
@@ -123,39 +131,41 @@ fn write(writer: u64, pages: u64, memory: &GuestMemory, pool: &Pool, writing: &W
     }
 }
 
-/// userfaultfd's log of a guest that is never slower than its migration: a harvest waits until all memory
-/// was rewritten since the last one. On eight processors of their own the guest's threads would have done
-/// that by then; on the two that there are here they run only when the migration leaves them time. The wait is no
-/// time of the measurement: [`active`](Self::active) does without it.
+/// userfaultfd's dirty log for a guest that is never slower than its migration. A harvest waits
+/// until all memory was rewritten since the last harvest.
+///
+/// On eight processors of its own the guest would have rewritten it by then. With fewer processors
+/// its threads run only when the migration leaves them time. The wait is not part of the measured
+/// time: [`active`](Self::active) excludes it.
 pub struct RewrittenLog {
     log: UffdLog,
     writing: Arc<Writing>,
     pages: u64,
     pages_each: u64,
-    /// What each thread had written at the last harvest.
+    /// Pages that each thread had written at the last harvest.
     since: Mutex<[u64; WRITERS as usize]>,
-    waits: Mutex<Waits>,
-    /// Nobody waits any more.
+    waits: Mutex<WaitTimes>,
+    /// Harvests no longer wait.
     released: AtomicBool,
 }
 
-struct Waits {
+struct WaitTimes {
     begun: Instant,
-    /// Waits that are over.
+    /// Total length of the waits that have ended.
     over: Duration,
-    /// Since when there is one.
+    /// Start of the current wait.
     since: Option<Instant>,
 }
 
 impl RewrittenLog {
-    /// Time that has passed since it was made, without that in which a harvest waited.
+    /// Time since the log was made, excluding the waits of harvests.
     pub fn active(&self) -> Duration {
-        let (waits, now) = (lock(&self.waits), Instant::now());
+        let (waits, now) = (self.waits.lock(), Instant::now());
         let waiting = waits.since.map_or(Duration::ZERO, |since| now - since);
         (now - waits.begun).saturating_sub(waits.over + waiting)
     }
 
-    /// Has nobody wait from now on.
+    /// Makes harvests stop waiting.
     pub fn release(&self) {
         self.released.store(true, Ordering::Relaxed);
     }
@@ -165,19 +175,19 @@ impl RewrittenLog {
     }
 
     fn wait_until_rewritten(&self) {
-        lock(&self.waits).since = Some(Instant::now());
-        let since = *lock(&self.since);
-        // Of the chunk that was being written then a part may have been written before.
+        self.waits.lock().since = Some(Instant::now());
+        let since = *self.since.lock();
+        // Part of the chunk that was in progress then may have been written before the harvest.
         let all = self.pages_each + CHUNK_PAGES as u64;
         let rewritten = || self.written().iter().zip(since).all(|(now, then)| *now >= then + all);
         while !rewritten()
             && !self.released.load(Ordering::Relaxed)
             && !self.writing.stop.load(Ordering::Relaxed)
         {
-            // Whoever writes the guest's memory wakes nobody.
+            // The writers do not signal progress.
             std::thread::sleep(Duration::from_millis(1));
         }
-        let mut waits = lock(&self.waits);
+        let mut waits = self.waits.lock();
         if let Some(begun) = waits.since.take() {
             waits.over += begun.elapsed();
         }
@@ -191,7 +201,7 @@ impl DirtyLog for RewrittenLog {
 
     fn start(&self) -> Result<(), DirtyLogError> {
         self.log.start()?;
-        *lock(&self.since) = self.written();
+        *self.since.lock() = self.written();
         Ok(())
     }
 
@@ -199,10 +209,10 @@ impl DirtyLog for RewrittenLog {
         self.wait_until_rewritten();
         self.log.collect(into)?;
         if self.released.load(Ordering::Relaxed) {
-            // The few pages that were rewritten by now would make a handover look cheap.
+            // The few pages rewritten so far would make a handover look cheap.
             into.bitmap_mut(SlotId(0)).set_run(0, self.pages);
         }
-        *lock(&self.since) = self.written();
+        *self.since.lock() = self.written();
         Ok(())
     }
 
@@ -219,54 +229,17 @@ impl DirtyLog for RewrittenLog {
     }
 }
 
-/// As the engine sees a guest whose memory is all that there is of it.
-pub struct Bare {
-    /// Its memory.
-    pub memory: GuestMemory,
-    /// Who logs what is written there.
-    pub log: Arc<dyn DirtyLog>,
-}
+/// The behavior of a guest that is never handed over. Its threads are not paused either.
+pub struct NeverHandedOver;
 
-impl Resume for Bare {
-    fn resume(&mut self) -> Result<(), VmError> {
-        Ok(())
-    }
-}
-
-impl SourceVm for Bare {
-    fn describe(&self) -> GuestDescription {
-        describe(&self.memory)
-    }
-
-    fn memory(&self) -> GuestMemory {
-        self.memory.clone()
-    }
-
-    fn dirty_log(&self) -> Arc<dyn DirtyLog> {
-        Arc::clone(&self.log)
-    }
-
-    fn pause(&mut self) -> Result<Duration, VmError> {
-        Err("this guest is never handed over".into())
-    }
-
-    fn save(&mut self) -> Result<GuestBytes, VmError> {
-        Ok(GuestBytes::new())
+impl Behavior for NeverHandedOver {
+    fn pause(&mut self) -> Result<(), VmError> {
+        Err(never_paused())
     }
 
     fn state_estimate(&self) -> StateEstimate {
         NO_STATE
     }
-}
-
-/// What the guests have that are never handed over. Their limits are below what their pages take,
-/// but a limit below what a handover takes without pages would be refused at once: round trips, on
-/// a busy machine, are enough.
-pub const NO_STATE: StateEstimate = StateEstimate { bytes: 0, handling: Duration::ZERO };
-
-/// Locks what no panic leaves half done.
-pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -276,20 +249,20 @@ mod tests {
     use crate::guest::memory;
 
     #[test]
-    fn a_harvest_finds_all_pages_and_the_wait_for_them_is_not_counted() {
+    fn harvest_waits_until_all_pages_are_rewritten() {
         let memory = memory(1024).unwrap();
         let pool = Arc::new(Pool::new(Content::Text, 1 << 20).unwrap());
         fill(&memory, &pool).unwrap();
         let writers = Writers::start(&memory, &pool).unwrap();
         assert_eq!(writers.numbers.len(), 8);
-        let log = writers.log(&memory).expect("this test needs userfaultfd of Linux 6.7");
+        let log = writers.log(&memory).expect("this test needs userfaultfd (Linux 6.7)");
         log.start().unwrap();
         for _ in 0..2 {
             let mut pages = PageSet::for_memory(&memory);
             log.collect(&mut pages).unwrap();
             assert_eq!(pages.bitmap(SlotId(0)).count(), 1024);
         }
-        assert!(lock(&log.waits).over > Duration::ZERO);
+        assert!(log.waits.lock().over > Duration::ZERO);
         assert!(log.active() > Duration::ZERO);
         log.release();
         log.collect(&mut PageSet::for_memory(&memory)).unwrap();

@@ -1,4 +1,4 @@
-//! Pages per second by link, one plot for each class of content, one line for each way.
+//! Plots of pages per second by link: one plot per content class, one line per method.
 
 use plotters::prelude::SeriesLabelPosition;
 
@@ -7,10 +7,10 @@ use super::content::Content;
 use crate::plot::{Plot, number};
 use crate::results::Row;
 
-/// Where no cap is drawn, in MB/s: to the right of the caps, as logarithmic axes have them.
+/// Position of "no cap" on the axis in MB/s, to the right of the caps.
 const NO_CAP: f64 = 2800.0;
 
-/// One plot for each class.
+/// Makes one plot per content class.
 pub fn plots(rows: &[Row], contents: &[Content]) -> Vec<Plot> {
     let plot = |content: &Content| {
         let empty = Plot {

@@ -1,4 +1,4 @@
-//! How the ways compare, and what was aimed at.
+//! Ratios between the methods, and their targets.
 
 use std::collections::BTreeMap;
 
@@ -11,25 +11,27 @@ use super::rows::Cell;
 use super::way::Way;
 use super::yardsticks::{CodecRow, best_ratio};
 use super::{Key, Link};
-use crate::aims::{Ratios, Wanted};
+use crate::aims::{Ratios, Target};
 
-/// What was measured.
+/// All measurements of the benchmark.
 pub struct Measured<'a> {
-    /// Every case and way.
+    /// Every case.
     pub cells: &'a BTreeMap<Key, Cell>,
-    /// The codecs alone.
+    /// Each codec alone.
     pub codecs: &'a [CodecRow],
-    /// Pages that change a little.
+    /// Pages that change a little between rounds.
     pub hot: &'a [HotRow],
-    /// Contents and links.
+    /// The contents and links that were measured.
     pub plan: (&'a [Content], &'a [Link]),
 }
 
 impl Measured<'_> {
+    /// Computes the ratios.
+    ///
     /// # Errors
-    /// A case that is missing, or a ratio that is no number.
+    /// A case is missing, or a ratio is not finite.
     pub fn ratios(&self) -> anyhow::Result<Ratios> {
-        use Wanted::{AtLeast, AtMost};
+        use Target::{AtLeast, AtMost};
         let mut ratios = Ratios::default();
         let program = |way| self.pages_per_s((Content::Program, Link::Uncapped, way));
         ratios.aim(
@@ -57,7 +59,8 @@ impl Measured<'_> {
             "allocations_per_page",
             worst(pools().map(|(_, cell)| cell.profile.allocations_per_page), f64::max)?,
             AtMost(0.0),
-            "both sides, worst of the ways with a pool; all of it are messages and the conductor, frames have none",
+            "both sides, worst of the ways with a pool; \
+             all of it are messages and the conductor, frames have none",
         );
         ratios.aim(
             "migration_thread_cpu_share",
@@ -66,22 +69,24 @@ impl Measured<'_> {
                 f64::max,
             )?,
             AtMost(0.1),
-            "of the source's CPU time, worst of the ways with a pool: that thread never compresses",
+            "of the source's CPU time, worst of the ways with a pool: \
+             that thread never compresses",
         );
         let per_call = (Content::Program, Link::Uncapped, Way::ZlibPerCall);
-        let per_call = self.cells.get(&per_call).context("no zlib per call")?;
+        let per_call = self.cells.get(&per_call).context("zlib per call was not measured")?;
         ratios
             .values
             .insert("allocations_per_page_percall".into(), per_call.profile.allocations_per_page);
         for (name, value) in &ratios.values {
-            ensure!(value.is_finite(), "{name} is no number");
+            ensure!(value.is_finite(), "{name} is not finite");
         }
         Ok(ratios)
     }
 
-    /// Auto at the slow link over what the link carries at the best ratio that there is.
+    /// Throughput of auto on the slow link, relative to what the link carries at the best codec's
+    /// ratio.
     fn of_link_limit(&self, ratios: &mut Ratios) -> anyhow::Result<()> {
-        let cap = Link::Mbit350.cap().context("it has a cap")? as f64;
+        let cap = Link::Mbit350.cap().context("the link has no cap")? as f64;
         let mut all = Vec::new();
         for content in self.plan.0.iter().filter(|content| content.is_compressible()) {
             let limit = cap * best_ratio(self.codecs, *content) / PAGE_SIZE as f64;
@@ -92,13 +97,14 @@ impl Measured<'_> {
         ratios.aim(
             "auto_of_link_limit_350mbit",
             worst(all.into_iter(), f64::min)?,
-            Wanted::AtLeast(0.9),
-            "pages/s over what the cap allows at the best ratio of any codec; worst content that compresses",
+            Target::AtLeast(0.9),
+            "pages/s over what the cap allows at the best ratio of any codec; \
+             worst content that compresses",
         );
         Ok(())
     }
 
-    /// Auto over raw without a cap, and over the best of the fixed ways everywhere.
+    /// Auto relative to raw without a cap, and to the best fixed method in every case.
     fn over_others(&self, ratios: &mut Ratios) -> anyhow::Result<()> {
         let (mut over_raw, mut over_best) = (Vec::new(), Vec::new());
         for content in self.plan.0 {
@@ -122,14 +128,16 @@ impl Measured<'_> {
         ratios.aim(
             "auto_over_raw_uncapped",
             worst(over_raw.into_iter(), f64::min)?,
-            Wanted::AtLeast(0.95),
-            "pages/s without a cap, worst content: what it costs to leave auto on where raw is best",
+            Target::AtLeast(0.95),
+            "pages/s without a cap, worst content: \
+             what it costs to leave auto on where raw is best",
         );
         ratios.aim(
             "auto_worst_over_best_fixed",
             worst(over_best.into_iter(), f64::min)?,
-            Wanted::AtLeast(0.9),
-            "pages/s over the best of raw, zlib, lz4, zstd:1 and zstd:3; worst of all contents and links",
+            Target::AtLeast(0.9),
+            "pages/s over the best of raw, zlib, lz4, zstd:1 and zstd:3; \
+             worst of all contents and links",
         );
         Ok(())
     }

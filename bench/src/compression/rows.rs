@@ -1,4 +1,4 @@
-//! The rows of the table: each case and way, over all repetitions.
+//! The rows of the table: one per case, over all repetitions.
 
 use std::collections::BTreeMap;
 
@@ -10,42 +10,43 @@ use super::window::{Sample, Window};
 use super::{Key, Link};
 use crate::results::median;
 
-/// A way in a case. Medians, but for the spread.
+/// A case. Values are medians, except the minimum and maximum.
 #[derive(Clone, Debug, Serialize)]
 pub struct Cell {
-    /// The class of the pages.
+    /// The content class.
     pub content: &'static str,
-    /// The cap.
+    /// The link's cap.
     pub link: &'static str,
-    /// The way.
+    /// The method.
     pub way: &'static str,
     /// Pages with content.
     pub pages_per_s: f64,
-    /// The least of them.
+    /// The slowest repetition.
     pub pages_per_s_min: f64,
-    /// The most.
+    /// The fastest repetition.
     pub pages_per_s_max: f64,
-    /// Pages of zeros, which come on top.
+    /// Zero pages per second, which come in addition.
     pub zero_pages_per_s: f64,
     /// Bytes on the link.
     pub wire_mb_per_s: f64,
     /// Bytes of pages with content over bytes on the link.
     pub ratio: f64,
-    /// CPU seconds of the source's threads for a GiB of the guest, zero pages included.
+    /// CPU seconds of the source's threads per GiB of guest memory, including zero pages.
     pub source_cpu_s_per_gib: f64,
-    /// The same of the destination's.
+    /// The same for the destination.
     pub destination_cpu_s_per_gib: f64,
-    /// Length of the window.
+    /// The window's length.
     pub window_ms: f64,
-    /// Windows.
+    /// Number of windows.
     pub runs: usize,
-    /// A table of its own.
+    /// The profile is a separate table.
     #[serde(skip)]
     pub profile: Profile,
 }
 
-/// What the published profiles were of: a way in a case, medians. Time in locks, which they had too, is known
-/// to the kernel's profiler only; what waits for a lock goes to sleep, and that is counted.
+/// The quantities of the published profiles, as medians of a case. Time in locks was published too,
+/// but only the kernel's profiler knows it; a thread that waits for a lock sleeps, and that is
+/// counted.
 #[derive(Clone, Debug, Serialize)]
 pub struct Profile {
     /// As in [`Cell`].
@@ -54,24 +55,24 @@ pub struct Profile {
     pub link: &'static str,
     /// As in [`Cell`].
     pub way: &'static str,
-    /// The migration thread's part of the source's CPU time, in per cent.
+    /// The migration thread's share of the source's CPU time, in percent.
     pub migration_thread_percent: f64,
-    /// Allocations by both sides, in Rust and in the libraries, for each page of any kind.
+    /// Allocations by both sides, in Rust and in C libraries, per page of any kind.
     pub allocations_per_page: f64,
-    /// Of both sides' threads, as are the following; the guest's are not in them.
+    /// Minor page faults. This and the following values cover both sides' threads, not the guest's.
     pub minor_faults_per_1000_pages: f64,
-    /// Faults that needed a disk.
+    /// Page faults that needed disk I/O.
     pub major_faults_per_1000_pages: f64,
-    /// Times that a thread went to sleep.
+    /// Voluntary context switches: a thread went to sleep.
     pub voluntary_switches_per_1000_pages: f64,
-    /// Times that one was taken off its processor.
+    /// Involuntary context switches: a thread was preempted.
     pub involuntary_switches_per_1000_pages: f64,
 }
 
 /// Bytes of a GiB.
 const GIB: f64 = (1_u64 << 30) as f64;
 
-/// Summed up.
+/// Summarizes the samples of each case.
 pub fn cells(
     samples: &BTreeMap<Key, Vec<Sample>>,
     window: impl Fn(Content, Link) -> Window,

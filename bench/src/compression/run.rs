@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use rustix::thread::set_name;
+use vmferry::config::compression::{CompressionConfig, CompressionWay, WhenBusy};
 use vmferry::destination::{Received, Stop, receive};
 use vmferry::source::{Orders, SourceOutcome, migrate};
 use vmferry::{DestinationConfig, MigrateError, SourceConfig, SourceVm};
@@ -14,31 +15,50 @@ use vmferry_transport::{Address, Dialer, Listener};
 
 use crate::guest::Incoming;
 
-/// So long either side waits for the other.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// Timeout of either side while the other is silent.
+const SILENCE_LIMIT: Duration = Duration::from_secs(120);
 
-/// How both sides are set up.
+/// The configuration of both sides.
 pub struct Setup {
-    /// The source.
+    /// The source's configuration.
     pub source: SourceConfig,
-    /// The destination.
+    /// The destination's configuration.
     pub destination: DestinationConfig,
 }
 
 impl Setup {
-    /// The defaults, with journals in this directory, and a cap in bytes per second.
+    /// The default configuration with journals in `directory` and a cap in bytes per second.
     pub fn new(directory: &Path, cap: Option<u64>) -> Self {
         let mut source = SourceConfig::new(directory.join("source"));
         source.max_bandwidth = cap;
         let mut destination = DestinationConfig::new(directory.join("destination"));
         destination.once = true;
-        // The source says nothing while a harvest waits for the guest, on a busy machine for long.
+        // The source is silent while a harvest waits for the guest. On a busy machine this takes
+        // long.
         for timeouts in [&mut source.timeouts, &mut destination.timeouts] {
-            timeouts.silence = PATIENCE;
-            timeouts.stall = PATIENCE;
+            timeouts.silence = SILENCE_LIMIT;
+            timeouts.stall = SILENCE_LIMIT;
         }
         Self { source, destination }
     }
+
+    /// Compresses with this method. Pages wait for a worker, so that all are compressed.
+    pub fn compress(&mut self, way: CompressionWay, deltas: Deltas) {
+        let default = CompressionConfig::default();
+        let delta_memory = match deltas {
+            Deltas::On => default.delta_memory,
+            Deltas::Off => 0,
+        };
+        let when_busy = WhenBusy::Wait;
+        self.source.compression = CompressionConfig { way, when_busy, delta_memory, ..default };
+    }
+}
+
+/// Whether the source keeps copies to compute deltas from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Deltas {
+    Off,
+    On,
 }
 
 const CONDUCTOR: &CStr = c"source";
@@ -48,39 +68,39 @@ fn thread_cpu_s() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
-/// Whether a thread of this name is of the source's side. Both sides have one that listens to the other;
-/// that does next to nothing and is of neither.
+/// Whether the thread with this name belongs to the source. Both sides have a thread that listens
+/// to the other; it uses almost no CPU time and is counted for neither.
 pub fn is_of_source(thread: &str) -> bool {
     is_conductor(thread) || thread.starts_with("encode") || thread.ends_with("-send")
 }
 
-/// Whether it conducts the source's side.
+/// Whether the thread with this name conducts the source's side.
 pub fn is_conductor(thread: &str) -> bool {
     CONDUCTOR.to_str() == Ok(thread)
 }
 
-/// The same of the destination's.
+/// Whether the thread with this name belongs to the destination.
 pub fn is_of_destination(thread: &str) -> bool {
     matches!(thread, "destination" | "accept")
         || thread.starts_with("place")
         || thread.ends_with("-receive")
 }
 
-/// A migration that has ended, one way or the other.
+/// The result of a migration.
 pub struct Ended {
-    /// The source's figures.
+    /// The source's statistics.
     pub stats: Box<vmferry::stats::SourceStats>,
-    /// CPU seconds of the one thread that conducts the source's side: a part of what the figures have.
+    /// CPU seconds of the thread that conducts the source's side. The statistics include them.
     pub conductor_cpu_s: f64,
-    /// Why the guest was not handed over, unless it was.
+    /// Why the guest was not handed over. `None` if it was.
     pub error: Option<MigrateError>,
 }
 
-/// Migrates while `meanwhile` is done on the calling thread, which is told whether the migration is over;
-/// after that the migration is cancelled if it still goes on and `cancel` says so.
+/// Migrates while the calling thread runs `meanwhile`, which can ask whether the migration is over.
+/// Afterwards the migration is canceled if it is still running and `cancel` is set.
 ///
 /// # Errors
-/// No loopback, a destination that says something else than the source, and what `meanwhile` says.
+/// The loopback connection failed, the two sides disagree on the outcome, or `meanwhile` failed.
 pub fn migrate_while<V: SourceVm + Send, T>(
     vm: V,
     there: &GuestMemory,
@@ -110,11 +130,11 @@ pub fn migrate_while<V: SourceVm + Send, T>(
         (done, migrating.join(), receiving.join())
     });
     let (Ok((outcome, conductor_cpu_s)), Ok(received)) = (outcome, received) else {
-        anyhow::bail!("a side of the migration has panicked");
+        anyhow::bail!("one side of the migration panicked");
     };
     let done = match (done, &outcome) {
         (Ok(done), _) => done,
-        // Why it ended matters more than that it did.
+        // The reason why the migration ended is more useful than the fact that it did.
         (Err(_), SourceOutcome::Kept { error, .. })
             if !matches!(error, MigrateError::Cancelled { .. }) =>
         {
@@ -130,10 +150,10 @@ pub fn migrate_while<V: SourceVm + Send, T>(
             Ok((done, Ended { stats, conductor_cpu_s, error: Some(error) }))
         }
         (SourceOutcome::Given { .. }, Received::Nothing { error, .. }) => {
-            Err(error).context("the destination has no guest")
+            Err(error).context("the destination does not own the guest")
         }
         (SourceOutcome::Kept { error, .. }, Received::Owns(_)) => {
-            Err(error).context("the source has kept a guest that the destination has")
+            Err(error).context("the source kept the guest, but the destination owns it too")
         }
     }
 }

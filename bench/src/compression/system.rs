@@ -1,68 +1,68 @@
-//! What the system is asked for, and tells, of single threads.
+//! Scheduling and resource usage of single threads.
 //!
-//! Why `unsafe`: two calls that no safe function has. Why sound: they are given what they want, and
-//! touch no memory but the one structure that they fill.
+//! Why `unsafe`: these two calls have no safe wrapper. Why sound: their arguments are valid, and
+//! they access only the structure that is passed to them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
 
-/// Has the calling thread run only when no other wants to.
+/// Gives the calling thread idle priority: it runs only when no other thread is runnable.
 pub fn run_when_idle() -> anyhow::Result<()> {
     let parameters = libc::sched_param { sched_priority: 0 };
-    // SAFETY: the structure is there for the call, and 0 is the calling thread.
+    // SAFETY: the structure lives during the call, and 0 is the calling thread.
     let result = unsafe { libc::sched_setscheduler(0, libc::SCHED_IDLE, &raw const parameters) };
-    ensure!(result == 0, "no idle priority: {}", std::io::Error::last_os_error());
+    ensure!(result == 0, "could not set idle priority: {}", std::io::Error::last_os_error());
     Ok(())
 }
 
-/// The calling thread's number.
+/// The calling thread's ID.
 pub fn this_thread() -> i32 {
     rustix::thread::gettid().as_raw_nonzero().get()
 }
 
-/// A thread, and what it has done so far.
+/// A thread and its resource usage so far.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Thread {
-    /// What whoever has started it calls it, at most 15 bytes of that.
+    /// The thread's name, at most 15 bytes.
     pub name: String,
-    /// What it has done.
+    /// Its resource usage.
     pub used: ThreadUse,
 }
 
-/// What a thread has done, or several.
+/// Resource usage of one or several threads.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ThreadUse {
     /// CPU time.
     pub cpu: Duration,
-    /// Page faults that needed no disk.
+    /// Page faults without disk I/O.
     pub minor_faults: u64,
-    /// Page faults that did.
+    /// Page faults with disk I/O.
     pub major_faults: u64,
-    /// Times that it went to sleep.
+    /// Voluntary context switches.
     pub voluntary_switches: u64,
-    /// Times that another one was let run before it.
+    /// Involuntary context switches.
     pub involuntary_switches: u64,
 }
 
-/// Threads by number.
+/// Threads by ID.
 pub type Threads = BTreeMap<i32, Thread>;
 
-/// All threads of this process but these.
+/// All threads of this process except these.
 pub fn threads_except(except: &[i32]) -> anyhow::Result<Threads> {
-    let wanted = numbers()?.into_iter().filter(|thread| !except.contains(thread));
-    // One that has ended since has nothing more to tell.
-    Ok(wanted.filter_map(|thread| Some((thread, look(thread)?))).collect())
+    let wanted = thread_ids()?.into_iter().filter(|thread| !except.contains(thread));
+    // A thread that has ended since is skipped.
+    Ok(wanted.filter_map(|thread| Some((thread, read_thread(thread)?))).collect())
 }
 
-/// The threads of this process. A listing may leave out one that lives, if another one ends meanwhile: so they
-/// are listed until two listings agree.
-fn numbers() -> anyhow::Result<BTreeSet<i32>> {
+/// Lists the thread IDs of this process. A listing may miss a live thread when another one ends at
+/// the same time, so the threads are listed until two listings agree.
+fn thread_ids() -> anyhow::Result<BTreeSet<i32>> {
     let mut earlier = BTreeSet::new();
     loop {
         let mut found = BTreeSet::new();
-        for entry in std::fs::read_dir("/proc/self/task").context("/proc is not there")? {
+        for entry in std::fs::read_dir("/proc/self/task").context("/proc is not mounted")? {
             found.extend(entry?.file_name().to_str().and_then(|name| name.parse::<i32>().ok()));
         }
         if found == earlier {
@@ -72,8 +72,8 @@ fn numbers() -> anyhow::Result<BTreeSet<i32>> {
     }
 }
 
-/// What those of these threads that are wanted by name have done since: threads that are new count from
-/// their beginning.
+/// Resource usage since `earlier` of the threads whose names match. Threads that are new since then
+/// count from their start.
 pub fn since(earlier: &Threads, now: &Threads, wanted: impl Fn(&str) -> bool) -> ThreadUse {
     let mut sum = ThreadUse::default();
     for (number, Thread { used: now, .. }) in now.iter().filter(|(_, now)| wanted(&now.name)) {
@@ -88,10 +88,10 @@ pub fn since(earlier: &Threads, now: &Threads, wanted: impl Fn(&str) -> bool) ->
     sum
 }
 
-fn look(thread: i32) -> Option<Thread> {
+fn read_thread(thread: i32) -> Option<Thread> {
     let read = |file| std::fs::read_to_string(format!("/proc/self/task/{thread}/{file}")).ok();
     let (stat, status, name) = (read("stat")?, read("status")?, read("comm")?);
-    // The name, in parentheses, may have spaces; the third field comes after it.
+    // The name is in parentheses and may contain spaces; the third field follows it.
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
     let field = |number: usize| fields.get(number - 3)?.parse().ok();
     let line = |name| status.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok());
@@ -105,15 +105,15 @@ fn look(thread: i32) -> Option<Thread> {
     Some(Thread { name: name.trim_end().to_owned(), used })
 }
 
-/// To the nanosecond, where `/proc` counts in ticks of 10 ms.
+/// The thread's CPU time in nanoseconds; `/proc` counts in ticks of 10 ms.
 fn cpu_of(thread: i32) -> Option<Duration> {
-    // How Linux makes a clock of a thread's number: all its bits flipped, before three that say
-    // what is counted.
+    // Linux derives the clock ID from the thread ID: all bits inverted, followed by three bits that
+    // select the clock.
     const PER_THREAD: i32 = 4;
     const RUN_TIME: i32 = 2;
     let clock = (!thread << 3) | PER_THREAD | RUN_TIME;
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the structure is there to be filled.
+    // SAFETY: the structure is writable and lives during the call.
     let result = unsafe { libc::clock_gettime(clock, &raw mut time) };
     (result == 0).then(|| Duration::new(time.tv_sec as u64, time.tv_nsec as u32))
 }
@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_threads_work_is_seen_and_can_be_left_out() {
+    fn since_sums_the_threads_that_match() {
         let me = this_thread();
         let before = threads_except(&[]).unwrap();
         let mut sum = 0_u64;
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_runs_when_idle() {
+    fn run_when_idle_succeeds() {
         std::thread::spawn(run_when_idle).join().unwrap().unwrap();
     }
 }

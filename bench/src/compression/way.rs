@@ -1,42 +1,42 @@
-//! The ways that are compared.
+//! The compression methods that are compared.
 
 use vmferry::config::compression::FRAME_PAGES;
 use vmferry::config::compression::{CompressionConfig, CompressionWay, WhenBusy};
 use vmferry::{DestinationConfig, SourceConfig};
 use vmferry_codec::{Compressors, Decompressors, Method};
 
-/// A way to send pages.
+/// A compression method.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Way {
-    /// As they are.
+    /// No compression.
     Raw,
-    /// The published old way: the one thread that migrates compresses each page by a call of its own, for
-    /// which a context is allocated and freed; so it decompresses too.
+    /// The published old method: one migration thread compresses each page with a context that it
+    /// allocates and frees. Decompression works the same way.
     ZlibPerCall,
-    /// The published new way: a pool of threads, each with a context that it keeps.
+    /// The published new method: a pool of threads, each with a context that it keeps.
     ZlibPipeline,
-    /// The same, but pages for which no thread is free go as they are.
+    /// The same, but pages for which no thread is free are sent uncompressed.
     ZlibRawWhenBusy,
-    /// As the published new way, with LZ4.
+    /// The pool with LZ4.
     Lz4,
-    /// With zstd at level 1.
+    /// The pool with zstd level 1.
     Zstd1,
-    /// With zstd at level 3.
+    /// The pool with zstd level 3.
     Zstd3,
-    /// By measurement: the default.
+    /// vmferry's default: the method adapts to measurements.
     Auto,
 }
 
-/// Threads of the pools on either side, as there are two processors where this was first measured.
+/// Threads of the pool on each side. The first measurements were made with two processors.
 const WORKERS: u8 = 2;
 
 impl Way {
-    /// Those of each case, in the order in which they have their turns: what is compared most closely
-    /// stands together, as a machine is not always as fast.
+    /// The methods of every case, in order. The speed of a machine drifts, so the methods that are
+    /// compared most closely are neighbors.
     pub const GRID: [Self; 6] =
         [Self::Raw, Self::Auto, Self::Lz4, Self::Zstd1, Self::Zstd3, Self::ZlibPipeline];
 
-    /// Those of the published comparison.
+    /// The methods of the published comparison.
     pub const PUBLISHED: [Self; 8] = [
         Self::Raw,
         Self::Auto,
@@ -48,7 +48,7 @@ impl Way {
         Self::ZlibPerCall,
     ];
 
-    /// In tables.
+    /// The name in tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::Raw => "raw",
@@ -62,18 +62,19 @@ impl Way {
         }
     }
 
-    /// Whether it is one thing whatever the content and the link, and a pool does it.
+    /// Whether the method is the same for all contents and links, and uses the pool.
     pub fn is_fixed(self) -> bool {
         Self::GRID.contains(&self) && self != Self::Auto
     }
 
-    /// Whether threads of a pool compress.
+    /// Whether a pool of threads compresses.
     pub fn is_pipeline(self) -> bool {
         !matches!(self, Self::Raw | Self::ZlibPerCall)
     }
 
-    /// Sets the source up for it. Only auto has deltas: the others are what the codecs do alone.
-    pub fn choose(self, config: &mut SourceConfig) {
+    /// Configures the source for this method. Only auto uses deltas; the others show the codecs
+    /// alone.
+    pub fn configure_source(self, config: &mut SourceConfig) {
         let default = CompressionConfig::default();
         let fixed = |method| CompressionConfig {
             way: CompressionWay::Fixed(method),
@@ -100,8 +101,8 @@ impl Way {
         };
     }
 
-    /// Sets the destination up for it.
-    pub fn choose_there(self, config: &mut DestinationConfig) {
+    /// Configures the destination for this method.
+    pub fn configure_destination(self, config: &mut DestinationConfig) {
         if self == Self::ZlibPerCall {
             config.workers = Some(1);
             config.decompressors = Decompressors::per_call;

@@ -1,5 +1,5 @@
-//! What a migration moves in a window of time. It has no end of its own: the guest is never handed over,
-//! and the migration is cancelled when the window is over.
+//! Measures what a migration sends in a window of time. The guest is never handed over; the
+//! migration is canceled when the window is over.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -12,67 +12,68 @@ use vmferry::source::{Orders, Progress};
 use vmferry_memory::GuestMemory;
 
 use super::allocations;
-use super::guest::{Bare, RewrittenLog, Writers};
+use super::guest::{NeverHandedOver, RewrittenLog, Writers};
 use super::run::{Setup, is_conductor, is_of_destination, is_of_source, migrate_while};
 use super::system::{ThreadUse, since, this_thread, threads_except};
 use super::way::Way;
+use crate::guest::MemoryGuest;
 
-/// Until the first page is sent.
+/// Time limit for the first page.
 const START: Duration = Duration::from_secs(60);
 
-/// No machine moves a page of any kind in that.
+/// Time per page that no machine reaches, for pages of any kind.
 const PER_PAGE: Duration = Duration::from_nanos(500);
 
-/// How long is looked.
+/// The lengths of the warm-up and of the measurement.
 #[derive(Clone, Copy, Debug)]
 pub struct Window {
-    /// Time for buffers to be made, the link to be filled and auto to have measured; not counted.
+    /// Time to allocate buffers, fill the link and let auto measure. It is not counted.
     pub warm_up: Duration,
-    /// Time that is counted.
+    /// The counted time.
     pub length: Duration,
 }
 
-/// A guest and a place for it.
+/// The guest and its destination.
 pub struct Hosts<'a> {
-    /// The guest's memory.
+    /// The source's memory.
     pub here: &'a GuestMemory,
-    /// The destination's.
+    /// The destination's memory.
     pub there: &'a GuestMemory,
-    /// Who writes the guest's.
+    /// The threads that write the guest's memory.
     pub writers: &'a Writers,
-    /// For journals.
+    /// The directory for journals.
     pub directory: &'a Path,
 }
 
-/// What was seen in one window.
+/// The measurements of one window.
 #[derive(Clone, Copy, Debug)]
 pub struct Sample {
-    /// The window's real length.
+    /// The window's actual length.
     pub seconds: f64,
-    /// Pages with content that were sent in it.
+    /// Pages with content that were sent.
     pub content_pages: f64,
-    /// Pages of zeros.
+    /// Zero pages that were sent.
     pub zero_pages: f64,
     /// Bytes on the link.
     pub bytes: f64,
     /// Allocations by both sides.
     pub allocations: f64,
-    /// What the threads of both sides did.
+    /// Resource usage of both sides' threads.
     pub used: ThreadUse,
-    /// CPU seconds of the source's side.
+    /// CPU seconds of the source.
     pub source_cpu_s: f64,
-    /// CPU seconds of the destination's.
+    /// CPU seconds of the destination.
     pub destination_cpu_s: f64,
-    /// The migration thread's part of the source's CPU time: the conductor, and the workers while they look
-    /// for the pages of a frame.
+    /// The migration thread's share of the source's CPU time. This includes the conductor, and the
+    /// workers while they select the pages of a frame.
     pub migration_thread_share: f64,
 }
 
-/// Looks once.
+/// Measures one window.
 ///
 /// # Errors
-/// A migration that does not begin, or ends.
-pub fn look(
+/// The migration does not begin, or ends too early.
+pub fn measure(
     hosts: &Hosts<'_>,
     way: Way,
     cap: Option<u64>,
@@ -80,32 +81,33 @@ pub fn look(
 ) -> anyhow::Result<Sample> {
     let log = hosts.writers.log(hosts.here)?;
     let mut setup = Setup::new(hosts.directory, cap);
-    way.choose(&mut setup.source);
-    way.choose_there(&mut setup.destination);
-    // Nothing moves all of the memory in that, and so many rounds take longer than anybody waits.
+    way.configure_source(&mut setup.source);
+    way.configure_destination(&mut setup.destination);
+    // The downtime limit is too short for all of the memory, and the migration never runs out of
+    // rounds.
     setup.source.downtime_limit = PER_PAGE * u32::try_from(hosts.here.total_pages())?;
     setup.source.max_rounds = u32::MAX;
     setup.source.when_stuck = WhenStuck::Refuse;
-    let vm = Bare { memory: hosts.here.clone(), log: Arc::<RewrittenLog>::clone(&log) };
-    // The migration's threads are those that are neither the guest's nor this one.
+    let vm = MemoryGuest::new(hosts.here, Arc::<RewrittenLog>::clone(&log), NeverHandedOver);
+    // The migration's threads are all threads except the guest's and this one.
     let mut others = hosts.writers.numbers.clone();
     others.push(this_thread());
     let (mut sample, ended) = migrate_while(vm, hosts.there, setup, true, |orders, is_over| {
-        let seen = look_at(orders, is_over, &log, window, &others);
+        let seen = measure_window(orders, is_over, &log, window, &others);
         log.release();
         seen
     })?;
     match ended.error {
         Some(MigrateError::Cancelled { .. }) => {}
         Some(error) => return Err(error).context("the migration failed"),
-        None => bail!("a guest was handed over that must not be"),
+        None => bail!("the guest was handed over, which must not happen"),
     }
     let stats = &ended.stats;
     sample.migration_thread_share = match way {
-        // Its one worker is the thread that migrates.
+        // The only worker is the migration thread.
         Way::ZlibPerCall => 1.0,
-        // What workers do so is known of the whole migration only, and does not change in it. The conductor has
-        // done most before the first page was sent.
+        // The workers' share is known only for the whole migration; it does not change over time.
+        // Most of the conductor's work was done before the first page was sent.
         _ => {
             let looking = (stats.planning_cpu_s - ended.conductor_cpu_s).max(0.0);
             sample.migration_thread_share + looking / stats.engine_cpu_s
@@ -114,7 +116,7 @@ pub fn look(
     Ok(sample)
 }
 
-fn look_at(
+fn measure_window(
     orders: &Orders,
     is_over: &dyn Fn() -> bool,
     log: &RewrittenLog,
@@ -123,9 +125,9 @@ fn look_at(
 ) -> anyhow::Result<Sample> {
     let begun = Instant::now();
     while orders.progress().sent_bytes == 0 {
-        ensure!(!is_over(), "the migration is over before it has begun");
+        ensure!(!is_over(), "the migration ended before it sent a page");
         ensure!(begun.elapsed() < START, "nothing was sent in {} s", START.as_secs());
-        // Progress wakes nobody.
+        // Progress cannot be waited for.
         std::thread::sleep(Duration::from_millis(1));
     }
     sleep_until(log, log.active() + window.warm_up);
@@ -138,7 +140,7 @@ fn look_at(
     let (before, now) = (threads, threads_except(others)?);
     let cpu_s = |side: fn(&str) -> bool| since(&before, &now, side).cpu.as_secs_f64();
     let source_cpu_s = cpu_s(is_of_source);
-    ensure!(source_cpu_s > 0.0, "the source has used no processor in the window");
+    ensure!(source_cpu_s > 0.0, "the source used no CPU time in the window");
     let grown = |part: fn(&Progress) -> u64| part(&last).saturating_sub(part(&first)) as f64;
     let sample = Sample {
         seconds: (to - from).as_secs_f64(),
@@ -155,14 +157,14 @@ fn look_at(
     Ok(sample)
 }
 
-/// Sleeps until so much time has passed in which no harvest waited.
+/// Sleeps until the log's active time reaches `active`.
 fn sleep_until(log: &RewrittenLog, active: Duration) {
     loop {
         let rest = active.saturating_sub(log.active());
         if rest.is_zero() {
             return;
         }
-        // A wait ends within a millisecond of what ends it.
+        // The sleep is at least 1 ms, because the waits of harvests are checked every millisecond.
         std::thread::sleep(rest.max(Duration::from_millis(1)));
     }
 }

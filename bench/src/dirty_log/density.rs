@@ -1,4 +1,4 @@
-//! One slot alone, from clean to wholly dirty.
+//! A single slot, from clean to fully dirty.
 
 use std::collections::BTreeMap;
 
@@ -6,11 +6,12 @@ use anyhow::{Context, ensure};
 
 use super::samples::Samples;
 use super::subject::Subject;
-use super::{KIB_32, guests, marked};
+use super::{KIB_32, guest_logs, software_logs};
 use crate::bitmap::pattern::{Pattern, bitmap};
 use crate::results::{Row, row};
 
-/// How often a guest's log is harvested at a density: writing it takes a guest seconds.
+/// Number of harvests of a guest's log at a density. The guest needs seconds to write the large
+/// slot.
 fn repetitions(pattern: Pattern, large: bool, quick: bool) -> usize {
     match pattern {
         _ if quick => 1,
@@ -22,13 +23,13 @@ fn repetitions(pattern: Pattern, large: bool, quick: bool) -> usize {
     }
 }
 
-/// So many harvests of a marked log.
-const MARKED_REPETITIONS: usize = 25;
+/// Number of harvests of a software log.
+const SOFTWARE_REPETITIONS: usize = 25;
 
-/// Samples by the slot's name and density, and the log.
-type Kept = BTreeMap<(String, &'static str), Samples>;
+/// Samples by slot name with density, and by log.
+type SamplesByCase = BTreeMap<(String, &'static str), Samples>;
 
-/// One slot alone, at each density.
+/// Measures a single slot at each density.
 pub fn measure(
     slots: &[(&str, u64)],
     quick: bool,
@@ -43,36 +44,38 @@ pub fn measure(
         Pattern::Full,
     ];
     let mut rows = Vec::new();
-    let mut kept = Kept::new();
+    let mut by_case = SamplesByCase::new();
     for pattern in PATTERNS {
-        // All lengths together, so that a slot's length is all that differs.
+        // All lengths run interleaved, so that only the slot's length differs.
         let mut runs: Vec<Run> = Vec::new();
         for &(name, bytes) in slots {
-            let repetitions = if quick { 1 } else { MARKED_REPETITIONS };
+            let repetitions = if quick { 1 } else { SOFTWARE_REPETITIONS };
             runs.extend(
-                marked(&[bytes]).into_iter().map(|s| Run::new(s, name, pattern, repetitions)),
+                software_logs(&[bytes])
+                    .into_iter()
+                    .map(|s| Run::new(s, name, pattern, repetitions)),
             );
         }
-        harvest(&mut runs, &mut rows, &mut kept)?;
+        harvest(&mut runs, &mut rows, &mut by_case)?;
     }
     for &(name, bytes) in slots {
-        let mut subjects = guests(&[bytes])?;
+        let mut subjects = guest_logs(&[bytes])?;
         for pattern in PATTERNS {
             let repetitions = repetitions(pattern, bytes > KIB_32, quick);
             let mut runs: Vec<Run> = subjects
                 .drain(..)
                 .map(|subject| Run::new(subject, name, pattern, repetitions))
                 .collect();
-            harvest(&mut runs, &mut rows, &mut kept)?;
+            harvest(&mut runs, &mut rows, &mut by_case)?;
             subjects.extend(runs.into_iter().map(|run| run.subject));
             eprintln!("dirty-log: density of {name}, {:.0} %, done", pattern.percent());
         }
     }
-    add_ratios(ratios, &kept)?;
+    add_ratios(ratios, &by_case)?;
     Ok(rows)
 }
 
-/// A log at one density.
+/// A log that is measured at one density.
 struct Run {
     subject: Box<dyn Subject>,
     name: String,
@@ -91,9 +94,13 @@ impl Run {
     }
 }
 
-/// Interleaved: one harvest of each, then the next of each. The first one of each warms up and does not
-/// count, unless it is the only one.
-fn harvest(runs: &mut [Run], rows: &mut Vec<Row>, kept: &mut Kept) -> anyhow::Result<()> {
+/// Harvests the logs in turn. The first harvest of each log warms up and is not counted, unless it
+/// is the only one.
+fn harvest(
+    runs: &mut [Run],
+    rows: &mut Vec<Row>,
+    by_case: &mut SamplesByCase,
+) -> anyhow::Result<()> {
     runs.iter_mut().try_for_each(|run| run.subject.start())?;
     let passes = runs.iter().map(|run| run.repetitions).max().unwrap_or(0) + 1;
     for pass in 0..passes {
@@ -106,7 +113,7 @@ fn harvest(runs: &mut [Run], rows: &mut Vec<Row>, kept: &mut Kept) -> anyhow::Re
             let sample = run.subject.harvest(0)?;
             ensure!(
                 sample.pages >= run.pages.len() as u64,
-                "{} has found {} of {} pages",
+                "{} found {} of {} pages",
                 run.subject.name(),
                 sample.pages,
                 run.pages.len()
@@ -121,15 +128,15 @@ fn harvest(runs: &mut [Run], rows: &mut Vec<Row>, kept: &mut Kept) -> anyhow::Re
         let log = run.subject.name();
         rows.push(row(&run.samples.row("density", &run.subject.units()[0], &run.dirty, log))?);
         let samples = std::mem::take(&mut run.samples);
-        kept.insert((format!("{} {}", run.name, run.dirty), log), samples);
+        by_case.insert((format!("{} {}", run.name, run.dirty), log), samples);
     }
     Ok(())
 }
 
-/// A harvest is compared whole where `vm-memory`'s is, and the published call alone where the published
-/// ones are. Where nothing is said of how the dirty pages lie they lie in runs, as a loop that writes leaves
-/// them.
-fn add_ratios(ratios: &mut BTreeMap<String, f64>, samples: &Kept) -> anyhow::Result<()> {
+/// Adds the ratios. The whole harvest is compared with `vm-memory`'s, and the call alone with the
+/// published calls. The dirty pages are in runs, as a writing loop leaves them, unless the name
+/// says `scattered`.
+fn add_ratios(ratios: &mut BTreeMap<String, f64>, samples: &SamplesByCase) -> anyhow::Result<()> {
     let of = |case: &str, log: &'static str| {
         samples.get(&(case.to_owned(), log)).with_context(|| format!("no `{case}` of {log}"))
     };

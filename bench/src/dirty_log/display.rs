@@ -1,5 +1,5 @@
-//! The display, as a guest has it: its workload `display` redraws a slot of 32 KiB at 60 Hz, and leaves the
-//! one beside it as it is. Each log of a guest is harvested every three frames.
+//! The display of a real guest. Its workload `display` redraws a slot of 32 KiB at 60 Hz and does
+//! not write the slot next to it. Each log is harvested every three frames.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,16 +17,16 @@ use super::guest::GuestLog;
 use super::subject::{Sample, traverse};
 use crate::machine::{cycles, cycles_since};
 
-/// Slot of the frame buffer, and of what stays clean, as `GuestConfig::layout` has them.
+/// The slots of the frame buffer and of the clean memory, as in `GuestConfig::layout`.
 const SLOTS: [SlotId; 2] = [SlotId(1), SlotId(2)];
 
-/// Three frames: so long it is from one harvest to the next.
+/// Time between two harvests: three frames.
 const INTERVAL: Duration = Duration::from_millis(50);
 
-/// What each harvest of the frame buffer cost, and of the slot beside it, if the log has it apart.
+/// The samples of the frame buffer and, if the log knows slots, of the clean slot.
 pub type Harvests = Vec<Vec<Sample>>;
 
-/// Harvests a display that goes on, so many times.
+/// Harvests the display `rounds` times while the guest redraws it.
 pub fn measure(log: GuestLog, rounds: usize) -> anyhow::Result<Harvests> {
     let guest = GuestConfig {
         memory_bytes: 64 << 20,
@@ -49,7 +49,7 @@ pub fn measure(log: GuestLog, rounds: usize) -> anyhow::Result<Harvests> {
     let mut machine = KvmBackend::new(config, mapped)?;
     let all = machine.kvm_slots();
     let vm = || Arc::clone(machine.vm());
-    // KVM reads a bitmap for each slot; the others know only the whole machine.
+    // KVM has a bitmap per slot; the other logs cover the whole machine.
     let one = |slot: SlotId| -> Vec<KvmSlot> {
         all.iter().filter(|candidate| candidate.slot == slot).copied().collect()
     };
@@ -73,12 +73,12 @@ pub fn measure(log: GuestLog, rounds: usize) -> anyhow::Result<Harvests> {
     let mut harvests: Harvests = logs.iter().map(|_| Vec::new()).collect();
     let mut drawn = 0;
     let deadline = Instant::now() + Duration::from_secs(60);
-    // Until the guest draws there is nothing to measure.
+    // Harvests before the guest starts drawing are not counted.
     while drawn < rounds {
         if Instant::now() > deadline {
             bail!("the display was redrawn {drawn} times in a minute");
         }
-        // What is measured is what the display draws in this time.
+        // The guest draws during this sleep.
         std::thread::sleep(INTERVAL);
         let mut samples = Vec::new();
         for (log_of_slot, slot) in logs.iter().zip(SLOTS) {

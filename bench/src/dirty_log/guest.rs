@@ -1,4 +1,5 @@
-//! The logs of what a real guest writes: KVM's bitmap, with manual clear, the dirty ring, and userfaultfd.
+//! The dirty logs of a real guest: KVM's bitmap, KVM's bitmap with manual clear, the dirty ring,
+//! and userfaultfd.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,10 +15,10 @@ use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, PageSet, SlotI
 use super::subject::{Sample, Subject, Unit, traverse};
 use crate::machine::{cycles, cycles_since};
 
-/// vCPUs of the guest, as many as this machine has cores.
+/// vCPUs of the guest. The reference machine has this many cores.
 const VCPUS: usize = 2;
 
-/// A log of a guest's writes.
+/// A dirty log of a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GuestLog {
     KvmGet,
@@ -39,7 +40,7 @@ impl GuestLog {
     }
 }
 
-/// Memory of slots of these lengths in bytes, one behind the other, all of it populated.
+/// Allocates and populates adjacent slots of these lengths in bytes.
 pub fn memory(slots: &[u64]) -> anyhow::Result<GuestMemory> {
     let mut layout = Vec::new();
     let mut gpa = 0;
@@ -55,19 +56,20 @@ pub fn memory(slots: &[u64]) -> anyhow::Result<GuestMemory> {
     Ok(memory)
 }
 
-/// A machine and its log.
+/// A machine and its dirty logs.
 pub struct GuestSubject {
     log: GuestLog,
     machine: Machine,
     units: Vec<Unit>,
     logs: Vec<(Arc<dyn DirtyLog>, PageSet)>,
-    /// Cycles that the vCPUs' threads have spent on full rings since the last harvest.
+    /// Cycles that the vCPU threads spent on full rings since the last harvest.
     full_rings: Arc<AtomicU64>,
 }
 
 impl GuestSubject {
-    /// A machine over this memory. userfaultfd gets memory of its own: protecting it would take it out of
-    /// the other machines' page tables, and so out of what their logs have to protect.
+    /// Starts a machine with this memory. userfaultfd gets its own memory: write-protecting shared
+    /// memory would remove it from the other machines' page tables, and their logs would have less
+    /// to protect.
     pub fn new(log: GuestLog, shared: &GuestMemory) -> anyhow::Result<Self> {
         let lengths: Vec<u64> = shared.slots().iter().map(|slot| slot.len_bytes() as u64).collect();
         let memory = match log {
@@ -91,7 +93,7 @@ impl GuestSubject {
                 host_address: slot.host_address,
             })
             .collect();
-        // KVM has a bitmap for each slot; the others are of the whole machine.
+        // KVM has a bitmap per slot; the other logs cover the whole machine.
         let alone = |slot: &KvmSlot| {
             let layout =
                 [SlotLayout { slot: SlotId(0), gpa: 0, pages: slot.bytes / PAGE_SIZE as u64 }];
@@ -140,14 +142,15 @@ fn ring(
     let (reaped, spent) = (Arc::clone(&rings), Arc::clone(full_rings));
     machine.on_ring_full(move |_| {
         let begun = cycles();
-        // A failure comes out of the next collect.
+        // The next `collect` returns the error.
         let _ = reaped.reap_full();
         spent.fetch_add(cycles_since(begun), Ordering::Relaxed);
     });
     Ok(Arc::new(KvmRingLog::new(rings)))
 }
 
-/// Protects what was collected as a lane of the engine does: 128 MiB of the guest in one call.
+/// Write-protects the collected pages as a lane of the engine does: 128 MiB of the guest in one
+/// call.
 fn protect(log: &dyn DirtyLog, pages: &PageSet) -> anyhow::Result<()> {
     const WORDS: usize = 512;
     for (slot, bitmap) in pages.iter() {
@@ -180,12 +183,12 @@ impl Subject for GuestSubject {
         std::thread::scope(|scope| {
             let other = scope.spawn(|| machine.write_pages(1, slot, right.iter().copied()));
             machine.write_pages(0, slot, left.iter().copied())?;
-            other.join().map_err(|_| anyhow!("a vCPU's thread has panicked"))??;
+            other.join().map_err(|_| anyhow!("a vCPU thread panicked"))??;
             Ok(())
         })
     }
 
-    fn write_for_ever(
+    fn write_during(
         &mut self,
         slot: usize,
         pages: u64,

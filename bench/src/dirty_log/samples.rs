@@ -1,4 +1,4 @@
-//! The harvests of one row.
+//! The samples of one row.
 
 use serde::Serialize;
 
@@ -12,17 +12,17 @@ pub struct LogRow {
     len: u64,
     dirty: String,
     log: &'static str,
-    /// The call by which a harvest gets what is dirty.
+    /// The call that fetches the dirty pages.
     call_cycles: f64,
     call_cycles_min: f64,
     call_cycles_max: f64,
-    /// Protecting it again, where that is not part of the call; of the ring, what the vCPUs' threads have
-    /// taken from it when it was full.
+    /// Write-protecting the pages again, if the call does not do that. For the dirty ring: the work
+    /// of the vCPU threads on full rings.
     protect_cycles: f64,
-    /// Going through the runs of dirty pages, and whatever is left to be taken.
+    /// Traversing the runs of dirty pages, and fetching what the call did not.
     traverse_cycles: f64,
     pages: u64,
-    /// Each call in order, as published.
+    /// The cycles of each call in order, as published.
     pub calls: String,
 }
 

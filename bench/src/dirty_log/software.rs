@@ -1,4 +1,4 @@
-//! The logs that are marked by whoever writes: the three published ways and `vm-memory`'s bitmap.
+//! The software logs, which the writer marks: the three published methods and `vm-memory`'s bitmap.
 
 use std::hint::black_box;
 use std::num::NonZeroUsize;
@@ -13,12 +13,13 @@ use super::subject::{Sample, Subject, Unit, traverse};
 use crate::bitmap::baseline;
 use crate::machine::{cycles, cycles_since};
 
-/// Marks pages as `vm-memory` does after each write to one.
+/// Marks pages as `vm-memory` does after each write.
 fn mark(bitmap: &impl Bitmap, pages: impl Iterator<Item = u64>) {
     pages.for_each(|page| bitmap.mark_dirty(page as usize * PAGE_SIZE, 8));
 }
 
-/// From another thread, so that the marks come from another core's cache as a vCPU's do.
+/// Marks pages from another thread, so that the marks come from another core's cache, as a vCPU's
+/// do.
 fn mark_elsewhere(bitmap: &(impl Bitmap + Sync), pages: &[u64]) {
     if pages.is_empty() {
         return;
@@ -28,8 +29,8 @@ fn mark_elsewhere(bitmap: &(impl Bitmap + Sync), pages: &[u64]) {
     });
 }
 
-/// Marks the first pages over and over while `meanwhile` is done.
-fn mark_for_ever<R>(bitmap: &(impl Bitmap + Sync), pages: u64, meanwhile: impl FnOnce() -> R) -> R {
+/// Marks the first pages repeatedly while `meanwhile` runs.
+fn mark_during<R>(bitmap: &(impl Bitmap + Sync), pages: u64, meanwhile: impl FnOnce() -> R) -> R {
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -43,7 +44,7 @@ fn mark_for_ever<R>(bitmap: &(impl Bitmap + Sync), pages: u64, meanwhile: impl F
     })
 }
 
-/// The software log in one of its ways.
+/// vmferry's software log with one of its methods.
 pub struct SoftwareSubject {
     way: SoftwareWay,
     slots: Vec<(DirtyBitmap, PageBitmap)>,
@@ -59,7 +60,7 @@ impl SoftwareSubject {
         Self { way, slots: slots.iter().map(of).collect(), units: Unit::of_slots(slots) }
     }
 
-    /// In each way.
+    /// One subject per method.
     pub fn all(slots: &[u64]) -> Vec<Box<dyn Subject>> {
         SoftwareWay::ALL.map(|way| Box::new(Self::new(way, slots)) as Box<dyn Subject>).into()
     }
@@ -87,14 +88,14 @@ impl Subject for SoftwareSubject {
         Ok(())
     }
 
-    fn write_for_ever(
+    fn write_during(
         &mut self,
         slot: usize,
         pages: u64,
         meanwhile: &mut dyn FnMut(&mut dyn Subject) -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
         let bitmap = self.slots[slot].0.clone();
-        mark_for_ever(&bitmap, pages, || meanwhile(self))
+        mark_during(&bitmap, pages, || meanwhile(self))
     }
 
     fn harvest(&mut self, unit: usize) -> anyhow::Result<Sample> {
@@ -107,7 +108,7 @@ impl Subject for SoftwareSubject {
             SoftwareWay::Switch => {
                 let marks = bitmap.switch();
                 sample.call = cycles_since(begun);
-                // Nothing is copied in the call, so taking what it hands over is part of going through it.
+                // The call copies nothing, so fetching its result is part of the traversal.
                 let begun = cycles();
                 if let Some(marks) = marks {
                     marks.take_into(pages);
@@ -129,7 +130,7 @@ impl Subject for SoftwareSubject {
     }
 }
 
-/// `vm-memory`'s own bitmap, harvested by `get_and_reset` and gone through by word.
+/// `vm-memory`'s bitmap, harvested by `get_and_reset` and traversed by word.
 pub struct AtomicSubject {
     slots: Vec<Arc<AtomicBitmap>>,
     units: Vec<Unit>,
@@ -162,14 +163,14 @@ impl Subject for AtomicSubject {
         Ok(())
     }
 
-    fn write_for_ever(
+    fn write_during(
         &mut self,
         slot: usize,
         pages: u64,
         meanwhile: &mut dyn FnMut(&mut dyn Subject) -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
         let bitmap = Arc::clone(&self.slots[slot]);
-        mark_for_ever(&*bitmap, pages, || meanwhile(self))
+        mark_during(&*bitmap, pages, || meanwhile(self))
     }
 
     fn harvest(&mut self, unit: usize) -> anyhow::Result<Sample> {

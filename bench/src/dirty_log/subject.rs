@@ -1,4 +1,4 @@
-//! What the benchmark does to each log.
+//! The interface between the benchmark and each log.
 
 use std::hint::black_box;
 
@@ -6,7 +6,7 @@ use vmferry_memory::PageBitmap;
 
 use crate::machine::{cycles, cycles_since};
 
-/// What one harvest cost, in cycles, and how many pages it found.
+/// The cost of one harvest in cycles, and the number of pages it found.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Sample {
     pub call: u64,
@@ -15,7 +15,7 @@ pub struct Sample {
     pub pages: u64,
 }
 
-/// What a log harvests by itself: a slot, or all of a machine's.
+/// A unit that a log harvests separately: a slot, or all slots of a machine.
 #[derive(Clone, Debug)]
 pub struct Unit {
     pub slot: String,
@@ -23,14 +23,14 @@ pub struct Unit {
 }
 
 impl Unit {
-    /// One for each slot.
+    /// One unit per slot.
     pub fn of_slots(slots: &[u64]) -> Vec<Self> {
         let unit = |(slot, bytes): (usize, &u64)| Self { slot: slot.to_string(), bytes: *bytes };
         slots.iter().enumerate().map(unit).collect()
     }
 }
 
-/// A log under somebody who writes.
+/// A dirty log together with its writer.
 pub trait Subject {
     fn name(&self) -> &'static str;
 
@@ -38,11 +38,11 @@ pub trait Subject {
 
     fn start(&mut self) -> anyhow::Result<()>;
 
-    /// Writes these pages of a slot, once each, from another thread or in a guest.
+    /// Writes these pages of a slot once each, from another thread or in a guest.
     fn write(&mut self, slot: usize, pages: &[u64]) -> anyhow::Result<()>;
 
-    /// Writes the first pages of a slot over and over while something else is done.
-    fn write_for_ever(
+    /// Writes the first pages of a slot repeatedly while `meanwhile` runs.
+    fn write_during(
         &mut self,
         slot: usize,
         pages: u64,
@@ -54,7 +54,7 @@ pub trait Subject {
     fn stop(&mut self) -> anyhow::Result<()>;
 }
 
-/// Goes through the runs of a bitmap and clears it; pages and cycles.
+/// Traverses the runs of a bitmap. Returns the pages and the cycles.
 pub fn traverse(pages: &PageBitmap) -> (u64, u64) {
     let begun = cycles();
     let mut found = 0;

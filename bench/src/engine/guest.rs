@@ -1,18 +1,15 @@
-//! The engine's way: a real migration between two threads of this process, over real sockets, of
-//! a guest that stands still.
+//! Migration by the engine: an idle guest moves between two threads of this process over real
+//! sockets.
 
 use std::sync::Arc;
 
-use anyhow::{Context, bail};
 use tempfile::TempDir;
-use vmferry::destination::{Received, Stop, receive};
-use vmferry::source::{Orders, SourceOutcome, migrate as migrate_source};
 use vmferry::{DestinationConfig, SourceConfig};
 use vmferry_memory::GuestMemory;
 use vmferry_transport::{Address, Dialer, Listener, TlsIdentity, pki};
 
 use super::Sample;
-use crate::guest::{Incoming, StillGuest};
+use crate::guest::{Incoming, MemoryGuest, migrate_here};
 use crate::machine::process_cpu_s;
 use crate::raw::Tls;
 
@@ -57,22 +54,11 @@ pub fn migrate(
     let mut config = SourceConfig::new(links.directory.path().join("source"));
     config.channels = channels;
     let there = DestinationConfig::new(links.directory.path().join("destination"));
-    let vm = StillGuest::new(source);
+    let vm = MemoryGuest::idle(source);
     let incoming = Incoming(destination.clone());
     let cpu_before = process_cpu_s();
-    let (outcome, received) = std::thread::scope(|scope| {
-        let stop = Stop::default();
-        let receiving =
-            scope.spawn(move || receive(listener, incoming, &there, &stop, &mut |_| {}));
-        let outcome = migrate_source(vm, &dialer, config, &Orders::new(), &mut |_| {});
-        (outcome, receiving.join())
-    });
+    let (stats, owned) = migrate_here((vm, &dialer, config), (incoming, listener, &there))?;
     let cpu_s = process_cpu_s() - cpu_before;
-    let stats = match outcome {
-        SourceOutcome::Given { stats, .. } => stats,
-        SourceOutcome::Kept { error, .. } => return Err(error).context("the migration failed"),
-    };
-    let Ok(Received::Owns(owned)) = received else { bail!("the destination has no guest") };
     Ok(Sample {
         total_s: stats.total_ms / 1e3,
         cpu_s,

@@ -1,9 +1,10 @@
-//! A guest that wanders from machine to machine, and what each move took.
+//! A guest that migrates from machine to machine, and the cost of each migration.
 
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, bail, ensure};
+use parking_lot::MutexGuard;
 use vmferry::destination::{Received, Stop, receive};
 use vmferry::source::{Orders, SourceOutcome, migrate};
 use vmferry::{DestinationConfig, SourceConfig};
@@ -19,17 +20,17 @@ use vmferry_wire::GuestIdentity;
 
 use super::Case;
 
-/// The guest's memory is asked for in huge pages, and so is the destination's: otherwise populating it takes
-/// longer than all that is measured.
+/// Both sides use transparent huge pages. Otherwise populating the memory would take longer than
+/// everything that is measured.
 const MEMORY: MemoryKind = MemoryKind::Thp;
 
-/// Populating 8 GB takes some ten seconds; a limit for what hangs.
+/// Time limit for populating the memory. 8 GB take about ten seconds.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// For so long its work is counted before it moves.
+/// Time over which the guest's work is counted before the migration.
 const BEFORE: Duration = Duration::from_secs(1);
 
-/// What one move took.
+/// The cost of one migration.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Sample {
     pub total_ms: f64,
@@ -42,21 +43,21 @@ pub struct Sample {
     pub hinted_bytes: f64,
     pub work_per_s_before: f64,
     pub work_per_s_during: f64,
-    /// Of the whole span, in seconds, and what the guest did in it wherever it was.
+    /// The length of the span in seconds, and the guest's work in it on either side.
     pub span_s: f64,
     pub work_per_s_in_span: f64,
     pub source_cpu_s: f64,
     pub destination_cpu_s: f64,
 }
 
-/// A running guest, and how much of its memory it has used.
+/// A running guest.
 pub struct Guest {
     machine: SharedMachine,
     used_mib: u64,
 }
 
 impl Guest {
-    /// One that has used its memory and freed most of it.
+    /// Starts a guest and waits until it has used its memory and freed most of it.
     pub fn start(case: &Case) -> anyhow::Result<Self> {
         let machine = Machine::shared(MachineConfig {
             identity: GuestIdentity { uuid: uuid::Uuid::nil(), name: "bench".into() },
@@ -75,15 +76,18 @@ impl Guest {
         guest.lock().start()?;
         let begun = Instant::now();
         while !guest.report()?.populated {
-            ensure!(begun.elapsed() < PATIENCE, "it has not used its memory within {PATIENCE:?}");
-            // It reports by its memory, which wakes nobody.
+            ensure!(
+                begun.elapsed() < PATIENCE,
+                "the guest did not use its memory within {PATIENCE:?}"
+            );
+            // The guest reports in its memory, so there is nothing to wait on.
             std::thread::sleep(Duration::from_millis(20));
         }
         Ok(guest)
     }
 
-    /// Moves it to a new machine, and returns it there. Its work is counted for `span` seconds from the beginning, or
-    /// until it runs there if that is longer.
+    /// Migrates the guest to a new machine. Its work is counted for `span` seconds from the start
+    /// of the migration, or until the guest runs at the destination if that is later.
     pub fn move_on(self, hints: bool, span: f64) -> anyhow::Result<(Self, Sample)> {
         warm_up(self.used_mib)?;
         let directory = tempfile::tempdir()?;
@@ -108,14 +112,18 @@ impl Guest {
             let outcome = migrate(machine, &dialer, config, &Orders::new(), &mut |_| {});
             (outcome, begun.elapsed(), destination.join())
         });
-        let received = received.map_err(|_| anyhow!("the destination has panicked"))?;
+        let received = received.map_err(|_| anyhow!("the destination's thread panicked"))?;
         let stats = match outcome {
             SourceOutcome::Given { stats, .. } => stats,
-            SourceOutcome::Kept { error, .. } => bail!("it stayed: {}", vmferry::chain(&error)),
+            SourceOutcome::Kept { error, .. } => {
+                bail!("the migration failed: {}", vmferry::chain(&error))
+            }
         };
-        let Received::Owns(owned) = received else { bail!("no guest came") };
+        let Received::Owns(owned) = received else {
+            bail!("the destination does not own the guest")
+        };
 
-        // It is paused here, as it was when it was given away.
+        // The guest is paused on this machine since the switchover.
         let did = self.report()?.churn_work - work;
         let ran = took.as_secs_f64() - stats.downtime_ms / 1e3;
         sample.work_per_s_during = did as f64 / ran;
@@ -129,21 +137,21 @@ impl Guest {
         (sample.nonfree_bytes, sample.fragments_bytes) = (bytes(in_use), bytes(fragments));
         sample.source_cpu_s = stats.engine_cpu_s;
         sample.destination_cpu_s = owned.stats.engine_cpu_s;
-        let machine = owned.vm.machine.context("the destination has no machine")?;
+        let machine = owned.vm.machine.context("the destination's machine is missing")?;
         let there = Self { machine, used_mib: self.used_mib };
-        // What is measured is what it does in this time.
+        // The guest works during this sleep.
         std::thread::sleep(Duration::from_secs_f64(span).saturating_sub(begun.elapsed()));
         sample.span_s = begun.elapsed().as_secs_f64();
         sample.work_per_s_in_span = (there.report()?.churn_work - work) as f64 / sample.span_s;
         Ok((there, sample))
     }
 
-    /// Its own checks have found nothing.
+    /// Checks that the guest found no corruption in its memory.
     pub fn check(&self) -> anyhow::Result<()> {
         let report = self.report()?;
         ensure!(
             report.corruptions == 0,
-            "it found its memory corrupted: {:?}",
+            "the guest found its memory corrupted: {:?}",
             report.first_corruption
         );
         Ok(())
@@ -151,7 +159,7 @@ impl Guest {
 
     fn work_per_s(&self, over: Duration) -> anyhow::Result<f64> {
         let (begun, before) = (Instant::now(), self.report()?.churn_work);
-        // What is measured is what it does in this time.
+        // The guest works during this sleep.
         std::thread::sleep(over);
         Ok((self.report()?.churn_work - before) as f64 / begun.elapsed().as_secs_f64())
     }
@@ -159,19 +167,19 @@ impl Guest {
     fn report(&self) -> anyhow::Result<Report> {
         let machine = self.lock();
         if let Some(crash) = machine.crash() {
-            bail!("it has crashed: {crash}");
+            bail!("the guest crashed: {crash}");
         }
         Ok(machine.report()?)
     }
 
     fn lock(&self) -> MutexGuard<'_, Machine> {
-        self.machine.lock().unwrap_or_else(PoisonError::into_inner)
+        self.machine.lock()
     }
 }
 
-/// Has the system find so much memory, and gives it back: on a machine that is a guest itself, memory that was not used for a
-/// while comes from its host, which takes longer than all that is measured. A destination without hints has to
-/// take all of the guest's memory; with hints it needs little.
+/// Allocates memory once and frees it. On a virtual machine, memory that was unused for long comes
+/// from its host again, which takes longer than everything that is measured. A destination without
+/// hints needs memory for the whole guest; with hints it needs little.
 fn warm_up(mib: u64) -> anyhow::Result<()> {
     let pages = mib << 8;
     let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages }];
@@ -179,10 +187,10 @@ fn warm_up(mib: u64) -> anyhow::Result<()> {
     Ok(memory.populate(PageRun { slot: SlotId(0), first: 0, pages })?)
 }
 
-/// Populated pages that the guest does not count as free, and free pages in blocks of which it uses others: only whole
-/// blocks are hinted.
+/// Returns the populated pages that the guest does not count as free, and the free pages in partly
+/// used blocks. Only whole blocks are hinted.
 fn account(memory: &GuestMemory) -> anyhow::Result<(u64, u64)> {
-    let account = FreeAccount::read(memory)?.context("the guest keeps no account")?;
+    let account = FreeAccount::read(memory)?.context("the guest does not report its free pages")?;
     let mut in_use = memory.populated()?;
     in_use.subtract(&account.pages);
     let whole = u64::from(account.blocks - account.whole - account.split);

@@ -1,13 +1,13 @@
-//! What hints save, beside what was published and aimed at.
+//! The savings by hints, with the published savings and the targets.
 
 use std::collections::BTreeMap;
 
 use super::guest::Sample;
 use super::{Case, Work};
-use crate::aims::{Ratios, Wanted};
+use crate::aims::{Ratios, Target};
 use crate::results::median;
 
-/// From the samples by case and hints.
+/// Computes the ratios from the samples by case and hints.
 pub fn of(cases: &[Case], samples: &BTreeMap<(usize, bool), Vec<Sample>>) -> Ratios {
     let mut ratios = Ratios::default();
     let (mut over_nonfree, mut work, mut in_spans) = (Vec::new(), Vec::new(), Vec::new());
@@ -25,7 +25,7 @@ pub fn of(cases: &[Case], samples: &BTreeMap<(usize, bool), Vec<Sample>>) -> Rat
             (Work::Churn { .. }, true) => 0.82,
         };
         let name = format!("{}_reduction", case.name);
-        ratios.aim(&name, reduction, Wanted::AtLeast(aim), "of the total time, by hints");
+        ratios.aim(&name, reduction, Target::AtLeast(aim), "of the total time, by hints");
         if let Some((with, without)) = case.published_ms(true).zip(case.published_ms(false)) {
             ratios.values.insert(format!("{name}_published"), 1.0 - with / without);
         }
@@ -46,19 +46,19 @@ pub fn of(cases: &[Case], samples: &BTreeMap<(usize, bool), Vec<Sample>>) -> Rat
     ratios.aim(
         "sent_over_nonfree",
         over_nonfree.into_iter().fold(0.0, f64::max),
-        Wanted::AtMost(1.15),
+        Target::AtMost(1.15),
         "bytes of guest pages sent with hints over those in use, the worst guest",
     );
     ratios.aim(
         "guest_work_ratio",
         work.into_iter().fold(f64::INFINITY, f64::min),
-        Wanted::AtLeast(0.98),
+        Target::AtLeast(0.98),
         "the guest's work per second while it moves, with hints over without, the worst",
     );
     ratios.aim(
         "guest_work_ratio_in_span",
         in_spans.into_iter().fold(f64::INFINITY, f64::min),
-        Wanted::AtLeast(0.98),
+        Target::AtLeast(0.98),
         "the same over the time that the move without hints took, as the published build's time",
     );
     ratios

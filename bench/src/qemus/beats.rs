@@ -1,14 +1,16 @@
-//! What is heard of the guest.
+//! Listens to the guest's debug port.
 
 use std::io::Read;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
-use super::PATIENCE;
+use parking_lot::{Condvar, Mutex};
 
-/// The guest's beats, by this host's clock.
+use super::TIMEOUT;
+
+/// The times of the guest's beats, by this host's clock.
 pub struct Beats {
     heard: Arc<(Mutex<Heard>, Condvar)>,
 }
@@ -23,31 +25,30 @@ impl Beats {
     pub fn listen(path: &Path) -> anyhow::Result<Self> {
         let mut stream = UnixStream::connect(path)?;
         let heard = Arc::new((Mutex::new(Heard::default()), Condvar::new()));
-        let telling = Arc::clone(&heard);
+        let writer = Arc::clone(&heard);
         std::thread::Builder::new().name("beats".into()).spawn(move || {
             let mut bytes = [0; 4096];
             while let Ok(1..) = stream.read(&mut bytes) {
                 let now = Instant::now();
-                let mut heard = telling.0.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut heard = writer.0.lock();
                 heard.first.get_or_insert(now);
                 heard.last = Some(now);
                 drop(heard);
-                telling.1.notify_all();
+                writer.1.notify_all();
             }
         })?;
         Ok(Self { heard })
     }
 
-    /// The first beat here, awaited.
+    /// Waits for the first beat at this QEMU.
     pub fn first(&self) -> Option<Instant> {
-        let heard = self.heard.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited =
-            self.heard.1.wait_timeout_while(heard, PATIENCE, |heard| heard.first.is_none());
-        waited.unwrap_or_else(PoisonError::into_inner).0.first
+        let mut heard = self.heard.0.lock();
+        self.heard.1.wait_while_for(&mut heard, |heard| heard.first.is_none(), TIMEOUT);
+        heard.first
     }
 
-    /// The last beat so far.
+    /// The time of the last beat so far.
     pub fn last(&self) -> Option<Instant> {
-        self.heard.0.lock().unwrap_or_else(PoisonError::into_inner).last
+        self.heard.0.lock().last
     }
 }

@@ -1,4 +1,4 @@
-//! vmferry's migration, by its command.
+//! Migration by the `vmferry` command.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -11,7 +11,7 @@ use super::host::{Host, children_cpu_s, process_cpu_s};
 use super::lab::Lab;
 use super::{DOWNTIME_LIMIT_MS, Moved, Order};
 
-/// Moves the guest, carried or attached, with so many channels or the default.
+/// Migrates the guest, carried or attached, with this number of channels or the default.
 pub fn migrate(
     lab: &Lab,
     here: &Host,
@@ -29,10 +29,13 @@ pub fn migrate(
     let mut receive = lab.command();
     receive.args(["--json", "receive", "--once", "--listen", "127.0.0.1:0", "--qemu"]);
     link(receive.arg(&there.qemu.qmp));
-    let mut receive = Ended(receive.stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?);
-    let mut lines = BufReader::new(receive.0.stdout.take().context("no output")?).lines();
-    let listening: Value = serde_json::from_str(&lines.next().context("it has ended")??)?;
-    let address = listening["address"].as_str().context("no address")?.to_owned();
+    let mut receive = KillOnDrop(receive.stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?);
+    let mut lines =
+        BufReader::new(receive.0.stdout.take().context("vmferry receive has no output")?).lines();
+    let listening: Value =
+        serde_json::from_str(&lines.next().context("vmferry receive ended before it listened")??)?;
+    let address =
+        listening["address"].as_str().context("vmferry receive printed no address")?.to_owned();
 
     let mut send = lab.command();
     send.args(["--json", "send", "--keep-source", "--to", &address, "--qemu"]);
@@ -54,18 +57,19 @@ pub fn migrate(
     let sent = send.stdin(Stdio::null()).stderr(Stdio::inherit()).output()?;
     let text = String::from_utf8(sent.stdout)?;
     ensure!(sent.status.success(), "vmferry send failed: {text}");
-    let stats: Value = serde_json::from_str(text.lines().last().context("no result")?)?;
-    let bytes = stats["sent_bytes"].as_f64().context("no sent_bytes")?;
+    let stats: Value =
+        serde_json::from_str(text.lines().last().context("vmferry send printed no result")?)?;
+    let bytes = stats["sent_bytes"].as_f64().context("the result has no sent_bytes")?;
     let vmferry_cpu_s = children_cpu_s()? - before + process_cpu_s(receive.0.id())?;
     Ok(Moved { begun, bytes, vmferry_cpu_s })
 }
 
-/// Ended when dropped: its guest lives on in its QEMU.
-struct Ended(Child);
+/// A process that is killed on drop. Its guest keeps running in its QEMU.
+struct KillOnDrop(Child);
 
-impl Drop for Ended {
+impl Drop for KillOnDrop {
     fn drop(&mut self) {
-        // One that has ended needs neither.
+        // The process may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

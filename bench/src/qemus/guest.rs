@@ -1,4 +1,4 @@
-//! The guest that wanders.
+//! The guest that migrates between QEMUs.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -14,13 +14,13 @@ use super::{By, Order, Sample, ferry, native};
 /// Time between two beats of the guest.
 const BEAT_US: u64 = 300;
 
-/// For how long a guest is left alone before it is moved on.
+/// Time for which a guest runs undisturbed before the next migration.
 const SETTLE: Duration = Duration::from_millis(300);
 
-/// How many guests there were.
+/// Number of guests started so far.
 static GUESTS: AtomicU32 = AtomicU32::new(0);
 
-/// The guest, where it is now.
+/// The guest and its current QEMU.
 pub struct Guest<'a> {
     lab: &'a Lab,
     machine: Machine,
@@ -30,11 +30,11 @@ pub struct Guest<'a> {
 }
 
 impl<'a> Guest<'a> {
-    /// Starts it and waits until it is at work.
+    /// Starts the guest and waits until it works.
     pub fn start(lab: &'a Lab, mib: u64, backend: Backend, workload: &str) -> anyhow::Result<Self> {
         let workload = format!("{workload} beat={BEAT_US}");
         let machine = Machine { mib, backend, ..Machine::new(Version::V10_0, &workload) };
-        // No other guest of this benchmark has it.
+        // The name is unique within this benchmark.
         let name = format!("bench-{}", GUESTS.fetch_add(1, Ordering::Relaxed));
         let qemu = with_devices(lab, &machine, &name).start(&lab.world, &name);
         let mut host = Host::new(lab, &name, qemu)?;
@@ -42,7 +42,7 @@ impl<'a> Guest<'a> {
         Ok(Self { lab, machine, host, name, hops: 0 })
     }
 
-    /// Moves it to a new QEMU.
+    /// Migrates the guest to a new QEMU.
     pub fn move_on(mut self, order: Order) -> anyhow::Result<(Self, Sample)> {
         self.hops += 1;
         let name = format!("{}-{}", self.name, self.hops);
@@ -63,8 +63,12 @@ impl<'a> Guest<'a> {
             let said = [&mut self.host, &mut there].map(|host| host.qemu.last_words());
             format!("the source's QEMU: {:?}; the destination's: {:?}", said[0], said[1])
         })?;
-        let first = there.beats.first().context("the guest is not heard at the destination")?;
-        let last = self.host.beats.last().context("the guest was not heard at the source")?;
+        let first = there
+            .beats
+            .first()
+            .context("the destination's QEMU received no beat from the guest")?;
+        let last =
+            self.host.beats.last().context("the source's QEMU received no beat from the guest")?;
         let cpu_s = self.host.cpu_s()? + there.cpu_s()? - before + moved.vmferry_cpu_s;
         let ms =
             |from: Instant, to: Instant| to.saturating_duration_since(from).as_secs_f64() * 1e3;
@@ -78,7 +82,7 @@ impl<'a> Guest<'a> {
         Ok((self, sample))
     }
 
-    /// Errors that it has found in its memory so far.
+    /// Number of corruptions that the guest has found in its memory so far.
     pub fn corruptions(&mut self) -> anyhow::Result<u64> {
         let said = self.host.qemu.wait_for("works", |said| said.get("uptime_us") > 0);
         Ok(said.get("corruptions"))

@@ -1,4 +1,4 @@
-//! What all of it needs: a directory, certificates, and the `vmferry` command.
+//! The environment of the QEMU benchmarks: a directory, certificates, and the `vmferry` command.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -6,34 +6,39 @@ use std::process::Command;
 use anyhow::{Context, ensure};
 use vmferry_qemu_lab::World;
 
-/// Sockets, certificates and the command.
+/// The directory for sockets and certificates, and the command.
 pub struct Lab {
     pub world: World,
-    /// `ca.pem`, `host.pem` and `host.key`, and the same as QEMU names them.
+    /// Contains `ca.pem`, `host.pem` and `host.key`, and copies with the names that QEMU expects.
     pub tls: PathBuf,
     pub vmferry: PathBuf,
 }
 
 impl Lab {
     pub fn new() -> anyhow::Result<Self> {
-        let beside = std::env::current_exe()?;
-        let vmferry = beside.parent().context("no directory")?.join("vmferry");
+        let program = std::env::current_exe()?;
+        let vmferry =
+            program.parent().context("this program's directory is unknown")?.join("vmferry");
         ensure!(
             vmferry.exists(),
-            "the `vmferry` command is missing beside this benchmark, where `make bench` puts it"
+            "the `vmferry` command is not next to this program; build it with `make bench`"
         );
         let world = World::new();
         let lab = Self { tls: world.path("tls"), world, vmferry };
         let (pki, tls) = (lab.world.path("pki"), lab.tls.clone());
         let run = |arguments: &[&str]| -> anyhow::Result<()> {
             let done = lab.command().arg("pki").args(arguments).output()?;
-            ensure!(done.status.success(), "pki: {}", String::from_utf8_lossy(&done.stderr));
+            ensure!(
+                done.status.success(),
+                "vmferry pki failed: {}",
+                String::from_utf8_lossy(&done.stderr)
+            );
             Ok(())
         };
         let (pki, out) = (pki.display().to_string(), tls.display().to_string());
         run(&["init", "--dir", &pki])?;
         run(&["issue", "bench", "--dir", &pki, "--out", &out, "--address", "127.0.0.1"])?;
-        // The names by which QEMU's `tls-creds-x509` finds them.
+        // The names that QEMU's `tls-creds-x509` expects.
         for (ours, theirs) in [
             ("ca.pem", "ca-cert.pem"),
             ("host.pem", "server-cert.pem"),
@@ -46,7 +51,7 @@ impl Lab {
         Ok(lab)
     }
 
-    /// The command, on a host of this benchmark's own.
+    /// The command, with a runtime directory of its own.
     pub fn command(&self) -> Command {
         let mut command = Command::new(&self.vmferry);
         // The default, /run/vmferry, is on a tmpfs too.

@@ -1,4 +1,4 @@
-//! QEMU's own migration, ordered by QMP.
+//! QEMU's own migration, ordered over QMP.
 
 use std::time::Instant;
 
@@ -7,12 +7,12 @@ use serde_json::{Value, json};
 use vmferry_qemu::Qmp;
 
 use super::host::Host;
-use super::{DOWNTIME_LIMIT_MS, Moved, Order, PATIENCE};
+use super::{DOWNTIME_LIMIT_MS, Moved, Order, TIMEOUT};
 
-/// The most that QEMU takes: any downtime will do.
+/// QEMU's maximum downtime limit, so that any downtime is allowed.
 const ANY_DOWNTIME_MS: u64 = 2_000_000;
 
-/// Moves the guest: one stream, or `multifd` with so many channels.
+/// Migrates the guest with one stream, or `multifd` with this number of channels.
 pub fn migrate(
     here: &Host,
     there: &Host,
@@ -25,11 +25,14 @@ pub fn migrate(
     }
     destination.execute("migrate-incoming", json!({ "uri": "tcp:127.0.0.1:0" }))?;
     let listening = destination.execute("query-migrate", json!({}))?;
-    let port = listening["socket-address"][0]["port"].as_str().context("no port")?.to_owned();
+    let port = listening["socket-address"][0]["port"]
+        .as_str()
+        .context("QEMU reported no port")?
+        .to_owned();
     source.forget_events();
     let begun = Instant::now();
     source.execute("migrate", json!({ "uri": format!("tcp:127.0.0.1:{port}") }))?;
-    // As vmferry counts: the pass that begins now is one too many.
+    // The pass that begins now exceeds the limit, as vmferry counts rounds.
     let is_stuck = |event: &Value| {
         let pass = event["data"]["pass"].as_u64();
         event["event"] == "MIGRATION_PASS"
@@ -39,15 +42,16 @@ pub fn migrate(
         let status = event["data"]["status"].as_str();
         event["event"] == "MIGRATION" && matches!(status, Some("completed" | "failed"))
     };
-    let event = source.wait_for("migrate", PATIENCE, |event| is_over(event) || is_stuck(event))?;
+    let event = source.wait_for("migrate", TIMEOUT, |event| is_over(event) || is_stuck(event))?;
     if is_stuck(&event) {
         let parameters = json!({ "downtime-limit": ANY_DOWNTIME_MS });
         source.execute("migrate-set-parameters", parameters)?;
-        source.wait_for("migrate", PATIENCE, is_over)?;
+        source.wait_for("migrate", TIMEOUT, is_over)?;
     }
     let done: Value = source.execute("query-migrate", json!({}))?;
     ensure!(done["status"] == "completed", "QEMU's migration failed: {done}");
-    let bytes = done["ram"]["transferred"].as_f64().context("no transferred")?;
+    let bytes =
+        done["ram"]["transferred"].as_f64().context("QEMU reported no transferred bytes")?;
     Ok(Moved { begun, bytes, vmferry_cpu_s: 0.0 })
 }
 
@@ -63,7 +67,7 @@ fn set_up(
         capability("multifd", multifd.is_some()),
     ] });
     qmp.execute("migrate-set-capabilities", capabilities)?;
-    // QEMU takes 0 for no limit.
+    // For QEMU, 0 means no limit.
     let mut parameters = json!({
         "max-bandwidth": order.max_bandwidth.unwrap_or(0), "downtime-limit": DOWNTIME_LIMIT_MS,
     });

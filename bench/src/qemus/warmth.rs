@@ -1,16 +1,17 @@
-//! Memory as it is while it is used.
+//! Warms up memory before a migration.
 
 use anyhow::{Context, bail};
 use vmferry_memory::{GuestMemory, MemoryKind, PageRun, SlotId, SlotLayout};
 
 use super::host::Host;
 
-/// Linux maps so many bytes of a file at a fault (`fault_around_bytes`).
+/// Bytes of a file that Linux maps per fault (`fault_around_bytes`).
 const FAULT_AROUND: usize = 64 << 10;
 
-/// Memory that was free for long has gone back to the host of a virtual machine such as this one, and is slow
-/// to come again; and pages that came by a file are in no page table of the QEMU that runs the guest. Both
-/// would be charged to whoever comes first.
+/// Warms up the host's memory and the source's page tables. A virtual machine returns memory that
+/// was free for long to its host, and getting it back is slow. Pages that arrived through a file
+/// are not in the page tables of the QEMU that runs the guest. Both costs would be charged to the
+/// first method.
 pub fn warm_up(source: &Host, mib: u64) -> anyhow::Result<()> {
     let pages = mib << 8;
     let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages }];
@@ -22,7 +23,9 @@ pub fn warm_up(source: &Host, mib: u64) -> anyhow::Result<()> {
     let file = std::fs::File::open(format!("/proc/{pid}/mem"))?;
     for line in maps.lines().filter(|line| line.contains("/dev/shm/")) {
         let range = line.split(' ').next().and_then(|range| range.split_once('-'));
-        let Some((from, to)) = range else { bail!("no mapping: {line}") };
+        let Some((from, to)) = range else {
+            bail!("/proc/{pid}/maps has an unexpected line: {line}")
+        };
         let (from, to) = (u64::from_str_radix(from, 16)?, u64::from_str_radix(to, 16)?);
         let path = line.find("/dev/shm/").map_or("", |at| &line[at..]);
         touch_data(&file, path, from, to)?;
@@ -30,7 +33,7 @@ pub fn warm_up(source: &Host, mib: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Reads a byte of each page that has content, by the process's own mapping.
+/// Reads a byte of each populated page through the process's own mapping.
 fn touch_data(memory: &std::fs::File, path: &str, from: u64, to: u64) -> anyhow::Result<()> {
     use std::os::unix::fs::FileExt;
     let file = std::fs::File::open(path).with_context(|| path.to_owned())?;

@@ -1,19 +1,19 @@
-//! Frames: a head that says what follows, and pages that were copied out of the memory.
+//! Frames: a head, and pages that were copied from the memory.
 
 use vmferry_memory::{GuestMemory, MemoryError, PAGE_SIZE, PageRun, SlotId};
 
-/// As long as the engine's.
+/// Bytes of a head: as in the engine.
 pub const HEAD_BYTES: usize = 48;
 
-/// Pages that one channel sends before the next one's begin, as the engine's lanes have them.
+/// Pages per stripe. Stripes alternate between the channels, as they do between lanes.
 const STRIPE_PAGES: u64 = 512;
 
-/// What a frame's head says.
+/// The head of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Head {
-    /// Frames of this channel before it.
+    /// Number of earlier frames of this channel.
     pub sequence: u64,
-    /// Which pages follow.
+    /// The pages that follow.
     pub run: PageRun,
 }
 
@@ -28,7 +28,7 @@ impl Head {
         bytes
     }
 
-    /// From the wire.
+    /// Decodes a head.
     pub fn decode(bytes: &[u8; HEAD_BYTES]) -> Self {
         let mut words = bytes.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word));
         let mut next = || words.next().unwrap_or_default();
@@ -38,18 +38,18 @@ impl Head {
     }
 }
 
-/// A frame's buffer: head and pages are neighbours, and the pages begin where a page does.
+/// The buffer of a frame. Head and pages are adjacent, and the pages are page-aligned.
 #[derive(Debug)]
 pub struct Frame {
     buffer: Vec<u8>,
     head: usize,
     end: usize,
-    /// Of the frame that was sent from it last.
+    /// Sequence number of the frame that was last sent from this buffer.
     pub sequence: Option<u64>,
 }
 
 impl Frame {
-    /// A buffer for so many pages, which is in memory already.
+    /// Allocates a buffer for `pages` pages and populates it.
     pub fn new(pages: u64) -> Self {
         let bytes = pages as usize * PAGE_SIZE;
         let mut buffer = vec![0; bytes + 2 * PAGE_SIZE];
@@ -61,10 +61,10 @@ impl Frame {
         Self { buffer, head: start - HEAD_BYTES, end: start + bytes, sequence: None }
     }
 
-    /// Makes it a frame of these pages.
+    /// Fills the buffer with a frame of these pages.
     ///
     /// # Errors
-    /// Pages that are not there, or of which it does not have as many.
+    /// The pages do not exist, or their number is not that of the buffer.
     pub fn fill(
         &mut self,
         memory: &GuestMemory,
@@ -77,18 +77,18 @@ impl Frame {
         memory.copy_out(run, pages)
     }
 
-    /// Head and pages.
+    /// Head and pages in one slice.
     pub fn whole(&self) -> &[u8] {
         &self.buffer[self.head..self.end]
     }
 
-    /// Head, and pages.
+    /// Head and pages in two slices.
     pub fn parts(&self) -> (&[u8], &[u8]) {
         self.whole().split_at(HEAD_BYTES)
     }
 }
 
-/// Which pages each frame of a channel has.
+/// The pages of each frame of a channel.
 pub fn runs(
     pages: u64,
     frame_pages: u64,
@@ -108,14 +108,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_head_says_what_was_put_in() {
+    fn head_survives_encoding() {
         let run = PageRun { slot: SlotId(0), first: 1 << 40, pages: 64 };
         let head = Head { sequence: 7, run };
         assert_eq!(Head::decode(&head.encode()), head);
     }
 
     #[test]
-    fn each_page_is_in_one_frame_of_one_channel() {
+    fn runs_cover_each_page_once() {
         let mut seen = vec![0; 2048];
         for channel in 0..2 {
             for run in runs(2048, 64, (channel, 2)) {
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_of_a_frame_begin_where_a_page_does() {
+    fn frame_pages_are_page_aligned() {
         let frame = Frame::new(3);
         assert_eq!(frame.whole().len(), HEAD_BYTES + 3 * PAGE_SIZE);
         assert_eq!(frame.parts().1.as_ptr().align_offset(PAGE_SIZE), 0);

@@ -1,9 +1,10 @@
-//! System calls that no safe function has: two options of sockets, `MSG_ZEROCOPY` and what the kernel says of it
-//! afterwards, and io_uring.
+//! System calls without a safe wrapper: `MSG_ZEROCOPY` with its socket option and completions, and
+//! io_uring.
 //!
-//! Why `unsafe`: the kernel gets addresses, and here it reads from some of them after the call. Why sound: with
-//! `MSG_ZEROCOPY` it holds the pages by itself, and only reads; a [`Ring`] owns the frames that it was given
-//! until the kernel has let go of them, and leaks those that it never does.
+//! Why `unsafe`: the kernel gets addresses, and it reads from some of them after the call returns.
+//! Why sound: with `MSG_ZEROCOPY` the kernel holds references to the pages and only reads them. A
+//! [`Ring`] owns its frames until the kernel has released them, and leaks the frames that it never
+//! releases.
 
 use std::io::{self, IoSlice};
 use std::net::TcpStream;
@@ -13,93 +14,96 @@ use io_uring::squeue::Flags;
 use io_uring::{IoUring, Probe, cqueue, opcode, types};
 
 use super::frame::Frame;
+use super::outlet::Notices;
 
-/// Linux's `SO_EE_ORIGIN_ZEROCOPY` and `SO_EE_CODE_ZEROCOPY_COPIED`, which libc does not have.
+/// Linux's `SO_EE_ORIGIN_ZEROCOPY` and `SO_EE_CODE_ZEROCOPY_COPIED`, which libc does not define.
 const ORIGIN_ZERO_COPY: u8 = 5;
 const CODE_COPIED: u8 = 1;
 
-/// Linux's `IORING_SEND_ZC_REPORT_USAGE` and `IORING_NOTIF_USAGE_ZC_COPIED`, which io-uring keeps to itself.
+/// Linux's `IORING_SEND_ZC_REPORT_USAGE` and `IORING_NOTIF_USAGE_ZC_COPIED`, which io-uring does
+/// not export.
 const REPORT_USAGE: u16 = 1 << 3;
 const USAGE_COPIED: u32 = 1 << 31;
 
-/// Entries of a ring: frames of a chain, and some more whose pages the kernel still holds.
+/// Entries of a ring: the frames of a chain, and frames whose pages the kernel still holds.
 const ENTRIES: u32 = 32;
 
-/// Lets `MSG_ZEROCOPY` mean something.
+/// Enables `MSG_ZEROCOPY` on a socket.
 ///
 /// # Errors
-/// A kernel that does not know it.
+/// The kernel does not support it.
 pub fn allow_zero_copy(socket: BorrowedFd<'_>) -> io::Result<()> {
     set(socket, libc::SOL_SOCKET, libc::SO_ZEROCOPY, 1)
 }
 
 fn set(socket: BorrowedFd<'_>, level: i32, name: i32, value: libc::c_int) -> io::Result<()> {
     let length = size_of_val(&value) as libc::socklen_t;
-    // SAFETY: the kernel reads an int, which `value` is, and only during the call.
+    // SAFETY: the kernel reads an int during the call, and `value` is one.
     let set = unsafe {
         libc::setsockopt(socket.as_raw_fd(), level, name, (&raw const value).cast(), length)
     };
     if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Sends without a copy, if the kernel can; it says later when it needs the bytes no more. Whoever changes them
-/// before sends what nobody knows.
+/// Sends without a copy if the kernel can. The kernel reports later when it no longer needs the
+/// bytes; until then a change to them may or may not be sent.
 ///
 /// # Errors
-/// The socket's; `ENOBUFS` if too much is under way.
+/// The socket failed. `ENOBUFS` means that too much is in flight.
 pub fn send_zero_copy(socket: &TcpStream, slices: &[IoSlice<'_>]) -> io::Result<usize> {
-    // SAFETY: a message header is integers and pointers, which may all be zero.
+    // SAFETY: a message header consists of integers and pointers, which may all be zero.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = slices.as_ptr().cast_mut().cast();
     message.msg_iovlen = slices.len();
     let flags = libc::MSG_ZEROCOPY | libc::MSG_NOSIGNAL;
-    // SAFETY: an `IoSlice` is an iovec. The kernel writes neither the slices nor the bytes; of the bytes it
-    // holds the pages for as long as it needs them, whatever becomes of the mapping.
+    // SAFETY: an `IoSlice` is an iovec. The kernel writes neither the slices nor the bytes. It
+    // holds references to the bytes' pages for as long as it needs them, even if they are unmapped.
     let sent = unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const message, flags) };
     usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 
-/// Calls of [`send_zero_copy`], counted from 0 on each socket, whose bytes the kernel needs no more.
+/// A range of calls of [`send_zero_copy`], counted from 0 on each socket, whose bytes the kernel no
+/// longer needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completed {
-    /// The first of them.
+    /// The first call.
     pub first: u32,
-    /// The last.
+    /// The last call.
     pub last: u32,
-    /// Whether the kernel has made a copy after all.
+    /// Whether the kernel copied the bytes after all.
     pub copied: bool,
 }
 
-/// What the socket's error queue says next, if it says anything.
+/// Reads the next completion from the socket's error queue, if there is one.
 ///
 /// # Errors
-/// Errors that are in there instead.
+/// The error queue contained an error.
 pub fn completed(socket: &TcpStream) -> io::Result<Option<Completed>> {
-    // Words, so that it is aligned as control messages are.
+    // The array has 64-bit elements so that it is aligned for control messages.
     let mut control = [0_u64; 32];
-    // SAFETY: see above.
+    // SAFETY: as in `send_zero_copy`.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_control = control.as_mut_ptr().cast();
     message.msg_controllen = size_of_val(&control);
     let flags = libc::MSG_ERRQUEUE | libc::MSG_DONTWAIT;
-    // SAFETY: the kernel writes into `control`, which is as long as it was told, and into no other bytes.
+    // SAFETY: the kernel writes only into `control`, whose length it was given.
     let received = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, flags) };
     if received < 0 {
         let error = io::Error::last_os_error();
         return if error.kind() == io::ErrorKind::WouldBlock { Ok(None) } else { Err(error) };
     }
-    // SAFETY: the kernel has filled in how long the control messages are.
+    // SAFETY: the kernel has stored the length of the control messages.
     let header = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
     if header.is_null() {
-        return Err(io::Error::other("an error without a message"));
+        return Err(io::Error::other("the error queue has an entry without a control message"));
     }
-    // SAFETY: it is not null, so there is a header in `control`.
+    // SAFETY: the pointer is not null, so there is a header in `control`.
     let kind = unsafe { ((*header).cmsg_level, (*header).cmsg_type) };
     let errors = [(libc::SOL_IP, libc::IP_RECVERR), (libc::SOL_IPV6, libc::IPV6_RECVERR)];
     if !errors.contains(&kind) {
-        return Err(io::Error::other(format!("a control message of kind {kind:?}")));
+        return Err(io::Error::other(format!("unexpected control message of kind {kind:?}")));
     }
-    // SAFETY: messages of this kind have that structure, and `control` has room for it.
+    // SAFETY: messages of this kind contain that structure, and `control` has room for it.
     let error: libc::sock_extended_err =
         unsafe { libc::CMSG_DATA(header).cast::<libc::sock_extended_err>().read_unaligned() };
     if error.ee_errno != 0 || error.ee_origin != ORIGIN_ZERO_COPY {
@@ -113,19 +117,19 @@ pub fn completed(socket: &TcpStream) -> io::Result<Option<Completed>> {
 pub struct Ring {
     ring: IoUring,
     zero_copy: bool,
-    /// What the kernel may read, each at the place whose number it knows.
+    /// Frames that the kernel may read. The index is the entry's user data.
     held: Vec<Option<Frame>>,
     /// Frames of the chain that have not been sent.
     unsent: usize,
-    /// How often the kernel has said that it needs a frame no more, and of these, that it has made a copy.
-    pub notices: (u64, u64),
+    /// Notifications that the kernel no longer needs a frame, and how many of them reported a copy.
+    pub notices: Notices,
 }
 
 impl Ring {
-    /// A ring for `SEND`, or for `SEND_ZC`.
+    /// Makes a ring for `SEND` or `SEND_ZC`.
     ///
     /// # Errors
-    /// A kernel that has it not, or not for this process.
+    /// The kernel does not support it, or does not allow it for this process.
     pub fn new(zero_copy: bool) -> io::Result<Self> {
         let ring = IoUring::new(ENTRIES)?;
         let mut probe = Probe::new();
@@ -134,23 +138,23 @@ impl Ring {
         if !probe.is_supported(code) {
             return Err(io::ErrorKind::Unsupported.into());
         }
-        Ok(Self { ring, zero_copy, held: Vec::new(), unsent: 0, notices: (0, 0) })
+        Ok(Self { ring, zero_copy, held: Vec::new(), unsent: 0, notices: Notices::default() })
     }
 
-    /// Frames that were submitted, and not sent yet.
+    /// Frames that were submitted and not yet sent.
     pub fn unsent(&self) -> usize {
         self.unsent
     }
 
-    /// Whether the kernel has any frame.
+    /// Whether the kernel holds any frame.
     pub fn holds_any(&self) -> bool {
         self.held.iter().any(Option::is_some)
     }
 
-    /// Sends these frames, one after the other. None may be [unsent](Self::unsent).
+    /// Sends these frames in order. All earlier frames must have been [sent](Self::unsent).
     ///
     /// # Errors
-    /// The kernel's.
+    /// The system call failed.
     pub fn submit(
         &mut self,
         socket: &TcpStream,
@@ -162,14 +166,14 @@ impl Ring {
             let free = self.held.iter().position(Option::is_none);
             let place = free.unwrap_or(self.held.len());
             let entry = self.entry(socket, frame.whole()).user_data(place as u64);
-            // A short write breaks a chain, so each waits until all of it is sent.
+            // A short write breaks the chain, so each entry waits until all of it is sent.
             let entry = if left > 0 { entry.flags(Flags::IO_LINK) } else { entry };
             match free {
                 Some(place) => self.held[place] = Some(frame),
                 None => self.held.push(Some(frame)),
             }
-            // SAFETY: the frame's buffer stays where it is until `collect` has taken it out of `held`, when the
-            // kernel has said that it needs it no more, and nobody writes it there; `drop` leaks it.
+            // SAFETY: the frame's buffer stays in `held` until `collect` removes it, which happens
+            // after the kernel has released it. Nothing writes it there, and `drop` leaks it.
             unsafe { self.ring.submission().push(&entry) }.map_err(io::Error::other)?;
             self.unsent += 1;
         }
@@ -187,10 +191,10 @@ impl Ring {
         }
     }
 
-    /// Waits until there is something to collect.
+    /// Waits until there is a completion to collect.
     ///
     /// # Errors
-    /// The kernel's.
+    /// The system call failed.
     pub fn wait(&mut self) -> io::Result<()> {
         match self.ring.submit_and_wait(1) {
             Err(error) if error.kind() != io::ErrorKind::Interrupted => Err(error),
@@ -198,10 +202,10 @@ impl Ring {
         }
     }
 
-    /// Takes frames back that the kernel needs no more.
+    /// Takes back the frames that the kernel has released.
     ///
     /// # Errors
-    /// A frame that was not sent whole.
+    /// A frame was not sent completely.
     pub fn collect(&mut self, back: &mut Vec<Frame>) -> io::Result<()> {
         let mut failed = None;
         for completion in self.ring.completion() {
@@ -209,8 +213,8 @@ impl Ring {
             let (result, flags) = (completion.result(), completion.flags());
             let Some(held) = self.held.get_mut(place) else { continue };
             if cqueue::notif(flags) {
-                self.notices.0 += 1;
-                self.notices.1 += u64::from(result as u32 & USAGE_COPIED != 0);
+                self.notices.all += 1;
+                self.notices.copied += u64::from(result as u32 & USAGE_COPIED != 0);
             } else {
                 self.unsent -= 1;
                 let whole = held.as_ref().map_or(0, |frame| frame.whole().len());
@@ -220,7 +224,7 @@ impl Ring {
                     failed = Some(io::ErrorKind::WriteZero.into());
                 }
             }
-            // `SEND_ZC` speaks twice.
+            // `SEND_ZC` completes twice: when the frame is sent and when it is released.
             if !cqueue::more(flags) {
                 back.extend(held.take());
             }
@@ -231,7 +235,7 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // The kernel may read these still.
+        // The kernel may still read these.
         std::mem::forget(std::mem::take(&mut self.held));
     }
 }

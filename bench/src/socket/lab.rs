@@ -1,4 +1,4 @@
-//! Where the channels are, and connections there.
+//! The places of the two sides, and connections between them.
 
 use std::fs::File;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -13,20 +13,20 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, connect, listen,
 use socket2::SockRef;
 use vmferry_net_lab::{DESTINATION_ADDRESS, Namespaces, enter};
 
-use super::PATIENCE;
+use super::TIMEOUT;
 use super::way::Tuning;
 
-/// Where the two sides are.
+/// The place of the two sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Place {
-    /// Both on the loopback interface.
+    /// Both sides use the loopback interface.
     Loopback,
-    /// Two network namespaces, joined by a pair of virtual Ethernet interfaces.
+    /// Each side is in its own network namespace; a pair of virtual Ethernet interfaces joins them.
     Namespaces,
 }
 
 impl Place {
-    /// How tables call it.
+    /// The name in tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::Loopback => "loopback",
@@ -35,11 +35,11 @@ impl Place {
     }
 }
 
-/// The places that there are.
+/// The available places.
 pub struct Lab(Option<Namespaces>);
 
 impl Lab {
-    /// With namespaces, if that is possible.
+    /// Creates the namespaces if the process is allowed to.
     pub fn new() -> Self {
         let namespaces = Namespaces::make().inspect_err(|error| {
             eprintln!("socket: no network namespaces, so loopback only (are you root?): {error:#}");
@@ -47,7 +47,7 @@ impl Lab {
         Self(namespaces.ok())
     }
 
-    /// All of them.
+    /// The available places.
     pub fn places(&self) -> Vec<Place> {
         match self.0 {
             Some(_) => vec![Place::Loopback, Place::Namespaces],
@@ -55,11 +55,11 @@ impl Lab {
         }
     }
 
-    /// Both ends of so many connections, with these options: the sender's first. A socket stays in the namespace
-    /// in which it was made, whichever threads use it.
+    /// Opens `channels` connections with these options and returns both ends, the sender's first. A
+    /// socket stays in the namespace in which it was created, whichever thread uses it.
     ///
     /// # Errors
-    /// The system's.
+    /// A system call failed.
     pub fn connect(
         &self,
         place: Place,
@@ -74,12 +74,12 @@ impl Lab {
         let here = namespaces.map(Namespaces::source_path);
         let out = inside(here, || (0..channels).map(|_| dial(address, tuning)).collect())?;
         let pair = |out: TcpStream| {
-            // They wait in the listener's queue in the order in which they were made.
+            // Connections wait in the listener's queue in the order in which they were made.
             let (into, _) = listener.accept()?;
             for stream in [&out, &into] {
                 stream.set_nodelay(true)?;
-                stream.set_read_timeout(Some(PATIENCE))?;
-                stream.set_write_timeout(Some(PATIENCE))?;
+                stream.set_read_timeout(Some(TIMEOUT))?;
+                stream.set_write_timeout(Some(TIMEOUT))?;
             }
             Ok((out, into))
         };
@@ -87,7 +87,7 @@ impl Lab {
     }
 }
 
-/// Does it in this namespace, or here.
+/// Runs `work` in this namespace, or in the current one.
 fn inside<T: Send>(
     namespace: Option<PathBuf>,
     work: impl FnOnce() -> anyhow::Result<T> + Send,
@@ -97,12 +97,12 @@ fn inside<T: Send>(
         enter(File::open(namespace)?.as_fd())?;
         work()
     };
-    // Only this thread goes there.
+    // Only this new thread enters the namespace.
     std::thread::scope(|scope| scope.spawn(work).join())
-        .map_err(|_| anyhow!("a thread has failed"))?
+        .map_err(|_| anyhow!("a thread panicked"))?
 }
 
-/// What comes in has the listener's options.
+/// Accepted sockets inherit the listener's options.
 fn listener(host: IpAddr, tuning: Tuning) -> anyhow::Result<TcpListener> {
     let socket = socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     set_socket_reuseaddr(&socket, true)?;
@@ -120,8 +120,10 @@ fn dial(address: SocketAddr, tuning: Tuning) -> anyhow::Result<TcpStream> {
         set_socket_send_buffer_size(&socket, bytes)?;
     }
     if let Some(bytes) = tuning.unsent_bytes {
-        SockRef::from(&socket).set_tcp_notsent_lowat(bytes).context("no TCP_NOTSENT_LOWAT")?;
+        SockRef::from(&socket)
+            .set_tcp_notsent_lowat(bytes)
+            .context("could not set TCP_NOTSENT_LOWAT")?;
     }
-    connect(&socket, &address).with_context(|| format!("no way to {address}"))?;
+    connect(&socket, &address).with_context(|| format!("could not connect to {address}"))?;
     Ok(socket.into())
 }

@@ -1,49 +1,66 @@
-//! What hands frames to a socket, and hears what the receiver says.
+//! The sending interface of a channel: sends frames and receives acknowledgements.
 
 use std::io::{self, IoSlice};
 use std::net::TcpStream;
+use std::ops::AddAssign;
 
 use rustix::net::{RecvFlags, recv};
 
 use super::frame::Frame;
 
+/// The kernel's notifications about sends without a copy.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Notices {
+    /// Notifications that the kernel no longer needs the bytes.
+    pub all: u64,
+    /// How many of them reported that the kernel copied the bytes after all.
+    pub copied: u64,
+}
+
+impl AddAssign for Notices {
+    fn add_assign(&mut self, other: Self) {
+        self.all += other.all;
+        self.copied += other.copied;
+    }
+}
+
 /// The sending end of a channel.
 pub trait Outlet: Send {
-    /// Hands a frame over, behind all that came before.
+    /// Sends a frame after all earlier frames.
     ///
     /// # Errors
-    /// The socket's.
+    /// The socket failed.
     fn send(&mut self, frame: Frame) -> io::Result<()>;
 
-    /// Gives back frames that the kernel reads no more, without waiting.
+    /// Gives back the frames that the kernel no longer reads. Does not wait.
     ///
     /// # Errors
-    /// The socket's.
+    /// The socket failed.
     fn give_back(&mut self, back: &mut Vec<Frame>) -> io::Result<()>;
 
-    /// Sends what was kept back, or waits until the kernel needs something no more. `false` says that there is
-    /// nothing of either kind.
+    /// Sends what was held back, or waits until the kernel releases a frame. Returns `false` if
+    /// there was nothing to send and nothing to wait for.
     ///
     /// # Errors
-    /// The socket's.
+    /// The socket failed.
     fn wait(&mut self) -> io::Result<bool>;
 
-    /// Reads what the receiver says; 0 is nothing yet, if it is not to wait.
+    /// Reads acknowledgements. Without `wait`, returns 0 if there are none.
     ///
     /// # Errors
-    /// The socket's, its end among them.
+    /// The socket failed or was closed.
     fn hear(&mut self, into: &mut [u8], wait: bool) -> io::Result<usize>;
 
-    /// How often the kernel has said that it needs something no more, and of these, that it had made a copy.
-    fn notices(&self) -> Option<(u64, u64)> {
+    /// Notifications that the kernel released bytes, and how many of them reported a copy.
+    fn notices(&self) -> Option<Notices> {
         None
     }
 }
 
-/// Reads from a socket, or says that nothing is there.
+/// Reads from a socket. Without `wait`, returns 0 if there is nothing to read.
 ///
 /// # Errors
-/// The socket's, its end among them.
+/// The socket failed or was closed.
 pub fn hear(stream: &TcpStream, into: &mut [u8], wait: bool) -> io::Result<usize> {
     let flags = if wait { RecvFlags::empty() } else { RecvFlags::DONTWAIT };
     loop {
@@ -57,10 +74,10 @@ pub fn hear(stream: &TcpStream, into: &mut [u8], wait: bool) -> io::Result<usize
     }
 }
 
-/// Sends all of it, with as few calls as the socket allows.
+/// Sends all of the slices with as few calls as the socket allows.
 ///
 /// # Errors
-/// The call's.
+/// A call failed.
 pub fn send_all(
     mut slices: &mut [IoSlice<'_>],
     mut call: impl FnMut(&[IoSlice<'_>]) -> io::Result<usize>,

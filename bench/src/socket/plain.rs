@@ -1,4 +1,4 @@
-//! The outlets of ways that do not encrypt: calls, io_uring, `MSG_ZEROCOPY`.
+//! The outlets without encryption: `write`, `writev`, io_uring and `MSG_ZEROCOPY`.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, Write};
@@ -8,20 +8,20 @@ use anyhow::Context;
 
 use super::frame::Frame;
 use super::kernel::Ring;
-use super::outlet::{Outlet, hear, send_all};
+use super::outlet::{Notices, Outlet, hear, send_all};
 use super::way::{Call, Way};
 use super::zero_copy::ZeroCopy;
 
-/// The outlet of a way that does not encrypt.
+/// Makes the outlet of a method without encryption.
 ///
 /// # Errors
-/// What the kernel does not have.
+/// The kernel does not support the method.
 pub fn outlet(way: &Way, stream: TcpStream) -> anyhow::Result<Box<dyn Outlet>> {
     Ok(match way.call {
         Call::ZeroCopy => Box::new(ZeroCopy::new(stream)?),
         Call::Ring { zero_copy } => Box::new(Linked {
             stream,
-            ring: Ring::new(zero_copy).context("no io_uring")?,
+            ring: Ring::new(zero_copy).context("io_uring is not available")?,
             next: VecDeque::new(),
             back: Vec::new(),
             has_notices: zero_copy,
@@ -36,7 +36,7 @@ pub fn outlet(way: &Way, stream: TcpStream) -> anyhow::Result<Box<dyn Outlet>> {
     })
 }
 
-/// Writes no more than so many bytes of the slices, which are two at most.
+/// Writes at most `most` bytes of the slices. There are at most two slices.
 fn write_up_to(to: &mut impl Write, from: &[IoSlice<'_>], most: usize) -> io::Result<usize> {
     let mut left = most;
     let mut cut = [IoSlice::new(&[]); 2];
@@ -47,11 +47,11 @@ fn write_up_to(to: &mut impl Write, from: &[IoSlice<'_>], most: usize) -> io::Re
     to.write_vectored(&cut)
 }
 
-/// `writev`, or `write` twice.
+/// An outlet that calls `writev`, or `write` twice.
 struct Calls {
     stream: TcpStream,
     at_once: bool,
-    /// Bytes of a call of `writev`.
+    /// Maximum bytes per `writev`.
     most: usize,
     back: Vec<Frame>,
 }
@@ -84,11 +84,11 @@ impl Outlet for Calls {
     }
 }
 
-/// Frames of a chain.
+/// Frames per chain.
 const CHAIN: usize = 4;
 
-/// io_uring: the frames of a chain go one after the other, and while they go the next chain is made. Two chains
-/// at a time would have no order.
+/// An outlet that uses io_uring. The frames of a chain are sent in order. The next chain is built
+/// meanwhile; two chains in flight would not be ordered.
 struct Linked {
     stream: TcpStream,
     ring: Ring,
@@ -103,12 +103,12 @@ impl Linked {
         self.ring.submit(&self.stream, self.next.drain(..frames))
     }
 
-    /// Begins the next chain if the last one has gone.
-    fn turn(&mut self) -> io::Result<()> {
+    /// Submits the next chain if the last one is complete.
+    fn advance(&mut self) -> io::Result<()> {
         self.ring.collect(&mut self.back)?;
         if self.ring.unsent() == 0 && !self.next.is_empty() {
             self.submit()?;
-            // Without waiting, if there was room for it.
+            // The send may complete at once.
             self.ring.collect(&mut self.back)?;
         }
         Ok(())
@@ -118,25 +118,25 @@ impl Linked {
 impl Outlet for Linked {
     fn send(&mut self, frame: Frame) -> io::Result<()> {
         self.next.push_back(frame);
-        self.turn()?;
+        self.advance()?;
         while self.next.len() >= CHAIN {
             self.ring.wait()?;
-            self.turn()?;
+            self.advance()?;
         }
         Ok(())
     }
 
     fn give_back(&mut self, back: &mut Vec<Frame>) -> io::Result<()> {
-        self.turn()?;
+        self.advance()?;
         back.append(&mut self.back);
         Ok(())
     }
 
     fn wait(&mut self) -> io::Result<bool> {
-        self.turn()?;
+        self.advance()?;
         if self.back.is_empty() && self.ring.holds_any() {
             self.ring.wait()?;
-            self.turn()?;
+            self.advance()?;
             return Ok(true);
         }
         Ok(!self.back.is_empty())
@@ -146,7 +146,7 @@ impl Outlet for Linked {
         hear(&self.stream, into, wait)
     }
 
-    fn notices(&self) -> Option<(u64, u64)> {
+    fn notices(&self) -> Option<Notices> {
         self.has_notices.then_some(self.ring.notices)
     }
 }

@@ -1,4 +1,5 @@
-//! The receiving end of a channel: each frame's head, then its pages where they belong.
+//! The receiving end of a channel. Reads each frame's head, then its pages into their place in
+//! memory.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::net::TcpStream;
@@ -9,19 +10,19 @@ use vmferry_memory::{GuestMemory, PageSink};
 
 use super::frame::{HEAD_BYTES, Head};
 
-/// As much as the engine reads ahead, of a channel whose pages it receives in place.
+/// Size of the read buffer: as in the engine for channels whose pages are received in place.
 const AHEAD_BYTES: usize = 1 << 10;
 
-/// From what frames come.
+/// The receiving end of a channel.
 pub trait Inlet: BufRead + Send {
-    /// Where pages can be read from, while nothing is in the buffer.
+    /// The descriptor to read pages from directly. `None` while the buffer is not empty.
     fn descriptor(&self) -> Option<BorrowedFd<'_>>;
 
-    /// Sends something back.
+    /// Sends an acknowledgement.
     ///
     /// # Errors
-    /// The socket's.
-    fn say(&mut self, bytes: &[u8]) -> io::Result<()>;
+    /// The socket failed.
+    fn acknowledge(&mut self, bytes: &[u8]) -> io::Result<()>;
 }
 
 impl Inlet for BufReader<TcpStream> {
@@ -29,30 +30,34 @@ impl Inlet for BufReader<TcpStream> {
         self.buffer().is_empty().then(|| self.get_ref().as_fd())
     }
 
-    fn say(&mut self, bytes: &[u8]) -> io::Result<()> {
+    fn acknowledge(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.get_mut().write_all(bytes)
     }
 }
 
-/// The inlet of a way that does not encrypt.
+/// Makes the inlet of a method without encryption.
 pub fn plain(stream: TcpStream) -> Box<dyn Inlet> {
     Box::new(BufReader::with_capacity(AHEAD_BYTES, stream))
 }
 
-/// Receives so many frames, and says of each that it has come.
+/// Receives `frames` frames and acknowledges each.
 ///
 /// # Errors
-/// The socket's, and frames that are none.
+/// The socket failed, or a frame is invalid.
 pub fn receive(memory: &GuestMemory, inlet: &mut dyn Inlet, frames: u64) -> anyhow::Result<()> {
     for sequence in 0..frames {
         let mut head = [0; HEAD_BYTES];
         inlet.read_exact(&mut head)?;
         let head = Head::decode(&head);
-        ensure!(head.sequence == sequence, "frame {} came as {sequence}", head.sequence);
+        ensure!(
+            head.sequence == sequence,
+            "received frame {} instead of {sequence}",
+            head.sequence
+        );
         let mut sink = memory.sink();
         sink.push(head.run)?;
         fill(&mut sink, inlet)?;
-        inlet.say(&(sequence + 1).to_le_bytes())?;
+        inlet.acknowledge(&(sequence + 1).to_le_bytes())?;
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! The tables.
+//! The tables of the results.
 
 use std::collections::BTreeMap;
 
@@ -6,11 +6,12 @@ use serde::Serialize;
 use vmferry_memory::PAGE_SIZE;
 
 use super::lab::Place;
+use super::outlet::Notices;
 use super::way::{WAYS, Way};
 use super::{Sample, Samples};
 use crate::results::{Results, Row, median, row};
 
-/// One way in one place.
+/// A row: one method in one place.
 #[derive(Serialize)]
 struct SocketRow {
     place: &'static str,
@@ -19,23 +20,24 @@ struct SocketRow {
     total_ms: Option<f64>,
     total_ms_min: Option<f64>,
     total_ms_max: Option<f64>,
-    /// Of the whole process, both sides.
+    /// CPU seconds of the whole process, which has both sides.
     cpu_s_per_gib: Option<f64>,
-    /// Throughput over the first way's: the first that encrypts, if this one does.
+    /// Throughput relative to the first method, or to the first encrypting method for those that
+    /// encrypt.
     speed_of_first: Option<f64>,
-    /// CPU time over the first way's.
+    /// CPU time relative to the same method.
     cpu_of_first: Option<f64>,
-    /// Frames that were out, of all channels, in the mean.
+    /// Mean number of unacknowledged frames over all channels.
     frames_out: Option<f64>,
-    /// `SO_SNDBUF` of a channel at the end.
+    /// Mean `SO_SNDBUF` of a channel at the end.
     send_buffer_kib: Option<f64>,
-    /// `SO_RCVBUF` of a channel at the end.
+    /// Mean `SO_RCVBUF` of a channel at the end.
     receive_buffer_kib: Option<f64>,
     runs: usize,
     note: String,
 }
 
-/// One place.
+/// A row: one place.
 #[derive(Serialize)]
 struct PlaceRow {
     place: &'static str,
@@ -44,17 +46,17 @@ struct PlaceRow {
     receive_limit_kib: Option<u64>,
 }
 
-/// Where a median is taken from.
+/// Selects the quantity for a median.
 type Part = fn(&Sample) -> f64;
 
 const TOTAL_S: Part = |sample| sample.total_s;
 const CPU_S: Part = |sample| sample.cpu_s;
 
-/// All rows, yardsticks and ratios. `missing` has a reason for each way that was left out, `limits` the raw
-/// socket's times.
+/// Makes all rows, yardsticks and ratios. `missing` has the reason why a method was skipped;
+/// `limits` has the times of the raw socket.
 ///
 /// # Errors
-/// None that is known.
+/// A row does not serialize.
 pub fn results(
     samples: &Samples,
     missing: &[Option<String>],
@@ -96,8 +98,8 @@ pub fn results(
                 speed_of_first,
                 cpu_of_first: ratio(of(CPU_S), middle(first, CPU_S)),
                 frames_out: of(|sample| sample.frames_out),
-                send_buffer_kib: of(|sample| sample.buffers.0 / 1024.0),
-                receive_buffer_kib: of(|sample| sample.buffers.1 / 1024.0),
+                send_buffer_kib: of(|sample| sample.buffers.send / 1024.0),
+                receive_buffer_kib: of(|sample| sample.buffers.receive / 1024.0),
                 runs: runs.len(),
                 note: note.unwrap_or_default(),
             })?);
@@ -109,10 +111,10 @@ pub fn results(
     Ok(Results::new("socket", rows, yardsticks, ratios))
 }
 
-/// A row for a place, whose sockets have this congestion control.
+/// Makes the row of a place whose sockets use this congestion control.
 ///
 /// # Errors
-/// None that is known.
+/// The row does not serialize.
 pub fn place(place: Place, congestion_control: String) -> anyhow::Result<Row> {
     let limit = |name| {
         let text = std::fs::read_to_string(format!("/proc/sys/net/core/{name}")).ok()?;
@@ -126,7 +128,7 @@ pub fn place(place: Place, congestion_control: String) -> anyhow::Result<Row> {
     })
 }
 
-/// The runs of the way that this one is compared with.
+/// The runs of the method that this one is compared with.
 fn first<'s>(samples: &'s Samples, place: Place, way: &Way) -> &'s [Sample] {
     let number = WAYS.iter().position(|other| other.is_tls() == way.is_tls());
     number.and_then(|number| samples.get(&(place, number))).map_or(&[], Vec::as_slice)
@@ -140,9 +142,12 @@ fn ratio(number: Option<f64>, of: Option<f64>) -> Option<f64> {
     Some(number? / of?)
 }
 
-/// What the kernel has said of copies, over all runs.
+/// Describes the kernel's notifications over all runs.
 fn notices(runs: &[Sample]) -> Option<String> {
-    let all = runs.iter().filter_map(|run| run.notices);
-    let (all, copied) = all.reduce(|one, other| (one.0 + other.0, one.1 + other.1))?;
+    let mut sum: Option<Notices> = None;
+    for notices in runs.iter().filter_map(|run| run.notices) {
+        *sum.get_or_insert_default() += notices;
+    }
+    let Notices { all, copied } = sum?;
     Some(format!("{copied} of {all} completions say copied"))
 }

@@ -1,5 +1,5 @@
-//! rustls at both ends, as the engine has it: the reading half receives as much ciphertext as there is in one call,
-//! and what the writing half does with plaintext is what is compared.
+//! rustls at both ends, as in the engine. The reading half receives as much ciphertext as is
+//! available in one call. The methods differ in the batch length of the writing half.
 
 use std::io::{self, BufRead, Read, Write};
 use std::net::TcpStream;
@@ -16,13 +16,13 @@ use super::outlet::{Outlet, hear};
 use super::receive::Inlet;
 use crate::raw::Tls;
 
-/// As much as the engine receives in one go.
+/// Bytes per receive call: as in the engine.
 const RECEIVE_BYTES: usize = 256 << 10;
 
-/// Both ends of a channel, when the handshake is done.
+/// Makes both ends of a channel and completes the handshake.
 ///
 /// # Errors
-/// The sockets', and rustls's.
+/// A socket or rustls failed.
 pub fn channel(
     tls: &Tls,
     batch: usize,
@@ -35,7 +35,7 @@ pub fn channel(
     std::thread::scope(|scope| {
         let server = scope.spawn(|| server.complete_io(&mut into));
         client.complete_io(&mut out)?;
-        server.join().map_err(|_| anyhow!("a thread has failed"))??;
+        server.join().map_err(|_| anyhow!("a thread panicked"))??;
         anyhow::Ok(())
     })?;
     let outgoing = Outgoing { stream: out, connection: client, batch, kept: 0, back: Vec::new() };
@@ -49,13 +49,13 @@ pub struct Outgoing {
     stream: TcpStream,
     connection: ClientConnection,
     batch: usize,
-    /// Plaintext that is encrypted and was not written.
+    /// Encrypted plaintext bytes that were not written yet.
     kept: usize,
     back: Vec<Frame>,
 }
 
 impl Outgoing {
-    /// Writes all records, in as few calls as rustls makes of them.
+    /// Writes all records with as few calls as rustls allows.
     fn write(&mut self) -> io::Result<()> {
         while self.connection.wants_write() {
             self.connection.write_tls(&mut self.stream)?;
@@ -66,7 +66,7 @@ impl Outgoing {
 }
 
 impl Outlet for Outgoing {
-    /// Encrypts, and writes whenever there is a batch.
+    /// Encrypts the frame and writes whenever a batch is full.
     fn send(&mut self, frame: Frame) -> io::Result<()> {
         let mut bytes = frame.whole();
         while !bytes.is_empty() {
@@ -119,9 +119,9 @@ pub struct Incoming {
     stream: TcpStream,
     connection: ServerConnection,
     received: Vec<u8>,
-    /// The part of `received` that rustls has not taken.
+    /// The part of `received` that rustls has not consumed.
     fresh: Range<usize>,
-    /// Bytes that are decrypted and were not read.
+    /// Decrypted bytes that were not read yet.
     plain: usize,
 }
 
@@ -162,7 +162,7 @@ impl Inlet for Incoming {
         None
     }
 
-    fn say(&mut self, bytes: &[u8]) -> io::Result<()> {
+    fn acknowledge(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.connection.writer().write_all(bytes)?;
         while self.connection.wants_write() {
             self.connection.write_tls(&mut self.stream)?;

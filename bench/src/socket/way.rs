@@ -1,26 +1,26 @@
-//! The ways that are compared.
+//! The methods that are compared.
 
-/// One of them.
+/// A method to send frames.
 #[derive(Clone, Copy, Debug)]
 pub struct Way {
-    /// How the tables call it.
+    /// The name in tables.
     pub name: &'static str,
-    /// What hands the frames over.
+    /// The call that sends frames.
     pub call: Call,
-    /// What the sockets are told before they are connected.
+    /// Socket options, set before the sockets are connected.
     pub tuning: Tuning,
-    /// Pages of a frame.
+    /// Pages per frame.
     pub frame_pages: u64,
-    /// Most frames that a channel has out.
+    /// Maximum unacknowledged frames per channel.
     pub most_out: usize,
 }
 
-/// What hands a frame to the socket.
+/// The call that sends a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Call {
     /// `writev` of head and pages.
     Writev,
-    /// The same in calls of at most so many bytes.
+    /// `writev` in calls of at most this many bytes.
     Pieces(usize),
     /// `write` of the head, `write` of the pages.
     Write,
@@ -28,14 +28,15 @@ pub enum Call {
     ZeroCopy,
     /// io_uring's `SEND`, or its `SEND_ZC`.
     Ring {
-        /// Which of the two.
+        /// Whether `SEND_ZC` is used.
         zero_copy: bool,
     },
-    /// rustls, and `writev` of the records whenever so much plaintext is encrypted, whichever frames it belongs to.
+    /// rustls, and `writev` of the records whenever this much plaintext is encrypted, across frame
+    /// boundaries.
     Tls(usize),
 }
 
-/// Options of the sockets; what is not here is as the system has it.
+/// Socket options. `None` leaves the system's default.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {
     /// `SO_SNDBUF` of the sender.
@@ -47,7 +48,7 @@ pub struct Tuning {
 }
 
 impl Tuning {
-    /// As the system has it.
+    /// The system's defaults.
     pub const NONE: Self = Self { send_bytes: None, receive_bytes: None, unsent_bytes: None };
 }
 
@@ -80,7 +81,8 @@ impl Way {
         Self::new(name, Call::Tls(batch))
     }
 
-    /// Whether it encrypts. Ways that do are compared with the first of them, the others with the very first.
+    /// Whether the method encrypts. Encrypting methods are compared with the first of their kind,
+    /// all others with the very first method.
     pub fn is_tls(&self) -> bool {
         matches!(self.call, Call::Tls(_))
     }
@@ -90,7 +92,7 @@ const SMALL: Option<usize> = Some(512 << 10);
 
 const UNSENT: Tuning = Tuning { unsent_bytes: Some(256 << 10), ..Tuning::NONE };
 
-/// All of them.
+/// All methods.
 pub const WAYS: [Way; 26] = [
     Way::new("writev", Call::Writev),
     Way::new("write twice", Call::Write),
@@ -114,7 +116,7 @@ pub const WAYS: [Way; 26] = [
     Way::frames("writev, frames of 64 KiB", 16),
     Way::frames("writev, frames of 128 KiB", 32),
     Way::frames("writev, frames of 512 KiB", 128),
-    // What is out is what the next copy does not find in the cache.
+    // More unacknowledged frames leave less of the cache for the next copy.
     Way::window("writev, 4 frames out", 4),
     Way::tls("TLS, batches of 256 KiB", 256 << 10),
     Way::tls("TLS, batches of 16 KiB", 16 << 10),

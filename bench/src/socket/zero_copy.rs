@@ -1,4 +1,5 @@
-//! `sendmsg` with `MSG_ZEROCOPY`: a frame is the kernel's until the socket's error queue says otherwise.
+//! An outlet that uses `sendmsg` with `MSG_ZEROCOPY`. The kernel holds a frame until the socket's
+//! error queue reports its completion.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
@@ -9,44 +10,50 @@ use std::os::fd::AsFd;
 use anyhow::Context;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::PATIENCE;
+use super::TIMEOUT;
 use super::frame::Frame;
 use super::kernel::{allow_zero_copy, completed, send_zero_copy};
-use super::outlet::{Outlet, hear, send_all};
+use super::outlet::{Notices, Outlet, hear, send_all};
 
 /// The sending end.
 pub struct ZeroCopy {
     stream: TcpStream,
-    /// Calls so far.
+    /// Number of calls so far.
     calls: u32,
     held: VecDeque<Held>,
     back: Vec<Frame>,
-    notices: (u64, u64),
+    notices: Notices,
 }
 
 struct Held {
     frame: Frame,
     calls: RangeInclusive<u32>,
-    /// How many of them the kernel has not completed.
+    /// Calls that the kernel has not completed.
     left: u32,
 }
 
 impl ZeroCopy {
-    /// On this socket.
+    /// Enables zero copy on this socket.
     ///
     /// # Errors
-    /// A kernel that does not know it.
+    /// The kernel does not support it.
     pub fn new(stream: TcpStream) -> anyhow::Result<Self> {
-        allow_zero_copy(stream.as_fd()).context("no MSG_ZEROCOPY")?;
-        Ok(Self { stream, calls: 0, held: VecDeque::new(), back: Vec::new(), notices: (0, 0) })
+        allow_zero_copy(stream.as_fd()).context("MSG_ZEROCOPY is not available")?;
+        Ok(Self {
+            stream,
+            calls: 0,
+            held: VecDeque::new(),
+            back: Vec::new(),
+            notices: Notices::default(),
+        })
     }
 
-    /// Hears what is in the error queue.
+    /// Reads the completions in the error queue.
     fn collect(&mut self) -> io::Result<()> {
         while let Some(completed) = completed(&self.stream)? {
             let calls = u64::from(completed.last - completed.first) + 1;
-            self.notices.0 += calls;
-            self.notices.1 += if completed.copied { calls } else { 0 };
+            self.notices.all += calls;
+            self.notices.copied += if completed.copied { calls } else { 0 };
             for held in &mut self.held {
                 let first = completed.first.max(*held.calls.start());
                 let last = completed.last.min(*held.calls.end());
@@ -60,10 +67,10 @@ impl ZeroCopy {
     }
 
     fn wait_for_queue(&self) -> io::Result<()> {
-        // It is an error for `poll`, which it tells unasked.
+        // `poll` reports the error queue as `POLLERR`, which needs no request.
         let mut polled = [PollFd::new(&self.stream, PollFlags::empty())];
-        let patience = Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
-        match poll(&mut polled, Some(&patience)) {
+        let timeout = Timespec { tv_sec: TIMEOUT.as_secs() as i64, tv_nsec: 0 };
+        match poll(&mut polled, Some(&timeout)) {
             Ok(0) => Err(io::ErrorKind::TimedOut.into()),
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(error) => Err(error.into()),
@@ -82,7 +89,7 @@ impl Outlet for ZeroCopy {
                         self.calls += 1;
                         return Ok(sent);
                     }
-                    // The kernel holds as much as it may for this process.
+                    // The process has reached its limit of pinned pages.
                     Err(error)
                         if error.raw_os_error() == Some(libc::ENOBUFS) && !self.held.is_empty() =>
                     {
@@ -117,7 +124,7 @@ impl Outlet for ZeroCopy {
         hear(&self.stream, into, wait)
     }
 
-    fn notices(&self) -> Option<(u64, u64)> {
+    fn notices(&self) -> Option<Notices> {
         Some(self.notices)
     }
 }

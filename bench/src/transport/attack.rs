@@ -1,4 +1,5 @@
-//! A migration over TLS while somebody without a certificate disturbs the destination, beside the same left alone.
+//! A migration over TLS while an attacker without a certificate disturbs the destination, compared
+//! with an undisturbed one.
 
 use anyhow::Context;
 use serde::Serialize;
@@ -9,10 +10,10 @@ use super::{DEFAULT_CHANNELS, Plan};
 use crate::aims::Ratios;
 use crate::results::median;
 
-/// One of both, under a cap or not. Medians.
+/// A row: with or without an attack, with or without a cap. Values are medians.
 #[derive(Debug, Serialize)]
 pub struct AttackRow {
-    /// Between what.
+    /// The place.
     place: &'static str,
     /// Whether there is a cap.
     link: &'static str,
@@ -23,29 +24,29 @@ pub struct AttackRow {
     total_ms_max: f64,
     source_cpu_s: f64,
     destination_cpu_s: f64,
-    /// What the attacker itself took from the machine that all of them share.
+    /// CPU time of the attacker, which runs on the same machine.
     attacker_cpu_s: f64,
     idle_connections: f64,
     failed_handshakes: f64,
-    /// As far as the destination has said so.
+    /// Rejected connections that the destination reported.
     turned_away: f64,
     runs: usize,
 }
 
-/// Measures both, by turns.
+/// Measures with and without an attack in turn.
 ///
 /// # Errors
-/// A migration that fails, with an attack or without; or a stranger who is listened to.
+/// A migration failed, or the destination accepted the attacker.
 pub fn measure(plan: &Plan, bench: &mut Bench, place: Place) -> anyhow::Result<Vec<AttackRow>> {
     let mut rows = Vec::new();
     for (link, times) in plan.attack.iter().copied() {
         let case = Case { place, link, channels: DEFAULT_CHANNELS, way: Way::Tls };
         let (mut quiet, mut attacked) = (Vec::new(), Vec::new());
         for time in 1..=times {
-            quiet.push(bench.once(case, plan.cap_of(link), 0)?);
+            quiet.push(bench.run(case, plan.cap_of(link), 0)?);
             attacked.push(
                 bench
-                    .once(case, plan.cap_of(link), plan.idle_connections)
+                    .run(case, plan.cap_of(link), plan.idle_connections)
                     .context("under attack")?,
             );
             eprintln!("transport: under attack, {}: {time} of {times} done", link.name());
@@ -77,10 +78,11 @@ fn row(case: Case, attack: &'static str, runs: &[Run]) -> AttackRow {
     }
 }
 
-/// Total time with an attack over that without: for each link, and the worse of both.
+/// Adds the ratio of the total time with an attack to that without: for each link, and the larger
+/// one.
 ///
 /// # Errors
-/// Nothing was measured.
+/// No attack was measured.
 pub fn add_ratios(rows: &[AttackRow], ratios: &mut Ratios) -> anyhow::Result<()> {
     let mut all = Vec::new();
     for link in [Link::Capped, Link::Uncapped] {

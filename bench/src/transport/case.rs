@@ -1,4 +1,4 @@
-//! What is compared: ways, where, under which cap and over how many channels.
+//! The cases: method, place, cap and number of channels.
 
 use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -7,27 +7,28 @@ use std::path::Path;
 use super::orders::Transport;
 use vmferry_net_lab::DESTINATION_ADDRESS;
 
-/// A way to move a guest's memory.
+/// A method to move a guest's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Way {
-    /// `tcp:`, published as way 1: neither encrypted nor authenticated.
+    /// `tcp:`, published as method 1: neither encrypted nor authenticated.
     Plain,
-    /// `tls:`, published as way 2.
+    /// `tls:`, published as method 2.
     Tls,
-    /// `grpc-ack:`, published as way 3: the next chunk leaves when the last was acknowledged.
+    /// `grpc-ack:`, published as method 3: each chunk is sent after the previous one was
+    /// acknowledged.
     GrpcAcknowledged,
-    /// `grpc:`, published as way 4, fire and forget: here streamed with a window.
+    /// `grpc:`, published as method 4, fire and forget. Here it is streamed with a window.
     GrpcStreamed,
-    /// `unix:`, which does not leave the host.
+    /// `unix:`, which stays on one host.
     Unix,
-    /// Yardstick: nothing but a copy over TCP.
+    /// Yardstick: a plain copy over TCP.
     RawSocket,
-    /// Yardstick: nothing but a copy over rustls.
+    /// Yardstick: a plain copy over rustls.
     RawRustls,
 }
 
 impl Way {
-    /// All of them, in the order in which they take turns.
+    /// All methods in the order in which they take turns.
     pub const ALL: [Self; 7] = [
         Self::RawSocket,
         Self::Plain,
@@ -38,7 +39,7 @@ impl Way {
         Self::GrpcAcknowledged,
     ];
 
-    /// In tables.
+    /// The name in tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::RawSocket => "raw socket",
@@ -47,7 +48,7 @@ impl Way {
         }
     }
 
-    /// What the engine's addresses begin with; yardsticks have none.
+    /// The scheme of the engine's address. Yardsticks have none.
     pub fn scheme(self) -> Option<&'static str> {
         match self {
             Self::Plain => Some("tcp"),
@@ -59,7 +60,7 @@ impl Way {
         }
     }
 
-    /// What the destination is to listen with at a place, on any free port.
+    /// The transport that the destination listens on, with any free port.
     pub fn transport(self, place: Place, directory: &Path) -> Transport {
         let host = place.destination();
         match (self, self.scheme()) {
@@ -73,17 +74,17 @@ impl Way {
     }
 }
 
-/// Between what.
+/// The place of the two sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Place {
-    /// Two network namespaces, joined by a pair of virtual Ethernet interfaces.
+    /// Each side is in its own network namespace; a pair of virtual Ethernet interfaces joins them.
     Namespaces,
-    /// Two processes on one host.
+    /// Both sides use the loopback interface.
     Loopback,
 }
 
 impl Place {
-    /// In tables and names.
+    /// The name in tables and ratio names.
     pub fn name(self) -> &'static str {
         match self {
             Self::Namespaces => "namespaces",
@@ -91,7 +92,7 @@ impl Place {
         }
     }
 
-    /// Where the destination is.
+    /// The destination's address.
     pub fn destination(self) -> Ipv4Addr {
         match self {
             Self::Namespaces => DESTINATION_ADDRESS,
@@ -100,17 +101,17 @@ impl Place {
     }
 }
 
-/// A cap over all channels.
+/// The cap over all channels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Link {
-    /// As published: 350 MB/s.
+    /// 350 MB/s, as published.
     Capped,
-    /// As fast as it goes.
+    /// No cap.
     Uncapped,
 }
 
 impl Link {
-    /// In tables and names.
+    /// The name in tables and ratio names.
     pub fn name(self) -> &'static str {
         match self {
             Self::Capped => "capped",
@@ -119,16 +120,16 @@ impl Link {
     }
 }
 
-/// What is measured at a time. Ways come last, so that those that are compared take turns.
+/// A measured case. The method is the last field, so that sorted cases let the methods take turns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Case {
-    /// Between what.
+    /// The place of the two sides.
     pub place: Place,
     /// The cap.
     pub link: Link,
-    /// Data channels.
+    /// The number of data channels.
     pub channels: u8,
-    /// The way.
+    /// The method.
     pub way: Way,
 }
 
@@ -144,7 +145,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_is_text_until_it_is_used() {
+    fn way_transport_names_the_listen_address() {
         let at = |way: Way, place| match way.transport(place, Path::new("/run/b")) {
             Transport::Engine(address) => address,
             other => format!("{other:?}"),

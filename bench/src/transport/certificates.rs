@@ -1,4 +1,4 @@
-//! Certificates for the runs: the hosts', and one that they do not trust.
+//! Certificates for the runs: one that the hosts trust, and one that they do not.
 
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
@@ -7,10 +7,10 @@ use vmferry_transport::{TlsIdentity, pki};
 
 use vmferry_net_lab::{DESTINATION_ADDRESS, SOURCE_ADDRESS};
 
-/// Makes them in this directory.
+/// Creates the certificates in this directory.
 ///
 /// # Errors
-/// No room.
+/// The files cannot be written.
 pub fn make(directory: &Path) -> anyhow::Result<()> {
     for (authority, host) in [("ca", "host"), ("other-ca", "stranger")] {
         pki::init(&directory.join(authority), authority, pki::Validity::days(1))?;
@@ -23,23 +23,24 @@ pub fn make(directory: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Where the hosts' are.
+/// The directory of the hosts' certificate.
 pub fn host(directory: &Path) -> PathBuf {
     directory.join("host")
 }
 
-/// Both hosts'.
+/// Loads the identity that both hosts use.
 ///
 /// # Errors
-/// Files that are not there.
+/// A file is missing or invalid.
 pub fn identity(directory: &Path) -> anyhow::Result<TlsIdentity> {
     load(&host(directory), &host(directory))
 }
 
-/// Of somebody who knows the hosts' authority, which is no secret, but has the certificate of another.
+/// Loads the attacker's identity. It trusts the hosts' authority, which is public, but its own
+/// certificate is from another one.
 ///
 /// # Errors
-/// Files that are not there.
+/// A file is missing or invalid.
 pub fn stranger(directory: &Path) -> anyhow::Result<TlsIdentity> {
     load(&host(directory), &directory.join("stranger"))
 }

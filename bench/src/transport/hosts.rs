@@ -1,4 +1,4 @@
-//! The benchmark's other processes, which are this program once more.
+//! The benchmark's other processes, which run this program again.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -15,22 +15,22 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use super::Role;
 use super::orders::{Order, Reply};
 
-/// For any order.
-const PATIENCE: Duration = Duration::from_secs(300);
+/// Timeout for any order.
+const TIMEOUT: Duration = Duration::from_secs(300);
 
-/// So often it is looked whether the user has had enough.
-const LOOK: Duration = Duration::from_millis(100);
+/// Interval between checks for a signal.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Whether the user wants the benchmark to end: then the next wait is an error, and everything is cleaned up
-/// on the way out. A second signal ends it at once.
+/// Whether a signal asked the benchmark to end. The next wait then returns an error, and the
+/// benchmark cleans up on the way out. A second signal ends it at once.
 #[derive(Clone, Debug)]
 pub struct Interrupt(Arc<AtomicBool>);
 
 impl Interrupt {
-    /// Listens for the signals.
+    /// Installs the signal handlers.
     ///
     /// # Errors
-    /// The system's.
+    /// The system call failed.
     pub fn listen() -> anyhow::Result<Self> {
         let flag = Arc::new(AtomicBool::new(false));
         for signal in [SIGINT, SIGTERM, SIGHUP] {
@@ -41,7 +41,7 @@ impl Interrupt {
     }
 }
 
-/// A process of the benchmark; ended when dropped.
+/// A process of the benchmark. It is killed on drop.
 pub struct Process {
     role: Role,
     child: Child,
@@ -51,22 +51,22 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts it.
+    /// Starts the process.
     ///
     /// # Errors
-    /// The system's.
+    /// The system call failed.
     pub fn start(role: Role, directory: &Path, interrupt: &Interrupt) -> anyhow::Result<Self> {
-        let name = role.to_possible_value().context("every role has a name")?;
-        let program = std::env::current_exe().context("this program is not known")?;
+        let name = role.to_possible_value().context("the role has no name")?;
+        let program = std::env::current_exe().context("the path of this program is unknown")?;
         let mut child = Command::new(program)
             .args(["transport", "--role", name.get_name(), "--directory"])
             .arg(directory)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .context("the benchmark can't start itself again")?;
-        let orders = child.stdin.take().context("it has a standard input")?;
-        let answers = child.stdout.take().context("it has a standard output")?;
+            .context("could not start another process of this benchmark")?;
+        let orders = child.stdin.take().context("the process has no standard input")?;
+        let answers = child.stdout.take().context("the process has no standard output")?;
         let (sender, replies) = mpsc::channel();
         std::thread::spawn(move || {
             for line in BufReader::new(answers).lines() {
@@ -78,10 +78,10 @@ impl Process {
         Ok(Self { role, child, orders, replies, interrupt: interrupt.clone() })
     }
 
-    /// Orders something, without waiting for it.
+    /// Sends an order without waiting for the reply.
     ///
     /// # Errors
-    /// A process that has ended.
+    /// The process has ended.
     pub fn order(&mut self, order: &Order) -> anyhow::Result<()> {
         let mut line = serde_json::to_string(order)?;
         line.push('\n');
@@ -93,12 +93,13 @@ impl Process {
     /// Waits for the next reply.
     ///
     /// # Errors
-    /// That it could not do it, has ended, takes too long, or the user has had enough.
+    /// The order failed, the process ended or did not reply in time, or a signal arrived.
     pub fn reply(&mut self) -> anyhow::Result<Reply> {
-        self.reply_within(PATIENCE)
+        self.reply_within(TIMEOUT)
     }
 
-    /// Whether it has failed too: what one side says of a lost link explains little, both together more.
+    /// Returns the process's own error, if it failed too. Both sides' errors together explain a
+    /// lost connection better than one.
     pub fn complaint(&mut self) -> Option<String> {
         match self.reply_within(Duration::from_secs(2)) {
             Err(error) if !self.interrupt.0.load(Ordering::Relaxed) => Some(format!("{error:#}")),
@@ -106,23 +107,23 @@ impl Process {
         }
     }
 
-    fn reply_within(&mut self, patience: Duration) -> anyhow::Result<Reply> {
+    fn reply_within(&mut self, timeout: Duration) -> anyhow::Result<Reply> {
         let begun = Instant::now();
         loop {
             ensure!(!self.interrupt.0.load(Ordering::Relaxed), "interrupted");
-            match self.replies.recv_timeout(LOOK) {
+            match self.replies.recv_timeout(CHECK_INTERVAL) {
                 Ok(line) => {
                     return match serde_json::from_str(&line?)? {
-                        Reply::Failed(error) => bail!("the {} says: {error}", self.role),
+                        Reply::Failed(error) => bail!("the {} failed: {error}", self.role),
                         reply => Ok(reply),
                     };
                 }
                 Err(RecvTimeoutError::Disconnected) => bail!("the {} has ended", self.role),
                 Err(RecvTimeoutError::Timeout) => {
-                    let seconds = patience.as_secs();
+                    let seconds = timeout.as_secs();
                     ensure!(
-                        begun.elapsed() < patience,
-                        "the {}: {seconds} s of silence",
+                        begun.elapsed() < timeout,
+                        "the {} did not reply within {seconds} s",
                         self.role
                     );
                 }
@@ -133,7 +134,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // One that has ended already is all right.
+        // The process may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -1,88 +1,88 @@
-//! What the benchmark's processes tell each other: a JSON object on each line.
+//! Messages between the benchmark's processes: one JSON object per line.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// How memory is moved, and where the destination is.
+/// The transport and the destination's address.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Transport {
-    /// By the engine: its address, as `vmferry receive --listen` takes it.
+    /// The engine, with an address as `vmferry receive --listen` takes it.
     Engine(String),
-    /// A copy over TCP.
+    /// A plain copy over TCP.
     RawSocket(SocketAddr),
-    /// A copy over rustls.
+    /// A plain copy over rustls.
     RawRustls(SocketAddr),
 }
 
-/// What a process is to do.
+/// An order to a process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Order {
-    /// Make memory of so many pages: at the source filled, at the destination populated with zeros.
+    /// Allocate memory: filled at the source, populated with zeros at the destination.
     Prepare {
-        /// Pages.
+        /// The number of pages.
         pages: u64,
     },
     /// Destination: receive a guest.
     Receive {
-        /// With port 0.
+        /// The transport to listen on, with port 0.
         transport: Transport,
-        /// Data channels.
+        /// The number of data channels.
         channels: u8,
-        /// The network namespace to be in, or the one that the process began in.
+        /// The network namespace to use. `None` is the one in which the process started.
         namespace: Option<PathBuf>,
     },
-    /// Source: send it.
+    /// Source: send the guest.
     Send {
-        /// As the destination has said.
+        /// The transport from [`Reply::Listening`].
         transport: Transport,
-        /// Data channels.
+        /// The number of data channels.
         channels: u8,
-        /// Of the engine, in bytes per second.
+        /// The engine's bandwidth cap in bytes per second.
         cap: Option<u64>,
         /// As in [`Order::Receive`].
         namespace: Option<PathBuf>,
     },
-    /// Destination: tell what is in memory, and then write zeros over it.
+    /// Destination: report the content of the memory, and zero it.
     Inspect,
-    /// Attacker: begin.
+    /// Attacker: start.
     Attack {
-        /// Of the destination, in use.
+        /// The address on which the destination is receiving.
         address: String,
-        /// Connections that never say anything.
+        /// Number of connections that send nothing.
         idle_connections: usize,
         /// As in [`Order::Receive`].
         namespace: Option<PathBuf>,
     },
-    /// Attacker: end.
+    /// Attacker: stop.
     Cease,
 }
 
-/// What a process has done.
+/// A reply from a process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Reply {
-    /// Memory is there, with this content.
+    /// The memory is ready and has this content.
     Prepared(Content),
-    /// The destination waits here.
+    /// The destination listens on this transport.
     Listening(Transport),
-    /// The first page is about to be sent; [`Reply::Sent`] follows.
+    /// The first page is about to be sent. [`Reply::Sent`] follows.
     UnderWay,
-    /// The guest has left.
+    /// The source has sent the guest.
     Sent(Sent),
-    /// The guest is here.
+    /// The destination has received the guest.
     Received(Received),
-    /// What was there, and is not any more.
+    /// The content before the memory was zeroed.
     Inspected(Content),
-    /// The attack has begun.
+    /// The attack has started.
     Attacking,
-    /// The attack is over.
+    /// The attack has stopped.
     Ceased(Attack),
-    /// The order could not be carried out.
+    /// The order failed.
     Failed(String),
 }
 
-/// A whole memory, hashed.
+/// A summary of a memory's content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Content {
     /// The hash.
@@ -91,33 +91,33 @@ pub struct Content {
     pub pages: u64,
 }
 
-/// What one run took at the source.
+/// The cost of a run at the source.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Sent {
     /// From the start of the dirty log until the guest runs at the destination, in seconds.
     pub total_s: f64,
-    /// The same with connecting, handshakes and taking leave.
+    /// The same including connecting, handshakes and closing.
     pub whole_s: f64,
-    /// CPU time of this process in `whole_s`, in seconds.
+    /// CPU time of this process during `whole_s`, in seconds.
     pub cpu_s: f64,
 }
 
-/// What one run took at the destination.
+/// The cost of a run at the destination.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Received {
-    /// CPU time of this process from the first connection on, in seconds.
+    /// CPU time of this process since the first connection, in seconds.
     pub cpu_s: f64,
-    /// Connections that it has said to have turned away.
+    /// Rejected connections that the destination reported.
     pub turned_away: u64,
 }
 
-/// What an attacker has done.
+/// The activity of the attacker.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct Attack {
-    /// Connections made that never said anything.
+    /// Connections that sent nothing.
     pub idle_connections: u64,
-    /// Handshakes begun that the destination has refused.
+    /// Handshakes that the destination rejected.
     pub failed_handshakes: u64,
-    /// CPU time that the attacker itself has taken from this machine, in seconds.
+    /// CPU time of the attacker on this machine, in seconds.
     pub cpu_s: f64,
 }

@@ -1,5 +1,5 @@
-//! The published table, with ours beside it: as each was measured, on machines that have nothing in common. What
-//! can be compared is each way with plain.
+//! The published table next to this benchmark's results. The machines have nothing in common, so
+//! only the ratio of each method to plain TCP can be compared.
 
 use serde::Serialize;
 use vmferry_report::published::{Figure, of_benchmark};
@@ -8,10 +8,10 @@ use super::DEFAULT_CHANNELS;
 use super::case::{Case, Link, Place, Way};
 use super::rows::{Cell, Cells};
 
-/// A published way, and ours. The capped columns are at 350 MB/s.
+/// A row: a published method and vmferry's. The capped columns are at 350 MB/s.
 #[derive(Debug, Serialize)]
-pub struct Beside {
-    /// As published, and what it is here.
+pub struct ComparedRow {
+    /// The published method, and vmferry's name for it.
     way: &'static str,
     published_s: f64,
     published_over_plain: f64,
@@ -26,7 +26,7 @@ pub struct Beside {
     uncapped_idle_percent_mean: f64,
 }
 
-/// Ways in the order of the published table.
+/// The methods in the order of the published table.
 const WAYS: [(Way, &str); 4] = [
     (Way::Plain, "1 plain: tcp"),
     (Way::Tls, "2 TLS side channel: tls"),
@@ -34,14 +34,15 @@ const WAYS: [(Way, &str); 4] = [
     (Way::GrpcStreamed, "4 RPC, fire and forget: grpc"),
 ];
 
-/// The published figure that our row of this name stands beside.
+/// The published figure for the row with this name.
 fn published(name: &str) -> Option<&'static Figure> {
     let mut figures = of_benchmark("transport").flat_map(|table| &table.figures);
     figures.find(|figure| figure.matching.get("way").is_some_and(|way| way == name))
 }
 
-/// At the default number of channels. Ways that are not in this program are left out.
-pub fn beside(cells: &Cells, place: Place) -> Vec<Beside> {
+/// Makes the rows for the default number of channels. Methods that were not compiled in are
+/// skipped.
+pub fn compare(cells: &Cells, place: Place) -> Vec<ComparedRow> {
     let cell = |link, way| cells.get(&Case { place, link, channels: DEFAULT_CHANNELS, way });
     let plain_s = published(WAYS[0].1).and_then(Figure::median);
     let row = |(way, name): &(Way, &'static str)| {
@@ -49,7 +50,7 @@ pub fn beside(cells: &Cells, place: Place) -> Vec<Beside> {
         let published_s = figure.median()?;
         let (capped, uncapped) = (cell(Link::Capped, *way)?, cell(Link::Uncapped, *way)?);
         let over_plain = |ours: &Cell, link| Some(ours.total_ms / cell(link, Way::Plain)?.total_ms);
-        Some(Beside {
+        Some(ComparedRow {
             way: name,
             published_s,
             published_over_plain: published_s / plain_s?,
@@ -76,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_way_has_its_published_figure() {
+    fn ways_have_published_figures() {
         let seconds = WAYS.map(|(_, name)| published(name).and_then(Figure::median).unwrap());
         assert_eq!(seconds, [29.0, 44.0, 42.0, 112.0]);
     }

@@ -1,20 +1,20 @@
-//! How the ways compare.
+//! Ratios between the methods.
 
 use anyhow::{Context, ensure};
 
 use super::DEFAULT_CHANNELS;
 use super::case::{Case, Link, Place, Way};
 use super::rows::{Cell, Cells};
-use crate::aims::{Ratios, Wanted};
+use crate::aims::{Ratios, Target};
 
-/// A ratio of two ways that were measured under the same conditions.
+/// A ratio of two methods that were measured under the same conditions.
 struct Comparison {
     name: &'static str,
     link: Link,
-    /// The way, and what it is compared with.
+    /// The method, and the one that it is compared with.
     ways: (Way, Way),
     of: fn(&Cell) -> f64,
-    wanted: Wanted,
+    target: Target,
     meaning: &'static str,
 }
 
@@ -24,7 +24,7 @@ const COMPARISONS: [Comparison; 6] = [
         link: Link::Uncapped,
         ways: (Way::Plain, Way::RawSocket),
         of: |cell| cell.mb_per_s,
-        wanted: Wanted::AtLeast(0.85),
+        target: Target::AtLeast(0.85),
         meaning: "throughput without a cap, tcp: over a copy through bare sockets",
     },
     Comparison {
@@ -32,7 +32,7 @@ const COMPARISONS: [Comparison; 6] = [
         link: Link::Uncapped,
         ways: (Way::Tls, Way::RawRustls),
         of: |cell| cell.mb_per_s,
-        wanted: Wanted::AtLeast(0.85),
+        target: Target::AtLeast(0.85),
         meaning: "throughput without a cap, tls: over a copy through bare rustls",
     },
     Comparison {
@@ -40,7 +40,7 @@ const COMPARISONS: [Comparison; 6] = [
         link: Link::Capped,
         ways: (Way::Tls, Way::Plain),
         of: |cell| cell.total_ms,
-        wanted: Wanted::AtMost(1.03),
+        target: Target::AtMost(1.03),
         meaning: "total time at 350 MB/s, tls: over tcp: (published 1.52)",
     },
     Comparison {
@@ -48,7 +48,7 @@ const COMPARISONS: [Comparison; 6] = [
         link: Link::Capped,
         ways: (Way::GrpcStreamed, Way::Plain),
         of: |cell| cell.total_ms,
-        wanted: Wanted::AtMost(1.05),
+        target: Target::AtMost(1.05),
         meaning: "total time at 350 MB/s, grpc: over tcp: (published 3.86)",
     },
     Comparison {
@@ -56,7 +56,7 @@ const COMPARISONS: [Comparison; 6] = [
         link: Link::Uncapped,
         ways: (Way::GrpcStreamed, Way::GrpcAcknowledged),
         of: |cell| cell.mb_per_s,
-        wanted: Wanted::AtLeast(1.5),
+        target: Target::AtLeast(1.5),
         meaning: "throughput without a cap, grpc: over grpc-ack: (published 0.38)",
     },
     Comparison {
@@ -64,23 +64,23 @@ const COMPARISONS: [Comparison; 6] = [
         link: Link::Uncapped,
         ways: (Way::Tls, Way::Plain),
         of: Cell::cpu_s_per_gb,
-        wanted: Wanted::AtMost(1.6),
+        target: Target::AtMost(1.6),
         meaning: "CPU seconds of both sides without a cap, tls: over tcp:",
     },
 ];
 
-/// All of them, at the default number of channels and the first place; and at every number and place, with those in
-/// the name.
+/// Computes all ratios at the default number of channels and the first place. Ratios at every
+/// number and place have these in the name.
 ///
 /// # Errors
-/// A ratio that is no number.
+/// A ratio is not finite or not positive.
 pub fn ratios(cells: &Cells, places: &[Place], channels: &[u8]) -> anyhow::Result<Ratios> {
     let mut ratios = Ratios::default();
-    let first = places.first().copied().context("there is no place")?;
+    let first = places.first().copied().context("there are no places")?;
     for comparison in &COMPARISONS {
         if let Some(value) = comparison.at(cells, first, DEFAULT_CHANNELS) {
-            let Comparison { name, wanted, meaning, .. } = comparison;
-            ratios.aim(name, value, *wanted, meaning);
+            let Comparison { name, target, meaning, .. } = comparison;
+            ratios.aim(name, value, *target, meaning);
         }
         for place in places {
             for channels in channels {
@@ -92,13 +92,13 @@ pub fn ratios(cells: &Cells, places: &[Place], channels: &[u8]) -> anyhow::Resul
         }
     }
     for (name, value) in &ratios.values {
-        ensure!(value.is_finite() && *value > 0.0, "{name} is no ratio: {value}");
+        ensure!(value.is_finite() && *value > 0.0, "{name} is not a valid ratio: {value}");
     }
     Ok(ratios)
 }
 
 impl Comparison {
-    /// Nothing, if one of the ways is not in this program.
+    /// Returns `None` if one of the methods was not compiled in.
     fn at(&self, cells: &Cells, place: Place, channels: u8) -> Option<f64> {
         let of = |way| cells.get(&Case { place, link: self.link, channels, way }).map(self.of);
         Some(of(self.ways.0)? / of(self.ways.1)?)

@@ -1,4 +1,4 @@
-//! The rows of the table: each case, over all its runs.
+//! The rows of the table: one per case, over all runs.
 
 use std::collections::BTreeMap;
 
@@ -9,52 +9,53 @@ use super::case::{Case, Way};
 use super::run::Run;
 use crate::results::median;
 
-/// A case. Medians, but for minima, maxima and idle time, whose mean is over all runs. A GB is 10^9 bytes.
+/// A case. Values are medians, except minima, maxima, and the idle time, whose mean is over all
+/// runs. A GB is 10^9 bytes.
 #[derive(Clone, Debug, Serialize)]
 pub struct Cell {
-    /// Between what.
+    /// The place.
     pub place: &'static str,
     /// Whether there is a cap.
     pub link: &'static str,
-    /// Data channels.
+    /// The number of data channels.
     pub channels: u8,
-    /// The way.
+    /// The method.
     pub way: &'static str,
     /// From the start of the dirty log until the guest runs at the destination.
     pub total_ms: f64,
     /// The shortest run.
     pub total_ms_min: f64,
-    /// The longest.
+    /// The longest run.
     pub total_ms_max: f64,
-    /// Connecting, handshakes and taking leave, which come on top.
+    /// Connecting, handshakes and closing, in addition to the total time.
     pub connect_ms: f64,
-    /// The guest's memory over the total time.
+    /// The guest's memory divided by the total time.
     pub mb_per_s: f64,
-    /// CPU time of the source's process for each GB of the guest.
+    /// CPU time of the source's process per GB of guest memory.
     pub source_cpu_s_per_gb: f64,
-    /// CPU time of the destination's.
+    /// The same for the destination.
     pub destination_cpu_s_per_gb: f64,
-    /// Idle processors of the machine, which has both sides.
+    /// Idle time of the machine, which runs both sides.
     pub idle_cpu_percent_mean: f64,
-    /// The least in a tenth of a second of any run.
+    /// The minimum over a tenth of a second of any run.
     pub idle_cpu_percent_min: f64,
-    /// The most.
+    /// The maximum over a tenth of a second of any run.
     pub idle_cpu_percent_max: f64,
-    /// Runs.
+    /// Number of runs.
     pub runs: usize,
 }
 
 impl Cell {
-    /// CPU seconds of both sides for each GB.
+    /// CPU seconds of both sides per GB.
     pub fn cpu_s_per_gb(&self) -> f64 {
         self.source_cpu_s_per_gb + self.destination_cpu_s_per_gb
     }
 }
 
-/// Cases, summed up.
+/// Rows by case.
 pub type Cells = BTreeMap<Case, Cell>;
 
-/// Sums runs up that moved so many bytes each.
+/// Summarizes the runs, each of which moved `bytes` bytes.
 pub fn cells(samples: &Samples, bytes: f64) -> Cells {
     samples.iter().map(|(case, runs)| (*case, cell(*case, runs, bytes))).collect()
 }
@@ -85,7 +86,7 @@ fn cell(case: Case, runs: &[Run], bytes: f64) -> Cell {
     }
 }
 
-/// What a bare copy moves, and the cap in bytes per second.
+/// The throughput of the plain copies, and the cap in bytes per second.
 pub fn yardsticks(cells: &Cells, cap: u64) -> BTreeMap<String, f64> {
     let mut yardsticks = BTreeMap::from([("cap_mb_per_s".to_owned(), cap as f64 / 1e6)]);
     for (case, cell) in cells {

@@ -1,4 +1,4 @@
-//! One run: a guest sent from one process to the other, and its memory compared.
+//! One run: sends a guest from one process to the other and compares its memory.
 
 use anyhow::{Context, anyhow, bail, ensure};
 use tempfile::TempDir;
@@ -11,41 +11,42 @@ use super::orders::{Attack, Content, Order, Received, Reply, Sent, Transport};
 use super::{Role, certificates};
 use vmferry_net_lab::Namespaces;
 
-/// What one run took.
+/// The cost of one run.
 #[derive(Clone, Copy, Debug)]
 pub struct Run {
     /// From the start of the dirty log until the guest runs at the destination, in seconds.
     pub total_s: f64,
-    /// What comes on top: connecting, handshakes, taking leave.
+    /// Additional time for connecting, handshakes and closing.
     pub connect_s: f64,
     /// CPU seconds of the source's process.
     pub source_cpu_s: f64,
     /// CPU seconds of the destination's process.
     pub destination_cpu_s: f64,
-    /// Idle processors of the machine.
+    /// Idle time of the machine.
     pub idle: Idle,
-    /// Connections turned away by the destination, as far as it has said so.
+    /// Rejected connections that the destination reported.
     pub turned_away: u64,
-    /// What an attacker did meanwhile.
+    /// The attacker's activity.
     pub attack: Option<Attack>,
 }
 
-/// The processes, and what they need. Those come first, so that they are gone when the rest goes.
+/// The processes and their environment. The processes are the first fields, so they are dropped
+/// first.
 pub struct Bench {
     source: Process,
     destination: Process,
     attacker: Process,
-    /// What the destination must have after a run.
+    /// The content that the destination must have after a run.
     content: Content,
     namespaces: Option<Namespaces>,
     directory: TempDir,
 }
 
 impl Bench {
-    /// Starts them, with memory of so many pages each.
+    /// Starts the processes with memory of `pages` pages each.
     ///
     /// # Errors
-    /// No room, no processes.
+    /// The processes or their memory could not be set up.
     pub fn start(pages: u64) -> anyhow::Result<Self> {
         let interrupt = Interrupt::listen()?;
         let directory = tempfile::tempdir()?;
@@ -60,7 +61,10 @@ impl Bench {
             other => Err(unexpected(&other)),
         };
         let (content, empty) = (prepared(&mut source)?, prepared(&mut destination)?);
-        ensure!(content.pages == pages && empty.pages == 0, "memory is not what it should be");
+        ensure!(
+            content.pages == pages && empty.pages == 0,
+            "the processes' memory has the wrong content"
+        );
         let namespaces = Namespaces::make().inspect_err(|error| {
             eprintln!(
                 "transport: no network namespaces, so loopback only (are you root?): {error:#}"
@@ -69,7 +73,7 @@ impl Bench {
         Ok(Self { source, destination, attacker, content, namespaces: namespaces.ok(), directory })
     }
 
-    /// Where a guest can be moved: the ratios without a place are of the first one.
+    /// The available places. Ratios without a place in the name are for the first one.
     pub fn places(&self) -> Vec<Place> {
         let all = [Place::Namespaces, Place::Loopback];
         all.into_iter()
@@ -77,10 +81,10 @@ impl Bench {
             .collect()
     }
 
-    /// Ways that this program has. What was not compiled in is left out, and said.
+    /// The available methods. Transports that were not compiled in are skipped with a message.
     ///
     /// # Errors
-    /// Certificates that can't be read.
+    /// The certificates cannot be read.
     pub fn ways(&self) -> anyhow::Result<Vec<Way>> {
         let identity = std::sync::Arc::new(certificates::identity(self.directory.path())?);
         let is_there = |way: &Way| {
@@ -94,7 +98,7 @@ impl Bench {
             };
             match bind() {
                 Err(error) if optional => {
-                    eprintln!("transport: {} is not in this program: {error:#}", way.name());
+                    eprintln!("transport: {} is not compiled in: {error:#}", way.name());
                     false
                 }
                 _ => true,
@@ -103,21 +107,22 @@ impl Bench {
         Ok(Way::ALL.into_iter().filter(is_there).collect())
     }
 
-    /// Moves the memory once, under a cap in bytes per second, and with so many idle connections of an
-    /// attacker, if any, who begins when the first page is about to leave.
+    /// Moves the memory once with a cap in bytes per second. If `idle_connections` is not 0, an
+    /// attacker with this number of idle connections starts when the first page is about to be
+    /// sent.
     ///
     /// # Errors
-    /// Whatever either side says, and a memory that differs.
-    pub fn once(
+    /// A side failed, or the destination's memory differs.
+    pub fn run(
         &mut self,
         case: Case,
         cap: Option<u64>,
         idle_connections: usize,
     ) -> anyhow::Result<Run> {
-        self.moved(case, cap, idle_connections).with_context(|| case.to_string())
+        self.migrate(case, cap, idle_connections).with_context(|| case.to_string())
     }
 
-    fn moved(
+    fn migrate(
         &mut self,
         case: Case,
         cap: Option<u64>,
@@ -136,10 +141,10 @@ impl Bench {
         let address = transport.clone();
         let watch = IdleWatch::start();
         self.source.order(&Order::Send { transport, channels, cap, namespace: here.clone() })?;
-        let sent = self.sent(|attacker| {
+        let sent = self.wait_until_sent(|attacker| {
             if idle_connections > 0 {
                 let Transport::Engine(address) = address else {
-                    bail!("yardsticks have no enemies")
+                    bail!("only the engine's transports can be attacked")
                 };
                 attacker.order(&Order::Attack { address, idle_connections, namespace: here })?;
                 expect_attacking(attacker)?;
@@ -162,7 +167,10 @@ impl Bench {
         self.destination.order(&Order::Inspect)?;
         match self.destination.reply()? {
             Reply::Inspected(content) => {
-                ensure!(content == self.content, "the memory was not moved as it is");
+                ensure!(
+                    content == self.content,
+                    "the destination's memory differs from the source's"
+                );
             }
             other => return Err(unexpected(&other)),
         }
@@ -177,8 +185,9 @@ impl Bench {
         })
     }
 
-    /// Waits until the guest has left; something may be done when it begins to.
-    fn sent(
+    /// Waits until the source has sent the guest. Runs `under_way` when the first page is about to
+    /// be sent.
+    fn wait_until_sent(
         &mut self,
         under_way: impl FnOnce(&mut Process) -> anyhow::Result<()>,
     ) -> anyhow::Result<Sent> {
@@ -209,5 +218,5 @@ fn expect_attacking(attacker: &mut Process) -> anyhow::Result<()> {
 }
 
 fn unexpected(reply: &Reply) -> anyhow::Error {
-    anyhow!("an answer to something else: {reply:?}")
+    anyhow!("unexpected reply: {reply:?}")
 }

@@ -1,5 +1,5 @@
-//! One side of the migrations, in a process of its own: its memory stays, and its CPU time is the
-//! migration's.
+//! One side of the migrations in its own process. The process keeps its memory, and its CPU time is
+//! that of the migration.
 
 use std::fs::File;
 use std::io::Write;
@@ -21,17 +21,17 @@ use super::Role;
 use super::attacker::Attacker;
 use super::certificates;
 use super::orders::{Content, Order, Received, Reply, Sent, Transport};
-use crate::guest::{Incoming, StillGuest, clear, fill_incompressible, memory};
+use crate::guest::{Incoming, MemoryGuest, clear, fill_incompressible, memory};
 use crate::machine::process_cpu_s;
-use crate::raw::{self, Copied, Tls};
+use crate::raw::{self, Copied, Sockets, Tls};
 use vmferry_net_lab::{enter, own};
 
-/// Does what it is told on its standard input, until that ends; answers on its standard output.
+/// Executes the orders from standard input until it ends, and replies on standard output.
 ///
 /// # Errors
-/// Orders that can't be read, and certificates. What happens in a run is a reply.
+/// An order or a certificate cannot be read. Errors of a run are sent as replies.
 pub fn run(role: Role, directory: &Path) -> anyhow::Result<()> {
-    // Whatever becomes of the benchmark, this process does not outlive it.
+    // This process must not outlive the benchmark.
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
     let mut side = Side {
         role,
@@ -44,13 +44,13 @@ pub fn run(role: Role, directory: &Path) -> anyhow::Result<()> {
     };
     for line in std::io::stdin().lines() {
         let order: Order = serde_json::from_str(&line?)?;
-        let reply = side.obey(order).unwrap_or_else(|error| Reply::Failed(format!("{error:#}")));
-        say(&reply)?;
+        let reply = side.execute(order).unwrap_or_else(|error| Reply::Failed(format!("{error:#}")));
+        reply_with(&reply)?;
     }
     Ok(())
 }
 
-fn say(reply: &Reply) -> anyhow::Result<()> {
+fn reply_with(reply: &Reply) -> anyhow::Result<()> {
     let mut line = serde_json::to_string(reply)?;
     line.push('\n');
     let mut out = std::io::stdout().lock();
@@ -63,14 +63,14 @@ struct Side {
     directory: PathBuf,
     identity: Arc<TlsIdentity>,
     raw_tls: Tls,
-    /// The network namespace that it began in.
+    /// The network namespace in which the process started.
     home: File,
     memory: Option<GuestMemory>,
     attacker: Option<Attacker>,
 }
 
 impl Side {
-    fn obey(&mut self, order: Order) -> anyhow::Result<Reply> {
+    fn execute(&mut self, order: Order) -> anyhow::Result<Reply> {
         Ok(match order {
             Order::Prepare { pages } => Reply::Prepared(self.prepare(pages)?),
             Order::Receive { transport, channels, namespace } => {
@@ -93,7 +93,7 @@ impl Side {
                 Reply::Attacking
             }
             Order::Cease => {
-                let attacker = self.attacker.take().context("there is no attack")?;
+                let attacker = self.attacker.take().context("no attack is running")?;
                 Reply::Ceased(attacker.cease()?)
             }
         })
@@ -108,16 +108,16 @@ impl Side {
     }
 
     fn memory(&self) -> anyhow::Result<&GuestMemory> {
-        self.memory.as_ref().context("there is no memory yet")
+        self.memory.as_ref().context("the memory was not prepared")
     }
 
-    /// Sockets belong to the namespace of the thread that makes them, and threads to that of the one that starts
-    /// them: of this one.
+    /// Enters a namespace with the current thread. Sockets belong to the namespace of the thread
+    /// that creates them, and new threads inherit it.
     fn go_to(&self, namespace: Option<&Path>) -> anyhow::Result<()> {
         match namespace {
             None => enter(self.home.as_fd()),
             Some(path) => {
-                let name = || format!("{} can't be opened", path.display());
+                let name = || format!("could not open {}", path.display());
                 enter(File::open(path).with_context(name)?.as_fd())
             }
         }
@@ -136,7 +136,7 @@ impl Side {
         let listener = Listener::bind(&address.parse()?, Some(Arc::clone(&self.identity)))?;
         let mut config = DestinationConfig::new(self.directory.join("destination"));
         config.once = true;
-        say(&Reply::Listening(Transport::Engine(listener.local_address().to_string())))?;
+        reply_with(&Reply::Listening(Transport::Engine(listener.local_address().to_string())))?;
         let cpu_before = process_cpu_s();
         let mut turned_away = 0;
         let incoming = Incoming(memory.clone());
@@ -148,7 +148,9 @@ impl Side {
         let cpu_s = process_cpu_s() - cpu_before;
         match outcome {
             Outcome::Owns(_) => Ok(Received { cpu_s, turned_away }),
-            Outcome::Nothing { error, .. } => Err(error).context("the destination has no guest"),
+            Outcome::Nothing { error, .. } => {
+                Err(error).context("the destination does not own the guest")
+            }
         }
     }
 
@@ -172,19 +174,20 @@ impl Side {
         let mut config = SourceConfig::new(self.directory.join("source"));
         config.channels = channels;
         config.max_bandwidth = cap;
-        // Transports are compared, and looking for something to compress takes time from all of them alike.
+        // Transports are compared. The search for compressible pages would cost all of them the
+        // same time.
         config.compression =
             CompressionConfig { way: CompressionWay::Off, ..CompressionConfig::default() };
-        let vm = StillGuest::new(memory);
+        let vm = MemoryGuest::idle(memory);
         let (cpu_before, begun) = (process_cpu_s(), Instant::now());
-        let mut told = Ok(());
+        let mut notified = Ok(());
         let outcome = migrate(vm, &dialer, config, &Orders::new(), &mut |report| {
             if matches!(report, Report::RoundStarted { round: 1, .. }) {
-                told = say(&Reply::UnderWay);
+                notified = reply_with(&Reply::UnderWay);
             }
         });
         let (whole_s, cpu_s) = (begun.elapsed().as_secs_f64(), process_cpu_s() - cpu_before);
-        told?;
+        notified?;
         match outcome {
             SourceOutcome::Given { stats, .. } => {
                 Ok(Sent { total_s: stats.total_ms / 1e3, whole_s, cpu_s })
@@ -207,7 +210,7 @@ fn receive_raw(
 ) -> anyhow::Result<Received> {
     let listener = TcpListener::bind(at)?;
     let at = listener.local_addr()?;
-    say(&Reply::Listening(match tls {
+    reply_with(&Reply::Listening(match tls {
         None => Transport::RawSocket(at),
         Some(_) => Transport::RawRustls(at),
     }))?;
@@ -223,7 +226,7 @@ fn send_raw(
 ) -> anyhow::Result<Sent> {
     let begun = Instant::now();
     let streams = raw::connect(to, channels)?;
-    say(&Reply::UnderWay)?;
-    let Copied { total_s, cpu_s } = raw::send(memory, streams, tls, false)?;
+    reply_with(&Reply::UnderWay)?;
+    let Copied { total_s, cpu_s } = raw::send(memory, streams, tls, Sockets::Default)?;
     Ok(Sent { total_s, whole_s: begun.elapsed().as_secs_f64(), cpu_s })
 }

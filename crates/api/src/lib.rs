@@ -1,6 +1,5 @@
-//! The types that the command, the HTTP API and recorded migrations share. Each of them is declared
-//! here and nowhere else: what the engine fills, what is printed with `--json`, and what a report
-//! reads are the same declaration.
+//! Types shared by the command, the HTTP API and recorded migrations. Each type is declared once,
+//! so that the engine, the `--json` output and reports cannot disagree about it.
 
 #![forbid(unsafe_code)]
 

@@ -1,24 +1,25 @@
-//! Which releases speak with each other: for people, who read it where two of them do not fit.
+//! The release of each side. Shown to people when two releases are incompatible.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Longest name of a release, in bytes.
+/// Maximum length of a release name, in bytes.
 pub const MAX_RELEASE_BYTES: usize = 64;
 
-/// What a side is made of.
+/// The software of one side of a migration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Release {
     /// The release of vmferry, such as `0.1.0`.
     pub vmferry: String,
-    /// The VMM and its release, such as `QEMU 10.0.2`; empty if it says nothing.
+    /// The VMM and its release, such as `QEMU 10.0.2`; empty if unknown.
     pub vmm: String,
 }
 
 impl Release {
-    /// This release of vmferry, with a VMM. What is not printable, or too long, is left out of its name.
+    /// This release of vmferry together with a VMM. Control characters are removed from the VMM's
+    /// name, and the name is cut at [`MAX_RELEASE_BYTES`].
     #[must_use]
     pub fn of_this(vmm: &str) -> Self {
         let clean: String = vmm.chars().filter(|c| !c.is_control()).collect();

@@ -1,14 +1,14 @@
-//! How a value is read from a record whose writer may not have known it.
+//! Reading values from a record that an older release may have written.
 
 use crate::release::Release;
 
-/// A value in a record. Every member of recorded statistics may be missing: an older release has
-/// fewer of them.
+/// A value in a record. Any member of recorded statistics may be missing, because older releases
+/// recorded fewer of them.
 pub trait Recorded {
-    /// The value, or that it is missing.
+    /// The type of the recorded value, which may be missing.
     type Sparse;
 
-    /// A value that is there.
+    /// Converts a present value.
     fn sparse(self) -> Self::Sparse;
 }
 
@@ -26,7 +26,7 @@ macro_rules! numbers {
 
 numbers!(f64, u8, u16, u32, u64);
 
-/// A flag that is missing is not set.
+/// A missing flag reads as `false`.
 impl Recorded for bool {
     type Sparse = Self;
 

@@ -1,12 +1,12 @@
-//! What a migration did, for people and machines.
+//! Statistics of a migration.
 
 use serde::{Deserialize, Serialize};
 
 use crate::release::Release;
 use crate::sparse::Recorded;
 
-/// Declares each struct of statistics once, in two forms: the one that the engine fills, and the one
-/// that is read from a record, of which every number may be missing.
+/// Declares each statistics struct in two forms: one that the engine fills, and one that is read
+/// from a record and whose numbers may all be missing.
 macro_rules! statistics {
     ($(
         $(#[$about:meta])*
@@ -23,7 +23,7 @@ macro_rules! statistics {
 
         $(#[$about])*
         ///
-        /// As it is read from a record: what is missing there is `None`.
+        /// The form that is read from a record: missing values are `None`.
         #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
         #[serde(default)]
         pub struct $recorded {
@@ -43,11 +43,11 @@ macro_rules! statistics {
 statistics! {
     /// Pages by how they were sent.
     pub struct PageCounts / RecordedPages {
-        /// As a marker: all zero.
+        /// All-zero pages, sent as a marker.
         pub zero: u64,
         /// Uncompressed.
         pub raw: u64,
-        /// As a delta to what was sent before.
+        /// As a delta against the last version sent.
         pub delta: u64,
         /// Compressed with LZ4.
         pub lz4: u64,
@@ -55,29 +55,29 @@ statistics! {
         pub zstd: u64,
         /// Compressed with zlib.
         pub zlib: u64,
-        /// Of the uncompressed pages: those that looked random.
+        /// Uncompressed pages that looked random.
         pub random: u64,
-        /// Of the uncompressed pages: those whose compressed form was not smaller.
+        /// Uncompressed pages whose compressed form was not smaller.
         pub grown: u64,
     }
 
     /// Frames by the reason for their encoding.
     pub struct FrameReasons / RecordedReasons {
-        /// The user has fixed the encoding.
+        /// The user fixed the encoding.
         pub fixed: u64,
-        /// This encoding moves the most pages, by measurement.
+        /// Measurements say that this encoding moves the most pages.
         pub best: u64,
         /// The channel was idle, and this encoding delivered the frame sooner.
         pub waiting: u64,
-        /// To measure another encoding.
+        /// To measure a different encoding.
         pub trial: u64,
     }
 
     /// One pre-copy round, or the last round with the guest paused.
     pub struct RoundStats / RecordedRound {
-        /// Number, from 1.
+        /// Round number, from 1.
         pub round: u32,
-        /// Pages that the round had to send: the populated ones in the first round, dirty ones later.
+        /// Pages the round had to send: populated pages in the first round, dirty pages later.
         pub pages: u64,
         /// Of these, pages that were all zero and were sent as a marker.
         pub zero_pages: u64,
@@ -89,30 +89,32 @@ statistics! {
         pub frames: FrameReasons,
         /// Bytes on the data channels, including frame headers and markers, before TLS.
         pub bytes: u64,
-        /// From the start of the round until the destination had placed everything, in milliseconds.
+        /// From the start of the round until the destination had placed everything, in
+        /// milliseconds.
         pub ms: f64,
-        /// Duration of the harvest that found these pages (all of it dirty-log calls), in milliseconds.
+        /// Duration of the harvest that found these pages (all of it dirty-log calls), in
+        /// milliseconds.
         pub harvest_ms: f64,
-        /// The harvest's share of the time of harvest and round together, in per cent.
+        /// The harvest's share of the time of harvest and round together, in percent.
         pub harvest_percent: f64,
-        /// Time for write-protecting pages again just before they were read, summed over all lanes, in
-        /// milliseconds. It is part of `ms`, and 0 for logs that do not do this.
+        /// Time for write-protecting pages again just before they were read, summed over all lanes,
+        /// in milliseconds. It is part of `ms`, and 0 for logs that do not do this.
         pub rearm_ms: f64,
         /// The dirty log that found these pages.
         pub dirty_log: String,
-        /// For how long the harvest waited for devices, during which the guest may have been paused, in
-        /// milliseconds. 0 unless devices write memory in a way that no log sees.
+        /// Time the harvest waited for devices, in milliseconds. The guest may have been paused
+        /// meanwhile. 0 unless devices write memory in a way that no dirty log records.
         pub harvest_pause_ms: f64,
-        /// The rate at which the guest dirtied pages before this round, in pages per second; 0 for the
-        /// first.
+        /// The rate at which the guest dirtied pages before this round, in pages per second; 0 for
+        /// the first.
         pub dirty_pages_per_s: f64,
         /// Bytes of pages with content divided by the round's time, in bytes per second.
         pub bytes_per_s: f64,
-        /// The throttling of the vCPUs in this round, in per cent of their time.
+        /// CPU time taken from the vCPUs by throttling in this round, in percent.
         pub throttle_percent: u8,
         /// Whether the guest was paused.
         pub paused: bool,
-        /// Whether a channel was lost and reestablished during the round.
+        /// Whether a channel was lost and re-established during the round.
         pub interrupted: bool,
     }
 
@@ -126,7 +128,7 @@ statistics! {
         pub save_ms: f64,
         /// From the last harvest until pages, state and digest were all sent.
         pub send_ms: f64,
-        /// From there until READY: the destination places, loads and compares.
+        /// From then until READY: the destination places, loads and compares.
         pub ready_ms: f64,
         /// From writing COMMIT until RUNNING was received.
         pub commit_ms: f64,
@@ -139,7 +141,8 @@ statistics! {
         /// From the start of the dirty log to RUNNING or to the failure, without `verify_ms`.
         pub total_ms: f64,
         /// From the pause of the guest until RUNNING was received, without `verify_ms`. This is an
-        /// upper bound of the guest's downtime, by half a round trip. 0 if the guest was never paused.
+        /// upper bound of the guest's downtime, by half a round trip. 0 if the guest was never
+        /// paused.
         pub downtime_ms: f64,
         /// All earlier pauses for harvests together, in milliseconds.
         pub harvest_pauses_ms: f64,
@@ -149,11 +152,11 @@ statistics! {
         pub downtime: DowntimeStats,
         /// Bytes on the data channels plus the size of the state.
         pub sent_bytes: u64,
-        /// The guest's memory, populated or not.
+        /// Size of the guest's memory, including pages that are not populated.
         pub memory_bytes: u64,
-        /// Size of the state of vCPUs and devices.
+        /// Size of the vCPU and device state.
         pub state_bytes: u64,
-        /// Whether the digests of what was sent and of what was placed agree; absent before READY.
+        /// Whether the digests of the sent and the placed pages agree; absent before READY.
         pub digest_match: Option<bool>,
         /// Whether the hashes of both paused memories agree; absent unless requested.
         pub verify_match: Option<bool>,
@@ -161,9 +164,10 @@ statistics! {
         pub verify_ms: f64,
         /// CPU seconds of the engine's threads, not of the guest's vCPUs.
         pub engine_cpu_s: f64,
-        /// Of these, the migration thread's: it conducts the rounds and finds the pages of each frame.
+        /// CPU seconds of the migration thread, which conducts the rounds and finds the pages of
+        /// each frame. Part of `engine_cpu_s`.
         pub planning_cpu_s: f64,
-        /// The chosen encoding of pages that are not zero: `auto`, `none`, `delta` or a method.
+        /// The chosen encoding of nonzero pages: `auto`, `none`, `delta` or a method.
         pub compression: String,
         /// Pages of all rounds by how they were sent.
         pub encoded: PageCounts,
@@ -171,7 +175,7 @@ statistics! {
         pub free_pages: u64,
         /// Bytes of all pages with content, divided by the bytes sent for them.
         pub compression_ratio: f64,
-        /// Which dirty log was used.
+        /// The dirty log that was used.
         pub dirty_log: String,
         /// Number of data channels.
         pub channels: u8,
@@ -179,24 +183,24 @@ statistics! {
         pub transport: String,
         /// The negotiated protocol version.
         pub protocol: u16,
-        /// The destination's release, if it has announced it (protocol version 2 and later).
+        /// The destination's release, if it announced one (protocol version 2 and later).
         pub destination: Option<Release>,
-        /// Fields of a newer release in the destination's messages that were ignored.
+        /// Unknown fields in the destination's messages that were ignored. A newer release sends
+        /// them.
         pub unknown_fields: u64,
         /// Round trip on the control channel, in milliseconds.
         pub round_trip_ms: f64,
-        /// How often a lost channel was reestablished.
+        /// Number of times a lost channel was re-established.
         pub reconnections: u32,
-        /// Bytes of frames that were sent again after a reconnection. Part of neither `sent_bytes` nor
-        /// a round's bytes.
+        /// Bytes of frames that were sent again after a reconnection. Not part of `sent_bytes` or
+        /// of a round's bytes.
         pub resent_bytes: u64,
-        /// For how long at least one channel was missing, in milliseconds.
+        /// Time during which at least one channel was missing, in milliseconds.
         pub link_down_ms: f64,
-        /// How often the guest was paused and then resumed here because the link was lost before
-        /// everything had arrived.
+        /// Number of times the guest was paused and then resumed here because the link was lost
+        /// before everything had arrived.
         pub recalls: u32,
-        /// For how long the guest was paused by these recalls, in milliseconds. Not part of
-        /// `downtime_ms`.
+        /// Time the guest was paused by these recalls, in milliseconds. Not part of `downtime_ms`.
         pub recalled_pause_ms: f64,
     }
 
@@ -218,9 +222,9 @@ statistics! {
         pub engine_cpu_s: f64,
         /// The negotiated protocol version.
         pub protocol: u16,
-        /// The source's release, if it has announced it (protocol version 2 and later).
+        /// The source's release, if it announced one (protocol version 2 and later).
         pub source: Option<Release>,
-        /// Fields of a newer release in the source's messages that were ignored.
+        /// Unknown fields in the source's messages that were ignored. A newer release sends them.
         pub unknown_fields: u64,
     }
 }
@@ -240,7 +244,7 @@ impl PageCounts {
         self.raw + self.delta + self.lz4 + self.zstd + self.zlib
     }
 
-    /// Adds the counts of other pages.
+    /// Adds `other` to these counts.
     pub fn add(&mut self, other: &Self) {
         self.zero += other.zero;
         self.raw += other.raw;
@@ -254,7 +258,7 @@ impl PageCounts {
 }
 
 impl FrameReasons {
-    /// Adds the counts of other frames.
+    /// Adds `other` to these counts.
     pub fn add(&mut self, other: &Self) {
         self.fixed += other.fixed;
         self.best += other.best;

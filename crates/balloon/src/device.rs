@@ -151,11 +151,6 @@ where
         &mut self.host
     }
 
-    /// The interrupt to the driver, mutable.
-    pub fn interrupt_mut(&mut self) -> &mut I {
-        &mut self.interrupt
-    }
-
     /// Maximum number of entries of the driver's queue `index`; 0 if there is no such queue.
     #[must_use]
     pub fn max_queue_size(&self, index: u16) -> u16 {

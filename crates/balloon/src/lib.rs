@@ -11,7 +11,7 @@
 //!      | negotiate, activate, process          | set_target, start_hints, stop_hints, finish_hints
 //!      v                                       v
 //!  +------------------------- Balloon -------------------------+
-//!      | Interrupt: used_buffers, config_changed   | BalloonHost: discard, hint, statistics, warning
+//!      | Interrupt: used_buffers, ...               | BalloonHost: discard, hint, warning, ...
 //!      v                                           v
 //! ```
 //!
@@ -76,7 +76,7 @@
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let memory = Arc::new(GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 1 << 20)])?);
-//! // Here nobody is interrupted; a transport implements `Interrupt`.
+//! // No interrupts here. A transport implements `Interrupt`.
 //! let mut balloon = Balloon::new(BalloonConfig::default(), memory, Host, ())?;
 //!
 //! // The transport, when the driver sets FEATURES_OK, DRIVER_OK, and kicks.

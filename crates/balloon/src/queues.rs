@@ -1,6 +1,5 @@
 //! The kinds of queues, and an active queue.
 
-use std::fmt;
 use std::sync::atomic::Ordering;
 
 use serde::{Deserialize, Serialize};
@@ -14,8 +13,9 @@ use crate::Features;
 pub const MAX_QUEUES: usize = 5;
 
 /// The purpose of a queue, in the order of the numbers in section 5.5.2.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, strum::Display)]
 #[serde(rename_all = "kebab-case")]
+#[strum(serialize_all = "lowercase", suffix = " queue")]
 pub enum QueueKind {
     /// Pages that the driver gives to the balloon.
     Inflate,
@@ -24,6 +24,7 @@ pub enum QueueKind {
     /// The guest's statistics.
     Statistics,
     /// Hints of free pages.
+    #[strum(to_string = "free page")]
     FreePage,
     /// Reports of free pages.
     Reporting,
@@ -48,18 +49,6 @@ impl QueueKind {
             Self::Statistics => Features::STATS_VQ,
             Self::FreePage => Features::FREE_PAGE_HINT,
             Self::Reporting => Features::PAGE_REPORTING,
-        })
-    }
-}
-
-impl fmt::Display for QueueKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Inflate => "inflate queue",
-            Self::Deflate => "deflate queue",
-            Self::Statistics => "statistics queue",
-            Self::FreePage => "free page queue",
-            Self::Reporting => "reporting queue",
         })
     }
 }

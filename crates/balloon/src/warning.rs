@@ -42,7 +42,10 @@ pub enum Warning {
         queue: QueueKind,
     },
     /// A range that is not entirely guest memory. The part outside is cut off.
-    #[error("{bytes} bytes at {start:#x} in the {queue} are not all in guest memory", start = start.0)]
+    #[error(
+        "{bytes} bytes at {start:#x} in the {queue} are not all in guest memory",
+        start = start.0
+    )]
     OutsideMemory {
         /// The queue.
         queue: QueueKind,

@@ -122,7 +122,7 @@ impl Decoder {
             check_sum(hashes, header, &run)?;
         }
         if !deltas.is_empty() {
-            let text = format!("{} bytes are left over behind all deltas", deltas.len());
+            let text = format!("{} bytes are left over after all deltas", deltas.len());
             return Err(WireError::BadFrame(text).into());
         }
         Ok(found)

@@ -11,7 +11,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn what_goes_in_comes_out((block, room) in (block(), 0_usize..3)) {
+    fn compressed_blocks_round_trip((block, room) in (block(), 0_usize..3)) {
         for make in [Compressors::default(), Compressors::per_call()] {
             for method in methods() {
                 let mut compressor = make.make(method).unwrap();
@@ -34,7 +34,7 @@ proptest! {
     }
 
     #[test]
-    fn what_does_not_fit_is_no_error_and_hurts_no_later_call(
+    fn block_that_does_not_fit_does_not_affect_later_calls(
         (block, short) in (block(), any::<prop::sample::Index>())
     ) {
         for method in methods() {
@@ -100,7 +100,7 @@ fn zstd_frames_carry_neither_length_nor_checksum() {
 }
 
 #[test]
-fn a_vmm_may_bring_its_own() {
+fn custom_compressor_is_used() {
     struct Broken(Method);
     impl Compress for Broken {
         fn compress(&mut self, _: &[u8], _: &mut [u8]) -> Result<Option<usize>, CompressError> {

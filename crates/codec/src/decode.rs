@@ -455,7 +455,7 @@ fn apply_deltas(
         Ok(())
     } else {
         let left = records.len();
-        Err(WireError::BadFrame(format!("{left} bytes are left over behind all deltas")).into())
+        Err(WireError::BadFrame(format!("{left} bytes are left over after all deltas")).into())
     }
 }
 

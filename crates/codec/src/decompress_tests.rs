@@ -65,7 +65,7 @@ fn more_or_less_than_expected_is_an_error() {
 }
 
 #[test]
-fn what_follows_is_an_error() {
+fn trailing_bytes_are_an_error() {
     let block = text(PAGE_SIZE);
     for method in methods() {
         let one = packed(method, &block);
@@ -84,7 +84,7 @@ fn what_follows_is_an_error() {
 }
 
 #[test]
-fn a_zlib_dictionary_is_not_asked_for() {
+fn zlib_dictionary_is_refused() {
     // CMF, FLG with FDICT, DICTID (RFC 1950).
     let bytes = [0x78, 0x20, 1, 2, 3, 4, 3, 0];
     let mut output = [0; PAGE_SIZE];
@@ -93,7 +93,7 @@ fn a_zlib_dictionary_is_not_asked_for() {
 }
 
 #[test]
-fn a_zstd_window_of_terabytes_costs_nothing() {
+fn zstd_window_of_terabytes_allocates_nothing() {
     // No single-segment flag, a window of 2^41 bytes, one raw block of 1 byte (RFC 8878).
     let bytes = [0x28, 0xb5, 0x2f, 0xfd, 0x00, 31 << 3, 0b1001, 0, 0, 7];
     let found = Decompressors::default().decompress(Algorithm::Zstd, &bytes, &mut [0]);
@@ -113,8 +113,11 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
 
     #[test]
-    fn a_damaged_byte_never_panics_and_hurts_no_later_call(
-        (block, flips) in (block(), prop::collection::vec((any::<prop::sample::Index>(), 0..8), 1..4))
+    fn damaged_byte_never_panics_or_affects_later_calls(
+        (block, flips) in (
+            block(),
+            prop::collection::vec((any::<prop::sample::Index>(), 0..8), 1..4),
+        )
     ) {
         for method in [Method::lz4(), Method::zstd(1), Method::zlib(1)] {
             let packed = packed(method, &block);
@@ -138,7 +141,10 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_are_answered(bytes in prop::collection::vec(any::<u8>(), 0..3000), pages in 0_usize..3) {
+    fn any_bytes_decode_or_fail_without_panic(
+        bytes in prop::collection::vec(any::<u8>(), 0..3000),
+        pages in 0_usize..3,
+    ) {
         let mut decompressors = Decompressors::default();
         let mut output = vec![0; pages * PAGE_SIZE];
         for algorithm in Algorithm::ALL {

@@ -55,7 +55,7 @@ fn naive_bytes(base: &[u8], page: &[u8]) -> usize {
 
 proptest! {
     #[test]
-    fn a_delta_makes_the_page_from_its_base((base, page) in pair(), other in pair()) {
+    fn delta_round_trips((base, page) in pair(), other in pair()) {
         let mut records = record(&base, &page);
         prop_assert_eq!(records.len(), naive_bytes(&base, &page));
         let first = records.len();
@@ -71,7 +71,7 @@ proptest! {
     }
 
     #[test]
-    fn a_limit_is_exact_and_what_is_longer_leaves_no_trace((base, page) in pair()) {
+    fn delta_limit_is_exact_and_a_longer_delta_leaves_no_trace((base, page) in pair()) {
         let whole = record(&base, &page);
         for limit in [0, 1, whole.len() / 2, whole.len() - 1] {
             let mut into = GuestBytes::from(*b"abc");
@@ -87,7 +87,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_are_answered(
+    fn any_bytes_apply_or_fail_without_panic(
         bytes in prop::collection::vec(prop_oneof![any::<u8>(), 0_u8..4], 0..300)
     ) {
         let mut page = noise(1);
@@ -109,12 +109,12 @@ proptest! {
 }
 
 #[test]
-fn an_unchanged_page_is_one_byte() {
+fn delta_of_an_unchanged_page_is_one_byte() {
     assert_eq!(record(&noise(1), &noise(1))[..], [0]);
 }
 
 #[test]
-fn a_wholly_changed_page_is_one_patch() {
+fn delta_of_a_fully_changed_page_is_one_patch() {
     assert_eq!(record(&[0; PAGE_SIZE], &[1; PAGE_SIZE]).len(), 1 + 1 + 2 + PAGE_SIZE);
 }
 
@@ -144,7 +144,7 @@ fn most_patches_that_a_page_can_need() {
 }
 
 #[test]
-fn a_page_of_another_size_makes_no_delta() {
+fn page_of_another_size_has_no_delta() {
     let mut into = GuestBytes::new();
     for (base, page) in [(0, 0), (PAGE_SIZE, 64), (64, PAGE_SIZE), (2 * PAGE_SIZE, 2 * PAGE_SIZE)] {
         assert!(!encode_delta(&vec![0; base], &vec![0; page], &mut into, usize::MAX));
@@ -153,7 +153,7 @@ fn a_page_of_another_size_makes_no_delta() {
 }
 
 #[test]
-fn what_breaks_a_rule_is_told() {
+fn invalid_delta_is_an_error() {
     let apply = |mut bytes: &[u8]| apply_delta(&mut bytes, &mut [0; PAGE_SIZE]);
     assert_eq!(apply(&[]), Err(DeltaError::Cut { needed: 1, left: 0 }));
     assert_eq!(apply(&[0x81]), Err(DeltaError::Cut { needed: 1, left: 0 }));

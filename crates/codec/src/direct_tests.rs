@@ -81,7 +81,7 @@ fn pages_and_zeros_arrive() {
 }
 
 #[test]
-fn a_frame_that_comes_again_after_a_part_of_it_is_placed() {
+fn frame_sent_again_after_a_partial_one_is_placed() {
     let (from, to) = (source(), memory());
     let hashes = [&from, &to].map(PageHashes::for_memory);
     let pages: Vec<u64> = (0..PAGES).collect();

@@ -24,7 +24,7 @@ fn noise_looks_random() {
 }
 
 #[test]
-fn what_compresses_does_not() {
+fn compressible_data_does_not_look_random() {
     assert!(!looks_random(&[0; PAGE_SIZE]));
     assert!(!looks_random(&text(PAGE_SIZE)));
     let pointers = looking_random(|noise, page| {

@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_sum_is_that_of_the_last_hashes() {
+    fn sum_covers_the_last_hashes() {
         let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages: 4 }];
         let memory = GuestMemory::allocate(&layout, MemoryKind::Private).unwrap();
         let hashes = PageHashes::for_memory(&memory);

@@ -84,7 +84,8 @@ impl fmt::Display for Method {
 pub enum MethodError {
     /// There is no such algorithm.
     #[error(
-        "there is no compression {name:?}; use lz4, zstd or zlib, the latter two with a level after a colon if wanted (zstd:1 to zstd:19, zlib:1 to zlib:9)"
+        "there is no compression {name:?}; use lz4, zstd or zlib, the latter two with a level \
+         after a colon if wanted (zstd:1 to zstd:19, zlib:1 to zlib:9)"
     )]
     UnknownAlgorithm {
         /// The given name.
@@ -148,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_method_is_read_as_it_is_written() {
+    fn method_names_round_trip() {
         let zstd = (1..=19).map(Method::zstd);
         let zlib = (1..=9).map(Method::zlib);
         for method in zstd.chain(zlib).chain([Method::lz4()]) {
@@ -167,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_says_what_is_right() {
+    fn method_error_lists_the_choices() {
         for (text, allowed) in [
             ("zstd:0", "1 to 19"),
             ("zstd:20", "1 to 19"),

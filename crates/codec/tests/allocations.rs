@@ -41,7 +41,7 @@ fn blocks() -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn the_count_sees_rust_and_c() {
+fn counter_sees_rust_and_c_allocations() {
     assert_eq!(allocations(|| drop(std::hint::black_box(vec![1_u8; 100]))), 1);
     assert!(allocations(|| drop(Compressors::default().make(Method::zstd(1)))) > 1);
 }

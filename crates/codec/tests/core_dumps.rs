@@ -30,7 +30,7 @@ fn kept_pages_are_in_no_core_dump() {
 
 /// Not a test of its own: it runs as the child that the tests above crash.
 #[test]
-fn the_child() {
+fn child_process_of_the_test() {
     let Some((kind, undone)) = order() else { return };
     if kind == "kept" {
         let _kept = kept();

@@ -1,4 +1,4 @@
-//! The client's side of the control socket.
+//! The client side of the control socket.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
@@ -16,19 +16,21 @@ use crate::http::{answer_status, request_text};
 use crate::migrate::TlsFiles;
 use crate::request::Request;
 
-/// How long a VMM may take to answer: it takes milliseconds, or 0.5 s where its guest is asked for statistics.
+/// How long a VMM may take to answer. It usually takes milliseconds, or 0.5 s if the guest is asked
+/// for statistics.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Longest line of an answer, in bytes: the statistics of a migration have half a kilobyte for each round.
+/// Maximum length of a line in an answer, in bytes. The statistics of a migration take half a
+/// kilobyte per round.
 const MAX_LINE_BYTES: u64 = 64 << 20;
 
-/// How long a migration may say nothing: it tells five times a second how far it is.
+/// How long a migration may send nothing. It reports progress five times a second.
 const PROGRESS_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A request that was not answered with `ok`.
+/// Why a request was not answered with a value.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// No VMM listens there.
+    /// No VMM listens on the socket.
     #[error("no guest listens on {path}: `vmferry status` lists the guests of this host")]
     NoGuest {
         /// The socket.
@@ -39,62 +41,62 @@ pub enum ClientError {
     Io {
         /// The socket.
         path: PathBuf,
-        /// Why.
+        /// The operating system's error.
         #[source]
         source: io::Error,
     },
-    /// The VMM lives and does not answer.
+    /// The VMM runs but does not answer.
     #[error(
-        "the guest's VMM at {path}{} has said nothing for {} s: it is stopped, or stuck; if it was stopped, \
-         `kill -CONT` lets it go on",
+        "the guest's VMM at {path}{} has not answered for {} s: it is stopped or stuck; if it is \
+        stopped, `kill -CONT` resumes it",
         process.map_or_else(String::new, |pid| format!(" (process {pid})")),
         after.as_secs()
     )]
     Silent {
         /// The socket.
         path: PathBuf,
-        /// The VMM's process, if the system knows it.
+        /// The VMM's process, if known.
         process: Option<i32>,
-        /// How long it was waited for.
+        /// How long the client waited.
         after: Duration,
     },
-    /// The VMM went away before it answered.
+    /// The VMM exited before it answered.
     #[error("the guest's VMM at {path} ended before it answered")]
     Vanished {
         /// The socket.
         path: PathBuf,
     },
-    /// What came back is not this protocol.
+    /// The answer does not follow this API.
     #[error("the answer from {path} can't be read: {reason}")]
     BadAnswer {
         /// The socket.
         path: PathBuf,
-        /// What is wrong.
+        /// The problem.
         reason: String,
     },
     /// A socket that the request names is unusable.
     #[error(transparent)]
     Socket(#[from] TransportError),
-    /// The VMM said no.
+    /// The VMM refused the request or failed.
     #[error(transparent)]
     Refused(#[from] ControlError),
 }
 
-/// What goes with a request: this process's sockets that it names by their numbers, or the files of the identity that
-/// it names, which the VMM may not be able to open.
+/// The descriptors to send with a request: the sockets that it names by number, or the opened files
+/// of the identity that it names, because the VMM may not be able to open them.
 fn companions(request: &Request) -> Result<Vec<OwnedFd>, TransportError> {
     let Request::Migrate(migrate) = request else { return Ok(Vec::new()) };
     if let Ok(Address::Fd(numbers)) = migrate.to.parse() {
         return numbers.into_iter().map(connected_socket).collect();
     }
     let Some(files) = migrate.tls.as_ref().map(TlsFiles::files) else { return Ok(Vec::new()) };
-    // One that can't be opened, and those behind it, are left to the VMM, which says what is wrong.
+    // The VMM opens the remaining files from the first failure on, and reports the error.
     let opened = files.paths().map_while(|path| File::open(path).ok());
     Ok(opened.take(MAX_DESCRIPTORS).map(OwnedFd::from).collect())
 }
 
-/// Sends a request and waits for the answer; `event` is called with each event in between. A migration may take as
-/// long as it tells how far it is.
+/// Sends a request and waits for the answer. Calls `event` for each event in between. A migration
+/// has no overall time limit while it reports progress.
 ///
 /// # Errors
 /// See [`ClientError`].
@@ -123,7 +125,7 @@ pub fn call(
     let (method, target, body) = request.parts();
     let text = request_text(method, target, &body);
     descriptors::send(&stream, text.as_bytes(), &companions(request)?).map_err(|error| {
-        // It has ended between the connection and the request.
+        // The VMM exited after the connection and before the request.
         let gone =
             matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset);
         if gone { ClientError::NoGuest { path: path.to_owned() } } else { failed(error) }
@@ -156,7 +158,7 @@ enum Line {
 }
 
 impl Line {
-    /// What a line is. A request that is not answered with lines of events has its value as the whole answer.
+    /// Classifies a line. A request without events has its value as the whole answer.
     fn of(mut value: Value, status: u16, streamed: bool) -> Self {
         if let Some(error) = value.get_mut("error").filter(|_| status != 200 || streamed) {
             return Self::Refused(error.take());
@@ -173,7 +175,7 @@ impl Line {
     }
 }
 
-/// What comes back.
+/// An answer that is being read.
 struct Answer<'a> {
     path: &'a Path,
     timeout: Duration,
@@ -181,7 +183,7 @@ struct Answer<'a> {
 }
 
 impl Answer<'_> {
-    /// Reads the head, and returns the status.
+    /// Reads the head and returns the status.
     fn head(&mut self) -> Result<u16, ClientError> {
         let mut head = String::new();
         loop {
@@ -198,12 +200,13 @@ impl Answer<'_> {
         }
     }
 
-    /// Appends a line; returns its length, 0 at the end.
+    /// Appends a line. Returns its length, 0 at the end.
     fn line(&mut self, into: &mut String) -> Result<usize, ClientError> {
         let path = || self.path.to_owned();
         match self.reader.by_ref().take(MAX_LINE_BYTES).read_line(into) {
             Ok(read) => Ok(read),
-            // What a Unix socket says whose other end was closed with something unread, which was the request.
+            // A Unix socket reports this if the other end was closed with unread data, which was
+            // the request.
             Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
                 Err(ClientError::NoGuest { path: path() })
             }
@@ -216,7 +219,7 @@ impl Answer<'_> {
     }
 }
 
-/// The process that listens at the other end.
+/// The process at the other end of the socket.
 fn listener(stream: &UnixStream) -> Option<i32> {
     let credentials = rustix::net::sockopt::socket_peercred(stream).ok()?;
     Some(credentials.pid.as_raw_nonzero().get())
@@ -229,7 +232,7 @@ mod tests {
 
     use super::*;
 
-    /// Asks a VMM of which only this is left.
+    /// Calls a VMM that `vmm` simulates.
     fn ask(vmm: impl FnOnce(UnixListener) + Send) -> ClientError {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("web.sock");
@@ -241,8 +244,9 @@ mod tests {
     }
 
     #[test]
-    fn a_vmm_that_ended_before_it_read_the_request_is_no_guest() {
-        // Closed before or behind the request: a connection that waits is the listener's, too.
+    fn call_reports_no_guest_if_the_vmm_exits_before_reading() {
+        // Closes the connection before or after the client's request: `accept` may run at either
+        // time.
         for _ in 0..50 {
             let error = ask(|listener| drop(listener.accept().unwrap()));
             assert!(matches!(error, ClientError::NoGuest { .. }), "{error:?}");
@@ -252,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vmm_that_has_read_it_may_have_done_it() {
+    fn call_reports_vanished_if_the_vmm_exits_after_reading() {
         for answer in ["", "HTTP/1.1 200 OK\r\n\r\n"] {
             let error = ask(|listener| {
                 let mut stream = listener.accept().unwrap().0;

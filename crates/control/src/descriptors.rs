@@ -1,5 +1,5 @@
-//! Descriptors that go with a request: `fd:` names sockets of the client, and the VMM uses them; the files of an identity
-//! are opened by the client, and the VMM reads them.
+//! Descriptors sent with a request: the client's sockets that `fd:` names, or an identity's files
+//! that the client has opened for the VMM.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -11,13 +11,13 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
-/// Descriptors that may go with a request: a control channel, 16 lanes, and as many spare ones.
+/// Maximum number of descriptors in a request: a control channel, 16 lanes, and as many spare ones.
 pub const MAX_DESCRIPTORS: usize = 34;
 
-/// Sends a request's line, and its descriptors with the first byte.
+/// Sends the text of a request. Its descriptors accompany the first byte.
 ///
 /// # Errors
-/// The system's.
+/// The operating system's error.
 pub fn send(stream: &UnixStream, line: &[u8], descriptors: &[OwnedFd]) -> io::Result<()> {
     let mut sent = 0;
     if !descriptors.is_empty() {
@@ -33,15 +33,15 @@ pub fn send(stream: &UnixStream, line: &[u8], descriptors: &[OwnedFd]) -> io::Re
     (&*stream).write_all(&line[sent..])
 }
 
-/// Reads a stream and keeps the descriptors that come with it.
+/// A reader that keeps the descriptors that arrive with the bytes.
 pub struct Receiver<'a> {
     stream: &'a UnixStream,
-    /// What came.
+    /// The descriptors received so far.
     pub descriptors: Vec<OwnedFd>,
 }
 
 impl<'a> Receiver<'a> {
-    /// From the stream's next byte on.
+    /// Reads from the stream's next byte on.
     pub fn new(stream: &'a UnixStream) -> Self {
         Self { stream, descriptors: Vec::new() }
     }
@@ -58,7 +58,7 @@ impl Read for Receiver<'_> {
                 self.descriptors.extend(descriptors);
             }
         }
-        // A client that keeps sending some is not honest; what is dropped is closed.
+        // No well-behaved client sends more. Dropping the extra descriptors closes them.
         self.descriptors.truncate(MAX_DESCRIPTORS);
         Ok(received.bytes)
     }
@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_brings_its_descriptors() {
+    fn receiver_keeps_descriptors() {
         let (near, far) = UnixStream::pair().unwrap();
         let (mut kept, given) = UnixStream::pair().unwrap();
         send(&near, b"line\n", &[given.into()]).unwrap();

@@ -1,8 +1,8 @@
-//! Where the control sockets and the journals of this host's guests are.
+//! The directories of control sockets and journals.
 //!
-//! Journals are promises, so they are on a disk, in one place for each user, whichever way that
-//! user has come to the host: by a login, `sudo`, a timer or a service. Control sockets are only of
-//! use while their processes live.
+//! Journals hold promises, so they are on disk, in one place per user. That place does not depend
+//! on how the user's process was started: by a login, `sudo`, a timer or a service. Control sockets
+//! matter only while their processes live.
 
 mod private;
 
@@ -11,52 +11,53 @@ use std::path::{Path, PathBuf};
 
 use private::{check_journals, check_private, make_private};
 
-/// The directory of both: sockets, and journals unless [`STATE`] names another one for these.
+/// Names the directory of the sockets, and of the journals unless [`STATE`] is set.
 const RUNTIME: &str = "VMFERRY_RUNTIME_DIR";
 
-/// The directory that `journal` is in.
+/// Names the directory that holds the `journal` directory.
 const STATE: &str = "VMFERRY_STATE_DIR";
 
-/// Why a directory can't be used.
+/// A directory that cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum DirectoryError {
-    /// It could not be made, opened or synced.
+    /// The directory could not be created, opened or synced.
     #[error("can't {action} the directory {path}")]
     Io {
-        /// What was tried.
+        /// The operation that failed.
         action: &'static str,
         /// The directory.
         path: PathBuf,
-        /// What the system said.
+        /// The operating system's error.
         #[source]
         source: io::Error,
     },
-    /// A user who can change the link would decide where the directory is.
+    /// The path is a symbolic link. Whoever can change the link would decide where the directory
+    /// is.
     #[error("{path} is a symbolic link: name the directory that it leads to")]
     Link {
         /// The link.
         path: PathBuf,
     },
-    /// Something else has the name.
-    #[error("{path} is no directory")]
+    /// The path is not a directory.
+    #[error("{path} is not a directory")]
     NotADirectory {
-        /// What is there.
+        /// The path.
         path: PathBuf,
     },
-    /// Its owner could exchange what is in it.
+    /// The directory belongs to another user, who could replace its content.
     #[error("{path} belongs to user {owner}, and this process runs as user {user}")]
     Owner {
         /// The directory.
         path: PathBuf,
-        /// Whose it is.
+        /// The owner's user ID.
         owner: u32,
-        /// Who asks.
+        /// This process's user ID.
         user: u32,
     },
-    /// Others may look into it or change it.
+    /// Other users may read or change the directory.
     #[error(
-        "{path} has mode {mode:04o}, so other users can get at what is in it: look at its files, \
-         then `chmod {wanted:04o}`"
+        "{path} has mode {mode:04o}, so other users can access its content: check its files, then \
+        `chmod {wanted:04o}`"
     )]
     Mode {
         /// The directory.
@@ -66,27 +67,27 @@ pub enum DirectoryError {
         /// The mode that it must have.
         wanted: u32,
     },
-    /// Others may put another directory in its place.
+    /// Other users may replace the directory.
     #[error(
-        "{above} (user {owner}, mode {mode:04o}) is above {path}, and others than this user and \
-         root may change it"
+        "{path} is not safe: users other than this user and root can change {above} (user \
+        {owner}, mode {mode:04o}), which contains it"
     )]
     Above {
-        /// The directory above.
+        /// The parent directory that they can write to.
         above: PathBuf,
-        /// The directory that was asked for.
+        /// The requested directory.
         path: PathBuf,
-        /// Whose the one above is.
+        /// The owner of the parent directory.
         owner: u32,
-        /// Its mode.
+        /// The mode of the parent directory.
         mode: u32,
     },
-    /// There is no place on a disk that is this user's.
+    /// The user has no directory on disk.
     #[error(
         "user {user} has no home directory, and neither VMFERRY_STATE_DIR nor XDG_STATE_HOME is set"
     )]
     NoHome {
-        /// The user.
+        /// The user ID.
         user: u32,
     },
 }
@@ -99,9 +100,9 @@ pub struct Directories {
     older: Vec<PathBuf>,
 }
 
-/// What the environment says of a process.
+/// The parts of a process's environment that decide the directories.
 #[derive(Default)]
-struct Surroundings {
+struct Environment {
     user: u32,
     runtime: Option<PathBuf>,
     state: Option<PathBuf>,
@@ -110,12 +111,12 @@ struct Surroundings {
     home: Option<PathBuf>,
 }
 
-impl Surroundings {
+impl Environment {
     fn of_this_process() -> Self {
         let from = |name: &str| {
             std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from)
         };
-        // The XDG base directory specification wants a relative path to be ignored.
+        // The XDG base directory specification says to ignore relative paths.
         let absolute = |name: &str| from(name).filter(|path| path.is_absolute());
         Self {
             user: rustix::process::geteuid().as_raw(),
@@ -132,60 +133,62 @@ impl Surroundings {
             let state = self.state.unwrap_or_else(|| runtime.clone());
             return Ok(Directories { runtime, state, older: Vec::new() });
         }
-        let in_login = self.xdg_runtime.map(|path| path.join("vmferry"));
-        let of_state = self.xdg_state.or(self.home.map(|home| home.join(".local/state")));
+        let login_runtime = self.xdg_runtime.map(|path| path.join("vmferry"));
+        let user_state = self.xdg_state.or(self.home.map(|home| home.join(".local/state")));
         let older = match self.state {
             Some(_) => Vec::new(),
-            None => older_places(self.user, in_login.as_deref()),
+            None => earlier_state_directories(self.user, login_runtime.as_deref()),
         };
-        let state = match (self.state, of_state) {
+        let state = match (self.state, user_state) {
             (Some(state), _) => state,
             (None, _) if self.user == 0 => "/var/lib/vmferry".into(),
-            (None, Some(of_state)) => of_state.join("vmferry"),
+            (None, Some(user_state)) => user_state.join("vmferry"),
             (None, None) => return Err(DirectoryError::NoHome { user: self.user }),
         };
-        // The directory of a login vanishes when the user's last session ends, so root's sockets
-        // are never there.
-        let runtime = match in_login {
+        // The login's directory is removed when the user's last session ends, so root's sockets are
+        // never there.
+        let runtime = match login_runtime {
             _ if self.user == 0 => "/run/vmferry".into(),
-            Some(in_login) => in_login,
+            Some(login_runtime) => login_runtime,
             None => state.clone(),
         };
         Ok(Directories { runtime, state, older })
     }
 }
 
-/// Where releases before kept the journals of a user who had set none of vmferry's variables.
-fn older_places(user: u32, in_login: Option<&Path>) -> Vec<PathBuf> {
+/// Where earlier releases kept the journals of a user who had set none of vmferry's variables.
+fn earlier_state_directories(user: u32, login_runtime: Option<&Path>) -> Vec<PathBuf> {
     let mut places = vec![Path::new("/run/user").join(user.to_string()).join("vmferry")];
     if user == 0 {
         places.push("/run/vmferry".into());
     } else {
         places.push(format!("/tmp/vmferry-{user}").into());
     }
-    places.extend(in_login.map(Path::to_owned));
+    places.extend(login_runtime.map(Path::to_owned));
     places.sort();
     places.dedup();
     places
 }
 
 impl Directories {
-    /// The directories of this process's user. Nothing is made; what is there is checked.
+    /// The directories of this process's user. Nothing is created; existing directories are
+    /// checked.
     ///
-    /// Sockets: `$VMFERRY_RUNTIME_DIR`, or `/run/vmferry` for root and `$XDG_RUNTIME_DIR/vmferry`
-    /// for others, or where there is no such variable the directory of the state. Journals:
-    /// `journal` in `$VMFERRY_STATE_DIR`, or in `$VMFERRY_RUNTIME_DIR`, or in `/var/lib/vmferry`
-    /// for root and `$XDG_STATE_HOME/vmferry` for others, which is `~/.local/state/vmferry` if that
-    /// variable is not set.
+    /// Sockets are in `$VMFERRY_RUNTIME_DIR`. Without it, root uses `/run/vmferry`, and other users
+    /// use `$XDG_RUNTIME_DIR/vmferry`, or the state directory if that variable is not set.
+    ///
+    /// Journals are in the directory `journal` of `$VMFERRY_STATE_DIR`, or else of
+    /// `$VMFERRY_RUNTIME_DIR`. Without either, root uses `/var/lib/vmferry`, and other users use
+    /// `$XDG_STATE_HOME/vmferry`, where `XDG_STATE_HOME` defaults to `~/.local/state`.
     ///
     /// # Errors
-    /// If one of them is another user's, or can be changed or read by others, or there is no place
-    /// for it.
+    /// A directory belongs to another user, or others can read or change it, or the user has no
+    /// directory on disk.
     pub fn of_this_user() -> Result<Self, DirectoryError> {
-        Surroundings::of_this_process().directories()?.checked()
+        Environment::of_this_process().directories()?.checked()
     }
 
-    /// Directories of the caller's choice.
+    /// Directories chosen by the caller.
     ///
     /// # Errors
     /// As [`of_this_user`](Self::of_this_user).
@@ -194,20 +197,20 @@ impl Directories {
     }
 
     fn checked(self) -> Result<Self, DirectoryError> {
-        let there = |path: &Path| path.symlink_metadata().is_ok();
-        let check = |path: PathBuf| if there(&path) { check_private(&path) } else { Ok(path) };
+        let exists = |path: &Path| path.symlink_metadata().is_ok();
+        let check = |path: PathBuf| if exists(&path) { check_private(&path) } else { Ok(path) };
         let checked =
             Self { runtime: check(self.runtime)?, state: check(self.state)?, older: self.older };
-        if there(&checked.journals()) {
+        if exists(&checked.journals()) {
             check_journals(&checked.journals())?;
         }
         Ok(checked)
     }
 
-    /// Makes what is missing, with mode 0700, so that it survives a crash of the host.
+    /// Creates missing directories durably, with mode 0700.
     ///
     /// # Errors
-    /// As [`of_this_user`](Self::of_this_user), and if one can't be made.
+    /// As [`of_this_user`](Self::of_this_user), and if a directory cannot be created.
     pub fn prepare(self) -> Result<Self, DirectoryError> {
         make_private(&self.runtime)?;
         make_private(&self.journals())?;
@@ -220,31 +223,31 @@ impl Directories {
         &self.runtime
     }
 
-    /// The directory that the journals' directory is in.
+    /// The directory that holds the journals' directory.
     #[must_use]
     pub fn state(&self) -> &Path {
         &self.state
     }
 
-    /// Where the journals are kept.
+    /// The directory of the journals.
     #[must_use]
     pub fn journals(&self) -> PathBuf {
         self.state.join("journal")
     }
 
-    /// Where a release before may have left journals of this user: the directories that
-    /// [`state`](Self::state) had then. Those that are there and are this user's alone.
+    /// State directories of earlier releases that may hold journals of this user. Only existing
+    /// directories that no other user can change are returned.
     #[must_use]
     pub fn older(&self) -> Vec<PathBuf> {
-        let is_older = |path: &&PathBuf| {
+        let is_usable = |path: &&PathBuf| {
             check_private(path).is_ok_and(|path| path != self.state)
                 && path.join("journal").is_dir()
                 && check_journals(&path.join("journal")).is_ok()
         };
-        self.older.iter().filter(is_older).cloned().collect()
+        self.older.iter().filter(is_usable).cloned().collect()
     }
 
-    /// The control socket of a guest by name; a name with a `/` is the path of one.
+    /// The control socket of a guest. A name with a `/` is the path of a socket.
     #[must_use]
     pub fn socket(&self, guest: &str) -> PathBuf {
         if guest.contains('/') {
@@ -254,10 +257,10 @@ impl Directories {
         }
     }
 
-    /// The names of the guests whose sockets are here, whether or not they live.
+    /// The names of the guests that have sockets here, including dead ones.
     ///
     /// # Errors
-    /// If the directory can't be read.
+    /// The directory cannot be read.
     pub fn guests(&self) -> io::Result<Vec<String>> {
         let mut names = Vec::new();
         let entries = match std::fs::read_dir(&self.runtime) {
@@ -279,8 +282,8 @@ impl Directories {
 mod tests {
     use super::*;
 
-    fn places(surroundings: Surroundings) -> (String, String) {
-        let Directories { runtime, state, .. } = surroundings.directories().unwrap();
+    fn places(environment: Environment) -> (String, String) {
+        let Directories { runtime, state, .. } = environment.directories().unwrap();
         (runtime.display().to_string(), state.display().to_string())
     }
 
@@ -289,47 +292,47 @@ mod tests {
     }
 
     #[test]
-    fn root_has_one_place_for_journals_whether_it_logged_in_or_not() {
-        let cron = places(Surroundings::default());
+    fn root_has_one_journal_directory_with_and_without_a_login() {
+        let cron = places(Environment::default());
         assert_eq!(cron, ("/run/vmferry".into(), "/var/lib/vmferry".into()));
-        let login = Surroundings {
+        let login = Environment {
             xdg_runtime: some("/run/user/0"),
             xdg_state: some("/root/.state"),
             home: some("/root"),
-            ..Surroundings::default()
+            ..Environment::default()
         };
         assert_eq!(places(login), cron);
     }
 
     #[test]
-    fn users_keep_journals_where_a_logout_leaves_them() {
-        let user = || Surroundings {
+    fn user_journals_survive_a_logout() {
+        let user = || Environment {
             user: 1000,
             xdg_runtime: some("/run/user/1000"),
             home: some("/home/u"),
-            ..Surroundings::default()
+            ..Environment::default()
         };
         let state = "/home/u/.local/state/vmferry";
         assert_eq!(places(user()), ("/run/user/1000/vmferry".into(), state.into()));
-        let cron = Surroundings { xdg_runtime: None, ..user() };
+        let cron = Environment { xdg_runtime: None, ..user() };
         assert_eq!(places(cron), (state.into(), state.into()), "never below /tmp");
-        let xdg = Surroundings { xdg_state: some("/s"), ..user() };
+        let xdg = Environment { xdg_state: some("/s"), ..user() };
         assert_eq!(places(xdg).1, "/s/vmferry");
-        let homeless = Surroundings { user: 1000, ..Surroundings::default() };
+        let homeless = Environment { user: 1000, ..Environment::default() };
         assert!(matches!(homeless.directories(), Err(DirectoryError::NoHome { user: 1000 })));
     }
 
     #[test]
-    fn variables_of_vmferry_count_before_all_others() {
+    fn vmferry_variables_take_precedence() {
         let of = |runtime, state| {
-            places(Surroundings {
+            places(Environment {
                 runtime,
                 state,
                 xdg_runtime: some("/run/user/0"),
-                ..Surroundings::default()
+                ..Environment::default()
             })
         };
-        // As releases before had it: one variable for both.
+        // As in earlier releases: one variable for both.
         assert_eq!(of(some("/a"), None), ("/a".into(), "/a".into()));
         assert_eq!(of(some("/a"), some("/b")), ("/a".into(), "/b".into()));
         assert_eq!(of(None, some("/b")), ("/run/vmferry".into(), "/b".into()));

@@ -1,65 +1,65 @@
-//! Why a request failed.
+//! Errors of requests.
 
 use serde::{Deserialize, Serialize};
 
-/// A request that failed.
+/// A failed request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[cfg_attr(feature = "schema", schemars(rename = "Error"))]
 #[error("{message}")]
 pub struct ControlError {
-    /// What kind of failure it is.
+    /// The kind of failure.
     pub code: ErrorCode,
     /// What happened and what to do, for people.
     pub message: String,
 }
 
 impl ControlError {
-    /// An error.
+    /// Creates an error.
     #[must_use]
     pub fn new(code: ErrorCode, message: impl Into<String>) -> Self {
         Self { code, message: message.into() }
     }
 }
 
-/// Kinds of failures; the command's exit codes follow these.
+/// Kinds of failures. The exit codes of the command follow these.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum ErrorCode {
-    /// The request can't be read or makes no sense.
+    /// The request cannot be parsed, or its values are invalid.
     BadRequest,
     /// This release has no such request.
     NoSuchRequest,
-    /// The guest is not in a state for that.
+    /// The guest's state does not allow the request.
     WrongState,
-    /// No link could be made.
+    /// The connection to the destination could not be established.
     Connect,
-    /// The link is not trusted: TLS.
+    /// The TLS peer is not trusted.
     Authentication,
-    /// The peer breaks the protocol or speaks another version.
+    /// The peer violates the protocol or speaks another version.
     Protocol,
-    /// Another machine, memory layout or guest.
+    /// The machine, memory layout or guest differs.
     Incompatible,
-    /// Someone else is at it.
+    /// Another migration or client is using the guest.
     Busy,
     /// The link was lost or silent.
     LinkLost,
     /// The guest writes faster than the limits allow.
     NotConverging,
-    /// Cancelled.
+    /// The request was canceled.
     Cancelled,
-    /// Memory differs.
+    /// The memory of source and destination differs.
     Corrupt,
-    /// COMMIT is written and the destination's word is not known.
+    /// COMMIT is written and the destination's word is unknown.
     InDoubt,
-    /// This host or the other one failed; or a VMM of a newer release has a code that this one does not know.
+    /// This host or the other one failed, or a VMM of a newer release sent an unknown code.
     #[serde(other)]
     Internal,
 }
 
 impl ErrorCode {
-    /// The status of an HTTP answer that says it.
+    /// The status of an HTTP answer with this code.
     #[must_use]
     pub fn status(self) -> u16 {
         match self {

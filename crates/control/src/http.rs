@@ -1,45 +1,46 @@
-//! HTTP/1.1 as far as the control socket needs it: one request and one answer for each connection, bodies of a stated
-//! length towards the server, and answers that end where the connection does.
+//! The subset of HTTP/1.1 that the control socket needs: one request and one answer per connection,
+//! request bodies with `Content-Length`, and answers that end with the connection.
 
 use std::io::{self, Read};
 
-/// Longest head of a request or an answer, in bytes.
+/// Maximum length of the head of a request or an answer, in bytes.
 const MAX_HEAD_BYTES: usize = 16 << 10;
 
-/// Longest body of a request, in bytes: a migration's options and paths take some hundred.
+/// Maximum length of a request's body, in bytes. The options and paths of a migration take some
+/// hundred.
 pub const MAX_BODY_BYTES: usize = 64 << 10;
 
-/// Header lines of a request that are looked at; more are an error.
+/// Maximum number of header lines in a request or an answer.
 const MAX_HEADERS: usize = 64;
 
-/// A request that can't be read.
+/// A request that cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum HttpError {
     /// The connection failed, or was silent for too long.
     #[error("the request could not be read")]
     Io(#[from] io::Error),
-    /// It ended before the request did.
+    /// The connection ended before the request did.
     #[error("the connection ended within the request")]
     Ended,
-    /// It is no HTTP.
-    #[error("this is no HTTP/1.1 request")]
+    /// The request is not HTTP.
+    #[error("this is not an HTTP/1.1 request")]
     NotHttp(#[from] httparse::Error),
-    /// Its head is longer than anybody needs.
+    /// The head is longer than [`MAX_HEAD_BYTES`].
     #[error("the head of a request is at most {MAX_HEAD_BYTES} bytes")]
     LongHead,
-    /// Its body is longer than any request of this API.
+    /// The body is longer than [`MAX_BODY_BYTES`].
     #[error("the body of a request is at most {MAX_BODY_BYTES} bytes")]
     LongBody,
-    /// Its body comes in chunks.
+    /// The body is sent in chunks.
     #[error("a body needs its length in `Content-Length`")]
     NoLength,
-    /// Its length is no number.
-    #[error("`Content-Length: {0}` is no number")]
+    /// The `Content-Length` is not a number.
+    #[error("`Content-Length: {0}` is not a number")]
     BadLength(String),
 }
 
 impl HttpError {
-    /// The status that says so.
+    /// The HTTP status for this error.
     pub fn status(&self) -> u16 {
         match self {
             Self::Io(_) => 408,
@@ -51,24 +52,25 @@ impl HttpError {
     }
 }
 
-/// A request as it came.
+/// A request before it is interpreted.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct RawRequest {
-    /// Such as `PUT`.
+    /// The method, such as `PUT`.
     pub method: String,
-    /// Such as `/api/v1/migration`, without what stands behind a `?`.
+    /// The path, such as `/api/v1/migration`, without the query.
     pub path: String,
-    /// What it carries.
+    /// The body.
     pub body: Vec<u8>,
 }
 
-/// Reads a request. `go_on` is called when the client waits for leave to send its body.
+/// Reads a request. Calls `send_continue` when the client waits for `100 Continue` before it sends
+/// the body.
 ///
 /// # Errors
 /// See [`HttpError`].
 pub fn read_request(
     from: &mut impl Read,
-    go_on: impl FnOnce() -> io::Result<()>,
+    send_continue: impl FnOnce() -> io::Result<()>,
 ) -> Result<RawRequest, HttpError> {
     let mut bytes = Vec::new();
     loop {
@@ -99,7 +101,7 @@ pub fn read_request(
             if header("expect")
                 .is_some_and(|expected| expected.eq_ignore_ascii_case("100-continue"))
             {
-                go_on()?;
+                send_continue()?;
             }
             request.body = bytes.split_off(length);
             request.body.truncate(body_bytes);
@@ -117,10 +119,10 @@ pub fn read_request(
     }
 }
 
-/// Reads what is there, at least a byte and at most `most`.
-fn read_some(from: &mut impl Read, into: &mut Vec<u8>, most: usize) -> Result<(), HttpError> {
+/// Reads available bytes: at least one and at most `max`.
+fn read_some(from: &mut impl Read, into: &mut Vec<u8>, max: usize) -> Result<(), HttpError> {
     let before = into.len();
-    into.resize(before + most.min(4096), 0);
+    into.resize(before + max.min(4096), 0);
     let read = loop {
         match from.read(&mut into[before..]) {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -131,7 +133,7 @@ fn read_some(from: &mut impl Read, into: &mut Vec<u8>, most: usize) -> Result<()
     if read? == 0 { Err(HttpError::Ended) } else { Ok(()) }
 }
 
-/// What a status means.
+/// The reason phrase of a status.
 fn reason(status: u16) -> &'static str {
     match status {
         200 => "OK",
@@ -149,20 +151,22 @@ fn reason(status: u16) -> &'static str {
     }
 }
 
-/// The head of an answer whose body ends with the connection, or has a stated length.
+/// The head of an answer. Without `length`, the body ends with the connection.
 pub fn answer_head(status: u16, content_type: &str, length: Option<usize>) -> String {
     let length = length.map_or_else(String::new, |length| format!("Content-Length: {length}\r\n"));
     format!(
-        "HTTP/1.1 {status} {}\r\nServer: vmferry/{}\r\nContent-Type: {content_type}\r\n{length}Connection: close\r\n\r\n",
+        "HTTP/1.1 {status} {}\r\nServer: vmferry/{}\r\nContent-Type: {content_type}\r\n\
+         {length}Connection: close\r\n\r\n",
         reason(status),
         env!("CARGO_PKG_VERSION")
     )
 }
 
-/// A request as it is sent.
+/// The text of a request.
 pub fn request_text(method: &str, path: &str, body: &str) -> String {
     let mut text = format!(
-        "{method} {path} HTTP/1.1\r\nHost: localhost\r\nAccept: application/json, application/x-ndjson\r\n"
+        "{method} {path} HTTP/1.1\r\nHost: localhost\r\n\
+         Accept: application/json, application/x-ndjson\r\n"
     );
     if !body.is_empty() {
         text.push_str(&format!(
@@ -175,17 +179,18 @@ pub fn request_text(method: &str, path: &str, body: &str) -> String {
     text
 }
 
-/// What of an answer's head counts to a client: its length in bytes and its status; `None` while there is more of it.
+/// Parses the head of an answer. Returns its length in bytes and its status, or `None` if the head
+/// is incomplete.
 ///
 /// # Errors
-/// What is no HTTP, or a head without end.
+/// Bytes that are not HTTP, or a head that is too long.
 pub fn answer_status(bytes: &[u8]) -> Result<Option<(usize, u16)>, String> {
     let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
     let mut head = httparse::Response::new(&mut headers);
     match head.parse(bytes).map_err(|error| error.to_string())? {
         httparse::Status::Complete(length) => Ok(Some((length, head.code.unwrap_or_default()))),
         httparse::Status::Partial if bytes.len() >= MAX_HEAD_BYTES => {
-            Err("a head without end".into())
+            Err("the head is too long".into())
         }
         httparse::Status::Partial => Ok(None),
     }
@@ -197,7 +202,7 @@ mod tests {
 
     use super::*;
 
-    /// Gives a piece at a time.
+    /// A reader that returns one piece per call.
     struct Pieces<'a>(Vec<&'a [u8]>);
 
     impl Read for Pieces<'_> {
@@ -218,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_read_as_they_are_written() {
+    fn request_round_trips() {
         let text = request_text("PATCH", "/api/v1/migration?verbose", "{\"throttle\":3}");
         for cut in 1..text.len() {
             let (head, tail) = text.as_bytes().split_at(cut);
@@ -234,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_waits_for_leave_gets_it() {
+    fn expect_continue_is_answered() {
         let text = "PUT / HTTP/1.1\r\nexpect: 100-Continue\r\ncontent-length: 2\r\n\r\n{}";
         let mut asked = false;
         let request = read_request(&mut text.as_bytes(), || {
@@ -245,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_request_is_refused_by_what_is_wrong() {
+    fn read_request_refuses_invalid_requests_with_a_status() {
         let long = format!("GET /{} HTTP/1.1\r\n", "x".repeat(MAX_HEAD_BYTES));
         for (text, status) in [
             ("{\"request\":\"status\"}\n", 400),
@@ -262,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_reads_as_it_is_written() {
+    fn answer_head_round_trips() {
         let head = answer_head(409, "application/json", Some(2));
         assert_eq!(answer_status(head.as_bytes()), Ok(Some((head.len(), 409))));
         assert_eq!(answer_status(&head.as_bytes()[..20]), Ok(None));
@@ -271,7 +276,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_that_is_read_panics(bytes in proptest::collection::vec(any::<u8>(), 0..2000)) {
+        fn parsers_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..2000)) {
             let _ = read(&bytes);
             let _ = answer_status(&bytes);
         }

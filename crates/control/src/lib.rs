@@ -1,10 +1,12 @@
-//! The control API of a guest's VMM: HTTP/1.1 and JSON on a Unix socket of mode 0600, described by [`OPENAPI`].
+//! The control API of a guest's VMM: HTTP/1.1 and JSON on a Unix socket with mode 0600, described
+//! by [`OPENAPI`].
 //!
-//! A VMM that embeds vmferry serves it with [`Server`] and a [`Handler`]; the command is a client like any other, by
-//! [`call`], and so is `curl --unix-socket`. Each connection carries one request. A migration is answered with lines of
-//! JSON, any number of `{"event": …}` and then `{"ok": …}` or `{"error": …}`, and its connection is its lease: when
-//! the client goes away before COMMIT, the migration is cancelled and the guest runs on. Any other request is answered
-//! with the value itself, or with `{"error": …}` and a status that says so.
+//! A VMM that embeds vmferry serves it with [`Server`] and a [`Handler`]. The command is an
+//! ordinary client that uses [`call`]; `curl --unix-socket` works too. Each connection carries one
+//! request. A migration is answered with lines of JSON: any number of `{"event": …}`, and then
+//! `{"ok": …}` or `{"error": …}`. The connection of a migration is its lease: if the client closes
+//! it before COMMIT, the migration is canceled and the guest continues. Every other request is
+//! answered with the value itself, or with `{"error": …}` and a matching status.
 
 #![forbid(unsafe_code)]
 

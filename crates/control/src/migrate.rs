@@ -1,4 +1,4 @@
-//! What a migration is asked for with.
+//! The bodies of requests about migrations.
 
 use std::fs::File;
 use std::net::IpAddr;
@@ -14,28 +14,30 @@ use vmferry::config::compression::{CompressionWay, WhenBusy};
 use vmferry::source::Change;
 use vmferry_transport::{Address, Dialer, IdentityFiles, TlsIdentity, TransportError};
 
-/// How to migrate. Only `to` must be said; everything else is as a [`vmferry::SourceConfig`] has it.
+/// Options of a migration. Only `to` is required. The other defaults are those of
+/// [`vmferry::SourceConfig`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct MigrateRequest {
-    /// Where to: an address as `vmferry_transport::Address` reads it. The sockets of `fd:N,N` are
-    /// the client's, and come with the request.
+    /// The destination, as an address that `vmferry_transport::Address` parses. The sockets in
+    /// `fd:N,N` are the client's; it sends them with the request.
     pub to: String,
-    /// The files of this host's identity, for `tls:`. Relative paths are the VMM's.
+    /// The files of this host's identity, for `tls:`. The VMM resolves relative paths.
     pub tls: Option<TlsFiles>,
-    /// The IP addresses of the host in `to`, if the client has looked its name up: a VMM that was restricted can't.
+    /// The IP addresses of the host in `to`, if the client has resolved its name. A VMM in a
+    /// sandbox cannot resolve names.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub addresses: Vec<IpAddr>,
-    /// Data channels.
+    /// Number of data channels.
     #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 16)))]
     pub channels: u8,
-    /// Longest accepted downtime.
+    /// Maximum accepted downtime.
     #[serde(rename = "downtime_limit_ms", with = "ms")]
     #[cfg_attr(feature = "schema", schemars(with = "f64", range(min = 0)))]
     pub downtime_limit: Duration,
-    /// How long the guest may be paused before the migration is given up; none: by the downtime
-    /// limit.
+    /// How long the guest may be paused before the migration is canceled; derived from the downtime
+    /// limit if absent.
     #[serde(
         rename = "downtime_abort_ms",
         with = "optional_ms",
@@ -43,43 +45,44 @@ pub struct MigrateRequest {
     )]
     #[cfg_attr(feature = "schema", schemars(with = "Option<f64>"))]
     pub downtime_abort: Option<Duration>,
-    /// Cap in bytes per second.
+    /// Bandwidth limit in bytes per second.
     pub max_bandwidth: Option<u64>,
-    /// Most rounds with the guest running.
+    /// Maximum number of rounds with the guest running.
     #[cfg_attr(feature = "schema", schemars(range(min = 1)))]
     pub max_rounds: u32,
-    /// For how long a lost link is made again before the migration is given up.
+    /// How long the source tries to re-establish a lost link before it gives up.
     #[serde(rename = "reconnect_timeout_ms", with = "ms")]
     #[cfg_attr(feature = "schema", schemars(with = "f64", range(min = 0)))]
     pub reconnect_timeout: Duration,
-    /// Most time with the guest running.
+    /// Maximum time with the guest running.
     #[serde(rename = "timeout_ms", with = "optional_ms")]
     #[cfg_attr(feature = "schema", schemars(with = "Option<f64>"))]
     pub timeout: Option<Duration>,
-    /// What to do when neither suffices.
+    /// What to do when the rounds or the time are used up.
     pub when_stuck: WhenStuck,
-    /// Do everything but the switchover until it is allowed.
+    /// Do everything except the switchover, and then wait for permission.
     pub pause_before_switchover: bool,
-    /// Most per cent of their time that the vCPUs may lose when the guest outruns the link; 0 for never.
+    /// Maximum share of their time that the vCPUs may lose when the guest outruns the link, in
+    /// percent; 0 disables throttling.
     #[cfg_attr(feature = "schema", schemars(range(max = 99)))]
     pub throttle: u8,
-    /// What is done to pages on their way.
+    /// The encoding of pages.
     #[cfg_attr(feature = "schema", schemars(with = "String"))]
     pub compress: CompressionWay,
-    /// What becomes of pages for which no compressor is free.
+    /// What to do with pages for which no compressor is free.
     pub when_busy: WhenBusy,
-    /// Threads that read and compress; none: one for each processor.
+    /// Number of threads that read and compress; one per processor if absent.
     pub workers: Option<u8>,
-    /// Most memory for copies of pages that are written again and again, in bytes.
+    /// Maximum memory for copies of frequently written pages, in bytes.
     pub delta_memory: u64,
-    /// Don't send pages that the guest hints free.
+    /// Do not send pages that the guest hints are free.
     pub free_page_hints: bool,
-    /// Hash both memories whole before COMMIT.
+    /// Hash the whole memory on both sides before COMMIT.
     pub verify: bool,
-    /// The only version of the protocol to be spoken; none: the newest that the destination speaks too.
+    /// The only protocol version to speak; if absent, the newest version that both sides speak.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub protocol: Option<u16>,
-    /// Record what the channels carry.
+    /// Record the content of the channels.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub record: Option<RecordRequest>,
 }
@@ -147,7 +150,7 @@ mod ms {
 
     pub fn serialize<S: Serializer>(time: &Duration, to: S) -> Result<S::Ok, S::Error> {
         let ms = time.as_secs_f64() * 1e3;
-        // Whole ones, which nearly all are, without a point.
+        // Whole numbers, which are the usual case, are written without a decimal point.
         if ms.fract() == 0.0 { to.serialize_u64(ms as u64) } else { to.serialize_f64(ms) }
     }
 
@@ -157,7 +160,7 @@ mod ms {
     }
 }
 
-/// The same where there may be none.
+/// Optional times as a number of milliseconds.
 mod optional_ms {
     use super::{Deserialize, Deserializer, Duration, Serializer, ms};
 
@@ -175,16 +178,16 @@ mod optional_ms {
     }
 }
 
-/// What changes of a migration under way; what is not said stays as it is.
+/// Changes to a running migration. Absent members stay unchanged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct ChangeRequest {
-    /// Cap in bytes per second from now on; `null` takes the cap back.
-    #[serde(deserialize_with = "said", skip_serializing_if = "Option::is_none")]
+    /// New bandwidth limit in bytes per second; `null` removes the limit.
+    #[serde(deserialize_with = "present", skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "schema", schemars(with = "Option<u64>"))]
     pub max_bandwidth: Option<Option<u64>>,
-    /// Longest accepted downtime.
+    /// New maximum accepted downtime.
     #[serde(
         rename = "downtime_limit_ms",
         with = "optional_ms",
@@ -192,16 +195,16 @@ pub struct ChangeRequest {
     )]
     #[cfg_attr(feature = "schema", schemars(with = "Option<f64>"))]
     pub downtime_limit: Option<Duration>,
-    /// Most rounds with the guest running.
+    /// New maximum number of rounds with the guest running.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_rounds: Option<u32>,
-    /// Most per cent of their time that the vCPUs may lose.
+    /// New maximum share of their time that the vCPUs may lose, in percent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub throttle: Option<u8>,
 }
 
-/// A member that is there, be it `null`.
-fn said<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Option<u64>>, D::Error> {
+/// Distinguishes a present member, which may be `null`, from an absent one.
+fn present<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Option<u64>>, D::Error> {
     Option::deserialize(from).map(Some)
 }
 
@@ -216,12 +219,12 @@ impl From<ChangeRequest> for Change {
     }
 }
 
-/// How a guest is watched to say what a migration would cost.
+/// How to watch a guest to estimate the cost of a migration.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct EstimateRequest {
-    /// For how long.
+    /// How long to watch the guest.
     #[serde(rename = "time_ms", with = "ms")]
     #[cfg_attr(feature = "schema", schemars(with = "f64", range(min = 0)))]
     pub time: Duration,
@@ -233,14 +236,14 @@ impl Default for EstimateRequest {
     }
 }
 
-/// Where the VMM records the channels of a migration. Guest memory stands in the files.
+/// Where the VMM records the channels of a migration. The files contain guest memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct RecordRequest {
-    /// The directory; made, with mode 0700, if it is missing.
+    /// The directory. It is created with mode 0700 if it is missing.
     pub directory: PathBuf,
-    /// Bytes in all files together.
+    /// Maximum size of all files together, in bytes.
     pub limit: u64,
 }
 
@@ -249,38 +252,40 @@ pub struct RecordRequest {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct TlsFiles {
-    /// Certificates of the authorities that peers are trusted by, PEM.
+    /// Certificates of the trusted authorities, PEM.
     pub ca: PathBuf,
     /// This host's certificate chain, PEM.
     pub certificate: PathBuf,
-    /// This host's private key, PEM, readable by its owner only.
+    /// This host's private key, PEM, readable only by its owner.
     pub key: PathBuf,
     /// Revocation lists of the authorities, PEM.
     #[serde(default)]
     pub revocations: Vec<PathBuf>,
-    /// Another one, which need not be there.
+    /// Another revocation list, which may be missing.
     #[serde(default)]
     pub revocations_if_present: Option<PathBuf>,
-    /// How far out of date a certificate may be, for clocks that differ; none: the usual 5 min.
+    /// How long a certificate may be accepted before or after its validity, to allow for clock
+    /// differences; 5 min if absent.
     #[serde(default, rename = "clock_skew_ms", with = "optional_ms")]
     #[cfg_attr(feature = "schema", schemars(with = "Option<f64>"))]
     pub clock_skew: Option<Duration>,
-    /// The name that the destination's certificate must have, if not the address's.
+    /// The name that the destination's certificate must have; the host in the address if absent.
     #[serde(default)]
     pub server_name: Option<String>,
-    /// The URI that the destination's certificate must have; it then needs no other name.
+    /// The URI that the destination's certificate must have. With it, no name is required.
     #[serde(default)]
     pub destination_id: Option<String>,
 }
 
 impl TlsFiles {
-    /// `ca.pem`, `host.pem` and `host.key` of a directory as `vmferry pki` makes it, and `crl.pem` if it is there.
+    /// `ca.pem`, `host.pem` and `host.key` in a directory that `vmferry pki` has created, and
+    /// `crl.pem` if it exists.
     #[must_use]
     pub fn in_directory(directory: &Path) -> Self {
         IdentityFiles::in_directory(directory).into()
     }
 
-    /// What they are to the transport.
+    /// The files in the transport's form.
     #[must_use]
     pub fn files(&self) -> IdentityFiles {
         let mut files = IdentityFiles::new(&self.ca, &self.certificate, &self.key);
@@ -293,12 +298,12 @@ impl TlsFiles {
     /// Reads the files.
     ///
     /// # Errors
-    /// The file, and what is wrong with it.
+    /// The file that failed, and the reason.
     pub fn identity(&self) -> Result<TlsIdentity, TransportError> {
         TlsIdentity::new(self.files())
     }
 
-    /// The way to a destination with this identity.
+    /// A dialer to a destination with this identity.
     ///
     /// # Errors
     /// As [`identity`](Self::identity).
@@ -306,8 +311,8 @@ impl TlsFiles {
         self.dialer_opened(address, Vec::new())
     }
 
-    /// The same where a client has opened the files, in the order of [`IdentityFiles::paths`]: the VMM may not be able
-    /// to.
+    /// Like [`dialer`](Self::dialer), with files that the client has opened, in the order of
+    /// [`IdentityFiles::paths`]. The VMM may not be able to open them.
     ///
     /// # Errors
     /// As [`identity`](Self::identity).

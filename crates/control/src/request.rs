@@ -1,4 +1,4 @@
-//! What can be asked of a running guest, and where.
+//! Requests to a running guest, with their methods and paths.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -13,35 +13,35 @@ use crate::migrate::{ChangeRequest, EstimateRequest, MigrateRequest};
 /// A request.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Request {
-    /// The machine, the guest's report and the migration under way, if there is one.
+    /// Shows the machine, the guest's report and the running migration, if any.
     Status,
     /// Pauses the guest.
     Pause,
-    /// Lets a paused guest run on.
+    /// Resumes a paused guest.
     Resume,
     /// Ends the guest and its VMM.
     Quit,
     /// Migrates the guest.
     Migrate(Box<MigrateRequest>),
-    /// Changes the migration under way.
+    /// Changes the running migration.
     Change(ChangeRequest),
-    /// Lets a migration that is held before its switchover go on.
+    /// Lets a migration that holds before its switchover continue.
     SwitchOver,
-    /// Ends the migration under way; the guest stays.
+    /// Cancels the running migration. The guest stays here.
     Cancel,
-    /// Shows the guest's balloon with fresh statistics.
+    /// Shows the guest's balloon with new statistics.
     Balloon,
-    /// Sets how large the guest's balloon shall be, and shows it.
+    /// Sets the target size of the guest's balloon, and shows the balloon.
     SetBalloon {
-        /// Bytes that the guest shall do without.
+        /// Bytes that the guest must give up.
         target_bytes: u64,
     },
-    /// Decides a handover that is in doubt.
+    /// Resolves a handover that is in doubt.
     Resolve {
-        /// Who has the guest.
+        /// Which host has the guest.
         word: OperatorWord,
     },
-    /// Watches the running guest and says what a migration would cost.
+    /// Watches the running guest and estimates the cost of a migration.
     Estimate(EstimateRequest),
 }
 
@@ -59,12 +59,12 @@ struct ResolveBody {
     word: OperatorWord,
 }
 
-/// A body of which nothing is known.
+/// A body without members.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct EmptyBody {}
 
-/// Methods and paths of this release, in the order of the document.
+/// Methods and paths of this release, in the order of the OpenAPI document.
 #[cfg(test)]
 pub const ROUTES: [(&str, &str); 12] = [
     ("GET", "/api/v1/guest"),
@@ -81,17 +81,17 @@ pub const ROUTES: [(&str, &str); 12] = [
     ("PUT", "/api/v1/migration/resolve"),
 ];
 
-/// Where the document is told, in whatever state the guest is.
+/// The path of the OpenAPI document, which is served in every state of the guest.
 pub const OPENAPI_PATH: &str = "/api/v1/openapi.json";
 
 const RELEASE: &str = env!("CARGO_PKG_VERSION");
 
 impl Request {
-    /// Reads a request. What stands in a member `optional` of its body may be unknown.
+    /// Parses a request. Members inside `optional` of its body may be unknown.
     ///
     /// # Errors
-    /// [`ErrorCode::NoSuchRequest`] and [`ErrorCode::BadRequest`], with the name of the request or of the member that
-    /// this release does not know.
+    /// [`ErrorCode::NoSuchRequest`] and [`ErrorCode::BadRequest`], with the name of the unknown
+    /// request or member.
     pub(crate) fn read(raw: &RawRequest) -> Result<Self, ControlError> {
         let (method, path) = (raw.method.as_str(), raw.path.as_str());
         Ok(match (method, path) {
@@ -117,15 +117,15 @@ impl Request {
             }
             _ => {
                 let text = format!(
-                    "this guest's VMM is vmferry {RELEASE}, which has no request `{method} {path}`: use that release's \
-                     command, or see GET /api/v1/openapi.json"
+                    "this guest's VMM is vmferry {RELEASE}, which has no request `{method} \
+                    {path}`: use that release's command, or see GET /api/v1/openapi.json"
                 );
                 return Err(ControlError::new(ErrorCode::NoSuchRequest, text));
             }
         })
     }
 
-    /// Its method, path and body.
+    /// The method, path and body.
     pub(crate) fn parts(&self) -> (&'static str, &'static str, String) {
         let write = |body: serde_json::Result<String>| body.unwrap_or_default();
         match self {
@@ -156,13 +156,13 @@ impl Request {
     }
 }
 
-/// Reads a body; none is an empty object.
+/// Parses a body. An empty one counts as an empty object.
 fn body<T: DeserializeOwned>(raw: &RawRequest) -> Result<T, ControlError> {
     let bytes = if raw.body.is_empty() { b"{}" } else { raw.body.as_slice() };
     newer::read(bytes).map_err(|error| {
         let text = format!(
-            "this guest's VMM is vmferry {RELEASE}, and can't read this request `{} {}`: {error}; leave the option out, or \
-             use that release's command",
+            "this guest's VMM is vmferry {RELEASE}, and can't read this request `{} {}`: {error}; \
+            leave the option out, or use that release's command",
             raw.method, raw.path
         );
         ControlError::new(ErrorCode::BadRequest, text)

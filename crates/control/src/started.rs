@@ -1,14 +1,14 @@
-//! The first event of a migration: what is going to be done, and the number that everything about it has.
+//! The first event of a migration: its session number and its settings.
 
 use serde::Serialize;
 use vmferry::SourceConfig;
 use vmferry_wire::SessionId;
 
-/// A migration that begins.
+/// The event.
 #[derive(Clone, Debug, Serialize)]
 pub struct Started {
     event: &'static str,
-    /// The migration's session, which both hosts' journals, logs and reports have.
+    /// The migration's session, as in the journals, logs and reports of both hosts.
     run: SessionId,
     guest: String,
     to: String,
@@ -28,13 +28,13 @@ struct StartedLimits {
     /// Bytes per second.
     max_bandwidth: Option<u64>,
     max_rounds: u32,
-    /// Per cent.
+    /// Percent.
     throttle: u8,
     timeout_ms: Option<f64>,
 }
 
 impl Started {
-    /// What is known before anything is done.
+    /// Describes a migration before it starts.
     #[must_use]
     pub fn new(guest: &str, memory_bytes: u64, to: &str, config: &SourceConfig) -> Self {
         Self {

@@ -1,4 +1,5 @@
-//! The OpenAPI document beside what the server does: every request in it is served, and every example is understood.
+//! Compares the OpenAPI document with the server: the server serves every request in the document
+//! and accepts every example.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -15,11 +16,11 @@ use vmferry_control::{
     Replies, Request, Server,
 };
 
-/// Keeps what it was asked for.
+/// A handler that records its requests.
 #[derive(Default)]
-struct Asked(Mutex<Vec<Request>>);
+struct RequestRecorder(Mutex<Vec<Request>>);
 
-impl Handler for Asked {
+impl Handler for RequestRecorder {
     fn handle(&self, request: Request, replies: &Replies) -> Result<Answer, ControlError> {
         if let Request::Migrate(_) = request {
             replies.event(&json!({ "event": "started" })).unwrap();
@@ -29,15 +30,15 @@ impl Handler for Asked {
     }
 }
 
-fn served() -> (tempfile::TempDir, PathBuf, Server, Arc<Asked>) {
+fn start_server() -> (tempfile::TempDir, PathBuf, Server, Arc<RequestRecorder>) {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("web.sock");
-    let asked = Arc::new(Asked::default());
-    let server = Server::bind(&path, Arc::<Asked>::clone(&asked)).unwrap();
-    (directory, path, server, asked)
+    let recorder = Arc::new(RequestRecorder::default());
+    let server = Server::bind(&path, Arc::<RequestRecorder>::clone(&recorder)).unwrap();
+    (directory, path, server, recorder)
 }
 
-/// As any client of HTTP does it.
+/// Sends a request like an ordinary HTTP client.
 fn ask(path: &Path, method: &str, target: &str, body: &str) -> (u16, String, String) {
     let mut socket = UnixStream::connect(path).unwrap();
     let length = body.len();
@@ -57,7 +58,7 @@ fn document() -> Value {
     serde_json::from_str(OPENAPI).unwrap()
 }
 
-/// The document with the schemas of today's types.
+/// The document with the schemas of the current types.
 fn generated() -> Value {
     let settings = || {
         SchemaSettings::draft2020_12()
@@ -74,18 +75,18 @@ fn generated() -> Value {
     answers.subschema_for::<SourceStats>();
     let mut document = document();
     let schemas = document["components"]["schemas"].as_object_mut().unwrap();
-    // The status is the VMM's own, and events are of many kinds: these two are written by hand.
+    // The status is defined by each VMM, and events vary. Their schemas are written by hand.
     schemas.retain(|name, _| ["Status", "Event"].contains(&name.as_str()));
     schemas.extend(requests.take_definitions(true));
     schemas.extend(answers.take_definitions(true));
-    // Without a destination there is no migration, whatever the type's default is.
+    // A destination is required, although the type has a default.
     let migrate = &mut schemas["MigrateRequest"];
     migrate["required"] = json!(["to"]);
     migrate["properties"]["to"].as_object_mut().unwrap().remove("default");
     document
 }
 
-/// `cargo test -p vmferry-control --test document -- --ignored` writes the document again.
+/// To regenerate the document, run `cargo test -p vmferry-control --test document -- --ignored`.
 #[test]
 fn document_has_the_schemas_of_the_types() {
     assert_eq!(document(), generated(), "write it again: see the comment");
@@ -98,7 +99,7 @@ fn write_the_document() {
     std::fs::write(path, serde_json::to_string_pretty(&generated()).unwrap() + "\n").unwrap();
 }
 
-/// The schema with this name, with all that it refers to.
+/// The schema with this name and all schemas that it refers to.
 fn schema(name: &str) -> jsonschema::Validator {
     let document = document();
     let mut schema = json!({ "$ref": format!("#/components/schemas/{name}") });
@@ -106,7 +107,7 @@ fn schema(name: &str) -> jsonschema::Validator {
     jsonschema::draft202012::new(&schema).unwrap()
 }
 
-/// Each operation with its method, path and example.
+/// The method, path and example of each operation.
 fn operations() -> Vec<(String, String, Value)> {
     let document = document();
     let mut all = Vec::new();
@@ -121,8 +122,8 @@ fn operations() -> Vec<(String, String, Value)> {
 }
 
 #[test]
-fn everything_in_the_document_is_served() {
-    let (_directory, path, _server, asked) = served();
+fn document_operations_are_served() {
+    let (_directory, path, _server, recorder) = start_server();
     let operations = operations();
     assert_eq!(operations.len(), 13);
     for (method, target, example) in &operations {
@@ -136,20 +137,20 @@ fn everything_in_the_document_is_served() {
             "{head}"
         );
     }
-    // The document itself is no request to the guest.
-    assert_eq!(asked.0.lock().unwrap().len(), operations.len() - 1);
+    // The handler never sees the request for the document.
+    assert_eq!(recorder.0.lock().unwrap().len(), operations.len() - 1);
 }
 
 #[test]
-fn the_document_is_told_as_it_stands() {
-    let (_directory, path, _server, _) = served();
+fn document_is_served_verbatim() {
+    let (_directory, path, _server, _) = start_server();
     let (status, _, body) = ask(&path, "GET", "/api/v1/openapi.json", "");
     assert_eq!((status, body.as_str()), (200, OPENAPI));
 }
 
 #[test]
-fn what_the_document_does_not_have_is_refused_in_the_shape_that_it_has() {
-    let (_directory, path, _server, _) = served();
+fn unknown_requests_are_refused_with_the_documented_error() {
+    let (_directory, path, _server, _) = start_server();
     let error = schema("Error");
     for (method, target, body, expected) in [
         ("PUT", "/api/v1/guest", "", 404),
@@ -165,14 +166,14 @@ fn what_the_document_does_not_have_is_refused_in_the_shape_that_it_has() {
 }
 
 #[test]
-fn requests_are_as_their_schemas_say() {
+fn requests_match_their_schemas() {
     let migrate = schema("MigrateRequest");
     let request = MigrateRequest { to: "unix:/in".into(), ..MigrateRequest::default() };
     let body = serde_json::to_value(&request).unwrap();
     if let Err(error) = migrate.validate(&body) {
         panic!("{error}: {body}");
     }
-    // Each member that the schema has is one that is written, or left out where there is none.
+    // Each member of the schema is written by default, unless it is absent by default.
     let document = document();
     let members =
         document["components"]["schemas"]["MigrateRequest"]["properties"].as_object().unwrap();
@@ -182,9 +183,9 @@ fn requests_are_as_their_schemas_say() {
         assert!(optional || body.get(name).is_some(), "{name}");
     }
     assert!(body.as_object().unwrap().keys().all(|name| members.contains_key(name)), "{body}");
-    // What is written by default is what the document says.
-    for (name, said) in members {
-        if let Some(default) = said.get("default") {
+    // The defaults in the schema are the values written by default.
+    for (name, schema) in members {
+        if let Some(default) = schema.get("default") {
             assert_eq!(&body[name], default, "{name}");
         }
     }
@@ -199,7 +200,7 @@ fn requests_are_as_their_schemas_say() {
 }
 
 #[test]
-fn answers_are_as_their_schemas_say() {
+fn answers_match_their_schemas() {
     let progress = serde_json::to_value(vmferry::source::Progress::default()).unwrap();
     let estimate = serde_json::to_value(vmferry::estimate::Estimate::default()).unwrap();
     for (name, answer) in [("Progress", progress), ("Estimate", estimate)] {

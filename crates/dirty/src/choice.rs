@@ -1,8 +1,5 @@
 //! The choice of a dirty log.
 
-use std::fmt;
-use std::str::FromStr;
-
 use serde::{Deserialize, Serialize};
 
 /// The size of guest memory from which [`LogChoice::Auto`] uses KVM's dirty ring. From this size
@@ -11,53 +8,49 @@ use serde::{Deserialize, Serialize};
 pub const RING_FROM_BYTES: u64 = 32 << 30;
 
 /// The user's choice of a dirty log.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    Hash,
+    Serialize,
+    Deserialize,
+    strum::Display,
+    strum::EnumString,
+)]
+#[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase", parse_err_ty = String, parse_err_fn = unknown_log)]
 pub enum LogChoice {
     /// The best log for the guest, chosen by the size of its memory. From [`RING_FROM_BYTES`] on it
     /// is KVM's dirty ring, whose cost depends on the pages written. Below that it is KVM's bitmap,
     /// with manual clear while few pages are dirty and without while many are, as each harvest
     /// measures. For guests without KVM it is userfaultfd.
     #[default]
-    #[serde(rename = "auto")]
     Auto,
     /// KVM's bitmap, which protects every reported page at each collect.
     #[serde(rename = "bitmap")]
+    #[strum(serialize = "bitmap")]
     KvmBitmap,
     /// KVM's bitmap with manual clear, which protects pages just before they are read.
     #[serde(rename = "clear")]
+    #[strum(serialize = "clear")]
     KvmClear,
     /// KVM's dirty ring, whose harvest costs depend on the pages written, not on the size of
     /// memory. The machine must be created for it.
     #[serde(rename = "ring")]
+    #[strum(serialize = "ring")]
     KvmRing,
     /// userfaultfd's asynchronous write protection.
     #[serde(rename = "uffd")]
+    #[strum(serialize = "uffd")]
     Userfaultfd,
 }
 
-impl fmt::Display for LogChoice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Auto => "auto",
-            Self::KvmBitmap => "bitmap",
-            Self::KvmClear => "clear",
-            Self::KvmRing => "ring",
-            Self::Userfaultfd => "uffd",
-        })
-    }
-}
-
-impl FromStr for LogChoice {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        [Self::Auto, Self::KvmBitmap, Self::KvmClear, Self::KvmRing, Self::Userfaultfd]
-            .into_iter()
-            .find(|choice| choice.to_string() == text)
-            .ok_or_else(|| {
-                format!("`{text}` is no dirty log: choose auto, bitmap, clear, ring or uffd")
-            })
-    }
+fn unknown_log(text: &str) -> String {
+    format!("`{text}` is no dirty log: choose auto, bitmap, clear, ring or uffd")
 }
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
 //! Several logs of the same memory, used as one.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use vmferry_memory::{PageSet, SlotId};
 
 use crate::{DirtyLog, DirtyLogError};
@@ -18,10 +19,6 @@ impl UnionLog {
     #[must_use]
     pub fn new(logs: Vec<Arc<dyn DirtyLog>>) -> Self {
         Self { logs, given_back: Mutex::new(None) }
-    }
-
-    fn given_back(&self) -> std::sync::MutexGuard<'_, Option<PageSet>> {
-        self.given_back.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -44,14 +41,14 @@ impl DirtyLog for UnionLog {
     }
 
     fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
-        if let Some(pages) = self.given_back().take() {
+        if let Some(pages) = self.given_back.lock().take() {
             into.union_with(&pages);
         }
         self.logs.iter().try_for_each(|log| log.collect(into))
     }
 
     fn collect_last(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
-        if let Some(pages) = self.given_back().take() {
+        if let Some(pages) = self.given_back.lock().take() {
             into.union_with(&pages);
         }
         self.logs.iter().try_for_each(|log| log.collect_last(into))
@@ -62,7 +59,7 @@ impl DirtyLog for UnionLog {
     }
 
     fn give_back(&self, pages: &PageSet) {
-        match &mut *self.given_back() {
+        match &mut *self.given_back.lock() {
             Some(kept) => kept.union_with(pages),
             none => *none = Some(pages.clone()),
         }

@@ -66,7 +66,7 @@ const PAGES: u64 = 6000;
 const LAYOUT: [SlotLayout; 1] = [SlotLayout { slot: SlotId(0), gpa: 0, pages: PAGES }];
 
 #[test]
-fn a_harvest_of_userfaultfd_allocates_nothing() {
+fn userfaultfd_harvest_allocates_nothing() {
     for kind in [MemoryKind::Private, MemoryKind::Memfd] {
         let memory = GuestMemory::allocate(&LAYOUT, kind).unwrap();
         let log = UffdLog::new(&memory).expect("this test needs userfaultfd");
@@ -77,7 +77,7 @@ fn a_harvest_of_userfaultfd_allocates_nothing() {
 }
 
 #[test]
-fn a_harvest_of_the_software_log_allocates_nothing_but_for_get_org() {
+fn software_harvest_allocates_nothing_except_get_org() {
     for way in SoftwareWay::ALL {
         let mapped = map_slots::<DirtyBitmap>(&LAYOUT, MemoryKind::Private).unwrap();
         let memory = GuestMemory::from_vm_memory(&mapped).unwrap();
@@ -94,7 +94,7 @@ fn a_harvest_of_the_software_log_allocates_nothing_but_for_get_org() {
 }
 
 #[test]
-fn a_harvest_of_kvm_allocates_nothing() {
+fn kvm_harvest_allocates_nothing() {
     need_kvm();
     for log in ["bitmap", "clear", "adaptive", "ring"] {
         let ring = (log == "ring").then_some(8192);

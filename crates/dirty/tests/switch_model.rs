@@ -137,14 +137,14 @@ fn writers_and_switches(
 }
 
 #[test]
-fn no_write_is_lost_whatever_the_switch_does_at_that_moment() {
+fn switch_loses_no_write_at_any_moment() {
     writers_and_switches(APART, Guest::harvest_rest);
     writers_and_switches(TOGETHER, Guest::harvest_rest);
 }
 
 #[test]
 #[should_panic(expected = "a write was lost")]
-fn a_last_harvest_that_reads_one_bitmap_loses_a_late_mark() {
+fn last_harvest_of_one_bitmap_loses_a_late_mark() {
     writers_and_switches(APART, Guest::harvest);
 }
 
@@ -174,12 +174,12 @@ fn start_beside_a_writer(start: impl Fn(&Guest) + Copy + Sync + Send + 'static) 
 }
 
 #[test]
-fn a_write_beside_the_start_is_copied_or_logged() {
+fn write_during_the_start_is_copied_or_logged() {
     start_beside_a_writer(Guest::start);
 }
 
 #[test]
 #[should_panic(expected = "a write was lost")]
-fn a_start_without_its_fence_loses_a_write() {
+fn start_without_its_fence_loses_a_write() {
     start_beside_a_writer(|guest| guest.pair.start());
 }

@@ -255,7 +255,7 @@ impl MigrateError {
                 ReasonCode::Protocol => ErrorClass::Protocol,
                 ReasonCode::DigestMismatch => ErrorClass::Corrupt,
                 ReasonCode::TimedOut => ErrorClass::LinkLost,
-                ReasonCode::Unauthorised => ErrorClass::Authentication,
+                ReasonCode::Unauthorized => ErrorClass::Authentication,
                 ReasonCode::PoweredOff => ErrorClass::GuestState,
                 _ => ErrorClass::Internal,
             },

@@ -1,10 +1,11 @@
 //! Control channels: typed messages over the two halves of a channel, and errors for lost channels.
 
 use std::io::{self, Read, Write};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use vmferry_memory::GuestBytes;
 use vmferry_transport::{ChannelCloser, ChannelWriter};
 use vmferry_wire::{CONTROL_HEADER_BYTES, ControlHeader, ControlMessage};
@@ -35,7 +36,7 @@ impl<W: Write> ControlWriter<W> {
     /// # Errors
     /// The channel's error. Part of the message may have been sent.
     pub fn send(&self, message: &ControlMessage) -> io::Result<()> {
-        let mut outgoing = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut outgoing = self.0.lock();
         let Outgoing { writer, version, bytes } = &mut *outgoing;
         bytes.clear();
         message.encode(*version, bytes);
@@ -50,7 +51,7 @@ impl ControlWriter<ChannelWriter> {
     /// # Errors
     /// The channel's.
     pub fn finish(&self) -> io::Result<()> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).writer.finish()
+        self.0.lock().writer.finish()
     }
 }
 
@@ -62,18 +63,18 @@ pub struct ControlSlot(Mutex<Option<(Arc<ControlWriter<ChannelWriter>>, ChannelC
 impl ControlSlot {
     /// Uses this channel from now on.
     pub fn set(&self, writer: Arc<ControlWriter<ChannelWriter>>, closer: ChannelCloser) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some((writer, closer));
+        *self.0.lock() = Some((writer, closer));
     }
 
     /// Removes the channel until `set` is called again.
     pub fn clear(&self) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *self.0.lock() = None;
     }
 
     /// Sends a message if there is a channel. A channel that fails is closed, which its reader
     /// notices.
     pub fn send(&self, message: &ControlMessage) {
-        let mut slot = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut slot = self.0.lock();
         if let Some((writer, closer)) = &*slot
             && writer.send(message).is_err()
         {

@@ -1,5 +1,5 @@
-//! Once all buffers are allocated, pages are moved from one side's memory to the other's without
-//! further allocations.
+//! With all buffers allocated, pages move from one side's memory to the other's without further
+//! allocations.
 
 #![cfg(all(target_os = "linux", target_env = "gnu"))]
 
@@ -9,10 +9,11 @@ mod counting;
 mod support;
 
 use std::io::Cursor;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use counting::{allocations, of_all_threads};
+use parking_lot::Mutex;
 use support::content::{content, let_work_between_rounds, mixed_guest};
 use support::{DestinationGuest, Guest, PAGES, Scenario, address, owned, test_all};
 use vmferry::data::destination::place::{FrameReader, PlacedCounters, Placer, is_placed_at_once};
@@ -114,8 +115,8 @@ impl Path {
 }
 
 #[test]
-fn frames_allocate_nothing_on_their_way() {
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+fn frames_need_no_allocations() {
+    let _alone = ALONE.lock();
     let methods = [
         None,
         Some(Method::lz4()),
@@ -147,8 +148,8 @@ fn frames_allocate_nothing_on_their_way() {
 /// All threads of both sides. Messages allocate, and so does the first use of a buffer, but there
 /// is no allocation for each page or frame.
 #[test]
-fn the_engine_allocates_next_to_nothing_per_page() {
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+fn engine_allocates_almost_nothing_per_page() {
+    let _alone = ALONE.lock();
     let ways = ["delta", "zlib:1", "auto", "none", "lz4", "zstd:1"];
     for way in &ways[..if test_all() { ways.len() } else { 3 }] {
         let mut seen = Vec::with_capacity(100);

@@ -1,5 +1,5 @@
-//! The device state is in no core dump, on its whole way from one VMM to the other: a source and a
-//! destination crash while they have it, and their dumps are searched.
+//! The device state is in no core dump on its way from one VMM to the other: a source and a
+//! destination crash while they hold it, and their dumps are searched.
 
 #[path = "../../memory/tests/dumps/mod.rs"]
 mod dumps;
@@ -22,7 +22,7 @@ use vmferry_dirty::DirtyLog;
 use vmferry_memory::{GuestBytes, GuestMemory};
 use vmferry_transport::{Address, Dialer, Listener};
 
-/// Bytes of the state for each pattern. All of them together exceed the buffer of a socket.
+/// Bytes of the state for each pattern. Together they exceed the buffer of a socket.
 const STRIDE: usize = 64 << 10;
 
 /// Timeout for the state's arrival.
@@ -32,7 +32,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const LISTENING: &str = "listening";
 
 #[test]
-fn a_source_that_sends_the_device_state_has_it_in_no_core_dump() {
+fn source_that_sends_device_state_has_it_in_no_core_dump() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("relay.sock");
     are_kept_out(&format!("source {}", path.display()), &patterns(PAGES), |child| {
@@ -49,14 +49,14 @@ fn a_source_that_sends_the_device_state_has_it_in_no_core_dump() {
         let (seen, state) = channel();
         std::thread::spawn(move || relay(&listener, &behind, &seen));
         child.go_on();
-        state.recv_timeout(PATIENCE).expect("the state comes");
+        state.recv_timeout(PATIENCE).expect("the state arrives");
         // The child's threads keep waiting for the relay, which has stopped reading.
         child.go_on();
     });
 }
 
 #[test]
-fn a_destination_that_loads_the_device_state_has_it_in_no_core_dump() {
+fn destination_that_loads_device_state_has_it_in_no_core_dump() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("in.sock");
     are_kept_out(&format!("destination {}", path.display()), &patterns(PAGES), |child| {
@@ -73,9 +73,9 @@ fn a_destination_that_loads_the_device_state_has_it_in_no_core_dump() {
     });
 }
 
-/// Not a test: the process that the tests above crash.
+/// The process that the tests above crash; not a test.
 #[test]
-fn the_child() {
+fn child_process_of_the_test() {
     let Some((kind, undone)) = order() else { return };
     let (side, path) = kind.split_once(' ').unwrap();
     let (scenario, at) = (Scenario::new(), Address::Unix(PathBuf::from(path)));

@@ -30,7 +30,8 @@ const GREETINGS: u64 = 11 * MIB;
 /// Limit of what may be received over gRPC before its reader takes it: see docs/security.md.
 const GRPC_WINDOW: u64 = 8 * MIB;
 
-/// What the first connections of a process leave behind: stacks, the allocator's arenas, a runtime.
+/// What the first connections of a process leave allocated: stacks, the allocator's arenas, a
+/// runtime.
 const SLACK: u64 = 9 * MIB;
 
 /// The largest device state.
@@ -73,7 +74,7 @@ impl Victim {
 
     fn start(order: &str) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "the_child", "--nocapture"])
+            .args(["--exact", "child_process_of_the_test", "--nocapture"])
             .env(CHILD, order)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -116,9 +117,9 @@ impl Drop for Victim {
     }
 }
 
-/// Not a test: the process that the tests attack. It ends with its standard input.
+/// The process that the tests attack; not a test. It ends with its standard input.
 #[test]
-fn the_child() {
+fn child_process_of_the_test() {
     let Ok(order) = std::env::var(CHILD) else { return };
     let words: Vec<&str> = order.splitn(3, ' ').collect();
     std::thread::spawn(|| {
@@ -172,7 +173,7 @@ fn said(message: &ControlMessage) -> Vec<u8> {
 }
 
 #[test]
-fn twelve_bytes_from_a_host_without_a_rule_buy_no_memory() {
+fn header_from_a_host_without_a_rule_allocates_nothing() {
     let pki = Pki::new();
     for way in WAYS {
         let mut victim = Victim::destination(&pki, way);
@@ -205,7 +206,7 @@ fn twelve_bytes_from_a_host_without_a_rule_buy_no_memory() {
 }
 
 #[test]
-fn more_connections_than_are_greeted_that_send_all_they_can_hold_what_is_promised() {
+fn excess_connections_stay_within_the_memory_limit() {
     let pki = Pki::new();
     for way in WAYS {
         let mut victim = Victim::destination(&pki, way);
@@ -236,7 +237,7 @@ fn more_connections_than_are_greeted_that_send_all_they_can_hold_what_is_promise
 }
 
 #[test]
-fn a_source_whose_answers_are_not_read_fills_no_queue_with_states() {
+fn source_that_reads_no_answers_fills_no_queue_with_states() {
     let pki = Pki::new();
     for way in WAYS {
         let mut victim = Victim::destination(&pki, way);
@@ -254,7 +255,7 @@ fn a_source_whose_answers_are_not_read_fills_no_queue_with_states() {
 
 /// The session's thread is in its VMM, so nothing is answered or refused.
 #[test]
-fn a_source_that_talks_while_its_guest_is_prepared_fills_no_queue() {
+fn source_that_sends_during_preparation_fills_no_queue() {
     let pki = Pki::new();
     for way in WAYS {
         let mut victim = Victim::slow_destination(&pki, way);
@@ -272,7 +273,7 @@ fn a_source_that_talks_while_its_guest_is_prepared_fills_no_queue() {
 }
 
 #[test]
-fn a_state_that_is_said_again_and_again_is_held_once() {
+fn repeated_states_are_held_once() {
     let pki = Pki::new();
     for way in WAYS {
         let mut victim = Victim::destination(&pki, way);
@@ -292,7 +293,7 @@ fn a_state_that_is_said_again_and_again_is_held_once() {
 }
 
 #[test]
-fn a_destination_that_says_what_only_sources_say_fills_no_source() {
+fn destination_that_sends_source_messages_fills_no_source() {
     let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let port = listener.local_addr().unwrap().port();
     let address = Address::Tcp { host: "127.0.0.1".into(), port };
@@ -315,7 +316,7 @@ fn a_destination_that_says_what_only_sources_say_fills_no_source() {
 }
 
 #[test]
-fn an_announcement_is_what_is_announced() {
+fn announcement_of_the_test_helpers_is_accepted() {
     // The helpers of this program send what a source sends: a destination accepts it.
     let pki = Pki::new();
     let victim = Victim::destination(&pki, "tls:127.0.0.1:0");

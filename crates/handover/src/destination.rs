@@ -2,51 +2,52 @@
 
 use crate::SessionWord;
 
-/// Where the destination stands. See the diagram in the [crate](crate).
+/// The destination's state. See the diagram in the [crate](crate).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum DestinationState {
     /// Memory and state are arriving. OPEN is in the journal.
     Receiving,
-    /// All memory is placed, the state is loaded, the digests agree: waits for COMMIT.
+    /// All memory is placed, the state is loaded and the digests agree. The destination waits for
+    /// COMMIT.
     Ready,
-    /// COMMIT has come and RUN-INTENT is being written.
+    /// COMMIT was received, and RUN-INTENT is being written.
     IntentWriting,
-    /// RUN-INTENT is on disk: the guest is this host's, for good.
+    /// RUN-INTENT is on disk: this host owns the guest from now on.
     Owns,
     /// ABORTED is being written.
     AbortWriting,
     /// ABORTED is on disk: the guest never runs here.
     Aborted,
-    /// The journal failed, so that nobody knows which record is on disk. The guest does not run in
-    /// this process; the next one to read the journal knows. A guest that outlives the process
-    /// waits for that one.
+    /// The journal failed, so it is unknown which record is on disk. The guest does not run in this
+    /// process. The next process that reads the journal decides; a guest that outlives this process
+    /// waits for it.
     Stuck,
 }
 
-/// What happens to the destination.
+/// An input of the destination's state machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum DestinationEvent {
-    /// All memory is placed, the state is loaded, the digests agree.
+    /// All memory is placed, the state is loaded and the digests agree.
     Loaded,
-    /// COMMIT, on the control channel or on a query channel.
+    /// COMMIT was received on the control channel or on a query channel.
     Commit,
-    /// The source said that there will be no COMMIT, or this side failed or was cancelled.
+    /// The source announced that there will be no COMMIT, or this side failed or was canceled.
     Failed,
-    /// The link to the source is gone, or silent for too long.
+    /// The link to the source was lost, or was silent for too long.
     LinkLost,
-    /// No COMMIT has come for as long as the configuration allows.
+    /// No COMMIT was received within the configured time.
     CommitTimeout,
     /// RUN-INTENT is on disk.
     IntentWritten,
     /// ABORTED is on disk.
     AbortWritten,
-    /// The record that was being written may be on disk, or not.
+    /// A write to the journal failed. The record may or may not be on disk.
     JournalFailed,
-    /// The source asks for the word about this session.
+    /// The source asks for the destination's word about this session.
     Query,
 }
 
-/// What the driver must do, in the order given.
+/// An action that the driver must take, in the given order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum DestinationEffect {
     /// Tell the source that this side is READY.
@@ -55,13 +56,13 @@ pub enum DestinationEffect {
     WriteIntent,
     /// Append ABORTED, synced, and report `AbortWritten` or `JournalFailed`.
     WriteAborted,
-    /// Run the guest, unless it has run on this host before. After a restart it may have.
+    /// Run the guest, unless it has already run on this host, as it may have before a restart.
     Run,
     /// Tell the source that the guest runs here.
     SendRunning,
     /// Tell the source that the guest never ran here and never will.
     SendAborted,
-    /// Throw away what is here of the guest's memory and state.
+    /// Discard the guest's memory and state on this host.
     Discard,
     /// Answer the query with this word.
     Answer(SessionWord),
@@ -74,7 +75,7 @@ impl DestinationState {
         self == Self::Owns
     }
 
-    /// Whether the handover is over on this side.
+    /// Whether the handover has ended on this side.
     #[must_use]
     pub fn is_final(self) -> bool {
         matches!(self, Self::Owns | Self::Aborted | Self::Stuck)
@@ -93,7 +94,7 @@ impl DestinationState {
         }
     }
 
-    /// The state after `event`, and what must be done.
+    /// The state after `event`, and the required effects.
     #[must_use]
     pub fn step(self, event: DestinationEvent) -> (Self, &'static [DestinationEffect]) {
         use DestinationEffect as Do;
@@ -111,21 +112,22 @@ impl DestinationState {
             ),
 
             (S::Receiving, On::Loaded) => (S::Ready, &[Do::SendReady]),
-            // A COMMIT without READY is a broken peer: the guest is not whole here.
+            // COMMIT without READY means a broken peer: the guest is incomplete here.
             (S::Receiving, On::Failed | On::LinkLost | On::Commit | On::CommitTimeout)
             | (S::Ready, On::Failed | On::CommitTimeout) => (S::AbortWriting, &[Do::WriteAborted]),
 
             (S::Ready, On::Commit) => (S::IntentWriting, &[Do::WriteIntent]),
-            // The source may have journalled COMMIT: only time or its own word ends the wait.
+            // The source may have journaled COMMIT. Only the time-out or the source's word ends the
+            // wait.
             (S::Ready, On::LinkLost) => (S::Ready, &[]),
 
             (S::IntentWriting, On::IntentWritten) => (S::Owns, &[Do::Run, Do::SendRunning]),
             (S::AbortWriting, On::AbortWritten) => (S::Aborted, &[Do::SendAborted, Do::Discard]),
             (S::AbortWriting, On::JournalFailed) => (S::Stuck, &[Do::Discard]),
-            // RUN-INTENT may be on disk: the next process needs the guest then.
+            // RUN-INTENT may be on disk. If it is, the next process needs the guest.
             (S::IntentWriting, On::JournalFailed) => (S::Stuck, &[]),
 
-            // COMMIT again: the answer to the first one was lost.
+            // A repeated COMMIT: the answer to the first one was lost.
             (S::Owns, On::Commit) => (S::Owns, &[Do::SendRunning]),
             (S::Aborted, On::Commit) => (S::Aborted, &[Do::SendAborted]),
 
@@ -134,25 +136,34 @@ impl DestinationState {
     }
 }
 
-/// The state of a session after a restart of the destination, from what its journal holds, and what
-/// must be done: `None` when the journal does not know the session.
+/// The promises that a destination's journal holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DestinationRecords {
+    /// Whether it holds OPEN.
+    pub opened: bool,
+    /// Whether it holds RUN-INTENT.
+    pub intent: bool,
+    /// Whether it holds ABORTED.
+    pub aborted: bool,
+}
+
+/// The state of a session after a restart of the destination, and the required effects, derived
+/// from the journal's records. `None` if the journal does not know the session.
 ///
-/// A guest may outlive the process that received it. One that was promised to run is run if it
-/// never has, and what is left of one that never will is thrown away.
+/// A guest may outlive the process that received it. After RUN-INTENT the guest is run if it has
+/// never run here. After ABORTED it is discarded.
 #[must_use]
 pub fn recover_destination(
-    opened: bool,
-    intent: bool,
-    aborted: bool,
+    records: DestinationRecords,
 ) -> Option<(DestinationState, &'static [DestinationEffect])> {
     use DestinationEffect as Do;
-    Some(match (opened, intent, aborted) {
+    Some(match (records.opened, records.intent, records.aborted) {
         (_, true, false) => (DestinationState::Owns, &[Do::Run]),
         (_, false, true) => (DestinationState::Aborted, &[Do::Discard]),
-        // ABORTED must be on disk before it is said.
+        // ABORTED must be on disk before it is sent.
         (true, false, false) => (DestinationState::AbortWriting, &[Do::WriteAborted]),
         (false, false, false) => return None,
-        // Written by no version of this code. Neither word may be given.
+        // No version of this code writes both records. Neither word may be given.
         (_, true, true) => (DestinationState::Stuck, &[]),
     })
 }
@@ -183,7 +194,7 @@ mod tests {
     ];
 
     #[test]
-    fn the_guest_runs_only_after_run_intent_is_written() {
+    fn guest_runs_only_after_run_intent_is_written() {
         for state in STATES {
             for event in EVENTS {
                 let (next, effects) = state.step(event);
@@ -196,8 +207,8 @@ mod tests {
     }
 
     #[test]
-    fn no_journal_ever_holds_both_words() {
-        // From a state in which one record is or may be written, the other is never asked for.
+    fn journal_never_holds_both_words() {
+        // Once one of the records is or may be written, the other must never be requested.
         let reachable = |from: DestinationState| {
             let mut seen = vec![from];
             let mut at = 0;
@@ -225,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ready_destination_outlives_its_link() {
+    fn ready_destination_ignores_a_lost_link() {
         assert_eq!(
             DestinationState::Ready.step(DestinationEvent::LinkLost),
             (DestinationState::Ready, &[][..])
@@ -233,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn stuck_keeps_a_guest_that_may_be_promised() {
+    fn stuck_keeps_a_guest_that_run_intent_may_promise() {
         let failed = DestinationEvent::JournalFailed;
         assert_eq!(
             DestinationState::IntentWriting.step(failed),
@@ -256,7 +267,8 @@ mod tests {
             ((true, true, true), Some((DestinationState::Stuck, &[]))),
         ] {
             let (opened, intent, aborted) = journal;
-            assert_eq!(recover_destination(opened, intent, aborted), recovered);
+            let records = DestinationRecords { opened, intent, aborted };
+            assert_eq!(recover_destination(records), recovered);
         }
     }
 }

@@ -1,55 +1,56 @@
-//! The source's guest, in types: what may be done with it depends on what was promised.
+//! The source's guest as types: the promises that were made decide what may be done with it.
 //!
 //! ```text
 //! Running --pause--> Paused --commit(CommitWritten)--> Committed --release--> (gone)
 //!    ^                 |  ^                                |
 //!    +-----resume------+  +------take_back(Returned)-------+
 //! ```
-//! A [`Committed`] guest has no method that resumes it. `Returned`, the proof that it is this host's
-//! again, is made of nothing but the state of the handover.
+//! A [`Committed`] guest has no method that resumes it. Taking it back needs `Returned`, the proof
+//! that this host owns the guest again, and only a handover in the state `Kept` gives that proof.
 //!
-//! The driver of a migration has its guest as a [`SourceGuest`], in one of these types at a time.
+//! The driver of a migration holds its guest as a [`SourceGuest`], which is in one of these types
+//! at a time.
 
 use std::time::Duration;
 
 use crate::SourceState;
 use crate::journal::{Journal, JournalError, Record};
 
-/// An error that a VMM reports: the chain is kept for the local user, the peer gets its text only.
+/// An error that a VMM reports. The local user sees the whole chain; the peer gets its text only.
 pub type VmError = Box<dyn std::error::Error + Send + Sync>;
 
-/// A guest that can be let run on: all that is done with it where the process that migrated it has
-/// died and another one takes over.
+/// A guest that can be resumed. This is all that a process needs when it takes over from a source
+/// process that died.
 pub trait Resume: Send + 'static {
-    /// Lets the paused guest run on. Idempotent on a guest that runs.
+    /// Resumes the paused guest. Has no effect on a running guest.
     ///
     /// # Errors
-    /// Whatever keeps a vCPU or a device from starting.
+    /// A vCPU or a device could not be started.
     fn resume(&mut self) -> Result<(), VmError>;
 
-    /// Whether somebody else than the engine has paused the guest, such as an operator.
-    /// [`resume`](Self::resume) leaves such a guest paused, and it arrives paused. Asked once its
-    /// state is saved.
+    /// Whether another party than the engine, such as an operator, has paused the guest.
+    /// [`resume`](Self::resume) leaves such a guest paused, and it stays paused at the destination.
+    /// The engine asks after it has saved the state.
     fn is_paused_by_others(&self) -> bool {
         false
     }
 }
 
-/// Attempts to resume a guest before its VMM is believed to be broken.
+/// Number of attempts to resume a guest before the engine reports an error.
 const RESUME_ATTEMPTS: u32 = 3;
 
-/// The guest at the source, in the hands of the driver that migrates it.
+/// The guest at the source, as held by the driver of the migration.
 #[derive(Debug)]
 pub enum SourceGuest<V: Resume> {
-    /// It runs.
+    /// The guest runs.
     Running(Running<V>),
-    /// It is paused, and this host's.
+    /// The guest is paused, and this host owns it.
     Paused(Paused<V>),
-    /// COMMIT is journaled: it never runs here again unless the destination aborts.
+    /// COMMIT is journaled. The guest never runs here again, unless the destination aborts.
     Committed(Committed<V>),
-    /// The destination has it: its VMM remains to be torn down.
+    /// The destination owns the guest. Its VMM here remains to be torn down.
     Released(V),
-    /// Between two of these, within one call.
+    /// A transition between two of the other variants, within one call.
     Moving,
 }
 
@@ -57,10 +58,10 @@ pub enum SourceGuest<V: Resume> {
 #[derive(Debug)]
 pub struct Running<V>(V);
 
-/// A guest that is paused on this host, and is this host's.
+/// A guest that is paused on this host and owned by it.
 ///
-/// Dropped without a decision, as in a panic, it is resumed: the guest must not stay paused
-/// because a migration broke.
+/// Dropping it without a decision, as a panic does, resumes the guest: a broken migration must not
+/// leave the guest paused.
 #[derive(Debug)]
 pub struct Paused<V: Resume>(Option<V>);
 
@@ -72,12 +73,12 @@ pub struct Committed<V>(V);
 #[derive(Debug)]
 pub struct CommitWritten(());
 
-/// Proof that a committed guest is this host's again.
+/// Proof that this host owns a committed guest again.
 struct Returned(());
 
 impl<V: Resume> SourceGuest<V> {
-    /// A paused guest that a process finds in place of one that has died. It may be resumed only
-    /// where the handover says so.
+    /// A paused guest that another process takes over from a process that died. It can be resumed
+    /// only in handover states that allow it.
     pub fn recovered(vm: V, state: SourceState) -> Self {
         if state.may_run() {
             Self::Paused(Paused(Some(vm)))
@@ -86,7 +87,7 @@ impl<V: Resume> SourceGuest<V> {
         }
     }
 
-    /// Promises the guest away, if it is paused and this host's.
+    /// Commits the guest, if it is paused and owned by this host.
     pub fn commit(&mut self, proof: CommitWritten) {
         *self = match self.take() {
             Self::Paused(paused) => paused.commit(proof).map_or(Self::Moving, Self::Committed),
@@ -94,11 +95,11 @@ impl<V: Resume> SourceGuest<V> {
         };
     }
 
-    /// Resumes the guest, if it is paused and this host's. A guest that was promised away is this
-    /// host's only if the handover says so.
+    /// Resumes the guest, if it is paused and owned by this host. A committed guest is resumed only
+    /// if `state` says that this host owns it again.
     ///
     /// # Errors
-    /// What the VMM said last; the guest stays paused.
+    /// The VMM's last error. The guest stays paused.
     pub fn resume(&mut self, state: SourceState) -> Result<(), VmError> {
         let paused = match (self.take(), returned(state)) {
             (Self::Paused(paused), _) => paused,
@@ -116,7 +117,7 @@ impl<V: Resume> SourceGuest<V> {
         resumed
     }
 
-    /// Gives up the guest, if it is promised away.
+    /// Releases the guest, if it is committed.
     pub fn release(&mut self) {
         *self = match self.take() {
             Self::Committed(committed) => Self::Released(committed.release()),
@@ -124,7 +125,7 @@ impl<V: Resume> SourceGuest<V> {
         };
     }
 
-    /// Pauses the guest, if it runs, and says for how long it has been paused; see
+    /// Pauses the guest if it runs, and returns how long it has been paused; see
     /// [`Running::pause`].
     pub fn pause(
         &mut self,
@@ -141,7 +142,8 @@ impl<V: Resume> SourceGuest<V> {
         paused
     }
 
-    /// The VMM has paused the guest by itself, if it ran.
+    /// Records that the VMM has paused the guest by itself. Has no effect unless the guest was
+    /// running.
     pub fn paused_by_vmm(&mut self) {
         *self = match self.take() {
             Self::Running(running) => Self::Paused(running.paused_by_vmm()),
@@ -149,14 +151,14 @@ impl<V: Resume> SourceGuest<V> {
         };
     }
 
-    /// Takes the guest out; what is left is [`Moving`](Self::Moving).
+    /// Takes the guest out and leaves [`Moving`](Self::Moving).
     pub fn take(&mut self) -> Self {
         std::mem::replace(self, Self::Moving)
     }
 }
 
 impl<V: Resume> Running<V> {
-    /// Takes charge of a running guest.
+    /// Wraps the VMM of a running guest.
     pub fn new(vm: V) -> Self {
         Self(vm)
     }
@@ -166,15 +168,15 @@ impl<V: Resume> Running<V> {
         &mut self.0
     }
 
-    /// Gives the VMM back.
+    /// Returns the VMM.
     pub fn into_vm(self) -> V {
         self.0
     }
 
-    /// Pauses the guest with `pause`, which returns for how long it has been paused by then.
+    /// Pauses the guest with `pause`, which returns how long the guest has been paused.
     ///
     /// # Errors
-    /// The guest, which the VMM could not pause, is resumed and returned with the error.
+    /// The VMM's error. The guest is resumed and returned with it.
     pub fn pause(
         mut self,
         pause: impl FnOnce(&mut V) -> Result<Duration, VmError>,
@@ -191,17 +193,17 @@ impl<V: Resume> Running<V> {
         }
     }
 
-    /// The VMM has paused the guest by itself.
+    /// Records that the VMM has paused the guest by itself.
     pub fn paused_by_vmm(self) -> Paused<V> {
         Paused(Some(self.0))
     }
 }
 
 impl<V: Resume> Paused<V> {
-    /// Lets the VMM do something with its paused guest, such as save its state.
+    /// Calls `act` on the VMM of the paused guest, for example to save its state.
     ///
     /// # Errors
-    /// What the VMM says; the guest stays paused.
+    /// The VMM's error. The guest stays paused.
     pub fn with_vm<T>(
         &mut self,
         act: impl FnOnce(&mut V) -> Result<T, VmError>,
@@ -214,11 +216,11 @@ impl<V: Resume> Paused<V> {
         self.0.as_ref().is_some_and(Resume::is_paused_by_others)
     }
 
-    /// Lets the guest run on. A VMM that can't do it once may do it when asked again: the guest's life
-    /// hangs on it.
+    /// Resumes the guest. Failed attempts are repeated, because a guest that stays paused is an
+    /// outage.
     ///
     /// # Errors
-    /// The paused guest and what the VMM said last.
+    /// The paused guest and the VMM's last error.
     pub fn resume(mut self) -> Result<Running<V>, (Option<Self>, VmError)> {
         let Some(mut vm) = self.0.take() else {
             return Err((None, "the guest is gone".into()));
@@ -235,13 +237,13 @@ impl<V: Resume> Paused<V> {
         }
     }
 
-    /// Gives the VMM back with its guest paused, for when it can't be resumed.
+    /// Returns the VMM with its guest paused, for a guest that cannot be resumed.
     #[must_use]
     pub fn into_vm(mut self) -> Option<V> {
         self.0.take()
     }
 
-    /// Promises the guest away.
+    /// Commits the guest.
     #[must_use]
     pub fn commit(mut self, _proof: CommitWritten) -> Option<Committed<V>> {
         self.0.take().map(Committed)
@@ -251,7 +253,8 @@ impl<V: Resume> Paused<V> {
 impl<V: Resume> Drop for Paused<V> {
     fn drop(&mut self) {
         if let Some(mut vm) = self.0.take() {
-            // Nobody is left to tell: the guest runs, or its VMM has died with this process.
+            // The error has no receiver here. Either the guest runs, or its VMM died with this
+            // process.
             let _ = vm.resume();
         }
     }
@@ -263,22 +266,22 @@ impl<V: Resume> Committed<V> {
         Paused(Some(self.0))
     }
 
-    /// Gives up the guest; the VMM remains to be torn down.
+    /// Releases the guest. Its VMM remains to be torn down.
     pub fn release(self) -> V {
         self.0
     }
 }
 
-/// Appends COMMIT to the journal, synced.
+/// Appends COMMIT to the journal and syncs it.
 ///
 /// # Errors
-/// The journal's; the guest is still this host's then.
+/// The journal's error. This host still owns the guest.
 pub fn write_commit(journal: &mut dyn Journal) -> Result<CommitWritten, JournalError> {
     journal.append(&Record::Commit)?;
     Ok(CommitWritten(()))
 }
 
-/// The proof that the guest is this host's, if the handover says so.
+/// The proof that this host owns the guest, if the handover's state says so.
 fn returned(state: SourceState) -> Option<Returned> {
     (state == SourceState::Kept).then_some(Returned(()))
 }

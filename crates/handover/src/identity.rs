@@ -1,4 +1,4 @@
-//! What a migration is called: the session and the guest, on every host.
+//! Identifiers of the session and the guest. They are the same on every host.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,10 +6,10 @@ use std::str::FromStr;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use uuid::Uuid;
 
-/// Longest name of a guest, in bytes.
+/// Maximum length of a guest's name, in bytes.
 pub const MAX_NAME_BYTES: usize = 128;
 
-/// The number of one attempt to migrate a guest: random, and used once.
+/// The identifier of one attempt to migrate a guest. It is random and used once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SessionId(pub [u8; 16]);
 
@@ -25,11 +25,11 @@ impl FromStr for SessionId {
     fn from_str(text: &str) -> Result<Self, String> {
         Uuid::from_str(text)
             .map(|uuid| Self(*uuid.as_bytes()))
-            .map_err(|error| format!("`{text}` is no session: {error}"))
+            .map_err(|error| format!("`{text}` is not a session number: {error}"))
     }
 }
 
-// As text where people read it (journals, `--json`), as 16 bytes on the wire.
+// Text where people read it (journals, `--json`), 16 bytes on the wire.
 impl Serialize for SessionId {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         if serializer.is_human_readable() {
@@ -50,12 +50,12 @@ impl<'de> Deserialize<'de> for SessionId {
     }
 }
 
-/// Who a guest is, on every host that it visits.
+/// The identity of a guest. It is the same on every host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GuestIdentity {
-    /// Never changes.
+    /// The UUID, which never changes.
     pub uuid: Uuid,
-    /// For people; at most [`MAX_NAME_BYTES`].
+    /// The name, for people; at most [`MAX_NAME_BYTES`].
     pub name: String,
 }
 
@@ -65,19 +65,19 @@ impl fmt::Display for GuestIdentity {
     }
 }
 
-/// What a destination knows of a session. It never gives another word later, except that
-/// `Pending` ends.
+/// A destination's answer about a session. It is final, except that `Pending` is followed by
+/// another word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SessionWord {
-    /// It has no record of the session. This is *not* [`Aborted`](Self::Aborted): the record may
-    /// be on another host, or lost.
+    /// The destination has no record of the session. This is *not* [`Aborted`](Self::Aborted): the
+    /// record may be on another host, or lost.
     Unknown,
-    /// It has neither run the guest nor given it up: it waits for COMMIT.
+    /// The destination has neither run the guest nor aborted. It waits for COMMIT.
     Pending,
-    /// It has journalled that it will never run the guest.
+    /// The destination's journal says that it will never run the guest.
     Aborted,
-    /// It has journalled that it runs the guest.
+    /// The destination's journal says that it runs the guest.
     Owns,
 }
 
@@ -86,9 +86,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_session_reads_as_it_prints() {
+    fn session_id_round_trips() {
         let session = SessionId([0xab; 16]);
         assert_eq!(session.to_string().parse(), Ok(session));
-        assert!("x".parse::<SessionId>().unwrap_err().contains("no session"));
+        assert!("x".parse::<SessionId>().unwrap_err().contains("not a session number"));
     }
 }

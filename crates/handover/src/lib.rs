@@ -1,9 +1,9 @@
-//! The handover: who may run the guest, decided by two small pure machines.
+//! The handover: two small pure state machines decide which host may run the guest.
 //!
-//! Neither machine does I/O. Each takes one event, changes its state and names the effects that
-//! the driver must carry out, in order. The engine, the simulator and the model checker use exactly
-//! these transition functions. [`journal`] keeps what was promised on disk; [`SourceGuest`] is the
-//! guest at the source in types, so that one that was promised away has no method that resumes it.
+//! Neither machine does I/O. Each takes one event, changes its state and returns the effects that
+//! the driver must carry out, in order. The engine, the simulator and the model checker use the
+//! same transition functions. [`journal`] keeps the promises on disk. [`SourceGuest`] is the guest
+//! at the source as types: a committed guest has no method that resumes it.
 //!
 //! ```text
 //!   source                                             destination
@@ -18,23 +18,23 @@
 //!      |  <-------------------------------RUNNING------ Owns           run the guest
 //!   Given
 //!
-//!   until COMMIT is journalled: any failure            until RUN-INTENT is journalled: any failure
+//!   until COMMIT is journaled: any failure             until RUN-INTENT is journaled: any failure
 //!   -> Kept, the guest resumes                         -> AbortWriting -> Aborted, never runs
-//!   after it: link lost -> InDoubt, asks               while Ready a lost link is no reason to
-//!   until the word is Owns or Aborted                  abort before the commit time-out
+//!   after it: link lost -> InDoubt, asks               in Ready, a lost link does not abort before
+//!   until the word is Owns or Aborted                  the COMMIT time-out
 //! ```
 //!
 //! The invariants:
 //! 1. The source lets the guest run only in `Holding` and `Kept`.
-//! 2. The source enters `Kept` from a committed state only on the destination's journalled word
+//! 2. The source enters `Kept` from a committed state only after the destination's journaled word
 //!    `Aborted`, or on the operator's order.
 //! 3. The destination runs the guest only in `Owns`, which it enters only when RUN-INTENT is on
 //!    disk.
 //! 4. A destination's journal never holds both RUN-INTENT and ABORTED.
-//! 5. A source that was restarted asks, and never sends COMMIT.
+//! 5. A restarted source asks, and never sends COMMIT.
 //! 6. A session that a destination does not know is not aborted: the word is `Unknown`.
-//! 7. A guest may outlive the process that received it. A destination that is restarted runs it if
-//!    RUN-INTENT is on disk and the guest has never run there, and throws it away after ABORTED.
+//! 7. A guest may outlive the process that received it. A restarted destination runs the guest if
+//!    RUN-INTENT is on disk and the guest has never run there, and discards it after ABORTED.
 
 #![forbid(unsafe_code)]
 
@@ -45,9 +45,13 @@ mod guest;
 mod identity;
 mod source;
 
-pub use destination::{DestinationEffect, DestinationEvent, DestinationState, recover_destination};
+pub use destination::{
+    DestinationEffect, DestinationEvent, DestinationRecords, DestinationState, recover_destination,
+};
 pub use guest::{
     CommitWritten, Committed, Paused, Resume, Running, SourceGuest, VmError, write_commit,
 };
 pub use identity::{GuestIdentity, MAX_NAME_BYTES, SessionId, SessionWord};
-pub use source::{OperatorWord, SourceEffect, SourceEvent, SourceState, recover_source};
+pub use source::{
+    OperatorWord, SourceEffect, SourceEvent, SourceRecords, SourceState, recover_source,
+};

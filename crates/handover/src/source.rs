@@ -3,70 +3,70 @@
 use crate::SessionWord;
 use serde::{Deserialize, Serialize};
 
-/// Where the source stands. See the diagram in the [crate](crate).
+/// The source's state. See the diagram in the [crate](crate).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum SourceState {
     /// The guest is here, running or paused, and nothing is decided.
     Holding,
-    /// READY has come and COMMIT is being written to the journal; it is not sent yet.
+    /// READY was received, and COMMIT is being written to the journal. It is not sent yet.
     Committing {
-        /// The link was lost, or the user cancelled, while COMMIT was being written.
+        /// The link was lost, or the user canceled, while COMMIT was being written.
         cut: bool,
     },
-    /// COMMIT is journalled and sent. The guest may not run here any more.
+    /// COMMIT is journaled and sent. The guest must not run here any more.
     Committed,
-    /// COMMIT is journalled and the destination can't be reached: the guest stays paused.
+    /// COMMIT is journaled and the destination is unreachable. The guest stays paused.
     InDoubt {
-        /// Whether this process has read of COMMIT in the journal, and did not write it. The one
-        /// that did may have failed to and let the guest run on, so that what the destination has
-        /// would be a guest of the past: a recovered source asks, and never sends COMMIT.
+        /// Whether this process read COMMIT from the journal instead of writing it. The process
+        /// that wrote COMMIT may have failed to do so and resumed the guest, and then the
+        /// destination holds an outdated guest. So a recovered source asks, and never sends COMMIT.
         recovered: bool,
     },
     /// The destination owns the guest.
     Given,
-    /// The source owns the guest, and it runs here.
+    /// The source owns the guest, and the guest runs here.
     Kept,
 }
 
-/// What happens to the source.
+/// An input of the source's state machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum SourceEvent {
     /// The destination has placed all memory and loaded the state, and the digests agree.
     Ready,
     /// COMMIT is on disk.
     CommitWritten,
-    /// COMMIT could not be written. It was never sent.
+    /// COMMIT could not be written. It was not sent.
     CommitFailed,
     /// The destination runs the guest.
     Running,
-    /// The destination's journalled answer about this session.
+    /// The destination's journaled answer about this session.
     Word(SessionWord),
-    /// The link to the destination is gone, or silent for too long.
+    /// The link to the destination was lost, or was silent for too long.
     LinkLost,
-    /// A failure on this side or told by the destination before COMMIT, or the user's wish.
+    /// Before COMMIT: this side failed, the destination reported a failure, or the user canceled.
     Failed,
-    /// The operator decides a handover in doubt.
+    /// The operator resolves a handover that is in doubt.
     Operator(OperatorWord),
 }
 
-/// What an operator can decide, after making sure by other means.
+/// An operator's decision. The operator must have verified it by other means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OperatorWord {
-    /// The destination runs the guest, or ran it: this side gives it up.
+    /// The destination runs or ran the guest: the source releases it.
     DestinationOwns,
-    /// The destination does not run the guest and never will: this side resumes it.
+    /// The destination does not run the guest and never will: the source resumes it.
     SourceResumes,
 }
 
-/// What the driver must do, in the order given.
+/// An action that the driver must take, in the given order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum SourceEffect {
     /// Append COMMIT to the journal, synced, and report `CommitWritten` or `CommitFailed`.
     WriteCommit,
-    /// Send COMMIT on the link that is there.
+    /// Send COMMIT on the current link.
     SendCommit,
-    /// Tell the destination, if it still listens, that there will be no COMMIT.
+    /// Tell the destination that there will be no COMMIT, if the link still works.
     SendAbort,
     /// Ask the destination for its word about the session, now and at intervals.
     Ask,
@@ -74,9 +74,9 @@ pub enum SourceEffect {
     WriteKept,
     /// Append GIVEN to the journal.
     WriteGiven,
-    /// Let the guest run here.
+    /// Resume the guest here.
     Resume,
-    /// Give up the guest: it never runs here again.
+    /// Release the guest: it never runs here again.
     Release,
 }
 
@@ -87,22 +87,22 @@ impl SourceState {
         matches!(self, Self::Holding | Self::Kept)
     }
 
-    /// Whether COMMIT may be in the journal, so that nothing on this host may resume the guest.
+    /// Whether COMMIT is in the journal, so that nothing on this host may resume the guest.
     #[must_use]
     pub fn is_committed(self) -> bool {
         matches!(self, Self::Committed | Self::InDoubt { .. })
     }
 
-    /// Whether the handover is over on this side.
+    /// Whether the handover has ended on this side.
     #[must_use]
     pub fn is_final(self) -> bool {
         matches!(self, Self::Given | Self::Kept)
     }
 
-    /// The state after `event`, and what must be done.
+    /// The state after `event`, and the required effects.
     ///
-    /// An event that means nothing in a state (a late RUNNING after `Given`, a READY repeated)
-    /// changes nothing.
+    /// An event without a meaning in the current state, such as a late RUNNING after `Given` or a
+    /// repeated READY, changes nothing.
     #[must_use]
     pub fn step(self, event: SourceEvent) -> (Self, &'static [SourceEffect]) {
         use SourceEffect as Do;
@@ -116,12 +116,14 @@ impl SourceState {
 
             (S::Committing { .. }, On::LinkLost | On::Failed) => (S::Committing { cut: true }, &[]),
             (S::Committing { cut: false }, On::CommitWritten) => (S::Committed, &[Do::SendCommit]),
-            // COMMIT is on disk though never sent. Rule 5 knows no exception: ask first.
+            // COMMIT is on disk but was not sent. The source must still ask first, as rule 5
+            // requires.
             (S::Committing { cut: true }, On::CommitWritten) => {
                 (S::InDoubt { recovered: false }, &[Do::Ask])
             }
-            // Never sent, so the destination can't run: this process may go on. The record may be
-            // on disk all the same, and whoever reads it later asks, and sends no COMMIT either.
+            // COMMIT was not sent, so the destination cannot run the guest, and this process may
+            // continue. The record may be on disk all the same. A later process that reads it asks,
+            // and sends no COMMIT.
             (S::Committing { .. }, On::CommitFailed) => (S::Kept, &[Do::Resume, Do::SendAbort]),
 
             (S::Committed | S::InDoubt { .. }, On::Running | On::Word(SessionWord::Owns)) => {
@@ -154,18 +156,25 @@ impl SourceState {
     }
 }
 
-/// Where a session stands after the source's process has died, from what its journal holds, and
-/// what whoever has the guest now must do.
+/// The outcomes and promises that a source's journal holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SourceRecords {
+    /// Whether it holds COMMIT.
+    pub committed: bool,
+    /// Whether it holds KEPT.
+    pub kept: bool,
+    /// Whether it holds GIVEN.
+    pub given: bool,
+}
+
+/// The state of a session after the source's process died, and the required effects, derived from
+/// the journal's records. The process that has the guest now must carry out the effects.
 #[must_use]
-pub fn recover_source(
-    committed: bool,
-    kept: bool,
-    given: bool,
-) -> (SourceState, &'static [SourceEffect]) {
-    match (committed, kept, given) {
+pub fn recover_source(records: SourceRecords) -> (SourceState, &'static [SourceEffect]) {
+    match (records.committed, records.kept, records.given) {
         (_, false, true) => (SourceState::Given, &[SourceEffect::Release]),
         (_, true, false) | (false, false, false) => (SourceState::Kept, &[SourceEffect::Resume]),
-        // Both outcomes were written by no version of this code: the destination knows.
+        // No version of this code writes both outcomes. The destination knows the right one.
         (true, false, false) | (_, true, true) => {
             (SourceState::InDoubt { recovered: true }, &[SourceEffect::Ask])
         }
@@ -203,7 +212,7 @@ mod tests {
     ];
 
     #[test]
-    fn a_committed_source_resumes_only_on_aborted_or_by_the_operator() {
+    fn committed_source_resumes_only_after_aborted_or_the_operator() {
         for state in STATES.into_iter().filter(|s| s.is_committed()) {
             for event in EVENTS {
                 let (next, effects) = state.step(event);
@@ -218,10 +227,10 @@ mod tests {
         }
     }
 
-    /// Nobody takes up a session whose journal says KEPT: a process that dies must not leave a
-    /// paused guest with it.
+    /// No process recovers a session whose journal says KEPT. A process that dies after writing it
+    /// must not leave the guest paused.
     #[test]
-    fn kept_is_written_after_the_guest_is_resumed() {
+    fn kept_is_written_after_the_resume() {
         for (state, event) in STATES.into_iter().flat_map(|s| EVENTS.map(|event| (s, event))) {
             let (_, effects) = state.step(event);
             let at = |wanted| effects.iter().position(|effect| *effect == wanted);
@@ -266,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn a_recovered_source_never_sends_commit() {
+    fn recovered_source_never_sends_commit() {
         for event in EVENTS {
             let (next, effects) = SourceState::InDoubt { recovered: true }.step(event);
             assert!(!effects.contains(&SourceEffect::SendCommit), "{event:?}");
@@ -275,8 +284,9 @@ mod tests {
     }
 
     #[test]
-    fn a_restart_reads_the_journal() {
-        let state = |committed, kept, given| recover_source(committed, kept, given).0;
+    fn recover_source_follows_the_journal() {
+        let state =
+            |committed, kept, given| recover_source(SourceRecords { committed, kept, given }).0;
         assert_eq!(state(false, false, false), SourceState::Kept);
         assert_eq!(state(true, false, false), SourceState::InDoubt { recovered: true });
         assert_eq!(state(true, true, false), SourceState::Kept);

@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_in_the_slot_is_refused() {
+    fn discard_outside_the_slot_is_refused() {
         let memory = memory(MemoryKind::Private);
         for (slot, first, pages) in [(0, 12, 5), (0, u64::MAX, 2), (1, 0, 1)] {
             let run = PageRun { slot: SlotId(slot), first, pages };

@@ -62,8 +62,9 @@ pub enum MemoryError {
     },
     /// The host has too few huge pages.
     #[error(
-        "memory from {slot} on needs {needed} huge pages of 2 MiB and the host has {unclaimed} to give: \
-         reserve more with `sysctl vm.nr_hugepages={reserve}`, or choose another kind of memory"
+        "memory from {slot} on needs {needed} huge pages of 2 MiB and the host has {unclaimed} to \
+         give: reserve more with `sysctl vm.nr_hugepages={reserve}`, or choose another kind of \
+         memory"
     )]
     HugePages {
         /// The slot that could not be mapped.

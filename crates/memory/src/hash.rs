@@ -143,7 +143,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn one_byte_anywhere_is_not_zero(length in 0_usize..5000, at in any::<prop::sample::Index>()) {
+        fn zero_test_finds_one_byte_anywhere(
+            length in 0_usize..5000,
+            at in any::<prop::sample::Index>(),
+        ) {
             let mut bytes = vec![0; length];
             prop_assert!(is_zero(&bytes));
             if length > 0 {
@@ -154,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hash_knows_the_place() {
+    fn hash_depends_on_the_place() {
         let content = [7; PAGE_SIZE];
         let here = page_hash(&content, SlotId(0), 1);
         assert_ne!(here, page_hash(&content, SlotId(0), 2));

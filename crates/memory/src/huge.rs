@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_that_is_no_multiple_is_refused() {
+    fn slot_that_is_not_a_multiple_is_refused() {
         let error = GuestMemory::allocate(&layout(513), MemoryKind::Hugetlb).unwrap_err();
         assert!(error.to_string().contains("no multiple of the 2 MiB"), "{error}");
     }

@@ -14,7 +14,7 @@ pub(crate) fn check(layout: &[SlotLayout]) -> Result<(), MemoryError> {
     for (index, slot) in layout.iter().enumerate() {
         let name = slot.slot;
         if usize::from(name.0) != index {
-            return bad(format!("{name} stands where slot {index} should"));
+            return bad(format!("{name} is in the place of slot {index}"));
         }
         let end = slot
             .pages

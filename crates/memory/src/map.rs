@@ -1,9 +1,8 @@
 //! Mapping new guest memory through `vm-memory`.
 
 use std::fs::File;
-use std::str::FromStr;
+use std::io;
 use std::sync::Arc;
-use std::{fmt, io};
 
 use rustix::mm::Advice;
 use serde::{Deserialize, Serialize};
@@ -18,8 +17,20 @@ use crate::slots::GuestMemory;
 use crate::units::{PAGE_SIZE, SlotId, SlotLayout};
 
 /// What guest memory consists of.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    strum::Display,
+    strum::EnumString,
+)]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase", parse_err_ty = String, parse_err_fn = unknown_kind)]
 pub enum MemoryKind {
     /// Private anonymous memory in 4 KiB pages.
     #[default]
@@ -32,31 +43,8 @@ pub enum MemoryKind {
     Hugetlb,
 }
 
-impl fmt::Display for MemoryKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Private => "private",
-            Self::Memfd => "memfd",
-            Self::Thp => "thp",
-            Self::Hugetlb => "hugetlb",
-        })
-    }
-}
-
-impl FromStr for MemoryKind {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "private" => Ok(Self::Private),
-            "memfd" => Ok(Self::Memfd),
-            "thp" => Ok(Self::Thp),
-            "hugetlb" => Ok(Self::Hugetlb),
-            _ => {
-                Err(format!("`{text}` is no kind of memory: choose private, memfd, thp or hugetlb"))
-            }
-        }
-    }
+fn unknown_kind(text: &str) -> String {
+    format!("`{text}` is no kind of memory: choose private, memfd, thp or hugetlb")
 }
 
 /// Maps zeroed, unpopulated memory for a layout. `B` is `vm-memory`'s dirty bitmap, `()` for none.
@@ -194,7 +182,7 @@ mod tests {
     fn bad_layouts_are_refused_by_name() {
         let cases = [
             (vec![], "no slots"),
-            (vec![slot(1, 0, 1)], "slot 1 stands where slot 0 should"),
+            (vec![slot(1, 0, 1)], "slot 1 is in the place of slot 0"),
             (vec![slot(0, 0, 0)], "slot 0 is empty"),
             (vec![slot(0, 12, 1)], "not at a page"),
             (vec![slot(0, 0, 2), slot(1, 4096, 1)], "slot 1 overlaps"),

@@ -12,8 +12,6 @@ use std::os::fd::{AsFd, AsRawFd};
 pub const PAGE_IS_WPALLOWED: u64 = 1 << 0;
 /// The page was written since it was last write-protected.
 pub const PAGE_IS_WRITTEN: u64 = 1 << 1;
-/// The page is backed by a file.
-pub const PAGE_IS_FILE: u64 = 1 << 2;
 /// The page is in memory.
 pub const PAGE_IS_PRESENT: u64 = 1 << 3;
 /// The page is in swap.

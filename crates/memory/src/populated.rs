@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_was_only_read_is_not_populated() {
+    fn page_that_was_only_read_is_not_populated() {
         let memory = memory(MemoryKind::Private, 16);
         memory.read_at(3 * PAGE, &mut [0; 8]).unwrap();
         assert!(memory.populated().unwrap().is_empty());
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_written_by_another_mapping_is_populated() {
+    fn file_written_by_another_mapping_is_populated() {
         let memory = memory(MemoryKind::Memfd, 64);
         let Backing::File { file, .. } = memory.slots()[0].backing() else { unreachable!() };
         file.write_all_at(&[9], 33 * PAGE).unwrap();

@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_the_stream_is_seen() {
+    fn sink_detects_the_end_of_the_stream() {
         let memory = memory();
         let mut sink = memory.sink();
         sink.push(run(0, 1)).unwrap();

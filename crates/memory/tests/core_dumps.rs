@@ -12,7 +12,7 @@ fn private_memory_is_in_no_core_dump() {
 }
 
 #[test]
-fn a_memfd_is_in_no_core_dump() {
+fn core_dump_has_no_memfd() {
     is_kept_out("memfd");
 }
 
@@ -28,7 +28,7 @@ fn guest_bytes_are_in_no_core_dump() {
 
 /// Not a test of its own: it runs as the child that the tests above crash.
 #[test]
-fn the_child() {
+fn child_process_of_the_test() {
     let Some((kind, undone)) = order() else { return };
     let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages: PAGES }];
     let mut bytes = GuestBytes::new();

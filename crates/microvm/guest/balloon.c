@@ -4,28 +4,34 @@
 #include "balloon_parts.h"
 
 /*
- * Without an interrupt for so long, the driver looks by itself. An irqfd to a pin of the IOAPIC is served
- * by a worker of the host's kernel, which a busy host lets wait: half a second was seen again and again,
- * once a minute, and where one interrupt is late the next ones are, too. Our VMM uses an ioctl for it;
- * others may not. A look costs 0.1 ms.
+ * Interval at which the driver polls the configuration without an interrupt. A kernel worker
+ * delivers an irqfd to a pin of the IOAPIC, and on a busy host it may be half a second late, often
+ * several times in a row. Other VMMs than this project's may use an irqfd. A poll costs 0.1 ms.
  */
 #define LOOK_TICKS 200
 #define LOOK_TICKS_LATE 10
 
 /* The configuration (section 5.5.4), in little-endian words of 32 bits. */
 enum balloon_register {
-    CONFIG_PAGES = VIRTIO_CONFIG, /* that the host wants */
+    CONFIG_PAGES = VIRTIO_CONFIG, /* the size that the host asks for */
     CONFIG_ACTUAL = VIRTIO_CONFIG + 4,
     CONFIG_COMMAND = VIRTIO_CONFIG + 8,
     CONFIG_POISON = VIRTIO_CONFIG + 12,
 };
 
-/* Section 5.5.6.3. Their number must be even: the specification wants multiples of 6 bytes. */
+/* Section 5.5.6.3. */
 struct statistic {
     uint16_t tag;
     uint64_t value;
 } __attribute__((packed));
-enum statistic_tag { MAJOR_FAULTS = 2, MINOR_FAULTS = 3, MEMORY_FREE = 4, MEMORY_TOTAL = 5, AVAILABLE = 6, CACHES = 7 };
+enum statistic_tag {
+    MAJOR_FAULTS = 2,
+    MINOR_FAULTS = 3,
+    MEMORY_FREE = 4,
+    MEMORY_TOTAL = 5,
+    AVAILABLE = 6,
+    CACHES = 7
+};
 
 static struct virtio_device device;
 static const volatile uint64_t *interrupt_count;
@@ -49,7 +55,7 @@ static void give_statistics(struct balloon *balloon)
     uint64_t free = heap_free_blocks(&balloon->heap) * HEAP_BLOCK_BYTES;
     uint64_t held = heap_count(&balloon->heap, LIST_HELD) * HEAP_BLOCK_BYTES;
 
-    /* Free are whole blocks alone: what is free of a split one is its vCPU's. */
+    /* Only whole blocks count as free. Free pages of a split block belong to its vCPU. */
     statistics[0] = (struct statistic){MAJOR_FAULTS, 0};
     statistics[1] = (struct statistic){MINOR_FAULTS, 0};
     statistics[2] = (struct statistic){MEMORY_FREE, free};
@@ -72,8 +78,8 @@ static void statistics_step(struct balloon *balloon)
 
 static uint64_t wanted_features(uint32_t flags)
 {
-    uint64_t wanted = VIRTIO_F_VERSION_1 | VIRTIO_F_EVENT_IDX | BALLOON_F_MUST_TELL_HOST | BALLOON_F_STATS_VQ |
-                      BALLOON_F_DEFLATE_ON_OOM | BALLOON_F_FREE_PAGE_HINT;
+    uint64_t wanted = VIRTIO_F_VERSION_1 | VIRTIO_F_EVENT_IDX | BALLOON_F_MUST_TELL_HOST |
+                      BALLOON_F_STATS_VQ | BALLOON_F_DEFLATE_ON_OOM | BALLOON_F_FREE_PAGE_HINT;
     if (flags & FLAG_POISON)
         wanted |= BALLOON_F_PAGE_POISON;
     if (flags & FLAG_REPORTING)
@@ -94,7 +100,7 @@ static int begin(uint64_t address, uint32_t flags)
 
     if (!virtio_begin(&device, address, BALLOON_DEVICE, wanted))
         return 0;
-    /* Who expects something of reported pages must be able to say what (section 5.5.3.1). */
+    /* A driver that expects poison in reported pages needs PAGE_POISON (section 5.5.3.1). */
     if (flags & FLAG_POISON && device.features & BALLOON_F_PAGE_REPORTING &&
         !(device.features & BALLOON_F_PAGE_POISON) &&
         !virtio_begin(&device, address, BALLOON_DEVICE, wanted & ~BALLOON_F_PAGE_REPORTING))
@@ -115,17 +121,23 @@ static int open(struct balloon *balloon, const struct guest_view *view)
     balloon->device = &device;
     balloon->report = report_of(view);
     balloon->flags = guest_report(view)->flags;
+    balloon->interrupts = interrupt_count;
+    balloon->interrupts_seen = interrupts_seen;
+    balloon->must_restart = 0;
     return heap_open(&balloon->heap, view, 0);
 }
 
 static void read_config(struct balloon *balloon)
 {
     pages_target(balloon, virtio_read(&device, CONFIG_PAGES) / HEAP_BLOCK_PAGES);
-    if (device.features & BALLOON_F_FREE_PAGE_HINT)
-        (LIE_OF(balloon->flags) ? lies_command : hints_command)(balloon, virtio_read(&device, CONFIG_COMMAND));
+    if (device.features & BALLOON_F_FREE_PAGE_HINT) {
+        uint32_t command = virtio_read(&device, CONFIG_COMMAND);
+        (LIE_OF(balloon->flags) ? lies_command : hints_command)(balloon, command);
+    }
 }
 
-void balloon_restart(struct balloon *balloon)
+/* Initializes the device again, whatever its state is. */
+static void restart(struct balloon *balloon)
 {
     if (!begin(device.address, balloon->flags)) {
         balloon->report->state = BALLOON_FAILED;
@@ -136,7 +148,8 @@ void balloon_restart(struct balloon *balloon)
     read_config(balloon);
 }
 
-void balloon_init(const struct guest_view *view, uint64_t address, const volatile uint64_t *interrupts)
+void balloon_init(const struct guest_view *view, uint64_t address,
+                  const volatile uint64_t *interrupts)
 {
     volatile struct balloon_report *report = report_of(view);
     struct balloon balloon;
@@ -158,11 +171,6 @@ void balloon_init(const struct guest_view *view, uint64_t address, const volatil
     report->state = BALLOON_IDLE;
 }
 
-int balloon_has_news(const struct balloon *balloon)
-{
-    (void)balloon;
-    return *interrupt_count != interrupts_seen;
-}
 
 static void look_for_news(struct balloon *balloon)
 {
@@ -171,8 +179,9 @@ static void look_for_news(struct balloon *balloon)
     if (!is_called && balloon->ticks - looked_ticks < look_interval)
         return;
     looked_ticks = balloon->ticks;
-    /* Counted before it is looked at: what comes after that interrupts again. */
+    /* Counted before the registers are read: a later change raises another interrupt. */
     interrupts_seen = *interrupt_count;
+    balloon->interrupts_seen = interrupts_seen;
     if (is_called)
         balloon->report->interrupts = interrupts_seen;
     uint32_t status = virtio_read(&device, VIRTIO_INTERRUPT_STATUS);
@@ -189,7 +198,7 @@ static void look_for_news(struct balloon *balloon)
         read_config(balloon);
 }
 
-/* Only what is new is written: each write makes the page dirty. */
+/* Writes only changed values, because each write makes the page dirty. */
 static void update(volatile uint32_t *reported, uint32_t value)
 {
     if (*reported != value)
@@ -205,6 +214,8 @@ int balloon_step(const struct guest_view *view, uint64_t ticks)
     balloon.ticks = ticks;
     look_for_news(&balloon);
     int is_busy = (LIE_OF(balloon.flags) ? lies_step : hints_step)(&balloon);
+    if (balloon.must_restart)
+        restart(&balloon);
     is_busy |= pages_step(&balloon);
     statistics_step(&balloon);
     rewrites_check(&balloon);

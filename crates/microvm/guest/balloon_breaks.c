@@ -1,4 +1,4 @@
-/* Queues that can't be followed, and such as are taken away: what the liar of balloon_lies.c does after a story. */
+/* Broken rings, disabled queues and queues outside memory, for balloon_lies.c. */
 #include "balloon_lies.h"
 
 void lies_break_ring(struct balloon *balloon, struct liar *liar)
@@ -16,7 +16,7 @@ void lies_break_ring(struct balloon *balloon, struct liar *liar)
     virtqueue_notify(queue, balloon->device);
 }
 
-/* Live pages, which the device must not hear of any more. */
+/* Offers live pages in a queue that the device must not use any more. */
 static void offer_live(struct balloon *balloon, struct liar *liar)
 {
     struct virtqueue *queue = &liar->queue;
@@ -31,10 +31,12 @@ static void offer_live(struct balloon *balloon, struct liar *liar)
     virtio_write(balloon->device, VIRTIO_QUEUE_NOTIFY, QUEUE_HINTS);
 }
 
-static void write_queue(const struct virtio_device *device, uint64_t descriptors, uint64_t driver, uint64_t used)
+static void write_queue(const struct virtio_device *device, uint64_t descriptors, uint64_t driver,
+                        uint64_t used)
 {
     const uint64_t addresses[] = {descriptors, driver, used};
-    const uint32_t registers[] = {VIRTIO_QUEUE_DESCRIPTORS, VIRTIO_QUEUE_DRIVER, VIRTIO_QUEUE_DEVICE};
+    const uint32_t registers[] = {VIRTIO_QUEUE_DESCRIPTORS, VIRTIO_QUEUE_DRIVER,
+                                  VIRTIO_QUEUE_DEVICE};
 
     virtio_write(device, VIRTIO_QUEUE_SELECT, QUEUE_HINTS);
     virtio_write(device, VIRTIO_QUEUE_SIZE, LIE_BUFFERS);
@@ -59,13 +61,14 @@ void lies_take_away(struct balloon *balloon, struct liar *liar)
     offer_live(balloon, liar);
     balloon->report->lies++;
     if (!(liar->stories % 2)) {
-        /* All stories have as many lies, so that the host's test knows when one is over. */
+        /* All stories have the same number of lies, so that the test can detect the end of one. */
         if (!virtio_read(device, VIRTIO_STATUS))
             balloon->report->lies++;
         return;
     }
-    /* A queue does not come back while the device is in use. */
-    write_queue(device, (uint64_t)queue->descriptors, (uint64_t)queue->available, (uint64_t)queue->used);
+    /* A queue cannot be enabled again while the device is in use. */
+    write_queue(device, (uint64_t)queue->descriptors, (uint64_t)queue->available,
+                (uint64_t)queue->used);
     if (!virtio_read(device, VIRTIO_QUEUE_READY))
         balloon->report->lies++;
     offer_live(balloon, liar);
@@ -81,14 +84,14 @@ int lies_begin_unmapped(struct balloon *balloon, struct liar *liar, uint32_t unm
 
     if (!virtio_begin(device, device->address, BALLOON_DEVICE, features))
         return 0;
-    if (unmapping == 0)
-        descriptors = balloon->view->low_bytes - sizeof(struct ring_descriptor); /* all but the first one */
+    if (unmapping == 0) /* only the first descriptor is in memory */
+        descriptors = balloon->view->low_bytes - sizeof(struct ring_descriptor);
     else if (unmapping == 1)
         driver = HOLE_ADDRESS;
     else if (unmapping == 2)
         used = device->address;
     else
-        driver = 0; /* which is memory, but no place for a ring */
+        driver = 0; /* memory, but not valid for a ring */
     write_queue(device, descriptors, driver, used);
     virtio_ready(device);
     return 1;

@@ -1,29 +1,30 @@
 /*
- * Hints of free blocks (VIRTIO 1.2, section 5.5.6.4), and the writes that must not get lost by them.
+ * Hints of free blocks (VIRTIO 1.2, section 5.5.6.4), and test writes to hinted blocks.
  *
- * A round begins with a new command ID from the host and a buffer with that ID to it; then each free
- * block is a buffer, until there are no more or the host says something else; then comes a buffer with
- * COMMAND_STOP. Hinted blocks are held until the host says COMMAND_DONE, so that a second round hints
- * what was freed in between; meanwhile the guest takes them when it has no others (heap_allocate).
+ * A round begins with a new command ID from the host. The driver sends a buffer with that ID, then
+ * one buffer for each free block, until there are no more or the host sends another command, and
+ * then a buffer with COMMAND_STOP. It holds the hinted blocks until COMMAND_DONE, so that a second
+ * round hints only blocks that were freed meanwhile. The guest takes held blocks when it has no
+ * others (heap_allocate).
  *
- * With the word `rewrite` the driver writes to a block at each moment at which a host might take an
- * old hint for a new one, and checks for ever that what it wrote is still there.
+ * With the word `rewrite` the driver writes to a block at each stage at which a host could mistake
+ * an old hint for a new one, and keeps checking that its writes are not lost.
  */
 #include "balloon_parts.h"
 
 #define HINT_BUFFERS 1024
-#define REWRITES 16                  /* kept at a time */
-#define REWRITE_STRIDE 16            /* of a block each 16th page is written */
+#define REWRITES 16                  /* number of rewritten blocks that are kept */
+#define REWRITE_STRIDE 16            /* every 16th page of a block is written */
 #define REWRITE_PAGES (HEAP_BLOCK_PAGES / REWRITE_STRIDE)
 #define REWRITE_CHECKED_PER_TICK 16
-#define REWRITE_AFTER 3              /* blocks of a round have been hinted */
-#define REWRITE_OWNER (15u << 20)    /* in generations: no vCPU's */
+#define REWRITE_AFTER 3              /* hinted blocks of a round, then one is rewritten */
+#define REWRITE_OWNER (15u << 20)    /* in generations, instead of a vCPU's number */
 
 enum hint_stage {
     STAGE_IDLE = 0,
-    STAGE_STARTING = 1, /* the ID is still to be sent */
+    STAGE_STARTING = 1, /* the ID is not sent yet */
     STAGE_HINTING = 2,
-    STAGE_ENDING = 3,   /* COMMAND_STOP is still to be sent */
+    STAGE_ENDING = 3,   /* COMMAND_STOP is not sent yet */
 };
 
 struct rewrite {
@@ -33,16 +34,16 @@ struct rewrite {
 
 static struct virtqueue queue;
 static uint8_t queue_memory[QUEUE_BYTES(HINT_BUFFERS)] __attribute__((aligned(16)));
-static uint32_t commands[HINT_BUFFERS]; /* what buffers with a command hold, by their descriptors */
+static uint32_t commands[HINT_BUFFERS]; /* content of buffers with a command, by descriptor */
 static uint32_t stage;
-static uint32_t command = COMMAND_STOP; /* the host's, as last read */
+static uint32_t command = COMMAND_STOP; /* the last command read from the host */
 static uint32_t active;                 /* the ID of the last round */
-static uint32_t hinted;                 /* blocks in this round */
-static int is_done;                     /* COMMAND_DONE has been read, and blocks are still held */
+static uint32_t hinted;                 /* blocks hinted in this round */
+static int is_done;                     /* COMMAND_DONE was read, and blocks are still held */
 
 static struct rewrite rewrites[REWRITES];
 static uint64_t rewrites_made;
-static uint32_t rewrite_checked; /* the next page to be checked, of all */
+static uint32_t rewrite_checked; /* the next page to check, counted over all kept blocks */
 static uint64_t rewrite_ticks;
 
 int hints_make(const struct virtio_device *device)
@@ -58,7 +59,7 @@ static uint64_t rewrite_page(const struct heap *heap, const struct rewrite *rewr
     return heap_block_address(heap, rewrite->block - 1) + index * REWRITE_STRIDE * PAGE_BYTES;
 }
 
-/* Gives the oldest block back, as a free one should be. */
+/* Returns the oldest block to the heap, poisoned if poison is on. */
 static int forget(struct balloon *balloon, struct rewrite *rewrite)
 {
     struct heap *heap = &balloon->heap;
@@ -73,7 +74,7 @@ static int forget(struct balloon *balloon, struct rewrite *rewrite)
     return 1;
 }
 
-/* Takes a block of these sources and writes to it. */
+/* Takes a block from these sources and writes to it. */
 static void rewrite(struct balloon *balloon, uint32_t sources)
 {
     struct heap *heap = &balloon->heap;
@@ -117,7 +118,7 @@ void rewrites_check(struct balloon *balloon)
 
 static int send(struct balloon *balloon, uint32_t value)
 {
-    /* The word must stay until the device has used it: it is found by the descriptor, known afterwards. */
+    /* The word must remain valid until the device has used it, so each descriptor has its own. */
     if (!queue.room)
         return 0;
     uint32_t *word = &commands[queue.unused[queue.room - 1]];
@@ -141,7 +142,7 @@ void hints_command(struct balloon *balloon, uint32_t read)
     command = read;
     balloon->report->command = read;
     if (stage == STAGE_STARTING)
-        stage = STAGE_IDLE; /* of that round nothing has been sent */
+        stage = STAGE_IDLE; /* nothing of that round was sent */
     else if (stage == STAGE_HINTING)
         stage = STAGE_ENDING;
     is_done = read == COMMAND_DONE;
@@ -149,7 +150,7 @@ void hints_command(struct balloon *balloon, uint32_t read)
         rewrite(balloon, FROM_HELD);
 }
 
-/* Hints one block. 0 if there is none, or no room. */
+/* Hints one block. Returns its number, HEAP_NONE or HEAP_BUSY. */
 static uint32_t hint(struct balloon *balloon)
 {
     struct heap *heap = &balloon->heap;
@@ -158,20 +159,20 @@ static uint32_t hint(struct balloon *balloon)
     if (block >= heap->blocks)
         return block;
     if (!(balloon->device->features & BALLOON_F_PAGE_POISON))
-        heap_block(heap, block)->touched = 0; /* nobody promises that poison comes back */
+        heap_block(heap, block)->touched = 0; /* the host does not restore poison */
     virtqueue_add(&queue, heap_block_address(heap, block), HEAP_BLOCK_BYTES, 1);
     if (++hinted == REWRITE_AFTER)
         rewrite(balloon, FROM_HELD);
     return block;
 }
 
-/* 1 if it is to go on at once. */
+/* Hints free blocks while there is room. */
 static int hint_blocks(struct balloon *balloon)
 {
     uint32_t before = hinted;
     uint32_t block = 0;
 
-    /* The last descriptor is for COMMAND_STOP. */
+    /* The last descriptor is reserved for COMMAND_STOP. */
     while (queue.room > 1 && !balloon_has_news(balloon)) {
         block = hint(balloon);
         if (block >= balloon->heap.blocks)

@@ -1,53 +1,54 @@
 /*
- * A driver that lies when the host asks for hints of free blocks, for tests of the host: the word
- * `lie=KIND` of the command line. It takes the place of balloon_hints.c; all else of the guest is honest.
+ * A hostile driver, for tests of the host only: it violates the protocol when the host requests
+ * hints of free blocks. The word `lie=KIND` of the command line puts it in the place of
+ * balloon_hints.c. The rest of the guest is correct.
  *
- * Each new command ID is answered by one story: buffers with lies, all made available at once, and then
- * what the kind has for afterwards. A lie counts (balloon_report.lies) when the device has heard it: it
- * has used the buffer, or shown that it was hit.
+ * The driver answers each new command ID with one story: buffers with lies, all made available at
+ * once, and then what the kind does afterwards. A lie counts (balloon_report.lies) when the device
+ * has used its buffer, or has shown an effect of it.
  *
- * `live` are pages of `fill`, which the guest needs and checks: where they are hinted in a way that must
- * not count, a host that believes it damages the guest, which says so. Only `used` hints them in a way
- * that counts. What else is hinted to count are free blocks, held until COMMAND_DONE as by an honest one.
+ * `live` pages are pages of `fill`, which the guest uses and checks. All kinds but `used` hint them
+ * only in ways that a host must ignore. If the host accepts such a hint, the guest reports the
+ * damage. All other hints are of free blocks, held until COMMAND_DONE as by the correct driver.
  *
- *   outside  ranges outside memory, partly outside, of length 0, huge, not of whole pages
- *   overlap  one block many times, ranges that overlap, also within one buffer
+ *   outside  ranges that are outside memory, partly outside, empty, huge, or not whole pages
+ *   overlap  one block many times, and overlapping ranges, also within one buffer
  *   used     live pages
- *   endless  buffers for ever, whatever the host says: free blocks within a round, live ones outside
+ *   endless  buffers without end: free blocks within a round, live pages outside
  *   never    a round that begins, and then nothing
- *   id       live pages outside any round: after wrong IDs, after STOP, with an ID that is over
- *   chain    descriptors that loop, lead outside, or are too many; then a ring that can't be followed
- *   unmap    a queue or the whole device is taken away amid a round; queues outside memory
+ *   id       live pages outside a round: after wrong IDs, after STOP, with an old ID
+ *   chain    descriptor chains that loop, leave the table, or are too long; then a broken ring
+ *   unmap    disables the queue or resets the device in a round; queues outside memory
  */
 #include "balloon_lies.h"
 
-#define TABLE (LIE_BUFFERS + 8u) /* entries of an indirect table, more than a chain may have */
+#define TABLE (LIE_BUFFERS + 8u) /* entries of an indirect table: more than a chain may have */
 #define DESCRIPTOR_NEXT 1u
 #define DESCRIPTOR_INDIRECT 4u
 #define NEEDS_RESET 64u
-#define MIB_BYTES (1ull << 20)
 
 enum lie_stage {
     STAGE_IDLE = 0,
     STAGE_TELLING = 1,   /* a story is in the queue */
-    STAGE_BREAKING = 2,  /* the ring is broken, and the device has not noticed */
-    STAGE_UNMAPPING = 3, /* the device is to be begun with a queue that is not there */
-    STAGE_UNMAPPED = 4,  /* it is, and has not noticed */
+    STAGE_BREAKING = 2,  /* the ring is broken, and the device has not noticed yet */
+    STAGE_UNMAPPING = 3, /* the device is to be started with a queue outside memory */
+    STAGE_UNMAPPED = 4,  /* it was started, and has not noticed yet */
 };
 
 static struct liar liar;
 static uint8_t queue_memory[QUEUE_BYTES(LIE_BUFFERS)] __attribute__((aligned(16)));
 static struct ring_descriptor table[TABLE] __attribute__((aligned(16)));
-static uint32_t words[LIE_BUFFERS]; /* what buffers with a command hold, by their descriptors */
-static uint32_t command = COMMAND_STOP; /* the host's, as last read */
-static uint32_t told;    /* the ID of the last story; 0: none, or the device was begun anew since */
+static uint32_t words[LIE_BUFFERS]; /* content of buffers with a command, by descriptor */
+static uint32_t command = COMMAND_STOP; /* the last command read from the host */
+static uint32_t told;    /* the ID of the last story; 0: none since the device was initialized */
 static uint32_t stage;
-static uint32_t lies;    /* in the queue */
+static uint32_t lies;    /* number of lies in the queue */
 static uint32_t unmapping;
-static uint16_t counted; /* of `endless`: index of the used ring up to which lies are counted */
-static uint64_t block;   /* address of a block that is held, or 0 */
-static int is_done;      /* COMMAND_DONE has been read, and blocks are still held */
-static int is_stale;     /* the host has said that a round is over, which this driver will not hear of */
+static uint16_t counted; /* `endless`: index of the used ring up to which lies are counted */
+static uint64_t block;   /* address of a held block, or 0 */
+static int is_done;      /* COMMAND_DONE was read, and blocks are still held */
+static int is_restarted; /* the device was restarted, and blocks are still held */
+static int is_stale;     /* the host has ended a round, which this driver will ignore */
 
 int lies_make(const struct virtio_device *device)
 {
@@ -57,7 +58,7 @@ int lies_make(const struct virtio_device *device)
     counted = 0;
     if (!(device->features & BALLOON_F_FREE_PAGE_HINT))
         return 0;
-    /* A story must fit. */
+    /* A story must fit into the queue. */
     return virtqueue_make(&liar.queue, device, QUEUE_HINTS, LIE_BUFFERS, queue_memory) &&
            liar.queue.size == LIE_BUFFERS;
 }
@@ -70,19 +71,20 @@ void lies_command(struct balloon *balloon, uint32_t read)
     is_stale = read <= COMMAND_DONE && told;
 }
 
-/* ---- the queue: descriptors as they come, since the order of an honest driver is what is in the way ---- */
+/* ---- the queue, with descriptors in any order, unlike virtqueue_add ---- */
 
 static uint16_t used_index(void)
 {
     return __atomic_load_n(&liar.queue.used[1], __ATOMIC_ACQUIRE);
 }
 
-static int is_heard(void)
+static int is_processed(void)
 {
     return used_index() == liar.queue.added;
 }
 
-static void place_at(uint16_t index, uint64_t address, uint32_t bytes, uint16_t flags, uint16_t next)
+static void place_at(uint16_t index, uint64_t address, uint32_t bytes, uint16_t flags,
+                     uint16_t next)
 {
     volatile struct ring_descriptor *descriptor = &liar.queue.descriptors[index];
     descriptor->address = address;
@@ -97,12 +99,6 @@ static uint16_t place(uint64_t address, uint32_t bytes, uint16_t flags, uint16_t
     return liar.placed++;
 }
 
-void lies_offer(struct virtqueue *queue, uint16_t head)
-{
-    queue->available[2 + queue->added % queue->size] = head;
-    queue->added++;
-    __atomic_store_n(&queue->available[1], queue->added, __ATOMIC_RELEASE);
-}
 
 static void offer(uint16_t head)
 {
@@ -128,33 +124,22 @@ static uint16_t word(uint32_t value)
 
 /* ---- what is hinted ---- */
 
-static uint64_t live_pages(const struct balloon *balloon)
-{
-    uint64_t fill = guest_report(balloon->view)->fill_pages, low = low_work_pages(balloon->view);
-    return fill < low ? fill : low;
-}
-
-uint32_t lies_live_bytes(const struct balloon *balloon)
-{
-    uint64_t bytes = live_pages(balloon) * PAGE_BYTES;
-    return (uint32_t)(bytes < MIB_BYTES ? bytes : MIB_BYTES);
-}
 
 static uint16_t live(const struct balloon *balloon)
 {
     return hint(FIRST_WORK_ADDRESS, lies_live_bytes(balloon));
 }
 
-/* A free block to hold: its number, HEAP_NONE or HEAP_BUSY. */
+/* Takes a free block to hold. Returns its number, HEAP_NONE or HEAP_BUSY. */
 static uint32_t hold(struct balloon *balloon)
 {
     uint32_t taken = heap_take(&balloon->heap, FROM_USED | FROM_FRESH, BLOCK_HINTED, LIST_HELD);
     if (taken < balloon->heap.blocks)
-        heap_block(&balloon->heap, taken)->touched = 0; /* as of an honest driver without PAGE_POISON */
+        heap_block(&balloon->heap, taken)->touched = 0; /* as without PAGE_POISON */
     return taken;
 }
 
-/* Has a block to hint. 0 if there is none now. */
+/* Makes sure that there is a block to hint. Returns 0 if there is none at the moment. */
 static int hold_block(struct balloon *balloon)
 {
     if (block)
@@ -172,9 +157,10 @@ static void give_back(struct balloon *balloon)
         return;
     block = 0;
     is_done = 0;
+    is_restarted = 0;
 }
 
-/* ---- stories: 0 if one can't be told now. The queue is empty before. ---- */
+/* ---- stories. The queue is empty before. Each returns 0 if it cannot be told now. ---- */
 
 static int tell_outside(struct balloon *balloon)
 {
@@ -182,7 +168,7 @@ static int tell_outside(struct balloon *balloon)
     struct heap *heap = &balloon->heap;
     uint32_t taken, last = heap_block_at(heap, view->low_bytes - PAGE_BYTES);
 
-    /* The last block below the end of memory must be free, and nothing may be above. */
+    /* The last block below the end of memory must be free, and there must be no memory above. */
     while ((taken = hold(balloon)) < heap->blocks)
         ;
     if (taken == HEAP_BUSY || last == HEAP_NONE || heap_block(heap, last)->list != LIST_HELD ||
@@ -198,11 +184,11 @@ static int tell_outside(struct balloon *balloon)
         {balloon->device->address, PAGE_BYTES},
         {HIGH_ADDRESS, HEAP_BLOCK_BYTES},
         {-PAGE_BYTES, PAGE_BYTES},
-        {-PAGE_BYTES / 2, PAGE_BYTES}, /* and round the end of all addresses */
+        {-PAGE_BYTES / 2, PAGE_BYTES}, /* wraps around the end of the address space */
         {end, 0},
         {at, 0},
         {at + 8, 16},
-        /* These count in part: one page, one page, the whole block. */
+        /* Parts of these are valid: one page, one page, the whole block. */
         {end - PAGE_BYTES, 2 * PAGE_BYTES},
         {at + 1, 3 * PAGE_BYTES - 2},
         {at, 0xffffffffu},
@@ -231,11 +217,12 @@ static int tell_overlap(struct balloon *balloon)
 
 static int tell_used(struct balloon *balloon)
 {
-    uint64_t bytes = live_pages(balloon) * PAGE_BYTES;
+    uint64_t bytes = lies_live_pages(balloon) * PAGE_BYTES;
 
     offer(word(command));
     for (uint64_t at = 0; at < bytes && liar.placed + 1u < LIE_BUFFERS; at += MIB_BYTES)
-        lie(hint(FIRST_WORK_ADDRESS + at, (uint32_t)(bytes - at < MIB_BYTES ? bytes - at : MIB_BYTES)));
+        lie(hint(FIRST_WORK_ADDRESS + at,
+                 (uint32_t)(bytes - at < MIB_BYTES ? bytes - at : MIB_BYTES)));
     offer(word(COMMAND_STOP));
     return 1;
 }
@@ -261,17 +248,17 @@ static int tell_id(struct balloon *balloon)
         lie(live(balloon));
     }
     offer(word(command));
-    offer(hint(block, HEAP_BLOCK_BYTES)); /* the only one that counts */
+    offer(hint(block, HEAP_BLOCK_BYTES)); /* the only valid hint */
     lie(word(command + 1));
     lie(live(balloon));
-    lie(word(command)); /* it does not come back */
+    lie(word(command)); /* an ended round does not begin again */
     lie(live(balloon));
     offer(word(COMMAND_STOP));
     lie(live(balloon));
     return 1;
 }
 
-/* What comes too late: the host has ended that round. */
+/* Hints for a round that the host has ended. */
 static void tell_stale(struct balloon *balloon)
 {
     liar.placed = 0;
@@ -285,9 +272,9 @@ static int tell_chain(struct balloon *balloon)
     uint64_t end = balloon->view->low_bytes;
 
     for (uint16_t entry = 0; entry < TABLE; entry++)
-        table[entry] = (struct ring_descriptor){FIRST_WORK_ADDRESS, bytes,
-                                                DESCRIPTOR_WRITE | (entry + 1u < TABLE ? DESCRIPTOR_NEXT : 0),
-                                                (uint16_t)(entry + 1)};
+        table[entry] = (struct ring_descriptor){
+            FIRST_WORK_ADDRESS, bytes,
+            DESCRIPTOR_WRITE | (entry + 1u < TABLE ? DESCRIPTOR_NEXT : 0), (uint16_t)(entry + 1)};
     offer(word(command));
     const uint16_t more = DESCRIPTOR_WRITE | DESCRIPTOR_NEXT;
     lie(place(FIRST_WORK_ADDRESS, bytes, more, liar.placed)); /* its own successor */
@@ -295,7 +282,7 @@ static int tell_chain(struct balloon *balloon)
     lie(place(FIRST_WORK_ADDRESS, bytes, more, second));
     lie(place(FIRST_WORK_ADDRESS, bytes, more, LIE_BUFFERS));
     lie(place(FIRST_WORK_ADDRESS, bytes, more, 0xffff));
-    second = word(command); /* to be read, behind one to be written */
+    second = word(command); /* a readable descriptor after a writable one */
     lie(place(FIRST_WORK_ADDRESS, bytes, more, second));
     second = hint(FIRST_WORK_ADDRESS, 0xffffffffu); /* 8 GiB in all */
     lie(place(FIRST_WORK_ADDRESS, 0xffffffffu, more, second));
@@ -303,7 +290,7 @@ static int tell_chain(struct balloon *balloon)
     lie(place((uint64_t)table, sizeof table - 1, DESCRIPTOR_INDIRECT, 0));
     lie(place((uint64_t)table, 0, DESCRIPTOR_INDIRECT, 0));
     lie(place(end, sizeof table, DESCRIPTOR_INDIRECT, 0));
-    lie(place(end, 4, 0, 0)); /* a command where there is no memory */
+    lie(place(end, 4, 0, 0)); /* a command outside memory */
     lie(place((uint64_t)&words[0], 3, 0, 0));
     lie(place((uint64_t)&words[0], 64, 0, 0));
     return 1;
@@ -318,9 +305,9 @@ static int tell_unmap(struct balloon *balloon)
     return 1;
 }
 
-/* ---- what comes after a story ---- */
+/* ---- after a story ---- */
 
-/* Goes on, once the device has shown what it thinks of this. */
+/* Continues once the device asks for a reset. */
 static void go_on(struct balloon *balloon)
 {
     if (stage == STAGE_UNMAPPING) {
@@ -336,9 +323,10 @@ static void go_on(struct balloon *balloon)
         return;
     }
     unmapping = 0;
-    /* It is as new, and its blocks are its own. */
-    balloon_restart(balloon);
-    is_done = 1;
+    /* The device is initialized again after this step, and the held blocks are returned. */
+    stage = STAGE_IDLE;
+    balloon->must_restart = 1;
+    is_restarted = 1;
 }
 
 /* ---- steps ---- */
@@ -346,8 +334,9 @@ static void go_on(struct balloon *balloon)
 static void tell(struct balloon *balloon)
 {
     static int (*const tellers[LIE_COUNT])(struct balloon *) = {
-        [LIE_OUTSIDE] = tell_outside, [LIE_OVERLAP] = tell_overlap, [LIE_USED] = tell_used, [LIE_NEVER] = tell_never,
-        [LIE_ID] = tell_id,           [LIE_CHAIN] = tell_chain,     [LIE_UNMAP] = tell_unmap,
+        [LIE_OUTSIDE] = tell_outside, [LIE_OVERLAP] = tell_overlap, [LIE_USED] = tell_used,
+        [LIE_NEVER] = tell_never,     [LIE_ID] = tell_id,           [LIE_CHAIN] = tell_chain,
+        [LIE_UNMAP] = tell_unmap,
     };
 
     liar.placed = 0;
@@ -360,7 +349,7 @@ static void tell(struct balloon *balloon)
     virtqueue_notify(&liar.queue, balloon->device);
 }
 
-static void heard(struct balloon *balloon)
+static void end_story(struct balloon *balloon)
 {
     uint32_t kind = LIE_OF(balloon->flags);
 
@@ -376,7 +365,7 @@ static void heard(struct balloon *balloon)
     }
 }
 
-/* Buffer after buffer: at no time is the queue left empty by this driver. */
+/* Keeps the queue full. */
 static void lie_endlessly(struct balloon *balloon)
 {
     uint16_t used = used_index();
@@ -384,10 +373,11 @@ static void lie_endlessly(struct balloon *balloon)
     balloon->report->lies += (uint16_t)(used - counted);
     counted = used;
     if (command <= COMMAND_DONE && !balloon->report->rounds)
-        return; /* never asked yet */
+        return; /* no hints were requested yet */
     int is_new = command > COMMAND_DONE && command != told && hold_block(balloon);
     while ((uint16_t)(liar.queue.added - used) < liar.queue.size) {
-        liar.placed = liar.queue.added % liar.queue.size; /* they are used in the order in which they come */
+        /* The device uses buffers in order, so this descriptor is free again. */
+        liar.placed = liar.queue.added % liar.queue.size;
         uint16_t head = liar.placed;
         if (is_new) {
             word(command);
@@ -408,12 +398,12 @@ int lies_step(struct balloon *balloon)
 {
     int is_endless = LIE_OF(balloon->flags) == LIE_ENDLESS;
 
-    if (is_done)
+    if (is_done || is_restarted)
         give_back(balloon);
     if (is_endless) {
         lie_endlessly(balloon);
-    } else if (stage == STAGE_TELLING && is_heard()) {
-        heard(balloon);
+    } else if (stage == STAGE_TELLING && is_processed()) {
+        end_story(balloon);
     } else if (stage > STAGE_TELLING) {
         go_on(balloon);
     } else if (stage == STAGE_IDLE && command > COMMAND_DONE && command != told) {

@@ -1,18 +1,19 @@
 /*
- * Inflating, deflating (VIRTIO 1.2, section 5.5.6) and reporting (section 5.5.6.6), in whole blocks.
+ * Inflation, deflation (VIRTIO 1.2, section 5.5.6) and reporting (section 5.5.6.6), in whole
+ * blocks.
  *
- * One batch is on its way at a time, and all of it is used before the next: so no block is asked back
- * before the host has it, and none is used before the host knows.
+ * Only one batch is in the queues at a time, and the device uses all of it before the next one. So
+ * no block is deflated before the host has it, and none is reused before the host has released it.
  */
 #include "balloon_parts.h"
 
-#define PFNS_PER_BUFFER 256u /* as Linux */
+#define PFNS_PER_BUFFER 256u /* as in Linux */
 #define BUFFERS_PER_BLOCK (HEAP_BLOCK_PAGES / PFNS_PER_BUFFER)
 #define BATCH_BLOCKS 16u
 #define BATCH_BUFFERS (BATCH_BLOCKS * BUFFERS_PER_BLOCK)
-#define REPORTED_BLOCKS 32u     /* at a time, as Linux */
-#define REPORTING_TICKS 500     /* from one report to the next */
-#define RETRY_TICKS 200         /* after there was nothing left to inflate with */
+#define REPORTED_BLOCKS 32u     /* at a time, as in Linux */
+#define REPORTING_TICKS 500     /* between two reports */
+#define RETRY_TICKS 200         /* after the heap had no block for the balloon */
 #define POISONED_PAGES_PER_STEP 64u
 #define CONFIG_ACTUAL (VIRTIO_CONFIG + 4)
 
@@ -23,11 +24,11 @@ static uint8_t reports_memory[QUEUE_BYTES(REPORTED_BLOCKS)] __attribute__((align
 static uint32_t pfns[BATCH_BUFFERS][PFNS_PER_BUFFER];
 
 static uint32_t target;         /* blocks */
-static int is_adjusting;        /* the target has not been reached since it was set */
-static int is_actual_old;       /* the host is to be told how many there are */
+static int is_adjusting;        /* the target was not reached since it was set */
+static int is_actual_old;       /* the device's `actual` must be updated */
 static uint64_t retry_ticks;
 static uint64_t reporting_ticks;
-static uint32_t returning;      /* a block out of the balloon that is being poisoned, + 1 */
+static uint32_t returning;      /* the deflated block that is being poisoned, + 1 */
 static uint32_t returning_page;
 
 int pages_make(const struct virtio_device *device)
@@ -50,20 +51,22 @@ void pages_target(struct balloon *balloon, uint32_t blocks)
 
 /* ---- inflate and deflate ---- */
 
-static void add_block(struct balloon *balloon, struct virtqueue *queue, uint32_t block, uint32_t index)
+static void add_block(struct balloon *balloon, struct virtqueue *queue, uint32_t block,
+                      uint32_t index)
 {
     uint32_t pfn = (uint32_t)(heap_block_address(&balloon->heap, block) / PAGE_BYTES);
 
-    for (uint32_t buffer = index * BUFFERS_PER_BLOCK; buffer < (index + 1) * BUFFERS_PER_BLOCK; buffer++) {
+    for (uint32_t buffer = index * BUFFERS_PER_BLOCK; buffer < (index + 1) * BUFFERS_PER_BLOCK;
+         buffer++) {
         for (uint32_t page = 0; page < PFNS_PER_BUFFER; page++)
             pfns[buffer][page] = pfn++;
         virtqueue_add(queue, (uint64_t)pfns[buffer], sizeof pfns[buffer], 0);
     }
 }
 
-/* Sends up to `most` blocks, from one list to another. Returns how many. */
-static uint32_t send_batch(struct balloon *balloon, struct virtqueue *queue, uint32_t most, uint32_t sources,
-                           enum block_list list)
+/* Sends up to `most` blocks of these sources and moves them to `list`. Returns their number. */
+static uint32_t send_batch(struct balloon *balloon, struct virtqueue *queue, uint32_t most,
+                           uint32_t sources, enum block_list list)
 {
     struct heap *heap = &balloon->heap;
     uint32_t limit = queue->size / BUFFERS_PER_BLOCK, count = 0;
@@ -74,7 +77,7 @@ static uint32_t send_batch(struct balloon *balloon, struct virtqueue *queue, uin
         uint32_t block = heap_take(heap, sources, BLOCK_INFLATED, list);
         if (block >= heap->blocks)
             break;
-        heap_block(heap, block)->used = 0; /* the host has its memory, and what it held is lost */
+        heap_block(heap, block)->used = 0; /* the host discards the memory and its content */
         heap_block(heap, block)->touched = 0;
         add_block(balloon, queue, block, count);
     }
@@ -90,7 +93,7 @@ static void deflate(struct balloon *balloon, uint32_t blocks)
     send_batch(balloon, &deflate_queue, blocks, FROM_INFLATED, LIST_DEFLATING);
 }
 
-/* Gives what the host has let go back to the heap. 1 if there is more. */
+/* Returns deflated blocks to the heap, poisoned if poison is on. Returns 1 if there are more. */
 static int return_blocks(struct balloon *balloon)
 {
     struct heap *heap = &balloon->heap;
@@ -105,7 +108,8 @@ static int return_blocks(struct balloon *balloon)
         returning_page = 0;
     }
     uint64_t gpa = heap_block_address(heap, returning - 1);
-    for (uint32_t count = 0; count < POISONED_PAGES_PER_STEP && returning_page < HEAP_BLOCK_PAGES; count++)
+    for (uint32_t count = 0; count < POISONED_PAGES_PER_STEP && returning_page < HEAP_BLOCK_PAGES;
+         count++)
         heap_poison_page(heap, gpa + returning_page++ * PAGE_BYTES);
     if (returning_page == HEAP_BLOCK_PAGES) {
         heap_block(heap, returning - 1)->touched = HEAP_BLOCK_PAGES;
@@ -130,7 +134,8 @@ static int adjust(struct balloon *balloon)
     } else if (have < target) {
         if (balloon->ticks < retry_ticks)
             return 0;
-        if (!send_batch(balloon, &inflate_queue, target - have, FROM_USED | FROM_FRESH, LIST_INFLATED)) {
+        if (!send_batch(balloon, &inflate_queue, target - have, FROM_USED | FROM_FRESH,
+                        LIST_INFLATED)) {
             retry_ticks = balloon->ticks + RETRY_TICKS;
             return 0;
         }
@@ -140,7 +145,7 @@ static int adjust(struct balloon *balloon)
     return 1;
 }
 
-/* A vCPU found the heap empty. */
+/* Deflates a block if a vCPU found the heap empty. */
 static int deflate_on_demand(struct balloon *balloon)
 {
     struct heap *heap = &balloon->heap;
@@ -150,7 +155,7 @@ static int deflate_on_demand(struct balloon *balloon)
     heap->header->wanted = 0;
     if (!(balloon->device->features & BALLOON_F_DEFLATE_ON_OOM) || !heap_count(heap, LIST_INFLATED))
         return 0;
-    /* Nothing is inflated until the host says again what it wants; what it wants back it gets all the same. */
+    /* The driver inflates again only after a new target, but it still deflates to the target. */
     is_adjusting = heap_count(heap, LIST_INFLATED) > target;
     balloon->report->deflated_on_demand++;
     deflate(balloon, 1);
@@ -162,12 +167,13 @@ static int balloon_pages_step(struct balloon *balloon)
     take_all(&inflate_queue, balloon);
     take_all(&deflate_queue, balloon);
     if (!virtqueue_is_quiet(&inflate_queue) || !virtqueue_is_quiet(&deflate_queue))
-        return 0; /* a tick is soon enough */
+        return 0; /* checked again at the next tick */
     if (return_blocks(balloon))
         return 1;
     if (is_actual_old) {
         is_actual_old = 0;
-        virtio_write(balloon->device, CONFIG_ACTUAL, heap_count(&balloon->heap, LIST_INFLATED) * HEAP_BLOCK_PAGES);
+        virtio_write(balloon->device, CONFIG_ACTUAL,
+                     heap_count(&balloon->heap, LIST_INFLATED) * HEAP_BLOCK_PAGES);
     }
     if (deflate_on_demand(balloon))
         return 1;
@@ -176,7 +182,7 @@ static int balloon_pages_step(struct balloon *balloon)
 
 /* ---- reports ---- */
 
-/* Reported blocks are the heap's again. 0 if it is busy. */
+/* Returns reported blocks to the heap. Returns 0 if the heap is busy. */
 static int take_reported(struct balloon *balloon)
 {
     struct heap *heap = &balloon->heap;

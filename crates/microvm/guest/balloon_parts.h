@@ -1,4 +1,4 @@
-/* What the parts of the balloon's driver share. Not for others: balloon.h is what the kernel calls. */
+/* Shared by the parts of the balloon driver. The kernel uses balloon.h only. */
 #ifndef VMFERRY_BALLOON_PARTS_H
 #define VMFERRY_BALLOON_PARTS_H
 
@@ -16,7 +16,7 @@
 #define BALLOON_F_PAGE_POISON (1ull << 4)
 #define BALLOON_F_PAGE_REPORTING (1ull << 5)
 
-/* Section 5.5.2: numbered so whichever there are. */
+/* Section 5.5.2. A queue has the same number whether or not the others exist. */
 enum balloon_queue {
     QUEUE_INFLATE = 0,
     QUEUE_DEFLATE = 1,
@@ -29,33 +29,36 @@ enum balloon_queue {
 #define COMMAND_STOP 0u
 #define COMMAND_DONE 1u
 
-/* What a step works with. */
+/* The context of a step. */
 struct balloon {
     const struct guest_view *view;
     struct heap heap;
     volatile struct balloon_report *report;
     struct virtio_device *device;
     uint64_t ticks;
-    uint32_t flags;     /* words of the command line */
+    uint32_t flags; /* words of the command line */
+    const volatile uint64_t *interrupts;
+    uint64_t interrupts_seen;
+    int must_restart; /* set by the hostile driver: the device must be initialized again */
 };
 
-/* Whether the configuration has changed since it was last read. */
-int balloon_has_news(const struct balloon *balloon);
-
-/* Begins anew with the device, whatever state it is in. */
-void balloon_restart(struct balloon *balloon);
+/* Whether the device has raised an interrupt since the configuration was last read. */
+static inline int balloon_has_news(const struct balloon *balloon)
+{
+    return *balloon->interrupts != balloon->interrupts_seen;
+}
 
 /* ---- balloon_hints.c ---- */
 
 int hints_make(const struct virtio_device *device);
-/* The host's command has been read. */
+/* Handles a command of the host. */
 void hints_command(struct balloon *balloon, uint32_t command);
-/* Goes on with hinting. 1 if there is more to do at once. */
+/* Continues a round of hints. Returns 1 if there is more to do at once. */
 int hints_step(struct balloon *balloon);
-/* Checks some of the blocks that were rewritten. */
+/* Checks some of the rewritten blocks. */
 void rewrites_check(struct balloon *balloon);
 
-/* ---- balloon_lies.c: the same three, of a driver that lies ---- */
+/* ---- balloon_lies.c: the same functions of the hostile driver ---- */
 
 int lies_make(const struct virtio_device *device);
 void lies_command(struct balloon *balloon, uint32_t command);
@@ -64,9 +67,9 @@ int lies_step(struct balloon *balloon);
 /* ---- balloon_pages.c ---- */
 
 int pages_make(const struct virtio_device *device);
-/* The host wants so many blocks. */
+/* Sets the size of the balloon that the host asks for. */
 void pages_target(struct balloon *balloon, uint32_t blocks);
-/* Goes on with inflating, deflating and reporting. 1 if there is more to do at once. */
+/* Continues to inflate, deflate and report. Returns 1 if there is more to do at once. */
 int pages_step(struct balloon *balloon);
 
 #endif

@@ -7,13 +7,13 @@
 #define POPULATED_PAGES_PER_STEP 16
 #define REWRITTEN_PAGES 64 /* at most, at a time */
 
-/* What a step works with. */
+/* The context of a step. */
 struct churn {
     struct heap heap;
     volatile struct churn_state *state;
     volatile struct churn_buffer *buffers;
     volatile struct vcpu_report *report;
-    uint64_t share; /* pages that the live buffers of this vCPU may have */
+    uint64_t share; /* maximum pages in live buffers of this vCPU */
     uint64_t ticks;
     uint32_t flags;
 };
@@ -37,7 +37,7 @@ void churn_init(const struct guest_view *view)
         guest->churn_pages = pages;
 }
 
-/* 0 if there is nothing to do, or what says so is damaged. */
+/* Returns 0 if there is nothing to do, or if the state is damaged. */
 static int churn_open(struct churn *churn, const struct guest_view *view, uint32_t vcpu)
 {
     volatile struct guest_report *guest = guest_report(view);
@@ -52,7 +52,8 @@ static int churn_open(struct churn *churn, const struct guest_view *view, uint32
         view, CHURN_BUFFERS_ADDRESS + vcpu * CHURN_BUFFERS * sizeof(struct churn_buffer));
     churn->report = churn->heap.report;
     churn->flags = guest->flags;
-    churn->share = share(guest->churn_pages, vcpu + 1, vcpus) - share(guest->churn_pages, vcpu, vcpus);
+    churn->share =
+        share(guest->churn_pages, vcpu + 1, vcpus) - share(guest->churn_pages, vcpu, vcpus);
     if (guest->churn_pages > (uint64_t)churn->heap.blocks * HEAP_BLOCK_PAGES) {
         report_corruption(churn->report, REPORT_ADDRESS, churn->heap.blocks, guest->churn_pages);
         return 0;
@@ -67,7 +68,7 @@ static int churn_open(struct churn *churn, const struct guest_view *view, uint32
 
 /* ---- freed ---- */
 
-/* Writes and frees one page of this vCPU's part of `freed`. 0 when all is done. */
+/* Writes or poisons one page of this vCPU's share of `freed`. Returns 0 when all are done. */
 static int free_page(struct churn *churn, uint64_t blocks)
 {
     volatile struct churn_state *state = churn->state;
@@ -80,7 +81,7 @@ static int free_page(struct churn *churn, uint64_t blocks)
         if (block == HEAP_BUSY)
             return 1;
         if (block == HEAP_NONE) {
-            state->freed_blocks = blocks; /* all of the heap has been written */
+            state->freed_blocks = blocks; /* the whole heap has been written */
             return 0;
         }
         state->freed_block = block + 1;
@@ -89,7 +90,8 @@ static int free_page(struct churn *churn, uint64_t blocks)
     uint32_t block = state->freed_block - 1, page = state->freed_next;
     int poison = (churn->flags & FLAG_POISON) != 0;
     if (block >= heap->blocks || page > 2 * HEAP_BLOCK_PAGES) {
-        report_corruption(churn->report, CHURN_ADDRESS + heap->vcpu * PAGE_BYTES, heap->blocks, block);
+        report_corruption(churn->report, CHURN_ADDRESS + heap->vcpu * PAGE_BYTES, heap->blocks,
+                          block);
         return 0;
     }
     uint64_t gpa = heap_block_address(heap, block) + page % HEAP_BLOCK_PAGES * PAGE_BYTES;
@@ -120,8 +122,8 @@ static uint64_t random(struct churn *churn)
 }
 
 /*
- * The buffer at a place: its address, or 0 if there is none. One that is damaged is reported and
- * forgotten.
+ * Reads the buffer in a slot. Returns its address, or 0 if there is none. A damaged entry is
+ * reported and removed.
  */
 static uint64_t buffer_address(struct churn *churn, uint32_t slot, struct churn_buffer *buffer)
 {
@@ -150,7 +152,8 @@ static uint64_t generation_of(const struct churn_buffer *buffer, uint32_t page)
     return buffer->generation + (page < buffer->rewritten);
 }
 
-static void begin(struct churn *churn, enum churn_job job, uint32_t slot, uint32_t next, uint32_t end)
+static void begin(struct churn *churn, enum churn_job job, uint32_t slot, uint32_t next,
+                  uint32_t end)
 {
     churn->state->job = (uint32_t)job;
     churn->state->slot = slot;
@@ -158,7 +161,7 @@ static void begin(struct churn *churn, enum churn_job job, uint32_t slot, uint32
     churn->state->end = end;
 }
 
-/* Checks the next buffer of this round, or begins another. */
+/* Begins to check the next buffer of this round. Returns 0 at the end of the round. */
 static int begin_check(struct churn *churn)
 {
     volatile struct churn_state *state = churn->state;
@@ -176,7 +179,7 @@ static int begin_check(struct churn *churn)
     return 0;
 }
 
-/* Some buffer, or CHURN_BUFFERS if there is none. */
+/* Picks a random buffer, or CHURN_BUFFERS if there is none. */
 static uint32_t pick(struct churn *churn, struct churn_buffer *buffer)
 {
     uint32_t slots = churn->state->slots, slot = slots ? (uint32_t)(random(churn) % slots) : 0;
@@ -195,12 +198,13 @@ static int begin_rewrite(struct churn *churn)
 
     if (slot == CHURN_BUFFERS)
         return 0;
-    uint32_t left = buffer.pages - buffer.rewritten, pages = left < REWRITTEN_PAGES ? left : REWRITTEN_PAGES;
+    uint32_t left = buffer.pages - buffer.rewritten,
+             pages = left < REWRITTEN_PAGES ? left : REWRITTEN_PAGES;
     begin(churn, JOB_REWRITE, slot, buffer.rewritten, buffer.rewritten + 1 + random(churn) % pages);
     return 1;
 }
 
-/* The buffer that was allocated before all others, or CHURN_BUFFERS if there is none. */
+/* Picks the oldest buffer, or CHURN_BUFFERS if there is none. */
 static uint32_t pick_oldest(struct churn *churn, struct churn_buffer *buffer)
 {
     uint64_t oldest = ~0ull;
@@ -216,7 +220,7 @@ static uint32_t pick_oldest(struct churn *churn, struct churn_buffer *buffer)
     return found != CHURN_BUFFERS && buffer_address(churn, found, buffer) ? found : CHURN_BUFFERS;
 }
 
-/* Mostly the oldest: what a program has allocated goes together when it ends. One of eight lives longer or less. */
+/* Mostly the oldest buffer, as memory of a program is freed together. One in eight is random. */
 static int begin_release(struct churn *churn)
 {
     struct churn_buffer buffer;
@@ -231,8 +235,8 @@ static int begin_release(struct churn *churn)
     return 1;
 }
 
-/* An empty place, or CHURN_BUFFERS if there is none. */
-static uint32_t find_place(struct churn *churn)
+/* Finds an empty slot, or CHURN_BUFFERS if there is none. */
+static uint32_t find_slot(struct churn *churn)
 {
     volatile struct churn_state *state = churn->state;
     uint32_t slot = state->lowest;
@@ -245,7 +249,7 @@ static uint32_t find_place(struct churn *churn)
     return slot;
 }
 
-/* As many small buffers as large ones by powers of two: 48 pages on average. */
+/* Sizes are distributed evenly over the powers of two: 48 pages on average. */
 static uint32_t choose_size(struct churn *churn)
 {
     uint64_t number = random(churn);
@@ -256,7 +260,7 @@ static uint32_t choose_size(struct churn *churn)
 static int begin_buffer(struct churn *churn, uint64_t room)
 {
     volatile struct churn_state *state = churn->state;
-    uint32_t slot = find_place(churn), pages = choose_size(churn);
+    uint32_t slot = find_slot(churn), pages = choose_size(churn);
     struct heap_run run;
 
     if (slot == CHURN_BUFFERS || !room)
@@ -273,7 +277,7 @@ static int begin_buffer(struct churn *churn, uint64_t room)
     volatile struct churn_buffer *buffer = &churn->buffers[slot];
     buffer->page = (uint32_t)(run.gpa / PAGE_BYTES);
     buffer->rewritten = 0;
-    /* Of no two buffers the same, however often they are rewritten. */
+    /* Unique for each buffer, however often it is rewritten. */
     buffer->generation = ++state->buffers_made << 24 | churn->heap.vcpu << 20;
     buffer->pages = (uint16_t)pages;
     state->live_pages += pages;
@@ -283,12 +287,13 @@ static int begin_buffer(struct churn *churn, uint64_t room)
     return 1;
 }
 
-/* As the shrinker of a guest that runs out of memory: takes blocks that the balloon driver holds. */
+/* Takes blocks that the balloon driver holds, as the shrinker of a guest under memory pressure. */
 static void press(struct churn *churn)
 {
     struct heap *heap = &churn->heap;
 
-    if (!(churn->flags & FLAG_PRESSURE) || churn->ticks - churn->state->pressed_ticks < PRESSURE_TICKS)
+    if (!(churn->flags & FLAG_PRESSURE) ||
+        churn->ticks - churn->state->pressed_ticks < PRESSURE_TICKS)
         return;
     churn->state->pressed_ticks = churn->ticks;
     for (unsigned count = 0; count < PRESSURE_BLOCKS; count++) {
@@ -316,7 +321,7 @@ static int choose_job(struct churn *churn)
         return begin_check(churn) || begin_check(churn);
     if (choice % 16 < 10)
         return begin_rewrite(churn);
-    int grow = (choice >> 8) % 4 != 0; /* one of four goes the other way */
+    int grow = (choice >> 8) % 4 != 0; /* one in four is the opposite */
     if (state->shrinking)
         grow = !grow;
     grow |= live <= churn->share * 7 / 10;
@@ -358,7 +363,7 @@ static void end_job(struct churn *churn, uint64_t gpa, const struct churn_buffer
     state->job = JOB_NONE;
 }
 
-/* One page of the job in hand. */
+/* Processes one page of the current job. */
 static void work_on_page(struct churn *churn)
 {
     volatile struct churn_state *state = churn->state;
@@ -427,7 +432,7 @@ int churn_step(const struct guest_view *view, uint32_t vcpu, uint64_t ticks)
     uint64_t allowed = allowed_pages(&churn.state->credit, guest->churn_rate, guest->vcpus, ticks);
     for (uint64_t count = 0; count < allowed; count++) {
         if (churn.state->job == JOB_NONE && !choose_job(&churn))
-            return 0; /* not even one page is to be had */
+            return 0; /* not even one page is available */
         work_on_page(&churn);
     }
     return allowed == PAGES_PER_STEP;

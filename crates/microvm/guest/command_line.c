@@ -1,6 +1,6 @@
 /*
- * The command line: words separated by spaces (workload.h). The VMM has checked it; what makes no
- * sense here is ignored.
+ * Parses the command line: words separated by spaces (workload.h). The VMM has checked it. Invalid
+ * words are ignored.
  */
 #include "work.h"
 
@@ -13,7 +13,7 @@ static volatile const char *read_number(volatile const char *at, uint64_t *numbe
     return at;
 }
 
-/* The text after `word`, or null if something else stands there. */
+/* The text after `word`, or null if the text does not begin with it. */
 static volatile const char *skip(volatile const char *at, const char *word)
 {
     for (; *word; word++, at++) {
@@ -72,7 +72,8 @@ static volatile const char *read_read(volatile const char *at, volatile struct g
     return at;
 }
 
-static volatile const char *read_churn(volatile const char *at, volatile struct guest_report *report)
+static volatile const char *read_churn(volatile const char *at,
+                                       volatile struct guest_report *report)
 {
     volatile const char *after;
     uint64_t number;
@@ -86,7 +87,8 @@ static volatile const char *read_churn(volatile const char *at, volatile struct 
     return at;
 }
 
-static volatile const char *read_freed(volatile const char *at, volatile struct guest_report *report)
+static volatile const char *read_freed(volatile const char *at,
+                                       volatile struct guest_report *report)
 {
     uint64_t mib;
 
@@ -95,10 +97,10 @@ static volatile const char *read_freed(volatile const char *at, volatile struct 
     return at;
 }
 
-/* The text after a word that is on or off, or null if something else stands there. */
+/* The text after a word without parameters, or null if there is none. */
 static volatile const char *read_flag(volatile const char *at, volatile struct guest_report *report)
 {
-    static const char *const words[] = {"poison", "pressure", "reporting", "rewrite"}; /* by their bits */
+    static const char *const words[] = {"poison", "pressure", "reporting", "rewrite"}; /* by bit */
 
     for (uint32_t flag = 0; flag < 4; flag++) {
         volatile const char *after = skip(at, words[flag]);
@@ -115,7 +117,8 @@ static volatile const char *read_flag(volatile const char *at, volatile struct g
 
 static volatile const char *read_lie(volatile const char *at, volatile struct guest_report *report)
 {
-    static const char *const kinds[] = {"outside", "overlap", "used", "endless", "never", "id", "chain", "unmap"};
+    static const char *const kinds[] = {"outside", "overlap", "used",  "endless",
+                                        "never",   "id",      "chain", "unmap"};
 
     for (uint32_t kind = LIE_OUTSIDE; kind < LIE_COUNT; kind++) {
         volatile const char *after = skip(at, kinds[kind - LIE_OUTSIDE]);

@@ -3,7 +3,7 @@
 
 #include "work.h"
 
-#define LOCK_TRIES 20000 /* about a millisecond: its holder may be a vCPU that is throttled */
+#define LOCK_TRIES 20000 /* about a millisecond: the vCPU that has the lock may be throttled */
 
 static volatile struct heap_header *heap_header(const struct guest_view *view)
 {
@@ -15,17 +15,20 @@ static uint64_t round_up(uint64_t address)
     return (address + HEAP_BLOCK_BYTES - 1) & ~(HEAP_BLOCK_BYTES - 1);
 }
 
-/* Where the heap is, by what the guest has and the workloads with fixed pages take of it. */
+/* Computes the blocks of the heap from the guest's memory and the pages that are taken already. */
 static void find_blocks(const struct guest_view *view, uint64_t taken_pages, struct heap *heap)
 {
-    uint64_t low_pages = low_work_pages(view), low_end = FIRST_WORK_ADDRESS + low_pages * PAGE_BYTES;
+    uint64_t low_pages = low_work_pages(view),
+             low_end = FIRST_WORK_ADDRESS + low_pages * PAGE_BYTES;
     uint64_t low_first = round_up(FIRST_WORK_ADDRESS + taken_pages * PAGE_BYTES);
     uint64_t high_taken = taken_pages > low_pages ? (taken_pages - low_pages) * PAGE_BYTES : 0;
-    uint64_t high_first = round_up(HIGH_ADDRESS + high_taken), high_end = HIGH_ADDRESS + view->high_bytes;
+    uint64_t high_first = round_up(HIGH_ADDRESS + high_taken),
+             high_end = HIGH_ADDRESS + view->high_bytes;
     uint64_t low = low_end > low_first ? (low_end - low_first) / HEAP_BLOCK_BYTES : 0;
     uint64_t high = high_end > high_first ? (high_end - high_first) / HEAP_BLOCK_BYTES : 0;
 
-    high = high < HEAP_MAX_BLOCKS - low ? high : HEAP_MAX_BLOCKS - low; /* low RAM has fewer than 1,024 */
+    /* Low RAM has fewer than 1,024 blocks. */
+    high = high < HEAP_MAX_BLOCKS - low ? high : HEAP_MAX_BLOCKS - low;
     heap->low_first = low_first;
     heap->high_first = high_first;
     heap->low_blocks = (uint32_t)low;
@@ -66,8 +69,9 @@ int heap_open(struct heap *heap, const struct guest_view *view, uint32_t vcpu)
     heap->report = vcpu_report(view, vcpu);
     heap->vcpu = vcpu;
     heap->poison = heap_poison(guest->flags);
-    /* One by one: their sum may overflow. */
-    if (guest->fill_pages > pages || guest->read_pages > pages || guest->hot_pages > pages || taken > pages) {
+    /* Checked one by one, because the sum may overflow. */
+    if (guest->fill_pages > pages || guest->read_pages > pages || guest->hot_pages > pages ||
+        taken > pages) {
         report_corruption(heap->report, REPORT_ADDRESS, pages, taken);
         return 0;
     }
@@ -82,8 +86,9 @@ int heap_open(struct heap *heap, const struct guest_view *view, uint32_t vcpu)
 
 uint64_t heap_block_address(const struct heap *heap, uint32_t block)
 {
-    return block < heap->low_blocks ? heap->low_first + block * HEAP_BLOCK_BYTES
-                                    : heap->high_first + (block - heap->low_blocks) * HEAP_BLOCK_BYTES;
+    return block < heap->low_blocks
+               ? heap->low_first + block * HEAP_BLOCK_BYTES
+               : heap->high_first + (block - heap->low_blocks) * HEAP_BLOCK_BYTES;
 }
 
 uint32_t heap_block_at(const struct heap *heap, uint64_t gpa)
@@ -92,15 +97,16 @@ uint32_t heap_block_at(const struct heap *heap, uint64_t gpa)
 
     if (gpa >= heap->high_first)
         block = heap->low_blocks + (gpa - heap->high_first) / HEAP_BLOCK_BYTES;
-    else if (gpa >= heap->low_first && (gpa - heap->low_first) / HEAP_BLOCK_BYTES < heap->low_blocks)
+    else if (gpa >= heap->low_first &&
+             (gpa - heap->low_first) / HEAP_BLOCK_BYTES < heap->low_blocks)
         block = (gpa - heap->low_first) / HEAP_BLOCK_BYTES;
     return block < heap->blocks ? (uint32_t)block : HEAP_NONE;
 }
 
 volatile struct heap_block *heap_block(const struct heap *heap, uint32_t block)
 {
-    return (volatile struct heap_block *)words_at(heap->view,
-                                                  HEAP_BLOCKS_ADDRESS + block * sizeof(struct heap_block));
+    return (volatile struct heap_block *)words_at(
+        heap->view, HEAP_BLOCKS_ADDRESS + block * sizeof(struct heap_block));
 }
 
 uint32_t heap_count(const struct heap *heap, enum block_list list)
@@ -110,17 +116,18 @@ uint32_t heap_count(const struct heap *heap, enum block_list list)
 
 uint32_t heap_free_blocks(const struct heap *heap)
 {
-    return heap_count(heap, LIST_USED) + heap_count(heap, LIST_FRESH) + heap->blocks - heap->header->untouched;
+    return heap_count(heap, LIST_USED) + heap_count(heap, LIST_FRESH) + heap->blocks -
+           heap->header->untouched;
 }
 
-/* ---- lists: the last one in is the first one out ---- */
+/* ---- lists, which are stacks ---- */
 
 static int lock(struct heap *heap)
 {
     for (unsigned tries = 0; tries < LOCK_TRIES; tries++) {
         uint32_t owner = 0;
-        if (__atomic_compare_exchange_n(&heap->header->lock, &owner, heap->vcpu + 1, 0, __ATOMIC_ACQUIRE,
-                                        __ATOMIC_RELAXED))
+        if (__atomic_compare_exchange_n(&heap->header->lock, &owner, heap->vcpu + 1, 0,
+                                        __ATOMIC_ACQUIRE, __ATOMIC_RELAXED))
             return 1;
         if (owner == heap->vcpu + 1 || owner > REPORT_MAX_VCPUS) {
             report_corruption(heap->report, HEAP_ADDRESS, 0, owner);
@@ -136,7 +143,7 @@ static void unlock(struct heap *heap)
     __atomic_store_n(&heap->header->lock, 0, __ATOMIC_RELEASE);
 }
 
-/* Whether the block is one, and on the list; if not, that is reported. */
+/* Whether the block exists and is on the list. If not, a corruption is reported. */
 static int is_on(struct heap *heap, uint32_t block, uint32_t list)
 {
     if (block >= heap->blocks) {
@@ -197,8 +204,9 @@ static uint32_t pop_any(struct heap *heap, uint32_t sources)
     static const struct {
         uint32_t source, list;
     } order[] = {
-        {FROM_USED, LIST_USED},         {FROM_FRESH, LIST_FRESH},         {FROM_HELD, LIST_HELD},
-        {FROM_INFLATED, LIST_INFLATED}, {FROM_DEFLATING, LIST_DEFLATING}, {FROM_REPORTING, LIST_REPORTING},
+        {FROM_USED, LIST_USED},           {FROM_FRESH, LIST_FRESH},
+        {FROM_HELD, LIST_HELD},           {FROM_INFLATED, LIST_INFLATED},
+        {FROM_DEFLATING, LIST_DEFLATING}, {FROM_REPORTING, LIST_REPORTING},
     };
 
     for (unsigned index = 0; index < sizeof order / sizeof *order; index++) {
@@ -213,7 +221,8 @@ static uint32_t pop_any(struct heap *heap, uint32_t sources)
     return HEAP_NONE;
 }
 
-uint32_t heap_take(struct heap *heap, uint32_t sources, enum block_state state, enum block_list list)
+uint32_t heap_take(struct heap *heap, uint32_t sources, enum block_state state,
+                   enum block_list list)
 {
     if (!lock(heap))
         return HEAP_BUSY;
@@ -228,7 +237,7 @@ uint32_t heap_take(struct heap *heap, uint32_t sources, enum block_state state, 
         if (list != LIST_NONE)
             push(heap, list, block);
     } else if (sources & FROM_USED && sources & FROM_HELD) {
-        heap->header->wanted = 1; /* there is nothing left but what is in the balloon */
+        heap->header->wanted = 1; /* only the balloon has blocks left */
     }
     unlock(heap);
     return block;
@@ -269,7 +278,7 @@ static volatile uint64_t *bitmap_of(const struct heap *heap, uint32_t block)
     return words_at(heap->view, HEAP_BITMAPS_ADDRESS + block * (uint64_t)(HEAP_BITMAP_WORDS * 8));
 }
 
-/* The first page of the first run of so many free pages, or HEAP_NONE. */
+/* The first page of the first run of `pages` free pages, or HEAP_NONE. */
 static uint32_t find_run(volatile uint64_t *bitmap, uint32_t pages)
 {
     uint32_t page = 0, run = 0;
@@ -309,7 +318,7 @@ static int allocate_in(struct heap *heap, uint32_t block, uint32_t pages, struct
         state->run_limit = (uint16_t)(pages - 1);
         return 0;
     }
-    /* The first run that fits begins at `touched` or before it: pages are touched without gaps. */
+    /* Pages are touched without gaps, so the first run that fits begins at or before `touched`. */
     uint32_t touched = state->touched;
     set_pages(bitmap, first, pages, 1);
     run->gpa = heap_block_address(heap, block) + first * PAGE_BYTES;
@@ -340,13 +349,14 @@ int heap_allocate(struct heap *heap, uint32_t pages, struct heap_run *run)
 {
     uint32_t mine = LIST_SPLIT + heap->vcpu, next = heap->header->lists[mine].head, oldest = 0;
 
-    /* No list is longer than there are blocks: one that is goes in a circle. */
+    /* Limited by the number of blocks, because a damaged list may be circular. */
     for (uint32_t count = 0; next && count < heap->blocks && is_on(heap, next - 1, mine); count++) {
         oldest = next;
         next = heap_block(heap, next - 1)->next;
     }
-    /* The oldest is filled up first, so that the newest become empty, and go back whole. */
-    for (uint32_t count = 0; oldest && count < heap->blocks && is_on(heap, oldest - 1, mine); count++) {
+    /* Allocates from the oldest block first, so that the newest blocks become empty. */
+    for (uint32_t count = 0; oldest && count < heap->blocks && is_on(heap, oldest - 1, mine);
+         count++) {
         if (allocate_in(heap, oldest - 1, pages, run))
             return 1;
         oldest = heap_block(heap, oldest - 1)->previous;
@@ -373,7 +383,7 @@ void heap_free(struct heap *heap, uint64_t gpa, uint32_t pages)
     heap_block(heap, block)->run_limit = HEAP_BLOCK_PAGES;
     for (uint32_t word = 0; word < HEAP_BITMAP_WORDS; word++)
         left |= bitmap[word];
-    /* If the heap is busy, the block stays this vCPU's, empty, and is its next one to allocate from. */
+    /* If the heap is busy, the empty block remains with this vCPU. */
     if (!left)
         (void)heap_give(heap, block);
 }

@@ -1,10 +1,10 @@
 /*
- * The bare-metal guest's kernel: as little of ring 0 as there can be.
+ * The kernel of the bare-metal guest, with a minimum of ring 0 code.
  *
- * Each vCPU comes through kernel_main once, gets its descriptors, its LAPIC timer and a ring 3
- * stack, and leaves for user_main, where the workload runs for ever. Back in ring 0 there are only
- * the timer tick and the idle halt, both in start.S. Nothing here uses floating point, `syscall`
- * or `int`: KVM on PVM emulates ring 0 and knows neither.
+ * Each vCPU runs kernel_main once. It sets up the descriptors, the LAPIC timer and a ring 3 stack,
+ * and enters user_main, which runs the workload without end. Later only interrupts and the idle
+ * halt run in ring 0, both in start.S. Ring 0 uses no floating point, `syscall` or `int`, which KVM
+ * on PVM does not emulate.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -48,16 +48,17 @@ void timer_entry(void);
 void pvh_timer_entry(void);
 void spurious_entry(void);
 void balloon_entry(void);
-void load_descriptors(const struct table_pointer *gdt, const struct table_pointer *idt, uint16_t tss);
+void load_descriptors(const struct table_pointer *gdt, const struct table_pointer *idt,
+                      uint16_t tss);
 _Noreturn void enter_user(void (*entry)(uint32_t), const void *stack_top, uint32_t vcpu);
 
-/* One per vCPU: all of them start at once, and none may see a gate that another is still writing. */
+/* One per vCPU, because all vCPUs start at once and must not see a gate that is being written. */
 static struct gate idts[MAX_VCPUS][IDT_ENTRIES] __attribute__((aligned(16)));
 static struct task_state task_states[MAX_VCPUS] __attribute__((aligned(16)));
 static uint8_t user_stacks[MAX_VCPUS][USER_STACK_BYTES] __attribute__((aligned(16)));
 static volatile uint32_t workload_ready;
 
-/* The compiler may call these wherever it copies or clears a structure. */
+/* The compiler may call these to copy or clear a structure. */
 void *memcpy(void *to, const void *from, size_t bytes)
 {
     void *start = to;
@@ -79,7 +80,7 @@ static uint64_t kernel_ticks(uint32_t vcpu)
     return *(volatile uint64_t *)(cpu_pages[vcpu] + CPU_TICKS);
 }
 
-/* Until the next interrupt: `hlt` faults in ring 3, and start.S halts in ring 0. */
+/* Waits for the next interrupt: `hlt` faults in ring 3, and start.S then halts in ring 0. */
 static inline void idle(void)
 {
     __asm__ volatile("hlt" : : : "memory");
@@ -99,7 +100,8 @@ static _Noreturn void user_main(uint32_t vcpu)
 
     if (vcpu == 0) {
         workload_init(&view, boot->vcpus);
-        balloon_init(&view, boot->balloon_address, (volatile uint64_t *)(cpu_pages[0] + CPU_INTERRUPTS));
+        balloon_init(&view, boot->balloon_address,
+                     (volatile uint64_t *)(cpu_pages[0] + CPU_INTERRUPTS));
         network_init();
         __atomic_store_n(&workload_ready, 1, __ATOMIC_RELEASE);
     }
@@ -153,7 +155,7 @@ _Noreturn void exception_panic(const struct exception_frame *frame, uint64_t cr2
 {
     static uint8_t panicking;
 
-    /* What broke one vCPU often breaks all: the first one tells the story. */
+    /* A fault often hits all vCPUs. Only the first one reports it. */
     if (__atomic_exchange_n(&panicking, 1, __ATOMIC_SEQ_CST))
         halt();
     serial_text("vmferry guest: exception ");
@@ -199,12 +201,13 @@ static void load_tables(uint32_t vcpu)
 
     task->rsp[0] = (uint64_t)cpu_pages[vcpu] + CPU_PAGE_BYTES;
     task->io_bitmap = sizeof *task; /* beyond the limit: ring 3 has no ports */
-    gdt[selector / 8] = (limit & 0xffff) | (base & 0xffffff) << 16 | 0x89ull << 40 | (base >> 24 & 0xff) << 56;
+    gdt[selector / 8] =
+        (limit & 0xffff) | (base & 0xffffff) << 16 | 0x89ull << 40 | (base >> 24 & 0xff) << 56;
     gdt[selector / 8 + 1] = base >> 32;
     load_descriptors(&gdt_pointer, &idt_pointer, selector);
 }
 
-/* A tick is a millisecond on KVM, whose LAPIC counts nanoseconds. */
+/* Starts the timer, with a tick of a millisecond on KVM, whose LAPIC counts nanoseconds. */
 static void start_timer(void)
 {
     lapic_write(0x0f0, 0x100 | VECTOR_SPURIOUS); /* software enable */
@@ -222,7 +225,7 @@ static void ioapic_write(uint32_t index, uint32_t value)
     *(volatile uint32_t *)(uintptr_t)(IOAPIC_BASE + 0x10) = value;
 }
 
-/* Edge-triggered, active high, to vCPU 0, by its APIC identifier. */
+/* Routes the balloon's interrupt to vCPU 0: edge-triggered, active high, by APIC ID. */
 static void route_balloon(void)
 {
     ioapic_write(0x10 + 2 * BALLOON_PIN + 1, 0);
@@ -236,7 +239,7 @@ _Noreturn void kernel_main(uint32_t vcpu)
     if (vcpu >= MAX_VCPUS)
         halt();
     if (vcpu == 0) {
-        out8(0x21, 0xff); /* both PICs masked: interrupts come from the LAPIC alone */
+        out8(0x21, 0xff); /* masks both PICs: interrupts come only from the LAPIC */
         out8(0xa1, 0xff);
         if (boot->magic != BOOT_MAGIC || boot->version != BOOT_VERSION) {
             serial_text("vmferry guest: bad boot parameters");

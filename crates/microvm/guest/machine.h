@@ -1,6 +1,6 @@
 /*
- * The machine as ring 0 of the bare-metal guest sees it: what the VMM, or the PVH boot, has left for
- * kernel_main, and access to ports, model-specific registers and the LAPIC.
+ * The machine as ring 0 of the bare-metal guest sees it: the boot parameters from the VMM or the
+ * PVH boot, and access to ports, model-specific registers and the LAPIC.
  */
 #ifndef VMFERRY_MACHINE_H
 #define VMFERRY_MACHINE_H
@@ -20,7 +20,7 @@ struct boot_parameters {
 };
 _Static_assert(sizeof(struct boot_parameters) == 48, "the VMM writes it");
 
-extern uint32_t booted_by_pvh; /* 1 if it was (pvh.c) */
+extern uint32_t booted_by_pvh; /* 1 after a PVH boot (pvh.c) */
 extern uint8_t cpu_pages[MAX_VCPUS][CPU_PAGE_BYTES];
 
 static inline void out8(uint16_t port, uint8_t value)
@@ -47,10 +47,13 @@ static inline uint8_t in8(uint16_t port)
     return value;
 }
 
-/* In ring 3 these three fault, and ring 0 executes them with the same registers (start.S). */
+/* In ring 3 these three fault, and ring 0 then executes them with the same registers (start.S). */
 static inline void write_msr(uint32_t msr, uint64_t value)
 {
-    __asm__ volatile("wrmsr" : : "c"(msr), "a"((uint32_t)value), "d"((uint32_t)(value >> 32)) : "memory");
+    __asm__ volatile("wrmsr"
+                     :
+                     : "c"(msr), "a"((uint32_t)value), "d"((uint32_t)(value >> 32))
+                     : "memory");
 }
 
 static inline uint64_t read_msr(uint32_t msr)

@@ -1,11 +1,11 @@
-/* A driver of virtio-net, and what it talks about. See network.h. */
+/* A virtio-net driver and its datagrams. See network.h. */
 #include "network.h"
 
 #include "kernel.h"
 #include "virtqueue.h"
 #include "work.h"
 
-/* QEMU's machine `microvm` (hw/i386/microvm.h): transports that have no device say so. */
+/* QEMU's machine `microvm` (hw/i386/microvm.h). A transport without a device has device ID 0. */
 #define FIRST_TRANSPORT 0xfeb00000ull
 #define TRANSPORT_BYTES 512
 #define TRANSPORTS 24
@@ -13,7 +13,7 @@
 #define RECEIVE_QUEUE 0
 #define SEND_QUEUE 1
 
-/* Half of the buffers are with the device; the others hold what came last. */
+/* The device has half of the buffers. The others contain the last received data. */
 #define BUFFERS 64
 #define BUFFER_BYTES 2048
 #define HELD (BUFFERS / 2)
@@ -31,9 +31,10 @@ struct frame {
     uint8_t virtio[12]; /* struct virtio_net_hdr_v1 */
     uint8_t to[6], from[6];
     uint8_t type[2];
-    uint8_t version, service, bytes[2], id[2], fragment[2], life, protocol, checksum[2], source[4], destination[4];
+    uint8_t version, service, bytes[2], id[2], fragment[2], life, protocol, checksum[2], source[4],
+        destination[4];
     uint8_t source_port[2], destination_port[2], udp_bytes[2], udp_checksum[2];
-    uint8_t payload[8 * PAYLOAD_WORDS]; /* a number, and words that are of it */
+    uint8_t payload[8 * PAYLOAD_WORDS]; /* a number, and words computed from it */
 } __attribute__((packed));
 _Static_assert(sizeof(struct frame) <= BUFFER_BYTES, "a frame fits a buffer");
 #define FRAME_BYTES ((uint32_t)sizeof(struct frame))
@@ -48,10 +49,10 @@ static uint8_t sent[SENT_AT_ONCE][BUFFER_BYTES] __attribute__((aligned(4096)));
 
 static int works;
 static uint16_t peer_port;
-static uint8_t in_buffer[BUFFERS]; /* of a descriptor of the receive queue */
+static uint8_t in_buffer[BUFFERS]; /* the buffer of each descriptor of the receive queue */
 static struct held {
     uint32_t buffer;
-    uint64_t number; /* 0: nothing has come into it */
+    uint64_t number; /* 0: nothing received yet */
 } held[HELD];
 static uint32_t held_next; /* the oldest */
 static uint64_t next_number = 1, sent_ticks, awaited;
@@ -87,7 +88,7 @@ static void make_frame(struct frame *frame, uint64_t number)
 
     __builtin_memset(frame, 0, sizeof *frame);
     for (unsigned index = 0; index < 6; index++) {
-        frame->to[index] = 0xff; /* broadcast: the peer has the address */
+        frame->to[index] = 0xff; /* broadcast */
         frame->from[index] = guest[index];
     }
     put16(frame->type, IPV4);
@@ -111,7 +112,7 @@ static void make_frame(struct frame *frame, uint64_t number)
     }
 }
 
-/* The next frames, when the last ones have come back or are given up. */
+/* Sends the next frames when all replies have arrived, or after a timeout. */
 static void send_step(uint64_t ticks)
 {
     while (virtqueue_take(&send_queue, &device) >= 0)
@@ -132,8 +133,9 @@ static void send_step(uint64_t ticks)
 
 static int is_reply(const volatile struct frame *frame)
 {
-    return frame->type[0] == IPV4 >> 8 && frame->type[1] == 0 && frame->version == 0x45 && frame->protocol == UDP &&
-           frame->destination_port[0] == GUEST_PORT >> 8 && frame->destination_port[1] == (GUEST_PORT & 0xff);
+    return frame->type[0] == IPV4 >> 8 && frame->type[1] == 0 && frame->version == 0x45 &&
+           frame->protocol == UDP && frame->destination_port[0] == GUEST_PORT >> 8 &&
+           frame->destination_port[1] == (GUEST_PORT & 0xff);
 }
 
 static uint64_t read_word(const volatile struct frame *frame, uint64_t index)
@@ -141,7 +143,7 @@ static uint64_t read_word(const volatile struct frame *frame, uint64_t index)
     return *(const volatile uint64_t *)(frame->payload + 8 * index);
 }
 
-/* Whether the buffer holds a datagram as it was sent; its number, or 0 for something else. */
+/* Checks a datagram in a buffer. Returns its number, or 0 if it is something else. */
 static uint64_t check(volatile struct vcpu_report *report, uint32_t buffer, uint64_t expected)
 {
     const volatile struct frame *frame = (const volatile struct frame *)received[buffer];
@@ -171,7 +173,7 @@ static void give(uint32_t buffer)
         in_buffer[descriptor] = (uint8_t)buffer;
 }
 
-/* A buffer that has come takes the place of the one held the longest, which must be as it was. */
+/* Keeps a received buffer in the place of the oldest one, which must be unchanged. */
 static void receive_step(volatile struct vcpu_report *report)
 {
     int descriptor;
@@ -180,7 +182,7 @@ static void receive_step(volatile struct vcpu_report *report)
         uint32_t buffer = in_buffer[descriptor];
         uint64_t number = check(report, buffer, 0);
         if (!number) {
-            give(buffer); /* what else is on the wire */
+            give(buffer); /* other traffic */
             continue;
         }
         if (number + SENT_AT_ONCE >= next_number && awaited) {
@@ -201,7 +203,8 @@ static void receive_step(volatile struct vcpu_report *report)
 
 void network_init(void)
 {
-    volatile const char *at = (volatile const char *)words_at(&(struct guest_view){0}, COMMAND_LINE_ADDRESS);
+    volatile const char *at =
+        (volatile const char *)words_at(&(struct guest_view){0}, COMMAND_LINE_ADDRESS);
     const uint64_t wanted = VIRTIO_F_VERSION_1 | VIRTIO_F_EVENT_IDX;
 
     for (; *at && !(at[0] == 'n' && at[1] == 'e' && at[2] == 't' && at[3] == '='); at++)
@@ -211,8 +214,10 @@ void network_init(void)
     for (at += 4; *at >= '0' && *at <= '9'; at++)
         peer_port = (uint16_t)(peer_port * 10 + (*at - '0'));
     for (unsigned index = 0; index < TRANSPORTS && !works; index++)
-        works = virtio_begin(&device, FIRST_TRANSPORT + index * TRANSPORT_BYTES, VIRTIO_NET, wanted);
-    works = works && virtqueue_make(&receive_queue, &device, RECEIVE_QUEUE, BUFFERS, receive_memory) &&
+        works =
+            virtio_begin(&device, FIRST_TRANSPORT + index * TRANSPORT_BYTES, VIRTIO_NET, wanted);
+    works = works &&
+            virtqueue_make(&receive_queue, &device, RECEIVE_QUEUE, BUFFERS, receive_memory) &&
             virtqueue_make(&send_queue, &device, SEND_QUEUE, BUFFERS, send_memory);
     if (!works)
         return;

@@ -1,9 +1,9 @@
 /*
- * A driver of virtio-net that talks to one port of one peer, and checks what the device has written
- * into guest memory: when it comes, and once more when the buffer is used again.
+ * A virtio-net driver that exchanges datagrams with one port of one peer. It checks the data that
+ * the device writes into guest memory twice: on arrival, and before the buffer is used again.
  *
- * The word `net=PORT` of the command line turns it on, of a guest that was booted by PVH in a machine
- * with memory-mapped virtio (QEMU's `microvm`).
+ * The word `net=PORT` of the command line enables it after a PVH boot on a machine with
+ * memory-mapped virtio (QEMU's `microvm`).
  */
 #ifndef VMFERRY_NETWORK_H
 #define VMFERRY_NETWORK_H
@@ -13,11 +13,11 @@
 #include "workload.h"
 
 struct network_summary {
-    uint64_t replies; /* datagrams that came back as they went */
-    uint64_t lost;    /* that did not come back in time */
+    uint64_t replies; /* datagrams that were returned unchanged */
+    uint64_t lost;    /* datagrams that were not returned in time */
 };
 
-/* Ring 3, vCPU 0; without the word, nothing. */
+/* In ring 3, on vCPU 0. Without the word these do nothing. */
 void network_init(void);
 void network_step(const struct guest_view *view, uint64_t ticks);
 struct network_summary network_summary(void);

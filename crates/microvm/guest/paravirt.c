@@ -12,12 +12,12 @@
 #define MSR_EOI 0x4b564d04
 #define ENABLED 1
 
-#define STEP_TICKS 16  /* between two looks at the time, each of which costs two faults */
+#define STEP_TICKS 16  /* between two checks of the clock, each of which costs two faults */
 #define EOI_LOOKS 32   /* in a step */
-#define RENEW_TICKS 50 /* between two requests that KVM write all clocks */
+#define RENEW_TICKS 50 /* between two requests to KVM to write all clocks */
 
 struct clock_page {
-    uint32_t version, reserved; /* odd while it is being written */
+    uint32_t version, reserved; /* odd while KVM writes the page */
     uint64_t tsc, system_time;  /* nanoseconds at that TSC */
     uint32_t multiplier;
     int8_t shift;
@@ -32,7 +32,7 @@ struct steal_page {
 };
 _Static_assert(sizeof(struct steal_page) == 64, "struct kvm_steal_time");
 
-/* Pages of their own, which nobody but KVM writes. */
+/* On separate pages, which only KVM writes. */
 static union {
     struct clock_page clock;
     uint8_t bytes[PAGE_BYTES];
@@ -42,13 +42,13 @@ static union {
     uint8_t bytes[PAGE_BYTES];
 } steals[MAX_VCPUS] __attribute__((aligned(4096)));
 
-/* What a vCPU saw last. */
+/* The values that a vCPU has seen last. */
 struct seen {
     uint64_t ticks, renewed;
     uint32_t clock_version, steal_version;
     uint64_t system_time, now, steal;
     uint64_t clock_updates, steal_updates;
-    uint64_t eois_offered; /* to the next vCPU */
+    uint64_t eois_offered; /* of the next vCPU */
 };
 static struct seen seen[MAX_VCPUS];
 static uint32_t features;
@@ -77,22 +77,23 @@ void paravirt_enable(uint32_t vcpu)
 
 /* ---- ring 3 ---- */
 
-/* A figure that only grows. */
-static void must_not_fall(volatile struct vcpu_report *report, const volatile void *page, uint64_t before,
-                          uint64_t now)
+/* Checks a value that must not decrease. */
+static void must_not_fall(volatile struct vcpu_report *report, const volatile void *page,
+                          uint64_t before, uint64_t now)
 {
     if (now < before)
         report_corruption(report, (uint64_t)page, before, now);
 }
 
-/* The clock's time at this moment, or 0 while KVM writes it. */
+/* The current time of the clock, or 0 while KVM writes it. */
 static uint64_t clock_time(const volatile struct clock_page *clock)
 {
     uint32_t version = __atomic_load_n(&clock->version, __ATOMIC_ACQUIRE);
     uint64_t passed = read_msr(MSR_TSC) - clock->tsc;
 
     passed = clock->shift < 0 ? passed >> -clock->shift : passed << clock->shift;
-    uint64_t now = clock->system_time + (uint64_t)((unsigned __int128)passed * clock->multiplier >> 32);
+    uint64_t now =
+        clock->system_time + (uint64_t)((unsigned __int128)passed * clock->multiplier >> 32);
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     return version & 1 || version != clock->version ? 0 : now;
 }
@@ -115,7 +116,7 @@ static void check_clock(volatile struct vcpu_report *report, uint32_t vcpu)
     uint64_t now = clock_time(clock);
     if (!now)
         return;
-    /* It runs, so it is later. */
+    /* The clock runs, so its time must have increased. */
     must_not_fall(report, clock, last->now + 1, now);
     last->now = now;
 }
@@ -138,8 +139,9 @@ static void check_steal(volatile struct vcpu_report *report, uint32_t vcpu)
 }
 
 /*
- * Whether KVM offers another vCPU not to tell the LAPIC. KVM takes that back when the vCPU leaves the
- * guest, so where ring 0 is emulated (PVM) nobody can use it, and it is seen from the side only.
+ * Counts how often KVM has set the EOI flag of another vCPU. KVM clears it when that vCPU leaves
+ * the guest. So where ring 0 is emulated (PVM), the vCPU cannot use it, and only other vCPUs see
+ * it.
  */
 static void watch_eoi(uint32_t vcpu, uint32_t vcpus)
 {
@@ -165,7 +167,7 @@ void paravirt_step(const struct guest_view *view, uint32_t vcpu, uint64_t ticks)
         check_clock(report, vcpu);
     if (features & PARAVIRT_STEAL)
         check_steal(report, vcpu);
-    /* KVM then writes the clocks of all, and so a guest that is moved has them written all the time. */
+    /* This makes KVM write the clocks of all vCPUs, so they are also written during a migration. */
     if (features & PARAVIRT_CLOCK && vcpu == 0 && ticks >= last->renewed + RENEW_TICKS) {
         last->renewed = ticks;
         write_msr(MSR_CLOCK, (uint64_t)&clocks[vcpu] | ENABLED);
@@ -180,7 +182,8 @@ uint32_t paravirt_steal_version(uint32_t vcpu)
 void paravirt_must_differ(const struct guest_view *view, uint32_t vcpu, uint32_t version)
 {
     if (features & PARAVIRT_STEAL && paravirt_steal_version(vcpu) == version)
-        report_corruption(vcpu_report(view, vcpu), (uint64_t)&steals[vcpu], version + 2ull, version);
+        report_corruption(vcpu_report(view, vcpu), (uint64_t)&steals[vcpu], version + 2ull,
+                          version);
 }
 
 static uint64_t least(uint64_t a, uint64_t b)
@@ -204,7 +207,8 @@ struct paravirt_summary paravirt_summary(uint32_t vcpus)
         all.steal_updates = least(all.steal_updates, seen[vcpu].steal_updates);
         all.eois_offered += seen[vcpu].eois_offered;
         all.steal_us += seen[vcpu].steal / 1000;
-        all.eois_saved = least(all.eois_saved, *(volatile uint64_t *)(cpu_pages[vcpu] + CPU_EOIS_SAVED));
+        all.eois_saved =
+            least(all.eois_saved, *(volatile uint64_t *)(cpu_pages[vcpu] + CPU_EOIS_SAVED));
     }
     return all;
 }

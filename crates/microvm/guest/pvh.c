@@ -1,6 +1,6 @@
 /*
- * PVH boot: what the VMM does otherwise. Any VMM that loads an ELF with a PVH note can start the
- * guest so, QEMU with `-kernel` among them. Nothing here needs a device that only one VMM has.
+ * PVH boot. It does the work of vmferry's VMM, so that any VMM that loads an ELF with a PVH note
+ * can start the guest, such as QEMU with `-kernel`. It needs no device that is specific to one VMM.
  */
 #include <stddef.h>
 
@@ -24,7 +24,7 @@ struct memory_map_entry {
     uint32_t type, reserved;
 };
 
-/* Maps RAM above 4 GiB, whose first 4 GiB of tables start.S has made. */
+/* Maps RAM above 4 GiB. start.S has mapped the first 4 GiB. */
 static void map_high_memory(uint64_t high_bytes)
 {
     uint64_t *pdpt = (uint64_t *)PDPT_ADDRESS;
@@ -54,7 +54,7 @@ static uint32_t fw_cfg_read(uint16_t key, unsigned bytes)
     return value;
 }
 
-/* How many secondary vCPUs there are, or 0 if nobody says. */
+/* Number of secondary vCPUs, or 0 if it is unknown. */
 static uint32_t count_secondaries(void)
 {
     if (fw_cfg_read(FW_CFG_SIGNATURE, 4) != 0x554d4551) /* "QEMU" */
@@ -62,7 +62,7 @@ static uint32_t count_secondaries(void)
     return fw_cfg_read(FW_CFG_NB_CPUS, 2) - 1;
 }
 
-/* Waits by the LAPIC's timer, which is masked and counts nanoseconds. */
+/* Waits with the LAPIC's timer, which is masked and counts nanoseconds. */
 static void wait_ns(uint32_t nanoseconds)
 {
     volatile uint32_t *now = (volatile uint32_t *)(uintptr_t)(LAPIC_BASE + 0x390);
@@ -73,8 +73,8 @@ static void wait_ns(uint32_t nanoseconds)
 }
 
 /*
- * INIT and SIPI to all others, who count themselves. Where nobody says how many there are, those that
- * have not come after 20 ms do not exist.
+ * Sends INIT and SIPI to all other vCPUs, which count themselves. If their number is unknown, those
+ * that have not started after 20 ms do not exist.
  */
 static uint32_t start_secondaries(void)
 {
@@ -96,7 +96,7 @@ static uint32_t start_secondaries(void)
     return started;
 }
 
-/* The workload takes what is zero for its beginning; firmware has been here before. */
+/* The workload must start with zeros, but firmware may have used this memory. */
 static void clear(uint64_t from, uint64_t end)
 {
     for (volatile uint64_t *at = (volatile uint64_t *)from; at < (volatile uint64_t *)end; at++)
@@ -137,7 +137,7 @@ void pvh_main(const struct start_info *info)
     boot->magic = BOOT_MAGIC;
     paravirt_find();
     booted_by_pvh = 1;
-    /* Secondaries go straight to ring 3 and wait there until vCPU 0 has made the workload. */
+    /* Secondary vCPUs wait in ring 3 until vCPU 0 has initialized the workload. */
     uint32_t secondaries = start_secondaries();
     boot->vcpus = 1 + (secondaries < MAX_VCPUS ? secondaries : MAX_VCPUS - 1);
 }

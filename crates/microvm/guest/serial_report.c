@@ -8,7 +8,7 @@
 
 #define SERIAL_PORT 0x3f8
 #define PERIOD_TICKS 100
-#define BYTES_AT_ONCE 16 /* with interrupts off: each byte leaves the guest */
+#define BYTES_AT_ONCE 16 /* with interrupts off; each byte causes an exit */
 
 static uint64_t due; /* ticks */
 static char line[1024];

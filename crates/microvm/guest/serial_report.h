@@ -1,6 +1,6 @@
 /*
- * The report as a line of text on the serial port, where a VMM does not read it from memory: PVH boot.
- * The words are those of the Linux guest (linux/main.c), as far as they have a meaning here.
+ * The report as a line of text on the serial port, for VMMs that do not read it from memory: after
+ * a PVH boot. It uses the words of the Linux guest (linux/main.c) where they apply.
  */
 #ifndef VMFERRY_SERIAL_REPORT_H
 #define VMFERRY_SERIAL_REPORT_H
@@ -9,7 +9,7 @@
 
 #include "workload.h"
 
-/* Ring 3, vCPU 0: a line, if it is time for one. */
+/* In ring 3, on vCPU 0: writes a line if one is due. */
 void serial_report_step(const struct guest_view *view, uint64_t ticks);
 
 #endif

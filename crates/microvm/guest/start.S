@@ -1,11 +1,11 @@
 /*
- * Entries of the bare-metal guest, and its exception and interrupt stubs.
+ * Entry points of the bare-metal guest, and its exception and interrupt stubs.
  *
  * start64: every vCPU of the vmferry VMM starts here in long mode at CPL 0, interrupts off,
  *          RDI = vCPU index, CR3 = identity tables made by the VMM.
  * pvh32:   a PVH loader (QEMU) starts one vCPU here in 32-bit mode, EBX = start_info.
  *
- * Ring 0 is kept to a few instructions per interrupt: on PVM each of them is emulated.
+ * Ring 0 runs only a few instructions per interrupt, because PVM emulates each of them.
  */
 #include "kernel.h"
 
@@ -29,7 +29,7 @@ start64:
     call kernel_main            /* (vcpu), does not return */
     ud2
 
-/* enter_user(entry, stack, vcpu): to ring 3 with interrupts on, for good. */
+/* enter_user(entry, stack, vcpu): enters ring 3 with interrupts on. Does not return. */
     .globl enter_user
 enter_user:
     mov %rdx, %rax
@@ -59,7 +59,7 @@ load_descriptors:
     ltr %dx
     lretq
 
-/* One tick: count it, tell the LAPIC, go back. */
+/* A timer tick: counts it and writes EOI. */
     .globl timer_entry
 timer_entry:
     push %rax
@@ -76,9 +76,9 @@ spurious_entry:
     iretq
 
 /*
- * Ring 3 idles by executing `hlt`, which faults: step over it, halt here until the next interrupt
- * has been handled, and go back. `wrmsr`, `rdmsr` and `rep outsb` fault too, and are executed here with
- * the registers that they have in ring 3. Any other general protection fault is a bug.
+ * Ring 3 idles by executing `hlt`, which faults. This steps over it, halts until the next interrupt
+ * has been handled, and returns. `wrmsr`, `rdmsr` and `rep outsb` fault as well, and are executed
+ * here with the registers of ring 3. Any other general protection fault is a bug.
  */
     .globl protection_entry
 protection_entry:
@@ -121,8 +121,8 @@ panic13:
     push $13
     jmp panic_common
 
-/* A tick after a PVH boot: an interrupt is several, and KVM may have said in memory that the LAPIC
-   need not be told. */
+/* A timer tick after a PVH boot: an interrupt counts as several ticks, and KVM may have set the
+   flag that no write to the EOI register is needed. */
     .globl pvh_timer_entry
 pvh_timer_entry:
     push %rax
@@ -139,7 +139,7 @@ pvh_timer_entry:
     pop %rax
     iretq
 
-/* The balloon has something to say: its driver, in ring 3, sees the count. */
+/* An interrupt of the balloon: counts it for the driver in ring 3. */
     .globl balloon_entry
 balloon_entry:
     push %rax
@@ -151,7 +151,7 @@ balloon_entry:
     pop %rax
     iretq
 
-/* Exceptions that this guest never expects: vector, error code, then the processor's frame. */
+/* Unexpected exceptions: pushes the vector and the error code below the processor's frame. */
     .macro exception vector, has_error
 exception_\vector:
     .if \has_error == 0
@@ -223,7 +223,7 @@ pvh32:
     mov $(pvh_stack_top), %esp
     lgdt pvh_gdt_pointer
 
-    /* Identity tables for the first 4 GiB; pvh_main maps what lies above. */
+    /* Identity tables for the first 4 GiB. pvh_main maps the memory above. */
     mov $PML4_ADDRESS, %edi
     xor %eax, %eax
     mov $2048, %ecx             /* PML4 and PDPT */
@@ -248,7 +248,7 @@ pvh32:
     call enable_long_mode
     ljmp $KERNEL_CS, $pvh64
 
-/* Long mode on the tables at PML4_ADDRESS; the caller then jumps to a 64-bit code segment. */
+/* Enables long mode with the tables at PML4_ADDRESS. The caller then jumps to a 64-bit segment. */
 enable_long_mode:
     mov %cr4, %eax
     or $0x20, %eax              /* PAE */

@@ -14,7 +14,7 @@ enum virtio_status {
 };
 
 #define DESCRIPTOR_WRITE 2       /* the device writes the buffer */
-#define AVAILABLE_NO_INTERRUPT 1 /* not for used buffers */
+#define AVAILABLE_NO_INTERRUPT 1 /* no interrupts for used buffers */
 #define USED_NO_NOTIFY 1
 #define RESET_TRIES 1000
 
@@ -28,7 +28,8 @@ void virtio_write(const struct virtio_device *device, uint32_t offset, uint32_t 
     *(volatile uint32_t *)(device->address + offset) = value;
 }
 
-static void write_address(const struct virtio_device *device, uint32_t offset, volatile void *memory)
+static void write_address(const struct virtio_device *device, uint32_t offset,
+                          volatile void *memory)
 {
     virtio_write(device, offset, (uint32_t)(uint64_t)memory);
     virtio_write(device, offset + 4, (uint32_t)((uint64_t)memory >> 32));
@@ -57,7 +58,8 @@ static int reset(const struct virtio_device *device)
 int virtio_begin(struct virtio_device *device, uint64_t address, uint32_t kind, uint64_t wanted)
 {
     device->address = address;
-    if (virtio_read(device, VIRTIO_MAGIC) != MMIO_MAGIC || virtio_read(device, VIRTIO_VERSION) != MMIO_VERSION ||
+    if (virtio_read(device, VIRTIO_MAGIC) != MMIO_MAGIC ||
+        virtio_read(device, VIRTIO_VERSION) != MMIO_VERSION ||
         virtio_read(device, VIRTIO_DEVICE_ID) != kind || !reset(device))
         return 0;
     virtio_write(device, VIRTIO_STATUS, STATUS_ACKNOWLEDGE);
@@ -68,7 +70,8 @@ int virtio_begin(struct virtio_device *device, uint64_t address, uint32_t kind, 
     virtio_write(device, VIRTIO_DRIVER_FEATURES_SELECT, 0);
     virtio_write(device, VIRTIO_DRIVER_FEATURES, (uint32_t)device->features);
     virtio_write(device, VIRTIO_STATUS, STATUS_ACKNOWLEDGE | STATUS_DRIVER | STATUS_FEATURES_OK);
-    if (device->features & VIRTIO_F_VERSION_1 && virtio_read(device, VIRTIO_STATUS) & STATUS_FEATURES_OK)
+    if (device->features & VIRTIO_F_VERSION_1 &&
+        virtio_read(device, VIRTIO_STATUS) & STATUS_FEATURES_OK)
         return 1;
     virtio_give_up(device);
     return 0;
@@ -87,8 +90,8 @@ void virtio_give_up(const struct virtio_device *device)
 
 /* ---- a queue ---- */
 
-int virtqueue_make(struct virtqueue *queue, const struct virtio_device *device, uint16_t number, uint16_t limit,
-                   void *memory)
+int virtqueue_make(struct virtqueue *queue, const struct virtio_device *device, uint16_t number,
+                   uint16_t limit, void *memory)
 {
     virtio_write(device, VIRTIO_QUEUE_SELECT, number);
     uint32_t most = virtio_read(device, VIRTIO_QUEUE_SIZE_MAX);
@@ -110,13 +113,13 @@ int virtqueue_make(struct virtqueue *queue, const struct virtio_device *device, 
     for (uint32_t index = 0; index < size; index++)
         queue->unused[index] = (uint16_t)(size - 1 - index);
     queue->room = (uint16_t)size;
-    queue->added = queue->told = queue->seen = 0;
-    /* What an earlier use has left there would be taken for buffers. */
+    queue->added = queue->notified = queue->seen = 0;
+    /* Indices of an earlier use would be taken for buffers. */
     queue->available[0] = queue->available[1] = 0;
     queue->used[0] = queue->used[1] = 0;
     queue->used[2 + size * 4] = 0; /* avail_event */
     if (device->features & VIRTIO_F_EVENT_IDX)
-        queue->available[2 + size] = 0xffff; /* behind all that is used: see virtqueue_take */
+        queue->available[2 + size] = 0xffff; /* one before the used index: see virtqueue_take */
     else
         queue->available[0] = AVAILABLE_NO_INTERRUPT;
     virtio_write(device, VIRTIO_QUEUE_SIZE, size);
@@ -139,7 +142,7 @@ int virtqueue_add(struct virtqueue *queue, uint64_t gpa, uint32_t bytes, int dev
     descriptor->next = 0;
     queue->available[2 + queue->added % queue->size] = id;
     queue->added++;
-    /* The device may look at any time: what the buffer holds and the entry come before the index. */
+    /* The device may look at any time, so the buffer and the entry are written before the index. */
     __atomic_store_n(&queue->available[1], queue->added, __ATOMIC_RELEASE);
     return id;
 }
@@ -148,31 +151,32 @@ int virtqueue_take(struct virtqueue *queue, const struct virtio_device *device)
 {
     if (__atomic_load_n(&queue->used[1], __ATOMIC_ACQUIRE) == queue->seen)
         return -1;
-    volatile uint32_t *entry = (volatile uint32_t *)(queue->used + 2) + queue->seen % queue->size * 2;
+    volatile uint32_t *entry =
+        (volatile uint32_t *)(queue->used + 2) + queue->seen % queue->size * 2;
     uint32_t id = *entry;
     queue->seen++;
-    /* The index before the last one taken: the device interrupts only when it has used 65,536 more. */
+    /* One before the used index: the device interrupts only after 65,536 more used buffers. */
     if (device->features & VIRTIO_F_EVENT_IDX)
         queue->available[2 + queue->size] = (uint16_t)(queue->seen - 1);
     if (id >= queue->size || queue->room >= queue->size)
-        return -1; /* no descriptor of ours */
+        return -1; /* not a descriptor of this driver */
     queue->unused[queue->room++] = (uint16_t)id;
     return (int)id;
 }
 
 void virtqueue_notify(struct virtqueue *queue, struct virtio_device *device)
 {
-    uint16_t added = queue->added, told = queue->told;
+    uint16_t added = queue->added, notified = queue->notified;
 
-    if (added == told)
+    if (added == notified)
         return;
-    queue->told = added;
-    /* The device must see the index, or we that it does not look any more. */
+    queue->notified = added;
+    /* Either the device sees the new index, or this driver sees that it must be notified. */
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     int wanted;
     if (device->features & VIRTIO_F_EVENT_IDX) {
         uint16_t event = queue->used[2 + queue->size * 4];
-        wanted = (uint16_t)(added - event - 1) < (uint16_t)(added - told);
+        wanted = (uint16_t)(added - event - 1) < (uint16_t)(added - notified);
     } else {
         wanted = !(queue->used[0] & USED_NO_NOTIFY);
     }

@@ -1,10 +1,10 @@
 /*
- * A virtio device behind memory-mapped registers of version 2 (VIRTIO 1.2, section 4.2), and its
- * split virtqueues (section 2.7), as far as a driver needs them that polls: buffers are of one
- * descriptor each, and the device is asked not to interrupt for those that it has used.
+ * A virtio device with memory-mapped registers of version 2 (VIRTIO 1.2, section 4.2), and its
+ * split virtqueues (section 2.7), for a driver that polls: each buffer has one descriptor, and the
+ * driver disables interrupts for used buffers.
  *
- * A register access leaves the guest and costs as much as writing 30 pages; the rings are memory.
- * All of this is identity-mapped: an address is a guest-physical one.
+ * A register access leaves the guest and costs as much as writing 30 pages. The rings are memory.
+ * All memory is identity-mapped, so an address is a guest-physical address.
  */
 #ifndef VMFERRY_VIRTQUEUE_H
 #define VMFERRY_VIRTQUEUE_H
@@ -28,13 +28,13 @@ enum virtio_register {
     VIRTIO_INTERRUPT_STATUS = 0x060,
     VIRTIO_INTERRUPT_ACK = 0x064,
     VIRTIO_STATUS = 0x070,
-    VIRTIO_QUEUE_DESCRIPTORS = 0x080, /* low half; the high one follows */
+    VIRTIO_QUEUE_DESCRIPTORS = 0x080, /* low half; the high half follows */
     VIRTIO_QUEUE_DRIVER = 0x090,
     VIRTIO_QUEUE_DEVICE = 0x0a0,
     VIRTIO_CONFIG = 0x100,
 };
 
-#define VIRTIO_INTERRUPT_CONFIG 2u /* of the interrupt status: the configuration has changed */
+#define VIRTIO_INTERRUPT_CONFIG 2u /* interrupt status: the configuration has changed */
 
 /* Section 6. */
 #define VIRTIO_F_EVENT_IDX (1ull << 29)
@@ -46,7 +46,7 @@ struct virtio_device {
     uint64_t notifications;
 };
 
-/* Memory that a queue of so many descriptors takes. */
+/* Size of a queue of `size` descriptors. */
 #define QUEUE_BYTES(size) (28 * (size) + 32)
 
 struct ring_descriptor {
@@ -58,38 +58,41 @@ struct ring_descriptor {
 struct virtqueue {
     volatile struct ring_descriptor *descriptors;
     volatile uint16_t *available; /* flags, index, ring, used_event */
-    volatile uint16_t *used;      /* flags, index, ring of {id, bytes} of 32 bits each, avail_event */
-    uint16_t *unused;             /* a stack of descriptors */
+    volatile uint16_t *used; /* flags, index, ring of {id, bytes} of 32 bits each, avail_event */
+    uint16_t *unused;             /* a stack of free descriptors */
     uint16_t number, size;
-    uint16_t room;  /* descriptors on the stack */
-    uint16_t added; /* index of the available ring */
-    uint16_t told;  /* the same at the last look at whether the device wants to be told */
-    uint16_t seen;  /* index of the used ring */
+    uint16_t room;     /* number of free descriptors */
+    uint16_t added;    /* index of the available ring */
+    uint16_t notified; /* `added` at the last call of virtqueue_notify */
+    uint16_t seen;     /* index of the used ring */
 };
 
 uint32_t virtio_read(const struct virtio_device *device, uint32_t offset);
 void virtio_write(const struct virtio_device *device, uint32_t offset, uint32_t value);
 
 /*
- * Resets the device and negotiates those of `wanted` features that it offers. 0 if it can't be driven;
- * one that is not of this kind is left as it is.
+ * Resets the device and negotiates the `wanted` features that it offers. Returns 0 if the device
+ * cannot be driven. A device of another kind is not changed.
  */
 int virtio_begin(struct virtio_device *device, uint64_t address, uint32_t kind, uint64_t wanted);
-/* Lets it work: all queues are there. */
+/* Sets DRIVER_OK, after all queues are ready. */
 void virtio_ready(const struct virtio_device *device);
-/* Tells it that it can't be driven. */
+/* Sets FAILED. */
 void virtio_give_up(const struct virtio_device *device);
 
-/* Makes a queue of at most `limit` descriptors, in QUEUE_BYTES(limit) aligned to 16. 0 if there is none. */
-int virtqueue_make(struct virtqueue *queue, const struct virtio_device *device, uint16_t number, uint16_t limit,
-                   void *memory);
-/* Makes a buffer available: its descriptor, or -1 if there is no room. */
+/*
+ * Creates a queue of at most `limit` descriptors, in QUEUE_BYTES(limit) of memory aligned to 16
+ * bytes. Returns 0 if the device has no such queue.
+ */
+int virtqueue_make(struct virtqueue *queue, const struct virtio_device *device, uint16_t number,
+                   uint16_t limit, void *memory);
+/* Makes a buffer available. Returns its descriptor, or -1 if there is no room. */
 int virtqueue_add(struct virtqueue *queue, uint64_t gpa, uint32_t bytes, int device_writes);
-/* A descriptor whose buffer the device has used, which is free now; or -1. */
+/* Frees a descriptor whose buffer the device has used. Returns the descriptor, or -1. */
 int virtqueue_take(struct virtqueue *queue, const struct virtio_device *device);
-/* Tells the device of what was added since the last time, if it wants that. */
+/* Notifies the device of new buffers, unless it has disabled notifications. */
 void virtqueue_notify(struct virtqueue *queue, struct virtio_device *device);
-/* Whether the device has used all buffers, and each was taken. */
+/* Whether the device has used all buffers, and all of them were taken. */
 int virtqueue_is_quiet(const struct virtqueue *queue);
 
 #endif

@@ -1,6 +1,6 @@
 /*
- * What the workloads share: where guest memory is, what pages hold, and how damage is reported.
- * Not for others: workload.h is what the machine calls.
+ * Shared by the workloads: access to guest memory, the content of pages, and the report of
+ * corruption. The machine uses workload.h only.
  */
 #ifndef VMFERRY_WORK_H
 #define VMFERRY_WORK_H
@@ -10,10 +10,10 @@
 
 #define PAGE_BYTES 4096ull
 #define PAGE_WORDS 512ull
-#define FIRST_WORK_ADDRESS (16ull << 20) /* what lies below is the machine's */
+#define FIRST_WORK_ADDRESS (16ull << 20) /* the memory below is reserved for the machine */
 #define HIGH_ADDRESS (4ull << 30)
 
-/* Of one step: what writes or checks whole pages does not more of them. */
+/* Maximum number of pages that one step writes or checks completely. */
 #define PAGES_PER_STEP 64
 
 static inline uint64_t mix(uint64_t x)
@@ -52,7 +52,9 @@ static inline volatile struct vcpu_report *vcpu_report(const struct guest_view *
 
 static inline uint64_t low_work_pages(const struct guest_view *view)
 {
-    return view->low_bytes > FIRST_WORK_ADDRESS ? (view->low_bytes - FIRST_WORK_ADDRESS) / PAGE_BYTES : 0;
+    return view->low_bytes > FIRST_WORK_ADDRESS
+               ? (view->low_bytes - FIRST_WORK_ADDRESS) / PAGE_BYTES
+               : 0;
 }
 
 static inline uint64_t work_pages(const struct guest_view *view)
@@ -64,17 +66,18 @@ static inline uint64_t work_pages(const struct guest_view *view)
 static inline uint64_t work_address(const struct guest_view *view, uint64_t index)
 {
     uint64_t low = low_work_pages(view);
-    return index < low ? FIRST_WORK_ADDRESS + index * PAGE_BYTES : HIGH_ADDRESS + (index - low) * PAGE_BYTES;
+    return index < low ? FIRST_WORK_ADDRESS + index * PAGE_BYTES
+                       : HIGH_ADDRESS + (index - low) * PAGE_BYTES;
 }
 
-/* Where the part of `vcpu` begins, of what all share. */
+/* The first page of the share of `vcpu` in `pages`. */
 static inline uint64_t share(uint64_t pages, uint32_t vcpu, uint32_t vcpus)
 {
     return pages / vcpus * vcpu + pages % vcpus * vcpu / vcpus;
 }
 
-static inline void report_corruption(volatile struct vcpu_report *report, uint64_t gpa, uint64_t expected,
-                                     uint64_t found)
+static inline void report_corruption(volatile struct vcpu_report *report, uint64_t gpa,
+                                     uint64_t expected, uint64_t found)
 {
     if (report->corruptions == 0) {
         report->first.gpa = gpa;
@@ -85,22 +88,22 @@ static inline void report_corruption(volatile struct vcpu_report *report, uint64
     report->corruptions++;
 }
 
-/* ---- pages whose every word is known ---- */
+/* ---- pages with known content ---- */
 
-/* The word `index` of a page; `version` says which content the page has. */
+/* The word `index` of a page. `version` selects the content of the page. */
 typedef uint64_t content(uint64_t version, uint64_t gpa, uint64_t index);
 
-static inline __attribute__((always_inline)) void write_page(const struct guest_view *view, content *word,
-                                                             uint64_t version, uint64_t gpa)
+static inline __attribute__((always_inline)) void
+write_page(const struct guest_view *view, content *word, uint64_t version, uint64_t gpa)
 {
     volatile uint64_t *page = words_at(view, gpa);
     for (uint64_t index = 0; index < PAGE_WORDS; index++)
         page[index] = word(version, gpa, index);
 }
 
-static inline __attribute__((always_inline)) void check_page(const struct guest_view *view,
-                                                             volatile struct vcpu_report *report, content *word,
-                                                             uint64_t version, uint64_t gpa)
+static inline __attribute__((always_inline)) void
+check_page(const struct guest_view *view, volatile struct vcpu_report *report, content *word,
+           uint64_t version, uint64_t gpa)
 {
     volatile uint64_t *page = words_at(view, gpa);
     for (uint64_t index = 0; index < PAGE_WORDS; index++) {
@@ -119,7 +122,7 @@ static inline uint64_t incompressible_word(uint64_t version, uint64_t gpa, uint6
     return mix(gpa + index * 0x9e3779b97f4a7c15ull);
 }
 
-/* Generation `version`, and then words that are of it and of their address alone; 0 was never written. */
+/* The generation `version`, followed by words computed from it and their address. 0: unwritten. */
 static inline uint64_t generation_word(uint64_t version, uint64_t gpa, uint64_t index)
 {
     if (version == 0)
@@ -127,12 +130,19 @@ static inline uint64_t generation_word(uint64_t version, uint64_t gpa, uint64_t 
     return index == 0 ? version : mix(version * 0x9e3779b97f4a7c15ull ^ (gpa + index * 8));
 }
 
-/* ---- between the files of the workload ---- */
 
-/* How many pages `rate` (pages per second over all vCPUs, 0 for no limit) allows now: at most PAGES_PER_STEP. */
-uint64_t allowed_pages(volatile struct rate_credit *saved, uint64_t rate, uint32_t vcpus, uint64_t ticks);
+/* ---- rate.c ---- */
 
-/* Reads the command line into the report, where it is new and zero. */
+/*
+ * How many pages this vCPU may process now, at most PAGES_PER_STEP. `rate` is in pages per second
+ * over all vCPUs, 0 for no limit.
+ */
+uint64_t allowed_pages(volatile struct rate_credit *saved, uint64_t rate, uint32_t vcpus,
+                       uint64_t ticks);
+
+/* ---- command_line.c ---- */
+
+/* Parses the command line into a report that is zero. */
 void command_line_read(const struct guest_view *view, volatile struct guest_report *report);
 
 #endif

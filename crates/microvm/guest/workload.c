@@ -1,10 +1,10 @@
 /*
  * The workloads and their checks. See workload.h.
  *
- * A hot page of generation g holds {g, hash(g ^ address)} in its first and last two words, and a
- * word whose place depends on g in between. Each round visits each page once: it must hold exactly
- * the generation of the round before. A hash alone would accept a stale page; the generation does
- * not, and two pages that changed places do not either.
+ * A hot page of generation g contains {g, hash(g ^ address)} in its first and last two words, and
+ * the hash in a word between them, whose index depends on g. Each round visits each page once, and
+ * the page must contain exactly the generation of the previous round. So stale pages and swapped
+ * pages are detected, which a hash of the content alone would accept.
  */
 #include "work.h"
 
@@ -12,15 +12,16 @@
 #include "heap.h"
 
 #define FILL_PAGES_PER_STEP 8
-#define CHECKED_PAGES_PER_STEP 8      /* of the fill, by a guest with time to spare: 31 MiB a second */
-#define CHECKED_PAGES_PER_BUSY_STEP 2 /* more would slow down the writing */
+#define CHECKED_PAGES_PER_STEP 8      /* of `fill`, in an idle guest: 31 MiB/s */
+#define CHECKED_PAGES_PER_BUSY_STEP 2 /* more would slow down the writes */
 #define READ_PAGES_PER_STEP 32
-#define MAX_CREDITED_TICKS 20 /* a guest that was paused, or too slow, does not catch up */
+
 
 /* ---- fill and read: content that never changes ---- */
 
 #define TEXT "the guest goes on where it was, and nobody has noticed that it moved; "
-static const char text[] = TEXT TEXT; /* twice: eight letters can be taken from any place of the first */
+static const char text[] =
+    TEXT TEXT; /* twice, so that eight bytes follow every offset in the first */
 
 static uint64_t fill_word(uint64_t kind, uint64_t gpa, uint64_t index)
 {
@@ -28,7 +29,7 @@ static uint64_t fill_word(uint64_t kind, uint64_t gpa, uint64_t index)
         return 0;
     if (kind == FILL_INCOMPRESSIBLE)
         return incompressible_word(kind, gpa, index);
-    /* Eight letters from a place that changes every 64 bytes, as words in a text do. */
+    /* Eight bytes of the text. The offset changes every 64 bytes. */
     uint64_t start = mix(gpa / PAGE_BYTES * 64 + index / 8) + index % 8 * 8;
     uint64_t word;
     __builtin_memcpy(&word, text + start % (sizeof TEXT - 1), sizeof word);
@@ -40,13 +41,13 @@ static void fill_page(const struct guest_view *view, uint32_t kind, uint64_t gpa
     write_page(view, fill_word, kind, gpa);
 }
 
-static void check_fill_page(const struct guest_view *view, volatile struct vcpu_report *report, uint32_t kind,
-                            uint64_t gpa)
+static void check_fill_page(const struct guest_view *view, volatile struct vcpu_report *report,
+                            uint32_t kind, uint64_t gpa)
 {
     check_page(view, report, fill_word, kind, gpa);
 }
 
-/* ---- hot: pages rewritten for ever ---- */
+/* ---- hot: pages that are rewritten ---- */
 
 static uint64_t page_hash(uint64_t generation, uint64_t gpa)
 {
@@ -58,9 +59,9 @@ static uint64_t middle_word(uint64_t generation)
     return 2 + mix(generation) % (PAGE_WORDS - 4);
 }
 
-/* Whether the word is as expected; if not, the page is reported with what stands there instead. */
-static int is_word(volatile struct vcpu_report *report, uint64_t gpa, volatile uint64_t *page, uint64_t index,
-                   uint64_t expected)
+/* Whether the word is as expected. If not, the page is reported. */
+static int is_word(volatile struct vcpu_report *report, uint64_t gpa, volatile uint64_t *page,
+                   uint64_t index, uint64_t expected)
 {
     uint64_t found = page[index];
     if (found != expected)
@@ -68,11 +69,12 @@ static int is_word(volatile struct vcpu_report *report, uint64_t gpa, volatile u
     return found == expected;
 }
 
-static void visit_hot_page(const struct guest_view *view, volatile struct vcpu_report *report, uint64_t gpa)
+static void visit_hot_page(const struct guest_view *view, volatile struct vcpu_report *report,
+                           uint64_t gpa)
 {
     volatile uint64_t *page = words_at(view, gpa);
     uint64_t expected = report->rounds;
-    uint64_t hash = expected ? page_hash(expected, gpa) : 0; /* generation 0 was never written */
+    uint64_t hash = expected ? page_hash(expected, gpa) : 0; /* generation 0: unwritten */
 
     (void)(is_word(report, gpa, page, 0, expected) && is_word(report, gpa, page, 510, expected) &&
            is_word(report, gpa, page, 1, hash) && is_word(report, gpa, page, 511, hash) &&
@@ -99,7 +101,8 @@ static uint64_t common_divisor(uint64_t a, uint64_t b)
 }
 
 /* The order of a round: `offset + position * stride`, which visits each page once. */
-static void choose_order(volatile struct vcpu_report *report, uint32_t random, uint32_t vcpu, uint64_t pages)
+static void choose_order(volatile struct vcpu_report *report, uint32_t random, uint32_t vcpu,
+                         uint64_t pages)
 {
     uint64_t seed = mix(report->rounds * 8 + vcpu + 1);
     uint64_t stride = random ? 1 + seed % pages : 1;
@@ -109,13 +112,13 @@ static void choose_order(volatile struct vcpu_report *report, uint32_t random, u
     report->offset = random ? mix(seed) % pages : 0;
 }
 
-static void hot_step(const struct guest_view *view, volatile struct vcpu_report *report, uint32_t vcpu,
-                     uint64_t first, uint64_t pages, uint64_t count)
+static void hot_step(const struct guest_view *view, volatile struct vcpu_report *report,
+                     uint32_t vcpu, uint64_t first, uint64_t pages, uint64_t count)
 {
     for (; count; count--) {
         if (!report->stride)
             choose_order(report, guest_report(view)->random, vcpu, pages);
-        /* Both factors are below the number of pages, so the product fits 64 bits. */
+        /* Both factors are below the number of pages, so the product fits into 64 bits. */
         uint64_t index = (report->offset + report->hot_next * report->stride) % pages;
         visit_hot_page(view, report, work_address(view, first + index));
         if (++report->hot_next >= pages) {
@@ -126,24 +129,10 @@ static void hot_step(const struct guest_view *view, volatile struct vcpu_report 
     }
 }
 
-uint64_t allowed_pages(volatile struct rate_credit *saved, uint64_t rate, uint32_t vcpus, uint64_t ticks)
-{
-    if (!rate)
-        return PAGES_PER_STEP;
-    uint64_t passed = ticks - saved->credited_ticks, cost = 1000ull * vcpus;
-    saved->credited_ticks = ticks;
-    uint64_t credit = saved->credit + passed * rate;
-    uint64_t limit = MAX_CREDITED_TICKS * rate + cost; /* so that one page can be saved up for */
-    credit = credit < limit ? credit : limit;
-    uint64_t pages = credit / cost;
-    pages = pages < PAGES_PER_STEP ? pages : PAGES_PER_STEP;
-    saved->credit = credit - pages * cost;
-    return pages;
-}
 
-/* ---- display: a frame buffer, and a slot that stays as it is ---- */
+/* ---- display: a frame buffer, and a slot that never changes ---- */
 
-/* How many pages a frame buffer would have here: none without both slots. */
+/* Number of pages of the frame buffer: 0 unless both slots exist. */
 static uint32_t display_pages(const struct guest_view *view)
 {
     return view->display_base && view->still_base ? DISPLAY_PAGES : 0;
@@ -160,10 +149,11 @@ static uint64_t still_page(uint64_t index)
 }
 
 /*
- * The next frame, if it is due: 60 in any 1000 ticks in a row. First, both slots must hold what was
- * left there.
+ * Draws the next frame if one is due: 60 in any 1000 consecutive ticks. Before that, it checks the
+ * content of both slots.
  */
-static void display_step(const struct guest_view *view, volatile struct vcpu_report *report, uint64_t ticks)
+static void display_step(const struct guest_view *view, volatile struct vcpu_report *report,
+                         uint64_t ticks)
 {
     uint64_t frame = report->frames, due = ticks * FRAMES_PER_SECOND / 1000;
 
@@ -188,20 +178,21 @@ static void display_step(const struct guest_view *view, volatile struct vcpu_rep
     report->frames = frame + 1;
 }
 
-/* ---- heartbeat: what the VMM's device writes ---- */
+/* ---- heartbeat: pages that the VMM's device writes ---- */
 
 /*
- * The device writes sequence, hash, sequence; read backwards, equal ends mean that the hash belongs
- * to them. A page may be newer than at the last look, never older.
+ * The device writes sequence, hash, sequence. They are read in reverse order, so if both sequences
+ * are equal, the hash belongs to them. A page must never be older than at the last check.
  */
-static void check_heartbeat(const struct guest_view *view, volatile struct vcpu_report *report, uint64_t slot)
+static void check_heartbeat(const struct guest_view *view, volatile struct vcpu_report *report,
+                            uint64_t slot)
 {
     uint64_t gpa = HEARTBEAT_ADDRESS + slot * PAGE_BYTES;
     volatile uint64_t *page = words_at(view, gpa);
     uint64_t end = page[2], hash = page[1], begin = page[0];
 
     if (begin != end)
-        return; /* being written */
+        return; /* the device is writing the page */
     if ((begin && hash != page_hash(begin, gpa)) || begin < report->seen[slot]) {
         report_corruption(report, gpa, report->seen[slot], begin);
     } else if (begin > report->seen[slot]) {
@@ -228,20 +219,20 @@ static void note_time(volatile struct vcpu_report *report, uint64_t ticks)
     report->ticks = ticks;
 }
 
-/* The pages of one vCPU, by their index. */
+/* The share of one vCPU, as indices of pages. */
 struct work {
     uint64_t fill_first, fill_pages;
     uint64_t read_first, read_pages;
     uint64_t hot_first, hot_pages;
-    int has_display; /* to draw, which vCPU 0 does */
+    int has_display; /* 1 on vCPU 0, which draws the display */
 };
 
 /*
- * The vCPU's work, or 0 if what says so is damaged. This memory may have come from another host,
- * and in the process guest an address outside it is one in the VMM.
+ * Finds the vCPU's share. Returns 0 if the report is damaged. Guest memory may come from another
+ * host, and in the process guest an address outside guest memory is memory of the VMM.
  */
-static int find_work(const struct guest_view *view, volatile struct vcpu_report *report, uint32_t vcpu,
-                     struct work *work)
+static int find_work(const struct guest_view *view, volatile struct vcpu_report *report,
+                     uint32_t vcpu, struct work *work)
 {
     volatile struct guest_report *guest = guest_report(view);
     uint64_t fill = guest->fill_pages, read = guest->read_pages, hot = guest->hot_pages;
@@ -253,7 +244,10 @@ static int find_work(const struct guest_view *view, volatile struct vcpu_report 
         return 0;
     }
     if (fill > pages || read > pages - fill || hot > pages - fill - read) {
-        report_corruption(report, REPORT_ADDRESS, pages, fill > pages ? fill : read > pages - fill ? read : hot);
+        report_corruption(report, REPORT_ADDRESS, pages,
+                          fill > pages          ? fill
+                          : read > pages - fill ? read
+                                                : hot);
         return 0;
     }
     uint64_t display = guest->display_pages;
@@ -270,30 +264,35 @@ static int find_work(const struct guest_view *view, volatile struct vcpu_report 
     work->hot_pages = fill + read + share(hot, vcpu + 1, vcpus) - work->hot_first;
     uint64_t fill_end = work->fill_pages + (populating || !work->fill_pages);
     uint64_t read_end = work->read_pages + (populating || !work->read_pages);
-    if (report->fill_next >= fill_end || report->read_next >= read_end || report->hot_next > work->hot_pages) {
-        report_corruption(report, REPORT_ADDRESS + (1 + vcpu) * PAGE_BYTES, work->fill_pages, report->fill_next);
+    if (report->fill_next >= fill_end || report->read_next >= read_end ||
+        report->hot_next > work->hot_pages) {
+        report_corruption(report, REPORT_ADDRESS + (1 + vcpu) * PAGE_BYTES, work->fill_pages,
+                          report->fill_next);
         return 0;
     }
     return 1;
 }
 
 /*
- * Fills, goes once over the hot pages, whatever their rate, and fills and uses the heap: a guest of its
- * full size.
+ * Populates the guest: fills pages, visits all hot pages once without a rate limit, and populates
+ * the heap's workloads.
  */
-static void populate_step(const struct guest_view *view, volatile struct vcpu_report *report, uint32_t vcpu,
-                          const struct work *work)
+static void populate_step(const struct guest_view *view, volatile struct vcpu_report *report,
+                          uint32_t vcpu, const struct work *work)
 {
     uint32_t kind = guest_report(view)->fill_kind;
 
     if (report->fill_next < work->fill_pages) {
-        for (unsigned count = 0; count < FILL_PAGES_PER_STEP && report->fill_next < work->fill_pages; count++) {
+        for (unsigned count = 0;
+             count < FILL_PAGES_PER_STEP && report->fill_next < work->fill_pages; count++) {
             fill_page(view, kind, work_address(view, work->fill_first + report->fill_next++));
             report->pages_written++;
         }
     } else if (report->read_next < work->read_pages) {
-        for (unsigned count = 0; count < FILL_PAGES_PER_STEP && report->read_next < work->read_pages; count++) {
-            fill_page(view, FILL_INCOMPRESSIBLE, work_address(view, work->read_first + report->read_next++));
+        for (unsigned count = 0;
+             count < FILL_PAGES_PER_STEP && report->read_next < work->read_pages; count++) {
+            fill_page(view, FILL_INCOMPRESSIBLE,
+                      work_address(view, work->read_first + report->read_next++));
             report->pages_written++;
         }
     } else if (work->hot_pages && report->rounds == 0) {
@@ -311,7 +310,8 @@ static void check_fill_step(const struct guest_view *view, volatile struct vcpu_
     uint32_t kind = guest_report(view)->fill_kind;
 
     for (; count && work->fill_pages; count--) {
-        check_fill_page(view, report, kind, work_address(view, work->fill_first + report->fill_next));
+        check_fill_page(view, report, kind,
+                        work_address(view, work->fill_first + report->fill_next));
         if (++report->fill_next == work->fill_pages) {
             report->fill_next = 0;
             report->fill_rounds++;
@@ -320,10 +320,12 @@ static void check_fill_step(const struct guest_view *view, volatile struct vcpu_
     }
 }
 
-static void read_step(const struct guest_view *view, volatile struct vcpu_report *report, const struct work *work)
+static void read_step(const struct guest_view *view, volatile struct vcpu_report *report,
+                      const struct work *work)
 {
     for (unsigned count = 0; count < READ_PAGES_PER_STEP && work->read_pages; count++) {
-        check_fill_page(view, report, FILL_INCOMPRESSIBLE, work_address(view, work->read_first + report->read_next));
+        check_fill_page(view, report, FILL_INCOMPRESSIBLE,
+                        work_address(view, work->read_first + report->read_next));
         if (++report->read_next == work->read_pages) {
             report->read_next = 0;
             report->read_rounds++;
@@ -351,10 +353,12 @@ int workload_step(const struct guest_view *view, uint32_t vcpu, uint64_t ticks)
         populate_step(view, report, vcpu, &work);
         return 0;
     }
-    uint64_t allowed = work.hot_pages ? allowed_pages(&report->hot_credit, guest->rate, guest->vcpus, ticks) : 0;
+    uint64_t allowed =
+        work.hot_pages ? allowed_pages(&report->hot_credit, guest->rate, guest->vcpus, ticks) : 0;
     hot_step(view, report, vcpu, work.hot_first, work.hot_pages, allowed);
     int busy = allowed == PAGES_PER_STEP;
-    check_fill_step(view, report, &work, busy ? CHECKED_PAGES_PER_BUSY_STEP : CHECKED_PAGES_PER_STEP);
+    check_fill_step(view, report, &work,
+                    busy ? CHECKED_PAGES_PER_BUSY_STEP : CHECKED_PAGES_PER_STEP);
     read_step(view, report, &work);
     busy |= churn_step(view, vcpu, ticks);
     return !busy && !work.read_pages;

@@ -1,7 +1,6 @@
-//! Which pages are free by the guest's own account, from its allocator's state in its memory
-//! (`guest/heap.h`).
+//! Reads the guest's free pages from the state of its allocator in guest memory (`guest/heap.h`).
 //!
-//! The guest may write there what it likes: an account that does not add up is an error.
+//! The guest may have written anything there: an inconsistent state is an error.
 
 use vmferry_memory::{GuestMemory, MemoryError, PAGE_SIZE, PageSet, SlotId};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
@@ -53,30 +52,30 @@ struct RawBlock {
 }
 const _: () = assert!(size_of::<RawBlock>() == 16);
 
-/// An account that can't be read.
+/// Why the allocator's state cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum AccountError {
-    /// The memory has no such addresses.
+    /// The memory does not have these addresses.
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    /// The heap's header is not one.
-    #[error("the guest's heap has {field} {found:#x}")]
+    /// A field of the heap's header is not valid.
+    #[error("the guest's heap has {field} {found:#x}, which is not valid")]
     Header {
         /// The field.
         field: &'static str,
-        /// What it is.
+        /// Its value.
         found: u64,
     },
-    /// A block is where there is no memory.
-    #[error("block {block} of the guest's heap, at {gpa:#x}, is not in its memory")]
+    /// A block is outside guest memory.
+    #[error("block {block} of the guest's heap, at {gpa:#x}, is outside guest memory")]
     Outside {
         /// Number of the block.
         block: u32,
         /// Its guest-physical address.
         gpa: u64,
     },
-    /// A block is in no known state.
-    #[error("block {block} of the guest's heap is in state {state}")]
+    /// A block is in an unknown state.
+    #[error("block {block} of the guest's heap is in the unknown state {state}")]
     State {
         /// Number of the block.
         block: u32,
@@ -85,34 +84,35 @@ pub enum AccountError {
     },
 }
 
-/// What the guest's allocator says is free.
+/// The pages that are free in the guest's allocator.
 ///
-/// Of a guest that runs it is of no one time; of a paused one it is exact.
+/// It is exact if the guest is paused. The parts of a running guest's account are read at
+/// different times.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FreeAccount {
     /// The pages that nothing in the guest uses: free ones, hinted ones, and those in the balloon.
     pub pages: PageSet,
-    /// Of them, those that have been written since the host last had them back.
+    /// The free pages that have been written since the guest last gave them to the host.
     pub used: PageSet,
-    /// Blocks in all, of 4 MiB each.
+    /// Number of blocks, of 4 MiB each.
     pub blocks: u32,
-    /// Those allocated whole.
+    /// Blocks allocated whole.
     pub whole: u32,
-    /// Those of which pages are allocated.
+    /// Blocks that are split into pages.
     pub split: u32,
-    /// Those that the balloon driver has hinted and still holds.
+    /// Blocks that the balloon driver has hinted and still holds.
     pub hinted: u32,
-    /// Those in the balloon.
+    /// Blocks in the balloon.
     pub inflated: u32,
-    /// Hinted blocks that were taken into use before the host was done with them, since the guest began.
+    /// Hinted blocks that were used again before the host returned them, since the guest started.
     pub taken_early: u64,
 }
 
 impl FreeAccount {
-    /// Reads the account: `None` if the guest has not begun, or is not ours.
+    /// Reads the account. `None` if the guest has not started, or is another guest program.
     ///
     /// # Errors
-    /// [`AccountError`] with what does not add up.
+    /// [`AccountError`] with the first inconsistency.
     pub fn read(memory: &GuestMemory) -> Result<Option<Self>, AccountError> {
         let mut bytes = [0; size_of::<RawHeader>()];
         memory.read_at(HEAP_ADDRESS, &mut bytes)?;
@@ -131,7 +131,7 @@ impl FreeAccount {
             inflated: 0,
             taken_early: header.taken_early,
         };
-        // At most a MiB.
+        // At most 1 MiB.
         let mut bytes = vec![0; header.blocks as usize * size_of::<RawBlock>()];
         memory.read_at(BLOCKS_ADDRESS, &mut bytes)?;
         let (entries, _) = bytes.as_chunks::<{ size_of::<RawBlock>() }>();
@@ -198,7 +198,7 @@ fn check_header(header: &RawHeader) -> Result<(), AccountError> {
     }
 }
 
-/// The slot in which a block is, and its first page there.
+/// The slot that a block is in, and the block's first page there.
 fn place(
     memory: &GuestMemory,
     header: &RawHeader,

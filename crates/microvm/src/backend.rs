@@ -1,4 +1,4 @@
-//! What runs a guest's vCPUs.
+//! The back end of a machine, which runs the guest's vCPUs.
 
 use std::sync::Arc;
 
@@ -12,7 +12,8 @@ use crate::kvm::KvmBackend;
 use crate::pace::Pace;
 use crate::state::{SectionKind, StateReader, StateWriter};
 
-/// Runs vCPUs. A new one stands still; either it starts, or state is loaded and it resumes.
+/// Runs vCPUs. A new back end is paused: either it is started, or state is loaded and it is
+/// resumed.
 pub(crate) trait Backend: Send {
     /// `kvm` or `process`.
     fn kind(&self) -> &'static str;
@@ -20,17 +21,17 @@ pub(crate) trait Backend: Send {
     /// Boots the guest.
     fn start(&mut self) -> Result<(), MachineError>;
 
-    /// On return no vCPU runs, and pending exits are completed.
+    /// Pauses the vCPUs. On return no vCPU runs, and pending exits are completed.
     fn pause(&mut self) -> Result<(), MachineError>;
 
-    /// Lets the vCPUs go on.
+    /// Resumes the vCPUs.
     fn resume(&mut self) -> Result<(), MachineError>;
 
-    /// Takes a part of their time from the vCPUs, or with `None` no longer, whether they run or are
-    /// paused. A throttled vCPU is paused as soon as any.
+    /// Throttles the vCPUs, whether they run or are paused. `None` lifts the throttle. A throttled
+    /// vCPU pauses as promptly as any other.
     fn throttle(&mut self, pace: Option<Pace>) -> Result<(), MachineError>;
 
-    /// Saves everything but memory; the guest is paused.
+    /// Saves everything but memory. The guest must be paused.
     fn save(&mut self, out: &mut StateWriter) -> Result<(), MachineError>;
 
     /// Loads what `save` wrote into a machine that has never run.
@@ -39,18 +40,43 @@ pub(crate) trait Backend: Send {
     /// The sections that `load` knows.
     fn sections(&self) -> Vec<&'static [SectionKind]>;
 
-    /// Why the guest has stopped by itself, if it has.
+    /// Why the guest has crashed, if it has.
     fn crash(&self) -> Option<String>;
 
-    /// What the guest has printed lately.
+    /// The latest output of the guest's serial port.
     fn serial_text(&self) -> String;
 
-    /// A log of what the vCPUs write, and whether it sees the VMM's own writes too.
+    /// A log of the writes of the vCPUs.
     fn dirty_log(
         &self,
         choice: LogChoice,
         memory: &GuestMemory,
-    ) -> Result<(Arc<dyn DirtyLog>, bool), MachineError>;
+    ) -> Result<BackendLog, MachineError>;
+}
+
+/// A dirty log of a back end.
+pub(crate) struct BackendLog {
+    pub(crate) log: Arc<dyn DirtyLog>,
+    pub(crate) coverage: LogCoverage,
+}
+
+/// Whose writes a log of a back end sees.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LogCoverage {
+    /// Those of the vCPUs alone.
+    VcpuWrites,
+    /// Those of the vCPUs and of this process.
+    AllWrites,
+}
+
+impl BackendLog {
+    pub(crate) fn of_vcpu_writes(log: impl DirtyLog + 'static) -> Self {
+        Self { log: Arc::new(log), coverage: LogCoverage::VcpuWrites }
+    }
+
+    pub(crate) fn of_all_writes(log: impl DirtyLog + 'static) -> Self {
+        Self { log: Arc::new(log), coverage: LogCoverage::AllWrites }
+    }
 }
 
 impl Backend for KvmBackend {
@@ -98,25 +124,29 @@ impl Backend for KvmBackend {
         &self,
         choice: LogChoice,
         memory: &GuestMemory,
-    ) -> Result<(Arc<dyn DirtyLog>, bool), MachineError> {
+    ) -> Result<BackendLog, MachineError> {
         let slots = self.kvm_slots();
         let vm = Arc::clone(self.vm());
         Ok(match choice {
-            LogChoice::Userfaultfd => (Arc::new(UffdLog::new(memory)?), true),
-            LogChoice::KvmBitmap => (Arc::new(KvmBitmapLog::new(vm, slots)), false),
-            LogChoice::KvmClear => (Arc::new(KvmClearLog::new(vm, slots)?), false),
+            LogChoice::Userfaultfd => BackendLog::of_all_writes(UffdLog::new(memory)?),
+            LogChoice::KvmBitmap => BackendLog::of_vcpu_writes(KvmBitmapLog::new(vm, slots)),
+            LogChoice::KvmClear => BackendLog::of_vcpu_writes(KvmClearLog::new(vm, slots)?),
             LogChoice::KvmRing => match self.rings() {
-                Some(rings) => (Arc::new(KvmRingLog::new(Arc::clone(rings))), false),
+                Some(rings) => BackendLog::of_vcpu_writes(KvmRingLog::new(Arc::clone(rings))),
                 None => {
-                    let reason = "the machine was not made for it: say so before it is".into();
-                    return Err(MachineError::Config { setting: "dirty-log", reason });
+                    let reason = "the machine was created without dirty rings: \
+                                  choose them when it is created";
+                    return Err(MachineError::Config {
+                        setting: "dirty-log",
+                        reason: reason.into(),
+                    });
                 }
             },
             LogChoice::Auto => match self.rings() {
-                Some(rings) => (Arc::new(KvmRingLog::new(Arc::clone(rings))), false),
+                Some(rings) => BackendLog::of_vcpu_writes(KvmRingLog::new(Arc::clone(rings))),
                 None => match KvmAdaptiveLog::new(Arc::clone(&vm), slots.clone()) {
-                    Ok(log) => (Arc::new(log), false),
-                    Err(_) => (Arc::new(KvmBitmapLog::new(vm, slots)), false),
+                    Ok(log) => BackendLog::of_vcpu_writes(log),
+                    Err(_) => BackendLog::of_vcpu_writes(KvmBitmapLog::new(vm, slots)),
                 },
             },
         })

@@ -1,7 +1,7 @@
-//! All that it takes to make a VMM migratable: the worked example.
+//! The worked example of making a VMM migratable.
 //!
 //! [`MigratingMachine`] lends a machine to [`vmferry::source::migrate`], and [`IncomingMachine`]
-//! makes one for [`vmferry::destination::receive`].
+//! creates one for [`vmferry::destination::receive`].
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,13 +15,13 @@ use vmferry_wire::PROTOCOL_VERSION_MAX;
 use crate::config::{GuestConfig, GuestKind, MachineConfig, check_name};
 use crate::error::MachineError;
 use crate::kvm::KvmBackend;
-use crate::machine::{Machine, SharedMachine, lock};
+use crate::machine::{Machine, SharedMachine};
 use crate::virtio::BalloonPages;
 
-/// What the other side is told of this VMM.
+/// The release of this VMM, which is sent to the peer.
 const RELEASE: &str = concat!("microvm ", env!("CARGO_PKG_VERSION"));
 
-/// A machine on its way to another host. Once it is dropped, the machine is no longer throttled.
+/// A machine that migrates to another host. Dropping this lifts the machine's throttle.
 pub struct MigratingMachine {
     machine: SharedMachine,
     log: Arc<dyn DirtyLog>,
@@ -29,13 +29,13 @@ pub struct MigratingMachine {
 }
 
 impl MigratingMachine {
-    /// Makes the machine's dirty log.
+    /// Creates the machine's dirty log.
     ///
     /// # Errors
     /// If this host lacks the log that the machine's configuration names.
     pub fn new(machine: SharedMachine) -> Result<Self, MachineError> {
         let (log, balloon) = {
-            let machine = lock(&machine);
+            let machine = machine.lock();
             let balloon = machine.balloon();
             let balloon = balloon.map(|it| Arc::new(BalloonPages::new(it, machine.memory())));
             (machine.dirty_log()?, balloon)
@@ -46,8 +46,8 @@ impl MigratingMachine {
 
 impl Resume for MigratingMachine {
     fn resume(&mut self) -> Result<(), VmError> {
-        let mut machine = lock(&self.machine);
-        // The handover that the guest was slow for has failed.
+        let mut machine = self.machine.lock();
+        // The migration that throttled the guest has failed.
         machine.throttle(0)?;
         Ok(machine.resume()?)
     }
@@ -55,14 +55,14 @@ impl Resume for MigratingMachine {
 
 impl Drop for MigratingMachine {
     fn drop(&mut self) {
-        // A vCPU that has ended is the only cause of failure, and told of by the machine itself.
-        let _ = lock(&self.machine).throttle(0);
+        // Fails only if the thread of a vCPU has ended, which the machine reports as a crash.
+        let _ = self.machine.lock().throttle(0);
     }
 }
 
 impl SourceVm for MigratingMachine {
     fn describe(&self) -> GuestDescription {
-        let machine = lock(&self.machine);
+        let machine = self.machine.lock();
         GuestDescription {
             identity: machine.config().identity.clone(),
             vmm: format!("microvm/{}", machine.kind()),
@@ -72,7 +72,7 @@ impl SourceVm for MigratingMachine {
     }
 
     fn memory(&self) -> GuestMemory {
-        lock(&self.machine).memory().clone()
+        self.machine.lock().memory().clone()
     }
 
     fn dirty_log(&self) -> Arc<dyn DirtyLog> {
@@ -81,7 +81,7 @@ impl SourceVm for MigratingMachine {
 
     fn pause(&mut self) -> Result<Duration, VmError> {
         let begun = Instant::now();
-        lock(&self.machine).pause()?;
+        self.machine.lock().pause()?;
         Ok(begun.elapsed())
     }
 
@@ -90,7 +90,7 @@ impl SourceVm for MigratingMachine {
     }
 
     fn save_for(&mut self, protocol: u16) -> Result<GuestBytes, VmError> {
-        Ok(lock(&self.machine).save_for(protocol)?)
+        Ok(self.machine.lock().save_for(protocol)?)
     }
 
     fn release(&self) -> String {
@@ -98,7 +98,7 @@ impl SourceVm for MigratingMachine {
     }
 
     fn throttle(&mut self, percent: u8) -> Result<(), VmError> {
-        Ok(lock(&self.machine).throttle(percent)?)
+        Ok(self.machine.lock().throttle(percent)?)
     }
 
     fn free_pages(&self) -> Vec<Arc<dyn FreePages>> {
@@ -106,22 +106,22 @@ impl SourceVm for MigratingMachine {
     }
 }
 
-/// A machine that a guest may come to, and what is expected of that guest.
+/// A machine for an incoming guest, and what is expected of that guest.
 #[derive(Default)]
 pub struct IncomingMachine {
-    /// The guest's name, if only one is welcome.
+    /// The only guest name to accept. `None` accepts any.
     pub expect_name: Option<String>,
-    /// The guest's UUID, if only one is welcome.
+    /// The only guest UUID to accept. `None` accepts any.
     pub expect_uuid: Option<uuid::Uuid>,
-    /// The guest's memory in bytes, if only one size is welcome.
+    /// The only memory size in bytes to accept. `None` accepts any.
     pub expect_memory: Option<u64>,
-    /// What its memory is made of here.
+    /// The kind of memory to give the guest on this host.
     pub memory_kind: MemoryKind,
-    /// The dirty log of its next migration.
+    /// The dirty log of the guest's next migration.
     pub dirty_log: LogChoice,
-    /// How the log of its devices' writes is read then.
+    /// How the log of the devices' writes is read in that migration.
     pub device_log: SoftwareWay,
-    /// The machine, once a guest was announced.
+    /// The machine, once a guest has been announced.
     pub machine: Option<SharedMachine>,
 }
 
@@ -158,14 +158,14 @@ impl DestinationVm for IncomingMachine {
             ) => PrepareError::NoRoom(vmferry::chain(&full)),
             error => PrepareError::Vm(error.into()),
         })?;
-        let memory = lock(&machine).memory().clone();
+        let memory = machine.lock().memory().clone();
         self.machine = Some(machine);
         Ok(Landing::Memory(memory))
     }
 
     fn load(&mut self, state: &[u8]) -> Result<(), VmError> {
         let machine = self.machine.as_ref().ok_or("no guest was announced")?;
-        Ok(lock(machine).load(state)?)
+        Ok(machine.lock().load(state)?)
     }
 
     fn release(&self) -> String {
@@ -178,7 +178,7 @@ impl DestinationVm for IncomingMachine {
 
     fn run(&mut self) -> Result<(), VmError> {
         let machine = self.machine.as_ref().ok_or("no guest was announced")?;
-        Ok(lock(machine).resume()?)
+        Ok(machine.lock().resume()?)
     }
 }
 

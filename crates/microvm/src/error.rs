@@ -1,4 +1,4 @@
-//! What can go wrong with a machine.
+//! The errors of a machine.
 
 use vmferry_dirty::DirtyLogError;
 use vmferry_memory::MemoryError;
@@ -9,23 +9,23 @@ use crate::state::StateError;
 /// An error of a machine.
 #[derive(Debug, thiserror::Error)]
 pub enum MachineError {
-    /// A setting out of its bounds.
+    /// A setting is out of bounds.
     #[error("{setting}: {reason}")]
     Config {
         /// The setting.
         setting: &'static str,
-        /// What is wrong and what would be right.
+        /// What is wrong, and what the setting may be.
         reason: String,
     },
-    /// The machine is not in a state for that.
+    /// The machine is in the wrong state for the request.
     #[error("the guest is {is}, and must be {needed}")]
     WrongState {
-        /// What it is.
+        /// The state it is in.
         is: &'static str,
-        /// What it must be.
+        /// The state it must be in.
         needed: &'static str,
     },
-    /// The guest has stopped by itself.
+    /// The guest has crashed.
     #[error("the guest has crashed: {0}")]
     Crashed(String),
     /// KVM failed.
@@ -37,13 +37,13 @@ pub enum MachineError {
     /// A dirty log failed.
     #[error(transparent)]
     DirtyLog(#[from] DirtyLogError),
-    /// Saved state that can't be loaded.
+    /// The saved state cannot be loaded.
     #[error(transparent)]
     State(#[from] StateError),
-    /// The balloon could not be made or saved.
-    #[error("the balloon")]
+    /// The balloon could not be created or saved.
+    #[error("the balloon failed")]
     Balloon(#[source] std::io::Error),
     /// No thread could be started.
-    #[error("the system has no thread left")]
+    #[error("a thread could not be started")]
     Thread(#[source] std::io::Error),
 }

@@ -1,29 +1,30 @@
-//! A device that writes guest memory by itself: the next of 16 pages every 5 ms.
+//! A device that writes guest memory on its own: one of 16 pages in turn, every 5 ms.
 //!
-//! It stands for all devices of a VMM. KVM does not log its writes, so it writes through
-//! `vm-memory`, which marks them, and it must be quiet before the last harvest. The guest checks
-//! that none of its pages ever goes back.
+//! It represents the devices of a VMM. KVM does not log their writes, so this device writes
+//! through `vm-memory`, which marks the pages, and it is stopped before the last harvest. The
+//! guest checks that the sequence number in each page never decreases.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use parking_lot::{Condvar, Mutex};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vmferry_dirty::DirtyBitmap;
 
 use crate::error::MachineError;
 use crate::state::{SectionKind, StateReader, StateWriter};
 
-/// The device's section of the machine's state: the last sequence number, little-endian.
+/// The device's section of the machine state: the last sequence number, little-endian.
 pub(crate) const SECTIONS: &[SectionKind] = &[HEARTBEAT];
 const HEARTBEAT: SectionKind = SectionKind::mandatory("heartbeat", 1);
 
 const PERIOD: Duration = Duration::from_millis(5);
-/// As in the guest's `report.h`.
+/// Guest-physical address, as in the guest's `report.h`.
 const FIRST_PAGE: u64 = 0x2_0000;
 const PAGES: u64 = 16;
 
-/// The device.
+/// The device and its thread. Dropping it ends the thread.
 pub(crate) struct Heartbeat {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
@@ -43,7 +44,7 @@ struct State {
 }
 
 impl Heartbeat {
-    /// The device, quiet.
+    /// Creates the device, stopped.
     pub(crate) fn new(memory: Arc<GuestMemoryMmap<DirtyBitmap>>) -> Result<Self, MachineError> {
         let shared = Arc::new(Shared { state: Mutex::default(), changed: Condvar::new(), memory });
         let working = Arc::clone(&shared);
@@ -54,14 +55,23 @@ impl Heartbeat {
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// Lets it write, or makes it quiet: on return from `run(false)` it writes nothing more.
-    pub(crate) fn run(&self, running: bool) {
-        self.shared.state().running = running;
+    /// Lets the device write.
+    pub(crate) fn resume(&self) {
+        self.set_running(true);
+    }
+
+    /// Stops the device. It writes nothing after this call returns.
+    pub(crate) fn pause(&self) {
+        self.set_running(false);
+    }
+
+    fn set_running(&self, running: bool) {
+        self.shared.state.lock().running = running;
         self.shared.changed.notify_all();
     }
 
     pub(crate) fn save(&self, out: &mut StateWriter) -> Result<(), MachineError> {
-        let sequence = self.shared.state().sequence;
+        let sequence = self.shared.state.lock().sequence;
         Ok(out.section(&HEARTBEAT, 0, &sequence.to_le_bytes())?)
     }
 
@@ -71,50 +81,43 @@ impl Heartbeat {
             .payload()
             .try_into()
             .map_err(|_| section.invalid("a sequence number has 8 bytes".into()))?;
-        self.shared.state().sequence = u64::from_le_bytes(sequence);
+        self.shared.state.lock().sequence = u64::from_le_bytes(sequence);
         Ok(())
     }
 }
 
 impl Drop for Heartbeat {
     fn drop(&mut self) {
-        self.shared.state().ended = true;
+        self.shared.state.lock().ended = true;
         self.shared.changed.notify_all();
         if let Some(thread) = self.thread.take() {
-            // A panic there has stopped the device already.
+            // A panic of the thread has already stopped the device.
             let _ = thread.join();
         }
     }
 }
 
 impl Shared {
-    fn state(&self) -> std::sync::MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn work(&self) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         while !state.ended {
             if state.running {
                 state.sequence += 1;
-                // Under the lock, so that whoever makes it quiet waits for the write.
+                // Under the lock, so that `pause` waits for the write.
                 self.beat(state.sequence);
-                state = self
-                    .changed
-                    .wait_timeout_while(state, PERIOD, |state| state.running && !state.ended)
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .0;
+                let goes_on = |state: &mut State| state.running && !state.ended;
+                self.changed.wait_while_for(&mut state, goes_on, PERIOD);
             } else {
-                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                self.changed.wait(&mut state);
             }
         }
     }
 
-    /// Sequence, hash, sequence, in this order: the guest reads them backwards.
+    /// Writes sequence, hash, sequence in this order. The guest reads them in reverse order.
     fn beat(&self, sequence: u64) {
         let page = FIRST_PAGE + sequence % PAGES * 4096;
         for (index, word) in [sequence, mix(sequence ^ page), sequence].into_iter().enumerate() {
-            // The machine has these pages whatever its memory is.
+            // Every machine has these pages, so the write cannot fail.
             let _ = self.memory.write_obj(word, GuestAddress(page + 8 * index as u64));
         }
     }

@@ -2,10 +2,9 @@
 //! vmferry.
 //!
 //! [`Machine`] is a guest: memory, a back end that runs its vCPUs ([`kvm`], or threads of this
-//! process where there is no KVM), and a device of its own, a heartbeat, that
-//! writes guest memory. [`embed`] is all that it takes to make it migratable. [`service`] is what
-//! a VMM's process does around it: a control socket ([`vmferry_control`]) by which the `vmferry` command
-//! finds the guest, asks about it and has it migrated.
+//! process where there is no KVM), and a heartbeat device that writes guest memory. [`embed`]
+//! makes the machine migratable. [`service`] answers on the guest's control socket
+//! ([`vmferry_control`]), by which the `vmferry` command finds, inspects and migrates the guest.
 //!
 //! `unsafe` is confined to `kvm` (ioctls and memory slots) and `process` (the guest's C code).
 

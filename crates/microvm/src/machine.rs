@@ -1,7 +1,8 @@
-//! A guest: memory, what runs it, and its device.
+//! A guest: its memory, the back end that runs its vCPUs, and its devices.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use vm_memory::GuestMemoryMmap;
 use vmferry_dirty::{
     DEFAULT_RING_ENTRIES, DirtyBitmap, DirtyLog, LogChoice, RING_FROM_BYTES, SoftwareLog, UnionLog,
@@ -9,7 +10,7 @@ use vmferry_dirty::{
 use vmferry_memory::{GuestBytes, GuestMemory, map_slots};
 use vmferry_wire::PROTOCOL_VERSION_MAX;
 
-use crate::backend::Backend;
+use crate::backend::{Backend, BackendLog, LogCoverage};
 use crate::config::{GuestKind, MachineConfig, check_name};
 use crate::error::MachineError;
 use crate::heartbeat::{self, Heartbeat};
@@ -20,7 +21,7 @@ use crate::report::Report;
 use crate::state::{SectionKind, StateReader, StateWriter};
 use crate::virtio::{self, Balloon, BalloonDevice};
 
-/// A machine that several threads have a hand on: the control socket while the engine migrates it.
+/// A machine that is shared by threads: the control socket's and the migration's.
 pub type SharedMachine = Arc<Mutex<Machine>>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,9 +44,9 @@ impl Phase {
 /// A guest and its machine.
 pub struct Machine {
     config: MachineConfig,
-    /// Why the vCPUs are run by what they are run by, in words.
+    /// Why this back end was chosen, in words.
     choice: String,
-    // Before the memory: dropping it ends the vCPUs.
+    // Before the memory, because dropping the back end ends the vCPUs.
     backend: Box<dyn Backend>,
     heartbeat: Heartbeat,
     balloon: Option<BalloonDevice>,
@@ -55,10 +56,10 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// Makes a machine that has not begun. No page of its memory is populated.
+    /// Creates a machine that is not started. No page of its memory is populated.
     ///
     /// # Errors
-    /// Settings out of bounds, or what this host lacks.
+    /// If a setting is out of bounds, or if this host lacks something that the machine needs.
     pub fn new(config: MachineConfig) -> Result<Self, MachineError> {
         check_name(&config.identity.name)?;
         config.guest.check()?;
@@ -76,7 +77,7 @@ impl Machine {
         Ok(Self { config, choice, backend, heartbeat, balloon, mapped, memory, phase })
     }
 
-    /// The same, for several threads.
+    /// Creates a machine that can be shared by threads.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -84,63 +85,63 @@ impl Machine {
         Ok(Arc::new(Mutex::new(Self::new(config)?)))
     }
 
-    /// What it is made of.
+    /// The machine's configuration.
     #[must_use]
     pub fn config(&self) -> &MachineConfig {
         &self.config
     }
 
-    /// `kvm` or `process`.
+    /// The kind of back end: `kvm` or `process`.
     #[must_use]
     pub fn kind(&self) -> &'static str {
         self.backend.kind()
     }
 
-    /// Why it is that kind, in words.
+    /// Why this back end was chosen, in words.
     #[must_use]
     pub fn choice(&self) -> &str {
         &self.choice
     }
 
-    /// `not started`, `running` or `paused`.
+    /// The machine's phase: `not started`, `running` or `paused`.
     #[must_use]
     pub fn phase(&self) -> &'static str {
         self.phase.name()
     }
 
-    /// Whether it runs.
+    /// Whether the machine is running.
     #[must_use]
     pub fn is_running(&self) -> bool {
         self.phase == Phase::Running
     }
 
-    /// Its memory.
+    /// The guest's memory.
     #[must_use]
     pub fn memory(&self) -> &GuestMemory {
         &self.memory
     }
 
-    /// What the guest says of itself.
+    /// Reads the guest's report on itself.
     ///
     /// # Errors
-    /// If its memory can't be read.
+    /// If guest memory cannot be read.
     pub fn report(&self) -> Result<Report, MachineError> {
         Ok(Report::read(&self.memory)?)
     }
 
-    /// Its balloon, if it has one.
+    /// The machine's balloon, if it has one.
     #[must_use]
     pub fn balloon(&self) -> Option<Balloon> {
         self.balloon.as_ref().map(BalloonDevice::handle)
     }
 
-    /// Why the guest has stopped by itself, if it has.
+    /// Why the guest has crashed, if it has.
     #[must_use]
     pub fn crash(&self) -> Option<String> {
         self.backend.crash()
     }
 
-    /// What the guest has printed lately.
+    /// The latest output of the guest's serial port.
     #[must_use]
     pub fn serial_text(&self) -> String {
         self.backend.serial_text()
@@ -149,53 +150,54 @@ impl Machine {
     /// Boots the guest.
     ///
     /// # Errors
-    /// If it has begun already, or what the back end says.
+    /// If the machine was started before, or if the back end fails.
     pub fn start(&mut self) -> Result<(), MachineError> {
         self.must_be(Phase::New)?;
         self.backend.start()?;
-        self.run_devices(true);
+        self.resume_devices();
         self.phase = Phase::Running;
         Ok(())
     }
 
-    /// Pauses vCPUs and device; nothing writes guest memory when it returns. Idempotent.
+    /// Pauses the vCPUs and devices. Nothing writes guest memory after it returns. Idempotent.
     ///
     /// # Errors
-    /// If it has not begun, or what the back end says; the device then goes on.
+    /// If the machine is not started, or if the back end fails. The devices then keep running.
     pub fn pause(&mut self) -> Result<(), MachineError> {
         if self.phase == Phase::Paused {
             return Ok(());
         }
         self.must_be(Phase::Running)?;
-        self.run_devices(false);
+        self.pause_devices();
         if let Err(error) = self.backend.pause() {
-            self.run_devices(true);
+            self.resume_devices();
             return Err(error);
         }
         self.phase = Phase::Paused;
         Ok(())
     }
 
-    /// Lets a paused or loaded guest run. Idempotent.
+    /// Resumes a paused or loaded guest. Idempotent.
     ///
     /// # Errors
-    /// If it has neither begun nor been loaded, or what the back end says.
+    /// If the machine is neither started nor loaded, or if the back end fails.
     pub fn resume(&mut self) -> Result<(), MachineError> {
         if self.phase == Phase::Running {
             return Ok(());
         }
         self.must_be(Phase::Paused)?;
         self.backend.resume()?;
-        self.run_devices(true);
+        self.resume_devices();
         self.phase = Phase::Running;
         Ok(())
     }
 
-    /// Takes `percent` hundredths of their time from the vCPUs, up to 99, in periods of about 10 ms, so that
-    /// the guest is slow but goes on; 0 takes nothing any more. It holds over pauses, and is not saved.
+    /// Takes `percent` (0 to 99) of the vCPUs' time, in periods of about 10 ms, so that the guest
+    /// slows down but never stops for long. 0 lifts the throttle. The throttle stays in force
+    /// across pauses, and is not saved.
     ///
     /// # Errors
-    /// More than 99, a machine that has not begun, or what the back end says.
+    /// If `percent` is more than 99, the machine is not started, or the back end fails.
     pub fn throttle(&mut self, percent: u8) -> Result<(), MachineError> {
         let pace = Pace::losing(percent)?;
         if self.phase == Phase::New && pace.is_some() {
@@ -208,12 +210,13 @@ impl Machine {
     /// Saves everything but memory, for a host of this release.
     ///
     /// # Errors
-    /// If it is not paused, or what the back end says.
+    /// If the machine is not paused, or if the back end fails.
     pub fn save(&mut self) -> Result<GuestBytes, MachineError> {
         self.save_for(PROTOCOL_VERSION_MAX)
     }
 
-    /// The same, for a host that speaks this version of the protocol: in versions of the sections that it reads.
+    /// Saves everything but memory, in the section versions that a host with this version of the
+    /// protocol reads.
     ///
     /// # Errors
     /// As [`save`](Self::save).
@@ -228,10 +231,10 @@ impl Machine {
         Ok(out.finish())
     }
 
-    /// Loads what [`save`](Self::save) wrote. All memory must be there.
+    /// Loads what [`save`](Self::save) wrote. All of guest memory must be in place.
     ///
     /// # Errors
-    /// State that is damaged or of another machine, or a machine that has begun.
+    /// If the state is damaged or of another machine, or if this machine was started before.
     pub fn load(&mut self, state: &[u8]) -> Result<(), MachineError> {
         self.must_be(Phase::New)?;
         let reader = StateReader::parse(state)?;
@@ -250,24 +253,32 @@ impl Machine {
         Ok(())
     }
 
-    /// The log of everything that writes its memory, as the configuration chose it.
+    /// The dirty log that the configuration chose. It sees the writes of vCPUs and devices.
     ///
     /// # Errors
-    /// What this host lacks.
+    /// If this host lacks that log.
     pub fn dirty_log(&self) -> Result<Arc<dyn DirtyLog>, MachineError> {
-        let (log, sees_all) = self.backend.dirty_log(self.config.dirty_log, &self.memory)?;
+        let BackendLog { log, coverage } =
+            self.backend.dirty_log(self.config.dirty_log, &self.memory)?;
         let mut logs = vec![log];
-        if !sees_all {
+        if coverage == LogCoverage::VcpuWrites {
             logs.push(Arc::new(SoftwareLog::in_way(&self.mapped, self.config.device_log)));
         }
         Ok(Arc::new(UnionLog::new(logs)))
     }
 
-    /// Lets the devices work, or makes them quiet.
-    fn run_devices(&self, running: bool) {
-        self.heartbeat.run(running);
+    fn resume_devices(&self) {
+        self.heartbeat.resume();
         if let Some(balloon) = &self.balloon {
-            balloon.run(running);
+            balloon.resume();
+        }
+    }
+
+    /// Stops the devices. They write no guest memory after this returns.
+    fn pause_devices(&self) {
+        self.heartbeat.pause();
+        if let Some(balloon) = &self.balloon {
+            balloon.pause();
         }
     }
 
@@ -283,22 +294,18 @@ impl Machine {
     }
 }
 
-/// A machine's lock: a panic elsewhere does not take the guest away.
-pub(crate) fn lock(machine: &SharedMachine) -> MutexGuard<'_, Machine> {
-    machine.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-type Chosen = (Box<dyn Backend>, String);
+/// A back end, and why it was chosen.
+type ChosenBackend = (Box<dyn Backend>, String);
 
 fn choose_backend(
     config: &MachineConfig,
     mapped: &Arc<GuestMemoryMmap<DirtyBitmap>>,
     balloon: Option<MmioWiring>,
-) -> Result<Chosen, MachineError> {
+) -> Result<ChosenBackend, MachineError> {
     let guest = &config.guest;
-    let process = |choice: String| -> Result<Chosen, MachineError> {
+    let process = |choice: String| -> Result<ChosenBackend, MachineError> {
         if guest.balloon {
-            let reason = format!("it takes a guest on KVM, and this one would be {choice}");
+            let reason = format!("needs a guest on KVM, but this guest would run as {choice}");
             return Err(MachineError::Config { setting: "balloon", reason });
         }
         let memory = Arc::clone(mapped);
@@ -306,7 +313,7 @@ fn choose_backend(
         Ok((Box::new(backend), choice))
     };
     let unavailable = match config.kind {
-        GuestKind::Process => return process("threads of a process, as asked for".into()),
+        GuestKind::Process => return process("threads of a process, as requested".into()),
         GuestKind::Auto | GuestKind::Kvm => KvmBackend::available().err(),
     };
     match unavailable {
@@ -329,7 +336,7 @@ fn choose_backend(
                 balloon,
             };
             let backend = KvmBackend::new(kvm, Arc::clone(mapped))?;
-            Ok((Box::new(backend), "/dev/kvm serves".into()))
+            Ok((Box::new(backend), "/dev/kvm is usable".into()))
         }
     }
 }

@@ -1,22 +1,23 @@
 //! A guest without KVM: threads of this process run the guest's workload (the same C code) on its
 //! memory.
 //!
-//! Why `unsafe`: the workload is C and writes guest memory by address. Why sound: it gets the
-//! mappings of a `GuestMemoryMmap` that the threads keep alive, touches nothing outside their
-//! lengths whatever its memory says (a migrated one comes from another host), and has no state of
-//! its own; guest memory is never referenced from Rust.
+//! Why `unsafe`: the workload is C and writes guest memory by address. Why it is sound: the
+//! workload gets the mappings of a `GuestMemoryMmap` that the threads keep alive, and it accesses
+//! nothing outside them, whatever the guest memory contains (a migrated one comes from another
+//! host). It has no state outside guest memory. Rust holds no references into guest memory.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use vm_memory::{
     Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
 };
-use vmferry_dirty::{DirtyBitmap, DirtyLog, LogChoice, UffdLog};
+use vmferry_dirty::{DirtyBitmap, LogChoice, UffdLog};
 use vmferry_memory::GuestMemory;
 
-use crate::backend::Backend;
+use crate::backend::{Backend, BackendLog};
 use crate::error::MachineError;
 use crate::kvm::{DISPLAY, HIGH_RAM, STILL};
 use crate::pace::Pace;
@@ -25,7 +26,7 @@ use crate::state::{SectionKind, StateReader, StateWriter};
 const PROCESS: SectionKind = SectionKind::mandatory("process", 1);
 const SECTIONS: &[SectionKind] = &[PROCESS];
 
-/// Where the guest's command line is, as in the KVM guest.
+/// Guest-physical address of the command line, as in the KVM guest.
 const COMMAND_LINE_ADDRESS: u64 = 0x7000;
 
 /// `struct guest_view` of `workload.h`.
@@ -41,7 +42,7 @@ struct GuestView {
 }
 
 impl GuestView {
-    /// The mappings of a memory, valid as long as it lives.
+    /// The mappings of `memory`. They are valid as long as it lives.
     fn of(memory: &GuestMemoryMmap<DirtyBitmap>) -> Self {
         let mut view = Self::default();
         for region in memory.iter() {
@@ -62,7 +63,7 @@ unsafe extern "C" {
     fn workload_step(view: *const GuestView, vcpu: u32, ticks: u64) -> i32;
 }
 
-/// Threads in the place of vCPUs.
+/// Threads that act as the vCPUs. Dropping it ends them.
 pub(crate) struct ProcessBackend {
     shared: Arc<Shared>,
     vcpus: u32,
@@ -81,12 +82,13 @@ struct Shared {
 struct State {
     running: bool,
     ended: bool,
-    /// Threads that may touch guest memory.
+    /// Number of threads that may be accessing guest memory.
     active: u32,
-    /// What the threads lose of their time.
+    /// The throttle, if any.
     pace: Option<Pace>,
-    /// Ticks until the last pause, and since when it runs.
+    /// Ticks up to the last pause.
     ticks: u64,
+    /// When the guest was resumed. `None` while it is paused.
     resumed: Option<Instant>,
 }
 
@@ -98,7 +100,7 @@ impl State {
 }
 
 impl ProcessBackend {
-    /// Threads that stand still.
+    /// Starts the threads, paused.
     pub(crate) fn new(
         vcpus: u8,
         command_line: &str,
@@ -127,26 +129,22 @@ impl ProcessBackend {
 
 impl Drop for ProcessBackend {
     fn drop(&mut self) {
-        self.shared.state().ended = true;
+        self.shared.state.lock().ended = true;
         self.shared.changed.notify_all();
         for thread in self.threads.drain(..) {
-            // A panic there has ended that vCPU already.
+            // A panic of the thread has already ended that vCPU.
             let _ = thread.join();
         }
     }
 }
 
 impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn run(&self, vcpu: u32) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let (mut rested, mut pace) = (Instant::now(), None);
         while !state.ended {
             if !state.running {
-                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                self.changed.wait(&mut state);
                 rested = Instant::now();
                 continue;
             }
@@ -156,7 +154,7 @@ impl Shared {
             if let Some(pace) = pace {
                 let ran = rested.elapsed();
                 if ran >= pace.slice() {
-                    state = self.rest(state, pace, ran);
+                    self.rest(&mut state, pace, ran);
                     rested = Instant::now();
                     continue;
                 }
@@ -165,40 +163,27 @@ impl Shared {
             let ticks = state.ticks_now();
             drop(state);
             let idle = self.step(vcpu, ticks);
-            state = self.state();
+            state = self.state.lock();
             state.active -= 1;
             if !state.running {
                 self.changed.notify_all();
             } else if idle {
-                // Until the next tick.
-                state = self
-                    .changed
-                    .wait_timeout_while(state, Duration::from_millis(1), |state| {
-                        state.running && !state.ended
-                    })
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .0;
+                // There is no work before the next tick.
+                let goes_on = |state: &mut State| state.running && !state.ended;
+                self.changed.wait_while_for(&mut state, goes_on, Duration::from_millis(1));
             }
         }
     }
 
-    /// What a throttled vCPU owes after having run for `ran`, unless something else is wanted of it.
-    fn rest<'a>(
-        &self,
-        state: MutexGuard<'a, State>,
-        pace: Pace,
-        ran: Duration,
-    ) -> MutexGuard<'a, State> {
+    /// Rests a throttled vCPU that has run for `ran`. Returns early if the vCPU's orders change.
+    fn rest(&self, state: &mut MutexGuard<'_, State>, pace: Pace, ran: Duration) {
         let goes_on = |state: &mut State| state.running && !state.ended && state.pace == Some(pace);
-        self.changed
-            .wait_timeout_while(state, pace.rest_after(ran), goes_on)
-            .unwrap_or_else(PoisonError::into_inner)
-            .0
+        self.changed.wait_while_for(state, goes_on, pace.rest_after(ran));
     }
 
     fn step(&self, vcpu: u32, ticks: u64) -> bool {
-        // SAFETY: the view names the mappings of `self.memory`, which lives as long as this; the
-        // workload stays within them, and this vCPU's pages are written by this thread alone.
+        // SAFETY: The view names the mappings of `self.memory`, which lives as long as `self`. The
+        // workload stays within them, and only this thread writes this vCPU's pages.
         unsafe { workload_step(&raw const self.view, vcpu, ticks) != 0 }
     }
 }
@@ -214,25 +199,25 @@ impl Backend for ProcessBackend {
         self.shared.memory.write_slice(&line, GuestAddress(COMMAND_LINE_ADDRESS)).map_err(
             |error| MachineError::Config { setting: "memory", reason: error.to_string() },
         )?;
-        // SAFETY: as in `step`; no thread runs yet.
+        // SAFETY: As in `step`. No thread accesses guest memory yet.
         unsafe { workload_init(&raw const self.shared.view, self.vcpus) };
         self.resume()
     }
 
     fn pause(&mut self) -> Result<(), MachineError> {
-        let mut state = self.shared.state();
+        let mut state = self.shared.state.lock();
         state.ticks = state.ticks_now();
         state.resumed = None;
         state.running = false;
         self.shared.changed.notify_all();
         while state.active > 0 {
-            state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            self.shared.changed.wait(&mut state);
         }
         Ok(())
     }
 
     fn resume(&mut self) -> Result<(), MachineError> {
-        let mut state = self.shared.state();
+        let mut state = self.shared.state.lock();
         state.resumed.get_or_insert_with(Instant::now);
         state.running = true;
         self.shared.changed.notify_all();
@@ -240,29 +225,30 @@ impl Backend for ProcessBackend {
     }
 
     fn throttle(&mut self, pace: Option<Pace>) -> Result<(), MachineError> {
-        self.shared.state().pace = pace;
+        self.shared.state.lock().pace = pace;
         self.shared.changed.notify_all();
         Ok(())
     }
 
     fn save(&mut self, out: &mut StateWriter) -> Result<(), MachineError> {
         let mut bytes = self.vcpus.to_le_bytes().to_vec();
-        bytes.extend_from_slice(&self.shared.state().ticks.to_le_bytes());
+        bytes.extend_from_slice(&self.shared.state.lock().ticks.to_le_bytes());
         Ok(out.section(&PROCESS, 0, &bytes)?)
     }
 
     fn load(&mut self, from: &StateReader<'_>) -> Result<(), MachineError> {
         let section = from.section(&PROCESS, 0)?;
         let Some((vcpus, ticks)) = section.payload().split_first_chunk::<4>() else {
-            return Err(section.invalid("it is too short".into()).into());
+            return Err(section.invalid("the section is too short".into()).into());
         };
         let Ok(ticks) = <[u8; 8]>::try_from(ticks) else {
-            return Err(section.invalid("ticks have 8 bytes".into()).into());
+            return Err(section.invalid("the tick count must have 8 bytes".into()).into());
         };
         if u32::from_le_bytes(*vcpus) != self.vcpus {
-            return Err(section.invalid("it is of another number of vCPUs".into()).into());
+            let reason = format!("it is not the state of a guest with {} vCPUs", self.vcpus);
+            return Err(section.invalid(reason).into());
         }
-        self.shared.state().ticks = u64::from_le_bytes(ticks);
+        self.shared.state.lock().ticks = u64::from_le_bytes(ticks);
         Ok(())
     }
 
@@ -271,8 +257,8 @@ impl Backend for ProcessBackend {
     }
 
     fn crash(&self) -> Option<String> {
-        let died = self.threads.iter().position(JoinHandle::is_finished)?;
-        Some(format!("the thread of vCPU {died} has ended"))
+        let ended = self.threads.iter().position(JoinHandle::is_finished)?;
+        Some(format!("the thread of vCPU {ended} has ended"))
     }
 
     fn serial_text(&self) -> String {
@@ -283,9 +269,11 @@ impl Backend for ProcessBackend {
         &self,
         choice: LogChoice,
         memory: &GuestMemory,
-    ) -> Result<(Arc<dyn DirtyLog>, bool), MachineError> {
+    ) -> Result<BackendLog, MachineError> {
         match choice {
-            LogChoice::Auto | LogChoice::Userfaultfd => Ok((Arc::new(UffdLog::new(memory)?), true)),
+            LogChoice::Auto | LogChoice::Userfaultfd => {
+                Ok(BackendLog::of_all_writes(UffdLog::new(memory)?))
+            }
             LogChoice::KvmBitmap | LogChoice::KvmClear | LogChoice::KvmRing => {
                 Err(MachineError::Config {
                     setting: "dirty-log",

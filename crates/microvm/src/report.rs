@@ -1,4 +1,4 @@
-//! What the guest reports of itself, in its own memory (`guest/report.h`).
+//! The guest's report on itself, which it writes into its own memory (`guest/report.h`).
 
 use serde::{Deserialize, Serialize};
 use vmferry_memory::{GuestMemory, MemoryError, PAGE_SIZE};
@@ -52,11 +52,11 @@ const _: () = assert!(size_of::<RawGuest>() == 88);
 pub struct Corruption {
     /// Guest-physical address of the page.
     pub gpa: u64,
-    /// The generation (or word, or heartbeat) that was expected.
+    /// The expected generation, word or heartbeat.
     pub expected: u64,
-    /// What was there.
+    /// The value that was found.
     pub found: u64,
-    /// In which round of its vCPU.
+    /// The round of the vCPU in which it was found.
     pub round: u64,
 }
 
@@ -84,18 +84,18 @@ struct RawVcpu {
 }
 const _: () = assert!(size_of::<RawVcpu>() == 160);
 
-/// What the guest says of itself, all vCPUs together.
+/// The guest's report, summed up over all vCPUs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
-    /// Whether the guest has begun at all.
+    /// Whether the guest has started.
     pub started: bool,
-    /// Whether all memory that is to be populated is.
+    /// Whether the guest has populated all memory that its workload uses.
     pub populated: bool,
-    /// Fewest rounds over its hot pages that any vCPU has made.
+    /// Rounds over the hot pages: the minimum over all vCPUs.
     pub rounds: u64,
-    /// Fewest times that any vCPU has checked all of the memory that it filled.
+    /// Complete checks of the filled pages: the minimum over all vCPUs.
     pub fill_rounds: u64,
-    /// Fewest times that any vCPU has checked all of the memory that it only reads.
+    /// Complete checks of the pages that are only read: the minimum over all vCPUs.
     pub read_rounds: u64,
     /// Frames drawn on the display.
     pub frames: u64,
@@ -105,61 +105,61 @@ pub struct Report {
     pub pages_checked: u64,
     /// Pages found damaged.
     pub corruptions: u64,
-    /// The first of them.
+    /// The first damaged page that was found.
     pub first_corruption: Option<Corruption>,
-    /// Fewest timer ticks that any vCPU has had.
+    /// Timer ticks: the minimum over all vCPUs.
     pub ticks: u64,
-    /// Heartbeats of the VMM's device that were seen.
+    /// Heartbeats of the VMM's device that the guest has seen.
     pub heartbeats: u64,
     /// Longest time between two steps of a vCPU, in cycles of the time stamp counter.
     pub longest_gap_tsc: u64,
-    /// Pages that the workload fills, reads and rewrites, without the display's.
+    /// Pages that the workload fills, reads and rewrites, without those of the display.
     pub work_pages: u64,
-    /// Those that it fills.
+    /// Pages that the workload fills once and checks from time to time.
     pub fill_pages: u64,
-    /// Those that it fills and then reads without pause.
+    /// Pages that the workload fills once and then reads without pause.
     pub read_pages: u64,
-    /// Pages of the frame buffer, and as many stand still beside it; 0 without a display.
+    /// Pages of the frame buffer, and of the constant slot beside it. 0 without a display.
     pub display_pages: u64,
-    /// Pages that the live buffers of `churn` may take; 0 without it.
+    /// Maximum pages in live buffers of `churn`. 0 without `churn`.
     pub churn_pages: u64,
-    /// Pages that were written once and freed before anything else of the heap was used.
+    /// Pages that were written once and freed, before any other use of the heap.
     pub freed_pages: u64,
-    /// Fewest times that any vCPU has checked all of its live buffers.
+    /// Complete checks of the live buffers: the minimum over all vCPUs.
     pub churn_rounds: u64,
     /// Buffers allocated.
     pub buffers_allocated: u64,
-    /// Buffers freed, each after it was checked whole.
+    /// Buffers freed. Each was checked completely before it was freed.
     pub buffers_freed: u64,
-    /// Pages of buffers written or checked: over time, how fast the guest gets on.
+    /// Pages of buffers written or checked. Its rate is the speed of the guest.
     pub churn_work: u64,
-    /// What the driver of its balloon says, if there is one.
+    /// The report of the balloon driver, if there is a balloon.
     pub balloon: Option<BalloonReport>,
-    /// How far each vCPU is.
+    /// The progress of each vCPU.
     pub vcpus: Vec<VcpuProgress>,
 }
 
-/// How far a vCPU is with its part of the pages.
+/// The progress of one vCPU over its share of the pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VcpuProgress {
     /// Rounds over its hot pages.
     pub rounds: u64,
-    /// Rounds over the pages that it filled.
+    /// Rounds over its filled pages.
     pub fill_rounds: u64,
     /// Rounds over the pages that it only reads.
     pub read_rounds: u64,
     /// Rounds over its live buffers.
     pub churn_rounds: u64,
-    /// Timer ticks that it has had.
+    /// Timer ticks.
     pub ticks: u64,
 }
 
 impl Report {
-    /// Reads the report, of a running guest too: each number is whole, and all are of about the
-    /// same time.
+    /// Reads the report. The guest may be running: each number is read atomically, and all are
+    /// read at about the same time.
     ///
     /// # Errors
-    /// If the memory has no such addresses.
+    /// If the memory does not have these addresses.
     pub fn read(memory: &GuestMemory) -> Result<Self, MemoryError> {
         let mut bytes = [0; size_of::<RawGuest>()];
         memory.read_at(REPORT_ADDRESS, &mut bytes)?;
@@ -168,7 +168,7 @@ impl Report {
             return Ok(Self::default());
         }
         let vcpus = guest.vcpus.clamp(1, MAX_VCPUS);
-        // The guest may say anything, and the VMM survives it.
+        // The guest may report any numbers, so sums must not overflow.
         let add = |sum: &mut u64, part: u64| *sum = sum.saturating_add(part);
         let mut report = Self {
             started: true,
@@ -223,16 +223,16 @@ impl Report {
     }
 
     /// Whether each vCPU has checked each of its pages since `before`, an earlier report of the
-    /// same guest. A sum over all would not tell: hot pages are checked far more often than filled
-    /// ones, and one vCPU may get on faster than another.
+    /// same guest. A sum of all checks would not show this: hot pages are checked far more often
+    /// than filled ones, and one vCPU may be faster than another.
     #[must_use]
     pub fn has_checked_all_since(&self, before: &Self) -> bool {
-        // The round that was under way may have passed a page already; the one after it has not.
+        // The current round may already have passed a page. Only the next round visits every page.
         let whole_round =
             |pages: u64, now: u64, then: u64| pages == 0 || now >= then.saturating_add(2);
         let constant_pages = self.fill_pages.saturating_add(self.read_pages);
         let hot_pages = self.work_pages.saturating_sub(constant_pages);
-        // Both slots of a display are checked whole before each frame.
+        // Both slots of a display are checked completely before each frame.
         whole_round(self.display_pages, self.frames, before.frames)
             && self.vcpus.len() == before.vcpus.len()
             && self.vcpus.iter().zip(&before.vcpus).all(|(now, then)| {
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn all_is_checked_when_every_vcpu_has_been_over_all_its_pages() {
+    fn has_checked_all_needs_a_whole_round_of_every_vcpu() {
         let before = report(1, 2, &[(5, 5), (9, 9)]);
         for (now, whole) in [
             ([(5, 5), (9, 9)], false),
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_travels_as_json() {
+    fn report_round_trips_as_json() {
         let sent = report(1, 2, &[(5, 6)]);
         let text = serde_json::to_string(&sent).unwrap();
         assert_eq!(serde_json::from_str::<Report>(&text).unwrap(), sent);

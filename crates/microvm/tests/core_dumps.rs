@@ -1,5 +1,5 @@
-//! A machine's state is in no core dump, from the KVM calls that give it to those that take it: a
-//! VMM crashes after it has loaded and saved a state, and its dump is searched.
+//! No core dump contains the state of a machine. The test lets a VMM crash after it has loaded and
+//! saved a state, and searches its core dump.
 
 #[path = "../../memory/tests/dumps/mod.rs"]
 mod dumps;
@@ -12,26 +12,26 @@ use vmferry_microvm::state::{SectionKind, StateReader, StateWriter};
 use vmferry_microvm::{GuestKind, Machine, MachineConfig};
 use vmferry_wire::GuestIdentity;
 
-/// The vCPU's vector registers, where a guest has its keys.
+/// The vCPU's vector registers, which may contain the guest's keys.
 const XSAVE: &str = "vcpu.xsave";
 
 /// XMM0 to XMM15 in the legacy region of XSAVE (Intel SDM, volume 1, 13.4.1).
 const XMM: std::ops::Range<usize> = 160..416;
 
-/// XSTATE_BV, which says what of the area counts, and its bit for XMM (13.4.2).
+/// XSTATE_BV, the bitmap of the components in use, and its bit for XMM (13.4.2).
 const XSTATE_BV: usize = 512;
 const SSE: u8 = 2;
 
 const PATTERNS: usize = (XMM.end - XMM.start) / PATTERN;
 
 #[test]
-fn vector_registers_are_in_no_core_dump() {
+fn core_dump_has_no_vector_registers() {
     are_kept_out("xsave", &patterns(PATTERNS as u64), |_| ());
 }
 
-/// Not a test of its own: what the test above lets crash.
+/// Not a test: the process that the test above lets crash.
 #[test]
-fn the_child() {
+fn child_process_of_the_test() {
     let Some((_, undone)) = order() else { return };
     let mut first = machine();
     first.start().unwrap();
@@ -71,7 +71,7 @@ fn machine() -> Machine {
     .expect("this test needs /dev/kvm")
 }
 
-/// The same state, with patterns in the vector registers.
+/// A copy of the state with patterns in the vector registers.
 fn with_patterns(state: &[u8]) -> GuestBytes {
     let mut out = StateWriter::new();
     for section in StateReader::parse(state).unwrap().sections() {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde_json::json;
 use vmferry::{Resume, VmError};
-use vmferry_handover::journal::{self, SessionSummary, Since};
+use vmferry_handover::journal::{self, LaterSession, SessionSummary};
 use vmferry_wire::{GuestIdentity, SessionId};
 
 use crate::direct_view::DirectView;
@@ -164,10 +164,10 @@ impl AbandonedQemu {
     fn run_on(&mut self) -> Result<(), QemuError> {
         let (mut qmp, lock) = self.connect()?;
         if let Some(left) = &self.left {
-            match journal::since(&self.sessions(&mut qmp)?, left.session) {
-                Since::Nothing => {}
-                Since::SentAgain(session) => return Err(QemuError::SentAgain { session }),
-                Since::Unclear(session) => return Err(QemuError::MayBeGiven { session }),
+            match journal::later_session(&self.sessions(&mut qmp)?, left.session) {
+                LaterSession::None => {}
+                LaterSession::SentAgain(session) => return Err(QemuError::SentAgain { session }),
+                LaterSession::Unclear(session) => return Err(QemuError::MayBeGiven { session }),
             }
         }
         end_migration(&mut qmp, false)?;

@@ -4,100 +4,24 @@
 //! session's journal: which process the QEMU is, where its monitor is, and which receiver it
 //! belongs to. The next process of that receiver finds the note. Only the journal decides what is
 //! done with the guest: the note promises nothing.
-//!
-//! A note is a file `SESSION.guest`. Each line is a JSON object of one of the kinds of [`Line`],
-//! appended and synced.
 
-use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
+mod note;
+
+use std::fs::OpenOptions;
+use std::io;
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize};
 use serde_json::json;
-use vmferry_handover::journal::{self, Since};
+use vmferry_handover::journal::{self, LaterSession};
 use vmferry_wire::{GuestIdentity, SessionId};
 
+use self::note::{LIST, Line, SESSIONS, SUFFIX, WRITE, failed, note_path, read_lines, whereabouts};
+pub(crate) use self::note::{Note, Whereabouts};
 use crate::error::QemuError;
 use crate::guest;
 use crate::identity::ProcessIdentity;
 use crate::process::{END_TIMEOUT, has_ended_within, pidfd};
 use crate::qmp::Qmp;
-
-/// The suffix of a note's name.
-const SUFFIX: &str = ".guest";
-
-/// A line of a note.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-enum Line {
-    /// The guest is being received by this QEMU.
-    Arriving(Whereabouts),
-    /// It was paused at the source, not by vmferry, and stays paused.
-    StaysPaused,
-    /// It ran here, so vmferry must not continue it again.
-    Run,
-}
-
-/// Where a guest is.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Whereabouts {
-    /// The receiver, named by the options that it was started with.
-    pub receiver: String,
-    /// The QEMU; `None` if its process is not visible to the receiver. The receiver's next process
-    /// does not find the guest then.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub process: Option<ProcessIdentity>,
-    /// Its QMP socket.
-    pub monitor: PathBuf,
-}
-
-/// The note of a session that is under way.
-#[derive(Debug)]
-pub(crate) struct Note {
-    path: PathBuf,
-    file: File,
-}
-
-impl Note {
-    /// Creates the note.
-    pub fn leave(
-        journals: &Path,
-        session: SessionId,
-        whereabouts: Whereabouts,
-    ) -> Result<Self, QemuError> {
-        let path = note_path(journals, session);
-        let file = OpenOptions::new().append(true).create_new(true).open(&path);
-        let mut note = Self { file: file.map_err(failed(MAKE))?, path };
-        let written = note.append(&Line::Arriving(whereabouts));
-        let synced = written.and_then(|()| {
-            File::open(journals).and_then(|directory| directory.sync_all()).map_err(failed(SYNC))
-        });
-        synced.inspect_err(|_| note.remove())?;
-        Ok(note)
-    }
-
-    /// Records that the guest must stay paused.
-    pub fn stays_paused(&mut self) -> Result<(), QemuError> {
-        self.append(&Line::StaysPaused)
-    }
-
-    /// Records that the guest was continued.
-    pub fn run(&mut self) -> Result<(), QemuError> {
-        self.append(&Line::Run)
-    }
-
-    /// Removes the note: the guest never runs here.
-    pub fn remove(&self) {
-        // A note that is left behind names a process that is gone.
-        let _ = std::fs::remove_file(&self.path);
-    }
-
-    fn append(&mut self, line: &Line) -> Result<(), QemuError> {
-        let mut bytes = serde_json::to_vec(line).map_err(|error| failed(WRITE)(error.into()))?;
-        bytes.push(b'\n');
-        self.file.write_all(&bytes).and_then(|()| self.file.sync_data()).map_err(failed(WRITE))
-    }
-}
 
 /// A guest whose QEMU is running, and whose receiver has ended.
 #[derive(Debug)]
@@ -224,7 +148,8 @@ impl Arrived {
         let finished = if status["running"] == true {
             Finished::RunsAlready
         } else if self.was_run || self.stays_paused || status["status"] != "paused" {
-            // Somebody has paused it since, or it is the remainder of a migration to another host.
+            // Another client has paused it since, or it is the remainder of a migration to another
+            // host.
             Finished::StandsStill
         } else if self.was_sent_on(journals, &identity)? {
             Finished::StandsStill
@@ -244,7 +169,7 @@ impl Arrived {
     fn was_sent_on(&self, journals: &Path, guest: &GuestIdentity) -> Result<bool, QemuError> {
         let sessions = journal::sessions_of(journals, guest)
             .map_err(|error| failed(SESSIONS)(io::Error::other(error)))?;
-        Ok(journal::since_arrival(&sessions, self.session) != Since::Nothing)
+        Ok(journal::later_session_after_arrival(&sessions, self.session) != LaterSession::None)
     }
 
     /// Whether QEMU still waits for a guest, so that nothing was loaded into it.
@@ -293,42 +218,10 @@ impl Arrived {
     }
 }
 
-fn note_path(journals: &Path, session: SessionId) -> PathBuf {
-    journals.join(format!("{session}{SUFFIX}"))
-}
-
-/// The lines of a note, if it is there.
-fn read_lines(path: &Path) -> Result<Option<Vec<Line>>, QemuError> {
-    let text = match std::fs::read_to_string(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        other => other.map_err(failed(READ))?,
-    };
-    // A line without an end was torn during a write. Lines that this release does not know are from
-    // a newer one.
-    let whole = text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n'));
-    Ok(Some(whole.filter_map(|line| serde_json::from_str(line).ok()).collect()))
-}
-
-fn whereabouts(lines: &[Line]) -> Option<Whereabouts> {
-    lines.iter().find_map(|line| match line {
-        Line::Arriving(whereabouts) => Some(whereabouts.clone()),
-        _ => None,
-    })
-}
-
-const MAKE: &str = "make the note of where the guest is, beside its journal";
-const READ: &str = "read the note of where the guest is, beside its journal";
-const WRITE: &str = "write the note of where the guest is, beside its journal";
-const LIST: &str = "list the directory of the journals";
-const SYNC: &str = "sync the directory of the journals";
-const SESSIONS: &str = "read the journals of this guest";
-
-fn failed(action: &'static str) -> impl Fn(io::Error) -> QemuError {
-    move |source| QemuError::Local { action, source }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
     use super::*;
 
     const SESSION: SessionId = SessionId([7; 16]);
@@ -357,7 +250,7 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(find("exec").is_empty());
-        assert!(!note.path.exists(), "nobody needs it any more");
+        assert!(!note.path.exists(), "no process needs it any more");
     }
 
     #[test]
@@ -391,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn note_says_which_process_a_guest_may_be_in() {
+    fn note_names_the_process_of_a_guest() {
         let directory = tempfile::tempdir().unwrap();
         let own = std::process::id();
         let may_be_in = |pid| Arrived::may_be_in(directory.path(), SESSION, pid).unwrap();
@@ -417,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn process_that_took_the_number_is_another_one() {
+    fn note_does_not_match_a_process_that_reuses_the_pid() {
         let ours = ProcessIdentity::of(std::process::id()).unwrap();
         assert!(ours.lives());
         let older = ProcessIdentity { started: ours.started - 1, ..ours.clone() };

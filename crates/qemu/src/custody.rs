@@ -66,7 +66,7 @@ impl Qmp {
         Ok(())
     }
 
-    /// Whether somebody other than vmferry has paused the guest.
+    /// Whether a client other than vmferry has paused the guest.
     pub(crate) fn is_paused_by_others(&self) -> bool {
         self.life.paused_by_others
     }
@@ -125,7 +125,7 @@ impl Qmp {
         let asked = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         self.life.failed = false;
         self.execute("stop", json!({}))?;
-        // If the guest was stopped before the request, somebody else stopped it between the two
+        // If the guest was stopped before the request, another client stopped it between the two
         // commands.
         if self.life.stopped_at.is_some_and(|stopped| stopped < asked) || self.life.failed {
             self.life.paused_by_others = true;
@@ -135,7 +135,7 @@ impl Qmp {
         Ok(())
     }
 
-    /// Continues a guest that [`pause_guest`](Self::pause_guest) has paused, unless somebody else
+    /// Continues a guest that [`pause_guest`](Self::pause_guest) has paused, unless another client
     /// has paused it meanwhile, or its I/O has failed.
     ///
     /// # Errors
@@ -161,7 +161,7 @@ impl Qmp {
     /// Records that the guest was already paused when QEMU's migration stopped it, as its saved
     /// state says.
     pub(crate) fn was_paused(&mut self) {
-        // If nobody else has paused it, vmferry has, for its whole migration.
+        // If no other client has paused it, vmferry has, for its whole migration.
         self.life.paused_by_others |= !self.life.our_stop;
     }
 

@@ -1,5 +1,9 @@
 //! A QEMU that waits for a guest, as the engine's destination.
 
+mod memory;
+#[cfg(test)]
+mod tests;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,19 +13,18 @@ use serde::de::DeserializeOwned;
 use serde_json::json;
 use uuid::Uuid;
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
-use vmferry_memory::Backing;
 use vmferry_wire::{GuestIdentity, SessionId};
 
+use self::memory::{compare, empty, find_memory, not_ours};
 use crate::arrived::{Note, Whereabouts};
 use crate::carried::{self, Arrival, Description, Place};
 use crate::direct_view::DirectView;
 use crate::error::QemuError;
 use crate::guest;
 use crate::identity::ProcessIdentity;
-use crate::located::Located;
 use crate::lock::Lock;
 use crate::machine::{self, Machine};
-use crate::memory_file::{self, Examiner, MemoryFiles};
+use crate::memory_file::{Examiner, MemoryFiles};
 use crate::proc_stat::host;
 use crate::qmp::Qmp;
 use crate::ram::{Block, Carrier, Ram};
@@ -283,60 +286,6 @@ impl QemuDestination {
     }
 }
 
-/// The memory of a QEMU that waits, and the files of that memory.
-///
-/// # Errors
-/// If another process has one of the files mapped: no guest may be received then, attached or
-/// carried.
-fn find_memory(
-    qmp: &mut Qmp,
-    view: &mut dyn View,
-) -> Result<(Result<Ram, QemuError>, Option<MemoryFiles>), QemuError> {
-    let located = match Located::find(qmp, view) {
-        Ok(located) => located,
-        Err(error) => return Ok((Err(error), None)),
-    };
-    let files = MemoryFiles::of(&located, view.examiner());
-    files.nobody_else_is_seen()?;
-    let ram = Ram::of(&located, qmp, view).and_then(|ram| {
-        may_be_emptied(&located, &ram)?;
-        files.are_ours_alone()?;
-        Ok(ram)
-    });
-    Ok((ram, Some(files)))
-}
-
-/// Checks that the nature of the blocks that guests are put into allows emptying them.
-fn may_be_emptied(located: &Located, ram: &Ram) -> Result<(), QemuError> {
-    for (block, slot) in ram.carried().zip(ram.memory.slots()) {
-        let found = located.blocks.iter().find(|(listed, _)| listed.name == block.name);
-        let (Some((_, Some(mapping))), Backing::File { file, .. }) = (found, slot.backing()) else {
-            continue;
-        };
-        let used = located.backends.use_of(&block.name);
-        memory_file::may_be_emptied(&block.name, &used, mapping, file)?;
-    }
-    Ok(())
-}
-
-/// Empties the memory, so that no content of an earlier guest or of the firmware is left.
-fn empty(ram: &Ram, files: Option<&MemoryFiles>) -> Result<(), QemuError> {
-    match files {
-        Some(files) => files.empty(&ram.memory),
-        None => Ok(()),
-    }
-}
-
-/// The reason why a memory file is left alone, for the source.
-fn not_ours(error: QemuError) -> PrepareError {
-    match error {
-        QemuError::FileInUse { .. } | QemuError::Unproved { .. } => {
-            PrepareError::InUse(vmferry::chain(&error))
-        }
-        other => PrepareError::Vm(other.into()),
-    }
-}
-
 fn parse<T: DeserializeOwned>(config: &[u8]) -> Result<T, PrepareError> {
     vmferry::vmm::newer::read(config)
         .map_err(|error| PrepareError::Incompatible(format!("its description: {error}")))
@@ -435,112 +384,5 @@ impl DestinationVm for QemuDestination {
         }
         let _ = self.settings.restore(&mut self.qmp);
         Ok(())
-    }
-}
-
-/// Checks that both QEMUs have the same blocks, carried by the same side.
-fn compare(theirs: &[Block], ours: &[Block]) -> Result<(), PrepareError> {
-    let words = |blocks: &[Block]| {
-        let all: Vec<String> = blocks
-            .iter()
-            .filter(|block| block.carrier == Carrier::Vmferry)
-            .map(|block| format!("{} of {} MiB", block.name, block.bytes >> 20))
-            .collect();
-        all.join(", ")
-    };
-    let carried = |blocks: &[Block]| -> Vec<(String, u64)> {
-        let ours = blocks.iter().filter(|block| block.carrier == Carrier::Vmferry);
-        ours.map(|block| (block.name.clone(), block.bytes)).collect()
-    };
-    if carried(theirs) == carried(ours) {
-        return Ok(());
-    }
-    Err(PrepareError::Layout { expected: words(ours), offered: words(theirs) })
-}
-
-#[cfg(test)]
-mod tests {
-    use vmferry_memory::SlotId;
-
-    use super::*;
-    use crate::carried::StreamedBlock;
-    use crate::ram;
-
-    fn machine() -> Machine {
-        let devices = vec!["virtio-blk-pci at 00:03.0".into()];
-        Machine { kind: "pc-q35-10.0".into(), vcpus: 2, cpu: None, devices }
-    }
-
-    /// A source's description of an attached guest: frozen, for both versions of the protocol.
-    const ATTACHED: &str = r#"{"host":"boot","machine":{"kind":"pc-q35-10.0","vcpus":2,"devices":["virtio-blk-pci at 00:03.0"]},"blocks":[{"name":"pc.ram","bytes":134217728,"carrier":"vmferry","file":[27,9]},{"name":"pc.bios","bytes":262144,"carrier":"qemu","file":[0,0]}]}"#;
-    /// The same for a carried guest.
-    const CARRIED: &str = r#"{"host":"boot","machine":{"kind":"pc-q35-10.0","vcpus":2,"devices":["virtio-blk-pci at 00:03.0"]},"blocks":[{"name":"pc.ram","bytes":134217728,"most":134217728}],"files":[[27,9]],"multifd":2}"#;
-
-    fn refusal<T: std::fmt::Debug + DeserializeOwned>(json: &str) -> String {
-        parse::<T>(json.as_bytes()).unwrap_err().to_string()
-    }
-
-    #[test]
-    fn golden_description_of_an_attached_guest() {
-        let block =
-            |name: &str, bytes, carrier, file| Block { name: name.into(), bytes, carrier, file };
-        let blocks = [
-            block("pc.ram", 128 << 20, Carrier::Vmferry, (27, 9)),
-            block("pc.bios", 256 << 10, Carrier::Qemu, (0, 0)),
-        ];
-        let written = ram::describe(&machine(), None, &blocks, "boot");
-        let written: serde_json::Value = serde_json::from_slice(&written).unwrap();
-        assert_eq!(written, serde_json::from_str::<serde_json::Value>(ATTACHED).unwrap());
-        let read: Offered = parse(ATTACHED.as_bytes()).unwrap();
-        assert_eq!(
-            (read.host.as_str(), read.machine, &read.blocks[..]),
-            ("boot", machine(), &blocks[..])
-        );
-    }
-
-    #[test]
-    fn golden_description_with_vcpus_is_read_by_older_releases() {
-        let features = ["avx2".to_owned()].into();
-        let vcpu = Vcpu { vendor: "GenuineIntel".into(), features };
-        let written = ram::describe(&machine(), Some(&vcpu), &[], "boot");
-        let text = String::from_utf8(written.clone()).unwrap();
-        let member = r#""optional":{"vcpu":{"vendor":"GenuineIntel","features":["avx2"]}}"#;
-        assert!(text.contains(member), "{text}");
-        assert_eq!(parse::<Offered>(&written).unwrap().machine, machine());
-        assert_eq!(vmferry::vmm::newer::optional(&written, vcpu::MEMBER), Some(vcpu));
-    }
-
-    #[test]
-    fn golden_description_of_a_carried_guest() {
-        let block = StreamedBlock { name: "pc.ram".into(), bytes: 128 << 20, most: 128 << 20 };
-        let description = Description {
-            host: "boot".into(),
-            machine: machine(),
-            blocks: vec![block],
-            files: vec![(27, 9)],
-            multifd: 2,
-        };
-        assert_eq!(json!(description), serde_json::from_str::<serde_json::Value>(CARRIED).unwrap());
-        assert_eq!(parse::<Description>(CARRIED.as_bytes()).unwrap(), description);
-        assert_eq!(description.layout()[0].slot, SlotId(0));
-    }
-
-    #[test]
-    fn what_a_newer_source_asks_for_is_refused_by_name_unless_it_is_optional() {
-        for (json, is_read) in [
-            (ATTACHED.replacen('{', r#"{"optional":{"firmware":"x"},"#, 1), true),
-            (ATTACHED.replacen('{', r#"{"firmware":"x","#, 1), false),
-            (ATTACHED.replacen(r#""vcpus":2"#, r#""vcpus":2,"firmware":"x""#, 1), false),
-        ] {
-            let read = parse::<Offered>(json.as_bytes());
-            assert_eq!(read.is_ok(), is_read, "{read:?}");
-            if !is_read {
-                assert!(refusal::<Offered>(&json).contains("unknown field `firmware`"));
-            }
-        }
-        let newer = CARRIED.replacen('{', r#"{"dirty_limit":1,"#, 1);
-        assert!(refusal::<Description>(&newer).contains("unknown field `dirty_limit`"));
-        let optional = CARRIED.replacen('{', r#"{"optional":{"dirty_limit":1},"#, 1);
-        assert!(parse::<Description>(optional.as_bytes()).is_ok());
     }
 }

@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn disks_of_any_node_of_the_graph_are_looked_at() {
+    fn disks_are_checked_at_every_block_node() {
         let pins = |nodes: Value, devices: &[&str]| {
             let devices: Vec<String> = devices.iter().map(|&name| name.into()).collect();
             Disks::of(&nodes, &devices, Cache::Used).unwrap().pin_pages
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn disks_that_pin_pages_stop_the_guests_of_qemus_that_nobody_has_looked_at() {
+    fn disks_that_pin_pages_stop_guests_of_unknown_qemus() {
         let stop = |pin_pages, major| {
             Disks { pin_pages }.stop_the_guest(Version { major, minor: 0, micro: 0 })
         };

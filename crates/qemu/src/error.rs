@@ -16,7 +16,8 @@ pub enum QemuError {
     Qmp(#[from] QmpError),
     /// The process is not accessible.
     #[error(
-        "can't {action} of QEMU's process {pid}: run vmferry as root, or as the user that runs QEMU where ptrace is allowed"
+        "can't {action} of QEMU's process {pid}: run vmferry as root, or as the user that runs \
+         QEMU where ptrace is allowed"
     )]
     Process {
         /// What was tried.
@@ -76,7 +77,8 @@ pub enum QemuError {
     PoweredOff(#[source] vmferry::PoweredOff),
     /// Its process is stopped.
     #[error(
-        "QEMU's process {pid} is stopped for {} s now, and goes on with `kill -CONT {pid}`", after.as_secs()
+        "QEMU's process {pid} has been stopped for {} s: continue it with `kill -CONT {pid}`",
+        after.as_secs()
     )]
     Stopped {
         /// The process.
@@ -112,9 +114,9 @@ pub enum QemuError {
     },
     /// The guest may belong to another session.
     #[error(
-        "the guest was given away by session {session}, whose journal has no number, and by this host's clock, which may have \
-         been wrong, that was later: where the journals of the other host do not say that it has the guest, \
-         `cont` in QEMU's monitor continues it"
+        "the guest was given away by session {session}, whose journal has no number, and by this \
+         host's clock, which may have been wrong, that was later: where the journals of the other \
+         host do not say that it has the guest, `cont` in QEMU's monitor continues it"
     )]
     MayBeGiven {
         /// The session that gave it away.
@@ -153,7 +155,8 @@ pub enum QemuError {
     },
     /// The two QEMUs have the same file.
     #[error(
-        "source and destination have the same memory file {path}: give the destination a file of its own"
+        "source and destination have the same memory file {path}: give the destination a file of \
+         its own"
     )]
     SameFile {
         /// The file.

@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_name_is_one_process_alone() {
+    fn process_name_identifies_one_process() {
         let own = process_name(std::process::id()).unwrap();
         assert_eq!(process_name(std::process::id()), Some(own.clone()));
         let mut other = std::process::Command::new("sleep").arg("1000").spawn().unwrap();

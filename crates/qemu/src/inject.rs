@@ -144,8 +144,8 @@ fn system_call(pid: u32, number: i64, argument: u64) -> Result<i64, QemuError> {
                 REFUSED => {
                     let error = io::Error::from_raw_os_error(verdict.value as i32);
                     return Err(failed(format!(
-                        "ptrace is not permitted ({error}): run vmferry as root, or as QEMU's user with \
-                         kernel.yama.ptrace_scope=0, and not while a debugger is attached"
+                        "ptrace is not permitted ({error}): run vmferry as root, or as QEMU's user \
+                         with kernel.yama.ptrace_scope=0, and not while a debugger is attached"
                     )));
                 }
                 BUSY => busy += 1,
@@ -163,8 +163,8 @@ fn why_not(errno: i32) -> String {
     let error = io::Error::from_raw_os_error(errno);
     match errno {
         libc::ENOSYS | libc::EPERM => format!(
-            "userfaultfd is forbidden there ({error}): a `-sandbox on` of QEMU or a container forbids it; \
-             leave `-sandbox` out or allow the call"
+            "userfaultfd is forbidden there ({error}): a `-sandbox on` of QEMU or a container \
+             forbids it; leave `-sandbox` out or allow the call"
         ),
         libc::EMFILE => "QEMU has no descriptor left".into(),
         _ => error.to_string(),
@@ -311,8 +311,8 @@ impl Stop {
 }
 
 /// Lets a thread execute one step. Stops of the whole process, and a stop that the tracer requested
-/// before, may be reported first, any number of times, as long as somebody sends `SIGSTOP` and
-/// `SIGCONT`.
+/// before, may be reported first, any number of times, as long as other processes send `SIGSTOP`
+/// and `SIGCONT`.
 ///
 /// # Safety
 /// As [`step_thread`]; the thread must be stopped.

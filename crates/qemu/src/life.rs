@@ -7,7 +7,7 @@ use serde_json::Value;
 /// The guest's state as one connection knows it from events.
 #[derive(Debug, Default)]
 pub(crate) struct Life {
-    /// Somebody other than vmferry has paused it.
+    /// A client other than vmferry has paused it.
     pub paused_by_others: bool,
     /// vmferry has stopped it for a harvest, or for its whole migration.
     pub our_stop: bool,
@@ -58,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn life_hears_what_pauses_a_guest_and_what_ends_it() {
+    fn life_records_pauses_and_the_end_of_a_guest() {
         assert!(heard(&[("BLOCK_IO_ERROR", Some("stop")), ("STOP", None)]).failed);
         assert!(!heard(&[("BLOCK_IO_ERROR", Some("report"))]).failed);
         assert!(heard(&[("WATCHDOG", Some("pause"))]).failed);

@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_list_of_blocks_is_read() {
+    fn block_list_is_parsed() {
         let text = "              Block Name    PSize              Offset               Used              Total                HVA  RO\n\
                     \x20                    ram    4 KiB  0x0000000000000000 0x0000000020000000 0x0000000020000000 0x00007f54c7fff000  rw\n\
                     \x20   /rom@etc/acpi/tables    2 MiB  0x0000000020080000 0x0000000000020000 0x0000000000200000 0x00007f54c6200000  ro\n\n";
@@ -159,14 +159,15 @@ mod tests {
     }
 
     #[test]
-    fn older_qemus_list_no_addresses() {
-        let line = "                     ram    4 KiB  0x0000000000000000 0x0000000010000000 0x0000000010000000";
+    fn block_list_of_older_qemus_has_no_addresses() {
+        let line = "  ram    4 KiB  0x0000000000000000 0x0000000010000000 0x0000000010000000";
         let found = parse_block(line).unwrap();
         assert_eq!((found.name.as_str(), found.used, found.address), ("ram", 256 << 20, None));
-        let tree = "FlatView #1\n\
-                    \x20 00000000000a0000-00000000000bffff (prio 1, i/o): ram-like\n\
-                    \x20 0000000000100000-000000007fffffff (prio 0, ram): ram @0000000000100000 KVM\n\
-                    \x20 0000000100000000-000000013fffffff (prio 0, ram): ram2\n";
+        let tree = "\
+            FlatView #1\n\
+            \x20 00000000000a0000-00000000000bffff (prio 1, i/o): ram-like\n\
+            \x20 0000000000100000-000000007fffffff (prio 0, ram): ram @0000000000100000 KVM\n\
+            \x20 0000000100000000-000000013fffffff (prio 0, ram): ram2\n";
         assert_eq!(place_of(tree, "ram"), Some((0x10_0000, 0x10_0000)));
         assert_eq!(place_of(tree, "ram2"), Some((1 << 32, 0)));
         assert_eq!(place_of(tree, "pc.bios"), None);

@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_is_locked_once_and_the_holder_is_named() {
+    fn lock_is_exclusive_and_names_its_holder() {
         let mut process = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
         let pid = process.id();
         let lock = Lock::take(pid).unwrap();

@@ -92,7 +92,8 @@ pub fn difference(theirs: &Machine, ours: &Machine) -> Option<String> {
         && one != other
     {
         return Some(format!(
-            "the source's vCPUs are `{one}` and the destination's `{other}`: start it with `-cpu {one}` and the same features"
+            "the source's vCPUs are `{one}` and the destination's `{other}`: start it with `-cpu \
+             {one}` and the same features"
         ));
     }
     let only = |here: &Machine, there: &Machine| {
@@ -144,14 +145,23 @@ fn devices(tree: &str) -> Vec<(String, Option<String>)> {
 mod tests {
     use super::*;
 
-    const TREE: &str = "bus: main-system-bus\r\n  type System\r\n  dev: hpet, id \"\"\r\n    timers = 3\r\n\
-        \x20 dev: q35-pcihost, id \"\"\r\n    bus: pcie.0\r\n      type PCIE\r\n\
-        \x20     dev: virtio-blk-pci, id \"disk\"\r\n        class = 0 (0x0)\r\n        addr = 03.0\r\n\
+    const TREE: &str = "\
+        bus: main-system-bus\r\n\
+        \x20 type System\r\n\
+        \x20 dev: hpet, id \"\"\r\n\
+        \x20   timers = 3\r\n\
+        \x20 dev: q35-pcihost, id \"\"\r\n\
+        \x20   bus: pcie.0\r\n\
+        \x20     type PCIE\r\n\
+        \x20     dev: virtio-blk-pci, id \"disk\"\r\n\
+        \x20       class = 0 (0x0)\r\n\
+        \x20       addr = 03.0\r\n\
         \x20       class SCSI controller, addr 00:03.0, pci id 1af4:1001 (sub 1af4:0002)\r\n\
-        \x20       bus: virtio-bus\r\n          dev: virtio-blk-device, id \"\"\r\n";
+        \x20       bus: virtio-bus\r\n\
+        \x20         dev: virtio-blk-device, id \"\"\r\n";
 
     #[test]
-    fn devices_and_their_places_are_read() {
+    fn devices_and_their_addresses_are_parsed() {
         let found = devices(TREE);
         let names: Vec<_> = found.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(names, ["hpet", "q35-pcihost", "virtio-blk-pci", "virtio-blk-device"]);
@@ -160,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn a_difference_says_what_to_change() {
+    fn difference_says_what_to_change() {
         let machine = |kind: &str, vcpus, devices: &[&str]| Machine {
             kind: kind.into(),
             vcpus,

@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_that_have_changed_are_named() {
+    fn changed_parts_are_named() {
         let size = 64 << 20;
         let base = json!({ "image": { "filename": "a", "virtual-size": size } });
         let overlay = json!({ "image": {

@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_number_of_a_process_is_that_of_its_own_namespace() {
+    fn pid_is_that_of_the_processs_own_namespace() {
         assert_eq!(innermost("Name:\tCPU 0\nPid:\t812\nNSpid:\t812\t17\t5\n"), Some(5));
         assert_eq!(innermost("Name:\tCPU 0\nPid:\t812\nNSpid:\t812\n"), Some(812));
         assert_eq!(innermost("Name:\tCPU 0\nPid:\t812\n"), Some(812), "without namespaces");

@@ -317,7 +317,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_of_maps_is_read() {
+    fn maps_line_is_parsed() {
         let line = "7f54c7fff000-7f54e7fff000 rw-s 00001000 00:1a 3     /dev/shm/ram of a guest";
         let found = parse(line).unwrap();
         assert_eq!(found.range, 0x7f54_c7ff_f000..0x7f54_e7ff_f000);
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn this_process_has_mappings_and_threads() {
+    fn own_process_has_mappings_and_threads() {
         let pid = std::process::id();
         let here = &raw const LINE as u64;
         assert!(mappings(pid).unwrap().iter().any(|mapping| mapping.range.contains(&here)));
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn type_of_mount_is_read() {
+    fn mount_type_is_parsed() {
         let mounts = "36 35 98:0 /mnt1 /mnt\\0402 rw,noatime master:1 - ext3 /dev/root rw\n\
                       361 35 0:60 / /img rw - fuse.sshfs host:/img rw\n";
         assert_eq!(type_of_mount(mounts, "36"), Some("ext3"));

@@ -172,7 +172,7 @@ impl QemuSource {
         self.pid
     }
 
-    /// Whether somebody other than vmferry has paused the guest, so that it stays paused.
+    /// Whether a client other than vmferry has paused the guest, so that it stays paused.
     #[must_use]
     pub fn is_paused(&self) -> bool {
         self.qmp.is_paused_by_others()

@@ -268,7 +268,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_group_is_found_in_either_hierarchy() {
+    fn throttle_finds_the_group_in_either_hierarchy() {
         let mounts = "31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw,mode=755\n\
                       32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu,cpuacct\n\
                       41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw\n";
@@ -307,7 +307,7 @@ mod tests {
 
     /// Uses this host's own hierarchy, which needs root.
     #[test]
-    fn threads_are_limited_below_their_own_groups_and_return_there() {
+    fn throttle_limits_threads_below_their_groups_and_returns_them() {
         let pid = std::process::id();
         let own = crate::process::threads(pid).unwrap();
         let (hierarchy, parents) = parents(pid, &own[..1]).unwrap();
@@ -349,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn a_quota_is_what_is_left_of_every_thread() {
+    fn throttle_quota_is_the_remaining_share_of_every_thread() {
         assert_eq!(quota_us(20, 1), (8_000, 10_000));
         assert_eq!(quota_us(80, 4), (8_000, 10_000));
         assert_eq!(quota_us(99, 1), (LEAST_QUOTA_US, 100_000));

@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_that_are_on_no_list_are_refused_by_name() {
+    fn unlisted_devices_are_refused_by_name() {
         let known =
             ["virtio-blk-pci-non-transitional", "virtio-net-pci-transitional", "qemu64-x86_64-cpu"];
         assert_eq!(check_devices(&[], &kinds(&known)), Ok(()));
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn networks_that_are_on_no_list_are_refused_by_name() {
+    fn unlisted_networks_are_refused_by_name() {
         let seen = "n0: index=0,type=nic,model=virtio-net-pci,macaddr=52:54:00:12:34:56\r\n \\ h: \
              index=0,type=tap,ifname=tap0,script=no\r\nfilters:\r\n  - f0: \
              type=filter-dump,file=x\r\n";

@@ -1,5 +1,4 @@
-//! The device state that a QEMU has saved is not in a core dump of the process that moves the
-//! guest.
+//! Device state that QEMU has saved is not in a core dump of the process that moves the guest.
 
 #[path = "../../memory/tests/dumps/mod.rs"]
 mod dumps;
@@ -26,9 +25,9 @@ fn state_of_a_qemu_is_in_no_core_dump() {
     }
 }
 
-/// Not a test of its own: the process that the test above crashes.
+/// The process that the test above crashes; not a test of its own.
 #[test]
-fn the_child() {
+fn child_process_of_the_test() {
     let Some((qmp, undone)) = order() else { return };
     let mut source = QemuSource::attach(Path::new(&qmp)).unwrap();
     source.pause().unwrap();

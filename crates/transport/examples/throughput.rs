@@ -1,4 +1,4 @@
-//! How fast one channel over loopback is, with one thread on each side: plain TCP against TLS.
+//! Measures one channel over loopback with one thread per side: plain TCP against TLS.
 //!
 //! `cargo run --release -p vmferry-transport --example throughput [GIB]`
 
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use vmferry_transport::pki::{self, IssueRequest, Validity};
 use vmferry_transport::{Address, Dialer, Listener, TlsIdentity};
 
-/// What the engine writes at once: a frame.
+/// The size of the engine's writes: a frame.
 const FRAME_BYTES: usize = 512 << 10;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -1,4 +1,4 @@
-//! Where a destination listens.
+//! Addresses of destinations.
 
 use std::fmt;
 use std::os::fd::RawFd;
@@ -10,49 +10,50 @@ use std::str::FromStr;
 pub enum Address {
     /// `tcp:HOST:PORT`: neither encrypted nor authenticated.
     Tcp {
-        /// Name or IP address.
+        /// Host name or IP address.
         host: String,
         /// Port.
         port: u16,
     },
     /// `tls:HOST:PORT`: TLS 1.3 with both sides authenticated.
     Tls {
-        /// Name or IP address.
+        /// Host name or IP address.
         host: String,
         /// Port.
         port: u16,
     },
-    /// `grpc:HOST:PORT` and `grpc-ack:HOST:PORT`: gRPC over mutual TLS 1.3, for networks that only
-    /// let HTTP/2 through.
+    /// `grpc:HOST:PORT` and `grpc-ack:HOST:PORT`: gRPC over mutual TLS 1.3, for networks that pass
+    /// only HTTP/2.
     Grpc {
-        /// Name or IP address.
+        /// Host name or IP address.
         host: String,
         /// Port.
         port: u16,
-        /// How a dialer sends and is sent to; a listener serves both ways.
-        way: GrpcWay,
+        /// How a dialer sends and receives. A listener serves both modes.
+        mode: GrpcMode,
     },
-    /// `fd:N[,N...]`: connected stream sockets of this process by their numbers. The first is the
-    /// control channel, the next ones data channels in order; what is left serves a channel that is
-    /// made anew, or a question.
+    /// `fd:N[,N...]`: connected stream sockets of this process, by descriptor number. The first is
+    /// the control channel, the next ones are the data channels in order. The rest are spares for
+    /// re-established channels and query channels.
     Fd(Vec<RawFd>),
-    /// `unix:PATH`: a Unix socket, as safe as its directory.
+    /// `unix:PATH`: a Unix socket. The permissions of its directory protect it.
     Unix(PathBuf),
 }
 
-/// How data goes over gRPC, in both directions of a channel.
+/// How data is sent over gRPC, in both directions of a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GrpcWay {
-    /// `grpc:`: without waiting, as far as the windows reach.
+pub enum GrpcMode {
+    /// `grpc:`: without waiting, up to the flow-control windows.
     Streamed,
-    /// `grpc-ack:`: the next chunk leaves when the peer's reader has taken the last one.
+    /// `grpc-ack:`: the next chunk is sent when the peer's reader has consumed the last one.
     Acknowledged,
 }
 
-/// Text that is no address.
+/// A text that is not an address.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "`{text}` is no address ({reason}): use tls:HOST:PORT, grpc:HOST:PORT, grpc-ack:HOST:PORT, tcp:HOST:PORT or unix:PATH"
+    "`{text}` is not an address ({reason}): use tls:HOST:PORT, grpc:HOST:PORT, \
+    grpc-ack:HOST:PORT, tcp:HOST:PORT or unix:PATH"
 )]
 pub struct AddressError {
     text: String,
@@ -67,7 +68,7 @@ impl FromStr for Address {
         let (scheme, rest) = text.split_once(':').ok_or(bad("no scheme"))?;
         let rest = rest.strip_prefix("//").unwrap_or(rest);
         if scheme == "unix" {
-            // The path of a socket has 108 bytes in the kernel's structure, with a final zero.
+            // `sun_path` has 108 bytes, including a final zero.
             return match rest.len() {
                 0 => Err(bad("no path")),
                 1..108 => Ok(Self::Unix(rest.into())),
@@ -86,7 +87,7 @@ impl FromStr for Address {
             };
         }
         let (host, port) = rest.rsplit_once(':').ok_or(bad("no port"))?;
-        let port = port.parse().map_err(|_| bad("the port is no number up to 65535"))?;
+        let port = port.parse().map_err(|_| bad("the port is not a number up to 65535"))?;
         let bracketed = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
         let host = match bracketed {
             Some(host) => host,
@@ -100,8 +101,8 @@ impl FromStr for Address {
         match scheme {
             "tcp" => Ok(Self::Tcp { host, port }),
             "tls" => Ok(Self::Tls { host, port }),
-            "grpc" => Ok(Self::Grpc { host, port, way: GrpcWay::Streamed }),
-            "grpc-ack" => Ok(Self::Grpc { host, port, way: GrpcWay::Acknowledged }),
+            "grpc" => Ok(Self::Grpc { host, port, mode: GrpcMode::Streamed }),
+            "grpc-ack" => Ok(Self::Grpc { host, port, mode: GrpcMode::Acknowledged }),
             _ => Err(bad("unknown scheme")),
         }
     }
@@ -112,8 +113,8 @@ impl fmt::Display for Address {
         let (scheme, host, port) = match self {
             Self::Tcp { host, port } => ("tcp", host, port),
             Self::Tls { host, port } => ("tls", host, port),
-            Self::Grpc { host, port, way: GrpcWay::Streamed } => ("grpc", host, port),
-            Self::Grpc { host, port, way: GrpcWay::Acknowledged } => ("grpc-ack", host, port),
+            Self::Grpc { host, port, mode: GrpcMode::Streamed } => ("grpc", host, port),
+            Self::Grpc { host, port, mode: GrpcMode::Acknowledged } => ("grpc-ack", host, port),
             Self::Unix(path) => return write!(f, "unix:{}", path.display()),
             Self::Fd(numbers) => {
                 let numbers = numbers.iter().map(RawFd::to_string).collect::<Vec<_>>();
@@ -133,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_read_as_they_are_printed() {
+    fn address_round_trips() {
         for text in [
             "tls:host-b:7001",
             "tcp:192.0.2.1:1",
@@ -150,11 +151,11 @@ mod tests {
     }
 
     #[test]
-    fn bad_addresses_say_what_is_wrong() {
+    fn address_error_names_the_problem() {
         for (text, reason) in [
             ("host", "no scheme"),
             ("tls:host", "no port"),
-            ("tls:host:99999", "no number"),
+            ("tls:host:99999", "not a number"),
             ("tls:::1:5", "brackets"),
             ("ftp:host:1", "unknown scheme"),
             ("tls::1", "no host"),

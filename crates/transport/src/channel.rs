@@ -12,29 +12,29 @@ use crate::error::TransportError;
 use crate::recording::Recorder;
 use crate::transport::{Close, Receive, Transmit, Transport};
 
-/// Who is at the other end.
+/// The peer at the other end of a channel.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PeerIdentity {
-    /// Its address, for people.
+    /// The peer's address, for people.
     pub address: String,
-    /// The names in its certificate, a SPIFFE URI first; none without TLS.
+    /// The names in the peer's certificate, a SPIFFE URI first; empty without TLS.
     pub names: Vec<String>,
     /// Whether the channel is encrypted and the peer authenticated.
     pub tls: bool,
-    /// How the keys of an encrypted channel were agreed on, such as `X25519MLKEM768`.
+    /// The key exchange group of an encrypted channel, such as `X25519MLKEM768`.
     pub key_exchange: Option<String>,
-    /// The user of the process at the other end of a Unix socket.
+    /// The user ID of the process at the other end of a Unix socket.
     pub uid: Option<u32>,
 }
 
 impl PeerIdentity {
-    /// A peer that has shown no certificate.
+    /// A peer without a certificate.
     #[must_use]
     pub fn anonymous(address: String) -> Self {
         Self { address, ..Self::default() }
     }
 
-    /// A peer whose certificate was verified. `key_exchange` is the group that the keys were agreed on in.
+    /// A peer whose certificate was verified. `key_exchange` is the negotiated key exchange group.
     #[must_use]
     pub fn authenticated(
         address: String,
@@ -44,7 +44,7 @@ impl PeerIdentity {
         Self { address, names, tls: true, key_exchange, uid: None }
     }
 
-    /// The name that it goes by: its URI, or another name in its certificate, or its user.
+    /// The peer's name: a URI or another name in its certificate, or its user ID.
     #[must_use]
     pub fn name(&self) -> Option<String> {
         match (self.names.first(), self.uid) {
@@ -54,8 +54,8 @@ impl PeerIdentity {
         }
     }
 
-    /// Whether both are the same host, by all that was proved of them. A certificate that was renewed in the
-    /// meantime may have other addresses in it, but not another first name.
+    /// Whether both are the same host, as far as they were authenticated. A renewed certificate may
+    /// have other addresses, but must have the same first name.
     #[must_use]
     pub fn is_same_as(&self, other: &Self) -> bool {
         self.tls == other.tls && self.name() == other.name()
@@ -77,7 +77,7 @@ pub struct Channel {
 }
 
 impl Channel {
-    /// A channel over a connected transport, its own or a caller's.
+    /// A channel over a connected transport.
     #[must_use]
     pub fn new(transport: impl Transport, peer: PeerIdentity) -> Self {
         Self { transport: Box::new(transport), peer }
@@ -92,25 +92,25 @@ impl Channel {
         }
     }
 
-    /// Who is at the other end.
+    /// The peer at the other end.
     #[must_use]
     pub fn peer(&self) -> &PeerIdentity {
         &self.peer
     }
 
-    /// What carries it.
+    /// The transport that carries the channel.
     #[must_use]
     pub fn transport(&self) -> &dyn Transport {
         &*self.transport
     }
 
-    /// Closes the channel from any thread.
+    /// A handle that closes the channel from any thread.
     #[must_use]
     pub fn closer(&self) -> ChannelCloser {
         ChannelCloser::new(self.transport.closer())
     }
 
-    /// The two halves, for two threads.
+    /// The two halves, for use in two threads.
     #[must_use]
     pub fn split(self) -> (ChannelReader, ChannelWriter) {
         let peer = self.peer.address;
@@ -119,15 +119,16 @@ impl Channel {
     }
 }
 
-/// The receiving half. `Ok(0)` is the end that the peer has announced; over a transport that
-/// authenticates its peer any other end is an error.
+/// The receiving half. `Ok(0)` is an end that the peer announced. Over a transport that
+/// authenticates its peer, every other end is an error.
 ///
-/// Short reads go through a buffer; long ones find the rest of it first, and then go past it.
+/// Short reads go through a buffer. Long reads first take the rest of the buffer and then bypass
+/// it.
 #[derive(Debug)]
 pub struct ChannelReader {
     half: Box<dyn Receive>,
     buffer: GuestBytes,
-    /// The part of the buffer that was received and not read.
+    /// The received part of the buffer that was not read yet.
     unread: Range<usize>,
     peer: String,
 }
@@ -139,17 +140,17 @@ impl ChannelReader {
         Self { half, buffer, unread: 0..0, peer }
     }
 
-    /// A descriptor from which what follows can be read as it is, if the channel has one and nothing is buffered: for
-    /// whoever wants to receive into memory that no slice may refer to.
+    /// A descriptor from which the following bytes can be read directly, if the channel has one and
+    /// nothing is buffered. Used to receive into memory that no slice may refer to.
     #[must_use]
     pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         if self.unread.is_empty() { self.half.descriptor() } else { None }
     }
 
-    /// Offers what has come to `take` where it lies, as [`Receive::read_in_place`] does.
+    /// Offers received bytes to `take` without copying, as [`Receive::read_in_place`] does.
     ///
     /// # Errors
-    /// Those of a read.
+    /// As for a read.
     pub fn read_in_place(&mut self, take: &mut dyn FnMut(&[u8]) -> usize) -> io::Result<usize> {
         if self.unread.is_empty()
             && let Some(taken) = self.half.read_in_place(take)
@@ -164,10 +165,10 @@ impl ChannelReader {
         Ok(taken)
     }
 
-    /// Bounds the wait for the next bytes; `None` waits for ever.
+    /// Limits the wait for the next bytes; `None` waits without limit.
     ///
     /// # Errors
-    /// The system's.
+    /// The operating system's error.
     pub fn set_timeout(&mut self, timeout: Option<Duration>) -> Result<(), TransportError> {
         self.half
             .set_timeout(timeout)
@@ -200,9 +201,10 @@ impl BufRead for ChannelReader {
     }
 }
 
-/// The sending half. What is written is on its way when the call returns. Dropping it announces
-/// the end as far as that is possible without waiting; [`finish`](Self::finish) says whether it
-/// was. After an error, a time-out too, a channel that authenticates its peer takes no more.
+/// The sending half. A write starts transmission before it returns. Dropping the half announces the
+/// end if that is possible without waiting; [`finish`](Self::finish) waits and reports errors.
+/// After any error, including a time-out, a channel that authenticates its peer accepts no more
+/// writes.
 #[derive(Debug)]
 pub struct ChannelWriter {
     half: Box<dyn Transmit>,
@@ -210,20 +212,20 @@ pub struct ChannelWriter {
 }
 
 impl ChannelWriter {
-    /// Bounds the wait for a peer that takes nothing; `None` waits for ever.
+    /// Limits the wait for a peer that does not receive; `None` waits without limit.
     ///
     /// # Errors
-    /// The system's.
+    /// The operating system's error.
     pub fn set_timeout(&mut self, timeout: Option<Duration>) -> Result<(), TransportError> {
         self.half
             .set_timeout(timeout)
             .map_err(|source| TransportError::Io { peer: self.peer.clone(), source })
     }
 
-    /// Announces the end to the peer: it reads everything written before, then the end.
+    /// Announces the end to the peer, which reads everything written before and then the end.
     ///
     /// # Errors
-    /// The system's; a peer that is gone already is none.
+    /// The operating system's error. A peer that has already gone is not an error.
     pub fn finish(&mut self) -> io::Result<()> {
         match self.half.finish() {
             Err(error) if error.kind() == io::ErrorKind::NotConnected => Ok(()),
@@ -246,7 +248,7 @@ impl Write for ChannelWriter {
     }
 }
 
-/// Closes a channel from any thread: whoever waits on it wakes up.
+/// Closes a channel from any thread and wakes the threads that wait on it.
 #[derive(Clone, Debug)]
 pub struct ChannelCloser(Arc<dyn Close>);
 
@@ -255,8 +257,7 @@ impl ChannelCloser {
         Self(transport)
     }
 
-    /// Closes both directions at once. What was written may be lost: see
-    /// [`ChannelWriter::finish`].
+    /// Closes both directions at once. Written data may be lost: see [`ChannelWriter::finish`].
     pub fn close(&self) {
         self.0.close();
     }

@@ -1,4 +1,4 @@
-//! Reaching a destination.
+//! Connecting to a destination.
 
 use std::net::{IpAddr, SocketAddr, SocketAddrV6, TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
@@ -24,7 +24,7 @@ use crate::tls::peer_of;
 use crate::tls::{Tls, TlsSession};
 use crate::unix;
 
-/// Makes channels to one destination.
+/// Opens channels to one destination.
 ///
 /// ```
 /// use std::io::{Read, Write};
@@ -42,38 +42,38 @@ use crate::unix;
 /// writer.write_all(b"hello")?;
 /// writer.finish()?;
 ///
-/// let pending = listener.accept()?.expect("it is not closed");
+/// let pending = listener.accept()?.expect("the listener is open");
 /// let (mut reader, _writer) = pending.handshake(Duration::from_secs(10))?.split();
-/// let mut said = String::new();
-/// reader.read_to_string(&mut said)?;
-/// assert_eq!(said, "hello");
+/// let mut text = String::new();
+/// reader.read_to_string(&mut text)?;
+/// assert_eq!(text, "hello");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct Dialer {
-    /// Where to.
+    /// The destination's address.
     pub address: Address,
     /// This host's identity, for `tls:` and `grpc:`.
     pub tls: Option<Arc<TlsIdentity>>,
     /// The name that the destination's certificate must have; the address's host by default.
     pub server_name: Option<String>,
-    /// The URI that the destination's certificate must have, such as `spiffe://vmferry/host/b`; it
-    /// then needs no other name. Default none.
+    /// The URI that the destination's certificate must have, such as `spiffe://vmferry/host/b`. No
+    /// other name is then required. Default none.
     pub destination_id: Option<String>,
-    /// Bound of the connection, of the TLS handshake and of the call, each as a whole. Looking a name up is
-    /// bounded by the system's resolver.
+    /// Time limit for each of: the connection, the TLS handshake, and the gRPC call. The system's
+    /// resolver limits name resolution.
     pub connect_timeout: Duration,
-    /// The IP addresses of the destination's host, from whoever has looked its name up; if there are none, it is looked
-    /// up for each channel. Default none.
+    /// The IP addresses of the destination's host, if the caller has resolved its name. If empty,
+    /// the name is resolved for each channel. Default empty.
     pub known_addresses: Vec<IpAddr>,
-    /// Records what the channels carry. Default none.
+    /// Records the content of the channels. Default none.
     pub recorder: Option<Recorder>,
     /// The sockets of `fd:`.
     given: GivenSockets,
 }
 
 impl Dialer {
-    /// A dialer that waits 10 s.
+    /// A dialer with a time limit of 10 s.
     #[must_use]
     pub fn new(address: Address, tls: Option<Arc<TlsIdentity>>) -> Self {
         let given = match &address {
@@ -92,7 +92,7 @@ impl Dialer {
         }
     }
 
-    /// A dialer whose channels are these connected stream sockets, in order.
+    /// A dialer that uses these connected stream sockets, in order.
     ///
     /// # Errors
     /// [`TransportError::Descriptor`].
@@ -101,7 +101,7 @@ impl Dialer {
         Ok(Self { given: given.clone(), ..Self::new(Address::Fd(given.numbers()), None) })
     }
 
-    /// Connects, and authenticates both sides over `tls:` and `grpc:`.
+    /// Connects. Over `tls:` and `grpc:`, also authenticates both sides.
     ///
     /// # Errors
     /// See [`TransportError`].
@@ -117,7 +117,7 @@ impl Dialer {
             return Err(TransportError::IdentityMismatch {
                 peer: name,
                 expected: expected.clone(),
-                presented: "nobody, since it has none without TLS".into(),
+                presented: "no name, because it has no certificate without TLS".into(),
             });
         }
         match &self.address {
@@ -148,14 +148,14 @@ impl Dialer {
                 Ok(Channel::new(Tls(Arc::new(session)), peer))
             }
             #[cfg(feature = "grpc")]
-            Address::Grpc { host, port, way } => {
+            Address::Grpc { host, port, mode } => {
                 let (stream, connection) = self.tls(host, *port, grpc::ALPN, &name)?;
                 let peer = peer_of(&connection, name);
                 let authority = grpc::authority(self.server_name.as_ref().unwrap_or(host), *port);
                 let call = grpc::call(
                     stream,
                     connection,
-                    *way,
+                    *mode,
                     &authority,
                     &peer.address,
                     Instant::now() + self.connect_timeout,
@@ -167,7 +167,7 @@ impl Dialer {
         }
     }
 
-    /// A socket, and the TLS session on it for an application protocol.
+    /// Opens a socket and a TLS session on it for an application protocol.
     fn tls(
         &self,
         host: &str,
@@ -211,9 +211,10 @@ impl Dialer {
 }
 
 impl Address {
-    /// The IP addresses of its host, for a [`Dialer::known_addresses`] in another process; none if it has no host, or
-    /// one whose addresses are of one link (`fe80::1%eth0`), since they are nothing without it: the other process looks
-    /// such a host up itself.
+    /// Resolves the address's host for [`Dialer::known_addresses`] in another process. The result
+    /// is empty if the address has no host, or if the host has link-local addresses with a scope
+    /// (`fe80::1%eth0`): an [`IpAddr`] has no scope, so the other process must resolve such a host
+    /// itself.
     ///
     /// # Errors
     /// [`TransportError::Resolve`].
@@ -228,7 +229,7 @@ impl Address {
     }
 }
 
-/// The addresses, none if one of them is of a link, which an [`IpAddr`] does not say.
+/// The IP addresses, or none if one of them has a scope, which an [`IpAddr`] cannot express.
 fn without_scopes(found: &[SocketAddr]) -> Vec<IpAddr> {
     let scoped = |address: &SocketAddr| matches!(address, SocketAddr::V6(v6) if v6.scope_id() != 0);
     if found.iter().any(scoped) { Vec::new() } else { found.iter().map(SocketAddr::ip).collect() }
@@ -243,7 +244,7 @@ pub(crate) fn resolve(
     if let Ok(ip) = host.parse::<IpAddr>() {
         return Ok(vec![SocketAddr::new(ip, port)]);
     }
-    // A link by its number needs no resolver either.
+    // A numeric scope needs no resolver either.
     if let Ok(address) = format!("[{host}]:{port}").parse::<SocketAddrV6>() {
         return Ok(vec![address.into()]);
     }
@@ -262,10 +263,10 @@ mod tests {
     }
 
     #[test]
-    fn an_address_of_one_link_is_left_to_the_other_process() {
+    fn look_up_omits_scoped_addresses() {
         assert_eq!(looked_up("tcp:[fe80::1]:7001"), ["fe80::1".parse::<IpAddr>().unwrap()]);
         assert_eq!(looked_up("tcp:192.0.2.1:7001"), ["192.0.2.1".parse::<IpAddr>().unwrap()]);
-        // The loopback device has the name and the number in every network namespace.
+        // The loopback interface has the same name and number in every network namespace.
         for host in ["fe80::1%lo", "fe80::1%1"] {
             let resolved = resolve(host, 7001, host).unwrap();
             let scoped = SocketAddrV6::new("fe80::1".parse().unwrap(), 7001, 0, 1);
@@ -273,7 +274,10 @@ mod tests {
             assert!(looked_up(&format!("tcp:[{host}]:7001")).is_empty(), "{host}");
         }
         let mixed = ["192.0.2.1:1", "[fe80::1%3]:1"].map(|text| text.parse().unwrap());
-        assert!(without_scopes(&mixed).is_empty(), "an address that lacks its link would be tried");
+        assert!(
+            without_scopes(&mixed).is_empty(),
+            "an address without its scope must not be tried"
+        );
         assert_eq!(without_scopes(&mixed[..1]).len(), 1);
     }
 }

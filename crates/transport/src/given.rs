@@ -1,9 +1,9 @@
-//! Connected sockets that the caller gives, instead of an address to connect to.
+//! Connected sockets from the caller, in place of an address.
 //!
-//! A process that starts vmferry connects both ends by whatever means it has, and hands the
-//! descriptors down. This crate has no unsafe code, so a number becomes a descriptor by asking the
-//! kernel for a duplicate of one of our own: `pidfd_getfd`. Both name the same connection, and
-//! closing a channel ends it for both.
+//! The process that starts vmferry connects both ends in its own way and passes the descriptors on.
+//! This crate has no unsafe code, so it turns a descriptor number into an owned descriptor with
+//! `pidfd_getfd`, which duplicates one of the process's own descriptors. Both descriptors refer to
+//! the same connection, and closing a channel shuts the connection down for both.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -11,8 +11,9 @@ use std::io;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SocketType, getpeername, recv, sockopt};
@@ -21,25 +22,25 @@ use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_op
 use crate::error::TransportError;
 use crate::stream::Stream;
 
-/// Connected sockets, used in order; clones share them.
+/// Connected sockets, used in order. Clones share them.
 #[derive(Clone)]
-pub struct GivenSockets(Arc<Mutex<VecDeque<Given>>>);
+pub struct GivenSockets(Arc<Mutex<VecDeque<GivenSocket>>>);
 
-/// A socket by the number that it was given under.
-enum Given {
-    /// Not looked at yet.
+/// A socket with the number under which it was given.
+enum GivenSocket {
+    /// Not opened yet.
     Number(RawFd),
     Socket(RawFd, Stream),
 }
 
 impl fmt::Debug for GivenSockets {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let numbers = self.lock().iter().map(Given::number).collect::<Vec<_>>();
+        let numbers = self.0.lock().iter().map(GivenSocket::number).collect::<Vec<_>>();
         f.debug_tuple("GivenSockets").field(&numbers).finish()
     }
 }
 
-impl Given {
+impl GivenSocket {
     fn number(&self) -> RawFd {
         match self {
             Self::Number(number) | Self::Socket(number, _) => *number,
@@ -48,71 +49,67 @@ impl Given {
 }
 
 impl GivenSockets {
-    /// Sockets by their numbers in this process, looked at when they are first needed.
+    /// Sockets by their numbers in this process. They are opened on first use.
     pub fn numbered(numbers: &[RawFd]) -> Self {
-        Self(Arc::new(Mutex::new(numbers.iter().copied().map(Given::Number).collect())))
+        Self(Arc::new(Mutex::new(numbers.iter().copied().map(GivenSocket::Number).collect())))
     }
 
-    /// Sockets that the caller owned.
+    /// Sockets owned by the caller.
     ///
     /// # Errors
-    /// [`TransportError::Descriptor`] if one is no connected stream socket.
+    /// [`TransportError::Descriptor`] if one is not a connected stream socket.
     pub fn owned(sockets: impl IntoIterator<Item = OwnedFd>) -> Result<Self, TransportError> {
         let sockets = sockets.into_iter().map(|socket| {
             let number = socket.as_raw_fd();
-            Ok(Given::Socket(number, checked(number, socket)?))
+            Ok(GivenSocket::Socket(number, checked(number, socket)?))
         });
         Ok(Self(Arc::new(Mutex::new(sockets.collect::<Result<_, _>>()?))))
     }
 
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Given>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Their numbers.
+    /// The sockets' numbers.
     pub fn numbers(&self) -> Vec<RawFd> {
-        self.lock().iter().map(Given::number).collect()
+        self.0.lock().iter().map(GivenSocket::number).collect()
     }
 
-    /// Looks at all of them.
+    /// Opens and checks all sockets.
     ///
     /// # Errors
-    /// [`TransportError::Descriptor`] if one is no connected stream socket.
+    /// [`TransportError::Descriptor`] if one is not a connected stream socket.
     pub fn open(&self) -> Result<(), TransportError> {
-        for given in &mut *self.lock() {
-            if let Given::Number(number) = *given {
-                *given = Given::Socket(number, checked(number, duplicate(number)?)?);
+        for given in &mut *self.0.lock() {
+            if let GivenSocket::Number(number) = *given {
+                *given = GivenSocket::Socket(number, checked(number, duplicate(number)?)?);
             }
         }
         Ok(())
     }
 
-    /// The next one.
+    /// Takes the next socket; `None` if all were used.
     ///
     /// # Errors
-    /// As [`open`](Self::open); `None` if all are used.
+    /// As [`open`](Self::open).
     pub fn next(&self) -> Result<Option<(RawFd, Stream)>, TransportError> {
         self.open()?;
-        Ok(self.lock().pop_front().and_then(|given| match given {
-            Given::Socket(number, stream) => Some((number, stream)),
-            Given::Number(_) => None,
+        Ok(self.0.lock().pop_front().and_then(|given| match given {
+            GivenSocket::Socket(number, stream) => Some((number, stream)),
+            GivenSocket::Number(_) => None,
         }))
     }
 
-    /// Waits until a peer has said something on one of them, and takes that; sockets that their
-    /// peers have closed are dropped. `None` when `closed` is readable.
+    /// Waits until a peer has sent data on one of the sockets, and takes that socket. Sockets that
+    /// their peers have closed are dropped. Returns `None` when `closed` is readable.
     ///
     /// # Errors
-    /// The system's.
+    /// The operating system's error.
     pub fn next_speaking(&self, closed: impl AsFd) -> io::Result<Option<(RawFd, Stream)>> {
-        let mut sockets = self.lock();
+        let mut sockets = self.0.lock();
         loop {
             let mut ready = vec![PollFd::new(&closed, PollFlags::IN)];
             ready.extend(sockets.iter().filter_map(|given| match given {
-                Given::Socket(_, stream) => {
+                GivenSocket::Socket(_, stream) => {
                     Some(PollFd::from_borrowed_fd(stream.as_fd(), PollFlags::IN))
                 }
-                Given::Number(_) => None,
+                GivenSocket::Number(_) => None,
             }));
             match poll(&mut ready, None) {
                 Ok(_) => {}
@@ -127,7 +124,7 @@ impl GivenSockets {
                 continue;
             };
             drop(ready);
-            if let Some(Given::Socket(number, stream)) = sockets.remove(index)
+            if let Some(GivenSocket::Socket(number, stream)) = sockets.remove(index)
                 && has_bytes(&stream)
             {
                 return Ok(Some((number, stream)));
@@ -136,7 +133,7 @@ impl GivenSockets {
     }
 }
 
-/// Whether something can be read, and not only the end.
+/// Whether data can be read, and not only the end.
 fn has_bytes(stream: &Stream) -> bool {
     let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
     matches!(recv(stream, &mut [0; 1][..], flags), Ok((1.., _)))
@@ -152,8 +149,9 @@ fn duplicate(number: RawFd) -> Result<OwnedFd, TransportError> {
     pidfd_getfd(ourselves, number, PidfdGetfdFlags::empty()).map_err(failed)
 }
 
-/// A duplicate of one of this process's descriptors, if it is a connected stream socket: to give it
-/// to a [`Dialer`](crate::Dialer) or a [`Listener`](crate::Listener), or to another process.
+/// Duplicates one of this process's descriptors, if it is a connected stream socket. The duplicate
+/// can be passed to a [`Dialer`](crate::Dialer), a [`Listener`](crate::Listener) or another
+/// process.
 ///
 /// # Errors
 /// [`TransportError::Descriptor`].
@@ -171,7 +169,7 @@ fn checked(number: RawFd, descriptor: OwnedFd) -> Result<Stream, TransportError>
         problem: "can't be used",
         source: Some(error),
     };
-    // The other families' sockets are used through the calls that Unix sockets have.
+    // `UnixStream` works for stream sockets of all other families.
     if matches!(family, AddressFamily::INET | AddressFamily::INET6) {
         return Stream::of_tcp(TcpStream::from(descriptor)).map_err(unusable);
     }
@@ -180,16 +178,16 @@ fn checked(number: RawFd, descriptor: OwnedFd) -> Result<Stream, TransportError>
     Ok(Stream::Unix(stream))
 }
 
-/// Checks that it is a connected stream socket: its family.
+/// Checks that the descriptor is a connected stream socket. Returns its family.
 fn check(number: RawFd, descriptor: &OwnedFd) -> Result<AddressFamily, TransportError> {
     let refused = |problem, source| TransportError::Descriptor { number, problem, source };
     let failed = |errno: Errno| match errno {
-        Errno::NOTSOCK => refused("is no socket", None),
-        Errno::NOTCONN => refused("is a socket that is not connected", None),
+        Errno::NOTSOCK => refused("is not a socket", None),
+        Errno::NOTCONN => refused("is not connected", None),
         errno => refused("can't be used", Some(errno.into())),
     };
     if sockopt::socket_type(descriptor).map_err(failed)? != SocketType::STREAM {
-        return Err(refused("is no stream socket", None));
+        return Err(refused("is not a stream socket", None));
     }
     getpeername(descriptor).map_err(failed)?;
     sockopt::socket_domain(descriptor).map_err(failed)

@@ -1,4 +1,4 @@
-//! The TLS handshake, and what a peer speaks that does not shake hands.
+//! The TLS handshake, and detection of peers that speak another protocol.
 
 use std::io::{self, Read};
 use std::time::{Duration, Instant};
@@ -8,11 +8,11 @@ use rustls::Connection;
 use crate::error::TransportError;
 use crate::stream::Stream;
 
-/// Shakes hands for an application protocol within `timeout`, all steps together. Nothing that the
-/// peer sent behind the handshake is lost: it waits in the connection.
+/// Performs the handshake for an application protocol within `timeout`, all steps together. Data
+/// that the peer sent after the handshake stays in the connection.
 ///
 /// # Errors
-/// What failed, in the words of [`TransportError`].
+/// The failure as a [`TransportError`].
 pub fn shake_hands(
     stream: &Stream,
     mut connection: Connection,
@@ -50,7 +50,7 @@ pub fn shake_hands(
             },
         }
     }
-    // Naming no protocol is allowed in TLS, and another service's habit.
+    // TLS allows a peer to name no protocol, and other services do so.
     if connection.alpn_protocol() != Some(protocol) {
         return Err(TransportError::other_protocol(peer.into()));
     }
@@ -64,11 +64,11 @@ pub fn shake_hands(
 enum Failure {
     Io(io::Error),
     Tls(rustls::Error),
-    /// The peer speaks something else.
+    /// The peer does not speak TLS.
     Foreign(String),
 }
 
-/// Sends what is due, or receives once.
+/// Sends pending records, or receives once.
 fn step(stream: &Stream, connection: &mut Connection, first: &mut bool) -> Result<(), Failure> {
     if connection.wants_write() {
         return connection.write_tls(&mut &*stream).map(|_| ()).map_err(Failure::Io);
@@ -84,10 +84,10 @@ fn step(stream: &Stream, connection: &mut Connection, first: &mut bool) -> Resul
     {
         return Err(Failure::Foreign(what));
     }
-    // Nothing is taken after the peer's closing message.
+    // rustls accepts no data after the peer's `close_notify`.
     while !fresh.is_empty() && connection.read_tls(&mut fresh).map_err(Failure::Io)? > 0 {
         if let Err(error) = connection.process_new_packets() {
-            // The alert tells the peer what we think of its certificate.
+            // Sends the alert, so that the peer learns why its certificate was rejected.
             while connection.wants_write() && connection.write_tls(&mut &*stream).is_ok() {}
             return Err(Failure::Tls(error));
         }
@@ -95,20 +95,20 @@ fn step(stream: &Stream, connection: &mut Connection, first: &mut bool) -> Resul
     Ok(())
 }
 
-/// What a peer speaks whose first bytes begin no TLS record.
+/// What the peer speaks, if its first bytes do not begin a TLS record.
 fn foreign(bytes: &[u8]) -> Option<String> {
     const HTTP: [&[u8]; 8] =
         [b"GET ", b"POST ", b"PUT ", b"HEAD ", b"OPTIONS ", b"CONNECT ", b"PRI * ", b"HTTP/"];
     let opening = &bytes[..bytes.len().min(8)];
     match opening {
-        // Change of cipher, alert, handshake, data; then the major version.
+        // Change cipher spec, alert, handshake or data, and then the major version.
         [0x14..=0x17] | [0x14..=0x17, 3, ..] => None,
         _ if b"VMFERRY\n".starts_with(opening) || b"VMFERRY\r".starts_with(opening) => {
             Some("plain vmferry".into())
         }
         _ if HTTP.iter().any(|verb| bytes.starts_with(verb)) => Some("plain HTTP".into()),
         _ if bytes.starts_with(b"SSH-") => Some("SSH".into()),
-        _ => Some(format!("something that begins with `{}`", opening.escape_ascii())),
+        _ => Some(format!("an unknown protocol that begins with `{}`", opening.escape_ascii())),
     }
 }
 
@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_tls_is_recognised_by_its_first_bytes() {
+    fn foreign_recognizes_other_protocols_by_their_first_bytes() {
         for tls in [&b"\x16\x03\x01\x02\x00"[..], b"\x15\x03\x03", b"\x16"] {
             assert_eq!(foreign(tls), None);
         }
@@ -128,7 +128,7 @@ mod tests {
             (b"OPTIONS * HTTP/1.1", "plain HTTP"),
             (b"HTTP/1.1 400 Bad Request", "plain HTTP"),
             (b"SSH-2.0-OpenSSH", "SSH"),
-            (b"\x16\x99garbage", "something that begins with `\\x16\\x99garbag`"),
+            (b"\x16\x99garbage", "an unknown protocol that begins with `\\x16\\x99garbag`"),
         ] {
             assert_eq!(foreign(bytes).as_deref(), Some(expected));
         }

@@ -1,8 +1,10 @@
-//! Who this host is, and whom it trusts: certificates that are looked at anew for each connection.
+//! This host's identity and the authorities that it trusts. The certificate files are checked for
+//! changes at each connection.
 //!
-//! A certificate that is renewed, an authority that is added and a revocation list that is published count
-//! for the next channel, without a restart. A set of files that does not work (half of a renewal, a typing
-//! error) is told once and changes nothing: the set that worked stays in use until the files are right.
+//! A renewed certificate, a new authority or a new revocation list applies to the next channel,
+//! without a restart. If the changed files do not work together (a renewal is half done, or a file
+//! has a mistake), that is reported once, and the last working set stays in use until the files are
+//! right.
 
 mod files;
 mod names;
@@ -11,8 +13,9 @@ mod verify;
 use std::fmt;
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::ServerCertVerifier;
 use rustls::crypto::aws_lc_rs::sign::any_supported_type;
@@ -25,30 +28,31 @@ pub use self::files::IdentityFiles;
 pub use self::files::{certificates_of, revocation_lists_of};
 pub(crate) use self::names::names_or_key_of;
 pub use self::names::{names_of, next_update_of, validity_of};
-use self::verify::{ExpectedUri, Tolerant};
+use self::verify::{SkewTolerantVerifier, UriVerifier};
 use crate::error::TransportError;
-use crate::stamp::FileStamp;
+use crate::file_version::FileVersion;
 
-/// The application protocol that both sides must name: a TLS port of something else is noticed.
+/// The application protocol that both sides must name, so that a TLS port of another service is
+/// detected.
 pub(crate) const ALPN: &[u8] = b"vmferry/1";
 
-/// Whoever is told that changed files were not taken, and when they are again.
-type Teller = Box<dyn Fn(&str) + Send + Sync>;
+/// Receives a line when changed files are in use, or why they are not.
+type ChangeObserver = Box<dyn Fn(&str) + Send + Sync>;
 
-/// A certificate with its key, the authorities that peers must have theirs from, and what those have revoked.
+/// This host's certificate and key, the trusted authorities and their revocation lists.
 ///
-/// TLS 1.3 only, both sides with certificates, X25519MLKEM768 preferred for the exchange of keys. A session is
-/// never resumed: each channel shows its certificate.
+/// TLS 1.3 only, with certificates on both sides. X25519MLKEM768 is the preferred key exchange.
+/// Sessions are never resumed: both sides present their certificates on each channel.
 pub struct TlsIdentity {
     files: IdentityFiles,
     state: Mutex<State>,
-    teller: Mutex<Option<Teller>>,
+    observer: Mutex<Option<ChangeObserver>>,
 }
 
 struct State {
-    /// The files as they were when they were last read.
-    seen: Vec<Option<FileStamp>>,
-    /// Made of the last set that works.
+    /// The versions of the files when they were last read.
+    seen: Vec<Option<FileVersion>>,
+    /// Built from the last working set of files.
     configurations: Configurations,
 }
 
@@ -62,7 +66,7 @@ struct Configurations {
 
 impl fmt::Debug for TlsIdentity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Where the key is, and nothing of it.
+        // The paths of the files. Never print the key.
         f.debug_struct("TlsIdentity").field("files", &self.files).finish_non_exhaustive()
     }
 }
@@ -71,13 +75,14 @@ impl TlsIdentity {
     /// Reads the files.
     ///
     /// # Errors
-    /// [`TransportError::File`] with the file, what is wrong with it and what to do.
+    /// [`TransportError::File`] with the file, the problem and what to do.
     pub fn new(files: IdentityFiles) -> Result<Self, TransportError> {
         Self::new_opened(files, &[])
     }
 
-    /// [`new`](Self::new) for a process that may not open the files itself: each is read from the descriptor that came
-    /// with its path. What is not among them is opened, as every file is once it has changed.
+    /// Like [`new`](Self::new), for a process that may not open the files itself: each file is read
+    /// from the descriptor given for its path. Files that are not in `opened` are opened by path,
+    /// and so is every file after a change.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -85,14 +90,14 @@ impl TlsIdentity {
         files: IdentityFiles,
         opened: &[(PathBuf, File)],
     ) -> Result<Self, TransportError> {
-        // Looked at before it is read: a change in between is seen the next time.
-        let seen = files.stamps();
+        // Taken before the files are read, so that a change in between is noticed next time.
+        let seen = files.versions();
         let configurations = configurations(&files.read(false, opened)?, &files)?;
         let state = State { seen, configurations };
-        Ok(Self { files, state: Mutex::new(state), teller: Mutex::new(None) })
+        Ok(Self { files, state: Mutex::new(state), observer: Mutex::new(None) })
     }
 
-    /// [`new`](Self::new) without revocation lists and with the usual clock skew.
+    /// Like [`new`](Self::new), without revocation lists and with the default clock skew.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -100,30 +105,31 @@ impl TlsIdentity {
         Self::new(IdentityFiles::new(ca, certificate, key))
     }
 
-    /// Tells `teller` from now on, in a line each, when files have changed: that they are in use, or why they
-    /// are not. It is called on the thread that connects or accepts, and must not wait.
-    pub fn tell(&self, teller: impl Fn(&str) + Send + Sync + 'static) {
-        *self.teller.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(teller));
+    /// Calls `observer` with a line of text when files have changed: that they are in use, or why
+    /// not. The call happens on the thread that connects or accepts, and must not block.
+    pub fn on_change(&self, observer: impl Fn(&str) + Send + Sync + 'static) {
+        *self.observer.lock() = Some(Box::new(observer));
     }
 
-    /// What a client of `protocol` (an ALPN name) uses for its next connection: the files as they are now. With
-    /// `destination` the server must have that URI in its certificate, and then needs no other name.
+    /// The configuration for the next client connection of `protocol` (an ALPN name), from the
+    /// current files. With `destination`, the server's certificate must have that URI and needs no
+    /// other name.
     ///
-    /// Costs a `stat` of each file, and reads them when one has changed.
+    /// Costs a `stat` of each file, and reads the files if one has changed.
     #[must_use]
     pub fn client_config(&self, protocol: &[u8], destination: Option<&str>) -> Arc<ClientConfig> {
         let current = self.current();
         let mut config = (*current.client).clone();
         config.alpn_protocols = vec![protocol.to_vec()];
         if let Some(uri) = destination {
-            let verifier = ExpectedUri::new(current.verifier, uri);
+            let verifier = UriVerifier::new(current.verifier, uri);
             config.dangerous().set_certificate_verifier(Arc::new(verifier));
         }
         Arc::new(config)
     }
 
-    /// What a server of `protocol` (an ALPN name) uses for the connection that has just been accepted; as
-    /// [`client_config`](Self::client_config).
+    /// The configuration for a server connection of `protocol` (an ALPN name) that was just
+    /// accepted; see [`client_config`](Self::client_config).
     #[must_use]
     pub fn server_config(&self, protocol: &[u8]) -> Arc<ServerConfig> {
         let current = self.current();
@@ -133,25 +139,25 @@ impl TlsIdentity {
     }
 
     fn current(&self) -> Configurations {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let said = self.renew(&mut state);
+        let mut state = self.state.lock();
+        let report = self.renew(&mut state);
         let current = state.configurations.clone();
         drop(state);
-        if let Some(said) = said
-            && let Some(teller) = &*self.teller.lock().unwrap_or_else(PoisonError::into_inner)
+        if let Some(report) = report
+            && let Some(observer) = &*self.observer.lock()
         {
-            teller(&said);
+            observer(&report);
         }
         current
     }
 
-    /// Takes changed files if they work; what there is to say about it.
+    /// Uses changed files if they work. Returns the report for the observer.
     fn renew(&self, state: &mut State) -> Option<String> {
-        let seen = self.files.stamps();
+        let seen = self.files.versions();
         if seen == state.seen {
             return None;
         }
-        // The same set is judged once, whatever comes of it.
+        // Each set of files is tried once, whatever the result.
         state.seen = seen;
         if !self.files.can_be_read_again() {
             return None;
@@ -166,7 +172,8 @@ impl TlsIdentity {
                 Some("the certificates have changed, and new channels use the new ones".into())
             }
             Err(error) => Some(format!(
-                "the certificates have changed and are not usable, so the old ones stay in use: {error}"
+                "the certificates have changed and are not usable, so the old ones stay in use: \
+                {error}"
             )),
         }
     }
@@ -177,8 +184,9 @@ fn configurations(
     files: &IdentityFiles,
 ) -> Result<Configurations, TransportError> {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    // The first random number of a process costs 20 ms (it collects the processor's jitter): better now than in the first
-    // handshake, for which a guest's source waits. One that fails, fails there too, and is told then.
+    // The first random number of a process costs 20 ms, because AWS-LC collects jitter entropy.
+    // Spend them now and not in the first handshake, which a migration waits for. An error here
+    // will occur again in the handshake and be reported there.
     let _ = provider.secure_random.fill(&mut [0]);
     let versions = [&rustls::version::TLS13];
     let unusable = |error: rustls::Error| {
@@ -189,8 +197,8 @@ fn configurations(
     };
     let bad_trust = |error: rustls::server::VerifierBuilderError| files.bad_trust(&error);
 
-    // A list says something about its own authority's certificates only, so the status of another authority's
-    // is unknown by right. One that is out of date says nothing, and nobody gets in on it.
+    // A list covers only its own authority's certificates, so the status of other authorities'
+    // certificates is unknown. An outdated list is an error: it must not admit anyone.
     let servers = WebPkiServerVerifier::builder_with_provider(
         Arc::clone(&contents.authorities),
         Arc::clone(&provider),
@@ -209,14 +217,16 @@ fn configurations(
     .enforce_revocation_expiration()
     .build()
     .map_err(bad_trust)?;
-    let servers: Arc<dyn ServerCertVerifier> = Arc::new(Tolerant::new(servers, files.clock_skew));
-    let clients = Arc::new(Tolerant::new(clients, files.clock_skew));
+    let servers: Arc<dyn ServerCertVerifier> =
+        Arc::new(SkewTolerantVerifier::new(servers, files.clock_skew));
+    let clients = Arc::new(SkewTolerantVerifier::new(clients, files.clock_skew));
 
-    // By hand, since rustls keeps no key longer than it needs it, and overwrites none.
+    // Built by hand from the key file's own buffer, because the builders of rustls copy the key and
+    // do not overwrite the copy.
     let key = any_supported_type(&contents.key).map_err(unusable)?;
     let own = CertifiedKey::new(contents.chain.clone(), key);
     match own.keys_match() {
-        // That a library can't tell its public key is no difference.
+        // `Unknown` means that the library cannot compute the public key.
         Ok(()) | Err(rustls::Error::InconsistentKeys(InconsistentKeys::Unknown)) => {}
         Err(error) => return Err(unusable(error)),
     }

@@ -1,12 +1,13 @@
 //! Channels between two hosts.
 //!
-//! A [`Dialer`] reaches a [`Listener`] over TCP, a Unix socket, sockets that the caller has
-//! connected, or TLS 1.3 with both sides authenticated, bare or with gRPC in it (feature `grpc`), and both get a [`Channel`]: a byte stream whose two halves work in two threads
-//! at the same time. A [`RateLimiter`] caps what several channels send together, and [`pki`] makes
-//! the certificates. A VMM with a transport of its own makes channels of a [`Transport`].
+//! A [`Dialer`] connects to a [`Listener`] over TCP, a Unix socket, sockets that the caller has
+//! connected, or mutually authenticated TLS 1.3, optionally with gRPC inside it (feature `grpc`).
+//! Both get a [`Channel`]: a byte stream whose two halves can be used in two threads at the same
+//! time. A [`RateLimiter`] limits the total rate of several channels. [`pki`] creates the
+//! certificates. A VMM with its own transport implements [`Transport`] and builds channels from it.
 //!
-//! I/O blocks, in threads; every wait can be bounded. The end of a TLS channel that its peer did
-//! not announce is an error: a cut link must not look like the end of the data.
+//! I/O blocks the calling thread, and every wait can be limited. On a TLS channel, an end that the
+//! peer did not announce is an error, so that a cut link cannot look like the end of the data.
 
 #![forbid(unsafe_code)]
 
@@ -14,6 +15,7 @@ mod address;
 mod channel;
 mod dial;
 mod error;
+mod file_version;
 mod given;
 #[cfg(feature = "grpc")]
 mod grpc;
@@ -25,7 +27,6 @@ mod plain;
 mod rate;
 mod recording;
 mod secret;
-mod stamp;
 mod stream;
 mod tls;
 mod transport;
@@ -35,10 +36,11 @@ mod wrong_identity;
 #[cfg(test)]
 mod tests;
 
-pub use address::{Address, AddressError, GrpcWay};
+pub use address::{Address, AddressError, GrpcMode};
 pub use channel::{Channel, ChannelCloser, ChannelReader, ChannelWriter, PeerIdentity};
 pub use dial::Dialer;
 pub use error::TransportError;
+pub use file_version::FileVersion;
 pub use given::connected_socket;
 pub use identity::{
     IdentityFiles, TlsIdentity, certificates_of, names_of, next_update_of, revocation_lists_of,
@@ -50,6 +52,5 @@ pub use recording::{
     Direction, RECORDING_HEADER_BYTES, RECORDING_MAGIC, Recorder, RecordingHeader, RecordingSide,
     finish_recordings,
 };
-pub use stamp::FileStamp;
 pub use transport::{Close, Receive, Transmit, Transport};
 pub use unix::{SocketFile, connect as connect_unix, listen as listen_unix};

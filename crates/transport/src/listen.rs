@@ -1,4 +1,4 @@
-//! Waiting for sources.
+//! Accepting connections from sources.
 
 use std::io;
 use std::net::{IpAddr, TcpListener};
@@ -28,14 +28,14 @@ use crate::tls::{Tls, TlsSession, peer_of};
 use crate::transport::Close;
 use crate::unix::{self, SocketFile};
 
-/// A listening socket. A Unix socket's file is removed when it is dropped.
+/// A listening socket. Dropping it removes the file of a Unix socket.
 ///
 /// ```
 /// use vmferry_transport::{Address, Listener};
 ///
 /// let listener = Listener::bind(&"tcp:127.0.0.1:0".parse()?, None)?;
 /// let Address::Tcp { port, .. } = listener.local_address() else { unreachable!() };
-/// assert_ne!(*port, 0, "a real one was chosen");
+/// assert_ne!(*port, 0, "the system chose a port");
 ///
 /// let closer = listener.closer(); // For another thread.
 /// closer.close();
@@ -44,16 +44,16 @@ use crate::unix::{self, SocketFile};
 /// ```
 #[derive(Debug)]
 pub struct Listener {
-    door: Door,
+    incoming: Incoming,
     address: Address,
-    tls: Option<(Over, Arc<TlsIdentity>)>,
+    tls: Option<(InnerProtocol, Arc<TlsIdentity>)>,
     recorder: Option<Recorder>,
     closed: Arc<OwnedFd>,
 }
 
-/// What is spoken within TLS.
+/// The protocol inside TLS.
 #[derive(Clone, Copy, Debug)]
-enum Over {
+enum InnerProtocol {
     Tls,
     #[cfg(feature = "grpc")]
     Grpc,
@@ -62,27 +62,28 @@ enum Over {
 #[derive(Debug)]
 enum Socket {
     Tcp(TcpListener),
-    /// The file goes first: while somebody listens no rival puts another one in its place.
+    /// The file is dropped first: while the socket listens, no other process replaces the file.
     Unix {
         _file: SocketFile,
         listener: UnixListener,
     },
 }
 
-/// Where connections come from.
+/// The source of connections.
 #[derive(Debug)]
-enum Door {
+enum Incoming {
     Listening(Socket),
-    /// They are connected already.
+    /// Sockets that are already connected.
     Given(GivenSockets),
 }
 
 impl Listener {
-    /// Listens. The socket file of a listener that died is replaced, that of a living one is not.
+    /// Listens on `address`. Replaces the socket file of a listener that died, but never one in
+    /// use.
     ///
     /// # Errors
-    /// [`TransportError::AddressInUse`], [`TransportError::NoIdentity`] for `tls:` and `grpc:` without one, or
-    /// what the system says.
+    /// [`TransportError::AddressInUse`], [`TransportError::NoIdentity`] for `tls:` and `grpc:`
+    /// without an identity, or the operating system's error.
     pub fn bind(address: &Address, tls: Option<Arc<TlsIdentity>>) -> Result<Self, TransportError> {
         let name = address.to_string();
         let failed = |source: io::Error| match source.kind() {
@@ -93,21 +94,25 @@ impl Listener {
             return Err(TransportError::NoGrpc { address: name });
         }
         let tls = match address {
-            Address::Tls { .. } => Some((Over::Tls, tls.ok_or(TransportError::NoIdentity)?)),
+            Address::Tls { .. } => {
+                Some((InnerProtocol::Tls, tls.ok_or(TransportError::NoIdentity)?))
+            }
             #[cfg(feature = "grpc")]
-            Address::Grpc { .. } => Some((Over::Grpc, tls.ok_or(TransportError::NoIdentity)?)),
+            Address::Grpc { .. } => {
+                Some((InnerProtocol::Grpc, tls.ok_or(TransportError::NoIdentity)?))
+            }
             _ => None,
         };
-        let (door, bound) = match address {
+        let (incoming, bound) = match address {
             Address::Fd(numbers) => {
                 let sockets = GivenSockets::numbered(numbers);
                 sockets.open()?;
-                (Door::Given(sockets), address.clone())
+                (Incoming::Given(sockets), address.clone())
             }
             Address::Unix(path) => {
                 let (listener, file) = unix::listen(path).map_err(failed)?;
                 let socket = Socket::Unix { listener, _file: file };
-                (Door::Listening(socket), address.clone())
+                (Incoming::Listening(socket), address.clone())
             }
             Address::Tcp { host, port }
             | Address::Tls { host, port }
@@ -117,67 +122,66 @@ impl Listener {
                 let port = listener.local_addr().map_err(failed)?.port();
                 let host = host.clone();
                 let bound = match address {
-                    Address::Grpc { way, .. } => Address::Grpc { host, port, way: *way },
+                    Address::Grpc { mode, .. } => Address::Grpc { host, port, mode: *mode },
                     Address::Tls { .. } => Address::Tls { host, port },
                     _ => Address::Tcp { host, port },
                 };
-                (Door::Listening(Socket::Tcp(listener)), bound)
+                (Incoming::Listening(Socket::Tcp(listener)), bound)
             }
         };
-        if let Door::Listening(socket) = &door {
+        if let Incoming::Listening(socket) = &incoming {
             socket.set_nonblocking().map_err(failed)?;
         }
-        Self::new(door, bound, tls).map_err(failed)
+        Self::new(incoming, bound, tls).map_err(failed)
     }
 
-    /// A listener whose channels are these connected stream sockets, each accepted when its peer
-    /// says something.
+    /// A listener over connected stream sockets. Each is accepted when its peer sends data.
     ///
     /// # Errors
-    /// [`TransportError::Descriptor`], or what the system says.
+    /// [`TransportError::Descriptor`], or the operating system's error.
     pub fn over(sockets: impl IntoIterator<Item = OwnedFd>) -> Result<Self, TransportError> {
         let sockets = GivenSockets::owned(sockets)?;
         let address = Address::Fd(sockets.numbers());
         let name = address.to_string();
-        Self::new(Door::Given(sockets), address, None)
+        Self::new(Incoming::Given(sockets), address, None)
             .map_err(|source| TransportError::Listen { address: name, source })
     }
 
     fn new(
-        door: Door,
+        incoming: Incoming,
         address: Address,
-        tls: Option<(Over, Arc<TlsIdentity>)>,
+        tls: Option<(InnerProtocol, Arc<TlsIdentity>)>,
     ) -> io::Result<Self> {
         let closed = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self { door, address, tls, recorder: None, closed: Arc::new(closed) })
+        Ok(Self { incoming, address, tls, recorder: None, closed: Arc::new(closed) })
     }
 
-    /// Records what the channels carry that are accepted from now on.
+    /// Records the content of channels that are accepted from now on.
     pub fn record(&mut self, recorder: Recorder) {
         self.recorder = Some(recorder);
     }
 
-    /// Where it listens; port 0 has become a real one.
+    /// The address, with the actual port in place of port 0.
     #[must_use]
     pub fn local_address(&self) -> &Address {
         &self.address
     }
 
-    /// Ends [`accept`](Self::accept) from any thread.
+    /// A handle that ends [`accept`](Self::accept) from any thread.
     #[must_use]
     pub fn closer(&self) -> ListenerCloser {
         ListenerCloser(Arc::clone(&self.closed))
     }
 
-    /// Waits for a connection. `Ok(None)` once it is closed.
+    /// Waits for a connection. Returns `Ok(None)` once the listener is closed.
     ///
     /// # Errors
-    /// The system's, such as too many open files; the listener is still good.
+    /// The operating system's error, such as too many open files. The listener stays usable.
     pub fn accept(&self) -> Result<Option<Pending>, TransportError> {
         let failed = |source| TransportError::Listen { address: self.address.to_string(), source };
-        let socket = match &self.door {
-            Door::Listening(socket) => socket,
-            Door::Given(sockets) => {
+        let socket = match &self.incoming {
+            Incoming::Listening(socket) => socket,
+            Incoming::Given(sockets) => {
                 let given = sockets.next_speaking(&self.closed).map_err(failed)?;
                 return Ok(given.map(|(number, stream)| Pending {
                     stream: Arc::new(stream),
@@ -214,7 +218,7 @@ impl Listener {
     }
 }
 
-/// The connection went away before it was accepted, or somebody else took it.
+/// Whether the connection was closed before it was accepted, or another thread accepted it.
 fn is_transient(error: &io::Error) -> bool {
     matches!(
         error.kind(),
@@ -260,19 +264,20 @@ impl Socket {
 pub struct ListenerCloser(Arc<OwnedFd>);
 
 impl ListenerCloser {
-    /// Ends it, now and for good.
+    /// Closes the listener permanently.
     pub fn close(&self) {
-        // Adding to a counter that is not read fails only when it is full, and so ready.
+        // Writing to an eventfd fails only when its counter is full, and then it is readable
+        // anyway.
         let _ = rustix::io::write(&*self.0, &1_u64.to_ne_bytes());
     }
 }
 
-/// An accepted connection that has not said anything.
+/// An accepted connection before its handshake.
 #[derive(Debug)]
 pub struct Pending {
     stream: Arc<Stream>,
     peer: String,
-    tls: Option<(Over, Arc<TlsIdentity>)>,
+    tls: Option<(InnerProtocol, Arc<TlsIdentity>)>,
     recorder: Option<Recorder>,
 }
 
@@ -283,26 +288,26 @@ impl AsFd for Pending {
 }
 
 impl Pending {
-    /// Where it comes from, for people.
+    /// The peer's address, for people.
     #[must_use]
     pub fn peer_address(&self) -> String {
         self.peer.clone()
     }
 
-    /// Where it comes from, for counting; a Unix socket has no address.
+    /// The peer's IP address, for counting; `None` for a Unix socket.
     #[must_use]
     pub fn peer_ip(&self) -> Option<IpAddr> {
         self.stream.peer_ip()
     }
 
-    /// Closes the connection from any thread, its handshake too.
+    /// A handle that closes the connection from any thread, even during its handshake.
     #[must_use]
     pub fn closer(&self) -> ChannelCloser {
         ChannelCloser::new(Arc::clone(&self.stream) as Arc<dyn Close>)
     }
 
-    /// Authenticates both sides on a `tls:` or `grpc:` listener, and waits for the call on the
-    /// latter, within `timeout`; nothing to do on others.
+    /// Authenticates both sides on a `tls:` or `grpc:` listener, and on the latter also waits for
+    /// the call, within `timeout`. Does nothing on other listeners.
     ///
     /// # Errors
     /// See [`TransportError`].
@@ -312,15 +317,15 @@ impl Pending {
     }
 
     fn authenticate(self, timeout: Duration) -> Result<Channel, TransportError> {
-        let Some((over, identity)) = self.tls else {
+        let Some((inner, identity)) = self.tls else {
             let mut peer = PeerIdentity::anonymous(self.peer);
             peer.uid = self.stream.peer_uid();
             return Ok(Channel::new(Plain(self.stream), peer));
         };
-        let protocol = match over {
-            Over::Tls => ALPN,
+        let protocol = match inner {
+            InnerProtocol::Tls => ALPN,
             #[cfg(feature = "grpc")]
-            Over::Grpc => grpc::ALPN,
+            InnerProtocol::Grpc => grpc::ALPN,
         };
         #[cfg(feature = "grpc")]
         let deadline = Instant::now() + timeout;
@@ -329,13 +334,13 @@ impl Pending {
         let connection = Connection::Server(connection);
         let connection = shake_hands(&self.stream, connection, protocol, &self.peer, timeout)?;
         let peer = peer_of(&connection, self.peer);
-        Ok(match over {
-            Over::Tls => {
+        Ok(match inner {
+            InnerProtocol::Tls => {
                 let session = TlsSession::new(self.stream, connection);
                 Channel::new(Tls(Arc::new(session)), peer)
             }
             #[cfg(feature = "grpc")]
-            Over::Grpc => {
+            InnerProtocol::Grpc => {
                 let call = grpc::answer(self.stream, connection, &peer.address, deadline)?;
                 Channel::new(call, peer)
             }

@@ -1,8 +1,8 @@
 //! A small certificate authority for mutual TLS between hosts.
 //!
-//! Keys are ECDSA P-256. A host's certificate carries a SPIFFE URI, DNS names and IP addresses,
-//! and serves as client and as server. The authority keeps a copy of each certificate that it issues, by which
-//! they are revoked. Nothing that exists is overwritten but the revocation list.
+//! Keys are ECDSA P-256. A host's certificate has a SPIFFE URI, DNS names and IP addresses, and is
+//! valid for clients and servers. The authority keeps a copy of each certificate that it issues,
+//! which revocation needs. Existing files are never overwritten, except the revocation list.
 
 mod revoke;
 
@@ -22,61 +22,61 @@ pub use self::revoke::{RevocationList, revoke};
 use crate::error::TransportError;
 use crate::secret;
 
-/// Longest key file that is read: an RSA key of 16,384 bits has a fifth of that.
+/// Maximum size of a key file. An RSA key of 16,384 bits takes a fifth of this.
 const MAX_KEY_BYTES: u64 = 64 << 10;
 
-/// From when until when a certificate is valid, in days from now.
+/// The validity of a certificate, in days from now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Validity {
-    /// Days from now until it begins; negative for the past.
+    /// Days until the validity begins; negative for the past.
     pub from_days: i64,
-    /// Days from now until it ends; negative for the past.
+    /// Days until the validity ends; negative for the past.
     pub until_days: i64,
 }
 
 impl Validity {
-    /// From yesterday, so that clocks may differ, for so many days.
+    /// Valid for `days` days, and from yesterday, to allow for clock differences.
     #[must_use]
     pub fn days(days: u32) -> Self {
         Self { from_days: -1, until_days: days.into() }
     }
 }
 
-/// What a host's certificate says.
+/// The content of a host's certificate.
 #[derive(Clone, Debug)]
 pub struct IssueRequest {
-    /// Name of the host, of ASCII letters, digits, `-`, `_` and `.`: the last part of
+    /// The host's name, made of ASCII letters, digits, `-`, `_` and `.`. It is the last part of
     /// `spiffe://vmferry/host/NAME`.
     pub name: String,
-    /// DNS names and IP addresses that it is reached by; its name if there are none.
+    /// The host's DNS names and IP addresses; the host's name if empty.
     pub addresses: Vec<String>,
-    /// When it is valid.
+    /// The validity.
     pub validity: Validity,
 }
 
 impl IssueRequest {
-    /// A certificate for a host that is reached by its name.
+    /// A certificate for a host whose DNS name is `name`.
     #[must_use]
     pub fn new(name: &str, validity: Validity) -> Self {
         Self { name: name.to_owned(), addresses: Vec::new(), validity }
     }
 }
 
-/// Makes an authority: `ca.pem` and `ca.key` in `directory`, which is made if it is missing.
+/// Creates an authority: `ca.pem` and `ca.key` in `directory`, which is created if it is missing.
 ///
 /// # Errors
-/// [`TransportError::File`] if a file exists or can't be written.
+/// [`TransportError::File`] if a file exists or cannot be written.
 pub fn init(directory: &Path, name: &str, validity: Validity) -> Result<(), TransportError> {
     let paths = [directory.join("ca.key"), directory.join("ca.pem")];
     refuse_existing(&paths)?;
-    let failed = |error: rcgen::Error| problem(&paths[1], format!("can't be made: {error}"));
+    let failed = |error: rcgen::Error| problem(&paths[1], format!("can't be created: {error}"));
     let mut params = CertificateParams::default();
     set_validity(&mut params, validity).map_err(|error| problem(&paths[1], error))?;
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
     let key = Zeroizing::new(KeyPair::generate().map_err(failed)?);
-    // Revocation lists are found by their authority's name, so no two authorities may be called the same; the
-    // end of a public key is as good as random.
+    // Revocation lists are matched by the authority's name, so names of authorities must be unique.
+    // The end of the public key serves as a random suffix.
     let public = key.public_key_raw();
     let unique: String =
         public[public.len() - 4..].iter().map(|byte| format!("{byte:02x}")).collect();
@@ -87,32 +87,35 @@ pub fn init(directory: &Path, name: &str, validity: Validity) -> Result<(), Tran
     write(&paths[1], &certificate.pem(), 0o644)
 }
 
-/// Issues a host's certificate with the authority in `directory`: `host.pem`, `host.key` and a
-/// copy of `ca.pem` in `out`, which is made if it is missing.
+/// Issues a host's certificate with the authority in `directory`: `host.pem`, `host.key` and a copy
+/// of `ca.pem` in `out`, which is created if it is missing.
 ///
 /// # Errors
-/// [`TransportError::File`] if the authority can't be read, or a file exists or can't be written.
+/// [`TransportError::File`] if the authority cannot be read, or a file exists or cannot be written.
 pub fn issue(directory: &Path, out: &Path, request: &IssueRequest) -> Result<(), TransportError> {
     let paths = [out.join("host.key"), out.join("host.pem"), out.join("ca.pem")];
     refuse_existing(&paths)?;
     if !is_name(&request.name) {
-        let text = format!("`{}` is no name: use ASCII letters, digits, -, _ and .", request.name);
+        let text = format!(
+            "`{}` is not a valid name: use ASCII letters, digits, -, _ and .",
+            request.name
+        );
         return Err(problem(&paths[1], text));
     }
     let (authority, signing) = open(directory)?;
     let issuer = issuer(directory, &authority, &signing)?;
-    let failed = |error: rcgen::Error| problem(&paths[1], format!("can't be made: {error}"));
+    let failed = |error: rcgen::Error| problem(&paths[1], format!("can't be created: {error}"));
     let default = [request.name.clone()];
     let addresses =
         if request.addresses.is_empty() { &default[..] } else { &request.addresses[..] };
     let mut params = CertificateParams::new(addresses.to_vec())
-        .map_err(|error| problem(&paths[1], format!("an address is no name: {error}")))?;
+        .map_err(|error| problem(&paths[1], format!("an address is not a valid name: {error}")))?;
     let uri = format!("spiffe://vmferry/host/{}", request.name);
     let uri = uri.as_str().try_into().map_err(failed)?;
     params.subject_alt_names.push(SanType::URI(uri));
     params.distinguished_name.push(DnType::CommonName, request.name.clone());
-    // Signing is all that TLS 1.3 does with it; QEMU's `tls-creds-x509` takes no certificate without the other
-    // (`crypto/tlscredsx509.c`), and one host certificate should serve both.
+    // TLS 1.3 only signs with the key. QEMU's `tls-creds-x509` also requires key encipherment
+    // (`crypto/tlscredsx509.c`), and one certificate should work for both.
     params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
     params.extended_key_usages =
         vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
@@ -127,7 +130,7 @@ pub fn issue(directory: &Path, out: &Path, request: &IssueRequest) -> Result<(),
     write(&paths[2], &authority, 0o644)
 }
 
-/// The authority in a directory: its certificate as PEM, and its key.
+/// Reads the certificate (PEM) and the key of the authority in a directory.
 fn open(directory: &Path) -> Result<(String, Zeroizing<KeyPair>), TransportError> {
     let ca_key = directory.join("ca.key");
     let authority = read(&directory.join("ca.pem"))?;
@@ -140,7 +143,7 @@ fn open(directory: &Path) -> Result<(String, Zeroizing<KeyPair>), TransportError
     Ok((authority, Zeroizing::new(signing)))
 }
 
-/// What signs in the name of the authority in a directory.
+/// The issuer that signs for the authority in a directory.
 fn issuer<'a>(
     directory: &Path,
     authority: &str,
@@ -150,7 +153,7 @@ fn issuer<'a>(
         .map_err(|error| problem(&directory.join("ca.pem"), format!("holds no authority: {error}")))
 }
 
-/// A host's name is a part of a URI's path, and nobody may mistake it for another.
+/// Whether the name is safe in a URI's path and cannot be mistaken for another name.
 fn is_name(name: &str) -> bool {
     (1..=253).contains(&name.len())
         && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))
@@ -189,14 +192,15 @@ fn refuse_existing(paths: &[PathBuf]) -> Result<(), TransportError> {
     match paths.iter().find(|path| path.exists()) {
         Some(path) => Err(problem(
             path,
-            "exists already and is not overwritten: choose another directory".into(),
+            "already exists and is not overwritten: choose another directory".into(),
         )),
         None => Ok(()),
     }
 }
 
 fn make_directory(path: &Path) -> Result<(), TransportError> {
-    std::fs::create_dir_all(path).map_err(|error| problem(path, format!("can't be made: {error}")))
+    std::fs::create_dir_all(path)
+        .map_err(|error| problem(path, format!("can't be created: {error}")))
 }
 
 fn read(path: &Path) -> Result<String, TransportError> {

@@ -1,19 +1,22 @@
-//! A cap on what several channels send together.
+//! A limit for the total rate of several channels.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A token bucket in bytes, shared by its clones.
+use parking_lot::{Condvar, Mutex};
+
+/// A token bucket in bytes. Clones share it.
 ///
-/// Whoever takes bytes waits until those taken before are through at the capped rate, less a burst
-/// of 10 ms; a piece is never split, so a long one is let through whole and paid for by the next.
+/// A caller waits until the bytes taken before its own have been sent at the limited rate, minus a
+/// burst of 10 ms. A piece is never split: a long one passes at once, and the next piece waits for
+/// it.
 #[derive(Clone, Debug)]
 pub struct RateLimiter(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
-    /// Neither capped nor closed: nothing to wait for.
+    /// No limit and not closed, so no caller waits.
     free: AtomicBool,
     gate: Mutex<Gate>,
     changed: Condvar,
@@ -27,7 +30,7 @@ struct Gate {
 }
 
 impl RateLimiter {
-    /// A cap in bytes per second, at least 1; `None` costs nothing.
+    /// A limit in bytes per second, at least 1. `None` means no limit and costs nothing.
     #[must_use]
     pub fn new(bytes_per_s: Option<u64>) -> Self {
         Self(Arc::new(Shared {
@@ -38,14 +41,14 @@ impl RateLimiter {
         }))
     }
 
-    /// Waits until so many bytes may be sent. `false` once it is closed.
+    /// Waits until `bytes` bytes may be sent. Returns `false` once the limiter is closed.
     #[must_use]
     pub fn take(&self, bytes: u64) -> bool {
         let shared = &*self.0;
         if shared.free.load(Ordering::Acquire) {
             return true;
         }
-        let mut gate = shared.gate();
+        let mut gate = shared.gate.lock();
         let ticket = gate.bucket.take(shared.started.elapsed(), bytes);
         loop {
             if gate.closed {
@@ -55,58 +58,51 @@ impl RateLimiter {
             if wait.is_zero() {
                 return true;
             }
-            let waited = shared.changed.wait_timeout(gate, wait);
-            gate = waited.unwrap_or_else(PoisonError::into_inner).0;
+            shared.changed.wait_for(&mut gate, wait);
         }
     }
 
-    /// Changes the cap, for those who wait already too.
+    /// Changes the limit, also for callers that are already waiting.
     pub fn set_rate(&self, bytes_per_s: Option<u64>) {
-        let mut gate = self.0.gate();
+        let mut gate = self.0.gate.lock();
         gate.bucket.set_rate(self.0.started.elapsed(), bytes_per_s);
         self.0.free.store(bytes_per_s.is_none() && !gate.closed, Ordering::Release);
         self.0.changed.notify_all();
     }
 
-    /// Ends every wait, now and for good.
+    /// Ends every wait permanently.
     pub fn close(&self) {
-        let mut gate = self.0.gate();
+        let mut gate = self.0.gate.lock();
         gate.closed = true;
         self.0.free.store(false, Ordering::Release);
         self.0.changed.notify_all();
     }
 }
 
-impl Shared {
-    fn gate(&self) -> MutexGuard<'_, Gate> {
-        self.gate.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// How much of a rate may be sent at once after a quiet time: 10 ms keeps the link even.
+/// How much may be sent at once after an idle period. 10 ms keeps the link evenly loaded.
 const BURST: Duration = Duration::from_millis(10);
 
 const NANOS: u128 = 1_000_000_000;
 
-/// The arithmetic, in whole numbers; times are since some start.
+/// The arithmetic, in integers. Times count from a fixed start.
 ///
-/// Byte counts are times 10^9, so that a rate times nanoseconds needs no division. The sums stay
-/// far below 2^128: 2^64 bytes are less than 2^94 of them.
+/// Byte counts are multiplied by 10^9, so that a rate times nanoseconds needs no division. The sums
+/// stay far below 2^128: 2^64 bytes become less than 2^94.
 #[derive(Debug)]
 struct Bucket {
     bytes_per_s: Option<u64>,
-    /// Taken in all.
+    /// Total bytes taken.
     taken: u128,
-    /// Of those, what is through at the capped rate.
-    through: u128,
-    /// When that was so.
+    /// The part of them that has been sent at the limited rate.
+    sent: u128,
+    /// The time at which `sent` was computed.
     at: Duration,
 }
 
 impl Bucket {
     fn new(bytes_per_s: Option<u64>) -> Self {
         let bytes_per_s = bytes_per_s.map(|rate| rate.max(1));
-        Self { bytes_per_s, taken: 0, through: 0, at: Duration::ZERO }
+        Self { bytes_per_s, taken: 0, sent: 0, at: Duration::ZERO }
     }
 
     fn set_rate(&mut self, now: Duration, bytes_per_s: Option<u64>) {
@@ -114,7 +110,7 @@ impl Bucket {
         self.bytes_per_s = bytes_per_s.map(|rate| rate.max(1));
     }
 
-    /// Takes bytes; they may be sent when [`wait`](Self::wait) says so of the ticket.
+    /// Takes bytes. Pass the returned ticket to [`wait`](Self::wait).
     fn take(&mut self, now: Duration, bytes: u64) -> u128 {
         self.advance(now);
         let ticket = self.taken;
@@ -122,11 +118,11 @@ impl Bucket {
         ticket
     }
 
-    /// How long to wait from now on.
+    /// The time to wait from now until the ticket's bytes may be sent.
     fn wait(&mut self, now: Duration, ticket: u128) -> Duration {
         self.advance(now);
         let Some(rate) = self.bytes_per_s else { return Duration::ZERO };
-        let missing = ticket.saturating_sub(self.through + u128::from(rate) * BURST.as_nanos());
+        let missing = ticket.saturating_sub(self.sent + u128::from(rate) * BURST.as_nanos());
         let nanos = missing.div_ceil(u128::from(rate));
         Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
     }
@@ -134,10 +130,10 @@ impl Bucket {
     fn advance(&mut self, now: Duration) {
         let passed = now.saturating_sub(self.at).as_nanos();
         self.at = self.at.max(now);
-        self.through = match self.bytes_per_s {
-            // What is not taken now is not saved up.
+        self.sent = match self.bytes_per_s {
+            // Unused capacity is not saved up.
             Some(rate) => {
-                self.through.saturating_add(u128::from(rate).saturating_mul(passed)).min(self.taken)
+                self.sent.saturating_add(u128::from(rate).saturating_mul(passed)).min(self.taken)
             }
             None => self.taken,
         };
@@ -150,7 +146,7 @@ mod tests {
 
     use super::*;
 
-    /// Sends the pieces, each after its pause and its wait, on a clock that only they move.
+    /// Sends pieces, each after its pause and its wait, on a simulated clock.
     fn send(bucket: &mut Bucket, pieces: &[(u64, u64)]) -> Vec<(Duration, u64)> {
         let mut now = Duration::ZERO;
         let mut sent = Vec::new();
@@ -166,7 +162,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_window_exceeds_the_rate_by_more_than_a_burst_and_a_piece(
+        fn bucket_exceeds_the_rate_by_at_most_a_burst_and_a_piece(
             rate in 1..10_000_000_000_u64,
             pieces in prop::collection::vec((0..50_000_000_u64, 0..2_000_000_u64), 1..60),
         ) {
@@ -182,7 +178,7 @@ mod tests {
         }
 
         #[test]
-        fn a_busy_sender_gets_the_whole_rate(
+        fn bucket_gives_a_busy_sender_the_whole_rate(
             rate in 1_000..10_000_000_000_u64,
             pieces in prop::collection::vec(1..2_000_000_u64, 2..60),
         ) {
@@ -197,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn no_number_is_too_big() {
+    fn bucket_handles_the_largest_numbers() {
         for rate in [0, 1, u64::MAX] {
             let mut bucket = Bucket::new(Some(rate));
             for _ in 0..3 {
@@ -208,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn no_more_than_the_rate_and_one_burst_is_let_through() {
+    fn limiter_keeps_to_the_rate_and_one_burst() {
         let limiter = RateLimiter::new(Some(1_000_000));
         let begun = Instant::now();
         std::thread::scope(|scope| {
@@ -216,12 +212,12 @@ mod tests {
                 scope.spawn(|| (0..10).for_each(|_| assert!(limiter.take(10_000))));
             }
         });
-        // 200 KB at 1 MB/s: the last 10 KB begin after 190 ms, less the burst.
+        // 200 KB at 1 MB/s: the last 10 KB start after 190 ms, minus the burst.
         assert!(begun.elapsed() >= Duration::from_millis(179));
     }
 
     #[test]
-    fn closing_ends_the_wait() {
+    fn limiter_close_ends_the_wait() {
         let limiter = RateLimiter::new(Some(1));
         assert!(limiter.take(1_000_000));
         std::thread::scope(|scope| {
@@ -230,11 +226,11 @@ mod tests {
             assert!(!waiting.join().unwrap());
         });
         limiter.set_rate(None);
-        assert!(!limiter.take(1), "for good");
+        assert!(!limiter.take(1), "the limiter stays closed");
     }
 
     #[test]
-    fn those_who_wait_follow_a_new_rate() {
+    fn limiter_applies_a_new_rate_to_waiting_callers() {
         let limiter = RateLimiter::new(Some(1));
         assert!(limiter.take(1_000_000));
         std::thread::scope(|scope| {
@@ -245,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn no_cap_lets_everything_through() {
+    fn limiter_without_limit_never_waits() {
         let limiter = RateLimiter::new(None);
         assert!(limiter.take(u64::MAX));
         limiter.close();

@@ -1,11 +1,13 @@
-//! Recordings of channels: what each direction carried, above encryption, for `vmferry inspect`.
+//! Recordings of channels: the plaintext of each direction, for `vmferry inspect`.
 //!
-//! A recorder makes a file for each direction of each channel. A file is a [`RecordingHeader`] and then the bytes as
-//! they were read or written; which channel it is, of which session, stands in the greeting that they begin with.
-//! **Guest memory stands in them, and the session's token**: the directory has mode 0700, and the files 0600.
+//! A recorder writes one file per direction of each channel. A file is a [`RecordingHeader`]
+//! followed by the bytes that were read or written. These begin with the greeting, which identifies
+//! the channel and the session. **The files contain guest memory and the session's token**, so the
+//! directory has mode 0700 and the files have mode 0600.
 //!
-//! Recording never changes what a channel does: a disk that is full, or too slow, or the limit, ends the recording and
-//! is told of. No channel waits for the disk, since a guest may stand still meanwhile: a [writer] of its own does.
+//! Recording never changes a channel's behavior. A full or slow disk, or the size limit, ends the
+//! recording and is reported. No channel waits for the disk, because the guest may be paused
+//! meanwhile: a separate [writer] thread does.
 
 mod writer;
 
@@ -19,7 +21,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use crate::error::TransportError;
 use crate::transport::{Close, Receive, Transmit, Transport};
 pub use writer::finish_recordings;
-use writer::{FLUSH_PATIENCE, Job, Shared};
+use writer::{FLUSH_TIMEOUT, Job, Shared};
 
 /// The first bytes of a recording.
 pub const RECORDING_MAGIC: [u8; 8] = *b"VMFTRACE";
@@ -28,16 +30,16 @@ pub const RECORDING_HEADER_BYTES: usize = 24;
 /// The version of the format that this release writes and reads.
 const VERSION: u16 = 1;
 
-/// Which side of a migration has recorded.
+/// The side of a migration that made the recording.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordingSide {
     /// The host that the guest leaves.
     Source,
-    /// The host that it goes to.
+    /// The host that the guest moves to.
     Destination,
 }
 
-/// Which way the bytes went.
+/// The direction of the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// From the source to the destination.
@@ -46,7 +48,7 @@ pub enum Direction {
     ToSource,
 }
 
-/// What a recording begins with, little-endian.
+/// The header of a recording, little-endian.
 ///
 /// ```text
 ///  0       8         10     11          12           16                   24
@@ -56,18 +58,19 @@ pub enum Direction {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RecordingHeader {
-    /// Who has recorded.
+    /// The side that recorded.
     pub side: RecordingSide,
-    /// Which way the bytes went.
+    /// The direction of the bytes.
     pub direction: Direction,
-    /// The channel's number on that side: both directions have the same, later channels higher ones.
+    /// The channel's number on that side. Both directions have the same number; later channels have
+    /// higher ones.
     pub connection: u32,
-    /// When the channel was made, in seconds since 1970.
+    /// When the channel was opened, in seconds since 1970.
     pub at: u64,
 }
 
 impl RecordingHeader {
-    /// As bytes.
+    /// Encodes the header.
     #[must_use]
     pub fn encode(&self) -> [u8; RECORDING_HEADER_BYTES] {
         let mut bytes = [0; RECORDING_HEADER_BYTES];
@@ -80,10 +83,10 @@ impl RecordingHeader {
         bytes
     }
 
-    /// From bytes.
+    /// Parses a header.
     ///
     /// # Errors
-    /// What is wrong with them, in words.
+    /// The problem in words.
     pub fn parse(bytes: &[u8; RECORDING_HEADER_BYTES]) -> Result<Self, String> {
         let (magic, rest) = bytes.split_at(8);
         if magic != RECORDING_MAGIC {
@@ -96,12 +99,12 @@ impl RecordingHeader {
         let side = match rest[2] {
             1 => RecordingSide::Source,
             2 => RecordingSide::Destination,
-            other => return Err(format!("side {other}, where there are 1 and 2")),
+            other => return Err(format!("side {other} is neither 1 nor 2")),
         };
         let direction = match rest[3] {
             1 => Direction::ToDestination,
             2 => Direction::ToSource,
-            other => return Err(format!("direction {other}, where there are 1 and 2")),
+            other => return Err(format!("direction {other} is neither 1 nor 2")),
         };
         let (mut connection, mut at) = ([0; 4], [0; 8]);
         connection.copy_from_slice(&rest[4..8]);
@@ -115,7 +118,8 @@ impl RecordingHeader {
 #[derive(Clone)]
 pub struct Recorder(Arc<Handle>);
 
-/// What the recorder's clones and its channels hold: once they have gone, the writer finishes and goes too.
+/// Held by the recorder's clones and channels. When the last one is dropped, the writer finishes
+/// and exits.
 struct Handle(Arc<Shared>);
 
 impl Drop for Handle {
@@ -131,10 +135,11 @@ impl std::fmt::Debug for Recorder {
 }
 
 impl Recorder {
-    /// Records into `directory`, which is made if it is missing, at most `limit` bytes in all files together.
+    /// Records into `directory`, which is created if it is missing, at most `limit` bytes in all
+    /// files together.
     ///
     /// # Errors
-    /// [`TransportError::File`] if the directory can't be made, or others may look into it.
+    /// [`TransportError::File`] if the directory cannot be created, or if other users may read it.
     pub fn new(directory: &Path, side: RecordingSide, limit: u64) -> Result<Self, TransportError> {
         let problem =
             |problem: String| TransportError::File { path: directory.to_owned(), problem };
@@ -143,27 +148,30 @@ impl Recorder {
             .mode(0o700)
             .create(directory)
             .and_then(|()| std::fs::metadata(directory))
-            .map_err(|error| problem(format!("can't be made: {error}")))
+            .map_err(|error| problem(format!("can't be created: {error}")))
             .and_then(|found| {
                 let open = found.mode() & 0o077 != 0;
-                let text = "is open to others, and guest memory would stand in it: chmod 700";
+                let text = "is accessible to other users, and the recording contains guest memory: \
+                    chmod 700";
                 if open { Err(problem(text.into())) } else { Ok(()) }
             })?;
         let shared = Shared::new(directory, side, limit);
         Ok(Self(Arc::new(Handle(Arc::new(shared)))))
     }
 
-    /// Tells `teller` in a line if the recording ends before the channels do. It must not wait.
-    pub fn tell(&self, teller: impl Fn(&str) + Send + Sync + 'static) {
-        self.0.0.tell(Box::new(teller));
+    /// Calls `observer` with a line of text if the recording ends before the channels do. The call
+    /// must not block.
+    pub fn on_end(&self, observer: impl Fn(&str) + Send + Sync + 'static) {
+        self.0.0.on_end(Box::new(observer));
     }
 
-    /// Waits until what was recorded so far has been written, but no longer than 2 s: then the recording has ended.
+    /// Waits until everything recorded so far is written, at most 2 s. After that the recording
+    /// ends.
     pub fn flush(&self) {
-        self.0.0.flush(Instant::now() + FLUSH_PATIENCE);
+        self.0.0.flush(Instant::now() + FLUSH_TIMEOUT);
     }
 
-    /// A transport whose bytes are recorded on their way.
+    /// A transport whose bytes are recorded.
     pub(crate) fn wrap(&self, inner: Box<dyn Transport>) -> Recorded {
         let at = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let first = self.0.0.open(at);
@@ -177,7 +185,7 @@ impl Recorder {
 
 /// One direction of a channel.
 struct Track {
-    /// The file's, for the writer; none if nothing is recorded.
+    /// The file's number for the writer; `None` if nothing is recorded.
     number: Option<u64>,
     handle: Arc<Handle>,
 }
@@ -189,14 +197,14 @@ impl std::fmt::Debug for Track {
 }
 
 impl Track {
-    /// Records `bytes` bytes, which are asked for only if they are wanted. Never waits for a disk.
+    /// Records `bytes` bytes. Calls `content` only if they are needed. Never waits for a disk.
     fn record(&mut self, bytes: usize, content: impl FnOnce(&mut Vec<u8>)) {
         let Some(track) = self.number.filter(|_| bytes > 0) else { return };
         let shared = &self.handle.0;
         if shared.has_ended() {
             return;
         }
-        if shared.take(bytes) {
+        if shared.reserve(bytes) {
             let mut copy = Vec::with_capacity(bytes);
             content(&mut copy);
             shared.put(Job::Write { track, bytes: copy });
@@ -212,7 +220,7 @@ impl Drop for Track {
     }
 }
 
-/// A transport that is recorded.
+/// A recorded transport.
 #[derive(Debug)]
 pub(crate) struct Recorded {
     inner: Box<dyn Transport>,
@@ -239,7 +247,7 @@ impl Transport for Recorded {
     }
 }
 
-/// Neither has a descriptor nor anything to show in place: all bytes pass through here.
+/// Offers no descriptor and no reading in place, so that all bytes pass through here.
 #[derive(Debug)]
 struct RecordedReceive {
     inner: Box<dyn Receive>,

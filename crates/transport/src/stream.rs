@@ -1,4 +1,4 @@
-//! A connected socket of either kind.
+//! A connected TCP or Unix socket.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{IpAddr, Shutdown, TcpStream};
@@ -11,12 +11,12 @@ use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 use socket2::SockRef;
 
-/// Bytes that may wait in a TCP socket beyond what is on its way: more would be out of the caches by the time they are
-/// sent. `vmferry-bench socket`: a fifth faster over loopback, a twentieth over a virtual cable. It does not bound what
-/// is on its way, so a long link is filled all the same.
+/// Limit of unsent bytes in a TCP socket. With more, the bytes would leave the caches before they
+/// are sent. It does not limit the bytes in flight, so a long link is still filled. Measured with
+/// `vmferry-bench socket`.
 const UNSENT_BYTES: u32 = 256 << 10;
 
-/// A TCP or Unix stream. Reading and writing need a shared reference only.
+/// A TCP or Unix stream. Reading and writing need only a shared reference.
 #[derive(Debug)]
 pub enum Stream {
     /// TCP.
@@ -26,11 +26,11 @@ pub enum Stream {
 }
 
 impl Stream {
-    /// A connected TCP stream, set up for frames: it waits for the network, not for more to send, and not with more
-    /// than is useful.
+    /// A connected TCP stream, configured for frames: blocking, without Nagle's algorithm, and with
+    /// a limit of unsent bytes.
     ///
     /// # Errors
-    /// The system's.
+    /// The operating system's error.
     pub fn of_tcp(stream: TcpStream) -> io::Result<Self> {
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
@@ -59,20 +59,21 @@ impl Stream {
         }
     }
 
-    /// Sends as much as the system takes at once.
+    /// Sends as much as the system accepts without blocking.
     ///
     /// # Errors
-    /// The system's; [`WouldBlock`](io::ErrorKind::WouldBlock) if it takes nothing.
+    /// The operating system's error; [`WouldBlock`](io::ErrorKind::WouldBlock) if it accepts
+    /// nothing.
     pub fn send_now(&self, from: &[IoSlice<'_>]) -> io::Result<usize> {
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
         Ok(sendmsg(self, from, &mut SendAncillaryBuffer::default(), flags)?)
     }
 
-    /// Waits until the system takes something again.
+    /// Waits until the socket is writable. A closed connection counts as writable: the next send
+    /// returns its error.
     ///
     /// # Errors
-    /// [`TimedOut`](io::ErrorKind::TimedOut), or the system's. A connection that is gone counts as one that takes
-    /// something: sending says why.
+    /// [`TimedOut`](io::ErrorKind::TimedOut), or the operating system's error.
     pub fn await_writable(&self, timeout: Option<Duration>) -> io::Result<()> {
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
         loop {
@@ -87,7 +88,7 @@ impl Stream {
         }
     }
 
-    /// Where the other end is, for people.
+    /// The peer's address, for people.
     pub fn peer_name(&self) -> String {
         match self {
             Self::Tcp(stream) => {
@@ -99,7 +100,7 @@ impl Stream {
 }
 
 impl Stream {
-    /// The user of the process at the other end of a Unix socket.
+    /// The user ID of the process at the other end of a Unix socket.
     pub fn peer_uid(&self) -> Option<u32> {
         match self {
             Self::Tcp(_) => None,
@@ -110,7 +111,7 @@ impl Stream {
         }
     }
 
-    /// Where the other end of a TCP connection is.
+    /// The IP address of the other end of a TCP connection.
     pub fn peer_ip(&self) -> Option<IpAddr> {
         match self {
             Self::Tcp(stream) => stream.peer_addr().ok().map(|address| address.ip().to_canonical()),

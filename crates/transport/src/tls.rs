@@ -1,32 +1,33 @@
-//! TLS under the two halves of a channel.
+//! TLS for the two halves of a channel.
 //!
-//! One rustls connection serves both directions and stands behind a lock, which nobody holds
-//! while it waits for the network: the reading half receives ciphertext into a buffer of its own
-//! first, the writing half sends what the network takes at once, and waits for it without the lock. Records
-//! leave the connection in the order in which they were encrypted, by whoever has the lock for sending. Lock order:
-//! sending, then connection. The reading half never waits for the lock for sending: two peers that wait for their own
-//! writers would wait for each other.
+//! One rustls connection serves both directions. It is protected by a lock that no thread holds
+//! while it waits for the network. The reading half first receives ciphertext into its own buffer.
+//! The writing half sends what the network accepts at once, and waits for it without the lock.
+//! Records leave the connection in the order in which they were encrypted, because only the holder
+//! of the sending lock sends. Lock order: sending, then connection. The reading half never waits
+//! for the sending lock: otherwise two peers that wait for their own writers could deadlock.
 
 use std::io::{self, BufRead, IoSlice, Read, Write};
 use std::net::Shutdown;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rustls::Connection;
 
 use crate::channel::PeerIdentity;
 use crate::stream::Stream;
 use crate::transport::{Close, Receive, Transmit, Transport};
 
-/// Ciphertext that is received in one call. A frame of 256 KiB comes in one or two.
+/// Maximum number of ciphertext bytes per receive call. A frame of 256 KiB takes one or two calls.
 const RECEIVE_BYTES: usize = 256 << 10;
 
-/// What is decrypted ahead of a frame's head: its pages are read in place.
+/// Size of the read-ahead buffer for a frame's head. The pages are read in place.
 const BUFFER_BYTES: usize = 1 << 10;
 
-/// Plaintext that is encrypted and sent in one go: three full records, which fit into the longest segment that Linux
-/// makes, 64 KiB with its headers, and are on their way while they are in the cache. `vmferry-bench engine`, two and four
-/// channels: in place of 256 KiB this is 10 and 20 % faster; 16, 32, 60, 64, 96 and 128 KiB are slower.
+/// Maximum number of plaintext bytes encrypted and sent at once: three full records. They fit the
+/// longest segment of Linux, 64 KiB with headers, so they are sent while they are still in the
+/// cache. Measured with `vmferry-bench engine`: smaller and larger sizes are slower.
 pub const SEND_BYTES: usize = 48 << 10;
 
 /// A connection over TLS.
@@ -54,13 +55,13 @@ pub struct TlsSession {
 
 #[derive(Debug, Default)]
 struct Sending {
-    /// How long the network may take nothing.
+    /// How long to wait while the network accepts nothing.
     timeout: Option<Duration>,
-    /// Records were lost, or sent in part: nothing that follows would make sense to the peer.
+    /// Records were lost or sent in part, so the peer could not decrypt anything that follows.
     torn: bool,
 }
 
-/// The peer at this address, by the certificate that it has shown in the handshake.
+/// The peer at `address`, identified by the certificate from the handshake.
 pub fn peer_of(connection: &Connection, address: String) -> PeerIdentity {
     let certificates = connection.peer_certificates().unwrap_or_default();
     let names = certificates
@@ -73,42 +74,34 @@ pub fn peer_of(connection: &Connection, address: String) -> PeerIdentity {
 }
 
 impl TlsSession {
-    /// A session whose handshake is done.
+    /// A session after its handshake.
     pub fn new(stream: Arc<Stream>, connection: Connection) -> Self {
         Self { stream, connection: Mutex::new(connection), sending: Mutex::default() }
     }
 
-    /// The peer at this address, by its certificate.
+    /// The peer at `address`, identified by its certificate.
     pub fn peer(&self, address: String) -> PeerIdentity {
-        peer_of(&self.connection(), address)
+        peer_of(&self.connection.lock(), address)
     }
 
-    /// The socket, for what a peer should not do.
+    /// The socket, for tests that misbehave.
     #[cfg(test)]
     pub fn stream(&self) -> &Stream {
         &self.stream
     }
 
-    /// What rustls does by itself after 2^24 records, some 256 GiB.
+    /// Changes the keys, as rustls does by itself after 2^24 records (about 256 GiB).
     #[cfg(test)]
     pub fn change_keys(&self) {
-        self.connection().refresh_traffic_keys().unwrap();
+        self.connection.lock().refresh_traffic_keys().unwrap();
     }
 
-    fn connection(&self) -> MutexGuard<'_, Connection> {
-        self.connection.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn sending(&self) -> MutexGuard<'_, Sending> {
-        self.sending.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Lets `encrypt` put plaintext (or a closing message) into the connection, and sends what
-    /// comes of it.
+    /// Calls `encrypt` to add plaintext or a `close_notify` to the connection, and sends the
+    /// resulting records.
     fn send<T>(&self, encrypt: impl FnOnce(&mut Connection) -> io::Result<T>) -> io::Result<T> {
-        let mut sending = self.sending();
+        let mut sending = self.sending.lock();
         sending.check()?;
-        let result = encrypt(&mut self.connection())?;
+        let result = encrypt(&mut self.connection.lock())?;
         while !self.send_now(&mut sending)? {
             let writable = self.stream.await_writable(sending.timeout);
             sending.torn = writable.is_err();
@@ -117,11 +110,11 @@ impl TlsSession {
         Ok(result)
     }
 
-    /// Sends what the network takes at once; whether that is all.
+    /// Sends what the network accepts at once. Returns whether that was everything.
     fn send_now(&self, sending: &mut Sending) -> io::Result<bool> {
-        let mut connection = self.connection();
+        let mut connection = self.connection.lock();
         while connection.wants_write() {
-            match connection.write_tls(&mut AtOnce(&self.stream)) {
+            match connection.write_tls(&mut NonblockingSocket(&self.stream)) {
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -134,30 +127,27 @@ impl TlsSession {
         Ok(true)
     }
 
-    /// Sends the last words if the network takes them at once.
+    /// Sends final records, if the network accepts them at once.
     fn send_last(&self, sending: &mut Sending, say: impl FnOnce(&mut Connection)) {
         if sending.check().is_ok() {
-            say(&mut self.connection());
-            // Whoever sends next learns of a connection that is gone.
+            say(&mut self.connection.lock());
+            // The next sender sees the error of a lost connection.
             let _ = self.send_now(sending);
         }
     }
 
-    /// Says that nothing follows, unless that was said before. Does not wait: whoever drops a
-    /// channel must not be held up by its peer.
+    /// Sends `close_notify`, unless it was sent before. Does not wait: a peer must not delay the
+    /// drop of a channel.
     fn announce_end(&self) {
-        self.send_last(&mut self.sending(), |connection| connection.send_close_notify());
+        self.send_last(&mut self.sending.lock(), |connection| connection.send_close_notify());
     }
 
-    /// Sends what rustls wants to say to the peer, such as an alert. If the writing half is at
-    /// work its next records take it along.
+    /// Sends pending records of rustls, such as an alert. If the writing half is sending, its next
+    /// records include them.
     fn answer(&self) {
-        let mut sending = match self.sending.try_lock() {
-            Ok(sending) => sending,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return,
-        };
-        self.send_last(&mut sending, |_| ());
+        if let Some(mut sending) = self.sending.try_lock() {
+            self.send_last(&mut sending, |_| ());
+        }
     }
 }
 
@@ -171,10 +161,10 @@ impl Sending {
     }
 }
 
-/// A socket that is asked for no more than it takes at once.
-struct AtOnce<'a>(&'a Stream);
+/// A socket that sends only what the network accepts at once.
+struct NonblockingSocket<'a>(&'a Stream);
 
-impl Write for AtOnce<'_> {
+impl Write for NonblockingSocket<'_> {
     fn write(&mut self, from: &[u8]) -> io::Result<usize> {
         self.0.send_now(&[IoSlice::new(from)])
     }
@@ -199,9 +189,9 @@ impl Drop for TlsSession {
 struct TlsReader {
     session: Arc<TlsSession>,
     received: Box<[u8]>,
-    /// The part of `received` that rustls has not taken.
+    /// The part of `received` that rustls has not consumed.
     pending: std::ops::Range<usize>,
-    /// Why nothing more can be read, once what was decrypted before is handed out.
+    /// Why nothing more can be read after the data that is already decrypted.
     failure: Option<rustls::Error>,
 }
 
@@ -211,10 +201,10 @@ impl TlsReader {
         Self { session, received, pending: 0..0, failure: None }
     }
 
-    /// Offers what is here to `take`, decrypting, until more ciphertext is needed or `take` leaves something. `None` if
-    /// nothing is here.
+    /// Decrypts and offers data to `take`, until more ciphertext is needed or `take` leaves some
+    /// data. Returns `None` if nothing was available.
     fn decrypt(&mut self, take: &mut dyn FnMut(&[u8]) -> usize) -> io::Result<Option<usize>> {
-        let mut connection = self.session.connection();
+        let mut connection = self.session.connection.lock();
         let mut taken = 0;
         loop {
             let mut plaintext = connection.reader();
@@ -246,17 +236,17 @@ impl TlsReader {
                 drop(connection);
                 // An alert, or the answer to a key update.
                 self.session.answer();
-                connection = self.session.connection();
+                connection = self.session.connection.lock();
             }
             if let Err(error) = processed {
                 self.failure = Some(error);
-                // The records before the bad one may have brought more.
+                // The records before the bad one may still hold data.
                 self.pending = 0..0;
             }
         }
     }
 
-    /// Offers what has come to `take`, waiting if nothing has.
+    /// Offers received data to `take`. Waits if there is none.
     fn offer(&mut self, take: &mut dyn FnMut(&[u8]) -> usize) -> io::Result<usize> {
         loop {
             if let Some(taken) = self.decrypt(take)? {
@@ -267,7 +257,7 @@ impl TlsReader {
             }
             let received = (&*self.session.stream).read(&mut self.received)?;
             if received == 0 {
-                // Without the peer's closing message somebody may have cut the link.
+                // Without `close_notify`, an attacker may have cut the link.
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
             self.pending = 0..received;
@@ -313,11 +303,11 @@ struct TlsWriter {
 
 impl Transmit for TlsWriter {
     fn set_timeout(&mut self, timeout: Option<Duration>) -> io::Result<()> {
-        self.session.sending().timeout = timeout;
+        self.session.sending.lock().timeout = timeout;
         Ok(())
     }
 
-    /// Sends the closing message, then ends the stream.
+    /// Sends `close_notify` and shuts the stream down.
     fn finish(&mut self) -> io::Result<()> {
         self.finished = true;
         self.session.send(|connection| {
@@ -357,9 +347,9 @@ impl Write for TlsWriter {
 impl Drop for TlsWriter {
     fn drop(&mut self) {
         if !self.finished {
-            // The closing message goes before the end of the stream.
+            // Sends `close_notify` before the end of the stream.
             self.session.announce_end();
-            // The end of a socket that is closed already needs no announcement.
+            // An error means that the socket is already closed.
             let _ = self.session.stream.shutdown(Shutdown::Write);
         }
     }

@@ -1,5 +1,5 @@
-//! What carries a channel's bytes. A VMM with a transport of its own implements [`Transport`] and
-//! makes a [`Channel`](crate::Channel) of it.
+//! The interface of transports. A VMM with its own transport implements [`Transport`] and builds a
+//! [`Channel`](crate::Channel) from it.
 
 use std::any::Any;
 use std::fmt;
@@ -8,33 +8,34 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A connection to a peer that carries bytes in order, both ways at once.
+/// A connection to a peer that carries ordered bytes in both directions at once.
 ///
-/// Dropped whole, it announces the end as [`Transmit`] says.
+/// Dropping it unsplit announces the end as [`Transmit`] describes.
 pub trait Transport: Any + fmt::Debug + Send {
-    /// Closes the connection from any thread, also once it is split.
+    /// A handle that closes the connection from any thread, also after a split.
     fn closer(&self) -> Arc<dyn Close>;
 
-    /// The two halves, for two threads.
+    /// The two halves, for use in two threads.
     fn split(self: Box<Self>) -> (Box<dyn Receive>, Box<dyn Transmit>);
 }
 
 /// The receiving half of a [`Transport`].
 ///
-/// `Ok(0)` is the end that the peer announced, after all bytes that were sent before it. Where the
-/// transport can tell a cut link from such an end, the cut is an error; one that authenticates its
-/// peer must be able to. A read in vain for the time-out is an error of the kind
+/// `Ok(0)` is an end that the peer announced, after all bytes sent before it. If the transport can
+/// distinguish a cut link from such an end, the cut is an error. A transport that authenticates its
+/// peer must be able to. A read that times out is an error of kind
 /// [`WouldBlock`](io::ErrorKind::WouldBlock) or [`TimedOut`](io::ErrorKind::TimedOut), and the half
-/// is still good after it.
+/// stays usable.
 pub trait Receive: Read + fmt::Debug + Send {
-    /// A descriptor from which the bytes that follow can be read as well as from this half, if there is one.
+    /// A descriptor from which the following bytes can also be read, if there is one.
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
-    /// Offers what has come to `take` where it lies, piece by piece, until nothing more is here or `take` leaves some
-    /// of a piece: it returns how much it has taken. Waits if nothing has come, and returns how many bytes were taken,
-    /// of which 0 is the end. `None` from a half that has nothing to show without a buffer between.
+    /// Offers received bytes to `take` without copying, piece by piece, until no more are available
+    /// or `take` returns less than the length of a piece. `take` returns the number of bytes that
+    /// it consumed. Waits if nothing is available. Returns the total number of consumed bytes; 0 is
+    /// the end. Returns `None` if the half cannot read without an intermediate buffer.
     fn read_in_place(
         &mut self,
         _take: &mut dyn FnMut(&[u8]) -> usize,
@@ -42,43 +43,45 @@ pub trait Receive: Read + fmt::Debug + Send {
         None
     }
 
-    /// How much is to be read ahead. Where there is no [descriptor](Self::descriptor) and nothing is read
-    /// [in place](Self::read_in_place), pages go through a buffer of this size on their way to the guest.
+    /// Size of the read-ahead buffer. Pages pass through it if there is no
+    /// [descriptor](Self::descriptor) and no reading [in place](Self::read_in_place).
     fn buffer_bytes(&self) -> usize {
         16 << 10
     }
 
-    /// Bounds the wait for the next bytes; `None` waits for ever, as a new half does.
+    /// Limits the wait for the next bytes; `None`, the initial value, waits without limit.
     ///
     /// # Errors
-    /// The system's.
+    /// The operating system's error.
     fn set_timeout(&mut self, timeout: Option<Duration>) -> io::Result<()>;
 }
 
 /// The sending half of a [`Transport`].
 ///
-/// What is written is on its way when the call returns, without a flush. Whole frames come in one
-/// [`write_vectored`](Write::write_vectored), which takes as much as suits the transport. A peer
-/// that takes nothing for the time-out is an error as in [`Receive`].
+/// A write starts transmission before it returns; no flush is needed. Whole frames are passed in
+/// one [`write_vectored`](Write::write_vectored), which accepts as much as suits the transport. If
+/// the peer receives nothing for the time-out, that is an error as in [`Receive`].
 ///
-/// Dropping it announces the end as far as that is possible without waiting.
+/// Dropping the half announces the end if that is possible without waiting.
 pub trait Transmit: Write + fmt::Debug + Send {
-    /// Bounds the wait for a peer that takes nothing; `None` waits for ever, as a new half does.
+    /// Limits the wait for a peer that does not receive; `None`, the initial value, waits without
+    /// limit.
     ///
     /// # Errors
-    /// The system's.
+    /// The operating system's error.
     fn set_timeout(&mut self, timeout: Option<Duration>) -> io::Result<()>;
 
-    /// Announces the end behind everything that was written.
+    /// Announces the end after all written bytes.
     ///
     /// # Errors
-    /// The system's; [`NotConnected`](io::ErrorKind::NotConnected) if the peer is gone already.
+    /// The operating system's error; [`NotConnected`](io::ErrorKind::NotConnected) if the peer has
+    /// gone.
     fn finish(&mut self) -> io::Result<()>;
 }
 
 /// Closes a [`Transport`] from any thread.
 pub trait Close: fmt::Debug + Send + Sync {
-    /// Closes both directions at once and wakes whoever waits on either half. What was written may
-    /// be lost. Closing again does nothing.
+    /// Closes both directions at once and wakes the threads that wait on either half. Written data
+    /// may be lost. Closing again has no effect.
     fn close(&self);
 }

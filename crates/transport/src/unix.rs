@@ -1,4 +1,4 @@
-//! Unix sockets: a listener's file, and connecting within a time.
+//! Unix sockets: the file of a listener, and connecting with a time limit.
 
 use std::fs::File;
 use std::io;
@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-/// The file of a listening socket, removed when this is dropped.
+/// The file of a listening socket. Dropping this removes it.
 #[derive(Debug)]
 pub struct SocketFile {
     path: PathBuf,
@@ -22,7 +22,7 @@ pub struct SocketFile {
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        // Somebody may have removed it, and somebody else listen there by now.
+        // The file may have been removed, and another process may listen there now.
         if identity(&self.path).is_ok_and(|found| found == self.identity) {
             let _ = std::fs::remove_file(&self.path);
         }
@@ -34,21 +34,21 @@ fn identity(path: &Path) -> io::Result<(u64, u64)> {
     Ok((metadata.dev(), metadata.ino()))
 }
 
-/// Listens at `path`, for the file's owner only. The socket of a listener that died is replaced;
-/// a file that is no socket never is.
+/// Listens on `path`, accessible only to its owner. Replaces the socket of a listener that died,
+/// but never a file that is not a socket.
 ///
 /// # Errors
-/// [`io::ErrorKind::AddrInUse`] if the path is taken, or what the system says.
+/// [`io::ErrorKind::AddrInUse`] if the path is taken, or the operating system's error.
 pub fn listen(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
     let directory = match path.parent() {
         Some(directory) if !directory.as_os_str().is_empty() => directory,
         _ => Path::new("."),
     };
-    // A socket that is bound and does not listen yet looks like one whose listener died: one at a
-    // time.
+    // A socket between `bind` and `listen` looks like one whose listener died, so a lock serializes
+    // this.
     let _lock = lock(directory)?;
     let socket = stream_socket(SocketFlags::CLOEXEC)?;
-    // The file gets the socket's mode: there is no moment at which others may connect.
+    // The file gets the socket's mode, so it is never accessible to other users.
     fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
     let address = SocketAddrUnix::new(path)?;
     match rustix::net::bind(&socket, &address) {
@@ -63,10 +63,11 @@ pub fn listen(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
     Ok((UnixListener::from(socket), file))
 }
 
-/// How long a directory may be somebody else's who makes a socket there, which takes microseconds.
+/// How long to wait for another process that creates a socket in the directory, which takes
+/// microseconds.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Locks a directory. Whoever has locked it may have been stopped.
+/// Locks a directory. The process that holds the lock may be stopped, so the wait is limited.
 fn lock(directory: &Path) -> io::Result<File> {
     let lock = File::open(directory)?;
     let deadline = Instant::now() + LOCK_TIMEOUT;
@@ -74,12 +75,13 @@ fn lock(directory: &Path) -> io::Result<File> {
         match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => return Ok(lock),
             Err(Errno::WOULDBLOCK | Errno::INTR) if Instant::now() < deadline => {
-                // A lock with a bound can only be tried.
+                // `flock` has no time-out.
                 std::thread::sleep(Duration::from_millis(5));
             }
             Err(Errno::WOULDBLOCK) => {
                 let text = format!(
-                    "another process has locked {} for {} s to make a socket there: it may be stopped",
+                    "another process has locked {} for {} s to create a socket there; it may be \
+                    stopped",
                     directory.display(),
                     LOCK_TIMEOUT.as_secs()
                 );
@@ -90,10 +92,10 @@ fn lock(directory: &Path) -> io::Result<File> {
     }
 }
 
-/// Connections that may wait to be accepted: all channels of several sources.
+/// Number of connections that may wait to be accepted: all channels of several sources.
 const BACKLOG: i32 = 128;
 
-/// Whether a socket's listener is gone. Connecting to a regular file is refused as well.
+/// Whether a socket's listener is gone. Connecting to a regular file also returns `ECONNREFUSED`.
 fn is_stale(path: &Path, address: &SocketAddrUnix) -> bool {
     let is_socket =
         std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket());
@@ -102,10 +104,10 @@ fn is_stale(path: &Path, address: &SocketAddrUnix) -> bool {
             .is_ok_and(|probe| rustix::net::connect(probe, address) == Err(Errno::CONNREFUSED))
 }
 
-/// Connects within `timeout`: a listener that accepts nobody has a full queue.
+/// Connects within `timeout`. A listener that does not accept connections has a full queue.
 ///
 /// # Errors
-/// [`io::ErrorKind::TimedOut`], or what the system says.
+/// [`io::ErrorKind::TimedOut`], or the operating system's error.
 pub fn connect(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
     let socket = stream_socket(SocketFlags::CLOEXEC)?;
     set_socket_timeout(&socket, Timeout::Send, Some(timeout))?;
@@ -128,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_file_is_for_its_owner_and_goes_with_the_listener() {
+    fn socket_file_is_private_and_removed_with_the_listener() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         let (socket, file) = listen(&path).unwrap();
@@ -139,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_no_socket_is_left_alone() {
+    fn listen_keeps_a_file_that_is_not_a_socket() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("notes");
         std::fs::write(&path, "precious").unwrap();
@@ -148,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn the_file_of_a_successor_is_left_alone() {
+    fn drop_keeps_the_file_of_a_successor() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         let first = listen(&path).unwrap();
@@ -159,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_stays_locked_is_an_error_that_names_it() {
+    fn listen_names_a_directory_that_stays_locked() {
         let directory = tempfile::tempdir().unwrap();
         let held = lock(directory.path()).unwrap();
         let path = directory.path().join("s");
@@ -171,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn a_listener_that_accepts_nobody_does_not_hold_a_dialler_or_a_rival_up() {
+    fn full_queue_is_a_timeout_for_connect_and_in_use_for_listen() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         let (_socket, _file) = listen(&path).unwrap();

@@ -1,15 +1,15 @@
-//! A peer that is not who was asked for.
+//! A certificate without the expected URI.
 
-/// The certificate has another URI than the one that is asked for.
+/// The certificate does not have the expected URI.
 #[derive(Debug, thiserror::Error)]
 #[error("its certificate is for {}, not for {expected}", names(.presented))]
 pub struct WrongIdentity {
-    /// The URI that is asked for.
+    /// The expected URI.
     pub expected: String,
     /// All names in the certificate.
     pub presented: Vec<String>,
 }
 
 fn names(names: &[String]) -> String {
-    if names.is_empty() { "nobody".into() } else { names.join(", ") }
+    if names.is_empty() { "no name".into() } else { names.join(", ") }
 }

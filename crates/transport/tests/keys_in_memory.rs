@@ -1,6 +1,7 @@
-//! Private keys leave no copy in this process's memory once they were issued, loaded and dropped.
+//! Private keys leave no copies in this process's memory after they were issued, loaded and
+//! dropped.
 //!
-//! A test binary of its own: whatever else runs here might have a key.
+//! A separate test binary, because other tests may hold keys.
 
 use std::fs::File;
 use std::hint::black_box;
@@ -13,18 +14,18 @@ use vmferry_transport::pki::{self, IssueRequest, Validity};
 use vmferry_transport::{IdentityFiles, TlsIdentity};
 use zeroize::Zeroize;
 
-/// What is looked for is kept so, and is not found itself.
+/// The search patterns are stored masked, so that the search does not find them.
 const MASK: u8 = 0x5a;
 
-/// Where the secret number stands in a P-256 key as PKCS#8 (RFC 5958, RFC 5915), and its length.
+/// Offset and length of the private scalar in a P-256 key as PKCS#8 (RFC 5958, RFC 5915).
 const SECRET_AT: usize = 36;
 const SECRET_BYTES: usize = 32;
 
-/// The secret of a key file as it stands in DER, and its beginning as it stands in base64; masked.
+/// The secret of a key file in DER, and the start of it in base64; both masked.
 fn secrets(path: &Path) -> Vec<Vec<u8>> {
     let mut pem = std::fs::read(path).unwrap();
     let begin = pem.iter().position(|byte| *byte == b'\n').unwrap() + 1;
-    // The first line holds 48 bytes, of which the last twelve are of the secret.
+    // The first line holds 48 bytes. The last twelve belong to the secret.
     let mut text: Vec<u8> = pem[begin + 48..begin + 64].to_vec();
     let mut der = decoded(&pem);
     assert_eq!(der[SECRET_AT - 2..SECRET_AT], [0x04, 0x20], "it is such a key");
@@ -36,7 +37,7 @@ fn secrets(path: &Path) -> Vec<Vec<u8>> {
     masked.into()
 }
 
-/// A key file's DER. Nothing else of it stays behind.
+/// The DER of a key file. All other buffers are overwritten.
 fn decoded(pem: &[u8]) -> Vec<u8> {
     let mut body: Vec<u8> = Vec::with_capacity(pem.len());
     let lines = pem.split(|byte| *byte == b'\n').filter(|line| !line.starts_with(b"-----"));
@@ -47,7 +48,7 @@ fn decoded(pem: &[u8]) -> Vec<u8> {
     der
 }
 
-/// How often any of the secrets stands in writable memory of this process.
+/// Number of copies of the secrets in this process's writable memory.
 fn copies(secrets: &[Vec<u8>]) -> usize {
     const CHUNK: usize = 1 << 20;
     let mut buffer = vec![0; CHUNK + SECRET_BYTES];
@@ -82,7 +83,7 @@ fn copies(secrets: &[Vec<u8>]) -> usize {
 }
 
 #[test]
-fn no_copy_of_a_private_key_stays_behind() {
+fn private_keys_leave_no_copy() {
     let directory = tempfile::tempdir().unwrap();
     let (authority, host) = (directory.path().join("ca"), directory.path().join("host"));
     let validity = Validity::days(10);
@@ -95,7 +96,7 @@ fn no_copy_of_a_private_key_stays_behind() {
     drop(identity);
     assert_eq!(copies(&secrets_of_both), 0);
 
-    // A copy that was kept is found: by its text, and by its number once it is decoded.
+    // Negative control: a deliberate copy is found, as PEM text and after decoding.
     let mut text = std::fs::read(host.join("host.key")).unwrap();
     assert_eq!(copies(&secrets_of_both), 1);
     let number = decoded(&text);

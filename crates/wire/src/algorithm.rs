@@ -1,72 +1,69 @@
-//! The compression algorithms that a frame may be packed with.
+//! Compression algorithms for frames.
 
 use std::fmt;
 
 /// How the packed pages of a frame are compressed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, strum::FromRepr, strum::IntoStaticStr,
+)]
+#[repr(u8)]
+#[strum(serialize_all = "lowercase")]
 pub enum Algorithm {
     /// 1: zlib (RFC 1950).
-    Zlib,
+    Zlib = 1,
     /// 2: one Zstandard frame (RFC 8878).
-    Zstd,
-    /// 3: one LZ4 block, without a frame around it.
-    Lz4,
+    Zstd = 2,
+    /// 3: one LZ4 block, without the LZ4 frame format.
+    Lz4 = 3,
 }
 
 impl Algorithm {
-    /// All of them.
+    /// All algorithms that this release knows.
     pub const ALL: [Self; 3] = [Self::Zlib, Self::Zstd, Self::Lz4];
 
-    /// Its number on the wire; 0 means that nothing is compressed.
+    /// The algorithm's number on the wire; 0 there means uncompressed.
     #[must_use]
     pub fn number(self) -> u8 {
-        match self {
-            Self::Zlib => 1,
-            Self::Zstd => 2,
-            Self::Lz4 => 3,
-        }
+        self as u8
     }
 
-    /// The algorithm of a number.
+    /// The algorithm with this number.
     #[must_use]
     pub fn from_number(number: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|algorithm| algorithm.number() == number)
+        Self::from_repr(number)
     }
 
-    /// Its usual name.
+    /// The algorithm's usual name.
     #[must_use]
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Zlib => "zlib",
-            Self::Zstd => "zstd",
-            Self::Lz4 => "lz4",
-        }
+        self.into()
     }
 }
 
-/// Which algorithms a side can decode.
+/// The algorithms that a side can decode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AlgorithmSet(u32);
 
 impl AlgorithmSet {
-    /// What every release of version 1 can decode, and what a destination can that says nothing of it.
+    /// The algorithms of protocol version 1. A destination that does not announce a set has this
+    /// one.
     pub const VERSION_1: Self = Self(1 << 1 | 1 << 2 | 1 << 3);
-    /// What this release can decode.
+    /// The algorithms that this release can decode.
     pub const ALL: Self = Self::VERSION_1;
 
-    /// Whether it has `algorithm`.
+    /// Whether the set contains `algorithm`.
     #[must_use]
     pub fn contains(self, algorithm: Algorithm) -> bool {
         self.0 & (1 << algorithm.number()) != 0
     }
 
-    /// These of them alone.
+    /// The members of this set that are also in `algorithms`.
     #[must_use]
     pub fn only(self, algorithms: &[Algorithm]) -> Self {
-        Self(self.0 & algorithms.iter().fold(0, |bits, one| bits | 1 << one.number()))
+        Self(self.0 & algorithms.iter().fold(0, |bits, algorithm| bits | 1 << algorithm.number()))
     }
 
-    /// The bit of an algorithm is that of its number. Bits of algorithms that this release does not know are kept.
+    /// Each algorithm's bit is at its number. Unknown bits are kept.
     #[must_use]
     pub(crate) fn bits(self) -> u32 {
         self.0
@@ -79,7 +76,7 @@ impl AlgorithmSet {
 
 impl fmt::Display for AlgorithmSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let known = Algorithm::ALL.into_iter().filter(|one| self.contains(*one));
+        let known = Algorithm::ALL.into_iter().filter(|algorithm| self.contains(*algorithm));
         let names: Vec<_> = known.map(Algorithm::name).collect();
         f.write_str(&if names.is_empty() { "none".to_owned() } else { names.join(", ") })
     }
@@ -96,8 +93,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_set_names_what_it_has() {
-        assert!(Algorithm::ALL.into_iter().all(|one| AlgorithmSet::ALL.contains(one)));
+    fn algorithm_set_prints_its_members() {
+        assert!(Algorithm::ALL.into_iter().all(|algorithm| AlgorithmSet::ALL.contains(algorithm)));
         let set = AlgorithmSet::ALL.only(&[Algorithm::Lz4, Algorithm::Zlib]);
         assert_eq!(set.to_string(), "zlib, lz4");
         assert!(!set.contains(Algorithm::Zstd));

@@ -1,4 +1,5 @@
-//! The bodies of control messages as bytes: a tuple that never changes, and since version 2 fields behind it.
+//! Bodies of control messages: a tuple whose form never changes, followed since version 2 by
+//! fields.
 
 use std::fmt;
 
@@ -20,25 +21,25 @@ use vmferry_handover::{GuestIdentity, MAX_NAME_BYTES, SessionId};
 
 const MAX_VMM_BYTES: usize = 64;
 
-/// Numbers of fields: never reused, and of one meaning for each message. BEGIN, ACCEPT and REFUSE: the release of vmferry, as
-/// text.
+/// Field numbers are never reused. The same number may mean different things in different messages.
+///
+/// BEGIN, ACCEPT and REFUSE: the release of vmferry, as text.
 const RELEASE: u16 = 1;
 /// BEGIN, ACCEPT and REFUSE: the VMM and its release, as text.
 const VMM_RELEASE: u16 = 2;
 /// BEGIN, mandatory, without content: the VMM streams the guest, one stream on each lane.
 const STREAMS: u16 = 3;
-/// BEGIN: bytes that the guest uses of each slot, a u64 for each; [`UNKNOWN_BYTES`] where they are
-/// not known.
+/// BEGIN: bytes that the guest uses in each slot, a u64 per slot; [`UNKNOWN_BYTES`] if unknown.
 const USED_BYTES: u16 = 4;
-/// Encodes a number of bytes that is not known.
+/// Encodes an unknown number of bytes.
 const UNKNOWN_BYTES: u64 = u64::MAX;
-/// Slots of which it is said at most, so that the message keeps to its limit.
+/// Maximum number of slots in [`USED_BYTES`], so that BEGIN stays within its size limit.
 const MAX_USED_SLOTS: usize = 1024;
-/// FINAL, mandatory, without content: the guest was paused by somebody, and stays so.
+/// FINAL, mandatory, without content: another party paused the guest, and it must stay paused.
 const PAUSED: u16 = 1;
-/// ACCEPT: what the destination can decode, a bit for the number of each algorithm (u32).
+/// ACCEPT: the algorithms that the destination can decode, one bit per algorithm number (u32).
 const ALGORITHMS: u16 = 3;
-/// ACCEPT, without content: the destination takes VERIFY before FINAL.
+/// ACCEPT, without content: the destination accepts VERIFY before FINAL.
 const VERIFIES_PLACED: u16 = 4;
 
 #[derive(Serialize, Deserialize)]
@@ -63,7 +64,7 @@ struct Final<'a> {
     state: &'a [u8],
 }
 
-/// FINAL up to its state.
+/// FINAL without the bytes of its state.
 #[derive(Deserialize)]
 struct FinalHead {
     #[serde(deserialize_with = "lane_sequences")]
@@ -72,8 +73,9 @@ struct FinalHead {
     state_bytes: u64,
 }
 
-/// Reads the numbers of the lanes' last frames. A body of FINAL may be long, and numbers grow to eight times their
-/// bytes when they are read: one that is too many ends the reading.
+/// Reads the sequence numbers of the lanes' last frames. A body of FINAL may be 64 MiB long, and a
+/// number takes up to eight times its wire size in memory, so reading stops at the first lane
+/// beyond the limit.
 fn lane_sequences<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u64>, D::Error> {
     struct Lanes;
     impl<'de> Visitor<'de> for Lanes {
@@ -98,7 +100,7 @@ fn lane_sequences<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u64>
 }
 
 impl ControlMessage {
-    /// Appends the message's body, without header.
+    /// Appends the message's body, without the header.
     pub(crate) fn encode_body(&self, version: u16, into: &mut impl Buffer) {
         self.encode_tuple(into);
         if version >= FIELDS_SINCE {
@@ -177,7 +179,8 @@ impl ControlMessage {
         }
     }
 
-    /// A message from its type number and whole body, and the numbers of the fields that were left out.
+    /// Decodes a message from its type number and whole body. Also returns the numbers of the
+    /// fields that were ignored.
     pub(crate) fn decode_body(
         number: u16,
         version: u16,
@@ -187,7 +190,8 @@ impl ControlMessage {
         message.finish(version, rest)
     }
 
-    /// The same, with the state of FINAL in the body's own memory.
+    /// Like [`decode_body`](Self::decode_body), but keeps the state of FINAL in the body's own
+    /// memory.
     pub(crate) fn decode_whole(
         number: u16,
         version: u16,
@@ -197,12 +201,13 @@ impl ControlMessage {
             return Self::decode_body(number, version, &body);
         }
         let (FinalHead { lane_sequences, digest, state_bytes }, rest) = get(number, &body)?;
-        let behind = rest.len();
-        let Some(behind) = usize::try_from(state_bytes).ok().and_then(|n| behind.checked_sub(n))
+        let remaining = rest.len();
+        let Some(remaining) =
+            usize::try_from(state_bytes).ok().and_then(|n| remaining.checked_sub(n))
         else {
-            return Err(WireError::BadBody { message: "FINAL", detail: "it is cut short".into() });
+            return Err(WireError::BadBody { message: "FINAL", detail: "it is truncated".into() });
         };
-        let state = body.len() - rest.len()..body.len() - behind;
+        let state = body.len() - rest.len()..body.len() - remaining;
         let fields = body[state.end..].to_vec();
         body.copy_within(state.clone(), 0);
         body.truncate(state.len());
@@ -210,7 +215,7 @@ impl ControlMessage {
         message.finish(version, &fields)
     }
 
-    /// Reads the fields after the tuple, and checks the whole.
+    /// Reads the fields after the tuple, and checks the complete message.
     fn finish(mut self, version: u16, rest: &[u8]) -> Result<(Self, Vec<u16>), WireError> {
         let message = &mut self;
         let mut ignored = Vec::new();
@@ -225,7 +230,7 @@ impl ControlMessage {
         Ok((self, ignored))
     }
 
-    /// A message as version 1 has it, and the bytes behind it.
+    /// Decodes the version 1 part of a message. Also returns the bytes after it.
     fn decode_tuple(number: u16, body: &[u8]) -> Result<(Self, &[u8]), WireError> {
         let (message, rest);
         macro_rules! tuple {
@@ -265,7 +270,8 @@ impl ControlMessage {
         Ok((message, rest))
     }
 
-    /// Takes a field; how it stands in the message if that has one of this number.
+    /// Stores a field in the message. Returns whether the field is optional or mandatory, or `None`
+    /// if this message has no field with that number.
     fn take(&mut self, field: u16, content: &[u8]) -> Result<Option<Need>, String> {
         let mut need = Need::Optional;
         match (self, field) {

@@ -1,4 +1,4 @@
-//! The header of a control message, and the two ways through it.
+//! The header of a control message, and the encoding and decoding of whole messages.
 
 use std::io::Write;
 use std::ops::DerefMut;
@@ -12,10 +12,10 @@ use crate::{crc32c, field};
 
 /// Length of the header before every control message.
 pub const CONTROL_HEADER_BYTES: usize = 12;
-/// Longest body of any message but FINAL.
+/// Maximum body length of every message except FINAL.
 pub const MAX_BODY_BYTES: u32 = 64 << 10;
-/// Longest body of FINAL, which carries the device state: QEMU's is under 1 MiB, and a machine
-/// with 1024 vCPUs and AMX state stays under this.
+/// Maximum body length of FINAL, which carries the device state. QEMU's device state is under 1
+/// MiB; a machine with 1024 vCPUs and AMX state also fits.
 pub const MAX_FINAL_BYTES: u32 = 64 << 20;
 
 /// A checked header.
@@ -34,7 +34,7 @@ pub struct ControlHeader {
 }
 
 impl ControlHeader {
-    /// Reads a header and checks the length against the limit of its type, before anything is
+    /// Parses a header and checks the body length against the limit of its type, before anything is
     /// allocated for the body.
     ///
     /// # Errors
@@ -66,7 +66,7 @@ impl ControlHeader {
         self.number
     }
 
-    /// The type's name, as `docs/protocol.md` has it.
+    /// The type's name, as in `docs/protocol.md`.
     #[must_use]
     pub fn name(&self) -> &'static str {
         name_of(self.number).unwrap_or("UNKNOWN")
@@ -78,19 +78,19 @@ impl ControlHeader {
         self.body_bytes as usize
     }
 
-    /// The message, from its whole body, as a version of the protocol has it: the one that was
-    /// agreed on in the channel's greeting.
+    /// Decodes the message from its whole body. `version` is the protocol version that the
+    /// channel's greeting negotiated.
     ///
     /// # Errors
-    /// A checksum that does not fit, a body that is not exactly this message, or a field that must not be ignored.
+    /// A checksum mismatch, a body that is not exactly this message, or an unknown mandatory field.
     pub fn decode(&self, version: u16, body: &[u8]) -> Result<Decoded, WireError> {
         self.check(body)?;
         let (message, ignored) = ControlMessage::decode_body(self.number, version, body)?;
         Ok(Decoded { message, ignored })
     }
 
-    /// The same of a body that is not needed any more: the state of FINAL stays in its memory, so
-    /// that there is never a second one.
+    /// Like [`decode`](Self::decode), but consumes the body and keeps the state of FINAL in its
+    /// memory, so that the state is never copied.
     ///
     /// # Errors
     /// As [`decode`](Self::decode).
@@ -113,17 +113,17 @@ impl ControlHeader {
     }
 }
 
-/// A message as it was read.
+/// A decoded message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Decoded {
     /// The message.
     pub message: ControlMessage,
-    /// The numbers of fields that came with it, and that this release does not know.
+    /// The numbers of fields in the message that this release does not know.
     pub ignored: Vec<u16>,
 }
 
-/// What messages are appended to. Where FINAL may come, with what a guest knows, it is
-/// [`GuestBytes`].
+/// A buffer that messages are appended to. Use [`GuestBytes`] where FINAL may be encoded, because
+/// its state may hold secrets of the guest.
 pub trait Buffer: Write + DerefMut<Target = [u8]> {
     /// Appends bytes.
     fn append(&mut self, bytes: &[u8]);
@@ -142,13 +142,13 @@ impl Buffer for GuestBytes {
 }
 
 impl ControlMessage {
-    /// Appends the message with its header, as a version of the protocol has it.
+    /// Appends the message with its header, in the form of a protocol version.
     pub fn encode(&self, version: u16, into: &mut impl Buffer) {
         let start = into.len();
         into.append(&[0; CONTROL_HEADER_BYTES]);
         self.encode_body(version, into);
         let (header, body) = into[start..].split_at_mut(CONTROL_HEADER_BYTES);
-        // A longer body than a header can tell is refused by the peer's limit anyway.
+        // The peer's limit rejects a body whose length does not fit the header.
         let body_bytes = u32::try_from(body.len()).unwrap_or(u32::MAX);
         header[0..4].copy_from_slice(&body_bytes.to_le_bytes());
         header[4..6].copy_from_slice(&self.number().to_le_bytes());

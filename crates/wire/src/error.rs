@@ -1,25 +1,26 @@
-//! What a peer can get wrong.
+//! Protocol errors that a peer can cause.
 
-/// Bytes that are not this protocol, with what was found and what was allowed.
+/// Bytes that violate the protocol, with the value found and the value allowed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WireError {
     /// The first bytes of a channel are not a greeting.
     #[error(
-        "this is not vmferry's protocol: the peer speaks {what}; check the port and whether one side uses tls: and the other tcp:"
+        "this is not vmferry's protocol: the peer speaks {what}; check the port and whether one \
+        side uses tls: and the other tcp:"
     )]
     NotVmferry {
-        /// What the bytes look like.
+        /// What the first bytes look like.
         what: String,
     },
     /// A control message of a type that does not exist.
     #[error("unknown control message type {0}")]
     UnknownMessage(u16),
     /// A control message longer than its type may be.
-    #[error("{message} of {bytes} bytes is longer than the {limit} that it may have")]
+    #[error("{message} of {bytes} bytes exceeds the limit of {limit} bytes")]
     TooLong {
         /// The message's name.
         message: &'static str,
-        /// The announced length.
+        /// The length in the header.
         bytes: u64,
         /// The limit.
         limit: u64,
@@ -27,17 +28,17 @@ pub enum WireError {
     /// Reserved bits that are not zero.
     #[error("reserved bits of {0} are set")]
     Reserved(&'static str),
-    /// A checksum that does not fit its bytes.
+    /// A checksum that does not match its bytes.
     #[error("the checksum of {what} is {found:#010x}, its bytes give {expected:#010x}")]
     Checksum {
         /// What was damaged.
         what: &'static str,
-        /// What the bytes give.
+        /// The checksum computed over the bytes.
         expected: u32,
-        /// What was sent.
+        /// The checksum that was sent.
         found: u32,
     },
-    /// A message whose body can't be read.
+    /// A message whose body cannot be decoded.
     #[error("bad {message}: {detail}")]
     BadBody {
         /// The message's name.
@@ -45,10 +46,11 @@ pub enum WireError {
         /// What is wrong.
         detail: String,
     },
-    /// A field of a newer release that its sender says must not be ignored.
+    /// A mandatory field that this release does not know. A newer release sends it.
     #[error(
-        "{message} has the mandatory field {field}, which vmferry {} does not know and must not ignore: upgrade vmferry \
-         on the host that refuses it, or leave out the option that asks for it",
+        "{message} has the mandatory field {field}, which vmferry {} does not know and must not \
+        ignore: upgrade vmferry on the host that refuses it, or leave out the option that asks \
+        for it",
         env!("CARGO_PKG_VERSION")
     )]
     UnknownField {
@@ -57,10 +59,10 @@ pub enum WireError {
         /// The field's number.
         field: u16,
     },
-    /// A frame that does not begin like one.
+    /// A frame that does not begin with the magic number.
     #[error("no frame begins here: found {0:#010x}")]
     BadMagic(u32),
-    /// A frame header that makes no sense.
+    /// A frame header or table that violates a rule.
     #[error("bad frame: {0}")]
     BadFrame(String),
 }

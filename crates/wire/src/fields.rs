@@ -1,4 +1,5 @@
-//! Fields behind a message's body: what a release can add without a new version of the protocol, since version 2.
+//! Fields after a message's body, since protocol version 2. A release can add fields without a new
+//! version of the protocol.
 //!
 //! ```text
 //!  0        2        6
@@ -6,8 +7,10 @@
 //!  | number | length | content |     number: the low 15 bits; the top bit: mandatory
 //!  +--------+--------+---------+
 //! ```
-//! They stand in ascending order of their numbers, each at most once, to the end of the body, and a reader that knows one
-//! knows whether it is mandatory, so that the same fields have one form only. It leaves out an optional one that it does not know, and refuses the message for a mandatory one.
+//! Fields are in ascending order of their numbers, at most one per number, up to the end of the
+//! body. The specification of each field says whether it is mandatory, so the same fields have
+//! exactly one encoding. A reader ignores an unknown optional field, and rejects a message with an
+//! unknown mandatory one.
 
 use crate::control::Buffer;
 use crate::error::WireError;
@@ -16,12 +19,12 @@ use crate::field;
 /// The first version of the protocol whose messages may have fields.
 pub(crate) const FIELDS_SINCE: u16 = 2;
 
-/// Set in the number of a field that nobody may ignore.
+/// Set in the number of a field that a reader must not ignore.
 const MANDATORY: u16 = 1 << 15;
 
 const HEAD_BYTES: usize = 6;
 
-/// Whether a reader may leave a field out that it does not know.
+/// Whether a reader may ignore a field that it does not know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Need {
     Optional,
@@ -37,7 +40,7 @@ impl std::fmt::Display for Need {
     }
 }
 
-/// Appends a field that a reader may ignore. The caller keeps to the order of numbers.
+/// Appends a field that a reader may ignore. The caller must append fields in ascending order.
 pub(crate) fn put_optional(into: &mut impl Buffer, number: u16, content: &[u8]) {
     put(into, number & !MANDATORY, content);
 }
@@ -48,20 +51,21 @@ pub(crate) fn put_mandatory(into: &mut impl Buffer, number: u16, content: &[u8])
 }
 
 fn put(into: &mut impl Buffer, number: u16, content: &[u8]) {
-    // A longer content than the length can tell is beyond the limit of every message.
+    // The peer's limit rejects a message whose length does not fit here.
     let length = u32::try_from(content.len()).unwrap_or(u32::MAX);
     into.append(&number.to_le_bytes());
     into.append(&length.to_le_bytes());
     into.append(content);
 }
 
-/// Reads all fields of a message. `take` is shown number and content of each, and says how the field stands in the message
-/// if it knows the number.
-/// Returns the numbers of those that were left out.
+/// Reads all fields of a message. `take` gets the number and content of each field; it returns
+/// whether the field is optional or mandatory, or `None` if it does not know the number. Returns
+/// the numbers of the ignored fields.
 ///
 /// # Errors
-/// [`WireError::UnknownField`] for a mandatory one that `take` does not know, [`WireError::BadBody`] for fields that are cut
-/// off, out of order, there twice or mandatory where they are optional or the other way round, and for what `take` says of a content.
+/// [`WireError::UnknownField`] for a mandatory field that `take` does not know.
+/// [`WireError::BadBody`] for fields that are truncated, out of order, repeated, marked mandatory
+/// although they are optional (or the reverse), and for contents that `take` rejects.
 pub(crate) fn read<'a>(
     message: &'static str,
     mut rest: &'a [u8],
@@ -71,19 +75,19 @@ pub(crate) fn read<'a>(
     let mut ignored = Vec::new();
     let mut last = None;
     while !rest.is_empty() {
-        let Some((head, behind)) = rest.split_at_checked(HEAD_BYTES) else {
+        let Some((head, after_head)) = rest.split_at_checked(HEAD_BYTES) else {
             return Err(bad(format!("{} bytes are left over", rest.len())));
         };
         let tagged = u16::from_le_bytes(field(head, 0));
         let number = tagged & !MANDATORY;
         if last.is_some_and(|last| number <= last) {
-            return Err(bad(format!("field {number} is out of order, or there twice")));
+            return Err(bad(format!("field {number} is out of order or repeated")));
         }
         last = Some(number);
         let length = u32::from_le_bytes(field(head, 2)) as usize;
-        let Some((content, behind)) = behind.split_at_checked(length) else {
-            let left = behind.len();
-            return Err(bad(format!("field {number} has {length} bytes, and {left} are left")));
+        let Some((content, after_content)) = after_head.split_at_checked(length) else {
+            let left = after_head.len();
+            return Err(bad(format!("field {number} has {length} bytes, but {left} are left")));
         };
         let known =
             take(number, content).map_err(|detail| bad(format!("field {number}: {detail}")))?;
@@ -98,7 +102,7 @@ pub(crate) fn read<'a>(
                 return Err(WireError::UnknownField { message, field: number });
             }
         }
-        rest = behind;
+        rest = after_content;
     }
     Ok(ignored)
 }
@@ -109,7 +113,7 @@ mod tests {
 
     use super::*;
 
-    /// A reader that knows field 3 only.
+    /// Reads fields with a reader that knows only field 3.
     fn read_all(bytes: &[u8]) -> Result<(Vec<u8>, Vec<u16>), WireError> {
         let mut third = Vec::new();
         let ignored = read("TEST", bytes, |number, content| {
@@ -134,14 +138,14 @@ mod tests {
     }
 
     #[test]
-    fn fields_that_are_out_of_order_or_cut_off_are_refused() {
+    fn read_refuses_fields_out_of_order_or_truncated() {
         let fields = |numbers: &[u16]| {
             let mut bytes = Vec::new();
             numbers.iter().for_each(|&number| put(&mut bytes, number, b"12"));
             bytes
         };
         assert_eq!(read_all(&fields(&[1, 3, 9])), Ok((b"12".to_vec(), vec![1, 9])));
-        // The top bit is no part of the number.
+        // The top bit is not part of the number.
         for numbers in [&[3, 1][..], &[3, 3], &[3, 3 | MANDATORY], &[5 | MANDATORY, 4], &[1, 1]] {
             let error = read_all(&fields(numbers)).unwrap_err().to_string();
             assert!(error.contains("field"), "{numbers:?}: {error}");
@@ -151,11 +155,11 @@ mod tests {
             assert!(matches!(read_all(&whole[..cut]), Err(WireError::BadBody { .. })), "{cut}");
         }
         let error = read_all(b"\x03\x00\xff\xff\xff\xff").unwrap_err().to_string();
-        assert_eq!(error, "bad TEST: field 3 has 4294967295 bytes, and 0 are left");
+        assert_eq!(error, "bad TEST: field 3 has 4294967295 bytes, but 0 are left");
     }
 
     #[test]
-    fn a_field_is_taken_with_its_own_bit_only() {
+    fn read_checks_the_mandatory_bit() {
         let mut bytes = Vec::new();
         put_mandatory(&mut bytes, 3, b"abc");
         let error = read_all(&bytes).unwrap_err().to_string();

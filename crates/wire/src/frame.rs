@@ -1,17 +1,27 @@
 //! Frames of pages on a data channel.
 //!
 //! ```text
-//!  0       4      5           6      8       12     16         24              28             32            36          40
-//!  +-------+------+-----------+------+-------+------+----------+---------------+--------------+-------------+-----------+-----+
-//!  | magic | kind | algorithm | slot | round | runs | sequence | payload bytes | packed bytes | delta bytes | table CRC | CRC |
-//!  +-------+------+-----------+------+-------+------+----------+---------------+--------------+-------------+-----------+-----+ 44
-//!  followed by the run table, see `runs.rs`, and the payload:
+//!  offset  bytes  field
+//!       0      4  magic
+//!       4      1  kind
+//!       5      1  algorithm
+//!       6      2  slot
+//!       8      4  round
+//!      12      4  runs
+//!      16      8  sequence
+//!      24      4  payload bytes
+//!      28      4  packed bytes
+//!      32      4  delta bytes
+//!      36      4  table CRC
+//!      40      4  CRC
+//!      44         the run table, see `runs.rs`, and then the payload:
+//!
 //!  | the pages of all raw runs, 4096 bytes each | packed bytes |
 //! ```
-//! The packed bytes are, compressed with the frame's algorithm (or as they are, if it has none), the
-//! pages of all packed runs and then the records of all delta runs, which are `delta bytes` long. The
-//! CRC covers the 40 bytes before it, the table CRC the run table, whose entries have a sum of their
-//! decoded pages each.
+//! The packed part holds the pages of all packed runs and then the records of all delta runs, which
+//! are `delta bytes` long. It is compressed with the frame's algorithm, if the frame has one. The
+//! CRC covers the 40 bytes before it. The table CRC covers the run table, whose entries each have a
+//! sum of their decoded pages.
 
 use vmferry_memory::SlotId;
 
@@ -24,41 +34,41 @@ use crate::{crc32c, field};
 
 /// Length of a frame's header.
 pub const FRAME_HEADER_BYTES: usize = 44;
-/// Most runs in a frame.
+/// Maximum number of runs in a frame.
 pub const MAX_FRAME_RUNS: u32 = 512;
 
 /// "VFPG", read as a little-endian number.
 const FRAME_MAGIC: u32 = u32::from_le_bytes(*b"VFPG");
 
-/// What a frame is.
+/// The kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FrameKind {
     /// 1: pages.
     Pages,
-    /// 2: the lane has sent all of the round; no runs, no payload.
+    /// 2: the lane has sent all of its pages of the round; no runs, no payload.
     EndOfRound,
-    /// 3: a piece of a VMM's own stream; its table is one of segments, see `segments.rs`.
+    /// 3: a piece of a VMM's own stream. Its table is a segment table, see `segments.rs`.
     Stream,
 }
 
 /// A frame's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FrameHeader {
-    /// What it is.
+    /// The kind of the frame.
     pub kind: FrameKind,
-    /// How its packed bytes are compressed; `None` if they are as they are.
+    /// How the packed part is compressed; `None` if it is not.
     pub algorithm: Option<Algorithm>,
-    /// The slot that all its pages are in.
+    /// The slot of all pages in the frame.
     pub slot: SlotId,
     /// The round, from 1.
     pub round: u32,
-    /// Entries of the run table, or of the segment table.
+    /// Number of entries in the run table or the segment table.
     pub runs: u32,
     /// The frame's number on its lane: 1, 2, 3 …
     pub sequence: u64,
     /// Length of the payload.
     pub payload_bytes: u32,
-    /// Length of its packed part, which stands behind the raw pages.
+    /// Length of the packed part, which follows the raw pages in the payload.
     pub packed_bytes: u32,
     /// Length of the records of all delta runs, before compression.
     pub delta_bytes: u32,
@@ -67,7 +77,7 @@ pub struct FrameHeader {
 }
 
 impl FrameHeader {
-    /// The frame that says that a lane has sent all of a round.
+    /// The frame that ends a lane's part of a round.
     #[must_use]
     pub fn end_of_round(round: u32, sequence: u64) -> Self {
         Self {
@@ -84,7 +94,7 @@ impl FrameHeader {
         }
     }
 
-    /// As bytes.
+    /// Encodes the header.
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_HEADER_BYTES] {
         let mut bytes = [0; FRAME_HEADER_BYTES];
@@ -108,10 +118,10 @@ impl FrameHeader {
         bytes
     }
 
-    /// From bytes, with every length checked against its limit.
+    /// Parses a header, and checks every length against its limit.
     ///
     /// # Errors
-    /// Bytes that are no frame header, damaged, or beyond a limit.
+    /// Bytes that are not a frame header, damaged bytes, or a value beyond its limit.
     pub fn parse(bytes: &[u8; FRAME_HEADER_BYTES]) -> Result<Self, WireError> {
         let magic = u32::from_le_bytes(field(bytes, 0));
         if magic != FRAME_MAGIC {
@@ -211,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn every_damaged_bit_is_noticed() {
+    fn parse_detects_every_damaged_bit() {
         let good = header().encode();
         for bit in 0..good.len() * 8 {
             let mut bad = good;
@@ -221,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_checked() {
+    fn parse_checks_limits() {
         let good = header();
         let cases = [
             FrameHeader { runs: MAX_FRAME_RUNS + 1, ..good },

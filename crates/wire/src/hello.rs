@@ -1,5 +1,5 @@
-//! The greeting on every channel. These layouts are frozen: whatever a later version changes, it
-//! is told by the version numbers here.
+//! The greeting on every channel. These layouts are frozen. Every later change of the protocol is
+//! announced by the version numbers in the greeting.
 
 use std::ops::RangeInclusive;
 
@@ -12,7 +12,7 @@ pub const PROTOCOL_VERSION_MIN: u16 = 1;
 /// Newest protocol version that this release speaks.
 pub const PROTOCOL_VERSION_MAX: u16 = 2;
 
-/// The newest version that both sides speak; none if there is no such version.
+/// The newest version that both sides speak, or `None` if there is no common version.
 #[must_use]
 pub fn common_version(ours: &RangeInclusive<u16>, theirs: &RangeInclusive<u16>) -> Option<u16> {
     let newest = *ours.end().min(theirs.end());
@@ -24,7 +24,8 @@ pub const HELLO_BYTES: usize = 40;
 /// Length of a [`HelloReply`].
 pub const HELLO_REPLY_BYTES: usize = 24;
 
-/// Ends in a line feed and a byte that is no text, so that a transfer as text is noticed.
+/// Ends with a line feed and is followed by non-text bytes, so that a transfer in text mode is
+/// detected.
 const HELLO_MAGIC: [u8; 8] = *b"VMFERRY\n";
 const REPLY_MAGIC: [u8; 8] = *b"VMFERRY\r";
 
@@ -35,11 +36,11 @@ pub enum Role {
     Control,
     /// 2: one lane's data channel.
     Data,
-    /// 3: a control channel on which a source in doubt asks for a session's word.
+    /// 3: a control channel on which a source that is in doubt asks for the destination's word.
     Query,
-    /// 4: the control channel of a session that goes on after its link was lost.
+    /// 4: the control channel of a session that continues after its link was lost.
     Resume,
-    /// 5: a channel without a session, on which a host is asked what it has; see
+    /// 5: a channel without a session, on which a source asks what a host has; see
     /// [`ProbeMessage`](crate::ProbeMessage).
     Probe,
     /// A role of a newer release.
@@ -84,7 +85,7 @@ impl From<Role> for u8 {
 pub struct Hello {
     /// Oldest protocol version that the source speaks.
     pub version_min: u16,
-    /// Newest.
+    /// Newest protocol version that the source speaks.
     pub version_max: u16,
     /// What the channel is for.
     pub role: Role,
@@ -92,8 +93,9 @@ pub struct Hello {
     pub lane: u8,
     /// The session's token on a data channel and a resumed control channel, zeros otherwise.
     pub token: Token,
-    /// How often this lane, or this session's control channel, was dialled before. What is not higher than
-    /// what has come already is somebody's recording.
+    /// Number of earlier attempts to connect this lane or this session's control channel. The
+    /// destination rejects an attempt that is not higher than the last one, because it may be a
+    /// replay.
     pub attempt: u64,
 }
 
@@ -104,7 +106,7 @@ impl Hello {
         self.version_min..=self.version_max
     }
 
-    /// As bytes.
+    /// Encodes the greeting.
     #[must_use]
     pub fn encode(&self) -> [u8; HELLO_BYTES] {
         let mut bytes = [0; HELLO_BYTES];
@@ -118,10 +120,10 @@ impl Hello {
         bytes
     }
 
-    /// From bytes. Reserved bytes are for later versions and ignored here.
+    /// Parses a greeting. Reserved bytes are left to later versions and ignored.
     ///
     /// # Errors
-    /// [`WireError::NotVmferry`], which says what the peer seems to speak.
+    /// [`WireError::NotVmferry`], which names the protocol that the peer seems to speak.
     pub fn parse(bytes: &[u8; HELLO_BYTES]) -> Result<Self, WireError> {
         check_magic(bytes, HELLO_MAGIC)?;
         Ok(Self {
@@ -135,22 +137,22 @@ impl Hello {
     }
 }
 
-/// What the destination answers to a greeting.
+/// The destination's answer to a greeting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HelloStatus {
-    /// 0: go on.
+    /// 0: continue.
     Ok,
     /// 1: no common version.
     Version,
-    /// 2: another migration is going on, or a guest runs here.
+    /// 2: the destination is busy with another migration, or a guest already runs in its VMM.
     Busy,
-    /// 3: the token is not this session's.
+    /// 3: the token does not belong to this session.
     BadToken,
-    /// 4: the lane was not announced, or this attempt at it is not newer than the one before.
+    /// 4: the lane was not announced, or this attempt is not newer than the last one.
     BadLane,
-    /// 5: this kind of channel is not served.
+    /// 5: the destination does not serve this role.
     Refused,
-    /// 6: the session is past the point where its link could be made again.
+    /// 6: the session has passed the point up to which its link can be re-established.
     TooLate,
     /// A status of a newer release.
     Other(u8),
@@ -186,25 +188,19 @@ impl From<HelloStatus> for u8 {
     }
 }
 
-/// The destination's answer.
-///
-/// ```text
-///  0      8        9   10            12            14        16
-///  +------+--------+---+-------------+-------------+---------+--------+
-///  | magic| status | 0 | version_min | version_max | version | placed |
-///  +------+--------+---+-------------+-------------+---------+--------+ 24
-/// ```
+/// The destination's reply to a greeting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HelloReply {
-    /// Whether to go on.
+    /// Whether the source may continue.
     pub status: HelloStatus,
     /// Oldest protocol version that the destination speaks.
     pub version_min: u16,
-    /// Newest.
+    /// Newest protocol version that the destination speaks.
     pub version_max: u16,
-    /// The version that both now speak.
+    /// The negotiated version.
     pub version: u16,
-    /// On a data channel: all frames of its lane up to this one are placed, 0 if there is none.
+    /// On a data channel: the sequence number of the last frame of its lane that was placed, 0 if
+    /// none.
     pub placed: u64,
 }
 
@@ -215,7 +211,7 @@ impl HelloReply {
         self.version_min..=self.version_max
     }
 
-    /// As bytes.
+    /// Encodes the reply.
     #[must_use]
     pub fn encode(&self) -> [u8; HELLO_REPLY_BYTES] {
         let mut bytes = [0; HELLO_REPLY_BYTES];
@@ -228,7 +224,7 @@ impl HelloReply {
         bytes
     }
 
-    /// From bytes.
+    /// Parses a reply.
     ///
     /// # Errors
     /// [`WireError::NotVmferry`].
@@ -260,7 +256,7 @@ fn check_magic(bytes: &[u8], magic: [u8; 8]) -> Result<(), WireError> {
             "HTTP".to_owned()
         }
         _ if bytes.starts_with(b"SSH-") => "SSH".to_owned(),
-        _ => format!("something that begins with {}", bytes[..8].escape_ascii()),
+        _ => format!("an unknown protocol that begins with {}", bytes[..8].escape_ascii()),
     };
     Err(WireError::NotVmferry { what })
 }
@@ -299,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_common_version_is_spoken() {
+    fn common_version_is_the_newest() {
         let common = |ours: RangeInclusive<u16>, theirs: RangeInclusive<u16>| {
             let common = common_version(&ours, &theirs);
             assert_eq!(common, common_version(&theirs, &ours), "both sides say the same");
@@ -310,13 +306,13 @@ mod tests {
         assert_eq!(common(1..=2, 2..=9), Some(2));
         assert_eq!(common(1..=2, 3..=9), None);
         assert_eq!(common(2..=2, 1..=1), None);
-        // A peer's word may be nonsense.
+        // A peer may send a range that is empty.
         assert_eq!(common(1..=2, RangeInclusive::new(2, 1)), None);
         assert_eq!(common(1..=2, RangeInclusive::new(9, 0)), None);
     }
 
     #[test]
-    fn strangers_are_recognised() {
+    fn other_protocols_are_recognized() {
         let cases: [(&[u8], &str); 5] = [
             (b"\x16\x03\x01\x02\x00", "TLS"),
             (b"GET / HTTP/1.1\r\n", "HTTP"),
@@ -333,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_of_newer_releases_are_kept() {
+    fn unknown_numbers_are_kept() {
         for number in 0..=255_u8 {
             assert_eq!(u8::from(Role::from(number)), number);
             assert_eq!(u8::from(HelloStatus::from(number)), number);

@@ -1,16 +1,17 @@
-//! The wire format, sans-IO: bytes in, typed values out, and back.
+//! The wire format, sans-IO: converts between bytes and typed values.
 //!
-//! A channel begins with a [`Hello`] and its [`HelloReply`], whose layouts are frozen for ever so
-//! that any two releases can tell each other their versions. A control channel then carries
-//! [`ControlMessage`]s in both directions, each behind a [`ControlHeader`]; a data channel carries
-//! frames from source to destination, each a [`FrameHeader`], a table and a payload: pages
-//! ([`RunTable`]), or pieces of a VMM's own stream ([`SegmentTable`]). `docs/protocol.md` is the specification.
+//! A channel begins with a [`Hello`] and its [`HelloReply`]. Their layouts are frozen, so that any
+//! two releases can exchange their versions. A control channel then carries [`ControlMessage`]s in
+//! both directions, each after a [`ControlHeader`]. A data channel carries frames from source to
+//! destination. A frame is a [`FrameHeader`], a table and a payload, which holds pages
+//! ([`RunTable`]) or pieces of a VMM's own stream ([`SegmentTable`]). `docs/protocol.md` is the
+//! specification.
 //!
-//! Two sides speak the newest version of the protocol that both know ([`common_version`]): it decides how the bodies
-//! of control messages are read and written, and nothing else differs between versions 1 and 2.
+//! Two sides speak the newest protocol version that both know ([`common_version`]). Versions 1 and
+//! 2 differ only in the bodies of control messages.
 //!
-//! Nothing from the wire is trusted: a length is checked against the limit of its kind before
-//! anything is allocated, every number before it is used, and whatever is left over is an error.
+//! Input from the wire is not trusted. Each length is checked against the limit of its kind before
+//! memory is allocated, each number is checked before it is used, and leftover bytes are an error.
 //! All integers are little-endian.
 
 #![forbid(unsafe_code)]
@@ -56,11 +57,11 @@ pub use vmferry_handover::{GuestIdentity, MAX_NAME_BYTES, SessionId, SessionWord
 
 /// CRC-32C (Castagnoli), the checksum of headers and control messages.
 pub(crate) fn crc32c(bytes: &[u8]) -> u32 {
-    // The algorithm's 32 bits stand in the low half.
+    // The function returns a 32-bit checksum in the low half of a u64.
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
 }
 
-/// `N` bytes at an offset of a fixed-size header. The offsets are constants of this crate.
+/// Reads `N` bytes at an offset of a fixed-size header. All offsets are constants of this crate.
 pub(crate) fn field<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     let mut field = [0; N];
     field.copy_from_slice(&bytes[at..at + N]);

@@ -9,63 +9,63 @@ use crate::session::Token;
 use vmferry_api::Release;
 use vmferry_handover::{GuestIdentity, SessionId, SessionWord};
 
-/// Longest VMM-defined configuration, in bytes.
+/// Maximum length of the VMM-defined configuration, in bytes.
 pub const MAX_CONFIG_BYTES: usize = 16 << 10;
-/// Most memory slots of a guest.
+/// Maximum number of memory slots of a guest.
 pub const MAX_SLOTS: usize = 4096;
-/// Most data channels.
+/// Maximum number of data channels.
 pub const MAX_LANES: u8 = 16;
-/// Most runs of a FREE: whatever their numbers are, they fit the limit of a message.
+/// Maximum number of runs in a FREE. With any values, they fit the limit of a message.
 pub const MAX_FREE_RUNS: usize = 3000;
 
-/// A control message. S: the source sends it, D: the destination does. What is marked "since version 2" is a field: in
-/// version 1 it is not sent.
+/// A control message. S: sent by the source, D: sent by the destination. Members marked "since
+/// version 2" are fields; version 1 does not send them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ControlMessage {
     /// S: announces the guest.
     Begin {
         /// The migration.
         session: SessionId,
-        /// Who the guest is.
+        /// The guest's identity.
         guest: GuestIdentity,
         /// The VMM and machine type.
         vmm: String,
         /// The machine's configuration in the VMM's own format.
         config: Vec<u8>,
-        /// The memory slots.
+        /// The layout of the memory slots.
         layout: Vec<SlotLayout>,
-        /// Data channels to come.
+        /// Number of data channels.
         lanes: u8,
-        /// Whether both memories will be hashed whole before COMMIT.
+        /// Whether both sides will hash their whole memory before COMMIT.
         verify: bool,
-        /// For how long the source tries to make a lost link again, in milliseconds.
+        /// How long the source tries to re-establish a lost link, in milliseconds.
         reconnect_ms: u32,
-        /// Since version 2: what the source is.
+        /// Since version 2: the source's release.
         release: Option<Release>,
-        /// Since version 2: whether the VMM streams the guest, one stream on each lane. A destination that does not know
-        /// of streams must refuse. In version 1 only `vmm` says it.
+        /// Since version 2: whether the VMM streams the guest, one stream per lane. A destination
+        /// that does not support streams must refuse. In version 1, only `vmm` implies it.
         streams: bool,
-        /// Since version 2: bytes that the guest uses of each slot, as far as they are known. Empty
-        /// if it is not said.
+        /// Since version 2: bytes that the guest uses in each slot, where known. Empty if not sent.
         used_bytes: Vec<Option<u64>>,
     },
-    /// D: takes the guest; data channels show the token.
+    /// D: accepts the guest. Data channels must present the token.
     Accept {
         /// The session's token.
         token: Token,
-        /// Since version 2: what the destination is.
+        /// Since version 2: the destination's release.
         release: Option<Release>,
-        /// Since version 2: what the destination can decode. Unsaid, it is [`AlgorithmSet::VERSION_1`].
+        /// Since version 2: the algorithms that the destination can decode;
+        /// [`AlgorithmSet::VERSION_1`] if not sent.
         algorithms: Option<AlgorithmSet>,
-        /// Since version 2: whether the destination takes VERIFY before FINAL, and then hashes its
-        /// memory as it was placed, before it loads the state.
+        /// Since version 2: whether the destination accepts VERIFY before FINAL. It then hashes its
+        /// memory as placed, before it loads the state.
         verifies_placed: bool,
     },
-    /// D: does not take the guest.
+    /// D: refuses the guest.
     Refuse {
         /// Why.
         reason: Reason,
-        /// Since version 2: what the destination is.
+        /// Since version 2: the destination's release.
         release: Option<Release>,
     },
     /// D: every frame up to and including `sequence` on `lane` is in guest memory.
@@ -83,20 +83,20 @@ pub enum ControlMessage {
         digest: u64,
         /// The device state.
         state: GuestBytes,
-        /// Since version 2: whether somebody has paused the guest, which is to stay so. A
-        /// destination that does not know of that must refuse.
+        /// Since version 2: whether another party paused the guest, which must then stay paused. A
+        /// destination that does not support this must refuse.
         paused: bool,
     },
-    /// D: everything is placed, the state is loaded; waits for COMMIT.
+    /// D: all pages are placed and the state is loaded; the destination waits for COMMIT.
     Ready {
         /// Sum of the hashes of all pages as last placed.
         digest: u64,
         /// Time that loading the state took, in microseconds.
         load_us: u64,
     },
-    /// S: hash your memory whole, as I do mine. Before FINAL, to a destination that has said
-    /// `verifies_placed`: once all of it is placed, and before the state is loaded. After READY, to
-    /// any other: at once.
+    /// S: asks for a hash of the destination's whole memory. Sent before FINAL to a destination
+    /// that sent `verifies_placed`, which hashes when all pages are placed and before it loads the
+    /// state. Sent after READY to any other destination, which hashes at once.
     Verify {},
     /// D: the hash of the whole memory.
     Verified {
@@ -104,63 +104,63 @@ pub enum ControlMessage {
         hash: u64,
         /// As `vmferry_memory::WholeHash::pages`.
         pages: u64,
-        /// How long it took, in microseconds.
+        /// Time that hashing took, in microseconds.
         elapsed_us: u64,
     },
-    /// S: the guest is yours. From here on the source does not run it.
+    /// S: gives the guest to the destination. The source does not run it from now on.
     Commit {
         /// The migration.
         session: SessionId,
     },
-    /// D: the guest runs here.
+    /// D: the guest runs at the destination.
     Running {
         /// The migration.
         session: SessionId,
         /// From COMMIT to the start of the vCPUs, in microseconds.
         start_us: u64,
     },
-    /// D: has journalled that it will never run the guest.
+    /// D: the destination's journal says that it will never run the guest.
     Aborted {
         /// The migration.
         session: SessionId,
         /// Why.
         reason: Reason,
     },
-    /// S: ends the migration, before COMMIT only.
+    /// S: ends the migration. Sent only before COMMIT.
     Abort {
         /// Why.
         reason: Reason,
     },
-    /// S or D: are you there?
+    /// S or D: asks for a PONG.
     Ping {
-        /// Comes back in the answer.
+        /// Returned in the answer.
         nonce: u64,
     },
-    /// The answer to a ping.
+    /// The answer to PING.
     Pong {
-        /// The ping's.
+        /// The nonce of the PING.
         nonce: u64,
     },
-    /// S: what is your word about this session?
+    /// S: asks for the destination's word about this session.
     Query {
         /// The migration.
         session: SessionId,
     },
-    /// D: this.
+    /// D: the answer to QUERY.
     Answer {
         /// The migration.
         session: SessionId,
-        /// What the destination knows and is held to.
+        /// The destination's word, which is binding.
         word: SessionWord,
     },
-    /// S: FINAL does not hold, the guest runs on here. Only before READY is said.
+    /// S: takes FINAL back; the guest continues at the source. Valid only before READY.
     Withdraw {},
-    /// S: leave these pages out of the hash that I am about to ask for. The guest has hinted
-    /// that it does not need what they hold, so they need not be equal.
+    /// S: excludes these pages from the hash that VERIFY asks for. The guest has hinted that their
+    /// content is not needed, so they may differ.
     Free {
-        /// The slot that they are in.
+        /// The slot of the pages.
         slot: SlotId,
-        /// First page and number of pages, ascending, at most [`MAX_FREE_RUNS`] of them.
+        /// First page and number of pages of each run, ascending, at most [`MAX_FREE_RUNS`] runs.
         runs: Vec<(u64, u64)>,
     },
 }
@@ -191,14 +191,14 @@ impl ControlMessage {
         }
     }
 
-    /// The message's name, as `docs/protocol.md` has it.
+    /// The message's name, as in `docs/protocol.md`.
     #[must_use]
     pub fn name(&self) -> &'static str {
         name_of(self.number()).unwrap_or("UNKNOWN")
     }
 }
 
-/// The name of a type number, if it has one.
+/// The name of a type number, if the number is assigned.
 pub(crate) fn name_of(number: u16) -> Option<&'static str> {
     Some(match number {
         number::BEGIN => "BEGIN",

@@ -1,8 +1,8 @@
-//! The messages of a probe: a channel of role 5, on which a source that has no session asks a
-//! destination what it has, whether it would be admitted, and how fast the link is.
+//! Messages of a probe: a channel with role 5, on which a source without a session asks what a
+//! destination has, whether it would admit a guest, and how fast the link is.
 //!
-//! Their form and numbers are the same in every version of the protocol, and no other message is
-//! spoken on such a channel.
+//! Their form and numbers are the same in every version of the protocol. A probe channel carries no
+//! other messages.
 
 use serde::{Deserialize, Serialize};
 
@@ -12,46 +12,46 @@ use vmferry_handover::{GuestIdentity, MAX_NAME_BYTES};
 
 /// Longest body of any message of a probe.
 pub const MAX_PROBE_BYTES: u32 = 64 << 10;
-/// Longest text about a host (JSON).
+/// Maximum length of the facts about a host (JSON).
 pub const MAX_FACTS_BYTES: usize = 32 << 10;
-/// Longest reason for which a source or a guest would not be admitted.
+/// Maximum length of the reason for not admitting a source or a guest.
 pub const MAX_REFUSAL_BYTES: usize = 1024;
 
 /// A message of a probe.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ProbeMessage {
-    /// 32, source: what are you, and would you take this guest from me?
+    /// 32, source: asks what the destination has, and whether it would admit a guest.
     Ask {
-        /// The guest, if it is about one.
+        /// The guest that the question is about, if any.
         guest: Option<GuestIdentity>,
     },
-    /// 33, destination: the answer.
+    /// 33, destination: the answer to ASK.
     Tell {
-        /// Why the policy would refuse the source or the guest; none if it would not.
+        /// Why the policy would refuse the source or the guest; `None` if it would admit them.
         refusal: Option<String>,
-        /// What the host has, as JSON; a reader leaves out members that it does not know.
+        /// Facts about the host, as JSON. A reader ignores unknown members.
         facts: Vec<u8>,
     },
-    /// 34, source: answer at once.
+    /// 34, source: asks for an immediate answer.
     Echo {
-        /// Comes back.
+        /// Returned in the answer.
         nonce: u64,
     },
-    /// 35, destination: the answer.
+    /// 35, destination: the answer to ECHO.
     Echoed {
-        /// What was sent.
+        /// The nonce of the ECHO.
         nonce: u64,
-        /// The destination's clock: microseconds since 1970.
+        /// The destination's clock, in microseconds since 1970.
         clock_us: u64,
     },
-    /// 36, source: bytes that mean nothing, to measure the link with.
+    /// 36, source: filler that measures the link's rate.
     Load {
-        /// They are not looked at.
+        /// Ignored by the destination.
         filler: Vec<u8>,
     },
 }
 
-/// A checked header. Its form is that of a control message.
+/// A checked header. It has the form of a control message's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProbeHeader {
     body_bytes: u32,
@@ -59,7 +59,7 @@ pub struct ProbeHeader {
     checksum: u32,
 }
 
-/// Numbers of control messages are below.
+/// Numbers below 32 are control messages.
 const ASK: u16 = 32;
 const TELL: u16 = 33;
 const ECHO: u16 = 34;
@@ -72,7 +72,7 @@ fn name_of(number: u16) -> Option<&'static str> {
 }
 
 impl ProbeHeader {
-    /// Reads a header, and checks the length before anything is allocated for the body.
+    /// Parses a header, and checks the body length before anything is allocated for the body.
     ///
     /// # Errors
     /// An unknown type, reserved bits, or a body that is too long.
@@ -99,10 +99,10 @@ impl ProbeHeader {
         self.body_bytes as usize
     }
 
-    /// The message, from its whole body.
+    /// Decodes the message from its whole body.
     ///
     /// # Errors
-    /// A checksum that does not fit, or a body that is not exactly this message.
+    /// A checksum mismatch, or a body that is not exactly this message.
     pub fn decode(&self, body: &[u8]) -> Result<ProbeMessage, WireError> {
         let message = name_of(self.number).unwrap_or("a message");
         let expected = crc32c(body);
@@ -118,7 +118,7 @@ impl ProbeHeader {
     }
 }
 
-/// The bodies as they are encoded, but for LOAD's, which are its bytes.
+/// The encoded form of each body. LOAD's body is its filler, without an encoding.
 enum Body {
     Ask(Option<(uuid::Bytes, String)>),
     Tell(Option<String>, Vec<u8>),
@@ -206,7 +206,7 @@ impl ProbeMessage {
             Self::Load { filler } => into.extend_from_slice(filler),
         }
         let (header, body) = into[start..].split_at_mut(CONTROL_HEADER_BYTES);
-        // A longer body than a header can tell is refused by the peer's limit anyway.
+        // The peer's limit rejects a body whose length does not fit the header.
         let body_bytes = u32::try_from(body.len()).unwrap_or(u32::MAX);
         header[0..4].copy_from_slice(&body_bytes.to_le_bytes());
         header[4..6].copy_from_slice(&self.number().to_le_bytes());
@@ -214,8 +214,8 @@ impl ProbeMessage {
     }
 }
 
-/// Appends a value. Writing to a vector fails only for a value that has no such form, and these
-/// have one.
+/// Appends a value. Serialization into a vector fails only for types that postcard does not
+/// support, and these types are supported.
 fn put(value: &impl Serialize, into: &mut Vec<u8>) {
     match postcard::to_extend(value, std::mem::take(into)) {
         Ok(longer) => *into = longer,
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn header_refuses_what_is_too_long_or_unknown_before_a_body_is_read() {
+    fn header_refuses_long_and_unknown_messages_before_the_body_is_read() {
         let header = |bytes: u32, number: u16, reserved: u8| {
             let mut header = [0; CONTROL_HEADER_BYTES];
             header[..4].copy_from_slice(&bytes.to_le_bytes());
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn decode_refuses_what_is_damaged_left_over_or_out_of_bounds() {
+    fn decode_refuses_damaged_leftover_and_oversized_bodies() {
         let mut bytes = Vec::new();
         ProbeMessage::Echo { nonce: 9 }.encode(&mut bytes);
         let mut damaged = bytes.clone();
@@ -313,7 +313,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_a_message_or_an_error(
+        fn decode_accepts_or_refuses_any_bytes(
             number in ASK - 1..LOAD + 2,
             body in proptest::collection::vec(any::<u8>(), 0..200),
         ) {

@@ -4,41 +4,41 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Longest text of a reason, in bytes.
+/// Maximum length of a reason's text, in bytes.
 pub const MAX_REASON_BYTES: usize = 1024;
 
-/// What kind of reason it is; numbers that this release does not know are kept.
+/// The kind of a reason. Unknown numbers are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(from = "u16", into = "u16")]
 pub enum ReasonCode {
-    /// 1: the user's wish, or a limit that the user set.
+    /// 1: the user canceled, or a limit that the user set was reached.
     Cancelled,
-    /// 2: another VMM, machine type or protocol.
+    /// 2: a different VMM, machine type or protocol.
     Incompatible,
-    /// 3: another guest than the one expected.
+    /// 3: not the guest that was expected.
     IdentityMismatch,
-    /// 4: other memory slots than those expected.
+    /// 4: not the memory slots that were expected.
     LayoutMismatch,
-    /// 5: another migration is going on.
+    /// 5: another migration is in progress.
     Busy,
-    /// 6: the peer broke the protocol.
+    /// 6: the peer violated the protocol.
     Protocol,
-    /// 7: guest memory failed.
+    /// 7: access to guest memory failed.
     Memory,
     /// 8: the guest's state could not be saved or loaded.
     State,
-    /// 9: what was placed is not what was sent.
+    /// 9: the placed pages differ from the sent pages.
     DigestMismatch,
     /// 10: the link was lost or silent.
     TimedOut,
     /// 11: the journal could not be written.
     Journal,
-    /// 12: anything else that failed.
+    /// 12: any other failure.
     Internal,
-    /// 13: the VMM does not want the guest.
+    /// 13: the VMM refuses the guest.
     VmRefused,
-    /// 14: the peer is not allowed to do that.
-    Unauthorised,
+    /// 14: the peer is not authorized.
+    Unauthorized,
     /// 15: the guest has powered off.
     PoweredOff,
     /// A number from a newer release.
@@ -61,7 +61,7 @@ impl From<u16> for ReasonCode {
             11 => Self::Journal,
             12 => Self::Internal,
             13 => Self::VmRefused,
-            14 => Self::Unauthorised,
+            14 => Self::Unauthorized,
             15 => Self::PoweredOff,
             other => Self::Other(other),
         }
@@ -84,7 +84,7 @@ impl From<ReasonCode> for u16 {
             ReasonCode::Journal => 11,
             ReasonCode::Internal => 12,
             ReasonCode::VmRefused => 13,
-            ReasonCode::Unauthorised => 14,
+            ReasonCode::Unauthorized => 14,
             ReasonCode::PoweredOff => 15,
             ReasonCode::Other(other) => other,
         }
@@ -94,14 +94,15 @@ impl From<ReasonCode> for u16 {
 /// A code and a line of text for the peer's operator.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reason {
-    /// What kind.
+    /// The kind.
     pub code: ReasonCode,
     /// One line without control characters, at most [`MAX_REASON_BYTES`].
     pub text: String,
 }
 
 impl Reason {
-    /// A reason with its text made fit for the wire and for a terminal.
+    /// A reason whose text is safe for the wire and for a terminal: control characters become
+    /// spaces, and the text is cut at [`MAX_REASON_BYTES`].
     #[must_use]
     pub fn new(code: ReasonCode, text: &str) -> Self {
         let clean: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
@@ -109,7 +110,8 @@ impl Reason {
         Self { code, text: clean[..end].to_owned() }
     }
 
-    /// The same reason as if made by [`Reason::new`]: what a peer sent may end up on a terminal.
+    /// The same reason, sanitized as by [`Reason::new`]: text from a peer may be shown on a
+    /// terminal.
     #[must_use]
     pub(crate) fn cleaned(&self) -> Self {
         Self::new(self.code, &self.text)
@@ -127,15 +129,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_frozen_and_unknown_ones_kept() {
+    fn code_numbers_are_frozen_and_unknown_ones_kept() {
         for number in 0..100 {
             assert_eq!(u16::from(ReasonCode::from(number)), number);
         }
-        assert_eq!(u16::from(ReasonCode::Unauthorised), 14);
+        assert_eq!(u16::from(ReasonCode::Unauthorized), 14);
     }
 
     #[test]
-    fn text_is_bounded_on_a_character_and_clean() {
+    fn reason_text_is_bounded_and_sanitized() {
         let reason = Reason::new(ReasonCode::Internal, &"é\n".repeat(1000));
         assert!(reason.text.len() <= MAX_REASON_BYTES);
         assert!(!reason.text.contains('\n'));

@@ -1,11 +1,11 @@
-//! The names of releases as they come from the wire.
+//! Release names from the wire.
 
 use vmferry_api::MAX_RELEASE_BYTES;
 
-/// A name as it comes from the wire.
+/// Checks a name from the wire.
 pub(crate) fn checked_name(content: &[u8]) -> Result<String, String> {
-    let text = std::str::from_utf8(content).map_err(|_| "it is no text".to_owned())?;
-    // What has no name is left out: an empty one would be another form of the same message.
+    let text = std::str::from_utf8(content).map_err(|_| "it is not text".to_owned())?;
+    // An unknown name is omitted. Accepting an empty one would give the same message two encodings.
     if text.is_empty() {
         return Err("the name of a release is empty".into());
     }
@@ -22,7 +22,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_is_made_fit_for_the_wire_and_checked_on_the_other_side() {
+    fn release_name_is_sanitized_and_checked() {
         let release = Release::of_this(&format!("QEMU\n 10.0{}", "é".repeat(99)));
         assert!(release.to_string().contains(", QEMU 10.0é"), "{release}");
         assert_eq!(checked_name(release.vmm.as_bytes()), Ok(release.vmm));

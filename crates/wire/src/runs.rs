@@ -1,5 +1,5 @@
-//! The run table of a frame: which pages it holds, how each run of them is encoded, and what they sum
-//! up to. Each entry is 24 bytes:
+//! The run table of a frame: the pages of the frame, the encoding of each run of pages, and the sum
+//! of their hashes. Each entry is 24 bytes:
 //!
 //! ```text
 //! | first page (8) | pages (4) | encoding (1) | 0 (3) | content sum (8) |
@@ -13,23 +13,23 @@ use crate::frame::FrameHeader;
 use crate::sizes::{MAX_FRAME_PAYLOAD_BYTES, RUN_HEADER_BYTES};
 use crate::{crc32c, field};
 
-/// Most pages in a frame, pages of zeros included.
+/// Maximum number of pages in a frame, including zero pages.
 const MAX_FRAME_PAGES: u64 = 64 << 10;
 
-/// Most pages in a frame that are not zeros: what decoding a frame takes is bounded by it.
+/// Maximum number of nonzero pages in a frame. It bounds the memory that decoding a frame takes.
 pub const MAX_FRAME_CONTENT_PAGES: u64 = MAX_FRAME_PAYLOAD_BYTES as u64 / PAGE_SIZE as u64;
 
 /// How the pages of a run are encoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Encoding {
-    /// 0: all bytes are zero; nothing in the payload.
+    /// 0: all bytes are zero; no payload.
     Zero,
-    /// 1: the bytes as they are, [`PAGE_SIZE`] for each page.
+    /// 1: uncompressed, [`PAGE_SIZE`] bytes per page.
     Raw,
     /// 2: compressed, together with all packed runs of the frame.
     Packed,
-    /// 3: the wrapping sum of the hashes of the pages that they are made from (8 bytes), and for each page
-    /// what differs.
+    /// 3: the wrapping sum of the hashes of the base pages (8 bytes), and then each page's
+    /// differences from its base page.
     Delta,
 }
 
@@ -51,7 +51,7 @@ pub struct Run {
     pub first: u64,
     /// Number of pages.
     pub pages: u32,
-    /// How they are encoded.
+    /// The encoding of the pages.
     pub encoding: Encoding,
     /// Wrapping sum of the hashes of its pages.
     pub content_sum: u64,
@@ -82,7 +82,7 @@ impl Run {
         })
     }
 
-    /// Its pages.
+    /// The run as pages of a slot.
     #[must_use]
     pub fn in_slot(&self, slot: SlotId) -> PageRun {
         PageRun { slot, first: self.first, pages: self.pages.into() }
@@ -94,7 +94,7 @@ impl Run {
         self.first..self.first + u64::from(self.pages)
     }
 
-    /// Length of its pages, decoded.
+    /// Length of the decoded pages in bytes.
     #[must_use]
     pub fn content_bytes(&self) -> usize {
         self.pages as usize * PAGE_SIZE
@@ -107,7 +107,7 @@ pub fn table_checksum(table: &[u8]) -> u32 {
     crc32c(table)
 }
 
-/// A checked run table: the runs ascend, do not overlap and lie within their slot, and the lengths of
+/// A checked run table. The runs ascend, do not overlap and lie within their slot. The lengths of
 /// raw, packed and delta runs agree with the header.
 #[derive(Clone, Copy, Debug)]
 pub struct RunTable<'a> {
@@ -115,7 +115,7 @@ pub struct RunTable<'a> {
     packed_pages: usize,
 }
 
-/// Pages of a frame by encoding.
+/// Number of pages in a frame, by encoding.
 #[derive(Clone, Copy, Debug, Default)]
 struct Pages {
     all: u64,
@@ -125,10 +125,10 @@ struct Pages {
 }
 
 impl<'a> RunTable<'a> {
-    /// Checks a run table. `slot_pages` is the length of the header's slot in pages.
+    /// Checks a run table. `slot_pages` is the size of the header's slot in pages.
     ///
     /// # Errors
-    /// A damaged table, or one that breaks a rule above.
+    /// A damaged table, or one that violates a rule in the type's documentation.
     pub fn parse(
         header: &FrameHeader,
         bytes: &'a [u8],
@@ -156,7 +156,7 @@ impl<'a> RunTable<'a> {
                 ));
             };
             if run.first < free_from {
-                return bad(format!("page {} stands out of order", run.first));
+                return bad(format!("page {} is out of order", run.first));
             }
             free_from = end;
             let count = u64::from(run.pages);
@@ -177,7 +177,7 @@ impl<'a> RunTable<'a> {
         self.bytes.chunks_exact(RUN_HEADER_BYTES).filter_map(Run::decode)
     }
 
-    /// Length of the packed pages, decoded, without the records of delta runs.
+    /// Length of the packed pages after decoding, without the records of delta runs.
     #[must_use]
     pub fn packed_page_bytes(&self) -> usize {
         self.packed_pages * PAGE_SIZE
@@ -194,7 +194,7 @@ fn check_lengths(header: &FrameHeader, pages: Pages) -> Result<(), String> {
     if pages.all > MAX_FRAME_PAGES || content > MAX_FRAME_CONTENT_PAGES {
         return Err(format!(
             "{} pages, {content} of them with content; at most {MAX_FRAME_PAGES} and \
-             {MAX_FRAME_CONTENT_PAGES} are allowed",
+            {MAX_FRAME_CONTENT_PAGES} are allowed",
             pages.all
         ));
     }
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_that_break_a_rule_are_refused() {
+    fn parse_refuses_invalid_tables() {
         let raw = |first, pages| run(first, pages, Encoding::Raw);
         let packed = |pages| run(0, pages, Encoding::Packed);
         let delta = run(7, 1, Encoding::Delta);
@@ -278,7 +278,7 @@ mod tests {
             ),
             (vec![raw(u64::MAX, 2)], 8192, Box::new(plain), "which has 100"),
             (vec![raw(1, 0)], 0, Box::new(plain), "0 pages from page 1"),
-            (vec![raw(5, 2), raw(6, 1)], 12288, Box::new(plain), "page 6 stands out of order"),
+            (vec![raw(5, 2), raw(6, 1)], 12288, Box::new(plain), "page 6 is out of order"),
             (
                 vec![raw(5, 2)],
                 4096,
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn no_frame_decodes_to_more_than_its_longest_payload() {
+    fn parse_limits_the_decoded_size() {
         let table = table(&[run(0, 129, Encoding::Packed)]);
         let header =
             FrameHeader { algorithm: Some(Algorithm::Lz4), packed_bytes: 10, ..header(&table, 10) };
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_encodings_and_damaged_tables_are_refused() {
+    fn parse_refuses_unknown_encodings_and_damaged_tables() {
         let good = table(&[run(5, 2, Encoding::Raw)]);
         let mut unknown = good.clone();
         unknown[12] = 7;
@@ -328,7 +328,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn tables_round_trip(parts in prop::collection::vec((0_u64..50, 1_u32..5, 0_u8..4), 1..30)) {
+        fn tables_round_trip(
+            parts in prop::collection::vec((0_u64..50, 1_u32..5, 0_u8..4), 1..30),
+        ) {
             let (mut runs, mut at, mut pages) = (Vec::new(), 0, Pages::default());
             for (gap, count, encoding) in parts {
                 let (encoding, sum) = match encoding {

@@ -1,15 +1,17 @@
-//! The segment table of a frame that carries a piece of a VMM's own migration stream: which bytes of the
-//! piece come how. It is
+//! The segment table of a frame that carries a piece of a VMM's own migration stream. It error how
+//! each segment of the piece is encoded:
 //!
 //! ```text
-//! | content hash (8) | pages with content (4) | pages of zeros (4) | segments, 8 bytes each |
+//! | content hash (8) | pages with content (4) | zero pages (4) | segments, 8 bytes each |
 //!
 //! a segment: | length << 3 | encoding (4) | entry (4) |
 //! ```
-//! The segments follow each other without gaps. The content hash is the XXH3-64 of the whole piece, with its offset in the
-//! stream as the seed. The pages are those that the source has recognised, and are counted for people only.
+//! The segments cover the piece without gaps. The content hash is the XXH3-64 of the whole piece,
+//! seeded with its offset in the stream. The page counts cover the pages that the source recognized
+//! in the stream. They are statistics only.
 //!
-//! A page may be *kept* by both sides in a numbered entry, and later be sent as what has changed since.
+//! Both sides may *keep* a page in a numbered entry. A later version of the page can then be sent
+//! as a delta against it.
 
 use vmferry_memory::PAGE_SIZE;
 
@@ -18,30 +20,31 @@ use crate::frame::FrameHeader;
 use crate::sizes::{MAX_FRAME_PAYLOAD_BYTES, SEGMENT_BYTES, SEGMENT_TABLE_HEAD_BYTES};
 use crate::{crc32c, field};
 
-/// Pages that both sides keep at most, over all lanes: 1 GiB. The entries of a lane are below its even share.
+/// Maximum number of pages that each side keeps, over all lanes: 1 GiB. The lanes share the entries
+/// evenly.
 pub const MAX_KEPT_PAGES: u32 = 1 << 18;
 
-/// How the bytes of a segment come.
+/// The encoding of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SegmentEncoding {
-    /// 0: as they are.
+    /// 0: uncompressed.
     Raw,
     /// 1: compressed, together with all packed segments of the frame.
     Packed,
-    /// 2: a page, as what differs from the one that is kept in this entry, which it replaces there.
+    /// 2: a page, as its differences from the page kept in this entry. It replaces that page.
     Delta(u32),
-    /// 3: a page as it is, to be kept in this entry.
+    /// 3: an uncompressed page, to be kept in this entry.
     KeptRaw(u32),
     /// 4: a page, compressed like [`Packed`](Self::Packed), to be kept in this entry.
     KeptPacked(u32),
 }
 
-/// Some bytes of the piece.
+/// A range of bytes of the piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// How many.
+    /// Length of the decoded segment.
     pub bytes: u32,
-    /// How they come.
+    /// The encoding of the segment.
     pub encoding: SegmentEncoding,
 }
 
@@ -73,19 +76,20 @@ impl Segment {
         Some(Self { bytes: word >> 3, encoding })
     }
 
-    /// Whether its bytes stand in the raw part of the payload.
+    /// Whether the segment's bytes are in the raw part of the payload.
     #[must_use]
     pub fn is_raw(&self) -> bool {
         matches!(self.encoding, SegmentEncoding::Raw | SegmentEncoding::KeptRaw(_))
     }
 
-    /// Whether its bytes stand in the packed part of the payload, as they are once that is unpacked.
+    /// Whether the segment's bytes are in the packed part of the payload, verbatim after
+    /// decompression.
     #[must_use]
     pub fn is_packed(&self) -> bool {
         matches!(self.encoding, SegmentEncoding::Packed | SegmentEncoding::KeptPacked(_))
     }
 
-    /// The entry that it keeps a page in.
+    /// The entry that keeps the segment's page.
     #[must_use]
     pub fn entry(&self) -> Option<u32> {
         match self.encoding {
@@ -97,19 +101,19 @@ impl Segment {
     }
 }
 
-/// What stands before the segments.
+/// The head of the segment table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PieceSummary {
-    /// XXH3-64 of the whole piece, with its offset in the stream as the seed.
+    /// XXH3-64 of the whole piece, seeded with its offset in the stream.
     pub content_hash: u64,
-    /// Pages with content that were recognised.
+    /// Number of recognized pages with content.
     pub content_pages: u32,
-    /// Pages of zeros that were recognised.
+    /// Number of recognized zero pages.
     pub zero_pages: u32,
 }
 
 impl PieceSummary {
-    /// Appends it to a table that is still empty.
+    /// Appends the head to an empty table.
     pub fn encode(&self, into: &mut Vec<u8>) {
         into.extend_from_slice(&self.content_hash.to_le_bytes());
         into.extend_from_slice(&self.content_pages.to_le_bytes());
@@ -127,10 +131,10 @@ pub struct SegmentTable<'a> {
 }
 
 impl<'a> SegmentTable<'a> {
-    /// Checks the table of a stream frame. `entries`: how many pages may be kept on its lane.
+    /// Checks the table of a stream frame. `entries` is the number of pages that its lane may keep.
     ///
     /// # Errors
-    /// A table that is damaged, or breaks a rule.
+    /// A table that is damaged or violates a rule.
     pub fn parse(header: &FrameHeader, table: &'a [u8], entries: u32) -> Result<Self, WireError> {
         let bad = |text: String| Err(WireError::BadFrame(text));
         let expected = crc32c(table);
@@ -179,10 +183,11 @@ impl<'a> SegmentTable<'a> {
                 "{packed} packed bytes and {delta} of deltas without an algorithm"
             ));
         }
-        // A plain piece would have them among its bytes, and of others nobody would look at them.
+        // Without this check, a piece without packed segments could smuggle packed bytes that are
+        // never read.
         if packed + delta_pages == 0 && in_packed_part + delta > 0 {
             return bad(format!(
-                "{in_packed_part} packed bytes and {delta} of deltas, of which no segment takes any"
+                "{in_packed_part} packed bytes and {delta} of deltas, which no segment uses"
             ));
         }
         if piece == 0 || piece > u64::from(MAX_FRAME_PAYLOAD_BYTES) {
@@ -196,7 +201,7 @@ impl<'a> SegmentTable<'a> {
         })
     }
 
-    /// What stands before the segments.
+    /// The head of the table.
     #[must_use]
     pub fn summary(&self) -> PieceSummary {
         self.summary
@@ -208,18 +213,19 @@ impl<'a> SegmentTable<'a> {
         self.piece_bytes
     }
 
-    /// Length of all packed segments in bytes; behind them the records of all deltas were packed.
+    /// Length of all packed segments in bytes. The records of all deltas follow them in the packed
+    /// part.
     #[must_use]
     pub fn packed_content_bytes(&self) -> usize {
         self.packed_content_bytes
     }
 
-    /// The segments.
+    /// The segments in order.
     pub fn segments(&self) -> impl Iterator<Item = Segment> + 'a {
         self.segments.chunks_exact(SEGMENT_BYTES).filter_map(Segment::decode)
     }
 
-    /// Whether the piece is the payload as it is, and nothing of it is kept.
+    /// Whether the payload is the piece itself, and no page of it is kept.
     #[must_use]
     pub fn is_plain(&self) -> bool {
         self.segments().all(|segment| segment.encoding == SegmentEncoding::Raw)
@@ -284,20 +290,20 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_add_up_is_refused() {
+    fn parse_refuses_inconsistent_tables() {
         let good = table(&all());
         let fine = header(&good, 8 + PAGE + 100, 100, 7);
-        let says = |header: &FrameHeader, table: &[u8], entries| {
+        let error = |header: &FrameHeader, table: &[u8], entries| {
             SegmentTable::parse(header, table, entries).unwrap_err().to_string()
         };
-        assert!(says(&fine, &good, 2).contains("entry 2 of 2"));
+        assert!(error(&fine, &good, 2).contains("entry 2 of 2"));
         let short = FrameHeader { payload_bytes: 8 + PAGE + 99, ..fine };
-        assert!(says(&short, &good, 3).contains("bytes of payload"));
+        assert!(error(&short, &good, 3).contains("bytes of payload"));
         let as_is = FrameHeader { algorithm: None, ..fine };
-        assert!(says(&as_is, &good, 3).contains("without an algorithm"));
+        assert!(error(&as_is, &good, 3).contains("without an algorithm"));
         let mut damaged = good.clone();
         damaged[20] ^= 1;
-        assert!(says(&fine, &damaged, 3).contains("checksum"));
+        assert!(error(&fine, &damaged, 3).contains("checksum"));
         for (segment, text) in [
             (Segment { bytes: 8, encoding: SegmentEncoding::KeptRaw(0) }, "keeps 8 bytes"),
             (Segment { bytes: 0, encoding: SegmentEncoding::Raw }, "piece of 0"),
@@ -309,20 +315,20 @@ mod tests {
             let bytes = table(&[segment]);
             let header =
                 header(&bytes, if segment.bytes > PAGE { PAGE } else { segment.bytes }, 0, 0);
-            assert!(says(&header, &bytes, 3).contains(text), "{segment:?}");
+            assert!(error(&header, &bytes, 3).contains(text), "{segment:?}");
         }
         let unknown = [&good[..SEGMENT_TABLE_HEAD_BYTES], &[5, 0, 0, 0, 0, 0, 0, 0]].concat();
-        assert!(says(&header(&unknown, 0, 0, 0), &unknown, 3).contains("no known encoding"));
+        assert!(error(&header(&unknown, 0, 0, 0), &unknown, 3).contains("no known encoding"));
     }
 
     #[test]
-    fn a_packed_part_that_no_segment_takes_is_refused() {
+    fn parse_refuses_an_unused_packed_part() {
         for encoding in [SegmentEncoding::Raw, SegmentEncoding::KeptRaw(0)] {
             let table = table(&[Segment { bytes: PAGE, encoding }]);
             for (packed, delta) in [(9, 0), (9, 9), (9, 20), (0, 20)] {
                 let header = header(&table, PAGE + packed, packed, delta);
                 let error = SegmentTable::parse(&header, &table, 3).unwrap_err().to_string();
-                assert!(error.contains("no segment takes any"), "{encoding:?}: {error}");
+                assert!(error.contains("no segment uses"), "{encoding:?}: {error}");
             }
         }
     }

@@ -4,13 +4,13 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// What a data channel shows to join its session. Secret: it is given on the control channel
-/// only and never printed.
+/// The secret that a data channel presents to join its session. It is sent only on the control
+/// channel and never printed.
 #[derive(Clone, Copy, Serialize, Deserialize)]
 pub struct Token(pub [u8; 16]);
 
 impl PartialEq for Token {
-    /// Takes the same time wherever the first difference is.
+    /// Constant-time comparison.
     fn eq(&self, other: &Self) -> bool {
         let differences = self.0.iter().zip(&other.0).fold(0, |all, (a, b)| all | (a ^ b));
         std::hint::black_box(differences) == 0
@@ -30,7 +30,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_token_is_not_printed() {
+    fn token_is_not_printed() {
         assert_eq!(format!("{:?}", Token([7; 16])), "Token(secret)");
         assert_eq!(Token([7; 16]), Token([7; 16]));
         let mut other = [7; 16];

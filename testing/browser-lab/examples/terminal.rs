@@ -1,6 +1,6 @@
-//! Draws what a command shows on a terminal: `terminal COLUMNS PICTURE.png [AT_SECONDS] -- COMMAND`.
-//! The command runs on a pseudo-terminal of that width. With AT_SECONDS the picture is of that
-//! moment, otherwise of the end.
+//! Draws a command's terminal output: `terminal COLUMNS PICTURE.png [AT_SECONDS] -- COMMAND`. The
+//! command runs on a pseudo-terminal of that width. With AT_SECONDS the picture shows that moment,
+//! otherwise the end.
 
 use std::fmt::Write;
 use std::io::Read;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use vmferry_browser_lab::{Scheme, draw};
 
 const ROWS: NonZero<u16> = NonZero::new(60).unwrap();
-/// Pixels of a cell, and of the margin around the text.
+/// Size of a cell, and of the margin around the text, in pixels.
 const CELL: (f64, u32) = (8.4, 19);
 const MARGIN: u32 = 16;
 
@@ -41,7 +41,7 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Runs the command on a terminal; its screen at the moment, or at the end.
+/// Runs the command on a terminal. Returns its screen at the moment, or at the end.
 fn screen(columns: NonZero<u16>, at: Option<Duration>, command: &str) -> vt100::Screen {
     let line = format!("stty cols {columns} rows {ROWS}; exec {command}");
     let mut child = Command::new("script")
@@ -64,7 +64,7 @@ fn screen(columns: NonZero<u16>, at: Option<Duration>, command: &str) -> vt100::
     seen.unwrap_or_else(|| parser.screen().clone())
 }
 
-/// A page that shows the rows of a screen with every space in its place.
+/// A page that shows the rows of a screen, with all spaces preserved.
 fn page(screen: &vt100::Screen, rows: u16, columns: u16) -> String {
     let mut text = String::new();
     for row in 0..rows {

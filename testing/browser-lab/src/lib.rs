@@ -1,8 +1,9 @@
-//! A real browser, as `scripts/setup-browser` has fetched it: Chromium without a window, which lays a page out and
-//! measures it, draws it and prints it.
+//! A real browser, fetched by `scripts/setup-browser`: headless Chromium, which lays a page out and
+//! measures, draws and prints it.
 //!
-//! The page is shown in a frame in which no script runs; a page of the lab around it does the measuring. As root the
-//! browser has a network namespace of its own, so that nothing can be fetched; otherwise no name leads anywhere.
+//! The page is shown in a frame in which no script runs; the lab's own page around it measures it.
+//! As root the browser runs in its own network namespace, so it can't fetch anything; otherwise it
+//! can't resolve any name.
 
 #![forbid(unsafe_code)]
 
@@ -14,40 +15,40 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use serde::Deserialize;
 
-/// What the lab's page found.
+/// The measurements of the lab's page.
 #[derive(Debug, Deserialize)]
 pub struct Measured {
     /// The page's title.
     pub title: String,
     /// Its first heading.
     pub headline: String,
-    /// Everything that can be read.
+    /// The visible text.
     pub text: String,
-    /// The text for machines.
+    /// The text for assistive technology and machines.
     pub facts: String,
     /// The window's width in pixels.
     pub width: f64,
-    /// How wide the page is.
+    /// The page's width.
     pub scroll_width: f64,
-    /// How high the page is.
+    /// The page's height.
     pub height: f64,
-    /// Elements that reach beyond the window, and do not scroll.
+    /// Elements that reach beyond the window and do not scroll.
     pub too_wide: Vec<String>,
     /// Plots.
     pub plots: Vec<Plot>,
     /// Tiles with numbers.
     pub tiles: Vec<Area>,
-    /// Widths of the parts of bars that lie.
+    /// Widths of the parts of horizontal bars.
     pub bars: Vec<f64>,
     /// Elements that could execute or fetch something.
     pub scripts: u64,
     /// Whether a script of the page has set `harmed`.
     pub harmed: bool,
-    /// What the page has asked the network or the disk for.
+    /// The page's requests to the network or the disk.
     pub fetched: Vec<String>,
-    /// Colour of the letters.
+    /// Text color.
     pub ink: String,
-    /// Colour behind them.
+    /// Background color.
     pub paper: String,
 }
 
@@ -62,17 +63,17 @@ pub struct Plot {
     pub height: f64,
     /// Bars, lines and points.
     pub marks: u64,
-    /// Pieces of text.
+    /// Text elements.
     pub texts: u64,
-    /// Of these, not all within the plot.
+    /// Text elements that are not completely within the plot.
     pub texts_outside: u64,
-    /// Pairs of these that lie over each other.
+    /// Pairs of text elements that overlap.
     pub texts_overlapping: u64,
-    /// Size of the smallest letters in pixels, as the screen has them.
+    /// Size of the smallest letters in screen pixels.
     pub letters_px: f64,
 }
 
-/// Where something is, in pixels.
+/// An element's position in pixels.
 #[derive(Debug, Deserialize)]
 pub struct Area {
     /// Its left edge.
@@ -85,16 +86,16 @@ pub struct Area {
     pub bottom: f64,
 }
 
-/// What the page is shown on.
+/// The color scheme.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scheme {
-    /// White paper.
+    /// A light scheme, as on paper.
     Light,
     /// A dark screen.
     Dark,
 }
 
-/// Lays a page out in a window of that width and measures it.
+/// Lays a page out in a window of this width and measures it.
 pub fn measure(page: &str, width: u32, scheme: Scheme) -> Measured {
     let directory = tempfile::tempdir().unwrap();
     let scheme = match scheme {
@@ -143,12 +144,13 @@ fn url(path: &Path) -> String {
 fn browse(arguments: &[&str]) -> Output {
     let root = packages().join("chromium/usr/lib");
     let libraries = root.join("x86_64-linux-gnu");
-    // Pulse's own library lies in a directory of its own, and Chromium links to it.
+    // PulseAudio's private library is in a directory of its own, and Chromium links to it.
     let path = format!("{0}:{0}/pulseaudio", libraries.display());
     let profile = tempfile::tempdir().unwrap();
     let browser = root.join("chromium/chromium-headless-shell");
     let is_root = rustix::process::geteuid().is_root();
-    // Chromium's own sandbox does not work for root. The pages are ours, and there is no network.
+    // Chromium's own sandbox does not work for root. The pages are our own, and there is no
+    // network.
     let mut command = if is_root {
         let mut command = Command::new("unshare");
         command.arg("--net").arg(&browser).arg("--no-sandbox");

@@ -1,107 +1,31 @@
-//! Any bytes, taken for what a driver and an embedder do to a balloon.
+//! Any bytes, read as actions of a driver and an embedder on a balloon.
 //!
-//! The queue of hints has a twin here, which reads the same memory word by word and knows nothing of the device's
-//! code: after each call the same hints must have been reported, in the same order, and guest memory must be the
-//! same byte for byte. Of the other queues only that holds which no driver may break.
+//! The queue of hints has a reference model here, which reads the same memory word by word and
+//! shares no code with the device. After each call both must have reported the same hints in the
+//! same order, and guest memory must be identical. For the other queues the target only checks the
+//! rules that no driver can break.
 
-use std::collections::HashSet;
-use std::io;
-use std::mem::discriminant;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vmferry_balloon::{
-    Balloon, BalloonConfig, BalloonHost, CommandId, Features, GuestRange, Interrupt, Progress,
-    QueueKind, SavedPhase, Warning,
+    Balloon, BalloonConfig, CommandId, Features, Progress, QueueKind, SavedPhase,
 };
 
 use super::input::Input;
+use host::Host;
 use twin::{Event, Image, PAGE, REGIONS, Ring, Twin};
 
+mod host;
 mod twin;
 
-/// Where buffers are put if the rings are where they should be.
+/// The address of the buffers if the rings are at their usual place.
 const BUFFERS: u64 = 0x8000;
-/// So many calls are more than a queue can have buffers.
+/// More calls than a queue can have buffers.
 const MANY: usize = 100;
 
 type Device = Balloon<Arc<GuestMemoryMmap<()>>, Host, Host>;
-
-#[derive(Clone, Default)]
-struct Host(Arc<Mutex<Seen>>);
-
-#[derive(Default)]
-struct Seen {
-    events: Vec<Event>,
-    warnings: HashSet<std::mem::Discriminant<Warning>>,
-    /// What is being worked on, if that is known.
-    queue: Option<QueueKind>,
-    keeps_poison: bool,
-    discards_fail: bool,
-}
-
-impl Host {
-    fn seen(&self) -> std::sync::MutexGuard<'_, Seen> {
-        self.0.lock().unwrap()
-    }
-
-    fn expect(&self, kinds: &[QueueKind]) {
-        let seen = self.seen();
-        assert!(seen.queue.is_none_or(|kind| kinds.contains(&kind)), "amid {:?}", seen.queue);
-    }
-}
-
-/// Whole pages, all of which must be the guest's.
-fn check(range: GuestRange) {
-    let (start, end) = (range.start.0, range.start.0 + range.bytes);
-    assert!(
-        range.bytes > 0 && start.is_multiple_of(PAGE) && range.bytes.is_multiple_of(PAGE),
-        "{range:?}"
-    );
-    let within = |(first, bytes): &(u64, u64)| *first <= start && end <= first + bytes;
-    assert!(REGIONS.iter().any(within), "{range:?} is not in guest memory");
-}
-
-impl BalloonHost for Host {
-    fn discard(&mut self, range: GuestRange) -> io::Result<()> {
-        check(range);
-        self.expect(&[QueueKind::Inflate, QueueKind::Reporting]);
-        let seen = self.seen();
-        assert!(!(seen.keeps_poison && seen.queue == Some(QueueKind::Reporting)));
-        if seen.discards_fail { Err(io::ErrorKind::Other.into()) } else { Ok(()) }
-    }
-
-    fn hint(&mut self, range: GuestRange, id: CommandId, poison: Option<u32>) {
-        self.expect(&[QueueKind::FreePage]);
-        let hint = |page| Event::Hint { page, id: id.number(), poison };
-        check(range);
-        let pages = (range.start.0..range.start.0 + range.bytes).step_by(PAGE as usize);
-        self.seen().events.extend(pages.map(hint));
-    }
-
-    fn hints_complete(&mut self, id: CommandId) {
-        self.seen().events.push(Event::Complete(id.number()));
-    }
-
-    fn deflated(&mut self, range: GuestRange) {
-        check(range);
-        self.expect(&[QueueKind::Deflate]);
-    }
-
-    fn warning(&mut self, warning: Warning) {
-        assert!(!warning.to_string().is_empty());
-        assert!(self.seen().warnings.insert(discriminant(&warning)), "again: {warning}");
-    }
-}
-
-impl Interrupt for Host {
-    fn used_buffers(&mut self, queue: u16) {
-        assert!(queue < 5);
-    }
-
-    fn config_changed(&mut self) {}
-}
 
 struct World {
     memory: Arc<GuestMemoryMmap<()>>,
@@ -112,11 +36,11 @@ struct World {
     /// The driver's rings, by its numbers.
     rings: [Option<Ring>; 5],
     kinds: [Option<QueueKind>; 5],
-    /// Whether the rings may lie anywhere, also on each other.
+    /// Whether the rings may lie anywhere, including on each other.
     wild: bool,
 }
 
-/// Does what the bytes say until there are none.
+/// Executes the actions of the bytes.
 pub fn run(data: &[u8]) {
     let mut input = Input(data);
     let mut world = World::new(&mut input);
@@ -156,7 +80,7 @@ impl World {
         Self { memory, host, config, device, twin, rings, kinds, wild: false }
     }
 
-    /// Negotiates and activates, as a driver does, or not quite.
+    /// Negotiates and activates as a driver does, sometimes incorrectly.
     fn set_up(&mut self, input: &mut Input) {
         let (features, way) = (u64::from(input.byte()), input.byte());
         let offered = self.device.offered();
@@ -184,7 +108,7 @@ impl World {
                     places.map(|usual| if input.byte() & 3 == 0 { input.number() } else { usual });
                 queue.set_size(1 << (input.byte() % 8));
             }
-            // Those that are not aligned stay at 0.
+            // Misaligned addresses stay at 0.
             let _ = queue.try_set_desc_table_address(GuestAddress(places[0]));
             let _ = queue.try_set_avail_ring_address(GuestAddress(places[1]));
             let _ = queue.try_set_used_ring_address(GuestAddress(places[2]));
@@ -320,12 +244,13 @@ impl World {
         self.kinds.iter().position(|known| *known == Some(kind)).unwrap_or(0)
     }
 
-    /// Writes if there is memory.
+    /// Writes if the address is in guest memory.
     fn put(&self, at: u64, bytes: &[u8]) {
         let _ = self.memory.write_slice(bytes, GuestAddress(at));
     }
 
-    /// Makes a chain available as a driver does: address, length, and whether the device may write.
+    /// Makes a chain available as a driver does. Each descriptor has an address, a length, and
+    /// whether the device may write.
     fn offer(&mut self, index: usize, chain: &[(u64, u64, bool)]) {
         let Some(ring) = self.rings[index] else { return };
         let mut next = [0; 2];
@@ -374,8 +299,9 @@ impl World {
 
     fn process_all(&mut self, index: u16) {
         let ends = (0..MANY).any(|_| self.process(index) == Progress::Done);
-        // A used ring that lies on the available ring can make buffers for ever; each call ends all the same.
-        assert!(ends || self.wild, "queue {index} has no end");
+        // A used ring that overlaps the available ring can produce buffers forever; each call still
+        // ends.
+        assert!(ends || self.wild, "queue {index} never ends");
     }
 
     fn stop_hints(&mut self) {
@@ -383,7 +309,7 @@ impl World {
         self.twin.show(0);
         let (events, _) = self.twin.process(&mut image);
         self.device.stop_hints();
-        assert_eq!(events, [], "the twin reports what was stopped");
+        assert_eq!(events, [], "the twin reports a hint that was stopped");
         assert_eq!(self.take_events(), [], "reported after the stop");
         assert!(image == Image::of(&self.memory), "the rings differ");
     }
@@ -391,7 +317,7 @@ impl World {
     fn move_device(&mut self, says_done: bool) {
         let image = Image::of(&self.memory);
         let state = self.device.save();
-        self.device = self.restore(&state).expect("a state that was saved");
+        self.device = self.restore(&state).expect("a saved state can be restored");
         assert_eq!(self.device.save(), state);
         if says_done {
             self.device.restored_after_migration();
@@ -399,7 +325,7 @@ impl World {
                 self.twin.show(1);
             }
         }
-        assert!(image == Image::of(&self.memory), "moving changes no memory");
+        assert!(image == Image::of(&self.memory), "a move changes no memory");
         assert_eq!(self.take_events(), []);
     }
 
@@ -411,7 +337,7 @@ impl World {
         Balloon::restore(self.config, Arc::clone(&self.memory), host, interrupt, state)
     }
 
-    /// Any state from elsewhere is refused, or makes a device that can be used.
+    /// A damaged state is either refused, or restores a usable device.
     fn restore_damaged(&mut self, input: &mut Input) {
         let mut state = self.device.save();
         let number = input.number();
@@ -439,7 +365,7 @@ impl World {
             }
         }
         let Ok(mut device) = self.restore(&state) else { return };
-        // Its own warnings, and no queue of which anything is known.
+        // The device's own warnings may follow, and the queues are unknown.
         let warnings = std::mem::take(&mut self.host.seen().warnings);
         for index in 0..5 {
             let _ = device.process(index);
@@ -449,7 +375,7 @@ impl World {
         self.take_events();
     }
 
-    /// What can be read from outside agrees.
+    /// Checks that the device's public figures agree.
     fn check(&self) {
         let mut bytes = [0; 16];
         self.device.read_config(0, &mut bytes);

@@ -1,4 +1,5 @@
-//! Any bytes, taken for a certificate (DER), for a file of certificates or of revocation lists (PEM).
+//! Any bytes, read as a certificate (DER), or as a file of certificates or of revocation lists
+//! (PEM).
 
 use std::net::IpAddr;
 
@@ -6,7 +7,7 @@ use vmferry_transport::{certificates_of, names_of, revocation_lists_of};
 
 use super::input::Input;
 
-/// The first byte says which; names must be fit for a policy and for a terminal.
+/// The first byte selects the format. Names must be safe for a policy and a terminal.
 pub fn run(data: &[u8]) {
     let mut input = Input(data);
     match input.byte() % 3 {
@@ -25,7 +26,7 @@ pub fn run(data: &[u8]) {
     }
 }
 
-/// URIs first; no name reads like one of another kind.
+/// URIs come first, and no name can be mistaken for one of another kind.
 fn check(names: &[String]) {
     let is_address = |name: &String| name.parse::<IpAddr>().is_ok();
     let is_uri = |name: &&String| name.contains(':') && !is_address(name);
@@ -35,7 +36,7 @@ fn check(names: &[String]) {
         if at >= uris {
             assert!(is_address(name) || !name.contains([':', '/']), "{names:?}");
         }
-        // What a pattern of IPv6 addresses could mean is one.
+        // A name that a pattern of IPv6 addresses could match is an address.
         let group = name.split(':').next().unwrap_or_default();
         let like_ipv6 = name.contains(':')
             && group.len() <= 4

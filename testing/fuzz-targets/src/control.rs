@@ -1,4 +1,4 @@
-//! Any bytes, taken for greetings, control messages and messages of a probe.
+//! Any bytes, read as greetings, control messages and messages of a probe.
 
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, ControlMessage, HELLO_BYTES, HELLO_REPLY_BYTES, Hello,
@@ -9,8 +9,9 @@ use vmferry_wire::{
 
 use super::input::Input;
 
-/// With an even first byte, what follows is read as it is; with an odd one it is the bodies of messages, each behind
-/// its type and a length of two bytes, whose headers are made here.
+/// With an even first byte the rest is read as is. With an odd first byte the rest contains message
+/// bodies, each preceded by its type and a length of two bytes, and this target builds their
+/// headers.
 pub fn run(data: &[u8]) {
     let mut input = Input(data);
     if input.byte().is_multiple_of(2) {
@@ -38,7 +39,7 @@ fn plain(mut data: &[u8]) {
     probes(data);
 }
 
-/// Messages of a probe, up to one that is none.
+/// Reads messages of a probe until one is invalid.
 fn probes(mut data: &[u8]) {
     while let Some((head, rest)) = data.split_first_chunk::<CONTROL_HEADER_BYTES>() {
         let Ok(header) = ProbeHeader::parse(head) else { return };
@@ -49,7 +50,7 @@ fn probes(mut data: &[u8]) {
     }
 }
 
-/// What was read can be said again.
+/// Checks that a decoded message can be encoded again.
 fn check_probe(message: &ProbeMessage) {
     let mut again = Vec::new();
     message.encode(&mut again);
@@ -57,12 +58,12 @@ fn check_probe(message: &ProbeMessage) {
     assert_eq!(ProbeHeader::parse(head).unwrap().decode(body).as_ref(), Ok(message));
 }
 
-/// The message of a probe that has this number and body, by way of a header that fits it.
+/// Decodes a probe's message with this number and body, using a matching header.
 pub fn decode_probe(number: u16, body: &[u8]) -> Result<ProbeMessage, WireError> {
     ProbeHeader::parse(&head_of(number, body))?.decode(body)
 }
 
-/// Messages as they are in a version of the protocol, up to one that is none there.
+/// Reads messages of a protocol version until one is invalid.
 fn messages(version: u16, mut data: &[u8]) {
     while let Some((head, rest)) = data.split_first_chunk::<CONTROL_HEADER_BYTES>() {
         let Ok(header) = ControlHeader::parse(head) else { return };
@@ -93,13 +94,13 @@ fn sealed(mut input: Input<'_>) {
             }
             read
         });
-        // What a version says is the same in all that follow.
+        // Later versions accept the messages of a version unchanged.
         let read: Vec<_> = read.collect();
         assert!(read.is_sorted_by(|older, newer| older.is_err() || older == newer), "{read:?}");
     }
 }
 
-/// The message of a body in a version of the protocol, by way of a header that fits it.
+/// Decodes a body in a protocol version, using a matching header.
 pub fn decode(version: u16, number: u16, body: &[u8]) -> Result<ControlMessage, WireError> {
     Ok(ControlHeader::parse(&head_of(number, body))?.decode(version, body)?.message)
 }
@@ -112,7 +113,7 @@ fn head_of(number: u16, body: &[u8]) -> [u8; CONTROL_HEADER_BYTES] {
     head
 }
 
-/// What was read is within its limits, and can be said again.
+/// Checks that a decoded message is within its limits and can be encoded again.
 fn check(message: &ControlMessage, body: &[u8]) {
     assert!(!message.name().is_empty());
     assert!(body.len() <= MAX_BODY_BYTES as usize || message.name() == "FINAL");
@@ -120,7 +121,7 @@ fn check(message: &ControlMessage, body: &[u8]) {
     let mut again = Vec::new();
     message.encode(PROTOCOL_VERSION_MAX, &mut again);
     let (head, again) = again.split_first_chunk().unwrap();
-    // A number may have come in more bytes than it needs.
+    // A number may be encoded in more bytes than it needs.
     assert!(
         again.len() <= body.len(),
         "{} grew from {} to {}",

@@ -1,4 +1,4 @@
-//! Any bytes, taken for the changes of pages.
+//! Any bytes, read as deltas of pages.
 
 use vmferry_codec::{apply_delta, encode_delta};
 use vmferry_memory::{GuestBytes, PAGE_SIZE, SlotId};
@@ -6,7 +6,7 @@ use vmferry_memory::{GuestBytes, PAGE_SIZE, SlotId};
 use super::input::Input;
 use super::world::base_page;
 
-/// Applies records until one is refused; each does what a plain reading of the format says.
+/// Applies records until one is refused, and compares each with a simple reading of the format.
 pub fn run(data: &[u8]) {
     let mut input = Input(data);
     let mut page = base_page(SlotId(0), u64::from(input.byte()));
@@ -21,27 +21,31 @@ pub fn run(data: &[u8]) {
                 assert_eq!(records.len(), rest.len());
             }
             (Err(_), None) => {
-                assert_eq!(records.len(), before.len(), "a bad record is not taken");
+                assert_eq!(records.len(), before.len(), "a bad record is not applied");
                 return;
             }
             (applied, expected) => {
-                panic!("{applied:?} where a plain reading gives {}", expected.is_some());
+                panic!("{applied:?} where a simple reading gives {}", expected.is_some());
             }
         }
-        // The way back: the shortest record for the same change.
+        // The reverse: the shortest record for the same change.
         let mut made = GuestBytes::new();
-        assert!(encode_delta(&base, &page, &mut made, 2 * PAGE_SIZE), "a limit beyond any record");
+        assert!(
+            encode_delta(&base, &page, &mut made, 2 * PAGE_SIZE),
+            "a limit longer than any record"
+        );
         let mut again = base.clone();
         let mut rest = &made[..];
         apply_delta(&mut rest, &mut again).unwrap();
-        assert!(again == page && rest.is_empty(), "the same page by a record of one's own");
+        assert!(again == page && rest.is_empty(), "the encoder's own record gives the same page");
         let length = made.len();
         made.clear();
         assert!(!encode_delta(&base, &page, &mut made, length - 1) && made.is_empty());
     }
 }
 
-/// The format's description, word by word: the page after the first record, and what follows it.
+/// The format's description, word by word: the page after the first record, and the remaining
+/// records.
 fn plainly<'a>(records: &'a [u8], base: &[u8]) -> Option<(Vec<u8>, &'a [u8])> {
     let mut page = base.to_vec();
     let mut position = 0;

@@ -1,8 +1,8 @@
-//! Any bytes, taken for frames.
+//! Any bytes, read as frames.
 
 use super::world::World;
 
-/// Reads and places frames until there is none, or one is refused.
+/// Reads and places frames until the end or an error.
 pub fn run(mut data: &[u8]) {
     World::with_fresh(|world| while let Ok(Some(_)) = world.place(&mut data) {});
 }

@@ -1,5 +1,5 @@
-//! Frames with all checksums right, so that what stands behind them is reached: valid ones, valid ones with
-//! a few things changed, and run tables over any payload.
+//! Frames with correct checksums, so that the code after the checksum tests is reached: valid
+//! frames, valid frames with a few changes, and run tables over any payload.
 
 use std::cell::RefCell;
 
@@ -12,19 +12,19 @@ use vmferry_wire::{
 use super::input::Input;
 use super::world::{SLOT_PAGES, World};
 
-/// A frame that is being made.
+/// A frame under construction.
 struct Draft {
     header: FrameHeader,
     runs: Vec<Run>,
     raw: Vec<u8>,
     packed: Vec<u8>,
-    /// What the pages of the runs are, if it is placed.
+    /// The expected pages of the runs, if it is placed.
     content: Vec<(PageRun, Vec<u8>)>,
-    /// Whether nothing is wrong with it.
+    /// Whether it is valid.
     valid: bool,
 }
 
-/// Makes a frame of the bytes and places it.
+/// Builds a frame from the bytes and places it.
 pub fn run(data: &[u8]) {
     World::with_fresh(|world| {
         let mut input = Input(data);
@@ -64,7 +64,7 @@ impl Draft {
         draft.header.delta_bytes = deltas.len() as u32;
         draft.packed.extend_from_slice(&deltas);
         if flags & 8 != 0 {
-            // Any bytes for the decoders; the length that they should have is any number too.
+            // Any bytes for the decoders; their declared length is any number too.
             draft.valid = false;
             let most = usize::from(input.word());
             draft.packed = input.bytes(most).to_vec();
@@ -75,7 +75,7 @@ impl Draft {
         draft
     }
 
-    /// Adds runs with their pages; returns the records of delta runs.
+    /// Adds runs with their pages. Returns the records of delta runs.
     fn add_runs(&mut self, input: &mut Input<'_>, world: &World) -> Vec<u8> {
         let slot = self.header.slot;
         let slot_pages = SLOT_PAGES[usize::from(slot.0)];
@@ -139,7 +139,7 @@ impl Draft {
         deltas
     }
 
-    /// The frame's bytes, and whether something was changed in it.
+    /// The frame's bytes, and whether they were changed.
     fn finish(mut self, input: &mut Input<'_>) -> (Vec<u8>, bool) {
         let changes = input.byte() % 5;
         let mut algorithm = self.header.algorithm.map_or(0, Algorithm::number);
@@ -187,7 +187,7 @@ impl Draft {
         // Both checksums are the same CRC-32C.
         let checksum = table_checksum(&head[..FRAME_HEADER_BYTES - 4]);
         head[FRAME_HEADER_BYTES - 4..].copy_from_slice(&checksum.to_le_bytes());
-        // What is read beyond a payload that claims too much.
+        // The bytes that are read after a payload that declares too much.
         ([&head[..], &table, &payload, &[0; 128]].concat(), changes > 0)
     }
 }
@@ -201,7 +201,7 @@ fn encoding(number: u8) -> Encoding {
     }
 }
 
-/// A few patches of a page, and the page that they make. They are not always the shortest.
+/// A few patches of a page, and the page that results. They are not always the shortest.
 fn changed(input: &mut Input<'_>, base: &[u8], records: &mut Vec<u8>) -> Vec<u8> {
     let mut page = base.to_vec();
     let patches = input.byte() % 4;
@@ -231,7 +231,8 @@ fn compressed(algorithm: Algorithm, content: &[u8]) -> Vec<u8> {
         Algorithm::Lz4 => Method::lz4(),
     };
     thread_local! {
-        static MADE: RefCell<[Option<Box<dyn Compress>>; 3]> = const { RefCell::new([const { None }; 3]) };
+        static MADE: RefCell<[Option<Box<dyn Compress>>; 3]> =
+            const { RefCell::new([const { None }; 3]) };
     }
     MADE.with_borrow_mut(|made| {
         let compressor = made[usize::from(algorithm.number()) - 1]

@@ -1,6 +1,6 @@
-//! A fuzzer's bytes as choices. It never runs dry: behind the end there are zeros.
+//! A fuzzer's bytes as choices. The input never ends: after its bytes come zeros.
 
-/// What is left of the bytes.
+/// The remaining bytes.
 #[derive(Clone, Copy)]
 pub struct Input<'a>(pub &'a [u8]);
 
@@ -15,20 +15,20 @@ impl<'a> Input<'a> {
         u16::from_le_bytes([self.byte(), self.byte()])
     }
 
-    /// A number below `end`, which is not 0.
+    /// A number below `end`, which must not be 0.
     pub fn below(&mut self, end: u64) -> u64 {
         let number = if end > 256 { u64::from(self.word()) } else { u64::from(self.byte()) };
         number % end
     }
 
-    /// Any number, but mostly one near a power of two, where limits are.
+    /// Any number, mostly one near a power of two, where limits are.
     pub fn number(&mut self) -> u64 {
         let power = u32::from(self.byte() % 65);
         let near = 1_u64.checked_shl(power).unwrap_or(0);
         near.wrapping_add(u64::from(self.byte())).wrapping_sub(128)
     }
 
-    /// At most so many bytes, fewer at the end.
+    /// Up to `most` bytes, fewer at the end.
     pub fn bytes(&mut self, most: usize) -> &'a [u8] {
         let (bytes, rest) = self.0.split_at(most.min(self.0.len()));
         self.0 = rest;

@@ -1,4 +1,4 @@
-//! Any bytes, taken for the files that `vmferry inspect` reads.
+//! Any bytes, read as the files of `vmferry inspect`.
 
 use vmferry_inspect::{End, Inspector};
 use vmferry_transport::{Direction, RecordingHeader, RecordingSide};
@@ -9,22 +9,23 @@ use vmferry_wire::{
 
 use super::input::Input;
 
-/// Pages to check deltas with.
+/// The memory for checking deltas.
 const HELD_BYTES: u64 = 64 << 12;
 
-/// Tell of runs and segments, too.
+/// Report runs and segments, too.
 pub const RUNS: u8 = 8;
-/// Make the checksums right, so that what is damaged behind them is reached.
+/// Correct the checksums, so that the code after the checksum tests is reached.
 pub const SEALED: u8 = 16;
 
-/// The first byte says what the rest is: a file of any kind, a journal, a session's control channel in both directions and
-/// one of its data channels, or two channels to the destination. Two numbers say where one file ends and the next one begins;
-/// a recording's header is put before each.
+/// The first byte selects the kind of input: a file of any kind, a journal, a session's control
+/// channel in both directions with one of its data channels, or two channels to the destination.
+/// Two numbers say where one file ends and the next one begins. Each file is preceded by a
+/// recording's header.
 pub fn run(data: &[u8]) {
     read(data);
 }
 
-/// Returns the names of the records that were told of.
+/// Returns the names of the reported records.
 pub fn read(data: &[u8]) -> Vec<&'static str> {
     let mut told = Vec::new();
     let mut input = Input(data);
@@ -62,7 +63,7 @@ pub fn read(data: &[u8]) -> Vec<&'static str> {
     told
 }
 
-/// Makes the checksums right of all messages or frames behind a greeting, wherever their lengths lead.
+/// Corrects the checksums of all messages or frames after a greeting, wherever their lengths point.
 fn seal(direction: Direction, bytes: &mut [u8]) {
     // The role: 2 is a data channel.
     let is_data = direction == Direction::ToDestination && bytes.get(12) == Some(&2);
@@ -77,10 +78,10 @@ fn seal(direction: Direction, bytes: &mut [u8]) {
     }
 }
 
-/// Returns the frame's length if it is there whole.
+/// Returns the frame's length if the frame is complete.
 fn seal_frame(bytes: &mut [u8]) -> Option<usize> {
     let (head, rest) = bytes.split_first_chunk_mut::<FRAME_HEADER_BYTES>()?;
-    // All checksums are CRC-32Cs. That of no table is 0, and where there is none nothing else may stand.
+    // All checksums are CRC-32C. An absent table has checksum 0, and no other value is valid then.
     head[FRAME_HEADER_BYTES - 8..FRAME_HEADER_BYTES - 4].fill(0);
     let checksum = table_checksum(&head[..FRAME_HEADER_BYTES - 4]);
     head[FRAME_HEADER_BYTES - 4..].copy_from_slice(&checksum.to_le_bytes());
@@ -91,7 +92,7 @@ fn seal_frame(bytes: &mut [u8]) -> Option<usize> {
     (length <= bytes.len()).then_some(length)
 }
 
-/// Returns the message's length if it is there whole.
+/// Returns the message's length if the message is complete.
 fn seal_message(bytes: &mut [u8]) -> Option<usize> {
     let (head, rest) = bytes.split_first_chunk_mut::<CONTROL_HEADER_BYTES>()?;
     let length = u32::from_le_bytes(*head.first_chunk()?) as usize;
@@ -100,7 +101,8 @@ fn seal_message(bytes: &mut [u8]) -> Option<usize> {
     Some(CONTROL_HEADER_BYTES + length)
 }
 
-/// Records follow each other, nothing is told behind the end, and a break is within the file.
+/// Checks that records are contiguous, that nothing is reported after the end, and that a break is
+/// within the file.
 fn look(inspector: &mut Inspector, name: &str, bytes: &[u8], told: &mut Vec<&'static str>) {
     let (mut records, mut text) = (0_u64, 0);
     let outcome = inspector

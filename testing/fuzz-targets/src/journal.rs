@@ -1,4 +1,4 @@
-//! Any bytes, taken for a journal.
+//! Any bytes, read as a journal.
 
 use vmferry_handover::journal::{
     Record, SessionSummary, Side, Verdict, decode, recover_destination, recover_source,
@@ -8,8 +8,9 @@ use vmferry_wire::SessionId;
 
 use super::input::Input;
 
-/// With an even first byte the rest is a journal as it is, of the side that the next bit names. With an odd one it
-/// is choices of records, which a correct writer would write, and of damage behind their checksums.
+/// With an even first byte the rest is a journal, of the side that the next bit names. With an odd
+/// first byte the rest selects records that a correct writer would write, and damage with matching
+/// checksums.
 pub fn run(data: &[u8]) {
     let mut input = Input(data);
     let first = input.byte();
@@ -26,7 +27,7 @@ fn any(bytes: &[u8]) {
     assert!(!verdicts.iter().all(here), "the guest is at both sides by the same bytes");
 }
 
-/// What the bytes say as one side's journal; none if they are refused.
+/// The verdict of the bytes as one side's journal; `None` if they are refused.
 fn look(bytes: &[u8], side: Side) -> Option<Verdict> {
     let (records, whole) = match decode(bytes, side) {
         Ok(decoded) => decoded,
@@ -37,23 +38,23 @@ fn look(bytes: &[u8], side: Side) -> Option<Verdict> {
             return None;
         }
     };
-    // Everything up to the last line's end, and nothing behind it.
+    // Everything up to the last line's end, and nothing after it.
     let expected = bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
     assert_eq!(whole, expected);
-    // A newer release's record that need not be known is left out.
+    // Optional records of a newer release are left out.
     assert!(records.len() <= bytes.iter().filter(|byte| **byte == b'\n').count());
     let again: Vec<u8> = records.iter().flat_map(Record::encode).collect();
     assert_eq!(decode(&again, side), Ok((records.clone(), again.len())));
     Some(verdict(records, side))
 }
 
-/// The verdict, and that it is what the records say, read plainly.
+/// The verdict, compared with a simple reading of the records.
 fn verdict(records: Vec<Record>, side: Side) -> Verdict {
     let has = |name: &str| records.iter().any(|record| record.name() == name);
     match side {
         Side::Source => {
             let (state, effects) = recover_source(&records);
-            // After COMMIT nothing but the other side's word, or KEPT, lets the guest run here.
+            // After COMMIT only the other side's answer, or KEPT, lets the guest run here.
             if has("commit") && !has("kept") {
                 assert!(!state.may_run(), "{records:?}");
             }
@@ -76,7 +77,7 @@ fn written(mut input: Input<'_>) {
     let lines: Vec<Vec<u8>> = records.iter().map(Record::encode).collect();
     let mut bytes = lines.concat();
     assert_eq!(decode(&bytes, side), Ok((records.clone(), bytes.len())));
-    // Torn at any byte: what was whole before is there, and nothing else.
+    // Cut at any byte: exactly the records that were complete are read.
     let cut = usize::from(input.word()) % (bytes.len() + 1);
     let whole = lines
         .iter()
@@ -86,18 +87,19 @@ fn written(mut input: Input<'_>) {
         })
         .last()
         .unwrap_or(0);
-    let (kept, length) = decode(&bytes[..cut], side).expect("a torn end is no damage");
+    let (kept, length) = decode(&bytes[..cut], side).expect("a cut-off end is not damage");
     assert_eq!((length, &kept[..]), (whole, &records[..kept.len()]));
     if bytes.is_empty() {
         return;
     }
-    // Damaged in a whole line: never other records.
+    // With damage in a complete line, no other records may be read.
     let (at, by) = (usize::from(input.word()) % bytes.len(), input.byte());
     bytes[at] ^= by;
     if by != 0
         && let Ok((found, _)) = decode(&bytes, side)
     {
-        // Only the end of the last line may be hit unseen: what it held is torn then. Or the case of a checksum's digits.
+        // Only damage at the end of the last line may go undetected: its record then counts as cut
+        // off. The case of a checksum's digits does not matter.
         assert!(found == records || found[..] == records[..records.len() - 1], "{found:?}");
     }
 }

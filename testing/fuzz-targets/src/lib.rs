@@ -1,5 +1,5 @@
-//! The bodies of the fuzz targets: each takes any bytes, and panics if the code under test does
-//! what it must not. `testing/fuzz` gives them to a fuzzer; the tests of this crate run the seeds.
+//! The bodies of the fuzz targets. Each takes any bytes and panics if the code under test
+//! misbehaves. `testing/fuzz` runs them in a fuzzer; the tests of this crate run the seeds.
 
 pub mod balloon;
 pub mod certificate;

@@ -1,5 +1,5 @@
-//! Pieces of a stream: what was encoded arrives byte by byte, whatever is said of the pages in it; what was damaged behind
-//! its checksums gives an error, or the same bytes.
+//! Pieces of a stream. Encoded pieces arrive unchanged, whatever their marks say. Pieces damaged
+//! with matching checksums give an error or the same bytes.
 
 use vmferry_codec::{
     Choice, Compressors, Decompressors, DeltaUse, EncodedFrame, Frame, HotPages, Method, PageMark,
@@ -14,10 +14,10 @@ use super::world::noise;
 const METHODS: [Option<Method>; 4] =
     [None, Some(Method::lz4()), Some(Method::zstd(1)), Some(Method::zlib(1))];
 
-/// Pages that both sides keep.
+/// The number of pages that both sides keep.
 const ENTRIES: u32 = 8;
 
-/// Sends pieces until the choices are used up, or one is damaged.
+/// Sends pieces until the input ends or a piece is damaged.
 pub fn run(data: &[u8]) {
     let mut input = Input(data);
     let kept = HotPages::new(u64::from(ENTRIES) * PAGE_SIZE as u64);
@@ -49,8 +49,8 @@ pub fn run(data: &[u8]) {
             _ => None,
         };
         match decoded {
-            Some(decoded) => assert!(decoded == bytes, "other bytes than those that were sent"),
-            None => assert!(damaged, "a good piece is refused"),
+            Some(decoded) => assert!(decoded == bytes, "other bytes than the source sent"),
+            None => assert!(damaged, "a valid piece is refused"),
         }
         if damaged || input.is_empty() {
             return;
@@ -59,7 +59,7 @@ pub fn run(data: &[u8]) {
     }
 }
 
-/// Records, other bytes, and marks that are mostly right.
+/// Records, other bytes, and mostly correct marks.
 fn piece(input: &mut Input<'_>, pages: &mut [Vec<u8>]) -> (Vec<u8>, Vec<PageMark>) {
     let (mut bytes, mut marks) = (Vec::new(), Vec::new());
     for _ in 0..=input.below(4) {
@@ -80,7 +80,8 @@ fn piece(input: &mut Input<'_>, pages: &mut [Vec<u8>]) -> (Vec<u8>, Vec<PageMark
     (bytes, marks)
 }
 
-/// Changes something, with the checksums of header and table right; whether it did.
+/// Changes something and corrects the checksums of header and table. Returns whether anything
+/// changed.
 fn damage(input: &mut Input<'_>, wire: &mut [u8]) -> bool {
     if !input.byte().is_multiple_of(3) {
         return false;

@@ -1,4 +1,4 @@
-//! Any bytes, taken for a policy, who comes, and which guest is offered.
+//! Any bytes, read as a policy, the names of a source, and an offered guest.
 
 use std::str::FromStr;
 
@@ -8,8 +8,8 @@ use vmferry_wire::GuestIdentity;
 
 use super::input::Input;
 
-/// Reads `POLICY 00 KIND NAMES 00 GUEST`, with the source's names in lines. What is allowed is what a matcher allows that tries
-/// everything.
+/// Reads `POLICY 00 KIND NAMES 00 GUEST`, with one name of the source per line. The policy must
+/// allow exactly what an exhaustive matcher allows.
 pub fn run(data: &[u8]) {
     let mut parts = data.splitn(2, |byte| *byte == 0);
     let text = String::from_utf8_lossy(parts.next().unwrap_or_default());
@@ -52,7 +52,7 @@ fn is_for(rule: &toml::Value, source: &PeerIdentity) -> bool {
     source.tls && source.names.iter().any(|name| is_meant(pattern, name))
 }
 
-/// A `*` stands for a part of a segment, or of a label.
+/// A `*` matches a part of a segment, or of a label.
 fn is_meant(pattern: &str, name: &str) -> bool {
     let (is_uri, other) = (pattern.contains("://"), name.contains("://"));
     let lower = |text: &str| text.to_ascii_lowercase();
@@ -73,7 +73,8 @@ fn names_it(rule: &toml::Value, guest: &GuestIdentity) -> bool {
         || texts("guests").iter().any(|pattern| matches(pattern, &guest.name, None))
 }
 
-/// Whether a pattern fits, by what can be reached after each of its bytes: a set of places, without any cleverness.
+/// Whether a pattern matches. This naive matcher keeps the set of positions that are reachable
+/// after each byte of the pattern.
 fn matches(pattern: &str, text: &str, border: Option<u8>) -> bool {
     let text = text.as_bytes();
     let mut reached = vec![false; text.len() + 1];

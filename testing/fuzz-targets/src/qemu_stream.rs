@@ -1,7 +1,7 @@
-//! Any bytes, taken for a stream of QEMU's own migration, in any pieces.
+//! Any bytes, read as a stream of QEMU's own migration, in any pieces.
 //!
-//! Pages are long and a fuzzer's bytes are few, so they say what the stream is made of: bytes as they are,
-//! runs of one byte, and what real streams have in them.
+//! Pages are long and a fuzzer's input is short, so the input describes the stream: literal bytes,
+//! runs of one byte, and snippets of real streams.
 
 use std::sync::Arc;
 
@@ -14,13 +14,14 @@ use super::input::Input;
 /// The guest's blocks.
 pub const LAYOUT: [(&str, u64); 2] = [("pc.ram", 1 << 20), ("/rom@etc/acpi/tables", 32)];
 
-/// Streams are not longer than this.
+/// The maximum length of a stream.
 const MAX_STREAM: usize = 1 << 20;
 
-/// What a seed begins with: which kind of stream it is, and the lengths of the pieces in which it comes.
+/// The length of a seed's header: the kind of stream, and the lengths of the pieces in which it
+/// arrives.
 pub const HEADER: usize = 1 + 2 * 3;
 
-/// Recognises a stream in pieces and at once.
+/// Recognizes a stream in pieces and at once.
 pub fn run(data: &[u8]) {
     let mut input = Input(data);
     let multifd = input.byte() & 1 != 0;
@@ -31,14 +32,15 @@ pub fn run(data: &[u8]) {
     for mark in &marks.pages {
         assert!(mark.at >= end, "pages overlap at {}", mark.at);
         end = mark.at + PAGE_SIZE;
-        assert!(end <= taken, "a page is not whole in what was taken");
+        assert!(end <= taken, "a page is not completely in the consumed bytes");
         assert!(mark.page < LAYOUT[usize::from(mark.slot.0)].1, "{mark:?}");
         assert!(multifd || stands_behind_its_record(&stream[..mark.at], mark), "{mark:?}");
     }
     assert_eq!(look(multifd, &stream, &[stream.len()]), (marks, taken), "in one piece");
 }
 
-/// Whether a page record ends there whose offset is the mark's, and whose block, if it names one.
+/// Whether the bytes end with a page record that has the mark's offset, and the mark's block if the
+/// record names one.
 fn stands_behind_its_record(before: &[u8], mark: &PageMark) -> bool {
     let offset = mark.page * PAGE_SIZE as u64;
     let name = LAYOUT[usize::from(mark.slot.0)].0;
@@ -47,7 +49,7 @@ fn stands_behind_its_record(before: &[u8], mark: &PageMark) -> bool {
     before.ends_with(&(offset | 0x28).to_be_bytes()) || before.ends_with(&named)
 }
 
-/// All marks, with places from the beginning of the stream, and how many bytes were taken.
+/// All marks with positions from the beginning of the stream, and the number of consumed bytes.
 fn look(multifd: bool, stream: &[u8], pieces: &[usize]) -> (Marks, usize) {
     let blocks = Arc::new(Blocks::new(LAYOUT));
     let mut recogniser: Box<dyn Recogniser> = if multifd {
@@ -92,7 +94,7 @@ fn stream(input: &mut Input) -> Vec<u8> {
     stream
 }
 
-/// Something that real streams have in them.
+/// A snippet of a real stream.
 fn snippet(which: u8, stream: &mut Vec<u8>) {
     let (ram, rom) = (LAYOUT[0].0, LAYOUT[1].0);
     let mut put = |bytes: &[u8]| stream.extend_from_slice(bytes);
@@ -120,7 +122,7 @@ fn snippet(which: u8, stream: &mut Vec<u8>) {
     }
 }
 
-/// A seed that makes this stream, and has it come in these pieces.
+/// A seed that produces this stream in these pieces.
 pub fn seed(multifd: bool, pieces: [u16; 3], stream: &[u8]) -> Vec<u8> {
     let mut seed = vec![u8::from(multifd)];
     pieces.iter().for_each(|piece| seed.extend_from_slice(&piece.to_le_bytes()));

@@ -1,4 +1,4 @@
-//! Any bytes, taken for what a QEMU says by QMP.
+//! Any bytes, read as QEMU's output on QMP.
 
 use std::io::Write;
 use std::net::Shutdown;
@@ -9,14 +9,14 @@ use vmferry_qemu::{Qmp, answers};
 
 use super::input::Input;
 
-/// A socket takes so many bytes without a reader.
+/// A socket buffers this many bytes without a reader.
 const MOST_BYTES: usize = 100_000;
 
-/// No message is longer, whatever QEMU says.
+/// Bounds the length of error messages, whatever QEMU sends.
 const MOST_ERROR_BYTES: usize = 2 << 10;
 
-/// Which of the readers asks, then everything that QEMU will have said, and the connection's end. An answer without
-/// an `id` is one to any command.
+/// The input selects the reader, and contains everything that QEMU sends before it closes the
+/// connection. An answer without an `id` answers any command.
 pub fn run(data: &[u8]) {
     let mut input = Input(data);
     let reader = input.byte();
@@ -32,7 +32,7 @@ pub fn run(data: &[u8]) {
     }
 }
 
-/// Nobody's terminal is flooded by what is no answer.
+/// Errors about invalid answers must not flood the terminal.
 fn is_short(error: &impl std::error::Error) {
     let text = error.to_string();
     assert!(!text.is_empty() && text.len() < MOST_ERROR_BYTES, "{} bytes: {text}", text.len());

@@ -1,4 +1,4 @@
-//! Any pages, encoded in any way, are the same pages on the other side.
+//! Any pages, with any encoding, arrive unchanged.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ const METHODS: [Option<Method>; 6] = [
 
 /// Rounds of writes, each sent in a frame.
 pub fn run(data: &[u8]) {
-    // The source begins empty, and so must its destination.
+    // The source starts empty, and so must its destination.
     World::with_empty(|destination| send(Input(data), destination));
 }
 
@@ -76,7 +76,7 @@ fn write(input: &mut Input<'_>, memory: &GuestMemory, slot: SlotId) -> Vec<u64> 
                 memory.copy_in(run, &page).unwrap();
             }
             3 => {}
-            // A few bytes, anywhere, or many in regular distances.
+            // A few bytes anywhere, or many at regular distances.
             kind => {
                 let mut page = vec![0; PAGE_SIZE];
                 memory.copy_out(run, &mut page).unwrap();

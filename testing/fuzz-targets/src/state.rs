@@ -1,4 +1,4 @@
-//! Any bytes, taken for the saved state of a machine.
+//! Any bytes, read as the saved state of a machine.
 
 use std::cell::RefCell;
 
@@ -12,12 +12,12 @@ use vmferry_wire::{GuestIdentity, table_checksum};
 
 use super::input::Input;
 
-/// Bytes of a container's header, and of a section's.
+/// The sizes of a container's header and of a section's header.
 const HEADS: [usize; 2] = [20, 44];
 const MOST_SECTIONS: usize = 400;
 
-/// With an odd first byte the checksums are made right, wherever the lengths lead, so that what is damaged behind them
-/// is reached.
+/// With an odd first byte the checksums are corrected, wherever the lengths point, so that the code
+/// after the checksum tests is reached.
 pub fn run(data: &[u8]) {
     let mut input = Input(data);
     let sealed = !input.byte().is_multiple_of(2);
@@ -26,7 +26,7 @@ pub fn run(data: &[u8]) {
         seal(&mut state);
     }
     let Ok(reader) = StateReader::parse(&state) else {
-        assert!(!load(&state), "a container that is refused was loaded");
+        assert!(!load(&state), "a refused container was loaded");
         return;
     };
     let known = reader.sections().iter().map(|section| section.payload().len()).sum::<usize>();
@@ -39,7 +39,7 @@ pub fn run(data: &[u8]) {
     load(&state);
 }
 
-/// Makes the checksums of the header, of the sections' headers and of their payloads right.
+/// Corrects the checksums of the header, of the sections' headers and of their payloads.
 fn seal(state: &mut [u8]) {
     let [head, section_head] = HEADS;
     if state.len() < head {
@@ -60,7 +60,7 @@ fn seal(state: &mut [u8]) {
     }
 }
 
-/// Writes the CRC-32C of `from..to` behind it.
+/// Writes the CRC-32C of `from..to` after it.
 fn put(state: &mut [u8], from: usize, to: usize) {
     let sum = table_checksum(&state[from..to]).to_le_bytes();
     state[to..to + 4].copy_from_slice(&sum);
@@ -70,14 +70,15 @@ thread_local! {
     static MACHINE: RefCell<Option<Machine>> = const { RefCell::new(None) };
 }
 
-/// Lets a machine whose vCPUs are threads load it, as one on KVM would; whether it has.
+/// Loads the state into a machine whose vCPUs are threads, as one on KVM would. Returns whether it
+/// was loaded.
 fn load(state: &[u8]) -> bool {
     MACHINE.with(|place| {
         let mut machine = place.take().unwrap_or_else(machine);
         let loaded = machine.load(state);
         if let Err(error) = &loaded {
             assert!(!error.to_string().is_empty());
-            // Nothing of it was taken that hinders the next one.
+            // A refused state must not affect the next one.
             place.replace(Some(machine));
         }
         loaded.is_ok()

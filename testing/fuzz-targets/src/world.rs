@@ -1,4 +1,4 @@
-//! A small guest at the destination, in which some pages were placed before.
+//! A small guest at the destination with some pages placed before.
 
 use std::cell::RefCell;
 use std::io::Read;
@@ -17,11 +17,11 @@ pub struct World {
     pub hashes: PageHashes,
     decoder: Decoder,
     frame: Frame,
-    /// The memory as it was last known to be.
+    /// The memory's last known content.
     content: Vec<u8>,
-    /// The memory, to be compared.
+    /// A buffer for the memory's present content.
     found: Vec<u8>,
-    /// As it was made: content, and which pages are known by which hashes.
+    /// The initial content, and the initial hashes of the known pages.
     base: Vec<u8>,
     base_hashes: Vec<u64>,
     /// Whether something was placed since then.
@@ -37,7 +37,7 @@ pub fn empty_memory() -> GuestMemory {
     GuestMemory::allocate(&layout, MemoryKind::Private).unwrap()
 }
 
-/// Content of a page that was placed before.
+/// The content of a page that was placed before.
 pub fn base_page(slot: SlotId, page: u64) -> Vec<u8> {
     match page % 3 {
         0 => format!("page {page} of {slot}; ").bytes().cycle().take(PAGE_SIZE).collect(),
@@ -46,7 +46,7 @@ pub fn base_page(slot: SlotId, page: u64) -> Vec<u8> {
     }
 }
 
-/// Random bytes, the same everywhere.
+/// Reproducible random bytes.
 pub fn noise(seed: u64, bytes: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -72,12 +72,12 @@ thread_local! {
 }
 
 impl World {
-    /// No page was ever placed.
+    /// A world in which no page was ever placed.
     pub fn empty() -> Self {
         Self::of(|_| None)
     }
 
-    /// A third of the pages are known: text, noise and zeros.
+    /// A world in which a third of the pages are known: text, noise and zeros.
     pub fn populated() -> Self {
         let known = |run: PageRun| run.first < SLOT_PAGES[usize::from(run.slot.0)] / 3;
         Self::of(|run| known(run).then(|| base_page(run.slot, run.first)))
@@ -104,7 +104,8 @@ impl World {
         world
     }
 
-    /// Makes everything as it was at first. To make it anew would take most of the fuzzer's time.
+    /// Restores the initial state. Creating a world for each input would take most of the fuzzer's
+    /// time.
     fn reset(&mut self) {
         if !self.changed {
             return;
@@ -120,7 +121,7 @@ impl World {
         self.content.copy_from_slice(&self.base);
     }
 
-    /// Lends the thread's world, in which nothing has happened.
+    /// Lends the thread's world in its initial state.
     pub fn with_fresh<R>(body: impl FnOnce(&mut Self) -> R) -> R {
         WORLD.with(|world| Self::lend(world, Self::populated, body))
     }
@@ -135,7 +136,7 @@ impl World {
         make: fn() -> Self,
         body: impl FnOnce(&mut Self) -> R,
     ) -> R {
-        // Not given back after a panic.
+        // A world is not returned after a panic.
         let mut world = place.take().unwrap_or_else(make);
         world.reset();
         let result = body(&mut world);
@@ -143,7 +144,7 @@ impl World {
         result
     }
 
-    /// Reads a frame and places it. Whatever it is: hashes and memory agree after it, and if it is refused,
+    /// Reads a frame and places it. Afterward hashes and memory agree, and if the frame is refused,
     /// nothing has changed. `Ok(None)`: there is no frame.
     pub fn place(&mut self, from: &mut impl Read) -> Result<Option<PlacedPages>, CodecError> {
         let digest = self.hashes.sum();
@@ -170,13 +171,13 @@ impl World {
         placed.map(Some)
     }
 
-    /// What was placed last in a page.
+    /// The last placed content of a page.
     pub fn page(&self, run: PageRun) -> &[u8] {
         let before = if run.slot == SlotId(0) { 0 } else { SLOT_PAGES[0] };
         &self.content[(before + run.first) as usize * PAGE_SIZE..][..PAGE_SIZE]
     }
 
-    /// Every page has its hash, and the digest is their sum.
+    /// Checks that every page has its hash, and that the digest is their sum.
     fn check(&self) {
         let mut sum = 0_u64;
         for (run, content) in all_pages().zip(self.content.chunks_exact(PAGE_SIZE)) {
@@ -192,7 +193,7 @@ impl World {
     }
 }
 
-/// All of a memory of the world's layout.
+/// The content of a memory with the world's layout.
 pub fn read_all(memory: &GuestMemory) -> Vec<u8> {
     let mut content = vec![0; SLOT_PAGES.iter().sum::<u64>() as usize * PAGE_SIZE];
     read_into(memory, &mut content);

@@ -1,12 +1,12 @@
-//! The host's pool of huge pages of 2 MiB, which tests enlarge and put back.
+//! The host's pool of huge pages of 2 MiB, which tests enlarge and restore.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use parking_lot::{Mutex, MutexGuard};
 
 const POOL: &str = "/proc/sys/vm/nr_hugepages";
 
 static POOL_USER: Mutex<()> = Mutex::new(());
 
-/// Huge pages for one test at a time; the pool shrinks again when this is dropped.
+/// Huge pages for one test at a time; the pool shrinks again on drop.
 #[derive(Debug)]
 pub struct HugePages {
     enlarged_by: u64,
@@ -17,12 +17,12 @@ impl HugePages {
     /// Enlarges the pool by this number of pages.
     ///
     /// # Panics
-    /// If fewer than that are free then.
+    /// If fewer are free afterward.
     #[must_use]
     pub fn reserve(pages: u64) -> Self {
-        let alone = POOL_USER.lock().unwrap_or_else(PoisonError::into_inner);
+        let alone = POOL_USER.lock();
         let before = size();
-        // Free huge pages may be somebody else's.
+        // Free huge pages may belong to another process.
         let written = std::fs::write(POOL, (before + pages).to_string());
         let pool = Self { enlarged_by: size().saturating_sub(before), _alone: alone };
         assert!(free() >= pages, "this test needs {pages} free huge pages of 2 MiB: {written:?}");
@@ -33,7 +33,8 @@ impl HugePages {
 impl Drop for HugePages {
     fn drop(&mut self) {
         if self.enlarged_by > 0 {
-            // As much is removed as was added: somebody else may have changed the pool meanwhile.
+            // Removes as many pages as were added: another process may have changed the pool
+            // meanwhile.
             let _ = std::fs::write(POOL, size().saturating_sub(self.enlarged_by).to_string());
         }
     }

@@ -1,9 +1,10 @@
-//! What tests of several crates share. A test that needs something of this machine fails without
-//! it, and says what is missing.
+//! Helpers for the tests of several crates. A test that needs something of this machine fails
+//! without it, and says what is missing.
 
 #![forbid(unsafe_code)]
 
 mod huge_pages;
+pub mod relay;
 
 pub use huge_pages::HugePages;
 

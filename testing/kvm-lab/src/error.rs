@@ -6,7 +6,7 @@ use vmferry_memory::MemoryError;
 #[derive(Debug, thiserror::Error)]
 pub enum LabError {
     /// An unsupported number of vCPUs.
-    #[error("{asked} vCPUs asked for; choose 1 to {max}", max = crate::MAX_VCPUS)]
+    #[error("{asked} vCPUs; choose 1 to {max}", max = crate::MAX_VCPUS)]
     Vcpus {
         /// The requested number.
         asked: usize,

@@ -25,14 +25,15 @@ mod vcpu;
 pub use error::LabError;
 pub use looping::WriteLoop;
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
 
 use kvm_bindings::{
     KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_MAX_CPUID_ENTRIES, kvm_enable_cap,
     kvm_userspace_memory_region,
 };
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
+use parking_lot::RwLock;
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, SlotId, SlotLayout};
 
 use guest::{Entry, LIST_ENTRIES, Placement};
@@ -177,7 +178,7 @@ impl Machine {
 
     /// Sets the hook for a full dirty ring.
     pub fn on_ring_full(&self, hook: impl Fn(usize) + Send + Sync + 'static) {
-        let mut kept = self.shared.ring_full.write().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.shared.ring_full.write();
         *kept = Some(Box::new(hook));
     }
 
@@ -266,7 +267,7 @@ impl Machine {
 impl Shared {
     fn ring_full(&self, vcpu: usize) -> Result<(), LabError> {
         self.ring_full_exits.fetch_add(1, Ordering::Relaxed);
-        match &*self.ring_full.read().unwrap_or_else(PoisonError::into_inner) {
+        match &*self.ring_full.read() {
             Some(hook) => {
                 hook(vcpu);
                 Ok(())

@@ -1,4 +1,4 @@
-//! A vCPU that writes until it is told to stop.
+//! A vCPU that writes until it is stopped.
 
 use std::os::unix::thread::JoinHandleExt;
 use std::sync::Arc;

@@ -71,7 +71,7 @@ fn runs_and_loops_write_their_range() {
 }
 
 #[test]
-fn what_cannot_be_written_is_refused() {
+fn write_outside_the_layout_is_refused() {
     need_kvm();
     let machine = machine(1);
     assert!(matches!(machine.write_pages(0, SlotId(2), [5]), Err(LabError::Memory(_))));
@@ -87,7 +87,7 @@ fn what_cannot_be_written_is_refused() {
 }
 
 #[test]
-fn a_full_ring_without_a_hook_is_an_error() {
+fn full_ring_without_a_hook_is_an_error() {
     need_kvm();
     let options = LabOptions { dirty_ring_entries: Some(1024) };
     let machine = match Machine::new(&layout(), MemoryKind::Private, 1, options) {

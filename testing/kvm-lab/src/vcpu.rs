@@ -7,10 +7,11 @@
 
 use std::io;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use kvm_bindings::KVM_EXIT_DIRTY_RING_FULL;
 use kvm_ioctls::{VcpuExit, VcpuFd};
+use parking_lot::Mutex;
 
 use crate::guest::Entry;
 use crate::{LabError, Shared};
@@ -65,7 +66,7 @@ impl Vcpu {
     }
 
     pub(crate) fn lease(self: &Arc<Self>) -> Result<Lease, LabError> {
-        let fd = self.fd.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let fd = self.fd.lock().take();
         match fd {
             Some(fd) => Ok(Lease { vcpu: Arc::clone(self), fd: Some(fd) }),
             None => Err(LabError::Busy { vcpu: self.index }),
@@ -126,7 +127,7 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        *self.vcpu.fd.lock().unwrap_or_else(PoisonError::into_inner) = self.fd.take();
+        *self.vcpu.fd.lock() = self.fd.take();
     }
 }
 

@@ -1,4 +1,4 @@
-//! What may happen next.
+//! The actions of the model.
 
 use std::fmt;
 
@@ -6,25 +6,25 @@ use vmferry_handover::{DestinationEffect, OperatorWord, SourceEffect};
 
 use crate::world::{DestinationRecord, Message};
 
-/// One thing that happens.
+/// One step of the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// The destination takes the announced guest and begins to write OPEN.
+    /// The destination accepts the announced guest and starts to write OPEN.
     DestinationOpens,
     /// The source pauses the guest and sends everything.
     SourceSendsAll,
     /// A message arrives. It may arrive again.
     Deliver(Message),
-    /// Somebody who knows nothing of the session answers in the destination's place.
+    /// A host that does not know the session answers in the destination's place.
     StrangerAnswers,
-    /// The source does the next thing that it has to do. `fails`: an outcome is not written.
+    /// The source carries out its next pending effect.
     SourceDoes {
-        /// What it does.
+        /// The effect.
         effect: SourceEffect,
-        /// Whether it fails, if it can.
+        /// Whether a write of the outcome fails.
         fails: bool,
     },
-    /// The destination does the next thing that it has to do.
+    /// The destination carries out its next pending effect.
     DestinationDoes(DestinationEffect),
     /// The source's write of COMMIT returns.
     SourceWrote {
@@ -35,44 +35,44 @@ pub enum Action {
     },
     /// A write of the destination returns.
     DestinationWrote {
-        /// Which record.
+        /// The record.
         record: DestinationRecord,
         /// Whether it returns an error.
         fails: bool,
         /// Whether the record is on disk.
         on_disk: bool,
     },
-    /// The source notices that the link is lost, or silent, or that an answer does not come.
+    /// The source detects a lost or silent link, or a missing answer.
     SourceLosesLink,
-    /// The source fails or is cancelled.
+    /// The source fails or is canceled.
     SourceFails,
-    /// The destination notices that the link is lost.
+    /// The destination detects that the link was lost.
     DestinationLosesLink,
-    /// The destination fails or is cancelled.
+    /// The destination fails or is canceled.
     DestinationFails,
-    /// The destination has waited for COMMIT for as long as it may.
+    /// The destination's wait for COMMIT times out.
     CommitTimesOut,
-    /// The source's process dies. `on_disk`: what it was writing is on disk.
+    /// The source's process dies.
     SourceCrashes {
-        /// Whether the record is on disk.
+        /// Whether the record that was being written is on disk.
         on_disk: bool,
     },
     /// The destination's process dies.
     DestinationCrashes {
-        /// Whether the record is on disk.
+        /// Whether the record that was being written is on disk.
         on_disk: bool,
     },
-    /// The source's process comes back.
+    /// The source's process is restarted.
     SourceRestarts,
-    /// The destination's process comes back.
+    /// The destination's process is restarted.
     DestinationRestarts,
-    /// The destination's host is lost for good.
+    /// The destination's host is lost permanently.
     DestinationIsLost,
-    /// The guest that runs at the destination is moved to a third host by another session.
+    /// Another session moves the guest that runs at the destination to a third host.
     GuestMovesOn,
     /// The operator decides.
     OperatorSays(OperatorWord),
-    /// From now on there are no faults; what was on its way is lost.
+    /// Faults stop from now on. Messages in flight are lost.
     FaultsEnd,
 }
 
@@ -82,11 +82,11 @@ impl fmt::Display for Action {
             if on_disk { "the record is on disk" } else { "the record is not on disk" }
         };
         match self {
-            Self::DestinationOpens => f.write_str("destination: takes the guest, writes OPEN"),
+            Self::DestinationOpens => f.write_str("destination: accepts the guest, writes OPEN"),
             Self::SourceSendsAll => f.write_str("source: pauses the guest, sends FINAL"),
             Self::Deliver(message) => {
                 let to = if message.is_to_destination() { "destination" } else { "source" };
-                write!(f, "{to}: hears {message:?}")
+                write!(f, "{to}: receives {message:?}")
             }
             Self::StrangerAnswers => f.write_str("stranger: answers that it knows no such session"),
             Self::SourceDoes { effect, fails: false } => write!(f, "source: does {effect:?}"),
@@ -103,9 +103,9 @@ impl fmt::Display for Action {
                 write!(f, "destination: writing {record:?} fails, {}", disk(*on_disk))
             }
             Self::SourceLosesLink => f.write_str("source: link lost, or a wait timed out"),
-            Self::SourceFails => f.write_str("source: fails or is cancelled"),
+            Self::SourceFails => f.write_str("source: fails or is canceled"),
             Self::DestinationLosesLink => f.write_str("destination: link lost"),
-            Self::DestinationFails => f.write_str("destination: fails or is cancelled"),
+            Self::DestinationFails => f.write_str("destination: fails or is canceled"),
             Self::CommitTimesOut => f.write_str("destination: no COMMIT came in time"),
             Self::SourceCrashes { on_disk } => {
                 write!(f, "source: its process dies ({} if it was writing)", disk(*on_disk))
@@ -113,12 +113,12 @@ impl fmt::Display for Action {
             Self::DestinationCrashes { on_disk } => {
                 write!(f, "destination: its process dies ({} if it was writing)", disk(*on_disk))
             }
-            Self::SourceRestarts => f.write_str("source: its process comes back"),
-            Self::DestinationRestarts => f.write_str("destination: its process comes back"),
-            Self::DestinationIsLost => f.write_str("destination: its host is lost for good"),
+            Self::SourceRestarts => f.write_str("source: its process restarts"),
+            Self::DestinationRestarts => f.write_str("destination: its process restarts"),
+            Self::DestinationIsLost => f.write_str("destination: its host is lost permanently"),
             Self::GuestMovesOn => f.write_str("destination: the guest is moved to a third host"),
             Self::OperatorSays(word) => write!(f, "operator: says {word:?}"),
-            Self::FaultsEnd => f.write_str("faults end; what was on its way is lost"),
+            Self::FaultsEnd => f.write_str("faults end; messages in flight are lost"),
         }
     }
 }

@@ -1,16 +1,16 @@
-//! What comes of an action: the engine's transition functions, and the world around them.
+//! The effects of each action: the engine's transition functions, and the world around them.
 
 use vmferry_handover::SessionWord;
 use vmferry_handover::{
-    DestinationEffect, DestinationEvent, DestinationState, OperatorWord, SourceEffect, SourceEvent,
-    SourceState, recover_destination, recover_source,
+    DestinationEffect, DestinationEvent, DestinationRecords, DestinationState, OperatorWord,
+    SourceEffect, SourceEvent, SourceRecords, SourceState, recover_destination, recover_source,
 };
 
 use crate::action::Action;
-use crate::model::{Broken, Handover};
+use crate::model::{BrokenRule, Handover};
 use crate::world::{
-    DestinationGuest, DestinationProcess, DestinationRecord, Message, SourceGuest, SourceProcess,
-    World,
+    DestinationGuest, DestinationProcess, DestinationRecord, Message, Source, SourceGuest,
+    SourceProcess, World,
 };
 
 impl Handover {
@@ -78,13 +78,13 @@ impl Handover {
             Action::GuestMovesOn => world.destination.guest = DestinationGuest::MovedOn,
             Action::OperatorSays(word) => self.source_event(world, SourceEvent::Operator(word)),
             Action::FaultsEnd => {
-                world.healed = true;
+                world.faults_ended = true;
                 world.network.clear();
             }
         }
     }
 
-    /// As the engine's machines do with a message, before and after the handover's part of it.
+    /// Handles a message as the engine does, including the checks outside the handover.
     fn deliver(&self, world: &mut World, message: Message) {
         let busy = if message.is_to_destination() {
             world.destination.process.as_ref().is_none_or(|process| !process.todo.is_empty())
@@ -119,9 +119,9 @@ impl Handover {
                 }
             }
             Message::Running => self.source_event(world, SourceEvent::Running),
-            Message::Aborted => self.source_event(world, aborted_said(world)),
+            Message::Aborted => self.source_event(world, aborted_event(world)),
             Message::Answer(SessionWord::Unknown)
-                if self.broken == Some(Broken::UnknownIsAborted) =>
+                if self.broken == Some(BrokenRule::UnknownIsAborted) =>
             {
                 self.source_event(world, SourceEvent::Word(SessionWord::Aborted));
             }
@@ -133,15 +133,17 @@ impl Handover {
         let Some(process) = &mut world.source.process else { return };
         let (state, effects) = match (self.broken, process.state, event) {
             (
-                Some(Broken::ResumeAfterCommit),
+                Some(BrokenRule::ResumeAfterCommit),
                 SourceState::Committed,
                 SourceEvent::LinkLost | SourceEvent::Failed,
             ) => (SourceState::Kept, &[SourceEffect::Resume][..]),
-            (Some(Broken::EndOfLinkIsSuccess), SourceState::Committed, SourceEvent::LinkLost) => {
-                (SourceState::Given, &[SourceEffect::WriteGiven, SourceEffect::Release][..])
-            }
             (
-                Some(Broken::KeptBeforeResumed),
+                Some(BrokenRule::EndOfLinkIsSuccess),
+                SourceState::Committed,
+                SourceEvent::LinkLost,
+            ) => (SourceState::Given, &[SourceEffect::WriteGiven, SourceEffect::Release][..]),
+            (
+                Some(BrokenRule::KeptBeforeResumed),
                 SourceState::Committed | SourceState::InDoubt { .. },
                 SourceEvent::Word(SessionWord::Aborted)
                 | SourceEvent::Operator(OperatorWord::SourceResumes),
@@ -155,7 +157,7 @@ impl Handover {
     fn source_does(&self, world: &mut World, effect: SourceEffect, fails: bool) {
         match effect {
             SourceEffect::WriteCommit => {
-                if self.broken == Some(Broken::NoCommitInJournal) {
+                if self.broken == Some(BrokenRule::NoCommitInJournal) {
                     return self.source_event(world, SourceEvent::CommitWritten);
                 }
                 if let Some(process) = &mut world.source.process {
@@ -176,9 +178,10 @@ impl Handover {
             SourceEffect::Resume => {
                 if world.source.guest == SourceGuest::Paused {
                     world.source.guest = SourceGuest::Running;
-                    world.went_on_here = true;
-                    // An operator who said so has seen that the destination is lost.
-                    world.ran_from_the_past |= world.ran_there;
+                    world.resumed_here = true;
+                    // An operator may say this only if the destination was lost before it ran the
+                    // guest.
+                    world.ran_outdated_state |= world.ran_at_destination;
                 }
             }
             SourceEffect::Release => world.source.guest = SourceGuest::Released,
@@ -194,14 +197,13 @@ impl Handover {
     }
 
     fn restart_source(&self, world: &mut World) {
-        let (committed, kept, given) =
-            (world.source.committed, world.source.kept, world.source.given);
-        let (mut state, mut effects) = recover_source(committed, kept, given);
+        let Source { committed, kept, given, .. } = world.source;
+        let (mut state, mut effects) = recover_source(SourceRecords { committed, kept, given });
         if kept || given {
-            // Its journal says how it ended: nobody takes such a session up.
+            // The journal holds the outcome, so no process recovers the session.
             effects = &[];
         }
-        if self.broken == Some(Broken::RestartedSendsCommit)
+        if self.broken == Some(BrokenRule::RestartedSendsCommit)
             && matches!(state, SourceState::InDoubt { .. })
         {
             state = SourceState::InDoubt { recovered: false };
@@ -215,7 +217,7 @@ impl Handover {
         let Some(state) = process.session else { return };
         let (next, effects) = match (self.broken, state, event) {
             (
-                Some(Broken::StuckDiscards),
+                Some(BrokenRule::StuckDiscards),
                 DestinationState::IntentWriting,
                 DestinationEvent::JournalFailed,
             ) => (DestinationState::Stuck, &[DestinationEffect::Discard][..]),
@@ -227,15 +229,18 @@ impl Handover {
 
     fn restart_destination(&self, world: &mut World) {
         let destination = &mut world.destination;
-        let recovered =
-            recover_destination(destination.opened, destination.intent, destination.aborted);
+        let recovered = recover_destination(DestinationRecords {
+            opened: destination.opened,
+            intent: destination.intent,
+            aborted: destination.aborted,
+        });
         let session = recovered.map(|(state, _)| state);
         let mut todo = recovered.map_or(Vec::new(), |(_, effects)| effects.to_vec());
         match self.broken {
-            Some(Broken::NotFinishedAfterRestart) => {
+            Some(BrokenRule::NotFinishedAfterRestart) => {
                 todo.retain(|effect| *effect != DestinationEffect::Run);
             }
-            Some(Broken::RunsWithoutLooking) => todo.insert(0, DestinationEffect::Run),
+            Some(BrokenRule::RunsWithoutLooking) => todo.insert(0, DestinationEffect::Run),
             _ => {}
         }
         destination.process = Some(DestinationProcess { session, todo, writing: None });
@@ -246,7 +251,7 @@ impl Handover {
             DestinationEffect::SendReady => {
                 world.network.insert(Message::Ready);
             }
-            DestinationEffect::WriteIntent if self.broken == Some(Broken::NoRunIntent) => {
+            DestinationEffect::WriteIntent if self.broken == Some(BrokenRule::NoRunIntent) => {
                 self.destination_event(world, DestinationEvent::IntentWritten);
             }
             DestinationEffect::WriteIntent => begin_write(world, DestinationRecord::RunIntent),
@@ -265,17 +270,17 @@ impl Handover {
         }
     }
 
-    /// Runs a guest that never ran here. Nothing is done to one that has, whatever it does now.
+    /// Runs a guest that has never run here. A guest that has is left alone.
     fn destination_runs(&self, world: &mut World) {
         match world.destination.guest {
             DestinationGuest::Loaded => {
                 world.destination.guest = DestinationGuest::Running;
-                world.ran_there = true;
-                world.ran_from_the_past |= world.went_on_here;
+                world.ran_at_destination = true;
+                world.ran_outdated_state |= world.resumed_here;
             }
-            DestinationGuest::MovedOn if self.broken == Some(Broken::RunsWhatMovedOn) => {
+            DestinationGuest::MovedOn if self.broken == Some(BrokenRule::RunsWhatMovedOn) => {
                 world.destination.guest = DestinationGuest::Running;
-                world.ran_from_the_past = true;
+                world.ran_outdated_state = true;
             }
             _ => {}
         }
@@ -294,10 +299,10 @@ impl Handover {
     fn destination_wrote(&self, world: &mut World, record: DestinationRecord, fails: bool) {
         let fails = fails
             && !(record == DestinationRecord::RunIntent
-                && self.broken == Some(Broken::FailedWriteIsWritten));
+                && self.broken == Some(BrokenRule::FailedWriteIsWritten));
         let event = match record {
             DestinationRecord::Open => {
-                // A guest whose OPEN can't be written is refused, and nothing is left of it.
+                // If OPEN cannot be written, the guest is refused and nothing of it remains.
                 if let Some(process) = &mut world.destination.process
                     && !fails
                 {
@@ -317,8 +322,8 @@ fn session(world: &World) -> Option<DestinationState> {
     world.destination.process.as_ref().and_then(|process| process.session)
 }
 
-/// ABORTED ends a migration that was not committed, and gives a committed guest back.
-fn aborted_said(world: &World) -> SourceEvent {
+/// Before COMMIT, ABORTED ends the migration. After it, ABORTED gives the guest back.
+fn aborted_event(world: &World) -> SourceEvent {
     let holds =
         world.source.process.as_ref().is_some_and(|process| process.state == SourceState::Holding);
     if holds { SourceEvent::Failed } else { SourceEvent::Word(SessionWord::Aborted) }

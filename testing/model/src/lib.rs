@@ -1,30 +1,31 @@
-//! The handover, checked exhaustively.
+//! An exhaustive check of the handover.
 //!
 //! The model is a source and a destination whose every step is the engine's own transition function
 //! ([`SourceState::step`](vmferry_handover::SourceState::step) and
-//! [`DestinationState::step`](vmferry_handover::DestinationState::step)), each with a journal that
-//! outlives its process, and a network that loses, delays, repeats and reorders. At any point either
-//! process may die and come back, a journal's write may fail with or without the record on disk, the
-//! link may be noticed to be lost or not, somebody who knows nothing may answer in the destination's
-//! place, and the destination's host may be lost for good. No fault is counted: there is no bound
-//! on how many of them come.
+//! [`DestinationState::step`](vmferry_handover::DestinationState::step)). Each side has a journal
+//! that outlives its process. The network loses, delays, repeats and reorders messages. At any
+//! point either process may die and restart, a journal write may fail with or without the record on
+//! disk, a lost link may be detected or not, a host that does not know the session may answer in
+//! the destination's place, and the destination's host may be lost permanently. The number of
+//! faults is not bounded.
 //!
-//! What is checked in every state that can be reached:
+//! Checked in every reachable state:
 //! 1. Two hosts never run the guest at the same time.
-//! 2. The guest never goes on from a past: once it has run at the destination it never runs at the
-//!    source again, and the destination never runs what the source has run on from.
-//! 3. From the moment on when faults end (both processes come back, nothing more is lost), whatever
-//!    was lost until then, exactly one host ends up with the guest: there is always a way there, so
-//!    that a fair schedule finds it.
+//! 2. The guest never continues from an outdated state: once it has run at the destination it never
+//!    runs at the source again, and the destination never runs a state from which the source has
+//!    continued.
+//! 3. After faults end (both processes restart and no more messages are lost), whatever was lost
+//!    until then, exactly one host ends up with the guest. From each state some path leads there,
+//!    so that a fair schedule finds it.
 //!
-//! All of this twice: for a guest that dies with the process that received it, as a microvm's does,
-//! and for one that outlives that process, as a QEMU does. Such a guest must run in the end, and
-//! may have been moved on before the process comes back.
+//! Each check runs for two kinds of guest: one that dies with the process that received it, like a
+//! microvm's, and one that outlives that process, like a QEMU guest. The second kind must run in
+//! the end, and may have moved on before the process restarts.
 //!
-//! An operator who decides a handover in doubt is taken to have looked: the model lets one say
-//! only what is true.
+//! Operators are assumed to have checked before they resolve a handover in doubt: the model lets
+//! them say only what is true.
 //!
-//! [`Broken`] breaks one rule at a time, which shows that the checks can fail and prints how.
+//! [`BrokenRule`] breaks one rule at a time. This shows that the checks can fail, and prints how.
 
 mod action;
 mod effects;
@@ -34,6 +35,6 @@ mod settle;
 mod world;
 
 pub use action::Action;
-pub use model::{Broken, Handover};
+pub use model::{BrokenRule, Handover};
 pub use report::{Finding, Outcome, check};
 pub use world::{Destination, DestinationGuest, Message, Source, SourceGuest, World};

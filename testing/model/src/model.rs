@@ -1,101 +1,85 @@
-//! The state space: what may happen in a state, and what comes of it.
+//! The state space: the possible actions in each state, and the checked properties.
 
+use parking_lot::Mutex;
 use std::collections::HashSet;
-use std::sync::Mutex;
 
 use stateright::{Model, Property};
+use strum::{IntoStaticStr, VariantArray};
 use vmferry_handover::{DestinationState, OperatorWord, SourceState};
 
 use crate::action::Action;
 use crate::world::{DestinationGuest, SourceGuest, World};
 
-/// The property of what comes after the end of faults.
-pub(crate) const IN_THE_END: &str = "in the end exactly one host has the guest";
+/// The property that is checked after faults end.
+pub(crate) const ONE_OWNER_IN_THE_END: &str = "in the end exactly one host has the guest";
 
 /// A rule that is broken on purpose.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Broken {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, IntoStaticStr, VariantArray)]
+pub enum BrokenRule {
     /// The source sends COMMIT before it is in its journal.
+    #[strum(serialize = "COMMIT is sent without being journalled")]
     NoCommitInJournal,
     /// The source resumes the guest when the link is lost after COMMIT.
+    #[strum(serialize = "the source resumes when the link is lost after COMMIT")]
     ResumeAfterCommit,
-    /// The answer that a session is unknown is taken for ABORTED.
+    /// The source treats the answer that a session is unknown as ABORTED.
+    #[strum(serialize = "an unknown session is taken for ABORTED")]
     UnknownIsAborted,
     /// The destination runs the guest without RUN-INTENT in its journal.
+    #[strum(serialize = "RUN-INTENT is left out")]
     NoRunIntent,
-    /// A write of RUN-INTENT that failed is taken for one that did not.
+    /// The destination treats a failed write of RUN-INTENT as a successful one.
+    #[strum(serialize = "a failed write of RUN-INTENT is taken for a good one")]
     FailedWriteIsWritten,
-    /// A source that was restarted sends COMMIT when the destination still waits.
+    /// A restarted source sends COMMIT if the destination still waits for it.
+    #[strum(serialize = "a restarted source sends COMMIT")]
     RestartedSendsCommit,
-    /// The end of the link after COMMIT is taken for success.
+    /// The source treats the end of the link after COMMIT as success.
+    #[strum(serialize = "the end of the link after COMMIT is taken for success")]
     EndOfLinkIsSuccess,
-    /// A restarted destination only gives its word, and runs no guest that outlived its process.
+    /// A restarted destination only gives its word. It does not run a guest that outlived its
+    /// process.
+    #[strum(serialize = "a restarted destination does not finish what RUN-INTENT promises")]
     NotFinishedAfterRestart,
-    /// A restarted destination runs a loaded guest without looking for RUN-INTENT.
+    /// A restarted destination runs a loaded guest without checking for RUN-INTENT.
+    #[strum(serialize = "a restarted destination runs a loaded guest without RUN-INTENT")]
     RunsWithoutLooking,
-    /// A restarted destination also runs a guest that has run there and was moved on since.
+    /// A restarted destination also runs a guest that has run there and has moved on since.
+    #[strum(serialize = "a restarted destination runs a guest that has moved on")]
     RunsWhatMovedOn,
-    /// A destination that does not know whether RUN-INTENT is on disk throws the guest away.
+    /// A destination discards the guest although RUN-INTENT may be on disk.
+    #[strum(serialize = "the guest is thrown away when RUN-INTENT may be on disk")]
     StuckDiscards,
-    /// KEPT is written before the guest that comes back is resumed.
+    /// KEPT is written before the returned guest is resumed.
+    #[strum(serialize = "KEPT is written before the guest is resumed")]
     KeptBeforeResumed,
 }
 
-impl Broken {
-    /// All of them.
-    pub const ALL: [Self; 12] = [
-        Self::NoCommitInJournal,
-        Self::ResumeAfterCommit,
-        Self::UnknownIsAborted,
-        Self::NoRunIntent,
-        Self::FailedWriteIsWritten,
-        Self::RestartedSendsCommit,
-        Self::EndOfLinkIsSuccess,
-        Self::NotFinishedAfterRestart,
-        Self::RunsWithoutLooking,
-        Self::RunsWhatMovedOn,
-        Self::StuckDiscards,
-        Self::KeptBeforeResumed,
-    ];
+impl BrokenRule {
+    /// All rules that can be broken.
+    pub const ALL: &'static [Self] = Self::VARIANTS;
 
-    /// In words.
+    /// The broken rule in words.
     #[must_use]
     pub fn name(self) -> &'static str {
-        match self {
-            Self::NoCommitInJournal => "COMMIT is sent without being journalled",
-            Self::ResumeAfterCommit => "the source resumes when the link is lost after COMMIT",
-            Self::UnknownIsAborted => "an unknown session is taken for ABORTED",
-            Self::NoRunIntent => "RUN-INTENT is left out",
-            Self::FailedWriteIsWritten => "a failed write of RUN-INTENT is taken for a good one",
-            Self::RestartedSendsCommit => "a restarted source sends COMMIT",
-            Self::EndOfLinkIsSuccess => "the end of the link after COMMIT is taken for success",
-            Self::NotFinishedAfterRestart => {
-                "a restarted destination does not finish what RUN-INTENT promises"
-            }
-            Self::RunsWithoutLooking => {
-                "a restarted destination runs a loaded guest without RUN-INTENT"
-            }
-            Self::RunsWhatMovedOn => "a restarted destination runs a guest that has moved on",
-            Self::StuckDiscards => "the guest is thrown away when RUN-INTENT may be on disk",
-            Self::KeptBeforeResumed => "KEPT is written before the guest is resumed",
-        }
+        self.into()
     }
 }
 
 /// The model of the handover.
 #[derive(Debug, Default)]
 pub struct Handover {
-    /// The rule that is broken, if any.
-    pub broken: Option<Broken>,
-    /// The only property that is looked at; all by default.
+    /// The broken rule, if any.
+    pub broken: Option<BrokenRule>,
+    /// The only property to check; `None` checks all.
     pub only: Option<&'static str>,
-    /// States after the end of faults from which a settled one is known to be reached.
+    /// Fault-free states from which a settled state is known to be reachable.
     pub(crate) settling: Mutex<HashSet<World>>,
 }
 
 impl Handover {
     fn source_actions(&self, world: &World, actions: &mut Vec<Action>) {
-        let faults = !world.healed;
+        let faults = !world.faults_ended;
         let Some(process) = &world.source.process else {
             actions.push(Action::SourceRestarts);
             return;
@@ -126,7 +110,7 @@ impl Handover {
         {
             actions.push(Action::SourceSendsAll);
         }
-        // Each of its waits is bounded, so that this comes even when nothing is lost any more.
+        // Every wait of the source is bounded, so this happens even without faults.
         actions.push(Action::SourceLosesLink);
         if process.state == SourceState::Holding || faults {
             actions.push(Action::SourceFails);
@@ -135,14 +119,14 @@ impl Handover {
             actions.push(Action::StrangerAnswers);
             if world.destination.intent {
                 actions.push(Action::OperatorSays(OperatorWord::DestinationOwns));
-            } else if world.destination.lost && !world.ran_there {
+            } else if world.destination.lost && !world.ran_at_destination {
                 actions.push(Action::OperatorSays(OperatorWord::SourceResumes));
             }
         }
     }
 
     fn destination_actions(&self, world: &World, actions: &mut Vec<Action>) {
-        let faults = !world.healed;
+        let faults = !world.faults_ended;
         if world.destination.lost {
             return;
         }
@@ -156,7 +140,7 @@ impl Handover {
             actions.push(Action::DestinationRestarts);
             return;
         };
-        // One whose journal has failed ends, and its operator starts it again.
+        // A process whose journal failed exits, and its operator restarts it.
         if faults || process.session == Some(DestinationState::Stuck) {
             actions.push(Action::DestinationCrashes { on_disk: false });
         }
@@ -207,7 +191,7 @@ impl Model for Handover {
         self.source_actions(world, actions);
         self.destination_actions(world, actions);
         actions.extend(world.network.iter().map(|message| Action::Deliver(*message)));
-        if !world.healed && !world.destination.lost {
+        if !world.faults_ended && !world.destination.lost {
             actions.push(Action::FaultsEnd);
         }
     }
@@ -220,13 +204,15 @@ impl Model for Handover {
 
     fn properties(&self) -> Vec<Property<Self>> {
         let mut properties = vec![
-            Property::always("two hosts never run the guest", |_, world: &World| !world.two_run()),
+            Property::always("two hosts never run the guest", |_, world: &World| {
+                !world.runs_on_both_hosts()
+            }),
             Property::always("the guest never goes on from a past", |_, world: &World| {
-                !world.ran_from_the_past
+                !world.ran_outdated_state
             }),
             Property::always(
                 "in the end exactly one host has the guest",
-                |model: &Self, world: &World| !world.healed || model.settles(world),
+                |model: &Self, world: &World| !world.faults_ended || model.settles(world),
             ),
             Property::sometimes("the guest moves", |_, world: &World| {
                 world.destination.guest == DestinationGuest::Running

@@ -1,51 +1,51 @@
-//! Runs the checker and says what it found.
+//! Runs the checker and reports the result.
 
 use serde::Serialize;
 use stateright::{Checker, Expectation, HasDiscoveries, Model};
 
-use crate::model::{Broken, Handover, IN_THE_END};
+use crate::model::{BrokenRule, Handover, ONE_OWNER_IN_THE_END};
 
-/// A property that does not hold, and the shortest way there.
+/// A violated property, and the shortest path to the violation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
     /// The property.
     pub property: &'static str,
-    /// What happened, step by step.
+    /// The steps of the path.
     pub steps: Vec<String>,
-    /// How it ended.
+    /// The final state in words.
     pub end: String,
 }
 
-/// What the checker found.
+/// The result of one check.
 #[derive(Clone, Debug, Serialize)]
 pub struct Outcome {
-    /// Different states that were looked at.
+    /// Number of distinct states.
     pub states: usize,
-    /// Transitions that were followed.
+    /// Number of transitions.
     pub transitions: usize,
-    /// Steps to the state that is farthest from the start.
+    /// Number of steps to the most distant state.
     pub depth: usize,
-    /// The properties that fail, each with its shortest trace; the worst first.
+    /// The violated properties, each with its shortest path, the most serious first.
     pub violations: Vec<Finding>,
-    /// Things that must be possible and were not found.
+    /// Properties that some state must have, but no state has.
     pub missing: Vec<&'static str>,
 }
 
 impl Outcome {
-    /// Whether every property holds, and the model is not an empty one.
+    /// Whether every property holds and the model is not vacuous.
     #[must_use]
     pub fn holds(&self) -> bool {
         self.violations.is_empty() && self.missing.is_empty()
     }
 }
 
-/// Explores everything that can happen, with a rule broken or with none.
+/// Explores the whole state space, optionally with a broken rule.
 #[must_use]
-pub fn check(broken: Option<Broken>) -> Outcome {
+pub fn check(broken: Option<BrokenRule>) -> Outcome {
     let model = Handover { broken, ..Handover::default() };
     let properties = model.properties();
-    // Once to see which hold, then once for each that does not: the first trace that a search in the
-    // order of distance finds is the shortest, and it stops there.
+    // The first run finds the violated properties. One more breadth-first run per violated property
+    // stops at its first violation, whose path is the shortest.
     let checker = model.checker().threads(1).finish_when(HasDiscoveries::All).spawn_bfs().join();
     let found = checker.discoveries();
     let of = |expectation: Expectation| {
@@ -66,18 +66,18 @@ pub fn check(broken: Option<Broken>) -> Outcome {
     }
 }
 
-/// The shortest way to a violation of one property.
-fn shortest(broken: Option<Broken>, property: &'static str) -> Option<Finding> {
+/// The shortest path to a violation of one property.
+fn shortest(broken: Option<BrokenRule>, property: &'static str) -> Option<Finding> {
     let model = Handover { broken, only: Some(property), ..Handover::default() };
     let checker =
         model.checker().threads(1).finish_when(HasDiscoveries::AnyFailures).spawn_bfs().join();
     let path = checker.discovery(property)?;
     let last = path.last_state().clone();
     let mut steps: Vec<String> = path.into_actions().iter().map(ToString::to_string).collect();
-    let end = if property == IN_THE_END {
-        let (rest, end) = checker.model().way_to_doom(&last);
+    let end = if property == ONE_OWNER_IN_THE_END {
+        let (rest, end) = checker.model().path_to_dead_end(&last);
         steps.extend(rest.iter().map(ToString::to_string));
-        format!("for good: {}", end.who_has_the_guest())
+        format!("permanently: {}", end.who_has_the_guest())
     } else {
         last.who_has_the_guest()
     };

@@ -1,7 +1,6 @@
-//! Whether a world without faults comes to rest with the guest on exactly one host.
+//! Whether a world without faults settles with the guest on exactly one host.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::sync::PoisonError;
 
 use stateright::Model;
 
@@ -10,10 +9,10 @@ use crate::model::Handover;
 use crate::world::World;
 
 impl Handover {
-    /// Whether from each world that can follow, and from this one, a settled one can be reached: then
-    /// every schedule that is fair reaches it.
+    /// Whether a settled world is reachable from this world and from all of its successors. Then
+    /// every fair schedule reaches one.
     pub(crate) fn settles(&self, world: &World) -> bool {
-        let mut known = self.settling.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.settling.lock();
         if known.contains(world) {
             return true;
         }
@@ -25,18 +24,18 @@ impl Handover {
         all
     }
 
-    /// The shortest way from a world that may not settle to one that never will.
-    pub(crate) fn way_to_doom(&self, from: &World) -> (Vec<Action>, World) {
+    /// The shortest path from a world that may not settle to one that never will.
+    pub(crate) fn path_to_dead_end(&self, from: &World) -> (Vec<Action>, World) {
         let (_, settling) = self.future(from, &HashSet::new());
         let mut seen = HashSet::from([from.clone()]);
         let mut queue = VecDeque::from([(from.clone(), Vec::new())]);
-        while let Some((at, way)) = queue.pop_front() {
+        while let Some((at, path)) = queue.pop_front() {
             if !settling.contains(&at) {
-                return self.rest(at, way);
+                return self.rest(at, path);
             }
             for (action, next) in self.next_steps(&at) {
                 if seen.insert(next.clone()) {
-                    let mut longer = way.clone();
+                    let mut longer = path.clone();
                     longer.push(action);
                     queue.push_back((next, longer));
                 }
@@ -45,8 +44,8 @@ impl Handover {
         (Vec::new(), from.clone())
     }
 
-    /// Follows what still must be done, so that the end of a trace is a state at rest.
-    fn rest(&self, mut world: World, mut way: Vec<Action>) -> (Vec<Action>, World) {
+    /// Appends the pending steps, so that a trace ends in a state at rest.
+    fn rest(&self, mut world: World, mut path: Vec<Action>) -> (Vec<Action>, World) {
         let forced = |action: &Action| {
             matches!(
                 action,
@@ -59,14 +58,14 @@ impl Handover {
         while let Some((action, next)) =
             self.next_steps(&world).into_iter().find(|(action, _)| forced(action))
         {
-            way.push(action);
+            path.push(action);
             world = next;
         }
-        (way, world)
+        (path, world)
     }
 
-    /// All worlds that can follow, up to those that are known to settle, and those among them from
-    /// which a settled one can be reached.
+    /// All reachable worlds, up to those that are known to settle, and the subset of them from
+    /// which a settled world is reachable.
     fn future(&self, from: &World, known: &HashSet<World>) -> (HashSet<World>, HashSet<World>) {
         let mut came_from: HashMap<World, Vec<World>> = HashMap::from([(from.clone(), vec![])]);
         let mut queue = VecDeque::from([from.clone()]);

@@ -5,27 +5,27 @@ use std::collections::BTreeSet;
 use vmferry_handover::SessionWord;
 use vmferry_handover::{DestinationEffect, DestinationState, SourceEffect, SourceState};
 
-/// Both hosts and what is between them.
+/// Both hosts and the network between them.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct World {
     /// The host that the guest leaves.
     pub source: Source,
-    /// The host that it goes to.
+    /// The host that the guest moves to.
     pub destination: Destination,
-    /// Everything that was ever sent. A message may arrive at any time, again and again, or never:
-    /// that is a network that delays, reorders, repeats and loses.
+    /// Every message ever sent. A message may arrive at any time, repeatedly, or never. This models
+    /// a network that delays, reorders, repeats and loses messages.
     pub network: BTreeSet<Message>,
-    /// The guest at the destination outlives the process that receives it, as a QEMU does;
-    /// otherwise it dies with that process.
+    /// Whether the guest at the destination outlives the process that receives it, like a QEMU
+    /// guest. Otherwise it dies with that process.
     pub outlives: bool,
-    /// No more faults.
-    pub healed: bool,
-    /// The guest has run at the destination.
-    pub ran_there: bool,
-    /// The guest has run on at the source since its state was saved.
-    pub went_on_here: bool,
-    /// The guest ran on from a state that was not its last.
-    pub ran_from_the_past: bool,
+    /// Whether faults have ended.
+    pub faults_ended: bool,
+    /// Whether the guest has run at the destination.
+    pub ran_at_destination: bool,
+    /// Whether the guest has run at the source since its state was saved.
+    pub resumed_here: bool,
+    /// Whether the guest has continued from an outdated state.
+    pub ran_outdated_state: bool,
 }
 
 /// The source.
@@ -33,15 +33,15 @@ pub struct World {
 pub struct Source {
     /// The process that migrates; `None` while it is dead. The guest does not die with it.
     pub process: Option<SourceProcess>,
-    /// COMMIT is in the journal.
+    /// Whether COMMIT is in the journal.
     pub committed: bool,
-    /// KEPT is in the journal.
+    /// Whether KEPT is in the journal.
     pub kept: bool,
-    /// GIVEN is in the journal.
+    /// Whether GIVEN is in the journal.
     pub given: bool,
-    /// The guest here.
+    /// The guest at the source.
     pub guest: SourceGuest,
-    /// The guest was paused and everything was sent.
+    /// Whether the guest was paused and everything was sent.
     pub sent_final: bool,
 }
 
@@ -50,20 +50,20 @@ pub struct Source {
 pub struct SourceProcess {
     /// The engine's own state.
     pub state: SourceState,
-    /// What is still to be done, in this order.
+    /// Pending effects, in order.
     pub todo: Vec<SourceEffect>,
-    /// COMMIT is being written.
+    /// Whether COMMIT is being written.
     pub writing: bool,
 }
 
 /// The guest at the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SourceGuest {
-    /// Runs.
+    /// It runs.
     Running,
-    /// Paused.
+    /// It is paused.
     Paused,
-    /// Given up, and gone.
+    /// It was released.
     Released,
 }
 
@@ -72,15 +72,15 @@ pub enum SourceGuest {
 pub struct Destination {
     /// The process that receives; `None` while it is dead.
     pub process: Option<DestinationProcess>,
-    /// OPEN is in the journal.
+    /// Whether OPEN is in the journal.
     pub opened: bool,
-    /// RUN-INTENT is in the journal.
+    /// Whether RUN-INTENT is in the journal.
     pub intent: bool,
-    /// ABORTED is in the journal.
+    /// Whether ABORTED is in the journal.
     pub aborted: bool,
-    /// The guest here.
+    /// The guest at the destination.
     pub guest: DestinationGuest,
-    /// The host never comes back.
+    /// Whether the host is lost permanently.
     pub lost: bool,
 }
 
@@ -89,35 +89,35 @@ pub struct Destination {
 pub struct DestinationProcess {
     /// The engine's own state; `None` if the process does not know the session.
     pub session: Option<DestinationState>,
-    /// What is still to be done, in this order.
+    /// Pending effects, in order.
     pub todo: Vec<DestinationEffect>,
     /// The record that is being written.
     pub writing: Option<DestinationRecord>,
 }
 
-/// What a destination writes to its journal.
+/// The records in a destination's journal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DestinationRecord {
-    /// The session exists.
+    /// OPEN: the session exists.
     Open,
-    /// The guest runs here, whatever happens.
+    /// RUN-INTENT: the destination owns the guest.
     RunIntent,
-    /// The guest never ran here and never will.
+    /// ABORTED: the guest never ran here and never will.
     Aborted,
 }
 
 /// The guest at the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DestinationGuest {
-    /// Not here, or not whole.
+    /// It is absent or incomplete.
     Absent,
     /// All memory is placed and the state is loaded.
     Loaded,
-    /// Runs.
+    /// It runs.
     Running,
-    /// Ran, or was promised to, and died with its process.
+    /// It ran, or RUN-INTENT promised it, and it died with its process.
     Crashed,
-    /// Ran here and was moved to a third host. Its VMM is still here, paused.
+    /// It ran here and has moved to a third host. Its VMM is still here, paused.
     MovedOn,
 }
 
@@ -126,19 +126,19 @@ pub enum DestinationGuest {
 pub enum Message {
     /// Source: everything was sent.
     Final,
-    /// Destination: everything is here.
+    /// Destination: everything is placed.
     Ready,
-    /// Source: the guest is yours.
+    /// Source: the destination owns the guest.
     Commit,
     /// Source: there will be no COMMIT.
     Abort,
-    /// Source: what is your word?
+    /// Source: asks for the destination's word.
     Query,
     /// Destination: the guest runs here.
     Running,
-    /// Destination: it never ran here and never will.
+    /// Destination: the guest never ran here and never will.
     Aborted,
-    /// Destination, or somebody in its place: the word.
+    /// The word of the destination, or of another host in its place.
     Answer(SessionWord),
 }
 
@@ -151,7 +151,7 @@ impl Message {
 }
 
 impl World {
-    /// The guest runs at the source, and the destination's process listens.
+    /// The initial state: the guest runs at the source, and the destination's process listens.
     #[must_use]
     pub fn start(outlives: bool) -> Self {
         Self {
@@ -177,16 +177,16 @@ impl World {
             },
             network: BTreeSet::new(),
             outlives,
-            healed: false,
-            ran_there: false,
-            went_on_here: false,
-            ran_from_the_past: false,
+            faults_ended: false,
+            ran_at_destination: false,
+            resumed_here: false,
+            ran_outdated_state: false,
         }
     }
 
     /// Whether both hosts run the guest.
     #[must_use]
-    pub fn two_run(&self) -> bool {
+    pub fn runs_on_both_hosts(&self) -> bool {
         self.source.guest == SourceGuest::Running
             && self.destination.guest == DestinationGuest::Running
     }
@@ -213,13 +213,15 @@ impl World {
             }
             _ => "the destination does not have it",
         };
-        let past = if self.ran_from_the_past { ", and it went on from a past" } else { "" };
+        let past =
+            if self.ran_outdated_state { ", and it continued from an outdated state" } else { "" };
         format!("{source}, {destination}{past}")
     }
 
-    /// Whether everything is decided, exactly one host has the guest, and the guest runs. A guest
-    /// that died with its process after RUN-INTENT is the destination's: that is a crash of the
-    /// guest, and no failed migration. A guest that outlives its process has no such excuse.
+    /// Whether everything is decided, exactly one host has the guest, and the guest runs. If a
+    /// guest died with its process after RUN-INTENT, the destination owns it: that is a crash of
+    /// the guest and not a failed migration. This exception does not apply to a guest that outlives
+    /// its process.
     #[must_use]
     pub fn is_settled(&self) -> bool {
         let (Some(source), Some(destination)) = (&self.source.process, &self.destination.process)
@@ -253,7 +255,7 @@ impl World {
 }
 
 impl DestinationProcess {
-    /// One that knows no session.
+    /// A process that knows no session.
     #[must_use]
     pub fn listening() -> Self {
         Self { session: None, todo: Vec::new(), writing: None }

@@ -1,32 +1,32 @@
-//! The rules hold, and each of them is needed.
+//! The rules hold, and each rule is needed.
 
-use vmferry_model::{Broken, Handover, check};
+use vmferry_model::{BrokenRule, Handover, check};
 
 #[test]
-fn the_rules_hold_in_every_state() {
+fn rules_hold_in_every_state() {
     let outcome = check(None);
     assert!(outcome.holds(), "{outcome:#?}");
     assert!(outcome.states > 10_000, "{} states are not all of them", outcome.states);
 }
 
 #[test]
-fn each_broken_rule_does_damage() {
+fn each_broken_rule_is_detected() {
     const TWO: &str = "two hosts never run the guest";
     const PAST: &str = "the guest never goes on from a past";
     const END: &str = "in the end exactly one host has the guest";
     for (rule, damage) in [
-        (Broken::NoCommitInJournal, &[TWO, PAST, END][..]),
-        (Broken::ResumeAfterCommit, &[TWO, PAST, END]),
-        (Broken::UnknownIsAborted, &[TWO, PAST, END]),
-        (Broken::NoRunIntent, &[TWO, PAST, END]),
-        (Broken::FailedWriteIsWritten, &[TWO, PAST, END]),
-        (Broken::RestartedSendsCommit, &[TWO, PAST]),
-        (Broken::EndOfLinkIsSuccess, &[END]),
-        (Broken::NotFinishedAfterRestart, &[END]),
-        (Broken::RunsWithoutLooking, &[TWO, PAST]),
-        (Broken::RunsWhatMovedOn, &[PAST]),
-        (Broken::StuckDiscards, &[END]),
-        (Broken::KeptBeforeResumed, &[END]),
+        (BrokenRule::NoCommitInJournal, &[TWO, PAST, END][..]),
+        (BrokenRule::ResumeAfterCommit, &[TWO, PAST, END]),
+        (BrokenRule::UnknownIsAborted, &[TWO, PAST, END]),
+        (BrokenRule::NoRunIntent, &[TWO, PAST, END]),
+        (BrokenRule::FailedWriteIsWritten, &[TWO, PAST, END]),
+        (BrokenRule::RestartedSendsCommit, &[TWO, PAST]),
+        (BrokenRule::EndOfLinkIsSuccess, &[END]),
+        (BrokenRule::NotFinishedAfterRestart, &[END]),
+        (BrokenRule::RunsWithoutLooking, &[TWO, PAST]),
+        (BrokenRule::RunsWhatMovedOn, &[PAST]),
+        (BrokenRule::StuckDiscards, &[END]),
+        (BrokenRule::KeptBeforeResumed, &[END]),
     ] {
         let outcome = check(Some(rule));
         let mut found: Vec<&str> =
@@ -40,7 +40,7 @@ fn each_broken_rule_does_damage() {
 }
 
 #[test]
-fn the_guest_runs_at_the_start() {
+fn initial_state_runs_the_guest_at_the_source() {
     use stateright::Model;
     let model = Handover::default();
     let start = &model.init_states()[0];

@@ -108,7 +108,7 @@ impl Namespaces {
     }
 
     /// Drops every packet in this direction, until [`mend`](Self::mend). The interfaces stay up,
-    /// and nobody is notified.
+    /// and neither side is notified.
     ///
     /// # Errors
     /// Errors of `tc`, also if the direction already drops packets.
@@ -226,7 +226,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_go_from_one_namespace_to_the_other() {
+    fn cable_carries_bytes_between_the_namespaces() {
         let namespaces = match Namespaces::make() {
             Ok(namespaces) => namespaces,
             Err(error) => {
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn a_black_hole_takes_what_goes_its_way_and_nothing_else() {
+    fn black_hole_drops_packets_in_its_direction_only() {
         use std::net::UdpSocket;
         use std::time::Duration;
 

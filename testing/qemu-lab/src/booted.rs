@@ -6,7 +6,9 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
+
+use parking_lot::Mutex;
 
 use crate::machine::kernel;
 use crate::{Backend, Machine, Qemu, World, bare_metal, initramfs, packages};
@@ -21,7 +23,7 @@ impl Machine {
     pub fn start_booted(&self, world: &World, name: &str) -> Qemu {
         let elsewhere = self.user.is_some() || self.namespace.is_some();
         if elsewhere || self.devices.iter().any(|device| device.contains('/')) {
-            let _alone = BOOTING.lock().unwrap_or_else(PoisonError::into_inner);
+            let _alone = BOOTING.lock();
             let mut qemu = self.start(world, name);
             works(&mut qemu);
             return qemu;
@@ -42,7 +44,7 @@ impl Machine {
 
     /// The state of such a guest, saved on first use.
     fn saved(&self) -> PathBuf {
-        let _alone = BOOTING.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = BOOTING.lock();
         let mut key = DefaultHasher::new();
         // A state does not depend on the backends of the memory, but on its blocks.
         let backend = if self.backend == Backend::TwoNodes { self.backend } else { Backend::File };
@@ -67,7 +69,8 @@ impl Machine {
         // Stopped first: an emulated guest of QEMU 7.2 would lose writes. The command returns once
         // all is saved.
         let lines = format!(
-            "stop\nmigrate_set_parameter max-bandwidth 100G\nmigrate \"exec:cat > '{}'\"\ninfo migrate\nquit\n",
+            "stop\nmigrate_set_parameter max-bandwidth 100G\nmigrate \"exec:cat > '{}'\"\ninfo \
+             migrate\nquit\n",
             path.display()
         );
         orders.write_all(lines.as_bytes()).expect("its monitor listens");

@@ -1,14 +1,15 @@
-//! A process that is within a call of its VMM, or a write to its disk, and listens to nobody.
+//! A process that is inside a call of its VMM or a write to its disk, and handles no events.
 
 use std::time::Duration;
 
+use crate::host::Host;
 use crate::network::{Event, Network};
-use crate::plan::{Host, Sabotage, Step};
+use crate::plan::{Sabotage, Step};
 
-/// How often a sign of life is given meanwhile.
+/// The interval of keepalives meanwhile.
 const LIFE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The steps that are to take long, and the one that does at the moment.
+/// The steps that will be slow, and the slow step in progress.
 #[derive(Debug)]
 pub struct Absence<I> {
     host: Host,
@@ -21,20 +22,20 @@ pub struct Absence<I> {
 struct Away<I> {
     process: u64,
     since: Duration,
-    /// What the step came to.
+    /// The result of the step.
     result: Option<I>,
-    /// What has happened meanwhile.
+    /// The events that arrived meanwhile.
     heard: Vec<Event>,
 }
 
-/// What a slow step came to.
+/// The end of a slow step.
 #[derive(Debug)]
 pub struct Return<I> {
-    /// How long it took.
+    /// The duration of the step.
     pub took: Duration,
     /// Its result.
     pub result: Option<I>,
-    /// What has happened meanwhile.
+    /// The events that arrived meanwhile.
     pub heard: Vec<Event>,
 }
 
@@ -45,17 +46,18 @@ impl<I> Absence<I> {
         Self { host, slow: Vec::new(), silent, away: None }
     }
 
-    /// The next time a step takes so long.
+    /// Makes the next execution of a step take this long.
     pub fn slow_down(&mut self, step: Step, takes: Duration) {
         self.slow.push((step, takes));
     }
 
-    /// Whether the process is within a slow step.
+    /// Whether the process is in a slow step.
     pub fn is_away(&self) -> bool {
         self.away.is_some()
     }
 
-    /// A step was carried out. Returns its result, unless it is still to come.
+    /// Called after a step was carried out. Returns its result, unless the step is slow and still
+    /// in progress.
     pub fn after(
         &mut self,
         step: Option<Step>,
@@ -75,7 +77,7 @@ impl<I> Absence<I> {
         None
     }
 
-    /// Keeps what happens for later, if nobody listens.
+    /// Keeps an event for later if the process is in a slow step.
     pub fn keep(&mut self, event: Event) -> Option<Event> {
         match &mut self.away {
             Some(away) => {
@@ -86,8 +88,8 @@ impl<I> Absence<I> {
         }
     }
 
-    /// Whether a process that is still within its step is to say that it lives; if so it is asked
-    /// again later.
+    /// Whether a process that is still in its step must send a keepalive. If so, the question is
+    /// scheduled again.
     pub fn says_that_it_lives(&self, process: u64, network: &mut Network) -> bool {
         let lives = self.away.as_ref().is_some_and(|away| away.process == process);
         if lives {
@@ -96,7 +98,7 @@ impl<I> Absence<I> {
         lives
     }
 
-    /// The step is over, if the process has not died meanwhile.
+    /// Ends the step, unless the process has died meanwhile.
     pub fn end(&mut self, process: u64, now: Duration) -> Option<Return<I>> {
         let away = self.away.take_if(|away| away.process == process)?;
         let took = now.saturating_sub(away.since);

@@ -1,5 +1,6 @@
 //! The destination: its disk, and a process that listens and drives the engine's machine.
 
+mod greeting;
 mod lane;
 mod lanes;
 mod session;
@@ -12,46 +13,44 @@ use vmferry::machine::destination::Destination;
 use vmferry::machine::destination::io::{Action, Ending, Input, LinkId};
 use vmferry::machine::peer::DestinationSide;
 use vmferry::{DestinationVm, MigrateError, Timeouts};
-use vmferry_handover::journal::{Journal, Record, recover_destination};
+use vmferry_handover::journal::recover_destination;
 use vmferry_handover::{DestinationEffect, DestinationState};
-use vmferry_wire::{
-    ControlMessage, HELLO_BYTES, Hello, HelloReply, HelloStatus, PROTOCOL_VERSION_MIN, Role,
-    SessionId, SessionWord, Token, common_version, number as numbers,
-};
+use vmferry_wire::{ControlMessage, SessionId, Token, number as numbers};
 
 use self::session::Session;
 use crate::absence::Absence;
 use crate::disk::Disk;
 use crate::guest::Guest;
+use crate::host::Host;
 use crate::hostile::forge;
 use crate::network::{ChannelId, Event, Network};
-use crate::plan::{Host, Plan, Sabotage, Step};
+use crate::plan::{Plan, Sabotage, Step};
 use crate::source_host::brief;
 
-/// For how long a thread of the destination may be kept from saying what it has done, in microseconds: a few times
-/// what a round of an idle guest takes.
+/// The longest random delay before a thread of the destination reports what it has done, in
+/// microseconds: a few times the duration of an idle guest's round.
 const LONGEST_SLEEP_US: u64 = 5_000;
 
 /// The destination's host.
 pub struct DestinationHost {
     /// The guest.
     pub guest: Guest,
-    /// The guest lives on when the process dies.
+    /// The guest survives when the process dies.
     outlives: bool,
     sabotage: Option<Sabotage>,
     disk: Disk,
     session_number: SessionId,
-    /// The process listens.
+    /// Whether the process listens.
     listens: bool,
     session: Option<Session>,
-    /// Query channels on which nothing was asked yet, or whose answer is on its way.
+    /// Query channels on which no question has arrived or whose answer is on its way.
     queries: Vec<ChannelId>,
-    /// Counts the processes and sessions.
+    /// The number of processes and sessions so far.
     number: u64,
     timeouts: Timeouts,
-    /// When this side first had READY to say.
+    /// When this side was READY for the first time.
     pub ready_at: Option<Duration>,
-    /// When it last heard that the guest runs on at the source.
+    /// When it last received that the guest runs on at the source.
     pub withdrawn_at: Duration,
     /// Slow steps of its process.
     pub absence: Absence<Input>,
@@ -94,12 +93,12 @@ impl DestinationHost {
         self.listens
     }
 
-    /// Whether a session is not done.
+    /// Whether a session is in progress.
     pub fn is_busy(&self) -> bool {
         self.session.is_some()
     }
 
-    /// When the machine wants to be told the time.
+    /// When the machine next needs a tick.
     pub fn next_tick(&self) -> Option<Duration> {
         if self.absence.is_away() {
             return None;
@@ -107,17 +106,17 @@ impl DestinationHost {
         self.session.as_ref().and_then(|session| session.machine.next_tick())
     }
 
-    /// What the migration is doing.
+    /// The phase of the migration.
     pub fn phase(&self) -> &'static str {
         self.session.as_ref().map_or("nothing", |session| session.machine.phase_name())
     }
 
-    /// The word of this host's journal, as a process that starts now would read it.
+    /// The answer from this host's journal, as a process that starts now would read it.
     pub fn recovered(&self) -> Option<DestinationState> {
         recover_destination(&self.disk.records(self.session_number)).map(|(state, _)| state)
     }
 
-    /// The process dies, and with it the guest, unless that outlives it.
+    /// The process dies, and with it the guest, unless the guest outlives it.
     pub fn crash(&mut self, network: &mut Network) {
         self.listens = false;
         self.number += 1;
@@ -139,10 +138,10 @@ impl DestinationHost {
         if !self.outlives || self.sabotage == Some(Sabotage::LeaveUnfinished) {
             return;
         }
-        // What outlived the process before is finished: run, or closed and thrown away.
+        // A guest that outlived the previous process is either run, or closed and discarded.
         if self.recovered_word(self.session_number, network).is_none() {
             if self.listens {
-                // It ends with an error, and is started again.
+                // The process ends with an error and is started again.
                 self.crash(network);
                 network.after(Duration::from_secs(3), Event::Restart(Host::Destination));
             }
@@ -153,7 +152,7 @@ impl DestinationHost {
         for effect in recovered.map_or(&[][..], |(_, effects)| effects) {
             network.note(|| format!("destination: finishes with {effect:?}"));
             match effect {
-                // One that can't be run has crashed.
+                // A guest that can't be run has crashed.
                 DestinationEffect::Run if self.guest.waits() => drop(vm.run()),
                 DestinationEffect::Discard => vm.discard(),
                 _ => {}
@@ -161,7 +160,7 @@ impl DestinationHost {
         }
     }
 
-    /// Something happened.
+    /// Passes an input to the session's machine.
     pub fn input(&mut self, number: u64, input: Input, network: &mut Network) {
         if number == self.number
             && let Some(session) = &mut self.session
@@ -171,7 +170,7 @@ impl DestinationHost {
         }
     }
 
-    /// A slow step is over. Returns what has happened meanwhile.
+    /// Ends a slow step. Returns the events that arrived meanwhile.
     pub fn step_ended(&mut self, process: u64, network: &mut Network) -> Vec<Event> {
         let Some(back) = self.absence.end(process, network.now()) else { return Vec::new() };
         if let (Some(result), Some(session)) = (back.result, &mut self.session) {
@@ -181,7 +180,7 @@ impl DestinationHost {
         back.heard
     }
 
-    /// The session's other thread looks whether to give a sign of life.
+    /// The session's other thread checks whether to send a keepalive.
     pub fn sign_of_life(&self, process: u64, network: &mut Network) {
         if self.absence.says_that_it_lives(process, network)
             && let Some(session) = &self.session
@@ -191,7 +190,7 @@ impl DestinationHost {
         }
     }
 
-    /// Time has passed, or the user wants something.
+    /// Passes the time or a user's request to the machine.
     pub fn tell(&mut self, input: Input, network: &mut Network) {
         if self.absence.is_away() && matches!(input, Input::Tick) {
             return;
@@ -204,7 +203,8 @@ impl DestinationHost {
         if let Some(session) = &mut self.session {
             if let Some(lane) = session.lane_of(channel) {
                 match session.place(lane, bytes, &self.guest, network) {
-                    // Whoever has placed the last frame of a round may sleep before saying so, and others go on.
+                    // The thread that has placed the last frame of a round may sleep before it
+                    // reports that, while others continue.
                     Some(ended @ Input::LaneEnded { .. }) if network.rng.bool() => {
                         let sleeps = Duration::from_micros(network.rng.u64(..LONGEST_SLEEP_US));
                         network.after(sleeps, Event::Destination(self.number, ended));
@@ -226,7 +226,7 @@ impl DestinationHost {
         self.greet(channel, bytes, network);
     }
 
-    /// The source says what it may not say now.
+    /// Delivers a message that the source may not send now.
     pub fn forged(&mut self, number: u16, network: &mut Network) {
         let Some(session) = &self.session else { return };
         let Some(channel) = session.links.get(&LinkId::CONTROL).copied() else { return };
@@ -258,7 +258,7 @@ impl DestinationHost {
                 }
                 Input::Control { link, message }
             }
-            // A query channel that ends, or speaks nonsense, has been answered.
+            // A query channel that ends or sends garbage needs no further answer.
             Err(_) if link != LinkId::CONTROL => return,
             Err(error @ MigrateError::Protocol { .. }) => Input::Failed(error),
             Err(error) => return self.control_lost(error, network),
@@ -271,124 +271,10 @@ impl DestinationHost {
         if session.machine.may_resume()
             && let Some(control) = session.links.get(&LinkId::CONTROL)
         {
-            // Where only one direction is cut, the source is to hear of it too.
+            // If only one direction is cut, the source must notice the end too.
             network.close(*control, Host::Destination);
         }
         self.tell(Input::LinkLost(error), network);
-    }
-
-    /// A channel that is new says what it is for.
-    fn greet(&mut self, channel: ChannelId, bytes: &[u8], network: &mut Network) {
-        let hello = <&[u8; HELLO_BYTES]>::try_from(bytes).ok().and_then(|b| Hello::parse(b).ok());
-        let Some(hello) = hello else { return network.close(channel, Host::Destination) };
-        let (version_min, version_max) = (PROTOCOL_VERSION_MIN, network.protocol);
-        let common = common_version(&(version_min..=version_max), &hello.versions());
-        // A greeting that was damaged on its way may say anything.
-        let Some(version) = common.filter(|version| *version == network.protocol) else {
-            return network.close(channel, Host::Destination);
-        };
-        let answer = match (hello.role, &mut self.session) {
-            (Role::Query, _) => {
-                self.queries.push(channel);
-                Ok(0)
-            }
-            (Role::Data, Some(session)) => session.join(channel, &hello, network),
-            (Role::Resume, Some(session)) => match session.resume(channel, &hello, network) {
-                HelloStatus::Ok => Ok(0),
-                status => Err(status),
-            },
-            (Role::Data | Role::Resume, None) => Err(HelloStatus::BadToken),
-            (Role::Control, Some(session)) if session.machine.is_waiting_for_source() => {
-                // What follows would be a session of its own.
-                network.close(channel, Host::Destination);
-                return self.tell(Input::Superseded, network);
-            }
-            _ => Err(HelloStatus::Busy),
-        };
-        let (status, placed) = match answer {
-            Ok(placed) => (HelloStatus::Ok, placed),
-            Err(status) => (status, 0),
-        };
-        let reply = HelloReply { status, version_min, version_max, version, placed };
-        let sent = network.send(channel, Host::Source, "greeting", reply.encode().to_vec());
-        if status != HelloStatus::Ok {
-            network.close(channel, Host::Destination);
-            return;
-        }
-        self.greeted(channel, &hello, sent, network);
-    }
-
-    /// A channel is this session's from now on.
-    fn greeted(&mut self, channel: ChannelId, hello: &Hello, sent: bool, network: &mut Network) {
-        let broken = std::io::ErrorKind::BrokenPipe.into();
-        let Some(session) = &mut self.session else { return };
-        match hello.role {
-            Role::Data if sent => self.tell(Input::LaneJoined { lane: hello.lane }, network),
-            Role::Data => {
-                let error = lost(&channel_name(Some(hello.lane)), "the greeting", &broken);
-                if let Some(input) = session.lane_lost(hello.lane, error, network) {
-                    self.tell(input, network);
-                }
-            }
-            Role::Resume if sent => {
-                session.acknowledge(network);
-                let keeps = session.sabotage == Some(Sabotage::KeepFinal);
-                let heard = session.heard_final.take().filter(|_| keeps);
-                self.tell(Input::Resumed, network);
-                if let Some(message) = heard {
-                    self.tell(Input::Control { link: LinkId::CONTROL, message }, network);
-                }
-            }
-            Role::Resume => {
-                network.close(channel, Host::Destination);
-                self.tell(Input::LinkLost(lost("control", "the greeting", &broken)), network);
-            }
-            _ => {}
-        }
-    }
-
-    /// A source in doubt asks.
-    fn asked(&mut self, channel: ChannelId, bytes: &[u8], network: &mut Network) {
-        let asked = ControlReader::new(bytes, network.protocol, Speaker::Asker)
-            .receive("a question about a session");
-        let Ok(ControlMessage::Query { session }) = asked else {
-            return network.close(channel, Host::Destination);
-        };
-        if let Some(live) = &mut self.session
-            && live.machine.session() == Some(session)
-        {
-            let link = LinkId(live.links.keys().map(|link| link.0).max().unwrap_or(0) + 1);
-            live.links.insert(link, channel);
-            let message = ControlMessage::Query { session };
-            return self.tell(Input::Control { link, message }, network);
-        }
-        if let Some(word) = self.recovered_word(session, network) {
-            network.note(|| format!("destination: its journal says {word:?}"));
-            send(network, channel, &ControlMessage::Answer { session, word });
-        }
-        network.close(channel, Host::Destination);
-    }
-
-    /// As `vmferry_handover::journal::recovered_word` does with files.
-    fn recovered_word(&mut self, session: SessionId, network: &mut Network) -> Option<SessionWord> {
-        let (mut journal, records) = match self.disk.reopen(session) {
-            Ok(Some(found)) => found,
-            Ok(None) => return Some(SessionWord::Unknown),
-            Err(error) => panic!("the simulated disk never damages a whole line: {error}"),
-        };
-        match recover_destination(&records) {
-            None => Some(SessionWord::Unknown),
-            Some((DestinationState::AbortWriting, _)) => {
-                let reason = "the destination was restarted".to_owned();
-                let written = journal.append(&Record::Aborted { reason });
-                if self.disk.takes_the_process_along() {
-                    self.crash(network);
-                    network.after(Duration::from_secs(3), Event::Restart(Host::Destination));
-                }
-                written.is_ok().then_some(SessionWord::Aborted)
-            }
-            Some((state, _)) => Some(state.word()),
-        }
     }
 
     /// A channel has ended.
@@ -410,7 +296,7 @@ impl DestinationHost {
         }
     }
 
-    /// Carries out what the machine wants, to the session's end.
+    /// Carries out the machine's actions up to the session's end.
     pub fn pump(&mut self, network: &mut Network) {
         loop {
             if self.absence.is_away() {
@@ -452,7 +338,7 @@ impl DestinationHost {
     }
 }
 
-/// What an action is, if it may take long.
+/// The step that an action is, if it may take long.
 fn step_of(action: &Action) -> Option<Step> {
     match action {
         Action::Prepare { .. } => Some(Step::Prepare),

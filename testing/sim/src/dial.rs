@@ -1,26 +1,26 @@
-//! An attempt to connect.
+//! Attempts to connect.
 
 use vmferry::MigrateError;
 use vmferry::machine::source::io::Input;
 use vmferry_wire::{Hello, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, Role, Token};
 
-/// An attempt to make a channel.
+/// An attempt to open a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dial {
-    /// What for.
+    /// The purpose of the channel.
     pub role: Role,
     /// The lane of a data channel.
     pub lane: u8,
-    /// The session's token, but on a query channel.
+    /// The session's token, except on a query channel.
     pub token: Token,
-    /// How often it was dialled before.
+    /// How often it was dialed before.
     pub attempt: u64,
-    /// Counts all attempts of a process.
+    /// The number of this attempt, over all attempts of a process.
     pub number: u64,
 }
 
 impl Dial {
-    /// Whether it is for the same channel of the session.
+    /// Whether both attempts are for the same channel of the session.
     pub fn replaces(&self, other: &Self) -> bool {
         match (self.role, other.role) {
             (Role::Data, Role::Data) => self.lane == other.lane,

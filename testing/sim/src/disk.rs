@@ -1,20 +1,21 @@
-//! A disk that holds journals, and fails as it is told.
+//! A disk that holds journals and fails on command.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use vmferry_handover::journal::{Journal, JournalError, Record, Side, decode};
 use vmferry_wire::SessionId;
 
 use crate::plan::WriteFault;
 
-/// One host's disk. Clones are the same disk, which outlives the host's processes.
+/// One host's disk, which outlives the host's processes. Clones are the same disk.
 #[derive(Clone, Debug)]
 pub struct Disk {
     state: Arc<Mutex<State>>,
-    /// Whose journals it holds.
+    /// The side whose journals it holds.
     side: Side,
 }
 
@@ -35,34 +36,34 @@ impl Disk {
         Self { state: Arc::default(), side }
     }
 
-    /// The write of this number fails. `crash`: with it the process dies.
+    /// Makes write number `number` fail. With `crash` the process dies with it.
     pub fn fail(&self, number: u64, how: WriteFault, crash: bool) {
-        self.lock().faults.push((number, how, crash));
+        self.state.lock().faults.push((number, how, crash));
     }
 
-    /// From now on it says that a write is done and forgets it.
+    /// From now on the disk acknowledges writes and drops them.
     pub fn lie(&self) {
-        self.lock().lies = true;
+        self.state.lock().lies = true;
     }
 
-    /// Whether the process that wrote is to die; asked once.
+    /// Whether the process that wrote must die. Resets the answer.
     pub fn takes_the_process_along(&self) -> bool {
-        std::mem::take(&mut self.lock().crash)
+        std::mem::take(&mut self.state.lock().crash)
     }
 
-    /// Makes a session's journal.
+    /// Creates a session's journal.
     ///
     /// # Errors
-    /// If there is one.
+    /// If the journal exists.
     pub fn create(&self, session: SessionId) -> Result<SimJournal, JournalError> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.files.insert(session.0, Vec::new()).is_some() {
             return Err(JournalError::Exists { path: path() });
         }
         Ok(SimJournal { disk: self.clone(), session, poisoned: false })
     }
 
-    /// Opens a session's journal as a process does that was started again.
+    /// Opens a session's journal as a restarted process does.
     ///
     /// # Errors
     /// If it is damaged.
@@ -70,7 +71,7 @@ impl Disk {
         &self,
         session: SessionId,
     ) -> Result<Option<(SimJournal, Vec<Record>)>, JournalError> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let Some(bytes) = state.files.get_mut(&session.0) else { return Ok(None) };
         let (records, whole) = decode(bytes, self.side).map_err(|bad| JournalError::Damaged {
             path: path(),
@@ -81,20 +82,16 @@ impl Disk {
         Ok(Some((SimJournal { disk: self.clone(), session, poisoned: false }, records)))
     }
 
-    /// What a session's journal holds.
+    /// The records of a session's journal.
     #[must_use]
     pub fn records(&self, session: SessionId) -> Vec<Record> {
-        let state = self.lock();
+        let state = self.state.lock();
         let bytes = state.files.get(&session.0).map_or(&[][..], Vec::as_slice);
         decode(bytes, self.side).map_or_else(|_| Vec::new(), |(records, _)| records)
     }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
-/// A session's journal on such a disk.
+/// A session's journal on a simulated disk.
 #[derive(Debug)]
 pub struct SimJournal {
     disk: Disk,
@@ -108,7 +105,7 @@ impl Journal for SimJournal {
             return Err(JournalError::Poisoned { path: path() });
         }
         let line = record.encode();
-        let mut state = self.disk.lock();
+        let mut state = self.disk.state.lock();
         let number = state.writes;
         state.writes += 1;
         let fault = state.faults.iter().find(|(at, ..)| *at == number).copied();

@@ -1,27 +1,28 @@
-//! What a peer says that does not keep the protocol.
+//! Messages of a peer that violates the protocol.
 
 use vmferry_memory::{SlotId, SlotLayout};
 use vmferry_wire::{
     ControlMessage, GuestIdentity, Reason, ReasonCode, SessionId, SessionWord, Token, number,
 };
 
-use crate::plan::Host;
+use crate::host::Host;
 
-/// Every message that a host may hear out of turn, by its number, but the words that end a
-/// handover: a source that says COMMIT without its journal, or a destination that says ABORTED or
-/// RUNNING without its own, gives its guest to two hosts or to none, and nobody else can help that.
+/// The numbers of all messages that a host may receive in a wrong phase. The messages that end a
+/// handover are excluded: a source that sends COMMIT without its journal, or a destination that
+/// sends ABORTED or RUNNING without its own, gives its guest to two hosts or to none, and the other
+/// side cannot prevent that.
 #[must_use]
 pub fn forgeries(to: Host) -> Vec<u16> {
     (number::BEGIN..=number::FREE)
         .filter(|message| match to {
             Host::Source => !matches!(*message, number::RUNNING | number::ABORTED | number::ANSWER),
-            // COMMIT is one where the destination is not READY.
+            // COMMIT counts where the destination is not READY.
             Host::Destination => true,
         })
         .collect()
 }
 
-/// A message of a session, with something in it that is not so.
+/// A message of a session with a false content.
 pub fn forge(message: u16, session: SessionId) -> ControlMessage {
     let reason = Reason::new(ReasonCode::Internal, "a lie");
     match message {

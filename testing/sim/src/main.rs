@@ -1,4 +1,4 @@
-//! `vmferry-sim`: runs schedules of faults, for as long as it is told, and replays one by its seed.
+//! `vmferry-sim` runs schedules of faults for a given time, and replays one by its seed.
 
 use std::process::ExitCode;
 use std::sync::atomic::AtomicBool;
@@ -8,28 +8,29 @@ use clap::Parser;
 use serde_json::json;
 use vmferry_sim::{Plan, Seed, Summary, run, run_all};
 
-/// Runs the engine's machines under simulated time, network and disk: every message boundary cut,
-/// every journal write failed, and random schedules of faults on top. Each is a number that replays it.
+const EXAMPLES: &str = "Examples:
+  vmferry-sim                          every boundary, and 10,000 random schedules
+  vmferry-sim --minutes 30 --from 1000 random schedules from the thousandth on
+  vmferry-sim --replay random:17       one schedule, step by step
+
+Exit status: 0 if no schedule went wrong.";
+
+/// Runs the engine's machines under simulated time, network and disk: cuts every message boundary,
+/// fails every journal write, and adds random schedules of faults. Each schedule has a number that
+/// replays it.
 #[derive(Parser)]
-#[command(
-    version,
-    after_help = "Examples:\n  \
-                  vmferry-sim                          every boundary, and 10,000 random schedules\n  \
-                  vmferry-sim --minutes 30 --from 1000 random schedules from the thousandth on\n  \
-                  vmferry-sim --replay random:17       one schedule, step by step\n\n\
-                  Exit status: 0 if no schedule went wrong."
-)]
+#[command(version, after_help = EXAMPLES)]
 struct Options {
-    /// Print what happens in one schedule.
+    /// Print the trace of one schedule.
     #[arg(long, value_name = "SEED")]
     replay: Option<Seed>,
-    /// Random schedules beside those of every boundary.
+    /// Number of random schedules in addition to those of every boundary.
     #[arg(long, default_value_t = 10_000)]
     random: u64,
-    /// Go on with random schedules for so long.
+    /// Continue with random schedules for this long.
     #[arg(long)]
     minutes: Option<u64>,
-    /// The first random schedule.
+    /// The number of the first random schedule.
     #[arg(long, default_value_t = 0)]
     from: u64,
     /// Print one JSON object.
@@ -37,7 +38,7 @@ struct Options {
     json: bool,
 }
 
-/// Random schedules between two looks at the clock.
+/// Random schedules between two checks of the clock.
 const BATCH: u64 = 5_000;
 
 fn main() -> ExitCode {
@@ -110,8 +111,8 @@ fn print(whole: &Summary, options: &Options, next: u64, took: Duration) {
         whole.longest_s
     );
     println!(
-        "{:.0} schedules/s; {} cuts, {} channels made again, {} frames sent again; handed over after a \
-         loss: {}, after the paused guest ran on: {}, as it had to be: {}",
+        "{:.0} schedules/s; {} cuts, {} channels made again, {} frames sent again; handed over \
+         after a loss: {}, after the paused guest ran on: {}, as it had to be: {}",
         whole.schedules as f64 / seconds,
         whole.cuts,
         whole.restored,

@@ -1,5 +1,5 @@
-//! Simulated time and network: channels that are ordered streams, each with a delay of its own, until
-//! something cuts, swallows, delays, repeats or damages what is on them.
+//! Simulated time and network. Channels are ordered streams, each with its own delay, until a fault
+//! cuts, swallows, delays, repeats or damages their messages.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,60 +9,61 @@ use vmferry::MigrateError;
 use vmferry::machine::{destination, source};
 
 use crate::dial::Dial;
-use crate::plan::{Fault, Host, Plan, Ways, Where};
+use crate::host::Host;
+use crate::plan::{Fault, Plan, Ways, Where};
 
 /// A channel's number.
 pub type ChannelId = usize;
 
-/// What happens at a time.
+/// An event at a simulated time.
 #[derive(Debug)]
 pub enum Event {
     /// Bytes arrive at a host.
     Deliver {
-        /// On which channel.
+        /// The channel.
         channel: ChannelId,
-        /// At which host.
+        /// The receiving host.
         to: Host,
-        /// What was sent at once.
+        /// The bytes of one message.
         bytes: Vec<u8>,
     },
     /// A host notices that a channel has ended.
     Closed {
-        /// Which one.
+        /// The channel.
         channel: ChannelId,
-        /// Which host.
+        /// The host.
         at: Host,
     },
-    /// An action of the source's process has a result. The number is the process's.
+    /// An action of the source's process has a result. The number identifies the process.
     Source(u64, source::io::Input),
     /// An action of the destination's session has a result.
     Destination(u64, destination::io::Input),
-    /// A process of the source's dials the destination.
+    /// A process of the source dials the destination.
     Dial {
         /// The process.
         process: u64,
-        /// What for.
+        /// The purpose of the attempt.
         dial: Dial,
     },
-    /// Nothing came of it, if it still waits.
+    /// The attempt has failed, if it is still waiting.
     DialFailed {
         /// The process.
         process: u64,
-        /// What for.
+        /// The purpose of the attempt.
         dial: Dial,
-        /// Why.
+        /// The reason.
         error: MigrateError,
     },
-    /// A host hears what its peer, or nobody, may say.
+    /// A host receives a message that its peer was not allowed to send.
     Forged {
-        /// Which host.
+        /// The receiving host.
         to: Host,
         /// The message's number.
         number: u16,
     },
-    /// A slow step of a host's process is over. The number is the process's.
+    /// A slow step of a host's process has ended. The number identifies the process.
     StepEnds(Host, u64),
-    /// A host's process is within a slow step, and its other thread may say that it lives.
+    /// A host's process is in a slow step, and its other thread may send a keepalive.
     SignOfLife(Host, u64),
     /// A host's process dies.
     Crash(Host, Duration),
@@ -75,7 +76,7 @@ pub enum Event {
 }
 
 impl Event {
-    /// Which host's process must listen for it.
+    /// The host whose process must listen for it.
     pub fn listener(&self) -> Option<Host> {
         match self {
             Self::Deliver { to: host, .. }
@@ -91,9 +92,9 @@ impl Event {
 
 #[derive(Debug, Default)]
 struct Channel {
-    /// Cut, and when: nothing arrives after that.
+    /// The time of the cut: nothing arrives after it.
     cut: Option<Duration>,
-    /// Which ends have closed it.
+    /// The ends that have closed it.
     closed: [bool; 2],
     /// When the last byte for each host arrives.
     last: [Duration; 2],
@@ -106,16 +107,16 @@ struct Silence {
     lost: bool,
 }
 
-/// A cut that has struck.
+/// A cut that has happened.
 #[derive(Clone, Copy, Debug)]
 pub struct Cut {
-    /// When.
+    /// The time of the cut.
     pub at: Duration,
-    /// By then the source has noticed.
+    /// By then the source has noticed it.
     pub noticed: Duration,
 }
 
-/// Time, what is to come, and the channels.
+/// The time, the pending events, and the channels.
 pub struct Network {
     now: Duration,
     events: BTreeMap<(Duration, u64), Event>,
@@ -123,25 +124,25 @@ pub struct Network {
     channels: Vec<Channel>,
     silence: Option<Silence>,
     stranger_until: Duration,
-    /// Until then no channel can be made.
+    /// Until then no channel can be opened.
     away_until: Duration,
-    /// Cuts that have struck.
+    /// Cuts that have happened.
     pub cuts: Vec<Cut>,
     faults: Vec<Fault>,
     /// Messages sent so far.
     pub messages: u64,
-    /// Faults that have struck.
+    /// Faults that have happened.
     pub struck: u64,
-    /// Everything random that is not in the plan.
+    /// The random generator for everything that is not in the plan.
     pub rng: Rng,
-    /// The version of the protocol that was agreed on.
+    /// The negotiated protocol version.
     pub protocol: u16,
-    /// What happened, if anybody wants to read it.
+    /// The trace, if it was requested.
     pub trace: Option<Vec<String>>,
 }
 
 impl Network {
-    /// A silent start at time 0.
+    /// A network without events at time 0.
     pub fn new(plan: &Plan, traced: bool) -> Self {
         Self {
             now: Duration::ZERO,
@@ -166,14 +167,14 @@ impl Network {
         self.now
     }
 
-    /// Notes what happened.
+    /// Adds a line to the trace.
     pub fn note(&mut self, text: impl FnOnce() -> String) {
         if let Some(trace) = &mut self.trace {
             trace.push(format!("{:>12.6} {}", self.now.as_secs_f64(), text()));
         }
     }
 
-    /// Something is to happen after a time.
+    /// Schedules an event after a delay.
     pub fn after(&mut self, delay: Duration, event: Event) {
         self.at(self.now + delay, event);
     }
@@ -183,12 +184,12 @@ impl Network {
         self.events.insert((time.max(self.now), self.count), event);
     }
 
-    /// When something is to happen next.
+    /// The time of the next event.
     pub fn next_time(&self) -> Option<Duration> {
         self.events.first_key_value().map(|((time, _), _)| *time)
     }
 
-    /// The next event, if it comes by `limit`; time goes on to it, or to `limit`.
+    /// The next event up to `limit`. Time advances to the event, or to `limit`.
     pub fn next(&mut self, limit: Option<Duration>) -> Option<Event> {
         match (self.next_time(), limit) {
             (Some(time), limit) if limit.is_none_or(|limit| time <= limit) => {
@@ -214,13 +215,14 @@ impl Network {
         channel.cut.is_some_and(|at| at < self.now)
     }
 
-    /// A channel whose ends both exist at once; whether they hear of each other is another matter.
+    /// Opens a channel. Both ends exist at once, even if they never receive anything from each
+    /// other.
     pub fn open(&mut self) -> ChannelId {
         self.channels.push(Channel::default());
         self.channels.len() - 1
     }
 
-    /// Sends bytes to a host; `false` if the sender knows that the channel has ended.
+    /// Sends bytes to a host. Returns `false` if the sender knows that the channel has ended.
     pub fn send(&mut self, id: ChannelId, to: Host, what: &'static str, bytes: Vec<u8>) -> bool {
         let channel = &self.channels[id];
         if channel.cut.is_some_and(|at| at <= self.now)
@@ -242,7 +244,7 @@ impl Network {
         true
     }
 
-    /// What a fault does to the message at which it strikes, and to everything else.
+    /// Applies a fault to its message and to everything else that it affects.
     fn strike(&mut self, fault: Fault, message: &mut Message) {
         self.struck += 1;
         self.note(|| format!("FAULT {fault:?}"));
@@ -297,7 +299,7 @@ impl Network {
         }
         match cut {
             Some((Where::Before, all)) => self.cut(id, all, self.now),
-            // What arrives before the end still does.
+            // What arrives before the end is still delivered.
             Some((_, all)) => self.cut(id, all, arrives),
             None => {}
         }
@@ -324,7 +326,7 @@ impl Network {
         self.cuts.push(Cut { at: self.now, noticed });
     }
 
-    /// A host closes its end: what it sent before still arrives, and then the end.
+    /// A host closes its end: the bytes it sent before still arrive, and then the end.
     pub fn close(&mut self, id: ChannelId, by: Host) {
         let to = by.peer();
         if std::mem::replace(&mut self.channels[id].closed[by as usize], true)
@@ -345,7 +347,7 @@ impl Network {
         self.silence.as_ref().filter(|silence| silence.until > self.now && silence.ways.cover(to))
     }
 
-    /// Whether a new connection can be made; an unanswered one is noticed by its time-out.
+    /// Whether a new connection can be opened; an unanswered attempt ends by its timeout.
     pub fn reaches(&self) -> bool {
         self.silenced(Host::Source).is_none() && self.silenced(Host::Destination).is_none()
     }
@@ -355,12 +357,12 @@ impl Network {
         self.now < self.away_until
     }
 
-    /// Whether somebody else has the destination's address now.
+    /// Whether another host answers at the destination's address now.
     pub fn is_stranger(&self) -> bool {
         self.now < self.stranger_until
     }
 
-    /// The faults end.
+    /// All faults end.
     pub fn heal(&mut self) {
         self.faults.clear();
         self.silence = None;
@@ -368,7 +370,7 @@ impl Network {
         self.away_until = Duration::ZERO;
     }
 
-    /// A delay of the network.
+    /// A random network delay.
     pub fn delay(&mut self) -> Duration {
         Duration::from_micros(if self.rng.u32(..20) == 0 {
             self.rng.u64(1_000..200_000)

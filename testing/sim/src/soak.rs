@@ -1,50 +1,50 @@
-//! Many schedules, and what they came to.
+//! Runs many schedules and summarizes them.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 
+use parking_lot::Mutex;
 use serde::Serialize;
 
 use crate::plan::{Plan, Seed};
 use crate::source_host::SourceEnd;
 use crate::world::{Outcome, run};
 
-/// A schedule that went wrong.
+/// A schedule that violated a promise.
 #[derive(Clone, Debug, Serialize)]
 pub struct Failure {
-    /// Its seed, which replays it.
+    /// The seed that replays it.
     pub seed: String,
-    /// What must never happen.
+    /// The violations.
     pub violations: Vec<String>,
 }
 
-/// What many schedules came to.
+/// The summary of many schedules.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Summary {
     /// Schedules that were run.
     pub schedules: u64,
-    /// Those in which a fault struck.
+    /// Schedules in which a fault happened.
     pub struck: u64,
     /// How often each end was reached.
     pub ends: BTreeMap<&'static str, u64>,
-    /// Messages that were sent, over all.
+    /// Messages that were sent in all schedules.
     pub messages: u64,
-    /// Cuts that struck.
+    /// Cuts that happened.
     pub cuts: u64,
-    /// Channels that were made again.
+    /// Channels that were reconnected.
     pub restored: u64,
-    /// Schedules in which one was, and the guest was handed over.
+    /// Schedules in which a channel was reconnected and the guest was handed over.
     pub survived: u64,
-    /// Schedules in which a paused guest ran on, and was handed over later.
+    /// Schedules in which a paused guest was resumed and handed over later.
     pub recalled: u64,
     /// Frames that were sent again.
     pub resent: u64,
-    /// Schedules in which cuts struck and the guest had to be handed over all the same.
+    /// Schedules in which cuts happened and the guest still had to be handed over.
     pub must_be_given: u64,
     /// The longest simulated time to a decision, in seconds.
     pub longest_s: f64,
-    /// Those that went wrong.
+    /// Schedules that violated a promise.
     pub failures: Vec<Failure>,
 }
 
@@ -75,7 +75,7 @@ impl Summary {
         }
     }
 
-    /// Adds what others came to.
+    /// Adds the summary of other schedules.
     pub fn merge(&mut self, other: Self) {
         self.schedules += other.schedules;
         self.struck += other.struck;
@@ -94,7 +94,7 @@ impl Summary {
     }
 }
 
-/// Runs the schedules on every core, until `stop`.
+/// Runs the schedules on every core, until `stop` is set.
 #[must_use]
 pub fn run_all(seeds: &[Seed], stop: &AtomicBool) -> Summary {
     let next = AtomicUsize::new(0);
@@ -109,11 +109,11 @@ pub fn run_all(seeds: &[Seed], stop: &AtomicBool) -> Summary {
                 {
                     part.add(seed, run(&Plan::new(seed), false));
                 }
-                whole.lock().unwrap_or_else(PoisonError::into_inner).merge(part);
+                whole.lock().merge(part);
             });
         }
     });
-    let mut whole = whole.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let mut whole = whole.into_inner();
     whole.failures.sort_by(|a, b| a.seed.cmp(&b.seed));
     whole
 }

@@ -3,9 +3,9 @@
 mod dialling;
 mod guest_side;
 mod lanes;
+mod link_record;
 mod process;
 
-use std::collections::BTreeSet;
 use std::time::Duration;
 
 use vmferry::link::{ControlReader, Speaker, lost};
@@ -17,13 +17,15 @@ use vmferry_handover::SourceState;
 use vmferry_handover::journal::{Journal, Record};
 use vmferry_wire::{ControlMessage, Role, SessionWord, Token};
 
+use self::link_record::LinkRecord;
 use self::process::{Process, Start};
 use crate::absence::Absence;
 use crate::disk::{Disk, SimJournal};
 use crate::guest::{Guest, Vm};
+use crate::host::Host;
 use crate::hostile::forge;
 use crate::network::{ChannelId, Event, Network};
-use crate::plan::{Host, Sabotage, Step};
+use crate::plan::{Sabotage, Step};
 
 /// The source's host.
 pub struct SourceHost {
@@ -32,68 +34,33 @@ pub struct SourceHost {
     disk: Disk,
     config: SourceConfig,
     process: Option<Process>,
-    /// Counts the processes.
+    /// The number of processes so far.
     number: u64,
-    /// How the migration ended here, once it has.
+    /// The end of the migration at this host, if it has ended.
     pub ended: Option<SourceEnd>,
     /// Whether the source was ever in doubt.
     pub was_in_doubt: bool,
-    /// Whether it was because nothing was heard.
+    /// Whether it was in doubt because of silence.
     pub doubted_silence: bool,
-    /// What it knows of its channels.
+    /// What it knows about its channels.
     pub links: LinkRecord,
     sabotage: Option<Sabotage>,
     /// Slow steps of its process.
     pub absence: Absence<Input>,
 }
 
-/// How the migration ended at the source.
+/// The end of the migration at the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum SourceEnd {
-    /// The guest is the destination's.
+    /// The guest belongs to the destination.
     Given,
     /// The guest runs here.
     Kept,
 }
 
-/// What the source knows of its channels, as it reports it.
-#[derive(Clone, Debug, Default)]
-pub struct LinkRecord {
-    /// Since when a lost channel can be made again.
-    pub begun: Option<Duration>,
-    /// Channels that are gone and being made again.
-    pub away: BTreeSet<String>,
-    /// Since when all are there again, after the last loss.
-    pub whole_since: Duration,
-    /// How often a channel was made again.
-    pub restored: u64,
-    /// How often a paused guest ran on.
-    pub recalls: u64,
-    /// Frames that were sent again.
-    pub resent: u64,
-}
-
-impl LinkRecord {
-    fn note(&mut self, action: &Action, now: Duration) {
-        match action {
-            Action::SendRound { round: 1, .. } => self.begun = Some(now),
-            Action::Report(Report::LinkLost { channel, .. }) => {
-                self.away.insert(channel.clone());
-            }
-            Action::Report(Report::LinkRestored { channel, .. }) => {
-                self.away.remove(channel);
-                self.whole_since = now;
-                self.restored += 1;
-            }
-            Action::Report(Report::Recalled) => self.recalls += 1,
-            Action::Report(Report::Resent { frames, .. }) => self.resent += frames,
-            _ => {}
-        }
-    }
-}
-
 impl SourceHost {
-    /// A host whose guest runs, and a process that is about to announce it on a greeted channel.
+    /// A host whose guest runs, and a process that is about to announce the guest on a greeted
+    /// channel.
     pub fn new(
         guest: Guest,
         disk: Disk,
@@ -153,12 +120,12 @@ impl SourceHost {
         host
     }
 
-    /// Whether a process lives, and is not done.
+    /// Whether a process lives and has not ended its migration.
     pub fn is_busy(&self) -> bool {
         self.process.is_some()
     }
 
-    /// When the machine wants to be told the time.
+    /// When the machine next needs a tick.
     pub fn next_tick(&self) -> Option<Duration> {
         if self.sabotage == Some(Sabotage::NoClock) || self.absence.is_away() {
             return None;
@@ -166,12 +133,12 @@ impl SourceHost {
         self.process.as_ref().and_then(|process| process.machine.next_tick())
     }
 
-    /// What the migration is doing.
+    /// The phase of the migration.
     pub fn phase(&self) -> &'static str {
         self.process.as_ref().map_or("nothing", |process| process.machine.phase_name())
     }
 
-    /// Whether the guest stands still though it is this host's, and the source knows that the link is away.
+    /// Whether this host's guest is paused although the source knows that the link is down.
     pub fn lets_the_guest_wait(&self) -> bool {
         let holds = |process: &Process| process.machine.handover() == SourceState::Holding;
         !self.links.away.is_empty()
@@ -179,21 +146,21 @@ impl SourceHost {
             && !self.guest.is_running()
     }
 
-    /// The process dies. The guest does not. One that had kept its guest and was done is read from
-    /// its journal again as well: whoever starts next does not know that it was done.
+    /// The process dies; the guest does not. If the process had kept its guest and ended, the next
+    /// one still reads the journal, because it does not know that.
     pub fn crash(&mut self, network: &mut Network) {
         self.guest.detach(false);
         self.absence.forget();
         self.ended = self.ended.filter(|ended| *ended == SourceEnd::Given);
-        // The next process knows nothing of channels.
+        // The next process does not know any channels.
         self.links.away.clear();
         if let Some(process) = self.process.take() {
             process.close(network);
         }
     }
 
-    /// A process is started again beside the guest and reads the journal. If the guest is there, its user tries
-    /// once more.
+    /// Starts a process again next to the guest; it reads the journal. If the guest is there, its
+    /// user tries once more.
     pub fn restart(&mut self, network: &mut Network) {
         if self.process.is_some() || self.ended.is_some() {
             return;
@@ -206,7 +173,7 @@ impl SourceHost {
             Err(error) => panic!("the simulated disk never damages a whole line: {error}"),
         };
         network.note(|| format!("source: restarts with {records:?}"));
-        // Nobody takes up a session whose journal says how it ended.
+        // A session whose journal says how it ended is not continued.
         self.ended = records.iter().find_map(|record| match record {
             Record::Kept { .. } => Some(SourceEnd::Kept),
             Record::Given { .. } => Some(SourceEnd::Given),
@@ -222,7 +189,7 @@ impl SourceHost {
         }
     }
 
-    /// A process that was started again goes on with the session.
+    /// Continues the session in a restarted process.
     fn take_up(
         &mut self,
         vm: Vm,
@@ -248,7 +215,7 @@ impl SourceHost {
         self.pump(network);
     }
 
-    /// Something happened.
+    /// Passes an input to the machine.
     pub fn input(&mut self, number: u64, input: Input, network: &mut Network) {
         if number != self.number {
             return;
@@ -266,7 +233,7 @@ impl SourceHost {
         self.pump(network);
     }
 
-    /// A slow step is over. Returns what has happened meanwhile.
+    /// Ends a slow step. Returns the events that arrived meanwhile.
     pub fn step_ended(&mut self, process: u64, network: &mut Network) -> Vec<Event> {
         let Some(back) = self.absence.end(process, network.now()) else { return Vec::new() };
         if let Some(process) = &mut self.process {
@@ -281,7 +248,7 @@ impl SourceHost {
         back.heard
     }
 
-    /// The process's other thread looks whether to give a sign of life.
+    /// The process's other thread checks whether to send a keepalive.
     pub fn sign_of_life(&self, process: u64, network: &mut Network) {
         if self.absence.says_that_it_lives(process, network)
             && let Some(control) = self.process.as_ref().and_then(|process| process.control)
@@ -290,7 +257,7 @@ impl SourceHost {
         }
     }
 
-    /// Time has passed, or the user wants something.
+    /// Passes the time or a user's request to the machine.
     pub fn tell(&mut self, input: Input, network: &mut Network) {
         if self.absence.is_away() && matches!(input, Input::Tick) {
             return;
@@ -314,7 +281,7 @@ impl SourceHost {
                 Err(error) => Input::LinkLost(error),
             }]
         } else {
-            // What an old channel still says is not heard.
+            // Messages on an old channel are ignored.
             Vec::new()
         };
         for input in inputs {
@@ -322,7 +289,7 @@ impl SourceHost {
         }
     }
 
-    /// The destination says what it may not say now.
+    /// Delivers a message that the destination may not send now.
     pub fn forged(&mut self, number: u16, network: &mut Network) {
         let Some(channel) = self.process.as_ref().and_then(|process| process.control) else {
             return;
@@ -408,7 +375,7 @@ impl SourceHost {
     }
 }
 
-/// What an action is, if it may take long.
+/// The step that an action is, if it may take long.
 fn step_of(action: &Action) -> Option<Step> {
     match action {
         Action::StartLog => Some(Step::StartLog),
@@ -427,7 +394,7 @@ fn send(network: &mut Network, channel: ChannelId, message: &ControlMessage) -> 
     network.send(channel, Host::Destination, message.name(), bytes)
 }
 
-/// A line of a trace.
+/// The first part of a text, for one line of a trace.
 pub fn brief(text: &str) -> String {
     text.chars().take(120).collect()
 }

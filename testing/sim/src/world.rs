@@ -1,8 +1,9 @@
-//! A schedule, run from its start until nothing is left to happen.
+//! Runs a schedule from its start until no event is left.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use vmferry::config::WhenStuck;
 use vmferry::machine::{destination, source};
 use vmferry::{SourceConfig, Timeouts};
@@ -13,8 +14,9 @@ use vmferry_wire::SessionId;
 use crate::destination_host::DestinationHost;
 use crate::disk::Disk;
 use crate::guest::{Guest, Ledger};
+use crate::host::Host;
 use crate::network::{Event, Network};
-use crate::plan::{Fault, Host, Plan, Sabotage, VmCall};
+use crate::plan::{Fault, Plan, Sabotage, VmCall};
 use crate::source_host::{SourceEnd, SourceHost};
 
 /// When all faults end: long after the last one has begun.
@@ -23,41 +25,41 @@ const HEAL_AT: Duration = Duration::from_secs(600);
 /// From then on everything must be decided within this time: the longest chain of bounded waits.
 const SETTLED_AFTER: Duration = Duration::from_secs(300);
 
-/// More events than any schedule has; beyond it something goes round in circles.
+/// More events than any schedule has; a schedule that exceeds it loops.
 const MAX_EVENTS: u64 = 50_000;
 
-/// How a schedule ended.
+/// The outcome of a schedule.
 #[derive(Clone, Debug)]
 pub struct Outcome {
     /// Where the guest is in the end.
     pub end: SourceEnd,
-    /// Whether the source was in doubt on the way.
+    /// Whether the source was in doubt at any time.
     pub was_in_doubt: bool,
     /// Whether the guest crashed with the destination's process.
     pub crashed_there: bool,
-    /// Faults that struck.
+    /// Faults that happened.
     pub struck: u64,
     /// Messages that were sent.
     pub messages: u64,
-    /// Cuts that struck.
+    /// Cuts that happened.
     pub cuts: u64,
-    /// Channels that were made again.
+    /// Channels that were reconnected.
     pub restored: u64,
-    /// How often a paused guest ran on.
+    /// How often a paused guest was resumed because of a lost link.
     pub recalls: u64,
     /// Frames that were sent again.
     pub resent: u64,
-    /// Whether only the link was away, and never for too long: the guest must be given.
+    /// Whether the link was the only fault, and never for too long: the guest must be handed over.
     pub must_be_given: bool,
     /// The simulated time until everything was decided.
     pub took: Duration,
-    /// What must never happen and did; empty if all is well.
+    /// The violations of the promises; empty if there are none.
     pub violations: Vec<String>,
-    /// What happened, if it was asked for.
+    /// The trace, if it was requested.
     pub trace: Vec<String>,
 }
 
-/// Runs a schedule. `traced` keeps what happened.
+/// Runs a schedule. `traced` keeps a trace.
 #[must_use]
 pub fn run(plan: &Plan, traced: bool) -> Outcome {
     World::new(plan, traced).run()
@@ -71,9 +73,9 @@ struct World {
     write_faults: u64,
     mild: bool,
     outlives: bool,
-    /// All that happens is one step that takes long, and the source must not notice.
+    /// The only fault is one slow step, and the source must not give up because of it.
     slow: bool,
-    /// The guest was seen to wait for the link.
+    /// The guest was seen to be paused while the link was down.
     waited: bool,
 }
 
@@ -86,7 +88,7 @@ impl World {
         config.session = session;
         config.channels = plan.lanes;
         config.verify = plan.verify;
-        // Never met, so that every schedule of a kind has the same rounds.
+        // Never reached, so that every schedule of a kind has the same rounds.
         config.downtime_limit = Duration::from_nanos(1);
         config.max_rounds = plan.rounds;
         config.when_stuck = WhenStuck::SwitchOver;
@@ -191,7 +193,7 @@ impl World {
                 }
                 None if decided => break,
                 None => {
-                    self.violation("nothing is left to happen, and nothing is decided".into());
+                    self.violation("no event is left, and nothing is decided".into());
                     break;
                 }
             }
@@ -199,7 +201,7 @@ impl World {
         self.end(settled)
     }
 
-    /// Guests that run, write.
+    /// Lets the running guests write.
     fn work(&mut self) {
         for guest in [&self.source.guest, &self.destination.guest] {
             let writes = self.network.rng.usize(..3);
@@ -273,17 +275,18 @@ impl World {
         }
     }
 
-    /// A guest that is the source's never stands still for a link that is known to be away.
+    /// A guest that belongs to the source is never paused for a link that is known to be down.
     fn check_pause(&mut self) {
         if self.source.lets_the_guest_wait() && !std::mem::replace(&mut self.waited, true) {
-            self.violation("the guest waits for a link that is away".into());
+            self.violation("the guest waits for a link that is down".into());
         }
     }
 
-    /// Whether nothing but the link was away, shorter than the source tries to make it again, and only while
-    /// what was lost can be sent again: from the start of the dirty log until the destination is READY. The
-    /// destination can't undo that it has loaded the state, so whatever the source has not noticed, or the
-    /// destination not been told, before READY is too late.
+    /// Whether the link was the only fault, was down for less than the source's reconnect timeout,
+    /// and was down only while lost messages can be sent again: from the start of the dirty log
+    /// until the destination is READY. The destination can't undo that it has loaded the state, so
+    /// a loss that the source has not noticed, or has not reported to the destination, before READY
+    /// is too late.
     fn must_be_given(&self) -> bool {
         let cuts = &self.network.cuts;
         let begun = |at: Duration| self.source.links.begun.is_some_and(|begun| begun < at);
@@ -297,12 +300,12 @@ impl World {
     }
 
     fn violation(&self, text: String) {
-        self.ledger.lock().unwrap_or_else(PoisonError::into_inner).violations.push(text);
+        self.ledger.lock().violations.push(text);
     }
 
     fn end(mut self, settled: Option<Duration>) -> Outcome {
         self.source.guest.check();
-        // What was still coming when its receiver died is no guest.
+        // A guest that was still arriving when its receiver died does not count.
         if self.destination.guest.is_running() || self.destination.guest.waits() {
             self.destination.guest.check();
         }
@@ -318,21 +321,21 @@ impl World {
         }
         let must_be_given = self.must_be_given();
         if must_be_given && end != SourceEnd::Given {
-            self.violation("the link was away for a while, and the guest was not given".into());
+            self.violation(
+                "the link was down for a while, and the guest was not handed over".into(),
+            );
         }
         if self.outlives && owns && self.destination.guest.waits() {
-            self.violation("the guest outlived its receiver, and nobody ran it".into());
+            self.violation("the guest outlived its receiver, and no host ran it".into());
         }
         if !owns && self.destination.guest.waits() {
             self.violation("a guest that never runs is left at the destination".into());
         }
         if self.slow && (self.source.doubted_silence || self.source.links.restored > 0) {
-            self.violation("a host within a slow step was taken for one that is away".into());
+            self.violation("a host in a slow step was treated as lost".into());
         }
         let crashed_there = owns && !self.destination.guest.is_running();
-        let violations = std::mem::take(
-            &mut self.ledger.lock().unwrap_or_else(PoisonError::into_inner).violations,
-        );
+        let violations = std::mem::take(&mut self.ledger.lock().violations);
         Outcome {
             end,
             was_in_doubt: self.source.was_in_doubt,

@@ -1,4 +1,5 @@
-//! The engine in thousands of schedules of faults, and the proof that the checks can fail.
+//! The engine in thousands of schedules of faults, and negative controls that show that the checks
+//! can fail.
 
 use std::sync::atomic::AtomicBool;
 
@@ -6,11 +7,11 @@ use vmferry_sim::{
     Fault, Host, Plan, Sabotage, Seed, SourceEnd, Step, Where, WriteFault, forgeries, run, run_all,
 };
 
-/// Random schedules beside those of every boundary.
+/// The number of random schedules in addition to those of every boundary.
 const RANDOM: u64 = 12_000;
 
 #[test]
-fn no_schedule_breaks_a_promise() {
+fn schedules_break_no_promise() {
     let boundaries = (0..Plan::boundaries()).map(Seed::Boundary);
     let seeds: Vec<Seed> = boundaries.chain((0..RANDOM).map(Seed::Random)).collect();
     let summary = run_all(&seeds, &AtomicBool::new(false));
@@ -35,7 +36,7 @@ fn no_schedule_breaks_a_promise() {
 }
 
 #[test]
-fn a_seed_is_a_schedule() {
+fn seed_determines_the_schedule() {
     for seed in [Seed::Boundary(77), Seed::Random(2), Seed::Random(33), Seed::Random(4711)] {
         let [first, second] = [(); 2].map(|()| run(&Plan::new(seed), true));
         assert_eq!(first.trace, second.trace, "{seed}");
@@ -44,7 +45,7 @@ fn a_seed_is_a_schedule() {
 }
 
 #[test]
-fn without_faults_the_guest_moves_and_every_message_is_a_boundary() {
+fn undisturbed_schedule_moves_the_guest_and_enumerates_its_messages() {
     for number in 0..40 {
         let mut plan = Plan::new(Seed::Boundary(number));
         plan.faults.clear();
@@ -55,10 +56,10 @@ fn without_faults_the_guest_moves_and_every_message_is_a_boundary() {
     }
 }
 
-/// A peer that does not keep the protocol ends its own session at most: in the end one host has the
-/// guest, whole.
+/// A peer that violates the protocol ends at most its own session: in the end one host has the
+/// guest, intact.
 #[test]
-fn a_message_out_of_turn_breaks_no_promise_whoever_says_it_and_whenever() {
+fn forged_messages_break_no_promise() {
     let mut struck = 0;
     for to in [Host::Source, Host::Destination] {
         for number in forgeries(to) {
@@ -83,30 +84,30 @@ fn a_message_out_of_turn_breaks_no_promise_whoever_says_it_and_whenever() {
     assert!(struck > 3000, "only {struck} messages were forged");
 }
 
-/// What is broken here no correct engine breaks, and the checks see it.
+/// Deliberate defects that no correct engine has: the checks detect each.
 #[test]
-fn sabotage_is_found_out() {
+fn sabotage_is_detected() {
     for (sabotage, violation) in [
         (Sabotage::UnknownIsAborted, "two hosts run the guest"),
         (Sabotage::LyingDisk, "in the end"),
-        (Sabotage::NoClock, "nothing is left to happen"),
+        (Sabotage::NoClock, "no event is left"),
     ] {
         let found = (0..Plan::boundaries()).step_by(3).any(|number| {
             let mut plan = Plan::new(Seed::Boundary(number));
             plan.sabotage = Some(sabotage);
             run(&plan, false).violations.iter().any(|text| text.contains(violation))
         });
-        assert!(found, "{sabotage:?} was not found out");
+        assert!(found, "{sabotage:?} was not detected");
     }
 }
 
-/// Each rule of reconnection, broken, is found out by what it was made for.
+/// Each rule of reconnection, when broken, is detected by the check that was made for it.
 #[test]
-fn a_broken_rule_of_reconnection_is_found_out() {
-    let not_given = "the guest was not given";
+fn sabotage_of_reconnection_is_detected() {
+    let not_given = "the guest was not handed over";
     for (sabotage, violation) in [
-        (Sabotage::ForgetRecalled, "what arrived is not what was there"),
-        (Sabotage::StayPaused, "the guest waits for a link that is away"),
+        (Sabotage::ForgetRecalled, "the memory that arrived differs"),
+        (Sabotage::StayPaused, "the guest waits for a link that is down"),
         (Sabotage::RunOnBeforeReady, "of which the source ran on"),
         (Sabotage::ForgetWithdraw, not_given),
         (Sabotage::PlaceTwice, "is placed after frame"),
@@ -120,17 +121,17 @@ fn a_broken_rule_of_reconnection_is_found_out() {
                 plan.sabotage = Some(sabotage);
                 run(&plan, false).violations.iter().any(|text| text.contains(violation))
             });
-        assert!(found, "{sabotage:?} was not found out");
+        assert!(found, "{sabotage:?} was not detected");
     }
 }
 
-/// A VMM's call, or a write to a journal, that takes longer than silence is borne ends nothing, on
-/// either side; and each rule that makes it so is needed.
+/// A VMM call or a journal write that takes longer than the silence timeout ends no migration, on
+/// either side. Each rule that ensures this is needed.
 #[test]
-fn slow_steps_end_no_migration_and_each_rule_of_theirs_is_needed() {
+fn slow_steps_end_no_migration_and_their_sabotage_is_detected() {
     let takes = std::time::Duration::from_secs(22);
     let schedules = |sabotage| {
-        Step::ALL.into_iter().flat_map(move |step| {
+        Step::ALL.iter().flat_map(move |&step| {
             (0..24).map(move |shape| {
                 let mut plan = Plan::new(Seed::Boundary(shape));
                 (plan.faults, plan.sabotage) = (vec![Fault::Slow { step, takes }], sabotage);
@@ -142,7 +143,7 @@ fn slow_steps_end_no_migration_and_each_rule_of_theirs_is_needed() {
         assert_eq!(outcome.violations, [""; 0], "{step:?}");
         assert_eq!(outcome.end, SourceEnd::Given, "{step:?}");
     }
-    let (not_given, away) = ("the guest was not given", "was taken for one that is away");
+    let (not_given, away) = ("the guest was not handed over", "was treated as lost");
     for (sabotage, violation) in [
         (Sabotage::NoLife, not_given),
         (Sabotage::CountOwnTime, not_given),
@@ -154,22 +155,22 @@ fn slow_steps_end_no_migration_and_each_rule_of_theirs_is_needed() {
     }
 }
 
-/// Each rule of free-page hints, broken, loses a page that was used again.
+/// Each rule of free-page hints, when broken, loses a page that was used again.
 #[test]
-fn a_broken_rule_of_hints_is_found_out() {
+fn sabotage_of_free_page_hints_is_detected() {
     for sabotage in [Sabotage::HintAcrossHarvest, Sabotage::HintUnprotected] {
         let found = (0..Plan::boundaries()).map(Seed::Boundary).any(|seed| {
             let mut plan = Plan::new(seed);
             plan.verify = false;
             plan.sabotage = Some(sabotage);
             let violations = run(&plan, false).violations;
-            violations.iter().any(|text| text.contains("what arrived is not what was there"))
+            violations.iter().any(|text| text.contains("the memory that arrived differs"))
         });
-        assert!(found, "{sabotage:?} was not found out");
+        assert!(found, "{sabotage:?} was not detected");
     }
 }
 
-/// A receiver that dies once RUN-INTENT is on disk, and whose guest outlives it.
+/// A receiver that dies after RUN-INTENT is on disk, and whose guest outlives it.
 fn dies_after_run_intent() -> Plan {
     let mut plan = Plan::new(Seed::Boundary(1));
     plan.outlives = true;
@@ -189,16 +190,17 @@ fn restarted_receiver_runs_the_guest_that_outlived_the_one_before() {
 }
 
 #[test]
-fn restarted_receiver_that_leaves_the_guest_is_found_out() {
+fn sabotage_of_a_restarted_receiver_is_detected() {
     let mut plan = dies_after_run_intent();
     plan.sabotage = Some(Sabotage::LeaveUnfinished);
     let outcome = run(&plan, false);
-    assert_eq!(outcome.violations, ["the guest outlived its receiver, and nobody ran it"]);
+    assert_eq!(outcome.violations, ["the guest outlived its receiver, and no host ran it"]);
 }
 
-/// A page that the log forgets arrives stale: the guest finds it, unless both memories are compared.
+/// A page that the log loses arrives outdated. The guest detects it, unless both memories are
+/// compared before.
 #[test]
-fn a_forgotten_page_is_found_by_the_guest_or_by_verify() {
+fn lost_page_is_detected_by_the_guest_or_by_verify() {
     let outcome = |verify| {
         let mut plan = Plan::new(Seed::Random(5));
         plan.faults.clear();
@@ -210,7 +212,7 @@ fn a_forgotten_page_is_found_by_the_guest_or_by_verify() {
     assert_eq!((seen.end, seen.violations.len()), (SourceEnd::Kept, 0), "{seen:?}");
     let unseen = outcome(false);
     assert_eq!(unseen.end, SourceEnd::Given);
-    assert!(unseen.violations[0].contains("what arrived is not what was there"), "{unseen:?}");
+    assert!(unseen.violations[0].contains("the memory that arrived differs"), "{unseen:?}");
 }
 
 /// The number of the first message of a kind in a schedule without faults.
@@ -223,7 +225,7 @@ fn number_of(plan: &Plan, what: &str) -> u64 {
     words[2].parse().expect("messages are numbered")
 }
 
-/// What others got wrong, one by one.
+/// Weaknesses of other implementations, one by one.
 mod known_weaknesses {
     use std::time::Duration;
 
@@ -238,7 +240,7 @@ mod known_weaknesses {
     }
 
     #[test]
-    fn the_reply_to_the_last_message_is_lost_after_the_destination_resumed() {
+    fn lost_last_reply_leaves_one_running_guest() {
         for lost in [true, false] {
             let outcome = run(
                 &plan(|plan| {
@@ -254,7 +256,7 @@ mod known_weaknesses {
     }
 
     #[test]
-    fn an_error_after_completion_resumes_no_stale_source() {
+    fn error_after_completion_resumes_no_outdated_source() {
         let outcome = run(
             &plan(|plan| {
                 let message = number_of(plan, "RUNNING");
@@ -274,7 +276,7 @@ mod known_weaknesses {
     }
 
     #[test]
-    fn a_session_that_the_destination_does_not_know_is_not_aborted() {
+    fn unknown_session_is_not_aborted() {
         let outcome = run(
             &plan(|plan| {
                 let message = number_of(plan, "RUNNING");
@@ -291,8 +293,9 @@ mod known_weaknesses {
     }
 
     #[test]
-    fn the_end_of_a_link_is_never_success() {
-        // The destination dies with COMMIT on its way: the source must ask, and get the guest back.
+    fn end_of_a_link_is_never_success() {
+        // The destination dies with COMMIT on its way: the source must query, and get the guest
+        // back.
         let outcome = run(
             &plan(|plan| {
                 let message = number_of(plan, "COMMIT");
@@ -306,7 +309,7 @@ mod known_weaknesses {
     }
 
     #[test]
-    fn a_run_intent_that_may_be_on_disk_runs_nothing_until_the_disk_is_read() {
+    fn run_intent_of_a_failed_write_runs_nothing_until_the_disk_is_read() {
         for (how, end) in
             [(WriteFault::Torn, SourceEnd::Kept), (WriteFault::OnDisk, SourceEnd::Given)]
         {
@@ -323,7 +326,7 @@ mod known_weaknesses {
     }
 
     #[test]
-    fn a_commit_that_may_be_on_disk_hands_nothing_over() {
+    fn commit_of_a_failed_write_hands_nothing_over() {
         for how in [WriteFault::Lost, WriteFault::Torn, WriteFault::OnDisk] {
             for crash in [false, true] {
                 let outcome = run(
@@ -346,11 +349,12 @@ mod known_weaknesses {
         run(plan, true).trace.iter().find_map(numbered)
     }
 
-    /// A lane is lost after FINAL, so the guest runs on. READY, said before the destination could know, is so
-    /// late that the source waits for the next one, and as the guest has written nothing it looks like that.
-    /// WITHDRAW and all behind it is lost after COMMIT, which the source may repeat on another channel.
+    /// A lane is lost after FINAL, so the guest is resumed. READY, sent before the destination
+    /// could know, is so late that the source waits for the next one, and the late READY looks like
+    /// that one, because the guest has written nothing. WITHDRAW and everything after it is lost
+    /// after COMMIT, which the source may repeat on another channel.
     #[test]
-    fn a_ready_from_before_the_guest_ran_on_hands_nothing_over() {
+    fn late_ready_from_before_the_guest_ran_on_hands_nothing_over() {
         let mut reached = 0;
         for rng in 0..400 {
             let mut plan = Plan::new(Seed::Boundary(2));

@@ -1,5 +1,5 @@
-//! What is printed of a small recording, pinned: the files and the text are in the tree, so that a change of either format
-//! is seen, and what compressors of other releases make of pages is not.
+//! The output for a small recording is pinned. The recording is in the tree, so the output does not
+//! depend on the compressors' releases, and a change of either format is noticed.
 
 use std::path::PathBuf;
 
@@ -17,7 +17,7 @@ fn golden(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/sessions/golden").join(name)
 }
 
-/// As the command prints it.
+/// The output as the command prints it.
 fn printed(runs: bool) -> String {
     let (mut inspector, mut text) = (Inspector::new(1 << 20, runs), String::new());
     let mut files = FILES.map(|name| (std::fs::read(golden(name)).unwrap(), name));
@@ -35,7 +35,7 @@ fn printed(runs: bool) -> String {
 }
 
 #[test]
-fn what_is_printed_of_a_recording() {
+fn output_is_unchanged() {
     for (name, runs) in [("inspect.txt", false), ("inspect-pages.txt", true)] {
         let expected = std::fs::read_to_string(golden(name)).unwrap();
         assert_eq!(printed(runs), expected, "{name}");
@@ -43,7 +43,7 @@ fn what_is_printed_of_a_recording() {
 }
 
 #[test]
-fn the_example_in_the_manual_is_what_is_printed() {
+fn example_in_the_manual_is_current() {
     let manual = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../docs/inspect.md");
     let manual = std::fs::read_to_string(manual).unwrap();
     let block: String = manual
@@ -55,10 +55,10 @@ fn the_example_in_the_manual_is_what_is_printed() {
     assert_eq!(block, std::fs::read_to_string(golden("inspect.txt")).unwrap());
 }
 
-/// `cargo test -p vmferry-inspect --test sessions -- --ignored` after a change that was meant.
+/// Run `cargo test -p vmferry-inspect --test sessions -- --ignored` after an intended change.
 #[test]
 #[ignore = "writes the recording and the text"]
-fn write_the_golden_files() {
+fn write_golden_files() {
     let Recorded { control, control_back, data, data_back, .. } = Recorded::new(2, 1);
     for (name, file) in FILES.iter().zip([control, control_back, data, data_back]) {
         std::fs::write(golden(name), file).unwrap();

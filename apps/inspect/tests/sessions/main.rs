@@ -1,4 +1,4 @@
-//! Sessions that were recorded, and what is told of them.
+//! Inspection of recorded sessions.
 
 mod golden;
 mod recordings;

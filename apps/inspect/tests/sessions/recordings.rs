@@ -1,4 +1,4 @@
-//! A session that is right, each way of damaging it, and where each is found.
+//! A valid session, each way to damage it, and where the damage is reported.
 
 use crate::support::{Recorded, VERSIONS, change_header, seal};
 use vmferry_inspect::{Break, End, Inspector, Kind};
@@ -10,7 +10,7 @@ use vmferry_wire::{
 const RUN: usize = vmferry_wire::RUN_HEADER_BYTES;
 
 #[test]
-fn a_session_that_is_right_is_whole() {
+fn valid_session_is_whole() {
     for version in VERSIONS {
         let (outcomes, told, disagreements) = Recorded::new(version, 1).inspect();
         assert!(outcomes.iter().all(|one| one.end == End::Whole), "{told}");
@@ -19,19 +19,20 @@ fn a_session_that_is_right_is_whole() {
             assert!(told.contains(wanted), "{wanted} is not in:\n{told}");
         }
         assert!(!told.contains("unchecked") && !told.contains("unknown_fields"), "{told}");
-        // Only since version 2 the two sides tell each other their releases.
-        let told_releases = told.matches(r#"release={"vmferry":"0.1.0","vmm":"microvm 0.1.0"}"#);
-        assert_eq!(told_releases.count(), [0, 2][usize::from(version > 1)], "{told}");
+        // Since version 2 both sides send their release.
+        let releases = told.matches(r#"release={"vmferry":"0.1.0","vmm":"microvm 0.1.0"}"#);
+        assert_eq!(releases.count(), [0, 2][usize::from(version > 1)], "{told}");
     }
 }
 
-/// A newer release may say more: what nobody needs to know is told of, what a reader must know is not.
+/// A newer release may add fields: unknown optional fields are reported, unknown mandatory fields
+/// are an error.
 #[test]
-fn fields_of_a_newer_release_are_told_of_or_refused() {
+fn unknown_optional_fields_are_reported_and_mandatory_ones_rejected() {
     let good = Recorded::new(2, 1);
     for message in 0..good.messages.len() {
         let mut newer = good.clone();
-        // FINAL ends with the state, which nothing can follow.
+        // FINAL ends with the state, so no field can follow.
         if message == 1 {
             continue;
         }
@@ -45,11 +46,11 @@ fn fields_of_a_newer_release_are_told_of_or_refused() {
         found(&newer, 0, offset, "300");
         let mut torn = good.clone();
         torn.append(message, b"\x2c\x01\x04\0\0\0new");
-        found(&torn, 0, offset, "field 300 has 4 bytes, and 3 are left");
+        found(&torn, 0, offset, "field 300 has 4 bytes, but 3 are left");
     }
 }
 
-/// Where the one break of a session is: in which file, at which byte, and why.
+/// The file and the break of a session that has exactly one.
 fn break_of(recorded: &Recorded) -> (usize, Break) {
     let (outcomes, told, _) = recorded.inspect();
     let mut breaks = outcomes.iter().enumerate().filter_map(|(file, outcome)| match &outcome.end {
@@ -69,11 +70,11 @@ fn found(recorded: &Recorded, file: usize, offset: usize, problem: &str) {
 }
 
 #[test]
-fn damage_to_a_control_channel_is_found_where_it_is() {
-    VERSIONS.for_each(damage_to_a_control_channel);
+fn control_channel_damage_is_located() {
+    VERSIONS.for_each(check_control_channel_damage);
 }
 
-fn damage_to_a_control_channel(version: u16) {
+fn check_control_channel_damage(version: u16) {
     let good = Recorded::new(version, 1);
     let hello = RECORDING_HEADER_BYTES;
     let [begin, last, commit] = good.messages[..] else { unreachable!() };
@@ -93,13 +94,13 @@ fn damage_to_a_control_channel(version: u16) {
         "checksum",
     );
     found(&damaged(commit + 8, 1), 0, commit + CONTROL_HEADER_BYTES, "checksum");
-    // What only the other side says.
+    // A message that only the other side may send.
     let mut bad = good.clone();
     let [accept, placed, ..] = good.messages_back[..] else { unreachable!() };
     bad.control.truncate(commit);
     bad.control.extend_from_slice(&good.control_back[accept..placed]);
-    found(&bad, 0, commit, "never said by the source");
-    // The state's last byte, with the message's checksum right.
+    found(&bad, 0, commit, "the source must not send it");
+    // The last byte of the state is changed; the message's checksum is correct.
     let mut bad = good.clone();
     bad.control[commit - 1] ^= 1;
     let sum = table_checksum(&bad.control[last + CONTROL_HEADER_BYTES..commit]);
@@ -111,7 +112,7 @@ fn damage_to_a_control_channel(version: u16) {
 }
 
 #[test]
-fn damage_to_a_data_channel_is_found_where_it_is() {
+fn data_channel_damage_is_located() {
     let good = Recorded::new(2, 1);
     let table = |number: usize| good.frames[number] + FRAME_HEADER_BYTES;
     let changed = |number: usize, change: &dyn Fn(&mut [u8])| {
@@ -131,18 +132,18 @@ fn damage_to_a_data_channel_is_found_where_it_is() {
     found(&flipped(table(0) + 2), 2, table(0), "checksum");
     found(&flipped(table(0) + RUN + 5000), 2, table(0) + RUN, "hash to");
     found(&flipped(table(6) + RUN + 9), 2, table(6) + RUN, "");
-    // The sum of a run of zeros, which nothing but the table holds.
+    // The sum of a run of zeros, which only the table contains.
     let bad = changed(8, &|frame| {
         frame[FRAME_HEADER_BYTES + 16] ^= 1;
         seal(frame);
     });
     found(&bad, 2, table(8), "hash to");
-    // The base sum of the changes, and one of the changes.
+    // The base sum of the deltas, and one of the deltas.
     let packed = table(4) + RUN;
     found(&flipped(packed), 2, packed, "that are not here");
     let bad = changed(4, &|frame| *frame.last_mut().unwrap() ^= 1);
     found(&bad, 2, packed, "hash to");
-    // A frame is missing; a number, a round, a slot is not the next one.
+    // A missing frame, and a wrong number, round and slot.
     let mut bad = good.clone();
     bad.data.drain(good.frames[2]..good.frames[3]);
     found(&bad, 2, good.frames[2] + 16, "expected number 3 of lane 0, found 4");
@@ -160,7 +161,7 @@ fn damage_to_a_data_channel_is_found_where_it_is() {
 }
 
 #[test]
-fn a_page_on_another_lane_is_found() {
+fn page_of_another_lane_is_reported() {
     let mut recorded = Recorded::new(2, 2);
     let (at, length) = (recorded.frames[8], recorded.frame(8).len());
     let frame = &mut recorded.data[at..at + length];
@@ -170,13 +171,13 @@ fn a_page_on_another_lane_is_found() {
     frame[FRAME_HEADER_BYTES..][..8].copy_from_slice(&600_u64.to_le_bytes());
     frame[FRAME_HEADER_BYTES + 16..][..8].copy_from_slice(&sum.to_le_bytes());
     seal(frame);
-    // Without the control channel nobody knows of lanes.
+    // Without the control channel the number of lanes is unknown.
     assert_eq!(alone(&recorded.data).0, End::Whole);
-    let problem = "expected pages of lane 0 of 2, found 600 of slot 0 of lane 1";
+    let problem = "expected pages of lane 0 of 2, found page 600 of slot 0 of lane 1";
     found(&recorded, 2, at + FRAME_HEADER_BYTES, problem);
 }
 
-/// Reads one file; how it ends, and what was told.
+/// Reads one file. Returns its end and the output.
 fn alone(bytes: &[u8]) -> (End, String) {
     let mut told = String::new();
     let outcome = Inspector::new(1 << 20, false).file("file", bytes, &mut |record| {
@@ -187,7 +188,7 @@ fn alone(bytes: &[u8]) -> (End, String) {
 }
 
 #[test]
-fn a_recording_that_is_cut_off_is_no_damage() {
+fn cut_recording_is_not_broken() {
     let good = Recorded::new(2, 1);
     for (name, file) in [("data", &good.data), ("control", &good.control)] {
         let first = RECORDING_HEADER_BYTES + HELLO_BYTES;
@@ -209,11 +210,11 @@ fn a_recording_that_is_cut_off_is_no_damage() {
 }
 
 #[test]
-fn changes_of_pages_that_were_not_recorded_are_told_of_and_not_taken_for_damage() {
+fn deltas_of_unrecorded_pages_are_unchecked() {
     let good = Recorded::new(2, 1);
     let mut bad = good.clone();
     bad.data.drain(good.frames[0]..good.frames[4]);
-    // The channel was made anew, so it may begin anywhere.
+    // The channel was reconnected, so it may start anywhere.
     bad.data[RECORDING_HEADER_BYTES + 32] = 1;
     let (end, told) = alone(&bad.data);
     assert_eq!(end, End::Whole, "{told}");
@@ -222,7 +223,7 @@ fn changes_of_pages_that_were_not_recorded_are_told_of_and_not_taken_for_damage(
 }
 
 #[test]
-fn files_that_contradict_each_other_are_told_of() {
+fn contradictions_between_files_are_reported() {
     let good = Recorded::new(2, 1);
     let mut bad = good.clone();
     let last = *good.frames.last().unwrap();
@@ -230,19 +231,19 @@ fn files_that_contradict_each_other_are_told_of() {
     let (outcomes, _, disagreements) = bad.inspect();
     assert!(outcomes.iter().all(|one| one.end == End::Whole));
     let all = disagreements.join("\n");
-    assert!(all.contains("PLACED says 9 of lane 0, and its last frame is 8"), "{all}");
-    assert!(all.contains("FINAL says that 9 is the last frame of lane 0, and that is 8"), "{all}");
-    // One that was cut off within a frame may have had more.
+    assert!(all.contains("PLACED names frame 9 of lane 0, but its last frame is 8"), "{all}");
+    assert!(all.contains("FINAL names 9 as the last frame of lane 0, but that is 8"), "{all}");
+    // A file that is cut off within a frame may have had more frames.
     bad.data.extend_from_slice(&good.data[last..last + 10]);
     assert!(bad.inspect().2.is_empty());
 }
 
-/// Each recorder counts its channels from 0, so that those of two recordings have the same numbers.
+/// Each recorder counts its channels from 0, so two recordings use the same numbers.
 #[test]
-fn two_recordings_of_one_side_are_two_sessions() {
+fn recordings_in_two_directories_are_two_sessions() {
     let one = Recorded::new(2, 1);
     let mut other = Recorded::carried(2);
-    // Another session, by its token and its id.
+    // Another session with another token and ID.
     for file in [&mut other.data, &mut other.control_back] {
         let old = [9; 16];
         let at = file.windows(16).position(|bytes| bytes == old).unwrap();
@@ -251,7 +252,7 @@ fn two_recordings_of_one_side_are_two_sessions() {
     let [accept, placed, ..] = other.messages_back[..] else { unreachable!() };
     let sum = table_checksum(&other.control_back[accept + CONTROL_HEADER_BYTES..placed]);
     other.control_back[accept + 8..accept + 12].copy_from_slice(&sum.to_le_bytes());
-    // In the order in which they are best read: control channels first.
+    // In the best order: control channels first.
     let files = |recorded: &Recorded| {
         let Recorded { control, control_back, data, data_back, .. } = recorded.clone();
         [control, control_back, data, data_back]
@@ -270,17 +271,17 @@ fn two_recordings_of_one_side_are_two_sessions() {
         assert!(found.is_empty(), "{found:?}");
     };
     read(["one/0000.vmftrace", "other/0000.vmftrace"], [files(&one), files(&other)]);
-    // In one directory, under other names, they are told apart by when they were made.
+    // In one directory they differ by their time.
     let mut later = files(&other);
     later.iter_mut().for_each(|file| file[16] ^= 1);
     read(["0000.vmftrace", "0000-again.vmftrace"], [files(&one), later]);
 }
 
 #[test]
-fn a_page_that_comes_twice_in_a_broken_frame_is_not_held_against_the_next_one() {
+fn repeated_page_in_a_broken_frame_does_not_affect_the_next_frame() {
     let good = Recorded::new(2, 1);
     let mut bad = good.clone();
-    // Pages of round 5 come again, and one of their sums is wrong.
+    // Pages of round 5 are sent again, with a wrong sum.
     let mut again = good.frame(8).to_vec();
     again[FRAME_HEADER_BYTES + 16] ^= 1;
     seal(&mut again);
@@ -289,7 +290,7 @@ fn a_page_that_comes_twice_in_a_broken_frame_is_not_held_against_the_next_one() 
     let mut inspector = Inspector::new(1 << 20, false);
     let (outcomes, _) = bad.read_by(&mut inspector, "file");
     assert!(matches!(outcomes[2].end, End::Broken(_)));
-    // Other pages, on a channel that was made anew.
+    // Other pages on a reconnected channel.
     let mut next = good.data[..good.frames[0]].to_vec();
     next[RECORDING_HEADER_BYTES + 32] = 1;
     let mut frame = good.frame(0).to_vec();
@@ -300,7 +301,7 @@ fn a_page_that_comes_twice_in_a_broken_frame_is_not_held_against_the_next_one() 
 }
 
 #[test]
-fn an_empty_file_is_cut_off() {
+fn empty_file_is_cut_off() {
     let mut inspector = Inspector::new(1 << 20, false);
     let mut read = |name: &str| inspector.file(name, &[][..], &mut |_| Ok(())).unwrap();
     let outcome = read("record/0000-to-source.vmftrace");
@@ -309,7 +310,7 @@ fn an_empty_file_is_cut_off() {
     assert_eq!((needed, found), (RECORDING_HEADER_BYTES as u64, 0));
     let outcome = read("state");
     assert!(outcome.kind == Kind::Unknown && matches!(outcome.end, End::CutOff { .. }));
-    // A journal is made before its first line.
+    // A journal is created before its first line is written.
     let outcome = read("00.source.journal");
     assert_eq!((outcome.kind, outcome.end), (Kind::Journal, End::Whole));
 }

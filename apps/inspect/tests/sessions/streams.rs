@@ -1,17 +1,18 @@
-//! A VMM's own stream in a recording: what is told of it, each way of damaging it, and what can't be known.
+//! A VMM's migration stream in a recording: the output, each way to damage it, and the parts that
+//! cannot be checked.
 
 use crate::support::{Recorded, VERSIONS, change_header, seal};
 use vmferry_inspect::{End, Inspector};
 use vmferry_transport::RECORDING_HEADER_BYTES;
 use vmferry_wire::{FRAME_HEADER_BYTES, FrameHeader, SEGMENT_TABLE_HEAD_BYTES};
 
-/// Where a piece's payload begins in its frame.
+/// The offset of the payload in a piece's frame.
 fn payload_of(frame: &[u8]) -> usize {
     let header = FrameHeader::parse(frame.first_chunk().unwrap()).unwrap();
     FRAME_HEADER_BYTES + header.table_bytes()
 }
 
-/// With a piece changed, and the checksums right.
+/// Changes a piece and corrects the checksums.
 fn changed(good: &Recorded, piece: usize, change: impl FnOnce(&mut [u8])) -> Recorded {
     let mut bad = good.clone();
     let length = good.frame(piece).len();
@@ -30,7 +31,7 @@ fn found(recorded: &Recorded, offset: usize, problem: &str) {
 }
 
 #[test]
-fn a_stream_that_is_right_is_whole_and_told_of_segment_by_segment() {
+fn valid_stream_is_whole() {
     for version in VERSIONS {
         let (outcomes, told, disagreements) = Recorded::carried(version).inspect();
         assert!(outcomes.iter().all(|one| one.end == End::Whole), "{told}");
@@ -47,7 +48,7 @@ fn a_stream_that_is_right_is_whole_and_told_of_segment_by_segment() {
 }
 
 #[test]
-fn segments_stand_where_they_are_said_to() {
+fn segments_have_their_offsets() {
     let recorded = Recorded::carried(2);
     let mut wanted = Vec::new();
     for frame in 0..recorded.frames.len() {
@@ -65,7 +66,7 @@ fn segments_stand_where_they_are_said_to() {
     });
     assert_eq!(outcome.unwrap().end, End::Whole);
     assert_eq!(found, wanted);
-    // And nobody is told of them who has not asked.
+    // Without `runs` no segments are reported.
     let mut told = 0;
     let outcome = Inspector::new(1 << 20, false).file("file", &recorded.data[..], &mut |record| {
         told += usize::from(record.record == "segment");
@@ -75,15 +76,15 @@ fn segments_stand_where_they_are_said_to() {
 }
 
 #[test]
-fn damage_to_a_stream_is_found() {
+fn stream_damage_is_located() {
     let good = Recorded::carried(2);
     let table = |piece: usize| good.frames[piece] + FRAME_HEADER_BYTES;
     let payload = |piece: usize| good.frames[piece] + payload_of(good.frame(piece));
-    // The piece's hash, and a byte of a page that is kept as it is.
+    // The piece's hash, and a byte of a page that is kept uncompressed.
     found(&changed(&good, 0, |frame| frame[FRAME_HEADER_BYTES] ^= 1), payload(0), "hash");
     let bad = changed(&good, 0, |frame| frame[payload_of(frame) + 900] ^= 1);
     found(&bad, payload(0), "hash");
-    // An entry that is beyond the lane's, and one that was never kept.
+    // An entry beyond the lane's limit, and one that was never kept.
     let last_segment = |frame: &[u8]| payload_of(frame) - 16;
     let entry = |entry: u32| {
         changed(&good, 2, |frame| {
@@ -93,7 +94,7 @@ fn damage_to_a_stream_is_found() {
     };
     found(&entry(1 << 18), table(2), "entry 262144 of 262144");
     found(&entry(700), payload(2), "700");
-    // Changes that lead out of the page, and a packed part that is none.
+    // Deltas that exceed the page, and a packed part that is invalid.
     let bad = changed(&good, 2, |frame| {
         let at = payload_of(frame);
         frame[at..].fill(0xff);
@@ -109,19 +110,19 @@ fn damage_to_a_stream_is_found() {
 }
 
 #[test]
-fn a_stream_whose_beginning_was_not_recorded_is_no_damage() {
+fn stream_without_its_beginning_is_unchecked() {
     let mut late = Recorded::carried(2);
     late.data.drain(late.frames[0]..late.frames[2]);
-    // The channel was made anew, so it may begin anywhere.
+    // The channel was reconnected, so it may start anywhere.
     late.data[RECORDING_HEADER_BYTES + 32] = 1;
     let (outcomes, told, _) = late.inspect();
     assert!(outcomes.iter().all(|one| one.end == End::Whole), "{told}");
     assert_eq!(told.matches("unchecked=true").count(), 3, "{told}");
 }
 
-/// What a lane keeps counts as much as the pages of guests.
+/// The pages that a lane keeps count against the memory limit, as guest pages do.
 #[test]
-fn without_memory_a_good_stream_is_not_called_broken() {
+fn valid_stream_without_memory_is_unchecked() {
     let good = Recorded::carried(2);
     for (bytes, unchecked) in [(0, 2), (8 << 10, 2), (1 << 20, 0)] {
         let (outcomes, told, _) = good.inspect_with(Inspector::new(bytes, true), "file");
@@ -130,9 +131,9 @@ fn without_memory_a_good_stream_is_not_called_broken() {
     }
 }
 
-/// The second file of a lane that the link was lost on goes on where the first one ended.
+/// After a reconnection, the second file of a lane continues the first.
 #[test]
-fn a_stream_goes_on_after_its_link_was_lost() {
+fn stream_continues_after_a_reconnection() {
     let whole = Recorded::carried(2);
     let again = whole.frames[1]..whole.data.len();
     let mut second = whole.data[..whole.frames[0]].to_vec();
@@ -153,7 +154,7 @@ fn a_stream_goes_on_after_its_link_was_lost() {
     assert_eq!(ends, [End::Whole, End::Whole], "{told}");
     assert_eq!(told.matches("again=true").count(), 2, "{told}");
     assert!(!told.contains("unchecked"), "{told}");
-    // The same if the first one is damaged at its end: what the damaged piece held is not known then.
+    // The same with damage at the end of the first file: the content of that piece is unknown.
     let mut damaged = whole.data[..whole.frames[3]].to_vec();
     *damaged.last_mut().unwrap() ^= 1;
     let ([first, second], told) = read(&damaged);
@@ -162,9 +163,9 @@ fn a_stream_goes_on_after_its_link_was_lost() {
     assert_eq!(told.matches("unchecked=true").count(), 2, "{told}");
 }
 
-/// A number can be as high as it may be, and then nothing follows.
+/// No frame can follow the highest sequence number.
 #[test]
-fn the_highest_number_is_the_last() {
+fn highest_sequence_number_is_the_last() {
     let mut late = Recorded::new(2, 1);
     late.data[RECORDING_HEADER_BYTES + 32] = 1;
     let frames = late.frames.clone();
@@ -177,14 +178,16 @@ fn the_highest_number_is_the_last() {
     let read = |inspector: &mut Inspector, file: &[u8]| {
         inspector.file("file", file, &mut |_| Ok(())).unwrap().end
     };
-    let End::Broken(broken) = read(&mut inspector, &late.data) else { panic!("it is the last") };
+    let End::Broken(broken) = read(&mut inspector, &late.data) else {
+        panic!("the frame is rejected")
+    };
     assert_eq!(broken.offset as usize, frames[1] + 16);
-    let problem = "number 18446744073709551615 of lane 0, and none can follow";
+    let problem = "of lane 0 after 18446744073709551615, the highest number";
     assert!(broken.problem.contains(problem), "{broken:?}");
-    // The same of a channel that begins behind it.
+    // The same for a channel that starts after it.
     let mut next = late.data[..frames[0]].to_vec();
     next[RECORDING_HEADER_BYTES + 32] = 0;
     next.extend_from_slice(&Recorded::new(2, 1).data[frames[0]..]);
-    let End::Broken(broken) = read(&mut inspector, &next) else { panic!("nothing can follow") };
-    assert!(broken.problem.contains("none can follow"), "{broken:?}");
+    let End::Broken(broken) = read(&mut inspector, &next) else { panic!("the frame is rejected") };
+    assert!(broken.problem.contains("the highest number"), "{broken:?}");
 }

@@ -1,25 +1,25 @@
-//! Points beside their names, over an axis by factors of ten: ratios from a tenth to thousands.
+//! Plots points next to their names on a logarithmic axis, for ratios from a tenth to thousands.
 
 use maud::Markup;
 use plotters::prelude::*;
 
-use super::{LETTERS, Tone, dressed, failed, named, tame};
+use super::{LETTERS, Tone, draw_mesh, finite, plot_error, with_title};
 use crate::error::ReportError;
 use crate::human;
 
 /// A plot of points.
 pub struct Dots<'a> {
-    /// Unique in the page.
+    /// An ID that is unique in the page.
     pub id: &'a str,
-    /// What is shown.
+    /// The title.
     pub title: &'a str,
-    /// What is to be seen in it.
+    /// A description for screen readers.
     pub description: String,
-    /// What the axis across means.
+    /// The label of the x axis.
     pub across: &'a str,
-    /// Names of the lines, from the top.
+    /// The names of the lines, from the top.
     pub names: &'a [String],
-    /// Points by line and number.
+    /// The series. Each point has the index of its line and its value.
     pub series: &'a [(Tone, Vec<(usize, f64)>)],
 }
 
@@ -27,10 +27,10 @@ const WIDTH: u32 = 1500;
 const LINE: u32 = 42;
 
 impl Dots<'_> {
-    /// Draws it.
+    /// Draws the plot.
     pub fn draw(&self) -> Result<Markup, ReportError> {
         let points =
-            || self.series.iter().flat_map(|(_, points)| points).map(|point| tame(point.1));
+            || self.series.iter().flat_map(|(_, points)| points).map(|point| finite(point.1));
         let (least, most) = points()
             .filter(|number| *number > 0.0)
             .fold((1.0_f64, 1.0_f64), |(least, most), number| {
@@ -48,8 +48,8 @@ impl Dots<'_> {
                 .x_label_area_size(88)
                 .y_label_area_size(640)
                 .build_cartesian_2d(range.log_scale(), 0.0..lines as f64)
-                .map_err(|error| failed(&error))?;
-            dressed(
+                .map_err(|error| plot_error(&error))?;
+            draw_mesh(
                 chart
                     .configure_mesh()
                     .disable_y_mesh()
@@ -59,27 +59,27 @@ impl Dots<'_> {
                     .x_label_formatter(&|x| human::digits(*x)),
             )?;
             let height = |line: usize| lines as f64 - line as f64 - 0.5;
-            // Behind the name of a line comes the line of its points.
+            // The names are drawn next to the lines of their points.
             let place = |line: usize| chart.backend_coord(&(1.0, height(line))).1;
             let places: Vec<i32> = (0..lines).map(place).collect();
             let unit = LineSeries::new(
                 [(1.0, 0.0), (1.0, lines as f64)],
-                Tone::Grey.colour().stroke_width(3),
+                Tone::Grey.color().stroke_width(3),
             );
-            chart.draw_series(unit).map_err(|error| failed(&error))?;
+            chart.draw_series(unit).map_err(|error| plot_error(&error))?;
             for (index, (tone, points)) in self.series.iter().enumerate() {
-                let colour = tone.colour().filled();
+                let color = tone.color().filled();
                 for (line, number) in points.iter().filter(|(line, _)| *line < lines) {
-                    let at = (tame(*number).max(1e-6), height(*line));
-                    // Shapes differ as well as colours.
+                    let at = (finite(*number).max(1e-6), height(*line));
+                    // The series differ by shape as well as by color.
                     if index == 0 {
                         chart
-                            .draw_series([Circle::new(at, 10, colour)])
-                            .map_err(|error| failed(&error))?;
+                            .draw_series([Circle::new(at, 10, color)])
+                            .map_err(|error| plot_error(&error))?;
                     } else {
                         chart
-                            .draw_series([TriangleMarker::new(at, 13, colour)])
-                            .map_err(|error| failed(&error))?;
+                            .draw_series([TriangleMarker::new(at, 13, color)])
+                            .map_err(|error| plot_error(&error))?;
                     }
                 }
             }
@@ -89,11 +89,11 @@ impl Dots<'_> {
                 .into_text_style(&area)
                 .pos(Pos::new(HPos::Right, VPos::Center));
             for (name, place) in self.names.iter().zip(places) {
-                area.draw_text(name, &style, (626, place)).map_err(|error| failed(&error))?;
+                area.draw_text(name, &style, (626, place)).map_err(|error| plot_error(&error))?;
             }
-            area.present().map_err(|error| failed(&error))?;
+            area.present().map_err(|error| plot_error(&error))?;
         }
-        Ok(named(self.id, self.title, &self.description, &svg))
+        Ok(with_title(self.id, self.title, &self.description, &svg))
     }
 }
 
@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn points_stand_beside_their_names() {
+    fn draw_has_names_and_points() {
         let names = ["slot 7".to_owned(), "a < b".to_owned()];
         let series = [
             (Tone::Blue, vec![(0, 600.0), (1, 0.3)]),

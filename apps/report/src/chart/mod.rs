@@ -1,8 +1,8 @@
-//! Plots as SVG that a page's style sheet colours, for light and for dark paper.
+//! SVG plots whose colors come from the page's style sheet, for light and dark themes.
 //!
-//! Plotters writes colours as attributes, and rules for these attributes in `style.css` have the last word: so each
-//! [`Tone`] has a colour of its own in each scheme, and some have a hatching or dashes as well. What is drawn twice as
-//! large as it is shown stands where it should: plotters has whole pixels only.
+//! Plotters writes colors as attributes. Rules in `style.css` match these attributes and override
+//! them, so each [`Tone`] has its own color in each theme, and some tones have hatching or dashes.
+//! Plots are drawn at twice the displayed size, because plotters uses whole pixels.
 
 mod dots;
 
@@ -16,30 +16,31 @@ use crate::human;
 
 pub use dots::Dots;
 
-/// A colour with its meaning. Those of Okabe and Ito, which people who see few colours can tell apart.
+/// A color with its meaning. The colors are from Okabe and Ito; color-blind people can tell them
+/// apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tone {
     /// The first series.
     Blue,
-    /// The second; its lines are dashed.
+    /// The second series; lines are dashed.
     Orange,
-    /// The third.
+    /// The third series.
     Green,
-    /// The fourth; its areas are hatched.
+    /// The fourth series; areas are hatched.
     Pink,
-    /// The fifth; its areas are hatched the other way.
+    /// The fifth series; areas are hatched the other way.
     Sky,
-    /// Limits; its lines are dotted.
+    /// Limits; lines are dotted.
     Red,
-    /// What costs nothing.
+    /// Pages that cost almost nothing.
     Grey,
-    /// What was left out; its areas are dotted.
+    /// Pages that were skipped; areas are dotted.
     Pale,
 }
 
 impl Tone {
-    /// As the attribute has it.
-    pub fn colour(self) -> RGBColor {
+    /// The color that plotters writes.
+    pub fn color(self) -> RGBColor {
         match self {
             Self::Blue => RGBColor(0x00, 0x72, 0xB2),
             Self::Orange => RGBColor(0xE6, 0x9F, 0x00),
@@ -52,41 +53,41 @@ impl Tone {
         }
     }
 
-    /// The attribute.
+    /// The color as an attribute value.
     pub fn hex(self) -> String {
-        let RGBColor(red, green, blue) = self.colour();
+        let RGBColor(red, green, blue) = self.color();
         format!("#{red:02X}{green:02X}{blue:02X}")
     }
 }
 
-/// Lines of the grid.
+/// The color of the grid lines.
 const GRID: RGBColor = RGBColor(0xDD, 0xDD, 0xDE);
 
-/// Twice the size in pixels of a plot on a desk's screen, and of its letters with the space between their lines.
+/// Twice the displayed size in pixels of a plot on a desktop screen, and of its font.
 const SIZE: (u32, u32) = (880, 450);
 const LETTERS: u32 = 28;
 
-/// More points than this are not seen on a plot of that width.
+/// Maximum number of points per line; more are not visible at this width.
 const POINTS: usize = 600;
 
-/// Beyond this a number is a mistake, and would have plotters count for ever.
+/// Larger numbers are errors, and would make plotters loop for a very long time.
 const MOST: f64 = 1e15;
 
 /// An axis that begins at 0.
 #[derive(Clone, Debug)]
 pub struct Axis {
-    /// What it means, with its unit.
+    /// The label, with the unit.
     title: String,
-    /// Its end, in units of the data.
+    /// The end of the axis, in units of the data.
     max: f64,
-    /// Units of the data in one of the axis.
+    /// Units of the data per unit of the axis.
     divisor: f64,
 }
 
 impl Axis {
-    /// Numbers without a unit.
+    /// An axis for numbers without a unit.
     pub fn count(title: &str, max: f64) -> Self {
-        let max = tame(max);
+        let max = finite(max);
         let (divisor, letter) = human::scale_of(max);
         let unit = match letter {
             "k" => " (thousands)",
@@ -98,16 +99,16 @@ impl Axis {
         Self { title: format!("{title}{unit}"), max, divisor }
     }
 
-    /// Bytes, or with `unit` `B/s` bytes per second.
+    /// An axis for bytes, or for bytes per second if `unit` is `B/s`.
     pub fn bytes(title: &str, unit: &str, max: f64) -> Self {
-        let max = tame(max);
+        let max = finite(max);
         let (divisor, letter) = human::scale_of(max);
         Self { title: format!("{title} ({letter}{unit})"), max, divisor }
     }
 
-    /// Milliseconds.
+    /// An axis for milliseconds.
     pub fn ms(title: &str, max: f64) -> Self {
-        let max = tame(max);
+        let max = finite(max);
         let (divisor, unit) = if max >= 2000.0 { (1000.0, "s") } else { (1.0, "ms") };
         Self { title: format!("{title} ({unit})"), max, divisor }
     }
@@ -121,40 +122,40 @@ impl Axis {
     }
 }
 
-fn tame(number: f64) -> f64 {
+fn finite(number: f64) -> f64 {
     if number.is_finite() { number.clamp(0.0, MOST) } else { 0.0 }
 }
 
-/// What every plot has.
+/// The properties of a plot.
 pub struct Figure<'a> {
-    /// Unique in the page.
+    /// An ID that is unique in the page.
     pub id: &'a str,
-    /// What is shown.
+    /// The title.
     pub title: &'a str,
-    /// What is to be seen in it, for whoever does not see it.
+    /// A description for screen readers.
     pub description: String,
-    /// Across.
+    /// The x axis.
     pub x: Axis,
-    /// Upwards.
+    /// The y axis.
     pub y: Axis,
 }
 
-/// A line.
+/// A line of a plot.
 pub struct Line {
-    /// Its colour.
+    /// The line's color.
     pub tone: Tone,
-    /// Its points.
+    /// The line's points.
     pub points: Vec<(f64, f64)>,
 }
 
 impl Figure<'_> {
-    /// Lines over time, and upright marks where something happened.
+    /// Draws lines over time, and vertical marks at events.
     pub fn lines(&self, lines: &[Line], marks: &[f64]) -> Result<Markup, ReportError> {
         self.draw(|area| {
             let mut chart = builder(area)
                 .build_cartesian_2d(self.x.range(), self.y.range())
-                .map_err(|error| failed(&error))?;
-            dressed(
+                .map_err(|error| plot_error(&error))?;
+            draw_mesh(
                 chart
                     .configure_mesh()
                     .x_labels(6)
@@ -166,41 +167,39 @@ impl Figure<'_> {
             )?;
             let end = self.y.range().end;
             for mark in
-                marks.iter().map(|mark| tame(*mark)).filter(|at| self.x.range().contains(at))
+                marks.iter().map(|mark| finite(*mark)).filter(|at| self.x.range().contains(at))
             {
-                let upright = LineSeries::new(
-                    [(mark, 0.0), (mark, end)],
-                    Tone::Grey.colour().stroke_width(3),
-                );
-                chart.draw_series(upright).map_err(|error| failed(&error))?;
+                let upright =
+                    LineSeries::new([(mark, 0.0), (mark, end)], Tone::Grey.color().stroke_width(3));
+                chart.draw_series(upright).map_err(|error| plot_error(&error))?;
             }
             for line in lines {
                 let points = thinned(&line.points, end, self.x.range().end);
-                let colour = line.tone.colour();
+                let color = line.tone.color();
                 let alone = points.len() == 1;
                 let dots = points.iter().filter(|_| alone || line.points.len() <= 40);
                 let dots: Vec<_> =
-                    dots.map(|point| Circle::new(*point, 6, colour.filled())).collect();
+                    dots.map(|point| Circle::new(*point, 6, color.filled())).collect();
                 chart
-                    .draw_series(LineSeries::new(points, colour.stroke_width(4)))
-                    .map_err(|error| failed(&error))?;
-                chart.draw_series(dots).map_err(|error| failed(&error))?;
+                    .draw_series(LineSeries::new(points, color.stroke_width(4)))
+                    .map_err(|error| plot_error(&error))?;
+                chart.draw_series(dots).map_err(|error| plot_error(&error))?;
             }
             Ok(())
         })
     }
 
-    /// Bars for numbers from 1, each of parts that stand on one another.
+    /// Draws stacked bars, numbered from 1.
     pub fn bars(&self, bars: &[Vec<(Tone, f64)>]) -> Result<Markup, ReportError> {
         let across = 0.4..self.x.max.max(1.0) + 0.6;
         self.draw(|area| {
             let mut chart = builder(area)
                 .build_cartesian_2d(across, self.y.range())
-                .map_err(|error| failed(&error))?;
-            // A round has no half.
+                .map_err(|error| plot_error(&error))?;
+            // Round numbers are whole, so other labels are left empty.
             let whole =
                 |x: &f64| if x.fract().abs() < 1e-6 { human::count(*x) } else { String::new() };
-            dressed(
+            draw_mesh(
                 chart
                     .configure_mesh()
                     .disable_x_mesh()
@@ -214,11 +213,11 @@ impl Figure<'_> {
             for (index, parts) in bars.iter().enumerate() {
                 let x = index as f64 + 1.0;
                 let mut y = 0.0;
-                for (tone, part) in parts.iter().map(|(tone, part)| (tone, tame(*part))) {
+                for (tone, part) in parts.iter().map(|(tone, part)| (tone, finite(*part))) {
                     if part > 0.0 {
                         let corners = [(x - 0.36, y), (x + 0.36, y + part)];
-                        let bar = Rectangle::new(corners, tone.colour().filled());
-                        chart.draw_series([bar]).map_err(|error| failed(&error))?;
+                        let bar = Rectangle::new(corners, tone.color().filled());
+                        chart.draw_series([bar]).map_err(|error| plot_error(&error))?;
                     }
                     y += part;
                 }
@@ -227,7 +226,7 @@ impl Figure<'_> {
         })
     }
 
-    /// Draws, and says in words what was drawn.
+    /// Draws the plot and adds its title and description.
     fn draw(
         &self,
         with: impl FnOnce(
@@ -238,14 +237,14 @@ impl Figure<'_> {
         {
             let area = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
             with(&area)?;
-            area.present().map_err(|error| failed(&error))?;
+            area.present().map_err(|error| plot_error(&error))?;
         }
-        Ok(named(self.id, self.title, &self.description, &svg))
+        Ok(with_title(self.id, self.title, &self.description, &svg))
     }
 }
 
-/// A plot with its title and description.
-fn named(id: &str, title: &str, description: &str, svg: &str) -> Markup {
+/// Adds a title and a description to an SVG.
+fn with_title(id: &str, title: &str, description: &str, svg: &str) -> Markup {
     let (head, body) = svg.split_once('>').unwrap_or((svg, ""));
     let head = head.replacen("<svg", "", 1);
     let names =
@@ -258,7 +257,7 @@ fn named(id: &str, title: &str, description: &str, svg: &str) -> Markup {
     }
 }
 
-/// A plot with room for its axes.
+/// Starts a plot with room for its axes.
 fn builder<'a, 'b: 'a>(
     area: &'a DrawingArea<SVGBackend<'b>, plotters::coord::Shift>,
 ) -> ChartBuilder<'a, 'b, SVGBackend<'b>> {
@@ -268,8 +267,8 @@ fn builder<'a, 'b: 'a>(
     builder
 }
 
-/// Draws axes and grid in letters and colours of the page.
-fn dressed<X, Y, DB>(mesh: &mut MeshStyle<'_, '_, X, Y, DB>) -> Result<(), ReportError>
+/// Draws the axes and the grid with the page's font and colors.
+fn draw_mesh<X, Y, DB>(mesh: &mut MeshStyle<'_, '_, X, Y, DB>) -> Result<(), ReportError>
 where
     X: Ranged<ValueType = f64> + ValueFormatter<f64>,
     Y: Ranged<ValueType = f64> + ValueFormatter<f64>,
@@ -279,16 +278,17 @@ where
         .axis_desc_style(("sans-serif", LETTERS))
         .bold_line_style(GRID)
         .light_line_style(TRANSPARENT)
-        .axis_style(Tone::Grey.colour())
+        .axis_style(Tone::Grey.color())
         .draw()
-        .map_err(|error| failed(&error))
+        .map_err(|error| plot_error(&error))
 }
 
-fn failed(error: &dyn std::fmt::Display) -> ReportError {
+fn plot_error(error: &dyn std::fmt::Display) -> ReportError {
     ReportError::Plot(error.to_string())
 }
 
-/// No more points than are seen, all of them within the plot, in the order of time.
+/// Averages neighboring points so that at most [`POINTS`] remain. All of them are within the plot
+/// and ordered by time.
 fn thinned(points: &[(f64, f64)], top: f64, end: f64) -> Vec<(f64, f64)> {
     let each = points.len().div_ceil(POINTS).max(1);
     let mut kept: Vec<(f64, f64)> = points
@@ -297,7 +297,7 @@ fn thinned(points: &[(f64, f64)], top: f64, end: f64) -> Vec<(f64, f64)> {
             let length = some.len() as f64;
             let sum = some
                 .iter()
-                .fold((0.0, 0.0), |sum, point| (sum.0 + tame(point.0), sum.1 + tame(point.1)));
+                .fold((0.0, 0.0), |sum, point| (sum.0 + finite(point.0), sum.1 + finite(point.1)));
             ((sum.0 / length).min(end), (sum.1 / length).min(top))
         })
         .collect();
@@ -305,7 +305,7 @@ fn thinned(points: &[(f64, f64)], top: f64, end: f64) -> Vec<(f64, f64)> {
     kept
 }
 
-/// A sample of a tone, for a legend.
+/// Draws a sample of a tone for a legend.
 pub fn swatch(tone: Tone, is_line: bool) -> Markup {
     html! {
         svg.swatch aria-hidden="true" viewBox="0 0 36 20" {
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plot_has_its_words_and_tones() {
+    fn figure_has_title_labels_and_colors() {
         let lines = [Line { tone: Tone::Blue, points: vec![(0.0, 1e6), (3000.0, 2e6)] }];
         let svg = figure(3e6).lines(&lines, &[100.0]).unwrap().into_string();
         for word in [
@@ -344,11 +344,14 @@ mod tests {
         assert_eq!(svg.matches("<svg").count(), 1);
         let svg =
             figure(3.0).bars(&[vec![(Tone::Green, 2.0), (Tone::Pale, 0.0)]]).unwrap().into_string();
-        assert!(svg.contains("#009E73") && !svg.contains("#D0D0D2"), "nothing is drawn of nothing");
+        assert!(
+            svg.contains("#009E73") && !svg.contains("#D0D0D2"),
+            "a part of size 0 is not drawn"
+        );
     }
 
     #[test]
-    fn numbers_that_can_not_be_do_no_harm() {
+    fn figure_accepts_invalid_numbers() {
         for bad in [f64::NAN, f64::INFINITY, -1.0, 1e300, 1e-300] {
             let lines = [Line { tone: Tone::Red, points: vec![(bad, bad), (1.0, bad)] }];
             figure(bad).lines(&lines, &[bad]).unwrap();
@@ -357,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn many_points_are_thinned() {
+    fn thinned_limits_the_number_of_points() {
         let points: Vec<(f64, f64)> = (0..10_000).map(|i| (f64::from(i), 1.0)).collect();
         assert!(thinned(&points, 9.0, 1e9).len() <= POINTS);
         assert_eq!(thinned(&[(5.0, 20.0)], 9.0, 3.0), [(3.0, 9.0)]);

@@ -1,4 +1,4 @@
-//! The page of benchmarks: what was published beside what was measured, then everything that was measured.
+//! The page of benchmark results: the published tables next to the measured values, then all rows.
 
 use maud::{Markup, html};
 use serde_json::{Value, json};
@@ -9,10 +9,10 @@ use crate::error::ReportError;
 use crate::human;
 use crate::published::of_benchmark;
 
-/// Makes it.
+/// Makes the page.
 ///
 /// # Errors
-/// A plot that can't be drawn.
+/// A plot cannot be drawn.
 pub fn benchmarks(all: &[Results]) -> Result<String, ReportError> {
     let names: Vec<&str> = all.iter().map(|results| results.name.as_str()).collect();
     let headline = match names.as_slice() {
@@ -25,11 +25,17 @@ pub fn benchmarks(all: &[Results]) -> Result<String, ReportError> {
     }
     let content = html! {
         header {
-            p.kind { "Report of benchmarks" }
+            p.kind { "Benchmark report" }
             h1 { (headline) }
             @if let Some(results) = all.first() { p { (machine(results)) } }
             @if all.len() > 1 {
-                nav { ul { @for (index, name) in names.iter().enumerate() { li { a href=(format!("#b{index}")) { (name) } } } } }
+                nav {
+                    ul {
+                        @for (index, name) in names.iter().enumerate() {
+                            li { a href=(format!("#b{index}")) { (name) } }
+                        }
+                    }
+                }
             }
         }
         (aims(all))
@@ -47,7 +53,7 @@ fn machine(results: &Results) -> String {
     )
 }
 
-/// What was aimed at, of all benchmarks.
+/// The table of targets of all benchmarks.
 fn aims(all: &[Results]) -> Markup {
     let aims = all.iter().flat_map(|results| {
         let aims = results.more.get("aims").into_iter().flatten();
@@ -65,10 +71,19 @@ fn aims(all: &[Results]) -> Markup {
     let met = aims.iter().filter(|(_, aim)| text(aim, "met") == "yes").count();
     html! {
         section {
-            h2 { "Aims: " (met) " of " (aims.len()) " met" }
-            div.scroll tabindex="0" role="region" aria-label="Aims" {
+            h2 { "Targets: " (met) " of " (aims.len()) " met" }
+            div.scroll tabindex="0" role="region" aria-label="Targets" {
                 table {
-                    thead { tr { th scope="col" { "Benchmark" } th scope="col" { "Ratio" } th.n scope="col" { "Is" } th.n scope="col" { "Aim" } th scope="col" { "" } th scope="col" { "What it says" } } }
+                    thead {
+                        tr {
+                            th scope="col" { "Benchmark" }
+                            th scope="col" { "Ratio" }
+                            th.n scope="col" { "Value" }
+                            th.n scope="col" { "Target" }
+                            th scope="col" { "" }
+                            th scope="col" { "Meaning" }
+                        }
+                    }
                     tbody {
                         @for (name, aim) in &aims {
                             @let is_met = text(aim, "met") == "yes";
@@ -76,8 +91,12 @@ fn aims(all: &[Results]) -> Markup {
                                 td { (name) }
                                 td { (text(aim, "ratio").replace('_', " ")) }
                                 td.n { (text(aim, "value")) }
-                                td.n { (text(aim, "aim").replace(">=", "≥").replace("<=", "≤")) }
-                                td { span class=(if is_met { "better" } else { "worse" }) { (if is_met { "✓ met" } else { "✕ missed" }) } }
+                                @let target = text(aim, "aim");
+                                td.n { (target.replace(">=", "≥").replace("<=", "≤")) }
+                                td {
+                                    @if is_met { span.better { "✓ met" } }
+                                    @else { span.worse { "✕ missed" } }
+                                }
                                 td.words { (text(aim, "meaning")) }
                             }
                         }
@@ -91,13 +110,18 @@ fn aims(all: &[Results]) -> Markup {
 fn section(index: usize, results: &Results) -> Result<Markup, ReportError> {
     let mut tables = Vec::new();
     for (number, table) in of_benchmark(&results.name).enumerate() {
-        tables.push(published::beside(table, number, results)?);
+        tables.push(published::comparison(table, number, results)?);
     }
     let lists = results.more.iter().filter(|(name, _)| name.as_str() != "aims");
     let numbers = |numbers: &std::collections::BTreeMap<String, f64>| {
         html! {
             table { tbody {
-                @for (name, number) in numbers { tr { th scope="row" { (name.replace('_', " ")) } td.n { (human::digits(*number)) } } }
+                @for (name, number) in numbers {
+                    tr {
+                        th scope="row" { (name.replace('_', " ")) }
+                        td.n { (human::digits(*number)) }
+                    }
+                }
             } }
         }
     };
@@ -111,13 +135,19 @@ fn section(index: usize, results: &Results) -> Result<Markup, ReportError> {
                 (table::rows(&results.name, &results.rows))
             }
             @for (name, rows) in lists {
-                details { summary { (name.replace('_', " ")) ": " (rows.len()) " rows" } (table::rows(name, rows)) }
+                details {
+                    summary { (name.replace('_', " ")) ": " (rows.len()) " rows" }
+                    (table::rows(name, rows))
+                }
             }
             @if !results.ratios.is_empty() {
                 details { summary { "Ratios" } (numbers(&results.ratios)) }
             }
             @if !results.yardsticks.is_empty() {
-                details { summary { "Physical limits, measured in the same run" } (numbers(&results.yardsticks)) }
+                details {
+                    summary { "Physical limits, measured in the same run" }
+                    (numbers(&results.yardsticks))
+                }
             }
         }
     })

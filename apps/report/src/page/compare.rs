@@ -1,4 +1,4 @@
-//! Two runs side by side.
+//! The page that compares two migrations.
 
 use maud::{Markup, html};
 use serde_json::json;
@@ -13,7 +13,7 @@ use crate::run::{Ending, Run};
 /// Makes the page.
 ///
 /// # Errors
-/// A plot that can't be drawn.
+/// A plot cannot be drawn.
 pub fn compare(a: &Run, b: &Run) -> Result<String, ReportError> {
     let runs = [Named { name: "A", run: a }, Named { name: "B", run: b }];
     let metrics = [metrics::of(a), metrics::of(b)];
@@ -27,7 +27,10 @@ pub fn compare(a: &Run, b: &Run) -> Result<String, ReportError> {
             div.two {
                 @for (named, verdict) in runs.iter().zip(&verdicts) {
                     div class=(verdict.mood.class()) {
-                        p.kind { span.sign { (verdict.mood.sign()) } " " b { (named.name) } " " (named.run.file) }
+                        p.kind {
+                            span.sign { (verdict.mood.sign()) } " "
+                            b { (named.name) } " " (named.run.file)
+                        }
                         p { b { (verdict.headline) } }
                         @for sentence in &verdict.sentences { p { (sentence) } }
                     }
@@ -40,7 +43,7 @@ pub fn compare(a: &Run, b: &Run) -> Result<String, ReportError> {
         }
         section {
             h2 { "Plots" }
-            p.hint { "Both of a pair have the same axes." }
+            p.hint { "The plots of a pair have the same axes." }
             div.plots {
                 (plots::all(&runs)?)
             }
@@ -61,22 +64,22 @@ pub fn compare(a: &Run, b: &Run) -> Result<String, ReportError> {
     Ok(page(&format!("{headline} – vmferry report"), &content))
 }
 
-/// B over A, if both are known.
+/// The ratio of B to A, if both are known.
 fn ratio(a: &Metric, b: &Metric) -> Option<f64> {
     let (a, b) = a.value.zip(b.value)?;
     Some(b / a).filter(|ratio| a > 0.0 && ratio.is_finite())
 }
 
-/// What differs by so little is alike.
+/// Differences up to this part count as equal.
 const ALIKE: f64 = 0.02;
 
-/// Who has moved, where not both have: then their numbers are of different things.
+/// The headline if a migration failed. The numbers are not comparable then.
 fn outcomes(runs: [&Run; 2]) -> String {
     let words = runs.map(|run| match &run.ending {
         Ending::Moved => "moved",
         Ending::Failed(failure) if failure.is_in_doubt() => "is in doubt",
-        Ending::Failed(failure) if run.is_unheard(failure) => "is not known to have moved",
-        Ending::Failed(_) => "stayed",
+        Ending::Failed(failure) if run.has_unknown_owner(failure) => "is not known to have moved",
+        Ending::Failed(_) => "stayed at the source",
         Ending::Unknown => "is not known to have moved",
     });
     format!("A {}, and B {}", words[0], words[1])
@@ -99,32 +102,45 @@ fn headline(metrics: &[Vec<Metric>; 2]) -> String {
     ];
     let words: Vec<String> = words.into_iter().flatten().collect();
     match words.as_slice() {
-        [] => "A and B have no number in common".to_owned(),
+        [] => "A and B have no numbers in common".to_owned(),
         [one] => format!("B has {one} of A"),
         [all @ .., last] => format!("B has {} and {last} of A", all.join(", ")),
     }
 }
 
 fn key_numbers(metrics: &[Vec<Metric>; 2], both_moved: bool) -> Markup {
-    // What neither of them had is no news.
-    let is_there = |metric: &Metric| metric.value.is_some_and(|value| value != 0.0);
-    let pairs = metrics[0].iter().zip(&metrics[1]).filter(|(a, b)| is_there(a) || is_there(b));
+    // Numbers that are 0 or unknown in both runs are left out.
+    let has_value = |metric: &Metric| metric.value.is_some_and(|value| value != 0.0);
+    let pairs = metrics[0].iter().zip(&metrics[1]).filter(|(a, b)| has_value(a) || has_value(b));
     html! {
         div.scroll tabindex="0" role="region" aria-label="Key numbers" {
             table.key {
-                thead { tr { th scope="col" { "" } th.n scope="col" { "A" } th.n scope="col" { "B" } th.n scope="col" { "B / A" } th scope="col" { "" } } }
+                thead {
+                    tr {
+                        th scope="col" { "" }
+                        th.n scope="col" { "A" }
+                        th.n scope="col" { "B" }
+                        th.n scope="col" { "B / A" }
+                        th scope="col" { "" }
+                    }
+                }
                 tbody {
                     @for (a, b) in pairs {
                         @let ratio = ratio(a, b);
-                        @let better = ratio.filter(|_| both_moved).and_then(|ratio| better(a.better, ratio));
+                        @let judged = ratio.filter(|_| both_moved);
+                        @let better = judged.and_then(|ratio| better(a.better, ratio));
                         tr {
                             th scope="row" { (a.label) }
                             td.n { (a.text()) }
                             td.n { (b.text()) }
                             td.n { @if let Some(ratio) = ratio { (human::digits(ratio)) } }
-                            td { @if let Some(is_better) = better {
-                                span class=(if is_better { "better" } else { "worse" }) { (if is_better { "▲ better" } else { "▼ worse" }) }
-                            } }
+                            td {
+                                @match better {
+                                    Some(true) => span.better { "▲ better" },
+                                    Some(false) => span.worse { "▼ worse" },
+                                    None => {}
+                                }
+                            }
                         }
                     }
                 }
@@ -133,7 +149,7 @@ fn key_numbers(metrics: &[Vec<Metric>; 2], both_moved: bool) -> Markup {
     }
 }
 
-/// Whether a ratio of B over A is in B's favour; nothing if both are alike or it is no matter of favour.
+/// Whether B is better than A. `None` if they are equal or the number is neither good nor bad.
 fn better(better: Better, ratio: f64) -> Option<bool> {
     if (ratio - 1.0).abs() < ALIKE {
         return None;
@@ -162,7 +178,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn favour_goes_by_what_is_better() {
+    fn better_follows_the_direction_of_the_metric() {
         assert_eq!(better(Better::Less, 0.5), Some(true));
         assert_eq!(better(Better::More, 0.5), Some(false));
         assert_eq!(better(Better::Less, 1.01), None);

@@ -1,9 +1,9 @@
-//! The numbers by which a migration is judged, each with its unit and with what is better.
+//! The key numbers of a migration, with their units and which direction is better.
 
 use crate::human;
 use crate::run::{Number, PAGE_BYTES, Run};
 
-/// What a number counts.
+/// The unit of a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     /// Milliseconds.
@@ -16,18 +16,18 @@ pub enum Unit {
     Rate,
     /// CPU seconds.
     CpuSeconds,
-    /// CPU seconds for each GB.
+    /// CPU seconds per GB.
     CpuSecondsPerGb,
     /// A ratio to 1.
     Ratio,
-    /// Per cent.
+    /// Percent.
     Percent,
-    /// Things.
+    /// A count.
     Count,
 }
 
 impl Unit {
-    /// A number with it.
+    /// Formats a number with the unit.
     pub fn text(self, number: f64) -> String {
         match self {
             Self::Ms => human::ms(number),
@@ -50,33 +50,33 @@ pub enum Better {
     Less,
     /// The larger one.
     More,
-    /// Neither: it is a circumstance.
+    /// Neither.
     Neither,
 }
 
-/// A number.
+/// A key number.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Metric {
-    /// Its name for machines, with its unit.
+    /// The name in JSON, with the unit.
     pub key: &'static str,
-    /// Its name for people.
+    /// The name on the page.
     pub label: &'static str,
-    /// What it is, if it is known.
+    /// The value, if it is known.
     pub value: Number,
-    /// What it counts.
+    /// The unit.
     pub unit: Unit,
-    /// What is better.
+    /// Which direction is better.
     pub better: Better,
 }
 
 impl Metric {
-    /// With its unit; a dash if it is not known.
+    /// Formats the value with its unit, or a dash if it is not known.
     pub fn text(&self) -> String {
         self.value.map_or_else(|| "–".to_owned(), |value| self.unit.text(value))
     }
 }
 
-/// All of a run.
+/// All key numbers of a run.
 pub fn of(run: &Run) -> Vec<Metric> {
     use Better::{Less, More, Neither};
     let stats = &run.stats;
@@ -99,9 +99,9 @@ pub fn of(run: &Run) -> Vec<Metric> {
         metric("rounds", "Rounds", Some(run.rounds.len() as f64), Unit::Count, Less),
         metric("memory_bytes", "Guest memory", memory_bytes(run), Unit::Memory, Neither),
         metric("page_bytes", "Pages with content", content_bytes(run), Unit::Bytes, Less),
-        metric("free_pages", "Free pages left out", stats.free_pages, Unit::Count, Neither),
+        metric("free_pages", "Free pages skipped", stats.free_pages, Unit::Count, Neither),
         metric("engine_cpu_s", "CPU at the source", stats.engine_cpu_s, Unit::CpuSeconds, Less),
-        metric("planning_cpu_s", "CPU of planning", stats.planning_cpu_s, Unit::CpuSeconds, Less),
+        metric("planning_cpu_s", "CPU for planning", stats.planning_cpu_s, Unit::CpuSeconds, Less),
         metric(
             "destination_cpu_s",
             "CPU at the destination",
@@ -116,7 +116,7 @@ pub fn of(run: &Run) -> Vec<Metric> {
             Unit::CpuSecondsPerGb,
             Less,
         ),
-        metric("throttle_percent", "vCPU time taken, at most", throttle(run), Unit::Percent, Less),
+        metric("throttle_percent", "Maximum throttle", throttle(run), Unit::Percent, Less),
         metric("round_trip_ms", "Round trip", run.round_trip_ms, Unit::Ms, Neither),
         metric(
             "state_bytes",
@@ -125,19 +125,19 @@ pub fn of(run: &Run) -> Vec<Metric> {
             Unit::Bytes,
             Neither,
         ),
-        metric("reconnections", "Channels made again", stats.reconnections, Unit::Count, Less),
-        metric("resent_bytes", "Sent again", stats.resent_bytes, Unit::Bytes, Less),
-        metric("link_down_ms", "Without all channels", stats.link_down_ms, Unit::Ms, Less),
-        metric("recalls", "Pauses taken back", stats.recalls, Unit::Count, Less),
+        metric("reconnections", "Reconnections", stats.reconnections, Unit::Count, Less),
+        metric("resent_bytes", "Resent", stats.resent_bytes, Unit::Bytes, Less),
+        metric("link_down_ms", "Time with channels missing", stats.link_down_ms, Unit::Ms, Less),
+        metric("recalls", "Recalls after link loss", stats.recalls, Unit::Count, Less),
     ]
 }
 
-/// One of them.
+/// Finds a number by its name in JSON.
 pub fn find<'a>(metrics: &'a [Metric], key: &str) -> Option<&'a Metric> {
     metrics.iter().find(|metric| metric.key == key)
 }
 
-/// Whether the guest ever stood still for its handover.
+/// Whether the guest was paused for its switchover.
 pub fn was_paused(run: &Run) -> bool {
     run.stats.downtime_ms.is_some_and(|ms| ms > 0.0)
 }
@@ -172,7 +172,7 @@ fn memory_bytes(run: &Run) -> Number {
     run.stats.memory_bytes.or(run.started.memory_bytes)
 }
 
-/// Bytes of the pages that had to be sent, without those of zeros and free ones.
+/// Bytes of the pages that had to be sent, without zero and free pages.
 fn content_bytes(run: &Run) -> Number {
     let pages = run.rounds.iter().filter_map(|round| {
         let less = round.zero_pages.unwrap_or_default() + round.free_pages.unwrap_or_default();
@@ -191,7 +191,7 @@ mod tests {
     use crate::run::{Round, Sample, Stats};
 
     #[test]
-    fn a_run_without_statistics_has_what_was_seen_of_it() {
+    fn metrics_fall_back_to_rounds_and_samples() {
         let round = |ms, bytes, pages| Round {
             ms: Some(ms),
             bytes: Some(bytes),
@@ -206,7 +206,7 @@ mod tests {
         };
         let metrics = of(&run);
         let value = |key| find(&metrics, key).unwrap().value;
-        assert_eq!(value("total_ms"), Some(400.0), "it went on behind its last round");
+        assert_eq!(value("total_ms"), Some(400.0), "it continued after its last round");
         assert_eq!(value("sent_bytes"), Some(6e6));
         assert_eq!(value("throughput_bytes_per_s"), Some(15e6));
         assert_eq!(value("page_bytes"), Some(1240.0 * PAGE_BYTES));

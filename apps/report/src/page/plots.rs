@@ -1,16 +1,17 @@
-//! The plots of one run, or of two with the same axes.
+//! The plots of one run, or of two runs with the same axes.
 
 use maud::{Markup, html};
 
+use super::metrics;
 use super::strip::{Strip, strips};
 use crate::chart::{Axis, Figure, Line, Tone, swatch};
 use crate::error::ReportError;
 use crate::human;
 use crate::run::{Number, PAGE_BYTES, Round, Run};
 
-/// A run and what it is called in the page; nothing if it is the only one.
+/// A run with its name on the page.
 pub struct Named<'a> {
-    /// `A`, `B` or nothing.
+    /// `A` or `B`; empty if it is the only run.
     pub name: &'static str,
     /// The run.
     pub run: &'a Run,
@@ -19,12 +20,12 @@ pub struct Named<'a> {
 /// A part of a round's bar: its tone, its name, and its size.
 type Part = (Tone, &'static str, fn(&Round) -> Number);
 
-/// The largest of some numbers.
+/// The largest of the known numbers.
 fn most(numbers: impl Iterator<Item = Number>) -> f64 {
     numbers.flatten().fold(0.0, f64::max)
 }
 
-/// Begins the title of a plot of one of two runs.
+/// The title of a plot, with the run's name if there are two.
 fn titled(named: &Named<'_>, title: &str) -> String {
     if named.name.is_empty() { title.to_owned() } else { format!("{}: {title}", named.name) }
 }
@@ -37,7 +38,9 @@ fn framed(title: &str, legend: &[(Tone, bool, String)], plot: &Markup) -> Markup
                 h3 { (title) }
                 @if !legend.is_empty() {
                     ul.legend {
-                        @for (tone, is_line, name) in legend { li { (swatch(*tone, *is_line)) (name) } }
+                        @for (tone, is_line, name) in legend {
+                            li { (swatch(*tone, *is_line)) (name) }
+                        }
                     }
                 }
             }
@@ -46,7 +49,7 @@ fn framed(title: &str, legend: &[(Tone, bool, String)], plot: &Markup) -> Markup
     }
 }
 
-/// Bars of each run by round, over axes that all of them share.
+/// Draws one bar plot per run with a bar per round. All plots have the same axes.
 fn by_round(
     runs: &[Named<'_>],
     what: &str,
@@ -64,7 +67,7 @@ fn by_round(
     let all = || runs.iter().flat_map(|named| &named.run.rounds);
     let top = most(all().map(whole));
     let rounds = runs.iter().map(|named| named.run.rounds.len()).max().unwrap_or_default();
-    // What is nowhere needs no place in the legend.
+    // Parts that are 0 in every round are not in the legend.
     let used: Vec<_> =
         parts.iter().filter(|(_, _, of)| all().any(|round| of(round) > Some(0.0))).collect();
     let legend: Vec<(Tone, bool, String)> = match used.len() {
@@ -74,10 +77,10 @@ fn by_round(
     let mut figures = Vec::new();
     for (index, named) in runs.iter().enumerate().filter(|(_, named)| !named.run.rounds.is_empty())
     {
-        let told = named.run.rounds.iter().enumerate().map(|(index, round)| {
+        let words = named.run.rounds.iter().enumerate().map(|(index, round)| {
             format!("round {}: {}", index + 1, whole(round).map_or_else(|| "unknown".into(), &text))
         });
-        let description = told.collect::<Vec<_>>().join("; ");
+        let description = words.collect::<Vec<_>>().join("; ");
         let title = titled(named, what);
         let figure = Figure {
             id: &format!("{id}-{index}"),
@@ -99,7 +102,7 @@ fn by_round(
     Ok(html! { @for figure in figures { (figure) } })
 }
 
-/// Every plot, those that most people look for first.
+/// All plots, the most important first.
 pub fn all(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
     Ok(html! {
         (downtime(runs))
@@ -112,7 +115,7 @@ pub fn all(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
     })
 }
 
-/// Bytes sent by round.
+/// The plot of bytes sent by round.
 fn bytes(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
     let axis = |top| Axis::bytes("sent", "B", top);
     by_round(
@@ -125,7 +128,7 @@ fn bytes(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
     )
 }
 
-/// Pages by round: what had to be sent, and what of it cost next to nothing.
+/// The plot of dirty pages by round, split into pages with content, zero pages and free pages.
 fn pages(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
     fn rest(round: &Round) -> Number {
         let less = round.zero_pages.unwrap_or_default() + round.free_pages.unwrap_or_default();
@@ -134,13 +137,13 @@ fn pages(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
     let axis = |top| Axis::count("pages", top);
     let parts: [Part; 3] = [
         (Tone::Blue, "with content", rest),
-        (Tone::Grey, "zero: as a mark", |round| round.zero_pages),
-        (Tone::Pale, "free: not sent", |round| round.free_pages),
+        (Tone::Grey, "zero (sent as a mark)", |round| round.zero_pages),
+        (Tone::Pale, "free (not sent)", |round| round.free_pages),
     ];
     by_round(runs, "Dirty pages by round", "pages", axis, &parts, human::count)
 }
 
-/// How pages travelled, by round.
+/// The plot of page encodings by round.
 fn codecs(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
     let axis = |top| Axis::count("pages", top);
     let parts: [Part; 7] = [
@@ -156,10 +159,10 @@ fn codecs(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
     if !runs.iter().flat_map(|named| &named.run.rounds).any(known) {
         return Ok(html! {});
     }
-    by_round(runs, "How pages travelled, by round", "codecs", axis, &parts, human::count)
+    by_round(runs, "Page encodings by round", "codecs", axis, &parts, human::count)
 }
 
-/// What the link carried, over time.
+/// Throughput of the link over time.
 fn throughput(run: &Run) -> Vec<(f64, f64)> {
     let by_samples: Vec<(f64, f64)> = run
         .samples
@@ -170,7 +173,7 @@ fn throughput(run: &Run) -> Vec<(f64, f64)> {
             (ms > 1.0).then(|| (pair[1].at_ms, sent.max(0.0) / ms * 1e3))
         })
         .collect();
-    // A migration of half a second has two of them: then its rounds say more.
+    // A short migration has few samples; its rounds are more precise.
     if by_samples.len() >= 4 {
         return by_samples;
     }
@@ -182,7 +185,7 @@ fn throughput(run: &Run) -> Vec<(f64, f64)> {
     rounds.flatten().collect()
 }
 
-/// What the guest wrote, over time.
+/// The guest's dirty rate over time.
 fn dirty_rate(run: &Run) -> Vec<(f64, f64)> {
     let forecasts: Vec<(f64, f64)> =
         run.forecasts.iter().filter_map(|one| one.elapsed_ms.zip(one.dirty_bytes_per_s)).collect();
@@ -190,7 +193,7 @@ fn dirty_rate(run: &Run) -> Vec<(f64, f64)> {
         return forecasts;
     }
     let spans = run.spans();
-    // What was written before the first round is not known, and while the guest stands still nothing is.
+    // The rate before the first round is not known, and while the guest is paused it is 0.
     let rounds = run.rounds.iter().zip(spans).skip(1);
     rounds
         .filter(|(round, _)| !round.paused)
@@ -205,7 +208,7 @@ fn paused_at(run: &Run) -> Option<f64> {
     exact.or(round.map(|(_, (begin, _))| begin)).or(event.and_then(|event| event.at_ms))
 }
 
-/// Throughput and dirty rate over time, a plot for each run.
+/// The plots of throughput and dirty rate over time.
 fn rates(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
     let curves: Vec<_> =
         runs.iter().map(|named| (throughput(named.run), dirty_rate(named.run))).collect();
@@ -223,7 +226,7 @@ fn rates(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
             id: &format!("rates-{index}"),
             title: &title,
             description: format!(
-                "The link carried {} at most, the guest wrote {} at most.",
+                "Peak throughput of the link: {}. Peak dirty rate of the guest: {}.",
                 peak(carried),
                 peak(dirty)
             ),
@@ -252,7 +255,7 @@ fn rates(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
     Ok(html! { @for figure in figures { (figure) } })
 }
 
-/// The downtime that each harvest's forecast predicted, beside its limit.
+/// The plots of the predicted downtime after each harvest, with the limit.
 fn forecasts(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
     let points = |run: &Run| -> Vec<(f64, f64)> {
         run.forecasts
@@ -271,11 +274,11 @@ fn forecasts(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
             continue;
         }
         let title = titled(named, "Predicted downtime over time");
-        let told = curve.iter().map(|(_, ms)| human::ms(*ms)).collect::<Vec<_>>().join(", then ");
+        let words = curve.iter().map(|(_, ms)| human::ms(*ms)).collect::<Vec<_>>().join(", then ");
         let figure = Figure {
             id: &format!("forecast-{index}"),
             title: &title,
-            description: format!("Predicted after each harvest: {told}."),
+            description: format!("Predicted after each harvest: {words}."),
             x: Axis::ms("time", end),
             y: Axis::ms("predicted", top),
         };
@@ -290,9 +293,9 @@ fn forecasts(runs: &[Named<'_>]) -> Result<Markup, ReportError> {
     Ok(html! { @for figure in figures { (figure) } })
 }
 
-/// Where the downtime went.
+/// The plot of the parts of the downtime.
 fn downtime(runs: &[Named<'_>]) -> Markup {
-    let known = || runs.iter().filter(|named| super::metrics::was_paused(named.run));
+    let known = || runs.iter().filter(|named| metrics::was_paused(named.run));
     if known().next().is_none() {
         return html! {};
     }
@@ -303,30 +306,30 @@ fn downtime(runs: &[Named<'_>]) -> Markup {
             (Tone::Blue, "pause", of(parts.pause_ms)),
             (Tone::Orange, "last harvest", of(parts.harvest_ms)),
             (Tone::Green, "last round and state", of(parts.send_ms)),
-            (Tone::Pink, "destination gets ready", of(parts.ready_ms)),
+            (Tone::Pink, "destination becomes ready", of(parts.ready_ms)),
             (Tone::Sky, "commit", of(parts.commit_ms)),
         ];
         let sum: f64 = pieces.iter().map(|(_, _, ms)| ms).sum();
         let whole = of(named.run.stats.downtime_ms);
         if sum > 0.0 && whole - sum > 0.05 {
-            pieces.push((Tone::Pale, "between these", whole - sum));
+            pieces.push((Tone::Pale, "other", whole - sum));
         }
         let sent_from = of(parts.pause_ms) + of(parts.harvest_ms);
-        let beside = parts.save_ms.filter(|ms| *ms > 0.0);
-        let beside = beside.map(|ms| ("saving the state, meanwhile", sent_from, ms));
-        Strip { label: named.name.to_owned(), parts: pieces, beside }
+        let parallel = parts.save_ms.filter(|ms| *ms > 0.0);
+        let parallel = parallel.map(|ms| ("saving the state (in parallel)", sent_from, ms));
+        Strip { label: named.name.to_owned(), parts: pieces, parallel }
     };
     let bars: Vec<Strip<'_>> = known().map(bar).collect();
     let end = most(bars.iter().map(|bar| Some(bar.parts.iter().map(|(_, _, ms)| ms).sum())));
     html! {
         figure.wide {
-            figcaption { h3 { "Where the downtime went" } }
+            figcaption { h3 { "Parts of the downtime" } }
             (strips("downtime", "Parts of the downtime", &bars, end, human::ms))
         }
     }
 }
 
-/// What the processors did.
+/// The plot of CPU time.
 fn cpu(runs: &[Named<'_>]) -> Markup {
     let known = |named: &&Named<'_>| named.run.stats.engine_cpu_s.is_some();
     if runs.iter().find(known).is_none() {
@@ -339,8 +342,8 @@ fn cpu(runs: &[Named<'_>]) -> Markup {
             (Tone::Orange, "planning", planning),
             (Tone::Blue, "reading, encoding, sending", whole - planning),
         ];
-        parts.extend(named.run.destination_cpu_s.map(|cpu| (Tone::Green, "the destination", cpu)));
-        Strip { label: named.name.to_owned(), parts, beside: None }
+        parts.extend(named.run.destination_cpu_s.map(|cpu| (Tone::Green, "destination", cpu)));
+        Strip { label: named.name.to_owned(), parts, parallel: None }
     };
     let bars: Vec<Strip<'_>> = runs.iter().filter(known).map(bar).collect();
     let end = most(bars.iter().map(|bar| Some(bar.parts.iter().map(|(_, _, s)| s).sum())));
@@ -351,9 +354,13 @@ fn cpu(runs: &[Named<'_>]) -> Markup {
             (strips("cpu", "CPU seconds", &bars, end, seconds))
             ul.legend {
                 @for named in runs {
-                    @let metrics = super::metrics::of(named.run);
-                    @if let Some(each) = super::metrics::find(&metrics, "engine_cpu_s_per_gb").filter(|one| one.value.is_some()) {
-                        li { @if !named.name.is_empty() { (named.name) ": " } b { (each.text()) } " of pages with content, at the source" }
+                    @let metrics = metrics::of(named.run);
+                    @let per_gb = metrics::find(&metrics, "engine_cpu_s_per_gb");
+                    @if let Some(per_gb) = per_gb.filter(|metric| metric.value.is_some()) {
+                        li {
+                            @if !named.name.is_empty() { (named.name) ": " }
+                            b { (per_gb.text()) } " of pages with content, at the source"
+                        }
                     }
                 }
             }

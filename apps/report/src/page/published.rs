@@ -1,4 +1,4 @@
-//! A published table with ours beside it.
+//! A published table next to this machine's results.
 
 use maud::{Markup, html};
 
@@ -8,17 +8,17 @@ use crate::error::ReportError;
 use crate::human;
 use crate::published::{Figure, Ours, Table};
 
-/// A figure with what stands beside it.
+/// A published figure and the measured values for it.
 struct Line<'a> {
     figure: &'a Figure,
     published: Option<f64>,
     published_gain: Option<f64>,
-    /// Our number and its gain, for each of our columns.
+    /// The measured value and its gain, for each column of ours.
     ours: Vec<(Option<f64>, Option<f64>)>,
 }
 
-/// The table, and a plot of what each way gains over the base.
-pub fn beside(table: &Table, index: usize, results: &Results) -> Result<Markup, ReportError> {
+/// Makes the table, and a plot of each method's gain over the base.
+pub fn comparison(table: &Table, index: usize, results: &Results) -> Result<Markup, ReportError> {
     let lines: Vec<Line<'_>> =
         table.figures.iter().map(|figure| line(table, figure, results)).collect();
     Ok(html! {
@@ -38,8 +38,8 @@ fn line<'a>(table: &'a Table, figure: &'a Figure, results: &Results) -> Line<'a>
     };
     let published = figure.median();
     let ours = |ours: &Ours| {
-        let number = table.beside(figure, ours, results);
-        (number, gain(number, base.and_then(|base| table.beside(base, ours, results))))
+        let number = table.measured(figure, ours, results);
+        (number, gain(number, base.and_then(|base| table.measured(base, ours, results))))
     };
     Line {
         figure,
@@ -82,7 +82,7 @@ fn plot(
         series.push((tone, points(&|line| line.ours.get(index).and_then(|ours| ours.1))));
         legend.push((tone, format!("▲ {}", ours.name)));
     }
-    let told = shown.iter().zip(&names).map(|(line, name)| {
+    let words = shown.iter().zip(&names).map(|(line, name)| {
         format!(
             "{name}: published {}, here {}",
             times(line.published_gain),
@@ -97,7 +97,7 @@ fn plot(
             results.name.replace(|letter: char| !letter.is_ascii_alphanumeric(), "-")
         ),
         title: &title,
-        description: told.collect::<Vec<_>>().join("; "),
+        description: words.collect::<Vec<_>>().join("; "),
         across: &across,
         names: &names,
         series: &series,
@@ -105,7 +105,9 @@ fn plot(
     Ok(html! {
         figure.wide {
             figcaption {
-                ul.legend { @for (tone, name) in &legend { li { (swatch(*tone, false)) (name) } } }
+                ul.legend {
+                    @for (tone, name) in &legend { li { (swatch(*tone, false)) (name) } }
+                }
             }
             div.scroll.bare tabindex="0" role="region" aria-label=(title) { (dots.draw()?) }
         }
@@ -125,12 +127,14 @@ fn numbers(table: &Table, lines: &[Line<'_>]) -> Markup {
                 thead {
                     tr {
                         th scope="col" { "Case" }
-                        th scope="col" { "Way" }
+                        th scope="col" { "Method" }
                         th.n scope="col" { "Published, " (table.unit) }
                         @if has_idle { th.n scope="col" { "idle, %" } }
-                        @for ours in &table.ours { th.n scope="col" { "Ours " (ours.name) ", " (ours.unit) } }
+                        @for ours in &table.ours {
+                            th.n scope="col" { "vmferry " (ours.name) ", " (ours.unit) }
+                        }
                         th.n scope="col" { "Published gain" }
-                        @for ours in &table.ours { th.n scope="col" { "Our gain " (ours.name) } }
+                        @for ours in &table.ours { th.n scope="col" { "Gain " (ours.name) } }
                     }
                 }
                 tbody {
@@ -148,11 +152,14 @@ fn numbers(table: &Table, lines: &[Line<'_>]) -> Markup {
                 }
             }
         }
-        p.hint { "Gain is over " (table.base) " of the same case, each on its own machine. Of several published figures the median is shown." }
+        p.hint {
+            "The gain is relative to " (table.base) " in the same case on the same machine. "
+            "If several figures were published, the median is shown."
+        }
     }
 }
 
-/// All published figures, if there are several.
+/// The tooltip with all published figures, if there are several.
 fn all(figure: &Figure) -> Option<String> {
     let figures: Vec<String> =
         figure.published.iter().map(|number| human::digits(*number)).collect();

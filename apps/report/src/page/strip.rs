@@ -1,4 +1,4 @@
-//! Bars that lie, each of parts one after the other, with their names beside them.
+//! Horizontal stacked bars with a legend.
 
 use maud::{Markup, html};
 
@@ -6,19 +6,19 @@ use crate::chart::{Tone, swatch};
 
 /// A bar.
 pub struct Strip<'a> {
-    /// What it is of.
+    /// The label.
     pub label: String,
-    /// Its parts: tone, name and size.
+    /// The parts: tone, name and size.
     pub parts: Vec<(Tone, &'a str, f64)>,
-    /// What went on beside a part: name, where it began, and size.
-    pub beside: Option<(&'a str, f64, f64)>,
+    /// An activity in parallel to a part: name, start, and size.
+    pub parallel: Option<(&'a str, f64, f64)>,
 }
 
-/// Units across; a unit is a pixel on a wide screen.
+/// Width in units of the SVG; a unit is a pixel on a wide screen.
 const WIDTH: f64 = 1000.0;
 const HEIGHT: f64 = 44.0;
 
-/// Bars under each other over the same axis, which ends at `end`.
+/// Draws bars with a common axis that ends at `end`.
 pub fn strips(
     id: &str,
     title: &str,
@@ -35,7 +35,8 @@ pub fn strips(
             @let id = format!("{id}-{index}");
             div.strip {
                 @if !strip.label.is_empty() { p.label { (strip.label) } }
-                svg.bar viewBox=(format!("0 0 {WIDTH} {}", HEIGHT + if strip.beside.is_some() { 16.0 } else { 0.0 }))
+                @let height = HEIGHT + if strip.parallel.is_some() { 16.0 } else { 0.0 };
+                svg.bar viewBox=(format!("0 0 {WIDTH} {height}"))
                     preserveAspectRatio="none" role="img" aria-labelledby=(format!("{id}-t")) {
                     title id=(format!("{id}-t")) {
                         (title) ": " (describe(strip, &text))
@@ -43,13 +44,15 @@ pub fn strips(
                     rect.track width=(WIDTH) height=(HEIGHT) {}
                     @for (tone, name, begin, size) in placed(&strip.parts) {
                         @if scale(size) > 0.0 {
-                            rect x=(scale(begin)) width=(scale(size).max(1.5)) height=(HEIGHT) fill=(tone.hex()) {
+                            rect x=(scale(begin)) width=(scale(size).max(1.5))
+                                height=(HEIGHT) fill=(tone.hex()) {
                                 title { (name) " " (text(size)) }
                             }
                         }
                     }
-                    @if let Some((name, begin, size)) = strip.beside {
-                        rect x=(scale(begin)) y=(HEIGHT + 6.0) width=(scale(size).max(1.5)) height="10" fill=(Tone::Grey.hex()) {
+                    @if let Some((name, begin, size)) = strip.parallel {
+                        rect x=(scale(begin)) y=(HEIGHT + 6.0) width=(scale(size).max(1.5))
+                            height="10" fill=(Tone::Grey.hex()) {
                             title { (name) " " (text(size)) }
                         }
                     }
@@ -58,7 +61,7 @@ pub fn strips(
                     @for (tone, name, size) in &strip.parts {
                         li { (swatch(*tone, false)) (name) " " b { (text(*size)) } }
                     }
-                    @if let Some((name, _, size)) = strip.beside {
+                    @if let Some((name, _, size)) = strip.parallel {
                         li { (swatch(Tone::Grey, false)) (name) " " b { (text(size)) } }
                     }
                 }
@@ -79,6 +82,6 @@ fn placed<'a>(
 
 fn describe(strip: &Strip<'_>, text: &impl Fn(f64) -> String) -> String {
     let parts = strip.parts.iter().map(|(_, name, size)| format!("{name} {}", text(*size)));
-    let beside = strip.beside.iter().map(|(name, _, size)| format!("{name} {}", text(*size)));
-    parts.chain(beside).collect::<Vec<_>>().join(", ")
+    let parallel = strip.parallel.iter().map(|(name, _, size)| format!("{name} {}", text(*size)));
+    parts.chain(parallel).collect::<Vec<_>>().join(", ")
 }

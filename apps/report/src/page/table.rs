@@ -1,4 +1,4 @@
-//! Tables that scroll where they are wider than the screen.
+//! Tables that scroll horizontally if they are wider than the screen.
 
 use maud::{Markup, html};
 use serde_json::{Map, Value};
@@ -6,18 +6,28 @@ use serde_json::{Map, Value};
 use crate::human;
 use crate::run::{Number, Round};
 
-/// A column: its head, whether its cells are numbers, and a cell.
+/// A column: its heading, whether its cells are numbers, and the cell of a row.
 type Column<'a, T> = (&'a str, bool, &'a dyn Fn(&T) -> String);
 
-/// A table of anything.
+/// Makes a table.
 pub fn table<T>(caption: &str, columns: &[Column<'_, T>], rows: &[T]) -> Markup {
     html! {
         div.scroll tabindex="0" role="region" aria-label=(caption) {
             table {
-                thead { tr { @for (head, is_number, _) in columns { th scope="col" .n[*is_number] { (head) } } } }
+                thead {
+                    tr {
+                        @for (head, is_number, _) in columns {
+                            th scope="col" .n[*is_number] { (head) }
+                        }
+                    }
+                }
                 tbody {
                     @for row in rows {
-                        tr { @for (_, is_number, cell) in columns { td .n[*is_number] { (cell(row)) } } }
+                        tr {
+                            @for (_, is_number, cell) in columns {
+                                td .n[*is_number] { (cell(row)) }
+                            }
+                        }
                     }
                 }
             }
@@ -25,7 +35,7 @@ pub fn table<T>(caption: &str, columns: &[Column<'_, T>], rows: &[T]) -> Markup 
     }
 }
 
-/// The rounds of a migration.
+/// Makes the table of a migration's rounds.
 pub fn rounds(rounds: &[Round]) -> Markup {
     fn number(number: Number, text: impl Fn(f64) -> String) -> String {
         number.map_or_else(|| "–".to_owned(), text)
@@ -44,20 +54,16 @@ pub fn rounds(rounds: &[Round]) -> Markup {
         ("Throttle", true, &|round| {
             number(round.throttle_percent, |percent| format!("{percent} %"))
         }),
-        ("How pages travelled", false, &encoded),
+        ("Page encodings", false, &encoded),
         ("Guest", false, &|round| {
             let state = if round.paused { "paused" } else { "running" };
-            if round.interrupted {
-                format!("{state}, link lost meanwhile")
-            } else {
-                state.to_owned()
-            }
+            if round.interrupted { format!("{state}, link lost") } else { state.to_owned() }
         }),
     ];
     table("Rounds", &columns, rounds)
 }
 
-/// Pages with content by how they travelled, such as `raw 90 %, lz4 10 %`.
+/// Page encodings as text, such as `raw 90 %, lz4 10 %`.
 fn encoded(round: &Round) -> String {
     let ways = &round.encoded;
     let mut ways = [
@@ -80,17 +86,27 @@ fn encoded(round: &Round) -> String {
     words.join(", ")
 }
 
-/// Rows whose columns are those of the first one.
+/// Makes a table with the columns of the first row.
 pub fn rows(caption: &str, rows: &[Map<String, Value>]) -> Markup {
     let names: Vec<&String> = rows.first().map_or_else(Vec::new, |row| row.keys().collect());
     let is_number = |name: &str| rows.iter().any(|row| row.get(name).is_some_and(Value::is_number));
     html! {
         div.scroll tabindex="0" role="region" aria-label=(caption) {
             table {
-                thead { tr { @for name in &names { th scope="col" .n[is_number(name)] { (name.replace('_', " ")) } } } }
+                thead {
+                    tr {
+                        @for name in &names {
+                            th scope="col" .n[is_number(name)] { (name.replace('_', " ")) }
+                        }
+                    }
+                }
                 tbody {
                     @for row in rows {
-                        tr { @for name in &names { td .n[is_number(name)] { (cell(row.get(*name))) } } }
+                        tr {
+                            @for name in &names {
+                                td .n[is_number(name)] { (cell(row.get(*name))) }
+                            }
+                        }
                     }
                 }
             }

@@ -1,22 +1,22 @@
-//! How a migration ended, in words.
+//! The outcome of a migration in words.
 
 use super::metrics::{Metric, find};
 use crate::human;
 use crate::run::{Ending, Run};
 
-/// How it is to be taken.
+/// How good the outcome is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mood {
-    /// As it was wanted.
+    /// The migration met its limits.
     Good,
-    /// Not quite.
+    /// The migration missed a limit, or the outcome is not recorded.
     Mixed,
-    /// Not at all.
+    /// The migration failed.
     Bad,
 }
 
 impl Mood {
-    /// The class of the style sheet.
+    /// The class in the style sheet.
     pub fn class(self) -> &'static str {
         match self {
             Self::Good => "good",
@@ -25,7 +25,7 @@ impl Mood {
         }
     }
 
-    /// For whoever sees no colours.
+    /// A sign for color-blind readers.
     pub fn sign(self) -> &'static str {
         match self {
             Self::Good => "✓",
@@ -35,32 +35,33 @@ impl Mood {
     }
 }
 
-/// A verdict.
+/// The outcome in words.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Verdict {
-    /// How it is to be taken.
+    /// How good the outcome is.
     pub mood: Mood,
-    /// In one sentence.
+    /// A one-sentence summary.
     pub headline: String,
-    /// More of them.
+    /// More sentences.
     pub sentences: Vec<String>,
 }
 
-/// The verdict on a run.
+/// Describes the outcome of a run.
 pub fn of(run: &Run, metrics: &[Metric]) -> Verdict {
     let mut verdict = match &run.ending {
         Ending::Moved => moved(run, metrics),
         Ending::Failed(failure) if failure.is_in_doubt() => Verdict {
             mood: Mood::Bad,
-            headline: format!("It is in doubt which host has {}", name(run)),
+            headline: format!("It is in doubt which host owns {}", name(run)),
             sentences: vec![failure.message.clone()],
         },
-        Ending::Failed(failure) if run.is_unheard(failure) => Verdict {
+        Ending::Failed(failure) if run.has_unknown_owner(failure) => Verdict {
             mood: Mood::Bad,
-            headline: format!("The record does not say who has {}", name(run)),
+            headline: format!("The record does not say which host owns {}", name(run)),
             sentences: vec![
                 failure.message.clone(),
-                "Whoever wrote it did not hear how it ended. `vmferry status` on both hosts says more.".to_owned(),
+                "The sender lost contact before the end. Run `vmferry status` on both hosts."
+                    .to_owned(),
             ],
         },
         Ending::Failed(failure) => {
@@ -68,7 +69,7 @@ pub fn of(run: &Run, metrics: &[Metric]) -> Verdict {
             Verdict {
                 mood: Mood::Bad,
                 headline: format!(
-                    "{} stayed where it was: {}{exit}",
+                    "{} stayed at the source: {}{exit}",
                     run.guest(),
                     reason(&failure.code)
                 ),
@@ -83,20 +84,20 @@ pub fn of(run: &Run, metrics: &[Metric]) -> Verdict {
     }
     if run.stats.digest_match == Some(false) || run.stats.verify_match == Some(false) {
         verdict.mood = Mood::Bad;
-        verdict
-            .sentences
-            .push("The memory that arrived is not the memory that was sent.".to_owned());
+        verdict.sentences.push(
+            "The memory at the destination differs from the memory that was sent.".to_owned(),
+        );
     }
     if run.cut_off {
-        let text = "The record ends in the middle of a line: whoever wrote it was killed or is still writing. What \
-                    is there is shown.";
+        let text = "The record ends in the middle of a line: the writer was killed or is still \
+                    writing. This page shows the part before.";
         verdict.sentences.push(text.to_owned());
     }
     verdict.sentences.retain(|sentence| !sentence.is_empty());
     verdict
 }
 
-/// The guest within a sentence.
+/// The guest's name within a sentence.
 fn name(run: &Run) -> &str {
     run.started.guest.as_deref().unwrap_or("the guest")
 }
@@ -109,17 +110,18 @@ fn moved(run: &Run, metrics: &[Metric]) -> Verdict {
         headline.push_str(&format!(" in {}", text("total_ms")));
     }
     if value("downtime_ms").is_some() {
-        headline.push_str(&format!(" and stood still for {}", text("downtime_ms")));
+        headline.push_str(&format!(" with {} of downtime", text("downtime_ms")));
     }
     let mut sentences = Vec::new();
     let mut mood = Mood::Good;
     if let (Some(downtime), Some(limit)) = (value("downtime_ms"), value("downtime_limit_ms")) {
         if downtime <= limit {
-            sentences.push(format!("That is within its limit of {}.", human::ms(limit)));
+            sentences.push(format!("The downtime is within its limit of {}.", human::ms(limit)));
         } else {
             mood = Mood::Mixed;
             let times = human::digits(downtime / limit.max(1e-9));
-            sentences.push(format!("That is {times} times its limit of {}.", human::ms(limit)));
+            sentences
+                .push(format!("The downtime is {times} times its limit of {}.", human::ms(limit)));
         }
     }
     if value("sent_bytes").is_some() {
@@ -141,19 +143,19 @@ fn moved(run: &Run, metrics: &[Metric]) -> Verdict {
     match (run.stats.verify_match, run.stats.digest_match) {
         (Some(true), _) => {
             sentences.push(
-                "Both memories, hashed whole while the guest was paused, are equal.".to_owned(),
+                "The hashes of both memories, taken while the guest was paused, are equal."
+                    .to_owned(),
             );
         }
         (None, Some(true)) => {
-            sentences
-                .push("The digests of what was sent and of what arrived are equal.".to_owned());
+            sentences.push("The digests of the sent and the placed pages are equal.".to_owned());
         }
         _ => {}
     }
     if let Some(again) = run.stats.reconnections.filter(|again| *again > 0.0) {
         let down = text("link_down_ms");
         sentences.push(format!(
-            "The link was lost: {again} channels were made again, {down} without all of them."
+            "The link was lost: {again} reconnections; channels were missing for {down}."
         ));
     }
     Verdict { mood, headline, sentences }
@@ -162,20 +164,21 @@ fn moved(run: &Run, metrics: &[Metric]) -> Verdict {
 fn unknown(run: &Run) -> Verdict {
     let (headline, sentence) = if run.committed {
         (
-            format!("The record ends before it is known who has {}", name(run)),
-            "COMMIT was journalled: the guest is never resumed at the source without the destination's word. \
-             `vmferry status` says more.",
+            format!("The record ends before it is known which host owns {}", name(run)),
+            "COMMIT was journaled, so the source resumes the guest only if the destination \
+             confirms that it does not own it. Run `vmferry status` on both hosts.",
         )
     } else {
         (
             format!("The record ends before {} had moved", name(run)),
-            "There is no COMMIT in it. Unless one came after its end, the guest runs on at the source.",
+            "The record has no COMMIT. Unless a COMMIT followed after its end, the guest keeps \
+             running at the source.",
         )
     };
     Verdict { mood: Mood::Mixed, headline, sentences: vec![sentence.to_owned()] }
 }
 
-/// What was done until it failed.
+/// The progress before the failure.
 fn so_far(run: &Run, metrics: &[Metric]) -> Option<String> {
     let sent = find(metrics, "sent_bytes").filter(|metric| metric.value.is_some())?;
     let total = find(metrics, "total_ms")?;
@@ -184,23 +187,23 @@ fn so_far(run: &Run, metrics: &[Metric]) -> Option<String> {
         rounds => format!("{rounds} rounds"),
     };
     Some(format!(
-        "Until then {} were sent in {}, with {rounds} finished.",
+        "Before that, {} were sent in {}, with {rounds} finished.",
         sent.text(),
         total.text()
     ))
 }
 
-/// A failure's code in words.
+/// Words for a failure's code.
 fn reason(code: &str) -> String {
     match code {
         "" => "the migration failed".to_owned(),
         "not-converging" => "it writes faster than the link carries".to_owned(),
-        "cancelled" => "the migration was cancelled".to_owned(),
+        "cancelled" => "the migration was canceled".to_owned(),
         "link-lost" => "the link was lost".to_owned(),
-        "connect" => "no connection could be made".to_owned(),
-        "authentication" => "the two sides do not trust each other".to_owned(),
-        "incompatible" => "the destination can't take it".to_owned(),
-        "corrupt" => "the memory that arrived differs".to_owned(),
+        "connect" => "the connection failed".to_owned(),
+        "authentication" => "the two hosts do not trust each other".to_owned(),
+        "incompatible" => "the destination cannot run it".to_owned(),
+        "corrupt" => "the memory at the destination differs".to_owned(),
         other => format!("the migration failed ({other})"),
     }
 }
@@ -226,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_moved_is_held_against_its_limit() {
+    fn verdict_of_a_moved_guest_compares_downtime_with_the_limit() {
         let stats = Stats {
             total_ms: Some(2310.0),
             downtime_ms: Some(22.6),
@@ -237,8 +240,8 @@ mod tests {
         let mut run = Run { ending: Ending::Moved, stats, ..web() };
         let said = verdict(&run);
         assert_eq!(said.mood, Mood::Good);
-        assert_eq!(said.headline, "web moved in 2.31 s and stood still for 22.6 ms");
-        assert_eq!(said.sentences[0], "That is within its limit of 300 ms.");
+        assert_eq!(said.headline, "web moved in 2.31 s with 22.6 ms of downtime");
+        assert_eq!(said.sentences[0], "The downtime is within its limit of 300 ms.");
         assert_eq!(said.sentences[1], "100 MB were sent for 256 MiB of guest memory in 2 rounds.");
         run.stats.downtime_ms = Some(600.0);
         assert_eq!(verdict(&run).mood, Mood::Mixed);
@@ -247,34 +250,40 @@ mod tests {
     }
 
     #[test]
-    fn one_that_stayed_says_why_and_what_to_do() {
+    fn verdict_of_a_failure_has_reason_and_advice() {
         let failure =
             Failure { code: "not-converging".into(), exit: Some(10.0), message: "why".into() };
         let forecast = Forecast { advice: Some("use --throttle".into()), ..Forecast::default() };
         let run = Run { ending: Ending::Failed(failure), forecasts: vec![forecast], ..web() };
         let said = verdict(&run);
         assert_eq!(said.mood, Mood::Bad);
-        assert!(said.headline.starts_with("web stayed where it was: it writes faster"), "{said:?}");
+        assert!(
+            said.headline.starts_with("web stayed at the source: it writes faster"),
+            "{said:?}"
+        );
         assert_eq!(said.sentences[..2], ["why", "Advice: use --throttle"]);
     }
 
-    /// A sender that has lost the guest's VMM knows nothing of what that did since.
+    /// The sender lost the guest's VMM and does not know whether the guest was resumed.
     #[test]
-    fn nobody_is_said_to_have_a_guest_of_which_nothing_was_heard() {
+    fn verdict_without_a_resume_names_no_owner() {
         for code in ["not-answering", "internal"] {
             let failure = Failure { code: code.into(), ..Failure::default() };
             let mut run = Run { ending: Ending::Failed(failure), ..web() };
-            assert_eq!(verdict(&run).headline, "The record does not say who has web");
+            assert_eq!(verdict(&run).headline, "The record does not say which host owns web");
             let resumed =
                 Event { at_ms: None, is_about: false, name: "resumed".into(), text: String::new() };
             run.events.push(resumed);
-            assert!(verdict(&run).headline.starts_with("web stayed where it was"), "it was heard");
+            assert!(
+                verdict(&run).headline.starts_with("web stayed at the source"),
+                "it was resumed"
+            );
         }
     }
 
-    /// What was advised on the way is no advice any more once it converged.
+    /// Advice is outdated if a later forecast converged.
     #[test]
-    fn advice_of_the_past_is_not_given() {
+    fn verdict_leaves_out_outdated_advice() {
         let failure = Failure { code: "link-lost".into(), ..Failure::default() };
         let advised = Forecast { advice: Some("use --throttle".into()), ..Forecast::default() };
         let forecasts = vec![advised, Forecast::default()];
@@ -283,12 +292,12 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_said_to_have_a_guest_that_is_in_doubt() {
+    fn verdict_in_doubt_names_no_owner() {
         let failure = Failure { code: "in-doubt".into(), ..Failure::default() };
         let said = verdict(&Run { ending: Ending::Failed(failure), ..web() });
-        assert_eq!(said.headline, "It is in doubt which host has web");
+        assert_eq!(said.headline, "It is in doubt which host owns web");
         let said = verdict(&Run { committed: true, cut_off: true, ..web() });
-        assert!(said.headline.contains("before it is known who has web"), "{said:?}");
+        assert!(said.headline.contains("before it is known which host owns web"), "{said:?}");
         assert!(said.sentences.iter().any(|text| text.contains("middle of a line")), "{said:?}");
     }
 }

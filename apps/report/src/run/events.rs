@@ -1,16 +1,16 @@
-//! Events in words.
+//! Words for events.
 
 use serde_json::{Map, Value};
 
 use crate::human;
 
-/// One event as a sentence. What is not known is shown with its members.
+/// Describes an event in one sentence. Unknown events are shown with their members.
 pub fn sentence(event: &Map<String, Value>) -> String {
     let number = |name: &str| event.get(name).and_then(Value::as_f64).unwrap_or_default();
     let text = |name: &str| event.get(name).and_then(Value::as_str).unwrap_or_default();
     let flag = |name: &str| event.get(name).and_then(Value::as_bool).unwrap_or_default();
     match text("event") {
-        "started" => format!("asked to move {} to {}", text("guest"), text("to")),
+        "started" => format!("migration of {} to {} requested", text("guest"), text("to")),
         "connected" => {
             let trip = human::ms(number("round_trip_ms"));
             let destination = event.get("destination").filter(|value| !value.is_null());
@@ -39,37 +39,46 @@ pub fn sentence(event: &Map<String, Value>) -> String {
             )
         }
         "held" => format!(
-            "held before the switchover, which would take {}",
+            "holding before the switchover; predicted downtime {}",
             human::ms(number("predicted_downtime_ms"))
         ),
         "throttled" => {
-            format!("the guest outruns the link: its vCPUs lose {} %", number("percent"))
+            format!(
+                "the guest writes faster than the link: vCPUs throttled by {} %",
+                number("percent")
+            )
         }
         "paused" => {
             let expected = human::ms(number("predicted_downtime_ms"));
-            format!("guest paused, {expected} expected")
+            format!("guest paused; predicted downtime {expected}")
         }
         "link-lost" => format!("{} lost: {}", text("channel"), text("reason")),
         "link-restored" => {
-            format!("{} is there again after {}", text("channel"), human::ms(number("after_ms")))
+            format!("{} restored after {}", text("channel"), human::ms(number("after_ms")))
         }
         "resent" => format!(
-            "lane {}: {} frames sent again, {}",
+            "lane {}: {} frames resent, {}",
             number("lane"),
             human::count(number("frames")),
             human::bytes(number("bytes"))
         ),
-        "recalled" => "the link was lost while the guest was paused: it runs on here".to_owned(),
+        "recalled" => {
+            "the link was lost while the guest was paused; the guest resumed at the source"
+                .to_owned()
+        }
         "ready" => "the destination is ready".to_owned(),
-        "committed" => "committed: no way back without the destination's word".to_owned(),
+        "committed" => {
+            "committed: the source cannot resume the guest without the destination's consent"
+                .to_owned()
+        }
         "in-doubt" => format!("in doubt: {}", text("reason")),
         "too-late-to-cancel" => "too late to cancel".to_owned(),
-        "resumed" => "the guest runs on at the source".to_owned(),
+        "resumed" => "the guest resumed at the source".to_owned(),
         "recording" => text("message").to_owned(),
         "done" => "done: the guest runs at the destination".to_owned(),
         "failed" => {
             let message = event.get("error").and_then(|error| error.get("message"));
-            format!("failed: {}", message.and_then(Value::as_str).unwrap_or("no reason is given"))
+            format!("failed: {}", message.and_then(Value::as_str).unwrap_or("no reason given"))
         }
         other => {
             let members = event.iter().filter(|(name, _)| {
@@ -86,7 +95,7 @@ pub fn sentence(event: &Map<String, Value>) -> String {
     }
 }
 
-/// A forecast's verdict in words.
+/// Words for a forecast's verdict.
 fn verdict(word: &str) -> String {
     match word {
         "fits" => "which is within the limit".to_owned(),
@@ -96,7 +105,7 @@ fn verdict(word: &str) -> String {
     }
 }
 
-/// A value without what only machines need.
+/// A value as plain text.
 fn plain(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
@@ -115,13 +124,13 @@ fn plain(value: &Value) -> String {
 mod tests {
     use super::*;
 
-    fn said(text: &str) -> String {
+    fn words(text: &str) -> String {
         let Ok(Value::Object(event)) = serde_json::from_str(text) else { panic!("{text}") };
         sentence(&event)
     }
 
     #[test]
-    fn events_are_told_with_their_numbers() {
+    fn sentence_contains_the_numbers_of_the_event() {
         let cases = [
             (
                 r#"{"event":"round-started","round":2,"pages":1335,"paused":true}"#,
@@ -129,18 +138,19 @@ mod tests {
             ),
             (
                 r#"{"event":"throttled","percent":40}"#,
-                "the guest outruns the link: its vCPUs lose 40 %",
+                "the guest writes faster than the link: vCPUs throttled by 40 %",
             ),
             (r#"{"event":"link-lost","channel":"lane 1","reason":"reset"}"#, "lane 1 lost: reset"),
             (
-                r#"{"event":"connected","round_trip_ms":0.2,"destination":{"vmferry":"0.1.0","vmm":null}}"#,
+                r#"{"event":"connected","round_trip_ms":0.2,
+                    "destination":{"vmferry":"0.1.0","vmm":null}}"#,
                 "connected, round trip 0.20 ms, to vmferry 0.1.0",
             ),
             (r#"{"event":"newer","run":"x","what":[1],"how":"so"}"#, "newer: what [1], how so"),
-            (r#"{"event":"failed"}"#, "failed: no reason is given"),
+            (r#"{"event":"failed"}"#, "failed: no reason given"),
         ];
         for (event, sentence) in cases {
-            assert_eq!(said(event), sentence);
+            assert_eq!(words(event), sentence);
         }
     }
 }

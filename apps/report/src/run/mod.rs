@@ -1,4 +1,4 @@
-//! What a migration's record says.
+//! The content of a migration's record.
 
 mod events;
 mod read;
@@ -14,146 +14,146 @@ pub use vmferry_api::{
 /// A number that may be missing.
 pub type Number = Option<f64>;
 
-/// Bytes of a guest's page.
+/// Bytes per guest page.
 pub const PAGE_BYTES: f64 = 4096.0;
 
-/// A migration as its record tells of it.
+/// A migration as recorded.
 #[derive(Clone, Debug, Default)]
 pub struct Run {
-    /// The file, as it was named.
+    /// The name of the file.
     pub file: String,
-    /// Number of the session.
+    /// The session ID.
     pub id: Option<String>,
-    /// What was asked for.
+    /// The settings of the migration.
     pub started: Started,
-    /// When the first event was, as it is written there.
+    /// The time of the first event, as written in the record.
     pub begun: Option<String>,
-    /// Round trip in milliseconds, when it was connected.
+    /// The round-trip time in milliseconds, measured on connecting.
     pub round_trip_ms: Number,
-    /// Every round that was finished.
+    /// The finished rounds.
     pub rounds: Vec<Round>,
-    /// How far it was, several times a second.
+    /// Progress samples, several per second.
     pub samples: Vec<Sample>,
-    /// What was expected after each harvest.
+    /// The forecast after each harvest.
     pub forecasts: Vec<Forecast>,
-    /// Everything else that happened, in order.
+    /// All other events, in order.
     pub events: Vec<Event>,
-    /// How it ended.
+    /// The outcome.
     pub ending: Ending,
-    /// Its statistics, if they were written.
+    /// The statistics, if they were recorded.
     pub stats: Stats,
-    /// CPU seconds of the destination's engine, of a demo.
+    /// CPU seconds of the destination's engine. Only demos have it.
     pub destination_cpu_s: Number,
-    /// The file ends within a line: whoever wrote it was killed, or still writes.
+    /// Whether the file ends within a line, because the writer was killed or is still writing.
     pub cut_off: bool,
-    /// Whether COMMIT was journalled.
+    /// Whether COMMIT was journaled.
     pub committed: bool,
 }
 
-/// What was asked for.
+/// The settings of the migration.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct Started {
     /// The guest's name.
     pub guest: Option<String>,
-    /// Where it is to go.
+    /// The destination.
     pub to: Option<String>,
-    /// The guest's memory.
+    /// Bytes of the guest's memory.
     pub memory_bytes: Number,
-    /// The release that wrote this.
+    /// The vmferry release that wrote the record.
     pub release: Option<String>,
-    /// What the migration may cost.
+    /// The limits of the migration.
     pub limits: Limits,
-    /// What is to be done with pages.
+    /// The compression method.
     pub compression: Option<String>,
-    /// Data channels.
+    /// The number of data channels.
     pub channels: Number,
 }
 
-/// What a migration may cost.
+/// The limits of a migration.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct Limits {
-    /// For how long the guest may stand still, in milliseconds.
+    /// The downtime limit in milliseconds.
     pub downtime_limit_ms: Number,
-    /// Cap in bytes per second.
+    /// The bandwidth cap in bytes per second.
     pub max_bandwidth: Number,
-    /// Rounds.
+    /// The maximum number of rounds.
     pub max_rounds: Number,
-    /// What the vCPUs may lose, in per cent.
+    /// The maximum throttle in percent.
     pub throttle: Number,
 }
 
-/// How far it was.
+/// A progress sample.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sample {
     /// Milliseconds since the start.
     pub at_ms: f64,
-    /// Bytes handed to the data channels since the start.
+    /// Bytes passed to the data channels since the start.
     pub sent_bytes: f64,
 }
 
-/// What was expected after a harvest.
+/// The forecast after a harvest.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct Forecast {
-    /// The round before.
+    /// The preceding round.
     pub round: u64,
     /// Milliseconds since the start.
     pub elapsed_ms: Number,
-    /// What the guest writes, in bytes per second.
+    /// The guest's dirty rate in bytes per second.
     pub dirty_bytes_per_s: Number,
-    /// What the link carries, in bytes per second.
+    /// The link's throughput in bytes per second.
     pub link_bytes_per_s: Number,
-    /// The downtime, if the guest were paused now, in milliseconds.
+    /// The predicted downtime if the guest were paused now, in milliseconds.
     pub predicted_downtime_ms: Number,
-    /// What it may be, in milliseconds.
+    /// The downtime limit in milliseconds.
     pub downtime_limit_ms: Number,
     /// `converging`, `fits` or `not-converging`.
     pub verdict: Option<String>,
-    /// What could be done.
+    /// Advice for the user.
     pub advice: Option<String>,
 }
 
-/// Something that happened.
+/// An event.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Event {
-    /// Milliseconds since the start, if that is known.
+    /// Milliseconds since the start, if known.
     pub at_ms: Number,
     /// The record does not say when it was: `at_ms` is of the progress before it.
     pub is_about: bool,
-    /// Its name in the file.
+    /// The event's name in the file.
     pub name: String,
-    /// In words.
+    /// A description.
     pub text: String,
 }
 
-/// How it ended.
+/// The outcome.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub enum Ending {
-    /// The destination has the guest.
+    /// The destination runs the guest.
     Moved,
-    /// It failed.
+    /// The migration failed.
     Failed(Failure),
     /// The record does not say.
     #[default]
     Unknown,
 }
 
-/// Why it failed.
+/// The error of a failed migration.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct Failure {
-    /// In one word.
+    /// The error code.
     pub code: String,
-    /// The command's exit status.
+    /// The exit status of the command.
     pub exit: Number,
-    /// In words.
+    /// A description.
     pub message: String,
 }
 
 impl Failure {
-    /// Whether it is open who has the guest.
+    /// Whether it is in doubt which host owns the guest.
     #[must_use]
     pub fn is_in_doubt(&self) -> bool {
         self.code == "in-doubt"
@@ -161,34 +161,35 @@ impl Failure {
 }
 
 impl Run {
-    /// The guest's name, or a word for it.
+    /// The guest's name, or "The guest".
     #[must_use]
     pub fn guest(&self) -> &str {
         self.started.guest.as_deref().unwrap_or("The guest")
     }
 
-    /// What the downtime may be, in milliseconds.
+    /// The downtime limit in milliseconds.
     #[must_use]
     pub fn downtime_limit_ms(&self) -> Number {
         let forecast = || self.forecasts.iter().rev().find_map(|one| one.downtime_limit_ms);
         self.started.limits.downtime_limit_ms.or_else(forecast)
     }
 
-    /// The advice that stood when it ended.
+    /// The advice of the last forecast.
     #[must_use]
     pub fn advice(&self) -> Option<&str> {
         self.forecasts.last()?.advice.as_deref()
     }
 
-    /// Whether a failure leaves open who has the guest: whoever wrote the record lost the guest's VMM, and did not hear
-    /// that the guest was resumed.
+    /// Whether the record leaves open which host owns the guest: the writer lost the guest's VMM,
+    /// and the record has no resume after that.
     #[must_use]
-    pub fn is_unheard(&self, failure: &Failure) -> bool {
+    pub fn has_unknown_owner(&self, failure: &Failure) -> bool {
         let lost = matches!(failure.code.as_str(), "" | "internal" | "not-answering");
         lost && !self.events.iter().any(|event| event.name == "resumed")
     }
 
-    /// When each round began and ended, in milliseconds since the start: their times one after the other.
+    /// The start and end of each round in milliseconds since the start, from the durations of the
+    /// rounds.
     #[must_use]
     pub fn spans(&self) -> Vec<(f64, f64)> {
         let mut at = 0.0;

@@ -1,4 +1,4 @@
-//! Reading a record: one object a line, as the engine's events come.
+//! Reads a record: one JSON object per line, as the engine emits its events.
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -10,16 +10,16 @@ use super::events::sentence;
 use super::{Ending, Event, Failure, Round, Run, Sample, Stats};
 use crate::error::ReportError;
 
-/// Time between two progress events that do not say when they were.
+/// Interval of progress events that have no time.
 const PROGRESS_MS: f64 = 200.0;
 
-/// Beyond every 64-bit count. Sums and quotients of what is below it are numbers still.
+/// A limit above every 64-bit count. Sums and quotients of smaller numbers are finite.
 const MOST: f64 = 2e19;
 
-/// A line's object.
+/// The object of a line.
 type Line = Map<String, Value>;
 
-/// Reads a record. One that ends within a line is read up to there.
+/// Reads a record. If it ends within a line, the lines before are read.
 pub fn read(file: &str, bytes: &[u8]) -> Result<Run, ReportError> {
     let mut reader =
         Reader { run: Run { file: file.to_owned(), ..Run::default() }, ..Reader::default() };
@@ -33,13 +33,13 @@ pub fn read(file: &str, bytes: &[u8]) -> Result<Run, ReportError> {
             |reason: String| ReportError::Line { file: file.to_owned(), line: index + 1, reason };
         let object = match serde_json::from_slice(line) {
             Ok(Value::Object(object)) => object,
-            // Behind the last line's end is nothing, so what is there was not finished.
+            // The last line has no newline, so it was not finished.
             _ if is_last && reader.lines > 0 => {
                 reader.run.cut_off = true;
                 break;
             }
-            Ok(_) => return Err(failed("no object".to_owned())),
-            Err(error) => return Err(failed(format!("no JSON: {error}"))),
+            Ok(_) => return Err(failed("not a JSON object".to_owned())),
+            Err(error) => return Err(failed(format!("not JSON: {error}"))),
         };
         reader.line(object).map_err(failed)?;
     }
@@ -49,7 +49,7 @@ pub fn read(file: &str, bytes: &[u8]) -> Result<Run, ReportError> {
     Ok(reader.finish())
 }
 
-/// A run from the one object that `vmferry demo --json` prints, or that a failed command does.
+/// Makes a run from the single object that `vmferry demo --json` or a failed command prints.
 pub fn of_object(file: &str, object: &Line) -> Result<Run, ReportError> {
     let failed = |reason: String| ReportError::Line { file: file.to_owned(), line: 1, reason };
     let mut reader =
@@ -58,28 +58,28 @@ pub fn of_object(file: &str, object: &Line) -> Result<Run, ReportError> {
     Ok(reader.finish())
 }
 
-/// What has been read.
+/// The state of reading.
 #[derive(Default)]
 struct Reader {
     run: Run,
     lines: usize,
     ended: bool,
-    /// Rounds of which the record itself told.
+    /// Rounds from `round-done` events.
     rounds: Vec<Round>,
-    /// The clock's time of each event and forecast.
+    /// The wall-clock time of each event and forecast.
     times: Vec<Option<OffsetDateTime>>,
-    /// The time since the start that each of them says, in milliseconds.
+    /// The elapsed time in each of them, in milliseconds.
     elapsed: Vec<Option<f64>>,
-    /// That of the progress before each of them.
+    /// The elapsed time of the progress before each of them.
     sampled: Vec<Option<f64>>,
-    /// A moment by the clock and since the start.
+    /// A moment in wall-clock time and in elapsed time.
     anchor: Option<(OffsetDateTime, f64)>,
 }
 
 impl Reader {
     fn line(&mut self, mut line: Line) -> Result<(), String> {
         self.lines += 1;
-        line.iter().try_for_each(|(name, value)| possible(name, value))?;
+        line.iter().try_for_each(|(name, value)| check_range(name, value))?;
         let time = line.get("time").and_then(Value::as_str);
         if self.run.begun.is_none() {
             self.run.begun = time.map(str::to_owned);
@@ -88,7 +88,7 @@ impl Reader {
         if let Some(id) = line.get("run").and_then(Value::as_str) {
             match &self.run.id {
                 Some(known) if known != id => {
-                    return Err(format!("another run begins here: {id} after {known}"));
+                    return Err(format!("another migration begins here: {id} after {known}"));
                 }
                 Some(_) => {}
                 None => self.run.id = Some(id.to_owned()),
@@ -132,7 +132,7 @@ impl Reader {
         Ok(())
     }
 
-    /// What a command prints at its end: no event.
+    /// Handles the result that a command prints at its end, which is not an event.
     fn end_of_output(&mut self, line: Line) -> Result<(), String> {
         if let (Some(false), Some(error)) =
             (line.get("ok").and_then(Value::as_bool), line.get("error"))
@@ -141,9 +141,9 @@ impl Reader {
             return self.end(Ending::Failed(failure), Value::Null);
         }
         if !line.get("rounds").is_some_and(Value::is_array) {
-            return Err("neither an event nor the statistics of a migration".to_owned());
+            return Err("neither an event nor migration statistics".to_owned());
         }
-        // A demo says what its guest ran on, and its CPU times by other names.
+        // A demo has extra members and other names for its CPU times.
         let number = |name: &str| line.get(name).and_then(Value::as_f64);
         self.run.destination_cpu_s = number("destination_cpu_s");
         let source_cpu_s = number("source_cpu_s");
@@ -154,7 +154,7 @@ impl Reader {
 
     fn end(&mut self, ending: Ending, stats: Value) -> Result<(), String> {
         if std::mem::replace(&mut self.ended, true) {
-            return Err("the record has ended before".to_owned());
+            return Err("the record continues after its end".to_owned());
         }
         self.run.ending = ending;
         if !stats.is_null() {
@@ -171,9 +171,10 @@ impl Reader {
     }
 
     fn finish(mut self) -> Run {
-        // What is written at the end has every round; a record without it has what was told of meanwhile.
-        let told = std::mem::take(&mut self.run.stats.rounds);
-        self.run.rounds = if told.len() >= self.rounds.len() { told } else { self.rounds };
+        // The statistics at the end contain every round. Without them, the rounds of the events are
+        // used.
+        let rounds = std::mem::take(&mut self.run.stats.rounds);
+        self.run.rounds = if rounds.len() >= self.rounds.len() { rounds } else { self.rounds };
         let first = self.times.iter().flatten().next().copied();
         let anchor = self.anchor.or(first.map(|time| (time, 0.0)));
         let known = self.times.iter().zip(&self.elapsed).zip(&self.sampled);
@@ -191,14 +192,14 @@ impl Reader {
     }
 }
 
-/// Whether all numbers of a member are such as a migration has.
-fn possible(name: &str, value: &Value) -> Result<(), String> {
+/// Checks that all numbers of a member are within [`MOST`].
+fn check_range(name: &str, value: &Value) -> Result<(), String> {
     match value {
         Value::Number(number) if number.as_f64().is_none_or(|number| number.abs() > MOST) => {
-            Err(format!("{name} is {number}, beyond anything that is counted"))
+            Err(format!("{name} is {number}, which is out of range"))
         }
-        Value::Array(parts) => parts.iter().try_for_each(|part| possible(name, part)),
-        Value::Object(parts) => parts.iter().try_for_each(|(name, part)| possible(name, part)),
+        Value::Array(parts) => parts.iter().try_for_each(|part| check_range(name, part)),
+        Value::Object(parts) => parts.iter().try_for_each(|(name, part)| check_range(name, part)),
         _ => Ok(()),
     }
 }
@@ -216,7 +217,10 @@ fn parse<T: DeserializeOwned>(line: &Line) -> Result<T, String> {
 mod tests {
     use super::*;
 
-    const STARTED: &str = r#"{"event":"started","time":"2026-01-02T03:04:05.000Z","run":"r1","guest":"web","limits":{"downtime_limit_ms":300.0,"max_bandwidth":null}}"#;
+    const STARTED: &str = concat!(
+        r#"{"event":"started","time":"2026-01-02T03:04:05.000Z","run":"r1","guest":"web","#,
+        r#""limits":{"downtime_limit_ms":300.0,"max_bandwidth":null}}"#
+    );
     const DONE: &str =
         r#"{"event":"done","stats":{"rounds":[{"round":1,"pages":3}],"total_ms":12.5}}"#;
 
@@ -225,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn both_forms_of_an_end_are_read() {
+    fn read_accepts_both_forms_of_the_end() {
         let run = lines(&[STARTED, DONE]).unwrap();
         assert_eq!((run.ending, run.stats.total_ms), (Ending::Moved, Some(12.5)));
         assert_eq!(run.started.guest.as_deref(), Some("web"));
@@ -234,24 +238,24 @@ mod tests {
         let error = r#"{"ok":false,"error":{"code":"not-converging","exit":10,"message":"no"}}"#;
         let round = r#"{"event":"round-done","round":1,"pages":5}"#;
         let run = lines(&[round, error]).unwrap();
-        let Ending::Failed(failure) = run.ending else { panic!("it has failed") };
+        let Ending::Failed(failure) = run.ending else { panic!("the migration failed") };
         assert_eq!((failure.code.as_str(), failure.exit), ("not-converging", Some(10.0)));
         assert_eq!(run.rounds[0].pages, Some(5.0), "rounds so far");
     }
 
     #[test]
-    fn a_cut_line_ends_the_record_and_a_broken_one_is_an_error() {
+    fn read_stops_at_a_cut_line_and_rejects_a_broken_one() {
         let cut = format!("{STARTED}\n{}", &DONE[..40]);
         let run = read("run.json", cut.as_bytes()).unwrap();
         assert!(run.cut_off && run.ending == Ending::Unknown);
         let error = lines(&[STARTED, "{oops", DONE]).unwrap_err().to_string();
-        assert!(error.starts_with("run.json, line 2: no JSON: "), "{error}");
+        assert!(error.starts_with("run.json, line 2: not JSON: "), "{error}");
         let error = lines(&[STARTED, r#"{"event":"round-done","pages":"many"}"#]).unwrap_err();
         assert!(error.to_string().starts_with("run.json, line 2: "), "{error}");
         assert!(matches!(lines(&[""]), Err(ReportError::Unknown { .. })));
-        assert!(lines(&[DONE, DONE]).is_err(), "it ends once");
+        assert!(lines(&[DONE, DONE]).is_err(), "a record ends once");
         let error = lines(&[r#"{"event":"round-done","encoded":{"raw":1e308}}"#]).unwrap_err();
-        let words = "run.json, line 1: raw is 1e+308, beyond anything that is counted";
+        let words = "run.json, line 1: raw is 1e+308, which is out of range";
         assert_eq!(error.to_string(), words);
         let other = STARTED.replace("r1", "r2");
         let error = lines(&[STARTED, &other]).unwrap_err().to_string();
@@ -259,10 +263,13 @@ mod tests {
     }
 
     #[test]
-    fn time_is_counted_from_the_same_moment_by_either_clock() {
+    fn event_times_count_from_the_start_by_either_clock() {
         let run = lines(&[
             STARTED,
-            r#"{"event":"progress","time":"2026-01-02T03:04:05.900Z","elapsed_ms":800.0,"sent_bytes":10}"#,
+            concat!(
+                r#"{"event":"progress","time":"2026-01-02T03:04:05.900Z","#,
+                r#""elapsed_ms":800.0,"sent_bytes":10}"#
+            ),
             r#"{"event":"paused","time":"2026-01-02T03:04:06.100Z"}"#,
         ])
         .unwrap();
@@ -270,7 +277,7 @@ mod tests {
         assert_eq!(at, [-100.0, 1000.0]);
         let progress = r#"{"event":"progress","sent_bytes":10}"#;
         let run = lines(&[progress, progress, r#"{"event":"paused"}"#]).unwrap();
-        assert_eq!(run.samples[1].at_ms, 400.0, "five a second");
+        assert_eq!(run.samples[1].at_ms, 400.0, "progress comes five times a second");
         assert_eq!((run.events[0].at_ms, run.events[0].is_about), (Some(400.0), true));
     }
 }

@@ -1,21 +1,28 @@
-//! Records for tests: a migration with everything in it.
+//! Records for tests.
 
-#![allow(dead_code, reason = "each test program uses its part")]
+#![allow(dead_code, reason = "each test program uses a part")]
 
 use serde_json::{Value, json};
 use vmferry_report::{Document, Run, bench};
 
-/// Rounds of a guest that is slowed down until it fits.
+/// Number of rounds of a guest that is throttled until it converges.
 const ROUNDS: u64 = 6;
 
-/// A record as `send --save-run` writes it, with a guest of that name. `speed` makes it faster than another.
+/// A complete record as `send --save-run` writes it. A larger `speed` makes the migration faster.
 pub fn record(guest: &str, speed: f64) -> Vec<Value> {
     let mut lines = vec![json!({
-        "event": "started", "guest": guest, "to": "tls:b:7001", "memory_bytes": 1_u64 << 30, "release": "0.1.0",
-        "limits": { "downtime_limit_ms": 300.0, "max_bandwidth": 64_000_000_u64, "max_rounds": 30, "throttle": 80 },
+        "event": "started", "guest": guest, "to": "tls:b:7001", "memory_bytes": 1_u64 << 30,
+        "release": "0.1.0",
+        "limits": {
+            "downtime_limit_ms": 300.0, "max_bandwidth": 64_000_000_u64, "max_rounds": 30,
+            "throttle": 80,
+        },
         "compression": "auto", "channels": 2,
     })];
-    lines.push(json!({ "event": "connected", "round_trip_ms": 0.2, "protocol": 2, "destination": { "vmferry": "0.1.0", "vmm": null } }));
+    lines.push(json!({
+        "event": "connected", "round_trip_ms": 0.2, "protocol": 2,
+        "destination": { "vmferry": "0.1.0", "vmm": null },
+    }));
     let (mut at_ms, mut sent, mut rounds) = (40.0, 0.0, Vec::new());
     for round in 1..=ROUNDS {
         let last = round == ROUNDS;
@@ -32,35 +39,50 @@ pub fn record(guest: &str, speed: f64) -> Vec<Value> {
         for step in 1..=steps {
             let elapsed_ms = at_ms + step as f64 * 200.0;
             let sent_bytes = sent + bytes * step as f64 / (steps + 1) as f64;
-            lines.push(json!({ "event": "progress", "phase": "pre-copy", "round": round, "sent_bytes": sent_bytes, "elapsed_ms": elapsed_ms }));
+            lines.push(json!({
+                "event": "progress", "phase": "pre-copy", "round": round,
+                "sent_bytes": sent_bytes, "elapsed_ms": elapsed_ms,
+            }));
         }
         at_ms += ms;
         sent += bytes;
         let stats = json!({
             "round": round, "pages": pages, "zero_pages": pages * 0.1, "free_pages": pages * 0.05,
-            "encoded": { "zero": pages * 0.1, "raw": pages * 0.2, "delta": pages * 0.1, "lz4": pages * 0.2, "zstd": pages * 0.3, "zlib": pages * 0.05 },
-            "bytes": bytes, "ms": ms, "harvest_ms": 0.7, "harvest_percent": 0.3, "dirty_pages_per_s": 9000.0,
-            "bytes_per_s": 9e7, "throttle_percent": 20 * round / 2, "paused": last,
+            "encoded": {
+                "zero": pages * 0.1, "raw": pages * 0.2, "delta": pages * 0.1,
+                "lz4": pages * 0.2, "zstd": pages * 0.3, "zlib": pages * 0.05,
+            },
+            "bytes": bytes, "ms": ms, "harvest_ms": 0.7, "harvest_percent": 0.3,
+            "dirty_pages_per_s": 9000.0, "bytes_per_s": 9e7,
+            "throttle_percent": 20 * round / 2, "paused": last,
         });
         let mut event = stats.clone();
         event["event"] = "round-done".into();
         lines.push(event);
         rounds.push(stats);
         lines.push(json!({
-            "event": "forecast", "round": round, "elapsed_ms": at_ms, "pending_pages": pages / 2.0, "dirty_bytes_per_s": 4.1e7,
-            "link_bytes_per_s": 6.4e7, "compression_ratio": 2.2, "predicted_downtime_ms": 1500.0 / round as f64,
-            "downtime_limit_ms": 300.0, "verdict": "converging", "advice": null,
+            "event": "forecast", "round": round, "elapsed_ms": at_ms,
+            "pending_pages": pages / 2.0, "dirty_bytes_per_s": 4.1e7,
+            "link_bytes_per_s": 6.4e7, "compression_ratio": 2.2,
+            "predicted_downtime_ms": 1500.0 / round as f64, "downtime_limit_ms": 300.0,
+            "verdict": "converging", "advice": null,
         }));
     }
     lines.push(json!({ "event": "ready" }));
     lines.push(json!({ "event": "committed" }));
     lines.push(json!({ "event": "done", "stats": {
-        "rounds": rounds, "total_ms": at_ms, "downtime_ms": 212.0 / speed, "predicted_downtime_ms": 210.0,
-        "downtime": { "pause_ms": 0.4, "harvest_ms": 1.1, "save_ms": 3.0, "send_ms": 190.0 / speed, "ready_ms": 12.0, "commit_ms": 5.0 },
-        "sent_bytes": sent, "memory_bytes": 1_u64 << 30, "state_bytes": 5000, "digest_match": true, "verify_match": true,
-        "verify_ms": 80.0, "engine_cpu_s": 2.4, "planning_cpu_s": 0.1, "compression": "auto", "free_pages": 3000,
-        "compression_ratio": 2.2, "dirty_log": "clear", "channels": 2, "transport": "tls b:7001", "protocol": 2,
-        "round_trip_ms": 0.2, "reconnections": 0, "resent_bytes": 0, "link_down_ms": 0.0, "recalls": 0,
+        "rounds": rounds, "total_ms": at_ms, "downtime_ms": 212.0 / speed,
+        "predicted_downtime_ms": 210.0,
+        "downtime": {
+            "pause_ms": 0.4, "harvest_ms": 1.1, "save_ms": 3.0, "send_ms": 190.0 / speed,
+            "ready_ms": 12.0, "commit_ms": 5.0,
+        },
+        "sent_bytes": sent, "memory_bytes": 1_u64 << 30, "state_bytes": 5000,
+        "digest_match": true, "verify_match": true, "verify_ms": 80.0,
+        "engine_cpu_s": 2.4, "planning_cpu_s": 0.1, "compression": "auto", "free_pages": 3000,
+        "compression_ratio": 2.2, "dirty_log": "clear", "channels": 2, "transport": "tls b:7001",
+        "protocol": 2, "round_trip_ms": 0.2, "reconnections": 0, "resent_bytes": 0,
+        "link_down_ms": 0.0, "recalls": 0,
     } }));
     let second = 1_000_000_000;
     let begun = 1_790_000_000_i64;
@@ -73,25 +95,25 @@ pub fn record(guest: &str, speed: f64) -> Vec<Value> {
     lines
 }
 
-/// A moment of one hour of a day.
+/// Formats a time within one hour of a day.
 fn stamp(seconds: i64, ms: i64) -> String {
     format!("2026-09-21T14:{:02}:{:02}.{ms:03}Z", seconds / 60 % 60, seconds % 60)
 }
 
-/// As a file.
+/// The lines as the content of a file.
 pub fn file(lines: &[Value]) -> Vec<u8> {
     lines.iter().map(|line| format!("{line}\n")).collect::<String>().into_bytes()
 }
 
-/// Of a file that is a run.
+/// Reads a run.
 pub fn run(bytes: &[u8]) -> Run {
     match vmferry_report::read("run.json", bytes).unwrap() {
         Document::Run(run) => *run,
-        Document::Benchmark(_) => panic!("no run"),
+        Document::Benchmark(_) => panic!("not a run"),
     }
 }
 
-/// The record of one that failed.
+/// The record of a migration that failed.
 pub fn failed(guest: &str) -> Vec<Value> {
     let mut lines = record(guest, 1.0);
     lines.truncate(lines.len() - 3);
@@ -99,23 +121,30 @@ pub fn failed(guest: &str) -> Vec<Value> {
     let last = lines.last_mut().unwrap();
     last["advice"] = "give it --throttle 80, or --downtime-limit 2s".into();
     last["verdict"] = "not-converging".into();
-    lines.push(json!({ "event": "failed", "error": { "code": "not-converging", "exit": 10, "message": message }, "stats": null }));
+    let error = json!({ "code": "not-converging", "exit": 10, "message": message });
+    lines.push(json!({ "event": "failed", "error": error, "stats": null }));
     lines
 }
 
-/// Results of a benchmark that was published.
+/// Results of a benchmark with published figures.
 pub fn benchmark() -> bench::Results {
     let row = |value: Value| value.as_object().unwrap().clone();
     let cell = |guest: &str, hints: &str, ms: f64| {
         row(json!({ "guest": guest, "hints": hints, "total_ms": ms, "runs": 3 }))
     };
     let value = json!({
-        "name": "free-pages", "machine": { "cpu": "A processor", "cores": 2, "kernel": "6.18", "kvm": "kvm_intel", "tcp": "cubic" },
+        "name": "free-pages",
+        "machine": {
+            "cpu": "A processor", "cores": 2, "kernel": "6.18", "kvm": "kvm_intel", "tcp": "cubic",
+        },
         "rows": [
             cell("idle_8g", "no", 3774.0), cell("idle_8g", "yes", 111.0),
             cell("busy_8g", "no", 3793.0), cell("busy_8g", "yes", 322.0),
         ],
-        "aims": [{ "ratio": "idle_8g_reduction", "value": 0.971, "aim": ">= 0.92", "met": "yes", "meaning": "of the total time, by hints" }],
+        "aims": [{
+            "ratio": "idle_8g_reduction", "value": 0.971, "aim": ">= 0.92", "met": "yes",
+            "meaning": "of the total time, by hints",
+        }],
         "yardsticks": { "copy_mb_per_s": 4309.0 }, "ratios": { "idle_8g_reduction": 0.971 },
     });
     serde_json::from_value(value).unwrap()

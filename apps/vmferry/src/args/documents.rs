@@ -1,4 +1,4 @@
-//! The options of `vmferry completions` and `vmferry man`, and the command line as these show it.
+//! The options of `vmferry completions` and `vmferry man`, and the command line that they describe.
 
 use std::path::PathBuf;
 
@@ -26,15 +26,15 @@ Examples:
   vmferry man | man -l -
   vmferry man --dir /usr/local/share/man/man1")]
 pub struct ManOptions {
-    /// Write vmferry.1 and a page for each command into this directory, which is made; by default vmferry.1
-    /// goes to standard output.
+    /// Write vmferry.1 and a page for each command into this directory, which is created if needed.
+    /// By default vmferry.1 goes to standard output.
     #[arg(long, value_name = "DIR")]
     pub dir: Option<PathBuf>,
 }
 
-/// The command line without what vmferry starts by itself.
+/// The command line without the subcommands that vmferry runs internally.
 ///
-/// clap's own generators take hidden commands for something that is merely not listed.
+/// clap's generators only leave hidden commands out of lists, so they are removed here.
 pub fn public_command() -> clap::Command {
     let whole = Arguments::command();
     let commands = whole.get_subcommands().filter(|command| !command.is_hide_set()).cloned();

@@ -1,4 +1,4 @@
-//! The options of commands about a migration that is under way, or that might be.
+//! The options of `vmferry set`, `vmferry estimate` and `vmferry metrics`.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -17,27 +17,29 @@ Examples:
   vmferry set web --max-bandwidth none
   vmferry set web --throttle 80 --max-rounds 50")]
 pub struct SetOptions {
-    /// Name of the guest that is being sent, or path of its control socket.
+    /// Name of the guest that is being migrated, or path of its control socket.
     pub guest: String,
-    /// Cap in bytes per second from now on, such as 100M or 1Gbit/s; none takes the cap back.
+    /// New bandwidth cap in bytes per second, such as 100M or 1Gbit/s; none removes the cap.
     #[arg(long, value_parser = parse_cap, value_name = "RATE", group = "limit")]
     pub max_bandwidth: Option<Cap>,
-    /// Longest accepted downtime from now on.
+    /// New longest accepted downtime.
     #[arg(long, value_parser = parse_duration, value_name = "TIME", group = "limit")]
     pub downtime_limit: Option<Duration>,
-    /// Most rounds with the guest running, those that were sent already among them.
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..), value_name = "NUMBER", group = "limit")]
+    /// Most rounds while the guest runs, counted from the start of the migration.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..), value_name = "NUMBER",
+          group = "limit")]
     pub max_rounds: Option<u32>,
-    /// Take up to so much of the vCPUs' time, in per cent, from a guest that writes faster than the link carries; 0 gives
-    /// all of it back.
-    #[arg(long, value_parser = clap::value_parser!(u8).range(0..=99), value_name = "PERCENT", group = "limit")]
+    /// Throttle the vCPUs of a guest that writes faster than the link carries, by up to this
+    /// percentage; 0 stops throttling.
+    #[arg(long, value_parser = clap::value_parser!(u8).range(0..=99), value_name = "PERCENT",
+          group = "limit")]
     pub throttle: Option<u8>,
 }
 
 /// `vmferry estimate`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Watching costs the guest what a migration's dirty log costs it, and sends nothing.
+Watching slows the guest as much as the dirty log of a migration does. Nothing is sent.
 
 Examples:
   vmferry estimate web
@@ -48,34 +50,37 @@ pub struct EstimateOptions {
     /// Name of the guest, or path of its control socket.
     #[arg(required_unless_present = "qemu", conflicts_with = "qemu")]
     pub guest: Option<String>,
-    /// Watch the guest of the QEMU that has this QMP socket. For one that can't be attached to QEMU says what it writes.
+    /// Watch the guest of the QEMU with this QMP socket. For a guest that can't be attached, QEMU
+    /// itself reports what it writes.
     #[arg(long, value_name = "QMP_SOCKET")]
     pub qemu: Option<PathBuf>,
-    /// For how long the guest is watched, at most 10 minutes.
+    /// How long to watch the guest, at most 10 minutes.
     #[arg(long, default_value = "5s", value_parser = parse_duration, value_name = "TIME")]
     pub time: Duration,
-    /// What the link carries, in bytes per second such as 350MiB/s, or in bits as in 1Gbit/s.
+    /// Bandwidth of the link in bytes per second, such as 350MiB/s, or in bits, such as 1Gbit/s.
     #[arg(long, default_value = "1Gbit/s", value_parser = parse_rate, value_name = "RATE")]
     pub max_bandwidth: u64,
     /// Longest accepted downtime.
     #[arg(long, default_value = "300ms", value_parser = parse_duration, value_name = "TIME")]
     pub downtime_limit: Duration,
-    /// Most rounds with the guest running.
-    #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..), value_name = "NUMBER")]
+    /// Most rounds while the guest runs.
+    #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..),
+          value_name = "NUMBER")]
     pub max_rounds: u32,
 }
 
 /// `vmferry metrics`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Without --listen it prints the metrics once, as a node exporter's textfile collector takes them.
+Without --listen, the metrics are printed once, in the format that the textfile collector of a node
+exporter reads.
 
 Examples:
   vmferry metrics
   vmferry metrics > /var/lib/prometheus/node-exporter/vmferry.prom
-  vmferry metrics --listen 127.0.0.1:9188     # serves GET /metrics until it is ended")]
+  vmferry metrics --listen 127.0.0.1:9188     # serves GET /metrics until the command is stopped")]
 pub struct MetricsOptions {
-    /// Serve them to Prometheus at this address, to whoever reaches it.
+    /// Serve the metrics at this address, to every client that can reach it.
     #[arg(long, value_name = "HOST:PORT")]
     pub listen: Option<String>,
 }

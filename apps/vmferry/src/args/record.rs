@@ -1,4 +1,4 @@
-//! The options of whatever records its channels.
+//! The options of commands that record their channels.
 
 use std::path::PathBuf;
 
@@ -6,14 +6,15 @@ use clap::Args;
 
 use super::parse_bytes;
 
-/// What is recorded.
+/// Recording.
 #[derive(Clone, Debug, Args)]
 pub struct RecordOptions {
-    /// Record what each channel carries, above encryption, into files of this directory (mode 0700), for `vmferry inspect`.
-    /// Guest memory stands in them: keep them as you keep the guest's secrets, and delete them.
+    /// Record the unencrypted content of each channel in files in this directory (mode 0700), for
+    /// `vmferry inspect`. The files contain guest memory: protect them like the guest's secrets,
+    /// and delete them.
     #[arg(long, value_name = "DIR")]
     pub record: Option<PathBuf>,
-    /// Stop recording after so many bytes in all files together; the migration goes on.
+    /// Stop recording when all files together reach this size; the migration goes on.
     #[arg(long, value_name = "BYTES", default_value = "1G", value_parser = parse_bytes)]
     pub record_limit: u64,
 }

@@ -7,8 +7,8 @@ use clap::Args;
 /// `vmferry report`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-The page is one file that needs no network and executes nothing. Ends with 5 if a file is broken;
-a record that merely ends within a line, because its writer was killed, is not.
+The page is one file that needs no network and contains no scripts. The exit status is 5 if a file
+is damaged. A record that ends within a line, because its writer was killed, is not damaged.
 
 Examples:
   vmferry send web --to host-b:7001 --tls tls-a --json > run.json
@@ -23,7 +23,7 @@ pub struct ReportOptions {
     /// Show two migrations side by side.
     #[arg(long)]
     pub compare: bool,
-    /// Where the page goes, - for standard output; by default beside the one FILE, as .html.
+    /// File for the page, - for standard output; by default FILE with the extension .html.
     #[arg(long, short, value_name = "FILE")]
     pub output: Option<PathBuf>,
 }

@@ -9,20 +9,20 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
         Some(number) => format!("{number}{}iB", text[number.len()..].to_uppercase()),
         None => text.to_owned(),
     };
-    binary
-        .parse::<bytesize::ByteSize>()
-        .map(|size| size.as_u64())
-        .map_err(|_| format!("`{text}` is no size: use bytes, or a unit such as 64M, 8G or 350MiB"))
+    binary.parse::<bytesize::ByteSize>().map(|size| size.as_u64()).map_err(|_| {
+        format!("`{text}` is not a size: use bytes, or a unit such as 64M, 8G or 350MiB")
+    })
 }
 
-/// Bits of a network's units, which are decimal.
+/// The units of network rates, in bits. They are decimal.
 const BIT_UNITS: [(&str, f64); 4] = [("Gbit", 1e9), ("Mbit", 1e6), ("kbit", 1e3), ("bit", 1.0)];
 
-/// A rate in bytes per second: as a size, with or without `/s`, or in bits, as networks have it: `1Gbit/s`, `350Mbit`.
+/// A rate in bytes per second: a size with or without `/s`, or bits: `1Gbit/s`, `350Mbit`.
 pub fn parse_rate(text: &str) -> Result<u64, String> {
     let wrong = || {
         format!(
-            "`{text}` is no rate: use bytes per second such as 100M, 350MiB/s or 350MB/s, or bits as in 1Gbit/s"
+            "`{text}` is not a rate: use bytes per second such as 100M, 350MiB/s or 350MB/s, or \
+             bits such as 1Gbit/s"
         )
     };
     let amount = text.strip_suffix("/s").unwrap_or(text);
@@ -56,7 +56,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
         let number: f64 = text.strip_suffix(unit)?.trim().parse().ok()?;
         Duration::try_from_secs_f64(number * seconds).ok()
     });
-    fraction.ok_or_else(|| format!("`{text}` is no time: use a unit such as 50ms, 1.5s or 2min"))
+    fraction.ok_or_else(|| format!("`{text}` is not a time: use a unit such as 50ms, 1.5s or 2min"))
 }
 
 #[cfg(test)]
@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_binary_unless_they_say_otherwise() {
+    fn size_without_a_b_is_binary() {
         assert_eq!(parse_bytes("256M"), Ok(256 << 20));
         assert_eq!(parse_bytes("8g"), Ok(8 << 30));
         assert_eq!(parse_bytes("4096"), Ok(4096));
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn rates_are_bytes_or_bits_in_a_second() {
+    fn rate_is_in_bytes_or_bits_per_second() {
         assert_eq!(parse_rate("100M"), Ok(100 << 20));
         assert_eq!(parse_rate("350MiB/s"), Ok(350 << 20));
         assert_eq!(parse_rate("350MB/s"), Ok(350_000_000));
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn times_have_units_and_may_have_fractions() {
+    fn time_has_a_unit_and_may_have_a_fraction() {
         assert_eq!(parse_duration("300ms"), Ok(Duration::from_millis(300)));
         assert_eq!(parse_duration("1.5s"), Ok(Duration::from_millis(1500)));
         assert_eq!(parse_duration("0.5ms"), Ok(Duration::from_micros(500)));

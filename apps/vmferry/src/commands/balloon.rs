@@ -1,4 +1,5 @@
-//! `vmferry balloon`: how large a guest's balloon is and shall be, and what the guest says of its memory.
+//! `vmferry balloon`: the actual and target size of a guest's balloon, and the guest's memory
+//! statistics.
 
 use std::fmt::Write;
 
@@ -38,21 +39,21 @@ fn describe(guest: &str, status: &Value) -> String {
         let _ = write!(text, "\n  {line}");
     };
     if status["actual_bytes"] != status["target_bytes"] {
-        line(format!("shall be {}", bytes("target_bytes")));
+        line(format!("target: {}", bytes("target_bytes")));
     }
     if status["driver"] != true {
-        line("the guest has no driver for it, or it has not begun".into());
+        line("the guest has no driver for it, or the driver has not started".into());
     }
     if status["needs_reset"] == true {
         line("BROKEN: the guest's driver must reset the device".into());
     }
-    line(format!("given back to this host: {}", bytes("discarded_bytes")));
+    line(format!("returned to this host: {}", bytes("discarded_bytes")));
     if let Some(hints) = status["hints"].as_object() {
         let hinted = ByteSize(hints["bytes"].as_u64().unwrap_or_default());
         line(format!("hinted free in the last migration: {hinted}"));
     }
     if let Some(statistics) = status["statistics"].as_object() {
-        let age = if status["statistics_fresh"] == true { "" } else { " (not fresh)" };
+        let age = if status["statistics_fresh"] == true { "" } else { " (outdated)" };
         line(format!("statistics{age}:"));
         for (name, value) in statistics {
             let number = value.as_u64().unwrap_or_default();
@@ -76,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_balloon_is_described() {
+    fn describe_shows_sizes_hints_and_statistics() {
         let status = json!({
             "driver": true, "needs_reset": false, "features": ["stats-vq"],
             "target_bytes": 64 << 20, "actual_bytes": 32 << 20, "discarded_bytes": 32 << 20,
@@ -84,9 +85,11 @@ mod tests {
             "statistics": { "free-memory": 1 << 20, "major-faults": 17 }, "statistics_fresh": false,
             "warnings": ["something"],
         });
-        let expected = "web: balloon of 32.0 MiB\n  shall be 64.0 MiB\n  given back to this host: 32.0 MiB\n  \
-                        hinted free in the last migration: 4.0 KiB\n  statistics (not fresh):\n    \
-                        free-memory: 1.0 MiB\n    major-faults: 17\n  warning: something";
+        let expected = "web: balloon of 32.0 MiB\n  target: 64.0 MiB\n  \
+                        returned to this host: 32.0 MiB\n  \
+                        hinted free in the last migration: 4.0 KiB\n  \
+                        statistics (outdated):\n    free-memory: 1.0 MiB\n    major-faults: 17\n  \
+                        warning: something";
         assert_eq!(describe("web", &status), expected);
     }
 }

@@ -1,4 +1,4 @@
-//! `vmferry completions`: what a shell needs to complete the command line.
+//! `vmferry completions`: shell completions for the command line.
 
 use std::io::{self, Write};
 
@@ -21,7 +21,7 @@ mod tests {
     use crate::args::public_command;
 
     #[test]
-    fn every_shell_gets_the_public_commands_and_no_others() {
+    fn completions_have_the_public_commands_only() {
         for shell in Shell::value_variants() {
             let mut script = Vec::new();
             clap_complete::generate(*shell, &mut public_command(), "vmferry", &mut script);

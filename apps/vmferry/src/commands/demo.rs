@@ -1,4 +1,4 @@
-//! `vmferry demo`: a whole migration on one machine, between two processes.
+//! `vmferry demo`: a complete migration on one machine, between two processes.
 
 mod children;
 
@@ -15,20 +15,22 @@ use super::migration::{migrate, migrate_request, saved_run};
 use crate::args::{DemoOptions, Transport};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
+use crate::progress::JsonEvents;
 use crate::tables::{recorded, rounds};
 
 const NAME: &str = "demo";
 
-/// How long the guest may take to populate its memory, and to show itself at the destination.
+/// How long the guest may take to populate its memory, and to make progress at the destination.
 const GUEST_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// How long the guest may take to check all of its memory at the destination.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How often the guest is looked at: it reports by its memory, which wakes nobody.
-const LOOK_INTERVAL: Duration = Duration::from_millis(10);
+/// How often the guest's report is polled. The guest writes it to its memory without a
+/// notification.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Two processes, a guest, a migration, and a look at the guest on the other side.
+/// Starts two processes, migrates a guest from one to the other, and checks it there.
 pub fn run(options: &DemoOptions, output: &Output) -> Result<(), Failure> {
     let directory = tempfile::Builder::new().prefix("vmferry-demo-").tempdir()?;
     let (source_dir, destination_dir) = (directory.path().join("a"), directory.path().join("b"));
@@ -57,16 +59,16 @@ pub fn run(options: &DemoOptions, output: &Output) -> Result<(), Failure> {
 
     output.note(format!("migrating over {to}"));
     let request = migrate_request(to, link.tls.clone(), &options.migration, !options.no_verify);
-    let stats =
-        match migrate(&source_socket, request, output, false, saved_run(&options.migration)?) {
-            Ok(stats) => stats,
-            Err(failure) => {
-                let before = report(&source_socket)?;
-                wait_for(&source_socket, "go on", |now| goes_on(&before, now))?;
-                output.note("the guest runs on at the source, undamaged");
-                return Err(failure);
-            }
-        };
+    let saved = saved_run(&options.migration)?;
+    let stats = match migrate(&source_socket, request, output, JsonEvents::None, saved) {
+        Ok(stats) => stats,
+        Err(failure) => {
+            let before = report(&source_socket)?;
+            wait_for(&source_socket, "go on", |now| goes_on(&before, now))?;
+            output.note("the guest runs at the source, undamaged");
+            return Err(failure);
+        }
+    };
     let received = destination.event("received")?;
     let source_rss = source.event("ended")?["peak_rss_bytes"].clone();
     source.wait()?;
@@ -86,10 +88,10 @@ pub fn run(options: &DemoOptions, output: &Output) -> Result<(), Failure> {
     result["guest_rounds"] = after.rounds.into();
     result["guest_checked_all"] = checked_all.into();
     output.result(&result, || verdict(&result, &stats, &after));
-    if ok { Ok(()) } else { Err(Failure::new(Code::Corrupt, "the guest did not arrive undamaged")) }
+    if ok { Ok(()) } else { Err(Failure::new(Code::Corrupt, "the guest arrived damaged")) }
 }
 
-/// How the two processes are joined.
+/// The connection between the two processes.
 struct Link {
     listen: String,
     receive_flags: Vec<String>,
@@ -125,7 +127,7 @@ impl Link {
     }
 }
 
-/// By default a guest that fills a quarter of its memory and rewrites another part.
+/// The guest's workload: by default it fills a quarter of its memory and rewrites another part.
 fn workload(options: &DemoOptions) -> String {
     if let Some(workload) = &options.workload {
         return workload.clone();
@@ -173,14 +175,14 @@ fn report(socket: &Path) -> Result<Report, Failure> {
         .map_err(|error| Failure::of(Code::Internal, error))
 }
 
-/// Whether the guest works and its timer ticks.
+/// Whether the guest's workload makes progress and its timer ticks.
 fn goes_on(before: &Report, now: &Report) -> bool {
     now.ticks >= before.ticks + 20
         && (now.work_pages + now.churn_pages == 0 || now.pages_checked > before.pages_checked)
 }
 
-/// Waits until the guest has checked all of its memory again, and returns whether it has: one that
-/// is told to write slowly would take hours.
+/// Waits for the guest to check all of its memory again, for at most [`CHECK_TIMEOUT`], and returns
+/// whether it has: a workload with a low rate would take hours.
 fn check_all(socket: &Path) -> Result<(Report, bool), Failure> {
     let before = report(socket)?;
     let deadline = Instant::now() + CHECK_TIMEOUT;
@@ -191,11 +193,11 @@ fn check_all(socket: &Path) -> Result<(Report, bool), Failure> {
         if all || now.corruptions > 0 || Instant::now() > deadline {
             return Ok((now, all));
         }
-        std::thread::sleep(LOOK_INTERVAL);
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 
-/// Looks at the guest again and again until it reports what is wanted.
+/// Polls the guest's report until it satisfies `wanted`.
 fn wait_for(socket: &Path, what: &str, wanted: impl Fn(&Report) -> bool) -> Result<(), Failure> {
     let deadline = Instant::now() + GUEST_TIMEOUT;
     while !wanted(&report(socket)?) {
@@ -203,7 +205,7 @@ fn wait_for(socket: &Path, what: &str, wanted: impl Fn(&Report) -> bool) -> Resu
             let text = format!("the guest did not {what} within {} s", GUEST_TIMEOUT.as_secs());
             return Err(Failure::new(Code::Corrupt, text));
         }
-        std::thread::sleep(LOOK_INTERVAL);
+        std::thread::sleep(POLL_INTERVAL);
     }
     Ok(())
 }
@@ -256,29 +258,29 @@ fn verdict(result: &Value, stats: &Value, after: &Report) -> String {
         number("destination_cpu_s"),
     ));
     text.push_str(if result["digest_match"] == true {
-        "digests of what was sent and what was placed: equal\n"
+        "digests of sent and placed pages: equal\n"
     } else {
-        "digests of what was sent and what was placed: DIFFERENT\n"
+        "digests of sent and placed pages: DIFFERENT\n"
     });
     match result["verify_match"].as_bool() {
         Some(true) => text.push_str(&format!(
-            "both paused memories hashed whole: equal ({:.0} ms, not counted as downtime)\n",
+            "hashes of all guest memory on both sides: equal ({:.0} ms, not counted as downtime)\n",
             number("verify_ms")
         )),
-        Some(false) => text.push_str("both paused memories hashed whole: DIFFERENT\n"),
+        Some(false) => text.push_str("hashes of all guest memory on both sides: DIFFERENT\n"),
         None => {}
     }
     text.push_str(&format!(
-        "the guest on the other side: {} corruptions, {}\n",
-        after.corruptions,
+        "guest self-check at the destination: {}, {} corrupt\n",
         if result["guest_checked_all"] == true {
-            "and it has checked all of its memory there"
+            "all pages checked"
         } else {
-            "but it writes slowly and has not checked all of its memory there yet"
-        }
+            "not all pages checked yet, because the workload is slow"
+        },
+        after.corruptions,
     ));
     text.push_str(if result["ok"] == true {
-        "OK: the guest has moved and has not noticed"
+        "OK: the guest has moved undamaged"
     } else {
         "FAILED: see above"
     });

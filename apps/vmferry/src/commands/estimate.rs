@@ -1,4 +1,4 @@
-//! `vmferry estimate`: what a migration would cost, without one.
+//! `vmferry estimate`: what a migration would cost, without migrating.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -16,16 +16,17 @@ use crate::args::EstimateOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// What was seen, and how.
+/// What was measured, and how.
 struct Watched {
     estimate: Estimate,
-    /// Why it is carried, if it is.
+    /// Why the guest would be carried, if it would.
     carried: Option<String>,
-    /// A carried guest of a QEMU that would lose what it writes meanwhile.
+    /// Whether the guest would be paused throughout, because its QEMU loses writes while it
+    /// migrates.
     stands_still: bool,
 }
 
-/// Watches the guest, and reckons.
+/// Watches the guest and computes the cost.
 pub fn run(options: &EstimateOptions, output: &Output) -> Result<(), Failure> {
     if output.is_terminal() {
         output.note(format!("watching the guest for {:?}", options.time));
@@ -92,15 +93,15 @@ fn describe(watched: &Watched, outlook: &Outlook, options: &EstimateOptions) -> 
             ByteSize(seen.populated_pages * vmferry_memory::PAGE_SIZE as u64),
             ByteSize(seen.memory_bytes),
             seen.contents.map_or_else(
-                || "anything at most; what it is can't be seen from outside".to_owned(),
+                || "data at most; the contents can't be read from outside".to_owned(),
                 |it| format!(
-                    "anything, {:.0} % of that zeros, the rest compresses {:.1} to 1",
+                    "data, {:.0} % of it zeros, the rest compresses {:.1} to 1",
                     it.zero_percent, it.compression_ratio
                 )
             ),
         ),
         format!(
-            "in {:.1} s the guest wrote {:.0} MB/s, on {} in all{}{}",
+            "in {:.1} s the guest wrote {:.0} MB/s to {} of memory{}{}",
             seen.watched_ms / 1e3,
             mb(seen.dirty_bytes_per_s),
             ByteSize(seen.hot_bytes),
@@ -108,12 +109,13 @@ fn describe(watched: &Watched, outlook: &Outlook, options: &EstimateOptions) -> 
                 String::new,
                 |it| format!(" (compresses {:.1} to 1)", it.compression_ratio)
             ),
-            if watched.carried.is_some() { ", as QEMU reckons from a sample of pages" } else { "" },
+            if watched.carried.is_some() { ", by QEMU's estimate from a sample" } else { "" },
         ),
     ]);
     if watched.stands_still {
         lines.push(
-            "this QEMU would lose a part of what its guest writes: the guest stands still from the first page to the last"
+            "this QEMU would lose some of its guest's writes: the guest would be paused for the \
+             whole migration"
                 .to_owned(),
         );
     }
@@ -121,8 +123,8 @@ fn describe(watched: &Watched, outlook: &Outlook, options: &EstimateOptions) -> 
     let limit = options.downtime_limit.as_secs_f64() * 1e3;
     if outlook.converges {
         lines.push(format!(
-            "over {link:.0} MB/s a migration takes about {:.1} s in {} rounds, sends {}, and stops the guest for {:.0} ms \
-             (limit {limit:.0})",
+            "at {link:.0} MB/s a migration takes about {:.1} s in {} rounds, sends {}, and pauses \
+             the guest for {:.0} ms (limit {limit:.0})",
             outlook.total_ms / 1e3,
             outlook.rounds,
             ByteSize(outlook.sent_bytes),
@@ -130,21 +132,19 @@ fn describe(watched: &Watched, outlook: &Outlook, options: &EstimateOptions) -> 
         ));
     } else {
         lines.push(format!(
-            "over {link:.0} MB/s a migration does not converge within {} rounds: it would stop the guest for {:.0} ms (limit \
-             {limit:.0})",
+            "at {link:.0} MB/s a migration does not converge within {} rounds: it would pause the \
+             guest for {:.0} ms (limit {limit:.0})",
             options.max_rounds, outlook.downtime_ms,
         ));
         lines.push(match outlook.needed_bytes_per_s {
             Some(needed) => format!(
-                "it converges from about {:.0} MB/s on, {}with --downtime-limit {}ms{}",
+                "it converges at {:.0} MB/s or more, {}with --downtime-limit {}ms{}",
                 mb(needed),
                 if watched.stands_still { "or " } else { "" },
                 (outlook.downtime_ms * 1.2).ceil(),
                 if watched.stands_still { "" } else { ", or with --throttle" },
             ),
-            None => {
-                "no link is fast enough for that limit: allow more with --downtime-limit".to_owned()
-            }
+            None => "no link is fast enough for that limit: raise --downtime-limit".to_owned(),
         });
     }
     lines.join("\n")

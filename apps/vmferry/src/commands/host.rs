@@ -1,7 +1,7 @@
-//! Hosting a guest until it ends: what `run` and `receive` have in common.
+//! Hosts a guest until it ends, for `run` and `receive`.
 
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
@@ -12,19 +12,20 @@ use vmferry_microvm::service::{End, GuestService, peak_rss_bytes};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// How long a guest that came from this very host may wait for its old VMM to leave the name.
+/// How long to wait for the old VMM to release the guest's name, after a migration within this
+/// host.
 const NAME_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How often a crash of the guest is looked for, and what its balloon's driver did wrong.
-const LOOK_PERIOD: Duration = Duration::from_millis(500);
+/// How often the guest is checked for a crash, and its balloon's driver for errors.
+const POLL_PERIOD: Duration = Duration::from_millis(500);
 
-/// How long a migration may take to be cancelled when the VMM is told to end.
+/// How long to wait for a migration to be cancelled when the VMM must end.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The way to tell a host that it shall end.
+/// The channel on which [`host`] is told to end.
 pub type Ending = (Sender<End>, Receiver<End>);
 
-/// A new one.
+/// Creates the channel.
 pub fn ending() -> Ending {
     channel()
 }
@@ -37,7 +38,7 @@ pub fn host(
     output: &Output,
 ) -> Result<(), Failure> {
     let name = {
-        let machine = machine.lock().unwrap_or_else(PoisonError::into_inner);
+        let machine = machine.lock();
         machine.config().identity.name.clone()
     };
     let service = Arc::new(GuestService::new(Arc::clone(machine), directory.journals(), ended));
@@ -60,12 +61,12 @@ pub fn host(
     });
     let mut warned = 0;
     let end = loop {
-        let end = is_over.recv_timeout(LOOK_PERIOD);
+        let end = is_over.recv_timeout(POLL_PERIOD);
         let (crash, balloon) = {
-            let machine = machine.lock().unwrap_or_else(PoisonError::into_inner);
+            let machine = machine.lock();
             (machine.crash(), machine.balloon())
         };
-        // Each is told once in the device's life.
+        // Each warning is reported once in the device's life.
         let warnings = balloon.map_or_else(Vec::new, |balloon| balloon.status().warnings);
         for warning in warnings.iter().skip(warned) {
             let event = json!({ "event": "balloon-warning", "name": name, "warning": warning });
@@ -86,7 +87,7 @@ pub fn host(
     if end == End::Quit {
         leave_migration(&service)?;
     }
-    // The client that asked for the end reads its answer before the socket goes.
+    // The client that requested the end reads its answer before the socket is removed.
     drop(server);
     let over = json!({
         "event": "ended", "name": name, "why": end, "peak_rss_bytes": peak_rss_bytes(),
@@ -109,7 +110,7 @@ fn bind(
         match Server::bind(&directory.socket(name), handler) {
             Ok(server) => return Ok(server),
             Err(ServerError::InUse { .. }) if Instant::now() < deadline => {
-                // On one host the old VMM is about to leave: there is nothing to wait on but time.
+                // The old VMM on this host is about to exit. Nothing signals that.
                 std::thread::sleep(Duration::from_millis(20));
             }
             Err(error @ (ServerError::InUse { .. } | ServerError::NotASocket { .. })) => {
@@ -120,7 +121,8 @@ fn bind(
     }
 }
 
-/// A guest must not vanish half-way: its migration is cancelled first, and one in doubt is said.
+/// Cancels the guest's migration before the VMM ends. If the handover is in doubt, or the migration
+/// does not end in time, that is an error.
 fn leave_migration(service: &GuestService) -> Result<(), Failure> {
     let deadline = Instant::now() + CANCEL_TIMEOUT;
     service.cancel();
@@ -129,19 +131,18 @@ fn leave_migration(service: &GuestService) -> Result<(), Failure> {
             None => return Ok(()),
             Some(progress) if progress.in_doubt => {
                 let text = "ended while in doubt: the destination may run the guest; look there, \
-                            and then use `vmferry resolve`";
+                            then use `vmferry resolve`";
                 return Err(Failure::new(Code::InDoubt, text));
             }
             Some(_) if Instant::now() >= deadline => {
                 let text = format!(
-                    "ended although the migration of the guest was not cancelled within {} s: its journal says who \
-                     has the guest (`vmferry status --sessions`)",
+                    "ended although the guest's migration was not cancelled within {} s: the \
+                     journal says which host has the guest (`vmferry status --sessions`)",
                     CANCEL_TIMEOUT.as_secs()
                 );
                 return Err(Failure::new(Code::Internal, text));
             }
-            // The engine ends on its own; a lock-step wait would need a second channel for a
-            // moment that comes once.
+            // Polled: a notification would need a second channel for an event that happens once.
             Some(_) => std::thread::sleep(Duration::from_millis(20)),
         }
     }

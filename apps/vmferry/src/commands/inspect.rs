@@ -1,4 +1,4 @@
-//! `vmferry inspect`: what is in a file, and where it is broken.
+//! `vmferry inspect`: decodes files and reports where they are damaged.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Read, Write};
@@ -11,7 +11,7 @@ use crate::args::InspectOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// Reads the files in the order in which they say something of each other, and prints each.
+/// Prints each file, in the order in which the inspector can check one file against another.
 pub fn run(options: &InspectOptions, output: &Output) -> Result<(), Failure> {
     let mut files = Vec::new();
     for path in &options.files {
@@ -21,18 +21,16 @@ pub fn run(options: &InspectOptions, output: &Output) -> Result<(), Failure> {
     let mut inspector = Inspector::new(options.memory, options.pages);
     let mut printed = BufWriter::new(io::stdout().lock());
     match inspect(&files, &mut inspector, options, output, &mut printed) {
-        // Whoever closed standard output has seen enough.
+        // A reader that closed standard output has seen enough.
         Err(Ended::Closed) | Ok(true) => Ok(()),
-        Ok(false) => {
-            Err(Failure::new(Code::Protocol, "not everything is right: see above where it is not"))
-        }
+        Ok(false) => Err(Failure::new(Code::Protocol, "damage was found: see the messages above")),
         Err(Ended::Failed(failure)) => Err(failure),
     }
 }
 
-/// Why the printing ended early.
+/// Why printing ended early.
 enum Ended {
-    /// Nobody reads on.
+    /// The reader closed standard output.
     Closed,
     Failed(Failure),
 }
@@ -46,7 +44,7 @@ impl From<io::Error> for Ended {
     }
 }
 
-/// A file whose error is known from one of standard output.
+/// A file that keeps its own read error, to distinguish it from an error on standard output.
 struct Reading<F> {
     file: F,
     error: Option<io::Error>,
@@ -64,7 +62,7 @@ impl<F: Read> Read for Reading<F> {
     }
 }
 
-/// Whether everything is right.
+/// Prints all files. Returns whether they are undamaged and agree with each other.
 fn inspect(
     files: &[((u8, u32, u8), &PathBuf)],
     inspector: &mut Inspector,
@@ -104,7 +102,7 @@ fn inspect(
     Ok(right)
 }
 
-/// Reads one file. What is wrong with reading it names it, and what is wrong with standard output does not.
+/// Reads one file. An error in reading names the file; an error on standard output does not.
 fn read(
     path: &Path,
     from: impl Read,
@@ -155,13 +153,13 @@ mod tests {
 
     impl Read for Failing {
         fn read(&mut self, _: &mut [u8]) -> io::Result<usize> {
-            // Even the kind that standard output fails with if nobody reads on.
+            // The same kind as when the reader of standard output has gone.
             Err(io::ErrorKind::BrokenPipe.into())
         }
     }
 
     #[test]
-    fn a_file_that_can_not_be_read_to_its_end_is_named() {
+    fn read_names_a_file_that_fails() {
         let line = vmferry_handover::journal::Record::Commit.encode();
         let from = line.chain(Failing);
         let mut records = 0;

@@ -1,5 +1,5 @@
-//! The link to the other host as options describe it: its address, the certificates, the versions
-//! of the protocol, and recording.
+//! The link to the other host as the options describe it: its address, the certificates, the
+//! protocol versions and the recording.
 
 use std::ops::RangeInclusive;
 
@@ -11,12 +11,12 @@ use crate::args::{RecordOptions, SendOptions, TlsOptions};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// The versions of the protocol that an option leaves.
+/// The protocol versions to offer: all, or the one that the option names.
 pub fn protocol(option: Option<u16>) -> RangeInclusive<u16> {
     option.map_or(PROTOCOL_VERSIONS, |version| version..=version)
 }
 
-/// The recorder that the options ask for, if they do.
+/// The recorder for `--record`, if it is given.
 pub fn recorder(
     options: &RecordOptions,
     side: RecordingSide,
@@ -25,14 +25,14 @@ pub fn recorder(
     let Some(directory) = &options.record else { return Ok(None) };
     let recorder = Recorder::new(directory, side, options.record_limit)?;
     let output = output.clone();
-    recorder.tell(move |said| {
+    recorder.on_end(move |said| {
         let event = serde_json::json!({ "event": "recording", "message": said });
         output.event(&event, || said.to_owned());
     });
     Ok(Some(recorder))
 }
 
-/// The way to the destination.
+/// The dialer for a destination address.
 pub fn dialer(to: &str, tls: Option<&TlsFiles>) -> Result<Dialer, Failure> {
     let address: Address = to.parse().map_err(|error| Failure::of(Code::Usage, error))?;
     match tls {
@@ -41,23 +41,23 @@ pub fn dialer(to: &str, tls: Option<&TlsFiles>) -> Result<Dialer, Failure> {
     }
 }
 
-/// The files that the options of a source name, and whom it wants to reach.
+/// A source's TLS files, and the name or URI that it expects of the destination.
 pub fn source_files(options: &SendOptions) -> Result<Option<TlsFiles>, Failure> {
     let mut files = tls_files(&options.tls)?;
     if let Some(files) = &mut files {
         files.server_name.clone_from(&options.server_name);
         files.destination_id.clone_from(&options.destination_id);
     } else if options.destination_id.is_some() {
-        let text = "--destination-id asks for a name in a certificate, and there are none without TLS: add \
+        let text = "--destination-id names a certificate, and there is none without TLS: add \
                     --tls DIR";
         return Err(Failure::new(Code::Usage, text));
     }
     Ok(files)
 }
 
-/// The files that the options name; none if they name none.
+/// The TLS files that the options name, or `None`.
 pub fn tls_files(options: &TlsOptions) -> Result<Option<TlsFiles>, Failure> {
-    // The VMM opens them, in a directory of its own.
+    // Absolute, because the VMM opens them and has another working directory.
     let absolute = |path: &std::path::Path| {
         std::path::absolute(path).map_err(|error| Failure::of(Code::Usage, error))
     };
@@ -67,7 +67,7 @@ pub fn tls_files(options: &TlsOptions) -> Result<Option<TlsFiles>, Failure> {
             IdentityFiles::new(&absolute(ca)?, &absolute(cert)?, &absolute(key)?).into()
         }
         _ if !options.crl.is_empty() => {
-            let text = "--crl is about certificates, and there are none without TLS: add --tls DIR";
+            let text = "--crl needs certificates, and there are none without TLS: add --tls DIR";
             return Err(Failure::new(Code::Usage, text));
         }
         _ => return Ok(None),
@@ -77,7 +77,7 @@ pub fn tls_files(options: &TlsOptions) -> Result<Option<TlsFiles>, Failure> {
     Ok(Some(files))
 }
 
-/// An address with its scheme: TLS is what TCP means unless `--plain` says otherwise.
+/// An address with its scheme. `HOST:PORT` means TLS, or plain TCP with `--plain`.
 pub fn address(text: &str, options: &TlsOptions) -> Result<String, Failure> {
     const SCHEMES: [&str; 6] = ["tls:", "grpc:", "grpc-ack:", "tcp:", "unix:", "fd:"];
     let scheme = SCHEMES.into_iter().find(|scheme| text.starts_with(scheme));
@@ -88,7 +88,7 @@ pub fn address(text: &str, options: &TlsOptions) -> Result<String, Failure> {
     };
     if full.starts_with("tcp:") && !options.plain {
         let text = "tcp: is neither encrypted nor authenticated: use tls:, or add --plain if \
-                    nobody else is on that network";
+                    the network is private to these hosts";
         return Err(Failure::new(Code::Usage, text));
     }
     let named = options.tls.is_some() || options.ca.is_some();
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn tcp_means_tls_unless_plain_is_said() {
+    fn address_without_a_scheme_is_tls_unless_plain() {
         assert_eq!(address("b:1", &options(false, true)).unwrap(), "tls:b:1");
         assert_eq!(address("b:1", &options(true, false)).unwrap(), "tcp:b:1");
         assert_eq!(address("unix:/x", &options(false, false)).unwrap(), "unix:/x");

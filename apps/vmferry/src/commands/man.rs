@@ -1,4 +1,4 @@
-//! `vmferry man`: manual pages, made of the same text as `--help`.
+//! `vmferry man`: manual pages, generated from the same text as `--help`.
 
 use std::io::{self, Write};
 use std::path::Path;
@@ -37,11 +37,11 @@ fn write(directory: &Path, pages: &[(String, String)]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// All pages by the names of their files, vmferry.1 first.
+/// File name and content of all pages, vmferry.1 first.
 fn pages() -> io::Result<Vec<(String, String)>> {
-    // `help` says what the pages say.
+    // `help` needs no page: the other pages have its text.
     let mut whole = public_command().disable_help_subcommand(true);
-    // Gives each command its name with those above it, and the options that are everywhere.
+    // Gives each command its full name and the global options.
     whole.build();
     let mut pages = Vec::new();
     add(&whole, None, &mut pages)?;
@@ -61,7 +61,8 @@ fn add(
 fn page(command: &Command, name: &str, above: Option<&str>) -> io::Result<String> {
     let mut text = Vec::new();
     let source = concat!("vmferry ", env!("CARGO_PKG_VERSION"));
-    // No date, so that a build can be repeated. An empty one would be left out, and what follows take its place.
+    // No date, so that builds are reproducible. An empty date would be dropped, which shifts the
+    // fields after it.
     let man = Man::new(command.clone()).date(" ").source(source).manual("vmferry");
     man.render_title(&mut text)?;
     man.render_name_section(&mut text)?;
@@ -80,7 +81,7 @@ fn page(command: &Command, name: &str, above: Option<&str>) -> io::Result<String
     Ok(ascii(&String::from_utf8_lossy(&text)))
 }
 
-/// What stands below the options in `--help`: examples line by line, all else as paragraphs.
+/// The text after the options in `--help`: examples line by line, the rest as paragraphs.
 fn after_help(roff: &mut Roff, text: &str) {
     let mut notes = false;
     for paragraph in text.split("\n\n") {
@@ -107,7 +108,7 @@ fn after_help(roff: &mut Roff, text: &str) {
     }
 }
 
-/// The page above, and those below.
+/// References to the parent command's page and the subcommands' pages.
 fn see_also(roff: &mut Roff, command: &Command, name: &str, above: Option<&str>) {
     let below = command.get_subcommands().map(|below| format!("{name}-{}", below.get_name()));
     let pages: Vec<_> = above
@@ -120,7 +121,7 @@ fn see_also(roff: &mut Roff, command: &Command, name: &str, above: Option<&str>)
     roff.text([roman(pages.join(", "))]);
 }
 
-/// The page in ASCII, so that nobody has to guess its encoding.
+/// The page in ASCII with roff escapes, so that it does not depend on an encoding.
 fn ascii(text: &str) -> String {
     text.chars().fold(String::new(), |mut page, c| {
         if c.is_ascii() {
@@ -139,7 +140,7 @@ mod tests {
     use super::*;
     use crate::args::Arguments;
 
-    /// The pages of a command and of those below it.
+    /// The pages of a command and of its subcommands.
     fn expected(command: &Command, name: &str) -> Vec<String> {
         let below = command.get_subcommands().filter(|below| !below.is_hide_set());
         let below = below.flat_map(|it| expected(it, &format!("{name}-{}", it.get_name())));
@@ -158,15 +159,15 @@ mod tests {
         }
     }
 
-    /// Whatever a command's help has below its options is in its page.
+    /// The page has all words of the text after the options.
     #[test]
-    fn nothing_of_the_help_is_left_out() {
+    fn page_has_all_of_the_help() {
         let pages = pages().unwrap();
         for command in public_command().get_subcommands() {
             let Some(after) = command.get_after_help() else { continue };
             let name = format!("vmferry-{}.1", command.get_name());
             let (_, page) = pages.iter().find(|(page, _)| *page == name).unwrap();
-            // An apostrophe is a string that the page defines, as formatters differ in it.
+            // The page defines a string for the apostrophe, because formatters differ in it.
             let plain = page.replace(r"\*(Aq", "'").replace('\\', "");
             let after = after.to_string();
             assert_eq!(after.contains("Exit status:"), plain.contains("EXIT STATUS"), "{name}");

@@ -1,4 +1,4 @@
-//! `vmferry metrics`: this host's guests and migrations, as Prometheus reads them.
+//! `vmferry metrics`: metrics of this host's guests and migrations in Prometheus's text format.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -18,13 +18,14 @@ use crate::args::MetricsOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// How long a scraper may take for its request, and again to take the answer: others wait meanwhile.
+/// How long a scraper may take to send its request, and again to read the answer. Scrapers are
+/// served one at a time.
 const SCRAPE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Prometheus's text format, of which OpenMetrics' further lines are comments.
+/// Prometheus's text format. It treats the additional lines of OpenMetrics as comments.
 const TEXT_FORMAT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// Prints the metrics, or serves them until the process is ended.
+/// Prints the metrics, or serves them until the process ends.
 pub fn run(options: &MetricsOptions, output: &Output) -> Result<(), Failure> {
     let Some(address) = &options.listen else {
         let text = text()?;
@@ -33,7 +34,8 @@ pub fn run(options: &MetricsOptions, output: &Output) -> Result<(), Failure> {
     };
     let failed = |error: std::io::Error| {
         if error.kind() == std::io::ErrorKind::InvalidInput {
-            let text = format!("`{address}` is no address: use HOST:PORT, such as 127.0.0.1:9188");
+            let text =
+                format!("`{address}` is not an address: use HOST:PORT, such as 127.0.0.1:9188");
             return Failure::new(Code::Usage, text);
         }
         Failure::of(
@@ -48,7 +50,7 @@ pub fn run(options: &MetricsOptions, output: &Output) -> Result<(), Failure> {
     });
     for stream in listener.incoming() {
         let Ok(stream) = stream else { continue };
-        // One that is slow is cut off; the others come again.
+        // A slow scraper is cut off; it tries again at its next interval.
         if let Err(error) = serve(stream) {
             output.note(format!("a scraper was not answered: {error}"));
         }
@@ -56,11 +58,11 @@ pub fn run(options: &MetricsOptions, output: &Output) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Answers one request, whatever it asks for.
+/// Answers one request.
 fn serve(mut stream: TcpStream) -> std::io::Result<()> {
     stream.set_write_timeout(Some(SCRAPE_TIMEOUT))?;
-    let mut until = Until(&stream, Instant::now() + SCRAPE_TIMEOUT);
-    let (status, body) = match read_request(&mut until, || Ok(())) {
+    let mut request = TimedStream { stream: &stream, deadline: Instant::now() + SCRAPE_TIMEOUT };
+    let (status, body) = match read_request(&mut request, || Ok(())) {
         Ok(request) if request.path == "/metrics" => match text() {
             Ok(text) => (200, text),
             Err(failure) => (500, format!("{failure}\n")),
@@ -72,15 +74,22 @@ fn serve(mut stream: TcpStream) -> std::io::Result<()> {
     stream.write_all(body.as_bytes())
 }
 
-/// A scraper that must have said everything by then.
-struct Until<'a>(&'a TcpStream, Instant);
+/// A scraper's connection and the time by which its whole request must have arrived.
+struct TimedStream<'a> {
+    stream: &'a TcpStream,
+    deadline: Instant,
+}
 
-impl Read for Until<'_> {
+impl Read for TimedStream<'_> {
     fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
-        let left = self.1.saturating_duration_since(Instant::now());
-        // None would be without a bound.
-        self.0.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
-        if left.is_zero() { Err(std::io::ErrorKind::TimedOut.into()) } else { self.0.read(into) }
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        // A timeout of zero is not allowed.
+        self.stream.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+        if left.is_zero() {
+            Err(std::io::ErrorKind::TimedOut.into())
+        } else {
+            self.stream.read(into)
+        }
     }
 }
 
@@ -96,7 +105,7 @@ struct Sessions {
     verdict: &'static str,
 }
 
-/// A number of a guest's status, and what it means. Of a migration, there is one only while it is under way.
+/// A metric of a guest's status. Metrics of a migration exist only while it runs.
 struct Measure {
     name: &'static str,
     help: &'static str,
@@ -104,7 +113,7 @@ struct Measure {
     read: fn(&Value) -> Option<f64>,
 }
 
-/// 1 for what is so.
+/// 1 for true, 0 for false.
 fn truth(value: &Value) -> Option<f64> {
     value.as_bool().map(|so| f64::from(u8::from(so)))
 }
@@ -122,7 +131,7 @@ fn measures() -> Vec<Measure> {
             it["memory_bytes"].as_f64()
         }),
         measure("guest_vcpus", "vCPUs of the guest", None, |it| it["vcpus"].as_f64()),
-        measure("migration_active", "Whether a migration of the guest is under way", None, |it| {
+        measure("migration_active", "Whether a migration of the guest runs", None, |it| {
             it["pid"].is_number().then(|| f64::from(u8::from(it["migration"].is_object())))
         }),
         measure("migration_in_doubt", "Whether its handover is in doubt", None, |it| {
@@ -134,7 +143,7 @@ fn measures() -> Vec<Measure> {
         measure("migration_elapsed", "Time since it began", Some(Unit::Seconds), |it| {
             Some(it["migration"]["elapsed_ms"].as_f64()? / 1e3)
         }),
-        measure("migration_round", "The round under way", None, |it| {
+        measure("migration_round", "Number of the current round", None, |it| {
             it["migration"]["round"].as_f64()
         }),
         measure("migration_sent", "Sent on the data channels so far", Some(Unit::Bytes), |it| {
@@ -142,7 +151,7 @@ fn measures() -> Vec<Measure> {
         }),
         measure(
             "migration_remaining",
-            "Pages of the round that are not sent yet",
+            "Pages of the round that were not sent yet",
             Some(Unit::Bytes),
             |it| {
                 let pages = |name: &str| it["migration"][name].as_f64();
@@ -154,32 +163,32 @@ fn measures() -> Vec<Measure> {
         ),
         measure(
             "migration_dirty_rate",
-            "What the guest writes, bytes of whole pages per second",
+            "Rate at which the guest dirties pages, bytes per second",
             None,
             |it| it["migration"]["forecast"]["dirty_bytes_per_s"].as_f64(),
         ),
         measure(
             "migration_link_rate",
-            "What the link carries of that, bytes per second",
+            "Rate at which the link carries such pages, bytes per second",
             None,
             |it| it["migration"]["forecast"]["link_bytes_per_s"].as_f64(),
         ),
         measure(
             "migration_predicted_downtime",
-            "Downtime of a switchover now",
+            "Predicted downtime of a switchover now",
             Some(Unit::Seconds),
             |it| Some(it["migration"]["forecast"]["predicted_downtime_ms"].as_f64()? / 1e3),
         ),
         measure(
             "migration_downtime_limit",
-            "The downtime that is accepted",
+            "Longest accepted downtime",
             Some(Unit::Seconds),
             |it| Some(it["migration"]["forecast"]["downtime_limit_ms"].as_f64()? / 1e3),
         ),
     ]
 }
 
-/// What the journals say of a session, as a label.
+/// The journal's verdict on a session, as a label.
 fn verdict_name(verdict: Verdict) -> &'static str {
     match verdict {
         Verdict::Here => "here",
@@ -217,7 +226,7 @@ fn text() -> Result<String, Failure> {
     }
     registry.register(
         "sessions",
-        "Migrations in this host's journals, by who has the guest since",
+        "Migrations in this host's journals, by the host that has the guest",
         family,
     );
     let mut text = String::new();
@@ -230,8 +239,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_guest_without_a_migration_has_no_numbers_of_one() {
-        let status = json!({ "name": "web", "pid": 7, "phase": "running", "memory_bytes": 4096, "migration": null });
+    fn migration_metrics_exist_only_during_a_migration() {
+        let status = json!({
+            "name": "web", "pid": 7, "phase": "running", "memory_bytes": 4096, "migration": null,
+        });
         let read = |wanted: &str, status: &Value| {
             measures().into_iter().find(|it| it.name == wanted).and_then(|it| (it.read)(status))
         };
@@ -241,7 +252,9 @@ mod tests {
         let silent = json!({ "name": "web", "phase": "not answering" });
         assert_eq!(read("guest_answers", &silent), Some(0.0));
         assert_eq!(read("migration_active", &silent), None);
-        let migrating = json!({ "pid": 7, "migration": { "round": 2, "round_pages": 10, "round_sent_pages": 4 } });
+        let migrating = json!({
+            "pid": 7, "migration": { "round": 2, "round_pages": 10, "round_sent_pages": 4 },
+        });
         assert_eq!(read("migration_remaining", &migrating), Some(6.0 * 4096.0));
     }
 }

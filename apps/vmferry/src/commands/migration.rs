@@ -1,4 +1,4 @@
-//! A migration as options describe it, and by the control socket of a guest's VMM.
+//! A migration as the options describe it, run through the control socket of a guest's VMM.
 
 use std::time::Duration;
 
@@ -8,24 +8,23 @@ use vmferry_control::{MigrateRequest, Request, TlsFiles, call};
 use crate::args::{MigrationOptions, WhenStuck};
 use crate::exit::Failure;
 use crate::output::Output;
-use crate::progress::Progress;
+use crate::progress::{JsonEvents, Progress};
 use crate::saved_run::SavedRun;
 
-/// The record that the options ask for, if they do.
+/// The record for `--save-run`, if it is given.
 pub fn saved_run(options: &MigrationOptions) -> Result<Option<SavedRun>, Failure> {
     options.save_run.as_deref().map(SavedRun::create).transpose()
 }
 
-/// Migrates by a guest's control socket and shows how it goes, to machines as `events` if they want them, and returns
-/// the statistics.
+/// Migrates through a guest's control socket, shows the progress, and returns the statistics.
 pub fn migrate(
     socket: &std::path::Path,
     request: MigrateRequest,
     output: &Output,
-    events: bool,
+    json_events: JsonEvents,
     saved: Option<SavedRun>,
 ) -> Result<Value, Failure> {
-    let progress = Progress::new(output, events, saved);
+    let progress = Progress::new(output, json_events, saved);
     let result = call(socket, &Request::Migrate(Box::new(request)), &mut |event| {
         progress.event(&event);
     });
@@ -34,7 +33,7 @@ pub fn migrate(
     result
 }
 
-/// The request for the options of a migration.
+/// The request that the options of a migration describe.
 pub fn migrate_request(
     to: String,
     tls: Option<TlsFiles>,
@@ -66,7 +65,7 @@ pub fn migrate_request(
     }
 }
 
-/// The engine's word for it.
+/// The engine's value for the option.
 pub fn when_stuck(option: WhenStuck) -> vmferry::config::WhenStuck {
     match option {
         WhenStuck::Refuse => vmferry::config::WhenStuck::Refuse,

@@ -33,19 +33,19 @@ use vmferry_wire::GuestIdentity;
 
 use crate::exit::{Code, Failure};
 
-/// The directories of this user's guests, as they are: a command that only looks makes nothing.
+/// The directories of this user's guests, for commands that only read. Nothing is created.
 pub fn directories() -> Result<Directories, Failure> {
     Directories::of_this_user().map_err(unusable)
 }
 
-/// The same for a command that has a guest or moves one: what is missing is made.
+/// The same for commands that host or move a guest: missing directories are created.
 pub fn prepared_directories() -> Result<Directories, Failure> {
     directories()?.prepare().map_err(unusable)
 }
 
 fn unusable(error: DirectoryError) -> Failure {
-    let said = "the directory of control sockets or journals can't be used: mend it, or name \
-                others by VMFERRY_RUNTIME_DIR and VMFERRY_STATE_DIR";
+    let said = "the directory of control sockets or journals can't be used: correct it, or set \
+                VMFERRY_RUNTIME_DIR and VMFERRY_STATE_DIR to others";
     Failure::of(Code::Internal, anyhow::Error::new(error).context(said))
 }
 
@@ -54,18 +54,18 @@ pub fn socket(guest: &str) -> Result<PathBuf, Failure> {
     Ok(directories()?.socket(guest))
 }
 
-/// Who a new guest is.
+/// The identity of a new guest.
 pub fn guest_identity(name: &str, uuid: Option<Uuid>) -> GuestIdentity {
     GuestIdentity { uuid: uuid.unwrap_or_else(Uuid::new_v4), name: name.to_owned() }
 }
 
-/// Waits for a child's end, but no longer than so; `None` if it still lives.
+/// Waits for a child to exit, for at most `patience`; `None` if it still runs.
 pub fn await_child(child: &mut Child, patience: Duration) -> io::Result<Option<ExitStatus>> {
     let deadline = Instant::now() + patience;
     loop {
         match child.try_wait()? {
             None if Instant::now() < deadline => {
-                // The one call that is woken by a child's end has no bound.
+                // Polled, because the blocking `wait` has no timeout.
                 std::thread::sleep(Duration::from_millis(5));
             }
             ended => return Ok(ended),

@@ -7,15 +7,15 @@ use crate::args::{PkiCommand, PkiOptions};
 use crate::exit::Failure;
 use crate::output::Output;
 
-/// Makes an authority, a host's certificate or a revocation list.
+/// Creates an authority, a host's certificate or a revocation list.
 pub fn run(options: &PkiOptions, output: &Output) -> Result<(), Failure> {
     match &options.command {
         PkiCommand::Init { dir, days } => {
             pki::init(dir, "vmferry", pki::Validity::days(*days))?;
             output.result(&json!({ "ok": true, "directory": dir }), || {
                 format!(
-                    "made {}/ca.pem and ca.key. Keep ca.key where certificates are issued, and \
-                     nowhere else.\nNext: vmferry pki issue HOST --dir {} --out DIRECTORY",
+                    "made {}/ca.pem and ca.key. Keep ca.key only where certificates are issued.\n\
+                     Next: vmferry pki issue HOST --dir {} --out DIRECTORY",
                     dir.display(),
                     dir.display()
                 )
@@ -41,8 +41,9 @@ pub fn run(options: &PkiOptions, output: &Output) -> Result<(), Failure> {
             });
             output.result(&result, || {
                 format!(
-                    "made {}: list {}, {} certificates are revoked, {} of them new. Copy it to each host's \
-                     directory, where it counts at once, and renew it within {days} days",
+                    "made {}: list {}, {} revoked certificates, {} of them new. Copy it to each \
+                     host's directory, where it takes effect at once, and renew it within {days} \
+                     days",
                     list.path.display(),
                     list.number,
                     list.revoked,

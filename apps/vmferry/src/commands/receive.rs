@@ -1,4 +1,4 @@
-//! `vmferry receive`: waits for a guest and runs it.
+//! `vmferry receive`: waits for a guest and hosts it.
 
 use serde_json::json;
 use vmferry::destination::{Owned, Received, Stop, receive};
@@ -62,11 +62,11 @@ fn run_received(
     });
     output.event(&received, || {
         let name = guest.as_ref().map_or_else(|| "the guest".to_owned(), ToString::to_string);
-        format!("{name} runs here: {} pages came with content", stats.content_pages)
+        format!("{name} runs here: {} pages with content were received", stats.content_pages)
     });
     if let Some(error) = crash {
         let text = format!(
-            "the guest was handed over and could not be started, which is a crash of the guest: {}",
+            "the guest was handed over but could not be started, and counts as crashed: {}",
             vmferry::chain(&error)
         );
         return Err(Failure::new(Code::Corrupt, text));

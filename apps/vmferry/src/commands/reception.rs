@@ -1,4 +1,4 @@
-//! Listening for guests, as options describe it, and what is said of it.
+//! Listening for guests as the options describe it, and the events of a reception.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::args::ReceiveOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// Says where it listens, and what it has given up.
+/// Reports the listening address and the restrictions in force.
 pub fn announce(listener: &Listener, restrictions: &Restrictions, output: &Output) {
     let at = listener.local_address().to_string();
     let event = json!({
@@ -24,7 +24,7 @@ pub fn announce(listener: &Listener, restrictions: &Restrictions, output: &Outpu
     output.event(&event, || format!("waiting for a guest on {at} ({})", restrictions.summary()));
 }
 
-/// What the options say about receiving.
+/// The engine's configuration for the options.
 pub fn config(
     options: &ReceiveOptions,
     journals: PathBuf,
@@ -44,12 +44,12 @@ pub fn config(
     Ok(config)
 }
 
-/// Says what has become of files that have changed.
+/// Reports that changed files were reloaded, or why not.
 fn remark(about: &str, said: &str, output: &Output) {
     output.event(&json!({ "event": about, "message": said }), || said.to_owned());
 }
 
-/// Listens where the options say.
+/// Listens at the address of `--listen`.
 pub fn listen(options: &ReceiveOptions, output: &Output) -> Result<Listener, Failure> {
     let text = address(&options.listen, &options.tls)?;
     let address: Address = text.parse().map_err(|error| Failure::of(Code::Usage, error))?;
@@ -57,7 +57,7 @@ pub fn listen(options: &ReceiveOptions, output: &Output) -> Result<Listener, Fai
         Some(files) => {
             let identity = files.identity()?;
             let output = output.clone();
-            identity.tell(move |said| remark("certificates", said, &output));
+            identity.on_change(move |said| remark("certificates", said, &output));
             Some(Arc::new(identity))
         }
         None => None,
@@ -70,7 +70,7 @@ pub fn listen(options: &ReceiveOptions, output: &Output) -> Result<Listener, Fai
     Ok(listener)
 }
 
-/// Shows what happens.
+/// Reports an event of the reception.
 pub fn tell(notice: &Notice, output: &Output) {
     output.event(notice, || match notice {
         Notice::Session(Report::Accepted {
@@ -78,24 +78,24 @@ pub fn tell(notice: &Notice, output: &Output) {
         }) => {
             let mib = memory_bytes >> 20;
             let of = source.as_ref().map_or_else(String::new, |source| format!(", from {source}"));
-            format!("{name} is coming: {mib} MiB over {lanes} channels, protocol {protocol}{of}")
+            format!("receiving {name}: {mib} MiB over {lanes} channels, protocol {protocol}{of}")
         }
         Notice::Session(Report::UnknownFields { message, fields }) => {
-            format!("the source is newer: left out of its {message}: fields {fields:?}")
+            format!("the source is newer: ignored unknown fields of its {message}: {fields:?}")
         }
         Notice::Session(Report::LinkLost { channel, reason }) => {
-            format!("{channel}: {reason}; waiting for the source to make it again")
+            format!("{channel}: {reason}; waiting for the source to reconnect")
         }
         Notice::Session(Report::LinkRestored { channel, after_ms }) => {
-            format!("{channel} is there again after {:.1} s", after_ms / 1e3)
+            format!("{channel} is restored after {:.1} s", after_ms / 1e3)
         }
-        Notice::Session(Report::Ready) => "everything is here, waiting for COMMIT".to_owned(),
+        Notice::Session(Report::Ready) => "ready, waiting for COMMIT".to_owned(),
         Notice::Session(Report::WaitingForWord) => {
-            "the link is lost; waiting for the source's word".to_owned()
+            "the link is lost; waiting for the source's decision".to_owned()
         }
         Notice::Session(Report::Running) => "the guest runs here".to_owned(),
         Notice::Session(Report::Paused) => {
-            "the guest is here, and paused as it was at the source".to_owned()
+            "the guest is here, paused as it was at the source".to_owned()
         }
         Notice::Authenticated { peer, names, key_exchange } => {
             let name = names.first().map_or("a certificate without a name", String::as_str);

@@ -1,4 +1,4 @@
-//! `vmferry report`: records of migrations and results of benchmarks as one page.
+//! `vmferry report`: records of migrations and results of benchmarks as an HTML page.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -12,7 +12,8 @@ use crate::args::ReportOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// Records are some hundred bytes a line, five lines a second: a week of them.
+/// Larger files are refused. A record has five lines of some hundred bytes per second, so this is
+/// about a week.
 const FILE_LIMIT: u64 = 1 << 30;
 
 /// Reads the files, makes the page, and writes it.
@@ -29,7 +30,7 @@ pub fn run(options: &ReportOptions, output: &Output) -> Result<(), Failure> {
     let bytes = page.len();
     let Some(to) = to else {
         return match io::stdout().write_all(page.as_bytes()) {
-            // Whoever closed standard output does not want it.
+            // A reader that closed standard output does not want the page.
             Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
             _ => Ok(()),
         };
@@ -38,11 +39,11 @@ pub fn run(options: &ReportOptions, output: &Output) -> Result<(), Failure> {
         Failure::new(Code::Internal, format!("{} can't be written: {error}", to.display()))
     })?;
     let result = json!({ "output": to.display().to_string(), "bytes": bytes, "kind": kind });
-    output.result(&result, || format!("{} has the report", to.display()));
+    output.result(&result, || format!("wrote the report to {}", to.display()));
     Ok(())
 }
 
-/// The page of what was read, and of which kind it is.
+/// The kind of the page and its HTML.
 fn page(
     compare: bool,
     runs: &[Run],
@@ -51,23 +52,23 @@ fn page(
     let usage = |text: &str| Err(Failure::new(Code::Usage, text));
     Ok(match (runs, benchmarks) {
         ([a, b], []) if compare => ("compare", vmferry_report::compare(a, b)?),
-        _ if compare => return usage("--compare takes the records of two migrations"),
+        _ if compare => return usage("--compare needs the records of two migrations"),
         ([run], []) => ("run", vmferry_report::run(run)?),
         ([], benchmarks) => ("benchmarks", vmferry_report::benchmarks(benchmarks)?),
         (_, []) => {
-            return usage("one migration has a page; two are shown side by side with --compare");
+            return usage("a page shows one migration: add --compare to show two side by side");
         }
-        _ => return usage("records of migrations and results of benchmarks have no page together"),
+        _ => return usage("a page shows migrations or benchmarks, not both: make two pages"),
     })
 }
 
-/// Where the page goes: nothing for standard output.
+/// The file for the page, or `None` for standard output.
 fn target(options: &ReportOptions, output: &Output) -> Result<Option<PathBuf>, Failure> {
     let usage = |text: String| Failure::new(Code::Usage, text);
     let to = match (&options.output, options.files.as_slice()) {
         (Some(path), _) if path.as_os_str() == "-" => {
             if output.is_json() {
-                let text = "--json and -o - both want standard output: name a file for the page";
+                let text = "--json and -o - both use standard output: name a file for the page";
                 return Err(usage(text.to_owned()));
             }
             return Ok(None);
@@ -75,10 +76,10 @@ fn target(options: &ReportOptions, output: &Output) -> Result<Option<PathBuf>, F
         (Some(path), _) => path.clone(),
         (None, [file]) => file.with_extension("html"),
         (None, _) => {
-            return Err(usage("which file shall have the page of these? Add -o FILE".into()));
+            return Err(usage("several files need a name for the page: add -o FILE".into()));
         }
     };
-    // By whatever name and link it is reached.
+    // Compared by inode, because two paths can lead to one file.
     let same = |path: &PathBuf| {
         let (one, other) = (std::fs::metadata(path), std::fs::metadata(&to));
         one.is_ok_and(|one| {
@@ -100,7 +101,7 @@ fn content(path: &Path) -> Result<Vec<u8>, Failure> {
     )?;
     if content.len() as u64 > FILE_LIMIT {
         let text =
-            format!("{} has more than {FILE_LIMIT} bytes: that is no record", path.display());
+            format!("{} is not a record: it has more than {FILE_LIMIT} bytes", path.display());
         return Err(Failure::new(Code::Protocol, text));
     }
     Ok(content)

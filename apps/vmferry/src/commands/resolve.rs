@@ -1,4 +1,4 @@
-//! `vmferry resolve`: the operator's way out of doubt.
+//! `vmferry resolve`: the operator decides a handover that is in doubt.
 
 use std::io::{BufRead, IsTerminal, Write};
 use std::path::Path;
@@ -16,16 +16,17 @@ use crate::args::ResolveOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// Who is to be told.
+/// The sessions in doubt, and where the decision is recorded.
 enum Doubt {
-    /// The guest's VMM, or the guardian of a QEMU: it stands still and asks.
+    /// In the guest's VMM or a QEMU's guardian, which keeps the guest paused and asks the
+    /// destination.
     Process(Vec<SessionSummary>),
-    /// The journals alone: nobody leads these sessions any more.
+    /// In the journals: no process leads these sessions any more.
     Journals(Vec<SessionSummary>),
 }
 
-/// Tells the guest's VMM, which is paused and asking; or, where that VMM has died, the journal. Not before the
-/// operator has read what is at stake.
+/// Gives the operator's decision to the guest's VMM, or writes it to the journals if that VMM has
+/// died. Asks for confirmation first.
 pub fn run(options: &ResolveOptions, output: &Output) -> Result<(), Failure> {
     let word = if options.destination_owns {
         OperatorWord::DestinationOwns
@@ -37,7 +38,7 @@ pub fn run(options: &ResolveOptions, output: &Output) -> Result<(), Failure> {
     let sessions = journal::sessions(&journals).map_err(internal)?;
     let meant: Vec<SessionSummary> =
         sessions.into_iter().filter(|session| is_meant(session, &options.guest)).collect();
-    // A session's number stands for its guest, whose VMM must be asked as well.
+    // If a session's number was given, its guest's VMM must be asked as well.
     let name = match meant.iter().find(|one| one.session.to_string() == options.guest) {
         Some(session) => guest_name(session).unwrap_or(&options.guest).to_owned(),
         None => options.guest.clone(),
@@ -49,7 +50,7 @@ pub fn run(options: &ResolveOptions, output: &Output) -> Result<(), Failure> {
                 meant.into_iter().partition(|session| is_of(session, &status));
             if is_about_others(&options.guest, &status, &its, &others) {
                 output.note(format!(
-                    "Another guest called {name} runs here (UUID {}): this is not about that one.",
+                    "Another guest named {name} runs here (UUID {}). It is not affected.",
                     status["uuid"].as_str().unwrap_or_default()
                 ));
                 without_vmm(&options.guest, others)?
@@ -58,7 +59,7 @@ pub fn run(options: &ResolveOptions, output: &Output) -> Result<(), Failure> {
             }
         }
         Err(ClientError::NoGuest { .. }) => without_vmm(&options.guest, meant)?,
-        // One that is stopped may go on, and would know nothing of what was decided behind its back.
+        // A stopped VMM may continue and would not know the decision.
         Err(error) => return Err(error.into()),
     };
     let reminder = remind(&name, &doubt, word);
@@ -69,7 +70,7 @@ pub fn run(options: &ResolveOptions, output: &Output) -> Result<(), Failure> {
     }
 }
 
-/// Whether a session is of the guest that this VMM has, and not of one that had the same name before.
+/// Whether a session belongs to this VMM's guest, and not to an earlier guest of the same name.
 fn is_of(session: &SessionSummary, status: &Value) -> bool {
     let its = status["uuid"].as_str().and_then(|uuid| uuid.parse::<uuid::Uuid>().ok());
     match (its, session.guest()) {
@@ -78,20 +79,20 @@ fn is_of(session: &SessionSummary, status: &Value) -> bool {
     }
 }
 
-/// Whether what is asked is about guests that had the name before: by the number of such a session, or since there
-/// is nothing to decide about the guest that has the name now.
+/// Whether the operator means an earlier guest of the same name: the session's number says so, or
+/// the current guest is not in doubt and an earlier one is.
 fn is_about_others(
     asked: &str,
     status: &Value,
     its: &[SessionSummary],
     others: &[SessionSummary],
 ) -> bool {
-    let stands_still = status["migration"]["in_doubt"] == true || its.iter().any(is_in_doubt);
+    let in_doubt = status["migration"]["in_doubt"] == true || its.iter().any(is_in_doubt);
     others.iter().any(|other| other.session.to_string() == asked)
-        || (!stands_still && others.iter().any(is_in_doubt))
+        || (!in_doubt && others.iter().any(is_in_doubt))
 }
 
-/// What there is to decide about a guest whose VMM answers.
+/// The sessions to decide for a guest whose VMM answers.
 fn with_vmm(
     status: &Value,
     name: &str,
@@ -105,43 +106,45 @@ fn with_vmm(
     let refused = |text: String| Err(Failure::new(Code::WrongState, text));
     if !status["migration"].is_null() {
         return refused(format!(
-            "{name} is being migrated and is not in doubt, so there is nothing to decide: `vmferry cancel {name}` \
-             ends the migration"
+            "{name} is being migrated and is not in doubt, so there is nothing to decide: `vmferry \
+             cancel {name}` cancels the migration"
         ));
     }
-    // The guest went on here by the destination's word, which could not be written down.
+    // The destination's answer let the guest resume here, but it could not be written to the
+    // journal.
     match (doubtful.is_empty(), word) {
-        (true, _) => {
-            refused(format!("{name} is not in doubt, so there is nothing to decide: it is here"))
-        }
+        (true, _) => refused(format!(
+            "{name} is not in doubt, so there is nothing to decide: this host has it"
+        )),
         (false, OperatorWord::SourceResumes) => Ok(Doubt::Journals(doubtful)),
         (false, OperatorWord::DestinationOwns) => refused(format!(
-            "{name} runs here, whatever its journal says: if it runs on the other host as well, end one of the two; \
-             if not, `vmferry resolve --source-resumes` notes that it is here"
+            "{name} runs here, whatever its journal says: if it runs on the other host as well, \
+             end one of the two; if not, `vmferry resolve --source-resumes` records that it is here"
         )),
     }
 }
 
-/// What there is to decide where no VMM answers for the guest.
+/// The sessions to decide for a guest whose VMM has died.
 fn without_vmm(asked: &str, meant: Vec<SessionSummary>) -> Result<Doubt, Failure> {
     let Some(last) = meant.last() else {
         let text = format!(
-            "no guest and no session is called {asked}: `vmferry status` and `vmferry status --sessions` list them"
+            "no guest or session is named {asked}: `vmferry status` and `vmferry status \
+             --sessions` list them"
         );
         return Err(Failure::new(Code::UnknownGuest, text));
     };
-    let told = format!("session {}: this host {}", last.session, promise(last));
+    let state = format!("session {}: this host {}", last.session, promise(last));
     let doubtful: Vec<_> = meant.into_iter().filter(is_in_doubt).collect();
     if doubtful.is_empty() {
-        let text = format!("{asked} is not in doubt, so there is nothing to decide; {told}");
+        let text = format!("{asked} is not in doubt, so there is nothing to decide; {state}");
         return Err(Failure::new(Code::WrongState, text));
     }
-    // A word is for one guest: where another of the same name has gone on, both might be lost by it.
+    // A decision is for one guest. Applied to two guests of one name, it could lose both.
     let uuid = |session: &SessionSummary| session.guest().map(|guest| guest.uuid);
     if doubtful.iter().any(|session| uuid(session) != uuid(&doubtful[0])) {
         let numbers: Vec<String> = doubtful.iter().map(|one| one.session.to_string()).collect();
         let text = format!(
-            "several guests called {asked} are in doubt: say which one by the number of its session, of {}",
+            "several guests named {asked} are in doubt: give the number of one session instead: {}",
             numbers.join(", ")
         );
         return Err(Failure::new(Code::WrongState, text));
@@ -154,20 +157,21 @@ fn without_vmm(asked: &str, meant: Vec<SessionSummary>) -> Result<Doubt, Failure
 
 fn in_use(session: &SessionSummary) -> Failure {
     let text = format!(
-        "a process still leads session {}, and has no control socket: it is for it to decide; end it first if it is \
-         stuck (`fuser` on the journal names it)",
+        "a process still leads session {} and has no control socket: only it can decide. If it is \
+         stuck, end it first (`fuser` on the journal names it)",
         session.session
     );
     Failure::new(Code::Busy, text)
 }
 
-/// What the operator must have done, and what is at stake.
+/// What the operator must do first, and what is at risk.
 fn remind(name: &str, doubt: &Doubt, word: OperatorWord) -> String {
     let (Doubt::Process(sessions) | Doubt::Journals(sessions)) = doubt;
     let mut text = String::new();
     for session in sessions {
         text.push_str(&format!(
-            "session {} of {name} with {}, begun {}: COMMIT is in the journal here, and no word of what came of it\n",
+            "session {} of {name} with {}, begun {}: this host's journal has COMMIT and no \
+             result\n",
             session.session,
             peer(session).unwrap_or("an unknown host"),
             began(session),
@@ -175,27 +179,28 @@ fn remind(name: &str, doubt: &Doubt, word: OperatorWord) -> String {
     }
     text.push_str(&match word {
         OperatorWord::SourceResumes => format!(
-            "Power the other host off, fence it, or end the VMM of {name} there FIRST. `vmferry status --sessions` \
-             there says what it promised: with `has the guest` it has run on from here, and must not be resumed \
-             here. If it runs there still and has disks that both hosts reach, two guests write to them and destroy \
-             them."
+            "FIRST power the other host off, fence it, or end the VMM of {name} there. `vmferry \
+             status --sessions` on that host shows what it promised: if it says `has the guest`, \
+             the guest has run there and must not be resumed here. If the guest still runs there, \
+             two guests write to its shared disks and destroy them."
         ),
         OperatorWord::DestinationOwns => format!(
-            "Make sure FIRST that the other host has {name}: `vmferry status --sessions` there says `has the guest`. \
-             The guest here is given up: if it does not run there, its memory is lost with it."
+            "FIRST make sure that the other host has {name}: `vmferry status --sessions` there \
+             says `has the guest`. The guest on this host is given up: if it does not run there, \
+             its memory is lost."
         ),
     });
     text
 }
 
-/// Asks on a terminal; elsewhere the order must have said it.
-fn confirm(name: &str, reminder: &str, said: bool, output: &Output) -> Result<(), Failure> {
+/// Asks for confirmation on a terminal. Elsewhere `--yes` is required.
+fn confirm(name: &str, reminder: &str, confirmed: bool, output: &Output) -> Result<(), Failure> {
     output.note(reminder);
-    if said {
+    if confirmed {
         return Ok(());
     }
     if output.is_json() || !std::io::stdin().is_terminal() || !std::io::stderr().is_terminal() {
-        let text = format!("nothing is decided. {reminder} Say --yes when that is done");
+        let text = format!("nothing was decided. {reminder} Add --yes when that is done");
         return Err(Failure::new(Code::Usage, text));
     }
     let mut errors = std::io::stderr();
@@ -206,7 +211,7 @@ fn confirm(name: &str, reminder: &str, said: bool, output: &Output) -> Result<()
     if answer.trim() == name {
         return Ok(());
     }
-    Err(Failure::new(Code::Cancelled, "nothing is decided"))
+    Err(Failure::new(Code::Cancelled, "nothing was decided"))
 }
 
 fn tell_process(
@@ -219,8 +224,8 @@ fn tell_process(
     let mut value = call(socket, &Request::Resolve { word }, &mut |_| {})?;
     value["sessions"] = numbers(sessions);
     output.result(&value, || match word {
-        OperatorWord::DestinationOwns => format!("{name}: given up here, as you said"),
-        OperatorWord::SourceResumes => format!("{name}: runs here, as you said"),
+        OperatorWord::DestinationOwns => format!("{name}: given up here, as you decided"),
+        OperatorWord::SourceResumes => format!("{name}: runs here, as you decided"),
     });
     Ok(())
 }
@@ -241,9 +246,9 @@ fn tell_journals(
             JournalError::InUse { .. } => in_use(session),
             error => internal(error),
         })?;
-        // While the operator was asked somebody else may have decided.
+        // Another process may have decided while the operator was asked.
         if records != session.records {
-            let text = format!("session {} has gone on meanwhile: look again", session.session);
+            let text = format!("session {} has changed meanwhile: check it again", session.session);
             return Err(Failure::new(Code::WrongState, text));
         }
         journal.append(&record).map_err(internal)?;
@@ -252,12 +257,12 @@ fn tell_journals(
     output.result(&result, || {
         let numbers: Vec<String> = sessions.iter().map(|one| one.session.to_string()).collect();
         format!(
-            "noted in the journal of {}. Nothing of vmferry waits for this guest here. If it is a QEMU's and \
-             that QEMU still lives, it stands still: {}",
+            "recorded in the journal of {}. No vmferry process on this host waits for this guest. \
+             If it is a QEMU guest and its QEMU still runs, the guest is paused: {}",
             numbers.join(", "),
             match word {
-                OperatorWord::DestinationOwns => "end it by its monitor (`quit`)",
-                OperatorWord::SourceResumes => "continue it by its monitor (`cont`)",
+                OperatorWord::DestinationOwns => "quit it with `quit` in its monitor",
+                OperatorWord::SourceResumes => "resume it with `cont` in its monitor",
             }
         )
     });
@@ -276,7 +281,7 @@ fn is_in_doubt(session: &SessionSummary) -> bool {
     session.verdict == Verdict::InDoubt
 }
 
-/// By the session's number, the guest's name, or the path of its control socket, which ends in its name.
+/// Whether `asked` is the session's number, the guest's name, or the path of its control socket.
 fn is_meant(session: &SessionSummary, asked: &str) -> bool {
     let stem = Path::new(asked).file_stem().and_then(|stem| stem.to_str());
     let name = if asked.contains('/') { stem } else { Some(asked) };

@@ -1,4 +1,4 @@
-//! `vmferry run`: a guest of one's own.
+//! `vmferry run`: starts a guest of the built-in VMM and hosts it.
 
 use vmferry_microvm::config::{GuestConfig, check_name};
 use vmferry_microvm::service::End;
@@ -10,13 +10,13 @@ use crate::args::{MachineOptions, RunOptions};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// Makes the guest, starts it and hosts it until it ends.
+/// Creates the guest, starts it and hosts it until it ends.
 pub fn run(options: &RunOptions, output: &Output) -> Result<(), Failure> {
     check_name(&options.name).map_err(|error| Failure::of(Code::Usage, error))?;
     let directory = prepared_directories()?;
     if vmferry_control::is_live(&directory.socket(&options.name)) {
         let text = format!(
-            "a guest {} runs already: choose another name, or end that guest with `vmferry quit`",
+            "a guest {} runs already: choose another name, or quit that guest with `vmferry quit`",
             options.name
         );
         return Err(Failure::new(Code::Busy, text));
@@ -36,15 +36,15 @@ pub fn run(options: &RunOptions, output: &Output) -> Result<(), Failure> {
         let _ = ended.send(End::Quit);
     })?;
     {
-        let mut machine = machine.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        // Found out before the guest runs, not when it is to be migrated.
+        let mut machine = machine.lock();
+        // An unusable dirty log is reported now, not when the guest is migrated.
         machine.dirty_log().map_err(machine_failure)?;
         machine.start().map_err(machine_failure)?;
     }
     host(&machine, &directory, ending, output)
 }
 
-/// What the guest sees.
+/// The hardware and workload of the guest.
 pub fn guest_config(options: &MachineOptions, workload: &str) -> GuestConfig {
     GuestConfig {
         memory_bytes: options.memory,

@@ -9,10 +9,11 @@ use super::socket;
 use crate::args::SendOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
+use crate::progress::JsonEvents;
 use crate::tables::{outcome, recorded};
 
-/// Asks the guest's VMM to migrate, shows how it goes, and what came of it. While this runs it
-/// holds the migration's lease: ended before COMMIT, the guest stays.
+/// Asks the guest's VMM to migrate, and shows progress and result. This process holds the
+/// migration's lease: if it ends before COMMIT, the migration is cancelled.
 pub fn run(options: &SendOptions, output: &Output) -> Result<(), Failure> {
     if let Some(qmp) = &options.qemu {
         return super::qemu::send::run(qmp, options, output);
@@ -22,19 +23,19 @@ pub fn run(options: &SendOptions, output: &Output) -> Result<(), Failure> {
     let to = address(&options.to, &options.tls)?;
     let mut request = migrate_request(to, tls, &options.migration, options.verify);
     let address: Address = request.to.parse().map_err(|error| Failure::of(Code::Usage, error))?;
-    // The VMM writes the files, in a directory of its own.
+    // Absolute, because the VMM writes the files and has another working directory.
     if let Some(directory) = &options.record.record {
         let directory = std::path::absolute(directory)?;
         request.record = Some(RecordRequest { directory, limit: options.record.record_limit });
     }
     let socket = socket(options.guest.as_deref().unwrap_or_default())?;
-    // A VMM that may be restricted can't look a name up. One of the release before, which does not say what it is, can,
-    // and knows no such member.
+    // A restricted VMM can't resolve names, so this process does. VMMs that report no release are
+    // not restricted and do not know the member `addresses`.
     if call(&socket, &Request::Status, &mut |_| {})?["release"].is_string() {
         request.addresses = address.look_up()?;
     }
     let saved = saved_run(&options.migration)?;
-    let stats = migrate(&socket, request, output, true, saved)?;
+    let stats = migrate(&socket, request, output, JsonEvents::All, saved)?;
     output.result(&stats, || outcome(&recorded(&stats)));
     Ok(())
 }

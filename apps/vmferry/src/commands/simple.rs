@@ -27,11 +27,11 @@ pub fn set(options: &SetOptions, output: &Output) -> Result<(), Failure> {
     let done = [
         change.max_bandwidth.map(|cap| {
             let capped = |cap| format!("at most {}/s", bytesize::ByteSize(cap));
-            cap.map_or_else(|| "no bandwidth cap any more".to_owned(), capped)
+            cap.map_or_else(|| "no bandwidth cap".to_owned(), capped)
         }),
         change.downtime_limit.map(|limit| format!("a downtime of up to {limit:?}")),
         change.max_rounds.map(|rounds| format!("up to {rounds} rounds")),
-        change.throttle.map(|percent| format!("up to {percent} % of the vCPUs' time taken")),
+        change.throttle.map(|percent| format!("vCPUs throttled by up to {percent} %")),
     ];
     let done: Vec<String> = done.into_iter().flatten().collect();
     request(&guest, &Request::Change(change), output, &format!("{} from now on", done.join(", ")))
@@ -43,7 +43,7 @@ pub fn switch_over(options: &GuestOption, output: &Output) -> Result<(), Failure
         options,
         &Request::SwitchOver,
         output,
-        "it switches over as soon as the rest fits the downtime limit",
+        "switches over as soon as the rest fits the downtime limit",
     )
 }
 

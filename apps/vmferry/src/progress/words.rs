@@ -1,4 +1,4 @@
-//! Events and rates in words.
+//! Events and rates as text.
 
 use std::fmt::Write;
 
@@ -8,14 +8,14 @@ use vmferry_wire::Release;
 
 use super::{PAGE_BYTES, Seen};
 
-/// What happened, in a line.
+/// An event as one line, or `None` for an event that is not shown.
 pub fn describe(event: &Value) -> Option<String> {
     let number = |name: &str| event[name].as_f64().unwrap_or_default();
     let bytes = |name: &str| ByteSize(event[name].as_u64().unwrap_or_default());
     Some(match event["event"].as_str()? {
         "connected" => connected(event),
         "unknown-fields" => format!(
-            "the destination is newer: left out of its {}: fields {}",
+            "the destination is newer: ignored unknown fields of its {}: {}",
             event["message"].as_str().unwrap_or_default(),
             event["fields"]
         ),
@@ -35,45 +35,48 @@ pub fn describe(event: &Value) -> Option<String> {
             if event["paused"] == true { ", guest paused" } else { "" }
         ),
         "held" => format!(
-            "everything but the switchover is done, which would take {:.0} ms: the guest runs on here until `vmferry \
-             switch-over`",
+            "held before the switchover, which would take {:.0} ms: the guest runs here until \
+             `vmferry switch-over`",
             number("predicted_downtime_ms")
         ),
         "throttled" => {
-            format!("the guest outruns the link: its vCPUs lose {} %", number("percent"))
+            format!(
+                "the guest writes faster than the link: its vCPUs are throttled by {} %",
+                number("percent")
+            )
         }
         "paused" => {
             format!("guest paused, {:.1} ms expected", number("predicted_downtime_ms"))
         }
         "link-lost" => format!(
-            "{}: {}; making it again",
+            "{}: {}; reconnecting",
             event["channel"].as_str().unwrap_or_default(),
             event["reason"].as_str().unwrap_or_default()
         ),
         "link-restored" => format!(
-            "{} is there again after {:.1} s",
+            "{} is restored after {:.1} s",
             event["channel"].as_str().unwrap_or_default(),
             number("after_ms") / 1e3
         ),
         "resent" => format!(
-            "lane {}: {} frames sent again, {}",
+            "lane {}: {} frames resent, {}",
             number("lane"),
             number("frames"),
             bytes("bytes")
         ),
         "recalled" => {
-            "the link was lost while the guest was paused: it runs on here, to be paused again"
+            "the link was lost while the guest was paused: the guest runs here until the next pause"
                 .to_owned()
         }
         "ready" => "the destination is ready".to_owned(),
         "committed" => "committed".to_owned(),
         "in-doubt" => format!(
-            "IN DOUBT: {}. The guest stays paused and the destination is asked again and again; \
-             `vmferry resolve` decides",
+            "IN DOUBT: {}. The guest stays paused while vmferry keeps asking the destination; \
+             `vmferry resolve` decides without it",
             event["reason"].as_str().unwrap_or_default()
         ),
         "too-late-to-cancel" => "too late to cancel: the handover is under way".to_owned(),
-        "resumed" => "the guest runs on here".to_owned(),
+        "resumed" => "the guest runs here again".to_owned(),
         _ => return None,
     })
 }
@@ -81,7 +84,7 @@ pub fn describe(event: &Value) -> Option<String> {
 fn connected(event: &Value) -> String {
     let round_trip = event["round_trip_ms"].as_f64().unwrap_or_default();
     let mut text = format!("connected, round trip {round_trip:.2} ms");
-    // A VMM of another release may say less.
+    // A VMM of another release may report less.
     if let Some(protocol) = event["protocol"].as_u64() {
         let _ = write!(text, ", protocol {protocol}");
     }
@@ -91,7 +94,7 @@ fn connected(event: &Value) -> String {
     text
 }
 
-/// Who goes where, and what is being done.
+/// The guest, the destination and the phase.
 pub fn headline(seen: &Seen) -> String {
     let progress = &seen.progress;
     let number = |name: &str| progress[name].as_f64().unwrap_or_default();
@@ -108,7 +111,7 @@ pub fn headline(seen: &Seen) -> String {
     text
 }
 
-/// How fast it goes, and how it looks.
+/// The send rate and the forecast.
 pub fn rates(seen: &Seen) -> String {
     let forecast = &seen.forecast;
     let number = |name: &str| forecast[name].as_f64().unwrap_or_default();
@@ -124,7 +127,7 @@ pub fn rates(seen: &Seen) -> String {
     text
 }
 
-/// What the last forecast says of the guest and of what is left.
+/// A forecast as text: dirty rate, predicted downtime, throttling and remaining time.
 pub fn outlook(forecast: &Value) -> String {
     let number = |name: &str| forecast[name].as_f64().unwrap_or_default();
     let mut text = format!(
@@ -142,7 +145,7 @@ pub fn outlook(forecast: &Value) -> String {
     text
 }
 
-/// Milliseconds as people say them.
+/// Milliseconds in a readable unit.
 fn time(ms: f64) -> String {
     match ms / 1e3 {
         s if s < 1.0 => format!("{ms:.0} ms"),
@@ -151,7 +154,7 @@ fn time(ms: f64) -> String {
     }
 }
 
-/// The verdict on a migration that does not converge, once, and that it does again.
+/// The verdict of a forecast, whenever it changes: does not converge, or converges again.
 pub fn verdict(event: &Value, seen: &mut Seen) -> Option<String> {
     if event["event"] != "forecast" {
         return None;
@@ -164,7 +167,7 @@ pub fn verdict(event: &Value, seen: &mut Seen) -> Option<String> {
     let advice = event["advice"].as_str();
     Some(match advice.filter(|_| stuck) {
         Some(advice) => format!("does not converge: {advice}"),
-        None => "it converges again".to_owned(),
+        None => "converges again".to_owned(),
     })
 }
 
@@ -177,9 +180,18 @@ mod tests {
     fn seen() -> Seen {
         let mut seen = Seen::default();
         for event in [
-            json!({ "event": "started", "guest": "web", "to": "tls:b:7001", "limits": { "downtime_limit_ms": 300.0 } }),
-            json!({ "event": "progress", "phase": "pre-copy", "round": 1, "elapsed_ms": 1000.0, "sent_bytes": 0 }),
-            json!({ "event": "progress", "phase": "pre-copy", "round": 2, "elapsed_ms": 2000.0, "sent_bytes": 64_000_000 }),
+            json!({
+                "event": "started", "guest": "web", "to": "tls:b:7001",
+                "limits": { "downtime_limit_ms": 300.0 },
+            }),
+            json!({
+                "event": "progress", "phase": "pre-copy", "round": 1, "elapsed_ms": 1000.0,
+                "sent_bytes": 0,
+            }),
+            json!({
+                "event": "progress", "phase": "pre-copy", "round": 2, "elapsed_ms": 2000.0,
+                "sent_bytes": 64_000_000,
+            }),
         ] {
             seen.take(&event);
         }
@@ -188,14 +200,14 @@ mod tests {
 
     fn forecast(verdict: &str, eta_ms: Value, advice: Value) -> Value {
         json!({
-            "event": "forecast", "verdict": verdict, "eta_ms": eta_ms, "advice": advice, "compression_ratio": 2.1,
-            "dirty_bytes_per_s": 12e6, "predicted_downtime_ms": 420.0, "downtime_limit_ms": 300.0,
-            "throttle_percent": 20,
+            "event": "forecast", "verdict": verdict, "eta_ms": eta_ms, "advice": advice,
+            "compression_ratio": 2.1, "dirty_bytes_per_s": 12e6, "predicted_downtime_ms": 420.0,
+            "downtime_limit_ms": 300.0, "throttle_percent": 20,
         })
     }
 
     #[test]
-    fn what_is_redrawn_fits_a_narrow_terminal() {
+    fn redrawn_lines_fit_a_narrow_terminal() {
         let mut seen = seen();
         assert_eq!(headline(&seen), "web to tls:b:7001: pre-copy, round 2, 2.0 s");
         assert_eq!(rates(&seen), "64 MB/s sent, downtime limit 300 ms");
@@ -210,18 +222,18 @@ mod tests {
     }
 
     #[test]
-    fn a_verdict_is_said_when_it_changes() {
+    fn verdict_is_reported_when_it_changes() {
         let mut seen = seen();
         let stuck = forecast("not-converging", Value::Null, "raise it".into());
         assert_eq!(verdict(&stuck, &mut seen).unwrap(), "does not converge: raise it");
         assert_eq!(verdict(&stuck, &mut seen), None);
         let well = forecast("converging", Value::Null, Value::Null);
-        assert_eq!(verdict(&well, &mut seen).unwrap(), "it converges again");
+        assert_eq!(verdict(&well, &mut seen).unwrap(), "converges again");
         assert_eq!(verdict(&well, &mut seen), None);
     }
 
     #[test]
-    fn times_are_short() {
+    fn time_has_a_readable_unit() {
         assert_eq!([time(90.4), time(4200.0), time(600_000.0)], ["90 ms", "4 s", "10 min"]);
     }
 }

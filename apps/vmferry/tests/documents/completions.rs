@@ -1,11 +1,11 @@
-//! Completions, as shells take them.
+//! Shell completions, run by the shells.
 
 use std::path::Path;
 use std::process::Command;
 
 use crate::vmferry;
 
-/// Completes the last of these words with the function that the script has registered.
+/// Completes the last word with the function that the script registered.
 const COMPLETE: &str = r#"
 source "$1"; shift
 [[ $(complete -p vmferry) =~ -F\ ([^ ]+) ]] || exit 9
@@ -24,7 +24,7 @@ fn completed(script: &Path, words: &[&str]) -> Vec<String> {
 }
 
 #[test]
-fn bash_completes() {
+fn completions_work_in_bash() {
     let directory = tempfile::tempdir().unwrap();
     let script = directory.path().join("vmferry");
     std::fs::write(&script, vmferry(&["completions", "bash"]).stdout).unwrap();
@@ -39,9 +39,9 @@ fn bash_completes() {
     assert!(!completed(&script, &["vmferry", ""]).contains(&"guard".to_owned()));
 }
 
-/// Other shells parse their completions.
+/// Other shells parse their completion scripts.
 #[test]
-fn other_shells_parse_theirs() {
+fn completions_parse_in_other_shells() {
     let directory = tempfile::tempdir().unwrap();
     for shell in ["zsh", "fish"] {
         let script = directory.path().join(shell);
@@ -53,7 +53,7 @@ fn other_shells_parse_theirs() {
 }
 
 #[test]
-fn an_unknown_shell_is_refused() {
+fn completions_refuse_an_unknown_shell() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_vmferry"));
     let output = command.args(["completions", "tcsh"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2), "{output:?}");

@@ -1,4 +1,5 @@
-//! What the command says of itself, put before those who read it: shells and the manual's formatter.
+//! The command's own documents, checked by the programs that read them: shells and the manual's
+//! formatter.
 
 mod completions;
 mod man;

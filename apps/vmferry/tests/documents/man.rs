@@ -1,13 +1,13 @@
-//! The manual, as its formatter reads it.
+//! The manual pages, as their formatter reads them.
 
 use std::process::Command;
 
 use crate::vmferry;
 
-/// A page as a terminal of 80 columns shows it, and what the formatter complains of.
+/// A page as a terminal of 80 columns shows it, and the formatter's warnings.
 fn formatted(page: &std::path::Path) -> (String, String) {
     let mut groff = Command::new("groff");
-    // As `man --warnings` calls it. -P: no escapes for bold and the like.
+    // Invoked as by `man --warnings`. -P: no escapes for bold and the like.
     groff.args(["-man", "-Tutf8", "-ww", "-rLL=80n", "-P", "-cbou"]).arg(page);
     let output = groff.output().unwrap();
     assert!(output.status.success(), "{output:?}");
@@ -15,7 +15,7 @@ fn formatted(page: &std::path::Path) -> (String, String) {
 }
 
 #[test]
-fn the_formatter_has_nothing_to_complain_of() {
+fn man_pages_have_no_formatter_warnings() {
     let directory = tempfile::tempdir().unwrap();
     let pages = directory.path().join("man1");
     vmferry(&["man", "--dir", pages.to_str().unwrap()]);
@@ -28,15 +28,15 @@ fn the_formatter_has_nothing_to_complain_of() {
         seen += 1;
     }
     assert!(seen > 15, "{seen} pages");
-    // The formatter does complain where something is wrong.
+    // The formatter does warn about mistakes.
     let wrong = directory.path().join("wrong.1");
     std::fs::write(&wrong, ".TH wrong 1\n.SH \"NAME\n.nosuchrequest\n").unwrap();
     assert!(!formatted(&wrong).1.is_empty());
 }
 
-/// Examples stand line by line as in `--help`, and what is filled is filled.
+/// Examples keep their lines as in `--help`, and text is filled.
 #[test]
-fn examples_look_as_they_are_typed() {
+fn man_page_examples_look_as_typed() {
     let directory = tempfile::tempdir().unwrap();
     vmferry(&["man", "--dir", directory.path().to_str().unwrap()]);
     let page = |name: &str| formatted(&directory.path().join(name)).0;
@@ -47,16 +47,16 @@ fn examples_look_as_they_are_typed() {
     assert!(notes.contains("\nNOTES\n"), "{run}");
     let shown: Vec<_> = shown.lines().map(str::trim).collect();
     for example in examples.lines() {
-        // The page's quotation marks and hyphens are those that a shell takes.
+        // The page's quotation marks and hyphens are the ones that a shell accepts.
         assert!(shown.contains(&example.trim()), "{example}: {shown:#?}");
     }
     let whole = page("vmferry.1");
     assert!(whole.contains("\nEXIT STATUS\n"), "{whole}");
-    assert!(page("vmferry-receive.1").contains("-m 2G \u{2026}'"), "what is not ASCII");
+    assert!(page("vmferry-receive.1").contains("-m 2G \u{2026}'"), "non-ASCII characters");
 }
 
 #[test]
-fn standard_output_has_the_first_page() {
+fn man_prints_the_first_page_to_standard_output() {
     let directory = tempfile::tempdir().unwrap();
     vmferry(&["man", "--dir", directory.path().to_str().unwrap()]);
     let page = std::fs::read(directory.path().join("vmferry.1")).unwrap();

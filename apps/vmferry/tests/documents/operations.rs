@@ -1,4 +1,4 @@
-//! The operations guide has every message that an operator can meet.
+//! The operations guide lists every message that an operator can meet.
 
 use std::collections::BTreeSet;
 use std::fs::{read_dir, read_to_string};
@@ -23,14 +23,14 @@ const CRATES: [&str; 15] = [
     "crates/wire",
 ];
 
-/// Where a failure's text is made on the spot, as `let text = …`.
+/// Sources that build a failure's text in place, as `let text = …`.
 const FAILURES: [&str; 2] = ["apps/vmferry/src/commands", "crates/microvm/src/service.rs"];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// All Rust sources below a path, but for tests.
+/// All Rust sources below a path, except tests.
 fn sources(path: &Path, into: &mut Vec<PathBuf>) {
     if path.is_dir() {
         for entry in read_dir(path).unwrap() {
@@ -44,7 +44,7 @@ fn sources(path: &Path, into: &mut Vec<PathBuf>) {
     }
 }
 
-/// The string literal that a source goes on with, with its escapes resolved.
+/// The string literal at the beginning of a source text, with its escapes resolved.
 fn literal(source: &str) -> Option<String> {
     let mut text = String::new();
     let mut rest = source.strip_prefix('"')?.chars().peekable();
@@ -61,7 +61,7 @@ fn literal(source: &str) -> Option<String> {
     }
 }
 
-/// Literals that stand behind `marker`, of which `between` may stand before them.
+/// Literals that follow `marker`, with only `between` before them.
 fn literals(source: &str, marker: &str, between: &[&str]) -> Vec<String> {
     let starts = source.match_indices(marker).map(|(at, _)| &source[at + marker.len()..]);
     starts
@@ -73,7 +73,7 @@ fn literals(source: &str, marker: &str, between: &[&str]) -> Vec<String> {
         .collect()
 }
 
-/// A message with `…` for whatever differs, in one line.
+/// A message on one line, with `…` for each variable part.
 fn normal(text: &str) -> String {
     let mut plain = String::new();
     let mut depth = 0;
@@ -93,7 +93,7 @@ fn normal(text: &str) -> String {
     plain.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Every message, with the file that it is in.
+/// Every message, with its file.
 fn messages() -> BTreeSet<(String, String)> {
     let root = root();
     let mut found = BTreeSet::new();
@@ -104,7 +104,7 @@ fn messages() -> BTreeSet<(String, String)> {
             let source = read_to_string(&file).unwrap();
             let name = file.strip_prefix(&root).unwrap().display().to_string();
             let messages = literals(&source, marker, between);
-            // One that says nothing of its own is its cause's.
+            // A transparent variant has its cause's message.
             let messages = messages.iter().map(|text| normal(text)).filter(|text| text != "…");
             found.extend(messages.map(|text| (text, name.clone())));
         }
@@ -119,7 +119,7 @@ fn messages() -> BTreeSet<(String, String)> {
 }
 
 #[test]
-fn the_guide_has_every_message() {
+fn guide_lists_every_message() {
     let guide = normal(&read_to_string(root().join("docs/operations.md")).unwrap());
     let messages = messages();
     let missing: Vec<_> = messages
@@ -128,15 +128,16 @@ fn the_guide_has_every_message() {
         .map(|(text, file)| format!("{file}: {text}"))
         .collect();
     assert!(missing.is_empty(), "docs/operations.md lacks:\n{}", missing.join("\n"));
-    // What is looked for is found at all.
+    // The search finds these messages at all.
     let known = [
-        ("the dirty log failed", "vmferry/src/error.rs"),
+        ("the dirty log failed", "crates/engine/src/error.rs"),
         (
-            "can't … the journal …: check that the disk is there, writable and not full, then try again",
-            "vmferry/src/journal/mod.rs",
+            "can't … the journal …: check that the disk is there, writable and not full, \
+             then try again",
+            "crates/handover/src/journal/mod.rs",
         ),
         (
-            "nothing is decided. … Say --yes when that is done",
+            "nothing was decided. … Add --yes when that is done",
             "apps/vmferry/src/commands/resolve.rs",
         ),
     ];
@@ -145,9 +146,9 @@ fn the_guide_has_every_message() {
     }
 }
 
-/// What the guide has is said by somebody: no message that is gone.
+/// The guide lists no message that the sources no longer have.
 #[test]
-fn the_guide_has_no_message_of_the_past() {
+fn guide_lists_no_outdated_message() {
     let guide = read_to_string(root().join("docs/operations.md")).unwrap();
     let (_, guide) = guide.split_once("\n## Messages\n").unwrap();
     let root = root();
@@ -168,15 +169,15 @@ fn the_guide_has_no_message_of_the_past() {
         .collect();
     assert!(messages.len() > 200, "{}", messages.len());
     for message in messages {
-        // A refusal is quoted behind the side that refuses.
+        // The guide quotes a refusal together with the side that refuses.
         let own = message.strip_prefix("the destination refused: ").unwrap_or(message);
-        assert!(literals.contains(own) || own == "…", "nobody says: {message}");
+        assert!(literals.contains(own) || own == "…", "no source has this message: {message}");
     }
 }
 
-/// Every exit status has its section.
+/// The guide has a section for every exit status.
 #[test]
-fn the_guide_has_every_exit_status() {
+fn guide_lists_every_exit_status() {
     let guide = read_to_string(root().join("docs/operations.md")).unwrap();
     for status in 1..=16 {
         assert!(guide.contains(&format!("\n### {status}: ")), "{status}");

@@ -1,4 +1,4 @@
-//! The hooks of docs/ha.md are shell scripts.
+//! The hooks in docs/ha.md are valid shell scripts.
 
 use std::io::Write;
 use std::path::Path;
@@ -10,7 +10,7 @@ fn blocks(text: &str) -> Vec<String> {
     for line in text.lines() {
         match (line.strip_prefix("    "), blocks.last_mut()) {
             (Some(line), Some(block)) => *block += &format!("{line}\n"),
-            // An empty line within a block is none of the recipes'.
+            // An empty line inside a block belongs to no recipe.
             _ => blocks.push(String::new()),
         }
     }
@@ -19,7 +19,7 @@ fn blocks(text: &str) -> Vec<String> {
 }
 
 #[test]
-fn recipes_of_hooks_are_shell_scripts() {
+fn hook_recipes_are_shell_scripts() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/ha.md");
     let text = std::fs::read_to_string(path).unwrap();
     let recipes: Vec<_> =

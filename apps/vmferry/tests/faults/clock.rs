@@ -1,5 +1,5 @@
-//! A host's clock jumps by hours, forward and back, while a guest moves and between two moves. What measures time is not
-//! touched by that, as in the kernel.
+//! A host's clock jumps by hours, forward and back, during a migration and between two migrations.
+//! CLOCK_MONOTONIC does not jump, as in the kernel.
 
 use crate::support::clock::Clock;
 use crate::support::outcomes::{Outcome, Owner};
@@ -17,7 +17,7 @@ enum Whose {
 }
 
 #[test]
-fn a_clock_that_jumps_in_the_middle_changes_nothing() {
+fn clock_jump_during_a_migration_changes_nothing() {
     let mut trials =
         vec![(Whose::Source, -SIX_HOURS, COMMIT), (Whose::Destination, SIX_HOURS, PAUSED)];
     if all() {
@@ -51,7 +51,7 @@ fn jump(whose: Whose, offset: i64, phase: Phase) {
     trial.arrives();
 }
 
-/// Moves a guest to a host, and returns what runs it there.
+/// Moves a guest to a host and returns the process that runs it there.
 fn migrate(from: &Host, to: &Host, prefix: &[String], guest: Running) -> Running {
     let mut destination =
         to.start_under(prefix, &["receive", "--listen", "tcp:127.0.0.1:0", "--plain"]);
@@ -64,9 +64,10 @@ fn migrate(from: &Host, to: &Host, prefix: &[String], guest: Running) -> Running
     destination
 }
 
-/// The guest leaves at what its host takes for noon, and comes back at six in the morning of the same day.
+/// The guest leaves when its host's clock says noon and returns when it says six in the morning of
+/// the same day.
 #[test]
-fn a_clock_that_jumps_between_two_migrations_turns_no_promise_round() {
+fn clock_jump_between_two_migrations_changes_no_promise() {
     let world = World::without_certificates();
     let (a, b) = (world.host("a"), world.host("b"));
     let clock = Clock::make(world.directory.path(), "offset");
@@ -101,11 +102,11 @@ fn a_clock_that_jumps_between_two_migrations_turns_no_promise_round() {
 }
 
 #[test]
-fn a_clock_that_is_before_every_certificate_is_told_of_before_anything_happens() {
+fn clock_before_the_certificates_is_refused_before_the_migration() {
     let world = World::new();
     let (a, b) = (world.host("a"), world.host("b"));
     let clock = Clock::make(world.directory.path(), "offset");
-    // Certificates are good from a day before they were issued.
+    // Certificates are valid from a day before they were issued.
     clock.set(-8 * SIX_HOURS);
     let mut arguments = vec!["run", "web"];
     arguments.extend(GUEST);
@@ -127,7 +128,7 @@ fn a_clock_that_is_before_every_certificate_is_told_of_before_anything_happens()
         owner: Owner::Source,
     }
     .note();
-    // Set right, it works at once.
+    // With the clock set right, the migration works at once.
     clock.set(0);
     assert_eq!(send().code, Some(0));
     destination.event("serving");

@@ -1,7 +1,7 @@
-//! The disk under a journal is full, read-only, or gone, on either side, at every record: nothing is promised that is not
-//! written, and what can't be written is said.
+//! The disk under a journal is full, read-only or removed, on either side, at every record. No
+//! promise is made that was not written, and the error names the write that failed.
 //!
-//! A small tmpfs is the disk, filled up at the moment; so this needs root.
+//! The disk is a small tmpfs that the test fills at the chosen moment, so the tests need root.
 
 use std::cell::Cell;
 use std::fs::File;
@@ -17,14 +17,15 @@ use crate::support::{Ended, Host, Running, World, run_ok, text};
 use serde_json::Value;
 use vmferry_handover::journal::Record;
 
-/// What a tmpfs allocates at once: a record that fits into what is allocated is written on a full disk, too.
+/// The unit in which tmpfs allocates. A record that fits into an allocated block can be written to
+/// a full disk.
 const BLOCK_BYTES: u64 = 4096;
 
-/// A disk of a host, unmounted when dropped; and the file that fills it up, which has no name there.
+/// A host's disk, unmounted on drop, and the unnamed file that fills it.
 struct Disk(PathBuf, Cell<Option<File>>);
 
 impl Disk {
-    /// One of 256 KiB in the place of a host's runtime directory; none for whoever may not mount.
+    /// Mounts a 256 KiB disk at the host's runtime directory. `None` if this process may not mount.
     fn under(host: &Host) -> Option<Self> {
         std::fs::create_dir(&host.runtime).unwrap();
         let disk = Self(host.runtime.clone(), Cell::new(None));
@@ -47,13 +48,13 @@ impl Disk {
         self.1.set(None);
     }
 
-    /// Read-only from now on, or writable again. Not while a file is open for writing.
+    /// Makes the disk read-only or writable again. No file may be open for writing.
     fn set_writable(&self, writable: bool) {
         let how = if writable { "remount,rw" } else { "remount,ro" };
         assert!(self.mount(&["-o", how]), "{how}");
     }
 
-    /// The journals that are on it.
+    /// The journals on the disk.
     fn journals(&self) -> Vec<PathBuf> {
         let entries = std::fs::read_dir(self.0.join("journal")).into_iter().flatten().flatten();
         entries.map(|entry| entry.path()).collect()
@@ -66,7 +67,7 @@ impl Drop for Disk {
     }
 }
 
-/// Two hosts whose disks are small, and a guest.
+/// Two hosts with small disks, and a guest.
 struct Scene {
     world: World,
     a: Host,
@@ -74,7 +75,7 @@ struct Scene {
     here: Disk,
     there: Disk,
     guest: Running,
-    /// What the guest's VMM had open before anybody came.
+    /// The descriptors that the guest's VMM had open before the migration.
     before: Descriptors,
 }
 
@@ -90,8 +91,8 @@ impl Scene {
         Some(Self { world, a, b, here, there, guest, before })
     }
 
-    /// Certificates with names that fill the first record of a journal up, so that so many bytes are left in its block:
-    /// a record has the names of the other side.
+    /// Certificates whose names fill the first record of a journal so that `left` bytes remain in
+    /// its block. Each record contains the names of the other side.
     fn certificate(&self, left: u64) -> String {
         let issue = |name: &str, padding: u64| {
             let (from, out) = (self.world.path("ca"), self.world.path(name));
@@ -104,7 +105,7 @@ impl Scene {
             out.display().to_string()
         };
         self.remove_journals();
-        // What a record takes with a known padding tells what is missing.
+        // Measures a record with known padding to compute the padding that is missing.
         let known = 300;
         let bytes = self.first_record_bytes(&issue(&format!("trial-{left}"), known));
         let padding = known + (BLOCK_BYTES - left).checked_sub(bytes).expect("a short record");
@@ -113,7 +114,7 @@ impl Scene {
         tls
     }
 
-    /// By a migration that is cancelled, after which the journals are removed.
+    /// Measures with a migration that is canceled, after which the journals are removed.
     fn first_record_bytes(&self, tls: &str) -> u64 {
         let (destination, address) = self.receive(tls);
         let mut send = self.send(&address, tls);
@@ -127,9 +128,10 @@ impl Scene {
         send.finish();
         destination.finish();
         self.remove_journals();
-        // The source's has the address that it was told, and the destination's the one that it sees.
+        // The source's record has the address it was given, and the destination's has the address
+        // it sees.
         let [here, there] = lengths[..] else { panic!("{lengths:?}") };
-        assert!(there <= here && here - there < 8, "both have the same names: {lengths:?}");
+        assert!(there <= here && here - there < 8, "both records have the same names: {lengths:?}");
         here
     }
 
@@ -150,7 +152,7 @@ impl Scene {
         self.a.start(&arguments)
     }
 
-    /// The guest is the source's, and nothing is left.
+    /// Checks that the guest is still at the source and that nothing is left over.
     fn stays(&self, fault: &str, phase: &str, sent: &Ended, received: &str) {
         self.a.check_guest("web");
         let (host, pid, descriptors) = (&self.a, self.guest.child.id(), self.before.clone());
@@ -177,14 +179,14 @@ impl Scene {
     }
 }
 
-/// Names that take so many bytes in a record: each its letters, quotes and a comma.
+/// Names that take `bytes` bytes in a record. Each takes its letters, quotes and a comma.
 fn names(bytes: u64) -> Vec<String> {
     const AROUND: u64 = 3;
     const LONGEST: u64 = 60 + AROUND;
     let mut names = Vec::new();
     let mut missing = bytes;
     while missing > 0 {
-        // What remains must suffice for a name.
+        // The remainder must be long enough for a name.
         let this = match missing {
             many if many > LONGEST + AROUND => LONGEST,
             some if some > LONGEST => some / 2,
@@ -203,15 +205,16 @@ fn exit(ended: &Ended) -> String {
 /// Too little for any record.
 const NOTHING: u64 = 12;
 
-/// A source in doubt asks several times meanwhile, over TLS, where nobody can count its questions: `resolve.rs` does that.
+/// Time in which a source in doubt asks several times. It asks over TLS, so this test cannot count
+/// the questions; `resolve.rs` does.
 const ASKED: Duration = Duration::from_secs(4);
 
 #[test]
-fn a_full_disk_at_the_source() {
+fn full_disk_at_the_source_breaks_no_promise() {
     let Some(mut scene) = Scene::new() else { return };
     let tls = scene.certificate(NOTHING);
 
-    // OPEN: nothing is begun, and nothing is left.
+    // OPEN: no migration begins, and nothing is left over.
     scene.here.fill();
     let (destination, address) = scene.receive(&tls);
     let sent = scene.send(&address, &tls).finish();
@@ -235,7 +238,7 @@ fn a_full_disk_at_the_source() {
     scene.stays("source: disk full", "COMMIT", &sent, &exit(&received));
     assert_eq!(claim(&scene.a).verdict.as_deref(), Some("here"));
 
-    // KEPT is for people: the guest is here without it.
+    // KEPT informs operators only: the guest runs here without it.
     scene.here.free();
     let (destination, address) = scene.receive(&tls);
     let mut send = scene.send(&address, &tls);
@@ -248,11 +251,12 @@ fn a_full_disk_at_the_source() {
     scene.stays("source: disk full", "KEPT", &sent, &exit(&received));
     scene.here.free();
 
-    // GIVEN, likewise; but COMMIT alone is doubt for whoever reads it, until somebody notes what the other host says.
+    // GIVEN informs operators too. But COMMIT without GIVEN reads as doubt until the other host's
+    // answer is noted.
     let commit = Record::Commit.encode().len() as u64;
     let tls = scene.certificate(commit + NOTHING);
     let (mut destination, address) = scene.receive(&tls);
-    // A restricted process keeps the directories open that it may reach, such as that of its certificates.
+    // A sandboxed process keeps the directories open that it may reach, such as the certificate's.
     let listening = descriptors_at_rest(destination.child.id());
     let mut send = scene.send(&address, &tls);
     send.event("connected");
@@ -279,7 +283,7 @@ fn a_full_disk_at_the_source() {
 }
 
 #[test]
-fn a_full_disk_at_the_destination() {
+fn full_disk_at_the_destination_breaks_no_promise() {
     let Some(scene) = Scene::new() else { return };
     let tls = scene.certificate(NOTHING);
 
@@ -294,7 +298,7 @@ fn a_full_disk_at_the_destination() {
     scene.stays("destination: disk full", "OPEN", &sent, &exit(&received));
     scene.there.free();
 
-    // ABORTED: no word is given, and the next process gives it.
+    // ABORTED: no answer is given, and the next process gives it.
     let (destination, address) = scene.receive(&tls);
     let mut send = scene.send(&address, &tls);
     send.event("connected");
@@ -305,10 +309,10 @@ fn a_full_disk_at_the_destination() {
     let received = destination.finish();
     received.failed(1, "writable and not full");
     scene.stays("destination: disk full", "ABORTED", &sent, &exit(&received));
-    assert_eq!(claim(&scene.b).verdict.as_deref(), Some("there"), "it never ran there");
+    assert_eq!(claim(&scene.b).verdict.as_deref(), Some("there"), "the guest never ran there");
     scene.there.free();
 
-    // RUN-INTENT: the guest does not run, and the source waits for a word.
+    // RUN-INTENT: the guest does not run, and the source waits for an answer.
     let (destination, address) = scene.receive(&tls);
     let mut send = scene.send(&address, &tls);
     send.event("connected");
@@ -328,7 +332,7 @@ fn a_full_disk_at_the_destination() {
 }
 
 #[test]
-fn a_disk_that_is_read_only_or_a_directory_that_is_gone() {
+fn read_only_or_removed_directory_breaks_no_promise() {
     let Some(scene) = Scene::new() else { return };
     let tls = scene.world.tls();
 
@@ -349,7 +353,7 @@ fn a_disk_that_is_read_only_or_a_directory_that_is_gone() {
     scene.there.set_writable(true);
     scene.stays("destination: disk read-only", "OPEN", &sent, &exit(&received));
 
-    // COMMIT in a file that nobody finds is no promise.
+    // COMMIT in an unlinked file is no promise.
     let (destination, address) = scene.receive(&tls);
     let mut send = scene.send(&address, &tls);
     send.event("connected");
@@ -359,7 +363,7 @@ fn a_disk_that_is_read_only_or_a_directory_that_is_gone() {
     let received = destination.finish();
     scene.stays("source: journals removed", "COMMIT", &sent, &exit(&received));
 
-    // Nor is RUN-INTENT; and a host that has lost its journals knows nothing of the session.
+    // The same holds for RUN-INTENT. A host that has lost its journals does not know the session.
     let (destination, address) = scene.receive(&tls);
     let mut send = scene.send(&address, &tls);
     send.event("connected");
@@ -369,7 +373,7 @@ fn a_disk_that_is_read_only_or_a_directory_that_is_gone() {
     assert!(!received.lines.iter().any(|event| event["event"] == "running"), "{received:?}");
     send.event("in-doubt");
     let (mut successor, _) = scene.b.receive(&["--listen", &address, "--tls", &tls]);
-    // It is asked once a second, and UNKNOWN ends no doubt.
+    // The source asks once a second, and UNKNOWN does not end the doubt.
     std::thread::sleep(ASKED);
     assert_eq!(scene.a.status("web")["migration"]["in_doubt"], true);
     successor.kill();

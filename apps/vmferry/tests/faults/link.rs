@@ -1,31 +1,31 @@
-//! A cable between two network namespaces that is pulled out, or that swallows packets one way or both: no connection is
-//! reset, and nobody hears of it.
+//! A cable between two network namespaces is pulled, or drops packets one way or both ways. No
+//! connection is reset, so neither side is notified.
 //!
-//! Needs root. `make test` does a sample, and VMFERRY_TEST_ALL=1 the whole.
+//! Needs root. `make test` runs a sample, and VMFERRY_TEST_ALL=1 runs all cases.
 
 use std::fs::File;
 use std::os::fd::AsFd;
-use std::path::Path;
 use std::time::Duration;
 
-use crate::support::all;
 use crate::support::trial::{
     COMMIT, CONNECTED, DOUBT, FIRST_ROUND, PAUSED, Phase, Place, READY, RUNNING, SECOND_ROUND,
     Trial, side_by_side,
 };
+use crate::support::{all, inside};
 use vmferry_net_lab::{DESTINATION_ADDRESS, Direction, Namespaces, enter};
 
-/// For how long a link is away that is to be waited for: more than the 10 s after which a silent one is given up.
+/// How long the link is down in the cases in which both sides wait for it: longer than the 10 s
+/// after which a silent connection is given up.
 const AWAY: Duration = Duration::from_secs(14);
 
 /// What happens to the cable.
 #[derive(Clone, Copy, Debug)]
 enum Fault {
-    /// Pulled out, and plugged in again.
+    /// Pulled and plugged in again.
     Pulled,
-    /// It swallows what goes this way, and is mended.
+    /// Drops packets in this direction and is repaired.
     BlackHole(Direction),
-    /// It swallows what goes this way until the source has given the link up, or is in doubt.
+    /// Drops packets in this direction until the source has given the link up or is in doubt.
     BlackHoleUntilGivenUp(Direction),
 }
 
@@ -72,8 +72,9 @@ impl Fault {
         }
     }
 
-    /// Where it makes a difference. What goes to the source is held up on the destination's side of the cable, before it is
-    /// lost; what goes to the destination has passed the cable there, and must be lost before.
+    /// The phases in which the fault makes a difference. Packets to the source are delayed at the
+    /// destination's end of the cable before they are dropped there. Packets to the destination
+    /// have passed the cable at that point, so they must be dropped earlier.
     fn phases(self) -> &'static [Phase] {
         match (self, self.way()) {
             (Self::BlackHoleUntilGivenUp(_), Direction::ToDestination) => &[FIRST_ROUND, PAUSED],
@@ -85,14 +86,14 @@ impl Fault {
         }
     }
 
-    /// COMMIT is lost on its way if the link is when READY comes to the source.
+    /// COMMIT is dropped on its way if the link goes down when READY reaches the source.
     fn begin(self, phase: Phase) -> Phase {
         if phase.is(&COMMIT) { READY } else { phase }
     }
 }
 
 #[test]
-fn a_link_that_says_nothing_ends_no_guest_and_makes_no_second_one() {
+fn silent_link_leaves_exactly_one_guest() {
     use Direction::{Both, ToDestination, ToSource};
     if let Err(error) = Namespaces::make() {
         panic!("this test needs what is missing: {error:#}");
@@ -123,12 +124,11 @@ fn a_link_that_says_nothing_ends_no_guest_and_makes_no_second_one() {
 
 fn strike(fault: Fault, phase: Phase) {
     let cable = Namespaces::make().unwrap();
-    let in_namespace = |path: &Path| vec!["nsenter".into(), format!("--net={}", path.display())];
     let place = Place {
-        source: in_namespace(&cable.source_path()),
-        destination: in_namespace(&cable.destination_path()),
+        source: inside(&cable.source_path()).to_vec(),
+        destination: inside(&cable.destination_path()).to_vec(),
     };
-    // The proxy of this thread, and its threads, are on the destination's side.
+    // This thread's proxy and its threads are on the destination's side.
     enter(File::open(cable.destination_path()).unwrap().as_fd()).unwrap();
     let tried = match fault {
         Fault::BlackHoleUntilGivenUp(_) => "1s",
@@ -154,12 +154,12 @@ fn strike(fault: Fault, phase: Phase) {
     if committed && !phase.is(&DOUBT) {
         trial.send.event("in-doubt");
     }
-    // This is the fault, and not a wait for anything.
+    // The pause is the fault itself and does not wait for an event.
     std::thread::sleep(AWAY);
     if committed {
         assert_eq!(trial.a.status("web")["migration"]["in_doubt"], true, "{}", trial.about());
     }
     fault.mend(&cable);
-    // A destination that has loaded the state can't go on with a session, and the guest stays.
+    // A destination that has loaded the state can't resume the session, and the guest stays.
     if phase.is(&READY) { trial.stays() } else { trial.arrives() }
 }

@@ -1,4 +1,5 @@
-//! Whatever fails, at every moment of a migration of vmferry's own VMM: who has the guest then, and that nothing is left.
+//! Faults in every phase of a migration of vmferry's own VMM: which host has the guest afterward,
+//! and that nothing is left over.
 
 mod clock;
 mod disk;

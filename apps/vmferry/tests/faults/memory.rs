@@ -1,4 +1,5 @@
-//! The destination runs out of memory: refused where it can be known, and else killed by the kernel. The guest stays.
+//! The destination runs out of memory. Where that is known in advance it refuses the guest;
+//! otherwise the kernel kills it. The guest stays at the source.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -8,13 +9,13 @@ use crate::support::outcomes::{Outcome, Owner};
 use crate::support::trial::{SLOW, claim};
 use crate::support::{Ended, Host, Running, World, run_ok};
 
-/// Moves a guest to a destination that is started under other programs, and lacks memory.
+/// Moves a guest to a destination that runs under a wrapper program and lacks memory.
 struct Scene {
     world: World,
     a: Host,
     b: Host,
     guest: Running,
-    /// What the guest's VMM had open before anybody came.
+    /// The descriptors that the guest's VMM had open before the migration.
     before: Descriptors,
 }
 
@@ -27,7 +28,7 @@ impl Scene {
         Self { world, a, b, guest, before }
     }
 
-    /// What the source says, and what the destination does.
+    /// The ends of the source's command and of the destination.
     fn send(&self, prefix: &[String], flags: &[&str]) -> (Ended, Ended) {
         let mut arguments = vec!["receive", "--listen", "tcp:127.0.0.1:0", "--plain", "--once"];
         arguments.extend(flags);
@@ -55,7 +56,7 @@ impl Scene {
         let left = left(self.world.directory.path(), &[&self.a, &self.b], &[living], &[]);
         assert!(left.is_empty(), "{fault}: {left:#?}");
         assert_eq!(run_ok(&self.a, &["status"])["in_doubt"].as_array().map(Vec::len), Some(0));
-        // To a destination that lacks nothing it moves.
+        // The guest moves to a destination with enough memory.
         let (mut destination, address) =
             self.b.receive(&["--listen", "tcp:127.0.0.1:0", "--plain", "--once"]);
         let sent = self.a.run(&["send", "web", "--to", &address, "--plain"]);
@@ -67,9 +68,9 @@ impl Scene {
 }
 
 #[test]
-fn a_guest_that_does_not_fit_into_the_address_space_is_refused() {
+fn destination_refuses_a_guest_larger_than_its_address_space() {
     let scene = Scene::new(&["--memory", "4G", "--workload", "ticks"]);
-    // Threads have their stacks, and the guest has no room.
+    // There is room for the threads' stacks and none for the guest.
     let prefix = ["prlimit", "--as=2147483648"].map(String::from);
     let ended = scene.send(&prefix, &[]);
     let said = ended.0.last()["error"]["message"].as_str().unwrap();
@@ -80,7 +81,7 @@ fn a_guest_that_does_not_fit_into_the_address_space_is_refused() {
 }
 
 #[test]
-fn a_guest_for_which_there_are_no_huge_pages_is_refused() {
+fn destination_without_huge_pages_refuses_the_guest() {
     let free = std::fs::read_to_string("/proc/meminfo").unwrap();
     let free = free.lines().find_map(|line| line.strip_prefix("HugePages_Free:")).unwrap();
     if free.trim() != "0" {
@@ -94,7 +95,7 @@ fn a_guest_for_which_there_are_no_huge_pages_is_refused() {
     scene.stays("destination: no huge pages", "announced", &ended);
 }
 
-/// A memory control group of either version; removed when dropped.
+/// A memory control group of cgroup version 1 or 2, removed on drop.
 struct Group(PathBuf);
 
 impl Group {
@@ -111,19 +112,19 @@ impl Group {
         std::fs::create_dir(&path).ok()?;
         let group = Self(path);
         std::fs::write(group.0.join(limits[0]), bytes.to_string()).ok()?;
-        // Of a kernel without swap accounting there is nothing to limit.
+        // A kernel without swap accounting has no such file.
         let swap = if limits[1] == "memory.swap.max" { 0 } else { bytes };
         let _ = std::fs::write(group.0.join(limits[1]), swap.to_string());
         Some(group)
     }
 
-    /// Becomes a member, and then the program.
+    /// A wrapper that enters the group and then executes the program.
     fn prefix(&self) -> Vec<String> {
         let join = format!("echo $$ > {}/cgroup.procs && exec \"$@\"", self.0.display());
         ["sh", "-c", &join, "sh"].map(String::from).to_vec()
     }
 
-    /// How many processes the kernel has killed in it.
+    /// The number of processes of the group that the OOM killer has killed.
     fn killed(&self) -> u64 {
         let files = ["memory.oom_control", "memory.events"].map(|name| self.0.join(name));
         let text: String =
@@ -140,7 +141,7 @@ impl Drop for Group {
 }
 
 #[test]
-fn a_guest_that_needs_more_than_the_control_group_leaves_is_refused() {
+fn destination_refuses_a_guest_larger_than_its_control_group() {
     let group = Group::with_limit(48 << 20).expect("a memory control group can be made");
     let flags =
         ["--memory", "256M", "--workload", "fill=128,incompressible hot=1,sequential ticks"];
@@ -151,18 +152,19 @@ fn a_guest_that_needs_more_than_the_control_group_leaves_is_refused() {
         let said = ended.last()["error"]["message"].as_str().unwrap();
         assert!(said.contains("control group") && said.contains("(limit 48.0 MiB)"), "{said}");
     }
-    assert_eq!(group.killed(), 0, "nothing was sent that it had no room for");
+    assert_eq!(group.killed(), 0, "nothing was sent that did not fit");
     scene.stays("destination: its control group is too small", "announced", &ended);
 }
 
 #[test]
-fn a_destination_that_the_kernel_kills_for_its_memory_costs_nothing() {
+fn destination_killed_for_memory_leaves_the_guest_at_the_source() {
     let group = Group::with_limit(48 << 20).expect("a memory control group can be made");
     let flags =
         ["--memory", "256M", "--workload", "fill=128,incompressible hot=1,sequential ticks"];
     let scene = Scene::new(&flags);
     let mut arguments = vec!["receive", "--listen", "tcp:127.0.0.1:0", "--plain", "--once"];
-    // A source of that version does not say how much its guest uses, so that nothing is refused.
+    // A source of that version does not send how much memory its guest uses, so the guest is not
+    // refused.
     arguments.extend(["--memory-kind", "memfd", "--protocol", "1"]);
     let mut destination = scene.b.start_under(&group.prefix(), &arguments);
     let address = destination.event("listening")["address"].as_str().unwrap().to_owned();
@@ -180,9 +182,9 @@ fn a_destination_that_the_kernel_kills_for_its_memory_costs_nothing() {
     assert_eq!(sent.code, Some(12), "{sent:?}");
     let received = destination.finish();
     assert_eq!(received.code, None, "{received:?}");
-    assert!(group.killed() > 0, "the kernel has killed it");
+    assert!(group.killed() > 0, "the OOM killer has killed it");
     scene.stays("destination: killed for its memory", "first round", &(sent, received));
     let path = group.0.clone();
     drop(group);
-    assert!(!path.exists(), "nobody is left in the control group");
+    assert!(!path.exists(), "no process is left in the control group");
 }

@@ -1,7 +1,8 @@
-//! Every process of a migration killed and stopped, and its link cut, phase by phase; and what comes of it: who has the
-//! guest by both hosts, how the guest is, and what is left behind.
+//! Kills and stops every process of a migration, and cuts its link, phase by phase. After each
+//! fault the tests check which host has the guest by both hosts' status, the guest's memory, and
+//! that nothing is left over.
 //!
-//! `make test` does a sample, and VMFERRY_TEST_ALL=1 the whole.
+//! `make test` runs a sample, and VMFERRY_TEST_ALL=1 runs all cases.
 
 use std::time::Duration;
 
@@ -15,10 +16,11 @@ use crate::support::{all, run_ok};
 use rustix::process::Signal;
 use serde_json::Value;
 
-/// For how long a process is stopped, or a link away, that is to be waited for: less than any patience.
+/// How long a process is stopped or a link is cut so that the other side still waits: less than any
+/// timeout.
 const SHORT: Duration = Duration::from_secs(2);
 
-/// What is done, its name for whoever looks for a failure, and when: a sample, and the other moments.
+/// A fault, its name for selecting it, and its phases: a sample, and the others.
 struct Fault {
     name: &'static str,
     strike: fn(Phase),
@@ -28,7 +30,12 @@ struct Fault {
 
 macro_rules! faults {
     ($($strike:ident: $sample:expr, $others:expr;)*) => {
-        [$(Fault { name: stringify!($strike), strike: $strike, sample: &$sample, others: &$others },)*]
+        [$(Fault {
+            name: stringify!($strike),
+            strike: $strike,
+            sample: &$sample,
+            others: &$others,
+        },)*]
     };
 }
 
@@ -69,7 +76,7 @@ const FAULTS: &[Fault] = &faults! {
     link_cut_for_longer_than_the_destination_waits: [], [DOUBT];
 };
 
-/// A fault at a moment.
+/// A fault at one phase.
 struct Case(&'static Fault, Phase);
 
 impl std::fmt::Debug for Case {
@@ -79,18 +86,18 @@ impl std::fmt::Debug for Case {
 }
 
 #[test]
-fn at_every_moment_there_is_one_owner_and_nothing_is_left() {
+fn fault_in_any_phase_leaves_one_owner_and_no_leftovers() {
     need_kvm();
     let mut cases = Vec::new();
     for fault in FAULTS {
         let others = if all() { fault.others } else { &[] };
         cases.extend(fault.sample.iter().chain(others).map(|phase| Case(fault, *phase)));
     }
-    // One of them alone, for whoever looks for a failure.
+    // Selects single cases when a failure is investigated.
     if let Ok(only) = std::env::var("VMFERRY_TEST_ONLY") {
         cases.retain(|case| format!("{case:?}").contains(&only));
     }
-    // What waits longest begins first.
+    // The cases that wait longest begin first.
     cases.sort_by_key(|Case(_, phase)| !(phase.is(&READY) || phase.is(&DOUBT)));
     side_by_side(6, cases, |Case(fault, phase)| (fault.strike)(*phase));
 }
@@ -101,7 +108,8 @@ fn source_killed(phase: Phase) {
     if phase.is(&COMMIT) || phase.is(&RUNNING) {
         trial.release();
         trial.serving();
-        // Its journal knows of COMMIT and of nothing else; the operator has seen the other host's.
+        // The VMM's journal has COMMIT and nothing later; the operator has looked at the other
+        // host.
         resolve(&trial, "--destination-owns");
         return trial.arrives();
     }
@@ -111,7 +119,7 @@ fn source_killed(phase: Phase) {
     trial.release();
     if phase.is(&DOUBT) {
         trial.proxy.heal();
-        // It waits for COMMIT for a minute, and then never runs it.
+        // The destination waits a minute for COMMIT and then never runs the guest.
         while trial.destination.line().is_some() {}
         let sessions = run_ok(&trial.b, &["status", "--sessions"]);
         assert_eq!(sessions["sessions"][0]["verdict"], "there", "{sessions}");
@@ -120,7 +128,7 @@ fn source_killed(phase: Phase) {
     trial.crashes();
 }
 
-/// The VMM has died in doubt, and the journal remembers.
+/// The VMM died in doubt, and its journal still has the session.
 fn resolve(trial: &Trial, word: &str) {
     let status = run_ok(&trial.a, &["status"]);
     assert_eq!(status["in_doubt"][0]["guest"], "web", "{status}");
@@ -134,7 +142,7 @@ fn source_stopped(phase: Phase) {
     let trial = Trial::begin("source: SIGSTOP for 2 s", phase, "20s");
     trial.guest.signal(Signal::STOP);
     trial.release();
-    // This is the fault, and not a wait for anything.
+    // The pause is the fault itself and does not wait for an event.
     std::thread::sleep(SHORT);
     trial.guest.signal(Signal::CONT);
     trial.proxy.heal();
@@ -148,7 +156,7 @@ fn source_stopped_until_it_is_given_up(phase: Phase) {
         trial.proxy.lose();
     }
     trial.release();
-    // What it says last is that it has written ABORTED, and why.
+    // Its last message says that ABORTED was written, and why.
     let received = trial.destination.finish_by_ref();
     assert_eq!(received.code, Some(12), "{received:?}");
     let asking = trial.a.run(&["status", "web"]);
@@ -157,7 +165,8 @@ fn source_stopped_until_it_is_given_up(phase: Phase) {
         trial.restart_destination();
     }
     trial.guest.signal(Signal::CONT);
-    // The command has given up waiting. The VMM asks the destination's new process, which is to be there until then.
+    // The command has stopped waiting. The VMM asks the destination's new process, which must run
+    // until then.
     trial.a.wait_for("web", |status| status["migration"].is_null());
     trial.stays();
 }
@@ -200,7 +209,8 @@ fn destination_killed(phase: Phase) {
     let mut trial = Trial::begin("destination: SIGKILL", phase, "1s");
     trial.kill_destination();
     if phase.is(&RUNNING) {
-        // It has promised to run the guest, and its successor gives its word: the guest crashed there.
+        // The destination promised to run the guest. Its successor answers from the journal; the
+        // guest crashed there.
         trial.proxy.lose();
         trial.send.event("in-doubt");
         trial.restart_destination();
@@ -223,7 +233,7 @@ fn destination_stopped(phase: Phase) {
     trial.destination.signal(Signal::STOP);
     trial.release();
     trial.proxy.heal();
-    // This is the fault, and not a wait for anything.
+    // The pause is the fault itself and does not wait for an event.
     std::thread::sleep(SHORT);
     trial.destination.signal(Signal::CONT);
     trial.arrives();
@@ -234,7 +244,7 @@ fn destination_stopped_until_it_is_given_up(phase: Phase) {
     let mut trial = Trial::begin(fault, phase, "1s");
     trial.destination.signal(Signal::STOP);
     if phase.is(&COMMIT) || phase.is(&RUNNING) {
-        // Just before it can write RUN-INTENT, or when it has.
+        // Just before it can write RUN-INTENT, or just after.
         if phase.is(&RUNNING) {
             trial.proxy.lose();
         }
@@ -243,8 +253,7 @@ fn destination_stopped_until_it_is_given_up(phase: Phase) {
     }
     if phase.is(&DOUBT) {
         trial.proxy.heal();
-        // It asks into the void, and goes on asking.
-        // This is the fault, and not a wait for anything.
+        // Nothing answers the source, and it keeps asking. The pause is the fault itself.
         std::thread::sleep(SHORT);
         assert_eq!(trial.a.status("web")["migration"]["in_doubt"], true);
     }
@@ -252,7 +261,7 @@ fn destination_stopped_until_it_is_given_up(phase: Phase) {
         trial.destination.signal(Signal::CONT);
         return trial.arrives();
     }
-    // The source has its guest again while the destination still thinks that it may get it.
+    // The source runs its guest again while the destination still expects to get it.
     trial.a.wait_for("web", |status| status["migration"].is_null());
     trial.release();
     trial.destination.signal(Signal::CONT);
@@ -263,7 +272,7 @@ fn link_cut(phase: Phase) {
     let mut trial = Trial::begin("link: cut, and back", phase, "20s");
     trial.proxy.cut();
     if phase.is(&READY) {
-        // The destination has loaded the state, and there is no way back to before that.
+        // The destination has loaded the state, and there is no way back from that.
         return trial.stays();
     }
     if ROUNDS.iter().any(|round| phase.is(round)) || phase.is(&STATE) {
@@ -291,7 +300,11 @@ fn link_cut_for_longer_than_the_destination_waits(phase: Phase) {
     let mut trial = Trial::begin(fault, phase, "1s");
     let received = trial.destination.finish_by_ref();
     assert_eq!(received.code, Some(12), "{received:?}");
-    assert_eq!(trial.a.status("web")["migration"]["in_doubt"], true, "no doubt ends by silence");
+    assert_eq!(
+        trial.a.status("web")["migration"]["in_doubt"],
+        true,
+        "silence must not end the doubt"
+    );
     trial.restart_destination();
     trial.proxy.heal();
     trial.stays();

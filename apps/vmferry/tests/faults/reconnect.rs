@@ -1,4 +1,4 @@
-//! The link breaks while a guest of the microvm is migrated, and comes back.
+//! The link breaks and returns while a microvm guest migrates.
 
 use vmferry_kit::need_kvm;
 
@@ -7,8 +7,8 @@ use crate::support::proxy::Proxy;
 use crate::support::{World, all};
 use serde_json::Value;
 
-/// Cuts the link in the middle of a round and heals it. The cap makes rounds last long enough for that, and
-/// each of several dirty logs protects pages at another time.
+/// Cuts the link in the middle of a round and restores it. A bandwidth cap makes the round long
+/// enough. Each dirty log write-protects pages at a different time.
 fn cut_and_heal(log: &str, flags: &[&str], paused: bool) {
     let world = World::new();
     let (a, b) = (world.host("a"), world.host("b"));
@@ -71,7 +71,8 @@ fn cut_and_heal(log: &str, flags: &[&str], paused: bool) {
 #[test]
 fn manual_clear() {
     need_kvm();
-    // Pages are protected just before they are read, and those of the last round are not.
+    // Pages are write-protected just before they are read; those of the last round are not
+    // protected.
     cut_and_heal("clear", &["--guest", "kvm"], true);
     cut_and_heal("clear", &["--guest", "kvm"], false);
 }

@@ -1,4 +1,4 @@
-//! What only a person can decide, and what a person is kept from.
+//! Decisions that only an operator can make, and decisions that `resolve` refuses.
 
 use std::io::Write;
 use std::path::Path;
@@ -12,32 +12,37 @@ use vmferry_handover::journal::{FileJournal, Journal, Record, Side};
 use vmferry_wire::{GuestIdentity, SessionId};
 
 #[test]
-fn a_host_that_does_not_know_the_session_ends_no_doubt() {
+fn unknown_answer_does_not_end_doubt() {
     let mut trial = Trial::begin("another host at the destination's address", DOUBT, "1s");
     trial.kill_destination();
     let stranger = trial.world.host("stranger");
     let address = trial.proxy.target();
     let (mut successor, _) = stranger.receive(&["--listen", &address, "--plain"]);
     trial.proxy.heal();
-    // The last answer may be on its way still: the one before has been taken.
+    // The last answer may still be on its way; the one before was received.
     trial.proxy.await_answers(3);
-    assert_eq!(trial.a.status("web")["migration"]["in_doubt"], true, "UNKNOWN is not ABORTED");
+    assert_eq!(
+        trial.a.status("web")["migration"]["in_doubt"],
+        true,
+        "UNKNOWN must not count as ABORTED"
+    );
     successor.kill();
     run_ok(&trial.a, &["resolve", "web", "--source-resumes", "--yes"]);
     trial.stays();
 }
 
 #[test]
-fn the_operator_says_that_the_source_resumes() {
+fn source_resumes_on_operator_decision() {
     let mut trial = Trial::begin("destination: lost for good", DOUBT, "1s");
     trial.a.run(&["quit", "web"]).failed(14, "resolve");
     trial.a.run(&["cancel", "web"]);
-    // Without a terminal it must be said that everything is done, and nothing is decided before.
+    // Without a terminal the operator must state that everything is done; until then nothing is
+    // decided.
     let asked = trial.a.run(&["resolve", "web", "--source-resumes"]);
     asked.failed(2, "Power the other host off, fence it, or end the VMM of web there FIRST");
     asked.failed(2, "--yes");
     assert_eq!(trial.a.status("web")["phase"], "paused");
-    // What is read on the other host, before and after it is switched off.
+    // Status of the other host, before and after it is switched off.
     let there = |led: bool| {
         let sessions = run_ok(&trial.b, &["status", "--sessions"]);
         let session = &sessions["sessions"][0];
@@ -55,7 +60,7 @@ fn the_operator_says_that_the_source_resumes() {
 }
 
 #[test]
-fn the_operator_says_that_the_destination_owns() {
+fn destination_owns_on_operator_decision() {
     let mut trial = Trial::begin("link: cut for good", RUNNING, "1s");
     trial.proxy.cut();
     trial.send.event("in-doubt");
@@ -66,12 +71,12 @@ fn the_operator_says_that_the_destination_owns() {
 }
 
 #[test]
-fn nothing_is_decided_behind_the_back_of_a_vmm_that_is_stopped() {
+fn resolve_decides_nothing_while_the_vmm_is_stopped() {
     let trial = Trial::begin("source: SIGSTOP in doubt, and the operator comes", DOUBT, "1s");
     let other = trial.a.guest("other", &GUEST);
     trial.guest.signal(Signal::STOP);
     trial.a.run(&["resolve", "web", "--source-resumes", "--yes"]).failed(15, "kill -CONT");
-    // The others are shown all the same, and what the journal knows of this one.
+    // The other sessions are still listed, and so is what the journal knows about this one.
     let status = run_ok(&trial.a, &["status"]);
     let find = |name: &str| -> &Value {
         status["guests"].as_array().unwrap().iter().find(|guest| guest["name"] == name).unwrap()
@@ -87,7 +92,8 @@ fn nothing_is_decided_behind_the_back_of_a_vmm_that_is_stopped() {
     trial.arrives();
 }
 
-/// A session in a host's journals whose process has died after COMMIT; locked for as long as it is kept.
+/// A session in a host's journals whose process died after COMMIT. Locked while the journal is
+/// kept.
 fn left_in_doubt(host: &Host, number: u8, guest: &GuestIdentity) -> (SessionId, FileJournal) {
     let session = SessionId([number; 16]);
     let directory = host.runtime.join("journal");
@@ -106,7 +112,7 @@ fn verdict(host: &Host, session: SessionId) -> Value {
 }
 
 #[test]
-fn wrong_use_is_refused() {
+fn resolve_refuses_wrong_use() {
     let world = World::without_certificates();
     let a = world.host("a");
     let guest = a.guest("web", &GUEST);
@@ -114,17 +120,17 @@ fn wrong_use_is_refused() {
     let words = ["--source-resumes", "--destination-owns"];
     for word in words {
         resolve("web", word).failed(9, "not in doubt");
-        resolve("nobody", word).failed(8, "no guest and no session is called nobody");
+        resolve("nobody", word).failed(8, "no guest or session is named nobody");
     }
 
-    // A process leads the session.
+    // A live process leads the session.
     let identity = |name: &str| GuestIdentity { uuid: uuid::Uuid::new_v4(), name: name.into() };
     let (session, journal) = left_in_doubt(&a, 1, &identity("ghost"));
     for word in words {
         resolve("ghost", word).failed(7, "a process still leads session");
     }
     drop(journal);
-    // By its number as well; and once only.
+    // The same by session number, and only once.
     let decided = resolve(&session.to_string(), "--destination-owns");
     assert_eq!(decided.code, Some(0), "{decided:?}");
     assert_eq!(decided.last()["vmm"], "gone");
@@ -146,7 +152,7 @@ fn wrong_use_is_refused() {
 }
 
 #[test]
-fn a_guest_that_had_the_name_before_is_another_guest() {
+fn resolve_tells_guests_of_one_name_apart() {
     let world = World::without_certificates();
     let a = world.host("a");
     let dead = || GuestIdentity { uuid: uuid::Uuid::new_v4(), name: "web".into() };
@@ -155,7 +161,8 @@ fn a_guest_that_had_the_name_before_is_another_guest() {
     drop(journal);
     let guest = a.guest("web", &GUEST);
 
-    // It died in doubt, and the operator has started another one: there is no VMM of it, whose word would count.
+    // The guest's VMM died in doubt, and the operator started another one. The old guest has no VMM
+    // that could answer.
     let decided = resolve("web", "--destination-owns");
     assert_eq!(decided.code, Some(0), "{decided:?}");
     assert_eq!(decided.last()["vmm"], "gone");
@@ -163,7 +170,7 @@ fn a_guest_that_had_the_name_before_is_another_guest() {
     resolve(&first.to_string(), "--destination-owns").failed(9, "gave the guest away");
     resolve("web", "--destination-owns").failed(9, "it is here");
 
-    // Of several that are dead it must be said which, and a number says it.
+    // With several dead guests the operator must say which one; the session number says it.
     let (second, journal) = left_in_doubt(&a, 2, &dead());
     let (third, other) = left_in_doubt(&a, 3, &dead());
     drop(other);
@@ -175,7 +182,7 @@ fn a_guest_that_had_the_name_before_is_another_guest() {
     assert_eq!(resolve(&second.to_string(), "--source-resumes").code, Some(0));
     assert_eq!((verdict(&a, second), verdict(&a, third)), ("here".into(), "in-doubt".into()));
 
-    // One of the guest that runs goes first by its name, and nothing is noted for the dead one.
+    // The name selects the running guest's session first, and nothing is noted for the dead guest.
     let uuid = a.status("web")["uuid"].as_str().unwrap().parse().unwrap();
     let (fourth, journal) = left_in_doubt(&a, 4, &GuestIdentity { uuid, name: "web".into() });
     drop(journal);
@@ -188,9 +195,9 @@ fn a_guest_that_had_the_name_before_is_another_guest() {
     drop(guest);
 }
 
-/// `script` gives a terminal to what it runs.
+/// `script` gives the program a terminal.
 #[test]
-fn on_a_terminal_it_asks() {
+fn resolve_asks_on_a_terminal() {
     let world = World::without_certificates();
     let a = world.host("a");
     let guest = GuestIdentity { uuid: uuid::Uuid::new_v4(), name: "ghost".into() };
@@ -209,7 +216,7 @@ fn on_a_terminal_it_asks() {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        // It stays open until the answer was read: its end is the terminal's.
+        // Standard input stays open until the answer was read: its end would end the terminal.
         let mut stdin = script.stdin.take().unwrap();
         writeln!(stdin, "{answer}").unwrap();
         let output = script.wait_with_output().unwrap();

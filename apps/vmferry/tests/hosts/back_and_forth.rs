@@ -1,11 +1,12 @@
-//! One guest, moved to and fro between two hosts, with every dirty log and workload.
+//! One guest, moved back and forth between two hosts, with every dirty log and workload.
 
 use vmferry_kit::need_kvm;
 
 use crate::support::{World, all};
 use serde_json::Value;
 
-/// Moves a hot guest `times` times, each time verified whole, and looks at it in the end.
+/// Moves a hot guest `times` times, verifies its whole memory each time, and checks the guest at
+/// the end.
 fn move_around(flags: &[&str], log: &str, times: usize) {
     move_workload("fill=8,text hot=24,random ticks", flags, log, times);
 }
@@ -52,13 +53,13 @@ fn move_workload(workload: &str, flags: &[&str], log: &str, times: usize) {
         let stats = sent.last();
         assert_eq!(stats["digest_match"], true, "turn {turn}: {stats}");
         assert_eq!(stats["verify_match"], true, "turn {turn}: {stats}");
-        assert_eq!(vmm.finish().code, Some(0), "the old VMM ends in order");
+        assert_eq!(vmm.finish().code, Some(0), "the old VMM exits regularly");
         next.event("serving");
         let report: Value = there.status("web")["report"].clone();
         assert_eq!(report["corruptions"], 0, "turn {turn}: {report}");
         for (before, name) in made.iter_mut().zip(["rounds", "read_rounds", "frames"]) {
             let now = report[name].as_u64().unwrap();
-            assert!(now >= *before, "turn {turn}: the guest goes on where it was: {report}");
+            assert!(now >= *before, "turn {turn}: the guest continues where it was: {report}");
             *before = now;
         }
         vmm = next;
@@ -72,7 +73,7 @@ fn times() -> usize {
 }
 
 #[test]
-fn with_the_kvm_bitmap() {
+fn guest_moves_with_the_kvm_bitmap() {
     need_kvm();
     for vcpus in ["1", "4"] {
         move_around(&["--guest", "kvm", "--vcpus", vcpus], "bitmap", times());
@@ -80,7 +81,7 @@ fn with_the_kvm_bitmap() {
 }
 
 #[test]
-fn with_the_kvm_bitmap_and_manual_clear() {
+fn guest_moves_with_the_kvm_bitmap_and_manual_clear() {
     need_kvm();
     for vcpus in ["1", "4"] {
         move_around(&["--guest", "kvm", "--vcpus", vcpus], "clear", times());
@@ -88,7 +89,7 @@ fn with_the_kvm_bitmap_and_manual_clear() {
 }
 
 #[test]
-fn with_the_kvm_ring() {
+fn guest_moves_with_the_kvm_ring() {
     need_kvm();
     for vcpus in ["1", "4"] {
         move_around(&["--guest", "kvm", "--vcpus", vcpus], "ring", times());
@@ -96,7 +97,7 @@ fn with_the_kvm_ring() {
 }
 
 #[test]
-fn with_userfaultfd_under_kvm() {
+fn guest_moves_with_userfaultfd_under_kvm() {
     need_kvm();
     for vcpus in ["1", "4"] {
         move_around(&["--guest", "kvm", "--vcpus", vcpus], "uffd", times());
@@ -104,15 +105,15 @@ fn with_userfaultfd_under_kvm() {
 }
 
 #[test]
-fn with_userfaultfd_under_threads() {
+fn guest_moves_with_userfaultfd_under_threads() {
     for vcpus in ["1", "4"] {
         move_around(&["--guest", "process", "--vcpus", vcpus], "uffd", times());
     }
 }
 
-/// The display is in memory slots of its own, which every log must have.
+/// The display is in its own memory slots, which every dirty log must cover.
 #[test]
-fn with_a_display_and_with_memory_that_is_read() {
+fn guest_moves_with_a_display_and_memory_that_is_read() {
     for workload in ["display", "read=24 ticks", "display fill=8,text read=8 hot=8,random"] {
         move_workload(workload, &["--guest", "process", "--vcpus", "2"], "uffd", 2);
         need_kvm();
@@ -123,7 +124,7 @@ fn with_a_display_and_with_memory_that_is_read() {
 }
 
 #[test]
-fn with_memory_of_every_kind() {
+fn guest_moves_with_every_kind_of_memory() {
     for kind in ["memfd", "thp"] {
         let flags = ["--vcpus", "2", "--memory-kind", kind];
         move_around(&flags, "auto", 2);

@@ -1,4 +1,4 @@
-//! Everything that can be wrong, each with its exit status and words, and the guest unharmed.
+//! Every kind of wrong input, each with its exit status and message, and an unharmed guest.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -20,7 +20,7 @@ fn port(address: &str) -> u16 {
 }
 
 #[test]
-fn certificates_that_are_not_trusted() {
+fn untrusted_certificates_are_refused() {
     let world = World::new();
     let (a, _guest) = source(&world);
     let good = world.tls();
@@ -34,7 +34,7 @@ fn certificates_that_are_not_trusted() {
     destination.event_where(|event| event["reason"].is_string());
     a.check_guest("web");
 
-    // The stranger trusts the destination, and the destination does not trust the stranger.
+    // The other host trusts the destination, and the destination does not trust it.
     let half = world.path("half");
     std::fs::create_dir(&half).unwrap();
     std::fs::copy(world.path("good/ca.pem"), half.join("ca.pem")).unwrap();
@@ -47,7 +47,7 @@ fn certificates_that_are_not_trusted() {
     assert!(turned_away["reason"].as_str().unwrap().contains("does not trust"), "{turned_away}");
     a.check_guest("web");
 
-    // Nothing of that kept the destination from its work.
+    // None of that stopped the destination.
     let sent = a.run(&["send", "web", "--to", &address, "--tls", &good]);
     assert_eq!(sent.code, Some(0), "{sent:?}");
     destination.event("serving");
@@ -55,7 +55,7 @@ fn certificates_that_are_not_trusted() {
 }
 
 #[test]
-fn certificates_that_have_expired_or_are_missing() {
+fn expired_and_missing_certificates_are_refused() {
     let world = World::new();
     let (a, _guest) = source(&world);
     let good = world.tls();
@@ -92,7 +92,7 @@ fn certificates_that_have_expired_or_are_missing() {
 }
 
 #[test]
-fn plain_and_tls_against_each_other() {
+fn plain_and_tls_peers_refuse_each_other() {
     let world = World::new();
     let (a, _guest) = source(&world);
     let good = world.tls();
@@ -114,7 +114,7 @@ fn plain_and_tls_against_each_other() {
 }
 
 #[test]
-fn garbage_and_other_versions_at_the_destination() {
+fn destination_refuses_garbage_and_other_versions() {
     let world = World::new();
     let (a, _guest) = source(&world);
     let b = world.host("b");
@@ -122,7 +122,7 @@ fn garbage_and_other_versions_at_the_destination() {
     for (bytes, said) in [
         (&b"GET / HTTP/1.1\r\nHost: x\r\n\r\nmore than forty bytes"[..], "HTTP"),
         (&b"SSH-2.0-OpenSSH_9.9 and then more than forty bytes"[..], "SSH"),
-        (&[0xff; 64][..], "something that begins with"),
+        (&[0xff; 64][..], "an unknown protocol that begins with"),
     ] {
         let mut stream = TcpStream::connect(("127.0.0.1", port(&address))).unwrap();
         stream.write_all(bytes).unwrap();
@@ -156,7 +156,7 @@ fn impostor(answer: &'static [u8]) -> String {
             let mut hello = [0; 40];
             if stream.read_exact(&mut hello).is_ok() {
                 let _ = stream.write_all(answer);
-                // Until the source hangs up.
+                // Until the source closes the connection.
                 let _ = stream.read(&mut hello);
             }
         }
@@ -165,7 +165,7 @@ fn impostor(answer: &'static [u8]) -> String {
 }
 
 #[test]
-fn garbage_and_other_versions_at_the_source() {
+fn source_refuses_garbage_and_other_versions() {
     let world = World::new();
     let (a, _guest) = source(&world);
     let version = b"VMFERRY\r\x01\x00\x07\x00\x09\x00\x09\x00\0\0\0\0\0\0\0\0";
@@ -179,7 +179,7 @@ fn garbage_and_other_versions_at_the_source() {
     let sent = a.run(&["send", "web", "--to", &impostor(&[0x41; 24]), "--plain"]);
     sent.failed(5, "AAAA");
     a.check_guest("web");
-    // A greeting that is right, and a control message that is not: type 0x4242.
+    // A correct greeting, and a wrong control message: type 0x4242.
     let liar =
         b"VMFERRY\r\x00\x00\x01\x00\x01\x00\x01\x00\0\0\0\0\0\0\0\0\x04\0\0\0\x42\x42\0\0\0\0\0\0";
     let sent = a.run(&["send", "web", "--to", &impostor(liar), "--plain"]);
@@ -188,7 +188,7 @@ fn garbage_and_other_versions_at_the_source() {
 }
 
 #[test]
-fn a_destination_for_another_guest_or_layout() {
+fn destination_refuses_another_guest_or_layout() {
     let world = World::new();
     let (a, _guest) = source(&world);
     let b = world.host("b");
@@ -205,7 +205,7 @@ fn a_destination_for_another_guest_or_layout() {
 }
 
 #[test]
-fn addresses_guests_and_ports_that_are_wrong() {
+fn wrong_addresses_guests_and_ports_are_refused() {
     let world = World::new();
     let (a, _guest) = source(&world);
     let b = world.host("b");
@@ -216,17 +216,18 @@ fn addresses_guests_and_ports_that_are_wrong() {
     a.run(&["cancel", "nobody"]).failed(8, "no guest listens");
     a.run(&["cancel", "web"]).failed(9, "no migration");
     a.run(&["resolve", "web", "--source-resumes"]).failed(9, "not in doubt");
-    a.run(&["resolve", "nobody", "--source-resumes"]).failed(8, "no guest and no session");
+    a.run(&["resolve", "nobody", "--source-resumes"]).failed(8, "no guest or session is named");
     a.run(&["run", "web"]).failed(7, "runs already");
     a.run(&["run", "../x"]).failed(2, "letters, digits");
     a.run(&["run", "x", "--workload", "dance"]).failed(2, "`dance` is unknown");
     a.run(&["run", "x", "--workload", "display=30"]).failed(2, "`display=30` is unknown");
-    a.run(&["run", "x", "--workload", "read"]).failed(2, "`read` needs MiB");
+    a.run(&["run", "x", "--workload", "read"]).failed(2, "`read` needs a size in MiB");
     for log in ["clear", "ring"] {
         a.run(&["run", "x", "--guest", "process", "--dirty-log", log])
             .failed(2, "needs a guest on KVM");
     }
-    a.run(&["send", "web", "--to", "tcp:127.0.0.1:99999", "--plain"]).failed(2, "is no address");
+    a.run(&["send", "web", "--to", "tcp:127.0.0.1:99999", "--plain"])
+        .failed(2, "is not an address");
     let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     a.run(&["send", "web", "--to", &format!("tcp:{closed}"), "--plain"]).failed(3, "can't connect");
     a.check_guest("web");
@@ -238,12 +239,12 @@ fn addresses_guests_and_ports_that_are_wrong() {
 }
 
 #[test]
-fn two_sends_at_once_and_a_second_guest_at_a_busy_destination() {
+fn second_send_and_second_guest_are_refused() {
     let world = World::new();
     let (a, _guest) = source(&world);
     let b = world.host("b");
     let (_destination, address) = b.receive(&["--listen", "tcp:127.0.0.1:0", "--plain"]);
-    // So slow that it is still under way when the second one comes.
+    // Slow enough to be under way when the second send arrives.
     let mut slow = vec!["send", "web", "--to", &address, "--plain", "--max-bandwidth", "1M"];
     slow.extend(["--compress", "none"]);
     let mut first = a.start(&slow);
@@ -263,7 +264,7 @@ fn two_sends_at_once_and_a_second_guest_at_a_busy_destination() {
 }
 
 #[test]
-fn a_downtime_limit_that_cannot_be_met() {
+fn unreachable_downtime_limit_is_refused() {
     let world = World::new();
     let (a, _guest) = source(&world);
     let (_destination, address) =

@@ -1,22 +1,22 @@
-//! A guest's balloon, by the command.
+//! A guest's balloon, controlled by the command.
 
 use vmferry_kit::need_kvm;
 
 use crate::support::World;
 
 #[test]
-fn a_guest_of_threads_has_no_balloon() {
+fn guest_of_threads_has_no_balloon() {
     let world = World::new();
     let host = world.host("a");
     let refused = host.run(&["run", "web", "--guest", "process", "--memory", "64M", "--balloon"]);
-    refused.failed(2, "it takes a guest on KVM");
+    refused.failed(2, "needs a guest on KVM");
     let _vmm = host.guest("web", &["--guest", "process", "--memory", "64M"]);
     host.run(&["balloon", "web"]).failed(9, "has no balloon");
     assert_eq!(host.run(&["status", "web"]).last()["balloon"], serde_json::Value::Null);
 }
 
 #[test]
-fn a_balloon_is_set_and_shown() {
+fn balloon_is_set_and_shown() {
     need_kvm();
     let world = World::new();
     let host = world.host("a");

@@ -1,11 +1,11 @@
-//! `--compress` and what goes with it, and `vmferry set`.
+//! `--compress`, its related options, and `vmferry set`.
 
 use crate::support::{World, run_ok};
 
 const WORKLOAD: [&str; 4] = ["--memory", "64M", "--workload", "ticks fill=24,text hot=8,random"];
 
 #[test]
-fn every_way_moves_the_guest_and_says_what_it_did() {
+fn compress_modes_move_the_guest_and_report_their_work() {
     let world = World::new();
     let (mut here, mut there) = (world.host("a"), world.host("b"));
     let mut guest = here.guest("web", &WORKLOAD);
@@ -58,7 +58,7 @@ fn every_way_moves_the_guest_and_says_what_it_did() {
 }
 
 #[test]
-fn the_cap_changes_while_a_migration_runs() {
+fn bandwidth_cap_changes_during_a_migration() {
     let world = World::new();
     let (a, b) = (world.host("a"), world.host("b"));
     let _guest = a.guest("web", &WORKLOAD);
@@ -66,7 +66,7 @@ fn the_cap_changes_while_a_migration_runs() {
     a.run(&["set", "web", "--max-bandwidth", "1M"]).failed(9, "no migration of this guest");
     assert_eq!(a.run(&["set", "web", "--max-bandwidth", "fast"]).code, Some(2));
 
-    // It would take minutes.
+    // At that rate the migration would take minutes.
     let slow = ["--max-bandwidth", "128K", "--compress", "none"];
     let mut send =
         a.start(&[&["send", "web", "--to", &address, "--plain", "--verify"], &slow[..]].concat());
@@ -81,7 +81,7 @@ fn the_cap_changes_while_a_migration_runs() {
 }
 
 #[test]
-fn ways_that_do_not_exist_are_usage_errors_that_name_those_that_do() {
+fn unknown_compress_modes_are_usage_errors_that_list_the_valid_ones() {
     let world = World::new();
     let send = ["send", "web", "--to", "unix:/nowhere", "--compress"];
     for (way, words) in

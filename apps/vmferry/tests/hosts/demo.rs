@@ -1,9 +1,9 @@
-//! What a new user sees first.
+//! `vmferry demo`, the first command of a new user.
 
 use crate::support::World;
 
 #[test]
-fn the_demo_moves_a_guest_and_says_all_that_is_promised() {
+fn demo_moves_a_guest_and_reports_its_promises() {
     let world = World::new();
     for flags in [
         &["--memory", "128M", "--hot", "16M"][..],
@@ -25,7 +25,7 @@ fn the_demo_moves_a_guest_and_says_all_that_is_promised() {
             (&true.into(), &true.into())
         );
         assert_eq!(result["guest_corruptions"], 0);
-        // Those whose workload is named here are fast enough for it.
+        // Guests with the workloads named here are fast enough for it.
         assert!(result["guest_checked_all"] == true || !flags.contains(&"--workload"), "{result}");
         for number in [
             "total_ms",
@@ -51,7 +51,7 @@ fn the_demo_moves_a_guest_and_says_all_that_is_promised() {
 }
 
 #[test]
-fn a_demo_that_cannot_converge_says_why_and_its_guest_runs_on() {
+fn demo_that_can_not_converge_says_why_and_its_guest_runs_on() {
     let world = World::new();
     let ended = world.host("x").run(&[
         "demo",
@@ -72,7 +72,7 @@ fn a_demo_that_cannot_converge_says_why_and_its_guest_runs_on() {
 }
 
 #[test]
-fn a_huge_idle_guest_costs_what_is_populated_and_no_more() {
+fn huge_idle_guest_costs_only_its_populated_pages() {
     let world = World::new();
     for flags in [&["--memory-kind", "private"][..], &["--memory-kind", "memfd"]] {
         let mut arguments = vec!["demo", "--memory", "8G", "--workload", "fill=64,incompressible"];

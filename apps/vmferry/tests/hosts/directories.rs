@@ -1,5 +1,5 @@
-//! Where journals and sockets are by default, in a mount namespace whose `/var/lib` and `/run` are
-//! this test's own; and which directories are refused.
+//! The default places of journals and sockets, in a mount namespace whose `/var/lib` and `/run` are
+//! the test's own; and directories that are refused.
 
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt, chown, symlink};
 use std::os::unix::process::CommandExt;
@@ -12,7 +12,7 @@ use vmferry_wire::{GuestIdentity, SessionId};
 
 use crate::support::{Ended, Host, Running, World, text};
 
-/// A user that no test machine has.
+/// A user ID that no test machine uses.
 const STRANGER: u32 = 65_432;
 
 /// A host whose `/var/lib` and `/run` are directories of the test.
@@ -29,7 +29,8 @@ impl Machine {
         machine
     }
 
-    /// vmferry there, without any variable of its own; `login` has what an ssh session of root has.
+    /// A vmferry command on that host without any variables of its own. With `login` it has the
+    /// variables of root's ssh session.
     fn command(&self, login: bool, arguments: &[&str]) -> Command {
         let script =
             "mount --bind \"$1\" /var/lib && mount --bind \"$2\" /run && shift 2 && exec \"$@\"";
@@ -63,7 +64,7 @@ impl Machine {
     }
 }
 
-/// A session that this host has promised away, and knows no more of.
+/// A session that this host has promised to another host and whose outcome it does not know.
 fn leave_in_doubt(journals: &Path) {
     let guest = GuestIdentity { uuid: uuid::Uuid::new_v4(), name: "web".into() };
     let session = SessionId([9; 16]);
@@ -73,13 +74,13 @@ fn leave_in_doubt(journals: &Path) {
 }
 
 #[test]
-fn promises_of_root_outlive_its_logout_and_are_found_from_cron() {
+fn journals_of_root_outlive_its_logout_and_are_found_from_cron() {
     let machine = Machine::new();
     leave_in_doubt(&machine.world.path("var-lib/vmferry/journal"));
     let by_ssh = machine.status(true);
     assert_eq!(by_ssh["in_doubt"][0]["guest"], "web", "{by_ssh}");
     assert_eq!(by_ssh["directories"]["journals"], "/var/lib/vmferry/journal");
-    // As logind does it when the last session ends.
+    // As logind does when the last session ends.
     std::fs::remove_dir_all(machine.world.path("run/user/0")).unwrap();
     let by_cron = machine.status(false);
     assert_eq!(by_cron["in_doubt"], by_ssh["in_doubt"]);
@@ -87,7 +88,7 @@ fn promises_of_root_outlive_its_logout_and_are_found_from_cron() {
 }
 
 #[test]
-fn migration_by_root_is_journaled_on_disk_whoever_started_the_guest() {
+fn journals_of_a_migration_by_root_are_on_disk_for_any_users_guest() {
     let machine = Machine::new();
     let flags = ["--guest", "process", "--memory", "64M", "--workload", "hot=4,random"];
     let mut guest = machine.start(true, &[&["run", "web"], &flags[..]].concat());
@@ -108,7 +109,7 @@ fn migration_by_root_is_journaled_on_disk_whoever_started_the_guest() {
 }
 
 #[test]
-fn journals_of_a_release_before_are_counted_and_say_where_they_are() {
+fn journals_of_an_older_release_are_counted_and_located() {
     let machine = Machine::new();
     assert_eq!(machine.status(true)["older"], Value::Array(vec![]));
     for (login, place) in [(false, "run/vmferry"), (true, "run/user/0/vmferry")] {
@@ -126,7 +127,7 @@ fn journals_of_a_release_before_are_counted_and_say_where_they_are() {
 }
 
 #[test]
-fn users_have_their_journals_at_home_and_never_below_tmp() {
+fn journals_of_users_are_below_home_and_never_below_tmp() {
     let world = World::without_certificates();
     std::fs::set_permissions(world.directory.path(), PermissionsExt::from_mode(0o755)).unwrap();
     let home = world.path("home");
@@ -145,7 +146,7 @@ fn users_have_their_journals_at_home_and_never_below_tmp() {
     status(None).failed(1, "has no home directory");
 }
 
-/// A directory of this mode, for vmferry.
+/// A directory with this mode, for vmferry.
 fn made(world: &World, name: &str, mode: u32) -> PathBuf {
     let path = world.path(name);
     std::fs::DirBuilder::new().mode(0o700).recursive(true).create(&path).unwrap();
@@ -172,7 +173,7 @@ fn directory_that_others_can_reach_is_refused_with_its_reason() {
     refused(&theirs, &format!("theirs belongs to user {STRANGER}"));
     let below = made(&world, "above/below", 0o700);
     made(&world, "above", 0o777);
-    refused(&below, "above (user 0, mode 0777) is above");
+    refused(&below, "above (user 0, mode 0777), which contains it");
     let journals = made(&world, "state/journal", 0o775);
     refused(journals.parent().unwrap(), "journal has mode 0775");
 }

@@ -1,4 +1,4 @@
-//! `vmferry doctor`: each check is made bad once, and the other host is a real receiver over TLS.
+//! `vmferry doctor`: each check fails once, and the other host is a real receiver over TLS.
 
 use std::io::{Read, Write};
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
@@ -16,23 +16,23 @@ use vmferry_wire::{
     HELLO_BYTES, HELLO_REPLY_BYTES, Hello, HelloReply, HelloStatus, ProbeMessage, Role, Token,
 };
 
-use crate::support::{Ended, Host, Running, World, text};
+use crate::support::{Ended, Host, Running, World, inside, text};
 
-/// A user that no test machine has.
+/// A user ID that no test machine uses.
 pub const STRANGER: u32 = 65_432;
 
 pub fn doctor(host: &Host, more: &[&str]) -> Ended {
     host.run(&[&["doctor"], more].concat())
 }
 
-/// What was found of a kind; the last of several.
+/// The last finding of a kind.
 pub fn found<'a>(ended: &'a Ended, check: &str) -> &'a Value {
     let findings = ended.last()["findings"].as_array().expect("findings");
     let found = findings.iter().rfind(|finding| finding["check"] == check);
-    found.unwrap_or_else(|| panic!("nothing of {check}: {ended:?}"))
+    found.unwrap_or_else(|| panic!("no check {check}: {ended:?}"))
 }
 
-/// A finding that is not as it should be, with words of it, and a remedy.
+/// Checks that a finding has this level, these words, and a remedy.
 pub fn is_bad(ended: &Ended, check: &str, level: &str, words: &str) {
     let finding = found(ended, check);
     assert_eq!(finding["level"], level, "{finding}");
@@ -43,7 +43,7 @@ pub fn is_bad(ended: &Ended, check: &str, level: &str, words: &str) {
     assert_eq!(ended.code, Some(expected), "{ended:?}");
 }
 
-/// A host whose directories are on the disk that the sources are on.
+/// A host whose directories are on the disk of the sources.
 pub fn host_on_disk(world: &World) -> Host {
     let host = world.host("a");
     std::fs::DirBuilder::new()
@@ -55,7 +55,7 @@ pub fn host_on_disk(world: &World) -> Host {
 }
 
 #[test]
-fn this_host_is_looked_at_and_nothing_is_changed() {
+fn doctor_checks_this_host_and_changes_nothing() {
     let world = World::without_certificates();
     let host = host_on_disk(&world);
     let ended = doctor(&host, &[]);
@@ -82,7 +82,7 @@ fn this_host_is_looked_at_and_nothing_is_changed() {
 }
 
 #[test]
-fn missing_huge_pages_and_memory_are_errors() {
+fn doctor_reports_missing_huge_pages_and_memory() {
     let world = World::without_certificates();
     let host = host_on_disk(&world);
     let huge = doctor(&host, &["--memory", "512G", "--memory-kind", "hugetlb"]);
@@ -93,7 +93,7 @@ fn missing_huge_pages_and_memory_are_errors() {
 }
 
 #[test]
-fn journals_in_memory_on_a_full_disk_or_open_to_others_are_told_of() {
+fn doctor_reports_journals_in_memory_on_a_full_disk_or_open_to_others() {
     let world = World::without_certificates();
     let host = world.host("a");
     std::fs::create_dir(&host.runtime).unwrap();
@@ -113,7 +113,7 @@ fn journals_in_memory_on_a_full_disk_or_open_to_others_are_told_of() {
 }
 
 #[test]
-fn user_who_may_not_open_kvm_is_told_what_is_lacking() {
+fn doctor_reports_missing_access_to_kvm() {
     let world = World::without_certificates();
     std::fs::set_permissions(world.directory.path(), PermissionsExt::from_mode(0o755)).unwrap();
     let host = world.host("a");
@@ -126,7 +126,7 @@ fn user_who_may_not_open_kvm_is_told_what_is_lacking() {
 }
 
 #[test]
-fn certificates_are_told_of_by_their_dates_and_names() {
+fn doctor_reports_certificates_by_dates_and_names() {
     let world = World::new();
     let host = host_on_disk(&world);
     let dated = |name: &str, from_days: i64, until_days: i64| {
@@ -138,7 +138,7 @@ fn certificates_are_told_of_by_their_dates_and_names() {
     };
     let good = doctor(&host, &["--tls", &world.tls()]);
     assert_eq!(found(&good, "certificates")["level"], "ok", "{good:?}");
-    // This host's own comes before its authority, which is in date.
+    // The host's own certificate is listed before its authority's, which is valid.
     let first = |ended: &Ended, (level, status): (&str, i32), words: &str| {
         let findings = ended.last()["findings"].as_array().unwrap();
         let found = findings.iter().find(|one| one["check"] == "certificates").unwrap();
@@ -147,13 +147,13 @@ fn certificates_are_told_of_by_their_dates_and_names() {
     };
     first(&dated("soon", -1, 9), ("warning", 17), "expires soon");
     first(&dated("over", -9, -1), ("error", 18), "has expired");
-    first(&dated("later", 1, 9), ("error", 18), "is valid from");
+    first(&dated("later", 1, 9), ("error", 18), "is not valid before");
     let missing = doctor(&host, &["--tls", text(&world.path("nowhere"))]);
     first(&missing, ("error", 18), "ca.pem");
 }
 
 #[test]
-fn policy_with_a_mistake_is_an_error_by_its_line() {
+fn doctor_reports_the_line_of_a_policy_mistake() {
     let world = World::without_certificates();
     let host = host_on_disk(&world);
     let policy = world.path("policy.toml");
@@ -170,7 +170,7 @@ fn receiver(world: &World, more: &[&str]) -> (Running, String) {
 }
 
 #[test]
-fn other_host_answers_through_its_receiver_and_goes_on_listening() {
+fn probed_receiver_answers_and_continues_listening() {
     let world = World::new();
     let host = host_on_disk(&world);
     let (mut running, address) = receiver(&world, &["--once"]);
@@ -191,14 +191,14 @@ fn other_host_answers_through_its_receiver_and_goes_on_listening() {
     let sent = host.run(&["send", "web", "--to", &address, "--tls", &tls]);
     assert_eq!(sent.code, Some(0), "{sent:?}");
     running.event("serving");
-    // Beside the guest that it has it answers still.
+    // It still answers while it has a guest.
     let ended = doctor(&host, &["--to", &address, "--tls", &tls, "--no-load"]);
     assert_eq!(found(&ended, "admission")["level"], "ok", "{ended:?}");
     world.host("b").check_guest("web");
 }
 
 #[test]
-fn other_host_whose_policy_has_no_rule_tells_nothing_else() {
+fn probed_receiver_without_a_policy_rule_reveals_nothing_else() {
     let world = World::new();
     let host = host_on_disk(&world);
     let policy = world.path("policy.toml");
@@ -227,7 +227,7 @@ fn other_host_whose_policy_has_no_rule_tells_nothing_else() {
 }
 
 #[test]
-fn closed_port_and_a_stranger_are_errors() {
+fn doctor_reports_a_closed_port_and_an_untrusted_host() {
     let world = World::new();
     let host = host_on_disk(&world);
     let tls = world.tls();
@@ -236,7 +236,7 @@ fn closed_port_and_a_stranger_are_errors() {
     drop(listener);
     let ended = doctor(&host, &["--to", &closed, "--tls", &tls]);
     is_bad(&ended, "other-host", "error", "refused");
-    // Trusted by another authority.
+    // A client of another authority.
     world.authority("other-ca");
     let other = world.certificate("other-ca", "other");
     let (_running, address) = receiver(&world, &[]);
@@ -250,20 +250,21 @@ fn identity(world: &World) -> Arc<TlsIdentity> {
     Arc::new(TlsIdentity::load(&files[0], &files[1], &files[2]).unwrap())
 }
 
-/// A channel on which a probe was let in.
+/// A channel of an accepted probe.
 fn let_in(world: &World, address: &str) -> Channel {
     let dialer = Dialer::new(address.parse().unwrap(), Some(identity(world)));
     dialer.connect().unwrap()
 }
 
-/// What a receiver says to a peer that speaks so, greeting and all, until it hangs up.
+/// The bytes that a receiver sends to a peer with this greeting and these messages until it closes
+/// the connection.
 fn said_to(world: &World, address: &str, messages: &[ProbeMessage]) -> Vec<u8> {
     let (mut reader, mut writer) = let_in(world, address).split();
     reader.set_timeout(Some(Duration::from_secs(60))).unwrap();
     writer.write_all(&probing()).unwrap();
     let mut bytes = Vec::new();
     messages.iter().for_each(|message| message.encode(&mut bytes));
-    // It may hang up before the last of them.
+    // The receiver may close the connection before the last message.
     let _ = writer.write_all(&bytes);
     let mut said = Vec::new();
     let _ = reader.read_to_end(&mut said);
@@ -277,7 +278,7 @@ fn probing() -> [u8; HELLO_BYTES] {
 }
 
 #[test]
-fn hostile_probes_are_ended_and_the_receiver_answers_the_next_one() {
+fn probed_receiver_ends_hostile_probes_and_answers_the_next_one() {
     let world = World::new();
     let host = host_on_disk(&world);
     let (mut running, address) = receiver(&world, &[]);
@@ -287,7 +288,7 @@ fn hostile_probes_are_ended_and_the_receiver_answers_the_next_one() {
     assert_eq!(said_to(&world, &address, std::slice::from_ref(&echo)).len(), HELLO_REPLY_BYTES);
     let said = running.event_where(|event| event["reason"].is_string());
     assert!(said["reason"].as_str().unwrap().contains("a probe begins with ASK"), "{said}");
-    // Each is hung up on: `said_to` would not return.
+    // The receiver closes each connection: otherwise `said_to` would not return.
     let many = [&[ask.clone()][..], &vec![echo; 1000]].concat();
     let answered = said_to(&world, &address, &many);
     let one = said_to(&world, &address, &[ask.clone(), ask.clone()]);
@@ -297,28 +298,28 @@ fn hostile_probes_are_ended_and_the_receiver_answers_the_next_one() {
     said_to(&world, &address, &[ask.clone(), ProbeMessage::Load { filler: vec![] }]);
     said_to(&world, &address, &[ask.clone(), ProbeMessage::Load { filler: vec![0; 70_000] }]);
 
-    // One at a time.
+    // One probe at a time.
     let (mut reader, mut writer) = let_in(&world, &address).split();
     writer.write_all(&probing()).unwrap();
     reader.read_exact(&mut [0; HELLO_REPLY_BYTES]).unwrap();
     let to = ["--to", &address, "--tls", &tls, "--no-load"];
-    is_bad(&doctor(&host, &to), "other-host", "warning", "being asked by somebody else");
+    is_bad(&doctor(&host, &to), "other-host", "warning", "answering another probe");
     drop((reader, writer));
     let deadline = std::time::Instant::now() + Duration::from_secs(60);
-    // That the first one has gone is seen when a probe is let in.
+    // The end of the first probe is noticed when the next probe is accepted.
     while found(&doctor(&host, &to), "other-host")["level"] != "ok" {
-        assert!(std::time::Instant::now() < deadline, "the gate stays shut");
+        assert!(std::time::Instant::now() < deadline, "the next probe is never accepted");
     }
 }
 
 #[test]
-fn older_release_is_reached_and_trusted_and_no_more() {
+fn doctor_reaches_an_older_release_and_learns_no_more() {
     let world = World::new();
     let host = host_on_disk(&world);
     let at = "tls:127.0.0.1:0".parse().unwrap();
     let listener = Listener::bind(&at, Some(identity(&world))).unwrap();
     let address = listener.local_address().to_string();
-    // What a release without probes answers to a role that it does not know.
+    // The answer of a release without probes to an unknown role.
     let answering = std::thread::spawn(move || {
         let pending = listener.accept().unwrap().unwrap();
         let (mut reader, mut writer) = pending.handshake(Duration::from_secs(60)).unwrap().split();
@@ -338,17 +339,17 @@ fn older_release_is_reached_and_trusted_and_no_more() {
         hello
     });
     let ended = doctor(&host, &["--to", &address, "--tls", &world.tls()]);
-    is_bad(&ended, "other-host", "warning", "older than this one");
+    is_bad(&ended, "other-host", "warning", "answers no probes");
     let hello = answering.join().unwrap();
     assert_eq!((hello.role, hello.token.0), (Role::Probe, [0; 16]));
 }
 
 #[test]
-fn clock_that_is_hours_ahead_is_an_error() {
+fn doctor_reports_a_clock_that_is_hours_ahead() {
     let world = World::new();
     let host = host_on_disk(&world);
     let clock = crate::support::clock::Clock::make(world.directory.path(), "offset");
-    // Its own certificate is in date by its clock too.
+    // By its own clock, its certificate is valid too.
     clock.set(2 * 3600);
     let tls = world.tls();
     let listen = ["receive", "--listen", "127.0.0.1:0", "--tls", &tls];
@@ -360,36 +361,23 @@ fn clock_that_is_hours_ahead_is_an_error() {
     assert!((ms - 7_200_000.0).abs() < 60_000.0, "{ms}");
 }
 
-/// A command in a network namespace.
-fn inside(namespace: &Path, program: &str) -> Command {
-    let mut command = Command::new("nsenter");
-    command.arg(format!("--net={}", namespace.display())).arg(program);
-    command
-}
-
-fn start(host: &Host, namespace: &Path, arguments: &[&str]) -> Running {
-    let mut command = inside(namespace, env!("CARGO_BIN_EXE_vmferry"));
-    command.arg("--json").args(arguments).env("VMFERRY_RUNTIME_DIR", &host.runtime);
-    command.env_remove("VMFERRY_STATE_DIR");
-    command.stdin(Stdio::null()).stdout(Stdio::piped());
-    Host::spawn(command)
-}
-
 #[test]
-fn throughput_is_that_of_the_link_between_two_network_namespaces() {
+fn doctor_measures_the_throughput_of_the_link() {
     let network = Namespaces::make().unwrap();
     let world = World::new();
     let (host, tls) = (host_on_disk(&world), world.tls());
     // 80 Mbit/s are 10 MB/s.
-    let mut tc = inside(&network.source_path(), "tc");
+    let [nsenter, net] = inside(&network.source_path());
+    let mut tc = Command::new(nsenter);
+    tc.args([&net, "tc"]);
     let limit = "qdisc add dev source root tbf rate 80mbit burst 64kb latency 50ms";
     assert!(tc.args(limit.split(' ')).status().unwrap().success(), "tc {limit}");
     let listen = format!("{DESTINATION_ADDRESS}:0");
     let receive = ["receive", "--listen", &listen, "--tls", &tls];
-    let mut running = start(&world.host("b"), &network.destination_path(), &receive);
+    let mut running = world.host("b").start_under(&inside(&network.destination_path()), &receive);
     let address = running.event("listening")["address"].as_str().unwrap().to_owned();
     let ask = ["doctor", "--to", &address, "--tls", &tls, "--server-name", "127.0.0.1"];
-    let ended = start(&host, &network.source_path(), &ask).finish();
+    let ended = host.start_under(&inside(&network.source_path()), &ask).finish();
     assert_eq!(found(&ended, "throughput")["level"], "ok", "{ended:?}");
     let rate = ended.last()["other"]["bytes_per_s"].as_f64().unwrap();
     assert!((0.5e6..20e6).contains(&rate), "{rate} bytes/s over a link of 10 MB/s");

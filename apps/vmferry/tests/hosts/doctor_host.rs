@@ -1,5 +1,5 @@
 //! `vmferry doctor` on hosts that lack something: processes without rights, journals that can't be
-//! written, promises in doubt, revocation lists that are out of date.
+//! written, sessions in doubt, outdated revocation lists.
 
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::process::{Command, Stdio};
@@ -12,7 +12,7 @@ use vmferry_wire::{GuestIdentity, SessionId};
 use crate::doctor::{STRANGER, doctor, found, host_on_disk, is_bad};
 use crate::support::{Ended, Host, World, text};
 
-/// `doctor` under other programs, which begin with `prefix`, with a directory of its own.
+/// Runs `doctor` under the wrapper programs of `prefix`, with its own directory.
 fn doctor_under(prefix: &[&str], host: &Host) -> Ended {
     let mut command = Command::new(prefix[0]);
     command.args(&prefix[1..]).args([env!("CARGO_BIN_EXE_vmferry"), "--json", "doctor"]);
@@ -21,7 +21,7 @@ fn doctor_under(prefix: &[&str], host: &Host) -> Ended {
     Host::spawn(command).finish()
 }
 
-/// `doctor` of a user without rights, whose directory is its own.
+/// Runs `doctor` as a user without rights who owns the directory.
 fn doctor_of_a_stranger(world: &World) -> Ended {
     std::fs::set_permissions(world.directory.path(), PermissionsExt::from_mode(0o755)).unwrap();
     let host = world.host("stranger");
@@ -33,9 +33,9 @@ fn doctor_of_a_stranger(world: &World) -> Ended {
 }
 
 #[test]
-fn user_without_rights_is_told_of_userfaultfd_and_control_groups() {
+fn doctor_reports_missing_userfaultfd_and_control_groups() {
     let world = World::without_certificates();
-    // As in a container with the usual profile. A filter is inherited by what its thread starts.
+    // As in a container with the default profile. A thread's children inherit its seccomp filter.
     let refusing = SeccompFilter::new(
         [(libc::SYS_userfaultfd, vec![])].into(),
         SeccompAction::Allow,
@@ -56,7 +56,7 @@ fn user_without_rights_is_told_of_userfaultfd_and_control_groups() {
     assert!(groups["why"].as_str().unwrap().contains("Delegate=yes"), "{groups}");
 }
 
-/// A place for Yama's setting as the kernel has it, in a mount namespace: not every kernel has
+/// Replaces Yama's setting, as the kernel shows it, in a mount namespace: not every kernel has
 /// Yama.
 fn with_ptrace_scope(scope: &str) -> [String; 7] {
     let script = "mount -t tmpfs none /proc/sys/kernel && mkdir /proc/sys/kernel/yama && \
@@ -65,7 +65,7 @@ fn with_ptrace_scope(scope: &str) -> [String; 7] {
 }
 
 #[test]
-fn ptrace_is_told_of_by_yama_and_the_capability() {
+fn doctor_reports_yama_and_the_ptrace_capability() {
     let world = World::without_certificates();
     for (scope, words) in [("1", "is 1: without CAP_SYS_PTRACE"), ("3", "no process may trace")] {
         let prefix = with_ptrace_scope(scope);
@@ -80,7 +80,7 @@ fn ptrace_is_told_of_by_yama_and_the_capability() {
 }
 
 #[test]
-fn journals_that_can_not_be_written_are_an_error() {
+fn doctor_reports_a_read_only_journal_directory() {
     let world = World::without_certificates();
     let host = host_on_disk(&world);
     let script =
@@ -92,13 +92,13 @@ fn journals_that_can_not_be_written_are_an_error() {
 }
 
 #[test]
-fn session_in_doubt_is_told_of_until_it_is_settled() {
+fn doctor_reports_a_session_in_doubt_until_it_is_resolved() {
     let world = World::without_certificates();
     let host = host_on_disk(&world);
     let guest = GuestIdentity { uuid: uuid::Uuid::from_u128(7), name: "web".into() };
     let (session, peer) = (SessionId([7; 16]), ("tls:host-b:7001", [].as_slice()));
     let journals = host.runtime.join("journal");
-    // The process that has promised the guest away died then.
+    // The process that promised the guest away died afterward.
     let mut journal = FileJournal::begin(&journals, session, Side::Source, guest, peer).unwrap();
     journal.append(&Record::Commit).unwrap();
     drop(journal);
@@ -113,7 +113,7 @@ fn session_in_doubt_is_told_of_until_it_is_settled() {
 }
 
 #[test]
-fn revocation_lists_are_told_of_by_their_dates() {
+fn doctor_reports_outdated_revocation_lists() {
     let world = World::new();
     let host = host_on_disk(&world);
     let (authority, tls) = (world.path("ca"), world.tls());
@@ -125,9 +125,9 @@ fn revocation_lists_are_told_of_by_their_dates() {
     };
     let good = listed(-1, 30);
     assert_eq!(found(&good, "revocations")["level"], "ok", "{good:?}");
-    is_bad(&listed(-1, 3), "revocations", "warning", "only, and then no peer is accepted");
+    is_bad(&listed(-1, 3), "revocations", "warning", "; then no peer of its authority is accepted");
     is_bad(&listed(-9, -1), "revocations", "error", "out of date since");
-    // One that is named counts like the one beside the certificate.
+    // A list that is named counts like the one next to the certificate.
     std::fs::rename(&crl, world.path("named.pem")).unwrap();
     let named = world.path("named.pem");
     let ended = doctor(&host, &["--tls", &tls, "--crl", text(&named)]);

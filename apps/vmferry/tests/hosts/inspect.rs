@@ -1,4 +1,4 @@
-//! Real migrations, recorded at both sides and inspected; and what `inspect` says of damage.
+//! Real migrations, recorded at both sides and inspected; and what `inspect` reports about damage.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use crate::support::{World, text};
 use serde_json::Value;
 
-/// What a side has recorded, and the events of it that were told there.
+/// A side's recordings, and the events of its command about them.
 struct Side {
     directory: PathBuf,
     events: Vec<Value>,
@@ -65,12 +65,12 @@ fn inspect(flags: &[&str], files: &[PathBuf]) -> (Option<i32>, String) {
 }
 
 #[test]
-fn a_migration_over_tls_is_recorded_and_whole_at_both_sides() {
+fn migration_over_tls_is_recorded_completely_at_both_sides() {
     let world = World::new();
     let both = recorded(&world, "tls:127.0.0.1:0", &["--compress", "zstd:3"], "1G");
     for Side { directory, events } in &both {
         assert_eq!(events, &[] as &[Value]);
-        // A control channel, two data channels and their ways back.
+        // A control channel, two data channels, and the reverse directions.
         let files = files(directory);
         assert!(files.len() >= 6, "{files:?}");
         let (code, told) = inspect(&["--pages"], &files);
@@ -83,7 +83,7 @@ fn a_migration_over_tls_is_recorded_and_whole_at_both_sides() {
         assert_eq!(whole, files.len(), "{told}");
         assert!(!told.contains("unchecked"), "every frame was recorded");
     }
-    // Both sides have the same bytes of each channel, whatever numbers they gave them.
+    // Both sides recorded the same bytes of each channel, under different numbers.
     let contents = |directory: &Path| {
         let read = |path: &PathBuf| std::fs::read(path).unwrap().split_off(24);
         let mut contents: Vec<Vec<u8>> = files(directory).iter().map(read).collect();
@@ -91,7 +91,7 @@ fn a_migration_over_tls_is_recorded_and_whole_at_both_sides() {
         contents
     };
     assert!(contents(&both[0].directory) == contents(&both[1].directory), "the recordings differ");
-    // Journals are told by their name.
+    // Journals are recognized by their name.
     for host in ["host-a", "host-b"] {
         let journals = files(&world.path(host).join("journal"));
         let (code, told) = inspect(&[], &journals);
@@ -101,7 +101,7 @@ fn a_migration_over_tls_is_recorded_and_whole_at_both_sides() {
 }
 
 #[test]
-fn deltas_over_grpc_are_checked_and_damage_is_found() {
+fn inspect_checks_deltas_over_grpc_and_finds_damage() {
     let world = World::new();
     let [here, there] = recorded(&world, "grpc:127.0.0.1:0", &["--compress", "delta"], "1G");
     for Side { directory, .. } in [&here, &there] {
@@ -130,11 +130,11 @@ fn deltas_over_grpc_are_checked_and_damage_is_found() {
     assert_eq!(code, Some(5), "{told}");
     let broken = told.lines().find(|line| line.contains("broken at byte")).expect(&told);
     assert!(broken.starts_with(text(largest)), "{broken}");
-    // It is in the frame that the byte is in, and no later one was read.
+    // The damage is in the frame that contains the byte, and no later frame was read.
     let place: usize =
         broken.split("broken at byte ").nth(1).unwrap().split(',').next().unwrap().parse().unwrap();
     assert!((offset..=at).contains(&place), "{at} in the frame at {offset}: {broken}");
-    // What ends before the damage is cut off, and that is none.
+    // A recording cut off before the damage is reported as cut off, not as damaged.
     std::fs::write(largest, &bad[..at]).unwrap();
     let (code, told) = inspect(&["--summary"], &files);
     assert_eq!(code, Some(0), "{told}");
@@ -145,11 +145,11 @@ fn deltas_over_grpc_are_checked_and_damage_is_found() {
 }
 
 #[test]
-fn a_recording_ends_at_its_limit_and_the_migration_does_not() {
+fn recording_ends_at_its_limit_and_the_migration_continues() {
     let world = World::new();
     let socket = format!("unix:{}", text(&world.path("in.sock")));
     for Side { directory, events } in recorded(&world, &socket, &["--compress", "none"], "1M") {
-        let [event] = &events[..] else { panic!("it is told of once: {events:?}") };
+        let [event] = &events[..] else { panic!("the limit is reported once: {events:?}") };
         let message = event["message"].as_str().unwrap();
         assert!(message.contains(text(&directory)), "{message}");
         assert!(message.contains("its limit of 1048576 bytes is reached"), "{message}");
@@ -165,7 +165,7 @@ fn a_recording_ends_at_its_limit_and_the_migration_does_not() {
 
 /// The files and the text are those of the inspector's own test.
 #[test]
-fn the_text_of_a_recording_is_pinned() {
+fn inspect_output_is_pinned() {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../inspect/tests/sessions/golden");
     let mut files: Vec<String> = std::fs::read_dir(&golden)
         .unwrap()
@@ -188,7 +188,7 @@ fn the_text_of_a_recording_is_pinned() {
 }
 
 #[test]
-fn whoever_closes_the_output_is_served() {
+fn inspect_stops_without_error_when_its_output_closes() {
     let world = World::new();
     let journal = world.path("x.source.journal");
     let record = vmferry_handover::journal::Record::Commit.encode();
@@ -204,7 +204,7 @@ fn whoever_closes_the_output_is_served() {
     let mut said = String::new();
     child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
     assert_eq!((child.wait().unwrap().code(), said.as_str()), (Some(0), ""));
-    // And a file that is none of ours ends with 5.
+    // A file that is no recording ends the command with 5.
     let other = world.path("other");
     std::fs::write(&other, b"GIF89a").unwrap();
     let (code, told) = inspect(&[], &[other]);

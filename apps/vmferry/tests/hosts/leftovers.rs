@@ -1,4 +1,4 @@
-//! The check for what a migration has left behind finds what is left on purpose.
+//! The check for leftovers of a migration finds deliberate leftovers.
 
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
@@ -9,11 +9,11 @@ use crate::support::trial::{GUEST, claim};
 use vmferry_handover::journal::{FileJournal, Journal, Record, Side};
 use vmferry_wire::{GuestIdentity, SessionId};
 
-/// Less than the 10 s after which a VMM ends a connection on which nothing is said.
+/// Less than the 10 s after which a VMM closes a silent connection.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 #[test]
-fn what_is_left_on_purpose_is_found() {
+fn deliberate_leftovers_are_found() {
     let world = World::without_certificates();
     let (a, b) = (world.host("a"), world.host("b"));
     let guest = a.guest("web", &GUEST);
@@ -30,7 +30,7 @@ fn what_is_left_on_purpose_is_found() {
                 return;
             }
             assert!(Instant::now() < deadline, "{what}: {found:?}");
-            // A process that is about to take a connection tells nobody.
+            // No event tells when a process is about to accept a connection.
             std::thread::sleep(Duration::from_millis(5));
         }
     };
@@ -54,7 +54,7 @@ fn what_is_left_on_purpose_is_found() {
     let session = SessionId([1; 16]);
     let journal =
         FileJournal::begin(&journals, session, Side::Source, identity, ("b", &[])).unwrap();
-    found("somebody leads session");
+    found("a process still leads session");
     drop(journal);
     nothing();
 

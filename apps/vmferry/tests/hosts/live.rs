@@ -1,4 +1,4 @@
-//! What is seen of a migration and changed of it while it goes on, and what is kept of it.
+//! What users see and change of a migration while it runs, and the record that is kept of it.
 
 use serde_json::{Value, json};
 
@@ -15,7 +15,7 @@ struct Scene {
     address: String,
 }
 
-/// A guest on host a, for which host b waits.
+/// A guest on host a, and host b, which waits for it.
 fn scene() -> Scene {
     let world = World::new();
     let (a, b) = (world.host("a"), world.host("b"));
@@ -26,7 +26,7 @@ fn scene() -> Scene {
     Scene { world, a, b, vmm, receiver, address }
 }
 
-/// The value beside a schema of the API.
+/// Checks the value against a schema of the API.
 fn fits(schema: &str, value: &Value) {
     let document: Value = serde_json::from_str(vmferry_control::OPENAPI).unwrap();
     let mut wanted = json!({ "$ref": format!("#/components/schemas/{schema}") });
@@ -38,14 +38,14 @@ fn fits(schema: &str, value: &Value) {
 }
 
 #[test]
-fn a_held_migration_waits_for_its_user_and_then_moves() {
+fn held_migration_waits_for_its_user_and_then_moves() {
     let Scene { world: _world, a, b, vmm, mut receiver, address } = scene();
     let hold = ["--pause-before-switchover", "--downtime-limit", "5s", "--verify"];
     let mut sender = a.start(&[&["send", "web", "--to", &address][..], &hold].concat());
     let run = sender.event("started")["run"].clone();
     let held = sender.event("held");
     assert!(held["predicted_downtime_ms"].as_f64().unwrap() > 0.0, "{held}");
-    // It goes on in step meanwhile: far more rounds than two, if it were not held.
+    // Rounds continue meanwhile: far more than two, if the migration were not held.
     let status = a.wait_for("web", |status| status["migration"]["round"].as_u64() >= Some(4));
     assert_eq!(status["migration"]["held"], true, "{status}");
     fits("Status", &status);
@@ -71,7 +71,7 @@ fn a_held_migration_waits_for_its_user_and_then_moves() {
     for forecast in lines.iter().filter(|line| line["event"] == "forecast") {
         fits("Forecast", forecast);
     }
-    // The destination's words bear the same number.
+    // The destination's events have the same session number.
     let received = receiver.event("received");
     assert_eq!((&received["session"], &received["run"]), (&run, &run), "{received}");
     assert_eq!(vmm.finish().code, Some(0));
@@ -79,9 +79,9 @@ fn a_held_migration_waits_for_its_user_and_then_moves() {
 }
 
 #[test]
-fn limits_change_under_way() {
+fn limits_change_during_a_migration() {
     let Scene { world: _world, a, b, vmm, mut receiver, address } = scene();
-    // 20 MiB at 64 KiB/s would take minutes, and never fit.
+    // 20 MiB at 64 KiB/s would take minutes and never fit.
     let slow = ["--max-bandwidth", "64K", "--downtime-limit", "10ms", "--compress", "none"];
     let mut sender = a.start(&[&["send", "web", "--to", &address][..], &slow].concat());
     sender.event("connected");
@@ -101,9 +101,10 @@ fn limits_change_under_way() {
     b.run(&["switch-over", "web"]).failed(9, "no migration of this guest is under way");
 }
 
-/// One that does not converge says so while it goes on, in words and numbers, and its record says it too.
+/// A migration that does not converge reports that while it runs, in words and numbers, and its
+/// record has it too.
 #[test]
-fn a_verdict_comes_before_the_end_and_the_run_is_kept() {
+fn convergence_verdict_precedes_the_end_and_the_run_is_recorded() {
     let Scene { world, a, b: _b, vmm: _vmm, receiver: _receiver, address } = scene();
     let saved = world.path("run.json");
     let saved = saved.to_str().unwrap();
@@ -127,7 +128,7 @@ fn a_verdict_comes_before_the_end_and_the_run_is_kept() {
         .collect();
     let (last, events) = record.split_last().unwrap();
     assert_eq!((&last["event"], &last["error"]["exit"]), (&json!("failed"), &json!(10)), "{last}");
-    // What is kept is what was told.
+    // The record has what the events said.
     let names = |lines: &[Value]| -> Vec<String> {
         lines.iter().map(|line| line["event"].as_str().unwrap_or_default().to_owned()).collect()
     };
@@ -142,7 +143,7 @@ fn a_verdict_comes_before_the_end_and_the_run_is_kept() {
 }
 
 #[test]
-fn an_estimate_says_what_a_migration_would_cost_and_leaves_the_guest_alone() {
+fn estimate_predicts_the_cost_and_leaves_the_guest_alone() {
     let Scene { world: _world, a, b: _b, vmm: _vmm, receiver: _receiver, address: _ } = scene();
     let estimate = |link: &str| {
         run_ok(
@@ -162,7 +163,7 @@ fn an_estimate_says_what_a_migration_would_cost_and_leaves_the_guest_alone() {
     let fast = estimate("10Gbit/s");
     fits("Estimate", &fast["seen"]);
     assert_eq!(fast["seen"]["memory_bytes"], 64 << 20);
-    // 4 MiB of text and 16 MiB that are rewritten: all of the latter within any half second.
+    // 4 MiB of text and 16 MiB that are rewritten completely in any half second.
     let hot = fast["seen"]["hot_bytes"].as_u64().unwrap();
     assert!(((8 << 20)..(18 << 20)).contains(&hot), "{fast}");
     assert_eq!(fast["outlook"]["converges"], true, "{fast}");
@@ -177,15 +178,15 @@ fn an_estimate_says_what_a_migration_would_cost_and_leaves_the_guest_alone() {
     a.run(&["estimate", "web"]).failed(9, "`vmferry resume` it first");
 }
 
-/// Nobody waits for what was seen: the guest is free again.
+/// A watcher that disconnects leaves the guest free again.
 #[test]
-fn an_estimate_ends_with_its_client() {
+fn estimate_ends_with_its_client() {
     let Scene { world: _world, a, b: _b, vmm: _vmm, receiver: _receiver, address: _ } = scene();
     let mut watching = a.start(&["estimate", "web", "--time", "10min"]);
     a.wait_for("web", |status| status["watched"] == true);
     a.run(&["pause", "web"]).failed(7, "is watched by `vmferry estimate`");
     watching.kill();
-    // It is heard that the client has gone.
+    // The VMM notices that the client has gone.
     a.wait_for("web", |status| status["watched"] == false);
     run_ok(&a, &["pause", "web"]);
     run_ok(&a, &["resume", "web"]);
@@ -211,13 +212,13 @@ fn metrics_are_served_to_prometheus() {
     assert!(metrics.contains("\nvmferry_guest_running{guest=\"web\",uuid=\""), "{metrics}");
     assert!(!metrics.contains("\nvmferry_migration_round{"), "none is under way: {metrics}");
     assert!(get("/").starts_with("HTTP/1.1 404"));
-    // Whoever talks nonsense is answered too, and the next one served.
+    // A client that sends garbage is answered, and the next one is served.
     let mut nonsense = std::net::TcpStream::connect(&address).unwrap();
     nonsense.write_all(b"\0\0\r\n\r\n").unwrap();
     let mut answer = String::new();
     nonsense.read_to_string(&mut answer).unwrap();
     assert!(answer.starts_with("HTTP/1.1 400"), "{answer}");
-    // One that says nothing is answered for, and the next one's turn comes.
+    // A silent client is closed, and the next one gets its turn.
     let silent = std::net::TcpStream::connect(&address).unwrap();
     assert!(get("/metrics").contains("vmferry_guest_answers"));
     drop(silent);

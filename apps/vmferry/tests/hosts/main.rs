@@ -1,5 +1,5 @@
-//! The command between two hosts: migrations there and back with what belongs to them, and everything that is said and refused.
-//! One program, so that what they share is compiled once and what waits waits side by side.
+//! The command between two hosts: migrations there and back, the related commands, and the
+//! refusals. One program, so that shared code is compiled once and waiting tests wait side by side.
 
 mod back_and_forth;
 mod bad_input;

@@ -1,4 +1,4 @@
-//! Peers that are who they say and do not do what they should, by name and by what they say inside TLS.
+//! Peers with valid certificates that misbehave: by name, and by what they send inside TLS.
 
 use std::io::{Read, Write};
 use std::path::Path;
@@ -21,7 +21,7 @@ fn identity(directory: &str) -> Arc<TlsIdentity> {
 }
 
 #[test]
-fn a_name_can_be_given_that_is_not_the_address() {
+fn peer_name_can_differ_from_the_address() {
     let world = World::new();
     let (a, _guest) = source(&world);
     let (good, authority, out) = (world.tls(), world.path("ca"), world.path("named"));
@@ -41,11 +41,11 @@ fn a_name_can_be_given_that_is_not_the_address() {
 }
 
 #[test]
-fn garbage_inside_tls() {
+fn garbage_inside_tls_is_refused() {
     let world = World::new();
     let (a, _guest) = source(&world);
     let good = world.tls();
-    // A client with a good certificate that does not speak the protocol.
+    // A client with a valid certificate that does not speak the protocol.
     let (mut destination, address) =
         world.host("b").receive(&["--listen", "127.0.0.1:0", "--tls", &good]);
     let parsed: Address = address.parse().unwrap();
@@ -53,13 +53,16 @@ fn garbage_inside_tls() {
     let (mut reader, mut writer) = channel.split();
     writer.write_all(&[0x5a; 64]).unwrap();
     let said = destination.event_where(|event| event["reason"].is_string());
-    assert!(said["reason"].as_str().unwrap().contains("something that begins with"), "{said}");
-    // It is hung up on.
+    assert!(
+        said["reason"].as_str().unwrap().contains("an unknown protocol that begins with"),
+        "{said}"
+    );
+    // The destination closes the connection.
     let mut rest = Vec::new();
     let _ = reader.read_to_end(&mut rest);
     drop((reader, writer));
 
-    // A server with a good certificate that answers with garbage.
+    // A server with a valid certificate that answers with garbage.
     let at: Address = "tls:127.0.0.1:0".parse().unwrap();
     let listener = Listener::bind(&at, Some(identity(&good))).unwrap();
     let liar = listener.local_address().to_string();
@@ -68,7 +71,7 @@ fn garbage_inside_tls() {
         let (mut reader, mut writer) = pending.handshake(Duration::from_secs(10)).unwrap().split();
         reader.read_exact(&mut [0; 40]).unwrap();
         writer.write_all(&[0x41; 24]).unwrap();
-        // Until the source hangs up.
+        // Until the source closes the connection.
         let _ = reader.read(&mut [0; 1]);
     });
     a.run(&["send", "web", "--to", &liar, "--tls", &good]).failed(5, "AAAA");

@@ -1,4 +1,4 @@
-//! Pages of real migrations.
+//! Report pages of real migrations.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -19,7 +19,7 @@ fn text(bytes: &[u8]) -> &str {
 }
 
 #[test]
-fn a_real_migration_has_a_page() {
+fn report_renders_a_real_migration() {
     let directory = tempfile::tempdir().unwrap();
     let here = directory.path();
     let demo = [
@@ -66,7 +66,7 @@ fn a_real_migration_has_a_page() {
 }
 
 #[test]
-fn what_can_not_be_shown_is_refused_by_name() {
+fn report_refuses_unusable_inputs_by_name() {
     let directory = tempfile::tempdir().unwrap();
     let here = directory.path();
     let run = "{\"event\":\"ready\"}\n{\"event\":\"committed\"}\n";
@@ -83,18 +83,18 @@ fn what_can_not_be_shown_is_refused_by_name() {
     }
     std::os::unix::fs::symlink("run.json", here.join("link.html")).unwrap();
     let cases: [(&[&str], i32, &str); 12] = [
-        (&["broken.json"], 5, "broken.json, line 2: no JSON"),
+        (&["broken.json"], 5, "broken.json, line 2: not JSON"),
         (&["empty.json"], 5, "empty.json is neither the record"),
         (&["missing.json"], 2, "missing.json can't be read"),
         (&["run.json", "-o", "run.json"], 2, "would overwrite run.json"),
         (&["run.json", "-o", "link.html"], 2, "would overwrite run.json"),
         (&["page.html"], 2, "would overwrite page.html"),
         (&["run.json", "run.json", "-o", "x.html"], 2, "--compare"),
-        (&["run.json", "bench.json", "-o", "x.html"], 2, "have no page together"),
-        (&["--compare", "run.json", "-o", "x.html"], 2, "takes the records of two"),
-        (&["bench.json", "bench.json"], 2, "Add -o FILE"),
+        (&["run.json", "bench.json", "-o", "x.html"], 2, "not both: make two pages"),
+        (&["--compare", "run.json", "-o", "x.html"], 2, "needs the records of two"),
+        (&["bench.json", "bench.json"], 2, "add -o FILE"),
         (&["run.json", "-o", "none/x.html"], 1, "none/x.html can't be written"),
-        (&["run.json", "--json", "-o", "-"], 2, "both want standard output"),
+        (&["run.json", "--json", "-o", "-"], 2, "both use standard output"),
     ];
     for (arguments, status, message) in cases {
         let output = vmferry(&[&["report"], arguments].concat(), here);

@@ -1,4 +1,4 @@
-//! `vmferry receive` gives up what it does not need, and everything that it does need goes on.
+//! `vmferry receive` gives up the rights it does not need and keeps all that it needs.
 
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -15,22 +15,22 @@ use serde_json::Value;
 
 use Argument::{Bytes, Number, Strings};
 
-/// Refused by the filter.
+/// Returned by the filter.
 const ENOSYS: i64 = -libc::ENOSYS as i64;
-/// Refused by Landlock.
+/// Returned by Landlock.
 const EACCES: i64 = -libc::EACCES as i64;
 
 fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-/// Fails where this kernel lacks a part of the sandbox.
+/// Fails if this kernel lacks a part of the sandbox.
 fn need_whole_sandbox(event: &Value) {
     let missing = event["sandbox"]["missing"].as_array().unwrap();
     assert!(missing.is_empty(), "this test needs a kernel with {missing:?}");
 }
 
-/// A receiver on a Unix socket, with `--sandbox` and what it says of it.
+/// A receiver on a Unix socket with `--sandbox`, and its event about the sandbox.
 fn receiver(host: &Host, socket: &Path, how: &str) -> (Running, Value) {
     let listen = format!("unix:{}", text(socket));
     let mut running = host.start(&["receive", "--listen", &listen, "--sandbox", how]);
@@ -38,7 +38,7 @@ fn receiver(host: &Host, socket: &Path, how: &str) -> (Running, Value) {
     (running, event)
 }
 
-/// A field of `/proc/PID/status`, of each thread.
+/// A field of `/proc/PID/status`, for each thread.
 fn of_each_thread(pid: u32, field: &str) -> Vec<String> {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let of = |task: std::io::Result<std::fs::DirEntry>| {
@@ -49,7 +49,7 @@ fn of_each_thread(pid: u32, field: &str) -> Vec<String> {
     tasks.map(of).collect()
 }
 
-/// What the kernel says of a process that says it is restricted.
+/// Checks what the kernel reports about a sandboxed process.
 fn is_restricted(pid: u32) {
     let all_are = |field: &str, wanted: &str| {
         let found = of_each_thread(pid, field);
@@ -75,7 +75,7 @@ fn is_restricted(pid: u32) {
 }
 
 #[test]
-fn it_is_restricted_before_anybody_can_connect_and_says_so() {
+fn receiver_is_sandboxed_before_it_listens_and_says_so() {
     let world = World::new();
     let (running, event) = receiver(&world.host("b"), &world.path("s"), "auto");
     let said = &event["sandbox"];
@@ -90,7 +90,8 @@ fn it_is_restricted_before_anybody_can_connect_and_says_so() {
     assert_eq!(of_each_thread(running.child.id(), "Seccomp")[0], "0");
 }
 
-/// What somebody who has got into the process might try that has an answer, and what the answer is.
+/// Calls that an attacker inside the process might try and that return, each with its result and
+/// the expected result.
 fn tries(pid: u32, world: &World) -> Vec<(&'static str, i64, i64)> {
     let at = |path: &str| format!("{path}\0").into_bytes();
     let secret = at(if is_root() { "/etc/shadow" } else { "/etc/passwd" });
@@ -102,8 +103,8 @@ fn tries(pid: u32, world: &World) -> Vec<(&'static str, i64, i64)> {
     };
     let packets = if is_root() { libc::AF_PACKET } else { libc::AF_NETLINK };
     let tcp = socket(libc::AF_INET, libc::SOCK_STREAM | libc::SOCK_CLOEXEC);
-    assert!(tcp >= 0, "a guest's process may dial, and does not: {tcp}");
-    // 127.0.0.1 at any port that is free.
+    assert!(tcp >= 0, "a guest's process may connect, and the call fails otherwise: {tcp}");
+    // 127.0.0.1 at any free port.
     let address = [2, 0, 0, 0, 127, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0];
     let unlimited = [0xff; 16];
     let executable = (libc::PROT_READ | libc::PROT_EXEC) as u64;
@@ -170,7 +171,7 @@ fn tries(pid: u32, world: &World) -> Vec<(&'static str, i64, i64)> {
             call(pid, libc::SYS_prctl, &[Number(libc::PR_SET_DUMPABLE as u64), one]),
         ),
         (
-            "a queue of its own",
+            "a message queue",
             ENOSYS,
             call(pid, libc::SYS_io_uring_setup, &[Number(1), Bytes(&[0; 120])]),
         ),
@@ -187,14 +188,14 @@ fn tries(pid: u32, world: &World) -> Vec<(&'static str, i64, i64)> {
 }
 
 #[test]
-fn what_is_forbidden_is_refused_and_works_without_the_sandbox() {
+fn sandbox_refuses_forbidden_calls() {
     let world = World::new();
     let (running, event) = receiver(&world.host("b"), &world.path("s"), "auto");
     need_whole_sandbox(&event);
     for (what, refusal, result) in tries(running.child.id(), &world) {
         assert_eq!(result, refusal, "{what}");
     }
-    // It serves on, none the worse.
+    // The receiver continues to serve.
     let a = world.host("a");
     let _guest = a.guest("web", &["--memory", "64M", "--workload", "hot=8,random"]);
     let to = format!("unix:{}", world.path("s").display());
@@ -203,14 +204,15 @@ fn what_is_forbidden_is_refused_and_works_without_the_sandbox() {
 
     let (running, _) = receiver(&world.host("c"), &world.path("t"), "off");
     for (what, _, result) in tries(running.child.id(), &world) {
-        // Some of it needs rights that the user may lack, or a kernel that has it: whatever it is, no filter refuses it.
-        let other = ["core dumps", "a queue of its own"].contains(&what) && result != ENOSYS;
+        // Some calls need rights that the user may lack, or a kernel that supports them. In no case
+        // does a filter refuse them.
+        let other = ["core dumps", "a message queue"].contains(&what) && result != ENOSYS;
         assert!(result >= 0 || other, "{what} without the sandbox: {result}");
     }
 }
 
 #[test]
-fn what_only_an_intruder_does_ends_the_process() {
+fn sandbox_kills_on_calls_that_only_an_attacker_makes() {
     let world = World::new();
     let program = b"/bin/sh\0";
     let words: [&[u8]; 3] = [b"sh\0", b"-c\0", b"exit 42\0"];
@@ -228,7 +230,7 @@ fn what_only_an_intruder_does_ends_the_process() {
         assert_eq!(status.signal(), Some(libc::SIGSYS), "{what}: {status}");
         std::fs::remove_file(world.path("s")).unwrap();
     }
-    // Without the sandbox a program is started, and the rest does no harm.
+    // Without the sandbox a program is started, and the other calls do no harm.
     let (mut running, _) = receiver(&world.host("b"), &world.path("s"), "off");
     let pid = running.child.id();
     assert_eq!(call(pid, libc::SYS_unshare, &[Number(libc::CLONE_FS as u64)]), 0);
@@ -237,7 +239,7 @@ fn what_only_an_intruder_does_ends_the_process() {
     assert_eq!(running.child.wait().unwrap().code(), Some(42));
 }
 
-/// There, and back from the very process that has received it, by a name that is looked up and with
+/// Moves there, and back from the very process that received the guest, to a host name and with
 /// certificates that the receiver was not started with.
 fn there_and_back(kind: &str, log: &str) {
     let world = World::new();
@@ -270,7 +272,7 @@ fn there_and_back(kind: &str, log: &str) {
     send(&a, &address, &tls);
     assert_eq!(first.finish().code, Some(0));
     there.event("serving");
-    // All its threads are, those of vCPUs too.
+    // All its threads are sandboxed, including vCPU threads.
     is_restricted(there.child.id());
     assert_eq!(b.status("web")["guest"], kind);
     for order in ["pause", "resume"] {
@@ -280,7 +282,7 @@ fn there_and_back(kind: &str, log: &str) {
     let (mut back, address) = a.receive(&receive);
     let port = address.rsplit_once(':').unwrap().1;
     send(&b, &format!("localhost:{port}"), text(&other));
-    assert_eq!(there.finish().code, Some(0), "the VMM that was restricted ends in order");
+    assert_eq!(there.finish().code, Some(0), "the sandboxed VMM exits regularly");
     back.event("serving");
     a.check_guest("web");
     run_ok(&a, &["quit", "web"]);
@@ -288,7 +290,7 @@ fn there_and_back(kind: &str, log: &str) {
 }
 
 #[test]
-fn a_kvm_guest_comes_and_goes() {
+fn sandboxed_receiver_takes_and_sends_a_kvm_guest() {
     need_kvm();
     for log in ["bitmap", "clear", "ring", "uffd"] {
         there_and_back("kvm", log);
@@ -296,12 +298,12 @@ fn a_kvm_guest_comes_and_goes() {
 }
 
 #[test]
-fn a_process_guest_comes_and_goes() {
+fn sandboxed_receiver_takes_and_sends_a_process_guest() {
     there_and_back("process", "uffd");
 }
 
 #[test]
-fn what_is_required_and_missing_is_an_error() {
+fn sandbox_that_is_required_and_missing_is_an_error() {
     let world = World::new();
     let (running, event) = receiver(&world.host("b"), &world.path("s"), "auto");
     drop(running);
@@ -317,24 +319,24 @@ fn what_is_required_and_missing_is_an_error() {
     }
 }
 
-/// Starts a receiver for which somebody has forbidden core dumps by a hard limit of 0, which it may not raise.
+/// Starts a receiver under a hard limit of 0 for core dumps, which the receiver may not raise.
 fn without_dumps(host: &Host, listen: &str, how: &str) -> Running {
     let mut command = host.command(&["receive", "--listen", listen, "--sandbox", how]);
     let limit = || {
         match remove_capability_from_bounding_set(CapabilitySet::SYS_RESOURCE) {
-            // Whoever can't has none to lose.
+            // A receiver that can't write dumps has none to lose.
             Ok(()) | Err(Errno::PERM) => {}
             Err(errno) => return Err(errno.into()),
         }
         Ok(setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?)
     };
-    // SAFETY: makes two system calls, and allocates nothing.
+    // SAFETY: the closure makes two system calls and allocates nothing.
     unsafe { command.pre_exec(limit) };
     Host::spawn(command)
 }
 
 #[test]
-fn a_hard_limit_of_0_forbids_dumps_to_files_and_is_said_to_forbid_no_others() {
+fn hard_core_dump_limit_of_0_is_reported_as_limited_to_files() {
     let world = World::new();
     let pattern = std::fs::read_to_string("/proc/sys/kernel/core_pattern").unwrap();
     let enough = !pattern.starts_with(['|', '@']);
@@ -356,9 +358,9 @@ fn a_hard_limit_of_0_forbids_dumps_to_files_and_is_said_to_forbid_no_others() {
     }
 }
 
-/// Journals must outlive a host's reboot, its sockets need not.
+/// Journals must outlive a host's reboot; sockets need not.
 #[test]
-fn journals_may_be_on_another_disk() {
+fn sandbox_allows_journals_on_another_disk() {
     let world = World::new();
     let (a, b) = (world.host("a"), world.host("b"));
     let disk = world.path("disk");

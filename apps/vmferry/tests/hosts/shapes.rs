@@ -1,5 +1,6 @@
-//! The `--json` of commands that succeed: the names and kinds of all their fields, as scripts rely on them. What they
-//! hold differs from run to run; `TRYCMD=overwrite` writes them anew, as it does for the words.
+//! The `--json` output of commands that succeed: the names and kinds of all fields, as scripts rely
+//! on them. The values differ from run to run. `TRYCMD=overwrite` updates the pinned files, as it
+//! does for messages.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -11,10 +12,10 @@ use vmferry_kit::need_kvm;
 
 use crate::support::{Host, World, run_ok, text};
 
-/// Fields whose words a script compares with.
+/// Fields whose values scripts compare.
 const WORDS: [&str; 6] = ["event", "phase", "verdict", "kind", "way", "side"];
 
-/// Fields that hold something or not as the machine is fast or slow, new or old.
+/// Fields that are null or not depending on the machine's speed or kernel.
 const EITHER: [&str; 7] =
     ["eta_ms", "advice", "forecast", "needed_bytes_per_s", "hints", "statistics", "sandbox"];
 
@@ -30,7 +31,7 @@ fn shape(name: &str, value: &Value) -> Value {
         Value::Number(_) => kind("number"),
         Value::String(_) if WORDS.contains(&name) => value.clone(),
         Value::String(_) => kind("text"),
-        // Of a list that has several, the first stands for all.
+        // The first item represents all items of a list.
         Value::Array(all) => all.first().map(|first| shape("", first)).into_iter().collect(),
         Value::Object(fields) => {
             let fields = fields.iter().map(|(name, value)| (name.clone(), shape(name, value)));
@@ -50,8 +51,8 @@ impl Story {
         let _ = writeln!(self.told, "{command}\n    {}", shape("", value));
     }
 
-    /// Events by name; how often each comes, and in which order, is other tests' matter. In which phases there is
-    /// progress to tell of depends on the machine's speed, but for that of a migration that is held.
+    /// Events by name; other tests check how often and in which order they occur. Whether a phase
+    /// has progress events depends on the machine's speed, except in a migration that is held.
     fn events(&mut self, command: &str, lines: &[Value]) {
         let mut kinds = BTreeMap::new();
         for line in lines.iter().filter(|line| line["held"] != false) {
@@ -77,7 +78,7 @@ fn first_of(directory: &Path) -> String {
 }
 
 #[test]
-fn fields_stay_as_they_are() {
+fn json_fields_stay_unchanged() {
     need_kvm();
     let world = World::without_certificates();
     let (a, b) = (world.host("a"), world.host("b"));

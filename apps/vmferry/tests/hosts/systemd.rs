@@ -1,9 +1,10 @@
-//! The systemd unit of `vmferry receive`, looked at by systemd itself. Nothing is installed or started.
+//! The systemd unit of `vmferry receive`, checked by systemd itself. Nothing is installed or
+//! started.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// Exposure that is accepted, in tenths: what is left is the network, users and `/dev/kvm`.
+/// Accepted exposure, in tenths. It comes from the network, users and `/dev/kvm`.
 const MAX_EXPOSURE_TENTHS: &str = "20";
 
 fn unit() -> String {
@@ -12,7 +13,7 @@ fn unit() -> String {
     std::fs::read_to_string(path).unwrap()
 }
 
-/// The unit as it is installed, but for the place of the command.
+/// The unit as it is installed, except for the path of the command.
 fn installed(directory: &Path, text: &str) -> PathBuf {
     let path = directory.join("vmferry-receive.service");
     std::fs::write(&path, text.replace("/usr/local/bin/vmferry", env!("CARGO_BIN_EXE_vmferry")))
@@ -27,22 +28,22 @@ fn analyze(arguments: &[&str], unit: &Path) -> Output {
 }
 
 #[test]
-fn systemd_understands_every_line() {
+fn unit_is_valid_for_systemd() {
     let directory = tempfile::tempdir().unwrap();
     let unit = unit();
     let good = analyze(&["verify"], &installed(directory.path(), &unit));
     let said = String::from_utf8_lossy(&good.stderr);
-    // It also looks at the units of the system that this one names.
+    // systemd also checks the system's own units that this one names.
     let about_ours: Vec<_> = said.lines().filter(|line| line.contains("vmferry")).collect();
     assert!(about_ours.is_empty(), "{said}");
-    // A mistake would be told of.
+    // A mistake would be reported.
     let wrong = unit.replace("NoNewPrivileges=yes", "NoNewPrivilege=yes");
     let wrong = analyze(&["verify"], &installed(directory.path(), &wrong));
     assert!(String::from_utf8_lossy(&wrong.stderr).contains("NoNewPrivilege"), "{wrong:?}");
 }
 
 #[test]
-fn little_is_exposed() {
+fn unit_has_little_exposure() {
     let directory = tempfile::tempdir().unwrap();
     let unit = unit();
     let threshold = format!("--threshold={MAX_EXPOSURE_TENTHS}");
@@ -50,16 +51,16 @@ fn little_is_exposed() {
     let good = analyze(&arguments, &installed(directory.path(), &unit));
     let said = String::from_utf8_lossy(&good.stdout);
     assert!(good.status.success(), "{said}{}", String::from_utf8_lossy(&good.stderr));
-    // Without the bounds it is more than that.
+    // Without the restrictions the exposure is higher.
     let open = unit.replace("CapabilityBoundingSet=\n", "").replace("ProtectSystem=strict\n", "");
     let open = analyze(&arguments, &installed(directory.path(), &open));
     assert!(!open.status.success());
 }
 
-/// The command line is one that this version has: what fails is that there are no certificates, in a place where there
-/// are none on a host that has some either.
+/// This version accepts the command line. It fails because there are no certificates, in a
+/// directory that has none on any host.
 #[test]
-fn the_command_line_is_understood() {
+fn unit_has_a_valid_command_line() {
     const TLS: &str = "/etc/vmferry/tls";
     let unit = unit();
     let line = unit.lines().find_map(|line| line.strip_prefix("ExecStart=")).unwrap();

@@ -1,15 +1,15 @@
-//! A guest that writes faster than the link carries, which takes a throttle to move.
+//! A guest that writes faster than the link carries, and that moves only with a throttle.
 
 use vmferry_kit::need_kvm;
 
 use crate::support::World;
 
-/// A page gets another word that can't be compressed in each of the guest's rounds over it, and has 512:
-/// by then compression is no way out.
+/// In each of its rounds over a page the guest writes one more incompressible word, and a page has
+/// 512 words. After this many rounds compression no longer helps.
 const ROUNDS_TILL_INCOMPRESSIBLE: u64 = 500;
 
 #[test]
-fn a_guest_that_outruns_the_link_arrives_throttled() {
+fn throttle_moves_a_guest_that_outruns_the_link() {
     need_kvm();
     let kinds = ["process", "kvm"];
     for kind in kinds {
@@ -23,7 +23,7 @@ fn a_guest_that_outruns_the_link_arrives_throttled() {
         });
         let listen = format!("unix:{}", world.path("in.sock").display());
         let (mut destination, address) = b.receive(&["--listen", &listen]);
-        // At this rate a round takes half a second, in which the guest rewrites all.
+        // At this rate a round takes half a second, in which the guest rewrites everything.
         let send = |downtime: &str, rounds: &str, throttle: &str| {
             let limits =
                 ["--downtime-limit", downtime, "--max-rounds", rounds, "--throttle", throttle];
@@ -31,12 +31,12 @@ fn a_guest_that_outruns_the_link_arrives_throttled() {
             a.run(&[&send[..], &["--compress", "none"], &limits].concat())
         };
 
-        // Few rounds and a short downtime: a guest that the machine holds up for most of a round, as a
-        // busy one may, looks as if it converged.
+        // Few rounds and a short downtime: if a busy machine delays the guest for most of a round,
+        // the guest appears to converge.
         send("40ms", "3", "0").failed(10, "does not converge");
-        // No throttle helps to keep to this one, so the guest stays.
+        // No throttle is strong enough for this limit, so the guest stays.
         send("10us", "5", "99").failed(10, "does not converge");
-        // With its full speed, or this would take a minute.
+        // At full speed; otherwise this would take a minute.
         a.check_guest("web");
 
         let sent = send("40ms", "16", "99");
@@ -55,7 +55,7 @@ fn a_guest_that_outruns_the_link_arrives_throttled() {
 }
 
 #[test]
-fn a_throttle_takes_up_to_99_per_cent() {
+fn throttle_is_at_most_99_percent() {
     let world = World::new();
     let demo = ["demo", "--memory", "64M", "--hot", "8M", "--transport", "unix", "--throttle"];
     let ended = world.host("x").run(&[&demo[..], &["99"]].concat());

@@ -1,4 +1,4 @@
-//! A guest moved over every transport, with every byte compared.
+//! Moves a guest over every transport and compares every byte.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -7,7 +7,7 @@ use crate::support::{World, text};
 use rustix::io::{FdFlags, fcntl_setfd};
 use serde_json::Value;
 
-/// Moves a hot guest over two lanes; `send_to` makes the source's address of the destination's.
+/// Moves a hot guest over two lanes; `send_to` derives the source's address from the destination's.
 fn moves(listen: &str, tls: bool, send_to: impl Fn(&str) -> String) {
     let world = World::new();
     let directory = world.tls();
@@ -25,32 +25,32 @@ fn moves(listen: &str, tls: bool, send_to: impl Fn(&str) -> String) {
     let stats: &Value = sent.last();
     assert_eq!(stats["digest_match"], true, "{listen}: {stats}");
     assert_eq!(stats["verify_match"], true, "{listen}: {stats}");
-    assert_eq!(vmm.finish().code, Some(0), "the old VMM ends in order");
+    assert_eq!(vmm.finish().code, Some(0), "the old VMM exits regularly");
     next.event("serving");
     b.check_guest("web");
 }
 
 #[test]
-fn over_grpc_streamed() {
+fn guest_moves_over_grpc_streamed() {
     moves("grpc:127.0.0.1:0", true, str::to_owned);
 }
 
 #[test]
-fn over_grpc_acknowledged() {
-    // A listener for one way of gRPC serves the other.
+fn guest_moves_over_grpc_acknowledged() {
+    // A listener for one gRPC mode serves the other mode too.
     moves("grpc:127.0.0.1:0", true, |address| address.replace("grpc:", "grpc-ack:"));
     moves("grpc-ack:127.0.0.1:0", true, str::to_owned);
 }
 
 #[test]
-fn over_a_unix_socket() {
+fn guest_moves_over_a_unix_socket() {
     let world = World::new();
     moves(&format!("unix:{}", text(&world.path("link"))), false, str::to_owned);
 }
 
 #[test]
-fn over_sockets_that_the_caller_connects() {
-    // The control channel, two lanes, and a spare one. Both processes inherit all of them.
+fn guest_moves_over_inherited_sockets() {
+    // The control channel, two lanes, and a spare channel. Both processes inherit all of them.
     let pairs = (0..4).map(|_| UnixStream::pair().unwrap());
     let (near, far): (Vec<_>, Vec<_>) =
         pairs.map(|(near, far)| (OwnedFd::from(near), OwnedFd::from(far))).unzip();
@@ -65,10 +65,10 @@ fn over_sockets_that_the_caller_connects() {
 }
 
 #[test]
-fn descriptors_that_are_no_sockets_are_refused_by_number() {
+fn inherited_descriptors_that_are_no_sockets_are_refused_by_number() {
     let world = World::new();
     let host = world.host("a");
-    host.run(&["receive", "--listen", "fd:0"]).failed(3, "descriptor 0 is no socket");
+    host.run(&["receive", "--listen", "fd:0"]).failed(3, "descriptor 0 is not a socket");
     let _guest = host.guest("web", &["--memory", "32M"]);
     let sent = host.run(&["send", "web", "--to", "fd:999"]);
     sent.failed(3, "descriptor 999 is not open");

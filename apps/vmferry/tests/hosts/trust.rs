@@ -1,4 +1,5 @@
-//! Who may send what, by the command: policies, revocation, a destination's URI, and renewal without a restart.
+//! Which host may send what, by the command: policies, revocation, a destination's URI, and renewal
+//! without a restart.
 
 use std::path::Path;
 
@@ -28,7 +29,7 @@ fn issue(world: &World, name: &str) -> String {
     out.display().to_string()
 }
 
-/// Puts a file in place as whoever reads it must see it: whole.
+/// Replaces a file atomically, so that readers always see it whole.
 fn replace(path: &Path, content: &str) {
     let fresh = path.with_extension("fresh");
     std::fs::write(&fresh, content).unwrap();
@@ -36,7 +37,7 @@ fn replace(path: &Path, content: &str) {
 }
 
 #[test]
-fn a_policy_says_who_may_send_what_and_changes_while_it_listens() {
+fn policy_admits_sources_and_changes_while_listening() {
     let world = World::new();
     let (a, _guest) = source(&world);
     let (sender, receiver) = (issue(&world, "host-a"), issue(&world, "host-b"));
@@ -62,7 +63,7 @@ fn a_policy_says_who_may_send_what_and_changes_while_it_listens() {
     destination.event_where(|event| event["reason"].is_string());
     a.check_guest("web");
 
-    // A wrong one is told, and changes nothing; neither of these ends `--once`.
+    // A policy with a mistake is reported and changes nothing. Neither refusal ends `--once`.
     replace(&policy, "[[allow]]\nsuorce = \"x\"\n");
     send(&sender).failed(4, "may not send guest web");
     let said = destination.event("policy");
@@ -75,7 +76,7 @@ fn a_policy_says_who_may_send_what_and_changes_while_it_listens() {
 }
 
 #[test]
-fn a_revoked_host_is_refused_without_a_restart() {
+fn revoked_host_is_refused_without_a_restart() {
     let world = World::new();
     let (a, _guest) = source(&world);
     let (stolen, receiver) = (issue(&world, "host-a"), issue(&world, "host-b"));
@@ -94,7 +95,7 @@ fn a_revoked_host_is_refused_without_a_restart() {
     assert!(said["reason"].as_str().unwrap().contains("was revoked by its authority"), "{said}");
     a.check_guest("web");
 
-    // By a file of its own, at the source: the destination's certificate counts there.
+    // The source's own list: the destination's certificate is checked there.
     run_ok(&world.host("pki"), &["pki", "revoke", "host-b", "--dir", text(&authority)]);
     let crl = authority.join("crl.pem");
     let good = world.tls();
@@ -109,11 +110,11 @@ fn a_revoked_host_is_refused_without_a_restart() {
 }
 
 #[test]
-fn a_destination_can_be_asked_for_by_its_uri() {
+fn destination_can_be_identified_by_its_uri() {
     let world = World::new();
     let (a, _guest) = source(&world);
     let good = world.tls();
-    // A certificate that is for no address at all.
+    // A certificate without any address.
     let out = world.path("far");
     let authority = world.path("ca");
     let arguments = ["pki", "issue", "far", "--dir", text(&authority), "--out", text(&out)];
@@ -131,7 +132,7 @@ fn a_destination_can_be_asked_for_by_its_uri() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused_with_what_to_do() {
+fn contradictory_trust_options_are_refused_with_advice() {
     let world = World::new();
     let b = world.host("b");
     let good = world.tls();

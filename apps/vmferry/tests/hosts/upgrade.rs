@@ -1,5 +1,5 @@
-//! Hosts of two releases: each version of the protocol on either side by processes, and what a command and a VMM of
-//! different releases say to each other.
+//! Hosts of two releases: each protocol version on either side, in real processes, and commands and
+//! VMMs of different releases.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -12,7 +12,7 @@ use crate::support::{Host, World, text};
 use serde_json::{Value, json};
 use vmferry_qemu_lab::Version;
 
-/// What `send` and `receive` are told, and the version that is spoken then.
+/// The options of `send` and `receive`, and the version that they negotiate.
 const PAIRS: [(&[&str], &[&str], u64); 4] = [
     (&["--protocol", "1"], &["--protocol", "1"], 1),
     (&[], &["--protocol", "1"], 1),
@@ -22,7 +22,7 @@ const PAIRS: [(&[&str], &[&str], u64); 4] = [
 
 const RELEASE: &str = env!("CARGO_PKG_VERSION");
 
-/// Each side has told what the version lets it say.
+/// Checks that each side has reported what the version lets it report.
 fn assert_introduced(version: u64, stats: &Value, received: &Value, vmm: &str) {
     assert_eq!((&stats["protocol"], &received["protocol"]), (&version.into(), &version.into()));
     for said in [&stats["destination"], &received["source"]] {
@@ -36,7 +36,7 @@ fn assert_introduced(version: u64, stats: &Value, received: &Value, vmm: &str) {
 }
 
 #[test]
-fn a_guest_goes_from_host_to_host_with_every_version() {
+fn guest_moves_with_every_pair_of_versions() {
     need_kvm();
     let world = World::new();
     let mut host = world.host("0");
@@ -61,9 +61,9 @@ fn a_guest_goes_from_host_to_host_with_every_version() {
     }
 }
 
-/// The question and COMMIT go over a channel that is greeted anew.
+/// The query and COMMIT use a channel with a new greeting.
 #[test]
-fn a_doubt_ends_between_two_releases_too() {
+fn doubt_is_resolved_between_two_releases() {
     need_kvm();
     for (send, receive, version) in &PAIRS[1..3] {
         let world = World::new();
@@ -85,7 +85,7 @@ fn a_doubt_ends_between_two_releases_too() {
 }
 
 #[test]
-fn without_a_common_version_the_guest_stays_and_both_say_what_to_do() {
+fn hosts_without_a_common_version_keep_the_guest_and_give_advice() {
     need_kvm();
     let world = World::new();
     let (a, b) = (world.host("a"), world.host("b"));
@@ -109,7 +109,7 @@ fn without_a_common_version_the_guest_stays_and_both_say_what_to_do() {
 }
 
 #[test]
-fn a_version_that_this_release_does_not_know_is_a_mistake() {
+fn unknown_version_is_a_usage_error() {
     let world = World::new();
     for arguments in [
         &["send", "web", "--to", "x:1", "--plain", "--protocol", "3"][..],
@@ -119,7 +119,7 @@ fn a_version_that_this_release_does_not_know_is_a_mistake() {
     }
 }
 
-/// What a VMM answers to a command of any release: the status, and the first line.
+/// A VMM's answer to a command of any release: the status and the first line.
 fn ask(host: &Host, method: &str, path: &str, body: &str) -> (u16, Value) {
     let mut socket = UnixStream::connect(host.runtime.join("web.sock")).unwrap();
     let length = body.len();
@@ -132,7 +132,7 @@ fn ask(host: &Host, method: &str, path: &str, body: &str) -> (u16, Value) {
 }
 
 #[test]
-fn a_command_of_a_newer_release_is_answered_in_words() {
+fn newer_commands_get_a_clear_answer() {
     need_kvm();
     let world = World::new();
     let a = world.host("a");
@@ -151,7 +151,7 @@ fn a_command_of_a_newer_release_is_answered_in_words() {
         unknown,
         "no request `PUT /api/v1/guest/freeze`",
     );
-    // An option that keeps a guest safe must not get lost on the way.
+    // An option that keeps a guest safe must not be ignored.
     let migrate =
         json!({ "to": "unix:/nowhere", "channels": 1, "reconnect_timeout_ms": 0, "verify": true });
     let mut newer = migrate.clone();
@@ -165,7 +165,7 @@ fn a_command_of_a_newer_release_is_answered_in_words() {
         "unknown field `flush_disks_first`",
     );
     a.check_guest("web");
-    // The same without it, and with what may be left out, is tried: the negative control.
+    // The negative control: the same request without the option and without optional fields.
     let mut optional = migrate;
     optional["optional"] = json!({ "because": "of maintenance" });
     let (status, answer) = ask(&a, "PUT", "/api/v1/migration", &optional.to_string());
@@ -174,7 +174,8 @@ fn a_command_of_a_newer_release_is_answered_in_words() {
     assert_eq!((status, &answer["release"]), (200, &json!(RELEASE)), "{answer}");
 }
 
-/// A QEMU's guest, attached and carried, to a host that is pinned to the version of the release before, and from one.
+/// A QEMU guest, attached and carried, to and from a host that is pinned to the previous release's
+/// version.
 fn qemu(way: Way) {
     for (send, receive, version) in &PAIRS[1..] {
         let mut scene = Scene::emulated(Version::V10_0, way);
@@ -193,12 +194,12 @@ fn qemu(way: Way) {
 }
 
 #[test]
-fn an_attached_qemu_moves_between_versions() {
+fn attached_qemu_moves_between_versions() {
     qemu(Way::Attached);
 }
 
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn a_carried_qemu_moves_between_versions() {
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn carried_qemu_moves_between_versions() {
     qemu(Way::Carried);
 }

@@ -1,5 +1,5 @@
-//! What a guest's network hears of a migration: where the guest is, as soon as it runs, on
-//! whichever side.
+//! The announcements of a guest on its network after a migration: as soon as it runs, on either
+//! side.
 
 use std::fs::File;
 use std::io;
@@ -18,24 +18,24 @@ use crate::support::{Running, in_parallel};
 const MAC: &str = "52:54:00:77:07:03";
 const MAC_BYTES: [u8; 6] = [0x52, 0x54, 0, 0x77, 7, 3];
 
-/// Bounds the wait for a frame: a failure, not a measurement.
+/// Bounds the wait for a frame: reaching it is a failure.
 const PATIENCE_S: u64 = 60;
 
-/// QEMU announces a guest five times in a second when it has loaded it: after so long a silence it
-/// is done.
+/// After loading a guest, QEMU announces it five times within a second. A silence of this length
+/// means that it is done.
 const SILENCE_S: u64 = 3;
 
-/// Announcements that QEMU itself makes of a guest that it has loaded.
+/// The announcements that QEMU itself sends for a guest it has loaded.
 const OF_A_LOAD: u32 = 5;
 
-/// The frames that come out of a guest's tap.
+/// The frames that leave a guest's tap device.
 struct Tap(OwnedFd);
 
 impl Tap {
     /// Listens in a network namespace.
     fn listen(namespace: &Path) -> Self {
         let namespace = File::open(namespace).unwrap();
-        // From a thread that goes there.
+        // A thread of its own, because it enters the namespace.
         std::thread::spawn(move || {
             enter(namespace.as_fd()).unwrap();
             Self::open().unwrap()
@@ -51,18 +51,18 @@ impl Tap {
         if socket < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: it was made just now, and is nobody else's.
+        // SAFETY: the descriptor was just created, and nothing else owns it.
         let socket = unsafe { OwnedFd::from_raw_fd(socket) };
         let name = std::ffi::CString::new(TAP).unwrap();
-        // SAFETY: the name ends with a zero, and lives until the call is over.
+        // SAFETY: the name ends with a zero and outlives the call.
         let index = unsafe { libc::if_nametoindex(name.as_ptr()) };
-        // SAFETY: an address of zeros is a valid one.
+        // SAFETY: an all-zero address is valid.
         let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
         address.sll_family = libc::AF_PACKET as u16;
         address.sll_protocol = protocol;
         address.sll_ifindex = index as i32;
         let length = size_of::<libc::sockaddr_ll>() as u32;
-        // SAFETY: the address is of this length, and lives until the call is over.
+        // SAFETY: the address has this length and outlives the call.
         let bound = unsafe {
             libc::bind(
                 std::os::fd::AsRawFd::as_raw_fd(&socket),
@@ -73,8 +73,8 @@ impl Tap {
         if bound < 0 { Err(io::Error::last_os_error()) } else { Ok(Self(socket)) }
     }
 
-    /// The next announcement of the guest, a RARP frame of its own address; none if nothing comes
-    /// for so long.
+    /// The guest's next announcement, a RARP frame with its own address. `None` if none arrives
+    /// within `seconds`.
     fn announcement(&self, seconds: u64) -> Option<()> {
         let mut frame = [0; 2048];
         let until = Instant::now() + Duration::from_secs(seconds);
@@ -96,12 +96,13 @@ impl Tap {
         }
     }
 
-    /// The next frame, and whether it is from the guest: the bridge sends those of others to it.
+    /// The next frame, and whether it is from the guest: the bridge also forwards frames of other
+    /// machines.
     fn frame(&self, into: &mut [u8]) -> (usize, bool) {
-        // SAFETY: an address of zeros is a valid one.
+        // SAFETY: an all-zero address is valid.
         let mut from: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
         let mut length = size_of::<libc::sockaddr_ll>() as u32;
-        // SAFETY: both buffers are of the lengths that are given, and live until the call is over.
+        // SAFETY: both buffers have the given lengths and outlive the call.
         let read = unsafe {
             libc::recvfrom(
                 std::os::fd::AsRawFd::as_raw_fd(&self.0),
@@ -116,7 +117,7 @@ impl Tap {
         (read as usize, from.sll_pkttype != libc::PACKET_OUTGOING)
     }
 
-    /// Takes what has come and still comes, until there is silence; how many.
+    /// Reads announcements until there is silence, and returns their number.
     fn drain(&self) -> u32 {
         let mut count = 0;
         while self.announcement(SILENCE_S).is_some() {
@@ -151,31 +152,31 @@ fn guest_is_announced_at_the_destination_when_it_runs_there() {
     let proxy = Proxy::holding(&address, "127.0.0.1", Some(Message::Ready));
     let send = scene.send(&proxy.address, &["--plain"]);
     proxy.await_held();
-    // The guest may never run here. The frames that QEMU itself makes when it has loaded the guest
-    // wait until the guest runs.
-    assert_eq!(there_tap.drain(), 0, "a guest that is paused was announced");
+    // The guest may never run here. The frames that QEMU sends after loading the guest wait until
+    // the guest runs.
+    assert_eq!(there_tap.drain(), 0, "a paused guest was announced");
     proxy.release();
     assert_eq!(send.finish().code, Some(0));
     receiving.event("received");
-    there_tap.announcement(PATIENCE_S).expect("nobody was told that the guest runs here");
+    there_tap.announcement(PATIENCE_S).expect("the guest's arrival was not announced");
     let announced = 1 + there_tap.drain();
     println!("{announced} announcements of a guest that runs");
-    assert!(announced > OF_A_LOAD, "{announced}: only those of the load");
+    assert!(announced > OF_A_LOAD, "{announced}: only those that QEMU sends after a load");
     there.check_guest();
 }
 
-/// `end` ends the migration of a guest that was loaded at the destination: the guest runs on at
-/// the source.
+/// `end` ends the migration of a guest that was loaded at the destination: the guest runs on at the
+/// source.
 fn is_announced_here_after(way: Way, end: impl FnOnce(Running, &Proxy)) {
     let (mut scene, _network, [here_tap, _]) = network_of(way);
     let (_there, mut receiving, address) = scene.receive_plain();
     let proxy = Proxy::holding(&address, "127.0.0.1", Some(Message::Ready));
     let send = scene.send(&proxy.address, &["--plain", "--reconnect-timeout", "1s"]);
     proxy.await_held();
-    // What was said before the guest was stopped does not count.
+    // Announcements from before the guest was paused do not count.
     here_tap.drain();
     end(send, &proxy);
-    here_tap.announcement(PATIENCE_S).expect("the switches still send to the destination");
+    here_tap.announcement(PATIENCE_S).expect("the switches still forward to the destination");
     // It would wait for COMMIT.
     receiving.kill();
     scene.here.check_guest();

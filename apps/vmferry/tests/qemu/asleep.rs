@@ -1,5 +1,6 @@
-//! `send --qemu` and `receive --qemu` whose processes, or whose QEMUs, are stopped (`SIGSTOP`) in each phase, and woken
-//! before and after the others have given up: never two guests, in the end one, and nothing left behind.
+//! `send --qemu` and `receive --qemu` whose processes or QEMUs are stopped (`SIGSTOP`) in each
+//! phase and continued before or after the other side has given up. There are never two guests,
+//! there is one in the end, and nothing is left over.
 
 use std::os::unix::fs::MetadataExt;
 use std::time::Duration;
@@ -13,12 +14,12 @@ use crate::support::{BEFORE_COMMIT, Moment, all, faults, in_parallel, text};
 use vmferry_qemu::Qmp;
 use vmferry_qemu_lab::Version;
 
-/// A stop that nobody gives up for: what is silent for 10 s is lost.
+/// A stop short enough that no side gives up: a connection counts as lost after 10 s of silence.
 const SHORT: Duration = Duration::from_secs(3);
 
 const WAYS: [Way; 2] = [Way::Carried, Way::Attached];
 
-/// Stops somebody in each of these phases, for a while.
+/// Stops one process in each of these phases for a short time.
 fn woken_in_time(way: Way, who: Who, moments: &[Moment]) {
     let mut scene = Scene::new(Version::V10_0, way);
     for (phase, moment) in moments {
@@ -27,7 +28,7 @@ fn woken_in_time(way: Way, who: Who, moments: &[Moment]) {
         let mut send = scene.send_tls(&address);
         send.event_where(moment);
         let stopped = Stopped::now(who.pid(&scene, &there, &send, &receiving));
-        // This is the fault, and not a wait for anything.
+        // The pause is the fault itself and does not wait for an event.
         std::thread::sleep(SHORT);
         stopped.wake();
         let sent = send.finish();
@@ -44,7 +45,7 @@ fn woken_in_time(way: Way, who: Who, moments: &[Moment]) {
 }
 
 #[test]
-fn woken_in_time_nobody_gives_up() {
+fn migration_survives_a_process_that_is_stopped_briefly() {
     let mut cases: Vec<(Way, Who, Vec<Moment>)> = Vec::new();
     if all() {
         for way in WAYS {
@@ -56,7 +57,7 @@ fn woken_in_time_nobody_gives_up() {
     in_parallel(cases, |(way, who, moments)| woken_in_time(way, who, &moments));
 }
 
-/// The destination gives up, and the sender wakes to find that out.
+/// The destination gives up, and the sender notices when it is continued.
 fn the_sender_sleeps(way: Way, (phase, moment): Moment) {
     let mut scene = Scene::new(Version::V10_0, way);
     let (mut there, receiving, address) = scene.receive_tls();
@@ -75,7 +76,7 @@ fn the_sender_sleeps(way: Way, (phase, moment): Moment) {
     scene.arrives();
 }
 
-/// The source gives up, and the receiver wakes to find that out.
+/// The source gives up, and the receiver is continued afterward.
 fn the_receiver_sleeps(way: Way, (phase, moment): Moment) {
     let mut scene = Scene::new(Version::V10_0, way);
     let (mut there, receiving, address) = scene.receive_tls();
@@ -95,7 +96,7 @@ fn the_receiver_sleeps(way: Way, (phase, moment): Moment) {
     scene.arrives();
 }
 
-/// The sender gives up and says why, and its guardian stays until QEMU wakes.
+/// The sender gives up and says why, and its guardian stays until QEMU is continued.
 fn the_source_s_qemu_sleeps(way: Way, (phase, moment): Moment) {
     let mut scene = Scene::new(Version::V10_0, way);
     let (mut there, receiving, address) = scene.receive_tls();
@@ -107,7 +108,7 @@ fn the_source_s_qemu_sleeps(way: Way, (phase, moment): Moment) {
     assert!(why.contains("is stopped"), "{phase}: {sent:?}");
     let received = receiving.finish();
     assert_ne!(received.code, Some(0), "{phase}: {received:?}");
-    // Nobody has woken it, and somebody answers for it.
+    // QEMU is still stopped, and the guardian answers for it.
     assert!(stopped.is_still());
     guardian_answers(&scene.a);
     stopped.wake();
@@ -137,9 +138,9 @@ fn the_destination_s_qemu_sleeps(way: Way, (phase, moment): Moment) {
     scene.arrives();
 }
 
-/// The guest is the destination's, and its QEMU does not start it: the word is given, and the guest is started when that
-/// QEMU wakes.
-fn promised_to_a_qemu_that_sleeps(way: Way) {
+/// The guest belongs to the destination, and its QEMU does not start it. The receiver answers, and
+/// the guest starts when that QEMU is continued.
+fn destination_qemu_sleeps_after_commit(way: Way) {
     let mut scene = Scene::new(Version::V10_0, way);
     let (mut there, mut receiving, send, proxy) = faults::in_doubt(&mut scene);
     let stopped = Stopped::now(there.child.id());
@@ -158,8 +159,9 @@ fn promised_to_a_qemu_that_sleeps(way: Way) {
     note(&mut scene, &mut there, fault, "committed", ends, Owner::Destination);
 }
 
-/// The guest is the destination's, and the QEMU that it has left can't be ended: the guardian does that when it wakes.
-fn given_away_by_a_qemu_that_sleeps(way: Way) {
+/// The guest belongs to the destination, and the source's QEMU can't be ended. The guardian ends it
+/// when it is continued.
+fn source_qemu_sleeps_after_commit(way: Way) {
     let mut scene = Scene::new(Version::V10_0, way);
     let (mut there, mut receiving, send, proxy) = faults::in_doubt(&mut scene);
     let stopped = Stopped::now(scene.here.child.id());
@@ -170,7 +172,7 @@ fn given_away_by_a_qemu_that_sleeps(way: Way) {
     assert_eq!(sent.code, Some(0), "{sent:?}");
     assert!(stopped.is_still());
     stopped.wake();
-    assert!(scene.here.child.wait().unwrap().success(), "it was ended in order");
+    assert!(scene.here.child.wait().unwrap().success(), "it exited regularly");
     nothing_is_left(&[&scene.a], &[]);
     if way == Way::Attached {
         let file = scene.lab.path_on_tmpfs("here-ram");
@@ -182,7 +184,7 @@ fn given_away_by_a_qemu_that_sleeps(way: Way) {
 }
 
 #[test]
-fn woken_late_the_guest_is_where_it_was_promised() {
+fn guest_is_where_it_was_promised_after_a_long_stop() {
     let [connected, _, second, _] = BEFORE_COMMIT;
     type Case = (Way, fn(Way, Moment), Moment);
     let mut cases: Vec<Case> = Vec::new();
@@ -194,25 +196,27 @@ fn woken_late_the_guest_is_where_it_was_promised() {
                 cases.push((way, the_sender_sleeps, moment));
                 cases.push((way, the_receiver_sleeps, moment));
             }
-            cases.push((way, |way, _| promised_to_a_qemu_that_sleeps(way), connected));
-            cases.push((way, |way, _| given_away_by_a_qemu_that_sleeps(way), connected));
+            cases.push((way, |way, _| destination_qemu_sleeps_after_commit(way), connected));
+            cases.push((way, |way, _| source_qemu_sleeps_after_commit(way), connected));
         }
     } else {
         cases.push((Way::Attached, the_source_s_qemu_sleeps, second));
-        cases.push((Way::Attached, |way, _| promised_to_a_qemu_that_sleeps(way), connected));
-        cases.push((Way::Attached, |way, _| given_away_by_a_qemu_that_sleeps(way), connected));
+        cases.push((Way::Attached, |way, _| destination_qemu_sleeps_after_commit(way), connected));
+        cases.push((Way::Attached, |way, _| source_qemu_sleeps_after_commit(way), connected));
     }
     in_parallel(cases, |(way, case, moment)| case(way, moment));
 }
 
-/// A guardian that was stopped when its sender was killed, and is woken when the guest was sent again and lives elsewhere:
-/// the QEMU that it once was to let run on holds a guest of the past.
+/// A guardian is stopped when its sender is killed, and continued after the guest was sent again
+/// and lives elsewhere. The QEMU that the guardian was to resume holds an outdated copy of the
+/// guest.
 fn a_guardian_wakes_too_late(way: Way) {
     let mut scene = Scene::new(Version::V10_0, way);
     let (_gone, receiving, address) = scene.receive_tls();
     let mut send = scene.send_tls(&address);
     send.event_where(BEFORE_COMMIT[3].1);
-    // Of a stopped process whose parent dies the kernel wakes the group, unless somebody of its session is the next parent.
+    // When the parent of a stopped process dies, the kernel continues its process group, unless the
+    // new parent is of the same session.
     rustix::process::set_child_subreaper(rustix::process::Pid::from_raw(1)).unwrap();
     let stopped = Stopped::now(guardian(&send));
     send.kill();
@@ -234,7 +238,7 @@ fn a_guardian_wakes_too_late(way: Way) {
     note(&mut scene, &mut there, fault, "paused", ends, Owner::Destination);
 }
 
-/// A guardian that never wakes holds nobody up, and is not left behind.
+/// A guardian that is never continued blocks no process and is not left over.
 fn a_guardian_sleeps_for_good(way: Way) {
     let mut scene = Scene::new(Version::V10_0, way);
     let (mut there, mut receiving, address) = scene.receive_tls();
@@ -253,7 +257,7 @@ fn a_guardian_sleeps_for_good(way: Way) {
 }
 
 #[test]
-fn guardians_that_sleep() {
+fn stopped_guardian_harms_no_later_migration() {
     let mut cases: Vec<(Way, fn(Way))> = vec![(Way::Attached, a_guardian_wakes_too_late)];
     if all() {
         cases.push((Way::Carried, a_guardian_sleeps_for_good));
@@ -263,16 +267,17 @@ fn guardians_that_sleep() {
     in_parallel(cases, |(way, case)| case(way));
 }
 
-/// A sender in doubt asks again when it wakes, and what the destination has decided meanwhile holds.
+/// A sender in doubt asks again when it is continued, and the destination's decision in the
+/// meantime holds.
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn a_sender_in_doubt_sleeps() {
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn sender_in_doubt_asks_again_after_a_stop() {
     in_parallel(WAYS.to_vec(), |way| {
         let mut scene = Scene::new(Version::V10_0, way);
         let (mut there, mut receiving, send, proxy) = faults::in_doubt(&mut scene);
         let stopped = Stopped::now(send.child.id());
         proxy.heal();
-        // This is the fault, and not a wait for anything.
+        // The pause is the fault itself and does not wait for an event.
         std::thread::sleep(SHORT);
         stopped.wake();
         receiving.event("received");
@@ -291,7 +296,7 @@ fn a_sender_in_doubt_sleeps() {
             Owner::Destination,
         );
 
-        // So long that the destination has written ABORTED.
+        // Long enough for the destination to write ABORTED.
         let mut scene = Scene::new(Version::V10_0, way);
         let (mut there, receiving, send, proxy) = faults::in_doubt(&mut scene);
         let stopped = Stopped::now(send.child.id());
@@ -316,15 +321,16 @@ fn a_sender_in_doubt_sleeps() {
     });
 }
 
-/// A send to a QEMU that is stopped, or whose monitor somebody else holds, ends in bounded time and says which it is.
+/// A send to a QEMU that is stopped, or whose monitor another process holds, ends in bounded time
+/// and says which it is.
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn a_qemu_that_does_not_answer_is_named() {
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn unresponsive_qemu_is_named() {
     let scene = Scene::new(Version::V10_0, Way::Attached);
     let pid = scene.here.child.id();
     let send = ["send", "--qemu", text(&scene.here.qmp), "--to", "tcp:127.0.0.1:1", "--plain"];
     let stopped = Stopped::now(pid);
-    scene.a.run(&send).failed(9, &format!("it is stopped, and goes on with `kill -CONT {pid}`"));
+    scene.a.run(&send).failed(9, &format!("it is stopped: continue it with `kill -CONT {pid}`"));
     stopped.wake();
     let held = Qmp::connect(&scene.here.qmp).unwrap();
     scene.a.run(&send).failed(7, &format!("process {} (", std::process::id()));

@@ -1,5 +1,5 @@
-//! `send --qemu`, `receive --qemu` and `receive --exec` with real QEMUs, and what happens when somebody
-//! dies, phase after phase.
+//! `send --qemu`, `receive --qemu` and `receive --exec` with real QEMUs, and the death of each
+//! process, phase by phase.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
@@ -14,13 +14,13 @@ use serde_json::json;
 use vmferry_qemu::Qmp;
 use vmferry_qemu_lab::{Machine, Version, World as Lab};
 
-/// The versions of the long matrix, or one of them.
+/// All versions in the full matrix, one otherwise.
 fn versions() -> &'static [Version] {
     if all() { &Version::ALL } else { &Version::ALL[1..] }
 }
 
 #[test]
-fn there_and_back_and_into_a_qemu_that_vmferry_starts() {
+fn guest_moves_there_and_back_and_into_a_started_qemu() {
     for version in versions() {
         let mut scene = Scene::new(*version, Way::Attached);
         let (there, mut receiving, address) = scene.receive_tls();
@@ -40,14 +40,14 @@ fn there_and_back_and_into_a_qemu_that_vmferry_starts() {
         scene.here = there;
         scene.here.check_guest();
 
-        // Into a QEMU that vmferry starts, from the same command line, over gRPC.
+        // Into a QEMU that vmferry starts from the same command line, over gRPC.
         let command = scene.command("started");
         let (mut started, address) =
             scene.a.receive(&["--listen", "grpc:127.0.0.1:0", "--tls", &tls, "--exec", &command]);
         send(&scene.b, text(&scene.here.qmp), &address);
         let received = started.event("received");
         let qmp = PathBuf::from(received["qmp"].as_str().unwrap());
-        // The vmferry that gave its word ends with its QEMU.
+        // The receiver ends with its QEMU.
         assert_eq!(receiving.finish().code, Some(0));
         let mut monitor = Qmp::connect(&qmp).unwrap();
         assert_eq!(monitor.execute("query-status", json!({})).unwrap()["status"], "running");
@@ -57,14 +57,14 @@ fn there_and_back_and_into_a_qemu_that_vmferry_starts() {
 }
 
 #[test]
-fn the_sender_is_killed_in_each_phase_and_the_guest_runs_on() {
-    faults::the_sender_is_killed_in_each_phase_and_the_guest_runs_on(Way::Attached);
+fn sender_killed_in_any_phase_leaves_the_guest_running() {
+    faults::sender_killed_in_any_phase_leaves_the_guest_running(Way::Attached);
 }
 
-/// The attach stops a thread of QEMU for microseconds and lets it make a system call. Whatever moment the
-/// sender is killed at, QEMU and its guest go on, and the next attach works.
+/// The attach stops a thread of QEMU for microseconds and makes it run a system call. At whatever
+/// moment the sender is killed, QEMU and its guest continue, and the next attach works.
 #[test]
-fn killed_at_any_moment_of_the_attach_it_harms_nothing() {
+fn sender_killed_during_the_attach_harms_nothing() {
     let mut scene = Scene::new(Version::V10_0, Way::Attached);
     let tls = scene.world.tls();
     for attempt in 0..if all() { 300 } else { 20 } {
@@ -80,32 +80,32 @@ fn killed_at_any_moment_of_the_attach_it_harms_nothing() {
 }
 
 #[test]
-fn sender_and_guardian_are_killed_and_the_next_sender_tidies_up() {
-    faults::sender_and_guardian_are_killed_and_the_next_sender_tidies_up(Way::Attached);
+fn next_sender_tidies_up_after_a_killed_sender_and_guardian() {
+    faults::next_sender_tidies_up_after_a_killed_sender_and_guardian(Way::Attached);
 }
 
 #[test]
-fn the_receiver_or_its_qemu_is_killed_in_each_phase() {
-    faults::the_receiver_or_its_qemu_is_killed_in_each_phase(Way::Attached);
+fn receiver_or_its_qemu_killed_in_any_phase_leaves_the_guest_running() {
+    faults::receiver_or_its_qemu_killed_in_any_phase_leaves_the_guest_running(Way::Attached);
 }
 
 #[test]
-fn the_source_s_qemu_is_killed_in_each_phase_and_never_half_a_guest_runs() {
-    faults::the_source_s_qemu_is_killed_in_each_phase_and_never_half_a_guest_runs(Way::Attached);
+fn source_qemu_killed_in_any_phase_never_runs_half_a_guest() {
+    faults::source_qemu_killed_in_any_phase_never_runs_half_a_guest(Way::Attached);
 }
 
 #[test]
-fn the_link_is_cut_in_each_phase() {
-    faults::the_link_is_cut_in_each_phase(Way::Attached);
+fn link_cut_in_any_phase_leaves_the_guest_running() {
+    faults::link_cut_in_any_phase_leaves_the_guest_running(Way::Attached);
 }
 
 #[test]
-fn the_link_breaks_and_comes_back() {
+fn link_that_breaks_and_returns_ends_no_migration() {
     let mut scene = Scene::new(Version::V10_0, Way::Attached);
     let (mut there, mut receiving, mut send, proxy) = scene.cut_in_the_first_round();
     proxy.heal();
     send.event("link-restored");
-    // While it is paused: QEMU runs on and is paused once more, or the handover asks again.
+    // In the pause: QEMU runs on and is paused once more, or the handover asks again.
     send.event_where(|event| event["event"] == "round-started" && event["paused"] == true);
     proxy.cut();
     proxy.heal();
@@ -116,35 +116,35 @@ fn the_link_breaks_and_comes_back() {
     assert!(stats["reconnections"].as_u64() >= Some(3), "{stats}");
     receiving.event("link-restored");
     receiving.event("received");
-    assert!(scene.here.child.wait().unwrap().success(), "the source's QEMU has ended in order");
+    assert!(scene.here.child.wait().unwrap().success(), "the source's QEMU has exited regularly");
     there.check_guest();
 }
 
 #[test]
-fn cancelled_by_the_operator_it_runs_on() {
-    faults::cancelled_by_the_operator_it_runs_on(Way::Attached);
+fn guest_runs_on_after_the_operator_cancels() {
+    faults::guest_runs_on_after_the_operator_cancels(Way::Attached);
 }
 
 #[test]
-fn commit_is_lost_and_the_link_heals() {
-    faults::commit_is_lost_and_the_link_heals(Way::Attached);
+fn lost_commit_is_resolved_when_the_link_returns() {
+    faults::lost_commit_is_resolved_when_the_link_returns(Way::Attached);
 }
 
 #[test]
-fn commit_is_lost_and_the_sender_killed_and_the_guardian_asks() {
-    faults::commit_is_lost_and_the_sender_killed_and_the_guardian_asks(Way::Attached);
+fn lost_commit_is_resolved_by_the_guardian() {
+    faults::lost_commit_is_resolved_by_the_guardian(Way::Attached);
 }
 
 #[test]
-fn commit_is_lost_and_the_operator_decides() {
-    faults::commit_is_lost_and_the_operator_decides(Way::Attached);
+fn lost_commit_is_resolved_by_the_operator() {
+    faults::lost_commit_is_resolved_by_the_operator(Way::Attached);
 }
 
-/// The user that has nothing, on every Linux.
+/// The user `nobody`.
 const NOBODY: u32 = 65534;
 
 #[test]
-fn an_ordinary_user_moves_a_guest_of_their_own() {
+fn ordinary_user_moves_their_own_guest() {
     if !rustix::process::geteuid().is_root() {
         panic!("this test needs root: it becomes another user");
     }
@@ -162,7 +162,7 @@ fn an_ordinary_user_moves_a_guest_of_their_own() {
     let mut here = machine.start(&lab, "here");
     here.check_guest();
     let mut there = machine.incoming(&lab, "there");
-    // Runtime directories and link where that user may make them.
+    // Runtime directories and link where that user may create them.
     let host = |name: &str| Host { runtime: lab.path(&format!("host-{name}")) };
     let link = format!("unix:{}", lab.path("link").display());
     let mut receiving = host("b")
@@ -176,7 +176,8 @@ fn an_ordinary_user_moves_a_guest_of_their_own() {
     there.check_guest();
     drop(world);
 
-    // Nor may they attach to somebody else's: the QEMU of root. Who is let into its monitor may carry it.
+    // That user may not attach to root's QEMU. A user with access to its monitor may carry the
+    // guest.
     let mut theirs = Machine { user: None, ..machine.clone() }.start(&lab, "root");
     theirs.check_guest();
     std::fs::set_permissions(&theirs.qmp, std::fs::Permissions::from_mode(0o777)).unwrap();
@@ -197,7 +198,7 @@ fn an_ordinary_user_moves_a_guest_of_their_own() {
 }
 
 #[test]
-fn what_can_t_be_done_is_said() {
+fn errors_name_what_can_not_be_done() {
     let mut scene = Scene::new(Version::V10_0, Way::Attached);
     let tls = scene.world.tls();
     let nowhere = scene.world.path("nowhere.qmp");
@@ -205,17 +206,17 @@ fn what_can_t_be_done_is_said() {
         scene.a.run(&["send", "--qemu", qmp, "--to", "127.0.0.1:1", "--tls", &tls])
     };
     send(&scene, text(&nowhere)).failed(8, "-qmp unix:");
-    // Nobody listens at the destination.
+    // Nothing listens at the destination.
     send(&scene, text(&scene.here.qmp)).failed(3, "127.0.0.1:1");
     scene.runs_on_here();
-    // A QEMU that runs a guest is no destination.
+    // A QEMU that runs a guest can't receive one.
     let running =
         ["receive", "--qemu", text(&scene.here.qmp), "--listen", "127.0.0.1:0", "--tls", &tls];
     scene.a.run(&running).failed(9, "-incoming defer");
     // A QEMU that waits for a guest has none to send.
     let empty = scene.machine.incoming(&scene.lab, "empty");
     send(&scene, text(&empty.qmp)).failed(9, "must be running");
-    // A command that is no QEMU, and one that refuses its arguments.
+    // A command that is not QEMU, and a QEMU that refuses its arguments.
     for (command, says) in [("true", "has ended"), ("no-such-qemu", "has ended")] {
         let receive = ["receive", "--exec", command, "--listen", "127.0.0.1:0", "--tls", &tls];
         scene.a.run(&receive).failed(1, says);
@@ -223,9 +224,10 @@ fn what_can_t_be_done_is_said() {
     scene.runs_on_here();
 }
 
-/// READY does not come: the guest has stood still for too long before anybody has promised it.
+/// READY does not arrive: the guest has been paused for too long before the destination has
+/// promised to run it.
 #[test]
-fn pause_longer_than_the_user_allows_is_given_up() {
+fn pause_over_the_downtime_limit_is_given_up() {
     in_parallel(vec![Way::Attached, Way::Carried], |way| {
         let mut scene = Scene::new(Version::V10_0, way);
         let (_there, _receiving, address) = scene.receive_plain();

@@ -1,5 +1,5 @@
-//! `send --qemu` with real QEMUs whose guests can't be attached and are carried: the same faults as for those that can, with
-//! the same outcomes, and what is different.
+//! `send --qemu` with real QEMUs whose guests can't be attached and are carried: the same faults as
+//! for attached guests with the same outcomes, and the differences.
 
 use crate::support::scene::{Scene, Way};
 use crate::support::{Host, World, all, faults, text};
@@ -10,57 +10,57 @@ fn private(version: Version) -> Machine {
 }
 
 #[test]
-fn the_sender_is_killed_in_each_phase_and_the_guest_runs_on() {
-    faults::the_sender_is_killed_in_each_phase_and_the_guest_runs_on(Way::Carried);
+fn sender_killed_in_any_phase_leaves_the_guest_running() {
+    faults::sender_killed_in_any_phase_leaves_the_guest_running(Way::Carried);
 }
 
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn sender_and_guardian_are_killed_and_the_next_sender_tidies_up() {
-    faults::sender_and_guardian_are_killed_and_the_next_sender_tidies_up(Way::Carried);
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn next_sender_tidies_up_after_a_killed_sender_and_guardian() {
+    faults::next_sender_tidies_up_after_a_killed_sender_and_guardian(Way::Carried);
 }
 
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn the_receiver_or_its_qemu_is_killed_in_each_phase() {
-    faults::the_receiver_or_its_qemu_is_killed_in_each_phase(Way::Carried);
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn receiver_or_its_qemu_killed_in_any_phase_leaves_the_guest_running() {
+    faults::receiver_or_its_qemu_killed_in_any_phase_leaves_the_guest_running(Way::Carried);
 }
 
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn the_source_s_qemu_is_killed_in_each_phase_and_never_half_a_guest_runs() {
-    faults::the_source_s_qemu_is_killed_in_each_phase_and_never_half_a_guest_runs(Way::Carried);
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn source_qemu_killed_in_any_phase_never_runs_half_a_guest() {
+    faults::source_qemu_killed_in_any_phase_never_runs_half_a_guest(Way::Carried);
 }
 
 #[test]
-fn the_link_is_cut_in_each_phase() {
-    faults::the_link_is_cut_in_each_phase(Way::Carried);
+fn link_cut_in_any_phase_leaves_the_guest_running() {
+    faults::link_cut_in_any_phase_leaves_the_guest_running(Way::Carried);
 }
 
 #[test]
-fn cancelled_by_the_operator_it_runs_on() {
-    faults::cancelled_by_the_operator_it_runs_on(Way::Carried);
+fn guest_runs_on_after_the_operator_cancels() {
+    faults::guest_runs_on_after_the_operator_cancels(Way::Carried);
 }
 
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn commit_is_lost_and_the_link_heals() {
-    faults::commit_is_lost_and_the_link_heals(Way::Carried);
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn lost_commit_is_resolved_when_the_link_returns() {
+    faults::lost_commit_is_resolved_when_the_link_returns(Way::Carried);
 }
 
 #[test]
-fn commit_is_lost_and_the_sender_killed_and_the_guardian_asks() {
-    faults::commit_is_lost_and_the_sender_killed_and_the_guardian_asks(Way::Carried);
+fn lost_commit_is_resolved_by_the_guardian() {
+    faults::lost_commit_is_resolved_by_the_guardian(Way::Carried);
 }
 
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn commit_is_lost_and_the_operator_decides() {
-    faults::commit_is_lost_and_the_operator_decides(Way::Carried);
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn lost_commit_is_resolved_by_the_operator() {
+    faults::lost_commit_is_resolved_by_the_operator(Way::Carried);
 }
 
 #[test]
-fn the_link_breaks_while_the_guest_runs_and_comes_back() {
+fn link_that_breaks_and_returns_while_the_guest_runs_ends_no_migration() {
     let mut scene = Scene::new(Version::V10_0, Way::Carried);
     let (mut there, mut receiving, send, proxy) = scene.cut_in_the_first_round();
     proxy.heal();
@@ -71,13 +71,13 @@ fn the_link_breaks_while_the_guest_runs_and_comes_back() {
     assert!(stats["reconnections"].as_u64() >= Some(2), "{stats}");
     receiving.event("link-restored");
     receiving.event("received");
-    assert!(scene.here.child.wait().unwrap().success(), "the source's QEMU has ended in order");
+    assert!(scene.here.child.wait().unwrap().success(), "the source's QEMU has exited regularly");
     there.check_guest();
 }
 
-/// `auto` attaches where it can, and says why where it can't.
+/// `auto` attaches where it can, and gives the reason where it can't.
 #[test]
-fn how_a_guest_is_moved_is_said_with_the_reason() {
+fn send_reports_the_mode_and_its_reason() {
     let mut scene = Scene::of(private(Version::V10_0), Way::Carried);
     let tls = scene.world.tls();
     let (there, mut receiving, address) = scene.receive_tls();
@@ -101,7 +101,8 @@ fn how_a_guest_is_moved_is_said_with_the_reason() {
     scene.here = there;
     scene.here.check_guest();
 
-    // One that can be attached is; and is carried where the user wants it, into a QEMU that vmferry starts.
+    // A guest that can be attached is attached; it is carried if the user asks for that, into a
+    // QEMU that vmferry starts.
     let mut scene = Scene::new(Version::V10_0, Way::Attached);
     let command = scene.command("started");
     let tls = scene.world.tls();
@@ -133,9 +134,10 @@ fn how_a_guest_is_moved_is_said_with_the_reason() {
     scene.here.check_guest();
 }
 
-/// QEMU 7.2 without KVM loses writes in its own migrations: its guest stands still, or stays.
+/// QEMU 7.2 without KVM loses writes in its own migrations, so its guest is paused throughout, or
+/// stays.
 #[test]
-fn a_guest_that_qemu_would_damage_is_not_moved_while_it_runs() {
+fn guest_that_qemu_would_damage_is_not_moved_while_it_runs() {
     let mut scene = Scene::emulated(Version::V7_2, Way::Carried);
     let tls = scene.world.tls();
     let (mut there, mut receiving, address) = scene.receive_tls();
@@ -157,13 +159,14 @@ fn a_guest_that_qemu_would_damage_is_not_moved_while_it_runs() {
     there.check_guest();
 }
 
-/// The user that has nothing, on every Linux.
+/// The user `nobody`.
 const NOBODY: u32 = 65534;
 
-/// A vmferry of root carries the guest of another user's QEMU, which can enter none of its directories.
+/// A vmferry of root carries the guest of another user's QEMU, which can't enter any of root's
+/// directories.
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn a_guest_of_another_user_is_carried() {
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn guest_of_another_user_is_carried() {
     if !rustix::process::geteuid().is_root() {
         panic!("this test needs root: it starts a QEMU of another user");
     }
@@ -198,9 +201,10 @@ fn a_guest_of_another_user_is_carried() {
     there.check_guest();
 }
 
-/// What differs between two QEMUs is found before anything is sent, and QEMU itself would never say.
+/// Differences between two QEMUs are found before anything is sent; QEMU itself would not report
+/// them.
 #[test]
-fn a_destination_of_another_kind_is_refused_and_the_guest_goes_on() {
+fn mismatched_destination_is_refused_and_the_guest_runs_on() {
     let mut scene = Scene::of(private(Version::V10_0), Way::Carried);
     let other = |change: fn(&mut Machine)| {
         let mut machine = private(Version::V10_0);

@@ -1,5 +1,6 @@
-//! What QEMU's own migration tests ask of a migration, asked of vmferry's with real QEMUs: cancelled in each state, peers that
-//! do not match, addresses that lead nowhere, links that fail while they are mended. `docs/qemu-tests.md` has the table.
+//! The cases of QEMU's own migration tests, run against vmferry with real QEMUs: cancellation in
+//! each state, peers that do not match, addresses that lead nowhere, links that fail during the
+//! reconnect. `docs/qemu-tests.md` has the table.
 
 use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
@@ -13,20 +14,21 @@ use vmferry_qemu_lab::{Machine, Version};
 
 const WAYS: [Way; 2] = [Way::Attached, Way::Carried];
 
-/// Both ways, or one of them.
+/// Both ways in the full matrix, one otherwise.
 fn ways(sample: Way) -> Vec<Way> {
     if all() { WAYS.to_vec() } else { vec![sample] }
 }
 
-/// The destination has been told of the guest and does not answer, because its QEMU is stopped.
+/// The destination has received the guest's description and does not answer, because its QEMU is
+/// stopped.
 #[test]
-fn cancelled_during_set_up() {
+fn cancel_during_setup() {
     in_parallel(ways(Way::Attached), |way| {
         let mut scene = Scene::new(Version::V10_0, way);
         let (there, mut receiving, address) = scene.receive_tls();
         let stopped = Stopped::now(there.child.id());
         let send = scene.send_tls(&address);
-        // It has come, and is being prepared for.
+        // The guest was announced, and the destination prepares.
         receiving.event_where(|event| event["key_exchange"].is_string());
         run_ok(&scene.a, &["cancel", "tested"]);
         let sent = send.finish();
@@ -39,10 +41,10 @@ fn cancelled_during_set_up() {
     });
 }
 
-/// Somebody takes the connection and says nothing, as a host does that hangs.
+/// The destination accepts the connection and sends nothing, as a hung host does.
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn cancelled_while_connecting_to_a_host_that_never_answers() {
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn cancel_while_connecting_to_a_silent_host() {
     let mut scene = Scene::new(Version::V10_0, Way::Attached);
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("tcp:{}", silent.local_addr().unwrap());
@@ -52,7 +54,7 @@ fn cancelled_while_connecting_to_a_host_that_never_answers() {
     let sent = send.finish();
     assert!(matches!(sent.code, Some(3 | 11 | 12)), "{sent:?}");
     scene.runs_on_here();
-    // And whoever does not cancel is told, too.
+    // Without a cancellation the command reports the error as well.
     let sent = scene.send(&address, &["--plain"]).finish();
     assert!(matches!(sent.code, Some(3 | 12)), "{sent:?}");
     scene.runs_on_here();
@@ -60,8 +62,8 @@ fn cancelled_while_connecting_to_a_host_that_never_answers() {
 }
 
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn cancelled_twice_and_when_it_is_over() {
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn cancel_twice_and_after_the_end() {
     in_parallel(WAYS.to_vec(), |way| {
         let mut scene = Scene::new(Version::V10_0, way);
         for (name, moment) in BEFORE_COMMIT {
@@ -69,7 +71,7 @@ fn cancelled_twice_and_when_it_is_over() {
             let mut send = scene.send_tls(&address);
             send.event_where(moment);
             run_ok(&scene.a, &["cancel", "tested"]);
-            // It is being cancelled, or is over and nobody is there to be told.
+            // It is being canceled, or has ended and nothing answers.
             let again = scene.a.run(&["cancel", "tested"]);
             assert!(matches!(again.code, Some(0 | 8)), "{name}: {again:?}");
             let sent = send.finish();
@@ -79,7 +81,7 @@ fn cancelled_twice_and_when_it_is_over() {
             scene.runs_on_here();
         }
         scene.a.run(&["cancel", "tested"]).failed(8, "no guest listens");
-        // When COMMIT is written it is too late, and that is said.
+        // After COMMIT it is too late to cancel, and the command says so.
         let (mut there, mut receiving, mut send, proxy) = faults::in_doubt(&mut scene);
         run_ok(&scene.a, &["cancel", "tested"]);
         send.event("too-late-to-cancel");
@@ -91,10 +93,10 @@ fn cancelled_twice_and_when_it_is_over() {
     });
 }
 
-/// QEMU's further channels are closed with the first one, and the next migration has its own.
+/// QEMU's additional channels are closed with the first one, and the next migration has its own.
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn cancelled_with_multifd() {
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn cancel_with_multifd() {
     let mut scene = Scene::new(Version::V10_0, Way::Carried);
     let tls = scene.world.tls();
     let link = ["--tls", &tls, "--reconnect-timeout", "2s", "--multifd", "2"];
@@ -115,9 +117,9 @@ fn cancelled_with_multifd() {
     there.check_guest();
 }
 
-/// What must be alike on both sides, and is not: found before anything is sent, and said by name.
+/// A difference between the two sides is found before anything is sent, and named.
 #[test]
-fn a_destination_of_another_kind_is_refused_by_name() {
+fn mismatched_destination_is_refused_by_name() {
     type Change = fn(Machine) -> Machine;
     let others: [(&str, Change, &str); 7] = [
         ("UUID", |m| m.with(&["-uuid", "6b1f7a4c-0000-4000-8000-000000000008"]), "expects guest"),
@@ -153,10 +155,11 @@ fn a_destination_of_another_kind_is_refused_by_name() {
     });
 }
 
-/// A destination that was told no UUID takes any, as QEMU does; and so does one whose source was told none.
+/// A destination without a UUID accepts any guest, as QEMU does; a destination with one accepts a
+/// guest without.
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn a_uuid_on_one_side_only_is_no_hindrance() {
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn uuid_on_one_side_only_is_accepted() {
     const NONE: &str = "00000000-0000-0000-0000-000000000000";
     in_parallel(ways(Way::Attached), |way| {
         let mut scene = Scene::new(Version::V10_0, way);
@@ -167,7 +170,7 @@ fn a_uuid_on_one_side_only_is_no_hindrance() {
         assert_eq!(sent.code, Some(0), "{sent:?}");
         receiving.event("received");
         scene.moved_to(there);
-        // The source has none now, and the destination one: another guest may be meant.
+        // Now the source has no UUID and the destination has one: another guest may be meant.
         scene.machine = same;
         let (_there, receiving, address) = scene.receive_tls();
         scene.send_tls(&address).finish().failed(6, "expects guest");
@@ -176,9 +179,9 @@ fn a_uuid_on_one_side_only_is_no_hindrance() {
     });
 }
 
-/// Where nobody listens, nothing is, or something else is.
+/// Addresses at which nothing listens, nothing exists, or something else is.
 #[test]
-fn addresses_that_lead_nowhere_leave_the_guest_alone() {
+fn unreachable_addresses_leave_the_guest_alone() {
     in_parallel(ways(Way::Attached), |way| {
         let mut scene = Scene::new(Version::V10_0, way);
         let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
@@ -205,7 +208,7 @@ fn addresses_that_lead_nowhere_leave_the_guest_alone() {
             assert!(said.contains(name), "{what}: {said}");
         }
         scene.runs_on_here();
-        // Nor can a destination listen there.
+        // A destination can't listen there either.
         for (what, address) in [("a directory", unix(&directory)), ("a file", unix(&file))] {
             let there =
                 scene.machine.incoming(&scene.lab, &format!("for {what}").replace(' ', "-"));
@@ -214,7 +217,7 @@ fn addresses_that_lead_nowhere_leave_the_guest_alone() {
             assert!(matches!(received.code, Some(3 | 7)), "{what}: {received:?}");
         }
         assert!(directory.is_dir() && file.is_file(), "they are left alone");
-        // A socket that a listener has left is taken over.
+        // A listener takes over the socket file that an earlier one left.
         let address = unix(&stale);
         let (mut there, mut receiving, address) = scene.receive(&["--listen", &address]);
         let sent = scene.send(&address, &[]).finish();
@@ -224,13 +227,14 @@ fn addresses_that_lead_nowhere_leave_the_guest_alone() {
     });
 }
 
-/// The link is lost again while it is mended, and once more when it is.
+/// The link is lost again during the reconnect, and once more after it.
 #[test]
-fn the_link_fails_again_while_it_is_made_again() {
+fn link_that_fails_during_the_reconnect_ends_no_migration() {
     in_parallel(ways(Way::Carried), |way| {
         let mut scene = Scene::new(Version::V10_0, way);
         let (mut there, mut receiving, mut send, proxy) = scene.cut_in_the_first_round();
-        // For two seconds every attempt fails: nothing passes. The next ones are cut as soon as one channel is there.
+        // For two seconds every attempt fails because nothing passes. The next attempts are cut as
+        // soon as one channel is open.
         (0..10).for_each(|_| drop(send.event("progress")));
         proxy.heal();
         for _ in 0..2 {

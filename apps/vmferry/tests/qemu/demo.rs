@@ -5,7 +5,7 @@ use std::process::Command;
 
 use vmferry_qemu_lab::Fixture;
 
-/// What the script says.
+/// The script's output.
 fn demo(mode: &str) -> Option<String> {
     if !rustix::process::geteuid().is_root() {
         panic!("this test needs root: it makes network namespaces");
@@ -31,13 +31,13 @@ fn demo(mode: &str) -> Option<String> {
 }
 
 #[test]
-fn a_guest_moves_from_host_to_host_with_its_disk() {
+fn demo_moves_an_attached_guest_with_its_disk() {
     let Some(said) = demo("attached") else { return };
-    assert!(said.contains("hashed whole and equal"), "{said}");
+    assert!(said.contains("hashes to the same value on both sides"), "{said}");
 }
 
 #[test]
-fn a_guest_is_carried_from_host_to_host_with_its_disk() {
+fn demo_moves_a_carried_guest_with_its_disk() {
     let Some(said) = demo("carried") else { return };
     assert!(said.contains("carrying the migration of QEMU 10.0"), "{said}");
     assert!(said.contains("not attached, because the guest's memory"), "{said}");

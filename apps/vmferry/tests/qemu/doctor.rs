@@ -1,5 +1,5 @@
 //! `doctor --qemu` with real QEMUs: whether they can be attached, what their command line lacks,
-//! and that nothing is left on them.
+//! and that doctor leaves nothing on them.
 
 use serde_json::Value;
 use vmferry_qemu_lab::Version;
@@ -11,11 +11,11 @@ use crate::support::text;
 fn found<'a>(ended: &'a Ended, check: &str) -> &'a Value {
     let findings = ended.last()["findings"].as_array().expect("findings");
     let found = findings.iter().find(|finding| finding["check"] == check);
-    found.unwrap_or_else(|| panic!("nothing of {check}: {ended:?}"))
+    found.unwrap_or_else(|| panic!("no check {check}: {ended:?}"))
 }
 
 #[test]
-fn qemu_with_shared_memory_can_be_attached_and_is_left_as_it_was() {
+fn doctor_reports_shared_memory_as_attachable_and_leaves_qemu_unchanged() {
     let mut scene = Scene::new(Version::V10_0, Way::Attached);
     let (there, running, address) = scene.receive_tls();
     let tls = scene.world.tls();
@@ -33,7 +33,7 @@ fn qemu_with_shared_memory_can_be_attached_and_is_left_as_it_was() {
 }
 
 #[test]
-fn qemu_with_private_memory_is_told_what_its_command_line_lacks() {
+fn doctor_says_what_the_command_line_of_a_private_memory_qemu_lacks() {
     let mut scene = Scene::new(Version::V10_0, Way::Carried);
     let qmp = text(&scene.here.qmp).to_owned();
     let ended = scene.a.run(&["doctor", "--qemu", &qmp]);
@@ -47,7 +47,7 @@ fn qemu_with_private_memory_is_told_what_its_command_line_lacks() {
 }
 
 #[test]
-fn qemu_that_is_not_there_is_an_error() {
+fn doctor_fails_without_a_qemu() {
     let world = crate::support::World::without_certificates();
     let nowhere = world.path("none.qmp");
     let ended = world.host("a").run(&["doctor", "--qemu", text(&nowhere)]);

@@ -1,5 +1,4 @@
-//! Which QEMU a command works on: two senders at once, and a vmferry that does not see QEMU's
-//! process.
+//! Which QEMU a command works on: two senders at once, and a vmferry that can't see QEMU's process.
 
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
@@ -13,7 +12,7 @@ use vmferry_wire::{GuestIdentity, SessionId};
 
 /// By another QMP socket, and from another runtime directory.
 #[test]
-fn a_second_send_is_refused_with_the_first_ones_process_and_leaves_it_alone() {
+fn second_send_is_refused_and_names_the_first() {
     let second = Lab::new();
     let socket = second.path("second.qmp");
     let machine = Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8") };
@@ -37,7 +36,7 @@ fn a_second_send_is_refused_with_the_first_ones_process_and_leaves_it_alone() {
 }
 
 #[test]
-fn a_qemu_whose_socket_is_in_use_is_refused_with_the_clients_process() {
+fn qemu_whose_socket_is_in_use_is_refused_and_names_the_client() {
     let machine = Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8") };
     let mut scene = Scene::of(machine, Way::Attached);
     let client = Qmp::connect(&scene.here.qmp).unwrap();
@@ -49,16 +48,16 @@ fn a_qemu_whose_socket_is_in_use_is_refused_with_the_clients_process() {
     scene.runs_on_here();
 }
 
-/// Guests of one name without a UUID: the QEMU of one session has ended.
+/// Two guests with one name and no UUID; the QEMU of one session has ended.
 #[test]
-fn a_session_of_another_qemu_of_that_name_is_left_alone() {
+fn session_of_another_qemu_of_the_same_name_is_left_alone() {
     let none = "00000000-0000-0000-0000-000000000000";
     let machine = Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8") };
     let mut scene = Scene::of(machine.with(&["-uuid", none]), Way::Attached);
     let identity = GuestIdentity { uuid: uuid::Uuid::nil(), name: "tested".into() };
     let peer = ("tcp:127.0.0.1:1", [].as_slice());
     let journals = scene.a.runtime.join("journal");
-    // As vmferry makes it: a directory that others may read is refused.
+    // Created as vmferry does: a directory that other users may read is refused.
     DirBuilder::new().recursive(true).mode(0o700).create(&journals).unwrap();
     let open = |number: u8, process: Option<String>| {
         let guest = (identity.clone(), process);
@@ -69,10 +68,11 @@ fn a_session_of_another_qemu_of_that_name_is_left_alone() {
         "{}/7/100",
         std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap().trim()
     );
-    // A session that names no process may be this guest's. Nobody is told to end a QEMU that runs.
+    // A session that names no process may be this guest's. No message tells the operator to end a
+    // running QEMU.
     open(1, None).append(&Record::Commit).unwrap();
-    // The later session is of a QEMU that has ended. It neither overtakes the first session nor
-    // counts by itself.
+    // The later session is of a QEMU that has ended. It neither hides the first session nor counts
+    // by itself.
     open(2, Some(gone)).append(&Record::Commit).unwrap();
     let (mut there, mut receiving, address) = scene.receive_plain();
     scene.send(&address, &["--plain"]).finish().failed(9, "decide session 0101");
@@ -85,13 +85,13 @@ fn a_session_of_another_qemu_of_that_name_is_left_alone() {
     there.check_guest();
 }
 
-/// As a container beside QEMU's has it, which shares the sockets' directory.
+/// Wraps a command as in a container next to QEMU's that shares the sockets' directory.
 fn apart() -> Vec<String> {
     ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"].map(str::to_owned).to_vec()
 }
 
 #[test]
-fn a_qemu_whose_process_is_not_seen_is_carried_and_its_end_is_noticed() {
+fn qemu_in_another_pid_namespace_is_carried_and_its_end_noticed() {
     let machine = Machine { mib: 128, less_kib: 64, ..Machine::new(Version::V10_0, "dirty=8") };
     let machine = Machine { backend: Backend::Private, ..machine };
     let mut scene = Scene::of(machine, Way::Carried);
@@ -103,13 +103,13 @@ fn a_qemu_whose_process_is_not_seen_is_carried_and_its_end_is_noticed() {
     let here = scene.here.qmp.clone();
     let to = ["send", "--qemu", text(&here), "--to", &address, "--plain"];
 
-    // Attaching would trace a process that is not proven.
+    // Attaching would trace a process that is not proven to be this QEMU.
     let refused = [&to[..], &["--mode", "attached"]].concat();
     let refused = scene.a.start_under(&apart(), &refused).finish();
     refused.failed(8, "in another PID namespace");
     scene.runs_on_here();
 
-    // One that is given up before COMMIT runs on.
+    // When the migration is given up before COMMIT, the guest runs on.
     let slow = [&to[..], &["--max-bandwidth", "10M", "--when-stuck", "switch-over"]].concat();
     let mut send = scene.a.start_under(&apart(), &slow);
     send.event_where(BEFORE_COMMIT[0].1);
@@ -129,9 +129,9 @@ fn a_qemu_whose_process_is_not_seen_is_carried_and_its_end_is_noticed() {
     let kept = sent.lines.iter().find(|line| line["event"] == "memory-kept");
     assert_eq!(kept, None, "its memory is private");
     receiving.event("received");
-    assert!(scene.here.child.wait().unwrap().success(), "the source's QEMU has ended in order");
+    assert!(scene.here.child.wait().unwrap().success(), "the source's QEMU has exited regularly");
     again.check_guest();
-    // Nobody but the socket can tell the receiver.
+    // Only the socket can tell the receiver.
     let _ = Qmp::connect(&again.qmp).unwrap().execute("quit", serde_json::json!({}));
     let ended = receiving.finish();
     assert_eq!(ended.code, Some(0), "{ended:?}");

@@ -12,14 +12,14 @@ use crate::support::proxy::{Message, Proxy};
 use crate::support::scene::{Scene, Way};
 use crate::support::{BEFORE_COMMIT, Running, text};
 
-/// A hook that notes what it is told, and then does this.
+/// A hook that notes its arguments and then runs `then`.
 fn hook(scene: &Scene, name: &str, then: &str) -> (PathBuf, PathBuf) {
     let (source, program) = (scene.world.path("source"), scene.world.path(name));
     let log = scene.world.path(&format!("{name}.log"));
     let note = "$VMFERRY_SIDE $1 $VMFERRY_GUEST $VMFERRY_RESULT";
     let script = format!("#!/bin/sh\necho \"{note}\" >>'{}'\n{then}\n", log.display());
     std::fs::write(&source, script).unwrap();
-    // Copied by another process: nobody who forks meanwhile has it open for writing.
+    // Copied by another process, so that no forked child of this one has it open for writing.
     let copied = Command::new("install").args(["-m", "755"]).arg(source).arg(&program).status();
     assert!(copied.unwrap().success());
     (program, log)
@@ -31,12 +31,12 @@ fn lines(log: &Path) -> Vec<String> {
 }
 
 #[test]
-fn a_hook_runs_on_both_sides_before_the_handover_and_when_it_is_decided() {
+fn hook_runs_on_both_sides_before_and_after_the_handover() {
     for way in [Way::Attached, Way::Carried] {
         let mut scene = Scene::new(Version::V10_0, way);
-        // QEMU must live when it is told that its guest has gone: a manager would see it end first.
+        // QEMU must be alive when the hook runs: a manager would otherwise see it end first.
         let pid = scene.here.child.id();
-        // One that has ended is a zombie until this test waits for it.
+        // A QEMU that has ended is a zombie until this test waits for it.
         let lives = format!("grep -q '^State:.[^ZX]' /proc/{pid}/status");
         let check = format!("[ $VMFERRY_SIDE = destination ] || {lives} || exit 9");
         let (program, log) = hook(&scene, "hook", &check);
@@ -48,7 +48,7 @@ fn a_hook_runs_on_both_sides_before_the_handover_and_when_it_is_decided() {
         receiving.event("received");
         there.check_guest();
         there.child.kill().unwrap();
-        // Its receiver ends with it, after its hook.
+        // The receiver ends with its QEMU, after its hook.
         receiving.finish();
         let mut told = lines(&log);
         let before = told.drain(..2).collect::<Vec<_>>();
@@ -61,7 +61,7 @@ fn a_hook_runs_on_both_sides_before_the_handover_and_when_it_is_decided() {
 }
 
 #[test]
-fn a_hook_that_fails_before_the_handover_leaves_the_guest_at_the_source() {
+fn hook_that_fails_before_the_handover_keeps_the_guest_at_the_source() {
     for way in [Way::Attached, Way::Carried] {
         let mut scene = Scene::new(Version::V10_0, way);
         let (program, log) = hook(&scene, "refuses", "[ $1 = after ]");
@@ -84,10 +84,10 @@ fn a_hook_that_fails_before_the_handover_leaves_the_guest_at_the_source() {
     }
 }
 
-/// What the source's manager was told must be taken back, though the process that told it was
-/// killed.
+/// The source's manager must be told that the guest stays, even though the process that ran the
+/// hook was killed.
 #[test]
-fn a_hook_is_told_by_the_guardian_that_the_guest_has_stayed() {
+fn guardian_runs_the_hook_when_the_guest_stays() {
     let mut scene = Scene::new(Version::V10_0, Way::Attached);
     let (program, log) = hook(&scene, "hook", "");
     let (_there, _receiving, address) = scene.receive_plain();
@@ -98,17 +98,17 @@ fn a_hook_is_told_by_the_guardian_that_the_guest_has_stayed() {
     assert_eq!(lines(&log), ["source after tested kept"]);
 }
 
-/// Waits until a hook has noted this.
+/// Waits until a hook has noted this line.
 fn await_line(log: &Path, wanted: &str) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !lines(log).iter().any(|line| line == wanted) {
         assert!(Instant::now() < deadline, "no `{wanted}`: {:?}", lines(log));
-        // A file that is written wakes nobody.
+        // A write to a file notifies no reader.
         std::thread::sleep(Duration::from_millis(10));
     }
 }
 
-/// A hook whose `before` does not end, and whose `after` notes if that still goes on.
+/// A hook whose `before` does not end, and whose `after` notes whether `before` is still running.
 fn endless(scene: &Scene, name: &str) -> (PathBuf, PathBuf) {
     let pid = scene.world.path(&format!("{name}.pid"));
     let (pid, log) = (pid.display(), scene.world.path(&format!("{name}.log")));
@@ -118,7 +118,7 @@ fn endless(scene: &Scene, name: &str) -> (PathBuf, PathBuf) {
 }
 
 #[test]
-fn a_hook_that_runs_when_the_migration_is_cancelled_is_ended_before_the_next() {
+fn hook_running_at_a_cancellation_ends_before_the_next_hook() {
     for way in [Way::Attached, Way::Carried] {
         let mut scene = Scene::new(Version::V10_0, way);
         let (program, log) = endless(&scene, "endless");
@@ -134,7 +134,7 @@ fn a_hook_that_runs_when_the_migration_is_cancelled_is_ended_before_the_next() {
 }
 
 #[test]
-fn a_hook_that_runs_when_its_sender_is_killed_is_ended_before_the_guardian_s() {
+fn hook_of_a_killed_sender_ends_before_the_guardians_hook() {
     let mut scene = Scene::new(Version::V10_0, Way::Attached);
     let (program, log) = endless(&scene, "endless");
     let (_there, _receiving, address) = scene.receive_plain();
@@ -146,7 +146,7 @@ fn a_hook_that_runs_when_its_sender_is_killed_is_ended_before_the_guardian_s() {
 }
 
 #[test]
-fn a_hook_at_the_destination_ends_before_the_source_gives_up() {
+fn destination_hook_ends_before_the_source_gives_up() {
     let mut scene = Scene::new(Version::V10_0, Way::Attached);
     let (program, log) = endless(&scene, "endless");
     let listen = ["--listen", "tcp:127.0.0.1:0", "--plain", "--hook", text(&program)];
@@ -160,7 +160,7 @@ fn a_hook_at_the_destination_ends_before_the_source_gives_up() {
 }
 
 #[test]
-fn a_hook_is_told_that_the_guest_stays_when_its_receiver_is_killed_before_it_has_come() {
+fn next_receiver_runs_the_hook_of_a_guest_that_never_arrived() {
     let mut scene = Scene::new(Version::V10_0, Way::Attached);
     let (program, log) = endless(&scene, "endless");
     let listen = ["--listen", "tcp:127.0.0.1:0", "--plain", "--hook", text(&program)];
@@ -175,7 +175,7 @@ fn a_hook_is_told_that_the_guest_stays_when_its_receiver_is_killed_before_it_has
     scene.runs_on_here();
 }
 
-/// A migration whose COMMIT is held up on its way to a receiver with a hook.
+/// A migration whose COMMIT is delayed on its way to a receiver with a hook.
 fn held_at_commit(scene: &mut Scene, program: &Path) -> (Qemu, Running, Running, Proxy) {
     let listen = ["--listen", "tcp:127.0.0.1:0", "--plain", "--hook", text(program)];
     let (there, receiving, address) = scene.receive(&listen);
@@ -192,7 +192,7 @@ fn restarted(scene: &Scene, there: &Qemu, proxy: &Proxy, program: &Path) -> Runn
 }
 
 #[test]
-fn a_hook_is_told_by_the_next_receiver_that_the_guest_has_come() {
+fn next_receiver_runs_the_hook_of_a_guest_that_arrived() {
     let mut scene = Scene::new(Version::V10_0, Way::Attached);
     let (program, log) = hook(&scene, "hook", "");
     let (mut there, mut receiving, send, proxy) = held_at_commit(&mut scene, &program);
@@ -208,7 +208,7 @@ fn a_hook_is_told_by_the_next_receiver_that_the_guest_has_come() {
 }
 
 #[test]
-fn a_hook_is_told_by_the_next_receiver_that_the_guest_has_stayed() {
+fn next_receiver_runs_the_hook_of_a_guest_that_stayed() {
     let mut scene = Scene::new(Version::V10_0, Way::Attached);
     let (program, log) = hook(&scene, "hook", "");
     let (there, mut receiving, send, proxy) = held_at_commit(&mut scene, &program);

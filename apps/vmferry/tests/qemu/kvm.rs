@@ -1,5 +1,5 @@
-//! Guests on KVM, moved there and back by `send --qemu` and `receive --qemu`. They write without
-//! pause.
+//! Guests on KVM, moved there and back by `send --qemu` and `receive --qemu`. They write
+//! continuously.
 
 use crate::support::scene::Way;
 use crate::support::{Running, World, in_parallel, text};
@@ -31,9 +31,9 @@ fn there_and_back(version: Version, way: Way) {
         assert_eq!(stats["digest_match"], true, "{stats}");
         assert_eq!(stats["verify_match"] == true, way == Way::Attached, "{stats}");
         receiving.event("received");
-        assert!(here.child.wait().unwrap().success(), "the source's QEMU has ended in order");
+        assert!(here.child.wait().unwrap().success(), "the source's QEMU has exited regularly");
         if let Some(receiver) = earlier.replace(receiving) {
-            // The one that had received the guest here ends with its QEMU.
+            // The receiver of this host's earlier guest ends with its QEMU.
             assert_eq!(receiver.finish().code, Some(0));
         }
         there.check_guest();
@@ -42,7 +42,7 @@ fn there_and_back(version: Version, way: Way) {
 }
 
 #[test]
-fn guests_travel_there_and_back() {
+fn kvm_guests_move_there_and_back() {
     let ways = [(Version::V7_2, Way::Attached), (Version::V10_0, Way::Attached)];
     let cases = ways.into_iter().chain([(Version::V10_0, Way::Carried)]);
     in_parallel(cases.collect(), |(version, way)| there_and_back(version, way));

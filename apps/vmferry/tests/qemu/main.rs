@@ -1,4 +1,5 @@
-//! `send --qemu` and `receive --qemu` with real QEMUs: attached, carried, restricted, and with everything that goes wrong.
+//! `send --qemu` and `receive --qemu` with real QEMUs: attached, carried, sandboxed, and with
+//! faults.
 
 mod announce;
 mod asleep;
@@ -14,8 +15,8 @@ mod kvm;
 mod memory_files;
 mod network;
 mod outlives;
+mod output;
 mod pauses;
 mod sandbox;
 #[path = "../support/mod.rs"]
 mod support;
-mod words;

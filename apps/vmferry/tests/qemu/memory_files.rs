@@ -1,4 +1,4 @@
-//! Whose the memory files of QEMUs are, as `send --qemu`, `receive --qemu` and `receive --exec` see
+//! Ownership of QEMU's memory files, as `send --qemu`, `receive --qemu` and `receive --exec` see
 //! it.
 
 use std::os::unix::fs::MetadataExt;
@@ -10,7 +10,7 @@ use vmferry_qemu_lab::{HugePages, Mounted, Version};
 use crate::support::scene::{Scene, Way};
 use crate::support::text;
 
-/// Maps a file into this process, which no vmferry knows.
+/// Maps a file into this process, which vmferry does not know.
 fn map(path: &Path) -> GuestMemory {
     let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
     let layout = SlotLayout { slot: SlotId(0), gpa: 0, pages: 1 };
@@ -22,15 +22,15 @@ fn blocks(path: &Path) -> u64 {
 }
 
 fn send<'a>(qmp: &'a Path, address: &'a str) -> Vec<&'a str> {
-    // How fast a loaded machine sends is not what is tested.
+    // How fast a loaded machine sends is not under test.
     let moves = ["--when-stuck", "switch-over"];
     [&["send", "--qemu", text(qmp), "--to", address, "--plain"], &moves[..]].concat()
 }
 
-/// Another receiver with the same memory file, while the guest that came to the first one runs on
-/// it. (One that is started again by the same command line finds its guest.)
+/// A second receiver with the same memory file, while the guest that arrived first runs on it. (A
+/// receiver that is started again by the same command line finds its guest.)
 #[test]
-fn a_receiver_leaves_the_guest_alone_that_has_come_to_the_same_memory_file() {
+fn receiver_refuses_a_memory_file_that_a_guest_runs_on() {
     let mut scene = Scene::new(Version::V10_0, Way::Attached);
     let command = scene.command("started");
     let listen = ["--listen", "tcp:127.0.0.1:0", "--plain", "--exec", &command];
@@ -42,7 +42,7 @@ fn a_receiver_leaves_the_guest_alone_that_has_come_to_the_same_memory_file() {
     receiving.kill();
     let other = ["receive", "--listen", "tcp:127.0.0.2:0", "--plain", "--exec", &command];
     scene.b.run(&other).failed(7, "may run a guest on it");
-    // It runs on, and all its memory is what it was.
+    // The first guest runs on, and its memory is intact.
     let (mut there, mut receiving, address) = scene.receive_plain();
     let sent = scene.b.run(&send(&qmp, &address));
     assert_eq!(sent.code, Some(0), "{sent:?}");
@@ -51,7 +51,7 @@ fn a_receiver_leaves_the_guest_alone_that_has_come_to_the_same_memory_file() {
 }
 
 #[test]
-fn a_guest_is_refused_on_both_sides_when_the_memory_file_is_another_process_s_too() {
+fn memory_file_mapped_by_another_process_is_refused_on_both_sides() {
     for way in [Way::Attached, Way::Carried] {
         let mut scene = Scene::new(Version::V10_0, Way::Attached);
         let (_there, receiving, address) = scene.receive_plain();
@@ -75,7 +75,7 @@ fn a_guest_is_refused_on_both_sides_when_the_memory_file_is_another_process_s_to
 }
 
 #[test]
-fn a_guest_that_needs_more_memory_than_there_is_is_refused_on_both_sides() {
+fn guest_larger_than_the_memory_file_system_is_refused_on_both_sides() {
     let mut scene = Scene::new(Version::V10_0, Way::Attached);
     let directory = scene.lab.path("small");
     let mounted = Mounted::new(&directory, HugePages::None, 16).unwrap();
@@ -91,8 +91,8 @@ fn a_guest_that_needs_more_memory_than_there_is_is_refused_on_both_sides() {
 }
 
 #[test]
-fn a_source_s_memory_file_is_empty_after_its_guest_has_moved() {
-    // Carried as well: its memory is a file that stays.
+fn source_memory_file_is_emptied_after_the_guest_moved() {
+    // For a carried guest as well: its memory is a file that remains.
     for way in ["attached", "carried"] {
         let mut scene = Scene::new(Version::V10_0, Way::Attached);
         let file = scene.lab.path_on_tmpfs("here-ram");
@@ -106,14 +106,14 @@ fn a_source_s_memory_file_is_empty_after_its_guest_has_moved() {
         receiving.event("received");
         assert_eq!(blocks(&file), 0, "{way}");
         let freed = sent.last()["qemu"]["freed_bytes"].as_u64().unwrap();
-        // What QEMU itself has freed when it ended is not counted.
+        // Memory that QEMU freed itself when it ended is not counted.
         assert!(freed > used / 2, "{freed} of {used}");
         there.check_guest();
     }
 }
 
 #[test]
-fn a_source_s_memory_file_keeps_its_pages_if_it_is_to_or_another_process_has_it() {
+fn source_memory_file_keeps_its_pages_on_request_or_when_shared() {
     for keep in [true, false] {
         let mut scene = Scene::new(Version::V10_0, Way::Attached);
         let file = scene.lab.path_on_tmpfs("here-ram");

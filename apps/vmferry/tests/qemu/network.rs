@@ -1,21 +1,21 @@
-//! `send --qemu` over a network that loses everything: a cable that is pulled out, and a black hole that swallows packets and
-//! tells nobody, between two network namespaces.
+//! `send --qemu` over a network that drops all packets, between two network namespaces: a cable
+//! that is pulled, and a black hole that drops packets silently.
 
-use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use crate::support::faults::{exit, note};
 use crate::support::outcomes::Owner;
 use crate::support::scene::{Scene, Way};
-use crate::support::{BEFORE_COMMIT, Host, Moment, Running, all, in_parallel, text};
+use crate::support::{BEFORE_COMMIT, Moment, Running, all, in_parallel, inside, text};
 use vmferry_net_lab::{DESTINATION_ADDRESS, Namespaces};
 use vmferry_qemu_lab::{Qemu, Version};
 
-/// Longer than the 10 s after which a silent peer is given up, and shorter than it is tried to reach it again.
+/// Longer than the 10 s after which a silent peer is given up, and shorter than the reconnect
+/// timeout.
 const LONG: Duration = Duration::from_secs(13);
 
-/// Shorter than that.
+/// Shorter than those 10 s.
 const SHORT: Duration = Duration::from_secs(4);
 
 /// How packets are lost.
@@ -23,7 +23,7 @@ const SHORT: Duration = Duration::from_secs(4);
 enum Fault {
     /// The interface is down.
     Cable,
-    /// The interface is up, and what is sent disappears.
+    /// The interface is up and drops what is sent.
     BlackHole,
 }
 
@@ -33,26 +33,13 @@ impl Fault {
             return network.set_cable(!strikes).unwrap();
         }
         let order = if strikes { "add" } else { "del" };
-        let mut tc = inside(&network.source_path(), "tc");
+        let [nsenter, net] = inside(&network.source_path());
+        let mut tc = Command::new(nsenter);
+        tc.args([&net, "tc"]);
         tc.args(["qdisc", order, "dev", "source", "root", "blackhole"]);
         let done = tc.stdout(Stdio::null()).status().unwrap();
         assert!(done.success(), "tc qdisc {order} blackhole: {done}");
     }
-}
-
-/// A command in a network namespace.
-fn inside(namespace: &Path, program: &str) -> Command {
-    let mut command = Command::new("nsenter");
-    command.arg(format!("--net={}", namespace.display())).arg(program);
-    command
-}
-
-/// vmferry of a host, in its namespace.
-fn start(host: &Host, namespace: &Path, arguments: &[&str]) -> Running {
-    let mut command = inside(namespace, env!("CARGO_BIN_EXE_vmferry"));
-    command.arg("--json").args(arguments).env("VMFERRY_RUNTIME_DIR", &host.runtime);
-    command.stdin(Stdio::null()).stdout(Stdio::piped());
-    Host::spawn(command)
 }
 
 fn receive(scene: &Scene, network: &Namespaces, name: &str) -> (Qemu, Running, String) {
@@ -61,7 +48,7 @@ fn receive(scene: &Scene, network: &Namespaces, name: &str) -> (Qemu, Running, S
     let at = format!("{DESTINATION_ADDRESS}:0");
     let arguments =
         ["receive", "--qemu", text(&there.qmp), "--once", "--listen", &at, "--tls", &tls];
-    let mut receiving = start(&scene.b, &network.destination_path(), &arguments);
+    let mut receiving = scene.b.start_under(&inside(&network.destination_path()), &arguments);
     let address = receiving.event("listening")["address"].as_str().unwrap().to_owned();
     (there, receiving, address)
 }
@@ -70,9 +57,9 @@ struct Case {
     way: Way,
     fault: Fault,
     moment: Moment,
-    /// For so long, or for good.
+    /// How long the fault lasts; `None`: until the end.
     lasts: Option<Duration>,
-    /// Whether the guest moves in the end.
+    /// Whether the guest has moved in the end.
     moves: bool,
 }
 
@@ -83,12 +70,13 @@ fn run(case: &Case) {
     let tls = scene.world.tls();
     let reconnect = if case.lasts.is_some() { "30s" } else { "2s" };
     let link = ["--tls", &tls, "--server-name", "127.0.0.1", "--reconnect-timeout", reconnect];
-    let mut send =
-        start(&scene.a, &network.source_path(), &scene.arguments(&address, &link, "10M"));
+    let mut send = scene
+        .a
+        .start_under(&inside(&network.source_path()), &scene.arguments(&address, &link, "10M"));
     send.event_where(case.moment.1);
     case.fault.strike(&network, true);
     if let Some(lasts) = case.lasts {
-        // This is the fault, and not a wait for anything.
+        // The pause is the fault itself and does not wait for an event.
         std::thread::sleep(lasts);
         case.fault.strike(&network, false);
     }
@@ -123,16 +111,17 @@ fn run(case: &Case) {
     if !case.moves {
         let (mut there, mut receiving, address) = receive(&scene, &network, "there-too");
         let arguments = scene.arguments(&address, &link, "30M");
-        let sent = start(&scene.a, &network.source_path(), &arguments).finish();
+        let sent = scene.a.start_under(&inside(&network.source_path()), &arguments).finish();
         assert_eq!(sent.code, Some(0), "{what}: {sent:?}");
         receiving.event("received");
         there.check_guest();
     }
 }
 
-/// Attached, a guest that stands still runs on until the link is back; a carried one stays from then on.
+/// A paused guest that is attached runs on until the link is back; a carried one stays at the
+/// source from then on.
 #[test]
-fn everything_on_the_link_is_lost_for_a_while_or_for_good() {
+fn lossy_link_leaves_exactly_one_guest() {
     if let Err(error) = Namespaces::make() {
         panic!("this test needs what is missing: {error:#}");
     }

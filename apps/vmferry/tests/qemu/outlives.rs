@@ -1,5 +1,5 @@
-//! Guests that outlive the vmferry that received them: it is killed or told to end, and started
-//! again with the same command.
+//! Guests that outlive their receiver: the receiver is killed or terminated and started again with
+//! the same command.
 
 use std::path::{Path, PathBuf};
 
@@ -20,7 +20,7 @@ fn ways() -> Vec<Way> {
     if all() { vec![Way::Attached, Way::Carried] } else { vec![Way::Attached] }
 }
 
-/// A migration into a QEMU that somebody has started, of which this message is held up.
+/// A migration into a running QEMU, in which the proxy holds back this message.
 fn held_at(scene: &mut Scene, message: Message) -> (Qemu, Running, Running, Proxy) {
     let (there, receiving, address) = scene.receive_plain();
     let proxy = Proxy::holding(&address, "127.0.0.1", Some(message));
@@ -29,15 +29,15 @@ fn held_at(scene: &mut Scene, message: Message) -> (Qemu, Running, Running, Prox
     (there, receiving, send, proxy)
 }
 
-/// The receiver is started again with the command that it was started with.
+/// Starts the receiver again with the same command.
 fn restarted(scene: &Scene, there: &Qemu, proxy: &Proxy) -> Running {
     let address = proxy.target();
     let arguments = ["--qemu", text(&there.qmp), "--once", "--listen", &address, "--plain"];
     scene.b.receive(&arguments).0
 }
 
-/// What a receiver leaves that dies as soon as RUN-INTENT is on disk, before it says a word to its
-/// QEMU.
+/// Writes what a receiver leaves that dies after RUN-INTENT is on disk and before it sends anything
+/// to its QEMU.
 pub fn write_run_intent(scene: &Scene) {
     let journals = scene.b.runtime.join("journal");
     let [session] = &sessions(&journals).unwrap()[..] else { panic!("one session") };
@@ -47,7 +47,7 @@ pub fn write_run_intent(scene: &Scene) {
 }
 
 #[test]
-fn receiver_killed_between_run_intent_and_cont_is_finished_by_the_next() {
+fn next_receiver_finishes_after_a_kill_between_run_intent_and_cont() {
     in_parallel(ways(), |way| {
         let mut scene = Scene::new(Version::V10_0, way);
         let (mut there, mut receiving, send, proxy) = held_at(&mut scene, Message::Commit);
@@ -68,7 +68,7 @@ fn receiver_killed_between_run_intent_and_cont_is_finished_by_the_next() {
 }
 
 #[test]
-fn receiver_killed_with_running_on_its_way_answers_when_it_is_back() {
+fn next_receiver_answers_after_a_kill_with_running_on_its_way() {
     in_parallel(ways(), |way| {
         let mut scene = Scene::new(Version::V10_0, way);
         let (mut there, mut receiving, send, proxy) = held_at(&mut scene, Message::Running);
@@ -83,7 +83,7 @@ fn receiver_killed_with_running_on_its_way_answers_when_it_is_back() {
         let ends = (exit(&sent), "has the guest".into());
         let fault = "the receiver: SIGKILL, started again";
         note(&mut scene, &mut there, fault, "running at the destination", ends, Owner::Destination);
-        // An operator's pause is not the next receiver's to end.
+        // The next receiver must not end an operator's pause.
         next.kill();
         Qmp::connect(&there.qmp).unwrap().execute("stop", json!({})).unwrap();
         let mut next = restarted(&scene, &there, &proxy);
@@ -93,13 +93,13 @@ fn receiver_killed_with_running_on_its_way_answers_when_it_is_back() {
 }
 
 #[test]
-fn receiver_killed_at_ready_gives_the_guest_back_when_it_is_back() {
+fn next_receiver_gives_the_guest_back_after_a_kill_at_ready() {
     in_parallel(ways(), |way| {
         let mut scene = Scene::new(Version::V10_0, way);
         let (mut there, mut receiving, send, proxy) = held_at(&mut scene, Message::Commit);
         receiving.kill();
         let next = restarted(&scene, &there, &proxy);
-        assert!(there.child.wait().unwrap().success(), "nobody can run that guest by mistake");
+        assert!(there.child.wait().unwrap().success(), "the guest can't be run by mistake");
         proxy.lose();
         let sent = send.finish();
         assert_eq!(sent.code, Some(1), "{sent:?}");
@@ -112,16 +112,16 @@ fn receiver_killed_at_ready_gives_the_guest_back_when_it_is_back() {
     });
 }
 
-/// What has come to one QEMU says nothing of a guest in another.
+/// A session of one QEMU says nothing about a guest in another.
 #[test]
-fn guest_that_never_ran_here_is_not_sent_on_and_one_of_another_qemu_is() {
+fn guest_that_never_ran_here_is_not_sent_on() {
     let mut scene = Scene::new(Version::V10_0, Way::Attached);
     let (there, mut receiving, send, proxy) = held_at(&mut scene, Message::Ready);
     receiving.kill();
     let sends = |qmp: &Path| {
         scene.b.run(&["send", "--qemu", text(qmp), "--to", "tcp:127.0.0.1:1", "--plain"])
     };
-    sends(&there.qmp).failed(9, "never ran here: it is its source's");
+    sends(&there.qmp).failed(9, "never ran here: its source has it");
     assert_eq!(status(&there.qmp)["status"], "paused");
     // Nothing was promised.
     proxy.cut();
@@ -130,7 +130,7 @@ fn guest_that_never_ran_here_is_not_sent_on_and_one_of_another_qemu_is() {
     Qmp::connect(&scene.here.qmp).unwrap().execute("stop", json!({})).unwrap();
     let tried = sends(&scene.here.qmp);
     let said = tried.last()["error"]["message"].as_str().unwrap().to_owned();
-    assert!(said.contains("127.0.0.1:1"), "nobody listens there: {said}");
+    assert!(said.contains("127.0.0.1:1"), "nothing listens there: {said}");
     assert_eq!(status(&scene.here.qmp)["status"], "paused");
 }
 
@@ -138,7 +138,7 @@ fn status(qmp: &Path) -> Value {
     Qmp::connect(qmp).unwrap().execute("query-status", json!({})).unwrap()
 }
 
-/// A QEMU that a receiver has started, which outlives that and is ended with the test.
+/// A QEMU that a receiver has started. It outlives the receiver and is ended with the test.
 struct Started(Pid);
 
 impl Started {
@@ -155,15 +155,15 @@ impl Started {
 
 impl Drop for Started {
     fn drop(&mut self) {
-        // One that has ended needs no signal.
+        // A QEMU that has ended needs no signal.
         let _ = kill_process(self.0, Signal::KILL);
     }
 }
 
-/// A guest that has come to a QEMU of `--exec`: the receiver's command line, the receiver, the
+/// A guest that has arrived in a QEMU of `--exec`: the receiver's command line, the receiver, the
 /// QEMU, and its monitor.
 fn received(scene: &Scene) -> (Vec<String>, Running, Started, PathBuf) {
-    // An address of its own, which the next process listens at too.
+    // A fixed address, at which the next process listens too.
     let link = format!("unix:{}", scene.world.path("link").display());
     let arguments = ["--listen", &link, "--exec", &scene.command("started")].map(str::to_owned);
     let arguments = arguments.to_vec();
@@ -181,7 +181,7 @@ fn receive(scene: &Scene, arguments: &[String]) -> Running {
 }
 
 #[test]
-fn exec_receiver_that_is_told_to_end_leaves_its_guest_to_the_next() {
+fn exec_receiver_leaves_its_guest_to_the_next_on_sigterm() {
     in_parallel(ways(), |way| {
         let scene = Scene::new(Version::V10_0, way);
         let (arguments, receiving, qemu, qmp) = received(&scene);
@@ -201,13 +201,13 @@ fn exec_receiver_that_is_told_to_end_leaves_its_guest_to_the_next() {
         assert!(qemu.lives());
         let mut next = receive(&scene, &arguments);
         next.event("found");
-        // Another receiver has a QEMU of its own.
+        // Another receiver has its own QEMU.
         let other = format!("unix:{}", scene.world.path("other").display());
         let others = ["--listen", &other, "--exec", &scene.command("other")].map(str::to_owned);
         let other = receive(&scene, &others);
         other.signal(Signal::TERM);
         assert_eq!(other.finish().code, Some(11));
-        // The guest ends, and with it the wait.
+        // The guest ends, and so does the wait.
         Qmp::connect(&qmp).unwrap().execute("quit", json!({})).unwrap();
         let ended = next.finish();
         assert_eq!(ended.code, Some(0), "{ended:?}");
@@ -215,7 +215,7 @@ fn exec_receiver_that_is_told_to_end_leaves_its_guest_to_the_next() {
 }
 
 #[test]
-fn exec_receiver_killed_with_running_on_its_way_is_finished_by_the_next() {
+fn next_exec_receiver_finishes_after_a_kill_with_running_on_its_way() {
     let scene = Scene::new(Version::V10_0, Way::Attached);
     let command = scene.command("started");
     let (mut receiving, address) =
@@ -226,15 +226,14 @@ fn exec_receiver_killed_with_running_on_its_way_is_finished_by_the_next() {
     receiving.kill();
     write_run_intent(&scene);
     let target = proxy.target();
-    // A port that the system chose is another one in the command line that follows: its guest is
-    // not found by that.
+    // A port that the system chose differs in the next command line: the guest is not found by it.
     let arguments = ["--listen", "tcp:127.0.0.1:0", "--plain", "--exec", &command];
     let (mut next, address) = scene.b.receive(&arguments);
     assert_ne!(address, target);
     let found = next.event("found");
     assert_eq!(found["continued"], true, "{found}");
     let _qemu = Started::new(found["pid"].as_u64().unwrap().try_into().unwrap());
-    // It answers at another port, so that the source stays in doubt.
+    // It answers at another port, so the source stays in doubt.
     drop(send);
     let qmp = PathBuf::from(found["qmp"].as_str().unwrap());
     assert_eq!(status(&qmp)["running"], true);
@@ -248,7 +247,7 @@ fn exec_receiver_killed_without_a_guest_leaves_no_qemu() {
         scene.b.receive(&["--listen", "tcp:127.0.0.1:0", "--plain", "--exec", &command]);
     let pid = child(child(receiving.child.id()));
     receiving.kill();
-    // Not a child of this process: it is waited for by its number.
+    // It is not a child of this process, so the test waits for it by its number.
     let _ = vmferry_qemu::wait_for_end(pid);
     assert!(!Started::new(pid).lives());
 }

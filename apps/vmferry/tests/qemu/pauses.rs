@@ -1,5 +1,5 @@
-//! Guests that somebody else than vmferry has paused, or that power off: before a migration and
-//! during one.
+//! Guests that are paused by something other than vmferry, or that power off, before a migration
+//! and during one.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -16,16 +16,16 @@ fn ways() -> Vec<Way> {
     vec![Way::Attached, Way::Carried]
 }
 
-/// It writes 48 MiB, and goes on to write 8 of them: none of its migrations at 1 MB/s ends before
-/// it is paused.
+/// Writes 48 MiB and then rewrites 8 MiB of them. At 1 MB/s none of the guest's migrations ends
+/// before it is paused.
 const WORKLOAD: &str = "freed=40 hot=8,rate=40000";
 
 const HELD: fn(&Value) -> bool = |event| event["event"] == "held";
 
-/// How long a guest may run on until it is paused: a failure after that.
+/// Bounds how long a guest runs on until it is paused: reaching it is a failure.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A guest whose QEMU has a second monitor, of an operator, and what becomes of it.
+/// A guest whose QEMU has a second monitor for an operator, and checks of its status.
 struct Operated {
     scene: Scene,
     operator: Qmp,
@@ -33,13 +33,13 @@ struct Operated {
 }
 
 impl Operated {
-    /// One on KVM that has written 48 MiB.
+    /// A guest on KVM that has written 48 MiB.
     fn new(way: Way) -> Self {
         Self::of(Machine::on_kvm(Version::V10_0, WORKLOAD), way)
     }
 
-    /// The same with a disk that writes memory past every page table, so that every harvest waits
-    /// for QEMU's disks.
+    /// The same with a disk that reads and writes memory past every page table, so every harvest
+    /// waits for QEMU's disks.
     fn with_direct_disk() -> (Self, Lab) {
         let lab = Lab::new();
         let disk = format!("file={},format=raw,if=virtio,cache=none", lab.disk(8).display());
@@ -47,8 +47,8 @@ impl Operated {
         (Self::of(machine.with(&["-drive", &disk]), Way::Attached), lab)
     }
 
-    /// An emulated one whose kernel panics when it is told to, and that ends with that: its QEMU
-    /// hears a shutdown.
+    /// An emulated guest whose kernel panics on command and ends with that: its QEMU sees a
+    /// shutdown.
     fn mortal(way: Way, more: &[&str]) -> Self {
         let machine = Machine::new(Version::V10_0, "dirty=8 unknown_nmi_panic=1");
         Self::of(Machine { mib: 128, ..machine }.with(more), way)
@@ -64,19 +64,19 @@ impl Operated {
         let monitor = format!("unix:{},server=on,wait=off", path.display());
         let machine = Machine { backend, ..machine }.with(&["-qmp", &monitor]);
         let scene = Scene::of(machine, way);
-        // The next QEMU takes the socket's place; this connection stays.
+        // The next QEMU takes over the socket's path; this connection stays open.
         let operator = Qmp::connect(&path).unwrap();
         Self { scene, operator, _directory: directory }
     }
 
-    /// A migration whose first round lasts for a minute, until it is [hurried](Self::hurry).
+    /// A migration whose first round lasts a minute, until it is [hurried](Self::hurry).
     fn send_slowly(&self, address: &str) -> Running {
         let tls = self.scene.world.tls();
         let link = ["--tls", &tls, "--reconnect-timeout", "2s"];
         self.scene.send_capped(address, &link, "1M")
     }
 
-    /// A migration that is held before its switchover, and harvests once a second.
+    /// A migration that is held before its switchover and harvests once a second.
     fn send_held(&self, address: &str) -> Running {
         let tls = self.scene.world.tls();
         let link = ["--tls", &tls, "--pause-before-switchover"];
@@ -106,10 +106,11 @@ fn cont(qemu: &Qemu) {
 }
 
 #[test]
-fn paused_guest_arrives_paused_and_stays_so() {
+fn paused_guest_arrives_and_stays_paused() {
     let versions = if all() { &Version::ALL[..] } else { &Version::ALL[1..] };
     for version in versions {
-        // QEMU 7.2 without KVM is carried with the guest paused by vmferry: another test.
+        // vmferry itself pauses a guest of QEMU 7.2 without KVM that is carried; another test
+        // covers that.
         let ways = if *version == Version::V10_0 { ways() } else { vec![Way::Attached] };
         in_parallel(ways, |way| {
             let mut scene = Scene::new(*version, way);
@@ -135,7 +136,7 @@ fn paused_guest_arrives_paused_and_stays_so() {
 }
 
 #[test]
-fn guest_that_is_paused_during_the_migration_arrives_paused() {
+fn guest_paused_during_the_migration_arrives_paused() {
     let cases = [Some(Way::Attached), Some(Way::Carried), None];
     in_parallel(cases.to_vec(), |way| {
         let (mut operated, _lab) = match way {
@@ -167,7 +168,7 @@ enum Cause {
     Disk,
     /// The guest's kernel has panicked (`-action panic=pause`).
     Panic,
-    /// The guest's watchdog has run out (`-action watchdog=pause`).
+    /// The guest's watchdog has expired (`-action watchdog=pause`).
     Watchdog,
 }
 
@@ -176,7 +177,7 @@ impl Cause {
         let on_kvm = Machine::on_kvm(Version::V10_0, WORKLOAD);
         match self {
             Self::Disk => {
-                // The first write after zeros were written fails, and that is the operator's.
+                // The first write after a write of zeros fails; the operator causes that write.
                 let rules = "file.set-state.0.event=pwritev_zero,file.set-state.0.new_state=2,\
                              file.inject-error.0.event=pwritev,file.inject-error.0.iotype=write,\
                              file.inject-error.0.state=2,file.inject-error.0.once=on";
@@ -200,12 +201,12 @@ impl Cause {
         }
     }
 
-    /// The order of QEMU's human monitor by which it comes about.
+    /// The human monitor command that causes it.
     fn order(self) -> String {
         match self {
             // The guest does not use the end of its disk.
             Self::Disk => format!("qemu-io disk \"write -z {} 4k\"", (DISK_MIB << 20) - 4096),
-            // As if the guest wrote to the device's port.
+            // The same as a write of the guest to the device's port.
             Self::Panic => "o /b 0x505 1".to_owned(),
             Self::Watchdog => "o /b 0x443 0xf".to_owned(),
         }
@@ -220,11 +221,11 @@ impl Cause {
     }
 }
 
-/// Six times what the guest is told to use.
+/// Six times the memory that the guest uses.
 const DISK_MIB: u64 = 24;
 
 #[test]
-fn guest_that_qemu_itself_pauses_during_the_migration_arrives_paused() {
+fn guest_paused_by_qemu_during_the_migration_arrives_paused() {
     let causes = [Cause::Disk, Cause::Panic, Cause::Watchdog];
     let cases = causes.iter().flat_map(|&cause| ways().into_iter().map(move |way| (cause, way)));
     in_parallel(cases.collect(), |(cause, way): (Cause, Way)| {
@@ -250,7 +251,7 @@ fn guest_that_qemu_itself_pauses_during_the_migration_arrives_paused() {
         cont(&there);
         let said = there.check_guest();
         if cause == Cause::Disk {
-            // What had failed is done here.
+            // The failed request is done here.
             let said = there
                 .wait_for("uses its disk", |now| now.get("disk_rounds") > said.get("disk_rounds"));
             assert_eq!((said.get("disk_errors"), said.get("corruptions")), (0, 0), "{said:?}");
@@ -259,7 +260,7 @@ fn guest_that_qemu_itself_pauses_during_the_migration_arrives_paused() {
 }
 
 #[test]
-fn pause_of_an_operator_outlives_a_migration_that_is_cancelled() {
+fn operators_pause_outlives_a_canceled_migration() {
     in_parallel(vec![Some(Way::Carried), None], |way| {
         let (mut operated, _lab) = match way {
             Some(way) => (Operated::new(way), None),
@@ -292,7 +293,7 @@ fn pause_of_an_operator_outlives_a_migration_that_is_cancelled() {
 }
 
 #[test]
-fn guest_that_shuts_down_ends_the_migration_with_these_words_on_both_sides() {
+fn guest_shutdown_ends_the_migration_and_is_named_on_both_sides() {
     in_parallel(ways(), |way| {
         let mut operated = Operated::mortal(way, &["-no-reboot"]);
         let (_there, receiving, address) = operated.scene.receive_tls();
@@ -306,7 +307,7 @@ fn guest_that_shuts_down_ends_the_migration_with_these_words_on_both_sides() {
 }
 
 #[test]
-fn guest_that_has_shut_down_is_left_as_it_is() {
+fn shut_down_guest_is_left_as_it_is() {
     let mut operated = Operated::mortal(Way::Attached, &["-no-reboot", "-no-shutdown"]);
     let (_there, receiving, address) = operated.scene.receive_tls();
     let mut send = operated.scene.send_tls(&address);
@@ -315,7 +316,7 @@ fn guest_that_has_shut_down_is_left_as_it_is() {
     send.finish().failed(9, "the guest has powered off");
     receiving.finish().failed(9, "the guest has powered off");
     assert_eq!(operated.status(), "shutdown");
-    // Nor is it sent afterwards.
+    // It is not sent afterward either.
     let tls = operated.scene.world.tls();
     let qmp = text(&operated.scene.here.qmp).to_owned();
     let send = ["send", "--qemu", &qmp, "--to", "127.0.0.1:1", "--tls", &tls];
@@ -323,9 +324,9 @@ fn guest_that_has_shut_down_is_left_as_it_is() {
     assert_eq!(operated.status(), "shutdown");
 }
 
-/// QEMU has migrated it by then, and the guest has not run since.
+/// By then QEMU has migrated the guest, and it has not run since.
 #[test]
-fn paused_guest_whose_migration_fails_late_is_sent_again_once_it_ran() {
+fn paused_guest_is_sent_again_after_a_late_failure_once_it_ran() {
     in_parallel(Version::ALL.to_vec(), |version| {
         let mut scene = Scene::new(version, Way::Attached);
         let mut operator = Qmp::connect(&scene.here.qmp).unwrap();

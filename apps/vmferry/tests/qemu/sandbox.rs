@@ -1,4 +1,4 @@
-//! The receiver beside a QEMU is restricted too, and whoever starts that QEMU is another process.
+//! The receiver next to a QEMU is sandboxed too, and another process starts that QEMU.
 
 use std::os::unix::process::ExitStatusExt;
 
@@ -13,13 +13,13 @@ use vmferry_qemu_lab::Version;
 
 use Argument::Number;
 
-/// A socket of this family in the process.
+/// Opens a socket of this family in the process.
 fn socket(pid: u32, family: i32) -> i64 {
     let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC;
     call(pid, libc::SYS_socket, &[Number(family as u64), Number(kind as u64), Number(0)])
 }
 
-/// What a receiver beside a QEMU may not do, though one that runs a guest may.
+/// The calls that are denied to a receiver next to a QEMU, though allowed to one that runs a guest.
 fn can_t_reach_out(receiving: &Running) {
     let pid = receiving.child.id();
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
@@ -33,7 +33,7 @@ fn can_t_reach_out(receiving: &Running) {
 }
 
 #[test]
-fn guests_come_to_a_qemu_that_waits() {
+fn sandboxed_receiver_serves_a_waiting_qemu() {
     for way in [Way::Attached, Way::Carried] {
         let mut scene = Scene::new(Version::V10_0, way);
         let tls = scene.world.tls();
@@ -47,10 +47,10 @@ fn guests_come_to_a_qemu_that_waits() {
     }
 }
 
-/// QEMU listens for several streams in a directory that was made before.
+/// QEMU listens for several streams in a directory that was created before.
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn several_streams_reach_a_qemu() {
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn sandboxed_receiver_passes_several_streams() {
     let mut scene = Scene::new(Version::V10_0, Way::Carried);
     let tls = scene.world.tls();
     let (mut there, mut receiving, address) =
@@ -64,9 +64,9 @@ fn several_streams_reach_a_qemu() {
     assert_eq!(ended.code, Some(0), "{ended:?}");
 }
 
-/// An attempt that uses QEMU up makes the receiver want another one, which it can't start itself.
+/// An attempt that uses QEMU up makes the receiver need another QEMU, which it can't start itself.
 #[test]
-fn another_process_starts_qemu_again_and_again() {
+fn starter_starts_qemu_for_every_attempt() {
     for way in [Way::Attached, Way::Carried] {
         let mut scene = Scene::new(Version::V10_0, way);
         let tls = scene.world.tls();
@@ -80,7 +80,8 @@ fn another_process_starts_qemu_again_and_again() {
         let guardian = guardian(&send);
         send.kill();
         receiving.event_where(|event| event["reason"].is_string());
-        // On a busy machine it may come to QEMU later than this test does. One that has ended already can't be waited for.
+        // On a busy machine the receiver may reach QEMU later than this test does. A QEMU that has
+        // ended already can't be waited for.
         let _ = wait_for_end(guardian);
         scene.runs_on_here();
         let mut again = scene.send_tls(&address);
@@ -98,7 +99,7 @@ fn another_process_starts_qemu_again_and_again() {
 }
 
 #[test]
-fn a_receiver_that_starts_a_program_ends_and_its_qemu_does_not_start_it() {
+fn ending_exec_receiver_ends_a_qemu_without_a_guest() {
     let scene = Scene::new(Version::V10_0, Way::Attached);
     let tls = scene.world.tls();
     let command = scene.command("started");
@@ -112,7 +113,7 @@ fn a_receiver_that_starts_a_program_ends_and_its_qemu_does_not_start_it() {
     let status = receiving.child.wait().unwrap();
     assert_eq!(status.signal(), Some(libc::SIGSYS), "{status}");
     assert!(!marker.exists());
-    // The starter ends a QEMU without a guest; one that it has not ended yet is told to end here.
+    // The starter ends a QEMU without a guest. If it has not yet, the test ends it.
     let qmp = std::fs::read_dir(&scene.b.runtime).unwrap().flatten().map(|entry| entry.path());
     for socket in qmp.filter(|path| path.extension().is_some_and(|end| end == "qmp")) {
         if let Ok(mut monitor) = Qmp::connect(&socket) {
@@ -122,16 +123,17 @@ fn a_receiver_that_starts_a_program_ends_and_its_qemu_does_not_start_it() {
     }
 }
 
-/// The one child of a process.
+/// The only child of a process.
 pub fn child(pid: u32) -> u32 {
     let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
     children.trim().parse().unwrap_or_else(|_| panic!("{pid} has these children: {children}"))
 }
 
-/// Neither the first QEMU, nor the next one, of which the receiver may see nothing itself, sleeps unnoticed.
+/// A stopped QEMU is reported, both the first one and the next one, whose process the receiver
+/// can't see itself.
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn a_qemu_that_was_started_and_sleeps_is_named() {
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn started_qemu_that_is_stopped_is_named() {
     in_parallel(vec![Way::Carried, Way::Attached], |way| {
         let mut scene = Scene::new(Version::V10_0, way);
         let tls = scene.world.tls();
@@ -146,9 +148,11 @@ fn a_qemu_that_was_started_and_sleeps_is_named() {
             assert_ne!(qemu, before, "the one before was used up");
             before = qemu;
             let _stopped = Stopped::now(qemu);
-            // The causes are the receiver's to tell: a source hears what could not be done, and does not blame the link.
+            // The receiver reports the causes. The source's error says what failed and does not
+            // blame the link.
             send.finish().failed(1, "the VMM could not load the guest's state");
-            // Those who are turned away, such as a channel that comes too late, have addresses.
+            // Refused connections, such as a channel that arrives too late, are logged with
+            // addresses.
             let failed = receiving
                 .event_where(|event| event["reason"].is_string() && event["peer"].is_null());
             let why = failed["reason"].as_str().unwrap();
@@ -159,10 +163,10 @@ fn a_qemu_that_was_started_and_sleeps_is_named() {
     });
 }
 
-/// What was started may be a script that does more than to run QEMU.
+/// The started program may be a script that does more than run QEMU.
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn started_qemu_that_has_a_guest_is_left_when_the_receiver_is_told_to_end() {
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn started_qemu_with_a_guest_outlives_a_terminated_receiver() {
     let scene = Scene::new(Version::V10_0, Way::Carried);
     let tls = scene.world.tls();
     let pid_file = scene.world.path("pid");
@@ -182,6 +186,6 @@ fn started_qemu_that_has_a_guest_is_left_when_the_receiver_is_told_to_end() {
     let left = kill_process_group(Pid::from_raw(pid).unwrap(), Signal::KILL);
     assert_eq!(ended.code, Some(0), "{ended:?}");
     let why = ended.last()["why"].as_str().unwrap();
-    assert!(why.contains(&format!("left to its QEMU, process {pid}")), "{why}");
+    assert!(why.contains(&format!("the guest stays in its QEMU, process {pid}")), "{why}");
     assert!(left.is_ok(), "it was left as it was");
 }

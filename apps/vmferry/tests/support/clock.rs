@@ -7,10 +7,10 @@ use std::process::Command;
 
 use super::text;
 
-/// A clock that can be set, of the processes that are started with it.
+/// A settable clock of the processes that are started with it.
 pub struct Clock {
     file: PathBuf,
-    /// Before a command, for its processes to have this clock.
+    /// The prefix of a command whose processes have this clock.
     pub prefix: Vec<String>,
 }
 
@@ -36,9 +36,9 @@ impl Clock {
         clock
     }
 
-    /// The offset in seconds.
+    /// Sets the offset in seconds.
     pub fn set(&self, offset: i64) {
-        // In place, since processes have mapped it, and in one write.
+        // In place, because processes have mapped the file, and in one write.
         let mut file = OpenOptions::new();
         let mut file = file.write(true).create(true).truncate(false).open(&self.file).unwrap();
         file.write_all(format!("{offset:<31}\n").as_bytes()).unwrap();

@@ -1,4 +1,4 @@
-//! What may happen to a migration of a QEMU's guest, and what must come of it, in whichever way it is moved.
+//! Faults of a QEMU guest's migration and their expected outcomes, for both ways to move it.
 
 use std::time::{Duration, Instant};
 
@@ -13,17 +13,18 @@ use super::stops::guardian;
 use super::trial::claim;
 use super::{BEFORE_COMMIT, Ended, Host, Moment, Running, all, run_ok};
 
-/// The versions of the long matrix, or one of them.
+/// All versions in the full matrix, one otherwise.
 fn versions() -> &'static [Version] {
     if all() { &Version::ALL } else { &Version::ALL[1..] }
 }
 
-/// All moments, or the last one, at which the most hangs on it.
+/// All phases in the full matrix, the last and most critical one otherwise.
 fn moments() -> &'static [Moment] {
     if all() { &BEFORE_COMMIT } else { &BEFORE_COMMIT[3..] }
 }
 
-/// Checks by both QEMUs and by the journals of both hosts who has the guest, and notes it. The guest itself was looked at.
+/// Checks by both QEMUs and by the journals of both hosts which host has the guest, and notes the
+/// outcome. The guest itself was checked before.
 pub fn note(
     scene: &mut Scene,
     there: &mut Qemu,
@@ -42,14 +43,14 @@ pub fn note(
     Outcome { guest: scene.kind(), fault, phase, source, destination, owner }.note();
 }
 
-/// Whether a QEMU is there, and runs its guest.
+/// Whether a QEMU is reachable and runs its guest.
 fn runs(qemu: &mut Qemu) -> bool {
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
         if qemu.child.try_wait().unwrap().is_some() {
             return false;
         }
-        // Whoever tidies up lets go of QMP last; and a QEMU that ends answers nobody.
+        // The cleanup releases the QMP socket last, and an ending QEMU does not answer.
         let asked =
             Qmp::connect(&qemu.qmp).and_then(|mut qmp| qmp.execute("query-status", json!({})));
         match asked {
@@ -73,7 +74,7 @@ pub fn in_doubt(scene: &mut Scene) -> (Qemu, Running, Running, Proxy) {
     (there, receiving, send, proxy)
 }
 
-/// Waits until the guardian has taken over, and answers for the guest.
+/// Waits until the guardian has taken over and answers for the guest.
 pub fn guardian_answers(host: &Host) {
     guardian_says(host, |_| true);
 }
@@ -91,12 +92,12 @@ fn guardian_says(host: &Host, wanted: impl Fn(&Value) -> bool) {
             return;
         }
         assert!(Instant::now() < deadline, "no guardian: {asked:?}");
-        // A socket that appears wakes nobody.
+        // A new socket file notifies no one that waits for it.
         std::thread::sleep(Duration::from_millis(20));
     }
 }
 
-pub fn the_sender_is_killed_in_each_phase_and_the_guest_runs_on(way: Way) {
+pub fn sender_killed_in_any_phase_leaves_the_guest_running(way: Way) {
     for version in versions() {
         let mut scene = Scene::new(*version, way);
         for (name, moment) in moments() {
@@ -115,15 +116,15 @@ pub fn the_sender_is_killed_in_each_phase_and_the_guest_runs_on(way: Way) {
     }
 }
 
-pub fn sender_and_guardian_are_killed_and_the_next_sender_tidies_up(way: Way) {
+pub fn next_sender_tidies_up_after_a_killed_sender_and_guardian(way: Way) {
     let mut scene = Scene::new(Version::V10_0, way);
     let (_gone, receiving, address) = scene.receive_tls();
     let tls = scene.world.tls();
     let mut send =
         scene.send_capped(&address, &["--tls", &tls, "--reconnect-timeout", "2s"], "10M");
     send.event_where(BEFORE_COMMIT[3].1);
-    // Five times a second: by the second one the state is saved. Before that QEMU itself would continue a
-    // guest whose migration breaks, and the pages take longer.
+    // Five times a second: by the second phase the state is saved. Before that QEMU itself would
+    // resume a guest whose migration breaks, and the pages take longer.
     send.event("progress");
     send.event("progress");
     let guardian = rustix::process::Pid::from_raw(guardian(&send) as i32).unwrap();
@@ -133,7 +134,7 @@ pub fn sender_and_guardian_are_killed_and_the_next_sender_tidies_up(way: Way) {
     let status = |scene: &Scene| {
         Qmp::connect(&scene.here.qmp).unwrap().execute("query-status", json!({})).unwrap()
     };
-    // Nobody is left to resume it; but where its own migration breaks, QEMU may do that.
+    // No vmferry process is left to resume it. But QEMU may resume it if its own migration breaks.
     if way == Way::Attached {
         assert_eq!(status(&scene)["running"], false);
     }
@@ -147,7 +148,7 @@ pub fn sender_and_guardian_are_killed_and_the_next_sender_tidies_up(way: Way) {
     there.check_guest();
 }
 
-pub fn the_receiver_or_its_qemu_is_killed_in_each_phase(way: Way) {
+pub fn receiver_or_its_qemu_killed_in_any_phase_leaves_the_guest_running(way: Way) {
     for version in versions() {
         let mut scene = Scene::new(*version, way);
         for (name, moment) in moments() {
@@ -186,7 +187,7 @@ pub fn the_receiver_or_its_qemu_is_killed_in_each_phase(way: Way) {
     }
 }
 
-pub fn the_source_s_qemu_is_killed_in_each_phase_and_never_half_a_guest_runs(way: Way) {
+pub fn source_qemu_killed_in_any_phase_never_runs_half_a_guest(way: Way) {
     for (name, moment) in moments() {
         println!("{name}");
         let mut scene = Scene::new(Version::V10_0, way);
@@ -195,7 +196,7 @@ pub fn the_source_s_qemu_is_killed_in_each_phase_and_never_half_a_guest_runs(way
         send.event_where(moment);
         scene.here.child.kill().unwrap();
         let sent = send.finish();
-        // Killed when its state was out already, it was not needed any more.
+        // If it is killed after its state was sent, it was no longer needed.
         if sent.lines.iter().any(|event| event["event"] == "committed") {
             receiving.event("received");
             there.check_guest();
@@ -218,7 +219,7 @@ pub fn the_source_s_qemu_is_killed_in_each_phase_and_never_half_a_guest_runs(way
     }
 }
 
-pub fn the_link_is_cut_in_each_phase(way: Way) {
+pub fn link_cut_in_any_phase_leaves_the_guest_running(way: Way) {
     let mut scene = Scene::new(Version::V10_0, way);
     for (name, moment) in moments() {
         let (mut there, receiving, address) = scene.receive_plain();
@@ -237,7 +238,7 @@ pub fn the_link_is_cut_in_each_phase(way: Way) {
     scene.arrives();
 }
 
-pub fn cancelled_by_the_operator_it_runs_on(way: Way) {
+pub fn guest_runs_on_after_the_operator_cancels(way: Way) {
     let mut scene = Scene::new(Version::V10_0, way);
     for (name, moment) in moments() {
         let (mut there, receiving, address) = scene.receive_tls();
@@ -263,7 +264,7 @@ pub fn cancelled_by_the_operator_it_runs_on(way: Way) {
     scene.arrives();
 }
 
-pub fn commit_is_lost_and_the_link_heals(way: Way) {
+pub fn lost_commit_is_resolved_when_the_link_returns(way: Way) {
     let mut scene = Scene::new(Version::V10_0, way);
     let (mut there, mut receiving, send, proxy) = in_doubt(&mut scene);
     proxy.heal();
@@ -277,11 +278,11 @@ pub fn commit_is_lost_and_the_link_heals(way: Way) {
 }
 
 /// A guardian never sends COMMIT: the destination, which has not run the guest, gives it back.
-pub fn commit_is_lost_and_the_sender_killed_and_the_guardian_asks(way: Way) {
+pub fn lost_commit_is_resolved_by_the_guardian(way: Way) {
     let mut scene = Scene::new(Version::V10_0, way);
     let (mut there, receiving, mut send, proxy) = in_doubt(&mut scene);
     send.kill();
-    // Doubt is no reason to resume.
+    // A guardian in doubt must not resume the guest.
     guardian_is_in_doubt(&scene.a);
     proxy.heal();
     let received = receiving.finish();
@@ -293,7 +294,7 @@ pub fn commit_is_lost_and_the_sender_killed_and_the_guardian_asks(way: Way) {
     scene.arrives();
 }
 
-pub fn commit_is_lost_and_the_operator_decides(way: Way) {
+pub fn lost_commit_is_resolved_by_the_operator(way: Way) {
     let mut scene = Scene::new(Version::V10_0, way);
     let (mut there, mut receiving, mut send, _proxy) = in_doubt(&mut scene);
     send.kill();

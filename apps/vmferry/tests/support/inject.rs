@@ -1,6 +1,8 @@
-//! Makes a running process try something: one of its threads, which waits in a system call, makes another one.
+//! Makes a running process call something: one of its threads, which waits in a system call, makes
+//! another system call.
 //!
-//! That is what code which has got into the process would do, with its restrictions and nobody else's.
+//! An attacker's code inside the process would do the same, under exactly that process's
+//! restrictions.
 
 use std::fs::{File, read_dir};
 use std::mem::MaybeUninit;
@@ -12,14 +14,14 @@ pub enum Argument<'a> {
     Number(u64),
     /// The address of these bytes.
     Bytes(&'a [u8]),
-    /// The address of an array of one pointer to these bytes, and a null pointer.
+    /// The address of an array with one pointer to these bytes and a null pointer.
     Strings(&'a [&'a [u8]]),
 }
 
-/// Below what the thread has on its stack, and what the x86-64 ABI lets it use beneath.
+/// Below the thread's stack and the red zone beneath it that the x86-64 ABI allows.
 const SCRATCH_BELOW: u64 = 8192;
 
-/// Lets process `pid` make a system call; what it returns, or a negative error number.
+/// Makes process `pid` call a system call, and returns its result or a negative error number.
 pub fn call(pid: u32, number: i64, arguments: &[Argument<'_>]) -> i64 {
     let stopped = Stopped::thread_of(pid);
     let result = stopped.step(number, arguments);
@@ -27,14 +29,14 @@ pub fn call(pid: u32, number: i64, arguments: &[Argument<'_>]) -> i64 {
     result
 }
 
-/// The same, and leaves the process to what comes of it: the call may end it.
+/// The same without waiting for the result: the call may end the process.
 pub fn call_and_leave(pid: u32, number: i64, arguments: &[Argument<'_>]) {
     let stopped = Stopped::thread_of(pid);
     stopped.set(number, arguments);
     stopped.detach();
 }
 
-/// Lets process `pid` jump to where nothing is, as a program that is broken does.
+/// Makes process `pid` jump to an unmapped address, as a broken program does.
 pub fn fault(pid: u32) {
     let stopped = Stopped::thread_of(pid);
     let mut registers = stopped.saved;
@@ -44,7 +46,7 @@ pub fn fault(pid: u32) {
     stopped.detach();
 }
 
-/// A thread that stands still behind a `syscall` instruction.
+/// A thread that is stopped after a `syscall` instruction.
 struct Stopped {
     thread: i32,
     memory: File,
@@ -66,7 +68,7 @@ impl Stopped {
         panic!("no thread of {pid} waits in a system call");
     }
 
-    /// Makes the call the next thing that the thread does.
+    /// Prepares the call as the thread's next instruction.
     fn set(&self, number: i64, arguments: &[Argument<'_>]) {
         let mut scratch = (self.saved.rsp - SCRATCH_BELOW) & !15;
         let mut put = |bytes: &[u8]| {
@@ -90,7 +92,7 @@ impl Stopped {
         let mut registers = self.saved;
         registers.rip -= 2;
         registers.rax = number as u64;
-        // No call is to be restarted before this one.
+        // No system call may be restarted before this one.
         registers.orig_rax = u64::MAX;
         [registers.rdi, registers.rsi, registers.rdx] = [values[0], values[1], values[2]];
         [registers.r10, registers.r8, registers.r9] = [values[3], values[4], values[5]];
@@ -101,7 +103,7 @@ impl Stopped {
         self.set(number, arguments);
         let none = std::ptr::null_mut::<libc::c_void>();
         let mut status = 0;
-        // SAFETY: acts on a thread that is traced and stands still, and writes to a local.
+        // SAFETY: the thread is traced and stopped, and the call writes to a local.
         unsafe {
             assert!(libc::ptrace(libc::PTRACE_SINGLESTEP, self.thread, none, none) >= 0);
             assert_eq!(libc::waitpid(self.thread, &raw mut status, libc::__WALL), self.thread);
@@ -114,7 +116,8 @@ impl Stopped {
 
     fn set_registers(&self, registers: &libc::user_regs_struct) {
         let none = std::ptr::null_mut::<libc::c_void>();
-        // SAFETY: acts on a thread that is traced and stands still, and reads a structure of the type that it wants.
+        // SAFETY: the thread is traced and stopped, and the call reads a structure of the required
+        // type.
         let set = unsafe {
             libc::ptrace(libc::PTRACE_SETREGS, self.thread, none, std::ptr::from_ref(registers))
         };
@@ -128,25 +131,25 @@ impl Stopped {
 
 fn detach(thread: i32) {
     let none = std::ptr::null_mut::<libc::c_void>();
-    // SAFETY: acts on a thread that is traced and stands still.
+    // SAFETY: the thread is traced and stopped.
     unsafe { libc::ptrace(libc::PTRACE_DETACH, thread, none, none) };
 }
 
 fn registers_of(thread: i32) -> Option<libc::user_regs_struct> {
     let none = std::ptr::null_mut::<libc::c_void>();
     let mut registers = MaybeUninit::<libc::user_regs_struct>::zeroed();
-    // SAFETY: acts on a thread that is traced and stands still; the structure is plain numbers.
+    // SAFETY: the thread is traced and stopped; the structure is plain numbers.
     unsafe {
         let got = libc::ptrace(libc::PTRACE_GETREGS, thread, none, registers.as_mut_ptr());
         (got >= 0).then(|| registers.assume_init())
     }
 }
 
-/// Stops a thread, if it waits in a system call.
+/// Stops a thread if it waits in a system call.
 fn stop(thread: i32, memory: &File) -> Option<libc::user_regs_struct> {
     let none = std::ptr::null_mut::<libc::c_void>();
     let mut status = 0;
-    // SAFETY: acts on a thread of a process that is this one's child, and writes to a local.
+    // SAFETY: the thread belongs to a child of this process, and the call writes to a local.
     unsafe {
         let seized = libc::ptrace(libc::PTRACE_SEIZE, thread, none, none);
         assert!(seized >= 0, "ptrace: {}", std::io::Error::last_os_error());

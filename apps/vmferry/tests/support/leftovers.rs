@@ -1,4 +1,4 @@
-//! What a migration has left behind: processes, descriptors, sockets, locks. Nothing is to be.
+//! What a migration must not leave over: processes, descriptors, sockets, locks.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -6,28 +6,29 @@ use std::time::{Duration, Instant};
 
 use super::{Host, run_ok};
 
-/// How long a process that ends, and the threads of one that lives, may take to let go: a failure after that.
+/// Bounds how long ending processes and the threads of live ones may take to release their
+/// resources: reaching it is a failure.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// The descriptors that a process has open, by kind: `socket`, `anon_inode:[userfaultfd]`, `anon_inode:kvm-vcpu:0`,
-/// `/memfd:NAME`, or a path.
+/// The open descriptors of a process, by kind: `socket`, `anon_inode:[userfaultfd]`,
+/// `anon_inode:kvm-vcpu:0`, `/memfd:NAME`, or a path.
 pub type Descriptors = BTreeMap<String, usize>;
 
-/// A process that is to be alive when everything has come to rest.
+/// A process that must be alive when all processes have settled.
 pub struct Living<'a> {
-    /// Whose guest it runs.
+    /// The host and guest that it runs.
     pub host: &'a Host,
     pub pid: u32,
-    /// What it is to have open.
+    /// The descriptors that it must have open.
     pub descriptors: Descriptors,
 }
 
-/// A process's.
+/// The open descriptors of a process.
 pub fn descriptors(pid: u32) -> Descriptors {
     let mut found = Descriptors::new();
     let Ok(entries) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return found };
     for entry in entries.flatten() {
-        // One that is closed meanwhile is not open.
+        // A descriptor that is closed meanwhile is not open.
         if let Ok(to) = std::fs::read_link(entry.path()) {
             *found.entry(kind(&to.to_string_lossy())).or_default() += 1;
         }
@@ -35,7 +36,7 @@ pub fn descriptors(pid: u32) -> Descriptors {
     found
 }
 
-/// A process's while nothing is done with it: a connection that it is closing at the moment counts for nothing.
+/// The open descriptors of an idle process. A connection that it is just closing does not count.
 pub fn descriptors_at_rest(pid: u32) -> Descriptors {
     const LOOKS: u32 = 20;
     const BETWEEN: Duration = Duration::from_millis(10);
@@ -56,7 +57,7 @@ fn kind(target: &str) -> String {
         }
     }
     let target = target.trim_end_matches(" (deleted)");
-    // Each process has a number of its own, and each test a directory.
+    // Each process has its own number, and each test its own directory.
     if target
         .strip_prefix("/proc/")
         .is_some_and(|pid| pid.bytes().all(|byte| byte.is_ascii_digit()))
@@ -69,7 +70,8 @@ fn kind(target: &str) -> String {
     }
 }
 
-/// The processes whose hosts are in this directory, with their command lines. Nobody else knows its name.
+/// The processes whose hosts are in this directory, with their command lines. Only this test knows
+/// the directory's name.
 pub fn processes(world: &Path) -> BTreeMap<u32, String> {
     let wanted = format!("VMFERRY_RUNTIME_DIR={}/", world.display());
     processes_where(|variable| variable.starts_with(wanted.as_bytes()))
@@ -89,7 +91,7 @@ fn processes_where(is: impl Fn(&[u8]) -> bool) -> BTreeMap<u32, String> {
             continue;
         };
         let read = |name: &str| std::fs::read(entry.path().join(name)).unwrap_or_default();
-        // Of one that has ended and is not buried nothing can be read.
+        // Nothing can be read of a zombie.
         if read("environ").split(|&byte| byte == 0).any(&is) {
             let line = String::from_utf8_lossy(&read("cmdline")).replace('\0', " ");
             found.insert(pid, line);
@@ -98,8 +100,9 @@ fn processes_where(is: impl Fn(&[u8]) -> bool) -> BTreeMap<u32, String> {
     found
 }
 
-/// What is left on the hosts of a directory beside the processes that are to live, in words. `stale` are the sockets
-/// of processes that were killed: nobody was left to remove them, and the next guest of that name replaces them.
+/// Describes what is left on the hosts of a directory except the processes that must live. `stale`
+/// are the hosts whose killed processes left their sockets, which the next guest of that name
+/// replaces.
 pub fn left(world: &Path, hosts: &[&Host], living: &[Living<'_>], stale: &[&Host]) -> Vec<String> {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -107,7 +110,7 @@ pub fn left(world: &Path, hosts: &[&Host], living: &[Living<'_>], stale: &[&Host
         if found.is_empty() || Instant::now() >= deadline {
             return found;
         }
-        // What other processes let go of wakes nobody here.
+        // No event tells when other processes release their resources.
         std::thread::sleep(Duration::from_millis(50));
     }
 }
@@ -147,7 +150,7 @@ pub fn look(world: &Path, hosts: &[&Host], living: &[Living<'_>], stale: &[&Host
         let sessions = run_ok(host, &["status", "--sessions"]);
         for session in sessions["sessions"].as_array().into_iter().flatten() {
             if session["led"] == true {
-                found.push(format!("somebody leads session {} still", session["session"]));
+                found.push(format!("a process still leads session {}", session["session"]));
             }
         }
     }

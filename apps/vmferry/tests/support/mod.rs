@@ -1,4 +1,4 @@
-//! Hosts, as directories of their own, and the `vmferry` processes on them.
+//! Hosts, each a directory of its own, and the `vmferry` processes on them.
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 
@@ -17,16 +17,16 @@ use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 use vmferry_microvm::report::Report;
 
-/// A moment in a migration, by the source's events. The rounds are slow enough to be met.
+/// A phase of a migration, by the source's events. The rounds are slow enough to be hit.
 pub type Moment = (&'static str, fn(&Value) -> bool);
 
 pub const BEFORE_COMMIT: [Moment; 4] = [
@@ -36,14 +36,14 @@ pub const BEFORE_COMMIT: [Moment; 4] = [
     ("paused", |event| event["event"] == "round-started" && event["paused"] == true),
 ];
 
-/// Bounds every wait: a failure, not a measurement.
+/// Bounds every wait: reaching it is a failure.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Bounds the wait for what a process says next: longer than any wait of its own, the longest of which is the 60 s of
-/// a destination that waits for COMMIT.
+/// Bounds the wait for a process's next line. It is longer than any wait of that process itself;
+/// the longest is a destination's 60 s wait for COMMIT.
 const SILENCE: Duration = Duration::from_secs(150);
 
-/// Whether the long matrices are wanted (`make test-all`).
+/// Whether the full matrices are run (`make test-all`).
 pub fn all() -> bool {
     std::env::var_os("VMFERRY_TEST_ALL").is_some()
 }
@@ -54,7 +54,7 @@ pub struct World {
 }
 
 impl World {
-    /// One without certificates.
+    /// A world without certificates.
     pub fn without_certificates() -> Self {
         Self { directory: tempfile::tempdir().unwrap() }
     }
@@ -79,7 +79,7 @@ impl World {
         run_ok(&self.host("pki"), &["pki", "init", "--dir", text(&directory)]);
     }
 
-    /// A certificate for 127.0.0.1, in a directory that is returned.
+    /// A certificate for 127.0.0.1; returns its directory.
     pub fn certificate(&self, authority: &str, name: &str) -> PathBuf {
         let (from, out) = (self.path(authority), self.path(name));
         let arguments = [
@@ -133,12 +133,17 @@ impl Ended {
     }
 }
 
+/// The wrapper that runs a command in a network namespace.
+pub fn inside(namespace: &Path) -> [String; 2] {
+    ["nsenter".into(), format!("--net={}", namespace.display())]
+}
+
 impl Host {
     pub fn command(&self, arguments: &[&str]) -> Command {
         self.command_under(&[], arguments)
     }
 
-    /// The same under programs that change something and then become it, such as `nsenter --net=PATH`.
+    /// A command under wrapper programs such as `nsenter --net=PATH`.
     pub fn command_under(&self, prefix: &[String], arguments: &[&str]) -> Command {
         let vmferry = env!("CARGO_BIN_EXE_vmferry");
         let mut command = match prefix.split_first() {
@@ -160,7 +165,7 @@ impl Host {
         self.start(arguments).finish()
     }
 
-    /// Starts a command that goes on.
+    /// Starts a command and leaves it running.
     pub fn start(&self, arguments: &[&str]) -> Running {
         Self::spawn(self.command(arguments))
     }
@@ -172,12 +177,12 @@ impl Host {
         Self::spawn(command)
     }
 
-    /// The same as [`start`](Self::start) under other programs.
+    /// The same as [`start`](Self::start) under wrapper programs.
     pub fn start_under(&self, prefix: &[String], arguments: &[&str]) -> Running {
         Self::spawn(self.command_under(prefix, arguments))
     }
 
-    /// Starts a command of one's own making.
+    /// Starts a prepared command.
     pub fn spawn(mut command: Command) -> Running {
         let mut child = command.spawn().unwrap();
         let stdout = child.stdout.take().unwrap();
@@ -208,7 +213,7 @@ impl Host {
         run_ok(self, &["status", name])
     }
 
-    /// Looks at a guest until it is as wanted.
+    /// Polls a guest's status until it is as wanted.
     pub fn wait_for(&self, name: &str, wanted: impl Fn(&Value) -> bool) -> Value {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -217,12 +222,12 @@ impl Host {
                 return status;
             }
             assert!(Instant::now() < deadline, "never came: {status}");
-            // The guest reports by its memory, which wakes nobody.
+            // The guest reports through its memory, which notifies no reader.
             std::thread::sleep(Duration::from_millis(20));
         }
     }
 
-    /// The guest runs, checks all its memory once more, and has found nothing wrong.
+    /// Checks that the guest runs, checks all its memory once more, and has found no corruption.
     pub fn check_guest(&self, name: &str) {
         let report = |status: &Value| -> Report {
             serde_json::from_value(status["report"].clone()).unwrap()
@@ -236,25 +241,24 @@ impl Host {
     }
 }
 
-/// Runs cases with QEMUs, which mostly wait, side by side.
+/// Runs cases with QEMUs side by side; they mostly wait.
 pub fn in_parallel<T: Send>(cases: Vec<T>, run: impl Fn(T) + Sync) {
-    /// More QEMUs at once would wait for each other's processors.
+    /// More QEMUs at once would compete for the processors.
     const AT_ONCE: usize = 5;
     several_at_once(AT_ONCE, cases, run);
 }
 
-/// Runs cases so many at a time, in the order given; the first that fails fails all.
+/// Runs `at_once` cases at a time, in the given order. The first failure fails all.
 pub fn several_at_once<T: Send>(at_once: usize, cases: Vec<T>, run: impl Fn(T) + Sync) {
-    /// Two matrices at a time would have each other's processors.
+    /// Two matrices at a time would compete for the processors.
     static ONE_MATRIX: Mutex<()> = Mutex::new(());
-    let _alone =
-        (cases.len() > 1).then(|| ONE_MATRIX.lock().unwrap_or_else(PoisonError::into_inner));
+    let _alone = (cases.len() > 1).then(|| ONE_MATRIX.lock());
     let left = Mutex::new(cases.into_iter());
     std::thread::scope(|scope| {
         for _ in 0..at_once {
             scope.spawn(|| {
                 loop {
-                    let next = left.lock().unwrap().next();
+                    let next = left.lock().next();
                     let Some(case) = next else { return };
                     run(case);
                 }
@@ -269,7 +273,7 @@ pub fn run_ok(host: &Host, arguments: &[&str]) -> Value {
     ended.last().clone()
 }
 
-/// A process that goes on; ended when dropped.
+/// A running process, ended on drop.
 pub struct Running {
     pub child: Child,
     lines: BufReader<ChildStdout>,
@@ -283,7 +287,7 @@ impl Running {
             let mut polled = [PollFd::new(self.lines.get_ref(), PollFlags::IN)];
             let timeout = Timespec::try_from(SILENCE).unwrap();
             let heard = poll(&mut polled, Some(&timeout)).unwrap();
-            assert!(heard > 0, "it hangs; it said last: {:?}", self.seen.last());
+            assert!(heard > 0, "it hangs; its last line was: {:?}", self.seen.last());
         }
         let mut line = String::new();
         if self.lines.read_line(&mut line).unwrap() == 0 {
@@ -311,30 +315,30 @@ impl Running {
         }
     }
 
-    /// Stops it, or lets it go on.
+    /// Stops or continues it.
     pub fn signal(&self, signal: Signal) {
         let pid = Pid::from_raw(self.child.id().try_into().unwrap()).unwrap();
         kill_process(pid, signal).unwrap();
     }
 
-    /// Ends it as a crash would.
+    /// Kills it, as a crash would.
     pub fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
 
-    /// Reads everything it has to say and waits for its end.
+    /// Reads all its output and waits for its end.
     pub fn finish(mut self) -> Ended {
         self.finish_by_ref()
     }
 
-    /// The same.
+    /// The same by reference.
     pub fn finish_by_ref(&mut self) -> Ended {
         while self.line().is_some() {}
         self.ended()
     }
 
-    /// Waits for its end; what it said was read before.
+    /// Waits for its end, after its output was read.
     pub fn ended(&mut self) -> Ended {
         let deadline = Instant::now() + PATIENCE;
         let code = loop {
@@ -346,7 +350,7 @@ impl Running {
                 "it has closed its output and does not end: {:?}",
                 self.seen
             );
-            // A child's end wakes nobody but the one call that has no bound.
+            // A wait for a child with a time limit must poll.
             std::thread::sleep(Duration::from_millis(5));
         };
         Ended { code, lines: std::mem::take(&mut self.seen) }
@@ -355,7 +359,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // One that has ended needs neither.
+        // A process that has ended needs neither.
         let _ = self.child.kill();
         let _ = self.child.wait();
         let _ = self.lines.read_to_end(&mut Vec::new());

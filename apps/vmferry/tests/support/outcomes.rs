@@ -1,8 +1,9 @@
-//! What came of each fault, for the table of `docs/reliability.md`.
+//! The outcome of each fault, for the tables of `docs/reliability.md`.
 //!
-//! A test that injects a fault checks what came of it, and then notes it here: it must be in the table, exit statuses and
-//! all; but in the sample of a machine that may be slow, the destination's may be another one. With `VMFERRY_OUTCOMES=FILE` it is appended to that file instead, as one JSON object in a line, which
-//! `scripts/reliability` makes the table of.
+//! A test that injects a fault checks the outcome and then notes it here. The tables must have it,
+//! exit statuses included. In a sample on a machine that may be slow, the destination's exit status
+//! is not compared. With `VMFERRY_OUTCOMES=FILE` the outcome is appended to that file instead, as
+//! one JSON object per line, and `scripts/reliability` renders the tables from the file.
 
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -11,43 +12,43 @@ use serde::Serialize;
 
 use super::all;
 
-/// Who has the guest after a fault, when everything has come to rest.
+/// Which host has the guest after a fault, when all processes have settled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum Owner {
     #[serde(rename = "runs on at the source")]
     Source,
     #[serde(rename = "runs at the destination")]
     Destination,
-    /// The process that it lived in was killed: the guest has crashed.
+    /// The process with the guest was killed, so the guest has crashed.
     #[serde(rename = "died with the process that had it")]
     Crashed,
 }
 
-/// One row: a fault at one moment of one kind of migration.
+/// One row: a fault in one phase of one kind of migration.
 #[derive(Clone, Debug, Serialize)]
 pub struct Outcome<'a> {
     /// `microvm`, `qemu attached` or `qemu carried`.
     pub guest: &'a str,
-    /// What happened, for example `source: SIGSTOP`.
+    /// The fault, for example `source: SIGSTOP`.
     pub fault: &'a str,
-    /// When, by the source's events.
+    /// The phase, by the source's events.
     pub phase: &'a str,
-    /// What the source's command ended with, as `exit 12`; or what it goes on doing.
+    /// The end of the source's command, such as `exit 12`, or what it continues to do.
     pub source: String,
-    /// The same of the destination's.
+    /// The same for the destination's command.
     pub destination: String,
-    /// Checked before it is noted, by `vmferry status` on either host and by the guest's own check.
+    /// Checked before it is noted, by `vmferry status` on both hosts and by the guest's self-check.
     pub owner: Owner,
 }
 
 impl Outcome<'_> {
-    /// Notes it, or looks it up.
+    /// Appends the outcome to the file, or looks it up in the tables.
     pub fn note(&self) {
         println!("{self:?}");
         let Some(path) = std::env::var_os("VMFERRY_OUTCOMES") else { return self.look_up() };
         let mut line = serde_json::to_string(self).unwrap();
         line.push('\n');
-        // One write of a short line: tests that run side by side do not mix theirs.
+        // One write of a short line: parallel tests do not mix their lines.
         let mut file = OpenOptions::new().create(true).append(true).open(path).unwrap();
         file.write_all(line.as_bytes()).unwrap();
     }
@@ -65,11 +66,13 @@ impl Outcome<'_> {
         let known: Vec<[&str; 3]> = rows.collect();
         let owner = serde_json::to_value(self.owner).unwrap();
         let found = [owner.as_str().unwrap(), &self.source, &self.destination];
-        // Which of two waits of one length ends first is told by a word of the destination's, and not by where the guest is.
+        // Which of two equally long waits ends first changes the destination's exit status, but not
+        // which host has the guest.
         let compared = if all() { 3 } else { 2 };
         assert!(
             known.iter().any(|row| row[..compared] == found[..compared]),
-            "docs/reliability.md knows {known:?} of this, and not {self:?}; `make reliability` makes its tables anew"
+            "docs/reliability.md knows {known:?} of this, and not {self:?}; `make reliability` \
+             renders its tables again"
         );
     }
 }

@@ -1,6 +1,6 @@
-//! A network between source and destination that fails when it is told to, or at the worst moment: when COMMIT is on
-//! its way. It reads the control channels as they pass, and can hold a message up for as long as a test has
-//! something to do while it is on its way.
+//! A network between source and destination that fails on command, or at the worst moment: when
+//! COMMIT is on its way. The proxy reads the control channels as they pass, and can hold a message
+//! back while a test acts.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -8,10 +8,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-/// Bounds the waits: a failure, not a measurement.
+use vmferry_kit::relay::copy;
+
+/// Bounds the waits: reaching it is a failure.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The greeting of a source, and the answer to it.
+/// The sizes of a source's greeting and its answer.
 const HELLO_BYTES: usize = 40;
 const REPLY_BYTES: usize = 24;
 
@@ -38,18 +40,18 @@ struct Shared {
     target: String,
     cut: AtomicBool,
     healed: AtomicBool,
-    /// COMMIT cuts the link.
+    /// Whether COMMIT cuts the link.
     fragile: bool,
     open: Mutex<Vec<TcpStream>>,
     hold: Mutex<Hold>,
     changed: Condvar,
 }
 
-/// What becomes of the first message of a kind.
+/// What happens to the first message of a kind.
 struct Hold {
     message: Option<Message>,
     state: State,
-    /// Questions of a source in doubt that were answered.
+    /// The number of answered queries of a source in doubt.
     answers: u32,
 }
 
@@ -62,13 +64,13 @@ enum State {
 }
 
 impl Proxy {
-    /// Stands before a destination at `tcp:HOST:PORT`, and cuts the link when COMMIT comes by.
+    /// A proxy in front of a destination at `tcp:HOST:PORT` that cuts the link when COMMIT passes.
     pub fn before(address: &str) -> Self {
         Self::make(address, "127.0.0.1", true, None)
     }
 
-    /// One that holds up the first message of a kind, if any, and fails only when it is told to. It is reached at
-    /// `host`, from the calling thread's network.
+    /// A proxy that holds back the first message of a kind, if any, and fails only on command. It
+    /// listens at `host`, in the calling thread's network namespace.
     pub fn holding(address: &str, host: &str, message: Option<Message>) -> Self {
         Self::make(address, host, false, message)
     }
@@ -99,23 +101,23 @@ impl Proxy {
         format!("tcp:{}", self.shared.target)
     }
 
-    /// Whether the link was cut, as it is when COMMIT comes by.
+    /// Whether the link was cut, as COMMIT does.
     pub fn is_cut(&self) -> bool {
         self.shared.cut.load(Ordering::Acquire)
     }
 
-    /// Cuts every connection, and lets no new one through. What is held up is lost.
+    /// Cuts every connection and refuses new ones. A held message is lost.
     pub fn cut(&self) {
         self.shared.healed.store(false, Ordering::Release);
         self.shared.cut_all();
     }
 
-    /// Lets new connections through again.
+    /// Accepts new connections again.
     pub fn heal(&self) {
         self.shared.healed.store(true, Ordering::Release);
     }
 
-    /// Waits until the message that is to be held up is on its way.
+    /// Waits until the message to hold back is on its way.
     pub fn await_held(&self) {
         let hold = self.shared.hold.lock().unwrap();
         let (hold, _) = self
@@ -126,7 +128,7 @@ impl Proxy {
         assert_eq!(hold.state, State::Held, "{:?} never came", hold.message);
     }
 
-    /// Waits until so many questions of a source in doubt were answered, and the answers have passed.
+    /// Waits until `count` queries of a source in doubt were answered and the answers have passed.
     pub fn await_answers(&self, count: u32) {
         let hold = self.shared.hold.lock().unwrap();
         let (hold, _) = self
@@ -137,12 +139,12 @@ impl Proxy {
         assert!(hold.answers >= count, "only {} answers came", hold.answers);
     }
 
-    /// Lets it go on.
+    /// Forwards the held message.
     pub fn release(&self) {
         self.shared.decide(State::Released);
     }
 
-    /// Lets it not arrive.
+    /// Drops the held message.
     pub fn lose(&self) {
         self.shared.decide(State::Lost);
     }
@@ -155,7 +157,7 @@ impl Shared {
 
     fn decide(&self, state: State) {
         let mut hold = self.hold.lock().unwrap();
-        // What is lost stays lost.
+        // A lost message stays lost.
         if hold.state == State::Held {
             hold.state = state;
         }
@@ -175,7 +177,7 @@ impl Shared {
         std::thread::spawn(move || shared.forward(source, destination));
     }
 
-    /// The greetings, then bytes on a data channel, and messages on the others.
+    /// Forwards the greetings, then bytes on a data channel and messages on the others.
     fn forward(self: &Arc<Self>, mut source: TcpStream, mut destination: TcpStream) {
         let mut hello = [0; HELLO_BYTES];
         if source.read_exact(&mut hello).and_then(|()| destination.write_all(&hello)).is_err() {
@@ -196,7 +198,7 @@ impl Shared {
         self.messages(source, destination);
     }
 
-    /// Lets messages pass, one by one, and then the end.
+    /// Forwards messages one by one, and then the end of the stream.
     fn messages(&self, mut from: TcpStream, mut to: TcpStream) {
         let mut header = [0; 12];
         while from.read_exact(&mut header).is_ok() {
@@ -223,7 +225,7 @@ impl Shared {
         let _ = to.shutdown(Shutdown::Write);
     }
 
-    /// Holds a message up if it is the one; whether it may go on then.
+    /// Holds the message back if it is the selected one. Returns whether it may be forwarded then.
     fn passes_hold(&self, is: impl Fn(Message) -> bool) -> bool {
         let mut hold = self.hold.lock().unwrap();
         if hold.state != State::Awaited || !hold.message.is_some_and(is) {
@@ -250,9 +252,4 @@ impl Shared {
         }
         self.changed.notify_all();
     }
-}
-
-fn copy(mut from: TcpStream, mut to: TcpStream) {
-    let _ = std::io::copy(&mut from, &mut to);
-    let _ = to.shutdown(Shutdown::Write);
 }

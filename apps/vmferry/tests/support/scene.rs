@@ -31,20 +31,20 @@ pub struct Scene {
     pub machine: Machine,
     pub way: Way,
     pub here: Qemu,
-    /// Its QEMU as it was before anybody came.
+    /// The state of its QEMU before the migration.
     before: Traces,
     destinations: u32,
 }
 
 impl Scene {
-    /// A guest on KVM that can be attached, or one that can't and is carried. It has written 48
-    /// MiB, and rewrites 8.
+    /// A guest on KVM that is attached, or one that can't be and is carried. It has written 48 MiB
+    /// and rewrites 8 MiB.
     pub fn new(version: Version, way: Way) -> Self {
         let machine = Machine::on_kvm(version, "freed=40 hot=8,rate=40000");
         Self::of(Machine { backend: backend(way), ..machine }, way)
     }
 
-    /// The same with an emulated guest: Linux.
+    /// The same with an emulated Linux guest.
     pub fn emulated(version: Version, way: Way) -> Self {
         let machine = Machine { mib: 128, ..Machine::new(version, "dirty=8") };
         Self::of(Machine { backend: backend(way), ..machine }, way)
@@ -59,7 +59,7 @@ impl Scene {
         Self { world, lab, a, b, machine, way, here, before, destinations: 0 }
     }
 
-    /// A QEMU that waits for the guest, and the vmferry beside it.
+    /// A QEMU that waits for the guest, and its receiver.
     pub fn receive(&mut self, link: &[&str]) -> (Qemu, Running, String) {
         self.destinations += 1;
         let qemu = self.machine.incoming(&self.lab, &format!("there-{}", self.destinations));
@@ -88,7 +88,7 @@ impl Scene {
         command
     }
 
-    /// A migration whose link is cut in its first round, and can be mended.
+    /// A migration whose link is cut in its first round and can be restored.
     pub fn cut_in_the_first_round(&mut self) -> (Qemu, Running, Running, Proxy) {
         let (there, receiving, address) = self.receive_plain();
         let proxy = Proxy::before(&address);
@@ -128,25 +128,25 @@ impl Scene {
 
     pub fn send_tls(&self, address: &str) -> Running {
         let tls = self.world.tls();
-        // A destination waits for so long for a source that was killed.
+        // How long a destination waits for a source that was killed.
         self.send(address, &["--tls", &tls, "--reconnect-timeout", "2s"])
     }
 
-    /// The guest runs on here, unharmed, and nothing of vmferry is left in its QEMU.
+    /// Checks that the guest runs on here, unharmed, and that vmferry left nothing in its QEMU.
     pub fn runs_on_here(&mut self) {
         self.here.check_guest();
         self.is_clean();
     }
 
-    /// Waits until whoever tidies up is done: it lets go of QMP last.
+    /// Waits until the cleanup is done: it releases the QMP socket last.
     pub fn is_clean(&self) {
         let status = Qmp::connect(&self.here.qmp).unwrap().execute("query-status", json!({}));
         assert_eq!(status.unwrap()["running"], true);
-        assert_eq!(Traces::of(&self.here), self.before, "QEMU is as it was");
+        assert_eq!(Traces::of(&self.here), self.before, "QEMU is as before");
         nothing_is_left(&[&self.a], &[&self.here]);
     }
 
-    /// The guest has moved, and goes on from there.
+    /// Checks that the guest has moved and runs on there.
     pub fn moved_to(&mut self, there: Qemu) {
         self.here = there;
         self.here.check_guest();
@@ -161,13 +161,16 @@ impl Scene {
         }
     }
 
-    /// After everything that went wrong, a migration still works.
+    /// Checks that a migration still works after the fault.
     pub fn arrives(mut self) {
         let (mut there, mut receiving, address) = self.receive_tls();
         let sent = self.send_tls(&address).finish();
         assert_eq!(sent.code, Some(0), "{sent:?}");
         receiving.event("received");
-        assert!(self.here.child.wait().unwrap().success(), "the source's QEMU has ended in order");
+        assert!(
+            self.here.child.wait().unwrap().success(),
+            "the source's QEMU has exited regularly"
+        );
         there.check_guest();
     }
 }

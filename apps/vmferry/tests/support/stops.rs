@@ -1,4 +1,4 @@
-//! Processes of a migration that are stopped (`SIGSTOP`) and woken (`SIGCONT`), and whose they are.
+//! Processes of a migration that are stopped (`SIGSTOP`) and continued (`SIGCONT`).
 
 use std::time::{Duration, Instant};
 
@@ -43,18 +43,18 @@ impl Who {
     }
 }
 
-/// The guardian of a sender that is at work.
+/// The guardian of a running sender.
 pub fn guardian(send: &Running) -> u32 {
     let sender = send.child.id();
     let children = std::fs::read_to_string(format!("/proc/{sender}/task/{sender}/children"));
     children.unwrap().trim().parse().expect("a sender has one child")
 }
 
-/// A process that is stopped, until it is woken or this is dropped.
+/// A stopped process, until it is continued or this is dropped.
 pub struct Stopped(Pid);
 
 impl Stopped {
-    /// Stops it, and waits until it is.
+    /// Stops the process and waits until it has stopped.
     pub fn now(pid: u32) -> Self {
         let stopped = Self(Pid::from_raw(pid as i32).unwrap());
         kill_process(stopped.0, Signal::STOP).unwrap();
@@ -75,7 +75,7 @@ impl Stopped {
 
 impl Drop for Stopped {
     fn drop(&mut self) {
-        // One that was killed needs no waking.
+        // A process that was killed needs no SIGCONT.
         let _ = kill_process(self.0, Signal::CONT);
     }
 }

@@ -1,4 +1,4 @@
-//! What a migration could leave behind: in QEMU, and beside it.
+//! What a migration could leave over in QEMU and next to it.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileTypeExt;
@@ -12,7 +12,8 @@ use vmferry_qemu_lab::Qemu;
 use super::Host;
 use super::leftovers::processes_of;
 
-/// A QEMU as it was before anybody came: the settings of its migration, and how many descriptors it has of each kind.
+/// The state of a QEMU before a migration: its migration settings, and the number of its
+/// descriptors of each kind.
 #[derive(Debug, PartialEq)]
 pub struct Traces {
     capabilities: Value,
@@ -21,13 +22,13 @@ pub struct Traces {
 }
 
 impl Traces {
-    /// Looks at a QEMU, as soon as nobody else does: whoever tidies up lets go of QMP last.
+    /// Reads a QEMU's state as soon as its QMP socket is free: the cleanup releases it last.
     pub fn of(qemu: &Qemu) -> Self {
         let mut qmp = Qmp::connect(&qemu.qmp).unwrap();
         let capabilities = qmp.execute("query-migrate-capabilities", json!({})).unwrap();
         let mut parameters = qmp.execute("query-migrate-parameters", json!({})).unwrap();
         for name in ["tls-creds", "tls-hostname"] {
-            // QEMU lists no name that was never set, and an empty one that was.
+            // QEMU omits a name that was never set, and lists an empty one that was.
             if parameters[name] == "" {
                 parameters.as_object_mut().unwrap().remove(name);
             }
@@ -36,7 +37,8 @@ impl Traces {
     }
 }
 
-/// Links of `/proc/PID/fd`, without the numbers of sockets and pipes. Those of events come and go with QEMU's own work.
+/// The targets of `/proc/PID/fd`, without the numbers of sockets and pipes. Event descriptors are
+/// left out: they appear and vanish with QEMU's own work.
 fn descriptors(pid: u32) -> BTreeMap<String, usize> {
     let mut found = BTreeMap::new();
     for entry in std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten() {
@@ -52,8 +54,9 @@ fn descriptors(pid: u32) -> BTreeMap<String, usize> {
     found
 }
 
-/// No process of these hosts lives, neither vmferry's nor a QEMU that it has started; none of their sockets is left, and no
-/// control group that throttled a QEMU. A process that has just done its work may take a moment to end.
+/// Checks that no process of these hosts lives, neither vmferry's nor a QEMU that it started, and
+/// that no socket and no throttling control group is left. A process that has just finished may
+/// take a moment to end.
 pub fn nothing_is_left(hosts: &[&Host], qemus: &[&Qemu]) {
     let deadline = Instant::now() + Duration::from_secs(60);
     for host in hosts {
@@ -63,7 +66,7 @@ pub fn nothing_is_left(hosts: &[&Host], qemus: &[&Qemu]) {
                 break;
             }
             assert!(Instant::now() < deadline, "left running: {left:?}");
-            // The end of somebody else's child wakes nobody.
+            // The end of another process's child is not signaled to this one.
             std::thread::sleep(Duration::from_millis(10));
         }
         let entries = std::fs::read_dir(&host.runtime).into_iter().flatten().flatten();
@@ -71,7 +74,7 @@ pub fn nothing_is_left(hosts: &[&Host], qemus: &[&Qemu]) {
             .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_socket()))
             .map(|entry| entry.path())
             .collect();
-        assert!(sockets.is_empty(), "left behind: {sockets:?}");
+        assert!(sockets.is_empty(), "left over: {sockets:?}");
     }
     for qemu in qemus {
         let name = format!("vmferry-{}", qemu.child.id());

@@ -1,4 +1,4 @@
-//! One fault at one moment of one migration, and what must come of it.
+//! One fault in one phase of one migration, and its expected outcome.
 
 use std::collections::BTreeSet;
 use std::sync::{Mutex, OnceLock};
@@ -11,7 +11,7 @@ use super::outcomes::{Outcome, Owner};
 use super::proxy::{Message, Proxy};
 use super::{Ended, Host, Running, World, run_ok, several_at_once};
 
-/// A moment in a migration.
+/// A phase of a migration.
 #[derive(Clone, Copy, Debug)]
 pub struct Phase {
     pub name: &'static str,
@@ -20,9 +20,9 @@ pub struct Phase {
 
 #[derive(Clone, Copy, Debug)]
 enum At {
-    /// The source has said so.
+    /// The source has reported this event.
     Event(fn(&Value) -> bool),
-    /// This message is on its way, and no further.
+    /// This message is held back on its way.
     Held(Message),
     /// COMMIT was lost, and the link is cut.
     Doubt,
@@ -49,7 +49,7 @@ pub const DOUBT: Phase = Phase { name: "in doubt", at: At::Doubt };
 pub const RUNNING: Phase =
     Phase { name: "running at the destination", at: At::Held(Message::Running) };
 
-/// The phases with a link that may be made again.
+/// The phases in which the link may be connected again.
 pub const ROUNDS: [Phase; 4] = [CONNECTED, FIRST_ROUND, SECOND_ROUND, PAUSED];
 
 impl Phase {
@@ -61,12 +61,12 @@ impl Phase {
         }
     }
 
-    /// The same moment of another story.
+    /// The same phase under another name.
     pub fn called(self, name: &'static str) -> Self {
         Self { name, ..self }
     }
 
-    /// Whether a message is held up in it.
+    /// Whether a message is held back in it.
     pub fn holds(&self) -> bool {
         matches!(self.at, At::Held(_))
     }
@@ -76,16 +76,16 @@ impl Phase {
     }
 }
 
-/// How the processes are started, and where they are.
+/// How the processes are started, and in which network.
 #[derive(Clone, Debug, Default)]
 pub struct Place {
-    /// Of the guest's VMM and those who ask it.
+    /// Prefix of the guest's VMM and its clients.
     pub source: Vec<String>,
-    /// Of the destination.
+    /// Prefix of the destination.
     pub destination: Vec<String>,
 }
 
-/// A migration that has come to a moment.
+/// A migration that has reached a phase.
 pub struct Trial {
     pub fault: &'static str,
     pub phase: Phase,
@@ -98,14 +98,15 @@ pub struct Trial {
     pub destination: Running,
     before: Descriptors,
     serves: bool,
-    /// Who was killed: of these no end is expected.
+    /// The processes that were killed: their exit status is not checked.
     killed: BTreeSet<&'static str>,
 }
 
-/// Written once and then walked through once in a while, so that many guests share two processors.
+/// Memory that is written once and then walked slowly, so that many guests can share two
+/// processors.
 pub const GUEST: [&str; 4] = ["--memory", "64M", "--workload", "hot=2,rate=4000,sequential ticks"];
 
-/// A migration whose rounds take a second each, the paused one too.
+/// A migration whose rounds take a second each, including the paused one.
 pub const SLOW: [&str; 12] = [
     "--compress",
     "none",
@@ -122,12 +123,12 @@ pub const SLOW: [&str; 12] = [
 ];
 
 impl Trial {
-    /// Begins a migration that tries for so long to make its link again, and waits for the moment.
+    /// Begins a migration with this reconnect timeout and waits for the phase.
     pub fn begin(fault: &'static str, phase: Phase, reconnect: &str) -> Self {
         Self::begin_at(fault, phase, reconnect, &Place::default(), ["127.0.0.1", "127.0.0.1"])
     }
 
-    /// The same in places with networks of their own, where the destination listens at the first address, and its proxy
+    /// The same with separate networks. The destination listens at the first address, and its proxy
     /// at the second.
     pub fn begin_at(
         fault: &'static str,
@@ -186,14 +187,15 @@ impl Trial {
         self.killed.insert("destination");
     }
 
-    /// Another process on the destination's host, with the same journals and at the same address.
+    /// Starts another process on the destination's host, with the same journals and at the same
+    /// address.
     pub fn restart_destination(&mut self) {
         let address = self.proxy.target();
         self.killed.insert("destination's first process");
         self.destination = self.b.receive(&["--listen", &address, "--plain"]).0;
     }
 
-    /// Lets what is held up go on, if anything is.
+    /// Forwards the held message, if there is one.
     pub fn release(&self) {
         if self.phase.holds() {
             self.proxy.release();
@@ -215,14 +217,14 @@ impl Trial {
         }
     }
 
-    /// The guest is, and stays, the source's.
+    /// Checks that the guest stays at the source.
     pub fn stays(mut self) {
         let sent = self.end_of_send();
         let received = self.end_of_destination();
         self.check(Owner::Source, sent, received);
     }
 
-    /// The guest runs at the destination.
+    /// Checks that the guest runs at the destination.
     pub fn arrives(mut self) {
         self.serving();
         let sent = self.end_of_send();
@@ -235,7 +237,7 @@ impl Trial {
         self.check(Owner::Destination, sent, "runs the guest".into());
     }
 
-    /// The guest died with the process that it lived in.
+    /// Checks that the guest died with its process.
     pub fn crashes(mut self) {
         let sent = self.end_of_send();
         let received = self.end_of_destination();
@@ -254,7 +256,8 @@ impl Trial {
         if self.killed.contains("client") { "killed".into() } else { how(&ended) }
     }
 
-    /// Ends one that listens for others, and checks that none says that it runs a guest.
+    /// Ends a destination that listens for others, and checks that it does not claim to run a
+    /// guest.
     fn end_of_destination(&mut self) -> String {
         let restarted = self.killed.contains("destination's first process");
         if restarted {
@@ -271,7 +274,8 @@ impl Trial {
         }
     }
 
-    /// Whose guest it is by both hosts, how it is, and that nothing else is left.
+    /// Checks which host has the guest by both hosts, the guest's memory, and that nothing else is
+    /// left over.
     fn check(mut self, owner: Owner, source: String, destination: String) {
         let about = self.about();
         println!("{about}: {owner:?}, {source}, {destination}");
@@ -329,12 +333,12 @@ fn how(ended: &Ended) -> String {
     ended.code.map_or_else(|| "killed".into(), |code| format!("exit {code}"))
 }
 
-/// What a host says of the guest.
+/// A host's answer about the guest.
 #[derive(Debug)]
 pub struct Claim {
-    /// It runs there.
+    /// The guest runs there.
     pub runs: bool,
-    /// The last session says that it is this host's.
+    /// The last session says that the guest is this host's.
     pub has: bool,
     /// The last session's verdict.
     pub verdict: Option<String>,
@@ -352,7 +356,7 @@ pub fn claim(host: &Host) -> Claim {
 
 const NO_FAULT: &str = "none";
 
-/// What a destination has open that runs a guest after a migration without a fault.
+/// The open descriptors of a destination that runs a guest after a migration without a fault.
 pub fn of_a_destination() -> Descriptors {
     static FOUND: OnceLock<Descriptors> = OnceLock::new();
     FOUND
@@ -367,7 +371,7 @@ pub fn of_a_destination() -> Descriptors {
         .clone()
 }
 
-/// Does jobs side by side, as most of each is waiting; says which have failed.
+/// Runs jobs side by side, because most of each is waiting, and names the ones that failed.
 pub fn side_by_side<J>(at_once: usize, jobs: Vec<J>, work: impl Fn(&J) + Sync)
 where
     J: std::fmt::Debug + Send + Sync,

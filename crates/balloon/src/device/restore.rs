@@ -100,7 +100,7 @@ where
             return bad("its feature was not negotiated".into());
         }
         if self.queue(kind).is_some() || self.kind(index).is_some() {
-            return bad(format!("it, or another with number {index}, stands there twice"));
+            return bad(format!("it is listed twice, or two have number {index}"));
         }
         if self.max_queue_size(index) == 0 || saved.max_size != self.max_queue_size(index) {
             return bad(format!("number {index} can't have {} entries", saved.max_size));

@@ -25,7 +25,7 @@ fn inflated_neighbours_are_discarded_at_once_and_deflated_ones_told() {
 }
 
 #[test]
-fn an_array_may_be_in_pieces_and_a_bad_one_does_no_harm() {
+fn inflate_array_may_be_split_and_a_bad_one_is_harmless() {
     let mut driver = Driver::new(PLAIN);
     let at = driver.place(&[3, 0, 0, 0, 4, 0, 0, 0, 5, 0]);
     // The second number spans both descriptors, and two bytes are left over.
@@ -53,7 +53,7 @@ fn an_array_may_be_in_pieces_and_a_bad_one_does_no_harm() {
 }
 
 #[test]
-fn a_discard_that_fails_is_told_once() {
+fn failed_discard_is_warned_once() {
     let mut driver = Driver::new(PLAIN);
     *driver.host.discard_fails.lock().unwrap() = true;
     driver.send_numbers(INFLATE, &[3, 5]);
@@ -117,7 +117,7 @@ fn statistics_come_when_they_are_asked_for() {
 }
 
 #[test]
-fn the_configuration_space_is_written_where_it_may_be() {
+fn config_writes_are_limited_to_writable_fields() {
     let mut driver = Driver::unnegotiated(Features::ALL);
     driver.device.set_target(0x0102_0304);
     driver.negotiate(PLAIN.without(Features::PAGE_POISON));
@@ -190,7 +190,7 @@ fn interrupts_come_as_the_driver_wants_them() {
 }
 
 #[test]
-fn a_call_takes_no_more_than_it_may() {
+fn process_is_bounded() {
     let mut driver = Driver::new(PLAIN);
     // One call processes at most 16384 numbers of a buffer; two buffers take two calls.
     let at = driver.place(&[3, 0, 0, 0].repeat(16385));
@@ -252,7 +252,7 @@ fn broken_chains_come_back_without_effect() {
 }
 
 #[test]
-fn a_ring_that_leads_nowhere_breaks_its_queue_only() {
+fn invalid_ring_breaks_only_its_queue() {
     for fault in ["too far ahead", "head outside", "rings outside"] {
         let mut driver = Driver::unnegotiated(Features::ALL);
         driver.negotiate(PLAIN);
@@ -290,7 +290,7 @@ fn a_ring_that_leads_nowhere_breaks_its_queue_only() {
 }
 
 #[test]
-fn a_queue_that_is_taken_away_is_left_alone() {
+fn disabled_queue_is_not_used() {
     let mut driver = Driver::new(PLAIN);
     driver.send(STATISTICS, &[]);
     driver.kick(STATISTICS);

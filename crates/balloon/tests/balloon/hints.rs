@@ -66,7 +66,7 @@ fn hints_come_with_the_poison_if_the_driver_has_one_and_zero_is_one() {
 }
 
 #[test]
-fn a_command_and_its_hints_may_be_one_buffer() {
+fn hint_command_and_ranges_may_share_a_buffer() {
     let mut driver = Driver::new(PLAIN);
     let id = driver.device.start_hints().unwrap().number();
     let at = driver.place(&id.to_le_bytes());
@@ -163,7 +163,7 @@ fn only_a_driver_that_is_there_and_knows_hints_is_asked() {
 }
 
 #[test]
-fn a_reset_ends_the_round() {
+fn reset_ends_the_round() {
     let mut driver = Driver::new(PLAIN);
     let id = driver.device.start_hints().unwrap().number();
     driver.command(id);
@@ -179,7 +179,7 @@ fn a_reset_ends_the_round() {
 }
 
 #[test]
-fn a_device_that_moves_amid_hints_says_done_where_it_arrives() {
+fn moved_device_sends_done_at_the_destination() {
     let mut driver = Driver::new(Features::ALL);
     let id = driver.device.start_hints().unwrap().number();
     driver.command(id);

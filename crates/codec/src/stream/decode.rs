@@ -172,7 +172,7 @@ impl Buffers {
             self.piece.extend_from_slice(content);
         }
         if !deltas.is_empty() {
-            let text = format!("{} bytes are left over behind all deltas", deltas.len());
+            let text = format!("{} bytes are left over after all deltas", deltas.len());
             return Err(WireError::BadFrame(text).into());
         }
         Ok(())

@@ -2,7 +2,8 @@
 
 use vmferry_memory::{GuestBytes, PAGE_SIZE};
 
-/// A store of a stream's kept pages by entry, for [`StreamDecoder::decode_apart`](super::StreamDecoder::decode_apart).
+/// A store of a stream's kept pages by entry, for
+/// [`StreamDecoder::decode_apart`](super::StreamDecoder::decode_apart).
 pub trait Kept {
     /// Keeps a page.
     fn keep(&mut self, entry: u32, content: &[u8]);

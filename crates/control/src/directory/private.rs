@@ -1,9 +1,10 @@
-//! Directories that no other user can change or read, made and looked at by descriptors.
+//! Directories that no other user can change or read. They are created and checked through
+//! descriptors.
 //!
-//! A path is walked from the root, a directory at a time, and no symbolic link is followed on the
-//! way, so that what was looked at is what the path leads to for as long as only this user and root
-//! can change it. Links in the part above are resolved first; the path without them is what is
-//! returned and used from then on.
+//! A path is walked from the root, one directory at a time, without following symbolic links. So
+//! the path keeps leading to the checked directory as long as only this user and root can change
+//! it. Symbolic links in the parent path are resolved first. The path without links is returned,
+//! and the caller uses it from then on.
 
 use std::fs::File;
 use std::io;
@@ -20,8 +21,8 @@ const GROUP_WRITES: u32 = 0o020;
 const OTHERS_WRITE: u32 = 0o002;
 const STICKY: u32 = 0o1000;
 
-/// Checks a directory that only this user may look into: its owner, its mode, and all directories
-/// above it. Returns its path without symbolic links.
+/// Checks a directory that only this user may read: its owner, its mode, and all directories above
+/// it. Returns its path without symbolic links.
 pub fn check_private(path: &Path) -> Result<PathBuf, DirectoryError> {
     let (path, found) = walk(path)?;
     check_owner(&path, &found)?;
@@ -33,8 +34,9 @@ pub fn check_private(path: &Path) -> Result<PathBuf, DirectoryError> {
     }
 }
 
-/// Checks the directory of journals in a private one. It may be a link to another disk, whose
-/// directories are checked then: others may list them there, and not change them.
+/// Checks the journals' directory in a private directory. It may be a link to another disk; then
+/// the directories above its target are checked. Other users may list the journals, but not change
+/// them.
 pub fn check_journals(path: &Path) -> Result<(), DirectoryError> {
     let real = std::fs::canonicalize(path).map_err(failed("open", path))?;
     let (path, found) = walk(&real)?;
@@ -47,10 +49,10 @@ pub fn check_journals(path: &Path) -> Result<(), DirectoryError> {
     }
 }
 
-/// Makes a directory of mode 0700, and those above it that are missing, and syncs each new name.
+/// Creates a directory with mode 0700 and its missing parents, and syncs each new name.
 pub fn make_private(path: &Path) -> Result<(), DirectoryError> {
     let path = &std::path::absolute(path).map_err(failed("find", path))?;
-    // The caller finds out what else has the name.
+    // The caller checks what already has the name.
     if path.symlink_metadata().is_ok() {
         return Ok(());
     }
@@ -77,7 +79,7 @@ fn check_owner(path: &Path, found: &Stat) -> Result<(), DirectoryError> {
     }
 }
 
-/// Opens a directory step by step, and checks each one above it.
+/// Opens a directory step by step, and checks each directory above it.
 fn walk(path: &Path) -> Result<(PathBuf, Stat), DirectoryError> {
     let absolute = std::path::absolute(path).map_err(failed("find", path))?;
     let path = match (absolute.parent(), absolute.components().next_back()) {
@@ -111,13 +113,13 @@ fn stat(directory: impl AsFd, at: &Path) -> Result<Stat, DirectoryError> {
     fstat(directory).map_err(|error| failed("look at", at)(error.into()))
 }
 
-/// Whether nobody but this user and root can exchange what is in a directory above. In a sticky
-/// one, as `/tmp`, others can't exchange what is this user's or root's; what is in it is looked at
-/// next.
+/// Checks that only this user and root can replace the content of a directory above. In a sticky
+/// directory such as `/tmp`, other users cannot replace files of this user or of root, and the next
+/// component is checked in turn.
 fn check_above(above: &Path, path: &Path, found: &Stat) -> Result<(), DirectoryError> {
     let mode = found.st_mode & 0o7777;
     let owned = [0, rustix::process::geteuid().as_raw()].contains(&found.st_uid);
-    // A group of the owner's own, with the same number, has nobody else in it.
+    // A group with the same ID as the owner is the owner's private group.
     let of_group = mode & GROUP_WRITES != 0 && found.st_gid != found.st_uid;
     let shut = mode & STICKY != 0 || (mode & OTHERS_WRITE == 0 && !of_group);
     if owned && shut {
@@ -142,16 +144,16 @@ mod tests {
     }
 
     #[test]
-    fn private_made_is_private_whatever_is_missing_above() {
+    fn make_private_creates_private_parents() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("a/b/c");
         make_private(&path).unwrap();
         assert_eq!(check_private(&path).unwrap(), std::fs::canonicalize(&path).unwrap());
-        make_private(&path).expect("what is there is left alone");
+        make_private(&path).expect("an existing directory is kept");
     }
 
     #[test]
-    fn private_refuses_what_others_may_read_or_change() {
+    fn check_private_refuses_modes_that_others_can_use() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("a");
         make_private(&path).unwrap();
@@ -166,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn private_refuses_links_and_files() {
+    fn check_private_refuses_links_and_files() {
         let directory = tempfile::tempdir().unwrap();
         let [real, link, file] = ["real", "link", "file"].map(|name| directory.path().join(name));
         make_private(&real).unwrap();
@@ -174,7 +176,7 @@ mod tests {
         std::fs::write(&file, "").unwrap();
         assert!(matches!(check_private(&link), Err(DirectoryError::Link { .. })));
         assert!(matches!(check_private(&file), Err(DirectoryError::NotADirectory { .. })));
-        // A link above is resolved, and what is used from then on has none.
+        // A link in the parent path is resolved. The path that is used from then on has no links.
         make_private(&link.join("inside")).unwrap();
         assert_eq!(
             check_private(&link.join("inside")).unwrap(),
@@ -183,20 +185,20 @@ mod tests {
     }
 
     #[test]
-    fn private_refuses_a_place_that_others_may_exchange() {
+    fn check_private_refuses_writable_parents() {
         let directory = tempfile::tempdir().unwrap();
         let above = directory.path().join("above");
         let path = above.join("a");
         make_private(&path).unwrap();
         mode(&above, 0o777);
         assert!(matches!(check_private(&path), Err(DirectoryError::Above { .. })));
-        // As /tmp.
+        // Like /tmp.
         mode(&above, 0o1777);
         check_private(&path).unwrap();
     }
 
     #[test]
-    fn journals_may_be_elsewhere_and_not_be_changed_by_others() {
+    fn check_journals_follows_links_and_refuses_writable_targets() {
         let directory = tempfile::tempdir().unwrap();
         let [disk, link] = ["disk", "journal"].map(|name| directory.path().join(name));
         make_private(&disk).unwrap();

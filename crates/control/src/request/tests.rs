@@ -1,4 +1,4 @@
-//! Requests as this release writes them, and what it refuses.
+//! How this release writes requests, and which ones it refuses.
 
 use std::time::Duration;
 
@@ -65,7 +65,7 @@ fn all() -> Vec<Request> {
 }
 
 #[test]
-fn requests_read_as_they_are_written() {
+fn requests_round_trip() {
     let mut routes = Vec::new();
     for request in all() {
         let (method, path, body) = request.parts();
@@ -78,7 +78,7 @@ fn requests_read_as_they_are_written() {
     assert_eq!(routes, ROUTES, "each route has a request, and each request a route");
 }
 
-/// What stands in scripts.
+/// The form that scripts use.
 #[test]
 fn golden_bodies() {
     for (request, golden) in [
@@ -103,14 +103,14 @@ fn golden_bodies() {
 }
 
 #[test]
-fn only_the_destination_must_be_said() {
+fn migrate_request_requires_only_the_destination() {
     let read = Request::read(&raw("PUT", "/api/v1/migration", r#"{"to":"unix:/in"}"#));
     let expected = MigrateRequest { to: "unix:/in".into(), ..MigrateRequest::default() };
     assert_eq!(read, Ok(Request::Migrate(Box::new(expected))));
 }
 
 #[test]
-fn unknown_requests_and_members_are_refused_by_name() {
+fn read_names_unknown_requests_and_members() {
     for (method, path, text, code, names) in [
         (
             "PUT",
@@ -184,7 +184,7 @@ fn golden_errors() {
     ] {
         assert_eq!(serde_json::to_string(&code).unwrap(), format!("\"{name}\""));
     }
-    // A VMM of a newer release: the words are what counts.
+    // A code from a newer release: the message still reaches the user.
     let newer = r#"{"code":"frozen","message":"thaw it first","since":9}"#;
     let error: ControlError = serde_json::from_str(newer).unwrap();
     assert_eq!((error.code, error.message.as_str()), (ErrorCode::Internal, "thaw it first"));

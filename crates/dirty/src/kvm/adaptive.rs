@@ -1,10 +1,11 @@
 //! KVM's bitmap, read in whichever way cost less in the previous rounds.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use kvm_ioctls::VmFd;
+use parking_lot::Mutex;
 use vmferry_memory::{PageSet, SlotId};
 
 use super::clear::KvmClearLog;
@@ -12,9 +13,8 @@ use super::ioctl;
 use super::slot::KvmSlot;
 use crate::{DirtyLog, DirtyLogError, KvmBitmapLog};
 
-/// [`KvmClearLog`], or [`KvmBitmapLog`] while so many pages are dirty that manual clear costs too
-/// much. Every harvest chooses again, by what the last one found and what protecting those pages
-/// has cost.
+/// [`KvmClearLog`], or [`KvmBitmapLog`] while many dirty pages make manual clear expensive. Every
+/// harvest chooses again, by the dirty pages of the last one and the cost of re-arming them.
 ///
 /// Manual clear protects pages just before they are read, so fewer of them are written once more
 /// before the next harvest. But each of its calls makes every vCPU leave the guest for a TLB flush,
@@ -103,12 +103,12 @@ impl DirtyLog for KvmAdaptiveLog {
     fn start(&self) -> Result<(), DirtyLogError> {
         self.manual.store(true, Ordering::Relaxed);
         self.protecting.store(0, Ordering::Relaxed);
-        *self.measured.lock().unwrap_or_else(PoisonError::into_inner) = Measured::begin();
+        *self.measured.lock() = Measured::begin();
         self.clear.start()
     }
 
     fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
-        let mut measured = self.measured.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut measured = self.measured.lock();
         let protecting = Duration::from_nanos(self.protecting.swap(0, Ordering::Relaxed));
         let manual = self.manual.load(Ordering::Relaxed);
         let round = measured.since.elapsed();

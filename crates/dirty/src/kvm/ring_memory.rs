@@ -5,7 +5,8 @@
 //! `include/uapi/linux/kvm.h`):
 //!
 //! ```text
-//!   unused (0) --kernel: slot, offset, then DIRTY--> dirty --we: RESET--> harvested --kernel--> unused
+//!   unused (0) --kernel: slot, offset, then DIRTY--> dirty
+//!   dirty --this process: RESET--> harvested --kernel--> unused
 //! ```
 //!
 //! The invariants that `unsafe` relies on: a [`RingMemory`] maps `entries × 16` bytes and one more

@@ -14,11 +14,12 @@
 //! - Only one thread at a time may harvest a ring; it may do so while its vCPU runs.
 
 use std::os::fd::AsRawFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::{fmt, io};
 
 use kvm_ioctls::VmFd;
+use parking_lot::{Mutex, MutexGuard};
 use vmferry_memory::{PageSet, SlotId, SlotLayout};
 
 use super::ioctl;
@@ -73,7 +74,7 @@ fn check_entries(entries: u32, max: u32) -> Result<(), DirtyLogError> {
         return Ok(());
     }
     let reason = format!(
-        "a ring of {entries} entries was asked for; choose a power of two from {MIN_RING_ENTRIES} \
+        "a ring cannot have {entries} entries; choose a power of two from {MIN_RING_ENTRIES} \
          to {max}"
     );
     Err(DirtyLogError::Unavailable { log: NAME, reason })
@@ -195,7 +196,7 @@ impl DirtyRings {
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

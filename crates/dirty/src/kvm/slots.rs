@@ -1,9 +1,10 @@
 //! The memory slots of a KVM machine and their bitmaps, common to KVM's logs.
 
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use kvm_ioctls::VmFd;
+use parking_lot::Mutex;
 use vmferry_memory::{PageSet, SlotId, traverse};
 
 use super::ioctl;
@@ -78,7 +79,7 @@ impl Slots {
     /// Ors the pages that KVM has logged into `into`, and returns their number.
     pub(super) fn collect(&self, into: &mut PageSet) -> Result<u64, DirtyLogError> {
         let mut dirty = 0;
-        let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut words = self.words.lock();
         for slot in &self.slots {
             let words = &mut words[..slot.pages().div_ceil(64) as usize];
             ioctl::dirty_log(&self.vm, slot, words)

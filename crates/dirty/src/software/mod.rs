@@ -15,9 +15,6 @@ mod pair;
 mod slot;
 mod sync;
 
-use std::fmt;
-use std::str::FromStr;
-
 use serde::{Deserialize, Serialize};
 use vm_memory::{GuestMemoryBackend, GuestMemoryMmap};
 use vmferry_memory::{PageSet, SlotId};
@@ -29,19 +26,35 @@ use crate::{DirtyLog, DirtyLogError};
 const NAME: &str = "software";
 
 /// How a harvest gets the pages that writers have marked.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    Hash,
+    Serialize,
+    Deserialize,
+    strum::Display,
+    strum::EnumString,
+)]
+#[strum(parse_err_ty = String, parse_err_fn = unknown_way)]
 pub enum SoftwareWay {
     /// Each harvest allocates and publishes a new bitmap. The old one is copied out when no writer
     /// can hold it any more. This is for comparison: it is the only log that allocates in every
     /// round.
     #[serde(rename = "get.org")]
+    #[strum(serialize = "get.org")]
     GetOrg,
     /// Two bitmaps used alternately, copied out; a clean slot returns at once.
     #[serde(rename = "get.opt")]
+    #[strum(serialize = "get.opt")]
     GetOpt,
     /// Two bitmaps used alternately, switched and read in place.
     #[default]
     #[serde(rename = "switch")]
+    #[strum(serialize = "switch")]
     Switch,
 }
 
@@ -50,26 +63,8 @@ impl SoftwareWay {
     pub const ALL: [Self; 3] = [Self::GetOrg, Self::GetOpt, Self::Switch];
 }
 
-impl fmt::Display for SoftwareWay {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::GetOrg => "get.org",
-            Self::GetOpt => "get.opt",
-            Self::Switch => "switch",
-        })
-    }
-}
-
-impl FromStr for SoftwareWay {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        Self::ALL.into_iter().find(|way| way.to_string() == text).ok_or_else(|| {
-            format!(
-                "`{text}` is no way to read the software log: choose get.org, get.opt or switch"
-            )
-        })
-    }
+fn unknown_way(text: &str) -> String {
+    format!("`{text}` is no way to read the software log: choose get.org, get.opt or switch")
 }
 
 /// The log over the bitmaps of a VMM's memory.
@@ -144,7 +139,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_page_of_a_write_is_marked_once(
+        fn write_marks_every_page_once(
             writes in prop::collection::vec((0_u64..300 * 4096, 1_usize..10_000), 0..20),
             way in prop::sample::select(&SoftwareWay::ALL)
         ) {

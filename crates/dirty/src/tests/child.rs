@@ -181,7 +181,7 @@ fn be_the_child() {
     // SAFETY: the call takes flags only and returns a new descriptor or -1.
     let descriptor = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | 1) };
     println!("CHILD {descriptor} {}", memory.slots()[0].host_address() as u64);
-    let mut writer = Inner { memory, pages, random: 1 };
+    let mut writer = Inner { memory, pages, random: fastrand::Rng::with_seed(1) };
     loop {
         let order = ORDERS[take(&control, ORDER) as usize];
         let anew = take(&control, DONE) != order as u64;
@@ -194,7 +194,7 @@ fn be_the_child() {
 struct Inner {
     memory: GuestMemory,
     pages: u64,
-    random: u64,
+    random: fastrand::Rng,
 }
 
 impl Inner {
@@ -203,8 +203,8 @@ impl Inner {
             Order::Write => self.write(),
             Order::WriteAndDrop => {
                 self.write();
-                let page = self.random() % self.pages;
-                match self.random() % 16 {
+                let page = self.random.u64(..self.pages);
+                match self.random.u8(..16) {
                     0 => zap(&self.memory, page, 1, libc::MADV_PAGEOUT),
                     1 => zap(&self.memory, page, 1, libc::MADV_DONTNEED),
                     _ => {}
@@ -257,13 +257,8 @@ impl Inner {
     }
 
     fn write(&mut self) {
-        let value = self.random();
+        let value = self.random.u64(..);
         self.memory.write_at(value % self.pages * PAGE + 8, &value.to_le_bytes()).unwrap();
-    }
-
-    fn random(&mut self) -> u64 {
-        self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        self.random >> 33
     }
 
     fn address(&self, page: usize) -> *mut libc::c_void {

@@ -61,7 +61,7 @@ fn reserved_huge_pages_are_followed_while_they_leave_the_page_table() {
 }
 
 #[test]
-fn every_page_of_a_written_huge_page_is_reported() {
+fn huge_page_write_reports_every_page() {
     let _pool = HugePages::reserve(6);
     let memory = memory(6 * HUGE, MemoryKind::Hugetlb);
     let log = UffdLog::new(&memory).expect("this test needs userfaultfd");

@@ -68,14 +68,14 @@ fn run(kind: MemoryKind, log: impl FnOnce(&Machine) -> Box<dyn DirtyLog>) {
 }
 
 #[test]
-fn the_bitmap_follows_a_guest() {
+fn bitmap_log_follows_a_guest() {
     run(MemoryKind::Private, |machine| {
         Box::new(KvmBitmapLog::new(Arc::clone(machine.vm()), kvm_slots(machine)))
     });
 }
 
 #[test]
-fn the_bitmap_with_manual_clear_follows_a_guest() {
+fn clear_log_follows_a_guest() {
     run(MemoryKind::Memfd, |machine| {
         Box::new(KvmClearLog::new(Arc::clone(machine.vm()), kvm_slots(machine)).unwrap())
     });
@@ -89,7 +89,7 @@ fn userfaultfd_follows_a_guest() {
 }
 
 #[test]
-fn one_log_after_the_other_on_one_machine() {
+fn logs_can_follow_each_other_on_one_machine() {
     run(MemoryKind::Private, |machine| {
         let slots = kvm_slots(machine);
         let clear = KvmClearLog::new(Arc::clone(machine.vm()), slots.clone()).unwrap();
@@ -106,7 +106,7 @@ fn one_log_after_the_other_on_one_machine() {
 }
 
 #[test]
-fn the_adaptive_log_follows_a_guest_that_writes_everything() {
+fn adaptive_log_follows_a_guest_that_writes_everything() {
     run(MemoryKind::Private, |machine| Box::new(adaptive_log(machine)));
 }
 
@@ -116,7 +116,7 @@ fn adaptive_log(machine: &Machine) -> KvmAdaptiveLog {
 
 /// Pages that were reported but not protected before the change are reported again.
 #[test]
-fn the_adaptive_log_loses_nothing_when_it_changes_its_way() {
+fn adaptive_log_loses_nothing_when_it_switches() {
     let machine = machine(MemoryKind::Private, 1, 300, LabOptions::default());
     let log = adaptive_log(&machine);
     let mut pages = PageSet::for_memory(machine.memory());
@@ -147,7 +147,7 @@ fn the_adaptive_log_loses_nothing_when_it_changes_its_way() {
 }
 
 #[test]
-fn the_ring_follows_two_vcpus_that_fill_it() {
+fn ring_log_follows_two_vcpus_that_fill_it() {
     for kind in [MemoryKind::Private, MemoryKind::Memfd] {
         let machine = machine(kind, 2, 4500, RING);
         let (log, rings) = ring_log(&machine, 1024);
@@ -159,7 +159,7 @@ fn the_ring_follows_two_vcpus_that_fill_it() {
 
 /// Few pages, written continuously: nearly every harvest has writes before, during and after it.
 #[test]
-fn no_write_between_harvest_and_reset_is_lost() {
+fn ring_log_loses_no_write_between_harvest_and_reset() {
     let machine = machine(MemoryKind::Private, 2, 24, RING);
     let (log, _) = ring_log(&machine, 1024);
     for _ in 0..2 {
@@ -228,7 +228,7 @@ fn userfaultfd_follows_a_machine_with_rings() {
 
 /// Exactly the written pages are reported, each once, whichever thread harvested them.
 #[test]
-fn what_a_vcpu_s_thread_harvests_comes_out_of_the_next_collect() {
+fn collect_returns_what_a_vcpu_thread_harvested() {
     let machine = machine(MemoryKind::Private, 2, 4500, RING);
     let (log, rings) = ring_log(&machine, 1024);
     let mut pages = PageSet::for_memory(machine.memory());
@@ -264,7 +264,7 @@ fn what_a_vcpu_s_thread_harvests_comes_out_of_the_next_collect() {
 }
 
 #[test]
-fn a_machine_has_either_rings_or_bitmaps() {
+fn machine_has_either_rings_or_bitmaps() {
     let with = machine(MemoryKind::Private, 1, 30, RING);
     let unavailable = |error: DirtyLogError, advice: &str| {
         let is = matches!(error, DirtyLogError::Unavailable { .. });
@@ -282,7 +282,8 @@ fn a_machine_has_either_rings_or_bitmaps() {
         let rings = DirtyRings::new(Arc::clone(vm), entries, slots.clone()).unwrap();
         let error = with.with_vcpu(0, |vcpu| rings.add_vcpu(vcpu)).unwrap().unwrap_err();
         assert!(
-            matches!(&error, DirtyLogError::Ring { source, .. } if source.raw_os_error() == Some(errno)),
+            matches!(&error, DirtyLogError::Ring { source, .. }
+                if source.raw_os_error() == Some(errno)),
             "{error:?}"
         );
     }
@@ -294,7 +295,8 @@ fn a_machine_has_either_rings_or_bitmaps() {
     let rings = DirtyRings::new(Arc::clone(longer.vm()), 1024, kvm_slots(&longer)).unwrap();
     let error = longer.with_vcpu(0, |vcpu| rings.add_vcpu(vcpu)).unwrap().unwrap_err();
     assert!(
-        matches!(&error, DirtyLogError::Ring { source, .. } if source.raw_os_error() == Some(libc::EFBIG)),
+        matches!(&error, DirtyLogError::Ring { source, .. }
+            if source.raw_os_error() == Some(libc::EFBIG)),
         "{error:?}"
     );
 

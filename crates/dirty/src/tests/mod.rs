@@ -175,7 +175,7 @@ fn zap(memory: &GuestMemory, first: u64, pages: u64, advice: libc::c_int) {
 }
 
 #[test]
-fn what_is_given_back_comes_again_with_the_next_harvest() {
+fn returned_pages_are_in_the_next_harvest() {
     let log = UnionLog::new(vec![Arc::new(())]);
     let memory = memory(100, MemoryKind::Private);
     let mut pages = PageSet::for_memory(&memory);

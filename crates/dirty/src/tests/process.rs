@@ -48,7 +48,7 @@ fn another_process_is_followed_on_huge_pages() {
 }
 
 #[test]
-fn a_page_that_was_written_and_dropped_is_reported_once() {
+fn page_that_was_written_and_dropped_is_reported_once() {
     let mut writer = writer_of_memfd(PAGES);
     let log = log_of(&writer);
     log.start().unwrap();
@@ -62,7 +62,7 @@ fn a_page_that_was_written_and_dropped_is_reported_once() {
 }
 
 #[test]
-fn a_process_that_has_ended_does_not_look_clean() {
+fn ended_process_is_not_clean() {
     let mut writer = writer_of_memfd(PAGES);
     let log = log_of(&writer);
     let mut pages = PageSet::for_memory(&writer.memory);
@@ -86,7 +86,7 @@ fn a_process_that_has_ended_does_not_look_clean() {
 }
 
 #[test]
-fn a_process_that_runs_another_program_does_not_look_clean() {
+fn process_after_exec_is_not_clean() {
     let mut writer = writer_of_memfd(PAGES);
     let log = log_of(&writer);
     log.start().unwrap();
@@ -97,7 +97,7 @@ fn a_process_that_runs_another_program_does_not_look_clean() {
 }
 
 #[test]
-fn a_log_that_is_dropped_leaves_nothing_registered() {
+fn dropped_log_leaves_nothing_registered() {
     let mut writer = writer_of_memfd(PAGES);
     let log = log_of(&writer);
     writer.order(Order::Write);
@@ -128,7 +128,7 @@ fn memory_that_a_process_unmaps_or_maps_anew_is_an_error() {
     assert!(names(&error, &writer, 16, "not mapped"), "{error}");
     writer.order(Order::Remap);
     let error = log.collect(&mut pages).unwrap_err();
-    assert!(names(&error, &writer, 16, "mapped anew"), "{error}");
+    assert!(names(&error, &writer, 16, "mapped again"), "{error}");
     log.stop().unwrap();
 
     // After another start the log is complete again, and misses nothing.
@@ -145,7 +145,7 @@ fn memory_that_a_process_unmaps_or_maps_anew_is_an_error() {
 
 /// Pages in a hole of the file are not protected, but a new mapping is detected anyway.
 #[test]
-fn a_new_mapping_of_a_part_without_data_is_an_error() {
+fn new_mapping_of_a_part_without_data_is_an_error() {
     let memory = memory(PAGES, MemoryKind::Memfd);
     memory.write_at(2000 * 4096, &[1]).unwrap();
     let mut writer = Writer::start(memory);
@@ -154,11 +154,11 @@ fn a_new_mapping_of_a_part_without_data_is_an_error() {
     writer.order(Order::Unmap);
     writer.order(Order::Remap);
     let error = log.collect(&mut PageSet::for_memory(&writer.memory)).unwrap_err();
-    assert!(names(&error, &writer, 16, "mapped anew"), "{error}");
+    assert!(names(&error, &writer, 16, "mapped again"), "{error}");
 }
 
 #[test]
-fn a_process_may_remap_memory_that_was_taken_out_of_the_log() {
+fn removed_region_may_be_remapped() {
     let mut writer = writer_of_memfd(PAGES);
     let log = log_of(&writer);
     let mut pages = PageSet::for_memory(&writer.memory);
@@ -192,7 +192,7 @@ fn a_process_may_remap_memory_that_was_taken_out_of_the_log() {
 
 /// A punched page may be reported. A page that is written after it was punched must be reported.
 #[test]
-fn a_page_that_is_written_after_it_was_punched_is_reported() {
+fn page_written_after_a_hole_punch_is_reported() {
     let mut writer = writer_of_memfd(PAGES);
     let log = log_of(&writer);
     let mut pages = PageSet::for_memory(&writer.memory);

@@ -47,7 +47,7 @@ impl Case {
 }
 
 #[test]
-fn what_is_removed_is_logged_no_more_and_its_last_writes_are_reported() {
+fn removed_region_is_reported_once_more_and_then_not_logged() {
     Case::all(|case| {
         (0..1500).for_each(|page| case.write(page));
         case.log.start().unwrap();
@@ -66,7 +66,7 @@ fn what_is_removed_is_logged_no_more_and_its_last_writes_are_reported() {
 }
 
 #[test]
-fn what_is_added_is_reported_as_far_as_it_is_populated() {
+fn added_region_is_reported_where_populated() {
     Case::all(|case| {
         case.remove(500, PAGES).unwrap();
         [1, 700, 1300].into_iter().for_each(|page| case.write(page));
@@ -114,7 +114,7 @@ impl Case {
 }
 
 #[test]
-fn what_was_removed_too_late_is_reported_as_far_as_the_file_has_it() {
+fn region_removed_late_is_reported_where_the_file_has_data() {
     Case::all(|case| {
         (0..50).for_each(|page| case.write(page));
         case.log.start().unwrap();
@@ -138,7 +138,7 @@ fn what_was_removed_too_late_is_reported_as_far_as_the_file_has_it() {
 
 /// Reports of given-back pages are not promised, but a write before or after is never lost.
 #[test]
-fn a_write_is_reported_whatever_advice_comes_with_it() {
+fn write_is_reported_with_any_madvise() {
     Case::all(|case| {
         (0..PAGES).for_each(|page| case.write(page));
         case.log.start().unwrap();

@@ -17,12 +17,10 @@ pub fn write(
     stop: &AtomicBool,
     written: &AtomicU64,
 ) {
-    let mut random = writer + 1;
+    let mut random = fastrand::Rng::with_seed(writer);
     while !stop.load(Ordering::Acquire) {
-        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        let page = (random >> 33) % pages;
-        let at = page * PAGE_SIZE as u64 + 8 * writer;
-        memory.write_at(at, &random.to_le_bytes()).unwrap();
+        let at = random.u64(..pages) * PAGE_SIZE as u64 + 8 * writer;
+        memory.write_at(at, &random.u64(..).to_le_bytes()).unwrap();
         written.fetch_add(1, Ordering::Release);
     }
 }

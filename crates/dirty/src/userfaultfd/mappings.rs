@@ -138,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_hole_is_found_in_both_ways() {
+    fn mappings_detect_a_hole_in_both_ways() {
         let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages: 1024 }];
         let memory = GuestMemory::allocate(&layout, MemoryKind::Memfd).unwrap();
         let start = memory.slots()[0].host_address() as u64;

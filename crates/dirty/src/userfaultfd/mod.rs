@@ -28,8 +28,8 @@ mod region;
 use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
-use std::sync::{Mutex, PoisonError};
 
+use parking_lot::Mutex;
 use vmferry_memory::pagemap::PageRegion;
 use vmferry_memory::{GuestMemory, PageSet, SlotId};
 
@@ -137,7 +137,7 @@ impl UffdLog {
         let of = self.memory.slot(slot);
         let of = of.map_err(|_| DirtyLogError::NoSuchSlot { log: NAME, slot })?;
         let mut region = Region::new(of, first_page, range.clone()).map_err(bad)?;
-        let mut state = self.state();
+        let mut state = self.state.lock();
         for other in &state.regions {
             if overlap(&other.range, &region.range)
                 || other.slot == slot && overlap(&other.pages(), &region.pages())
@@ -166,7 +166,7 @@ impl UffdLog {
     /// # Errors
     /// [`DirtyLogError::Mapping`] if the range cuts a huge page; otherwise the kernel's refusal.
     pub fn remove_region(&self, range: Range<u64>) -> Result<(), DirtyLogError> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let (cut, kept) = std::mem::take(&mut state.regions)
             .into_iter()
             .partition::<Vec<_>, _>(|region| overlap(&region.range, &range));
@@ -192,10 +192,6 @@ impl UffdLog {
             }
         }
         result
-    }
-
-    fn state(&self) -> std::sync::MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn arm(&self, state: &mut State, region: &mut Region) -> Result<(), DirtyLogError> {
@@ -284,7 +280,7 @@ impl UffdLog {
             }
             // A region that could not be armed is not registered, for whatever reason.
             Some(Lost::Unregistered(range)) if action == "harvest" => {
-                mapping_error(region.slot, &range, why("it was mapped anew and is not logged"))
+                mapping_error(region.slot, &range, why("it was mapped again and is not logged"))
             }
             _ => failed(action, region.slot, error),
         }
@@ -313,7 +309,7 @@ impl DirtyLog for UffdLog {
     }
 
     fn start(&self) -> Result<(), DirtyLogError> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if let Userfaultfd::Own(descriptor) = &mut state.userfaultfd {
             *descriptor = Some(ioctl::open().map_err(unavailable)?);
         }
@@ -340,7 +336,7 @@ impl DirtyLog for UffdLog {
     }
 
     fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if !state.logging {
             return Err(DirtyLogError::NotStarted { log: NAME });
         }
@@ -361,7 +357,7 @@ impl DirtyLog for UffdLog {
     }
 
     fn stop(&self) -> Result<(), DirtyLogError> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if !std::mem::take(&mut state.logging) {
             return Ok(());
         }

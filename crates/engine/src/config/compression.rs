@@ -133,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_way_is_read_as_it_is_written() {
+    fn compression_parses_what_it_displays() {
         let ways = [
             CompressionWay::Auto,
             CompressionWay::Off,

@@ -116,13 +116,14 @@ pub enum ConfigError {
     /// `pause_before_switchover` is set for a carried guest, whose VMM decides itself when to stop
     /// it.
     #[error(
-        "a guest that its VMM streams can't be held short of the switchover, as the VMM decides when to stop it: do \
-         not ask for that, or attach to it"
+        "a guest that its VMM streams can't be held short of the switchover, as the VMM decides \
+         when to stop it: do not ask for that, or attach to it"
     )]
     NothingToHold,
     /// The range contains protocol versions that this release does not speak.
     #[error(
-        "protocol versions {oldest} to {newest}: this release speaks {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION_MAX}"
+        "protocol versions {oldest} to {newest}: this release speaks {PROTOCOL_VERSION_MIN} to \
+         {PROTOCOL_VERSION_MAX}"
     )]
     Protocol {
         /// The oldest version requested.
@@ -132,8 +133,8 @@ pub enum ConfigError {
     },
     /// `verify` is set for a carried guest, whose VMM does not expose its memory.
     #[error(
-        "the memory of a guest that its VMM streams can't be hashed, so there is nothing to verify: do not ask for that; \
-         every byte of the streams is compared in any case"
+        "the memory of a guest that its VMM streams can't be hashed, so there is nothing to \
+         verify: do not ask for that; every byte of the streams is compared in any case"
     )]
     NothingToVerify,
 }
@@ -319,7 +320,8 @@ pub struct DestinationConfig {
     /// them with others.
     #[doc(hidden)]
     pub decompressors: fn() -> Decompressors,
-    /// What a source may compress with. A source of protocol version 1 is not told. Default all that this release knows.
+    /// What a source may compress with. A source of protocol version 1 is not told. Default all
+    /// that this release knows.
     pub algorithms: AlgorithmSet,
     /// Protocol versions that this side speaks. Default: all that this release knows.
     pub protocol: RangeInclusive<u16>,
@@ -385,7 +387,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn downtime_abort_follows_the_limit_unless_it_is_chosen() {
+    fn downtime_abort_defaults_to_a_multiple_of_the_limit() {
         let second = Duration::from_secs(1);
         let mut config = SourceConfig::new("unused".into());
         assert_eq!(config.downtime_abort(), Some(second * 5));
@@ -400,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_fits_the_link() {
+    fn window_size_follows_the_link() {
         let frames = |lanes, micros| window_frames(lanes, 2, Duration::from_micros(micros));
         assert_eq!([frames(1, 50), frames(2, 50), frames(4, 50), frames(16, 50)], [32, 16, 8, 5]);
         assert_eq!([frames(1, 1_000), frames(2, 1_000), frames(4, 1_000)], [38, 19, 9]);

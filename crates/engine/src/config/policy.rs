@@ -24,9 +24,10 @@ mod pattern;
 
 use std::fmt::Debug;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
-use vmferry_transport::{FileStamp, PeerIdentity};
+use parking_lot::Mutex;
+use vmferry_transport::{FileVersion, PeerIdentity};
 use vmferry_wire::GuestIdentity;
 
 use self::file::Rule;
@@ -83,7 +84,7 @@ pub struct Policy {
 }
 
 struct State {
-    seen: Option<FileStamp>,
+    seen: Option<FileVersion>,
     rules: Arc<[Rule]>,
 }
 
@@ -101,7 +102,7 @@ impl Policy {
     pub fn load(path: &Path) -> Result<Self, PolicyError> {
         // The stamp is taken before the file is read, so that a change in between is noticed at the
         // next query.
-        let seen = FileStamp::of(path);
+        let seen = FileVersion::of(path);
         let rules = file::read(path)?;
         let state = Mutex::new(State { seen, rules });
         Ok(Self { path: path.to_owned(), state, teller: Mutex::new(None) })
@@ -109,12 +110,12 @@ impl Policy {
 
     /// Sets the receiver of messages about changes of the file, one line each. It must not block.
     pub fn tell(&self, teller: impl Fn(&str) + Send + Sync + 'static) {
-        *self.teller.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(teller));
+        *self.teller.lock() = Some(Box::new(teller));
     }
 
     fn rules(&self) -> Arc<[Rule]> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let seen = FileStamp::of(&self.path);
+        let mut state = self.state.lock();
+        let seen = FileVersion::of(&self.path);
         let mut said = None;
         if seen != state.seen {
             state.seen = seen;
@@ -132,7 +133,7 @@ impl Policy {
         let rules = Arc::clone(&state.rules);
         drop(state);
         if let Some(said) = said
-            && let Some(teller) = &*self.teller.lock().unwrap_or_else(PoisonError::into_inner)
+            && let Some(teller) = &*self.teller.lock()
         {
             teller(&said);
         }
@@ -213,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_named_is_not_allowed() {
+    fn policy_denies_what_it_does_not_name() {
         let (_directory, policy) = policy(
             r#"
             [[allow]]
@@ -246,18 +247,18 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_policy_allows_nothing() {
+    fn policy_that_is_empty_allows_nothing() {
         let (_directory, policy) = policy("# nothing yet\n");
         assert!(policy.check_source(&host("a")).is_err());
     }
 
     #[test]
-    fn a_changed_file_counts_at_once_and_a_wrong_one_does_not() {
+    fn policy_reloads_a_changed_file_and_ignores_a_wrong_one() {
         let (directory, policy) =
             policy("[[allow]]\nsource = \"a.example.org\"\nguests = [\"*\"]\n");
         let said = Arc::new(Mutex::new(Vec::new()));
         let hearer = Arc::clone(&said);
-        policy.tell(move |text| hearer.lock().unwrap().push(text.to_owned()));
+        policy.tell(move |text| hearer.lock().push(text.to_owned()));
         let write = |text: &str| {
             let fresh = directory.path().join("fresh");
             std::fs::write(&fresh, text).unwrap();
@@ -267,7 +268,7 @@ mod tests {
         write("[[allow]]\nsource = \"b.example.org\"\n");
         policy.check_source(&host("a")).unwrap();
         policy.check_source(&host("a")).unwrap();
-        let words = std::mem::take(&mut *said.lock().unwrap());
+        let words = std::mem::take(&mut *said.lock());
         assert_eq!(words.len(), 1, "{words:?}");
         assert!(words[0].contains("at line 1"), "{words:?}");
         write("[[allow]]\nsource = \"b.example.org\"\nguests = [\"*\"]\n");
@@ -275,7 +276,7 @@ mod tests {
         policy.check_source(&host("b")).unwrap();
         std::fs::remove_file(directory.path().join("policy.toml")).unwrap();
         policy.check_source(&host("b")).unwrap();
-        let words = std::mem::take(&mut *said.lock().unwrap());
+        let words = std::mem::take(&mut *said.lock());
         assert_eq!(words.len(), 2, "{words:?}");
     }
 }

@@ -92,7 +92,7 @@ pub fn greet(
             "it is receiving or running another guest: start another `vmferry receive`".to_owned(),
         ),
         HelloStatus::BadToken => {
-            (ReasonCode::Unauthorised, "the session token is not the one it gave".to_owned())
+            (ReasonCode::Unauthorized, "the session token is not the one it gave".to_owned())
         }
         HelloStatus::BadLane => {
             (ReasonCode::Protocol, format!("lane {lane} is taken or was not announced"))
@@ -101,7 +101,7 @@ pub fn greet(
             (ReasonCode::TimedOut, "it had begun to load the guest's state already".to_owned())
         }
         HelloStatus::Refused => {
-            (ReasonCode::Unauthorised, "it does not serve this kind of channel".to_owned())
+            (ReasonCode::Unauthorized, "it does not serve this kind of channel".to_owned())
         }
         HelloStatus::Other(status) => {
             (ReasonCode::Other(status.into()), format!("status {status} of a newer release"))
@@ -160,8 +160,8 @@ fn no_common_version(
 ) -> String {
     let older = if theirs.end() < ours.start() { "the other host" } else { "this host" };
     format!(
-        "{who} speaks protocol {}, and this side {}: let both sides choose the version, or upgrade vmferry on \
-         {older} to a release that speaks both",
+        "{who} speaks protocol {}, and this side {}: let both sides choose the version, or upgrade \
+         vmferry on {older} to a release that speaks both",
         words(theirs),
         words(ours)
     )

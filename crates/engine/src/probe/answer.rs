@@ -59,7 +59,7 @@ pub fn answer(
     if is_refused {
         let _ = writer.finish();
         let text = refusal.unwrap_or_default();
-        let reason = vmferry_wire::Reason::new(vmferry_wire::ReasonCode::Unauthorised, &text);
+        let reason = vmferry_wire::Reason::new(vmferry_wire::ReasonCode::Unauthorized, &text);
         return Err(MigrateError::Refused { peer: "destination", reason });
     }
     loop {
@@ -148,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gate_lets_one_in_at_a_time() {
+    fn gate_admits_one_at_a_time() {
         let gate = Gate::default();
         let pass = gate.enter().expect("it is free");
         assert!(gate.enter().is_none());

@@ -25,7 +25,7 @@ pub enum ProbeError {
     #[error("the other side is of a release that answers no probes")]
     Older,
     /// The host is answering another probe.
-    #[error("the other side is being asked by somebody else: try again in some seconds")]
+    #[error("the other side is answering another probe: try again in some seconds")]
     Busy,
     /// Any other failure: the host can't be reached, or is not trusted.
     #[error(transparent)]
@@ -109,7 +109,7 @@ pub fn probe(
 fn not_greeted(error: MigrateError) -> ProbeError {
     match &error {
         MigrateError::Refused { reason, .. } => match reason.code {
-            ReasonCode::Unauthorised => ProbeError::Older,
+            ReasonCode::Unauthorized => ProbeError::Older,
             ReasonCode::Busy => ProbeError::Busy,
             _ => error.into(),
         },

@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn host_is_known_by_its_kernel() {
+    fn host_facts_name_the_kernel() {
         let host = HostFacts::of_this_host();
         assert!(host.memory_available > Some(1 << 20), "{host:?}");
         assert!(host.kernel.is_some() && host.cpu_flags.len() > 5, "{host:?}");
@@ -151,14 +151,14 @@ mod tests {
     }
 
     #[test]
-    fn facts_of_other_releases_are_read() {
+    fn host_facts_of_other_releases_are_parsed() {
         let newer = r#"{"kernel":"9.1","later":{"a":[1]}}"#;
         let facts: HostFacts = serde_json::from_str(newer).unwrap();
         assert_eq!(facts, HostFacts { kernel: Some("9.1".into()), ..HostFacts::default() });
     }
 
     #[test]
-    fn flags_that_one_processor_lacks_are_no_features() {
+    fn host_features_are_those_of_every_processor() {
         let cpus = "flags : fpu avx\nx: y\nflags\t: avx sse\n";
         assert_eq!(common_flags(cpus), ["avx"]);
         let host = |flags: &str| HostFacts {

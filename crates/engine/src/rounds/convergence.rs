@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn hands_over_when_the_rest_fits_the_limit() {
+    fn convergence_hands_over_when_the_rest_fits_the_limit() {
         let mut predictor = Predictor::new(limits(), None);
         predictor.measured_round(25_600, 100 << 20, Duration::from_millis(1000));
         // 100 MiB/s carries 29.6 MiB in 296 ms.
@@ -355,14 +355,14 @@ mod tests {
     }
 
     #[test]
-    fn a_cap_bounds_the_throughput_that_is_believed() {
+    fn convergence_bounds_the_throughput_by_the_cap() {
         let mut predictor = Predictor::new(limits(), Some(1 << 20));
         predictor.measured_round(25_600, 100 << 20, Duration::from_millis(10));
         assert_eq!(predictor.link_bytes_per_s(), f64::from(1 << 20));
     }
 
     #[test]
-    fn what_compression_saves_is_counted() {
+    fn convergence_counts_compression() {
         let mut predictor = Predictor::new(limits(), Some(10_000_000));
         // 256,000,000 bytes of pages in 64,000,000 on the wire, in 6.4 s.
         predictor.measured_round(62_500, 64_000_000, Duration::from_millis(6400));
@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn what_all_of_memory_shrinks_to_is_not_believed_of_what_is_written_all_the_time() {
+    fn convergence_does_not_apply_the_overall_ratio_to_hot_pages() {
         let mut predictor = Predictor::new(limits(), None);
         // Text that compresses ten to one: 10 MB/s on the link for 100 MB/s of pages.
         predictor.measured_round(50_000, 20_480_000, Duration::from_secs(2));
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn small_rounds_do_not_teach_throughput() {
+    fn convergence_ignores_the_throughput_of_small_rounds() {
         let mut predictor = Predictor::new(limits(), None);
         let before = predictor.link_bytes_per_s();
         predictor.measured_round(2, 8192, Duration::from_millis(5));
@@ -404,7 +404,7 @@ mod tests {
 
     /// A guest whose pages are sent as deltas. The slow round is not evidence about the link.
     #[test]
-    fn one_slow_round_does_not_decide_what_the_handover_takes() {
+    fn convergence_is_not_misled_by_one_slow_round() {
         let mut predictor = Predictor::new(limits(), None);
         predictor
             .expect_state(StateEstimate { bytes: 350_000, handling: Duration::from_millis(15) });
@@ -424,7 +424,7 @@ mod tests {
     /// The rounds after the slow one are too short to measure, and each shows that the link carries
     /// more.
     #[test]
-    fn slow_round_is_not_believed_for_ever_when_short_ones_follow() {
+    fn convergence_forgets_a_slow_round_after_short_ones() {
         let mut predictor = Predictor::new(limits(), None);
         predictor
             .expect_state(StateEstimate { bytes: 350_000, handling: Duration::from_millis(15) });
@@ -438,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn gives_up_in_words_after_the_last_round() {
+    fn convergence_gives_up_with_advice_after_the_last_round() {
         let predictor = Predictor::new(limits(), None);
         let Decision::GiveUp(why) = predictor.decide(harvest(5, 1 << 20)) else {
             panic!("must give up")
@@ -449,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_below_the_fixed_cost_is_refused_early_and_said() {
+    fn convergence_refuses_a_limit_below_the_fixed_cost() {
         let mut limits = limits();
         limits.downtime = Duration::from_micros(1);
         let predictor = Predictor::new(limits, None);
@@ -459,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn a_large_state_counts_and_is_named() {
+    fn convergence_counts_and_names_a_large_state() {
         let mut predictor = Predictor::new(limits(), Some(10_000_000));
         let state = StateEstimate { bytes: 16_000_000, handling: Duration::from_millis(15) };
         predictor.expect_state(state);
@@ -483,7 +483,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_outruns_the_link_is_throttled_step_by_step() {
+    fn convergence_throttles_step_by_step() {
         let mut throttle = Throttle::new(50);
         assert_eq!(throttle.next(1000), None, "nothing to compare with");
         assert_eq!(throttle.next(500), None, "it converges");
@@ -497,7 +497,7 @@ mod tests {
     }
 
     #[test]
-    fn switches_over_anyway_when_told_to() {
+    fn convergence_switches_over_anyway_on_request() {
         let mut limits = limits();
         limits.when_stuck = WhenStuck::SwitchOver;
         let predictor = Predictor::new(limits, None);

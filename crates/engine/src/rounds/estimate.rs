@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn an_idle_guest_takes_as_long_as_its_memory() {
+    fn estimate_of_an_idle_guest_is_the_time_of_its_memory() {
         let outlook = guest(0.0, 0).outlook(plan(100e6));
         assert!(outlook.converges && outlook.rounds == 2, "{outlook:?}");
         assert!((outlook.total_ms - 4100.0).abs() < 1.0, "{outlook:?}");
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_outruns_the_link_needs_a_faster_one() {
+    fn estimate_names_the_bandwidth_that_a_busy_guest_needs() {
         let slow = guest(500e6, 200_000_000).outlook(plan(100e6));
         assert!(!slow.converges && slow.rounds == 31, "{slow:?}");
         let needed = slow.needed_bytes_per_s.unwrap();
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn zeros_are_not_sent_and_compression_makes_the_link_faster() {
+    fn estimate_counts_zeros_and_compression() {
         let mut guest = guest(0.0, 0);
         guest.contents = Some(Contents { zero_percent: 50.0, compression_ratio: 4.0 });
         let outlook = guest.outlook(plan(100e6));
@@ -334,7 +334,7 @@ mod tests {
     /// Compressible text around an incompressible hot set. The hot set determines the length of the
     /// last round.
     #[test]
-    fn hot_pages_shrink_as_they_do_and_not_as_the_rest() {
+    fn estimate_uses_the_ratio_of_hot_pages_for_hot_pages() {
         let mut guest = guest(500e6, 20_000_000);
         guest.contents = Some(Contents { zero_percent: 0.0, compression_ratio: 10.0 });
         let plain = Contents { zero_percent: 0.0, compression_ratio: 1.0 };
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_stands_still_is_sent_once_and_all_of_that_is_downtime() {
+    fn estimate_of_a_paused_guest_is_one_round_of_downtime() {
         let plan = Plan { stands_still: true, ..plan(100e6) };
         let outlook = guest(500e6, 200_000_000).outlook(plan);
         assert!(!outlook.converges && outlook.rounds == 1, "{outlook:?}");
@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_never_more_than_what_is_hot() {
+    fn estimate_bounds_writes_by_the_hot_pages() {
         let guest = guest(100e6, 20_000_000);
         assert!((guest.dirtied_in(0.1) - 10e6).abs() < 1e5, "as it was seen");
         assert!(guest.dirtied_in(0.2) < 16e6, "pages are written again");
@@ -368,7 +368,7 @@ mod tests {
 
     /// The same guest measured over longer intervals, in which more pages are written twice.
     #[test]
-    fn the_length_of_the_intervals_is_not_taken_for_the_guest() {
+    fn estimate_does_not_depend_on_the_interval_length() {
         let seen = |ms: f64, bytes: f64| {
             let pages = (bytes / PAGE_SIZE as f64) as u64;
             let samples = vec![Sample { ms, pages }; 3];
@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_that_nothing_fits_is_not_met_by_any_link() {
+    fn estimate_of_an_unreachable_limit_names_no_link() {
         let plan = Plan { downtime_limit: Duration::from_millis(1), ..plan(100e6) };
         let outlook = guest(10e6, 20_000_000).outlook(plan);
         assert!(!outlook.converges && outlook.needed_bytes_per_s.is_none(), "{outlook:?}");

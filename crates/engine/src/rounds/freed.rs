@@ -237,7 +237,7 @@ mod tests {
     use crate::vmm::free_pages::PunchedPages;
 
     #[test]
-    fn what_was_sent_and_punched_is_sent_again_once() {
+    fn freed_page_that_was_sent_is_sent_again_once() {
         let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages: 64 }];
         let memory = GuestMemory::allocate(&layout, MemoryKind::Memfd).unwrap();
         let write = |page: u64| memory.write_at(page * PAGE_SIZE as u64, &[1]).unwrap();

@@ -196,9 +196,9 @@ impl Harvester {
         self.freed.free()
     }
 
-    /// Ends the migration's use of guest and log. `keeps`: the guest stays at the source. `runs`: it
-    /// runs, so that the next user of the log must see what was taken from the log and perhaps not
-    /// sent.
+    /// Ends the migration's use of guest and log. `keeps`: the guest stays at the source. `runs`:
+    /// it runs, so that the next user of the log must see what was taken from the log and perhaps
+    /// not sent.
     pub fn stop(&mut self, keeps: bool, runs: bool) {
         if keeps {
             self.freed.end();

@@ -6,8 +6,9 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
+use parking_lot::Mutex;
 use vmferry_memory::traverse::{BLOCK_PAGES, BLOCK_WORDS, WORD_BITS};
 use vmferry_memory::{PAGE_SIZE, PageBitmap, PageSet, SlotId, SlotLayout};
 
@@ -81,7 +82,7 @@ impl Hinted {
     /// Starts accepting hints for a round of these write-protected pages, and returns the ID that
     /// the hints must carry.
     pub fn open(&self, pages: Arc<PageSet>) -> u64 {
-        let mut gate = self.gate();
+        let mut gate = self.gate.lock();
         gate.id += 1;
         gate.pages = Some(pages);
         (gate.poison, gate.complete) = (None, false);
@@ -91,7 +92,7 @@ impl Hinted {
 
     /// Stops accepting hints and drains this round's hints into `into`.
     pub fn close(&self, into: &mut PageSet) {
-        let mut gate = self.gate();
+        let mut gate = self.gate.lock();
         gate.pages = None;
         self.release();
         for (slot, hinted) in (0..).map(SlotId).zip(&self.slots) {
@@ -108,7 +109,7 @@ impl Hinted {
     /// See [`FreePageHints::free`](crate::vmm::free_pages::FreePageHints::free).
     /// `id` is what [`open`](Self::open) returned.
     pub fn free(&self, id: u64, gpa: u64, bytes: u64, poison: Option<u32>) {
-        let mut gate = self.gate();
+        let mut gate = self.gate.lock();
         let gate = &mut *gate;
         let Some(pages) = gate.pages.as_ref().filter(|_| gate.id == id) else { return };
         if *gate.poison.get_or_insert(poison) != poison {
@@ -133,7 +134,7 @@ impl Hinted {
 
     /// See [`FreePageHints::complete`](crate::vmm::free_pages::FreePageHints::complete).
     pub fn complete(&self, id: u64) {
-        let mut gate = self.gate();
+        let mut gate = self.gate.lock();
         if gate.id == id && gate.pages.is_some() {
             gate.complete = true;
             self.release();
@@ -181,7 +182,7 @@ impl Hinted {
     /// Keeps lanes from sending pages that may yet be hinted, unless the guest has reported the end
     /// of its hints.
     pub fn hold(&self) {
-        let gate = self.gate();
+        let gate = self.gate.lock();
         self.held.store(gate.pages.is_some() && !gate.complete, Ordering::Relaxed);
     }
 
@@ -201,10 +202,6 @@ impl Hinted {
         let part = self.slots.get(usize::from(slot.0))?.parts.get(block / PART_BLOCKS)?.get()?;
         let first = block % PART_BLOCKS * BLOCK_WORDS;
         part.get(first..first + BLOCK_WORDS)
-    }
-
-    fn gate(&self) -> MutexGuard<'_, Gate> {
-        self.gate.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -283,9 +280,13 @@ mod tests {
     proptest! {
         /// Compares with a naive interpretation of hints, byte by byte of a page.
         #[test]
-        fn whole_pages_within_slots_count(
+        fn hints_count_for_whole_pages_within_slots(
             hints in prop::collection::vec((
-                prop_oneof![0..SLOT * PAGE + (200 << 12), (1_u64 << 32)..(1 << 32) + SLOT * PAGE, any::<u64>()],
+                prop_oneof![
+                    0..SLOT * PAGE + (200 << 12),
+                    (1_u64 << 32)..(1 << 32) + SLOT * PAGE,
+                    any::<u64>()
+                ],
                 prop_oneof![0_u64..10_000, 0_u64..(8 << 20), any::<u64>()],
             ), 0..6),
         ) {
@@ -328,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hint_counts_in_its_round_only() {
+    fn hint_counts_in_its_round_only() {
         let hinted = hinted();
         hinted.free(0, 0, PAGE, None);
         let first = hinted.open(all());
@@ -343,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn poisoned_pages_stay_and_are_filled() {
+    fn hinted_pages_with_poison_are_sent_filled() {
         let hinted = hinted();
         let id = hinted.open(all());
         assert_eq!(hinted.poison(), None);
@@ -361,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn a_poison_of_zero_is_a_poison() {
+    fn hint_with_a_poison_of_zero_is_poisoned() {
         let hinted = hinted();
         let id = hinted.open(all());
         hinted.free(id, 0, PAGE, Some(0));
@@ -373,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn lanes_are_held_until_the_guest_is_through() {
+    fn hinting_blocks_lanes_until_the_guest_is_done() {
         let hinted = hinted();
         hinted.hold();
         assert!(!hinted.is_held(), "nobody hints");

@@ -267,7 +267,7 @@ mod tests {
     const NOW: Duration = Duration::from_millis(10);
 
     #[test]
-    fn a_round_ends_when_every_lane_is_placed() {
+    fn round_ends_when_every_lane_is_placed() {
         let mut rounds = RoundTracker::new(2);
         assert_eq!(
             rounds.start(RoundStart { now: NOW, pages: 3, harvest: NOW, ..RoundStart::default() }),
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn an_acknowledgement_before_the_lane_reports_counts() {
+    fn acknowledgment_before_the_lanes_report_counts() {
         let mut rounds = RoundTracker::new(1);
         rounds.start(RoundStart { now: NOW, ..RoundStart::default() });
         assert!(rounds.placed(0, 1));
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lane_that_does_not_exist_is_ignored() {
+    fn unknown_lane_is_ignored() {
         let mut rounds = RoundTracker::new(1);
         assert!(!rounds.placed(9, 1));
         rounds.sent(9, 1, LaneTotals::default());

@@ -355,13 +355,13 @@ mod tests {
     }
 
     #[test]
-    fn what_fits_is_as_good_as_done() {
+    fn forecast_converges_when_the_rest_fits() {
         let forecast = Forecast::new(&numbers(500e6, 100.0), 2441, Some(2441), false);
         assert_eq!((forecast.verdict, forecast.eta_ms), (Verdict::Fits, Some(104.0)));
     }
 
     #[test]
-    fn rounds_that_get_shorter_add_up() {
+    fn forecast_adds_up_rounds_that_get_shorter() {
         let forecast = Forecast::new(&numbers(50e6, 1000.0), 24_414, Some(48_828), false);
         assert_eq!((forecast.verdict, forecast.advice), (Verdict::Converging, None));
         // Rounds of 1000 and 500 ms; the remaining 250 ms fit the pause, which is counted as the
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_outruns_the_link_gets_advice_with_numbers() {
+    fn forecast_gives_advice_with_numbers_when_the_guest_outruns_the_link() {
         let forecast = Forecast::new(&numbers(410e6, 1000.0), 24_414, Some(24_414), false);
         assert_eq!((forecast.verdict, forecast.eta_ms), (Verdict::NotConverging, None));
         let advice = forecast.advice.unwrap().to_string();
@@ -390,13 +390,13 @@ mod tests {
 
     /// Pages that are written twice in a round count once, so the rate alone is too optimistic.
     #[test]
-    fn a_round_as_long_as_the_one_before_is_a_sign_too() {
+    fn forecast_sees_no_convergence_in_rounds_of_equal_length() {
         let forecast = Forecast::new(&numbers(60e6, 1000.0), 24_000, Some(24_414), false);
         assert_eq!(forecast.verdict, Verdict::NotConverging);
     }
 
     #[test]
-    fn what_is_written_again_and_again_must_fit_the_downtime() {
+    fn forecast_requires_hot_pages_to_fit_the_downtime() {
         let mut numbers = numbers(60e6, 1000.0);
         numbers.rewrites_all = true;
         let advice = numbers.advice().to_string();
@@ -409,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_below_the_fixed_cost_is_said() {
+    fn forecast_reports_a_limit_below_the_fixed_cost() {
         let mut numbers = numbers(0.0, 10.0);
         numbers.downtime_limit_ms = 3.0;
         let forecast = Forecast::new(&numbers, 1, None, false);

@@ -9,7 +9,8 @@
 //! # What a hint means and when it is valid
 //!
 //! ```text
-//!  harvest, protect again --> start (command id N) --> hints ... --> stop (STOP, drained) --> harvest ...
+//! harvest, protect again --> start (command id N) --> hints ...
+//!     --> stop (STOP, drained) --> harvest ...
 //! ```
 //! A hint says that the guest does not need what the page held when `start` was called. The guest
 //! may need what it writes there later: a guest that runs short of memory takes pages back before

@@ -247,7 +247,8 @@ pub enum Landing {
 /// impl DestinationVm for Arriving {
 ///     fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
 ///         if guest.vmm != "firebird/3" {
-///             return Err(PrepareError::Incompatible(format!("this is firebird/3, not {}", guest.vmm)));
+///             let reason = format!("this is firebird/3, not {}", guest.vmm);
+///             return Err(PrepareError::Incompatible(reason));
 ///         }
 ///         let memory = GuestMemory::allocate(&guest.layout, MemoryKind::Private)
 ///             .map_err(|error| PrepareError::Vm(error.into()))?;

@@ -48,7 +48,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_optional_is_left_out_and_anything_else_refused_by_name() {
+    fn unknown_optional_members_are_ignored_and_others_refused_by_name() {
         for json in [r#"{"a":1}"#, r#"{"a":1,"optional":{"b":2}}"#, r#"{"optional":7,"a":1}"#] {
             assert_eq!(read::<Known>(json.as_bytes()).unwrap(), Known { a: 1 }, "{json}");
         }

@@ -43,7 +43,7 @@ fn cases() -> Vec<Case> {
 }
 
 #[test]
-fn a_guest_arrives_whole_in_every_way() {
+fn guest_arrives_intact_with_every_encoding() {
     for (number, case) in cases().into_iter().enumerate() {
         let scenario = Scenario::new();
         let mut scenario = if number % 2 == 0 { scenario } else { scenario.over_tcp() };
@@ -126,7 +126,7 @@ fn check_statistics(case: &Case, stats: &SourceStats) {
 }
 
 #[test]
-fn a_compressor_that_fails_leaves_the_guest_running_and_is_named() {
+fn compressor_failure_leaves_the_guest_running_and_is_named() {
     let none = Compressors::new(|method| {
         let reason = "no card in this host".to_owned();
         Err(CompressError::Unavailable { method, reason })
@@ -166,7 +166,7 @@ fn a_compressor_that_fails_leaves_the_guest_running_and_is_named() {
 }
 
 #[test]
-fn with_wait_nothing_goes_until_the_compressors_have_done_it() {
+fn wait_policy_sends_nothing_before_the_compressors_are_done() {
     let gate = Gate::default();
     let mut scenario = Scenario::new();
     scenario.source.compression = CompressionConfig {
@@ -196,7 +196,7 @@ fn with_wait_nothing_goes_until_the_compressors_have_done_it() {
 
 /// One worker is blocked for as long as the other one takes for the rest of the round.
 #[test]
-fn a_compressor_that_hangs_holds_up_nothing_but_its_frame() {
+fn compressor_that_hangs_delays_only_its_frame() {
     let gate = Gate::default();
     let mut scenario = Scenario::new();
     scenario.source.channels = 2;
@@ -230,7 +230,7 @@ fn capped(cap: Option<u64>) -> Change {
 }
 
 #[test]
-fn a_cap_can_be_lifted_under_way() {
+fn bandwidth_cap_can_be_lifted_during_the_migration() {
     let mut scenario = Scenario::new();
     // Under this cap the migration would take minutes.
     scenario.source.max_bandwidth = Some(64 << 10);
@@ -253,7 +253,7 @@ fn a_cap_can_be_lifted_under_way() {
 }
 
 #[test]
-fn settings_out_of_range_are_refused_before_anything_happens() {
+fn settings_out_of_range_are_refused_before_the_migration() {
     let refused = Orders::new().change(capped(Some(1)));
     assert_eq!(refused, Err(ConfigError::Bandwidth(1)));
     type Setting = fn(&mut SourceConfig);
@@ -280,7 +280,7 @@ fn settings_out_of_range_are_refused_before_anything_happens() {
 
 /// The hot pages take over half a second uncompressed, and almost no time as deltas.
 #[test]
-fn what_does_not_converge_raw_converges_with_auto() {
+fn auto_compression_converges_where_raw_does_not() {
     let attempt = |way| {
         let mut scenario = Scenario::new();
         scenario.source.compression.way = way;
@@ -309,7 +309,7 @@ fn what_does_not_converge_raw_converges_with_auto() {
 }
 
 #[test]
-fn a_page_that_the_log_forgets_is_found_behind_compression_and_deltas() {
+fn lost_page_is_detected_despite_compression_and_deltas() {
     for way in [CompressionWay::Delta, CompressionWay::Fixed(Method::zstd(1))] {
         let mut scenario = Scenario::new();
         scenario.source.compression.way = way;

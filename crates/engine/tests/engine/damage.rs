@@ -2,17 +2,25 @@
 //! the frame (except uncompressed pages, which are placed before they are checked), runs no guest
 //! and reports the error. The error is sent to the source, whose guest runs on.
 
+mod changes;
+
 use std::sync::{Arc, Mutex};
 
+use self::changes::{
+    append_to_deltas, append_to_packed, beyond_slot, called_zero, claims_less_deltas, cut_delta,
+    cut_packed, end_of_round, flip_header, flip_packed, flip_raw, flip_table, half, next_sequence,
+    no_algorithm, of_unknown_page, one_page_less, one_page_more, other_algorithm, other_base,
+    other_lane, other_slot, other_sum, replayed, too_long, unknown_algorithm,
+};
 use crate::support::content::{let_work_between_rounds, mixed_guest};
-use crate::support::relay::{Relay, Wire, seal_header};
+use crate::support::relay::{Relay, Wire};
 use crate::support::{DestinationGuest, Scenario, kept, nothing, test_all};
 use vmferry::ErrorClass;
 use vmferry::chain;
 use vmferry::config::compression::CompressionWay;
-use vmferry_codec::{Decompressors, apply_delta};
+use vmferry_codec::apply_delta;
 use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun, page_hash};
-use vmferry_wire::{Algorithm, Encoding, FrameHeader, FrameKind, Run};
+use vmferry_wire::{Encoding, Run};
 
 /// Modifies the first frame that it applies to; `None` if it does not apply to this frame.
 type Change = fn(&[Wire], &Wire) -> Option<Vec<u8>>;
@@ -63,7 +71,7 @@ fn deltas() {
     run(&case("delta", other_base, "that are not here"));
     run(&case("delta", replayed, "that are not here"));
     run(&case("delta", cut_delta, "are damaged"));
-    run(&case("delta", append_to_deltas, "left over behind all deltas"));
+    run(&case("delta", append_to_deltas, "left over after all deltas"));
     run(&case("delta", of_unknown_page, "that are not here"));
     run(&case("delta", claims_less_deltas, "that are not compressed"));
 }
@@ -82,13 +90,13 @@ fn headers_and_tables() {
 
 /// Every frame is well-formed; only the digest reveals the loss.
 #[test]
-fn pages_that_become_an_end_of_round() {
+fn pages_replaced_by_an_end_of_round_are_detected_by_the_digest() {
     let lost = case("none", end_of_round, "digests differ");
     run(&Case { class: ErrorClass::Corrupt, ..lost });
 }
 
 #[test]
-fn a_channel_that_ends_within_a_frame() {
+fn channel_that_ends_within_a_frame_is_lost() {
     let cut = case("zstd:1", half, "the link was lost (lane 0");
     let cut = Case { class: ErrorClass::LinkLost, ..cut };
     let (source, destination, _) = attempt(&cut);
@@ -211,218 +219,4 @@ fn check_untouched(memory: &GuestMemory, frame: &Wire) {
             assert_eq!(sum, u64::from_le_bytes(*base), "pages from {} have changed", run.first);
         }
     }
-}
-
-fn has(frame: &Wire, encoding: Encoding) -> bool {
-    frame.runs.iter().any(|run| run.encoding == encoding)
-}
-
-/// A copy of the frame if it has pages of this encoding.
-fn with(frame: &Wire, encoding: Encoding) -> Option<Wire> {
-    has(frame, encoding).then(|| frame.clone())
-}
-
-fn flip_packed(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let mut frame = with(frame, Encoding::Packed)?;
-    let algorithm = frame.header.algorithm?;
-    let packed_runs = frame.runs.iter().filter(|run| run.encoding == Encoding::Packed);
-    let mut plain = vec![0; packed_runs.map(Run::content_bytes).sum()];
-    let mut decompressors = Decompressors::default();
-    decompressors.decompress(algorithm, frame.packed(), &mut plain).expect("it is sound yet");
-    let mut says_the_same = |packed: &[u8]| {
-        let mut damaged = vec![0; plain.len()];
-        decompressors.decompress(algorithm, packed, &mut damaged).is_ok() && damaged == plain
-    };
-    // A flipped bit may be in a distance that then refers to another copy of the same bytes, so
-    // this looks for the first bit that matters.
-    let packed = frame.packed_mut();
-    let flipped = (packed.len() / 2 * 8..packed.len() * 8).any(|bit| {
-        packed[bit / 8] ^= 1 << (bit % 8);
-        let matters = !says_the_same(packed);
-        if !matters {
-            packed[bit / 8] ^= 1 << (bit % 8);
-        }
-        matters
-    });
-    assert!(flipped, "no bit of the second half matters");
-    Some(frame.sealed())
-}
-
-fn cut_packed(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let mut frame = with(frame, Encoding::Packed)?;
-    frame.payload.pop();
-    frame.header.packed_bytes -= 1;
-    Some(frame.sealed())
-}
-
-fn append_to_packed(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let mut frame = with(frame, Encoding::Packed)?;
-    frame.payload.extend_from_slice(&[0; 3]);
-    frame.header.packed_bytes += 3;
-    Some(frame.sealed())
-}
-
-/// A run of packed pages that is not directly followed by the next run.
-fn one_page_more(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let mut frame = with(frame, Encoding::Packed)?;
-    let index = (0..frame.runs.len()).find(|index| {
-        let run = &frame.runs[*index];
-        let next = frame.runs.get(index + 1).map_or(2048, |next| next.first);
-        run.encoding == Encoding::Packed && next > run.range().end
-    })?;
-    frame.runs[index].pages += 1;
-    Some(frame.sealed())
-}
-
-fn one_page_less(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let mut frame = frame.clone();
-    let long =
-        |run: &&mut Run| matches!(run.encoding, Encoding::Packed | Encoding::Raw) && run.pages > 1;
-    frame.runs.iter_mut().find(long)?.pages -= 1;
-    Some(frame.sealed())
-}
-
-fn other_algorithm(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let mut frame = with(frame, Encoding::Packed)?;
-    frame.header.algorithm = match frame.header.algorithm? {
-        Algorithm::Zlib => Some(Algorithm::Zstd),
-        Algorithm::Zstd => Some(Algorithm::Lz4),
-        Algorithm::Lz4 => Some(Algorithm::Zlib),
-    };
-    Some(frame.sealed())
-}
-
-fn unknown_algorithm(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let mut bytes = with(frame, Encoding::Packed)?.sealed();
-    bytes[5] = 77;
-    seal_header(&mut bytes);
-    Some(bytes)
-}
-
-fn no_algorithm(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let mut frame = with(frame, Encoding::Packed)?;
-    frame.header.algorithm = None;
-    Some(frame.sealed())
-}
-
-fn flip_raw(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let mut frame = with(frame, Encoding::Raw)?;
-    frame.payload[5000] ^= 1;
-    Some(frame.sealed())
-}
-
-fn called_zero(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let mut frame = with(frame, Encoding::Raw)?;
-    let run = frame.runs.iter_mut().find(|run| run.encoding == Encoding::Raw)?;
-    run.encoding = Encoding::Zero;
-    let bytes = run.content_bytes();
-    frame.payload.drain(..bytes);
-    Some(frame.sealed())
-}
-
-fn other_sum(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let mut frame = with(frame, Encoding::Raw)?;
-    frame.runs.last_mut()?.content_sum ^= 1 << 63;
-    Some(frame.sealed())
-}
-
-fn other_base(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let mut frame = with(frame, Encoding::Delta)?;
-    frame.packed_mut()[0] ^= 1;
-    Some(frame.sealed())
-}
-
-/// The deltas of an earlier frame again, in place of the next ones.
-fn replayed(earlier: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let frame = with(frame, Encoding::Delta)?;
-    let mut again = earlier.iter().find(|frame| has(frame, Encoding::Delta))?.clone();
-    again.header.sequence = frame.header.sequence;
-    Some(again.sealed())
-}
-
-fn cut_delta(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let mut frame = with(frame, Encoding::Delta)?;
-    frame.payload.pop();
-    frame.header.packed_bytes -= 1;
-    frame.header.delta_bytes -= 1;
-    Some(frame.sealed())
-}
-
-fn append_to_deltas(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let mut frame = with(frame, Encoding::Delta)?;
-    frame.payload.extend_from_slice(&[0; 5]);
-    frame.header.packed_bytes += 5;
-    frame.header.delta_bytes += 5;
-    Some(frame.sealed())
-}
-
-/// Deltas for a page that was never sent: the pages after the content are empty.
-fn of_unknown_page(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let mut frame = with(frame, Encoding::Delta)?;
-    let run = frame.runs.last_mut().filter(|run| run.encoding == Encoding::Delta)?;
-    run.first = 2048 - u64::from(run.pages);
-    Some(frame.sealed())
-}
-
-fn claims_less_deltas(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let mut frame = with(frame, Encoding::Delta)?;
-    frame.header.delta_bytes -= 1;
-    Some(frame.sealed())
-}
-
-fn flip_header(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let mut bytes = frame.clone().sealed();
-    bytes[9] ^= 4;
-    Some(bytes)
-}
-
-fn flip_table(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let mut bytes = frame.clone().sealed();
-    bytes[vmferry_wire::FRAME_HEADER_BYTES + 1] ^= 4;
-    Some(bytes)
-}
-
-fn too_long(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let mut bytes = frame.clone().sealed();
-    bytes[24..28].copy_from_slice(&u32::MAX.to_le_bytes());
-    seal_header(&mut bytes);
-    Some(bytes)
-}
-
-fn other_slot(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let mut frame = frame.clone();
-    frame.header.slot.0 += 2;
-    Some(frame.sealed())
-}
-
-fn beyond_slot(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let mut frame = frame.clone();
-    frame.runs.last_mut()?.first = 2047;
-    frame.runs.last_mut()?.pages.checked_sub(2)?;
-    Some(frame.sealed())
-}
-
-fn next_sequence(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let mut frame = frame.clone();
-    frame.header.sequence += 1;
-    Some(frame.sealed())
-}
-
-/// The last run is moved to the next lane's stripe.
-fn other_lane(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let mut frame = frame.clone();
-    frame.runs.last_mut()?.first += 512;
-    Some(frame.sealed())
-}
-
-fn end_of_round(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    // A frame of the paused round, which no later round corrects.
-    let FrameHeader { kind, round, sequence, .. } = frame.header;
-    (kind == FrameKind::Pages && round > 1 && has(frame, Encoding::Raw))
-        .then(|| FrameHeader::end_of_round(round, sequence).encode().to_vec())
-}
-
-fn half(_: &[Wire], frame: &Wire) -> Option<Vec<u8>> {
-    let bytes = with(frame, Encoding::Packed)?.sealed();
-    Some(bytes[..bytes.len() / 2].to_vec())
 }

@@ -3,9 +3,8 @@
 use std::sync::{Arc, Mutex};
 
 use crate::support::content::{guest_of, text};
-use crate::support::{
-    DestinationGuest, LateLog, PAGES, Scenario, SourceGuest, address, kept, owned,
-};
+use crate::support::logs::LateLog;
+use crate::support::{DestinationGuest, PAGES, Scenario, SourceGuest, address, kept, owned};
 use vmferry::SourceVm;
 use vmferry::source::SourceOutcome;
 use vmferry::stats::SourceStats;
@@ -139,7 +138,7 @@ fn reused(round: usize, stage: Stage) -> [u64; 2] {
 }
 
 #[test]
-fn free_pages_stay_behind_and_those_used_again_arrive_as_they_are() {
+fn free_pages_are_not_sent_and_reused_ones_arrive() {
     for late in [false, true] {
         let (mut vm, balloon) = guest(|guest, round, stage, state| {
             let now = state.hints.last().unwrap();
@@ -208,7 +207,7 @@ fn free_pages_stay_behind_and_those_used_again_arrive_as_they_are() {
 
 /// The negative control of the test above: an invalid hint loses a page, and the test detects it.
 #[test]
-fn a_page_in_use_that_is_hinted_is_lost_and_only_the_guest_is_to_blame() {
+fn free_page_hint_for_a_used_page_loses_it() {
     let (vm, _) = guest(|_, _, stage, state| {
         if stage == Stage::Hinted {
             state.hints.last().unwrap().free(0, u64::MAX, None);
@@ -226,7 +225,7 @@ fn a_page_in_use_that_is_hinted_is_lost_and_only_the_guest_is_to_blame() {
 }
 
 #[test]
-fn pages_with_a_poison_arrive_poisoned() {
+fn free_pages_with_a_poison_arrive_poisoned() {
     const POISON: u32 = 0xaaaa_aaaa;
     let (vm, balloon) = guest(|guest, round, stage, state| {
         if stage == Stage::Hinted {
@@ -254,7 +253,7 @@ fn pages_with_a_poison_arrive_poisoned() {
 /// A guest with `init_on_free` relies on free pages being zero, including those that were sent with
 /// content.
 #[test]
-fn pages_zeroed_and_hinted_after_they_were_sent_arrive_as_zeros() {
+fn free_pages_zeroed_after_they_were_sent_arrive_as_zeros() {
     let (vm, _) = guest(|guest, round, stage, state| {
         let hints = state.hints.last().unwrap();
         match (stage, round) {
@@ -284,7 +283,7 @@ fn pages_zeroed_and_hinted_after_they_were_sent_arrive_as_zeros() {
 }
 
 #[test]
-fn a_guest_that_stays_gets_its_pages_back_and_may_be_asked_again() {
+fn guest_that_stays_gets_its_free_pages_back() {
     let (mut vm, balloon) = guest(|_, _, stage, state| {
         if stage == Stage::Hinted {
             hint_all(state.hints.last().unwrap(), None);
@@ -324,7 +323,7 @@ impl FreePages for GivenUp {
 }
 
 #[test]
-fn pages_that_were_given_up_arrive_as_zeros() {
+fn discarded_pages_arrive_as_zeros() {
     let (mut vm, _) = guest(|_, _, _, _| {});
     let pages = Mutex::new((500..600).collect());
     let memory = vm.memory();

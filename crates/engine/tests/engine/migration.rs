@@ -17,7 +17,7 @@ use vmferry_net_lab::{DESTINATION_ADDRESS, Direction, Namespaces};
 use vmferry_transport::Address;
 
 #[test]
-fn a_writing_guest_arrives_whole_and_goes_on() {
+fn writing_guest_arrives_intact_and_runs_on() {
     for (channels, hot) in [(1, 300), (2, 4096), (4, 1000), (16, 3000)] {
         let mut scenario = Scenario::new();
         scenario.source.channels = channels;
@@ -28,7 +28,7 @@ fn a_writing_guest_arrives_whole_and_goes_on() {
         let SourceOutcome::Given { stats, .. } = outcome else {
             panic!("kept: {:?}", kept(outcome).1)
         };
-        assert!(!guest.is_running(), "the source's guest stands still");
+        assert!(!guest.is_running(), "the source's guest is paused");
         assert_eq!((stats.digest_match, stats.verify_match), (Some(true), Some(true)));
         assert!(stats.rounds.len() >= 2, "{stats:?}");
         assert!(stats.rounds.last().is_some_and(|round| round.paused));
@@ -47,7 +47,7 @@ fn a_writing_guest_arrives_whole_and_goes_on() {
 /// A destination that is in its VMM for longer than the silence timeout sends keepalives, and
 /// afterwards reads those of the source.
 #[test]
-fn a_vmm_that_is_slow_to_prepare_and_to_load_is_waited_for() {
+fn slow_prepare_and_load_do_not_count_as_silence() {
     in_both_ways(|mut scenario| {
         for timeouts in [&mut scenario.source.timeouts, &mut scenario.destination.timeouts] {
             timeouts.silence = Duration::from_secs(6);
@@ -79,7 +79,7 @@ fn in_both_ways(run: impl Fn(Scenario) + Sync) {
 
 /// The other direction: neither side treats the other as silent.
 #[test]
-fn vmm_that_is_slow_to_pause_and_to_save_is_waited_for() {
+fn slow_pause_and_save_do_not_count_as_silence() {
     in_both_ways(|mut scenario| {
         for timeouts in [&mut scenario.source.timeouts, &mut scenario.destination.timeouts] {
             timeouts.silence = Duration::from_secs(6);
@@ -96,7 +96,7 @@ fn vmm_that_is_slow_to_pause_and_to_save_is_waited_for() {
 
 /// Each frame takes a second, and four of each lane are acknowledged at once.
 #[test]
-fn data_that_flows_slowly_over_many_channels_is_no_stall() {
+fn slow_data_over_many_channels_does_not_count_as_a_stall() {
     let mut scenario = Scenario::new();
     scenario.source.channels = 16;
     scenario.source.max_bandwidth = Some(256 << 10);
@@ -113,7 +113,7 @@ fn data_that_flows_slowly_over_many_channels_is_no_stall() {
 
 /// Real network namespaces, and a link whose bandwidth becomes tiny as soon as the guest is paused.
 #[test]
-fn pause_on_a_link_that_slows_down_at_the_switchover_is_given_up() {
+fn pause_is_given_up_when_the_link_slows_down_at_the_switchover() {
     let namespaces = Arc::new(Namespaces::make().expect("root, and `ip`"));
     let mut scenario = Scenario::new();
     scenario.listen_at = Address::Tcp { host: DESTINATION_ADDRESS.to_string(), port: 0 };
@@ -131,7 +131,9 @@ fn pause_on_a_link_that_slows_down_at_the_switchover_is_given_up() {
                 namespaces.slow_down(Direction::ToDestination, 1000).unwrap();
             }
         });
-    let SourceOutcome::Kept { vm, error, stats } = outcome else { panic!("it was given away") };
+    let SourceOutcome::Kept { vm, error, stats } = outcome else {
+        panic!("the guest was handed over")
+    };
     let MigrateError::PauseTooLong { paused, bound, .. } = &error else { panic!("{error}") };
     assert!(paused >= bound && stats.downtime_ms >= 3000.0, "{error}, {stats:?}");
     assert_eq!(error.class(), ErrorClass::NotConverging);
@@ -141,7 +143,7 @@ fn pause_on_a_link_that_slows_down_at_the_switchover_is_given_up() {
 }
 
 #[test]
-fn a_page_that_the_log_forgets_is_found_by_verify_and_the_source_runs_on() {
+fn verify_detects_a_page_lost_by_the_log_and_the_guest_runs_on() {
     let scenario = Scenario::new();
     let (outcome, received) = scenario.run_forgetful(running_guest(500));
     let (vm, error) = kept(outcome);
@@ -153,7 +155,7 @@ fn a_page_that_the_log_forgets_is_found_by_verify_and_the_source_runs_on() {
 }
 
 #[test]
-fn cancelled_in_each_phase_the_guest_stays_and_can_be_migrated_again() {
+fn guest_canceled_in_any_phase_stays_and_can_be_migrated_again() {
     let moments: [fn(&Report) -> bool; 6] = [
         |report| matches!(report, Report::Connected { .. }),
         |report| matches!(report, Report::RoundStarted { round: 1, .. }),
@@ -188,7 +190,7 @@ fn cancelled_in_each_phase_the_guest_stays_and_can_be_migrated_again() {
 }
 
 #[test]
-fn cancelled_before_it_starts_nothing_happens() {
+fn migration_canceled_before_its_start_does_nothing() {
     let scenario = Scenario::new();
     scenario.orders.cancel();
     scenario.stop.stop();
@@ -199,7 +201,7 @@ fn cancelled_before_it_starts_nothing_happens() {
 }
 
 #[test]
-fn a_refused_guest_runs_on_and_nothing_is_left_behind() {
+fn refused_guest_runs_on_and_nothing_is_left_over() {
     let scenario = Scenario::new();
     let destination = DestinationGuest { refuse: Some("db"), ..DestinationGuest::default() };
     let (outcome, received) = scenario.run(running_guest(100), destination, |_| {});
@@ -217,7 +219,7 @@ fn a_refused_guest_runs_on_and_nothing_is_left_behind() {
 /// KEPT is not journaled in this case: the session stays open, so that a recovery tries to resume
 /// the guest again.
 #[test]
-fn a_guest_that_can_t_be_resumed_is_not_written_off() {
+fn guest_that_can_not_be_resumed_keeps_its_session_open() {
     for stuck in [true, false] {
         let scenario = Scenario::new();
         let destination = DestinationGuest { fail_load: true, ..DestinationGuest::default() };
@@ -226,7 +228,7 @@ fn a_guest_that_can_t_be_resumed_is_not_written_off() {
         let (outcome, received) = scenario.run(guest, destination, |_| {});
         let (vm, error) = kept(outcome);
         let said = matches!(error, MigrateError::Vm { action: "resume the guest", .. });
-        assert_eq!(said, stuck, "that it stands still is what is said: {error}");
+        assert_eq!(said, stuck, "the error must say that the guest is paused: {error}");
         nothing(received);
         let sessions = journals(scenario.directory.path());
         let ours = sessions.iter().find(|session| session.side == Side::Source).unwrap();
@@ -240,7 +242,7 @@ fn a_guest_that_can_t_be_resumed_is_not_written_off() {
 }
 
 #[test]
-fn state_that_does_not_load_leaves_the_guest_at_the_source() {
+fn failed_state_load_leaves_the_guest_at_the_source() {
     let scenario = Scenario::new();
     let destination = DestinationGuest { fail_load: true, ..DestinationGuest::default() };
     let (outcome, received) = scenario.run(running_guest(100), destination, |_| {});
@@ -252,7 +254,7 @@ fn state_that_does_not_load_leaves_the_guest_at_the_source() {
 }
 
 #[test]
-fn a_guest_that_writes_too_fast_is_refused_in_words() {
+fn guest_that_writes_too_fast_is_given_up_with_advice() {
     let mut scenario = Scenario::new();
     scenario.source.when_stuck = vmferry::config::WhenStuck::Refuse;
     scenario.source.max_bandwidth = Some(4 << 20);

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::support::cutter::{Channels, Cut, Cutter};
+use crate::support::logs::LateLog;
 use crate::support::{
-    DestinationGuest, LateLog, PAGES, Scenario, SourceGuest, kept, nothing, owned, running_guest,
-    test_all,
+    DestinationGuest, PAGES, Scenario, SourceGuest, kept, nothing, owned, running_guest, test_all,
 };
 use vmferry::destination::Received;
 use vmferry::source::{Report, SourceOutcome};
@@ -100,21 +100,21 @@ fn assert_whole(run: Run) -> SourceStats {
 }
 
 #[test]
-fn the_link_is_cut_in_every_round() {
+fn link_cut_in_any_round_loses_nothing() {
     for channels in [Channels::All, Channels::Lane(1), Channels::Control] {
         for round in 1..=ROUNDS {
             let cut = Cut { channels, round, lasts: lasts() };
             let stats = assert_whole(run(&mut Scenario::new(), vec![cut], None));
             assert_eq!(stats.recalls, 0, "{cut:?}");
             if channels != Channels::Control {
-                assert!(stats.resent_bytes > 0, "{cut:?}: a frame was there by half");
+                assert!(stats.resent_bytes > 0, "{cut:?}: half of a frame had arrived");
             }
         }
     }
 }
 
 #[test]
-fn the_guest_does_not_wait_for_a_link_that_is_cut_while_it_is_paused() {
+fn paused_guest_runs_on_when_the_link_is_cut() {
     for channels in [Channels::All, Channels::Lane(0), Channels::Control] {
         let stats = assert_whole(run(&mut Scenario::new(), Vec::new(), Some(channels)));
         assert_eq!(stats.recalls, 1, "{channels:?}");
@@ -124,7 +124,7 @@ fn the_guest_does_not_wait_for_a_link_that_is_cut_while_it_is_paused() {
 
 /// The round in progress when the guest was resumed was read without write protection.
 #[test]
-fn what_the_guest_writes_when_it_runs_on_is_not_missed() {
+fn writes_after_an_interrupted_pause_are_sent() {
     let mut vm = running_guest(PAGES / 16);
     vm.log = Arc::new(LateLog::new(&vm.memory()));
     let stats = assert_whole(run_guest(vm, &mut Scenario::new(), Vec::new(), Some(Channels::All)));
@@ -133,7 +133,7 @@ fn what_the_guest_writes_when_it_runs_on_is_not_missed() {
 
 /// The cable is unplugged: nothing arrives, and neither side is notified.
 #[test]
-fn a_link_that_falls_silent_is_made_again() {
+fn silent_link_is_reestablished() {
     let Ok(namespaces) = Namespaces::make() else {
         panic!("this test needs root: it makes network namespaces");
     };
@@ -175,7 +175,7 @@ fn a_link_that_falls_silent_is_made_again() {
 }
 
 #[test]
-fn every_round_is_cut_in_one_migration() {
+fn link_cut_in_every_round_of_one_migration_loses_nothing() {
     let cuts = (1..=ROUNDS).map(|round| Cut { channels: Channels::All, round, lasts: lasts() / 3 });
     let stats = assert_whole(run(&mut Scenario::new(), cuts.collect(), Some(Channels::All)));
     // The control channel and both lanes, each time.
@@ -183,7 +183,7 @@ fn every_round_is_cut_in_one_migration() {
 }
 
 #[test]
-fn a_link_that_stays_away_ends_the_migration_and_the_guest_runs_on() {
+fn link_that_stays_down_ends_the_migration_and_the_guest_runs_on() {
     for channels in [Channels::All, Channels::Lane(0)] {
         let mut scenario = Scenario::new();
         scenario.source.timeouts.reconnect = Duration::from_millis(700);
@@ -199,7 +199,7 @@ fn a_link_that_stays_away_ends_the_migration_and_the_guest_runs_on() {
 }
 
 #[test]
-fn without_reconnection_a_cut_ends_the_migration_at_once() {
+fn link_cut_without_reconnection_ends_the_migration_at_once() {
     let mut scenario = Scenario::new();
     scenario.source.timeouts.reconnect = Duration::ZERO;
     let cut = Cut { channels: Channels::Lane(1), round: 1, lasts: Duration::from_secs(3600) };

@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::support::cutter::{Channels, Cut, Cutter};
-use crate::support::streamer::{Plan, Streamer, Taker};
+use crate::support::streamer::{Plan, Streamer};
+use crate::support::taker::Taker;
 use crate::support::{Scenario, kept, nothing, owned};
 use vmferry::config::ConfigError;
 use vmferry::config::WhenStuck;
@@ -35,7 +36,7 @@ fn assert_arrived(
     assert_eq!(written.len(), taken.len());
     for (stream, (written, taken)) in written.iter().zip(taken.iter()).enumerate() {
         assert!(written.len() > 1 << 20, "there is something to compare");
-        assert!(written == taken, "stream {stream} is not as it was written");
+        assert!(written == taken, "stream {stream} differs from what was written");
     }
     assert!(!vm.runs.load(Ordering::SeqCst) && taker.runs.load(Ordering::SeqCst));
     assert_eq!(stats.digest_match, Some(true));
@@ -51,7 +52,7 @@ fn assert_kept((outcome, received): (SourceOutcome<Streamer>, Received<Taker>)) 
 }
 
 #[test]
-fn every_byte_arrives_as_it_was_written() {
+fn streams_arrive_byte_for_byte() {
     let ways = [
         CompressionWay::Off,
         CompressionWay::Delta,
@@ -83,7 +84,7 @@ fn every_byte_arrives_as_it_was_written() {
 }
 
 #[test]
-fn what_a_recogniser_takes_nothing_of_arrives_as_bytes() {
+fn streams_without_recognized_pages_arrive_as_bytes() {
     for recognised in [0, 1 << 20] {
         let plan = Plan { streams: 2, recognised, ..Plan::default() };
         let pages = 2 * plan.pages;
@@ -96,7 +97,7 @@ fn what_a_recogniser_takes_nothing_of_arrives_as_bytes() {
 }
 
 #[test]
-fn a_broken_link_costs_time_and_nothing_else() {
+fn streams_survive_a_broken_link() {
     for channels in [Channels::All, Channels::Control, Channels::Lane(0)] {
         let mut scenario = scenario();
         scenario.source.max_bandwidth = Some(8 << 20);
@@ -116,7 +117,7 @@ fn a_broken_link_costs_time_and_nothing_else() {
 }
 
 #[test]
-fn the_guest_does_not_wait_for_a_link_that_is_lost_while_it_stands_still() {
+fn paused_carried_guest_runs_on_when_the_link_is_lost() {
     for channels in [Channels::All, Channels::Control, Channels::Lane(0)] {
         let mut scenario = scenario();
         // The remaining data takes a while.
@@ -138,7 +139,7 @@ fn the_guest_does_not_wait_for_a_link_that_is_lost_while_it_stands_still() {
 }
 
 #[test]
-fn cancelled_in_each_phase_the_guest_stays() {
+fn carried_guest_canceled_in_any_phase_stays() {
     let moments: [fn(&Report) -> bool; 3] = [
         |report| matches!(report, Report::RoundStarted { round: 1, .. }),
         |report| matches!(report, Report::RoundDone(round) if round.round == 2),
@@ -162,7 +163,7 @@ fn cancelled_in_each_phase_the_guest_stays() {
 /// What reaches the destination must be a prefix of the stream without gaps, which the VMM there
 /// could not handle.
 #[test]
-fn what_was_sent_of_a_cancelled_stream_has_no_holes() {
+fn canceled_stream_is_a_prefix_without_gaps() {
     let scenario = scenario();
     let orders = scenario.orders.clone();
     let vm = Streamer::new(Plan { streams: 2, hot: 1500, drains: true, ..Plan::default() });
@@ -184,7 +185,7 @@ fn what_was_sent_of_a_cancelled_stream_has_no_holes() {
 }
 
 #[test]
-fn a_vmm_that_refuses_its_stream_says_why() {
+fn refused_stream_is_reported_with_the_vmms_reason() {
     let scenario = scenario();
     let taker = Taker { refuses_after: Some(1 << 20), ..Taker::default() };
     let vm = Streamer::new(Plan::default());
@@ -199,7 +200,7 @@ fn a_vmm_that_refuses_its_stream_says_why() {
 /// QEMU closes its channels once it has loaded the guest, whether or not their last bytes, which it
 /// does not need, have come.
 #[test]
-fn vmm_that_has_loaded_its_guest_may_close_its_streams() {
+fn streams_may_close_after_the_guest_is_loaded() {
     let taker = Taker { loaded_after: Some(1 << 20), ..Taker::default() };
     let (outcome, received) =
         scenario().run_streamed(Streamer::new(Plan::default()), taker, |_| {});
@@ -209,7 +210,7 @@ fn vmm_that_has_loaded_its_guest_may_close_its_streams() {
 }
 
 #[test]
-fn a_vmm_that_begins_with_fewer_streams_than_it_says_is_ended() {
+fn missing_streams_end_the_migration() {
     let scenario = scenario();
     let vm = Streamer::new(Plan { streams: 2, one_less: true, ..Plan::default() });
     let (outcome, received) = scenario.run_streamed(vm, Taker::default(), |_| {});
@@ -223,7 +224,7 @@ fn a_vmm_that_begins_with_fewer_streams_than_it_says_is_ended() {
 const MOST_ON_THE_WAY: u64 = 24 << 20;
 
 #[test]
-fn a_vmm_that_takes_nothing_stops_the_one_that_streams() {
+fn destination_vmm_that_reads_nothing_blocks_the_source_vmm() {
     let scenario = scenario();
     let stalls = Arc::new(AtomicBool::new(true));
     let taker = Taker { stalls: Arc::clone(&stalls), ..Taker::default() };
@@ -249,7 +250,7 @@ fn a_vmm_that_takes_nothing_stops_the_one_that_streams() {
 }
 
 #[test]
-fn what_does_not_converge_is_ended_or_forced() {
+fn carried_guest_that_does_not_converge_is_ended_or_forced() {
     let plan = || Plan { until: Arc::new(AtomicBool::new(false)), hot: 1000, ..Plan::default() };
     let slow = || {
         let mut scenario = scenario();
@@ -280,7 +281,7 @@ fn what_does_not_converge_is_ended_or_forced() {
 }
 
 #[test]
-fn nothing_can_be_verified_that_nobody_sees() {
+fn verify_is_refused_for_a_carried_guest() {
     let scenario = Scenario::new();
     scenario.stop.stop();
     let error = assert_kept(scenario.run_streamed(

@@ -8,11 +8,11 @@ use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use crate::hostile::by_hand::{begin, message};
 use crate::support::cutter::{Channels, Cut, Cutter};
-use crate::support::streamer::{Plan, Streamer, Taker};
-use crate::support::{
-    DestinationGuest, Guest, PAGES, Scenario, kept, nothing, owned, running_guest,
-};
+use crate::support::streamer::{Plan, Streamer};
+use crate::support::taker::Taker;
+use crate::support::{DestinationGuest, PAGES, Scenario, kept, nothing, owned, running_guest};
 use vmferry::config::compression::CompressionWay;
 use vmferry::config::{ConfigError, PROTOCOL_VERSIONS};
 use vmferry::destination::{Received, receive};
@@ -22,8 +22,8 @@ use vmferry::{ErrorClass, MigrateError};
 use vmferry_codec::Method;
 use vmferry_transport::{Dialer, Listener};
 use vmferry_wire::{
-    Algorithm, AlgorithmSet, CONTROL_HEADER_BYTES, ControlHeader, ControlMessage, GuestIdentity,
-    HELLO_REPLY_BYTES, Hello, HelloReply, HelloStatus, ReasonCode, Role, SessionId, Token,
+    Algorithm, AlgorithmSet, CONTROL_HEADER_BYTES, ControlMessage, HELLO_REPLY_BYTES, Hello,
+    HelloReply, HelloStatus, ReasonCode, Role, SessionId, Token,
 };
 
 /// The versions of source and destination, and the version that they negotiate.
@@ -91,7 +91,7 @@ fn streams_move_between_all_versions() {
 
 /// The greetings of the reestablished control channel and of the lanes use the same versions.
 #[test]
-fn a_lost_link_is_made_again_between_all_versions() {
+fn lost_link_is_reestablished_between_all_versions() {
     for (source, destination, version) in PAIRS {
         let mut scenario = scenario(&source, &destination);
         let path = scenario.directory.path().join("link.sock");
@@ -112,7 +112,7 @@ fn a_lost_link_is_made_again_between_all_versions() {
 }
 
 #[test]
-fn without_a_common_version_both_sides_say_what_to_do() {
+fn missing_common_version_is_reported_with_advice_on_both_sides() {
     for (source, destination) in [(2..=2, 1..=1), (1..=1, 2..=2)] {
         let scenario = scenario(&source, &destination);
         let listener = Listener::bind(&scenario.listen_at, None).unwrap();
@@ -138,7 +138,8 @@ fn without_a_common_version_both_sides_say_what_to_do() {
         let (theirs, ours) = (destination.start(), source.start());
         let words = |who: &str, theirs: &u16, ours: &u16| {
             format!(
-                "{who} speaks protocol version {theirs}, and this side version {ours}: let both sides choose the version"
+                "{who} speaks protocol version {theirs}, and this side version {ours}: let both \
+                 sides choose the version"
             )
         };
         assert!(error.to_string().contains(&words("it", theirs, ours)), "{error}");
@@ -148,7 +149,7 @@ fn without_a_common_version_both_sides_say_what_to_do() {
 }
 
 #[test]
-fn a_version_that_this_release_does_not_speak_is_no_setting() {
+fn unsupported_version_is_refused_as_a_setting() {
     let newest = *PROTOCOL_VERSIONS.end();
     let mut scenario = Scenario::new();
     for (oldest, end) in [(0, 1), (1, newest + 1), (2, 1)] {
@@ -164,7 +165,7 @@ fn a_version_that_this_release_does_not_speak_is_no_setting() {
 }
 
 #[test]
-fn a_source_packs_with_what_the_destination_can_decode() {
+fn source_compresses_only_with_what_the_destination_decodes() {
     let fixed = CompressionWay::Fixed(Method::zstd(1));
     let run = |version: u16, way: CompressionWay| {
         let mut scenario = scenario(&(1..=version), &(1..=version));
@@ -196,7 +197,7 @@ fn a_source_packs_with_what_the_destination_can_decode() {
 }
 
 #[test]
-fn a_vmm_that_takes_streams_is_offered_no_pages() {
+fn destination_vmm_without_streams_refuses_a_carried_guest() {
     let mut scenario = Scenario::new();
     scenario.source.verify = false;
     let vm = Streamer::new(Plan::default());
@@ -234,21 +235,8 @@ impl Newer {
         channel.read_exact(&mut reply).unwrap();
         let reply = HelloReply::parse(&reply).unwrap();
         assert_eq!((reply.status, reply.version), (HelloStatus::Ok, 2));
-        let begin = ControlMessage::Begin {
-            session: SessionId([3; 16]),
-            guest: GuestIdentity { uuid: uuid::Uuid::from_u128(3), name: "later".into() },
-            vmm: "threads".into(),
-            config: Vec::new(),
-            layout: Guest::layout(),
-            lanes: 1,
-            verify: false,
-            reconnect_ms: 0,
-            release: None,
-            streams: false,
-            used_bytes: Vec::new(),
-        };
         let mut bytes = Vec::new();
-        begin.encode(2, &mut bytes);
+        begin(SessionId([3; 16])).encode(2, &mut bytes);
         let mut body = bytes.split_off(CONTROL_HEADER_BYTES);
         for (number, content) in fields {
             body.extend_from_slice(&number.to_le_bytes());
@@ -263,12 +251,7 @@ impl Newer {
     }
 
     fn answer(&mut self) -> ControlMessage {
-        let mut header = [0; CONTROL_HEADER_BYTES];
-        self.0.read_exact(&mut header).unwrap();
-        let header = ControlHeader::parse(&header).unwrap();
-        let mut body = vec![0; header.body_bytes()];
-        self.0.read_exact(&mut body).unwrap();
-        header.decode(2, &body).unwrap().message
+        message(&mut self.0)
     }
 }
 
@@ -290,7 +273,7 @@ fn hear(fields: &[(u16, &[u8])]) -> (ControlMessage, MigrateError, String) {
 }
 
 #[test]
-fn what_a_newer_source_adds_is_left_out_and_told() {
+fn unknown_optional_fields_are_ignored_and_reported() {
     let (answer, _, notices) = hear(&[(40, b"what is not known yet"), (41, b"")]);
     let ControlMessage::Accept { release, algorithms, .. } = answer else { panic!("{answer:?}") };
     assert_eq!(release.unwrap().vmferry, env!("CARGO_PKG_VERSION"));
@@ -302,7 +285,7 @@ fn what_a_newer_source_adds_is_left_out_and_told() {
 }
 
 #[test]
-fn what_a_newer_source_insists_on_is_refused_by_name() {
+fn unknown_mandatory_fields_are_refused_by_name() {
     let (answer, error, notices) = hear(&[(40, b""), (41 | 1 << 15, b"")]);
     let ControlMessage::Refuse { reason, release } = answer else { panic!("{answer:?}") };
     assert_eq!(release.unwrap().vmferry, env!("CARGO_PKG_VERSION"));

@@ -11,7 +11,7 @@ fn writer() -> DestinationGuest {
 }
 
 #[test]
-fn state_load_that_writes_memory_is_no_mismatch() {
+fn verify_ignores_writes_of_the_state_load() {
     let scenario = Scenario::new();
     let (outcome, received) = scenario.run(running_guest(PAGES / 16), writer(), |_| {});
     let SourceOutcome::Given { stats, .. } = outcome else { panic!("kept: {:?}", kept(outcome).1) };
@@ -24,7 +24,7 @@ fn state_load_that_writes_memory_is_no_mismatch() {
 
 /// The negative control: a difference from what was sent is found before the state is loaded.
 #[test]
-fn dropped_page_is_found_before_the_load() {
+fn verify_detects_a_lost_page_before_the_load() {
     let (outcome, received) = Scenario::new().run_forgetful(running_guest(500));
     let (vm, error) = kept(outcome);
     let MigrateError::VerifyMismatch { compared, .. } = &error else { panic!("{error}") };
@@ -35,10 +35,10 @@ fn dropped_page_is_found_before_the_load() {
     vm.guest.pause();
 }
 
-/// A destination that speaks version 1 compares after the load, and the error says what that may
-/// mean.
+/// A destination that speaks version 1 compares after the load, and the error explains what that
+/// may mean.
 #[test]
-fn version_1_compares_after_the_load_and_says_so() {
+fn verify_in_version_1_compares_after_the_load_and_says_so() {
     let mut scenario = Scenario::new();
     scenario.destination.protocol = 1..=1;
     let (outcome, received) = scenario.run(running_guest(PAGES / 16), writer(), |_| {});

@@ -1,22 +1,17 @@
 //! A journal in a file.
 
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::thread;
-use std::time::{Duration, Instant};
 
 use crate::{GuestIdentity, SessionId};
 
+use super::lock::lock;
 use super::{BadRecord, Journal, JournalError, Record, Side, order, record};
 
-/// For how long others who only look are waited for, and how often it is tried.
-const LOOK_PATIENCE: Duration = Duration::from_millis(200);
-const LOOK_PERIOD: Duration = Duration::from_millis(1);
-
-/// A journal in a file, locked for as long as it is open: while a process leads a session, no other
-/// one may write the session's last word.
+/// A journal in a file. The file is locked while it is open, so that no other process can write the
+/// session's last record while this one leads the session.
 #[derive(Debug)]
 pub struct FileJournal {
     path: PathBuf,
@@ -25,17 +20,17 @@ pub struct FileJournal {
 }
 
 impl FileJournal {
-    /// Makes the journal of a new session, and the directory if it is missing.
+    /// Creates the journal of a new session, and the directory if it is missing.
     ///
     /// # Errors
-    /// [`JournalError::Exists`] if the session has one already, and I/O errors.
+    /// [`JournalError::Exists`] if the session already has a journal, and I/O errors.
     pub fn create(directory: &Path, session: SessionId, side: Side) -> Result<Self, JournalError> {
         make_directory(directory)?;
         Self::make(directory, session, side, Self::settle)
     }
 
-    /// Makes a journal and does the rest of its beginning. Where that fails the file goes too: nothing was promised, and
-    /// a session that never began must not look like one that was left open.
+    /// Creates a journal and initializes it with `begin`. If that fails, the file is removed:
+    /// nothing was promised, and a session that never began must not look unfinished.
     fn make(
         directory: &Path,
         session: SessionId,
@@ -52,8 +47,8 @@ impl FileJournal {
         };
         let mut journal = Self { path, file, poisoned: false };
         if let Err(error) = begin(&mut journal, directory) {
-            // Another's file that stands in its place is left alone. An empty journal is left where even the removal is
-            // refused, and says nothing.
+            // Only our own file is removed, not one that replaced it. If removal fails, an empty
+            // journal remains, which promises nothing.
             if journal.is_in_place() {
                 let _ = std::fs::remove_file(&journal.path);
             }
@@ -62,14 +57,14 @@ impl FileJournal {
         Ok(journal)
     }
 
-    /// Locks a new journal, and makes its name survive a crash as well as its content.
+    /// Locks a new journal, and makes its name as durable as its content.
     fn settle(&mut self, directory: &Path) -> Result<(), JournalError> {
         lock(&self.file, &self.path)?;
         sync_directory(directory)
     }
 
-    /// Makes the journal of a session that begins, with its first record: the guest, and the peer's address and
-    /// names. If that can't be written nothing stays behind: nothing was promised.
+    /// Creates the journal of a new session with its first record: the guest, and the peer's
+    /// address and names. If the record cannot be written, no file remains.
     ///
     /// # Errors
     /// As [`create`](Self::create) and [`append`](Journal::append).
@@ -83,7 +78,7 @@ impl FileJournal {
         Self::begin_for(directory, session, side, (guest, None), peer)
     }
 
-    /// The same of a guest that is in this process of a VMM.
+    /// Like [`begin`](Self::begin), and also records the VMM process that runs the guest.
     ///
     /// # Errors
     /// As [`begin`](Self::begin).
@@ -110,7 +105,7 @@ impl FileJournal {
         })
     }
 
-    /// Opens the journal of a session for more records, dropping a torn last line.
+    /// Opens a session's journal for more records, and truncates a torn last line.
     ///
     /// # Errors
     /// [`JournalError::InUse`] while another process leads the session, [`JournalError::Damaged`],
@@ -134,7 +129,7 @@ impl FileJournal {
         Ok((Self { path, file, poisoned: false }, records))
     }
 
-    /// Whether the open file is still the one that others find by its name.
+    /// Whether the path still names the open file.
     fn is_in_place(&self) -> bool {
         let identity = |found: std::fs::Metadata| (found.dev(), found.ino());
         match (self.file.metadata(), std::fs::symlink_metadata(&self.path)) {
@@ -155,13 +150,13 @@ impl Journal for FileJournal {
         if self.poisoned {
             return Err(JournalError::Poisoned { path: self.path.clone() });
         }
-        // A promise that whoever comes next can't find is none.
+        // A promise that later processes cannot find is void.
         if !self.is_in_place() {
             self.poisoned = true;
             return Err(JournalError::Removed { path: self.path.clone() });
         }
         let line = record.encode();
-        // One write, then one sync: after an error neither tells how much has reached the disk.
+        // One write, then one sync. After an error it is unknown how much has reached the disk.
         if let Err(source) = self.file.write_all(&line).and_then(|()| self.file.sync_data()) {
             self.poisoned = true;
             return Err(JournalError::Io { action: "write", path: self.path.clone(), source });
@@ -170,7 +165,7 @@ impl Journal for FileJournal {
     }
 }
 
-/// The records of a file, and the length in bytes of the lines that hold them.
+/// Reads the records of a file, and the length in bytes of the lines that hold them.
 pub(super) fn read(path: &Path, side: Side) -> Result<(Vec<Record>, usize), JournalError> {
     let bytes = std::fs::read(path).map_err(|source| JournalError::Io {
         action: "read",
@@ -186,55 +181,20 @@ pub(super) fn read(path: &Path, side: Side) -> Result<(Vec<Record>, usize), Jour
     })
 }
 
-/// Whether a process leads the session. One that can't be asked about is taken for led: whoever wants
-/// to write to it finds out.
-pub(super) fn is_locked(path: &Path) -> bool {
-    File::open(path).map_or(true, |file| file.try_lock_shared().is_err())
-}
-
-/// `SESSION.SIDE.journal`.
+/// The path `SESSION.SIDE.journal`.
 pub(super) fn path_of(directory: &Path, session: SessionId, side: Side) -> PathBuf {
     directory.join(format!("{session}.{}.journal", side.name()))
 }
 
-/// The session and side of a file's name, if it is a journal's.
+/// Parses a file name. `None` if the file is not a journal.
 pub(super) fn parse_name(name: &str) -> Option<(SessionId, Side)> {
     let stem = name.strip_suffix(".journal")?;
     let (session, side) = stem.split_once('.')?;
-    let side = match side {
-        "source" => Side::Source,
-        "destination" => Side::Destination,
-        _ => return None,
-    };
-    Some((session.parse().ok()?, side))
+    Some((session.parse().ok()?, side.parse().ok()?))
 }
 
-/// Locks a journal for whoever leads its session. Somebody who [asks](is_locked) whether it is led holds a shared lock
-/// for a moment, which is waited for; whoever leads it holds another kind, which is not.
-fn lock(file: &File, path: &Path) -> Result<(), JournalError> {
-    let deadline = Instant::now() + LOOK_PATIENCE;
-    let failed = |error| match error {
-        TryLockError::WouldBlock => JournalError::InUse { path: path.to_owned() },
-        TryLockError::Error(source) => {
-            JournalError::Io { action: "lock", path: path.to_owned(), source }
-        }
-    };
-    loop {
-        match file.try_lock() {
-            Err(TryLockError::WouldBlock) if Instant::now() < deadline => {}
-            other => return other.map_err(failed),
-        }
-        // Only beside shared locks is there room for one more.
-        file.try_lock_shared().map_err(failed)?;
-        let unlocked = file.unlock();
-        unlocked.map_err(|error| failed(TryLockError::Error(error)))?;
-        thread::sleep(LOOK_PERIOD);
-    }
-}
-
-/// Makes a directory that survives a crash: each new name is synced in the directory above it.
-/// Nobody else may look into it, or change what is above it: a journal says who decides about a
-/// guest.
+/// Creates a directory durably: each new name is synced in its parent directory. Other users get no
+/// access, because the journals decide who owns a guest.
 fn make_directory(directory: &Path) -> Result<(), JournalError> {
     if directory.is_dir() {
         return Ok(());
@@ -265,7 +225,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failed_write_poisons_the_journal() {
+    fn failed_write_poisons_the_journal() {
         let mut journal = FileJournal {
             path: "/dev/full".into(),
             file: OpenOptions::new().append(true).open("/dev/full").unwrap(),
@@ -279,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_journal_that_was_removed_or_replaced_takes_no_promise() {
+    fn append_refuses_a_removed_or_replaced_journal() {
         let directory = tempfile::tempdir().unwrap();
         let mut journal =
             FileJournal::create(directory.path(), SessionId([1; 16]), Side::Source).unwrap();
@@ -305,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn a_session_that_exists_is_left_alone() {
+    fn begin_keeps_an_existing_session() {
         let directory = tempfile::tempdir().unwrap();
         let journal = begin(directory.path()).unwrap();
         assert!(matches!(begin(directory.path()), Err(JournalError::Exists { .. })));
@@ -313,11 +273,11 @@ mod tests {
         assert_eq!(read(journal.path(), Side::Source).unwrap().0.len(), 1);
     }
 
-    /// Names the directory in the process that may not write to files.
+    /// Names the directory for the child process, which may not write to files.
     const FULL: &str = "VMFERRY_TEST_FULL_DISK";
 
     #[test]
-    fn a_session_that_can_not_begin_leaves_nothing() {
+    fn begin_leaves_no_file_if_it_fails() {
         if let Some(directory) = std::env::var_os(FULL) {
             let directory = Path::new(&directory);
             let error = begin(directory).unwrap_err();
@@ -326,8 +286,9 @@ mod tests {
             return;
         }
         let directory = tempfile::tempdir().unwrap();
-        // This test once more, where no file may grow: every write fails, with an error and not with a signal.
-        let test = "journal::file::tests::a_session_that_can_not_begin_leaves_nothing";
+        // Runs this test again in a process where no file may grow. Every write fails with an error
+        // instead of a signal.
+        let test = "journal::file::tests::begin_leaves_no_file_if_it_fails";
         let output = std::process::Command::new("sh")
             .args(["-c", r#"trap "" XFSZ; ulimit -f 0; exec "$0" "$@""#])
             .arg(std::env::current_exe().unwrap())
@@ -335,14 +296,14 @@ mod tests {
             .env(FULL, directory.path())
             .output()
             .unwrap();
-        let said = String::from_utf8_lossy(&output.stdout);
-        assert!(output.status.success() && said.contains("1 passed"), "{output:?}");
+        let stdout = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && stdout.contains("1 passed"), "{output:?}");
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
-        begin(directory.path()).expect("with room again the same session can begin");
+        begin(directory.path()).expect("the session can begin once there is space");
     }
 
     #[test]
-    fn whatever_fails_behind_the_name_takes_the_file_along() {
+    fn create_removes_its_own_file_if_it_fails() {
         let directory = tempfile::tempdir().unwrap();
         let path = path_of(directory.path(), SESSION, Side::Source);
         let make = |begin: &dyn Fn(&Path)| {
@@ -353,7 +314,7 @@ mod tests {
         };
         assert!(matches!(make(&|path| assert!(path.exists())), Err(JournalError::InUse { .. })));
         assert!(!path.exists());
-        // Another's file in its place is another's.
+        // A file that replaced the journal is not removed.
         let replace = |path: &Path| {
             std::fs::write(path.with_extension("new"), "other").unwrap();
             std::fs::rename(path.with_extension("new"), path).unwrap();
@@ -363,40 +324,16 @@ mod tests {
     }
 
     #[test]
-    fn who_looks_is_waited_for_and_who_leads_is_not() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("journal");
-        let open = || OpenOptions::new().append(true).create(true).open(&path).unwrap();
-        let (ours, other) = (open(), open());
-        other.lock_shared().unwrap();
-        let looking = thread::spawn(move || {
-            // For so long it looks: less than is waited for.
-            thread::sleep(Duration::from_millis(20));
-            other.unlock().unwrap();
-            other
-        });
-        lock(&ours, &path).expect("the other one only looked");
-        let other = looking.join().unwrap();
-        assert!(matches!(lock(&other, &path), Err(JournalError::InUse { .. })));
-        ours.unlock().unwrap();
-        // One who looks and never ends is given up.
-        other.lock_shared().unwrap();
-        let begun = Instant::now();
-        assert!(matches!(lock(&ours, &path), Err(JournalError::InUse { .. })));
-        assert!(begun.elapsed() >= LOOK_PATIENCE);
-    }
-
-    #[test]
-    fn an_empty_journal_is_no_unfinished_session() {
+    fn empty_journal_is_not_unfinished() {
         let directory = tempfile::tempdir().unwrap();
         drop(FileJournal::create(directory.path(), SESSION, Side::Source).unwrap());
         let sessions = crate::journal::sessions(directory.path()).unwrap();
-        assert!(!sessions[0].is_unfinished_source(), "nobody was told of it");
+        assert!(!sessions[0].is_unfinished_source(), "nothing was promised");
         let (mut journal, _) =
             FileJournal::reopen(directory.path(), SESSION, Side::Source).unwrap();
         journal.append(&Record::Commit).unwrap();
         drop(journal);
         let sessions = crate::journal::sessions(directory.path()).unwrap();
-        assert!(sessions[0].is_unfinished_source(), "whatever is promised counts");
+        assert!(sessions[0].is_unfinished_source(), "a promise counts");
     }
 }

@@ -1,48 +1,52 @@
-//! Every record as it stands on disk. What a release has written is read by all that follow.
+//! The exact form of every record on disk. Every release must read the records of all earlier ones.
 
 use super::*;
 
-/// Whether this release writes a line like that, or one before it did.
+/// Which release writes a line.
 #[derive(Clone, Copy, PartialEq)]
-enum By {
-    This,
-    /// For a line whose record has got a member more: it stays in the table, beside its successor.
-    ABefore,
+enum Writer {
+    ThisRelease,
+    /// An earlier release. When a record gets a new member, its old line stays in the table.
+    Earlier,
 }
 
-/// The kind of a record, and its JSON. A record that gets a member more gets a line more, and the line before is
-/// no longer [`By::This`].
-const LINES: [(&str, By, &str); 11] = [
+/// The kind of a record, who writes it, and its line. When a record gets a new member, add its new
+/// line and change the old line from `Writer::ThisRelease` to [`Writer::Earlier`].
+const LINES: [(&str, Writer, &str); 11] = [
     (
         "open",
-        By::This,
+        Writer::ThisRelease,
         r#"9745582e {"record":"open","guest":{"uuid":"01010101-0101-0101-0101-010101010101","name":"web"},"peer":"tls:b:7001","peer_names":["spiffe://vmferry/host/b"],"at":1760000000,"order":7,"process":"0b6f6d2e-6a5c-4d0e-9a7e-2f6f4f1f9f00/812/104733"}"#,
     ),
     (
         "open",
-        By::This,
+        Writer::ThisRelease,
         r#"0b4c62e9 {"record":"open","guest":{"uuid":"01010101-0101-0101-0101-010101010101","name":"web"},"peer":"tls:b:7001","peer_names":["spiffe://vmferry/host/b"],"at":1760000000,"order":7}"#,
     ),
     (
         "open",
-        By::ABefore,
+        Writer::Earlier,
         r#"f12adb91 {"record":"open","guest":{"uuid":"01010101-0101-0101-0101-010101010101","name":"web"},"peer":"tls:b:7001","peer_names":["spiffe://vmferry/host/b"],"at":1760000000}"#,
     ),
     (
         "open",
-        By::ABefore,
+        Writer::Earlier,
         r#"3db5cece {"record":"open","guest":{"uuid":"00000000-0000-0000-0000-000000000000","name":""},"peer":"","peer_names":[],"at":0}"#,
     ),
-    ("commit", By::This, r#"552f19b3 {"record":"commit"}"#),
-    ("given", By::This, r#"f54e283d {"record":"given","by_operator":false}"#),
-    ("given", By::This, r#"3fea0f45 {"record":"given","by_operator":true}"#),
-    ("kept", By::This, r#"6ff25576 {"record":"kept","by_operator":false}"#),
-    ("kept", By::This, r#"0408e45d {"record":"kept","by_operator":true}"#),
-    ("run-intent", By::This, r#"d3f84dc1 {"record":"run-intent"}"#),
-    ("aborted", By::This, r#"541ec486 {"record":"aborted","reason":"the link was lost"}"#),
+    ("commit", Writer::ThisRelease, r#"552f19b3 {"record":"commit"}"#),
+    ("given", Writer::ThisRelease, r#"f54e283d {"record":"given","by_operator":false}"#),
+    ("given", Writer::ThisRelease, r#"3fea0f45 {"record":"given","by_operator":true}"#),
+    ("kept", Writer::ThisRelease, r#"6ff25576 {"record":"kept","by_operator":false}"#),
+    ("kept", Writer::ThisRelease, r#"0408e45d {"record":"kept","by_operator":true}"#),
+    ("run-intent", Writer::ThisRelease, r#"d3f84dc1 {"record":"run-intent"}"#),
+    (
+        "aborted",
+        Writer::ThisRelease,
+        r#"541ec486 {"record":"aborted","reason":"the link was lost"}"#,
+    ),
 ];
 
-/// The side that writes such a record; both write the first.
+/// The side that writes a record of this kind. Both sides write `open`.
 fn side_of(kind: &str) -> Side {
     if matches!(kind, "run-intent" | "aborted") { Side::Destination } else { Side::Source }
 }
@@ -52,25 +56,28 @@ fn sealed(json: &str) -> String {
 }
 
 #[test]
-fn every_line_is_read_and_written_as_it_stands() {
-    for (kind, by, line) in LINES {
+fn every_line_round_trips() {
+    for (kind, writer, line) in LINES {
         let (records, whole) = decode(format!("{line}\n").as_bytes(), side_of(kind)).expect(line);
         assert_eq!((records.len(), whole), (1, line.len() + 1));
         assert_eq!(records[0].name(), kind);
         let written = String::from_utf8(records[0].encode()).unwrap();
-        assert!(by != By::This || written == format!("{line}\n"), "{written}");
+        assert!(writer != Writer::ThisRelease || written == format!("{line}\n"), "{written}");
     }
-    for kind in KINDS {
-        assert!(LINES.iter().any(|(of, by, _)| *of == kind && *by == By::This), "{kind}");
+    for kind in Record::VARIANTS {
+        assert!(
+            LINES.iter().any(|(of, writer, _)| of == kind && *writer == Writer::ThisRelease),
+            "{kind}"
+        );
     }
 }
 
 #[test]
-fn members_of_a_newer_release_are_left_alone() {
+fn unknown_members_are_ignored() {
     for (kind, _, line) in LINES {
         let (_, json) = line.split_once(' ').unwrap();
         let longer = json.replacen('}', r#","later":{"a":[1]}}"#, 1);
-        // Of records that hold another object the member stands in that one.
+        // In records with a nested object, the new member is in that object.
         let newer =
             if json.contains("uuid") { longer } else { json.replacen('{', r#"{"later":1,"#, 1) };
         let (records, whole) = decode(sealed(&newer).as_bytes(), side_of(kind)).expect(&newer);
@@ -80,7 +87,7 @@ fn members_of_a_newer_release_are_left_alone() {
 }
 
 #[test]
-fn a_record_of_a_newer_release_is_refused_by_name_unless_it_is_optional() {
+fn unknown_record_is_refused_by_name_unless_optional() {
     let open = LINES[0].2;
     let newer = r#"{"record":"lent","until":9}"#;
     let bytes = format!("{open}\n{}", sealed(newer));
@@ -93,8 +100,8 @@ fn a_record_of_a_newer_release_is_refused_by_name_unless_it_is_optional() {
     let bytes = format!("{open}\n{}{}", sealed(optional), sealed(commit));
     let (records, whole) = decode(bytes.as_bytes(), Side::Source).unwrap();
     assert_eq!(records.iter().map(Record::name).collect::<Vec<_>>(), ["open", "commit"]);
-    assert_eq!(whole, bytes.len(), "its line is not cut off");
-    // A promise is one, whatever it calls itself.
+    assert_eq!(whole, bytes.len(), "the line of the optional record counts");
+    // A known kind is a promise even if it is marked optional.
     let bytes = sealed(r#"{"record":"commit","optional":true}"#);
     assert_eq!(decode(bytes.as_bytes(), Side::Source).unwrap().0, [Record::Commit]);
 }

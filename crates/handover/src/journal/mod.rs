@@ -1,11 +1,13 @@
-//! The journal: what each side has promised, on disk before it acts.
+//! The journal: each side's promises, on disk before the side acts on them.
 //!
-//! One file per session and side, `SESSION.source.journal` or `SESSION.destination.journal`. A
-//! record is one line, `crc32c(hex) SP json LF`, appended and synced before [`Journal::append`]
-//! returns. A torn last line is a record that was never written; a damaged whole line
-//! is an error, since no word may be given on such a file. People can read the files.
+//! There is one file per session and side: `SESSION.source.journal` or
+//! `SESSION.destination.journal`. A record is one line, `crc32c(hex) SP json LF`. It is appended
+//! and synced before [`Journal::append`] returns. A torn last line is a record that was never
+//! written. A damaged complete line is an error, because the lost record may have been a promise.
+//! The files are readable text.
 
 mod file;
+mod lock;
 mod order;
 mod record;
 
@@ -16,48 +18,51 @@ use serde::Serialize;
 
 pub use self::file::FileJournal;
 use self::file::{parse_name, path_of};
-pub use self::order::{Order, Since, since, since_arrival, unfinished};
+pub use self::order::{
+    LaterSession, Order, later_session, later_session_after_arrival, unfinished,
+};
 pub use self::record::{BadLine, BadRecord, Record, Side, decode, decode_line};
 use crate::{
-    DestinationEffect, DestinationState, GuestIdentity, SessionId, SessionWord, SourceEffect,
-    SourceState,
+    DestinationEffect, DestinationRecords, DestinationState, GuestIdentity, SessionId, SessionWord,
+    SourceEffect, SourceRecords, SourceState,
 };
 
-/// Where records go. The engine uses [`FileJournal`]; simulations bring a disk of their own.
+/// Storage for records. The engine uses [`FileJournal`]; the simulation provides its own.
 pub trait Journal: Send {
-    /// Appends a record; on return it is on stable storage.
+    /// Appends a record. On return it is on stable storage.
     ///
     /// # Errors
-    /// The record may or may not be on disk then, and the journal takes no more records.
+    /// The record may or may not be on disk. The journal accepts no more records.
     fn append(&mut self, record: &Record) -> Result<(), JournalError>;
 }
 
-/// A journal that failed.
+/// An error of a journal.
 #[derive(Debug, thiserror::Error)]
 pub enum JournalError {
-    /// The file or its directory could not be made, read, written or synced.
+    /// The file or its directory could not be created, read, written or synced.
     #[error(
-        "can't {action} the journal {path}: check that the disk is there, writable and not full, then try again"
+        "can't {action} the journal {path}: check that the disk is there, writable and not full, \
+        then try again"
     )]
     Io {
-        /// What was tried.
+        /// The operation that failed.
         action: &'static str,
         /// The file or directory.
         path: PathBuf,
-        /// What the system said.
+        /// The operating system's error.
         #[source]
         source: io::Error,
     },
-    /// An earlier write failed, so that nobody knows what is on disk.
-    #[error("the journal {path} failed before and takes no more records")]
+    /// An earlier write failed, so it is unknown what is on disk.
+    #[error("an earlier write to the journal {path} failed, so it accepts no more records")]
     Poisoned {
         /// The file.
         path: PathBuf,
     },
-    /// The file is not where it was made: whoever looks there would not find the promise.
+    /// The path no longer names this file, so another process would not find the promise.
     #[error(
-        "the journal {path} was removed or replaced while its session goes on: leave the runtime directory alone, and \
-         keep it where nothing tidies it up"
+        "the journal {path} was removed or replaced during its session: do not delete files of \
+        the state directory, and keep it away from cleanup jobs"
     )]
     Removed {
         /// The file.
@@ -73,10 +78,11 @@ pub enum JournalError {
         /// What is wrong with it.
         reason: String,
     },
-    /// A newer release has written what may be a promise.
+    /// A newer release has written a record that may be a promise.
     #[error(
-        "the journal {path}, line {line}: a newer vmferry has written a record `{record}` that this release does not know, so it \
-         gives no word on this session: use the newer release until the session is over"
+        "the journal {path}, line {line}: a newer vmferry has written a record `{record}` that \
+        this release does not know, so it cannot answer for this session: use the newer release \
+        until the session has ended"
     )]
     Newer {
         /// The file.
@@ -87,48 +93,49 @@ pub enum JournalError {
         record: String,
     },
     /// Another process leads the session.
-    #[error("the journal {path} is in use: the process that leads the session still lives")]
+    #[error("the journal {path} is in use: the process that leads the session is still running")]
     InUse {
         /// The file.
         path: PathBuf,
     },
-    /// A session of this number is in the directory already.
-    #[error("the journal {path} exists already: a session number is used once")]
+    /// The directory already has a journal for this session.
+    #[error("the journal {path} already exists: a session number is used only once")]
     Exists {
         /// The file.
         path: PathBuf,
     },
 }
 
-/// What a directory of journals says of one session.
+/// The content of one session's journal.
 #[derive(Clone, Debug, Serialize)]
 pub struct SessionSummary {
     /// The session.
     pub session: SessionId,
-    /// Which half of the migration was on this host.
+    /// The role of this host in the migration.
     pub side: Side,
     /// All records, oldest first.
     pub records: Vec<Record>,
-    /// The verdict in one word.
+    /// The conclusion from the records.
     pub verdict: Verdict,
     /// Whether a process leads the session now, so that the verdict may still change.
     pub led: bool,
 }
 
-/// Who has the guest, by one side's journal alone.
+/// Which host has the guest, according to one side's journal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verdict {
-    /// This host has it, or had it when it crashed.
+    /// This host has the guest, or had it when the host crashed.
     Here,
     /// The other host has it.
     There,
-    /// The source has journalled COMMIT and knows nothing of what came of it.
+    /// The source has journaled COMMIT, and its journal does not say how the handover ended.
     InDoubt,
 }
 
 impl SessionSummary {
-    /// What these records of a side's journal say. `led`: whether a process leads the session now.
+    /// Summarizes the records of one side's journal. `led` says whether a process leads the session
+    /// now.
     #[must_use]
     pub fn new(session: SessionId, side: Side, records: Vec<Record>, led: bool) -> Self {
         let verdict = match side {
@@ -145,7 +152,7 @@ impl SessionSummary {
         Self { session, side, records, verdict, led }
     }
 
-    /// The guest, if the first record is there.
+    /// The guest, if the first record is present.
     #[must_use]
     pub fn guest(&self) -> Option<&GuestIdentity> {
         self.records.iter().find_map(|record| match record {
@@ -154,7 +161,7 @@ impl SessionSummary {
         })
     }
 
-    /// The process of the guest's VMM, if the first record says which one it was.
+    /// The process of the guest's VMM, if the first record names it.
     #[must_use]
     pub fn process(&self) -> Option<&str> {
         self.records.iter().find_map(|record| match record {
@@ -163,15 +170,17 @@ impl SessionSummary {
         })
     }
 
-    /// Its place among the sessions of this host; the lowest if the first record is missing.
+    /// The session's place among the sessions of this host; the lowest if the first record is
+    /// missing.
     #[must_use]
     pub fn order(&self) -> Order {
         Order::of(&self.records)
     }
 
-    /// Whether this host was the source, and the process that led the session has died before its end: the
-    /// guest may stand still, and somebody should recover it. A journal without a record is
-    /// left by one that was killed, or had no room, before its session began: nobody was told of that.
+    /// Whether this host was the source and the process that led the session died before its end.
+    /// The guest may be paused then, and needs recovery. A journal without records does not count:
+    /// its process was killed or had no disk space before the session began, so nothing was
+    /// promised.
     #[must_use]
     pub fn is_unfinished_source(&self) -> bool {
         let ended = |record: &Record| matches!(record, Record::Kept { .. } | Record::Given { .. });
@@ -182,34 +191,34 @@ impl SessionSummary {
     }
 }
 
-/// Every session whose journal is in the directory; none if there is no such directory.
+/// All sessions with a journal in the directory; empty if the directory does not exist.
 ///
 /// # Errors
-/// The first file that can't be read, is damaged, or is a newer release's.
+/// The first file that cannot be read, is damaged, or was written by a newer release.
 pub fn sessions(directory: &Path) -> Result<Vec<SessionSummary>, JournalError> {
     sessions_where(directory, |_| true)
 }
 
-/// The sessions of one guest. A journal of another one may be as it likes.
+/// The sessions of one guest. Journals of other guests may be damaged.
 ///
 /// # Errors
-/// The first file that can't be read, is damaged, or is a newer release's, and whose first record names this guest or
-/// can't be read either.
+/// The first file that cannot be read, is damaged, or was written by a newer release, if its first
+/// record names this guest or is unreadable too.
 pub fn sessions_of(
     directory: &Path,
     guest: &GuestIdentity,
 ) -> Result<Vec<SessionSummary>, JournalError> {
-    let may_be_its = |path: &Path| match order::first_record(path) {
-        Some(Record::Open { guest: its, .. }) => its == *guest,
+    let may_match = |path: &Path| match order::first_record(path) {
+        Some(Record::Open { guest: found, .. }) => found == *guest,
         _ => true,
     };
-    let mut sessions = sessions_where(directory, may_be_its)?;
+    let mut sessions = sessions_where(directory, may_match)?;
     sessions.retain(|session| session.guest() == Some(guest));
     Ok(sessions)
 }
 
-/// The sessions of the guest that is in this process of a VMM. Names and UUIDs come again: what a
-/// process has promised that is known to be another one was about a guest of before.
+/// The sessions of the guest in this VMM process. Names and UUIDs are reused, so sessions that
+/// another process is known to have led are about an earlier guest.
 ///
 /// # Errors
 /// As [`sessions_of`].
@@ -220,7 +229,7 @@ pub fn sessions_in(
 ) -> Result<Vec<SessionSummary>, JournalError> {
     let mut sessions = sessions_of(directory, guest)?;
     sessions.retain(|session| match (session.process(), process) {
-        (Some(its), Some(process)) => its == process,
+        (Some(recorded), Some(process)) => recorded == process,
         _ => true,
     });
     Ok(sessions)
@@ -244,8 +253,9 @@ fn sessions_where(
         if !wanted(&entry.path()) {
             continue;
         }
-        // Before the records: a process that ends in between has written its last one.
-        let led = file::is_locked(&path_of(directory, session, side));
+        // Checked before the records are read: a process that ends in between has written its last
+        // record.
+        let led = lock::is_locked(&path_of(directory, session, side));
         let records = read(directory, session, side)?;
         summaries.push(SessionSummary::new(session, side, records, led));
     }
@@ -253,7 +263,7 @@ fn sessions_where(
     Ok(summaries)
 }
 
-/// The place of a destination's session among those of this host.
+/// The place of a destination's session among the sessions of this host.
 ///
 /// # Errors
 /// As [`read`].
@@ -261,7 +271,7 @@ pub fn order_of(directory: &Path, session: SessionId) -> Result<Order, JournalEr
     Ok(Order::of(&read(directory, session, Side::Destination)?))
 }
 
-/// The records of one session; empty if there is no such journal.
+/// The records of one session; empty if it has no journal.
 ///
 /// # Errors
 /// [`JournalError::Damaged`] or I/O errors.
@@ -275,39 +285,39 @@ pub fn read(directory: &Path, session: SessionId, side: Side) -> Result<Vec<Reco
     }
 }
 
-/// Where a session stands at a destination that has only its journal, after a restart, and what
-/// the process that has the guest now must do: `None` if the journal does not know the session.
+/// The state of a session at a restarted destination, and the required effects, derived from its
+/// records. `None` if the journal does not know the session.
 #[must_use]
 pub fn recover_destination(
     records: &[Record],
 ) -> Option<(DestinationState, &'static [DestinationEffect])> {
     let has = |wanted: fn(&Record) -> bool| records.iter().any(wanted);
-    crate::recover_destination(
-        has(|r| matches!(r, Record::Open { .. })),
-        has(|r| matches!(r, Record::RunIntent)),
-        has(|r| matches!(r, Record::Aborted { .. })),
-    )
+    crate::recover_destination(DestinationRecords {
+        opened: has(|r| matches!(r, Record::Open { .. })),
+        intent: has(|r| matches!(r, Record::RunIntent)),
+        aborted: has(|r| matches!(r, Record::Aborted { .. })),
+    })
 }
 
-/// Where a session stands at a source that has only its journal, after the process that led it has
-/// died, and what the process that has the guest now must do.
+/// The state of a session at a source whose process died, and the required effects, derived from
+/// its records. The process that has the guest now must carry out the effects.
 #[must_use]
 pub fn recover_source(records: &[Record]) -> (SourceState, &'static [SourceEffect]) {
     let has = |wanted: fn(&Record) -> bool| records.iter().any(wanted);
-    crate::recover_source(
-        has(|r| matches!(r, Record::Commit)),
-        has(|r| matches!(r, Record::Kept { .. })),
-        has(|r| matches!(r, Record::Given { .. })),
-    )
+    crate::recover_source(SourceRecords {
+        committed: has(|r| matches!(r, Record::Commit)),
+        kept: has(|r| matches!(r, Record::Kept { .. })),
+        given: has(|r| matches!(r, Record::Given { .. })),
+    })
 }
 
-/// The word that this host, as a destination, may give about a session after a restart.
+/// The word that this host, as the destination, may give about a session after a restart.
 ///
-/// A session that was left open is closed first: ABORTED is written, then said. While another
-/// process leads the session it is pending.
+/// A session that was left open is closed first: ABORTED is written before the word is given. While
+/// another process leads the session, the word is `Pending`.
 ///
 /// # Errors
-/// If the journal can't be read, or ABORTED can't be written. No word may be given then.
+/// The journal cannot be read, or ABORTED cannot be written. No word may be given then.
 pub fn recovered_word(directory: &Path, session: SessionId) -> Result<SessionWord, JournalError> {
     match recover_destination(&read(directory, session, Side::Destination)?) {
         None => Ok(SessionWord::Unknown),
@@ -316,11 +326,11 @@ pub fn recovered_word(directory: &Path, session: SessionId) -> Result<SessionWor
     }
 }
 
-/// The name that the source of a session went by when it was opened here; none if it showed no certificate or the
-/// session is not known.
+/// The certificate name of the session's source; `None` if the source presented no certificate or
+/// the session is unknown.
 ///
 /// # Errors
-/// If the journal can't be read.
+/// The journal cannot be read.
 pub fn source_of(directory: &Path, session: SessionId) -> Result<Option<String>, JournalError> {
     let records = read(directory, session, Side::Destination)?;
     Ok(records.into_iter().find_map(|record| match record {
@@ -334,7 +344,7 @@ fn close_session(directory: &Path, session: SessionId) -> Result<SessionWord, Jo
         Err(JournalError::InUse { .. }) => return Ok(SessionWord::Pending),
         other => other?,
     };
-    // Whoever held the lock may have written its word since the first look.
+    // The process that held the lock may have written its word since the first read.
     match recover_destination(&records) {
         Some((DestinationState::AbortWriting, _)) => {
             journal.append(&Record::Aborted { reason: "the destination was restarted".into() })?;

@@ -1,12 +1,14 @@
-//! What came first in a directory of journals.
+//! The order of the sessions in a journal directory.
 //!
-//! A host's clock may jump back by hours, and then says that a guest left before it came. So each session has a
-//! number, one more than the largest in the directory when it begins, and the clock is for people only.
+//! A host's clock may jump back by hours, and then a guest seems to have left before it arrived. So
+//! each session gets a number, one more than the largest in the directory. The clock is for people
+//! only.
 //!
-//! No lock guards the number, and none is needed. Two sessions get the same one only if neither had its first
-//! record on disk when the other looked. Those of one guest never do: it leaves a host after the record by which it
-//! came there was synced, and comes back after the record by which it left was. Where a host migrates a guest to
-//! itself, the source has written its record before it announces the guest.
+//! The number needs no lock. Two sessions get the same number only if neither had its first record
+//! on disk when the other looked. Two sessions of the same guest never do: the guest leaves a host
+//! only after the record of its arrival was synced, and returns only after the record of its
+//! departure was. When a host migrates a guest to itself, the source writes its record before it
+//! announces the guest.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -16,20 +18,21 @@ use crate::{GuestIdentity, SessionId};
 
 use super::{JournalError, Record, SessionSummary, Side, Verdict, parse_name, record};
 
-/// The longest first record that is looked at, in bytes: a peer may have many names.
-const MOST_RECORD_BYTES: u64 = 1 << 20;
+/// Maximum length of a first record, in bytes. A peer may have many names.
+const MAX_RECORD_BYTES: u64 = 1 << 20;
 
-/// A session's place among those of its host. Those of releases that had no numbers come first where they are listed.
+/// A session's place among the sessions of its host. Sessions of old releases, which had no
+/// numbers, are listed first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Order {
-    /// 0 for none.
+    /// 0 if the session has no number.
     number: u64,
     /// Seconds since 1970, by this host's clock.
     at: u64,
 }
 
 impl Order {
-    /// By a journal's records; the lowest without the first.
+    /// The place of a session with these records; the lowest if the first record is missing.
     pub(super) fn of(records: &[Record]) -> Self {
         records
             .iter()
@@ -40,8 +43,8 @@ impl Order {
             .unwrap_or_default()
     }
 
-    /// Whether a session is the same or a later one. Beside one without a number, of the release before or of one that
-    /// was gone back to, the clock decides.
+    /// Whether this session is `other` or a later one. If either has no number, because an older
+    /// release wrote it, the clock decides.
     #[must_use]
     pub fn is_not_before(self, other: Self) -> bool {
         if self.number == 0 || other.number == 0 {
@@ -52,11 +55,11 @@ impl Order {
     }
 }
 
-/// The number of the next session in a directory. A journal that can't be read counts for nothing: it must not keep
-/// other guests from moving.
+/// The number of the next session in a directory. Unreadable journals are ignored, so that they do
+/// not keep other guests from moving.
 ///
 /// # Errors
-/// If the directory can't be listed.
+/// The directory cannot be listed.
 pub(super) fn next(directory: &Path) -> Result<u64, JournalError> {
     let failed = |source| JournalError::Io { action: "list", path: directory.to_owned(), source };
     let mut largest = 0;
@@ -73,7 +76,7 @@ pub(super) fn next(directory: &Path) -> Result<u64, JournalError> {
 pub(super) fn first_record(path: &Path) -> Option<Record> {
     let mut line = Vec::new();
     let file = File::open(path).ok()?;
-    BufReader::new(file).take(MOST_RECORD_BYTES).read_until(b'\n', &mut line).ok()?;
+    BufReader::new(file).take(MAX_RECORD_BYTES).read_until(b'\n', &mut line).ok()?;
     record::decode_line(line.strip_suffix(b"\n")?).ok()?
 }
 
@@ -84,67 +87,80 @@ pub(super) fn now_seconds() -> u64 {
         .map_or(0, |elapsed| elapsed.as_secs())
 }
 
-/// The sessions of a guest that this host has left open as a source, and that still matter: a guest that has come
-/// back since is here by a later promise. What a host promises to itself counts as no return.
+/// The sessions of a guest that this host, as the source, left unfinished and that still matter. If
+/// the guest has returned since, a later promise counts instead. A migration to the same host does
+/// not count as a return.
 #[must_use]
 pub fn unfinished<'a>(
     sessions: &'a [SessionSummary],
     guest: &GuestIdentity,
 ) -> Vec<&'a SessionSummary> {
     let ours = || sessions.iter().filter(|session| session.guest() == Some(guest));
-    let arrived =
-        |one: &&SessionSummary| one.side == Side::Destination && one.verdict == Verdict::Here;
+    let arrived = |candidate: &&SessionSummary| {
+        candidate.side == Side::Destination && candidate.verdict == Verdict::Here
+    };
     let arrivals: Vec<&SessionSummary> = ours().filter(arrived).collect();
     ours()
-        .filter(|one| one.is_unfinished_source())
-        .filter(|one| {
-            let mut others = arrivals.iter().filter(|arrival| arrival.session != one.session);
-            others.all(|arrival| one.order().is_not_before(arrival.order()))
+        .filter(|candidate| candidate.is_unfinished_source())
+        .filter(|candidate| {
+            let mut others = arrivals.iter().filter(|arrival| arrival.session != candidate.session);
+            others.all(|arrival| candidate.order().is_not_before(arrival.order()))
         })
         .collect()
 }
 
-/// What became of a guest after one of its sessions, as far as the journals of this host know.
+/// What happened to a guest after one of its sessions, according to this host's journals.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Since {
-    /// Nothing: the session's word about it is the last one. A later attempt that has failed has left it here.
-    Nothing,
-    /// It was sent again by this session, so that the older one's word counts no more.
+pub enum LaterSession {
+    /// Nothing: the session's word is the last one. Later attempts failed and left the guest here.
+    None,
+    /// This session sent the guest again, so the older session's word no longer counts.
     SentAgain(SessionId),
-    /// It was sent away by this session, and nobody knows whether that was before: one of the two has no number, and
-    /// by the clock, which may have jumped, it was after.
+    /// This session sent the guest away, possibly before the one in question: one of the two has no
+    /// number, and by the clock, which may have jumped, it was later.
     Unclear(SessionId),
 }
 
-/// What became of the guest of a source's session since.
+/// What happened to the guest after a source's session.
 #[must_use]
-pub fn since(sessions: &[SessionSummary], session: SessionId) -> Since {
-    since_side(sessions, session, Side::Source)
+pub fn later_session(sessions: &[SessionSummary], session: SessionId) -> LaterSession {
+    later_session_on_side(sessions, session, Side::Source)
 }
 
-/// What became of the guest of a destination's session since it came.
+/// What happened to the guest after it arrived by a destination's session.
 #[must_use]
-pub fn since_arrival(sessions: &[SessionSummary], session: SessionId) -> Since {
-    since_side(sessions, session, Side::Destination)
+pub fn later_session_after_arrival(
+    sessions: &[SessionSummary],
+    session: SessionId,
+) -> LaterSession {
+    later_session_on_side(sessions, session, Side::Destination)
 }
 
-fn since_side(sessions: &[SessionSummary], session: SessionId, side: Side) -> Since {
-    let ours = |one: &&SessionSummary| one.session == session && one.side == side;
-    let Some(ours) = sessions.iter().find(ours) else { return Since::Nothing };
-    let Some(guest) = ours.guest() else { return Since::Nothing };
-    let has = |one: &SessionSummary, wanted: fn(&Record) -> bool| one.records.iter().any(wanted);
+fn later_session_on_side(
+    sessions: &[SessionSummary],
+    session: SessionId,
+    side: Side,
+) -> LaterSession {
+    let ours = |candidate: &&SessionSummary| candidate.session == session && candidate.side == side;
+    let Some(ours) = sessions.iter().find(ours) else { return LaterSession::None };
+    let Some(guest) = ours.guest() else { return LaterSession::None };
+    let has = |candidate: &SessionSummary, wanted: fn(&Record) -> bool| {
+        candidate.records.iter().any(wanted)
+    };
     let later = sessions
         .iter()
-        .filter(|one| one.side == Side::Source && one.session != session)
-        .filter(|one| one.guest() == Some(guest) && one.order().is_not_before(ours.order()))
-        .filter(|one| !has(one, |record| matches!(record, Record::Kept { .. })));
-    let mut unclear = Since::Nothing;
-    for one in later {
-        let by_clock = one.order().number == 0 || ours.order().number == 0;
-        if by_clock && has(one, |record| matches!(record, Record::Given { .. })) {
-            unclear = Since::Unclear(one.session);
+        .filter(|candidate| candidate.side == Side::Source && candidate.session != session)
+        .filter(|candidate| {
+            candidate.guest() == Some(guest) && candidate.order().is_not_before(ours.order())
+        })
+        .filter(|candidate| !has(candidate, |record| matches!(record, Record::Kept { .. })));
+    let mut unclear = LaterSession::None;
+    for candidate in later {
+        let by_clock = candidate.order().number == 0 || ours.order().number == 0;
+        if by_clock && has(candidate, |record| matches!(record, Record::Given { .. })) {
+            unclear = LaterSession::Unclear(candidate.session);
         } else {
-            return Since::SentAgain(one.session);
+            return LaterSession::SentAgain(candidate.session);
         }
     }
     unclear
@@ -167,7 +183,7 @@ mod tests {
         SessionId([number; 16])
     }
 
-    /// A session as another version or another clock has written it.
+    /// Writes a session as another release or another clock would.
     fn write(directory: &Path, number: u8, side: Side, (at, order): (u64, u64), then: &[Record]) {
         let mut journal = FileJournal::create(directory, session(number), side).unwrap();
         let (peer, peer_names) = ("host-b".into(), vec![]);
@@ -182,31 +198,30 @@ mod tests {
         then.iter().for_each(|record| journal.append(record).unwrap());
     }
 
-    fn left_open(directory: &TempDir) -> Vec<SessionId> {
+    fn unfinished_sessions(directory: &TempDir) -> Vec<SessionId> {
         let sessions = sessions(directory.path()).unwrap();
-        unfinished(&sessions, &guest()).iter().map(|one| one.session).collect()
+        unfinished(&sessions, &guest()).iter().map(|candidate| candidate.session).collect()
     }
 
     #[test]
-    fn what_was_left_open_matters_until_the_guest_comes_back() {
+    fn unfinished_sessions_matter_until_the_guest_returns() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
         begin(path, 1, Side::Source, &[Record::Commit, Record::Kept { by_operator: false }]);
-        assert!(left_open(&directory).is_empty(), "it has an end");
+        assert!(unfinished_sessions(&directory).is_empty(), "the session has ended");
         begin(path, 2, Side::Source, &[Record::Commit]);
-        assert_eq!(left_open(&directory), [session(2)], "in doubt");
+        assert_eq!(unfinished_sessions(&directory), [session(2)], "in doubt");
         begin(path, 3, Side::Destination, &[Record::Aborted { reason: "no".into() }]);
-        assert_eq!(left_open(&directory), [session(2)], "nobody came");
+        assert_eq!(unfinished_sessions(&directory), [session(2)], "the destination aborted");
         begin(path, 4, Side::Destination, &[Record::RunIntent]);
-        assert!(left_open(&directory).is_empty(), "the guest is here by a later promise");
+        assert!(unfinished_sessions(&directory).is_empty(), "a later promise keeps the guest here");
         begin(path, 5, Side::Source, &[]);
-        assert_eq!(left_open(&directory), [session(5)], "its process has died before COMMIT");
+        assert_eq!(unfinished_sessions(&directory), [session(5)], "its process died before COMMIT");
     }
 
-    /// Guests without a UUID, or a guest that was started again: one process after another has the
-    /// same name.
+    /// Guests without a UUID, or restarted guests: several processes use the same name.
     #[test]
-    fn what_another_process_has_promised_concerns_no_guest_of_that_name() {
+    fn sessions_in_ignores_other_processes_of_the_same_name() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
         let peer = ("host-b", [].as_slice());
@@ -219,70 +234,77 @@ mod tests {
         let open_in = |process: Option<&str>| {
             let sessions = super::super::sessions_in(path, &guest(), process).unwrap();
             let open = unfinished(&sessions, &guest());
-            open.iter().map(|one| one.session).collect::<Vec<_>>()
+            open.iter().map(|candidate| candidate.session).collect::<Vec<_>>()
         };
         assert_eq!(open_in(Some("boot/7/100")), [session(1)]);
-        assert_eq!(open_in(Some("boot/7/900")), [], "its number has come again");
-        assert_eq!(open_in(None), [session(1)], "nobody knows which process it is");
+        assert_eq!(open_in(Some("boot/7/900")), [], "the process ID was reused");
+        assert_eq!(open_in(None), [session(1)], "the process is unknown");
 
-        // Nor is a guest that was paused and promised by nobody taken for one that was sent again.
+        // A session of another process does not send this guest again.
         begin_in(2, "boot/8/200").append(&Record::Commit).unwrap();
         let sessions = super::super::sessions_in(path, &guest(), Some("boot/7/100")).unwrap();
-        assert_eq!(since(&sessions, session(1)), Since::Nothing);
-        // One of a release that wrote no process may be any.
+        assert_eq!(later_session(&sessions, session(1)), LaterSession::None);
+        // A session that names no process may be of any process.
         begin(path, 3, Side::Source, &[Record::Commit]);
         assert_eq!(open_in(Some("boot/7/900")), [session(3)]);
     }
 
     #[test]
-    fn a_clock_that_jumps_back_turns_nothing_round() {
-        // The guest was promised away at noon, and has come back at what this host's clock took for nine o'clock.
+    fn order_survives_a_clock_that_jumps_back() {
+        // The guest was committed at noon, and returned when this host's clock said nine o'clock.
         let (noon, nine) = (43_200, 32_400);
         let come = [Record::RunIntent];
         let directory = tempfile::tempdir().unwrap();
         write(directory.path(), 1, Side::Source, (noon, 1), &[Record::Commit]);
         write(directory.path(), 2, Side::Destination, (nine, 2), &come);
-        assert!(left_open(&directory).is_empty(), "it is here, whatever the clock says");
+        assert!(
+            unfinished_sessions(&directory).is_empty(),
+            "the guest is here, regardless of the clock"
+        );
         let order: Vec<_> =
-            sessions(directory.path()).unwrap().iter().map(|one| one.session).collect();
+            sessions(directory.path()).unwrap().iter().map(|candidate| candidate.session).collect();
         assert_eq!(order, [session(1), session(2)]);
 
-        // Negative control: without numbers the clock decides, and the guest that runs here would be asked away.
+        // Negative control: without numbers the clock decides, and the running guest would count as
+        // left open.
         let directory = tempfile::tempdir().unwrap();
         write(directory.path(), 1, Side::Source, (noon, 0), &[Record::Commit]);
         write(directory.path(), 2, Side::Destination, (nine, 0), &come);
-        assert_eq!(left_open(&directory), [session(1)]);
+        assert_eq!(unfinished_sessions(&directory), [session(1)]);
     }
 
     #[test]
-    fn a_clock_that_jumps_forward_and_is_set_right_turns_nothing_round() {
-        // It came at nine, by a clock that was a day ahead, and was promised away at noon.
+    fn order_survives_a_clock_that_jumps_forward() {
+        // The guest arrived at nine by a clock that was a day ahead, and was committed at noon.
         let directory = tempfile::tempdir().unwrap();
         write(directory.path(), 1, Side::Destination, (118_800, 1), &[Record::RunIntent]);
         write(directory.path(), 2, Side::Source, (43_200, 2), &[Record::Commit]);
-        assert_eq!(left_open(&directory), [session(2)], "it is still in doubt");
+        assert_eq!(unfinished_sessions(&directory), [session(2)], "the session is still in doubt");
     }
 
     #[test]
-    fn beside_journals_without_numbers_the_clock_decides() {
+    fn order_uses_the_clock_for_journals_without_numbers() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
         write(path, 1, Side::Source, (1_600_000_000, 0), &[Record::Commit]);
         write(path, 2, Side::Source, (1_500_000_000, 0), &[Record::Commit]);
-        assert_eq!(left_open(&directory), [session(2), session(1)]);
+        assert_eq!(unfinished_sessions(&directory), [session(2), session(1)]);
         begin(path, 3, Side::Destination, &[Record::RunIntent]);
-        assert!(left_open(&directory).is_empty(), "written by the release before");
+        assert!(unfinished_sessions(&directory).is_empty(), "written by an older release");
         begin(path, 4, Side::Source, &[Record::Commit]);
-        assert_eq!(left_open(&directory), [session(4)]);
+        assert_eq!(unfinished_sessions(&directory), [session(4)]);
         write(path, 5, Side::Destination, (4_000_000_000, 0), &[Record::RunIntent]);
-        assert!(left_open(&directory).is_empty(), "by a release that was gone back to");
+        assert!(
+            unfinished_sessions(&directory).is_empty(),
+            "written by an older release after a rollback"
+        );
     }
 
     #[test]
-    fn a_session_is_overtaken_by_a_later_one_that_did_not_fail() {
+    fn later_session_ignores_earlier_failed_and_other_sessions() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
-        let what = || since(&sessions(path).unwrap(), session(2));
+        let later = || later_session(&sessions(path).unwrap(), session(2));
         let kept = Record::Kept { by_operator: false };
         begin(path, 1, Side::Source, &[Record::Commit, Record::Given { by_operator: false }]);
         begin(path, 2, Side::Source, std::slice::from_ref(&kept));
@@ -292,43 +314,43 @@ mod tests {
         journal.append(&Record::Commit).unwrap();
         begin(path, 4, Side::Destination, &[Record::Aborted { reason: "no".into() }]);
         begin(path, 5, Side::Source, &[Record::Commit, kept]);
-        assert_eq!(what(), Since::Nothing, "before, another guest, and an attempt that failed");
+        assert_eq!(later(), LaterSession::None, "earlier, of another guest, or failed");
         begin(path, 6, Side::Source, &[]);
-        assert_eq!(what(), Since::SentAgain(session(6)), "one that is under way");
-        assert_eq!(since(&[], session(2)), Since::Nothing, "nothing is known");
+        assert_eq!(later(), LaterSession::SentAgain(session(6)), "a running session");
+        assert_eq!(later_session(&[], session(2)), LaterSession::None, "no journals");
     }
 
     #[test]
-    fn since_arrival_finds_the_session_that_sent_the_guest_on() {
+    fn later_session_after_arrival_finds_the_session_that_sent_the_guest_on() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
-        let what = || since_arrival(&sessions(path).unwrap(), session(2));
+        let later = || later_session_after_arrival(&sessions(path).unwrap(), session(2));
         begin(path, 1, Side::Source, &[Record::Commit]);
         begin(path, 2, Side::Destination, &[Record::RunIntent]);
-        assert_eq!(what(), Since::Nothing, "it was sent away before it came back");
+        assert_eq!(later(), LaterSession::None, "that session ended before the guest arrived");
         begin(path, 3, Side::Source, &[Record::Kept { by_operator: false }]);
-        assert_eq!(what(), Since::Nothing, "an attempt that failed");
+        assert_eq!(later(), LaterSession::None, "a failed attempt");
         begin(path, 4, Side::Source, &[Record::Commit]);
-        assert_eq!(what(), Since::SentAgain(session(4)));
+        assert_eq!(later(), LaterSession::SentAgain(session(4)));
     }
 
     #[test]
-    fn a_session_without_a_number_that_gave_the_guest_away_may_have_been_before() {
+    fn later_session_is_unclear_without_a_number() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
         let given = [Record::Commit, Record::Given { by_operator: false }];
         begin(path, 1, Side::Source, &[]);
-        let what = || since(&sessions(path).unwrap(), session(1));
+        let later = || later_session(&sessions(path).unwrap(), session(1));
         write(path, 2, Side::Source, (1_600_000_000, 0), &given);
-        assert_eq!(what(), Since::Nothing, "long before, by the clock");
+        assert_eq!(later(), LaterSession::None, "long before by the clock");
         write(path, 3, Side::Source, (4_000_000_000, 0), &given);
-        assert_eq!(what(), Since::Unclear(session(3)));
+        assert_eq!(later(), LaterSession::Unclear(session(3)));
         write(path, 4, Side::Source, (4_000_000_000, 0), &[Record::Commit]);
-        assert_eq!(what(), Since::SentAgain(session(4)), "somebody may still run it there");
+        assert_eq!(later(), LaterSession::SentAgain(session(4)), "the other host may run it");
     }
 
     #[test]
-    fn a_damaged_journal_of_another_guest_is_no_hindrance() {
+    fn sessions_of_ignores_damaged_journals_of_other_guests() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
         begin(path, 1, Side::Source, &[Record::Commit]);
@@ -344,23 +366,26 @@ mod tests {
         };
         damage(2, &other);
         assert!(sessions(path).is_err());
-        let its = sessions_of(path, &guest()).unwrap();
-        assert_eq!(its.iter().map(|one| one.session).collect::<Vec<_>>(), [session(1)]);
+        let found = sessions_of(path, &guest()).unwrap();
+        assert_eq!(
+            found.iter().map(|candidate| candidate.session).collect::<Vec<_>>(),
+            [session(1)]
+        );
         damage(3, &guest());
-        assert!(sessions_of(path, &guest()).is_err(), "this one may have given it away");
+        assert!(sessions_of(path, &guest()).is_err(), "this session may have given the guest away");
     }
 
     #[test]
-    fn what_a_host_promises_to_itself_is_no_return() {
+    fn unfinished_includes_a_migration_to_the_same_host() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
         begin(path, 1, Side::Source, &[Record::Commit]);
         begin(path, 1, Side::Destination, &[Record::RunIntent]);
-        assert_eq!(left_open(&directory), [session(1)], "its QEMU must not be continued");
+        assert_eq!(unfinished_sessions(&directory), [session(1)], "the guest must not be resumed");
     }
 
     #[test]
-    fn the_next_number_is_past_the_largest_and_past_what_can_not_be_read() {
+    fn next_exceeds_the_largest_number_and_ignores_unreadable_journals() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
         assert_eq!(next(path).unwrap(), 1);

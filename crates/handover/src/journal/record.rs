@@ -1,125 +1,118 @@
 //! The records of a journal and their form on disk.
 //!
-//! What is on disk outlives the release that wrote it, in both directions: hosts are upgraded, and rolled back. So members
-//! of a record that this release does not know are left alone, in the file too. A record that it does not know may be
-//! a promise: then no word is given on the journal. One whose line says `"optional":true` is none, and is left out.
+//! Journals outlive the release that wrote them, because hosts are upgraded and rolled back. So
+//! unknown members of a record are ignored, and stay in the file. An unknown record may be a
+//! promise, so no word is given from its journal. Unknown records with `"optional":true` promise
+//! nothing and are skipped.
 
 use crate::GuestIdentity;
 use serde::{Deserialize, Serialize};
+use strum::{EnumString, IntoStaticStr, VariantNames};
 
-/// One promise or outcome.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// A promise or an outcome.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, IntoStaticStr, VariantNames)]
 #[serde(tag = "record", rename_all = "kebab-case")]
+#[strum(serialize_all = "kebab-case")]
 pub enum Record {
-    /// The session began: written before anything else, on both sides.
+    /// The session began. Both sides write this before anything else.
     Open {
         /// The guest.
         guest: GuestIdentity,
-        /// The other host, as it was reached or as its certificate names it.
+        /// The other host: its address, or the name in its certificate.
         peer: String,
         /// The names in the peer's certificate; empty without TLS.
         peer_names: Vec<String>,
-        /// Seconds since 1970 by this host's clock, for people. What came first is told by `order`.
+        /// Seconds since 1970 by this host's clock, for people. Use `order` to compare sessions.
         at: u64,
-        /// One more than the largest in the directory when the session began; 0 in the journals of old versions,
-        /// which had none.
+        /// One more than the largest in the directory when the session began; 0 in journals of old
+        /// releases, which had no numbers.
         #[serde(default)]
         order: u64,
-        /// The process of the guest's VMM on this host, if it is one that outlives the process that
-        /// leads the session: by the host's boot, its number and its start, so that no other
-        /// process is ever called so. Old versions wrote none.
+        /// The process of the guest's VMM on this host, if it outlives the process that leads the
+        /// session. It is identified by the host's boot ID, its process ID and its start time, so
+        /// that no other process ever has the same value. Old releases wrote none.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         process: Option<String>,
     },
-    /// Source: the guest never runs here again, unless the destination says ABORTED.
+    /// Source: the guest never runs here again, unless the destination answers ABORTED.
     Commit,
-    /// Source: the destination has the guest.
+    /// Source: the destination owns the guest.
     Given {
-        /// Whether an operator said so instead of the destination.
+        /// Whether an operator decided this instead of the destination.
         by_operator: bool,
     },
-    /// Source: the guest runs here.
+    /// Source: the source owns the guest.
     Kept {
-        /// Whether an operator said so.
+        /// Whether an operator decided this.
         by_operator: bool,
     },
-    /// Destination: the guest is this host's from now on.
+    /// Destination: this host owns the guest from now on.
     RunIntent,
     /// Destination: the guest never ran here and never will.
     Aborted {
-        /// Why, for people.
+        /// The reason, for people.
         reason: String,
     },
 }
 
-/// Which half of a migration a journal belongs to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+/// The side of a migration that a journal belongs to.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, EnumString, IntoStaticStr,
+)]
 #[serde(rename_all = "kebab-case")]
+#[strum(serialize_all = "kebab-case")]
 pub enum Side {
     /// The host that the guest leaves.
     Source,
-    /// The host that it goes to.
+    /// The host that the guest moves to.
     Destination,
 }
 
 impl Side {
-    /// `source` or `destination`.
+    /// The name, `source` or `destination`.
     #[must_use]
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Source => "source",
-            Self::Destination => "destination",
-        }
+        self.into()
     }
 }
 
-/// Why the bytes of a journal are not records.
+/// A line of a journal that is not a valid record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BadLine {
     /// Line number, from 1.
     pub line: usize,
-    /// What is wrong with it.
+    /// The problem.
     pub reason: BadRecord,
 }
 
-/// What is wrong with a line.
+/// The problem with a line of a journal.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadRecord {
-    /// It was damaged, or never was a record.
+    /// The line is damaged, or was never a record.
     #[error("{0}")]
     Damaged(String),
-    /// It is whole, and of a kind that a newer release writes.
+    /// The line is valid, but a newer release's kind of record.
     #[error("a newer vmferry has written a record `{0}` that this release does not know")]
     Unknown(String),
 }
 
-/// What every record has, of whatever release.
+/// The members that every record of every release has.
 #[derive(Deserialize)]
 struct Kind {
     record: String,
-    /// Whether nothing is promised by it.
+    /// Whether the record promises nothing.
     #[serde(default)]
     optional: bool,
 }
-
-/// The kinds of this release.
-const KINDS: [&str; 6] = ["open", "commit", "given", "kept", "run-intent", "aborted"];
 
 impl Record {
     /// The record's name on disk.
     #[must_use]
     pub fn name(&self) -> &'static str {
-        match self {
-            Self::Open { .. } => "open",
-            Self::Commit => "commit",
-            Self::Given { .. } => "given",
-            Self::Kept { .. } => "kept",
-            Self::RunIntent => "run-intent",
-            Self::Aborted { .. } => "aborted",
-        }
+        self.into()
     }
 
-    /// Whether this side ever writes such a record.
+    /// Whether this side writes this kind of record.
     #[must_use]
     pub fn is_of(&self, side: Side) -> bool {
         match self {
@@ -129,7 +122,7 @@ impl Record {
         }
     }
 
-    /// The record as it stands on disk: one line.
+    /// The record's line on disk.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let json = serde_json::to_string(self).expect("a record has only strings and numbers");
@@ -137,14 +130,15 @@ impl Record {
     }
 }
 
-/// The records of the bytes of this side's journal, and the length in bytes of the lines that hold them.
+/// Decodes the records of one side's journal. Also returns the length in bytes of the lines that
+/// hold them.
 ///
-/// What follows the last line's end is a record that was torn while it was written, and so was
-/// never promised. A whole line that is damaged is another matter: it *was* promised. A record that
-/// only the other side writes is in a file that was renamed or put together: no word may be given on it.
+/// Bytes after the last line feed are a record that was torn during its write, and so was never
+/// promised. A damaged complete line *was* promised. A record that only the other side writes means
+/// that the file was renamed or assembled, and no word may be given from it.
 ///
 /// # Errors
-/// The first line that is damaged, is a newer release's, or is the other side's.
+/// The first line that is damaged, written by a newer release, or written by the other side.
 pub fn decode(bytes: &[u8], side: Side) -> Result<(Vec<Record>, usize), BadLine> {
     let mut records = Vec::new();
     let mut whole = 0;
@@ -164,10 +158,10 @@ pub fn decode(bytes: &[u8], side: Side) -> Result<(Vec<Record>, usize), BadLine>
     Ok((records, whole))
 }
 
-/// The record of one line, without its end; none if it need not be known.
+/// Decodes one line without its line feed; `None` for an unknown optional record.
 ///
 /// # Errors
-/// What is wrong with it.
+/// The problem with the line.
 pub fn decode_line(line: &[u8]) -> Result<Option<Record>, BadRecord> {
     let damaged = |text: &str| BadRecord::Damaged(text.to_owned());
     let line = std::str::from_utf8(line).map_err(|_| damaged("not text"))?;
@@ -178,7 +172,7 @@ pub fn decode_line(line: &[u8]) -> Result<Option<Record>, BadRecord> {
     }
     let bad = |error: serde_json::Error| BadRecord::Damaged(error.to_string());
     let kind: Kind = serde_json::from_str(json).map_err(bad)?;
-    match (KINDS.contains(&kind.record.as_str()), kind.optional) {
+    match (Record::VARIANTS.contains(&kind.record.as_str()), kind.optional) {
         (true, _) => serde_json::from_str(json).map(Some).map_err(bad),
         (false, true) => Ok(None),
         (false, false) => Err(BadRecord::Unknown(kind.record)),

@@ -1,4 +1,4 @@
-//! Journals as they are found: whole, torn, damaged, led by others.
+//! Journals that are complete, torn, damaged, or led by another process.
 
 use super::*;
 
@@ -18,7 +18,7 @@ fn open() -> Record {
 }
 
 #[test]
-fn records_come_back_in_order() {
+fn sessions_returns_records_in_order() {
     let directory = tempfile::tempdir().unwrap();
     let mut journal = FileJournal::create(directory.path(), session(), Side::Source).unwrap();
     journal.append(&open()).unwrap();
@@ -30,7 +30,7 @@ fn records_come_back_in_order() {
 }
 
 #[test]
-fn a_torn_tail_at_any_byte_is_a_record_never_written() {
+fn torn_record_was_never_written() {
     let directory = tempfile::tempdir().unwrap();
     let mut journal = FileJournal::create(directory.path(), session(), Side::Destination).unwrap();
     journal.append(&open()).unwrap();
@@ -52,7 +52,7 @@ fn a_torn_tail_at_any_byte_is_a_record_never_written() {
 }
 
 #[test]
-fn damage_before_the_end_gives_no_word() {
+fn damaged_line_gives_no_word() {
     let directory = tempfile::tempdir().unwrap();
     let mut journal = FileJournal::create(directory.path(), session(), Side::Destination).unwrap();
     journal.append(&open()).unwrap();
@@ -67,14 +67,14 @@ fn damage_before_the_end_gives_no_word() {
 }
 
 #[test]
-fn what_a_newer_release_wrote_gives_no_word_and_stays_on_disk() {
+fn record_of_a_newer_release_gives_no_word_and_stays_on_disk() {
     let directory = tempfile::tempdir().unwrap();
     let mut journal = FileJournal::create(directory.path(), session(), Side::Destination).unwrap();
     journal.append(&open()).unwrap();
     let path = journal.path().to_owned();
     drop(journal);
     let before = std::fs::read_to_string(&path).unwrap();
-    // CRC-32C of the JSON, as a newer release would write it.
+    // The checksums are the CRC-32C of the JSON.
     let optional = "8c2e7ad4 {\"record\":\"seen\",\"optional\":true}\n";
     std::fs::write(&path, format!("{before}{optional}")).unwrap();
     assert_eq!(recovered_word(directory.path(), session()).unwrap(), SessionWord::Aborted);
@@ -97,7 +97,7 @@ fn what_a_newer_release_wrote_gives_no_word_and_stays_on_disk() {
 }
 
 #[test]
-fn a_journal_of_the_other_side_gives_no_word() {
+fn journal_of_the_other_side_gives_no_word() {
     let directory = tempfile::tempdir().unwrap();
     let mut journal = FileJournal::create(directory.path(), session(), Side::Source).unwrap();
     journal.append(&open()).unwrap();
@@ -111,14 +111,14 @@ fn a_journal_of_the_other_side_gives_no_word() {
 }
 
 #[test]
-fn an_unknown_session_is_unknown_and_not_aborted() {
+fn unknown_session_is_not_aborted() {
     let directory = tempfile::tempdir().unwrap();
     assert_eq!(recovered_word(directory.path(), session()).unwrap(), SessionWord::Unknown);
     assert!(sessions(&directory.path().join("missing")).unwrap().is_empty());
 }
 
 #[test]
-fn a_damaged_last_line_gives_no_word_either() {
+fn damaged_last_line_gives_no_word() {
     let directory = tempfile::tempdir().unwrap();
     let mut journal = FileJournal::create(directory.path(), session(), Side::Destination).unwrap();
     journal.append(&open()).unwrap();
@@ -127,7 +127,7 @@ fn a_damaged_last_line_gives_no_word_either() {
     let end = bytes.len();
     bytes[end - 3] ^= 1;
     std::fs::write(journal.path(), &bytes).unwrap();
-    // The guest may run by this promise: ABORTED would make it two.
+    // The guest may run because of this promise. ABORTED would allow a second one.
     assert!(matches!(
         recovered_word(directory.path(), session()),
         Err(JournalError::Damaged { line: 2, .. })
@@ -135,7 +135,7 @@ fn a_damaged_last_line_gives_no_word_either() {
 }
 
 #[test]
-fn a_session_that_a_process_leads_is_not_aborted_by_another() {
+fn led_session_is_not_aborted_by_another_process() {
     let directory = tempfile::tempdir().unwrap();
     let mut journal = FileJournal::create(directory.path(), session(), Side::Destination).unwrap();
     journal.append(&open()).unwrap();

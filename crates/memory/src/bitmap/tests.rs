@@ -78,7 +78,8 @@ proptest! {
         let mut bitmap = PageBitmap::new(pages);
         bitmap.or_words(first, &words);
         let mut naive = PageBitmap::new(pages);
-        for page in (0..words.len() as u64 * 64).filter(|page| words[(page / 64) as usize] >> (page % 64) & 1 == 1) {
+        let is_set = |page: &u64| words[(page / 64) as usize] >> (page % 64) & 1 == 1;
+        for page in (0..words.len() as u64 * 64).filter(is_set) {
             let page = first as u64 * 64 + page;
             if page < pages {
                 naive.set(page);
@@ -114,7 +115,7 @@ proptest! {
 }
 
 #[test]
-fn what_is_cleared_is_equal_to_what_was_never_set() {
+fn cleared_bitmap_equals_a_new_one() {
     let (mut cleared, fresh) = (PageBitmap::new(5000), PageBitmap::new(5000));
     cleared.set_run(600, 3000);
     assert_ne!(cleared, fresh);
@@ -139,6 +140,6 @@ fn bits_beyond_the_end_stay_clear() {
 
 #[test]
 #[should_panic(expected = "beyond a bitmap of 64 pages")]
-fn a_run_beyond_the_end_is_a_bug() {
+fn set_run_beyond_the_end_panics() {
     PageBitmap::new(64).set_run(60, u64::MAX);
 }

@@ -7,7 +7,7 @@
 //! are skipped at memory speed. The positions in other words are written without a branch per bit,
 //! because mispredicted branches dominate the time with scattered pages.
 //!
-//! How the positions are written is chosen when it runs: with AVX-512 (VBMI2), with AVX2 and BMI, or
+//! The kernel that writes the positions is chosen at run time: AVX-512 (VBMI2), AVX2 and BMI, or
 //! with what every machine has.
 
 mod batch;

@@ -96,11 +96,11 @@ pub struct Crashing {
 }
 
 impl Crashing {
-    /// Starts this program again to run `the_child` only.
+    /// Starts this program again to run `child_process_of_the_test` only.
     fn start(kind: &str, undone: bool) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "the_child", "--nocapture"])
+            .args(["--exact", "child_process_of_the_test", "--nocapture"])
             .env(CHILD, format!("{kind} {undone}"))
             .current_dir(directory.path())
             .process_group(0)

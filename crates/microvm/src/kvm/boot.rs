@@ -1,9 +1,9 @@
-//! Puts the guest into memory and every vCPU at its 64-bit entry.
+//! Loads the guest into memory, and sets every vCPU to its 64-bit entry point.
 //!
-//! The guest-physical map is in `guest/kernel.h`. A vCPU starts in long mode at CPL 0 with
+//! The guest-physical memory map is in `guest/kernel.h`. A vCPU starts in long mode at CPL 0 with
 //! interrupts off, RDI = its index, and CR3 = identity tables of 2 MiB pages over all RAM and the
-//! first 4 GiB (where the LAPIC is). Selectors are Linux's, which is what a KVM without nested
-//! hardware virtualisation (PVM) wants, and what no other KVM minds.
+//! first 4 GiB (where the LAPIC is). The segment selectors are those of Linux, which a KVM without
+//! nested hardware virtualization (PVM) requires and any other KVM accepts.
 
 use std::io::Cursor;
 
@@ -15,46 +15,47 @@ use vm_memory::{ByteValued, Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::{KvmError, MemorySlot};
 
-/// The bare-metal guest, built from `guest/` by this crate's build script: an ELF that other VMMs
-/// boot by its PVH note.
+/// The bare-metal guest, built from `guest/` by this crate's build script. Other VMMs boot this ELF
+/// file by its PVH note.
 pub static GUEST_ELF: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/guest.elf"));
 
-/// RAM above this address starts again at [`HIGH_RAM`]: the hole is for the LAPIC and the IOAPIC.
+/// End of low RAM. RAM continues at [`HIGH_RAM`]. The hole has room for the LAPIC and the IOAPIC.
 pub const LOW_RAM_END: u64 = 3 << 30;
-/// Where RAM continues.
+/// Start of high RAM.
 pub const HIGH_RAM: u64 = 4 << 30;
-/// Where the two slots of the workload `display` are: the frame buffer, and the one beside it that
-/// is written once. In the hole, where QEMU's VGA has its frame buffer (`guest/report.h`).
+/// Address of the frame buffer of the workload `display`. It is in the hole, where QEMU's VGA has
+/// its frame buffer (`guest/report.h`).
 pub const DISPLAY: u64 = 0xfd00_0000;
-/// The slot beside the frame buffer.
+/// Address of the slot after the frame buffer, which the workload `display` writes only once.
 pub const STILL: u64 = DISPLAY + DISPLAY_BYTES;
-/// Size of each of the two.
+/// Size of each of these two slots.
 pub const DISPLAY_BYTES: u64 = 32 << 10;
-/// Below it is the machine's and the guest kernel's memory; the workload's begins here.
+/// Size of the memory that is reserved for boot structures and the guest kernel. The memory of the
+/// workload begins here.
 const RESERVED_BYTES: u64 = 16 << 20;
 
 const BOOT_PARAMETERS: u64 = 0x6000;
 const COMMAND_LINE: u64 = 0x7000;
-/// With the terminating NUL.
+/// Size including the terminating NUL.
 const COMMAND_LINE_BYTES: usize = 4096;
 const PML4: u64 = 0x4_0000;
 const PDPT: u64 = 0x4_1000;
 const BOOT_GDT: u64 = 0x4_2000;
 const PAGE_DIRECTORIES: u64 = 0x20_0000;
-/// One PDPT's worth of page directories.
+/// The page directories of one PDPT.
 const MAPPED_GIB_MAX: u64 = 512;
 
 const BOOT_MAGIC: u64 = u64::from_le_bytes(*b"VMFERRYB");
 const BOOT_VERSION: u32 = 3;
 
-/// Present, writable, user: the workload runs in ring 3 on the same tables.
+/// Flags: present, writable, user. The workload runs in ring 3 on the same tables.
 const TABLE: u64 = 0x7;
-/// The same, and 2 MiB large.
+/// Flags: those of `TABLE`, and a page of 2 MiB.
 const LARGE_PAGE: u64 = 0x87;
 
 const KERNEL_CS: u16 = 0x10;
 const KERNEL_DS: u16 = 0x18;
-/// The guest loads a table of its own at once; this one is for the first instructions.
+/// For the first instructions only: the guest then loads its own table.
 const GDT: [u64; 4] = [0, 0x00cf_9b00_0000_ffff, 0x00af_9b00_0000_ffff, 0x00cf_9300_0000_ffff];
 
 /// PE, MP, ET, NE, WP, AM, PG: as Linux sets them.
@@ -63,10 +64,10 @@ const CR0: u64 = 0x8005_0033;
 const CR4: u64 = 0x620;
 /// LME and LMA.
 const EFER: u64 = 0x500;
-/// The bit that is always set.
+/// The reserved bit that is always set.
 const RFLAGS: u64 = 2;
 
-/// `struct boot_parameters` of the guest.
+/// `struct boot_parameters` in the guest.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 struct BootParameters {
@@ -84,7 +85,7 @@ const _: () = assert!(size_of::<BootParameters>() == 48);
 // SAFETY: `ByteValued` needs plain data without padding: a u64, two u32 and four u64 have none.
 unsafe impl ByteValued for BootParameters {}
 
-/// Guest memory, whatever its dirty bitmap is: the machine boots the guest into it, and keeps it
+/// Guest memory with any type of dirty bitmap. The machine loads the guest into it, and keeps it
 /// alive.
 pub(super) trait GuestRam: Send + Sync {
     /// See [`load_guest`].
@@ -109,8 +110,8 @@ impl<B: Bitmap + Send + Sync> GuestRam for GuestMemoryMmap<B> {
     }
 }
 
-/// Writes the guest, its boot parameters, command line, page tables and GDT into `memory`, and says
-/// at which address vCPUs start.
+/// Writes the guest, its boot parameters, command line, page tables and GDT into `memory`. Returns
+/// the entry point of the vCPUs.
 fn load_guest<B: Bitmap>(
     memory: &GuestMemoryMmap<B>,
     slots: &[MemorySlot],
@@ -139,7 +140,8 @@ fn load_guest<B: Bitmap>(
     Ok(loaded.kernel_load.0)
 }
 
-/// One slot from 0, at most 3 GiB, perhaps the two of the display, and perhaps one from 4 GiB.
+/// Checks that there is one slot at 0 of at most 3 GiB, optionally the two slots of the display,
+/// and optionally one slot at 4 GiB. Returns the sizes of low and high RAM.
 fn check_layout(slots: &[MemorySlot]) -> Result<(u64, u64), KvmError> {
     let config = |reason: String| Err(KvmError::Config { reason });
     let is_display = |slot: &MemorySlot, gpa| slot.gpa == gpa && slot.bytes == DISPLAY_BYTES;
@@ -156,8 +158,8 @@ fn check_layout(slots: &[MemorySlot]) -> Result<(u64, u64), KvmError> {
         [low, high] if low.gpa == 0 && high.gpa == HIGH_RAM => (low.bytes, high.bytes),
         _ => {
             return config(format!(
-                "memory must be one slot at 0, perhaps two of a display at {DISPLAY:#x}, and \
-                 perhaps one at {HIGH_RAM:#x}, not {slots:x?}"
+                "memory must be one slot at 0, optionally the two of a display at {DISPLAY:#x}, \
+                 and optionally one at {HIGH_RAM:#x}, not {slots:x?}"
             ));
         }
     };
@@ -172,7 +174,7 @@ fn check_layout(slots: &[MemorySlot]) -> Result<(u64, u64), KvmError> {
 fn command_line_bytes(text: &str) -> Result<Vec<u8>, KvmError> {
     if text.len() >= COMMAND_LINE_BYTES || text.as_bytes().contains(&0) {
         let reason = format!(
-            "a command line has at most 4,095 bytes and no NUL, and this one has {}",
+            "a command line of {} bytes: at most 4,095 bytes without a NUL are allowed",
             text.len()
         );
         return Err(KvmError::Config { reason });
@@ -204,7 +206,7 @@ fn write<B: Bitmap>(memory: &GuestMemoryMmap<B>, gpa: u64, bytes: &[u8]) -> Resu
     memory.write_slice(bytes, GuestAddress(gpa)).map_err(failed)
 }
 
-/// Puts a vCPU at the guest's entry. On the vCPU's own thread.
+/// Sets a vCPU to the guest's entry point. To be called on the vCPU's own thread.
 pub(super) fn set_entry(fd: &VcpuFd, vcpu: u32, entry: u64) -> Result<(), KvmError> {
     let mut sregs = fd.get_sregs().map_err(KvmError::vcpu(vcpu, "KVM_GET_SREGS"))?;
     let code = segment(KERNEL_CS, 0xb, 1, 0);
@@ -213,18 +215,19 @@ pub(super) fn set_entry(fd: &VcpuFd, vcpu: u32, entry: u64) -> Result<(), KvmErr
     (sregs.ds, sregs.es, sregs.fs, sregs.gs) = (data, data, data, data);
     sregs.gdt =
         kvm_dtable { base: BOOT_GDT, limit: size_of_val(&GDT) as u16 - 1, ..Default::default() };
-    // Empty: until the guest has loaded its own, an exception is a triple fault, which is reported.
+    // Empty, so that an exception before the guest has loaded its own IDT is a triple fault, which
+    // is reported.
     sregs.idt = kvm_dtable::default();
     (sregs.cr0, sregs.cr3, sregs.cr4, sregs.efer) = (CR0, PML4, CR4, EFER);
     fd.set_sregs(&sregs).map_err(KvmError::vcpu(vcpu, "KVM_SET_SREGS"))?;
     let regs = kvm_regs { rip: entry, rdi: u64::from(vcpu), rflags: RFLAGS, ..Default::default() };
     fd.set_regs(&regs).map_err(KvmError::vcpu(vcpu, "KVM_SET_REGS"))?;
-    // Without this all but the first wait for INIT and SIPI, which nobody sends.
+    // Otherwise all vCPUs but the first wait for INIT and SIPI, which this machine does not send.
     let runnable = kvm_mp_state { mp_state: KVM_MP_STATE_RUNNABLE };
     fd.set_mp_state(runnable).map_err(KvmError::vcpu(vcpu, "KVM_SET_MP_STATE"))
 }
 
-/// A flat ring 0 segment.
+/// A flat segment of ring 0.
 fn segment(selector: u16, type_: u8, l: u8, db: u8) -> kvm_segment {
     kvm_segment {
         base: 0,

@@ -1,9 +1,10 @@
-//! The devices: a serial port and pvpanic on the I/O ports, and what there is on addresses beside memory.
+//! The devices: a serial port and pvpanic on I/O ports, and the MMIO device, if there is one.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::{Mutex, MutexGuard};
 use vm_superio::serial::{NoEvents, SerialState};
 use vm_superio::{Serial, Trigger};
 use vmm_sys_util::eventfd::EventFd;
@@ -21,10 +22,9 @@ const SERIAL_PORTS: u16 = 8;
 pub(super) const SERIAL_GSI: u32 = 4;
 /// The port of the pvpanic device.
 const PVPANIC_PORT: u16 = 0x505;
-/// pvpanic: what the guest may say. Only "panicked".
+/// The only event that this pvpanic device supports.
 const PVPANIC_PANICKED: u8 = 1;
-/// What of the serial output is kept: the last 64 KiB, thousands of lines of a guest that writes
-/// few.
+/// How much of the serial output is kept: the last 64 KiB, thousands of lines.
 const SERIAL_KEPT_BYTES: usize = 64 << 10;
 
 pub(super) const SERIAL: SectionKind = SectionKind::mandatory("serial", 1);
@@ -49,13 +49,13 @@ impl Devices {
         Self { serial: Mutex::new(Serial::new(interrupt, output.clone())), output, stop, mmio }
     }
 
-    /// The guest wrote `data` to `port`. Ports without a device swallow what is written.
+    /// The guest wrote `data` to `port`. Writes to ports without a device are discarded.
     pub(super) fn write(&self, vcpu: u32, port: u16, data: &[u8]) {
         if let Some(register) = serial_register(port) {
             let mut serial = self.serial();
             for &byte in data {
-                // Fails if the sink does or the interrupt's counter is full: the guest cannot help
-                // either.
+                // Fails if the sink fails or the interrupt's counter is full. The guest can do
+                // nothing about either.
                 let _ = serial.write(register, byte);
             }
         } else if port == PVPANIC_PORT
@@ -65,7 +65,7 @@ impl Devices {
         }
     }
 
-    /// The guest reads `data` from `port`. Ports without a device read as ones.
+    /// The guest reads `data` from `port`. Ports without a device read as all ones.
     pub(super) fn read(&self, port: u16, data: &mut [u8]) {
         data.fill(0xff);
         if let Some(register) = serial_register(port) {
@@ -76,8 +76,8 @@ impl Devices {
         }
     }
 
-    /// The guest reads from an address where there is no memory. Where there is no device either, that is ones, as
-    /// on a PC.
+    /// The guest reads from an address outside memory. Addresses without a device read as all
+    /// ones, as on a PC.
     pub(super) fn read_address(&self, address: u64, data: &mut [u8]) {
         match self.at(address, data.len()) {
             Some((wiring, offset)) => wiring.device.read(offset, data),
@@ -85,7 +85,8 @@ impl Devices {
         }
     }
 
-    /// The guest writes to an address where there is no memory. Where there is no device either, that is lost.
+    /// The guest writes to an address outside memory. Writes to addresses without a device are
+    /// discarded.
     pub(super) fn write_address(&self, address: u64, data: &[u8]) {
         if let Some((wiring, offset)) = self.at(address, data.len()) {
             wiring.device.write(offset, data);
@@ -98,9 +99,9 @@ impl Devices {
         (offset + bytes as u64 <= wiring.bytes).then_some((wiring, offset))
     }
 
-    /// The last 64 KiB of what the guest wrote to its serial port.
+    /// The last 64 KiB of the guest's serial output.
     pub(super) fn serial_text(&self) -> String {
-        let output = self.output.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let output = self.output.0.lock();
         let bytes: Vec<u8> = output.kept.iter().copied().collect();
         String::from_utf8_lossy(&bytes).into_owned()
     }
@@ -119,7 +120,7 @@ impl Devices {
     }
 
     pub(super) fn serial(&self) -> MutexGuard<'_, Serial<Interrupt, NoEvents, SerialOutput>> {
-        self.serial.lock().unwrap_or_else(PoisonError::into_inner)
+        self.serial.lock()
     }
 }
 
@@ -197,7 +198,7 @@ impl Trigger for Interrupt {
     }
 }
 
-/// Where serial output goes: the end of it is kept, all of it is passed on.
+/// Receives the serial output: keeps the last part of it, and passes all of it on to the sink.
 #[derive(Clone)]
 pub(super) struct SerialOutput(Arc<Mutex<Output>>);
 
@@ -208,7 +209,7 @@ struct Output {
 
 impl Write for SerialOutput {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let mut output = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut output = self.0.lock();
         for &byte in bytes {
             if output.kept.len() == SERIAL_KEPT_BYTES {
                 output.kept.pop_front();
@@ -222,7 +223,7 @@ impl Write for SerialOutput {
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        let mut output = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut output = self.0.lock();
         output.sink.as_mut().map_or(Ok(()), Write::flush)
     }
 }

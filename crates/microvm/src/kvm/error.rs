@@ -1,4 +1,4 @@
-//! What can go wrong with a KVM machine, with the evidence.
+//! The errors of a KVM machine.
 
 use vmferry_dirty::DirtyLogError;
 
@@ -7,14 +7,14 @@ use crate::state::StateError;
 /// A failure of the KVM back end.
 #[derive(Debug, thiserror::Error)]
 pub enum KvmError {
-    /// `/dev/kvm` cannot be opened or does not serve.
+    /// `/dev/kvm` cannot be opened, or lacks a capability.
     #[error("KVM cannot be used here: {reason}")]
     Unavailable {
         /// What is missing and what to do.
         reason: String,
     },
-    /// A machine that this back end cannot make.
-    #[error("this machine cannot be made: {reason}")]
+    /// This back end cannot create such a machine.
+    #[error("this machine cannot be created: {reason}")]
     Config {
         /// The setting and its bounds.
         reason: String,
@@ -37,7 +37,7 @@ pub enum KvmError {
         /// Its error.
         source: std::io::Error,
     },
-    /// KVM did not take a register that the saved guest has.
+    /// KVM refused the value of a register of the saved guest.
     #[error(
         "KVM refused the value {value:#x} of MSR {index:#x} for vCPU {vcpu}: \
          this host cannot continue this guest"
@@ -45,31 +45,31 @@ pub enum KvmError {
     Msr {
         /// The vCPU.
         vcpu: u32,
-        /// Of the register.
+        /// The register's number.
         index: u32,
-        /// That was saved.
+        /// The saved value.
         value: u64,
     },
-    /// The source's clock ticks at a rate that this host cannot give.
+    /// The guest's TSC runs at a rate that this host cannot provide.
     #[error(
         "the guest's TSC runs at {saved} kHz, this host's at {here} kHz and cannot be scaled: \
          {source}"
     )]
     TscFrequency {
-        /// In the state.
+        /// The rate in the saved state.
         saved: u32,
-        /// Of this host.
+        /// The rate of this host.
         here: u32,
-        /// KVM's answer.
+        /// KVM's error.
         source: std::io::Error,
     },
     /// The guest program or its boot structures cannot be put into guest memory.
     #[error("the guest cannot be loaded into its memory: {reason}")]
     Boot {
-        /// Address and cause.
+        /// The address and the cause.
         reason: String,
     },
-    /// A thread that runs a vCPU is gone or cannot be made.
+    /// The thread of a vCPU has ended or could not be started.
     #[error("the thread of vCPU {vcpu} {reason}")]
     Thread {
         /// The vCPU.
@@ -80,21 +80,21 @@ pub enum KvmError {
     /// No thread could be started to throttle the vCPUs.
     #[error("the vCPUs cannot be throttled, because no thread could be started for it: {source}")]
     Throttle {
-        /// The system's answer.
+        /// The system's error.
         source: std::io::Error,
     },
     /// The machine is not in the phase that the request needs.
     #[error("the machine cannot be {wanted}: it {phase}")]
     Phase {
-        /// What was asked for.
+        /// The request.
         wanted: &'static str,
-        /// The phase that it is in.
+        /// The machine's phase.
         phase: String,
     },
     /// The state cannot be written or read.
     #[error(transparent)]
     State(#[from] StateError),
-    /// The dirty rings cannot be made.
+    /// The dirty rings cannot be created.
     #[error(transparent)]
     DirtyLog(#[from] DirtyLogError),
 }

@@ -1,9 +1,9 @@
-//! The vCPU requests that kvm-ioctls does not wrap, or not safely: SREGS2 and the XSAVE area at its
-//! full size.
+//! The vCPU ioctls that kvm-ioctls does not wrap safely: SREGS2, and the XSAVE area at its full
+//! size.
 //!
-//! Rule that every `unsafe` block here upholds: the kernel copies exactly the size of the structure
-//! that the request's number encodes, except for XSAVE2, where it copies as much as
-//! `KVM_CAP_XSAVE2` said; the buffers passed are at least that large and live across the call.
+//! Rule that every `unsafe` block here upholds: the kernel copies exactly the size that is encoded
+//! in the request's number, or for XSAVE2 the size that `KVM_CAP_XSAVE2` reports. The buffers are
+//! at least that large and live across the call.
 
 use std::io;
 
@@ -39,7 +39,7 @@ ioctl_ior_nr!(KVM_GET_XSAVE, KVMIO, 0xa4, kvm_xsave);
 ioctl_iow_nr!(KVM_SET_XSAVE, KVMIO, 0xa5, kvm_xsave);
 ioctl_ior_nr!(KVM_GET_XSAVE2, KVMIO, 0xcf, kvm_xsave);
 
-/// Bytes of the classic XSAVE area, which KVM takes and gives where it has no larger one.
+/// Bytes of the legacy XSAVE area, which KVM uses if it has no larger one.
 pub(super) const XSAVE_BYTES: usize = 4096;
 
 /// Bytes of a vCPU's XSAVE area on this host.
@@ -60,23 +60,24 @@ pub(super) fn set_sregs2(fd: &VcpuFd, sregs: &Sregs2) -> io::Result<()> {
     done(unsafe { ioctl_with_ref(fd, KVM_SET_SREGS2(), sregs) })
 }
 
-/// The vCPU's XSAVE area, `bytes` long, which must be what [`xsave_bytes`] said.
+/// Reads the vCPU's XSAVE area. `bytes` must be what [`xsave_bytes`] returned.
 pub(super) fn xsave(fd: &VcpuFd, bytes: usize) -> io::Result<GuestBytes> {
     let mut area = GuestBytes::new();
     area.extend_to(bytes.max(XSAVE_BYTES));
     let request = if bytes > XSAVE_BYTES { KVM_GET_XSAVE2() } else { KVM_GET_XSAVE() };
-    // SAFETY: GET_XSAVE writes 4,096 bytes, and GET_XSAVE2 as many as `KVM_CAP_XSAVE2` says, which
-    // the caller passes on; the area is that large.
+    // SAFETY: GET_XSAVE writes 4,096 bytes, and GET_XSAVE2 the size that `KVM_CAP_XSAVE2` reports,
+    // which the caller passes in `bytes`. The area is that large.
     done(unsafe { ioctl_with_mut_ptr(fd, request, area.as_mut_ptr()) })?;
     Ok(area)
 }
 
-/// Sets the vCPU's XSAVE area. `area` may be shorter than this host's (`bytes`): the rest is then
-/// zero, which is the initial state of the components that it holds.
+/// Sets the vCPU's XSAVE area. `area` may be shorter than this host's (`bytes`). The rest is then
+/// zero, which is the initial state of the components in it.
 pub(super) fn set_xsave(fd: &VcpuFd, area: &[u8], bytes: usize) -> io::Result<()> {
     let mut padded = GuestBytes::from(area);
     padded.extend_to(bytes.max(XSAVE_BYTES));
-    // SAFETY: The kernel reads at most as many bytes as `KVM_CAP_XSAVE2` says; `padded` has them.
+    // SAFETY: The kernel reads at most the size that `KVM_CAP_XSAVE2` reports, and `padded` is that
+    // large.
     done(unsafe { ioctl_with_ptr(fd, KVM_SET_XSAVE(), padded.as_ptr()) })
 }
 
@@ -84,7 +85,7 @@ fn done(returned: libc::c_int) -> io::Result<()> {
     if returned < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Whether the machine has KVM_GET_SREGS2.
+/// Whether KVM has `KVM_GET_SREGS2`.
 pub(super) fn has_sregs2(vm: &VmFd) -> bool {
     vm.check_extension_raw(kvm_bindings::KVM_CAP_SREGS2.into()) > 0
 }

@@ -1,4 +1,4 @@
-//! What a machine is made of: KVM itself, memory slots, in-kernel devices, CPUID.
+//! The parts of a machine: KVM itself, memory slots, in-kernel devices, CPUID.
 
 use std::fs::OpenOptions;
 
@@ -14,15 +14,14 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use super::devices::SERIAL_GSI;
 use super::{KvmError, MemorySlot};
 
-/// Task state segments for Intel's real-mode emulation: three pages below the BIOS, out of RAM's
-/// way.
+/// Task state segments for Intel's real-mode emulation: three pages below the BIOS, outside RAM.
 const TSS_ADDRESS: usize = 0xfffb_d000;
 /// One more page for the same purpose.
 const IDENTITY_MAP_ADDRESS: u64 = 0xfffb_c000;
 /// The version of the KVM interface since 2007.
 const KVM_API_VERSION: i32 = 12;
 
-/// Without these there is no machine. All are in every KVM for x86 since Linux 4.13.
+/// The capabilities that a machine needs. Every KVM for x86 has them since Linux 4.13.
 const NEEDED: &[(Cap, &str)] = &[
     (Cap::UserMemory, "KVM_CAP_USER_MEMORY"),
     (Cap::Irqchip, "KVM_CAP_IRQCHIP"),
@@ -39,15 +38,15 @@ const NEEDED: &[(Cap, &str)] = &[
     (Cap::ExtCpuid, "KVM_CAP_EXT_CPUID"),
 ];
 
-/// KVM, if it is there and has all that is needed.
+/// Opens KVM, and checks that it has all capabilities that a machine needs.
 pub(super) fn open() -> Result<Kvm, KvmError> {
     let unavailable = |reason: String| KvmError::Unavailable { reason };
-    // First by hand: this error says more than kvm-ioctls' own.
+    // Opened here first, because this error is more precise than that of kvm-ioctls.
     OpenOptions::new().read(true).write(true).open("/dev/kvm").map_err(|error| {
         unavailable(match error.kind() {
             std::io::ErrorKind::NotFound => {
                 "/dev/kvm does not exist: load the kvm_intel or kvm_amd module, \
-                 or enable nested virtualisation"
+                 or enable nested virtualization"
                     .into()
             }
             std::io::ErrorKind::PermissionDenied => {
@@ -61,7 +60,7 @@ pub(super) fn open() -> Result<Kvm, KvmError> {
     let version = kvm.get_api_version();
     if version != KVM_API_VERSION {
         return Err(unavailable(format!(
-            "KVM interface version {version}, needed {KVM_API_VERSION}"
+            "KVM has interface version {version}, and version {KVM_API_VERSION} is needed"
         )));
     }
     match NEEDED.iter().find(|(capability, _)| !kvm.check_extension(*capability)) {
@@ -70,8 +69,8 @@ pub(super) fn open() -> Result<Kvm, KvmError> {
     }
 }
 
-/// Lets the saved state tell an exception that is pending from one that is being delivered, and
-/// carry the fault's address: without this KVM reports both as being delivered.
+/// Makes the saved state distinguish a pending exception from one that is being delivered, and
+/// include the fault's address. By default KVM reports both as being delivered.
 pub(super) fn keep_exceptions_apart(vm: &VmFd) -> Result<(), KvmError> {
     if vm.check_extension_raw(KVM_CAP_EXCEPTION_PAYLOAD.into()) <= 0 {
         return Ok(());
@@ -81,7 +80,7 @@ pub(super) fn keep_exceptions_apart(vm: &VmFd) -> Result<(), KvmError> {
     vm.enable_cap(&capability).map_err(KvmError::vm("KVM_CAP_EXCEPTION_PAYLOAD"))
 }
 
-/// Gives every region of `memory` a slot. The caller keeps `memory` alive for as long as a vCPU may
+/// Adds a slot for every region of `memory`. The caller keeps `memory` alive as long as a vCPU may
 /// run.
 pub(super) fn add_memory<B: Bitmap>(
     vm: &VmFd,
@@ -102,8 +101,8 @@ pub(super) fn add_memory<B: Bitmap>(
             memory_size: slot.bytes,
             userspace_addr: slot.host_address,
         };
-        // SAFETY: The range is one mapping of `memory`, which outlives every vCPU: each vCPU thread
-        // holds it.
+        // SAFETY: The range is one mapping of `memory`, which outlives every vCPU, because each
+        // vCPU thread holds a reference to it.
         unsafe { vm.set_user_memory_region(region) }
             .map_err(KvmError::vm("KVM_SET_USER_MEMORY_REGION"))?;
         slots.push(slot);
@@ -111,13 +110,13 @@ pub(super) fn add_memory<B: Bitmap>(
     Ok(slots)
 }
 
-/// PIC, IOAPIC, LAPICs and PIT in the kernel; returns the serial port's interrupt line.
+/// Creates PIC, IOAPIC, LAPICs and PIT in the kernel, and returns the serial port's irqfd.
 pub(super) fn add_interrupt_controllers(vm: &VmFd) -> Result<EventFd, KvmError> {
     vm.set_tss_address(TSS_ADDRESS).map_err(KvmError::vm("KVM_SET_TSS_ADDR"))?;
     vm.set_identity_map_address(IDENTITY_MAP_ADDRESS)
         .map_err(KvmError::vm("KVM_SET_IDENTITY_MAP_ADDR"))?;
     vm.create_irq_chip().map_err(KvmError::vm("KVM_CREATE_IRQCHIP"))?;
-    // The speaker port is emulated with it, as guests expect of a PC.
+    // With the dummy speaker port that guests expect of a PC.
     let pit = kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() };
     vm.create_pit2(pit).map_err(KvmError::vm("KVM_CREATE_PIT2"))?;
     let interrupt =
@@ -126,7 +125,7 @@ pub(super) fn add_interrupt_controllers(vm: &VmFd) -> Result<EventFd, KvmError> 
     Ok(interrupt)
 }
 
-/// What KVM supports, with this vCPU's own APIC identifier where CPUID shows it.
+/// The CPUID that KVM supports, with this vCPU's APIC ID filled in.
 pub(super) fn vcpu_cpuid(mut cpuid: CpuId, vcpu: u32) -> CpuId {
     for entry in cpuid.as_mut_slice() {
         match entry.function {

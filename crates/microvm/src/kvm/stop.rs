@@ -1,35 +1,36 @@
-//! Why a guest stopped by itself.
+//! Why a guest has stopped by itself.
 
 use std::fmt;
-use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-/// That the guest cannot go on, and why. Only the first cause is kept: others follow from it.
+use parking_lot::{Condvar, Mutex};
+
+/// Why the guest cannot continue. Only the first cause is kept, because others follow from it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GuestStop {
-    /// The vCPU that met it.
+    /// The vCPU on which it happened.
     pub vcpu: u32,
-    /// What it was doing, if KVM says.
+    /// The vCPU's instruction pointer, if known.
     pub rip: Option<u64>,
-    /// What happened.
+    /// The cause.
     pub cause: StopCause,
 }
 
-/// What stopped a guest.
+/// The cause of a guest's stop.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StopCause {
-    /// The guest said so at its pvpanic port.
+    /// The guest reported a panic on its pvpanic port.
     Panicked,
     /// A triple fault or a request to power off.
     Shutdown,
-    /// KVM could not run it: `KVM_EXIT_INTERNAL_ERROR`.
+    /// KVM could not run the guest: `KVM_EXIT_INTERNAL_ERROR`.
     InternalError {
-        /// KVM's code: 1 is an instruction that it cannot emulate.
+        /// KVM's code: 1 is an instruction that KVM cannot emulate.
         suberror: u32,
     },
-    /// The processor refused the guest's state.
+    /// The processor refused the guest's state on entry.
     EntryFailed {
-        /// The processor's reason.
+        /// The hardware's entry failure reason.
         reason: u64,
     },
     /// `KVM_RUN` failed.
@@ -39,7 +40,7 @@ pub enum StopCause {
     },
     /// An exit that this machine has no device for.
     Unexpected {
-        /// KVM's name of it.
+        /// KVM's name for the exit.
         exit: String,
     },
 }
@@ -48,7 +49,7 @@ impl fmt::Display for GuestStop {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.cause {
             StopCause::Panicked => write!(f, "the guest panicked")?,
-            StopCause::Shutdown => write!(f, "the guest shut down or met a triple fault")?,
+            StopCause::Shutdown => write!(f, "the guest shut down or had a triple fault")?,
             StopCause::InternalError { suberror: 1 } => {
                 write!(f, "KVM cannot emulate an instruction of the guest")?
             }
@@ -66,7 +67,7 @@ impl fmt::Display for GuestStop {
     }
 }
 
-/// Where the first cause is kept and waited for.
+/// Keeps the first cause, and lets a thread wait for it.
 #[derive(Debug, Default)]
 pub(super) struct StopRecord {
     first: Mutex<Option<GuestStop>>,
@@ -75,17 +76,17 @@ pub(super) struct StopRecord {
 
 impl StopRecord {
     pub(super) fn record(&self, stop: GuestStop) {
-        self.first.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(stop);
+        self.first.lock().get_or_insert(stop);
         self.changed.notify_all();
     }
 
     pub(super) fn first(&self) -> Option<GuestStop> {
-        self.first.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.first.lock().clone()
     }
 
     pub(super) fn wait(&self, timeout: Duration) -> Option<GuestStop> {
-        let first = self.first.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = self.changed.wait_timeout_while(first, timeout, |first| first.is_none());
-        waited.unwrap_or_else(PoisonError::into_inner).0.clone()
+        let mut first = self.first.lock();
+        self.changed.wait_while_for(&mut first, |first| first.is_none(), timeout);
+        first.clone()
     }
 }

@@ -1,22 +1,25 @@
-//! All vCPUs of a machine: let run and held together, and throttled.
+//! Runs, stops and throttles all vCPUs of a machine together.
 //!
-//! To throttle is to hold and let run again, over and over, by the same two orders that pause and resume
-//! the machine (see [`super::vcpu`]). A thread gives them, which is there only while there is a throttle:
+//! A throttle stops and runs the vCPUs in turn, by the same two orders that pause and resume the
+//! machine (see [`super::vcpu`]). A thread gives these orders while a throttle is in force:
 //!
 //! ```text
 //!             slice over: kick
-//!   let run -------------------> resting: the vCPUs are parked, and wait for orders
+//!   running -------------------> resting: the vCPUs are parked, and wait for orders
 //!      ^                             |
 //!      +------- rest over: Run ------+
 //! ```
 //!
-//! A resting vCPU is thus a parked one: it is called, paused and ended as promptly as any. Orders are
-//! given under one lock, and each but the thread's own begins a new *turn*; the thread gives an order only
-//! in the turn that it has waited in. So a machine that was paused is not let run by a rest that ends.
+//! A resting vCPU is parked, so it can be called, paused and ended as promptly as any other. All
+//! orders are given under one lock. Each order from outside begins a new *turn*, and the throttle's
+//! thread gives an order only in the turn in which it began to wait. So the end of a rest never
+//! runs a machine that was paused meanwhile.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::KvmError;
 use super::vcpu::Vcpu;
@@ -24,63 +27,63 @@ use crate::pace::Pace;
 
 /// The vCPUs of a machine. Dropping them ends their threads, and the one that throttles them.
 pub(super) struct Vcpus {
-    crew: Arc<Crew>,
+    shared: Arc<Shared>,
     throttle: Option<JoinHandle<()>>,
 }
 
-struct Crew {
+struct Shared {
     vcpus: Vec<Vcpu>,
     orders: Mutex<Orders>,
     changed: Condvar,
 }
 
-/// What the vCPUs are to do.
+/// The current orders to the vCPUs.
 #[derive(Default)]
 struct Orders {
-    /// They run, but for the rests of a throttle.
+    /// Whether the vCPUs run, apart from the rests of a throttle.
     running: bool,
     pace: Option<Pace>,
-    /// Counts the changes of the two.
+    /// Counts the changes of `running` and `pace`.
     turn: u64,
 }
 
 impl Vcpus {
-    /// Those of a machine that does not run.
+    /// The vCPUs of a machine that is not running.
     pub(super) fn new(vcpus: Vec<Vcpu>) -> Self {
-        let crew = Crew { vcpus, orders: Mutex::default(), changed: Condvar::new() };
-        Self { crew: Arc::new(crew), throttle: None }
+        let shared = Shared { vcpus, orders: Mutex::default(), changed: Condvar::new() };
+        Self { shared: Arc::new(shared), throttle: None }
     }
 
-    /// Each of them.
+    /// All vCPUs, by index.
     pub(super) fn each(&self) -> &[Vcpu] {
-        &self.crew.vcpus
+        &self.shared.vcpus
     }
 
-    /// Lets all run.
+    /// Runs all vCPUs.
     pub(super) fn run(&self) -> Result<(), KvmError> {
-        let mut orders = self.crew.begin_turn();
+        let mut orders = self.shared.begin_turn();
         orders.running = true;
-        self.crew.let_run()
+        self.shared.let_run()
     }
 
-    /// Makes all leave the guest soon. Calls that are answered afterwards prove that they have.
-    pub(super) fn hold(&self) {
-        let mut orders = self.crew.begin_turn();
+    /// Makes all vCPUs leave the guest soon. A vCPU that answers a later call has left it.
+    pub(super) fn stop(&self) {
+        let mut orders = self.shared.begin_turn();
         orders.running = false;
-        self.crew.kick();
+        self.shared.kick();
     }
 
-    /// Takes time from all, or with `None` no longer, whether they run or not.
+    /// Throttles all vCPUs, whether they run or not. `None` lifts the throttle.
     pub(super) fn throttle(&mut self, pace: Option<Pace>) -> Result<(), KvmError> {
-        let set = self.crew.set_pace(pace);
+        let set = self.shared.set_pace(pace);
         match (pace, self.throttle.take()) {
             (Some(_), None) => {
-                let crew = Arc::clone(&self.crew);
+                let shared = Arc::clone(&self.shared);
                 let builder = std::thread::Builder::new().name("throttle".into());
-                match builder.spawn(move || crew.keep_pace()) {
+                match builder.spawn(move || shared.keep_pace()) {
                     Ok(thread) => self.throttle = Some(thread),
                     Err(source) => {
-                        self.crew.orders().pace = None;
+                        self.shared.orders.lock().pace = None;
                         return Err(KvmError::Throttle { source });
                     }
                 }
@@ -97,31 +100,27 @@ impl Vcpus {
 
 impl Drop for Vcpus {
     fn drop(&mut self) {
-        // It fails for vCPUs that have ended, as all are about to.
+        // Fails for vCPUs that have ended, which no longer matters.
         let _ = self.throttle(None);
     }
 }
 
-impl Crew {
-    fn orders(&self) -> MutexGuard<'_, Orders> {
-        self.orders.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Ends what the throttle's thread waits for.
+impl Shared {
+    /// Begins a new turn, which ends the current wait of the throttle's thread.
     fn begin_turn(&self) -> MutexGuard<'_, Orders> {
-        let mut orders = self.orders();
+        let mut orders = self.orders.lock();
         orders.turn = orders.turn.wrapping_add(1);
         self.changed.notify_all();
         orders
     }
 
     fn set_pace(&self, pace: Option<Pace>) -> Result<(), KvmError> {
-        if self.orders().pace == pace {
+        if self.orders.lock().pace == pace {
             return Ok(());
         }
         let mut orders = self.begin_turn();
         orders.pace = pace;
-        // A turn that begins in a rest ends it.
+        // The new turn may have begun during a rest, and nothing else would end it.
         if orders.running { self.let_run() } else { Ok(()) }
     }
 
@@ -133,38 +132,32 @@ impl Crew {
         self.vcpus.iter().for_each(Vcpu::kick);
     }
 
-    /// The throttle's thread, until there is no pace any more.
+    /// The loop of the throttle's thread. It ends when the throttle is lifted.
     fn keep_pace(&self) {
-        let mut orders = self.orders();
+        let mut orders = self.orders.lock();
         while let Some(pace) = orders.pace {
             let turn = orders.turn;
             if !orders.running {
-                orders = self
-                    .changed
-                    .wait_while(orders, |orders| orders.turn == turn)
-                    .unwrap_or_else(PoisonError::into_inner);
+                self.changed.wait_while(&mut orders, |orders| orders.turn == turn);
                 continue;
             }
             let let_run = Instant::now();
-            orders = self.wait(orders, pace.slice());
+            self.wait(&mut orders, pace.slice());
             if orders.turn != turn {
                 continue;
             }
             self.kick();
-            orders = self.wait(orders, pace.rest_after(let_run.elapsed()));
+            self.wait(&mut orders, pace.rest_after(let_run.elapsed()));
             if orders.turn == turn {
-                // The thread of a vCPU that has ended is told of by the next request to it.
+                // Fails if the thread of a vCPU has ended. The next request to it reports that.
                 let _ = self.let_run();
             }
         }
     }
 
-    /// Until the time is over or a new turn has begun.
-    fn wait<'a>(&self, orders: MutexGuard<'a, Orders>, time: Duration) -> MutexGuard<'a, Orders> {
+    /// Waits until `time` has passed or a new turn has begun.
+    fn wait(&self, orders: &mut MutexGuard<'_, Orders>, time: Duration) {
         let turn = orders.turn;
-        self.changed
-            .wait_timeout_while(orders, time, |orders| orders.turn == turn)
-            .unwrap_or_else(PoisonError::into_inner)
-            .0
+        self.changed.wait_while_for(orders, |orders| orders.turn == turn, time);
     }
 }

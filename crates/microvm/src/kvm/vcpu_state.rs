@@ -1,4 +1,5 @@
-//! The whole state of one vCPU: read, written as sections, and put back in the order that works.
+//! The complete state of one vCPU: reads it, writes it as sections, and loads it in the order that
+//! KVM requires.
 
 use kvm_bindings::{
     CpuId, KVM_MAX_CPUID_ENTRIES, Msrs, kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state,
@@ -33,15 +34,15 @@ pub(super) const SECTIONS: &[SectionKind] =
 const MSRS_MAX: usize = 1024;
 /// Larger than any XSAVE area (with AMX: 11 KiB).
 const XSAVE_MAX_BYTES: usize = 64 << 10;
-/// How far two TSCs may differ and still be the same to a guest: KVM's own tolerance, 250 ppm.
+/// The difference of two TSC rates that a guest tolerates: KVM's own tolerance, 250 ppm.
 const TSC_TOLERANCE_PPM: u64 = 250;
 
-/// What this host's KVM has, asked once for a machine.
+/// The features of this host's KVM, read once for each machine.
 #[derive(Clone, Debug)]
-pub(super) struct Abilities {
+pub(super) struct KvmFeatures {
     pub(super) sregs2: bool,
     pub(super) xsave_bytes: usize,
-    /// The MSRs that KVM says it saves.
+    /// The MSRs that KVM lists to be saved.
     pub(super) msrs: Vec<u32>,
 }
 
@@ -51,10 +52,10 @@ enum SystemRegisters {
     New(Sregs2),
 }
 
-/// Everything that a vCPU is.
+/// The complete state of a vCPU.
 pub(super) struct VcpuState {
     cpuid: Vec<kvm_cpuid_entry2>,
-    /// 0 where KVM does not say.
+    /// 0 if KVM does not report it.
     tsc_khz: u32,
     mp_state: kvm_mp_state,
     regs: kvm_regs,
@@ -68,10 +69,11 @@ pub(super) struct VcpuState {
 }
 
 impl VcpuState {
-    /// Reads a parked vCPU. On its own thread.
-    pub(super) fn save(fd: &VcpuFd, vcpu: u32, has: &Abilities) -> Result<Self, KvmError> {
+    /// Reads a parked vCPU. To be called on its own thread.
+    pub(super) fn save(fd: &VcpuFd, vcpu: u32, has: &KvmFeatures) -> Result<Self, KvmError> {
         let refused = |what| KvmError::vcpu(vcpu, what);
-        // First: reading it lets KVM take pending INIT and SIPI events into the rest of the state.
+        // First, because this ioctl makes KVM apply pending INIT and SIPI events to the rest of the
+        // state.
         let mp_state = fd.get_mp_state().map_err(refused("KVM_GET_MP_STATE"))?;
         let sregs = if has.sregs2 {
             let refused = |source| KvmError::Vcpu { vcpu, what: "KVM_GET_SREGS2", source };
@@ -94,19 +96,19 @@ impl VcpuState {
             lapic: fd.get_lapic().map_err(refused("KVM_GET_LAPIC"))?,
             msrs: read_msrs(fd, vcpu, &has.msrs)?,
             debug_regs: fd.get_debug_regs().map_err(refused("KVM_GET_DEBUGREGS"))?,
-            // Last: the requests before may have turned something pending into something injected.
+            // Last, because the ioctls before may have turned a pending event into an injected one.
             events: fd.get_vcpu_events().map_err(refused("KVM_GET_VCPU_EVENTS"))?,
             cpuid: cpuid.as_slice().to_vec(),
             tsc_khz: fd.get_tsc_khz().unwrap_or(0),
         })
     }
 
-    /// Puts a vCPU that never ran into this state. On its own thread.
-    pub(super) fn load(&self, fd: &VcpuFd, vcpu: u32, has: &Abilities) -> Result<(), KvmError> {
+    /// Loads this state into a vCPU that never ran. To be called on its own thread.
+    pub(super) fn load(&self, fd: &VcpuFd, vcpu: u32, has: &KvmFeatures) -> Result<(), KvmError> {
         let refused = |what| KvmError::vcpu(vcpu, what);
         let invalid =
             |what| KvmError::Vcpu { vcpu, what, source: std::io::ErrorKind::InvalidInput.into() };
-        // CPUID decides which registers exist; the TSC's rate must be set before its value.
+        // CPUID decides which registers exist. The TSC's rate must be set before its value.
         let cpuid = CpuId::from_entries(&self.cpuid).map_err(|_| invalid("KVM_SET_CPUID2"))?;
         fd.set_cpuid2(&cpuid).map_err(refused("KVM_SET_CPUID2"))?;
         set_tsc_khz(fd, self.tsc_khz)?;
@@ -123,12 +125,12 @@ impl VcpuState {
             source,
         })?;
         fd.set_xcrs(&self.xcrs).map_err(refused("KVM_SET_XCRS"))?;
-        // After SREGS, which hold the LAPIC's address and mode; before the MSRs, of which
+        // After SREGS, which set the LAPIC's address and mode. Before the MSRs, because
         // TSC_DEADLINE arms the LAPIC's timer and is ignored in any other timer mode.
         fd.set_lapic(&self.lapic).map_err(refused("KVM_SET_LAPIC"))?;
         write_msrs(fd, vcpu, &self.msrs)?;
         fd.set_debug_regs(&self.debug_regs).map_err(refused("KVM_SET_DEBUGREGS"))?;
-        // Last, so that nothing above changes what is pending.
+        // Last, so that nothing above changes the pending events.
         fd.set_vcpu_events(&self.events).map_err(refused("KVM_SET_VCPU_EVENTS"))
     }
 
@@ -151,11 +153,11 @@ impl VcpuState {
         Ok(())
     }
 
-    /// Parses the sections of vCPU `vcpu`, and refuses what this host cannot hold.
+    /// Parses the sections of vCPU `vcpu`, and refuses state that this host cannot load.
     pub(super) fn read(
         vcpu: u32,
         from: &StateReader<'_>,
-        has: &Abilities,
+        has: &KvmFeatures,
     ) -> Result<Self, KvmError> {
         let sregs = match from.optional(&SREGS2, vcpu)? {
             Some(section) if has.sregs2 => SystemRegisters::New(section.abi()?),
@@ -171,10 +173,10 @@ impl VcpuState {
                 .invalid(format!("{bytes} bytes, expected {XSAVE_BYTES} to {XSAVE_MAX_BYTES}"))
                 .into());
         }
-        // A larger area from the source is fine as long as what this host lacks is unused.
+        // A larger area is accepted if the components that this host lacks are unused.
         if xsave.payload().iter().skip(has.xsave_bytes).any(|&byte| byte != 0) {
             let reason =
-                format!("{bytes} bytes of XSAVE in use, this host has {}", has.xsave_bytes);
+                format!("{bytes} bytes of XSAVE are in use, but this host has {}", has.xsave_bytes);
             return Err(xsave.invalid(reason).into());
         }
         Ok(Self {
@@ -193,8 +195,8 @@ impl VcpuState {
     }
 }
 
-/// Reads those of `indices` that can be read: KVM lists some that this processor or this guest's
-/// CPUID has not. Such a register does not exist for the guest, so there is nothing to save.
+/// Reads the readable MSRs of `indices`. KVM also lists MSRs that this processor or this guest's
+/// CPUID lacks. They do not exist for the guest, so there is nothing to save.
 fn read_msrs(fd: &VcpuFd, vcpu: u32, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, KvmError> {
     let mut read = Vec::with_capacity(indices.len());
     let mut rest = indices;
@@ -224,8 +226,8 @@ fn write_msrs(fd: &VcpuFd, vcpu: u32, entries: &[kvm_msr_entry]) -> Result<(), K
     Ok(())
 }
 
-/// A register that KVM refuses to set is no loss if it holds that value already: several are
-/// read-only or derived from CPUID, which has been set.
+/// Whether a refused MSR already has the value that it should be set to. Several MSRs are read-only
+/// or derived from CPUID, which has been set before.
 fn is_harmless(fd: &VcpuFd, refused: &kvm_msr_entry) -> bool {
     let here = Msrs::from_entries(&[kvm_msr_entry { index: refused.index, ..Default::default() }]);
     here.is_ok_and(|mut here| {

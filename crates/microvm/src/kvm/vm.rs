@@ -1,6 +1,5 @@
-//! The machine: made, started, paused, saved, loaded.
+//! The KVM machine: creates, starts, pauses, saves and loads it.
 
-use std::io::Write;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,54 +11,26 @@ use vmferry_dirty::{DirtyLogError, DirtyRings, KvmSlot, enable_dirty_ring, max_r
 use vmferry_memory::SlotId;
 
 use super::boot::{GuestRam, set_entry};
+use super::config::{DirtyRing, KvmConfig};
 use super::devices::{self, Devices};
-use super::mmio::MmioWiring;
 use super::setup::{
     add_interrupt_controllers, add_memory, keep_exceptions_apart, open, vcpu_cpuid,
 };
 use super::stop::StopRecord;
 use super::throttle::Vcpus;
-use super::vcpu::{Reply, Surroundings, Vcpu};
-use super::vcpu_state::{self, Abilities, VcpuState};
+use super::vcpu::{Reply, Vcpu, VcpuContext};
+use super::vcpu_state::{self, KvmFeatures, VcpuState};
 use super::vm_state::{self, VmState};
 use super::{GuestStop, KvmError, MemorySlot, StopCause, ioctl};
 use crate::pace::Pace;
 use crate::state::{SectionKind, StateReader, StateWriter};
 
-/// The guest has room for so many.
+/// The guest has tables for this number of vCPUs.
 const VCPUS_MAX: u8 = 8;
-
-/// What is to be made.
-#[derive(Default)]
-pub struct KvmConfig {
-    /// 1 to 8.
-    pub vcpus: u8,
-    /// For the guest's workload, at most 4,095 bytes.
-    pub command_line: String,
-    /// Where serial output is copied to, besides the 64 KiB that are always kept.
-    pub serial: Option<Box<dyn Write + Send>>,
-    /// Whether the machine has KVM's dirty rings.
-    pub dirty_ring: DirtyRing,
-    /// A balloon.
-    pub balloon: Option<MmioWiring>,
-}
-
-/// Whether a machine has dirty rings, with so many entries for each vCPU (a power of two from 1,024 on),
-/// or fewer if KVM allows only fewer. It then has no dirty bitmaps.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum DirtyRing {
-    /// It has bitmaps.
-    #[default]
-    Off,
-    /// If this KVM has rings.
-    Preferred(u32),
-    /// Or the machine is not made.
-    Required(u32),
-}
 
 /// A machine that runs on KVM. Dropping it ends its vCPU threads.
 pub struct KvmBackend {
-    // First, so that on drop every vCPU thread has ended before anything that it uses goes away.
+    // First, so that every vCPU thread has ended before anything that it uses is dropped.
     vcpus: Vcpus,
     vm: Arc<VmFd>,
     memory: Arc<dyn GuestRam>,
@@ -67,7 +38,7 @@ pub struct KvmBackend {
     rings: Option<Arc<DirtyRings>>,
     pub(super) devices: Arc<Devices>,
     stop: Arc<StopRecord>,
-    abilities: Abilities,
+    features: KvmFeatures,
     command_line: String,
     balloon_address: u64,
     phase: Phase,
@@ -75,52 +46,52 @@ pub struct KvmBackend {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// No vCPU has a state yet.
-    Made,
+    /// The machine is neither started nor loaded.
+    Created,
     Paused,
     Running,
-    /// Some request failed half-way; what state the vCPUs have is not known.
+    /// A request failed half-way. The state of the vCPUs is unknown.
     Broken,
 }
 
 impl Phase {
     fn describe(self) -> &'static str {
         match self {
-            Phase::Made => "has neither been started nor loaded",
+            Phase::Created => "has neither been started nor loaded",
             Phase::Paused => "is paused",
             Phase::Running => "is running",
-            Phase::Broken => "failed half-way through an earlier request and must be made anew",
+            Phase::Broken => "failed in the middle of an earlier request and must be created again",
         }
     }
 }
 
 impl KvmBackend {
-    /// Whether KVM can be used by this process, and if not, why not and what to do about it.
+    /// Checks whether this process can use KVM.
     ///
     /// # Errors
-    /// [`KvmError::Unavailable`].
+    /// [`KvmError::Unavailable`] with the reason and what to do about it.
     pub fn available() -> Result<(), KvmError> {
         open().map(drop)
     }
 
-    /// The sections that a state may have for [`KvmBackend::load`]: for
-    /// [`StateReader::refuse_unknown`], beside the caller's own.
+    /// The sections that [`KvmBackend::load`] knows. The caller passes them to
+    /// [`StateReader::refuse_unknown`], together with its own.
     #[must_use]
     pub fn sections() -> &'static [&'static [SectionKind]] {
         &[vcpu_state::SECTIONS, vm_state::SECTIONS, &[devices::SERIAL]]
     }
 
-    /// Makes a machine with all its devices and vCPU threads, parked. Touches no guest memory.
+    /// Creates a machine with all its devices and parked vCPU threads. Does not access guest
+    /// memory.
     ///
     /// # Errors
-    /// [`KvmError`]: no KVM, a capability or a setting that it does not have.
+    /// [`KvmError`] if KVM, a capability or a setting is not available.
     pub fn new<B: Bitmap + Send + Sync + 'static>(
         config: KvmConfig,
         memory: Arc<GuestMemoryMmap<B>>,
     ) -> Result<Self, KvmError> {
         if !(1..=VCPUS_MAX).contains(&config.vcpus) {
-            let reason =
-                format!("{} vCPUs asked for, and it can have 1 to {VCPUS_MAX}", config.vcpus);
+            let reason = format!("{} vCPUs; choose 1 to {VCPUS_MAX}", config.vcpus);
             return Err(KvmError::Config { reason });
         }
         let kvm = open()?;
@@ -128,12 +99,12 @@ impl KvmBackend {
         keep_exceptions_apart(&vm)?;
         let slots = add_memory(&vm, &memory)?;
         let vm = Arc::new(vm);
-        // Before any vCPU is made: KVM wants it so.
+        // KVM requires this before the first vCPU is created.
         let rings = match config.dirty_ring {
             DirtyRing::Off => None,
             DirtyRing::Preferred(_) if max_ring_entries(&vm).is_err() => None,
             DirtyRing::Preferred(entries) | DirtyRing::Required(entries) => {
-                Some(Arc::new(make_rings(&vm, entries, kvm_slots(&slots))?))
+                Some(Arc::new(enable_rings(&vm, entries, kvm_slots(&slots))?))
             }
         };
         let memory: Arc<dyn GuestRam> = memory;
@@ -142,7 +113,7 @@ impl KvmBackend {
             wiring.connect(&vm)?;
         }
         let balloon_address = config.balloon.as_ref().map_or(0, |wiring| wiring.address);
-        let abilities = Abilities {
+        let features = KvmFeatures {
             sregs2: ioctl::has_sregs2(&vm),
             xsave_bytes: ioctl::xsave_bytes(&vm),
             msrs: kvm
@@ -166,13 +137,13 @@ impl KvmBackend {
             if let Some(rings) = &rings {
                 rings.add_vcpu(&fd)?;
             }
-            let surroundings = Surroundings {
+            let context = VcpuContext {
                 devices: Arc::clone(&devices),
                 stop: Arc::clone(&stop),
                 rings: rings.clone(),
                 _memory: Arc::clone(&memory),
             };
-            vcpus.push(Vcpu::spawn(index, fd, surroundings)?);
+            vcpus.push(Vcpu::spawn(index, fd, context)?);
         }
         let command_line = config.command_line;
         Ok(Self {
@@ -183,10 +154,10 @@ impl KvmBackend {
             rings,
             devices,
             stop,
-            abilities,
+            features,
             command_line,
             balloon_address,
-            phase: Phase::Made,
+            phase: Phase::Created,
         })
     }
 
@@ -196,56 +167,55 @@ impl KvmBackend {
         "kvm"
     }
 
-    /// Loads the guest into memory and starts every vCPU at its entry.
+    /// Loads the guest into memory and starts every vCPU at its entry point.
     ///
     /// # Errors
     /// [`KvmError`]; [`KvmError::Phase`] unless the machine is new.
     pub fn start(&mut self) -> Result<(), KvmError> {
-        self.need(&[Phase::Made], "started")?;
+        self.require_phase(&[Phase::Created], "started")?;
         let vcpus = self.vcpus.each().len() as u32;
         let entry =
             self.memory.load_guest(&self.slots, vcpus, &self.command_line, self.balloon_address)?;
-        self.broken_until(Phase::Paused, |this| {
+        self.change_phase(Phase::Paused, |this| {
             this.on_each(move |fd, vcpu| set_entry(fd, vcpu, entry)).map(drop)
         })?;
         self.resume()
     }
 
-    /// Stops every vCPU. On return none is in the guest and no access to a device is half done, so
-    /// that nothing but this process writes to guest memory. Does nothing if the machine is paused
-    /// already.
+    /// Stops every vCPU. On return no vCPU is in the guest and no device access is incomplete, so
+    /// only this process writes to guest memory. Does nothing if the machine is paused already.
     ///
     /// # Errors
     /// [`KvmError`]; [`KvmError::Phase`] if it was never started.
     pub fn pause(&mut self) -> Result<(), KvmError> {
-        self.need(&[Phase::Running, Phase::Paused], "paused")?;
+        self.require_phase(&[Phase::Running, Phase::Paused], "paused")?;
         if self.phase == Phase::Running {
-            self.broken_until(Phase::Paused, |this| {
-                this.vcpus.hold();
-                // Each answers when it is parked.
+            self.change_phase(Phase::Paused, |this| {
+                this.vcpus.stop();
+                // Each vCPU answers once it is parked.
                 this.on_each(|_, _| Ok(())).map(drop)
             })?;
         }
         Ok(())
     }
 
-    /// Lets every vCPU run. Does nothing if the machine is running already.
+    /// Runs every vCPU. Does nothing if the machine is running already.
     ///
     /// # Errors
     /// [`KvmError`]; [`KvmError::Phase`] if it was neither started nor loaded.
     pub fn resume(&mut self) -> Result<(), KvmError> {
-        self.need(&[Phase::Running, Phase::Paused], "resumed")?;
+        self.require_phase(&[Phase::Running, Phase::Paused], "resumed")?;
         if self.phase == Phase::Paused {
-            self.broken_until(Phase::Running, |this| this.vcpus.run())?;
+            self.change_phase(Phase::Running, |this| this.vcpus.run())?;
         }
         Ok(())
     }
 
-    /// Takes a part of their time from the vCPUs, or with `None` no longer. It holds over pauses, and is
-    /// no part of the state.
+    /// Throttles the vCPUs. `None` lifts the throttle. It stays in force across pauses, and is not
+    /// part of the saved state.
     ///
     /// # Errors
-    /// [`KvmError::Throttle`], or a vCPU whose thread has ended.
+    /// [`KvmError::Throttle`], or [`KvmError::Thread`] if the thread of a vCPU has ended.
     pub(crate) fn throttle(&mut self, pace: Option<Pace>) -> Result<(), KvmError> {
         self.vcpus.throttle(pace)
     }
@@ -253,15 +223,15 @@ impl KvmBackend {
     /// Appends the state of a paused machine, without its memory.
     ///
     /// # Errors
-    /// [`KvmError`]; [`KvmError::Phase`] unless the machine is paused, or if its guest stopped in a
-    /// way that cannot be continued anywhere.
+    /// [`KvmError`]; [`KvmError::Phase`] unless the machine is paused, or if its guest has stopped
+    /// and no host could continue it.
     pub fn save(&mut self, out: &mut StateWriter) -> Result<(), KvmError> {
-        self.need(&[Phase::Paused], "saved")?;
+        self.require_phase(&[Phase::Paused], "saved")?;
         if let Some(stop) = self.stopped().filter(|stop| stop.cause != StopCause::Panicked) {
             return Err(KvmError::Phase { wanted: "saved", phase: format!("has stopped: {stop}") });
         }
-        let abilities = self.abilities.clone();
-        let states = self.on_each(move |fd, vcpu| VcpuState::save(fd, vcpu, &abilities))?;
+        let features = self.features.clone();
+        let states = self.on_each(move |fd, vcpu| VcpuState::save(fd, vcpu, &features))?;
         for (vcpu, state) in (0..).zip(&states) {
             state.write(vcpu, out)?;
         }
@@ -269,30 +239,31 @@ impl KvmBackend {
         self.devices.save(out)
     }
 
-    /// Puts a new machine into the state of a saved one; afterwards it is paused. Everything is
-    /// parsed before anything is changed. The caller has called [`StateReader::refuse_unknown`].
+    /// Loads the state of a saved machine into a new one, which is then paused. Everything is
+    /// parsed before anything is changed. The caller must have called
+    /// [`StateReader::refuse_unknown`].
     ///
     /// # Errors
     /// [`KvmError`]; [`KvmError::Phase`] unless the machine is new.
     pub fn load(&mut self, from: &StateReader<'_>) -> Result<(), KvmError> {
-        self.need(&[Phase::Made], "loaded")?;
+        self.require_phase(&[Phase::Created], "loaded")?;
         let serial = devices::read_serial(from)?;
         let machine = VmState::read(from)?;
         let count = self.vcpus.each().len() as u32;
         let mut states = Vec::new();
         for vcpu in 0..count {
-            states.push(VcpuState::read(vcpu, from, &self.abilities)?);
+            states.push(VcpuState::read(vcpu, from, &self.features)?);
         }
         if let Some(section) =
             from.sections().iter().find(|s| is_vcpu_section(s.name()) && s.instance() >= count)
         {
             return Err(section.invalid(format!("this machine has {count} vCPUs")).into());
         }
-        self.broken_until(Phase::Paused, |this| {
+        self.change_phase(Phase::Paused, |this| {
             let mut replies = Vec::new();
             for ((index, vcpu), state) in (0..).zip(this.vcpus.each()).zip(states) {
-                let abilities = this.abilities.clone();
-                replies.push(vcpu.call(move |fd| state.load(fd, index, &abilities))?);
+                let features = this.features.clone();
+                replies.push(vcpu.call(move |fd| state.load(fd, index, &features))?);
             }
             replies.into_iter().try_for_each(Reply::wait)?;
             machine.load(&this.vm)?;
@@ -300,19 +271,19 @@ impl KvmBackend {
         })
     }
 
-    /// Why the guest stopped by itself, if it did.
+    /// Why the guest has stopped by itself, if it has.
     #[must_use]
     pub fn stopped(&self) -> Option<GuestStop> {
         self.stop.first()
     }
 
-    /// Waits until the guest stops by itself, or `timeout` has passed.
+    /// Waits until the guest stops by itself, for at most `timeout`.
     #[must_use]
     pub fn wait_stopped(&self, timeout: Duration) -> Option<GuestStop> {
         self.stop.wait(timeout)
     }
 
-    /// The last 64 KiB that the guest wrote to its serial port.
+    /// The last 64 KiB of the guest's serial output.
     #[must_use]
     pub fn serial_text(&self) -> String {
         self.devices.serial_text()
@@ -324,25 +295,25 @@ impl KvmBackend {
         &self.slots
     }
 
-    /// The same, for the dirty logs.
+    /// KVM's memory slots, in the form that the dirty logs need.
     #[must_use]
     pub fn kvm_slots(&self) -> Vec<KvmSlot> {
         kvm_slots(&self.slots)
     }
 
-    /// The dirty rings, if the machine was made with them.
+    /// The dirty rings, if the machine was created with them.
     #[must_use]
     pub fn rings(&self) -> Option<&Arc<DirtyRings>> {
         self.rings.as_ref()
     }
 
-    /// The machine's descriptor, for the dirty logs.
+    /// The machine's file descriptor, for the dirty logs.
     #[must_use]
     pub fn vm(&self) -> &Arc<VmFd> {
         &self.vm
     }
 
-    /// Does `work` on every vCPU's thread at once, and waits for all.
+    /// Runs `work` on all vCPU threads in parallel, and waits for all of them.
     fn on_each<T: Send + 'static>(
         &self,
         work: impl Fn(&kvm_ioctls::VcpuFd, u32) -> Result<T, KvmError> + Clone + Send + 'static,
@@ -355,15 +326,15 @@ impl KvmBackend {
         replies?.into_iter().map(Reply::wait).collect()
     }
 
-    fn need(&self, phases: &[Phase], wanted: &'static str) -> Result<(), KvmError> {
+    fn require_phase(&self, phases: &[Phase], wanted: &'static str) -> Result<(), KvmError> {
         if phases.contains(&self.phase) {
             return Ok(());
         }
         Err(KvmError::Phase { wanted, phase: self.phase.describe().into() })
     }
 
-    /// Reaches `phase` if `work` succeeds; the machine is of no use otherwise.
-    fn broken_until(
+    /// Changes to `phase` if `work` succeeds. Otherwise the machine stays in [`Phase::Broken`].
+    fn change_phase(
         &mut self,
         phase: Phase,
         work: impl FnOnce(&Self) -> Result<(), KvmError>,
@@ -386,8 +357,8 @@ fn kvm_slots(slots: &[MemorySlot]) -> Vec<KvmSlot> {
     (0..).zip(slots).map(kvm_slot).collect()
 }
 
-/// Turns dirty rings on.
-fn make_rings(
+/// Enables dirty rings.
+fn enable_rings(
     vm: &Arc<VmFd>,
     entries: u32,
     slots: Vec<KvmSlot>,
@@ -397,13 +368,13 @@ fn make_rings(
     DirtyRings::new(Arc::clone(vm), entries, slots)
 }
 
-/// Parses the sections of a saved machine with so many vCPUs as [`KvmBackend::load`] does before it changes anything,
-/// as on a host whose KVM has everything: for whoever looks at a state without a machine.
+/// Parses the sections of a saved machine with `vcpus` vCPUs, without a machine, as
+/// [`KvmBackend::load`] would on a host whose KVM has all features.
 ///
 /// # Errors
-/// [`KvmError`], naming the section.
+/// [`KvmError`] that names the section.
 pub fn check_sections(from: &StateReader<'_>, vcpus: u32) -> Result<(), KvmError> {
-    let has = Abilities { sregs2: true, xsave_bytes: usize::MAX, msrs: Vec::new() };
+    let has = KvmFeatures { sregs2: true, xsave_bytes: usize::MAX, msrs: Vec::new() };
     devices::read_serial(from)?;
     VmState::read(from)?;
     (0..vcpus).try_for_each(|vcpu| VcpuState::read(vcpu, from, &has).map(|_| ()))

@@ -1,4 +1,4 @@
-//! The state of a machine that belongs to no vCPU: interrupt controllers, timer, clock.
+//! The state of a machine outside its vCPUs: interrupt controllers, timer, clock.
 
 use kvm_bindings::{
     KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_clock_data, kvm_irqchip,
@@ -16,10 +16,10 @@ const CLOCK: SectionKind = SectionKind::mandatory("clock", 1);
 /// The sections of the machine.
 pub(super) const SECTIONS: &[SectionKind] = &[IRQCHIP, PIT, CLOCK];
 
-/// The instance of an IRQCHIP section is KVM's number of the chip.
+/// KVM's numbers of the chips, which are the instances of the IRQCHIP sections.
 const CHIPS: [u32; 3] = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQCHIP_IOAPIC];
 
-/// Everything of a machine that is not a vCPU, memory, or a device in user space.
+/// The state of a machine without its vCPUs, its memory and its devices in user space.
 pub(super) struct VmState {
     chips: [kvm_irqchip; 3],
     pit: kvm_pit_state2,
@@ -42,8 +42,8 @@ impl VmState {
             vm.set_irqchip(chip).map_err(KvmError::vm("KVM_SET_IRQCHIP"))?;
         }
         vm.set_pit2(&self.pit).map_err(KvmError::vm("KVM_SET_PIT2"))?;
-        // Only the value, no flags: the guest's clock stands still while it is paused, as its ticks
-        // do, and does not depend on whether the wall clocks of two hosts agree.
+        // Only the value, without flags: the guest's clock does not advance while the guest is
+        // paused, and does not depend on the wall clocks of the two hosts.
         let clock = kvm_clock_data { clock: self.clock.clock, ..Default::default() };
         vm.set_clock(&clock).map_err(KvmError::vm("KVM_SET_CLOCK"))
     }
@@ -64,7 +64,7 @@ impl VmState {
             let saved: kvm_irqchip = section.abi()?;
             if saved.chip_id != chip.chip_id {
                 return Err(section
-                    .invalid(format!("it holds the state of chip {}", saved.chip_id))
+                    .invalid(format!("it has the state of chip {}", saved.chip_id))
                     .into());
             }
             *chip = saved;

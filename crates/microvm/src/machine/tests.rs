@@ -1,4 +1,4 @@
-//! Whole guests, on KVM and as threads.
+//! Complete guests, on KVM and as threads.
 
 use std::time::{Duration, Instant};
 
@@ -21,7 +21,7 @@ mod logs;
 mod throttle;
 
 const MIB: u64 = 1 << 20;
-/// Far more than anything here takes: a limit for what hangs, not a measure.
+/// Ends a test that hangs. Everything here takes far less time.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn config(kind: GuestKind, vcpus: u8, command_line: &str) -> MachineConfig {
@@ -40,7 +40,7 @@ fn config(kind: GuestKind, vcpus: u8, command_line: &str) -> MachineConfig {
     }
 }
 
-/// All kinds of guest. Those on KVM fail where there is no `/dev/kvm`.
+/// Both kinds of guest. The tests fail without `/dev/kvm`.
 const KINDS: [GuestKind; 2] = [GuestKind::Process, GuestKind::Kvm];
 
 fn wait_for(machine: &Machine, what: &str, done: impl Fn(&Report) -> bool) {
@@ -48,7 +48,7 @@ fn wait_for(machine: &Machine, what: &str, done: impl Fn(&Report) -> bool) {
     while !done(&machine.report().unwrap()) {
         assert_eq!(machine.crash(), None, "{}", machine.serial_text());
         assert!(Instant::now() < deadline, "never {what}: {:?}", machine.report().unwrap());
-        // The guest reports by its memory, which wakes nobody.
+        // The guest reports in its memory, so there is no event to wait for.
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -63,7 +63,7 @@ fn start(mut machine: Machine) -> Machine {
     machine
 }
 
-/// Waits until the guest has checked all its memory from now on, and has seen its device go on.
+/// Waits until the guest has checked all its memory once more, and has seen new heartbeats.
 fn check_all(machine: &Machine) -> Report {
     let before = machine.report().unwrap();
     wait_for(machine, "checked all", |now| {
@@ -85,7 +85,7 @@ fn copy(set: &PageSet, from: &GuestMemory, to: &GuestMemory) {
 const WORKLOAD: &str = "ticks fill=4,incompressible hot=8,rate=200000,random";
 
 #[test]
-fn a_paused_guest_stands_still_and_a_resumed_one_goes_on() {
+fn pause_stops_the_guest_and_resume_continues_it() {
     for kind in KINDS {
         let mut machine = started(config(kind, 3, WORKLOAD));
         for _ in 0..5 {
@@ -106,7 +106,7 @@ fn a_paused_guest_stands_still_and_a_resumed_one_goes_on() {
 }
 
 #[test]
-fn a_saved_guest_goes_on_in_another_machine() {
+fn save_and_load_continue_the_guest_in_another_machine() {
     for kind in KINDS {
         let mut machine = started(config(kind, 2, WORKLOAD));
         for _ in 0..3 {
@@ -129,7 +129,7 @@ fn a_saved_guest_goes_on_in_another_machine() {
     }
 }
 
-/// The least live migration: what is logged while the guest writes is copied again.
+/// A minimal live migration: copies all pages, and then the dirty pages while the guest writes.
 fn migrate(
     config: &MachineConfig,
     log: impl FnOnce(&Machine) -> Arc<dyn DirtyLog>,
@@ -189,7 +189,7 @@ fn requests_in_the_wrong_phase_are_refused() {
 }
 
 #[test]
-fn a_state_that_does_not_fit_is_refused_and_the_machine_stays_new() {
+fn load_refuses_a_foreign_state_and_leaves_the_machine_new() {
     let mut machine = started(config(GuestKind::Process, 2, "ticks"));
     machine.pause().unwrap();
     let state = machine.save().unwrap();
@@ -213,15 +213,15 @@ fn a_state_that_does_not_fit_is_refused_and_the_machine_stays_new() {
 }
 
 #[test]
-fn the_choice_of_what_runs_the_guest_is_told() {
+fn choice_names_the_reason_for_the_back_end() {
     let machine = Machine::new(config(GuestKind::Process, 1, "idle")).unwrap();
     assert_eq!(
         (machine.kind(), machine.choice()),
-        ("process", "threads of a process, as asked for")
+        ("process", "threads of a process, as requested")
     );
     let machine = Machine::new(config(GuestKind::Auto, 1, "idle")).unwrap();
     match KvmBackend::available() {
-        Ok(()) => assert_eq!((machine.kind(), machine.choice()), ("kvm", "/dev/kvm serves")),
+        Ok(()) => assert_eq!((machine.kind(), machine.choice()), ("kvm", "/dev/kvm is usable")),
         Err(error) => {
             assert_eq!(machine.kind(), "process");
             assert!(machine.choice().contains(&error.to_string()));
@@ -230,7 +230,7 @@ fn the_choice_of_what_runs_the_guest_is_told() {
 }
 
 #[test]
-fn nothing_of_a_dropped_machine_stays() {
+fn drop_releases_the_memory() {
     for kind in KINDS {
         let machine = started(config(kind, 2, WORKLOAD));
         let mapped = Arc::downgrade(&machine.mapped);
@@ -240,16 +240,16 @@ fn nothing_of_a_dropped_machine_stays() {
 }
 
 #[test]
-fn an_embedded_machine_migrates_and_stays_in_reach() {
+fn migrating_machine_remains_accessible_and_resumes_after_failure() {
     for kind in KINDS {
         let source = Machine::shared(config(kind, 2, WORKLOAD)).unwrap();
-        lock(&source).start().unwrap();
-        wait_for(&lock(&source), "populated", |report| report.populated);
+        source.lock().start().unwrap();
+        wait_for(&source.lock(), "populated", |report| report.populated);
         let mut migrating = MigratingMachine::new(Arc::clone(&source)).unwrap();
         let description = migrating.describe();
         assert_eq!(description.vmm, format!("microvm/{kind}"));
         migrating.pause().unwrap();
-        assert_eq!(lock(&source).phase(), "paused", "seen by whoever else has a hand on it");
+        assert_eq!(source.lock().phase(), "paused", "other owners see the pause");
         let state = migrating.save().unwrap();
 
         let mut incoming = IncomingMachine::default();
@@ -266,16 +266,16 @@ fn an_embedded_machine_migrates_and_stays_in_reach() {
         incoming.load(&state).unwrap();
         incoming.run().unwrap();
         let target = incoming.machine.take().unwrap();
-        let target = lock(&target);
+        let target = target.lock();
         assert_eq!(target.config().identity, description.identity);
         assert_eq!(check_all(&target).corruptions, 0);
         migrating.resume().unwrap();
-        assert!(lock(&source).is_running(), "a migration that failed leaves the source as it was");
+        assert!(source.lock().is_running(), "a failed migration resumes the source");
     }
 }
 
 #[test]
-fn an_unexpected_guest_is_refused() {
+fn incoming_machine_refuses_an_unexpected_guest() {
     let source = Machine::shared(config(GuestKind::Process, 1, "idle")).unwrap();
     let description = MigratingMachine::new(source).unwrap().describe();
     let refused = |incoming: IncomingMachine, change: &dyn Fn(&mut vmferry::GuestDescription)| {

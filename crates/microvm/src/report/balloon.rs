@@ -1,4 +1,4 @@
-//! What the driver of the guest's balloon reports of itself.
+//! The report of the guest's balloon driver.
 
 use serde::{Deserialize, Serialize};
 use vmferry_memory::{GuestMemory, MemoryError};
@@ -35,34 +35,34 @@ struct RawBalloon {
 }
 const _: () = assert!(size_of::<RawBalloon>() == 128);
 
-/// What the driver of the guest's balloon is at.
+/// The state of the guest's balloon driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DriverState {
-    /// There is a device that it can't drive.
+    /// The driver cannot drive this device.
     Failed,
-    /// It waits for the device.
+    /// The driver waits for the device.
     Idle,
-    /// It hints free blocks.
+    /// The driver is hinting free blocks.
     Hinting,
-    /// It has hinted them, and holds them until the host is done.
+    /// The driver has hinted its free blocks, and keeps them until the host sends DONE.
     Holding,
 }
 
-/// What the driver of the guest's balloon says of itself. Blocks are of 4 MiB.
+/// The report of the guest's balloon driver. A block is 4 MiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BalloonReport {
-    /// What it is at.
+    /// The driver's state.
     pub state: DriverState,
-    /// The features that it has negotiated, by their bits.
+    /// The negotiated features, as bits.
     pub features: u64,
-    /// Interrupts of the device that it has seen.
+    /// Interrupts of the device that the driver has handled.
     pub interrupts: u64,
-    /// Times that it found news of the device before an interrupt came: it looks by itself now and then.
+    /// Times that polling found work of the device before its interrupt arrived.
     pub unheard: u64,
-    /// Notifications that it has sent.
+    /// Notifications sent to the device.
     pub notifications: u64,
-    /// The hint command that it has read last: 0 is STOP, 1 is DONE, all others are IDs.
+    /// The last hint command that the driver has read: 0 is STOP, 1 is DONE, all others are IDs.
     pub command: u32,
     /// Rounds of hints begun.
     pub rounds: u32,
@@ -72,21 +72,21 @@ pub struct BalloonReport {
     pub hinted_blocks: u64,
     /// Blocks reported as free.
     pub reported_blocks: u64,
-    /// Blocks hinted and not yet given back.
+    /// Blocks hinted and not yet returned to the guest's allocator.
     pub held_blocks: u32,
     /// Blocks in the balloon.
     pub inflated_blocks: u32,
-    /// Blocks that the host wants there.
+    /// The balloon size in blocks that the host asks for.
     pub target_blocks: u32,
-    /// Times that the guest took blocks back because it had no others.
+    /// Times that the guest deflated the balloon because it had no other free blocks.
     pub deflated_on_demand: u32,
-    /// Times that it gave statistics.
+    /// Times that the driver sent statistics.
     pub statistics: u64,
-    /// Blocks that it wrote at some stage of the protocol (the word `rewrite`).
+    /// Blocks that the driver wrote at some stage of the protocol (the word `rewrite`).
     pub rewrites: u64,
-    /// Times that it has checked all those that it keeps.
+    /// Complete checks of the rewritten blocks that the driver keeps.
     pub rewrite_rounds: u64,
-    /// Lies that it has told and the device has heard (the word `lie`).
+    /// Protocol violations that the device has processed (the word `lie`).
     pub lies: u64,
 }
 
@@ -102,8 +102,8 @@ impl BalloonReport {
             4 => DriverState::Holding,
             _ => return Ok(None),
         };
-        let is_one = raw.magic == BALLOON_MAGIC && raw.version == BALLOON_VERSION;
-        Ok(is_one.then_some(Self {
+        let is_valid = raw.magic == BALLOON_MAGIC && raw.version == BALLOON_VERSION;
+        Ok(is_valid.then_some(Self {
             state,
             features: raw.features,
             interrupts: raw.interrupts,

@@ -1,12 +1,12 @@
 //! Why a state was refused.
 
-/// A state that cannot be written or read. Offsets are from the start of the container.
+/// Why a state cannot be written or read. Offsets are from the start of the container.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StateError {
-    /// The first bytes are those of something else.
+    /// The first bytes are not those of a container.
     #[error("this is not a vmferry machine state: it begins with {found:02x?}")]
     NotAState {
-        /// At most eight bytes of it.
+        /// Its first bytes, at most eight.
         found: Vec<u8>,
     },
     /// Written by a newer vmferry, in another container format.
@@ -15,23 +15,23 @@ pub enum StateError {
          upgrade this host"
     )]
     Format {
-        /// In the header.
+        /// The format in the header.
         found: u16,
-        /// By this build.
+        /// The format that this build reads.
         supported: u16,
     },
-    /// The bytes end before what they announce.
+    /// The state is shorter than its headers announce.
     #[error(
         "the machine state ends in {what} at offset {offset}: {needed} bytes needed, {left} left"
     )]
     Truncated {
         /// The header, a section header, or a section by name.
         what: String,
-        /// Where the missing part begins.
+        /// Where the truncated part begins.
         offset: usize,
-        /// Its size.
+        /// Its announced size.
         needed: usize,
-        /// What there is of it.
+        /// The bytes left from `offset` on.
         left: usize,
     },
     /// A checksum does not match.
@@ -43,12 +43,12 @@ pub enum StateError {
         what: String,
         /// Where it begins.
         offset: usize,
-        /// Computed from the bytes.
+        /// The computed checksum.
         found: u32,
-        /// Stored beside them.
+        /// The stored checksum.
         expected: u32,
     },
-    /// The checksums are right and the content is not valid.
+    /// The checksums are right, but the content is not valid.
     #[error("{what} at offset {offset} is not valid: {reason}")]
     Invalid {
         /// The header, a section header, or a section by name.
@@ -64,7 +64,7 @@ pub enum StateError {
          upgrade this host"
     )]
     Unknown {
-        /// Of the section.
+        /// The section's name.
         name: String,
     },
     /// A section written by a newer build.
@@ -73,27 +73,27 @@ pub enum StateError {
          upgrade this host"
     )]
     Version {
-        /// Of the section.
+        /// The section's name.
         name: String,
-        /// In the state.
+        /// The version in the state.
         found: u16,
-        /// By this build.
+        /// The newest version that this build reads.
         supported: u16,
     },
     /// A section that the reader needs and the state lacks.
     #[error("the machine state has no section {name:?} (instance {instance})")]
     Missing {
-        /// Of the section.
+        /// The section's name.
         name: &'static str,
-        /// The vCPU, for example.
+        /// The instance: the vCPU, for example.
         instance: u32,
     },
-    /// More than a section can hold.
+    /// The payload is larger than a section can be.
     #[error("section {name:?} is too large to be written: {bytes} bytes")]
     TooLarge {
-        /// Of the section.
+        /// The section's name.
         name: &'static str,
-        /// Of its payload.
+        /// The size of the payload.
         bytes: usize,
     },
 }

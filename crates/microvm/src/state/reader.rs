@@ -1,4 +1,4 @@
-//! Reads a container: everything is checked first, then sections are handed out.
+//! Reads a container. It checks everything first, and then gives access to the sections.
 
 use zerocopy::FromBytes;
 
@@ -28,7 +28,7 @@ impl<'a> StateReader<'a> {
     /// Checks the form and every checksum of `bytes`. Copies no payload.
     ///
     /// # Errors
-    /// [`StateError`] with the section and the offset of the first thing that is wrong.
+    /// [`StateError`] with the section and the offset of the first fault.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, StateError> {
         let header = take(bytes, 0, HEADER_BYTES, || "the header".into());
         if !bytes.starts_with(&MAGIC[..MAGIC.len().min(bytes.len())]) || bytes.is_empty() {
@@ -74,11 +74,11 @@ impl<'a> StateReader<'a> {
         Ok(Self { sections })
     }
 
-    /// Refuses what this build cannot load: mandatory sections that are in none of `known`, and
-    /// newer versions of those that are. To be called before anything is loaded.
+    /// Refuses a state that this build cannot load: one with a mandatory section that is not in
+    /// `known`, or with a newer version of a known section. To be called before anything is loaded.
     ///
     /// # Errors
-    /// [`StateError::Unknown`] or [`StateError::Version`], naming the section.
+    /// [`StateError::Unknown`] or [`StateError::Version`] with the section's name.
     pub fn refuse_unknown(&self, known: &[&[SectionKind]]) -> Result<(), StateError> {
         for section in &self.sections {
             match known.iter().copied().flatten().find(|kind| kind.name == section.name) {
@@ -165,50 +165,51 @@ impl<'a> Section<'a> {
         Ok(())
     }
 
-    /// Its name.
+    /// The section's name.
     #[must_use]
     pub fn name(&self) -> &'a str {
         self.name
     }
 
-    /// The version of its content.
+    /// The version of the content.
     #[must_use]
     pub fn version(&self) -> u16 {
         self.version
     }
 
-    /// Which of several of that name: the vCPU, for example.
+    /// The number among sections of the same name: the vCPU, for example.
     #[must_use]
     pub fn instance(&self) -> u32 {
         self.instance
     }
 
-    /// Where its content begins in the container, in bytes.
+    /// The offset of the content in the container, in bytes.
     #[must_use]
     pub fn offset(&self) -> usize {
         self.offset
     }
 
-    /// Its content.
+    /// The content.
     #[must_use]
     pub fn payload(&self) -> &'a [u8] {
         self.payload
     }
 
-    /// Its content as one structure of the kernel's ABI.
+    /// The content as one structure of the kernel's ABI.
     ///
     /// # Errors
-    /// [`StateError::Invalid`] if the size is another.
+    /// [`StateError::Invalid`] if the content has another size.
     pub fn abi<T: FromBytes>(&self) -> Result<T, StateError> {
         let size =
             || self.invalid(format!("{} bytes, expected {}", self.payload.len(), size_of::<T>()));
         T::read_from_bytes(self.payload).map_err(|_| size())
     }
 
-    /// Its content as at most `max` structures of the kernel's ABI.
+    /// The content as at most `max` structures of the kernel's ABI.
     ///
     /// # Errors
-    /// [`StateError::Invalid`] if the size is not a multiple of theirs, or too large.
+    /// [`StateError::Invalid`] if the content's size is too large, or is not a multiple of the
+    /// structure's.
     pub fn abi_list<T: FromBytes>(&self, max: usize) -> Result<Vec<T>, StateError> {
         let size = size_of::<T>().max(1);
         if !self.payload.len().is_multiple_of(size) || self.payload.len() / size > max {
@@ -221,7 +222,7 @@ impl<'a> Section<'a> {
         self.payload.chunks_exact(size).map(size_is_right).collect()
     }
 
-    /// That the content of this section is not valid, with its name and offset.
+    /// An error that the content of this section is not valid, with its name and offset.
     #[must_use]
     pub fn invalid(&self, reason: String) -> StateError {
         StateError::Invalid { what: self.describe(), offset: self.offset, reason }
@@ -253,7 +254,7 @@ fn check(
     Ok(())
 }
 
-// Both are only called with constant offsets inside headers of constant size.
+// Both are called only with constant offsets inside headers of constant size.
 fn le16(bytes: &[u8], at: usize) -> u16 {
     u16::from_le_bytes([bytes[at], bytes[at + 1]])
 }

@@ -1,4 +1,5 @@
-//! Round trips, refusals by name, and "any bytes": never a panic, never a flipped byte unseen.
+//! Round trips, refusals by name, and arbitrary bytes, which cause no panic and no undetected
+//! change.
 
 use proptest::prelude::*;
 
@@ -16,7 +17,7 @@ fn sample() -> Vec<u8> {
 }
 
 #[test]
-fn what_is_written_is_read() {
+fn sections_round_trip() {
     let bytes = sample();
     let reader = StateReader::parse(&bytes).unwrap();
     reader.refuse_unknown(&[&[A, B]]).unwrap();
@@ -28,7 +29,7 @@ fn what_is_written_is_read() {
 }
 
 #[test]
-fn a_structure_of_another_size_is_refused_by_section_and_offset() {
+fn abi_of_another_size_is_refused_with_section_and_offset() {
     let bytes = sample();
     let section = StateReader::parse(&bytes).unwrap().section(&A, 0).unwrap();
     let error = section.abi::<[u64; 4]>().unwrap_err();
@@ -55,7 +56,7 @@ fn unknown_mandatory_and_newer_sections_are_refused_by_name() {
     assert_eq!(reader.section(&old, 0).unwrap_err(), newer);
 }
 
-/// A section that has changed: since version 2 there is a count before its words.
+/// A section whose version 2 has a count before its words.
 #[derive(Debug, PartialEq)]
 struct Changed(Vec<u16>);
 
@@ -79,7 +80,7 @@ impl Changed {
 }
 
 #[test]
-fn a_changed_section_moves_between_two_releases_both_ways() {
+fn changed_section_moves_between_two_releases_both_ways() {
     let content = Changed(vec![7, 8]);
     for (protocol, version, bytes) in [(1, 1, 4), (2, 2, 6)] {
         let mut out = StateWriter::for_protocol(protocol);
@@ -89,21 +90,21 @@ fn a_changed_section_moves_between_two_releases_both_ways() {
         let section = reader.sections()[0];
         assert_eq!((section.version(), section.payload().len()), (version, bytes));
         assert_eq!(Changed::read(&reader), content, "the newer release reads both");
-        // The release before knows version 1 only.
+        // The previous release knows version 1 only.
         let before = SectionKind::mandatory("changed", 1);
         assert_eq!(reader.refuse_unknown(&[&[before]]).is_ok(), protocol == 1);
     }
 }
 
 #[test]
-fn an_unknown_optional_section_is_left_out() {
+fn unknown_optional_section_is_ignored() {
     let mut out = StateWriter::new();
     out.section(&A, 0, &[]).unwrap();
     out.section(&SectionKind::optional("later", 9), 0, b"what a newer release knows").unwrap();
     let state = out.finish();
     let reader = StateReader::parse(&state).unwrap();
     reader.refuse_unknown(&[&[A]]).unwrap();
-    // The same section as a mandatory one: the negative control.
+    // The same section as a mandatory one is refused.
     let mut out = StateWriter::new();
     out.section(&SectionKind::mandatory("later", 9), 0, &[]).unwrap();
     let state = out.finish();
@@ -112,7 +113,7 @@ fn an_unknown_optional_section_is_left_out() {
 }
 
 #[test]
-fn a_newer_container_is_refused_by_its_format() {
+fn newer_container_is_refused_by_its_format() {
     let mut bytes = sample();
     bytes[8] = 2;
     let sum = crc32c(&bytes[..16]);
@@ -122,7 +123,7 @@ fn a_newer_container_is_refused_by_its_format() {
 }
 
 #[test]
-fn a_duplicate_section_and_trailing_bytes_are_refused() {
+fn duplicate_section_and_trailing_bytes_are_refused() {
     let mut writer = StateWriter::new();
     writer.section(&A, 0, &[]).unwrap();
     writer.section(&A, 0, &[]).unwrap();
@@ -133,7 +134,7 @@ fn a_duplicate_section_and_trailing_bytes_are_refused() {
 }
 
 #[test]
-fn every_prefix_is_refused() {
+fn parse_refuses_every_prefix() {
     let bytes = sample();
     for length in 0..bytes.len() {
         assert!(StateReader::parse(&bytes[..length]).is_err(), "{length} bytes were accepted");
@@ -146,17 +147,17 @@ fn every_prefix_is_refused() {
 }
 
 #[test]
-fn every_flipped_bit_is_seen() {
+fn parse_detects_every_flipped_bit() {
     let bytes = sample();
     for bit in 0..bytes.len() * 8 {
         let mut flipped = bytes.clone();
         flipped[bit / 8] ^= 1 << (bit % 8);
-        assert!(StateReader::parse(&flipped).is_err(), "bit {bit} was not missed");
+        assert!(StateReader::parse(&flipped).is_err(), "flipped bit {bit} was not detected");
     }
 }
 
 #[test]
-fn a_corrupt_payload_names_its_section() {
+fn corrupt_payload_names_its_section() {
     let mut bytes = sample();
     bytes[70] ^= 0x40;
     let error = StateReader::parse(&bytes).unwrap_err();
@@ -166,9 +167,9 @@ fn a_corrupt_payload_names_its_section() {
     );
 }
 
-/// The bytes on the wire are a promise to other versions.
+/// Other releases read these bytes.
 #[test]
-fn golden_bytes() {
+fn container_matches_its_golden_bytes() {
     let mut writer = StateWriter::new();
     writer.section(&A, 5, &[0xaa, 0xbb]).unwrap();
     let bytes = writer.finish();
@@ -181,12 +182,12 @@ fn golden_bytes() {
 
 proptest! {
     #[test]
-    fn any_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+    fn parse_of_any_bytes_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
         let _ = StateReader::parse(&bytes);
     }
 
     #[test]
-    fn any_sections_come_back_and_any_flipped_byte_is_seen(
+    fn any_sections_round_trip_and_any_flipped_byte_is_detected(
         payloads in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..100), 0..6),
         position in any::<prop::sample::Index>(),
         flip in 1u8..,
@@ -205,9 +206,9 @@ proptest! {
         prop_assert!(StateReader::parse(&bytes).is_err());
     }
 
-    /// Bytes changed together with their checksums still never panic.
+    /// Bytes with matching checksums cause no panic either.
     #[test]
-    fn any_section_header_never_panics(
+    fn parse_of_any_section_header_never_panics(
         header in any::<[u8; 40]>(),
         payload in proptest::collection::vec(any::<u8>(), 0..50),
     ) {

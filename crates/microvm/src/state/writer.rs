@@ -9,13 +9,13 @@ use super::{
     SectionKind, StateError, crc32c,
 };
 
-/// Collects sections in the order in which they are written; [`StateWriter::finish`] yields the
+/// Collects sections in the order in which they are written. [`StateWriter::finish`] returns the
 /// bytes.
 #[derive(Debug)]
 pub struct StateWriter {
     bytes: GuestBytes,
     sections: u32,
-    /// The version of the protocol that the reader speaks.
+    /// The reader's version of the protocol.
     protocol: u16,
 }
 
@@ -26,25 +26,25 @@ impl Default for StateWriter {
 }
 
 impl StateWriter {
-    /// An empty container for a host of this release.
+    /// Creates an empty container for a host of this release.
     #[must_use]
     pub fn new() -> Self {
         Self::for_protocol(PROTOCOL_VERSION_MAX)
     }
 
-    /// An empty container for a host that speaks this version of the migration protocol.
+    /// Creates an empty container for a host that speaks this version of the migration protocol.
     #[must_use]
     pub fn for_protocol(protocol: u16) -> Self {
         Self { bytes: [0; HEADER_BYTES].into(), sections: 0, protocol }
     }
 
-    /// The version in which the content of a section is to be written.
+    /// The version in which the content of a section must be written.
     #[must_use]
     pub fn version_of(&self, kind: &SectionKind) -> u16 {
         kind.version_for(self.protocol)
     }
 
-    /// Appends a section whose content is of the version that [`version_of`](Self::version_of) says.
+    /// Appends a section. Its content must have the version of [`version_of`](Self::version_of).
     ///
     /// # Errors
     /// [`StateError::TooLarge`] for more than 4 GiB.
@@ -57,8 +57,8 @@ impl StateWriter {
         let too_large = |_| StateError::TooLarge { name: kind.name, bytes: payload.len() };
         let length = u32::try_from(payload.len()).map_err(too_large)?;
         let mut header = [0; SECTION_HEADER_BYTES];
-        // A kind's name fits: `SectionKind::mandatory` checks it; the fields are public, so cut
-        // anyway.
+        // `SectionKind::mandatory` checks that the name fits, but the field is public, so the name
+        // is cut here as well.
         let name = &kind.name.as_bytes()[..kind.name.len().min(NAME_BYTES)];
         header[..name.len()].copy_from_slice(name);
         header[24..26].copy_from_slice(&self.version_of(kind).to_le_bytes());
@@ -88,7 +88,7 @@ impl StateWriter {
         self.section(kind, instance, value.as_bytes())
     }
 
-    /// The container.
+    /// Completes the header and returns the container.
     #[must_use]
     pub fn finish(mut self) -> GuestBytes {
         self.bytes[0..8].copy_from_slice(&MAGIC);

@@ -1,91 +1,63 @@
-//! The balloon: its thread, the machine's hand on it, and everybody else's.
+//! The balloon as the machine owns it.
 
-use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::AsRawFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY;
 use vm_memory::GuestMemoryMmap;
-use vmferry_balloon::{
-    Balloon as Device, BalloonConfig, BalloonState, Features, MAX_QUEUES, PAGE_BYTES, Progress,
-    Statistics,
-};
+use vmferry_balloon::{Balloon as Device, BalloonConfig, BalloonState, MAX_QUEUES};
 use vmferry_dirty::DirtyBitmap;
 use vmferry_memory::GuestMemory;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::host::{BalloonListener, HintRound, Host, by_name};
+use super::host::Host;
 use super::mmio::{Effect, Line, Registers, Transport};
 use super::{BALLOON_ADDRESS, BALLOON_BYTES, BALLOON_GSI};
 use crate::error::MachineError;
 use crate::kvm::{InterruptPin, MmioDevice, MmioWiring};
 use crate::state::{SectionKind, StateReader, StateWriter};
 
-/// The device's section of the machine's state: [`Saved`], as JSON.
+pub use self::handle::{Balloon, BalloonStatus};
+
+mod handle;
+mod thread;
+
+/// The device's section of the machine state: [`SavedBalloon`], as JSON.
 pub(crate) const SECTIONS: &[SectionKind] = &[BALLOON];
 const BALLOON: SectionKind = SectionKind::mandatory("balloon", 1);
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Saved {
+struct SavedBalloon {
     registers: Registers,
     device: BalloonState,
 }
 
-/// A balloon, as the machine has it: dropping it ends the thread.
+/// The balloon of a machine. Dropping it ends its thread.
 pub(crate) struct BalloonDevice {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// A balloon, for whoever gives it orders.
-#[derive(Clone)]
-pub struct Balloon(Arc<Shared>);
-
-/// A glance at a balloon.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct BalloonStatus {
-    /// Whether the guest has a driver for it that runs.
-    pub driver: bool,
-    /// Whether the driver must reset the device, which can't follow it any more.
-    pub needs_reset: bool,
-    /// The features that device and driver agree on.
-    pub features: Vec<&'static str>,
-    /// How large it shall be.
-    pub target_bytes: u64,
-    /// How large it is, as the driver says.
-    pub actual_bytes: u64,
-    /// What was given back to this host since the machine was made, by inflating and by reports.
-    pub discarded_bytes: u64,
-    /// What the guest has taken back since then by deflating.
-    pub deflated_bytes: u64,
-    /// The hints of the last migration from here.
-    pub hints: Option<HintRound>,
-    /// The last statistics of the guest.
-    pub statistics: Option<BTreeMap<&'static str, u64>>,
-    /// What the driver has done wrong.
-    pub warnings: Vec<String>,
-}
-
 struct Shared {
     state: Mutex<State>,
-    /// Whether it runs, or statistics have come.
+    /// Notified when `running` or `ended` changes, or statistics arrive.
     changed: Condvar,
-    /// Those who wait for the lock, to whom the thread gives way.
+    /// Number of other threads that wait for the lock. The device's thread yields to them.
     waiting: AtomicUsize,
     memory: Arc<GuestMemoryMmap<DirtyBitmap>>,
     guest: GuestMemory,
     kicks: [EventFd; MAX_QUEUES],
-    /// Takes the thread out of its wait for kicks.
+    /// Ends the thread's wait for kicks.
     wake: EventFd,
-    /// Of the kicks and `wake`.
-    any: Epoll,
+    /// Waits for the kicks and `wake`.
+    epoll: Epoll,
     line: Line,
 }
 
@@ -93,18 +65,18 @@ struct State {
     transport: Transport,
     running: bool,
     ended: bool,
-    /// Whether its state came from another machine, and it has not run since.
+    /// Whether the state was loaded from another machine, and the device has not run since.
     arrived: bool,
-    /// Queues that may have something, as bits.
+    /// Queues that may have buffers, as bits.
     pending: u32,
-    /// Queues behind the one that was worked on last, as bits: their turn comes first.
-    behind: u32,
+    /// Queues with a higher number than the one processed last, as bits. They are processed first.
+    next: u32,
 }
 
 const ALL_QUEUES: u32 = (1 << MAX_QUEUES) - 1;
 
 impl BalloonDevice {
-    /// The device, quiet, and how it is to be connected to a machine with this memory.
+    /// Creates the device, paused, and its connections to a machine with this memory.
     pub(crate) fn new(
         memory: Arc<GuestMemoryMmap<DirtyBitmap>>,
         guest: GuestMemory,
@@ -116,15 +88,15 @@ impl BalloonDevice {
         };
         let (kicks, wake) = wires().map_err(MachineError::Balloon)?;
         let copies = || -> io::Result<_> {
-            let any = Epoll::new()?;
+            let epoll = Epoll::new()?;
             for event in kicks.iter().chain([&wake]) {
                 let readable = EpollEvent::new(EventSet::IN, 0);
-                any.ctl(ControlOperation::Add, event.as_raw_fd(), readable)?;
+                epoll.ctl(ControlOperation::Add, event.as_raw_fd(), readable)?;
             }
             let kicks = kicks.iter().map(EventFd::try_clone).collect::<io::Result<Vec<_>>>()?;
-            Ok((any, kicks))
+            Ok((epoll, kicks))
         };
-        let (any, other_kicks) = copies().map_err(MachineError::Balloon)?;
+        let (epoll, other_kicks) = copies().map_err(MachineError::Balloon)?;
         let pin = Arc::new(InterruptPin::new(BALLOON_GSI));
         let line = Line::new(Arc::clone(&pin));
         let device = Device::new(
@@ -140,7 +112,7 @@ impl BalloonDevice {
             ended: false,
             arrived: false,
             pending: 0,
-            behind: 0,
+            next: 0,
         };
         let shared = Arc::new(Shared {
             state: Mutex::new(state),
@@ -150,7 +122,7 @@ impl BalloonDevice {
             guest,
             kicks,
             wake,
-            any,
+            epoll,
             line,
         });
         let wiring = MmioWiring {
@@ -169,16 +141,25 @@ impl BalloonDevice {
         Ok((Self { shared, thread: Some(thread) }, wiring))
     }
 
-    /// Lets it work, or makes it quiet: on return from `run(false)` it neither writes guest memory nor discards
-    /// any, and interrupts nobody.
-    pub(crate) fn run(&self, running: bool) {
+    /// Lets the device work.
+    pub(crate) fn resume(&self) {
+        self.set_running(true);
+    }
+
+    /// Stops the device. After this it neither writes nor discards guest memory, and raises no
+    /// interrupts.
+    pub(crate) fn pause(&self) {
+        self.set_running(false);
+    }
+
+    fn set_running(&self, running: bool) {
         let mut state = self.shared.lock();
         state.running = running;
         if running {
             if std::mem::take(&mut state.arrived) {
                 state.transport.device.restored_after_migration();
             }
-            // Kicks that another machine has heard are not in its state.
+            // Kicks that the source's device has received are not part of the loaded state.
             state.pending = ALL_QUEUES;
         }
         self.shared.line.set_live(running);
@@ -189,8 +170,10 @@ impl BalloonDevice {
 
     pub(crate) fn save(&self, out: &mut StateWriter) -> Result<(), MachineError> {
         let state = self.shared.lock();
-        let saved =
-            Saved { registers: state.transport.save(), device: state.transport.device.save() };
+        let saved = SavedBalloon {
+            registers: state.transport.save(),
+            device: state.transport.device.save(),
+        };
         let bytes =
             serde_json::to_vec(&saved).map_err(|error| MachineError::Balloon(error.into()))?;
         Ok(out.section(&BALLOON, 0, &bytes)?)
@@ -198,7 +181,7 @@ impl BalloonDevice {
 
     pub(crate) fn load(&self, from: &StateReader<'_>) -> Result<(), MachineError> {
         let section = from.section(&BALLOON, 0)?;
-        let saved: Saved = serde_json::from_slice(section.payload())
+        let saved: SavedBalloon = serde_json::from_slice(section.payload())
             .map_err(|error| section.invalid(error.to_string()))?;
         let device = Device::restore(
             BalloonConfig::default(),
@@ -214,7 +197,7 @@ impl BalloonDevice {
         Ok(())
     }
 
-    /// The same, for others.
+    /// A handle of the device.
     pub(crate) fn handle(&self) -> Balloon {
         Balloon(Arc::clone(&self.shared))
     }
@@ -226,119 +209,13 @@ impl Drop for BalloonDevice {
         self.shared.changed.notify_all();
         self.shared.wake();
         if let Some(thread) = self.thread.take() {
-            // A panic there has stopped the device already.
+            // A panic of the thread has already stopped the device.
             let _ = thread.join();
         }
     }
 }
 
-impl Balloon {
-    /// How large the balloon shall be: so many bytes, in whole pages of 4096, the guest shall do without.
-    ///
-    /// # Errors
-    /// [`MachineError::Config`] if that is more than the guest's memory.
-    pub fn set_target(&self, bytes: u64) -> Result<(), MachineError> {
-        let memory_bytes = self.0.guest.total_pages() * PAGE_BYTES;
-        let pages = u32::try_from(bytes / PAGE_BYTES).ok().filter(|_| bytes <= memory_bytes);
-        let Some(pages) = pages else {
-            let reason = format!("{bytes} bytes; the guest has {memory_bytes}");
-            return Err(MachineError::Config { setting: "balloon", reason });
-        };
-        self.0.lock().transport.device.set_target(pages);
-        Ok(())
-    }
-
-    /// A glance at it.
-    #[must_use]
-    pub fn status(&self) -> BalloonStatus {
-        let state = self.0.lock();
-        let device = &state.transport.device;
-        let host = device.host();
-        BalloonStatus {
-            driver: device.is_active(),
-            needs_reset: device.needs_reset(),
-            features: device.negotiated().names().collect(),
-            target_bytes: u64::from(device.target_pages()) * PAGE_BYTES,
-            actual_bytes: u64::from(device.actual_pages()) * PAGE_BYTES,
-            discarded_bytes: host.discarded_bytes,
-            deflated_bytes: host.deflated_bytes,
-            hints: host.hints,
-            statistics: device.statistics().map(by_name),
-            warnings: host.warnings.clone(),
-        }
-    }
-
-    /// The last statistics that the guest has sent.
-    #[must_use]
-    pub fn statistics(&self) -> Option<Statistics> {
-        self.0.lock().transport.device.statistics().copied()
-    }
-
-    /// Asks the guest for statistics, and waits for them for at most `patience`. False if none have come: the guest
-    /// is paused, knows no statistics, or does not answer.
-    #[must_use]
-    pub fn refresh_statistics(&self, patience: Duration) -> bool {
-        let mut state = self.0.lock();
-        let device = &mut state.transport.device;
-        let before = device.host().answers;
-        let knows = device.is_active() && device.negotiated().contains(Features::STATS_VQ);
-        if !knows || device.needs_reset() || !state.running {
-            return false;
-        }
-        // If it has not answered the last request, its answer to that will do.
-        state.transport.device.request_statistics();
-        let unanswered = |state: &mut State| {
-            state.transport.device.host().answers == before && state.running && !state.ended
-        };
-        state = self
-            .0
-            .changed
-            .wait_timeout_while(state, patience, unanswered)
-            .unwrap_or_else(PoisonError::into_inner)
-            .0;
-        state.transport.device.host().answers != before
-    }
-
-    /// Whether the guest has a driver that hints its free pages when it is asked.
-    #[must_use]
-    pub fn can_hint(&self) -> bool {
-        let state = self.0.lock();
-        let device = &state.transport.device;
-        device.is_active() && device.negotiated().contains(Features::FREE_PAGE_HINT)
-    }
-
-    /// Asks the guest for hints of free pages and returns the command ID; `None` if it knows none or has no driver.
-    /// An older round ends.
-    pub fn start_hints(&self) -> Option<u32> {
-        let mut state = self.0.lock();
-        let id = state.transport.device.start_hints()?.number();
-        state.transport.device.host_mut().hints = Some(HintRound { id, ..HintRound::default() });
-        Some(id)
-    }
-
-    /// Ends the round of hints: on return none is under way, and none of it will be told any more. The guest keeps
-    /// the hinted pages for itself. While the machine is paused no guest memory is touched.
-    pub fn stop_hints(&self) {
-        let mut state = self.0.lock();
-        if state.running {
-            state.transport.device.stop_hints();
-        } else {
-            state.transport.device.withdraw_hints();
-        }
-    }
-
-    /// Lets the guest use the hinted pages again: the migration is over, whichever way.
-    pub fn finish_hints(&self) {
-        self.0.lock().transport.device.finish_hints();
-    }
-
-    /// Who hears of hints and discards; there is one at most.
-    pub fn set_listener(&self, listener: Option<Arc<dyn BalloonListener>>) {
-        self.0.lock().transport.device.host_mut().listener = listener;
-    }
-}
-
-/// vCPUs come here.
+/// Register accesses, on the vCPU threads.
 impl MmioDevice for Shared {
     fn read(&self, offset: u64, data: &mut [u8]) {
         self.lock().transport.read(offset, data);
@@ -358,70 +235,16 @@ impl MmioDevice for Shared {
 }
 
 impl Shared {
-    /// The lock, for everybody but the thread.
+    /// Takes the lock. Not for the device's own thread, which yields to the users of this function.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.waiting.fetch_add(1, Ordering::SeqCst);
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = self.state.lock();
         self.waiting.fetch_sub(1, Ordering::SeqCst);
         state
     }
 
     fn wake(&self) {
-        // Fails only if it is awake.
+        // Fails only if the thread is awake already.
         let _ = self.wake.write(1);
-    }
-
-    /// The thread: one bounded piece of work after the other, each under the lock, so that whoever makes the
-    /// device quiet waits for one at most.
-    fn serve(&self) {
-        loop {
-            // A lock that is taken again at once would leave no chance to others.
-            while self.waiting.load(Ordering::SeqCst) > 0 {
-                std::thread::yield_now();
-            }
-            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-            let quiet = |state: &mut State| !state.running && !state.ended;
-            state = self.changed.wait_while(state, quiet).unwrap_or_else(PoisonError::into_inner);
-            if state.ended {
-                return;
-            }
-            state.pending |= self.heard();
-            if state.pending == 0 {
-                drop(state);
-                self.wait_for_kicks();
-                continue;
-            }
-            self.work(&mut state);
-        }
-    }
-
-    fn work(&self, state: &mut State) {
-        // In turns: one that never gets empty keeps nobody waiting for longer than one call.
-        let behind = state.pending & state.behind;
-        let first = if behind == 0 { state.pending } else { behind };
-        let queue = first.trailing_zeros() as u16;
-        state.behind = ALL_QUEUES << (queue + 1);
-        let answers = state.transport.device.host().answers;
-        let progress = state.transport.device.process(queue);
-        state.pending &= !(1 << queue);
-        if progress == Progress::More {
-            // Heard at once, and worked on when the others have had their turn.
-            let _ = self.kicks[usize::from(queue)].write(1);
-        }
-        if state.transport.device.host().answers != answers {
-            self.changed.notify_all();
-        }
-    }
-
-    /// The queues that were kicked since the last call.
-    fn heard(&self) -> u32 {
-        let _ = self.wake.read();
-        let kicked = (0..MAX_QUEUES).filter(|queue| self.kicks[*queue].read().is_ok());
-        kicked.fold(0, |all, queue| all | 1 << queue)
-    }
-
-    fn wait_for_kicks(&self) {
-        // One is enough to look at all. Interrupted by a signal, it looks once too often.
-        let _ = self.any.wait(-1, &mut [EpollEvent::default()]);
     }
 }

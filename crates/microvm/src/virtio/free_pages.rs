@@ -1,7 +1,9 @@
-//! The balloon, as the engine knows it: what the guest hints and gives up while it migrates.
+//! The balloon as a source of free pages for the migration engine: the pages that the guest hints
+//! and discards during a migration.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use vmferry::VmError;
 use vmferry::vmm::free_pages::{FreePageHints, FreePages, Look};
 use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun, PageSet, SlotLayout};
@@ -10,33 +12,33 @@ use super::Balloon;
 use super::host::BalloonListener;
 use crate::kvm::{DISPLAY, STILL};
 
-/// A balloon whose guest migrates. Dropping it lets the guest use again what it has hinted.
+/// The balloon of a guest that migrates. Dropping it lets the guest use the hinted pages again.
 pub(crate) struct BalloonPages {
     balloon: Balloon,
-    told: Arc<Told>,
+    collector: Arc<PageCollector>,
 }
 
-/// What the device has told.
-struct Told {
+/// Collects the pages that the device reports.
+struct PageCollector {
     memory: GuestMemory,
     state: Mutex<State>,
 }
 
 struct State {
-    /// Where hints go, while they are asked for.
+    /// The destination of hints, during a round of hints.
     hints: Option<FreePageHints>,
-    /// Pages that have lost their content since the last look.
+    /// Pages that were discarded since the last call of `zeroed`.
     discarded: PageSet,
 }
 
 impl BalloonPages {
-    /// Listens to a balloon from now on.
+    /// Starts to listen to a balloon.
     pub(crate) fn new(balloon: Balloon, memory: &GuestMemory) -> Self {
         let discarded = PageSet::for_memory(memory);
         let state = Mutex::new(State { hints: None, discarded });
-        let told = Arc::new(Told { memory: memory.clone(), state });
-        balloon.set_listener(Some(Arc::clone(&told) as Arc<dyn BalloonListener>));
-        Self { balloon, told }
+        let collector = Arc::new(PageCollector { memory: memory.clone(), state });
+        balloon.set_listener(Some(Arc::clone(&collector) as Arc<dyn BalloonListener>));
+        Self { balloon, collector }
     }
 }
 
@@ -56,18 +58,18 @@ impl FreePages for BalloonPages {
         self.balloon.can_hint()
     }
 
-    /// The display's slots are no RAM, which is all that a driver knows of.
+    /// The driver knows only RAM, so it never hints pages of the display's slots.
     fn covers(&self, slot: &SlotLayout) -> bool {
         !matches!(slot.gpa, DISPLAY | STILL)
     }
 
     fn begin(&self) {
-        self.told.lock().discarded.clear_all();
+        self.collector.state.lock().discarded.clear_all();
     }
 
     fn start(&self, hints: FreePageHints) {
-        // Before the guest can answer. A driver that has gone meanwhile never will.
-        self.told.lock().hints = Some(hints.clone());
+        // Set before the guest can answer. If there is no driver any more, the round ends at once.
+        self.collector.state.lock().hints = Some(hints.clone());
         if self.balloon.start_hints().is_none() {
             hints.complete();
         }
@@ -75,7 +77,7 @@ impl FreePages for BalloonPages {
 
     fn stop(&self) {
         self.balloon.stop_hints();
-        self.told.lock().hints = None;
+        self.collector.state.lock().hints = None;
     }
 
     fn end(&self) {
@@ -83,8 +85,8 @@ impl FreePages for BalloonPages {
     }
 
     fn zeroed(&self, look: &Look<'_>, zero: &mut PageSet) -> Result<(), VmError> {
-        let mut state = self.told.lock();
-        // What was written too may have been written afterwards.
+        let mut state = self.collector.state.lock();
+        // A page that was also written may have been written after it was discarded.
         state.discarded.subtract(look.written);
         zero.union_with(&state.discarded);
         state.discarded.clear_all();
@@ -92,10 +94,10 @@ impl FreePages for BalloonPages {
     }
 }
 
-impl BalloonListener for Told {
+impl BalloonListener for PageCollector {
     fn hint(&self, run: PageRun, poison: Option<u32>) {
         let Ok(slot) = self.memory.slot(run.slot) else { return };
-        if let Some(hints) = &self.lock().hints {
+        if let Some(hints) = &self.state.lock().hints {
             let page = PAGE_SIZE as u64;
             hints.free(slot.gpa().0 + run.first * page, run.pages * page, poison);
         }
@@ -103,19 +105,13 @@ impl BalloonListener for Told {
 
     fn discarded(&self, run: PageRun) {
         if self.memory.check_run(run).is_ok() {
-            self.lock().discarded.bitmap_mut(run.slot).set_run(run.first, run.pages);
+            self.state.lock().discarded.bitmap_mut(run.slot).set_run(run.first, run.pages);
         }
     }
 
     fn complete(&self) {
-        if let Some(hints) = &self.lock().hints {
+        if let Some(hints) = &self.state.lock().hints {
             hints.complete();
         }
-    }
-}
-
-impl Told {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

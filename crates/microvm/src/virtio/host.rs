@@ -1,4 +1,4 @@
-//! What becomes of what the guest's driver says.
+//! The host's side of the balloon: handles what the guest's driver reports.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -8,30 +8,30 @@ use serde::Serialize;
 use vmferry_balloon::{BalloonHost, CommandId, GuestRange, PAGE_BYTES, Statistics, Warning};
 use vmferry_memory::{GuestMemory, MemoryError, PageRun};
 
-/// Hears of hints and discards as they come, by the device's thread or whoever orders the device about, with
-/// the device locked: it must be quick, and must not use the device itself.
+/// Receives hints and discards as they arrive. It is called with the device locked, so it must
+/// return quickly and must not use the device.
 pub trait BalloonListener: Send + Sync {
-    /// The guest has said that these pages were free at some time since the round of hints began. `poison` is what
-    /// they are filled with, repeated, if the guest says so.
+    /// The guest reports that these pages were free at some time since the round of hints began.
+    /// `poison` is the pattern they are filled with, if the guest reports one.
     fn hint(&self, run: PageRun, poison: Option<u32>);
 
-    /// These pages have lost their content and read as zeros: no dirty log knows.
+    /// These pages were discarded and read as zeros. Dirty logs do not see that.
     fn discarded(&self, run: PageRun);
 
-    /// There are no more hints in this round.
+    /// This round has no more hints.
     fn complete(&self);
 }
 
 /// A round of hints.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct HintRound {
-    /// Its command ID.
+    /// The command ID of the round.
     pub id: u32,
     /// Ranges hinted.
     pub ranges: u64,
-    /// Bytes hinted; those hinted twice count twice.
+    /// Bytes hinted. Bytes that were hinted twice count twice.
     pub bytes: u64,
-    /// Whether the guest has said that it has no more.
+    /// Whether the guest has ended the round.
     pub complete: bool,
 }
 
@@ -44,7 +44,7 @@ pub(super) struct Host {
     pub(super) discarded_bytes: u64,
     pub(super) deflated_bytes: u64,
     pub(super) warnings: Vec<String>,
-    /// How often statistics have come.
+    /// How often statistics have arrived.
     pub(super) answers: u64,
 }
 
@@ -61,7 +61,7 @@ impl Host {
         }
     }
 
-    /// The device reports whole pages within one region, and regions are slots.
+    /// Converts a range. The device reports whole pages within one region, and regions are slots.
     fn run(&self, range: GuestRange) -> Option<PageRun> {
         let slots = self.memory.slots();
         let after = slots.partition_point(|slot| slot.gpa().0 <= range.start.0);
@@ -76,7 +76,7 @@ impl BalloonHost for Host {
     fn discard(&mut self, range: GuestRange) -> io::Result<()> {
         let Some(run) = self.run(range) else { return Err(io::ErrorKind::InvalidInput.into()) };
         let result = self.memory.discard(run);
-        // Some may be gone even if it failed.
+        // Even if it failed, some of the pages may be discarded.
         let gone = result.as_ref().map_or(Some(run), |gone| *gone);
         if let (Some(listener), Some(gone)) = (&self.listener, gone) {
             listener.discarded(gone);
@@ -123,7 +123,7 @@ impl BalloonHost for Host {
     }
 }
 
-/// Statistics by name, for people and programs.
+/// The statistics by name.
 pub(super) fn by_name(statistics: &Statistics) -> BTreeMap<&'static str, u64> {
     statistics.named().collect()
 }

@@ -19,12 +19,12 @@ use crate::kvm::InterruptPin;
 /// "virt".
 const MAGIC: u32 = 0x7472_6976;
 const VERSION: u32 = 2;
-/// "VFRY"; nobody assigns these.
+/// "VFRY". Vendor IDs are not assigned by a registry.
 const VENDOR: u32 = 0x5952_4656;
 
 pub(super) type Device = Balloon<Arc<GuestMemoryMmap<DirtyBitmap>>, Host, Line>;
 
-/// The interrupt's line, and what the driver reads when it rings.
+/// The device's interrupt, and the registers that the driver reads after an interrupt.
 #[derive(Clone)]
 pub(super) struct Line(Arc<LineState>);
 
@@ -33,7 +33,7 @@ struct LineState {
     status: AtomicU32,
     /// ConfigGeneration.
     generation: AtomicU32,
-    /// Whether the guest runs. What happens while it does not is told when it does again.
+    /// Whether the guest runs. Interrupts of a paused guest are raised when it is resumed.
     live: AtomicBool,
     pin: Arc<InterruptPin>,
 }
@@ -48,7 +48,7 @@ impl Line {
         }))
     }
 
-    /// Lets interrupts through, and makes up for those that were not, or holds them back.
+    /// Enables interrupts and raises a pending one, or disables them.
     pub(super) fn set_live(&self, live: bool) {
         self.0.live.store(live, Ordering::SeqCst);
         if live && self.0.status.load(Ordering::SeqCst) != 0 {
@@ -86,7 +86,7 @@ struct QueueRegisters {
     device: u64,
 }
 
-/// The registers, as they are saved.
+/// The registers in their saved form.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Registers {
@@ -100,17 +100,17 @@ pub(super) struct Registers {
     generation: u32,
 }
 
-/// What a write asks for beyond the registers.
+/// What the caller must do after a register write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Effect {
     Nothing,
-    /// A queue has something.
+    /// A queue has buffers.
     Kick(u16),
-    /// Every queue may have something: the driver has just begun.
+    /// Every queue may have buffers, because the driver has just started.
     KickAll,
 }
 
-/// Registers, and the device behind them.
+/// The registers and their device.
 pub(super) struct Transport {
     pub(super) device: Device,
     line: Line,
@@ -122,8 +122,8 @@ impl Transport {
         Self { device, line, registers: Registers::default() }
     }
 
-    /// The guest reads. Registers have 32 bits; other accesses to them, and registers that are not there, read as
-    /// zeros. The configuration space may be read in any way.
+    /// The guest reads. Registers have 32 bits. Other access sizes and unknown registers read as
+    /// zeros. The configuration space can be read in any size.
     pub(super) fn read(&self, offset: u64, data: &mut [u8]) {
         if let Some(offset) = offset.checked_sub(VIRTIO_MMIO_CONFIG.into()) {
             return self.device.read_config(offset, data);
@@ -153,7 +153,7 @@ impl Transport {
             }
             VIRTIO_MMIO_STATUS => self.registers.status,
             VIRTIO_MMIO_CONFIG_GENERATION => self.line.0.generation.load(Ordering::SeqCst),
-            // There is no shared memory, and this is how that is said.
+            // All ones mean that there is no shared memory region.
             VIRTIO_MMIO_SHM_LEN_LOW
             | VIRTIO_MMIO_SHM_LEN_HIGH
             | VIRTIO_MMIO_SHM_BASE_LOW
@@ -162,7 +162,7 @@ impl Transport {
         }
     }
 
-    /// The guest writes. Accesses to registers that have not 32 bits are ignored.
+    /// The guest writes. Register accesses of other sizes than 32 bits are ignored.
     pub(super) fn write(&mut self, offset: u64, data: &[u8]) -> Effect {
         if let Some(offset) = offset.checked_sub(VIRTIO_MMIO_CONFIG.into()) {
             self.device.write_config(offset, data);
@@ -197,7 +197,7 @@ impl Transport {
         Effect::Nothing
     }
 
-    /// The registers of the selected queue, which are fixed while it is ready.
+    /// Writes a register of the selected queue. They cannot be changed while the queue is ready.
     fn set_queue(&mut self, register: u32, value: u32) {
         let selected = self.registers.queues.get_mut(self.registers.queue_sel as usize);
         let Some(queue) = selected.filter(|queue| !queue.ready) else { return };
@@ -213,8 +213,8 @@ impl Transport {
         }
     }
 
-    /// A queue that can't be does not get ready, and one can't while the device is in use, which begins with all
-    /// that are.
+    /// Makes the selected queue ready, if its registers are valid and the driver has not started
+    /// yet: the device is activated with all queues that are ready at that time.
     fn set_ready(&mut self, value: u32) {
         let Ok(index) = u16::try_from(self.registers.queue_sel) else { return };
         let ready = value == 1 && !self.device.is_active() && self.queue(index).is_some();
@@ -227,7 +227,7 @@ impl Transport {
         }
     }
 
-    /// A queue as its registers say, if there can be one.
+    /// A queue with the settings of its registers, if they are valid.
     fn queue(&self, index: u16) -> Option<Queue> {
         let registers = self.registers.queues.get(usize::from(index))?;
         let mut queue = Queue::new(self.device.max_queue_size(index)).ok()?;
@@ -239,7 +239,8 @@ impl Transport {
         Some(queue)
     }
 
-    /// Bits are only ever added, until 0 resets the device (section 2.1).
+    /// Sets status bits. The driver only ever adds bits, or writes 0 to reset the device (VIRTIO
+    /// 1.2, section 2.1).
     fn set_status(&mut self, value: u32) -> Effect {
         if value == 0 {
             self.device.reset();
@@ -259,7 +260,7 @@ impl Transport {
             let ready = |index: &u16| self.registers.queues[usize::from(*index)].ready;
             let indexes = (0..MAX_QUEUES as u16).filter(ready);
             let queues = indexes.filter_map(|index| Some((index, self.queue(index)?))).collect();
-            // Without features nothing begins.
+            // Fails if the features have not been negotiated.
             if self.device.activate(queues).is_err() {
                 added &= !VIRTIO_CONFIG_S_DRIVER_OK;
             }
@@ -276,7 +277,7 @@ impl Transport {
         }
     }
 
-    /// Takes over what another machine has saved. Nobody is interrupted.
+    /// Loads the registers that another machine has saved. Raises no interrupt.
     pub(super) fn restore(&mut self, device: Device, registers: Registers) {
         self.line.0.status.store(registers.interrupt_status, Ordering::SeqCst);
         self.line.0.generation.store(registers.generation, Ordering::SeqCst);
@@ -285,7 +286,7 @@ impl Transport {
     }
 }
 
-/// A half of a number of 64 bits.
+/// The low (0) or high (1) half of a 64-bit number.
 fn word(all: u64, place: u32) -> u32 {
     match place {
         0 => all as u32,

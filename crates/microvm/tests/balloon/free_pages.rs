@@ -1,4 +1,4 @@
-//! KVM guests whose driver hints their free pages while they migrate, there and back.
+//! KVM guests whose driver hints free pages during migrations there and back.
 
 use std::time::{Duration, Instant};
 
@@ -7,15 +7,15 @@ use vmferry_dirty::LogChoice;
 use vmferry_memory::{MemoryKind, PAGE_SIZE};
 use vmferry_microvm::SharedMachine;
 
-use crate::support::{MIB, PATIENCE, account, guest, move_on, report, wait_for, with};
+use crate::support::{Damage, MIB, PATIENCE, account, guest, move_on, report, wait_for, with};
 
 /// A block of the guest's heap.
 const BLOCK_PAGES: u64 = 1024;
 
-/// The guest goes on, gets its pages back, and has found nothing wrong.
+/// Asserts that the guest continues, gets its hinted pages back, and has found no damage.
 fn assert_well(machine: &SharedMachine) {
     let before = report(machine);
-    wait_for(machine, "at work again, its pages given back", |report| {
+    wait_for(machine, "running with its pages returned", |report| {
         let balloon = report.balloon.expect("its driver");
         report.ticks > before.ticks + 20 && balloon.held_blocks == 0 && balloon.command == 1
     });
@@ -29,16 +29,17 @@ const LOGS: [LogChoice; 4] =
     [LogChoice::KvmBitmap, LogChoice::KvmClear, LogChoice::KvmRing, LogChoice::Userfaultfd];
 
 #[test]
-fn free_memory_stays_behind_with_every_dirty_log() {
+fn free_pages_are_not_sent_with_every_dirty_log() {
     for (log, kind) in LOGS.into_iter().zip([MemoryKind::Private, MemoryKind::Memfd].repeat(2)) {
         let mut machine = guest("fill=24,text freed=160", log, kind);
         for way in ["there", "back"] {
             let populated = with(&machine, |machine| machine.memory().populated().unwrap());
-            let moved = move_on(&machine, log, kind, false, |_| {});
+            let moved = move_on(&machine, log, kind, Damage::None, |_| {});
             let case = format!("{log:?} {way}: {:?}", moved.stats);
             assert!(moved.equal, "{case}");
             if way == "there" {
-                // All of it, as the guest does nothing else. On the way back it was never there.
+                // All freed pages, because the guest does nothing else. On the way back they are
+                // not populated.
                 assert_eq!(moved.stats.free_pages, 160 * MIB / PAGE_SIZE as u64, "{case}");
             } else {
                 assert!(populated.count() < 64 * MIB / PAGE_SIZE as u64, "{case}");
@@ -51,25 +52,25 @@ fn free_memory_stays_behind_with_every_dirty_log() {
 }
 
 #[test]
-fn a_page_in_use_that_did_not_arrive_is_seen() {
+fn comparison_detects_a_used_page_that_did_not_arrive() {
     let (log, kind) = (LogChoice::Auto, MemoryKind::Private);
     let machine = guest("fill=24,incompressible freed=60", log, kind);
-    let moved = move_on(&machine, log, kind, true, |_| {});
+    let moved = move_on(&machine, log, kind, Damage::OnePage, |_| {});
     assert!(!moved.equal);
 }
 
-/// Without time to converge in, so that there are several rounds, each with hints.
+/// Never converges, so that there are several rounds, each with hints.
 fn many_rounds(config: &mut SourceConfig) {
     config.downtime_limit = Duration::ZERO;
     config.max_rounds = 5;
     config.when_stuck = vmferry::config::WhenStuck::SwitchOver;
 }
 
-/// Two do, nearly always.
+/// Two moves are nearly always enough.
 const MOST_MOVES: u32 = 10;
 
 #[test]
-fn a_guest_that_uses_hinted_memory_again_at_every_stage_loses_nothing() {
+fn hinted_pages_used_again_at_every_stage_lose_nothing() {
     let kind = MemoryKind::Private;
     let workloads = [
         "freed=120 churn=60 rewrite pressure",
@@ -85,20 +86,20 @@ fn a_guest_that_uses_hinted_memory_again_at_every_stage_loses_nothing() {
             eprintln!("{workload}, {log:?}");
             let mut machine = guest(workload, log, kind);
             let mut moves = 0;
-            // Each move rewrites before the command id is seen, while it hints, after STOP and after DONE, if a block is
-            // free then.
+            // In each move the driver rewrites a block before it reads the command ID, during the
+            // hints, after STOP and after DONE, if a block is free at that time.
             while moves < 2 || report(&machine).balloon.expect("its driver").rewrites < 4 {
                 let driver = report(&machine).balloon;
                 assert!(moves < MOST_MOVES, "{workload}: hardly ever a free block: {driver:?}");
                 moves += 1;
-                let moved = move_on(&machine, log, kind, false, many_rounds);
-                // A buffer that was allocated and is not written yet counts as in use, and may hold anything: so
-                // the whole memories say nothing here. The guest knows every word that it wrote.
+                let moved = move_on(&machine, log, kind, Damage::None, many_rounds);
+                // The memories are not compared: a buffer that is allocated but not written yet
+                // counts as used, and may have any content. The guest checks every word it wrote.
                 assert_eq!(moved.stats.verify_match, Some(true), "{workload} {log:?}");
                 machine = moved.machine;
                 assert_well(&machine);
                 let before = report(&machine).balloon.expect("its driver");
-                // All that it has written at some stage is checked once more.
+                // Waits until the guest has checked all rewritten blocks once more.
                 wait_for(&machine, "checked again", |report| {
                     report
                         .balloon
@@ -111,14 +112,14 @@ fn a_guest_that_uses_hinted_memory_again_at_every_stage_loses_nothing() {
 }
 
 #[test]
-fn poisoned_memory_arrives_poisoned() {
+fn poisoned_pages_arrive_poisoned() {
     let (log, kind) = (LogChoice::Auto, MemoryKind::Private);
     let workload = "fill=8,text freed=120 poison";
     let machine = guest(workload, log, kind);
-    let moved = move_on(&machine, log, kind, false, |_| {});
+    let moved = move_on(&machine, log, kind, Damage::None, |_| {});
     assert!(moved.equal);
-    assert_eq!(moved.stats.free_pages, 0, "they were sent, as the poison");
-    assert!(moved.stats.sent_bytes < 20 * MIB, "and it packs well: {:?}", moved.stats);
+    assert_eq!(moved.stats.free_pages, 0, "poisoned pages are sent");
+    assert!(moved.stats.sent_bytes < 20 * MIB, "poison compresses well: {:?}", moved.stats);
     let memory = with(&moved.machine, |machine| machine.memory().clone());
     let free = account(&memory).used;
     assert!(free.count() >= 120 * MIB / PAGE_SIZE as u64);
@@ -135,7 +136,7 @@ fn poisoned_memory_arrives_poisoned() {
 }
 
 #[test]
-fn what_is_in_the_balloon_stays_behind_and_what_comes_out_is_sent() {
+fn inflated_pages_are_not_sent_and_deflated_pages_are() {
     let (log, kind) = (LogChoice::Auto, MemoryKind::Memfd);
     let machine = guest("freed=200 churn=24", log, kind);
     let size = |machine: &SharedMachine, blocks: u64| {
@@ -144,22 +145,22 @@ fn what_is_in_the_balloon_stays_behind_and_what_comes_out_is_sent() {
         wait_for(machine, "as large as it shall be", |report| {
             report.balloon.is_some_and(|it| u64::from(it.inflated_blocks) == blocks)
         });
-        // The device may be a block behind.
+        // The device may lag behind the driver by a block.
         let begun = Instant::now();
         while with(machine, |machine| machine.balloon().unwrap().status().actual_bytes) != bytes {
             assert!(begun.elapsed() < PATIENCE);
-            // The device's thread wakes nobody.
+            // There is no event to wait for.
             std::thread::sleep(Duration::from_millis(5));
         }
     };
     size(&machine, 30);
     let populated = with(&machine, |machine| machine.memory().populated().unwrap().count());
-    let moved = move_on(&machine, log, kind, false, |_| {});
+    let moved = move_on(&machine, log, kind, Damage::None, |_| {});
     assert!(moved.equal);
     assert!(populated < 256 * 256 - 30 * BLOCK_PAGES, "inflating gives memory back: {populated}");
     assert!(moved.stats.rounds[0].pages <= populated, "{:?}", moved.stats);
     assert_well(&moved.machine);
-    // The device there knows how large it is.
+    // The device at the destination has the same size.
     let status = with(&moved.machine, |machine| machine.balloon().unwrap().status());
     assert_eq!(status.actual_bytes, 30 * BLOCK_PAGES * PAGE_SIZE as u64);
     size(&moved.machine, 3);
@@ -167,13 +168,13 @@ fn what_is_in_the_balloon_stays_behind_and_what_comes_out_is_sent() {
 }
 
 #[test]
-fn without_hints_everything_is_sent() {
+fn without_hints_all_pages_are_sent() {
     let (log, kind) = (LogChoice::Auto, MemoryKind::Private);
     let machine = guest("fill=8,text freed=60", log, kind);
-    let moved = move_on(&machine, log, kind, false, |config| config.free_page_hints = false);
+    let moved = move_on(&machine, log, kind, Damage::None, |config| config.free_page_hints = false);
     assert!(moved.equal);
     assert_eq!(moved.stats.free_pages, 0);
     assert!(moved.stats.rounds[0].encoded.content() > 60 * MIB / PAGE_SIZE as u64);
     let balloon = report(&moved.machine).balloon.expect("its driver");
-    assert_eq!((balloon.rounds, balloon.hinted_blocks), (0, 0), "it was not asked");
+    assert_eq!((balloon.rounds, balloon.hinted_blocks), (0, 0), "no hints were requested");
 }

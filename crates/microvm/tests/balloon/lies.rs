@@ -1,9 +1,11 @@
-//! KVM guests whose driver lies when it is asked for hints (`guest/balloon_lies.c`): they harm themselves at most.
+//! KVM guests with a hostile balloon driver (`guest/balloon_lies.c`), which violates the protocol
+//! when hints are requested. Such a guest harms at most itself.
 
-use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Mutex, MutexGuard};
 use vmferry::config::WhenStuck;
 use vmferry::source::SourceOutcome;
 use vmferry::{ErrorClass, SourceConfig};
@@ -13,32 +15,33 @@ use vmferry_microvm::SharedMachine;
 use vmferry_microvm::report::BalloonReport;
 use vmferry_microvm::virtio::{Balloon, BalloonStatus, HintRound};
 
-use crate::support::{MIB, PATIENCE, attempt, guest, move_on, report, wait_for, with};
+use crate::support::{Damage, MIB, PATIENCE, attempt, guest, move_on, report, wait_for, with};
 
 const LOG: LogChoice = LogChoice::Auto;
 const MEMORY: MemoryKind = MemoryKind::Private;
 const PAGE: u64 = PAGE_SIZE as u64;
-/// Where the guest's fill begins, which it needs and checks.
+/// The guest's filled pages, which it uses and checks.
 const FILL: u64 = 16 * MIB;
 const FILL_BYTES: u64 = 24 * MIB;
 /// A block of the guest's heap.
 const BLOCK: u64 = 4 * MIB;
 
-/// A way to lie, and what comes of it.
+/// A kind of protocol violation, and its consequences. A round of hints has one *story*, which is a
+/// sequence of violations ("lies").
 struct Kind {
     word: &'static str,
-    /// Lies of one story at least.
+    /// Minimum number of lies in one story.
     told: u64,
-    /// What each warning has in it; each comes once.
+    /// A part of each expected warning. Each warning appears once.
     warnings: &'static [&'static str],
-    /// What the device tells of one story: ranges, bytes, and whether the round has ended, where the driver says so.
-    /// `None` for a story that goes on for ever.
+    /// What the device counts in one story: ranges, bytes, and whether the round was completed, if
+    /// that is certain. `None` for a story without end.
     round: Option<(u64, u64, Option<bool>)>,
-    /// Whether the guest loses what it needs, where its lies are believed.
+    /// Whether the guest loses pages that it uses.
     harms_itself: bool,
 }
 
-/// Lies that come to nothing, of which nothing is told.
+/// Lies without consequences and without warnings.
 const HARMLESS: Kind = Kind { word: "", told: 1, warnings: &[], round: None, harms_itself: false };
 
 const OUTSIDE: Kind = Kind {
@@ -90,10 +93,11 @@ const UNMAP: Kind = Kind {
     ..HARMLESS
 };
 
-/// An endless liar takes a CPU, and its device another one. Two at a time would test the scheduler.
+/// Lets only one test with endless hints run at a time: its driver takes one CPU, and its device
+/// another.
 fn alone(kind: &Kind) -> Option<MutexGuard<'static, ()>> {
     static ENDLESS_ONE: Mutex<()> = Mutex::new(());
-    (kind.word == ENDLESS.word).then(|| ENDLESS_ONE.lock().unwrap_or_else(PoisonError::into_inner))
+    (kind.word == ENDLESS.word).then(|| ENDLESS_ONE.lock())
 }
 
 fn liar(kind: &Kind) -> SharedMachine {
@@ -114,8 +118,8 @@ fn driver(machine: &SharedMachine) -> BalloonReport {
     report(machine).balloon.expect("its driver")
 }
 
-/// Waits until the device has heard a story that was not begun `before`, to its end: a story may end with a reset of
-/// the device, and a command that is given before one is forgotten by it.
+/// Waits until the device has processed a complete story that began after `before`. A story may
+/// end with a reset of the device, which discards earlier commands.
 fn wait_for_story(machine: &SharedMachine, kind: &Kind, before: &BalloonReport) {
     wait_for(machine, "through with its story", |report| {
         let now = report.balloon.expect("its driver");
@@ -123,7 +127,7 @@ fn wait_for_story(machine: &SharedMachine, kind: &Kind, before: &BalloonReport) 
     });
 }
 
-/// Does what must come to an end although the guest lies.
+/// Runs something that must end in time although the driver is hostile.
 fn in_time<T: Send + 'static>(what: &str, act: impl FnOnce() -> T + Send + 'static) -> T {
     let (done, is_done) = mpsc::channel();
     thread::spawn(move || done.send(act()));
@@ -138,11 +142,11 @@ fn assert_warned(kind: &Kind, warnings: &[String]) {
     assert_eq!(warnings.len(), kind.warnings.len(), "{}: {warnings:?}", kind.word);
 }
 
-/// All but the driver of the balloon is as it should be, and has looked at all of its memory. Returns the pages that it
-/// has found damaged.
-fn goes_on(machine: &SharedMachine) -> u64 {
+/// Waits until the rest of the guest has continued and has checked all its memory. Returns the
+/// number of damaged pages.
+fn damaged_pages(machine: &SharedMachine) -> u64 {
     let before = report(machine);
-    wait_for(machine, "at work again, its blocks given back", |report| {
+    wait_for(machine, "running with its blocks returned", |report| {
         report.ticks > before.ticks + 20
             && report.has_checked_all_since(&before)
             && report.balloon.is_some_and(|driver| driver.held_blocks == 0)
@@ -150,10 +154,10 @@ fn goes_on(machine: &SharedMachine) -> u64 {
     report(machine).corruptions
 }
 
-/// Asks for hints, as soon as the device can be asked: the driver may be resetting it.
-fn ask(balloon: &Balloon) -> u32 {
+/// Requests hints as soon as that is possible: the driver may be resetting the device.
+fn request_hints(balloon: &Balloon) -> u32 {
     let mut id = None;
-    wait_until("the device can be asked", || {
+    wait_until("the device accepts requests", || {
         id = balloon.start_hints();
         id.is_some()
     });
@@ -164,19 +168,20 @@ fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !done() {
         assert!(begun.elapsed() < PATIENCE, "not yet: {what}");
-        // A guest that resets its device wakes nobody.
+        // There is no event to wait for.
         thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// Round after round of hints, without a migration: what the device makes of each story, and that each warning comes once.
-fn hears(kind: &Kind) {
+/// Requests several rounds of hints without a migration. Checks what the device counts in each
+/// story, and that each warning appears once.
+fn hints_without_migration(kind: &Kind) {
     let _alone = alone(kind);
     let machine = liar(kind);
     let balloon = balloon(&machine);
     for _ in 0..12 {
         let before = driver(&machine);
-        let id = ask(&balloon);
+        let id = request_hints(&balloon);
         wait_for_story(&machine, kind, &before);
         let now = balloon.status();
         let round = now.hints.expect("a round");
@@ -189,11 +194,11 @@ fn hears(kind: &Kind) {
         in_time("stop_hints", move || other.stop_hints());
     }
     balloon.finish_hints();
-    assert_eq!(goes_on(&machine), 0, "nothing has moved, so nothing was lost");
+    assert_eq!(damaged_pages(&machine), 0, "without a migration nothing is lost");
     assert_warned(kind, &status(&machine).warnings);
 }
 
-/// Several rounds, of which the first takes the guest as long as it needs to be heard.
+/// Several rounds, with a first round that is long enough for the story.
 fn slow(config: &mut SourceConfig) {
     config.downtime_limit = Duration::ZERO;
     config.max_rounds = 5;
@@ -201,7 +206,7 @@ fn slow(config: &mut SourceConfig) {
     config.max_bandwidth = Some(48 * MIB);
 }
 
-/// There and back.
+/// Migrates there and back.
 fn moves(kind: &Kind) {
     let _alone = alone(kind);
     let mut machine = liar(kind);
@@ -209,10 +214,10 @@ fn moves(kind: &Kind) {
     for way in ["there", "back"] {
         let case = format!("{} {way}", kind.word);
         let before = driver(&machine);
-        let moved = move_on(&machine, LOG, MEMORY, false, slow);
+        let moved = move_on(&machine, LOG, MEMORY, Damage::None, slow);
         assert_eq!(moved.stats.verify_match, Some(true), "{case}");
         wait_for_story(&moved.machine, kind, &before);
-        let damaged = goes_on(&moved.machine);
+        let damaged = damaged_pages(&moved.machine);
         assert_eq!(damaged > 0, kind.harms_itself, "{case}: {:?}", moved.stats);
         if way == "there" {
             assert_eq!(moved.equal, !kind.harms_itself, "{case}: {:?}", moved.stats);
@@ -225,7 +230,7 @@ fn moves(kind: &Kind) {
     assert_warned(kind, &warnings);
 }
 
-/// What the guest has at the destination was right where it came from.
+/// Asserts that the page that is damaged at the destination is intact at the source.
 fn assert_lost_there_alone(kind: &Kind, here: &SharedMachine, there: &SharedMachine) {
     assert_eq!(report(here).corruptions, 0, "{}", kind.word);
     let Some(lost) = report(there).first_corruption else { return };
@@ -236,14 +241,15 @@ fn assert_lost_there_alone(kind: &Kind, here: &SharedMachine, there: &SharedMach
         with(machine, |machine| machine.memory().read_at(lost.gpa, &mut page).unwrap());
         page
     };
-    // A guest that was stopped amid its check of this page found the word where it went on.
+    // The guest may have been stopped in the middle of its check, so the word may be anywhere in
+    // the page.
     let here = page(here);
     let mut words = here.chunks_exact(8);
     assert!(words.any(|word| word == lost.expected.to_le_bytes()), "{lost:x?}: {here:x?}");
-    assert!(page(there) == [0; PAGE_SIZE], "hinted, so it was not sent");
+    assert!(page(there) == [0; PAGE_SIZE], "a hinted page is not sent");
 }
 
-/// A migration that is cancelled amid the lies. Then one that is not.
+/// Cancels a migration in the middle of the story, and then completes another one.
 fn stays(kind: &Kind) {
     let _alone = alone(kind);
     let machine = liar(kind);
@@ -252,20 +258,22 @@ fn stays(kind: &Kind) {
         &machine,
         LOG,
         MEMORY,
-        false,
+        Damage::None,
         |config| config.max_bandwidth = Some(MIB),
         |orders| {
             wait_for_story(&machine, kind, &before);
             orders.cancel();
         },
     );
-    let SourceOutcome::Kept { error, .. } = cancelled.outcome else { panic!("it was given away") };
+    let SourceOutcome::Kept { error, .. } = cancelled.outcome else {
+        panic!("the guest was given away")
+    };
     assert_eq!(error.class(), ErrorClass::Cancelled, "{}", vmferry::chain(&error));
-    assert_eq!(goes_on(&machine), 0, "{}", kind.word);
-    let moved = move_on(&machine, LOG, MEMORY, false, slow);
+    assert_eq!(damaged_pages(&machine), 0, "{}", kind.word);
+    let moved = move_on(&machine, LOG, MEMORY, Damage::None, slow);
     assert_eq!(moved.stats.verify_match, Some(true), "{}", kind.word);
     assert_eq!(report(&machine).corruptions, 0, "{}", kind.word);
-    assert_eq!(goes_on(&moved.machine) > 0, kind.harms_itself, "{}", kind.word);
+    assert_eq!(damaged_pages(&moved.machine) > 0, kind.harms_itself, "{}", kind.word);
     let warnings = [status(&machine).warnings, status(&moved.machine).warnings].concat();
     assert_warned(kind, &warnings);
 }
@@ -276,8 +284,8 @@ macro_rules! liars {
             use super::*;
 
             #[test]
-            fn each_story_is_heard_and_each_fault_told_once() {
-                hears(&$kind);
+            fn is_processed_and_each_fault_warned_once() {
+                hints_without_migration(&$kind);
             }
 
             #[test]
@@ -286,7 +294,7 @@ macro_rules! liars {
             }
 
             #[test]
-            fn stays_when_the_migration_is_cancelled() {
+            fn stays_when_the_migration_is_canceled() {
                 stays(&$kind);
             }
         }
@@ -305,13 +313,13 @@ liars! {
 }
 
 #[test]
-fn an_endless_liar_holds_nobody_up() {
+fn endless_hints_delay_no_other_request() {
     let _alone = alone(&ENDLESS);
     let machine = liar(&ENDLESS);
     let balloon = balloon(&machine);
     for _ in 0..20 {
         let before = driver(&machine);
-        let id = ask(&balloon);
+        let id = request_hints(&balloon);
         wait_for_story(&machine, &ENDLESS, &before);
         wait_until("hints come", || {
             let told = balloon.status().hints.expect("a round");
@@ -322,29 +330,29 @@ fn an_endless_liar_holds_nobody_up() {
         in_time("stop_hints", move || other.stop_hints());
         let told = balloon.status().hints;
         in_time("pause", move || with(&paused, |machine| machine.pause().unwrap()));
-        assert_eq!(balloon.status().hints, told, "what comes too late counts for nothing");
+        assert_eq!(balloon.status().hints, told, "late hints do not count");
         let resumed = machine.clone();
         in_time("resume", move || with(&resumed, |machine| machine.resume().unwrap()));
     }
     balloon.finish_hints();
-    assert_eq!(goes_on(&machine), 0);
+    assert_eq!(damaged_pages(&machine), 0);
     assert_eq!(status(&machine).warnings, Vec::<String>::new());
 }
 
 #[test]
-fn the_other_queues_of_a_liar_go_on() {
+fn other_queues_of_a_hostile_driver_continue() {
     let machine = liar(&CHAIN);
     let balloon = balloon(&machine);
     for blocks in [4, 1, 6] {
         let before = driver(&machine);
-        ask(&balloon);
+        request_hints(&balloon);
         wait_for_story(&machine, &CHAIN, &before);
         balloon.set_target(blocks * BLOCK).unwrap();
-        wait_for(&machine, "as large as it shall be", |report| {
+        wait_for(&machine, "at its target", |report| {
             report.balloon.is_some_and(|driver| u64::from(driver.inflated_blocks) == blocks)
         });
         balloon.stop_hints();
     }
     balloon.finish_hints();
-    assert_eq!(goes_on(&machine), 0);
+    assert_eq!(damaged_pages(&machine), 0);
 }

@@ -1,4 +1,4 @@
-//! KVM guests with a balloon, whose driver is honest and whose driver lies.
+//! KVM guests with a balloon: with the correct driver, and with a hostile one.
 
 mod free_pages;
 mod lies;

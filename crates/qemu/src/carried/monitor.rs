@@ -2,8 +2,8 @@
 
 use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use parking_lot::{Mutex, MutexGuard};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::error::QemuError;
@@ -48,7 +48,7 @@ impl Monitor {
 
     /// Waits until no other thread sends commands.
     pub fn orders(&self) -> Orders<'_> {
-        Orders { qmp: self.qmp.lock().unwrap_or_else(PoisonError::into_inner), monitor: self }
+        Orders { qmp: self.qmp.lock(), monitor: self }
     }
 
     /// Waits until QEMU sends something, [`wake`](Self::wake) is called, or a second has passed.

@@ -83,7 +83,7 @@ mod tests {
     const SHORT: Duration = Duration::from_millis(20);
 
     #[test]
-    fn whoever_waits_for_a_sleeper_is_told() {
+    fn sleep_of_qemu_is_reported_as_the_error() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let sleep =
             Sleep::watch_for(5 * SHORT, SHORT, 7, Arc::new(|pid| pid == 7), vec![ours]).unwrap();
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_wakes_in_time_is_left_alone_and_nobody_looks_in_the_end() {
+    fn sleep_that_ends_in_time_is_no_error() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let (seen, was_seen) = channel();
         let looker: Looker = {

@@ -17,7 +17,7 @@ fn echoing() -> (Child, ChildStdin, ChildStdout) {
 }
 
 #[test]
-fn a_process_that_waits_gives_a_userfaultfd_and_goes_on() {
+fn waiting_process_yields_a_userfaultfd_and_continues() {
     // It waits in `read`, which must be restarted and not fail with EINTR.
     let (mut child, mut input, mut output) = echoing();
     for _ in 0..20 {
@@ -40,7 +40,7 @@ fn a_process_that_waits_gives_a_userfaultfd_and_goes_on() {
 }
 
 #[test]
-fn a_number_that_has_become_another_file_is_left_alone() {
+fn reused_descriptor_number_is_left_alone() {
     let (mut child, _input, _output) = echoing();
     let pid = child.id();
     let injected = userfaultfd(pid).unwrap();
@@ -75,7 +75,7 @@ fn leftovers_are_closed_unless_another_process_uses_them() {
 }
 
 #[test]
-fn a_process_that_is_gone_is_an_error() {
+fn ended_process_is_an_error() {
     let mut child = Command::new("true").spawn().unwrap();
     let pid = child.id();
     child.wait().unwrap();
@@ -97,7 +97,7 @@ fn signal(child: &Child, signal: rustix::process::Signal) {
 }
 
 #[test]
-fn a_process_that_is_stopped_makes_the_call_and_stays_stopped() {
+fn stopped_process_makes_the_call_and_stays_stopped() {
     let (mut child, mut input, mut output) = echoing();
     let mut answer = [0; 5];
     for _ in 0..50 {
@@ -122,7 +122,7 @@ fn a_process_that_is_stopped_makes_the_call_and_stays_stopped() {
 
 /// A handler answers each signal with a byte. Real-time signals are queued, so none may be missing.
 #[test]
-fn no_signal_is_lost_to_a_call() {
+fn signals_are_not_lost_to_a_call() {
     const SIGNALS: usize = 2_000;
     let (mut answers, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
     static ANSWER: std::sync::atomic::AtomicI32 = std::sync::atomic::AtomicI32::new(-1);

@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn use_of_a_block_is_ram_only_where_no_device_keeps_data_in_it() {
+    fn block_is_ram_only_if_no_device_keeps_data_in_it() {
         let backend = |id: &str, kind: &str| Backend {
             id: id.into(),
             kind: format!("memory-backend-{kind}"),

@@ -139,7 +139,7 @@ fn examine_waits_for_a_copy_that_is_about_to_start_a_program() {
 /// From another PID namespace the process that has the file mapped is not visible: only the
 /// kernel's lease decides.
 #[test]
-fn examine_from_a_pid_namespace_takes_what_it_can_t_see_for_no_proof() {
+fn examine_in_a_pid_namespace_does_not_trust_invisible_processes() {
     let unshare = ["unshare", "--pid", "--fork", "--mount-proc"];
     // A descriptor in this process would be a second open file description.
     let path = file().0;
@@ -176,7 +176,7 @@ fn open_refuses_a_file_that_may_only_be_read() {
 }
 
 #[test]
-fn kind_of_a_file_is_known_only_where_it_is_memory() {
+fn kind_of_a_file_is_known_only_for_memory() {
     let (_path, file) = file();
     assert_eq!(kind_of(&file).unwrap(), Some(FileKind::Tmpfs));
     let on_disk = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap();

@@ -23,7 +23,8 @@ pub(crate) fn shown(text: &str) -> Cow<'_, str> {
 pub enum QmpError {
     /// A socket error.
     #[error(
-        "QMP at {path}: can't {action}: is QEMU running with `-qmp unix:{path},server=on,wait=off`, and does nobody else use the socket?"
+        "QMP at {path}: can't {action}: is QEMU running with `-qmp \
+         unix:{path},server=on,wait=off`, and does no other client use the socket?"
     )]
     Io {
         /// The socket.
@@ -64,7 +65,10 @@ pub enum QmpError {
     },
     /// Something did not happen in time.
     #[error(
-        "{} at {path} did not {what} in {} s{}", process(*pid), after.as_secs(), hint(*stopped, *pid)
+        "{} at {path} did not {what} in {} s{}",
+        process(*pid),
+        after.as_secs(),
+        hint(*stopped, *pid)
     )]
     TimedOut {
         /// The socket.
@@ -140,9 +144,13 @@ fn process(pid: Option<u32>) -> String {
 /// What an operator can do about an unresponsive QEMU.
 fn hint(stopped: bool, pid: Option<u32>) -> String {
     match pid {
-        Some(pid) if stopped => format!(": it is stopped, and goes on with `kill -CONT {pid}`"),
-        Some(_) => ": does somebody else use this socket, or does its storage not answer?".to_owned(),
-        None => ": is it stopped (then `kill -CONT` lets it go on), or does somebody else use this socket?".to_owned(),
+        Some(pid) if stopped => format!(": it is stopped: continue it with `kill -CONT {pid}`"),
+        Some(_) => ": does another client use this socket, or does its storage not answer?".into(),
+        None => {
+            ": is it stopped (then `kill -CONT` continues it), or does another client use this \
+                 socket?"
+                .into()
+        }
     }
 }
 

@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_newest_are_kept_however_long_they_are() {
+    fn newest_events_are_kept_whatever_their_length() {
         for (bytes, fit) in [(0, MOST_EVENTS), (256, MOST_EVENTS), (MOST_EVENT_BYTES, 16)] {
             let mut events = Events::default();
             for number in 0..2 * MOST_EVENTS {
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_is_too_long_pushes_out_no_other() {
+    fn oversized_event_displaces_no_other() {
         let mut events = Events::default();
         events.keep(json!("STOP"), 100);
         events.keep(json!("endless"), MOST_EVENT_BYTES + 1);

@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_come_whole_however_they_are_cut() {
+    fn lines_are_complete_however_they_are_split() {
         let text: Vec<u8> =
             (0..3000_u32).flat_map(|n| format!("line {n}\n").into_bytes()).collect();
         for piece in [1, 7, 4096, text.len()] {
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_without_end_is_not_kept_for_ever() {
+    fn endless_line_is_refused() {
         let mut lines = Lines::default();
         let piece = vec![b'x'; 1 << 20];
         for _ in 0..16 {

@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_is_proven_by_its_threads_and_its_end_of_the_connection() {
+    fn process_is_proven_by_its_threads_and_its_end_of_the_connection() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
         let own = std::process::id();
         let threads = |numbers: &[u32]| numbers.iter().copied().collect::<BTreeSet<u32>>();

@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_queue_that_nobody_empties_is_not_waited_for_for_ever() {
+    fn connect_to_a_full_queue_times_out() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("qmp");
         let listener = UnixListener::bind(&path).unwrap();

@@ -230,13 +230,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_other_end_is_known_once_it_was_accepted() {
+    fn peer_socket_is_known_once_it_was_accepted() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("qmp");
         let listener = UnixListener::bind(&path).unwrap();
         let stream = UnixStream::connect(&path).unwrap();
         assert_eq!(peer(&stream), None);
-        assert_eq!(others_at(&path, Some(&stream)), None, "nobody else is there");
+        assert_eq!(others_at(&path, Some(&stream)), None, "no other client is there");
         let (theirs, _) = listener.accept().unwrap();
         assert_eq!(peer(&stream), inode(&theirs));
         let own = std::process::id();

@@ -29,7 +29,7 @@ fn endless(said: &'static str) -> (UnixStream, JoinHandle<()>) {
 }
 
 #[test]
-fn a_qemu_whose_queue_is_full_may_just_not_have_got_to_it_yet() {
+fn full_listen_queue_is_retried() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("qmp");
     let listener = UnixListener::bind(&path).unwrap();
@@ -39,12 +39,12 @@ fn a_qemu_whose_queue_is_full_may_just_not_have_got_to_it_yet() {
     let pids: Vec<Option<u32>> = (0..5)
         .map(|number| {
             let Err(error) = Qmp::connect_within(&path, Duration::from_millis(20)) else {
-                panic!("nobody has answered")
+                panic!("no client was answered")
             };
             assert!(error.is_timeout(), "attempt {number}: {error}");
             assert!(crate::QemuError::from(error).is_timeout());
             let Err(error) = Qmp::connect_within(&path, Duration::from_millis(20)) else {
-                panic!("nobody has answered")
+                panic!("no client was answered")
             };
             let QmpError::TimedOut { pid, .. } = error else { panic!("{error}") };
             pid
@@ -58,7 +58,7 @@ fn a_qemu_whose_queue_is_full_may_just_not_have_got_to_it_yet() {
 
 /// Waiting for an answer, or for an event, takes no longer because other events come.
 #[test]
-fn deadlines_hold_while_events_come_without_end() {
+fn deadlines_hold_under_endless_events() {
     let (stream, talking) = endless("{\"event\":\"BALLOON_CHANGE\",\"data\":{\"actual\":1}}\n");
     let mut qmp = Qmp::over_within(stream, Path::new("fake"), PATIENCE).unwrap();
     let error = qmp.execute("query-status", json!({})).unwrap_err();
@@ -71,7 +71,7 @@ fn deadlines_hold_while_events_come_without_end() {
 
 /// An event may be kept as long as the connection exists.
 #[test]
-fn events_of_any_length_take_no_more_than_their_room() {
+fn events_of_any_length_stay_within_their_memory_limit() {
     let pad = "x".repeat(20 << 10);
     let said: &'static str = format!("{{\"event\":\"LONG\",\"data\":\"{pad}\"}}\n").leak();
     let (stream, talking) = endless(said);

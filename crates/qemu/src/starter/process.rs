@@ -6,7 +6,9 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, ExitStatus, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use super::messages::{Answer, Ask, receive, send};
 use super::{Keep, LocalStarter, Starter, local};
@@ -50,7 +52,7 @@ impl StarterProcess {
 
     fn ask(&self, ask: &Ask) -> Result<(Answer, Option<OwnedFd>), QemuError> {
         let failed = local("ask the process that starts QEMU");
-        let stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let stream = self.0.lock();
         let asked = send(&stream, ask, None).and_then(|()| receive(&stream));
         match asked {
             Ok(Some((Answer::Failed(_, Some(number)), _))) => {

@@ -10,10 +10,11 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::{Errno, ioctl_fionread, read, write};
 use rustix::pipe::{PipeFlags, pipe_with};
@@ -66,15 +67,14 @@ impl Relay {
     /// nothing was printed.
     pub fn last_words(&self) -> Option<String> {
         let deadline = Instant::now() + READ_TIMEOUT;
-        let mut tail = self.shared.tail();
+        let mut tail = self.shared.tail.lock();
         // Bytes that have left the pipe are in the tail, since this thread is the only reader.
         while ioctl_fionread(&self.shared.pipe).is_ok_and(|bytes| bytes > 0) {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 break;
             }
-            let waited = self.shared.taken.wait_timeout(tail, left);
-            tail = waited.unwrap_or_else(PoisonError::into_inner).0;
+            self.shared.taken.wait_for(&mut tail, left);
         }
         tail.words()
     }
@@ -87,10 +87,6 @@ impl Relay {
 }
 
 impl Shared {
-    fn tail(&self) -> MutexGuard<'_, Tail> {
-        self.tail.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Reads to the end of the pipe.
     fn forward(&self) {
         let mut bytes = [0; MOST_BYTES];
@@ -100,7 +96,7 @@ impl Shared {
                 return;
             }
             let taken = {
-                let mut tail = self.tail();
+                let mut tail = self.tail.lock();
                 let taken = read(&self.pipe, &mut bytes[..]);
                 tail.take(&bytes[..taken.unwrap_or(0)]);
                 taken
@@ -196,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn relay_has_all_that_an_ended_program_has_printed() {
+    fn relay_keeps_the_output_of_an_ended_program() {
         for _ in 0..20 {
             let (relay, theirs) = Relay::begin().unwrap();
             let mut command = Command::new("/bin/sh");
@@ -210,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn program_does_not_wait_for_a_pipe_that_nobody_reads() {
+    fn relay_never_blocks_the_program() {
         let (pipe, theirs) = pipe().unwrap();
         let script =
             "i=0; while [ $i -lt 9000 ]; do echo 0123456789 >&2; i=$((i + 1)); done; exit 7";

@@ -15,7 +15,7 @@ fn served(command: &str) -> (StarterProcess, std::thread::JoinHandle<io::Result<
 }
 
 #[test]
-fn it_starts_looks_and_ends_at_another_s_word() {
+fn starter_serves_requests_of_its_client() {
     let (mut starter, serving) = served("sh -c 'exec sleep 1000' sh");
     let pid = starter.start().unwrap();
     assert_eq!(starter.try_wait().unwrap(), None);
@@ -33,7 +33,7 @@ fn it_starts_looks_and_ends_at_another_s_word() {
 }
 
 #[test]
-fn how_it_ended_is_told() {
+fn starter_reports_the_exit_status() {
     let (mut starter, _serving) = served("sh -c 'exit 7' sh");
     starter.start().unwrap();
     assert_eq!(starter.wait().unwrap().code(), Some(7));
@@ -51,7 +51,7 @@ fn soon(what: &str, mut is_so: impl FnMut() -> bool) {
 }
 
 #[test]
-fn one_that_stands_still_is_told_from_others() {
+fn starter_recognizes_a_stopped_process() {
     let (mut starter, _serving) = served("sh -c 'kill -STOP $$; exec sleep 1000' sh");
     let pid = starter.start().unwrap();
     soon("stopped", || starter.is_stopped(pid));
@@ -104,7 +104,7 @@ fn stand_in() {
 }
 
 #[test]
-fn no_file_is_opened_but_memory() {
+fn starter_opens_only_memory_files() {
     let directory = tempfile::tempdir().unwrap();
     for name in FILES {
         std::fs::write(directory.path().join(name), [0; 4096]).unwrap();

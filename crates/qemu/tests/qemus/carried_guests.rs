@@ -41,7 +41,7 @@ fn with_devices(machine: Machine, world: &World) -> Machine {
 
 /// There and back, three times in the long run.
 #[test]
-fn linux_guests_are_carried_from_qemu_to_qemu() {
+fn linux_guests_are_carried_from_qemu_to_qemu_by_the_engine() {
     let hops = if all() { 6 } else { 2 };
     for version in Version::ALL {
         // If the memory size is a multiple of 256 KiB, 7.2 loses writes of emulated guests in its

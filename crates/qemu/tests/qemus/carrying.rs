@@ -11,8 +11,8 @@ use vmferry_qemu::{CarriedSource, Expected, Mode, Qmp, Reached, StartedQemu};
 use vmferry_qemu_lab::{Backend, Machine, Version, World};
 
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn guests_travel_there_and_back() {
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn kvm_guests_move_there_and_back() {
     each(|world, machine, mut here, channels| {
         for number in 1..=6 {
             let mut there = machine.incoming(world, &format!("there-{number}"));
@@ -26,8 +26,8 @@ fn guests_travel_there_and_back() {
 }
 
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn memory_of_other_kinds_travels() {
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn other_kinds_of_memory_are_carried() {
     for (backend, version) in [
         (Backend::Memfd, Version::V10_0),
         (Backend::File, Version::V10_0),
@@ -45,10 +45,11 @@ fn memory_of_other_kinds_travels() {
     }
 }
 
-/// A guest that outruns its link: it reaches the downtime limit only if it is throttled.
+/// A guest that writes faster than its link carries reaches the downtime limit only if it is
+/// throttled.
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn a_guest_that_writes_too_fast_is_throttled() {
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn throttle_moves_a_guest_that_outruns_its_link() {
     let world = World::new();
     let private = Machine { backend: Backend::Private, ..Machine::new(Version::V10_0, "dirty=12") };
     let machine = Machine { mib: 128, ..private };
@@ -82,7 +83,7 @@ fn a_guest_that_writes_too_fast_is_throttled() {
 
 /// QEMU reports `finish-migrate` also for a guest that was already paused.
 #[test]
-fn pause_of_an_operator_that_is_heard_of_after_qemu_s_own_stays() {
+fn operators_pause_reported_after_qemus_own_stays() {
     for version in Version::ALL {
         for channels in CHANNELS {
             let world = World::new();
@@ -123,8 +124,8 @@ fn status(operator: &mut Qmp) -> Value {
 
 /// The command line is the same as the source's.
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn a_qemu_that_vmferry_starts_takes_a_carried_guest() {
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn started_qemu_takes_a_carried_guest() {
     let world = World::new();
     let machine = machine(&world, Version::V7_2);
     let mut here = machine.start(&world, "here");
@@ -165,8 +166,8 @@ fn a_qemu_that_vmferry_starts_takes_a_carried_guest() {
 
 /// QEMU must be able to reach the socket that it connects to, and no other user may.
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn a_qemu_of_another_user_is_carried() {
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn qemu_of_another_user_is_carried() {
     const USER: u32 = 54_321;
     if !rustix::process::geteuid().is_root() {
         panic!("this test needs root: it starts a QEMU of another user");
@@ -186,7 +187,7 @@ fn a_qemu_of_another_user_is_carried() {
 }
 
 #[test]
-fn a_guest_is_carried_where_it_can_t_be_attached() {
+fn guest_that_can_not_be_attached_is_carried() {
     let world = World::new();
     let start = |backend, version, name: &str| {
         let machine = Machine { backend, less_kib: 8, ..Machine::new(version, "dirty=5") };
@@ -234,7 +235,7 @@ fn a_guest_is_carried_where_it_can_t_be_attached() {
 
 /// Such a guest would occasionally be corrupted if it ran.
 #[test]
-fn a_guest_whose_writes_qemu_would_lose_is_to_stand_still() {
+fn guest_whose_writes_qemu_would_lose_must_be_paused() {
     let world = World::new();
     for (backend, version, less_kib, stands_still) in [
         (Backend::Private, Version::V7_2, 0, true),
@@ -254,7 +255,7 @@ fn a_guest_whose_writes_qemu_would_lose_is_to_stand_still() {
 }
 
 #[test]
-fn what_can_t_be_migrated_at_all_says_so() {
+fn guest_that_can_not_be_migrated_is_refused() {
     let world = World::new();
     let shared = format!(
         "memory-backend-file,id=shared,size=1M,share=on,mem-path={}",

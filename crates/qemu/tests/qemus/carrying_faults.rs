@@ -23,7 +23,7 @@ enum Stage {
 
 const STAGES: [Stage; 4] = [Stage::Active, Stage::Stopped, Stage::Finishing, Stage::Ready];
 
-/// Starts a migration, and gets to that stage.
+/// Starts a migration and brings it to that stage.
 fn reach(source: CarriedSource, to: &Qemu, stage: Stage) -> Carried {
     let flow = if matches!(stage, Stage::Active) { Flow::Stopped } else { Flow::Free };
     let mut carried = begin(source, to, flow, DOWNTIME).unwrap();
@@ -41,8 +41,8 @@ fn reach(source: CarriedSource, to: &Qemu, stage: Stage) -> Carried {
 }
 
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn a_guest_runs_on_wherever_its_migration_is_given_up() {
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn guest_runs_on_at_whatever_stage_its_migration_is_given_up() {
     each(|world, machine, mut here, channels| {
         let before = settings(&here.qmp);
         for stage in STAGES {
@@ -54,7 +54,7 @@ fn a_guest_runs_on_wherever_its_migration_is_given_up() {
             drop(source);
             assert_eq!(settings(&here.qmp), before);
         }
-        // After all this the guest can still be moved, even by a source that has given up before.
+        // After all this the guest can still be moved, even by a source that gave up before.
         let there = machine.incoming(world, "there");
         let source = CarriedSource::attach(&here.qmp, channels).unwrap();
         let source = reach(source, &there, Stage::Stopped).give_up();
@@ -65,8 +65,8 @@ fn a_guest_runs_on_wherever_its_migration_is_given_up() {
 }
 
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn another_process_lets_an_abandoned_guest_run_on() {
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn abandoned_guest_is_resumed_by_another_process() {
     each(|world, machine, mut here, channels| {
         // QEMU 10.0 may hang forever when a multifd channel breaks while QEMU writes to it.
         let stages = if channels == 0 { &STAGES[..] } else { &[Stage::Stopped, Stage::Ready] };
@@ -90,7 +90,7 @@ fn another_process_lets_an_abandoned_guest_run_on() {
 
 /// An operator cancels QEMU's migration through another monitor.
 #[test]
-fn a_migration_that_somebody_else_ends_is_told() {
+fn migration_canceled_by_another_client_is_reported() {
     for (version, channels) in cases() {
         let world = World::new();
         let other = world.path("other.qmp");
@@ -114,7 +114,7 @@ fn a_migration_that_somebody_else_ends_is_told() {
 }
 
 #[test]
-fn a_link_that_stalls_stops_nothing_but_the_migration() {
+fn stalled_link_stops_only_the_migration() {
     each(|world, machine, mut here, channels| {
         let mut there = machine.incoming(world, "there");
         let source = CarriedSource::attach(&here.qmp, channels).unwrap();
@@ -131,8 +131,8 @@ fn a_link_that_stalls_stops_nothing_but_the_migration() {
 }
 
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn a_destination_that_dies_costs_nothing() {
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn destination_that_dies_leaves_the_guest_running() {
     each(|world, machine, mut here, channels| {
         for stage in STAGES {
             println!("{stage:?}");
@@ -153,8 +153,8 @@ fn a_destination_that_dies_costs_nothing() {
 }
 
 #[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the long matrix: make test-all")]
-fn a_destination_of_another_kind_is_refused() {
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn carried_source_refuses_a_mismatched_destination() {
     let world = World::new();
     let machine = Machine { backend: Backend::Private, ..Machine::new(Version::V10_0, "dirty=10") };
     let mut here = machine.start(&world, "here");
@@ -189,7 +189,7 @@ fn a_destination_of_another_kind_is_refused() {
 }
 
 #[test]
-fn a_guest_that_qemu_can_t_load_runs_on() {
+fn guest_that_can_not_be_loaded_runs_on() {
     for version in Version::ALL {
         let world = World::new();
         // The number of a device's vectors is not part of the compared description.

@@ -30,10 +30,10 @@ const ADD: &str = r#"{
     "arguments": {"driver": "virtio-rng-pci", "id": "odd", "bus": "spare"}
 }"#;
 
-/// For QEMU no migration is under way, so it accepts such commands, and the destination does not
-/// learn of them.
+/// QEMU has no migration under way, so it accepts such commands, and the destination is not
+/// notified.
 #[test]
-fn a_device_or_a_disk_that_changes_ends_the_migration_and_is_named_on_both_sides() {
+fn changed_device_or_disk_ends_the_migration_and_is_named_on_both_sides() {
     for version in Version::ALL {
         let world = World::new();
         let disk = world.disk(16);
@@ -79,9 +79,9 @@ fn a_device_or_a_disk_that_changes_ends_the_migration_and_is_named_on_both_sides
     }
 }
 
-/// Devices that existed before are no change.
+/// Devices that existed before are not a change.
 #[test]
-fn a_device_that_was_added_before_is_moved() {
+fn device_added_before_the_migration_is_moved() {
     let world = World::new();
     let monitor = world.path("second.qmp");
     let socket = format!("unix:{},server=on,wait=off", monitor.display());

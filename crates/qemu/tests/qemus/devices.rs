@@ -31,7 +31,7 @@ fn grows(qemu: &mut Qemu, name: &str, more: u64) -> Said {
 /// A disk that bypasses the host's page cache writes guest memory without a fault: a harvest
 /// between a request and its completion would miss its data.
 #[test]
-fn a_disk_s_direct_io_loses_nothing() {
+fn direct_io_of_a_disk_loses_no_data() {
     let ways: &[(Version, &str)] = &[
         (Version::V10_0, "cache=none,aio=io_uring"),
         (Version::V7_2, "cache=none,aio=native"),
@@ -56,7 +56,7 @@ fn a_disk_s_direct_io_loses_nothing() {
             // moment.
             let slow = SlowDisk::limit(here.child.id(), &disk, 40 << 20);
             if let Err(error) = &slow {
-                println!("the disk is as fast as it is: {error}");
+                println!("requests are not slowed down here: {error}");
             }
             // Many rounds, each with a harvest that could miss data.
             let stats = hop_with(&world, number, &here, &there, |config| {
@@ -111,7 +111,7 @@ impl Drop for Echo {
 }
 
 #[test]
-fn a_guest_that_talks_goes_on_talking() {
+fn network_traffic_continues_after_the_move() {
     let echo = Echo::start();
     for version in if all() { &Version::ALL[..] } else { &Version::ALL[1..] } {
         let world = World::new();
@@ -139,7 +139,7 @@ fn a_guest_that_talks_goes_on_talking() {
 /// Pages that the guest returns are punched out of the file, and the log does not see it. They must
 /// be zero at the destination: the guest's kernel relies on it when it allocates them.
 #[test]
-fn pages_that_a_guest_gives_back_are_zero_elsewhere() {
+fn pages_the_guest_returned_are_zero_at_the_destination() {
     let versions = if all() { &Version::ALL[..] } else { &Version::ALL[1..] };
     for version in versions {
         let world = World::new();
@@ -175,9 +175,10 @@ fn groups_of_its_vcpus(qemu: &Qemu) -> Vec<PathBuf> {
         .collect()
 }
 
-/// A guest that outruns its link: it stays at the source without throttling, and is moved with it.
+/// A guest that writes faster than its link carries stays at the source without throttling, and
+/// moves with it.
 #[test]
-fn a_guest_that_writes_too_fast_is_throttled() {
+fn throttle_moves_a_guest_that_outruns_its_link() {
     let world = World::new();
     let machine = Machine::new(Version::V10_0, "dirty=24");
     let mut here = machine.start(&world, "here");
@@ -214,7 +215,7 @@ fn a_guest_that_writes_too_fast_is_throttled() {
 }
 
 #[test]
-fn a_sandboxed_qemu_can_be_attached() {
+fn sandboxed_qemu_can_be_attached() {
     let world = World::new();
     let sandbox = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
     let machine = Machine::new(Version::V10_0, "dirty=5").with(&["-sandbox", sandbox]);

@@ -30,9 +30,9 @@ fn reads_on(qemu: &mut Qemu, rounds: u64) {
     assert_eq!((after.get("corruptions"), after.get("disk_errors")), (0, 0), "{after:?}");
 }
 
-/// Each node has a flag of its own, and the top node's flag says nothing about the nodes below.
+/// Each node has its own flag, and the top node's flag says nothing about the nodes below.
 #[test]
-fn direct_io_of_any_block_node_is_seen() {
+fn direct_io_is_detected_at_any_block_node() {
     let world = World::new();
     let disk = world.disk(16);
     let raw = |id: &str, options: &str| {
@@ -125,7 +125,7 @@ impl Drop for OnFuse {
 }
 
 #[test]
-fn direct_io_of_a_file_system_is_seen() {
+fn direct_io_is_detected_at_the_file_system() {
     let world = World::new();
     let version = Version::V7_2;
     let libraries = Machine::new(version, "").libraries().unwrap();
@@ -153,10 +153,10 @@ impl Listener {
     }
 }
 
-/// Data that a disk reads past the cache, below a format node, arrives. No pause is reported but
-/// that of the switchover.
+/// Data that a disk reads past the cache, below a format node, arrives. The only reported pause is
+/// the switchover's.
 #[test]
-fn harvests_wait_for_direct_io_and_stop_no_guest() {
+fn harvests_wait_for_direct_io_without_stopping_the_guest() {
     for version in Version::ALL {
         let world = World::new();
         let disk = world.disk(144);
@@ -201,7 +201,7 @@ fn copy(from: &GuestMemory, to: &GuestMemory) {
 /// The link may be lost between the load and COMMIT: the source then resumes its guest, and the
 /// destination does not know.
 #[test]
-fn a_destination_that_has_loaded_leaves_the_disks_to_the_source() {
+fn disk_locks_stay_at_the_source_until_commit() {
     for (version, format) in
         [(Version::V7_2, "qcow2"), (Version::V7_2, "raw"), (Version::V10_0, "qcow2")]
     {
@@ -224,7 +224,7 @@ fn a_destination_that_has_loaded_leaves_the_disks_to_the_source() {
         let state = source.save().unwrap();
         copy(&source.memory(), &landing);
         destination.load(&state).unwrap();
-        // The destination is not told that the migration is over.
+        // The destination is not notified that the migration has ended.
         source.resume().unwrap_or_else(|error| panic!("{version:?}, {format}: {error}"));
         drop(source);
         reads_on(&mut here, 2);
@@ -241,7 +241,7 @@ fn a_destination_that_has_loaded_leaves_the_disks_to_the_source() {
 
 /// A disk request never completes, and a QEMU that is told to quit waits for it.
 #[test]
-fn end_of_a_qemu_whose_disk_hangs_is_an_error_that_names_the_process() {
+fn quit_of_a_qemu_whose_disk_hangs_names_the_process() {
     let world = World::new();
     let drive = format!(
         "if=none,id=disk,driver=raw,file.driver=blkdebug,file.image.driver=file,\

@@ -1,5 +1,5 @@
-//! Which process a QEMU is, and which vmferry works on it: PID namespaces, sockets that were passed
-//! on, and several senders at once.
+//! How vmferry identifies the process of a QEMU, and which vmferry works on it: PID namespaces,
+//! sockets that were passed on, and several senders at once.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -40,13 +40,13 @@ fn child_of(parent: u32) -> u32 {
 /// The error for a second sender.
 fn refusal<T>(attached: Result<T, QemuError>) -> QemuError {
     match attached {
-        Ok(_) => panic!("it has taken a QEMU that another one has"),
+        Ok(_) => panic!("it has attached to a QEMU that another sender has"),
         Err(error) => error,
     }
 }
 
 #[test]
-fn a_second_sender_is_refused_and_the_first_ones_migration_is_undisturbed() {
+fn second_sender_is_refused_and_the_first_migration_is_undisturbed() {
     let world = World::new();
     let (mut here, second) = with_two_sockets(&world);
     let pid = here.child.id();
@@ -84,7 +84,7 @@ fn a_second_sender_is_refused_and_the_first_ones_migration_is_undisturbed() {
 
 /// As in a container: QEMU's own PID and thread IDs name other processes here.
 #[test]
-fn a_qemu_in_a_pid_namespace_is_attached_by_its_number_here_and_moved() {
+fn qemu_in_a_pid_namespace_is_attached_and_moved() {
     let world = World::new();
     let under = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"];
     let mut here = machine().start_booted_under(&world, "here", &under);
@@ -107,9 +107,9 @@ fn a_qemu_in_a_pid_namespace_is_attached_by_its_number_here_and_moved() {
     assert!(here.child.wait().unwrap().success());
 }
 
-/// As with libvirt: a manager creates the socket, and QEMU only answers on it.
+/// As with libvirt: a manager creates the socket, and QEMU only accepts on it.
 #[test]
-fn a_socket_that_another_process_has_made_leads_to_qemu_and_not_to_that_process() {
+fn socket_created_by_another_process_leads_to_qemu() {
     let world = World::new();
     let socket = world.path("passed.qmp");
     let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
@@ -125,7 +125,7 @@ fn a_socket_that_another_process_has_made_leads_to_qemu_and_not_to_that_process(
 }
 
 #[test]
-fn a_busy_socket_names_its_client_at_once() {
+fn busy_socket_names_its_client_at_once() {
     let world = World::new();
     let here = machine().start_booted(&world, "here");
     let _client = Qmp::connect(&here.qmp).unwrap();
@@ -143,7 +143,7 @@ fn a_busy_socket_names_its_client_at_once() {
 
 /// A process that has the socket open, with the name of libvirt's daemon.
 #[test]
-fn a_socket_that_libvirt_holds_is_said_to_be_libvirts() {
+fn socket_held_by_libvirt_is_attributed_to_libvirt() {
     let world = World::new();
     let here = machine().start_booted(&world, "here");
     let daemon = world.path("virtqemud");

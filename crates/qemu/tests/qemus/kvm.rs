@@ -141,7 +141,7 @@ fn travel(kind: &'static str, sample: &[(Version, Memory, Way, u32)]) {
 }
 
 #[test]
-fn q35_guests_travel() {
+fn q35_guests_move_on_kvm() {
     travel(
         "q35",
         &[
@@ -152,7 +152,7 @@ fn q35_guests_travel() {
 }
 
 #[test]
-fn pc_guests_travel() {
+fn pc_guests_move_on_kvm() {
     travel(
         "pc",
         &[
@@ -163,7 +163,7 @@ fn pc_guests_travel() {
 }
 
 #[test]
-fn microvm_guests_travel() {
+fn microvm_guests_move_on_kvm() {
     travel(
         "microvm",
         &[
@@ -177,7 +177,7 @@ fn microvm_guests_travel() {
 #[test]
 #[ignore = "needs a KVM that runs ring 0 natively: one that emulates it (PVM) takes each offer \
      back before the guest sees it"]
-fn the_ends_of_interrupts_are_not_told() {
+fn kvm_lets_the_guest_skip_end_of_interrupt_writes() {
     let world = World::new();
     let mut qemu = Machine::on_kvm(Version::V10_0, "hot=8").start_booted(&world, "qemu");
     qemu.wait_for("saves ends of interrupts", |said| said.get("eois_saved") > 0);
@@ -185,7 +185,7 @@ fn the_ends_of_interrupts_are_not_told() {
 
 /// KVM writes that word of memory in any case, and the other vCPU sees it.
 #[test]
-fn the_ends_of_interrupts_are_offered() {
+fn kvm_offers_to_skip_end_of_interrupt_writes() {
     let world = World::new();
     let machine = Machine { vcpus: 2, ..Machine::on_kvm(Version::V10_0, "hot=8") };
     let mut qemu = machine.start_booted(&world, "qemu");

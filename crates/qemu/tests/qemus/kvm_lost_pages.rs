@@ -111,7 +111,7 @@ fn move_without(
 }
 
 #[test]
-fn lost_pages_are_found_by_the_guest() {
+fn lost_pages_are_detected_by_the_guest() {
     let machine = Machine::on_kvm(Version::V10_0, WORKLOAD);
     for lost in ["hot", "clock_page", "steal_page"] {
         let world = World::new();
@@ -126,7 +126,7 @@ fn lost_pages_are_found_by_the_guest() {
 }
 
 #[test]
-fn lost_pages_are_found_by_verify_and_the_source_runs_on() {
+fn lost_pages_are_detected_by_verify_and_the_guest_runs_on() {
     let machine = Machine::on_kvm(Version::V7_2, WORKLOAD);
     let world = World::new();
     let mut here = machine.start_booted(&world, "here");

@@ -1,6 +1,6 @@
-//! Guests of QEMUs on KVM that use the network all the time, by virtio-net and taps in two network
-//! namespaces. The guest checks what QEMU, or the kernel for it (vhost-net), writes into guest
-//! memory, when it is received and later.
+//! Guests of QEMUs on KVM that continuously use the network, by virtio-net and taps in two network
+//! namespaces. The guest checks data that QEMU, or the kernel for it (vhost-net), writes into guest
+//! memory, both when the data arrives and later.
 
 use std::fs::File;
 use std::net::{Ipv4Addr, UdpSocket};
@@ -96,21 +96,21 @@ fn travel(version: Version, vhost: &str, attached: bool) {
 }
 
 #[test]
-fn attached_guests_with_taps_travel() {
+fn attached_guests_with_taps_move() {
     for version in Version::ALL {
         travel(version, "off", true);
     }
 }
 
 #[test]
-fn carried_guests_with_taps_travel() {
+fn carried_guests_with_taps_move() {
     travel(Version::V7_2, "off", false);
 }
 
 /// The kernel's vhost threads write the guest's memory in this case.
 #[test]
 #[ignore = "needs /dev/vhost-net: a kernel with CONFIG_VHOST_NET"]
-fn guests_with_vhost_net_travel() {
+fn guests_with_vhost_net_move() {
     for version in Version::ALL {
         for attached in [true, false] {
             travel(version, "on", attached);

@@ -23,9 +23,9 @@ fn blocks(path: &Path) -> u64 {
     std::fs::metadata(path).unwrap().blocks()
 }
 
-/// Between the attach and BEGIN, a guest is started on the memory file of the QEMU that waits.
+/// Between the attach and BEGIN, a guest is started on the memory file of the waiting QEMU.
 #[test]
-fn begin_is_refused_when_a_guest_runs_on_the_destination_s_memory_file() {
+fn begin_is_refused_when_a_guest_runs_on_the_memory_file() {
     let (world, machine) = (World::new(), usual());
     let mut here = machine.start_booted(&world, "here");
     let there = machine.incoming(&world, "there");
@@ -43,7 +43,7 @@ fn begin_is_refused_when_a_guest_runs_on_the_destination_s_memory_file() {
 
 /// A failed attempt empties the memory again, but not if another process uses it by then.
 #[test]
-fn discard_leaves_a_memory_file_alone_that_a_guest_runs_on() {
+fn discard_leaves_a_memory_file_in_use_alone() {
     let (world, machine) = (World::new(), usual());
     let here = machine.start_booted(&world, "here");
     let there = machine.incoming(&world, "there");
@@ -53,12 +53,12 @@ fn discard_leaves_a_memory_file_alone_that_a_guest_runs_on() {
     symlink(world.path_on_tmpfs("there-ram"), world.path_on_tmpfs("other-ram")).unwrap();
     let mut other = machine.start_booted(&world, "other");
     destination.discard();
-    assert!(destination.is_spent(), "what is in its memory is not its own");
+    assert!(destination.is_spent(), "memory that another process uses is not its own");
     other.check_guest();
 }
 
 #[test]
-fn files_that_are_data_are_neither_moved_nor_emptied() {
+fn memory_files_with_data_are_neither_moved_nor_emptied() {
     let world = World::new();
     for (name, options, bytes) in [("data", "", 2), ("image", ",readonly=on", 4)] {
         let path = world.path_on_tmpfs(name);
@@ -76,8 +76,7 @@ fn files_that_are_data_are_neither_moved_nor_emptied() {
         let here = machine.start(&world, &format!("here-{name}"));
         let text = attach_fails(&here);
         assert!(text.contains("`nv`") && text.contains("nvdimm"), "{text}");
-        // A QEMU that waits refuses each guest that would be put into its memory, and touches
-        // nothing.
+        // A waiting QEMU refuses each guest that would be put into its memory, and touches nothing.
         let plain = usual().start_booted(&world, &format!("plain-{name}"));
         let there = machine.incoming(&world, &format!("there-{name}"));
         drop(here);
@@ -91,7 +90,7 @@ fn files_that_are_data_are_neither_moved_nor_emptied() {
 
 /// Space for more than the guest uses, but less than its size, is enough.
 #[test]
-fn a_destination_with_too_little_memory_refuses_before_anything_is_sent() {
+fn destination_with_too_little_memory_refuses_before_anything_is_sent() {
     let (world, machine) = (World::new(), usual());
     let mut here = machine.start_booted(&world, "here");
     for (mib, fits) in [(16, false), (120, true)] {
@@ -119,7 +118,7 @@ fn a_destination_with_too_little_memory_refuses_before_anything_is_sent() {
 
 /// A source that speaks version 1 does not send how much memory its guest uses.
 #[test]
-fn a_place_that_is_full_later_is_named_on_both_sides() {
+fn full_memory_file_system_is_named_on_both_sides() {
     let (world, machine) = (World::new(), usual());
     let mut here = machine.start_booted(&world, "here");
     let directory = world.path("tmpfs");
@@ -138,7 +137,7 @@ fn a_place_that_is_full_later_is_named_on_both_sides() {
 
 /// Preallocated memory guarantees that the guest can touch all of it.
 #[test]
-fn huge_pages_stay_the_file_s_through_begin_abort_and_a_migration() {
+fn huge_pages_stay_allocated_through_begin_abort_and_a_migration() {
     let world = World::new();
     let directory = world.path("huge");
     let _mounted = Mounted::new(&directory, HugePages::Hugetlb, 512).unwrap();
@@ -166,7 +165,7 @@ fn huge_pages_stay_the_file_s_through_begin_abort_and_a_migration() {
 }
 
 #[test]
-fn a_source_s_file_gives_its_pages_back_when_its_guest_is_elsewhere() {
+fn source_memory_file_frees_its_pages_after_the_guest_left() {
     let (world, machine) = (World::new(), usual());
     let mut here = machine.start_booted(&world, "here");
     let file = world.path_on_tmpfs("here-ram");

@@ -58,7 +58,7 @@ fn machines() -> Vec<Machine> {
 /// Pages that vmferry has placed are in the file and not in QEMU's page table: the next hop must
 /// not lose them.
 #[test]
-fn linux_guests_travel_from_qemu_to_qemu() {
+fn linux_guests_move_from_qemu_to_qemu() {
     let hops = if std::env::var_os("VMFERRY_TEST_ALL").is_some() { 10 } else { 2 };
     for machine in machines() {
         println!("{machine:?}");
@@ -67,7 +67,7 @@ fn linux_guests_travel_from_qemu_to_qemu() {
 }
 
 #[test]
-fn guests_of_huge_pages_travel() {
+fn guests_of_huge_pages_move() {
     for kind in [HugePages::Transparent, HugePages::Hugetlb] {
         let world = World::new();
         let directory = world.path("huge");
@@ -82,7 +82,7 @@ fn guests_of_huge_pages_travel() {
 }
 
 #[test]
-fn a_guest_that_can_t_be_attached_is_refused_before_it_is_touched() {
+fn guest_that_can_not_be_attached_is_refused_untouched() {
     for version in Version::ALL {
         let world = World::new();
         let private = Machine { backend: Backend::Private, ..usual(version) };
@@ -106,7 +106,7 @@ fn a_guest_that_can_t_be_attached_is_refused_before_it_is_touched() {
 }
 
 #[test]
-fn what_others_write_or_both_have_is_refused() {
+fn memory_shared_with_others_is_refused() {
     let world = World::new();
     let shared = format!(
         "memory-backend-file,id=shared,size=1M,share=on,mem-path={}",
@@ -135,7 +135,7 @@ fn what_others_write_or_both_have_is_refused() {
 }
 
 #[test]
-fn a_destination_of_another_kind_is_refused_and_the_guest_goes_on() {
+fn mismatched_destination_is_refused_and_the_guest_runs_on() {
     let world = World::new();
     let machine = usual(Version::V10_0);
     let mut here = machine.start_booted(&world, "here");

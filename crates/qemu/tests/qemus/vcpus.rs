@@ -1,5 +1,5 @@
-//! vCPUs of real QEMUs: a guest can move to any destination that has all the features that it was
-//! started with, whatever the name of the model is.
+//! vCPUs of real QEMUs. A guest can move to any destination that has all the features the guest was
+//! started with, regardless of the model's name.
 
 use vmferry::{DestinationVm, PrepareError, SourceVm};
 use vmferry_qemu::{CarriedSource, Expected, QemuDestination, QemuSource};
@@ -30,7 +30,7 @@ fn offer(machine: &Machine, here: &str, there: &str) -> [Result<(), String>; 2] 
 }
 
 #[test]
-fn a_guest_goes_where_its_features_are_whatever_the_model_is_called() {
+fn features_decide_and_not_the_name_of_the_cpu_model() {
     for version in Version::ALL {
         let machine = Machine::new(version, "");
         for (here, there) in [("qemu64", "qemu64-v1"), ("qemu64", "qemu64,+popcnt,+sse4.1")] {
@@ -50,7 +50,7 @@ fn a_guest_goes_where_its_features_are_whatever_the_model_is_called() {
 
 /// Features that KVM offers to guests count, too.
 #[test]
-fn a_guest_of_kvm_goes_where_kvm_s_features_are() {
+fn kvm_features_count_as_cpu_features() {
     for version in Version::ALL {
         let machine = Machine::on_kvm(version, "");
         // A guest that may run nested guests is not attached, and the QEMU of either vendor knows

@@ -1,11 +1,11 @@
-//! Which devices and back ends a real QEMU's guest may have to be attached.
+//! The devices and back ends with which a real QEMU's guest can be attached.
 
 use vmferry_qemu::{Mode, QemuSource, Reached};
 use vmferry_qemu_lab::{Machine, Version, World};
 
 /// QEMU itself logs the writes of such a device.
 #[test]
-fn a_guest_with_a_device_that_is_not_known_is_carried() {
+fn guest_with_an_unknown_device_is_carried() {
     let world = World::new();
     let machine = Machine::new(Version::V10_0, "dirty=5").with(&["-device", "edu,id=odd"]);
     let mut qemu = machine.start(&world, "here");
@@ -17,7 +17,7 @@ fn a_guest_with_a_device_that_is_not_known_is_carried() {
 
 /// The devices that libvirt gives to guests, and more.
 #[test]
-fn a_guest_with_the_devices_of_real_users_is_attached() {
+fn guest_with_common_devices_is_attached() {
     let devices = [
         "pcie-root-port,id=port1,chassis=1,slot=1,addr=10.0",
         "pcie-root-port,id=port2,chassis=2,slot=2,addr=11.0",
@@ -85,9 +85,9 @@ fn a_guest_with_the_devices_of_real_users_is_attached() {
     }
 }
 
-/// A process that QEMU does not know may write the file of the guest's memory.
+/// A process unknown to QEMU may write the file of the guest's memory.
 #[test]
-fn a_guest_whose_memory_file_another_process_has_mapped_is_carried() {
+fn guest_whose_memory_file_is_mapped_elsewhere_is_carried() {
     let world = World::new();
     let machine = Machine::on_kvm(Version::V10_0, "hot=8");
     let mut qemu = machine.start(&world, "here");

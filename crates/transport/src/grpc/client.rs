@@ -1,4 +1,4 @@
-//! The side that calls.
+//! The calling side.
 
 use std::io;
 use std::sync::{Arc, mpsc};
@@ -13,21 +13,21 @@ use super::failure::Failure;
 use super::flow::{CHUNK_BYTES, Flow};
 use super::halves::Call;
 use super::socket::TlsSocket;
-use super::tasks::{Sending, dismiss, pump};
+use super::tasks::{Sending, close_when_unused, pump};
 use super::{CONTENT_TYPE, FRAME_BYTES, Spawner, WINDOW_BYTES, path, runtime, to_tokio};
-use crate::address::GrpcWay;
+use crate::address::GrpcMode;
 use crate::error::TransportError;
 use crate::stream::Stream;
 use crate::transport::Transport as _;
 
-/// Calls the peer over TLS whose handshake is done, and waits for its answer.
+/// Calls the peer over an established TLS session and waits for its answer.
 ///
 /// # Errors
-/// The peer's status if it does not serve such calls, or what cut the connection.
+/// The peer's status if it does not serve such calls, or the reason why the connection ended.
 pub fn call(
     stream: Arc<Stream>,
     connection: Connection,
-    way: GrpcWay,
+    mode: GrpcMode,
     authority: &str,
     peer: &str,
     deadline: Instant,
@@ -36,13 +36,13 @@ pub fn call(
     let runtime = runtime().map_err(failed)?;
     let socket = to_tokio(runtime, &stream).map_err(failed)?;
     let flow = Arc::new(Flow::default());
-    if way == GrpcWay::Acknowledged {
+    if mode == GrpcMode::Acknowledged {
         flow.acknowledge_chunks();
     }
     let socket = TlsSocket::new(socket, connection, Arc::clone(&flow));
     let request = Request::builder()
         .method(Method::POST)
-        .uri(format!("https://{authority}{}", path(way)))
+        .uri(format!("https://{authority}{}", path(mode)))
         .header(header::TE, "trailers")
         .header(header::CONTENT_TYPE, CONTENT_TYPE)
         .header(header::USER_AGENT, concat!("vmferry/", env!("CARGO_PKG_VERSION")))
@@ -51,7 +51,7 @@ pub fn call(
     let (answer, answered) = mpsc::sync_channel(1);
     let channel = Call::new(Arc::clone(&flow), Arc::clone(&stream));
     runtime.spawn(async move {
-        // Nobody waits for it any more after the time-out.
+        // The receiver is gone after a time-out.
         let _ = answer.send(open(socket, request, flow, stream).await);
     });
     let left = deadline.saturating_duration_since(Instant::now());
@@ -75,7 +75,7 @@ fn in_words(status: &Status) -> String {
     }
 }
 
-/// Opens the call on a connection of its own; its tasks go on after that.
+/// Opens the call on its own connection. The call's tasks continue after this returns.
 async fn open(
     socket: TlsSocket,
     request: Request<Sending>,
@@ -91,7 +91,7 @@ async fn open(
             .handshake(socket)
             .await?;
         let connection = tokio::spawn(async {
-            // Its error reaches the flow through the socket and the call.
+            // The socket and the call report its error to the flow.
             let _ = connection.await;
         });
         let response = calls.send_request(request).await?;
@@ -99,7 +99,7 @@ async fn open(
     };
     let (calls, connection, response) =
         opened.await.map_err(|error: hyper::Error| flow.cause(Failure::of_call(&error)))?;
-    tokio::spawn(dismiss(calls, connection, Arc::clone(&flow), stream));
+    tokio::spawn(close_when_unused(calls, connection, Arc::clone(&flow), stream));
     check(&response).inspect_err(|failure| flow.fail(failure.clone()))?;
     tokio::spawn(pump(response.into_body(), flow));
     Ok(())
@@ -117,7 +117,7 @@ fn check(response: &Response<Incoming>) -> Result<(), Failure> {
     }
     let kind = response.headers().get(header::CONTENT_TYPE);
     if !kind.is_some_and(|kind| kind.as_bytes().starts_with(CONTENT_TYPE.as_bytes())) {
-        return refused("it answers with something that is no gRPC".into());
+        return refused("its answer is not gRPC".into());
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Why a call ended.
+//! Reasons for the end of a call.
 
 use std::error::Error;
 use std::fmt;
@@ -11,22 +11,22 @@ use tonic::Status;
 pub enum Failure {
     /// This side closed the channel.
     Closed,
-    /// A write took too long, and what followed would not make sense.
+    /// A write timed out, so the stream is incomplete from there on.
     Torn,
-    /// The peer, or a proxy on the way, ended the call.
+    /// The peer, or a proxy in between, ended the call.
     Status(Status),
-    /// TLS failed, on this side or as the peer says.
+    /// TLS failed on this side, or the peer reported a TLS failure.
     Tls(rustls::Error),
-    /// The call broke HTTP/2's rules or ours.
+    /// The call violated the rules of HTTP/2 or of this protocol.
     Protocol(String),
     /// The link was cut.
     Cut(String),
-    /// The connection has ended, for a reason that is told elsewhere.
+    /// The connection ended, and the reason is reported elsewhere.
     Ended,
 }
 
 impl Failure {
-    /// What the socket or its TLS reports.
+    /// Converts an error of the socket or its TLS session.
     pub fn of_socket(error: &io::Error) -> Self {
         match error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>()) {
             Some(tls) => Self::Tls(tls.clone()),
@@ -37,7 +37,8 @@ impl Failure {
         }
     }
 
-    /// What hyper reports, by its last cause. The socket's errors have lost theirs on the way here.
+    /// Converts an error of hyper, by its last cause. Errors of the socket have lost their cause by
+    /// then.
     pub fn of_call(error: &(dyn Error + 'static)) -> Self {
         let mut last = error;
         while let Some(cause) = last.source() {
@@ -46,7 +47,7 @@ impl Failure {
         Self::Protocol(last.to_string())
     }
 
-    /// As the error of a read.
+    /// The failure as the error of a read.
     pub fn to_read_error(&self) -> io::Error {
         match self {
             Self::Cut(_) | Self::Ended => {
@@ -56,10 +57,10 @@ impl Failure {
         }
     }
 
-    /// As the error of a write.
+    /// The failure as the error of a write.
     pub fn to_write_error(&self) -> io::Error {
         match self {
-            // Those who look for TLS errors look for them here.
+            // Unwrapped, because callers look for a `rustls::Error` here.
             Self::Tls(error) => io::Error::other(error.clone()),
             Self::Closed => io::Error::new(io::ErrorKind::NotConnected, self.clone()),
             Self::Status(_) | Self::Protocol(_) => {

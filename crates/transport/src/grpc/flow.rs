@@ -1,18 +1,18 @@
-//! Where threads that block and tasks that do not meet: what was received and not read, what was
-//! written and not sent, and what there is to say about either.
+//! The shared state of blocking threads and asynchronous tasks: received and unread data, written
+//! and unsent data, and the reasons why either direction ended.
 //!
-//! Both directions are bounded. The pump takes no more from HTTP/2 than [`RECEIVED_BYTES`], so the
-//! peer's window closes when the reader does not read; a writer waits when [`UNSENT_BYTES`] have not
-//! left for the socket.
+//! Both directions are bounded. The pump takes at most [`RECEIVED_BYTES`] from HTTP/2, so that the
+//! peer's window closes when the reader does not read. A writer waits while [`UNSENT_BYTES`] have
+//! not reached the socket.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use tonic::Status;
 
 use super::failure::Failure;
@@ -22,19 +22,19 @@ mod poll;
 
 pub use poll::Outgoing;
 
-/// Data of one message: a frame of 64 pages and its header fit in.
+/// Maximum data in one message: a frame of 64 pages with its header.
 pub const CHUNK_BYTES: usize = 272 << 10;
 
-/// What may wait between a writer and the socket: while one chunk is encrypted and sent, the next
+/// Maximum data between a writer and the socket: one chunk is encrypted and sent while the next
 /// ones are copied.
 const UNSENT_BYTES: usize = 3 * CHUNK_BYTES;
 const UNSENT_MESSAGES: usize = 256;
 
-/// What may wait for the reader beyond the HTTP/2 window.
+/// Maximum data that waits for the reader, in addition to the HTTP/2 window.
 const RECEIVED_BYTES: usize = 2 * CHUNK_BYTES;
 const RECEIVED_PIECES: usize = 256;
 
-/// Buffers for this much data and more are used again.
+/// Buffers of at least this size are reused.
 const KEPT_BYTES: usize = 64 << 10;
 
 /// The two directions of one channel.
@@ -43,37 +43,37 @@ pub struct Flow {
     state: Mutex<State>,
     readable: Condvar,
     writable: Condvar,
-    /// Whether the socket may hold back something that was written.
+    /// Whether the socket may hold written data back.
     unflushed: AtomicBool,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// The next chunk waits until the last one was taken.
+    /// The next chunk waits until the peer's reader has consumed the last one.
     acknowledged: bool,
     received: VecDeque<Bytes>,
     received_bytes: usize,
-    /// What the reader has taken since the channel began.
+    /// Total data that the reader has consumed.
     read_bytes: u64,
-    /// An acknowledgement that is to be sent.
+    /// An acknowledgement that must be sent.
     owed: Option<u64>,
     peer_ended: bool,
     reader_gone: bool,
     queue: VecDeque<Message>,
-    /// In `queue` and on the way from there to the socket.
+    /// Data in `queue` and between it and the socket.
     unsent_bytes: usize,
     unsent_messages: usize,
-    /// Data since the channel began: written, and taken by the peer's reader.
+    /// Total data written, and total data consumed by the peer's reader.
     written_bytes: u64,
     taken_bytes: u64,
-    /// The end is in the queue, or sent.
+    /// The end is in the queue or was sent.
     finished: bool,
     writer_gone: bool,
-    /// Why both directions are over.
+    /// Why both directions have ended.
     failure: Option<Failure>,
-    /// Why nothing can be sent any more; what was received before can still be read.
+    /// Why nothing more can be sent. Data received before can still be read.
     lost: Option<Failure>,
-    /// What the peer is told about a failure.
+    /// The status for the peer after a failure.
     refusal: Option<Status>,
     spare: Vec<Vec<u8>>,
     pump: Option<Waker>,
@@ -81,7 +81,7 @@ struct State {
     driver: Option<Waker>,
 }
 
-/// A message that is to be sent, and how much of it is data.
+/// A message to be sent, and the length of its data.
 #[derive(Debug)]
 struct Message {
     bytes: Vec<u8>,
@@ -114,13 +114,9 @@ fn wake(waker: &mut Option<Waker>) {
 }
 
 impl Flow {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Changes something that anybody may wait for.
+    /// Makes a change that any thread or task may be waiting for.
     fn change(&self, change: impl FnOnce(&mut State)) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         change(&mut state);
         wake(&mut state.pump);
         wake(&mut state.body);
@@ -130,19 +126,19 @@ impl Flow {
         self.writable.notify_all();
     }
 
-    /// From now on each chunk waits for the acknowledgement of the one before.
+    /// From now on each chunk waits for the acknowledgement of the previous one.
     pub fn acknowledge_chunks(&self) {
-        self.state().acknowledged = true;
+        self.state.lock().acknowledged = true;
     }
 
-    /// Ends both directions, unless they have ended before.
+    /// Ends both directions, unless they have already ended.
     pub fn fail(&self, failure: Failure) {
         self.change(|state| {
             state.failure.get_or_insert(failure);
         });
     }
 
-    /// Ends both directions and tells the peer why, if it listens.
+    /// Ends both directions and sends the peer the reason, if possible.
     pub fn refuse(&self, status: Status) {
         self.change(|state| {
             state.failure.get_or_insert_with(|| Failure::Status(status.clone()));
@@ -150,32 +146,33 @@ impl Flow {
         });
     }
 
-    /// The call has failed, for the connection's reason if that failed before.
+    /// Ends the call. If the connection failed before, that is the reason.
     pub fn fail_call(&self, failure: Failure) {
         self.fail(self.cause(failure));
     }
 
-    /// Why the channel or its connection has failed, if that is known, or else `failure`.
+    /// The known reason why the channel or its connection failed, or else `failure`.
     pub fn cause(&self, failure: Failure) -> Failure {
-        let state = self.state();
+        let state = self.state.lock();
         let lost = state.lost.as_ref().filter(|lost| !matches!(lost, Failure::Ended));
         state.failure.as_ref().or(lost).cloned().unwrap_or(failure)
     }
 
-    /// The connection is gone: nothing can be sent, but what was received can still be read.
+    /// Records the loss of the connection: nothing can be sent, but received data can still be
+    /// read.
     pub fn lose(&self, failure: Failure) {
         self.change(|state| {
             state.lost.get_or_insert(failure);
         });
     }
 
-    /// The next bytes that came; none at the announced end.
+    /// The next received bytes; empty at the announced end.
     ///
     /// # Errors
-    /// Why there are none and never will be, or [`io::ErrorKind::TimedOut`].
+    /// Why no more data will come, or [`io::ErrorKind::TimedOut`].
     pub fn receive(&self, timeout: Option<Duration>) -> io::Result<Bytes> {
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
-        let mut state = self.state();
+        let mut state = self.state.lock();
         loop {
             if let Some(piece) = state.received.pop_front() {
                 state.received_bytes -= piece.len();
@@ -192,18 +189,19 @@ impl Flow {
         }
     }
 
-    /// The next bytes that came, if some are here.
+    /// The next received bytes, if any are available.
     pub fn receive_now(&self) -> Option<Bytes> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let piece = state.received.pop_front()?;
         state.received_bytes -= piece.len();
         wake(&mut state.pump);
         Some(piece)
     }
 
-    /// The reader has taken so many bytes more, and has none left to look at if `all`.
+    /// Records that the reader has consumed `bytes` more bytes. `all` says that it has no bytes
+    /// left.
     pub fn note_read(&self, bytes: usize, all: bool) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.read_bytes += bytes as u64;
         if state.acknowledged && all && state.received.is_empty() && bytes > 0 {
             state.owed = Some(state.read_bytes);
@@ -214,7 +212,7 @@ impl Flow {
     /// Queues up to [`CHUNK_BYTES`] of the slices as one message.
     ///
     /// # Errors
-    /// Why the channel has ended, or [`io::ErrorKind::TimedOut`]; nothing can be sent after that.
+    /// Why the channel has ended, or [`io::ErrorKind::TimedOut`], after which nothing can be sent.
     pub fn send(&self, from: &[IoSlice<'_>], timeout: Option<Duration>) -> io::Result<usize> {
         let data_bytes = from.iter().map(|slice| slice.len()).sum::<usize>().min(CHUNK_BYTES);
         if data_bytes == 0 {
@@ -228,14 +226,14 @@ impl Flow {
             message.extend_from_slice(part);
             left -= part.len();
         }
-        self.state().queue(message, data_bytes);
+        self.state.lock().queue(message, data_bytes);
         Ok(data_bytes)
     }
 
-    /// Waits until a message may be queued, and counts it: its buffer.
+    /// Waits until a message may be queued, counts it, and returns a buffer for it.
     fn reserve(&self, data_bytes: usize, timeout: Option<Duration>) -> io::Result<Vec<u8>> {
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
-        let mut state = self.state();
+        let mut state = self.state.lock();
         loop {
             if let Some(failure) = state.send_failure() {
                 return Err(failure.to_write_error());
@@ -259,13 +257,13 @@ impl Flow {
         Ok(spare.unwrap_or_else(|| Vec::with_capacity(capacity + message::HEADER_BYTES)))
     }
 
-    /// Waits until the system has taken everything that was written.
+    /// Waits until the operating system has accepted everything that was written.
     ///
     /// # Errors
     /// As [`send`](Self::send).
     pub fn flush(&self, timeout: Option<Duration>) -> io::Result<()> {
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
-        let mut state = self.state();
+        let mut state = self.state.lock();
         loop {
             if state.unsent_messages == 0 && !self.unflushed.load(Ordering::Relaxed) {
                 return Ok(());
@@ -278,16 +276,16 @@ impl Flow {
         }
     }
 
-    /// Says that nothing follows, and waits until the system has taken it.
+    /// Announces the end, and waits until the operating system has accepted it.
     ///
     /// # Errors
     /// As [`send`](Self::send).
     pub fn finish(&self, timeout: Option<Duration>) -> io::Result<()> {
-        self.state().finish();
+        self.state.lock().finish();
         self.flush(timeout)
     }
 
-    /// Nobody will read any more.
+    /// The reader is gone; received data is dropped.
     pub fn drop_reader(&self) {
         self.change(|state| {
             state.reader_gone = true;
@@ -296,7 +294,7 @@ impl Flow {
         });
     }
 
-    /// Nobody will write any more: the end is on its way.
+    /// The writer is gone; the end is queued.
     pub fn drop_writer(&self) {
         self.change(|state| {
             state.writer_gone = true;
@@ -307,18 +305,20 @@ impl Flow {
     }
 }
 
-/// Waits for a change.
+/// Waits for a change, until the deadline.
 fn wait<'a>(
     condition: &Condvar,
-    state: MutexGuard<'a, State>,
+    mut state: MutexGuard<'a, State>,
     deadline: Option<Instant>,
 ) -> io::Result<MutexGuard<'a, State>> {
-    let Some(deadline) = deadline else {
-        return Ok(condition.wait(state).unwrap_or_else(PoisonError::into_inner));
-    };
-    let left = deadline.saturating_duration_since(Instant::now());
-    if left.is_zero() {
-        return Err(io::ErrorKind::TimedOut.into());
+    match deadline {
+        None => condition.wait(&mut state),
+        Some(deadline) if deadline <= Instant::now() => {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        Some(deadline) => {
+            condition.wait_until(&mut state, deadline);
+        }
     }
-    Ok(condition.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0)
+    Ok(state)
 }

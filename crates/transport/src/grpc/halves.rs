@@ -1,4 +1,4 @@
-//! A channel over a call.
+//! The two halves of a channel over a call.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::Shutdown;
@@ -30,7 +30,7 @@ impl Call {
 
 #[cfg(test)]
 impl Call {
-    /// For what an honest side does not do.
+    /// The flow, for tests that misbehave.
     pub fn flow(&self) -> &Flow {
         &self.closer.flow
     }
@@ -55,8 +55,8 @@ struct Closer {
 
 impl Close for Closer {
     fn close(&self) {
-        // The tasks find the socket closed and end; the peer sees a cut link, as with the other
-        // transports. A socket that is closed already needs nothing.
+        // The tasks see the closed socket and end. The peer sees a cut link, as with the other
+        // transports. An error means that the socket is already closed.
         let _ = self.stream.shutdown(Shutdown::Both);
         self.flow.fail(Failure::Closed);
     }
@@ -65,7 +65,7 @@ impl Close for Closer {
 #[derive(Debug)]
 struct CallReader {
     flow: Arc<Flow>,
-    /// The rest of what came last.
+    /// The rest of the piece received last.
     piece: Bytes,
     timeout: Option<Duration>,
 }
@@ -75,7 +75,7 @@ impl Receive for CallReader {
         Some(self.offer(take))
     }
 
-    /// Enough for a frame's head; its pages are read in place.
+    /// Enough for a frame's head. The pages are read in place.
     fn buffer_bytes(&self) -> usize {
         1 << 10
     }
@@ -105,7 +105,7 @@ impl CallReader {
         Ok(taken)
     }
 
-    /// Copies what is here until `into` is full.
+    /// Copies available bytes until `into` is full.
     fn take(&mut self, into: &mut [u8]) -> usize {
         let mut filled = 0;
         while filled < into.len() {
@@ -180,7 +180,8 @@ impl Write for CallWriter {
         self.flow.send(from, self.timeout)
     }
 
-    /// Waits until the system has what was written: a process may end then.
+    /// Waits until the operating system has accepted the written data. The process may exit after
+    /// that.
     fn flush(&mut self) -> io::Result<()> {
         self.flow.flush(self.timeout)
     }

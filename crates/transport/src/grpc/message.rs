@@ -1,16 +1,16 @@
-//! What is in a call: gRPC messages of one protobuf type, `Packet` of `docs/vmferry.proto`.
+//! The content of a call: gRPC messages of one protobuf type, `Packet` of `docs/vmferry.proto`.
 //!
-//! A gRPC library puts a message together in a buffer and takes it apart in another: two copies of
-//! each byte beyond those of the socket and the cipher. Here data is copied once when it is
-//! written, behind its header, and handed out as it arrived, in the pieces that HTTP/2 made of it.
+//! A gRPC library encodes each message into one buffer and decodes it from another, which copies
+//! every byte twice more than the socket and the cipher do. This module copies data once, when it
+//! is written after its header, and returns received data in the pieces that HTTP/2 delivers.
 
 use bytes::{Buf, Bytes};
 
-/// The most data that one message may carry: gRPC's usual limit of 4 MiB, less the headers.
+/// Maximum length of a message: gRPC's default limit of 4 MiB.
 const MAX_MESSAGE_BYTES: u64 = 4 << 20;
 
-/// Room for what stands before the data of a message: the flag and the length that gRPC puts
-/// before each, the field's tag, and the data's length.
+/// Maximum length before the data of a message: gRPC's flag and length, the field's tag, and the
+/// data's length.
 pub const HEADER_BYTES: usize = 5 + 1 + 5;
 
 /// `bytes data = 1`.
@@ -20,7 +20,7 @@ const TAKEN: u8 = 2 << 3;
 /// `bool end = 3`.
 const END: u8 = 3 << 3;
 
-/// Bytes that `bytes` of data make as a message.
+/// Appends the header of a message with `bytes` bytes of data.
 pub fn put_data_header(message: &mut Vec<u8>, bytes: usize) {
     let mut field = [0; HEADER_BYTES];
     field[0] = DATA;
@@ -29,7 +29,7 @@ pub fn put_data_header(message: &mut Vec<u8>, bytes: usize) {
     message.extend_from_slice(&field[..length]);
 }
 
-/// "So many bytes of data were taken by the reader since the channel began."
+/// A message that acknowledges `bytes` bytes, counted since the channel began.
 pub fn taken(bytes: u64) -> Vec<u8> {
     let mut field = [0; 11];
     field[0] = TAKEN;
@@ -40,12 +40,12 @@ pub fn taken(bytes: u64) -> Vec<u8> {
     message
 }
 
-/// "No data follows."
+/// A message that announces the end of the data.
 pub fn end() -> Vec<u8> {
     vec![0, 0, 0, 0, 2, END, 1]
 }
 
-/// The flag "not compressed" and the length of the message.
+/// Appends gRPC's prefix: the flag "not compressed" and the length of the message.
 fn put_prefix(message: &mut Vec<u8>, length: usize) {
     message.push(0);
     let length = u32::try_from(length).expect("a message is at most a chunk long");
@@ -63,44 +63,44 @@ fn varint(mut value: u64, into: &mut [u8]) -> usize {
     length + 1
 }
 
-/// What a call brought.
+/// A decoded part of a call.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Part {
-    /// Some bytes of a message's data.
+    /// A part of a message's data.
     Data(Bytes),
-    /// The peer's reader has taken so many bytes since the channel began.
+    /// Total bytes that the peer's reader has consumed since the channel began.
     Taken(u64),
-    /// No data follows.
+    /// No more data follows.
     End,
 }
 
-/// Bytes that are no message of ours.
+/// Bytes that are not a valid message.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MessageError {
-    /// Compressed, although nobody offered to decompress.
+    /// The message is compressed, although this side did not offer decompression.
     #[error("a message has the flag {flag}, and 0 is expected")]
     Flag {
-        /// What was sent.
+        /// The flag that was sent.
         flag: u8,
     },
-    /// Longer than gRPC messages may be.
+    /// The message is longer than gRPC allows.
     #[error("a message of {bytes} bytes is longer than 4 MiB")]
     TooLong {
-        /// What was announced.
+        /// The announced length.
         bytes: u64,
     },
-    /// Not a `Packet`.
-    #[error("a message is no vmferry.v1.Packet: {what}")]
+    /// The message is not a `Packet`.
+    #[error("a message is not a vmferry.v1.Packet: {what}")]
     NoPacket {
-        /// What is wrong with it.
+        /// The problem.
         what: &'static str,
     },
-    /// Data after the end.
+    /// Data after the announced end.
     #[error("data follows the end")]
     AfterEnd,
 }
 
-/// Takes messages apart, wherever the pieces of a stream begin and end.
+/// Decodes messages from a stream of arbitrary pieces.
 #[derive(Debug, Default)]
 pub struct Decoder {
     step: Step,
@@ -109,13 +109,13 @@ pub struct Decoder {
 
 #[derive(Clone, Copy, Debug)]
 enum Step {
-    /// Within the five bytes before a message.
+    /// In the five bytes before a message.
     Prefix { read: u8, length: u32 },
-    /// Before the tag of a message of so many bytes.
+    /// Before the tag of a message with `left` bytes.
     Tag { left: u32 },
-    /// Within the number behind a tag.
+    /// In the number after a tag.
     Number { tag: u8, left: u32, value: u64, shift: u32 },
-    /// Within the data.
+    /// In the data.
     Data { left: u32 },
 }
 
@@ -126,10 +126,10 @@ impl Default for Step {
 }
 
 impl Decoder {
-    /// The next part in `input`, or `None` when it is used up.
+    /// The next part in `input`, or `None` when all of it was consumed.
     ///
     /// # Errors
-    /// See [`MessageError`]; nothing can be read after one.
+    /// See [`MessageError`]. Decoding cannot continue after an error.
     pub fn next(&mut self, input: &mut Bytes) -> Result<Option<Part>, MessageError> {
         while !input.is_empty() {
             if let Step::Data { left } = self.step {
@@ -164,7 +164,7 @@ impl Decoder {
                 };
             }
             Step::Tag { left } => match byte {
-                // Acknowledgements are about the other direction.
+                // Acknowledgements concern the other direction.
                 DATA | END if self.ended => return Err(MessageError::AfterEnd),
                 DATA | TAKEN | END if left > 1 => {
                     self.step = Step::Number { tag: byte, left: left - 1, value: 0, shift: 0 };
@@ -182,7 +182,7 @@ impl Decoder {
                     return self.number(tag, value, left);
                 }
                 if left == 0 {
-                    return Err(no_packet("a number is cut off"));
+                    return Err(no_packet("a number is truncated"));
                 }
                 self.step = Step::Number { tag, left, value, shift: shift + 7 };
             }
@@ -191,12 +191,12 @@ impl Decoder {
         Ok(None)
     }
 
-    /// A field's number is complete, and `left` bytes of the message are left.
+    /// Handles a complete number. `left` bytes of the message follow it.
     fn number(&mut self, tag: u8, value: u64, left: u32) -> Result<Option<Part>, MessageError> {
         let no_packet = |what| Err(MessageError::NoPacket { what });
         if tag == DATA {
             if value != u64::from(left) {
-                return no_packet("its data is not the whole of it");
+                return no_packet("its data does not fill the message");
             }
             self.step = if left == 0 { Step::default() } else { Step::Data { left } };
             return Ok(None);
@@ -211,7 +211,7 @@ impl Decoder {
                 self.ended = true;
                 Ok(Some(Part::End))
             }
-            _ => no_packet("an end that is none"),
+            _ => no_packet("the value of its end is not 1"),
         }
     }
 }
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn the_bytes_are_those_of_protobuf_and_grpc() {
+    fn encoding_is_that_of_protobuf_and_grpc() {
         assert_eq!(data(b"abc"), b"\0\0\0\0\x05\x0a\x03abc");
         assert_eq!(data(&[7; 300])[..8], [0, 0, 0, 1, 47, 0x0a, 0xac, 2]);
         assert_eq!(taken(300), [0, 0, 0, 0, 3, 0x10, 0xac, 2]);
@@ -258,36 +258,46 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_put_in_comes_out_wherever_it_is_cut(
+        fn decoder_returns_what_was_encoded_for_any_piece_size(
             first in prop::collection::vec(any::<u8>(), 1..600),
             count: u64,
             piece in 1..700_usize,
         ) {
-            let bytes = [data(&first), taken(count), data(b""), data(b"x"), end(), taken(7)].concat();
+            let bytes =
+                [data(&first), taken(count), data(b""), data(b"x"), end(), taken(7)].concat();
             let expected =
-                [Part::Data(first.into()), Part::Taken(count), Part::Data("x".into()), Part::End, Part::Taken(7)];
+                [
+                    Part::Data(first.into()),
+                    Part::Taken(count),
+                    Part::Data("x".into()),
+                    Part::End,
+                    Part::Taken(7),
+                ];
             prop_assert_eq!(decode(&bytes, piece).unwrap(), expected);
         }
 
         #[test]
-        fn no_bytes_make_it_panic(bytes in prop::collection::vec(any::<u8>(), 0..64), piece in 1..9_usize) {
+        fn decoder_never_panics(
+            bytes in prop::collection::vec(any::<u8>(), 0..64),
+            piece in 1..9_usize,
+        ) {
             let _ = decode(&bytes, piece);
             let _ = decode(&[&[0, 0, 0, 0][..], &bytes].concat(), piece);
         }
     }
 
     #[test]
-    fn what_is_no_packet_is_refused() {
+    fn decoder_refuses_invalid_packets() {
         for (bytes, expected) in [
             (&[1, 0, 0, 0, 2, END, 1][..], "flag 1"),
             (&[0, 0xff, 0, 0, 0], "longer than 4 MiB"),
             (&[0, 0, 0, 0, 0], "it is empty"),
             (&[0, 0, 0, 0, 2, 0x20, 1], "unknown field"),
             (&[0, 0, 0, 0, 1, DATA], "no value"),
-            (&[0, 0, 0, 0, 3, DATA, 2, 0], "not the whole"),
+            (&[0, 0, 0, 0, 3, DATA, 2, 0], "does not fill"),
             (&[0, 0, 0, 0, 3, END, 1, 0], "more than one field"),
-            (&[0, 0, 0, 0, 2, END, 0], "an end that is none"),
-            (&[0, 0, 0, 0, 2, TAKEN, 0x80], "cut off"),
+            (&[0, 0, 0, 0, 2, END, 0], "the value of its end is not 1"),
+            (&[0, 0, 0, 0, 2, TAKEN, 0x80], "truncated"),
             (&[0, 0, 0, 0, 2, END, 1, 0, 0, 0, 0, 2, DATA, 0], "follows the end"),
             (
                 &[0, 0, 0, 0, 11, TAKEN, 255, 255, 255, 255, 255, 255, 255, 255, 255, 2],

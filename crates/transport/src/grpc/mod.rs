@@ -1,18 +1,22 @@
-//! Channels that are gRPC calls: HTTP/2 over mutual TLS 1.3, which passes proxies and load
-//! balancers. `docs/vmferry.proto` is the service; a channel is one connection with one call.
+//! Channels as gRPC calls: HTTP/2 over mutual TLS 1.3, which passes through proxies and load
+//! balancers. `docs/vmferry.proto` defines the service. A channel is one connection with one call.
 //!
-//! *Streamed*, a writer goes on until the HTTP/2 window and the short queues before it are full.
-//! *Acknowledged*, each message waits until the peer's reader has taken the one before.
+//! In *streamed* mode, a writer continues until the HTTP/2 window and the short queues before it
+//! are full. In *acknowledged* mode, each message waits until the peer's reader has consumed the
+//! previous one.
 //!
-//! The threads of a channel meet its tasks in a [`flow::Flow`]:
+//! The threads and the tasks of a channel communicate through a [`flow::Flow`]:
 //!
 //! ```text
-//! CallWriter -> Flow -> Sending -> hyper -> TlsSocket ~~> TlsSocket -> hyper -> pump -> Flow -> CallReader
-//! thread        queue   task                                                    task    queue   thread
+//! CallWriter -> Flow -> Sending -> hyper -> TlsSocket ~~> peer
+//! thread        queue   task
+//!
+//! peer ~~> TlsSocket -> hyper -> pump -> Flow -> CallReader
+//!                                task    queue   thread
 //! ```
 //!
-//! hyper has the connection only after the TLS handshake, which the channel's thread makes as for
-//! `tls:`: nothing is allocated for a peer that is not authenticated.
+//! The channel's thread performs the TLS handshake as for `tls:`, and only then gives the
+//! connection to hyper. So no memory is allocated for a peer that is not authenticated.
 
 mod client;
 mod failure;
@@ -31,7 +35,7 @@ use std::sync::LazyLock;
 use tokio::net::TcpStream;
 use tokio::runtime::Runtime;
 
-use crate::address::GrpcWay;
+use crate::address::GrpcMode;
 use crate::stream::Stream;
 
 pub use client::call;
@@ -44,29 +48,28 @@ pub const ALPN: &[u8] = b"h2";
 
 const CONTENT_TYPE: &str = "application/grpc";
 
-/// What a peer may send before the reader takes it, beyond a [`flow::Flow`]'s queue. Not less than
-/// Linux lets a TCP connection have in flight (`tcp_rmem`, 6 MiB), so that a long way is not slower
-/// than over `tls:`.
+/// Data that a peer may send before the reader consumes it, in addition to a [`flow::Flow`]'s
+/// queue. At least as much as Linux allows in flight on a TCP connection (`tcp_rmem`, 6 MiB), so
+/// that long links are not slower than with `tls:`.
 const WINDOW_BYTES: u32 = 8 << 20;
 
-/// The longest HTTP/2 frame. Between 16 and 512 KiB no size took less CPU time than another, beyond
-/// the noise (on a busy machine, a fifth); nor did one worker thread instead of two, or 64 KiB at the
-/// socket. A frame of this size holds most of a message.
+/// Maximum length of an HTTP/2 frame: most of a message. Sizes from 16 to 512 KiB made no
+/// measurable difference in CPU time.
 const FRAME_BYTES: u32 = 256 << 10;
 
-fn path(way: GrpcWay) -> &'static str {
-    match way {
-        GrpcWay::Streamed => "/vmferry.v1.Transport/Stream",
-        GrpcWay::Acknowledged => "/vmferry.v1.Transport/Acknowledged",
+fn path(mode: GrpcMode) -> &'static str {
+    match mode {
+        GrpcMode::Streamed => "/vmferry.v1.Transport/Stream",
+        GrpcMode::Acknowledged => "/vmferry.v1.Transport/Acknowledged",
     }
 }
 
-/// Whom a call names as its server.
+/// The `:authority` of a call.
 pub fn authority(host: &str, port: u16) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
-/// The process's runtime, made when it is first needed.
+/// The process's runtime, created on first use.
 fn runtime() -> io::Result<&'static Runtime> {
     static RUNTIME: LazyLock<io::Result<Runtime>> = LazyLock::new(|| {
         tokio::runtime::Builder::new_multi_thread()
@@ -79,7 +82,7 @@ fn runtime() -> io::Result<&'static Runtime> {
     RUNTIME.as_ref().map_err(|error| io::Error::new(error.kind(), error.to_string()))
 }
 
-/// The socket for tasks. Both stand for the same connection: closing one closes it.
+/// A duplicate of the socket for tasks. Both are the same connection: shutting one down ends it.
 fn to_tokio(runtime: &Runtime, stream: &Stream) -> io::Result<TcpStream> {
     let Stream::Tcp(socket) = stream else { return Err(io::ErrorKind::Unsupported.into()) };
     let socket = socket.try_clone()?;

@@ -1,15 +1,16 @@
-//! The side that is called.
+//! The side that receives calls.
 
 use std::convert::Infallible;
 use std::io;
+use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError, SyncSender};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use http::{HeaderValue, Request, Response, header};
 use hyper::body::Incoming;
 use hyper::server::conn::http2;
 use hyper::service::service_fn;
+use parking_lot::Mutex;
 use rustls::Connection;
 use tonic::Status;
 
@@ -17,17 +18,17 @@ use super::failure::Failure;
 use super::flow::{CHUNK_BYTES, Flow};
 use super::halves::Call;
 use super::socket::TlsSocket;
-use super::tasks::{Sending, dismiss, pump};
+use super::tasks::{Sending, close_when_unused, pump};
 use super::{CONTENT_TYPE, FRAME_BYTES, Spawner, WINDOW_BYTES, path, runtime, to_tokio};
-use crate::address::GrpcWay;
+use crate::address::GrpcMode;
 use crate::error::TransportError;
 use crate::stream::Stream;
 use crate::transport::Transport as _;
 
-/// Waits for the call of a peer whose TLS handshake is done.
+/// Waits for the call of a peer with an established TLS session.
 ///
 /// # Errors
-/// What it wanted instead.
+/// What the peer requested instead.
 pub fn answer(
     stream: Arc<Stream>,
     connection: Connection,
@@ -41,7 +42,7 @@ pub fn answer(
     let socket = TlsSocket::new(socket, connection, Arc::clone(&flow));
     let (called, calls) = mpsc::sync_channel(1);
     let connection = runtime.spawn(serve(socket, Arc::clone(&flow), called));
-    runtime.spawn(dismiss((), connection, Arc::clone(&flow), Arc::clone(&stream)));
+    runtime.spawn(close_when_unused((), connection, Arc::clone(&flow), Arc::clone(&stream)));
     let left = deadline.saturating_duration_since(Instant::now());
     let error = match calls.recv_timeout(left) {
         Ok(Ok(())) => return Ok(Call::new(flow, stream)),
@@ -50,9 +51,10 @@ pub fn answer(
             TransportError::TimedOut { peer: peer.into(), what: "calling" }
         }
         Err(RecvTimeoutError::Disconnected) => match flow.cause(Failure::Ended) {
-            Failure::Protocol(why) => {
-                TransportError::NotOurCall { peer: peer.into(), what: format!("no HTTP/2 ({why})") }
-            }
+            Failure::Protocol(why) => TransportError::NotOurCall {
+                peer: peer.into(),
+                what: format!("a protocol that is not HTTP/2 ({why})"),
+            },
             failure => failed(failure.to_read_error()),
         },
     };
@@ -60,13 +62,13 @@ pub fn answer(
     Err(error)
 }
 
-/// Whether the one call of a connection has come, or what came instead.
+/// Reports that the one call of a connection has arrived, or what arrived instead.
 type Called = SyncSender<Result<(), String>>;
 
 async fn serve(socket: TlsSocket, flow: Arc<Flow>, called: Called) {
     let called = Mutex::new(Some(called));
     let service = service_fn(|request: Request<Incoming>| {
-        let response = match called.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        let response = match called.lock().take() {
             Some(called) => accept(request, &flow, &called),
             None => Status::resource_exhausted("a connection carries one call").into_http(),
         };
@@ -81,32 +83,33 @@ async fn serve(socket: TlsSocket, flow: Arc<Flow>, called: Called) {
         .max_header_list_size(16 << 10)
         .serve_connection(socket, service);
     if let Err(error) = connection.await
-        && called.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+        && called.lock().is_some()
     {
-        // Whoever waits for the call learns why there is none. Later the socket tells the writer,
-        // and the call's body the reader, behind what came before.
+        // The thread that waits for the call gets the reason. Once a call exists, the socket
+        // reports errors to the writer, and the call's body reports them to the reader after the
+        // received data.
         flow.fail_call(Failure::of_call(&error));
     }
 }
 
 fn accept(request: Request<Incoming>, flow: &Arc<Flow>, called: &Called) -> Response<Sending> {
     let asked = request.uri().path();
-    let way =
-        [GrpcWay::Streamed, GrpcWay::Acknowledged].into_iter().find(|way| path(*way) == asked);
+    let mode =
+        [GrpcMode::Streamed, GrpcMode::Acknowledged].into_iter().find(|mode| path(*mode) == asked);
     let kind = request.headers().get(header::CONTENT_TYPE);
     let is_grpc = kind.is_some_and(|kind| kind.as_bytes().starts_with(CONTENT_TYPE.as_bytes()));
-    let (Some(way), true) = (way, is_grpc) else {
+    let (Some(mode), true) = (mode, is_grpc) else {
         let protocol = if is_grpc { "gRPC" } else { "HTTP/2" };
         let what = format!("{protocol} for {}", asked.escape_debug());
         let _ = called.send(Err(what));
-        // The connection stays for a while, for the peer to read the answer.
+        // The connection stays open for a while, so that the peer can read the answer.
         flow.fail(Failure::Closed);
         return Status::unimplemented("only vmferry.v1.Transport is served here").into_http();
     };
-    if way == GrpcWay::Acknowledged {
+    if mode == GrpcMode::Acknowledged {
         flow.acknowledge_chunks();
     }
-    // Whoever waited may have gone, and has closed the connection.
+    // The waiting thread may have timed out and closed the connection.
     if called.send(Ok(())).is_err() {
         return Status::deadline_exceeded("the call came too late").into_http();
     }

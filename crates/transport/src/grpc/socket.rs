@@ -1,5 +1,5 @@
-//! TLS on a socket, for tasks. The handshake is done: [`shake_hands`](crate::handshake) did it in a
-//! thread, as for every other transport, and gave the same errors.
+//! TLS on a socket, for tasks. [`shake_hands`](crate::handshake) has done the handshake in a
+//! thread, as for every other transport, with the same errors.
 
 use std::io::{self, BufRead, IoSlice, Write as _};
 use std::ops::Range;
@@ -16,26 +16,26 @@ use super::failure::Failure;
 use super::flow::Flow;
 use crate::tls::SEND_BYTES;
 
-/// Ciphertext that is received in one call.
+/// Maximum ciphertext per receive call.
 const RECEIVE_BYTES: usize = 256 << 10;
 
-/// A TLS session, as hyper reads and writes it.
+/// A TLS session that hyper reads and writes.
 pub struct TlsSocket {
     socket: TcpStream,
     connection: Connection,
     received: Box<[u8]>,
-    /// The part of `received` that rustls has not taken.
+    /// The part of `received` that rustls has not consumed.
     pending: Range<usize>,
-    /// Plaintext that was encrypted since the socket last had all of it.
+    /// Plaintext encrypted since the socket last accepted everything.
     waiting_bytes: usize,
-    /// Why nothing more can be read, once what was decrypted before is handed out.
+    /// Why nothing more can be read after the data that is already decrypted.
     failure: Option<rustls::Error>,
     flow: Arc<Flow>,
 }
 
 impl TlsSocket {
-    /// A session whose handshake is done, on a socket that does not block. `flow` hears when the
-    /// system has taken what was written.
+    /// An established session on a nonblocking socket. Tells `flow` when the operating system has
+    /// accepted all written data.
     pub fn new(socket: TcpStream, connection: Connection, flow: Arc<Flow>) -> Self {
         Self {
             socket,
@@ -48,10 +48,10 @@ impl TlsSocket {
         }
     }
 
-    /// Sends until nothing is left.
+    /// Sends until no records are left.
     fn poll_drain(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         while self.connection.wants_write() {
-            match self.connection.write_tls(&mut AtOnce(&self.socket)) {
+            match self.connection.write_tls(&mut NonblockingSocket(&self.socket)) {
                 Ok(0) => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -64,21 +64,20 @@ impl TlsSocket {
         Poll::Ready(Ok(()))
     }
 
-    /// Decrypts what was received, until there is plaintext. False if more must be received.
+    /// Decrypts received data until there is plaintext. Returns `false` if more must be received.
     fn decrypt(&mut self, context: &mut Context<'_>) -> io::Result<bool> {
         while !self.pending.is_empty() {
             let mut fresh = &self.received[self.pending.clone()];
             self.pending.start += self.connection.read_tls(&mut fresh)?;
             let processed = self.connection.process_new_packets();
             if processed.is_err() || self.connection.wants_write() {
-                // An alert, or the answer to a key update. What does not go now goes with the next
-                // write.
+                // An alert, or the answer to a key update. The next write sends the rest.
                 let _ = self.poll_drain(context);
             }
             let state = match processed {
                 Ok(state) => state,
                 Err(error) => {
-                    // The records before the bad one may have brought something.
+                    // The records before the bad one may hold data.
                     self.failure = Some(error);
                     self.pending = 0..0;
                     return Ok(true);
@@ -92,10 +91,10 @@ impl TlsSocket {
     }
 }
 
-/// A socket that is asked for no more than it takes at once.
-struct AtOnce<'a>(&'a TcpStream);
+/// A socket that sends only what the operating system accepts at once.
+struct NonblockingSocket<'a>(&'a TcpStream);
 
-impl io::Write for AtOnce<'_> {
+impl io::Write for NonblockingSocket<'_> {
     fn write(&mut self, from: &[u8]) -> io::Result<usize> {
         self.0.try_write(from)
     }
@@ -122,13 +121,13 @@ impl Read for TlsSocket {
         into: ReadBufCursor<'_>,
     ) -> Poll<io::Result<()>> {
         let polled = self.poll_decrypted(context, into);
-        self.noted(polled)
+        self.record_error(polled)
     }
 }
 
 impl TlsSocket {
-    /// HTTP/2 keeps no more of an error than its text, so it is noted here.
-    fn noted<T>(&self, polled: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+    /// Records an error in the flow, because HTTP/2 keeps only its text.
+    fn record_error<T>(&self, polled: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
         if let Poll::Ready(Err(error)) = &polled {
             self.flow.lose(Failure::of_socket(error));
         }
@@ -168,7 +167,7 @@ impl TlsSocket {
             ready!(Pin::new(&mut self.socket).poll_read(context, &mut fresh))?;
             let length = fresh.filled().len();
             if length == 0 {
-                // Without the peer's closing message somebody may have cut the link.
+                // Without `close_notify`, an attacker may have cut the link.
                 return Poll::Ready(Err(io::ErrorKind::UnexpectedEof.into()));
             }
             self.pending = 0..length;
@@ -196,7 +195,7 @@ impl Write for TlsSocket {
         from: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let polled = self.poll_encrypt(context, from);
-        self.noted(polled)
+        self.record_error(polled)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -204,7 +203,7 @@ impl Write for TlsSocket {
         if let Poll::Ready(Ok(())) = polled {
             self.flow.note_flushed();
         }
-        self.noted(polled)
+        self.record_error(polled)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -215,7 +214,7 @@ impl Write for TlsSocket {
 }
 
 impl TlsSocket {
-    /// Encrypts a batch; it leaves when it is big, or at the flush.
+    /// Encrypts a batch. It is sent when it is large enough, or at the next flush.
     fn poll_encrypt(
         &mut self,
         context: &mut Context<'_>,

@@ -1,17 +1,18 @@
-//! The tasks of a call: one body is sent, the other one received.
+//! The tasks of a call: one sends a body, the other receives one.
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::io;
 use std::net::Shutdown;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue};
 use hyper::body::{Body, Frame, Incoming};
+use parking_lot::Mutex;
 use tokio::task::JoinHandle;
 use tonic::{Code, Status};
 
@@ -21,36 +22,32 @@ use super::message::{Decoder, Part};
 use super::{runtime, to_tokio};
 use crate::stream::Stream;
 
-/// How long a connection that this side no longer needs may wait for its call, and then for the
-/// peer's end of the connection.
+/// How long a connection that this side no longer needs may wait for the end of its call, and then
+/// for the peer to close the connection.
 const LINGER: Duration = Duration::from_secs(10);
 
-/// Connections of this process that may linger at the same time. One whose peer behaves lingers for
-/// a round trip, so these are the ends of several migrations at once.
-const MOST_LINGERING: usize = 64;
+/// Maximum number of connections of this process that linger. With a well-behaved peer, a
+/// connection lingers for a round trip, so this covers the ends of several migrations at once.
+const MAX_LINGERING: usize = 64;
 
-static LINGERING: Lingering = Lingering::new(MOST_LINGERING);
+static LINGERING: Lingering = Lingering::new(MAX_LINGERING);
 
-/// The connections that linger, in the order in which they began. When there are too many, the one
-/// that has lingered longest is closed: its peer has had more time than any other to end it.
+/// The lingering connections, oldest first. If there are too many, the oldest is closed: its peer
+/// has had the max time to close it.
 struct Lingering {
-    most: usize,
+    max: usize,
     streams: Mutex<VecDeque<Arc<Stream>>>,
 }
 
 impl Lingering {
-    const fn new(most: usize) -> Self {
-        Self { most, streams: Mutex::new(VecDeque::new()) }
-    }
-
-    fn streams(&self) -> MutexGuard<'_, VecDeque<Arc<Stream>>> {
-        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
+    const fn new(max: usize) -> Self {
+        Self { max, streams: Mutex::new(VecDeque::new()) }
     }
 
     fn enter(&self, stream: &Arc<Stream>) {
-        let mut streams = self.streams();
+        let mut streams = self.streams.lock();
         streams.push_back(Arc::clone(stream));
-        if streams.len() > self.most
+        if streams.len() > self.max
             && let Some(oldest) = streams.pop_front()
         {
             close(&oldest);
@@ -58,12 +55,12 @@ impl Lingering {
     }
 
     fn leave(&self, stream: &Arc<Stream>) {
-        self.streams().retain(|other| !Arc::ptr_eq(other, stream));
+        self.streams.lock().retain(|other| !Arc::ptr_eq(other, stream));
     }
 }
 
-/// Discards what the peer still sends until it closes: closing a socket with data unread would
-/// also discard what this side has sent and the peer has not received.
+/// Discards data from the peer until it closes the connection. Closing a socket with unread data
+/// would also discard data that this side has sent and the peer has not received.
 async fn await_end(stream: &Stream) {
     let socket = runtime().and_then(|runtime| to_tokio(runtime, stream));
     let Ok(socket) = socket else { return };
@@ -78,25 +75,25 @@ async fn await_end(stream: &Stream) {
 }
 
 fn close(stream: &Stream) {
-    // A socket that is closed already needs nothing.
+    // An error means that the socket is already closed.
     let _ = stream.shutdown(Shutdown::Both);
 }
 
-/// The body of a request or a response: what this side sends. None is an empty body.
+/// The body of a request or a response that this side sends. Without a flow, the body is empty.
 #[derive(Debug, Default)]
 pub struct Sending {
     flow: Option<Arc<Flow>>,
-    /// A response ends with a status, a request just ends.
+    /// A response ends with a status; a request has none.
     is_response: bool,
 }
 
 impl Sending {
-    /// What the client sends.
+    /// The client's body.
     pub fn request(flow: Arc<Flow>) -> Self {
         Self { flow: Some(flow), is_response: false }
     }
 
-    /// What the server sends.
+    /// The server's body.
     pub fn response(flow: Arc<Flow>) -> Self {
         Self { flow: Some(flow), is_response: true }
     }
@@ -133,14 +130,14 @@ impl Body for Sending {
 fn trailers(status: &Status) -> HeaderMap {
     let mut headers = HeaderMap::new();
     if status.add_header(&mut headers).is_err() {
-        // Its text is no header; its code always is.
+        // The status text is not a valid header value. Its code always is.
         let code = HeaderValue::from(status.code() as i32);
         headers.insert(HeaderName::from_static("grpc-status"), code);
     }
     headers
 }
 
-/// Takes what the peer sends, until it ends.
+/// Receives the peer's body until it ends.
 pub async fn pump(mut body: Incoming, flow: Arc<Flow>) {
     let mut decoder = Decoder::default();
     loop {
@@ -169,7 +166,7 @@ pub async fn pump(mut body: Incoming, flow: Arc<Flow>) {
     }
 }
 
-/// The call is over. A good end was announced by a message before.
+/// Handles the end of the call. A regular end was announced by a message before.
 fn end(flow: &Flow, status: Status) {
     if status.code() != Code::Ok {
         flow.fail(Failure::Status(status));
@@ -187,7 +184,7 @@ async fn take(decoder: &mut Decoder, mut data: Bytes, flow: &Flow) -> Result<(),
             }
             Part::Taken(bytes) => {
                 if !flow.note_taken(bytes) {
-                    return Err(refused("an acknowledgement of what was not sent".into()));
+                    return Err(refused("an acknowledgement of data that was not sent".into()));
                 }
             }
             Part::End => flow.note_end(),
@@ -196,11 +193,11 @@ async fn take(decoder: &mut Decoder, mut data: Bytes, flow: &Flow) -> Result<(),
     Ok(())
 }
 
-/// Waits until nobody holds the channel any more and drops `calls`, after which the connection ends
-/// with its call. Closes the connection if it has not ended after [`LINGER`].
+/// Waits until both halves of the channel are dropped, and then drops `calls`, so that the
+/// connection ends with its call. Closes the connection if it has not ended after [`LINGER`].
 ///
 /// `connection` is the task that drives the connection.
-pub async fn dismiss<C>(
+pub async fn close_when_unused<C>(
     calls: C,
     connection: JoinHandle<()>,
     flow: Arc<Flow>,
@@ -244,11 +241,11 @@ mod tests {
         lingering.enter(&second.0);
         assert!(is_open(&mut first.1) && is_open(&mut second.1));
         lingering.enter(&third.0);
-        assert!(!is_open(&mut first.1), "it has lingered longest");
+        assert!(!is_open(&mut first.1), "the oldest is closed");
         lingering.leave(&third.0);
         let mut fourth = pair();
         lingering.enter(&fourth.0);
         let open = [&mut second, &mut third, &mut fourth].map(|pair| is_open(&mut pair.1));
-        assert_eq!(open, [true; 3], "one that has left makes room");
+        assert_eq!(open, [true; 3], "a connection that has left makes room");
     }
 }

@@ -1,5 +1,5 @@
-//! Other gRPC libraries, and what is no gRPC, against a listener. The client is tonic's own, with
-//! its own framing.
+//! A listener against another gRPC library, and against peers that do not speak gRPC. The client is
+//! tonic's, with its own framing.
 
 use std::io::{Read, Write};
 use std::pin::Pin;
@@ -24,7 +24,7 @@ use crate::{Address, Channel, Listener, TlsIdentity, TransportError};
 
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Messages as the bytes that they are.
+/// A codec that passes messages through as bytes.
 struct Raw;
 
 impl Codec for Raw {
@@ -77,7 +77,7 @@ impl tower_service::Service<Request<Body>> for Calls {
     }
 }
 
-/// TLS with a listener, by a client that speaks HTTP/2.
+/// Establishes TLS with a listener as an HTTP/2 client.
 fn connect(listener: &Listener, identity: &TlsIdentity) -> (Arc<Stream>, Connection) {
     let Address::Grpc { host, port, .. } = listener.local_address().clone() else { panic!() };
     let socket = std::net::TcpStream::connect((host.as_str(), port)).unwrap();
@@ -98,7 +98,7 @@ async fn open((stream, connection): (Arc<Stream>, Connection)) -> SendRequest<Bo
     calls
 }
 
-/// Calls with tonic's client: the answer's messages.
+/// Makes a call with tonic's client, and returns the messages of the answer.
 async fn call(
     connection: (Arc<Stream>, Connection),
     path: &'static str,
@@ -127,7 +127,7 @@ fn accept(listener: &Listener) -> Result<Channel, TransportError> {
 }
 
 #[test]
-fn a_client_of_another_make_is_understood_and_understands() {
+fn call_of_another_grpc_library_works() {
     let (listener, identity) = world();
     std::thread::scope(|scope| {
         let served = scope.spawn(|| {
@@ -141,7 +141,7 @@ fn a_client_of_another_make_is_understood_and_understands() {
         // In protobuf: data = "6 by ", data = "7", end = true.
         let messages = vec![b"\x0a\x056 by ".to_vec(), b"\x0a\x017".to_vec(), b"\x18\x01".to_vec()];
         let connection = connect(&listener, &identity);
-        let answer = call(connection, path(GrpcWay::Streamed), messages);
+        let answer = call(connection, path(GrpcMode::Streamed), messages);
         let answer = runtime().unwrap().block_on(answer).unwrap();
         assert_eq!(answer, [&b"\x0a\x09forty-two"[..], b"\x18\x01"]);
         assert_eq!(served.join().unwrap(), "6 by 7");
@@ -149,11 +149,11 @@ fn a_client_of_another_make_is_understood_and_understands() {
 }
 
 #[test]
-fn a_client_that_breaks_the_rules_is_told_so_and_its_data_has_no_end() {
+fn protocol_violation_is_reported_to_both_sides_and_never_looks_like_an_end() {
     let (listener, identity) = world();
     for (message, expected) in [
         (&b"\x22\x01x"[..], "unknown field"),
-        (b"\x10\x05", "an acknowledgement of what was not sent"),
+        (b"\x10\x05", "an acknowledgement of data that was not sent"),
         (b"", "it is empty"),
     ] {
         std::thread::scope(|scope| {
@@ -162,7 +162,7 @@ fn a_client_that_breaks_the_rules_is_told_so_and_its_data_has_no_end() {
                 reader.read_to_end(&mut Vec::new()).unwrap_err().to_string()
             });
             let connection = connect(&listener, &identity);
-            let answer = call(connection, path(GrpcWay::Acknowledged), vec![message.to_vec()]);
+            let answer = call(connection, path(GrpcMode::Acknowledged), vec![message.to_vec()]);
             let status = runtime().unwrap().block_on(answer).unwrap_err();
             assert_eq!(status.code(), Code::InvalidArgument, "{status:?}");
             assert!(status.message().contains(expected), "{status:?}");
@@ -172,7 +172,7 @@ fn a_client_that_breaks_the_rules_is_told_so_and_its_data_has_no_end() {
 }
 
 #[test]
-fn another_service_is_unimplemented_and_the_operator_is_told() {
+fn other_service_is_unimplemented_and_reported_to_the_operator() {
     let (listener, identity) = world();
     std::thread::scope(|scope| {
         let served = scope.spawn(|| accept(&listener).unwrap_err().to_string());
@@ -180,13 +180,13 @@ fn another_service_is_unimplemented_and_the_operator_is_told() {
         let answer = call(connection, "/grpc.health.v1.Health/Check", vec![vec![]]);
         let status = runtime().unwrap().block_on(answer).unwrap_err();
         assert_eq!(status.code(), Code::Unimplemented, "{status:?}");
-        let said = served.join().unwrap();
-        assert!(said.contains("speaks gRPC for /grpc.health.v1.Health/Check"), "{said}");
+        let error = served.join().unwrap();
+        assert!(error.contains("speaks gRPC for /grpc.health.v1.Health/Check"), "{error}");
     });
 }
 
 #[test]
-fn what_is_no_grpc_is_refused_with_words() {
+fn peer_without_grpc_is_refused_with_a_reason() {
     let (listener, identity) = world();
     std::thread::scope(|scope| {
         let served = scope.spawn(|| accept(&listener).unwrap_err().to_string());
@@ -200,16 +200,16 @@ fn what_is_no_grpc_is_refused_with_words() {
             Status::from_header_map(response.headers()).unwrap().code(),
             Code::Unimplemented
         );
-        let said = served.join().unwrap();
-        assert!(said.contains("speaks HTTP/2 for /index.html"), "{said}");
+        let error = served.join().unwrap();
+        assert!(error.contains("speaks HTTP/2 for /index.html"), "{error}");
     });
     std::thread::scope(|scope| {
         let served = scope.spawn(|| accept(&listener).unwrap_err());
         let (stream, mut connection) = connect(&listener, &identity);
         connection.writer().write_all(b"GET / HTTP/1.1\r\nHost: it\r\n\r\n").unwrap();
         connection.write_tls(&mut &*stream).unwrap();
-        let said = served.join().unwrap();
-        assert!(matches!(said, TransportError::NotOurCall { .. }), "{said:?}");
-        assert!(said.to_string().contains("no HTTP/2"), "{said}");
+        let error = served.join().unwrap();
+        assert!(matches!(error, TransportError::NotOurCall { .. }), "{error:?}");
+        assert!(error.to_string().contains("not HTTP/2"), "{error}");
     });
 }

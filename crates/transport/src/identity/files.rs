@@ -13,46 +13,49 @@ use rustls::pki_types::{CertificateDer, CertificateRevocationListDer};
 use rustls::server::VerifierBuilderError;
 
 use crate::error::TransportError;
+use crate::file_version::FileVersion;
 use crate::secret::{self, SecretKey};
-use crate::stamp::FileStamp;
 
-/// Longest file that is read: thousands of certificates, or a list of a hundred thousand revoked ones.
+/// Maximum file size: thousands of certificates, or a hundred thousand revoked ones.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
-/// How far two hosts' clocks may differ by default. Kerberos tolerates as much between hosts, and Kubernetes'
-/// signers backdate what they issue by as much; what TLS libraries do by themselves, nothing, refuses
-/// a certificate that was issued a second ago by a clock that goes ahead.
+/// Default tolerance for clock differences between hosts. Kerberos uses the same value, and so do
+/// Kubernetes' signers when they backdate certificates. Without tolerance, a host whose clock is
+/// behind rejects a certificate that was just issued.
 const CLOCK_SKEW: Duration = Duration::from_secs(300);
 
-/// Where a host's certificate is, its key, and whom it trusts.
+/// The paths of a host's certificate and key, and of the authorities that it trusts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IdentityFiles {
-    /// Certificates of the authorities that peers must have theirs from (PEM).
+    /// Certificates of the trusted authorities (PEM).
     pub ca: PathBuf,
-    /// This host's chain, its own certificate first (PEM).
+    /// This host's certificate chain, its own certificate first (PEM).
     pub certificate: PathBuf,
-    /// Its key (PEM), which nobody but its owner may read. From a pipe it is read once, and then nothing is renewed.
+    /// This host's key (PEM), which only its owner may read. A key from a pipe is read once, and
+    /// then no file is reloaded.
     pub key: PathBuf,
-    /// Revocation lists of the authorities (PEM). Of an authority that has none, every certificate counts that
-    /// is in date; of one that has some the newest counts, and one that is out of date refuses everybody.
+    /// Revocation lists of the authorities (PEM). If an authority has no list, all of its valid
+    /// certificates are accepted. If it has several, the newest counts. An outdated list rejects
+    /// every certificate of its authority.
     pub revocations: Vec<PathBuf>,
-    /// Another revocation list, which need not be there; once it was, it must be.
+    /// Another revocation list, which may be missing until it has been read once.
     pub revocations_if_present: Option<PathBuf>,
-    /// How far out of date a certificate or revocation list may be, for clocks that differ. Default 5 min.
+    /// How long a certificate or list may be accepted before or after its validity, to allow for
+    /// clock differences. Default 5 min.
     pub clock_skew: Duration,
 }
 
-/// What the files say.
+/// The content of the files.
 pub struct Contents {
     pub authorities: Arc<RootCertStore>,
     pub chain: Vec<CertificateDer<'static>>,
     pub key: SecretKey,
-    /// Newest first, since the first one of an authority is the one that counts.
+    /// Newest first, because the first list of an authority is used.
     pub revocations: Vec<CertificateRevocationListDer<'static>>,
 }
 
 impl IdentityFiles {
-    /// No revocation lists, and the usual clock skew.
+    /// Files without revocation lists, with the default clock skew.
     #[must_use]
     pub fn new(ca: &Path, certificate: &Path, key: &Path) -> Self {
         Self {
@@ -65,8 +68,8 @@ impl IdentityFiles {
         }
     }
 
-    /// `ca.pem`, `host.pem` and `host.key` of a directory as [`pki`](crate::pki) makes it, and `crl.pem` if it
-    /// is there.
+    /// `ca.pem`, `host.pem` and `host.key` in a directory that [`pki`](crate::pki) has created, and
+    /// `crl.pem` if it exists.
     #[must_use]
     pub fn in_directory(directory: &Path) -> Self {
         let file = |name| directory.join(name);
@@ -75,19 +78,19 @@ impl IdentityFiles {
         files
     }
 
-    /// How each file is now; none if it can't be looked at.
-    pub fn stamps(&self) -> Vec<Option<FileStamp>> {
-        self.paths().map(FileStamp::of).collect()
+    /// The current version of each file; `None` if it cannot be read.
+    pub fn versions(&self) -> Vec<Option<FileVersion>> {
+        self.paths().map(FileVersion::of).collect()
     }
 
-    /// Whether they can be read once more. A pipe has nothing more to say, and would be waited for.
+    /// Whether the files can be read again. A pipe cannot, and reading it would block.
     pub fn can_be_read_again(&self) -> bool {
         let is_other = |path| std::fs::metadata(path).is_ok_and(|found| !found.is_file());
         !self.paths().any(is_other)
     }
 
-    /// All of them, in the order in which [`TlsIdentity::new_opened`](crate::TlsIdentity::new_opened) may be given them;
-    /// the one that need not be there comes last.
+    /// All paths, in the order for [`TlsIdentity::new_opened`](crate::TlsIdentity::new_opened). The
+    /// optional file is last.
     pub fn paths(&self) -> impl Iterator<Item = &Path> {
         [&self.ca, &self.certificate, &self.key]
             .into_iter()
@@ -96,8 +99,8 @@ impl IdentityFiles {
             .map(PathBuf::as_path)
     }
 
-    /// Reads and checks everything. `revoked_before`: there was a revocation list already, so the one that
-    /// need not be there must. Files that are `opened` already are not opened.
+    /// Reads and checks all files. If `revoked_before`, a revocation list was in use before, so the
+    /// optional list must exist. Files in `opened` are read from their descriptors.
     pub fn read(
         &self,
         revoked_before: bool,
@@ -109,7 +112,7 @@ impl IdentityFiles {
         let mut roots = RootCertStore::empty();
         for authority in authorities {
             roots.add(authority).map_err(|error| {
-                let text = format!("holds a certificate that is no authority's: {error}");
+                let text = format!("holds a certificate that is not an authority's: {error}");
                 Self::problem(&self.ca, text)
             })?;
         }
@@ -118,7 +121,8 @@ impl IdentityFiles {
             lists.append(&mut revocation_lists(path, opened)?);
         }
         if let Some(path) = &self.revocations_if_present {
-            // What must be there is in the other list; a list never goes away by itself.
+            // A list in use never disappears legitimately. If `revocations` is not empty, those
+            // lists must exist.
             let needed = revoked_before && self.revocations.is_empty();
             match revocation_lists(path, opened) {
                 Err(_) if !needed && !path.exists() => {}
@@ -131,12 +135,13 @@ impl IdentityFiles {
     }
 
     fn read_key(&self, opened: &[(PathBuf, File)]) -> Result<SecretKey, TransportError> {
-        // What is checked is what is read.
+        // The mode of the open file is checked, so that the checked file is the one that is read.
         let path = &self.key;
         let file = open(path, opened).map_err(|error| unreadable(path, &error))?;
         let mode = file.metadata().map_err(|error| unreadable(path, &error))?.mode();
         if mode & 0o077 != 0 {
-            let text = format!("others can read this private key: chmod 600 {}", path.display());
+            let text =
+                format!("other users can read this private key: chmod 600 {}", path.display());
             return Err(Self::problem(path, text));
         }
         let pem = secret::read(file, MAX_FILE_BYTES).map_err(|error| unreadable(path, &error))?;
@@ -144,7 +149,7 @@ impl IdentityFiles {
             .ok_or_else(|| Self::problem(path, "holds no private key in PEM form".into()))
     }
 
-    /// An authority or a list that can't be used.
+    /// The error for an authority or a list that cannot be used.
     pub fn bad_trust(&self, error: &VerifierBuilderError) -> TransportError {
         let lists = self.revocations.iter().chain(&self.revocations_if_present);
         match error {
@@ -171,10 +176,10 @@ fn certificates(
     parsed.map_err(|problem| IdentityFiles::problem(path, problem))
 }
 
-/// The certificates in a file's text (PEM).
+/// The certificates in a PEM file.
 ///
 /// # Errors
-/// What is wrong with the file, as the end of a sentence about it.
+/// The problem, as the predicate of a sentence about the file.
 pub fn certificates_of(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, String> {
     let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem).collect();
     let found = found.map_err(|error| format!("is damaged: {error}"))?;
@@ -192,10 +197,10 @@ fn revocation_lists(
     parsed.map_err(|problem| IdentityFiles::problem(path, problem))
 }
 
-/// The revocation lists in a file's text (PEM), each with the second of its issue.
+/// The revocation lists in a PEM file, each with its issue time in seconds since 1970.
 ///
 /// # Errors
-/// What is wrong with the file, as the end of a sentence about it.
+/// The problem, as the predicate of a sentence about the file.
 pub fn revocation_lists_of(
     pem: &[u8],
 ) -> Result<Vec<(i64, CertificateRevocationListDer<'static>)>, String> {
@@ -217,12 +222,12 @@ pub fn revocation_lists_of(
     Ok(lists)
 }
 
-/// Opens a file, or begins at the beginning of one that somebody has opened.
+/// Opens a file, or rewinds one that is already open.
 fn open(path: &Path, opened: &[(PathBuf, File)]) -> io::Result<File> {
     match opened.iter().find(|(name, _)| name == path) {
         Some((_, file)) => {
             let mut file = file.try_clone()?;
-            // A pipe has no beginning to go back to, and gives what it has once.
+            // A pipe cannot be rewound, and can be read once.
             if file.metadata()?.is_file() {
                 file.rewind()?;
             }

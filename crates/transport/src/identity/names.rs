@@ -4,9 +4,10 @@ use std::time::{Duration, SystemTime};
 
 use x509_parser::extensions::GeneralName;
 
-/// The names in a certificate (X.509, DER), none in what is not one: URIs (SPIFFE) first, then DNS names and IP addresses. Policies and people go by
-/// them, so a name that could be taken for one of another kind, or that a terminal would not show as it is, is
-/// left out.
+/// The names in a certificate (X.509, DER): SPIFFE and other URIs first, then DNS names and IP
+/// addresses. Empty if the bytes are not a certificate. Policies and people rely on these names, so
+/// a name is omitted if it could be mistaken for another kind, or if a terminal would not show it
+/// as it is.
 #[must_use]
 pub fn names_of(certificate: &[u8]) -> Vec<String> {
     let Ok((_, parsed)) = x509_parser::parse_x509_certificate(certificate) else {
@@ -37,11 +38,12 @@ pub fn names_of(certificate: &[u8]) -> Vec<String> {
     uris
 }
 
-/// From when until when a certificate (X.509, DER) is valid; none for what is not one.
+/// The start and end of a certificate's validity (X.509, DER); `None` if the bytes are not a
+/// certificate.
 #[must_use]
 pub fn validity_of(certificate: &[u8]) -> Option<(SystemTime, SystemTime)> {
     let (_, parsed) = x509_parser::parse_x509_certificate(certificate).ok()?;
-    // One from before 1970 is as good as of then.
+    // Times before 1970 are reported as 1970.
     let at = |seconds: i64| {
         SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds.max(0).unsigned_abs()))
     };
@@ -49,7 +51,8 @@ pub fn validity_of(certificate: &[u8]) -> Option<(SystemTime, SystemTime)> {
     Some((at(validity.not_before.timestamp())?, at(validity.not_after.timestamp())?))
 }
 
-/// Until when a revocation list (DER) counts; `None` if it does not say, or is none.
+/// The next update of a revocation list (DER); `None` if it has none, or if the bytes are not a
+/// list.
 #[must_use]
 pub fn next_update_of(list: &[u8]) -> Option<SystemTime> {
     let (_, parsed) = x509_parser::parse_x509_crl(list).ok()?;
@@ -57,18 +60,17 @@ pub fn next_update_of(list: &[u8]) -> Option<SystemTime> {
     SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds))
 }
 
-/// The names of a peer that has shown this certificate: those in it, or, where none can be used,
-/// the key that it is for, as `key:sha256:` and the hexadecimal SHA-256 of its
-/// SubjectPublicKeyInfo. So two peers whose certificates name nobody are two, and one of them is
-/// the same when its certificate is renewed for its key.
+/// The names of a peer with this certificate. If it has no usable name, the name is `key:sha256:`
+/// and the SHA-256 of its SubjectPublicKeyInfo in hexadecimal. So peers without names are
+/// distinguishable, and a peer stays the same when its certificate is renewed for the same key.
 pub fn names_or_key_of(certificate: &[u8]) -> Vec<String> {
     let names = names_of(certificate);
     if !names.is_empty() {
         return names;
     }
     let key = x509_parser::parse_x509_certificate(certificate).map_or_else(
-        // rustls has verified it; what this parser does not read is still one certificate and no
-        // other.
+        // rustls has verified the certificate. If this parser cannot read it, its hash still
+        // identifies it.
         |_| sha256(certificate),
         |(_, parsed)| sha256(parsed.tbs_certificate.subject_pki.raw),
     );
@@ -82,18 +84,19 @@ fn sha256(bytes: &[u8]) -> String {
     hash.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// What the name of a peer without names begins with. No certificate gives a name of this scheme.
+/// The scheme of such a name. Names in certificates never have this scheme.
 const KEY_SCHEME: &str = "key";
 
-/// Whether a text is a URI, and neither an IPv6 address nor meant by a pattern of some: what stands before the first
-/// colon could not be the beginning of one. Nor the name that a key gives.
+/// Whether a text is a URI that cannot be mistaken for an IPv6 address or a pattern of addresses:
+/// the part before the first colon must not be a group of an address. The scheme of key names is
+/// excluded too.
 fn is_no_address(uri: &str) -> bool {
     let Some((scheme, _)) = uri.split_once(':') else { return false };
     let is_hexadecimal = scheme.len() <= 4 && scheme.bytes().all(|byte| byte.is_ascii_hexdigit());
     !is_hexadecimal && !scheme.eq_ignore_ascii_case(KEY_SCHEME)
 }
 
-/// Whether a text looks like an IPv4 address: no domain is a number.
+/// Whether a text looks like an IPv4 address. No top-level domain is a number.
 fn ends_in_a_number(name: &str) -> bool {
     let name = name.strip_suffix('.').unwrap_or(name);
     name.rsplit('.').next().is_some_and(|last| last.bytes().all(|byte| byte.is_ascii_digit()))
@@ -107,7 +110,7 @@ fn is_plain(name: &str) -> bool {
 mod tests {
     use super::*;
 
-    /// A certificate with these names that are given as they are, of whatever kind they look.
+    /// A certificate with exactly these names.
     fn certificate(names: Vec<rcgen::SanType>) -> Vec<u8> {
         let mut params = rcgen::CertificateParams::new(Vec::new()).unwrap();
         params.subject_alt_names = names;
@@ -116,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_certificate_without_names_is_named_by_its_key() {
+    fn certificate_without_names_is_named_by_its_key() {
         let key = rcgen::KeyPair::generate().unwrap();
         let signed = |common_name: &str| {
             let mut params = rcgen::CertificateParams::new(Vec::new()).unwrap();
@@ -129,11 +132,11 @@ mod tests {
         assert_eq!(names.len(), 1);
         assert_eq!(names[0].len(), "key:sha256:".len() + 64, "{names:?}");
         assert_eq!(names_or_key_of(&renewed), names, "the key is the same");
-        assert_ne!(names_or_key_of(&certificate(Vec::new())), names, "that is another one");
+        assert_ne!(names_or_key_of(&certificate(Vec::new())), names, "a different key");
     }
 
     #[test]
-    fn a_name_is_not_taken_for_one_of_another_kind() {
+    fn names_of_omits_names_that_look_like_another_kind() {
         let uri = |text: &str| rcgen::SanType::URI(text.try_into().unwrap());
         let dns = |text: &str| rcgen::SanType::DnsName(text.try_into().unwrap());
         let address = |text: &str| rcgen::SanType::IpAddress(text.parse().unwrap());

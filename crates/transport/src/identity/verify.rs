@@ -1,5 +1,5 @@
-//! Whether a peer's certificate counts: what rustls says, within the clocks' difference, and the URI that is
-//! asked for.
+//! Verification of a peer's certificate: by rustls, with tolerance for clock differences, and with
+//! an optional expected URI.
 
 use crate::wrong_identity::WrongIdentity;
 use std::fmt::Debug;
@@ -15,62 +15,62 @@ use rustls::{
 
 use super::names::names_of;
 
-/// Dates in one chain that may lie between the clocks: a certificate, its authorities and their lists have two
-/// each, and a chain is short.
-const MAX_MOVES: usize = 8;
+/// Maximum number of dates in one chain that may be tolerated. A certificate, its authorities and
+/// their lists have two dates each, and chains are short.
+const MAX_TOLERATED_DATES: usize = 8;
 
-/// A verifier that overlooks dates that are missed by less than the clocks may differ. Everything else is
-/// `inner`'s judgement, at the nearest time at which the dates are right.
+/// A verifier that tolerates validity dates that are missed by at most the clock skew. `inner`
+/// verifies everything else, at the nearest time at which the dates are valid.
 #[derive(Debug)]
-pub struct Tolerant<V: ?Sized> {
+pub struct SkewTolerantVerifier<V: ?Sized> {
     skew: Duration,
     inner: Arc<V>,
 }
 
-impl<V: ?Sized> Tolerant<V> {
+impl<V: ?Sized> SkewTolerantVerifier<V> {
     pub fn new(inner: Arc<V>, skew: Duration) -> Self {
         Self { skew, inner }
     }
 }
 
-/// Verifies at `now`, and where a date is missed by at most `skew`, at that date instead.
+/// Verifies at `now`. If a date is missed by at most `skew`, verifies at that date instead.
 fn tolerate<T>(
     skew: Duration,
     now: UnixTime,
     verify: impl Fn(UnixTime) -> Result<T, Error>,
 ) -> Result<T, Error> {
-    let mut complaint = match verify(now) {
-        Err(complaint) => complaint,
+    let mut error_found = match verify(now) {
+        Err(error_found) => error_found,
         verified => return verified,
     };
-    // What is said in the end is how far off it is by this host's clock.
-    let first = complaint.clone();
+    // The reported error is the one at this host's time.
+    let first = error_found.clone();
     let now = now.as_secs();
     let tolerated = now.saturating_sub(skew.as_secs())..=now.saturating_add(skew.as_secs());
     let mut asked = now;
-    for _ in 0..MAX_MOVES {
-        let Some(moment) = remedy(&complaint) else { return Err(complaint) };
-        // Always the same way: two dates that exclude each other are never both right.
-        let onwards = asked == now || (moment > asked) == (asked > now);
-        if moment == asked || !tolerated.contains(&moment) || !onwards {
+    for _ in 0..MAX_TOLERATED_DATES {
+        let Some(moment) = valid_time(&error_found) else { return Err(error_found) };
+        // Move in one direction only: two dates that exclude each other are never both valid.
+        let same_direction = asked == now || (moment > asked) == (asked > now);
+        if moment == asked || !tolerated.contains(&moment) || !same_direction {
             return Err(first);
         }
         asked = moment;
         match verify(UnixTime::since_unix_epoch(Duration::from_secs(asked))) {
-            Err(other) => complaint = other,
+            Err(other) => error_found = other,
             verified => return verified,
         }
     }
     Err(first)
 }
 
-/// The second nearest to now at which this complaint about a date is none; nothing for another one.
-fn remedy(complaint: &Error) -> Option<u64> {
-    let Error::InvalidCertificate(complaint) = complaint else { return None };
-    match complaint {
+/// The time nearest to now at which this date error disappears; `None` for any other error.
+fn valid_time(error_found: &Error) -> Option<u64> {
+    let Error::InvalidCertificate(error_found) = error_found else { return None };
+    match error_found {
         CertificateError::NotValidYetContext { not_before, .. } => Some(not_before.as_secs()),
         CertificateError::ExpiredContext { not_after, .. } => Some(not_after.as_secs()),
-        // A list counts until then, not at that second.
+        // A list is valid until this second, exclusively.
         CertificateError::ExpiredRevocationListContext { next_update, .. } => {
             next_update.as_secs().checked_sub(1)
         }
@@ -78,8 +78,8 @@ fn remedy(complaint: &Error) -> Option<u64> {
     }
 }
 
-/// What a verifier says of signatures, which the one within knows: not a word of it is changed here.
-macro_rules! signatures_as_inner {
+/// Signature checks are delegated to the inner verifier unchanged.
+macro_rules! delegate_signature_checks {
     () => {
         fn verify_tls12_signature(
             &self,
@@ -105,7 +105,7 @@ macro_rules! signatures_as_inner {
     };
 }
 
-impl<V: ServerCertVerifier + ?Sized> ServerCertVerifier for Tolerant<V> {
+impl<V: ServerCertVerifier + ?Sized> ServerCertVerifier for SkewTolerantVerifier<V> {
     fn verify_server_cert(
         &self,
         end_entity: &CertificateDer<'_>,
@@ -120,10 +120,10 @@ impl<V: ServerCertVerifier + ?Sized> ServerCertVerifier for Tolerant<V> {
         })
     }
 
-    signatures_as_inner!();
+    delegate_signature_checks!();
 }
 
-impl<V: ClientCertVerifier + ?Sized> ClientCertVerifier for Tolerant<V> {
+impl<V: ClientCertVerifier + ?Sized> ClientCertVerifier for SkewTolerantVerifier<V> {
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         self.inner.root_hint_subjects()
     }
@@ -139,26 +139,26 @@ impl<V: ClientCertVerifier + ?Sized> ClientCertVerifier for Tolerant<V> {
         })
     }
 
-    signatures_as_inner!();
+    delegate_signature_checks!();
 
-    // `offer_client_auth` and `client_auth_mandatory` are true by default, as they must be here.
+    // `offer_client_auth` and `client_auth_mandatory` are true by default, as required here.
 }
 
-/// A verifier of servers that must have a URI in their certificate. The URI says who it is, so the certificate
-/// need not be for the address as well: SPIFFE's are for no address.
+/// A verifier that requires a URI in the server's certificate. The URI identifies the server, so
+/// its certificate need not have the address: SPIFFE certificates have none.
 #[derive(Debug)]
-pub struct ExpectedUri {
+pub struct UriVerifier {
     inner: Arc<dyn ServerCertVerifier>,
     uri: String,
 }
 
-impl ExpectedUri {
+impl UriVerifier {
     pub fn new(inner: Arc<dyn ServerCertVerifier>, uri: &str) -> Self {
         Self { inner, uri: uri.to_owned() }
     }
 }
 
-impl ServerCertVerifier for ExpectedUri {
+impl ServerCertVerifier for UriVerifier {
     fn verify_server_cert(
         &self,
         end_entity: &CertificateDer<'_>,
@@ -168,7 +168,8 @@ impl ServerCertVerifier for ExpectedUri {
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
         let name = server_name;
-        // The name comes last: the chain, its dates and the revocation lists were found right before.
+        // rustls checks the name last: the chain, its dates and the revocation lists are valid if
+        // only the name is wrong.
         match self.inner.verify_server_cert(end_entity, intermediates, name, ocsp_response, now) {
             Ok(_)
             | Err(Error::InvalidCertificate(
@@ -184,7 +185,7 @@ impl ServerCertVerifier for ExpectedUri {
         Err(Error::InvalidCertificate(CertificateError::Other(OtherError(Arc::new(wrong)))))
     }
 
-    signatures_as_inner!();
+    delegate_signature_checks!();
 }
 
 #[cfg(test)]
@@ -195,28 +196,29 @@ mod tests {
         UnixTime::since_unix_epoch(Duration::from_secs(seconds))
     }
 
-    /// What webpki says of a certificate with these dates, under one with those, with a list until then.
+    /// The errors that webpki reports for a certificate and its authority with these dates, and for
+    /// a list that is valid until `list`.
     fn judge(
         own: (u64, u64),
         authority: (u64, u64),
         list: u64,
     ) -> impl Fn(UnixTime) -> Result<(), Error> {
         move |time| {
-            let complaint = |error| Err(Error::InvalidCertificate(error));
+            let error_found = |error| Err(Error::InvalidCertificate(error));
             for (not_before, not_after) in [own, authority] {
                 if time.as_secs() < not_before {
                     let not_before = at(not_before);
-                    return complaint(CertificateError::NotValidYetContext { time, not_before });
+                    return error_found(CertificateError::NotValidYetContext { time, not_before });
                 }
                 if time.as_secs() > not_after {
                     let not_after = at(not_after);
-                    return complaint(CertificateError::ExpiredContext { time, not_after });
+                    return error_found(CertificateError::ExpiredContext { time, not_after });
                 }
             }
             if time.as_secs() >= list {
                 let next_update = at(list);
                 let error = CertificateError::ExpiredRevocationListContext { time, next_update };
-                return complaint(error);
+                return error_found(error);
             }
             Ok(())
         }
@@ -225,7 +227,7 @@ mod tests {
     const SKEW: Duration = Duration::from_secs(300);
 
     #[test]
-    fn dates_are_missed_by_the_skew_at_most() {
+    fn tolerate_accepts_dates_within_the_skew_only() {
         const FAR: u64 = 100_000;
         let wide = (0, FAR);
         for (own, authority, list, expected) in [
@@ -234,15 +236,15 @@ mod tests {
             ((1301, FAR), wide, FAR, false),
             ((0, 700), wide, FAR, true),
             ((0, 699), wide, FAR, false),
-            // Both of a chain, and a list as well.
+            // Both certificates of a chain, and a list as well.
             ((1100, FAR), (1200, FAR), FAR, true),
             ((0, 900), (0, 800), 750, true),
             ((0, 900), (0, 800), 700, false),
             (wide, wide, 702, true),
-            // One begins later than the other ends: never valid together.
+            // One certificate starts after the other ends: they are never valid together.
             ((1100, FAR), (0, 900), FAR, false),
             ((0, 900), (1100, FAR), FAR, false),
-            // Not yet valid, and by then the list is out of date.
+            // Not yet valid, and the list is outdated by then.
             ((1100, FAR), wide, 1050, false),
         ] {
             let verified = tolerate(SKEW, at(1000), judge(own, authority, list));
@@ -251,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_is_by_this_hosts_clock_and_no_other_fault_is_hidden() {
+    fn tolerate_reports_this_hosts_time_and_hides_no_other_error() {
         let refused = tolerate(SKEW, at(1000), judge((0, 900), (0, 100), 9999)).unwrap_err();
         let Error::InvalidCertificate(CertificateError::ExpiredContext { time, .. }) = refused
         else {

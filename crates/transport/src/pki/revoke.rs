@@ -1,4 +1,4 @@
-//! The authority's memory of what it has issued, and its revocation list.
+//! The authority's record of issued certificates, and its revocation list.
 
 use std::fs::File;
 use std::io::Write;
@@ -16,33 +16,33 @@ use x509_parser::extensions::ParsedExtension;
 use super::{Validity, is_name, issuer, make_directory, open, problem, read, set_dates, write};
 use crate::error::TransportError;
 
-/// The copies of issued certificates, in the authority's directory.
+/// The directory for copies of issued certificates, inside the authority's directory.
 const ISSUED: &str = "issued";
 
 /// The revocation list, in the authority's directory.
 const LIST: &str = "crl.pem";
 
-/// A revocation list that was made.
+/// A new revocation list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RevocationList {
     /// The file: `crl.pem` in the authority's directory, to be copied to each host.
     pub path: PathBuf,
-    /// Its number; each list has a higher one than the list before.
+    /// The list's number. Each list has a higher number than the one before.
     pub number: u64,
-    /// Certificates that are revoked by it and were not before.
+    /// Number of newly revoked certificates.
     pub added: usize,
-    /// Certificates that are revoked by it, all together.
+    /// Total number of revoked certificates.
     pub revoked: usize,
 }
 
-/// Makes the revocation list of the authority in `directory` or renews it: what was revoked stays so, and each of
-/// `hosts` is: a file with a certificate, or else the name of a host, of which every certificate is revoked that
-/// the authority has a copy of. The list is good until the end of `validity`; no host accepts anybody of this
-/// authority on one that is out of date.
+/// Creates or renews the revocation list of the authority in `directory`. Earlier revocations are
+/// kept. Each of `hosts` is added: either a certificate file, or the name of a host, which revokes
+/// all certificates that the authority has copies of. The list is valid until the end of
+/// `validity`. After that, hosts reject all certificates of this authority.
 ///
 /// # Errors
-/// [`TransportError::File`] if the authority can't be read, a host is not known, a certificate is another
-/// authority's, or the list can't be written; the old one is left as it was then.
+/// [`TransportError::File`] if the authority cannot be read, a host is unknown, a certificate was
+/// issued by another authority, or the list cannot be written. The old list stays unchanged then.
 pub fn revoke(
     directory: &Path,
     hosts: &[String],
@@ -80,7 +80,7 @@ pub fn revoke(
     let pem = params
         .signed_by(&issuer)
         .and_then(|list| list.pem())
-        .map_err(|error| problem(&path, format!("can't be made: {error}")))?;
+        .map_err(|error| problem(&path, format!("can't be created: {error}")))?;
     replace(&path, &pem)?;
     let revoked = params.revoked_certs.len();
     Ok(RevocationList { path, number, added: revoked - before, revoked })
@@ -96,11 +96,11 @@ pub(super) fn remember(
     make_directory(&copies)?;
     let file = copies.join(name);
     let serial = x509(certificate.der(), &file)?.raw_serial_as_string().replace(':', "");
-    // A name may have dots, and a serial number none.
+    // A name may contain dots, a serial number cannot.
     write(&copies.join(format!("{name}.{serial}.pem")), &certificate.pem(), 0o644)
 }
 
-/// The serial numbers of what is to be revoked.
+/// The serial numbers of the certificates to revoke.
 fn serials(
     directory: &Path,
     host: &str,
@@ -135,7 +135,7 @@ fn serials(
     Ok(found)
 }
 
-/// The serial number of the first certificate in a file, which must be the authority's.
+/// The serial number of the first certificate in a file. The authority must have issued it.
 fn serial(path: &Path, authority: &str) -> Result<SerialNumber, TransportError> {
     let certificate = first(read(path)?.as_bytes(), path)?;
     let authority = first(authority.as_bytes(), path)?;
@@ -146,8 +146,8 @@ fn serial(path: &Path, authority: &str) -> Result<SerialNumber, TransportError> 
     Ok(SerialNumber::from_slice(certificate.raw_serial()))
 }
 
-/// Whether the certificate names the authority's key as the one that it was signed with. Authorities are often
-/// called the same.
+/// Whether the certificate's authority key identifier is this authority's key. Different
+/// authorities often have the same name.
 fn is_signed_with(certificate: &X509Certificate<'_>, authority: &X509Certificate<'_>) -> bool {
     let named =
         certificate.extensions().iter().find_map(|extension| match extension.parsed_extension() {
@@ -173,10 +173,10 @@ fn x509<'a>(der: &'a [u8], path: &Path) -> Result<X509Certificate<'a>, Transport
         .map_err(|error| problem(path, format!("holds a damaged certificate: {error}")))
 }
 
-/// The number of a list, and what it revokes.
+/// The number of a list, and the certificates that it revokes.
 fn parse(path: &Path) -> Result<(u64, Vec<RevokedCertParams>), TransportError> {
     let damaged = |error: &dyn std::fmt::Display| {
-        problem(path, format!("is no revocation list that can be renewed: {error}"))
+        problem(path, format!("is not a revocation list that can be renewed: {error}"))
     };
     let list = CertificateRevocationListDer::from_pem_slice(read(path)?.as_bytes())
         .map_err(|error| damaged(&error))?;
@@ -192,7 +192,7 @@ fn parse(path: &Path) -> Result<(u64, Vec<RevokedCertParams>), TransportError> {
     Ok((number, entries.collect()))
 }
 
-/// Writes the whole list or nothing: a host that reads meanwhile sees the old one or the new one.
+/// Replaces the list atomically: a host that reads it meanwhile sees the old or the new list.
 fn replace(path: &Path, text: &str) -> Result<(), TransportError> {
     let fresh = path.with_extension("pem.new");
     let written = File::create(&fresh)

@@ -8,13 +8,13 @@ use std::sync::{Mutex, mpsc};
 use super::*;
 use crate::{ChannelWriter, Dialer, Listener};
 
-/// A channel that is recorded at both sides: what each wrote, with gathered writes among it.
+/// Sends data in both directions of a channel with optional recorders, including a gathered write.
 fn exchange(here: Option<Recorder>, there: Option<Recorder>) {
     let recorders = [here.clone(), there.clone()];
-    let (one, other) = UnixStream::pair().unwrap();
-    let mut dialer = Dialer::over([OwnedFd::from(one)]).unwrap();
+    let (near, far) = UnixStream::pair().unwrap();
+    let mut dialer = Dialer::over([OwnedFd::from(near)]).unwrap();
     dialer.recorder = here;
-    let mut listener = Listener::over([OwnedFd::from(other)]).unwrap();
+    let mut listener = Listener::over([OwnedFd::from(far)]).unwrap();
     if let Some(recorder) = there {
         listener.record(recorder);
     }
@@ -22,7 +22,7 @@ fn exchange(here: Option<Recorder>, there: Option<Recorder>) {
     let parts = [IoSlice::new(b"to "), IoSlice::new(b""), IoSlice::new(b"there")];
     assert_eq!(writer.write_vectored(&parts).unwrap(), 8);
     writer.finish().unwrap();
-    // A socket of the caller's is accepted when something has come.
+    // A caller's socket is accepted when data has arrived.
     let accepted = listener.accept().unwrap().unwrap().handshake(Duration::from_secs(5)).unwrap();
     let (mut their_reader, mut their_writer) = accepted.split();
     let mut found = String::new();
@@ -36,7 +36,7 @@ fn exchange(here: Option<Recorder>, there: Option<Recorder>) {
     recorders.iter().flatten().for_each(Recorder::flush);
 }
 
-/// The files of a directory by name, and that nobody else can read them.
+/// The names and contents of a directory's files. Also checks their mode.
 fn files(directory: &Path) -> Vec<(String, Vec<u8>)> {
     let mut files: Vec<_> = std::fs::read_dir(directory)
         .unwrap()
@@ -52,7 +52,7 @@ fn files(directory: &Path) -> Vec<(String, Vec<u8>)> {
 }
 
 #[test]
-fn each_direction_is_recorded_at_both_sides() {
+fn recorder_records_each_direction_at_both_sides() {
     let root = tempfile::tempdir().unwrap();
     let recorder =
         |name: &str, side| Recorder::new(&root.path().join(name), side, 1 << 20).unwrap();
@@ -79,94 +79,95 @@ fn each_direction_is_recorded_at_both_sides() {
 }
 
 #[test]
-fn the_limit_ends_the_recording_and_not_the_channel() {
+fn limit_ends_the_recording_and_not_the_channel() {
     let root = tempfile::tempdir().unwrap();
     let directory = root.path().join("r");
-    // Two headers and 8 bytes: the way back is over the limit.
+    // Two headers and 8 bytes: the answer exceeds the limit.
     let limit = 2 * RECORDING_HEADER_BYTES as u64 + 8;
     let recorder = Recorder::new(&directory, RecordingSide::Source, limit).unwrap();
-    let said = hear(&recorder);
+    let reports = reports_of(&recorder);
     exchange(Some(recorder.clone()), None);
     exchange(Some(recorder.clone()), None);
     exchange(Some(recorder), None);
     let found = files(&directory);
     let bytes: usize = found.iter().map(|(_, bytes)| bytes.len()).sum();
-    assert_eq!(bytes as u64, limit, "both headers, and what was sent first");
+    assert_eq!(bytes as u64, limit, "both headers and the first data");
     assert_eq!(found.len(), 2, "the channels after the end have no files");
-    let said = said.lock().unwrap();
-    assert_eq!(said.len(), 1, "{said:?}");
-    assert!(said[0].contains("its limit of 56 bytes"), "{said:?}");
+    let reports = reports.lock().unwrap();
+    assert_eq!(reports.len(), 1, "{reports:?}");
+    assert!(reports[0].contains("its limit of 56 bytes"), "{reports:?}");
 }
 
 #[test]
-fn a_limit_below_the_headers_makes_no_file() {
+fn limit_below_the_headers_creates_no_file() {
     let root = tempfile::tempdir().unwrap();
     let directory = root.path().join("r");
     let limit = 2 * RECORDING_HEADER_BYTES as u64 - 1;
     let recorder = Recorder::new(&directory, RecordingSide::Source, limit).unwrap();
-    let said = hear(&recorder);
+    let reports = reports_of(&recorder);
     exchange(Some(recorder), None);
     assert!(files(&directory).is_empty());
-    assert_eq!(said.lock().unwrap().len(), 1);
+    assert_eq!(reports.lock().unwrap().len(), 1);
 }
 
 #[test]
-fn a_disk_that_fails_ends_the_recording_and_not_the_channel() {
+fn disk_error_ends_the_recording_and_not_the_channel() {
     let full = |_: &Path| File::options().write(true).open("/dev/full");
     let recorder = on_disk(1 << 20, full);
-    let said = hear(&recorder);
+    let reports = reports_of(&recorder);
     exchange(Some(recorder.clone()), None);
     exchange(Some(recorder), None);
-    let said = said.lock().unwrap();
-    assert_eq!(said.len(), 1, "{said:?}");
-    assert!(said[0].contains("No space left"), "{said:?}");
+    let reports = reports.lock().unwrap();
+    assert_eq!(reports.len(), 1, "{reports:?}");
+    assert!(reports[0].contains("No space left"), "{reports:?}");
 }
 
-/// A disk that takes what fits into a pipe, and then nothing until somebody reads.
+/// The disk accepts as much as fits into a pipe, and then blocks until the pipe is read.
 #[test]
-fn a_disk_that_hangs_holds_up_no_channel() {
+fn disk_that_hangs_delays_no_channel() {
     let (reader, disk) = hanging_disk();
     let recorder = on_disk(1 << 20, disk);
-    let said = hear(&recorder);
-    let (mut ours, mut theirs) = channel(&recorder);
+    let reports = reports_of(&recorder);
+    let (mut writer, mut peer) = channel(&recorder);
     let sent = content(4 << 20);
     let (done, is_done) = mpsc::channel();
     let whole = sent.clone();
-    // On threads of their own: one that waits for the disk fails the test instead of holding it up.
-    let writing = std::thread::spawn(move || ours.write_all(&whole).map(|()| ours));
+    // In separate threads, so that a channel that waits for the disk fails the test instead of
+    // blocking it.
+    let writing = std::thread::spawn(move || writer.write_all(&whole).map(|()| writer));
     let reading = std::thread::spawn(move || {
         let mut found = vec![0; 4 << 20];
-        theirs.read_exact(&mut found).unwrap();
+        peer.read_exact(&mut found).unwrap();
         done.send(found).unwrap();
     });
     let found = is_done.recv_timeout(Duration::from_secs(60)).expect("the channel goes on");
-    assert!(found == sent, "what was sent has come");
-    let ours = writing.join().unwrap().unwrap();
+    assert!(found == sent, "the data arrived");
+    let writer = writing.join().unwrap().unwrap();
     reading.join().unwrap();
     {
-        let said = said.lock().unwrap();
-        assert_eq!(said.len(), 1, "{said:?}");
-        assert!(said[0].contains("too slow: more than 1 MiB"), "{said:?}");
+        let reports = reports.lock().unwrap();
+        assert_eq!(reports.len(), 1, "{reports:?}");
+        assert!(reports[0].contains("too slow: more than 1 MiB"), "{reports:?}");
     }
-    // The end waits for it no longer than is said.
+    // The final wait for the disk is limited.
     recorder.0.0.flush(Instant::now() + Duration::from_millis(20));
-    assert!(recorder.0.0.waits_for_nothing(), "what was queued is dropped");
-    assert_eq!(said.lock().unwrap().len(), 1, "it is told of once");
-    drop((ours, recorder, reader));
+    assert!(recorder.0.0.is_idle(), "the queue is dropped");
+    assert_eq!(reports.lock().unwrap().len(), 1, "it is reported once");
+    drop((writer, recorder, reader));
 }
 
 #[test]
-fn what_is_queued_is_written_at_the_end() {
+fn flush_writes_the_queue() {
     let (mut reader, disk) = hanging_disk();
     let recorder = on_disk(1 << 20, disk);
-    let said = hear(&recorder);
-    let (mut ours, mut theirs) = channel(&recorder);
+    let reports = reports_of(&recorder);
+    let (mut writer, mut peer) = channel(&recorder);
     let sent = content(300 << 10);
     let whole = sent.clone();
-    let writing = std::thread::spawn(move || ours.write_all(&whole));
-    theirs.read_exact(&mut vec![0; 300 << 10]).unwrap();
+    let writing = std::thread::spawn(move || writer.write_all(&whole));
+    peer.read_exact(&mut vec![0; 300 << 10]).unwrap();
     writing.join().unwrap().unwrap();
-    // Both directions are in the one pipe: two headers, and what was sent.
+    // Both directions go to the same pipe: two headers, and the data.
     let whole = 2 * RECORDING_HEADER_BYTES + sent.len();
     let reading = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(50));
@@ -174,42 +175,42 @@ fn what_is_queued_is_written_at_the_end() {
         reader.read_exact(&mut found).map(|()| found)
     });
     recorder.0.0.flush(Instant::now() + Duration::from_secs(60));
-    assert!(said.lock().unwrap().is_empty());
+    assert!(reports.lock().unwrap().is_empty());
     let found = reading.join().unwrap().unwrap();
-    assert!(found[2 * RECORDING_HEADER_BYTES..] == sent, "in the order that it was sent in");
+    assert!(found[2 * RECORDING_HEADER_BYTES..] == sent, "in the order of sending");
 }
 
-/// What a recorder says.
-fn hear(recorder: &Recorder) -> Arc<Mutex<Vec<String>>> {
-    let said = Arc::new(Mutex::new(Vec::new()));
-    let hearer = Arc::clone(&said);
-    recorder.tell(move |text| hearer.lock().unwrap().push(text.to_owned()));
-    said
+/// Collects a recorder's reports.
+fn reports_of(recorder: &Recorder) -> Arc<Mutex<Vec<String>>> {
+    let reports = Arc::new(Mutex::new(Vec::new()));
+    let collector = Arc::clone(&reports);
+    recorder.on_end(move |text| collector.lock().unwrap().push(text.to_owned()));
+    reports
 }
 
-/// A recorder whose files are what `make` makes.
+/// A recorder that creates its files with `create`.
 fn on_disk(
-    most_queued: usize,
-    make: impl Fn(&Path) -> io::Result<File> + Send + Sync + 'static,
+    max_queued: usize,
+    create: impl Fn(&Path) -> io::Result<File> + Send + Sync + 'static,
 ) -> Recorder {
     let (path, side) = (Path::new("/nowhere"), RecordingSide::Source);
-    let shared = Shared::on(path, side, u64::MAX, most_queued, Box::new(make));
+    let shared = Shared::with_disk(path, side, u64::MAX, max_queued, Box::new(create));
     Recorder(Arc::new(Handle(Arc::new(shared))))
 }
 
-/// All files are the one pipe.
+/// A disk on which every file is the same pipe.
 fn hanging_disk() -> (PipeReader, impl Fn(&Path) -> io::Result<File> + Send + Sync + 'static) {
     let (reader, writer) = io::pipe().unwrap();
     (reader, move |_: &Path| Ok(File::from(OwnedFd::from(writer.try_clone()?))))
 }
 
-/// A recorded channel's sending half, and the peer.
+/// The sending half of a recorded channel, and its peer.
 fn channel(recorder: &Recorder) -> (ChannelWriter, UnixStream) {
-    let (one, other) = UnixStream::pair().unwrap();
-    let mut dialer = Dialer::over([OwnedFd::from(one)]).unwrap();
+    let (near, far) = UnixStream::pair().unwrap();
+    let mut dialer = Dialer::over([OwnedFd::from(near)]).unwrap();
     dialer.recorder = Some(recorder.clone());
     let (_, writer) = dialer.connect().unwrap().split();
-    (writer, other)
+    (writer, far)
 }
 
 fn content(bytes: usize) -> Vec<u8> {
@@ -217,7 +218,7 @@ fn content(bytes: usize) -> Vec<u8> {
 }
 
 #[test]
-fn a_directory_that_others_can_read_is_refused() {
+fn directory_that_others_can_read_is_refused() {
     let root = tempfile::tempdir().unwrap();
     std::fs::set_permissions(root.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
     let error = Recorder::new(root.path(), RecordingSide::Source, 1).unwrap_err().to_string();
@@ -225,7 +226,7 @@ fn a_directory_that_others_can_read_is_refused() {
 }
 
 #[test]
-fn an_earlier_recording_is_not_written_over() {
+fn earlier_recording_is_not_overwritten() {
     let root = tempfile::tempdir().unwrap();
     let directory = root.path().join("r");
     for _ in 0..2 {
@@ -236,7 +237,7 @@ fn an_earlier_recording_is_not_written_over() {
 }
 
 #[test]
-fn a_header_is_read_as_it_was_written() {
+fn header_round_trips() {
     let header = RecordingHeader {
         side: RecordingSide::Destination,
         direction: Direction::ToSource,

@@ -1,4 +1,4 @@
-//! Dates and clocks, revocation, renewal without a restart, and what a peer is known by.
+//! Validity dates and clocks, revocation, reloading without a restart, and the identity of peers.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ impl Pki {
         self.directory.path().join("ca")
     }
 
-    /// The files of a host's identity, which a later host may be copied over.
+    /// Issues an identity. Its files may be replaced later.
     fn files(&self, name: &str, validity: Validity) -> IdentityFiles {
         let out = self.directory.path().join(name);
         let mut request = IssueRequest::new(name, validity);
@@ -36,7 +36,7 @@ fn identity(files: IdentityFiles) -> Arc<TlsIdentity> {
 }
 
 fn copy(from: &Path, to: &Path) {
-    // As an administrator should: whoever reads sees the old file or the new one.
+    // Atomically, as administrators should: readers see the old or the new file.
     let fresh = to.with_extension("fresh");
     std::fs::copy(from, &fresh).unwrap();
     std::fs::rename(fresh, to).unwrap();
@@ -47,22 +47,22 @@ fn dialer(listener: &Listener, identity: &Arc<TlsIdentity>) -> Dialer {
 }
 
 #[test]
-fn keys_are_agreed_on_with_a_post_quantum_group_and_both_sides_say_so() {
+fn key_exchange_is_post_quantum_and_both_sides_report_it() {
     let pki = Pki::new();
     let listener = listen("tls:127.0.0.1:0", Some(pki.local("a")));
-    let (accepted, dialled) = pair(&listener, &dialer(&listener, &pki.local("b")));
-    for channel in [&accepted, &dialled] {
+    let (accepted, dialed) = pair(&listener, &dialer(&listener, &pki.local("b")));
+    for channel in [&accepted, &dialed] {
         assert_eq!(channel.peer().key_exchange.as_deref(), Some("X25519MLKEM768"));
     }
-    let said = accepted.peer().to_string();
-    assert!(said.ends_with("(spiffe://vmferry/host/b)"), "{said}");
+    let reports = accepted.peer().to_string();
+    assert!(reports.ends_with("(spiffe://vmferry/host/b)"), "{reports}");
 }
 
 #[test]
-fn a_clock_that_differs_is_tolerated_as_far_as_asked() {
+fn clock_skew_is_tolerated_up_to_the_limit() {
     let pki = Pki::new();
     let listener = listen("tls:127.0.0.1:0", Some(pki.local("a")));
-    // Out of date by a day, and to come in a day.
+    // Expired a day ago, and valid in a day.
     for (name, validity, word) in [
         ("late", Validity { from_days: -9, until_days: -1 }, "24 h ago by this host's clock"),
         ("early", Validity { from_days: 1, until_days: 9 }, "from now by this host's clock"),
@@ -80,7 +80,7 @@ fn a_clock_that_differs_is_tolerated_as_far_as_asked() {
 }
 
 #[test]
-fn revoked_certificates_are_refused_by_both_sides_and_lists_must_be_in_date() {
+fn revoked_certificate_is_refused_by_both_sides_and_lists_must_be_valid() {
     let pki = Pki::new();
     let good = pki.files("good", Validity::days(1));
     let bad = identity(pki.files("bad", Validity::days(1)));
@@ -89,25 +89,26 @@ fn revoked_certificates_are_refused_by_both_sides_and_lists_must_be_in_date() {
     let strict = identity(strict);
 
     let listener = listen("tls:127.0.0.1:0", Some(Arc::clone(&strict)));
-    let (accepted, dialled) = join(&listener, &dialer(&listener, &bad));
-    let (accepted, dialled) = (accepted.unwrap_err(), dialled.unwrap_err());
+    let (accepted, dialed) = join(&listener, &dialer(&listener, &bad));
+    let (accepted, dialed) = (accepted.unwrap_err(), dialed.unwrap_err());
     assert!(matches!(accepted, TransportError::Revoked { .. }), "{accepted:?}");
-    assert!(dialled.to_string().contains("it was revoked"), "{dialled}");
+    assert!(dialed.to_string().contains("it was revoked"), "{dialed}");
     pair(&listener, &dialer(&listener, &pki.local("other")));
 
     let server = listen("tls:127.0.0.1:0", Some(bad));
-    let (_, dialled) = join(&server, &dialer(&server, &strict));
-    assert!(matches!(dialled.unwrap_err(), TransportError::Revoked { .. }));
+    let (_, dialed) = join(&server, &dialer(&server, &strict));
+    assert!(matches!(dialed.unwrap_err(), TransportError::Revoked { .. }));
 
-    // A list that is out of date says nothing, and of another authority's certificates none says anything.
+    // An outdated list rejects its own authority's certificates, but not those of other
+    // authorities.
     let mut stale = good;
     stale.revocations = vec![pki.revoke(&[], Validity { from_days: -9, until_days: -2 })];
     let listener = listen("tls:127.0.0.1:0", Some(identity(stale.clone())));
-    let (accepted, dialled) = join(&listener, &dialer(&listener, &pki.local("third")));
+    let (accepted, dialed) = join(&listener, &dialer(&listener, &pki.local("third")));
     let error = accepted.unwrap_err();
-    assert!(error.to_string().contains("is out of date since 20"), "{error}");
+    assert!(error.to_string().contains("has been out of date since 20"), "{error}");
     assert!(error.to_string().contains("vmferry pki revoke"), "{error}");
-    assert!(error.is_authentication() && dialled.unwrap_err().is_authentication());
+    assert!(error.is_authentication() && dialed.unwrap_err().is_authentication());
 
     let other = Pki::new();
     let theirs = other.files("theirs", Validity::days(1));
@@ -121,7 +122,7 @@ fn revoked_certificates_are_refused_by_both_sides_and_lists_must_be_in_date() {
 }
 
 #[test]
-fn of_several_lists_the_newest_counts_and_a_renewed_one_forgets_nothing() {
+fn newest_revocation_list_counts_and_renewal_keeps_revocations() {
     let pki = Pki::new();
     let mut files = pki.files("good", Validity::days(1));
     let bad = identity(pki.files("bad", Validity::days(1)));
@@ -149,39 +150,39 @@ fn of_several_lists_the_newest_counts_and_a_renewed_one_forgets_nothing() {
 }
 
 #[test]
-fn renewed_files_count_for_the_next_channel_and_broken_ones_do_not() {
+fn renewed_files_apply_to_the_next_channel_and_broken_ones_do_not() {
     let pki = Pki::new();
     let expired = Validity { from_days: -9, until_days: -2 };
     let files = pki.files("a", expired);
     let fresh = pki.files("a-renewed", Validity::days(1));
     let server = identity(files.clone());
-    let said = Arc::new(Mutex::new(Vec::new()));
-    let hearer = Arc::clone(&said);
-    server.tell(move |text| hearer.lock().unwrap().push(text.to_owned()));
+    let reports = Arc::new(Mutex::new(Vec::new()));
+    let collector = Arc::clone(&reports);
+    server.on_change(move |text| collector.lock().unwrap().push(text.to_owned()));
     let listener = listen("tls:127.0.0.1:0", Some(server));
     let client = pki.local("b");
     let refused = || {
-        let (_, dialled) = join(&listener, &dialer(&listener, &client));
-        assert!(matches!(dialled.unwrap_err(), TransportError::Expired { .. }));
+        let (_, dialed) = join(&listener, &dialer(&listener, &client));
+        assert!(matches!(dialed.unwrap_err(), TransportError::Expired { .. }));
     };
     refused();
-    assert!(said.lock().unwrap().is_empty());
+    assert!(reports.lock().unwrap().is_empty());
 
-    // Half of the renewal: the old set stays, and it is said once.
+    // Half of the renewal: the old set stays in use, and the problem is reported once.
     copy(&fresh.certificate, &files.certificate);
     refused();
     refused();
-    let words = std::mem::take(&mut *said.lock().unwrap());
+    let words = std::mem::take(&mut *reports.lock().unwrap());
     assert_eq!(words.len(), 1, "{words:?}");
     assert!(words[0].contains("does not fit the key"), "{words:?}");
 
     copy(&fresh.key, &files.key);
     pair(&listener, &dialer(&listener, &client));
-    let words = std::mem::take(&mut *said.lock().unwrap());
+    let words = std::mem::take(&mut *reports.lock().unwrap());
     assert_eq!(words.len(), 1, "{words:?}");
     assert!(words[0].contains("use the new ones"), "{words:?}");
 
-    // A list that appears counts, and does not go away by itself.
+    // A new list is used at once, and must not disappear afterwards.
     let list = files.revocations_if_present.clone().unwrap();
     copy(&pki.revoke(&["b"], Validity { from_days: -1, until_days: 30 }), &list);
     let revoked = || {
@@ -191,15 +192,15 @@ fn renewed_files_count_for_the_next_channel_and_broken_ones_do_not() {
     revoked();
     std::fs::remove_file(&list).unwrap();
     revoked();
-    // A key that others can read is not taken either.
+    // A key that other users can read is not accepted either.
     std::fs::set_permissions(&files.key, std::fs::Permissions::from_mode(0o644)).unwrap();
     revoked();
-    let words = std::mem::take(&mut *said.lock().unwrap());
+    let words = std::mem::take(&mut *reports.lock().unwrap());
     assert!(words.iter().any(|line| line.contains("crl.pem: can't be read")), "{words:?}");
 }
 
 #[test]
-fn a_key_from_a_pipe_is_read_once_and_then_nothing_is_waited_for() {
+fn key_from_a_pipe_is_read_once_and_never_blocks_later() {
     let pki = Pki::new();
     let files = pki.files("a", Validity::days(1));
     let key = std::fs::read(&files.key).unwrap();
@@ -217,7 +218,7 @@ fn a_key_from_a_pipe_is_read_once_and_then_nothing_is_waited_for() {
 }
 
 #[test]
-fn a_destinations_uri_can_be_asked_for_and_then_its_address_does_not_matter() {
+fn destination_id_is_checked_instead_of_the_address() {
     let pki = Pki::new();
     let server = pki.host("far", &["192.0.2.1"], Validity::days(1));
     let listener = listen("tls:127.0.0.1:0", Some(server));
@@ -226,21 +227,21 @@ fn a_destinations_uri_can_be_asked_for_and_then_its_address_does_not_matter() {
     pair(&listener, &dialer);
 
     dialer.destination_id = Some("spiffe://vmferry/host/fa".into());
-    let (accepted, dialled) = join(&listener, &dialer);
-    let error = dialled.unwrap_err();
+    let (accepted, dialed) = join(&listener, &dialer);
+    let error = dialed.unwrap_err();
     assert!(matches!(error, TransportError::IdentityMismatch { .. }), "{error:?}");
     assert!(error.to_string().contains("is for spiffe://vmferry/host/far, 192.0.2.1"), "{error}");
     assert!(accepted.unwrap_err().is_authentication());
 
-    // The URI does not make up for a certificate that is wrong otherwise.
+    // A matching URI does not make an otherwise invalid certificate acceptable.
     let other = Pki::new();
     let stranger = listen("tls:127.0.0.1:0", Some(other.local("far")));
     dialer.address = stranger.local_address().clone();
     dialer.destination_id = Some("spiffe://vmferry/host/far".into());
-    let (_, dialled) = join(&stranger, &dialer);
-    assert!(matches!(dialled.unwrap_err(), TransportError::UnknownIssuer { .. }));
+    let (_, dialed) = join(&stranger, &dialer);
+    assert!(matches!(dialed.unwrap_err(), TransportError::UnknownIssuer { .. }));
 
-    // Whoever is not authenticated is nobody.
+    // Without TLS, no peer has the expected URI.
     let plain = listen("tcp:127.0.0.1:0", None);
     dialer.address = plain.local_address().clone();
     let error = dialer.connect().unwrap_err();
@@ -248,18 +249,18 @@ fn a_destinations_uri_can_be_asked_for_and_then_its_address_does_not_matter() {
 }
 
 #[test]
-fn a_peer_on_a_unix_socket_is_known_by_its_user() {
+fn unix_peer_is_identified_by_its_user() {
     let directory = tempfile::tempdir().unwrap();
     let address = format!("unix:{}", directory.path().join("s").display());
     let listener = listen(&address, None);
-    let (accepted, dialled) = pair(&listener, &Dialer::new(address.parse().unwrap(), None));
+    let (accepted, dialed) = pair(&listener, &Dialer::new(address.parse().unwrap(), None));
     let own = rustix::process::getuid().as_raw();
-    assert_eq!((accepted.peer().uid, dialled.peer().uid), (Some(own), Some(own)));
+    assert_eq!((accepted.peer().uid, dialed.peer().uid), (Some(own), Some(own)));
     assert_eq!(accepted.peer().name(), Some(format!("uid {own}")));
 }
 
 #[test]
-fn nothing_of_the_key_is_shown() {
+fn debug_output_hides_the_key() {
     let pki = Pki::new();
     let files = pki.files("a", Validity::days(1));
     let key = std::fs::read_to_string(&files.key).unwrap();

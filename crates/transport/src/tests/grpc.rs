@@ -1,34 +1,32 @@
-//! What gRPC channels do beyond what every channel does.
+//! Behavior specific to gRPC channels.
 
 use std::any::Any;
 use std::io::{ErrorKind, IoSlice, Read, Write};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Pki, TIMEOUT, bytes, listen, pair};
+use super::{Pki, TIMEOUT, bytes, ends, listen, pair};
 use crate::grpc::Call;
 use crate::{Channel, Dialer, Listener, TlsIdentity, TransportError};
 
-const WAYS: [&str; 2] = ["grpc:127.0.0.1:0", "grpc-ack:127.0.0.1:0"];
+const ADDRESSES: [&str; 2] = ["grpc:127.0.0.1:0", "grpc-ack:127.0.0.1:0"];
 
 fn host_pair(pki: &Pki) -> (Arc<TlsIdentity>, Arc<TlsIdentity>) {
     (pki.local("a"), pki.local("b"))
 }
 
-fn connected(address: &str, pki: &Pki) -> (Listener, Channel, Channel) {
-    let (a, b) = host_pair(pki);
-    let listener = listen(address, Some(a));
-    let dialer = Dialer::new(listener.local_address().clone(), Some(b));
-    let (accepted, dialled) = pair(&listener, &dialer);
-    (listener, accepted, dialled)
+fn connected(address: &str) -> (Listener, Channel, Channel) {
+    let (listener, dialer) = ends(address);
+    let (accepted, dialed) = pair(&listener, &dialer);
+    (listener, accepted, dialed)
 }
 
 #[test]
-fn slices_are_joined_and_pieces_read_as_they_are_asked_for() {
-    for address in WAYS {
-        let (_listener, accepted, dialled) = connected(address, &Pki::new());
+fn vectored_writes_and_reads_of_any_size_carry_the_same_bytes() {
+    for address in ADDRESSES {
+        let (_listener, accepted, dialed) = connected(address);
         let data = &bytes(3 << 20, 9);
-        let (_near, mut writer) = dialled.split();
+        let (_near, mut writer) = dialed.split();
         let (mut reader, _far) = accepted.split();
         std::thread::scope(|scope| {
             scope.spawn(move || {
@@ -57,15 +55,15 @@ fn slices_are_joined_and_pieces_read_as_they_are_asked_for() {
 }
 
 #[test]
-fn a_listener_serves_both_ways_and_many_channels_at_once() {
+fn listener_serves_both_modes_and_many_channels_at_once() {
     let pki = Pki::new();
     let (a, b) = host_pair(&pki);
     let listener = &listen("grpc:127.0.0.1:0", Some(a));
     let text = listener.local_address().to_string();
     std::thread::scope(|scope| {
         for number in 0..16_u64 {
-            let way = if number % 2 == 0 { "grpc:" } else { "grpc-ack:" };
-            let address = text.replace("grpc:", way).parse().unwrap();
+            let scheme = if number % 2 == 0 { "grpc:" } else { "grpc-ack:" };
+            let address = text.replace("grpc:", scheme).parse().unwrap();
             let dialer = Dialer::new(address, Some(b.clone()));
             scope.spawn(move || {
                 let (mut reader, mut writer) = dialer.connect().unwrap().split();
@@ -89,14 +87,14 @@ fn a_listener_serves_both_ways_and_many_channels_at_once() {
 }
 
 #[test]
-fn a_peer_that_never_reads_holds_a_bounded_amount_and_a_writer_no_longer_than_its_timeout() {
-    let (_listener, accepted, dialled) = connected("grpc:127.0.0.1:0", &Pki::new());
-    let (near, mut writer) = dialled.split();
+fn writer_times_out_and_buffers_little_if_the_peer_never_reads() {
+    let (_listener, accepted, dialed) = connected("grpc:127.0.0.1:0");
+    let (near, mut writer) = dialed.split();
     writer.set_timeout(Some(Duration::from_millis(200))).unwrap();
     let data = bytes(64 << 20, 3);
     let mut written = 0;
     let error = loop {
-        assert!(written < 32 << 20, "somebody buffers without bound");
+        assert!(written < 32 << 20, "the buffers are not bounded");
         match writer.write(&data[written..]) {
             Ok(length) => written += length,
             Err(error) => break error,
@@ -108,13 +106,13 @@ fn a_peer_that_never_reads_holds_a_bounded_amount_and_a_writer_no_longer_than_it
     let mut received = Vec::new();
     let (mut reader, _far) = accepted.split();
     reader.read_to_end(&mut received).unwrap_err();
-    assert!(data.starts_with(&received), "and what arrives is what was sent, without an end");
+    assert!(data.starts_with(&received), "a prefix of the data arrives, without an end");
 }
 
 #[test]
-fn an_acknowledged_chunk_waits_for_the_one_before_to_be_read() {
-    let (_listener, accepted, dialled) = connected("grpc-ack:127.0.0.1:0", &Pki::new());
-    let (_near, mut writer) = dialled.split();
+fn acknowledged_chunk_waits_until_the_previous_one_is_read() {
+    let (_listener, accepted, dialed) = connected("grpc-ack:127.0.0.1:0");
+    let (_near, mut writer) = dialed.split();
     let (mut reader, _far) = accepted.split();
     for _ in 0..3 {
         writer.write_all(b"first").unwrap();
@@ -126,10 +124,10 @@ fn an_acknowledged_chunk_waits_for_the_one_before_to_be_read() {
 }
 
 #[test]
-fn a_reader_waits_no_longer_than_its_timeout_and_is_good_after_it() {
-    for address in WAYS {
-        let (_listener, accepted, dialled) = connected(address, &Pki::new());
-        let (_near, mut writer) = dialled.split();
+fn reader_times_out_and_stays_usable() {
+    for address in ADDRESSES {
+        let (_listener, accepted, dialed) = connected(address);
+        let (_near, mut writer) = dialed.split();
         let (mut reader, _far) = accepted.split();
         reader.set_timeout(Some(Duration::from_millis(20))).unwrap();
         assert_eq!(reader.read(&mut [0; 4]).unwrap_err().kind(), ErrorKind::TimedOut);
@@ -140,12 +138,12 @@ fn a_reader_waits_no_longer_than_its_timeout_and_is_good_after_it() {
 }
 
 #[test]
-fn a_peer_that_vanishes_in_the_middle_is_an_error_on_both_halves() {
-    for address in WAYS {
-        let (_listener, accepted, dialled) = connected(address, &Pki::new());
+fn lost_peer_is_an_error_on_both_halves() {
+    for address in ADDRESSES {
+        let (_listener, accepted, dialed) = connected(address);
         let (mut reader, mut far) = accepted.split();
-        let closer = dialled.closer();
-        let (_near, mut writer) = dialled.split();
+        let closer = dialed.closer();
+        let (_near, mut writer) = dialed.split();
         writer.write_all(b"some").unwrap();
         writer.flush().unwrap();
         closer.close();
@@ -155,11 +153,11 @@ fn a_peer_that_vanishes_in_the_middle_is_an_error_on_both_halves() {
         assert!(b"some".starts_with(&received[..]));
         let error = far.write_all(&[0; 1 << 20]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::BrokenPipe, "{error}");
-        assert!(writer.write_all(b"more").is_err(), "and on this side");
+        assert!(writer.write_all(b"more").is_err(), "this side fails too");
     }
 }
 
-/// Writes until it can't.
+/// Writes until a write fails.
 fn write_error(writer: &mut impl Write) -> String {
     loop {
         if let Err(error) = writer.write_all(&[0; 1000]) {
@@ -169,10 +167,10 @@ fn write_error(writer: &mut impl Write) -> String {
 }
 
 #[test]
-fn a_status_of_the_peer_is_the_error_of_the_next_write() {
-    for address in WAYS {
-        let (_listener, accepted, dialled) = connected(address, &Pki::new());
-        let (_near, mut writer) = dialled.split();
+fn peer_status_is_the_error_of_the_next_write() {
+    for address in ADDRESSES {
+        let (_listener, accepted, dialed) = connected(address);
+        let (_near, mut writer) = dialed.split();
         let transport: &dyn Any = accepted.transport();
         let flow = transport.downcast_ref::<Call>().unwrap().flow();
         std::thread::scope(|scope| {
@@ -185,25 +183,25 @@ fn a_status_of_the_peer_is_the_error_of_the_next_write() {
 }
 
 #[test]
-fn a_writer_learns_that_the_other_side_has_gone() {
-    for address in WAYS {
-        let (_listener, accepted, dialled) = connected(address, &Pki::new());
-        let (_near, mut writer) = dialled.split();
+fn writer_reports_that_the_peer_has_gone() {
+    for address in ADDRESSES {
+        let (_listener, accepted, dialed) = connected(address);
+        let (_near, mut writer) = dialed.split();
         drop(accepted);
         let error = write_error(&mut writer);
-        // The end of what comes is seen first, or that what goes is not taken.
-        let says = ["closed before the end was announced", "the call was cut"];
-        assert!(says.iter().any(|says| error.contains(says)), "{error}");
+        // The writer may see the end of the answer first, or the failed write.
+        let expected = ["closed before the end was announced", "the call was cut"];
+        assert!(expected.iter().any(|text| error.contains(text)), "{error}");
     }
 }
 
 #[test]
-fn a_grpc_side_and_a_tls_side_do_not_mix_and_say_so() {
+fn grpc_and_tls_mismatch_is_reported_by_both_sides() {
     let pki = Pki::new();
     let (a, b) = host_pair(&pki);
-    for (served, dialled) in [("tls:", "grpc:"), ("grpc:", "tls:")] {
+    for (served, dialed) in [("tls:", "grpc:"), ("grpc:", "tls:")] {
         let listener = listen(&format!("{served}127.0.0.1:0"), Some(a.clone()));
-        let address = listener.local_address().to_string().replace(served, dialled);
+        let address = listener.local_address().to_string().replace(served, dialed);
         let dialer = Dialer::new(address.parse().unwrap(), Some(b.clone()));
         std::thread::scope(|scope| {
             let accepted = scope.spawn(|| listener.accept().unwrap().unwrap().handshake(TIMEOUT));

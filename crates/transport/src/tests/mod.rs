@@ -1,4 +1,4 @@
-//! Real sockets and real TLS.
+//! Tests with real sockets and real TLS.
 
 mod certificates;
 mod flow;
@@ -42,7 +42,7 @@ impl Pki {
         Arc::new(load(&out).unwrap())
     }
 
-    /// A host whose certificate has a common name only.
+    /// A host whose certificate has only a common name.
     fn nameless(&self, name: &str) -> Arc<TlsIdentity> {
         let out = self.directory.path().join(format!("nameless-{name}"));
         if !out.exists() {
@@ -82,7 +82,7 @@ fn load(directory: &Path) -> Result<TlsIdentity, TransportError> {
     )
 }
 
-/// The kinds of addresses whose peers are authenticated.
+/// The schemes with authenticated peers.
 fn authenticated() -> &'static [&'static str] {
     if cfg!(feature = "grpc") {
         &["tls:127.0.0.1:0", "grpc:127.0.0.1:0", "grpc-ack:127.0.0.1:0"]
@@ -95,16 +95,25 @@ pub(crate) fn listen(address: &str, tls: Option<Arc<TlsIdentity>>) -> Listener {
     Listener::bind(&address.parse().unwrap(), tls).unwrap()
 }
 
-/// Connects both ends; each side's result.
+/// A listener of host `a` and a dialer of host `b`, which share a CA if the scheme authenticates.
+fn ends(address: &str) -> (Listener, Dialer) {
+    let pki = authenticated().contains(&address).then(Pki::new);
+    let identity = |name| pki.as_ref().map(|pki| pki.local(name));
+    let listener = listen(address, identity("a"));
+    let dialer = Dialer::new(listener.local_address().clone(), identity("b"));
+    (listener, dialer)
+}
+
+/// Connects both ends, and returns each side's result.
 fn join(
     listener: &Listener,
     dialer: &Dialer,
 ) -> (Result<Channel, TransportError>, Result<Channel, TransportError>) {
     std::thread::scope(|scope| {
         let accepted = scope.spawn(|| listener.accept().unwrap().unwrap().handshake(TIMEOUT));
-        let dialled = dialer.connect();
-        // TLS 1.3 tells a client that its certificate is refused when it first reads.
-        let dialled = dialled.and_then(|channel| {
+        let dialed = dialer.connect();
+        // In TLS 1.3, a client learns of its rejected certificate only when it first reads.
+        let dialed = dialed.and_then(|channel| {
             let peer = channel.peer().address.clone();
             let (mut reader, mut writer) = channel.split();
             let greeted = writer.write_all(b"hello").and_then(|()| reader.read_exact(&mut [0; 5]));
@@ -117,25 +126,22 @@ fn join(
             let _ = reader.read_exact(&mut [0; 5]).and_then(|()| writer.write_all(b"hello"));
             listener.accept().unwrap().unwrap().handshake(TIMEOUT)
         });
-        (accepted, dialled)
+        (accepted, dialed)
     })
 }
 
-/// A connected pair, whose dialled end was made beside the accepted one.
+/// A connected pair: the accepted and the dialed channel.
 fn pair(listener: &Listener, dialer: &Dialer) -> (Channel, Channel) {
     std::thread::scope(|scope| {
         let accepted =
             scope.spawn(|| listener.accept().unwrap().unwrap().handshake(TIMEOUT).unwrap());
-        let dialled = dialer.connect().unwrap();
-        (accepted.join().unwrap(), dialled)
+        let dialed = dialer.connect().unwrap();
+        (accepted.join().unwrap(), dialed)
     })
 }
 
-fn bytes(length: usize, mut seed: u64) -> Vec<u8> {
+fn bytes(length: usize, seed: u64) -> Vec<u8> {
     let mut bytes = vec![0; length];
-    for chunk in bytes.chunks_mut(8) {
-        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        chunk.copy_from_slice(&seed.to_le_bytes()[..chunk.len()]);
-    }
+    fastrand::Rng::with_seed(seed).fill(&mut bytes);
     bytes
 }

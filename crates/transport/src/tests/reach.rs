@@ -1,4 +1,4 @@
-//! Listening, connecting, and peers that speak something else or nothing.
+//! Listening, connecting, and peers that speak another protocol or nothing.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -8,11 +8,11 @@ use super::{Pki, TIMEOUT, listen};
 use crate::{Address, Dialer, Listener, TransportError};
 
 #[test]
-fn plain_and_tls_do_not_mix_and_say_so() {
+fn plain_and_tls_mismatch_is_reported() {
     let pki = Pki::new();
     let listener = listen("tls:127.0.0.1:0", Some(pki.local("a")));
     let Address::Tls { port, .. } = listener.local_address().clone() else { unreachable!() };
-    for (said, expected) in [
+    for (opening, expected) in [
         (
             &b"VMFERRY\n and more"[..],
             "speaks plain vmferry, and this side expects vmferry over TLS",
@@ -22,12 +22,12 @@ fn plain_and_tls_do_not_mix_and_say_so() {
         (b"\x00\xff\x17garbage", "begins with"),
     ] {
         let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
-        stream.write_all(said).unwrap();
+        stream.write_all(opening).unwrap();
         let error = listener.accept().unwrap().unwrap().handshake(TIMEOUT).unwrap_err();
         assert!(error.to_string().contains(expected), "{error}");
         assert!(error.is_authentication());
     }
-    // A server that answers a TLS client in plain.
+    // A server that answers a TLS client in plain text.
     let plain = listen("tcp:127.0.0.1:0", None);
     let Address::Tcp { host, port } = plain.local_address().clone() else { unreachable!() };
     let dialer = Dialer::new(Address::Tls { host, port }, Some(pki.local("b")));
@@ -44,19 +44,19 @@ fn plain_and_tls_do_not_mix_and_say_so() {
 }
 
 #[test]
-fn a_plain_server_that_hangs_up_on_tls_is_named_as_one() {
+fn plain_server_that_closes_a_tls_connection_is_reported() {
     let pki = Pki::new();
     let plain = listen("tcp:127.0.0.1:0", None);
     let Address::Tcp { host, port } = plain.local_address().clone() else { unreachable!() };
     let dialer = Dialer::new(Address::Tls { host, port }, Some(pki.local("b")));
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // As the engine does: a greeting's worth of bytes, which are none.
+            // Like the engine: reads a greeting's length, and gets a TLS record instead.
             let (mut reader, _writer) =
                 plain.accept().unwrap().unwrap().handshake(TIMEOUT).unwrap().split();
             let mut greeting = [0; 40];
             reader.read_exact(&mut greeting).unwrap();
-            assert_eq!(greeting[..2], [0x16, 3], "what the wire crate recognises");
+            assert_eq!(greeting[..2], [0x16, 3], "the first bytes of a TLS record");
         });
         let error = dialer.connect().unwrap_err();
         assert!(matches!(error, TransportError::HandshakeCut { .. }), "{error:?}");
@@ -65,7 +65,7 @@ fn a_plain_server_that_hangs_up_on_tls_is_named_as_one() {
 }
 
 #[test]
-fn a_plain_client_of_a_tls_port_learns_why() {
+fn plain_client_of_a_tls_port_gets_a_reason() {
     let pki = Pki::new();
     let listener = listen("tls:127.0.0.1:0", Some(pki.local("a")));
     let Address::Tls { host, port } = listener.local_address().clone() else { unreachable!() };
@@ -80,7 +80,7 @@ fn a_plain_client_of_a_tls_port_learns_why() {
 }
 
 #[test]
-fn a_silent_peer_holds_nobody_up() {
+fn handshake_times_out_for_silent_and_slow_peers() {
     let pki = Pki::new();
     let listener = listen("tls:127.0.0.1:0", Some(pki.local("a")));
     let Address::Tls { port, .. } = listener.local_address().clone() else { unreachable!() };
@@ -89,13 +89,13 @@ fn a_silent_peer_holds_nobody_up() {
     let error = pending.handshake(Duration::from_millis(50)).unwrap_err();
     assert!(matches!(error, TransportError::TimedOut { .. }), "{error:?}");
 
-    // Nor does one that keeps saying a little: the bound is on all of it.
+    // A peer that sends little by little is limited too: the time limit covers the whole handshake.
     let mut slow = TcpStream::connect(("127.0.0.1", port)).unwrap();
     let pending = listener.accept().unwrap().unwrap();
     let (done, is_done) = std::sync::mpsc::channel::<()>();
     std::thread::scope(|scope| {
         scope.spawn(move || {
-            // A handshake record of 16 KiB, a byte at a time.
+            // A handshake record of 16 KiB, one byte at a time.
             let _ = slow.write_all(&[0x16, 3, 1, 0x40, 0, 1, 0, 0x3f, 0xfc]);
             let pause = Duration::from_millis(5);
             while is_done.recv_timeout(pause) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
@@ -109,7 +109,7 @@ fn a_silent_peer_holds_nobody_up() {
 }
 
 #[test]
-fn an_address_in_use_is_said_and_a_stale_socket_replaced() {
+fn bind_reports_an_address_in_use_and_replaces_a_stale_socket() {
     let first = listen("tcp:127.0.0.1:0", None);
     let error = Listener::bind(first.local_address(), None).unwrap_err();
     assert!(matches!(error, TransportError::AddressInUse { .. }), "{error:?}");
@@ -123,7 +123,7 @@ fn an_address_in_use_is_said_and_a_stale_socket_replaced() {
     drop(living);
     assert!(!path.exists());
     drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
-    assert!(path.exists(), "its listener is gone, the file is not");
+    assert!(path.exists(), "the file outlives its listener");
     listen(&address, None);
 }
 
@@ -136,11 +136,11 @@ fn closing_ends_accept() {
         closer.close();
         assert!(waiting.join().unwrap());
     });
-    assert!(listener.accept().unwrap().is_none(), "for good");
+    assert!(listener.accept().unwrap().is_none(), "the listener stays closed");
 }
 
 #[test]
-fn nobody_there_is_said() {
+fn connect_reports_a_missing_listener() {
     let listener = listen("tcp:127.0.0.1:0", None);
     let address = listener.local_address().clone();
     drop(listener);

@@ -1,4 +1,4 @@
-//! Who is trusted, and what is said to those who are not.
+//! Which peers are trusted, and the errors for the others.
 
 use std::io::Read;
 use std::net::TcpStream;
@@ -17,14 +17,14 @@ use crate::tls::{Tls, TlsSession};
 use crate::{Address, Channel, Dialer, Listener, TlsIdentity, TransportError};
 
 #[test]
-fn strangers_and_stale_certificates_are_refused_on_both_sides_with_words() {
+fn untrusted_and_expired_certificates_are_refused_with_reasons() {
     let (pki, other) = (Pki::new(), Pki::new());
     let expired = Validity { from_days: -10, until_days: -2 };
     let early = Validity { from_days: 2, until_days: 10 };
     let names: &[&str] = &["127.0.0.1"];
     let good = pki.local("good");
 
-    // (server, client, what the server says, what the client says)
+    // (server, client, error at the server, error at the client)
     let cases = [
         (good.clone(), other.local("x"), "does not accept", "does not trust"),
         (good.clone(), pki.host("old", names, expired), "expired on 20", "it has expired"),
@@ -41,17 +41,17 @@ fn strangers_and_stale_certificates_are_refused_on_both_sides_with_words() {
         for address in authenticated() {
             let listener = listen(address, Some(server.clone()));
             let dialer = Dialer::new(listener.local_address().clone(), Some(client.clone()));
-            let (accepted, dialled) = join(&listener, &dialer);
-            let (accepted, dialled) = (accepted.unwrap_err(), dialled.unwrap_err());
+            let (accepted, dialed) = join(&listener, &dialer);
+            let (accepted, dialed) = (accepted.unwrap_err(), dialed.unwrap_err());
             assert!(accepted.to_string().contains(server_says), "{address} server: {accepted:?}");
-            assert!(dialled.to_string().contains(client_says), "{address} client: {dialled:?}");
-            assert!(dialled.is_authentication(), "{dialled:?}");
+            assert!(dialed.to_string().contains(client_says), "{address} client: {dialed:?}");
+            assert!(dialed.is_authentication(), "{dialed:?}");
         }
     }
 }
 
 #[test]
-fn the_name_that_counts_can_be_said_and_addresses_are_names_too() {
+fn server_name_can_be_chosen_and_may_be_an_address() {
     let pki = Pki::new();
     let (server, client) = (pki.host("far", &["far", "::1"], Validity::days(1)), pki.local("b"));
     let listener = listen("tls:127.0.0.1:0", Some(server.clone()));
@@ -59,8 +59,8 @@ fn the_name_that_counts_can_be_said_and_addresses_are_names_too() {
     dialer.server_name = Some("far".into());
     pair(&listener, &dialer);
     dialer.server_name = Some("::1".into());
-    let (accepted, dialled) = pair(&listener, &dialer);
-    assert_eq!(dialled.peer().names, ["spiffe://vmferry/host/far", "far", "::1"]);
+    let (accepted, dialed) = pair(&listener, &dialer);
+    assert_eq!(dialed.peer().names, ["spiffe://vmferry/host/far", "far", "::1"]);
     assert!(accepted.peer().tls);
     dialer.server_name = Some("no name".into());
     let error = dialer.connect().unwrap_err();
@@ -68,7 +68,7 @@ fn the_name_that_counts_can_be_said_and_addresses_are_names_too() {
 }
 
 #[test]
-fn peers_whose_certificates_name_nobody_are_the_same_by_their_keys_only() {
+fn peers_without_names_are_compared_by_key() {
     let pki = Pki::new();
     let server = pki.local("server");
     for address in authenticated() {
@@ -85,7 +85,7 @@ fn peers_whose_certificates_name_nobody_are_the_same_by_their_keys_only() {
     }
 }
 
-/// What both sides say when a client of another make connects.
+/// Connects a client with its own TLS configuration, and returns the errors of both sides.
 fn meet(listener: &Listener, client: ClientConfig) -> (TransportError, TransportError) {
     let Address::Tls { port, .. } = listener.local_address().clone() else { unreachable!() };
     std::thread::scope(|scope| {
@@ -93,37 +93,37 @@ fn meet(listener: &Listener, client: ClientConfig) -> (TransportError, Transport
         let stream = Arc::new(Stream::Tcp(TcpStream::connect(("127.0.0.1", port)).unwrap()));
         let name = ServerName::try_from("127.0.0.1").unwrap();
         let connection = ClientConnection::new(Arc::new(client), name).unwrap().into();
-        let dialled = shake_hands(&stream, connection, ALPN, "the server", TIMEOUT);
-        // TLS 1.3 tells a client that it is refused when it first reads.
-        let dialled = dialled.and_then(|connection| {
+        let dialed = shake_hands(&stream, connection, ALPN, "the server", TIMEOUT);
+        // In TLS 1.3, a client learns that it was rejected only when it first reads.
+        let dialed = dialed.and_then(|connection| {
             let session = TlsSession::new(stream, connection);
             let peer = session.peer("the server".into());
             let (mut reader, _writer) = Channel::new(Tls(Arc::new(session)), peer).split();
             let read = reader.read_exact(&mut [0; 5]);
             read.map_err(|error| TransportError::from_io(error, "the server"))
         });
-        (accepted.join().unwrap().unwrap_err(), dialled.unwrap_err())
+        (accepted.join().unwrap().unwrap_err(), dialed.unwrap_err())
     })
 }
 
 #[test]
-fn another_protocol_within_tls_is_refused() {
+fn other_protocol_inside_tls_is_refused() {
     let pki = Pki::new();
     let listener = listen("tls:127.0.0.1:0", Some(pki.local("a")));
     let good = pki.local("b");
     for (protocols, client_says) in
-        [(vec![b"h2".to_vec()], "not vmferry's protocol within"), (vec![], "")]
+        [(vec![b"h2".to_vec()], "not vmferry's protocol inside"), (vec![], "")]
     {
         let mut config = (*good.client_config(b"h2", None)).clone();
         config.alpn_protocols = protocols;
-        let (accepted, dialled) = meet(&listener, config);
-        assert!(accepted.to_string().contains("not vmferry's protocol within"), "{accepted:?}");
-        assert!(dialled.to_string().contains(client_says), "{dialled:?}");
+        let (accepted, dialed) = meet(&listener, config);
+        assert!(accepted.to_string().contains("not vmferry's protocol inside"), "{accepted:?}");
+        assert!(dialed.to_string().contains(client_says), "{dialed:?}");
     }
 }
 
 #[test]
-fn a_client_without_a_certificate_is_refused() {
+fn client_without_certificate_is_refused() {
     let pki = Pki::new();
     let listener = listen("tls:127.0.0.1:0", Some(pki.local("a")));
     let mut bare = ClientConfig::builder_with_provider(Arc::new(
@@ -139,9 +139,9 @@ fn a_client_without_a_certificate_is_refused() {
     })
     .with_no_client_auth();
     bare.alpn_protocols = vec![ALPN.to_vec()];
-    let (accepted, dialled) = meet(&listener, bare);
+    let (accepted, dialed) = meet(&listener, bare);
     assert!(matches!(accepted, TransportError::NoCertificate { .. }), "{accepted:?}");
-    assert!(dialled.to_string().contains("none was sent"), "{dialled:?}");
+    assert!(dialed.to_string().contains("none was sent"), "{dialed:?}");
 }
 
 #[test]
@@ -153,9 +153,9 @@ fn files_are_checked_and_never_overwritten() {
     let ca = pki.directory.path().join("ca");
     let request = IssueRequest::new("a", Validity::days(1));
     let error = pki::issue(&ca, &host, &request).unwrap_err().to_string();
-    assert!(error.contains("host.key: exists already"), "{error}");
+    assert!(error.contains("host.key: already exists"), "{error}");
     let error = pki::init(&ca, "x", Validity::days(1)).unwrap_err().to_string();
-    assert!(error.contains("ca.key: exists already"), "{error}");
+    assert!(error.contains("ca.key: already exists"), "{error}");
 
     let key = host.join("host.key");
     std::fs::set_permissions(&key, std::fs::Permissions::from_mode(0o640)).unwrap();
@@ -177,14 +177,14 @@ fn files_are_checked_and_never_overwritten() {
 }
 
 #[test]
-fn certificates_that_make_no_sense_are_not_made() {
+fn issue_refuses_invalid_requests() {
     let pki = Pki::new();
     let ca = pki.directory.path().join("ca");
     let out = pki.directory.path().join("out");
     for (name, validity, expected) in [
-        ("", Validity::days(1), "is no name"),
-        ("..", Validity::days(1), "is no name"),
-        ("a/b", Validity::days(1), "is no name"),
+        ("", Validity::days(1), "is not a valid name"),
+        ("..", Validity::days(1), "is not a valid name"),
+        ("a/b", Validity::days(1), "is not a valid name"),
         ("a", Validity::days(u32::MAX), "fewer days"),
         ("a", Validity { from_days: i64::MIN, until_days: 1 }, "fewer days"),
         ("a", Validity { from_days: 2, until_days: 1 }, "before it begins"),
@@ -192,6 +192,6 @@ fn certificates_that_make_no_sense_are_not_made() {
         let request = IssueRequest::new(name, validity);
         let error = pki::issue(&ca, &out, &request).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
-        assert!(!out.exists(), "nothing is left behind");
+        assert!(!out.exists(), "no file may remain");
     }
 }

@@ -27,7 +27,7 @@ fn message(version: u16, bytes: &[u8]) -> Result<ControlMessage, WireError> {
     decoded(version, bytes).map(|decoded| decoded.message)
 }
 
-/// A message with any body.
+/// A message with an arbitrary body and a valid checksum.
 fn sealed(number: u16, body: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::new();
     bytes.extend_from_slice(&(body.len() as u32).to_le_bytes());
@@ -46,12 +46,12 @@ struct Golden {
     message: ControlMessage,
     /// The body in version 1.
     tuple: &'static str,
-    /// What follows on it in version 2.
+    /// The fields that follow it in version 2.
     fields: &'static str,
 }
 
 impl Golden {
-    /// What a reader of version 1 has of it.
+    /// The message as a reader of version 1 decodes it.
     fn as_version_1(&self) -> ControlMessage {
         let mut message = self.message.clone();
         match &mut message {
@@ -173,20 +173,20 @@ fn check_golden(version: u16, body_of: impl Fn(&Golden) -> String) {
     }
 }
 
-/// Frozen: hosts of the release before speak it. If this test fails, the code is wrong.
+/// Frozen: the previous release speaks it. If this test fails, the code is wrong.
 #[test]
 fn golden_bytes_of_version_1() {
     check_golden(1, |golden| golden.tuple.to_owned());
 }
 
-/// If this test fails, the version must change.
+/// If this test fails, the protocol needs a new version.
 #[test]
 fn golden_bytes_of_version_2() {
     check_golden(2, |golden| format!("{}{}", golden.tuple, golden.fields));
     assert_eq!(*VERSIONS.end(), 2, "a newer version needs golden bytes of its own");
 }
 
-/// The header too, checksum and all.
+/// Includes the header and its checksum.
 #[test]
 fn golden_bytes_of_a_whole_message() {
     let ping = encoded(1, &ControlMessage::Ping { nonce: 1 });
@@ -200,14 +200,14 @@ fn version_1_has_no_fields() {
         let name = golden.message.name();
         let bytes = encoded(2, &golden.message);
         assert!(matches!(message(1, &bytes), Err(WireError::BadBody { .. })), "{name}");
-        // And who speaks version 2 need not send any.
+        // In version 2, every field may be missing.
         let bytes = encoded(1, &golden.message);
         assert_eq!(message(2, &bytes), Ok(golden.as_version_1()), "{name}");
     }
 }
 
 #[test]
-fn every_damaged_byte_is_noticed() {
+fn decode_detects_every_damaged_byte() {
     for (version, golden) in
         VERSIONS.flat_map(|version| goldens().into_iter().map(move |g| (version, g)))
     {
@@ -237,7 +237,7 @@ fn lengths_are_refused_before_the_body_is_read() {
 }
 
 #[test]
-fn what_is_left_over_is_an_error() {
+fn decode_refuses_leftover_bytes() {
     for version in VERSIONS {
         let error = message(version, &sealed(13, b"\x01\x00")).unwrap_err();
         assert_eq!(error.to_string(), "bad PING: 1 bytes are left over");
@@ -245,7 +245,7 @@ fn what_is_left_over_is_an_error() {
 }
 
 #[test]
-fn a_begin_outside_its_limits_is_refused() {
+fn begin_outside_its_limits_is_refused() {
     let begin = goldens().swap_remove(0).message;
     let mut no_lanes = begin.clone();
     let mut no_slots = begin;
@@ -261,9 +261,10 @@ fn a_begin_outside_its_limits_is_refused() {
     }
 }
 
-/// Numbers take eight times the bytes in memory that they take on the wire: of 64 MiB only the first few are read.
+/// Numbers take up to eight times their wire size in memory, so reading 64 MiB of them must stop
+/// early.
 #[test]
-fn lanes_beyond_the_limit_are_not_even_read() {
+fn final_stops_reading_at_the_lane_limit() {
     let lanes = MAX_FINAL_BYTES as usize - 8;
     let mut body = Vec::new();
     let mut length = lanes;
@@ -272,7 +273,7 @@ fn lanes_beyond_the_limit_are_not_even_read() {
         length >>= 7;
     }
     body.push(length as u8);
-    // Behind the 17th number there is none, so whoever reads on says so.
+    // The 17th number is the last valid one. A reader that goes on reports a different error.
     body.extend_from_slice(&[1; 17]);
     body.extend_from_slice(&[0xff; 16]);
     let error = ControlMessage::decode_body(FINAL, PROTOCOL_VERSION_MIN, &body).unwrap_err();
@@ -282,7 +283,7 @@ fn lanes_beyond_the_limit_are_not_even_read() {
 }
 
 #[test]
-fn a_field_with_another_content_is_refused() {
+fn field_with_invalid_content_is_refused() {
     let golden = goldens();
     for (index, field, content) in [
         (0, 1, &b"\x1b[2J"[..]),
@@ -301,7 +302,7 @@ fn a_field_with_another_content_is_refused() {
     }
 }
 
-/// Numbers and contents of fields, ascending, that no message of this release has.
+/// Fields in ascending order, with numbers that no message of this release uses.
 fn unknown_fields() -> impl Strategy<Value = Vec<(u16, Vec<u8>)>> {
     let content = prop::collection::vec(any::<u8>(), 0..40);
     prop::collection::btree_map(5_u16..0x8000, content, 1..6)
@@ -310,7 +311,7 @@ fn unknown_fields() -> impl Strategy<Value = Vec<(u16, Vec<u8>)>> {
 
 proptest! {
     #[test]
-    fn unknown_optional_fields_change_nothing(
+    fn unknown_optional_fields_are_ignored(
         golden in prop::sample::select((0..goldens().len()).collect::<Vec<_>>()),
         fields in unknown_fields(),
     ) {
@@ -323,7 +324,7 @@ proptest! {
     }
 
     #[test]
-    fn an_unknown_mandatory_field_is_refused_by_name(
+    fn unknown_mandatory_field_is_refused_by_number(
         golden in prop::sample::select((0..goldens().len()).collect::<Vec<_>>()),
         fields in unknown_fields(),
         which in any::<prop::sample::Index>(),
@@ -339,11 +340,12 @@ proptest! {
         let (name, field) = (golden.message.name(), fields[mandatory].0);
         prop_assert_eq!(&error, &WireError::UnknownField { message: name, field });
         let text = error.to_string();
-        prop_assert!(text.starts_with(&format!("{name} has the mandatory field {field}, ")), "{}", text);
+        let start = format!("{name} has the mandatory field {field}, ");
+        prop_assert!(text.starts_with(&start), "{}", text);
     }
 
     #[test]
-    fn fields_in_another_order_or_cut_off_are_refused(
+    fn fields_out_of_order_or_truncated_are_refused(
         golden in prop::sample::select((0..goldens().len()).collect::<Vec<_>>()),
         fields in unknown_fields(),
         again in any::<prop::sample::Index>(),
@@ -358,7 +360,7 @@ proptest! {
         let is_bad = |body: &[u8]| {
             matches!(message(2, &sealed(number, body)), Err(WireError::BadBody { .. }))
         };
-        // A piece of the last field's head is missing, or of its content.
+        // The last field's head or content is truncated.
         let last = fields[fields.len() - 1].1.len();
         prop_assert!(is_bad(&body[..body.len() - last.min(cut)]) || last == 0);
         prop_assert!(is_bad(&body[..body.len() - last - cut.min(5)]));
@@ -373,7 +375,7 @@ proptest! {
         number in 0_u16..20,
         body in prop::collection::vec(any::<u8>(), 0..200),
     ) {
-        // Whatever is read can be said again.
+        // Every decoded message must survive another encoding.
         if let Ok(read) = message(version, &sealed(number, &body)) {
             prop_assert_eq!(message(version, &encoded(version, &read)), Ok(read));
         }

@@ -1,5 +1,5 @@
-//! The twin of the queue of hints: what the specification says, read from memory word by word. It shares no code
-//! with the device.
+//! The reference model of the queue of hints: the specification, applied to memory word by word. It
+//! shares no code with the device.
 
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vmferry_balloon::Features;
@@ -15,7 +15,7 @@ pub enum Event {
     Complete(u32),
 }
 
-/// What the specification says of hints, and of a queue, once more.
+/// The state that the specification defines for hints and for a queue.
 #[derive(Clone)]
 pub struct Twin {
     pub features: u64,
@@ -130,7 +130,7 @@ impl Twin {
         self.features & feature.0 != 0
     }
 
-    /// One call for the queue of hints: what is reported, and whether more calls must follow.
+    /// One call for the queue of hints: the reported events, and whether more calls must follow.
     pub fn process(&mut self, image: &mut Image) -> (Vec<Event>, bool) {
         let mut events = vec![];
         let Some(mut ring) = self.ring.filter(|ring| !ring.broken) else { return (events, false) };

@@ -1,4 +1,4 @@
-//! The destination: its machine, its journal, and what it does for the machine.
+//! The destination: its machine, its journal, and the actions it carries out for the machine.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use vmferry_wire::{ControlMessage, SessionWord};
 use super::{SESSION, TOKEN, Wire, carried, failure, link_lost, open};
 use crate::input::Input;
 
-/// An action whose result is awaited.
+/// An action whose result is pending.
 enum Task {
     Prepare,
     Open,
@@ -27,7 +27,7 @@ enum Task {
 }
 
 pub struct DestinationHost {
-    /// None once its process has died: another one answers by the journal.
+    /// `None` once its process has died: another process answers from the journal.
     machine: Option<Destination>,
     journal: Vec<Record>,
     tasks: Vec<Task>,
@@ -65,7 +65,7 @@ impl DestinationHost {
         }
     }
 
-    /// Whether somebody answers who asks.
+    /// Whether this side answers queries.
     pub fn is_there(&self) -> bool {
         self.machine.is_none() || !self.journal.is_empty()
     }
@@ -84,7 +84,7 @@ impl DestinationHost {
         let mut budget = 1000;
         while let Some(action) = self.machine.as_mut().and_then(Destination::next_action) {
             budget -= 1;
-            assert!(budget > 0, "the destination goes on and on");
+            assert!(budget > 0, "the destination never stops acting");
             self.do_it(action, wire);
         }
     }
@@ -116,7 +116,7 @@ impl DestinationHost {
         self.handle(now, What::LaneLost { lane, attempt: 0, error: link_lost() }, wire);
     }
 
-    /// Lets the source go on with its session, if it may.
+    /// Lets the source resume its session, if it may.
     pub fn resume(&mut self, now: Duration, wire: &mut Wire) -> bool {
         let may = self.machine.as_ref().is_some_and(Destination::may_resume);
         if may {
@@ -135,7 +135,7 @@ impl DestinationHost {
         self.handle(now, What::LaneEnded { lane, sequence }, wire);
     }
 
-    /// The process dies. The next one knows what is on disk, and closes what was left open.
+    /// The process dies. The next one reads the journal and closes open sessions.
     pub fn die_and_recover(&mut self, input: &mut Input<'_>) {
         for task in std::mem::take(&mut self.tasks) {
             let record = match task {
@@ -167,10 +167,10 @@ impl DestinationHost {
     fn check_the_journal(&self) {
         let intent = self.has(|record| matches!(record, Record::RunIntent));
         let aborted = self.has(|record| matches!(record, Record::Aborted { .. }));
-        assert!(!(intent && aborted), "both words are in the journal");
+        assert!(!(intent && aborted), "both outcomes are in the journal");
     }
 
-    /// Ends one of the actions that are under way, well or badly.
+    /// Ends one of the pending actions with success or failure.
     pub fn finish_a_task(&mut self, now: Duration, input: &mut Input<'_>, wire: &mut Wire) {
         if self.tasks.is_empty() {
             return;
@@ -179,7 +179,7 @@ impl DestinationHost {
         let outcome = input.byte();
         let well = outcome < 0xe0;
         let result = || if well { Ok(()) } else { Err(failure()) };
-        // A write that failed may be on disk.
+        // A failed write may be on disk.
         let on_disk = well || outcome.is_multiple_of(2);
         let what = match task {
             Task::Prepare => What::Prepared(result()),
@@ -246,7 +246,7 @@ impl DestinationHost {
             Action::Load { .. } => self.tasks.push(Task::Load),
             Action::Hash { .. } => self.tasks.push(Task::Hash),
             Action::WriteIntent => {
-                assert!(self.loaded, "RUN-INTENT for a guest that is not whole");
+                assert!(self.loaded, "RUN-INTENT for a guest that is not complete");
                 self.tasks.push(Task::Intent);
             }
             Action::WriteAborted { reason } => self.tasks.push(Task::Aborted(reason)),
@@ -256,7 +256,7 @@ impl DestinationHost {
                 self.ran = true;
                 self.tasks.push(Task::Start);
             }
-            Action::Discard => assert!(!self.ran, "a running guest is thrown away"),
+            Action::Discard => assert!(!self.ran, "a running guest is discarded"),
             Action::ExpectLanes { .. } | Action::Report(_) => {}
         }
     }

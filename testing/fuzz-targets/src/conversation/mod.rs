@@ -1,9 +1,11 @@
-//! Any bytes, taken for what happens to a source and a destination: messages delivered or lost, actions that succeed
-//! or fail, channels that break, time that passes, processes that die, and, from a peer of ill will, any message at any time.
+//! Any bytes, read as events of a source and a destination: messages are delivered or lost, actions
+//! succeed or fail, channels break, time passes, processes die, and a malicious peer sends any
+//! message at any time.
 //!
-//! What must hold of each side whatever its peer says: no journal has both RUN-INTENT and ABORTED, nothing is said or
-//! done before it is journalled, and a source that has written COMMIT lets its guest run again on ABORTED, or an
-//! operator's order, and on nothing else. While nobody lies and no operator errs, at most one host runs the guest.
+//! These rules hold for each side whatever its peer sends. No journal has both RUN-INTENT and
+//! ABORTED. Nothing is sent or done before it is journaled. A source that has written COMMIT
+//! resumes its guest only on ABORTED or an operator's decision. If no message is forged and no
+//! operator errs, at most one host runs the guest.
 
 mod destination;
 mod source;
@@ -25,13 +27,13 @@ use self::source::SourceHost;
 use super::control;
 use super::input::Input;
 
-/// All zeros, so that a forged message is easily one of this session.
+/// All zeros, so that a forged message easily belongs to this session.
 const SESSION: SessionId = SessionId([0; 16]);
 const TOKEN: Token = Token([0; 16]);
-/// Longer than any conversation of worth.
+/// Longer than any useful conversation.
 const MOST_STEPS: usize = 600;
 
-/// What is under way between the hosts: on the control channel, or on the one by which a source asks.
+/// The messages in transit between the hosts, on the control channel or on a query channel.
 #[derive(Default)]
 pub struct Wire {
     /// Whether the source has the channel open, and whether the destination has.
@@ -50,22 +52,23 @@ impl Wire {
     }
 }
 
-/// Both hosts, and what is true of them together.
+/// Both hosts, and their common state.
 struct World {
     now: Duration,
     wire: Wire,
     source: SourceHost,
     destination: DestinationHost,
-    /// Nobody has forged a message, and no operator has said anything.
+    /// No message was forged, and no operator has decided anything.
     honest: bool,
 }
 
-/// Does what the bytes say until there are none.
+/// Executes the events of the bytes.
 pub fn run(data: &[u8]) {
     outcome(data);
 }
 
-/// The same; where both sides stand then, the destination by its journal if its process has died.
+/// The same. Returns the final state of both sides; the destination's is read from its journal if
+/// its process has died.
 pub fn outcome(data: &[u8]) -> (SourceState, Option<DestinationState>) {
     let mut input = Input(data);
     let mut world = World::new(&mut input);
@@ -114,7 +117,7 @@ impl World {
                 destination.tick(*now, wire);
             }
             12 => {
-                // Either side may be late to notice.
+                // Either side may notice it late.
                 let noticed = input.byte();
                 wire.cut();
                 if !noticed.is_multiple_of(3) {
@@ -174,13 +177,14 @@ impl World {
     }
 }
 
-/// A message as it comes out at the other end.
+/// A message after encoding and decoding.
 fn carried(message: &ControlMessage) -> ControlMessage {
     let mut bytes = Vec::new();
     message.encode(PROTOCOL_VERSION_MAX, &mut bytes);
     let (head, body) = bytes.split_at(CONTROL_HEADER_BYTES);
-    let header = ControlHeader::parse(head.try_into().unwrap()).expect("what a side says is right");
-    let read = header.decode(PROTOCOL_VERSION_MAX, body).expect("what a side says is right");
+    let header =
+        ControlHeader::parse(head.try_into().unwrap()).expect("a side sends valid messages");
+    let read = header.decode(PROTOCOL_VERSION_MAX, body).expect("a side sends valid messages");
     assert_eq!((&read.message, read.ignored.len()), (message, 0));
     read.message
 }

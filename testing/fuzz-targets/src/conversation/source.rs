@@ -1,4 +1,4 @@
-//! The source: its machine, its journal, and what it does for the machine.
+//! The source: its machine, its journal, and the actions it carries out for the machine.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ use crate::input::Input;
 
 const DIGEST: u64 = 7;
 
-/// An action whose result is awaited.
+/// An action whose result is pending.
 enum Task {
     Join,
     ResumeControl,
@@ -45,13 +45,14 @@ pub struct SourceHost {
     /// Whether the guest runs here.
     runs: bool,
     released: bool,
-    /// This process has read of COMMIT in the journal.
+    /// This process has read COMMIT in the journal.
     recovered: bool,
-    /// COMMIT is on disk, and no process has been told that it is not.
+    /// COMMIT is on disk, and no process has seen its write fail.
     committed: bool,
-    /// Somebody has said that the guest is this side's, after COMMIT.
+    /// The destination or an operator has said that the guest is this side's, after COMMIT.
     may_resume: bool,
-    /// COMMIT could not be written, was never sent, and may be on disk: the guest runs on, whatever the next process reads.
+    /// COMMIT could not be written, was never sent, and may be on disk. The guest runs on, whatever
+    /// the next process reads.
     ran_on: bool,
 }
 
@@ -131,7 +132,7 @@ impl SourceHost {
         }
     }
 
-    /// An operator can decide a handover in doubt. Whether one has.
+    /// Lets an operator decide a handover in doubt. Returns whether one has decided.
     pub fn operator_speaks(
         &mut self,
         now: Duration,
@@ -149,7 +150,7 @@ impl SourceHost {
         true
     }
 
-    /// Another process takes over beside the guest, which lives on, by the journal alone.
+    /// Another process takes over from the journal alone, next to the guest, which lives on.
     pub fn die_and_recover(&mut self, now: Duration, input: &mut Input<'_>, wire: &mut Wire) {
         if self.released {
             return;
@@ -164,14 +165,15 @@ impl SourceHost {
         let config = self.config.clone();
         let has_commit = self.journal.contains(&Record::Commit);
         let has_kept = self.journal.iter().any(|one| matches!(one, Record::Kept { .. }));
-        // A process before may have failed to write COMMIT and let the guest run on; the next one reads it.
+        // An earlier process may have failed to write COMMIT and resumed the guest; the next one
+        // reads that COMMIT.
         self.committed = has_commit && !has_kept;
         self.may_resume = false;
         self.machine = Source::recovered(config, &description(), &self.journal, now);
         self.act(wire);
     }
 
-    /// Ends one of the actions that are under way, well or badly.
+    /// Ends one of the pending actions with success or failure.
     pub fn finish_a_task(
         &mut self,
         now: Duration,
@@ -188,7 +190,7 @@ impl SourceHost {
         let took = Duration::from_millis(outcome.into());
         let what = match task {
             Task::Commit => {
-                // A write that failed may be on disk.
+                // A failed write may be on disk.
                 let on_disk = well || outcome.is_multiple_of(2);
                 if on_disk {
                     self.journal.push(Record::Commit);
@@ -246,7 +248,7 @@ impl SourceHost {
         let mut budget = 1000;
         while let Some(action) = self.machine.next_action() {
             budget -= 1;
-            assert!(budget > 0, "the source goes on and on");
+            assert!(budget > 0, "the source never stops acting");
             self.do_it(action, wire);
         }
         let handover = self.machine.handover();
@@ -300,16 +302,16 @@ impl SourceHost {
                 self.runs = true;
             }
             Action::Resume => {
-                assert!(!self.released, "a guest that was given up runs again");
+                assert!(!self.released, "a guest that was given away runs again");
                 assert!(
                     !self.committed || self.may_resume,
-                    "resumed after COMMIT without the word"
+                    "resumed after COMMIT without ABORTED or an operator's decision"
                 );
                 self.committed = false;
                 self.runs = true;
             }
             Action::Release => {
-                assert!(!self.runs || self.ran_on, "a running guest is given up");
+                assert!(!self.runs || self.ran_on, "a running guest is given away");
                 (self.runs, self.released) = (false, true);
             }
             Action::TellFree

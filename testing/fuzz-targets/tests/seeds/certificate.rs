@@ -1,33 +1,12 @@
-//! The seeds of the fuzz target of certificates through the same function.
+//! Runs the seeds of the fuzz target of certificates.
 
-use super::replay;
 use vmferry_fuzz_targets::certificate;
 
 use rcgen::{CertificateParams, KeyPair, SanType};
 use vmferry_transport::pki::{self, IssueRequest, Validity};
 
-#[test]
-fn every_seed_is_handled() {
-    replay::every_seed("certificate", certificate::run);
-}
-
-#[test]
-fn every_seed_cut_and_damaged_is_handled() {
-    replay::every_seed_cut_and_damaged("certificate", certificate::run, 400);
-}
-
-/// Keys are others each time.
-#[test]
-fn the_seeds_are_in_the_tree() {
-    replay::are_in_the_tree("certificate", seeds(), |_| true);
-}
-
-/// `cargo test -p vmferry-fuzz-targets -- --ignored` makes them anew.
-#[test]
-#[ignore = "writes the seeds"]
-fn write_the_seeds() {
-    replay::write("certificate", seeds());
-}
+// The generated keys differ each time.
+seed_tests!(certificate, places: 400, differs: |_| true);
 
 fn seeds() -> Vec<(String, Vec<u8>)> {
     let uri = |text: &str| SanType::URI(text.try_into().unwrap());

@@ -1,5 +1,4 @@
-//! The seeds of the fuzz targets through the same functions, so that what fuzzing has covered stays
-//! covered where there is no fuzzer.
+//! Runs the seeds of the codec's fuzz targets.
 
 mod seeds;
 
@@ -15,36 +14,36 @@ const TARGETS: [(&str, Target); 5] = [
 ];
 
 #[test]
-fn every_seed_is_handled() {
+fn seeds_are_handled() {
     for (name, run) in TARGETS {
         replay::every_seed(name, run);
     }
 }
 
-/// A cheap neighbourhood of each seed: frames are long, so that some places of each will do.
+/// A small neighborhood of each seed: frames are long, so only some positions of each are tried.
 #[test]
-fn every_seed_cut_and_damaged_is_handled() {
+fn cut_and_damaged_seeds_are_handled() {
     for (name, run) in TARGETS {
         replay::every_seed_cut_and_damaged(name, run, 24);
     }
 }
 
 #[test]
-fn the_seeds_of_frames_reach_the_memory() {
+fn seeds_of_frames_are_placed() {
     for (name, seed) in seeds::seeds("frame") {
         assert!(seeds::are_placed(&seed), "{name}");
     }
 }
 
-/// What zlib makes of the same bytes depends on the processor.
+/// zlib's output for the same bytes depends on the processor.
 #[test]
-fn the_seeds_are_in_the_tree() {
+fn seeds_are_in_the_tree() {
     for (target, _) in TARGETS {
         replay::are_in_the_tree(target, seeds::seeds(target), |name| name.starts_with("zlib-"));
     }
 }
 
-/// `cargo test -p vmferry-fuzz-targets -- --ignored` after a change of the formats.
+/// Run `cargo test -p vmferry-fuzz-targets -- --ignored` after a change of the formats.
 #[test]
 #[ignore = "writes the seeds"]
 fn write_the_seeds() {

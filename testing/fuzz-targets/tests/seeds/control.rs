@@ -1,6 +1,5 @@
-//! The seeds of the fuzz target of greetings and control messages through the same function.
+//! Runs the seeds of the fuzz target of greetings and control messages.
 
-use super::replay;
 use vmferry_fuzz_targets::control;
 
 use uuid::Uuid;
@@ -11,19 +10,11 @@ use vmferry_wire::{
     Release, Role, SessionId, SessionWord, Token,
 };
 
-#[test]
-fn every_seed_is_handled() {
-    replay::every_seed("control", control::run);
-}
+seed_tests!(control, places: 200, differs: |_| false);
 
+/// The seeds take the fuzzer past the headers.
 #[test]
-fn every_seed_cut_and_damaged_is_handled() {
-    replay::every_seed_cut_and_damaged("control", control::run, 200);
-}
-
-/// The fuzzer begins behind the headers, not before them.
-#[test]
-fn the_seeds_are_messages() {
+fn seeds_are_valid_messages() {
     for (number, message) in probes() {
         let mut bytes = Vec::new();
         message.encode(&mut bytes);
@@ -36,26 +27,14 @@ fn the_seeds_are_messages() {
     }
 }
 
-#[test]
-fn the_seeds_are_in_the_tree() {
-    replay::are_in_the_tree("control", seeds(), |_| false);
-}
-
-/// `cargo test -p vmferry-fuzz-targets -- --ignored` after a change of the formats.
-#[test]
-#[ignore = "writes the seeds"]
-fn write_the_seeds() {
-    replay::write("control", seeds());
-}
-
 fn body(message: &ControlMessage) -> Vec<u8> {
     let mut bytes = Vec::new();
     message.encode(PROTOCOL_VERSION_MAX, &mut bytes);
     bytes.split_off(CONTROL_HEADER_BYTES)
 }
 
-/// Each message as a seed of either sort, in the newest version of the protocol, and both greetings with messages of
-/// each version behind them.
+/// Each message as a seed of both kinds, in the newest protocol version, and both greetings
+/// followed by messages of each version.
 fn seeds() -> Vec<(String, Vec<u8>)> {
     let mut seeds = Vec::new();
     let mut all_sealed = vec![1];

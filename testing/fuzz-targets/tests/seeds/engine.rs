@@ -1,4 +1,4 @@
-//! The seeds of the fuzz targets of the engine through the same functions.
+//! Runs the seeds of the engine's fuzz targets.
 
 mod seeds;
 
@@ -11,23 +11,23 @@ const TARGETS: [(&str, Target); 3] =
     [("conversation", conversation::run), ("journal", journal::run), ("policy", policy::run)];
 
 #[test]
-fn every_seed_is_handled() {
+fn seeds_are_handled() {
     for (name, run) in TARGETS {
         replay::every_seed(name, run);
     }
 }
 
 #[test]
-fn every_seed_cut_and_damaged_is_handled() {
+fn cut_and_damaged_seeds_are_handled() {
     for (name, run) in TARGETS {
         replay::every_seed_cut_and_damaged(name, run, 200);
     }
 }
 
-/// The fuzzer begins behind the negotiation, not before it: some seeds end with a handover, some in
-/// doubt, some with the guest where it was.
+/// The seeds take the fuzzer past the negotiation: some conversations end with a handover, some in
+/// doubt, some with the guest at the source.
 #[test]
-fn the_seeds_of_conversations_reach_each_end() {
+fn seeds_of_conversations_reach_each_end() {
     let ends: Vec<_> =
         seeds::conversations().iter().map(|(_, seed)| conversation::outcome(seed)).collect();
     for wanted in [
@@ -41,13 +41,13 @@ fn the_seeds_of_conversations_reach_each_end() {
 }
 
 #[test]
-fn the_seeds_are_in_the_tree() {
+fn seeds_are_in_the_tree() {
     replay::are_in_the_tree("conversation", seeds::conversations(), |_| false);
     replay::are_in_the_tree("journal", seeds::journals(), |_| false);
     replay::are_in_the_tree("policy", seeds::policies(), |_| false);
 }
 
-/// `cargo test -p vmferry-fuzz-targets -- --ignored` after a change of what the bytes mean.
+/// Run `cargo test -p vmferry-fuzz-targets -- --ignored` after a change of the input format.
 #[test]
 #[ignore = "writes the seeds"]
 fn write_the_seeds() {

@@ -1,9 +1,8 @@
-//! The seeds of the fuzz target of files that are inspected, through the same function.
+//! Runs the seeds of the fuzz target of inspected files.
 
 #[path = "../../../../apps/inspect/tests/sessions/support/mod.rs"]
 mod support;
 
-use super::replay;
 use vmferry_fuzz_targets::inspect::{self, RUNS, SEALED};
 
 use self::support::{Recorded, VERSIONS};
@@ -11,19 +10,11 @@ use vmferry_handover::journal::Record;
 use vmferry_transport::RECORDING_HEADER_BYTES;
 use vmferry_wire::{CONTROL_HEADER_BYTES, FRAME_HEADER_BYTES};
 
-#[test]
-fn every_seed_is_handled() {
-    replay::every_seed("inspect", inspect::run);
-}
+seed_tests!(inspect, places: 60, differs: |_| false);
 
+/// The seeds take the fuzzer past the checksums, to both kinds of frames.
 #[test]
-fn every_seed_cut_and_damaged_is_handled() {
-    replay::every_seed_cut_and_damaged("inspect", inspect::run, 60);
-}
-
-/// The fuzzer begins behind the checksums, among frames of both kinds.
-#[test]
-fn what_is_sealed_is_read_whatever_its_checksums_are() {
+fn sealed_input_is_read_with_any_checksums() {
     for (recorded, wanted) in [(Recorded::new(2, 1), "run"), (Recorded::carried(2), "segment")] {
         let files = [&recorded.control, &recorded.control_back, &recorded.data];
         let right = inspect::read(&seed(2 | RUNS, files.map(|file| without_header(file))));
@@ -44,18 +35,6 @@ fn what_is_sealed_is_read_whatever_its_checksums_are() {
         assert!(inspect::read(&seed(2 | RUNS, files)).len() < 10);
         assert_eq!(inspect::read(&seed(2 | RUNS | SEALED, files)), right);
     }
-}
-
-#[test]
-fn the_seeds_are_in_the_tree() {
-    replay::are_in_the_tree("inspect", seeds(), |_| false);
-}
-
-/// `cargo test -p vmferry-fuzz-targets -- --ignored` after a change of a format.
-#[test]
-#[ignore = "writes the seeds"]
-fn write_the_seeds() {
-    replay::write("inspect", seeds());
 }
 
 fn seeds() -> Vec<(String, Vec<u8>)> {

@@ -1,41 +1,23 @@
-//! The seeds of the fuzz target of QMP's answers through the same function.
+//! Runs the seeds of the fuzz target of QMP answers.
 
-use super::replay;
 use vmferry_fuzz_targets::qmp;
 
 use serde_json::{Value, json};
 use vmferry_qemu::answers::READERS;
 
-#[test]
-fn every_seed_is_handled() {
-    replay::every_seed("qmp", qmp::run);
-}
+seed_tests!(qmp, places: 100, differs: |_| false);
 
-#[test]
-fn every_seed_cut_and_damaged_is_handled() {
-    replay::every_seed_cut_and_damaged("qmp", qmp::run, 100);
-}
-
-#[test]
-fn the_seeds_are_in_the_tree() {
-    replay::are_in_the_tree("qmp", seeds(), |_| false);
-}
-
-/// `cargo test -p vmferry-fuzz-targets -- --ignored` makes them anew.
-#[test]
-#[ignore = "writes the seeds"]
-fn write_the_seeds() {
-    replay::write("qmp", seeds());
-}
-
-/// For each reader a greeting, and the answers to what it asks; and whatever does not belong there.
+/// For each reader a greeting and the answers to its commands, and invalid output.
 fn seeds() -> Vec<(String, Vec<u8>)> {
     let greeting =
         json!({ "QMP": { "version": { "qemu": { "major": 10, "minor": 0, "micro": 2 } } } });
     let cpus = json!([{ "thread-id": 1, "cpu-index": 0 }]);
     let begun = [greeting.clone(), of(json!({})), of(cpus.clone())];
-    let tree = "bus: main-system-bus\r\n  dev: virtio-blk-pci, id \"disk\"\r\n    class SCSI controller, \
-                addr 00:03.0, pci id 1af4:1001\r\n  dev: vhost-user-fs-pci, id \"\"\r\n";
+    let tree = "\
+        bus: main-system-bus\r\n\
+        \x20 dev: virtio-blk-pci, id \"disk\"\r\n\
+        \x20   class SCSI controller, addr 00:03.0, pci id 1af4:1001\r\n\
+        \x20 dev: vhost-user-fs-pci, id \"\"\r\n";
     let seen = tree.replace("vhost-user-fs-pci", "virtio-9p-pci");
     let blocks = "Block Name PSize Offset Used Total HVA RO\n ram 4 KiB 0x0 0x20000000 0x20000000 \
                   0x7f54c7fff000 rw\n a b 2 MiB 0x20080000 0x20000 0x200000\n \
@@ -89,7 +71,7 @@ fn seeds() -> Vec<(String, Vec<u8>)> {
     let deep = "[".repeat(4000);
     let line = format!("\0{greeting}\n{{\"return\":{deep}");
     seeds.push(("deep".into(), line.into_bytes()));
-    // What QEMU calls things can be as long as it likes, and errors tell of it.
+    // QEMU's names can be of any length, and errors quote them.
     let long = "x".repeat(9000);
     for (name, reader, answers) in [
         ("long-refusal", 0, vec![json!({ "error": { "class": "GenericError", "desc": long } })]),
@@ -121,7 +103,7 @@ fn seeds() -> Vec<(String, Vec<u8>)> {
     seeds
 }
 
-/// What QEMU returns.
+/// A return value of QEMU.
 fn of(value: Value) -> Value {
     json!({ "return": value })
 }

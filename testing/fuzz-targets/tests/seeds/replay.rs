@@ -1,11 +1,11 @@
-//! The seeds of a fuzz target through its body, where there is no fuzzer.
+//! Runs the seeds of a fuzz target through its body, without a fuzzer.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use vmferry_fuzz_targets::Target;
 
-/// Where a target's seeds are.
+/// The directory of a target's seeds.
 pub fn corpus(target: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(target)
 }
@@ -30,7 +30,8 @@ pub fn every_seed(target: &str, run: Target) {
     }
 }
 
-/// Runs a cheap neighbourhood of each seed: so many of its lengths, and a bit at as many places of it.
+/// Runs a small neighborhood of each seed: `places` of its prefixes, and a flipped bit at as many
+/// positions.
 pub fn every_seed_cut_and_damaged(target: &str, run: Target, places: usize) {
     for (path, mut data) in in_the_tree(target) {
         let step = data.len() / places + 1;
@@ -44,7 +45,8 @@ pub fn every_seed_cut_and_damaged(target: &str, run: Target, places: usize) {
     }
 }
 
-/// Writes a target's seeds into the tree, and removes those that are not made any more. What a fuzzer has found stays.
+/// Writes a target's seeds into the tree, and removes those that are no longer generated. Inputs
+/// found by a fuzzer stay.
 pub fn write(target: &str, seeds: impl IntoIterator<Item = (String, Vec<u8>)>) {
     std::fs::create_dir_all(corpus(target)).unwrap();
     for (name, _) in generated(target) {
@@ -56,8 +58,9 @@ pub fn write(target: &str, seeds: impl IntoIterator<Item = (String, Vec<u8>)>) {
     }
 }
 
-/// The seeds in the tree are those that are made, so that a change of a format, or of what a target's bytes mean, does not
-/// leave the fuzzer with seeds that mean nothing. `differs`: those that are made anew each time, of which the name counts.
+/// Checks that the tree has exactly the generated seeds, so that after a change of a format or of a
+/// target's input the fuzzer has no meaningless seeds. `differs` selects the seeds that differ each
+/// time they are generated; only their names are compared.
 pub fn are_in_the_tree(
     target: &str,
     seeds: impl IntoIterator<Item = (String, Vec<u8>)>,
@@ -67,26 +70,29 @@ pub fn are_in_the_tree(
     for (name, seed) in seeds {
         let found = left.remove(&name);
         let found = found.unwrap_or_else(|| panic!("{target} has no seed {name} in the tree"));
-        assert!(found == seed || differs(&name), "{name} of {target} is another one in the tree");
+        assert!(
+            found == seed || differs(&name),
+            "{name} of {target} differs from the one in the tree"
+        );
     }
     let left: Vec<String> = left.into_keys().collect();
-    assert!(left.is_empty(), "nothing makes these seeds of {target}: {left:?}");
+    assert!(left.is_empty(), "these seeds of {target} are no longer generated: {left:?}");
 }
 
-/// The target's seeds in the tree that no fuzzer has found, by name.
+/// The target's generated seeds in the tree, by name.
 fn generated(target: &str) -> BTreeMap<String, Vec<u8>> {
     let name = |path: &str| path.rsplit('/').next().unwrap_or(path).to_owned();
     let seeds = in_the_tree(target).into_iter().map(|(path, seed)| (name(&path), seed));
     seeds.filter(|(name, _)| !is_found(name)).collect()
 }
 
-/// A fuzzer names what it finds by a SHA-1, with `crash-` or the like before it.
+/// A fuzzer names its inputs by a SHA-1, with a prefix such as `crash-`.
 fn is_found(name: &str) -> bool {
     let hash = name.rsplit('-').next().unwrap_or(name);
     hash.len() == 40 && hash.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
-/// Runs a target, and says with which bytes it was if it panics.
+/// Runs a target, and names the input if the target panics.
 fn named(path: &str, run: Target, data: &[u8]) {
     let result = std::panic::catch_unwind(|| run(data));
     assert!(result.is_ok(), "{path}, perhaps changed: {data:02x?}");

@@ -1,4 +1,4 @@
-//! The seeds of the fuzz target of saved states through the same function.
+//! Runs the seeds of the fuzz target of saved states.
 
 use super::replay;
 use vmferry_fuzz_targets::state;
@@ -11,24 +11,24 @@ use vmferry_microvm::{GuestKind, Machine, MachineConfig};
 use vmferry_wire::GuestIdentity;
 
 #[test]
-fn every_seed_is_handled() {
+fn seeds_are_handled() {
     replay::every_seed("state", state::run);
 }
 
 #[test]
-fn every_seed_cut_and_damaged_is_handled() {
+fn cut_and_damaged_seeds_are_handled() {
     replay::every_seed_cut_and_damaged("state", state::run, 60);
 }
 
-/// The fuzzer begins behind the container, not before it.
+/// The seeds take the fuzzer past the container's checks.
 #[test]
-fn the_seeds_are_states() {
+fn seeds_are_valid_states() {
     for (path, seed) in replay::in_the_tree("state") {
         assert!(StateReader::parse(&seed[1..]).is_ok(), "{path}");
     }
 }
 
-/// The state of a machine of its kind that has run.
+/// The state of a machine of this kind that has run.
 fn saved(kind: GuestKind, vcpus: u8, balloon: bool) -> Vec<u8> {
     let mut machine = Machine::new(MachineConfig {
         identity: GuestIdentity { uuid: uuid::Uuid::from_u128(7), name: "seed".into() },
@@ -44,7 +44,7 @@ fn saved(kind: GuestKind, vcpus: u8, balloon: bool) -> Vec<u8> {
     machine.save().unwrap().to_vec()
 }
 
-/// Machines of which there are seeds: name, kind, vCPUs, and whether it has a balloon.
+/// The machines with seeds: name, kind, vCPUs, and whether it has a balloon.
 const MACHINES: [(&str, GuestKind, u8, bool); 5] = [
     ("process", GuestKind::Process, 1, false),
     ("process-two", GuestKind::Process, 2, false),
@@ -53,10 +53,10 @@ const MACHINES: [(&str, GuestKind, u8, bool); 5] = [
     ("kvm-two", GuestKind::Kvm, 2, false),
 ];
 
-/// A guest has run, for longer or not as long, and KVM's vCPUs are those of a processor: of the seeds of machines the names
-/// count, and where no KVM is needed which sections they have.
+/// The saved states differ between runs and, on KVM, between processors. So only the names of the
+/// seeds are compared, and for machines that need no KVM also their sections.
 #[test]
-fn the_seeds_are_in_the_tree() {
+fn seeds_are_in_the_tree() {
     let made = seeds(|kind, vcpus, balloon| match kind {
         GuestKind::Kvm | GuestKind::Auto => Vec::new(),
         GuestKind::Process => saved(kind, vcpus, balloon),
@@ -77,14 +77,15 @@ fn sections(seed: &[u8]) -> Vec<(String, u16, usize)> {
     sections.map(|one| of(one.name(), one.version(), one.payload())).collect()
 }
 
-/// `cargo test -p vmferry-fuzz-targets -- --ignored`, where there is /dev/kvm, after a change of the format.
+/// Run `cargo test -p vmferry-fuzz-targets -- --ignored` on a host with /dev/kvm after a change of
+/// the format.
 #[test]
 #[ignore = "writes the seeds"]
 fn write_the_seeds() {
     replay::write("state", seeds(saved));
 }
 
-/// A state of each machine, and of none, as it is and to be sealed.
+/// A state of each machine and an empty one, both unchanged and with corrected checksums.
 fn seeds(state: impl Fn(GuestKind, u8, bool) -> Vec<u8>) -> Vec<(String, Vec<u8>)> {
     let machines = MACHINES.map(|(name, kind, vcpus, balloon)| (name, state(kind, vcpus, balloon)));
     let empty = ("empty", StateWriter::new().finish().to_vec());

@@ -9,25 +9,25 @@ use vmferry_wire::FrameHeader;
 
 use crate::network::ChannelId;
 
-/// What one lane has received.
+/// The received data of one lane.
 pub(super) struct Lane {
     pub(super) channel: ChannelId,
-    /// How often that was dialled before.
+    /// How often its channel was dialed before.
     pub(super) attempt: u64,
     pub(super) frames: FrameReader<Cursor<Vec<u8>>>,
     pub(super) placer: Placer,
     pub(super) progress: LaneProgress,
     /// Its channel is broken, or a frame was wrong: nothing more is read from it.
     pub(super) ended: bool,
-    /// A frame could not be placed, and nothing may follow it.
+    /// A frame could not be placed, and no later one may be.
     pub(super) failed: bool,
-    /// The last frame that was placed, whatever the engine's own count says.
+    /// The last frame that was placed, independent of the engine's own count.
     pub(super) last: u64,
 }
 
 impl Lane {
-    /// Reads a frame and places it, in part if it is cut off, as the receiving thread and a worker do. `None` for
-    /// one that is placed already, unless it is to be placed `again`.
+    /// Reads a frame and places it, partially if it is cut off, as the receiving thread and a
+    /// worker do. `None` for a frame that is placed already, unless `again` is set.
     pub(super) fn receive(
         &mut self,
         number: u8,

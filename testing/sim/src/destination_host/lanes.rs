@@ -1,4 +1,4 @@
-//! The destination's lanes, which outlive their channels, and a control channel that is made again.
+//! The destination's lanes, which outlive their channels, and a reconnected control channel.
 
 use std::io::Cursor;
 use std::sync::Arc;
@@ -13,11 +13,13 @@ use super::lane::Lane;
 use super::send;
 use super::session::Session;
 use crate::guest::Guest;
+use crate::host::Host;
 use crate::network::{ChannelId, Network};
-use crate::plan::{Host, Sabotage};
+use crate::plan::Sabotage;
 
 impl Session {
-    /// Takes a data channel for a lane, perhaps not the first. What to answer, and how far the lane is.
+    /// Adds a data channel to a lane, possibly not its first. Returns the answer, and the lane's
+    /// last placed frame.
     pub(super) fn join(
         &mut self,
         channel: ChannelId,
@@ -67,7 +69,7 @@ impl Session {
         Ok(placed)
     }
 
-    /// Goes on with a source that has made the control channel again.
+    /// Continues with a source that has reconnected the control channel.
     pub(super) fn resume(
         &mut self,
         channel: ChannelId,
@@ -87,7 +89,7 @@ impl Session {
         HelloStatus::Ok
     }
 
-    /// Says of every lane how far it is.
+    /// Acknowledges the last placed frame of every lane.
     pub(super) fn acknowledge(&self, network: &mut Network) {
         let Some(control) = self.links.get(&LinkId::CONTROL) else { return };
         for (&lane, at) in &self.lanes {
@@ -112,12 +114,13 @@ impl Session {
         if std::mem::replace(&mut lane.ended, true) {
             return None;
         }
-        // Where only one direction is cut, the source is to hear of it too.
+        // If only one direction is cut, the source must notice the end too.
         network.close(lane.channel, Host::Destination);
         Some(Input::LaneLost { lane: number, attempt: lane.attempt, error })
     }
 
-    /// A frame, or a part of one that was cut off. It must be the one after the last, on whatever channel.
+    /// Places a frame, or a part of one that was cut off. It must be the one after the last frame,
+    /// whatever its channel.
     pub(super) fn place(
         &mut self,
         number: u8,

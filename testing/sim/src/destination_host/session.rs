@@ -1,4 +1,4 @@
-//! A session at the destination: what it has in its hands, and how it carries the machine's actions out.
+//! A session at the destination: its resources, and how it carries out the machine's actions.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,21 +17,22 @@ use super::lane::Lane;
 use super::send;
 use crate::disk::{Disk, SimJournal};
 use crate::guest::Vm;
+use crate::host::Host;
 use crate::network::{ChannelId, Event, Network};
-use crate::plan::{Host, Sabotage};
+use crate::plan::Sabotage;
 
 pub(super) struct Session {
     pub(super) machine: Destination,
     vm: Vm,
     pub(super) token: Token,
     pub(super) links: BTreeMap<LinkId, ChannelId>,
-    /// How often the control channel was dialled before.
+    /// How often the control channel was dialed before.
     pub(super) attempt: u64,
     journal: Option<SimJournal>,
     pub(super) memory: Option<(GuestMemory, Arc<PageHashes>)>,
     pub(super) expected_lanes: u8,
     pub(super) lanes: BTreeMap<u8, Lane>,
-    /// The FINAL that was heard last, for those who are told to remember it.
+    /// The last FINAL that was received, for the sabotage that remembers it.
     pub(super) heard_final: Option<ControlMessage>,
     pub(super) sabotage: Option<Sabotage>,
 }

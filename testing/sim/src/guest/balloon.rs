@@ -1,4 +1,5 @@
-//! The simulated guest's free pages: freed, hinted late or never, and used again before anybody has said that they may be.
+//! The simulated guest's free pages: freed, hinted late or never, and used again before the host
+//! allows it.
 
 use std::collections::BTreeSet;
 
@@ -8,30 +9,30 @@ use vmferry_memory::PAGE_SIZE;
 
 use super::{Guest, Page};
 
-/// What the guest's balloon driver knows.
+/// The state of the guest's balloon driver.
 #[derive(Default)]
 pub struct Balloon {
     /// Pages whose content the guest does not need.
     free: BTreeSet<Page>,
-    /// Where it hints, while it is asked.
+    /// Where it sends hints while hinting is active.
     hints: Option<FreePageHints>,
-    /// Pages that were free while it was asked, on their way to the device. Some are used again meanwhile, and
-    /// some are asked for no more.
+    /// Pages that were free during hinting and are on their way to the device. Some are used again
+    /// meanwhile, and some hints arrive after hinting has stopped.
     on_the_way: Vec<(Page, FreePageHints)>,
 }
 
 impl Balloon {
-    /// Whether a page is of no account.
+    /// Whether a page's content does not matter.
     pub fn is_free(&self, page: Page) -> bool {
         self.free.contains(&page)
     }
 
-    /// The page is written, and so in use.
+    /// The page is written, and so it is in use.
     pub fn uses(&mut self, page: Page) {
         self.free.remove(&page);
     }
 
-    /// The page is not in use any more.
+    /// The page is no longer in use.
     pub fn frees(&mut self, page: Page) {
         self.free.insert(page);
     }
@@ -41,7 +42,7 @@ impl Balloon {
         self.free.iter().copied()
     }
 
-    /// The driver does a little: it takes a free page, or passes one on to the device.
+    /// Does one step of the driver: takes a free page, or passes one on to the device.
     pub fn work(&mut self, rng: &mut Rng) {
         if let Some(hints) = &self.hints
             && !self.free.is_empty()
@@ -58,7 +59,7 @@ impl Balloon {
     }
 }
 
-/// The device: what the driver still has on its way when it is stopped comes all the same, and too late.
+/// The device. Hints that are still on their way when hinting stops arrive too late.
 impl FreePages for Guest {
     fn name(&self) -> &'static str {
         "simulated balloon"

@@ -1,15 +1,15 @@
-//! The simulated guest's dirty log, which protects pages as those of a kernel do.
+//! The simulated guest's dirty log, which write-protects pages as a kernel's log does.
 
 use std::collections::BTreeSet;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use parking_lot::Mutex;
 use vmferry_dirty::{DirtyLog, DirtyLogError};
 use vmferry_memory::{PageSet, SlotId};
 
 use super::Page;
 
-/// A log of every page that the guest writes: the first write to a page is seen, and then none until the page
-/// is protected again, just before it is read.
+/// A log of every page that the guest writes. It sees the first write to a page, and no further
+/// write until the page is write-protected again, just before it is read.
 #[derive(Default)]
 pub struct WriteLog(Mutex<LogState>);
 
@@ -17,7 +17,7 @@ pub struct WriteLog(Mutex<LogState>);
 struct LogState {
     logging: bool,
     pages: BTreeSet<Page>,
-    /// Writes to these are not seen.
+    /// Pages whose writes are not seen.
     unprotected: BTreeSet<Page>,
     forgets: bool,
 }
@@ -25,19 +25,15 @@ struct LogState {
 impl WriteLog {
     /// The guest writes a page.
     pub fn mark(&self, page: Page) {
-        let mut state = self.lock();
+        let mut state = self.0.lock();
         if state.logging && state.unprotected.insert(page) {
             state.pages.insert(page);
         }
     }
 
-    /// From now on it loses a page at each harvest.
+    /// From now on the log loses a page at each harvest.
     pub fn forget(&self) {
-        self.lock().forgets = true;
-    }
-
-    fn lock(&self) -> MutexGuard<'_, LogState> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().forgets = true;
     }
 }
 
@@ -47,7 +43,7 @@ impl DirtyLog for WriteLog {
     }
 
     fn start(&self) -> Result<(), DirtyLogError> {
-        let mut state = self.lock();
+        let mut state = self.0.lock();
         state.pages.clear();
         state.unprotected.clear();
         state.logging = true;
@@ -55,7 +51,7 @@ impl DirtyLog for WriteLog {
     }
 
     fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
-        let mut state = self.lock();
+        let mut state = self.0.lock();
         if state.forgets {
             state.pages.pop_last();
         }
@@ -66,7 +62,7 @@ impl DirtyLog for WriteLog {
     }
 
     fn rearm(&self, slot: SlotId, first_word: usize, words: &[u64]) -> Result<(), DirtyLogError> {
-        let mut state = self.lock();
+        let mut state = self.0.lock();
         state.unprotected.retain(|&(its_slot, page)| {
             let word = (page / 64) as usize;
             let bits = word.checked_sub(first_word).and_then(|word| words.get(word));
@@ -76,7 +72,7 @@ impl DirtyLog for WriteLog {
     }
 
     fn stop(&self) -> Result<(), DirtyLogError> {
-        self.lock().logging = false;
+        self.0.lock().logging = false;
         Ok(())
     }
 }

@@ -1,10 +1,11 @@
-//! Steps of a migration that a host's process carries out itself.
+//! The steps of a migration that a host's process carries out itself.
 
-use super::Host;
+use strum::VariantArray;
 
-/// What a host's process does itself, and may take long for: calls into a VMM, and writes to a
-/// journal.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+use crate::host::Host;
+
+/// A step of a host's process that may take long: a call into a VMM, or a write to a journal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, VariantArray)]
 pub enum Step {
     /// The source starts the dirty log.
     StartLog,
@@ -18,7 +19,7 @@ pub enum Step {
     Save,
     /// The source writes COMMIT.
     WriteCommit,
-    /// The destination makes its memory.
+    /// The destination allocates its memory.
     Prepare,
     /// The destination writes OPEN.
     Open,
@@ -31,22 +32,10 @@ pub enum Step {
 }
 
 impl Step {
-    /// All of them.
-    pub const ALL: [Self; 11] = [
-        Self::StartLog,
-        Self::Harvest,
-        Self::Pause,
-        Self::HarvestLast,
-        Self::Save,
-        Self::WriteCommit,
-        Self::Prepare,
-        Self::Open,
-        Self::Load,
-        Self::WriteIntent,
-        Self::Run,
-    ];
+    /// All steps.
+    pub const ALL: &'static [Self] = Self::VARIANTS;
 
-    /// Whose step it is.
+    /// The host that carries it out.
     #[must_use]
     pub fn host(self) -> Host {
         match self {

@@ -1,4 +1,5 @@
-//! The source's attempts to reach the destination: to ask, to go on with its session, to make a lane again.
+//! The source's attempts to reach the destination: to query it, to resume its session, to reconnect
+//! a lane.
 
 use std::time::Duration;
 
@@ -12,10 +13,10 @@ use vmferry_wire::{
 
 use super::{Process, SourceHost, send};
 use crate::dial::Dial;
+use crate::host::Host;
 use crate::network::{ChannelId, Event, Network};
-use crate::plan::Host;
 
-/// How long a dialled host may not answer.
+/// Timeout for the answer of a dialed host.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// An attempt that waits for its time or for its answer.
@@ -25,7 +26,7 @@ pub(super) struct Dialling {
 }
 
 impl Process {
-    /// Dials after a while, and gives up the attempt before at the same channel.
+    /// Dials after a delay, and gives up the previous attempt for the same channel.
     pub(super) fn dial(
         &mut self,
         role: Role,
@@ -51,7 +52,7 @@ impl Process {
         Some(self.dialling.swap_remove(at))
     }
 
-    /// The channel that is being dialled has ended.
+    /// The channel that is being dialed has ended.
     pub(super) fn dialled_in_vain(&mut self, channel: ChannelId) -> Option<Input> {
         let dialling = self.take_dialling(|known| known.channel == Some(channel))?;
         let end = std::io::ErrorKind::UnexpectedEof.into();
@@ -151,12 +152,12 @@ impl SourceHost {
     }
 }
 
-/// The greeting of a channel that was not dialled before.
+/// The greeting of a channel that was not dialed before.
 pub(super) fn hello(role: Role, lane: u8, token: Token) -> Vec<u8> {
     Dial { role, lane, token, attempt: 0, number: 0 }.hello()
 }
 
-/// What the destination answers to a greeting: how far it is with a lane.
+/// Parses the destination's answer to a greeting, and returns the lane's last placed frame.
 pub(super) fn greeted(bytes: &[u8]) -> Result<u64, MigrateError> {
     let end = std::io::ErrorKind::UnexpectedEof.into();
     let bytes: &[u8; HELLO_REPLY_BYTES] =
@@ -173,6 +174,6 @@ pub(super) fn greeted(bytes: &[u8]) -> Result<u64, MigrateError> {
 }
 
 fn refused(status: HelloStatus) -> MigrateError {
-    let reason = Reason::new(ReasonCode::Unauthorised, &format!("it answers {status:?}"));
+    let reason = Reason::new(ReasonCode::Unauthorized, &format!("it answers {status:?}"));
     MigrateError::Refused { peer: "destination", reason }
 }

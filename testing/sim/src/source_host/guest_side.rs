@@ -1,4 +1,4 @@
-//! What the source's process does to the guest: its log, its pages, its life.
+//! The source process's work on the guest: its log, its pages, its life.
 
 use std::time::Duration;
 
@@ -30,7 +30,7 @@ impl Process {
         Ok(Input::Harvested { pages, took, stood_still: Duration::ZERO })
     }
 
-    /// Makes a round's frames, and sends them as far as the channels go.
+    /// Builds a round's frames and sends them as far as the channels go.
     pub(super) fn send_round(
         &mut self,
         round: u32,
@@ -46,7 +46,7 @@ impl Process {
         Ok(())
     }
 
-    /// A lane's frames of a round, each encoded in any way, while the guest writes.
+    /// A lane's frames of a round, each with a random encoding, while the guest writes.
     fn make_frames(
         &mut self,
         number: u8,
@@ -80,7 +80,7 @@ impl Process {
                     totals.free_pages = free;
                     Some(totals)
                 }
-                // Nothing is held back here.
+                // Nothing is withheld here.
                 Task::Wait => continue,
             };
             lane.sequence += 1;
@@ -95,7 +95,7 @@ impl Process {
         Ok(())
     }
 
-    /// Lets the guest run on after its last harvest.
+    /// Resumes the guest after its last harvest.
     pub(super) fn recall(&mut self) -> Option<Input> {
         if self.sabotage == Some(Sabotage::StayPaused) {
             return None;
@@ -105,12 +105,12 @@ impl Process {
         Some(Input::Failed(MigrateError::Vm { action: "let the guest run on", source }))
     }
 
-    /// Whether a lost lane is kept from the machine, and the guest runs on all the same.
+    /// Sabotage: whether a lost lane is hidden from the machine, and the guest resumed without it.
     pub(super) fn runs_on_before_ready(&mut self) -> bool {
         let sabotaged = self.sabotage == Some(Sabotage::RunOnBeforeReady)
             && self.machine.phase_name() == "the wait for READY";
         if sabotaged {
-            // One that does not run on breaks nothing.
+            // A guest that is not resumed breaks nothing.
             let _ = self.held.resume(self.machine.handover());
         }
         sabotaged
@@ -136,7 +136,7 @@ impl Process {
         Input::CommitWritten(committed.map_err(Into::into))
     }
 
-    /// What a process that was started again holds: whatever stands still is somebody's promise.
+    /// What a restarted process holds: a paused guest may have been promised away.
     pub(super) fn recover(&mut self, guest: &Guest) {
         self.held = match self.held.take() {
             SourceGuest::Running(running) if !guest.is_running() => {
@@ -147,8 +147,8 @@ impl Process {
     }
 }
 
-/// Ways to encode a frame. Zlib is left out: its bytes are not the same on every machine, and a schedule is
-/// to be.
+/// Encodings of a frame. Zlib is left out: its output differs between machines, and a schedule must
+/// be reproducible.
 const CHOICES: [Choice; 4] = [
     Choice { pack: None, delta: DeltaUse::Make },
     Choice { pack: Some(Method::lz4()), delta: DeltaUse::Make },

@@ -1,5 +1,5 @@
-//! The source's lanes: each keeps what it has sent until the destination says that it is placed, and outlives
-//! its channel.
+//! The source's lanes. Each keeps the frames it has sent until the destination has placed them, and
+//! outlives its channel.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -13,28 +13,29 @@ use vmferry_wire::{Role, Token};
 
 use super::Process;
 use super::dialling::{greeted, hello};
+use crate::host::Host;
 use crate::network::{ChannelId, Event, Network};
-use crate::plan::{Host, Sabotage};
+use crate::plan::Sabotage;
 
 pub(super) struct Lane {
     pub(super) plan: LanePlan,
     pub(super) channel: ChannelId,
-    /// How often that was dialled before.
+    /// How often its channel was dialed before.
     pub(super) attempt: u64,
     greeted: bool,
     /// Its channel ended before all lanes had one.
     ended_early: bool,
-    /// A frame could not be sent, and those after it wait for the next channel.
+    /// A frame could not be sent, and the following ones wait for the next channel.
     waits: bool,
-    /// Frames made so far, which number them.
+    /// The number of frames made so far, which numbers the frames.
     pub(super) sequence: u64,
     /// Frames that are made and not sent.
     pub(super) queue: VecDeque<Frame>,
-    /// Frames that are sent and, for all that is known, not placed.
+    /// Frames that are sent and not known to be placed.
     kept: VecDeque<(u64, Vec<u8>)>,
 }
 
-/// A frame's number and bytes, and what the round was with its last one.
+/// A frame's number and bytes, and the round that it ends, if it does.
 pub(super) struct Frame {
     pub(super) sequence: u64,
     pub(super) bytes: Vec<u8>,
@@ -64,11 +65,11 @@ impl Process {
         self.lanes.iter().position(|lane| lane.channel == channel).map(|lane| lane as u8)
     }
 
-    /// Something has come on a lane's channel: the answer to its greeting, and nothing else.
+    /// Handles bytes on a lane's channel: only the answer to its greeting is allowed.
     pub(super) fn heard_on_lane(&mut self, number: u8, bytes: &[u8]) -> Vec<Input> {
         let lane = &mut self.lanes[usize::from(number)];
         if lane.greeted {
-            let error = std::io::Error::other("the other side talks on a data channel");
+            let error = std::io::Error::other("the destination sends on a data channel");
             return vec![self.lane_lost(number, &error)];
         }
         if let Err(error) = greeted(bytes) {
@@ -101,7 +102,7 @@ impl Process {
         Input::LaneLost { lane, attempt, error }
     }
 
-    /// Whether a lane's present channel is the one that was dialled so often before.
+    /// Whether a lane's present channel was dialed this often before.
     pub(super) fn is_at(&self, lane: u8, attempt: u64) -> bool {
         self.lanes.get(usize::from(lane)).is_some_and(|lane| lane.attempt == attempt)
     }
@@ -113,7 +114,7 @@ impl Process {
         }
     }
 
-    /// Sends what is made, until the channel proves to be gone.
+    /// Sends the queued frames until the channel turns out to be lost.
     pub(super) fn send_queued(&mut self, number: u8, network: &mut Network) {
         let process = self.number;
         let lane = &mut self.lanes[usize::from(number)];
@@ -138,7 +139,7 @@ impl Process {
         }
     }
 
-    /// Goes on with a lane on a new channel: what is not placed is sent again first.
+    /// Continues a lane on a new channel. Frames that are not placed are sent again first.
     pub(super) fn rejoin(
         &mut self,
         number: u8,

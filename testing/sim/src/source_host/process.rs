@@ -1,4 +1,4 @@
-//! A process of the source: what it has in its hands, and how it carries the machine's actions out.
+//! A process of the source: its resources, and how it carries out the machine's actions.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,10 +22,11 @@ use super::lanes::Lane;
 use super::send;
 use crate::disk::SimJournal;
 use crate::guest::{Guest, Vm};
+use crate::host::Host;
 use crate::network::{ChannelId, Event, Network};
-use crate::plan::{Host, Sabotage};
+use crate::plan::Sabotage;
 
-/// Fewer copies of pages than the guest has hot ones, so that some are not held.
+/// Fewer copies of pages than the guest has hot ones, so that some are not kept.
 const HOT_BYTES: u64 = 32 * 4096;
 
 pub(super) struct Process {
@@ -37,12 +38,12 @@ pub(super) struct Process {
     hashes: Arc<PageHashes>,
     pub(super) journal: Option<SimJournal>,
     pub(super) session: SessionId,
-    /// The control channel, or the one on which it asks.
+    /// The control channel, or the query channel.
     pub(super) control: Option<ChannelId>,
-    /// Channels that are being made.
+    /// Attempts in progress.
     pub(super) dialling: Vec<Dialling>,
     pub(super) dials: u64,
-    /// How many lanes there are to be.
+    /// The number of lanes to open.
     pub(super) channels: u8,
     pub(super) lanes: Vec<Lane>,
     /// One worker for all lanes.
@@ -50,7 +51,7 @@ pub(super) struct Process {
     pub(super) sabotage: Option<Sabotage>,
 }
 
-/// What a process is begun with.
+/// The parameters of a process.
 pub(super) struct Start {
     pub(super) number: u64,
     pub(super) machine: Source,
@@ -104,7 +105,7 @@ impl Process {
         }
     }
 
-    /// Gives up the control channel, and makes another one after a while.
+    /// Gives up the control channel and dials a new one after a delay.
     fn dial_control(
         &mut self,
         role: Role,
@@ -159,7 +160,7 @@ impl Process {
                 guest.work(&mut network.rng, writes);
                 Some(self.harvest().unwrap_or_else(Input::Failed))
             }
-            // No guest of the simulation is streamed by its VMM.
+            // No guest of the simulation is carried.
             Action::Throttle { .. }
             | Action::SwitchOver
             | Action::LimitDowntime(_)
@@ -192,7 +193,7 @@ impl Process {
             Action::WriteCommit => Some(self.commit()),
             Action::WriteOutcome { kept, by_operator } => {
                 if let Some(journal) = &mut self.journal {
-                    // The promise that counts is written already.
+                    // The promise that counts is already written.
                     let _ = journal.append(&if kept {
                         Record::Kept { by_operator }
                     } else {
@@ -202,7 +203,7 @@ impl Process {
                 None
             }
             Action::Resume => {
-                // Nobody is here to be told why it could not.
+                // There is no caller to report the failure to.
                 let _ = self.held.resume(self.machine.handover());
                 None
             }
@@ -214,7 +215,7 @@ impl Process {
                 self.dial_control(Role::Query, (Token([0; 16]), 0), delay, network);
                 None
             }
-            // The frames of this source are packed with what every destination knows.
+            // This source compresses its frames with algorithms that every destination knows.
             Action::Report(_) | Action::PackWith(_) => None,
         }
     }

@@ -1,6 +1,6 @@
-//! A recorded session, made of the same parts as a real one.
+//! A recorded session, built with the code that real sessions use.
 
-#![allow(dead_code, reason = "each test uses a part of it")]
+#![allow(dead_code, reason = "each test uses a part")]
 
 use std::sync::Arc;
 
@@ -18,25 +18,26 @@ use vmferry_wire::{
     Token, table_checksum,
 };
 
-/// What each test is for.
+/// The protocol versions that each test runs with.
 pub const VERSIONS: std::ops::RangeInclusive<u16> = PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION_MAX;
 
 pub const SESSION: SessionId = SessionId([5; 16]);
 const TOKEN: Token = Token([9; 16]);
 const PAGES: u64 = 2048;
 
-/// The four files of a session with one lane, as the source records them, in their order.
+/// The four files of a session with one lane, as the source records them.
 #[derive(Clone)]
 pub struct Recorded {
     pub control: Vec<u8>,
     pub control_back: Vec<u8>,
     pub data: Vec<u8>,
     pub data_back: Vec<u8>,
-    /// Where each frame begins in `data`: raw, raw again, changes, compressed, zeros; each round's end among them.
+    /// Offset of each frame in `data`: raw, raw again, deltas, compressed, zeros, with the ends of
+    /// rounds in between.
     pub frames: Vec<usize>,
-    /// Where each message begins in `control`.
+    /// Offset of each message in `control`.
     pub messages: Vec<usize>,
-    /// And in `control_back`.
+    /// Offset of each message in `control_back`.
     pub messages_back: Vec<usize>,
 }
 
@@ -59,13 +60,13 @@ fn reply(version: u16) -> Vec<u8> {
 }
 
 impl Recorded {
-    /// A session of so many lanes whose only recorded one carries frames of pages, as a version of the protocol has it.
+    /// A session of `lanes` lanes; the recorded lane carries frames of pages.
     pub fn new(version: u16, lanes: u8) -> Self {
         Self::with(version, lanes, false, data(version))
     }
 
-    /// The same of one lane with a VMM's own stream: pages to be kept as they are and compressed, changes of both, and
-    /// bytes that nobody has recognised.
+    /// A session of one lane with a VMM's migration stream: pages to be kept uncompressed and
+    /// compressed, deltas of both, and bytes that are not pages.
     pub fn carried(version: u16) -> Self {
         Self::with(version, 1, true, pieces(version))
     }
@@ -123,12 +124,12 @@ impl Recorded {
         Self { control, control_back, data, data_back, frames, messages, messages_back }
     }
 
-    /// Reads all four; the outcomes, what was told, and where they contradict each other.
+    /// Reads all four files. Returns the outcomes, the output, and the contradictions.
     pub fn inspect(&self) -> ([Outcome; 4], String, Vec<String>) {
         self.inspect_with(Inspector::new(1 << 20, true), "file")
     }
 
-    /// The same with an inspector, which may have read other files, and a path for all four.
+    /// The same with this inspector, and this path for all four files.
     pub fn inspect_with(
         &self,
         mut inspector: Inspector,
@@ -153,7 +154,7 @@ impl Recorded {
         (outcomes, told)
     }
 
-    /// Puts bytes behind a message's body, with its header right; it is the one of this number in `control`.
+    /// Appends bytes to the body of a message in `control` and corrects the message's header.
     pub fn append(&mut self, message: usize, bytes: &[u8]) {
         let start = self.messages[message];
         let end = self.messages.get(message + 1).copied().unwrap_or(self.control.len());
@@ -165,20 +166,20 @@ impl Recorded {
         head[8..].copy_from_slice(&table_checksum(body).to_le_bytes());
     }
 
-    /// The frame of this number in `data`.
+    /// A frame in `data`.
     pub fn frame(&self, number: usize) -> &[u8] {
         let end = self.frames.get(number + 1).copied().unwrap_or(self.data.len());
         &self.data[self.frames[number]..end]
     }
 }
 
-/// Changes a frame's header, with its checksum right.
+/// Changes a frame's header and corrects its checksum.
 pub fn change_header(frame: &mut [u8], change: impl FnOnce(FrameHeader) -> FrameHeader) {
     let header = FrameHeader::parse(frame.first_chunk().unwrap()).unwrap();
     frame[..FRAME_HEADER_BYTES].copy_from_slice(&change(header).encode());
 }
 
-/// Makes the checksums of a frame's table and header right.
+/// Corrects the checksums of a frame's table and header.
 pub fn seal(frame: &mut [u8]) {
     let header = FrameHeader::parse(frame.first_chunk().unwrap()).unwrap();
     let table = table_checksum(&frame[FRAME_HEADER_BYTES..][..header.table_bytes()]);
@@ -192,7 +193,7 @@ pub fn state() -> GuestBytes {
     writer.finish()
 }
 
-/// A data channel: pages raw, again, changed, compressed and zero.
+/// A data channel: pages raw, raw again, as deltas, compressed and zero.
 fn data(version: u16) -> (Vec<u8>, Vec<usize>) {
     let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages: PAGES }];
     let memory = GuestMemory::allocate(&layout, MemoryKind::Private).unwrap();
@@ -241,13 +242,13 @@ fn data(version: u16) -> (Vec<u8>, Vec<usize>) {
     (8..11).for_each(|page| write(page, 1));
     let pack = Choice { pack: Some(Method::zstd(1)), delta: DeltaUse::Off };
     send(4, &[8, 9, 10], pack);
-    // Zeros alone, with the frame that ends the last round left out: FINAL names this one.
+    // Only zero pages. The end of the last round is left out, so FINAL names this frame.
     send(5, &[20, 21], pack);
     data.truncate(frames.pop().unwrap());
     (data, frames)
 }
 
-/// The bytes of a page of a stream.
+/// The bytes of a page in a stream.
 fn page_of_stream(page: u64, round: u32) -> Vec<u8> {
     let mut content: Vec<u8> =
         format!("page {page} of a stream; ").bytes().cycle().take(PAGE_SIZE).collect();
@@ -255,8 +256,9 @@ fn page_of_stream(page: u64, round: u32) -> Vec<u8> {
     content
 }
 
-/// A data channel with a VMM's own stream, a piece for each frame: three pages to keep as they are, another three
-/// to keep compressed, what has changed of all, the same compressed, and bytes without pages.
+/// A data channel with a VMM's migration stream, one piece per frame: three pages to keep
+/// uncompressed, three to keep compressed, deltas of all, the same compressed, and bytes without
+/// pages.
 fn pieces(version: u16) -> (Vec<u8>, Vec<usize>) {
     let kept = HotPages::new(16 * PAGE_SIZE as u64);
     let mut encoder = StreamEncoder::new(Compressors::default());

@@ -1,4 +1,4 @@
-//! The demo's two processes: this same program, spoken to by its `--json` events.
+//! The demo's two processes: this same program, observed through its `--json` events.
 
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader};
@@ -12,10 +12,11 @@ use serde_json::Value;
 use crate::commands::await_child;
 use crate::exit::{Code, Failure};
 
-/// How long a child may take for what it says next, and for its end: it is not waited for while it migrates.
+/// How long a child may take until its next event, or until it exits. The demo does not wait on a
+/// child while it migrates.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A running `vmferry`, ended when dropped.
+/// A running `vmferry`, killed when dropped.
 pub struct Child {
     process: std::process::Child,
     events: BufReader<ChildStdout>,
@@ -23,7 +24,7 @@ pub struct Child {
 }
 
 impl Child {
-    /// Starts `vmferry --json ARGUMENTS` as on a host of its own, whose guests are in `directory`.
+    /// Starts `vmferry --json ARGUMENTS` with its own runtime directory, as if on a separate host.
     pub fn start(arguments: &[impl AsRef<OsStr>], directory: &Path) -> Result<Self, Failure> {
         let what = arguments.first().map(|word| word.as_ref().to_string_lossy().into_owned());
         let mut process = Command::new(std::env::current_exe()?)
@@ -40,7 +41,7 @@ impl Child {
         Ok(Self { process, events: BufReader::new(stdout), what: what.unwrap_or_default() })
     }
 
-    /// Waits for an event of this name; others pass. A failure of the child is ours.
+    /// Waits for the event with this name and skips others. A failure of the child is returned.
     pub fn event(&mut self, name: &str) -> Result<Value, Failure> {
         let mut line = String::new();
         loop {
@@ -63,7 +64,7 @@ impl Child {
         }
     }
 
-    /// Waits until there is something to read.
+    /// Waits until there is a line to read.
     fn await_line(&self, name: &str) -> Result<(), Failure> {
         if !self.events.buffer().is_empty() {
             return Ok(());
@@ -74,15 +75,15 @@ impl Child {
             return Ok(());
         }
         let waited = PATIENCE.as_secs();
-        let text = format!("`vmferry {}` has not said `{name}` for {waited} s", self.what);
+        let text = format!("`vmferry {}` did not report `{name}` within {waited} s", self.what);
         Err(Failure::new(Code::Internal, text))
     }
 
-    /// Waits for its end, which must be a good one.
+    /// Waits for the child to exit successfully.
     pub fn wait(&mut self) -> Result<(), Failure> {
         let Some(status) = await_child(&mut self.process, PATIENCE)? else {
             let waited = PATIENCE.as_secs();
-            let text = format!("`vmferry {}` has not ended within {waited} s", self.what);
+            let text = format!("`vmferry {}` did not end within {waited} s", self.what);
             return Err(Failure::new(Code::Internal, text));
         };
         if status.success() {
@@ -96,7 +97,7 @@ impl Child {
 
 impl Drop for Child {
     fn drop(&mut self) {
-        // One that has ended needs neither.
+        // Both fail harmlessly if the child has exited.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }

@@ -1,5 +1,5 @@
-//! This host's certificates and revocation lists: whether they can be used, by whom, and for how
-//! long.
+//! Checks of this host's certificates and revocation lists: readable, named, and within their
+//! dates.
 
 use std::path::Path;
 use std::time::{Duration, SystemTime};
@@ -14,14 +14,14 @@ use crate::args::TlsOptions;
 use crate::commands::link::tls_files;
 use crate::exit::Failure;
 
-/// A certificate that ends sooner than this should be renewed.
+/// A certificate that expires within this time should be renewed.
 const SOON: Duration = Duration::from_secs(30 * 24 * 3600);
 
-/// A revocation list that ends sooner than this should be renewed. They are made for shorter times
-/// than certificates.
+/// A revocation list that expires within this time should be renewed. Lists are valid for a shorter
+/// time than certificates.
 const SOON_FOR_LISTS: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// Looks at the files that the options name; nothing, if they name none.
+/// Checks the files that the options name, if any.
 pub fn look(options: &TlsOptions, findings: &mut Findings) -> Result<(), Failure> {
     let Some(tls) = tls_files(options)? else { return Ok(()) };
     if let Err(error) = tls.identity() {
@@ -30,7 +30,7 @@ pub fn look(options: &TlsOptions, findings: &mut Findings) -> Result<(), Failure
             Level::Error,
             tls.certificate.display(),
             chain(&error),
-            "make them with `vmferry pki`, or mend the file that is named",
+            "make them with `vmferry pki`, or correct the named file",
         );
         return Ok(());
     }
@@ -44,7 +44,7 @@ pub fn look(options: &TlsOptions, findings: &mut Findings) -> Result<(), Failure
                     "certificates",
                     Level::Warning,
                     path.display(),
-                    "has no name (URI, DNS name or address) that a policy or a peer could ask for",
+                    "has no name (URI, DNS name or address) that a policy or a peer could expect",
                     "issue it with `vmferry pki issue NAME --address ADDRESS`",
                 );
             }
@@ -59,31 +59,30 @@ pub fn look(options: &TlsOptions, findings: &mut Findings) -> Result<(), Failure
     Ok(())
 }
 
-/// The dates of the revocation lists in a file. That it can be read was found before.
+/// Checks the dates of the revocation lists in a file, which is known to be readable.
 fn look_at_revocations(path: &Path, skew: Duration, findings: &mut Findings) {
     let read = std::fs::read(path).map_err(|error| error.to_string());
     let lists = read.and_then(|pem| revocation_lists_of(&pem)).unwrap_or_default();
     let (now, object) = (SystemTime::now(), path.display());
     for until in lists.iter().filter_map(|(_, list)| next_update_of(list)) {
         let date = humantime::format_rfc3339_seconds(until);
-        let remedy = "make a new one with `vmferry pki revoke` where the authority is, and copy it \
-                      to each host";
+        let remedy = "make a new one with `vmferry pki revoke` in the authority's directory, and \
+                      copy it to each host";
         let mut bad = |level, why: String| {
             findings.bad("revocations", level, &object, why, remedy);
         };
         if until + skew < now {
             let why = format!(
-                "the revocation list is out of date since {date}: no peer of its authority is \
-                 accepted"
+                "the revocation list expired at {date}: no peer of its authority is accepted"
             );
             bad(Level::Error, why);
         } else if until < now + SOON_FOR_LISTS {
             let why = format!(
-                "the revocation list is good until {date} only, and then no peer is accepted"
+                "the revocation list expires at {date}; then no peer of its authority is accepted"
             );
             bad(Level::Warning, why);
         } else {
-            findings.ok("revocations", &object, format!("revocation list, good until {date}"));
+            findings.ok("revocations", &object, format!("revocation list, valid until {date}"));
         }
     }
 }
@@ -97,14 +96,14 @@ fn look_at_dates(
 ) {
     let now = SystemTime::now();
     let date = |at| humantime::format_rfc3339_seconds(at).to_string();
-    let remedy = "issue a new one with `vmferry pki issue`, and look at this host's clock";
+    let remedy = "issue a new one with `vmferry pki issue`, and check this host's clock";
     let bad = |findings: &mut Findings, level, why: String| {
         findings.bad("certificates", level, object, why, remedy);
     };
     if until <= now {
         bad(findings, Level::Error, format!("the {what} has expired: {}", date(until)));
     } else if from > now {
-        bad(findings, Level::Error, format!("the {what} is valid from {} on only", date(from)));
+        bad(findings, Level::Error, format!("the {what} is not valid before {}", date(from)));
     } else if until < now + SOON {
         bad(findings, Level::Warning, format!("the {what} expires soon: {}", date(until)));
     } else {

@@ -1,4 +1,4 @@
-//! The guest to move: its state, and whether it can be attached or is carried.
+//! Checks of the guest to move: its state, and whether it can be attached or must be carried.
 
 use std::path::Path;
 
@@ -14,21 +14,21 @@ use super::{Findings, Level};
 use crate::commands::socket;
 use crate::exit::Failure;
 
-/// A guest, as far as it matters to the host that it goes to.
+/// The properties of a guest that its destination must match.
 pub struct Guest {
-    /// Who it is.
+    /// Its name and UUID.
     pub identity: GuestIdentity,
-    /// Its memory.
+    /// Size of its memory.
     pub memory_bytes: u64,
-    /// What its memory is made of here, if that is known: a QEMU's destination decides for itself.
+    /// Kind of its memory here, if known. For a QEMU guest, the destination's QEMU decides.
     pub memory_kind: Option<MemoryKind>,
-    /// Whether it runs on KVM here, if that is known.
+    /// Whether it runs on KVM here, if known.
     pub on_kvm: Option<bool>,
-    /// Its CPU model, such as `qemu64`; none for one that sees the host's.
+    /// Its CPU model, such as `qemu64`; `None` if it sees the host's.
     pub cpu_model: Option<String>,
 }
 
-/// A guest of vmferry's own VMM.
+/// Checks a guest of the built-in VMM.
 pub fn own(name: &str, findings: &mut Findings) -> Result<Option<Guest>, Failure> {
     let status = call(&socket(name)?, &Request::Status, &mut |_| {})?;
     let text = |member: &str| status[member].as_str().unwrap_or_default().to_owned();
@@ -42,7 +42,7 @@ pub fn own(name: &str, findings: &mut Findings) -> Result<Option<Guest>, Failure
             Level::Error,
             object,
             "is being migrated",
-            format!("`vmferry status {name}` shows it, `vmferry cancel {name}` ends it"),
+            format!("`vmferry status {name}` shows it, `vmferry cancel {name}` cancels it"),
         );
     } else if phase == "running" {
         let memory = ByteSize(memory_bytes);
@@ -52,7 +52,7 @@ pub fn own(name: &str, findings: &mut Findings) -> Result<Option<Guest>, Failure
             "guest",
             Level::Error,
             object,
-            format!("is {phase}, and only one that runs is sent"),
+            format!("is {phase}, and only a running guest can be sent"),
             format!("`vmferry resume {name}`"),
         );
     }
@@ -65,7 +65,7 @@ pub fn own(name: &str, findings: &mut Findings) -> Result<Option<Guest>, Failure
     }))
 }
 
-/// The guest of a QEMU.
+/// Checks a QEMU and its guest.
 pub fn of_qemu(qmp: &Path, findings: &mut Findings) -> Option<Guest> {
     let object = qmp.display().to_string();
     let mut reached = match Reached::by(qmp, Mode::Auto, 0) {
@@ -76,8 +76,8 @@ pub fn of_qemu(qmp: &Path, findings: &mut Findings) -> Option<Guest> {
                 Level::Error,
                 object,
                 chain(&error),
-                "no guest can be sent from this QEMU before that is mended: the operations guide \
-                 has each message",
+                "correct this first, no guest can be sent from this QEMU until then: the \
+                 operations guide explains each message",
             );
             return None;
         }
@@ -96,10 +96,10 @@ pub fn of_qemu(qmp: &Path, findings: &mut Findings) -> Option<Guest> {
                 Level::Warning,
                 &object,
                 format!(
-                    "QEMU {version} ({kind}) can't be attached, and is carried, which costs more: \
-                     {why}"
+                    "QEMU {version} ({kind}) can't be attached, so its guest is carried, which \
+                     costs more: {why}"
                 ),
-                "change its command line as it says, at its next start",
+                "change its command line accordingly before its next start",
             );
             if source.must_stand_still() {
                 findings.bad(
@@ -107,10 +107,10 @@ pub fn of_qemu(qmp: &Path, findings: &mut Findings) -> Option<Guest> {
                     Level::Warning,
                     &object,
                     format!(
-                        "QEMU {version} without KVM would lose writes: the guest is paused \
-                         meanwhile"
+                        "QEMU {version} without KVM loses writes during its migration, so the \
+                         guest is paused for all of it"
                     ),
-                    "use KVM, let it be attached, or allow it with --when-stuck switch-over",
+                    "use KVM, make it attachable, or allow the pause with --when-stuck switch-over",
                 );
             }
         }
@@ -141,7 +141,7 @@ pub fn of_qemu(qmp: &Path, findings: &mut Findings) -> Option<Guest> {
             "identity",
             Level::Warning,
             &object,
-            "this QEMU has no UUID: it is told from others by its name alone",
+            "this QEMU has no UUID: only its name distinguishes it from other guests",
             "start it with `-uuid`",
         );
     }

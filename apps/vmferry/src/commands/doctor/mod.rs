@@ -1,5 +1,4 @@
-//! `vmferry doctor`: what keeps a guest from being moved, or will slow it down, and what to do
-//! about it.
+//! `vmferry doctor`: checks for what prevents or slows a migration, with remedies.
 
 mod certificates;
 mod guest;
@@ -21,11 +20,11 @@ use crate::output::{Output, columns};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum Level {
-    /// As it should be.
+    /// Nothing is wrong.
     Ok,
-    /// Worth knowing; nothing is wrong.
+    /// For information only.
     Note,
-    /// Guests can move, and something will be slower, or fail later.
+    /// Guests can move, but something will be slow or may fail later.
     Warning,
     /// A guest can't be moved.
     Error,
@@ -42,21 +41,21 @@ impl fmt::Display for Level {
     }
 }
 
-/// What was found out about one thing.
+/// The result of one check.
 #[derive(Debug, Serialize)]
 struct Finding {
-    /// What was looked at, for machines.
+    /// The name of the check.
     check: &'static str,
     level: Level,
-    /// Which host, file or setting.
+    /// The host, file or setting.
     object: String,
-    /// What is so, and why it matters.
+    /// What was found, and why it matters.
     why: String,
-    /// What to do about it.
+    /// What to do about it, if anything.
     remedy: Option<String>,
 }
 
-/// All that was found, in order.
+/// All findings, in the order of the checks.
 #[derive(Debug, Default)]
 struct Findings(Vec<Finding>);
 
@@ -69,7 +68,7 @@ impl Findings {
         self.add(check, Level::Note, object, why, None);
     }
 
-    /// What should be mended.
+    /// A problem, with its remedy.
     fn bad(
         &mut self,
         check: &'static str,
@@ -98,7 +97,8 @@ impl Findings {
     }
 }
 
-/// Looks at everything that was asked for, and tells. The code is the exit status.
+/// Runs all checks that the options ask for and prints the findings. Returns the exit status, or
+/// `None` for 0.
 pub fn run(options: &DoctorOptions, output: &Output) -> Result<Option<Code>, Failure> {
     let mut findings = Findings::default();
     let host = this_host();
@@ -132,7 +132,7 @@ pub fn run(options: &DoctorOptions, output: &Output) -> Result<Option<Code>, Fai
     })
 }
 
-/// This host, as it is told to others who ask.
+/// The facts about this host that it reports to peers.
 pub fn this_host() -> HostFacts {
     let mut host = HostFacts::of_this_host();
     host.kvm = Some(vmferry_microvm::kvm::KvmBackend::available().is_ok());
@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn worst_finding_decides() {
+    fn worst_is_the_highest_level() {
         let mut findings = Findings::default();
         assert_eq!(findings.worst(), Level::Ok);
         findings.note("clock", "host b", "2 ms ahead");

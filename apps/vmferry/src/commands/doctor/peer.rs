@@ -1,4 +1,4 @@
-//! The other host, through its receiver, and the link to it.
+//! Checks of the other host, through its receiver, and of the link to it.
 
 use std::time::Duration;
 
@@ -16,14 +16,13 @@ use crate::commands::link::{address, dialer, tls_files};
 use crate::exit::Failure;
 use crate::output::Output;
 
-/// Clocks that differ by less are taken for the same, in milliseconds: nothing depends on them but
-/// dates.
+/// Clocks that differ by less count as equal, in milliseconds. Only dates depend on the clocks.
 const SAME_CLOCK_MS: f64 = 1000.0;
 
-/// Features that are named, of those that the other processors lack.
+/// How many missing CPU features are listed by name.
 const NAMED_FLAGS: usize = 12;
 
-/// Asks the host at `to`; returns what it has told, and what was measured.
+/// Probes the host at `to`. Returns its facts and the measurements of the link.
 pub fn look(
     to: &str,
     options: &DoctorOptions,
@@ -41,7 +40,7 @@ pub fn look(
     let dialer = match dialer(&to, tls.as_ref()) {
         Ok(dialer) => dialer,
         Err(failure) => {
-            let remedy = "mend it, and ask again";
+            let remedy = "correct it, then run this again";
             findings.bad("other-host", Level::Error, &to, failure, remedy);
             return Ok(Value::Null);
         }
@@ -85,20 +84,20 @@ fn could_not_ask(to: &str, error: &ProbeError, findings: &mut Findings) {
             "other-host",
             Level::Warning,
             to,
-            "its vmferry is older than this one, and answers no questions: it was reached and is \
-             trusted, no more is known",
+            "its vmferry is an older release that answers no probes: it is reachable and trusted, \
+             nothing more is known",
             "upgrade vmferry there, or run `vmferry doctor` there",
         ),
         ProbeError::Busy => {
-            findings.bad("other-host", Level::Warning, to, error, "ask again in some seconds")
+            findings.bad("other-host", Level::Warning, to, error, "try again in some seconds")
         }
         ProbeError::Failed(cause) => findings.bad(
             "other-host",
             Level::Error,
             to,
             chain(cause),
-            "start `vmferry receive` there, and look at names, certificates and firewalls: the \
-             operations guide has each message",
+            "start `vmferry receive` there, and check names, certificates and firewalls: the \
+             operations guide explains each message",
         ),
     }
 }
@@ -107,15 +106,13 @@ fn look_at_admission(name: &str, probed: &Probed, guest: Option<&Guest>, finding
     let what = guest
         .map_or_else(|| "this host".into(), |guest| format!("{} from this host", guest.identity));
     match &probed.refusal {
-        None => {
-            findings.ok("admission", name, format!("would take {what}, as far as its policy goes"))
-        }
+        None => findings.ok("admission", name, format!("its policy admits {what}")),
         Some(refusal) => findings.bad(
             "admission",
             Level::Error,
             name,
-            format!("would not take {what}: {refusal}"),
-            "add a rule to the policy there (`receive --policy`), which counts at once",
+            format!("its policy does not admit {what}: {refusal}"),
+            "add a rule to the policy there (`receive --policy`), which takes effect at once",
         ),
     }
 }
@@ -128,7 +125,7 @@ fn look_at_host(
     findings: &mut Findings,
 ) {
     if *theirs == HostFacts::default() {
-        findings.note("other-host", name, "tells nothing about itself to this host");
+        findings.note("other-host", name, "reports nothing about itself to this host");
         return;
     }
     if let Some(release) = &theirs.release {
@@ -150,14 +147,14 @@ fn look_at_host(
             "journals",
             Level::Warning,
             name,
-            "keeps its journals in memory (tmpfs): after a reboot it would not know whose a guest \
-             is",
-            "set VMFERRY_STATE_DIR of its receiver to a directory on a disk",
+            "keeps its journals in memory (tmpfs): after a reboot it would not know which host has \
+             a guest",
+            "set its receiver's VMFERRY_STATE_DIR to a directory on a disk",
         );
     }
     look_at_processors(name, theirs, ours, guest, findings);
     if let Some(guest) = guest {
-        // A guest that has huge pages here need not have them there, and often should.
+        // A guest on huge pages here is expected to use huge pages there, although it need not.
         match guest.memory_kind {
             Some(MemoryKind::Hugetlb) => {
                 look_for_room(theirs, name, guest.memory_bytes, MemoryKind::Hugetlb, findings);
@@ -175,8 +172,8 @@ fn look_at_host(
             "congestion-control",
             name,
             format!(
-                "uses {theirs} for TCP, and this host {ours}: links are filled differently in each \
-                 direction"
+                "uses {theirs} for TCP, and this host {ours}: throughput may differ between the \
+                 two directions"
             ),
         );
     }
@@ -196,7 +193,7 @@ fn look_at_processors(
         findings.ok(
             "processor",
             name,
-            format!("has all features of this host's ({})", model(theirs)),
+            format!("has all features of this host's processor ({})", model(theirs)),
         );
         return;
     }
@@ -213,13 +210,13 @@ fn look_at_processors(
         Some(model) => findings.note(
             "processor",
             name,
-            format!("{why}; the guest sees the CPU model {model}, which both must be able to give"),
+            format!("{why}; the guest sees the CPU model {model}, which both must support"),
         ),
         None => findings.bad(
             "processor",
             Level::Warning,
             name,
-            format!("{why}: a guest that uses what is lacking crashes there"),
+            format!("{why}: a guest that uses a missing feature crashes there"),
             "move between equal processors, or give a QEMU guest a CPU model that both have \
              (`-cpu`)",
         ),
@@ -230,17 +227,17 @@ fn look_at_clock(name: &str, link: &LinkFigures, skew: Duration, findings: &mut 
     let ms = link.clock_ahead_ms;
     let direction = if ms < 0.0 { "behind" } else { "ahead" };
     let why = if ms.abs() < 10.0 {
-        "its clock is this host's, within 10 ms".to_owned()
+        "its clock agrees with this host's within 10 ms".to_owned()
     } else {
         format!("its clock is {:.2} s {direction}", ms.abs() / 1e3)
     };
-    let remedy = "set both clocks (NTP)";
+    let remedy = "synchronize both clocks (NTP)";
     if ms.abs() > skew.as_secs_f64() * 1e3 {
-        let why = format!("{why}, more than certificates are allowed to be out of date");
+        let why = format!("{why}, more than --clock-skew allows for certificates");
         findings.bad("clock", Level::Error, name, why, remedy);
     } else if ms.abs() > SAME_CLOCK_MS + link.round_trip_ms {
         let why =
-            format!("{why}: the times in both hosts' logs don't fit, and a guest's clock may jump");
+            format!("{why}: the times in the hosts' logs differ, and a guest's clock may jump");
         findings.bad("clock", Level::Warning, name, why, remedy);
     } else {
         findings.ok("clock", name, why);
@@ -263,8 +260,8 @@ fn look_at_link(
     if let Some(guest) = guest {
         let seconds = guest.memory_bytes as f64 / rate.max(1.0);
         why.push_str(&format!(
-            ": all of the guest's {} take up to {seconds:.0} s, uncompressed; `vmferry estimate` \
-             knows what it writes",
+            ": the guest's {} take up to {seconds:.0} s uncompressed; `vmferry estimate` measures \
+             what it writes",
             ByteSize(guest.memory_bytes)
         ));
     }
@@ -280,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn clock_that_differs_is_a_warning_and_more_than_certificates_allow_an_error() {
+    fn clock_difference_is_a_warning_and_beyond_the_skew_an_error() {
         let level = |ms| {
             let mut findings = Findings::default();
             look_at_clock("b", &link(ms), Duration::from_secs(300), &mut findings);
@@ -294,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn processors_that_lack_features_are_named() {
+    fn processors_names_missing_features() {
         let host = |flags: &[&str]| HostFacts {
             cpu_vendor: Some("x".into()),
             cpu_flags: flags.iter().map(|flag| (*flag).to_owned()).collect(),
@@ -310,8 +307,8 @@ mod tests {
     }
 
     #[test]
-    fn throughput_is_of_the_bytes_that_were_read_there() {
-        // 1 MB in 100 ms, behind which the answer takes a round trip.
+    fn throughput_excludes_the_round_trip() {
+        // 1 MB in 100 ms, and then 1 ms for the answer.
         assert!((link(0.0).bytes_per_s() - 10e6).abs() < 1.0);
     }
 }

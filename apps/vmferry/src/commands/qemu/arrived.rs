@@ -1,49 +1,49 @@
-//! A guest that came to a receiver before this one, and lives on in its QEMU.
+//! Guests that an earlier receiver received and that are still in their QEMUs.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
 use vmferry::destination::Witness;
-use vmferry_handover::journal::{self, Record, Side, Since, recovered_word};
+use vmferry_handover::journal::{self, LaterSession, Record, Side, recovered_word};
 use vmferry_qemu::{Arrived, Finished, Qmp};
 use vmferry_sandbox::Files;
 use vmferry_transport::Listener;
 use vmferry_wire::{GuestIdentity, SessionId, SessionWord};
 
 use super::hook::{self, Call, Outcome, Phase};
-use super::waiting::{Over, RETRY_PERIOD, START_TIMEOUT, Waiting, is_of_another_user, say_end};
+use super::waiting::{Over, RETRY_PERIOD, START_TIMEOUT, Waiting, is_of_another_user, report_end};
 use crate::args::ReceiveOptions;
 use crate::commands::directories;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// For how long a source in doubt is answered where no other guest can be taken: it asks once a
-/// second.
+/// How long a receiver that can't take another guest keeps answering a source in doubt, which asks
+/// once a second.
 const ANSWER_TIME: Duration = Duration::from_secs(60);
 
-/// What was found of the receiver before this one.
+/// The remains of an earlier receiver.
 pub struct Found {
-    /// What it has left.
+    /// The QEMU that it left.
     pub left: Left,
-    /// What the hook must be told: these guests never run here.
+    /// Hook calls that are due, for guests that never run here.
     pub kept: Vec<Call>,
 }
 
-/// What the receiver before this one has left.
+/// The QEMU that an earlier receiver left.
 pub enum Left {
-    /// Nothing that matters.
+    /// None, or one that can receive the next guest.
     Nothing,
-    /// A guest that is this host's.
+    /// A guest that this host owns.
     Guest(Arrived),
-    /// A QEMU whose guest never runs here. It was ended, or at least told to end.
+    /// A QEMU whose guest never runs here. It was told to quit, and may have exited.
     EndedQemu(u32),
 }
 
-/// Finds what the receiver before this one has left. A QEMU whose guest never runs here is ended.
+/// Finds the QEMU that an earlier receiver left. A QEMU whose guest never runs here is ended.
 ///
-/// `qmp` is the socket of a QEMU that somebody else has started: only the one that is there now
-/// counts.
+/// `qmp` is the socket of a QEMU that was started by another process. Only the QEMU that has the
+/// socket now is considered.
 pub fn find(receiver: &str, qmp: Option<&Path>, output: &Output) -> Result<Found, Failure> {
     let journals = directories()?.journals();
     let mut all = Arrived::find(&journals, receiver)?;
@@ -63,18 +63,18 @@ pub fn find(receiver: &str, qmp: Option<&Path>, output: &Output) -> Result<Found
         }
         match word {
             SessionWord::Owns => left = Left::Guest(one),
-            // Into one that still waits the next guest can come.
+            // A QEMU that still waits can receive the next guest.
             SessionWord::Aborted if qmp.is_some() && one.waits()? => one.forget(),
             SessionWord::Aborted => {
                 let event = json!({ "event": "ended-qemu", "session": session, "pid": pid });
                 output.event(&event, || {
                     format!(
-                        "QEMU process {pid} is ended: its guest, which came by session {session}, \
+                        "quitting QEMU process {pid}: its guest, received in session {session}, \
                          never ran here and never will"
                     )
                 });
                 match one.end() {
-                    // The source, which may be in doubt, is answered in any case.
+                    // Not fatal: a source in doubt must be answered in any case.
                     Err(error) if error.is_timeout() => {
                         let reason = vmferry::chain(&error);
                         let event = json!({ "event": "not-ended", "reason": reason });
@@ -88,17 +88,17 @@ pub fn find(receiver: &str, qmp: Option<&Path>, output: &Output) -> Result<Found
             }
             SessionWord::Pending => {
                 let text = format!(
-                    "another vmferry is receiving into QEMU process {pid}, by session {session}: \
-                     let it finish, or end it"
+                    "another vmferry is receiving into QEMU process {pid}, in session {session}: \
+                     let it finish, or stop it"
                 );
                 return Err(Failure::new(Code::WrongState, text));
             }
             SessionWord::Unknown => {
                 let text = format!(
-                    "QEMU process {pid} has a guest that came by session {session}, and the \
-                     session's journal does not say whose the guest is: look at the source with \
-                     `vmferry status --sessions`; where the guest runs there, end this QEMU, and \
-                     otherwise continue the guest with `cont` by QMP at {}",
+                    "QEMU process {pid} has a guest that was received in session {session}, and \
+                     the session's journal does not say which host has the guest: check the source \
+                     with `vmferry status --sessions`. If the guest runs there, quit this QEMU; \
+                     otherwise resume the guest with `cont` by QMP at {}",
                     one.monitor().display()
                 );
                 return Err(Failure::new(Code::WrongState, text));
@@ -108,7 +108,7 @@ pub fn find(receiver: &str, qmp: Option<&Path>, output: &Output) -> Result<Found
     Ok(Found { left, kept })
 }
 
-/// What a hook is told of a session when it is decided where its guest is.
+/// The hook call for a session whose outcome is decided.
 fn after(journals: &Path, session: SessionId, result: Outcome) -> Option<Call> {
     let records = journal::read(journals, session, Side::Destination).ok()?;
     let guest = records.into_iter().find_map(|record| match record {
@@ -125,27 +125,29 @@ fn after(journals: &Path, session: SessionId, result: Outcome) -> Option<Call> {
     })
 }
 
-/// Whether the guest that came by a session is this host's still.
+/// Whether this host still owns the guest that it received in a session.
 fn is_here(journals: &Path, session: SessionId, guest: &GuestIdentity) -> bool {
     let sessions = journal::sessions_of(journals, guest);
-    sessions.is_ok_and(|all| journal::since_arrival(&all, session) == Since::Nothing)
+    sessions
+        .is_ok_and(|all| journal::later_session_after_arrival(&all, session) == LaterSession::None)
 }
 
-/// Does what is left to do for a guest that is this host's, and answers for it until its QEMU ends.
+/// Completes the handover of a guest that this host owns, and answers for it until its QEMU ends.
 pub fn answer_for(
-    (mut arrived, kept): (Arrived, Vec<Call>),
+    mut arrived: Arrived,
+    kept: Vec<Call>,
     listener: Listener,
     options: &ReceiveOptions,
     output: &Output,
 ) -> Result<(), Failure> {
     let (pid, qmp) = (arrived.pid(), arrived.monitor().to_owned());
     let mut files = Files::default();
-    // Whether its process is stopped.
+    // Shows whether QEMU's process is stopped.
     files.read.push(format!("/proc/{pid}/stat").into());
     let waiting = Waiting::begin(&listener, options, files, is_of_another_user(pid), output)?;
     waiting.watch(Some(pid), &qmp)?;
-    waiting.tell_kept(kept, output)?;
-    // A source in doubt hears at once that the guest is here.
+    waiting.run_kept(kept, output)?;
+    // From here on, a source in doubt learns that this host has the guest.
     let witness = Witness::listen(listener, &waiting.config)?;
     let Some((guest, finished)) = finish(&mut arrived, &waiting, output)? else {
         return Ok(());
@@ -154,7 +156,7 @@ pub fn answer_for(
         Finished::RunsAlready => "runs here",
         Finished::Continued => "was not running yet, and runs here now",
         Finished::StandsStill => {
-            "is paused, not by this migration, and stays so until somebody continues it by QMP"
+            "was not paused by this migration and stays paused until it is resumed by QMP"
         }
     };
     let event = json!({
@@ -163,13 +165,12 @@ pub fn answer_for(
     });
     output.event(&event, || {
         format!(
-            "{guest} came before this process was started, is in QEMU process {pid}, QMP at {}, \
-             and {how}; this host's word about it is given until its QEMU ends, and no other guest \
-             is taken before",
+            "{guest} was received by an earlier vmferry, is in QEMU process {pid}, QMP at {}, and \
+             {how}. vmferry answers its source and takes no other guest until its QEMU ends",
             qmp.display()
         )
     });
-    // The receiver before this one may have been killed before it was told, or afterwards.
+    // The hook runs even if the earlier receiver has run it: hooks must be repeatable.
     let (journals, session) = (directories()?.journals(), arrived.session());
     if finished != Finished::StandsStill || is_here(&journals, session, &guest) {
         waiting.run_after(after(&journals, session, Outcome::Moved), output);
@@ -179,29 +180,30 @@ pub fn answer_for(
     Ok(())
 }
 
-/// Answers for the sessions of a QEMU that was ended, until a source that is in doubt has asked.
+/// Answers for the sessions of a QEMU that was ended, long enough for a source in doubt to ask.
 pub fn answer_without_qemu(
-    (pid, qmp, kept): (u32, &Path, Vec<Call>),
+    pid: u32,
+    qmp: &Path,
+    kept: Vec<Call>,
     listener: Listener,
     options: &ReceiveOptions,
     output: &Output,
 ) -> Result<(), Failure> {
     let waiting = Waiting::begin(&listener, options, Files::default(), false, output)?;
-    waiting.tell_kept(kept, output)?;
+    waiting.run_kept(kept, output)?;
     let witness = Witness::listen(listener, &waiting.config)?;
-    // A signal, or nothing.
+    // Returns early on a signal.
     let _ = waiting.is_over.recv_timeout(ANSWER_TIME);
     drop(witness);
     let text = format!(
-        "QEMU process {pid} was told to end, since its guest never runs here: start another QEMU \
-         with `-incoming defer` and the QMP socket {}, then this command again",
+        "QEMU process {pid} was told to quit, because its guest never runs here: start another \
+         QEMU with `-incoming defer` and the QMP socket {}, then run this command again",
         qmp.display()
     );
     Err(Failure::new(Code::WrongState, text))
 }
 
-/// Finishes it, again and again while its QEMU does not answer; none if that has ended, or a signal
-/// has come.
+/// Completes the handover, and retries while QEMU does not answer. `None` if QEMU has ended.
 fn finish(
     arrived: &mut Arrived,
     waiting: &Waiting,
@@ -209,7 +211,7 @@ fn finish(
 ) -> Result<Option<(GuestIdentity, Finished)>, Failure> {
     let journals = directories()?.journals();
     let until = Instant::now() + START_TIMEOUT;
-    let mut told = false;
+    let mut reported = false;
     loop {
         let error = match arrived.finish(&journals) {
             Ok(finished) => return Ok(Some(finished)),
@@ -217,19 +219,17 @@ fn finish(
         };
         match waiting.is_over.recv_timeout(RETRY_PERIOD) {
             Ok(Over::QemuEnded) => {
-                say_end(output, "its QEMU has ended");
+                report_end(output, "its QEMU has ended");
                 return Ok(None);
             }
-            Ok(Over::Told) => return Err(error.into()),
+            Ok(Over::Signaled) => return Err(error.into()),
             Err(_) if !error.is_timeout() || Instant::now() >= until => return Err(error.into()),
             Err(_) => {}
         }
-        if !std::mem::replace(&mut told, true) {
+        if !std::mem::replace(&mut reported, true) {
             let reason = vmferry::chain(&error);
             output.event(&json!({ "event": "not-started", "reason": reason }), || {
-                format!(
-                    "{reason}. The guest is this host's, and vmferry goes on trying to start it"
-                )
+                format!("{reason}. This host has the guest, and vmferry keeps trying to start it")
             });
         }
     }

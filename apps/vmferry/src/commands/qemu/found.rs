@@ -1,4 +1,4 @@
-//! A QEMU whose guest is to be sent, in whichever way.
+//! A QEMU whose guest is to be sent, attached or carried.
 
 use std::path::Path;
 
@@ -16,29 +16,29 @@ use crate::args::{SendOptions, WhenStuck};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// What was found behind a QMP socket.
+/// The QEMU at a QMP socket.
 pub struct Found(Reached);
 
-/// A guest that runs elsewhere.
+/// A guest that runs at the destination.
 pub struct Moved {
-    /// Ends the QEMU that it has left, and gives its memory files' pages back.
+    /// Quits the source's QEMU and frees the pages of its memory files.
     pub quit: Box<dyn FnOnce() -> Result<Release, QemuError>>,
-    /// What was done.
+    /// Statistics of the migration.
     pub stats: Box<SourceStats>,
 }
 
-/// A guest that is still here. QMP is free for others again.
+/// A guest that is still here. Other clients can connect to its QMP socket again.
 pub struct NotMoved {
-    /// Why.
+    /// Why the migration failed.
     pub error: MigrateError,
-    /// Whether it runs.
+    /// Whether the guest runs.
     pub runs: bool,
-    /// Whether somebody else than vmferry has paused it, so that it stays paused.
+    /// Whether the guest was paused before the migration, so that it stays paused.
     pub stays_paused: bool,
 }
 
 impl Found {
-    /// Looks whether, and how, the guest can be moved as the user wants it. It is not touched.
+    /// Checks whether and how the guest can be moved with these options. The guest is not changed.
     pub fn look(qmp: &Path, options: &SendOptions) -> Result<Self, Failure> {
         let multifd = options.multifd.unwrap_or(0);
         let mut source = Reached::by(qmp, options.mode.into(), multifd)?;
@@ -56,13 +56,15 @@ impl Found {
                 if carried.must_stand_still() && options.migration.when_stuck == WhenStuck::Refuse {
                     let version = carried.version();
                     let else_attach =
-                        why.as_ref().map(|why| format!("; or let it be attached: {why}"));
+                        why.as_ref().map(|why| format!("; or make it attachable: {why}"));
                     return Err(Failure::new(
                         Code::NotConverging,
                         format!(
-                            "QEMU {version} without KVM loses a part of what its guest writes while QEMU migrates it \
-                             (mended in QEMU 9.0 for memory of one backend), so it would have to stand still for the whole move: allow that \
-                             with --when-stuck switch-over, or give it memory whose size is no multiple of 256 KiB{}",
+                            "QEMU {version} without KVM loses some of its guest's writes during \
+                             a migration (fixed in QEMU 9.0 for memory of one backend), so the \
+                             guest would be paused for the whole migration: allow that with \
+                             --when-stuck switch-over, or give it memory whose size is not a \
+                             multiple of 256 KiB{}",
                             else_attach.unwrap_or_default()
                         ),
                     ));
@@ -84,7 +86,7 @@ impl Found {
         }
     }
 
-    /// The QEMU process, if it is seen from here.
+    /// The QEMU process, if it is visible in this PID namespace.
     pub fn pid(&self) -> Option<u32> {
         match &self.0 {
             Reached::Attached(attached) => Some(attached.pid()),
@@ -92,7 +94,7 @@ impl Found {
         }
     }
 
-    /// Whether somebody else than vmferry has paused it.
+    /// Whether the guest was paused before the migration.
     pub fn is_paused(&self) -> bool {
         match &self.0 {
             Reached::Attached(attached) => attached.is_paused(),
@@ -100,7 +102,7 @@ impl Found {
         }
     }
 
-    /// What its own migration was set to.
+    /// The settings of QEMU's own migration.
     pub fn settings(&self) -> &Settings {
         match &self.0 {
             Reached::Attached(attached) => attached.settings(),
@@ -122,7 +124,7 @@ impl Found {
         }
     }
 
-    /// Whether its switchover can be held.
+    /// Whether its migration can be held before the switchover.
     pub fn can_be_held(&self) -> bool {
         matches!(self.0, Reached::Attached(_))
     }
@@ -135,7 +137,7 @@ impl Found {
         }
     }
 
-    /// What `status` says of it.
+    /// The answer to `status` for this guest, without the migration.
     pub fn about(&self, name: &str) -> Value {
         let kind = match &self.0 {
             Reached::Attached(_) => "shared",
@@ -162,7 +164,7 @@ impl Found {
         }
     }
 
-    /// What was found, for the result.
+    /// The facts about this QEMU for the result.
     pub fn facts(&self) -> Value {
         let mut facts = json!({
             "mode": self.mode(),
@@ -187,40 +189,35 @@ impl Found {
         facts
     }
 
-    /// Tells people what was found, and how the guest is moved.
-    pub fn tell(&self, output: &Output) {
+    /// Prints what was found and how the guest is moved.
+    pub fn describe(&self, output: &Output) {
         let (version, machine) = (self.version(), &self.machine().kind);
         if self.is_paused() {
-            output
-                .note("the guest is paused, and arrives paused: `cont` by QMP continues it there");
+            output.note("the guest is paused and arrives paused: `cont` by QMP resumes it there");
         }
         match &self.0 {
             Reached::Attached(attached) => {
                 let ram = attached.ram();
-                let mib = |ours: bool| {
-                    let blocks = ram.blocks.iter();
-                    let of = blocks
-                        .filter(|block| (block.carrier == vmferry_qemu::Carrier::Vmferry) == ours);
-                    of.map(|block| block.bytes).sum::<u64>() >> 20
-                };
+                let all: u64 = ram.blocks.iter().map(|block| block.bytes).sum();
+                let ours: u64 = ram.carried().map(|block| block.bytes).sum();
                 output.note(format!(
-                    "attached to QEMU {version} ({machine}): {} MiB of memory, and {} MiB of ROMs and video memory that \
-                     QEMU moves with its devices",
-                    mib(true),
-                    mib(false),
+                    "attached to QEMU {version} ({machine}): {} MiB of memory, and {} MiB of ROMs \
+                     and video memory that QEMU moves with its devices",
+                    ours >> 20,
+                    (all - ours) >> 20,
                 ));
                 if attached.habits().pins_pages {
                     output.note(
-                        "a disk is used without the host's cache (cache=none or direct): each \
-                         round waits until its requests under way are over, because it writes \
-                         memory unseen",
+                        "a disk bypasses the host's page cache (cache=none or direct), so its DMA \
+                         is not logged: each round waits for its pending requests",
                     );
                 }
             }
             Reached::Carried { source: carried, why } => {
                 let streams = carried.streams();
                 output.note(format!(
-                    "carrying the migration of QEMU {version} ({machine}) in {streams} {}: {} MiB of memory",
+                    "carrying the migration of QEMU {version} ({machine}) in {streams} {}: {} MiB \
+                     of memory",
                     if streams == 1 { "stream" } else { "streams" },
                     carried.memory_bytes() >> 20,
                 ));
@@ -229,7 +226,8 @@ impl Found {
                 }
                 if carried.must_stand_still() {
                     output.note(format!(
-                        "the guest stands still all the time: QEMU {version} without KVM would lose a part of what it writes"
+                        "the guest is paused for the whole migration: QEMU {version} without KVM \
+                         would lose some of its writes"
                     ));
                 }
             }
@@ -252,7 +250,7 @@ impl Found {
                     }
                     SourceOutcome::Kept { error, mut vm, .. } => {
                         let (runs, stays_paused) = (vm.is_running(), vm.is_paused());
-                        // Detached before it is said, so that a guardian that must take over finds QMP free.
+                        // Detached first, so that a guardian that takes over can connect to QMP.
                         drop(vm);
                         Err(NotMoved { error, runs, stays_paused })
                     }

@@ -1,16 +1,17 @@
 //! The guardian of a QEMU guest that is being sent.
 //!
-//! A QEMU lives on when the vmferry that migrates it is killed, and its guest may stand still then. So a
-//! second process waits beside the first for as long as that one lives, and takes over from
-//! the journal: before COMMIT the guest runs on here, after it the destination is asked.
+//! If the vmferry that sends a QEMU guest is killed, QEMU goes on and its guest may stay paused. So
+//! a second process waits until the sender exits and then takes over from the journal: before
+//! COMMIT it resumes the guest here, after COMMIT it asks the destination.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use vmferry::source::{Orders, Recovered, recover};
@@ -21,70 +22,71 @@ use vmferry_qemu::{AbandonedQemu, ProcessIdentity, QemuError, Release, Settings,
 use vmferry_wire::SessionId;
 
 use super::hook::{Call, Hook, Outcome};
-use super::kept::tell_kept;
+use super::kept::report_kept;
 use super::service::QemuService;
 use crate::commands::link::dialer;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// How long the kernel may take to let go of the journal and the socket of a process that has just died.
+/// How long the kernel may take to release the journal and the socket of a process that just died.
 const DEATH_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How often is looked whether it has. Nobody tells.
-const LOOK_PERIOD: Duration = Duration::from_millis(5);
+/// How often to check whether the kernel has released them. There is no notification.
+const POLL_PERIOD: Duration = Duration::from_millis(5);
 
-/// For how long a guest that is to run here is waited for, if its QEMU does not answer: as long as whoever has stopped it
-/// may well be away. The next `vmferry send --qemu` does the same, or whoever continues the guest by its monitor.
+/// How long to keep trying to resume a guest whose QEMU does not answer, such as one that an
+/// operator stopped. Afterwards the next `vmferry send --qemu` resumes it, or `cont` in QEMU's
+/// monitor.
 const QEMU_TIMEOUT: Duration = Duration::from_secs(3600);
 
-/// How often it is tried. Each attempt waits for the answer itself.
+/// Pause between attempts. Each attempt also waits for QEMU's answer.
 const RETRY_PERIOD: Duration = Duration::from_secs(1);
 
-/// All that a guardian must know; it comes by its standard input.
+/// Everything that a guardian needs. It reads this from standard input.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct GuardOrder {
     /// The guest's QMP socket.
     pub qmp: PathBuf,
-    /// The QEMU process, if it is seen from here.
+    /// The QEMU process, if it is visible in this PID namespace.
     pub pid: Option<u32>,
     /// The session.
     pub session: SessionId,
-    /// Where the session's journal is.
+    /// The directory of the session's journal.
     pub journals: PathBuf,
-    /// The guest's control socket, when it is this process's to answer on.
+    /// The guest's control socket, which the guardian serves after it takes over.
     pub socket: PathBuf,
-    /// What `status` says of the guest.
+    /// The answer to `status`, without the migration.
     pub about: Value,
     /// The destination's address.
     pub to: String,
     /// This host's identity.
     pub tls: Option<TlsFiles>,
-    /// QEMU's settings before.
+    /// The settings of QEMU's migration before vmferry changed them.
     pub settings: Settings,
-    /// Somebody else had paused the guest before, and it stays so.
+    /// The guest was paused before the migration and stays paused.
     pub paused: bool,
-    /// Leave QEMU alone once its guest is the destination's.
+    /// Do not quit QEMU after the guest has moved.
     pub keep_source: bool,
-    /// Who is told where the guest is, and of what.
+    /// The hook and its `before` call.
     pub hook: Option<(Hook, Call)>,
-    /// The process that runs `before`, which it ends when the sender has gone.
+    /// The process that runs `before`. It kills the hook and exits when the sender has gone.
     pub hook_runner: Option<ProcessIdentity>,
 }
 
-/// A guardian at work, as the process sees it that it guards.
+/// The sender's handle of its guardian.
 pub struct Guardian {
     child: Child,
 }
 
 impl Guardian {
-    /// Starts one.
+    /// Starts a guardian.
     pub fn start(order: &GuardOrder) -> Result<Self, Failure> {
-        // This very program, even where another release has just been put in its place.
+        // The running executable, even if an upgrade has replaced the file.
         let mut child = Command::new("/proc/self/exe")
             .arg("guard")
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
-            // What ends the sender from its terminal must not end the guardian with it.
+            // A signal from the terminal to the sender must not reach the guardian.
             .process_group(0)
             .spawn()?;
         let line =
@@ -95,15 +97,15 @@ impl Guardian {
         Ok(Self { child })
     }
 
-    /// The guest is in good hands. Whatever it was doing, as long as this process lives that was to wait; and one that is
-    /// stopped could be told nothing.
+    /// Ends the guardian, which is not needed any more. It only waits while the sender lives, so it
+    /// can be killed. A message would not reach a stopped process.
     pub fn dismiss(mut self) {
-        // One that has died needs no end.
+        // Both fail harmlessly if it has died.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 
-    /// Leaves it to take over, now.
+    /// Lets the guardian take over now.
     pub fn hand_over(mut self) {
         drop(self.child.stdin.take());
     }
@@ -111,21 +113,21 @@ impl Guardian {
 
 /// `vmferry guard`.
 pub fn run(output: &Output) -> Result<(), Failure> {
-    // The sender's fate is told by its end of this pipe alone.
+    // Only the end of the pipe on standard input means that the sender is gone.
     crate::signals::ignore()?;
     let mut input = BufReader::new(std::io::stdin());
     let mut line = String::new();
     input.read_line(&mut line)?;
     let order: GuardOrder =
         serde_json::from_str(&line).map_err(|error| Failure::of(Code::Usage, error))?;
-    // Nothing more is written: it ends with the sender, or when that hands over.
+    // Reads until the end of the pipe: the sender has exited, or hands over.
     input.read_to_string(&mut String::new())?;
     let undecided = Undecided::begin(&order, output)?;
     take_over(&order, undecided, output)
 }
 
-/// While it is not decided where the guest is, this process ends when the QEMU does: there is no
-/// guest left to look after, in doubt or not.
+/// Until the outcome is decided, the guardian exits when QEMU does, because there is no guest left
+/// to look after.
 struct Undecided(Arc<Mutex<bool>>);
 
 impl Undecided {
@@ -135,25 +137,23 @@ impl Undecided {
         let watched = Arc::clone(&undecided);
         std::thread::Builder::new().name("qemu-end".into()).spawn(move || {
             wait_until_gone(pid, &qmp);
-            // Held to the end: nobody decides any more.
-            let undecided = watched.lock().unwrap_or_else(PoisonError::into_inner);
+            // The lock is held until the exit, so that `end` can't intervene.
+            let undecided = watched.lock();
             if *undecided {
-                output.note(
-                    "the QEMU that the guest was in has ended: nothing of it runs on this host",
-                );
+                output.note("the guest's QEMU has ended: the guest does not run on this host");
                 std::process::exit(Code::Internal.number().into());
             }
         })?;
         Ok(Self(undecided))
     }
 
-    /// It is decided. What is left to do outlasts the QEMU.
+    /// The outcome is decided. The remaining steps are done even if QEMU exits.
     fn end(self) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = false;
+        *self.0.lock() = false;
     }
 }
 
-/// Answers for the guest. Without that there is no `vmferry resolve`, and everything else goes on.
+/// Serves the guest's control socket. If that fails, only `vmferry resolve` is not available.
 fn bind(order: &GuardOrder, orders: &Orders, deadline: Instant) -> Option<Server> {
     let service = Arc::new(QemuService {
         about: order.about.clone(),
@@ -165,7 +165,7 @@ fn bind(order: &GuardOrder, orders: &Orders, deadline: Instant) -> Option<Server
         match Server::bind(&order.socket, Arc::clone(&service) as Arc<dyn Handler>) {
             Ok(server) => return Some(server),
             Err(ServerError::InUse { .. }) if Instant::now() < deadline => {
-                std::thread::sleep(LOOK_PERIOD);
+                std::thread::sleep(POLL_PERIOD);
             }
             Err(_) => return None,
         }
@@ -192,12 +192,12 @@ fn take_over(order: &GuardOrder, undecided: Undecided, output: &Output) -> Resul
             Ok(recovered) => break recovered,
             Err((again, JournalError::InUse { .. })) if Instant::now() < deadline => {
                 qemu = again;
-                std::thread::sleep(LOOK_PERIOD);
+                std::thread::sleep(POLL_PERIOD);
             }
             Err((again, JournalError::Io { source, .. }))
                 if source.kind() == std::io::ErrorKind::NotFound =>
             {
-                // It died before it promised anything, and before it touched the guest.
+                // The sender died before it created the journal, so before it changed the guest.
                 again.tidy()?;
                 break Recovered::Kept(again);
             }
@@ -209,9 +209,9 @@ fn take_over(order: &GuardOrder, undecided: Undecided, output: &Output) -> Resul
     match recovered {
         Recovered::Kept(_) => {
             output.note(if order.paused {
-                "vmferry has given the guest up; it stays here, paused as it was"
+                "the migration has ended; the guest stays here, paused as it was before"
             } else {
-                "vmferry has given the guest up; it runs on here"
+                "the migration has ended; the guest runs here"
             });
             after(order, Outcome::Kept, output);
         }
@@ -220,37 +220,37 @@ fn take_over(order: &GuardOrder, undecided: Undecided, output: &Output) -> Resul
             after(order, Outcome::Moved, output);
             if !order.keep_source {
                 let release = end(&qemu, &mut asleep)?;
-                tell_kept(&release, output);
+                report_kept(&release, output);
             }
         }
-        // A later session has it in hand.
+        // A later session leads the guest.
         Recovered::Stuck(_, error) if QemuError::is_sent_again(&error) => {
             output.note(error.to_string());
         }
         Recovered::Stuck(_, error) => {
             let text =
-                format!("vmferry has given the guest up, and it could not be resumed: {error}");
+                format!("the migration has ended, and the guest could not be resumed: {error}");
             return Err(Failure::new(Code::Internal, text));
         }
     }
     Ok(())
 }
 
-/// Tells the hook where the guest is. Nobody knows whether it was told before.
+/// Runs the hook's `after`. The sender may have run it already.
 fn after(order: &GuardOrder, result: Outcome, output: &Output) {
     if let Some((hook, call)) = &order.hook {
-        // It ends the hook that the sender has left.
+        // Waits for the process that kills a `before` of the sender.
         let deadline = Instant::now() + DEATH_TIMEOUT;
         while order.hook_runner.as_ref().is_some_and(ProcessIdentity::lives)
             && Instant::now() < deadline
         {
-            std::thread::sleep(LOOK_PERIOD);
+            std::thread::sleep(POLL_PERIOD);
         }
         hook.run_after(&call.after(result), output);
     }
 }
 
-/// Ends a QEMU whose guest runs elsewhere, as soon as it can be told, and gives its memory back.
+/// Quits a QEMU whose guest runs at the destination, as soon as it answers, and frees its memory.
 fn end(qemu: &AbandonedQemu, asleep: &mut Asleep<'_>) -> Result<Release, Failure> {
     loop {
         match qemu.leave() {
@@ -260,9 +260,9 @@ fn end(qemu: &AbandonedQemu, asleep: &mut Asleep<'_>) -> Result<Release, Failure
     }
 }
 
-/// Waiting for a QEMU that does not answer.
+/// Waits for a QEMU that does not answer.
 struct Asleep<'a> {
-    /// Since the first time that it did not: the destination may have been asked for hours before.
+    /// When to give up. Set at the first timeout, because asking the destination may take hours.
     until: Option<Instant>,
     output: &'a Output,
 }
@@ -272,16 +272,17 @@ impl<'a> Asleep<'a> {
         Self { until: None, output }
     }
 
-    /// Waits until the next attempt, and says once why.
+    /// Waits until the next attempt. Reports the error the first time.
     fn wait(&mut self, error: &VmError) -> Result<(), Failure> {
         let until = *self.until.get_or_insert_with(|| {
-            self.output.note(format!("{error}. vmferry goes on trying beside it"));
+            self.output.note(format!("{error}. vmferry keeps trying"));
             Instant::now() + QEMU_TIMEOUT
         });
         if Instant::now() >= until {
             let text = format!(
-                "given up after {} minutes: {error}. `vmferry status --sessions` says whose the guest is: if it is this \
-                 host's, `cont` in QEMU's monitor continues it; if not, end this QEMU",
+                "gave up after {} minutes: {error}. `vmferry status --sessions` says which host \
+                 has the guest: if this one, `cont` in QEMU's monitor resumes it; otherwise quit \
+                 this QEMU",
                 QEMU_TIMEOUT.as_secs() / 60
             );
             return Err(Failure::new(Code::Internal, text));

@@ -1,11 +1,11 @@
-//! Hooks: a program that is told before a guest changes hosts and afterwards, such as to keep an HA
-//! manager from starting the guest again at the source.
+//! Hooks: a program that runs before a guest changes hosts and afterwards, for example to keep an
+//! HA manager from restarting the guest at the source.
 //!
-//! * *before*: the guest runs at the source, and no promise about it was made. Where the program
-//!   fails or takes too long, the migration ends and the guest stays.
-//! * *after*: it is decided where the guest is. What the program says changes nothing.
+//! * *before*: the guest runs at the source, and nothing was promised about it. If the program
+//!   fails or takes too long, the migration is cancelled and the guest stays.
+//! * *after*: it is decided which host has the guest. The program's exit status has no effect.
 //!
-//! Neither runs while the guest is paused. `before` is run by a [process of its own](HookRunner).
+//! Neither runs while the guest is paused. `before` is run by a [separate process](HookRunner).
 
 mod runner;
 
@@ -23,12 +23,11 @@ use crate::args::HookOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// How often is looked whether the program has ended. A child wakes nobody who also waits for a
-/// time.
-const LOOK_PERIOD: Duration = Duration::from_millis(5);
+/// How often to check whether the program has exited. The blocking `wait` has no timeout.
+const POLL_PERIOD: Duration = Duration::from_millis(5);
 
-/// How long `before` may take at the destination, at most: a source waits for the answer to its
-/// announcement for 30 s ([`vmferry::Timeouts::accept`]), and the memory is made after the hook.
+/// Upper bound for `before` at the destination: the source waits 30 s for the answer to its offer
+/// ([`vmferry::Timeouts::accept`]), and guest memory is prepared after the hook.
 const ARRIVAL_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// When the program runs.
@@ -37,7 +36,7 @@ const ARRIVAL_TIMEOUT: Duration = Duration::from_secs(20);
 pub enum Phase {
     /// Before the guest changes hosts.
     Before,
-    /// When it is decided where it is.
+    /// When it is decided which host has the guest.
     After,
 }
 
@@ -45,47 +44,47 @@ pub enum Phase {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Side {
-    /// The one that the guest leaves.
+    /// The host that the guest leaves.
     Source,
-    /// The one that it goes to.
+    /// The host that the guest goes to.
     Destination,
 }
 
-/// Where the guest is afterwards.
+/// The outcome of a migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
-    /// At the destination.
+    /// The guest is at the destination.
     Moved,
-    /// At the source.
+    /// The guest is at the source.
     Kept,
 }
 
-/// What the program is told.
+/// The arguments of one run of the hook.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Call {
-    /// When.
+    /// Before or after.
     pub phase: Phase,
-    /// Where.
+    /// This host's side.
     pub side: Side,
-    /// The guest, by the name that the source gives it.
+    /// The guest, as the source names it.
     pub guest: GuestIdentity,
-    /// The session, if it has a number here.
+    /// The session's number, if known.
     pub session: Option<String>,
-    /// The other host, as far as it is known.
+    /// The other host, if known.
     pub peer: Option<String>,
-    /// Afterwards.
+    /// The outcome, for `after`.
     pub result: Option<Outcome>,
 }
 
 impl Call {
-    /// The call that follows this one when it is decided where the guest is.
+    /// The `after` call that follows this `before` call.
     pub fn after(&self, result: Outcome) -> Self {
         Self { phase: Phase::After, result: Some(result), ..self.clone() }
     }
 }
 
-/// A program and how long it may take.
+/// A hook's program and how long it may take.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Hook {
     program: PathBuf,
@@ -95,44 +94,44 @@ pub struct Hook {
 /// Why a hook counts as failed.
 #[derive(Debug, thiserror::Error)]
 pub enum HookError {
-    /// It could not be started, or waited for.
-    #[error("the hook {program} could not be run: check that it is there and executable")]
+    /// The program could not be started, or waited for.
+    #[error("the hook {program} could not be run: check that it exists and is executable")]
     Run {
         /// The program.
         program: PathBuf,
-        /// What the system said.
+        /// The system's error.
         #[source]
         source: std::io::Error,
     },
-    /// It has said no.
-    #[error("the hook {program} failed ({status}): what it has printed says why")]
+    /// The program failed.
+    #[error("the hook {program} failed ({status}): see its output")]
     Failed {
         /// The program.
         program: PathBuf,
-        /// How it ended.
+        /// Its exit status.
         status: ExitStatus,
     },
-    /// It took too long, and was ended.
-    #[error("the hook {program} has not ended in {} s, and was ended", after.as_secs())]
+    /// The program took too long and was killed.
+    #[error("the hook {program} did not finish within {} s and was killed", after.as_secs())]
     TimedOut {
         /// The program.
         program: PathBuf,
-        /// For how long it was waited for.
+        /// The time limit.
         after: Duration,
     },
-    /// The process that runs it says so.
+    /// The process that runs the hook reports a failure, or can't be reached.
     #[error("{0}")]
-    There(String),
+    Runner(String),
 }
 
-/// Guests of other VMMs have none.
+/// Refuses `--hook` for guests of the built-in VMM.
 pub fn must_be_of_a_qemu(options: &HookOptions) -> Result<(), Failure> {
     let text = "--hook is for guests of QEMU: use it with --qemu, or with --exec";
     options.hook.as_ref().map_or(Ok(()), |_| Err(Failure::new(Code::Usage, text)))
 }
 
 impl Hook {
-    /// What the options ask for.
+    /// The hook that the options name, if any.
     pub fn of(options: &HookOptions) -> Result<Option<Self>, Failure> {
         let absolute = |program: &PathBuf| -> Result<Self, Failure> {
             Ok(Self { program: std::path::absolute(program)?, timeout: options.hook_timeout })
@@ -140,16 +139,15 @@ impl Hook {
         options.hook.as_ref().map(absolute).transpose()
     }
 
-    /// Runs the program to its end. What it prints as errors comes where this process prints its
-    /// own.
+    /// Runs the program and waits for it. It inherits this process's standard error.
     ///
     /// # Errors
-    /// If it does not end well, or in time.
+    /// If it fails or takes too long.
     pub fn run(&self, call: &Call) -> Result<(), HookError> {
         self.run_while(call, || true)
     }
 
-    /// The same; the program is ended when it is not wanted any more.
+    /// The same, but kills the program when `is_wanted` returns false.
     fn run_while(&self, call: &Call, is_wanted: impl Fn() -> bool) -> Result<(), HookError> {
         let program = || self.program.clone();
         let failed = |source| HookError::Run { program: program(), source };
@@ -172,7 +170,7 @@ impl Hook {
         }
     }
 
-    /// The same where what it says changes nothing any more: that it failed is told.
+    /// Runs `after`. A failure is reported and has no other effect.
     pub fn run_after(&self, call: &Call, output: &Output) {
         if let Err(error) = self.run(call) {
             tell_failure(&error, output);
@@ -193,27 +191,27 @@ impl Hook {
             .env("VMFERRY_RESULT", call.result.as_ref().map(word).unwrap_or_default())
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            // What ends vmferry from its terminal must not end it midway, and all of it is ended if
-            // it takes too long.
+            // Its own group: signals from the terminal don't reach it, and a timeout kills all of
+            // its processes.
             .process_group(0);
         command
     }
 }
 
-/// Says that a hook has failed which could change nothing.
+/// Reports the failure of a hook that has no effect on the migration.
 fn tell_failure(error: &HookError, output: &Output) {
     let reason = vmferry::chain(error);
     output.event(&json!({ "event": "hook-failed", "reason": reason }), || {
-        format!("{reason}. The guest is where it is all the same")
+        format!("{reason}. This does not affect the guest")
     });
 }
 
-/// A word of the command line's JSON.
+/// A value's name in JSON.
 fn word(value: &impl Serialize) -> String {
     json!(value).as_str().unwrap_or_default().to_owned()
 }
 
-/// Waits for the end of the program; none if it takes too long, or is not wanted any more.
+/// Waits for the program to exit; `None` if it takes too long or is not wanted any more.
 fn wait(
     child: &mut Child,
     timeout: Duration,
@@ -222,13 +220,13 @@ fn wait(
     let deadline = Instant::now() + timeout;
     loop {
         match child.try_wait()? {
-            None if Instant::now() < deadline && is_wanted() => std::thread::sleep(LOOK_PERIOD),
+            None if Instant::now() < deadline && is_wanted() => std::thread::sleep(POLL_PERIOD),
             ended => return Ok(ended),
         }
     }
 }
 
-/// Ends the program and all that it has started.
+/// Kills the program and its process group.
 fn end(child: &mut Child) {
     let group = rustix::process::Pid::from_raw(child.id().cast_signed());
     if let Some(group) = group {

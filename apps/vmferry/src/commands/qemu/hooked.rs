@@ -1,10 +1,11 @@
-//! Migrations with a hook, on either side.
+//! Migrations with a hook, at the source and at the destination.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
+use parking_lot::Mutex;
 use serde_json::json;
 use vmferry::source::{Orders, Report};
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
@@ -15,8 +16,8 @@ use super::hook::{Call, Hook, HookError, HookRunner, Outcome, Phase, Side};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// The source's side: a migration is held before its switchover until the hook has run, and the
-/// user has said so if that was asked for.
+/// The source's side: holds a migration before its switchover until the hook has run and, with
+/// `--pause-before-switchover`, until the user releases it.
 pub struct Gate {
     hook: Hook,
     call: Call,
@@ -24,23 +25,23 @@ pub struct Gate {
     output: Output,
     /// Runs `before`.
     runner: HookRunner,
-    /// Waits for it.
+    /// The thread that waits for `before`.
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// `before` counts for nothing any more.
+    /// Whether the migration is over, so that the result of `before` no longer matters.
     is_over: AtomicBool,
-    hook_is_done: AtomicBool,
-    user_is_done: AtomicBool,
-    begun: AtomicBool,
+    hook_succeeded: AtomicBool,
+    user_released: AtomicBool,
+    started: AtomicBool,
     failure: Mutex<Option<HookError>>,
 }
 
 impl Gate {
-    /// For a migration with these orders. `asked`: whether the user is waited for too.
+    /// The gate of the migration that `orders` controls.
     pub fn new(
         hook: Hook,
         call: Call,
         orders: Orders,
-        asked: bool,
+        release: SwitchoverRelease,
         output: &Output,
     ) -> Result<Arc<Self>, Failure> {
         Ok(Arc::new(Self {
@@ -51,9 +52,9 @@ impl Gate {
             output: output.clone(),
             thread: Mutex::new(None),
             is_over: AtomicBool::new(false),
-            hook_is_done: AtomicBool::new(false),
-            user_is_done: AtomicBool::new(!asked),
-            begun: AtomicBool::new(false),
+            hook_succeeded: AtomicBool::new(false),
+            user_released: AtomicBool::new(release == SwitchoverRelease::Hook),
+            started: AtomicBool::new(false),
             failure: Mutex::new(None),
         }))
     }
@@ -63,30 +64,30 @@ impl Gate {
         self.runner.process().clone()
     }
 
-    /// The user's word.
+    /// The user releases the migration.
     pub fn switch_over(&self) {
-        self.user_is_done.store(true, Ordering::SeqCst);
+        self.user_released.store(true, Ordering::SeqCst);
         self.open();
     }
 
-    /// Runs the hook, beside the migration, when that is held for the first time.
+    /// Runs the hook in a separate thread when the migration is held for the first time.
     pub fn watch(self: &Arc<Self>, report: &Report) {
-        if matches!(report, Report::Held { .. }) && !self.begun.swap(true, Ordering::SeqCst) {
+        if matches!(report, Report::Held { .. }) && !self.started.swap(true, Ordering::SeqCst) {
             let gate = Arc::clone(self);
-            let begun =
+            let spawned =
                 std::thread::Builder::new().name("hook".into()).spawn(move || gate.run_before());
-            match begun {
-                Ok(thread) => *locked(&self.thread) = Some(thread),
+            match spawned {
+                Ok(thread) => *self.thread.lock() = Some(thread),
                 Err(source) => {
-                    self.fail(HookError::There(format!("no thread for the hook: {source}")));
+                    self.fail(HookError::Runner(format!("no thread for the hook: {source}")));
                 }
             }
         }
     }
 
-    /// Runs the hook now, for a migration that can't be held.
+    /// Runs the hook in this thread, for a migration that can't be held.
     pub fn run_at_once(&self) {
-        self.begun.store(true, Ordering::SeqCst);
+        self.started.store(true, Ordering::SeqCst);
         self.run_before();
     }
 
@@ -96,76 +97,80 @@ impl Gate {
         });
         match self.runner.run(&self.call) {
             Ok(()) => {
-                self.hook_is_done.store(true, Ordering::SeqCst);
+                self.hook_succeeded.store(true, Ordering::SeqCst);
                 self.open();
             }
-            // What ended it is the reason, which others tell.
+            // The hook was killed because the migration ended, which is reported elsewhere.
             Err(_) if self.is_over.load(Ordering::SeqCst) => {}
             Err(error) => self.fail(error),
         }
     }
 
     fn fail(&self, error: HookError) {
-        *locked(&self.failure) = Some(error);
+        *self.failure.lock() = Some(error);
         self.orders.cancel();
     }
 
     fn open(&self) {
-        if self.hook_is_done.load(Ordering::SeqCst) && self.user_is_done.load(Ordering::SeqCst) {
+        if self.hook_succeeded.load(Ordering::SeqCst) && self.user_released.load(Ordering::SeqCst) {
             self.orders.switch_over();
         }
     }
 
-    /// Ends a `before` that runs: the migration is cancelled.
+    /// Kills a running `before`, because the migration is cancelled.
     pub fn stop(&self) {
         self.is_over.store(true, Ordering::SeqCst);
         self.runner.stop();
     }
 
-    /// The migration is over. On return `before` has ended.
+    /// Waits for `before` to end after the migration is over.
     pub fn end(&self) {
         self.stop();
-        if let Some(thread) = locked(&self.thread).take() {
-            // One that has panicked has ended.
+        if let Some(thread) = self.thread.lock().take() {
+            // A thread that panicked has ended, too.
             let _ = thread.join();
         }
         self.runner.wait();
     }
 
-    /// Tells the hook where the guest is, if it was told of its going. `before` has
-    /// [ended](Self::end).
+    /// Runs `after` if `before` was started. Call [`end`](Self::end) first.
     pub fn run_after(&self, result: Outcome) {
-        if self.begun.load(Ordering::SeqCst) {
+        if self.started.load(Ordering::SeqCst) {
             self.hook.run_after(&self.call.after(result), &self.output);
         }
     }
 
-    /// Why the migration was ended, if the hook has ended it.
+    /// The failure of the hook, if that cancelled the migration.
     pub fn failure(&self) -> Option<Failure> {
-        let error = locked(&self.failure).take()?;
+        let error = self.failure.lock().take()?;
         Some(Failure::of(Code::Cancelled, error))
     }
 }
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+/// Who releases a held migration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SwitchoverRelease {
+    /// The hook, when it succeeds.
+    Hook,
+    /// The hook and the user, with `vmferry switch-over`.
+    HookAndUser,
 }
 
-/// The destination's side: a VM whose guests are announced to a hook.
+/// The destination's side: a VM that runs a hook before it accepts a guest and after the outcome.
 pub struct Hooked<V> {
     /// The VM.
     pub vm: V,
     runner: Option<Arc<HookRunner>>,
-    /// What the hook was told of.
-    told: Option<Call>,
+    /// The `before` call whose `after` is due.
+    pending: Option<Call>,
     session: Option<String>,
     output: Output,
 }
 
 impl<V> Hooked<V> {
-    /// With a hook, or without.
+    /// Wraps a VM. Without a runner, no hook runs.
     pub fn new(vm: V, runner: Option<Arc<HookRunner>>, output: &Output) -> Self {
-        Self { vm, runner, told: None, session: None, output: output.clone() }
+        Self { vm, runner, pending: None, session: None, output: output.clone() }
     }
 
     fn before(&mut self, guest: &GuestIdentity) -> Result<(), HookError> {
@@ -178,7 +183,7 @@ impl<V> Hooked<V> {
             peer: None,
             result: None,
         };
-        self.told = Some(call.clone());
+        self.pending = Some(call.clone());
         let done = runner.run(&call);
         if done.is_err() {
             self.after(Outcome::Kept);
@@ -186,9 +191,9 @@ impl<V> Hooked<V> {
         done
     }
 
-    /// Tells the hook where the guest is, if it was told of its coming.
+    /// Runs `after` if `before` was run.
     pub fn after(&mut self, result: Outcome) {
-        if let (Some(runner), Some(call)) = (&self.runner, self.told.take()) {
+        if let (Some(runner), Some(call)) = (&self.runner, self.pending.take()) {
             runner.run_after(&call.after(result), &self.output);
         }
     }
@@ -206,7 +211,7 @@ impl<V: DestinationVm> DestinationVm for Hooked<V> {
 
     fn opened(&mut self, session: SessionId, journals: &Path) -> Result<(), VmError> {
         self.session = Some(session.to_string());
-        if let Some(call) = &mut self.told {
+        if let Some(call) = &mut self.pending {
             call.session.clone_from(&self.session);
         }
         self.vm.opened(session, journals)?;

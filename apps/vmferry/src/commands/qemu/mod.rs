@@ -1,5 +1,5 @@
-//! Guests of QEMU processes: `send --qemu`, `receive --qemu`, `receive --exec` and the process that starts its QEMU, and
-//! the guardian of a guest that is being sent.
+//! QEMU guests: `send --qemu`, `receive --qemu`, `receive --exec`, and their helper processes: the
+//! starter of QEMU, the runner of hooks, and the guardian of a guest that is being sent.
 
 mod arrived;
 mod found;
@@ -19,7 +19,8 @@ use vmferry_wire::GuestIdentity;
 
 use crate::exit::{Code, Failure};
 
-/// The name that a QEMU guest goes by on this host while it is sent: its own, if it can name a socket.
+/// The name of a QEMU guest's control socket while it is sent: the guest's name, if it is valid for
+/// a socket.
 pub fn socket_name(guest: &GuestIdentity, pid: Option<u32>) -> String {
     if check_name(&guest.name).is_ok() {
         return guest.name.clone();

@@ -1,4 +1,4 @@
-//! `vmferry receive --qemu` and `--exec`: a guest comes to a QEMU that waits for it.
+//! `vmferry receive --qemu` and `--exec`: receives a guest into a waiting QEMU.
 
 use std::path::{Path, PathBuf};
 
@@ -15,39 +15,39 @@ use crate::commands::reception::listen;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// Receives into a QEMU that somebody has started.
+/// Receives into a QEMU that is already running.
 pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
     let listener = listen(options, output)?;
     let receiver = format!("qemu {}", std::path::absolute(qmp)?.display());
     let Found { left, kept } = arrived::find(&receiver, Some(qmp), output)?;
     match left {
         Left::Guest(arrived) => {
-            return arrived::answer_for((arrived, kept), listener, options, output);
+            return arrived::answer_for(arrived, kept, listener, options, output);
         }
         Left::EndedQemu(pid) => {
-            return arrived::answer_without_qemu((pid, qmp, kept), listener, options, output);
+            return arrived::answer_without_qemu(pid, qmp, kept, listener, options, output);
         }
         Left::Nothing => {}
     }
     let mut destination = QemuDestination::attach(qmp, expected(options))?.received_by(&receiver);
     let pid = destination.pid();
     if pid.is_none() {
-        tell_unseen(qmp, output);
+        report_unseen(qmp, output);
     }
-    // Once restricted, this process sees no other one: whose the memory files are then, another one
-    // looks.
+    // After it restricts itself, this process can't look into others, so a helper examines which
+    // processes use the memory files.
     if let Some(pid) = pid {
         destination.examine_by(starter::beside(pid)?.examiner());
     }
     let mut files = files(destination.place());
-    // Whether its process is stopped.
+    // Shows whether QEMU's process is stopped.
     files.read.extend(pid.map(|pid| PathBuf::from(format!("/proc/{pid}/stat"))));
     let others = pid.is_none_or(is_of_another_user);
     let waiting = Waiting::begin(&listener, options, files, others, output)?;
     waiting.watch(pid, qmp)?;
-    waiting.tell_kept(kept, output)?;
+    waiting.run_kept(kept, output)?;
     let owned = waiting.receive(listener, destination, output)?;
-    // QMP is somebody else's from now on.
+    // Other clients may use QMP from now on.
     let (destination, witness, started) = waiting.received(owned, qmp, output);
     drop(destination);
     started?;
@@ -56,12 +56,11 @@ pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result
     Ok(())
 }
 
-/// Says what is lost where QEMU's process is not seen.
-fn tell_unseen(qmp: &Path, output: &Output) {
+/// Reports the consequence of a QEMU process that is not visible from here.
+fn report_unseen(qmp: &Path, output: &Output) {
     output.event(&json!({ "event": "qemu-unseen", "qmp": qmp }), || {
-        "QEMU's process is not seen from here: a receiver that is started after this one does not \
-         find the guest. Run vmferry where that process is seen (the host's PID namespace, or one \
-         that is shared)"
+        "QEMU's process is not visible from here: a later receiver will not find the guest. Run \
+         vmferry where that process is visible (in the host's PID namespace, or a shared one)"
             .to_owned()
     });
 }
@@ -72,44 +71,44 @@ pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Resu
     let receiver = format!("exec {} {command}", options.listen);
     let Found { left, kept } = arrived::find(&receiver, None, output)?;
     if let Left::Guest(arrived) = left {
-        return arrived::answer_for((arrived, kept), listener, options, output);
+        return arrived::answer_for(arrived, kept, listener, options, output);
     }
     let qmp = free_socket(prepared_directories()?.runtime());
     let starter = starter::spawn(command, &qmp)?;
     let destination =
         StartedQemu::start_by(Box::new(starter), &qmp, expected(options))?.received_by(&receiver);
-    // Whether a QEMU is stopped the starter looks, which knows the next ones too.
+    // The starter checks whether QEMU is stopped, because only it knows the current process.
     let files = files(destination.place());
     let waiting = Waiting::begin(&listener, options, files, false, output)?;
-    waiting.tell_kept(kept, output)?;
+    waiting.run_kept(kept, output)?;
     let owned = waiting.receive(listener, destination, output)?;
     let (qemu, witness, started) = waiting.received(owned, &qmp, output);
     let pid = qemu.pid();
-    // From here on it has a guest, and is not ended with this process.
+    // QEMU has a guest now and must survive this process.
     let mut starter =
         qemu.into_starter().ok_or_else(|| Failure::new(Code::Internal, "there is no QEMU"))?;
     started?;
     waiting.watch(Some(pid), &qmp)?;
     let over = waiting.await_end(&qmp, Some(pid), output);
     drop(witness);
-    if over == Over::Told {
+    if over == Over::Signaled {
         return Ok(());
     }
     let status = starter.wait()?;
-    // QEMU removes it itself when it ends in order.
+    // QEMU removes the socket itself on an orderly exit.
     let _ = std::fs::remove_file(&qmp);
     if status.success() {
         return Ok(());
     }
     let how = match starter.last_words() {
-        Some(words) => format!("{status}: QEMU has printed: {words}"),
+        Some(words) => format!("{status}: QEMU printed: {words}"),
         None => status.to_string(),
     };
     Err(Failure::new(Code::Internal, format!("the guest's QEMU has ended: {how}")))
 }
 
-/// A name for the QMP socket of a QEMU to start. One that outlived a process of this
-/// number has its own still.
+/// A free path for the QMP socket of a new QEMU. A QEMU of an earlier process with the same PID may
+/// still use the first one.
 fn free_socket(directory: &Path) -> PathBuf {
     let first = directory.join(format!("qemu-{}.qmp", std::process::id()));
     let others =
@@ -118,8 +117,9 @@ fn free_socket(directory: &Path) -> PathBuf {
     std::iter::once(first.clone()).chain(others).find(is_free).unwrap_or(first)
 }
 
-/// What receiving into a QEMU needs beside what every receiver does: to tidy up the directory of the socket that is
-/// between the two. QEMU's memory files are open by now, or a starter opens them.
+/// Files that receiving into a QEMU needs in addition: the directory of the socket between vmferry
+/// and QEMU, which is removed at the end. QEMU's memory files are open by now, or a starter opens
+/// them.
 fn files(place: Option<&Path>) -> Files {
     let within = place.map(Path::to_owned);
     Files {

@@ -1,4 +1,4 @@
-//! `vmferry send --qemu`: moves the guest of a QEMU that runs.
+//! `vmferry send --qemu`: moves the guest of a running QEMU.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -11,7 +11,7 @@ use vmferry::SourceConfig;
 use vmferry::source::{Orders, Recovered, Report, recover};
 use vmferry_api::Recorded;
 use vmferry_control::{Directories, Server, ServerError, Started};
-use vmferry_handover::journal::{self, Record, SessionSummary, Since, Verdict};
+use vmferry_handover::journal::{self, LaterSession, Record, SessionSummary, Verdict};
 use vmferry_qemu::{AbandonedQemu, Arrived, QemuError, Release, process_name};
 use vmferry_transport::{Dialer, RecordingSide};
 use vmferry_wire::{GuestIdentity, SessionId};
@@ -19,8 +19,8 @@ use vmferry_wire::{GuestIdentity, SessionId};
 use super::found::{Found, Moved, NotMoved};
 use super::guard::{GuardOrder, Guardian};
 use super::hook::{Call, Hook, Outcome, Phase, Side};
-use super::hooked::Gate;
-use super::kept::tell_kept;
+use super::hooked::{Gate, SwitchoverRelease};
+use super::kept::report_kept;
 use super::service::QemuService;
 use crate::args::SendOptions;
 use crate::commands::link::{address, dialer, recorder, source_files};
@@ -28,13 +28,13 @@ use crate::commands::migration::{migrate_request, saved_run};
 use crate::commands::prepared_directories;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
-use crate::progress::Progress;
+use crate::progress::{JsonEvents, Progress};
 use crate::tables::outcome;
 
-/// How often it is shown how far the migration is.
+/// How often progress is shown.
 const PROGRESS_PERIOD: Duration = Duration::from_millis(200);
 
-/// Moves the guest of the QEMU whose QMP socket this is.
+/// Moves the guest of the QEMU at a QMP socket.
 pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Failure> {
     let tls = source_files(options)?;
     let to = address(&options.to, &options.tls)?;
@@ -48,18 +48,19 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
     let (identity, pid) = (found.identity().clone(), found.pid());
     config.process = pid.and_then(process_name);
     if found.is_paused() {
-        must_be_ours((&identity, pid), &config)?;
+        must_be_ours(&identity, pid, &config)?;
     }
     let name = super::socket_name(&identity, pid);
     let about = found.about(&name);
     let orders = Orders::new();
     let socket = directory.socket(&name);
     let throttle = options.migration.throttle;
-    let held = options.migration.pause_before_switchover;
+    let user_holds = options.migration.pause_before_switchover;
+    let release = if user_holds { SwitchoverRelease::HookAndUser } else { SwitchoverRelease::Hook };
     let hook = Hook::of(&options.hook)?.map(|hook| (hook, before(&identity, &config, &to)));
     let gate = hook.clone().map(|(hook, call)| {
         config.pause_before_switchover = found.can_be_held();
-        Gate::new(hook, call, orders.clone(), held, output)
+        Gate::new(hook, call, orders.clone(), release, output)
     });
     let gate = gate.transpose()?;
     let service =
@@ -91,8 +92,8 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
         hook_runner: gate.as_ref().map(|gate| gate.runner()),
     })?;
     let facts = found.facts();
-    found.tell(output);
-    let progress = Progress::new(output, true, saved);
+    found.describe(output);
+    let progress = Progress::new(output, JsonEvents::All, saved);
     progress.event(&json!(Started::new(
         &identity.name,
         found.memory_bytes(),
@@ -106,8 +107,8 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
         found.migrate(&dialer, config, &orders, &mut |report| match &gate {
             Some(gate) => {
                 gate.watch(report);
-                // It is the hook that is waited for, which says so itself.
-                if held || !matches!(report, Report::Held { .. }) {
+                // If only the hook holds the migration, the hook's own event says so.
+                if user_holds || !matches!(report, Report::Held { .. }) {
                     progress.event(&json!(report));
                 }
             }
@@ -124,17 +125,17 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
             let mut stats = json!(stats);
             stats["qemu"] = facts;
             progress.finish(Ok(&stats));
-            // Before its QEMU ends, which others may be watching.
+            // Before QEMU ends, because a manager may be watching it.
             if let Some(gate) = &gate {
                 gate.run_after(Outcome::Moved);
             }
-            // One that has died meanwhile has ended too; and the guest is elsewhere in any case.
+            // An error does not fail the migration: the guest runs at the destination.
             let ended = if options.keep_source { Ok(Release::default()) } else { quit() };
             if let Err(error) = &ended {
                 let reason = vmferry::chain(error);
                 output.event(&json!({ "event": "not-ended", "reason": reason }), || {
                     format!(
-                        "the QEMU that the guest has left could not be ended, and must not be continued: {reason}"
+                        "the source's QEMU could not be quit; do not resume its guest: {reason}"
                     )
                 });
             }
@@ -143,7 +144,7 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
                 Err(_) => guardian.dismiss(),
                 Ok(release) => {
                     guardian.dismiss();
-                    tell_kept(&release, output);
+                    report_kept(&release, output);
                     stats["qemu"]["freed_bytes"] = json!(release.freed_bytes);
                 }
             }
@@ -155,7 +156,7 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
             let failure = by_hook.unwrap_or_else(|| Failure::from(error));
             progress.finish(Err(&failure));
             if runs || stays_paused {
-                // If this process is killed meanwhile, the guardian does it.
+                // If this process is killed here, the guardian runs it.
                 if let Some(gate) = &gate {
                     gate.run_after(Outcome::Kept);
                 }
@@ -168,7 +169,7 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
     }
 }
 
-/// What a hook is told first.
+/// The hook's `before` call.
 fn before(guest: &GuestIdentity, config: &SourceConfig, to: &str) -> Call {
     Call {
         phase: Phase::Before,
@@ -180,10 +181,11 @@ fn before(guest: &GuestIdentity, config: &SourceConfig, to: &str) -> Call {
     }
 }
 
-/// Makes sure that a paused guest is this host's: one that is being received is paused too, and
-/// may run at its source. What has come to other QEMUs does not matter.
+/// Makes sure that this host owns a paused guest: one that is being received is paused, too, and
+/// may run at its source. Sessions that were received into other QEMUs do not matter.
 fn must_be_ours(
-    (guest, pid): (&GuestIdentity, Option<u32>),
+    guest: &GuestIdentity,
+    pid: Option<u32>,
     config: &SourceConfig,
 ) -> Result<(), Failure> {
     let journals = &config.journal_directory;
@@ -195,8 +197,8 @@ fn must_be_ours(
         }
         if Arrived::may_be_in(journals, last.session, pid)? {
             let text = format!(
-                "the guest in this QEMU came by session {} and never ran here: it is its source's. \
-                 Start `vmferry receive` again, which ends this QEMU",
+                "the guest in this QEMU was received in session {} and never ran here: its source \
+                 has it. Start `vmferry receive` again, which quits this QEMU",
                 last.session
             );
             return Err(Failure::new(Code::WrongState, text));
@@ -205,7 +207,7 @@ fn must_be_ours(
     Ok(())
 }
 
-/// Finishes what a vmferry has left that was killed together with its guardian.
+/// Finishes the sessions of a sender that was killed together with its guardian.
 fn settle_unfinished(
     qmp: &Path,
     config: &SourceConfig,
@@ -219,28 +221,27 @@ fn settle_unfinished(
     let process = pid.and_then(process_name);
     let name = super::socket_name(&identity, pid);
     let mut settled = HashSet::new();
-    // What a later session has overtaken comes when that one is settled: the last word counts.
+    // A session that a later one has superseded is settled after it: the latest decision counts.
     while let Some(unfinished) =
-        next_unfinished(&config.journal_directory, (&identity, process.as_deref()), &settled)?
+        next_unfinished(&config.journal_directory, &identity, process.as_deref(), &settled)?
     {
         let session = unfinished.session;
         settled.insert(session);
-        // vmferry leaves no guest running that it has promised away.
+        // A guest that runs after COMMIT must be another one: vmferry never leaves it running.
         let is_given = unfinished.records.contains(&Record::Commit);
         let is_its = process.is_some() && unfinished.process() == process.as_deref();
         if is_given && !is_its && abandoned.is_running()? {
             let text = format!(
-                "session {session} has promised a guest of this name and UUID away, and a guest \
-                 runs in this QEMU, which the session's journal does not tell from that one. Look \
-                 at the other host. If this guest is another one, decide session {session} by \
-                 `vmferry resolve`, and give guests UUIDs of their own; if it is the same, and the \
-                 other host has it too, end one of the two"
+                "session {session} gave away a guest with this name and UUID, a guest runs in this \
+                 QEMU, and the session's journal does not say whether it is the same guest. Look \
+                 at the other host. If this is another guest, decide session {session} with \
+                 `vmferry resolve`, and give each guest its own UUID; if it is the same guest and \
+                 the other host runs it too, end one of the two"
             );
             return Err(Failure::new(Code::WrongState, text));
         }
         let finishing = json!({ "event": "finishing-session", "session": session });
-        output
-            .event(&finishing, || format!("finishing session {session}, whose vmferry was killed"));
+        output.event(&finishing, || format!("finishing session {session} of a killed vmferry"));
         let mut config = config.clone();
         config.session = session;
         let orders = Orders::new();
@@ -248,18 +249,19 @@ fn settle_unfinished(
             json!({ "name": name, "uuid": identity.uuid, "guest": "qemu", "phase": "stopped" });
         let service =
             Arc::new(QemuService { about, orders: orders.clone(), throttle: 0, gate: None });
-        // For `vmferry resolve`: in doubt, this waits.
+        // For `vmferry resolve`, because recovery waits while the session is in doubt.
         let _server = Server::bind(&directory.socket(&name), service)
             .map_err(|error| Failure::of(Code::Busy, error))?;
         let qemu = AbandonedQemu::new(qmp, None);
         match recover(qemu, dialer, config, &orders, &mut |_| {}) {
             Ok(Recovered::Kept(_)) => {}
             Ok(Recovered::Given(_)) => {
-                let text = "this guest was handed over already, and runs at the destination: end this QEMU";
+                let text = "this guest was already handed over and runs at the destination: quit \
+                            this QEMU";
                 return Err(Failure::new(Code::WrongState, text));
             }
             Ok(Recovered::Stuck(_, error)) => {
-                let text = format!("the guest stands still and could not be resumed: {error}");
+                let text = format!("the guest is paused and could not be resumed: {error}");
                 return Err(Failure::new(Code::Internal, text));
             }
             Err((_, error)) => return Err(Failure::of(Code::Busy, error)),
@@ -268,20 +270,21 @@ fn settle_unfinished(
     Ok(())
 }
 
-/// A session of the guest that nobody has brought to its end, and that no later one has overtaken.
+/// A session of the guest that is unfinished and that no later one has superseded.
 fn next_unfinished(
     journals: &Path,
-    (guest, process): (&GuestIdentity, Option<&str>),
+    guest: &GuestIdentity,
+    process: Option<&str>,
     settled: &HashSet<SessionId>,
 ) -> Result<Option<SessionSummary>, Failure> {
     let sessions = journal::sessions_in(journals, guest, process)
         .map_err(|error| Failure::of(Code::Internal, error))?;
     for one in journal::unfinished(&sessions, guest) {
-        match journal::since(&sessions, one.session) {
+        match journal::later_session(&sessions, one.session) {
             _ if settled.contains(&one.session) => {}
-            Since::Nothing => return Ok(Some(one.clone())),
-            Since::SentAgain(_) => {}
-            Since::Unclear(session) => {
+            LaterSession::None => return Ok(Some(one.clone())),
+            LaterSession::SentAgain(_) => {}
+            LaterSession::Unclear(session) => {
                 let error = QemuError::MayBeGiven { session };
                 return Err(Failure::of(Code::WrongState, error));
             }
@@ -300,7 +303,7 @@ fn source_config(
     Ok(config)
 }
 
-/// Shows how far it is while `work` runs.
+/// Shows progress while `work` runs.
 fn with_progress<R>(orders: &Orders, progress: &Progress, work: impl FnOnce() -> R) -> R {
     let (over, is_over) = std::sync::mpsc::channel::<()>();
     std::thread::scope(|scope| {

@@ -1,4 +1,4 @@
-//! What a QEMU guest that is being sent answers on its control socket: `status`, `cancel`, `resolve`.
+//! The control socket of a QEMU guest that is being sent: `status`, `cancel`, `resolve` and others.
 
 use std::sync::Arc;
 
@@ -9,15 +9,15 @@ use vmferry_handover::OperatorWord;
 
 use super::hooked::Gate;
 
-/// Answers for one guest, in the process that sends it or that takes over from it.
+/// Answers for one guest, in the process that sends it or in its guardian.
 pub struct QemuService {
-    /// What is known of the guest, without the migration.
+    /// The answer to `status`, without the migration.
     pub about: Value,
-    /// The migration.
+    /// Controls the migration.
     pub orders: Orders,
-    /// The most per cent of its time that the migration may take from the guest.
+    /// The highest throttling, in percent, that the migration was started with.
     pub throttle: u8,
-    /// What its switchover waits for beside the user.
+    /// The hook's gate, if the migration has a hook.
     pub gate: Option<Arc<Gate>>,
 }
 
@@ -31,8 +31,8 @@ impl Handler for QemuService {
             }
             Request::Change(change) if change.throttle.is_some_and(|most| most > self.throttle) => {
                 let text = format!(
-                    "this QEMU's migration was begun with --throttle {}, and a QEMU can't be throttled more than that \
-                     later",
+                    "this migration was started with --throttle {}, and a QEMU can't be throttled \
+                     more than that later",
                     self.throttle
                 );
                 Err(ControlError::new(ErrorCode::WrongState, text))
@@ -67,7 +67,7 @@ impl Handler for QemuService {
             | Request::Quit
             | Request::Balloon
             | Request::SetBalloon { .. } => {
-                let text = "this guest is a QEMU's: use QEMU's own monitor";
+                let text = "this is a QEMU guest: use QEMU's own monitor";
                 Err(ControlError::new(ErrorCode::WrongState, text))
             }
         }

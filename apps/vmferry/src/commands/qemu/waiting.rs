@@ -1,4 +1,4 @@
-//! A receiver beside a QEMU: signals, the end of that QEMU, and the hook.
+//! A receiver beside a QEMU: it waits for signals and QEMU's end, and runs the hook.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -21,27 +21,29 @@ use crate::exit::{Code, Failure};
 use crate::output::Output;
 use crate::restrict::restrict;
 
-/// For how long a guest that is this host's is to be started in a QEMU that does not answer, and how often it is tried.
+/// How long to keep trying to start a guest of this host in a QEMU that does not answer.
 pub(super) const START_TIMEOUT: Duration = Duration::from_secs(3600);
+
+/// Pause between these attempts.
 pub(super) const RETRY_PERIOD: Duration = Duration::from_secs(1);
 
-/// What ends the wait beside a guest.
+/// Why a receiver stops waiting beside a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Over {
-    /// Its QEMU has ended.
+    /// QEMU has ended.
     QemuEnded,
-    /// A signal.
-    Told,
+    /// A signal arrived.
+    Signaled,
 }
 
-/// Whether a process is another user's, whose sockets only root may connect to, and only by a capability. One that is gone
-/// is nobody's.
+/// Whether a process belongs to another user, so that connecting to its sockets needs a capability
+/// of root. False if the process has ended.
 pub(super) fn is_of_another_user(pid: u32) -> bool {
     std::fs::metadata(format!("/proc/{pid}"))
         .is_ok_and(|process| process.uid() != rustix::process::geteuid().as_raw())
 }
 
-/// Signals, and the end of the QEMU.
+/// A restricted receiver that waits for a guest, signals and the end of QEMU.
 pub(super) struct Waiting {
     pub(super) config: DestinationConfig,
     hook: Option<Arc<HookRunner>>,
@@ -59,33 +61,33 @@ impl Waiting {
         output: &Output,
     ) -> Result<Self, Failure> {
         let config = config(options, prepared_directories()?.journals(), output)?;
-        // While this process may start one.
+        // Before the restrictions, which forbid to start programs.
         let hook = Hook::of(&options.hook)?.map(|hook| HookRunner::spawn(&hook)).transpose()?;
         let restrictions =
-            restrict(options, listener.local_address(), Work::Beside, files, others_sockets)?;
+            restrict(options, listener.local_address(), Work::MemoryOnly, files, others_sockets)?;
         let (over, is_over) = channel();
         let stop = Stop::default();
-        let (stopping, told) = (stop.clone(), over.clone());
-        // Each of them: a second one ends the wait for a QEMU that does not end.
+        let (stopping, signaled) = (stop.clone(), over.clone());
+        // Every signal counts: a second one ends the wait for a QEMU that does not exit.
         crate::signals::on_each(move || {
             stopping.stop();
-            let _ = told.send(Over::Told);
+            let _ = signaled.send(Over::Signaled);
         })?;
         announce(listener, &restrictions, output);
         Ok(Self { config, hook: hook.map(Arc::new), stop, over, is_over })
     }
 
-    /// Tells the hook of guests that never run here, beside everything else: a source that waits
-    /// for this host's word has paused its guest.
-    pub(super) fn tell_kept(&self, kept: Vec<Call>, output: &Output) -> Result<(), Failure> {
+    /// Runs the hook for guests that never run here. It runs in a separate thread, because a source
+    /// in doubt keeps its guest paused until this host answers.
+    pub(super) fn run_kept(&self, kept: Vec<Call>, output: &Output) -> Result<(), Failure> {
         let (Some(hook), false) = (self.hook.clone(), kept.is_empty()) else { return Ok(()) };
         let output = output.clone();
-        let tell = move || kept.iter().for_each(|call| hook.run_after(call, &output));
-        std::thread::Builder::new().name("hook".into()).spawn(tell)?;
+        let run = move || kept.iter().for_each(|call| hook.run_after(call, &output));
+        std::thread::Builder::new().name("hook".into()).spawn(run)?;
         Ok(())
     }
 
-    /// Tells the hook where a guest is.
+    /// Runs the hook's `after`.
     pub(super) fn run_after(&self, call: Option<Call>, output: &Output) {
         if let (Some(hook), Some(call)) = (&self.hook, call) {
             hook.run_after(&call, output);
@@ -105,7 +107,8 @@ impl Waiting {
         }
     }
 
-    /// Tells of the guest that has come; with it comes whether it runs.
+    /// Reports the received guest, and starts it if the handover could not. Returns an error with
+    /// it if it does not start.
     pub(super) fn received<V: DestinationVm>(
         &self,
         owned: Owned<Hooked<V>>,
@@ -117,8 +120,8 @@ impl Waiting {
             && let Err(error) = self.insist(&mut vm, error, output)
         {
             let text = format!(
-                "the guest is this host's and could not be started: {}. It stands still in its QEMU: `cont` by QMP at {} \
-                 starts it",
+                "this host has the guest but could not start it: {}. It is paused in its QEMU: \
+                 `cont` by QMP at {} starts it",
                 vmferry::chain(&error),
                 qmp.display()
             );
@@ -131,7 +134,7 @@ impl Waiting {
         output.event(&event, || {
             let name = guest.as_ref().map_or_else(|| "the guest".to_owned(), ToString::to_string);
             format!(
-                "{name} {}, QMP at {}; this host's word about it is given until its QEMU ends",
+                "{name} {}, QMP at {}. vmferry answers its source until its QEMU ends",
                 if paused { "is here, paused as it was at the source" } else { "runs here" },
                 qmp.display()
             )
@@ -140,8 +143,8 @@ impl Waiting {
         (vm.vm, witness, Ok(()))
     }
 
-    /// Starts a guest that is this host's once more, as long as its QEMU just does not answer. Meanwhile the source
-    /// hears that the guest is here.
+    /// Retries to start a guest that this host owns while its QEMU does not answer. Meanwhile the
+    /// source learns that this host has the guest.
     fn insist<V: DestinationVm>(
         &self,
         vm: &mut V,
@@ -149,15 +152,18 @@ impl Waiting {
         output: &Output,
     ) -> Result<(), MigrateError> {
         let until = Instant::now() + START_TIMEOUT;
-        let mut told = false;
+        let mut reported = false;
         loop {
             let MigrateError::Vm { action, source } = &error else { return Err(error) };
             if !QemuError::is_timeout_of(source) || Instant::now() >= until {
                 return Err(error);
             }
-            if !std::mem::replace(&mut told, true) {
-                output.event(&json!({ "event": "not-started", "reason": source.to_string() }), || {
-                    format!("{source}. The guest is this host's, and vmferry goes on trying to start it")
+            if !std::mem::replace(&mut reported, true) {
+                let event = json!({ "event": "not-started", "reason": source.to_string() });
+                output.event(&event, || {
+                    format!(
+                        "{source}. This host has the guest, and vmferry keeps trying to start it"
+                    )
                 });
             }
             if let Ok(over) = self.is_over.recv_timeout(RETRY_PERIOD) {
@@ -172,28 +178,28 @@ impl Waiting {
         }
     }
 
-    /// Waits until QEMU has ended, which is [watched](Self::watch) for, or a signal has come: the
-    /// guest outlives this process.
+    /// Waits until QEMU ends or a signal arrives. The guest survives this process. Call
+    /// [`watch`](Self::watch) first.
     pub(super) fn await_end(&self, qmp: &Path, pid: Option<u32>, output: &Output) -> Over {
         match self.is_over.recv() {
             Ok(Over::QemuEnded) => {
-                say_end(output, "its QEMU has ended");
+                report_end(output, "its QEMU has ended");
                 Over::QemuEnded
             }
             _ => {
                 let pid = pid.map_or_else(|| "unknown".to_owned(), |pid| pid.to_string());
                 let text = format!(
-                    "left to its QEMU, process {pid}, which goes on: this command started again \
-                     answers for it, and `quit` by QMP at {} ends it",
+                    "the guest stays in its QEMU, process {pid}, which goes on: run this command \
+                     again to answer its source; `quit` by QMP at {} ends it",
                     qmp.display()
                 );
-                say_end(output, &text);
-                Over::Told
+                report_end(output, &text);
+                Over::Signaled
             }
         }
     }
 
-    /// Hears of the end of QEMU from now on.
+    /// Starts to watch for the end of QEMU.
     pub(super) fn watch(&self, pid: Option<u32>, qmp: &Path) -> Result<(), Failure> {
         let (over, qmp) = (self.over.clone(), qmp.to_owned());
         std::thread::Builder::new().name("qemu-end".into()).spawn(move || {
@@ -204,6 +210,7 @@ impl Waiting {
     }
 }
 
-pub(super) fn say_end(output: &Output, why: &str) {
+/// Reports the end of this command and the reason.
+pub(super) fn report_end(output: &Output, why: &str) {
     output.event(&json!({ "event": "ended", "why": why }), || why.to_owned());
 }

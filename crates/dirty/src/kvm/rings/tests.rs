@@ -26,7 +26,7 @@ fn reset(entries: &[DirtyGfn], next: &mut usize, limit: usize) -> usize {
 
 proptest! {
     #[test]
-    fn every_entry_is_harvested_once_in_order_whatever_was_reset(
+    fn ring_entries_are_harvested_once_in_order_after_any_reset(
         steps in prop::collection::vec((0_usize..20, 0_usize..20), 1..60)
     ) {
         let memory = RingMemory::anonymous(16);
@@ -61,7 +61,7 @@ fn entries_repeat_and_slots_are_told_apart() {
 }
 
 #[test]
-fn an_entry_of_no_logged_page_is_named() {
+fn error_names_an_entry_outside_the_logged_pages() {
     let slots = [slot(0, 3, 10)];
     let mut pages = PageSet::for_layout(&layout(&slots));
     for (kvm_slot, page, expected) in [
@@ -95,7 +95,7 @@ fn rings(logged: usize) -> (Machine, Arc<DirtyRings>) {
 }
 
 #[test]
-fn an_entry_of_a_foreign_slot_is_an_error_of_every_collect_until_the_next_start() {
+fn foreign_entry_fails_every_collect_until_the_next_start() {
     let (machine, rings) = rings(1);
     let log = KvmRingLog::new(Arc::clone(&rings));
     log.start().unwrap();
@@ -124,7 +124,7 @@ fn an_entry_of_a_foreign_slot_is_an_error_of_every_collect_until_the_next_start(
 /// A vCPU thread cannot make room: the guest continues to write without a log, and the log reports
 /// it.
 #[test]
-fn a_ring_that_cannot_be_reset_ends_logging_and_not_the_guest() {
+fn failed_ring_reset_ends_logging_but_not_the_guest() {
     let (machine, rings) = rings(2);
     let log = KvmRingLog::new(Arc::clone(&rings));
     log.start().unwrap();
@@ -157,7 +157,7 @@ fn a_ring_that_cannot_be_reset_ends_logging_and_not_the_guest() {
 }
 
 #[test]
-fn a_reset_that_came_back_early_is_an_error() {
+fn short_ring_reset_is_an_error() {
     let (machine, rings) = rings(2);
     KvmRingLog::new(Arc::clone(&rings)).start().unwrap();
     machine.write_pages(0, SlotId(0), 0..10).unwrap();

@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn mistakes_are_told_with_their_line() {
+    fn policy_mistakes_are_reported_with_their_line() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("policy.toml");
         for (text, line, problem) in [

@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn stars_stay_within_their_part() {
+    fn pattern_star_stays_within_its_part() {
         for (pattern, name, expected) in [
             ("spiffe://vmferry/host/a", "spiffe://vmferry/host/a", true),
             ("spiffe://vmferry/host/a", "spiffe://vmferry/host/A", false),
@@ -133,7 +133,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn as_if_everything_was_tried(pattern in "[ab/*]{0,9}", text in "[ab/]{0,12}", bordered: bool) {
+        fn pattern_matches_as_the_naive_matcher_does(
+            pattern in "[ab/*]{0,9}",
+            text in "[ab/]{0,12}",
+            bordered: bool,
+        ) {
             let border = bordered.then_some(b'/');
             let expected = naive(pattern.as_bytes(), text.as_bytes(), border);
             prop_assert_eq!(matches(&pattern, &text, border), expected);

@@ -216,7 +216,7 @@ pub fn receive_greeting(
 
 /// Refuses a source that may send nothing here. No session is started for it.
 fn refuse_source(mut connection: Connection, refusal: &str) -> MigrateError {
-    let reason = Reason::new(ReasonCode::Unauthorised, refusal);
+    let reason = Reason::new(ReasonCode::Unauthorized, refusal);
     let refused = MigrateError::Refused { peer: "destination", reason: reason.clone() };
     // The source reads the answer once it has announced its guest. A peer that does not wait for
     // the answer loses nothing.
@@ -265,7 +265,7 @@ pub fn give_word(
     if source.is_some() && source.as_ref() != connection.peer.names.first() {
         // An answer may turn an open session into ABORTED, so only its source may ask.
         let text = format!("session {session} is not one of {}", connection.peer);
-        let reason = Reason::new(ReasonCode::Unauthorised, &text);
+        let reason = Reason::new(ReasonCode::Unauthorized, &text);
         return Err(MigrateError::Refused { peer: "destination", reason });
     }
     let word = vmferry_handover::journal::recovered_word(directory, session)?;

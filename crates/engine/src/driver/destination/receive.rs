@@ -82,7 +82,7 @@ impl Stop {
 /// use vmferry::{DestinationConfig, DestinationVm};
 /// use vmferry_transport::{IdentityFiles, Listener, TlsIdentity};
 ///
-/// /// Waits for a guest. What it returns is to be kept as long as the guest is here: its witness answers for it.
+/// /// Waits for a guest. Keep the result as long as the guest is here: its witness answers for it.
 /// fn wait<V: DestinationVm>(vm: V, stop: &Stop) -> Result<Owned<V>, Box<dyn std::error::Error>> {
 ///     let files = IdentityFiles::in_directory("/etc/vmferry/tls".as_ref());
 ///     let identity = Arc::new(TlsIdentity::new(files)?);
@@ -249,7 +249,7 @@ impl Drop for Witness {
 }
 
 fn is_unauthorised(error: &MigrateError) -> bool {
-    matches!(error, MigrateError::Refused { reason, .. } if reason.code == ReasonCode::Unauthorised)
+    matches!(error, MigrateError::Refused { reason, .. } if reason.code == ReasonCode::Unauthorized)
 }
 
 /// Answers an arrival while no session is active.

@@ -17,11 +17,12 @@ mod room;
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
+use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use vmferry_transport::{ChannelCloser, Listener, ListenerCloser, Pending};
 
@@ -145,7 +146,7 @@ impl Reception {
 impl Drop for Reception {
     fn drop(&mut self) {
         self.closer.close();
-        let mut state = self.shared.state();
+        let mut state = self.shared.state.lock();
         state.closed = true;
         for greeting in &state.greeting {
             greeting.closer.close();
@@ -160,10 +161,6 @@ impl Drop for Reception {
 }
 
 impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn ring(&self) {
         // Writing to the counter only fails when it is full, and then it is already readable.
         let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
@@ -171,7 +168,7 @@ impl Shared {
 
     /// Reports a connection that was turned away, now or later together with others of its address.
     fn complain(&self, origin: Origin, peer: String, reason: String) {
-        let notice = self.state().complaints.note(origin, peer, reason, Instant::now());
+        let notice = self.state.lock().complaints.note(origin, peer, reason, Instant::now());
         match notice {
             Some(notice) => self.tell(notice),
             None => self.ring(),
@@ -180,7 +177,7 @@ impl Shared {
 
     fn tell(&self, notice: Notice) {
         // If the engine is behind with arrivals, losing a notice does the least harm.
-        if let Some(arrivals) = &self.state().arrivals {
+        if let Some(arrivals) = &self.state.lock().arrivals {
             let _ = arrivals.try_send(Arrival::TurnedAway(notice));
         }
     }
@@ -208,7 +205,7 @@ impl Shared {
         }
         // Without a listener no more connections arrive. The engine notices that after the last
         // queued arrival.
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.closed = true;
         state.arrivals = None;
         drop(state);
@@ -217,11 +214,12 @@ impl Shared {
 
     fn let_in(&self, pending: Pending) {
         let origin = Origin::of(pending.peer_ip());
-        let displaced = self.state().room.enter(origin, Instant::now(), Arc::new(pending));
+        let displaced = self.state.lock().room.enter(origin, Instant::now(), Arc::new(pending));
         self.ring();
         if let Some(Waiting { origin, guest, .. }) = displaced {
             let reason = format!(
-                "it said nothing, and {SEATS} connections wait already, most of them from its address"
+                "it said nothing, and {SEATS} connections wait already, most of them from its \
+                 address"
             );
             self.complain(origin, guest.peer_address(), reason);
         }
@@ -232,7 +230,7 @@ impl Shared {
         loop {
             let (call, silent, due, wake) = {
                 let now = Instant::now();
-                let mut state = self.state();
+                let mut state = self.state.lock();
                 if state.closed {
                     // Waiting connections are closed with the room.
                     state.room = Room::new(0);
@@ -258,7 +256,7 @@ impl Shared {
     /// Waits until a connection that can be admitted has sent data, or something else is due.
     fn wait(&self, wake: Option<Instant>) {
         let sockets: Vec<Arc<Pending>> = {
-            let state = self.state();
+            let state = self.state.lock();
             // Polling connections that can't be admitted would wake this thread again and again. It
             // is notified when a place becomes free.
             match state.has_place() || state.victim(Instant::now()).is_some() {
@@ -290,7 +288,7 @@ impl Shared {
             shared.finish(number, origin, name, greeted);
         });
         if let Err(error) = spawned {
-            self.state().greeting.retain(|greeting| greeting.number != number);
+            self.state.lock().greeting.retain(|greeting| greeting.number != number);
             self.complain(origin, peer, format!("there is no thread for it: {error}"));
         }
     }
@@ -303,7 +301,7 @@ impl Shared {
         greeted: Result<Option<Arrival>, MigrateError>,
     ) {
         let cut = {
-            let mut state = self.state();
+            let mut state = self.state.lock();
             state.greeting_of(number).and_then(|greeting| {
                 greeting.done = true;
                 greeting.cut
@@ -315,13 +313,13 @@ impl Shared {
                 // Blocks while the engine is busy, and keeps its place meanwhile.
                 let (back, given_back) = crossbeam_channel::bounded(1);
                 arrival.give_back_to(back);
-                let arrivals = self.state().arrivals.clone();
+                let arrivals = self.state.lock().arrivals.clone();
                 if let Some(arrivals) = arrivals {
                     let _ = arrivals.send(arrival);
                 }
                 if let Ok((connection, words)) = given_back.recv() {
                     // From now on it occupies a place that others may need.
-                    if let Some(greeting) = self.state().greeting_of(number) {
+                    if let Some(greeting) = self.state.lock().greeting_of(number) {
                         (greeting.done, greeting.since) = (false, Instant::now());
                     }
                     self.ring();
@@ -332,7 +330,7 @@ impl Shared {
             (_, Some(why)) => self.complain(origin, peer, why.to_owned()),
             (Err(error), None) => self.complain(origin, peer, chain(&error)),
         }
-        self.state().greeting.retain(|greeting| greeting.number != number);
+        self.state.lock().greeting.retain(|greeting| greeting.number != number);
         self.ring();
     }
 }

@@ -250,7 +250,9 @@ impl<'a, V: DestinationVm> Session<'a, V> {
                 _ => Input::Tick,
             },
             recv(self.inputs.1) -> input => match input {
-                Ok(Input::LaneLost { lane, attempt, .. }) if !self.is_at(lane, attempt) => Input::Tick,
+                Ok(Input::LaneLost { lane, attempt, .. }) if !self.is_at(lane, attempt) => {
+                    Input::Tick
+                }
                 Ok(Input::LaneEnded { lane, .. }) => {
                     Input::LaneEnded { lane, sequence: self.ends.take(lane) }
                 }

@@ -187,7 +187,7 @@ fn conduct<V: Resume, G: GuestSide<V>>(
 
 /// The handover's types exclude this: the guest is running, paused or released.
 fn gone<V>() -> V {
-    unreachable!("a migration ends with the guest in somebody's hands")
+    unreachable!("a migration ends with an owner of the guest")
 }
 
 /// The operations on the guest and on the data that it sends.
@@ -368,7 +368,9 @@ impl<'a, V: Resume> Core<'a, V> {
                 from.map_or(Input::Tick, |from| self.control.take_heard(from))
             }
             recv(self.inputs.1) -> input => match input {
-                Ok(Input::LaneLost { lane, attempt, .. }) if !self.is_at(lane, attempt) => Input::Tick,
+                Ok(Input::LaneLost { lane, attempt, .. }) if !self.is_at(lane, attempt) => {
+                    Input::Tick
+                }
                 Ok(Input::Vmm(event)) => side.heard(self, event),
                 Ok(input) => input,
                 Err(_) => Input::Tick,

@@ -1,10 +1,11 @@
 //! The user's control over a running migration, and its progress, from any thread.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use crossbeam_channel::Sender;
+use parking_lot::Mutex;
 use serde::Serialize;
 
 use vmferry_codec::FrameCounts;
@@ -122,7 +123,7 @@ impl Orders {
 
     /// Cancels the migration; the guest stays at the source. Has no effect after COMMIT.
     pub fn cancel(&self) {
-        let mut inbox = self.inbox();
+        let mut inbox = self.0.inbox.lock();
         inbox.cancelled = true;
         if let Some(sender) = &inbox.sender {
             let _ = sender.send(Input::Cancel);
@@ -135,7 +136,7 @@ impl Orders {
     /// A setting that is out of its range. Nothing has changed then.
     pub fn change(&self, change: Change) -> Result<(), ConfigError> {
         change.check()?;
-        let mut inbox = self.inbox();
+        let mut inbox = self.0.inbox.lock();
         inbox.change.join(&change);
         if let Some(sender) = &inbox.sender {
             let _ = sender.send(Input::Change(change));
@@ -146,9 +147,9 @@ impl Orders {
     /// Releases a migration that is held before its switchover
     /// ([`pause_before_switchover`](crate::SourceConfig::pause_before_switchover)).
     pub fn switch_over(&self) {
-        let mut inbox = self.inbox();
+        let mut inbox = self.0.inbox.lock();
         inbox.released = true;
-        self.shown().progress.held = false;
+        self.0.progress.lock().progress.held = false;
         if let Some(sender) = &inbox.sender {
             let _ = sender.send(Input::SwitchOver);
         }
@@ -159,7 +160,9 @@ impl Orders {
         if !self.progress().in_doubt {
             return false;
         }
-        self.inbox()
+        self.0
+            .inbox
+            .lock()
             .sender
             .as_ref()
             .is_some_and(|sender| sender.send(Input::Operator(word)).is_ok())
@@ -169,7 +172,7 @@ impl Orders {
     #[must_use]
     pub fn progress(&self) -> Progress {
         let (mut progress, began, before) = {
-            let shown = self.shown();
+            let shown = self.0.progress.lock();
             (shown.progress.clone(), shown.began, shown.sent_before)
         };
         let sent = &self.0.sent;
@@ -186,7 +189,7 @@ impl Orders {
     /// Connects the handle to the migration that starts now. Returns whether it is already
     /// canceled.
     pub(crate) fn attach(&self, sender: Sender<Input>) -> bool {
-        let mut inbox = self.inbox();
+        let mut inbox = self.0.inbox.lock();
         if inbox.change != Change::default() {
             let _ = sender.send(Input::Change(inbox.change));
         }
@@ -198,7 +201,7 @@ impl Orders {
     }
 
     pub(crate) fn detach(&self) {
-        self.inbox().sender = None;
+        self.0.inbox.lock().sender = None;
     }
 
     pub(crate) fn sent(&self) -> Arc<SentCounters> {
@@ -206,7 +209,7 @@ impl Orders {
     }
 
     pub(crate) fn publish(&self, phase: &'static str, state: SourceState) {
-        let mut shown = self.shown();
+        let mut shown = self.0.progress.lock();
         shown.began.get_or_insert_with(Instant::now);
         shown.progress.phase = phase;
         shown.progress.in_doubt = matches!(state, SourceState::InDoubt { .. });
@@ -214,7 +217,7 @@ impl Orders {
 
     /// Updates the progress from a report.
     pub(crate) fn publish_report(&self, report: &Report) {
-        let mut shown = self.shown();
+        let mut shown = self.0.progress.lock();
         let progress = &mut shown.progress;
         match report {
             Report::RoundStarted { round, pages, .. } => {
@@ -228,13 +231,5 @@ impl Orders {
             Report::Paused { .. } => progress.held = false,
             _ => {}
         }
-    }
-
-    fn shown(&self) -> MutexGuard<'_, Shown> {
-        self.0.progress.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn inbox(&self) -> MutexGuard<'_, Inbox> {
-        self.0.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

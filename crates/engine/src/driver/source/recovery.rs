@@ -148,10 +148,10 @@ impl<V: Resume> Recovery<V> {
             (SourceGuest::Committed(committed), ..) => Recovered::Given(committed.release()),
             (SourceGuest::Paused(paused), Ending::Kept(_), failure) => match paused.into_vm() {
                 Some(vm) => Recovered::Stuck(vm, failure.unwrap_or_else(no_reason)),
-                None => unreachable!("a paused guest is in somebody's hands"),
+                None => unreachable!("a paused guest has an owner"),
             },
             (SourceGuest::Paused(_) | SourceGuest::Released(_) | SourceGuest::Moving, ..) => {
-                unreachable!("a recovery ends with the guest in somebody's hands")
+                unreachable!("a recovery ends with an owner of the guest")
             }
         }
     }
@@ -202,7 +202,7 @@ mod tests {
     /// The destination has returned a committed guest, and its VMM can't resume it: the session is
     /// left open.
     #[test]
-    fn committed_guest_that_can_not_be_resumed_is_not_written_off() {
+    fn recovery_keeps_a_committed_guest_that_can_not_be_resumed() {
         let directory = tempfile::tempdir().unwrap();
         let (here, there) = (directory.path().join("a"), directory.path().join("b"));
         let mut config = SourceConfig::new(here.clone());
@@ -242,7 +242,7 @@ mod tests {
 
     /// A paused guest that could not be resumed must have its session left open.
     #[test]
-    fn a_guest_that_can_not_be_resumed_is_not_written_off() {
+    fn recovery_keeps_a_guest_that_can_not_be_resumed() {
         let directory = tempfile::tempdir().unwrap();
         let mut config = SourceConfig::new(directory.path().to_owned());
         config.session = SessionId([7; 16]);

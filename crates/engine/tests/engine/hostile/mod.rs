@@ -71,7 +71,7 @@ fn self_signed(pki: &Pki) -> IdentityFiles {
 }
 
 #[test]
-fn certificates_that_are_wrong() {
+fn wrong_certificates_are_refused() {
     for scenario in authenticated() {
         withstand(scenario, |siege| {
             let pki = siege.pki;
@@ -98,7 +98,7 @@ fn certificates_that_are_wrong() {
 }
 
 #[test]
-fn a_right_chain_and_a_wrong_name_either_way() {
+fn certificate_with_a_wrong_name_is_refused_on_either_side() {
     for scenario in authenticated() {
         withstand(scenario, |siege| {
             // The destination is not the host that the source expects.
@@ -125,7 +125,7 @@ fn a_right_chain_and_a_wrong_name_either_way() {
             let ControlMessage::Refuse { reason, .. } = message(&mut reader) else {
                 panic!("no refusal")
             };
-            assert_eq!(reason.code, ReasonCode::Unauthorised);
+            assert_eq!(reason.code, ReasonCode::Unauthorized);
             let words = "spiffe://vmferry/host/another may not send guests here";
             assert!(reason.text.contains(words), "{}", reason.text);
             drop((reader, writer));
@@ -135,7 +135,7 @@ fn a_right_chain_and_a_wrong_name_either_way() {
 }
 
 #[test]
-fn no_certificate_and_no_tls() {
+fn missing_certificate_and_missing_tls_are_refused() {
     for scenario in authenticated() {
         withstand(scenario, |siege| {
             let mut roots = rustls::RootCertStore::empty();
@@ -167,7 +167,7 @@ fn no_certificate_and_no_tls() {
 }
 
 #[test]
-fn handshakes_that_are_begun_and_never_ended() {
+fn unfinished_handshakes_block_no_other_peer() {
     for mut scenario in authenticated() {
         scenario.destination.greeting_timeout = Duration::from_secs(5);
         withstand(scenario, |siege| {
@@ -193,7 +193,7 @@ fn handshakes_that_are_begun_and_never_ended() {
 }
 
 #[test]
-fn a_thousand_connections_that_say_nothing() {
+fn silent_connections_block_no_other_peer() {
     use rustix::process::{Resource, getrlimit, setrlimit};
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
@@ -216,7 +216,7 @@ fn a_thousand_connections_that_say_nothing() {
 }
 
 #[test]
-fn a_recorded_channel_sent_again() {
+fn replayed_channel_is_refused() {
     // Without TLS, where only the session's own rules protect it.
     withstand(Scenario::new().over_tcp(), |siege| {
         let recordings = siege.recorder.recordings();
@@ -238,7 +238,7 @@ fn a_recorded_channel_sent_again() {
 }
 
 #[test]
-fn a_recorded_tls_channel_sent_again() {
+fn replayed_tls_channel_is_refused() {
     for scenario in authenticated() {
         withstand(scenario, |siege| {
             for recording in &siege.recorder.recordings()[1..] {
@@ -256,7 +256,7 @@ fn a_recorded_tls_channel_sent_again() {
 
 /// A peer that does not read blocks only itself.
 #[test]
-fn deaf_grpc_callers_that_are_turned_away_hold_up_nobody() {
+fn grpc_callers_that_do_not_read_block_no_other_peer() {
     let mut scenario = over("grpc:127.0.0.1:0");
     // Longer than the test: this timeout must not be what ends them.
     scenario.destination.greeting_timeout = by_hand::PATIENCE * 2;
@@ -267,12 +267,15 @@ fn deaf_grpc_callers_that_are_turned_away_hold_up_nobody() {
         siege.turned_away("its token is not this session's");
         siege.is_served(siege.pki.identity("source"));
         siege.goes_on();
-        assert!(deaf.iter_mut().all(DeafCall::is_open), "the others had not to wait for them");
+        assert!(
+            deaf.iter_mut().all(DeafCall::is_open),
+            "the other connections did not wait for them"
+        );
     });
 }
 
 #[test]
-fn a_stolen_token_with_another_hosts_certificate() {
+fn stolen_token_with_another_certificate_is_refused() {
     authenticated().for_each(steal_a_token);
 }
 
@@ -328,7 +331,7 @@ fn steal_a_token(scenario: Scenario) {
         let mut question = Vec::new();
         ControlMessage::Query { session: SESSION }.encode(PROTOCOL_VERSION_MAX, &mut question);
         thief_writes.write_all(&question).unwrap();
-        assert!(thief_reads.read_exact(&mut [0; 1]).is_err(), "no word");
+        assert!(thief_reads.read_exact(&mut [0; 1]).is_err(), "no answer");
 
         // The lane still belongs to the source.
         let (mut reads, mut writes) = dial("source");
@@ -358,7 +361,7 @@ fn steal_a_token(scenario: Scenario) {
             writer.write_all(&question).unwrap();
             reader.read_exact(&mut [0; 1])
         };
-        assert!(ask("thief").is_err(), "no word");
+        assert!(ask("thief").is_err(), "no answer");
         ask("source").unwrap();
         stop.stop();
         support::nothing(receiving.join().unwrap());

@@ -141,7 +141,7 @@ fn is_aborted(line: &mut Line, words: &str) {
 }
 
 #[test]
-fn commit_before_ready_ends_that_session_and_the_receiver_listens() {
+fn commit_before_ready_ends_only_its_session() {
     spoken_to(|destination| {
         let (mut line, _) = destination.accepted();
         line.say(&ControlMessage::Commit { session: SESSION });
@@ -153,7 +153,7 @@ fn commit_before_ready_ends_that_session_and_the_receiver_listens() {
 }
 
 #[test]
-fn commit_by_a_question_before_ready_ends_that_session_and_the_receiver_listens() {
+fn commit_on_a_query_channel_before_ready_ends_only_its_session() {
     spoken_to(|destination| {
         let (mut line, _) = destination.accepted();
         let mut asking =
@@ -203,7 +203,7 @@ fn of_destination() -> Vec<ControlMessage> {
 }
 
 #[test]
-fn messages_before_the_announcement_end_the_session_and_the_receiver_listens() {
+fn messages_before_the_announcement_end_only_their_session() {
     spoken_to(|destination| {
         for message in of_source().into_iter().skip(1).chain(of_destination()) {
             let mut line = destination.announced(&message);
@@ -217,7 +217,7 @@ fn messages_before_the_announcement_end_the_session_and_the_receiver_listens() {
 }
 
 #[test]
-fn messages_out_of_phase_in_pre_copy_end_the_session_and_the_receiver_listens() {
+fn messages_out_of_phase_in_pre_copy_end_only_their_session() {
     spoken_to(|destination| {
         let allowed = ["FINAL", "WITHDRAW"];
         let mut wrong = of_source();
@@ -233,7 +233,7 @@ fn messages_out_of_phase_in_pre_copy_end_the_session_and_the_receiver_listens() 
 }
 
 #[test]
-fn a_second_final_that_was_not_withdrawn_is_not_read() {
+fn second_final_without_a_withdrawal_is_refused() {
     spoken_to(|destination| {
         let (mut line, _) = destination.accepted();
         let last = |content: u8| ControlMessage::Final {
@@ -253,7 +253,7 @@ fn a_second_final_that_was_not_withdrawn_is_not_read() {
 }
 
 #[test]
-fn verify_is_answered_once_and_only_to_a_source_that_announced_it() {
+fn verify_is_answered_once_and_only_if_announced() {
     spoken_to(|destination| {
         let (mut line, _lane) = destination.ready(true);
         line.say(&ControlMessage::Verify {});
@@ -272,7 +272,7 @@ fn verify_is_answered_once_and_only_to_a_source_that_announced_it() {
 }
 
 #[test]
-fn a_source_that_asks_again_and_again_has_few_channels() {
+fn repeated_queries_of_a_source_hold_few_channels() {
     spoken_to(|destination| {
         let (line, _) = destination.accepted();
         let identity = destination.pki.identity("source");

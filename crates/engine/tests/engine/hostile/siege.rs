@@ -43,7 +43,9 @@ impl Siege<'_> {
                     return said;
                 }
                 Ok(other) => heard.push(other),
-                Err(error) => panic!("nobody was turned away for `{reason}` ({error}): {heard:?}"),
+                Err(error) => {
+                    panic!("no connection was turned away for `{reason}` ({error}): {heard:?}")
+                }
             }
         }
     }
@@ -88,7 +90,7 @@ impl Siege<'_> {
             HelloStatus::Ok
         );
         writer.write_all(&question).unwrap();
-        reader.read_exact(&mut [0; 16]).expect("a word");
+        reader.read_exact(&mut [0; 16]).expect("an answer");
     }
 }
 
@@ -175,7 +177,7 @@ fn through(recorder: &Recorder, address: &Address) -> Address {
     let (host, port) = ("127.0.0.1".to_owned(), recorder.address.port());
     match address {
         Address::Tls { .. } => Address::Tls { host, port },
-        Address::Grpc { way, .. } => Address::Grpc { host, port, way: *way },
+        Address::Grpc { mode, .. } => Address::Grpc { host, port, mode: *mode },
         _ => Address::Tcp { host, port },
     }
 }

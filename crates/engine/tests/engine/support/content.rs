@@ -1,9 +1,6 @@
 //! Guests whose pages differ in how well they can be encoded.
 
-use std::sync::Arc;
-
 use vmferry::source::Report;
-use vmferry_dirty::UffdLog;
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE};
 
 use super::{Guest, PAGES, SourceGuest, address};
@@ -36,30 +33,10 @@ pub fn text(page: u64) -> Vec<u8> {
     format!("page {page} of a guest, ").bytes().cycle().take(PAGE_SIZE).collect()
 }
 
-/// A reproducible generator: xorshift64*.
-pub struct Noise(u64);
-
-impl Noise {
-    pub fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
-    }
-
-    pub fn next(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
-    }
-
-    pub fn fill(&mut self, bytes: &mut [u8]) {
-        bytes.fill_with(|| (self.next() >> 56) as u8);
-    }
-}
-
 /// Random bytes of a page.
 pub fn random(page: u64) -> Vec<u8> {
     let mut bytes = vec![0; PAGE_SIZE];
-    Noise::new(page).fill(&mut bytes);
+    fastrand::Rng::with_seed(page).fill(&mut bytes);
     bytes
 }
 
@@ -94,17 +71,7 @@ pub fn guest_of(hot: u64, pages: impl Iterator<Item = (u64, Vec<u8>)>) -> Source
     for (page, content) in pages {
         memory.write_at(address(page), &content).unwrap();
     }
-    let guest = Guest::new(memory.clone(), hot);
-    guest.start();
-    let log = Arc::new(UffdLog::new(&memory).unwrap());
-    SourceGuest {
-        guest,
-        log,
-        name: "web".into(),
-        free: Vec::new(),
-        stuck: false,
-        slow: std::time::Duration::ZERO,
-    }
+    SourceGuest::start(memory, hot)
 }
 
 /// Delays the migration after each round until the guest has written all of its hot pages again.

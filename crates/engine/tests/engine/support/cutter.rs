@@ -3,13 +3,12 @@
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use vmferry_kit::relay::{UnixAcceptor, copy};
 use vmferry_transport::Address;
 use vmferry_wire::{FRAME_HEADER_BYTES, FrameHeader, HELLO_BYTES, HELLO_REPLY_BYTES, Hello, Role};
 
@@ -73,34 +72,22 @@ impl State {
 
 /// The link. After a drop it accepts no more connections.
 pub struct Cutter {
-    path: PathBuf,
+    acceptor: UnixAcceptor,
     state: Arc<Mutex<State>>,
-    stop: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
 }
 
 impl Cutter {
     /// Listens at `path` and forwards to `to`, a Unix socket.
     pub fn start(path: PathBuf, to: &Address, cuts: Vec<Cut>) -> Self {
         let Address::Unix(to) = to.clone() else { panic!("cuts Unix sockets") };
-        let listener = UnixListener::bind(&path).unwrap();
-        let stop = Arc::new(AtomicBool::new(false));
         let state = Arc::new(Mutex::new(State { cuts, ..State::default() }));
-        let (stopped, shared) = (Arc::clone(&stop), Arc::clone(&state));
-        let thread = std::thread::spawn(move || {
-            for source in listener.incoming() {
-                if stopped.load(Ordering::Acquire) {
-                    return;
-                }
-                let (source, to, shared) = (source.unwrap(), to.clone(), Arc::clone(&shared));
-                std::thread::spawn(move || connect(source, to, &shared));
-            }
-        });
-        Self { path, state, stop, thread: Some(thread) }
+        let shared = Arc::clone(&state);
+        let acceptor = UnixAcceptor::start(path, move |source| connect(source, &to, &shared));
+        Self { acceptor, state }
     }
 
     pub fn address(&self) -> Address {
-        Address::Unix(self.path.clone())
+        Address::Unix(self.acceptor.path().to_owned())
     }
 
     /// Schedules another cut.
@@ -114,17 +101,7 @@ impl Cutter {
     }
 }
 
-impl Drop for Cutter {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::Release);
-        let _ = UnixStream::connect(&self.path);
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
-    }
-}
-
-fn connect(mut source: UnixStream, to: PathBuf, state: &Mutex<State>) {
+fn connect(mut source: UnixStream, to: &Path, state: &Mutex<State>) {
     let mut bytes = [0; HELLO_BYTES];
     if source.read_exact(&mut bytes).is_err() {
         return;
@@ -200,9 +177,4 @@ fn forward(hello: &Hello, mut from: UnixStream, mut to: UnixStream, shared: &Mut
     }
     let _ = to.shutdown(Shutdown::Both);
     let _ = from.shutdown(Shutdown::Both);
-}
-
-fn copy(mut from: UnixStream, mut to: UnixStream) {
-    let _ = std::io::copy(&mut from, &mut to);
-    let _ = to.shutdown(Shutdown::Write);
 }

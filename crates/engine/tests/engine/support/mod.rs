@@ -6,17 +6,21 @@
 pub mod compressors;
 pub mod content;
 pub mod cutter;
+pub mod guest;
+pub mod logs;
 pub mod relay;
 pub mod streamer;
+pub mod taker;
 
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+pub use guest::{Guest, PAGES, address};
+use logs::ForgetfulLog;
 use streamer::Streamer;
 use vmferry::destination::{Owned, Received, Stop, receive};
 use vmferry::source::{Orders, Report, SourceOutcome, migrate, migrate_streamed};
@@ -25,102 +29,11 @@ use vmferry::{
     DestinationConfig, DestinationVm, GuestDescription, Landing, PrepareError, Resume,
     SourceConfig, SourceVm, VmError,
 };
-use vmferry_dirty::{DirtyLog, DirtyLogError, UffdLog};
-use vmferry_memory::{GuestBytes, GuestMemory, MemoryKind, PAGE_SIZE, PageSet, SlotId, SlotLayout};
+use vmferry_dirty::{DirtyLog, UffdLog};
+use vmferry_memory::{GuestBytes, GuestMemory, MemoryKind};
 use vmferry_net_lab::{Namespaces, enter};
 use vmferry_transport::{Address, Dialer, Listener, TlsIdentity};
 use vmferry_wire::GuestIdentity;
-
-pub const PAGES: u64 = 4096;
-
-/// Threads that rewrite memory. Page `n` has a count that only increases and is written by one
-/// thread.
-#[derive(Clone)]
-pub struct Guest {
-    pub memory: GuestMemory,
-    run: Arc<Mutex<Option<Run>>>,
-    /// Passes of each thread over all of its pages.
-    rounds: Arc<[AtomicU64; 2]>,
-    pub hot_pages: u64,
-}
-
-struct Run {
-    stop: Arc<AtomicBool>,
-    threads: Vec<JoinHandle<()>>,
-}
-
-impl Guest {
-    pub fn new(memory: GuestMemory, hot_pages: u64) -> Self {
-        Self { memory, run: Arc::default(), rounds: Arc::default(), hot_pages }
-    }
-
-    pub fn layout() -> Vec<SlotLayout> {
-        vec![
-            SlotLayout { slot: SlotId(0), gpa: 0, pages: PAGES / 2 },
-            SlotLayout { slot: SlotId(1), gpa: 1 << 32, pages: PAGES / 2 },
-        ]
-    }
-
-    pub fn is_running(&self) -> bool {
-        self.run.lock().unwrap().is_some()
-    }
-
-    pub fn start(&self) {
-        let mut run = self.run.lock().unwrap();
-        if run.is_some() {
-            return;
-        }
-        let stop = Arc::new(AtomicBool::new(false));
-        let threads = (0..self.rounds.len())
-            .map(|thread| {
-                let (guest, stop) = (self.clone(), Arc::clone(&stop));
-                std::thread::spawn(move || guest.work(thread, &stop))
-            })
-            .collect();
-        *run = Some(Run { stop, threads });
-    }
-
-    pub fn pause(&self) {
-        if let Some(run) = self.run.lock().unwrap().take() {
-            run.stop.store(true, Ordering::Release);
-            run.threads.into_iter().for_each(|thread| thread.join().unwrap());
-        }
-    }
-
-    fn work(&self, thread: usize, stop: &AtomicBool) {
-        loop {
-            for page in (thread as u64..self.hot_pages).step_by(self.rounds.len()) {
-                if stop.load(Ordering::Acquire) {
-                    return;
-                }
-                let at = address(page);
-                let mut count = [0; 8];
-                self.memory.read_at(at, &mut count).unwrap();
-                let next = u64::from_le_bytes(count) + 1;
-                self.memory.write_at(at, &next.to_le_bytes()).unwrap();
-                self.memory.write_at(at + 4088, &next.to_le_bytes()).unwrap();
-            }
-            self.rounds[thread].fetch_add(1, Ordering::Release);
-        }
-    }
-
-    /// Waits until the guest has written all of its pages again.
-    pub fn wait_for_work(&self) {
-        let done = |thread: &AtomicU64| thread.load(Ordering::Acquire);
-        // The present pass began before this call.
-        let until: Vec<u64> = self.rounds.iter().map(|thread| done(thread) + 2).collect();
-        while self.rounds.iter().zip(&until).any(|(thread, until)| done(thread) < *until) {
-            assert!(self.is_running(), "the guest does not run");
-            std::thread::yield_now();
-        }
-    }
-}
-
-/// The guest-physical address of a page. Half of the pages are in each slot.
-pub fn address(page: u64) -> u64 {
-    let half = PAGES / 2;
-    if page < half { page * PAGE_SIZE as u64 } else { (1 << 32) + (page - half) * PAGE_SIZE as u64 }
-}
 
 pub struct SourceGuest {
     pub guest: Guest,
@@ -128,10 +41,21 @@ pub struct SourceGuest {
     pub name: String,
     /// Sources of information about its free pages.
     pub free: Vec<Arc<dyn FreePages>>,
-    /// Its VMM can't resume it any more.
+    /// Its VMM can no longer resume it.
     pub stuck: bool,
     /// Minimum time to pause and to save.
     pub slow: Duration,
+}
+
+impl SourceGuest {
+    /// A guest that runs in this memory and rewrites `hot` pages.
+    pub fn start(memory: GuestMemory, hot: u64) -> Self {
+        let log = Arc::new(UffdLog::new(&memory).unwrap());
+        let guest = Guest::new(memory, hot);
+        guest.start();
+        let (free, stuck, slow) = (Vec::new(), false, Duration::ZERO);
+        Self { guest, log, name: "web".into(), free, stuck, slow }
+    }
 }
 
 impl Resume for SourceGuest {
@@ -234,105 +158,13 @@ impl DestinationVm for DestinationGuest {
     }
 }
 
-/// A broken dirty log that loses one page of the last harvest.
-struct ForgetfulLog {
-    log: UffdLog,
-    /// Loses a page from then on.
-    armed: Arc<AtomicBool>,
-}
-
-impl DirtyLog for ForgetfulLog {
-    fn name(&self) -> &'static str {
-        "forgetful"
-    }
-
-    fn start(&self) -> Result<(), DirtyLogError> {
-        self.log.start()
-    }
-
-    fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
-        self.log.collect(into)?;
-        if self.armed.load(Ordering::Acquire) {
-            let first = into.bitmap(SlotId(0)).runs().next();
-            if let Some((page, _)) = first {
-                into.bitmap_mut(SlotId(0)).clear(page);
-            }
-        }
-        Ok(())
-    }
-
-    fn stop(&self) -> Result<(), DirtyLogError> {
-        self.log.stop()
-    }
-}
-
-/// A log that sees writes to a harvested page only once it was re-armed, as the contract of
-/// [`DirtyLog::rearm`] allows. No real log is as hard on the engine.
-pub struct LateLog {
-    log: UffdLog,
-    unarmed: Mutex<PageSet>,
-}
-
-impl LateLog {
-    pub fn new(memory: &GuestMemory) -> Self {
-        let unarmed = Mutex::new(PageSet::for_memory(memory));
-        Self { log: UffdLog::new(memory).unwrap(), unarmed }
-    }
-}
-
-impl DirtyLog for LateLog {
-    fn name(&self) -> &'static str {
-        "late"
-    }
-
-    fn start(&self) -> Result<(), DirtyLogError> {
-        self.log.start()
-    }
-
-    fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
-        let mut unarmed = self.unarmed.lock().unwrap();
-        let mut seen = unarmed.clone();
-        seen.clear_all();
-        self.log.collect(&mut seen)?;
-        seen.subtract(&unarmed);
-        unarmed.union_with(&seen);
-        into.union_with(&seen);
-        Ok(())
-    }
-
-    fn rearm(&self, slot: SlotId, first_word: usize, words: &[u64]) -> Result<(), DirtyLogError> {
-        let mut unarmed = self.unarmed.lock().unwrap();
-        let pages = unarmed.bitmap_mut(slot);
-        for (index, word) in (first_word..).zip(words) {
-            (0..64).filter(|bit| word >> bit & 1 == 1).for_each(|bit| {
-                pages.clear(index as u64 * 64 + bit);
-            });
-        }
-        Ok(())
-    }
-
-    fn stop(&self) -> Result<(), DirtyLogError> {
-        self.log.stop()
-    }
-}
-
 /// A running guest with content in a quarter of its pages, which rewrites `hot` pages.
 pub fn running_guest(hot: u64) -> SourceGuest {
     let memory = GuestMemory::allocate(&Guest::layout(), MemoryKind::Private).unwrap();
     for page in 0..PAGES / 4 {
         memory.write_at(address(page * 3) + 100, &(page * 77 + 1).to_le_bytes()).unwrap();
     }
-    let guest = Guest::new(memory.clone(), hot);
-    guest.start();
-    let log = Arc::new(UffdLog::new(&memory).unwrap());
-    SourceGuest {
-        guest,
-        log,
-        name: "web".into(),
-        free: Vec::new(),
-        stuck: false,
-        slow: Duration::ZERO,
-    }
+    SourceGuest::start(memory, hot)
 }
 
 /// One migration between two threads of this process.
@@ -469,7 +301,9 @@ pub fn kept<V>(outcome: SourceOutcome<V>) -> (V, vmferry::MigrateError) {
 pub fn owned<V>(received: Received<V>) -> Owned<V> {
     match received {
         Received::Owns(owned) => *owned,
-        Received::Nothing { error, .. } => panic!("no guest came: {}", vmferry::chain(&error)),
+        Received::Nothing { error, .. } => {
+            panic!("no guest has arrived: {}", vmferry::chain(&error))
+        }
     }
 }
 

@@ -3,12 +3,11 @@
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
+use std::sync::Mutex;
 
+use vmferry_kit::relay::{UnixAcceptor, copy};
 use vmferry_transport::Address;
 use vmferry_wire::{
     FRAME_HEADER_BYTES, FrameHeader, HELLO_BYTES, Hello, Role, Run, RunTable, table_checksum,
@@ -72,47 +71,23 @@ pub fn seal_header(frame: &mut [u8]) {
 pub type Damage = dyn FnMut(u8, &Wire) -> Option<Vec<u8>> + Send;
 
 /// The relay. After a drop it accepts no more connections.
-pub struct Relay {
-    path: PathBuf,
-    stop: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
-}
+pub struct Relay(UnixAcceptor);
 
 impl Relay {
     /// Listens at `path` and forwards to `to`, a Unix socket.
     pub fn start(path: PathBuf, to: &Address, damage: Box<Damage>) -> Self {
         let Address::Unix(to) = to.clone() else { panic!("relays Unix sockets") };
-        let listener = UnixListener::bind(&path).unwrap();
-        let stop = Arc::new(AtomicBool::new(false));
-        let stopped = Arc::clone(&stop);
-        let damage = Arc::new(Mutex::new(damage));
-        let thread = std::thread::spawn(move || {
-            for source in listener.incoming() {
-                if stopped.load(Ordering::Acquire) {
-                    return;
-                }
-                let (source, destination) = (source.unwrap(), UnixStream::connect(&to).unwrap());
-                let (from, into) = (destination.try_clone().unwrap(), source.try_clone().unwrap());
-                std::thread::spawn(move || copy(from, into));
-                let damage = Arc::clone(&damage);
-                std::thread::spawn(move || forward(source, destination, &damage));
-            }
-        });
-        Self { path, stop, thread: Some(thread) }
+        let damage = Mutex::new(damage);
+        Self(UnixAcceptor::start(path, move |source| {
+            let destination = UnixStream::connect(&to).unwrap();
+            let (from, into) = (destination.try_clone().unwrap(), source.try_clone().unwrap());
+            std::thread::spawn(move || copy(from, into));
+            forward(source, destination, &damage);
+        }))
     }
 
     pub fn address(&self) -> Address {
-        Address::Unix(self.path.clone())
-    }
-}
-
-impl Drop for Relay {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::Release);
-        let _ = UnixStream::connect(&self.path);
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
+        Address::Unix(self.0.path().to_owned())
     }
 }
 
@@ -145,9 +120,4 @@ fn forward(mut from: UnixStream, mut to: UnixStream, damage: &Mutex<Box<Damage>>
     // channel, however busy this machine is.
     let _ = to.shutdown(Shutdown::Write);
     let _ = std::io::copy(&mut from, &mut std::io::sink());
-}
-
-fn copy(mut from: UnixStream, mut to: UnixStream) {
-    let _ = std::io::copy(&mut from, &mut to);
-    let _ = to.shutdown(Shutdown::Write);
 }

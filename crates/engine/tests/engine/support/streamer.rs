@@ -1,7 +1,7 @@
-//! A simulated VMM of a carried guest, which writes records of pages into sockets in several
-//! passes, stops "the guest", waits, and writes the rest; and a VMM that reads the streams.
+//! A simulated VMM of a carried guest at the source. It writes records of pages into sockets in
+//! several passes, stops "the guest", waits, and writes the rest.
 
-use std::io::{Read, Write};
+use std::io::Write;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -13,11 +13,9 @@ use rustix::net::{RecvFlags, recv};
 use vmferry::vmm::streamed::{
     Marks, OutgoingStream, PageMark, Recogniser, StreamEvent, StreamEvents, StreamedVm,
 };
-use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, Resume, VmError};
+use vmferry::{GuestDescription, Resume, VmError};
 use vmferry_memory::{PAGE_SIZE, SlotId, SlotLayout};
 use vmferry_wire::GuestIdentity;
-
-use super::content::Noise;
 
 /// Headers of a page record and of a zero-page record, which has no content.
 const PAGE: u64 = 0x28;
@@ -39,9 +37,9 @@ pub struct Plan {
     /// Approximate number of bytes that the recognizer consumes of each stream. After these it
     /// consumes nothing.
     pub recognised: usize,
-    /// After the last pass it continues with passes until this is set.
+    /// After the last pass it continues with further passes until this is set.
     pub until: Arc<AtomicBool>,
-    /// To end its migration it writes the rest, and reads what nobody else has read.
+    /// To end its migration it writes the rest, and reads what no other reader has read.
     pub drains: bool,
 }
 
@@ -173,7 +171,7 @@ impl StreamedVm for Streamer {
                 written: Arc::clone(&self.written),
                 so_far: Arc::clone(&self.so_far),
                 contents: Vec::new(),
-                noise: Noise::new(u64::from(number) + 1),
+                noise: fastrand::Rng::with_seed(u64::from(number)),
             };
             let (events, gate, runs) =
                 (Arc::clone(&events), Arc::clone(&self.gate), Arc::clone(&self.runs));
@@ -217,7 +215,7 @@ struct Stream {
     written: Arc<Mutex<Vec<Vec<u8>>>>,
     so_far: Arc<AtomicU64>,
     contents: Vec<Vec<u8>>,
-    noise: Noise,
+    noise: fastrand::Rng,
 }
 
 impl Stream {
@@ -297,10 +295,10 @@ impl Stream {
             content.resize(PAGE_SIZE, 0);
             match page % 3 {
                 0 => self.noise.fill(content),
-                _ => content.fill((self.noise.next() >> 56) as u8),
+                _ => content.fill(self.noise.u8(..)),
             }
         }
-        content[self.noise.next() as usize % PAGE_SIZE] ^= 1;
+        content[self.noise.usize(..PAGE_SIZE)] ^= 1;
         content
     }
 
@@ -351,76 +349,5 @@ impl Records {
             }
         }
         at
-    }
-}
-
-/// The destination's VMM.
-#[derive(Default)]
-pub struct Taker {
-    /// The bytes read from each stream.
-    pub taken: Arc<Mutex<Vec<Vec<u8>>>>,
-    /// Whether "the guest" runs.
-    pub runs: Arc<AtomicBool>,
-    /// Reading stops while this is set.
-    pub stalls: Arc<AtomicBool>,
-    /// It closes its sockets after this number of bytes.
-    pub refuses_after: Option<usize>,
-    /// It has loaded the guest after this number of bytes, and closes its sockets.
-    pub loaded_after: Option<usize>,
-    pub readers: Vec<JoinHandle<()>>,
-}
-
-impl DestinationVm for Taker {
-    fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
-        let mut sockets = Vec::new();
-        *self.taken.lock().unwrap() = vec![Vec::new(); usize::from(guest.config[0])];
-        for number in 0..usize::from(guest.config[0]) {
-            let (ours, theirs) = UnixStream::pair().unwrap();
-            sockets.push(theirs);
-            let (taken, stalls) = (Arc::clone(&self.taken), Arc::clone(&self.stalls));
-            let most = self.refuses_after.or(self.loaded_after).unwrap_or(usize::MAX);
-            self.readers
-                .push(std::thread::spawn(move || take(ours, number, &taken, &stalls, most)));
-        }
-        Ok(Landing::Streams(sockets))
-    }
-
-    fn load(&mut self, _state: &[u8]) -> Result<(), VmError> {
-        self.readers.drain(..).for_each(|reader| reader.join().unwrap());
-        if self.refuses_after.is_some() { Err("section `cpu` is damaged".into()) } else { Ok(()) }
-    }
-
-    fn discard(&mut self) {
-        self.readers.drain(..).for_each(|reader| reader.join().unwrap());
-    }
-
-    fn run(&mut self) -> Result<(), VmError> {
-        self.runs.store(true, Ordering::SeqCst);
-        Ok(())
-    }
-}
-
-fn take(
-    mut socket: UnixStream,
-    number: usize,
-    taken: &Mutex<Vec<Vec<u8>>>,
-    stalls: &AtomicBool,
-    most: usize,
-) {
-    let mut bytes = vec![0; 70_000];
-    loop {
-        while stalls.load(Ordering::SeqCst) {
-            std::thread::yield_now();
-        }
-        match socket.read(&mut bytes) {
-            Ok(0) | Err(_) => return,
-            Ok(read) => {
-                let mut taken = taken.lock().unwrap();
-                taken[number].extend_from_slice(&bytes[..read]);
-                if taken[number].len() > most {
-                    return;
-                }
-            }
-        }
     }
 }

@@ -1,4 +1,4 @@
-//! A guest that echoes what comes in by its serial port.
+//! A guest that echoes its serial input.
 
 use super::fixture::{Guest, Output, wait_until};
 
@@ -17,7 +17,7 @@ const ECHO: &[u8] = &[
     0xeb, 0xe6,                   //    jmp 1b
 ];
 
-/// What went in so far, and how much is to have come out.
+/// How much output the guest had written before, and how much output it must have written by now.
 pub(super) struct Echo {
     boot_bytes: usize,
     sent: usize,
@@ -35,8 +35,8 @@ impl Echo {
         Self { boot_bytes, sent: boot_bytes }
     }
 
-    /// Waits for the echo of all before, and puts in as much as the port holds: a multiple of the eight
-    /// bytes that the guest takes at a time. Returns when the first of it has come out.
+    /// Waits for the echo of all earlier input, and fills the port's buffer, whose size is a
+    /// multiple of the eight bytes that the guest reads at a time. Returns after the first echo.
     pub(super) fn feed(&mut self, guest: &Guest, output: &Output) {
         wait_until("the whole echo", || output.bytes().len() == self.sent);
         let next = self.sent - self.boot_bytes;
@@ -46,7 +46,7 @@ impl Echo {
         self.sent += bytes.len();
     }
 
-    /// All came out, once and in order.
+    /// Asserts that all input was echoed once and in order.
     pub(super) fn check(&self, guest: &Guest, output: &Output) {
         wait_until("the rest of the echo", || output.bytes().len() == self.sent);
         assert_eq!(guest.backend.stopped(), None);

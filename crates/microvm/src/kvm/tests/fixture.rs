@@ -1,4 +1,4 @@
-//! A machine to test with: its memory, its output, and a look into the guest.
+//! A machine for tests, with its memory, its output, and access to the guest's symbols.
 
 use std::io::Write;
 use std::sync::{Arc, Mutex};
@@ -46,7 +46,7 @@ impl Guest {
         Self { backend, memory, vcpus }
     }
 
-    /// Each vCPU's page in the guest kernel begins with its count of ticks.
+    /// The tick counts of the vCPUs. Each vCPU's page in the guest kernel begins with its count.
     pub(super) fn ticks(&self) -> Vec<u64> {
         let pages = symbol("cpu_pages");
         let tick = |vcpu| self.memory.read_obj(GuestAddress(pages + vcpu * 4096)).unwrap();
@@ -66,23 +66,23 @@ impl Guest {
         self.await_ticks(&self.ticks().iter().map(|ticks| ticks + 2).collect::<Vec<_>>());
     }
 
-    /// Pauses a guest that uses its serial port all the time while it waits for that port's lock.
+    /// Pauses a guest that always uses its serial port, while it waits for the port's lock.
     pub(super) fn pause_in_device(&mut self) {
         let devices = Arc::clone(&self.backend.devices);
         let lock = devices.serial();
         std::thread::scope(|scope| {
             let pause = scope.spawn(|| self.backend.pause());
-            // Not for correctness: time for the vCPU to arrive at the lock, and for the kick to
-            // find it there.
+            // Not needed for correctness: time for the vCPU to wait for the lock, and for the kick
+            // to arrive meanwhile.
             std::thread::sleep(Duration::from_millis(2));
             drop(lock);
             pause.join().unwrap().unwrap();
         });
     }
 
-    /// Lets the next tick of a paused guest run `code` instead. It goes where the start-up code
-    /// was; the tick's own code becomes a slide to it, so that a vCPU that is half-way through gets
-    /// there, too.
+    /// Replaces the tick handler of a paused guest by `code`. The code overwrites the start-up
+    /// code. The handler itself becomes a slide of NOPs with a jump to it, so that a vCPU in the
+    /// middle of the handler gets there, too.
     pub(super) fn replace_timer(&self, code: &[u8]) {
         let (start, timer) = (symbol("start64"), symbol("timer_entry"));
         let mut slide = vec![0x90; (symbol("spurious_entry") - timer) as usize + 1];
@@ -147,8 +147,8 @@ pub(super) fn kinds() -> impl Iterator<Item = &'static crate::state::SectionKind
     KvmBackend::sections().iter().copied().flatten()
 }
 
-/// The sections in which two states differ, with what differs in each, apart from what time alone
-/// changes and what KVM computes anew.
+/// The sections in which two states differ, and the differing bytes. Ignores fields that change
+/// with time or that KVM computes itself.
 pub(super) fn differences(one: &[u8], other: &[u8]) -> Vec<String> {
     let (one, other) = (StateReader::parse(one).unwrap(), StateReader::parse(other).unwrap());
     assert_eq!(one.sections().len(), other.sections().len());
@@ -172,9 +172,9 @@ pub(super) fn differences(one: &[u8], other: &[u8]) -> Vec<String> {
 fn comparable(section: &crate::state::Section<'_>) -> Vec<u8> {
     let mut bytes = section.payload().to_vec();
     match section.name() {
-        // The timer's current count; and the processor priority, which KVM computes from TPR and ISR
-        // whenever it needs it: behind KVM_SET_LAPIC it is 0 until then, also with an interrupt in
-        // service (kvm_apic_set_state in arch/x86/kvm/lapic.c computes it before it counts the ISR).
+        // The timer's current count, and the processor priority. KVM computes the priority from TPR
+        // and ISR when it needs it. After KVM_SET_LAPIC it is 0 until then, even with an interrupt
+        // in service (kvm_apic_set_state in arch/x86/kvm/lapic.c).
         "vcpu.lapic" => [0x390, 0xa0].into_iter().for_each(|at| bytes[at..at + 4].fill(0)),
         // MSR 0x10 is the TSC; an entry is {index u32, reserved u32, data u64}.
         "vcpu.msrs" => {
@@ -184,8 +184,8 @@ fn comparable(section: &crate::state::Section<'_>) -> Vec<u8> {
                 .unwrap();
             tsc[8..].fill(0);
         }
-        // When each channel's count was loaded, in the host's time; kvm_pit_channel_state ends with
-        // it.
+        // The host time at which each channel's count was loaded, the last field of
+        // kvm_pit_channel_state.
         "pit" => (0..3).for_each(|channel| bytes[channel * 24 + 16..(channel + 1) * 24].fill(0)),
         "clock" => bytes.clear(),
         _ => {}

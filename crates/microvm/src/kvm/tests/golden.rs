@@ -1,9 +1,9 @@
-//! The state of a guest on KVM as a host of the release before, or of the next one, sends it.
+//! The state of a guest on KVM as a host of another release sends it.
 //!
-//! `golden/kvm.state` was saved by this VMM and is never changed. A section whose content changes gets a version of its own
-//! (`SectionKind::since`), and another file beside this one.
+//! `golden/kvm.state` was saved by this VMM and is never changed. A section whose content changes
+//! gets a new version (`SectionKind::since`) and another golden file.
 
-use super::super::vcpu_state::{Abilities, VcpuState};
+use super::super::vcpu_state::{KvmFeatures, VcpuState};
 use super::super::vm_state::VmState;
 use super::super::{devices, ioctl};
 use super::*;
@@ -12,19 +12,19 @@ use crate::state::Section;
 /// A guest with one vCPU, paused between two ticks.
 const GOLDEN: &[u8] = include_bytes!("golden/kvm.state");
 
-/// What depends on the processor: a guest moves between equal ones.
+/// The sections that depend on the processor. Guests move between hosts with equal processors.
 const PROCESSORS: [&str; 4] = ["vcpu.cpuid", "vcpu.tsc_khz", "vcpu.msrs", "vcpu.xsave"];
 
-/// A host that has all that the state has.
-fn abilities() -> Abilities {
-    Abilities { sregs2: true, xsave_bytes: ioctl::XSAVE_BYTES, msrs: Vec::new() }
+/// The features of a host that can load the golden state.
+fn features() -> KvmFeatures {
+    KvmFeatures { sregs2: true, xsave_bytes: ioctl::XSAVE_BYTES, msrs: Vec::new() }
 }
 
-/// What this release reads of a state and writes of that again.
+/// Reads a state and writes it again.
 fn again(state: &[u8]) -> Vec<u8> {
     let reader = StateReader::parse(state).unwrap();
     reader.refuse_unknown(KvmBackend::sections()).unwrap();
-    let mut has = abilities();
+    let mut has = features();
     has.xsave_bytes = has.xsave_bytes.max(of(&reader, "vcpu.xsave").payload().len());
     let mut out = StateWriter::new();
     VcpuState::read(0, &reader, &has).unwrap().write(0, &mut out).unwrap();
@@ -37,7 +37,7 @@ fn of<'a>(reader: &StateReader<'a>, name: &str) -> Section<'a> {
     *reader.sections().iter().find(|section| section.name() == name).expect(name)
 }
 
-/// A state with other sections in the place of some.
+/// A copy of a state in which `other` replaces some sections.
 fn with(state: &[u8], other: impl Fn(&Section<'_>) -> Option<(&'static str, Vec<u8>)>) -> Vec<u8> {
     let mut out = StateWriter::new();
     for section in StateReader::parse(state).unwrap().sections() {
@@ -52,21 +52,23 @@ fn kind(name: &str) -> &'static crate::state::SectionKind {
     kinds().find(|kind| kind.name == name).expect(name)
 }
 
-/// If this fails, the content of a section has changed: raise its version, and write the one before for older hosts.
+/// If this fails, the content of a section has changed: raise its version, and keep writing the
+/// previous version for older hosts.
 #[test]
-fn every_section_is_read_and_written_as_it_stands() {
+fn sections_match_their_golden_state() {
     assert!(again(GOLDEN) == GOLDEN, "another layout under the same version");
     let reader = StateReader::parse(GOLDEN).unwrap();
     for kind in kinds().filter(|kind| kind.name != "vcpu.sregs") {
         assert_eq!(of(&reader, kind.name).version(), kind.version, "{}", kind.name);
     }
-    // Every byte counts: one that was left out would not come back.
+    // A changed byte must appear in the output, so no byte is ignored.
     for section in reader.sections() {
         let at = section.payload().len() / 2;
         let changed = with(GOLDEN, |one| {
             let mut payload = one.payload().to_vec();
             let is_it = (one.name(), one.instance()) == (section.name(), section.instance());
-            // A chip's number stands first, and the lengths of lists are given by their sections.
+            // A byte in the middle of the payload: a chip's number comes first, and the section
+            // gives the length of a list.
             payload.get_mut(at).filter(|_| is_it).map(|byte| *byte ^= 1)?;
             Some((kind(one.name()).name, payload))
         });
@@ -76,7 +78,7 @@ fn every_section_is_read_and_written_as_it_stands() {
 
 /// A host whose KVM is older sends the older form of the system registers.
 #[test]
-fn the_old_form_of_the_system_registers_is_read() {
+fn old_system_registers_are_read() {
     let bytes = size_of::<kvm_bindings::kvm_sregs>();
     let old = with(GOLDEN, |section| {
         (section.name() == "vcpu.sregs2")
@@ -86,7 +88,7 @@ fn the_old_form_of_the_system_registers_is_read() {
 }
 
 #[test]
-fn a_machine_takes_the_golden_state() {
+fn machine_loads_the_golden_state() {
     need_kvm();
     let mut guest = Guest::new(1);
     guest.backend.start().unwrap();
@@ -107,7 +109,8 @@ fn a_machine_takes_the_golden_state() {
     assert_eq!(differences(&golden, &next.save()), Vec::<String>::new());
 }
 
-/// Writes the file anew, for a machine of another kind: `cargo test -p vmferry-microvm -- --ignored write_the_golden_state`.
+/// Writes the file again, for a new kind of machine:
+/// `cargo test -p vmferry-microvm -- --ignored write_the_golden_state`.
 #[test]
 #[ignore = "it writes into the source tree"]
 fn write_the_golden_state() {

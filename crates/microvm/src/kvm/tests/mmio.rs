@@ -1,4 +1,4 @@
-//! A device beside memory, which the guest reads, writes and kicks.
+//! A device outside memory, which the guest reads, writes and kicks.
 
 use std::sync::Mutex;
 
@@ -22,7 +22,7 @@ impl MmioDevice for Recorder {
 }
 
 #[test]
-fn a_guest_reaches_a_device_beside_memory() {
+fn guest_reaches_a_device_outside_memory() {
     need_kvm();
     #[rustfmt::skip]
     const CODE: &[u8] = &[
@@ -57,11 +57,11 @@ fn a_guest_reaches_a_device_beside_memory() {
     guest.replace_timer(CODE);
     guest.backend.resume().unwrap();
     wait_until("the last write", || device.0.lock().unwrap().len() == 2);
-    // A number that is no kick comes to the device.
+    // A write of another number than that of a kick reaches the device.
     let written = [(0x50, vec![9, 0, 0, 0]), (0x70, vec![7])];
     assert_eq!(*device.0.lock().unwrap(), written);
     let read: u32 = guest.memory.read_obj(GuestAddress(MEMORY_BYTES as u64 - 8)).unwrap();
     assert_eq!(read, 0x4444_4444);
-    assert!(kicks[0].read().is_err(), "nobody has kicked this one");
+    assert!(kicks[0].read().is_err(), "this queue was not kicked");
     assert_eq!(kicks[1].read().unwrap(), 1);
 }

@@ -18,11 +18,11 @@ use super::*;
 use crate::state::{StateError, StateReader, StateWriter};
 
 const MEMORY_BYTES: usize = 64 << 20;
-/// Far more than anything here takes: a limit for what hangs, not a measure.
+/// Ends a test that hangs. Everything here takes far less time.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 #[test]
-fn the_guest_boots_and_ticks_on_every_vcpu() {
+fn guest_boots_and_ticks_on_every_vcpu() {
     need_kvm();
     for vcpus in [1, 4, 8] {
         let mut guest = Guest::new(vcpus);
@@ -37,7 +37,7 @@ fn the_guest_boots_and_ticks_on_every_vcpu() {
 }
 
 #[test]
-fn the_guest_reaches_memory_above_4_gib() {
+fn guest_reaches_memory_above_4_gib() {
     need_kvm();
     #[rustfmt::skip]
     const COUNT: &[u8] = &[
@@ -58,7 +58,7 @@ fn the_guest_reaches_memory_above_4_gib() {
 }
 
 #[test]
-fn a_paused_guest_stands_still_and_a_resumed_one_goes_on() {
+fn pause_stops_the_guest_and_resume_continues_it() {
     need_kvm();
     let mut guest = Guest::new(4);
     guest.backend.start().unwrap();
@@ -75,7 +75,7 @@ fn a_paused_guest_stands_still_and_a_resumed_one_goes_on() {
 }
 
 #[test]
-fn a_saved_guest_goes_on_in_another_machine() {
+fn save_and_load_continue_the_guest_in_another_machine() {
     need_kvm();
     let (mut pause, mut save, mut load) = (Vec::new(), Vec::new(), Vec::new());
     let mut guest = Guest::new(4);
@@ -112,11 +112,11 @@ fn a_saved_guest_goes_on_in_another_machine() {
     }
 }
 
-/// A guest that echoes its serial input, moved from machine to machine while it does: each byte
-/// that went in comes out once and in order, so no access to a port is lost, repeated or answered
-/// twice (reading the input takes a byte away), and the input that waits moves with the guest.
+/// Moves a guest that echoes its serial input from machine to machine. Each input byte is echoed
+/// once and in order. So no port access is lost or repeated (a read consumes a byte), and pending
+/// input moves with the guest.
 #[test]
-fn an_access_to_a_port_is_complete_before_the_state_is_saved() {
+fn port_access_is_complete_before_the_state_is_saved() {
     need_kvm();
     let output = Output::default();
     let mut guest = Guest::with_output(1, &output);
@@ -135,7 +135,7 @@ fn an_access_to_a_port_is_complete_before_the_state_is_saved() {
 }
 
 #[test]
-fn a_guest_panic_is_recorded() {
+fn guest_panic_is_recorded() {
     need_kvm();
     let mut guest = Guest::new(2);
     guest.backend.start().unwrap();
@@ -151,13 +151,13 @@ fn a_guest_panic_is_recorded() {
 }
 
 #[test]
-fn a_triple_fault_is_recorded_with_its_address() {
+fn triple_fault_is_recorded_with_its_address() {
     need_kvm();
     let mut guest = Guest::new(1);
     guest.backend.start().unwrap();
     guest.await_more_ticks();
     guest.backend.pause().unwrap();
-    // Nothing is left that could take an interrupt or an exception.
+    // An empty IDT: the next interrupt is a triple fault.
     guest.memory.write_slice(&[0; 64 * 16], GuestAddress(symbol("idts"))).unwrap();
     guest.backend.resume().unwrap();
     let stop = guest.backend.wait_stopped(PATIENCE).expect("no stop was recorded");
@@ -169,7 +169,7 @@ fn a_triple_fault_is_recorded_with_its_address() {
 }
 
 #[test]
-fn a_state_that_does_not_fit_is_refused() {
+fn load_refuses_a_foreign_or_truncated_state() {
     need_kvm();
     let mut guest = Guest::new(2);
     guest.backend.start().unwrap();
@@ -184,7 +184,7 @@ fn a_state_that_does_not_fit_is_refused() {
     let error = Guest::new(1).load(&state).unwrap_err();
     assert!(error.to_string().contains("this machine has 1 vCPUs"), "{error}");
 
-    // Every section, cut by a byte, and left out.
+    // Every section, shortened by a byte or left out.
     for victim in reader.sections() {
         for cut in [false, true] {
             let mut writer = StateWriter::new();
@@ -207,7 +207,7 @@ fn a_state_that_does_not_fit_is_refused() {
                 "{}: {error}",
                 victim.name()
             );
-            // It was refused before anything was changed.
+            // The machine was not changed, so it can still load the state.
             next.load(&state).unwrap();
         }
     }
@@ -231,7 +231,7 @@ fn requests_in_the_wrong_phase_are_refused() {
 }
 
 #[test]
-fn a_configuration_out_of_bounds_is_refused() {
+fn config_out_of_bounds_is_refused() {
     need_kvm();
     let memory = |bytes| Arc::new(Memory::from_ranges(&[(GuestAddress(0), bytes)]).unwrap());
     for vcpus in [0, 9] {

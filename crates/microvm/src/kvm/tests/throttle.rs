@@ -1,12 +1,12 @@
-//! A throttle takes vCPUs out of the guest wherever they are, so nothing may be half done then.
+//! A throttle interrupts vCPUs at any point, so port accesses must be complete when they rest.
 
 use super::*;
 use crate::pace::Pace;
 
-/// The guest is interrupted a hundred times a second while it reads and writes its serial port, by the
-/// throttle and by pauses that find it waiting there: each byte comes out once and in order.
+/// The throttle and pauses interrupt the guest a hundred times a second while it reads and writes
+/// its serial port. Each input byte is echoed once and in order.
 #[test]
-fn an_access_to_a_port_is_complete_when_a_rest_begins() {
+fn port_access_is_complete_when_a_rest_begins() {
     need_kvm();
     let output = Output::default();
     let mut guest = Guest::with_output(1, &output);
@@ -23,14 +23,14 @@ fn an_access_to_a_port_is_complete_when_a_rest_begins() {
 }
 
 #[test]
-fn a_guest_that_has_stopped_is_throttled_in_vain() {
+fn throttle_of_a_stopped_guest_does_nothing() {
     need_kvm();
     let mut guest = Guest::new(2);
     guest.backend.start().unwrap();
     guest.await_more_ticks();
     guest.backend.throttle(Pace::losing(60).unwrap()).unwrap();
     guest.backend.pause().unwrap();
-    // Nothing is left that could take an interrupt or an exception.
+    // An empty IDT: the next interrupt is a triple fault.
     guest.memory.write_slice(&[0; 64 * 16], GuestAddress(symbol("idts"))).unwrap();
     guest.backend.resume().unwrap();
     let stop = guest.backend.wait_stopped(PATIENCE).expect("no stop was recorded");

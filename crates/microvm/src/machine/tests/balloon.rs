@@ -12,17 +12,17 @@ fn with_balloon(kind: GuestKind) -> MachineConfig {
 }
 
 #[test]
-fn a_guest_of_threads_has_no_balloon() {
+fn process_guest_has_no_balloon() {
     let error = Machine::new(with_balloon(GuestKind::Process)).err().unwrap().to_string();
-    assert!(error.starts_with("balloon: it takes a guest on KVM"), "{error}");
+    assert!(error.starts_with("balloon: needs a guest on KVM"), "{error}");
     assert!(started(config(GuestKind::Process, 1, WORKLOAD)).balloon().is_none());
 }
 
 #[test]
-fn a_balloon_goes_along_with_its_guest() {
+fn balloon_state_moves_with_the_guest() {
     let mut machine = started(with_balloon(GuestKind::Kvm));
-    let told: u64 = machine.mapped.read_obj(GuestAddress(0x6000 + 40)).unwrap();
-    assert_eq!(told, BALLOON_ADDRESS, "the guest is told where it is");
+    let address: u64 = machine.mapped.read_obj(GuestAddress(0x6000 + 40)).unwrap();
+    assert_eq!(address, BALLOON_ADDRESS, "the boot parameters have the device's address");
     let balloon = machine.balloon().unwrap();
     balloon.set_target(MIB).unwrap();
     assert!(balloon.start_hints().is_some(), "there is a driver");
@@ -42,7 +42,7 @@ fn a_balloon_goes_along_with_its_guest() {
     assert_eq!(check_all(&next).corruptions, 0);
     let status = next.balloon().unwrap().status();
     assert_eq!((status.target_bytes, status.driver), (MIB, true));
-    // Outlives its machine, and does no harm.
+    // A handle may outlive its machine.
     drop(next);
     assert_eq!(balloon.status().target_bytes, MIB);
 }

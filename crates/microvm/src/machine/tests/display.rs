@@ -1,12 +1,12 @@
-//! A guest with a display, and one that reads.
+//! Guests with the workloads `display` and `read`.
 
 use super::*;
 use crate::kvm::{DISPLAY, HIGH_RAM, STILL};
 
-/// A guest that draws and reads goes on where it was; damage to either slot of its display, or to
-/// what it reads, is reported by the guest itself.
+/// A guest that draws and reads continues after a move. The guest itself reports damage to either
+/// slot of its display, or to the pages that it reads.
 #[test]
-fn a_guest_with_a_display_moves_and_finds_damage_to_it() {
+fn display_guest_moves_and_detects_damage() {
     const LINE: &str = "display read=8 ticks";
     for kind in KINDS {
         let mut source = started(config(kind, 2, LINE));
@@ -41,7 +41,7 @@ fn a_guest_with_a_display_moves_and_finds_damage_to_it() {
 }
 
 #[test]
-fn a_display_lies_between_the_memory_below_and_above_4_gib() {
+fn display_slots_are_between_low_and_high_memory() {
     for kind in KINDS {
         let mut config = config(kind, 2, "display fill=1,text ticks");
         config.guest.memory_bytes = 4 << 30;
@@ -52,10 +52,10 @@ fn a_display_lies_between_the_memory_below_and_above_4_gib() {
     }
 }
 
-/// What a dirty log sees of a guest that draws and reads: the frame buffer whole, and nothing else
-/// but what the guest keeps in the machine's own memory.
+/// The dirty log of a guest that draws and reads has the whole frame buffer, and otherwise only
+/// the guest kernel's own pages.
 #[test]
-fn a_frame_buffer_is_dirty_and_what_is_beside_it_or_only_read_is_not() {
+fn dirty_log_has_the_frame_buffer_but_not_the_still_or_read_pages() {
     let logs = [LogChoice::Userfaultfd, LogChoice::KvmBitmap, LogChoice::KvmClear];
     for kind in KINDS {
         for dirty_log in logs {
@@ -67,7 +67,7 @@ fn a_frame_buffer_is_dirty_and_what_is_beside_it_or_only_read_is_not() {
             let log = machine.dirty_log().unwrap();
             log.start().unwrap();
             let mut dirty = PageSet::for_memory(machine.memory());
-            // The first harvest may say that all is dirty.
+            // The first harvest may report all pages as dirty.
             for harvest in 0..3 {
                 dirty.clear_all();
                 log.collect(&mut dirty).unwrap();

@@ -1,4 +1,4 @@
-//! The driver of the balloon in the bare-metal guest, with the device: whole guests on KVM.
+//! The balloon driver of the bare-metal guest with the device: complete guests on KVM.
 
 use std::sync::Mutex;
 
@@ -65,7 +65,7 @@ impl Hints {
     }
 }
 
-/// One round of hints, to its end.
+/// Runs one complete round of hints.
 fn hint_all(machine: &Machine, balloon: &Balloon) {
     let id = balloon.start_hints().expect("a driver that hints");
     let is_complete = || balloon.status().hints.is_some_and(|hints| hints.complete);
@@ -75,7 +75,7 @@ fn hint_all(machine: &Machine, balloon: &Balloon) {
 }
 
 #[test]
-fn all_that_is_hinted_is_free_and_all_that_is_free_is_hinted_until_the_host_is_done() {
+fn hints_cover_exactly_the_free_pages_until_done() {
     for (line, poison) in [
         ("ticks fill=20,text freed=60", None),
         ("ticks freed=60 poison", Some(0xaaaa_aaaa)),
@@ -93,7 +93,7 @@ fn all_that_is_hinted_is_free_and_all_that_is_free_is_hinted_until_the_host_is_d
             if round == 1 {
                 assert!(hinted == account.pages, "{line}");
             } else {
-                assert!(hinted.is_empty(), "what is held is not hinted again: {line}");
+                assert!(hinted.is_empty(), "held blocks are not hinted again: {line}");
             }
             machine.resume().unwrap();
         }
@@ -114,7 +114,7 @@ fn all_that_is_hinted_is_free_and_all_that_is_free_is_hinted_until_the_host_is_d
 }
 
 #[test]
-fn the_blocks_that_were_used_are_hinted_first() {
+fn hints_begin_with_the_used_blocks() {
     #[derive(Default)]
     struct Order(Mutex<Vec<PageRun>>);
     impl BalloonListener for Order {
@@ -135,9 +135,17 @@ fn the_blocks_that_were_used_are_hinted_first() {
     assert!(!order[10..].iter().any(is_used));
 }
 
-/// The least live migration with hints: they spare the first copy, and never what is dirty. With
-/// `forgets` they spare that, too.
-fn migrate_with_hints(mut source: Machine, config: &MachineConfig, forgets: bool) -> Machine {
+/// How a migration uses hints.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum HintUse {
+    /// Hinted pages are left out of the first copy only.
+    FirstCopy,
+    /// Hinted pages are left out of all copies, which loses writes.
+    AllCopies,
+}
+
+/// A minimal live migration with hints.
+fn migrate_with_hints(mut source: Machine, config: &MachineConfig, hint_use: HintUse) -> Machine {
     let (hints, balloon) = Hints::listen(&source);
     let mut target = Machine::new(config.clone()).unwrap();
     let log = source.dirty_log().unwrap();
@@ -164,11 +172,11 @@ fn migrate_with_hints(mut source: Machine, config: &MachineConfig, forgets: bool
         for slot in source.memory().slots() {
             log.rearm(slot.id(), 0, dirty.bitmap(slot.id()).words()).unwrap();
         }
-        if forgets {
+        if hint_use == HintUse::AllCopies {
             dirty.subtract(&hinted);
         }
         copy(&dirty, source.memory(), target.memory());
-        // Hints of what was freed meanwhile: nothing is spared by them here, but the guest holds it.
+        // Hints of pages that were freed meanwhile. They are not used, but the guest holds them.
         if round % 2 == 0 {
             hint_all(&source, &balloon);
         }
@@ -177,7 +185,7 @@ fn migrate_with_hints(mut source: Machine, config: &MachineConfig, forgets: bool
     source.pause().unwrap();
     dirty.clear_all();
     log.collect_last(&mut dirty).unwrap();
-    if forgets {
+    if hint_use == HintUse::AllCopies {
         dirty.subtract(&hinted);
     }
     copy(&dirty, source.memory(), target.memory());
@@ -188,22 +196,22 @@ fn migrate_with_hints(mut source: Machine, config: &MachineConfig, forgets: bool
     target
 }
 
-/// Three do, nearly always.
+/// Three moves are nearly always enough.
 const MOST_MOVES: u32 = 12;
 
 const BUSY: &str = "ticks hot=4,rate=20000 freed=160 churn=40 pressure rewrite";
 
 #[test]
-fn nothing_is_lost_by_hints_however_the_guest_writes_to_what_it_has_hinted() {
+fn hints_lose_no_write_to_hinted_pages() {
     for line in [BUSY.to_owned(), format!("{BUSY} poison"), format!("{BUSY} poison reporting")] {
         let config = config_of(288 * MIB, 2, &line);
         let mut machine = started(config.clone());
         let mut moves = 0;
-        // Under pressure there is not always a free block to write to.
+        // Under memory pressure there is not always a free block to write to.
         while moves < 3 || driver(&machine).rewrites <= 15 || account(&machine).taken_early <= 10 {
             assert!(moves < MOST_MOVES, "{line}: {:?}", driver(&machine));
             moves += 1;
-            machine = migrate_with_hints(machine, &config, false);
+            machine = migrate_with_hints(machine, &config, HintUse::FirstCopy);
             await_driver(&machine, "done", |driver| {
                 driver.command == DONE && driver.held_blocks == 0
             });
@@ -219,14 +227,14 @@ fn nothing_is_lost_by_hints_however_the_guest_writes_to_what_it_has_hinted() {
 }
 
 #[test]
-fn a_migration_that_takes_old_hints_for_new_ones_is_found_out() {
+fn guest_detects_a_migration_that_uses_stale_hints() {
     let config = config_of(288 * MIB, 2, BUSY);
-    let machine = migrate_with_hints(started(config.clone()), &config, true);
+    let machine = migrate_with_hints(started(config.clone()), &config, HintUse::AllCopies);
     wait_for(&machine, "found it", |report| report.corruptions > 0);
 }
 
 #[test]
-fn a_balloon_reaches_its_target_and_the_guest_gets_its_memory_back() {
+fn balloon_reaches_its_target_and_deflates_again() {
     for line in ["ticks freed=60 churn=20", "ticks freed=60 churn=20 poison"] {
         let mut machine = started(config_of(160 * MIB, 2, line));
         let balloon = machine.balloon().unwrap();
@@ -238,21 +246,23 @@ fn a_balloon_reaches_its_target_and_the_guest_gets_its_memory_back() {
             let account = account(&machine);
             assert_eq!(u64::from(account.inflated) * BLOCK_BYTES, whole, "{line} {mib}");
             assert_eq!(driver(&machine).target_blocks, account.inflated);
-            // The host has the memory of what is in the balloon back; poisoned pages are written when they leave it.
+            // The host has discarded the memory of the balloon. The guest writes poison into pages
+            // that leave the balloon.
             let mut gone = machine.memory().populated().unwrap();
             gone.set_to_intersection(&machine.memory().populated().unwrap(), &account.pages);
             gone.subtract(&account.used);
             assert!(gone.count() < BLOCK_PAGES, "{line}: {} pages", gone.count());
             machine.resume().unwrap();
         }
-        assert!(balloon.status().discarded_bytes >= (64 + 92 + 28) * MIB, "each time that it grew");
+        let discarded = balloon.status().discarded_bytes;
+        assert!(discarded >= (64 + 92 + 28) * MIB, "the sum of all inflations");
         assert_eq!(balloon.status().warnings, Vec::<String>::new());
         assert_eq!(check_all(&machine).corruptions, 0, "{line}");
     }
 }
 
 #[test]
-fn a_guest_that_runs_out_of_memory_takes_it_from_the_balloon() {
+fn balloon_deflates_when_the_guest_runs_out_of_memory() {
     let machine = started(config_of(128 * MIB, 2, "ticks churn=90 poison"));
     let balloon = machine.balloon().unwrap();
     balloon.set_target(100 * MIB).unwrap();
@@ -265,7 +275,7 @@ fn a_guest_that_runs_out_of_memory_takes_it_from_the_balloon() {
 }
 
 #[test]
-fn what_is_free_is_reported_and_given_back_unless_it_is_poison() {
+fn reporting_discards_free_pages_without_poison() {
     for line in ["ticks freed=80 reporting", "ticks freed=80 reporting poison"] {
         let machine = started(config_of(128 * MIB, 1, line));
         await_driver(&machine, "reported", |driver| driver.reported_blocks >= 20);
@@ -278,7 +288,7 @@ fn what_is_free_is_reported_and_given_back_unless_it_is_poison() {
             if kept { 0 } else { 80 * MIB }
         );
     }
-    // What was reported is used again.
+    // Reported pages are used again.
     let machine = started(config_of(128 * MIB, 2, "ticks freed=80 churn=60 reporting poison"));
     let before = machine.report().unwrap();
     wait_for(&machine, "churned", |now| {
@@ -288,15 +298,15 @@ fn what_is_free_is_reported_and_given_back_unless_it_is_poison() {
     assert_eq!(check_all(&machine).corruptions, 0);
 }
 
-/// Interrupts of a busy host may be late, and the driver finds out.
+/// Interrupts may be late on a busy host. The driver then finds the change by polling.
 #[test]
-fn every_change_of_the_configuration_is_seen_by_a_guest_that_never_rests() {
+fn driver_sees_every_target_while_the_guest_is_busy() {
     for _ in 0..20 {
         let machine = started(config_of(64 * MIB, 1, "hot=3"));
         let balloon = machine.balloon().unwrap();
         for blocks in [5, 0, 3, 1, 0] {
             balloon.set_target(u64::from(blocks) * BLOCK_BYTES).unwrap();
-            await_driver(&machine, "told", |driver| driver.target_blocks == blocks);
+            await_driver(&machine, "updated", |driver| driver.target_blocks == blocks);
         }
         let driver = driver(&machine);
         if driver.unheard > 0 {
@@ -306,7 +316,7 @@ fn every_change_of_the_configuration_is_seen_by_a_guest_that_never_rests() {
 }
 
 #[test]
-fn a_guest_tells_how_much_memory_it_has() {
+fn statistics_report_total_and_free_memory() {
     let machine = started(config_of(128 * MIB, 1, "hot=3"));
     let balloon = machine.balloon().unwrap();
     for target in [0, 40] {
@@ -314,18 +324,18 @@ fn a_guest_tells_how_much_memory_it_has() {
         wait_for(&machine, "of its size", |_| balloon.status().actual_bytes == target * MIB);
         assert!(balloon.refresh_statistics(PATIENCE));
         let statistics = balloon.status().statistics.unwrap();
-        assert!(statistics.values().any(|value| *value == 128 * MIB), "in all: {statistics:?}");
+        assert!(statistics.values().any(|value| *value == 128 * MIB), "total: {statistics:?}");
         assert!(
             statistics.values().any(|value| *value == (108 - target) * MIB),
             "free: {statistics:?}"
         );
     }
-    await_driver(&machine, "told", |driver| driver.statistics >= 2);
+    await_driver(&machine, "sent statistics", |driver| driver.statistics >= 2);
 }
 
-/// 2,000 blocks are the free memory of a guest of 8 GiB.
+/// A guest of 8 GiB has about 2,000 free blocks.
 #[test]
-fn thousands_of_blocks_are_hinted_in_no_time_and_with_few_exits() {
+fn hints_of_2000_blocks_need_few_notifications() {
     let machine = started(config_of(8 << 30, 1, "ticks"));
     let (hints, balloon) = Hints::listen(&machine);
     let mut times = Vec::new();

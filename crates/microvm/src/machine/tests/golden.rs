@@ -1,8 +1,8 @@
-//! What travels with a guest of any kind: its configuration, and the state of a guest of threads.
+//! Golden data: the configuration of a guest, and the state of a guest of threads.
 
 use super::*;
 
-/// The configuration as it stands in BEGIN, and whether this release writes it so.
+/// Configurations as they are sent in BEGIN, and whether this release writes that form.
 const CONFIGS: [(bool, &str); 3] = [
     (true, r#"{"memory_bytes":67108864,"vcpus":2,"command_line":"hot=4,random ticks"}"#),
     (true, r#"{"memory_bytes":67108864,"vcpus":1,"command_line":"","balloon":true}"#),
@@ -14,7 +14,7 @@ const PROCESS: [(&str, &[u8]); 2] =
     [("process", b"\x02\0\0\0\x02\x01\0\0\0\0\0\0"), ("heartbeat", b"\x04\x03\0\0\0\0\0\0")];
 
 #[test]
-fn the_configuration_is_read_and_written_as_it_stands() {
+fn config_matches_its_golden_json() {
     for (written, json) in CONFIGS {
         let config: GuestConfig = vmferry::vmm::newer::read(json.as_bytes()).expect(json);
         let text = serde_json::to_string(&config).unwrap();
@@ -31,7 +31,7 @@ fn the_configuration_is_read_and_written_as_it_stands() {
 }
 
 #[test]
-fn a_machine_takes_the_golden_state_of_a_guest_of_threads() {
+fn process_guest_loads_and_saves_its_golden_state() {
     let mut out = StateWriter::new();
     for (name, payload) in PROCESS {
         out.section(&SectionKind::mandatory(name, 1), 0, payload).unwrap();
@@ -42,7 +42,7 @@ fn a_machine_takes_the_golden_state_of_a_guest_of_threads() {
     for protocol in vmferry::config::PROTOCOL_VERSIONS {
         assert!(machine.save_for(protocol).unwrap() == golden, "another layout for {protocol}");
     }
-    // All that this release knows is in it.
+    // The golden state has all sections that this release knows.
     let known = machine.backend.sections().concat().len() + heartbeat::SECTIONS.len();
     assert_eq!(known, PROCESS.len());
 }

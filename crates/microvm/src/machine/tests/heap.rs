@@ -1,4 +1,4 @@
-//! The workloads of the guest's heap, in whole guests.
+//! The workloads of the guest's heap, in complete guests.
 
 use super::*;
 use crate::account::FreeAccount;
@@ -6,7 +6,7 @@ use crate::account::FreeAccount;
 const LINE: &str = "ticks hot=2,rate=20000 freed=40 churn=20 poison";
 
 #[test]
-fn a_guest_that_churns_is_moved_again_and_again() {
+fn churn_survives_repeated_moves() {
     for kind in KINDS {
         let config = config(kind, 2, LINE);
         let mut machine = started(config.clone());
@@ -28,9 +28,9 @@ fn a_guest_that_churns_is_moved_again_and_again() {
     }
 }
 
-/// What the account says is free may be lost on the way, as long as it is poison again.
+/// Free pages of the account need not be copied, as long as they are filled with poison again.
 #[test]
-fn what_the_account_says_is_free_need_not_be_moved() {
+fn free_pages_of_the_account_need_not_be_moved() {
     for kind in KINDS {
         for (line, poison) in [("freed=40 churn=20", 0), ("freed=40 churn=20 poison", 0xaa)] {
             let mut machine = started(config(kind, 2, line));

@@ -1,4 +1,4 @@
-//! Each log of a machine.
+//! The dirty logs of a machine.
 
 use vmferry_dirty::DirtyLogError;
 use vmferry_kit::HugePages;
@@ -7,8 +7,8 @@ use vmferry_memory::PAGE_SIZE;
 use super::*;
 
 #[test]
-fn the_dirty_log_sees_every_write_of_guest_and_device() {
-    // For both machines of a migration.
+fn dirty_log_sees_every_write_of_guest_and_device() {
+    // Huge pages for both machines of a migration.
     let bytes: u64 = config(GuestKind::Process, 1, WORKLOAD)
         .guest
         .layout()
@@ -40,9 +40,8 @@ fn the_dirty_log_sees_every_write_of_guest_and_device() {
     }
 }
 
-/// The vCPUs' threads make room in their rings while the log harvests them.
 #[test]
-fn the_device_s_writes_are_seen_however_their_log_is_read() {
+fn device_log_sees_every_write_with_every_strategy() {
     for device_log in SoftwareWay::ALL {
         let config = MachineConfig { device_log, ..config(GuestKind::Kvm, 1, "ticks hot=4") };
         let (name, report) = migrate(&config, |machine| machine.dirty_log().unwrap());
@@ -51,7 +50,7 @@ fn the_device_s_writes_are_seen_however_their_log_is_read() {
 }
 
 #[test]
-fn the_log_goes_by_the_size_of_the_guest_unless_one_is_asked_for() {
+fn auto_log_depends_on_the_memory_size() {
     for (memory_bytes, dirty_log, expected) in [
         (64 * MIB, LogChoice::Auto, "kvm-clear"),
         (RING_FROM_BYTES - 2 * MIB, LogChoice::Auto, "kvm-clear"),
@@ -67,13 +66,14 @@ fn the_log_goes_by_the_size_of_the_guest_unless_one_is_asked_for() {
         log.start().unwrap();
         let mut pages = PageSet::for_memory(machine.memory());
         log.collect(&mut pages).unwrap();
-        assert!(pages.is_empty(), "nobody has written");
+        assert!(pages.is_empty(), "nothing has written to memory");
         log.stop().unwrap();
     }
 }
 
+/// The vCPU threads empty their full rings while the log harvests them.
 #[test]
-fn a_dirty_ring_that_gets_full_loses_nothing() {
+fn dirty_ring_that_is_full_loses_nothing() {
     let config = MachineConfig {
         dirty_log: LogChoice::KvmRing,
         ..config(GuestKind::Kvm, 2, "ticks fill=4,incompressible hot=24,random")
@@ -95,19 +95,18 @@ fn a_dirty_ring_that_gets_full_loses_nothing() {
 }
 
 #[test]
-fn a_machine_that_was_made_without_rings_has_no_log_of_them() {
+fn ring_log_needs_a_machine_with_rings() {
     let mut machine = Machine::new(config(GuestKind::Kvm, 1, "idle")).unwrap();
     machine.config.dirty_log = LogChoice::KvmRing;
     let error = machine.dirty_log().err().unwrap().to_string();
-    assert!(error.contains("dirty-log") && error.contains("not made for it"), "{error}");
+    assert!(error.contains("dirty-log") && error.contains("without dirty rings"), "{error}");
 }
 
-/// The check has teeth: a log that misses the device's writes, or all, is found out.
-/// A log that has nothing of the workload's memory. (One that has nothing at all loses the guest's stacks
-/// too, and the guest may crash before it can report.)
-struct Forgets(Arc<dyn DirtyLog>);
+/// A log that misses all writes to the workload's memory. It keeps the guest's stacks, because
+/// without them the guest may crash before it can report.
+struct LogWithoutWorkload(Arc<dyn DirtyLog>);
 
-impl DirtyLog for Forgets {
+impl DirtyLog for LogWithoutWorkload {
     fn name(&self) -> &'static str {
         self.0.name()
     }
@@ -134,28 +133,28 @@ impl DirtyLog for Forgets {
 }
 
 #[test]
-fn a_dirty_log_that_forgets_is_found_out() {
+fn guest_detects_a_dirty_log_that_misses_writes() {
     for kind in KINDS {
         let config = config(kind, 2, WORKLOAD);
         let (_, report) =
-            migrate(&config, |machine| Arc::new(Forgets(machine.dirty_log().unwrap())));
+            migrate(&config, |machine| Arc::new(LogWithoutWorkload(machine.dirty_log().unwrap())));
         assert!(report.corruptions > 100, "{kind}: {report:?}");
     }
     let config = config(GuestKind::Kvm, 2, WORKLOAD);
     let (_, report) = migrate(&config, |machine| {
-        machine.backend.dirty_log(LogChoice::KvmBitmap, &machine.memory).unwrap().0
+        machine.backend.dirty_log(LogChoice::KvmBitmap, &machine.memory).unwrap().log
     });
     let first = report.first_corruption.expect("KVM does not log the device's writes");
     assert!((0x2_0000..0x3_0000).contains(&first.gpa), "{report:?}");
 }
 
 #[test]
-fn the_device_s_writes_and_no_others_are_in_the_software_log() {
+fn software_log_has_exactly_the_device_writes() {
     let mut machine = Machine::new(config(GuestKind::Process, 1, "idle")).unwrap();
     let log = SoftwareLog::new(&machine.mapped);
     let mut seen = PageSet::for_memory(machine.memory());
     log.start().unwrap();
-    machine.heartbeat.run(true);
+    machine.heartbeat.resume();
     let deadline = Instant::now() + PATIENCE;
     while seen.count() < 16 {
         assert!(Instant::now() < deadline);
@@ -163,17 +162,17 @@ fn the_device_s_writes_and_no_others_are_in_the_software_log() {
     }
     let pages: Vec<_> = seen.runs().map(|run| (run.slot, run.first, run.pages)).collect();
     assert_eq!(pages, [(SlotId(0), 0x20, 16)]);
-    machine.heartbeat.run(false);
+    machine.heartbeat.pause();
     log.collect(&mut seen).unwrap();
     seen.clear_all();
     std::thread::sleep(Duration::from_millis(20));
     log.collect(&mut seen).unwrap();
-    assert!(seen.is_empty(), "a quiet device wrote");
+    assert!(seen.is_empty(), "a paused device wrote");
     machine.start().unwrap();
 }
 
 #[test]
-fn a_kvm_log_for_a_guest_without_kvm_is_refused() {
+fn kvm_log_of_a_process_guest_is_refused() {
     for dirty_log in [LogChoice::KvmClear, LogChoice::KvmRing] {
         let config = MachineConfig { dirty_log, ..config(GuestKind::Process, 1, "idle") };
         let error = Machine::new(config).unwrap().dirty_log().err().unwrap().to_string();

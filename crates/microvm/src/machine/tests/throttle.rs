@@ -1,15 +1,15 @@
-//! Guests that lose a part of their vCPUs' time.
+//! Throttled guests.
 
 use super::*;
 
-/// As fast as the vCPUs can.
+/// A workload that never rests.
 const BUSY: &str = "ticks fill=4,incompressible hot=8,random";
 
 fn visits(report: &Report) -> u64 {
     report.pages_written + report.pages_checked
 }
 
-/// Pages that the guest visits in a second, as it says itself.
+/// Pages that the guest visits in a second, by its own report.
 fn speed(machine: &Machine) -> f64 {
     let visits = || visits(&machine.report().unwrap());
     let (begun, before) = (Instant::now(), visits());
@@ -17,14 +17,14 @@ fn speed(machine: &Machine) -> f64 {
     (visits() - before) as f64 / begun.elapsed().as_secs_f64()
 }
 
-/// What is taken from the slow ones. On a busy host a guest that sleeps most of the time is let run
-/// whenever it wants, and one that never sleeps is not: a tenth of the time may be as much work as the
-/// free one gets done there, but a hundredth is not.
-const MOST: u8 = 99;
+/// The throttle of the slow guests. On a busy host, the scheduler prefers a guest that sleeps most
+/// of the time to one that never sleeps. So a guest with a tenth of the time may do as much work as
+/// one without a throttle, but a guest with a hundredth cannot.
+const MAX_THROTTLE: u8 = 99;
 
-/// Compares a guest that `free` has let run with one that `slow` has throttled: by turns, so that what
-/// else the host does weighs on both, and for as many turns as it takes to tell them apart. Two that are
-/// equally fast are told apart by none.
+/// Asserts that the guest after `slow` has less than half the speed of the guest after `free`.
+/// Measures both in turn, so that other load on the host affects both, and takes more turns while
+/// the difference is unclear.
 fn compare(what: &str, mut free: impl FnMut() -> f64, mut slow: impl FnMut() -> f64) {
     let (mut free_sum, mut slow_sum, mut turns) = (0.0, 0.0, 0);
     while turns < 4 || (slow_sum >= free_sum / 2.0 && turns < 40) {
@@ -38,7 +38,7 @@ fn compare(what: &str, mut free: impl FnMut() -> f64, mut slow: impl FnMut() -> 
 }
 
 #[test]
-fn a_throttled_guest_does_less_until_the_throttle_is_lifted() {
+fn throttle_slows_the_guest_until_it_is_lifted() {
     for kind in KINDS {
         for vcpus in [1, 2] {
             let machine = std::cell::RefCell::new(started(config(kind, vcpus, BUSY)));
@@ -46,8 +46,8 @@ fn a_throttled_guest_does_less_until_the_throttle_is_lifted() {
                 machine.borrow_mut().throttle(percent).unwrap();
                 speed(&machine.borrow())
             };
-            compare(&format!("{kind}, {vcpus} vCPUs"), || at(0), || at(MOST));
-            // Over a pause, too.
+            compare(&format!("{kind}, {vcpus} vCPUs"), || at(0), || at(MAX_THROTTLE));
+            // The throttle stays in force across a pause.
             let after_a_pause = |percent| {
                 let mut machine = machine.borrow_mut();
                 machine.throttle(percent).unwrap();
@@ -56,7 +56,7 @@ fn a_throttled_guest_does_less_until_the_throttle_is_lifted() {
                 speed(&machine)
             };
             let what = format!("{kind}, {vcpus} vCPUs, after a pause");
-            compare(&what, || after_a_pause(0), || after_a_pause(MOST));
+            compare(&what, || after_a_pause(0), || after_a_pause(MAX_THROTTLE));
             let mut machine = machine.into_inner();
             machine.throttle(0).unwrap();
             assert_eq!(check_all(&machine).corruptions, 0);
@@ -65,20 +65,20 @@ fn a_throttled_guest_does_less_until_the_throttle_is_lifted() {
 }
 
 #[test]
-fn a_throttled_guest_pauses_at_any_time() {
+fn throttled_guest_pauses_at_any_time() {
     for kind in KINDS {
         let mut machine = started(config(kind, 3, BUSY));
         for turn in 0..60 {
-            // Also while it is paused, and from one setting to another.
+            // Changes the throttle of running and paused guests.
             machine.throttle([99, 50, 0, 90][turn % 4]).unwrap();
-            // Now in a slice, now in a rest.
+            // Pauses sometimes in a slice and sometimes in a rest.
             std::thread::sleep(Duration::from_micros(turn as u64 * 311));
             machine.pause().unwrap();
             let before = machine.report().unwrap();
             machine.throttle([99, 0, 20][turn % 3]).unwrap();
-            // Longer than a period: no rest that ends may let it run.
+            // Longer than a period: the end of a rest must not run the guest.
             std::thread::sleep(Duration::from_millis(12));
-            assert_eq!(machine.report().unwrap(), before, "a paused guest went on");
+            assert_eq!(machine.report().unwrap(), before, "a paused guest ran");
             machine.resume().unwrap();
             wait_for(&machine, "went on", |now| visits(now) > visits(&before));
         }
@@ -88,7 +88,7 @@ fn a_throttled_guest_pauses_at_any_time() {
 }
 
 #[test]
-fn a_throttled_guest_ends_at_any_time() {
+fn throttled_guest_ends_at_any_time() {
     for kind in KINDS {
         for turn in 0..10 {
             let mut machine = started(config(kind, 2, "ticks hot=1,random"));
@@ -105,11 +105,11 @@ fn a_throttled_guest_ends_at_any_time() {
 }
 
 #[test]
-fn a_guest_that_moves_leaves_its_throttle_behind() {
+fn throttle_does_not_move_with_the_guest() {
     for kind in KINDS {
         let machine = std::cell::RefCell::new(started(config(kind, 2, BUSY)));
         let throttled = || {
-            machine.borrow_mut().throttle(MOST).unwrap();
+            machine.borrow_mut().throttle(MAX_THROTTLE).unwrap();
             speed(&machine.borrow())
         };
         let moved = || {
@@ -121,8 +121,8 @@ fn a_guest_that_moves_leaves_its_throttle_behind() {
             *source = next;
             let before = source.report().unwrap().rounds;
             source.resume().unwrap();
-            // The first visit to a page of new memory takes longer.
-            wait_for(&source, "was everywhere", |now| now.rounds >= before + 2);
+            // The first access to each page of new memory is slow.
+            wait_for(&source, "populated again", |now| now.rounds >= before + 2);
             speed(&source)
         };
         throttled();
@@ -134,37 +134,37 @@ fn a_guest_that_moves_leaves_its_throttle_behind() {
 }
 
 #[test]
-fn a_migration_that_ends_takes_its_throttle_back() {
+fn throttle_is_lifted_when_the_migration_ends() {
     for kind in KINDS {
         let machine = Machine::shared(config(kind, 2, BUSY)).unwrap();
-        lock(&machine).start().unwrap();
-        wait_for(&lock(&machine), "populated", |report| report.populated);
+        machine.lock().start().unwrap();
+        wait_for(&machine.lock(), "populated", |report| report.populated);
         let migrating = || MigratingMachine::new(Arc::clone(&machine)).unwrap();
-        let speed = || speed(&lock(&machine));
+        let speed = || speed(&machine.lock());
         let throttled = || {
             let mut migrating = migrating();
-            migrating.throttle(MOST).unwrap();
+            migrating.throttle(MAX_THROTTLE).unwrap();
             speed()
         };
         let dropped = || {
-            migrating().throttle(MOST).unwrap();
+            migrating().throttle(MAX_THROTTLE).unwrap();
             speed()
         };
         compare(&format!("{kind}, against one that was dropped"), dropped, throttled);
         let resumed = || {
             let mut migrating = migrating();
-            migrating.throttle(MOST).unwrap();
+            migrating.throttle(MAX_THROTTLE).unwrap();
             migrating.pause().unwrap();
             migrating.resume().unwrap();
             speed()
         };
         compare(&format!("{kind}, against one that failed paused"), resumed, throttled);
-        assert_eq!(check_all(&lock(&machine)).corruptions, 0);
+        assert_eq!(check_all(&machine.lock()).corruptions, 0);
     }
 }
 
 #[test]
-fn what_cannot_be_throttled_is_said() {
+fn throttle_refuses_bad_values_and_machines_that_are_not_started() {
     for kind in KINDS {
         let mut machine = Machine::new(config(kind, 1, "ticks")).unwrap();
         let text = machine.throttle(10).unwrap_err().to_string();

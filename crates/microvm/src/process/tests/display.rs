@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn a_display_is_redrawn_60_times_in_any_1000_ticks() {
+fn display_is_redrawn_60_times_in_any_1000_ticks() {
     for line in ["display", "display hot=2,random read=2"] {
         let mut workload = Workload::populated(line, 1);
         let mut frames = vec![workload.report().frames];
@@ -21,7 +21,7 @@ fn a_display_is_redrawn_60_times_in_any_1000_ticks() {
 }
 
 #[test]
-fn a_display_that_was_paused_does_not_catch_up() {
+fn display_frames_are_not_made_up_after_a_pause() {
     let mut workload = Workload::populated("display", 1);
     let before = workload.report().frames;
     workload.ticks += 60_000;
@@ -32,7 +32,7 @@ fn a_display_that_was_paused_does_not_catch_up() {
 }
 
 #[test]
-fn each_frame_is_written_to_the_whole_frame_buffer_and_nowhere_else() {
+fn display_frame_rewrites_all_of_the_frame_buffer_and_nothing_else() {
     let mut workload = Workload::populated("display", 2);
     let slot = |workload: &Workload, gpa| -> Vec<_> {
         (0..8).map(|page| workload.page(gpa + page * PAGE)).collect()
@@ -48,12 +48,12 @@ fn each_frame_is_written_to_the_whole_frame_buffer_and_nowhere_else() {
             assert_eq!(same.count(), 0, "a word is of the frame before");
         }
     }
-    assert!(still == slot(&workload, STILL), "what is still has moved");
+    assert!(still == slot(&workload, STILL), "the still slot has changed");
     assert!(still.iter().all(|page| page.iter().any(|byte| *byte != 0)));
 }
 
 #[test]
-fn a_changed_byte_of_the_frame_buffer_is_found_once() {
+fn display_check_finds_a_changed_byte_once() {
     for (page, byte) in [(0, 0), (0, 4095), (3, 8), (5, 1777), (7, 4080)] {
         let mut workload = Workload::populated("display", 2);
         workload.check_all();
@@ -66,7 +66,7 @@ fn a_changed_byte_of_the_frame_buffer_is_found_once() {
 }
 
 #[test]
-fn a_frame_of_an_earlier_time_is_found() {
+fn display_check_finds_a_page_of_an_earlier_frame() {
     let mut workload = Workload::populated("display", 1);
     workload.check_all();
     let gpa = DISPLAY + 2 * PAGE;
@@ -79,7 +79,7 @@ fn a_frame_of_an_earlier_time_is_found() {
 }
 
 #[test]
-fn a_changed_byte_beside_the_frame_buffer_is_found_until_it_is_mended() {
+fn still_slot_check_finds_a_changed_byte_until_it_is_repaired() {
     for (page, byte) in [(0, 0), (4, 2048), (7, 4095)] {
         let mut workload = Workload::populated("display", 1);
         let gpa = STILL + page * PAGE;
@@ -93,7 +93,7 @@ fn a_changed_byte_beside_the_frame_buffer_is_found_until_it_is_mended() {
 }
 
 #[test]
-fn a_display_that_never_arrived_is_found() {
+fn display_check_finds_a_slot_that_never_arrived() {
     for slot in [DISPLAY, STILL] {
         let mut workload = Workload::populated("display", 1);
         for page in 0..8 {
@@ -106,7 +106,7 @@ fn a_display_that_never_arrived_is_found() {
 }
 
 #[test]
-fn a_report_of_an_earlier_frame_is_found() {
+fn display_check_finds_a_stale_vcpu_report() {
     let mut workload = Workload::populated("display", 1);
     workload.check_all();
     let stale = workload.page(VCPU_REPORT);
@@ -116,7 +116,7 @@ fn a_report_of_an_earlier_frame_is_found() {
 }
 
 #[test]
-fn a_display_that_is_not_what_the_report_says_is_corruption() {
+fn display_that_does_not_match_the_report_is_corruption() {
     for (gpa, word) in [
         (GUEST_REPORT + 56, 9),
         (VCPU_REPORT + FRAMES, 0),
@@ -131,7 +131,7 @@ fn a_display_that_is_not_what_the_report_says_is_corruption() {
 }
 
 #[test]
-fn a_display_without_its_slots_is_left_out() {
+fn display_without_its_slots_is_skipped() {
     let slots = [(0, 32 * MIB), (DISPLAY, DISPLAY_BYTES)];
     for slots in [&slots[..1], &slots] {
         let mut workload = Workload::with_layout("display ticks", 1, slots);

@@ -40,7 +40,7 @@ fn buffers(workload: &Workload) -> Vec<(u64, u64, u64, u64)> {
 }
 
 #[test]
-fn what_was_freed_has_been_written_once_and_is_free() {
+fn freed_pages_are_written_once_and_then_free() {
     for (line, vcpus, memory_mib, blocks) in
         [("freed=8", 1, 32, 2), ("freed=61 fill=1,text", 3, 96, 16), ("freed=33 poison", 4, 64, 9)]
     {
@@ -52,7 +52,7 @@ fn what_was_freed_has_been_written_once_and_is_free() {
         let populated = workload.memory.populated().unwrap();
         let mut written = populated.clone();
         written.set_to_intersection(&populated, &account.pages);
-        assert!(written == account.used, "{line}: what was not freed was left alone");
+        assert!(written == account.used, "{line}: only freed pages may be written");
         for page in
             account.used.bitmap(SlotId(0)).runs().flat_map(|(page, pages)| page..page + pages)
         {
@@ -64,13 +64,13 @@ fn what_was_freed_has_been_written_once_and_is_free() {
     }
 }
 
-/// Whether no two words are the same, as those of a page that was filled.
+/// Whether all words differ, as in a page of incompressible fill.
 fn is_incompressible(page: &[u8]) -> bool {
     page.chunks(8).collect::<BTreeSet<_>>().len() == page.len() / 8
 }
 
 #[test]
-fn a_heap_begins_where_the_fixed_pages_end_and_goes_on_above_4_gib() {
+fn heap_begins_after_the_fixed_pages_and_continues_at_4_gib() {
     let slots = [(0, 25 * MIB), (HIGH_RAM, 15 * MIB)];
     for (line, blocks, first) in [
         ("idle", 5, 16 * MIB),
@@ -92,7 +92,7 @@ fn a_heap_begins_where_the_fixed_pages_end_and_goes_on_above_4_gib() {
 }
 
 #[test]
-fn live_buffers_are_what_the_account_says_and_their_size_goes_up_and_down() {
+fn churn_buffers_match_the_account_and_their_size_varies() {
     for (line, vcpus, mib) in [
         ("churn=40,rate=400000", 2, 40),
         ("churn=24,rate=400000 poison freed=40", 3, 24),
@@ -124,7 +124,7 @@ fn live_buffers_are_what_the_account_says_and_their_size_goes_up_and_down() {
 }
 
 #[test]
-fn no_two_buffers_share_a_page() {
+fn churn_buffers_share_no_page() {
     let mut workload = large("churn=30,rate=300000", 3, 64 * MIB);
     for _ in 0..50 {
         (0..10).for_each(|_| workload.tick());
@@ -139,11 +139,11 @@ fn no_two_buffers_share_a_page() {
 }
 
 #[test]
-fn any_changed_byte_of_a_live_buffer_is_found() {
+fn churn_check_finds_any_changed_byte() {
     for byte in [0, 7, 8, 1777, 4095] {
         let mut workload = large("churn=8,rate=40000", 2, 64 * MIB);
         (0..20).for_each(|_| workload.tick());
-        // The last page of the largest buffer, which no job has in hand for writing.
+        // The last page of the largest buffer, which no job is about to write.
         let (gpa, pages, ..) = *buffers(&workload).iter().max_by_key(|buffer| buffer.1).unwrap();
         let page = gpa + (pages - 1) * PAGE;
         let generation = workload.word(page);
@@ -157,7 +157,7 @@ fn any_changed_byte_of_a_live_buffer_is_found() {
 }
 
 #[test]
-fn a_page_of_an_earlier_buffer_or_one_that_never_arrived_is_found() {
+fn churn_check_finds_a_stale_or_missing_page() {
     for arrived in [true, false] {
         let mut workload = large("churn=8", 1, 64 * MIB);
         let gpa = buffers(&workload)[0].0;
@@ -177,7 +177,7 @@ fn a_page_of_an_earlier_buffer_or_one_that_never_arrived_is_found() {
 }
 
 #[test]
-fn a_free_page_that_is_no_longer_poison_is_found_when_it_is_allocated() {
+fn poison_check_finds_a_changed_free_page_on_allocation() {
     for byte in [0, 2048, 4095] {
         let mut workload = large("freed=48 churn=40,rate=200000 poison", 1, 64 * MIB);
         (0..50).for_each(|_| workload.tick());
@@ -198,7 +198,7 @@ fn a_free_page_that_is_no_longer_poison_is_found_when_it_is_allocated() {
 }
 
 #[test]
-fn a_free_page_that_is_no_poison_is_nothing_without_the_word_and_none_was_ever_missed_with_it() {
+fn free_pages_are_checked_only_with_poison() {
     let mut workload = large("freed=48 churn=40", 1, 64 * MIB);
     let free = account(&workload).used;
     free.bitmap(SlotId(0)).runs().for_each(|(page, _)| workload.flip(page * PAGE));
@@ -211,8 +211,9 @@ fn a_free_page_that_is_no_poison_is_nothing_without_the_word_and_none_was_ever_m
 }
 
 #[test]
-fn a_guest_whose_buffers_are_to_fill_its_heap_whole_goes_on() {
-    // More than can be had in blocks of one's own: the VMM refuses it, the guest survives it.
+fn churn_survives_sizes_that_fill_or_exceed_the_heap() {
+    // More than fits into the blocks of each vCPU. The VMM refuses such sizes, and the guest
+    // survives them.
     for (line, vcpus) in [
         ("churn=16,rate=90000", 8),
         ("churn=16,rate=90000 poison", 3),
@@ -226,7 +227,7 @@ fn a_guest_whose_buffers_are_to_fill_its_heap_whole_goes_on() {
 }
 
 #[test]
-fn churn_goes_no_faster_than_its_rate() {
+fn churn_rate_is_not_exceeded() {
     let mut workload = large("churn=8,rate=5000", 2, 64 * MIB);
     workload.tick();
     let before = workload.report().churn_work;
@@ -236,7 +237,7 @@ fn churn_goes_no_faster_than_its_rate() {
 }
 
 #[test]
-fn an_account_that_does_not_add_up_is_an_error() {
+fn account_that_is_inconsistent_is_an_error() {
     let workload = large("freed=8 churn=8", 1, 64 * MIB);
     let saved = workload.page(HEAP);
     let bad = |gpa: u64, word: u64| {
@@ -262,10 +263,10 @@ fn an_account_that_does_not_add_up_is_an_error() {
     assert!(bad(HEAP, workload.word(HEAP)).unwrap().is_some());
 }
 
-/// Every word that the heap and its workloads keep, whatever it is: no address outside the memory is
-/// used, nothing hangs, and nothing is read past it.
+/// Sets every word of the state of the heap and its workloads to several bad values. No address
+/// outside the memory is used, and nothing hangs.
 #[test]
-fn no_word_of_the_heap_makes_it_leave_its_memory() {
+fn heap_stays_in_memory_with_any_word_in_its_state() {
     let mut workload = large("freed=16 churn=12,rate=20000 poison pressure", 2, 64 * MIB);
     (0..100).for_each(|_| workload.tick());
     let pages = [HEAP, CHURN, CHURN + PAGE, BLOCKS, BUFFERS, BITMAPS, GUEST_REPORT, VCPU_REPORT];

@@ -1,8 +1,9 @@
-//! Guests with a balloon, and how they are migrated from one machine to another.
+//! Guests with a balloon, and their migration from one machine to another.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use vmferry::destination::{Received, Stop, receive};
 use vmferry::source::{Orders, SourceOutcome, migrate};
 use vmferry::stats::SourceStats;
@@ -21,14 +22,13 @@ use vmferry_microvm::{GuestKind, Machine, MachineConfig, SharedMachine};
 use vmferry_transport::{Address, Dialer, Listener};
 use vmferry_wire::GuestIdentity;
 
-/// Far more than anything here takes: a limit for what hangs, not a measure.
-/// A busy host's kernel alone may take ten seconds and more until a machine is made: KVM waits for all CPUs when slots and
-/// eventfds are added.
+/// Ends a test that hangs. Creating a machine alone may take more than ten seconds on a busy host,
+/// because KVM waits for all CPUs when slots and eventfds are added.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 /// 2^20 bytes.
 pub const MIB: u64 = 1 << 20;
 
-/// A guest with a balloon that runs and has used all of the memory that it is told to.
+/// A running guest with a balloon, which has populated the memory of its workload.
 pub fn guest(workload: &str, log: LogChoice, kind: MemoryKind) -> SharedMachine {
     need_kvm();
     let machine = Machine::shared(MachineConfig {
@@ -52,12 +52,12 @@ pub fn guest(workload: &str, log: LogChoice, kind: MemoryKind) -> SharedMachine 
     machine
 }
 
-/// Does something with a machine that nobody else uses meanwhile.
+/// Calls `act` with the machine locked.
 pub fn with<T>(machine: &SharedMachine, act: impl FnOnce(&mut Machine) -> T) -> T {
-    act(&mut machine.lock().unwrap_or_else(PoisonError::into_inner))
+    act(&mut machine.lock())
 }
 
-/// What the guest says of itself. It must not have crashed.
+/// The guest's report. The guest must not have crashed.
 pub fn report(machine: &SharedMachine) -> Report {
     with(machine, |machine| {
         assert_eq!(machine.crash(), None);
@@ -65,7 +65,7 @@ pub fn report(machine: &SharedMachine) -> Report {
     })
 }
 
-/// Waits until the guest says so.
+/// Waits until the guest's report satisfies `done`.
 pub fn wait_for(machine: &SharedMachine, what: &str, done: impl Fn(&Report) -> bool) {
     let begun = Instant::now();
     loop {
@@ -74,27 +74,26 @@ pub fn wait_for(machine: &SharedMachine, what: &str, done: impl Fn(&Report) -> b
             return;
         }
         assert!(begun.elapsed() < PATIENCE, "not {what}: {report:?}");
-        // The guest reports by its memory, which wakes nobody.
+        // The guest reports in its memory, so there is no event to wait for.
         std::thread::sleep(Duration::from_millis(5));
     }
 }
 
-/// What the guest says of its free pages, in its own memory.
+/// The guest's account of its free pages, from its memory.
 pub fn account(memory: &GuestMemory) -> FreeAccount {
     FreeAccount::read(memory).unwrap().expect("the guest keeps an account")
 }
 
-/// A destination that looks at the guest's memory once more before it runs it.
-struct Watched {
+/// A destination that compares the memory on both sides before it runs the guest.
+struct ComparingMachine {
     incoming: IncomingMachine,
     source: SharedMachine,
-    /// Breaks a page that is in use, to see that it is seen.
-    breaks: bool,
-    /// Whether all that is not free was equal on both sides, as seen before the guest ran.
+    damage: Damage,
+    /// Whether all used pages were equal on both sides before the guest ran.
     equal: Arc<Mutex<Option<bool>>>,
 }
 
-impl DestinationVm for Watched {
+impl DestinationVm for ComparingMachine {
     fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
         self.incoming.prepare(guest)
     }
@@ -107,38 +106,46 @@ impl DestinationVm for Watched {
         self.incoming.discard();
     }
 
-    /// The source's guest is paused for good by now.
+    /// Compares the memories. The source's guest remains paused from now on.
     fn run(&mut self) -> Result<(), VmError> {
         let here = with(&self.source, |machine| machine.memory().clone());
         let there = self.incoming.machine.as_ref().ok_or("no machine")?;
         let there = with(there, |machine| machine.memory().clone());
         let free = account(&here).pages;
-        if self.breaks {
+        if self.damage == Damage::OnePage {
             let mut in_use = here.populated()?;
             in_use.subtract(&free);
             let run = in_use.runs().last().ok_or("nothing is in use")?;
             there.zero(PageRun { pages: 1, ..run })?;
         }
         let equal = whole_hash_except(&here, &free)? == whole_hash_except(&there, &free)?;
-        *self.equal.lock().unwrap() = Some(equal);
+        *self.equal.lock() = Some(equal);
         self.incoming.run()
     }
 }
 
+/// Whether the destination damages the guest's memory before the comparison.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Damage {
+    None,
+    /// Zeros a page that is in use.
+    OnePage,
+}
+
 /// A guest that has moved.
 pub struct Moved {
-    /// Where it runs now.
+    /// The machine at the destination.
     pub machine: SharedMachine,
-    /// The source's figures.
+    /// The source's statistics.
     pub stats: SourceStats,
-    /// Whether all that is not free was equal on both sides, as seen before the guest ran.
+    /// Whether all used pages were equal on both sides before the guest ran.
     pub equal: bool,
 }
 
-/// How one attempt to migrate a guest has ended.
+/// The result of an attempt to migrate a guest.
 pub struct Attempt {
     pub outcome: SourceOutcome<MigratingMachine>,
-    received: Received<Watched>,
+    received: Received<ComparingMachine>,
     equal: Arc<Mutex<Option<bool>>>,
 }
 
@@ -147,25 +154,25 @@ pub fn move_on(
     source: &SharedMachine,
     log: LogChoice,
     kind: MemoryKind,
-    breaks: bool,
+    damage: Damage,
     set: impl FnOnce(&mut SourceConfig),
 ) -> Moved {
-    let attempt = attempt(source, log, kind, breaks, set, |_| {});
+    let attempt = attempt(source, log, kind, damage, set, |_| {});
     let stats = match attempt.outcome {
         SourceOutcome::Given { stats, .. } => *stats,
         SourceOutcome::Kept { error, .. } => panic!("kept: {}", vmferry::chain(&error)),
     };
     let Received::Owns(owned) = attempt.received else { panic!("no guest came") };
-    let equal = attempt.equal.lock().unwrap().take().expect("both memories were compared");
+    let equal = attempt.equal.lock().take().expect("both memories were compared");
     Moved { machine: owned.vm.incoming.machine.expect("a machine"), stats, equal }
 }
 
-/// Migrates a guest, or tries to, while `meanwhile` gives orders.
+/// Tries to migrate a guest. `meanwhile` runs during the migration and may give orders.
 pub fn attempt(
     source: &SharedMachine,
     log: LogChoice,
     kind: MemoryKind,
-    breaks: bool,
+    damage: Damage,
     set: impl FnOnce(&mut SourceConfig),
     meanwhile: impl FnOnce(&Orders) + Send,
 ) -> Attempt {
@@ -183,10 +190,10 @@ pub fn attempt(
     };
     receiving.timeouts.silence = PATIENCE;
     let equal = Arc::new(Mutex::new(None));
-    let incoming = Watched {
+    let incoming = ComparingMachine {
         incoming: IncomingMachine { memory_kind: kind, dirty_log: log, ..Default::default() },
         source: Arc::clone(source),
-        breaks,
+        damage,
         equal: Arc::clone(&equal),
     };
     let machine = MigratingMachine::new(Arc::clone(source)).unwrap();

@@ -36,7 +36,7 @@ fn place() -> Place {
 }
 
 #[test]
-fn listen_hands_over_the_socket_and_nothing_else() {
+fn listen_gives_away_only_the_socket() {
     let place = place();
     let listener = place.listen().unwrap();
     let outer = std::fs::metadata(place.path()).unwrap();
@@ -54,7 +54,7 @@ fn listen_hands_over_the_socket_and_nothing_else() {
 
 /// QEMU's user puts a link in the place of the socket, as often as it can while root listens.
 #[test]
-fn listen_never_changes_the_owner_of_what_a_link_names() {
+fn listen_never_changes_the_owner_of_a_links_target() {
     let victim = tempfile::NamedTempFile::new().unwrap();
     let is_over = AtomicBool::new(false);
     let (sent, places) = std::sync::mpsc::channel::<PathBuf>();
@@ -122,7 +122,7 @@ fn connect_reaches_qemu_and_follows_no_link_to_others() {
 }
 
 #[test]
-fn a_place_for_the_same_user_is_that_users_alone() {
+fn place_for_the_same_user_is_private_to_that_user() {
     let place = Place::for_user(None).unwrap();
     assert_eq!(std::fs::metadata(place.path()).unwrap().mode() & 0o777, 0o700);
     let _listener = place.listen().unwrap();

@@ -48,7 +48,7 @@ impl Gate {
     }
 }
 
-/// Blocks the thread that reports an event, so that nobody listens to QEMU meanwhile.
+/// Blocks the thread that reports an event, so that no thread reads QEMU's events meanwhile.
 #[derive(Clone, Default)]
 struct News(Arc<(Mutex<Told>, Condvar)>);
 
@@ -73,7 +73,7 @@ impl News {
         let mut told = self.0.0.lock().unwrap();
         told.held = true;
         let waited = self.0.1.wait_timeout_while(told, PATIENCE, |told| !told.waits).unwrap();
-        assert!(!waited.1.timed_out(), "nothing is told");
+        assert!(!waited.1.timed_out(), "no event is reported");
     }
 
     fn go_on(&self) {

@@ -1,5 +1,5 @@
-//! What the recognizers find in hand-made streams, for each kind of record and each version of
-//! QEMU, and in streams of real QEMUs.
+//! The pages that the recognizers find in hand-made streams, for each kind of record and each
+//! version of QEMU, and in streams of real QEMUs.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -9,7 +9,6 @@ use super::samples::{
     OTHER, OTHER_SECTION, Packet, RAM, RAM_SECTION, ROM, Sample, blocks, look, look_in_pieces,
     recogniser,
 };
-use proptest::prelude::*;
 use vmferry::vmm::streamed::{Marks, Recogniser};
 use vmferry_memory::PAGE_SIZE;
 use vmferry_qemu::{Blocks, MainStream, MultifdChannel};
@@ -29,7 +28,7 @@ fn assert_found(multifd: bool, sample: &Sample) {
 }
 
 /// A migration with two passes, followed by devices.
-fn whole() -> Sample {
+pub fn whole() -> Sample {
     let mut sample = Sample::default();
     sample.beginning();
     sample.part().page(Some(RAM.0), 0, 0).page(None, 0, 1).zero(None, 2).zero(None, 3).end();
@@ -45,7 +44,7 @@ fn whole() -> Sample {
 }
 
 #[test]
-fn a_whole_migration() {
+fn main_stream_of_a_whole_migration() {
     assert_found(false, &whole());
 }
 
@@ -67,7 +66,7 @@ fn paused(bytes: &[u8]) -> Option<bool> {
 }
 
 #[test]
-fn run_state_is_told_once_wherever_it_is_among_devices() {
+fn run_state_is_reported_once_wherever_it_is_among_devices() {
     let of = |name: &[u8], length: u32| {
         let mut sample = Sample::default();
         sample.beginning().last().page(Some(RAM.0), 0, 4).end();
@@ -91,7 +90,7 @@ fn run_state_is_told_once_wherever_it_is_among_devices() {
 }
 
 #[test]
-fn the_table_of_blocks_with_and_without_what_capabilities_add() {
+fn block_table_with_and_without_capabilities() {
     for extra in [&[][..], &[0], &[2 << 20], &[u64::MAX << 12], &[2 << 20, 0xc000_0000]] {
         let mut sample = Sample::default();
         sample.header().start(extra).end().part().page(Some(RAM.0), 0, 5).end();
@@ -109,7 +108,7 @@ fn the_table_of_blocks_with_and_without_what_capabilities_add() {
 }
 
 #[test]
-fn sections_without_footers_as_old_machine_types_have_them() {
+fn sections_without_footers_of_old_machine_types() {
     let mut sample = Sample::default();
     sample.header().start(&[]).word(0x10);
     sample.part().page(Some(RAM.0), 0, 5).word(0x10).part().zero(None, 6).word(0x10);
@@ -117,7 +116,7 @@ fn sections_without_footers_as_old_machine_types_have_them() {
 }
 
 #[test]
-fn pages_in_other_forms_are_passed_over() {
+fn pages_in_other_forms_are_skipped() {
     let mut sample = Sample::default();
     sample.beginning().part();
     sample.record(0x40, Some(RAM.0), 9).put(&[1, 0x0f, 0xff]).put(&[8; 0xfff]);
@@ -129,7 +128,7 @@ fn pages_in_other_forms_are_passed_over() {
 }
 
 #[test]
-fn pages_of_blocks_outside_the_layout_are_not_marked() {
+fn pages_outside_the_layout_are_not_marked() {
     let mut sample = Sample::default();
     sample.beginning().part();
     sample.lost_page(Some(OTHER.0), 3).lost_page(None, 4).zero(None, 5);
@@ -139,7 +138,7 @@ fn pages_of_blocks_outside_the_layout_are_not_marked() {
 }
 
 #[test]
-fn sections_of_other_live_devices_in_between() {
+fn sections_of_other_live_devices_are_skipped() {
     let mut sample = Sample::default();
     sample.header().section(4, 9, "virtio-mem-early", 1).put(&[1; 70]).footer(9);
     sample.start(&[]).end();
@@ -167,7 +166,7 @@ fn sections_of_other_live_devices_in_between() {
 }
 
 #[test]
-fn commands_between_sections() {
+fn commands_between_sections_are_skipped() {
     let mut sample = Sample::default();
     sample.beginning().put(&[8, 0, 2, 0, 4, 1, 2, 3, 4]).part().page(Some(RAM.0), 0, 7).end();
     sample.put(&[8, 0, 11, 0, 0]).last().page(None, 0, 8).end();
@@ -175,7 +174,7 @@ fn commands_between_sections() {
 }
 
 #[test]
-fn what_is_unknown_ends_the_section_and_not_the_recognition() {
+fn unknown_flag_ends_the_section_and_not_the_recognition() {
     let mut sample = Sample::default();
     sample.beginning().part().page(Some(RAM.0), 0, 7);
     // A flag of a future QEMU. It may have switched to another block.
@@ -185,7 +184,7 @@ fn what_is_unknown_ends_the_section_and_not_the_recognition() {
 }
 
 #[test]
-fn no_migration_at_all() {
+fn stream_that_is_no_migration_has_no_pages() {
     for start in [&b"QEVM\0\0\0\x02"[..], b"Q", b"GET / HTTP/1.1\r\n\r\n"] {
         let mut sample = Sample::default();
         sample.put(start);
@@ -243,7 +242,7 @@ fn packets_of_9_0_and_later() {
 }
 
 #[test]
-fn packets_of_each_way_to_compress() {
+fn packets_with_each_compression_method() {
     let mut sample = Sample::default();
     sample.greeting();
     for method in [1, 2, 4, 8, 16] {
@@ -258,7 +257,7 @@ fn packets_of_each_way_to_compress() {
 }
 
 #[test]
-fn packets_of_blocks_outside_the_layout() {
+fn packets_outside_the_layout_are_not_marked() {
     let mut sample = Sample::default();
     sample.greeting();
     let other = Packet { normal: &[1, 2], size: 8192, block: OTHER.0, ..Packet::default() };
@@ -269,9 +268,9 @@ fn packets_of_blocks_outside_the_layout() {
     assert_found(true, &sample);
 }
 
-/// After anything that is not a packet, no page is found any more.
+/// After anything that is not a packet, no more pages are found.
 #[test]
-fn packets_that_are_none() {
+fn packets_end_at_invalid_data() {
     let good = Packet { normal: &[1, 2], ..Packet::default() };
     let bad = [
         Packet { flags: 1 << 7, ..good },
@@ -359,60 +358,5 @@ fn speed_of_recognition() {
             assert!(found > PAGES as usize * 9 / 10);
         }
         println!("multifd {multifd}: {:.1} GB/s", sample.bytes.len() as f64 / fastest / 1e9);
-    }
-}
-
-/// A migration's stream with some bytes changed.
-fn damaged() -> impl Strategy<Value = (bool, Vec<u8>)> {
-    let changes = prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6);
-    (any::<bool>(), changes).prop_map(|(multifd, changes)| {
-        let mut bytes = match multifd {
-            false => whole().bytes,
-            true => {
-                let mut sample = Sample::default();
-                sample.greeting();
-                for pages in [&[5, 3, 9][..], &[], &[4]] {
-                    let packet = Packet { normal: pages, zero: &[1], ..Packet::default() };
-                    sample.packet_with_pages(0, &packet);
-                }
-                sample.bytes
-            }
-        };
-        for (at, byte) in changes {
-            let at = at.index(bytes.len());
-            bytes[at] = byte;
-        }
-        (multifd, bytes)
-    })
-}
-
-fn anything() -> impl Strategy<Value = (bool, Vec<u8>)> {
-    prop_oneof![
-        4 => damaged(),
-        1 => (any::<bool>(), prop::collection::vec(any::<u8>(), 0..40_000)),
-    ]
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 5000, ..ProptestConfig::default() })]
-
-    /// For any bytes, cut in any way: the recognizer makes progress, marks are whole pages of the
-    /// layout and in order, and the result is the same as in one piece.
-    #[test]
-    fn any_bytes_in_any_pieces(
-        (multifd, bytes) in anything(),
-        pieces in prop::collection::vec(1_usize..9000, 1..8),
-    ) {
-        let (marks, taken) = look_in_pieces(&mut *recogniser(multifd), &bytes, &pieces);
-        let mut end = 0;
-        for mark in &marks.pages {
-            prop_assert!(mark.at >= end, "pages do not overlap");
-            end = mark.at + PAGE_SIZE;
-            prop_assert!(end <= taken, "a page is whole in what is taken");
-            prop_assert!(mark.page < [RAM.1, ROM.1][usize::from(mark.slot.0)]);
-        }
-        let (in_one, taken_in_one) = look(multifd, &bytes);
-        prop_assert_eq!(in_one, marks);
-        prop_assert_eq!(taken_in_one, taken);
     }
 }

@@ -17,7 +17,7 @@ use vmferry_qemu_lab::{Backend, Machine, Qemu, Version, World};
 /// The lab's name for the guest's memory block.
 const RAM: &str = "ram";
 
-fn there_and_checked(version: Version, channels: u8) {
+fn move_there_and_check(version: Version, channels: u8) {
     let machine = Machine {
         mib: 96,
         backend: Backend::Private,
@@ -131,27 +131,27 @@ fn memory(world: &World, qemu: &Qemu, mib: usize) -> Vec<u8> {
 
 #[test]
 fn plain_7_2() {
-    there_and_checked(Version::V7_2, 0);
+    move_there_and_check(Version::V7_2, 0);
 }
 
 #[test]
 fn plain_10_0() {
-    there_and_checked(Version::V10_0, 0);
+    move_there_and_check(Version::V10_0, 0);
 }
 
 #[test]
 fn multifd_7_2() {
-    there_and_checked(Version::V7_2, 3);
+    move_there_and_check(Version::V7_2, 3);
 }
 
 #[test]
 fn multifd_10_0() {
-    there_and_checked(Version::V10_0, 3);
+    move_there_and_check(Version::V10_0, 3);
 }
 
 /// Other settings of a migration do not end the recognition.
 #[test]
-fn other_ways_to_send() {
+fn other_migration_settings_keep_the_recognition() {
     let way = Way::default();
     let zlib = Some(("multifd-compression", "zlib"));
     let legacy = Some(("zero-page-detection", "legacy"));

@@ -1,5 +1,6 @@
-//! What the recognizers find in the streams of QEMU's migration.
+//! The pages that the recognizers find in QEMU's migration streams.
 
+mod any_bytes;
 mod by_hand;
 mod capture;
 mod fixtures;

@@ -202,7 +202,7 @@ impl Default for Packet<'_> {
     }
 }
 
-/// What is found in a stream that arrives in one piece, and how many bytes are taken.
+/// The marks found in a stream that arrives in one piece, and the number of consumed bytes.
 pub fn look(multifd: bool, bytes: &[u8]) -> (Marks, usize) {
     let mut marks = Marks::default();
     let taken = recogniser(multifd).look(bytes, &mut marks);

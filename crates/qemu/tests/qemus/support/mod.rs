@@ -29,8 +29,7 @@ pub fn hop_with(
         .unwrap_or_else(|error| panic!("kept: {}", vmferry::chain(&error)))
 }
 
-/// Moves a guest, or returns why not. In case of an error both QEMUs are left as the engine leaves
-/// them.
+/// Moves a guest, or returns the error. On an error both QEMUs are left as the engine leaves them.
 pub fn migrate_between(
     world: &World,
     number: u32,
@@ -194,6 +193,6 @@ pub fn ended<V>(
             println!("destination: {}", vmferry::chain(&there));
             Err(error)
         }
-        _ => panic!("both have it, or none"),
+        _ => panic!("both have it, or neither has"),
     }
 }

@@ -1,4 +1,4 @@
-//! What tasks call: they never wait, but are woken.
+//! The part of a flow for tasks: these functions never block, and wake tasks instead.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -18,18 +18,18 @@ use crate::grpc::message;
 pub enum Outgoing {
     /// A message.
     Message(Bytes),
-    /// Nothing more, in order. A response says this status.
+    /// The regular end. A response has this status.
     End(Status),
-    /// Nothing more, because of what the peer did. A response says this status.
+    /// The end because of the peer's behavior. A response has this status.
     Refused(Status),
-    /// Nothing more, and the peer is to see that something is missing.
+    /// An end that shows the peer that data is missing.
     Cut(Failure),
 }
 
 impl Flow {
-    /// Hands received bytes to the reader once there is room.
+    /// Passes received bytes to the reader once there is room.
     pub fn poll_put(&self, context: &mut Context<'_>, piece: &mut Bytes) -> Poll<()> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if state.reader_gone || state.failure.is_some() {
             return Poll::Ready(());
         }
@@ -44,10 +44,10 @@ impl Flow {
         Poll::Ready(())
     }
 
-    /// The peer's reader has taken so many bytes. False if that is more than was sent, or less
-    /// than before.
+    /// Records the total that the peer's reader has consumed. Returns `false` if it exceeds the
+    /// data sent, or is less than before.
     pub fn note_taken(&self, bytes: u64) -> bool {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let plausible = (state.taken_bytes..=state.written_bytes).contains(&bytes);
         if plausible {
             state.taken_bytes = bytes;
@@ -57,19 +57,19 @@ impl Flow {
         plausible
     }
 
-    /// The peer has said that no data follows.
+    /// The peer has announced that no more data follows.
     pub fn note_end(&self) {
         self.change(|state| state.peer_ended = true);
     }
 
-    /// Whether the peer has said so.
+    /// Whether the peer has announced its end.
     pub fn has_peer_ended(&self) -> bool {
-        self.state().peer_ended
+        self.state.lock().peer_ended
     }
 
-    /// What is to be sent next.
+    /// The next message to send.
     pub fn poll_next(self: &Arc<Self>, context: &mut Context<'_>) -> Poll<Outgoing> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if let Some(failure) = &state.failure {
             let failure = failure.clone();
             return Poll::Ready(match state.refusal.take() {
@@ -97,9 +97,9 @@ impl Flow {
         Poll::Pending
     }
 
-    /// Ready when nobody holds a half any more, or the channel has failed.
+    /// Ready when both halves are dropped or the channel has failed.
     pub fn poll_over(&self, context: &mut Context<'_>) -> Poll<()> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if (state.reader_gone && state.writer_gone) || state.failure.is_some() {
             return Poll::Ready(());
         }
@@ -107,22 +107,22 @@ impl Flow {
         Poll::Pending
     }
 
-    /// The socket's queue holds something.
+    /// The socket holds unsent data.
     pub fn note_unflushed(&self) {
         self.unflushed.store(true, Ordering::Relaxed);
     }
 
-    /// The system has taken everything that the socket was given.
+    /// The operating system has accepted all data of the socket.
     pub fn note_flushed(&self) {
         if self.unflushed.swap(false, Ordering::Relaxed) {
-            // Whoever has just seen the flag holds the lock until it waits.
-            drop(self.state());
+            // A thread that has just read the flag holds the lock until it waits.
+            drop(self.state.lock());
             self.writable.notify_all();
         }
     }
 }
 
-/// A message on its way through HTTP/2, which drops it when the socket has taken the last byte.
+/// A message inside HTTP/2, which drops it when the socket has accepted the last byte.
 struct Sent {
     message: Message,
     flow: Arc<Flow>,
@@ -137,7 +137,7 @@ impl AsRef<[u8]> for Sent {
 impl Drop for Sent {
     fn drop(&mut self) {
         let mut bytes = std::mem::take(&mut self.message.bytes);
-        let mut state = self.flow.state();
+        let mut state = self.flow.state.lock();
         state.unsent_bytes -= self.message.data_bytes;
         state.unsent_messages -= 1;
         if bytes.capacity() >= KEPT_BYTES && state.spare.len() < UNSENT_BYTES / CHUNK_BYTES {

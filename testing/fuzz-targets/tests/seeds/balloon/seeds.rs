@@ -1,4 +1,4 @@
-//! Inputs from which a fuzzer begins: each is something that drivers do, or must not, in the target's bytes.
+//! Initial inputs for a fuzzer: actions of valid and invalid drivers, in the target's input format.
 
 /// All features offered, 16 entries, all accepted, usual rings, no poison.
 const USUAL: [u8; 5] = [0, 4, 0, 0, 0];
@@ -6,12 +6,13 @@ const START: &[u8] = &[4];
 const STOP: &[u8] = &[5];
 const WITHDRAW: &[u8] = &[6];
 const FINISH: &[u8] = &[7];
-/// A buffer with the present command, with STOP, with an old one, and with the present one and a range.
+/// A buffer with the present command, with STOP, with an old command, and with the present one and
+/// a range.
 const BEGIN: &[u8] = &[8, 2, 1, 1];
 const END: &[u8] = &[8, 0, 1, 1];
 const OLD: &[u8] = &[8, 1, 1, 1];
 const BEGIN_AT_ONCE: &[u8] = &[8, 2, 1, 0, 2, 9, 2];
-/// Two pages from the tenth on, a range that is not of whole pages, and one over the hole.
+/// Two pages from the tenth on, a range that is not page-aligned, and a range across the hole.
 const HINT: &[u8] = &[10, 0, 2, 10, 2];
 const ODD_HINT: &[u8] = &[10, 0, 1, 83, 20];
 const WIDE_HINT: &[u8] = &[10, 0, 2, 14, 7];

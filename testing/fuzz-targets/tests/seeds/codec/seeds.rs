@@ -1,4 +1,4 @@
-//! Makes the seeds of the fuzz targets.
+//! Generates the seeds of the fuzz targets.
 
 use std::sync::Arc;
 
@@ -15,14 +15,14 @@ pub fn seeds(target: &str) -> Vec<(String, Vec<u8>)> {
     match target {
         "delta" => deltas(),
         "frame" => frames(),
-        // These take choices: any bytes make something.
+        // These targets take choices: any bytes are valid.
         _ => (0..24)
             .map(|seed| (format!("choices-{seed:02}"), noise(seed, 60 + 12 * seed as usize)))
             .collect(),
     }
 }
 
-/// The page to be changed, and the records that change it.
+/// The page to change, and the records that change it.
 fn deltas() -> Vec<(String, Vec<u8>)> {
     let changes: [(&str, &[(usize, usize)]); 8] = [
         ("nothing", &[]),
@@ -55,7 +55,7 @@ fn deltas() -> Vec<(String, Vec<u8>)> {
     seeds
 }
 
-/// A source that has sent what the world begins with.
+/// A source that has sent the world's initial pages.
 struct Source {
     world: World,
     hashes: PageHashes,
@@ -69,7 +69,7 @@ impl Source {
         let hashes = PageHashes::for_memory(&world.memory);
         let encoder = Encoder::new(Compressors::default(), Arc::new(HotPages::new(1 << 20)));
         let mut source = Self { world, hashes, encoder, sequence: 0 };
-        // Twice: the first time nothing is kept, as nothing was sent before.
+        // Twice: in the first pass nothing is kept, because nothing was sent before.
         let keep = Choice { pack: None, delta: DeltaUse::Make };
         for slot in [SlotId(0), SlotId(1)] {
             let known = (0..24).filter(|page| source.world.hashes.knows(slot, *page));
@@ -123,7 +123,7 @@ fn frames() -> Vec<(String, Vec<u8>)> {
         }
         let off = Choice { pack, delta: DeltaUse::Off };
         let make = Choice { pack, delta: DeltaUse::Make };
-        // One page: raw ones are as long as they are.
+        // One page: raw pages have their full length.
         seeds.push((format!("{name}-page"), source.frame(SlotId(0), &[8], off)));
         if pack.is_some() {
             let pages = [9, 10, 11, 13, 14, 20];

@@ -1,4 +1,4 @@
-//! Streams to begin with: one for each kind of record and packet.
+//! Initial streams: one for each kind of record and packet.
 
 use super::samples::{OTHER, OTHER_SECTION, Packet, RAM, ROM, Sample};
 

@@ -1,9 +1,9 @@
 //! The process that runs a hook.
 //!
 //! A receiver is [restricted](crate::restrict) and can't start programs, so this process, which is
-//! begun before, runs the one program for it. A sender has one too, so that a `before` that still
-//! runs when the sender is killed ends before its guardian runs `after`: who asks for a hook holds
-//! the other end of a connection, and when that is closed the program is ended.
+//! started earlier, runs the hook for it. A sender uses one too: if the sender is killed, this
+//! process kills a running `before`, so that the guardian can run `after`. The parent holds the
+//! other end of a socket; when it closes, the hook is killed.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::Shutdown;
@@ -11,9 +11,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -24,28 +24,28 @@ use crate::args::HookRunnerOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// What the process is asked.
+/// A request to the process.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 enum Request {
-    /// To run the hook. The answer is why it failed, or null.
+    /// Run the hook. The answer is the reason of a failure, or null.
     Run(Call),
-    /// To remember that a session is open: what becomes of its guest is in a journal, and its
-    /// `after` is the next receiver's. There is no answer.
+    /// A session is open. Its outcome is in a journal from now on, so the next receiver runs its
+    /// `after`. There is no answer.
     Opened,
 }
 
-/// The process that runs a hook, as the one sees it that asks for it.
+/// The parent's handle of the process that runs a hook.
 pub struct HookRunner {
     stream: UnixStream,
-    /// Held while a question is answered.
+    /// Held while a request is answered.
     asking: Mutex<()>,
     child: Mutex<Child>,
     process: ProcessIdentity,
 }
 
 impl HookRunner {
-    /// Begins it; of a receiver, before that is restricted.
+    /// Starts the process. A receiver does this before it restricts itself.
     pub fn spawn(hook: &Hook) -> Result<Self, Failure> {
         let (ours, theirs) = UnixStream::pair()?;
         let child = Command::new("/proc/self/exe")
@@ -55,7 +55,7 @@ impl HookRunner {
             .arg("--")
             .arg(&hook.program)
             .stdin(Stdio::from(OwnedFd::from(theirs)))
-            // It may outlast who reads this process's output.
+            // It may outlive the reader of this process's output.
             .stdout(Stdio::null())
             .process_group(0)
             .spawn()?;
@@ -74,15 +74,15 @@ impl HookRunner {
     /// As there.
     pub fn run(&self, call: &Call) -> Result<(), HookError> {
         let lost = |error: std::io::Error| {
-            HookError::There(format!("the process that runs the hook can't be asked: {error}"))
+            HookError::Runner(format!("the process that runs the hook can't be reached: {error}"))
         };
-        let _asking = self.asking.lock().unwrap_or_else(PoisonError::into_inner);
+        let _asking = self.asking.lock();
         writeln!(&self.stream, "{}", json!(Request::Run(call.clone()))).map_err(lost)?;
         let mut line = String::new();
         BufReader::new(&self.stream).read_line(&mut line).map_err(lost)?;
         match serde_json::from_str(&line) {
             Ok(None::<String>) => Ok(()),
-            Ok(Some(reason)) => Err(HookError::There(reason)),
+            Ok(Some(reason)) => Err(HookError::Runner(reason)),
             Err(_) => Err(lost(std::io::ErrorKind::UnexpectedEof.into())),
         }
     }
@@ -94,26 +94,26 @@ impl HookRunner {
         }
     }
 
-    /// A session is open, with a journal.
+    /// Reports that a session is open and has a journal.
     pub fn opened(&self) {
-        // One that is gone has nothing to remember.
+        // If the process is gone, no `after` is pending.
         let _ = writeln!(&self.stream, "{}", json!(Request::Opened));
     }
 
-    /// Ends a `before` that runs, whose [`run`](Self::run) fails then, and lets no other begin.
+    /// Kills a running `before`, so that its [`run`](Self::run) fails. No other can start.
     pub fn stop(&self) {
-        // One that is gone is not connected.
+        // Fails harmlessly if the process is gone.
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 
-    /// Waits for the end of the process, which was [stopped](Self::stop).
+    /// Waits for the process to exit after [`stop`](Self::stop).
     pub fn wait(&self) {
-        // One that was waited for has ended.
-        let _ = self.child.lock().unwrap_or_else(PoisonError::into_inner).wait();
+        // Fails harmlessly if it was waited for before.
+        let _ = self.child.lock().wait();
     }
 }
 
-/// `vmferry run-hook`: what is asked for, until the one who asks has gone.
+/// `vmferry run-hook`: serves requests until the parent has gone.
 pub fn serve(options: &HookRunnerOptions, output: &Output) -> Result<(), Failure> {
     crate::signals::ignore()?;
     let timeout = Duration::from_millis(options.timeout_ms);
@@ -123,7 +123,7 @@ pub fn serve(options: &HookRunnerOptions, output: &Output) -> Result<(), Failure
     let mut unanswered = None;
     loop {
         let mut line = String::new();
-        // A connection that is broken has ended too.
+        // A read error means that the parent has gone, too.
         if lines.read_line(&mut line).unwrap_or(0) == 0 {
             break;
         }
@@ -134,7 +134,7 @@ pub fn serve(options: &HookRunnerOptions, output: &Output) -> Result<(), Failure
             continue;
         };
         let is_before = call.phase == Phase::Before;
-        // What `after` says changes nothing, so that it may go on alone.
+        // `after` may continue without the parent, because its result has no effect.
         let ran = hook.run_while(&call, || !is_before || !is_gone(&stream));
         unanswered = (is_before && call.side == Side::Destination).then_some(call);
         let reason = ran.err().map(|error| vmferry::chain(&error));
@@ -142,14 +142,15 @@ pub fn serve(options: &HookRunnerOptions, output: &Output) -> Result<(), Failure
             break;
         }
     }
-    // No session was opened: nothing of the guest is here.
+    // No session was opened, so the guest stayed at the source.
     if let Some(call) = unanswered {
         hook.run_after(&call.after(Outcome::Kept), output);
     }
     Ok(())
 }
 
-/// Whether the other end is closed: nothing is said while an answer is awaited.
+/// Whether the parent closed its end. It sends nothing while it waits for an answer, so a readable
+/// socket means the end.
 fn is_gone(stream: &UnixStream) -> bool {
     let mut polled = [PollFd::new(stream, PollFlags::IN)];
     poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0)

@@ -7,7 +7,8 @@ use super::*;
 fn hook(directory: &Path, script: &str, timeout: Duration) -> Hook {
     let (text, program) = (directory.join("text"), directory.join("hook"));
     std::fs::write(&text, format!("#!/bin/sh\n{script}\n")).unwrap();
-    // Copied by another process: no test that forks has it open for writing while it is run.
+    // Copied by another process, so that no forked child of this test has it open for writing
+    // (ETXTBSY).
     let copied = Command::new("install").args(["-m", "755"]).arg(text).arg(&program).status();
     assert!(copied.unwrap().success());
     Hook { program, timeout }
@@ -27,7 +28,7 @@ fn call() -> Call {
 const LONG: Duration = Duration::from_secs(60);
 
 #[test]
-fn a_hook_is_told_what_happens_and_no_word_is_a_shells() {
+fn run_passes_the_call_without_a_shell() {
     let directory = tempfile::tempdir().unwrap();
     let told = directory.path().join("told");
     let script = format!(
@@ -42,11 +43,11 @@ fn a_hook_is_told_what_happens_and_no_word_is_a_shells() {
 }
 
 #[test]
-fn a_hook_that_fails_or_takes_too_long_is_an_error() {
+fn run_reports_failure_timeout_and_a_missing_program() {
     let directory = tempfile::tempdir().unwrap();
     let error = hook(directory.path(), "exit 3", LONG).run(&call()).unwrap_err();
     assert!(error.to_string().contains("exit status: 3"), "{error}");
-    // With what it has started.
+    // A timeout also kills the processes that the hook has started.
     let started = directory.path().join("started");
     let script = format!("sleep 1000 & echo $! >{}; wait", started.display());
     let slow = hook(directory.path(), &script, Duration::from_millis(300));
@@ -54,9 +55,9 @@ fn a_hook_that_fails_or_takes_too_long_is_an_error() {
     if let Ok(pid) = std::fs::read_to_string(&started) {
         let deadline = Instant::now() + LONG;
         let process = format!("/proc/{}/cmdline", pid.trim());
-        // Of one that has ended and is not buried this is empty.
+        // Empty for a zombie.
         while std::fs::read(&process).is_ok_and(|line| !line.is_empty()) {
-            assert!(Instant::now() < deadline, "what it has started goes on");
+            assert!(Instant::now() < deadline, "a process of the hook still runs");
             std::thread::yield_now();
         }
     }

@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_for_each_address_and_second_with_what_it_stands_for() {
+    fn complaints_are_limited_per_address_and_second() {
         let now = Instant::now();
         let mut complaints = Complaints::default();
         let note = |complaints: &mut Complaints, origin, reason: &str, at| {
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn however_many_addresses_there_are_it_stays_small() {
+    fn complaints_stay_small_for_any_number_of_addresses() {
         let now = Instant::now();
         let mut complaints = Complaints::default();
         let said = (0..10_000)

@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_crowd_pushes_out_itself_and_nobody_else() {
+    fn room_displaces_only_the_crowding_address() {
         let now = Instant::now();
         let mut room = Room::new(3);
         assert!(room.enter(from(1), now, "honest").is_none());
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn those_are_called_first_whose_address_has_fewest() {
+    fn room_serves_the_least_crowded_address_first() {
         let now = Instant::now();
         let mut room = Room::new(9);
         for (origin, guest) in [(1, "silent"), (2, "a"), (2, "b"), (3, "c")] {
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn silence_is_waited_for_so_long() {
+    fn room_limits_silence() {
         let now = Instant::now();
         let patience = Duration::from_secs(10);
         let mut room = Room::new(9);
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn an_ipv6_host_is_its_network() {
+    fn room_counts_an_ipv6_host_by_its_network() {
         let origin = |text: &str| Origin::of(Some(text.parse().unwrap()));
         assert_eq!(origin("2001:db8::1"), origin("2001:db8::ffff:1"));
         assert_ne!(origin("2001:db8::1"), origin("2001:db8:0:1::1"));

@@ -22,7 +22,7 @@ impl<V: DestinationVm> Session<'_, V> {
         if let Some(policy) = &self.config.policy {
             policy
                 .check_guest(&self.peer, &guest.identity)
-                .map_err(|refusal| refused(ReasonCode::Unauthorised, &refusal))?;
+                .map_err(|refusal| refused(ReasonCode::Unauthorized, &refusal))?;
         }
         self.guest = Some(guest.identity.clone());
         let landing = self.vm.prepare(guest).map_err(refusal)?;
@@ -128,10 +128,11 @@ impl<V: DestinationVm> Session<'_, V> {
 /// The VMM expects the guest in another way than the source sends it.
 fn other_way(streams: bool) -> &'static str {
     if streams {
-        "the destination's VMM takes a guest as streams of its VMM, and the source sends pages: start it for a guest that \
-         is attached"
+        "the destination's VMM takes a guest as streams of its VMM, and the source sends pages: \
+         start it for a guest that is attached"
     } else {
-        "the source's VMM streams its guest, and the destination's VMM takes pages: start it for a guest that is carried"
+        "the source's VMM streams its guest, and the destination's VMM takes pages: start it for a \
+         guest that is carried"
     }
 }
 

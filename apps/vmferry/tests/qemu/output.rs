@@ -1,5 +1,5 @@
-//! What a QEMU that vmferry has started prints: it is in the errors of both sides, it is printed at
-//! once for as long as that QEMU lives, and a QEMU waits for nobody who reads it.
+//! The output of a QEMU that vmferry has started: both sides' errors quote it, it is printed at
+//! once while that QEMU lives, and QEMU never blocks on a reader.
 
 use std::fs::{File, read_to_string};
 use std::path::{Path, PathBuf};
@@ -15,11 +15,11 @@ use crate::support::scene::{Scene, Way};
 use crate::support::stops::Stopped;
 use crate::support::{Host, Running, World, all, in_parallel};
 
-/// How long a line may take through the relay: a failure after that.
+/// Bounds the time of a line through the relay: reaching it is a failure.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A guest on KVM whose machine has a virtio-rng with this number of vectors, which no description
-/// names, but QEMU's state does.
+/// A guest on KVM whose machine has a virtio-rng with this number of vectors. No description names
+/// the vectors, but QEMU's state has them.
 fn with_vectors(version: Version, way: Way, vectors: u32) -> Machine {
     let backend = match way {
         Way::Attached => Backend::File,
@@ -40,7 +40,7 @@ fn receive(host: &Host, arguments: &[&str], errors: &Path) -> (Running, String) 
 }
 
 #[test]
-fn words_of_a_qemu_that_can_not_load_the_guest_are_in_the_errors_of_both_sides() {
+fn qemu_output_of_a_failed_load_is_in_the_errors_of_both_sides() {
     let versions = if all() { &Version::ALL[..] } else { &Version::ALL[1..] };
     let ways = [Way::Attached, Way::Carried];
     let cases = versions.iter().flat_map(|&version| ways.map(|way| (version, way))).collect();
@@ -54,7 +54,7 @@ fn words_of_a_qemu_that_can_not_load_the_guest_are_in_the_errors_of_both_sides()
         let arguments = ["--listen", "127.0.0.1:0", "--tls", &tls, "--exec", &command];
         let (mut receiving, address) = receive(&scene.b, &arguments, &errors);
         let reason = "Failed to load virtio-rng:virtio";
-        // The next QEMU has words of its own.
+        // The next QEMU has output of its own.
         for _ in 0..2 {
             let sent = scene.send_tls(&address).finish();
             let failed = receiving
@@ -70,13 +70,13 @@ fn words_of_a_qemu_that_can_not_load_the_guest_are_in_the_errors_of_both_sides()
     });
 }
 
-/// A guest that has come to a QEMU of `--exec`.
+/// A guest that has arrived in a QEMU of `--exec`.
 struct Received {
     receiving: Running,
     starter: u32,
     qemu: u32,
     monitor: Qmp,
-    /// What the receiver and its starter print.
+    /// The output of the receiver and its starter.
     errors: PathBuf,
 }
 
@@ -94,13 +94,13 @@ impl Received {
         Self { receiving, starter, qemu: child(starter), monitor, errors }
     }
 
-    /// QEMU prints a line for each order from now on.
+    /// Makes QEMU print a line for each command from now on.
     fn chatter(&mut self) {
         let every = json!({ "name": "handle_qmp_command", "enable": true });
         self.monitor.execute("trace-event-set-state", every).unwrap();
     }
 
-    /// Together these make QEMU print more than a pipe has room for.
+    /// Sends commands that together make QEMU print more than a pipe holds.
     fn give_many_orders(&mut self) {
         for _ in 0..4000 {
             let status = self.monitor.execute("query-status", json!({})).unwrap();
@@ -112,13 +112,14 @@ impl Received {
         read_to_string(&self.errors).unwrap()
     }
 
-    /// A line with this word comes. Lines are lost while the pipe is full, so QEMU prints it again.
+    /// Waits for a line with this word. Lines are lost while the pipe is full, so the test makes
+    /// QEMU print it again.
     fn prints(&mut self, word: &str) {
         let deadline = Instant::now() + PATIENCE;
         while !self.printed().contains(word) {
             assert!(Instant::now() < deadline, "{word} is never printed");
             self.monitor.human(&format!("info {word}")).unwrap();
-            // A file that grows wakes nobody.
+            // A growing file notifies no reader.
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -126,13 +127,13 @@ impl Received {
 
 impl Drop for Received {
     fn drop(&mut self) {
-        // It outlives everybody else, and may have ended by itself.
+        // QEMU outlives all other processes, and may have ended by itself.
         let _ = kill_process(Pid::from_raw(self.qemu as i32).unwrap(), Signal::KILL);
     }
 }
 
 #[test]
-fn words_of_a_qemu_are_printed_when_its_receiver_has_gone_and_its_reader_ends_with_it() {
+fn qemu_output_is_printed_after_the_receiver_ended() {
     let scene = Scene::new(Version::V10_0, Way::Attached);
     let mut received = Received::new(&scene);
     received.chatter();
@@ -140,13 +141,13 @@ fn words_of_a_qemu_are_printed_when_its_receiver_has_gone_and_its_reader_ends_wi
     received.receiving.kill();
     received.prints("second-word");
     received.monitor.execute("quit", json!({})).unwrap();
-    // Neither is a child of this process: it is waited for by its number.
+    // Neither is a child of this process, so the test waits for them by number.
     let _ = vmferry_qemu::wait_for_end(received.starter);
     let _ = vmferry_qemu::wait_for_end(received.qemu);
 }
 
 #[test]
-fn qemu_goes_on_when_nobody_reads_what_it_prints() {
+fn qemu_continues_when_nobody_reads_its_output() {
     let scene = Scene::new(Version::V10_0, Way::Attached);
     let mut received = Received::new(&scene);
     received.chatter();
@@ -161,7 +162,7 @@ fn qemu_goes_on_when_nobody_reads_what_it_prints() {
 }
 
 #[test]
-fn words_of_a_qemu_that_fails_with_its_guest_are_in_the_receivers_error() {
+fn qemu_output_at_its_failure_is_in_the_receivers_error() {
     let scene = Scene::new(Version::V10_0, Way::Attached);
     let mut received = Received::new(&scene);
     received.chatter();
@@ -174,7 +175,7 @@ fn words_of_a_qemu_that_fails_with_its_guest_are_in_the_receivers_error() {
 }
 
 #[test]
-fn words_of_a_qemu_that_can_not_start_are_in_the_receivers_error() {
+fn qemu_output_of_a_failed_start_is_in_the_receivers_error() {
     let world = World::without_certificates();
     let command = "sh -c 'echo a wrong option >&2; exit 3' --";
     let arguments = ["receive", "--listen", "tcp:127.0.0.1:0", "--plain", "--exec", command];

@@ -1,12 +1,12 @@
-//! Whether a file has changed since it was looked at.
+//! Detection of file changes.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// A file as it was when it was looked at: which one, how long, and when it was last written or changed
-/// otherwise. Two that are equal are of the same content, for files that are replaced or edited by people.
+/// A file's identity, size and times at one moment. Equal versions mean equal content, if the file
+/// is only replaced or edited by people.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FileStamp {
+pub struct FileVersion {
     device: u64,
     inode: u64,
     bytes: u64,
@@ -14,8 +14,9 @@ pub struct FileStamp {
     changed: (i64, i64),
 }
 
-impl FileStamp {
-    /// The file at `path` now, or the one that it points to; none if it can't be looked at. Costs one system call.
+impl FileVersion {
+    /// The version of the file at `path`, following symbolic links; `None` if it cannot be read.
+    /// Costs one system call.
     #[must_use]
     pub fn of(path: &Path) -> Option<Self> {
         let metadata = std::fs::metadata(path).ok()?;

@@ -1,14 +1,16 @@
-//! Which faults a schedule draws, and those that are counted through.
+//! The faults that a random schedule draws, and those that are enumerated.
 
 use std::time::Duration;
 
 use fastrand::Rng;
 
+use super::fault::{Fault, Ways, Where, WriteFault};
+use super::step::Step;
+use super::{MESSAGES, SECOND, VM_CALLS, WRITES};
+use crate::host::Host;
 use crate::hostile::forgeries;
 
-use super::{Fault, Host, MESSAGES, SECOND, Step, VM_CALLS, WRITES, Ways, Where, WriteFault};
-
-/// Everything that can happen once, at one message.
+/// Every fault that can happen once, at one message.
 pub(super) fn boundary_kinds(message: u64) -> Vec<Vec<Fault>> {
     let long = 100 * SECOND;
     let silence = |ways, lasts, lost| vec![Fault::Silence { message, ways, lasts, lost }];
@@ -52,7 +54,7 @@ pub(super) fn boundary_kinds(message: u64) -> Vec<Vec<Fault>> {
     ]
 }
 
-/// A cut of one channel, so many messages later.
+/// A cut of one channel, `later` messages after the first.
 fn again(message: u64, later: u64) -> Fault {
     let message = message + later;
     Fault::Cut { message, place: Where::Before, all: false, away: Duration::ZERO }
@@ -61,8 +63,8 @@ fn again(message: u64, later: u64) -> Fault {
 /// Every write, failing in every way, alone and with a crash.
 pub(super) fn write_faults() -> Vec<Vec<Fault>> {
     let mut all = Vec::new();
-    // COMMIT fails and may be on disk, the guest runs on, ABORT is lost, and a restarted source reads
-    // the journal while the destination still waits.
+    // COMMIT fails and may be on disk, the guest runs on, ABORT is lost, and a restarted source
+    // reads the journal while the destination still waits.
     for message in 0..MESSAGES {
         let lasts = SECOND * 4;
         all.push(vec![
@@ -83,14 +85,14 @@ pub(super) fn write_faults() -> Vec<Vec<Fault>> {
     all
 }
 
-/// A cut after which no channel can be made for as long as `longest` at most.
+/// A cut after which no channel can be opened for at most `longest`.
 pub(super) fn random_cut(rng: &mut Rng, longest: Duration) -> Fault {
     let place = [Where::Before, Where::Within, Where::After][rng.usize(..3)];
     let away = longest.mul_f64([0.0, 0.01, 0.1, 1.0][rng.usize(..4)] * rng.f64());
     Fault::Cut { message: rng.u64(..MESSAGES), place, all: rng.u32(..3) > 0, away }
 }
 
-/// Anything.
+/// Any fault.
 pub(super) fn random_fault(rng: &mut Rng) -> Fault {
     let message = rng.u64(..MESSAGES);
     let host = if rng.bool() { Host::Source } else { Host::Destination };
