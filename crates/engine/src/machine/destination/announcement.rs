@@ -1,87 +1,138 @@
 //! The destination's machine: from the announcement of a guest to its acceptance or refusal.
 
+use std::time::Duration;
+
 use vmferry_memory::SlotLayout;
-use vmferry_wire::{ControlMessage, Reason, Release};
+use vmferry_wire::{ControlMessage, Reason, ReasonCode, Release, SessionId};
 
-use super::io::{Action, LinkId, Report};
-use super::{Destination, Phase};
+use super::common::Common;
+use super::io::{Action, Report};
+use super::phase::{Announced, AwaitBegin, HashRun, Phase, Session, Verification};
 use crate::error::MigrateError;
+use crate::vmm::GuestDescription;
 
-impl Destination {
-    pub(super) fn refuse(&mut self, reason: Reason) {
-        self.failure = Some(MigrateError::Refused { peer: "destination", reason: reason.clone() });
-        self.actions.push_back(Action::Send {
-            link: LinkId::CONTROL,
-            message: ControlMessage::Refuse { reason, release: Some(self.release()) },
-        });
-        self.phase = Phase::Refused;
+/// The content of BEGIN.
+#[derive(Debug)]
+pub(super) struct Announcement {
+    pub(super) session: SessionId,
+    pub(super) guest: GuestDescription,
+    pub(super) lanes: u8,
+    /// Whether both memories are to be compared.
+    pub(super) verify: bool,
+    /// How long the source tries to reconnect.
+    pub(super) reconnect: Duration,
+    pub(super) release: Option<Release>,
+    /// Whether the guest is carried.
+    pub(super) streams: bool,
+    pub(super) used_bytes: Vec<Option<u64>>,
+}
+
+impl AwaitBegin {
+    pub(super) fn on_begin(self, common: &mut Common, begin: Announcement) -> Phase {
+        common.stats.source = begin.release;
+        common.links.reconnect = begin.reconnect.min(common.timeouts.reconnect);
+        if let Err(reason) = check_layout(&begin.guest.layout) {
+            let reason = Reason::new(ReasonCode::LayoutMismatch, &reason);
+            let error = MigrateError::Refused { peer: "destination", reason: reason.clone() };
+            return Phase::AwaitBegin(self).refuse(common, reason, error);
+        }
+        let announced = Announced {
+            session: begin.session,
+            name: begin.guest.identity.name.clone(),
+            lanes: begin.lanes,
+            layout: begin.guest.layout.clone(),
+            verification: if begin.verify { Verification::Announced } else { Verification::None },
+        };
+        let streams = (common.our_side.protocol > 1).then_some(begin.streams);
+        let (guest, used_bytes) = (begin.guest, begin.used_bytes);
+        common.act(Action::Prepare { guest, streams, used_bytes });
+        Phase::Preparing(announced)
     }
+}
 
-    pub(super) fn on_prepared(&mut self, result: Result<(), MigrateError>) {
-        match (result, self.session()) {
-            (Ok(()), Some(session)) if self.phase == Phase::Preparing => {
-                self.phase = Phase::Opening;
-                self.actions.push_back(Action::Open(session));
+impl Phase {
+    pub(super) fn on_prepared(self, common: &mut Common, result: Result<(), MigrateError>) -> Self {
+        match (self, result) {
+            (Self::Preparing(announced), Ok(())) => {
+                common.act(Action::Open(announced.session));
+                Self::Opening(announced)
             }
-            (Err(error), _) if self.phase == Phase::Preparing => {
+            (Self::Preparing(announced), Err(error)) => {
                 let reason = match &error {
                     MigrateError::Refused { reason, .. } => reason.clone(),
                     other => other.reason_for_peer(),
                 };
-                self.refuse(reason);
-                self.failure = Some(error);
+                Self::Preparing(announced).refuse(common, reason, error)
             }
-            _ => {}
+            (phase, _) => phase,
         }
     }
 
-    pub(super) fn on_opened(&mut self, result: Result<(), MigrateError>) {
-        if let Err(error) = result {
+    pub(super) fn on_opened(self, common: &mut Common, result: Result<(), MigrateError>) -> Self {
+        match (self, result) {
+            (Self::Opening(announced), Ok(())) => announced.accept(common),
             // Without OPEN in the journal this session would be unknown after a restart.
-            self.refuse(error.reason_for_peer());
-            self.failure = Some(error);
-            return;
+            (Self::Opening(announced), Err(error)) => {
+                Self::Opening(announced).refuse(common, error.reason_for_peer(), error)
+            }
+            (phase, _) => phase,
         }
-        let Some(announced) = &self.announced else { return };
-        let lanes = announced.lanes;
-        self.lane_ends = vec![0; usize::from(lanes)];
-        let report = Report::Accepted {
-            run: announced.session,
-            name: announced.name.clone(),
-            memory_bytes: announced.layout.iter().map(|slot| slot.pages).sum::<u64>()
+    }
+
+    /// Refuses the guest, or any source on this channel.
+    pub(super) fn refuse(self, common: &mut Common, reason: Reason, error: MigrateError) -> Self {
+        common.failure = Some(error);
+        let release = Some(common.release());
+        common.send(ControlMessage::Refuse { reason, release });
+        Self::Refused(self.session_id())
+    }
+}
+
+impl Announced {
+    fn accept(self, common: &mut Common) -> Phase {
+        let Self { session, name, lanes, layout, verification } = self;
+        common.act(Action::ExpectLanes { lanes });
+        common.send(ControlMessage::Accept {
+            token: common.token,
+            release: Some(common.release()),
+            algorithms: Some(common.our_side.algorithms),
+            verifies_placed: verification != Verification::None,
+        });
+        common.report(Report::Accepted {
+            run: session,
+            name,
+            memory_bytes: layout.iter().map(|slot| slot.pages).sum::<u64>()
                 * vmferry_memory::PAGE_SIZE as u64,
             lanes,
-            protocol: self.our_side.protocol,
-            source: self.stats.source.clone(),
-        };
-        self.phase = Phase::Receiving;
-        self.actions.push_back(Action::ExpectLanes { lanes });
-        self.actions.push_back(Action::Send {
-            link: LinkId::CONTROL,
-            message: ControlMessage::Accept {
-                token: self.token,
-                release: Some(self.release()),
-                algorithms: Some(self.our_side.algorithms),
-                verifies_placed: self.verification != super::Verification::None,
-            },
+            protocol: common.our_side.protocol,
+            source: common.stats.source.clone(),
         });
-        self.actions.push_back(Action::Report(report));
+        Phase::Receiving(Session {
+            id: session,
+            layout,
+            lane_ends: vec![0; usize::from(lanes)],
+            verification,
+            free: None,
+            hash: HashRun::Idle,
+        })
     }
+}
 
+impl Common {
     fn release(&self) -> Release {
         Release::of_this(&self.our_side.vmm)
     }
 
     pub(super) fn on_unknown_fields(&mut self, message: &'static str, fields: Vec<u16>) {
         if self.unknown_fields.note(message, &fields) {
-            self.actions.push_back(Action::Report(Report::UnknownFields { message, fields }));
+            self.report(Report::UnknownFields { message, fields });
         }
         self.stats.unknown_fields = self.unknown_fields.count;
     }
 }
 
 /// The slots must be numbered from 0 and must not overlap or wrap in guest-physical space.
-pub(super) fn check_layout(layout: &[SlotLayout]) -> Result<(), String> {
+fn check_layout(layout: &[SlotLayout]) -> Result<(), String> {
     let mut end = 0_u64;
     for (index, slot) in layout.iter().enumerate() {
         if usize::from(slot.slot.0) != index {

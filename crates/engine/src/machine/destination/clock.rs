@@ -2,55 +2,100 @@
 
 use std::time::Duration;
 
+use super::common::Common;
 use super::io::LinkId;
-use super::{Destination, Phase, Verification};
+use super::phase::{AwaitBegin, Deciding, Phase, Placing, Verification};
 use crate::error::MigrateError;
 use vmferry_handover::{DestinationEvent, DestinationState};
 
-impl Destination {
-    pub(super) fn expects_life(&self) -> bool {
-        self.link_up && !self.handover.is_final() && self.phase != Phase::Refused
+/// The end of a wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Deadline {
+    pub(super) at: Duration,
+    /// What is awaited.
+    pub(super) what: &'static str,
+    /// The length of the wait.
+    after: Duration,
+}
+
+impl Phase {
+    /// When the clock must be looked at if nothing happens before.
+    pub(super) fn next_tick(&self, common: &Common) -> Option<Duration> {
+        let expects_life = self.expects_life(common);
+        let silence = expects_life.then(|| common.last_heard + common.timeouts.silence);
+        let deadline = self.deadline(common).map(|deadline| deadline.at);
+        [silence, deadline, common.links.deadline()].into_iter().flatten().min()
     }
 
-    pub(super) fn deadline(&self) -> Option<(Duration, &'static str, Duration)> {
-        let (what, after) = match (self.phase, self.handover) {
-            (Phase::AwaitBegin, _) => ("the announcement of a guest", self.timeouts.accept),
-            (Phase::Placing, DestinationState::Receiving) if self.losses.is_empty() => {
-                ("the last frames", self.timeouts.stall)
+    fn expects_life(&self, common: &Common) -> bool {
+        common.links.is_up && !common.handover.is_final() && !self.is_refused()
+    }
+
+    /// The deadline of the present wait.
+    pub(super) fn deadline(&self, common: &Common) -> Option<Deadline> {
+        let timeouts = &common.timeouts;
+        let (since, what, after) = match (self, common.handover) {
+            (Self::AwaitBegin(AwaitBegin { since }), _) => {
+                (since, "the announcement of a guest", timeouts.accept)
+            }
+            (Self::Placing(Placing { since, .. }), DestinationState::Receiving)
+                if common.links.are_complete() =>
+            {
+                (since, "the last frames", timeouts.stall)
             }
             // If the source has announced a comparison, both sides hash first. A disconnected
             // source keeps its guest, unless it has sent COMMIT by now.
-            (Phase::Deciding, DestinationState::Ready)
-                if self.link_up && self.verification != Verification::None =>
+            (Self::Deciding(Deciding { since, session, .. }), DestinationState::Ready)
+                if common.links.is_up && session.verification != Verification::None =>
             {
-                ("COMMIT", self.timeouts.verify + self.timeouts.commit)
+                (since, "COMMIT", timeouts.verify + timeouts.commit)
             }
-            (Phase::Deciding, DestinationState::Ready) => ("COMMIT", self.timeouts.commit),
+            (Self::Deciding(Deciding { since, .. }), DestinationState::Ready) => {
+                (since, "COMMIT", timeouts.commit)
+            }
             _ => return None,
         };
-        Some((self.waiting_since + after, what, after))
+        Some(Deadline { at: *since + after, what, after })
     }
 
-    pub(super) fn watch_the_clock(&mut self, now: Duration) {
-        if let Some((at, what, after)) = self.deadline()
-            && now >= at
-        {
-            self.waiting_since = now;
-            let error = MigrateError::TimedOut { what, after };
-            if self.handover == DestinationState::Ready {
-                self.failure = Some(error);
-                self.hand_over(now, LinkId::CONTROL, DestinationEvent::CommitTimeout);
-            } else {
-                self.fail(now, error);
+    /// The last frames are arriving, however slowly.
+    pub(super) fn on_arriving(mut self, now: Duration) -> Self {
+        if let Self::Placing(placing) = &mut self {
+            placing.since = now;
+        }
+        self
+    }
+
+    /// A channel is up again, so the present wait begins again.
+    pub(super) fn extend_wait(&mut self, now: Duration) {
+        match self {
+            Self::Placing(Placing { since, .. }) | Self::Deciding(Deciding { since, .. }) => {
+                *since = now;
             }
-        } else if self.expects_life() && now >= self.last_heard + self.timeouts.silence {
+            _ => {}
+        }
+    }
+
+    pub(super) fn watch_the_clock(self, common: &mut Common, now: Duration) -> Self {
+        if let Some(Deadline { what, after, .. }) =
+            self.deadline(common).filter(|deadline| now >= deadline.at)
+        {
+            let error = MigrateError::TimedOut { what, after };
+            if common.handover != DestinationState::Ready {
+                return self.fail(common, now, error);
+            }
+            common.failure = Some(error);
+            return self.hand_over(common, now, LinkId::CONTROL, DestinationEvent::CommitTimeout);
+        }
+        let silence = common.timeouts.silence;
+        if self.expects_life(common) && now >= common.last_heard + silence {
             let what = "any sign of life from the source";
-            self.on_control_lost(
-                now,
-                MigrateError::TimedOut { what, after: self.timeouts.silence },
-            );
-        } else if let Some(error) = self.losses.take_overdue(now, self.patience()) {
-            self.on_link_lost(now, error);
+            let error = MigrateError::TimedOut { what, after: silence };
+            return self.on_control_lost(common, now, error);
+        }
+        match common.links.take_overdue(now) {
+            Some(error) => self.on_link_lost(common, now, error),
+            None => self,
         }
     }
 }

@@ -4,118 +4,157 @@ use std::time::Duration;
 
 use vmferry_wire::{ControlMessage, Reason, ReasonCode};
 
+use super::common::{Common, micros};
 use super::io::{Action, LinkId, Report};
-use super::links::Losses;
-use super::{Destination, Phase, Verification, micros};
+use super::phase::{Deciding, Phase, Verification};
 use crate::error::MigrateError;
 use vmferry_handover::{DestinationEffect, DestinationEvent, DestinationState};
 
-impl Destination {
+impl Phase {
     pub(super) fn on_journal(
-        &mut self,
+        self,
+        common: &mut Common,
         now: Duration,
         result: Result<(), MigrateError>,
         done: DestinationEvent,
-    ) {
+    ) -> Self {
         let event = match result {
             Ok(()) => done,
             Err(error) => {
-                self.failure = Some(error);
+                common.failure = Some(error);
                 DestinationEvent::JournalFailed
             }
         };
-        self.hand_over(now, LinkId::CONTROL, event);
+        self.hand_over(common, now, LinkId::CONTROL, event)
     }
 
-    pub(super) fn on_link_lost(&mut self, now: Duration, error: MigrateError) {
-        let was_up = std::mem::replace(&mut self.link_up, false);
-        self.losses = Losses::default();
-        match self.phase {
-            Phase::AwaitBegin | Phase::Preparing | Phase::Opening => {
-                self.failure = Some(error);
-                self.phase = Phase::Refused;
-            }
-            _ => {
-                if self.handover == DestinationState::Ready {
-                    // A source that still had to compare memories keeps its guest when the link is
-                    // lost: COMMIT has been sent by now, or never will be.
-                    if was_up && self.verification != Verification::None {
-                        self.waiting_since = now;
-                    }
-                    self.actions.push_back(Action::Report(Report::WaitingForWord));
-                } else if self.failure.is_none() && !self.handover.is_final() {
-                    self.failure = Some(error);
-                }
-                self.hand_over(now, LinkId::CONTROL, DestinationEvent::LinkLost);
-            }
+    /// COMMIT, at a time when it may be sent.
+    pub(super) fn on_commit(mut self, common: &mut Common, now: Duration, link: LinkId) -> Self {
+        if let Self::Deciding(deciding) = &mut self {
+            deciding.committed_at = Some(now);
         }
+        self.hand_over(common, now, link, DestinationEvent::Commit)
     }
 
-    pub(super) fn fail(&mut self, now: Duration, error: MigrateError) {
-        if self.handover.is_final() {
-            return;
+    /// The guest's vCPUs were started, or could not be.
+    pub(super) fn on_started(
+        self,
+        common: &mut Common,
+        now: Duration,
+        result: Result<(), MigrateError>,
+    ) -> Self {
+        if let Self::Deciding(Deciding { committed_at: Some(at), .. }) = &self {
+            common.stats.start_ms = now.saturating_sub(*at).as_secs_f64() * 1e3;
         }
-        match self.phase {
-            Phase::AwaitBegin | Phase::Preparing | Phase::Opening => {
-                self.refuse(error.reason_for_peer());
-                self.failure = Some(error);
-            }
-            _ => {
-                if self.failure.is_none() {
-                    self.failure = Some(error);
-                }
-                self.hand_over(now, LinkId::CONTROL, DestinationEvent::Failed);
-            }
+        if let Err(error) = result {
+            common.failure = Some(error);
         }
+        self
     }
 
-    pub(super) fn hand_over(&mut self, now: Duration, link: LinkId, event: DestinationEvent) {
-        let (next, effects) = self.handover.step(event);
-        self.handover = next;
-        let Some(session) = self.session() else { return };
+    /// The control channel is lost for good.
+    pub(super) fn on_link_lost(
+        mut self,
+        common: &mut Common,
+        now: Duration,
+        error: MigrateError,
+    ) -> Self {
+        let was_up = common.links.give_up();
+        if self.is_before_acceptance() {
+            common.failure = Some(error);
+            return Self::Refused(self.session_id());
+        }
+        if common.handover == DestinationState::Ready {
+            // A source that still had to compare memories keeps its guest when the link is lost:
+            // COMMIT has been sent by now, or never will be.
+            if let Self::Deciding(Deciding { session, since, .. }) = &mut self
+                && was_up
+                && session.verification != Verification::None
+            {
+                *since = now;
+            }
+            common.report(Report::WaitingForWord);
+        } else if common.failure.is_none() && !common.handover.is_final() {
+            common.failure = Some(error);
+        }
+        self.hand_over(common, now, LinkId::CONTROL, DestinationEvent::LinkLost)
+    }
+
+    pub(super) fn fail(self, common: &mut Common, now: Duration, error: MigrateError) -> Self {
+        if common.handover.is_final() {
+            return self;
+        }
+        if self.is_before_acceptance() {
+            return self.refuse(common, error.reason_for_peer(), error);
+        }
+        if common.failure.is_none() {
+            common.failure = Some(error);
+        }
+        self.hand_over(common, now, LinkId::CONTROL, DestinationEvent::Failed)
+    }
+
+    /// Enters the handover's next state and carries out its effects. `link` is where a query came
+    /// from.
+    pub(super) fn hand_over(
+        self,
+        common: &mut Common,
+        now: Duration,
+        link: LinkId,
+        event: DestinationEvent,
+    ) -> Self {
+        let (next, effects) = common.handover.step(event);
+        common.handover = next;
+        let Some(session) = self.session_id() else { return self };
         for effect in effects {
-            let action = match effect {
-                DestinationEffect::SendReady => {
-                    self.waiting_since = now;
-                    self.actions.push_back(Action::Report(Report::Ready));
-                    Action::Send {
-                        link: LinkId::CONTROL,
-                        message: ControlMessage::Ready {
-                            digest: self.digest,
-                            load_us: micros(self.load),
-                        },
-                    }
+            match (effect, &self) {
+                (DestinationEffect::SendReady, Self::Deciding(deciding)) => {
+                    let (digest, load_us) = (deciding.digest, micros(deciding.load));
+                    common.report(Report::Ready);
+                    common.send(ControlMessage::Ready { digest, load_us });
                 }
-                DestinationEffect::WriteIntent => Action::WriteIntent,
-                DestinationEffect::WriteAborted => Action::WriteAborted { reason: self.why() },
-                DestinationEffect::Run => {
-                    let paused = self.paused;
-                    let report = if paused { Report::Paused } else { Report::Running };
-                    self.actions.push_back(Action::Report(report));
-                    Action::Run
+                (DestinationEffect::WriteIntent, _) => common.act(Action::WriteIntent),
+                (DestinationEffect::WriteAborted, _) => {
+                    let reason = common.why();
+                    common.act(Action::WriteAborted { reason });
                 }
-                DestinationEffect::SendRunning => {
-                    let start_us = micros(now.saturating_sub(self.committed_at));
-                    Action::Broadcast(ControlMessage::Running { session, start_us })
+                (DestinationEffect::Run, Self::Deciding(Deciding { paused, .. })) => {
+                    common.report(if *paused { Report::Paused } else { Report::Running });
+                    common.act(Action::Run);
                 }
-                DestinationEffect::SendAborted => {
-                    let code = self
+                (DestinationEffect::SendRunning, Self::Deciding(deciding)) => {
+                    let committed_at = deciding.committed_at.unwrap_or(now);
+                    let start_us = micros(now.saturating_sub(committed_at));
+                    common.act(Action::Broadcast(ControlMessage::Running { session, start_us }));
+                }
+                // The handover has these effects only after the state is loaded.
+                (
+                    DestinationEffect::SendReady
+                    | DestinationEffect::Run
+                    | DestinationEffect::SendRunning,
+                    _,
+                ) => {}
+                (DestinationEffect::SendAborted, _) => {
+                    let code = common
                         .failure
                         .as_ref()
                         .map_or(ReasonCode::Internal, |error| error.reason_for_peer().code);
-                    let reason = Reason::new(code, &self.why());
-                    Action::Broadcast(ControlMessage::Aborted { session, reason })
+                    let reason = Reason::new(code, &common.why());
+                    common.act(Action::Broadcast(ControlMessage::Aborted { session, reason }));
                 }
-                DestinationEffect::Discard => Action::Discard,
-                DestinationEffect::Answer(word) => {
-                    Action::Send { link, message: ControlMessage::Answer { session, word: *word } }
+                (DestinationEffect::Discard, _) => common.act(Action::Discard),
+                (DestinationEffect::Answer(word), _) => {
+                    let message = ControlMessage::Answer { session, word: *word };
+                    common.act(Action::Send { link, message });
                 }
-            };
-            self.actions.push_back(action);
+            }
         }
+        self
     }
+}
 
-    pub(super) fn why(&self) -> String {
+impl Common {
+    /// Why there is no guest here, for people.
+    fn why(&self) -> String {
         match &self.failure {
             None => "no COMMIT came in time".to_owned(),
             // The reason for the peer names the full back end, or has the VMM's own words.

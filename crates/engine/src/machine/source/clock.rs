@@ -4,159 +4,185 @@ use std::time::Duration;
 
 use vmferry_wire::ControlMessage;
 
+use super::common::{Common, ms};
 use super::io::{Action, Report};
-use super::{Phase, Source, ms};
+use super::phase::Phase;
 use crate::error::MigrateError;
 use vmferry_handover::{SourceEvent, SourceState};
-
-/// Interval of pings to a silent peer.
-pub(super) const PING_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Consecutive pings once the channels are open. The first one wakes threads and fills caches; the
 /// shortest round trip is the link's.
 const PINGS_AT_START: u64 = 4;
 
-impl Source {
-    /// Whether messages are expected on the control channel.
-    pub(super) fn listens(&self) -> bool {
-        !matches!(self.handover, SourceState::InDoubt { .. })
-            && self.phase != Phase::Done
-            && self.links.is_control_up()
+/// The end of a wait.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Deadline {
+    at: Duration,
+    /// What is awaited.
+    what: &'static str,
+    /// The length of the wait.
+    after: Duration,
+}
+
+impl Phase {
+    /// When the clock must be looked at if nothing happens before.
+    pub(super) fn next_tick(&self, common: &Common) -> Option<Duration> {
+        if self.is_done() {
+            return None;
+        }
+        let deadline = self.deadline(common).map(|deadline| deadline.at);
+        let listens = self.listens(common);
+        let silence = listens.then(|| common.pings.heard + common.timeouts().silence);
+        let ping = listens.then_some(common.pings.next);
+        let loss = common.links.deadline(self.patience(common));
+        [deadline, silence, ping, loss, common.rests_until(), self.pause_deadline(common)]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
-    /// The deadline of the present wait, what is awaited, and the length of the wait.
-    pub(super) fn deadline(&self) -> Option<(Duration, &'static str, Duration)> {
-        let timeouts = self.timeouts();
-        let (what, after) = match self.phase {
-            Phase::Announced => {
+    /// Whether messages are expected on the control channel.
+    pub(super) fn listens(&self, common: &Common) -> bool {
+        !matches!(common.handover, SourceState::InDoubt { .. })
+            && !self.is_done()
+            && common.links.is_control_up()
+    }
+
+    /// The deadline of the present wait.
+    fn deadline(&self, common: &Common) -> Option<Deadline> {
+        let timeouts = common.timeouts();
+        let (what, after) = match self {
+            Self::Announced(_) => {
                 ("the destination's answer to the announced guest", timeouts.accept)
             }
-            Phase::Joining => ("the data channels", timeouts.accept),
+            Self::Joining(_) => ("the data channels", timeouts.accept),
             // Lost channels have a timeout of their own.
-            Phase::Sending | Phase::LastRound if !self.links.are_up() => return None,
-            Phase::Sending | Phase::LastRound => {
+            Self::Sending(_) | Self::LastRound(_) if !common.links.are_up() => return None,
+            Self::Sending(_) | Self::LastRound(_) => {
                 ("the destination to place frames", timeouts.stall)
             }
-            Phase::AwaitReady if self.comparison.awaits_verified() => {
+            Self::AwaitReady(_) | Self::Verifying(_) if self.awaits_verified() => {
                 ("the hash of the destination's memory", timeouts.verify)
             }
-            Phase::AwaitReady => ("READY", timeouts.ready),
-            Phase::Verifying if self.comparison.awaits_verified() => {
-                ("the hash of the destination's memory", timeouts.verify)
-            }
-            Phase::Verifying => ("the hash of this host's memory", timeouts.verify),
-            Phase::HandingOver => ("RUNNING", timeouts.running),
-            Phase::Asking => ("the destination's word", timeouts.running),
+            Self::AwaitReady(_) => ("READY", timeouts.ready),
+            Self::Verifying(_) => ("the hash of this host's memory", timeouts.verify),
+            Self::HandingOver(_) => ("RUNNING", timeouts.running),
+            Self::Asking(_) => ("the destination's word", timeouts.running),
             // Bounded by the VMM and the kernel, which the engine calls and waits for.
-            Phase::Harvesting | Phase::Pausing | Phase::LastHarvest => return None,
-            Phase::Done => return None,
+            Self::Harvesting(_) | Self::Pausing(_) | Self::LastHarvest(_) => return None,
+            Self::Done => return None,
         };
-        Some((self.waiting_since + after, what, after))
+        Some(Deadline { at: common.wait.since + after, what, after })
     }
 
     /// When the pause of the guest before COMMIT becomes too long. The requested comparison of both
     /// memories does not count. There is no deadline for a guest that another client has paused.
-    pub(super) fn pause_deadline(&self) -> Option<Duration> {
-        let bound = self.config.downtime_abort()?;
-        let counts = self.handover == SourceState::Holding
-            && self.phase != Phase::Verifying
-            && !self.comparison.awaits_verified()
-            && !self.guest_is_paused;
-        let verify = Duration::from_secs_f64(self.stats.verify_ms / 1e3);
-        self.stopped_at.filter(|_| counts).map(|stopped_at| stopped_at + bound + verify)
+    fn pause_deadline(&self, common: &Common) -> Option<Duration> {
+        let bound = common.config.downtime_abort()?;
+        let counts = common.handover == SourceState::Holding
+            && !matches!(self, Self::Verifying(_))
+            && !self.awaits_verified()
+            && !common.guest_is_paused;
+        let verify = Duration::from_secs_f64(common.stats.verify_ms / 1e3);
+        self.pause().filter(|_| counts).map(|pause| pause.since + bound + verify)
     }
 
+    pub(super) fn watch_the_clock(self, common: &mut Common, now: Duration) -> Self {
+        if self.is_done() {
+            return self;
+        }
+        if self.pause_deadline(common).is_some_and(|at| now >= at)
+            && let (Some(pause), Some(bound)) = (self.pause(), common.config.downtime_abort())
+        {
+            let (during, paused) = (self.name(), now.saturating_sub(pause.since));
+            let error = MigrateError::PauseTooLong { during, paused, bound };
+            return self.fail(common, now, error);
+        }
+        if let Some(Deadline { at, what, after }) = self.deadline(common)
+            && now >= at
+        {
+            common.wait.since = now;
+            let error = MigrateError::TimedOut { what, after };
+            return self.fail_by(common, now, SourceEvent::LinkLost, error);
+        }
+        let phase = if common.rests_until().is_some_and(|until| now >= until) {
+            self.go_on(common, now)
+        } else {
+            self
+        };
+        let patience = phase.patience(common);
+        if let Some(error) = common.links.take_overdue(now, patience) {
+            return phase.fail_by(common, now, SourceEvent::LinkLost, error);
+        }
+        if phase.listens(common) { phase.watch_for_silence(common, now) } else { phase }
+    }
+
+    fn watch_for_silence(self, common: &mut Common, now: Duration) -> Self {
+        let silence = common.timeouts().silence;
+        if now >= common.pings.heard + silence {
+            common.pings.heard = now;
+            let what = "any sign of life on the control channel";
+            let error = MigrateError::TimedOut { what, after: silence };
+            return self.on_control_lost(common, now, error);
+        }
+        if now >= common.pings.next {
+            common.send_ping(now);
+        }
+        self
+    }
+
+    pub(super) fn on_pong(self, common: &mut Common, now: Duration, nonce: u64) -> Self {
+        let phase = match self {
+            Self::Sending(sending) => sending.on_pong(common, now, nonce),
+            other => other,
+        };
+        common.measure_round_trip(now, nonce);
+        phase
+    }
+}
+
+impl Common {
     /// This side did not read messages for this long, so messages may be unread and the peer was
     /// not silent.
     pub(super) fn on_away(&mut self, now: Duration, took: Duration) {
-        self.last_heard = now.min(self.last_heard + took);
-        self.waiting_since = now.max(self.waiting_since).min(self.waiting_since + took);
+        self.pings.heard = now.min(self.pings.heard + took);
+        self.wait.was_unheard(now, took);
         self.links.were_unheard(now, took);
     }
 
-    /// Frames are arriving, however slowly.
-    pub(super) fn on_flow(&mut self, now: Duration) {
-        if matches!(self.phase, Phase::Sending | Phase::LastRound | Phase::AwaitReady) {
-            self.waiting_since = now;
-        }
-    }
-
-    pub(super) fn watch_the_clock(&mut self, now: Duration) {
-        if self.phase == Phase::Done {
-            return;
-        }
-        if self.pause_deadline().is_some_and(|at| now >= at)
-            && let (Some(stopped_at), Some(bound)) = (self.stopped_at, self.config.downtime_abort())
-        {
-            let (during, paused) = (self.phase.name(), now.saturating_sub(stopped_at));
-            return self.fail(now, MigrateError::PauseTooLong { during, paused, bound });
-        }
-        if let Some((at, what, after)) = self.deadline()
-            && now >= at
-        {
-            self.waiting_since = now;
-            self.fail_by(now, SourceEvent::LinkLost, MigrateError::TimedOut { what, after });
-            return;
-        }
-        if self.rests_until().is_some_and(|until| now >= until) {
-            self.go_on(now);
-        }
-        if let Some(error) = self.links.take_overdue(now, self.patience()) {
-            self.fail_by(now, SourceEvent::LinkLost, error);
-            return;
-        }
-        if !self.listens() {
-            return;
-        }
-        let silence = self.timeouts().silence;
-        if now >= self.last_heard + silence {
-            self.last_heard = now;
-            let what = "any sign of life on the control channel";
-            self.on_control_lost(now, MigrateError::TimedOut { what, after: silence });
-        } else if now >= self.next_ping {
-            self.send_ping(now);
-        }
-    }
-
-    pub(super) fn send_ping(&mut self, now: Duration) {
-        self.pings += 1;
-        let nonce = self.pings;
-        self.ping = Some((nonce, now));
-        self.next_ping = now + PING_INTERVAL;
+    /// Returns the number of the ping.
+    pub(super) fn send_ping(&mut self, now: Duration) -> u64 {
+        let nonce = self.pings.begin(now);
         self.act(Action::Send(ControlMessage::Ping { nonce }));
+        nonce
     }
 
-    pub(super) fn on_pong(&mut self, now: Duration, nonce: u64) {
-        if self.withdrawn.take_if(|ping| nonce >= *ping).is_some() {
-            self.go_on(now);
-        }
-        // Each ping gives one measurement, however often its answer is repeated.
-        let Some((_, at)) = self.ping.take_if(|(sent, _)| *sent == nonce) else { return };
-        let round_trip = now.saturating_sub(at);
-        let best = self.round_trip.map_or(round_trip, |known| known.min(round_trip));
-        if self.round_trip != Some(best) {
+    fn measure_round_trip(&mut self, now: Duration, nonce: u64) {
+        let Some(round_trip) = self.pings.answered(now, nonce) else { return };
+        let best = self.pings.round_trip.map_or(round_trip, |known| known.min(round_trip));
+        if self.pings.round_trip != Some(best) {
             self.act(Action::FitWindows { round_trip: best });
         }
-        self.round_trip = Some(best);
+        self.pings.round_trip = Some(best);
         self.stats.round_trip_ms = ms(best);
-        self.predictor.measured_round_trip(best);
+        self.pace.predictor.measured_round_trip(best);
         if nonce < PINGS_AT_START {
             self.send_ping(now);
         } else if nonce == PINGS_AT_START {
-            let (protocol, destination) = (self.protocol(), self.stats.destination.clone());
-            let round_trip_ms = ms(best);
-            let connected = Report::Connected { round_trip_ms, protocol, destination };
-            self.act(Action::Report(connected));
+            let destination = self.stats.destination.clone();
+            let (protocol, round_trip_ms) = (self.our_side.protocol, ms(best));
+            self.report(Report::Connected { round_trip_ms, protocol, destination });
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::fixture::awaiting_ready;
+    use super::super::fixture::{assert_phase, awaiting_ready};
     use super::*;
     use crate::config::SourceConfig;
     use crate::config::WhenStuck;
+    use crate::machine::source::Source;
     use crate::machine::source::io::{Ending, Input};
 
     const SECOND: Duration = Duration::from_secs(1);
@@ -168,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn pause_that_is_too_long_is_given_up_before_commit() {
+    fn pause_beyond_its_bound_ends_the_migration_before_commit() {
         let mut source = bounded(false);
         assert!(source.next_tick().is_some_and(|tick| tick <= SECOND * 3));
         source.handle(SECOND * 3 - Duration::from_millis(1), Input::Tick);
@@ -176,11 +202,11 @@ mod tests {
         source.handle(SECOND * 3, Input::Tick);
         let Some(Ending::Kept(error)) = source.ending() else { panic!("{source:?}") };
         assert!(matches!(error, MigrateError::PauseTooLong { bound, .. } if bound == SECOND * 3));
-        assert_eq!(source.stats.downtime_ms, 3000.0);
+        assert_eq!(source.common.stats.downtime_ms, 3000.0);
     }
 
     #[test]
-    fn comparison_that_was_asked_for_does_not_count_as_pause() {
+    fn pause_bound_excludes_the_requested_comparison() {
         let mut source = bounded(true);
         let verified = ControlMessage::Verified { hash: 1, pages: 1, elapsed_us: 60_000_000 };
         // Answers to pings, as the source would receive them.
@@ -195,18 +221,18 @@ mod tests {
 
     /// Time spent in a call of the own VMM or in a write does not count as silence of the peer.
     #[test]
-    fn time_that_this_side_was_away_is_nobodys_silence() {
+    fn silence_excludes_time_that_this_side_was_away() {
         let silence = SourceConfig::new("unused".into()).timeouts.silence;
         let later = silence * 3;
         let mut source = awaiting_ready(SourceConfig::new("unused".into()), false);
         source.handle(later, Input::Away { took: later });
-        assert!(source.listens());
+        assert!(source.phase.listens(&source.common));
         source.handle(later + silence, Input::Tick);
-        assert!(!source.listens(), "it is silent now");
+        assert!(!source.phase.listens(&source.common), "it is silent now");
     }
 
     #[test]
-    fn acknowledgement_without_news_is_a_sign_that_frames_arrive() {
+    fn acknowledgement_without_news_extends_the_wait() {
         let mut config = SourceConfig::new("unused".into());
         config.timeouts.ready = SECOND * 5;
         let mut source = awaiting_ready(config, false);
@@ -214,13 +240,13 @@ mod tests {
         for second in [4, 8] {
             source.handle(SECOND * second, placed());
         }
-        assert_eq!(source.phase, Phase::AwaitReady);
+        assert_phase!(source, AwaitReady);
         source.handle(SECOND * 13, Input::Tick);
         assert_eq!(source.handover(), SourceState::Kept);
     }
 
     #[test]
-    fn acknowledgements_without_news_do_not_keep_the_guest_waiting_for_ever() {
+    fn acknowledgements_without_news_extend_the_wait_only_for_some_stalls() {
         let mut config = SourceConfig::new("unused".into());
         config.downtime_abort = None;
         config.when_stuck = WhenStuck::SwitchOver;
@@ -236,20 +262,20 @@ mod tests {
     }
 
     #[test]
-    fn a_second_verified_makes_the_pause_no_longer() {
+    fn second_verified_does_not_extend_the_pause_bound() {
         let mut source = bounded(true);
         let verified =
             |elapsed_us| Input::Control(ControlMessage::Verified { hash: 1, pages: 1, elapsed_us });
         source.handle(SECOND, verified(1_000_000));
-        let deadline = source.pause_deadline();
+        let deadline = source.phase.pause_deadline(&source.common);
         source.handle(SECOND * 2, verified(2_000_000));
-        assert_eq!(source.pause_deadline(), deadline);
+        assert_eq!(source.phase.pause_deadline(&source.common), deadline);
     }
 
     #[test]
-    fn pause_of_a_guest_that_was_paused_already_has_no_bound() {
+    fn pause_of_a_guest_paused_by_another_client_has_no_bound() {
         let mut source = bounded(false);
-        source.guest_is_paused = true;
+        source.common.guest_is_paused = true;
         source.handle(SECOND * 4, Input::Tick);
         assert_eq!(source.handover(), SourceState::Holding);
     }

@@ -10,141 +10,172 @@ use std::time::Duration;
 use vmferry_memory::WholeHash;
 use vmferry_wire::ControlMessage;
 
+use super::common::{Common, ms};
 use super::io::Action;
-use super::{Phase, Source, ms};
+use super::phase::{AwaitReady, Comparison, Phase, Verifying};
 use crate::error::{Compared, MigrateError};
 
-/// The state of both hashes.
-#[derive(Debug, Default)]
-pub(super) struct Comparison {
-    /// The destination accepts VERIFY before FINAL.
-    before_load: bool,
-    /// VERIFY was sent, and was not withdrawn since.
-    asked: bool,
-    /// The number of hashes that this side has begun.
-    attempt: u32,
-    /// Since when the guest has been waiting for nothing but the comparison.
-    since: Option<Duration>,
-    ours: Option<WholeHash>,
-    theirs: Option<WholeHash>,
+impl Common {
+    /// Starts hashing on both sides.
+    pub(super) fn request_comparison(&mut self) -> Comparison {
+        self.verification.attempts += 1;
+        let attempt = self.verification.attempts;
+        self.act(Action::TellFree);
+        self.act(Action::Send(ControlMessage::Verify {}));
+        self.act(Action::Hash { attempt });
+        Comparison { attempt, ours: None, theirs: None }
+    }
+
+    /// Compares two hashes.
+    fn compare(&mut self, ours: WholeHash, theirs: WholeHash) -> Result<(), MigrateError> {
+        self.stats.verify_match = Some(ours == theirs);
+        if ours == theirs {
+            return Ok(());
+        }
+        let compared =
+            if self.verification.before_load { Compared::BeforeLoad } else { Compared::AfterLoad };
+        Err(MigrateError::VerifyMismatch {
+            source_pages: ours.pages,
+            source_hash: ours.hash,
+            destination_pages: theirs.pages,
+            destination_hash: theirs.hash,
+            log: self.our_side.log,
+            compared,
+        })
+    }
 }
 
 impl Comparison {
-    /// Records what the destination announces.
-    pub(super) fn expect(&mut self, before_load: bool) {
-        self.before_load = before_load;
+    /// Records this side's hash. Returns false for the hash of a pause that was withdrawn.
+    fn takes_ours(&mut self, attempt: u32, hash: WholeHash) -> bool {
+        let is_present = attempt == self.attempt;
+        if is_present {
+            self.ours = Some(hash);
+        }
+        is_present
     }
 
-    /// Whether the destination hashes before it loads the state.
-    pub(super) fn is_before_load(&self) -> bool {
-        self.before_load
+    /// Records the destination's hash. Returns false for a second one, which would restart the
+    /// wait, and would count as time for the requested comparison.
+    fn takes_theirs(&mut self, hash: WholeHash) -> bool {
+        let is_first = self.theirs.is_none();
+        if is_first {
+            self.theirs = Some(hash);
+        }
+        is_first
     }
 
-    /// Whether the destination was asked for its hash.
-    pub(super) fn is_asked(&self) -> bool {
-        self.asked
-    }
-
-    /// Whether the destination's hash is outstanding.
-    pub(super) fn awaits_verified(&self) -> bool {
-        self.asked && self.theirs.is_none()
-    }
-
-    /// The guest runs on, so earlier hashes are void.
-    pub(super) fn withdraw(&mut self) {
-        (self.asked, self.since, self.ours, self.theirs) = (false, None, None, None);
+    /// Both hashes, once they are complete.
+    fn both(&self) -> Option<(WholeHash, WholeHash)> {
+        self.ours.zip(self.theirs)
     }
 }
 
-impl Source {
-    /// Starts hashing on both sides.
-    pub(super) fn ask_to_verify(&mut self, now: Duration) {
-        self.comparison.asked = true;
-        self.comparison.attempt += 1;
-        if !self.comparison.before_load {
-            self.comparison.since = Some(now);
-        }
-        self.act(Action::TellFree);
-        self.act(Action::Send(ControlMessage::Verify {}));
-        self.act(Action::Hash { attempt: self.comparison.attempt });
-    }
-
+impl AwaitReady {
     /// The destination has hashed its memory in this time.
-    pub(super) fn on_verified(&mut self, now: Duration, hash: WholeHash, took: Duration) {
-        // A second hash would restart the wait, and would count as time for the requested
-        // comparison.
-        if !self.comparison.awaits_verified() {
-            return;
+    pub(super) fn on_verified(
+        mut self,
+        common: &mut Common,
+        now: Duration,
+        hash: WholeHash,
+        took: Duration,
+    ) -> Phase {
+        if !self.comparison.as_mut().is_some_and(|comparison| comparison.takes_theirs(hash)) {
+            return Phase::AwaitReady(self);
         }
-        self.comparison.theirs = Some(hash);
-        if self.phase == Phase::AwaitReady {
-            // The time that the destination reports counts only as far as it is within this wait.
-            self.stats.verify_ms = ms(took.min(now.saturating_sub(self.last_sent)));
-            self.waiting_since = now;
-        }
-        self.compare(now);
+        // The time that the destination reports counts only as far as it is within this wait.
+        common.stats.verify_ms = ms(took.min(now.saturating_sub(self.sent_at)));
+        common.wait.since = now;
+        self.compare(common, now)
     }
 
     /// This side has hashed its memory.
-    pub(super) fn on_hashed(&mut self, now: Duration, attempt: u32, hash: WholeHash) {
-        if self.comparison.asked && attempt == self.comparison.attempt {
-            self.comparison.ours = Some(hash);
-            self.compare(now);
+    pub(super) fn on_hashed(
+        mut self,
+        common: &mut Common,
+        now: Duration,
+        attempt: u32,
+        hash: WholeHash,
+    ) -> Phase {
+        if !self.comparison.as_mut().is_some_and(|comparison| comparison.takes_ours(attempt, hash))
+        {
+            return Phase::AwaitReady(self);
+        }
+        self.compare(common, now)
+    }
+
+    /// Compares complete hashes. If they agree, the state still has to be loaded.
+    fn compare(self, common: &mut Common, now: Duration) -> Phase {
+        let both = self.comparison.and_then(|comparison| comparison.both());
+        let phase = Phase::AwaitReady(self);
+        match both.map(|(ours, theirs)| common.compare(ours, theirs)) {
+            Some(Err(error)) => phase.fail(common, now, error),
+            _ => phase,
         }
     }
 
     /// READY has arrived, and the digests agree.
-    pub(super) fn compare_at_ready(&mut self, now: Duration) {
-        if !self.comparison.asked {
-            self.enter(now, Phase::Verifying);
-            return self.ask_to_verify(now);
-        }
-        if self.comparison.theirs.is_none() {
+    pub(super) fn compare_at_ready(self, common: &mut Common, now: Duration) -> Phase {
+        let Some(comparison) = self.comparison else {
+            common.begin_wait(now);
+            let comparison = common.request_comparison();
+            return Phase::Verifying(Verifying { pause: self.pause, comparison, since: now });
+        };
+        if comparison.theirs.is_none() {
             let reason = "READY came before VERIFIED, which was asked for".into();
-            let channel = "control".into();
-            return self.fail(now, MigrateError::Protocol { channel, offset: 0, reason });
+            let error = MigrateError::Protocol { channel: "control".into(), offset: 0, reason };
+            return Phase::AwaitReady(self).fail(common, now, error);
         }
-        self.comparison.since = Some(now);
-        self.enter(now, Phase::Verifying);
-        self.compare(now);
+        common.begin_wait(now);
+        Verifying { pause: self.pause, comparison, since: now }.compare(common, now)
+    }
+}
+
+impl Verifying {
+    /// The destination has hashed its memory.
+    pub(super) fn on_verified(
+        mut self,
+        common: &mut Common,
+        now: Duration,
+        hash: WholeHash,
+    ) -> Phase {
+        if !self.comparison.takes_theirs(hash) {
+            return Phase::Verifying(self);
+        }
+        self.compare(common, now)
     }
 
-    fn compare(&mut self, now: Duration) {
-        let Comparison { ours: Some(ours), theirs: Some(theirs), .. } = self.comparison else {
-            return;
-        };
-        if let Some(since) = self.comparison.since {
-            self.stats.verify_ms += ms(now.saturating_sub(since));
+    /// This side has hashed its memory.
+    pub(super) fn on_hashed(
+        mut self,
+        common: &mut Common,
+        now: Duration,
+        attempt: u32,
+        hash: WholeHash,
+    ) -> Phase {
+        if !self.comparison.takes_ours(attempt, hash) {
+            return Phase::Verifying(self);
         }
-        self.stats.verify_match = Some(ours == theirs);
-        if ours != theirs {
-            let compared = if self.comparison.before_load {
-                Compared::BeforeLoad
-            } else {
-                Compared::AfterLoad
-            };
-            let error = MigrateError::VerifyMismatch {
-                source_pages: ours.pages,
-                source_hash: ours.hash,
-                destination_pages: theirs.pages,
-                destination_hash: theirs.hash,
-                log: self.our_side.log,
-                compared,
-            };
-            return self.fail(now, error);
-        }
-        // Before READY the state still has to be loaded.
-        if self.phase == Phase::Verifying {
-            self.commit(now);
+        self.compare(common, now)
+    }
+
+    /// Compares complete hashes, and continues with the handover if they agree.
+    fn compare(self, common: &mut Common, now: Duration) -> Phase {
+        let Some((ours, theirs)) = self.comparison.both() else { return Phase::Verifying(self) };
+        common.stats.verify_ms += ms(now.saturating_sub(self.since));
+        match common.compare(ours, theirs) {
+            Ok(()) => self.pause.commit(common, now),
+            Err(error) => Phase::Verifying(self).fail(common, now, error),
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::fixture::awaiting_ready;
+    use super::super::fixture::{assert_phase, awaiting_ready};
     use super::*;
     use crate::config::SourceConfig;
+    use crate::machine::source::Source;
     use crate::machine::source::io::Input;
 
     const HASH: WholeHash = WholeHash { hash: 7, pages: 1 };
@@ -175,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn comparison_is_asked_for_ahead_of_final_and_does_not_wait_for_it() {
+    fn comparison_is_requested_before_final_and_does_not_delay_it() {
         let mut source = awaiting_ready(verifying(), true);
         let sent = names(&mut source);
         assert!(sent.ends_with(&["VERIFY".into(), "hash 1".into(), "FINAL".into()]), "{sent:?}");
@@ -185,11 +216,14 @@ mod tests {
         assert_eq!(names(&mut source), [""; 0], "the state is not loaded yet");
         source.handle(later, ready());
         assert_eq!(names(&mut source), ["commit"]);
-        assert_eq!((source.stats.verify_ms, source.stats.downtime.ready_ms), (5000.0, 4000.0));
+        assert_eq!(
+            (source.common.stats.verify_ms, source.common.stats.downtime.ready_ms),
+            (5000.0, 4000.0)
+        );
     }
 
     #[test]
-    fn comparison_that_fails_before_the_load_keeps_the_guest() {
+    fn mismatch_before_the_load_keeps_the_guest() {
         let mut source = awaiting_ready(verifying(), true);
         source.handle(Duration::ZERO, Input::Hashed { attempt: 1, hash: HASH });
         source.handle(Duration::ZERO, verified(WholeHash { hash: 8, ..HASH }));
@@ -204,12 +238,12 @@ mod tests {
     }
 
     #[test]
-    fn ready_waits_for_this_sides_hash_and_must_not_precede_the_others() {
+    fn ready_waits_for_this_sides_hash_and_must_not_precede_verified() {
         let mut source = awaiting_ready(verifying(), true);
         source.handle(Duration::ZERO, verified(HASH));
         source.handle(Duration::ZERO, ready());
         let _ = names(&mut source);
-        assert_eq!(source.phase, Phase::Verifying);
+        assert_phase!(source, Verifying);
         source.handle(Duration::ZERO, Input::Hashed { attempt: 1, hash: HASH });
         assert_eq!(names(&mut source), ["commit"]);
 
@@ -221,7 +255,7 @@ mod tests {
 
     /// A release that hashes after the load is asked after READY.
     #[test]
-    fn destination_of_the_release_before_is_asked_after_ready() {
+    fn comparison_with_an_earlier_release_is_requested_after_ready() {
         let mut source = awaiting_ready(verifying(), false);
         assert_eq!(names(&mut source).last().map(String::as_str), Some("FINAL"));
         source.handle(Duration::ZERO, ready());
@@ -232,16 +266,16 @@ mod tests {
     }
 
     #[test]
-    fn hash_of_a_pause_that_was_withdrawn_counts_for_nothing() {
+    fn hash_of_a_withdrawn_pause_is_ignored() {
         let mut source = awaiting_ready(verifying(), true);
         source.handle(Duration::ZERO, verified(HASH));
         let error = MigrateError::Cancelled { during: "a test" };
         source.handle(Duration::ZERO, Input::LaneLost { lane: 0, attempt: 0, error });
-        assert_eq!(source.phase, Phase::Sending, "the guest runs on");
+        assert_phase!(source, Sending, "the guest runs on");
         // VERIFIED may have crossed WITHDRAW.
         source.handle(Duration::ZERO, verified(HASH));
         source.handle(Duration::ZERO, Input::Hashed { attempt: 1, hash: HASH });
-        assert_eq!((source.phase, source.comparison.ours), (Phase::Sending, None));
-        assert_eq!((source.stats.verify_match, source.stats.verify_ms), (None, 0.0));
+        assert_phase!(source, Sending);
+        assert_eq!((source.common.stats.verify_match, source.common.stats.verify_ms), (None, 0.0));
     }
 }

@@ -5,13 +5,23 @@ use std::time::Duration;
 use vmferry_memory::{GuestBytes, SlotId, SlotLayout};
 use vmferry_wire::{ControlMessage, GuestIdentity, Token};
 
+use super::Source;
 use super::io::Input;
-use super::{Phase, Source};
 use crate::config::SourceConfig;
 use crate::config::WhenStuck;
 use crate::machine::peer::SourceSide;
 use crate::rounds::tracker::LaneTotals;
 use crate::vmm::GuestDescription;
+
+/// Asserts the variant of the source's phase.
+macro_rules! assert_phase {
+    ($source:expr, $phase:ident $(, $($why:tt)+)?) => {{
+        let phase = &$source.phase;
+        let expected = matches!(phase, $crate::machine::source::phase::Phase::$phase { .. });
+        assert!(expected, "{phase:?} {}", concat!($($($why)+)?));
+    }};
+}
+pub(super) use assert_phase;
 
 /// The lane has sent all of a round.
 pub fn sent(end_sequence: u64) -> Input {
@@ -47,7 +57,7 @@ pub fn awaiting_ready(mut config: SourceConfig, verifies_placed: bool) -> Source
     ] {
         source.handle(Duration::ZERO, input);
     }
-    assert_eq!(source.phase, Phase::AwaitReady);
+    assert_phase!(source, AwaitReady);
     source
 }
 

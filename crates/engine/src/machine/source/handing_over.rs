@@ -4,135 +4,189 @@ use std::time::Duration;
 
 use vmferry_wire::{ControlMessage, Reason, ReasonCode, SessionWord};
 
+use super::common::{Common, ms};
 use super::io::{Action, Report};
-use super::{Phase, Source, ms};
+use super::phase::{Asking, HandingOver, Pause, Phase};
 use crate::error::MigrateError;
-use vmferry_handover::{SourceEffect, SourceEvent, SourceState};
+use vmferry_handover::{OperatorWord, SourceEffect, SourceEvent, SourceState};
 
-impl Source {
-    pub(super) fn commit(&mut self, now: Duration) {
-        self.last_sent = now;
-        self.enter(now, Phase::HandingOver);
-        self.hand_over(now, SourceEvent::Ready);
+/// A step of the handover.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Step {
+    pub(super) next: SourceState,
+    pub(super) effects: &'static [SourceEffect],
+    /// Whether an operator decided so.
+    pub(super) by_operator: bool,
+}
+
+impl Pause {
+    /// The destination is ready: promises the guest to it.
+    pub(super) fn commit(self, common: &mut Common, now: Duration) -> Phase {
+        common.begin_wait(now);
+        let phase = Phase::HandingOver(HandingOver { pause: self, since: now });
+        phase.hand_over(common, now, SourceEvent::Ready)
     }
+}
 
-    pub(super) fn on_commit_written(&mut self, now: Duration, result: Result<(), MigrateError>) {
+impl Phase {
+    pub(super) fn on_commit_written(
+        self,
+        common: &mut Common,
+        now: Duration,
+        result: Result<(), MigrateError>,
+    ) -> Self {
         match result {
             Ok(()) => {
-                self.act(Action::Report(Report::Committed));
-                self.waiting_since = now;
-                self.hand_over(now, SourceEvent::CommitWritten);
+                common.report(Report::Committed);
+                common.wait.since = now;
+                self.hand_over(common, now, SourceEvent::CommitWritten)
             }
             Err(error) => {
-                self.failure = Some(error);
-                self.hand_over(now, SourceEvent::CommitFailed);
+                common.failure = Some(error);
+                self.hand_over(common, now, SourceEvent::CommitFailed)
             }
         }
     }
 
-    pub(super) fn on_word(&mut self, now: Duration, word: SessionWord, reason: Option<Reason>) {
-        if word == SessionWord::Aborted && self.handover.is_committed() {
+    /// The destination's word about the session.
+    pub(super) fn on_word(
+        self,
+        common: &mut Common,
+        now: Duration,
+        word: SessionWord,
+        reason: Option<Reason>,
+    ) -> Self {
+        if word == SessionWord::Aborted && common.handover.is_committed() {
             let reason = reason
                 .unwrap_or_else(|| Reason::new(ReasonCode::Internal, "its journal says ABORTED"));
-            self.failure = Some(MigrateError::EndedByPeer { peer: "destination", reason });
+            common.failure = Some(MigrateError::EndedByPeer { peer: "destination", reason });
         }
-        self.waiting_since = now;
-        self.hand_over(now, SourceEvent::Word(word));
+        common.wait.since = now;
+        self.hand_over(common, now, SourceEvent::Word(word))
     }
 
-    pub(super) fn on_cancel(&mut self, now: Duration) {
-        if self.handover == SourceState::Holding {
-            self.fail(now, MigrateError::Cancelled { during: self.phase.name() });
+    pub(super) fn on_operator(
+        self,
+        common: &mut Common,
+        now: Duration,
+        word: OperatorWord,
+    ) -> Self {
+        let (next, effects) = common.handover.step(SourceEvent::Operator(word));
+        self.follow(common, now, Step { next, effects, by_operator: true })
+    }
+
+    pub(super) fn on_cancel(self, common: &mut Common, now: Duration) -> Self {
+        if common.handover == SourceState::Holding {
+            let during = self.name();
+            self.fail(common, now, MigrateError::Cancelled { during })
         } else {
-            self.act(Action::Report(Report::TooLateToCancel));
+            common.report(Report::TooLateToCancel);
+            self
         }
     }
 
-    pub(super) fn fail(&mut self, now: Duration, error: MigrateError) {
-        self.fail_by(now, SourceEvent::Failed, error);
+    pub(super) fn fail(self, common: &mut Common, now: Duration, error: MigrateError) -> Self {
+        self.fail_by(common, now, SourceEvent::Failed, error)
     }
 
-    pub(super) fn fail_by(&mut self, now: Duration, event: SourceEvent, error: MigrateError) {
-        if self.handover.is_final() {
-            return;
+    pub(super) fn fail_by(
+        self,
+        common: &mut Common,
+        now: Duration,
+        event: SourceEvent,
+        error: MigrateError,
+    ) -> Self {
+        if common.handover.is_final() {
+            return self;
         }
-        let entering_doubt = self.handover == SourceState::Committed
-            || matches!(self.handover, SourceState::Committing { .. });
+        let entering_doubt = common.handover == SourceState::Committed
+            || matches!(common.handover, SourceState::Committing { .. });
         if entering_doubt {
             let reason = crate::causes::chain(&error);
-            self.act(Action::Report(Report::InDoubt { reason }));
+            common.report(Report::InDoubt { reason });
         }
-        if self.failure.is_none() {
-            self.failure = Some(error);
+        if common.failure.is_none() {
+            common.failure = Some(error);
         }
-        self.hand_over(now, event);
+        self.hand_over(common, now, event)
     }
 
-    pub(super) fn hand_over(&mut self, now: Duration, event: SourceEvent) {
-        let (next, effects) = self.handover.step(event);
-        self.follow(now, next, effects);
+    pub(super) fn hand_over(self, common: &mut Common, now: Duration, event: SourceEvent) -> Self {
+        let (next, effects) = common.handover.step(event);
+        self.follow(common, now, Step { next, effects, by_operator: false })
     }
 
     /// Enters the handover's next state and carries out its effects.
-    pub(super) fn follow(
-        &mut self,
-        now: Duration,
-        next: SourceState,
-        effects: &'static [SourceEffect],
-    ) {
-        let before = std::mem::replace(&mut self.handover, next);
-        if matches!(next, SourceState::InDoubt { .. }) {
-            self.phase = Phase::Asking;
-        }
+    pub(super) fn follow(self, common: &mut Common, now: Duration, step: Step) -> Self {
+        let Step { next, effects, by_operator } = step;
+        let before = std::mem::replace(&mut common.handover, next);
+        let phase = match (next, self) {
+            (SourceState::InDoubt { .. }, Self::Asking(asking)) => Self::Asking(asking),
+            (SourceState::InDoubt { .. }, phase) => {
+                let (pause, since) = (phase.pause(), phase.promised_at().unwrap_or(now));
+                Self::Asking(Asking { pause, since })
+            }
+            (_, phase) => phase,
+        };
         for effect in effects {
             match effect {
-                SourceEffect::WriteCommit => self.act(Action::WriteCommit),
+                SourceEffect::WriteCommit => common.act(Action::WriteCommit),
                 SourceEffect::SendCommit => {
-                    let session = self.config.session;
-                    self.act(Action::Send(ControlMessage::Commit { session }));
+                    let session = common.config.session;
+                    common.act(Action::Send(ControlMessage::Commit { session }));
                 }
                 SourceEffect::SendAbort => {
-                    let reason = self.failure.as_ref().map_or_else(
+                    let reason = common.failure.as_ref().map_or_else(
                         || Reason::new(ReasonCode::Internal, "the source failed"),
                         MigrateError::reason_for_peer,
                     );
-                    self.act(Action::Send(ControlMessage::Abort { reason }));
+                    common.act(Action::Send(ControlMessage::Abort { reason }));
                 }
                 SourceEffect::Ask => {
                     let first = !matches!(before, SourceState::InDoubt { .. });
-                    let delay = if first { Duration::ZERO } else { self.timeouts().ask };
-                    self.waiting_since = now + delay;
-                    self.act(Action::Ask { delay });
+                    let delay = if first { Duration::ZERO } else { common.timeouts().ask };
+                    common.wait.since = now + delay;
+                    common.act(Action::Ask { delay });
                 }
                 SourceEffect::WriteKept => {
-                    let by_operator = self.by_operator;
-                    self.act(Action::WriteOutcome { kept: true, by_operator });
+                    common.act(Action::WriteOutcome { kept: true, by_operator });
                 }
                 SourceEffect::WriteGiven => {
-                    let by_operator = self.by_operator;
-                    self.act(Action::WriteOutcome { kept: false, by_operator });
+                    common.act(Action::WriteOutcome { kept: false, by_operator });
                 }
                 SourceEffect::Resume => {
-                    self.act(Action::Resume);
-                    self.act(Action::Report(Report::Resumed));
+                    common.act(Action::Resume);
+                    common.report(Report::Resumed);
                 }
-                SourceEffect::Release => self.act(Action::Release),
+                SourceEffect::Release => common.act(Action::Release),
             }
         }
-        if next.is_final() && !before.is_final() {
-            self.close_stats(now);
-            self.phase = Phase::Done;
+        if next.is_final() && !before.is_final() { phase.end(common, now) } else { phase }
+    }
+
+    /// When READY was accepted, if it was.
+    fn promised_at(&self) -> Option<Duration> {
+        match self {
+            Self::HandingOver(HandingOver { since, .. }) | Self::Asking(Asking { since, .. }) => {
+                Some(*since)
+            }
+            _ => None,
         }
     }
 
-    pub(super) fn close_stats(&mut self, now: Duration) {
-        let verify = self.stats.verify_ms;
-        self.stats.total_ms = ms(now.saturating_sub(self.log_started)) - verify;
-        if let Some(stopped_at) = self.stopped_at {
-            self.stats.downtime_ms = ms(now.saturating_sub(stopped_at)) - verify;
+    /// Completes the statistics.
+    fn end(self, common: &mut Common, now: Duration) -> Self {
+        let stats = &mut common.stats;
+        let verify = stats.verify_ms;
+        stats.total_ms = ms(now.saturating_sub(common.pace.log_started)) - verify;
+        if let Some(pause) = self.pause() {
+            stats.downtime_ms = ms(now.saturating_sub(pause.since)) - verify;
         }
-        if self.handover == SourceState::Given {
-            self.stats.downtime.commit_ms = ms(now.saturating_sub(self.last_sent));
+        if common.handover == SourceState::Given
+            && let Some(since) = self.promised_at()
+        {
+            stats.downtime.commit_ms = ms(now.saturating_sub(since));
         }
+        Self::Done
     }
 }

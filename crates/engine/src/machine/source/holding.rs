@@ -7,80 +7,55 @@
 use std::time::Duration;
 
 use super::change::Change;
+use super::common::{Common, ms};
 use super::io::{Action, Report};
-use super::{Source, ms};
+use super::pace::Held;
+use super::phase::Phase;
 use crate::rounds::convergence::{Decision, Harvest};
 
 /// Interval of harvests while the migration is held: short enough that little is left to send, long
 /// enough that a guest that writes little costs almost nothing.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Whether the switchover must wait for the user.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Hold {
-    /// The user has requested a hold.
-    wanted: bool,
-    /// Since when the migration is held, and the rounds that were sent before.
-    since: Option<(Duration, u32)>,
-    /// Time and rounds that do not count for the user's limits.
-    spent: (Duration, u32),
-}
-
-impl Hold {
-    pub(super) fn new(wanted: bool) -> Self {
-        Self { wanted, ..Self::default() }
-    }
-
-    /// The harvest without time and rounds that do not count for the limits.
-    fn without(&self, harvest: Harvest) -> Harvest {
-        let (time, rounds) = self.spent;
-        Harvest {
-            rounds: harvest.rounds.saturating_sub(rounds),
-            elapsed: harvest.elapsed.saturating_sub(time),
-            ..harvest
-        }
-    }
-
-    fn release(&mut self, elapsed: Duration, rounds: u32) {
-        self.wanted = false;
-        if let Some((since, before)) = self.since.take() {
-            self.spent = (elapsed.saturating_sub(since), rounds - before);
-        }
+impl Phase {
+    /// The user releases a held migration.
+    pub(super) fn on_switch_over(self, common: &mut Common, now: Duration) -> Self {
+        let elapsed = now.saturating_sub(common.pace.log_started);
+        common.pace.hold.release(elapsed, common.rounds.round());
+        self.go_on(common, now)
     }
 }
 
-impl Source {
+impl Common {
     /// Decides what to do after a harvest, subject to the hold.
     pub(super) fn decide(&mut self, harvest: Harvest) -> Decision {
-        let decision = self.predictor.decide(self.hold.without(harvest));
+        let Harvest { elapsed, rounds, pending_pages, .. } = harvest;
+        let hold = &mut self.pace.hold;
+        let decision = self.pace.predictor.decide(hold.without(harvest));
         match decision {
-            Decision::SwitchOver if self.hold.wanted => {
-                if self.hold.since.is_none() {
-                    self.hold.since = Some((harvest.elapsed, harvest.rounds));
-                    let predicted_downtime_ms = ms(self.predictor.predict(harvest.pending_pages));
-                    self.act(Action::Report(Report::Held { predicted_downtime_ms }));
+            Decision::SwitchOver if hold.wanted => {
+                if hold.held.is_none() {
+                    hold.held = Some(Held { elapsed, rounds });
+                    let predicted_downtime_ms = ms(self.pace.predictor.predict(pending_pages));
+                    self.report(Report::Held { predicted_downtime_ms });
                 }
                 Decision::AnotherRound
             }
             // The limits were met before the hold began.
-            Decision::GiveUp(_) if self.hold.since.is_some() => Decision::AnotherRound,
+            Decision::GiveUp(_) if hold.held.is_some() => Decision::AnotherRound,
             other => other,
         }
     }
 
     /// The time of the next harvest of a held migration.
     pub(super) fn rests_until(&self) -> Option<Duration> {
-        (self.hold.since.is_some() && !self.rounds.is_open()).then(|| self.last_harvest + PERIOD)
-    }
-
-    pub(super) fn on_switch_over(&mut self, now: Duration) {
-        self.hold.release(now.saturating_sub(self.log_started), self.rounds.round());
-        self.go_on(now);
+        let rests = self.pace.hold.held.is_some() && !self.rounds.is_open();
+        rests.then(|| self.pace.last_harvest + PERIOD)
     }
 
     pub(super) fn on_change(&mut self, change: Change) {
         if let Some(cap) = change.max_bandwidth {
-            self.predictor.set_cap(cap);
+            self.pace.predictor.set_cap(cap);
             self.act(Action::Cap(cap));
         }
         if let Some(limit) = change.downtime_limit {
@@ -90,21 +65,19 @@ impl Source {
             }
         }
         self.config.max_rounds = change.max_rounds.unwrap_or(self.config.max_rounds);
-        self.predictor.set_limits(self.config.limits());
-        if let Some(percent) = change.throttle.and_then(|most| self.throttle.set_most(most)) {
-            self.predictor.throttled(percent);
-            self.act(Action::Throttle { percent });
-            self.act(Action::Report(Report::Throttled { percent }));
+        self.pace.predictor.set_limits(self.config.limits());
+        if let Some(percent) = change.throttle.and_then(|most| self.pace.throttle.set_most(most)) {
+            self.throttle(percent);
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::fixture::{after_one_round, harvested, placed, sent};
+    use super::super::fixture::{after_one_round, assert_phase, harvested, placed, sent};
     use super::*;
     use crate::config::{ConfigError, SourceConfig};
-    use crate::machine::source::Phase;
+    use crate::machine::source::Source;
     use crate::machine::source::io::Input;
     use crate::stats::forecast::Verdict;
 
@@ -127,81 +100,81 @@ mod tests {
             source.handle(now, harvested(1));
             source.handle(now, sent(second + 2));
             source.handle(now, placed(second + 2));
-            assert_eq!(source.phase, Phase::Sending, "it rests");
+            assert_phase!(source, Sending, "it rests");
             let next = now + PERIOD;
-            assert_eq!(source.rests_until(), Some(next));
+            assert_eq!(source.common.rests_until(), Some(next));
             assert!(source.next_tick().is_some_and(|tick| tick <= next));
             source.handle(next - Duration::from_millis(1), Input::Tick);
-            assert_eq!(source.phase, Phase::Sending, "it still rests");
+            assert_phase!(source, Sending, "it still rests");
             source.handle(next, Input::Tick);
-            assert_eq!(source.phase, Phase::Harvesting);
+            assert_phase!(source, Harvesting);
         }
     }
 
     #[test]
-    fn a_held_migration_goes_on_until_it_is_let_go() {
+    fn hold_sends_rounds_until_it_is_released() {
         let mut source = held(2);
         // Far more than the round limit.
         rounds_for(&mut source, 0..8);
         let told = reports(&mut source);
         let helds = told.iter().filter(|report| matches!(report, Report::Held { .. })).count();
-        assert_eq!(helds, 1, "told once");
+        assert_eq!(helds, 1, "reported once");
         assert!(!told.iter().any(|report| matches!(report, Report::Paused { .. })));
         source.handle(Duration::from_secs(8), Input::SwitchOver);
         source.handle(Duration::from_secs(8), harvested(1));
-        assert_eq!(source.phase, Phase::Pausing);
+        assert_phase!(source, Pausing);
     }
 
     #[test]
-    fn letting_go_ends_its_rest() {
+    fn release_ends_the_rest_between_rounds() {
         let mut source = held(2);
         for input in [harvested(1), sent(2), placed(2)] {
             source.handle(Duration::ZERO, input);
         }
-        assert!(source.rests_until().is_some());
+        assert!(source.common.rests_until().is_some());
         source.handle(Duration::ZERO, Input::SwitchOver);
-        assert_eq!(source.phase, Phase::Harvesting);
+        assert_phase!(source, Harvesting);
     }
 
     #[test]
-    fn one_that_is_let_go_before_it_is_held_is_not_held() {
+    fn hold_that_is_released_before_it_is_reached_does_not_hold() {
         let mut source = held(2);
         source.handle(Duration::ZERO, Input::SwitchOver);
         source.handle(Duration::ZERO, harvested(1));
-        assert_eq!(source.phase, Phase::Pausing);
+        assert_phase!(source, Pausing);
     }
 
     /// Rounds during the hold do not count.
     #[test]
-    fn limits_count_from_where_it_is_let_go() {
+    fn limits_count_from_the_release() {
         let mut source = held(3);
         rounds_for(&mut source, 0..8);
         source.handle(Duration::from_secs(8), Input::SwitchOver);
         // More pages than fit the limit: a second and a third round are still allowed.
         for round in [10, 11] {
             source.handle(Duration::from_secs(9), harvested(1 << 20));
-            assert_eq!(source.phase, Phase::Sending, "round {round}");
+            assert_phase!(source, Sending);
             source.handle(Duration::from_secs(9), sent(round));
             source.handle(Duration::from_secs(9), placed(round));
         }
         source.handle(Duration::from_secs(9), harvested(1 << 20));
-        assert_eq!(source.phase, Phase::Done);
+        assert_phase!(source, Done);
     }
 
     #[test]
-    fn other_limits_count_at_once() {
+    fn changed_limits_apply_to_the_next_harvest() {
         let mut config = SourceConfig::new("unused".into());
         config.downtime_limit = Duration::from_millis(20);
         let mut source = after_one_round(config);
         let huge = || harvested(1 << 16);
         source.handle(Duration::from_secs(1), huge());
-        assert_eq!(source.phase, Phase::Sending);
+        assert_phase!(source, Sending);
         source.handle(Duration::from_secs(2), sent(2));
         let change = Change { downtime_limit: Some(Duration::from_secs(60)), ..Change::default() };
         source.handle(Duration::from_secs(2), Input::Change(change));
         source.handle(Duration::from_secs(2), placed(2));
         source.handle(Duration::from_secs(2), huge());
-        assert_eq!(source.phase, Phase::Pausing);
+        assert_phase!(source, Pausing);
         let forecasts: Vec<Verdict> = reports(&mut source)
             .into_iter()
             .filter_map(|report| match report {
@@ -214,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_taken_from_the_guest_can_be_given_back() {
+    fn throttle_can_be_removed_while_running() {
         let mut config = SourceConfig::new("unused".into());
         (config.downtime_limit, config.throttle) = (Duration::from_millis(20), 99);
         let mut source = after_one_round(config);
@@ -223,16 +196,16 @@ mod tests {
             source.handle(Duration::ZERO, sent(sequence));
             source.handle(Duration::ZERO, placed(sequence));
         }
-        assert!(source.throttle.percent() > 0);
+        assert!(source.common.pace.throttle.percent() > 0);
         let _ = reports(&mut source);
         let change = Change { throttle: Some(0), ..Change::default() };
         source.handle(Duration::ZERO, Input::Change(change));
         assert_eq!(reports(&mut source), [Report::Throttled { percent: 0 }]);
-        assert_eq!(source.throttle.percent(), 0);
+        assert_eq!(source.common.pace.throttle.percent(), 0);
     }
 
     #[test]
-    fn changes_out_of_range_are_refused() {
+    fn change_out_of_range_is_refused() {
         for (change, error) in [
             (Change { throttle: Some(100), ..Change::default() }, ConfigError::Throttle(100)),
             (Change { max_rounds: Some(0), ..Change::default() }, ConfigError::Rounds),

@@ -3,8 +3,9 @@
 
 use std::time::Duration;
 
+use super::common::{Common, ms};
 use super::io::{Action, Report};
-use super::{Phase, Source, ms};
+use super::phase::{LastRound, Pause, Phase, Sending};
 use crate::error::MigrateError;
 use crate::rounds::convergence::{Decision, Harvest};
 use crate::rounds::tracker::{LaneTotals, RoundStart};
@@ -17,72 +18,89 @@ pub(super) struct Pass {
     pub(super) dirty_pages_per_s: f64,
 }
 
-impl Source {
-    pub(super) fn on_pass(&mut self, now: Duration, pass: Pass, totals: LaneTotals) {
-        if pass.round <= self.rounds.round() {
-            // The first round began with the streams.
-            self.rounds.count(&totals);
-            return;
-        }
-        let began = self.rounds.started();
-        self.turn(now, pass, totals, false);
-        let harvest = Harvest {
-            rounds: self.rounds.round() - 1,
-            elapsed: now.saturating_sub(self.log_started),
-            pending_pages: pass.pages,
-            dirtied_in: now.saturating_sub(began),
-        };
-        self.foretell(harvest);
-        match self.predictor.decide(harvest) {
-            Decision::AnotherRound => {}
-            // If it fits, the VMM stops the guest itself.
-            Decision::SwitchOver
-                if self.predictor.predict(pass.pages) <= self.config.downtime_limit => {}
-            Decision::SwitchOver => self.act(Action::SwitchOver),
-            Decision::GiveUp(why) => self.fail(now, MigrateError::NotConverging(why)),
-        }
-    }
-
-    /// The VMM has stopped the guest, and waits.
-    pub(super) fn on_stopped(
-        &mut self,
+impl Sending {
+    pub(super) fn on_pass(
+        self,
+        common: &mut Common,
         now: Duration,
-        stood_still: Duration,
-        expected: Duration,
+        pass: Pass,
         totals: LaneTotals,
-    ) {
-        self.stopped_at = Some(now.saturating_sub(stood_still));
-        self.stats.downtime.pause_ms = ms(stood_still);
-        self.stats.predicted_downtime_ms = ms(expected);
-        self.act(Action::Report(Report::Paused { predicted_downtime_ms: ms(expected) }));
-        let round = self.rounds.round() + 1;
-        self.turn(now, Pass { round, pages: 0, dirty_pages_per_s: 0.0 }, totals, true);
-        self.enter(now, Phase::LastRound);
-        if self.links.are_up() {
-            self.act(Action::Save);
-        } else {
-            let error = MigrateError::LinkLost {
-                channel: "data".into(),
-                during: self.phase.name(),
-                detail: "it was away when the guest was stopped".into(),
-            };
-            self.fail(now, error);
+    ) -> Phase {
+        let phase = Phase::Sending(self);
+        if pass.round <= common.rounds.round() {
+            // The first round began with the streams.
+            common.rounds.count(&totals);
+            return phase;
         }
-    }
-
-    fn turn(&mut self, now: Duration, pass: Pass, totals: LaneTotals, paused: bool) {
-        let ended = self.rounds.turn(
+        let began = common.rounds.started();
+        common.turn(
             totals,
             RoundStart {
                 now,
                 pages: pass.pages,
                 dirty_pages_per_s: pass.dirty_pages_per_s,
-                paused,
                 ..RoundStart::default()
             },
         );
+        let harvest = Harvest {
+            rounds: common.rounds.round() - 1,
+            elapsed: now.saturating_sub(common.pace.log_started),
+            pending_pages: pass.pages,
+            dirtied_in: now.saturating_sub(began),
+        };
+        common.foretell(harvest);
+        let predictor = &common.pace.predictor;
+        match predictor.decide(harvest) {
+            Decision::AnotherRound => phase,
+            // If it fits, the VMM stops the guest itself.
+            Decision::SwitchOver
+                if predictor.predict(pass.pages) <= common.config.downtime_limit =>
+            {
+                phase
+            }
+            Decision::SwitchOver => {
+                common.act(Action::SwitchOver);
+                phase
+            }
+            Decision::GiveUp(why) => phase.fail(common, now, MigrateError::NotConverging(why)),
+        }
+    }
+
+    /// The VMM has stopped the guest, and waits.
+    pub(super) fn on_stopped(
+        self,
+        common: &mut Common,
+        now: Duration,
+        stood_still: Duration,
+        expected: Duration,
+        totals: LaneTotals,
+    ) -> Phase {
+        let pause = Pause::begin(common, now, stood_still);
+        common.stats.predicted_downtime_ms = ms(expected);
+        common.report(Report::Paused { predicted_downtime_ms: ms(expected) });
+        common.turn(totals, RoundStart { now, paused: true, ..RoundStart::default() });
+        common.begin_wait(now);
+        let phase = Phase::LastRound(LastRound::new(pause));
+        if !common.links.are_up() {
+            let error = MigrateError::LinkLost {
+                channel: "data".into(),
+                during: phase.name(),
+                detail: "it was away when the guest was stopped".into(),
+            };
+            return phase.fail(common, now, error);
+        }
+        common.act(Action::Save);
+        phase
+    }
+}
+
+impl Common {
+    /// Ends a round that the VMM has ended, and begins the next one.
+    fn turn(&mut self, totals: LaneTotals, start: RoundStart) {
+        let RoundStart { pages, paused, .. } = start;
+        let ended = self.rounds.turn(totals, start);
         self.count_round(ended);
         let round = self.rounds.round();
-        self.act(Action::Report(Report::RoundStarted { round, pages: pass.pages, paused }));
+        self.report(Report::RoundStarted { round, pages, paused });
     }
 }

@@ -1,0 +1,77 @@
+//! What the destination keeps from the greeting to the end, in every phase.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use vmferry_wire::{ControlMessage, Token};
+
+use super::io::{Action, LinkId, Report};
+use super::losses::Links;
+use crate::config::Timeouts;
+use crate::error::MigrateError;
+use crate::machine::peer::{DestinationSide, UnknownFields};
+use crate::stats::DestinationStats;
+use vmferry_handover::DestinationState;
+
+/// The state that outlives the phases.
+#[derive(Debug)]
+pub(super) struct Common {
+    pub(super) timeouts: Timeouts,
+    /// What the data channels must present.
+    pub(super) token: Token,
+    pub(super) our_side: DestinationSide,
+    pub(super) handover: DestinationState,
+    /// Why the session ended without the guest, or why the guest crashed, as far as that is known.
+    pub(super) failure: Option<MigrateError>,
+    /// When the source last sent a message.
+    pub(super) last_heard: Duration,
+    pub(super) links: Links,
+    pub(super) stats: DestinationStats,
+    pub(super) unknown_fields: UnknownFields,
+    pub(super) actions: VecDeque<Action>,
+}
+
+impl Common {
+    pub(super) fn new(
+        timeouts: Timeouts,
+        token: Token,
+        our_side: DestinationSide,
+        now: Duration,
+    ) -> Self {
+        Self {
+            timeouts,
+            token,
+            handover: DestinationState::Receiving,
+            failure: None,
+            last_heard: now,
+            links: Links::default(),
+            stats: DestinationStats { protocol: our_side.protocol, ..DestinationStats::default() },
+            unknown_fields: UnknownFields::default(),
+            actions: VecDeque::new(),
+            our_side,
+        }
+    }
+
+    pub(super) fn act(&mut self, action: Action) {
+        self.actions.push_back(action);
+    }
+
+    pub(super) fn report(&mut self, report: Report) {
+        self.act(Action::Report(report));
+    }
+
+    /// Sends a message on the session's control channel.
+    pub(super) fn send(&mut self, message: ControlMessage) {
+        self.act(Action::Send { link: LinkId::CONTROL, message });
+    }
+}
+
+/// The source breaks the protocol.
+pub(super) fn protocol(reason: String) -> MigrateError {
+    MigrateError::Protocol { channel: "control".into(), offset: 0, reason }
+}
+
+/// Microseconds, as in messages.
+pub(super) fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}

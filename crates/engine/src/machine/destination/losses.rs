@@ -1,0 +1,83 @@
+//! The destination's channels: which of them are lost, and how long it waits for them.
+
+use std::time::Duration;
+
+use crate::error::MigrateError;
+use crate::link::{EXPLANATION, Loss};
+
+/// All channels of the session.
+#[derive(Debug)]
+pub(super) struct Links {
+    /// Whether messages arrive on the control channel.
+    pub(super) is_up: bool,
+    /// How long the source may be disconnected. Zero before the source has announced it.
+    pub(super) reconnect: Duration,
+    /// The loss of a control channel that the source may reestablish.
+    pub(super) control: Option<Loss>,
+    lanes: Vec<LostLane>,
+}
+
+/// The loss of a data channel that the source may reestablish.
+#[derive(Debug)]
+struct LostLane {
+    lane: u8,
+    loss: Loss,
+}
+
+impl Default for Links {
+    fn default() -> Self {
+        Self { is_up: true, reconnect: Duration::ZERO, control: None, lanes: Vec::new() }
+    }
+}
+
+impl Links {
+    /// Whether no loss is waited for.
+    pub(super) fn are_complete(&self) -> bool {
+        self.control.is_none() && self.lanes.is_empty()
+    }
+
+    /// Stops waiting for lost channels: the control channel is lost for good. Returns whether it
+    /// was up.
+    pub(super) fn give_up(&mut self) -> bool {
+        self.control = None;
+        self.lanes.clear();
+        std::mem::replace(&mut self.is_up, false)
+    }
+
+    /// Whether the loss of a lane is already known.
+    pub(super) fn is_lane_lost(&self, lane: u8) -> bool {
+        self.lanes.iter().any(|lost| lost.lane == lane)
+    }
+
+    pub(super) fn lose_lane(&mut self, lane: u8, loss: Loss) {
+        self.lanes.push(LostLane { lane, loss });
+    }
+
+    /// A lane has a channel. Returns its loss, if there was one.
+    pub(super) fn restore_lane(&mut self, lane: u8) -> Option<Loss> {
+        let index = self.lanes.iter().position(|lost| lost.lane == lane)?;
+        Some(self.lanes.swap_remove(index).loss)
+    }
+
+    /// How long to wait for a lost channel. After the loss of a data channel, the control channel
+    /// may still report the reason.
+    fn patience(&self) -> Duration {
+        self.reconnect.max(EXPLANATION)
+    }
+
+    /// When the timeout of the first lost channel expires.
+    pub(super) fn deadline(&self) -> Option<Duration> {
+        let all = self.control.iter().chain(self.lanes.iter().map(|lost| &lost.loss));
+        all.map(|loss| loss.since + self.patience()).min()
+    }
+
+    /// The error that ends the session, if the timeout of a lost channel has expired.
+    pub(super) fn take_overdue(&mut self, now: Duration) -> Option<MigrateError> {
+        let patience = self.patience();
+        if let Some(loss) = self.control.take_if(|loss| now >= loss.since + patience) {
+            return Some(loss.error);
+        }
+        let index = self.lanes.iter().position(|lost| now >= lost.loss.since + patience)?;
+        Some(self.lanes.remove(index).loss.error)
+    }
+}

@@ -1,0 +1,102 @@
+//! What the source keeps from the announcement to the end, in every phase.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use super::io::{Action, Report};
+use super::links::Links;
+use super::pace::Pace;
+use super::pings::{Pings, Wait};
+use crate::config::{SourceConfig, Timeouts};
+use crate::error::MigrateError;
+use crate::machine::peer::{SourceSide, UnknownFields};
+use crate::rounds::tracker::RoundTracker;
+use crate::stats::SourceStats;
+use crate::vmm::GuestDescription;
+use vmferry_handover::SourceState;
+
+/// The state that outlives the phases.
+#[derive(Debug)]
+pub(super) struct Common {
+    pub(super) config: SourceConfig,
+    pub(super) our_side: SourceSide,
+    pub(super) handover: SourceState,
+    /// Why the guest was not migrated, as far as that is known.
+    pub(super) failure: Option<MigrateError>,
+    pub(super) pace: Pace,
+    pub(super) rounds: RoundTracker,
+    pub(super) links: Links,
+    pub(super) pings: Pings,
+    pub(super) wait: Wait,
+    pub(super) verification: Verification,
+    /// The guest was paused by another client when its state was last saved.
+    pub(super) guest_is_paused: bool,
+    pub(super) stats: SourceStats,
+    pub(super) unknown_fields: UnknownFields,
+    pub(super) actions: VecDeque<Action>,
+}
+
+/// How both memories are compared, if they are.
+#[derive(Debug, Default)]
+pub(super) struct Verification {
+    /// The destination hashes its memory before it loads the state: VERIFY is sent before FINAL.
+    pub(super) before_load: bool,
+    /// The number of hashes that this side has begun.
+    pub(super) attempts: u32,
+}
+
+impl Common {
+    pub(super) fn new(
+        config: SourceConfig,
+        guest: &GuestDescription,
+        our_side: SourceSide,
+        now: Duration,
+    ) -> Self {
+        let memory_pages: u64 = guest.layout.iter().map(|slot| slot.pages).sum();
+        Self {
+            handover: SourceState::Holding,
+            failure: None,
+            pace: Pace::new(&config, now),
+            rounds: RoundTracker::new(config.channels),
+            links: Links::new(config.channels),
+            pings: Pings::new(now),
+            wait: Wait::new(now),
+            verification: Verification::default(),
+            guest_is_paused: false,
+            stats: SourceStats {
+                memory_bytes: memory_pages * vmferry_memory::PAGE_SIZE as u64,
+                dirty_log: our_side.log.to_owned(),
+                protocol: our_side.protocol,
+                channels: config.channels,
+                compression: config.compression.way.to_string(),
+                ..SourceStats::default()
+            },
+            unknown_fields: UnknownFields::default(),
+            actions: VecDeque::new(),
+            our_side,
+            config,
+        }
+    }
+
+    pub(super) fn timeouts(&self) -> &Timeouts {
+        &self.config.timeouts
+    }
+
+    /// Begins the wait of a phase.
+    pub(super) fn begin_wait(&mut self, now: Duration) {
+        self.wait = Wait::new(now);
+    }
+
+    pub(super) fn act(&mut self, action: Action) {
+        self.actions.push_back(action);
+    }
+
+    pub(super) fn report(&mut self, report: Report) {
+        self.act(Action::Report(report));
+    }
+}
+
+/// Milliseconds, as in the statistics and reports.
+pub(super) fn ms(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
