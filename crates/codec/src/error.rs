@@ -59,8 +59,8 @@ pub enum CodecError {
     },
     /// The decoded pages are not the pages that were sent.
     #[error(
-        "frame {sequence}: {pages} pages from page {page} of {slot} hash to {found:#018x}, the source \
-         sent {expected:#018x}"
+        "frame {sequence}: {pages} pages from page {page} of {slot} hash to {found:#018x}, the \
+         source sent {expected:#018x}"
     )]
     ContentSum {
         /// The frame's number on its lane.

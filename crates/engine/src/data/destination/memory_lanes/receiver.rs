@@ -1,5 +1,5 @@
-//! The thread that receives a lane's frames. It places raw pages itself, and passes all other frames
-//! to the placers.
+//! The thread that receives a lane's frames. It places raw pages itself, and passes all other
+//! frames to the placers.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

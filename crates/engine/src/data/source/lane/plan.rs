@@ -414,7 +414,7 @@ mod tests {
                                 sent.bitmap_mut(batch.slot).set(*page);
                                 prop_assert!(noted.0.lock().contains(&(batch.slot.0, *page)));
                                 let is_deferred = deferred.bitmap(batch.slot).is_set(*page);
-                                prop_assert!(is_deferred || !sends_deferred, "deferred pages are last");
+                                prop_assert!(is_deferred || !sends_deferred, "others are first");
                                 sends_deferred |= is_deferred;
                             }
                         }
