@@ -4,8 +4,10 @@
 use vmferry_memory::{PAGE_SIZE, SlotId, page_hash, zero_page_hash};
 use vmferry_wire::{Encoding, FrameKind, Run, RunTable, WireError};
 
-use crate::decode::{CodecError, Decoder, Frame, check_sum, unpack};
+use crate::decode::{Decoder, check_sum, unpack};
 use crate::delta::{DeltaError, apply_delta};
+use crate::error::CodecError;
+use crate::received_frame::Frame;
 
 /// Longer runs of zero pages are counted but not hashed. No sender produces them, and a few bytes
 /// of a forged run table could otherwise cost days of hashing.

@@ -1,258 +1,17 @@
 //! Decoding frames into pages.
 //!
-//! A whole frame is read into a [`Frame`], and it is decoded and checked outside guest memory
-//! before any page is placed: a damaged frame changes nothing in the guest. Frames of raw pages
-//! take a shorter path; see `direct.rs`.
+//! A whole [`Frame`] is decoded and checked outside guest memory before any page is placed: a
+//! damaged frame changes nothing in the guest. Frames of raw pages take a shorter path; see
+//! `direct.rs`.
 
-use std::io::{self, Read};
+use vmferry_memory::{GuestBytes, GuestMemory, PAGE_SIZE, SlotId, page_hash, zero_page_hash};
+use vmferry_wire::{Encoding, FrameHeader, FrameKind, Run, RunTable, WireError};
 
-use vmferry_memory::{
-    GuestBytes, GuestMemory, MemoryError, PAGE_SIZE, SlotId, page_hash, zero_page_hash,
-};
-use vmferry_wire::{
-    Encoding, FRAME_HEADER_BYTES, FrameHeader, FrameKind, Run, RunTable, WireError,
-};
-
-use crate::decompress::{DecompressError, Decompressors};
+use crate::decompress::Decompressors;
 use crate::delta::{DeltaError, apply_delta};
-use crate::hashes::PageHashes;
-
-/// Why a frame cannot be placed.
-#[derive(Debug, thiserror::Error)]
-pub enum CodecError {
-    /// The frame breaks the protocol.
-    #[error(transparent)]
-    Wire(#[from] WireError),
-    /// The packed part cannot be decompressed to the expected length.
-    #[error("frame {sequence}: page {page} of {slot} and those behind it can't be decompressed")]
-    Unpack {
-        /// The frame's number on its lane.
-        sequence: u64,
-        /// The slot.
-        slot: SlotId,
-        /// The first packed page.
-        page: u64,
-        /// The error of the decompressor.
-        #[source]
-        source: DecompressError,
-    },
-    /// A delta cannot be decoded.
-    #[error("frame {sequence}: the changes of page {page} of {slot} are damaged")]
-    Delta {
-        /// The frame's number on its lane.
-        sequence: u64,
-        /// The slot.
-        slot: SlotId,
-        /// The page.
-        page: u64,
-        /// The error in the delta.
-        #[source]
-        source: DeltaError,
-    },
-    /// The pages at the destination are not the base of the deltas.
-    #[error(
-        "frame {sequence} changes {pages} pages from page {page} of {slot} that are not here: they hash to \
-         {found:#018x}, the source changed {expected:#018x}"
-    )]
-    DeltaBase {
-        /// The frame's number on its lane.
-        sequence: u64,
-        /// The slot.
-        slot: SlotId,
-        /// First page of the run.
-        page: u64,
-        /// Number of pages in the run.
-        pages: u32,
-        /// Sum of the hashes of the source's base pages.
-        expected: u64,
-        /// Sum of the hashes of the pages at the destination.
-        found: u64,
-    },
-    /// The decoded pages are not the pages that were sent.
-    #[error(
-        "frame {sequence}: {pages} pages from page {page} of {slot} hash to {found:#018x}, the source sent \
-         {expected:#018x}"
-    )]
-    ContentSum {
-        /// The frame's number on its lane.
-        sequence: u64,
-        /// The slot.
-        slot: SlotId,
-        /// First page of the run.
-        page: u64,
-        /// Number of pages in the run.
-        pages: u32,
-        /// The sum that the source sent.
-        expected: u64,
-        /// The sum of the decoded pages.
-        found: u64,
-    },
-    /// A slot that the guest does not have. The frame is at fault, not the memory.
-    #[error("frame {sequence} is for {slot}, and the guest has {slots} slots")]
-    NoSuchSlot {
-        /// The frame's number on its lane.
-        sequence: u64,
-        /// The slot.
-        slot: SlotId,
-        /// Number of slots of the guest.
-        slots: usize,
-    },
-    /// Pages that do not belong on the frame's lane.
-    #[error("frame {sequence} holds page {page} of {slot}, which does not belong on this lane")]
-    Stray {
-        /// The frame's number on its lane.
-        sequence: u64,
-        /// The slot.
-        slot: SlotId,
-        /// First page of the stray run.
-        page: u64,
-    },
-    /// The guest memory does not accept the pages.
-    #[error(transparent)]
-    Memory(#[from] MemoryError),
-    /// The packed part of a stream piece cannot be decompressed to the expected length.
-    #[error("frame {sequence}: the stream's bytes from {offset} on can't be decompressed")]
-    PieceUnpack {
-        /// The frame's number on its lane.
-        sequence: u64,
-        /// Offset of the piece in its stream.
-        offset: u64,
-        /// The error of the decompressor.
-        #[source]
-        source: DecompressError,
-    },
-    /// A delta against a kept page cannot be decoded.
-    #[error("frame {sequence}: the changes of the page that is kept in entry {entry} are damaged")]
-    PieceDelta {
-        /// The frame's number on its lane.
-        sequence: u64,
-        /// The entry.
-        entry: u32,
-        /// The error in the delta.
-        #[source]
-        source: DeltaError,
-    },
-    /// A delta against a page that was never kept.
-    #[error("frame {sequence} changes the page in entry {entry}, and none is kept there")]
-    NotKept {
-        /// The frame's number on its lane.
-        sequence: u64,
-        /// The entry.
-        entry: u32,
-    },
-    /// The decoded piece of a stream is not the piece that was sent.
-    #[error(
-        "frame {sequence}: {bytes} bytes of the stream from {offset} on hash to {found:#018x}, the source sent \
-         {expected:#018x}"
-    )]
-    PieceHash {
-        /// The frame's number on its lane.
-        sequence: u64,
-        /// Offset of the piece in its stream.
-        offset: u64,
-        /// Its length.
-        bytes: usize,
-        /// The hash that the source sent.
-        expected: u64,
-        /// The hash of the decoded piece.
-        found: u64,
-    },
-}
-
-/// A received frame and its buffers, reused from frame to frame.
-#[derive(Debug, Default)]
-pub struct Frame {
-    header: Option<FrameHeader>,
-    /// The run table, followed by the payload.
-    bytes: GuestBytes,
-}
-
-/// Why no frame was read.
-#[derive(Debug, thiserror::Error)]
-pub enum ReadError {
-    /// The channel failed.
-    #[error(transparent)]
-    Io(#[from] io::Error),
-    /// The bytes received are not a frame.
-    #[error(transparent)]
-    Wire(#[from] WireError),
-}
-
-impl Frame {
-    /// A frame without buffers; they grow at first use.
-    #[must_use]
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// Reads a whole frame and returns its header, or `Ok(None)` if the channel ends between two
-    /// frames. Allocations are bounded by the limits of the wire format.
-    ///
-    /// # Errors
-    /// The channel's error, the end of the channel within a frame, or an invalid header.
-    pub fn read_from(&mut self, reader: &mut impl Read) -> Result<Option<FrameHeader>, ReadError> {
-        let header = self.read_head(reader)?;
-        if header.is_some() {
-            self.read_payload(reader)?;
-        }
-        Ok(header)
-    }
-
-    /// Reads a frame's header and run table, and returns the header. The payload is next on the
-    /// channel. `Ok(None)` as in [`read_from`](Self::read_from).
-    ///
-    /// # Errors
-    /// As [`read_from`](Self::read_from).
-    pub fn read_head(&mut self, reader: &mut impl Read) -> Result<Option<FrameHeader>, ReadError> {
-        self.header = None;
-        let mut header = [0; FRAME_HEADER_BYTES];
-        let first = loop {
-            match reader.read(&mut header) {
-                Ok(0) => return Ok(None),
-                Ok(read) => break read,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error.into()),
-            }
-        };
-        reader.read_exact(&mut header[first..])?;
-        let header = FrameHeader::parse(&header)?;
-        self.read_to(header.table_bytes(), 0, reader)?;
-        self.header = Some(header);
-        Ok(Some(header))
-    }
-
-    /// Reads the payload of the frame whose head was read.
-    ///
-    /// # Errors
-    /// The channel's error, or the end of the channel.
-    pub fn read_payload(&mut self, reader: &mut impl Read) -> io::Result<()> {
-        let Some(header) = self.header else { return Ok(()) };
-        let table = header.table_bytes();
-        self.read_to(table + header.payload_bytes as usize, table, reader)
-    }
-
-    /// Reads into the buffer from offset `from`, until it holds `bytes` bytes.
-    fn read_to(&mut self, bytes: usize, from: usize, reader: &mut impl Read) -> io::Result<()> {
-        self.bytes.extend_to(bytes);
-        reader.read_exact(&mut self.bytes[from..bytes])
-    }
-
-    /// The header of the last frame that was read.
-    #[must_use]
-    pub fn header(&self) -> Option<&FrameHeader> {
-        self.header.as_ref()
-    }
-
-    /// The bytes of the frame's table. `header` must be this frame's header.
-    #[must_use]
-    pub fn table(&self, header: &FrameHeader) -> &[u8] {
-        &self.bytes[..header.table_bytes()]
-    }
-
-    pub(crate) fn payload(&self, header: &FrameHeader) -> &[u8] {
-        &self.bytes[header.table_bytes()..][..header.payload_bytes as usize]
-    }
-}
+use crate::error::CodecError;
+use crate::hashes::{PageHashes, SumChange};
+use crate::received_frame::Frame;
 
 /// Counts of the placed pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -355,14 +114,14 @@ pub(crate) fn record(
     hashes: &PageHashes,
 ) -> PlacedPages {
     let mut counts = PlacedPages::default();
-    let (mut change, mut page_hashes) = (0_u64, page_hashes.iter());
+    let (mut change, mut page_hashes) = (SumChange::default(), page_hashes.iter());
     for run in table.runs() {
         match run.encoding {
             Encoding::Zero => counts.zero += u64::from(run.pages),
             _ => counts.content += u64::from(run.pages),
         }
         for (page, hash) in run.range().zip(page_hashes.by_ref()) {
-            change = change.wrapping_add(hashes.replace(header.slot, page, *hash));
+            hashes.replace(header.slot, page, *hash, &mut change);
         }
     }
     hashes.add(change);

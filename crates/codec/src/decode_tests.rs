@@ -1,10 +1,11 @@
 //! Frames from one side's memory to the other side's.
 
+use std::io;
 use std::sync::Arc;
 
 use proptest::prelude::*;
 use vmferry_memory::{MemoryKind, PageRun, SlotId, SlotLayout, whole_hash};
-use vmferry_wire::table_checksum;
+use vmferry_wire::{FRAME_HEADER_BYTES, table_checksum};
 
 use super::*;
 use crate::compress::Compressors;
@@ -12,6 +13,7 @@ use crate::encode::{Batch, Choice, DeltaUse, Encoder, FrameCounts};
 use crate::frame::EncodedFrame;
 use crate::hot_pages::HotPages;
 use crate::method::Method;
+use crate::received_frame::ReadError;
 
 const PAGES: u64 = 64;
 const STRAY: u64 = 63;

@@ -10,10 +10,10 @@
 use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun, PageSink, page_hash, zero_page_hash};
 use vmferry_wire::{Encoding, FrameHeader, FrameKind, Run};
 
-use crate::decode::{
-    CodecError, Decoder, Frame, PlacedPages, check_sum, checked_table, place_zeros, record,
-};
+use crate::decode::{Decoder, PlacedPages, check_sum, checked_table, place_zeros, record};
+use crate::error::CodecError;
 use crate::hashes::PageHashes;
+use crate::received_frame::Frame;
 
 /// Whether the pages of a frame can be [received in place](Decoder::begin_direct): it has pages,
 /// and none of them is packed or a delta.

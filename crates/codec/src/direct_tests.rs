@@ -6,6 +6,7 @@ use vmferry_memory::{MemoryKind, SlotId, SlotLayout, whole_hash};
 use vmferry_wire::FRAME_HEADER_BYTES;
 
 use super::*;
+use crate::hashes::SumChange;
 use crate::{Batch, Choice, Compressors, EncodedFrame, Encoder, HotPages};
 
 const SLOT: SlotId = SlotId(0);
@@ -70,7 +71,9 @@ fn pages_and_zeros_arrive() {
     for (piece, pages) in [4096, 1000, 1 << 20].into_iter().zip(pages.chunks(50)) {
         // Previous content is overwritten if it was recorded, also by zero pages.
         to.copy_in(PageRun { slot: SLOT, first: pages[1], pages: 1 }, &[9; PAGE_SIZE]).unwrap();
-        hashes[1].add(hashes[1].replace(SLOT, pages[1], 1));
+        let mut change = SumChange::default();
+        hashes[1].replace(SLOT, pages[1], 1, &mut change);
+        hashes[1].add(change);
         let bytes = encode(&from, pages, &hashes[0]);
         let placed = receive(&bytes, &to, &hashes[1], piece).unwrap();
         assert_eq!(placed.content + placed.zero, pages.len() as u64);

@@ -8,8 +8,8 @@ use vmferry_wire::{Algorithm, Encoding, FrameHeader, FrameKind, Run, table_check
 use crate::compress::{Compress, CompressError, Compressors};
 use crate::entropy::looks_random;
 use crate::frame::EncodedFrame;
-use crate::hashes::PageHashes;
-use crate::hot_pages::{Delta, HotPages};
+use crate::hashes::{PageHashes, SumChange};
+use crate::hot_pages::{Delta, HotPages, PageVersion};
 use crate::method::Method;
 
 /// How the pages of one frame are encoded. Zero pages are always sent as marks.
@@ -103,8 +103,15 @@ pub struct Encoder {
     deltas: GuestBytes,
     /// Input for the compressor, if it is not contiguous in the copy.
     gathered: GuestBytes,
-    /// Position of the current run's base sum in `deltas`, and the sum.
-    base_sum: (usize, u64),
+    base_sum: BaseSum,
+}
+
+/// The sum of the hashes of the current delta run's base pages.
+#[derive(Default)]
+struct BaseSum {
+    /// Its position in the records.
+    at: usize,
+    sum: u64,
 }
 
 /// Packing is expected to reduce a page to a quarter, so a longer delta saves nothing.
@@ -129,7 +136,7 @@ impl Encoder {
             runs: Vec::new(),
             deltas: GuestBytes::new(),
             gathered: GuestBytes::new(),
-            base_sum: (0, 0),
+            base_sum: BaseSum::default(),
         }
     }
 
@@ -149,7 +156,7 @@ impl Encoder {
         choice: Choice,
     ) -> Result<FrameCounts, EncodeError> {
         let mut counts = FrameCounts::default();
-        self.look_at_pages(frame.pages(batch.pages.len()), batch, hashes, choice, &mut counts);
+        self.choose_encodings(frame.pages(batch.pages.len()), batch, hashes, choice, &mut counts);
         frame.begin();
         let algorithm = self.pack(frame, batch, choice.pack, &mut counts)?;
         let mut index = 0;
@@ -181,7 +188,7 @@ impl Encoder {
     }
 
     /// Chooses the encoding of each page, builds the runs and the deltas, and records the hashes.
-    fn look_at_pages(
+    fn choose_encodings(
         &mut self,
         copy: &[u8],
         batch: Batch<'_>,
@@ -189,7 +196,7 @@ impl Encoder {
         choice: Choice,
         counts: &mut FrameCounts,
     ) {
-        let mut change = 0_u64;
+        let mut change = SumChange::default();
         self.runs.clear();
         self.deltas.clear();
         for (&page, content) in batch.pages.iter().zip(copy.chunks_exact(PAGE_SIZE)) {
@@ -197,14 +204,13 @@ impl Encoder {
             let zero = is_zero(content);
             let hash =
                 if zero { zero_page_hash(slot, page) } else { page_hash(content, slot, page) };
-            let changed = hashes.replace(slot, page, hash);
-            change = change.wrapping_add(changed);
-            let sent = hash.wrapping_sub(changed);
-            let look = Look { page, content, hash, sent };
+            let sent_hash = hashes.replace(slot, page, hash, &mut change);
+            let version =
+                PageVersion { slot, page, round: batch.round, sent_hash, new_hash: hash, content };
             let encoding = if zero {
                 counts.zero_pages += 1;
                 Encoding::Zero
-            } else if self.delta(batch, look, choice, counts) {
+            } else if self.delta(version, choice, counts) {
                 counts.delta_pages += 1;
                 Encoding::Delta
             } else if choice.pack.is_some() {
@@ -229,19 +235,17 @@ impl Encoder {
     /// Appends a delta for the page, if possible. Returns whether it did.
     fn delta(
         &mut self,
-        batch: Batch<'_>,
-        look: Look<'_>,
+        version: PageVersion<'_>,
         choice: Choice,
         counts: &mut FrameCounts,
     ) -> bool {
-        let Look { page, content, hash, sent } = look;
-        if sent == 0 || choice.delta == DeltaUse::Off {
+        let Some(sent_hash) = version.sent_hash.filter(|_| choice.delta == DeltaUse::Make) else {
             return false;
-        }
+        };
         let continues = self
             .runs
             .last()
-            .is_some_and(|run| run.encoding == Encoding::Delta && run.range().end == page);
+            .is_some_and(|run| run.encoding == Encoding::Delta && run.range().end == version.page);
         let before = self.deltas.len();
         if !continues {
             self.deltas.extend_from_slice(&[0; BASE_SUM_BYTES]);
@@ -250,16 +254,14 @@ impl Encoder {
             Some(_) => LONGEST_DELTA_BESIDE_PACKING,
             None => LONGEST_DELTA,
         };
-        let (slot, round, into) = (batch.slot, batch.round, &mut self.deltas);
-        match self.hot.delta(slot, page, round, sent, hash, content, into, limit) {
+        match self.hot.delta(version, &mut self.deltas, limit) {
             Delta::Made => {
                 if !continues {
-                    self.base_sum = (before, 0);
+                    self.base_sum = BaseSum { at: before, sum: 0 };
                 }
-                let (at, sum) = self.base_sum;
-                let sum = sum.wrapping_add(sent);
-                self.base_sum = (at, sum);
-                self.deltas[at..at + BASE_SUM_BYTES].copy_from_slice(&sum.to_le_bytes());
+                let BaseSum { at, sum } = &mut self.base_sum;
+                *sum = sum.wrapping_add(sent_hash.get());
+                self.deltas[*at..*at + BASE_SUM_BYTES].copy_from_slice(&sum.to_le_bytes());
                 true
             }
             other => {
@@ -324,16 +326,6 @@ impl Encoder {
     }
 }
 
-/// Facts about a page that decide its encoding.
-#[derive(Clone, Copy)]
-struct Look<'a> {
-    page: u64,
-    content: &'a [u8],
-    hash: u64,
-    /// Hash of the page as last sent; 0 if it was never sent.
-    sent: u64,
-}
-
 /// The packed pages and the deltas, contiguous, `length` bytes in all.
 fn gather<'a>(
     gathered: &'a mut GuestBytes,
@@ -385,7 +377,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_compressor_that_fails_is_named_with_the_pages() {
+    fn failed_compressor_is_named_with_the_pages() {
         struct Broken;
         impl Compress for Broken {
             fn compress(&mut self, _: &[u8], _: &mut [u8]) -> Result<Option<usize>, CompressError> {

@@ -1,5 +1,6 @@
 //! The hash of every page as last sent or last placed, and the sum of all hashes.
 
+use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use vmferry_memory::{GuestMemory, SlotId};
@@ -14,6 +15,12 @@ pub struct PageHashes {
     slots: Vec<Vec<AtomicU64>>,
     sum: AtomicU64,
 }
+
+/// How the pages of a frame change the sum. The changes of a frame are accumulated and added once,
+/// to avoid contention between lanes for the sum's cache line.
+#[derive(Debug, Default)]
+#[must_use = "the sum is wrong until the change is added"]
+pub struct SumChange(u64);
 
 impl PageHashes {
     /// Hashes for this memory, with no page recorded.
@@ -42,20 +49,25 @@ impl PageHashes {
         self.get(slot, page).is_some()
     }
 
-    /// Replaces a page's hash and returns the resulting change of the sum. The caller accumulates
-    /// the changes of a frame and [adds](Self::add) them once, to avoid contention between lanes
-    /// for the sum's cache line.
-    #[must_use]
-    pub fn replace(&self, slot: SlotId, page: u64, hash: u64) -> u64 {
-        let old = self.at(slot, page).map_or(0, |at| at.swap(hash, Ordering::Relaxed));
-        hash.wrapping_sub(old)
+    /// Replaces a page's hash, and returns the previous one if the page was ever recorded. The
+    /// caller [adds](Self::add) the change to the sum.
+    pub fn replace(
+        &self,
+        slot: SlotId,
+        page: u64,
+        hash: u64,
+        change: &mut SumChange,
+    ) -> Option<NonZeroU64> {
+        let previous = self.at(slot, page).map_or(0, |at| at.swap(hash, Ordering::Relaxed));
+        change.0 = change.0.wrapping_add(hash).wrapping_sub(previous);
+        NonZeroU64::new(previous)
     }
 
     /// Adds a change to the sum.
-    pub fn add(&self, change: u64) {
+    pub fn add(&self, change: SumChange) {
         // Relaxed is enough: before the sum is read, a channel or a lock has synchronized the
         // reader with all lanes.
-        self.sum.fetch_add(change, Ordering::Relaxed);
+        self.sum.fetch_add(change.0, Ordering::Relaxed);
     }
 
     /// The digest: the wrapping sum of all hashes.
@@ -81,9 +93,11 @@ mod tests {
         let memory = GuestMemory::allocate(&layout, MemoryKind::Private).unwrap();
         let hashes = PageHashes::for_memory(&memory);
         assert!(!hashes.knows(SlotId(0), 1));
-        hashes.add(hashes.replace(SlotId(0), 1, 100));
-        hashes.add(hashes.replace(SlotId(0), 2, u64::MAX));
-        hashes.add(hashes.replace(SlotId(0), 1, 7));
+        let mut change = SumChange::default();
+        assert_eq!(hashes.replace(SlotId(0), 1, 100, &mut change), None);
+        assert_eq!(hashes.replace(SlotId(0), 2, u64::MAX, &mut change), None);
+        assert_eq!(hashes.replace(SlotId(0), 1, 7, &mut change), NonZeroU64::new(100));
+        hashes.add(change);
         assert_eq!(hashes.sum(), 7_u64.wrapping_add(u64::MAX));
         assert!(hashes.knows(SlotId(0), 1));
         assert!(!hashes.knows(SlotId(0), 9));

@@ -10,8 +10,10 @@
 //! copied, well under a microsecond, and neighboring pages are in different shards.
 
 use std::fmt;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::num::NonZeroU64;
+use std::ops::Range;
 
+use parking_lot::{Mutex, MutexGuard};
 use vmferry_memory::{GuestBytes, PAGE_SIZE, SlotId};
 use zerocopy::FromZeros;
 
@@ -23,6 +25,23 @@ const WAYS: usize = 4;
 
 /// Many more than there are workers, so that two workers rarely need the same lock.
 const SHARDS: usize = 64;
+
+/// A page whose new version is about to be sent.
+#[derive(Clone, Copy, Debug)]
+pub struct PageVersion<'a> {
+    /// The slot.
+    pub slot: SlotId,
+    /// The page's index in the slot.
+    pub page: u64,
+    /// The number of the round.
+    pub round: u32,
+    /// Hash of the page as last sent; `None` if it never was.
+    pub sent_hash: Option<NonZeroU64>,
+    /// Hash of the new version.
+    pub new_hash: u64,
+    /// The new version, [`PAGE_SIZE`] bytes.
+    pub content: &'a [u8],
+}
 
 /// Result of `HotPages::delta`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,33 +106,21 @@ impl HotPages {
         Self { shards: (0..shards).map(shard).collect(), sets, ways }
     }
 
-    /// Appends to `into` the [delta](encode_delta) that turns the page as it was last sent into
-    /// `content`, if that version is held and the delta is not longer than `limit` bytes. In any
-    /// case `content` is kept as the page's new version, if there is space for it.
+    /// Appends to `into` the [delta](encode_delta) that turns the page as it was last sent into its
+    /// new version, if the former is held and the delta is not longer than `limit` bytes. In any
+    /// case the new version is kept, if there is space for it.
     ///
-    /// `page` is the index in `slot`; two workers must not call this for the same page at the same
-    /// time. `round` is the number of the round. `sent_hash` is the hash of the page as last sent,
-    /// 0 if it never was; `new_hash` is the hash of `content`, which has [`PAGE_SIZE`] bytes.
-    #[expect(clippy::too_many_arguments, reason = "all of a page, once per page")]
-    pub fn delta(
-        &self,
-        slot: SlotId,
-        page: u64,
-        round: u32,
-        sent_hash: u64,
-        new_hash: u64,
-        content: &[u8],
-        into: &mut GuestBytes,
-        limit: usize,
-    ) -> Delta {
-        let Some((mut shard, set, tag)) = self.find(slot, page, content) else {
+    /// Two workers must not call this for the same page at the same time.
+    pub fn delta(&self, version: PageVersion<'_>, into: &mut GuestBytes, limit: usize) -> Delta {
+        let PageVersion { slot, page, round, sent_hash, new_hash, content } = version;
+        let Some(Found { mut shard, set, tag }) = self.find(slot, page, content) else {
             return Delta::NotHeld;
         };
         let Some(entry) = shard.entry(&set, tag) else {
             shard.admit(set, tag, round, new_hash, content);
             return Delta::NotHeld;
         };
-        if sent_hash == 0 || shard.hashes[entry] != sent_hash {
+        if sent_hash.is_none_or(|sent| shard.hashes[entry] != sent.get()) {
             shard.store(entry, round, new_hash, content);
             return Delta::NotHeld;
         }
@@ -131,25 +138,26 @@ impl HotPages {
         Delta::Made
     }
 
-    /// As `delta`, for a destination without guest memory, which keeps the pages
-    /// too, each in the entry that the result names. The base of a delta is the version that both
+    /// As `delta`, for a destination without guest memory, which keeps the pages too, each in the
+    /// entry that the result names. The base of a delta is the version that both
     /// sides have kept, whichever version was sent last. Calls must be in the order in which the
     /// pages are sent.
     pub fn exchange(
         &self,
-        page: (SlotId, u64),
+        slot: SlotId,
+        page: u64,
         round: u32,
         content: &[u8],
         into: &mut GuestBytes,
         limit: usize,
     ) -> Exchange {
-        let Some((mut shard, set, tag)) = self.find(page.0, page.1, content) else {
+        let Some(Found { mut shard, set, tag }) = self.find(slot, page, content) else {
             return Exchange::NotHeld;
         };
         // Entries of a set are adjacent in a shard, and sets are assigned to the shards in turn.
         let (ways, first) = (self.ways, set.start);
         let number = |entry: usize, in_all: usize| (in_all * ways + entry - first) as u32;
-        let in_all = self.set_of(page.0, page.1);
+        let in_all = self.set_of(slot, page);
         let Some(entry) = shard.entry(&set, tag) else {
             shard.admit(set.clone(), tag, round, KEPT, content);
             let admitted = shard.entry(&set, tag);
@@ -174,20 +182,21 @@ impl HotPages {
     /// Number of pages that are held.
     #[must_use]
     pub fn held_pages(&self) -> u64 {
-        self.shards.iter().map(|shard| lock(shard).held).sum()
+        self.shards.iter().map(|shard| shard.lock().held).sum()
     }
 
-    /// The page's shard, locked, the page's entries in it, and its tag.
+    /// Where the page may be held. `None` if it can't be held.
     fn find(&self, slot: SlotId, page: u64, content: &[u8]) -> Option<Found<'_>> {
         if self.sets == 0 || content.len() != PAGE_SIZE {
             return None;
         }
         let set = self.set_of(slot, page);
-        let shard = lock(&self.shards[set % self.shards.len()]);
+        let shard = self.shards[set % self.shards.len()].lock();
         let first = set / self.shards.len() * self.ways;
         // The tag cannot overflow: a slot of 2^48 pages would be 2^60 bytes.
         let tag = (u64::from(slot.0) << 48 | page).wrapping_add(1);
-        (first + self.ways <= shard.tags.len()).then_some((shard, first..first + self.ways, tag))
+        let set = first..first + self.ways;
+        (set.end <= shard.tags.len()).then_some(Found { shard, set, tag })
     }
 
     /// The number of the page's set. There must be at least one set.
@@ -199,12 +208,17 @@ impl HotPages {
     }
 }
 
-type Set = std::ops::Range<usize>;
-type Found<'a> = (MutexGuard<'a, Shard>, Set, u64);
+/// The entries of a set in its shard.
+type Set = Range<usize>;
 
-/// A poisoned lock is used: the hash of an entry is 0 while it is written, so it is not used.
-fn lock(shard: &Mutex<Shard>) -> MutexGuard<'_, Shard> {
-    shard.lock().unwrap_or_else(PoisonError::into_inner)
+/// Where a page may be held. After a panic in another worker an entry's content may be incomplete;
+/// its hash is 0 then, so it is not used.
+struct Found<'a> {
+    shard: MutexGuard<'a, Shard>,
+    /// The entries that the page may be held in.
+    set: Set,
+    /// The page's tag.
+    tag: u64,
 }
 
 impl Shard {

@@ -26,7 +26,8 @@ fn keep(store: &HotPages, page: u64, round: u32) {
 
 /// Keeps a page that was never sent.
 fn keep_content(store: &HotPages, slot: SlotId, page: u64, round: u32, hash: u64, content: &[u8]) {
-    let found = store.delta(slot, page, round, 0, hash, content, &mut GuestBytes::new(), PAGE_SIZE);
+    let version = PageVersion { slot, page, round, sent_hash: None, new_hash: hash, content };
+    let found = store.delta(version, &mut GuestBytes::new(), PAGE_SIZE);
     assert_eq!(found, Delta::NotHeld);
 }
 
@@ -34,7 +35,7 @@ fn keep_content(store: &HotPages, slot: SlotId, page: u64, round: u32, hash: u64
 fn holds(store: &HotPages, slot: SlotId, page: u64) -> bool {
     store
         .find(slot, page, &[0; PAGE_SIZE])
-        .is_some_and(|(shard, set, tag)| shard.entry(&set, tag).is_some())
+        .is_some_and(|found| found.shard.entry(&found.set, found.tag).is_some())
 }
 
 /// A migration's use of the store.
@@ -50,8 +51,9 @@ impl Source<'_> {
         let new_hash = page_hash(content, slot, page);
         let (base, sent_hash) = self.sent.get(&(slot, page)).cloned().unwrap_or_default();
         let mut into = GuestBytes::from(*b"before");
-        let (store, hashes) = (self.store, (sent_hash, new_hash));
-        match store.delta(slot, page, round, hashes.0, hashes.1, content, &mut into, limit) {
+        let sent_hash = NonZeroU64::new(sent_hash);
+        let version = PageVersion { slot, page, round, sent_hash, new_hash, content };
+        match self.store.delta(version, &mut into, limit) {
             Delta::Made => {
                 let (mut record, mut held) = (&into[6..], base);
                 assert!(record.len() <= limit);
@@ -59,7 +61,7 @@ impl Source<'_> {
                 assert!(record.is_empty() && held == content, "page {page} of {slot}");
                 self.made += 1;
             }
-            Delta::TooLong => assert_ne!(sent_hash, 0),
+            Delta::TooLong => assert!(sent_hash.is_some()),
             Delta::NotHeld => {}
         }
         assert_eq!(&into[..6], b"before");
@@ -119,7 +121,9 @@ fn a_page_of_too_many_changes_is_kept_for_the_next_time() {
     let store = store(8);
     let mut into = GuestBytes::new();
     let mut delta = |round, sent, new: u64, limit| {
-        store.delta(SLOT, 1, round, sent, new, &content(new), &mut into, limit)
+        let (sent_hash, content) = (NonZeroU64::new(sent), &content(new));
+        let version = PageVersion { slot: SLOT, page: 1, round, sent_hash, new_hash: new, content };
+        store.delta(version, &mut into, limit)
     };
     assert_eq!(delta(1, 0, 11, 1000), Delta::NotHeld);
     assert_eq!(delta(2, 11, 12, 1000), Delta::TooLong);
@@ -184,7 +188,10 @@ fn nothing_is_held_without_room_nor_of_another_size() {
     for store in [HotPages::new(0), HotPages::new(PAGE_SIZE as u64 - 1)] {
         keep(&store, 1, 1);
         let mut into = GuestBytes::new();
-        let found = store.delta(SLOT, 1, 2, 2, 3, &[0; PAGE_SIZE], &mut into, PAGE_SIZE);
+        let (sent_hash, content) = (NonZeroU64::new(2), &[0; PAGE_SIZE]);
+        let version =
+            PageVersion { slot: SLOT, page: 1, round: 2, sent_hash, new_hash: 3, content };
+        let found = store.delta(version, &mut into, PAGE_SIZE);
         assert_eq!((found, store.held_pages(), into.len()), (Delta::NotHeld, 0, 0));
     }
     let store = store(8);

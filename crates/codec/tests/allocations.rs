@@ -5,9 +5,12 @@
 
 mod counting;
 
+use std::num::NonZeroU64;
+
 use counting::allocations;
 use vmferry_codec::{
-    Compressors, Decompressors, HotPages, Method, apply_delta, encode_delta, looks_random,
+    Compressors, Decompressors, HotPages, Method, PageVersion, apply_delta, encode_delta,
+    looks_random,
 };
 use vmferry_memory::{GuestBytes, PAGE_SIZE, SlotId};
 
@@ -102,11 +105,19 @@ fn deltas_and_hot_pages_allocate_nothing() {
             for number in 0..100 {
                 page[number as usize * 40] ^= 1;
                 into.clear();
-                let (sent, new) = (u64::from(round), u64::from(round) + 1);
+                let version = PageVersion {
+                    slot: SlotId(0),
+                    page: number,
+                    round,
+                    sent_hash: NonZeroU64::new(round.into()),
+                    new_hash: u64::from(round) + 1,
+                    content: &page,
+                };
                 let limit = if number % 2 == 0 { PAGE_SIZE } else { 3 };
-                store.delta(SlotId(0), number, round, sent, new, &page, &mut into, limit);
+                store.delta(version, &mut into, limit);
                 into.clear();
-                store.delta(SlotId(1), number, round, 0, new, &page, &mut into, limit);
+                let never_sent = PageVersion { slot: SlotId(1), sent_hash: None, ..version };
+                store.delta(never_sent, &mut into, limit);
             }
             into.clear();
             assert!(encode_delta(&base, &page, &mut into, PAGE_SIZE));

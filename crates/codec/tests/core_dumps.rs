@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use dumps::{PAGES, PATTERN, fill, hold, is_kept_out, order};
 use vmferry_codec::{
-    Choice, Compressors, Decompressors, DeltaUse, EncodedFrame, Frame, HotPages, PageMark, Piece,
-    StreamDecoder, StreamEncoder,
+    Choice, Compressors, Decompressors, DeltaUse, EncodedFrame, Frame, HotPages, PageMark,
+    PageVersion, Piece, StreamDecoder, StreamEncoder,
 };
 use vmferry_memory::{GuestBytes, PAGE_SIZE, SlotId};
 
@@ -44,7 +44,15 @@ fn child_process_of_the_test() {
         fill(number, &mut page);
         match kind.as_str() {
             "hot" => {
-                hot.delta(SlotId(0), number, 1, 0, 1, &page[..], &mut deltas, 0);
+                let version = PageVersion {
+                    slot: SlotId(0),
+                    page: number,
+                    round: 1,
+                    sent_hash: None,
+                    new_hash: 1,
+                    content: &page[..],
+                };
+                hot.delta(version, &mut deltas, 0);
             }
             "frame" => {
                 let pages = frame.pages_mut(PAGES as usize);

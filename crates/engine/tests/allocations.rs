@@ -17,8 +17,8 @@ use parking_lot::Mutex;
 use support::content::{content, let_work_between_rounds, mixed_guest};
 use support::{DestinationGuest, Guest, PAGES, Scenario, address, owned, test_all};
 use vmferry::data::destination::place::{FrameReader, PlacedCounters, Placer, is_placed_at_once};
-use vmferry::data::source::encode::PageEncoder;
-use vmferry::data::source::plan::{Job, LanePlan, Task};
+use vmferry::data::source::page_encoder::PageEncoder;
+use vmferry::data::source::plan::{LanePlan, Planned, RoundOrder};
 use vmferry::source::{Report, SourceOutcome};
 use vmferry_codec::{
     Choice, Compressors, Decompressors, DeltaUse, EncodedFrame, Frame, HotPages, Method, PageHashes,
@@ -32,6 +32,7 @@ static ALONE: Mutex<()> = Mutex::new(());
 struct Path {
     source: GuestMemory,
     sequence: u64,
+    log: Arc<()>,
     plan: LanePlan,
     encoder: PageEncoder,
     encoded: EncodedFrame,
@@ -57,7 +58,8 @@ impl Path {
         let hot = Arc::new(HotPages::new(PAGES << 12));
         Self {
             sequence: 0,
-            plan: LanePlan::new(0, 1, Arc::new(())),
+            log: Arc::new(()),
+            plan: LanePlan::new(0, 1),
             encoder: PageEncoder::new(
                 source.clone(),
                 Arc::clone(&hashes[0]),
@@ -83,15 +85,23 @@ impl Path {
     /// Sends all pages once. Returns the number of frames.
     fn round(&mut self, round: u32, choice: Choice) -> u64 {
         let pages = Arc::clone(&self.pages);
-        self.plan.begin(Job { round, rearm: true, pages, last: None, zero: None, hinted: None });
+        self.plan.begin(RoundOrder {
+            round,
+            log: self.log.clone(),
+            rearm_first: true,
+            pages,
+            deferred: None,
+            zero: None,
+            hinted: None,
+        });
         let mut frames = 0;
-        while let Some(task) = self.plan.next(64, 1000).unwrap() {
-            match task {
-                Task::Pages(batch) => {
+        while let Some(planned) = self.plan.next(64, 1000).unwrap() {
+            match planned {
+                Planned::Pages(batch) => {
                     self.encoder.encode(0, &batch, &mut self.encoded, choice).unwrap();
                 }
-                Task::EndOfRound { round, .. } => self.encoded.end_of_round(round),
-                Task::Wait => unreachable!("there are no hints"),
+                Planned::EndOfRound { round, .. } => self.encoded.end_of_round(round),
+                Planned::Wait => unreachable!("there are no hints"),
             }
             self.sequence += 1;
             self.encoded.set_sequence(self.sequence);

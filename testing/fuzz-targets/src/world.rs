@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::io::Read;
 
-use vmferry_codec::{CodecError, Decoder, Frame, PageHashes, PlacedPages, ReadError};
+use vmferry_codec::{CodecError, Decoder, Frame, PageHashes, PlacedPages, ReadError, SumChange};
 use vmferry_memory::{
     GuestMemory, MemoryKind, PAGE_SIZE, PageRun, SlotId, SlotLayout, is_zero, page_hash,
 };
@@ -111,13 +111,15 @@ impl World {
             return;
         }
         self.changed = false;
+        let mut change = SumChange::default();
         let contents = self.base.chunks_exact(PAGE_SIZE).zip(self.content.chunks_exact(PAGE_SIZE));
         for ((run, (base, content)), hash) in all_pages().zip(contents).zip(&self.base_hashes) {
             if base != content {
                 self.memory.copy_in(run, base).unwrap();
             }
-            self.hashes.add(self.hashes.replace(run.slot, run.first, *hash));
+            self.hashes.replace(run.slot, run.first, *hash, &mut change);
         }
+        self.hashes.add(change);
         self.content.copy_from_slice(&self.base);
     }
 

@@ -6,9 +6,10 @@ use vmferry_wire::{
 };
 
 use super::kept::{Kept, KeptPages};
-use crate::decode::{CodecError, Frame};
 use crate::decompress::Decompressors;
 use crate::delta::apply_delta;
+use crate::error::CodecError;
+use crate::received_frame::Frame;
 
 /// A decoded piece.
 #[derive(Clone, Copy, Debug)]

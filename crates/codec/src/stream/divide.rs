@@ -98,8 +98,8 @@ impl EncodedFrame {
             division.push(Part::Bytes, mark.at - at);
             at = mark.at + PAGE_SIZE;
             let exchanged = if choice.delta == DeltaUse::Make {
-                let (page, into) = ((mark.slot, mark.page), &mut division.deltas);
-                kept.exchange(page, piece.round, content, into, limit)
+                let (round, into) = (piece.round, &mut division.deltas);
+                kept.exchange(mark.slot, mark.page, round, content, into, limit)
             } else {
                 Exchange::NotHeld
             };

@@ -1,6 +1,6 @@
 //! Receiving frames. Their pages are placed in memory, or for carried guests written into a VMM.
 
-pub(crate) mod lanes;
+pub(crate) mod memory_lanes;
 pub mod place;
-pub(crate) mod streams;
+pub(crate) mod stream_lanes;
 pub(crate) mod target;

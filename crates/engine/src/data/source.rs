@@ -1,12 +1,10 @@
 //! Sending: each lane's plan of pages, the frames made from them, and the streams of carried
-//! guests.
+//! guests. A page's way is in [`lane`]: plan, encode, queue, send, acknowledge.
 
 pub mod chooser;
-pub mod encode;
 pub(crate) mod lane;
-pub(crate) mod outgoing;
-pub mod plan;
-pub(crate) mod pool;
-pub(crate) mod signal;
+pub mod page_encoder;
 pub(crate) mod streams;
-pub(crate) mod window;
+pub(crate) mod workers;
+
+pub use lane::plan;

@@ -10,7 +10,7 @@ use vmferry_memory::{GuestMemory, PAGE_SIZE, PageSet, SlotLayout};
 use vmferry_wire::{ControlMessage, MAX_FREE_RUNS};
 
 use super::hinted::Hinted;
-use crate::data::source::signal::Signal;
+use crate::data::source::lane::Signal;
 use crate::error::MigrateError;
 use crate::vmm::free_pages::{FreePageHints, FreePages, Look};
 

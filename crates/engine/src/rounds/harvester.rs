@@ -9,7 +9,7 @@ use vmferry_dirty::DirtyLog;
 use vmferry_memory::{GuestMemory, PageSet};
 
 use super::freed::Freed;
-use crate::data::source::plan::Job;
+use crate::data::source::plan::RoundOrder;
 use crate::error::MigrateError;
 
 /// What is pending, and where it comes from.
@@ -152,13 +152,13 @@ impl Harvester {
         self.spare = PageSet::for_memory(&self.memory);
     }
 
-    /// The work of a round. `rearm`: the guest runs. Pages that were in the round before too go
+    /// The pages to send in a round. `rearm`: the guest runs. Pages that were in the round before too go
     /// last, and in the first round those that may turn out to be free. Every lane has reported the
     /// end of the round before.
     ///
     /// # Errors
     /// What the log says.
-    pub fn job(&mut self, round: u32, rearm: bool) -> Result<Job, MigrateError> {
+    pub fn order(&mut self, round: u32, rearm: bool) -> Result<RoundOrder, MigrateError> {
         if rearm && round > 1 && self.freed.can_ask() {
             let protect = self.does(Omission::ProtectionOfHints);
             self.freed.ask(&*self.log, &self.pending, protect)?;
@@ -174,11 +174,12 @@ impl Harvester {
         if round > 1 {
             self.before.union_with(&self.pending);
         }
-        Ok(Job {
+        Ok(RoundOrder {
             round,
-            rearm: rearm && self.freed.hinted().is_none(),
+            log: Arc::clone(&self.log),
+            rearm_first: rearm && self.freed.hinted().is_none(),
             pages: Arc::clone(&self.pending),
-            last: (!self.last.is_empty()).then(|| Arc::clone(&self.last)),
+            deferred: (!self.last.is_empty()).then(|| Arc::clone(&self.last)),
             zero: self.freed.zero(),
             hinted: self.freed.hinted(),
         })

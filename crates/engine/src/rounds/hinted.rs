@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use vmferry_memory::traverse::{BLOCK_PAGES, BLOCK_WORDS, WORD_BITS};
 use vmferry_memory::{PAGE_SIZE, PageBitmap, PageSet, SlotId, SlotLayout};
 
-use crate::data::source::signal::Signal;
+use crate::data::source::lane::Signal;
 
 /// Words per part, for 128 MiB of guest memory.
 const PART_WORDS: usize = 512;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use vmferry::data::source::plan::{Job, Task};
+use vmferry::data::source::plan::{Planned, RoundOrder};
 use vmferry::link::{channel_name, lost};
 use vmferry::machine::source::io::Input;
 use vmferry::rounds::tracker::LaneTotals;
@@ -38,9 +38,9 @@ impl Process {
         guest: &Guest,
         network: &mut Network,
     ) -> Result<(), MigrateError> {
-        let job = self.harvester.job(round, rearm)?;
+        let order = self.harvester.order(round, rearm)?;
         for lane in 0..self.channels {
-            self.make_frames(lane, job.clone(), rearm, guest, network)?;
+            self.make_frames(lane, order.clone(), rearm, guest, network)?;
             self.send_queued(lane, network);
         }
         Ok(())
@@ -50,38 +50,38 @@ impl Process {
     fn make_frames(
         &mut self,
         number: u8,
-        job: Job,
+        order: RoundOrder,
         guest_runs: bool,
         guest: &Guest,
         network: &mut Network,
     ) -> Result<(), MigrateError> {
         let mut totals = LaneTotals::default();
         let lane = &mut self.lanes[usize::from(number)];
-        lane.plan.begin(job);
+        lane.plan.begin(order);
         loop {
             let (frame_pages, rearm_pages) =
                 (40 + network.rng.usize(..60), 1 + network.rng.u64(..600));
-            let Some(task) = lane.plan.next(frame_pages, rearm_pages)? else { break };
+            let Some(planned) = lane.plan.next(frame_pages, rearm_pages)? else { break };
             if guest_runs {
                 let writes = network.rng.usize(..3);
                 guest.work(&mut network.rng, writes);
             }
             let mut frame = EncodedFrame::new();
-            let end = match task {
-                Task::Pages(batch) => {
+            let end = match planned {
+                Planned::Pages(batch) => {
                     let choice = CHOICES[network.rng.usize(..CHOICES.len())];
                     let counts = self.encoder.encode(number, &batch, &mut frame, choice)?;
                     totals.pages.raw += counts.content_pages();
                     totals.pages.zero += counts.zero_pages;
                     None
                 }
-                Task::EndOfRound { round, free, .. } => {
+                Planned::EndOfRound { round, free_pages, .. } => {
                     frame.end_of_round(round);
-                    totals.free_pages = free;
+                    totals.free_pages = free_pages;
                     Some(totals)
                 }
-                // Nothing is withheld here.
-                Task::Wait => continue,
+                // Nothing is held back here.
+                Planned::Wait => continue,
             };
             lane.sequence += 1;
             frame.set_sequence(lane.sequence);

@@ -2,7 +2,6 @@
 //! outlives its channel.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::time::Duration;
 
 use vmferry::data::source::plan::LanePlan;
@@ -48,7 +47,7 @@ impl Process {
             let channel = network.open();
             network.send(channel, Host::Destination, "greeting", hello(Role::Data, number, token));
             self.lanes.push(Lane {
-                plan: LanePlan::new(number, self.channels, Arc::clone(self.harvester.log())),
+                plan: LanePlan::new(number, self.channels),
                 channel,
                 attempt: 0,
                 greeted: false,

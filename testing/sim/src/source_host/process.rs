@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use vmferry::MigrateError;
 use vmferry::SourceVm;
-use vmferry::data::source::encode::PageEncoder;
+use vmferry::data::source::page_encoder::PageEncoder;
 use vmferry::link::lost;
 use vmferry::machine::source::Source;
 use vmferry::machine::source::io::{Action, Input};

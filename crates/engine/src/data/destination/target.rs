@@ -1,10 +1,11 @@
 //! The target of the received data.
 
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use crossbeam_channel::Sender;
+use parking_lot::Mutex;
 use vmferry_codec::PageHashes;
 use vmferry_memory::GuestMemory;
 use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter};
@@ -158,17 +159,12 @@ impl Target {
     }
 }
 
-/// Locks a mutex even after a panic: the guarded values are changed by single assignments.
-pub fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn ends_of_rounds_are_told_once_until_they_are_taken() {
+    fn lane_ends_notify_once_until_they_are_taken() {
         let ends = LaneEnds::default();
         let told = (1..100_000).filter(|sequence| ends.reach(3, *sequence)).count();
         assert_eq!((told, ends.take(3)), (1, 99_999));

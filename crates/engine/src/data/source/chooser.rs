@@ -12,18 +12,19 @@
 //! The measure is wall time, not CPU time: time that the processors spend on the guest, or on the
 //! other side of a migration on the same host, is not available for encoding.
 
+mod link;
 mod model;
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Mutex, MutexGuard};
 use vmferry_codec::{Choice, DeltaUse, FrameCounts, Method};
 use vmferry_wire::AlgorithmSet;
 
 use crate::config::compression::FRAME_PAGES;
 use crate::config::compression::{CompressionConfig, CompressionWay, WhenBusy, worker_threads};
-use model::{FIXED, Model, RAW, WAYS};
+use model::{ENCODINGS, FIXED, Model, RAW};
 
 /// The reason for an encoding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,10 +47,10 @@ pub struct Decision {
     /// The reason.
     pub why: Why,
     /// Whether different threads must make frames from now on: with this decision pages begin or
-    /// cease to be sent [without compression](Chooser::is_light), or a trial is due.
+    /// cease to be sent [without compression](Chooser::skips_compression), or a trial is due.
     pub turned: bool,
     /// Index of the encoding, for recording the frame's measurements.
-    way: usize,
+    encoding: usize,
 }
 
 /// Decides and learns.
@@ -68,8 +69,10 @@ pub struct Chooser {
     planning: AtomicU64,
 }
 
-/// The time span of pages that are write-protected in one batch, at the present rate of sending.
-const REARM: Duration = Duration::from_millis(50);
+/// The time span of pages that are write-protected in one batch, at the present rate of sending. A
+/// longer span means fewer interruptions of the vCPUs, and more pages that are written again before
+/// they are read.
+const REARM_SPAN: Duration = Duration::from_millis(50);
 
 impl Chooser {
     /// A chooser without measurements. `cap` is in bytes per second.
@@ -88,13 +91,13 @@ impl Chooser {
         }
     }
 
-    /// The encoding of the next frame. `hungry` means that all channels are idle.
-    pub fn choose(&self, hungry: bool, round: u32) -> Decision {
+    /// The encoding of the next frame. `idle` means that all channels are idle.
+    pub fn choose(&self, idle: bool, round: u32) -> Decision {
         let now = self.started.elapsed();
         let fixed = |method: Option<Method>, delta: bool| {
             let choice = Choice { pack: method, delta: self.delta(delta, round) };
-            let way = if method.is_some() { FIXED } else { RAW };
-            Decision { choice, why: Why::Fixed, turned: false, way }
+            let encoding = if method.is_some() { FIXED } else { RAW };
+            Decision { choice, why: Why::Fixed, turned: false, encoding }
         };
         match self.way {
             CompressionWay::Off => fixed(None, false),
@@ -103,7 +106,7 @@ impl Chooser {
                 // One worker is kept free. Otherwise the channel would be idle as soon as it has
                 // sent the finished frames.
                 let most = self.workers.saturating_sub(1).max(1);
-                let busy = hungry || self.compressing.load(Ordering::Relaxed) >= most;
+                let busy = idle || self.compressing.load(Ordering::Relaxed) >= most;
                 let raw = busy && self.when_busy == WhenBusy::Raw && self.model().raw_is_sooner();
                 if raw {
                     Decision { why: Why::Waiting, ..fixed(None, true) }
@@ -115,18 +118,18 @@ impl Chooser {
             CompressionWay::Auto => {
                 let mut model = self.model();
                 let was_raw = model.is_raw();
-                let (way, why) = model.choose(now, hungry);
+                let (encoding, why) = model.choose(now, idle);
                 let turned = model.is_raw() != was_raw;
                 let delta = model.tries_deltas(round);
-                let choice = Choice { pack: WAYS[way], delta: self.delta(delta, round) };
-                Decision { choice, why, turned, way }
+                let choice = Choice { pack: ENCODINGS[encoding], delta: self.delta(delta, round) };
+                Decision { choice, why, turned, encoding }
             }
         }
     }
 
     /// Whether pages are sent without compression at present. Each channel's thread then makes its
     /// frames itself: it sends them from its own core's cache, and no other thread has to be woken.
-    pub fn is_light(&self) -> bool {
+    pub fn skips_compression(&self) -> bool {
         match self.way {
             CompressionWay::Off | CompressionWay::Delta => true,
             CompressionWay::Fixed(_) => false,
@@ -147,7 +150,7 @@ impl Chooser {
     }
 
     /// The encoding of the next frame that a channel's thread makes, which does not compress.
-    pub fn choose_light(&self, round: u32) -> Decision {
+    pub fn choose_uncompressed(&self, round: u32) -> Decision {
         let (mut delta, mut turned) = (self.way == CompressionWay::Delta, false);
         if self.way == CompressionWay::Auto {
             let mut model = self.model();
@@ -157,7 +160,7 @@ impl Chooser {
         }
         let choice = Choice { pack: None, delta: self.delta(delta, round) };
         let why = if self.way == CompressionWay::Auto { Why::Best } else { Why::Fixed };
-        Decision { choice, why, turned, way: RAW }
+        Decision { choice, why, turned, encoding: RAW }
     }
 
     fn delta(&self, wanted: bool, round: u32) -> DeltaUse {
@@ -167,10 +170,10 @@ impl Chooser {
 
     /// Records a frame that was encoded in this time, including reading.
     pub fn encoded(&self, decision: Decision, counts: FrameCounts, took: Duration) {
-        if decision.way == FIXED {
+        if decision.encoding == FIXED {
             self.compressing.fetch_sub(1, Ordering::Relaxed);
         }
-        self.model().encoded(self.started.elapsed(), decision.way, &counts, took);
+        self.model().encoded(self.started.elapsed(), decision.encoding, &counts, took);
     }
 
     /// Records a frame that a lane's channel has accepted, after the channel had waited for the
@@ -215,7 +218,7 @@ impl Chooser {
     /// The number of pages to write-protect in one batch.
     #[must_use]
     pub fn rearm_pages(&self) -> u64 {
-        (self.model().pages_per_s() * REARM.as_secs_f64()) as u64
+        (self.model().pages_per_s() * REARM_SPAN.as_secs_f64()) as u64
     }
 
     /// The estimated rate of the link in bytes per second, once it was measured.
@@ -225,6 +228,6 @@ impl Chooser {
     }
 
     fn model(&self) -> MutexGuard<'_, Model> {
-        self.model.lock().unwrap_or_else(PoisonError::into_inner)
+        self.model.lock()
     }
 }

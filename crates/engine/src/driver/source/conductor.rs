@@ -12,7 +12,6 @@ use std::time::{Duration, Instant};
 use vmferry_handover::{Resume, VmError};
 
 use crossbeam_channel::{Receiver, Sender};
-use vmferry_codec::EncodedFrame;
 use vmferry_transport::{Dialer, RateLimiter};
 use vmferry_wire::Role;
 
@@ -24,9 +23,8 @@ use crate::config::compression::worker_threads;
 use crate::config::{ConfigError, SourceConfig, window_frames};
 use crate::cpu::CpuMeter;
 use crate::data::source::chooser::Chooser;
-use crate::data::source::lane::{FrameSource, Lane};
-use crate::data::source::signal::Signal;
-use crate::data::source::window::Window;
+use crate::data::source::lane::{LaneSender, LaneSizes, Signal, SourceLane};
+use crate::data::source::page_encoder::PageEncoder;
 use crate::driver::greeting::Purpose;
 use crate::driver::life::Life;
 use crate::error::MigrateError;
@@ -195,8 +193,8 @@ trait GuestSide<V: Resume> {
     /// Carries out an action on the guest.
     fn execute(&mut self, core: &mut Core<'_, V>, action: Action) -> Option<Input>;
 
-    /// The source of a lane's frames.
-    fn frames_of(&mut self, core: &Core<'_, V>, lane: u8) -> FrameSource;
+    /// An encoder for each lane's sender, if senders encode pages themselves.
+    fn sender_encoder(&self, core: &Core<'_, V>) -> Option<PageEncoder>;
 
     /// Called when all lanes have channels.
     fn lanes_are_open(&mut self, core: &Core<'_, V>) -> Result<(), MigrateError>;
@@ -211,7 +209,7 @@ trait GuestSide<V: Resume> {
     /// stream.
     fn give_up(&mut self);
 
-    /// No more frames are wanted, and the lanes' queues are closed.
+    /// No more frames are wanted, and the lanes are closed.
     fn stop(&mut self, core: &mut Core<'_, V>);
 }
 
@@ -229,8 +227,9 @@ struct Core<'a, V: Resume> {
     inputs: (Sender<Input>, Receiver<Input>),
     /// Raised for threads that make frames.
     signal: Arc<Signal>,
-    windows: Vec<Arc<Window<EncodedFrame>>>,
-    lanes: Vec<Lane>,
+    lanes: Vec<Arc<SourceLane>>,
+    /// The senders of the lanes that have channels.
+    senders: Vec<LaneSender>,
     redialler: Redialler,
     limiter: RateLimiter,
     chooser: Arc<Chooser>,
@@ -275,11 +274,16 @@ impl<'a, V: Resume> Core<'a, V> {
         our_side.protocol = channel.version;
         let signal = Arc::new(Signal::default());
         let workers = worker_threads(config.compression.workers);
-        let frames = window_frames(config.channels, workers, Duration::ZERO);
-        let windows: Vec<_> = (0..config.channels)
-            .map(|_| Arc::new(Window::new(frames, Arc::clone(&signal))))
-            .collect();
-        let control = ControlLink::new(dialer, &config, windows.clone(), cpu.clone());
+        let window = window_frames(config.channels, workers, Duration::ZERO);
+        let sizes = LaneSizes { lanes: config.channels, workers, window };
+        let (compression, cap) = (&config.compression, config.max_bandwidth);
+        let chooser = Arc::new(Chooser::new(compression, config.channels, cap));
+        let lane = |number| {
+            let (chooser, signal) = (Arc::clone(&chooser), Arc::clone(&signal));
+            Arc::new(SourceLane::new(number, &sizes, chooser, signal))
+        };
+        let lanes: Vec<_> = (0..config.channels).map(lane).collect();
+        let control = ControlLink::new(dialer, &config, lanes.clone(), cpu.clone());
         let life = match Life::begin(control.slot()) {
             Ok(life) => life,
             Err(source) => {
@@ -299,15 +303,11 @@ impl<'a, V: Resume> Core<'a, V> {
             life,
             inputs,
             signal,
-            windows,
-            lanes: Vec::new(),
+            lanes,
+            senders: Vec::new(),
             redialler: Redialler::new(dialer, &config),
             limiter: RateLimiter::new(config.max_bandwidth),
-            chooser: Arc::new(Chooser::new(
-                &config.compression,
-                config.channels,
-                config.max_bandwidth,
-            )),
+            chooser,
             cpu: cpu.clone(),
             transport: channel.transport.clone(),
             sent_frames: 0,
@@ -403,7 +403,7 @@ impl<'a, V: Resume> Core<'a, V> {
             Action::FitWindows { round_trip } => {
                 let workers = worker_threads(self.config.compression.workers);
                 let frames = window_frames(self.config.channels, workers, round_trip);
-                self.windows.iter().for_each(|window| window.set_limit(frames));
+                self.lanes.iter().for_each(|lane| lane.set_window(frames));
                 None
             }
             Action::Cap(cap) => {
@@ -458,14 +458,14 @@ impl<'a, V: Resume> Core<'a, V> {
         self.control.stop_dialling();
         self.redialler.stop();
         self.signal.close();
-        self.lanes.iter().for_each(Lane::end);
-        // A lane may be waiting for the bandwidth limiter.
+        self.lanes.iter().for_each(|lane| lane.close());
+        // A sender may be waiting for the bandwidth limiter.
         self.limiter.close();
         side.stop(&mut self);
         self.control.say_goodbye();
-        self.lanes.iter().for_each(Lane::close);
+        self.senders.iter().for_each(LaneSender::close_channel);
         self.control.close();
-        self.lanes.clear();
+        self.senders.clear();
         drop(side);
         let mut stats = self.machine.stats().clone();
         stats.planning_cpu_s = self.chooser.planning().as_secs_f64();

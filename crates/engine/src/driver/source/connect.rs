@@ -9,12 +9,11 @@ use vmferry_transport::{Channel, ChannelCloser, ChannelReader, ChannelWriter, Di
 use vmferry_wire::{ControlMessage, Role, SessionId};
 
 use crate::config::Timeouts;
-use crate::data::source::window::Window;
+use crate::data::source::lane::SourceLane;
 use crate::driver::greeting::{Purpose, greet};
 use crate::error::MigrateError;
 use crate::link::{ControlReader, ControlWriter, Speaker};
 use crate::machine::source::io::Input;
-use vmferry_codec::EncodedFrame;
 
 /// A greeted control channel.
 pub struct ControlChannel {
@@ -134,7 +133,7 @@ pub const MOST_HEARD: usize = 256;
 pub fn read_control(
     mut reader: ControlReader<ChannelReader>,
     link: u64,
-    windows: &[Arc<Window<EncodedFrame>>],
+    lanes: &[Arc<SourceLane>],
     inputs: &Sender<FromLink>,
 ) {
     let mut told = Instant::now();
@@ -147,9 +146,9 @@ pub fn read_control(
                     let _ = inputs.send(FromLink { link, input });
                 }
                 if let ControlMessage::Placed { lane, sequence } = message
-                    && let Some(window) = windows.get(usize::from(lane))
+                    && let Some(lane) = lanes.get(usize::from(lane))
                 {
-                    let none_is_out = window.placed(sequence);
+                    let none_is_out = lane.acknowledge(sequence);
                     let crowded = inputs.len() >= MOST_HEARD / 2;
                     if !none_is_out && (crowded || told.elapsed() < PROGRESS_INTERVAL) {
                         continue;

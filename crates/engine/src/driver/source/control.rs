@@ -13,12 +13,11 @@ use super::connect;
 use super::connect::{ControlChannel, FromLink};
 use crate::config::SourceConfig;
 use crate::cpu::CpuMeter;
-use crate::data::source::window::Window;
+use crate::data::source::lane::SourceLane;
 use crate::driver::greeting::Purpose;
 use crate::error::MigrateError;
 use crate::link::{ControlSlot, ControlWriter};
 use crate::machine::source::io::Input;
-use vmferry_codec::EncodedFrame;
 
 /// How long a finished migration waits for the destination to receive the last message and close
 /// the channel.
@@ -30,8 +29,8 @@ pub struct ControlLink {
     session: SessionId,
     versions: RangeInclusive<u16>,
     silence: Duration,
-    /// The lanes' windows, which acknowledgements free.
-    windows: Vec<Arc<Window<EncodedFrame>>>,
+    /// The lanes, whose windows acknowledgements free.
+    lanes: Vec<Arc<SourceLane>>,
     cpu: CpuMeter,
     channel: Option<(Arc<ControlWriter<ChannelWriter>>, ChannelCloser)>,
     /// The session's channel, for keepalives.
@@ -63,7 +62,7 @@ impl ControlLink {
     pub fn new(
         dialer: &Dialer,
         config: &SourceConfig,
-        windows: Vec<Arc<Window<EncodedFrame>>>,
+        lanes: Vec<Arc<SourceLane>>,
         cpu: CpuMeter,
     ) -> Self {
         Self {
@@ -71,7 +70,7 @@ impl ControlLink {
             session: config.session,
             versions: config.protocol.clone(),
             silence: config.timeouts.silence,
-            windows,
+            lanes,
             cpu,
             channel: None,
             slot: Arc::default(),
@@ -134,11 +133,11 @@ impl ControlLink {
     fn listen(&mut self, channel: ControlChannel) -> Result<(), MigrateError> {
         self.number += 1;
         let (link, inputs) = (self.number, self.heard.0.clone());
-        let (windows, cpu) = (self.windows.clone(), self.cpu.clone());
+        let (lanes, cpu) = (self.lanes.clone(), self.cpu.clone());
         let reader = channel.reader;
         let spawned = std::thread::Builder::new().name("control-read".into()).spawn(move || {
             let _cpu = cpu.count_this_thread();
-            connect::read_control(reader, link, &windows, &inputs);
+            connect::read_control(reader, link, &lanes, &inputs);
         });
         self.channel = Some((Arc::new(channel.writer), channel.closer));
         spawned

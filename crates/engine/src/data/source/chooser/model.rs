@@ -1,4 +1,4 @@
-//! The measurements of the link and of each encoding, and the predictions from them.
+//! The costs of each encoding as measured, and the predictions from them.
 
 use std::time::Duration;
 
@@ -7,10 +7,11 @@ use vmferry_memory::PAGE_SIZE;
 use vmferry_wire::AlgorithmSet;
 
 use super::Why;
+use super::link::LinkRate;
 use crate::config::compression::{FRAME_PAGES, MOST_FRAME_PAGES};
 
 /// The encodings that `auto` chooses from, from the cheapest to the strongest.
-pub const WAYS: [Option<Method>; 5] = [
+pub const ENCODINGS: [Option<Method>; 5] = [
     None,
     Some(Method::lz4()),
     Some(Method::zstd(1)),
@@ -21,60 +22,93 @@ pub const WAYS: [Option<Method>; 5] = [
 /// Index of uncompressed pages.
 pub const RAW: usize = 0;
 /// Index of a method that the user has fixed.
-pub const FIXED: usize = WAYS.len();
-const PLACES: usize = WAYS.len() + 1;
+pub const FIXED: usize = ENCODINGS.len();
+/// Number of indices: the encodings of `auto`, and the fixed one.
+const INDICES: usize = ENCODINGS.len() + 1;
 
-/// Optimistic assumptions about an encoding before it was tried: bytes per second and worker, and
-/// the compressed fraction of a page. These are the libraries' rates on program code and text, on a
-/// core of 2023. They only decide whether an encoding is worth a trial.
-const HOPES: [(f64, f64); WAYS.len()] =
-    [(8e9, 1.0), (800e6, 0.4), (600e6, 0.3), (400e6, 0.25), (150e6, 0.2)];
+/// An optimistic assumption about an encoding.
+struct Assumption {
+    /// Bytes per second and worker.
+    bytes_per_s: f64,
+    /// The compressed fraction of a page.
+    compressed_part: f64,
+}
 
-/// Frames with fewer pages are no useful measurement of an encoding.
-const TELLING_PAGES: u64 = 16;
-/// Weight of a new frame, or of a new measurement of the link, in the moving average.
-const NEWS: f64 = 0.2;
-/// The same for a worker's time: for a frame that was faster than usual, and for one that was
-/// slower.
-const GOOD_NEWS: f64 = 0.3;
-const BAD_NEWS: f64 = 0.05;
-/// An encoding is tried again when its last trial was this long ago.
-const STALE: Duration = Duration::from_millis(300);
-/// Number of frames after which an encoding is known.
-const TRIALS: u32 = 3;
-/// A frame's time counts as at most this multiple of the usual time.
-const OUTLIER: f64 = 3.0;
-/// Fraction of a worker's time that trials take at most, approximately.
+const fn assume(bytes_per_s: f64, compressed_part: f64) -> Assumption {
+    Assumption { bytes_per_s, compressed_part }
+}
+
+/// Assumptions until an encoding was tried. These are the libraries' rates on program code and
+/// text, on a core of 2023. They only decide whether an encoding is worth a trial.
+const ASSUMPTIONS: [Assumption; ENCODINGS.len()] = [
+    assume(8e9, 1.0),
+    assume(800e6, 0.4),
+    assume(600e6, 0.3),
+    assume(400e6, 0.25),
+    assume(150e6, 0.2),
+];
+
+/// The assumption for any other encoding: optimistic for every method.
+const ANY_METHOD: Assumption = assume(1e9, 0.2);
+
+/// The link's rate until it was measured: one gigabit per second, less the overhead of TCP.
+const UNKNOWN_LINK: f64 = 117e6;
+
+/// Frames with fewer pages are not measured: the fixed time per frame would count as time for the
+/// pages.
+const LEAST_MEASURED_PAGES: u64 = 16;
+/// Weight of a new frame in the moving averages: a change of the pages counts for two thirds after
+/// five frames, and a single odd frame for a fifth.
+const WEIGHT: f64 = 0.2;
+/// Weight of a frame's time if the frame was faster than the average. A fast frame shows what the
+/// encoding can do, so this is more than [`WEIGHT`].
+const FASTER_WEIGHT: f64 = 0.3;
+/// The same if the frame was slower, mostly because it waited for a processor.
+const SLOWER_WEIGHT: f64 = 0.05;
+/// A frame's time counts as at most this multiple of the average, since a worker that was
+/// interrupted says nothing about the encoding.
+const MOST_SLOWER: f64 = 3.0;
+/// An encoding is tried again when it was last measured this long ago: long against a trial of a
+/// few milliseconds, and short against a round of a large guest.
+const OUTDATED_AFTER: Duration = Duration::from_millis(300);
+/// Number of frames after which an encoding is known. The first frame also pays for creating the
+/// compressor.
+const FRAMES_UNTIL_KNOWN: u32 = 3;
+/// Fraction of a worker's time that trials take at most, approximately: what they find must be
+/// worth more than they cost.
 const TRIAL_PART: f64 = 0.02;
-/// Factor by which another encoding must be better.
+/// Factor by which another encoding must be better. Smaller differences are noise of the
+/// measurement, and would cause constant switching.
 const BETTER: f64 = 1.04;
-/// Compressed fraction of a page above which an encoding is useless.
-const USEFUL: f64 = 0.97;
-/// Encodings whose rates differ by a smaller factor are equivalent.
-const AS_GOOD: f64 = 1.025;
+/// Encodings whose rates differ by a smaller factor are equivalent. Less than [`BETTER`], so that
+/// two encodings are not preferred over each other in turn.
+const EQUIVALENT: f64 = 1.025;
 /// Among equivalent encodings, one is preferred if it takes less than this fraction of the present
-/// one's time.
+/// one's time: the time saved is the guest's.
 const CHEAPER: f64 = 0.7;
-/// A channel's rate is evaluated after this time or this number of bytes.
-const LOOK: (Duration, u64) = (Duration::from_millis(10), 4 << 20);
-/// A channel that was idle for less than this fraction of the time shows the link's rate.
-const IDLE_PART: f64 = 0.1;
-/// Time in which the assumed rate of a link that is never saturated doubles.
-const DOUBLED: Duration = Duration::from_millis(350);
-/// The outcome of the present encoding is evaluated after the first time, and valid for the second.
-const OUTCOME: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(1));
-/// If no frame was made for this long there was nothing to do.
-const PAUSE: Duration = Duration::from_millis(20);
+/// Compressed fraction of a page above which an encoding is useless: the codec itself sends pages
+/// raw if it saves less than a 32nd.
+const LARGEST_USEFUL_PART: f64 = 0.97;
+/// The outcome of the present encoding is evaluated after this time: at 350 Mbit/s, after more than
+/// ten frames.
+const OUTCOME_PERIOD: Duration = Duration::from_millis(100);
+/// An outcome is valid for this time. The other load of the processors may have changed after it.
+const OUTCOME_VALID: Duration = Duration::from_secs(1);
+/// If no frame was made for this long there was nothing to do, as between rounds. No frame takes
+/// this long on a link on which the processors could be the bottleneck.
+const IDLE_GAP: Duration = Duration::from_millis(20);
 /// Until it is known whether deltas are worthwhile, pages are kept for deltas on links slower than
-/// this, in bytes per second.
+/// this, in bytes per second. On a faster link, keeping a page costs as much as sending it.
 const SLOW_LINK: f64 = 400e6;
-/// If a smaller fraction of the kept pages become deltas, deltas are mostly skipped.
+/// If a smaller fraction of the kept pages become deltas, deltas are mostly skipped: nine pages of
+/// ten are compared in vain.
 const FEW_DELTAS: f64 = 0.1;
-/// Deltas are then tried with one frame in this number.
-const DELTA_TRIAL: u32 = 64;
+/// Deltas are then tried with one frame in this number, which costs less than two per cent.
+const DELTA_TRIAL_FRAMES: u32 = 64;
 
+/// What an encoding costs.
 #[derive(Clone, Copy, Debug)]
-struct Way {
+struct EncodingCost {
     /// A worker's time per page with content, in seconds.
     seconds_per_page: f64,
     bytes_per_page: f64,
@@ -101,20 +135,20 @@ struct Tally {
     at: Duration,
 }
 
-impl Way {
+impl EncodingCost {
     /// The average after one more frame.
     fn and(self, seen: Self) -> Self {
-        let mix = |known: f64, seen: f64| known + NEWS * (seen - known);
+        let mix = |known: f64, seen: f64| known + WEIGHT * (seen - known);
         // A slow frame mostly had to wait for a processor, or for memory that was touched for the
         // first time, so a fast one says more about the encoding itself. The yield of the encoding
         // under the present load is measured in its outcome.
         let slower = seen.seconds_per_page > self.seconds_per_page;
-        let news = if slower { BAD_NEWS } else { GOOD_NEWS };
-        let seen_s = seen.seconds_per_page.min(OUTLIER * self.seconds_per_page);
-        let seconds_per_page = if self.frames < TRIALS {
+        let weight = if slower { SLOWER_WEIGHT } else { FASTER_WEIGHT };
+        let seen_s = seen.seconds_per_page.min(MOST_SLOWER * self.seconds_per_page);
+        let seconds_per_page = if self.frames < FRAMES_UNTIL_KNOWN {
             self.seconds_per_page.min(seen_s)
         } else {
-            self.seconds_per_page + news * (seen_s - self.seconds_per_page)
+            self.seconds_per_page + weight * (seen_s - self.seconds_per_page)
         };
         let bytes_per_page = mix(self.bytes_per_page, seen.bytes_per_page);
         let frames = self.frames.saturating_add(1);
@@ -122,25 +156,15 @@ impl Way {
     }
 }
 
-#[derive(Clone, Copy, Debug, Default)]
-struct Lane {
-    bytes: u64,
-    waited: Duration,
-    took: Duration,
-    /// Its rate while it was not idle, in bytes per second.
-    rate: Option<f64>,
-}
-
 /// The measurements and the present choice.
 #[derive(Debug)]
 pub struct Model {
     workers: f64,
-    cap: Option<f64>,
-    lanes: Vec<Lane>,
+    link: LinkRate,
     /// The algorithms that the destination can decode.
     algorithms: AlgorithmSet,
-    ways: [Option<Way>; PLACES],
-    outcomes: [Option<Outcome>; PLACES],
+    costs: [Option<EncodingCost>; INDICES],
+    outcomes: [Option<Outcome>; INDICES],
     tally: Tally,
     current: usize,
     /// The earliest time of the next trial.
@@ -156,11 +180,10 @@ impl Model {
     pub fn new(lanes: u8, workers: usize, cap: Option<u64>) -> Self {
         Self {
             workers: workers as f64,
-            cap: cap.map(|cap| cap as f64),
-            lanes: vec![Lane::default(); usize::from(lanes)],
+            link: LinkRate::new(lanes, cap),
             algorithms: AlgorithmSet::ALL,
-            ways: [None; PLACES],
-            outcomes: [None; PLACES],
+            costs: [None; INDICES],
+            outcomes: [None; INDICES],
             tally: Tally::default(),
             current: RAW,
             next_trial: Duration::ZERO,
@@ -177,25 +200,12 @@ impl Model {
     }
 
     pub fn set_cap(&mut self, cap: Option<u64>) {
-        self.cap = cap.map(|cap| cap as f64);
-        for lane in &mut self.lanes {
-            lane.rate = None;
-        }
+        self.link.set_cap(cap);
     }
 
     /// The rate of all lanes together.
     pub fn link_bytes_per_s(&self) -> Option<f64> {
-        let (mut sum, mut known) = (0.0, 0);
-        for rate in self.lanes.iter().filter_map(|lane| lane.rate) {
-            sum += rate;
-            known += 1;
-        }
-        // A lane that has sent nothing yet is assumed to be like the others.
-        let measured = (known > 0).then(|| sum * self.lanes.len() as f64 / f64::from(known));
-        match (measured, self.cap) {
-            (Some(measured), Some(cap)) => Some(measured.min(cap)),
-            (measured, cap) => measured.or(cap),
-        }
+        self.link.bytes_per_s()
     }
 
     /// The predicted pages with content per second.
@@ -203,32 +213,20 @@ impl Model {
         self.predict(self.current)
     }
 
+    /// Records a frame that a lane's channel has accepted.
     pub fn sent(&mut self, lane: usize, bytes: u64, waited: Duration, took: Duration) {
-        let Some(lane) = self.lanes.get_mut(lane) else { return };
-        lane.bytes += bytes;
-        lane.waited += waited;
-        lane.took += took;
-        if lane.took < LOOK.0 && lane.bytes < LOOK.1 {
-            return;
-        }
-        let (took, all) = (lane.took.as_secs_f64(), (lane.took + lane.waited).as_secs_f64());
-        let seen = lane.bytes as f64 / took.max(1e-9);
-        let busy = lane.waited.as_secs_f64() < IDLE_PART * all;
-        lane.rate = Some(match lane.rate {
-            None => seen,
-            Some(known) if busy => known + NEWS * (seen - known),
-            // The lane could have carried more. Its limit is unknown until it is saturated, so its
-            // assumed rate grows until then.
-            Some(known) => {
-                let grown = known * (all / DOUBLED.as_secs_f64()).exp2();
-                grown.min(seen).max(lane.bytes as f64 / all.max(1e-9))
-            }
-        });
-        (lane.bytes, lane.waited, lane.took) = (0, Duration::ZERO, Duration::ZERO);
+        self.link.sent(lane, bytes, waited, took);
     }
 
-    pub fn encoded(&mut self, now: Duration, way: usize, counts: &FrameCounts, took: Duration) {
-        let mix = |known: f64, seen: f64| known + NEWS * (seen - known);
+    /// Records a frame that was encoded.
+    pub fn encoded(
+        &mut self,
+        now: Duration,
+        encoding: usize,
+        counts: &FrameCounts,
+        took: Duration,
+    ) {
+        let mix = |known: f64, seen: f64| known + WEIGHT * (seen - known);
         let held = counts.delta_pages + counts.rewritten_pages;
         if held > 0 {
             let part = counts.delta_pages as f64 / held as f64;
@@ -238,26 +236,26 @@ impl Model {
         self.zero_part = mix(self.zero_part, counts.zero_pages as f64 / all.max(1) as f64);
         self.tally(now, counts.content_pages());
         let pages = counts.raw_pages + counts.packed_pages;
-        if pages < TELLING_PAGES || counts.delta_pages > pages {
+        if pages < LEAST_MEASURED_PAGES || counts.delta_pages > pages {
             return;
         }
-        let Some(known) = self.ways.get_mut(way) else { return };
+        let Some(known) = self.costs.get_mut(encoding) else { return };
         // Deltas in the frame are compressed too, and count with their small size.
         let bytes = counts.raw_pages as f64 * PAGE_SIZE as f64 + counts.packed_bytes as f64;
-        let seen = Way {
+        let seen = EncodingCost {
             seconds_per_page: took.as_secs_f64() / pages as f64,
             bytes_per_page: bytes / pages as f64,
             at: now,
             frames: 1,
         };
-        let first = known.is_none_or(|known| known.frames < TRIALS);
+        let first = known.is_none_or(|known| known.frames < FRAMES_UNTIL_KNOWN);
         let learnt = match *known {
-            Some(known) if now <= known.at + STALE => known.and(seen),
+            Some(known) if now <= known.at + OUTDATED_AFTER => known.and(seen),
             // An old measurement may have been of different pages.
             _ => seen,
         };
         *known = Some(learnt);
-        if way != self.current {
+        if encoding != self.current {
             let rest = if first { Duration::ZERO } else { took.div_f64(TRIAL_PART * self.workers) };
             self.next_trial = now + rest;
         }
@@ -267,12 +265,12 @@ impl Model {
     fn tally(&mut self, now: Duration, pages: u64) {
         let since = now.saturating_sub(self.tally.at);
         self.tally.at = now;
-        if since > PAUSE {
+        if since > IDLE_GAP {
             return;
         }
         self.tally.pages += pages;
         self.tally.busy += since;
-        if self.tally.busy >= OUTCOME.0 {
+        if self.tally.busy >= OUTCOME_PERIOD {
             let seen = self.tally.pages as f64 / self.tally.busy.as_secs_f64();
             let before = self.outcomes[self.current].map_or(seen, |known| known.pages_per_s);
             let pages_per_s = f64::midpoint(before, seen);
@@ -280,7 +278,7 @@ impl Model {
             self.tally = Tally { at: now, ..Tally::default() };
         }
         for outcome in &mut self.outcomes {
-            *outcome = outcome.filter(|outcome| now <= outcome.at + OUTCOME.1);
+            *outcome = outcome.filter(|outcome| now <= outcome.at + OUTCOME_VALID);
         }
     }
 
@@ -292,22 +290,22 @@ impl Model {
     }
 
     /// The encoding of the next frame.
-    pub fn choose(&mut self, now: Duration, hungry: bool) -> (usize, Why) {
+    pub fn choose(&mut self, now: Duration, idle: bool) -> (usize, Why) {
         let Some(link) = self.link_bytes_per_s() else { return (RAW, Why::Best) };
         self.settle(link);
         if now >= self.next_trial
-            && let Some(way) = self.worth_a_trial(now, link)
+            && let Some(encoding) = self.worth_a_trial(now, link)
         {
             // No further trial before this one is measured.
-            self.next_trial = now + STALE;
-            return (way, Why::Trial);
+            self.next_trial = now + OUTDATED_AFTER;
+            return (encoding, Why::Trial);
         }
-        if hungry {
+        if idle {
             // A single frame does not wait for the combined rate of the workers but for one of
             // them.
             let sooner =
                 |a: &usize, b: &usize| self.arrives(*a, link).total_cmp(&self.arrives(*b, link));
-            let known = (0..WAYS.len()).filter(|way| self.is_useful(*way));
+            let known = (0..ENCODINGS.len()).filter(|encoding| self.is_useful(*encoding));
             return (known.min_by(sooner).unwrap_or(RAW), Why::Waiting);
         }
         (self.current, Why::Best)
@@ -334,7 +332,7 @@ impl Model {
     /// Whether a frame that an idle channel waits for arrives sooner uncompressed than with the
     /// fixed method.
     pub fn raw_is_sooner(&self) -> bool {
-        let measured = self.ways[FIXED].is_some();
+        let measured = self.costs[FIXED].is_some();
         self.link_bytes_per_s()
             .is_some_and(|link| measured && self.arrives(RAW, link) < self.arrives(FIXED, link))
     }
@@ -347,81 +345,85 @@ impl Model {
             // Keeping a page costs as much as sending it on a fast link.
             None => self.link_bytes_per_s().is_some_and(|link| link < SLOW_LINK),
         };
-        round > 1 && (likely || self.frames.is_multiple_of(DELTA_TRIAL))
+        round > 1 && (likely || self.frames.is_multiple_of(DELTA_TRIAL_FRAMES))
     }
 
     /// Switches to an encoding that is clearly better, or equivalent and clearly cheaper.
     fn settle(&mut self, link: f64) {
-        let known = || (0..WAYS.len()).filter(|way| self.is_useful(*way));
-        let best = known().map(|way| self.rate(way, link)).fold(0.0, f64::max);
-        let cost = |way: usize| self.known(way).seconds_per_page;
-        let as_good = known().filter(|way| self.rate(*way, link) * AS_GOOD >= best);
-        let Some(way) = as_good.min_by(|a, b| cost(*a).total_cmp(&cost(*b))) else { return };
+        let known = || (0..ENCODINGS.len()).filter(|encoding| self.is_useful(*encoding));
+        let best = known().map(|encoding| self.rate(encoding, link)).fold(0.0, f64::max);
+        let cost = |encoding: usize| self.known(encoding).seconds_per_page;
+        let as_good = known().filter(|encoding| self.rate(*encoding, link) * EQUIVALENT >= best);
+        let Some(encoding) = as_good.min_by(|a, b| cost(*a).total_cmp(&cost(*b))) else { return };
         let worse = self.rate(self.current, link) * BETTER < best || !self.is_useful(self.current);
-        if way != self.current && (worse || cost(way) < CHEAPER * cost(self.current)) {
-            self.current = way;
+        if encoding != self.current && (worse || cost(encoding) < CHEAPER * cost(self.current)) {
+            self.current = encoding;
             self.tally = Tally { at: self.tally.at, ..Tally::default() };
         }
     }
 
     /// Whether an encoding is known and either makes pages smaller or is no compression at all.
-    fn is_useful(&self, way: usize) -> bool {
-        way == RAW
-            || self.ways[way].is_some_and(|way| way.bytes_per_page < USEFUL * PAGE_SIZE as f64)
+    fn is_useful(&self, encoding: usize) -> bool {
+        encoding == RAW
+            || self.costs[encoding]
+                .is_some_and(|cost| cost.bytes_per_page < LARGEST_USEFUL_PART * PAGE_SIZE as f64)
     }
 
     /// An encoding that is unknown or outdated and might be better than the present one.
     fn worth_a_trial(&self, now: Duration, link: f64) -> Option<usize> {
         let at_present = self.rate(self.current, link);
-        let decodable = |way: &usize| {
-            WAYS[*way].is_none_or(|method| self.algorithms.contains(method.algorithm()))
+        let decodable = |encoding: &usize| {
+            ENCODINGS[*encoding].is_none_or(|method| self.algorithms.contains(method.algorithm()))
         };
-        (0..WAYS.len()).filter(decodable).find(|way| {
-            let stale =
-                self.ways[*way].is_none_or(|known| known.frames < TRIALS || now > known.at + STALE);
-            *way != self.current && stale && self.hope(*way, link) > BETTER * at_present
+        (0..ENCODINGS.len()).filter(decodable).find(|encoding| {
+            let stale = self.costs[*encoding].is_none_or(|known| {
+                known.frames < FRAMES_UNTIL_KNOWN || now > known.at + OUTDATED_AFTER
+            });
+            *encoding != self.current
+                && stale
+                && self.optimistic_rate(*encoding, link) > BETTER * at_present
         })
     }
 
     /// Pages per second with an encoding: the prediction from link and workers, limited by its
     /// recent outcome, since both sides have other work to do.
-    fn rate(&self, way: usize, link: f64) -> f64 {
-        let expected = self.rate_of(self.known(way), link);
-        let seen = self.outcomes.get(way).copied().flatten();
+    fn rate(&self, encoding: usize, link: f64) -> f64 {
+        let expected = self.rate_of(self.known(encoding), link);
+        let seen = self.outcomes.get(encoding).copied().flatten();
         seen.map_or(expected, |seen| expected.min(seen.pages_per_s))
     }
 
-    fn rate_of(&self, way: Way, link: f64) -> f64 {
-        (link / way.bytes_per_page.max(1.0)).min(self.workers / way.seconds_per_page)
+    fn rate_of(&self, cost: EncodingCost, link: f64) -> f64 {
+        (link / cost.bytes_per_page.max(1.0)).min(self.workers / cost.seconds_per_page)
     }
 
-    fn predict(&self, way: usize) -> f64 {
-        // One gigabit per second until the link was measured.
-        self.rate(way, self.link_bytes_per_s().unwrap_or(117e6))
+    fn predict(&self, encoding: usize) -> f64 {
+        self.rate(encoding, self.link_bytes_per_s().unwrap_or(UNKNOWN_LINK))
     }
 
     /// Optimistic pages per second: an old measurement may have been of different pages.
-    fn hope(&self, way: usize, link: f64) -> f64 {
-        self.rate_of(hoped(way), link).max(self.rate(way, link))
+    fn optimistic_rate(&self, encoding: usize, link: f64) -> f64 {
+        self.rate_of(assumed(encoding), link).max(self.rate(encoding, link))
     }
 
     /// Seconds per page from now to its arrival, if the channel is idle.
-    fn arrives(&self, way: usize, link: f64) -> f64 {
-        let known = self.known(way);
+    fn arrives(&self, encoding: usize, link: f64) -> f64 {
+        let known = self.known(encoding);
         known.seconds_per_page + known.bytes_per_page / link
     }
 
-    fn known(&self, way: usize) -> Way {
-        self.ways.get(way).copied().flatten().unwrap_or_else(|| hoped(way))
+    fn known(&self, encoding: usize) -> EncodingCost {
+        self.costs.get(encoding).copied().flatten().unwrap_or_else(|| assumed(encoding))
     }
 }
 
-fn hoped(way: usize) -> Way {
-    let (bytes_per_s, part) = HOPES.get(way).copied().unwrap_or((1e9, 0.2));
+fn assumed(encoding: usize) -> EncodingCost {
+    let Assumption { bytes_per_s, compressed_part } =
+        ASSUMPTIONS.get(encoding).unwrap_or(&ANY_METHOD);
     let page = PAGE_SIZE as f64;
-    Way {
+    EncodingCost {
         seconds_per_page: page / bytes_per_s,
-        bytes_per_page: page * part,
+        bytes_per_page: page * compressed_part,
         at: Duration::ZERO,
         frames: 0,
     }

@@ -1,15 +1,16 @@
 //! Puts the pieces of a stream, which are packed in any order, back into the order of the stream.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
-use crate::data::source::outgoing::Outgoing;
-use crate::data::source::pool::Finished;
+use parking_lot::Mutex;
+
+use crate::data::source::lane::{QueuedFrame, SourceLane};
 
 /// Puts frames into a lane's queue in the order of their tickets.
 pub struct InOrder {
     waiting: Mutex<Waiting>,
-    outgoing: Arc<Outgoing<Finished>>,
+    lane: Arc<SourceLane>,
 }
 
 #[derive(Default)]
@@ -17,22 +18,22 @@ struct Waiting {
     /// The next ticket.
     next: u64,
     /// Frames that wait for their turn, by ticket. The queue's limit bounds their number.
-    finished: BTreeMap<u64, Finished>,
+    finished: BTreeMap<u64, QueuedFrame>,
 }
 
 impl InOrder {
     /// The first ticket is 0.
-    pub fn new(outgoing: Arc<Outgoing<Finished>>) -> Self {
-        Self { waiting: Mutex::default(), outgoing }
+    pub fn new(lane: Arc<SourceLane>) -> Self {
+        Self { waiting: Mutex::default(), lane }
     }
 
     /// Adds a finished frame.
-    pub fn put(&self, ticket: u64, frame: Finished) {
-        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+    pub fn put(&self, ticket: u64, frame: QueuedFrame) {
+        let mut waiting = self.waiting.lock();
         waiting.finished.insert(ticket, frame);
         let mut next = waiting.next;
         while let Some(frame) = waiting.finished.remove(&next) {
-            self.outgoing.put(frame);
+            self.lane.enqueue(frame);
             next += 1;
         }
         waiting.next = next;

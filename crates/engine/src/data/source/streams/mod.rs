@@ -17,14 +17,11 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 
 use crossbeam_channel::Sender;
-use vmferry_codec::{Compressors, EncodedFrame, HotPages, StreamEncoder};
+use vmferry_codec::{Compressors, HotPages, StreamEncoder};
 use vmferry_wire::MAX_KEPT_PAGES;
 
 use super::chooser::Chooser;
-use super::outgoing::Outgoing;
-use super::pool::Finished;
-use super::signal::Signal;
-use super::window::Window;
+use super::lane::{Signal, SourceLane};
 use crate::cpu::CpuMeter;
 use crate::machine::source::io::Input;
 use crate::vmm::streamed::OutgoingStream;
@@ -38,10 +35,8 @@ pub struct StreamContext {
     pub chooser: Arc<Chooser>,
     /// Raised when there may be a free buffer or room in a queue.
     pub signal: Arc<Signal>,
-    /// The lanes' windows.
-    pub windows: Vec<Arc<Window<EncodedFrame>>>,
-    /// The lanes' queues.
-    pub queues: Vec<Arc<Outgoing<Finished>>>,
+    /// The lanes, one for each stream.
+    pub lanes: Vec<Arc<SourceLane>>,
     /// Queue for failures.
     pub results: Sender<Input>,
     /// CPU time of the threads.
@@ -83,24 +78,22 @@ impl Streams {
         let kept_bytes = context.kept_bytes.min(share) / streams.len().max(1) as u64;
         let packers = Packers::start(context, &tally)?;
         let mut all = Self { readers: Vec::new(), packers: None, tally: Arc::clone(&tally) };
-        for (lane, (stream, outgoing)) in (0..).zip(streams.into_iter().zip(&context.queues)) {
+        for (stream, lane) in streams.into_iter().zip(&context.lanes) {
             let reader = StreamReader {
-                lane,
+                lane: Arc::clone(lane),
                 socket: stream.socket,
                 recogniser: stream.recogniser,
-                window: Arc::clone(&context.windows[usize::from(lane)]),
-                outgoing: Arc::clone(outgoing),
-                in_order: Arc::new(InOrder::new(Arc::clone(outgoing))),
+                in_order: Arc::new(InOrder::new(Arc::clone(lane))),
                 signal: Arc::clone(&context.signal),
                 chooser: Arc::clone(&context.chooser),
                 kept: HotPages::new(kept_bytes),
                 encoder: StreamEncoder::new(context.compressors.clone()),
-                work: packers.work(),
+                pieces: packers.pieces(),
                 tally: Arc::clone(&tally),
                 results: context.results.clone(),
             };
             let cpu = context.cpu.clone();
-            let thread = std::thread::Builder::new().name(format!("stream{lane}-read"));
+            let thread = std::thread::Builder::new().name(format!("stream{}-read", lane.number()));
             let spawned = thread.spawn(move || {
                 let _cpu = cpu.count_this_thread();
                 reader.run();

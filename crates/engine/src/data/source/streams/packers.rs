@@ -10,12 +10,12 @@ use vmferry_codec::{EncodedFrame, StreamEncoder};
 use super::in_order::InOrder;
 use super::{StreamContext, Tally};
 use crate::data::source::chooser::{Chooser, Decision};
-use crate::data::source::pool::{Finished, FrameInfo};
+use crate::data::source::lane::{FrameSummary, QueuedFrame};
 use crate::error::MigrateError;
 use crate::machine::source::io::Input;
 
-/// A divided piece.
-pub struct Work {
+/// A piece of a stream that is divided into pages and other bytes, and not packed yet.
+pub struct DividedPiece {
     /// Its frame.
     pub frame: EncodedFrame,
     /// Its encoding.
@@ -28,12 +28,12 @@ pub struct Work {
     pub to: Arc<InOrder>,
 }
 
-impl Work {
+impl DividedPiece {
     /// Packs the piece and passes it on.
     ///
     /// # Errors
     /// The compressor's error.
-    pub fn finish(
+    pub fn pack(
         mut self,
         encoder: &mut StreamEncoder,
         chooser: &Chooser,
@@ -47,8 +47,8 @@ impl Work {
         })?;
         chooser.encoded(self.decision, counts, begun.elapsed());
         tally.add(hash);
-        let what = FrameInfo::Pages(counts, self.decision);
-        self.to.put(self.ticket, Finished { frame: self.frame, what });
+        let summary = FrameSummary::Pages { counts, decision: self.decision };
+        self.to.put(self.ticket, QueuedFrame { frame: self.frame, summary });
         Ok(())
     }
 }
@@ -61,7 +61,7 @@ impl Tally {
 
 /// The packer threads.
 pub struct Packers {
-    work: Option<Sender<Work>>,
+    pieces: Option<Sender<DividedPiece>>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -72,19 +72,19 @@ impl Packers {
     /// The system can't create a thread.
     pub fn start(context: &StreamContext, tally: &Arc<Tally>) -> std::io::Result<Self> {
         // The lanes' queues and windows bound its length.
-        let (work, work_in) = crossbeam_channel::unbounded();
-        let mut packers = Self { work: Some(work), threads: Vec::new() };
+        let (pieces, pieces_in) = crossbeam_channel::unbounded();
+        let mut packers = Self { pieces: Some(pieces), threads: Vec::new() };
         for number in 0..context.workers {
-            let (work, results) = (work_in.clone(), context.results.clone());
+            let (pieces, results) = (pieces_in.clone(), context.results.clone());
             let (chooser, tally) = (Arc::clone(&context.chooser), Arc::clone(tally));
             let mut encoder = StreamEncoder::new(context.compressors.clone());
             let cpu = context.cpu.clone();
             let thread = std::thread::Builder::new().name(format!("pack{number}"));
             packers.threads.push(thread.spawn(move || {
                 let _cpu = cpu.count_this_thread();
-                let work: Receiver<Work> = work;
-                for work in work {
-                    if let Err(error) = work.finish(&mut encoder, &chooser, &tally) {
+                let pieces: Receiver<DividedPiece> = pieces;
+                for piece in pieces {
+                    if let Err(error) = piece.pack(&mut encoder, &chooser, &tally) {
                         let _ = results.send(Input::Failed(error));
                     }
                 }
@@ -93,15 +93,15 @@ impl Packers {
         Ok(packers)
     }
 
-    /// A sender for work. The threads end once every clone is dropped.
-    pub fn work(&self) -> Sender<Work> {
-        self.work.clone().unwrap_or_else(|| crossbeam_channel::bounded(0).0)
+    /// A sender for pieces. The threads end once every clone is dropped.
+    pub fn pieces(&self) -> Sender<DividedPiece> {
+        self.pieces.clone().unwrap_or_else(|| crossbeam_channel::bounded(0).0)
     }
 }
 
 impl Drop for Packers {
     fn drop(&mut self) {
-        self.work = None;
+        self.pieces = None;
         for thread in self.threads.drain(..) {
             // A panic there was noticed because a frame is missing, and the migration has ended.
             let _ = thread.join();

@@ -13,12 +13,9 @@ use vmferry_memory::GuestBytes;
 
 use super::Tally;
 use super::in_order::InOrder;
-use super::packers::Work;
+use super::packers::DividedPiece;
 use crate::data::source::chooser::Chooser;
-use crate::data::source::outgoing::Outgoing;
-use crate::data::source::pool::{Finished, FrameInfo};
-use crate::data::source::signal::Signal;
-use crate::data::source::window::Window;
+use crate::data::source::lane::{FrameSummary, QueuedFrame, Signal, SourceLane};
 use crate::error::MigrateError;
 use crate::machine::source::io::Input;
 use crate::vmm::streamed::{LONGEST_RECORD, Marks, Recogniser};
@@ -37,18 +34,16 @@ const LOOK: Duration = Duration::from_millis(100);
 
 /// Reads pieces, recognizes pages, divides the pieces and passes them on.
 pub struct StreamReader {
-    pub lane: u8,
+    pub lane: Arc<SourceLane>,
     pub socket: UnixStream,
     pub recogniser: Box<dyn Recogniser>,
-    pub window: Arc<Window<EncodedFrame>>,
-    pub outgoing: Arc<Outgoing<Finished>>,
     pub in_order: Arc<InOrder>,
     pub signal: Arc<Signal>,
     pub chooser: Arc<Chooser>,
     pub kept: HotPages,
     /// Used for pieces that are not compressed.
     pub encoder: StreamEncoder,
-    pub work: Sender<Work>,
+    pub pieces: Sender<DividedPiece>,
     pub tally: Arc<Tally>,
     pub results: Sender<Input>,
 }
@@ -93,11 +88,10 @@ impl StreamReader {
                 let round = self.tally.pass.load(Ordering::Relaxed);
                 let zero_pages = marks.zero_pages;
                 let piece = Piece { offset, bytes, pages: &marks.pages, zero_pages, round };
-                self.hand_on(frame, piece, ticket)?;
+                self.pass_on(frame, piece, ticket)?;
                 (offset, ticket) = (offset + bytes as u64, ticket + 1);
             } else {
-                self.window.give_back(frame);
-                self.outgoing.give_up();
+                self.lane.give_back(frame);
             }
             if last {
                 self.end(ticket);
@@ -110,11 +104,8 @@ impl StreamReader {
     fn acquire(&self) -> Option<EncodedFrame> {
         loop {
             let seen = self.signal.now()?;
-            if self.outgoing.try_begin() {
-                if let Some(frame) = self.window.try_acquire(EncodedFrame::new) {
-                    return Some(frame);
-                }
-                self.outgoing.give_up();
+            if let Some(frame) = self.lane.reserve() {
+                return Some(frame);
             }
             self.signal.wait(seen);
         }
@@ -174,7 +165,7 @@ impl StreamReader {
 
     /// Whether more can be read now, or soon while the channel has something to send.
     fn more_comes(&self) -> std::io::Result<bool> {
-        self.is_readable(if self.outgoing.is_hungry() { Duration::ZERO } else { LINGER })
+        self.is_readable(if self.lane.is_channel_idle() { Duration::ZERO } else { LINGER })
     }
 
     /// Blocks until more can be read; `false` if the session has ended.
@@ -197,26 +188,26 @@ impl StreamReader {
         }
     }
 
-    fn hand_on(
+    fn pass_on(
         &mut self,
         mut frame: EncodedFrame,
         piece: Piece<'_>,
         ticket: u64,
     ) -> Result<(), MigrateError> {
-        let light = self.chooser.is_light() && !self.chooser.needs_compressors();
-        let decision = if light {
-            self.chooser.choose_light(piece.round)
+        let uncompressed = self.chooser.skips_compression() && !self.chooser.needs_compressors();
+        let decision = if uncompressed {
+            self.chooser.choose_uncompressed(piece.round)
         } else {
-            self.chooser.choose(self.outgoing.is_hungry(), piece.round)
+            self.chooser.choose(self.lane.is_channel_idle(), piece.round)
         };
         frame.divide(piece, &self.kept, decision.choice);
-        let (lane, to) = (self.lane, Arc::clone(&self.in_order));
-        let work = Work { frame, decision, ticket, lane, to };
+        let (lane, to) = (self.lane.number(), Arc::clone(&self.in_order));
+        let piece = DividedPiece { frame, decision, ticket, lane, to };
         if decision.choice.pack.is_none() {
-            return work.finish(&mut self.encoder, &self.chooser, &self.tally);
+            return piece.pack(&mut self.encoder, &self.chooser, &self.tally);
         }
         // Packers outlive readers.
-        let _ = self.work.send(work);
+        let _ = self.pieces.send(piece);
         Ok(())
     }
 
@@ -227,8 +218,8 @@ impl StreamReader {
         }
         let Some(mut frame) = self.acquire() else { return };
         frame.end_of_round(self.tally.pass.load(Ordering::Relaxed));
-        let (rearm, log, free) = (Duration::ZERO, "VMM", 0);
-        let what = FrameInfo::EndOfRound { rearm, log, free };
-        self.in_order.put(ticket, Finished { frame, what });
+        let (rearm_time, log, free_pages) = (Duration::ZERO, "VMM", 0);
+        let summary = FrameSummary::EndOfRound { rearm_time, log, free_pages };
+        self.in_order.put(ticket, QueuedFrame { frame, summary });
     }
 }

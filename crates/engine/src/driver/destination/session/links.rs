@@ -8,9 +8,9 @@ use vmferry_wire::{ControlMessage, HelloStatus, Token};
 
 use super::{FromControl, Link, Session};
 use crate::config::DestinationConfig;
-use crate::data::destination::lanes::Lanes;
-use crate::data::destination::streams::StreamLanes;
-use crate::data::destination::target::{LaneContext, LaneSet, Target, lock};
+use crate::data::destination::memory_lanes::MemoryLanes;
+use crate::data::destination::stream_lanes::StreamLanes;
+use crate::data::destination::target::{LaneContext, LaneSet, Target};
 use crate::driver::destination::arrivals::{Arrival, Connection, give_word, reply, turn_away};
 use crate::driver::destination::notice::Notice;
 use crate::error::MigrateError;
@@ -335,10 +335,10 @@ fn start_lanes(
     let no_thread = |source| MigrateError::Local { action: "start a thread", source };
     Ok(match target {
         Target::Memory(target) => {
-            Box::new(Lanes::start(context, target.clone(), config).map_err(no_thread)?)
+            Box::new(MemoryLanes::start(context, target.clone(), config).map_err(no_thread)?)
         }
         Target::Streams(target) => {
-            let streams = lock(&target.sockets).len();
+            let streams = target.sockets.lock().len();
             if streams != usize::from(context.lanes) {
                 let lanes = context.lanes;
                 let reason = format!("{lanes} lanes for the {streams} streams of a VMM");

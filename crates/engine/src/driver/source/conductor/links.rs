@@ -7,7 +7,7 @@ use vmferry_handover::Resume;
 use vmferry_wire::{ControlMessage, Role, Token};
 
 use super::{Core, GuestSide};
-use crate::data::source::lane::{Lane, LaneContext};
+use crate::data::source::lane::{LaneSender, SenderContext};
 use crate::driver::greeting::Purpose;
 use crate::driver::source::connect;
 use crate::driver::source::redial::Redialled;
@@ -33,35 +33,34 @@ impl<V: Resume> Core<'_, V> {
         side: &mut impl GuestSide<V>,
         token: &Token,
     ) -> Result<(), MigrateError> {
-        let context = LaneContext {
+        let context = SenderContext {
             limiter: self.limiter.clone(),
-            chooser: Arc::clone(&self.chooser),
             results: self.inputs.0.clone(),
             cpu: self.cpu.clone(),
             sent: self.orders.sent(),
         };
-        for lane in 0..self.config.channels {
-            let purpose = Purpose { role: Role::Data, lane, token: *token, attempt: 0 };
+        for lane in &self.lanes {
+            let number = lane.number();
+            let purpose = Purpose { role: Role::Data, lane: number, token: *token, attempt: 0 };
             let versions = &self.config.protocol;
             let channel = connect::data(&self.dialer, purpose, versions, &self.config.timeouts)?;
-            let frames = side.frames_of(self, lane);
-            let window = Arc::clone(&self.windows[usize::from(lane)]);
-            let lane = Lane::start(lane, frames, window, context.clone(), channel);
+            let encoder = side.sender_encoder(self);
+            let sender = LaneSender::start(Arc::clone(lane), encoder, context.clone(), channel);
             let no_thread = |source| MigrateError::Local { action: "start a thread", source };
-            self.lanes.push(lane.map_err(no_thread)?);
+            self.senders.push(sender.map_err(no_thread)?);
         }
         side.lanes_are_open(self)
     }
 
     /// Whether a lane's present channel is the one that was dialed this number of times before.
     pub(super) fn is_at(&self, lane: u8, attempt: u64) -> bool {
-        self.lanes.get(usize::from(lane)).is_some_and(|lane| lane.attempt() == attempt)
+        self.senders.get(usize::from(lane)).is_some_and(|sender| sender.attempt() == attempt)
     }
 
     /// Closes a lane's channel and redials it.
     pub(super) fn redial(&mut self, lane: u8, token: Token, attempt: u64, delay: Duration) {
-        if let Some(lane) = self.lanes.get(usize::from(lane)) {
-            lane.close();
+        if let Some(sender) = self.senders.get(usize::from(lane)) {
+            sender.close_channel();
         }
         self.redialler.dial(Purpose { role: Role::Data, lane, token, attempt }, delay);
     }
@@ -72,14 +71,14 @@ impl<V: Resume> Core<'_, V> {
         if !self.redialler.is_latest(lane, attempt) {
             return Input::Tick;
         }
-        let Some(joined) = self.lanes.get_mut(usize::from(lane)) else { return Input::Tick };
+        let Some(sender) = self.senders.get_mut(usize::from(lane)) else { return Input::Tick };
         match channel {
             Ok(channel) => {
                 let placed = channel.placed;
-                if let Some(window) = self.windows.get(usize::from(lane)) {
-                    window.placed(placed);
+                if let Some(lane) = self.lanes.get(usize::from(lane)) {
+                    lane.acknowledge(placed);
                 }
-                match joined.attach(attempt, channel) {
+                match sender.attach(attempt, channel) {
                     Ok(()) => Input::LaneRejoined { lane, placed },
                     Err(source) => {
                         Input::Failed(MigrateError::Local { action: "start a thread", source })

@@ -9,10 +9,8 @@ use vmferry_memory::{GuestMemory, whole_hash_except};
 
 use super::{Core, GuestSide};
 use crate::config::compression::worker_threads;
-use crate::data::source::encode::PageEncoder;
-use crate::data::source::lane::FrameSource;
-use crate::data::source::plan::LanePlan;
-use crate::data::source::pool::{Maker, Pool, PoolLane};
+use crate::data::source::page_encoder::PageEncoder;
+use crate::data::source::workers::{WorkerContext, Workers};
 use crate::error::MigrateError;
 use crate::machine::source::io::{Action, Input};
 use crate::rounds::freed::{Freed, free_messages};
@@ -22,14 +20,11 @@ use crate::vmm::free_pages::FreePages;
 use crate::vmm::streamed::StreamEvent;
 use vmferry_handover::{Resume, SourceGuest};
 
-/// Frames that a lane has ready besides those in progress: one is being sent while the next waits.
-const FRAMES_AHEAD: usize = 2;
-
 /// Memory, dirty log, and the state of sending them.
 pub(super) struct MemoryGuest {
     harvester: Harvester,
-    lanes: Vec<Arc<PoolLane>>,
-    pool: Option<Pool>,
+    /// Runs once all lanes have channels.
+    workers: Option<Workers>,
     hashes: Arc<PageHashes>,
     hot: Arc<HotPages>,
     throttled: bool,
@@ -45,8 +40,7 @@ impl MemoryGuest {
         let freed = Freed::new(free_pages, &memory, Arc::clone(&core.signal))
             .hinted_if(core.config.free_page_hints);
         Self {
-            lanes: Vec::new(),
-            pool: None,
+            workers: None,
             hashes: Arc::new(PageHashes::for_memory(&memory)),
             hot: Arc::new(HotPages::new(core.config.compression.delta_memory)),
             throttled: false,
@@ -82,34 +76,22 @@ impl<V: SourceVm> GuestSide<V> for MemoryGuest {
         }
     }
 
-    fn frames_of(&mut self, core: &Core<'_, V>, lane: u8) -> FrameSource {
-        let workers = worker_threads(core.config.compression.workers);
-        let plan = LanePlan::new(lane, core.config.channels, Arc::clone(self.harvester.log()));
-        let window = Arc::clone(&core.windows[usize::from(lane)]);
-        let signal = Arc::clone(&core.signal);
-        let pool_lane = Arc::new(PoolLane::new(plan, window, workers + FRAMES_AHEAD, signal));
-        self.lanes.push(Arc::clone(&pool_lane));
-        FrameSource::Maker(Box::new(Maker::new(
-            lane,
-            pool_lane,
-            Arc::clone(&core.chooser),
-            self.encoder(core),
-            Arc::clone(&core.signal),
-        )))
+    fn sender_encoder(&self, core: &Core<'_, V>) -> Option<PageEncoder> {
+        Some(self.encoder(core))
     }
 
     fn lanes_are_open(&mut self, core: &Core<'_, V>) -> Result<(), MigrateError> {
         let workers = worker_threads(core.config.compression.workers);
-        let pool = Pool::start(
-            std::mem::take(&mut self.lanes),
-            Arc::clone(&core.signal),
-            Arc::clone(&core.chooser),
-            (0..workers).map(|_| self.encoder(core)).collect(),
-            core.inputs.0.clone(),
-            core.cpu.clone(),
-        );
+        let encoders = (0..workers).map(|_| self.encoder(core)).collect();
+        let context = WorkerContext {
+            lanes: core.lanes.clone(),
+            signal: Arc::clone(&core.signal),
+            chooser: Arc::clone(&core.chooser),
+            results: core.inputs.0.clone(),
+            cpu: core.cpu.clone(),
+        };
         let no_thread = |source| MigrateError::Local { action: "start a thread", source };
-        self.pool = Some(pool.map_err(no_thread)?);
+        self.workers = Some(Workers::start(context, encoders).map_err(no_thread)?);
         Ok(())
     }
 
@@ -153,19 +135,19 @@ impl MemoryGuest {
         Ok(Input::Harvested { pages, took: begun.elapsed(), stood_still })
     }
 
-    /// Gives the pool its work.
+    /// Gives the lanes the pages of a round.
     fn send_round<V: Resume>(
         &mut self,
         core: &Core<'_, V>,
         round: u32,
         rearm: bool,
     ) -> Result<(), MigrateError> {
-        let Some(pool) = &self.pool else { return Ok(()) };
-        let job = self.harvester.job(round, rearm)?;
+        let Some(workers) = &self.workers else { return Ok(()) };
+        let order = self.harvester.order(round, rearm)?;
         if round == 1 {
             self.harvester.freed().hold(core.config.max_bandwidth);
         }
-        pool.send_round(&job);
+        workers.send_round(&order);
         Ok(())
     }
 

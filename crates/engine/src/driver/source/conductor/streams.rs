@@ -9,18 +9,13 @@ use vmferry_memory::GuestBytes;
 use super::{Core, GuestSide};
 use crate::config::compression::worker_threads;
 use crate::config::window_frames;
-use crate::data::source::lane::{FrameSource, Lane};
-use crate::data::source::outgoing::Outgoing;
-use crate::data::source::pool::Finished;
+use crate::data::source::page_encoder::PageEncoder;
 use crate::data::source::streams::{StreamContext, Streams};
 use crate::error::MigrateError;
 use crate::machine::source::io::{Action, Input};
 use crate::rounds::tracker::LaneTotals;
 use crate::vmm::streamed::{StreamEvent, StreamedVm};
 use vmferry_handover::SourceGuest;
-
-/// Frames that a lane has ready besides those being packed.
-const FRAMES_AHEAD: usize = 2;
 
 /// How often the limit of data in flight is adjusted.
 const REVIEW: Duration = Duration::from_millis(100);
@@ -37,7 +32,6 @@ const ANY_DOWNTIME: Duration = Duration::from_secs(2000);
 
 /// The VMM's streams, and the state of sending them.
 pub(super) struct StreamedGuest {
-    queues: Vec<Arc<Outgoing<Finished>>>,
     streams: Option<Streams>,
     /// The VMM has started its own migration, which must be ended whatever happens to its streams.
     begun: bool,
@@ -50,14 +44,7 @@ pub(super) struct StreamedGuest {
 impl StreamedGuest {
     pub(super) fn new<V: Resume>(_core: &Core<'_, V>) -> Self {
         let now = Instant::now();
-        Self {
-            queues: Vec::new(),
-            streams: None,
-            begun: false,
-            reviewed: now,
-            sent: (0, 0),
-            finishing: now,
-        }
+        Self { streams: None, begun: false, reviewed: now, sent: (0, 0), finishing: now }
     }
 
     fn begin<V: StreamedVm>(&mut self, core: &mut Core<'_, V>) -> Result<(), MigrateError> {
@@ -71,16 +58,15 @@ impl StreamedGuest {
         let streams =
             begun.map_err(|source| MigrateError::of_vm("begin its own migration", source))?;
         self.begun = true;
-        if streams.len() != self.queues.len() {
+        if streams.len() != core.lanes.len() {
             let source =
-                format!("{} streams instead of {}", streams.len(), self.queues.len()).into();
+                format!("{} streams instead of {}", streams.len(), core.lanes.len()).into();
             return Err(MigrateError::Vm { action: "stream the guest", source });
         }
         let context = StreamContext {
             chooser: Arc::clone(&core.chooser),
             signal: Arc::clone(&core.signal),
-            windows: core.windows.clone(),
-            queues: self.queues.clone(),
+            lanes: core.lanes.clone(),
             results: core.inputs.0.clone(),
             cpu: core.cpu.clone(),
             compressors: core.config.compression.compressors.clone(),
@@ -104,12 +90,12 @@ impl StreamedGuest {
         let round_trip = core.machine.round_trip();
         let time = on_the_way(core.config.downtime_limit) + round_trip * 2;
         let frames = bytes_per_s * time.as_secs_f64() / frame_bytes;
-        let lanes = core.windows.len().max(1);
+        let lanes = core.lanes.len().max(1);
         let workers = worker_threads(core.config.compression.workers);
         let most = window_frames(core.config.channels, workers, round_trip);
         // One frame is being sent while another one is in flight or being made.
         let frames = ((frames / lanes as f64) as usize).clamp(2, most);
-        core.windows.iter().for_each(|window| window.set_limit(frames));
+        core.lanes.iter().for_each(|lane| lane.set_window(frames));
     }
 }
 
@@ -125,7 +111,7 @@ fn stated_downtime(limit: Duration) -> Duration {
 
 fn taken<V: Resume>(core: &Core<'_, V>) -> LaneTotals {
     let mut totals = LaneTotals::default();
-    core.lanes.iter().map(Lane::take_totals).for_each(|lane| totals.join(&lane));
+    core.lanes.iter().for_each(|lane| totals.join(&lane.take_totals()));
     totals
 }
 
@@ -170,11 +156,8 @@ impl<V: StreamedVm> GuestSide<V> for StreamedGuest {
         }
     }
 
-    fn frames_of(&mut self, core: &Core<'_, V>, _lane: u8) -> FrameSource {
-        let workers = worker_threads(core.config.compression.workers);
-        let queue = Arc::new(Outgoing::new(workers + FRAMES_AHEAD, Arc::clone(&core.signal)));
-        self.queues.push(Arc::clone(&queue));
-        FrameSource::Queue(queue)
+    fn sender_encoder(&self, _core: &Core<'_, V>) -> Option<PageEncoder> {
+        None
     }
 
     fn lanes_are_open(&mut self, _core: &Core<'_, V>) -> Result<(), MigrateError> {

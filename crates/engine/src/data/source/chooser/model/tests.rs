@@ -10,49 +10,49 @@ const FRAME: u64 = 64;
 struct World {
     link: f64,
     workers: usize,
-    ways: [(f64, f64); WAYS.len()],
+    costs: [(f64, f64); ENCODINGS.len()],
 }
 
 /// Program code on a core of 2023, as measured.
-const PROGRAM: [(f64, f64); WAYS.len()] =
+const PROGRAM: [(f64, f64); ENCODINGS.len()] =
     [(0.8, 4120.0), (7.0, 2170.0), (9.6, 1610.0), (14.0, 1520.0), (40.0, 1480.0)];
 /// Random pages are recognized and not compressed.
-const RANDOM: [(f64, f64); WAYS.len()] =
+const RANDOM: [(f64, f64); ENCODINGS.len()] =
     [(0.8, 4120.0), (1.1, 4120.0), (1.1, 4120.0), (1.1, 4120.0), (1.1, 4120.0)];
 
 impl World {
-    fn rate(&self, way: usize) -> f64 {
-        let (us, bytes) = self.ways[way];
+    fn rate(&self, encoding: usize) -> f64 {
+        let (us, bytes) = self.costs[encoding];
         (self.link / bytes).min(self.workers as f64 * 1e6 / us)
     }
 
     fn best(&self) -> f64 {
-        (0..WAYS.len()).map(|way| self.rate(way)).fold(0.0, f64::max)
+        (0..ENCODINGS.len()).map(|encoding| self.rate(encoding)).fold(0.0, f64::max)
     }
 
     /// Sends frames for this number of seconds. Returns pages per second, and how often each
     /// encoding was used.
-    fn run(&self, model: &mut Model, begin: f64, seconds: f64) -> (f64, [u64; WAYS.len()]) {
-        let (mut now, mut frames, mut taken) = (begin, 0, [0; WAYS.len()]);
+    fn run(&self, model: &mut Model, begin: f64, seconds: f64) -> (f64, [u64; ENCODINGS.len()]) {
+        let (mut now, mut frames, mut taken) = (begin, 0, [0; ENCODINGS.len()]);
         while now < begin + seconds {
-            let (way, _) = model.choose(Duration::from_secs_f64(now), false);
-            taken[way] += 1;
+            let (encoding, _) = model.choose(Duration::from_secs_f64(now), false);
+            taken[encoding] += 1;
             frames += 1;
-            let (us, bytes) = self.ways[way];
-            let frame = FRAME as f64 / self.rate(way);
+            let (us, bytes) = self.costs[encoding];
+            let frame = FRAME as f64 / self.rate(encoding);
             let sending = FRAME as f64 * bytes / self.link;
             now += frame;
             let time = Duration::from_secs_f64;
             let sent = (FRAME as f64 * bytes) as u64;
             model.sent(0, sent, time((frame - sending).max(0.0)), time(sending));
-            let packed = if WAYS[way].is_some() { FRAME } else { 0 };
+            let packed = if ENCODINGS[encoding].is_some() { FRAME } else { 0 };
             let counts = FrameCounts {
                 raw_pages: FRAME - packed,
                 packed_pages: packed,
                 packed_bytes: if packed > 0 { sent } else { 0 },
                 ..FrameCounts::default()
             };
-            model.encoded(time(now), way, &counts, time(us * FRAME as f64 / 1e6));
+            model.encoded(time(now), encoding, &counts, time(us * FRAME as f64 / 1e6));
         }
         ((frames * FRAME) as f64 / (now - begin), taken)
     }
@@ -63,18 +63,18 @@ fn model(workers: usize) -> Model {
 }
 
 #[test]
-fn a_fast_link_gets_pages_as_they_are_and_nothing_is_tried() {
-    let world = World { link: 5e9, workers: 2, ways: PROGRAM };
+fn fast_link_gets_raw_pages_without_trials() {
+    let world = World { link: 5e9, workers: 2, costs: PROGRAM };
     let (_, taken) = world.run(&mut model(2), 0.0, 1.0);
-    assert_eq!(&taken[1..], [0; WAYS.len() - 1]);
+    assert_eq!(&taken[1..], [0; ENCODINGS.len() - 1]);
 }
 
 #[test]
-fn whatever_the_link_it_is_close_to_the_best_way() {
+fn choice_is_close_to_the_best_on_every_link() {
     for link in [1e6, 10e6, 43.75e6, 117e6, 350e6, 700e6, 1.2e9, 2.5e9, 10e9] {
         for workers in [1, 2, 8] {
-            for ways in [PROGRAM, RANDOM] {
-                let world = World { link, workers, ways };
+            for costs in [PROGRAM, RANDOM] {
+                let world = World { link, workers, costs };
                 let mut model = model(workers);
                 // Excludes the first trials.
                 world.run(&mut model, 0.0, 1.0);
@@ -87,8 +87,8 @@ fn whatever_the_link_it_is_close_to_the_best_way() {
 }
 
 #[test]
-fn it_follows_a_link_that_changes() {
-    let slow = World { link: 43.75e6, workers: 2, ways: PROGRAM };
+fn choice_follows_a_changing_link() {
+    let slow = World { link: 43.75e6, workers: 2, costs: PROGRAM };
     let fast = World { link: 5e9, ..slow };
     let mut model = model(2);
     for (begin, world) in [(0.0, slow), (10.0, fast), (20.0, slow), (30.0, fast)] {
@@ -100,9 +100,9 @@ fn it_follows_a_link_that_changes() {
 }
 
 #[test]
-fn it_follows_pages_that_change() {
-    let program = World { link: 100e6, workers: 2, ways: PROGRAM };
-    let random = World { ways: RANDOM, ..program };
+fn choice_follows_changing_pages() {
+    let program = World { link: 100e6, workers: 2, costs: PROGRAM };
+    let random = World { costs: RANDOM, ..program };
     let mut model = model(2);
     for (begin, world) in [(0.0, program), (10.0, random), (20.0, program)] {
         world.run(&mut model, begin, 3.0);
@@ -113,9 +113,9 @@ fn it_follows_pages_that_change() {
 }
 
 #[test]
-fn a_channel_that_waits_gets_what_is_there_first() {
+fn idle_channel_gets_the_encoding_that_arrives_first() {
     let known = |link: f64| {
-        let world = World { link, workers: 2, ways: PROGRAM };
+        let world = World { link, workers: 2, costs: PROGRAM };
         let mut model = model(2);
         world.run(&mut model, 0.0, 3.0);
         // Between two trials.
@@ -129,7 +129,7 @@ fn a_channel_that_waits_gets_what_is_there_first() {
 }
 
 #[test]
-fn processors_that_are_busy_otherwise_are_noticed() {
+fn other_load_of_the_processors_limits_the_rate() {
     // Each frame takes twice as long as its link and its worker need, because the processors have
     // other work.
     let mut model = model(2);
@@ -148,7 +148,7 @@ fn processors_that_are_busy_otherwise_are_noticed() {
 }
 
 #[test]
-fn frames_have_more_pages_where_many_are_zero() {
+fn frames_have_more_pages_if_many_are_zero() {
     let mut model = model(2);
     assert_eq!(model.frame_pages(), 64);
     let mut frame = |zero_pages, raw_pages| {
@@ -162,7 +162,7 @@ fn frames_have_more_pages_where_many_are_zero() {
 }
 
 #[test]
-fn deltas_that_never_come_off_are_mostly_left_out() {
+fn useless_deltas_are_mostly_skipped() {
     let tried = |model: &mut Model| (0..640).filter(|_| model.tries_deltas(2)).count();
     assert_eq!(tried(&mut Model::new(1, 2, Some(2_000_000_000))), 10, "not known yet");
     let mut model = Model::new(1, 2, Some(100_000_000));
@@ -183,7 +183,7 @@ fn deltas_that_never_come_off_are_mostly_left_out() {
 }
 
 #[test]
-fn a_cap_is_what_the_link_carries_until_it_is_measured() {
+fn cap_is_the_link_rate_until_it_is_measured() {
     let mut model = Model::new(2, 2, Some(1_000_000));
     assert_eq!(model.link_bytes_per_s(), Some(1e6));
     model.sent(0, 8 << 20, Duration::ZERO, Duration::from_secs(16));
@@ -192,5 +192,5 @@ fn a_cap_is_what_the_link_carries_until_it_is_measured() {
     model.set_cap(Some(200_000));
     assert_eq!(model.link_bytes_per_s(), Some(2e5));
     model.set_cap(None);
-    assert_eq!(model.link_bytes_per_s(), None, "to be measured anew");
+    assert_eq!(model.link_bytes_per_s(), None, "to be measured again");
 }

@@ -1,13 +1,11 @@
-//! Notifies idle workers, and other waiting threads, that there may be work.
+//! Notifies idle workers, and other waiting threads, that there may be pages to encode.
 
 use std::fmt;
-use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
-/// A thread that a [`Signal`] wakes although it does not wait on the signal.
-pub trait Wake: Send + Sync {
-    /// An event has happened.
-    fn wake(&self);
-}
+use parking_lot::{Condvar, Mutex};
+
+use super::SourceLane;
 
 /// A waitable count of events. A thread reads the count, looks for work, and if it has found none
 /// waits until the count changes. So an event between the search and the wait is not missed.
@@ -16,7 +14,7 @@ pub struct Signal {
     state: Mutex<State>,
     changed: Condvar,
     /// Set once, before the first event.
-    others: OnceLock<Vec<Weak<dyn Wake>>>,
+    lanes: OnceLock<Vec<Weak<SourceLane>>>,
 }
 
 #[derive(Debug, Default)]
@@ -29,48 +27,45 @@ struct State {
 impl Signal {
     /// The count; `None` once the signal is closed.
     pub fn now(&self) -> Option<u64> {
-        let state = self.lock();
+        let state = self.state.lock();
         (!state.closed).then_some(state.events)
     }
 
     /// Records an event.
     pub fn raise(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.events += 1;
         if state.waiting > 0 {
             self.changed.notify_all();
         }
         drop(state);
-        for other in self.others.get().into_iter().flatten() {
-            if let Some(other) = other.upgrade() {
-                other.wake();
+        for lane in self.lanes.get().into_iter().flatten() {
+            if let Some(lane) = lane.upgrade() {
+                lane.queue.wake();
             }
         }
     }
 
-    /// Sets the others that each event wakes. Only the first call has an effect.
-    pub fn also_wakes(&self, others: Vec<Weak<dyn Wake>>) {
-        self.others.get_or_init(|| others);
+    /// Sets the lanes whose senders each event wakes too, because they encode pages themselves.
+    /// Only the first call has an effect.
+    pub fn also_wakes(&self, lanes: &[Arc<SourceLane>]) {
+        self.lanes.get_or_init(|| lanes.iter().map(Arc::downgrade).collect());
     }
 
     /// Blocks until the count differs from `seen`, or the signal is closed.
     pub fn wait(&self, seen: u64) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.waiting += 1;
         while state.events == seen && !state.closed {
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait(&mut state);
         }
         state.waiting -= 1;
     }
 
     /// Ends all present and future waits.
     pub fn close(&self) {
-        self.lock().closed = true;
+        self.state.lock().closed = true;
         self.changed.notify_all();
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -85,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_happens_before_the_wait_ends_it() {
+    fn event_before_the_wait_ends_it() {
         let signal = Signal::default();
         let seen = signal.now().unwrap();
         signal.raise();
@@ -94,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn closing_ends_every_wait() {
+    fn close_ends_every_wait() {
         let signal = Signal::default();
         std::thread::scope(|scope| {
             scope.spawn(|| signal.wait(0));

@@ -1,14 +1,17 @@
 //! Frames for which no compressor is free.
 
-use std::sync::Condvar;
+use std::time::Duration;
 
-use vmferry_codec::{Compress, CompressError, Compressors, HotPages, Method, PageHashes};
+use parking_lot::{Condvar, Mutex};
+use vmferry_codec::{
+    Compress, CompressError, Compressors, FrameCounts, HotPages, Method, PageHashes,
+};
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageSet, SlotId, SlotLayout};
 
 use super::*;
 use crate::config::compression::{CompressionConfig, CompressionWay, WhenBusy};
 use crate::data::source::chooser::Why;
-use crate::data::source::outgoing::Next;
+use crate::data::source::lane::{FrameSummary, LaneSizes};
 
 /// Two lanes' stripes.
 const PAGES: u64 = 1024;
@@ -16,26 +19,32 @@ const PAGES: u64 = 1024;
 /// Blocks compressors until it is opened.
 #[derive(Default)]
 struct Gate {
-    state: Mutex<(usize, bool)>,
+    state: Mutex<GateState>,
     changed: Condvar,
+}
+
+#[derive(Default)]
+struct GateState {
+    blocked: usize,
+    is_open: bool,
 }
 
 impl Gate {
     fn pass(&self) {
-        let mut state = lock(&self.state);
-        state.0 += 1;
+        let mut state = self.state.lock();
+        state.blocked += 1;
         self.changed.notify_all();
-        drop(self.changed.wait_while(state, |(_, open)| !*open).unwrap());
+        self.changed.wait_while(&mut state, |state| !state.is_open);
     }
 
     fn open(&self) {
-        lock(&self.state).1 = true;
+        self.state.lock().is_open = true;
         self.changed.notify_all();
     }
 
-    fn await_held(&self, compressors: usize) {
-        let state = lock(&self.state);
-        drop(self.changed.wait_while(state, |(held, _)| *held < compressors).unwrap());
+    fn await_blocked(&self, compressors: usize) {
+        let mut state = self.state.lock();
+        self.changed.wait_while(&mut state, |state| state.blocked < compressors);
     }
 
     fn compressors(self: &Arc<Self>) -> Compressors {
@@ -57,8 +66,8 @@ impl Gate {
     }
 }
 
-/// A pool of two workers and two lanes, with a known link and a method known to be slow.
-fn pool(when_busy: WhenBusy, gate: &Arc<Gate>) -> (Pool, Vec<Arc<PoolLane>>, PageSet) {
+/// Two workers and two lanes, with a known link and a method known to be slow.
+fn workers(when_busy: WhenBusy, gate: &Arc<Gate>) -> (Workers, Vec<Arc<SourceLane>>, PageSet) {
     let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages: PAGES }];
     let memory = GuestMemory::allocate(&layout, MemoryKind::Private).unwrap();
     memory.write_at(0, &b"some text, ".repeat(PAGES as usize * PAGE_SIZE / 11)).unwrap();
@@ -73,10 +82,10 @@ fn pool(when_busy: WhenBusy, gate: &Arc<Gate>) -> (Pool, Vec<Arc<PoolLane>>, Pag
     chooser.encoded(chooser.choose(false, 1), counts, Duration::from_secs(1));
 
     let signal = Arc::new(Signal::default());
-    let lane = |lane| {
-        let window = Arc::new(Window::new(64, Arc::clone(&signal)));
-        let plan = LanePlan::new(lane, 2, Arc::new(()));
-        Arc::new(PoolLane::new(plan, window, 4, Arc::clone(&signal)))
+    let sizes = LaneSizes { lanes: 2, workers: 2, window: 64 };
+    let lane = |number| {
+        let (chooser, signal) = (Arc::clone(&chooser), Arc::clone(&signal));
+        Arc::new(SourceLane::new(number, &sizes, chooser, signal))
     };
     let lanes: Vec<_> = (0..2).map(lane).collect();
     let hashes = Arc::new(PageHashes::for_memory(&memory));
@@ -88,34 +97,37 @@ fn pool(when_busy: WhenBusy, gate: &Arc<Gate>) -> (Pool, Vec<Arc<PoolLane>>, Pag
     pages.bitmap_mut(SlotId(0)).set_run(0, PAGES);
     let (results, _) = crossbeam_channel::unbounded();
     let encoders = (0..2).map(encoder).collect();
-    let pool = Pool::start(lanes.clone(), signal, chooser, encoders, results, CpuMeter::default());
-    (pool.unwrap(), lanes, pages)
+    let cpu = CpuMeter::default();
+    let context = WorkerContext { lanes: lanes.clone(), signal, chooser, results, cpu };
+    (Workers::start(context, encoders).unwrap(), lanes, pages)
 }
 
 /// Sends a round in which lane 1's channel already waits for the first frame. Returns that frame
-/// and all others. At least `held` compressors are blocked. With `frame_first` they continue only
-/// after that frame has arrived.
-fn round(when_busy: WhenBusy, held: usize, frame_first: bool) -> (FrameInfo, Vec<FrameInfo>) {
+/// and all others. At least `blocked` compressors are blocked. With `frame_first` they continue
+/// only after that frame has arrived.
+fn round(
+    when_busy: WhenBusy,
+    blocked: usize,
+    frame_first: bool,
+) -> (FrameSummary, Vec<FrameSummary>) {
     let gate = Arc::new(Gate::default());
-    let (pool, lanes, pages) = pool(when_busy, &gate);
+    let (workers, lanes, pages) = workers(when_busy, &gate);
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| match lanes[1].outgoing.take() {
-            Next::Frame(finished) => finished.what,
-            _ => panic!("no frame"),
-        });
-        while !lanes[1].outgoing.is_hungry() {
+        let waiting = scope.spawn(|| lanes[1].await_frame().summary);
+        while !lanes[1].is_channel_idle() {
             std::thread::yield_now();
         }
         let pages = Arc::new(pages);
-        pool.send_round(&Job {
+        workers.send_round(&RoundOrder {
             round: 1,
-            rearm: false,
+            log: Arc::new(()),
+            rearm_first: false,
             pages,
-            last: None,
+            deferred: None,
             zero: None,
             hinted: None,
         });
-        gate.await_held(held);
+        gate.await_blocked(blocked);
         if !frame_first {
             gate.open();
         }
@@ -124,9 +136,10 @@ fn round(when_busy: WhenBusy, held: usize, frame_first: bool) -> (FrameInfo, Vec
         // The rest of the round, lane by lane: each has 8 frames and its end.
         let mut others = Vec::new();
         for lane in &lanes {
-            while let Next::Frame(finished) = lane.outgoing.take() {
-                others.push(finished.what);
-                if matches!(finished.what, FrameInfo::EndOfRound { .. }) {
+            loop {
+                let summary = lane.await_frame().summary;
+                others.push(summary);
+                if matches!(summary, FrameSummary::EndOfRound { .. }) {
                     break;
                 }
             }
@@ -136,23 +149,27 @@ fn round(when_busy: WhenBusy, held: usize, frame_first: bool) -> (FrameInfo, Vec
 }
 
 #[test]
-fn a_channel_that_waits_gets_pages_as_they_are_while_compressors_are_held() {
+fn idle_channel_gets_raw_pages_while_compressors_are_busy() {
     let (first, others) = round(WhenBusy::Raw, 1, true);
-    let FrameInfo::Pages(counts, decision) = first else { panic!("the first frame has pages") };
+    let FrameSummary::Pages { counts, decision } = first else {
+        panic!("the first frame has pages")
+    };
     assert_eq!((decision.why, counts.raw_pages, counts.packed_pages), (Why::Waiting, 64, 0));
     assert_eq!(others.len(), 17);
-    let packed =
-        |info: &FrameInfo| matches!(info, FrameInfo::Pages(counts, _) if counts.packed_pages == 64);
-    assert!(others.iter().any(packed), "what was held goes compressed when it goes");
+    let is_packed = |summary: &FrameSummary| match summary {
+        FrameSummary::Pages { counts, .. } => counts.packed_pages == 64,
+        FrameSummary::EndOfRound { .. } => false,
+    };
+    assert!(others.iter().any(is_packed), "blocked frames are sent compressed later");
 }
 
 #[test]
-fn a_channel_that_waits_waits_for_the_compressors_if_it_is_to() {
+fn idle_channel_waits_for_compressors_when_configured() {
     // Both workers are blocked: neither made a frame for the channel.
     let (first, others) = round(WhenBusy::Wait, 2, false);
     assert_eq!(others.len(), 17);
-    for info in others.into_iter().chain([first]) {
-        if let FrameInfo::Pages(counts, decision) = info {
+    for summary in others.into_iter().chain([first]) {
+        if let FrameSummary::Pages { counts, decision } = summary {
             assert_eq!((decision.why, counts.raw_pages, counts.packed_pages), (Why::Fixed, 0, 64));
         }
     }

@@ -9,16 +9,17 @@ use std::collections::VecDeque;
 use std::io::Write;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 
+use parking_lot::{Condvar, Mutex};
 use vmferry_codec::{Decompressors, Frame, StreamDecoder};
 use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter};
 use vmferry_wire::{ControlMessage, FrameHeader, FrameKind, MAX_KEPT_PAGES};
 
 use super::place::{ACKNOWLEDGE_FRAMES, Arriving, FrameReader};
-use super::target::{LaneContext, LaneSet, StreamTarget, lock};
+use super::target::{LaneContext, LaneSet, StreamTarget};
 use crate::causes::chain;
 use crate::error::MigrateError;
 use crate::machine::destination::io::Input;
@@ -98,7 +99,7 @@ impl StreamLanes {
     fn start_writer(&mut self, lane: usize) -> std::io::Result<()> {
         let known = &mut self.lanes[lane];
         let socket =
-            lock(&self.target.sockets).get_mut(usize::from(known.number)).and_then(Option::take);
+            self.target.sockets.lock().get_mut(usize::from(known.number)).and_then(Option::take);
         let Some(socket) = socket else { return Ok(()) };
         known.socket = Some(socket.try_clone()?);
         let entries = MAX_KEPT_PAGES / u32::from(self.context.lanes.max(1));
@@ -132,7 +133,7 @@ impl LaneSet for StreamLanes {
         }
         known.attempt = attempt;
         known.end_channel();
-        let mut state = lock(&known.queue.state);
+        let mut state = known.queue.state.lock();
         state.closed = state.ended;
         Some(state.sequence)
     }
@@ -151,7 +152,7 @@ impl LaneSet for StreamLanes {
             self.start_writer(index)?;
         }
         let known = &mut self.lanes[index];
-        let sequence = lock(&known.queue.state).sequence;
+        let sequence = known.queue.state.lock().sequence;
         let receiving = ReceivingThread {
             lane,
             attempt: known.attempt,
@@ -177,7 +178,7 @@ impl LaneSet for StreamLanes {
 
     fn acknowledge(&self) {
         for known in &self.lanes {
-            let (lane, sequence) = (known.number, lock(&known.queue.state).placed);
+            let (lane, sequence) = (known.number, known.queue.state.lock().placed);
             self.context.control.send(&ControlMessage::Placed { lane, sequence });
         }
     }
@@ -186,7 +187,7 @@ impl LaneSet for StreamLanes {
 impl Lane {
     /// Closes the channel and waits for the thread that reads it.
     fn end_channel(&mut self) {
-        lock(&self.queue.state).closed = true;
+        self.queue.state.lock().closed = true;
         self.queue.changed.notify_all();
         if let Some(LaneChannel { closer, thread, .. }) = self.channel.take() {
             closer.close();
@@ -199,7 +200,7 @@ impl Lane {
 impl Drop for Lane {
     fn drop(&mut self) {
         self.end_channel();
-        lock(&self.queue.state).ended = true;
+        self.queue.state.lock().ended = true;
         self.queue.changed.notify_all();
         if let Some(socket) = &self.socket {
             // An error only means that the VMM has closed the socket.
@@ -214,7 +215,7 @@ impl Drop for Lane {
 impl Queue {
     /// A frame buffer to receive into. Blocks until one is free; `None` at the end.
     fn acquire(&self) -> Option<Frame> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         loop {
             if state.closed {
                 return None;
@@ -222,13 +223,13 @@ impl Queue {
             if let Some(frame) = state.free.pop() {
                 return Some(frame);
             }
-            state = self.wait(state);
+            self.changed.wait(&mut state);
         }
     }
 
     /// The next frame to write. Blocks until there is one; `None` at the end.
     fn next(&self) -> Option<(Frame, u64)> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         loop {
             if state.ended {
                 return None;
@@ -236,19 +237,12 @@ impl Queue {
             if let Some(next) = state.received.pop_front() {
                 return Some(next);
             }
-            state = self.wait(state);
+            self.changed.wait(&mut state);
         }
     }
 
-    fn wait<'a>(
-        &self,
-        state: std::sync::MutexGuard<'a, QueueState>,
-    ) -> std::sync::MutexGuard<'a, QueueState> {
-        self.changed.wait(state).unwrap_or_else(std::sync::PoisonError::into_inner)
-    }
-
     fn received(&self, frame: Frame, header: &FrameHeader, offset: u64) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.sequence = header.sequence;
         state.received.push_back((frame, offset));
         drop(state);
@@ -256,13 +250,13 @@ impl Queue {
     }
 
     fn free(&self, frame: Frame) {
-        lock(&self.state).free.push(frame);
+        self.state.lock().free.push(frame);
         self.changed.notify_all();
     }
 
     /// Stops receiving and writing.
     fn end(&self) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         (state.closed, state.ended) = (true, true);
         drop(state);
         self.changed.notify_all();
@@ -372,7 +366,7 @@ impl WritingThread {
     fn tell(&self, header: &FrameHeader) {
         let (lane, sequence) = (self.lane, header.sequence);
         let ended = header.kind == FrameKind::EndOfRound;
-        let mut state = lock(&self.queue.state);
+        let mut state = self.queue.state.lock();
         state.placed = sequence;
         // If no frame waits to be written, the source may be waiting for this acknowledgement.
         let due = ended

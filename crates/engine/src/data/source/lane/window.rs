@@ -6,7 +6,9 @@
 //! and they stay in the cache.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::{Mutex, MutexGuard};
 
 use super::signal::Signal;
 
@@ -22,10 +24,14 @@ pub struct Window<B> {
 #[derive(Debug)]
 struct State<B> {
     free: Vec<B>,
+    /// Sent frames with their numbers, in order.
     unplaced: VecDeque<(u64, B)>,
+    /// All frames up to this number are placed.
     placed: u64,
+    /// Number of buffers, in use or free.
     made: usize,
     limit: usize,
+    /// A thread has found no buffer.
     missed: bool,
 }
 
@@ -47,7 +53,7 @@ impl<B> Window<B> {
 
     /// A buffer to fill, if one is free.
     pub fn try_acquire(&self, make: impl FnOnce() -> B) -> Option<B> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.made - state.free.len() >= state.limit {
             state.missed = true;
             return None;
@@ -62,22 +68,22 @@ impl<B> Window<B> {
 
     /// Changes the limit of outstanding frames. Frames already beyond it stay.
     pub fn set_limit(&self, limit: usize) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.limit = limit;
-        self.tell(state);
+        self.report_room(state);
     }
 
     /// Returns a buffer that was not used.
     pub fn give_back(&self, buffer: B) {
-        self.lock().free.push(buffer);
+        self.state.lock().free.push(buffer);
     }
 
     /// Keeps a sent frame until it is placed. Sequence numbers ascend.
     pub fn sent(&self, sequence: u64, buffer: B) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if sequence <= state.placed {
             state.free.push(buffer);
-            self.tell(state);
+            self.report_room(state);
         } else {
             state.unplaced.push_back((sequence, buffer));
         }
@@ -86,12 +92,12 @@ impl<B> Window<B> {
     /// Removes the frames that are sent and not placed, in order, to be sent again. Each must be
     /// passed to [`sent`](Self::sent) again. Acknowledgements may be processed meanwhile.
     pub fn take_unplaced(&self) -> VecDeque<(u64, B)> {
-        std::mem::take(&mut self.lock().unplaced)
+        std::mem::take(&mut self.state.lock().unplaced)
     }
 
-    /// Frees every frame up to `sequence`. Returns whether no frame is outstanding.
-    pub fn placed(&self, sequence: u64) -> bool {
-        let mut state = self.lock();
+    /// Frees the buffer of every frame up to `sequence`. Returns whether no frame is outstanding.
+    pub fn acknowledge(&self, sequence: u64) -> bool {
+        let mut state = self.state.lock();
         state.placed = state.placed.max(sequence);
         while state.unplaced.front().is_some_and(|(first, _)| *first <= sequence) {
             if let Some((_, buffer)) = state.unplaced.pop_front() {
@@ -99,21 +105,18 @@ impl<B> Window<B> {
             }
         }
         let none_is_out = state.unplaced.is_empty();
-        self.tell(state);
+        self.report_room(state);
         none_is_out
     }
 
-    fn tell(&self, mut state: MutexGuard<'_, State<B>>) {
+    /// Notifies threads that found no buffer if one may be acquired again.
+    fn report_room(&self, mut state: MutexGuard<'_, State<B>>) {
         let room = state.made - state.free.len() < state.limit;
         let missed = room && std::mem::take(&mut state.missed);
         drop(state);
         if missed {
             self.freed.raise();
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State<B>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -127,14 +130,14 @@ mod tests {
     }
 
     #[test]
-    fn no_more_buffers_than_the_limit() {
+    fn buffers_are_limited_and_reused() {
         let (window, freed) = window(2);
         let (a, b) = (window.try_acquire(|| 1).unwrap(), window.try_acquire(|| 2).unwrap());
         window.sent(1, a);
         window.sent(2, b);
         assert_eq!(window.try_acquire(|| 3), None);
         let seen = freed.now().unwrap();
-        window.placed(1);
+        window.acknowledge(1);
         freed.wait(seen);
         assert_eq!(window.try_acquire(|| 3), Some(1), "the freed one, not a new one");
         window.give_back(1);
@@ -142,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_grows_and_shrinks() {
+    fn limit_grows_and_shrinks() {
         let (window, freed) = window(1);
         let a = window.try_acquire(|| 1).unwrap();
         assert_eq!(window.try_acquire(|| 2), None);
@@ -153,18 +156,18 @@ mod tests {
         window.sent(1, a);
         window.sent(2, b);
         window.set_limit(1);
-        window.placed(1);
+        window.acknowledge(1);
         assert_eq!(window.try_acquire(|| 3), None, "one is still out");
-        window.placed(2);
+        window.acknowledge(2);
         assert_eq!(window.try_acquire(|| 3), Some(2), "the last one freed");
         assert_eq!(window.try_acquire(|| 3), None);
     }
 
     #[test]
-    fn an_acknowledgement_may_overtake_the_sender() {
+    fn acknowledgement_may_overtake_the_sender() {
         let (window, freed) = window(1);
         let buffer = window.try_acquire(|| 7).unwrap();
-        window.placed(1);
+        window.acknowledge(1);
         assert_eq!(window.try_acquire(|| 8), None);
         let seen = freed.now().unwrap();
         window.sent(1, buffer);
@@ -173,16 +176,16 @@ mod tests {
     }
 
     #[test]
-    fn what_is_sent_again_is_what_is_not_placed() {
+    fn unplaced_frames_are_sent_again() {
         let (window, _) = window(3);
         for (sequence, buffer) in [(1, 'a'), (2, 'b'), (3, 'c')] {
             let made = window.try_acquire(|| buffer).unwrap();
             window.sent(sequence, made);
         }
-        window.placed(1);
+        window.acknowledge(1);
         let mut again = window.take_unplaced();
         assert_eq!(again, [(2, 'b'), (3, 'c')]);
-        window.placed(2);
+        window.acknowledge(2);
         let (sequence, buffer) = again.pop_front().unwrap();
         window.sent(sequence, buffer);
         let (sequence, buffer) = again.pop_front().unwrap();
@@ -191,13 +194,13 @@ mod tests {
     }
 
     #[test]
-    fn the_last_freed_buffer_is_used_first() {
+    fn last_freed_buffer_is_used_first() {
         let (window, _) = window(3);
         for (sequence, buffer) in [(1, 'a'), (2, 'b'), (3, 'c')] {
             let made = window.try_acquire(|| buffer).unwrap();
             window.sent(sequence, made);
         }
-        window.placed(3);
+        window.acknowledge(3);
         assert_eq!(window.try_acquire(|| 'z'), Some('c'));
     }
 }

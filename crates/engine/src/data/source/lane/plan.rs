@@ -21,44 +21,47 @@ use crate::rounds::hinted::Hinted;
 // A lane's stripes are the bitmap's blocks.
 const _: () = assert!(LANE_STRIPE_PAGES == BLOCK_PAGES);
 
-/// The work of a round.
+/// The pages to send in a round.
 #[derive(Clone)]
-pub struct Job {
+pub struct RoundOrder {
     /// The round's number, from 1.
     pub round: u32,
-    /// Whether the guest runs, so that each page must be write-protected again before it is read.
-    pub rearm: bool,
+    /// The dirty log of the guest's memory.
+    pub log: Arc<dyn DirtyLog>,
+    /// Whether the guest may write, so that each page must be write-protected again before it is
+    /// read.
+    pub rearm_first: bool,
     /// All pages of the round. The lane selects its own.
     pub pages: Arc<PageSet>,
-    /// The pages of these to send last, because they were in the previous round too. Writes until
-    /// then cost no additional transfer.
-    pub last: Option<Arc<PageSet>>,
+    /// The pages of these to send after all others, because they were in the previous round too.
+    /// Writes until then cost no additional transfer.
+    pub deferred: Option<Arc<PageSet>>,
     /// Pages of these that the guest has freed. They read as zero, and reading them would populate
     /// them again.
     pub zero: Option<Arc<PageSet>>,
     /// Pages that the guest hints free during the round. All pages are write-protected then, and
-    /// `rearm` is not set.
+    /// `rearm_first` is not set.
     pub hinted: Option<Arc<Hinted>>,
 }
 
-/// A worker's next task for a lane.
+/// What a lane sends next.
 #[expect(clippy::large_enum_variant, reason = "a box would be an allocation for each frame")]
-pub enum Task {
-    /// Read, encode and send these pages.
+pub enum Planned {
+    /// A frame of these pages.
     Pages(PageBatch),
-    /// Report that the lane has sent all of the round.
+    /// The end of the round: all of its pages are planned.
     EndOfRound {
         /// The round.
         round: u32,
         /// Time for re-arming the dirty log in this round.
-        rearm: Duration,
+        rearm_time: Duration,
         /// The dirty log's name in this round.
         log: &'static str,
         /// Pages that were not sent because the guest had hinted that they are free.
-        free: u64,
+        free_pages: u64,
     },
-    /// Ask again later: the remaining pages may yet be hinted free. The round's [`Hinted`] raises
-    /// the signal then.
+    /// Nothing yet: the remaining pages may still be hinted free. The round's [`Hinted`] raises the
+    /// signal when they can be planned.
     Wait,
 }
 
@@ -68,7 +71,7 @@ pub struct PageBatch {
     slot: SlotId,
     pages: [u64; MOST_FRAME_PAGES],
     count: usize,
-    /// See [`Job::zero`].
+    /// See [`RoundOrder::zero`].
     pub zero: Option<Arc<PageSet>>,
     /// Set if hinted pages must be sent with the poison that the guest expects in them.
     pub poisoned: Option<Arc<Hinted>>,
@@ -81,32 +84,36 @@ impl PageBatch {
         let pages = &self.pages[..self.count];
         Batch { round: self.round, slot: self.slot, pages }
     }
+
+    /// The round.
+    #[must_use]
+    pub fn round(&self) -> u32 {
+        self.round
+    }
 }
 
 /// One lane's share of the guest's memory, batch by batch.
 pub struct LanePlan {
-    lane: usize,
-    lanes: usize,
-    log: Arc<dyn DirtyLog>,
-    work: Option<Work>,
+    share: Share,
+    round: Option<RoundProgress>,
     /// Runs of the present block, in reverse order.
     runs: Vec<(u64, u64)>,
     rearm_words: Vec<u64>,
 }
 
 /// The progress of a round.
-struct Work {
-    job: Job,
-    /// Whether the pages to be sent last are being sent.
-    last: bool,
+struct RoundProgress {
+    order: RoundOrder,
+    /// Whether all other pages are planned and the deferred ones follow.
+    sends_deferred: bool,
     slot: SlotId,
-    /// Blocks of the slot below this are done.
+    /// Blocks of the slot below this are planned.
     block: usize,
     /// Blocks of the slot below this are write-protected again.
     rearmed_to: usize,
-    rearm: Duration,
+    rearm_time: Duration,
     /// Pages hinted free.
-    free: u64,
+    free_pages: u64,
 }
 
 /// The most words of the bitmap that one call re-arms: 128 MiB of the guest.
@@ -115,29 +122,33 @@ const REARM_WORDS: usize = 512;
 impl LanePlan {
     /// A plan for lane `lane` of `lanes`.
     #[must_use]
-    pub fn new(lane: u8, lanes: u8, log: Arc<dyn DirtyLog>) -> Self {
+    pub fn new(lane: u8, lanes: u8) -> Self {
         Self {
-            lane: lane.into(),
-            lanes: usize::from(lanes).max(1),
-            log,
-            work: None,
+            share: Share { lane: lane.into(), lanes: usize::from(lanes).max(1) },
+            round: None,
             runs: Vec::with_capacity(BLOCK_PAGES as usize / 2),
             rearm_words: Vec::with_capacity(REARM_WORDS),
         }
     }
 
     /// Begins a round. The previous one must have ended.
-    pub fn begin(&mut self, job: Job) {
+    pub fn begin(&mut self, order: RoundOrder) {
         self.runs.clear();
-        let (last, slot) = (false, SlotId(0));
-        let (rearm, free) = (Duration::ZERO, 0);
-        self.work = Some(Work { job, last, slot, block: 0, rearmed_to: 0, rearm, free });
+        self.round = Some(RoundProgress {
+            order,
+            sends_deferred: false,
+            slot: SlotId(0),
+            block: 0,
+            rearmed_to: 0,
+            rearm_time: Duration::ZERO,
+            free_pages: 0,
+        });
     }
 
     /// Whether a round is in progress.
     #[must_use]
-    pub fn has_work(&self) -> bool {
-        self.work.is_some()
+    pub fn has_round(&self) -> bool {
+        self.round.is_some()
     }
 
     /// The next frame of the round with `frame_pages` pages, at most [`MOST_FRAME_PAGES`], and
@@ -151,7 +162,7 @@ impl LanePlan {
         &mut self,
         frame_pages: usize,
         rearm_pages: u64,
-    ) -> Result<Option<Task>, MigrateError> {
+    ) -> Result<Option<Planned>, MigrateError> {
         let frame_pages = frame_pages.clamp(1, MOST_FRAME_PAGES);
         let mut pages = [0; MOST_FRAME_PAGES];
         let mut count = 0;
@@ -166,18 +177,18 @@ impl LanePlan {
                     self.runs.push((first + taken, length - taken));
                 }
                 if count == frame_pages {
-                    return Ok(self.pages(pages, count));
+                    return Ok(self.batch(pages, count));
                 }
             }
-            let is_held = self.work.as_ref().is_some_and(Work::is_held);
-            if !is_held && self.next_block(rearm_pages)? {
+            let must_wait = self.round.as_ref().is_some_and(RoundProgress::must_wait);
+            if !must_wait && self.next_block(rearm_pages)? {
                 continue;
             }
             if count > 0 {
-                return Ok(self.pages(pages, count));
+                return Ok(self.batch(pages, count));
             }
-            if is_held {
-                return Ok(Some(Task::Wait));
+            if must_wait {
+                return Ok(Some(Planned::Wait));
             }
             if !self.next_slot() {
                 return Ok(self.end());
@@ -185,39 +196,20 @@ impl LanePlan {
         }
     }
 
-    fn pages(&mut self, pages: [u64; MOST_FRAME_PAGES], count: usize) -> Option<Task> {
-        let work = self.work.as_ref()?;
-        Some(Task::Pages(PageBatch {
-            round: work.job.round,
-            slot: work.slot,
-            pages,
-            count,
-            zero: work.job.zero.clone(),
-            poisoned: work.job.hinted.clone().filter(|hinted| hinted.poison().is_some()),
-        }))
-    }
-
-    fn end(&mut self) -> Option<Task> {
-        let work = self.work.take()?;
-        let (round, log) = (work.job.round, self.log.name());
-        Some(Task::EndOfRound { round, rearm: work.rearm, log, free: work.free })
-    }
-
     /// Loads the runs of the slot's next non-empty block. Returns whether there is one.
     fn next_block(&mut self, rearm_pages: u64) -> Result<bool, MigrateError> {
-        let Some(work) = &mut self.work else { return Ok(false) };
-        let share = Share { lane: self.lane, lanes: self.lanes };
-        while let Some(block) = work.next(share) {
-            work.block = block + 1;
-            let mut words = work.words(block);
-            if let Some(hinted) = &work.job.hinted {
-                work.free += hinted.take_out(work.slot, block, &mut words);
+        let Some(round) = &mut self.round else { return Ok(false) };
+        while let Some(block) = round.find_block(self.share) {
+            round.block = block + 1;
+            let mut words = round.words(block);
+            if let Some(hinted) = &round.order.hinted {
+                round.free_pages += hinted.take_out(round.slot, block, &mut words);
             }
             if words == [0; BLOCK_WORDS] {
                 continue;
             }
-            if work.job.rearm && block >= work.rearmed_to {
-                rearm(work, share, block, rearm_pages, &mut self.rearm_words, &*self.log)?;
+            if round.order.rearm_first && block >= round.rearmed_to {
+                round.rearm_from(block, self.share, rearm_pages, &mut self.rearm_words)?;
             }
             let base = block as u64 * BLOCK_PAGES;
             self.runs.extend(flat_runs(&words).map(|(first, pages)| (base + first, pages)));
@@ -227,20 +219,38 @@ impl LanePlan {
         Ok(false)
     }
 
-    /// Moves to the next slot, or to the pages to be sent last. Returns whether there is any.
+    /// Moves to the next slot, or to the deferred pages. Returns whether there is any.
     fn next_slot(&mut self) -> bool {
-        let Some(work) = &mut self.work else { return false };
-        (work.block, work.rearmed_to) = (0, 0);
-        let slots = work.job.pages.iter().count();
-        if usize::from(work.slot.0) + 1 < slots {
-            work.slot.0 += 1;
-        } else if !work.last && work.job.last.is_some() {
-            work.last = true;
-            work.slot = SlotId(0);
+        let Some(round) = &mut self.round else { return false };
+        (round.block, round.rearmed_to) = (0, 0);
+        let slots = round.order.pages.iter().count();
+        if usize::from(round.slot.0) + 1 < slots {
+            round.slot.0 += 1;
+        } else if !round.sends_deferred && round.order.deferred.is_some() {
+            round.sends_deferred = true;
+            round.slot = SlotId(0);
         } else {
             return false;
         }
         true
+    }
+
+    fn batch(&self, pages: [u64; MOST_FRAME_PAGES], count: usize) -> Option<Planned> {
+        let RoundProgress { order, slot, .. } = self.round.as_ref()?;
+        Some(Planned::Pages(PageBatch {
+            round: order.round,
+            slot: *slot,
+            pages,
+            count,
+            zero: order.zero.clone(),
+            poisoned: order.hinted.clone().filter(|hinted| hinted.poison().is_some()),
+        }))
+    }
+
+    fn end(&mut self) -> Option<Planned> {
+        let RoundProgress { order, rearm_time, free_pages, .. } = self.round.take()?;
+        let (round, log) = (order.round, order.log.name());
+        Some(Planned::EndOfRound { round, rearm_time, log, free_pages })
     }
 }
 
@@ -251,21 +261,27 @@ struct Share {
     lanes: usize,
 }
 
-impl Work {
-    /// Whether the next pages may yet be hinted free and have to wait.
-    fn is_held(&self) -> bool {
-        self.last && self.job.hinted.as_ref().is_some_and(|hinted| hinted.is_held())
+impl Share {
+    fn owns(self, block: usize) -> bool {
+        block % self.lanes == self.lane
+    }
+}
+
+impl RoundProgress {
+    /// Whether the next pages may yet be hinted free.
+    fn must_wait(&self) -> bool {
+        self.sends_deferred && self.order.hinted.as_ref().is_some_and(|hinted| hinted.is_held())
     }
 
     fn bitmap(&self) -> Option<&PageBitmap> {
-        self.job.pages.iter().nth(self.slot.0.into()).map(|(_, bitmap)| bitmap)
+        self.order.pages.iter().nth(self.slot.0.into()).map(|(_, bitmap)| bitmap)
     }
 
     /// The slot's next block of this lane that may have pages, starting with the present one.
-    fn next(&self, share: Share) -> Option<usize> {
+    fn find_block(&self, share: Share) -> Option<usize> {
         let bitmap = self.bitmap()?;
         let mut block = bitmap.next_block(self.block)?;
-        while block % share.lanes != share.lane {
+        while !share.owns(block) {
             block = bitmap.next_block(block + 1)?;
         }
         Some(block)
@@ -274,49 +290,47 @@ impl Work {
     /// The pages of a block to send now.
     fn words(&self, block: usize) -> [u64; BLOCK_WORDS] {
         let mut words = self.bitmap().map_or([0; BLOCK_WORDS], |bitmap| *bitmap.block(block));
-        if let Some(last) = &self.job.last {
-            let flip = if self.last { 0 } else { u64::MAX };
-            for (word, last) in words.iter_mut().zip(last.bitmap(self.slot).block(block)) {
-                *word &= last ^ flip;
+        if let Some(deferred) = &self.order.deferred {
+            let flip = if self.sends_deferred { 0 } else { u64::MAX };
+            for (word, deferred) in words.iter_mut().zip(deferred.bitmap(self.slot).block(block)) {
+                *word &= deferred ^ flip;
             }
         }
         words
     }
-}
 
-/// Write-protects this lane's pages again, starting with a block.
-fn rearm(
-    work: &mut Work,
-    share: Share,
-    first: usize,
-    pages: u64,
-    words: &mut Vec<u64>,
-    log: &dyn DirtyLog,
-) -> Result<(), MigrateError> {
-    words.clear();
-    let (mut block, mut found) = (first, 0);
-    let slot_words = work.bitmap().map_or(0, |bitmap| bitmap.words().len());
-    let most = slot_words.min(first * BLOCK_WORDS + REARM_WORDS);
-    while block * BLOCK_WORDS < most && found < pages {
-        // Pages of other lanes are protected by those lanes.
-        let mine =
-            if block % share.lanes == share.lane { work.words(block) } else { [0; BLOCK_WORDS] };
-        found += mine.iter().map(|word| u64::from(word.count_ones())).sum::<u64>();
-        words.extend_from_slice(&mine);
-        block += 1;
+    /// Write-protects about `pages` pages of this lane again, from block `first` on. `words` is a
+    /// buffer.
+    fn rearm_from(
+        &mut self,
+        first: usize,
+        share: Share,
+        pages: u64,
+        words: &mut Vec<u64>,
+    ) -> Result<(), MigrateError> {
+        words.clear();
+        let (mut block, mut found) = (first, 0);
+        let slot_words = self.bitmap().map_or(0, |bitmap| bitmap.words().len());
+        let most = slot_words.min(first * BLOCK_WORDS + REARM_WORDS);
+        while block * BLOCK_WORDS < most && found < pages {
+            // Pages of other lanes are protected by those lanes.
+            let own = if share.owns(block) { self.words(block) } else { [0; BLOCK_WORDS] };
+            found += own.iter().map(|word| u64::from(word.count_ones())).sum::<u64>();
+            words.extend_from_slice(&own);
+            block += 1;
+        }
+        words.truncate(slot_words - first * BLOCK_WORDS);
+        let begun = Instant::now();
+        self.order.log.rearm(self.slot, first * BLOCK_WORDS, words)?;
+        self.rearm_time += begun.elapsed();
+        self.rearmed_to = block;
+        Ok(())
     }
-    words.truncate(slot_words - first * BLOCK_WORDS);
-    let begun = Instant::now();
-    log.rearm(work.slot, first * BLOCK_WORDS, words)?;
-    work.rearm += begun.elapsed();
-    work.rearmed_to = block;
-    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
-
+    use parking_lot::Mutex;
     use proptest::prelude::*;
     use vmferry_dirty::DirtyLogError;
     use vmferry_memory::SlotLayout;
@@ -345,7 +359,7 @@ mod tests {
         fn rearm(&self, slot: SlotId, first: usize, words: &[u64]) -> Result<(), DirtyLogError> {
             let runs = flat_runs(words).flat_map(|(page, count)| page..page + count);
             let pages = runs.map(|page| (slot.0, first as u64 * 64 + page));
-            self.0.lock().unwrap().extend(pages);
+            self.0.lock().extend(pages);
             Ok(())
         }
 
@@ -366,29 +380,30 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_page_is_sent_once_on_its_lane_and_protected_before(
+        fn page_is_sent_once_on_its_lane_after_it_is_protected(
             runs in prop::collection::vec((0_u16..2, 0..PAGES, 1_u64..900), 0..8),
-            last in prop::collection::vec((0_u16..2, 0..PAGES, 1_u64..900), 0..8),
+            deferred in prop::collection::vec((0_u16..2, 0..PAGES, 1_u64..900), 0..8),
             lanes in 1_u8..5, frame_pages in 1_usize..70, rearm_pages in 1_u64..3000,
         ) {
-            let (pages, last) = (Arc::new(set(&runs)), Arc::new(set(&last)));
+            let (pages, deferred) = (Arc::new(set(&runs)), Arc::new(set(&deferred)));
             let mut sent = set(&[]);
             for lane in 0..lanes {
                 let log = Arc::new(Log::default());
                 let noted = Arc::clone(&log);
-                let mut plan = LanePlan::new(lane, lanes, log);
-                plan.begin(Job {
+                let mut plan = LanePlan::new(lane, lanes);
+                plan.begin(RoundOrder {
                     round: 7,
-                    rearm: true,
+                    log,
+                    rearm_first: true,
                     pages: Arc::clone(&pages),
-                    last: Some(Arc::clone(&last)),
+                    deferred: Some(Arc::clone(&deferred)),
                     zero: None,
                     hinted: None,
                 });
-                let mut goes_last = false;
+                let mut sends_deferred = false;
                 loop {
                     match plan.next(frame_pages, rearm_pages).unwrap().unwrap() {
-                        Task::Pages(batch) => {
+                        Planned::Pages(batch) => {
                             let batch = batch.as_batch();
                             prop_assert_eq!(batch.round, 7);
                             prop_assert!((1..=frame_pages).contains(&batch.pages.len()));
@@ -397,20 +412,20 @@ mod tests {
                                 prop_assert_eq!(page / 512 % u64::from(lanes), u64::from(lane));
                                 prop_assert!(!sent.bitmap(batch.slot).is_set(*page), "once");
                                 sent.bitmap_mut(batch.slot).set(*page);
-                                prop_assert!(noted.0.lock().unwrap().contains(&(batch.slot.0, *page)));
-                                let is_last = last.bitmap(batch.slot).is_set(*page);
-                                prop_assert!(is_last || !goes_last, "pages that go last do");
-                                goes_last |= is_last;
+                                prop_assert!(noted.0.lock().contains(&(batch.slot.0, *page)));
+                                let is_deferred = deferred.bitmap(batch.slot).is_set(*page);
+                                prop_assert!(is_deferred || !sends_deferred, "others are first");
+                                sends_deferred |= is_deferred;
                             }
                         }
-                        Task::EndOfRound { round, log, free, .. } => {
-                            prop_assert_eq!((round, log, free), (7, "noting", 0));
+                        Planned::EndOfRound { round, log, free_pages, .. } => {
+                            prop_assert_eq!((round, log, free_pages), (7, "noting", 0));
                             break;
                         }
-                        Task::Wait => unreachable!("there are no hints"),
+                        Planned::Wait => unreachable!("there are no hints"),
                     }
                 }
-                prop_assert!(!plan.has_work());
+                prop_assert!(!plan.has_round());
                 prop_assert!(plan.next(frame_pages, rearm_pages).unwrap().is_none());
             }
             prop_assert_eq!(sent, Arc::unwrap_or_clone(pages));
@@ -418,18 +433,18 @@ mod tests {
     }
 
     /// The lane's pages until it has to wait or has finished.
-    fn sent(plan: &mut LanePlan) -> (Vec<u64>, Option<Task>) {
+    fn sent(plan: &mut LanePlan) -> (Vec<u64>, Option<Planned>) {
         let mut pages = Vec::new();
         loop {
             match plan.next(64, 1000).unwrap() {
-                Some(Task::Pages(batch)) => pages.extend_from_slice(batch.as_batch().pages),
+                Some(Planned::Pages(batch)) => pages.extend_from_slice(batch.as_batch().pages),
                 other => return (pages, other),
             }
         }
     }
 
     #[test]
-    fn what_may_be_hinted_is_waited_for_and_what_is_hinted_is_left_out() {
+    fn deferred_pages_wait_for_hints_and_hinted_pages_are_left_out() {
         let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages: PAGES }];
         let of = |first, count| {
             let mut pages = PageSet::for_layout(&layout);
@@ -437,26 +452,27 @@ mod tests {
             Arc::new(pages)
         };
         let hinted = Arc::new(Hinted::new(&layout, Arc::default()));
-        let mut plan = LanePlan::new(0, 1, Arc::new(()));
+        let mut plan = LanePlan::new(0, 1);
         let id = hinted.open(of(0, 900));
         hinted.hold();
-        plan.begin(Job {
+        plan.begin(RoundOrder {
             round: 1,
-            rearm: false,
+            log: Arc::new(()),
+            rearm_first: false,
             pages: of(0, 900),
-            last: Some(of(100, 800)),
+            deferred: Some(of(100, 800)),
             zero: None,
             hinted: Some(Arc::clone(&hinted)),
         });
         let (pages, then) = sent(&mut plan);
         assert_eq!(pages, (0..100).collect::<Vec<_>>(), "these can't be free");
-        assert!(matches!(then, Some(Task::Wait)));
-        assert!(matches!(sent(&mut plan), (none, Some(Task::Wait)) if none.is_empty()));
+        assert!(matches!(then, Some(Planned::Wait)));
+        assert!(matches!(sent(&mut plan), (none, Some(Planned::Wait)) if none.is_empty()));
         hinted.free(id, 50 << 12, 450 << 12, None);
         hinted.complete(id);
         let (pages, then) = sent(&mut plan);
         assert_eq!(pages, (500..900).collect::<Vec<_>>());
         // The pages before the hint were sent. A hint for pages outside the round has no effect.
-        assert!(matches!(then, Some(Task::EndOfRound { free: 400, .. })));
+        assert!(matches!(then, Some(Planned::EndOfRound { free_pages: 400, .. })));
     }
 }

@@ -7,7 +7,7 @@ use vmferry_codec::{
 };
 use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun, PageSet, SlotId};
 
-use super::plan::PageBatch;
+use super::lane::plan::PageBatch;
 use crate::error::MigrateError;
 use crate::rounds::hinted::Hinted;
 
