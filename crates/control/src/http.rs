@@ -25,7 +25,7 @@ pub enum HttpError {
     /// The request is not HTTP.
     #[error("this is not an HTTP/1.1 request")]
     NotHttp(#[from] httparse::Error),
-    /// The head is longer than [`MAX_HEAD_BYTES`].
+    /// The head is longer than `MAX_HEAD_BYTES`.
     #[error("the head of a request is at most {MAX_HEAD_BYTES} bytes")]
     LongHead,
     /// The body is longer than [`MAX_BODY_BYTES`].
