@@ -60,7 +60,7 @@ fn held_migration_waits_for_its_user_and_then_moves() {
     let sent = sender.finish();
     assert_eq!(sent.code, Some(0), "{sent:?}");
     assert_eq!(sent.last()["verify_match"], true, "{sent:?}");
-    fits("Statistics", sent.last());
+    fits("SourceStats", sent.last());
     let lines = &sent.lines[..sent.lines.len() - 1];
     for line in lines {
         fits("Event", line);

@@ -1,5 +1,5 @@
 //! Sending: each lane's plan of pages, the frames made from them, and the streams of carried
-//! guests. A page's way is in [`lane`]: plan, encode, queue, send, acknowledge.
+//! guests. A page's way is in `lane`: plan, encode, queue, send, acknowledge.
 
 pub mod chooser;
 pub(crate) mod lane;
