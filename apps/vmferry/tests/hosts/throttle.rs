@@ -33,7 +33,7 @@ fn throttle_moves_a_guest_that_outruns_the_link() {
 
         // Few rounds and a short downtime: if a busy machine delays the guest for most of a round,
         // the guest appears to converge.
-        send("40ms", "3", "0").failed(10, "does not converge");
+        send("5ms", "3", "0").failed(10, "does not converge");
         // No throttle is strong enough for this limit, so the guest stays.
         send("10us", "5", "99").failed(10, "does not converge");
         // At full speed; otherwise this would take a minute.
