@@ -1,7 +1,8 @@
 //! Renders the outcomes that the tests of faults have noted into the tables of a document.
 //!
-//! `reliability OUTCOMES [DOCUMENT]`: OUTCOMES has one JSON object in a line, as the tests write them with
-//! VMFERRY_OUTCOMES; what stands between the two markers of DOCUMENT is replaced. Without a document they are printed.
+//! `reliability OUTCOMES [DOCUMENT]`: OUTCOMES has one JSON object per line, as the tests write
+//! them with VMFERRY_OUTCOMES. The text between the two markers of DOCUMENT is replaced by the
+//! rendered tables; without a document they are printed.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

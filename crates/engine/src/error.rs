@@ -51,8 +51,8 @@ pub enum MigrateError {
     },
     /// The destination can't decode the compression method that the user has chosen.
     #[error(
-        "the destination can't decode {algorithm}, only: {known}; choose one of these or none, let it be \
-         measured, or upgrade vmferry there"
+        "the destination can't decode {algorithm}, only: {known}; choose one of these or none, \
+         let it be measured, or upgrade vmferry there"
     )]
     Undecodable {
         /// The chosen algorithm.
@@ -71,7 +71,10 @@ pub enum MigrateError {
         detail: String,
     },
     /// The peer was silent for too long.
-    #[error("waited {} for {what} and gave up: the other host hangs or the network drops packets", humantime_seconds(*.after))]
+    #[error(
+        "waited {} for {what} and gave up: the other host hangs or the network drops packets",
+        humantime_seconds(*.after)
+    )]
     TimedOut {
         /// What was awaited.
         what: &'static str,
@@ -114,8 +117,8 @@ pub enum MigrateError {
     },
     /// The paused memories differ: a write escaped the dirty log.
     #[error(
-        "verification found different memory: {source_pages} pages hash to {source_hash:#018x} at the \
-         source, {destination_pages} to {destination_hash:#018x} at the destination; {}; the \
+        "verification found different memory: {source_pages} pages hash to {source_hash:#018x} \
+         at the source, {destination_pages} to {destination_hash:#018x} at the destination; {}; the \
          source keeps the guest",
         mismatch_cause(*.compared, .log)
     )]

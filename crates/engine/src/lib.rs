@@ -6,11 +6,11 @@
 //! ([`vmferry_handover`]) that never lets two hosts run the guest.
 //!
 //! ```text
-//!  source::migrate                                            destination::receive
-//!    driver -- source::machine (sans-IO)      control       destination::machine (sans-IO) -- session
-//!      |            <------------------------------------------------>                          |
-//!    workers: plan, re-arm, read, encode                                         workers: decode, check, place
-//!      -> lane: send  ================== data channel per lane ==================>  lane: receive
+//!  source::migrate                                               destination::receive
+//!    driver -- machine::source      <-- control channel -->      machine::destination -- session
+//!      |                                                                                    |
+//!    workers: plan, re-arm, read, encode                            workers: decode, check, place
+//!      -> lane: send  =========== one data channel for each lane ===========>  lane: receive
 //! ```
 //!
 //! The machines use no threads and no sockets: events go in, actions come out, and time is passed

@@ -1,6 +1,6 @@
-/* The clock of a host that jumps: CLOCK_REALTIME with an offset, in seconds, from a file that a test writes. Clocks that
- * measure time are as they are. For LD_PRELOAD. The file is mapped at the start: a process that has restricted itself
- * can't open it later. */
+/* A host clock that jumps, for LD_PRELOAD: CLOCK_REALTIME plus an offset in seconds from a file that
+ * the test writes. Monotonic clocks are unchanged. The file is mapped at the start, because a process
+ * that has restricted itself can't open it later. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdlib.h>

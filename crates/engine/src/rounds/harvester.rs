@@ -152,9 +152,9 @@ impl Harvester {
         self.spare = PageSet::for_memory(&self.memory);
     }
 
-    /// The pages to send in a round. `rearm`: the guest runs. Pages that were in the round before too go
-    /// last, and in the first round those that may turn out to be free. Every lane has reported the
-    /// end of the round before.
+    /// The pages to send in a round. `rearm` is set while the guest runs. Pages that the previous
+    /// round sent too go last, and in the first round also pages that may turn out to be free. Every
+    /// lane has reported the end of the previous round.
     ///
     /// # Errors
     /// What the log says.
