@@ -160,7 +160,7 @@ fn source_stopped_until_it_is_given_up(phase: Phase) {
     let received = trial.destination.finish_by_ref();
     assert_eq!(received.code, Some(12), "{received:?}");
     let asking = trial.a.run(&["status", "web"]);
-    asking.failed(15, "it is stopped, or stuck");
+    asking.failed(15, "it is stopped or stuck");
     if phase.is(&READY) {
         trial.restart_destination();
     }

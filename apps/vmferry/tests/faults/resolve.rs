@@ -39,7 +39,7 @@ fn source_resumes_on_operator_decision() {
     // Without a terminal the operator must state that everything is done; until then nothing is
     // decided.
     let asked = trial.a.run(&["resolve", "web", "--source-resumes"]);
-    asked.failed(2, "Power the other host off, fence it, or end the VMM of web there FIRST");
+    asked.failed(2, "FIRST power the other host off, fence it, or end the VMM of web there");
     asked.failed(2, "--yes");
     assert_eq!(trial.a.status("web")["phase"], "paused");
     // Status of the other host, before and after it is switched off.
@@ -168,7 +168,7 @@ fn resolve_tells_guests_of_one_name_apart() {
     assert_eq!(decided.last()["vmm"], "gone");
     assert_eq!(verdict(&a, first), "there");
     resolve(&first.to_string(), "--destination-owns").failed(9, "gave the guest away");
-    resolve("web", "--destination-owns").failed(9, "it is here");
+    resolve("web", "--destination-owns").failed(9, "this host has it");
 
     // With several dead guests the operator must say which one; the session number says it.
     let (second, journal) = left_in_doubt(&a, 2, &dead());

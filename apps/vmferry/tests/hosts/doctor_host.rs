@@ -126,10 +126,10 @@ fn doctor_reports_outdated_revocation_lists() {
     let good = listed(-1, 30);
     assert_eq!(found(&good, "revocations")["level"], "ok", "{good:?}");
     is_bad(&listed(-1, 3), "revocations", "warning", "; then no peer of its authority is accepted");
-    is_bad(&listed(-9, -1), "revocations", "error", "out of date since");
+    is_bad(&listed(-9, -1), "revocations", "error", "expired at");
     // A list that is named counts like the one next to the certificate.
     std::fs::rename(&crl, world.path("named.pem")).unwrap();
     let named = world.path("named.pem");
     let ended = doctor(&host, &["--tls", &tls, "--crl", text(&named)]);
-    is_bad(&ended, "revocations", "error", "out of date since");
+    is_bad(&ended, "revocations", "error", "expired at");
 }
