@@ -182,7 +182,7 @@ fn guest_of_another_user_is_carried() {
     let tls = world.tls();
     let listen = ["--listen", "tcp:127.0.0.1:0", "--plain", "--sandbox", "require"];
     let required = b.run(&[&["receive", "--qemu", text(&there.qmp)], &listen[..]].concat());
-    required.failed(16, "as `require` asks");
+    required.failed(16, "as `require` demands");
     let (mut receiving, address) = b.receive(&[
         "--qemu",
         text(&there.qmp),
