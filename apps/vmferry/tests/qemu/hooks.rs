@@ -152,7 +152,7 @@ fn destination_hook_ends_before_the_source_gives_up() {
     let listen = ["--listen", "tcp:127.0.0.1:0", "--plain", "--hook", text(&program)];
     let (_there, receiving, address) = scene.receive(&listen);
     let sent = scene.send(&address, &["--plain"]).finish();
-    receiving.finish().failed(1, "endless has not ended in 20 s");
+    receiving.finish().failed(1, "endless did not finish within 20 s");
     assert!(!sent.last()["error"]["message"].as_str().unwrap().contains("30"), "{sent:?}");
     let told = ["destination before tested", "begun", "destination after tested kept"];
     assert_eq!(lines(&log), told);
