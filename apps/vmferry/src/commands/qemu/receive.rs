@@ -101,7 +101,7 @@ pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Resu
         return Ok(());
     }
     let how = match starter.last_words() {
-        Some(words) => format!("{status}: QEMU printed: {words}"),
+        Some(words) => format!("{status}: QEMU has printed: {words}"),
         None => status.to_string(),
     };
     Err(Failure::new(Code::Internal, format!("the guest's QEMU has ended: {how}")))
