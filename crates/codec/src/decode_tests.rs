@@ -132,7 +132,8 @@ proptest! {
                     Write::Text => memory.copy_in(run(page), &text(page, sequence)).unwrap(),
                     Write::Random => memory.copy_in(run(page), &random(page, sequence)).unwrap(),
                     Write::Few(at, byte) => {
-                        memory.write_at(page * PAGE_SIZE as u64 + u64::from(*at), &[*byte]).unwrap();
+                        let at = page * PAGE_SIZE as u64 + u64::from(*at);
+                        memory.write_at(at, &[*byte]).unwrap();
                     }
                 }
             }

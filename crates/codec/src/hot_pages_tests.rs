@@ -81,7 +81,10 @@ proptest! {
     #[test]
     fn a_delta_is_from_what_was_last_sent_and_no_more_is_held_than_fits(
         capacity in 0_u64..40,
-        writes in prop::collection::vec((0_u16..3, 0_u64..24, 0_usize..16, 1_usize..300, 0..8), 1..300)
+        writes in prop::collection::vec(
+            (0_u16..3, 0_u64..24, 0_usize..16, 1_usize..300, 0..8),
+            1..300,
+        )
     ) {
         let store = store(capacity);
         let mut source = Source { store: &store, sent: HashMap::new(), made: 0 };

@@ -31,8 +31,7 @@ pub enum DirectoryError {
         #[source]
         source: io::Error,
     },
-    /// The path is a symbolic link. Whoever can change the link would decide where the directory
-    /// is.
+    /// The path is a symbolic link. A user who can change the link could redirect the directory.
     #[error("{path} is a symbolic link: name the directory that it leads to")]
     Link {
         /// The link.
@@ -297,8 +296,8 @@ mod tests {
         assert_eq!(cron, ("/run/vmferry".into(), "/var/lib/vmferry".into()));
         let login = Environment {
             xdg_runtime: some("/run/user/0"),
-            xdg_state: some("/root/.state"),
-            home: some("/root"),
+            xdg_state: some("/home/admin/.state"),
+            home: some("/home/admin"),
             ..Environment::default()
         };
         assert_eq!(places(login), cron);

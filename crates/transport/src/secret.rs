@@ -129,7 +129,8 @@ mod tests {
     #[test]
     fn from_pem_reads_openssl_output() {
         // OpenSSL's output: leading parameters, CRLF line ends, and other kinds of keys.
-        let text = "-----BEGIN EC PARAMETERS-----\r\nBggqhkjOPQMBBw==\r\n-----END EC PARAMETERS-----\r\n\
+        let text = "-----BEGIN EC PARAMETERS-----\r\nBggqhkjOPQMBBw==\r\n\
+                    -----END EC PARAMETERS-----\r\n\
                     -----BEGIN EC PRIVATE KEY-----\r\nAAECAw==\r\n-----END EC PRIVATE KEY-----\r\n";
         let key = from_pem(text.as_bytes()).unwrap();
         assert!(matches!(&*key, PrivateKeyDer::Sec1(_)));

@@ -28,7 +28,7 @@ pub struct DoctorOptions {
     /// The guest to move: its name, or the path of its control socket.
     #[arg(conflicts_with = "qemu")]
     pub guest: Option<String>,
-    /// The QMP socket of the QEMU whose guest is to be moved.
+    /// The QMP socket of the QEMU whose guest you want to move.
     #[arg(long, value_name = "QMP_SOCKET")]
     pub qemu: Option<PathBuf>,
     /// Check the other host too, through its `vmferry receive` at this address.

@@ -153,8 +153,8 @@ impl Harvester {
     }
 
     /// The pages to send in a round. `rearm` is set while the guest runs. Pages that the previous
-    /// round sent too go last, and in the first round also pages that may turn out to be free. Every
-    /// lane has reported the end of the previous round.
+    /// round sent too go last, and in the first round also pages that may turn out to be free.
+    /// Every lane has reported the end of the previous round.
     ///
     /// # Errors
     /// What the log says.

@@ -11,7 +11,7 @@ use super::kernel::{self, Kernel};
 pub type FlatRuns<'a> = Runs<'a, Once<Range<usize>>>;
 
 /// Iterates runs of set bits as (first, count). `R` selects the words to decode: ascending ranges.
-/// Two ranges must not be adjacent unless a run is to be split at the boundary.
+/// Two ranges must not be adjacent unless runs may be split at the boundary.
 #[derive(Debug)]
 pub struct Runs<'a, R> {
     kernel: Kernel,

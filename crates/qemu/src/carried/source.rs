@@ -27,7 +27,7 @@ use crate::settings::{self, Settings, Streaming};
 use crate::stream::{Blocks, MainStream, MultifdChannel};
 use crate::vcpu::Vcpu;
 
-/// A QEMU whose guest is to be carried. On drop it is left as it is: a guest that was not
+/// A QEMU from which a guest is carried. On drop it is left as it is: a guest that was not
 /// [resumed](Resume::resume) may run elsewhere.
 pub struct CarriedSource {
     pub(super) monitor: Arc<Monitor>,

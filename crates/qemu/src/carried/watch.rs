@@ -186,7 +186,7 @@ impl Watcher {
         };
         let migration = qmp.execute("query-migrate", json!({}))?;
         let ram = &migration["ram"];
-        // In the first pass everything is to be sent, and QEMU may have no figures yet.
+        // The first pass sends everything, and QEMU may have no figures yet.
         let pages =
             ram["remaining"].as_u64().filter(|_| number > 1).map(|left| left / PAGE_SIZE as u64);
         let dirty_pages_per_s = ram["dirty-pages-rate"].as_f64().unwrap_or_default();

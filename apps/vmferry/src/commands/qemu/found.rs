@@ -1,4 +1,4 @@
-//! A QEMU whose guest is to be sent, attached or carried.
+//! The QEMU whose guest `vmferry send` moves, attached or carried.
 
 use std::path::Path;
 

@@ -23,7 +23,7 @@ pub enum Notice {
         key_exchange: Option<String>,
     },
     /// A connection was turned away, and listening continues. There is at most one notice per
-    /// address and second, which includes the number of further connections that it stands for.
+    /// address and second. It counts the connections that were turned away without a notice.
     TurnedAway {
         /// The peer's address.
         peer: String,

@@ -47,8 +47,8 @@ impl Wire {
         &mut self.payload[from..]
     }
 
-    /// The frame as bytes, with lengths and checksums that match its present content. Whoever
-    /// changes the packed part must set `packed_bytes` and `delta_bytes`.
+    /// The frame as bytes, with lengths and checksums that match its present content. A
+    /// caller that changes the packed part must set `packed_bytes` and `delta_bytes`.
     pub fn sealed(mut self) -> Vec<u8> {
         let mut table = Vec::new();
         self.runs.iter().for_each(|run| run.encode(&mut table));
