@@ -25,16 +25,17 @@ demo-qemu: build ## Migrate a QEMU guest between two network namespaces (root); 
 	@scripts/demo-qemu $(MODE)
 
 # Most tests wait rather than compute, so more of them run at once than there are processors.
+test test-all: export CARGO := $(CARGO)
 test test-all: export RUST_TEST_THREADS ?= $(shell echo $$((2 * $$(nproc))))
 
 setup-tests: setup ## Install the test dependencies; fetch QEMU and a browser into target/
 	@scripts/setup-tests
 
 test: setup-tests ## Run all tests, and a sample of the long ones
-	@. scripts/environment && $(CARGO) test --locked --workspace --no-fail-fast
+	@. scripts/environment && scripts/run-tests --workspace
 
 test-all: setup-tests ## Run all tests, including the long ones
-	@. scripts/environment && VMFERRY_TEST_ALL=1 $(CARGO) test --locked --workspace --no-fail-fast \
+	@. scripts/environment && VMFERRY_TEST_ALL=1 scripts/run-tests --workspace \
 		--features vmferry-cli/long-tests,vmferry-qemu/long-tests
 	@. scripts/environment && $(CARGO) test --locked --workspace --test quick -- --ignored
 	@$(MAKE) msrv crates

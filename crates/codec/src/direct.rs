@@ -8,12 +8,15 @@
 //! only, because a page's hash is recorded only after the whole frame was checked.
 
 use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun, PageSink, page_hash, zero_page_hash};
-use vmferry_wire::{Encoding, FrameHeader, FrameKind, Run};
+use vmferry_wire::{Encoding, FrameHeader, FrameKind, MAX_FRAME_CONTENT_PAGES, Run};
 
 use crate::decode::{Decoder, PlacedPages, check_sum, checked_table, place_zeros, record};
 use crate::error::CodecError;
 use crate::hashes::PageHashes;
 use crate::received_frame::Frame;
+
+/// No frame has more pieces than a sink takes.
+const _: () = assert!(MAX_FRAME_CONTENT_PAGES <= PageSink::MOST_PIECES as u64);
 
 /// Whether the pages of a frame can be [received in place](Decoder::begin_direct): it has pages,
 /// and none of them is packed or a delta.

@@ -13,13 +13,10 @@ use crate::error::MemoryError;
 use crate::slots::GuestMemory;
 use crate::units::{PAGE_SIZE, PageRun};
 
-/// Maximum number of pieces in a sink. Adjacent runs are one piece.
-const MOST_PIECES: usize = 128;
-
 /// Pages of guest memory to be filled with incoming bytes, in the order in which they were pushed.
 /// The sink does not allocate.
 pub struct PageSink<'m> {
-    pieces: [libc::iovec; MOST_PIECES],
+    pieces: [libc::iovec; PageSink::MOST_PIECES],
     /// The pieces that are not full. The next byte goes to the start of the first one.
     open: std::ops::Range<usize>,
     left_bytes: usize,
@@ -31,11 +28,14 @@ impl GuestMemory {
     #[must_use]
     pub fn sink(&self) -> PageSink<'_> {
         let none = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
-        PageSink { pieces: [none; MOST_PIECES], open: 0..0, left_bytes: 0, memory: self }
+        PageSink { pieces: [none; PageSink::MOST_PIECES], open: 0..0, left_bytes: 0, memory: self }
     }
 }
 
 impl PageSink<'_> {
+    /// Maximum number of pieces in a sink. Adjacent runs are one piece.
+    pub const MOST_PIECES: usize = 128;
+
     /// Appends pages.
     ///
     /// # Errors
@@ -51,7 +51,7 @@ impl PageSink<'_> {
             piece.iov_len += bytes;
         } else if bytes > 0 {
             let piece = self.pieces.get_mut(self.open.end);
-            let piece = piece.ok_or(MemoryError::TooManyPieces { most: MOST_PIECES })?;
+            let piece = piece.ok_or(MemoryError::TooManyPieces { most: Self::MOST_PIECES })?;
             *piece = libc::iovec { iov_base: start.cast(), iov_len: bytes };
             self.open.end += 1;
         }

@@ -331,7 +331,10 @@ fn choose_backend(
                     LogChoice::Auto if guest.memory_bytes >= RING_FROM_BYTES => {
                         DirtyRing::Preferred(DEFAULT_RING_ENTRIES)
                     }
-                    _ => DirtyRing::Off,
+                    LogChoice::Auto
+                    | LogChoice::KvmBitmap
+                    | LogChoice::KvmClear
+                    | LogChoice::Userfaultfd => DirtyRing::Off,
                 },
                 balloon,
             };

@@ -1,6 +1,6 @@
 //! Lengths that the frame header and its tables share.
 
-/// Maximum payload length: twice the size of the frames that this release sends.
+/// Maximum payload length: 128 pages with content, twice the usual frame of this release.
 pub const MAX_FRAME_PAYLOAD_BYTES: u32 = 512 << 10;
 
 /// Length of an entry in the run table.

@@ -84,20 +84,35 @@ fn forged_messages_break_no_promise() {
     assert!(struck > 3000, "only {struck} messages were forged");
 }
 
+/// Runs the pinned schedule with a deliberate defect, which the checks must detect. If they no
+/// longer do, because schedules have changed, searches for another one, and names it in the
+/// failure.
+fn assert_detected(sabotage: Sabotage, violation: &str, pinned: Seed, adapt: impl Fn(&mut Plan)) {
+    let detects = |seed: Seed| {
+        let mut plan = Plan::new(seed);
+        adapt(&mut plan);
+        plan.sabotage = Some(sabotage);
+        run(&plan, false).violations.iter().any(|text| text.contains(violation))
+    };
+    if !detects(pinned) {
+        let mut seeds =
+            (0..Plan::boundaries()).map(Seed::Boundary).chain((0..RANDOM).map(Seed::Random));
+        match seeds.find(|&seed| detects(seed)) {
+            Some(other) => panic!("{sabotage:?}: pin {other} instead of {pinned}"),
+            None => panic!("{sabotage:?} was not detected"),
+        }
+    }
+}
+
 /// Deliberate defects that no correct engine has: the checks detect each.
 #[test]
 fn sabotage_is_detected() {
-    for (sabotage, violation) in [
-        (Sabotage::UnknownIsAborted, "two hosts run the guest"),
-        (Sabotage::LyingDisk, "in the end"),
-        (Sabotage::NoClock, "no event is left"),
+    for (sabotage, violation, pinned) in [
+        (Sabotage::UnknownIsAborted, "two hosts run the guest", 6793),
+        (Sabotage::LyingDisk, "in the end", 60),
+        (Sabotage::NoClock, "no event is left", 0),
     ] {
-        let found = (0..Plan::boundaries()).step_by(3).any(|number| {
-            let mut plan = Plan::new(Seed::Boundary(number));
-            plan.sabotage = Some(sabotage);
-            run(&plan, false).violations.iter().any(|text| text.contains(violation))
-        });
-        assert!(found, "{sabotage:?} was not detected");
+        assert_detected(sabotage, violation, Seed::Boundary(pinned), |_| {});
     }
 }
 
@@ -105,23 +120,16 @@ fn sabotage_is_detected() {
 #[test]
 fn sabotage_of_reconnection_is_detected() {
     let not_given = "the guest was not handed over";
-    for (sabotage, violation) in [
-        (Sabotage::ForgetRecalled, "the memory that arrived differs"),
-        (Sabotage::StayPaused, "the guest waits for a link that is down"),
-        (Sabotage::RunOnBeforeReady, "of which the source ran on"),
-        (Sabotage::ForgetWithdraw, not_given),
-        (Sabotage::PlaceTwice, "is placed after frame"),
-        (Sabotage::ForgetKept, not_given),
-        (Sabotage::KeepFinal, not_given),
+    for (sabotage, violation, pinned) in [
+        (Sabotage::ForgetRecalled, "the memory that arrived differs", 1078),
+        (Sabotage::StayPaused, "the guest waits for a link that is down", 1078),
+        (Sabotage::RunOnBeforeReady, "of which the source ran on", 4078),
+        (Sabotage::ForgetWithdraw, not_given, 4414),
+        (Sabotage::PlaceTwice, "is placed after frame", 1150),
+        (Sabotage::ForgetKept, not_given, 1948),
+        (Sabotage::KeepFinal, not_given, 5698),
     ] {
-        let found =
-            (0..Plan::boundaries()).map(Seed::Boundary).chain((0..RANDOM).map(Seed::Random));
-        let found =
-            found.map(Plan::new).filter(|plan| !plan.reconnect.is_zero()).any(|mut plan| {
-                plan.sabotage = Some(sabotage);
-                run(&plan, false).violations.iter().any(|text| text.contains(violation))
-            });
-        assert!(found, "{sabotage:?} was not detected");
+        assert_detected(sabotage, violation, Seed::Boundary(pinned), |_| {});
     }
 }
 
@@ -159,14 +167,8 @@ fn slow_steps_end_no_migration_and_their_sabotage_is_detected() {
 #[test]
 fn sabotage_of_free_page_hints_is_detected() {
     for sabotage in [Sabotage::HintAcrossHarvest, Sabotage::HintUnprotected] {
-        let found = (0..Plan::boundaries()).map(Seed::Boundary).any(|seed| {
-            let mut plan = Plan::new(seed);
-            plan.verify = false;
-            plan.sabotage = Some(sabotage);
-            let violations = run(&plan, false).violations;
-            violations.iter().any(|text| text.contains("the memory that arrived differs"))
-        });
-        assert!(found, "{sabotage:?} was not detected");
+        let violation = "the memory that arrived differs";
+        assert_detected(sabotage, violation, Seed::Boundary(60), |plan| plan.verify = false);
     }
 }
 

@@ -57,7 +57,7 @@ pub struct MigrationOptions {
     /// let the link wait (wait).
     #[arg(long, value_enum, default_value_t = WhenBusy::Raw)]
     pub when_busy: WhenBusy,
-    /// Threads that read and compress pages; by default one per processor, at most 16.
+    /// Threads that read and compress pages; by default one per processor, at most 64.
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u8).range(1..=64))]
     pub workers: Option<u8>,
     /// Memory for copies of frequently written pages, so that only their changes are sent; 0 for

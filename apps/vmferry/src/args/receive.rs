@@ -63,7 +63,7 @@ pub struct ReceiveOptions {
     #[arg(long, default_value = "switch", value_name = "WAY",
           conflicts_with_all = ["qemu", "exec"])]
     pub device_log: SoftwareWay,
-    /// Threads that decode and place pages; by default one per processor, at most 16.
+    /// Threads that decode and place pages; by default one per processor, at most 64.
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u8).range(1..=64))]
     pub workers: Option<u8>,
     /// Speak only this version of the protocol; by default the newest that both sides speak.

@@ -3,10 +3,15 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use vmferry_memory::{GuestMemory, PAGE_SIZE, SlotId, SlotLayout};
 
 pub const PAGES: u64 = 4096;
+
+/// Pages that a thread writes without a rest: enough to race with copies of many pages.
+const BURST_PAGES: usize = 64;
+const REST: Duration = Duration::from_micros(100);
 
 /// Threads that rewrite memory. Page `n` has a count that only increases and is written by one
 /// thread.
@@ -64,7 +69,12 @@ impl Guest {
 
     fn work(&self, thread: usize, stop: &AtomicBool) {
         loop {
-            for page in (thread as u64..self.hot_pages).step_by(self.rounds.len()) {
+            let pages = (thread as u64..self.hot_pages).step_by(self.rounds.len());
+            for (written, page) in pages.enumerate() {
+                // A guest that never rests takes the processors from the other tests.
+                if written % BURST_PAGES == 0 {
+                    std::thread::sleep(REST);
+                }
                 if stop.load(Ordering::Acquire) {
                     return;
                 }

@@ -4,7 +4,7 @@
 //!  next_batch   the plan names the next pages and write-protects them; a buffer is reserved
 //!  encode       the pages are read once, into the buffer, and a frame is made of the copy
 //!  enqueue      the frame waits for the lane's channel
-//!  LaneSender   numbers the frame, sends it, and keeps it in the window
+//!  SenderThread numbers the frame, sends it, and keeps it in the window
 //!  acknowledge  the destination has placed the frame: its buffer is free for the next pages
 //! ```
 //! The first three steps are taken by whichever [worker](super::workers) is free. No thread
