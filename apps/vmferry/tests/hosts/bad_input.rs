@@ -5,7 +5,7 @@ use std::net::{TcpListener, TcpStream};
 
 use crate::support::{Host, Running, World, run_ok, text};
 
-const HOT: [&str; 4] = ["--memory", "64M", "--workload", "hot=8,random"];
+const HOT: [&str; 4] = ["--memory", "64M", "--workload", "hot=8,random,rate=20000"];
 
 /// A source with a hot guest.
 fn source(world: &World) -> (Host, Running) {

@@ -90,7 +90,7 @@ fn journals_of_root_outlive_its_logout_and_are_found_from_cron() {
 #[test]
 fn journals_of_a_migration_by_root_are_on_disk_for_any_users_guest() {
     let machine = Machine::new();
-    let flags = ["--guest", "process", "--memory", "64M", "--workload", "hot=4,random"];
+    let flags = ["--guest", "process", "--memory", "64M", "--workload", "hot=4,random,rate=20000"];
     let mut guest = machine.start(true, &[&["run", "web"], &flags[..]].concat());
     guest.event("serving");
     let there = machine.world.host("b");

@@ -10,7 +10,7 @@ use vmferry_transport::{Address, Dialer, Listener, TlsIdentity};
 
 fn source(world: &World) -> (Host, Running) {
     let host = world.host("a");
-    let guest = host.guest("web", &["--memory", "64M", "--workload", "hot=4,random"]);
+    let guest = host.guest("web", &["--memory", "64M", "--workload", "hot=4,random,rate=20000"]);
     (host, guest)
 }
 

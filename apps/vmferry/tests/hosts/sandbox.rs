@@ -197,7 +197,7 @@ fn sandbox_refuses_forbidden_calls() {
     }
     // The receiver continues to serve.
     let a = world.host("a");
-    let _guest = a.guest("web", &["--memory", "64M", "--workload", "hot=8,random"]);
+    let _guest = a.guest("web", &["--memory", "64M", "--workload", "hot=8,random,rate=20000"]);
     let to = format!("unix:{}", world.path("s").display());
     let sent = a.run(&["send", "web", "--to", &to, "--verify"]);
     assert_eq!(sent.code, Some(0), "{sent:?}");
@@ -245,7 +245,7 @@ fn there_and_back(kind: &str, log: &str) {
     let world = World::new();
     let (a, b) = (world.host("a"), world.host("b"));
     let (tls, other) = (world.tls(), world.certificate("ca", "other"));
-    let flags = ["--guest", kind, "--memory", "64M", "--workload", "fill=8,text hot=8,random"];
+    let flags = ["--guest", kind, "--memory", "64M", "--workload", "fill=8,text hot=8,random,rate=20000"];
     let first = a.guest("web", &flags);
     let receive = ["--listen", "127.0.0.1:0", "--tls", &tls, "--once", "--dirty-log", log];
     let receive = [&receive[..], &["--sandbox", "auto"]].concat();
@@ -369,7 +369,7 @@ fn sandbox_allows_journals_on_another_disk() {
     }
     std::os::unix::fs::symlink(&disk, b.runtime.join("journal")).unwrap();
     let (_running, _) = receiver(&b, &world.path("s"), "auto");
-    let _guest = a.guest("web", &["--memory", "64M", "--workload", "hot=8,random"]);
+    let _guest = a.guest("web", &["--memory", "64M", "--workload", "hot=8,random,rate=20000"]);
     let to = format!("unix:{}", text(&world.path("s")));
     let sent = a.run(&["send", "web", "--to", &to, "--verify"]);
     assert_eq!(sent.code, Some(0), "{sent:?}");
