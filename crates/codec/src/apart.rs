@@ -2,15 +2,15 @@
 //! no other page is done. Deltas are checked only if their base pages are known.
 
 use vmferry_memory::{PAGE_SIZE, SlotId, page_hash, zero_page_hash};
-use vmferry_wire::{Encoding, FrameKind, Run, RunTable, WireError};
+use vmferry_wire::{Encoding, FrameHeader, FrameKind, Run, RunTable, WireError};
 
-use crate::decode::{Decoder, check_sum, unpack};
-use crate::delta::{DeltaError, apply_delta};
+use crate::decode::{Decoder, check_sum, delta_error, unpack};
+use crate::delta::{apply_delta, check_all_read, take_base_sum};
 use crate::error::CodecError;
 use crate::received_frame::Frame;
 
-/// Longer runs of zero pages are counted but not hashed. No sender produces them, and a few bytes
-/// of a forged run table could otherwise cost days of hashing.
+/// Longer runs of zero pages are counted but not hashed. A frame of this release has at most 128
+/// pages; a few bytes of a forged run table could otherwise cost days of hashing.
 const MOST_ZERO_PAGES: u32 = 512;
 
 /// What is known of a page before a frame changes it.
@@ -76,11 +76,10 @@ impl Decoder {
             let text = "something else where pages are due".to_owned();
             return Err(WireError::BadFrame(text).into());
         };
-        let (sequence, slot) = (header.sequence, header.slot);
+        let slot = header.slot;
         let longest = u64::MAX / PAGE_SIZE as u64;
         let table = RunTable::parse(header, frame.table(header), slot_pages.unwrap_or(longest))?;
-        let payload = frame.payload(header);
-        let (mut raw, packed) = payload.split_at(payload.len() - header.packed_bytes as usize);
+        let (mut raw, packed) = frame.raw_and_packed(header);
         let unpacked = unpack(&mut self.decompressors, &mut self.unpacked, header, &table, packed)?;
         let mut found = Apart { unpacked_bytes: unpacked.len() as u64, ..Apart::default() };
         let (mut packed, mut deltas) = unpacked.split_at(table.packed_page_bytes());
@@ -103,7 +102,7 @@ impl Decoder {
                     continue;
                 }
                 Encoding::Delta => {
-                    let known = changed(&mut deltas, hashes, (sequence, slot), &run, pages)?;
+                    let known = changed(&mut deltas, hashes, header, &run, pages)?;
                     if known {
                         check_sum(hashes, header, &run)?;
                     } else {
@@ -123,10 +122,7 @@ impl Decoder {
             }
             check_sum(hashes, header, &run)?;
         }
-        if !deltas.is_empty() {
-            let text = format!("{} bytes are left over after all deltas", deltas.len());
-            return Err(WireError::BadFrame(text).into());
-        }
+        check_all_read(deltas)?;
         Ok(found)
     }
 }
@@ -136,16 +132,12 @@ impl Decoder {
 fn changed(
     records: &mut &[u8],
     hashes: &mut Vec<u64>,
-    (sequence, slot): (u64, SlotId),
+    header: &FrameHeader,
     run: &Run,
     pages: &mut dyn Pages,
 ) -> Result<bool, CodecError> {
-    let Some((expected, rest)) = records.split_first_chunk::<8>() else {
-        let source = DeltaError::Cut { needed: 8, left: records.len() };
-        return Err(CodecError::Delta { sequence, slot, page: run.first, source });
-    };
-    *records = rest;
-    let expected = u64::from_le_bytes(*expected);
+    let (sequence, slot) = (header.sequence, header.slot);
+    let expected = take_base_sum(records).map_err(delta_error(header, run.first))?;
     let (mut sum, mut all_hashes, mut all_content) = (0_u64, true, true);
     for page in run.range() {
         match pages.base(slot, page) {
@@ -169,12 +161,7 @@ fn changed(
         };
         // If the base is unknown, the records are still read, because the records of other pages
         // follow.
-        apply_delta(records, &mut content).map_err(|source| CodecError::Delta {
-            sequence,
-            slot,
-            page,
-            source,
-        })?;
+        apply_delta(records, &mut content).map_err(delta_error(header, page))?;
         if known {
             let hash = page_hash(&content, slot, page);
             hashes.push(hash);

@@ -254,5 +254,4 @@ impl Compress for Lz4 {
 }
 
 #[cfg(test)]
-#[path = "compress_tests.rs"]
 mod tests;

@@ -8,7 +8,7 @@ use vmferry_memory::{GuestBytes, GuestMemory, PAGE_SIZE, SlotId, page_hash, zero
 use vmferry_wire::{Encoding, FrameHeader, FrameKind, Run, RunTable, WireError};
 
 use crate::decompress::Decompressors;
-use crate::delta::{DeltaError, apply_delta};
+use crate::delta::{DeltaError, apply_delta, check_all_read, take_base_sum};
 use crate::error::CodecError;
 use crate::hashes::{PageHashes, SumChange};
 use crate::received_frame::Frame;
@@ -70,8 +70,7 @@ impl Decoder {
             _ => return Ok(PlacedPages::default()),
         };
         let table = checked_table(frame, header, memory, belongs)?;
-        let payload = frame.payload(header);
-        let (raw, packed) = payload.split_at(payload.len() - header.packed_bytes as usize);
+        let (raw, packed) = frame.raw_and_packed(header);
         let unpacked = unpack(&mut self.decompressors, &mut self.unpacked, header, &table, packed)?;
         let (packed, deltas) = unpacked.split_at(table.packed_page_bytes());
         self.changed.clear();
@@ -186,12 +185,7 @@ fn apply_deltas(
     let (sequence, slot) = (header.sequence, header.slot);
     for run in table.runs().filter(|run| run.encoding == Encoding::Delta) {
         let (page, pages) = (run.first, run.pages);
-        let Some((expected, rest)) = records.split_first_chunk::<8>() else {
-            let source = DeltaError::Cut { needed: 8, left: records.len() };
-            return Err(CodecError::Delta { sequence, slot, page, source });
-        };
-        records = rest;
-        let expected = u64::from_le_bytes(*expected);
+        let expected = take_base_sum(&mut records).map_err(delta_error(header, page))?;
         let sum = |sum: u64, page| sum.wrapping_add(hashes.get(slot, page).unwrap_or_default());
         let found = run.range().fold(0, sum);
         if found != expected || run.range().any(|page| !hashes.knows(slot, page)) {
@@ -202,20 +196,19 @@ fn apply_deltas(
         let run_pages = &mut changed[at..];
         memory.copy_out(run.in_slot(slot), run_pages)?;
         for (page, content) in run.range().zip(run_pages.chunks_exact_mut(PAGE_SIZE)) {
-            apply_delta(&mut records, content).map_err(|source| CodecError::Delta {
-                sequence,
-                slot,
-                page,
-                source,
-            })?;
+            apply_delta(&mut records, content).map_err(delta_error(header, page))?;
         }
     }
-    if records.is_empty() {
-        Ok(())
-    } else {
-        let left = records.len();
-        Err(WireError::BadFrame(format!("{left} bytes are left over after all deltas")).into())
-    }
+    Ok(check_all_read(records)?)
+}
+
+/// Adds the frame and the page to the error of a delta.
+pub(crate) fn delta_error(
+    header: &FrameHeader,
+    page: u64,
+) -> impl FnOnce(DeltaError) -> CodecError {
+    let (sequence, slot) = (header.sequence, header.slot);
+    move |source| CodecError::Delta { sequence, slot, page, source }
 }
 
 /// Hashes all pages, and compares each run's sum with the source's.
@@ -297,5 +290,4 @@ pub(crate) fn place_zeros(
 }
 
 #[cfg(test)]
-#[path = "decode_tests.rs"]
 mod tests;

@@ -173,5 +173,4 @@ fn damaged(algorithm: Algorithm, reason: &str) -> DecompressError {
 }
 
 #[cfg(test)]
-#[path = "decompress_tests.rs"]
 mod tests;

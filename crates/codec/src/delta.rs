@@ -6,6 +6,10 @@
 //! two bytes. The record of an unchanged page is a single 0 byte.
 
 use vmferry_memory::{GuestBytes, PAGE_SIZE};
+use vmferry_wire::WireError;
+
+/// Length of the base sum of a delta run in bytes.
+pub(crate) const BASE_SUM_BYTES: usize = size_of::<u64>();
 
 /// Bytes that are compared at once: one bit of a word for each byte.
 const BLOCK: usize = 64;
@@ -174,6 +178,23 @@ pub fn apply_delta(records: &mut &[u8], page: &mut [u8]) -> Result<(), DeltaErro
     Ok(())
 }
 
+/// Takes the sum of the base pages' hashes, which precedes a run's records.
+pub(crate) fn take_base_sum(records: &mut &[u8]) -> Result<u64, DeltaError> {
+    let cut = DeltaError::Cut { needed: BASE_SUM_BYTES, left: records.len() };
+    let (sum, rest) = records.split_first_chunk().ok_or(cut)?;
+    *records = rest;
+    Ok(u64::from_le_bytes(*sum))
+}
+
+/// Checks that all records of a frame were read.
+pub(crate) fn check_all_read(records: &[u8]) -> Result<(), WireError> {
+    if records.is_empty() {
+        return Ok(());
+    }
+    let left = records.len();
+    Err(WireError::BadFrame(format!("{left} bytes are left over after all deltas")))
+}
+
 fn take_varint(rest: &mut &[u8]) -> Result<usize, DeltaError> {
     let cut = DeltaError::Cut { needed: 1, left: 0 };
     let (low, after) = rest.split_first().ok_or(cut)?;
@@ -190,5 +211,4 @@ fn take_varint(rest: &mut &[u8]) -> Result<usize, DeltaError> {
 }
 
 #[cfg(test)]
-#[path = "delta_tests.rs"]
 mod tests;

@@ -94,5 +94,4 @@ impl Decoder {
 }
 
 #[cfg(test)]
-#[path = "direct_tests.rs"]
 mod tests;

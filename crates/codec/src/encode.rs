@@ -6,6 +6,7 @@ use vmferry_memory::{GuestBytes, PAGE_SIZE, SlotId, is_zero, page_hash, zero_pag
 use vmferry_wire::{Algorithm, Encoding, FrameHeader, FrameKind, Run, table_checksum};
 
 use crate::compress::{Compress, CompressError, Compressors};
+use crate::delta::BASE_SUM_BYTES;
 use crate::entropy::looks_random;
 use crate::frame::EncodedFrame;
 use crate::hashes::{PageHashes, SumChange};
@@ -19,6 +20,16 @@ pub struct Choice {
     pub pack: Option<Method>,
     /// Whether deltas are used for pages that were sent before.
     pub delta: DeltaUse,
+}
+
+impl Choice {
+    /// Maximum length of a delta in bytes.
+    pub(crate) fn longest_delta(self) -> usize {
+        match self.pack {
+            Some(_) => LONGEST_DELTA_BESIDE_PACKING,
+            None => LONGEST_DELTA,
+        }
+    }
 }
 
 /// Whether deltas are used for pages that were sent before.
@@ -114,16 +125,16 @@ struct BaseSum {
     sum: u64,
 }
 
-/// Packing is expected to reduce a page to a quarter, so a longer delta saves nothing.
-pub(crate) const LONGEST_DELTA_BESIDE_PACKING: usize = PAGE_SIZE / 4;
+/// Packing is expected to reduce a page to about a quarter, so a longer delta saves nothing.
+const LONGEST_DELTA_BESIDE_PACKING: usize = PAGE_SIZE / 4;
 /// A delta that saves less than half does not pay for computing and applying it.
-pub(crate) const LONGEST_DELTA: usize = PAGE_SIZE / 2;
-/// Packing must save at least one part in this many of its input.
+const LONGEST_DELTA: usize = PAGE_SIZE / 2;
+/// Packing must save at least one part in this many of its input: 3 %, the same gain below which
+/// [`looks_random`] was tuned to advise against packing. Less does not pay for decompressing.
 pub(crate) const LEAST_GAIN: usize = 32;
-/// Shorter deltas are not worth a call of the compressor.
+/// Deltas of fewer bytes are not worth a call of the compressor on both sides: even halved, they
+/// would save less than an eighth of one raw page.
 pub(crate) const SHORTEST_PACKED_DELTAS: usize = 1024;
-/// Length of a delta run's base sum in bytes.
-const BASE_SUM_BYTES: usize = 8;
 
 impl Encoder {
     /// An encoder without contexts; they are created at first use.
@@ -250,11 +261,7 @@ impl Encoder {
         if !continues {
             self.deltas.extend_from_slice(&[0; BASE_SUM_BYTES]);
         }
-        let limit = match choice.pack {
-            Some(_) => LONGEST_DELTA_BESIDE_PACKING,
-            None => LONGEST_DELTA,
-        };
-        match self.hot.delta(version, &mut self.deltas, limit) {
+        match self.hot.delta(version, &mut self.deltas, choice.longest_delta()) {
             Delta::Made => {
                 if !continues {
                     self.base_sum = BaseSum { at: before, sum: 0 };
@@ -319,9 +326,7 @@ impl Encoder {
             counts.raw_pages += counts.packed_pages;
             counts.grown_pages = std::mem::take(&mut counts.packed_pages);
         }
-        let (_, packed) = frame.copy_and_packed(self.deltas.len());
-        packed.copy_from_slice(&self.deltas);
-        frame.packed_bytes = self.deltas.len();
+        frame.set_deltas(&self.deltas);
         Ok(None)
     }
 }
@@ -371,30 +376,4 @@ pub(crate) fn compressor<'a>(
 }
 
 #[cfg(test)]
-mod tests {
-    use vmferry_memory::{GuestMemory, MemoryKind, SlotLayout};
-
-    use super::*;
-
-    #[test]
-    fn failed_compressor_is_named_with_the_pages() {
-        struct Broken;
-        impl Compress for Broken {
-            fn compress(&mut self, _: &[u8], _: &mut [u8]) -> Result<Option<usize>, CompressError> {
-                Err(CompressError::Failed { method: Method::lz4(), reason: "worn out".into() })
-            }
-        }
-        let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages: 64 }];
-        let memory = GuestMemory::allocate(&layout, MemoryKind::Private).unwrap();
-        let hashes = PageHashes::for_memory(&memory);
-        let compressors = Compressors::new(|_| Ok(Box::new(Broken)));
-        let mut encoder = Encoder::new(compressors, Arc::new(HotPages::new(0)));
-        let mut frame = EncodedFrame::new();
-        frame.pages_mut(2)[5000] = 1;
-        let batch = Batch { round: 1, slot: SlotId(2), pages: &[3, 4] };
-        let choice = Choice { pack: Some(Method::lz4()), delta: DeltaUse::Off };
-        let error = encoder.encode(&mut frame, batch, &hashes, choice).unwrap_err();
-        assert!(error.to_string().starts_with("page 4 of slot 2"), "{error}");
-        assert!(error.source.to_string().contains("worn out"));
-    }
-}
+mod tests;

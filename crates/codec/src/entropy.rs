@@ -1,9 +1,11 @@
 //! Estimates from a few bytes of a page whether compression is worth trying.
 
-/// Groups of consecutive bytes that are sampled, evenly spread over the page.
+/// Groups of consecutive bytes that are sampled, evenly spread over the page. Fewer would miss the
+/// compressible part of a mixed page more often.
 const GROUPS: usize = 8;
 
-/// Bytes of a group.
+/// Bytes of a group. All groups have 256 bytes: a test of 512 would take twice the time, and in 128
+/// bytes the numbers of different values lie too close together.
 const GROUP: usize = 32;
 
 /// The sample of 256 bytes looks random if it has at least this many different values. Random bytes
@@ -44,5 +46,4 @@ pub fn looks_random(page: &[u8]) -> bool {
 }
 
 #[cfg(test)]
-#[path = "entropy_tests.rs"]
 mod tests;

@@ -68,6 +68,13 @@ impl EncodedFrame {
         (&self.copy, &mut self.packed[..longest])
     }
 
+    /// Takes the deltas as the packed part, uncompressed.
+    pub(crate) fn set_deltas(&mut self, deltas: &[u8]) {
+        let (_, packed) = self.copy_and_packed(deltas.len());
+        packed.copy_from_slice(deltas);
+        self.packed_bytes = deltas.len();
+    }
+
     /// Resets the head to an empty header.
     pub(crate) fn begin(&mut self) {
         self.raw.clear();

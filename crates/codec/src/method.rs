@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn levels_outside_become_the_nearest() {
+    fn level_out_of_range_becomes_the_nearest() {
         assert_eq!((Method::zstd(i32::MIN).level(), Method::zstd(i32::MAX).level()), (1, 19));
         assert_eq!((Method::zlib(0).level(), Method::zlib(10).level()), (1, 9));
     }

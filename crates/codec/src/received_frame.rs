@@ -98,4 +98,10 @@ impl Frame {
     pub(crate) fn payload(&self, header: &FrameHeader) -> &[u8] {
         &self.bytes[header.table_bytes()..][..header.payload_bytes as usize]
     }
+
+    /// The raw part of the payload, and the packed part.
+    pub(crate) fn raw_and_packed(&self, header: &FrameHeader) -> (&[u8], &[u8]) {
+        let payload = self.payload(header);
+        payload.split_at(payload.len() - header.packed_bytes as usize)
+    }
 }

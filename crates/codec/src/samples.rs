@@ -32,6 +32,13 @@ impl Noise {
     }
 }
 
+/// A page of random bytes.
+pub(crate) fn noise_page(seed: u64) -> Vec<u8> {
+    let mut page = vec![0; PAGE_SIZE];
+    Noise::new(seed).fill(&mut page);
+    page
+}
+
 /// Words in a slightly irregular order.
 pub(crate) fn text(bytes: usize) -> Vec<u8> {
     let words =

@@ -19,7 +19,7 @@ fn hot_pages_are_in_no_core_dump() {
 }
 
 #[test]
-fn frames_that_were_not_sent_are_in_no_core_dump() {
+fn unsent_frames_are_in_no_core_dump() {
     is_kept_out("frame");
 }
 

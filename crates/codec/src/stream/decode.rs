@@ -7,7 +7,7 @@ use vmferry_wire::{
 
 use super::kept::{Kept, KeptPages};
 use crate::decompress::Decompressors;
-use crate::delta::apply_delta;
+use crate::delta::{apply_delta, check_all_read};
 use crate::error::CodecError;
 use crate::received_frame::Frame;
 
@@ -115,11 +115,10 @@ impl Buffers {
         kept: &mut impl Kept,
     ) -> Result<PieceBytes<'a>, CodecError> {
         let table = SegmentTable::parse(header, frame.table(header), entries)?;
-        let payload = frame.payload(header);
         let bytes = if table.is_plain() {
-            payload
+            frame.payload(header)
         } else {
-            self.assemble(header, &table, payload, offset, kept)?;
+            self.assemble(frame, header, &table, offset, kept)?;
             &self.piece[..]
         };
         Ok(PieceBytes { bytes, summary: table.summary() })
@@ -127,14 +126,14 @@ impl Buffers {
 
     fn assemble(
         &mut self,
+        frame: &Frame,
         header: &FrameHeader,
         table: &SegmentTable<'_>,
-        payload: &[u8],
         offset: u64,
         kept: &mut impl Kept,
     ) -> Result<(), CodecError> {
         let sequence = header.sequence;
-        let (mut raw, packed) = payload.split_at(payload.len() - header.packed_bytes as usize);
+        let (mut raw, packed) = frame.raw_and_packed(header);
         let unpacked = match header.algorithm {
             None => packed,
             Some(algorithm) => {
@@ -172,10 +171,6 @@ impl Buffers {
             }
             self.piece.extend_from_slice(content);
         }
-        if !deltas.is_empty() {
-            let text = format!("{} bytes are left over after all deltas", deltas.len());
-            return Err(WireError::BadFrame(text).into());
-        }
-        Ok(())
+        Ok(check_all_read(deltas)?)
     }
 }

@@ -2,7 +2,7 @@
 
 use vmferry_memory::{GuestBytes, PAGE_SIZE, SlotId};
 
-use crate::encode::{Choice, DeltaUse, FrameCounts, LONGEST_DELTA, LONGEST_DELTA_BESIDE_PACKING};
+use crate::encode::{Choice, DeltaUse, FrameCounts};
 use crate::frame::EncodedFrame;
 use crate::hot_pages::{Exchange, HotPages};
 
@@ -82,8 +82,6 @@ impl EncodedFrame {
         division.counts = FrameCounts { zero_pages: piece.zero_pages, ..FrameCounts::default() };
         (division.offset, division.bytes, division.round) =
             (piece.offset, piece.bytes, piece.round);
-        let limit =
-            if choice.pack.is_some() { LONGEST_DELTA_BESIDE_PACKING } else { LONGEST_DELTA };
         let bytes = self.bytes(piece.bytes);
         let mut at = 0;
         for mark in piece.pages {
@@ -99,7 +97,7 @@ impl EncodedFrame {
             at = mark.at + PAGE_SIZE;
             let exchanged = if choice.delta == DeltaUse::Make {
                 let (round, into) = (piece.round, &mut division.deltas);
-                kept.exchange(mark.slot, mark.page, round, content, into, limit)
+                kept.exchange(mark.slot, mark.page, round, content, into, choice.longest_delta())
             } else {
                 Exchange::NotHeld
             };

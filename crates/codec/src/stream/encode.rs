@@ -12,7 +12,8 @@ use crate::entropy::looks_random;
 use crate::frame::EncodedFrame;
 use crate::method::Method;
 
-/// Fewer bytes than this, not counting deltas, are not worth a call of the compressor.
+/// Fewer bytes than this, not counting deltas, are not worth a call of the compressor: they are
+/// record headers between raw pages, not a page.
 const SHORTEST_PACKED: usize = 256;
 
 /// Encodes divided pieces into frames. It has a worker's contexts and buffers and is kept for the
@@ -119,9 +120,7 @@ impl StreamEncoder {
         *counts = division.counts;
         self.sort(frame.bytes(division.bytes), division, false, counts);
         counts.grown_pages = in_vain;
-        let (_, packed) = frame.copy_and_packed(division.deltas.len());
-        packed.copy_from_slice(&division.deltas);
-        frame.packed_bytes = division.deltas.len();
+        frame.set_deltas(&division.deltas);
         Ok(None)
     }
 

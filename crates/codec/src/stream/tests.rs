@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, SlotId, SlotLayout};
 
 use super::*;
-use crate::samples::{Noise, methods, text};
+use crate::samples::{methods, noise_page, text};
 use crate::{
     Batch, Choice, CodecError, Compressors, Decoder, Decompressors, DeltaUse, EncodedFrame,
     Encoder, Frame, FrameCounts, HotPages, Method, PageHashes,
@@ -87,18 +87,12 @@ fn records(first: u64, pages: &[Vec<u8>]) -> (Vec<u8>, Vec<PageMark>) {
     (bytes, marks)
 }
 
-fn noise(seed: u64) -> Vec<u8> {
-    let mut page = vec![0; PAGE_SIZE];
-    Noise::new(seed).fill(&mut page);
-    page
-}
-
 const WITH_DELTAS: Choice = Choice { pack: None, delta: DeltaUse::Make };
 
 #[test]
-fn pages_that_were_kept_travel_as_what_has_changed() {
+fn kept_pages_are_sent_as_deltas() {
     let mut ends = Ends::new();
-    let mut pages: Vec<Vec<u8>> = (1..=8).map(noise).collect();
+    let mut pages: Vec<Vec<u8>> = (1..=8).map(noise_page).collect();
     let (bytes, marks) = records(100, &pages);
     let (first, counts) = ends.both(&bytes, &marks, 2, WITH_DELTAS);
     assert_eq!((counts.raw_pages, counts.unheld_pages, counts.delta_pages), (8, 8, 0));
@@ -111,7 +105,7 @@ fn pages_that_were_kept_travel_as_what_has_changed() {
         assert!(again < 400, "{again}");
     }
     // A page that has changed too much is kept again, and is the base of the next delta.
-    pages[3] = noise(99);
+    pages[3] = noise_page(99);
     let (bytes, marks) = records(100, &pages);
     let (_, counts) = ends.both(&bytes, &marks, 6, WITH_DELTAS);
     assert_eq!((counts.raw_pages, counts.delta_pages), (1, 7));
@@ -122,7 +116,7 @@ fn pages_that_were_kept_travel_as_what_has_changed() {
 #[test]
 fn random_content_is_not_packed() {
     let mut ends = Ends::new();
-    let pages = [noise(1), text(PAGE_SIZE), noise(2), text(PAGE_SIZE)];
+    let pages = [noise_page(1), text(PAGE_SIZE), noise_page(2), text(PAGE_SIZE)];
     let (bytes, marks) = records(0, &pages);
     for method in methods() {
         let choice = Choice { pack: Some(method), delta: DeltaUse::Off };
@@ -136,7 +130,7 @@ fn random_content_is_not_packed() {
 fn content_that_does_not_shrink_is_sent_raw() {
     let mut ends = Ends::new();
     // The pages are not marked, so the test for random pages is not applied.
-    let bytes = [noise(3), noise(4)].concat();
+    let bytes = [noise_page(3), noise_page(4)].concat();
     let choice = Choice { pack: Some(Method::lz4()), delta: DeltaUse::Off };
     let (wire, counts) = ends.both(&bytes, &[], 1, choice);
     assert!(wire < bytes.len() + 100);
@@ -144,8 +138,8 @@ fn content_that_does_not_shrink_is_sent_raw() {
 }
 
 #[test]
-fn damage_gives_an_error_and_no_bytes() {
-    let pages = [noise(1), text(PAGE_SIZE), text(PAGE_SIZE)];
+fn damaged_piece_is_an_error() {
+    let pages = [noise_page(1), text(PAGE_SIZE), text(PAGE_SIZE)];
     let (bytes, marks) = records(7, &pages);
     let choice = Choice { pack: Some(Method::zstd(1)), delta: DeltaUse::Make };
     let (good, _) = Ends::new().encode(&bytes, &marks, 2, choice);
@@ -177,7 +171,7 @@ fn damage_gives_an_error_and_no_bytes() {
 }
 
 #[test]
-fn pages_and_pieces_are_not_taken_for_each_other() {
+fn pages_and_pieces_refuse_each_others_frames() {
     let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages: 64 }];
     let memory = GuestMemory::allocate(&layout, MemoryKind::Private).unwrap();
     let hashes = PageHashes::for_memory(&memory);
@@ -187,7 +181,7 @@ fn pages_and_pieces_are_not_taken_for_each_other() {
         frame
     };
     let mut ends = Ends::new();
-    let (piece, _) = ends.encode(&noise(1), &[], 1, Choice::default());
+    let (piece, _) = ends.encode(&noise_page(1), &[], 1, Choice::default());
     let placed =
         Decoder::new(Decompressors::default()).place(&read(&piece), &memory, &hashes, |_| true);
     assert!(placed.unwrap_err().to_string().contains("where pages are due"));
@@ -228,7 +222,7 @@ proptest! {
                 .map(|(at, page)| PageMark { at, slot: SlotId(0), page })
                 .collect();
             let zstd = Method::zstd(1);
-        let pack = [None, Some(Method::lz4()), Some(zstd), Some(Method::zlib(1))][way];
+            let pack = [None, Some(Method::lz4()), Some(zstd), Some(Method::zlib(1))][way];
             let delta = if way % 2 == 0 { DeltaUse::Make } else { DeltaUse::Off };
             let (wire, _) = ends.encode(&bytes, &marks, round, Choice { pack, delta });
             prop_assert!(ends.decode(&wire).unwrap() == bytes);

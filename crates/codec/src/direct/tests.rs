@@ -64,7 +64,7 @@ fn receive(
 }
 
 #[test]
-fn pages_and_zeros_arrive() {
+fn direct_frame_places_pages_and_zeros() {
     let (from, to) = (source(), memory());
     let hashes = [&from, &to].map(PageHashes::for_memory);
     let pages: Vec<u64> = (0..PAGES).collect();
@@ -84,7 +84,7 @@ fn pages_and_zeros_arrive() {
 }
 
 #[test]
-fn frame_sent_again_after_a_partial_one_is_placed() {
+fn direct_frame_is_placed_when_sent_again_after_a_part() {
     let (from, to) = (source(), memory());
     let hashes = [&from, &to].map(PageHashes::for_memory);
     let pages: Vec<u64> = (0..PAGES).collect();
@@ -101,7 +101,7 @@ fn frame_sent_again_after_a_partial_one_is_placed() {
 }
 
 #[test]
-fn damage_is_found_and_does_not_count_as_placed() {
+fn damaged_direct_frame_is_detected_and_not_recorded() {
     let (from, to) = (source(), memory());
     let hashes = [&from, &to].map(PageHashes::for_memory);
     let good = encode(&from, &[0, 1, 2, 3, 4, 6], &hashes[0]);
@@ -116,7 +116,7 @@ fn damage_is_found_and_does_not_count_as_placed() {
 }
 
 #[test]
-fn nothing_is_written_for_a_bad_head() {
+fn direct_frame_with_an_invalid_head_writes_nothing() {
     let (from, to) = (source(), memory());
     let hashes = [&from, &to].map(PageHashes::for_memory);
     let mut damaged = encode(&from, &[4, 5, 6], &hashes[0]);

@@ -62,7 +62,7 @@ proptest! {
 }
 
 #[test]
-fn zlib_is_well_after_a_block_that_did_not_fit() {
+fn zlib_compresses_as_before_after_a_block_that_did_not_fit() {
     let mut block = vec![0; 40 * PAGE_SIZE];
     Noise::new(1).fill(&mut block);
     for level in 1..=9 {
@@ -79,7 +79,7 @@ fn zlib_is_well_after_a_block_that_did_not_fit() {
 }
 
 #[test]
-fn nothing_at_all_is_compressed_and_no_room_is_none() {
+fn empty_input_is_compressed_and_empty_output_never_fits() {
     for method in methods() {
         let mut compressor = Compressors::default().make(method).unwrap();
         assert_eq!(compressor.compress(&[7; PAGE_SIZE], &mut []), Ok(None), "{method}");
@@ -91,7 +91,7 @@ fn nothing_at_all_is_compressed_and_no_room_is_none() {
 }
 
 #[test]
-fn zstd_frames_carry_neither_length_nor_checksum() {
+fn zstd_frames_have_no_length_and_no_checksum() {
     let mut output = [0; PAGE_SIZE];
     let mut compressor = Compressors::default().make(Method::zstd(1)).unwrap();
     compressor.compress(&[7; PAGE_SIZE], &mut output).unwrap().unwrap();

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use vmferry_memory::page_hash;
 
 use super::*;
-use crate::samples::Noise;
+use crate::samples::{Noise, noise_page};
 
 const SLOT: SlotId = SlotId(0);
 
@@ -14,14 +14,8 @@ fn store(pages: u64) -> HotPages {
     HotPages::new(pages * PAGE_SIZE as u64)
 }
 
-fn content(seed: u64) -> Vec<u8> {
-    let mut page = vec![0; PAGE_SIZE];
-    Noise::new(seed).fill(&mut page);
-    page
-}
-
 fn keep(store: &HotPages, page: u64, round: u32) {
-    keep_content(store, SLOT, page, round, page + 1, &content(page));
+    keep_content(store, SLOT, page, round, page + 1, &noise_page(page));
 }
 
 /// Keeps a page that was never sent.
@@ -79,7 +73,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(128))]
 
     #[test]
-    fn a_delta_is_from_what_was_last_sent_and_no_more_is_held_than_fits(
+    fn delta_is_against_the_last_sent_version_within_the_capacity(
         capacity in 0_u64..40,
         writes in prop::collection::vec(
             (0_u16..3, 0_u64..24, 0_usize..16, 1_usize..300, 0..8),
@@ -91,7 +85,7 @@ proptest! {
         for (count, (slot, page, at, bytes, way)) in writes.into_iter().enumerate() {
             let (slot, round) = (SlotId(slot), count as u32 / 20 + 1);
             let old = source.sent.get(&(slot, page)).map(|(content, _)| content.clone());
-            let mut new = old.unwrap_or_else(|| content(page));
+            let mut new = old.unwrap_or_else(|| noise_page(page));
             Noise::new(count as u64).fill(&mut new[at * 200..at * 200 + bytes]);
             match way {
                 0 => source.send_aside(slot, page, &new),
@@ -108,10 +102,10 @@ proptest! {
 }
 
 #[test]
-fn a_kept_page_makes_a_delta() {
+fn held_page_gives_a_delta() {
     let store = store(8);
     let mut source = Source { store: &store, sent: HashMap::new(), made: 0 };
-    let mut page = content(1);
+    let mut page = noise_page(1);
     for round in 1..5 {
         page[100] ^= 1;
         source.send(SLOT, 5, round, &page, 64);
@@ -120,11 +114,11 @@ fn a_kept_page_makes_a_delta() {
 }
 
 #[test]
-fn a_page_of_too_many_changes_is_kept_for_the_next_time() {
+fn page_with_too_many_changes_is_held_for_the_next_delta() {
     let store = store(8);
     let mut into = GuestBytes::new();
     let mut delta = |round, sent, new: u64, limit| {
-        let (sent_hash, content) = (NonZeroU64::new(sent), &content(new));
+        let (sent_hash, content) = (NonZeroU64::new(sent), &noise_page(new));
         let version = PageVersion { slot: SLOT, page: 1, round, sent_hash, new_hash: new, content };
         store.delta(version, &mut into, limit)
     };
@@ -139,7 +133,7 @@ fn a_page_of_too_many_changes_is_kept_for_the_next_time() {
 }
 
 #[test]
-fn consecutive_pages_fill_it_wholly() {
+fn consecutive_pages_fill_the_store_completely() {
     for capacity in [1_u64, 3, 4, 100, 255, 1000, 4096] {
         let store = store(capacity);
         let entries = capacity - if capacity > 4 { capacity % 4 } else { 0 };
@@ -155,7 +149,7 @@ fn consecutive_pages_fill_it_wholly() {
 }
 
 #[test]
-fn a_working_set_that_is_too_large_does_not_thrash() {
+fn working_set_beyond_the_capacity_does_not_thrash() {
     let store = store(400);
     (1..=6).for_each(|round| (0..1000).for_each(|page| keep(&store, page, round)));
     assert!((0..400).all(|page| holds(&store, SLOT, page)), "the first stay");
@@ -166,7 +160,7 @@ fn a_working_set_that_is_too_large_does_not_thrash() {
 }
 
 #[test]
-fn what_rests_for_a_round_gives_way_only_after_it() {
+fn page_is_replaced_only_after_a_round_without_it() {
     let store = store(4);
     (0..4).for_each(|page| keep(&store, page, 5));
     keep(&store, 9, 5);
@@ -178,7 +172,7 @@ fn what_rests_for_a_round_gives_way_only_after_it() {
 }
 
 #[test]
-fn the_same_pages_of_slots_do_not_share_their_sets() {
+fn slots_use_different_sets_for_the_same_pages() {
     let store = store(4000);
     for slot in 0..10 {
         (0..200).for_each(|page| keep_content(&store, SlotId(slot), page, 1, 1, &[1; PAGE_SIZE]));
@@ -187,7 +181,7 @@ fn the_same_pages_of_slots_do_not_share_their_sets() {
 }
 
 #[test]
-fn nothing_is_held_without_room_nor_of_another_size() {
+fn store_holds_nothing_without_capacity_or_of_another_size() {
     for store in [HotPages::new(0), HotPages::new(PAGE_SIZE as u64 - 1)] {
         keep(&store, 1, 1);
         let mut into = GuestBytes::new();
@@ -203,14 +197,14 @@ fn nothing_is_held_without_room_nor_of_another_size() {
 }
 
 #[test]
-fn more_than_the_address_space_is_refused_without_a_panic() {
+fn capacity_beyond_the_address_space_holds_nothing_and_never_panics() {
     let store = HotPages::new(u64::MAX);
     keep(&store, 1, 1);
     assert!(store.held_pages() <= 1);
 }
 
 #[test]
-fn workers_share_it() {
+fn store_is_shared_by_workers() {
     let store = store(512);
     let made: u64 = std::thread::scope(|scope| {
         let workers: Vec<_> = (0..4_u64)
@@ -224,7 +218,7 @@ fn workers_share_it() {
                         // than fit.
                         for page in (0..1024_u64).filter(|page| page / 16 % 4 == worker) {
                             let old = source.sent.get(&(SLOT, page)).map(|(old, _)| old.clone());
-                            let mut new = old.unwrap_or_else(|| content(page));
+                            let mut new = old.unwrap_or_else(|| noise_page(page));
                             new[noise.next() as usize % PAGE_SIZE] ^= 1;
                             source.send(SLOT, page, round, &new, 100);
                         }

@@ -21,7 +21,7 @@ fn both() -> [Decompressors; 2] {
 }
 
 #[test]
-fn every_cut_is_an_error() {
+fn cut_input_is_an_error_at_every_length() {
     let block = text(2 * PAGE_SIZE);
     for method in [Method::lz4(), Method::zstd(1), Method::zstd(19), Method::zlib(6)] {
         let packed = packed(method, &block);
@@ -40,7 +40,7 @@ fn every_cut_is_an_error() {
 }
 
 #[test]
-fn more_or_less_than_expected_is_an_error() {
+fn output_of_another_length_is_an_error() {
     use DecompressError::{Damaged, TooLong, TooShort};
     let block = text(3 * PAGE_SIZE);
     for method in methods() {

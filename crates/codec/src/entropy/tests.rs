@@ -39,7 +39,7 @@ fn compressible_data_does_not_look_random() {
 }
 
 #[test]
-fn half_a_page_of_noise_does_not() {
+fn half_a_page_of_noise_does_not_look_random() {
     for (parts, rest) in [(1, vec![0; PAGE_SIZE]), (1, text(PAGE_SIZE)), (2, text(PAGE_SIZE))] {
         let found = looking_random(|noise, page| {
             page.copy_from_slice(&rest);
@@ -54,7 +54,7 @@ fn half_a_page_of_noise_does_not() {
 }
 
 #[test]
-fn less_than_a_sample_does_not() {
+fn input_shorter_than_the_sample_does_not_look_random() {
     let mut bytes = [0; 255];
     Noise::new(1).fill(&mut bytes);
     (0..255).for_each(|length| assert!(!looks_random(&bytes[..length])));

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::samples::Noise;
+use crate::samples::{Noise, noise_page};
 
 fn record(base: &[u8], page: &[u8]) -> GuestBytes {
     let mut record = GuestBytes::new();
@@ -11,17 +11,11 @@ fn record(base: &[u8], page: &[u8]) -> GuestBytes {
     record
 }
 
-fn noise(seed: u64) -> Vec<u8> {
-    let mut page = vec![0; PAGE_SIZE];
-    Noise::new(seed).fill(&mut page);
-    page
-}
-
 /// A page and its next version: some stretches are changed, possibly to the same bytes.
 fn pair() -> impl Strategy<Value = (Vec<u8>, Vec<u8>)> {
     let change = (0..PAGE_SIZE, prop_oneof![1_usize..20, 1..PAGE_SIZE], 0_u8..4);
     (any::<u64>(), prop::collection::vec(change, 0..40)).prop_map(|(seed, changes)| {
-        let base = noise(seed);
+        let base = noise_page(seed);
         let mut page = base.clone();
         for (at, bytes, change) in changes {
             let end = PAGE_SIZE.min(at + bytes);
@@ -90,7 +84,7 @@ proptest! {
     fn any_bytes_apply_or_fail_without_panic(
         bytes in prop::collection::vec(prop_oneof![any::<u8>(), 0_u8..4], 0..300)
     ) {
-        let mut page = noise(1);
+        let mut page = noise_page(1);
         let mut rest = &bytes[..];
         match apply_delta(&mut rest, &mut page) {
             Ok(()) => prop_assert!(rest.len() < bytes.len()),
@@ -100,7 +94,7 @@ proptest! {
     }
 
     #[test]
-    fn every_cut_is_an_error((base, page) in pair(), at in any::<prop::sample::Index>()) {
+    fn cut_delta_is_an_error((base, page) in pair(), at in any::<prop::sample::Index>()) {
         let whole = record(&base, &page);
         let mut cut = &whole[..at.index(whole.len())];
         let found = apply_delta(&mut cut, &mut base.clone());
@@ -110,7 +104,7 @@ proptest! {
 
 #[test]
 fn delta_of_an_unchanged_page_is_one_byte() {
-    assert_eq!(record(&noise(1), &noise(1))[..], [0]);
+    assert_eq!(record(&noise_page(1), &noise_page(1))[..], [0]);
 }
 
 #[test]
@@ -119,8 +113,8 @@ fn delta_of_a_fully_changed_page_is_one_patch() {
 }
 
 #[test]
-fn few_changed_places_cost_their_bytes_and_three_each() {
-    let base = noise(1);
+fn delta_of_few_changes_takes_their_bytes_and_three_for_each() {
+    let base = noise_page(1);
     for seed in 0..200 {
         let (mut page, mut places) = (base.clone(), Noise::new(seed));
         for _ in 0..8 {
@@ -132,7 +126,7 @@ fn few_changed_places_cost_their_bytes_and_three_each() {
 }
 
 #[test]
-fn most_patches_that_a_page_can_need() {
+fn delta_has_at_most_1024_patches() {
     let base = vec![0; PAGE_SIZE];
     let mut page = base.clone();
     page.iter_mut().step_by(4).for_each(|byte| *byte = 1);
@@ -144,7 +138,7 @@ fn most_patches_that_a_page_can_need() {
 }
 
 #[test]
-fn page_of_another_size_has_no_delta() {
+fn delta_of_another_page_size_is_refused() {
     let mut into = GuestBytes::new();
     for (base, page) in [(0, 0), (PAGE_SIZE, 64), (64, PAGE_SIZE), (2 * PAGE_SIZE, 2 * PAGE_SIZE)] {
         assert!(!encode_delta(&vec![0; base], &vec![0; page], &mut into, usize::MAX));
