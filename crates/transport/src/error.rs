@@ -112,8 +112,8 @@ pub enum TransportError {
     },
     /// The peer's certificate is on its authority's revocation list.
     #[error(
-        "the certificate of {peer} was revoked by its authority: issue a new one with `vmferry \
-        pki issue` if that host is to be trusted again"
+        "the certificate of {peer} was revoked by its authority: to trust that host again, issue a \
+        new one with `vmferry pki issue`"
     )]
     Revoked {
         /// The peer.

@@ -157,11 +157,15 @@ fn table(findings: &Findings) -> String {
         table.add_row([finding.level.to_string(), what, finding.object.clone(), why]);
     }
     let count = |level| findings.0.iter().filter(|finding| finding.level == level).count();
+    let counted = |level, what: &str| match count(level) {
+        1 => format!("1 {what}"),
+        count => format!("{count} {what}s"),
+    };
     format!(
-        "{table}\n{} errors, {} warnings, {} notes, {} ok",
-        count(Level::Error),
-        count(Level::Warning),
-        count(Level::Note),
+        "{table}\n{}, {}, {}, {} ok",
+        counted(Level::Error, "error"),
+        counted(Level::Warning, "warning"),
+        counted(Level::Note, "note"),
         count(Level::Ok)
     )
 }
@@ -180,8 +184,11 @@ mod tests {
         findings.bad("policy", Level::Warning, "p", "x", "y");
         assert_eq!(findings.worst(), Level::Error);
         let shown = table(&findings);
-        for words in ["ERROR", "load kvm_intel", "1 errors, 1 warnings, 1 notes, 0 ok"] {
+        for words in ["ERROR", "load kvm_intel", "1 error, 1 warning, 1 note, 0 ok"] {
             assert!(shown.contains(words), "{shown}");
         }
+        findings.bad("clock", Level::Error, "host b", "2 h ahead", "set it");
+        let shown = table(&findings);
+        assert!(shown.contains("2 errors, 1 warning, 1 note, 0 ok"), "{shown}");
     }
 }
