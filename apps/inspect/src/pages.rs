@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_held_without_memory() {
+    fn pages_without_memory_holds_nothing() {
         let mut seen = SeenPages::new(0);
         GuestPages::new(&mut seen, 0, 1).found(SLOT, 1, PageFound::Zero, Some(1));
         StreamPages::new(&mut seen, 0, 0, false).keep(1, &content(1));

@@ -364,7 +364,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_command_line_is_consistent() {
+    fn command_line_is_consistent() {
         Arguments::command().debug_assert();
     }
 }

@@ -2,7 +2,7 @@
 //! is seen in review; `TRYCMD=overwrite` writes the new ones.
 
 #[test]
-fn words() {
+fn output_is_pinned() {
     let directory = tempfile::tempdir().unwrap();
     let runtime = directory.path().join("runtime").to_str().unwrap().to_owned();
     trycmd::TestCases::new()
@@ -15,7 +15,7 @@ fn words() {
 
 /// Each subcommand that people see has its help among them.
 #[test]
-fn every_help_is_pinned() {
+fn help_of_every_command_is_pinned() {
     let pinned = std::fs::read_to_string("tests/pinned/help.trycmd").unwrap();
     let help =
         std::process::Command::new(env!("CARGO_BIN_EXE_vmferry")).arg("--help").output().unwrap();

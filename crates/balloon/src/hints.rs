@@ -126,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ids_never_repeat_and_skip_what_is_reserved() {
+    fn command_ids_never_repeat_and_skip_reserved_ones() {
         let mut hints = Hints::new();
         assert_eq!((hints.start().0, hints.start().0), (2, 3));
         hints.last = u32::MAX - 1;
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn impossible_states_are_refused() {
+    fn load_refuses_impossible_states() {
         use SavedPhase::{Ended, Idle, Requested, Started};
         for (shown, last, phase) in [
             (0, 0, Idle),

@@ -164,7 +164,7 @@ mod tests {
     use QueueKind::{Deflate, FreePage, Inflate, Reporting, Statistics};
 
     #[test]
-    fn both_ways_to_number_queues_are_understood() {
+    fn queue_numbers_with_and_without_gaps_are_accepted() {
         let all = Features::ALL;
         let no_statistics = all.without(Features::STATS_VQ);
         let only_reports = no_statistics.without(Features::FREE_PAGE_HINT);
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_no_driver_can_use_are_not_there() {
+    fn queue_number_beyond_the_offered_features_is_refused() {
         let offered = Features::PAGE_REPORTING;
         let there = |index| may_have_number(offered, index);
         assert_eq!([0, 1, 2, 3, 4, 5].map(there), [true, true, true, false, true, false]);

@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pages_are_trimmed_inwards_and_cut_at_holes() {
+    fn pages_within_trims_to_whole_pages_and_cuts_at_holes() {
         let ranges = [(GuestAddress(0), 0x4000), (GuestAddress(0x6000), 0x2000)];
         let memory = GuestMemoryMmap::<()>::from_ranges(&ranges).unwrap();
         let pages = |start, bytes| {
@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_in_any_order_are_one_run() {
+    fn runs_joins_neighbors_in_any_order() {
         let mut all = Vec::new();
         runs(&mut [9, 3, 1, 2, 2, u32::MAX, 8], |start, bytes| all.push((start, bytes)));
         let last = u64::from(u32::MAX) << 12;

@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn choices_read_as_they_are_printed() {
+    fn log_choices_round_trip_as_text() {
         for text in ["auto", "bitmap", "clear", "ring", "uffd"] {
             assert_eq!(text.parse::<LogChoice>().unwrap().to_string(), text);
         }

@@ -144,7 +144,7 @@ fn switch_loses_no_write_at_any_moment() {
 
 #[test]
 #[should_panic(expected = "a write was lost")]
-fn last_harvest_of_one_bitmap_loses_a_late_mark() {
+fn single_bitmap_loses_a_mark_after_the_last_harvest() {
     writers_and_switches(APART, Guest::harvest);
 }
 
@@ -152,7 +152,7 @@ fn last_harvest_of_one_bitmap_loses_a_late_mark() {
 /// other's.
 #[test]
 #[should_panic(expected = "a write was lost")]
-fn without_its_fence_a_mark_is_where_no_summary_leads() {
+fn mark_without_its_fence_is_lost_to_the_summary() {
     sync::FENCES.set(false);
     writers_and_switches(APART, Guest::harvest_rest);
 }

@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn stuck_keeps_a_guest_that_run_intent_may_promise() {
+    fn stuck_keeps_the_guest_only_if_run_intent_may_be_written() {
         let failed = DestinationEvent::JournalFailed;
         assert_eq!(
             DestinationState::IntentWriting.step(failed),

@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_come_back_as_they_went_in() {
+    fn copies_round_trip() {
         for kind in [MemoryKind::Private, MemoryKind::Memfd, MemoryKind::Thp] {
             let memory = memory(kind);
             let pages: Vec<u8> = (0..2 * PAGE_SIZE).map(|byte| byte as u8 ^ 0x5a).collect();
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_outside_a_slot_is_touched() {
+    fn access_outside_a_slot_is_refused() {
         let memory = memory(MemoryKind::Private);
         let mut page = [0; PAGE_SIZE];
         let outside = [run(0, 8, 1), run(0, u64::MAX, 1), run(0, 1, u64::MAX), run(1, 4, 1)];

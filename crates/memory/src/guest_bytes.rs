@@ -249,7 +249,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn guest_bytes_without_any_have_no_mapping() {
+    fn empty_guest_bytes_have_no_mapping() {
         let mut bytes = GuestBytes::zeroed(0).unwrap();
         assert!(bytes.is_empty() && bytes.capacity == 0);
         bytes.extend_to(0);
@@ -281,7 +281,7 @@ mod tests {
     proptest! {
         /// Compares with a `Vec` that is resized with zeros, written to, appended to and truncated.
         #[test]
-        fn guest_bytes_are_what_a_vec_is(steps in prop::collection::vec(step(), 1..20)) {
+        fn guest_bytes_behave_like_a_vec(steps in prop::collection::vec(step(), 1..20)) {
             let (mut bytes, mut twin) = (GuestBytes::new(), Vec::new());
             for step in steps {
                 match step {

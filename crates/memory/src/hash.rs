@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn hash_depends_on_the_place() {
+    fn page_hash_depends_on_slot_and_page() {
         let content = [7; PAGE_SIZE];
         let here = page_hash(&content, SlotId(0), 1);
         assert_ne!(here, page_hash(&content, SlotId(0), 2));
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_memories_agree_whatever_they_are_made_of_and_one_bit_tells() {
+    fn whole_hash_ignores_the_memory_kind_and_detects_one_bit() {
         let layout = [
             SlotLayout { slot: SlotId(0), gpa: 0, pages: 1000 },
             SlotLayout { slot: SlotId(1), gpa: 1 << 32, pages: 300 },

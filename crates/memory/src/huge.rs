@@ -120,13 +120,13 @@ mod tests {
     }
 
     #[test]
-    fn slot_that_is_not_a_multiple_is_refused() {
+    fn slot_size_that_is_no_multiple_of_a_huge_page_is_refused() {
         let error = GuestMemory::allocate(&layout(513), MemoryKind::Hugetlb).unwrap_err();
         assert!(error.to_string().contains("no multiple of the 2 MiB"), "{error}");
     }
 
     #[test]
-    fn too_few_huge_pages_are_an_error_that_says_what_to_do() {
+    fn too_few_huge_pages_are_an_error_with_a_remedy() {
         // Half a TiB.
         let error = GuestMemory::allocate(&layout(1 << 27), MemoryKind::Hugetlb).unwrap_err();
         assert!(error.to_string().contains("sysctl vm.nr_hugepages="), "{error}");

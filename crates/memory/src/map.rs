@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_layouts_are_refused_by_name() {
+    fn invalid_layouts_are_refused_by_name() {
         let cases = [
             (vec![], "no slots"),
             (vec![slot(1, 0, 1)], "slot 1 is in the place of slot 0"),
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn kinds_are_read_as_they_are_printed() {
+    fn memory_kinds_round_trip_as_text() {
         for kind in [MemoryKind::Private, MemoryKind::Memfd, MemoryKind::Thp, MemoryKind::Hugetlb] {
             assert_eq!(kind.to_string().parse(), Ok(kind));
         }

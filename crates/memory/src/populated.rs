@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_was_written_is_populated() {
+    fn populated_has_only_written_pages() {
         for kind in [MemoryKind::Private, MemoryKind::Memfd] {
             let memory = memory(kind, 1 << 21);
             for page in [0, 5, 6, 7, 70_000, (1 << 21) - 1] {
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn used_bytes_counts_populated_pages_that_hold_anything_and_rather_too_few() {
+    fn used_bytes_counts_nonzero_pages_and_never_too_many() {
         for kind in [MemoryKind::Private, MemoryKind::Memfd] {
             for (pages, most_too_few) in [(1000, 0), (9000, 600)] {
                 let memory = memory(kind, 2 * pages);
@@ -220,14 +220,14 @@ mod tests {
     }
 
     #[test]
-    fn page_that_was_only_read_is_not_populated() {
+    fn read_page_is_not_populated() {
         let memory = memory(MemoryKind::Private, 16);
         memory.read_at(3 * PAGE, &mut [0; 8]).unwrap();
         assert!(memory.populated().unwrap().is_empty());
     }
 
     #[test]
-    fn both_ways_through_the_page_table_agree() {
+    fn page_table_scan_matches_a_walk_by_entries() {
         let memory = memory(MemoryKind::Private, 5000);
         for page in (0..5000).step_by(7) {
             memory.write_at(page * PAGE, &[1]).unwrap();

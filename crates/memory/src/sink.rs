@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_go_where_they_belong_however_they_come() {
+    fn sink_fills_its_runs_from_pieces_of_any_size() {
         let memory = memory();
         let sent: Vec<u8> = (0..4 * PAGE_SIZE).map(|byte| (byte / 7) as u8 | 1).collect();
         let mut sink = memory.sink();
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_outside_a_slot_joins() {
+    fn push_refuses_runs_outside_a_slot_and_too_many_pieces() {
         let memory = memory();
         let mut sink = memory.sink();
         let error = sink.push(run(299, 2)).unwrap_err();

@@ -17,7 +17,7 @@ fn core_dump_has_no_memfd() {
 }
 
 #[test]
-fn another_process_s_memory_is_in_no_core_dump() {
+fn memory_of_another_process_is_in_no_core_dump() {
     is_kept_out("mapped");
 }
 

@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn losing_100_percent_is_refused() {
+    fn losing_refuses_100_percent() {
         assert_eq!(Pace::losing(0).unwrap(), None);
         for percent in [100, u8::MAX] {
             let error = Pace::losing(percent).unwrap_err().to_string();

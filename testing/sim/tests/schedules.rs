@@ -136,7 +136,7 @@ fn sabotage_of_reconnection_is_detected() {
 /// A VMM call or a journal write that takes longer than the silence timeout ends no migration, on
 /// either side. Each rule that ensures this is needed.
 #[test]
-fn slow_steps_end_no_migration_and_their_sabotage_is_detected() {
+fn slow_steps_do_not_end_a_migration_and_their_sabotage_is_detected() {
     let takes = std::time::Duration::from_secs(22);
     let schedules = |sabotage| {
         Step::ALL.iter().flat_map(move |&step| {
@@ -182,7 +182,7 @@ fn dies_after_run_intent() -> Plan {
 }
 
 #[test]
-fn restarted_receiver_runs_the_guest_that_outlived_the_one_before() {
+fn restarted_receiver_runs_the_guest_that_outlived_its_predecessor() {
     let outcome = run(&dies_after_run_intent(), false);
     assert_eq!((outcome.end, &outcome.violations[..]), (SourceEnd::Given, &[][..]));
     assert!(!outcome.crashed_there, "{outcome:?}");
@@ -311,7 +311,7 @@ mod known_weaknesses {
     }
 
     #[test]
-    fn run_intent_of_a_failed_write_runs_nothing_until_the_disk_is_read() {
+    fn run_intent_after_a_failed_write_runs_no_guest_until_the_disk_is_read() {
         for (how, end) in
             [(WriteFault::Torn, SourceEnd::Kept), (WriteFault::OnDisk, SourceEnd::Given)]
         {
@@ -328,7 +328,7 @@ mod known_weaknesses {
     }
 
     #[test]
-    fn commit_of_a_failed_write_hands_nothing_over() {
+    fn commit_is_not_sent_after_a_failed_write() {
         for how in [WriteFault::Lost, WriteFault::Torn, WriteFault::OnDisk] {
             for crash in [false, true] {
                 let outcome = run(
@@ -356,7 +356,7 @@ mod known_weaknesses {
     /// that one, because the guest has written nothing. WITHDRAW and everything after it is lost
     /// after COMMIT, which the source may repeat on another channel.
     #[test]
-    fn late_ready_from_before_the_guest_ran_on_hands_nothing_over() {
+    fn late_ready_does_not_hand_over_a_guest_that_ran_on() {
         let mut reached = 0;
         for rng in 0..400 {
             let mut plan = Plan::new(Seed::Boundary(2));

@@ -69,7 +69,7 @@ fn cut_and_heal(log: &str, flags: &[&str], paused: bool) {
 }
 
 #[test]
-fn manual_clear() {
+fn link_cut_with_manual_clear_loses_no_write() {
     need_kvm();
     // Pages are write-protected just before they are read; those of the last round are not
     // protected.
@@ -78,7 +78,7 @@ fn manual_clear() {
 }
 
 #[test]
-fn other_logs() {
+fn link_cut_with_other_dirty_logs_loses_no_write() {
     need_kvm();
     if all() {
         for log in ["bitmap", "ring", "uffd"] {

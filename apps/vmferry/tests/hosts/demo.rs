@@ -51,7 +51,7 @@ fn demo_moves_a_guest_and_reports_its_promises() {
 }
 
 #[test]
-fn demo_that_can_not_converge_says_why_and_its_guest_runs_on() {
+fn demo_that_can_not_converge_says_why_and_keeps_its_guest_running() {
     let world = World::new();
     let ended = world.host("x").run(&[
         "demo",

@@ -313,7 +313,7 @@ fn probed_receiver_ends_hostile_probes_and_answers_the_next_one() {
 }
 
 #[test]
-fn doctor_reaches_an_older_release_and_learns_no_more() {
+fn doctor_learns_nothing_else_from_an_older_release() {
     let world = World::new();
     let host = host_on_disk(&world);
     let at = "tls:127.0.0.1:0".parse().unwrap();

@@ -38,7 +38,7 @@ fn fits(schema: &str, value: &Value) {
 }
 
 #[test]
-fn held_migration_waits_for_its_user_and_then_moves() {
+fn hold_waits_for_the_operator_and_then_moves() {
     let Scene { world: _world, a, b, vmm, mut receiver, address } = scene();
     let hold = ["--pause-before-switchover", "--downtime-limit", "5s", "--verify"];
     let mut sender = a.start(&[&["send", "web", "--to", &address][..], &hold].concat());

@@ -303,7 +303,7 @@ fn sandboxed_receiver_takes_and_sends_a_process_guest() {
 }
 
 #[test]
-fn sandbox_that_is_required_and_missing_is_an_error() {
+fn missing_sandbox_is_an_error_if_required() {
     let world = World::new();
     let (running, event) = receiver(&world.host("b"), &world.path("s"), "auto");
     drop(running);

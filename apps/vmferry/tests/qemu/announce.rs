@@ -146,7 +146,7 @@ fn network_of(way: Way) -> (Scene, Namespaces, [Tap; 2]) {
 }
 
 #[test]
-fn guest_is_announced_at_the_destination_when_it_runs_there() {
+fn guest_is_announced_at_the_destination_once_it_runs() {
     let (mut scene, _network, [_, there_tap]) = network_of(Way::Attached);
     let (mut there, mut receiving, address) = scene.receive_plain();
     let proxy = Proxy::holding(&address, "127.0.0.1", Some(Message::Ready));
@@ -183,7 +183,7 @@ fn is_announced_here_after(way: Way, end: impl FnOnce(Running, &Proxy)) {
 }
 
 #[test]
-fn guest_is_announced_at_the_source_when_it_runs_on_there_after_the_load() {
+fn guest_is_announced_at_the_source_after_a_late_failure() {
     in_parallel(vec![Way::Attached, Way::Carried], |way| {
         is_announced_here_after(way, |send, proxy| {
             proxy.cut();
@@ -193,6 +193,6 @@ fn guest_is_announced_at_the_source_when_it_runs_on_there_after_the_load() {
 }
 
 #[test]
-fn guest_is_announced_at_the_source_when_the_guardian_has_continued_it() {
+fn guest_is_announced_at_the_source_by_the_guardian() {
     is_announced_here_after(Way::Attached, |mut send, _| send.kill());
 }

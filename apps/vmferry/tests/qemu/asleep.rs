@@ -184,7 +184,7 @@ fn source_qemu_sleeps_after_commit(way: Way) {
 }
 
 #[test]
-fn guest_is_where_it_was_promised_after_a_long_stop() {
+fn guest_is_on_the_promised_host_after_a_long_stop() {
     let [connected, _, second, _] = BEFORE_COMMIT;
     type Case = (Way, fn(Way, Moment), Moment);
     let mut cases: Vec<Case> = Vec::new();

@@ -90,7 +90,7 @@ fn receiver_or_its_qemu_killed_in_any_phase_leaves_the_guest_running() {
 }
 
 #[test]
-fn source_qemu_killed_in_any_phase_never_runs_half_a_guest() {
+fn source_qemu_killed_in_any_phase_leaves_no_incomplete_guest_running() {
     faults::source_qemu_killed_in_any_phase_never_runs_half_a_guest(Way::Attached);
 }
 
@@ -198,7 +198,7 @@ fn ordinary_user_moves_their_own_guest() {
 }
 
 #[test]
-fn errors_name_what_can_not_be_done() {
+fn errors_name_the_cause_of_a_refused_migration() {
     let mut scene = Scene::new(Version::V10_0, Way::Attached);
     let tls = scene.world.tls();
     let nowhere = scene.world.path("nowhere.qmp");

@@ -28,7 +28,7 @@ fn receiver_or_its_qemu_killed_in_any_phase_leaves_the_guest_running() {
 
 #[test]
 #[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
-fn source_qemu_killed_in_any_phase_never_runs_half_a_guest() {
+fn source_qemu_killed_in_any_phase_leaves_no_incomplete_guest_running() {
     faults::source_qemu_killed_in_any_phase_never_runs_half_a_guest(Way::Carried);
 }
 

@@ -68,7 +68,7 @@ fn next_receiver_finishes_after_a_kill_between_run_intent_and_cont() {
 }
 
 #[test]
-fn next_receiver_answers_after_a_kill_with_running_on_its_way() {
+fn next_receiver_answers_after_a_kill_while_running_is_in_flight() {
     in_parallel(ways(), |way| {
         let mut scene = Scene::new(Version::V10_0, way);
         let (mut there, mut receiving, send, proxy) = held_at(&mut scene, Message::Running);
@@ -215,7 +215,7 @@ fn exec_receiver_leaves_its_guest_to_the_next_on_sigterm() {
 }
 
 #[test]
-fn next_exec_receiver_finishes_after_a_kill_with_running_on_its_way() {
+fn next_exec_receiver_finishes_after_a_kill_while_running_is_in_flight() {
     let scene = Scene::new(Version::V10_0, Way::Attached);
     let command = scene.command("started");
     let (mut receiving, address) =

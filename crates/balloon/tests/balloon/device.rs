@@ -14,7 +14,7 @@ const REPORTING: u16 = QueueKind::Reporting.number();
 const PLAIN: Features = Features::ALL.without(Features::EVENT_IDX);
 
 #[test]
-fn inflated_neighbours_are_discarded_at_once_and_deflated_ones_told() {
+fn inflate_discards_neighbors_together_and_deflate_reports_them() {
     let mut driver = Driver::new(PLAIN);
     let head = driver.send_numbers(INFLATE, &[7, 3, 4, 5, 9, 8]);
     let discards = [Event::Discard(0x3000, 0x3000), Event::Discard(0x7000, 0x3000)];
@@ -25,7 +25,7 @@ fn inflated_neighbours_are_discarded_at_once_and_deflated_ones_told() {
 }
 
 #[test]
-fn inflate_array_may_be_split_and_a_bad_one_is_harmless() {
+fn inflate_accepts_a_split_array_and_survives_an_invalid_one() {
     let mut driver = Driver::new(PLAIN);
     let at = driver.place(&[3, 0, 0, 0, 4, 0, 0, 0, 5, 0]);
     // The second number spans both descriptors, and two bytes are left over.
@@ -65,7 +65,7 @@ fn failed_discard_is_warned_once() {
 }
 
 #[test]
-fn reports_are_discarded_unless_they_must_keep_their_poison() {
+fn reported_pages_are_discarded_unless_poisoned() {
     let mut driver = Driver::new(PLAIN);
     driver.add(REPORTING, &[(0x5000, 0x3000, true), (0x20_0000, 0x1000, true)]);
     let expected = [Event::Discard(0x5000, 0x3000), Event::Discard(0x20_0000, 0x1000)];
@@ -86,7 +86,7 @@ fn reports_are_discarded_unless_they_must_keep_their_poison() {
 }
 
 #[test]
-fn statistics_come_when_they_are_asked_for() {
+fn statistics_are_requested_and_received() {
     let mut driver = Driver::new(PLAIN);
     assert!(!driver.device.request_statistics(), "there is no buffer yet");
     let entry = |tag: u16, value: u64| [&tag.to_le_bytes()[..], &value.to_le_bytes()].concat();
@@ -139,7 +139,7 @@ fn config_writes_are_limited_to_writable_fields() {
 }
 
 #[test]
-fn features_that_were_not_offered_are_refused() {
+fn unoffered_features_are_refused() {
     let mut driver = Driver::unnegotiated(Features::STATS_VQ.with(Features(1 << 40)));
     let offered = Features::STATS_VQ.with(Features::VERSION_1);
     assert_eq!(driver.device.offered(), offered);
@@ -157,7 +157,7 @@ fn features_that_were_not_offered_are_refused() {
 }
 
 #[test]
-fn linux_numbers_without_gaps() {
+fn queues_numbered_by_linux_without_gaps_work() {
     let mut driver = Driver::unnegotiated(Features::ALL);
     driver.negotiate(Features::PAGE_REPORTING);
     driver.activate(&[0, 1, 2]);
@@ -169,7 +169,7 @@ fn linux_numbers_without_gaps() {
 }
 
 #[test]
-fn interrupts_come_as_the_driver_wants_them() {
+fn interrupts_follow_the_drivers_flags_and_event_index() {
     let mut driver = Driver::new(PLAIN);
     driver.memory.write_obj(1_u16, GuestAddress(available(INFLATE))).unwrap();
     driver.send_numbers(INFLATE, &[]);
@@ -190,7 +190,7 @@ fn interrupts_come_as_the_driver_wants_them() {
 }
 
 #[test]
-fn process_is_bounded() {
+fn process_does_bounded_work_per_call() {
     let mut driver = Driver::new(PLAIN);
     // One call processes at most 16384 numbers of a buffer; two buffers take two calls.
     let at = driver.place(&[3, 0, 0, 0].repeat(16385));
@@ -209,7 +209,7 @@ fn process_is_bounded() {
 }
 
 #[test]
-fn broken_chains_come_back_without_effect() {
+fn broken_chains_are_returned_without_effect() {
     let mut driver = Driver::new(PLAIN);
     let read = |next: u16| (0x3000_u64, 0x1000_u32, 1_u16, next);
     // A loop of two, a link outside the table, a loop of one.

@@ -47,7 +47,7 @@ fn hints_count_between_the_command_and_stop() {
 /// Section 5.5.6: a driver that negotiates `PAGE_POISON` relies on the content of its free pages,
 /// zeros included.
 #[test]
-fn hints_come_with_the_poison_if_the_driver_has_one_and_zero_is_one() {
+fn hints_contain_the_negotiated_poison_even_if_zero() {
     for (features, written, expected) in [
         (PLAIN, 0, Some(0)),
         (PLAIN, 0xaaaa_aaaa, Some(0xaaaa_aaaa)),
@@ -77,7 +77,7 @@ fn hint_command_and_ranges_may_share_a_buffer() {
 }
 
 #[test]
-fn stale_commands_are_nothing_and_strange_ones_end_the_round() {
+fn stale_commands_are_ignored_and_unexpected_ones_end_the_round() {
     let mut driver = Driver::new(PLAIN);
     let old = driver.device.start_hints().unwrap().number();
     driver.command(old);
@@ -106,7 +106,7 @@ fn stale_commands_are_nothing_and_strange_ones_end_the_round() {
 }
 
 #[test]
-fn of_a_command_outside_memory_only_that_is_told() {
+fn command_outside_memory_is_only_warned_about() {
     let mut driver = Driver::new(PLAIN);
     let id = driver.device.start_hints().unwrap().number();
     driver.add(FREE_PAGE, &[(0x10_0000, 4, false)]);
@@ -120,7 +120,7 @@ fn of_a_command_outside_memory_only_that_is_told() {
 }
 
 #[test]
-fn stopping_leaves_nothing_under_way() {
+fn stop_hints_returns_all_buffers() {
     let mut driver = Driver::new(PLAIN);
     let id = driver.device.start_hints().unwrap().number();
     driver.command(id);
@@ -152,7 +152,7 @@ fn stopping_leaves_nothing_under_way() {
 }
 
 #[test]
-fn only_a_driver_that_is_there_and_knows_hints_is_asked() {
+fn start_hints_needs_a_driver_with_hints() {
     let mut driver = Driver::unnegotiated(Features::ALL);
     assert_eq!(driver.device.start_hints(), None);
     driver.negotiate(PLAIN.without(Features::FREE_PAGE_HINT));
@@ -199,7 +199,7 @@ fn moved_device_sends_done_at_the_destination() {
 }
 
 #[test]
-fn states_that_no_device_can_have_are_refused() {
+fn load_refuses_impossible_states() {
     let mut driver = Driver::new(PLAIN);
     driver.device.start_hints().unwrap();
     let good = driver.device.save();

@@ -141,7 +141,7 @@ mod tests {
     const ROUND: Duration = Duration::from_millis(100);
 
     #[test]
-    fn manual_clear_is_left_when_it_costs_much_and_taken_again_when_less_is_dirty() {
+    fn manual_clear_ends_when_costly_and_returns_when_fewer_pages_are_dirty() {
         let mut measured = Measured { dirty: 1000, ..Measured::begin() };
         assert!(measured.choose(true, ROUND, Duration::from_millis(9)));
         assert!(!measured.choose(true, ROUND, Duration::from_millis(11)), "a tenth of the round");

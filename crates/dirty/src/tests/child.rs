@@ -76,7 +76,12 @@ impl Writer {
         };
         let pages = memory.total_pages();
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "tests::child::be_the_child", "--nocapture", "--test-threads=1"])
+            .args([
+                "--exact",
+                "tests::child::child_process_of_the_test",
+                "--nocapture",
+                "--test-threads=1",
+            ])
             .env(VARIABLE, format!("{} {} {pages}", path(&memory), path(&control)))
             .stdout(Stdio::piped())
             .spawn()
@@ -168,7 +173,7 @@ fn take(memory: &GuestMemory, at: u64) -> u64 {
 
 /// Not a test: the second process runs this.
 #[test]
-fn be_the_child() {
+fn child_process_of_the_test() {
     let Ok(text) = std::env::var(VARIABLE) else { return };
     let words: Vec<&str> = text.split(' ').collect();
     let map = |path: &str, pages: u64| {

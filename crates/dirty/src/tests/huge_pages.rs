@@ -48,13 +48,13 @@ fn run(memory: &GuestMemory, mut meanwhile: impl FnMut(u64) + Send) {
 }
 
 #[test]
-fn reserved_huge_pages_are_followed() {
+fn userfaultfd_follows_reserved_huge_pages() {
     let _pool = HugePages::reserve(6);
     run(&memory(6 * HUGE, MemoryKind::Hugetlb), |_| std::thread::yield_now());
 }
 
 #[test]
-fn reserved_huge_pages_are_followed_while_they_leave_the_page_table() {
+fn userfaultfd_follows_reserved_huge_pages_that_leave_the_page_table() {
     let _pool = HugePages::reserve(6);
     let memory = memory(6 * HUGE, MemoryKind::Hugetlb);
     run(&memory, |count| zap(&memory, count % 6 * HUGE, HUGE, libc::MADV_DONTNEED));
@@ -105,7 +105,7 @@ fn huge_page_write_reports_every_page() {
 const HUGE_BYTES: u64 = HUGE * PAGE;
 
 #[test]
-fn private_memory_is_followed_while_it_is_collapsed_and_split() {
+fn userfaultfd_follows_private_memory_that_is_collapsed_and_split() {
     let memory = memory(6 * HUGE, MemoryKind::Thp);
     (0..6 * HUGE).for_each(|page| memory.write_at(page * PAGE, &[1]).unwrap());
     run(&memory, |count| {
@@ -121,7 +121,7 @@ fn private_memory_is_followed_while_it_is_collapsed_and_split() {
 }
 
 #[test]
-fn shared_memory_is_followed_while_it_is_collapsed_and_dropped() {
+fn userfaultfd_follows_shared_memory_that_is_collapsed_and_dropped() {
     let memory = memory(6 * HUGE, MemoryKind::Memfd);
     (0..4 * HUGE).for_each(|page| memory.write_at(page * PAGE, &[1]).unwrap());
     run(&memory, |count| {

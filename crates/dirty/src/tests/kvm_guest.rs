@@ -89,7 +89,7 @@ fn userfaultfd_follows_a_guest() {
 }
 
 #[test]
-fn logs_can_follow_each_other_on_one_machine() {
+fn logs_can_be_used_in_turn_on_one_machine() {
     run(MemoryKind::Private, |machine| {
         let slots = kvm_slots(machine);
         let clear = KvmClearLog::new(Arc::clone(machine.vm()), slots.clone()).unwrap();

@@ -30,19 +30,19 @@ fn run(writer: Writer, order: Order) {
 }
 
 #[test]
-fn another_process_is_followed() {
+fn userfaultfd_follows_another_process() {
     run(writer_of_memfd(PAGES), Order::Write);
 }
 
 /// A file's page stays in the file when it leaves a page table, but the mark of a write is lost
 /// with the entry.
 #[test]
-fn another_process_is_followed_while_pages_leave_its_page_table() {
+fn userfaultfd_follows_another_process_whose_pages_leave_its_page_table() {
     run(writer_of_memfd(PAGES), Order::WriteAndDrop);
 }
 
 #[test]
-fn another_process_is_followed_on_huge_pages() {
+fn userfaultfd_follows_another_process_on_huge_pages() {
     let _pool = HugePages::reserve(4);
     run(Writer::start(memory(4 * 512, MemoryKind::Hugetlb)), Order::Write);
 }
@@ -62,7 +62,7 @@ fn page_that_was_written_and_dropped_is_reported_once() {
 }
 
 #[test]
-fn ended_process_is_not_clean() {
+fn process_that_ended_is_an_error() {
     let mut writer = writer_of_memfd(PAGES);
     let log = log_of(&writer);
     let mut pages = PageSet::for_memory(&writer.memory);
@@ -86,7 +86,7 @@ fn ended_process_is_not_clean() {
 }
 
 #[test]
-fn process_after_exec_is_not_clean() {
+fn process_after_exec_is_an_error() {
     let mut writer = writer_of_memfd(PAGES);
     let log = log_of(&writer);
     log.start().unwrap();
@@ -118,7 +118,7 @@ fn names(error: &DirtyLogError, writer: &Writer, first: u64, what: &str) -> bool
 }
 
 #[test]
-fn memory_that_a_process_unmaps_or_maps_anew_is_an_error() {
+fn memory_unmapped_or_remapped_by_the_process_is_an_error() {
     let mut writer = writer_of_memfd(PAGES);
     let log = log_of(&writer);
     let mut pages = PageSet::for_memory(&writer.memory);

@@ -27,7 +27,7 @@ fn bitmap_of(pages: &[bool]) -> PageBitmap {
 
 proptest! {
     #[test]
-    fn runs_are_those_of_a_bit_by_bit_walk(
+    fn runs_match_a_bit_by_bit_walk(
         pages in prop::collection::vec(prop::bool::weighted(0.7), 0..400)
     ) {
         let bitmap = bitmap_of(&pages);
@@ -36,7 +36,7 @@ proptest! {
     }
 
     #[test]
-    fn runs_set_and_cleared_are_those_of_an_array(
+    fn set_run_and_clear_run_match_an_array(
         steps in prop::collection::vec((0_u64..300, 0_u64..200, any::<bool>()), 0..20)
     ) {
         let mut bitmap = PageBitmap::new(300);
@@ -50,7 +50,7 @@ proptest! {
     }
 
     #[test]
-    fn union_difference_and_intersection_are_set_algebra(
+    fn union_difference_and_intersection_match_set_algebra(
         pairs in prop::collection::vec((any::<bool>(), any::<bool>()), 1..300)
     ) {
         let (a, b): (Vec<bool>, Vec<bool>) = pairs.iter().copied().unzip();
@@ -71,7 +71,7 @@ proptest! {
 
 proptest! {
     #[test]
-    fn words_are_ored_where_they_belong(
+    fn or_words_matches_single_bits(
         pages in 0_u64..2000, first in 0_usize..40,
         words in prop::collection::vec(prop_oneof![3 => Just(0), 2 => any::<u64>()], 0..40)
     ) {
@@ -97,7 +97,7 @@ proptest! {
     }
 
     #[test]
-    fn blocks_are_found_with_all_their_pages(
+    fn next_block_finds_every_page(
         runs in prop::collection::vec((0_u64..20_000, 1_u64..900), 0..12)
     ) {
         let mut bitmap = PageBitmap::new(21_000);

@@ -37,7 +37,7 @@ fn words() -> impl Strategy<Value = Vec<u64>> {
 
 proptest! {
     #[test]
-    fn every_kernel_matches_a_walk_by_bits(words in words()) {
+    fn every_kernel_matches_a_bit_by_bit_walk(words in words()) {
         let expected = naive_runs(&words);
         for kernel in Kernel::available() {
             let runs: Vec<_> = flat_runs_with(kernel, &words).collect();
@@ -53,7 +53,7 @@ proptest! {
     }
 
     #[test]
-    fn skipping_stops_at_the_first_other_word(
+    fn skip_stops_at_the_first_different_word(
         same in prop_oneof![Just(0), Just(u64::MAX)], length in 0_usize..300, from in 0_usize..300,
         other in 0_usize..300
     ) {
@@ -69,7 +69,7 @@ proptest! {
     }
 
     #[test]
-    fn ranges_cut_runs_and_nothing_else(
+    fn ranges_cut_runs_only_at_their_ends(
         words in words(),
         cuts in prop::collection::btree_set(0_usize..900, 0..8),
     ) {
@@ -90,7 +90,7 @@ proptest! {
 }
 
 #[test]
-fn long_runs_and_long_gaps_need_no_room() {
+fn long_runs_and_gaps_are_found() {
     let mut words = vec![0; 1 << 16];
     words[5] = 1;
     words[100..60_000].fill(u64::MAX);

@@ -199,7 +199,7 @@ fn hot_round_writes_each_page_once() {
 }
 
 #[test]
-fn populated_means_filled_and_hot_pages_written_once() {
+fn populated_workload_is_filled_with_each_hot_page_written_once() {
     let workload = Workload::populated("fill=4,zero hot=4,rate=1", 2);
     assert!(workload.hot_pages().all(|gpa| workload.word(gpa) == 1));
     let populated = workload.memory.populated().unwrap();
@@ -224,7 +224,7 @@ fn hot_rate_is_not_exceeded() {
 }
 
 #[test]
-fn hot_rate_is_not_made_up_after_a_pause() {
+fn hot_rate_does_not_catch_up_after_a_pause() {
     let mut workload = Workload::populated("hot=2,rate=10000", 1);
     workload.tick();
     let before = workload.report().pages_written;
@@ -235,7 +235,7 @@ fn hot_rate_is_not_made_up_after_a_pause() {
 }
 
 #[test]
-fn hot_rate_is_not_made_up_after_a_slow_phase() {
+fn hot_rate_does_not_catch_up_after_a_slow_phase() {
     let mut workload = Workload::populated("hot=2,rate=1000000", 1);
     for _ in 0..1000 {
         workload.ticks += 1;

@@ -128,7 +128,7 @@ fn bind_reports_an_address_in_use_and_replaces_a_stale_socket() {
 }
 
 #[test]
-fn closing_ends_accept() {
+fn close_ends_accept() {
     let listener = listen("tcp:127.0.0.1:0", None);
     let closer = listener.closer();
     std::thread::scope(|scope| {

@@ -164,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn before_restart_ends_guests_but_no_promise() {
+    fn began_before_is_true_of_guests_but_not_of_promises() {
         let guest = vmferry_wire::GuestIdentity { uuid: uuid::Uuid::nil(), name: "web".into() };
         let session = |at, more: &[Record], side| {
             let open = Record::Open {

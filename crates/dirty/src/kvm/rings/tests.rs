@@ -49,7 +49,7 @@ proptest! {
 }
 
 #[test]
-fn entries_repeat_and_slots_are_told_apart() {
+fn repeated_entries_count_once_in_their_own_slot() {
     let slots = [slot(0, 3, 10), slot(2, 0, 100)];
     let mut pages = PageSet::for_layout(&layout(&slots));
     let mut last = 0;

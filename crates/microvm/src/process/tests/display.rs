@@ -21,7 +21,7 @@ fn display_is_redrawn_60_times_in_any_1000_ticks() {
 }
 
 #[test]
-fn display_frames_are_not_made_up_after_a_pause() {
+fn display_does_not_catch_up_frames_after_a_pause() {
     let mut workload = Workload::populated("display", 1);
     let before = workload.report().frames;
     workload.ticks += 60_000;
