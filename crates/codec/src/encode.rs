@@ -129,8 +129,8 @@ struct BaseSum {
 const LONGEST_DELTA_BESIDE_PACKING: usize = PAGE_SIZE / 4;
 /// A delta that saves less than half does not pay for computing and applying it.
 const LONGEST_DELTA: usize = PAGE_SIZE / 2;
-/// Packing must save at least one part in this many of its input: 3 %, the same gain below which
-/// [`looks_random`] was tuned to advise against packing. Less does not pay for decompressing.
+/// Packing must save at least one part in this many of its input: 3 %, the gain below which the
+/// measurement of [`looks_random`] counts a page as one that is not worth packing.
 pub(crate) const LEAST_GAIN: usize = 32;
 /// Deltas of fewer bytes are not worth a call of the compressor on both sides: even halved, they
 /// would save less than an eighth of one raw page.

@@ -12,8 +12,8 @@ pub trait Kept {
     fn page_mut(&mut self, entry: u32) -> Option<&mut [u8]>;
 }
 
-/// Number of pages that are allocated together: 1 MiB. The allocator maps blocks of this size on
-/// their own, and a stream that keeps few pages wastes little.
+/// Number of pages in a chunk: 1 MiB. Each chunk is a mapping, of which a process may have 65,530;
+/// the maximum of 1 GiB takes 1024.
 const CHUNK_PAGES: usize = 256;
 
 /// Kept pages by entry. Memory is allocated in chunks as pages are kept.
