@@ -14,14 +14,13 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use anyhow::ensure;
-use plotters::prelude::SeriesLabelPosition;
 use serde::Serialize;
 use vmferry_memory::PageBitmap;
 use vmferry_memory::traverse::flat_runs;
+use vmferry_report::{Curves, Legend};
 
 use self::pattern::{Pattern, bitmap};
-use crate::plot::{Plot, number};
-use crate::results::{Results, Row, median, row};
+use crate::results::{Results, Row, curves_of, least, median, most, number, row};
 
 /// A traversal method.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -115,36 +114,30 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
 }
 
 /// Plots of the traversal time by guest size and by dirty percentage.
-fn plots(rows: &[Row]) -> Vec<Plot> {
+fn plots(rows: &[Row]) -> Vec<Curves> {
     let is = |row: &Row, name: &str, value: &str| row.get(name).is_some_and(|v| v == value);
     let gib = |row: &Row| {
         let pages = GUESTS.iter().find(|(guest, _)| is(row, "guest", guest));
         pages.map_or(0.0, |(_, pages)| *pages as f64 / (1 << 18) as f64)
     };
-    let empty = |title: String, across| {
-        let legend = SeriesLabelPosition::UpperLeft;
-        Plot { title, across, upwards: "us", legend, lines: Vec::new() }
+    let plot = |title, across, lines| Curves {
+        title,
+        across,
+        upwards: "us",
+        legend: Legend::UpperLeft,
+        lines,
     };
-    let by_guest = empty("A clean bitmap, by the guest's size".into(), "guest, GiB").of_rows(
-        rows,
-        "way",
-        0.0,
-        |row| number(row, "dirty_percent") == 0.0,
-        |row| (gib(row), number(row, "us")),
-    );
+    let is_clean = |row: &Row| number(row, "dirty_percent") == 0.0;
+    let by_guest = curves_of(rows, "way", 0.0, is_clean, |row| (gib(row), number(row, "us")));
     let by_density = |pattern: &str| {
+        let wanted = |row: &Row| {
+            is(row, "guest", RATIO_GUEST) && (is(row, "pattern", pattern) || is(row, "pattern", ""))
+        };
+        let point = |row: &Row| (number(row, "dirty_percent"), number(row, "us"));
         let title = format!("A guest of {RATIO_GUEST}, {pattern} pages");
-        empty(title, "dirty, % (clean at the left)").of_rows(
-            rows,
-            "way",
-            0.001,
-            |row| {
-                is(row, "guest", RATIO_GUEST)
-                    && (is(row, "pattern", pattern) || is(row, "pattern", ""))
-            },
-            |row| (number(row, "dirty_percent"), number(row, "us")),
-        )
+        plot(title, "dirty, % (clean at the left)", curves_of(rows, "way", 0.001, wanted, point))
     };
+    let by_guest = plot("A clean bitmap, by the guest's size".into(), "guest, GiB", by_guest);
     vec![by_guest, by_density("clustered"), by_density("scattered")]
 }
 
@@ -239,8 +232,8 @@ fn row_of(case: Case, way: Way, samples: &[f64], byte: f64) -> BitmapRow {
         pattern: case.pattern.name(),
         way: way.name(),
         us: us * 1e6,
-        us_min: samples.iter().copied().fold(f64::INFINITY, f64::min) * 1e6,
-        us_max: samples.iter().copied().fold(0.0, f64::max) * 1e6,
+        us_min: least(samples.iter().copied()) * 1e6,
+        us_max: most(samples.iter().copied()) * 1e6,
         byte_over_this: byte / us,
         runs: samples.len(),
     }

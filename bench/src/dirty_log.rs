@@ -21,16 +21,15 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use anyhow::Context;
-use plotters::prelude::SeriesLabelPosition;
 use vmferry_dirty::SoftwareWay;
+use vmferry_report::{Curves, Legend};
 
 use self::guest::{GuestLog, GuestSubject};
 use self::samples::Samples;
 use self::software::{AtomicSubject, SoftwareSubject};
 use self::subject::{Subject, Unit};
 use crate::machine::clock_cycles;
-use crate::plot::{Plot, number};
-use crate::results::{Results, Row, row};
+use crate::results::{Results, Row, curves_of, number, row};
 
 const KIB_32: u64 = 32 << 10;
 const GIB_4: u64 = 4 << 30;
@@ -210,16 +209,8 @@ fn lengths(
 }
 
 /// Plots of a whole harvest of the large slot, by dirty percentage.
-fn plots(rows: &[Row], large: u64) -> Vec<Plot> {
+fn plots(rows: &[Row], large: u64) -> Vec<Curves> {
     let plot = |pattern: &str| {
-        let title = format!("A harvest of a slot of {} GiB, {pattern} pages", large >> 30);
-        let empty = Plot {
-            title,
-            across: "dirty, % (clean at the left)",
-            upwards: "cycles",
-            legend: SeriesLabelPosition::LowerRight,
-            lines: Vec::new(),
-        };
         let is = |row: &Row, name: &str, value: &str| row.get(name).is_some_and(|v| v == value);
         let dirty = |row: &Row| {
             let text = row.get("dirty").and_then(|dirty| dirty.as_str()).unwrap_or_default();
@@ -229,10 +220,17 @@ fn plots(rows: &[Row], large: u64) -> Vec<Plot> {
         let wanted = |row: &Row| {
             is(row, "table", "density") && number(row, "len") == large as f64 && !dirty(row).1
         };
-        empty.of_rows(rows, "log", 0.1, wanted, |row| {
+        let point = |row: &Row| {
             let parts = ["call_cycles", "protect_cycles", "traverse_cycles"];
             (dirty(row).0, parts.map(|part| number(row, part)).iter().sum())
-        })
+        };
+        Curves {
+            title: format!("A harvest of a slot of {} GiB, {pattern} pages", large >> 30),
+            across: "dirty, % (clean at the left)",
+            upwards: "cycles",
+            legend: Legend::LowerRight,
+            lines: curves_of(rows, "log", 0.1, wanted, point),
+        }
     };
     vec![plot("clustered"), plot("scattered")]
 }

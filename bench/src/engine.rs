@@ -17,7 +17,7 @@ use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun, whole_hash};
 
 use crate::guest::{clear, fill_incompressible, memory, whole};
 use crate::raw::{self, Sockets};
-use crate::results::{Results, median, row};
+use crate::results::{Results, least, median, most, row};
 use guest::Links;
 
 const CHANNELS: [u8; 3] = [1, 2, 4];
@@ -140,7 +140,7 @@ fn results(
     let mut rows = Vec::new();
     let mut speed = BTreeMap::new();
     for ((channels, way), samples) in samples {
-        let of = |part: fn(&Sample) -> f64| median(samples.iter().map(part).collect());
+        let of = |part: fn(&Sample) -> f64| median(samples.iter().map(part));
         let total_s = of(|sample| sample.total_s);
         let side = |part: fn((f64, f64)) -> f64| {
             let times: Vec<f64> =
@@ -157,8 +157,8 @@ fn results(
             pages_per_s: pages as f64 / total_s,
             mb_per_s,
             total_ms: ms(total_s),
-            total_ms_min: ms(times().fold(f64::INFINITY, f64::min)),
-            total_ms_max: ms(times().fold(0.0, f64::max)),
+            total_ms_min: ms(least(times())),
+            total_ms_max: ms(most(times())),
             cpu_s: of(|sample| sample.cpu_s),
             source_cpu_s: side(|sides| sides.0),
             destination_cpu_s: side(|sides| sides.1),

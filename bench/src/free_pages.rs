@@ -19,7 +19,7 @@ use serde::Serialize;
 use vmferry_report::published::{Figure, of_benchmark};
 
 use self::guest::{Guest, Sample};
-use crate::results::{Results, Row, median, row};
+use crate::results::{Results, Row, least, median, most, row};
 
 /// A guest. `vmferry_report::published` has the published figures for a similar guest, by this
 /// name.
@@ -178,14 +178,14 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
 }
 
 fn as_row(case: &Case, hints: bool, samples: &[Sample]) -> anyhow::Result<Row> {
-    let mid = |part: fn(&Sample) -> f64| median(samples.iter().map(part).collect());
+    let mid = |part: fn(&Sample) -> f64| median(samples.iter().map(part));
     let totals = || samples.iter().map(|sample| sample.total_ms);
     row(&FreePagesRow {
         guest: case.name,
         hints: yes_or_no(hints),
         total_ms: mid(|sample| sample.total_ms),
-        total_ms_min: totals().fold(f64::INFINITY, f64::min),
-        total_ms_max: totals().fold(0.0, f64::max),
+        total_ms_min: least(totals()),
+        total_ms_max: most(totals()),
         downtime_ms: mid(|sample| sample.downtime_ms),
         rounds: mid(|sample| sample.rounds),
         sent_mb: mid(|sample| sample.sent_bytes) / 1e6,

@@ -12,7 +12,6 @@ mod guest;
 mod interrupt;
 mod machine;
 mod place;
-mod plot;
 mod qemu;
 mod qemus;
 mod raw;
@@ -104,7 +103,7 @@ fn main() -> anyhow::Result<()> {
         results => results?,
     };
     if let Some(path) = &arguments.svg {
-        plot::draw(&results.plots, path)
+        std::fs::write(path, vmferry_report::svg_of(&results.plots)?)
             .with_context(|| format!("could not write the plots to {}", path.display()))?;
     }
     if arguments.json {

@@ -16,7 +16,7 @@ use serde::Serialize;
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, SlotId, SlotLayout, whole_hash};
 use vmferry_qemu_lab::{HugePages, Mounted, World};
 
-use crate::results::{Results, median, row};
+use crate::results::{Results, least, median, most, row};
 
 /// Pages per run.
 const RUN_PAGES: u64 = 64;
@@ -98,17 +98,16 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
     let mut rows = Vec::new();
     let mut medians = BTreeMap::new();
     for ((way, threads), samples) in &samples {
-        let total_s = median(samples.iter().map(|sample| sample.total_s).collect());
+        let total_s = median(samples.iter().map(|sample| sample.total_s));
         medians.insert((*way, *threads), total_s);
         rows.push(row(&PlaceRow {
             way: way.name(),
             threads: *threads,
             total_ms: total_s * 1e3,
-            total_ms_min: samples.iter().map(|sample| sample.total_s).fold(f64::INFINITY, f64::min)
-                * 1e3,
-            total_ms_max: samples.iter().map(|sample| sample.total_s).fold(0.0, f64::max) * 1e3,
+            total_ms_min: least(samples.iter().map(|sample| sample.total_s)) * 1e3,
+            total_ms_max: most(samples.iter().map(|sample| sample.total_s)) * 1e3,
             mb_per_s: pages as f64 * PAGE_SIZE as f64 / total_s / 1e6,
-            cpu_s: median(samples.iter().map(|sample| sample.cpu_s).collect()),
+            cpu_s: median(samples.iter().map(|sample| sample.cpu_s)),
             runs: samples.len(),
         })?);
     }

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use crate::results::median;
+use crate::results::{least, median, most};
 
 pub use guest::Guest;
 pub use lab::Lab;
@@ -87,9 +87,9 @@ impl Summary {
     /// Computes medians and spread.
     pub fn of(samples: &[Sample]) -> Self {
         let all = |part: fn(&Sample) -> f64| samples.iter().map(part);
-        let mid = |part: fn(&Sample) -> f64| median(all(part).collect());
-        let least = |part: fn(&Sample) -> f64| all(part).fold(f64::INFINITY, f64::min);
-        let most = |part: fn(&Sample) -> f64| all(part).fold(0.0, f64::max);
+        let mid = |part: fn(&Sample) -> f64| median(all(part));
+        let least = |part: fn(&Sample) -> f64| least(all(part));
+        let most = |part: fn(&Sample) -> f64| most(all(part));
         Self {
             total_ms: mid(|sample| sample.total_ms),
             total_ms_min: least(|sample| sample.total_ms),

@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
 use serde_json::Value;
+use vmferry_report::Curves;
 use vmferry_report::bench::{self, Machine};
 
 use crate::machine;
-use crate::plot::Plot;
 
 pub use vmferry_report::bench::Row;
 
@@ -27,7 +27,7 @@ pub struct Results {
     /// Ratios between the methods, by name.
     pub ratios: BTreeMap<String, f64>,
     /// Plots for `--svg`.
-    pub plots: Vec<Plot>,
+    pub plots: Vec<Curves>,
 }
 
 impl Results {
@@ -129,8 +129,39 @@ pub fn row(fields: &impl Serialize) -> anyhow::Result<Row> {
     }
 }
 
+/// Reads a number from a row. Returns 0 if the row has no such number.
+pub fn number(row: &Row, name: &str) -> f64 {
+    row.get(name).and_then(Value::as_f64).unwrap_or_default()
+}
+
+/// The lines of a plot: one per value of the column `by`, with the `point` of each row that is
+/// `wanted`. An x of 0 is drawn at `zero`, because the axes are logarithmic.
+pub fn curves_of(
+    rows: &[Row],
+    by: &str,
+    zero: f64,
+    wanted: impl Fn(&Row) -> bool,
+    point: impl Fn(&Row) -> (f64, f64),
+) -> Vec<(String, Vec<(f64, f64)>)> {
+    let mut lines: Vec<(String, Vec<(f64, f64)>)> = Vec::new();
+    for row in rows.iter().filter(|row| wanted(row)) {
+        let name = row.get(by).and_then(Value::as_str).unwrap_or_default();
+        let (x, y) = point(row);
+        let point = (if x > 0.0 { x } else { zero }, y.max(1e-9));
+        match lines.iter_mut().find(|(line, _)| line == name) {
+            Some((_, points)) => points.push(point),
+            None => lines.push((name.to_owned(), vec![point])),
+        }
+    }
+    for (_, points) in &mut lines {
+        points.sort_by(|a, b| a.0.total_cmp(&b.0));
+    }
+    lines
+}
+
 /// The median of the numbers; 0 if there are none.
-pub fn median(mut numbers: Vec<f64>) -> f64 {
+pub fn median(numbers: impl IntoIterator<Item = f64>) -> f64 {
+    let mut numbers: Vec<f64> = numbers.into_iter().collect();
     numbers.sort_by(f64::total_cmp);
     match numbers.len() {
         0 => 0.0,
@@ -139,14 +170,24 @@ pub fn median(mut numbers: Vec<f64>) -> f64 {
     }
 }
 
+/// The least of the numbers; infinity if there are none.
+pub fn least(numbers: impl IntoIterator<Item = f64>) -> f64 {
+    numbers.into_iter().fold(f64::INFINITY, f64::min)
+}
+
+/// The largest of the numbers, at least 0.
+pub fn most(numbers: impl IntoIterator<Item = f64>) -> f64 {
+    numbers.into_iter().fold(0.0, f64::max)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn median_of_an_even_count_is_the_mean_of_the_middle_two() {
-        assert_eq!(median(vec![3.0, 1.0, 2.0]), 2.0);
-        assert_eq!(median(vec![4.0, 1.0, 2.0, 3.0]), 2.5);
-        assert_eq!(median(vec![]), 0.0);
+        assert_eq!(median([3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median([4.0, 1.0, 2.0, 3.0]), 2.5);
+        assert_eq!(median([]), 0.0);
     }
 }

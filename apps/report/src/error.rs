@@ -1,5 +1,6 @@
 //! Errors of reading a file and of drawing a page.
 
+use plotters::drawing::DrawingAreaErrorKind;
 use thiserror::Error;
 
 /// Why a file cannot be shown.
@@ -46,4 +47,10 @@ pub enum ReportError {
     /// A plot cannot be drawn.
     #[error("could not draw a plot: {0}")]
     Plot(String),
+}
+
+impl From<DrawingAreaErrorKind<std::io::Error>> for ReportError {
+    fn from(error: DrawingAreaErrorKind<std::io::Error>) -> Self {
+        Self::Plot(error.to_string())
+    }
 }

@@ -26,6 +26,7 @@ mod run;
 
 use serde_json::Value;
 
+pub use chart::{Curves, Legend, svg_of};
 pub use error::ReportError;
 pub use page::{benchmarks, compare, run};
 pub use run::{

@@ -8,7 +8,7 @@ use vmferry_memory::PAGE_SIZE;
 use super::content::Content;
 use super::window::{Sample, Window};
 use super::{Key, Link};
-use crate::results::median;
+use crate::results::{least, median, most};
 
 /// A case. Values are medians, except the minimum and maximum.
 #[derive(Clone, Debug, Serialize)]
@@ -83,7 +83,7 @@ pub fn cells(
 }
 
 fn cell((content, link, way): &Key, samples: &[Sample], window: Window) -> Cell {
-    let of = |part: &dyn Fn(&Sample) -> f64| median(samples.iter().map(part).collect());
+    let of = |part: &dyn Fn(&Sample) -> f64| median(samples.iter().map(part));
     let pages_per_s = |sample: &Sample| sample.content_pages / sample.seconds;
     let all = |sample: &Sample| sample.content_pages + sample.zero_pages;
     let speeds = || samples.iter().map(pages_per_s);
@@ -94,8 +94,8 @@ fn cell((content, link, way): &Key, samples: &[Sample], window: Window) -> Cell 
         link: link.name(),
         way: way.name(),
         pages_per_s: of(&pages_per_s),
-        pages_per_s_min: speeds().fold(f64::INFINITY, f64::min),
-        pages_per_s_max: speeds().fold(0.0, f64::max),
+        pages_per_s_min: least(speeds()),
+        pages_per_s_max: most(speeds()),
         zero_pages_per_s: of(&|sample| sample.zero_pages / sample.seconds),
         wire_mb_per_s: of(&|sample| sample.bytes / sample.seconds / 1e6),
         ratio: of(&|sample| sample.content_pages * PAGE_SIZE as f64 / sample.bytes.max(1.0)),

@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::subject::{Sample, Unit};
-use crate::results::median;
+use crate::results::{least, median, most};
 
 #[derive(Serialize)]
 pub struct LogRow {
@@ -32,7 +32,7 @@ pub struct Samples(pub Vec<Sample>);
 
 impl Samples {
     fn median_of(&self, part: impl Fn(&Sample) -> u64) -> f64 {
-        median(self.0.iter().map(|sample| part(sample) as f64).collect())
+        median(self.0.iter().map(|sample| part(sample) as f64))
     }
 
     pub fn call(&self) -> f64 {
@@ -52,8 +52,8 @@ impl Samples {
             dirty: dirty.to_owned(),
             log,
             call_cycles: self.call(),
-            call_cycles_min: calls.iter().copied().fold(f64::INFINITY, f64::min),
-            call_cycles_max: calls.iter().copied().fold(0.0, f64::max),
+            call_cycles_min: least(calls.iter().copied()),
+            call_cycles_max: most(calls.iter().copied()),
             protect_cycles: self.median_of(|sample| sample.protect),
             traverse_cycles: self.median_of(|sample| sample.traverse),
             pages: self.median_of(|sample| sample.pages) as u64,

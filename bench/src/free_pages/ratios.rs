@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::guest::Sample;
 use super::{Case, Work};
 use crate::aims::{Ratios, Target};
-use crate::results::median;
+use crate::results::{least, median, most};
 
 /// Computes the ratios from the samples by case and hints.
 pub fn of(cases: &[Case], samples: &BTreeMap<(usize, bool), Vec<Sample>>) -> Ratios {
@@ -14,7 +14,7 @@ pub fn of(cases: &[Case], samples: &BTreeMap<(usize, bool), Vec<Sample>>) -> Rat
     for (index, case) in cases.iter().enumerate() {
         let of = |hints, part: fn(&Sample) -> f64| {
             let samples = samples.get(&(index, hints)).map_or(&[][..], Vec::as_slice);
-            median(samples.iter().map(part).collect())
+            median(samples.iter().map(part))
         };
         let reduction =
             1.0 - of(true, |sample| sample.total_ms) / of(false, |sample| sample.total_ms);
@@ -45,19 +45,19 @@ pub fn of(cases: &[Case], samples: &BTreeMap<(usize, bool), Vec<Sample>>) -> Rat
     }
     ratios.aim(
         "sent_over_nonfree",
-        over_nonfree.into_iter().fold(0.0, f64::max),
+        most(over_nonfree),
         Target::AtMost(1.15),
         "bytes of guest pages sent with hints over those in use, the worst guest",
     );
     ratios.aim(
         "guest_work_ratio",
-        work.into_iter().fold(f64::INFINITY, f64::min),
+        least(work),
         Target::AtLeast(0.98),
         "the guest's work per second while it moves, with hints over without, the worst",
     );
     ratios.aim(
         "guest_work_ratio_in_span",
-        in_spans.into_iter().fold(f64::INFINITY, f64::min),
+        least(in_spans),
         Target::AtLeast(0.98),
         "the same over the time that the move without hints took, as the published build's time",
     );

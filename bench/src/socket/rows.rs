@@ -135,7 +135,7 @@ fn first<'s>(samples: &'s Samples, place: Place, way: &Way) -> &'s [Sample] {
 }
 
 fn middle(runs: &[Sample], part: Part) -> Option<f64> {
-    (!runs.is_empty()).then(|| median(runs.iter().map(part).collect()))
+    (!runs.is_empty()).then(|| median(runs.iter().map(part)))
 }
 
 fn ratio(number: Option<f64>, of: Option<f64>) -> Option<f64> {

@@ -8,7 +8,7 @@ use super::case::{Case, Link, Place, Way};
 use super::run::{Bench, Run};
 use super::{DEFAULT_CHANNELS, Plan};
 use crate::aims::Ratios;
-use crate::results::median;
+use crate::results::{least, median, most};
 
 /// A row: with or without an attack, with or without a cap. Values are medians.
 #[derive(Debug, Serialize)]
@@ -58,16 +58,16 @@ pub fn measure(plan: &Plan, bench: &mut Bench, place: Place) -> anyhow::Result<V
 }
 
 fn row(case: Case, attack: &'static str, runs: &[Run]) -> AttackRow {
-    let of = |part: &dyn Fn(&Run) -> f64| median(runs.iter().map(part).collect());
+    let of = |part: &dyn Fn(&Run) -> f64| median(runs.iter().map(part));
     let times = || runs.iter().map(|run| run.total_s * 1e3);
     let attacker = |run: &Run| run.attack.unwrap_or_default();
     AttackRow {
         place: case.place.name(),
         link: case.link.name(),
         attack,
-        total_ms: median(times().collect()),
-        total_ms_min: times().fold(f64::INFINITY, f64::min),
-        total_ms_max: times().fold(0.0, f64::max),
+        total_ms: median(times()),
+        total_ms_min: least(times()),
+        total_ms_max: most(times()),
         source_cpu_s: of(&|run| run.source_cpu_s),
         destination_cpu_s: of(&|run| run.destination_cpu_s),
         attacker_cpu_s: of(&|run| attacker(run).cpu_s),

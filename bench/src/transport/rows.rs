@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::Samples;
 use super::case::{Case, Way};
 use super::run::Run;
-use crate::results::median;
+use crate::results::{least, median, most};
 
 /// A case. Values are medians, except minima, maxima, and the idle time, whose mean is over all
 /// runs. A GB is 10^9 bytes.
@@ -61,9 +61,9 @@ pub fn cells(samples: &Samples, bytes: f64) -> Cells {
 }
 
 fn cell(case: Case, runs: &[Run], bytes: f64) -> Cell {
-    let of = |part: &dyn Fn(&Run) -> f64| median(runs.iter().map(part).collect());
-    let least = |part: &dyn Fn(&Run) -> f64| runs.iter().map(part).fold(f64::INFINITY, f64::min);
-    let most = |part: &dyn Fn(&Run) -> f64| runs.iter().map(part).fold(0.0, f64::max);
+    let of = |part: &dyn Fn(&Run) -> f64| median(runs.iter().map(part));
+    let least = |part: &dyn Fn(&Run) -> f64| least(runs.iter().map(part));
+    let most = |part: &dyn Fn(&Run) -> f64| most(runs.iter().map(part));
     let total_ms = |run: &Run| run.total_s * 1e3;
     let gb = bytes / 1e9;
     Cell {

@@ -3,7 +3,7 @@
 use maud::Markup;
 use plotters::prelude::*;
 
-use super::{LETTERS, Tone, draw_mesh, finite, plot_error, with_title};
+use super::{LETTERS, Tone, draw_mesh, finite, with_title};
 use crate::error::ReportError;
 use crate::human;
 
@@ -47,8 +47,7 @@ impl Dots<'_> {
                 .margin_right(30)
                 .x_label_area_size(88)
                 .y_label_area_size(640)
-                .build_cartesian_2d(range.log_scale(), 0.0..lines as f64)
-                .map_err(|error| plot_error(&error))?;
+                .build_cartesian_2d(range.log_scale(), 0.0..lines as f64)?;
             draw_mesh(
                 chart
                     .configure_mesh()
@@ -66,20 +65,16 @@ impl Dots<'_> {
                 [(1.0, 0.0), (1.0, lines as f64)],
                 Tone::Grey.color().stroke_width(3),
             );
-            chart.draw_series(unit).map_err(|error| plot_error(&error))?;
+            chart.draw_series(unit)?;
             for (index, (tone, points)) in self.series.iter().enumerate() {
                 let color = tone.color().filled();
                 for (line, number) in points.iter().filter(|(line, _)| *line < lines) {
                     let at = (finite(*number).max(1e-6), height(*line));
                     // The series differ by shape as well as by color.
                     if index == 0 {
-                        chart
-                            .draw_series([Circle::new(at, 10, color)])
-                            .map_err(|error| plot_error(&error))?;
+                        chart.draw_series([Circle::new(at, 10, color)])?;
                     } else {
-                        chart
-                            .draw_series([TriangleMarker::new(at, 13, color)])
-                            .map_err(|error| plot_error(&error))?;
+                        chart.draw_series([TriangleMarker::new(at, 13, color)])?;
                     }
                 }
             }
@@ -89,9 +84,9 @@ impl Dots<'_> {
                 .into_text_style(&area)
                 .pos(Pos::new(HPos::Right, VPos::Center));
             for (name, place) in self.names.iter().zip(places) {
-                area.draw_text(name, &style, (626, place)).map_err(|error| plot_error(&error))?;
+                area.draw_text(name, &style, (626, place))?;
             }
-            area.present().map_err(|error| plot_error(&error))?;
+            area.present()?;
         }
         Ok(with_title(self.id, self.title, &self.description, &svg))
     }

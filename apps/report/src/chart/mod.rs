@@ -4,6 +4,7 @@
 //! them, so each [`Tone`] has its own color in each theme, and some tones have hatching or dashes.
 //! Plots are drawn at twice the displayed size, because plotters uses whole pixels.
 
+mod curves;
 mod dots;
 
 use maud::{Markup, PreEscaped, html};
@@ -14,6 +15,7 @@ use plotters::prelude::*;
 use crate::error::ReportError;
 use crate::human;
 
+pub use curves::{Curves, Legend, svg_of};
 pub use dots::Dots;
 
 /// A color with its meaning. The colors are from Okabe and Ito; color-blind people can tell them
@@ -152,9 +154,7 @@ impl Figure<'_> {
     /// Draws lines over time, and vertical marks at events.
     pub fn lines(&self, lines: &[Line], marks: &[f64]) -> Result<Markup, ReportError> {
         self.draw(|area| {
-            let mut chart = builder(area)
-                .build_cartesian_2d(self.x.range(), self.y.range())
-                .map_err(|error| plot_error(&error))?;
+            let mut chart = builder(area).build_cartesian_2d(self.x.range(), self.y.range())?;
             draw_mesh(
                 chart
                     .configure_mesh()
@@ -171,7 +171,7 @@ impl Figure<'_> {
             {
                 let upright =
                     LineSeries::new([(mark, 0.0), (mark, end)], Tone::Grey.color().stroke_width(3));
-                chart.draw_series(upright).map_err(|error| plot_error(&error))?;
+                chart.draw_series(upright)?;
             }
             for line in lines {
                 let points = thinned(&line.points, end, self.x.range().end);
@@ -180,10 +180,8 @@ impl Figure<'_> {
                 let dots = points.iter().filter(|_| alone || line.points.len() <= 40);
                 let dots: Vec<_> =
                     dots.map(|point| Circle::new(*point, 6, color.filled())).collect();
-                chart
-                    .draw_series(LineSeries::new(points, color.stroke_width(4)))
-                    .map_err(|error| plot_error(&error))?;
-                chart.draw_series(dots).map_err(|error| plot_error(&error))?;
+                chart.draw_series(LineSeries::new(points, color.stroke_width(4)))?;
+                chart.draw_series(dots)?;
             }
             Ok(())
         })
@@ -193,9 +191,7 @@ impl Figure<'_> {
     pub fn bars(&self, bars: &[Vec<(Tone, f64)>]) -> Result<Markup, ReportError> {
         let across = 0.4..self.x.max.max(1.0) + 0.6;
         self.draw(|area| {
-            let mut chart = builder(area)
-                .build_cartesian_2d(across, self.y.range())
-                .map_err(|error| plot_error(&error))?;
+            let mut chart = builder(area).build_cartesian_2d(across, self.y.range())?;
             // Round numbers are whole, so other labels are left empty.
             let whole =
                 |x: &f64| if x.fract().abs() < 1e-6 { human::count(*x) } else { String::new() };
@@ -217,7 +213,7 @@ impl Figure<'_> {
                     if part > 0.0 {
                         let corners = [(x - 0.36, y), (x + 0.36, y + part)];
                         let bar = Rectangle::new(corners, tone.color().filled());
-                        chart.draw_series([bar]).map_err(|error| plot_error(&error))?;
+                        chart.draw_series([bar])?;
                     }
                     y += part;
                 }
@@ -237,7 +233,7 @@ impl Figure<'_> {
         {
             let area = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
             with(&area)?;
-            area.present().map_err(|error| plot_error(&error))?;
+            area.present()?;
         }
         Ok(with_title(self.id, self.title, &self.description, &svg))
     }
@@ -272,19 +268,15 @@ fn draw_mesh<X, Y, DB>(mesh: &mut MeshStyle<'_, '_, X, Y, DB>) -> Result<(), Rep
 where
     X: Ranged<ValueType = f64> + ValueFormatter<f64>,
     Y: Ranged<ValueType = f64> + ValueFormatter<f64>,
-    DB: DrawingBackend,
+    DB: DrawingBackend<ErrorType = std::io::Error>,
 {
     mesh.label_style(("sans-serif", LETTERS))
         .axis_desc_style(("sans-serif", LETTERS))
         .bold_line_style(GRID)
         .light_line_style(TRANSPARENT)
         .axis_style(Tone::Grey.color())
-        .draw()
-        .map_err(|error| plot_error(&error))
-}
-
-fn plot_error(error: &dyn std::fmt::Display) -> ReportError {
-    ReportError::Plot(error.to_string())
+        .draw()?;
+    Ok(())
 }
 
 /// Averages neighboring points so that at most [`POINTS`] remain. All of them are within the plot
