@@ -78,35 +78,18 @@ fn compare(
         .collect();
     let mut samples: [Vec<f64>; 4] = Default::default();
     for _ in 0..7 {
-        let begun = Instant::now();
-        for bytes in &bytes {
-            let mut found = Found::default();
-            baseline::by_byte(black_box(bytes), |page| found.page(page));
-            black_box(found);
-        }
-        samples[0].push(begun.elapsed().as_secs_f64());
-        let begun = Instant::now();
-        for bitmap in kept {
-            let mut found = Found::default();
-            baseline::by_word(black_box(bitmap).words(), |page| found.page(page));
-            black_box(found);
-        }
-        samples[1].push(begun.elapsed().as_secs_f64());
-        let begun = Instant::now();
-        for bitmap in kept {
-            let mut found = Found::default();
-            let runs = flat_runs(black_box(bitmap).words());
-            runs.for_each(|(first, count)| found.run(first, count));
-            black_box(found);
-        }
-        samples[2].push(begun.elapsed().as_secs_f64());
-        let begun = Instant::now();
-        for bitmap in kept {
-            let mut found = Found::default();
-            black_box(bitmap).runs().for_each(|(first, count)| found.run(first, count));
-            black_box(found);
-        }
-        samples[3].push(begun.elapsed().as_secs_f64());
+        samples[0].push(timed(&bytes, |bytes, found| {
+            baseline::by_byte(bytes, |page| found.page(page));
+        }));
+        samples[1].push(timed(kept, |bitmap, found| {
+            baseline::by_word(bitmap.words(), |page| found.page(page));
+        }));
+        samples[2].push(timed(kept, |bitmap, found| {
+            flat_runs(bitmap.words()).for_each(|(first, count)| found.run(first, count));
+        }));
+        samples[3].push(timed(kept, |bitmap, found| {
+            bitmap.runs().for_each(|(first, count)| found.run(first, count));
+        }));
     }
     let [byte, word, simd, summary] = samples.map(|samples| median(samples) * 1e3);
     MigrationRow {
@@ -122,6 +105,17 @@ fn compare(
         byte_over_word: byte / word,
         byte_over_summary: byte / summary,
     }
+}
+
+/// Traverses all bitmaps and returns the time in seconds.
+fn timed<T>(bitmaps: &[T], traverse: impl Fn(&T, &mut Found)) -> f64 {
+    let begun = Instant::now();
+    for bitmap in bitmaps {
+        let mut found = Found::default();
+        traverse(black_box(bitmap), &mut found);
+        black_box(found);
+    }
+    begun.elapsed().as_secs_f64()
 }
 
 /// Migrates a guest between two machines of this process over a real socket. Returns every bitmap
