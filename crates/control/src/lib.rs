@@ -14,7 +14,7 @@ mod client;
 mod descriptors;
 mod directory;
 mod error;
-pub mod http;
+mod http;
 mod migrate;
 mod request;
 mod server;

@@ -1,15 +1,22 @@
 //! `vmferry metrics`: metrics of this host's guests and migrations in Prometheus's text format.
 
-use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
-use std::time::{Duration, Instant};
+use std::convert::Infallible;
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::time::Duration;
 
+use hyper::body::Incoming;
+use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
 use prometheus_client::encoding::{EncodeLabelSet, text::encode};
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::{Registry, Unit};
 use serde_json::{Value, json};
-use vmferry_control::http::{answer_head, read_request};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use vmferry_handover::journal::{self, Side, Verdict};
 
 use super::directories;
@@ -18,12 +25,25 @@ use crate::args::MetricsOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// How long a scraper may take to send its request, and again to read the answer. Scrapers are
-/// served one at a time.
-const SCRAPE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Connections that are open at a time. Others wait in the kernel's queue. At 16 KiB each they take
+/// 2 MiB, and stay below the usual limit of 1024 descriptors.
+const MAX_CONNECTIONS: usize = 128;
+
+/// Maximum length of a request's head, in bytes.
+const MAX_HEAD_BYTES: usize = 16 << 10;
+
+/// Scrapes that ask the guests at a time. Each needs a thread per guest.
+const MAX_SCRAPES: usize = 4;
+
+/// How long a client may take to send its request.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How long a connection may last. A VMM that is stopped delays a scrape by 10 s.
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Prometheus's text format. It treats the additional lines of OpenMetrics as comments.
-const TEXT_FORMAT: &str = "text/plain; version=0.0.4; charset=utf-8";
+const TEXT_FORMAT: HeaderValue =
+    HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
 
 /// Prints the metrics, or serves them until the process ends.
 pub fn run(options: &MetricsOptions, output: &Output) -> Result<(), Failure> {
@@ -48,49 +68,64 @@ pub fn run(options: &MetricsOptions, output: &Output) -> Result<(), Failure> {
     output.event(&json!({ "event": "listening", "address": bound.to_string() }), || {
         format!("metrics at http://{bound}/metrics")
     });
-    for stream in listener.incoming() {
-        let Ok(stream) = stream else { continue };
-        // A slow scraper is cut off; it tries again at its next interval.
-        if let Err(error) = serve(stream) {
-            output.note(format!("a scraper was not answered: {error}"));
-        }
-    }
-    Ok(())
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .max_blocking_threads(MAX_SCRAPES)
+        .build()
+        .map_err(failed)?;
+    runtime.block_on(serve(listener)).map_err(failed)
 }
 
-/// Answers one request.
-fn serve(mut stream: TcpStream) -> std::io::Result<()> {
-    stream.set_write_timeout(Some(SCRAPE_TIMEOUT))?;
-    let mut request = TimedStream { stream: &stream, deadline: Instant::now() + SCRAPE_TIMEOUT };
-    let (status, body) = match read_request(&mut request, || Ok(())) {
-        Ok(request) if request.path == "/metrics" => match text() {
-            Ok(text) => (200, text),
-            Err(failure) => (500, format!("{failure}\n")),
-        },
-        Ok(_) => (404, "metrics are at /metrics\n".to_owned()),
-        Err(error) => (error.status(), format!("{}\n", vmferry::chain(&error))),
+/// Answers clients until the process ends.
+async fn serve(listener: TcpListener) -> std::io::Result<()> {
+    listener.set_nonblocking(true)?;
+    let listener = tokio::net::TcpListener::from_std(listener)?;
+    let free = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    loop {
+        let permit = Arc::clone(&free).acquire_owned().await.map_err(std::io::Error::other)?;
+        let Ok((stream, _)) = listener.accept().await else {
+            // The system lacks descriptors or memory, and would report that again at once.
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            continue;
+        };
+        let permit = Arc::new(permit);
+        let connection = http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(REQUEST_TIMEOUT)
+            .max_buf_size(MAX_HEAD_BYTES)
+            .keep_alive(false)
+            .serve_connection(
+                TokioIo::new(stream),
+                service_fn(move |request| answer(request, Arc::clone(&permit))),
+            );
+        // Clients that fail are not reported, so that they cannot fill a log.
+        tokio::spawn(tokio::time::timeout(CONNECTION_TIMEOUT, connection));
+    }
+}
+
+/// Answers a request. A scrape keeps its connection's permit until it has ended, even if the
+/// connection ends first.
+async fn answer(
+    request: Request<Incoming>,
+    permit: Arc<OwnedSemaphorePermit>,
+) -> Result<Response<String>, Infallible> {
+    let (status, body) = if request.uri().path() == "/metrics" {
+        let scrape = tokio::task::spawn_blocking(move || {
+            let _permit = permit;
+            text()
+        });
+        match scrape.await {
+            Ok(Ok(text)) => (StatusCode::OK, text),
+            Ok(Err(failure)) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{failure}\n")),
+            Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
+        }
+    } else {
+        (StatusCode::NOT_FOUND, "metrics are at /metrics\n".to_owned())
     };
-    stream.write_all(answer_head(status, TEXT_FORMAT, Some(body.len())).as_bytes())?;
-    stream.write_all(body.as_bytes())
-}
-
-/// A scraper's connection and the time by which its whole request must have arrived.
-struct TimedStream<'a> {
-    stream: &'a TcpStream,
-    deadline: Instant,
-}
-
-impl Read for TimedStream<'_> {
-    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
-        let left = self.deadline.saturating_duration_since(Instant::now());
-        // A timeout of zero is not allowed.
-        self.stream.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
-        if left.is_zero() {
-            Err(std::io::ErrorKind::TimedOut.into())
-        } else {
-            self.stream.read(into)
-        }
-    }
+    let mut response = Response::new(body);
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, TEXT_FORMAT);
+    Ok(response)
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
