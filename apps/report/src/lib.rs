@@ -31,7 +31,7 @@ pub use error::ReportError;
 pub use page::{benchmarks, compare, run};
 pub use run::{
     Downtime, Encoded, Ending, Event, Failure, Forecast, Limits, Number, Round, Run, Sample,
-    Started, Stats,
+    Started, Stats, sentence,
 };
 
 /// The content of a file.

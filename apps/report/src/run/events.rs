@@ -1,31 +1,49 @@
-//! Words for events.
+//! Words for events, for reports and for the command's progress.
 
+use std::fmt::Write;
+
+use serde::Deserialize;
 use serde_json::{Map, Value};
+use vmferry_api::Release;
 
+use super::PAGE_BYTES;
 use crate::human;
 
 /// Describes an event in one sentence. Unknown events are shown with their members.
+#[must_use]
 pub fn sentence(event: &Map<String, Value>) -> String {
     let number = |name: &str| event.get(name).and_then(Value::as_f64).unwrap_or_default();
     let text = |name: &str| event.get(name).and_then(Value::as_str).unwrap_or_default();
     let flag = |name: &str| event.get(name).and_then(Value::as_bool).unwrap_or_default();
+    let paused = if flag("paused") { ", guest paused" } else { "" };
     match text("event") {
         "started" => format!("migration of {} to {} requested", text("guest"), text("to")),
         "connected" => {
-            let trip = human::ms(number("round_trip_ms"));
-            let destination = event.get("destination").filter(|value| !value.is_null());
-            let destination = destination.map(|value| format!(", to {}", plain(value)));
-            format!("connected, round trip {trip}{}", destination.unwrap_or_default())
+            let mut text = format!("connected, round trip {}", human::ms(number("round_trip_ms")));
+            // A VMM of another release may report less.
+            if let Some(protocol) = event.get("protocol").and_then(Value::as_u64) {
+                let _ = write!(text, ", protocol {protocol}");
+            }
+            if let Some(Ok(release)) = event.get("destination").map(Release::deserialize) {
+                let _ = write!(text, ", to {release}");
+            }
+            text
         }
+        "unknown-fields" => format!(
+            "the destination is newer: ignored unknown fields of its {}: {}",
+            text("message"),
+            event.get("fields").unwrap_or(&Value::Null)
+        ),
         "round-started" => {
-            let paused = if flag("paused") { ", guest paused" } else { "" };
             format!("round {}: {} pages{paused}", number("round"), human::count(number("pages")))
         }
         "round-done" => format!(
-            "round {} done in {}, {} sent",
+            "round {}: {} in {}, {} sent, {}{paused}",
             number("round"),
+            human::memory(number("pages") * PAGE_BYTES),
             human::ms(number("ms")),
-            human::bytes(number("bytes"))
+            human::bytes(number("bytes")),
+            human::rate(number("bytes_per_s"))
         ),
         "forecast" => {
             let advice = text("advice");
@@ -39,7 +57,7 @@ pub fn sentence(event: &Map<String, Value>) -> String {
             )
         }
         "held" => format!(
-            "holding before the switchover; predicted downtime {}",
+            "held before the switchover, which would take {}",
             human::ms(number("predicted_downtime_ms"))
         ),
         "throttled" => {
@@ -50,9 +68,9 @@ pub fn sentence(event: &Map<String, Value>) -> String {
         }
         "paused" => {
             let expected = human::ms(number("predicted_downtime_ms"));
-            format!("guest paused; predicted downtime {expected}")
+            format!("guest paused, {expected} expected")
         }
-        "link-lost" => format!("{} lost: {}", text("channel"), text("reason")),
+        "link-lost" => format!("{} lost: {}; reconnecting", text("channel"), text("reason")),
         "link-restored" => {
             format!("{} restored after {}", text("channel"), human::ms(number("after_ms")))
         }
@@ -71,8 +89,8 @@ pub fn sentence(event: &Map<String, Value>) -> String {
             "committed: the source cannot resume the guest without the destination's consent"
                 .to_owned()
         }
-        "in-doubt" => format!("in doubt: {}", text("reason")),
-        "too-late-to-cancel" => "too late to cancel".to_owned(),
+        "in-doubt" => format!("IN DOUBT: {}", text("reason")),
+        "too-late-to-cancel" => "too late to cancel: the handover is under way".to_owned(),
         "resumed" => "the guest resumed at the source".to_owned(),
         "recording" => text("message").to_owned(),
         "done" => "done: the guest runs at the destination".to_owned(),
@@ -137,14 +155,22 @@ mod tests {
                 "round 2: 1,335 pages, guest paused",
             ),
             (
+                r#"{"event":"round-done","round":2,"pages":512,"ms":9.5,"bytes":1e6,
+                    "bytes_per_s":1.05e8}"#,
+                "round 2: 2 MiB in 9.5 ms, 1 MB sent, 105 MB/s",
+            ),
+            (
                 r#"{"event":"throttled","percent":40}"#,
                 "the guest writes faster than the link: vCPUs throttled by 40 %",
             ),
-            (r#"{"event":"link-lost","channel":"lane 1","reason":"reset"}"#, "lane 1 lost: reset"),
+            (
+                r#"{"event":"link-lost","channel":"lane 1","reason":"reset"}"#,
+                "lane 1 lost: reset; reconnecting",
+            ),
             (
                 r#"{"event":"connected","round_trip_ms":0.2,
-                    "destination":{"vmferry":"0.1.0","vmm":null}}"#,
-                "connected, round trip 0.20 ms, to vmferry 0.1.0",
+                    "protocol":2,"destination":{"vmferry":"0.1.0","vmm":"QEMU 10.0.2"}}"#,
+                "connected, round trip 0.20 ms, protocol 2, to vmferry 0.1.0, QEMU 10.0.2",
             ),
             (r#"{"event":"newer","run":"x","what":[1],"how":"so"}"#, "newer: what [1], how so"),
             (r#"{"event":"failed"}"#, "failed: no reason given"),

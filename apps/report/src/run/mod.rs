@@ -5,6 +5,7 @@ mod read;
 
 use serde::Deserialize;
 
+pub use events::sentence;
 pub(crate) use read::{of_object, read};
 pub use vmferry_api::{
     RecordedDowntime as Downtime, RecordedPages as Encoded, RecordedRound as Round,

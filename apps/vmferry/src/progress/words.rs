@@ -2,96 +2,30 @@
 
 use std::fmt::Write;
 
-use bytesize::ByteSize;
 use serde_json::Value;
-use vmferry_wire::Release;
+use vmferry_report::sentence;
 
-use super::{PAGE_BYTES, Seen};
+use super::Seen;
 
-/// An event as one line, or `None` for an event that is not shown.
+/// An event as one line, with what the operator can do about it, or `None` for an event that is not
+/// shown.
 pub fn describe(event: &Value) -> Option<String> {
-    let number = |name: &str| event[name].as_f64().unwrap_or_default();
-    let bytes = |name: &str| ByteSize(event[name].as_u64().unwrap_or_default());
+    let sentence = sentence(event.as_object()?);
     Some(match event["event"].as_str()? {
-        "connected" => connected(event),
-        "unknown-fields" => format!(
-            "the destination is newer: ignored unknown fields of its {}: {}",
-            event["message"].as_str().unwrap_or_default(),
-            event["fields"]
-        ),
-        "recording" => event["message"].as_str()?.to_owned(),
-        "started" => format!(
-            "{} to {}, run {}",
-            event["guest"].as_str().unwrap_or_default(),
-            event["to"].as_str().unwrap_or_default(),
-            event["run"].as_str().unwrap_or_default()
-        ),
-        "round-done" => format!(
-            "round {}: {} in {:.0} ms, {:.0} MB/s{}",
-            number("round"),
-            ByteSize(number("pages") as u64 * PAGE_BYTES),
-            number("ms"),
-            number("bytes_per_s") / 1e6,
-            if event["paused"] == true { ", guest paused" } else { "" }
-        ),
-        "held" => format!(
-            "held before the switchover, which would take {:.0} ms: the guest runs here until \
-             `vmferry switch-over`",
-            number("predicted_downtime_ms")
-        ),
-        "throttled" => {
-            format!(
-                "the guest writes faster than the link: its vCPUs are throttled by {} %",
-                number("percent")
-            )
+        "started" => {
+            let text = |name: &str| event[name].as_str().unwrap_or_default();
+            format!("{} to {}, run {}", text("guest"), text("to"), text("run"))
         }
-        "paused" => {
-            format!("guest paused, {:.1} ms expected", number("predicted_downtime_ms"))
-        }
-        "link-lost" => format!(
-            "{}: {}; reconnecting",
-            event["channel"].as_str().unwrap_or_default(),
-            event["reason"].as_str().unwrap_or_default()
-        ),
-        "link-restored" => format!(
-            "{} is restored after {:.1} s",
-            event["channel"].as_str().unwrap_or_default(),
-            number("after_ms") / 1e3
-        ),
-        "resent" => format!(
-            "lane {}: {} frames resent, {}",
-            number("lane"),
-            number("frames"),
-            bytes("bytes")
-        ),
-        "recalled" => {
-            "the link was lost while the guest was paused: the guest runs here until the next pause"
-                .to_owned()
-        }
-        "ready" => "the destination is ready".to_owned(),
-        "committed" => "committed".to_owned(),
+        "held" => format!("{sentence}: the guest runs here until `vmferry switch-over`"),
         "in-doubt" => format!(
-            "IN DOUBT: {}. The guest stays paused while vmferry keeps asking the destination; \
-             `vmferry resolve` decides without it",
-            event["reason"].as_str().unwrap_or_default()
+            "{sentence}. The guest stays paused while vmferry keeps asking the destination; \
+             `vmferry resolve` decides without it"
         ),
-        "too-late-to-cancel" => "too late to cancel: the handover is under way".to_owned(),
-        "resumed" => "the guest runs here again".to_owned(),
+        "connected" | "unknown-fields" | "recording" | "round-done" | "throttled" | "paused"
+        | "link-lost" | "link-restored" | "resent" | "recalled" | "ready" | "committed"
+        | "too-late-to-cancel" | "resumed" => sentence,
         _ => return None,
     })
-}
-
-fn connected(event: &Value) -> String {
-    let round_trip = event["round_trip_ms"].as_f64().unwrap_or_default();
-    let mut text = format!("connected, round trip {round_trip:.2} ms");
-    // A VMM of another release may report less.
-    if let Some(protocol) = event["protocol"].as_u64() {
-        let _ = write!(text, ", protocol {protocol}");
-    }
-    if let Ok(release) = serde_json::from_value::<Release>(event["destination"].clone()) {
-        let _ = write!(text, ", to {release}");
-    }
-    text
 }
 
 /// The guest, the destination and the phase.
