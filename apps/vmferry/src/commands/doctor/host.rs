@@ -6,6 +6,7 @@ mod room;
 use std::path::Path;
 
 use bytesize::ByteSize;
+use rustix::thread::CapabilitySet;
 use vmferry::chain;
 use vmferry::config::policy::Policy;
 use vmferry::probe::HostFacts;
@@ -17,9 +18,6 @@ pub use self::room::{look_for_any_room, look_for_room};
 use super::{Findings, Level};
 
 const HERE: &str = "this host";
-
-/// Capability 19 (`CAP_SYS_PTRACE`), by `capabilities(7)`.
-const SYS_PTRACE: u64 = 1 << 19;
 
 /// Checks what every migration needs.
 pub fn look(host: &HostFacts, findings: &mut Findings) {
@@ -78,11 +76,11 @@ fn look_at_kernel(host: &HostFacts, findings: &mut Findings) {
 }
 
 fn look_at_ptrace(findings: &mut Findings) {
-    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
-    let scope = read("/proc/sys/kernel/yama/ptrace_scope").trim().to_owned();
-    let may = capabilities(&read("/proc/self/status")) & SYS_PTRACE != 0;
+    let scope = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").unwrap_or_default();
+    let may = rustix::thread::capabilities(None)
+        .is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_PTRACE));
     let object = "kernel.yama.ptrace_scope";
-    match (scope.as_str(), may) {
+    match (scope.trim(), may) {
         ("3", _) => findings.bad(
             "ptrace",
             Level::Warning,
@@ -103,12 +101,6 @@ fn look_at_ptrace(findings: &mut Findings) {
             "run vmferry as root, or set it to 0; otherwise QEMU guests are carried",
         ),
     }
-}
-
-/// The effective capabilities in a `/proc/PID/status`.
-fn capabilities(status: &str) -> u64 {
-    let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
-    line.and_then(|value| u64::from_str_radix(value.trim(), 16).ok()).unwrap_or(0)
 }
 
 fn look_at_memory(host: &HostFacts, findings: &mut Findings) {
@@ -158,18 +150,5 @@ pub fn look_at_policy(path: &Path, findings: &mut Findings) {
             chain(&error),
             "correct the file: a receiver does not start with it",
         ),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn capabilities_reads_the_effective_set() {
-        let status = "Name:\tx\nCapPrm:\t0\nCapEff:\t00000000000c0000\n";
-        assert_eq!(capabilities(status) & SYS_PTRACE, SYS_PTRACE);
-        assert_eq!(capabilities("CapEff:\t0\n"), 0);
-        assert_eq!(capabilities(""), 0);
     }
 }
