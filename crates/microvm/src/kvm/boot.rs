@@ -88,7 +88,8 @@ unsafe impl ByteValued for BootParameters {}
 /// Guest memory with any type of dirty bitmap. The machine loads the guest into it, and keeps it
 /// alive.
 pub(super) trait GuestRam: Send + Sync {
-    /// See [`load_guest`].
+    /// Writes the guest, its boot parameters, command line, page tables and GDT into the memory.
+    /// Returns the entry point of the vCPUs.
     fn load_guest(
         &self,
         slots: &[MemorySlot],
@@ -106,38 +107,26 @@ impl<B: Bitmap + Send + Sync> GuestRam for GuestMemoryMmap<B> {
         command_line: &str,
         balloon_address: u64,
     ) -> Result<u64, KvmError> {
-        load_guest(self, slots, vcpus, command_line, balloon_address)
+        let (low_bytes, high_bytes) = check_layout(slots)?;
+        let parameters = BootParameters {
+            magic: BOOT_MAGIC,
+            version: BOOT_VERSION,
+            vcpus,
+            low_bytes,
+            high_bytes,
+            has_display: slots.iter().any(|slot| slot.gpa == DISPLAY).into(),
+            balloon_address,
+        };
+        write(self, BOOT_PARAMETERS, parameters.as_slice())?;
+        write(self, COMMAND_LINE, &command_line_bytes(command_line)?)?;
+        let gdt: Vec<u8> = GDT.iter().flat_map(|entry| entry.to_le_bytes()).collect();
+        write(self, BOOT_GDT, &gdt)?;
+        write_page_tables(self, high_bytes)?;
+        let loaded = Elf::load(self, None, &mut Cursor::new(GUEST_ELF), None);
+        let loaded = loaded
+            .map_err(|error| KvmError::Boot { reason: format!("the guest's ELF file: {error}") })?;
+        Ok(loaded.kernel_load.0)
     }
-}
-
-/// Writes the guest, its boot parameters, command line, page tables and GDT into `memory`. Returns
-/// the entry point of the vCPUs.
-fn load_guest<B: Bitmap>(
-    memory: &GuestMemoryMmap<B>,
-    slots: &[MemorySlot],
-    vcpus: u32,
-    command_line: &str,
-    balloon_address: u64,
-) -> Result<u64, KvmError> {
-    let (low_bytes, high_bytes) = check_layout(slots)?;
-    let parameters = BootParameters {
-        magic: BOOT_MAGIC,
-        version: BOOT_VERSION,
-        vcpus,
-        low_bytes,
-        high_bytes,
-        has_display: slots.iter().any(|slot| slot.gpa == DISPLAY).into(),
-        balloon_address,
-    };
-    write(memory, BOOT_PARAMETERS, parameters.as_slice())?;
-    write(memory, COMMAND_LINE, &command_line_bytes(command_line)?)?;
-    let gdt: Vec<u8> = GDT.iter().flat_map(|entry| entry.to_le_bytes()).collect();
-    write(memory, BOOT_GDT, &gdt)?;
-    write_page_tables(memory, high_bytes)?;
-    let loaded = Elf::load(memory, None, &mut Cursor::new(GUEST_ELF), None);
-    let loaded = loaded
-        .map_err(|error| KvmError::Boot { reason: format!("the guest's ELF file: {error}") })?;
-    Ok(loaded.kernel_load.0)
 }
 
 /// Checks that there is one slot at 0 of at most 3 GiB, optionally the two slots of the display,
