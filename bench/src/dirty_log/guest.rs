@@ -103,18 +103,15 @@ impl GuestSubject {
         let full_rings = Arc::new(AtomicU64::new(0));
         let whole = PageSet::for_memory(machine.memory());
         let logs: Vec<(Arc<dyn DirtyLog>, PageSet)> = match log {
-            GuestLog::KvmGet => slots
+            GuestLog::KvmGet | GuestLog::KvmClear => slots
                 .iter()
                 .map(|slot| {
                     let (slot, pages) = alone(slot);
-                    (Arc::new(KvmBitmapLog::new(vm(), slot)) as Arc<dyn DirtyLog>, pages)
-                })
-                .collect(),
-            GuestLog::KvmClear => slots
-                .iter()
-                .map(|slot| {
-                    let (slot, pages) = alone(slot);
-                    Ok((Arc::new(KvmClearLog::new(vm(), slot)?) as Arc<dyn DirtyLog>, pages))
+                    let log: Arc<dyn DirtyLog> = match log {
+                        GuestLog::KvmGet => Arc::new(KvmBitmapLog::new(vm(), slot)),
+                        _ => Arc::new(KvmClearLog::new(vm(), slot)?),
+                    };
+                    Ok((log, pages))
                 })
                 .collect::<anyhow::Result<_>>()?,
             GuestLog::KvmRing => vec![(ring(&machine, options, slots, &full_rings)?, whole)],

@@ -29,7 +29,7 @@ pub enum Legend {
     LowerRight,
 }
 
-/// The tones of the lines, in their order.
+/// The tones of the lines, in their order. The eighth line is black.
 const TONES: [Tone; 7] =
     [Tone::Blue, Tone::Orange, Tone::Green, Tone::Pink, Tone::Sky, Tone::Red, Tone::Grey];
 
@@ -80,7 +80,7 @@ impl Curves {
                 .y_label_formatter(&|y| label(*y)),
         )?;
         for (index, (name, points)) in self.lines.iter().enumerate() {
-            let color = TONES[index % TONES.len()].color();
+            let color = TONES.get(index % (TONES.len() + 1)).map_or(BLACK, |tone| tone.color());
             let line = LineSeries::new(points.iter().copied(), color.stroke_width(4));
             chart.draw_series(line)?.label(name).legend(move |(x, y)| {
                 PathElement::new([(x, y), (x + 24, y)], color.stroke_width(6))
