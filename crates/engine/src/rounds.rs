@@ -5,4 +5,5 @@ pub mod estimate;
 pub mod freed;
 pub mod harvester;
 pub mod hinted;
+pub mod throttle;
 pub mod tracker;

@@ -12,6 +12,7 @@
 //! The measure is wall time, not CPU time: time that the processors spend on the guest, or on the
 //! other side of a migration on the same host, is not available for encoding.
 
+mod encodings;
 mod link;
 mod model;
 
@@ -24,7 +25,8 @@ use vmferry_wire::AlgorithmSet;
 
 use crate::config::compression::FRAME_PAGES;
 use crate::config::compression::{CompressionConfig, CompressionWay, WhenBusy, worker_threads};
-use model::{ENCODINGS, FIXED, Model, RAW};
+use encodings::{ENCODINGS, FIXED, RAW};
+use model::Model;
 
 /// The reason for an encoding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

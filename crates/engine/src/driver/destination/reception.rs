@@ -12,6 +12,7 @@
 //! only see a bounded queue.
 
 mod complaints;
+mod greetings;
 mod room;
 
 use std::net::SocketAddr;
@@ -24,10 +25,11 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender};
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use vmferry_transport::{ChannelCloser, Listener, ListenerCloser, Pending};
+use vmferry_transport::{Listener, ListenerCloser, Pending};
 
 use self::complaints::Complaints;
-use self::room::{Origin, Room, Waiting, most};
+use self::greetings::Greetings;
+use self::room::{Origin, Room, Waiting};
 use super::arrivals::{Arrival, Probes, receive_greeting};
 use super::notice::Notice;
 use crate::causes::chain;
@@ -40,18 +42,8 @@ use crate::probe::Gate;
 /// are hardly ever among these.
 const SEATS: usize = 128;
 
-/// Connections that may be in their handshake and greeting at the same time: enough for the
-/// channels of one migration, so that it need not wait for itself. At 0.6 MB of buffers each they
-/// take at most 11 MB. They keep their places until the engine has accepted them or they are turned
-/// away.
-const MAX_GREETING: usize = 18;
-
 /// Greeted connections and notices that the engine has not processed yet.
 const MAX_ARRIVED: usize = 64;
-
-/// Age after which a handshake may be aborted for another connection that is ready. A normal
-/// handshake takes two round trips and some milliseconds of computation.
-const GRACE: Duration = Duration::from_secs(1);
 
 /// Consecutive failures to accept, 100 ms apart, after which listening ends.
 const MAX_ACCEPT_FAILURES: u32 = 600;
@@ -77,24 +69,11 @@ struct Shared {
 
 struct State {
     room: Room<Arc<Pending>>,
-    greeting: Vec<Greeting>,
-    next_number: u64,
+    greetings: Greetings,
     complaints: Complaints,
     /// None once no more connections can arrive.
     arrivals: Option<Sender<Arrival>>,
     closed: bool,
-}
-
-/// A connection in its handshake and greeting.
-struct Greeting {
-    number: u64,
-    origin: Origin,
-    since: Instant,
-    closer: ChannelCloser,
-    /// The reason, if the connection is being closed for taking too long.
-    cut: Option<&'static str>,
-    /// Whether it is greeted and waits for the engine.
-    done: bool,
 }
 
 impl Reception {
@@ -107,8 +86,7 @@ impl Reception {
         let closer = listener.closer();
         let state = State {
             room: Room::new(SEATS),
-            greeting: Vec::with_capacity(MAX_GREETING),
-            next_number: 0,
+            greetings: Greetings::default(),
             complaints: Complaints::default(),
             arrivals: Some(sender),
             closed: false,
@@ -148,9 +126,7 @@ impl Drop for Reception {
         self.closer.close();
         let mut state = self.shared.state.lock();
         state.closed = true;
-        for greeting in &state.greeting {
-            greeting.closer.close();
-        }
+        state.greetings.close_all();
         drop(state);
         self.shared.ring();
         for thread in self.threads.drain(..) {
@@ -259,7 +235,7 @@ impl Shared {
             let state = self.state.lock();
             // Polling connections that can't be admitted would wake this thread again and again. It
             // is notified when a place becomes free.
-            match state.has_place() || state.victim(Instant::now()).is_some() {
+            match state.greetings.may_admit(Instant::now()) {
                 true => state.room.waiting().iter().map(|w| Arc::clone(&w.guest)).collect(),
                 false => Vec::new(),
             }
@@ -288,7 +264,7 @@ impl Shared {
             shared.finish(number, origin, name, greeted);
         });
         if let Err(error) = spawned {
-            self.state.lock().greeting.retain(|greeting| greeting.number != number);
+            self.state.lock().greetings.end(number);
             self.complain(origin, peer, format!("there is no thread for it: {error}"));
         }
     }
@@ -300,13 +276,7 @@ impl Shared {
         peer: String,
         greeted: Result<Option<Arrival>, MigrateError>,
     ) {
-        let cut = {
-            let mut state = self.state.lock();
-            state.greeting_of(number).and_then(|greeting| {
-                greeting.done = true;
-                greeting.cut
-            })
-        };
+        let cut = self.state.lock().greetings.finish(number);
         match (greeted, cut) {
             (Ok(None), None) => {}
             (Ok(Some(mut arrival)), None) => {
@@ -319,9 +289,7 @@ impl Shared {
                 }
                 if let Ok((connection, words)) = given_back.recv() {
                     // From now on it occupies a place that others may need.
-                    if let Some(greeting) = self.state.lock().greeting_of(number) {
-                        (greeting.done, greeting.since) = (false, Instant::now());
-                    }
+                    self.state.lock().greetings.reopen(number, Instant::now());
                     self.ring();
                     // A peer that does not wait for the answer loses nothing.
                     let _ = connection.dismiss(&words, self.patience);
@@ -330,92 +298,41 @@ impl Shared {
             (_, Some(why)) => self.complain(origin, peer, why.to_owned()),
             (Err(error), None) => self.complain(origin, peer, chain(&error)),
         }
-        self.state.lock().greeting.retain(|greeting| greeting.number != number);
+        self.state.lock().greetings.end(number);
         self.ring();
     }
 }
 
 impl State {
-    fn greeting_of(&mut self, number: u64) -> Option<&mut Greeting> {
-        self.greeting.iter_mut().find(|greeting| greeting.number == number)
-    }
-
     /// Aborts greetings that take too long, and takes a connection that has sent data out of the
     /// room, if there is a place for it.
     fn serve(&mut self, now: Instant, patience: Duration) -> Option<(u64, Origin, Pending)> {
-        for greeting in &mut self.greeting {
-            if now.saturating_duration_since(greeting.since) >= patience {
-                greeting.cut("its handshake and greeting took too long");
-            }
-        }
+        self.greetings.cut_slow(now, patience);
         let speaking = speaking(self.room.waiting());
-        if !self.has_place() {
-            if speaking.contains(&true)
-                && let Some(victim) = self.victim(now)
-            {
-                self.greeting[victim]
-                    .cut("its handshake and greeting took long, and others waited");
+        if !self.greetings.has_place() {
+            if speaking.contains(&true) {
+                self.greetings.cut_victim(now);
             }
             return None;
         }
-        let greeting = &self.greeting;
-        let busy = |origin| greeting.iter().filter(|greeting| greeting.origin == origin).count();
+        let busy = |origin| self.greetings.count_of(origin);
         let Waiting { origin, guest, .. } = self.room.call(&speaking, busy)?;
         // Only this thread has other references to it, and none at this point.
         let pending = Arc::into_inner(guest)?;
-        let number = self.next_number;
-        self.next_number += 1;
-        let closer = pending.closer();
-        let fresh = Greeting { number, origin, since: now, closer, cut: None, done: false };
-        self.greeting.push(fresh);
-        Some((number, origin, pending))
-    }
-
-    fn has_place(&self) -> bool {
-        self.greeting.len() < MAX_GREETING
-    }
-
-    /// The handshake to abort first if a place is needed: the oldest of the address that has the
-    /// most.
-    fn next_victim(&self) -> Option<usize> {
-        // A handshake that is being aborted frees a place already.
-        if self.greeting.iter().any(|greeting| greeting.cut.is_some()) {
-            return None;
-        }
-        let open = self.greeting.iter().filter(|greeting| !greeting.done);
-        let crowd = most(open.map(|greeting| greeting.origin))?;
-        self.greeting.iter().position(|greeting| !greeting.done && greeting.origin == crowd)
-    }
-
-    /// The same, if it has exceeded the grace period.
-    fn victim(&self, now: Instant) -> Option<usize> {
-        let victim = self.next_victim()?;
-        let age = now.saturating_duration_since(self.greeting[victim].since);
-        (age >= GRACE).then_some(victim)
+        Some((self.greetings.begin(origin, pending.closer(), now), origin, pending))
     }
 
     /// The time of the next action if nothing happens before.
     fn next_wake(&self, now: Instant, patience: Duration) -> Option<Instant> {
-        let open = self.greeting.iter().filter(|greeting| !greeting.done && greeting.cut.is_none());
-        let deadline = open.map(|greeting| greeting.since + patience).min();
         // When a place can be freed for a waiting connection. From then on the waiting connections
         // are polled.
-        let grace = match self.has_place() || self.room.waiting().is_empty() {
+        let grace = match self.greetings.has_place() || self.room.waiting().is_empty() {
             true => None,
-            false => self.next_victim().map(|victim| self.greeting[victim].since + GRACE),
+            false => self.greetings.victim_from().filter(|at| *at > now),
         };
+        let deadline = self.greetings.next_deadline(patience);
         let expiry = self.room.next_expiry(patience);
-        let complaints = self.complaints.next_due();
-        [deadline, grace.filter(|at| *at > now), expiry, complaints].into_iter().flatten().min()
-    }
-}
-
-impl Greeting {
-    fn cut(&mut self, why: &'static str) {
-        if !self.done && self.cut.is_none() {
-            self.cut = Some(why);
-            self.closer.close();
-        }
+        [deadline, grace, expiry, self.complaints.next_due()].into_iter().flatten().min()
     }
 }
 

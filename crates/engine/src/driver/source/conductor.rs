@@ -5,17 +5,16 @@
 
 mod links;
 mod memory;
+mod start;
 mod streams;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use vmferry_handover::{Resume, VmError};
+use vmferry_handover::{Resume, SourceGuest, VmError, write_commit};
 
 use crossbeam_channel::{Receiver, Sender};
 use vmferry_transport::{Dialer, RateLimiter};
-use vmferry_wire::Role;
 
-use super::connect;
 use super::control::ControlLink;
 use super::orders::Orders;
 use super::redial::Redialler;
@@ -23,9 +22,8 @@ use crate::config::compression::worker_threads;
 use crate::config::{ConfigError, SourceConfig, window_frames};
 use crate::cpu::CpuMeter;
 use crate::data::source::chooser::Chooser;
-use crate::data::source::lane::{LaneSender, LaneSizes, Signal, SourceLane};
+use crate::data::source::lane::{LaneSender, Signal, SourceLane};
 use crate::data::source::page_encoder::PageEncoder;
-use crate::driver::greeting::Purpose;
 use crate::driver::life::Life;
 use crate::error::MigrateError;
 use crate::machine::peer::SourceSide;
@@ -36,9 +34,7 @@ use crate::vmm::streamed::{StreamEvent, StreamedVm};
 use crate::vmm::{GuestDescription, SourceVm};
 use memory::MemoryGuest;
 use streams::StreamedGuest;
-use vmferry_handover::SourceState;
-use vmferry_handover::journal::{FileJournal, Journal, Record, Side};
-use vmferry_handover::{Running, SourceGuest, write_commit};
+use vmferry_handover::journal::{FileJournal, Journal, Record};
 
 /// How a migration ended, as seen by the source. Being in doubt is not an outcome: the migration
 /// continues to ask.
@@ -239,86 +235,7 @@ struct Core<'a, V: Resume> {
     sent_frames: u64,
 }
 
-impl<'a, V: Resume> Core<'a, V> {
-    /// Everything that can fail before the guest is affected.
-    fn connect(
-        vm: V,
-        (guest, mut our_side): (GuestDescription, SourceSide),
-        dialer: &Dialer,
-        config: SourceConfig,
-        orders: &'a Orders,
-        cpu: &CpuMeter,
-    ) -> Result<Self, (V, Box<MigrateError>)> {
-        let inputs = crossbeam_channel::unbounded();
-        if orders.attach(inputs.0.clone()) {
-            let during = "the connection";
-            return Err((vm, Box::new(MigrateError::Cancelled { during })));
-        }
-        orders.publish("connecting", SourceState::Holding);
-        let (purpose, silence) = (Purpose::control(Role::Control), config.timeouts.silence);
-        let made =
-            connect::control(dialer, purpose, &config.protocol, silence).and_then(|channel| {
-                let journal = FileJournal::begin_for(
-                    &config.journal_directory,
-                    config.session,
-                    Side::Source,
-                    (guest.identity.clone(), config.process.clone()),
-                    (&channel.transport, &channel.peer_names),
-                )?;
-                Ok((channel, journal))
-            });
-        let (channel, journal) = match made {
-            Ok(made) => made,
-            Err(error) => return Err((vm, Box::new(error))),
-        };
-        our_side.protocol = channel.version;
-        let signal = Arc::new(Signal::default());
-        let workers = worker_threads(config.compression.workers);
-        let window = window_frames(config.channels, workers, Duration::ZERO);
-        let sizes = LaneSizes { lanes: config.channels, workers, window };
-        let (compression, cap) = (&config.compression, config.max_bandwidth);
-        let chooser = Arc::new(Chooser::new(compression, config.channels, cap));
-        let lane = |number| {
-            let (chooser, signal) = (Arc::clone(&chooser), Arc::clone(&signal));
-            Arc::new(SourceLane::new(number, &sizes, chooser, signal))
-        };
-        let lanes: Vec<_> = (0..config.channels).map(lane).collect();
-        let control = ControlLink::new(dialer, &config, lanes.clone(), cpu.clone());
-        let life = match Life::begin(control.slot()) {
-            Ok(life) => life,
-            Err(source) => {
-                let error = MigrateError::Local { action: "start a thread", source };
-                return Err((vm, Box::new(error)));
-            }
-        };
-        let mut core = Self {
-            machine: Source::new(config.clone(), guest, our_side, Duration::ZERO),
-            guest: SourceGuest::Running(Running::new(vm)),
-            dialer: dialer.clone(),
-            orders,
-            started: Instant::now(),
-            resume_failure: None,
-            journal,
-            control,
-            life,
-            inputs,
-            signal,
-            lanes,
-            senders: Vec::new(),
-            redialler: Redialler::new(dialer, &config),
-            limiter: RateLimiter::new(config.max_bandwidth),
-            chooser,
-            cpu: cpu.clone(),
-            transport: channel.transport.clone(),
-            sent_frames: 0,
-            config,
-        };
-        if let Err(error) = core.control.begin(channel) {
-            let _ = core.inputs.0.send(Input::LinkLost(error));
-        }
-        Ok(core)
-    }
-
+impl<V: Resume> Core<'_, V> {
     fn run(&mut self, side: &mut impl GuestSide<V>, watch: &mut dyn FnMut(&Report)) -> Ending {
         loop {
             while let Some(action) = self.machine.next_action() {

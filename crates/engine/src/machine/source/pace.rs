@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use crate::config::SourceConfig;
-use crate::rounds::convergence::{Harvest, Predictor, Throttle};
+use crate::rounds::convergence::{Harvest, Predictor};
+use crate::rounds::throttle::Throttle;
 
 /// The pace of pre-copy and the time of the switchover.
 #[derive(Debug)]

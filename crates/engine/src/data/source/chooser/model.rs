@@ -1,55 +1,15 @@
-//! The costs of each encoding as measured, and the predictions from them.
+//! Measures each encoding, and chooses by the predictions from that.
 
 use std::time::Duration;
 
-use vmferry_codec::{FrameCounts, Method};
+use vmferry_codec::FrameCounts;
 use vmferry_memory::PAGE_SIZE;
 use vmferry_wire::AlgorithmSet;
 
 use super::Why;
+use super::encodings::{ENCODINGS, EncodingCost, FIXED, INDICES, RAW, average};
 use super::link::LinkRate;
 use crate::config::compression::{FRAME_PAGES, MOST_FRAME_PAGES};
-
-/// The encodings that `auto` chooses from, from the cheapest to the strongest.
-pub const ENCODINGS: [Option<Method>; 5] = [
-    None,
-    Some(Method::lz4()),
-    Some(Method::zstd(1)),
-    Some(Method::zstd(3)),
-    Some(Method::zstd(6)),
-];
-
-/// Index of uncompressed pages.
-pub const RAW: usize = 0;
-/// Index of a method that the user has fixed.
-pub const FIXED: usize = ENCODINGS.len();
-/// Number of indices: the encodings of `auto`, and the fixed one.
-const INDICES: usize = ENCODINGS.len() + 1;
-
-/// An optimistic assumption about an encoding.
-struct Assumption {
-    /// Bytes per second and worker.
-    bytes_per_s: f64,
-    /// The compressed fraction of a page.
-    compressed_part: f64,
-}
-
-const fn assume(bytes_per_s: f64, compressed_part: f64) -> Assumption {
-    Assumption { bytes_per_s, compressed_part }
-}
-
-/// Assumptions until an encoding was tried. These are the libraries' rates on program code and
-/// text, on a core of 2023. They only decide whether an encoding is worth a trial.
-const ASSUMPTIONS: [Assumption; ENCODINGS.len()] = [
-    assume(8e9, 1.0),
-    assume(800e6, 0.4),
-    assume(600e6, 0.3),
-    assume(400e6, 0.25),
-    assume(150e6, 0.2),
-];
-
-/// The assumption for any other encoding: optimistic for every method.
-const ANY_METHOD: Assumption = assume(1e9, 0.2);
 
 /// The link's rate until it was measured: one gigabit per second, less the overhead of TCP.
 const UNKNOWN_LINK: f64 = 117e6;
@@ -57,23 +17,9 @@ const UNKNOWN_LINK: f64 = 117e6;
 /// Frames with fewer pages are not measured: the fixed time per frame would count as time for the
 /// pages.
 const LEAST_MEASURED_PAGES: u64 = 16;
-/// Weight of a new frame in the moving averages: a change of the pages counts for two thirds after
-/// five frames, and a single odd frame for a fifth.
-const WEIGHT: f64 = 0.2;
-/// Weight of a frame's time if the frame was faster than the average. A fast frame shows what the
-/// encoding can do, so this is more than [`WEIGHT`].
-const FASTER_WEIGHT: f64 = 0.3;
-/// The same if the frame was slower, mostly because it waited for a processor.
-const SLOWER_WEIGHT: f64 = 0.05;
-/// A frame's time counts as at most this multiple of the average, since a worker that was
-/// interrupted says nothing about the encoding.
-const MOST_SLOWER: f64 = 3.0;
 /// An encoding is tried again when it was last measured this long ago: long against a trial of a
 /// few milliseconds, and short against a round of a large guest.
 const OUTDATED_AFTER: Duration = Duration::from_millis(300);
-/// Number of frames after which an encoding is known. The first frame also pays for creating the
-/// compressor.
-const FRAMES_UNTIL_KNOWN: u32 = 3;
 /// Fraction of a worker's time that trials take at most, approximately: what they find must be
 /// worth more than they cost.
 const TRIAL_PART: f64 = 0.02;
@@ -106,18 +52,6 @@ const FEW_DELTAS: f64 = 0.1;
 /// Deltas are then tried with one frame in this number, which costs less than two per cent.
 const DELTA_TRIAL_FRAMES: u32 = 64;
 
-/// What an encoding costs.
-#[derive(Clone, Copy, Debug)]
-struct EncodingCost {
-    /// A worker's time per page with content, in seconds.
-    seconds_per_page: f64,
-    bytes_per_page: f64,
-    /// When it was last measured.
-    at: Duration,
-    /// Frames measured since the encoding was unknown or outdated.
-    frames: u32,
-}
-
 /// Pages with content per second while an encoding was the present one, and when that was measured.
 #[derive(Clone, Copy, Debug)]
 struct Outcome {
@@ -133,27 +67,6 @@ struct Tally {
     busy: Duration,
     /// When the last frame was finished.
     at: Duration,
-}
-
-impl EncodingCost {
-    /// The average after one more frame.
-    fn and(self, seen: Self) -> Self {
-        let mix = |known: f64, seen: f64| known + WEIGHT * (seen - known);
-        // A slow frame mostly had to wait for a processor, or for memory that was touched for the
-        // first time, so a fast one says more about the encoding itself. The yield of the encoding
-        // under the present load is measured in its outcome.
-        let slower = seen.seconds_per_page > self.seconds_per_page;
-        let weight = if slower { SLOWER_WEIGHT } else { FASTER_WEIGHT };
-        let seen_s = seen.seconds_per_page.min(MOST_SLOWER * self.seconds_per_page);
-        let seconds_per_page = if self.frames < FRAMES_UNTIL_KNOWN {
-            self.seconds_per_page.min(seen_s)
-        } else {
-            self.seconds_per_page + weight * (seen_s - self.seconds_per_page)
-        };
-        let bytes_per_page = mix(self.bytes_per_page, seen.bytes_per_page);
-        let frames = self.frames.saturating_add(1);
-        Self { seconds_per_page, bytes_per_page, at: seen.at, frames }
-    }
 }
 
 /// The measurements and the present choice.
@@ -226,14 +139,13 @@ impl Model {
         counts: &FrameCounts,
         took: Duration,
     ) {
-        let mix = |known: f64, seen: f64| known + WEIGHT * (seen - known);
         let held = counts.delta_pages + counts.rewritten_pages;
         if held > 0 {
             let part = counts.delta_pages as f64 / held as f64;
-            self.delta_part = Some(self.delta_part.map_or(part, |known| mix(known, part)));
+            self.delta_part = Some(self.delta_part.map_or(part, |known| average(known, part)));
         }
         let all = counts.zero_pages + counts.content_pages();
-        self.zero_part = mix(self.zero_part, counts.zero_pages as f64 / all.max(1) as f64);
+        self.zero_part = average(self.zero_part, counts.zero_pages as f64 / all.max(1) as f64);
         self.tally(now, counts.content_pages());
         let pages = counts.raw_pages + counts.packed_pages;
         if pages < LEAST_MEASURED_PAGES || counts.delta_pages > pages {
@@ -248,7 +160,7 @@ impl Model {
             at: now,
             frames: 1,
         };
-        let first = known.is_none_or(|known| known.frames < FRAMES_UNTIL_KNOWN);
+        let first = known.is_none_or(|known| !known.is_known());
         let learnt = match *known {
             Some(known) if now <= known.at + OUTDATED_AFTER => known.and(seen),
             // An old measurement may have been of different pages.
@@ -376,9 +288,8 @@ impl Model {
             ENCODINGS[*encoding].is_none_or(|method| self.algorithms.contains(method.algorithm()))
         };
         (0..ENCODINGS.len()).filter(decodable).find(|encoding| {
-            let stale = self.costs[*encoding].is_none_or(|known| {
-                known.frames < FRAMES_UNTIL_KNOWN || now > known.at + OUTDATED_AFTER
-            });
+            let stale = self.costs[*encoding]
+                .is_none_or(|known| !known.is_known() || now > known.at + OUTDATED_AFTER);
             *encoding != self.current
                 && stale
                 && self.optimistic_rate(*encoding, link) > BETTER * at_present
@@ -403,7 +314,7 @@ impl Model {
 
     /// Optimistic pages per second: an old measurement may have been of different pages.
     fn optimistic_rate(&self, encoding: usize, link: f64) -> f64 {
-        self.rate_of(assumed(encoding), link).max(self.rate(encoding, link))
+        self.rate_of(EncodingCost::assumed(encoding), link).max(self.rate(encoding, link))
     }
 
     /// Seconds per page from now to its arrival, if the channel is idle.
@@ -413,19 +324,11 @@ impl Model {
     }
 
     fn known(&self, encoding: usize) -> EncodingCost {
-        self.costs.get(encoding).copied().flatten().unwrap_or_else(|| assumed(encoding))
-    }
-}
-
-fn assumed(encoding: usize) -> EncodingCost {
-    let Assumption { bytes_per_s, compressed_part } =
-        ASSUMPTIONS.get(encoding).unwrap_or(&ANY_METHOD);
-    let page = PAGE_SIZE as f64;
-    EncodingCost {
-        seconds_per_page: page / bytes_per_s,
-        bytes_per_page: page * compressed_part,
-        at: Duration::ZERO,
-        frames: 0,
+        self.costs
+            .get(encoding)
+            .copied()
+            .flatten()
+            .unwrap_or_else(|| EncodingCost::assumed(encoding))
     }
 }
 

@@ -5,18 +5,21 @@
 //! the plan for the next batch of pages. Planning costs almost nothing, and no batch waits to be
 //! passed on.
 
+mod progress;
+
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use vmferry_codec::Batch;
 use vmferry_dirty::DirtyLog;
-use vmferry_memory::traverse::{BLOCK_PAGES, BLOCK_WORDS, flat_runs};
-use vmferry_memory::{PageBitmap, PageSet, SlotId};
+use vmferry_memory::traverse::{BLOCK_PAGES, flat_runs};
+use vmferry_memory::{PageSet, SlotId};
 
 use crate::config::LANE_STRIPE_PAGES;
 use crate::config::compression::MOST_FRAME_PAGES;
 use crate::error::MigrateError;
 use crate::rounds::hinted::Hinted;
+use progress::{BlockPages, REARM_WORDS, RoundProgress, Share};
 
 // A lane's stripes are the bitmap's blocks.
 const _: () = assert!(LANE_STRIPE_PAGES == BLOCK_PAGES);
@@ -101,24 +104,6 @@ pub struct LanePlan {
     rearm_words: Vec<u64>,
 }
 
-/// The progress of a round.
-struct RoundProgress {
-    order: RoundOrder,
-    /// Whether all other pages are planned and the deferred ones follow.
-    sends_deferred: bool,
-    slot: SlotId,
-    /// Blocks of the slot below this are planned.
-    block: usize,
-    /// Blocks of the slot below this are write-protected again.
-    rearmed_to: usize,
-    rearm_time: Duration,
-    /// Pages hinted free.
-    free_pages: u64,
-}
-
-/// The most words of the bitmap that one call re-arms: 128 MiB of the guest.
-const REARM_WORDS: usize = 512;
-
 impl LanePlan {
     /// A plan for lane `lane` of `lanes`.
     #[must_use]
@@ -134,15 +119,7 @@ impl LanePlan {
     /// Begins a round. The previous one must have ended.
     pub fn begin(&mut self, order: RoundOrder) {
         self.runs.clear();
-        self.round = Some(RoundProgress {
-            order,
-            sends_deferred: false,
-            slot: SlotId(0),
-            block: 0,
-            rearmed_to: 0,
-            rearm_time: Duration::ZERO,
-            free_pages: 0,
-        });
+        self.round = Some(RoundProgress::new(order, self.share));
     }
 
     /// Whether a round is in progress.
@@ -190,49 +167,20 @@ impl LanePlan {
             if must_wait {
                 return Ok(Some(Planned::Wait));
             }
-            if !self.next_slot() {
+            if !self.round.as_mut().is_some_and(RoundProgress::next_slot) {
                 return Ok(self.end());
             }
         }
     }
 
-    /// Loads the runs of the slot's next non-empty block. Returns whether there is one.
+    /// Loads the runs of the slot's next block with pages. Returns whether there is one.
     fn next_block(&mut self, rearm_pages: u64) -> Result<bool, MigrateError> {
         let Some(round) = &mut self.round else { return Ok(false) };
-        while let Some(block) = round.find_block(self.share) {
-            round.block = block + 1;
-            let mut words = round.words(block);
-            if let Some(hinted) = &round.order.hinted {
-                round.free_pages += hinted.take_out(round.slot, block, &mut words);
-            }
-            if words == [0; BLOCK_WORDS] {
-                continue;
-            }
-            if round.order.rearm_first && block >= round.rearmed_to {
-                round.rearm_from(block, self.share, rearm_pages, &mut self.rearm_words)?;
-            }
-            let base = block as u64 * BLOCK_PAGES;
-            self.runs.extend(flat_runs(&words).map(|(first, pages)| (base + first, pages)));
-            self.runs.reverse();
-            return Ok(true);
-        }
-        Ok(false)
-    }
-
-    /// Moves to the next slot, or to the deferred pages. Returns whether there is any.
-    fn next_slot(&mut self) -> bool {
-        let Some(round) = &mut self.round else { return false };
-        (round.block, round.rearmed_to) = (0, 0);
-        let slots = round.order.pages.iter().count();
-        if usize::from(round.slot.0) + 1 < slots {
-            round.slot.0 += 1;
-        } else if !round.sends_deferred && round.order.deferred.is_some() {
-            round.sends_deferred = true;
-            round.slot = SlotId(0);
-        } else {
-            return false;
-        }
-        true
+        let next = round.next_block(rearm_pages, &mut self.rearm_words)?;
+        let Some(BlockPages { base, words }) = next else { return Ok(false) };
+        self.runs.extend(flat_runs(&words).map(|(first, pages)| (base + first, pages)));
+        self.runs.reverse();
+        Ok(true)
     }
 
     fn batch(&self, pages: [u64; MOST_FRAME_PAGES], count: usize) -> Option<Planned> {
@@ -251,80 +199,6 @@ impl LanePlan {
         let RoundProgress { order, rearm_time, free_pages, .. } = self.round.take()?;
         let (round, log) = (order.round, order.log.name());
         Some(Planned::EndOfRound { round, rearm_time, log, free_pages })
-    }
-}
-
-/// Selects the blocks of a lane.
-#[derive(Clone, Copy)]
-struct Share {
-    lane: usize,
-    lanes: usize,
-}
-
-impl Share {
-    fn owns(self, block: usize) -> bool {
-        block % self.lanes == self.lane
-    }
-}
-
-impl RoundProgress {
-    /// Whether the next pages may yet be hinted free.
-    fn must_wait(&self) -> bool {
-        self.sends_deferred && self.order.hinted.as_ref().is_some_and(|hinted| hinted.is_held())
-    }
-
-    fn bitmap(&self) -> Option<&PageBitmap> {
-        self.order.pages.iter().nth(self.slot.0.into()).map(|(_, bitmap)| bitmap)
-    }
-
-    /// The slot's next block of this lane that may have pages, starting with the present one.
-    fn find_block(&self, share: Share) -> Option<usize> {
-        let bitmap = self.bitmap()?;
-        let mut block = bitmap.next_block(self.block)?;
-        while !share.owns(block) {
-            block = bitmap.next_block(block + 1)?;
-        }
-        Some(block)
-    }
-
-    /// The pages of a block to send now.
-    fn words(&self, block: usize) -> [u64; BLOCK_WORDS] {
-        let mut words = self.bitmap().map_or([0; BLOCK_WORDS], |bitmap| *bitmap.block(block));
-        if let Some(deferred) = &self.order.deferred {
-            let flip = if self.sends_deferred { 0 } else { u64::MAX };
-            for (word, deferred) in words.iter_mut().zip(deferred.bitmap(self.slot).block(block)) {
-                *word &= deferred ^ flip;
-            }
-        }
-        words
-    }
-
-    /// Write-protects about `pages` pages of this lane again, from block `first` on. `words` is a
-    /// buffer.
-    fn rearm_from(
-        &mut self,
-        first: usize,
-        share: Share,
-        pages: u64,
-        words: &mut Vec<u64>,
-    ) -> Result<(), MigrateError> {
-        words.clear();
-        let (mut block, mut found) = (first, 0);
-        let slot_words = self.bitmap().map_or(0, |bitmap| bitmap.words().len());
-        let most = slot_words.min(first * BLOCK_WORDS + REARM_WORDS);
-        while block * BLOCK_WORDS < most && found < pages {
-            // Pages of other lanes are protected by those lanes.
-            let own = if share.owns(block) { self.words(block) } else { [0; BLOCK_WORDS] };
-            found += own.iter().map(|word| u64::from(word.count_ones())).sum::<u64>();
-            words.extend_from_slice(&own);
-            block += 1;
-        }
-        words.truncate(slot_words - first * BLOCK_WORDS);
-        let begun = Instant::now();
-        self.order.log.rearm(self.slot, first * BLOCK_WORDS, words)?;
-        self.rearm_time += begun.elapsed();
-        self.rearmed_to = block;
-        Ok(())
     }
 }
 

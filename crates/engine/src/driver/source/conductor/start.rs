@@ -1,0 +1,108 @@
+//! Begins a migration: connects, and opens the journal. The guest is not affected yet.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vmferry_handover::journal::{FileJournal, Side};
+use vmferry_handover::{Resume, Running, SourceGuest, SourceState};
+use vmferry_transport::{Dialer, RateLimiter};
+use vmferry_wire::Role;
+
+use super::Core;
+use crate::config::compression::worker_threads;
+use crate::config::{SourceConfig, window_frames};
+use crate::cpu::CpuMeter;
+use crate::data::source::chooser::Chooser;
+use crate::data::source::lane::{LaneSizes, Signal, SourceLane};
+use crate::driver::greeting::Purpose;
+use crate::driver::life::Life;
+use crate::driver::source::connect;
+use crate::driver::source::control::ControlLink;
+use crate::driver::source::orders::Orders;
+use crate::driver::source::redial::Redialler;
+use crate::error::MigrateError;
+use crate::machine::peer::SourceSide;
+use crate::machine::source::Source;
+use crate::machine::source::io::Input;
+use crate::vmm::GuestDescription;
+
+impl<'a, V: Resume> Core<'a, V> {
+    /// Everything that can fail before the guest is affected.
+    pub(super) fn connect(
+        vm: V,
+        (guest, mut our_side): (GuestDescription, SourceSide),
+        dialer: &Dialer,
+        config: SourceConfig,
+        orders: &'a Orders,
+        cpu: &CpuMeter,
+    ) -> Result<Self, (V, Box<MigrateError>)> {
+        let inputs = crossbeam_channel::unbounded();
+        if orders.attach(inputs.0.clone()) {
+            let during = "the connection";
+            return Err((vm, Box::new(MigrateError::Cancelled { during })));
+        }
+        orders.publish("connecting", SourceState::Holding);
+        let (purpose, silence) = (Purpose::control(Role::Control), config.timeouts.silence);
+        let made =
+            connect::control(dialer, purpose, &config.protocol, silence).and_then(|channel| {
+                let journal = FileJournal::begin_for(
+                    &config.journal_directory,
+                    config.session,
+                    Side::Source,
+                    (guest.identity.clone(), config.process.clone()),
+                    (&channel.transport, &channel.peer_names),
+                )?;
+                Ok((channel, journal))
+            });
+        let (channel, journal) = match made {
+            Ok(made) => made,
+            Err(error) => return Err((vm, Box::new(error))),
+        };
+        our_side.protocol = channel.version;
+        let signal = Arc::new(Signal::default());
+        let workers = worker_threads(config.compression.workers);
+        let window = window_frames(config.channels, workers, Duration::ZERO);
+        let sizes = LaneSizes { lanes: config.channels, workers, window };
+        let (compression, cap) = (&config.compression, config.max_bandwidth);
+        let chooser = Arc::new(Chooser::new(compression, config.channels, cap));
+        let lane = |number| {
+            let (chooser, signal) = (Arc::clone(&chooser), Arc::clone(&signal));
+            Arc::new(SourceLane::new(number, &sizes, chooser, signal))
+        };
+        let lanes: Vec<_> = (0..config.channels).map(lane).collect();
+        let control = ControlLink::new(dialer, &config, lanes.clone(), cpu.clone());
+        let life = match Life::begin(control.slot()) {
+            Ok(life) => life,
+            Err(source) => {
+                let error = MigrateError::Local { action: "start a thread", source };
+                return Err((vm, Box::new(error)));
+            }
+        };
+        let mut core = Self {
+            machine: Source::new(config.clone(), guest, our_side, Duration::ZERO),
+            guest: SourceGuest::Running(Running::new(vm)),
+            dialer: dialer.clone(),
+            orders,
+            started: Instant::now(),
+            resume_failure: None,
+            journal,
+            control,
+            life,
+            inputs,
+            signal,
+            lanes,
+            senders: Vec::new(),
+            redialler: Redialler::new(dialer, &config),
+            limiter: RateLimiter::new(config.max_bandwidth),
+            chooser,
+            cpu: cpu.clone(),
+            transport: channel.transport.clone(),
+            sent_frames: 0,
+            config,
+        };
+        if let Err(error) = core.control.begin(channel) {
+            let _ = core.inputs.0.send(Input::LinkLost(error));
+        }
+        Ok(core)
+    }
+}
