@@ -45,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counts_work_and_not_other_threads() {
+    fn cpu_meter_counts_the_work_of_a_thread() {
         let meter = CpuMeter::default();
         let guard = meter.count_this_thread();
         let mut sum = 0_u64;

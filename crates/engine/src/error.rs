@@ -118,8 +118,8 @@ pub enum MigrateError {
     /// The paused memories differ: a write escaped the dirty log.
     #[error(
         "verification found different memory: {source_pages} pages hash to {source_hash:#018x} \
-         at the source, {destination_pages} to {destination_hash:#018x} at the destination; {}; the \
-         source keeps the guest",
+         at the source, {destination_pages} to {destination_hash:#018x} at the destination; {}; \
+         the source keeps the guest",
         mismatch_cause(*.compared, .log)
     )]
     VerifyMismatch {
@@ -232,6 +232,20 @@ pub enum ErrorClass {
 }
 
 impl MigrateError {
+    /// The peer violated the protocol on this channel, after this number of bytes.
+    pub(crate) fn protocol(
+        channel: impl Into<String>,
+        offset: u64,
+        reason: impl Into<String>,
+    ) -> Self {
+        Self::Protocol { channel: channel.into(), offset, reason: reason.into() }
+    }
+
+    /// The system can't create a thread.
+    pub(crate) fn no_thread(source: std::io::Error) -> Self {
+        Self::Local { action: "start a thread", source }
+    }
+
     /// A VMM error as `MigrateError::PoweredOff` if that is its cause, else as
     /// `MigrateError::Vm`.
     pub(crate) fn of_vm(action: &'static str, source: VmError) -> Self {

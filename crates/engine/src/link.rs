@@ -198,16 +198,13 @@ impl<R: Read> ControlReader<R> {
     pub fn receive(&mut self, during: &'static str) -> Result<ControlMessage, MigrateError> {
         let mut header = [0; CONTROL_HEADER_BYTES];
         self.fill(&mut header, during)?;
-        let protocol = |offset, error: vmferry_wire::WireError| MigrateError::Protocol {
-            channel: "control".into(),
-            offset,
-            reason: error.to_string(),
+        let protocol = |offset, error: vmferry_wire::WireError| {
+            MigrateError::protocol("control", offset, error.to_string())
         };
         let header = ControlHeader::parse(&header).map_err(|error| protocol(self.offset, error))?;
         if !self.speaker.may_say(header.number()) {
             let reason = format!("{} came out of turn: this side was {during}", header.name());
-            let channel = "control".into();
-            return Err(MigrateError::Protocol { channel, offset: self.offset, reason });
+            return Err(MigrateError::protocol("control", self.offset, reason));
         }
         self.offset += CONTROL_HEADER_BYTES as u64;
         // `parse` has checked the length against the limit of the message's type.

@@ -6,4 +6,5 @@ pub mod freed;
 pub mod harvester;
 pub mod hinted;
 pub mod throttle;
+mod throughput;
 pub mod tracker;

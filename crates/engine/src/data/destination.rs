@@ -1,5 +1,6 @@
 //! Receiving frames. Their pages are placed in memory, or for carried guests written into a VMM.
 
+pub(crate) mod lane_channel;
 pub(crate) mod memory_lanes;
 pub mod place;
 pub(crate) mod stream_lanes;

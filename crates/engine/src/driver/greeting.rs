@@ -69,11 +69,7 @@ pub fn greet(
         }
         (Err(error), _) => return Err(failed(error)),
     }
-    let protocol = |reason: String| MigrateError::Protocol {
-        channel: channel_name(role, lane),
-        offset: 0,
-        reason,
-    };
+    let protocol = |reason: String| MigrateError::protocol(channel_name(role, lane), 0, reason);
     let reply = HelloReply::parse(&reply).map_err(|error| protocol(error.to_string()))?;
     let (code, text) = match reply.status {
         HelloStatus::Ok if versions.contains(&reply.version) => {
@@ -134,11 +130,8 @@ pub fn read_hello(
     reader
         .read_exact(&mut bytes)
         .map_err(|error| MigrateError::Transport(TransportError::from_io(error, peer)))?;
-    let hello = Hello::parse(&bytes).map_err(|error| MigrateError::Protocol {
-        channel: "greeting".into(),
-        offset: 0,
-        reason: error.to_string(),
-    })?;
+    let hello = Hello::parse(&bytes)
+        .map_err(|error| MigrateError::protocol("greeting", 0, error.to_string()))?;
     let common = common_version(versions, &hello.versions());
     let spoken = Versions { ours: versions.clone(), version: common.unwrap_or(*versions.end()) };
     if common.is_none() {

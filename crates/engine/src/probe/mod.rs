@@ -67,7 +67,6 @@ impl<R: Read> Messages<R> {
     }
 
     fn bad(&self, reason: &str) -> MigrateError {
-        let (channel, offset) = ("probe".into(), self.offset);
-        MigrateError::Protocol { channel, offset, reason: reason.to_owned() }
+        MigrateError::protocol("probe", self.offset, reason)
     }
 }

@@ -1,27 +1,17 @@
 //! Decides when to hand over, by predicting the downtime after every harvest.
 
 use crate::config::{Limits, WhenStuck};
-use std::collections::VecDeque;
 use std::time::Duration;
 
 use vmferry_memory::PAGE_SIZE;
 
+use super::throughput::Throughput;
 use crate::stats::forecast::{Forecast, Measures, NotConverging};
 use crate::vmm::StateEstimate;
 
 /// Round trips between the pause and the first instruction at the destination: one for the end of
 /// the last round with the state and READY, one for COMMIT and RUNNING.
 const ROUND_TRIPS: u32 = 2;
-
-/// Throughput assumed until a round has measured it: gigabit Ethernet.
-const ASSUMED_BYTES_PER_S: f64 = 117e6;
-
-/// A round with fewer bytes measures latency rather than the link.
-const MEASURABLE_BYTES: u64 = 1 << 20;
-
-/// Number of recent rounds of which the fastest gives the link's rate. One round during which the
-/// machine was slow does not decide, and this many do.
-const LINK_ROUNDS: usize = 8;
 
 /// A round counts as being as long as the previous one if it differs by less than this fraction.
 const REWRITTEN_PART: u64 = 20;
@@ -54,30 +44,11 @@ pub enum Decision {
 #[derive(Clone, Debug)]
 pub struct Predictor {
     limits: Limits,
-    round_trip: Duration,
-    /// Measurements of the last round.
-    measured: Measured,
-    /// Whether these are from a round of pages that were sent before.
-    measured_again: bool,
-    /// Pages with content in the last round.
-    round_pages: Option<u64>,
-    /// Bytes per second on the channels in each of the last rounds. Compressed rounds are bounded
-    /// by the processors too, so each value is a lower bound of the link's rate.
-    wire_rates: VecDeque<f64>,
-    max_bandwidth: Option<u64>,
+    throughput: Throughput,
     state: StateEstimate,
     /// For how long each of the last two harvests waited for devices.
     device_waits: [Duration; 2],
     throttle_percent: u8,
-}
-
-/// What a round tells about link and compression.
-#[derive(Clone, Copy, Debug)]
-struct Measured {
-    /// Pages with content.
-    pages_per_s: f64,
-    /// Bytes on the channels per page with content.
-    bytes_per_page: f64,
 }
 
 impl Predictor {
@@ -86,15 +57,7 @@ impl Predictor {
     pub fn new(limits: Limits, max_bandwidth: Option<u64>) -> Self {
         Self {
             limits,
-            round_trip: Duration::ZERO,
-            measured: Measured {
-                pages_per_s: ASSUMED_BYTES_PER_S / PAGE_SIZE as f64,
-                bytes_per_page: PAGE_SIZE as f64,
-            },
-            measured_again: false,
-            round_pages: None,
-            wire_rates: VecDeque::with_capacity(LINK_ROUNDS),
-            max_bandwidth,
+            throughput: Throughput::new(max_bandwidth),
             state: StateEstimate::default(),
             device_waits: [Duration::ZERO; 2],
             throttle_percent: 0,
@@ -104,7 +67,7 @@ impl Predictor {
     /// Sets a new cap on the data channels, in bytes per second. Measurements under another cap are
     /// kept until a round has been measured under this one, but are limited to the cap.
     pub fn set_cap(&mut self, max_bandwidth: Option<u64>) {
-        self.max_bandwidth = max_bandwidth;
+        self.throughput.max_bandwidth = max_bandwidth;
     }
 
     /// Replaces the limits.
@@ -131,51 +94,20 @@ impl Predictor {
 
     /// Records a measured round trip on the control channel.
     pub fn measured_round_trip(&mut self, round_trip: Duration) {
-        self.round_trip = round_trip;
+        self.throughput.round_trip = round_trip;
     }
 
     /// Records a round: its pages with content, their bytes on the channels, and the time until all
     /// of them were placed. Later pages are assumed to compress as well as these if these had been
     /// sent before, too.
     pub fn measured_round(&mut self, content_pages: u64, wire_bytes: u64, took: Duration) {
-        let again = self.round_pages.replace(content_pages).is_some();
-        if content_pages * PAGE_SIZE as u64 >= MEASURABLE_BYTES {
-            let took = took.saturating_sub(self.round_trip).as_secs_f64();
-            if took > 0.0 {
-                self.measured = Measured {
-                    pages_per_s: content_pages as f64 / took,
-                    bytes_per_page: wire_bytes as f64 / content_pages as f64,
-                };
-                self.measured_again = again;
-                if self.wire_rates.len() == LINK_ROUNDS {
-                    self.wire_rates.pop_front();
-                }
-                self.wire_rates.push_back(wire_bytes as f64 / took);
-            }
-        } else if !took.is_zero() {
-            // Most of its time was latency, so the link carries at least this rate. This corrects
-            // the rate of a round that was slow for another reason when only short rounds follow.
-            let took = took.as_secs_f64();
-            self.measured.pages_per_s = self.measured.pages_per_s.max(content_pages as f64 / took);
-            if let Some(last) = self.wire_rates.back_mut() {
-                *last = last.max(wire_bytes as f64 / took);
-            }
-        }
-    }
-
-    /// The highest measured rate of the link in bytes per second, limited by the cap.
-    fn wire_bytes_per_s(&self) -> f64 {
-        let fastest = self.wire_rates.iter().copied().reduce(f64::max);
-        let capped = self.max_bandwidth.map_or(f64::INFINITY, |cap| cap as f64);
-        fastest.unwrap_or(ASSUMED_BYTES_PER_S).min(capped)
+        self.throughput.record(content_pages, wire_bytes, took);
     }
 
     /// The present rate of migration, in bytes of whole pages per second.
     #[must_use]
     pub fn link_bytes_per_s(&self) -> f64 {
-        let Measured { pages_per_s, bytes_per_page } = self.measured;
-        let capped = self.max_bandwidth.map_or(f64::INFINITY, |cap| cap as f64 / bytes_per_page);
-        pages_per_s.min(capped) * PAGE_SIZE as f64
+        self.throughput.page_bytes_per_s()
     }
 
     /// The predicted downtime if the guest were paused now with this number of pages to send.
@@ -187,13 +119,10 @@ impl Predictor {
     #[must_use]
     pub fn predict(&self, pending_pages: u64) -> Duration {
         let bytes = pending_pages as f64 * PAGE_SIZE as f64;
-        let shrinks = if self.measured_again { 1.0 } else { self.compression_ratio().max(1.0) };
+        let ratio = self.throughput.compression_ratio();
+        let shrinks = if self.throughput.is_of_rewritten_pages() { 1.0 } else { ratio.max(1.0) };
         self.fixed_cost()
             + Duration::from_secs_f64(bytes * shrinks / self.link_bytes_per_s().max(1.0))
-    }
-
-    fn compression_ratio(&self) -> f64 {
-        PAGE_SIZE as f64 / self.measured.bytes_per_page.max(1.0)
     }
 
     /// Decides what to do after a harvest.
@@ -222,16 +151,16 @@ impl Predictor {
     #[must_use]
     pub fn forecast(&self, harvest: Harvest, may_throttle: bool) -> Forecast {
         let measures = self.measures(harvest, self.predict(harvest.pending_pages));
-        Forecast::new(&measures, harvest.pending_pages, self.round_pages, may_throttle)
+        Forecast::new(&measures, harvest.pending_pages, self.throughput.round_pages(), may_throttle)
     }
 
     fn fixed_cost(&self) -> Duration {
         // The state is sent uncompressed, on the control channel.
-        let transfer = self.state.bytes as f64 / self.wire_bytes_per_s().max(1.0);
+        let transfer = self.state.bytes as f64 / self.throughput.wire_bytes_per_s().max(1.0);
         let [before, last] = self.device_waits;
         self.state.handling
             + before.min(last)
-            + self.round_trip * ROUND_TRIPS
+            + self.throughput.round_trip * ROUND_TRIPS
             + Duration::from_secs_f64(transfer)
     }
 
@@ -243,11 +172,11 @@ impl Predictor {
             elapsed_ms: ms(harvest.elapsed),
             dirty_bytes_per_s: dirtied_bytes / harvest.dirtied_in.as_secs_f64().max(1e-6),
             link_bytes_per_s: self.link_bytes_per_s(),
-            compression_ratio: self.compression_ratio(),
+            compression_ratio: self.throughput.compression_ratio(),
             throttle_percent: self.throttle_percent,
-            max_bandwidth: self.max_bandwidth,
+            max_bandwidth: self.throughput.max_bandwidth,
             pending_bytes: dirtied_bytes,
-            rewrites_all: self.round_pages.is_some_and(|before| {
+            rewrites_all: self.throughput.round_pages().is_some_and(|before| {
                 harvest.pending_pages.abs_diff(before) <= before / REWRITTEN_PART
             }),
             predicted_downtime_ms: ms(predicted),
@@ -260,6 +189,7 @@ impl Predictor {
 
 #[cfg(test)]
 mod tests {
+    use super::super::throughput::LINK_ROUNDS;
     use super::*;
 
     fn limits() -> Limits {
@@ -281,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn convergence_hands_over_when_the_rest_fits_the_limit() {
+    fn predictor_switches_over_when_the_rest_fits_the_limit() {
         let mut predictor = Predictor::new(limits(), None);
         predictor.measured_round(25_600, 100 << 20, Duration::from_millis(1000));
         // 100 MiB/s carries 29.6 MiB in 296 ms.
@@ -290,14 +220,14 @@ mod tests {
     }
 
     #[test]
-    fn convergence_bounds_the_throughput_by_the_cap() {
+    fn predictor_bounds_the_throughput_by_the_cap() {
         let mut predictor = Predictor::new(limits(), Some(1 << 20));
         predictor.measured_round(25_600, 100 << 20, Duration::from_millis(10));
         assert_eq!(predictor.link_bytes_per_s(), f64::from(1 << 20));
     }
 
     #[test]
-    fn convergence_counts_compression() {
+    fn predictor_counts_compression() {
         let mut predictor = Predictor::new(limits(), Some(10_000_000));
         // 256,000,000 bytes of pages in 64,000,000 on the wire, in 6.4 s.
         predictor.measured_round(62_500, 64_000_000, Duration::from_millis(6400));
@@ -316,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn convergence_does_not_apply_the_overall_ratio_to_hot_pages() {
+    fn predictor_does_not_apply_the_overall_ratio_to_hot_pages() {
         let mut predictor = Predictor::new(limits(), None);
         // Text that compresses ten to one: 10 MB/s on the link for 100 MB/s of pages.
         predictor.measured_round(50_000, 20_480_000, Duration::from_secs(2));
@@ -330,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn convergence_ignores_the_throughput_of_small_rounds() {
+    fn predictor_ignores_the_throughput_of_small_rounds() {
         let mut predictor = Predictor::new(limits(), None);
         let before = predictor.link_bytes_per_s();
         predictor.measured_round(2, 8192, Duration::from_millis(5));
@@ -339,7 +269,7 @@ mod tests {
 
     /// A guest whose pages are sent as deltas. The slow round is not evidence about the link.
     #[test]
-    fn convergence_is_not_misled_by_one_slow_round() {
+    fn predictor_is_not_misled_by_one_slow_round() {
         let mut predictor = Predictor::new(limits(), None);
         predictor
             .expect_state(StateEstimate { bytes: 350_000, handling: Duration::from_millis(15) });
@@ -359,7 +289,7 @@ mod tests {
     /// The rounds after the slow one are too short to measure, and each shows that the link carries
     /// more.
     #[test]
-    fn convergence_forgets_a_slow_round_after_short_ones() {
+    fn predictor_forgets_a_slow_round_after_short_ones() {
         let mut predictor = Predictor::new(limits(), None);
         predictor
             .expect_state(StateEstimate { bytes: 350_000, handling: Duration::from_millis(15) });
@@ -373,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn convergence_gives_up_with_advice_after_the_last_round() {
+    fn predictor_gives_up_with_advice_after_the_last_round() {
         let predictor = Predictor::new(limits(), None);
         let Decision::GiveUp(why) = predictor.decide(harvest(5, 1 << 20)) else {
             panic!("must give up")
@@ -384,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn convergence_refuses_a_limit_below_the_fixed_cost() {
+    fn predictor_refuses_a_limit_below_the_fixed_cost() {
         let mut limits = limits();
         limits.downtime = Duration::from_micros(1);
         let predictor = Predictor::new(limits, None);
@@ -394,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn convergence_counts_and_names_a_large_state() {
+    fn predictor_counts_and_names_a_large_state() {
         let mut predictor = Predictor::new(limits(), Some(10_000_000));
         let state = StateEstimate { bytes: 16_000_000, handling: Duration::from_millis(15) };
         predictor.expect_state(state);
@@ -418,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn convergence_switches_over_anyway_on_request() {
+    fn predictor_switches_over_anyway_on_request() {
         let mut limits = limits();
         limits.when_stuck = WhenStuck::SwitchOver;
         let predictor = Predictor::new(limits, None);

@@ -23,7 +23,7 @@ pub struct Freed {
     wanted: bool,
     /// Whether hints are being requested at present.
     asking: bool,
-    /// Pages that were hinted at any time and have not been written since, as far as harvests know.
+    /// Pages that were hinted at any time and were not written since, as far as the harvests show.
     /// The destination need not have the source's content of these pages.
     free: PageSet,
     /// Pages whose content was sent.

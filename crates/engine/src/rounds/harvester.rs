@@ -1,7 +1,7 @@
-//! The pages of the rounds: which ones each round sends, and in which order.
+//! Decides which pages each round sends, and in which order.
 //!
-//! The driver and the simulator share it. It owns the dirty log and what is known of freed pages;
-//! it knows neither threads nor time.
+//! The driver and the simulator share this code. It owns the dirty log and the record of freed
+//! pages, and uses neither threads nor time.
 
 use std::sync::Arc;
 
@@ -12,39 +12,39 @@ use super::freed::Freed;
 use crate::data::source::plan::RoundOrder;
 use crate::error::MigrateError;
 
-/// What is pending, and where it comes from.
+/// The pages to send, and the dirty log that they come from.
 pub struct Harvester {
     memory: GuestMemory,
     log: Arc<dyn DirtyLog>,
     logging: bool,
     freed: Freed,
-    /// What the present or next round sends.
+    /// The pages of the present or next round.
     pending: Arc<PageSet>,
-    /// What the round before sent. Empty after the first round, whose pages were populated: that
-    /// says nothing of how often they are written.
+    /// The pages of the previous round. Empty after the first round: its pages are all populated
+    /// pages, which need not have been written recently.
     before: PageSet,
-    /// The part of `pending` that goes last.
+    /// The pages of `pending` that are sent last.
     last: Arc<PageSet>,
-    /// The set of the round before, so that no harvest allocates.
+    /// A set for the next harvest, so that it does not allocate.
     spare: PageSet,
-    /// The guest ran on after its last harvest: what is pending counts as written.
+    /// The guest was resumed after the last harvest. The pending pages then count as written.
     recalled: bool,
     omitted: Option<Omission>,
 }
 
-/// A step that a simulation leaves out, to see that its absence is found.
+/// A step that the simulator leaves out, to test that it detects the omission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Omission {
-    /// Hints are still taken while the log is harvested.
+    /// Hints are still accepted while the log is harvested.
     StopOfHints,
-    /// Hints are asked for without protecting the round's pages.
+    /// Hints are requested although the round's pages are not write-protected.
     ProtectionOfHints,
     /// The pages of a recalled last round do not count as written.
     RecalledPages,
 }
 
 impl Harvester {
-    /// Nothing is logged yet.
+    /// A harvester whose log has not started.
     #[must_use]
     pub fn new(memory: GuestMemory, log: Arc<dyn DirtyLog>, freed: Freed) -> Self {
         Self {
@@ -61,7 +61,7 @@ impl Harvester {
         }
     }
 
-    /// Leaves a step out, in a simulation.
+    /// Leaves a step out, for the simulator.
     pub fn omit(&mut self, step: Omission) {
         self.omitted = Some(step);
     }
@@ -78,33 +78,33 @@ impl Harvester {
         &self.log
     }
 
-    /// Whether a step is done, and not left out.
+    /// Whether a step is carried out.
     fn does(&self, step: Omission) -> bool {
         self.omitted != Some(step)
     }
 
-    /// The log has started: what is populated now is pending. A page that was populated in between
-    /// is in the log. Returns the number of pending pages.
+    /// The log has started. All pages that are populated now become pending. A page that is
+    /// populated later is in the log. Returns the number of pending pages.
     ///
     /// # Errors
-    /// What the memory or the log says.
+    /// Errors of the memory or the dirty log.
     pub fn started(&mut self) -> Result<u64, MigrateError> {
         self.logging = true;
         self.freed.begin();
         self.pending = Arc::new(self.memory.populated()?);
         self.freed.sending(&self.pending);
         if self.freed.can_ask() {
-            // The start of the log has protected everything.
+            // Starting the log has write-protected all pages.
             self.freed.ask(&*self.log, &self.pending, false)?;
         }
         Ok(self.pending.count())
     }
 
-    /// Harvests with `collect`, which reads the log into an empty set; what it found is pending.
-    /// Returns the number of pending pages and what `collect` returned.
+    /// Harvests with `collect`, which reads the log into an empty set. The pages found become
+    /// pending. Returns their number and the result of `collect`.
     ///
     /// # Errors
-    /// Those of `collect`, and what an origin of free pages says.
+    /// Errors of `collect` or of a source of free pages.
     pub fn harvest<T>(
         &mut self,
         collect: impl FnOnce(&dyn DirtyLog, &mut PageSet) -> Result<T, MigrateError>,
@@ -116,7 +116,8 @@ impl Harvester {
         pages.clear_all();
         let collected = collect(&*self.log, &mut pages)?;
         if std::mem::take(&mut self.recalled) && self.does(Omission::RecalledPages) {
-            // These were read without being protected again, as nothing was to write them.
+            // The last round read these pages without protecting them again, because the guest was
+            // paused.
             pages.union_with(&self.pending);
         }
         self.freed.harvested(&mut pages)?;
@@ -130,11 +131,11 @@ impl Harvester {
         Ok((self.pending.count(), collected))
     }
 
-    /// Adds what was written before the pause to what is pending. Returns the number of pending
+    /// Adds the pages written before the pause to the pending pages. Returns the number of pending
     /// pages.
     ///
     /// # Errors
-    /// What the log or an origin of free pages says.
+    /// Errors of the dirty log or of a source of free pages.
     pub fn harvest_last(&mut self) -> Result<u64, MigrateError> {
         let mut pages = std::mem::replace(&mut self.spare, PageSet::for_layout(&[]));
         pages.clear_all();
@@ -145,25 +146,27 @@ impl Harvester {
         Ok(self.pending.count())
     }
 
-    /// The guest runs on after its last harvest.
+    /// The guest was resumed after its last harvest.
     pub fn recall(&mut self) {
         self.recalled = true;
-        // The last harvest has used it up.
+        // `harvest_last` has made the spare set the pending one.
         self.spare = PageSet::for_memory(&self.memory);
     }
 
-    /// The pages to send in a round. `rearm` is set while the guest runs. Pages that the previous
-    /// round sent too go last, and in the first round also pages that may turn out to be free.
-    /// Every lane has reported the end of the previous round.
+    /// The pages to send in a round. `rearm` is set while the guest runs. Called after every lane
+    /// has reported the end of the previous round.
+    ///
+    /// Pages that the previous round also sent are sent last. So are pages of the first round that
+    /// the guest may still report free.
     ///
     /// # Errors
-    /// What the log says.
+    /// Errors of the dirty log.
     pub fn order(&mut self, round: u32, rearm: bool) -> Result<RoundOrder, MigrateError> {
         if rearm && round > 1 && self.freed.can_ask() {
             let protect = self.does(Omission::ProtectionOfHints);
             self.freed.ask(&*self.log, &self.pending, protect)?;
         }
-        // No lane holds the set any longer.
+        // No lane holds the set any more.
         if let Some(last) = Arc::get_mut(&mut self.last) {
             last.set_to_intersection(&self.pending, &self.before);
             if round == 1 {
@@ -185,21 +188,21 @@ impl Harvester {
         })
     }
 
-    /// What is known of freed pages.
+    /// The record of freed pages.
     #[must_use]
     pub fn freed(&mut self) -> &mut Freed {
         &mut self.freed
     }
 
-    /// Pages that the destination need not have as the source has them.
+    /// Pages whose content the destination need not have.
     #[must_use]
     pub fn free(&self) -> &PageSet {
         self.freed.free()
     }
 
-    /// Ends the migration's use of guest and log. `keeps`: the guest stays at the source. `runs`:
-    /// it runs, so that the next user of the log must see what was taken from the log and perhaps
-    /// not sent.
+    /// Ends the migration's use of the guest and the log. `keeps` means that the guest stays at the
+    /// source, and `runs` that it runs. In that case the pending pages, which may not have been
+    /// sent, are returned to the log for its next user.
     pub fn stop(&mut self, keeps: bool, runs: bool) {
         if keeps {
             self.freed.end();

@@ -22,7 +22,7 @@ use vmferry_wire::{FrameHeader, FrameKind, Run};
 use crate::causes::chain;
 use crate::config::{LANE_STRIPE_PAGES, lane_of};
 use crate::error::MigrateError;
-use crate::link::lost;
+use crate::link::{channel_name, lost};
 pub use direct::{Arriving, PageSource, is_placed_at_once};
 
 /// Frames per acknowledgement, fewer than the smallest window has. Acknowledging each frame would
@@ -91,10 +91,8 @@ impl<R: Read> FrameReader<R> {
     /// As [`receive`](Self::receive).
     pub fn receive_head(&mut self, frame: &mut Frame) -> Result<FrameHeader, MigrateError> {
         let offset = self.offset;
-        let protocol = |reason: String| {
-            let channel = format!("lane {}", self.lane);
-            MigrateError::Protocol { channel, offset, reason }
-        };
+        let protocol =
+            |reason: String| MigrateError::protocol(channel_name(Some(self.lane)), offset, reason);
         let mut counted = Counted { reader: &mut self.reader, bytes: 0 };
         let read = frame.read_head(&mut counted);
         self.offset += counted.bytes;
@@ -124,7 +122,7 @@ impl<R: Read> FrameReader<R> {
     }
 
     fn lost(&self, error: &std::io::Error) -> MigrateError {
-        lost(&format!("lane {}", self.lane), "receiving pages", error)
+        lost(&channel_name(Some(self.lane)), "receiving pages", error)
     }
 }
 
@@ -164,7 +162,7 @@ impl LaneProgress {
             self.end = Some(header.sequence);
         }
         let place = header.sequence.saturating_sub(self.placed + 1);
-        debug_assert!(place < MOST_IN_MAKING, "no more than that are begun");
+        debug_assert!(place < MOST_IN_MAKING, "await_room limits the frames in progress");
         self.beyond |= 1_u128.checked_shl(place as u32).unwrap_or(0);
         let joined = self.beyond.trailing_ones();
         self.placed += u64::from(joined);
@@ -252,10 +250,7 @@ impl Placer {
 fn refused(error: CodecError, lane: u8, offset: u64) -> MigrateError {
     match error {
         CodecError::Memory(error) => error.into(),
-        error => {
-            let channel = format!("lane {lane}");
-            MigrateError::Protocol { channel, offset, reason: chain(&error) }
-        }
+        error => MigrateError::protocol(channel_name(Some(lane)), offset, chain(&error)),
     }
 }
 
@@ -277,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_acknowledged_is_placed_without_a_gap() {
+    fn progress_acknowledges_frames_that_are_placed_without_a_gap() {
         let mut progress = LaneProgress::default();
         let mut told = |sequence| {
             let placed = progress.finished(&header(sequence, FrameKind::Pages));
@@ -296,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_placed_is_known_with_gaps() {
+    fn progress_records_frames_placed_after_a_gap() {
         let mut progress = LaneProgress::default();
         for sequence in [1, 2, 4, 7, MOST_IN_MAKING + 2] {
             progress.finished(&header(sequence, FrameKind::Pages));
@@ -307,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_as_may_be_in_the_making_finish_backwards() {
+    fn progress_accepts_the_most_frames_in_reverse_order() {
         let mut progress = LaneProgress::default();
         for sequence in (2..=MOST_IN_MAKING).rev() {
             assert_eq!(progress.finished(&header(sequence, FrameKind::Pages)), Placed::default());
@@ -317,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_belongs_to_one_lane_whole() {
+    fn run_belongs_to_a_lane_with_all_of_its_pages() {
         let run = |first, pages| Run { first, pages, encoding: Encoding::Raw, content_sum: 0 };
         assert!(run_belongs(&run(0, 512), 0, 2));
         assert!(!run_belongs(&run(0, 513), 0, 2));

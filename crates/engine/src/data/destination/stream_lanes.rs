@@ -15,13 +15,14 @@ use std::thread::JoinHandle;
 
 use parking_lot::{Condvar, Mutex};
 use vmferry_codec::{Decompressors, Frame, StreamDecoder};
-use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter};
 use vmferry_wire::{ControlMessage, FrameHeader, FrameKind, MAX_KEPT_PAGES};
 
-use super::place::{ACKNOWLEDGE_FRAMES, Arriving, FrameReader};
+use super::lane_channel::{GreetedChannel, LaneChannel, LanePosition, LaneReader};
+use super::place::ACKNOWLEDGE_FRAMES;
 use super::target::{LaneContext, LaneSet, StreamTarget};
 use crate::causes::chain;
 use crate::error::MigrateError;
+use crate::link::channel_name;
 use crate::machine::destination::io::Input;
 
 /// Frames of a lane that are received ahead while one frame is decoded and written.
@@ -43,14 +44,6 @@ struct Lane {
     writer: Option<JoinHandle<()>>,
     /// Used to end the writer's wait for the VMM.
     socket: Option<UnixStream>,
-}
-
-/// A lane's channel and the thread that reads it.
-struct LaneChannel {
-    closer: ChannelCloser,
-    thread: JoinHandle<()>,
-    /// The sending half, kept open until the end.
-    _writer: ChannelWriter,
 }
 
 /// Frames between the two threads of a lane.
@@ -138,13 +131,7 @@ impl LaneSet for StreamLanes {
         Some(state.sequence)
     }
 
-    fn join(
-        &mut self,
-        lane: u8,
-        reader: ChannelReader,
-        writer: ChannelWriter,
-        closer: ChannelCloser,
-    ) -> std::io::Result<()> {
+    fn join(&mut self, lane: u8, channel: GreetedChannel) -> std::io::Result<()> {
         let Some(index) = self.lanes.iter().position(|known| known.number == lane) else {
             return Ok(());
         };
@@ -152,23 +139,13 @@ impl LaneSet for StreamLanes {
             self.start_writer(index)?;
         }
         let known = &mut self.lanes[index];
-        let sequence = known.queue.state.lock().sequence;
-        let receiving = ReceivingThread {
-            lane,
-            attempt: known.attempt,
-            queue: Arc::clone(&known.queue),
-            frames: FrameReader::after(
-                lane,
-                Arriving::new(reader, Arc::clone(&self.context.placed)),
-                sequence,
-            ),
-            closer: closer.clone(),
-            context: self.context.clone(),
-        };
-        let thread = std::thread::Builder::new()
-            .name(format!("lane{lane}-receive"))
-            .spawn(move || receiving.run())?;
-        known.channel = Some(LaneChannel { closer, thread, _writer: writer });
+        let queue = Arc::clone(&known.queue);
+        let sequence = queue.state.lock().sequence;
+        let position = LanePosition { lane, attempt: known.attempt, sequence };
+        known.channel =
+            Some(LaneChannel::start(channel, position, &self.context, move |reader| {
+                receive(reader, &queue);
+            })?);
         Ok(())
     }
 
@@ -189,10 +166,8 @@ impl Lane {
     fn end_channel(&mut self) {
         self.queue.state.lock().closed = true;
         self.queue.changed.notify_all();
-        if let Some(LaneChannel { closer, thread, .. }) = self.channel.take() {
-            closer.close();
-            // A panic there was noticed as a lost lane.
-            let _ = thread.join();
+        if let Some(channel) = self.channel.take() {
+            channel.end();
         }
     }
 }
@@ -263,43 +238,21 @@ impl Queue {
     }
 }
 
-struct ReceivingThread {
-    lane: u8,
-    attempt: u64,
-    queue: Arc<Queue>,
-    frames: FrameReader<Arriving<ChannelReader>>,
-    closer: ChannelCloser,
-    context: LaneContext,
-}
-
-impl ReceivingThread {
-    fn run(mut self) {
-        let cpu = self.context.cpu.clone();
-        let _cpu = cpu.count_this_thread();
-        while let Some(mut frame) = self.queue.acquire() {
-            let offset = self.frames.offset();
-            let received = self.frames.receive(&mut frame);
-            let bytes = self.frames.offset() - offset;
-            self.context.placed.bytes.fetch_add(bytes, Ordering::Relaxed);
-            match received {
-                Ok(header) => self.queue.received(frame, &header, offset),
-                Err(error) => {
-                    self.queue.free(frame);
-                    self.fail(error);
-                    return;
-                }
+/// Receives frames until the channel ends or the queue is closed.
+fn receive(mut reader: LaneReader, queue: &Queue) {
+    while let Some(mut frame) = queue.acquire() {
+        let offset = reader.frames.offset();
+        let received = reader.frames.receive(&mut frame);
+        let bytes = reader.frames.offset() - offset;
+        reader.context.placed.bytes.fetch_add(bytes, Ordering::Relaxed);
+        match received {
+            Ok(header) => queue.received(frame, &header, offset),
+            Err(error) => {
+                queue.free(frame);
+                reader.fail(error);
+                return;
             }
         }
-    }
-
-    fn fail(&self, error: MigrateError) {
-        // If only one direction is broken, the source would not notice the loss otherwise.
-        self.closer.close();
-        let (lane, attempt) = (self.lane, self.attempt);
-        let _ = self.context.results.send(match error {
-            error @ MigrateError::LinkLost { .. } => Input::LaneLost { lane, attempt, error },
-            error => Input::Failed(error),
-        });
     }
 }
 
@@ -341,7 +294,7 @@ impl WritingThread {
             return Ok(());
         }
         let lane = self.lane;
-        let wrong = |reason| protocol(lane, offset, reason);
+        let wrong = |reason| MigrateError::protocol(channel_name(Some(lane)), offset, reason);
         let piece = self.decoder.decode(frame).map_err(|error| wrong(chain(&error)))?;
         match &mut self.socket {
             // A VMM that has loaded the guest closes its streams, perhaps before their last bytes.
@@ -383,8 +336,4 @@ impl WritingThread {
             self.context.end_of_round(lane, sequence);
         }
     }
-}
-
-fn protocol(lane: u8, offset: u64, reason: String) -> MigrateError {
-    MigrateError::Protocol { channel: format!("lane {lane}"), offset, reason }
 }

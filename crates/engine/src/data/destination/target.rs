@@ -8,9 +8,9 @@ use crossbeam_channel::Sender;
 use parking_lot::Mutex;
 use vmferry_codec::PageHashes;
 use vmferry_memory::GuestMemory;
-use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter};
 use vmferry_wire::MAX_LANES;
 
+use super::lane_channel::GreetedChannel;
 use super::place::PlacedCounters;
 use crate::cpu::CpuMeter;
 use crate::link::ControlSlot;
@@ -85,13 +85,7 @@ pub trait LaneSet {
     ///
     /// # Errors
     /// The system can't create a thread.
-    fn join(
-        &mut self,
-        lane: u8,
-        reader: ChannelReader,
-        writer: ChannelWriter,
-        closer: ChannelCloser,
-    ) -> std::io::Result<()>;
+    fn join(&mut self, lane: u8, channel: GreetedChannel) -> std::io::Result<()>;
 
     /// Whether a lane's present channel is the one that was dialed this number of times before.
     fn is_at(&self, lane: u8, attempt: u64) -> bool;

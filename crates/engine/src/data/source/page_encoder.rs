@@ -9,6 +9,7 @@ use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun, PageSet, SlotId};
 
 use super::lane::plan::PageBatch;
 use crate::error::MigrateError;
+use crate::link::channel_name;
 use crate::rounds::hinted::Hinted;
 
 /// Makes frames from the guest's memory. A worker keeps its encoder for the whole migration.
@@ -52,7 +53,7 @@ impl PageEncoder {
             copy = rest;
         }
         self.encoder.encode(frame, batch, &self.hashes, choice).map_err(|error| {
-            MigrateError::Compression { channel: format!("lane {lane}"), source: error.into() }
+            MigrateError::Compression { channel: channel_name(Some(lane)), source: error.into() }
         })
     }
 
@@ -113,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn neighbours_make_runs() {
+    fn runs_join_adjacent_pages() {
         let slot = SlotId(1);
         let found: Vec<_> =
             runs(slot, &[3, 4, 5, 9, 11, 12]).map(|run| (run.first, run.pages)).collect();

@@ -183,11 +183,8 @@ pub fn receive_greeting(
             match reader.receive("a question about a session")? {
                 ControlMessage::Query { session } => Arrival::Query { session, connection },
                 other => {
-                    return Err(MigrateError::Protocol {
-                        channel: "query".into(),
-                        offset: 0,
-                        reason: format!("{} is no question", other.name()),
-                    });
+                    let reason = format!("{} is no question", other.name());
+                    return Err(MigrateError::protocol("query", 0, reason));
                 }
             }
         }
@@ -205,11 +202,7 @@ pub fn receive_greeting(
         }
         Role::Other(role) => {
             reply(&mut connection, HelloStatus::Refused, 0)?;
-            return Err(MigrateError::Protocol {
-                channel: "greeting".into(),
-                offset: 0,
-                reason: format!("unknown role {role}"),
-            });
+            return Err(MigrateError::protocol("greeting", 0, format!("unknown role {role}")));
         }
     }))
 }

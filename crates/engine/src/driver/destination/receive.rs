@@ -107,8 +107,7 @@ pub fn receive<V: DestinationVm>(
     let reception = match Reception::open(listener, config) {
         Ok(reception) => reception,
         Err(source) => {
-            let error = MigrateError::Local { action: "start a thread", source };
-            return Received::Nothing { vm, error };
+            return Received::Nothing { vm, error: MigrateError::no_thread(source) };
         }
     };
     let mut successor = None;
@@ -203,8 +202,7 @@ impl Witness {
     /// An invalid configuration, or the system can't create a thread.
     pub fn listen(listener: Listener, config: &DestinationConfig) -> Result<Self, MigrateError> {
         config.check()?;
-        let reception = Reception::open(listener, config)
-            .map_err(|source| MigrateError::Local { action: "start a thread", source })?;
+        let reception = Reception::open(listener, config).map_err(MigrateError::no_thread)?;
         Ok(Self::start(reception, config.journal_directory.clone()))
     }
 

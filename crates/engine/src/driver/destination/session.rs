@@ -127,8 +127,7 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             protocol: connection.versions.version,
         };
         let control = Arc::default();
-        let life = Life::begin(Arc::clone(&control))
-            .map_err(|source| MigrateError::Local { action: "start a thread", source })?;
+        let life = Life::begin(Arc::clone(&control)).map_err(MigrateError::no_thread)?;
         let mut session = Self {
             vm,
             config,

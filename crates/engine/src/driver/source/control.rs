@@ -140,9 +140,7 @@ impl ControlLink {
             connect::read_control(reader, link, &lanes, &inputs);
         });
         self.channel = Some((Arc::new(channel.writer), channel.closer));
-        spawned
-            .map(|_| ())
-            .map_err(|source| MigrateError::Local { action: "start a thread", source })
+        spawned.map(|_| ()).map_err(MigrateError::no_thread)
     }
 
     /// Sends a message, if there is a channel.
@@ -186,7 +184,7 @@ impl ControlLink {
             }
         });
         if let Err(source) = spawned {
-            let channel = Err(MigrateError::Local { action: "start a thread", source });
+            let channel = Err(MigrateError::no_thread(source));
             let _ = self.dialled.0.send(Dialled { link, what_for, channel });
         }
     }

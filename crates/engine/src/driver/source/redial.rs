@@ -60,7 +60,7 @@ impl Redialler {
                 }
             });
         if let Err(source) = spawned {
-            let channel = Err(MigrateError::Local { action: "start a thread", source });
+            let channel = Err(MigrateError::no_thread(source));
             let _ = self.dialled.0.send(Redialled { lane, attempt, channel });
         }
     }

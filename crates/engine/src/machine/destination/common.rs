@@ -68,7 +68,7 @@ impl Common {
 
 /// The source breaks the protocol.
 pub(super) fn protocol(reason: String) -> MigrateError {
-    MigrateError::Protocol { channel: "control".into(), offset: 0, reason }
+    MigrateError::protocol("control", 0, reason)
 }
 
 /// Microseconds, as in messages.

@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_hashed_as_placed_and_the_state_loaded_after_it() {
+    fn hash_is_of_the_memory_as_placed_before_the_load() {
         let mut destination = hashing();
         destination.handle(Duration::ZERO, Input::Hashed(HASH, Duration::ZERO));
         assert_eq!(did(&mut destination), ["VERIFIED", "load"]);

@@ -122,8 +122,8 @@ impl AwaitReady {
             return Phase::Verifying(Verifying { pause: self.pause, comparison, since: now });
         };
         if comparison.theirs.is_none() {
-            let reason = "READY came before VERIFIED, which was asked for".into();
-            let error = MigrateError::Protocol { channel: "control".into(), offset: 0, reason };
+            let reason = "READY came before VERIFIED, which was asked for";
+            let error = MigrateError::protocol("control", 0, reason);
             return Phase::AwaitReady(self).fail(common, now, error);
         }
         common.begin_wait(now);

@@ -173,12 +173,8 @@ impl Phase {
             // An answer that crossed a change of phase, or a hostile peer. Before COMMIT the guest
             // is safe here; after it only the messages above count.
             (message, phase) if common.handover == SourceState::Holding => {
-                let error = MigrateError::Protocol {
-                    channel: "control".into(),
-                    offset: 0,
-                    reason: format!("{} does not belong in {}", message.name(), phase.name()),
-                };
-                phase.fail(common, now, error)
+                let reason = format!("{} does not belong in {}", message.name(), phase.name());
+                phase.fail(common, now, MigrateError::protocol("control", 0, reason))
             }
             (_, phase) => phase,
         }

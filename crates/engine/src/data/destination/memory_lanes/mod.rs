@@ -17,10 +17,10 @@ use std::thread::JoinHandle;
 
 use crossbeam_channel::Sender;
 use vmferry_codec::Decompressors;
-use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter};
 use vmferry_wire::ControlMessage;
 
-use super::place::{Arriving, FrameReader, Placer};
+use super::lane_channel::{GreetedChannel, LaneChannel, LanePosition};
+use super::place::Placer;
 use super::target::{LaneContext, LaneSet, MemoryTarget};
 use crate::config::DestinationConfig;
 use crate::config::compression::worker_threads;
@@ -46,14 +46,6 @@ struct Lane {
     /// How often the lane's channel was dialed before.
     attempt: u64,
     channel: Option<LaneChannel>,
-}
-
-/// A lane's channel and the thread that reads it.
-struct LaneChannel {
-    closer: ChannelCloser,
-    thread: JoinHandle<()>,
-    /// The sending half, kept open until the end.
-    _writer: ChannelWriter,
 }
 
 impl MemoryLanes {
@@ -107,33 +99,17 @@ impl LaneSet for MemoryLanes {
         known.shared.reopen()
     }
 
-    fn join(
-        &mut self,
-        lane: u8,
-        reader: ChannelReader,
-        writer: ChannelWriter,
-        closer: ChannelCloser,
-    ) -> std::io::Result<()> {
+    fn join(&mut self, lane: u8, channel: GreetedChannel) -> std::io::Result<()> {
         let known = self.lanes.iter_mut().find(|known| known.shared.number() == lane);
         let (Some(known), Some(received)) = (known, self.received.clone()) else { return Ok(()) };
-        let placed = known.shared.placed();
-        let receiving = ReceivingThread {
-            lane: Arc::clone(&known.shared),
-            frames: FrameReader::after(
-                lane,
-                Arriving::new(reader, Arc::clone(&self.context.placed)),
-                placed,
-            ),
-            closer: closer.clone(),
-            placer: placer(&self.context, &self.target, Decompressors::default()),
-            attempt: known.attempt,
-            received,
-            context: self.context.clone(),
-        };
-        let thread = std::thread::Builder::new()
-            .name(format!("lane{lane}-receive"))
-            .spawn(move || receiving.run())?;
-        known.channel = Some(LaneChannel { closer, thread, _writer: writer });
+        let (attempt, sequence) = (known.attempt, known.shared.placed());
+        let shared = Arc::clone(&known.shared);
+        let placer = placer(&self.context, &self.target, Decompressors::default());
+        let position = LanePosition { lane, attempt, sequence };
+        known.channel =
+            Some(LaneChannel::start(channel, position, &self.context, move |reader| {
+                ReceivingThread { lane: shared, reader, placer, received }.run();
+            })?);
         Ok(())
     }
 
@@ -153,10 +129,8 @@ impl Lane {
     /// Closes the channel and waits for the thread that reads it.
     fn end(&mut self) {
         self.shared.close();
-        if let Some(LaneChannel { closer, thread, .. }) = self.channel.take() {
-            closer.close();
-            // A panic there was noticed as a lost lane.
-            let _ = thread.join();
+        if let Some(channel) = self.channel.take() {
+            channel.end();
         }
     }
 }

@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_more_is_taken_than_belongs_there() {
+    fn fill_takes_no_more_than_the_pages_hold() {
         let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages: 2 }];
         let memory = GuestMemory::allocate(&layout, MemoryKind::Private).unwrap();
         let mut sink = memory.sink();

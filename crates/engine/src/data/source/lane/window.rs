@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn buffers_are_limited_and_reused() {
+    fn window_limits_and_reuses_buffers() {
         let (window, freed) = window(2);
         let (a, b) = (window.try_acquire(|| 1).unwrap(), window.try_acquire(|| 2).unwrap());
         window.sent(1, a);
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn limit_grows_and_shrinks() {
+    fn window_grows_and_shrinks() {
         let (window, freed) = window(1);
         let a = window.try_acquire(|| 1).unwrap();
         assert_eq!(window.try_acquire(|| 2), None);

@@ -12,6 +12,7 @@ use super::{StreamContext, Tally};
 use crate::data::source::chooser::{Chooser, Decision};
 use crate::data::source::lane::{FrameSummary, QueuedFrame};
 use crate::error::MigrateError;
+use crate::link::channel_name;
 use crate::machine::source::io::Input;
 
 /// A piece of a stream that is divided into pages and other bytes, and not packed yet.
@@ -42,7 +43,7 @@ impl DividedPiece {
         let begun = Instant::now();
         let encoded = encoder.encode(&mut self.frame, self.decision.choice.pack);
         let (counts, hash) = encoded.map_err(|error| MigrateError::Compression {
-            channel: format!("lane {}", self.lane),
+            channel: channel_name(Some(self.lane)),
             source: error.into(),
         })?;
         chooser.encoded(self.decision, counts, begun.elapsed());

@@ -119,9 +119,7 @@ impl<V: DestinationVm> Session<'_, V> {
                 |hash| Input::Hashed(hash, begun.elapsed()),
             ));
         });
-        spawned
-            .err()
-            .map(|source| Input::Failed(MigrateError::Local { action: "start a thread", source }))
+        spawned.err().map(|source| Input::Failed(MigrateError::no_thread(source)))
     }
 }
 

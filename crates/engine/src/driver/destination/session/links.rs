@@ -8,6 +8,7 @@ use vmferry_wire::{ControlMessage, HelloStatus, Token};
 
 use super::{FromControl, Link, Session};
 use crate::config::DestinationConfig;
+use crate::data::destination::lane_channel::GreetedChannel;
 use crate::data::destination::memory_lanes::MemoryLanes;
 use crate::data::destination::stream_lanes::StreamLanes;
 use crate::data::destination::target::{LaneContext, LaneSet, Target};
@@ -112,7 +113,6 @@ impl<V: DestinationVm> Session<'_, V> {
             refuse(connection, HelloStatus::BadLane, &reason, watch);
             return Ok(Input::Tick);
         }
-        let no_thread = |source| MigrateError::Local { action: "start a thread", source };
         let lanes = match &mut self.lanes {
             Some(lanes) => lanes,
             none => {
@@ -141,7 +141,9 @@ impl<V: DestinationVm> Session<'_, V> {
             return Ok(Input::LaneLost { lane, attempt, error });
         }
         let Connection { reader, writer, closer, .. } = connection;
-        lanes.join(lane, reader, writer, closer).map_err(no_thread)?;
+        lanes
+            .join(lane, GreetedChannel { reader, writer, closer })
+            .map_err(MigrateError::no_thread)?;
         Ok(Input::LaneJoined { lane })
     }
 
@@ -240,7 +242,7 @@ impl<V: DestinationVm> Session<'_, V> {
                 let _cpu = cpu.count_this_thread();
                 read_link(ControlReader::new(reader, version, speaker), id, &hear);
             })
-            .map_err(|source| MigrateError::Local { action: "start a thread", source })?;
+            .map_err(MigrateError::no_thread)?;
         Ok(Link { writer: Arc::new(ControlWriter::new(writer, version)), closer })
     }
 
@@ -332,18 +334,16 @@ fn start_lanes(
     context: LaneContext,
     config: &DestinationConfig,
 ) -> Result<Box<dyn LaneSet>, MigrateError> {
-    let no_thread = |source| MigrateError::Local { action: "start a thread", source };
     Ok(match target {
-        Target::Memory(target) => {
-            Box::new(MemoryLanes::start(context, target.clone(), config).map_err(no_thread)?)
-        }
+        Target::Memory(target) => Box::new(
+            MemoryLanes::start(context, target.clone(), config).map_err(MigrateError::no_thread)?,
+        ),
         Target::Streams(target) => {
             let streams = target.sockets.lock().len();
             if streams != usize::from(context.lanes) {
                 let lanes = context.lanes;
                 let reason = format!("{lanes} lanes for the {streams} streams of a VMM");
-                let channel = "control".into();
-                return Err(MigrateError::Protocol { channel, offset: 0, reason });
+                return Err(MigrateError::protocol("control", 0, reason));
             }
             Box::new(StreamLanes::new(context, target.clone()))
         }

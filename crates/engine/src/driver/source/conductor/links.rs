@@ -46,8 +46,7 @@ impl<V: Resume> Core<'_, V> {
             let channel = connect::data(&self.dialer, purpose, versions, &self.config.timeouts)?;
             let encoder = side.sender_encoder(self);
             let sender = LaneSender::start(Arc::clone(lane), encoder, context.clone(), channel);
-            let no_thread = |source| MigrateError::Local { action: "start a thread", source };
-            self.senders.push(sender.map_err(no_thread)?);
+            self.senders.push(sender.map_err(MigrateError::no_thread)?);
         }
         side.lanes_are_open(self)
     }
@@ -80,9 +79,7 @@ impl<V: Resume> Core<'_, V> {
                 }
                 match sender.attach(attempt, channel) {
                     Ok(()) => Input::LaneRejoined { lane, placed },
-                    Err(source) => {
-                        Input::Failed(MigrateError::Local { action: "start a thread", source })
-                    }
+                    Err(source) => Input::Failed(MigrateError::no_thread(source)),
                 }
             }
             Err(error) => Input::LaneNotRejoined { lane, error },

@@ -74,8 +74,7 @@ impl<'a, V: Resume> Core<'a, V> {
         let life = match Life::begin(control.slot()) {
             Ok(life) => life,
             Err(source) => {
-                let error = MigrateError::Local { action: "start a thread", source };
-                return Err((vm, Box::new(error)));
+                return Err((vm, Box::new(MigrateError::no_thread(source))));
             }
         };
         let mut core = Self {

@@ -73,8 +73,7 @@ impl StreamedGuest {
             workers: worker_threads(core.config.compression.workers),
             kept_bytes: core.config.compression.delta_memory,
         };
-        let no_thread = |source| MigrateError::Local { action: "start a thread", source };
-        self.streams = Some(Streams::start(streams, &context).map_err(no_thread)?);
+        self.streams = Some(Streams::start(streams, &context).map_err(MigrateError::no_thread)?);
         Ok(())
     }
 
