@@ -292,11 +292,7 @@ impl SourceHost {
                 self.tasks.retain(|task| !matches!(task, Task::Ask));
                 self.tasks.push(Task::Ask);
             }
-            Action::WriteOutcome { kept, by_operator } => self.journal.push(if kept {
-                Record::Kept { by_operator }
-            } else {
-                Record::Given { by_operator }
-            }),
+            Action::WriteOutcome(record) => self.journal.push(record),
             Action::Recall => {
                 assert!(self.machine.handover() == SourceState::Holding);
                 self.runs = true;

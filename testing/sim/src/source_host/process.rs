@@ -12,7 +12,7 @@ use vmferry::machine::source::io::{Action, Input};
 use vmferry::rounds::freed::{Freed, free_messages};
 use vmferry::rounds::harvester::{Harvester, Omission};
 use vmferry_codec::{HotPages, PageHashes};
-use vmferry_handover::journal::{Journal, Record};
+use vmferry_handover::journal::Journal;
 use vmferry_handover::{Running, SourceGuest};
 use vmferry_memory::whole_hash_except;
 use vmferry_wire::{ControlMessage, Role, SessionId, Token};
@@ -191,14 +191,10 @@ impl Process {
                 None
             }
             Action::WriteCommit => Some(self.commit()),
-            Action::WriteOutcome { kept, by_operator } => {
+            Action::WriteOutcome(record) => {
                 if let Some(journal) = &mut self.journal {
                     // The promise that counts is already written.
-                    let _ = journal.append(&if kept {
-                        Record::Kept { by_operator }
-                    } else {
-                        Record::Given { by_operator }
-                    });
+                    let _ = journal.append(&record);
                 }
                 None
             }

@@ -339,10 +339,8 @@ impl<V: Resume> Core<'_, V> {
             }
             // If the guest could not be resumed, the session stays open, so that a recovery tries
             // again.
-            Action::WriteOutcome { kept: true, .. } if self.resume_failure.is_some() => None,
-            Action::WriteOutcome { kept, by_operator } => {
-                let record =
-                    if kept { Record::Kept { by_operator } } else { Record::Given { by_operator } };
+            Action::WriteOutcome(Record::Kept { .. }) if self.resume_failure.is_some() => None,
+            Action::WriteOutcome(record) => {
                 // The decisive promise is already written; this record is for `vmferry status`.
                 let _ = self.journal.append(&record);
                 None

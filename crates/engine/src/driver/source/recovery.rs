@@ -117,10 +117,8 @@ impl<V: Resume> Recovery<V> {
             }
             // A session whose guest could not be resumed stays open, so that the next recovery
             // tries again.
-            Action::WriteOutcome { kept: true, .. } if self.failure.is_some() => {}
-            Action::WriteOutcome { kept, by_operator } => {
-                let record =
-                    if kept { Record::Kept { by_operator } } else { Record::Given { by_operator } };
+            Action::WriteOutcome(Record::Kept { .. }) if self.failure.is_some() => {}
+            Action::WriteOutcome(record) => {
                 // The decisive promise is already written; this record is for `vmferry status`.
                 let _ = self.journal.append(&record);
             }

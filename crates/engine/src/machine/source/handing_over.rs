@@ -8,6 +8,7 @@ use super::common::{Common, ms};
 use super::io::{Action, Report};
 use super::phase::{Asking, HandingOver, Pause, Phase};
 use crate::error::MigrateError;
+use vmferry_handover::journal::Record;
 use vmferry_handover::{OperatorWord, SourceEffect, SourceEvent, SourceState};
 
 /// A step of the handover.
@@ -149,10 +150,10 @@ impl Phase {
                     common.act(Action::Ask { delay });
                 }
                 SourceEffect::WriteKept => {
-                    common.act(Action::WriteOutcome { kept: true, by_operator });
+                    common.act(Action::WriteOutcome(Record::Kept { by_operator }));
                 }
                 SourceEffect::WriteGiven => {
-                    common.act(Action::WriteOutcome { kept: false, by_operator });
+                    common.act(Action::WriteOutcome(Record::Given { by_operator }));
                 }
                 SourceEffect::Resume => {
                     common.act(Action::Resume);

@@ -11,6 +11,7 @@ use crate::rounds::tracker::LaneTotals;
 use crate::stats::forecast::Forecast;
 use crate::vmm::streamed::StreamEvent;
 use vmferry_handover::OperatorWord;
+use vmferry_handover::journal::Record;
 
 /// An event.
 #[derive(Debug)]
@@ -247,12 +248,7 @@ pub enum Action {
     /// Append COMMIT to the journal: `CommitWritten`.
     WriteCommit,
     /// Append KEPT or GIVEN to the journal, if possible.
-    WriteOutcome {
-        /// Whether the guest stays here.
-        kept: bool,
-        /// Whether an operator decided so.
-        by_operator: bool,
-    },
+    WriteOutcome(Record),
     /// Resume the guest here.
     Resume,
     /// Give the guest up.
