@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use vmferry_memory::GuestBytes;
-use vmferry_transport::{ChannelCloser, ChannelWriter};
+use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter};
 use vmferry_wire::{CONTROL_HEADER_BYTES, ControlHeader, ControlMessage};
 
 use crate::error::MigrateError;
@@ -247,6 +247,16 @@ pub struct Loss {
     pub since: Duration,
     /// The cause.
     pub error: MigrateError,
+}
+
+/// A greeted data channel.
+pub struct DataChannel {
+    /// The receiving half.
+    pub reader: ChannelReader,
+    /// The sending half.
+    pub writer: ChannelWriter,
+    /// Closes it from any thread.
+    pub closer: ChannelCloser,
 }
 
 /// A channel's name: a lane's, or the control channel's.

@@ -8,17 +8,8 @@ use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter};
 use super::place::{Arriving, FrameReader};
 use super::target::LaneContext;
 use crate::error::MigrateError;
+use crate::link::DataChannel;
 use crate::machine::destination::io::Input;
-
-/// A greeted channel of a lane.
-pub struct GreetedChannel {
-    /// The receiving half.
-    pub reader: ChannelReader,
-    /// The sending half.
-    pub writer: ChannelWriter,
-    /// Closes it from any thread.
-    pub closer: ChannelCloser,
-}
 
 /// Where a channel continues its lane.
 pub struct LanePosition {
@@ -44,12 +35,12 @@ impl LaneChannel {
     /// # Errors
     /// The system can't create a thread.
     pub fn start(
-        channel: GreetedChannel,
+        channel: DataChannel,
         LanePosition { lane, attempt, sequence }: LanePosition,
         context: &LaneContext,
         receive: impl FnOnce(LaneReader) + Send + 'static,
     ) -> std::io::Result<Self> {
-        let GreetedChannel { reader, writer, closer } = channel;
+        let DataChannel { reader, writer, closer } = channel;
         let arriving = Arriving::new(reader, Arc::clone(&context.placed));
         let reader = LaneReader {
             lane,

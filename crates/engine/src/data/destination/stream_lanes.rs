@@ -17,12 +17,12 @@ use parking_lot::{Condvar, Mutex};
 use vmferry_codec::{Decompressors, Frame, StreamDecoder};
 use vmferry_wire::{ControlMessage, FrameHeader, FrameKind, MAX_KEPT_PAGES};
 
-use super::lane_channel::{GreetedChannel, LaneChannel, LanePosition, LaneReader};
+use super::lane_channel::{LaneChannel, LanePosition, LaneReader};
 use super::place::ACKNOWLEDGE_FRAMES;
 use super::target::{LaneContext, LaneSet, StreamTarget};
 use crate::causes::chain;
 use crate::error::MigrateError;
-use crate::link::channel_name;
+use crate::link::{DataChannel, channel_name};
 use crate::machine::destination::io::Input;
 
 /// Frames of a lane that are received ahead while one frame is decoded and written.
@@ -131,7 +131,7 @@ impl LaneSet for StreamLanes {
         Some(state.sequence)
     }
 
-    fn join(&mut self, lane: u8, channel: GreetedChannel) -> std::io::Result<()> {
+    fn join(&mut self, lane: u8, channel: DataChannel) -> std::io::Result<()> {
         let Some(index) = self.lanes.iter().position(|known| known.number == lane) else {
             return Ok(());
         };

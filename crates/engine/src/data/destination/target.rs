@@ -10,10 +10,9 @@ use vmferry_codec::PageHashes;
 use vmferry_memory::GuestMemory;
 use vmferry_wire::MAX_LANES;
 
-use super::lane_channel::GreetedChannel;
 use super::place::PlacedCounters;
 use crate::cpu::CpuMeter;
-use crate::link::ControlSlot;
+use crate::link::{ControlSlot, DataChannel};
 use crate::machine::destination::io::Input;
 
 /// State shared by all lanes of a session.
@@ -85,7 +84,7 @@ pub trait LaneSet {
     ///
     /// # Errors
     /// The system can't create a thread.
-    fn join(&mut self, lane: u8, channel: GreetedChannel) -> std::io::Result<()>;
+    fn join(&mut self, lane: u8, channel: DataChannel) -> std::io::Result<()>;
 
     /// Whether a lane's present channel is the one that was dialed this number of times before.
     fn is_at(&self, lane: u8, attempt: u64) -> bool;

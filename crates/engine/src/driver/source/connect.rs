@@ -12,7 +12,7 @@ use crate::config::Timeouts;
 use crate::data::source::lane::SourceLane;
 use crate::driver::greeting::{Purpose, greet};
 use crate::error::MigrateError;
-use crate::link::{ControlReader, ControlWriter, Speaker};
+use crate::link::{ControlReader, ControlWriter, DataChannel, Speaker};
 use crate::machine::source::io::Input;
 
 /// A greeted control channel.
@@ -58,15 +58,10 @@ pub fn control(
     })
 }
 
-/// A greeted data channel.
-pub struct DataChannel {
-    /// The sending half.
-    pub writer: ChannelWriter,
-    /// The receiving half, kept open until the end: a data channel closed early would look like a
-    /// lost link.
-    pub reader: ChannelReader,
-    /// Closes it from any thread.
-    pub closer: ChannelCloser,
+/// A lane's channel, and where the lane continues on it.
+pub struct JoinedLane {
+    /// The channel.
+    pub channel: DataChannel,
     /// The destination has placed all frames of the lane up to this one.
     pub placed: u64,
 }
@@ -80,14 +75,14 @@ pub fn data(
     purpose: Purpose,
     versions: &RangeInclusive<u16>,
     timeouts: &Timeouts,
-) -> Result<DataChannel, MigrateError> {
+) -> Result<JoinedLane, MigrateError> {
     let (channel, _, transport) = dial(dialer)?;
     let closer = channel.closer();
     let (mut reader, mut writer) = channel.split();
     bound(&mut reader, &mut writer, timeouts.silence)?;
     let placed = greet(&mut reader, &mut writer, purpose, versions, &transport)?.placed;
     writer.set_timeout(Some(timeouts.stall))?;
-    Ok(DataChannel { writer, reader, closer, placed })
+    Ok(JoinedLane { channel: DataChannel { reader, writer, closer }, placed })
 }
 
 fn dial(dialer: &Dialer) -> Result<(Channel, Vec<String>, String), MigrateError> {

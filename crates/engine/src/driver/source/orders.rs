@@ -1,16 +1,15 @@
 //! The user's control over a running migration, and its progress, from any thread.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use crossbeam_channel::Sender;
 use parking_lot::Mutex;
 use serde::Serialize;
 
-use vmferry_codec::FrameCounts;
-
 use crate::config::ConfigError;
+use crate::data::source::sent::SentCounters;
 use crate::machine::source::change::Change;
 use crate::machine::source::io::{Input, Report};
 use crate::stats::forecast::Forecast;
@@ -32,32 +31,6 @@ use vmferry_handover::{OperatorWord, SourceState};
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct Orders(Arc<Shared>);
-
-/// What the lanes have passed to their channels so far.
-#[derive(Debug, Default)]
-pub(crate) struct SentCounters {
-    bytes: AtomicU64,
-    frames: AtomicU64,
-    content_pages: AtomicU64,
-    zero_pages: AtomicU64,
-}
-
-impl SentCounters {
-    pub(crate) fn frame(&self, bytes: u64) {
-        self.bytes.fetch_add(bytes, Ordering::Relaxed);
-        self.frames.fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// Bytes and frames so far.
-    pub(crate) fn so_far(&self) -> (u64, u64) {
-        (self.bytes.load(Ordering::Relaxed), self.frames.load(Ordering::Relaxed))
-    }
-
-    pub(crate) fn pages(&self, counts: &FrameCounts) {
-        self.content_pages.fetch_add(counts.content_pages(), Ordering::Relaxed);
-        self.zero_pages.fetch_add(counts.zero_pages, Ordering::Relaxed);
-    }
-}
 
 #[derive(Debug, Default)]
 struct Shared {

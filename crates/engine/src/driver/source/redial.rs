@@ -8,7 +8,7 @@ use crossbeam_channel::{Receiver, Sender};
 use vmferry_transport::Dialer;
 
 use super::connect;
-use super::connect::DataChannel;
+use super::connect::JoinedLane;
 use crate::config::{SourceConfig, Timeouts};
 use crate::driver::greeting::Purpose;
 use crate::error::MigrateError;
@@ -29,8 +29,8 @@ pub struct Redialled {
     pub lane: u8,
     /// The number of the attempt.
     pub attempt: u64,
-    /// The greeted channel.
-    pub channel: Result<DataChannel, MigrateError>,
+    /// The channel.
+    pub joined: Result<JoinedLane, MigrateError>,
 }
 
 impl Redialler {
@@ -55,13 +55,13 @@ impl Redialler {
         let spawned =
             std::thread::Builder::new().name(format!("lane{lane}-dial")).spawn(move || {
                 if connect::wait(delay, &stopped) {
-                    let channel = connect::data(&dialer, purpose, &versions, &timeouts);
-                    let _ = results.send(Redialled { lane, attempt, channel });
+                    let joined = connect::data(&dialer, purpose, &versions, &timeouts);
+                    let _ = results.send(Redialled { lane, attempt, joined });
                 }
             });
         if let Err(source) = spawned {
-            let channel = Err(MigrateError::no_thread(source));
-            let _ = self.dialled.0.send(Redialled { lane, attempt, channel });
+            let joined = Err(MigrateError::no_thread(source));
+            let _ = self.dialled.0.send(Redialled { lane, attempt, joined });
         }
     }
 

@@ -19,11 +19,12 @@ use crossbeam_channel::Sender;
 use vmferry_codec::Decompressors;
 use vmferry_wire::ControlMessage;
 
-use super::lane_channel::{GreetedChannel, LaneChannel, LanePosition};
+use super::lane_channel::{LaneChannel, LanePosition};
 use super::place::Placer;
 use super::target::{LaneContext, LaneSet, MemoryTarget};
 use crate::config::DestinationConfig;
 use crate::config::compression::worker_threads;
+use crate::link::DataChannel;
 use lane_state::LaneState;
 use placers::{PlacingThread, ReceivedFrame};
 use receiver::ReceivingThread;
@@ -99,7 +100,7 @@ impl LaneSet for MemoryLanes {
         known.shared.reopen()
     }
 
-    fn join(&mut self, lane: u8, channel: GreetedChannel) -> std::io::Result<()> {
+    fn join(&mut self, lane: u8, channel: DataChannel) -> std::io::Result<()> {
         let known = self.lanes.iter_mut().find(|known| known.shared.number() == lane);
         let (Some(known), Some(received)) = (known, self.received.clone()) else { return Ok(()) };
         let (attempt, sequence) = (known.attempt, known.shared.placed());

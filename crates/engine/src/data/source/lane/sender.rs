@@ -14,10 +14,9 @@ use super::queue::Next;
 use super::{FrameSummary, QueuedFrame, SourceLane};
 use crate::cpu::CpuMeter;
 use crate::data::source::page_encoder::PageEncoder;
-use crate::driver::source::connect::DataChannel;
-use crate::driver::source::orders::SentCounters;
+use crate::data::source::sent::SentCounters;
 use crate::error::MigrateError;
-use crate::link::{channel_name, lost};
+use crate::link::{DataChannel, channel_name, lost};
 use crate::machine::source::io::Input;
 
 /// State shared by all senders.
@@ -66,7 +65,7 @@ impl LaneSender {
         channel: DataChannel,
     ) -> std::io::Result<Self> {
         let (number, attempt) = (lane.number(), 0);
-        let DataChannel { writer, reader, closer, .. } = channel;
+        let DataChannel { reader, writer, closer } = channel;
         let mut sender = Self {
             lane: Arc::clone(&lane),
             results: context.results.clone(),
@@ -107,7 +106,7 @@ impl LaneSender {
     /// The system can't create a thread.
     pub fn attach(&mut self, attempt: u64, channel: DataChannel) -> std::io::Result<()> {
         self.end_watch();
-        let DataChannel { writer, reader, closer, .. } = channel;
+        let DataChannel { reader, writer, closer } = channel;
         (self.attempt, self.closer) = (attempt, closer);
         *self.next_channel.lock() = Some(SendingHalf { writer, attempt });
         self.lane.queue.interrupt();

@@ -8,14 +8,13 @@ use vmferry_wire::{ControlMessage, HelloStatus, Token};
 
 use super::{FromControl, Link, Session};
 use crate::config::DestinationConfig;
-use crate::data::destination::lane_channel::GreetedChannel;
 use crate::data::destination::memory_lanes::MemoryLanes;
 use crate::data::destination::stream_lanes::StreamLanes;
 use crate::data::destination::target::{LaneContext, LaneSet, Target};
 use crate::driver::destination::arrivals::{Arrival, Connection, give_word, reply, turn_away};
 use crate::driver::destination::notice::Notice;
 use crate::error::MigrateError;
-use crate::link::{ControlReader, ControlWriter, FinalDue, Speaker};
+use crate::link::{ControlReader, ControlWriter, DataChannel, FinalDue, Speaker};
 use crate::machine::destination::io::{Input, LinkId};
 use crate::vmm::DestinationVm;
 
@@ -142,7 +141,7 @@ impl<V: DestinationVm> Session<'_, V> {
         }
         let Connection { reader, writer, closer, .. } = connection;
         lanes
-            .join(lane, GreetedChannel { reader, writer, closer })
+            .join(lane, DataChannel { reader, writer, closer })
             .map_err(MigrateError::no_thread)?;
         Ok(Input::LaneJoined { lane })
     }

@@ -10,6 +10,7 @@ use super::{Core, GuestSide};
 use crate::data::source::lane::{LaneSender, SenderContext};
 use crate::driver::greeting::Purpose;
 use crate::driver::source::connect;
+use crate::driver::source::connect::JoinedLane;
 use crate::driver::source::redial::Redialled;
 use crate::error::MigrateError;
 use crate::link::lost;
@@ -43,9 +44,10 @@ impl<V: Resume> Core<'_, V> {
             let number = lane.number();
             let purpose = Purpose { role: Role::Data, lane: number, token: *token, attempt: 0 };
             let versions = &self.config.protocol;
-            let channel = connect::data(&self.dialer, purpose, versions, &self.config.timeouts)?;
+            let joined = connect::data(&self.dialer, purpose, versions, &self.config.timeouts)?;
             let encoder = side.sender_encoder(self);
-            let sender = LaneSender::start(Arc::clone(lane), encoder, context.clone(), channel);
+            let sender =
+                LaneSender::start(Arc::clone(lane), encoder, context.clone(), joined.channel);
             self.senders.push(sender.map_err(MigrateError::no_thread)?);
         }
         side.lanes_are_open(self)
@@ -66,14 +68,13 @@ impl<V: Resume> Core<'_, V> {
 
     /// Continues a lane on the redialed channel, unless it was redialed again meanwhile.
     pub(super) fn rejoin(&mut self, redialled: Redialled) -> Input {
-        let Redialled { lane, attempt, channel } = redialled;
+        let Redialled { lane, attempt, joined } = redialled;
         if !self.redialler.is_latest(lane, attempt) {
             return Input::Tick;
         }
         let Some(sender) = self.senders.get_mut(usize::from(lane)) else { return Input::Tick };
-        match channel {
-            Ok(channel) => {
-                let placed = channel.placed;
+        match joined {
+            Ok(JoinedLane { channel, placed }) => {
                 if let Some(lane) = self.lanes.get(usize::from(lane)) {
                     lane.acknowledge(placed);
                 }
