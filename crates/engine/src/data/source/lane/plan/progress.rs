@@ -43,7 +43,7 @@ pub(super) struct BlockPages {
 }
 
 impl RoundProgress {
-    /// The begin of a round.
+    /// The beginning of a round.
     pub(super) fn new(order: RoundOrder, share: Share) -> Self {
         Self {
             order,
